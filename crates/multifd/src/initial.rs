@@ -1,0 +1,172 @@
+//! The first 64 bytes of a data channel.
+
+use zerocopy::{
+    FromBytes, Immutable, IntoBytes, KnownLayout,
+    byteorder::big_endian::{U32, U64},
+};
+
+use crate::{InitialError, MAGIC, VERSION};
+
+/// Bytes of the initial packet.
+pub const INITIAL_LEN: usize = 64;
+
+/// Most channels a migration can have: ids are one byte, QEMU's own limit is 255.
+pub const MAX_CHANNELS: usize = 255;
+
+/// Introduces a data channel: whose it is and which one.
+///
+/// QEMU leaves 39 bytes of the initial packet reserved and reads none of them. A Vamoose that dials
+/// announces there how many channels it will open, so that another Vamoose need not guess; see
+/// [`Initial::announced_channels`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Initial {
+    uuid: [u8; 16],
+    channel: u8,
+    announced_channels: Option<u8>,
+}
+
+impl Initial {
+    /// The introduction of channel `channel` of a migration with `channels` channels; `uuid` is the
+    /// guest's, all zeros if it has none.
+    ///
+    /// # Errors
+    /// When there are more than [`MAX_CHANNELS`] channels or `channel` is not one of them.
+    pub fn new(uuid: [u8; 16], channel: u8, channels: usize) -> Result<Self, InitialError> {
+        let announced = u8::try_from(channels).map_err(|_| InitialError::Channels { channels })?;
+        if channel >= announced {
+            return Err(InitialError::ChannelId { channel, announced });
+        }
+        Ok(Self {
+            uuid,
+            channel,
+            announced_channels: Some(announced),
+        })
+    }
+
+    /// Parses what a peer sent first on a channel.
+    ///
+    /// # Errors
+    /// When the bytes do not begin a multifd channel. The channel's id is checked against the
+    /// announced number of channels only, where there is one: a caller that knows the number must
+    /// check `channel() < number` itself, since QEMU does not.
+    pub fn parse(bytes: &[u8; INITIAL_LEN]) -> Result<Self, InitialError> {
+        let raw: Raw = zerocopy::transmute!(*bytes);
+        if raw.magic.get() != MAGIC {
+            return Err(InitialError::Magic {
+                found: raw.magic.get(),
+            });
+        }
+        if raw.version.get() != VERSION {
+            return Err(InitialError::Version {
+                found: raw.version.get(),
+            });
+        }
+        let announced_channels = (raw.vamoose == VAMOOSE).then_some(raw.channels);
+        if let Some(announced) = announced_channels
+            && raw.channel >= announced
+        {
+            return Err(InitialError::ChannelId {
+                channel: raw.channel,
+                announced,
+            });
+        }
+        Ok(Self {
+            uuid: raw.uuid,
+            channel: raw.channel,
+            announced_channels,
+        })
+    }
+
+    /// The 64 bytes to send.
+    pub fn to_bytes(&self) -> [u8; INITIAL_LEN] {
+        let raw = Raw {
+            magic: MAGIC.into(),
+            version: VERSION.into(),
+            uuid: self.uuid,
+            channel: self.channel,
+            channels: self.announced_channels.unwrap_or(0),
+            vamoose: self.announced_channels.map_or([0; 6], |_| VAMOOSE),
+            reserved: [U64::ZERO; 4],
+        };
+        zerocopy::transmute!(raw)
+    }
+
+    /// The guest's uuid; a destination QEMU refuses another than its own.
+    pub fn uuid(&self) -> [u8; 16] {
+        self.uuid
+    }
+
+    /// The channel's id, from 0.
+    pub fn channel(&self) -> u8 {
+        self.channel
+    }
+
+    /// The number of channels that the peer will open, where the peer is a Vamoose. QEMU does not say.
+    pub fn announced_channels(&self) -> Option<u8> {
+        self.announced_channels
+    }
+}
+
+/// Marks the reserved bytes as ours.
+const VAMOOSE: [u8; 6] = *b"vamoos";
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+struct Raw {
+    magic: U32,
+    version: U32,
+    uuid: [u8; 16],
+    channel: u8,
+    // From here on QEMU's reserved bytes.
+    channels: u8,
+    vamoose: [u8; 6],
+    reserved: [U64; 4],
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn qemu_announces_nothing() {
+        let mut bytes = [0; INITIAL_LEN];
+        bytes[..8].copy_from_slice(&[0x11, 0x22, 0x33, 0x44, 0, 0, 0, 1]);
+        bytes[24] = 3;
+        let initial = Initial::parse(&bytes).unwrap();
+        assert_eq!((initial.channel(), initial.announced_channels()), (3, None));
+        assert_eq!(initial.to_bytes(), bytes);
+    }
+
+    #[test]
+    fn an_id_beyond_the_channels_is_refused() {
+        let refused = InitialError::ChannelId {
+            channel: 2,
+            announced: 2,
+        };
+        assert_eq!(Initial::new([0; 16], 2, 2), Err(refused.clone()));
+        let mut bytes = Initial::new([0; 16], 1, 2).unwrap().to_bytes();
+        bytes[24] = 2;
+        assert_eq!(Initial::parse(&bytes), Err(refused));
+        assert_eq!(
+            Initial::new([0; 16], 0, 256),
+            Err(InitialError::Channels { channels: 256 })
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_built_parses_back(uuid: [u8; 16], channel in 0u8..254, more in 1usize..=64) {
+            let channels = (usize::from(channel) + more).min(MAX_CHANNELS);
+            let initial = Initial::new(uuid, channel, channels).unwrap();
+            prop_assert_eq!(Initial::parse(&initial.to_bytes()), Ok(initial));
+        }
+
+        #[test]
+        fn any_bytes_parse_or_are_refused(bytes: [[u8; 32]; 2]) {
+            let bytes: [u8; INITIAL_LEN] = bytes.concat().try_into().unwrap();
+            prop_assert!(Initial::parse(&bytes).is_ok() == (bytes[..8] == [0x11, 0x22, 0x33, 0x44, 0, 0, 0, 1]));
+        }
+    }
+}

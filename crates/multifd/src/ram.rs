@@ -1,0 +1,554 @@
+//! RAM packets: which pages of which RAM block, how encoded, and whether a SYNC.
+
+use std::fmt;
+
+use crate::{Layout, Method, PRELUDE_LEN, PacketError, PacketKind, Prelude, layout::PACKET_BYTES};
+
+/// Bytes of a RAM packet's header without its offset table, the 12 of the [`Prelude`] included.
+pub const RAM_HEADER_FIXED_LEN: usize = 320;
+
+/// Header of a RAM packet. Reused from packet to packet, it allocates only once.
+///
+/// The offset table holds the normal pages' offsets, then the zero pages'. Both are bytes from the
+/// start of the RAM block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RamHeader {
+    /// A SYNC: everything before it on all channels is applied before anything after it on any.
+    /// Sources older than 9.0 send one with pages: they come before the barrier.
+    pub sync: bool,
+    /// How the payload is encoded; without meaning in a packet without pages.
+    pub method: Method,
+    /// The source's running number of the packet, over all channels.
+    pub packet_num: u64,
+    /// The RAM block whose pages these are.
+    pub block: BlockName,
+    /// Bytes of payload after the header.
+    payload_len: usize,
+    normal: usize,
+    offsets: Vec<u64>,
+}
+
+impl RamHeader {
+    /// An empty header with room for the offsets of a whole packet.
+    pub fn new(layout: Layout) -> Self {
+        Self {
+            sync: false,
+            method: Method::None,
+            packet_num: 0,
+            block: BlockName::default(),
+            payload_len: 0,
+            normal: 0,
+            offsets: Vec::with_capacity(layout.page_count()),
+        }
+    }
+
+    /// Parses the header of a packet whose first 12 bytes are `prelude`; `rest` is what follows
+    /// them, up to the payload: `layout.ram_header_len() - PRELUDE_LEN` bytes.
+    ///
+    /// # Errors
+    /// When a field holds a value that no correct source sends, or `rest` has the wrong length.
+    /// `self` is then a valid header, but of no use.
+    pub fn parse(
+        &mut self,
+        prelude: Prelude,
+        rest: &[u8],
+        layout: Layout,
+    ) -> Result<(), PacketError> {
+        let expected = layout.ram_header_len() - PRELUDE_LEN;
+        if rest.len() != expected {
+            return Err(PacketError::HeaderLength {
+                found: rest.len(),
+                expected,
+            });
+        }
+        let page_count = layout.page_count();
+        let normal_field = read_u32(rest, at::NORMAL_PAGES);
+        let zero_field = read_u32(rest, at::ZERO_PAGES);
+        let normal = normal_field as usize;
+        if normal > page_count {
+            return Err(PacketError::NormalPages {
+                normal: normal_field,
+                page_count,
+            });
+        }
+        // Cannot overflow: `normal` is small and `usize` is wider than the field.
+        let pages = normal + zero_field as usize;
+        if pages > page_count {
+            return Err(PacketError::ZeroPages {
+                normal: normal_field,
+                zero: zero_field,
+                page_count,
+            });
+        }
+        let block = BlockName::from_field(&rest[at::BLOCK_NAME..at::OFFSETS], pages > 0)?;
+        let payload_len = payload_len(prelude.method, normal_field, rest, layout)?;
+
+        self.offsets.clear();
+        for (index, bytes) in rest[at::OFFSETS..].as_chunks().0[..pages]
+            .iter()
+            .enumerate()
+        {
+            let offset = u64::from_be_bytes(*bytes);
+            let page_size = layout.page_size_u32();
+            if !offset.is_multiple_of(page_size.into()) {
+                return Err(PacketError::Offset {
+                    index,
+                    offset,
+                    page_size,
+                });
+            }
+            self.offsets.push(offset);
+        }
+        self.sync = prelude.sync;
+        self.method = prelude.method;
+        self.packet_num = read_u64(rest, at::PACKET_NUM);
+        self.block = block;
+        self.payload_len = payload_len;
+        self.normal = normal;
+        Ok(())
+    }
+
+    /// Appends the header to `out` as it goes on the wire: `layout.ram_header_len()` bytes.
+    ///
+    /// The method bits are left out of a packet without pages and the payload length out of one
+    /// without normal pages, as receivers demand.
+    pub fn write(&self, layout: Layout, out: &mut Vec<u8>) {
+        let prelude = Prelude {
+            kind: PacketKind::Ram,
+            sync: self.sync,
+            method: if self.is_empty() {
+                Method::None
+            } else {
+                self.method
+            },
+        };
+        let start = out.len();
+        out.extend_from_slice(&prelude.to_bytes());
+        out.extend_from_slice(&field(layout.page_count()));
+        out.extend_from_slice(&field(self.normal));
+        out.extend_from_slice(&field(self.payload_len()));
+        out.extend_from_slice(&self.packet_num.to_be_bytes());
+        out.extend_from_slice(&field(self.zero_offsets().len()));
+        out.extend_from_slice(&[0; 4 + 3 * 8]);
+        out.extend_from_slice(&self.block.0);
+        for offset in &self.offsets {
+            out.extend_from_slice(&offset.to_be_bytes());
+        }
+        out.resize(start + layout.ram_header_len(), 0);
+    }
+
+    /// Removes all pages and the SYNC.
+    pub fn clear(&mut self) {
+        self.sync = false;
+        self.offsets.clear();
+        self.normal = 0;
+        self.payload_len = 0;
+    }
+
+    /// Replaces the pages by `normal` and `zero`, offsets in bytes.
+    ///
+    /// # Errors
+    /// When there are more than the offset table can hold, or one is no multiple of the page size.
+    /// `self` is then without pages.
+    pub fn set_pages(
+        &mut self,
+        normal: &[u64],
+        zero: &[u64],
+        layout: Layout,
+    ) -> Result<(), PacketError> {
+        self.offsets.clear();
+        self.normal = 0;
+        self.payload_len = 0;
+        if normal.len() + zero.len() > layout.page_count() {
+            return Err(PacketError::ZeroPages {
+                normal: u32::try_from(normal.len()).unwrap_or(u32::MAX),
+                zero: u32::try_from(zero.len()).unwrap_or(u32::MAX),
+                page_count: layout.page_count(),
+            });
+        }
+        let page_size = layout.page_size_u32();
+        let mut pages = normal.iter().chain(zero);
+        if let Some(index) = pages.position(|offset| !offset.is_multiple_of(page_size.into())) {
+            return Err(PacketError::Offset {
+                index,
+                offset: *normal.iter().chain(zero).nth(index).unwrap_or(&0),
+                page_size,
+            });
+        }
+        self.offsets.extend_from_slice(normal);
+        self.offsets.extend_from_slice(zero);
+        self.normal = normal.len();
+        Ok(())
+    }
+
+    /// Makes every zero page a normal page, for a destination that does not know zero pages
+    /// (before 9.0): it would lose them silently.
+    pub fn zero_pages_become_normal(&mut self) {
+        self.normal = self.offsets.len();
+    }
+
+    /// Offsets of the pages in the payload, in its order.
+    pub fn normal_offsets(&self) -> &[u64] {
+        &self.offsets[..self.normal]
+    }
+
+    /// Offsets of the pages that are all zeros and not in the payload.
+    pub fn zero_offsets(&self) -> &[u64] {
+        &self.offsets[self.normal..]
+    }
+
+    /// Whether there is no page in the packet.
+    pub fn is_empty(&self) -> bool {
+        self.offsets.is_empty()
+    }
+
+    /// Bytes of payload after the header; 0 without normal pages, at most `layout.max_payload()`.
+    pub fn payload_len(&self) -> usize {
+        if self.normal == 0 {
+            0
+        } else {
+            self.payload_len
+        }
+    }
+
+    /// Sets the length of the payload that will follow.
+    ///
+    /// # Errors
+    /// When it is longer than a receiver's buffer.
+    pub fn set_payload_len(&mut self, len: usize, layout: Layout) -> Result<(), PacketError> {
+        if len > layout.max_payload() {
+            return Err(PacketError::PayloadTooLong {
+                len: u32::try_from(len).unwrap_or(u32::MAX),
+                max: layout.max_payload(),
+            });
+        }
+        self.payload_len = len;
+        Ok(())
+    }
+}
+
+/// Name of a RAM block (`pc.ram`), as the NUL-padded field of a packet.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BlockName([u8; BLOCK_NAME_LEN]);
+
+impl BlockName {
+    /// The name `name`.
+    ///
+    /// # Errors
+    /// When it is empty, longer than 255 bytes, or holds a NUL.
+    pub fn new(name: &[u8]) -> Result<Self, PacketError> {
+        let mut field = [0; BLOCK_NAME_LEN];
+        field
+            .get_mut(..name.len())
+            .ok_or(PacketError::BlockName {
+                problem: "too long",
+            })?
+            .copy_from_slice(name);
+        let block = Self::from_field(&field, true)?;
+        if block.as_bytes() != name {
+            return Err(PacketError::BlockName {
+                problem: "cut short by a NUL",
+            });
+        }
+        Ok(block)
+    }
+
+    /// The name without its padding; empty in packets that carry no page.
+    pub fn as_bytes(&self) -> &[u8] {
+        self.0.split(|byte| *byte == 0).next().unwrap_or(&self.0)
+    }
+
+    fn from_field(field: &[u8], needed: bool) -> Result<Self, PacketError> {
+        let name: [u8; BLOCK_NAME_LEN] = field.try_into().map_err(|_| PacketError::BlockName {
+            problem: "of the wrong length",
+        })?;
+        if !name.contains(&0) {
+            return Err(PacketError::BlockName {
+                problem: "not NUL-terminated",
+            });
+        }
+        if needed && name[0] == 0 {
+            return Err(PacketError::BlockName { problem: "empty" });
+        }
+        Ok(Self(name))
+    }
+}
+
+impl Default for BlockName {
+    fn default() -> Self {
+        Self([0; BLOCK_NAME_LEN])
+    }
+}
+
+impl fmt::Display for BlockName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.as_bytes().escape_ascii(), f)
+    }
+}
+
+impl fmt::Debug for BlockName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "\"{self}\"")
+    }
+}
+
+const BLOCK_NAME_LEN: usize = 256;
+
+/// Positions of the fields behind the 12 bytes of the prelude. `pages_alloc`, the first one, says
+/// nothing that can be relied on and is not read.
+mod at {
+    pub(super) const NORMAL_PAGES: usize = 4;
+    pub(super) const NEXT_PACKET_SIZE: usize = 8;
+    pub(super) const PACKET_NUM: usize = 12;
+    pub(super) const ZERO_PAGES: usize = 20;
+    pub(super) const BLOCK_NAME: usize = 52;
+    pub(super) const OFFSETS: usize = BLOCK_NAME + super::BLOCK_NAME_LEN;
+}
+
+const _: () = assert!(at::OFFSETS + PRELUDE_LEN == RAM_HEADER_FIXED_LEN);
+
+/// The payload's length: `next_packet_size` where there are normal pages. Where there are none, 7.2
+/// leaves a stale size in the field.
+fn payload_len(
+    method: Method,
+    normal: u32,
+    rest: &[u8],
+    layout: Layout,
+) -> Result<usize, PacketError> {
+    if normal == 0 {
+        return Ok(0);
+    }
+    let field = read_u32(rest, at::NEXT_PACKET_SIZE);
+    let len = field as usize;
+    let expected = normal as usize * layout.page_size();
+    if len > layout.max_payload() {
+        return Err(PacketError::PayloadTooLong {
+            len: field,
+            max: layout.max_payload(),
+        });
+    }
+    if len == 0 {
+        return Err(PacketError::PayloadMissing { normal });
+    }
+    if method == Method::None && len != expected {
+        return Err(PacketError::RawPayload {
+            len: field,
+            normal,
+            expected,
+        });
+    }
+    Ok(len)
+}
+
+/// Four bytes at `at`; the callers' buffers have a checked or static length.
+pub(crate) fn read_u32(bytes: &[u8], at: usize) -> u32 {
+    bytes[at..]
+        .first_chunk()
+        .map_or(0, |b| u32::from_be_bytes(*b))
+}
+
+fn read_u64(bytes: &[u8], at: usize) -> u64 {
+    bytes[at..]
+        .first_chunk()
+        .map_or(0, |b| u64::from_be_bytes(*b))
+}
+
+/// A count or length of a packet as its field: all are at most a few times [`PACKET_BYTES`].
+fn field(value: usize) -> [u8; 4] {
+    debug_assert!(value <= 2 * PACKET_BYTES as usize);
+    u32::try_from(value).unwrap_or(u32::MAX).to_be_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::{collection::vec, prelude::*};
+
+    use super::*;
+
+    const LAYOUT: Layout = Layout::X86;
+
+    fn parse(bytes: &[u8]) -> Result<RamHeader, PacketError> {
+        let mut header = RamHeader::new(LAYOUT);
+        let (prelude, rest) = bytes.split_first_chunk().unwrap();
+        header.parse(Prelude::parse(prelude)?, rest, LAYOUT)?;
+        Ok(header)
+    }
+
+    fn sample() -> RamHeader {
+        let mut header = RamHeader::new(LAYOUT);
+        header.block = BlockName::new(b"pc.ram").unwrap();
+        header.method = Method::Zlib;
+        header
+            .set_pages(&[0x1000, 0x5000], &[0x7000], LAYOUT)
+            .unwrap();
+        header.set_payload_len(77, LAYOUT).unwrap();
+        header
+    }
+
+    /// The bytes of [`sample`] with the u32 field at `at` behind the prelude replaced.
+    fn with_field(at: usize, value: u32) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        sample().write(LAYOUT, &mut bytes);
+        bytes[PRELUDE_LEN + at..][..4].copy_from_slice(&value.to_be_bytes());
+        bytes
+    }
+
+    #[test]
+    fn counts_beyond_the_table_are_refused() {
+        let page_count = 128;
+        assert_eq!(
+            parse(&with_field(at::NORMAL_PAGES, 129)),
+            Err(PacketError::NormalPages {
+                normal: 129,
+                page_count
+            })
+        );
+        for zero in [127, u32::MAX] {
+            assert_eq!(
+                parse(&with_field(at::ZERO_PAGES, zero)),
+                Err(PacketError::ZeroPages {
+                    normal: 2,
+                    zero,
+                    page_count
+                })
+            );
+        }
+    }
+
+    #[test]
+    fn payload_lengths_are_checked_before_use() {
+        assert_eq!(
+            parse(&with_field(at::NEXT_PACKET_SIZE, u32::MAX)),
+            Err(PacketError::PayloadTooLong {
+                len: u32::MAX,
+                max: 1 << 20
+            })
+        );
+        assert_eq!(
+            parse(&with_field(at::NEXT_PACKET_SIZE, 0)),
+            Err(PacketError::PayloadMissing { normal: 2 })
+        );
+        let mut raw = sample();
+        raw.method = Method::None;
+        let mut bytes = Vec::new();
+        raw.write(LAYOUT, &mut bytes);
+        assert_eq!(
+            parse(&bytes),
+            Err(PacketError::RawPayload {
+                len: 77,
+                normal: 2,
+                expected: 8192
+            })
+        );
+    }
+
+    #[test]
+    fn a_stale_size_without_normal_pages_is_ignored() {
+        let mut sync = RamHeader::new(LAYOUT);
+        sync.sync = true;
+        sync.payload_len = 4711;
+        let mut bytes = Vec::new();
+        sync.write(LAYOUT, &mut bytes);
+        // Ours is written without it; put 7.2's back.
+        assert_eq!(bytes[PRELUDE_LEN + at::NEXT_PACKET_SIZE..][..4], [0; 4]);
+        bytes[PRELUDE_LEN + at::NEXT_PACKET_SIZE..][..4].copy_from_slice(&4711u32.to_be_bytes());
+        let parsed = parse(&bytes).unwrap();
+        assert_eq!((parsed.payload_len(), parsed.sync), (0, true));
+    }
+
+    #[test]
+    fn an_unaligned_offset_is_refused() {
+        let mut bytes = Vec::new();
+        sample().write(LAYOUT, &mut bytes);
+        bytes[RAM_HEADER_FIXED_LEN + 8 + 7] = 1;
+        let refused = PacketError::Offset {
+            index: 1,
+            offset: 0x5001,
+            page_size: 4096,
+        };
+        assert_eq!(parse(&bytes), Err(refused.clone()));
+        assert_eq!(sample().set_pages(&[0, 0x5001], &[], LAYOUT), Err(refused));
+    }
+
+    #[test]
+    fn a_block_name_needs_an_end_and_a_beginning() {
+        let mut endless = Vec::new();
+        sample().write(LAYOUT, &mut endless);
+        endless[PRELUDE_LEN + at::BLOCK_NAME..PRELUDE_LEN + at::OFFSETS].fill(b'x');
+        assert_eq!(
+            parse(&endless),
+            Err(PacketError::BlockName {
+                problem: "not NUL-terminated"
+            })
+        );
+        let mut nameless = sample();
+        nameless.block = BlockName::default();
+        let mut bytes = Vec::new();
+        nameless.write(LAYOUT, &mut bytes);
+        assert_eq!(
+            parse(&bytes),
+            Err(PacketError::BlockName { problem: "empty" })
+        );
+        assert!(BlockName::new(&[b'x'; 256]).is_err());
+        assert!(BlockName::new(b"a\0b").is_err());
+    }
+
+    #[test]
+    fn zero_pages_can_become_normal_ones() {
+        let mut header = sample();
+        header.zero_pages_become_normal();
+        assert_eq!(header.normal_offsets(), [0x1000, 0x5000, 0x7000]);
+        assert_eq!(header.zero_offsets(), [0u64; 0]);
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_built_parses_back(
+            name in "[a-z0-9./-]{1,40}",
+            normal in vec(0u64..1 << 40, 0..100),
+            zero in vec(0u64..1 << 40, 0..28),
+            packet_num: u64,
+            sync: bool,
+            method in proptest::sample::select(Method::ALL.to_vec()),
+            len in 1usize..=1 << 20,
+        ) {
+            let aligned = |pages: &[u64]| pages.iter().map(|page| page << 12).collect::<Vec<_>>();
+            let (normal, zero) = (aligned(&normal), aligned(&zero));
+            let len = if method == Method::None { normal.len() * 4096 } else { len };
+            let mut built = RamHeader::new(LAYOUT);
+            built.block = BlockName::new(name.as_bytes()).unwrap();
+            built.packet_num = packet_num;
+            built.sync = sync;
+            built.set_pages(&normal, &zero, LAYOUT).unwrap();
+            built.set_payload_len(len, LAYOUT).unwrap();
+            built.method = if built.is_empty() { Method::None } else { method };
+            let mut bytes = Vec::new();
+            built.write(LAYOUT, &mut bytes);
+            prop_assert_eq!(bytes.len(), LAYOUT.ram_header_len());
+            let parsed = parse(&bytes).unwrap();
+            prop_assert_eq!(parsed.normal_offsets(), &normal[..]);
+            prop_assert_eq!(parsed.zero_offsets(), &zero[..]);
+            prop_assert_eq!(parsed.payload_len(), built.payload_len());
+            prop_assert_eq!(
+                (parsed.block, parsed.packet_num, parsed.sync, parsed.method),
+                (built.block, packet_num, sync, built.method)
+            );
+        }
+
+        #[test]
+        fn hostile_headers_never_exceed_the_layout(mut rest in vec(any::<u8>(), 1332), small: bool) {
+            if small {
+                // Makes the counts plausible, so that the fields behind them are reached.
+                for at in [at::NORMAL_PAGES, at::NEXT_PACKET_SIZE, at::ZERO_PAGES] {
+                    rest[at..at + 3].fill(0);
+                }
+            }
+            let prelude = Prelude { kind: PacketKind::Ram, sync: false, method: Method::Zstd };
+            let mut header = RamHeader::new(LAYOUT);
+            if header.parse(prelude, &rest, LAYOUT).is_ok() {
+                prop_assert!(header.normal_offsets().len() + header.zero_offsets().len() <= 128);
+                prop_assert!(header.payload_len() <= LAYOUT.max_payload());
+            }
+        }
+    }
+}
