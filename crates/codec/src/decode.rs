@@ -1,0 +1,307 @@
+//! Decoding: payload of one packet in, its pages out.
+
+use multifd::{Layout, Method};
+
+use crate::{DecodeError, engine::Decompress, zlib, zstd};
+
+/// Decodes the packets of one channel, in their order, for the whole migration.
+///
+/// Each packet says how it is encoded. The streams of the methods are created when the first
+/// packet asks for them, so a decoder costs nothing until then.
+pub struct Decoder {
+    layout: Layout,
+    zlib: Option<Box<dyn Decompress>>,
+    zstd: Option<Box<dyn Decompress>>,
+    failed: bool,
+}
+
+impl Decoder {
+    /// A decoder for a new channel.
+    pub fn new(layout: Layout) -> Self {
+        Self {
+            layout,
+            zlib: None,
+            zstd: None,
+            failed: false,
+        }
+    }
+
+    /// Decodes `payload` into `pages`, which are exactly the packet's normal pages, back to back.
+    ///
+    /// # Errors
+    /// When the payload is anything but those pages, encoded by `method` in continuation of the
+    /// channel's earlier packets. `pages` may then hold anything. See [`DecodeError`] about using
+    /// the decoder again.
+    pub fn decode(
+        &mut self,
+        method: Method,
+        payload: &[u8],
+        pages: &mut [u8],
+    ) -> Result<(), DecodeError> {
+        if self.failed {
+            return Err(DecodeError::AfterError);
+        }
+        let (len, max) = (pages.len(), self.layout.packet_bytes());
+        if len > max {
+            return Err(DecodeError::Output { len, max });
+        }
+        let result = match method {
+            Method::None => copy(payload, pages),
+            // A packet without normal pages has no payload, not even a flush.
+            _ if pages.is_empty() => no_pages(method, payload),
+            Method::Zlib => fill(
+                self.zlib.get_or_insert_with(zlib::decompressor).as_mut(),
+                Packet { method, payload },
+                pages,
+            ),
+            Method::Zstd => existing_or(&mut self.zstd, zstd::decompressor)
+                .and_then(|stream| fill(stream, Packet { method, payload }, pages)),
+            Method::Qpl | Method::Uadk | Method::Qatzip => Err(DecodeError::NotBuilt { method }),
+        };
+        self.failed = result.is_err();
+        result
+    }
+}
+
+/// A payload and how it is encoded.
+#[derive(Clone, Copy)]
+struct Packet<'a> {
+    method: Method,
+    payload: &'a [u8],
+}
+
+/// Fills all of `pages` from a payload that must hold nothing else.
+///
+/// When the pages are full there is input left in a correct packet: the end of the last block and
+/// the flush. It has to be fed to the stream too, so that the next packet starts where this one
+/// stopped, and must not decode to anything. Giving the stream one spare byte of room shows
+/// whether it would.
+fn fill(
+    stream: &mut dyn Decompress,
+    Packet { method, payload }: Packet<'_>,
+    pages: &mut [u8],
+) -> Result<(), DecodeError> {
+    let expected = pages.len();
+    let (mut input, mut found) = (payload, 0);
+    loop {
+        let full = found == expected;
+        let mut spare = [0];
+        let output = if full {
+            &mut spare[..]
+        } else {
+            &mut pages[found..]
+        };
+        let step = stream
+            .step(input, output)
+            .map_err(|reason| DecodeError::Corrupt { method, reason })?;
+        if step.ended {
+            return Err(DecodeError::Ended { method });
+        }
+        if full && step.produced > 0 {
+            return Err(DecodeError::TooLong {
+                method,
+                payload: payload.len(),
+                expected,
+            });
+        }
+        input = &input[step.consumed.min(input.len())..];
+        found += step.produced;
+        if full && input.is_empty() {
+            return Ok(());
+        }
+        // Libraries report "no progress" each in their own way, some as success: count for them.
+        if step.consumed == 0 && step.produced == 0 {
+            let left = input.len();
+            return Err(match (full, left) {
+                (true, _) => DecodeError::TrailingInput {
+                    method,
+                    left,
+                    expected,
+                },
+                (false, 0) => DecodeError::TooShort {
+                    method,
+                    payload: payload.len(),
+                    found,
+                    expected,
+                },
+                (false, _) => DecodeError::Corrupt {
+                    method,
+                    reason: "decoding makes no progress",
+                },
+            });
+        }
+    }
+}
+
+fn copy(payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
+    if payload.len() != pages.len() {
+        return Err(DecodeError::RawLength {
+            found: payload.len(),
+            expected: pages.len(),
+        });
+    }
+    pages.copy_from_slice(payload);
+    Ok(())
+}
+
+fn no_pages(method: Method, payload: &[u8]) -> Result<(), DecodeError> {
+    match payload.len() {
+        0 => Ok(()),
+        left => Err(DecodeError::TrailingInput {
+            method,
+            left,
+            expected: 0,
+        }),
+    }
+}
+
+/// The stream in `slot`, created if there is none yet.
+fn existing_or(
+    slot: &mut Option<Box<dyn Decompress>>,
+    create: fn() -> Result<Box<dyn Decompress>, DecodeError>,
+) -> Result<&mut dyn Decompress, DecodeError> {
+    let stream = match slot.take() {
+        Some(stream) => stream,
+        None => create()?,
+    };
+    Ok(slot.insert(stream).as_mut())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::Step;
+
+    /// A stream whose steps are given.
+    struct Scripted(Vec<Result<Step, &'static str>>);
+
+    impl Decompress for Scripted {
+        fn step(&mut self, _input: &[u8], _output: &mut [u8]) -> Result<Step, &'static str> {
+            self.0.remove(0)
+        }
+    }
+
+    fn step(consumed: usize, produced: usize) -> Result<Step, &'static str> {
+        Ok(Step {
+            consumed,
+            produced,
+            ended: false,
+        })
+    }
+
+    fn run(steps: &[Result<Step, &'static str>]) -> Result<(), DecodeError> {
+        let mut stream = Scripted(steps.to_vec());
+        let packet = Packet {
+            method: Method::Zlib,
+            payload: &[0; 10],
+        };
+        let result = fill(&mut stream, packet, &mut [0; 4096]);
+        assert!(stream.0.is_empty(), "{} steps left", stream.0.len());
+        result
+    }
+
+    #[test]
+    fn the_flush_after_the_last_page_is_fed_to_the_stream() {
+        assert_eq!(
+            run(&[step(3, 96), step(2, 4000), step(4, 0), step(1, 0)]),
+            Ok(())
+        );
+        assert_eq!(run(&[step(10, 4096), step(0, 0)]), Ok(()));
+    }
+
+    #[test]
+    fn every_other_outcome_has_its_own_error() {
+        let (method, payload, expected) = (Method::Zlib, 10, 4096);
+        let ended = Ok(Step {
+            consumed: 10,
+            produced: 4096,
+            ended: true,
+        });
+        for (steps, error) in [
+            (
+                &[step(10, 4095), step(0, 0)][..],
+                DecodeError::TooShort {
+                    method,
+                    payload,
+                    found: 4095,
+                    expected,
+                },
+            ),
+            (
+                &[step(5, 4096), step(5, 1)],
+                DecodeError::TooLong {
+                    method,
+                    payload,
+                    expected,
+                },
+            ),
+            (
+                &[step(5, 4096), step(1, 0), step(0, 0)],
+                DecodeError::TrailingInput {
+                    method,
+                    left: 4,
+                    expected,
+                },
+            ),
+            (
+                &[step(5, 1), step(0, 0)],
+                DecodeError::Corrupt {
+                    method,
+                    reason: "decoding makes no progress",
+                },
+            ),
+            (&[ended], DecodeError::Ended { method }),
+            (
+                &[Err("bad block")],
+                DecodeError::Corrupt {
+                    method,
+                    reason: "bad block",
+                },
+            ),
+        ] {
+            assert_eq!(run(steps), Err(error));
+        }
+    }
+
+    #[test]
+    fn raw_pages_are_copied_only_if_the_lengths_agree() {
+        let mut decoder = Decoder::new(Layout::X86);
+        let mut pages = [0; 8];
+        decoder
+            .decode(Method::None, b"12345678", &mut pages)
+            .unwrap();
+        assert_eq!(&pages, b"12345678");
+        assert_eq!(
+            decoder.decode(Method::None, b"1234567", &mut pages),
+            Err(DecodeError::RawLength {
+                found: 7,
+                expected: 8
+            })
+        );
+        assert_eq!(
+            decoder.decode(Method::None, b"12345678", &mut pages),
+            Err(DecodeError::AfterError)
+        );
+    }
+
+    #[test]
+    fn methods_that_are_not_built_in_are_named() {
+        for method in [Method::Qpl, Method::Uadk, Method::Qatzip] {
+            assert_eq!(
+                Decoder::new(Layout::X86).decode(method, &[1], &mut [0; 4096]),
+                Err(DecodeError::NotBuilt { method })
+            );
+        }
+    }
+
+    #[test]
+    fn more_than_a_packet_is_our_fault_and_does_no_harm() {
+        let mut decoder = Decoder::new(Layout::X86);
+        let (len, max) = (512 * 1024 + 1, 512 * 1024);
+        assert_eq!(
+            decoder.decode(Method::Zlib, &[1], &mut vec![0; len]),
+            Err(DecodeError::Output { len, max })
+        );
+        assert_eq!(decoder.decode(Method::Zlib, &[], &mut []), Ok(()));
+    }
+}

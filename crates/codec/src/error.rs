@@ -1,0 +1,173 @@
+//! What can go wrong, and whose fault it is.
+
+use multifd::Method;
+use thiserror::Error;
+
+/// A method or level that cannot be had.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SettingsError {
+    /// The method has levels, but not this one.
+    #[error("{method} has no level {level}, only {min} to {max}")]
+    Level {
+        /// The method asked for.
+        method: Method,
+        /// The level asked for.
+        level: i32,
+        /// The lowest level there is.
+        min: i32,
+        /// The highest level there is.
+        max: i32,
+    },
+    /// A level was given to a method without levels.
+    #[error("method {method} takes no level, but level {level} was given")]
+    NoLevels {
+        /// The method asked for.
+        method: Method,
+        /// The level asked for.
+        level: i32,
+    },
+    /// The method exists in QEMU, but not here.
+    #[error("method {method} is not built into this program, only none, zlib and zstd are")]
+    NotBuilt {
+        /// The method asked for.
+        method: Method,
+    },
+}
+
+/// A packet that could not be encoded: never the peer's fault.
+///
+/// Except after [`EncodeError::Input`], which changes nothing, the encoder is of no further use: it
+/// may hold history that the peer will never see.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum EncodeError {
+    /// The caller gave more than fits into a packet.
+    #[error("{len} bytes of pages were given for one packet, at most {max} fit")]
+    Input {
+        /// Bytes given.
+        len: usize,
+        /// Most bytes that fit.
+        max: usize,
+    },
+    /// The payload would overrun the receiver's buffer. No known input does this.
+    #[error("{method} turned {len} bytes of pages into more than the {max} a receiver takes")]
+    TooLong {
+        /// The encoder's method.
+        method: Method,
+        /// Bytes of pages in the packet.
+        len: usize,
+        /// Most bytes that a receiver takes.
+        max: usize,
+    },
+    /// The library behind the encoder refused.
+    #[error("the {method} encoder ({engine}) failed: {reason}")]
+    Engine {
+        /// The encoder's method.
+        method: Method,
+        /// The library, see [`crate::Encoder::engine`].
+        engine: &'static str,
+        /// What the library says.
+        reason: &'static str,
+    },
+    /// The encoder was used again after an error.
+    #[error("the {method} encoder was used after it had failed")]
+    AfterError {
+        /// The encoder's method.
+        method: Method,
+    },
+}
+
+/// A payload that could not be decoded.
+///
+/// The peer's fault (or the network's), except where a variant says otherwise. Except after
+/// [`DecodeError::Output`], which changes nothing, the decoder is of no further use.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DecodeError {
+    /// Raw pages whose payload is not exactly as long as the pages.
+    #[error("the peer sent {found} bytes for raw pages of {expected} bytes")]
+    RawLength {
+        /// Bytes of payload.
+        found: usize,
+        /// Bytes of pages.
+        expected: usize,
+    },
+    /// The payload ends before the last page is complete.
+    #[error(
+        "the peer's {method} payload of {payload} bytes holds {found} bytes of pages, expected {expected}"
+    )]
+    TooShort {
+        /// The packet's method.
+        method: Method,
+        /// Bytes of payload.
+        payload: usize,
+        /// Bytes of pages that it decodes to.
+        found: usize,
+        /// Bytes of pages that the header announced.
+        expected: usize,
+    },
+    /// The payload holds more than the announced pages.
+    #[error(
+        "the peer's {method} payload of {payload} bytes holds more than the expected {expected} bytes of pages"
+    )]
+    TooLong {
+        /// The packet's method.
+        method: Method,
+        /// Bytes of payload.
+        payload: usize,
+        /// Bytes of pages that the header announced.
+        expected: usize,
+    },
+    /// The payload goes on after the last page, with nothing that the method knows.
+    #[error("the peer's {method} payload has {left} bytes left after {expected} bytes of pages")]
+    TrailingInput {
+        /// The packet's method.
+        method: Method,
+        /// Bytes of payload that nobody wants.
+        left: usize,
+        /// Bytes of pages that the header announced.
+        expected: usize,
+    },
+    /// The peer ended the stream, which has to last as long as the channel.
+    #[error(
+        "the peer ended the channel's {method} stream, which must last for the whole migration"
+    )]
+    Ended {
+        /// The packet's method.
+        method: Method,
+    },
+    /// The payload is not what the method says it is.
+    #[error("the peer's {method} payload is corrupt: {reason}")]
+    Corrupt {
+        /// The packet's method.
+        method: Method,
+        /// What the library says.
+        reason: &'static str,
+    },
+    /// The peer uses a method that is not built in.
+    #[error("the peer sent a packet with method {method}, which is not built into this program")]
+    NotBuilt {
+        /// The packet's method.
+        method: Method,
+    },
+    /// The caller has room for more than fits into a packet: our fault.
+    #[error("{len} bytes of pages were expected of one packet, at most {max} fit")]
+    Output {
+        /// Bytes of pages asked for.
+        len: usize,
+        /// Most bytes that fit.
+        max: usize,
+    },
+    /// The library behind the decoder could not be set up: our host's fault.
+    #[error("the {method} decoder could not be created: {reason}")]
+    Engine {
+        /// The packet's method.
+        method: Method,
+        /// What the library says.
+        reason: &'static str,
+    },
+    /// The decoder was used again after an error: our fault.
+    #[error("the decoder was used after it had failed")]
+    AfterError,
+}

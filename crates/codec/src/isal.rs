@@ -1,0 +1,335 @@
+//! Raw deflate by Intel's ISA-L: the only unsafe code of this crate.
+//!
+//! Three rules make every block below sound:
+//! 1. **The C state never moves and is only reached through one pointer.** It lives in a [`Heap`],
+//!    which hands out no reference to it. ISA-L keeps pointers into its own level buffer between
+//!    calls, so neither a move nor a `&mut` in between would do.
+//! 2. **ISA-L touches the caller's memory during a call only.** It reads `avail_in` bytes at
+//!    `next_in` and writes at most `avail_out` bytes at `next_out`; both are set from slices
+//!    immediately before a call and cleared after it. What it needs of them later, it copies.
+//! 3. **Counters are differences.** `total_in` and `total_out` are 32 bits wide and wrap at 4 GiB,
+//!    which ISA-L allows for (it only subtracts them); we never read them.
+#![allow(
+    unsafe_code,
+    reason = "ISA-L's stream API takes raw pointers; this module is the crate's one FFI boundary"
+)]
+
+use std::{alloc, mem::MaybeUninit, ptr, ptr::NonNull};
+
+use isal_sys::igzip_lib as c;
+
+use crate::engine::{Compress, Decompress, Fault, Step};
+
+/// A level of ISA-L. Its level 0 is a different algorithm (no dynamic Huffman codes) that zlib has
+/// no number for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Level(u32);
+
+impl Level {
+    /// The level that serves zlib's `level`, if there is one; `zlib` has the measurements.
+    pub(crate) fn of_zlib(level: i32) -> Option<Self> {
+        match level {
+            1 => Some(Self(1)),
+            2 => Some(Self(2)),
+            3 => Some(Self(3)),
+            _ => None,
+        }
+    }
+
+    /// Bytes of the level's own buffer that the stream is told of: what ISA-L advises.
+    fn buffer_len(self) -> u32 {
+        match self.0 {
+            1 => c::ISAL_DEF_LVL1_DEFAULT,
+            2 => c::ISAL_DEF_LVL2_DEFAULT,
+            _ => c::ISAL_DEF_LVL3_DEFAULT,
+        }
+    }
+}
+
+/// Name of the library.
+pub(crate) const NAME: &str = "isa-l";
+
+/// One raw deflate stream being written.
+pub(crate) struct Deflate {
+    state: Heap<DeflateState>,
+}
+
+/// The stream and its level buffer; the alignment is for the vector code that works on the latter.
+#[repr(C, align(64))]
+struct DeflateState {
+    level_buffer: [u8; c::ISAL_DEF_LVL3_DEFAULT as usize],
+    stream: c::isal_zstream,
+}
+
+const _: () = assert!(
+    c::ISAL_DEF_LVL1_DEFAULT <= c::ISAL_DEF_LVL3_DEFAULT
+        && c::ISAL_DEF_LVL2_DEFAULT <= c::ISAL_DEF_LVL3_DEFAULT
+);
+
+// SAFETY: `DeflateState` consists of integers and raw pointers, for which zero is a valid value.
+// `isal_deflate` works on what its stream points to, and on constant tables.
+unsafe impl Zeroable for DeflateState {}
+
+impl Deflate {
+    pub(crate) fn new(level: Level) -> Self {
+        let state = Heap::<DeflateState>::zeroed();
+        let at = state.as_ptr();
+        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), and
+        // `isal_deflate_init` does nothing but store into the stream it is given.
+        unsafe {
+            c::isal_deflate_init(&raw mut (*at).stream);
+            (*at).stream.level = level.0;
+            (*at).stream.level_buf = (&raw mut (*at).level_buffer).cast();
+            (*at).stream.level_buf_size = level.buffer_len();
+            (*at).stream.gzip_flag = RAW;
+            (*at).stream.flush = SYNC_FLUSH;
+        }
+        Self { state }
+    }
+}
+
+impl Compress for Deflate {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    /// All pages in one call: fed page by page, ISA-L would work on copies in its own buffer and
+    /// lose a quarter of its speed.
+    fn flush(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), Fault> {
+        let written = self.write(pages, out.spare_capacity_mut())?;
+        let filled = out.len() + written;
+        // SAFETY: `write` has initialised that many bytes at the start of the spare capacity, which
+        // begins at `out.len()`.
+        unsafe { out.set_len(filled) };
+        Ok(())
+    }
+}
+
+impl Deflate {
+    /// Writes the flushed packet to the start of `out` and says how many bytes it has.
+    fn write(&mut self, pages: &[u8], out: &mut [MaybeUninit<u8>]) -> Result<usize, Fault> {
+        let len = u32::try_from(pages.len()).map_err(|_| Fault::Refused("more than 4 GiB"))?;
+        let room = u32::try_from(out.len()).unwrap_or(u32::MAX);
+        let at = self.state.as_ptr();
+        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), set up by
+        // `new` with a level buffer as large as the size that it names. `next_in` and `next_out` are
+        // valid for `len` reads and `room <= out.len()` writes until this function returns, and are
+        // cleared before it does (rule 2). ISA-L does not write through `next_in`, and reads
+        // through `next_out` nothing that it has not written, so `out` may be uninitialised.
+        let (code, left, room_left, idle) = unsafe {
+            let stream = &raw mut (*at).stream;
+            (*stream).next_in = pages.as_ptr().cast_mut();
+            (*stream).avail_in = len;
+            (*stream).next_out = out.as_mut_ptr().cast();
+            (*stream).avail_out = room;
+            let code = c::isal_deflate(stream);
+            let left = (*stream).avail_in;
+            let room_left = (*stream).avail_out;
+            let idle = (*stream).internal_state.state == c::isal_zstate_state_ZSTATE_NEW_HDR;
+            (*stream).next_in = ptr::null_mut();
+            (*stream).avail_in = 0;
+            (*stream).next_out = ptr::null_mut();
+            (*stream).avail_out = 0;
+            // The bit buffer points into the output too; ISA-L sets it anew before each use.
+            let bits = &raw mut (*stream).internal_state.bitbuf;
+            (*bits).m_out_buf = ptr::null_mut();
+            (*bits).m_out_end = ptr::null_mut();
+            (*bits).m_out_start = ptr::null_mut();
+            (code, left, room_left, idle)
+        };
+        if code != 0 {
+            return Err(Fault::Refused("invalid level or level buffer"));
+        }
+        // ISA-L's documented sign that everything is out, the sync marker included.
+        if left > 0 || room_left == 0 || !idle {
+            return Err(Fault::Room);
+        }
+        Ok((room - room_left.min(room)) as usize)
+    }
+}
+
+/// One raw deflate stream being read.
+pub(crate) struct Inflate {
+    state: Heap<c::inflate_state>,
+}
+
+// SAFETY: `inflate_state` consists of integers, arrays and a union of them, and raw pointers, for
+// all of which zero is a valid value. `isal_inflate` works on that and on constant tables.
+unsafe impl Zeroable for c::inflate_state {}
+
+impl Inflate {
+    pub(crate) fn new() -> Self {
+        let state = Heap::<c::inflate_state>::zeroed();
+        let at = state.as_ptr();
+        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), and
+        // `isal_inflate_init` does nothing but store into it.
+        unsafe {
+            c::isal_inflate_init(at);
+            (*at).crc_flag = c::ISAL_DEFLATE;
+        }
+        Self { state }
+    }
+}
+
+impl Decompress for Inflate {
+    /// ISA-L reports success even when it got nowhere, be it for want of input or of room; the
+    /// caller sees that from the counts.
+    fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<Step, &'static str> {
+        // Less than everything is a valid step, should a slice ever exceed 4 GiB.
+        let len = u32::try_from(input.len()).unwrap_or(u32::MAX);
+        let room = u32::try_from(output.len()).unwrap_or(u32::MAX);
+        let at = self.state.as_ptr();
+        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1).
+        // `next_in` and `next_out` are valid for `len <= input.len()` reads and
+        // `room <= output.len()` writes until this function returns, and are cleared before it does
+        // (rule 2). ISA-L does not write through `next_in`; it reads through `next_out` only what
+        // it has written itself during the call. It checks the input, which may be hostile, against
+        // all of these bounds: `tests/bounds.rs` holds it to them.
+        let (code, left, room_left, block) = unsafe {
+            (*at).next_in = input.as_ptr().cast_mut();
+            (*at).avail_in = len;
+            (*at).next_out = output.as_mut_ptr();
+            (*at).avail_out = room;
+            let code = c::isal_inflate(at);
+            let left = (*at).avail_in;
+            let room_left = (*at).avail_out;
+            (*at).next_in = ptr::null_mut();
+            (*at).avail_in = 0;
+            (*at).next_out = ptr::null_mut();
+            (*at).avail_out = 0;
+            (code, left, room_left, (*at).block_state)
+        };
+        match code {
+            0 => Ok(Step {
+                consumed: len.saturating_sub(left) as usize,
+                produced: room.saturating_sub(room_left) as usize,
+                ended: block == c::isal_block_state_ISAL_BLOCK_INPUT_DONE
+                    || block == c::isal_block_state_ISAL_BLOCK_FINISH,
+            }),
+            c::ISAL_INVALID_BLOCK => Err("invalid deflate block"),
+            c::ISAL_INVALID_SYMBOL => Err("invalid deflate symbol"),
+            c::ISAL_INVALID_LOOKBACK => Err("invalid deflate distance"),
+            _ => Err("invalid deflate data"),
+        }
+    }
+}
+
+/// A C struct of our own on the heap, reached by raw pointer only, so that C may keep pointers into
+/// it (rule 1). Built in place: the structs are too large for the stack.
+struct Heap<T>(NonNull<T>);
+
+// SAFETY: the struct is owned by its `Heap` alone. The pointers that ISA-L leaves in it lead into
+// itself or to ISA-L's constant tables, and `Zeroable` says that nothing is tied to a thread.
+unsafe impl<T: Zeroable> Send for Heap<T> {}
+
+impl<T: Zeroable> Heap<T> {
+    fn zeroed() -> Self {
+        let layout = alloc::Layout::new::<T>();
+        const { assert!(size_of::<T>() > 0) }
+        // SAFETY: the layout's size is not zero.
+        let at = unsafe { alloc::alloc_zeroed(layout) }.cast::<T>();
+        match NonNull::new(at) {
+            // Zeroed memory is a valid `T`, says `Zeroable`.
+            Some(at) => Self(at),
+            None => alloc::handle_alloc_error(layout),
+        }
+    }
+}
+
+impl<T> Heap<T> {
+    fn as_ptr(&self) -> *mut T {
+        self.0.as_ptr()
+    }
+}
+
+impl<T> Drop for Heap<T> {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `zeroed` with this very layout, and freed only here. `T` is a C
+        // struct and has nothing to drop.
+        unsafe { alloc::dealloc(self.0.as_ptr().cast(), alloc::Layout::new::<T>()) }
+    }
+}
+
+/// C structs that a [`Heap`] can hold.
+///
+/// # Safety
+/// All zero bytes must be a valid value of the type, it must have nothing to drop, and its
+/// functions must not care which thread calls them.
+unsafe trait Zeroable {}
+
+const RAW: u16 = 0;
+const SYNC_FLUSH: u16 = 1;
+const _: () = assert!(RAW as u32 == c::IGZIP_DEFLATE && SYNC_FLUSH as u32 == c::SYNC_FLUSH);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes that compress a little.
+    fn pages(len: usize) -> Vec<u8> {
+        let bytes = (0..len).map(|at| ((at * at) >> 5) ^ (at >> 3));
+        bytes.map(|byte| byte.to_le_bytes()[0]).collect()
+    }
+
+    #[test]
+    fn deflate_stays_within_whatever_room_it_has() {
+        let pages = pages(3 * 4096);
+        let mut enough = vec![MaybeUninit::new(0); 1 << 20];
+        for level in [1, 2, 3].map(Level) {
+            let needed = Deflate::new(level).write(&pages, &mut enough).unwrap();
+            for room in (0..400).chain(needed - 400..needed + 400) {
+                let mut out = vec![MaybeUninit::new(0xa5); room + 256];
+                let result = Deflate::new(level).write(&pages, &mut out[..room]);
+                // A little more room than the result is asked for, to be sure that it is whole.
+                match result {
+                    Ok(written) => assert!(written == needed && written < room),
+                    Err(fault) => assert!(fault == Fault::Room && room < needed + 16),
+                }
+                for byte in &out[room..] {
+                    // SAFETY: initialised above.
+                    assert_eq!(unsafe { byte.assume_init() }, 0xa5, "room {room}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_of_the_callers_is_pointed_to_after_a_call() {
+        let pages = pages(200_000);
+        let mut out = vec![MaybeUninit::new(0); 1 << 20];
+        let mut deflate = Deflate::new(Level(1));
+        let written = deflate.write(&pages, &mut out).unwrap();
+        // SAFETY: `write` has initialised these bytes, and the states are not in use.
+        let payload: Vec<u8> = unsafe { out[..written].iter().map(|b| b.assume_init()).collect() };
+        let mut inflate = Inflate::new();
+        let mut back = vec![0; pages.len()];
+        assert_eq!(
+            inflate.step(&payload, &mut back).unwrap().produced,
+            pages.len()
+        );
+
+        let out = out[..].as_ptr_range();
+        let lent = [
+            pages.as_ptr_range(),
+            payload.as_ptr_range(),
+            back.as_ptr_range(),
+            out.start.cast()..out.end.cast(),
+        ];
+        // SAFETY: both states are initialised and as large as their types.
+        let words = unsafe { [words(deflate.state.as_ptr()), words(inflate.state.as_ptr())] };
+        for lent in lent {
+            let lent = lent.start.addr()..lent.end.addr();
+            assert!(!words.iter().flatten().any(|word| lent.contains(word)));
+        }
+    }
+
+    /// Everything in a state that could be a pointer.
+    ///
+    /// # Safety
+    /// `state` must be initialised, including its padding.
+    unsafe fn words<T>(state: *const T) -> Vec<usize> {
+        let count = size_of::<T>() / size_of::<usize>();
+        // SAFETY: within the state, whose memory was zeroed as a whole, so padding is initialised.
+        unsafe { std::slice::from_raw_parts(state.cast(), count) }.to_vec()
+    }
+}

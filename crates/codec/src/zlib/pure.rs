@@ -1,0 +1,78 @@
+//! Raw deflate by zlib-rs: no C, every level.
+
+#[cfg(any(test, not(feature = "isal")))]
+pub(super) use inflate::Inflate;
+
+use flate2::{Compression, FlushCompress};
+
+use crate::engine::{Compress, Fault};
+
+/// Name of the library.
+pub(super) const NAME: &str = "zlib-rs";
+
+/// One raw deflate stream being written.
+pub(super) struct Deflate(flate2::Compress);
+
+impl Deflate {
+    pub(super) fn new(level: i32) -> Self {
+        let level = Compression::new(level.unsigned_abs());
+        Self(flate2::Compress::new(level, false))
+    }
+}
+
+impl Compress for Deflate {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn flush(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), Fault> {
+        let mut input = pages;
+        loop {
+            let before = self.0.total_in();
+            self.0
+                .compress_vec(input, out, FlushCompress::Sync)
+                .map_err(|_| Fault::Refused("the stream is in an invalid state"))?;
+            let consumed = usize::try_from(self.0.total_in() - before).unwrap_or(usize::MAX);
+            input = input.get(consumed..).unwrap_or_default();
+            // Only room to spare says that nothing is held back.
+            if out.len() == out.capacity() {
+                return Err(Fault::Room);
+            }
+            if input.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+#[cfg(any(test, not(feature = "isal")))]
+mod inflate {
+    use flate2::{FlushDecompress, Status};
+
+    use crate::engine::{Decompress, Step};
+
+    /// One raw deflate stream being read.
+    pub(in super::super) struct Inflate(flate2::Decompress);
+
+    impl Inflate {
+        pub(in super::super) fn new() -> Self {
+            Self(flate2::Decompress::new(false))
+        }
+    }
+
+    impl Decompress for Inflate {
+        fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<Step, &'static str> {
+            let (consumed, produced) = (self.0.total_in(), self.0.total_out());
+            let status = self
+                .0
+                .decompress(input, output, FlushDecompress::Sync)
+                .map_err(|_| "invalid deflate data")?;
+            let since = |now: u64, then: u64| usize::try_from(now - then).unwrap_or(usize::MAX);
+            Ok(Step {
+                consumed: since(self.0.total_in(), consumed),
+                produced: since(self.0.total_out(), produced),
+                ended: status == Status::StreamEnd,
+            })
+        }
+    }
+}

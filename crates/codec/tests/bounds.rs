@@ -1,0 +1,105 @@
+//! Decoders in C stay within the slices they are given, hostile input or not: both slices end where
+//! memory that faults begins, or begin where it ends.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
+
+use std::{ptr, slice};
+
+use codec::{Decoder, Settings, encoder};
+use multifd::{Layout, Method};
+use proptest::{collection::vec, prelude::*, sample::select};
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+
+#[path = "common/pages.rs"]
+mod pages;
+
+use pages::{Kind, PAGE};
+
+const LAYOUT: Layout = Layout::X86;
+
+/// Most bytes of a [`Guarded`].
+const ROOM: usize = 1 << 20;
+
+/// Memory between two pages that cannot be touched.
+struct Guarded(*mut u8);
+
+impl Guarded {
+    fn new() -> Self {
+        let (all, none) = (ProtFlags::READ | ProtFlags::WRITE, MprotectFlags::empty());
+        // SAFETY: a new mapping wherever there is room; its first and last page, which nobody uses,
+        // are then closed.
+        unsafe {
+            let len = ROOM + 2 * PAGE;
+            let at = mmap_anonymous(ptr::null_mut(), len, all, MapFlags::PRIVATE).unwrap();
+            mprotect(at, PAGE, none).unwrap();
+            mprotect(at.byte_add(ROOM + PAGE), PAGE, none).unwrap();
+            Self(at.cast())
+        }
+    }
+
+    /// `len` bytes at the start or the end of the memory.
+    fn slice(&mut self, len: usize, at_end: bool) -> &mut [u8] {
+        assert!(len <= ROOM);
+        let skip = PAGE + if at_end { ROOM - len } else { 0 };
+        // SAFETY: within the open part of the mapping, and borrowed from its only owner.
+        unsafe { slice::from_raw_parts_mut(self.0.add(skip), len) }
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new` with this length; the borrows of it have ended.
+        unsafe { munmap(self.0.cast(), ROOM + 2 * PAGE) }.unwrap();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 256,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn no_codec_leaves_its_slices(
+        (method, level) in select(&[
+            (Method::Zlib, 0),
+            (Method::Zlib, 1),
+            (Method::Zlib, 3),
+            (Method::Zlib, 6),
+            (Method::Zstd, -5),
+            (Method::Zstd, 1),
+        ][..]),
+        packets in vec((select(&Kind::ALL[..]), any::<u64>(), 1..=40_usize), 1..5),
+        flips in vec((0..5_usize, any::<prop::sample::Index>(), any::<u8>()), 0..3),
+        extra in select(&[0, 0, 0, -5000, -1, 1, 5000_isize][..]),
+        at_end in any::<bool>(),
+    ) {
+        let (mut input, mut output) = (Guarded::new(), Guarded::new());
+        let settings = Settings::new(method, Some(level)).unwrap();
+        let mut encoder = encoder(&settings, LAYOUT).unwrap();
+        let mut decoder = Decoder::new(LAYOUT);
+        let mut out = Vec::new();
+        for (number, (kind, seed, count)) in packets.into_iter().enumerate() {
+            let sent = pages::pages(kind, seed, count);
+            let pages = input.slice(sent.len(), at_end);
+            pages.copy_from_slice(&sent);
+            let mut payload = encoder.encode(pages, &mut out).unwrap().to_vec();
+            for (_, at, bits) in flips.iter().filter(|(packet, ..)| *packet == number) {
+                let at = at.index(payload.len());
+                payload[at] ^= *bits;
+            }
+            let given = input.slice(payload.len(), at_end);
+            given.copy_from_slice(&payload);
+            let room = sent.len().saturating_add_signed(extra);
+            if decoder.decode(method, given, output.slice(room, at_end)).is_err() {
+                break;
+            }
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Decoders that are not ours: the C zlib and zstd that stock QEMUs decode with.
+
+use std::{ffi::c_int, ptr};
+
+use libz_sys as c;
+use multifd::Method;
+use zstd_safe::{DCtx, InBuffer, OutBuffer};
+
+/// What a stock receiver does with the packets of one channel.
+pub(crate) enum Oracle {
+    None,
+    Zlib(CZlib),
+    Zstd(DCtx<'static>),
+}
+
+impl Oracle {
+    pub(crate) fn new(method: Method) -> Self {
+        match method {
+            Method::None => Self::None,
+            Method::Zlib => Self::Zlib(CZlib::new()),
+            Method::Zstd => Self::Zstd(DCtx::create()),
+            method => panic!("no oracle for {method}"),
+        }
+    }
+
+    /// Decodes a payload that must be used up by filling `pages` exactly.
+    pub(crate) fn decode(&mut self, payload: &[u8], pages: &mut [u8]) {
+        match self {
+            Self::None => pages.copy_from_slice(payload),
+            Self::Zlib(stream) => stream.decode(payload, pages),
+            Self::Zstd(context) => {
+                let mut input = InBuffer::around(payload);
+                let mut output = OutBuffer::around(pages);
+                while output.pos() < output.capacity() {
+                    let hint = context.decompress_stream(&mut output, &mut input);
+                    assert_ne!(
+                        hint.map_err(zstd_safe::get_error_name),
+                        Ok(0),
+                        "frame ended"
+                    );
+                }
+                assert_eq!(input.pos(), payload.len(), "payload left");
+            }
+        }
+    }
+}
+
+/// One inflate stream of the C zlib.
+pub(crate) struct CZlib(Box<c::z_stream>);
+
+impl CZlib {
+    fn new() -> Self {
+        unsafe extern "C" {
+            fn malloc(size: usize) -> *mut std::ffi::c_void;
+            fn free(at: *mut std::ffi::c_void);
+        }
+        extern "C" fn allocate(
+            _: *mut std::ffi::c_void,
+            items: c::uInt,
+            size: c::uInt,
+        ) -> *mut std::ffi::c_void {
+            // SAFETY: malloc takes any size.
+            unsafe { malloc(items as usize * size as usize) }
+        }
+        extern "C" fn release(_: *mut std::ffi::c_void, at: *mut std::ffi::c_void) {
+            // SAFETY: zlib gives back what `allocate` gave it, once.
+            unsafe { free(at) }
+        }
+        let mut stream = Box::new(c::z_stream {
+            next_in: ptr::null_mut(),
+            avail_in: 0,
+            total_in: 0,
+            next_out: ptr::null_mut(),
+            avail_out: 0,
+            total_out: 0,
+            msg: ptr::null_mut(),
+            state: ptr::null_mut(),
+            zalloc: allocate,
+            zfree: release,
+            opaque: ptr::null_mut(),
+            data_type: 0,
+            adler: 0,
+            reserved: 0,
+        });
+        // SAFETY: the stream is initialised as zlib demands, and boxed, so it does not move.
+        let code = unsafe {
+            c::inflateInit_(
+                &raw mut *stream,
+                c::zlibVersion(),
+                c_int::try_from(size_of::<c::z_stream>()).unwrap(),
+            )
+        };
+        assert_eq!(code, c::Z_OK);
+        Self(stream)
+    }
+
+    fn decode(&mut self, payload: &[u8], pages: &mut [u8]) {
+        let stream = &mut *self.0;
+        stream.next_in = payload.as_ptr().cast_mut();
+        stream.avail_in = payload.len().try_into().unwrap();
+        stream.next_out = pages.as_mut_ptr();
+        stream.avail_out = pages.len().try_into().unwrap();
+        // SAFETY: both pointers are valid for the lengths beside them; the stream is initialised.
+        let code = unsafe { c::inflate(&raw mut *stream, c::Z_SYNC_FLUSH) };
+        assert_eq!(code, c::Z_OK, "inflate");
+        assert_eq!(stream.avail_out, 0, "pages left");
+        // The sync marker: zlib stops at the last byte of output.
+        let mut spare = 0;
+        stream.next_out = &raw mut spare;
+        stream.avail_out = 1;
+        // SAFETY: as above, with one byte of output.
+        let code = unsafe { c::inflate(&raw mut *stream, c::Z_SYNC_FLUSH) };
+        assert!(code == c::Z_OK || code == c::Z_BUF_ERROR, "inflate: {code}");
+        assert_eq!(
+            (stream.avail_in, stream.avail_out),
+            (0, 1),
+            "payload left or too much"
+        );
+    }
+}
+
+impl Drop for CZlib {
+    fn drop(&mut self) {
+        // SAFETY: initialised by `new`, ended only here.
+        unsafe { c::inflateEnd(&raw mut *self.0) };
+    }
+}
