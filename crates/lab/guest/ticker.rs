@@ -1,0 +1,224 @@
+//! The program that runs in a test guest: fills memory with real file contents, goes on rewriting a part of it, checks all
+//! of it over and over, and shows on the serial port that the guest lives.
+//!
+//! Output, one line each: `tick N MS` every 100 ms (MS: milliseconds of the guest's CLOCK_MONOTONIC since the program
+//! started), `ready` once memory is filled and the writer runs, `rounds N` whenever all memory was verified once more,
+//! `corrupt ...` when memory does not hold what was written to it, `fatal ...` when the program cannot go on.
+//!
+//! Parameters, on the kernel's command line: `vamoose.fill=MIB` of memory in all, `vamoose.hot=MIB` of it to rewrite,
+//! `vamoose.rate=PAGES` rewritten a second.
+//!
+//! Built by `scripts/setup guest` with rustc alone, so it uses nothing but std.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+const PAGE: usize = 4096;
+const PAGES_PER_MIB: usize = 256;
+const TICK: Duration = Duration::from_millis(100);
+/// The writer sleeps this long between bursts, so that it never keeps a virtual CPU to itself.
+const BURST: Duration = Duration::from_millis(10);
+/// Cold pages checked in a burst at least: 64 MiB a second.
+const CHECKED: usize = 164;
+
+fn main() {
+    let ticks = thread::spawn(tick);
+    match Parameters::read().and_then(|parameters| Memory::filled(&parameters)) {
+        Ok(memory) => {
+            println!("ready");
+            memory.churn();
+        }
+        // Process 1 must not end, and the host reads this line.
+        Err(error) => println!("fatal {error}"),
+    }
+    let _ = ticks.join();
+}
+
+fn tick() {
+    let start = Instant::now();
+    let mut due = Duration::ZERO;
+    for n in 0_u64.. {
+        println!("tick {n} {}", start.elapsed().as_millis());
+        // A late tick delays the later ones instead of being followed by a burst.
+        due = (due + TICK).max(start.elapsed());
+        thread::sleep(due.saturating_sub(start.elapsed()));
+    }
+}
+
+struct Parameters {
+    fill: usize,
+    hot: usize,
+    rate: usize,
+}
+
+impl Parameters {
+    fn read() -> io::Result<Self> {
+        let line = fs::read_to_string("/proc/cmdline")?;
+        let value = |name: &str| {
+            let word = line
+                .split_whitespace()
+                .find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+            word.map_or(Ok(0), str::parse)
+                .map_err(|error| io::Error::other(format!("{name}: {error}")))
+        };
+        let (fill, hot) = (value("vamoose.fill")?, value("vamoose.hot")?);
+        Ok(Self {
+            fill,
+            hot: hot.min(fill),
+            rate: value("vamoose.rate")?,
+        })
+    }
+}
+
+/// The guest memory under test: the hot pages first, the cold ones after them.
+struct Memory {
+    bytes: Vec<u8>,
+    /// Where the first whole page starts in `bytes`.
+    start: usize,
+    /// What each hot page was last written with.
+    counters: Vec<u64>,
+    /// The checksum of each cold page.
+    sums: Vec<u64>,
+    rate: usize,
+}
+
+impl Memory {
+    fn filled(parameters: &Parameters) -> io::Result<Self> {
+        let hot = parameters.hot * PAGES_PER_MIB;
+        let cold = parameters.fill * PAGES_PER_MIB - hot;
+        let mut bytes = vec![0; (hot + cold + 1) * PAGE];
+        let start = bytes.as_ptr().align_offset(PAGE);
+        let (written, rest) = bytes[start..].split_at_mut(hot * PAGE);
+        for page in written.chunks_exact_mut(PAGE) {
+            fill_page(page, 0);
+        }
+        let filled = &mut rest[..cold * PAGE];
+        copy_files(filled)?;
+        let sums = filled.chunks_exact(PAGE).map(sum).collect();
+        Ok(Self {
+            bytes,
+            start,
+            counters: vec![0; hot],
+            sums,
+            rate: parameters.rate,
+        })
+    }
+
+    /// Rewrites hot pages at the rate asked for, after checking that they still hold what was written last, and checks the
+    /// cold ones, at least a quarter of them a second. Never returns.
+    fn churn(mut self) {
+        let (hot, cold) = (self.counters.len(), self.sums.len());
+        let (mut next_hot, mut next_cold, mut rounds) = (0, 0, 0_u64);
+        let (mut debt, mut counter) = (0_f64, 0_u64);
+        let mut last = Instant::now();
+        loop {
+            thread::sleep(BURST);
+            // After a stall the backlog is forgiven: a burst of it would hog the CPU.
+            let elapsed = last.elapsed().min(BURST * 5);
+            last = Instant::now();
+            debt += elapsed.as_secs_f64() * self.rate as f64;
+            while hot > 0 && debt >= 1.0 {
+                debt -= 1.0;
+                counter += 1;
+                self.rewrite(next_hot, counter);
+                next_hot = (next_hot + 1) % hot;
+            }
+            for _ in 0..cold.div_ceil(400).max(CHECKED).min(cold) {
+                self.verify(next_cold);
+                next_cold += 1;
+                if next_cold == cold {
+                    next_cold = 0;
+                    rounds += 1;
+                    println!("rounds {rounds}");
+                }
+            }
+        }
+    }
+
+    fn rewrite(&mut self, index: usize, counter: u64) {
+        let at = self.start + index * PAGE;
+        let page = &mut self.bytes[at..at + PAGE];
+        let mut expected = [0; PAGE];
+        fill_page(&mut expected, self.counters[index]);
+        if page != expected {
+            println!(
+                "corrupt hot page {index}: not what was written with counter {}",
+                self.counters[index]
+            );
+        }
+        fill_page(page, counter);
+        self.counters[index] = counter;
+    }
+
+    fn verify(&mut self, index: usize) {
+        let at = self.start + (self.counters.len() + index) * PAGE;
+        let found = sum(&self.bytes[at..at + PAGE]);
+        if found != self.sums[index] {
+            println!(
+                "corrupt cold page {index}: checksum {found:x} instead of {:x}",
+                self.sums[index]
+            );
+        }
+    }
+}
+
+/// Half of the page is noise, half is a repeated word: it compresses, but not to nothing.
+fn fill_page(page: &mut [u8], counter: u64) {
+    let (noise, text) = page.split_at_mut(PAGE / 2);
+    let mut state = counter.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    for word in noise.chunks_exact_mut(8) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        word.copy_from_slice(&state.to_le_bytes());
+    }
+    for word in text.chunks_exact_mut(8) {
+        word.copy_from_slice(&counter.to_le_bytes());
+    }
+}
+
+fn sum(page: &[u8]) -> u64 {
+    page.chunks_exact(8)
+        .fold(0xcbf2_9ce4_8422_2325, |sum, word| {
+            let mut bytes = [0; 8];
+            bytes.copy_from_slice(word);
+            (sum.rotate_left(5) ^ u64::from_le_bytes(bytes)).wrapping_mul(0x0000_0100_0000_01b3)
+        })
+}
+
+/// Fills `memory` with the files under /fill, over and over; each time round starts elsewhere in each file, so that memory
+/// isn't one block repeated at a fixed distance.
+fn copy_files(mut memory: &mut [u8]) -> io::Result<()> {
+    let mut paths: Vec<PathBuf> = fs::read_dir("/fill")?
+        .map(|entry| Ok(entry?.path()))
+        .collect::<io::Result<_>>()?;
+    paths.sort();
+    let mut round = 0_u64;
+    while !memory.is_empty() {
+        let before = memory.len();
+        for path in &paths {
+            let mut file = File::open(path)?;
+            let length = file.metadata()?.len();
+            file.seek(SeekFrom::Start(if length == 0 {
+                0
+            } else {
+                round * 12_345 % length
+            }))?;
+            while !memory.is_empty() {
+                let read = file.read(memory)?;
+                if read == 0 {
+                    break;
+                }
+                memory = &mut memory[read..];
+            }
+        }
+        if memory.len() == before {
+            return Err(io::Error::other("no content under /fill"));
+        }
+        round += 1;
+    }
+    Ok(())
+}

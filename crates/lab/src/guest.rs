@@ -1,0 +1,229 @@
+//! A Linux guest that is alive: it fills its memory, rewrites some of it, checks all of it, and ticks ten times a second on
+//! its serial port. The program in it is `guest/ticker.rs`, which says what the lines mean.
+//!
+//! ```no_run
+//! # fn main() -> anyhow::Result<()> {
+//! # use std::time::Duration;
+//! use lab::guest::{Guest, Image, Load};
+//! let Some(binary) = lab::qemu::newest_or_skip()? else { return Ok(()) };
+//! let image = Image::build(16)?;
+//! let guest = image.machine(&binary, 256 << 20, &Load { fill: 64, hot: 8, rate: 1000 });
+//! let (mut source, mut destination) = (Guest::start(&guest)?, Guest::start(&guest.incoming().paused())?);
+//! source.wait_ready(Duration::from_secs(60))?;
+//! // ... migrate, continue at the destination ...
+//! destination.wait_ticks(3, Duration::from_secs(10))?;
+//! let continuity = lab::serial::follow(&source.finish()?, &destination.finish()?)?;
+//! println!("the guest was away for {:?}", continuity.gap());
+//! # Ok(()) }
+//! ```
+
+use std::fs::{self, File};
+use std::io::{BufWriter, Read};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use tempfile::TempDir;
+
+use crate::cpio::Archive;
+use crate::qemu::{Binary, Builder, Qemu};
+use crate::serial::{Log, Serial, Tick};
+use crate::{ram, skipped, target_dir};
+
+/// What a guest boots from: a kernel and an initramfs. All guests of a test can share one.
+#[derive(Debug)]
+pub struct Image {
+    kernel: PathBuf,
+    initrd: PathBuf,
+    _dir: TempDir,
+}
+
+/// What the program in the guest does.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    /// Memory it fills and checks, in MiB.
+    pub fill: u32,
+    /// The part of `fill` that it rewrites, in MiB.
+    pub hot: u32,
+    /// Pages it rewrites a second. Under TCG a page costs about 10 µs of a CPU.
+    pub rate: u32,
+}
+
+impl Image {
+    /// Builds an initramfs with `content` MiB of this machine's files to fill memory from. A guest needs about twice that
+    /// beside what it fills, and 100 MiB for itself.
+    ///
+    /// # Errors
+    /// When `scripts/setup guest` has not run, or there is no room.
+    pub fn build(content: u32) -> Result<Self> {
+        let parts = target_dir().join("guest");
+        let kernel = parts.join("vmlinuz");
+        if let Some(missing) = missing() {
+            bail!("no {}: run scripts/setup guest", missing.display());
+        }
+        let dir = tempfile::Builder::new()
+            .prefix("vamoose-")
+            .tempdir()
+            .context("creating a temporary directory")?;
+        let initrd = dir.path().join("initrd");
+        let out = BufWriter::new(File::create(&initrd).context("creating the initramfs")?);
+        pack(Archive::new(out), u64::from(content) << 20).context("building the initramfs")?;
+        Ok(Self {
+            kernel,
+            initrd,
+            _dir: dir,
+        })
+    }
+
+    /// As [`Image::build`], but where `scripts/setup guest` has not run, says loudly that the test is skipped and gives `None`.
+    ///
+    /// # Errors
+    /// As [`Image::build`], and when skipping is forbidden, see [`skipped`].
+    pub fn build_or_skip(content: u32) -> Result<Option<Self>> {
+        if missing().is_some() {
+            skipped("no kernel for test guests, run scripts/setup guest")?;
+            return Ok(None);
+        }
+        Self::build(content).map(Some)
+    }
+
+    /// A machine with `ram` bytes that boots this image and runs the load. The two ends of a migration need the same.
+    #[must_use]
+    pub fn machine(&self, binary: &Binary, ram: u64, load: &Load) -> Builder {
+        let Load { fill, hot, rate } = load;
+        // loglevel: kernel messages would get between the ticks. panic: with -no-reboot it ends QEMU, which is noticed.
+        let command_line = format!(
+            "console=ttyS0 quiet loglevel=2 panic=-1 mitigations=off vamoose.fill={fill} vamoose.hot={hot} vamoose.rate={rate}"
+        );
+        Builder::linux(binary, ram, &self.kernel, &self.initrd, &command_line)
+    }
+}
+
+/// A QEMU whose guest is watched.
+#[derive(Debug)]
+pub struct Guest {
+    /// The QEMU it runs in.
+    pub qemu: Qemu,
+    serial: Serial,
+}
+
+impl Guest {
+    /// Starts a machine of [`Image::machine`].
+    ///
+    /// # Errors
+    /// As [`Builder::start`].
+    pub fn start(machine: &Builder) -> Result<Self> {
+        let mut qemu = machine.start()?;
+        let serial = qemu
+            .take_serial()
+            .context("this machine has no serial port")?;
+        Ok(Self {
+            qemu,
+            serial: Serial::new(serial),
+        })
+    }
+
+    /// Waits until the guest has filled its memory and begun to rewrite it.
+    ///
+    /// # Errors
+    /// When it has not within this time, or something went wrong in it (with its last output).
+    pub fn wait_ready(&self, within: Duration) -> Result<()> {
+        let ready = |log: &Log| {
+            log.lines
+                .iter()
+                .any(|line| line.text == "ready")
+                .then_some(())
+        };
+        self.serial
+            .wait("'ready'", within, ready)
+            .with_context(|| self.stderr())
+    }
+
+    /// Waits for this many more ticks.
+    ///
+    /// # Errors
+    /// As [`Guest::wait_ready`].
+    pub fn wait_ticks(&self, count: usize, within: Duration) -> Result<()> {
+        let wanted = self.ticks().len() + count;
+        let enough = |log: &Log| (log.ticks().len() >= wanted).then_some(());
+        self.serial
+            .wait("ticks", within, enough)
+            .with_context(|| self.stderr())
+    }
+
+    /// Waits until the guest has verified all its memory `count` more times.
+    ///
+    /// # Errors
+    /// As [`Guest::wait_ready`].
+    pub fn wait_rounds(&self, count: usize, within: Duration) -> Result<()> {
+        let rounds = |log: &Log| {
+            log.lines
+                .iter()
+                .filter(|line| line.text.starts_with("rounds "))
+                .count()
+        };
+        let wanted = rounds(&self.log()) + count;
+        self.serial.wait("a check of all memory", within, |log| {
+            (rounds(log) >= wanted).then_some(())
+        })
+    }
+
+    /// The ticks so far.
+    #[must_use]
+    pub fn ticks(&self) -> Vec<Tick> {
+        self.log().ticks()
+    }
+
+    /// The output so far.
+    #[must_use]
+    pub fn log(&self) -> Log {
+        self.serial.log()
+    }
+
+    /// Kills QEMU and gives all output of the guest.
+    ///
+    /// # Errors
+    /// When QEMU cannot be killed.
+    pub fn finish(mut self) -> Result<Log> {
+        self.qemu.kill()?;
+        Ok(self.serial.finish())
+    }
+
+    fn stderr(&self) -> String {
+        format!("QEMU says: '{}'", self.qemu.stderr())
+    }
+}
+
+fn missing() -> Option<PathBuf> {
+    let parts = target_dir().join("guest");
+    ["vmlinuz", "busybox", "ticker"]
+        .iter()
+        .map(|name| parts.join(name))
+        .find(|path| !path.exists())
+}
+
+fn pack(mut archive: Archive<BufWriter<File>>, content: u64) -> Result<()> {
+    for name in ["bin", "dev", "fill", "proc", "sys"] {
+        archive.directory(name)?;
+    }
+    archive.character_device("dev/console", 5, 1)?;
+    let init = include_bytes!("../guest/init");
+    archive.file("init", 0o755, init.len() as u64, &init[..])?;
+    for (name, source) in [("bin/busybox", "busybox"), ("ticker", "ticker")] {
+        let path = target_dir().join("guest").join(source);
+        let bytes = fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
+        archive.file(name, 0o755, bytes.len() as u64, &bytes[..])?;
+    }
+    let mut left = content;
+    for (number, path) in ram::host_files(content)?.iter().enumerate() {
+        let context = || format!("reading {}", path.display());
+        let file = File::open(path).with_context(context)?;
+        let size = file.metadata().with_context(context)?.len().min(left);
+        archive
+            .file(&format!("fill/{number:05}"), 0o644, size, file.take(size))
+            .with_context(context)?;
+        left -= size;
+    }
+    archive.finish()?;
+    Ok(())
+}

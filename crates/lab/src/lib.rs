@@ -1,0 +1,42 @@
+//! The laboratory: QEMUs, guests and networks for the tests, the demo and the benchmarks. Shipped to nobody.
+//!
+//! - [`qemu`] finds and runs QEMUs: bare ones whose RAM is a file, and ones with a Linux guest;
+//! - [`qmp`] talks to them, [`guest`] watches a running guest, [`ram`] makes and compares memory images;
+//! - [`net`] makes a link of a given rate, [`proc`] and [`cpu`] read what processes cost.
+//!
+//! Everything cleans up after itself on drop: processes are killed and reaped, files and namespaces removed.
+//! `scripts/setup` fetches what this needs; what is missing makes tests skip, loudly (see [`skipped`]).
+
+pub mod cpio;
+pub mod cpu;
+pub mod guest;
+pub mod net;
+pub mod proc;
+pub mod qemu;
+pub mod qmp;
+pub mod ram;
+pub mod serial;
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+
+/// Says on the terminal that a test did not run, and why, even where the test harness captures output.
+///
+/// # Errors
+/// When the environment variable `VAMOOSE_NO_SKIP` is set: then whoever runs the tests expects all of them to run.
+pub fn skipped(reason: &str) -> Result<()> {
+    if std::env::var_os("VAMOOSE_NO_SKIP").is_some() {
+        bail!("{reason}, and VAMOOSE_NO_SKIP forbids to skip");
+    }
+    // Written to the handle itself: print macros are captured in tests that pass.
+    let _ = std::io::stderr().write_all(format!("\nSKIPPED: {reason}\n").as_bytes());
+    Ok(())
+}
+
+/// The workspace's `target` directory, where `scripts/setup` puts things, whatever CARGO_TARGET_DIR says.
+#[must_use]
+pub fn target_dir() -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target"))
+}

@@ -1,0 +1,110 @@
+//! CPU time and memory of any process, from /proc.
+
+use std::fs;
+
+use anyhow::{Context, Result};
+
+/// CPU time (user and system) that a process with all its threads has used, in seconds. The resolution is the kernel's
+/// clock tick, usually 10 ms.
+///
+/// # Errors
+/// When there is no such process (a zombie still counts).
+pub fn cpu_seconds(pid: u32) -> Result<f64> {
+    let path = format!("/proc/{pid}/stat");
+    let stat = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let ticks = cpu_ticks(&stat).with_context(|| format!("{path} is not as expected: {stat}"))?;
+    Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
+}
+
+/// Memory of a process, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// Resident now, private and shared.
+    pub resident: u64,
+    /// The most that was ever resident.
+    pub peak: u64,
+    /// The part of `resident` that is private (heap, stacks).
+    pub anonymous: u64,
+    /// The part of `resident` that is shared memory, such as guest RAM in /dev/shm.
+    pub shared: u64,
+}
+
+/// What memory a process has.
+///
+/// # Errors
+/// When there is no such process, or it is a zombie.
+pub fn memory(pid: u32) -> Result<Memory> {
+    let path = format!("/proc/{pid}/status");
+    let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    parse_memory(&status)
+        .with_context(|| format!("no memory figures in {path}: has the process ended?"))
+}
+
+/// Memory that the machine could still give out without swapping, in bytes.
+///
+/// # Errors
+/// When /proc/meminfo cannot be read.
+pub fn available_memory() -> Result<u64> {
+    let info = fs::read_to_string("/proc/meminfo").context("reading /proc/meminfo")?;
+    kilobytes(&info, "MemAvailable:").context("no MemAvailable in /proc/meminfo")
+}
+
+/// utime + stime, fields 14 and 15 of /proc/PID/stat. The program's name, field 2, may hold spaces and parentheses.
+fn cpu_ticks(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    let mut fields = rest.split_ascii_whitespace().skip(11);
+    let user: u64 = fields.next()?.parse().ok()?;
+    let system: u64 = fields.next()?.parse().ok()?;
+    Some(user + system)
+}
+
+fn parse_memory(status: &str) -> Option<Memory> {
+    Some(Memory {
+        resident: kilobytes(status, "VmRSS:")?,
+        peak: kilobytes(status, "VmHWM:")?,
+        anonymous: kilobytes(status, "RssAnon:")?,
+        shared: kilobytes(status, "RssShmem:")?,
+    })
+}
+
+fn kilobytes(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    line.trim()
+        .strip_suffix(" kB")?
+        .parse::<u64>()
+        .ok()?
+        .checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_with_parentheses_do_not_shift_the_fields() {
+        let stat = "42 (a) b (c) S 1 2 3 4 5 6 7 8 9 10 110 23 0 0 20 0 1 0";
+        assert_eq!(cpu_ticks(stat), Some(133));
+        assert_eq!(cpu_ticks("42 (a) S 1 2"), None);
+    }
+
+    #[test]
+    fn memory_is_read_in_bytes() {
+        let status = "Name:\tx\nVmHWM:\t    2048 kB\nVmRSS:\t 1024 kB\nRssAnon:\t 512 kB\nRssFile:\t 0 kB\nRssShmem:\t 4 kB\n";
+        let expected = Memory {
+            resident: 1 << 20,
+            peak: 2 << 20,
+            anonymous: 512 << 10,
+            shared: 4096,
+        };
+        assert_eq!(parse_memory(status), Some(expected));
+        assert_eq!(parse_memory("Name:\tzombie\n"), None);
+    }
+
+    #[test]
+    fn this_process_has_figures() {
+        let memory = memory(std::process::id()).unwrap();
+        assert!(memory.peak > 0 && memory.resident > 0);
+        assert!(cpu_seconds(std::process::id()).unwrap() >= 0.0);
+        assert!(cpu_seconds(u32::MAX).is_err());
+    }
+}

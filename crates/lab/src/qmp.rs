@@ -1,0 +1,433 @@
+//! A small synchronous client for QEMU's control protocol, QMP, with what migrations need.
+//!
+//! One thread talks; events that arrive meanwhile are queued in order. Nothing here waits without a limit.
+
+use std::collections::VecDeque;
+use std::fs;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use serde_json::{Value, json};
+
+/// A connection to one QEMU.
+#[derive(Debug)]
+pub struct Qmp {
+    stream: UnixStream,
+    /// Received bytes that are not a whole line yet.
+    buffer: Vec<u8>,
+    events: VecDeque<Event>,
+    commands: u64,
+    /// Where QEMU's stderr goes, to quote it in errors.
+    stderr: Option<PathBuf>,
+}
+
+/// Something that QEMU told unasked.
+#[derive(Clone, Debug)]
+pub struct Event {
+    /// Such as `MIGRATION` or `STOP`.
+    pub name: String,
+    /// The event's own data.
+    pub data: Value,
+    /// When QEMU sent it, by its host's wall clock, since 1970.
+    pub timestamp: Duration,
+}
+
+/// No command takes this long unless QEMU hangs.
+const COMMAND: Duration = Duration::from_secs(60);
+/// How often to ask again where QEMU may change state without an event.
+const AGAIN: Duration = Duration::from_millis(50);
+
+impl Qmp {
+    /// Connects to a QMP socket and leaves negotiation mode.
+    ///
+    /// # Errors
+    /// When nobody listens there, or it is not QMP.
+    pub fn connect(path: &Path) -> Result<Self> {
+        let stream = UnixStream::connect(path)
+            .with_context(|| format!("connecting to {}", path.display()))?;
+        Self::greet(stream, None)
+    }
+
+    /// Leaves negotiation mode on a fresh connection. `stderr` is the file with QEMU's stderr.
+    pub(crate) fn greet(stream: UnixStream, stderr: Option<PathBuf>) -> Result<Self> {
+        let mut qmp = Self {
+            stream,
+            buffer: Vec::new(),
+            events: VecDeque::new(),
+            commands: 0,
+            stderr,
+        };
+        let greeting = qmp.receive(Instant::now() + COMMAND)?;
+        if greeting.get("QMP").is_none() {
+            bail!("not a QMP greeting: {greeting}");
+        }
+        qmp.execute("qmp_capabilities", json!({}))?;
+        Ok(qmp)
+    }
+
+    /// Runs one command and gives what it returns.
+    ///
+    /// # Errors
+    /// When QEMU refuses the command (with its reason), has gone (with its stderr) or does not answer within a minute.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
+        self.commands += 1;
+        let id = self.commands;
+        let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
+        line.push('\n');
+        let sent = self.stream.write_all(line.as_bytes());
+        sent.map_err(|error| self.with_stderr(anyhow!(error)))
+            .with_context(|| format!("sending {command} to QEMU"))?;
+        let deadline = Instant::now() + COMMAND;
+        loop {
+            let mut message = self
+                .receive(deadline)
+                .with_context(|| format!("waiting for the answer to {command}"))?;
+            if let Some(event) = Event::parse(&message) {
+                self.events.push_back(event);
+            } else if message["id"] != id {
+                // A late answer to a command that nobody waits for any more.
+            } else if let Some(error) = message.get("error") {
+                bail!(
+                    "QEMU refused {command} {arguments}: {}",
+                    error["desc"].as_str().unwrap_or("no reason given")
+                );
+            } else {
+                return Ok(message["return"].take());
+            }
+        }
+    }
+
+    /// Takes the first event of this name whose data fits, from the queue or as it arrives; earlier others stay queued.
+    ///
+    /// # Errors
+    /// When none arrives in time, or QEMU has gone.
+    pub fn wait_event(
+        &mut self,
+        name: &str,
+        fits: impl Fn(&Value) -> bool,
+        within: Duration,
+    ) -> Result<Event> {
+        let deadline = Instant::now() + within;
+        loop {
+            let position = self
+                .events
+                .iter()
+                .position(|event| event.name == name && fits(&event.data));
+            if let Some(event) = position.and_then(|position| self.events.remove(position)) {
+                return Ok(event);
+            }
+            if !self
+                .receive_event(deadline)
+                .with_context(|| format!("waiting for the event {name}"))?
+            {
+                let queued: Vec<_> = self
+                    .events
+                    .iter()
+                    .map(|event| event.name.as_str())
+                    .collect();
+                bail!("no event {name} within {within:?}; queued events: {queued:?}");
+            }
+        }
+    }
+
+    /// Takes all events that have been queued so far, oldest first.
+    pub fn take_events(&mut self) -> Vec<Event> {
+        self.events.drain(..).collect()
+    }
+
+    /// The guest's state, such as `running`, `paused`, `postmigrate`, `inmigrate`.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub fn query_status(&mut self) -> Result<String> {
+        let answer = self.execute("query-status", json!({}))?;
+        Ok(answer["status"]
+            .as_str()
+            .context("query-status gave no status")?
+            .to_owned())
+    }
+
+    /// Waits until the guest is in this state.
+    ///
+    /// # Errors
+    /// When it is not within this time, or QEMU has gone.
+    pub fn wait_status(&mut self, wanted: &str, within: Duration) -> Result<()> {
+        let deadline = Instant::now() + within;
+        loop {
+            let status = self.query_status()?;
+            if status == wanted {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                bail!("the guest is '{status}', and was not '{wanted}' within {within:?}");
+            }
+            self.receive_event(deadline.min(Instant::now() + AGAIN))?;
+        }
+    }
+
+    /// Lets the guest run.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub fn cont(&mut self) -> Result<()> {
+        self.execute("cont", json!({})).map(drop)
+    }
+
+    /// Pauses the guest.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub fn stop(&mut self) -> Result<()> {
+        self.execute("stop", json!({})).map(drop)
+    }
+
+    /// Switches migration capabilities on or off.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub fn set_capabilities(&mut self, capabilities: &[(&str, bool)]) -> Result<()> {
+        let list: Vec<_> = capabilities
+            .iter()
+            .map(|(name, state)| json!({ "capability": name, "state": state }))
+            .collect();
+        self.execute("migrate-set-capabilities", json!({ "capabilities": list }))
+            .map(drop)
+    }
+
+    /// Sets migration parameters, such as `json!({"multifd-compression": "zstd"})`.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub fn set_parameters(&mut self, parameters: Value) -> Result<()> {
+        self.execute("migrate-set-parameters", parameters).map(drop)
+    }
+
+    /// Switches on what Vamoose wants of both ends: multifd with this many channels, the return path, and events. The
+    /// bandwidth limit is lifted.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub fn use_multifd(&mut self, channels: u8) -> Result<()> {
+        self.set_capabilities(&[("events", true), ("return-path", true), ("multifd", true)])?;
+        self.set_parameters(json!({ "multifd-channels": channels, "max-bandwidth": 1_u64 << 40 }))
+    }
+
+    /// Starts to migrate to a URI of QEMU's, such as `unix:PATH`; does not wait for the end.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub fn migrate(&mut self, uri: &str) -> Result<()> {
+        self.execute("migrate", json!({ "uri": uri })).map(drop)
+    }
+
+    /// Makes a QEMU that was started with [`crate::qemu::Builder::incoming`] listen at a URI. It does when this returns.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub fn migrate_incoming(&mut self, uri: &str) -> Result<()> {
+        self.execute("migrate-incoming", json!({ "uri": uri }))
+            .map(drop)
+    }
+
+    /// The TCP port at which this QEMU waits for its migration: for [`Qmp::migrate_incoming`] at port 0.
+    ///
+    /// # Errors
+    /// When it does not wait at a TCP port.
+    pub fn incoming_port(&mut self) -> Result<u16> {
+        let info = self.query_migrate()?;
+        let port = info["socket-address"][0]["port"]
+            .as_str()
+            .and_then(|port| port.parse().ok());
+        port.with_context(|| format!("QEMU does not wait at a TCP port: {info}"))
+    }
+
+    /// Cancels the migration under way; does not wait for the end.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub fn migrate_cancel(&mut self) -> Result<()> {
+        self.execute("migrate_cancel", json!({})).map(drop)
+    }
+
+    /// All that QEMU tells about the current or last migration.
+    ///
+    /// # Errors
+    /// As [`Qmp::execute`].
+    pub fn query_migrate(&mut self) -> Result<Value> {
+        self.execute("query-migrate", json!({}))
+    }
+
+    /// Waits until the migration is in one of these states and gives what query-migrate says then.
+    ///
+    /// # Errors
+    /// At once when the migration ends in another state (with QEMU's reason) or QEMU goes (with its stderr), or when the
+    /// time is over.
+    pub fn wait_migration(&mut self, wanted: &[&str], within: Duration) -> Result<Value> {
+        let deadline = Instant::now() + within;
+        loop {
+            let info = self.query_migrate()?;
+            let status = info["status"].as_str().unwrap_or("none");
+            if wanted.contains(&status) {
+                return Ok(info);
+            }
+            if matches!(status, "completed" | "failed" | "cancelled") {
+                let reason = info["error-desc"].as_str().unwrap_or("no reason given");
+                return Err(self.with_stderr(anyhow!(
+                    "the migration {status} ({reason}); wanted: {wanted:?}"
+                )));
+            }
+            if Instant::now() >= deadline {
+                return Err(self.with_stderr(anyhow!(
+                    "the migration is not {wanted:?} within {within:?}: {info}"
+                )));
+            }
+            self.receive_event(deadline.min(Instant::now() + AGAIN))?;
+        }
+    }
+
+    /// Queues the next event; false when the deadline passes first.
+    fn receive_event(&mut self, deadline: Instant) -> Result<bool> {
+        while let Some(message) = self.receive_until(deadline)? {
+            if let Some(event) = Event::parse(&message) {
+                self.events.push_back(event);
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn receive(&mut self, deadline: Instant) -> Result<Value> {
+        let message = self.receive_until(deadline)?;
+        message.ok_or_else(|| self.with_stderr(anyhow!("QEMU does not answer")))
+    }
+
+    /// The next message, or nothing when the deadline passes first.
+    fn receive_until(&mut self, deadline: Instant) -> Result<Option<Value>> {
+        loop {
+            if let Some(end) = self.buffer.iter().position(|&byte| byte == b'\n') {
+                let line: Vec<_> = self.buffer.drain(..=end).collect();
+                let message = serde_json::from_slice(&line);
+                return message
+                    .with_context(|| format!("not JSON: {}", String::from_utf8_lossy(&line)))
+                    .map(Some);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            self.stream
+                .set_read_timeout(Some(left))
+                .context("setting a timeout")?;
+            let mut part = [0; 16 << 10];
+            match self.stream.read(&mut part) {
+                Ok(0) => {
+                    return Err(self.with_stderr(anyhow!("QEMU has closed its QMP connection")));
+                }
+                Ok(count) => self.buffer.extend_from_slice(&part[..count]),
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+                Err(error) => return Err(self.with_stderr(anyhow!("reading from QMP: {error}"))),
+            }
+        }
+    }
+
+    fn with_stderr(&self, error: anyhow::Error) -> anyhow::Error {
+        let text = self
+            .stderr
+            .as_ref()
+            .and_then(|path| fs::read_to_string(path).ok())
+            .unwrap_or_default();
+        if text.trim().is_empty() {
+            error
+        } else {
+            anyhow!("{error:#}; QEMU says: {}", text.trim())
+        }
+    }
+}
+
+impl Event {
+    fn parse(message: &Value) -> Option<Self> {
+        let name = message["event"].as_str()?.to_owned();
+        let stamp = &message["timestamp"];
+        let seconds = Duration::from_secs(stamp["seconds"].as_u64().unwrap_or(0));
+        let micros = Duration::from_micros(stamp["microseconds"].as_u64().unwrap_or(0));
+        Some(Self {
+            name,
+            data: message["data"].clone(),
+            timestamp: seconds + micros,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader};
+    use std::thread;
+
+    /// A QMP server that plays back these lines after each line it receives, then closes.
+    fn server(answers: &'static [&'static str]) -> UnixStream {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        thread::spawn(move || {
+            theirs.write_all(b"{\"QMP\": {}}\n").unwrap();
+            let mut lines = BufReader::new(theirs.try_clone().unwrap()).lines();
+            for answer in answers {
+                lines.next().unwrap().unwrap();
+                theirs.write_all(answer.as_bytes()).unwrap();
+            }
+        });
+        ours
+    }
+
+    #[test]
+    fn events_between_are_queued_and_found_by_name() {
+        let stream = server(&[
+            "{\"return\": {}, \"id\": 1}\n",
+            "{\"event\": \"STOP\", \"timestamp\": {\"seconds\": 5, \"microseconds\": 7}}\n\
+             {\"event\": \"MIGRATION\", \"data\": {\"status\": \"active\"}}\n{\"return\": {\"status\": \"paused\"}, \"id\": 2}\n",
+        ]);
+        let mut qmp = Qmp::greet(stream, None).unwrap();
+        assert_eq!(qmp.query_status().unwrap(), "paused");
+        let limit = Duration::from_secs(10);
+        qmp.wait_event("MIGRATION", |data| data["status"] == "active", limit)
+            .unwrap();
+        let stop = qmp.wait_event("STOP", |_| true, limit).unwrap();
+        assert_eq!(stop.timestamp, Duration::from_micros(5_000_007));
+        assert!(qmp.take_events().is_empty());
+    }
+
+    #[test]
+    fn refusals_and_closed_connections_are_told() {
+        let stream = server(&[
+            "{\"return\": {}, \"id\": 1}\n",
+            "{\"error\": {\"desc\": \"no such thing\"}, \"id\": 2}\n",
+        ]);
+        let mut qmp = Qmp::greet(stream, None).unwrap();
+        assert!(
+            qmp.stop()
+                .unwrap_err()
+                .to_string()
+                .contains("no such thing")
+        );
+        let error = qmp
+            .wait_event("STOP", |_| true, Duration::from_secs(10))
+            .unwrap_err();
+        assert!(format!("{error:#}").contains("closed"), "{error:#}");
+    }
+
+    #[test]
+    fn a_migration_that_fails_is_an_error_with_its_reason() {
+        let stream = server(&[
+            "{\"return\": {}, \"id\": 1}\n",
+            "{\"return\": {\"status\": \"failed\", \"error-desc\": \"cable cut\"}, \"id\": 2}\n",
+        ]);
+        let mut qmp = Qmp::greet(stream, None).unwrap();
+        let error = qmp
+            .wait_migration(&["completed"], Duration::from_secs(10))
+            .unwrap_err();
+        assert!(error.to_string().contains("cable cut"), "{error:#}");
+    }
+}

@@ -1,0 +1,345 @@
+//! The serial port of a guest: every line with the moment of its arrival, and what the ticker says in them.
+
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+/// Reads a serial port in a thread of its own.
+#[derive(Debug)]
+pub struct Serial {
+    shared: Arc<Shared>,
+    reader: Option<JoinHandle<()>>,
+}
+
+/// What has come out of a serial port.
+#[derive(Clone, Debug, Default)]
+pub struct Log {
+    /// The whole lines, without their ends.
+    pub lines: Vec<Line>,
+    /// The beginning of a line whose end has not come. At the end of a migration it may come at the destination.
+    pub tail: String,
+    /// Whether the port is closed.
+    pub ended: bool,
+}
+
+/// One line of output.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Line {
+    /// When its end arrived.
+    pub at: Instant,
+    /// Its text.
+    pub text: String,
+}
+
+/// A sign of life of the ticker in the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tick {
+    /// Counts from 0 by one.
+    pub number: u64,
+    /// The guest's own clock.
+    pub guest: Duration,
+    /// When it arrived.
+    pub at: Instant,
+}
+
+impl Log {
+    /// The ticks among the lines.
+    #[must_use]
+    pub fn ticks(&self) -> Vec<Tick> {
+        self.lines.iter().filter_map(Line::tick).collect()
+    }
+
+    /// The longest time between two ticks that follow one another; zero when there are less than two.
+    #[must_use]
+    pub fn largest_gap(&self) -> Duration {
+        self.ticks()
+            .windows(2)
+            .map(|pair| pair[1].at - pair[0].at)
+            .max()
+            .unwrap_or_default()
+    }
+
+    /// Whether the guest is in order so far.
+    ///
+    /// # Errors
+    /// When it found its memory corrupt, could not go on, or its kernel panicked.
+    pub fn check(&self) -> Result<()> {
+        let bad = |line: &&Line| {
+            let text = &line.text;
+            text.starts_with("corrupt")
+                || text.starts_with("fatal")
+                || text.contains("Kernel panic")
+        };
+        match self.lines.iter().find(bad) {
+            Some(line) => bail!("the guest says: {}", line.text),
+            None => Ok(()),
+        }
+    }
+
+    /// The last few lines, for error messages.
+    fn end(&self) -> String {
+        let from = self.lines.len().saturating_sub(10);
+        let lines: Vec<_> = self.lines[from..]
+            .iter()
+            .map(|line| line.text.as_str())
+            .collect();
+        format!("{}\n{}", lines.join("\n"), self.tail)
+    }
+
+    fn add(&mut self, bytes: &[u8]) {
+        let at = Instant::now();
+        self.tail.push_str(&String::from_utf8_lossy(bytes));
+        while let Some(end) = self.tail.find('\n') {
+            let rest = self.tail.split_off(end + 1);
+            let text = std::mem::replace(&mut self.tail, rest)
+                .trim_end()
+                .to_owned();
+            self.lines.push(Line { at, text });
+        }
+    }
+}
+
+impl Line {
+    fn tick(&self) -> Option<Tick> {
+        let mut words = self.text.strip_prefix("tick ")?.split(' ');
+        let number = words.next()?.parse().ok()?;
+        let guest = Duration::from_millis(words.next()?.parse().ok()?);
+        Some(Tick {
+            number,
+            guest,
+            at: self.at,
+        })
+    }
+}
+
+/// A guest's life across a migration, in ticks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Continuity {
+    /// The last tick at the source.
+    pub last: Tick,
+    /// The first tick at the destination.
+    pub first: Tick,
+    /// Ticks before and after together.
+    pub ticks: usize,
+}
+
+impl Continuity {
+    /// The time between the last tick at the source and the first at the destination: the downtime as the guest's users
+    /// feel it, and up to one tick (100 ms) more.
+    #[must_use]
+    pub fn gap(&self) -> Duration {
+        self.first.at.saturating_duration_since(self.last.at)
+    }
+
+    /// How much of the gap the guest's own clock has seen.
+    #[must_use]
+    pub fn guest_gap(&self) -> Duration {
+        self.first.guest.saturating_sub(self.last.guest)
+    }
+}
+
+/// Follows a guest from the source's serial port to the destination's. A line may have been cut by the migration; it counts
+/// at the destination.
+///
+/// # Errors
+/// When one end has no ticks, a tick is missing, doubled or out of order, or the guest found its memory corrupt.
+pub fn follow(source: &Log, destination: &Log) -> Result<Continuity> {
+    let mut destination = destination.clone();
+    if let Some(line) = destination.lines.first_mut() {
+        line.text = format!("{}{}", source.tail, line.text).trim().to_owned();
+    }
+    source.check().context("at the source")?;
+    destination.check().context("at the destination")?;
+    let (before, after) = (source.ticks(), destination.ticks());
+    let last = *before.last().context("no ticks at the source")?;
+    let Some(&first) = after.first() else {
+        bail!("no ticks at the destination: {}", destination.end())
+    };
+    let all: Vec<_> = before.iter().chain(&after).collect();
+    for pair in all.windows(2) {
+        if pair[1].number != pair[0].number + 1 {
+            let place = format!(
+                "{} ticks at the source, {} at the destination",
+                before.len(),
+                after.len()
+            );
+            bail!(
+                "tick {} is followed by tick {} ({place})",
+                pair[0].number,
+                pair[1].number
+            );
+        }
+    }
+    Ok(Continuity {
+        last,
+        first,
+        ticks: all.len(),
+    })
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    log: Mutex<Log>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn log(&self) -> MutexGuard<'_, Log> {
+        // A reader that panicked leaves a log that is shorter, not wrong.
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Serial {
+    /// Starts to read.
+    #[must_use]
+    pub fn new(mut stream: UnixStream) -> Self {
+        let shared = Arc::new(Shared::default());
+        let theirs = Arc::clone(&shared);
+        let reader = thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            // An error is an end like any other: QEMU has gone.
+            while let Ok(count @ 1..) = stream.read(&mut buffer) {
+                theirs.log().add(&buffer[..count]);
+                theirs.changed.notify_all();
+            }
+            theirs.log().ended = true;
+            theirs.changed.notify_all();
+        });
+        Self {
+            shared,
+            reader: Some(reader),
+        }
+    }
+
+    /// A copy of everything so far.
+    #[must_use]
+    pub fn log(&self) -> Log {
+        self.shared.log().clone()
+    }
+
+    /// Waits until `find` finds something in the log.
+    ///
+    /// # Errors
+    /// When it has not within this time, the port was closed, or the guest says that it is not in order.
+    pub fn wait<T>(
+        &self,
+        what: &str,
+        within: Duration,
+        find: impl Fn(&Log) -> Option<T>,
+    ) -> Result<T> {
+        let deadline = Instant::now() + within;
+        let mut log = self.shared.log();
+        loop {
+            if let Some(found) = find(&log) {
+                return Ok(found);
+            }
+            log.check()?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if log.ended || left.is_zero() {
+                let why = if log.ended {
+                    "QEMU has gone".to_owned()
+                } else {
+                    format!("not within {within:?}")
+                };
+                bail!(
+                    "waiting for {what} of the guest: {why}; its last output:\n{}",
+                    log.end()
+                );
+            }
+            log = self
+                .shared
+                .changed
+                .wait_timeout(log, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// Waits until QEMU has closed the port, and gives everything that came out of it. Only for after QEMU's end.
+    #[must_use]
+    pub fn finish(mut self) -> Log {
+        if let Some(reader) = self.reader.take() {
+            let _ = reader.join();
+        }
+        self.log()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn log(text: &str) -> Log {
+        let mut log = Log::default();
+        log.add(text.as_bytes());
+        log
+    }
+
+    #[test]
+    fn lines_ticks_and_tail_are_told_apart() {
+        let mut log = log("Linux\r\ntick 0 5\r\ntick 1 1");
+        assert_eq!(log.tail, "tick 1 1");
+        log.add(b"07\r\nready\r\n");
+        let ticks: Vec<_> = log
+            .ticks()
+            .iter()
+            .map(|tick| (tick.number, tick.guest.as_millis()))
+            .collect();
+        assert_eq!(ticks, [(0, 5), (1, 107)]);
+        assert_eq!(log.tail, "");
+        assert!(log.largest_gap() < Duration::from_secs(60));
+        log.check().unwrap();
+        log.add(b"corrupt cold page 7\n");
+        assert!(log.check().is_err());
+    }
+
+    #[test]
+    fn a_guest_is_followed_through_a_cut_line() {
+        let whole = follow(&log("tick 7 700\ntick 8 800\n"), &log("tick 9 950\n")).unwrap();
+        assert_eq!(
+            (whole.last.number, whole.first.number, whole.ticks),
+            (8, 9, 3)
+        );
+        assert_eq!(whole.guest_gap(), Duration::from_millis(150));
+        let cut = follow(&log("tick 7 700\ntick 8 8"), &log("00\ntick 9 950\n")).unwrap();
+        assert_eq!(
+            (
+                cut.last.number,
+                cut.first.number,
+                cut.first.guest.as_millis()
+            ),
+            (7, 8, 800)
+        );
+        let cut_end = follow(&log("tick 7 700\ntick 8 800\r"), &log("\ntick 9 950\n")).unwrap();
+        assert_eq!((cut_end.last.number, cut_end.ticks), (7, 3));
+    }
+
+    #[test]
+    fn lost_and_doubled_ticks_are_found() {
+        assert!(follow(&log("tick 7 700\n"), &log("tick 9 900\n")).is_err());
+        assert!(follow(&log("tick 7 700\n"), &log("tick 7 700\n")).is_err());
+        assert!(follow(&log("tick 7 700\n"), &log("")).is_err());
+        assert!(
+            follow(
+                &log("tick 7 700\n"),
+                &log("tick 8 800\ncorrupt hot page 1\n")
+            )
+            .is_err()
+        );
+    }
+
+    #[test]
+    fn a_closed_port_ends_the_wait() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let serial = Serial::new(ours);
+        drop(theirs);
+        let never = serial.wait("nothing", Duration::from_secs(60), |_| None::<()>);
+        assert!(never.unwrap_err().to_string().contains("gone"));
+        assert!(serial.finish().ended);
+    }
+}

@@ -1,0 +1,188 @@
+//! Proves the harness without Vamoose: direct multifd migrations between stock QEMUs, with their whole memory compared.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use lab::guest::{Guest, Image, Load};
+use lab::qemu::{self, Binary, Builder, Qemu};
+use lab::ram::{self, Fill};
+use lab::{net, serial};
+
+const LIMIT: Duration = Duration::from_secs(120);
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn bare_10_0_to_10_0() -> Result<()> {
+    let Some(binary) = qemu::find_or_skip(10, 0)? else {
+        return Ok(());
+    };
+    bare(&binary, &binary)
+}
+
+#[test]
+fn bare_7_2_to_7_2() -> Result<()> {
+    let Some(binary) = qemu::find_or_skip(7, 2)? else {
+        return Ok(());
+    };
+    bare(&binary, &binary)
+}
+
+#[test]
+fn bare_7_2_to_10_0() -> Result<()> {
+    let Some(old) = qemu::find_or_skip(7, 2)? else {
+        return Ok(());
+    };
+    let Some(new) = qemu::find_or_skip(10, 0)? else {
+        return Ok(());
+    };
+    bare(&old, &new)
+}
+
+#[test]
+fn bare_10_0_to_7_2() -> Result<()> {
+    let Some(old) = qemu::find_or_skip(7, 2)? else {
+        return Ok(());
+    };
+    let Some(new) = qemu::find_or_skip(10, 0)? else {
+        return Ok(());
+    };
+    bare(&new, &old)
+}
+
+#[test]
+fn over_a_link() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let Some(link) = net::link_or_skip(Some(1_000_000_000))? else {
+        return Ok(());
+    };
+    let bare = Builder::bare(&binary, 16 * MIB);
+    let mut source = bare
+        .clone()
+        .content(Fill::Random, 1)
+        .namespace(link.source.name())
+        .start()?;
+    let mut destination = bare.incoming().namespace(link.destination.name()).start()?;
+    let name = std::fs::read_to_string(format!("/proc/{}/comm", source.pid()))?;
+    ensure!(name.starts_with("qemu"), "the process is {name}");
+
+    let address = link.destination.address();
+    destination.qmp.use_multifd(2)?;
+    destination
+        .qmp
+        .migrate_incoming(&format!("tcp:{address}:0"))?;
+    let port = destination.qmp.incoming_port()?;
+    source.qmp.use_multifd(2)?;
+    source.qmp.migrate(&format!("tcp:{address}:{port}"))?;
+    source.qmp.wait_migration(&["completed"], LIMIT)?;
+    destination.qmp.wait_migration(&["completed"], LIMIT)?;
+    ram::compare(source.ram(), destination.ram())?;
+    let sent = link.source.traffic()?.sent;
+    ensure!(sent > 16 * MIB, "only {sent} bytes went over the link");
+    Ok(())
+}
+
+#[test]
+fn linux_10_0_to_10_0() -> Result<()> {
+    let Some(binary) = qemu::find_or_skip(10, 0)? else {
+        return Ok(());
+    };
+    linux(&binary, &binary)
+}
+
+#[test]
+fn linux_7_2_to_10_0() -> Result<()> {
+    let Some(old) = qemu::find_or_skip(7, 2)? else {
+        return Ok(());
+    };
+    let Some(new) = qemu::find_or_skip(10, 0)? else {
+        return Ok(());
+    };
+    linux(&old, &new)
+}
+
+#[test]
+fn linux_10_0_to_7_2() -> Result<()> {
+    let Some(old) = qemu::find_or_skip(7, 2)? else {
+        return Ok(());
+    };
+    let Some(new) = qemu::find_or_skip(10, 0)? else {
+        return Ok(());
+    };
+    linux(&new, &old)
+}
+
+fn bare(from: &Binary, to: &Binary) -> Result<()> {
+    let files = Fill::Files(ram::host_files(8 * MIB)?);
+    for (seed, fill) in [Fill::Mixed, files, Fill::Zero].into_iter().enumerate() {
+        let mut source = Builder::bare(from, 64 * MIB)
+            .content(fill.clone(), seed as u64)
+            .peer(to.version)
+            .start()?;
+        let mut destination = Builder::bare(to, 64 * MIB)
+            .incoming()
+            .peer(from.version)
+            .start()?;
+        migrate(&mut source, &mut destination)?;
+        ram::compare(source.ram(), destination.ram())
+            .map_err(|error| anyhow::anyhow!("{fill:?}: {error}"))?;
+    }
+    Ok(())
+}
+
+fn linux(from: &Binary, to: &Binary) -> Result<()> {
+    let Some(image) = Image::build_or_skip(16)? else {
+        return Ok(());
+    };
+    let load = Load {
+        fill: 96,
+        hot: 8,
+        rate: 1000,
+    };
+    let machine = |binary| image.machine(binary, 256 * MIB, &load);
+    let start = Instant::now();
+    let mut source = Guest::start(&machine(from))?;
+    let mut destination = Guest::start(&machine(to).incoming().paused())?;
+    source.wait_ready(LIMIT)?;
+    println!("{} ready after {:?}", from.version, start.elapsed());
+    source.wait_ticks(5, LIMIT)?;
+    println!("largest gap {:?}", source.log().largest_gap());
+
+    migrate(&mut source.qemu, &mut destination.qemu)?;
+    destination.qemu.qmp.wait_status("paused", LIMIT)?;
+    ram::compare(source.qemu.ram(), destination.qemu.ram())?;
+
+    destination.qemu.qmp.cont()?;
+    destination.wait_ticks(5, LIMIT)?;
+    // All memory was sent right, and the guest agrees.
+    destination.wait_rounds(2, LIMIT)?;
+    let continuity = serial::follow(&source.finish()?, &destination.finish()?)?;
+    println!(
+        "{} ticks, gap {:?} (guest: {:?})",
+        continuity.ticks,
+        continuity.gap(),
+        continuity.guest_gap()
+    );
+    ensure!(
+        continuity.guest_gap() < Duration::from_secs(10),
+        "the guest's clock jumped"
+    );
+    Ok(())
+}
+
+fn migrate(source: &mut Qemu, destination: &mut Qemu) -> Result<()> {
+    let uri = format!("unix:{}", destination.socket("migration").display());
+    destination.qmp.use_multifd(2)?;
+    destination.qmp.migrate_incoming(&uri)?;
+    source.qmp.use_multifd(2)?;
+    source.qmp.migrate(&uri)?;
+    let info = source.qmp.wait_migration(&["completed"], LIMIT);
+    let info = info.with_context(|| format!("destination: {}", destination.stderr()))?;
+    destination.qmp.wait_migration(&["completed"], LIMIT)?;
+    println!(
+        "{} -> {}: {} ms, {}",
+        source.version, destination.version, info["total-time"], info["ram"]
+    );
+    Ok(())
+}
