@@ -1,0 +1,295 @@
+//! Between the readers of the incoming channels and the writers of the outgoing ones.
+//!
+//! ```text
+//!  reader 0 ─┐  take() a free packet,                    ┌─ writer 0   next(),
+//!  reader 1 ─┼─ read into it, submit()  ─> [one queue] ──┼─ writer 1   encode and send,
+//!  reader N ─┘                                           └─ writer M   give_back()
+//! ```
+//!
+//! Between two SYNCs no page appears twice, so any writer may take any packet: the queue is shared
+//! and the faster channel gets more. **SYNC is a barrier on both sides**: the last reader to reach
+//! it puts one SYNC per writer behind everything read so far, and no reader goes on before that;
+//! each writer sends its SYNC and goes on only when all have taken theirs.
+//!
+//! **The packets that exist are all the packets that can wait**: two per channel. More would falsify
+//! the bandwidth that the source measures (it counts what is in the socket as sent) and with it the
+//! downtime that it promises.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use multifd::Layout;
+use transfer::Packet;
+
+/// The ends for `readers` readers and `writers` writers, and what makes all of them give up.
+pub(crate) fn exchange(
+    readers: usize,
+    writers: usize,
+    layout: Layout,
+) -> (Vec<Inlet>, Vec<Outlet>, GiveUp) {
+    let packets = PACKETS_PER_CHANNEL * readers.max(writers);
+    let (give, take) = bounded(packets);
+    for _ in 0..packets {
+        // Has room for all of them and both ends are here.
+        let _ = give.try_send(Box::new(Packet::new(layout)));
+    }
+    let (submit, next) = bounded(packets + writers);
+    let read = Arc::new(Barrier::new(readers));
+    let sent = Arc::new(Barrier::new(writers));
+    let inlet = Inlet {
+        free: take,
+        work: submit,
+        sync: read.clone(),
+        writers,
+    };
+    let outlet = Outlet {
+        work: next,
+        free: give,
+        sync: sent.clone(),
+    };
+    let inlets = vec![inlet; readers];
+    let outlets = vec![outlet; writers];
+    (inlets, outlets, GiveUp([read, sent]))
+}
+
+/// See the module's documentation.
+const PACKETS_PER_CHANNEL: usize = 2;
+
+/// What a writer has to do next.
+pub(crate) enum Work {
+    /// Send a packet, then give it back.
+    Packet(Box<Packet>),
+    /// Send a SYNC, then wait for the other writers.
+    Sync { packet_num: u64 },
+}
+
+/// The other side is gone, so the migration is over.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Closed;
+
+/// A reader's end.
+#[derive(Clone)]
+pub(crate) struct Inlet {
+    free: Receiver<Box<Packet>>,
+    work: Sender<Work>,
+    sync: Arc<Barrier>,
+    writers: usize,
+}
+
+impl Inlet {
+    /// Waits for a free packet.
+    pub(crate) fn take(&self) -> Result<Box<Packet>, Closed> {
+        self.free.recv().map_err(|_| Closed)
+    }
+
+    /// Hands a packet with pages or device state to the writers.
+    pub(crate) fn submit(&self, packet: Box<Packet>) -> Result<(), Closed> {
+        self.work.send(Work::Packet(packet)).map_err(|_| Closed)
+    }
+
+    /// Says that this channel has reached a SYNC; returns when all have.
+    pub(crate) fn sync(&self, packet_num: u64) -> Result<(), Closed> {
+        self.sync.wait(|| {
+            for _ in 0..self.writers {
+                self.work
+                    .send(Work::Sync { packet_num })
+                    .map_err(|_| Closed)?;
+            }
+            Ok(())
+        })
+    }
+}
+
+/// A writer's end.
+#[derive(Clone)]
+pub(crate) struct Outlet {
+    work: Receiver<Work>,
+    free: Sender<Box<Packet>>,
+    sync: Arc<Barrier>,
+}
+
+impl Outlet {
+    /// Waits for something to do; [`Closed`] when all readers have ended and everything is done.
+    pub(crate) fn next(&self) -> Result<Work, Closed> {
+        self.work.recv().map_err(|_| Closed)
+    }
+
+    /// Returns a packet that has been sent.
+    pub(crate) fn give_back(&self, packet: Box<Packet>) {
+        // Has room for every packet that exists; the readers may all have ended.
+        let _ = self.free.try_send(packet);
+    }
+
+    /// Says that this writer's SYNC is out; returns when all writers' are.
+    pub(crate) fn synced(&self) -> Result<(), Closed> {
+        self.sync.wait(|| Ok(()))
+    }
+}
+
+/// Ends every wait at a barrier, when one who should come never will.
+pub(crate) struct GiveUp([Arc<Barrier>; 2]);
+
+impl GiveUp {
+    pub(crate) fn now(&self) {
+        for barrier in &self.0 {
+            barrier.give_up();
+        }
+    }
+}
+
+/// A barrier that can be given up, used again and again.
+struct Barrier {
+    parties: usize,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    arrived: usize,
+    round: u64,
+    given_up: bool,
+}
+
+impl Barrier {
+    fn new(parties: usize) -> Self {
+        Self {
+            parties,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Waits for all parties; the last one runs `complete` before anybody goes on.
+    fn wait(&self, complete: impl FnOnce() -> Result<(), Closed>) -> Result<(), Closed> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.given_up {
+            return Err(Closed);
+        }
+        state.arrived += 1;
+        let round = state.round;
+        if state.arrived == self.parties {
+            state.arrived = 0;
+            state.round += 1;
+            let completed = complete();
+            state.given_up = completed.is_err();
+            self.changed.notify_all();
+            return completed;
+        }
+        while state.round == round && !state.given_up {
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.given_up { Err(Closed) } else { Ok(()) }
+    }
+
+    fn give_up(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.given_up = true;
+        self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const LAYOUT: Layout = Layout::X86;
+
+    /// What a writer saw: a packet's number, or a SYNC.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum Seen {
+        Packet(u64),
+        Sync,
+    }
+
+    /// Runs `rounds[round][reader]` packets through and returns what each writer saw. A packet's
+    /// number is its round.
+    fn run(rounds: &[Vec<usize>], readers: usize, writers: usize) -> Vec<Vec<Seen>> {
+        let (inlets, outlets, _give_up) = exchange(readers, writers, LAYOUT);
+        thread::scope(|scope| {
+            for (reader, inlet) in inlets.into_iter().enumerate() {
+                scope.spawn(move || {
+                    for (round, packets) in rounds.iter().enumerate() {
+                        for _ in 0..packets[reader] {
+                            let mut packet = inlet.take().unwrap();
+                            packet.ram_mut().packet_num = round as u64;
+                            inlet.submit(packet).unwrap();
+                        }
+                        inlet.sync(round as u64).unwrap();
+                    }
+                });
+            }
+            let writers = outlets.into_iter().map(|outlet| {
+                scope.spawn(move || {
+                    let mut seen = Vec::new();
+                    while let Ok(work) = outlet.next() {
+                        match work {
+                            Work::Packet(packet) => {
+                                seen.push(Seen::Packet(packet.ram().packet_num));
+                                outlet.give_back(packet);
+                            }
+                            Work::Sync { .. } => {
+                                seen.push(Seen::Sync);
+                                outlet.synced().unwrap();
+                            }
+                        }
+                    }
+                    seen
+                })
+            });
+            let writers = writers.collect::<Vec<_>>();
+            writers.into_iter().map(|w| w.join().unwrap()).collect()
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn nothing_crosses_a_sync_and_nothing_is_lost(
+            readers in 1usize..5,
+            writers in 1usize..5,
+            rounds in proptest::collection::vec(proptest::collection::vec(0usize..12, 5), 1..5),
+        ) {
+            let seen = run(&rounds, readers, writers);
+            for (round, packets) in rounds.iter().enumerate() {
+                let of_round = |seen: &Vec<Seen>| {
+                    seen.split(|s| *s == Seen::Sync).nth(round).map_or(0, |round_seen| {
+                        assert!(round_seen.iter().all(|s| *s == Seen::Packet(round as u64)));
+                        round_seen.len()
+                    })
+                };
+                let sent: usize = packets[..readers].iter().sum();
+                prop_assert_eq!(seen.iter().map(of_round).sum::<usize>(), sent);
+            }
+            for writer in &seen {
+                let syncs = writer.iter().filter(|s| **s == Seen::Sync).count();
+                prop_assert_eq!(syncs, rounds.len());
+            }
+        }
+    }
+
+    #[test]
+    fn at_most_two_packets_per_channel_exist() {
+        let (inlets, _outlets, _) = exchange(2, 3, LAYOUT);
+        let packets = std::iter::from_fn(|| inlets[0].free.try_recv().ok()).count();
+        assert_eq!(packets, 2 * 3);
+    }
+
+    #[test]
+    fn who_waits_at_a_barrier_can_be_released() {
+        let (inlets, _outlets, give_up) = exchange(2, 1, LAYOUT);
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| inlets[0].sync(0));
+            give_up.now();
+            assert_eq!(waiting.join().unwrap(), Err(Closed));
+        });
+    }
+}

@@ -1,0 +1,40 @@
+//! A live-migration relay between two QEMUs, and its orchestration over QMP.
+//!
+//! ```text
+//!            main stream (opaque bytes, both ways)
+//!  source ══════════════════════════════════════════ destination
+//!  QEMU   ── channel 0..N ─> Relay ─> channel 0..M ─> QEMU, or another relay
+//!            any method       one method, SYNC on all
+//! ```
+//!
+//! [`Relay`] moves one migration. [`serve`] and [`migrate`] put two relays between two QEMUs, set
+//! both QEMUs up over QMP and see the migration through to a guest that runs in one place.
+//!
+//! What a relay owes the two QEMUs is written where it is done: the order of connections in
+//! `gather`, the SYNC barrier and the bound on waiting packets in `exchange`, the teardown of
+//! everything at once in `session`.
+
+#![forbid(unsafe_code)]
+
+mod accept;
+mod control;
+mod error;
+mod exchange;
+mod gather;
+mod main_stream;
+mod migrate;
+mod opaque;
+mod qemu;
+mod qmp;
+mod return_path;
+mod serve;
+mod session;
+
+pub use accept::{Accept, Handover};
+pub use control::ControlError;
+pub use error::{Direction, RelayError};
+pub use migrate::{Cause, Failure, Migration, Moved, Progress, Whereabouts};
+pub use qemu::{QemuError, Version};
+pub use qmp::QmpError;
+pub use serve::{ServeError, Server};
+pub use session::{Config, Dialer, Outcome, Relay, Summary, ZeroPages};

@@ -1,0 +1,205 @@
+//! Passes a migration through unchanged: without multifd, or behind TLS.
+//!
+//! Each connection of the source becomes one to the destination, in the same order. A connection
+//! of a TLS migration always speaks first and is dialled then; a plain one that comes behind the
+//! main stream (postcopy preemption) may stay silent for long and is dialled at once.
+
+use std::{
+    io::Read,
+    sync::{
+        Arc,
+        mpsc::{Sender, channel},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use multifd::MAGIC;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tracing::debug;
+use transfer::{Stats, Stream};
+
+use crate::{
+    Direction, Outcome, Relay, RelayError, Summary,
+    main_stream::{MainState, pump},
+    return_path::ReturnPath,
+};
+
+/// Runs the migration to its end: when every connection has ended.
+pub(crate) fn pass_through(
+    relay: &Relay<'_>,
+    opened: Vec<(Arc<Stream>, Vec<u8>)>,
+    speaks_first: bool,
+    start: Instant,
+) -> Result<Summary, RelayError> {
+    let (report, reports) = channel();
+    let mut open = 0;
+    let mut loaded = false;
+    let mut setup_time = None;
+    let outcome = thread::scope(|scope| {
+        let run = || -> Result<Outcome, RelayError> {
+            let mut opened = opened;
+            loop {
+                for (number, (stream, first)) in opened.drain(..).enumerate() {
+                    let is_first = setup_time.is_none() && number == 0;
+                    open += 1;
+                    let connection = Connection {
+                        relay,
+                        stream,
+                        first,
+                        speaks_first,
+                        is_main: is_first && !speaks_first,
+                        report: report.clone(),
+                    };
+                    scope.spawn(move || connection.run());
+                }
+                setup_time.get_or_insert_with(|| start.elapsed());
+                for end in reports.try_iter() {
+                    match end {
+                        Report::Ended => open -= 1,
+                        Report::Loaded => {
+                            loaded = true;
+                            (relay.on_loaded)();
+                        }
+                        Report::MainEnded(verdict) if !loaded => {
+                            verdict?;
+                        }
+                        Report::MainEnded(_) => {}
+                        Report::Failed(error) if loaded => {
+                            debug!("a connection ended out of order after loading: {error}");
+                            open -= 1;
+                        }
+                        Report::Failed(error) => return Err(error),
+                    }
+                }
+                if relay.hangup.is_hung_up() {
+                    return Err(RelayError::Cancelled);
+                }
+                if open == 0 {
+                    return Ok(if loaded {
+                        Outcome::Loaded
+                    } else {
+                        Outcome::Unconfirmed
+                    });
+                }
+                wait_for_connection(relay);
+                while let Some(stream) = relay.accept.try_accept()? {
+                    relay.hangup.register(&stream);
+                    opened.push((stream, Vec::new()));
+                }
+            }
+        };
+        let outcome = run();
+        relay.hangup.hang_up();
+        outcome
+    })?;
+    Ok(Summary {
+        outcome,
+        incoming_channels: 0,
+        outgoing_channels: 0,
+        setup_time: setup_time.unwrap_or_default(),
+        total_time: start.elapsed(),
+    })
+}
+
+/// How often the threads' reports are looked at while no connection comes.
+const TICK: Duration = Duration::from_millis(50);
+
+enum Report {
+    /// A connection ended in good order.
+    Ended,
+    /// The destination has loaded the guest.
+    Loaded,
+    /// The main stream ended; this is what its end says of the migration.
+    MainEnded(Result<Outcome, RelayError>),
+    /// A connection broke.
+    Failed(RelayError),
+}
+
+struct Connection<'a> {
+    relay: &'a Relay<'a>,
+    stream: Arc<Stream>,
+    first: Vec<u8>,
+    speaks_first: bool,
+    /// A main stream in plain text, on whose return path the destination speaks.
+    is_main: bool,
+    report: Sender<Report>,
+}
+
+impl Connection<'_> {
+    fn run(mut self) {
+        let end = match self.pass() {
+            Ok(()) => Report::Ended,
+            Err(error) => Report::Failed(error),
+        };
+        self.tell(end);
+    }
+
+    fn pass(&mut self) -> Result<(), RelayError> {
+        if self.first.is_empty() && self.speaks_first {
+            self.first = self.read_first()?;
+        }
+        let far = self.relay.dial_one(&self.first)?;
+        let stats: &Stats = self.relay.stats;
+        stats.add_sent(self.first.len());
+        let main = MainState::default();
+        let mut at_start = self.first.is_empty();
+        let look = |piece: &[u8]| {
+            main.sent(piece);
+            if std::mem::take(&mut at_start) && piece.starts_with(&MAGIC.to_be_bytes()) {
+                self.tell(Report::Failed(RelayError::LateChannel));
+            }
+        };
+        let mut path = ReturnPath::default();
+        let look_back = |piece: &[u8]| {
+            let shut = path.feed(piece);
+            main.return_path_spoke(&path);
+            match shut {
+                Some(0) if self.is_main => self.tell(Report::Loaded),
+                Some(code) if self.is_main => {
+                    self.tell(Report::Failed(RelayError::Refused { code }))
+                }
+                _ => {}
+            }
+        };
+        thread::scope(|scope| {
+            let back =
+                scope.spawn(|| pump(Direction::Back, &far, &self.stream, stats, None, look_back));
+            let forward = pump(Direction::Forward, &self.stream, &far, stats, None, look);
+            if forward.is_err() {
+                far.shut_down();
+                self.stream.shut_down();
+            }
+            // A thread that panicked has no verdict to add.
+            forward.and(back.join().unwrap_or(Ok(())))
+        })?;
+        if self.is_main {
+            self.tell(Report::MainEnded(main.verdict()));
+        }
+        Ok(())
+    }
+
+    fn tell(&self, report: Report) {
+        // The receiver may have seen enough and be gone.
+        let _ = self.report.send(report);
+    }
+
+    fn read_first(&self) -> Result<Vec<u8>, RelayError> {
+        let mut first = vec![0; 4];
+        let read = (&*self.stream)
+            .read(&mut first)
+            .map_err(RelayError::Opening)?;
+        first.truncate(read);
+        Ok(first)
+    }
+}
+
+fn wait_for_connection(relay: &Relay<'_>) {
+    let accept = relay.accept.as_fd();
+    let mut fds = [
+        PollFd::new(relay.hangup, PollFlags::IN),
+        PollFd::new(&accept, PollFlags::IN),
+    ];
+    // An interrupted wait is as good as one that timed out.
+    let _ = poll(&mut fds, Timespec::try_from(TICK).ok().as_ref());
+}

@@ -1,0 +1,433 @@
+//! A QEMU as migration sees it: what it is, what it can do, how it is set up and put back.
+
+use std::{collections::BTreeMap, fmt, path::Path, time::Duration};
+
+use serde_json::{Map, Value, json};
+use thiserror::Error;
+
+use crate::qmp::{Event, Qmp, QmpError};
+
+/// One QEMU and what is known of it.
+pub(crate) struct Qemu {
+    qmp: Qmp,
+    version: Version,
+    schema: Schema,
+    /// Capabilities and parameters as they were, to be put back.
+    before: Settings,
+}
+
+/// A QEMU's version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version(
+    /// Major.
+    pub u64,
+    /// Minor.
+    pub u64,
+    /// Micro.
+    pub u64,
+);
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.0, self.1, self.2)
+    }
+}
+
+/// A QEMU that cannot take part in this migration, as it is now.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum QemuError {
+    /// The monitor.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// A capability that this QEMU was built without.
+    #[error("this QEMU ({version}) does not have the migration capability `{capability}`")]
+    NoCapability {
+        /// Its version.
+        version: Version,
+        /// What is missing.
+        capability: &'static str,
+    },
+    /// A value that a parameter of this QEMU does not take.
+    #[error("this QEMU ({version}) does not have `{value}` for the parameter `{parameter}`")]
+    NoValue {
+        /// Its version.
+        version: Version,
+        /// The parameter.
+        parameter: &'static str,
+        /// The value asked for.
+        value: String,
+    },
+    /// The guest is in a state that does not fit.
+    #[error("the guest is in the state `{state}`, expected {expected}")]
+    State {
+        /// QEMU's name of the state.
+        state: String,
+        /// What would fit.
+        expected: &'static str,
+    },
+    /// Something in the guest cannot be migrated.
+    #[error("QEMU cannot migrate this guest: {reasons}")]
+    Blocked {
+        /// QEMU's words.
+        reasons: String,
+    },
+    /// TLS between the two QEMUs goes past a relay.
+    #[error(
+        "the parameter `tls-creds` is set: QEMU would encrypt what the relay has to read; clear it"
+    )]
+    Tls,
+    /// An answer without what it must hold.
+    #[error("QEMU's answer to `{command}` lacks `{field}`")]
+    Answer {
+        /// The command.
+        command: &'static str,
+        /// What is missing.
+        field: &'static str,
+    },
+}
+
+impl QemuError {
+    /// Whether QEMU is there and said no, so that nothing has changed.
+    pub(crate) fn is_refusal(&self) -> bool {
+        matches!(self, Self::Qmp(QmpError::Refused { .. }))
+    }
+}
+
+/// Capabilities and parameters of a migration.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Settings {
+    /// Capabilities, on or off.
+    pub(crate) capabilities: BTreeMap<String, bool>,
+    /// Parameters by name.
+    pub(crate) parameters: Map<String, Value>,
+}
+
+/// Capabilities that do not go together with multifd through a relay. They are switched off where
+/// they are on, and put back afterwards.
+const IN_THE_WAY: [&str; 8] = [
+    "postcopy-ram",
+    "xbzrle",
+    "compress",
+    "rdma-pin-all",
+    "zero-copy-send",
+    "background-snapshot",
+    "mapped-ram",
+    "pause-before-switchover",
+];
+
+impl Qemu {
+    /// Connects to the monitor at `path` and learns what this QEMU can do.
+    ///
+    /// # Errors
+    /// When there is no QEMU, or another client holds its monitor.
+    pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
+        let mut qmp = Qmp::connect(path)?;
+        let answer = qmp.execute("query-version", json!({}))?;
+        let part = |name| {
+            answer["qemu"][name].as_u64().ok_or(QemuError::Answer {
+                command: "query-version",
+                field: "qemu",
+            })
+        };
+        let version = Version(part("major")?, part("minor")?, part("micro")?);
+        let schema = Schema::new(qmp.execute("query-qmp-schema", json!({}))?);
+        Ok(Self {
+            qmp,
+            version,
+            schema,
+            before: Settings::default(),
+        })
+    }
+
+    /// Its version.
+    pub(crate) fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The guest's run state, by QEMU's name (`running`, `paused`, `inmigrate`, ...).
+    ///
+    /// # Errors
+    /// When QEMU does not answer.
+    pub(crate) fn state(&mut self) -> Result<String, QemuError> {
+        let answer = self.qmp.execute("query-status", json!({}))?;
+        text(&answer, "query-status", "status")
+    }
+
+    /// The guest's uuid as text.
+    ///
+    /// # Errors
+    /// When QEMU does not answer.
+    pub(crate) fn uuid(&mut self) -> Result<String, QemuError> {
+        let answer = self.qmp.execute("query-uuid", json!({}))?;
+        text(&answer, "query-uuid", "UUID")
+    }
+
+    /// Bytes of the guest's RAM, hotplugged memory included.
+    ///
+    /// # Errors
+    /// When QEMU does not answer.
+    pub(crate) fn ram_bytes(&mut self) -> Result<u64, QemuError> {
+        let command = "query-memory-size-summary";
+        let answer = self.qmp.execute(command, json!({}))?;
+        let base = answer["base-memory"].as_u64().ok_or(QemuError::Answer {
+            command,
+            field: "base-memory",
+        })?;
+        Ok(base + answer["plugged-memory"].as_u64().unwrap_or(0))
+    }
+
+    /// QEMU's account of the migration, as it is.
+    ///
+    /// # Errors
+    /// When QEMU does not answer.
+    pub(crate) fn query_migrate(&mut self) -> Result<Value, QemuError> {
+        Ok(self.qmp.execute("query-migrate", json!({}))?)
+    }
+
+    /// Whether this QEMU understands zero pages in multifd packets (from 9.0 on).
+    pub(crate) fn knows_zero_pages(&self) -> bool {
+        self.schema
+            .parameter_takes("zero-page-detection", "multifd")
+    }
+
+    /// Refuses a QEMU that could not migrate `with` these settings.
+    ///
+    /// # Errors
+    /// What it lacks.
+    pub(crate) fn check(&mut self, with: &[&'static str]) -> Result<(), QemuError> {
+        for capability in with {
+            if !self.schema.has_capability(capability) {
+                return Err(QemuError::NoCapability {
+                    version: self.version,
+                    capability,
+                });
+            }
+        }
+        let status = self.query_migrate()?;
+        let reasons = status["blocked-reasons"].as_array();
+        if let Some(reasons) = reasons.filter(|reasons| !reasons.is_empty()) {
+            let reasons = reasons.iter().filter_map(Value::as_str);
+            return Err(QemuError::Blocked {
+                reasons: reasons.collect::<Vec<_>>().join("; "),
+            });
+        }
+        let parameters = self.qmp.execute("query-migrate-parameters", json!({}))?;
+        if parameters["tls-creds"]
+            .as_str()
+            .is_some_and(|id| !id.is_empty())
+        {
+            return Err(QemuError::Tls);
+        }
+        Ok(())
+    }
+
+    /// Refuses a value that a parameter does not take.
+    ///
+    /// # Errors
+    /// When it does not.
+    pub(crate) fn check_value(
+        &self,
+        parameter: &'static str,
+        value: &str,
+    ) -> Result<(), QemuError> {
+        if self.schema.parameter_takes(parameter, value) {
+            return Ok(());
+        }
+        Err(QemuError::NoValue {
+            version: self.version,
+            parameter,
+            value: value.to_owned(),
+        })
+    }
+
+    /// Sets this QEMU up for multifd through a relay with `parameters`, and remembers how it was.
+    /// Optional capabilities are switched on where they are known.
+    ///
+    /// # Errors
+    /// When QEMU refuses; it has been put back then.
+    pub(crate) fn set_up(
+        &mut self,
+        mandatory: &[&str],
+        optional: &[&str],
+        parameters: Value,
+    ) -> Result<(), QemuError> {
+        self.before = self.settings()?;
+        let mut wanted = Settings::default();
+        for name in IN_THE_WAY {
+            if self.before.capabilities.get(name) == Some(&true) {
+                wanted.capabilities.insert(name.to_owned(), false);
+            }
+        }
+        let known = |name: &&&str| self.schema.has_capability(name);
+        for name in mandatory.iter().chain(optional.iter().filter(known)) {
+            wanted.capabilities.insert((*name).to_owned(), true);
+        }
+        if let Value::Object(parameters) = parameters {
+            wanted.parameters = parameters;
+        }
+        let applied = self.apply(&wanted);
+        if applied.is_err() {
+            self.put_back();
+        }
+        applied
+    }
+
+    /// Puts capabilities and parameters back to what they were before [`Qemu::set_up`]. What QEMU
+    /// refuses, for it may be on its way out, stays as it is.
+    pub(crate) fn put_back(&mut self) {
+        let before = std::mem::take(&mut self.before);
+        if let Err(error) = self.apply(&before) {
+            tracing::debug!("could not put migration settings back: {error}");
+        }
+    }
+
+    /// Runs a command that has no answer to speak of.
+    ///
+    /// # Errors
+    /// When QEMU refuses.
+    pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<(), QemuError> {
+        self.qmp.execute(command, arguments)?;
+        Ok(())
+    }
+
+    /// The next event, if one comes within `timeout`.
+    ///
+    /// # Errors
+    /// When QEMU is gone.
+    pub(crate) fn next_event(&mut self, timeout: Duration) -> Result<Option<Event>, QemuError> {
+        Ok(self.qmp.next_event(timeout)?)
+    }
+
+    fn settings(&mut self) -> Result<Settings, QemuError> {
+        let capabilities = self.qmp.execute("query-migrate-capabilities", json!({}))?;
+        let capabilities = capabilities.as_array().into_iter().flatten();
+        let capabilities = capabilities.filter_map(|entry| {
+            let name = entry["capability"].as_str()?.to_owned();
+            Some((name, entry["state"].as_bool()?))
+        });
+        let parameters = self.qmp.execute("query-migrate-parameters", json!({}))?;
+        Ok(Settings {
+            capabilities: capabilities.collect(),
+            parameters: parameters.as_object().cloned().unwrap_or_default(),
+        })
+    }
+
+    /// Makes the wanted settings the present ones, touching only what differs.
+    fn apply(&mut self, wanted: &Settings) -> Result<(), QemuError> {
+        let now = self.settings()?;
+        let differs = |(name, on): &(&String, &bool)| now.capabilities.get(*name) != Some(*on);
+        // Off before on: two that exclude each other must not be on at once.
+        for turn_on in [false, true] {
+            let list = wanted
+                .capabilities
+                .iter()
+                .filter(|(_, on)| **on == turn_on)
+                .filter(differs)
+                .map(|(name, on)| json!({ "capability": name, "state": on }))
+                .collect::<Vec<_>>();
+            if !list.is_empty() {
+                let arguments = json!({ "capabilities": list });
+                self.qmp.execute("migrate-set-capabilities", arguments)?;
+            }
+        }
+        let parameters = wanted
+            .parameters
+            .iter()
+            .filter(|(name, value)| now.parameters.get(*name) != Some(*value))
+            .map(|(name, value)| (name.clone(), value.clone()))
+            .collect::<Map<_, _>>();
+        if !parameters.is_empty() {
+            self.qmp
+                .execute("migrate-set-parameters", Value::Object(parameters))?;
+        }
+        Ok(())
+    }
+}
+
+fn text(answer: &Value, command: &'static str, field: &'static str) -> Result<String, QemuError> {
+    let text = answer[field].as_str();
+    text.map(str::to_owned)
+        .ok_or(QemuError::Answer { command, field })
+}
+
+/// What `query-qmp-schema` says of migration.
+struct Schema {
+    capabilities: Vec<String>,
+    /// Parameters whose values are an enumeration, with the values.
+    parameters: BTreeMap<String, Vec<String>>,
+}
+
+impl Schema {
+    /// Follows the schema's type names from the commands on; the names mean nothing themselves.
+    fn new(schema: Value) -> Self {
+        let entries = schema.as_array().into_iter().flatten();
+        let types = entries
+            .filter_map(|entry| Some((entry["name"].as_str()?, entry)))
+            .collect::<BTreeMap<_, _>>();
+        let entry = |name: &Value| types.get(name.as_str()?).copied();
+        let members = |name: &Value| {
+            let list = entry(name).and_then(|object| object["members"].as_array());
+            list.into_iter().flatten()
+        };
+        let enumeration = |name: &Value| {
+            let values = entry(name).and_then(|kind| kind["values"].as_array());
+            let values = values.into_iter().flatten().filter_map(Value::as_str);
+            values.map(str::to_owned).collect::<Vec<_>>()
+        };
+        let argument = |command: &str| types.get(command).map_or(&Value::Null, |c| &c["arg-type"]);
+
+        let list = members(argument("migrate-set-capabilities")).next();
+        let element = list
+            .and_then(|list| entry(&list["type"]))
+            .map_or(&Value::Null, |array| &array["element-type"]);
+        let capability = members(element).find(|member| member["name"] == "capability");
+        let capabilities = capability.map_or_else(Vec::new, |member| enumeration(&member["type"]));
+        let parameters = members(argument("migrate-set-parameters"))
+            .filter_map(|member| {
+                let values = enumeration(&member["type"]);
+                Some((member["name"].as_str()?.to_owned(), values))
+            })
+            .collect();
+        Self {
+            capabilities,
+            parameters,
+        }
+    }
+
+    fn has_capability(&self, name: &str) -> bool {
+        self.capabilities.iter().any(|known| known == name)
+    }
+
+    fn parameter_takes(&self, parameter: &str, value: &str) -> bool {
+        self.parameters
+            .get(parameter)
+            .is_some_and(|values| values.iter().any(|known| known == value))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_schema_is_followed_by_its_type_names() {
+        let schema = Schema::new(json!([
+            { "name": "migrate-set-capabilities", "meta-type": "command", "arg-type": "1" },
+            { "name": "1", "meta-type": "object", "members": [{ "name": "capabilities", "type": "[2]" }] },
+            { "name": "[2]", "meta-type": "array", "element-type": "2" },
+            { "name": "2", "meta-type": "object", "members": [
+                { "name": "capability", "type": "3" }, { "name": "state", "type": "bool" }] },
+            { "name": "3", "meta-type": "enum", "values": ["multifd", "return-path"] },
+            { "name": "migrate-set-parameters", "meta-type": "command", "arg-type": "4" },
+            { "name": "4", "meta-type": "object", "members": [
+                { "name": "multifd-compression", "type": "5" }, { "name": "downtime-limit", "type": "int" }] },
+            { "name": "5", "meta-type": "enum", "values": ["none", "zstd"] },
+        ]));
+        assert!(schema.has_capability("multifd") && !schema.has_capability("rdma"));
+        assert!(schema.parameter_takes("multifd-compression", "zstd"));
+        assert!(!schema.parameter_takes("multifd-compression", "qpl"));
+        assert!(!schema.parameter_takes("zero-page-detection", "multifd"));
+        assert!(!Schema::new(Value::Null).has_capability("multifd"));
+    }
+}

@@ -1,0 +1,573 @@
+//! One migration through a relay, from the source's first connection to the last one's end.
+//!
+//! ```text
+//!  gather      the source's connections            (module gather)
+//!  dial        main stream first, with its first bytes; then the channels
+//!  move        a thread per channel and direction; this thread waits for what they report
+//!  tear down   every connection at once, whatever happened
+//! ```
+//!
+//! Whether the guest arrived is for the destination to say, on the return path. Without one (QEMU's
+//! default, against which the documentation warns) the end of the source's stream has to do.
+
+use std::{
+    num::NonZeroU64,
+    sync::{
+        Arc,
+        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+    },
+    thread::{self, Scope},
+    time::{Duration, Instant},
+};
+
+use codec::Settings;
+use multifd::{Initial, Layout, MAIN_MAGIC};
+use tracing::{debug, info};
+use transfer::{
+    Address, ChannelReader, ChannelWriter, Content, Hangup, Pacer, Received, SocketError, Stats,
+    Stream, dial,
+};
+
+use crate::{
+    Accept, Direction, RelayError,
+    exchange::{Closed, Inlet, Outlet, Work, exchange},
+    gather::{Arrival, gather},
+    main_stream::{MainState, pump},
+    opaque,
+    return_path::ReturnPath,
+};
+
+/// How a relay works on the pages that cross it.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Method and level on the outgoing channels.
+    pub settings: Settings,
+    /// Page size of the guest.
+    pub layout: Layout,
+    /// How many channels the source opens, where the caller knows.
+    pub incoming_channels: Option<usize>,
+    /// How many channels to open towards the destination; as many as the source, if `None`.
+    pub outgoing_channels: Option<usize>,
+    /// Most bytes per second towards the destination.
+    pub max_bandwidth: Option<NonZeroU64>,
+    /// How long a peer may neither send nor take a byte while one is awaited.
+    pub stall_timeout: Duration,
+    /// What becomes of zero pages.
+    pub zero_pages: ZeroPages,
+}
+
+impl Config {
+    /// A relay that passes pages on with `settings`, everything else by default.
+    pub fn new(settings: Settings) -> Self {
+        Self {
+            settings,
+            layout: Layout::X86,
+            incoming_channels: None,
+            outgoing_channels: None,
+            max_bandwidth: None,
+            stall_timeout: Duration::from_secs(15),
+            zero_pages: ZeroPages::Pass,
+        }
+    }
+}
+
+/// What a relay does with zero pages that a source sends as mere offsets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ZeroPages {
+    /// Passes them on: right for destinations from QEMU 9.0 on, and for another relay.
+    #[default]
+    Pass,
+    /// Writes them out as normal pages: for older destinations, which would lose them silently.
+    Expand,
+}
+
+/// Opens connections towards the destination.
+#[derive(Clone, Debug)]
+pub struct Dialer {
+    /// Where to.
+    pub address: Address,
+    /// Bytes to send first on each connection, before everything else. Empty towards a QEMU.
+    pub preamble: Vec<u8>,
+}
+
+impl Dialer {
+    /// Dials `address` and says nothing of its own.
+    pub fn new(address: Address) -> Self {
+        Self {
+            address,
+            preamble: Vec::new(),
+        }
+    }
+
+    pub(crate) fn dial(&self, first: &[u8], timeout: Duration) -> Result<Stream, SocketError> {
+        let stream = dial(&self.address, timeout)?;
+        stream
+            .write_both(&self.preamble, first)
+            .map_err(|source| SocketError::Dial {
+                address: self.address.clone(),
+                source,
+            })?;
+        Ok(stream)
+    }
+}
+
+/// One migration.
+pub struct Relay<'a> {
+    /// Where the source's connections come from.
+    pub accept: &'a dyn Accept,
+    /// How the destination is reached.
+    pub dialer: &'a Dialer,
+    /// What to do with the pages.
+    pub config: &'a Config,
+    /// Ends the migration when thrown.
+    pub hangup: &'a Hangup,
+    /// Counts while it runs.
+    pub stats: &'a Arc<Stats>,
+    /// Called once, when the destination's word that it has loaded the guest has been delivered to
+    /// the source.
+    pub on_loaded: &'a (dyn Fn() + Sync),
+}
+
+/// How sure it is that the guest arrived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The destination said so.
+    Loaded,
+    /// Everything was delivered and nobody complained, but there is no return path (or it cannot
+    /// be read) on which the destination could have said so.
+    Unconfirmed,
+}
+
+/// A migration that went through.
+#[derive(Clone, Copy, Debug)]
+pub struct Summary {
+    /// How sure it is.
+    pub outcome: Outcome,
+    /// Channels that the source opened; 0 when the bytes were passed through unchanged.
+    pub incoming_channels: usize,
+    /// Channels opened towards the destination.
+    pub outgoing_channels: usize,
+    /// From the source's first bytes to having all connections on both sides.
+    pub setup_time: Duration,
+    /// From the source's first bytes to the end.
+    pub total_time: Duration,
+}
+
+impl Relay<'_> {
+    /// Runs the migration to its end.
+    ///
+    /// # Errors
+    /// The first thing that went wrong. Every connection is closed by then, so both QEMUs know.
+    pub fn run(&self) -> Result<Summary, RelayError> {
+        let patience = self.config.stall_timeout;
+        let arrival = gather(
+            self.accept,
+            self.config.incoming_channels,
+            patience,
+            self.hangup,
+        )?;
+        let start = Instant::now();
+        match arrival {
+            Arrival::Multifd {
+                main,
+                channels,
+                uuid,
+            } => {
+                let outgoing = self.dial_all(channels.len(), uuid)?;
+                self.relay_pages(
+                    start,
+                    Connections {
+                        main,
+                        channels,
+                        outgoing,
+                    },
+                )
+            }
+            Arrival::Opaque {
+                why,
+                opened,
+                speaks_first,
+            } => {
+                info!("passing the migration through unchanged: {why}");
+                opaque::pass_through(self, opened, speaks_first, start)
+            }
+        }
+    }
+
+    pub(crate) fn dial_one(&self, first: &[u8]) -> Result<Arc<Stream>, RelayError> {
+        let stream = Arc::new(self.dialer.dial(first, self.config.stall_timeout)?);
+        self.hangup.register(&stream);
+        Ok(stream)
+    }
+
+    /// Main stream first and with its first bytes: a destination QEMU takes the first connection
+    /// for it (7.2), or waits in its main loop for any connection's first bytes (10.0).
+    fn dial_all(&self, incoming: usize, uuid: [u8; 16]) -> Result<Outgoing, RelayError> {
+        let number = self.config.outgoing_channels.unwrap_or(incoming);
+        let main = self.dial_one(&MAIN_MAGIC.to_be_bytes())?;
+        self.stats.add_sent(size_of_val(&MAIN_MAGIC));
+        let channels = (0..number).map(|id| {
+            // An id that does not fit a byte is refused by its number, which does not either.
+            let id = u8::try_from(id).unwrap_or(u8::MAX);
+            let initial = Initial::new(uuid, id, number)?.to_bytes();
+            self.stats.add_sent(initial.len());
+            self.dial_one(&initial)
+        });
+        let channels = channels.collect::<Result<_, _>>()?;
+        Ok(Outgoing { main, channels })
+    }
+
+    fn relay_pages(&self, start: Instant, all: Connections) -> Result<Summary, RelayError> {
+        let setup_time = start.elapsed();
+        let incoming = all.channels.len();
+        let outgoing = all.outgoing.channels.len();
+        info!(
+            incoming,
+            outgoing,
+            method = %self.config.settings.method(),
+            "relaying a multifd migration"
+        );
+        let pacer = self
+            .config
+            .max_bandwidth
+            .map(|rate| Arc::new(Pacer::new(rate)));
+        let writers = all.outgoing.channels.into_iter().map(|stream| {
+            let encoder = codec::encoder(&self.config.settings, self.config.layout)?;
+            let stats = self.stats.clone();
+            let layout = self.config.layout;
+            Ok(ChannelWriter::new(
+                stream,
+                layout,
+                encoder,
+                pacer.clone(),
+                stats,
+            ))
+        });
+        let writers = writers.collect::<Result<Vec<_>, RelayError>>()?;
+        let readers = all
+            .channels
+            .into_iter()
+            .map(|stream| ChannelReader::new(stream, self.config.layout, self.stats.clone()));
+        let (inlets, outlets, give_up) = exchange(incoming, outgoing, self.config.layout);
+        let (report, reports) = channel();
+        let main_state = MainState::default();
+        let outcome = thread::scope(|scope| {
+            let threads = Threads {
+                scope,
+                report,
+                stats: self.stats,
+            };
+            for (channel, (reader, inlet)) in readers.zip(inlets).enumerate() {
+                threads.read(channel, reader, inlet, self.config.zero_pages);
+            }
+            for (channel, (writer, outlet)) in writers.into_iter().zip(outlets).enumerate() {
+                threads.write(channel, writer, outlet);
+            }
+            threads.forward_main(&all.main, &all.outgoing.main, pacer.as_deref(), &main_state);
+            threads.return_main(&all.outgoing.main, &all.main, &main_state);
+            // From here on only the threads can report, so their end is seen as well.
+            drop(threads);
+            let outcome = Supervisor {
+                main: &main_state,
+                patience: self.config.stall_timeout,
+                channels: incoming + outgoing,
+                on_loaded: self.on_loaded,
+            }
+            .watch(&reports, self.hangup);
+            self.hangup.hang_up();
+            give_up.now();
+            if let Some(pacer) = &pacer {
+                pacer.close();
+            }
+            outcome
+        })?;
+        Ok(Summary {
+            outcome,
+            incoming_channels: incoming,
+            outgoing_channels: outgoing,
+            setup_time,
+            total_time: start.elapsed(),
+        })
+    }
+}
+
+struct Connections {
+    main: Arc<Stream>,
+    channels: Vec<Arc<Stream>>,
+    outgoing: Outgoing,
+}
+
+struct Outgoing {
+    main: Arc<Stream>,
+    channels: Vec<Arc<Stream>>,
+}
+
+/// What the threads report.
+enum Report {
+    /// Something broke.
+    Failed(RelayError),
+    /// The source closed a channel in good order.
+    ChannelRead { channel: usize },
+    /// Everything that came has been written to a channel.
+    ChannelWritten,
+    /// One direction of the main stream ended in good order.
+    MainEnded(Direction),
+    /// The destination's word on loading the guest has been delivered to the source.
+    Shut { code: u32 },
+}
+
+/// Starts the threads of a migration; each reports its end.
+struct Threads<'scope, 'env> {
+    scope: &'scope Scope<'scope, 'env>,
+    report: Sender<Report>,
+    stats: &'env Arc<Stats>,
+}
+
+impl<'scope, 'env> Threads<'scope, 'env> {
+    fn read(&self, channel: usize, mut reader: ChannelReader, inlet: Inlet, zero: ZeroPages) {
+        self.spawn(move || match read_channel(&mut reader, &inlet, zero) {
+            Ok(()) | Err(ReadEnd::Closed(Closed)) => Some(Report::ChannelRead { channel }),
+            Err(ReadEnd::Failed(error)) => {
+                Some(Report::Failed(RelayError::SourceChannel { channel, error }))
+            }
+        });
+    }
+
+    fn write(&self, channel: usize, mut writer: ChannelWriter, outlet: Outlet) {
+        let stats = self.stats;
+        self.spawn(
+            move || match write_channel(channel, &mut writer, &outlet, stats) {
+                Ok(()) => Some(Report::ChannelWritten),
+                Err(error) => Some(Report::Failed(RelayError::DestinationChannel {
+                    channel,
+                    error,
+                })),
+            },
+        );
+    }
+
+    fn forward_main(
+        &self,
+        from: &Arc<Stream>,
+        to: &Arc<Stream>,
+        pacer: Option<&'env Pacer>,
+        state: &'env MainState,
+    ) {
+        let (from, to, stats) = (from.clone(), to.clone(), self.stats);
+        self.spawn(move || {
+            let look = |piece: &[u8]| state.sent(piece);
+            Some(
+                match pump(Direction::Forward, &from, &to, stats, pacer, look) {
+                    Ok(()) => Report::MainEnded(Direction::Forward),
+                    Err(error) => Report::Failed(error),
+                },
+            )
+        });
+    }
+
+    fn return_main(&self, from: &Arc<Stream>, to: &Arc<Stream>, state: &'env MainState) {
+        let (from, to, stats, report) = (from.clone(), to.clone(), self.stats, self.report.clone());
+        self.spawn(move || {
+            let mut path = ReturnPath::default();
+            let look = |piece: &[u8]| {
+                if let Some(code) = path.feed(piece) {
+                    // The supervisor outlives every thread that reports to it.
+                    let _ = report.send(Report::Shut { code });
+                }
+                state.return_path_spoke(&path);
+            };
+            Some(match pump(Direction::Back, &from, &to, stats, None, look) {
+                Ok(()) => Report::MainEnded(Direction::Back),
+                Err(error) => Report::Failed(error),
+            })
+        });
+    }
+
+    fn spawn(&self, work: impl FnOnce() -> Option<Report> + Send + 'scope) {
+        let report = self.report.clone();
+        self.scope.spawn(move || {
+            if let Some(last) = work() {
+                // The supervisor may have seen enough and be gone.
+                let _ = report.send(last);
+            }
+        });
+    }
+}
+
+enum ReadEnd {
+    Failed(transfer::ReadError),
+    Closed(Closed),
+}
+
+impl From<transfer::ReadError> for ReadEnd {
+    fn from(error: transfer::ReadError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl From<Closed> for ReadEnd {
+    fn from(closed: Closed) -> Self {
+        Self::Closed(closed)
+    }
+}
+
+fn read_channel(
+    reader: &mut ChannelReader,
+    inlet: &Inlet,
+    zero_pages: ZeroPages,
+) -> Result<(), ReadEnd> {
+    loop {
+        let mut packet = inlet.take()?;
+        // A SYNC without pages occupies no packet: the same one is read into again.
+        loop {
+            if reader.read(&mut packet)? == Received::End {
+                return Ok(());
+            }
+            let sync = packet.ram().sync.then_some(packet.ram().packet_num);
+            let has_content = !packet.ram().is_empty() || *packet.content() != Content::Ram;
+            if zero_pages == ZeroPages::Expand {
+                packet.expand_zero_pages();
+            }
+            // Pages inside a SYNC come before the barrier.
+            match (has_content, sync) {
+                (true, sync) => {
+                    inlet.submit(packet)?;
+                    if let Some(packet_num) = sync {
+                        inlet.sync(packet_num)?;
+                    }
+                    break;
+                }
+                (false, Some(packet_num)) => inlet.sync(packet_num)?,
+                (false, None) => {}
+            }
+        }
+    }
+}
+
+fn write_channel(
+    channel: usize,
+    writer: &mut ChannelWriter,
+    outlet: &Outlet,
+    stats: &Stats,
+) -> Result<(), transfer::WriteError> {
+    while let Ok(work) = outlet.next() {
+        match work {
+            Work::Packet(mut packet) => {
+                writer.write(&mut packet)?;
+                outlet.give_back(packet);
+            }
+            Work::Sync { packet_num } => {
+                writer.write_sync(packet_num)?;
+                if channel == 0 {
+                    stats.add_sync();
+                }
+                if outlet.synced() == Err(Closed) {
+                    break;
+                }
+            }
+        }
+    }
+    writer.finish();
+    Ok(())
+}
+
+/// Decides from the threads' reports how the migration ended.
+struct Supervisor<'a> {
+    main: &'a MainState,
+    patience: Duration,
+    /// Channels whose end is reported, both sides together.
+    channels: usize,
+    on_loaded: &'a dyn Fn(),
+}
+
+/// How long a source may go on with its main stream after it has closed a channel, and how long
+/// the ends may take to close when the guest has been loaded.
+const CLOSING: Duration = Duration::from_secs(3);
+
+impl Supervisor<'_> {
+    fn watch(&self, reports: &Receiver<Report>, hangup: &Hangup) -> Result<Outcome, RelayError> {
+        let mut open_channels = self.channels;
+        let mut closed_channel = None;
+        let mut main_open = MainOpen {
+            forward: true,
+            back: true,
+        };
+        let mut loaded = false;
+        let mut deadline = None;
+        loop {
+            if !main_open.forward && !main_open.back && open_channels == 0 {
+                return if loaded {
+                    Ok(Outcome::Loaded)
+                } else {
+                    self.main.verdict()
+                };
+            }
+            let report = match deadline {
+                None => reports.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(deadline) => {
+                    let left = Instant::saturating_duration_since(&deadline, Instant::now());
+                    reports.recv_timeout(left)
+                }
+            };
+            match report {
+                _ if hangup.is_hung_up() && !loaded => return Err(RelayError::Cancelled),
+                Err(_) | Ok(Report::Failed(_)) if loaded => {
+                    // The destination has the guest and the source knows: what breaks now is only
+                    // the connections' end.
+                    debug!("the connections ended out of order after the guest had been loaded");
+                    return Ok(Outcome::Loaded);
+                }
+                Ok(Report::Failed(error)) => return Err(error),
+                Ok(Report::Shut { code: 0 }) => {
+                    loaded = true;
+                    (self.on_loaded)();
+                    deadline = Some(Instant::now() + CLOSING);
+                }
+                Ok(Report::Shut { code }) => return Err(RelayError::Refused { code }),
+                Ok(Report::ChannelRead { channel }) => {
+                    open_channels -= 1;
+                    closed_channel.get_or_insert(channel);
+                    deadline.get_or_insert_with(|| Instant::now() + CLOSING);
+                }
+                Ok(Report::ChannelWritten) => open_channels -= 1,
+                Ok(Report::MainEnded(direction)) => {
+                    self.main_ended(direction, &mut main_open, loaded)?;
+                    deadline = Some(Instant::now() + self.patience.max(CLOSING));
+                }
+                Err(_) => {
+                    return Err(match closed_channel {
+                        Some(channel) if main_open.forward => RelayError::ChannelClosed { channel },
+                        _ => RelayError::NeverFinished,
+                    });
+                }
+            }
+        }
+    }
+
+    fn main_ended(
+        &self,
+        direction: Direction,
+        open: &mut MainOpen,
+        loaded: bool,
+    ) -> Result<(), RelayError> {
+        let too_early = match direction {
+            Direction::Forward => {
+                open.forward = false;
+                self.main.has_return_path() && open.back
+            }
+            Direction::Back => {
+                open.back = false;
+                open.forward
+            }
+        };
+        if too_early && !loaded {
+            return Err(RelayError::MainClosed { direction });
+        }
+        Ok(())
+    }
+}
+
+struct MainOpen {
+    forward: bool,
+    back: bool,
+}

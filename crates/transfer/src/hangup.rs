@@ -1,0 +1,71 @@
+//! One switch that ends everything that blocks in one migration.
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::Stream;
+
+/// Shuts every socket of a migration down at once and wakes whoever polls [`Hangup::as_fd`].
+///
+/// A broken migration must end on all its connections: a QEMU that keeps one open waits forever.
+pub struct Hangup {
+    hung_up: AtomicBool,
+    streams: Mutex<Vec<Weak<Stream>>>,
+    event: OwnedFd,
+}
+
+impl Hangup {
+    /// A switch without sockets.
+    ///
+    /// # Errors
+    /// When the system is out of file descriptors.
+    pub fn new() -> io::Result<Self> {
+        Ok(Self {
+            hung_up: AtomicBool::new(false),
+            streams: Mutex::default(),
+            event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        })
+    }
+
+    /// Adds a socket, which is shut down at once if the switch has been thrown already.
+    pub fn register(&self, stream: &Arc<Stream>) {
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        streams.retain(|known| known.strong_count() > 0);
+        streams.push(Arc::downgrade(stream));
+        // Under the lock, so that a socket is either seen by `hang_up` or sees the flag.
+        if self.is_hung_up() {
+            stream.shut_down();
+        }
+    }
+
+    /// Throws the switch. More than once is as good as once.
+    pub fn hang_up(&self) {
+        let streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        self.hung_up.store(true, Ordering::Release);
+        for stream in streams.iter().filter_map(Weak::upgrade) {
+            stream.shut_down();
+        }
+        // Can only fail when the counter is full, and then everybody is awake.
+        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+    }
+
+    /// Whether the switch has been thrown.
+    pub fn is_hung_up(&self) -> bool {
+        self.hung_up.load(Ordering::Acquire)
+    }
+}
+
+impl AsFd for Hangup {
+    /// Readable from the moment on that the switch is thrown.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+}

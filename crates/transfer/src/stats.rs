@@ -1,0 +1,115 @@
+//! What a migration has moved so far.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+
+use rustix::time::{ClockId, clock_gettime};
+
+/// Counters of one direction of a migration, shared by all its channels.
+///
+/// A packet is half a megabyte, so a handful of relaxed additions for each is nothing.
+#[derive(Debug, Default)]
+pub struct Stats {
+    packets: AtomicU64,
+    syncs: AtomicU64,
+    received_bytes: AtomicU64,
+    wire_bytes: AtomicU64,
+    normal_pages: AtomicU64,
+    zero_pages: AtomicU64,
+    page_bytes: AtomicU64,
+    encode_nanos: AtomicU64,
+    decode_nanos: AtomicU64,
+}
+
+/// The counters at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Packets sent, without SYNCs.
+    pub packets: u64,
+    /// SYNCs sent, each on all channels.
+    pub syncs: u64,
+    /// Bytes received from the source: headers and payloads, main stream included.
+    pub received_bytes: u64,
+    /// Bytes sent towards the destination: headers and payloads, main stream included.
+    pub wire_bytes: u64,
+    /// Normal pages sent.
+    pub normal_pages: u64,
+    /// Zero pages sent as an offset alone.
+    pub zero_pages: u64,
+    /// Bytes of guest memory in the normal pages.
+    pub page_bytes: u64,
+    /// CPU time spent encoding.
+    pub encode_time: Duration,
+    /// CPU time spent decoding.
+    pub decode_time: Duration,
+}
+
+impl Stats {
+    /// Reads all counters.
+    pub fn snapshot(&self) -> Snapshot {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Snapshot {
+            packets: read(&self.packets),
+            syncs: read(&self.syncs),
+            received_bytes: read(&self.received_bytes),
+            wire_bytes: read(&self.wire_bytes),
+            normal_pages: read(&self.normal_pages),
+            zero_pages: read(&self.zero_pages),
+            page_bytes: read(&self.page_bytes),
+            encode_time: Duration::from_nanos(read(&self.encode_nanos)),
+            decode_time: Duration::from_nanos(read(&self.decode_nanos)),
+        }
+    }
+
+    /// Counts bytes that came in.
+    pub fn add_received(&self, bytes: usize) {
+        add(&self.received_bytes, bytes);
+    }
+
+    /// Counts bytes that went out.
+    pub fn add_sent(&self, bytes: usize) {
+        add(&self.wire_bytes, bytes);
+    }
+
+    /// Counts a SYNC that went out on all channels.
+    pub fn add_sync(&self) {
+        add(&self.syncs, 1);
+    }
+
+    pub(crate) fn add_packet(&self, normal: usize, zero: usize, page_bytes: usize) {
+        add(&self.packets, 1);
+        add(&self.normal_pages, normal);
+        add(&self.zero_pages, zero);
+        add(&self.page_bytes, page_bytes);
+    }
+
+    pub(crate) fn add_encode(&self, time: Duration) {
+        add_time(&self.encode_nanos, time);
+    }
+
+    pub(crate) fn add_decode(&self, time: Duration) {
+        add_time(&self.decode_nanos, time);
+    }
+}
+
+/// Runs `work` and returns, beside its result, the CPU time that this thread spent on it.
+pub(crate) fn cpu_timed<T>(work: impl FnOnce() -> T) -> (T, Duration) {
+    let start = thread_cpu_time();
+    let result = work();
+    (result, thread_cpu_time().saturating_sub(start))
+}
+
+fn thread_cpu_time() -> Duration {
+    Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
+}
+
+fn add(counter: &AtomicU64, value: usize) {
+    counter.fetch_add(value as u64, Ordering::Relaxed);
+}
+
+fn add_time(counter: &AtomicU64, time: Duration) {
+    let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    counter.fetch_add(nanos, Ordering::Relaxed);
+}

@@ -1,0 +1,140 @@
+//! The sending end of a data channel: packets to encoded bytes.
+
+use std::{io, sync::Arc};
+
+use codec::{EncodeError, Encoder};
+use multifd::{Layout, PacketError, RamHeader};
+use thiserror::Error;
+
+use crate::{Content, Pacer, Packet, Stats, Stream, stats::cpu_timed};
+
+/// Encodes packets and sends them on one channel, in the order in which they are given.
+pub struct ChannelWriter {
+    stream: Arc<Stream>,
+    stats: Arc<Stats>,
+    pacer: Option<Arc<Pacer>>,
+    layout: Layout,
+    encoder: Box<dyn Encoder>,
+    sync: RamHeader,
+    header: Vec<u8>,
+    payload: Vec<u8>,
+}
+
+/// A channel that cannot be written on.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum WriteError {
+    /// The connection broke.
+    #[error("cannot write: {0}")]
+    Io(io::Error),
+    /// The peer took nothing for the stall timeout.
+    #[error("the peer has stopped reading")]
+    Stalled,
+    /// Our encoder failed.
+    #[error("cannot encode: {0}")]
+    Encode(#[from] EncodeError),
+    /// What we built is no packet.
+    #[error("cannot build the packet: {0}")]
+    Packet(#[from] PacketError),
+}
+
+impl ChannelWriter {
+    /// A writer on `stream`, on which the initial packet has been sent already.
+    pub fn new(
+        stream: Arc<Stream>,
+        layout: Layout,
+        encoder: Box<dyn Encoder>,
+        pacer: Option<Arc<Pacer>>,
+        stats: Arc<Stats>,
+    ) -> Self {
+        Self {
+            stream,
+            stats,
+            pacer,
+            layout,
+            encoder,
+            sync: RamHeader::new(layout),
+            header: Vec::with_capacity(layout.ram_header_len()),
+            payload: Vec::new(),
+        }
+    }
+
+    /// Encodes and sends one packet; its header becomes the one sent.
+    ///
+    /// # Errors
+    /// When the connection breaks, or the peer stops reading for the stall timeout. The channel is
+    /// of no use any more then.
+    pub fn write(&mut self, packet: &mut Packet) -> Result<(), WriteError> {
+        match packet.content() {
+            Content::Ram => self.write_ram(packet),
+            Content::DeviceState(header) => {
+                let bytes = header.as_bytes().len() + packet.state().len();
+                pace(self.pacer.as_deref(), bytes);
+                send(&self.stream, header.as_bytes(), packet.state())?;
+                self.stats.add_sent(bytes);
+                Ok(())
+            }
+        }
+    }
+
+    /// Sends a SYNC without pages.
+    ///
+    /// # Errors
+    /// As [`ChannelWriter::write`].
+    pub fn write_sync(&mut self, packet_num: u64) -> Result<(), WriteError> {
+        self.sync.sync = true;
+        self.sync.packet_num = packet_num;
+        self.header.clear();
+        self.sync.write(self.layout, &mut self.header);
+        send(&self.stream, &self.header, &[])?;
+        self.stats.add_sent(self.header.len());
+        Ok(())
+    }
+
+    /// Says that no more packets will come.
+    pub fn finish(&self) {
+        self.stream.finish();
+    }
+
+    fn write_ram(&mut self, packet: &mut Packet) -> Result<(), WriteError> {
+        let (header, pages) = packet.ram_parts();
+        header.method = self.encoder.method();
+        // What was received as one packet, pages and SYNC, leaves as two.
+        header.sync = false;
+        let payload = if pages.is_empty() {
+            pages
+        } else {
+            let (encoded, time) = cpu_timed(|| self.encoder.encode(pages, &mut self.payload));
+            self.stats.add_encode(time);
+            encoded?
+        };
+        header.set_payload_len(payload.len(), self.layout)?;
+        self.header.clear();
+        header.write(self.layout, &mut self.header);
+        let bytes = self.header.len() + payload.len();
+        pace(self.pacer.as_deref(), bytes);
+        send(&self.stream, &self.header, payload)?;
+        self.stats.add_sent(bytes);
+        self.stats.add_packet(
+            header.normal_offsets().len(),
+            header.zero_offsets().len(),
+            pages.len(),
+        );
+        Ok(())
+    }
+}
+
+fn pace(pacer: Option<&Pacer>, bytes: usize) {
+    if let Some(pacer) = pacer {
+        pacer.wait_for(bytes);
+    }
+}
+
+fn send(stream: &Stream, header: &[u8], payload: &[u8]) -> Result<(), WriteError> {
+    stream
+        .write_both(header, payload)
+        .map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => WriteError::Stalled,
+            _ => WriteError::Io(error),
+        })
+}
