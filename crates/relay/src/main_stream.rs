@@ -14,25 +14,20 @@ use crate::{Direction, Outcome, RelayError, return_path::ReturnPath};
 #[derive(Default)]
 pub(crate) struct MainState {
     return_path: AtomicBool,
+    shut_under_way: AtomicBool,
     last_byte: AtomicU8,
 }
 
 impl MainState {
-    /// Takes note of bytes that went to the destination.
-    pub(crate) fn sent(&self, piece: &[u8]) {
-        if let Some(last) = piece.last() {
-            self.last_byte.store(*last, Ordering::Relaxed);
-        }
-    }
-
-    /// Takes note of what the destination has said.
-    pub(crate) fn return_path_spoke(&self, path: &ReturnPath) {
-        self.return_path.store(path.spoke(), Ordering::Relaxed);
-    }
-
     /// Whether the return path is in use, on which the destination must say how loading went.
     pub(crate) fn has_return_path(&self) -> bool {
-        self.return_path.load(Ordering::Relaxed)
+        self.return_path.load(Ordering::Acquire)
+    }
+
+    /// Whether the destination has said how loading went. The source may already have closed the
+    /// main stream upon it while the thread that delivered it has yet to report.
+    pub(crate) fn is_shut_under_way(&self) -> bool {
+        self.shut_under_way.load(Ordering::Acquire)
     }
 
     /// How a migration ended in which both ends closed the main stream and the destination has not
@@ -53,15 +48,72 @@ impl MainState {
     }
 }
 
-/// Forwards bytes until the sender has no more, then tells the receiver so. `look` sees every
-/// piece after it has been delivered.
+/// Sees what goes through a [`pump`].
+pub(crate) trait Witness {
+    /// A piece that came, before it is passed on.
+    fn received(&mut self, piece: &[u8]);
+    /// The same piece has been passed on.
+    fn delivered(&mut self);
+}
+
+/// Remembers how the forward direction of a main stream ended.
+impl Witness for &MainState {
+    fn received(&mut self, piece: &[u8]) {
+        if let Some(last) = piece.last() {
+            self.last_byte.store(*last, Ordering::Relaxed);
+        }
+    }
+
+    fn delivered(&mut self) {}
+}
+
+/// Follows the return path of a main stream; `on_shut` is given the destination's word on loading
+/// when the source has it.
+pub(crate) struct ReturnWitness<'a, F> {
+    path: ReturnPath,
+    state: &'a MainState,
+    code: Option<u32>,
+    on_shut: F,
+}
+
+impl<'a, F: FnMut(u32)> ReturnWitness<'a, F> {
+    pub(crate) fn new(state: &'a MainState, on_shut: F) -> Self {
+        Self {
+            path: ReturnPath::default(),
+            state,
+            code: None,
+            on_shut,
+        }
+    }
+}
+
+impl<F: FnMut(u32)> Witness for ReturnWitness<'_, F> {
+    fn received(&mut self, piece: &[u8]) {
+        self.code = self.path.feed(piece);
+        let state = self.state;
+        state
+            .return_path
+            .store(self.path.spoke(), Ordering::Release);
+        state
+            .shut_under_way
+            .fetch_or(self.code.is_some(), Ordering::AcqRel);
+    }
+
+    fn delivered(&mut self) {
+        if let Some(code) = self.code.take() {
+            (self.on_shut)(code);
+        }
+    }
+}
+
+/// Forwards bytes until the sender has no more, then tells the receiver so.
 pub(crate) fn pump(
     direction: Direction,
     from: &Stream,
     to: &Stream,
     stats: &Stats,
     pacer: Option<&Pacer>,
-    mut look: impl FnMut(&[u8]),
+    mut witness: impl Witness,
 ) -> Result<(), RelayError> {
     let mut buffer = vec![0; PIECE];
     loop {
@@ -72,6 +124,7 @@ pub(crate) fn pump(
             Err(error) if is_transient(&error) => continue,
             Err(error) => return Err(RelayError::MainRead { direction, error }),
         };
+        witness.received(piece);
         if let Some(pacer) = pacer {
             pacer.wait_for(piece.len());
         }
@@ -82,7 +135,7 @@ pub(crate) fn pump(
             stats.add_received(piece.len());
             stats.add_sent(piece.len());
         }
-        look(piece);
+        witness.delivered();
     }
     to.finish();
     Ok(())

@@ -21,8 +21,7 @@ use transfer::{Stats, Stream};
 
 use crate::{
     Direction, Outcome, Relay, RelayError, Summary,
-    main_stream::{MainState, pump},
-    return_path::ReturnPath,
+    main_stream::{MainState, ReturnWitness, Witness, pump},
 };
 
 /// Runs the migration to its end: when every connection has ended.
@@ -143,29 +142,35 @@ impl Connection<'_> {
         let stats: &Stats = self.relay.stats;
         stats.add_sent(self.first.len());
         let main = MainState::default();
-        let mut at_start = self.first.is_empty();
-        let look = |piece: &[u8]| {
-            main.sent(piece);
-            if std::mem::take(&mut at_start) && piece.starts_with(&MAGIC.to_be_bytes()) {
-                self.tell(Report::Failed(RelayError::LateChannel));
-            }
+        let forward_witness = Opened {
+            main: &main,
+            connection: self,
+            at_start: self.first.is_empty(),
         };
-        let mut path = ReturnPath::default();
-        let look_back = |piece: &[u8]| {
-            let shut = path.feed(piece);
-            main.return_path_spoke(&path);
-            match shut {
-                Some(0) if self.is_main => self.tell(Report::Loaded),
-                Some(code) if self.is_main => {
-                    self.tell(Report::Failed(RelayError::Refused { code }))
-                }
-                _ => {}
-            }
-        };
+        let return_witness = ReturnWitness::new(&main, |code| match code {
+            _ if !self.is_main => {}
+            0 => self.tell(Report::Loaded),
+            code => self.tell(Report::Failed(RelayError::Refused { code })),
+        });
         thread::scope(|scope| {
-            let back =
-                scope.spawn(|| pump(Direction::Back, &far, &self.stream, stats, None, look_back));
-            let forward = pump(Direction::Forward, &self.stream, &far, stats, None, look);
+            let back = scope.spawn(|| {
+                pump(
+                    Direction::Back,
+                    &far,
+                    &self.stream,
+                    stats,
+                    None,
+                    return_witness,
+                )
+            });
+            let forward = pump(
+                Direction::Forward,
+                &self.stream,
+                &far,
+                stats,
+                None,
+                forward_witness,
+            );
             if forward.is_err() {
                 far.shut_down();
                 self.stream.shut_down();
@@ -192,6 +197,26 @@ impl Connection<'_> {
         first.truncate(read);
         Ok(first)
     }
+}
+
+/// Looks at how a connection goes forward.
+struct Opened<'a> {
+    main: &'a MainState,
+    connection: &'a Connection<'a>,
+    at_start: bool,
+}
+
+impl Witness for Opened<'_> {
+    fn received(&mut self, piece: &[u8]) {
+        let mut main = self.main;
+        main.received(piece);
+        if std::mem::take(&mut self.at_start) && piece.starts_with(&MAGIC.to_be_bytes()) {
+            self.connection
+                .tell(Report::Failed(RelayError::LateChannel));
+        }
+    }
+
+    fn delivered(&mut self) {}
 }
 
 fn wait_for_connection(relay: &Relay<'_>) {

@@ -32,9 +32,8 @@ use crate::{
     Accept, Direction, RelayError,
     exchange::{Closed, Inlet, Outlet, Work, exchange},
     gather::{Arrival, gather},
-    main_stream::{MainState, pump},
+    main_stream::{MainState, ReturnWitness, Witness, pump},
     opaque,
-    return_path::ReturnPath,
 };
 
 /// How a relay works on the pages that cross it.
@@ -326,9 +325,9 @@ struct Threads<'scope, 'env> {
 impl<'scope, 'env> Threads<'scope, 'env> {
     fn read(&self, channel: usize, mut reader: ChannelReader, inlet: Inlet, zero: ZeroPages) {
         self.spawn(move || match read_channel(&mut reader, &inlet, zero) {
-            Ok(()) | Err(ReadEnd::Closed(Closed)) => Some(Report::ChannelRead { channel }),
+            Ok(()) | Err(ReadEnd::Closed(Closed)) => Report::ChannelRead { channel },
             Err(ReadEnd::Failed(error)) => {
-                Some(Report::Failed(RelayError::SourceChannel { channel, error }))
+                Report::Failed(RelayError::SourceChannel { channel, error })
             }
         });
     }
@@ -337,11 +336,8 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         let stats = self.stats;
         self.spawn(
             move || match write_channel(channel, &mut writer, &outlet, stats) {
-                Ok(()) => Some(Report::ChannelWritten),
-                Err(error) => Some(Report::Failed(RelayError::DestinationChannel {
-                    channel,
-                    error,
-                })),
+                Ok(()) => Report::ChannelWritten,
+                Err(error) => Report::Failed(RelayError::DestinationChannel { channel, error }),
             },
         );
     }
@@ -354,43 +350,40 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         state: &'env MainState,
     ) {
         let (from, to, stats) = (from.clone(), to.clone(), self.stats);
-        self.spawn(move || {
-            let look = |piece: &[u8]| state.sent(piece);
-            Some(
-                match pump(Direction::Forward, &from, &to, stats, pacer, look) {
-                    Ok(()) => Report::MainEnded(Direction::Forward),
-                    Err(error) => Report::Failed(error),
-                },
-            )
-        });
+        self.spawn(move || report_main(Direction::Forward, &from, &to, stats, pacer, state));
     }
 
     fn return_main(&self, from: &Arc<Stream>, to: &Arc<Stream>, state: &'env MainState) {
         let (from, to, stats, report) = (from.clone(), to.clone(), self.stats, self.report.clone());
         self.spawn(move || {
-            let mut path = ReturnPath::default();
-            let look = |piece: &[u8]| {
-                if let Some(code) = path.feed(piece) {
-                    // The supervisor outlives every thread that reports to it.
-                    let _ = report.send(Report::Shut { code });
-                }
-                state.return_path_spoke(&path);
-            };
-            Some(match pump(Direction::Back, &from, &to, stats, None, look) {
-                Ok(()) => Report::MainEnded(Direction::Back),
-                Err(error) => Report::Failed(error),
-            })
+            let witness = ReturnWitness::new(state, |code| {
+                // The supervisor outlives every thread that reports to it.
+                let _ = report.send(Report::Shut { code });
+            });
+            report_main(Direction::Back, &from, &to, stats, None, witness)
         });
     }
 
-    fn spawn(&self, work: impl FnOnce() -> Option<Report> + Send + 'scope) {
+    fn spawn(&self, work: impl FnOnce() -> Report + Send + 'scope) {
         let report = self.report.clone();
         self.scope.spawn(move || {
-            if let Some(last) = work() {
-                // The supervisor may have seen enough and be gone.
-                let _ = report.send(last);
-            }
+            // The supervisor may have seen enough and be gone.
+            let _ = report.send(work());
         });
+    }
+}
+
+fn report_main(
+    direction: Direction,
+    from: &Stream,
+    to: &Stream,
+    stats: &Stats,
+    pacer: Option<&Pacer>,
+    witness: impl Witness,
+) -> Report {
+    match pump(direction, from, to, stats, pacer, witness) {
+        Ok(()) => Report::MainEnded(direction),
+        Err(error) => Report::Failed(error),
     }
 }
 
@@ -553,7 +546,7 @@ impl Supervisor<'_> {
         let too_early = match direction {
             Direction::Forward => {
                 open.forward = false;
-                self.main.has_return_path() && open.back
+                self.main.has_return_path() && !self.main.is_shut_under_way() && open.back
             }
             Direction::Back => {
                 open.back = false;
