@@ -1,0 +1,117 @@
+//! `vamoose relay`: one migration between two sockets.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, bail};
+use clap::{Args, ValueEnum};
+use relay::{Dialer, Outcome, Relay, ZeroPages};
+use tracing::info;
+use transfer::{Address, Hangup, Listener, Stats};
+
+use crate::{options::Encoding, report::Report};
+
+/// Relay one migration from a source QEMU, or another relay, to a destination
+///
+/// The source migrates to --listen; a destination QEMU listens on --connect. With --method zlib or
+/// zstd a stock destination decodes the pages itself (set its multifd-compression parameter), or
+/// a second relay beside it restores them with --method none. Turn the return-path capability of the
+/// source on: without it nobody says whether the guest has arrived.
+#[derive(Args, Debug)]
+pub(crate) struct Options {
+    /// Where the source connects to: tcp:HOST:PORT or unix:PATH
+    #[arg(long, value_name = "URI")]
+    listen: Address,
+    /// Where the destination listens: tcp:HOST:PORT or unix:PATH
+    #[arg(long, value_name = "URI")]
+    connect: Address,
+    #[command(flatten)]
+    encoding: Encoding,
+    /// Channels to the destination (its multifd-channels parameter) [default: as incoming]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
+    channels: Option<u8>,
+    /// Channels that the source opens [default: found out]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
+    incoming_channels: Option<u8>,
+    /// What becomes of zero pages: QEMUs before 9.0 lose those that are sent as such
+    #[arg(long, value_enum, default_value_t = ZeroPagesName::Pass)]
+    zero_pages: ZeroPagesName,
+    /// Listen on an address that other hosts can reach, on a network that is trusted
+    #[arg(long)]
+    insecure: bool,
+    /// Write a report as JSON to a file, or to standard output with -
+    #[arg(long, value_name = "FILE")]
+    json: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ZeroPagesName {
+    /// Pass them on as they come
+    Pass,
+    /// Write them out as normal pages, for a destination before QEMU 9.0
+    Expand,
+}
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    refuse_open_address(&options.listen, options.insecure)?;
+    let mut config = options.encoding.config()?;
+    config.outgoing_channels = options.channels.map(usize::from);
+    config.incoming_channels = options.incoming_channels.map(usize::from);
+    config.zero_pages = match options.zero_pages {
+        ZeroPagesName::Pass => ZeroPages::Pass,
+        ZeroPagesName::Expand => ZeroPages::Expand,
+    };
+    let listener = Listener::bind(&options.listen, config.stall_timeout)?;
+    info!("listening on {}", listener.address());
+    let start = Instant::now();
+    let stats = Arc::new(Stats::default());
+    let result = Relay {
+        accept: &listener,
+        dialer: &Dialer::new(options.connect.clone()),
+        config: &config,
+        hangup: &Hangup::new()?,
+        stats: &stats,
+        on_loaded: &|| (),
+    }
+    .run();
+    let moved = stats.snapshot();
+    let report = match &result {
+        Ok(summary) => Report::new(
+            &config.settings,
+            moved,
+            summary.total_time,
+            summary.setup_time,
+        ),
+        Err(error) => Report::new(&config.settings, moved, start.elapsed(), Duration::ZERO)
+            .failed("failed", error),
+    };
+    if let Some(target) = &options.json {
+        report.write(target)?;
+    }
+    let summary = result?;
+    info!(
+        "{}: {} normal and {} zero pages in {} ms, {} bytes on the wire",
+        match summary.outcome {
+            Outcome::Loaded => "the destination has loaded the guest",
+            Outcome::Unconfirmed => "delivered, unconfirmed",
+        },
+        report.ram.normal,
+        report.zero_pages,
+        report.total_time,
+        report.wire_bytes,
+    );
+    Ok(())
+}
+
+/// Until there is authentication, whoever can connect can migrate.
+pub(crate) fn refuse_open_address(address: &Address, insecure: bool) -> Result<()> {
+    if !address.is_local() && !insecure {
+        bail!(
+            "other hosts can reach {address}, and vamoose neither authenticates nor encrypts: listen \
+             on a loopback address (behind a tunnel), or say --insecure if the network is trusted"
+        );
+    }
+    Ok(())
+}

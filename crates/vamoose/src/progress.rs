@@ -1,0 +1,159 @@
+//! How a migration is shown while it runs: a bar on a terminal, a line a second elsewhere.
+
+use std::{
+    io::IsTerminal as _,
+    time::{Duration, Instant},
+};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use relay::Progress;
+
+/// Shows progress on standard error.
+pub(crate) struct Display {
+    bar: Option<ProgressBar>,
+    last_line: Option<Instant>,
+    rate: Rate,
+}
+
+const LINE_EVERY: Duration = Duration::from_secs(1);
+
+impl Display {
+    pub(crate) fn new() -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+            // The template is a constant: without it the bar is plainer, not wrong.
+            if let Ok(style) = ProgressStyle::with_template("{bar:30} {percent:>3}% {msg}") {
+                bar.set_style(style);
+            }
+            bar
+        });
+        Self {
+            bar,
+            last_line: None,
+            rate: Rate::default(),
+        }
+    }
+
+    /// Shows where the migration stands.
+    pub(crate) fn show(&mut self, progress: &Progress) {
+        self.rate.update(progress.moved.wire_bytes);
+        let state = State::of(progress);
+        let text = state.text(self.rate.bytes_per_second);
+        if let Some(bar) = &self.bar {
+            bar.set_length(state.total.max(1));
+            bar.set_position(state.done());
+            bar.set_message(text);
+        } else if self
+            .last_line
+            .is_none_or(|last| last.elapsed() >= LINE_EVERY)
+        {
+            self.last_line = Some(Instant::now());
+            eprintln!("{:>3}% {text}", state.percent());
+        }
+    }
+
+    /// Leaves the terminal to others.
+    pub(crate) fn end(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// What is worth showing.
+struct State<'a> {
+    status: &'a str,
+    total: u64,
+    remaining: u64,
+    rounds: u64,
+    expected_downtime: Option<u64>,
+    ratio: f64,
+}
+
+impl<'a> State<'a> {
+    fn of(progress: &'a Progress) -> Self {
+        let ram = &progress.source["ram"];
+        let number = |name: &str| ram[name].as_u64().unwrap_or(0);
+        Self {
+            status: &progress.status,
+            total: number("total"),
+            remaining: number("remaining"),
+            rounds: number("dirty-sync-count"),
+            expected_downtime: progress.source["expected-downtime"].as_u64(),
+            ratio: progress.moved.page_bytes as f64 / progress.moved.wire_bytes.max(1) as f64,
+        }
+    }
+
+    fn done(&self) -> u64 {
+        self.total.saturating_sub(self.remaining)
+    }
+
+    fn percent(&self) -> u64 {
+        self.done() * 100 / self.total.max(1)
+    }
+
+    fn text(&self, bytes_per_second: f64) -> String {
+        let downtime = self.expected_downtime.map_or_else(String::new, |millis| {
+            format!(", expected downtime {millis} ms")
+        });
+        format!(
+            "{}, {:.0} MiB/s on the wire, ratio {:.2}, round {}{downtime}",
+            self.status,
+            bytes_per_second / f64::from(1 << 20),
+            self.ratio,
+            self.rounds,
+        )
+    }
+}
+
+/// Bytes per second, over the last second or so.
+#[derive(Default)]
+struct Rate {
+    since: Option<(Instant, u64)>,
+    bytes_per_second: f64,
+}
+
+impl Rate {
+    fn update(&mut self, bytes: u64) {
+        let now = Instant::now();
+        let (since, before) = *self.since.get_or_insert((now, bytes));
+        let elapsed = now.duration_since(since);
+        if elapsed >= LINE_EVERY {
+            self.bytes_per_second = bytes.saturating_sub(before) as f64 / elapsed.as_secs_f64();
+            self.since = Some((now, bytes));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use transfer::Snapshot;
+
+    use super::*;
+
+    #[test]
+    fn progress_is_what_is_left_of_all_ram() {
+        let progress = Progress {
+            status: "active".to_owned(),
+            source: json!({ "ram": { "total": 4096, "remaining": 1024, "dirty-sync-count": 2 },
+                "expected-downtime": 300 }),
+            moved: Snapshot {
+                wire_bytes: 100,
+                page_bytes: 250,
+                ..Snapshot::default()
+            },
+        };
+        let state = State::of(&progress);
+        assert_eq!(state.percent(), 75);
+        assert_eq!(
+            state.text(2_097_152.0),
+            "active, 2 MiB/s on the wire, ratio 2.50, round 2, expected downtime 300 ms"
+        );
+    }
+
+    #[test]
+    fn a_source_that_says_nothing_yet_is_at_the_start() {
+        assert_eq!(State::of(&Progress::default()).percent(), 0);
+    }
+}

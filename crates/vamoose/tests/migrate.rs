@@ -1,0 +1,231 @@
+//! `vamoose serve` and `vamoose migrate`: both QEMUs are driven over QMP, the guest ends up running in
+//! one place, and what cannot work is refused before anything starts.
+
+mod common;
+
+use std::{path::Path, process::Command};
+
+use anyhow::{Context as _, Result, ensure};
+use common::{LIMIT, MIB, vamoose};
+use lab::{
+    qemu::{self, Binary, Builder, Qemu},
+    ram::{self, Fill},
+    vamoose::Vamoose,
+};
+use rustix::process::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// A destination host: its server, and the folder in which its QEMUs' monitors are linked by name.
+struct Host {
+    server: Vamoose,
+    address: String,
+    monitors: TempDir,
+}
+
+impl Host {
+    fn start() -> Result<Self> {
+        let monitors = TempDir::new()?;
+        let mut command = Command::new(vamoose());
+        command.args(["serve", "--listen", "tcp:127.0.0.1:0", "--qmp-dir"]);
+        let server = Vamoose::start(command.arg(monitors.path()))?;
+        let address = server.wait_for("taking migrations on ", LIMIT)?;
+        Ok(Self {
+            server,
+            address,
+            monitors,
+        })
+    }
+
+    /// Makes `qemu` known here by `name`.
+    fn knows(&self, name: &str, qemu: &Qemu) -> Result<()> {
+        let link = self.monitors.path().join(format!("{name}.qmp"));
+        std::os::unix::fs::symlink(qemu.qmp_socket(), link).context("cannot link the monitor")
+    }
+
+    fn migrate(&self, source: &Qemu, name: &str, options: &[&str]) -> Result<Vamoose> {
+        migrate(&source.qmp_socket(), &self.address, name, options)
+    }
+}
+
+fn migrate(qmp: &Path, to: &str, name: &str, options: &[&str]) -> Result<Vamoose> {
+    let mut command = Command::new(vamoose());
+    command.args([
+        "migrate", "--json", "-", "--to", to, "--name", name, "--qmp",
+    ]);
+    Vamoose::start(command.arg(qmp).args(options))
+}
+
+fn source(binary: &Binary, to: &Binary, seed: u64) -> Result<Qemu> {
+    Builder::bare(binary, 32 * MIB)
+        .content(Fill::Mixed, seed)
+        .peer(to.version)
+        .start()
+}
+
+fn destination(binary: &Binary, from: &Binary) -> Result<Qemu> {
+    Builder::bare(binary, 32 * MIB)
+        .peer(from.version)
+        .incoming()
+        .start()
+}
+
+#[test]
+fn a_guest_moves_between_all_versions() -> Result<()> {
+    let (Some(old), Some(new)) = (qemu::find_or_skip(7, 2)?, qemu::find_or_skip(10, 0)?) else {
+        return Ok(());
+    };
+    let host = Host::start()?;
+    for (number, (from, to)) in [(&new, &new), (&old, &old), (&old, &new), (&new, &old)]
+        .into_iter()
+        .enumerate()
+    {
+        let name = format!("vm{number}");
+        let mut source = source(from, to, 1)?;
+        let mut destination = destination(to, from)?;
+        host.knows(&name, &destination)?;
+        let ended = host
+            .migrate(&source, &name, &["--method", "zstd", "--channels", "3"])?
+            .finish(LIMIT)?
+            .success()
+            .with_context(|| format!("server:\n{}", host.server.stderr()))?;
+        ram::compare(source.ram(), destination.ram())
+            .with_context(|| format!("{} to {}", from.version, to.version))?;
+        ensure!(source.qmp.query_status()? == "postmigrate");
+        let status = destination.qmp.query_status()?;
+        // The bare machine was never started, so it is not started over there.
+        ensure!(status == "prelaunch" || status == "paused", "{status}");
+        let report: Value = serde_json::from_str(&ended.stdout)?;
+        ensure!(
+            report["status"] == "completed" && report["method"] == "zstd",
+            "{report}"
+        );
+        ensure!(
+            report["ram"]["dirty-sync-count"].as_u64() > Some(0),
+            "{report}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn many_guests_at_once_through_one_server() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let host = Host::start()?;
+    let mut guests = Vec::new();
+    for seed in 0..4 {
+        let name = format!("vm{seed}");
+        let source = source(&binary, &binary, seed)?;
+        let destination = destination(&binary, &binary)?;
+        host.knows(&name, &destination)?;
+        let migration = host.migrate(&source, &name, &["--method", "zlib"])?;
+        guests.push((source, destination, migration));
+    }
+    for (source, destination, migration) in guests {
+        migration.finish(LIMIT)?.success()?;
+        ram::compare(source.ram(), destination.ram())?;
+    }
+    Ok(())
+}
+
+/// What cannot work is refused with its reason, and neither QEMU has been touched.
+#[test]
+fn what_cannot_work_is_refused_early() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let host = Host::start()?;
+    let mut source = source(&binary, &binary, 1)?;
+    let mut refuses = |name: &str, options: &[&str], reason: &str| -> Result<()> {
+        let migration = host.migrate(&source, name, options)?;
+        let ended = migration.finish(LIMIT)?.failure(reason)?;
+        if !ended.stdout.is_empty() {
+            let report: Value = serde_json::from_str(&ended.stdout)?;
+            ensure!(report["status"] == "failed", "{report}");
+        }
+        Ok(())
+    };
+    refuses("nobody", &[], "nobody.qmp")?;
+    refuses("../escape", &[], "is not a name")?;
+    refuses("x", &["--method", "zstd", "--level", "99"], "99")?;
+    refuses("x", &["--accel", "qat"], "--accel qat")?;
+
+    let not_waiting = Builder::bare(&binary, 32 * MIB).start()?;
+    host.knows("not-waiting", &not_waiting)?;
+    refuses("not-waiting", &[], "inmigrate")?;
+
+    let smaller = Builder::bare(&binary, 16 * MIB).incoming().start()?;
+    host.knows("smaller", &smaller)?;
+    refuses("smaller", &[], "bytes of RAM")?;
+
+    let mut other_uuid = Builder::bare(&binary, 32 * MIB)
+        .argument("-uuid")
+        .argument("11111111-2222-3333-4444-555555555555")
+        .incoming()
+        .start()?;
+    host.knows("other-uuid", &other_uuid)?;
+    refuses("other-uuid", &[], "uuid")?;
+    ensure!(other_uuid.qmp.query_status()? == "inmigrate");
+
+    let nobody = migrate(&source.qmp_socket(), "tcp:127.0.0.1:1", "x", &[])?;
+    nobody
+        .finish(LIMIT)?
+        .failure("cannot connect to tcp:127.0.0.1:1")?;
+    let no_qemu = migrate(Path::new("/nowhere.qmp"), &host.address, "x", &[])?;
+    no_qemu.finish(LIMIT)?.failure("/nowhere.qmp")?;
+
+    ensure!(source.qmp.query_status()? == "prelaunch");
+    ensure!(source.qmp.query_migrate()?["status"].is_null());
+    Ok(())
+}
+
+#[test]
+fn only_loopback_without_insecure() -> Result<()> {
+    for arguments in [
+        ["serve", "--listen", "tcp:0.0.0.0:0", "--qmp-dir", "/"].as_slice(),
+        &[
+            "relay",
+            "--listen",
+            "tcp:0.0.0.0:0",
+            "--connect",
+            "unix:/nowhere",
+        ],
+    ] {
+        let refused = Vamoose::start(Command::new(vamoose()).args(arguments))?;
+        refused.finish(LIMIT)?.failure("--insecure")?;
+    }
+    Ok(())
+}
+
+/// Ctrl-C in the middle: the guest stays, the destination's half guest is gone, and the next
+/// migration works.
+#[test]
+fn ctrl_c_cancels() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let host = Host::start()?;
+    let mut source = source(&binary, &binary, 1)?;
+    let mut first = destination(&binary, &binary)?;
+    host.knows("first", &first)?;
+    let migration = host.migrate(&source, "first", &["--max-bandwidth", "1M"])?;
+    migration.wait_for("active", LIMIT)?;
+    migration.signal(Signal::INT)?;
+    let ended = migration
+        .finish(LIMIT)?
+        .failure("cancelled; the guest stays at the source")?;
+    let report: Value = serde_json::from_str(&ended.stdout)?;
+    ensure!(report["status"] == "cancelled", "{report}");
+    ensure!(source.qmp.query_status()? == "prelaunch");
+    first.wait_exit(LIMIT)?;
+
+    let second = destination(&binary, &binary)?;
+    host.knows("second", &second)?;
+    host.migrate(&source, "second", &[])?
+        .finish(LIMIT)?
+        .success()?;
+    ram::compare(source.ram(), second.ram())?;
+    Ok(())
+}
