@@ -19,23 +19,20 @@ pub(crate) struct MainState {
 }
 
 impl MainState {
-    /// Whether the return path is in use, on which the destination must say how loading went.
-    pub(crate) fn has_return_path(&self) -> bool {
-        self.return_path.load(Ordering::Acquire)
-    }
-
-    /// Whether the destination has said how loading went. The source may already have closed the
-    /// main stream upon it while the thread that delivered it has yet to report.
-    pub(crate) fn is_shut_under_way(&self) -> bool {
-        self.shut_under_way.load(Ordering::Acquire)
+    /// Whether a source that closes its main stream now breaks the migration off: the destination
+    /// has not said how loading went and is going to, or the stream is not at its end.
+    ///
+    /// The source may already have closed it upon the destination's word while the thread that
+    /// delivered that word has yet to report, so the word counts from its arrival here.
+    pub(crate) fn is_broken_off(&self) -> bool {
+        !self.shut_under_way.load(Ordering::Acquire)
+            && (self.return_path.load(Ordering::Acquire) || !self.is_at_end())
     }
 
     /// How a migration ended in which both ends closed the main stream and the destination has not
     /// said that it loaded the guest.
     pub(crate) fn verdict(&self) -> Result<Outcome, RelayError> {
-        // The description of the device state, in JSON, is the last thing on a main stream.
-        let is_complete = self.last_byte.load(Ordering::Relaxed) == b'}';
-        if self.has_return_path() || !is_complete {
+        if self.is_broken_off() {
             return Err(RelayError::MainClosed {
                 direction: Direction::Forward,
             });
@@ -45,6 +42,11 @@ impl MainState {
              destination has loaded the guest: set the return-path capability on the source"
         );
         Ok(Outcome::Unconfirmed)
+    }
+
+    /// The description of the device state, in JSON, is the last thing on a main stream.
+    fn is_at_end(&self) -> bool {
+        self.last_byte.load(Ordering::Acquire) == b'}'
     }
 }
 
@@ -60,7 +62,7 @@ pub(crate) trait Witness {
 impl Witness for &MainState {
     fn received(&mut self, piece: &[u8]) {
         if let Some(last) = piece.last() {
-            self.last_byte.store(*last, Ordering::Relaxed);
+            self.last_byte.store(*last, Ordering::Release);
         }
     }
 

@@ -546,7 +546,7 @@ impl Supervisor<'_> {
         let too_early = match direction {
             Direction::Forward => {
                 open.forward = false;
-                self.main.has_return_path() && !self.main.is_shut_under_way() && open.back
+                self.main.is_broken_off() && open.back
             }
             Direction::Back => {
                 open.back = false;

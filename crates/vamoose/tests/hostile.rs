@@ -1,0 +1,392 @@
+//! Peers that send what no QEMU sends, or stop: the relay ends at once with an error that says who sent
+//! what, closes every connection on both sides and leaves nothing behind.
+
+#![allow(clippy::unwrap_used, reason = "a test helper fails by panicking")]
+
+mod common;
+
+use std::{
+    io::{Read as _, Write as _},
+    net::Shutdown,
+    os::unix::net::{UnixListener, UnixStream},
+    path::PathBuf,
+    thread,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use common::{LIMIT, vamoose};
+use lab::vamoose::{Ended, Vamoose};
+use multifd::{BlockName, INITIAL_LEN, Initial, Layout, MAIN_MAGIC, Method, RamHeader};
+use tempfile::TempDir;
+
+const LAYOUT: Layout = Layout::X86;
+
+/// A relay between two ends that this test plays.
+struct Stage {
+    folder: TempDir,
+    relay: Vamoose,
+    destination: UnixListener,
+}
+
+impl Stage {
+    fn new(options: &[&str]) -> Result<Self> {
+        let folder = TempDir::new()?;
+        let path = folder.path().join("in");
+        let destination = UnixListener::bind(&path)?;
+        let listen = format!("unix:{}", folder.path().join("out").display());
+        let connect = format!("unix:{}", path.display());
+        let (relay, _) = Vamoose::relay(vamoose(), &listen, &connect, options)?;
+        Ok(Self {
+            folder,
+            relay,
+            destination,
+        })
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("out")
+    }
+
+    /// Opens a connection as a source does.
+    fn open(&self, first: &[u8]) -> Result<UnixStream> {
+        let mut stream = UnixStream::connect(self.socket())?;
+        stream.write_all(first)?;
+        Ok(stream)
+    }
+
+    /// Opens a whole migration of `channels` channels: main stream last, as QEMU does.
+    fn open_all(&self, channels: u8) -> Result<Source> {
+        let channels = (0..channels).map(|id| self.open(&initial(id)));
+        let channels = channels.collect::<Result<Vec<_>>>()?;
+        let main = self.open(&MAIN_MAGIC.to_be_bytes())?;
+        Ok(Source { main, channels })
+    }
+
+    /// Takes what the relay opens towards the destination: main stream first.
+    fn accept_all(&self, channels: usize) -> Result<Vec<UnixStream>> {
+        (0..=channels)
+            .map(|number| {
+                let (mut stream, _) = self.destination.accept()?;
+                let mut first = [0; INITIAL_LEN];
+                let length = if number == 0 { 4 } else { INITIAL_LEN };
+                stream.read_exact(&mut first[..length])?;
+                let magic = u32::from_be_bytes(*first.first_chunk().context("four bytes")?);
+                ensure!(
+                    (magic == MAIN_MAGIC) == (number == 0),
+                    "connection {number}: {magic:#x}"
+                );
+                Ok(stream)
+            })
+            .collect()
+    }
+
+    /// The relay must fail and say `text`, and its socket must be gone.
+    fn expect_failure(self, text: &str) -> Result<Ended> {
+        let socket = self.socket();
+        let ended = self.relay.finish(LIMIT)?.failure(text)?;
+        ensure!(!socket.exists(), "{} is left behind", socket.display());
+        Ok(ended)
+    }
+}
+
+struct Source {
+    main: UnixStream,
+    channels: Vec<UnixStream>,
+}
+
+/// The first packet of channel `id`, as QEMU sends it: it announces nothing.
+fn initial(id: u8) -> [u8; INITIAL_LEN] {
+    let mut bytes = Initial::new([7; 16], id, 255).unwrap().to_bytes();
+    bytes[25..].fill(0);
+    bytes
+}
+
+fn sync() -> Vec<u8> {
+    let mut header = RamHeader::new(LAYOUT);
+    header.sync = true;
+    let mut bytes = Vec::new();
+    header.write(LAYOUT, &mut bytes);
+    bytes
+}
+
+/// A packet with two pages of method `method` and `payload`.
+fn packet(method: Method, payload: &[u8]) -> Vec<u8> {
+    let mut header = RamHeader::new(LAYOUT);
+    header.method = method;
+    header.block = BlockName::new(b"mem").unwrap();
+    header.set_pages(&[0, 4096], &[], LAYOUT).unwrap();
+    header.set_payload_len(payload.len(), LAYOUT).unwrap();
+    let mut bytes = Vec::new();
+    header.write(LAYOUT, &mut bytes);
+    bytes.extend_from_slice(payload);
+    bytes
+}
+
+/// Nothing more may come, and the end must.
+fn expect_end(stream: &mut UnixStream) -> Result<()> {
+    stream.set_read_timeout(Some(LIMIT))?;
+    let mut rest = Vec::new();
+    match stream.read_to_end(&mut rest) {
+        // A reset is an end, too: the relay left bytes of ours unread.
+        Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => Ok(()),
+        result => result.map(drop).context("the connection was not closed"),
+    }
+}
+
+/// Sends `bytes` on channel 0 of a migration that has begun well: the relay must say `text` and end all
+/// connections on both sides.
+fn bad_channel(bytes: &[u8], text: &str) -> Result<()> {
+    let stage = Stage::new(&["--stall-timeout", "5"])?;
+    let mut source = stage.open_all(2)?;
+    let mut destination = stage.accept_all(2)?;
+    for channel in &mut source.channels {
+        channel.write_all(&sync())?;
+    }
+    // The relay may have seen enough before everything is written.
+    let _ = source.channels[0].write_all(bytes);
+    for stream in destination.iter_mut().chain(&mut source.channels) {
+        expect_end(stream)?;
+    }
+    expect_end(&mut source.main)?;
+    stage.expect_failure(text).map(drop)
+}
+
+/// A good packet with the 32-bit field at `at` replaced.
+fn with_field(at: usize, value: u32) -> Vec<u8> {
+    let mut bytes = packet(Method::Zstd, &[0; 100]);
+    bytes[at..at + 4].copy_from_slice(&value.to_be_bytes());
+    bytes
+}
+
+#[test]
+fn bad_packets() -> Result<()> {
+    let wrong_magic = with_field(0, 0xdead_beef);
+    let cases: [(&[u8], &str); 10] = [
+        (
+            &wrong_magic,
+            "source, channel 0: bad packet: packet magic is 0xdeadbeef",
+        ),
+        (&with_field(4, 2), "packet version is 2"),
+        (&with_field(8, 0x06), "more than one compression method"),
+        (&with_field(8, 0x0100), "unknown bits"),
+        (
+            &with_field(16, 200),
+            "normal_pages is 200, beyond the offset table",
+        ),
+        (
+            &with_field(32, 127),
+            "normal_pages 2 + zero_pages 127 is beyond",
+        ),
+        (
+            &with_field(20, u32::MAX),
+            "next_packet_size is 4294967295 bytes",
+        ),
+        (&with_field(20, 0), "next_packet_size is 0"),
+        (&with_field(324, 5), "offset[0] is 0x5"),
+        (
+            &packet(Method::Zlib, &[0xaa; 64]),
+            "bad payload of packet 0 (RAM block mem)",
+        ),
+    ];
+    for (bytes, text) in cases {
+        bad_channel(bytes, text).context(text)?;
+    }
+    Ok(())
+}
+
+/// A method bit that does not fit the payload is found by its decoder.
+#[test]
+fn a_wrong_method_bit() -> Result<()> {
+    for method in [Method::Zlib, Method::Zstd] {
+        bad_channel(&packet(method, &[0x42; 8192]), "bad payload")?;
+    }
+    bad_channel(&packet(Method::Qpl, &[0x42; 8192]), "qpl")
+}
+
+#[test]
+fn a_stream_that_ends_in_a_packet() -> Result<()> {
+    let whole = packet(Method::None, &[1; 8192]);
+    for (length, part) in [(5, "header"), (700, "header"), (5000, "payload")] {
+        let stage = Stage::new(&[])?;
+        let mut source = stage.open_all(1)?;
+        let mut destination = stage.accept_all(1)?;
+        source.channels[0].write_all(&sync())?;
+        source.channels[0].write_all(&whole[..length])?;
+        source.channels.clear();
+        for stream in &mut destination {
+            expect_end(stream)?;
+        }
+        stage.expect_failure(&format!("in the middle of a packet's {part}"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn first_bytes_that_begin_nothing() -> Result<()> {
+    let stage = Stage::new(&[])?;
+    let mut garbage = stage.open(b"GET / HTTP/1.1\r\n")?;
+    expect_end(&mut garbage)?;
+    stage.expect_failure("begins neither a main stream nor a multifd channel")?;
+
+    let stage = Stage::new(&[])?;
+    let mut wrong_version = initial(0);
+    wrong_version[7] = 9;
+    let mut channel = stage.open(&wrong_version)?;
+    expect_end(&mut channel)?;
+    stage.expect_failure("version of the channel's first 64 bytes is 9")?;
+    Ok(())
+}
+
+#[test]
+fn channel_ids_that_do_not_fit() -> Result<()> {
+    let stage = Stage::new(&["--incoming-channels", "2"])?;
+    let _too_large = stage.open(&initial(2))?;
+    stage.expect_failure("id 2, but there are 2 channels")?;
+
+    let stage = Stage::new(&[])?;
+    let _twice = [stage.open(&initial(1))?, stage.open(&initial(1))?];
+    stage.expect_failure("id 1 came twice")?;
+
+    // Channel 1 never comes.
+    let stage = Stage::new(&["--stall-timeout", "1"])?;
+    let _gap = [stage.open(&initial(0))?, stage.open(&initial(2))?];
+    let _main = stage.open(&MAIN_MAGIC.to_be_bytes())?;
+    stage.expect_failure("channels [0, 2]")?;
+
+    let stage = Stage::new(&["--stall-timeout", "1"])?;
+    let _silent = stage.open(&[])?;
+    stage.expect_failure("1 connections have not said what they are")?;
+    Ok(())
+}
+
+/// A destination that stops reading, on a channel or on the main stream, is not waited for forever.
+#[test]
+fn a_destination_that_stops_reading() -> Result<()> {
+    let stage = Stage::new(&["--stall-timeout", "1"])?;
+    let mut source = stage.open_all(1)?;
+    let destination = stage.accept_all(1)?;
+    source.channels[0].write_all(&sync())?;
+    let packets = thread::spawn(move || {
+        let bytes = packet(Method::None, &[3; 8192]);
+        // Until the relay gives up.
+        while source.channels[0].write_all(&bytes).is_ok() {}
+    });
+    stage.expect_failure("destination, channel 0: the peer has stopped reading")?;
+    packets.join().unwrap();
+    drop(destination);
+
+    let stage = Stage::new(&["--stall-timeout", "1"])?;
+    let mut source = stage.open_all(1)?;
+    let destination = stage.accept_all(1)?;
+    let bytes = thread::spawn(move || while source.main.write_all(&[5; 4096]).is_ok() {});
+    stage.expect_failure("it has stopped reading")?;
+    bytes.join().unwrap();
+    drop(destination);
+    Ok(())
+}
+
+/// A source that stops in the middle of a packet.
+#[test]
+fn a_source_that_stops_in_a_packet() -> Result<()> {
+    let stage = Stage::new(&["--stall-timeout", "1"])?;
+    let mut source = stage.open_all(1)?;
+    let _destination = stage.accept_all(1)?;
+    source.channels[0].write_all(&packet(Method::None, &[1; 8192])[..2000])?;
+    stage.expect_failure("nothing came for too long in the middle of a packet's payload")?;
+    Ok(())
+}
+
+/// One broken connection ends all of them, whichever it is.
+#[test]
+fn every_connection_cut() -> Result<()> {
+    type Cut = fn(&mut Source, &mut Vec<UnixStream>);
+    let cases: [(Cut, &str); 4] = [
+        (
+            |source, _| drop(source.channels.remove(0)),
+            "closed channel 0",
+        ),
+        (
+            |source, _| source.main.shutdown(Shutdown::Both).unwrap(),
+            "the source closed the main stream",
+        ),
+        (
+            |_, destination| drop(destination.remove(0)),
+            "the destination closed the main stream",
+        ),
+        (
+            |_, destination| drop(destination.remove(1)),
+            "destination, channel 0",
+        ),
+    ];
+    for (cut, text) in cases {
+        let stage = Stage::new(&[])?;
+        let mut source = stage.open_all(1)?;
+        let mut destination = stage.accept_all(1)?;
+        source.channels[0].write_all(&sync())?;
+        cut(&mut source, &mut destination);
+        // Some of it the relay notices only when it writes; it may have noticed before.
+        for channel in &mut source.channels {
+            let _ = channel.write_all(&packet(Method::None, &[1; 8192]));
+        }
+        for stream in &mut destination {
+            expect_end(stream)?;
+        }
+        stage.expect_failure(text)?;
+    }
+    Ok(())
+}
+
+/// Device state is passed on as it is, through whichever channel.
+#[test]
+fn device_state_is_passed_on() -> Result<()> {
+    let stage = Stage::new(&["--method", "zstd"])?;
+    let mut source = stage.open_all(1)?;
+    let mut destination = stage.accept_all(1)?;
+    let mut state = [0x1122_3344u32, 1, 0x40].map(u32::to_be_bytes).concat();
+    state.resize(268, b'd');
+    state.extend_from_slice(&7u32.to_be_bytes());
+    state.extend_from_slice(&1_500_000u32.to_be_bytes());
+    state.resize(276 + 1_500_000, b's');
+    let channel = &mut source.channels[0];
+    let sent = state.clone();
+    thread::scope(|scope| {
+        scope.spawn(|| channel.write_all(&sent).unwrap());
+        let mut received = vec![0; state.len()];
+        destination[1].read_exact(&mut received).unwrap();
+        assert!(received == state, "the device state was changed");
+    });
+    drop(source);
+    stage.expect_failure("the source")?;
+    Ok(())
+}
+
+/// Behind TLS nothing can be understood: every connection is passed through.
+#[test]
+fn tls_is_passed_through() -> Result<()> {
+    let stage = Stage::new(&[])?;
+    let hello = [0x16, 3, 1, 0, 42];
+    let mut near = [stage.open(&hello)?, stage.open(&hello)?];
+    let mut far = Vec::new();
+    for _ in &near {
+        let (mut stream, _) = stage.destination.accept()?;
+        let mut got = [0; 5];
+        stream.read_exact(&mut got)?;
+        ensure!(got == hello);
+        far.push(stream);
+    }
+    stage.relay.wait_for("it is TLS", LIMIT)?;
+    for (number, stream) in far.iter_mut().enumerate() {
+        stream.write_all(&[u8::try_from(number)?])?;
+    }
+    // Which of the two is which is for the ends to know: both answers come.
+    let mut answers = [0; 2];
+    for (stream, answer) in near.iter_mut().zip(&mut answers) {
+        stream.read_exact(std::slice::from_mut(answer))?;
+    }
+    answers.sort_unstable();
+    ensure!(answers == [0, 1]);
+    drop(near);
+    drop(far);
+    stage.relay.finish(LIMIT)?.success()?;
+    Ok(())
+}
