@@ -4,7 +4,7 @@ use std::{fmt, io};
 
 use multifd::InitialError;
 use thiserror::Error;
-use transfer::{ReadError, SocketError, WriteError};
+use transfer::{ReadError, SocketError, WriteError, is_stall};
 
 /// Which way the bytes of a connection go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,8 +159,9 @@ pub enum RelayError {
 }
 
 fn stalled_or(error: &io::Error) -> String {
-    match error.kind() {
-        io::ErrorKind::WouldBlock => "it has stopped reading".to_owned(),
-        _ => error.to_string(),
+    if is_stall(error) {
+        "it has stopped reading".to_owned()
+    } else {
+        error.to_string()
     }
 }

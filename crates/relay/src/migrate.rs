@@ -373,7 +373,8 @@ impl Migration<'_> {
                     }
                     return Ok(account);
                 }
-                "cancelled" if cancelling => return Err(Cause::Cancelled),
+                // A source that is cancelled sometimes calls it a failure.
+                "cancelled" | "failed" if cancelling => return Err(Cause::Cancelled),
                 "cancelled" => {
                     return Err(Cause::Broken(vec![
                         "somebody cancelled at the source".into(),

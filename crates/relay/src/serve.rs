@@ -25,7 +25,7 @@ use multifd::{Layout, Method};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::json;
 use thiserror::Error;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 use transfer::{Address, Hangup, Listener, SocketError, Stats, Stream};
 
 use crate::{
@@ -137,7 +137,7 @@ impl Server {
                 Some(job) => job.handover.push(stream.clone()),
                 None => warn!("a data connection for the unknown migration {id}"),
             },
-            None => warn!("a connection that is not from a vamoose migrate"),
+            None => debug!("a connection that is not from a vamoose migrate"),
         }
     }
 
@@ -250,7 +250,11 @@ impl Server {
     }
 
     fn commit(&self, id: Id, commit: &Commit) -> Answer {
-        let answer = match self.job(id) {
+        // A `migrate` that was started again to finish this has another id.
+        let job = self
+            .job(id)
+            .or_else(|| self.jobs().get(&commit.name).cloned());
+        let answer = match job {
             Some(job) => job.commit(commit),
             None => self.commit_unknown(commit),
         };

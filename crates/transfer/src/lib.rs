@@ -28,6 +28,6 @@ pub use hangup::Hangup;
 pub use pace::Pacer;
 pub use packet::{Content, Packet};
 pub use reader::{ChannelReader, ReadError, Received};
-pub use socket::{Listener, SocketError, Stream, dial};
+pub use socket::{Listener, SocketError, Stream, dial, is_stall};
 pub use stats::{Snapshot, Stats};
 pub use writer::{ChannelWriter, WriteError};

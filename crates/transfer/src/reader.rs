@@ -9,7 +9,7 @@ use multifd::{
 };
 use thiserror::Error;
 
-use crate::{Packet, Stats, Stream, stats::cpu_timed};
+use crate::{Packet, Stats, Stream, is_stall, stats::cpu_timed};
 
 /// Reads the packets of one channel, in their order, and decodes them. The method is taken from
 /// each packet, so a sender may change it at any time.
@@ -170,7 +170,7 @@ fn read_part(stream: &Stream, buffer: &mut [u8], part: &'static str) -> Result<(
             got,
             wanted: buffer.len(),
         }),
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(ReadError::Stalled { part }),
+        Err(error) if is_stall(&error) => Err(ReadError::Stalled { part }),
         Err(error) => Err(error.into()),
     }
 }

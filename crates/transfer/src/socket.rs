@@ -98,7 +98,7 @@ impl Stream {
     /// Writes `head` and then `tail`, in one system call where the socket takes it.
     ///
     /// # Errors
-    /// As the system says; `WouldBlock` when the peer took nothing for the stall timeout.
+    /// As the system says; [`is_stall`] tells when the peer took nothing for the stall timeout.
     pub fn write_both(&self, head: &[u8], tail: &[u8]) -> io::Result<()> {
         let mut slices = [IoSlice::new(head), IoSlice::new(tail)];
         let mut left = &mut slices[..];
@@ -198,6 +198,15 @@ impl AsFd for Stream {
             Self::Unix(stream) => stream.as_fd(),
         }
     }
+}
+
+/// Whether `error` of a read or write means that the peer neither sent nor took a byte for the stall
+/// timeout: by its process (`WouldBlock`), or by its host (`TimedOut`).
+pub fn is_stall(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+    )
 }
 
 /// Listens on one address. A unix socket's file is removed when the listener is dropped.

@@ -6,7 +6,7 @@ use codec::{EncodeError, Encoder};
 use multifd::{Layout, PacketError, RamHeader};
 use thiserror::Error;
 
-use crate::{Content, Pacer, Packet, Stats, Stream, stats::cpu_timed};
+use crate::{Content, Pacer, Packet, Stats, Stream, is_stall, stats::cpu_timed};
 
 /// Encodes packets and sends them on one channel, in the order in which they are given.
 pub struct ChannelWriter {
@@ -133,8 +133,8 @@ fn pace(pacer: Option<&Pacer>, bytes: usize) {
 fn send(stream: &Stream, header: &[u8], payload: &[u8]) -> Result<(), WriteError> {
     stream
         .write_both(header, payload)
-        .map_err(|error| match error.kind() {
-            io::ErrorKind::WouldBlock => WriteError::Stalled,
-            _ => WriteError::Io(error),
+        .map_err(|error| match error {
+            error if is_stall(&error) => WriteError::Stalled,
+            error => WriteError::Io(error),
         })
 }

@@ -6,7 +6,7 @@ mod common;
 use std::{path::Path, process::Command};
 
 use anyhow::{Context as _, Result, ensure};
-use common::{LIMIT, MIB, vamoose};
+use common::{Host, LIMIT, MIB, migrate, vamoose};
 use lab::{
     qemu::{self, Binary, Builder, Qemu},
     ram::{self, Fill},
@@ -14,47 +14,6 @@ use lab::{
 };
 use rustix::process::Signal;
 use serde_json::Value;
-use tempfile::TempDir;
-
-/// A destination host: its server, and the folder in which its QEMUs' monitors are linked by name.
-struct Host {
-    server: Vamoose,
-    address: String,
-    monitors: TempDir,
-}
-
-impl Host {
-    fn start() -> Result<Self> {
-        let monitors = TempDir::new()?;
-        let mut command = Command::new(vamoose());
-        command.args(["serve", "--listen", "tcp:127.0.0.1:0", "--qmp-dir"]);
-        let server = Vamoose::start(command.arg(monitors.path()))?;
-        let address = server.wait_for("taking migrations on ", LIMIT)?;
-        Ok(Self {
-            server,
-            address,
-            monitors,
-        })
-    }
-
-    /// Makes `qemu` known here by `name`.
-    fn knows(&self, name: &str, qemu: &Qemu) -> Result<()> {
-        let link = self.monitors.path().join(format!("{name}.qmp"));
-        std::os::unix::fs::symlink(qemu.qmp_socket(), link).context("cannot link the monitor")
-    }
-
-    fn migrate(&self, source: &Qemu, name: &str, options: &[&str]) -> Result<Vamoose> {
-        migrate(&source.qmp_socket(), &self.address, name, options)
-    }
-}
-
-fn migrate(qmp: &Path, to: &str, name: &str, options: &[&str]) -> Result<Vamoose> {
-    let mut command = Command::new(vamoose());
-    command.args([
-        "migrate", "--json", "-", "--to", to, "--name", name, "--qmp",
-    ]);
-    Vamoose::start(command.arg(qmp).args(options))
-}
 
 fn source(binary: &Binary, to: &Binary, seed: u64) -> Result<Qemu> {
     Builder::bare(binary, 32 * MIB)
@@ -75,7 +34,7 @@ fn a_guest_moves_between_all_versions() -> Result<()> {
     let (Some(old), Some(new)) = (qemu::find_or_skip(7, 2)?, qemu::find_or_skip(10, 0)?) else {
         return Ok(());
     };
-    let host = Host::start()?;
+    let host = Host::start(&[])?;
     for (number, (from, to)) in [(&new, &new), (&old, &old), (&old, &new), (&new, &old)]
         .into_iter()
         .enumerate()
@@ -113,7 +72,7 @@ fn many_guests_at_once_through_one_server() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    let host = Host::start()?;
+    let host = Host::start(&[])?;
     let mut guests = Vec::new();
     for seed in 0..4 {
         let name = format!("vm{seed}");
@@ -136,9 +95,9 @@ fn what_cannot_work_is_refused_early() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    let host = Host::start()?;
+    let host = Host::start(&[])?;
     let mut source = source(&binary, &binary, 1)?;
-    let mut refuses = |name: &str, options: &[&str], reason: &str| -> Result<()> {
+    let refuses = |name: &str, options: &[&str], reason: &str| -> Result<()> {
         let migration = host.migrate(&source, name, options)?;
         let ended = migration.finish(LIMIT)?.failure(reason)?;
         if !ended.stdout.is_empty() {
@@ -206,7 +165,7 @@ fn ctrl_c_cancels() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    let host = Host::start()?;
+    let host = Host::start(&[])?;
     let mut source = source(&binary, &binary, 1)?;
     let mut first = destination(&binary, &binary)?;
     host.knows("first", &first)?;

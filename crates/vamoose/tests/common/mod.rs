@@ -6,15 +6,16 @@
     reason = "each test file uses its own part of this module"
 )]
 
-use std::{path::Path, time::Duration};
+use std::{path::Path, process::Command, time::Duration};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use lab::{
     qemu::{Binary, Builder, Qemu},
     ram::{self, Fill},
     vamoose::Vamoose,
 };
 use serde_json::{Value, json};
+use tempfile::TempDir;
 
 /// Longer than anything may take on a machine that is very busy.
 pub const LIMIT: Duration = Duration::from_secs(120);
@@ -90,13 +91,48 @@ pub fn expect_equal(
     Ok(account)
 }
 
-/// The guest must be where it was before a migration that failed.
-pub fn expect_at_source(source: &mut Qemu) -> Result<()> {
-    source.qmp.wait_migration(&["failed", "cancelled"], LIMIT)?;
-    let status = source.qmp.query_status()?;
-    ensure!(
-        status == "running" || status == "prelaunch",
-        "the guest at the source is {status}"
-    );
-    Ok(())
+/// A destination host: its server, and the folder in which its QEMUs' monitors are linked by name.
+pub struct Host {
+    pub server: Vamoose,
+    pub address: String,
+    pub monitors: TempDir,
+}
+
+impl Host {
+    pub fn start(options: &[&str]) -> Result<Self> {
+        let monitors = TempDir::new()?;
+        let mut command = Command::new(vamoose());
+        command.args(["serve", "--listen", "tcp:127.0.0.1:0", "--qmp-dir"]);
+        let server = Vamoose::start(command.arg(monitors.path()).args(options))?;
+        let address = server.wait_for("taking migrations on ", LIMIT)?;
+        Ok(Self {
+            server,
+            address,
+            monitors,
+        })
+    }
+
+    /// Makes `qemu` known here by `name`.
+    pub fn knows(&self, name: &str, qemu: &Qemu) -> Result<()> {
+        let link = self.monitors.path().join(format!("{name}.qmp"));
+        std::os::unix::fs::symlink(qemu.qmp_socket(), link).context("cannot link the monitor")
+    }
+
+    /// Makes the name free for another QEMU.
+    pub fn forgets(&self, name: &str) -> Result<()> {
+        let link = self.monitors.path().join(format!("{name}.qmp"));
+        std::fs::remove_file(link).context("no such name")
+    }
+
+    pub fn migrate(&self, source: &Qemu, name: &str, options: &[&str]) -> Result<Vamoose> {
+        migrate(&source.qmp_socket(), &self.address, name, options)
+    }
+}
+
+pub fn migrate(qmp: &Path, to: &str, name: &str, options: &[&str]) -> Result<Vamoose> {
+    let mut command = Command::new(vamoose());
+    command.args([
+        "migrate", "--json", "-", "--to", to, "--name", name, "--qmp",
+    ]);
+    Vamoose::start(command.arg(qmp).args(options))
 }

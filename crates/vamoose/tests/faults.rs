@@ -1,0 +1,389 @@
+//! Everything that can be killed, cut or cancelled in the middle of a migration between stock QEMUs: the
+//! guest runs on at the source, nothing is left behind, and the next migration works.
+
+mod common;
+
+use std::{process::Command, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use common::{
+    Host, LIMIT, MIB, bare_pair, expect_equal, incoming, listen_address, set_up, vamoose,
+};
+use lab::{
+    qemu::{self, Binary, Builder, Qemu},
+    ram::{self, Fill},
+    vamoose::Vamoose,
+};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// Slow enough for a migration of [`RAM`] never to end by itself within a test.
+const SLOW: [&str; 4] = ["--max-bandwidth", "64k", "--stall-timeout", "3"];
+const RAM: u64 = 32 * MIB;
+
+/// A running guest in the middle of a migration through a pair of relays.
+struct Scene {
+    source: Qemu,
+    destination: Qemu,
+    near: Vamoose,
+    far: Vamoose,
+}
+
+impl Scene {
+    fn start(binary: &Binary) -> Result<Self> {
+        let (mut source, mut destination) = bare_pair(binary, binary, RAM)?;
+        source.qmp.cont()?;
+        set_up(&mut destination, 2, "none")?;
+        let connect = incoming(&mut destination, false)?;
+        let listen = listen_address(&destination, "far", true);
+        let (far, between) = Vamoose::relay(vamoose(), &listen, &connect, &[])?;
+        let listen = listen_address(&source, "out", false);
+        let options = [&["--method", "zstd"][..], &SLOW].concat();
+        let (near, address) = Vamoose::relay(vamoose(), &listen, &between, &options)?;
+        set_up(&mut source, 2, "none")?;
+        source.qmp.migrate(&address)?;
+        source.qmp.wait_migration(&["active"], LIMIT)?;
+        // A destination that has not taken all its connections yet waits for the missing ones for
+        // ever when their other end dies: QEMU's own affair.
+        destination.qmp.wait_migration(&["active"], LIMIT)?;
+        Ok(Self {
+            source,
+            destination,
+            near,
+            far,
+        })
+    }
+
+    /// The guest must run at the source, and must be able to move again.
+    fn expect_recovery(mut self, binary: &Binary, near: bool, far: bool) -> Result<()> {
+        self.source
+            .qmp
+            .wait_migration(&["failed", "cancelled"], LIMIT)?;
+        self.source.qmp.wait_status("running", LIMIT)?;
+        // Whoever was not killed ends by itself, and says that it failed.
+        if near {
+            self.near.finish(LIMIT)?.failure("vamoose: ")?;
+        }
+        if far {
+            self.far.finish(LIMIT)?.failure("vamoose: ")?;
+        }
+        // QEMU ends when an incoming migration fails.
+        self.destination.wait_exit(LIMIT)?;
+        migrate_again(&mut self.source, binary)
+    }
+}
+
+fn migrate_again(source: &mut Qemu, binary: &Binary) -> Result<()> {
+    let mut destination = Builder::bare(binary, RAM).incoming().start()?;
+    set_up(&mut destination, 2, "zstd")?;
+    let connect = incoming(&mut destination, false)?;
+    let listen = listen_address(source, "again", false);
+    let options = ["--method", "zstd"];
+    let (relay, address) = Vamoose::relay(vamoose(), &listen, &connect, &options)?;
+    set_up(source, 2, "none")?;
+    source.qmp.take_events();
+    source.qmp.migrate(&address)?;
+    expect_equal(source, &mut destination, &[&relay])?;
+    relay.finish(LIMIT)?.success()?;
+    Ok(())
+}
+
+fn kill(pid: u32) -> Result<()> {
+    let pid = Pid::from_raw(i32::try_from(pid)?).context("not a process")?;
+    Ok(kill_process(pid, Signal::KILL)?)
+}
+
+fn pause(pid: u32) -> Result<()> {
+    let pid = Pid::from_raw(i32::try_from(pid)?).context("not a process")?;
+    Ok(kill_process(pid, Signal::STOP)?)
+}
+
+#[test]
+fn cancel_at_the_source() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut scene = Scene::start(&binary)?;
+    scene.source.qmp.migrate_cancel()?;
+    scene.expect_recovery(&binary, true, true)
+}
+
+#[test]
+fn relay_a_killed() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let scene = Scene::start(&binary)?;
+    kill(scene.near.pid())?;
+    scene.expect_recovery(&binary, false, true)
+}
+
+#[test]
+fn relay_b_killed() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let scene = Scene::start(&binary)?;
+    kill(scene.far.pid())?;
+    scene.expect_recovery(&binary, true, false)
+}
+
+#[test]
+fn destination_killed() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let scene = Scene::start(&binary)?;
+    kill(scene.destination.pid())?;
+    scene.expect_recovery(&binary, true, true)
+}
+
+#[test]
+fn an_old_destination_killed() -> Result<()> {
+    let Some(binary) = qemu::find_or_skip(7, 2)? else {
+        return Ok(());
+    };
+    let scene = Scene::start(&binary)?;
+    kill(scene.destination.pid())?;
+    scene.expect_recovery(&binary, true, true)
+}
+
+/// The guest is lost with its QEMU, but everything else ends.
+#[test]
+fn source_killed() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut scene = Scene::start(&binary)?;
+    kill(scene.source.pid())?;
+    scene.near.finish(LIMIT)?.failure("source")?;
+    scene.far.finish(LIMIT)?.failure("vamoose: ")?;
+    scene.destination.wait_exit(LIMIT)?;
+    Ok(())
+}
+
+/// A relay that hangs without ending its connections, as behind a network that was cut.
+#[test]
+fn relay_b_hangs() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let (mut source, mut destination) = bare_pair(&binary, &binary, RAM)?;
+    source.qmp.cont()?;
+    set_up(&mut destination, 2, "none")?;
+    let connect = incoming(&mut destination, false)?;
+    let (far, between) = Vamoose::relay(vamoose(), "tcp:127.0.0.1:0", &connect, &[])?;
+    let listen = listen_address(&source, "out", false);
+    let options = ["--stall-timeout", "1", "--max-bandwidth", "1M"];
+    let (near, address) = Vamoose::relay(vamoose(), &listen, &between, &options)?;
+    set_up(&mut source, 2, "none")?;
+    source.qmp.migrate(&address)?;
+    far.wait_for("relaying a multifd migration", LIMIT)?;
+    pause(far.pid())?;
+    // Once the sockets' buffers are full nothing goes on.
+    near.finish(LIMIT)?.failure("stopped reading")?;
+    source.qmp.wait_migration(&["failed"], LIMIT)?;
+    source.qmp.wait_status("running", LIMIT)?;
+    kill(far.pid())?;
+    destination.wait_exit(LIMIT)?;
+    migrate_again(&mut source, &binary)
+}
+
+/// A guest whose relay has nowhere to go stays where it is.
+#[test]
+fn nobody_at_the_destination() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut source = Builder::bare(&binary, RAM)
+        .content(Fill::Mixed, 1)
+        .start()?;
+    source.qmp.cont()?;
+    let listen = listen_address(&source, "out", false);
+    let (relay, address) = Vamoose::relay(vamoose(), &listen, "unix:/nowhere.sock", &[])?;
+    set_up(&mut source, 2, "none")?;
+    source.qmp.migrate(&address)?;
+    relay
+        .finish(LIMIT)?
+        .failure("cannot connect to unix:/nowhere.sock")?;
+    source.qmp.wait_migration(&["failed"], LIMIT)?;
+    source.qmp.wait_status("running", LIMIT)?;
+    migrate_again(&mut source, &binary)
+}
+
+/// A destination that decodes another method than the relay sends ends the migration, not the guest.
+#[test]
+fn a_destination_set_to_another_method() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let (mut source, mut destination) = bare_pair(&binary, &binary, RAM)?;
+    source.qmp.cont()?;
+    set_up(&mut destination, 2, "zlib")?;
+    let connect = incoming(&mut destination, false)?;
+    let listen = listen_address(&source, "out", false);
+    let options = ["--method", "zstd"];
+    let (relay, address) = Vamoose::relay(vamoose(), &listen, &connect, &options)?;
+    set_up(&mut source, 2, "none")?;
+    source.qmp.migrate(&address)?;
+    relay.finish(LIMIT)?.failure("destination")?;
+    source.qmp.wait_migration(&["failed"], LIMIT)?;
+    source.qmp.wait_status("running", LIMIT)?;
+    migrate_again(&mut source, &binary)
+}
+
+/// A migration driven by `migrate` through a server, in its middle.
+struct Driven {
+    host: Host,
+    source: Qemu,
+    destination: Qemu,
+    migration: Vamoose,
+}
+
+impl Driven {
+    fn start(binary: &Binary) -> Result<Self> {
+        let host = Host::start(&["--stall-timeout", "3"])?;
+        let (mut source, mut destination) = bare_pair(binary, binary, RAM)?;
+        source.qmp.cont()?;
+        host.knows("vm", &destination)?;
+        let migration = host.migrate(&source, "vm", &SLOW)?;
+        migration.wait_for("active", LIMIT)?;
+        destination.qmp.wait_migration(&["active"], LIMIT)?;
+        Ok(Self {
+            host,
+            source,
+            destination,
+            migration,
+        })
+    }
+}
+
+#[test]
+fn serve_killed() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut driven = Driven::start(&binary)?;
+    driven.host.server.signal(Signal::KILL)?;
+    let ended = driven.migration.finish(LIMIT)?;
+    ended.failure("the guest stays at the source")?;
+    driven.source.qmp.wait_status("running", LIMIT)?;
+    driven.destination.wait_exit(LIMIT)?;
+    migrate_again(&mut driven.source, &binary)
+}
+
+#[test]
+fn serve_told_to_stop() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut driven = Driven::start(&binary)?;
+    driven.host.server.signal(Signal::TERM)?;
+    driven.host.server.finish(LIMIT)?.success()?;
+    let ended = driven.migration.finish(LIMIT)?;
+    ended.failure("the guest stays at the source")?;
+    driven.source.qmp.wait_status("running", LIMIT)?;
+    driven.destination.wait_exit(LIMIT)?;
+    migrate_again(&mut driven.source, &binary)
+}
+
+#[test]
+fn migrate_killed() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut driven = Driven::start(&binary)?;
+    driven.migration.signal(Signal::KILL)?;
+    driven.source.qmp.wait_migration(&["failed"], LIMIT)?;
+    driven.source.qmp.wait_status("running", LIMIT)?;
+    driven.destination.wait_exit(LIMIT)?;
+    // The same server takes the next one, also by the same name.
+    let second = Builder::bare(&binary, RAM).incoming().start()?;
+    driven.host.forgets("vm")?;
+    driven.host.knows("vm", &second)?;
+    driven
+        .host
+        .migrate(&driven.source, "vm", &[])?
+        .finish(LIMIT)?
+        .success()?;
+    ram::compare(driven.source.ram(), second.ram())?;
+    Ok(())
+}
+
+#[test]
+fn destination_of_a_server_killed() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut driven = Driven::start(&binary)?;
+    kill(driven.destination.pid())?;
+    let ended = driven.migration.finish(LIMIT)?;
+    ended.failure("the guest stays at the source")?;
+    driven.source.qmp.wait_status("running", LIMIT)?;
+    migrate_again(&mut driven.source, &binary)
+}
+
+#[test]
+fn source_of_migrate_killed() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut driven = Driven::start(&binary)?;
+    kill(driven.source.pid())?;
+    let ended = driven.migration.finish(LIMIT)?;
+    ended.failure("the source's QEMU has ended")?;
+    driven.destination.wait_exit(LIMIT)?;
+    Ok(())
+}
+
+/// The settings of both QEMUs are as they were, so that a plain migration works afterwards.
+#[test]
+fn a_failed_migration_puts_settings_back() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let host = Host::start(&[])?;
+    let mut source = Builder::bare(&binary, RAM)
+        .content(Fill::Mixed, 1)
+        .start()?;
+    source.qmp.set_capabilities(&[("xbzrle", true)])?;
+    let before = settings(&mut source)?;
+    let destination = Builder::bare(&binary, RAM).incoming().start()?;
+    host.knows("vm", &destination)?;
+    let migration = host.migrate(&source, "vm", &SLOW)?;
+    migration.wait_for("active", LIMIT)?;
+    migration.signal(Signal::INT)?;
+    migration.finish(LIMIT)?.failure("cancelled")?;
+    ensure!(settings(&mut source)? == before);
+    Ok(())
+}
+
+fn settings(qemu: &mut Qemu) -> Result<[serde_json::Value; 2]> {
+    let mut ask = |command| qemu.qmp.execute(command, serde_json::json!({}));
+    Ok([
+        ask("query-migrate-capabilities")?,
+        ask("query-migrate-parameters")?,
+    ])
+}
+
+/// Nothing that `vamoose relay` opened is there when it has ended.
+#[test]
+fn no_socket_is_left_behind() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let source = Builder::bare(&binary, RAM).start()?;
+    let listen = listen_address(&source, "out", false);
+    let (relay, _) = Vamoose::relay(vamoose(), &listen, "unix:/nowhere", &[])?;
+    relay.signal(Signal::KILL)?;
+    let ended = relay.finish(Duration::from_secs(20))?;
+    ensure!(!ended.status.success());
+    // What a killed relay leaves is replaced by the next; one that lives is not.
+    let (relay, _) = Vamoose::relay(vamoose(), &listen, "unix:/nowhere", &[])?;
+    let mut second = Command::new(vamoose());
+    second.args(["relay", "--listen", &listen, "--connect", "unix:/nowhere"]);
+    Vamoose::start(&mut second)?
+        .finish(LIMIT)?
+        .failure("cannot listen")?;
+    drop(relay);
+    Ok(())
+}
