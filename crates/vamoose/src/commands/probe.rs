@@ -1,0 +1,217 @@
+//! `vamoose probe`: what this host has for migrations, and which method it advises.
+//!
+//! What is read from the system's files is read below a [`Root`], so that tests can show it another
+//! system. Nothing that is absent is an error: the answer is then why.
+
+mod advice;
+mod cpu;
+mod engines;
+mod pci;
+mod qemu;
+mod system;
+
+use std::{
+    fs,
+    io::{self, Write as _},
+    num::NonZeroUsize,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+use serde::Serialize;
+
+use self::{
+    advice::Advice,
+    cpu::Cpu,
+    engines::Engine,
+    pci::Device,
+    qemu::Qemu,
+    system::{Memlock, Node, Presence, Userfaultfd},
+};
+
+/// Show what this host has for migrations, and which method it advises
+///
+/// Measures the encoders for about a second.
+#[derive(Args, Debug)]
+pub(crate) struct Options {
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Cores that a migration may use [default: those of this process]
+    #[arg(long, value_name = "N")]
+    cores: Option<NonZeroUsize>,
+}
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let probe = Probe::new(&Root::system(), options.cores)?;
+    let text = if options.json {
+        serde_json::to_string_pretty(&probe).context("cannot write the result as JSON")? + "\n"
+    } else {
+        probe.text()
+    };
+    match io::stdout().write_all(text.as_bytes()) {
+        // `| head` has read enough.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        result => result.context("cannot write to standard output"),
+    }
+}
+
+/// Everything that is printed.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Probe {
+    kernel: Option<String>,
+    cpu: Cpu,
+    numa_nodes: Vec<Node>,
+    memlock: Memlock,
+    kvm: Presence,
+    userfaultfd: Userfaultfd,
+    zero_copy: Presence,
+    devices: Vec<Device>,
+    engines: Vec<Engine>,
+    qemus: Vec<Qemu>,
+    advice: Advice,
+}
+
+impl Probe {
+    fn new(root: &Root, cores: Option<NonZeroUsize>) -> Result<Self> {
+        let cpu = Cpu::probe(root);
+        let devices = pci::devices(root);
+        let cores = cores.map_or(cpu.usable_cores, NonZeroUsize::get);
+        Ok(Self {
+            kernel: system::kernel(root),
+            numa_nodes: system::nodes(root),
+            memlock: Memlock::probe(),
+            kvm: system::kvm(root),
+            userfaultfd: Userfaultfd::probe(root),
+            zero_copy: system::zero_copy(root),
+            engines: engines::engines(&devices),
+            qemus: qemu::on_path(std::env::var_os("PATH").as_deref()),
+            advice: Advice::measure(cores)?,
+            cpu,
+            devices,
+        })
+    }
+
+    fn text(&self) -> String {
+        let mut lines = Lines::default();
+        lines.put("kernel", self.kernel.as_deref().unwrap_or("unknown"));
+        self.cpu.describe(&mut lines);
+        for node in &self.numa_nodes {
+            lines.put("numa node", node);
+        }
+        lines.put("memlock", &self.memlock);
+        lines.put("kvm", &self.kvm);
+        lines.put("userfaultfd", &self.userfaultfd);
+        lines.put("zero-copy send", &self.zero_copy);
+        if self.devices.is_empty() {
+            lines.put("accelerators", "no QAT, DSA or IAA on PCI");
+        }
+        for device in &self.devices {
+            lines.put("accelerator", device);
+        }
+        for engine in &self.engines {
+            lines.put("engine", engine);
+        }
+        if self.qemus.is_empty() {
+            lines.put("qemu", "none on PATH");
+        }
+        for qemu in &self.qemus {
+            lines.put("qemu", qemu);
+        }
+        self.advice.describe(&mut lines);
+        lines.0
+    }
+}
+
+/// Lines of `name  value`, aligned; of several with one name only the first says it.
+#[derive(Default)]
+struct Lines(String, String);
+
+impl Lines {
+    fn put(&mut self, name: &str, value: impl std::fmt::Display) {
+        let shown = if self.1 == name { "" } else { name };
+        self.0.push_str(&format!("{shown:<16}{value}\n"));
+        name.clone_into(&mut self.1);
+    }
+}
+
+/// Where the system's files begin: `/`, or a folder with the like in tests.
+struct Root(PathBuf);
+
+impl Root {
+    fn system() -> Self {
+        Self(PathBuf::from("/"))
+    }
+
+    /// The path of a system file, given without its leading `/`.
+    fn path(&self, file: &str) -> PathBuf {
+        self.0.join(file)
+    }
+
+    /// The trimmed text of a system file, where it can be read.
+    fn read(&self, file: &str) -> Option<String> {
+        read(&self.path(file))
+    }
+
+    /// The entries of a system folder, by name; none where there is no such folder.
+    fn list(&self, folder: &str) -> Vec<(String, PathBuf)> {
+        let Ok(entries) = fs::read_dir(self.path(folder)) else {
+            return Vec::new();
+        };
+        let mut found: Vec<_> = entries
+            .flatten()
+            .map(|entry| {
+                let name = entry.file_name().to_string_lossy().into_owned();
+                (name, entry.path())
+            })
+            .collect();
+        found.sort();
+        found
+    }
+}
+
+/// The trimmed text of a file, where it can be read.
+fn read(path: &Path) -> Option<String> {
+    let bytes = fs::read(path).ok()?;
+    Some(String::from_utf8_lossy(&bytes).trim().to_owned())
+}
+
+#[cfg(test)]
+mod fake {
+    //! Another system's files, in a folder.
+
+    use super::*;
+
+    /// A root with `files`, removed when the folder is dropped.
+    pub(super) fn root(files: &[(&str, &str)]) -> (tempfile::TempDir, Root) {
+        let folder = tempfile::tempdir().unwrap();
+        let root = Root(folder.path().to_owned());
+        for (file, text) in files {
+            let path = root.path(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        (folder, root)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_system_without_anything_is_described_too() {
+        let (_folder, root) = fake::root(&[]);
+        let probe = Probe::new(&root, NonZeroUsize::new(1)).unwrap();
+        assert_eq!(probe.kernel, None);
+        assert!(!probe.kvm.present && !probe.userfaultfd.kernel && !probe.zero_copy.present);
+        assert!(probe.devices.is_empty() && probe.numa_nodes.is_empty());
+        let text = probe.text();
+        for line in ["kernel          unknown", "no QAT, DSA or IAA on PCI"] {
+            assert!(text.contains(line), "{text}");
+        }
+        assert!(serde_json::to_string(&probe).is_ok());
+    }
+}

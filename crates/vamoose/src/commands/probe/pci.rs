@@ -1,0 +1,151 @@
+//! Accelerators on the PCI bus, by their ids.
+
+use std::{fmt, fs};
+
+use serde::Serialize;
+
+use super::{Root, read};
+
+/// An accelerator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Device {
+    /// Domain, bus, device and function.
+    address: String,
+    pub(super) kind: Kind,
+    model: &'static str,
+    vendor: String,
+    device: String,
+    /// Nothing on hosts without NUMA.
+    numa_node: Option<u32>,
+    /// The kernel's driver that has it.
+    driver: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Kind {
+    Qat,
+    Dsa,
+    Iaa,
+}
+
+impl Kind {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Qat => "QAT",
+            Self::Dsa => "DSA",
+            Self::Iaa => "IAA",
+        }
+    }
+}
+
+const INTEL: u32 = 0x8086;
+
+/// Intel's device ids.
+const KNOWN: [(u32, Kind, &str); 14] = [
+    (0x4940, Kind::Qat, "4xxx"),
+    (0x4941, Kind::Qat, "4xxx (virtual function)"),
+    (0x4942, Kind::Qat, "401xx"),
+    (0x4943, Kind::Qat, "401xx (virtual function)"),
+    (0x4944, Kind::Qat, "402xx"),
+    (0x4945, Kind::Qat, "402xx (virtual function)"),
+    (0x4946, Kind::Qat, "420xx"),
+    (0x4947, Kind::Qat, "420xx (virtual function)"),
+    (0x0b25, Kind::Dsa, "Sapphire Rapids"),
+    (0x11fb, Kind::Dsa, "Granite Rapids-D"),
+    (0x1212, Kind::Dsa, "Diamond Rapids"),
+    (0x0cfe, Kind::Iaa, "Sapphire Rapids"),
+    (0x1216, Kind::Iaa, "Diamond Rapids"),
+    (0xb02d, Kind::Iaa, "Panther Lake"),
+];
+
+/// The accelerators of this host.
+pub(super) fn devices(root: &Root) -> Vec<Device> {
+    root.list("sys/bus/pci/devices")
+        .into_iter()
+        .filter_map(|(address, folder)| {
+            let vendor = read(&folder.join("vendor"))?;
+            let device = read(&folder.join("device"))?;
+            if hex(&vendor)? != INTEL {
+                return None;
+            }
+            let id = hex(&device)?;
+            let (_, kind, model) = KNOWN.into_iter().find(|(known, ..)| *known == id)?;
+            Some(Device {
+                address,
+                kind,
+                model,
+                vendor,
+                device,
+                // -1 says that there is no such thing.
+                numa_node: read(&folder.join("numa_node")).and_then(|node| node.parse().ok()),
+                driver: fs::read_link(folder.join("driver"))
+                    .ok()
+                    .and_then(|driver| Some(driver.file_name()?.to_string_lossy().into_owned())),
+            })
+        })
+        .collect()
+}
+
+fn hex(text: &str) -> Option<u32> {
+    u32::from_str_radix(text.strip_prefix("0x")?, 16).ok()
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (kind, model, address) = (self.kind.name(), self.model, &self.address);
+        write!(f, "{kind} {model} at {address}")?;
+        if let Some(node) = self.numa_node {
+            write!(f, ", node {node}")?;
+        }
+        match &self.driver {
+            Some(driver) => write!(f, ", driver {driver}"),
+            None => write!(f, ", no driver bound"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::fake, *};
+
+    #[test]
+    fn accelerators_are_told_from_the_rest() {
+        let (_folder, root) = fake::root(&[
+            ("sys/bus/pci/devices/0000:00:01.0/vendor", "0x8086\n"),
+            ("sys/bus/pci/devices/0000:00:01.0/device", "0x1237\n"),
+            ("sys/bus/pci/devices/0000:6d:00.0/vendor", "0x1af4\n"),
+            ("sys/bus/pci/devices/0000:6d:00.0/device", "0x4940\n"),
+            ("sys/bus/pci/devices/0000:6b:00.0/vendor", "0x8086\n"),
+            ("sys/bus/pci/devices/0000:6b:00.0/device", "0x4940\n"),
+            ("sys/bus/pci/devices/0000:6b:00.0/numa_node", "1\n"),
+            ("sys/bus/pci/devices/0000:6a:02.0/vendor", "0x8086\n"),
+            ("sys/bus/pci/devices/0000:6a:02.0/device", "0x0cfe\n"),
+            ("sys/bus/pci/devices/0000:6a:02.0/numa_node", "-1\n"),
+            ("sys/bus/pci/drivers/4xxx/bind", ""),
+            // Files that a hostile or broken sysfs might hold.
+            ("sys/bus/pci/devices/0000:ff:00.0/vendor", "Intel\n"),
+            ("sys/bus/pci/devices/0000:ff:00.0/device", "\n"),
+        ]);
+        std::os::unix::fs::symlink(
+            "../../drivers/4xxx",
+            root.path("sys/bus/pci/devices/0000:6b:00.0/driver"),
+        )
+        .unwrap();
+        let found: Vec<_> = devices(&root).iter().map(ToString::to_string).collect();
+        assert_eq!(
+            found,
+            [
+                "IAA Sapphire Rapids at 0000:6a:02.0, no driver bound",
+                "QAT 4xxx at 0000:6b:00.0, node 1, driver 4xxx",
+            ]
+        );
+    }
+
+    #[test]
+    fn no_bus_is_no_device() {
+        let (_folder, root) = fake::root(&[]);
+        assert_eq!(devices(&root), []);
+    }
+}

@@ -1,0 +1,73 @@
+//! `vamoose`: fast live migration of virtual machines, between unmodified QEMUs.
+//!
+//! Commands, progress and reports; what they do is in the crates below.
+
+#![forbid(unsafe_code)]
+
+mod commands;
+mod options;
+mod progress;
+mod report;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+/// Fast live migration of virtual machines, between unmodified QEMUs.
+#[derive(Parser)]
+#[command(version, propagate_version = true, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Relay(commands::relay::Options),
+    Serve(commands::serve::Options),
+    Migrate(commands::migrate::Options),
+    Inspect(commands::inspect::Options),
+    Probe(commands::probe::Options),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = EnvFilter::builder()
+        .with_env_var("VAMOOSE_LOG")
+        .with_default_directive(tracing::level_filters::LevelFilter::INFO.into())
+        .from_env_lossy();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .init();
+    let result = match cli.command {
+        Command::Relay(options) => commands::relay::run(&options),
+        Command::Serve(options) => commands::serve::run(&options),
+        Command::Migrate(options) => commands::migrate::run(&options),
+        Command::Inspect(options) => commands::inspect::run(&options),
+        Command::Probe(options) => commands::probe::run(&options),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("vamoose: {}", one_line(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// An error and its causes on one line. Most of our errors name their cause in their own text: it is
+/// not said twice.
+fn one_line(error: &anyhow::Error) -> String {
+    let mut line = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if line.is_empty() {
+            line = cause;
+        } else if !line.contains(&cause) {
+            line = format!("{line}: {cause}");
+        }
+    }
+    line
+}

@@ -1,0 +1,184 @@
+//! Writes `seeds/TARGET/`: small inputs to start from, made of what stock QEMUs sent
+//! (`testdata/vectors`): headers as they are, pages re-encoded a few at a time, as whole packets
+//! would be too long to mutate well.
+//!
+//! `cargo run --manifest-path fuzz/Cargo.toml --example seeds`
+
+use std::{fs, path::Path};
+
+use codec::{Settings, encoder};
+use multifd::{INITIAL_LEN, Layout, Method, PRELUDE_LEN, Prelude, RamHeader};
+use vamoose_fuzz::{LAYOUT, write_packet};
+
+const FOLDERS: [&str; 6] = [
+    "qemu-10.0.2-none",
+    "qemu-10.0.2-zlib",
+    "qemu-10.0.2-zstd",
+    "qemu-7.2.22-none",
+    "qemu-7.2.22-zlib",
+    "qemu-7.2.22-zstd",
+];
+
+fn main() {
+    headers();
+    decoders();
+    round_trips();
+    channels();
+}
+
+/// The introduction and every differing sort of packet of each recording, after a byte for 4 KiB
+/// pages. A header's empty tail is left out: the target fills it up.
+fn headers() {
+    for folder in FOLDERS {
+        let stream = read(&format!("{folder}/channel1.bin.zst"));
+        let (initial, mut packets) = stream.split_at(INITIAL_LEN);
+        seed(
+            "packet",
+            &format!("{folder}-initial"),
+            &[&[2], initial].concat(),
+        );
+        let mut header = RamHeader::new(LAYOUT);
+        let mut seen = Vec::new();
+        while let Some((prelude, rest)) = packets.split_first_chunk::<PRELUDE_LEN>() {
+            let prelude = Prelude::parse(prelude).expect("QEMU's");
+            let (table, rest) = rest.split_at(LAYOUT.ram_header_len() - PRELUDE_LEN);
+            header.parse(prelude, table, LAYOUT).expect("QEMU's");
+            let sort = (
+                header.sync,
+                header.normal_offsets().is_empty(),
+                header.zero_offsets().is_empty(),
+            );
+            if !seen.contains(&sort) {
+                let bytes = &packets[..LAYOUT.ram_header_len()];
+                let used = bytes.iter().rposition(|byte| *byte != 0).unwrap_or(0) + 1;
+                let name = format!("{folder}-{}", seen.len());
+                seed("packet", &name, &[&[2], &bytes[..used]].concat());
+                seen.push(sort);
+            }
+            packets = &rest[header.payload_len()..];
+        }
+    }
+    let device = device_state(b"");
+    seed("packet", "device-state", &[&[2], &device[..]].concat());
+}
+
+fn decoders() {
+    for (target, method, levels) in [
+        ("zlib_decoder", Method::Zlib, &[0, 1, 6][..]),
+        ("zstd_decoder", Method::Zstd, &[-5, 1, 9]),
+    ] {
+        for level in levels {
+            let settings = Settings::new(method, Some(*level)).expect("a level");
+            let mut encoder = encoder(&settings, LAYOUT).expect("memory");
+            let (mut input, mut out) = (Vec::new(), Vec::new());
+            for pages in samples() {
+                let payload = encoder.encode(&pages, &mut out).expect("encodable");
+                if payload.len() < 5000 {
+                    write_packet(pages.len() / LAYOUT.page_size(), payload, &mut input);
+                } else {
+                    // Stored blocks: the start will do.
+                    write_packet(
+                        pages.len() / LAYOUT.page_size(),
+                        &payload[..3000],
+                        &mut input,
+                    );
+                    break;
+                }
+            }
+            seed(target, &format!("level{level}"), &input);
+        }
+    }
+}
+
+/// Bytes that choose methods, levels and contents; the fuzzer does the rest.
+fn round_trips() {
+    let sample = &samples()[0];
+    for (index, chunk) in sample.chunks(512).take(8).enumerate() {
+        seed("round_trip", &format!("{index}"), chunk);
+    }
+}
+
+/// SYNC, pages, SYNC with pages, device state, SYNC, for each method.
+fn channels() {
+    for method in [Method::None, Method::Zlib, Method::Zstd] {
+        let settings = Settings::new(method, None).expect("a default level");
+        let mut encoder = encoder(&settings, LAYOUT).expect("memory");
+        let mut input = ram(&[], &[], Method::None, &[], true);
+        let mut out = Vec::new();
+        for (pages, sync) in samples().iter().take(2).zip([false, true]) {
+            let pages = &pages[..LAYOUT.page_size()];
+            let payload = encoder.encode(pages, &mut out).expect("encodable");
+            input.extend(ram(&[0x5000], &[0x7000], method, payload, sync));
+        }
+        input.extend(device_state(b"state"));
+        input.extend(ram(&[], &[], Method::None, &[], true));
+        seed("channel", method.name(), &input);
+    }
+}
+
+fn ram(normal: &[u64], zero: &[u64], method: Method, payload: &[u8], sync: bool) -> Vec<u8> {
+    let mut header = RamHeader::new(LAYOUT);
+    header.block = multifd::BlockName::new(b"mem").expect("a name");
+    header.method = method;
+    header.sync = sync;
+    header.set_pages(normal, zero, LAYOUT).expect("few pages");
+    header
+        .set_payload_len(payload.len(), Layout::X86)
+        .expect("a small payload");
+    let mut bytes = Vec::new();
+    header.write(LAYOUT, &mut bytes);
+    bytes.extend_from_slice(payload);
+    bytes
+}
+
+fn device_state(state: &[u8]) -> Vec<u8> {
+    let words = |words: [u32; 3]| words.map(u32::to_be_bytes).concat();
+    let mut bytes = words([multifd::MAGIC, multifd::VERSION, 0x40]);
+    bytes.extend_from_slice(b"0000:00:03.0/vfio");
+    bytes.resize(PRELUDE_LEN + 256, 0);
+    let len = u32::try_from(state.len()).expect("a small state");
+    bytes.extend_from_slice(&words([1, len, 0])[..8]);
+    bytes.extend_from_slice(state);
+    bytes
+}
+
+/// A few runs of pages of the guest, the best compressible first.
+fn samples() -> Vec<Vec<u8>> {
+    let ram = read("ram.img.zst");
+    let mut pages: Vec<&[u8]> = ram
+        .chunks_exact(LAYOUT.page_size())
+        .filter(|page| page.iter().any(|byte| *byte != 0))
+        .collect();
+    let cost = |page: &&[u8]| {
+        let mut out = Vec::with_capacity(2 * page.len());
+        zstd_safe::compress(&mut out, page, 1).expect("room")
+    };
+    pages.sort_by_key(cost);
+    let (first, rest) = pages.split_at(pages.len() / 10);
+    vec![
+        first[0].to_vec(),
+        first[first.len() / 2..][..3].concat(),
+        first[first.len() - 4..].concat(),
+        rest[rest.len() / 2].to_vec(),
+        first[1].to_vec(),
+        rest[rest.len() - 1].to_vec(),
+    ]
+}
+
+fn read(file: &str) -> Vec<u8> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../testdata/vectors")
+        .join(file);
+    let packed = fs::read(path).expect("testdata is in the repository");
+    let mut bytes = Vec::with_capacity(8 << 20);
+    zstd_safe::decompress(&mut bytes, &packed).expect("testdata is whole");
+    bytes
+}
+
+fn seed(target: &str, name: &str, bytes: &[u8]) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("seeds")
+        .join(target);
+    fs::create_dir_all(&folder).expect("a writable checkout");
+    fs::write(folder.join(name), bytes).expect("a writable checkout");
+}
