@@ -302,7 +302,7 @@ fn a_higher_level_sends_less() -> Result<()> {
             expect_equal(&mut source, &mut destination, &[&relay])?;
             let ended = relay.finish(LIMIT)?.success()?;
             let report: Value = serde_json::from_str(&ended.stdout)?;
-            ensure!(report["level"].to_string() == level, "{report}");
+            ensure!(report["level"] == level.parse::<i32>()?, "{report}");
             bytes.push(report["wire-bytes"].as_u64().unwrap_or(0));
         }
         ensure!(bytes[1] < bytes[0], "{method}: {bytes:?}");
