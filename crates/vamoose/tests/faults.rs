@@ -54,7 +54,7 @@ impl Scene {
     }
 
     /// The guest must run at the source, and must be able to move again.
-    fn expect_recovery(mut self, binary: &Binary, near: bool, far: bool) -> Result<()> {
+    fn expect_recovery(mut self, binary: &Binary, [near, far]: [bool; 2]) -> Result<()> {
         self.source
             .qmp
             .wait_migration(&["failed", "cancelled"], LIMIT)?;
@@ -88,63 +88,57 @@ fn migrate_again(source: &mut Qemu, binary: &Binary) -> Result<()> {
 }
 
 fn kill(pid: u32) -> Result<()> {
-    let pid = Pid::from_raw(i32::try_from(pid)?).context("not a process")?;
-    Ok(kill_process(pid, Signal::KILL)?)
+    signal(pid, Signal::KILL)
 }
 
-fn pause(pid: u32) -> Result<()> {
+fn signal(pid: u32, signal: Signal) -> Result<()> {
     let pid = Pid::from_raw(i32::try_from(pid)?).context("not a process")?;
-    Ok(kill_process(pid, Signal::STOP)?)
+    Ok(kill_process(pid, signal)?)
+}
+
+/// Does `harm` in the middle of a migration and expects the guest to recover; `survivors` are the
+/// relays, A and B, that are still there to end by themselves.
+fn recovers(
+    binary: Option<Binary>,
+    harm: impl FnOnce(&mut Scene) -> Result<()>,
+    survivors: [bool; 2],
+) -> Result<()> {
+    let Some(binary) = binary else {
+        return Ok(());
+    };
+    let mut scene = Scene::start(&binary)?;
+    harm(&mut scene)?;
+    scene.expect_recovery(&binary, survivors)
 }
 
 #[test]
 fn cancel_at_the_source() -> Result<()> {
-    let Some(binary) = qemu::newest_or_skip()? else {
-        return Ok(());
-    };
-    let mut scene = Scene::start(&binary)?;
-    scene.source.qmp.migrate_cancel()?;
-    scene.expect_recovery(&binary, true, true)
+    let harm = |scene: &mut Scene| scene.source.qmp.migrate_cancel();
+    recovers(qemu::newest_or_skip()?, harm, [true, true])
 }
 
 #[test]
 fn relay_a_killed() -> Result<()> {
-    let Some(binary) = qemu::newest_or_skip()? else {
-        return Ok(());
-    };
-    let scene = Scene::start(&binary)?;
-    kill(scene.near.pid())?;
-    scene.expect_recovery(&binary, false, true)
+    let harm = |scene: &mut Scene| kill(scene.near.pid());
+    recovers(qemu::newest_or_skip()?, harm, [false, true])
 }
 
 #[test]
 fn relay_b_killed() -> Result<()> {
-    let Some(binary) = qemu::newest_or_skip()? else {
-        return Ok(());
-    };
-    let scene = Scene::start(&binary)?;
-    kill(scene.far.pid())?;
-    scene.expect_recovery(&binary, true, false)
+    let harm = |scene: &mut Scene| kill(scene.far.pid());
+    recovers(qemu::newest_or_skip()?, harm, [true, false])
 }
 
 #[test]
 fn destination_killed() -> Result<()> {
-    let Some(binary) = qemu::newest_or_skip()? else {
-        return Ok(());
-    };
-    let scene = Scene::start(&binary)?;
-    kill(scene.destination.pid())?;
-    scene.expect_recovery(&binary, true, true)
+    let harm = |scene: &mut Scene| kill(scene.destination.pid());
+    recovers(qemu::newest_or_skip()?, harm, [true, true])
 }
 
 #[test]
 fn an_old_destination_killed() -> Result<()> {
-    let Some(binary) = qemu::find_or_skip(7, 2)? else {
-        return Ok(());
-    };
-    let scene = Scene::start(&binary)?;
-    kill(scene.destination.pid())?;
-    scene.expect_recovery(&binary, true, true)
+    let harm = |scene: &mut Scene| kill(scene.destination.pid());
+    recovers(qemu::find_or_skip(7, 2)?, harm, [true, true])
 }
 
 /// The guest is lost with its QEMU, but everything else ends.
@@ -178,7 +172,7 @@ fn relay_b_hangs() -> Result<()> {
     set_up(&mut source, 2, "none")?;
     source.qmp.migrate(&address)?;
     far.wait_for("relaying a multifd migration", LIMIT)?;
-    pause(far.pid())?;
+    signal(far.pid(), Signal::STOP)?;
     // Once the sockets' buffers are full nothing goes on.
     near.finish(LIMIT)?.failure("stopped reading")?;
     source.qmp.wait_migration(&["failed"], LIMIT)?;
@@ -257,13 +251,13 @@ impl Driven {
     }
 }
 
-#[test]
-fn serve_killed() -> Result<()> {
+/// Does `harm` in the middle of a migration that `migrate` drives, and expects the guest to recover.
+fn migrate_recovers(harm: impl FnOnce(&mut Driven) -> Result<()>) -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
     let mut driven = Driven::start(&binary)?;
-    driven.host.server.signal(Signal::KILL)?;
+    harm(&mut driven)?;
     let ended = driven.migration.finish(LIMIT)?;
     ended.failure("the guest stays at the source")?;
     driven.source.qmp.wait_status("running", LIMIT)?;
@@ -272,18 +266,21 @@ fn serve_killed() -> Result<()> {
 }
 
 #[test]
+fn serve_killed() -> Result<()> {
+    migrate_recovers(|driven| driven.host.server.signal(Signal::KILL))
+}
+
+#[test]
 fn serve_told_to_stop() -> Result<()> {
-    let Some(binary) = qemu::newest_or_skip()? else {
-        return Ok(());
-    };
-    let mut driven = Driven::start(&binary)?;
-    driven.host.server.signal(Signal::TERM)?;
-    driven.host.server.finish(LIMIT)?.success()?;
-    let ended = driven.migration.finish(LIMIT)?;
-    ended.failure("the guest stays at the source")?;
-    driven.source.qmp.wait_status("running", LIMIT)?;
-    driven.destination.wait_exit(LIMIT)?;
-    migrate_again(&mut driven.source, &binary)
+    migrate_recovers(|driven| {
+        driven.host.server.signal(Signal::TERM)?;
+        driven.host.server.wait_for("stopping", LIMIT).map(drop)
+    })
+}
+
+#[test]
+fn destination_of_a_server_killed() -> Result<()> {
+    migrate_recovers(|driven| kill(driven.destination.pid()))
 }
 
 #[test]
@@ -307,19 +304,6 @@ fn migrate_killed() -> Result<()> {
         .success()?;
     ram::compare(driven.source.ram(), second.ram())?;
     Ok(())
-}
-
-#[test]
-fn destination_of_a_server_killed() -> Result<()> {
-    let Some(binary) = qemu::newest_or_skip()? else {
-        return Ok(());
-    };
-    let mut driven = Driven::start(&binary)?;
-    kill(driven.destination.pid())?;
-    let ended = driven.migration.finish(LIMIT)?;
-    ended.failure("the guest stays at the source")?;
-    driven.source.qmp.wait_status("running", LIMIT)?;
-    migrate_again(&mut driven.source, &binary)
 }
 
 #[test]
