@@ -134,6 +134,14 @@ impl Vamoose {
         kill_process(self.raw_pid()?, signal).context("cannot signal vamoose")
     }
 
+    /// Whether it has ended.
+    ///
+    /// # Errors
+    /// When the system does not say.
+    pub fn has_ended(&mut self) -> Result<bool> {
+        Ok(self.child.try_wait()?.is_some())
+    }
+
     /// Waits for its end and returns how it ended, with all it wrote.
     ///
     /// # Errors

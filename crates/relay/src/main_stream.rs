@@ -128,7 +128,8 @@ pub(crate) fn pump(
         };
         witness.received(piece);
         if let Some(pacer) = pacer {
-            pacer.wait_for(piece.len());
+            // Not held back behind pages: its end must be noticed at once.
+            pacer.charge(piece.len());
         }
         (&*to)
             .write_all(piece)

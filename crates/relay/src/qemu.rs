@@ -1,7 +1,8 @@
 //! A QEMU as migration sees it: what it is, what it can do, how it is set up and put back.
 
-use std::{collections::BTreeMap, fmt, path::Path, time::Duration};
+use std::{collections::BTreeMap, fmt, fs, path::Path, time::Duration};
 
+use rustix::process::{Signal, kill_process};
 use serde_json::{Map, Value, json};
 use thiserror::Error;
 
@@ -102,6 +103,9 @@ pub(crate) struct Settings {
     /// Parameters by name.
     pub(crate) parameters: Map<String, Value>,
 }
+
+/// How long a QEMU may take to end.
+const QUITTING: Duration = Duration::from_secs(3);
 
 /// Capabilities that do not go together with multifd through a relay. They are switched off where
 /// they are on, and put back afterwards.
@@ -289,6 +293,32 @@ impl Qemu {
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<(), QemuError> {
         self.qmp.execute(command, arguments)?;
         Ok(())
+    }
+
+    /// Ends this QEMU, which holds half a guest. It is asked to quit first; one that does not is killed:
+    /// a destination whose main loop waits for a SYNC that will never come hears nothing any more.
+    ///
+    /// # Errors
+    /// Why it may still be there.
+    pub(crate) fn end(mut self) -> Result<(), String> {
+        // It may be on its way out by itself, as QEMU is when loading failed.
+        let told = self.qmp.send_last("quit");
+        if told.is_err() || self.qmp.wait_for_end(QUITTING) {
+            return Ok(());
+        }
+        let pid = self.qmp.peer().map_err(|error| error.to_string())?;
+        // The monitor may have been opened by another program and handed to QEMU.
+        let name = fs::read_to_string(format!("/proc/{}/comm", pid.as_raw_nonzero()))
+            .map_err(|error| error.to_string())?;
+        if !name.starts_with("qemu") {
+            return Err(format!("its monitor belongs to `{}`", name.trim_end()));
+        }
+        kill_process(pid, Signal::KILL).map_err(|error| error.to_string())?;
+        if self.qmp.wait_for_end(QUITTING) {
+            Ok(())
+        } else {
+            Err("it does not end".to_owned())
+        }
     }
 
     /// The next event, if one comes within `timeout`.

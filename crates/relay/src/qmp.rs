@@ -14,6 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rustix::{net::sockopt, process::Pid};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use thiserror::Error;
@@ -166,6 +167,39 @@ impl Qmp {
                 return Ok(message["return"].take());
             }
         }
+    }
+
+    /// Sends a command whose answer nobody waits for: QEMU may end upon it, or hang before it. The
+    /// connection is good for [`Qmp::wait_for_end`] only from then on.
+    ///
+    /// # Errors
+    /// When QEMU is gone.
+    pub(crate) fn send_last(&mut self, command: &str) -> Result<(), QmpError> {
+        let line = format!("{}\n", json!({ "execute": command }));
+        self.stream
+            .write_all(line.as_bytes())
+            .map_err(|source| self.broken(source))
+    }
+
+    /// Waits until QEMU has closed the connection, which it does when it ends; false when it has
+    /// not within `timeout`.
+    pub(crate) fn wait_for_end(&mut self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        loop {
+            match self.read_message(deadline) {
+                Ok(Some(_)) | Err(QmpError::Garbage { .. }) => {}
+                Ok(None) => return false,
+                Err(_) => return true,
+            }
+        }
+    }
+
+    /// The process at the other end: the one that listens on the socket.
+    ///
+    /// # Errors
+    /// When the system does not say.
+    pub(crate) fn peer(&self) -> io::Result<Pid> {
+        Ok(sockopt::socket_peercred(&self.stream)?.pid)
     }
 
     /// The next event, if one comes within `timeout`.

@@ -443,12 +443,10 @@ impl Job {
     /// Ends a QEMU that holds half a guest, or one that nobody wants.
     fn end(&self, phase: &mut Phase, cause: &str) {
         let mut cause = cause.to_owned();
-        if let Some(mut qemu) = self.qemu().take() {
-            // It may be on its way out by itself, as QEMU is when loading failed.
-            let told = qemu.execute("quit", json!({}));
-            if !wait_until_gone(&mut qemu) {
-                let _ = write!(cause, "; its QEMU could not be ended ({told:?})");
-            }
+        if let Some(qemu) = self.qemu().take()
+            && let Err(problem) = qemu.end()
+        {
+            let _ = write!(cause, "; its QEMU could not be ended: {problem}");
         }
         warn!("{}: migration failed: {cause}", self.name);
         *phase = Phase::Gone { cause };
@@ -537,8 +535,6 @@ impl Job {
 
 /// How long a QEMU may take to get from its word that it has everything to a guest that can run.
 const LOADING: Duration = Duration::from_secs(30);
-/// How long a QEMU may take to end.
-const ENDING: Duration = Duration::from_secs(10);
 /// How often a QEMU is asked while no event comes.
 const ASKING: Duration = Duration::from_millis(20);
 
@@ -580,14 +576,4 @@ fn make_run(qemu: &mut Qemu, resume: bool) -> Result<Answer, QemuError> {
         });
     }
     Ok(Answer::Running { state })
-}
-
-fn wait_until_gone(qemu: &mut Qemu) -> bool {
-    let deadline = Instant::now() + ENDING;
-    while Instant::now() < deadline {
-        if qemu.next_event(ENDING).is_err() {
-            return true;
-        }
-    }
-    false
 }

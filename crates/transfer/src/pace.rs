@@ -55,6 +55,12 @@ impl Pacer {
         }
     }
 
+    /// Counts `bytes` that go out without waiting; those who wait make room for them.
+    pub fn charge(&self, bytes: usize) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        reserve(&mut state, Instant::now(), self.duration_of(bytes));
+    }
+
     /// Lets everybody through from now on: the migration is over.
     pub fn close(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
