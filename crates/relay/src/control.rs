@@ -95,6 +95,20 @@ pub(crate) enum Request {
     Abort,
 }
 
+impl Request {
+    /// How long to wait for an answer.
+    fn answer_within(&self) -> Duration {
+        Duration::from_secs(match self {
+            // A QEMU may be busy, or its monitor held by somebody else.
+            Self::Prepare(_) => 60,
+            // The guest stands still: a connection that is dead must not be waited for. Asking again
+            // does no harm, should the server only be slow.
+            Self::Commit(_) => 5,
+            Self::Abort => 15,
+        })
+    }
+}
+
 /// Asks for a QEMU to be made ready.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -150,12 +164,10 @@ pub enum ControlError {
     #[error("the other side sent what is not a message of ours: {0}")]
     Garbage(String),
     /// No answer in time.
-    #[error("no answer from the server in {} s", ANSWER_WITHIN.as_secs())]
+    #[error("no answer from the server in time")]
     NoAnswer,
 }
 
-/// A server may have to wait for a QEMU that is busy, and for its memory.
-const ANSWER_WITHIN: Duration = Duration::from_secs(60);
 const LONGEST_LINE: usize = 64 * 1024;
 
 /// One end of a control connection.
@@ -173,7 +185,6 @@ impl Control {
     ) -> Result<Self, ControlError> {
         let stream = dial(address, timeout)?;
         stream.write_both(&preamble(Kind::Control, id), &[])?;
-        stream.set_stall_timeout(ANSWER_WITHIN)?;
         Ok(Self::new(Arc::new(stream)))
     }
 
@@ -185,8 +196,10 @@ impl Control {
         }
     }
 
-    /// Sends a request and waits for its answer.
+    /// Sends a request and waits for its answer. A connection on which none came in time is of no use
+    /// any more: the answer could still come, to a later request.
     pub(crate) fn ask(&mut self, request: &Request) -> Result<Answer, ControlError> {
+        self.stream.set_stall_timeout(request.answer_within())?;
         self.send(request)?;
         match self.receive() {
             Ok(Some(answer)) => Ok(answer),

@@ -161,16 +161,15 @@ impl Migration<'_> {
     pub fn run(&self, observe: &mut dyn FnMut(&Progress)) -> Result<Moved, Failure> {
         let start = Instant::now();
         let mut source = self.survey().map_err(at_source)?;
+        let id = Id::random().map_err(|error| at_source(error.into()))?;
         if source.completed_before {
             info!("the source has completed a migration before: finishing that one");
-            let id = Id::random().map_err(|error| at_source(error.into()))?;
-            return self.finish(id, &mut source, Value::Null, Snapshot::default(), start);
+            let answer = self.commit(id, &source, None);
+            return self.finish(&mut source, Completed::before(answer), start);
         }
-        let id = Id::random().map_err(|error| at_source(error.into()))?;
         let mut control = self.prepare(id, &mut source).map_err(at_source)?;
-        let end = self.move_pages(id, &mut source, observe);
-        match end {
-            Ok((account, moved)) => self.finish(id, &mut source, account, moved, start),
+        match self.move_pages(id, &mut source, &mut control, observe) {
+            Ok(completed) => self.finish(&mut source, completed, start),
             Err(cause) => Err(self.abort(&mut control, id, &mut source, cause)),
         }
     }
@@ -258,13 +257,15 @@ impl Migration<'_> {
         }
     }
 
-    /// From the set-up to the source's last word: its account and what the relay moved.
+    /// From the set-up to the source's last word and, if that is *completed*, the server's answer to
+    /// the commit.
     fn move_pages(
         &self,
         id: Id,
         source: &mut Source,
+        control: &mut Control,
         observe: &mut dyn FnMut(&Progress),
-    ) -> Result<(Value, Snapshot), Cause> {
+    ) -> Result<Completed, Cause> {
         self.set_up(source)?;
         let socket = Socket::beside(self.qmp, self.config.stall_timeout)?;
         let dialer = Dialer {
@@ -289,14 +290,23 @@ impl Migration<'_> {
             let ended = self
                 .start(source, &socket.path)
                 .and_then(|()| self.watch(source, &stats, observe));
-            if ended.is_err() {
-                hangup.hang_up();
-            }
+            let ended = match ended {
+                // The guest stands still: nothing comes before the commit, not even the relay's end.
+                Ok(account) => Ok((account, self.commit(id, source, Some(control)))),
+                Err(cause) => {
+                    hangup.hang_up();
+                    Err(cause)
+                }
+            };
             // A thread that panicked has nothing to tell; the source's word decides.
             (ended, relay.join().unwrap_or(Err(RelayError::Cancelled)))
         });
         match (ended, relayed) {
-            (Ok(account), _) => Ok((account, stats.snapshot())),
+            (Ok((account, answer)), _) => Ok(Completed {
+                account,
+                moved: stats.snapshot(),
+                answer,
+            }),
             (Err(Cause::Broken(causes)), Err(error)) if !matches!(error, RelayError::Cancelled) => {
                 // What the relay saw is the cause, what QEMU says usually the consequence.
                 let relayed = std::iter::once(error.to_string());
@@ -389,34 +399,71 @@ impl Migration<'_> {
         }
     }
 
-    /// The source has stopped for good: asks the server to continue the guest until it answers.
-    fn finish(
+    /// The source has stopped for good: asks the server to continue the guest, over the connection
+    /// that there is and then over new ones, until it answers. Only a cancel ends this before.
+    fn commit(
         &self,
         id: Id,
+        source: &Source,
+        control: Option<&mut Control>,
+    ) -> Result<Commitment, Cause> {
+        let request = Request::Commit(Commit {
+            name: self.name.to_owned(),
+            uuid: source.uuid.clone(),
+            resume: source.was_running,
+        });
+        let mut answer = control.map(|control| control.ask(&request));
+        let mut told = false;
+        loop {
+            let result = answer.take().unwrap_or_else(|| {
+                Control::connect(self.to, id, self.config.stall_timeout)
+                    .and_then(|mut control| control.ask(&request))
+            });
+            match result {
+                Ok(answer) => {
+                    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+                    return Ok(Commitment {
+                        answer,
+                        at: now.unwrap_or_default(),
+                    });
+                }
+                Err(error) if told && self.cancel.load(Ordering::Relaxed) => {
+                    return Err(error.into());
+                }
+                Err(error) => {
+                    if !told {
+                        warn!(
+                            "the source has stopped; asking the server again until it answers: {error}"
+                        );
+                        // A cancel from before cannot have been meant for this.
+                        self.cancel.store(false, Ordering::Relaxed);
+                    }
+                    told = true;
+                    thread::sleep(ASK_AGAIN);
+                }
+            }
+        }
+    }
+
+    /// Draws the conclusion from the server's answer to the commit.
+    fn finish(
+        &self,
         source: &mut Source,
-        account: Value,
-        moved: Snapshot,
+        completed: Completed,
         start: Instant,
     ) -> Result<Moved, Failure> {
         let undecided = |cause| Failure {
             cause,
             guest: Whereabouts::Undecided,
         };
-        let request = Request::Commit(Commit {
-            name: self.name.to_owned(),
-            uuid: source.uuid.clone(),
-            resume: source.was_running,
-        });
-        match self.ask_until_answered(id, &request).map_err(undecided)? {
+        let Commitment { answer, at } = completed.answer.map_err(undecided)?;
+        match answer {
             Answer::Running { .. } => {
-                let now = SystemTime::now()
-                    .duration_since(UNIX_EPOCH)
-                    .unwrap_or_default();
-                let downtime = source.stopped_at.map(|stopped| now.saturating_sub(stopped));
-                source.qemu.put_back();
+                source.put_back();
+                let downtime = source.stopped_at.map(|stopped| at.saturating_sub(stopped));
                 Ok(Moved {
-                    source: account,
-                    moved,
+                    source: completed.account,
+                    moved: completed.moved,
                     downtime: downtime.filter(|_| source.was_running),
                     total_time: start.elapsed(),
                 })
@@ -438,32 +485,6 @@ impl Migration<'_> {
             }
             other @ Answer::Prepared { .. } => {
                 Err(undecided(Cause::OutOfTurn(format!("{other:?}"))))
-            }
-        }
-    }
-
-    /// Only a cancel ends this before there is an answer.
-    fn ask_until_answered(&self, id: Id, request: &Request) -> Result<Answer, Cause> {
-        let mut told = false;
-        loop {
-            let answer = Control::connect(self.to, id, self.config.stall_timeout)
-                .and_then(|mut control| control.ask(request));
-            match answer {
-                Ok(answer) => return Ok(answer),
-                Err(error) if told && self.cancel.load(Ordering::Relaxed) => {
-                    return Err(error.into());
-                }
-                Err(error) => {
-                    if !told {
-                        warn!(
-                            "the source has stopped; asking the server again until it answers: {error}"
-                        );
-                        // A cancel from before cannot have been meant for this.
-                        self.cancel.store(false, Ordering::Relaxed);
-                    }
-                    told = true;
-                    thread::sleep(ASK_AGAIN);
-                }
             }
         }
     }
@@ -517,6 +538,31 @@ const ASK_EVERY: Duration = Duration::from_millis(200);
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 /// How long a source may take to run again after a failure.
 const SETTLING: Duration = Duration::from_secs(10);
+
+/// A source that has stopped for good.
+struct Completed {
+    /// QEMU's account.
+    account: Value,
+    moved: Snapshot,
+    answer: Result<Commitment, Cause>,
+}
+
+impl Completed {
+    /// What is known of a migration that was driven by an earlier run.
+    fn before(answer: Result<Commitment, Cause>) -> Self {
+        Self {
+            account: Value::Null,
+            moved: Snapshot::default(),
+            answer,
+        }
+    }
+}
+
+/// What the server answered to the commit, and when, since the epoch.
+struct Commitment {
+    answer: Answer,
+    at: Duration,
+}
 
 struct Source {
     qemu: Qemu,
