@@ -69,8 +69,16 @@ const NO_MEMORY: &str = "no memory for a context";
 /// pages gain nothing from it: what matches lies within the last packets.
 const MAX_ENCODER_WINDOW_LOG: u32 = 20;
 
-/// Levels up to this one have a window of at most [`MAX_ENCODER_WINDOW_LOG`] by themselves: 512 KiB
-/// up to level 1, 1 MiB at level 2.
+/// Levels up to this one are chosen for their speed.
+const LAST_FAST_LEVEL: i32 = 1;
+
+/// Log of the window of the fast levels: 256 KiB instead of 512. zstd copies its input into a buffer
+/// of the window's length and a block's, and a packet, the payload and this one have to share a
+/// processor's own cache. At level 1 it saves 3 % of the time for 0.3 % of the ratio.
+const FAST_WINDOW_LOG: u32 = 18;
+
+/// Levels up to this one have a window of at most [`MAX_ENCODER_WINDOW_LOG`] without it: 1 MiB at
+/// level 2.
 const LAST_LEVEL_WITH_SMALL_WINDOW: i32 = 2;
 
 /// Log of the most entries of a match table, 4 bytes each: enough to index every position of the
@@ -89,6 +97,9 @@ fn compression_context(level: i32) -> Result<CCtx<'static>, &'static str> {
     let mut context = CCtx::try_create().ok_or(NO_MEMORY)?;
     let mut set = |parameter| context.set_parameter(parameter).map_err(get_error_name);
     set(CParameter::CompressionLevel(level))?;
+    if level <= LAST_FAST_LEVEL {
+        set(CParameter::WindowLog(FAST_WINDOW_LOG))?;
+    }
     if level > LAST_LEVEL_WITH_SMALL_WINDOW {
         set(CParameter::WindowLog(MAX_ENCODER_WINDOW_LOG))?;
     }

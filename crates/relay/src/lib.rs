@@ -7,16 +7,17 @@
 //!            any method       one method, SYNC on all
 //! ```
 //!
-//! [`Relay`] moves one migration. [`serve`] and [`migrate`] put two relays between two QEMUs, set
+//! [`Relay`] moves one migration. [`Server`] and [`Migration`] put two relays between two QEMUs, set
 //! both QEMUs up over QMP and see the migration through to a guest that runs in one place.
 //!
 //! What a relay owes the two QEMUs is written where it is done: the order of connections in
-//! `gather`, the SYNC barrier and the bound on waiting packets in `exchange`, the teardown of
-//! everything at once in `session`.
+//! `gather`, the bound on waiting packets in `channels` and `exchange`, the SYNC barrier in `exchange`,
+//! the teardown of everything at once in `session`.
 
 #![forbid(unsafe_code)]
 
 mod accept;
+mod channels;
 mod control;
 mod error;
 mod exchange;

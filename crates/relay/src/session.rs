@@ -24,13 +24,12 @@ use codec::Settings;
 use multifd::{Initial, Layout, MAIN_MAGIC};
 use tracing::{debug, info};
 use transfer::{
-    Address, ChannelReader, ChannelWriter, Content, Hangup, Pacer, Received, SocketError, Stats,
-    Stream, dial,
+    Address, ChannelReader, ChannelWriter, Hangup, Pacer, SocketError, Stats, Stream, dial,
 };
 
 use crate::{
-    Accept, Direction, RelayError,
-    exchange::{Closed, Inlet, Outlet, Work, exchange},
+    Accept, Direction, RelayError, channels,
+    exchange::{Inlet, Outlet, exchange},
     gather::{Arrival, gather},
     main_stream::{MainState, ReturnWitness, Witness, pump},
     opaque,
@@ -247,7 +246,7 @@ impl Relay<'_> {
             .channels
             .into_iter()
             .map(|stream| ChannelReader::new(stream, self.config.layout, self.stats.clone()));
-        let (inlets, outlets, give_up) = exchange(incoming, outgoing, self.config.layout);
+        let mut give_up = None;
         let (report, reports) = channel();
         let main_state = MainState::default();
         let outcome = thread::scope(|scope| {
@@ -256,11 +255,19 @@ impl Relay<'_> {
                 report,
                 stats: self.stats,
             };
-            for (channel, (reader, inlet)) in readers.zip(inlets).enumerate() {
-                threads.read(channel, reader, inlet, self.config.zero_pages);
-            }
-            for (channel, (writer, outlet)) in writers.into_iter().zip(outlets).enumerate() {
-                threads.write(channel, writer, outlet);
+            if incoming == outgoing {
+                for (channel, (reader, writer)) in readers.zip(writers).enumerate() {
+                    threads.pass_on(channel, reader, writer, self.config);
+                }
+            } else {
+                let (inlets, outlets, barriers) = exchange(incoming, outgoing, self.config.layout);
+                give_up = Some(barriers);
+                for (channel, (reader, inlet)) in readers.zip(inlets).enumerate() {
+                    threads.read(channel, reader, inlet, self.config.zero_pages);
+                }
+                for (channel, (writer, outlet)) in writers.into_iter().zip(outlets).enumerate() {
+                    threads.write(channel, writer, outlet);
+                }
             }
             threads.forward_main(&all.main, &all.outgoing.main, pacer.as_deref(), &main_state);
             threads.return_main(&all.outgoing.main, &all.main, &main_state);
@@ -274,7 +281,9 @@ impl Relay<'_> {
             }
             .watch(&reports, self.hangup);
             self.hangup.hang_up();
-            give_up.now();
+            if let Some(give_up) = &give_up {
+                give_up.now();
+            }
             if let Some(pacer) = &pacer {
                 pacer.close();
             }
@@ -324,22 +333,40 @@ struct Threads<'scope, 'env> {
 
 impl<'scope, 'env> Threads<'scope, 'env> {
     fn read(&self, channel: usize, mut reader: ChannelReader, inlet: Inlet, zero: ZeroPages) {
-        self.spawn(move || match read_channel(&mut reader, &inlet, zero) {
-            Ok(()) | Err(ReadEnd::Closed(Closed)) => Report::ChannelRead { channel },
-            Err(ReadEnd::Failed(error)) => {
-                Report::Failed(RelayError::SourceChannel { channel, error })
-            }
+        self.spawn(move || match channels::read(&mut reader, &inlet, zero) {
+            Ok(()) => Report::ChannelRead { channel },
+            Err(error) => Report::Failed(RelayError::SourceChannel { channel, error }),
         });
     }
 
     fn write(&self, channel: usize, mut writer: ChannelWriter, outlet: Outlet) {
         let stats = self.stats;
         self.spawn(
-            move || match write_channel(channel, &mut writer, &outlet, stats) {
+            move || match channels::write(channel, &mut writer, &outlet, stats) {
                 Ok(()) => Report::ChannelWritten,
                 Err(error) => Report::Failed(RelayError::DestinationChannel { channel, error }),
             },
         );
+    }
+
+    fn pass_on(
+        &self,
+        channel: usize,
+        mut reader: ChannelReader,
+        mut writer: ChannelWriter,
+        config: &'env Config,
+    ) {
+        let (stats, report) = (self.stats, self.report.clone());
+        self.spawn(move || {
+            match channels::pass_on(channel, &mut reader, &mut writer, config, stats) {
+                Ok(()) => {
+                    // As in `spawn`.
+                    let _ = report.send(Report::ChannelRead { channel });
+                    Report::ChannelWritten
+                }
+                Err(error) => Report::Failed(error),
+            }
+        });
     }
 
     fn forward_main(
@@ -385,83 +412,6 @@ fn report_main(
         Ok(()) => Report::MainEnded(direction),
         Err(error) => Report::Failed(error),
     }
-}
-
-enum ReadEnd {
-    Failed(transfer::ReadError),
-    Closed(Closed),
-}
-
-impl From<transfer::ReadError> for ReadEnd {
-    fn from(error: transfer::ReadError) -> Self {
-        Self::Failed(error)
-    }
-}
-
-impl From<Closed> for ReadEnd {
-    fn from(closed: Closed) -> Self {
-        Self::Closed(closed)
-    }
-}
-
-fn read_channel(
-    reader: &mut ChannelReader,
-    inlet: &Inlet,
-    zero_pages: ZeroPages,
-) -> Result<(), ReadEnd> {
-    loop {
-        let mut packet = inlet.take()?;
-        // A SYNC without pages occupies no packet: the same one is read into again.
-        loop {
-            if reader.read(&mut packet)? == Received::End {
-                return Ok(());
-            }
-            let sync = packet.ram().sync.then_some(packet.ram().packet_num);
-            let has_content = !packet.ram().is_empty() || *packet.content() != Content::Ram;
-            if zero_pages == ZeroPages::Expand {
-                packet.expand_zero_pages();
-            }
-            // Pages inside a SYNC come before the barrier.
-            match (has_content, sync) {
-                (true, sync) => {
-                    inlet.submit(packet)?;
-                    if let Some(packet_num) = sync {
-                        inlet.sync(packet_num)?;
-                    }
-                    break;
-                }
-                (false, Some(packet_num)) => inlet.sync(packet_num)?,
-                (false, None) => {}
-            }
-        }
-    }
-}
-
-fn write_channel(
-    channel: usize,
-    writer: &mut ChannelWriter,
-    outlet: &Outlet,
-    stats: &Stats,
-) -> Result<(), transfer::WriteError> {
-    while let Ok(work) = outlet.next() {
-        match work {
-            Work::Packet(mut packet) => {
-                writer.write(&mut packet)?;
-                outlet.give_back(packet);
-            }
-            Work::Sync { packet_num } => {
-                writer.write_sync(packet_num)?;
-                if channel == 0 {
-                    stats.add_sync();
-                }
-                if outlet.synced() == Err(Closed) {
-                    break;
-                }
-            }
-        }
-    }
-    writer.finish();
-    Ok(())
 }
 
 /// Decides from the threads' reports how the migration ended.

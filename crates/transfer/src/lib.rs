@@ -26,7 +26,7 @@ mod writer;
 pub use address::{Address, AddressError};
 pub use hangup::Hangup;
 pub use pace::Pacer;
-pub use packet::{Content, Packet};
+pub use packet::Packet;
 pub use reader::{ChannelReader, ReadError, Received};
 pub use socket::{Listener, SocketError, Stream, dial, is_stall};
 pub use stats::{Snapshot, Stats};

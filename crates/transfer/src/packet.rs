@@ -1,6 +1,6 @@
 //! A packet in memory: its header and its pages, decoded.
 
-use multifd::{DeviceStateHeader, Layout, RamHeader};
+use multifd::{DeviceStateHeader, Layout, PacketKind, RamHeader};
 
 /// One packet between a reader and a writer. Made once, reused for the whole migration.
 pub struct Packet {
@@ -13,7 +13,7 @@ pub struct Packet {
 
 /// What the packet holds at the moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Content {
+pub(crate) enum Content {
     /// Pages of a RAM block, perhaps a SYNC.
     Ram,
     /// State of a device, passed on as it is.
@@ -32,8 +32,16 @@ impl Packet {
         }
     }
 
+    /// Whether the packet holds pages or device state.
+    pub fn kind(&self) -> PacketKind {
+        match self.content {
+            Content::Ram => PacketKind::Ram,
+            Content::DeviceState(_) => PacketKind::DeviceState,
+        }
+    }
+
     /// What the packet holds.
-    pub fn content(&self) -> &Content {
+    pub(crate) fn content(&self) -> &Content {
         &self.content
     }
 

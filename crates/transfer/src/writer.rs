@@ -6,7 +6,7 @@ use codec::{EncodeError, Encoder};
 use multifd::{Layout, PacketError, RamHeader};
 use thiserror::Error;
 
-use crate::{Content, Pacer, Packet, Stats, Stream, is_stall, stats::cpu_timed};
+use crate::{Pacer, Packet, Stats, Stream, is_stall, packet::Content, stats::cpu_timed};
 
 /// Encodes packets and sends them on one channel, in the order in which they are given.
 pub struct ChannelWriter {
