@@ -1,0 +1,31 @@
+# Each target sets up what it needs first (quick when that is done): a Debian 12 with make, git, curl and ca-certificates is
+# enough. scripts/setup installs compilers and Rust, as root or with sudo; all else stays in target/.
+
+# Rust may have been installed by scripts/setup a moment ago.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+
+.PHONY: help setup build demo test figures
+
+help:          # Show these targets
+	@sed -n 's/^\([a-z]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
+		printf '  make %-8s  %s\n' "$$target" "$$text"; \
+	done
+
+setup:         # Fetch compilers, Rust, QEMUs and a test guest
+	scripts/setup build qemu guest
+
+build: setup   # Build target/release/vamoose
+	cargo build --release -p vamoose
+
+# One command for both programs: they share the dependencies, and the demo finds vamoose beside itself.
+demo: setup    # Move a running guest between two QEMUs, prove it, compare with stock QEMU (two minutes)
+	cargo build --release -p vamoose -p lab --bin vamoose --bin demo
+	"$${CARGO_TARGET_DIR:-target}/release/demo"
+
+# What a machine cannot test says SKIPPED on the terminal; with VAMOOSE_NO_SKIP=1 it is an error.
+test: setup    # Run all tests
+	cargo test --workspace
+
+figures: setup # Measure the documentation's figures anew
+	cargo build --release -p vamoose
+	cargo run --release -p lab --bin figures

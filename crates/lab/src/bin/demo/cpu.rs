@@ -1,0 +1,105 @@
+//! What a migration costs in CPU time, apart from the guest that runs meanwhile.
+//!
+//! The guest is emulated by its QEMU's vCPU threads and the migration is done by others, so the two can be told
+//! apart exactly: a QEMU's share is its whole process less its vCPU threads.
+
+use std::fs;
+
+use anyhow::{Context, Result};
+use lab::qemu::Qemu;
+use serde_json::json;
+
+/// CPU seconds (user and system).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cpu {
+    /// The source QEMU without the guest.
+    pub(crate) source: f64,
+    /// `vamoose migrate` and `vamoose serve`.
+    pub(crate) vamoose: f64,
+    /// The destination QEMU without the guest.
+    pub(crate) destination: f64,
+    /// The guest, in both QEMUs.
+    pub(crate) guest: f64,
+}
+
+impl Cpu {
+    pub(crate) fn migration(&self) -> f64 {
+        self.source + self.vamoose + self.destination
+    }
+}
+
+/// Started right before a migration and read right after it.
+pub(crate) struct Meter {
+    /// The source, the destination and `vamoose serve`.
+    processes: lab::cpu::Meter,
+    source: Vcpus,
+    destination: Vcpus,
+}
+
+impl Meter {
+    pub(crate) fn start(source: &mut Qemu, destination: &mut Qemu, server: u32) -> Result<Self> {
+        Ok(Self {
+            processes: lab::cpu::Meter::start(&[source.pid(), destination.pid(), server])?,
+            source: Vcpus::of(source)?,
+            destination: Vcpus::of(destination)?,
+        })
+    }
+
+    /// `migrating`: what the process `vamoose migrate` used, which is not there any more.
+    pub(crate) fn read(&self, migrating: f64) -> Result<Cpu> {
+        let used = self.processes.read()?;
+        let (source, destination) = (self.source.used()?, self.destination.used()?);
+        // Clock ticks of threads and processes are rounded apart.
+        let rest = |whole: f64, guest: f64| (whole - guest).max(0.0);
+        Ok(Cpu {
+            source: rest(used[0], source),
+            vamoose: used[2] + migrating,
+            destination: rest(used[1], destination),
+            guest: source + destination,
+        })
+    }
+}
+
+/// The vCPU threads of one QEMU.
+struct Vcpus {
+    /// Their entries in /proc.
+    stats: Vec<String>,
+    at_start: f64,
+}
+
+impl Vcpus {
+    fn of(qemu: &mut Qemu) -> Result<Self> {
+        let pid = qemu.pid();
+        let answer = qemu.qmp.execute("query-cpus-fast", json!({}))?;
+        let cpus = answer.as_array().context("query-cpus-fast gave no list")?;
+        let stats = cpus.iter().map(|cpu| {
+            let thread = cpu["thread-id"].as_u64().context("a vCPU has no thread")?;
+            Ok(format!("/proc/{pid}/task/{thread}/stat"))
+        });
+        let stats: Vec<_> = stats.collect::<Result<_>>()?;
+        Ok(Self {
+            at_start: sum(&stats)?,
+            stats,
+        })
+    }
+
+    fn used(&self) -> Result<f64> {
+        Ok(sum(&self.stats)? - self.at_start)
+    }
+}
+
+fn sum(stats: &[String]) -> Result<f64> {
+    stats.iter().map(|path| thread_seconds(path)).sum()
+}
+
+/// utime + stime of one thread, fields 14 and 15; field 2, the name, may hold spaces and parentheses.
+fn thread_seconds(path: &str) -> Result<f64> {
+    let stat = fs::read_to_string(path).with_context(|| format!("reading {path}"))?;
+    let numbers = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
+    let mut numbers = numbers.split_ascii_whitespace().skip(11).map(str::parse);
+    let mut next = || -> Result<u64> { Ok(numbers.next().context("too short")??) };
+    let mut both = || Ok(next()? + next()?);
+    let ticks: Result<u64> = both();
+    let ticks = ticks.with_context(|| format!("{path} is not as expected: {stat}"))?;
+    Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
+}

@@ -1,0 +1,91 @@
+//! That the guest lived on: what its ticks tell, and how much silence is allowed.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use lab::serial::{self, Continuity, Log};
+
+use crate::Way;
+use crate::run::Run;
+use crate::screen::note;
+use crate::stage::FILLED;
+
+/// From one tick to the next on a machine with nothing else to do.
+const TICK: Duration = Duration::from_millis(100);
+/// For the first steps at a new place on a machine that others use too: emulated code is translated anew there.
+const NOISE: Duration = Duration::from_millis(500);
+
+/// The guest's ticks around a migration. Only a guest with every tick, once and in order, and intact memory has one.
+#[derive(Debug)]
+pub(crate) struct Life {
+    pub(crate) continuity: Continuity,
+    /// The longest silence at the source while the migration ran: what this machine's load does to ticks.
+    before: Duration,
+    /// The longest silence at the destination.
+    after: Duration,
+}
+
+impl Life {
+    pub(crate) fn of(source: &Log, destination: &Log, start: Instant) -> Result<Self> {
+        let continuity = serial::follow(source, destination)?;
+        let mut migrating = source.clone();
+        migrating.lines.retain(|line| line.at >= start);
+        Ok(Self {
+            continuity,
+            before: migrating.largest_gap().max(TICK),
+            after: destination.largest_gap(),
+        })
+    }
+}
+
+/// A move by Vamoose whose guest was silent for longer than the downtime explains is an error.
+pub(crate) fn check(run: &Run) -> Result<()> {
+    if matches!(run.way, Way::Stock(_)) {
+        return Ok(());
+    }
+    let allowed = allowed(run);
+    for (silence, place) in [
+        (run.life.continuity.gap(), "across the move"),
+        (run.life.after, "at the destination"),
+    ] {
+        ensure!(
+            silence <= allowed,
+            "{}: the guest was silent for {silence:.0?} {place}, the reported downtime of {:.0?} allows {allowed:.0?}",
+            run.way,
+            run.downtime,
+        );
+    }
+    Ok(())
+}
+
+/// Says what was found, and checks it.
+pub(crate) fn show(run: &Run) -> Result<()> {
+    let Life {
+        continuity, before, ..
+    } = &run.life;
+    note("the source QEMU has stopped for good ('postmigrate'), the destination QEMU is 'running'");
+    note(format!(
+        "the guest has verified all of its {FILLED} MiB since it moved: nothing is corrupt"
+    ));
+    note(format!(
+        "{} ticks, numbered without a hole or a repetition; {} was the last here, {} the first over there",
+        continuity.ticks, continuity.last.number, continuity.first.number,
+    ));
+    note(format!(
+        "between these two: {} ms, with a reported downtime of {} ms",
+        continuity.gap().as_millis(),
+        run.downtime.as_millis(),
+    ));
+    note(format!(
+        "allowed: {} ms = downtime x 1.5 + {} ms (first steps at a new place, on a shared machine)\n\
+         + {} ms (the longest silence before: the period of ticks and this machine's noise)",
+        allowed(run).as_millis(),
+        NOISE.as_millis(),
+        before.as_millis(),
+    ));
+    check(run).context("the guest was away for too long")
+}
+
+fn allowed(run: &Run) -> Duration {
+    run.downtime.mul_f64(1.5) + NOISE + run.life.before
+}

@@ -1,0 +1,249 @@
+//! One migration of a freshly booted guest, and everything that is measured of it.
+
+use std::fs;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use lab::guest::Guest;
+use lab::proc;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use serde_json::{Value, json};
+
+use crate::Way;
+use crate::cpu::{Cpu, Meter};
+use crate::proof::Life;
+use crate::screen::note;
+use crate::stage::Stage;
+
+/// In every way.
+const CHANNELS: u8 = 2;
+/// In every way, in milliseconds.
+const DOWNTIME_LIMIT: u64 = 300;
+/// Nothing takes this long unless something hangs.
+const LIMIT: Duration = Duration::from_secs(180);
+
+/// A migration that was successful.
+#[derive(Debug)]
+pub(crate) struct Run {
+    pub(crate) way: Way,
+    /// From the command until the guest ran at the destination.
+    pub(crate) total: Duration,
+    /// As the source QEMU reports it.
+    pub(crate) downtime: Duration,
+    /// Over the link.
+    pub(crate) link_bytes: u64,
+    /// Contents of the pages that were sent, without zero pages.
+    pub(crate) page_bytes: u64,
+    pub(crate) cpu: Cpu,
+    pub(crate) life: Life,
+}
+
+/// What the programs say themselves.
+struct Reported {
+    downtime: Duration,
+    wire_bytes: u64,
+    page_bytes: u64,
+    /// CPU seconds of `vamoose migrate`.
+    migrating: f64,
+}
+
+impl Stage<'_> {
+    /// Boots a guest, moves it and follows it until it has verified all of its memory at its new place.
+    pub(crate) fn run(&self, way: Way) -> Result<Run> {
+        self.run_inner(way).with_context(|| way.to_string())
+    }
+
+    fn run_inner(&self, way: Way) -> Result<Run> {
+        let (mut source, mut destination) = self.boot(way)?;
+        let meter = Meter::start(&mut source.qemu, &mut destination.qemu, self.server.pid())?;
+        let sent_before = self.network.sent()?;
+
+        let start = Instant::now();
+        let moved = match way {
+            Way::Vamoose(method) => self.by_vamoose(method, &source, &destination),
+            Way::Stock(method) => self.by_qemu(method, &mut source, &mut destination),
+        };
+        let total = start.elapsed();
+        let reported = moved.with_context(|| fates(&mut source, &mut destination))?;
+
+        let cpu = meter.read(reported.migrating)?;
+        let sent = self.network.sent()?.zip(sent_before);
+        note(format!(
+            "{way}: moved in {:.1} s, reported downtime {} ms; now the guest verifies its memory",
+            total.as_secs_f64(),
+            reported.downtime.as_millis()
+        ));
+        expect_status(&mut source, "postmigrate").context("source")?;
+        expect_status(&mut destination, "running").context("destination")?;
+        // The first round may have begun at the source; the second one is all of memory after the move.
+        destination.wait_rounds(2, LIMIT)?;
+        Ok(Run {
+            way,
+            total,
+            downtime: reported.downtime,
+            link_bytes: sent.map_or(reported.wire_bytes, |(after, before)| after - before),
+            page_bytes: reported.page_bytes,
+            cpu,
+            life: Life::of(&source.finish()?, &destination.finish()?, start)?,
+        })
+    }
+
+    /// A source whose guest is at work and a destination that waits.
+    fn boot(&self, way: Way) -> Result<(Guest, Guest)> {
+        let start = Instant::now();
+        let source = Guest::start(&self.network.source().place(self.machine()))?;
+        self.guard.watch(source.qemu.pid())?;
+        // Vamoose continues the guest itself, once the source has stopped for good.
+        let waiting = match way {
+            Way::Vamoose(_) => self.machine().incoming().paused(),
+            Way::Stock(_) => self.machine().incoming(),
+        };
+        let waiting = self.network.destination().place(waiting.preallocate());
+        let destination = Guest::start(&waiting)?;
+        self.guard.watch(destination.qemu.pid())?;
+        source.wait_ready(LIMIT)?;
+        source.wait_ticks(5, LIMIT)?;
+        note(format!(
+            "{way}: the guest has booted and filled its memory ({:.1} s)",
+            start.elapsed().as_secs_f64()
+        ));
+        Ok((source, destination))
+    }
+
+    /// Its progress is shown as a user would see it.
+    fn by_vamoose(&self, method: &str, source: &Guest, destination: &Guest) -> Result<Reported> {
+        let name = format!("guest-{method}");
+        let link = self.monitors.path().join(format!("{name}.qmp"));
+        std::os::unix::fs::symlink(destination.qemu.qmp_socket(), link)
+            .context("linking the destination's monitor")?;
+        let report = self.monitors.path().join(format!("{name}.json"));
+
+        let options = [
+            "--to",
+            &self.to,
+            "--name",
+            &name,
+            "--method",
+            method,
+            "--channels",
+            &CHANNELS.to_string(),
+            "--downtime-limit",
+            &DOWNTIME_LIMIT.to_string(),
+        ];
+        note(format!(
+            "$ vamoose migrate --qmp SOCKET {}",
+            options.join(" ")
+        ));
+        let mut command = self.network.source().command(&self.vamoose);
+        command.args(["migrate", "--qmp"]);
+        command.arg(source.qemu.qmp_socket()).args(options);
+        let mut migrating = Process::start(command.arg("--json").arg(&report))?;
+        self.guard.watch(migrating.0.id())?;
+        let cpu = migrating
+            .succeed(LIMIT)
+            .with_context(|| format!("vamoose serve says:\n{}", self.server.stderr()))?;
+
+        let text = fs::read(&report).context("reading the report")?;
+        let report: Value = serde_json::from_slice(&text).context("the report is not JSON")?;
+        Ok(Reported {
+            downtime: Duration::from_millis(number(&report["downtime"], "downtime")?),
+            wire_bytes: number(&report["wire-bytes"], "wire-bytes")?,
+            page_bytes: number(&report["page-bytes"], "page-bytes")?,
+            migrating: cpu,
+        })
+    }
+
+    /// QEMU to QEMU. The destination is not told to wait (no -S), which is the fastest way that it has.
+    fn by_qemu(
+        &self,
+        method: &str,
+        source: &mut Guest,
+        destination: &mut Guest,
+    ) -> Result<Reported> {
+        for qmp in [&mut source.qemu.qmp, &mut destination.qemu.qmp] {
+            qmp.use_multifd(CHANNELS)?;
+            // The level is 1 by default, as Vamoose's.
+            qmp.set_parameters(json!({
+                "multifd-compression": method, "downtime-limit": DOWNTIME_LIMIT
+            }))?;
+        }
+        let address = self.network.destination().address();
+        let waiting = &mut destination.qemu.qmp;
+        waiting.migrate_incoming(&format!("tcp:{address}:0"))?;
+        let port = waiting.incoming_port()?;
+        source.qemu.qmp.migrate(&format!("tcp:{address}:{port}"))?;
+        let account = source.qemu.qmp.wait_migration(&["completed"], LIMIT)?;
+        destination.qemu.qmp.wait_status("running", LIMIT)?;
+        let ram = &account["ram"];
+        Ok(Reported {
+            downtime: Duration::from_millis(number(&account["downtime"], "downtime")?),
+            wire_bytes: number(&ram["transferred"], "transferred")?,
+            page_bytes: number(&ram["normal-bytes"], "normal-bytes")?,
+            migrating: 0.0,
+        })
+    }
+}
+
+fn expect_status(guest: &mut Guest, wanted: &str) -> Result<()> {
+    let status = guest.qemu.qmp.query_status()?;
+    ensure!(status == wanted, "is '{status}' instead of '{wanted}'");
+    Ok(())
+}
+
+/// What has become of the QEMUs of a migration that failed.
+fn fates(source: &mut Guest, destination: &mut Guest) -> String {
+    let fate = |guest: &mut Guest| {
+        let fate = match guest.qemu.wait_exit(Duration::from_millis(500)) {
+            Ok(status) => format!("has ended ({status})"),
+            Err(_) => "runs".to_owned(),
+        };
+        format!("{fate} {}", guest.qemu.stderr()).trim().to_owned()
+    };
+    format!(
+        "the source QEMU {}; the destination QEMU {}",
+        fate(source),
+        fate(destination)
+    )
+}
+
+fn number(value: &Value, name: &str) -> Result<u64> {
+    value
+        .as_u64()
+        .with_context(|| format!("no {name} reported"))
+}
+
+/// A child that shares this terminal. Killed on drop.
+struct Process(Child);
+
+impl Process {
+    fn start(command: &mut Command) -> Result<Self> {
+        let child = command.stdin(Stdio::null()).spawn();
+        child
+            .map(Self)
+            .with_context(|| format!("starting {command:?}"))
+    }
+
+    /// Waits for its successful end and gives the CPU seconds that it used.
+    fn succeed(&mut self, within: Duration) -> Result<f64> {
+        let end = pidfd_open(Pid::from_child(&self.0), PidfdFlags::empty())?;
+        let timeout = Timespec::try_from(within)?;
+        if poll(&mut [PollFd::new(&end, PollFlags::IN)], Some(&timeout))? == 0 {
+            bail!("vamoose migrate still runs after {within:?}");
+        }
+        // Before it is reaped.
+        let used = proc::cpu_seconds(self.0.id())?;
+        let status = self.0.wait()?;
+        ensure!(status.success(), "vamoose migrate failed ({status})");
+        Ok(used)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}

@@ -1,0 +1,69 @@
+//! What the demo shows. Where nobody reads any more it goes on quietly.
+
+use std::fmt::Display;
+use std::io::{self, Write as _};
+use std::thread;
+
+use crate::run::Run;
+
+pub(crate) fn say(text: impl Display) {
+    // print macros panic when the reader has gone.
+    let _ = writeln!(io::stdout(), "{text}");
+}
+
+/// Begins a part of the story.
+pub(crate) fn step(number: u32, title: &str) {
+    say(format!("\n{number}. {title}"));
+}
+
+/// A remark within a step; it may have several lines.
+pub(crate) fn note(text: impl Display) {
+    for line in text.to_string().lines() {
+        say(format!("   {line}"));
+    }
+}
+
+/// All runs side by side.
+pub(crate) fn table(runs: &[Run], measuring: &str) {
+    const MIB: f64 = (1 << 20) as f64;
+    say("                   total  downtime  tick gap     link  ratio     CPU seconds");
+    say(
+        "                       s        ms        ms      MiB         source  vamoose  dest.    all   (guest)",
+    );
+    for run in runs {
+        let cpu = &run.cpu;
+        say(format!(
+            "   {:<13} {:>7.1} {:>9} {:>9} {:>8.0} {:>6.2} {:>8.2} {:>8.2} {:>6.2} {:>6.2} {:>9.2}",
+            run.way.to_string(),
+            run.total.as_secs_f64(),
+            run.downtime.as_millis(),
+            run.life.continuity.gap().as_millis(),
+            run.link_bytes as f64 / MIB,
+            run.page_bytes as f64 / run.link_bytes.max(1) as f64,
+            cpu.source,
+            cpu.vamoose,
+            cpu.destination,
+            cpu.migration(),
+            cpu.guest,
+        ));
+    }
+    say("");
+    note(format!(
+        "total: from the command until the guest runs at the destination. downtime: as reported.\n\
+         tick gap: measured, last tick at the source to first at the destination; ticks come every 100 ms.\n\
+         link: bytes to the destination, {measuring}. ratio: pages sent / link.\n\
+         CPU seconds: of the migration; the guest itself (vCPU threads of both QEMUs) is shown apart.\n\
+         All: 2 channels, level 1, downtime limit 300 ms, return path, destination memory preallocated.\n\
+         vamoose: destination with -S, continued once the source has stopped for good.\n\
+         stock: destination without -S, so that the guest goes on as soon as it has arrived.\n\
+         One run each on {}: a picture, not a benchmark.",
+        machine()
+    ));
+}
+
+fn machine() -> String {
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load = load.split(' ').next().unwrap_or("?");
+    format!("{cores} cores shared by all, load average {load}")
+}

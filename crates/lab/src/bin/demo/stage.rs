@@ -1,0 +1,117 @@
+//! What all runs share: the programs, the network, the guest's image and `vamoose serve` on the destination host.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use lab::guest::{Image, Load};
+use lab::qemu::{self, Binary, Builder};
+use lab::vamoose::Vamoose;
+use tempfile::TempDir;
+
+use crate::guard::Guard;
+use crate::network::Network;
+use crate::screen::note;
+
+const MIB: u64 = 1 << 20;
+/// Of the guest.
+const RAM: u64 = 1024 * MIB;
+/// MiB of files that the guest fills its memory with, over and over.
+const CONTENT: u32 = 64;
+/// MiB that the guest fills and verifies.
+pub(crate) const FILLED: u32 = 700;
+/// Writes 8 MiB a second into 64 MiB: enough for several rounds, and slower than the slowest method moves pages.
+const LOAD: Load = Load {
+    fill: FILLED,
+    hot: 64,
+    rate: 2000,
+};
+
+pub(crate) struct Stage<'a> {
+    pub(crate) guard: &'a Guard,
+    binary: Binary,
+    pub(crate) vamoose: PathBuf,
+    image: Image,
+    /// Before what it uses: it goes first.
+    pub(crate) server: Vamoose,
+    /// Where `server` listens.
+    pub(crate) to: String,
+    /// The folder in which `server` finds the monitors of QEMUs by name.
+    pub(crate) monitors: TempDir,
+    pub(crate) network: Network,
+}
+
+impl<'a> Stage<'a> {
+    pub(crate) fn set(guard: &'a Guard) -> Result<Self> {
+        let vamoose = find_vamoose()?;
+        let binary = qemu::available().last().cloned();
+        let binary = binary.context("there is no QEMU here: run scripts/setup qemu")?;
+        note(format!(
+            "two QEMUs {}, as their makers built them",
+            binary.version
+        ));
+        let network = Network::new();
+        note(network.describe());
+        let image = Image::build(CONTENT)?;
+        note(format!(
+            "a Linux guest with {} MiB of RAM and 2 vCPUs (emulated): {} MiB filled with this machine's files,\n\
+             {} pages a second rewritten, all of it verified again and again, a tick every 100 ms",
+            RAM / MIB,
+            LOAD.fill,
+            LOAD.rate,
+        ));
+
+        let monitors = TempDir::new().context("creating a temporary directory")?;
+        let host = network.destination();
+        let mut command = host.command(&vamoose);
+        // The namespace's address is no loopback one, but nobody else is on that link.
+        command.args(["serve", "--insecure", "--listen"]);
+        command.arg(format!("tcp:{}:0", host.address()));
+        let server = Vamoose::start(command.arg("--qmp-dir").arg(monitors.path()))?;
+        guard.watch(server.pid())?;
+        let to = server.wait_for("taking migrations on ", Duration::from_secs(20))?;
+        note(format!(
+            "on the destination host: vamoose serve --listen {to} --qmp-dir DIR"
+        ));
+        Ok(Self {
+            guard,
+            binary,
+            vamoose,
+            image,
+            server,
+            to,
+            monitors,
+            network,
+        })
+    }
+
+    /// The guest's machine, the same at both ends.
+    pub(crate) fn machine(&self) -> Builder {
+        self.image.machine(&self.binary, RAM, &LOAD)
+    }
+
+    /// What `bytes on the link` means here.
+    pub(crate) fn describe_measuring(&self) -> &'static str {
+        match self.network {
+            Network::Link(_) => "counted by the source's network device, with all headers",
+            Network::Loopback(_) => "as reported, as loopback cannot tell",
+        }
+    }
+}
+
+/// Beside this program, where cargo puts all of a workspace, unless $VAMOOSE says otherwise.
+fn find_vamoose() -> Result<PathBuf> {
+    let path = match std::env::var_os("VAMOOSE") {
+        Some(path) => PathBuf::from(path),
+        None => std::env::current_exe()
+            .context("cannot tell where this program is")?
+            .with_file_name("vamoose"),
+    };
+    if !path.is_file() {
+        bail!(
+            "there is no {}: run `make demo`, or `cargo build --release -p vamoose`, or set VAMOOSE to the program",
+            path.display()
+        );
+    }
+    Ok(path)
+}
