@@ -1,0 +1,172 @@
+//! What the figures have to be.
+
+use crate::options::Options;
+use crate::running::{self, Pause};
+use crate::still::{self, Cost};
+
+/// A demand and whether it is met.
+pub(crate) struct Verdict {
+    /// The demand.
+    pub(crate) demand: String,
+    /// What was measured; `None` when the cases it needs were not.
+    pub(crate) found: Option<Found>,
+}
+
+/// What was measured.
+pub(crate) struct Found {
+    /// Whether it meets the demand.
+    pub(crate) pass: bool,
+    /// The numbers.
+    pub(crate) numbers: String,
+}
+
+/// Judges all that was measured.
+pub(crate) fn judge(
+    still: &[still::Measured],
+    running: &[running::Measured],
+    options: &Options,
+) -> Vec<Verdict> {
+    let cost = |name: &str| {
+        let case = still.iter().find(|measured| measured.case.name == name);
+        case.map(|measured| &measured.cost)
+    };
+    let pause = |name: &str| {
+        let name = format!("downtime/{name}");
+        let case = running.iter().find(|measured| measured.case.name == name);
+        case.map(|measured| &measured.pause)
+    };
+    let gib = options.ram as f64 / f64::from(1 << 30);
+    let mut verdicts = vec![
+        Verdict {
+            demand: "relay none to none: at most 0.3 CPU-s per GiB in the relay".to_owned(),
+            found: cost("cpu/relay-none").and_then(|relay| pass_on(relay, gib)),
+        },
+        Verdict {
+            demand: "relay to a stock zlib destination: at most 1/3 of stock zlib's CPU at the source, and no more bytes".to_owned(),
+            found: pair(cost("cpu/relay-zlib"), cost("cpu/direct-zlib")).map(third_of_zlib),
+        },
+        Verdict {
+            demand: "relay to a stock zstd destination: total CPU at most 10 % above direct zstd's".to_owned(),
+            found: pair(cost("cpu/relay-zstd"), cost("cpu/direct-zstd")).map(total_of_zstd),
+        },
+    ];
+    verdicts.extend(still.iter().filter_map(memory));
+    for method in ["none", "zstd"] {
+        for (way, what) in [("relays", "two relays"), ("migrate", "serve and migrate")] {
+            let found = pair(
+                pause(&format!("{way}-{method}")),
+                pause(&format!("direct-{method}")),
+            );
+            verdicts.push(Verdict {
+                demand: format!(
+                    "downtime through {what}, {method}: at most 15 % + 10 ms above direct {method}'s"
+                ),
+                found: found.map(downtime),
+            });
+        }
+    }
+    verdicts
+}
+
+fn pair<T>(ours: Option<T>, stock: Option<T>) -> Option<(T, T)> {
+    Some((ours?, stock?))
+}
+
+fn pass_on(relay: &Cost, gib: f64) -> Option<Found> {
+    let per_gib = relay.relay_a? / gib;
+    Some(Found {
+        pass: per_gib <= 0.3,
+        numbers: format!("{per_gib:.3} CPU-s per GiB"),
+    })
+}
+
+fn third_of_zlib((ours, stock): (&Cost, &Cost)) -> Found {
+    let (cpu, bytes) = (
+        ours.source_side() / stock.source_side(),
+        ours.wire / stock.wire,
+    );
+    Found {
+        pass: cpu <= 1.0 / 3.0 && bytes <= 1.0,
+        numbers: format!(
+            "{:.2} of {:.2} CPU-s, {cpu:.3} of it; {bytes:.3} of the bytes",
+            ours.source_side(),
+            stock.source_side()
+        ),
+    }
+}
+
+fn total_of_zstd((ours, stock): (&Cost, &Cost)) -> Found {
+    let ratio = ours.total() / stock.total();
+    Found {
+        pass: ratio <= 1.1,
+        numbers: format!(
+            "{:.2} and {:.2} CPU-s, {:+.1} %; {:.3} of the bytes",
+            ours.total(),
+            stock.total(),
+            (ratio - 1.0) * 100.0,
+            ours.wire / stock.wire
+        ),
+    }
+}
+
+fn memory(measured: &still::Measured) -> Option<Verdict> {
+    const MIB: f64 = 1_048_576.0;
+    let (case, cost) = (&measured.case, &measured.cost);
+    let peak = [cost.peak_a, cost.peak_b].into_iter().flatten();
+    let peak = peak.reduce(f64::max)? / MIB;
+    let limit = 64 + 4 * u32::from(case.channels);
+    Some(Verdict {
+        demand: format!(
+            "memory of each relay, {}: less than {limit} MiB (64 and 4 per channel)",
+            case.name
+        ),
+        found: Some(Found {
+            pass: peak < f64::from(limit),
+            numbers: format!("{peak:.1} MiB at most"),
+        }),
+    })
+}
+
+fn downtime((ours, direct): (&Pause, &Pause)) -> Found {
+    let limit = direct.real * 1.15 + 10.0;
+    Found {
+        pass: ours.real <= limit,
+        numbers: format!(
+            "{:.0} ms; direct {:.0} ms, so at most {limit:.0} ms",
+            ours.real, direct.real
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limits_are_where_they_should_be() {
+        let relay = |cpu| Cost {
+            relay_a: Some(cpu),
+            ..Cost::default()
+        };
+        let passes = |found: Option<Found>| found.unwrap().pass;
+        assert!(passes(pass_on(&relay(0.9), 3.0)));
+        assert!(!passes(pass_on(&relay(0.91), 3.0)));
+
+        let cost = |source, wire| Cost {
+            source,
+            wire,
+            ..Cost::default()
+        };
+        assert!(third_of_zlib((&cost(1.0, 9.0), &cost(3.0, 9.0))).pass);
+        assert!(!third_of_zlib((&cost(1.1, 9.0), &cost(3.0, 9.0))).pass);
+        assert!(!third_of_zlib((&cost(1.0, 9.1), &cost(3.0, 9.0))).pass);
+        assert!(!total_of_zstd((&cost(1.2, 1.0), &cost(1.0, 1.0))).pass);
+
+        let pause = |real| Pause {
+            real,
+            ..Pause::default()
+        };
+        assert!(downtime((&pause(124.0), &pause(100.0))).pass);
+        assert!(!downtime((&pause(126.0), &pause(100.0))).pass);
+    }
+}

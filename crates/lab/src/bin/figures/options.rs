@@ -1,0 +1,197 @@
+//! The command line, and the data that guests are filled with.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use lab::{ram, target_dir};
+use tempfile::TempDir;
+use zstd_safe::get_error_name;
+
+const USAGE: &str = "usage: figures [--ram SIZE] [--runs N] [--json FILE] [--corpus DIR] [--only NAME]...
+               [--dirty-rate N] [--vamoose PROGRAM]
+
+  --ram SIZE         memory of the large guest that does not run (3G)
+  --runs N           rounds, every case runs once in each (3); downtimes have twice as many and one more
+  --json FILE        write the figures as JSON too
+  --corpus DIR       files that fill the guest, plain or .zst (the Silesia files beside the project, or files of this host)
+  --only NAME        only cases whose name holds this, such as cpu/ or downtime/direct-none; may be repeated
+  --dirty-rate N     pages that the guest that runs rewrites in a second (4000)
+  --vamoose PROGRAM  measure this one (the one beside this program)";
+
+/// What to measure.
+pub(crate) struct Options {
+    /// Memory of the large guest, in bytes.
+    pub(crate) ram: u64,
+    /// How often each case runs, those of a guest that does not run.
+    pub(crate) runs: usize,
+    /// Pages that the guest that runs rewrites in a second.
+    pub(crate) dirty_rate: u32,
+    /// Where the figures go as JSON.
+    pub(crate) json: Option<PathBuf>,
+    /// The program under test.
+    pub(crate) vamoose: PathBuf,
+    corpus: Option<PathBuf>,
+    only: Vec<String>,
+}
+
+/// The files that guests are filled with.
+pub(crate) struct Corpus {
+    /// All of them, uncompressed.
+    pub(crate) files: Vec<PathBuf>,
+    _unpacked: TempDir,
+}
+
+impl Options {
+    /// From the arguments behind the program's name.
+    pub(crate) fn from_arguments(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
+        let this = std::env::current_exe().context("where is this program?")?;
+        let mut options = Self {
+            ram: 3 << 30,
+            runs: 3,
+            dirty_rate: 4000,
+            json: None,
+            vamoose: this.with_file_name("vamoose"),
+            corpus: None,
+            only: Vec::new(),
+        };
+        while let Some(name) = arguments.next() {
+            let mut value = || {
+                let value = arguments.next();
+                value.with_context(|| format!("{name} needs a value\n\n{USAGE}"))
+            };
+            match name.as_str() {
+                "--ram" => options.ram = size(&value()?)?,
+                "--runs" => options.runs = value()?.parse().context("--runs is not a number")?,
+                "--dirty-rate" => {
+                    options.dirty_rate =
+                        value()?.parse().context("--dirty-rate is not a number")?;
+                }
+                "--json" => options.json = Some(value()?.into()),
+                "--corpus" => options.corpus = Some(value()?.into()),
+                "--only" => options.only.push(value()?),
+                "--vamoose" => options.vamoose = value()?.into(),
+                _ => bail!("{name}?\n\n{USAGE}"),
+            }
+        }
+        ensure!(options.runs > 0, "--runs 0 measures nothing");
+        ensure!(
+            options.vamoose.is_file(),
+            "there is no {}: cargo build --release -p vamoose, with the same target folder",
+            options.vamoose.display()
+        );
+        Ok(options)
+    }
+
+    /// Whether a case is wanted.
+    pub(crate) fn wants(&self, name: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|only| name.contains(only))
+    }
+
+    /// Where the guests' content comes from, for the report.
+    pub(crate) fn corpus_name(&self) -> String {
+        let dir = self.corpus_dir();
+        dir.map_or_else(
+            || "files of this host".to_owned(),
+            |dir| dir.display().to_string(),
+        )
+    }
+
+    /// Unpacks the files for the guests.
+    pub(crate) fn corpus(&self) -> Result<Corpus> {
+        let unpacked = TempDir::new().context("creating a temporary directory")?;
+        let files = match self.corpus_dir() {
+            Some(dir) => unpack(&dir, unpacked.path())?,
+            None => ram::host_files(256 << 20)?,
+        };
+        Ok(Corpus {
+            files,
+            _unpacked: unpacked,
+        })
+    }
+
+    fn corpus_dir(&self) -> Option<PathBuf> {
+        let beside = target_dir().join("../../shared/data/silesia");
+        self.corpus
+            .clone()
+            .or_else(|| fs::canonicalize(beside).ok())
+    }
+}
+
+/// The files in `dir`, those that are compressed as copies in `to`.
+fn unpack(dir: &Path, to: &Path) -> Result<Vec<PathBuf>> {
+    let context = || format!("reading {}", dir.display());
+    let mut files = Vec::new();
+    for entry in fs::read_dir(dir).with_context(context)? {
+        let path = entry.with_context(context)?.path();
+        if path.extension().is_some_and(|extension| extension == "zst") {
+            let name = path.file_stem().with_context(context)?;
+            let plain = to.join(name);
+            let packed = fs::read(&path).with_context(context)?;
+            let content = decompress(&packed).with_context(|| path.display().to_string())?;
+            fs::write(&plain, content).context("writing the unpacked corpus")?;
+            files.push(plain);
+        } else if path.is_file() {
+            files.push(path);
+        }
+    }
+    ensure!(!files.is_empty(), "{} has no files", dir.display());
+    // The order decides what is in which page.
+    files.sort();
+    Ok(files)
+}
+
+fn decompress(packed: &[u8]) -> Result<Vec<u8>> {
+    let size = zstd_safe::get_frame_content_size(packed).ok().flatten();
+    let size = size.context("not a zstd file that tells its size")?;
+    let mut content = Vec::with_capacity(usize::try_from(size)?);
+    match zstd_safe::decompress(&mut content, packed) {
+        Ok(_) => Ok(content),
+        Err(code) => bail!("{}", get_error_name(code)),
+    }
+}
+
+/// A number of bytes with k, M or G.
+fn size(text: &str) -> Result<u64> {
+    let (digits, shift) = match text.char_indices().last() {
+        Some((end, 'k')) => (&text[..end], 10),
+        Some((end, 'M')) => (&text[..end], 20),
+        Some((end, 'G')) => (&text[..end], 30),
+        _ => (text, 0),
+    };
+    let number: u64 = digits
+        .parse()
+        .with_context(|| format!("`{text}` is not a size such as 512M"))?;
+    number
+        .checked_mul(1 << shift)
+        .with_context(|| format!("{text} is too much"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        assert_eq!(size("3G").unwrap(), 3 << 30);
+        assert_eq!(size("256M").unwrap(), 256 << 20);
+        assert_eq!(size("4096").unwrap(), 4096);
+        for bad in ["", "G", "1.5G", "3g", "99999999999G"] {
+            assert!(size(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_corpus_may_be_packed_in_part() {
+        let (dir, to) = (TempDir::new().unwrap(), TempDir::new().unwrap());
+        let mut packed = Vec::with_capacity(1000);
+        zstd_safe::compress(&mut packed, b"packed", 1).unwrap();
+        fs::write(dir.path().join("a.zst"), packed).unwrap();
+        fs::write(dir.path().join("b"), "plain").unwrap();
+        let files = unpack(dir.path(), to.path()).unwrap();
+        let contents = files.iter().map(|file| fs::read(file).unwrap());
+        let mut contents: Vec<_> = contents.collect();
+        contents.sort();
+        assert_eq!(contents, [b"packed".to_vec(), b"plain".to_vec()]);
+    }
+}

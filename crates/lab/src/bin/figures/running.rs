@@ -1,0 +1,384 @@
+//! A guest that runs: how long it stands still when it moves over a link of 1 Gbit/s.
+//!
+//! ```text
+//!       namespace here                                                namespace there
+//!  direct   source QEMU ─────────────────────1 Gbit/s─────────────────> destination QEMU
+//!  relays   source QEMU ─unix─> vamoose relay ───────> vamoose relay ─unix─> destination QEMU
+//!  migrate  source QEMU ─unix─> vamoose migrate ─────> vamoose serve ─unix─> destination QEMU
+//! ```
+//!
+//! The downtime is what a guest's users see: from the source QEMU's event STOP to the destination's RESUME, both stamped by
+//! the same clock. With `direct` and `relays` the destination starts the guest by itself; `migrate` makes it wait for
+//! its word. One guest serves for all: it moves on from case to case, to and fro, and checks its memory after each.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use lab::guest::{Guest, Image, Load};
+use lab::net::{Link, Namespace};
+use lab::qemu::{Binary, Builder};
+use lab::vamoose::Vamoose;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::options::Options;
+use crate::{interleaved, median};
+
+/// One way to move the guest.
+#[derive(Clone, Copy)]
+pub(crate) struct Case {
+    /// For `--only` and the tables.
+    pub(crate) name: &'static str,
+    method: &'static str,
+    between: Between,
+}
+
+/// What is between the QEMUs.
+#[derive(Clone, Copy)]
+enum Between {
+    Direct,
+    Relays,
+    Migrate,
+}
+
+/// How one migration went; times in milliseconds.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Pause {
+    /// From STOP at the source to RESUME at the destination.
+    pub(crate) real: f64,
+    /// What the source QEMU says it was.
+    pub(crate) reported: f64,
+    /// What the source QEMU last expected it to be.
+    pub(crate) expected: f64,
+    /// What `vamoose migrate` says it was.
+    pub(crate) vamoose: Option<f64>,
+    /// Of the whole migration.
+    pub(crate) total: f64,
+    /// Rounds over the guest's memory.
+    pub(crate) syncs: f64,
+    /// Bytes over the link, headers included.
+    pub(crate) wire: f64,
+}
+
+/// A case and the medians of its rounds.
+pub(crate) struct Measured {
+    pub(crate) case: Case,
+    pub(crate) rounds: Vec<Pause>,
+    pub(crate) pause: Pause,
+}
+
+/// The guest's memory, in bytes.
+const RAM: u64 = 512 << 20;
+
+/// What the guest does. Its hot part is more than the link carries within the downtime limit, so that the limit decides when
+/// the source stops it: whatever falsifies the source's idea of its bandwidth shows.
+fn load(options: &Options) -> Load {
+    Load {
+        fill: 300,
+        hot: 64,
+        rate: options.dirty_rate,
+    }
+}
+
+/// Bits per second.
+const LINK: u64 = 1_000_000_000;
+
+/// Milliseconds.
+const DOWNTIME_LIMIT: u64 = 300;
+
+const CHANNELS: u8 = 2;
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// The cases that are wanted.
+pub(crate) fn cases(options: &Options) -> Vec<Case> {
+    let case = |name, between, method| Case {
+        name,
+        method,
+        between,
+    };
+    let all = [
+        case("downtime/direct-none", Between::Direct, "none"),
+        case("downtime/relays-none", Between::Relays, "none"),
+        case("downtime/migrate-none", Between::Migrate, "none"),
+        case("downtime/direct-zstd", Between::Direct, "zstd"),
+        case("downtime/relays-zstd", Between::Relays, "zstd"),
+        case("downtime/migrate-zstd", Between::Migrate, "zstd"),
+    ];
+    all.into_iter()
+        .filter(|case| options.wants(case.name))
+        .collect()
+}
+
+/// More than for guests that do not run: a downtime depends on when in its round the source QEMU finds that little enough is
+/// left, and one round over memory more or less is 50 ms.
+pub(crate) fn rounds(options: &Options) -> usize {
+    2 * options.runs + 1
+}
+
+/// Measures the cases.
+pub(crate) fn measure(cases: &[Case], options: &Options, qemu: &Binary) -> Result<Vec<Measured>> {
+    if cases.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut lab = Lab::new(qemu, options)?;
+    let results = interleaved(
+        cases,
+        rounds(options),
+        |case| case.name.to_owned(),
+        |case| lab.run(case),
+    )?;
+    let measured = cases.iter().zip(results).map(|(&case, rounds)| Measured {
+        case,
+        pause: medians(&rounds),
+        rounds,
+    });
+    Ok(measured.collect())
+}
+
+/// Two hosts and the guest, wherever it is.
+struct Lab<'a> {
+    // Before the link: what runs on it ends first.
+    guest: Option<Guest>,
+    machine: Builder,
+    vamoose: &'a Path,
+    at_second: bool,
+    link: Link,
+    _image: Image,
+}
+
+impl<'a> Lab<'a> {
+    fn new(qemu: &Binary, options: &'a Options) -> Result<Self> {
+        let link = Link::new(Some(LINK))?;
+        let image = Image::build(16)?;
+        let machine = image.machine(qemu, RAM, &load(options)).preallocate();
+        let guest = Guest::start(&machine.clone().namespace(link.source.name()))?;
+        guest.wait_ready(LIMIT)?;
+        Ok(Self {
+            guest: Some(guest),
+            machine,
+            vamoose: &options.vamoose,
+            at_second: false,
+            link,
+            _image: image,
+        })
+    }
+
+    fn run(&mut self, case: &Case) -> Result<Pause> {
+        let mut source = self.guest.take().context("the guest is lost")?;
+        let (here, there) = if self.at_second {
+            (&self.link.destination, &self.link.source)
+        } else {
+            (&self.link.source, &self.link.destination)
+        };
+        let incoming = self.machine.clone().incoming().namespace(there.name());
+        let mut destination = Guest::start(&incoming)?;
+        let ends = Ends {
+            source: &mut source,
+            destination: &mut destination,
+            here,
+            there,
+            vamoose: self.vamoose,
+        };
+        let pause = ends.migrate(case)?;
+        // It has survived, and settles down for the next time.
+        destination.wait_rounds(1, LIMIT)?;
+        destination.log().check()?;
+        self.guest = Some(destination);
+        self.at_second = !self.at_second;
+        Ok(pause)
+    }
+}
+
+/// One migration's two ends.
+struct Ends<'a> {
+    source: &'a mut Guest,
+    destination: &'a mut Guest,
+    here: &'a Namespace,
+    there: &'a Namespace,
+    vamoose: &'a Path,
+}
+
+impl Ends<'_> {
+    fn migrate(mut self, case: &Case) -> Result<Pause> {
+        let sent_before = self.here.traffic()?.sent;
+        self.source.qemu.qmp.take_events();
+        let helpers = match case.between {
+            Between::Direct => self.direct(case.method)?,
+            Between::Relays => self.relays(case.method)?,
+            Between::Migrate => self.commands(case.method)?,
+        };
+        let mut pause = self.watch().with_context(|| helpers.said())?;
+        pause.vamoose = helpers.finish()?;
+        pause.wire = (self.here.traffic()?.sent - sent_before) as f64;
+        Ok(pause)
+    }
+
+    fn direct(&mut self, method: &str) -> Result<Helpers> {
+        self.set_up_both(method)?;
+        let address = self.there.address();
+        let destination = &mut self.destination.qemu.qmp;
+        destination.migrate_incoming(&format!("tcp:{address}:0"))?;
+        let port = destination.incoming_port()?;
+        let source = &mut self.source.qemu.qmp;
+        source.migrate(&format!("tcp:{address}:{port}"))?;
+        Ok(Helpers::default())
+    }
+
+    fn relays(&mut self, method: &str) -> Result<Helpers> {
+        self.set_up_both("none")?;
+        let inside = format!("unix:{}", self.destination.qemu.socket("in").display());
+        self.destination.qemu.qmp.migrate_incoming(&inside)?;
+        let (far, address) = {
+            let listen = format!("tcp:{}:0", self.there.address());
+            let mut command = self.there.command(self.vamoose);
+            command.args(["relay", "--insecure", "--listen", &listen]);
+            listening(command.args(["--connect", &inside]), "listening on ")?
+        };
+        let (near, address) = {
+            let listen = format!("unix:{}", self.source.qemu.socket("out").display());
+            let mut command = self.here.command(self.vamoose);
+            command.args(["relay", "--method", method, "--listen", &listen]);
+            listening(command.args(["--connect", &address]), "listening on ")?
+        };
+        self.source.qemu.qmp.migrate(&address)?;
+        Ok(Helpers {
+            ending: vec![near, far],
+            ..Helpers::default()
+        })
+    }
+
+    fn commands(&mut self, method: &str) -> Result<Helpers> {
+        let monitors = TempDir::new().context("creating a temporary directory")?;
+        let monitor = monitors.path().join("guest.qmp");
+        std::os::unix::fs::symlink(self.destination.qemu.qmp_socket(), monitor)
+            .context("linking the monitor")?;
+        let (server, address) = {
+            let listen = format!("tcp:{}:0", self.there.address());
+            let mut command = self.there.command(self.vamoose);
+            command.args(["serve", "--insecure", "--listen", &listen, "--qmp-dir"]);
+            listening(command.arg(monitors.path()), "taking migrations on ")?
+        };
+        let mut command = self.here.command(self.vamoose);
+        command.args([
+            "migrate", "--json", "-", "--name", "guest", "--to", &address,
+        ]);
+        command.args(["--method", method, "--zero-page-detection", "multifd"]);
+        command.args(["--downtime-limit", &DOWNTIME_LIMIT.to_string()]);
+        command.args(["--channels", &CHANNELS.to_string(), "--qmp"]);
+        let migration = Vamoose::start(command.arg(self.source.qemu.qmp_socket()))?;
+        Ok(Helpers {
+            ending: vec![migration],
+            server: Some(server),
+            _monitors: Some(monitors),
+        })
+    }
+
+    /// What `vamoose migrate` does by itself.
+    fn set_up_both(&mut self, method: &str) -> Result<()> {
+        for guest in [&mut *self.source, &mut *self.destination] {
+            let qmp = &mut guest.qemu.qmp;
+            qmp.use_multifd(CHANNELS)?;
+            // Both ends are stock QEMUs of one version, so all cases may find zero pages in the same way.
+            qmp.set_parameters(json!({
+                "multifd-compression": method,
+                "multifd-zstd-level": 1,
+                "downtime-limit": DOWNTIME_LIMIT,
+                "zero-page-detection": "multifd",
+            }))?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the end and puts together what both QEMUs say.
+    fn watch(&mut self) -> Result<Pause> {
+        let deadline = Instant::now() + LIMIT;
+        let source = &mut self.source.qemu.qmp;
+        let mut expected = 0.0;
+        let account = loop {
+            let account = source.query_migrate()?;
+            if let Some(now) = account["expected-downtime"].as_f64() {
+                expected = now;
+            }
+            match account["status"].as_str() {
+                // Without a downtime it is the one that the guest came with: the next has not begun.
+                Some("completed") if account["downtime"].is_u64() => break account,
+                Some("failed" | "cancelled") => bail!("the migration failed: {account}"),
+                _ if Instant::now() > deadline => bail!("it takes too long: {account}"),
+                _ => std::thread::sleep(Duration::from_millis(50)),
+            }
+        };
+        let stop = source.wait_event("STOP", |_| true, LIMIT)?;
+        let resume = self
+            .destination
+            .qemu
+            .qmp
+            .wait_event("RESUME", |_| true, LIMIT)?;
+        let real = resume.timestamp.saturating_sub(stop.timestamp);
+        let number = |value: &Value, name| {
+            value
+                .as_f64()
+                .with_context(|| format!("the source QEMU tells no {name}: {account}"))
+        };
+        Ok(Pause {
+            real: real.as_secs_f64() * 1e3,
+            reported: number(&account["downtime"], "downtime")?,
+            expected,
+            vamoose: None,
+            total: number(&account["total-time"], "total-time")?,
+            syncs: number(&account["ram"]["dirty-sync-count"], "dirty-sync-count")?,
+            wire: 0.0,
+        })
+    }
+}
+
+/// The Vamooses of one migration.
+#[derive(Default)]
+struct Helpers {
+    /// Those that end with it, the one that reports first.
+    ending: Vec<Vamoose>,
+    server: Option<Vamoose>,
+    _monitors: Option<TempDir>,
+}
+
+impl Helpers {
+    fn said(&self) -> String {
+        let all = self.ending.iter().chain(&self.server);
+        let said: Vec<_> = all.map(Vamoose::stderr).collect();
+        format!("vamoose says:\n{}", said.join("\n--\n"))
+    }
+
+    /// Waits for their ends; gives the downtime that one of them reports.
+    fn finish(self) -> Result<Option<f64>> {
+        let mut downtime = None;
+        for vamoose in self.ending {
+            let ended = vamoose.finish(LIMIT)?.success()?;
+            if !ended.stdout.is_empty() {
+                let report: Value = serde_json::from_str(&ended.stdout)?;
+                downtime = downtime.or(report["downtime"].as_f64());
+            }
+        }
+        Ok(downtime)
+    }
+}
+
+/// Starts a `vamoose` that says where it listens.
+fn listening(command: &mut Command, announcement: &str) -> Result<(Vamoose, String)> {
+    let vamoose = Vamoose::start(command)?;
+    let address = vamoose.wait_for(announcement, LIMIT)?;
+    Ok((vamoose, address))
+}
+
+fn medians(rounds: &[Pause]) -> Pause {
+    let of = |field: fn(&Pause) -> f64| median(rounds.iter().map(field)).unwrap_or(f64::NAN);
+    Pause {
+        real: of(|pause| pause.real),
+        reported: of(|pause| pause.reported),
+        expected: of(|pause| pause.expected),
+        vamoose: median(rounds.iter().filter_map(|pause| pause.vamoose)),
+        total: of(|pause| pause.total),
+        syncs: of(|pause| pause.syncs),
+        wire: of(|pause| pause.wire),
+    }
+}

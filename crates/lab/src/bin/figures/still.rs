@@ -1,0 +1,333 @@
+//! A guest that does not run: what it costs in CPU time, bytes and memory to move its whole RAM.
+//!
+//! ```text
+//!  direct        source QEMU ───────────────────────tcp──────────────────────> destination QEMU
+//!  relay         source QEMU ──unix──> relay A ──────tcp─────────────────────> destination QEMU
+//!  pair          source QEMU ──unix──> relay A ──────tcp──────> relay B ─unix─> destination QEMU
+//! ```
+//!
+//! Both QEMUs have touched all their memory before: the source as a guest that has run for a while, the destination as
+//! any that is meant to take a guest fast. After each migration the whole RAM of both is compared.
+
+use std::path::Path;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use lab::cpu::Meter;
+use lab::proc;
+use lab::qemu::{Binary, Builder, Qemu};
+use lab::ram::{self, Fill};
+use lab::vamoose::Vamoose;
+use serde_json::{Value, json};
+
+use crate::options::{Corpus, Options};
+use crate::{interleaved, median};
+
+/// One way to move the guest.
+#[derive(Clone, Copy)]
+pub(crate) struct Case {
+    /// For `--only` and the tables.
+    pub(crate) name: &'static str,
+    /// Between QEMUs, or between Vamoose and who decodes.
+    pub(crate) method: &'static str,
+    /// Data channels, all the way.
+    pub(crate) channels: u8,
+    /// Bytes of RAM.
+    pub(crate) ram: u64,
+    between: Between,
+}
+
+/// What is between the QEMUs.
+#[derive(Clone, Copy)]
+enum Between {
+    Direct,
+    Relay,
+    Pair,
+}
+
+/// What one migration cost.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Cost {
+    /// CPU seconds of the source QEMU.
+    pub(crate) source: f64,
+    /// CPU seconds of the relay beside it.
+    pub(crate) relay_a: Option<f64>,
+    /// CPU seconds of the relay beside the destination.
+    pub(crate) relay_b: Option<f64>,
+    /// CPU seconds of the destination QEMU.
+    pub(crate) destination: f64,
+    /// Seconds, as the source QEMU counts them.
+    pub(crate) time: f64,
+    /// Bytes between the hosts.
+    pub(crate) wire: f64,
+    /// The most memory that relay A had, in bytes.
+    pub(crate) peak_a: Option<f64>,
+    /// The most memory that relay B had, in bytes.
+    pub(crate) peak_b: Option<f64>,
+}
+
+/// A case and the medians of its rounds.
+pub(crate) struct Measured {
+    pub(crate) case: Case,
+    pub(crate) rounds: Vec<Cost>,
+    pub(crate) cost: Cost,
+}
+
+/// Channels where the case's name does not say otherwise.
+pub(crate) const CHANNELS: u8 = 2;
+
+const SMALL: u64 = 256 << 20;
+const LIMIT: Duration = Duration::from_secs(600);
+
+/// The cases that are wanted.
+pub(crate) fn cases(options: &Options) -> Vec<Case> {
+    let case = |name, between, method| Case {
+        name,
+        method,
+        channels: CHANNELS,
+        ram: options.ram,
+        between,
+    };
+    let all = [
+        case("cpu/direct-none", Between::Direct, "none"),
+        case("cpu/relay-none", Between::Relay, "none"),
+        case("cpu/direct-zstd", Between::Direct, "zstd"),
+        case("cpu/relay-zstd", Between::Relay, "zstd"),
+        case("cpu/pair-zstd", Between::Pair, "zstd"),
+        case("cpu/direct-zlib", Between::Direct, "zlib"),
+        case("cpu/relay-zlib", Between::Relay, "zlib"),
+        Case {
+            ram: SMALL,
+            ..case("memory/small-pair-zstd", Between::Pair, "zstd")
+        },
+        Case {
+            ram: SMALL,
+            channels: 16,
+            ..case("memory/small-pair-zstd-16ch", Between::Pair, "zstd")
+        },
+        Case {
+            channels: 16,
+            ..case("memory/pair-zstd-16ch", Between::Pair, "zstd")
+        },
+    ];
+    all.into_iter()
+        .filter(|case| options.wants(case.name))
+        .collect()
+}
+
+/// Measures the cases.
+pub(crate) fn measure(
+    cases: &[Case],
+    options: &Options,
+    qemu: &Binary,
+    corpus: &Corpus,
+) -> Result<Vec<Measured>> {
+    let fill = Fill::Files(corpus.files.clone());
+    let results = interleaved(
+        cases,
+        options.runs,
+        |case| case.name.to_owned(),
+        |case| case.run(qemu, &fill, &options.vamoose),
+    )?;
+    let measured = cases.iter().zip(results).map(|(&case, rounds)| Measured {
+        case,
+        cost: medians(&rounds),
+        rounds,
+    });
+    Ok(measured.collect())
+}
+
+impl Cost {
+    /// CPU seconds on the source's host.
+    pub(crate) fn source_side(&self) -> f64 {
+        self.source + self.relay_a.unwrap_or(0.0)
+    }
+
+    /// CPU seconds of all processes.
+    pub(crate) fn total(&self) -> f64 {
+        self.source_side() + self.relay_b.unwrap_or(0.0) + self.destination
+    }
+}
+
+impl Case {
+    fn run(&self, qemu: &Binary, fill: &Fill, vamoose: &Path) -> Result<Cost> {
+        let mut source = Builder::bare(qemu, self.ram)
+            .content(fill.clone(), 1)
+            .preallocate()
+            .start()?;
+        let mut destination = Builder::bare(qemu, self.ram)
+            .preallocate()
+            .incoming()
+            .start()?;
+
+        let between = if matches!(self.between, Between::Direct) {
+            self.method
+        } else {
+            "none"
+        };
+        let decoded = if matches!(self.between, Between::Pair) {
+            "none"
+        } else {
+            self.method
+        };
+        set_up(&mut source, self.channels, between)?;
+        set_up(&mut destination, self.channels, decoded)?;
+        let relays = self.relays(&source, &mut destination, vamoose)?;
+
+        let meter = Meter::start(&[source.pid(), destination.pid()])?;
+        source.qmp.migrate(&relays.address)?;
+        let account = source
+            .qmp
+            .wait_migration(&["completed"], LIMIT)
+            .and_then(|account| {
+                destination.qmp.wait_migration(&["completed"], LIMIT)?;
+                Ok(account)
+            })
+            .with_context(|| relays.said())?;
+        let cpu = meter.read()?;
+        let (near, far) = relays.finish()?;
+        ram::compare(source.ram(), destination.ram())
+            .map_err(|mismatch| anyhow!("the memory is not what it was: {mismatch}"))?;
+
+        let wire = match &near {
+            Some(near) => near.report["wire-bytes"].as_f64(),
+            None => account["ram"]["transferred"].as_f64(),
+        };
+        Ok(Cost {
+            source: cpu[0],
+            relay_a: near.as_ref().map(|relay| relay.cpu),
+            relay_b: far.as_ref().map(|relay| relay.cpu),
+            destination: cpu[1],
+            time: account["total-time"].as_f64().context("no total-time")? / 1000.0,
+            wire: wire.context("nobody counted the bytes")?,
+            peak_a: near.as_ref().map(|relay| relay.peak),
+            peak_b: far.as_ref().map(|relay| relay.peak),
+        })
+    }
+
+    /// Starts what is between the QEMUs, from the destination on.
+    fn relays(&self, source: &Qemu, destination: &mut Qemu, vamoose: &Path) -> Result<Relays> {
+        let mut relays = Relays {
+            near: None,
+            far: None,
+            address: String::new(),
+        };
+        if matches!(self.between, Between::Pair) {
+            let inside = format!("unix:{}", destination.socket("in").display());
+            destination.qmp.migrate_incoming(&inside)?;
+            let (far, address) = Watched::start(vamoose, "tcp:127.0.0.1:0", &inside, &[])?;
+            relays.far = Some(far);
+            relays.address = address;
+        } else {
+            destination.qmp.migrate_incoming("tcp:127.0.0.1:0")?;
+            relays.address = format!("tcp:127.0.0.1:{}", destination.qmp.incoming_port()?);
+        }
+        if !matches!(self.between, Between::Direct) {
+            let listen = format!("unix:{}", source.socket("out").display());
+            let level: &[&str] = if self.method == "none" {
+                &[]
+            } else {
+                &["--level", "1"]
+            };
+            let options = [&["--method", self.method], level].concat();
+            let (near, address) = Watched::start(vamoose, &listen, &relays.address, &options)?;
+            relays.near = Some(near);
+            relays.address = address;
+        }
+        Ok(relays)
+    }
+}
+
+fn set_up(qemu: &mut Qemu, channels: u8, method: &str) -> Result<()> {
+    qemu.qmp.use_multifd(channels)?;
+    qemu.qmp.set_parameters(json!({
+        "multifd-compression": method,
+        "multifd-zlib-level": 1,
+        "multifd-zstd-level": 1,
+    }))
+}
+
+struct Relays {
+    near: Option<Watched>,
+    far: Option<Watched>,
+    /// Where the source is to migrate to.
+    address: String,
+}
+
+impl Relays {
+    fn said(&self) -> String {
+        let relays = self.near.iter().chain(&self.far);
+        let said = relays.map(|relay| relay.vamoose.stderr());
+        format!("relays:\n{}", said.collect::<Vec<_>>().join("\n--\n"))
+    }
+
+    fn finish(self) -> Result<(Option<EndedRelay>, Option<EndedRelay>)> {
+        let near = self.near.map(Watched::finish).transpose()?;
+        let far = self.far.map(Watched::finish).transpose()?;
+        Ok((near, far))
+    }
+}
+
+/// A relay whose memory is looked at all the time: afterwards it is too late.
+struct Watched {
+    vamoose: Vamoose,
+    peak: JoinHandle<u64>,
+}
+
+struct EndedRelay {
+    cpu: f64,
+    peak: f64,
+    report: Value,
+}
+
+impl Watched {
+    fn start(
+        vamoose: &Path,
+        listen: &str,
+        connect: &str,
+        options: &[&str],
+    ) -> Result<(Self, String)> {
+        let options = [options, &["--json", "-"]].concat();
+        let (vamoose, address) = Vamoose::relay(vamoose, listen, connect, &options)?;
+        let pid = vamoose.pid();
+        let peak = thread::spawn(move || {
+            let mut peak = 0;
+            // Ends with the process: a zombie has no memory.
+            while let Ok(memory) = proc::memory(pid) {
+                peak = memory.peak;
+                thread::sleep(Duration::from_millis(5));
+            }
+            peak
+        });
+        Ok((Self { vamoose, peak }, address))
+    }
+
+    fn finish(self) -> Result<EndedRelay> {
+        let ended = self.vamoose.finish(LIMIT)?.success()?;
+        let peak = self.peak.join();
+        let peak = peak.map_err(|_| anyhow!("who watched the relay's memory failed"))?;
+        Ok(EndedRelay {
+            cpu: ended.cpu_seconds,
+            peak: peak as f64,
+            report: serde_json::from_str(&ended.stdout).context("the relay's report")?,
+        })
+    }
+}
+
+fn medians(rounds: &[Cost]) -> Cost {
+    let of = |field: fn(&Cost) -> f64| median(rounds.iter().map(field)).unwrap_or(f64::NAN);
+    let maybe = |field: fn(&Cost) -> Option<f64>| median(rounds.iter().filter_map(field));
+    // Of memory the worst counts.
+    let most = |field: fn(&Cost) -> Option<f64>| rounds.iter().filter_map(field).reduce(f64::max);
+    Cost {
+        source: of(|cost| cost.source),
+        relay_a: maybe(|cost| cost.relay_a),
+        relay_b: maybe(|cost| cost.relay_b),
+        destination: of(|cost| cost.destination),
+        time: of(|cost| cost.time),
+        wire: of(|cost| cost.wire),
+        peak_a: most(|cost| cost.peak_a),
+        peak_b: most(|cost| cost.peak_b),
+    }
+}
