@@ -93,3 +93,25 @@ impl State {
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::process::ExitStatusExt;
+
+    #[test]
+    fn an_interrupt_ends_what_runs_and_what_is_started_later() {
+        let guard = Guard {
+            state: Arc::default(),
+        };
+        let sleep = || Command::new("sleep").arg("1000").spawn().unwrap();
+        let mut before = sleep();
+        guard.watch(before.id()).unwrap();
+        assert!(!guard.interrupted());
+        lock(&guard.state).interrupt();
+        assert_eq!(before.wait().unwrap().signal(), Some(9));
+        let mut after = sleep();
+        assert!(guard.watch(after.id()).is_err() && guard.interrupted());
+        assert_eq!(after.wait().unwrap().signal(), Some(9));
+    }
+}

@@ -16,6 +16,7 @@ mod proof;
 mod run;
 mod screen;
 mod stage;
+mod witness;
 
 use std::fmt;
 use std::process::ExitCode;

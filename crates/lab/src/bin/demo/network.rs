@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::Result;
-use lab::net::{Link, Namespace};
+use lab::net::{self, Link, Namespace};
 use lab::qemu::Builder;
 
 /// Bits per second in each direction.
@@ -26,7 +26,7 @@ pub(crate) enum Host<'a> {
 
 impl Network {
     pub(crate) fn new() -> Self {
-        match Link::new(Some(RATE)) {
+        match net::available().and_then(|()| Link::new(Some(RATE))) {
             Ok(link) => Self::Link(link),
             Err(error) => Self::Loopback(format!("{error:#}")),
         }
@@ -36,7 +36,7 @@ impl Network {
         match self {
             Self::Link(_) => "two network namespaces, joined by a link of 1 Gbit/s".to_owned(),
             Self::Loopback(reason) => format!(
-                "LOOPBACK, as fast as the CPU can: no network namespaces here ({reason})\n\
+                "LOOPBACK, as fast as the CPU can, as there is no link: {reason}\n\
                  NOTE: total times say little about a real network, and the bytes are those that were reported"
             ),
         }

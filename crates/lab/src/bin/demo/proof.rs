@@ -19,20 +19,26 @@ const NOISE: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub(crate) struct Life {
     pub(crate) continuity: Continuity,
-    /// The longest silence at the source while the migration ran: what this machine's load does to ticks.
-    before: Duration,
+    /// Between two ticks with the noise of this machine: the longest silence at the source while the migration ran, or
+    /// what a sleeping thread suffered meanwhile and later.
+    noisy_tick: Duration,
     /// The longest silence at the destination.
     after: Duration,
 }
 
 impl Life {
-    pub(crate) fn of(source: &Log, destination: &Log, start: Instant) -> Result<Self> {
+    pub(crate) fn of(
+        source: &Log,
+        destination: &Log,
+        start: Instant,
+        overslept: Duration,
+    ) -> Result<Self> {
         let continuity = serial::follow(source, destination)?;
         let mut migrating = source.clone();
         migrating.lines.retain(|line| line.at >= start);
         Ok(Self {
             continuity,
-            before: migrating.largest_gap().max(TICK),
+            noisy_tick: migrating.largest_gap().max(TICK + overslept),
             after: destination.largest_gap(),
         })
     }
@@ -61,7 +67,9 @@ pub(crate) fn check(run: &Run) -> Result<()> {
 /// Says what was found, and checks it.
 pub(crate) fn show(run: &Run) -> Result<()> {
     let Life {
-        continuity, before, ..
+        continuity,
+        noisy_tick,
+        ..
     } = &run.life;
     note("the source QEMU has stopped for good ('postmigrate'), the destination QEMU is 'running'");
     note(format!(
@@ -78,14 +86,14 @@ pub(crate) fn show(run: &Run) -> Result<()> {
     ));
     note(format!(
         "allowed: {} ms = downtime x 1.5 + {} ms (first steps at a new place, on a shared machine)\n\
-         + {} ms (the longest silence before: the period of ticks and this machine's noise)",
+         + {} ms (a tick's period and this machine's noise, seen at the source and by a thread that only sleeps)",
         allowed(run).as_millis(),
         NOISE.as_millis(),
-        before.as_millis(),
+        noisy_tick.as_millis(),
     ));
     check(run).context("the guest was away for too long")
 }
 
 fn allowed(run: &Run) -> Duration {
-    run.downtime.mul_f64(1.5) + NOISE + run.life.before
+    run.downtime.mul_f64(1.5) + NOISE + run.life.noisy_tick
 }

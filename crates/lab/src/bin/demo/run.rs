@@ -16,6 +16,7 @@ use crate::cpu::{Cpu, Meter};
 use crate::proof::Life;
 use crate::screen::note;
 use crate::stage::Stage;
+use crate::witness::Witness;
 
 /// In every way.
 const CHANNELS: u8 = 2;
@@ -32,8 +33,8 @@ pub(crate) struct Run {
     pub(crate) total: Duration,
     /// As the source QEMU reports it.
     pub(crate) downtime: Duration,
-    /// Over the link.
-    pub(crate) link_bytes: u64,
+    /// Over the link, where that is known.
+    pub(crate) link_bytes: Option<u64>,
     /// Contents of the pages that were sent, without zero pages.
     pub(crate) page_bytes: u64,
     pub(crate) cpu: Cpu,
@@ -43,7 +44,7 @@ pub(crate) struct Run {
 /// What the programs say themselves.
 struct Reported {
     downtime: Duration,
-    wire_bytes: u64,
+    wire_bytes: Option<u64>,
     page_bytes: u64,
     /// CPU seconds of `vamoose migrate`.
     migrating: f64,
@@ -60,6 +61,7 @@ impl Stage<'_> {
         let meter = Meter::start(&mut source.qemu, &mut destination.qemu, self.server.pid())?;
         let sent_before = self.network.sent()?;
 
+        let witness = Witness::start();
         let start = Instant::now();
         let moved = match way {
             Way::Vamoose(method) => self.by_vamoose(method, &source, &destination),
@@ -83,10 +85,17 @@ impl Stage<'_> {
             way,
             total,
             downtime: reported.downtime,
-            link_bytes: sent.map_or(reported.wire_bytes, |(after, before)| after - before),
+            link_bytes: sent
+                .map(|(after, before)| after - before)
+                .or(reported.wire_bytes),
             page_bytes: reported.page_bytes,
             cpu,
-            life: Life::of(&source.finish()?, &destination.finish()?, start)?,
+            life: Life::of(
+                &source.finish()?,
+                &destination.finish()?,
+                start,
+                witness.finish(),
+            )?,
         })
     }
 
@@ -149,7 +158,7 @@ impl Stage<'_> {
         let report: Value = serde_json::from_slice(&text).context("the report is not JSON")?;
         Ok(Reported {
             downtime: Duration::from_millis(number(&report["downtime"], "downtime")?),
-            wire_bytes: number(&report["wire-bytes"], "wire-bytes")?,
+            wire_bytes: Some(number(&report["wire-bytes"], "wire-bytes")?),
             page_bytes: number(&report["page-bytes"], "page-bytes")?,
             migrating: cpu,
         })
@@ -179,7 +188,12 @@ impl Stage<'_> {
         let ram = &account["ram"];
         Ok(Reported {
             downtime: Duration::from_millis(number(&account["downtime"], "downtime")?),
-            wire_bytes: number(&ram["transferred"], "transferred")?,
+            // Older QEMUs count pages as if they were not compressed.
+            wire_bytes: if source.qemu.version.major < 9 {
+                None
+            } else {
+                Some(number(&ram["transferred"], "transferred")?)
+            },
             page_bytes: number(&ram["normal-bytes"], "normal-bytes")?,
             migrating: 0.0,
         })

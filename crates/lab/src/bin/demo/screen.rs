@@ -32,14 +32,19 @@ pub(crate) fn table(runs: &[Run], measuring: &str) {
     );
     for run in runs {
         let cpu = &run.cpu;
+        let (link, ratio) = match run.link_bytes {
+            Some(bytes) => (
+                format!("{:.0}", bytes as f64 / MIB),
+                format!("{:.2}", run.page_bytes as f64 / bytes.max(1) as f64),
+            ),
+            None => ("?".to_owned(), "?".to_owned()),
+        };
         say(format!(
-            "   {:<13} {:>7.1} {:>9} {:>9} {:>8.0} {:>6.2} {:>8.2} {:>8.2} {:>6.2} {:>6.2} {:>9.2}",
+            "   {:<13} {:>7.1} {:>9} {:>9} {link:>8} {ratio:>6} {:>8.2} {:>8.2} {:>6.2} {:>6.2} {:>9.2}",
             run.way.to_string(),
             run.total.as_secs_f64(),
             run.downtime.as_millis(),
             run.life.continuity.gap().as_millis(),
-            run.link_bytes as f64 / MIB,
-            run.page_bytes as f64 / run.link_bytes.max(1) as f64,
             cpu.source,
             cpu.vamoose,
             cpu.destination,

@@ -94,7 +94,9 @@ impl<'a> Stage<'a> {
     pub(crate) fn describe_measuring(&self) -> &'static str {
         match self.network {
             Network::Link(_) => "counted by the source's network device, with all headers",
-            Network::Loopback(_) => "as reported, as loopback cannot tell",
+            Network::Loopback(_) => {
+                "as reported (loopback cannot tell; before QEMU 9 stock does not know)"
+            }
         }
     }
 }
