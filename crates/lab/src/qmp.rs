@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::{Value, json};
 
 /// A connection to one QEMU.
@@ -258,6 +258,27 @@ impl Qmp {
     /// As [`Qmp::execute`].
     pub fn query_migrate(&mut self) -> Result<Value> {
         self.execute("query-migrate", json!({}))
+    }
+
+    /// Waits until QEMU has cleaned up after a migration: it says *failed* or *cancelled* before, and neither takes another
+    /// one nor bears a change of its capabilities until then.
+    ///
+    /// # Errors
+    /// When it has not within the time.
+    pub fn wait_idle(&mut self, within: Duration) -> Result<()> {
+        let deadline = Instant::now() + within;
+        loop {
+            let instances = self.execute("query-yank", json!({}))?;
+            let mut instances = instances.as_array().into_iter().flatten();
+            if !instances.any(|instance| instance["type"] == "migration") {
+                return Ok(());
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "a migration has not been cleaned up within {within:?}"
+            );
+            self.receive_event(deadline.min(Instant::now() + AGAIN))?;
+        }
     }
 
     /// Waits until the migration is in one of these states and gives what query-migrate says then.

@@ -1,12 +1,13 @@
 //! Takes the source's connections and finds out what they are.
 //!
-//! A source QEMU connects its main stream first but sends on it only when all its channels are
-//! connected; another relay sends on the main stream first, because a destination QEMU demands
-//! it, and says in each channel's first packet how many there will be. So the rule is:
+//! A source QEMU connects its main stream first, may send its header at once (7.2 does so before it
+//! has all channels), and goes on with the section `ram` only when a SYNC has gone out on every
+//! channel. Another relay sends on the main stream first, because a destination QEMU demands it, and
+//! says in each channel's first packet how many there will be. So the rule is:
 //!
 //! ```text
 //! number of channels known (configured or announced):  done when main and all of them are there
-//! unknown, channels in the backlog when main speaks:    done when the backlog is empty
+//! unknown, channels there when `ram` is on the main:    done when the backlog is empty
 //! unknown, no channel a second after main spoke:        a migration without multifd
 //! first byte 0x16 (TLS) on any connection:              nothing can be understood
 //! ```
@@ -22,6 +23,7 @@ use multifd::{INITIAL_LEN, Initial, MAGIC, MAIN_MAGIC};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
+    net::{RecvFlags, recv},
 };
 use transfer::{Hangup, Stream};
 
@@ -93,6 +95,12 @@ pub(crate) fn gather(
 /// says whether there will be one.
 const PLAIN_AFTER: Duration = Duration::from_secs(1);
 
+/// How often the main stream is looked at for its section `ram`, which is milliseconds away.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// How the section's name stands on a main stream: with its length.
+const RAM_SECTION: &[u8] = b"\x03ram";
+
 struct Gathering<'a> {
     accept: &'a dyn Accept,
     hangup: &'a Hangup,
@@ -135,7 +143,7 @@ impl Gathering<'_> {
         self.main.is_some() || !self.opening.is_empty() || !self.channels.is_empty()
     }
 
-    fn is_complete(&self) -> Result<bool, RelayError> {
+    fn is_complete(&mut self) -> Result<bool, RelayError> {
         if let Some(expected) = self.expected
             && let Some(id) = self
                 .channels
@@ -151,8 +159,31 @@ impl Gathering<'_> {
         }
         Ok(match self.expected {
             Some(expected) => self.channels.len() == expected,
-            None => self.opening.is_empty() && self.ids_are_contiguous(),
+            // In this order: what the main stream shows holds for connections that came before.
+            None => {
+                self.main_has_ram()? && {
+                    self.accept_all()?;
+                    self.opening.is_empty() && self.ids_are_contiguous()
+                }
+            }
         })
+    }
+
+    /// Whether the source has begun to send its section `ram` on the main stream.
+    fn main_has_ram(&self) -> Result<bool, RelayError> {
+        let Some((main, _)) = &self.main else {
+            return Ok(false);
+        };
+        let mut bytes = [0; 4096];
+        let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        match recv(main, &mut bytes, peek) {
+            Ok((_, length)) => {
+                let mut seen = bytes[..length.min(bytes.len())].windows(RAM_SECTION.len());
+                Ok(seen.any(|window| window == RAM_SECTION))
+            }
+            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+            Err(error) => Err(RelayError::Opening(error.into())),
+        }
     }
 
     fn ids_are_contiguous(&self) -> bool {
@@ -180,7 +211,9 @@ impl Gathering<'_> {
             }
             _ => None,
         };
-        let next = [deadline, plain_at].into_iter().flatten().min();
+        // The main stream is readable all the time, so it cannot be polled for more.
+        let look_at = (self.main.is_some() && self.expected.is_none()).then(|| now + LOOK_EVERY);
+        let next = [deadline, plain_at, look_at].into_iter().flatten().min();
         let timeout = next
             .map(|next| next.saturating_duration_since(now))
             .and_then(|wait| Timespec::try_from(wait).ok());

@@ -171,7 +171,8 @@ impl Relay<'_> {
                 channels,
                 uuid,
             } => {
-                let outgoing = self.dial_all(channels.len(), uuid)?;
+                let dialled = self.dial_all(channels.len(), uuid);
+                let outgoing = dialled.inspect_err(|_| self.let_source_set_up(&channels))?;
                 self.relay_pages(
                     start,
                     Connections {
@@ -213,6 +214,22 @@ impl Relay<'_> {
         });
         let channels = channels.collect::<Result<_, _>>()?;
         Ok(Outgoing { main, channels })
+    }
+
+    /// Takes the source's first SYNC before its connections are closed. A source whose channels break
+    /// while that SYNC goes out waits for it for ever (seen with QEMU 10.0): its guest runs on, but
+    /// can never be migrated again.
+    fn let_source_set_up(&self, channels: &[Arc<Stream>]) {
+        let mut sync = vec![0; self.config.layout.ram_header_len()];
+        for channel in channels {
+            // A source that sends none will not wait for one.
+            let taken = channel
+                .set_stall_timeout(SETTING_UP)
+                .and_then(|()| channel.read_full(&mut sync));
+            if let Err(error) = taken {
+                debug!("no first SYNC from the source: {error}");
+            }
+        }
     }
 
     fn relay_pages(&self, start: Instant, all: Connections) -> Result<Summary, RelayError> {
@@ -298,6 +315,9 @@ impl Relay<'_> {
         })
     }
 }
+
+/// How long a source may take to its first SYNC.
+const SETTING_UP: Duration = Duration::from_secs(1);
 
 struct Connections {
     main: Arc<Stream>,

@@ -8,8 +8,8 @@ use std::{
 
 /// Lets at most a given number of bytes per second through, over all who ask.
 ///
-/// Each caller reserves its bytes and then waits until they are due. What was not used is kept for
-/// [`BURST`], so that a short pause of the source costs nothing.
+/// Each caller reserves its bytes and then waits until they are due. What was not used is kept for a few
+/// milliseconds, so that a short pause of the source costs nothing.
 pub struct Pacer {
     bytes_per_second: NonZeroU64,
     state: Mutex<State>,

@@ -73,6 +73,7 @@ impl Scene {
 }
 
 fn migrate_again(source: &mut Qemu, binary: &Binary) -> Result<()> {
+    source.qmp.wait_idle(LIMIT)?;
     let mut destination = Builder::bare(binary, RAM).incoming().start()?;
     set_up(&mut destination, 2, "zstd")?;
     let connect = incoming(&mut destination, false)?;
@@ -173,7 +174,7 @@ fn relay_b_hangs() -> Result<()> {
     far.wait_for("relaying a multifd migration", LIMIT)?;
     signal(far.pid(), Signal::STOP)?;
     // Once the sockets' buffers are full nothing goes on.
-    near.finish(LIMIT)?.failure("stopped reading")?;
+    near.finish(LIMIT)?.failure("vamoose: ")?;
     source.qmp.wait_migration(&["failed"], LIMIT)?;
     source.qmp.wait_status("running", LIMIT)?;
     kill(far.pid())?;

@@ -58,7 +58,7 @@ impl Stage {
     fn open_all(&self, channels: u8) -> Result<Source> {
         let channels = (0..channels).map(|id| self.open(&initial(id)));
         let channels = channels.collect::<Result<Vec<_>>>()?;
-        let main = self.open(&MAIN_MAGIC.to_be_bytes())?;
+        let main = self.open(&main_stream())?;
         Ok(Source { main, channels })
     }
 
@@ -99,6 +99,15 @@ fn initial(id: u8) -> [u8; INITIAL_LEN] {
     let mut bytes = Initial::new([7; 16], id, 255).unwrap().to_bytes();
     bytes[25..].fill(0);
     bytes
+}
+
+/// The beginning of a main stream, as far as a relay looks at it.
+fn main_stream() -> Vec<u8> {
+    [
+        &MAIN_MAGIC.to_be_bytes(),
+        &b"\x00\x00\x00\x03\x01\x00\x00\x00\x02\x03ram"[..],
+    ]
+    .concat()
 }
 
 fn sync() -> Vec<u8> {
@@ -250,8 +259,18 @@ fn channel_ids_that_do_not_fit() -> Result<()> {
     // Channel 1 never comes.
     let stage = Stage::new(&["--stall-timeout", "1"])?;
     let _gap = [stage.open(&initial(0))?, stage.open(&initial(2))?];
-    let _main = stage.open(&MAIN_MAGIC.to_be_bytes())?;
+    let _main = stage.open(&main_stream())?;
     stage.expect_failure("channels [0, 2]")?;
+
+    // Channel 1 comes when the main stream has begun, before its section `ram`.
+    let stage = Stage::new(&[])?;
+    let whole = main_stream();
+    let (header, ram) = whole.split_at(8);
+    let mut main = stage.open(header)?;
+    let _first = stage.open(&initial(0))?;
+    let _second = stage.open(&initial(1))?;
+    main.write_all(ram)?;
+    stage.relay.wait_for("incoming=2", LIMIT)?;
 
     let stage = Stage::new(&["--stall-timeout", "1"])?;
     let _silent = stage.open(&[])?;
@@ -309,10 +328,7 @@ fn every_connection_cut() -> Result<()> {
             |source, _| source.main.shutdown(Shutdown::Both).unwrap(),
             "the source closed the main stream",
         ),
-        (
-            |_, destination| drop(destination.remove(0)),
-            "the destination closed the main stream",
-        ),
+        (|_, destination| drop(destination.remove(0)), "destination"),
         (
             |_, destination| drop(destination.remove(1)),
             "destination, channel 0",
