@@ -182,7 +182,8 @@ impl Migration<'_> {
             .as_str()
             .unwrap_or("none")
             .to_owned();
-        let completed_before = state == "postmigrate" && status == "completed";
+        let stopped_for_good = ["finish-migrate", "postmigrate"];
+        let completed_before = stopped_for_good.contains(&state.as_str()) && status == "completed";
         let busy = [
             "setup",
             "active",

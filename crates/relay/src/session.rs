@@ -305,6 +305,16 @@ impl Relay<'_> {
                 pacer.close();
             }
             outcome
+        });
+        // The destination's word may have been delivered while something else broke, or was cancelled:
+        // then the source has completed, and that is what counts.
+        let outcome = outcome.or_else(|error| {
+            let mut rest = reports.try_iter();
+            if rest.any(|report| matches!(report, Report::Shut { code: 0 })) {
+                (self.on_loaded)();
+                return Ok(Outcome::Loaded);
+            }
+            Err(error)
         })?;
         Ok(Summary {
             outcome,

@@ -180,7 +180,7 @@ impl Scene {
         host.knows("vm", &destination)?;
         let migration = migrate(&source.qmp_socket(), &gate.address, "vm", &[])?;
         gate.wait_until_held()?;
-        ensure!(source.qmp.query_status()? == "postmigrate");
+        source.qmp.wait_status("postmigrate", LIMIT)?;
         destination.qmp.wait_migration(&["completed"], LIMIT)?;
         ensure!(destination.qmp.query_status()? == "paused");
         Ok(Self {
@@ -200,7 +200,7 @@ impl Scene {
             .success()
             .with_context(|| format!("server:\n{}", said(&self.host)))?;
         self.destination.qmp.wait_status("running", LIMIT)?;
-        ensure!(self.source.qmp.query_status()? == "postmigrate");
+        self.source.qmp.wait_status("postmigrate", LIMIT)?;
         ram::compare(self.source.ram(), self.destination.ram())?;
         Ok(())
     }

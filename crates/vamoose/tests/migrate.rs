@@ -50,7 +50,7 @@ fn a_guest_moves_between_all_versions() -> Result<()> {
             .with_context(|| format!("server:\n{}", host.server.stderr()))?;
         ram::compare(source.ram(), destination.ram())
             .with_context(|| format!("{} to {}", from.version, to.version))?;
-        ensure!(source.qmp.query_status()? == "postmigrate");
+        source.qmp.wait_status("postmigrate", LIMIT)?;
         let status = destination.qmp.query_status()?;
         // The bare machine was never started, so it is not started over there.
         ensure!(status == "prelaunch" || status == "paused", "{status}");

@@ -153,7 +153,7 @@ fn a_running_guest_through_migrate_and_serve() -> Result<()> {
         .success()
         .with_context(|| host.server.stderr())?;
     destination.qemu.qmp.wait_status("running", LIMIT)?;
-    ensure!(source.qemu.qmp.query_status()? == "postmigrate");
+    source.qemu.qmp.wait_status("postmigrate", LIMIT)?;
     let report: Value = serde_json::from_str(&ended.stdout)?;
     ensure!(
         report["ram"]["dirty-sync-count"].as_u64() >= Some(3),
