@@ -174,7 +174,8 @@ impl Gathering<'_> {
         let Some((main, _)) = &self.main else {
             return Ok(false);
         };
-        let mut bytes = [0; 4096];
+        // Room for the setup of devices that come before it.
+        let mut bytes = vec![0; 64 * 1024];
         let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
         match recv(main, &mut bytes, peek) {
             Ok((_, length)) => {
