@@ -483,6 +483,12 @@ impl Supervisor<'_> {
                 }
             };
             match report {
+                // Before everything else: what has been delivered has happened, cancelled or not.
+                Ok(Report::Shut { code: 0 }) => {
+                    loaded = true;
+                    (self.on_loaded)();
+                    deadline = Some(Instant::now() + CLOSING);
+                }
                 _ if hangup.is_hung_up() && !loaded => return Err(RelayError::Cancelled),
                 Err(_) | Ok(Report::Failed(_)) if loaded => {
                     // The destination has the guest and the source knows: what breaks now is only
@@ -491,11 +497,6 @@ impl Supervisor<'_> {
                     return Ok(Outcome::Loaded);
                 }
                 Ok(Report::Failed(error)) => return Err(error),
-                Ok(Report::Shut { code: 0 }) => {
-                    loaded = true;
-                    (self.on_loaded)();
-                    deadline = Some(Instant::now() + CLOSING);
-                }
                 Ok(Report::Shut { code }) => return Err(RelayError::Refused { code }),
                 Ok(Report::ChannelRead { channel }) => {
                     open_channels -= 1;
