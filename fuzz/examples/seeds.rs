@@ -70,9 +70,9 @@ fn decoders() {
         for level in levels {
             let settings = Settings::new(method, Some(*level)).expect("a level");
             let mut encoder = encoder(&settings, LAYOUT).expect("memory");
-            let (mut input, mut out) = (Vec::new(), Vec::new());
+            let (mut input, mut out) = (Vec::new(), vec![0; LAYOUT.max_payload()]);
             for pages in samples() {
-                let payload = encoder.encode(&pages, &mut out).expect("encodable");
+                let payload = encoder.encode(&pages, &mut out).expect("encodable").payload;
                 if payload.len() < 5000 {
                     write_packet(pages.len() / LAYOUT.page_size(), payload, &mut input);
                 } else {
@@ -104,10 +104,10 @@ fn channels() {
         let settings = Settings::new(method, None).expect("a default level");
         let mut encoder = encoder(&settings, LAYOUT).expect("memory");
         let mut input = ram(&[], &[], Method::None, &[], true);
-        let mut out = Vec::new();
+        let mut out = vec![0; LAYOUT.max_payload()];
         for (pages, sync) in samples().iter().take(2).zip([false, true]) {
             let pages = &pages[..LAYOUT.page_size()];
-            let payload = encoder.encode(pages, &mut out).expect("encodable");
+            let payload = encoder.encode(pages, &mut out).expect("encodable").payload;
             input.extend(ram(&[0x5000], &[0x7000], method, payload, sync));
         }
         input.extend(device_state(b"state"));

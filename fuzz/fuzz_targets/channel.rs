@@ -5,6 +5,7 @@
 
 use std::{io::Write as _, os::unix::net::UnixStream, sync::Arc, thread, time::Duration};
 
+use codec::Decoder;
 use libfuzzer_sys::fuzz_target;
 use multifd::PacketKind;
 use transfer::{ChannelReader, Packet, Received, Stats, Stream};
@@ -28,7 +29,7 @@ fuzz_target!(|input: &[u8]| {
 
 fn read(stream: Arc<Stream>, len: usize) {
     let stats = Arc::new(Stats::default());
-    let mut reader = ChannelReader::new(stream, LAYOUT, stats.clone());
+    let mut reader = ChannelReader::new(stream, LAYOUT, Decoder::new(LAYOUT), stats.clone());
     let mut packet = Packet::new(LAYOUT);
     let mut packets = 0;
     while let Ok(Received::Packet) = reader.read(&mut packet) {

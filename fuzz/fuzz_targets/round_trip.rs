@@ -63,17 +63,18 @@ fuzz_target!(|input: Input| -> Corpus {
     let settings = Settings::new(method, level).expect("all of these levels exist");
     let mut encoder = encoder(&settings, LAYOUT).expect("there is memory");
     let mut decoder = Decoder::new(LAYOUT);
-    let mut out = Vec::new();
+    let mut out = vec![0; LAYOUT.max_payload()];
     let mut total = 0;
     for runs in &input.packets {
         let pages = pages(runs, (max - total).min(LAYOUT.page_count()));
         total += pages.len() / LAYOUT.page_size();
-        let payload = encoder.encode(&pages, &mut out).expect("it is encodable");
+        let encoded = encoder.encode(&pages, &mut out).expect("it is encodable");
+        let payload = encoded.payload;
         assert!(payload.len() <= LAYOUT.max_payload());
         assert_eq!(payload.is_empty(), pages.is_empty());
         let mut decoded = vec![0xee; pages.len()];
         decoder
-            .decode(method, payload, &mut decoded)
+            .decode(encoded.method, payload, &mut decoded)
             .expect("what was encoded is decodable");
         assert!(decoded == pages, "other pages after {method} {level:?}");
     }

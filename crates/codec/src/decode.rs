@@ -1,28 +1,47 @@
 //! Decoding: payload of one packet in, its pages out.
 
+use std::sync::Arc;
+
 use multifd::{Layout, Method};
 
-use crate::{DecodeError, engine::Decompress, zlib, zstd};
+use crate::{
+    DecodeError, Engines, Health,
+    accelerated::AcceleratedUnpack,
+    engine::{Decompress, Unpack},
+    lz4, qatzip, qpl, zlib, zstd,
+};
 
 /// Decodes the packets of one channel, in their order, for the whole migration.
 ///
-/// Each packet says how it is encoded. The streams of the methods are created when the first
-/// packet asks for them, so a decoder costs nothing until then.
+/// Each packet says how it is encoded. What a method needs is created when the first packet asks for
+/// it, so a decoder costs nothing until then.
 pub struct Decoder {
     layout: Layout,
+    engines: Option<(Engines, Arc<Health>)>,
     zlib: Option<Box<dyn Decompress>>,
     zstd: Option<Box<dyn Decompress>>,
+    /// Of methods whose packets are independent, by method.
+    unpackers: Vec<(Method, Box<dyn Unpack>)>,
     failed: bool,
 }
 
 impl Decoder {
-    /// A decoder for a new channel.
+    /// A decoder for a new channel, in software.
     pub fn new(layout: Layout) -> Self {
         Self {
             layout,
+            engines: None,
             zlib: None,
             zstd: None,
+            unpackers: Vec::new(),
             failed: false,
+        }
+    }
+
+    pub(crate) fn with_engines(layout: Layout, engines: Engines, health: Arc<Health>) -> Self {
+        Self {
+            engines: Some((engines, health)),
+            ..Self::new(layout)
         }
     }
 
@@ -56,10 +75,57 @@ impl Decoder {
             ),
             Method::Zstd => existing_or(&mut self.zstd, zstd::decompressor)
                 .and_then(|stream| fill(stream, Packet { method, payload }, pages)),
-            Method::Qpl | Method::Uadk | Method::Qatzip => Err(DecodeError::NotBuilt { method }),
+            _ => self
+                .unpacker(method)
+                .and_then(|unpacker| unpacker.unpack(payload, pages)),
         };
         self.failed = result.is_err();
         result
+    }
+
+    /// The channel's decoder of a method whose packets are independent.
+    fn unpacker(&mut self, method: Method) -> Result<&mut dyn Unpack, DecodeError> {
+        let known = self.unpackers.iter().position(|(of, _)| *of == method);
+        let index = match known {
+            Some(index) => index,
+            None => {
+                let software =
+                    unpacker(method, self.layout).ok_or(DecodeError::NotBuilt { method })?;
+                self.unpackers
+                    .push((method, self.accelerate(method, software)));
+                self.unpackers.len() - 1
+            }
+        };
+        Ok(self.unpackers[index].1.as_mut())
+    }
+
+    /// Puts the hardware that there is for `method` before its software twin.
+    fn accelerate(&self, method: Method, software: Box<dyn Unpack>) -> Box<dyn Unpack> {
+        let Some((engines, health)) = &self.engines else {
+            return software;
+        };
+        let Some(accelerator) = engines.accelerator(method) else {
+            return software;
+        };
+        Box::new(AcceleratedUnpack::new(
+            engines.guard(accelerator, method, health),
+            accelerator.device(method, LEVEL_OF_DECODERS, self.layout),
+            software,
+            self.layout,
+        ))
+    }
+}
+
+/// Devices take a level when they are set up, also for decoding, where it means nothing.
+const LEVEL_OF_DECODERS: i32 = 1;
+
+/// The software decoder of a method whose packets are independent.
+pub(crate) fn unpacker(method: Method, layout: Layout) -> Option<Box<dyn Unpack>> {
+    match method {
+        Method::Lz4 => Some(Box::new(lz4::Unpacker)),
+        Method::Qpl => Some(Box::new(qpl::Unpacker::new(layout))),
+        Method::Qatzip => Some(Box::<qatzip::Unpacker>::default()),
+        _ => None,
     }
 }
 
@@ -286,12 +352,11 @@ mod tests {
 
     #[test]
     fn methods_that_are_not_built_in_are_named() {
-        for method in [Method::Qpl, Method::Uadk, Method::Qatzip] {
-            assert_eq!(
-                Decoder::new(Layout::X86).decode(method, &[1], &mut [0; 4096]),
-                Err(DecodeError::NotBuilt { method })
-            );
-        }
+        let method = Method::Uadk;
+        assert_eq!(
+            Decoder::new(Layout::X86).decode(method, &[1], &mut [0; 4096]),
+            Err(DecodeError::NotBuilt { method })
+        );
     }
 
     #[test]

@@ -1,27 +1,31 @@
 //! Encoding: pages of one packet in, its payload out.
 
+use std::sync::Arc;
+
 use multifd::{Layout, Method};
 
 use crate::{
-    EncodeError, Settings,
+    EncodeError, Engines, Health, Settings,
     engine::{Compress, Fault},
-    zlib, zstd,
+    registry,
 };
 
 /// Encodes the packets of one channel, in their order, for the whole migration.
+///
+/// Where the packets of the method are independent (lz4, qpl, qatzip) a channel may have several
+/// encoders, each with its share of the packets.
 pub trait Encoder: Send {
-    /// The method, for the packets' flags.
+    /// The method that was asked for; see [`Encoded::method`].
     fn method(&self) -> Method;
 
-    /// The library that does the work: `copy`, `isa-l`, `zlib-rs` or `zstd`.
+    /// The engine that does the work: a library's name, a device's, or `copy` for method none.
     fn engine(&self) -> &'static str;
 
     /// The payload of a packet whose normal pages are `pages`, back to back: at most
     /// `layout.packet_bytes()` of them, and none of them give an empty payload.
     ///
-    /// The payload is in `out`, or for method none is `pages` itself, without a copy. `out` is
-    /// cleared first and its capacity is reused: its first use reserves
-    /// `layout.max_payload()` bytes, after that nothing is allocated.
+    /// `out` is room for the payload, of `layout.max_payload()` bytes: with less, what does not fit
+    /// is an error. Nothing is allocated.
     ///
     /// # Errors
     /// When `pages` is too long, the library fails, or the payload would be longer than
@@ -29,34 +33,43 @@ pub trait Encoder: Send {
     fn encode<'a>(
         &mut self,
         pages: &'a [u8],
-        out: &'a mut Vec<u8>,
-    ) -> Result<&'a [u8], EncodeError>;
+        out: &'a mut [u8],
+    ) -> Result<Encoded<'a>, EncodeError>;
 }
 
-/// An encoder for a new channel.
+/// The payload of one packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Encoded<'a> {
+    /// The method, for the packet's flags: the encoder's, or none where its receiver takes any
+    /// method and encoding saves nothing (lz4).
+    pub method: Method,
+    /// The encoded pages: a part of the room that was given, or the pages themselves, without a copy.
+    pub payload: &'a [u8],
+}
+
+/// An encoder for a new channel, in software.
 ///
 /// # Errors
 /// When the method's library cannot be set up (no memory).
 pub fn encoder(settings: &Settings, layout: Layout) -> Result<Box<dyn Encoder>, EncodeError> {
-    let method = settings.method();
-    let level = settings.level().unwrap_or_default();
-    let engine = match method {
-        Method::Zlib => zlib::compressor(level),
-        Method::Zstd => zstd::compressor(level)?,
-        // `Settings` lets no other method through.
-        Method::None | Method::Qpl | Method::Uadk | Method::Qatzip => {
-            return Ok(Box::new(Copy { layout }));
-        }
-    };
-    Ok(Box::new(Stream {
+    Engines::software(*settings).encoder(layout, &Arc::new(Health::default()))
+}
+
+/// Method none.
+pub(crate) fn copy(layout: Layout) -> Box<dyn Encoder> {
+    Box::new(Copy { layout })
+}
+
+/// Any other method.
+pub(crate) fn coded(method: Method, layout: Layout, engine: Box<dyn Compress>) -> Box<dyn Encoder> {
+    Box::new(Coded {
         method,
         layout,
         engine,
         failed: false,
-    }))
+    })
 }
 
-/// Method none.
 struct Copy {
     layout: Layout,
 }
@@ -67,28 +80,27 @@ impl Encoder for Copy {
     }
 
     fn engine(&self) -> &'static str {
-        "copy"
+        registry::COPY
     }
 
     fn encode<'a>(
         &mut self,
         pages: &'a [u8],
-        _out: &'a mut Vec<u8>,
-    ) -> Result<&'a [u8], EncodeError> {
+        _out: &'a mut [u8],
+    ) -> Result<Encoded<'a>, EncodeError> {
         check_input(pages, self.layout)?;
-        Ok(pages)
+        Ok(raw(pages))
     }
 }
 
-/// A method with one stream per channel.
-struct Stream {
+struct Coded {
     method: Method,
     layout: Layout,
     engine: Box<dyn Compress>,
     failed: bool,
 }
 
-impl Encoder for Stream {
+impl Encoder for Coded {
     fn method(&self) -> Method {
         self.method
     }
@@ -100,40 +112,55 @@ impl Encoder for Stream {
     fn encode<'a>(
         &mut self,
         pages: &'a [u8],
-        out: &'a mut Vec<u8>,
-    ) -> Result<&'a [u8], EncodeError> {
+        out: &'a mut [u8],
+    ) -> Result<Encoded<'a>, EncodeError> {
         let method = self.method;
         if self.failed {
             return Err(EncodeError::AfterError { method });
         }
         check_input(pages, self.layout)?;
-        out.clear();
         if pages.is_empty() {
             // A flush of nothing would be bytes, which a packet without pages cannot carry.
-            return Ok(out);
+            let payload = &out[..0];
+            return Ok(Encoded { method, payload });
         }
-        let max = self.layout.max_payload();
-        out.reserve(max);
-        let flushed = self.engine.flush(pages, out);
-        let result = match flushed {
-            // A larger buffer of the caller's must not hide that the receiver's is full.
-            Ok(()) if out.len() > max => Err(Fault::Room),
-            flushed => flushed,
+        // A larger buffer of the caller's must not hide that the receiver's is full.
+        let room = out.len().min(self.layout.max_payload());
+        let fault = match self.engine.compress(pages, &mut out[..room]) {
+            Ok(len) => {
+                let payload = &out[..len.min(room)];
+                return Ok(Encoded { method, payload });
+            }
+            Err(Fault::Room) if method == Method::Lz4 => return Ok(raw(pages)),
+            Err(fault) => fault,
         };
-        self.failed = result.is_err();
-        match result {
-            Ok(()) => Ok(out),
-            Err(Fault::Room) => Err(EncodeError::TooLong {
+        self.failed = true;
+        let engine = self.engine.name();
+        Err(match fault {
+            Fault::Room => EncodeError::TooLong {
                 method,
                 len: pages.len(),
-                max,
-            }),
-            Err(Fault::Refused(reason)) => Err(EncodeError::Engine {
+                max: room,
+            },
+            Fault::Refused(reason) => EncodeError::Engine {
                 method,
-                engine: self.engine.name(),
+                engine,
                 reason,
-            }),
-        }
+            },
+            Fault::Distrusted { unchecked } => EncodeError::Distrusted {
+                method,
+                engine,
+                unchecked,
+            },
+        })
+    }
+}
+
+/// The pages as they are.
+fn raw(pages: &[u8]) -> Encoded<'_> {
+    Encoded {
+        method: Method::None,
+        payload: pages,
     }
 }
 
@@ -149,6 +176,8 @@ fn check_input(pages: &[u8], layout: Layout) -> Result<(), EncodeError> {
 mod tests {
     use super::*;
 
+    const METHODS: [Method; 4] = [Method::None, Method::Zlib, Method::Zstd, Method::Lz4];
+
     /// An engine that writes as many bytes as it is told, or fails.
     struct Scripted(Result<usize, Fault>);
 
@@ -157,78 +186,93 @@ mod tests {
             "scripted"
         }
 
-        fn flush(&mut self, _pages: &[u8], out: &mut Vec<u8>) -> Result<(), Fault> {
-            out.resize(self.0?, 0);
-            Ok(())
+        fn compress(&mut self, _pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+            self.0.map(|len| len.min(out.len()))
         }
     }
 
-    fn stream(script: Result<usize, Fault>) -> Stream {
-        Stream {
-            method: Method::Zlib,
-            layout: Layout::X86,
-            engine: Box::new(Scripted(script)),
-            failed: false,
-        }
+    fn scripted(method: Method, script: Result<usize, Fault>) -> Box<dyn Encoder> {
+        coded(method, Layout::X86, Box::new(Scripted(script)))
+    }
+
+    fn room() -> Vec<u8> {
+        vec![0; Layout::X86.max_payload()]
     }
 
     #[test]
     fn a_payload_may_fill_the_receivers_buffer_and_not_a_byte_more() {
         let max = Layout::X86.max_payload();
-        let mut out = Vec::with_capacity(2 * max);
+        let mut larger = vec![0; 2 * max];
         let page = [1; 4096];
-        assert_eq!(stream(Ok(max)).encode(&page, &mut out).unwrap().len(), max);
-        for script in [Ok(max + 1), Err(Fault::Room)] {
-            let mut stream = stream(script);
-            assert_eq!(
-                stream.encode(&page, &mut out),
-                Err(EncodeError::TooLong {
-                    method: Method::Zlib,
-                    len: 4096,
-                    max
-                })
-            );
-            assert_eq!(
-                stream.encode(&page, &mut out),
-                Err(EncodeError::AfterError {
-                    method: Method::Zlib
-                })
-            );
+        let mut encoder = scripted(Method::Zlib, Ok(usize::MAX));
+        assert_eq!(
+            encoder.encode(&page, &mut larger).unwrap().payload.len(),
+            max
+        );
+        let mut encoder = scripted(Method::Zlib, Err(Fault::Room));
+        let (method, len) = (Method::Zlib, 4096);
+        assert_eq!(
+            encoder.encode(&page, &mut larger),
+            Err(EncodeError::TooLong { method, len, max })
+        );
+        assert_eq!(
+            encoder.encode(&page, &mut larger),
+            Err(EncodeError::AfterError { method })
+        );
+    }
+
+    #[test]
+    fn lz4_goes_raw_where_it_saves_nothing_and_goes_on_after_it() {
+        let mut encoder = scripted(Method::Lz4, Err(Fault::Room));
+        let page = [1; 4096];
+        for _ in 0..2 {
+            assert_eq!(encoder.encode(&page, &mut room()), Ok(raw(&page)));
         }
     }
 
     #[test]
-    fn a_failing_library_is_named() {
-        assert_eq!(
-            stream(Err(Fault::Refused("out of luck")))
-                .encode(&[1; 4096], &mut Vec::new())
+    fn a_failing_engine_is_named() {
+        let error = |fault| {
+            let mut encoder = scripted(Method::Zlib, Err(fault));
+            let mut out = room();
+            encoder
+                .encode(&[1; 4096], &mut out)
                 .unwrap_err()
-                .to_string(),
+                .to_string()
+        };
+        assert_eq!(
+            error(Fault::Refused("out of luck")),
             "the zlib encoder (scripted) failed: out of luck"
+        );
+        assert_eq!(
+            error(Fault::Distrusted { unchecked: 7 }),
+            "engine scripted has returned wrong bytes for a zlib packet, and 7 packets had gone out \
+             unchecked: use --accel none, or --verify all"
         );
     }
 
     #[test]
     fn more_than_a_packet_is_refused_and_does_no_harm() {
-        for method in [Method::None, Method::Zlib, Method::Zstd] {
+        for method in METHODS {
             let settings = Settings::new(method, None).unwrap();
             let mut encoder = encoder(&settings, Layout::X86).unwrap();
             let (len, max) = (512 * 1024 + 4096, 512 * 1024);
-            let mut out = Vec::new();
+            let mut out = room();
             assert_eq!(
                 encoder.encode(&vec![1; len], &mut out),
                 Err(EncodeError::Input { len, max })
             );
-            assert!(!encoder.encode(&[1; 4096], &mut out).unwrap().is_empty());
+            let encoded = encoder.encode(&[1; 4096], &mut out).unwrap();
+            assert!(!encoded.payload.is_empty());
         }
     }
 
     #[test]
     fn no_pages_are_no_payload() {
-        for method in [Method::None, Method::Zlib, Method::Zstd] {
+        for method in METHODS {
             let settings = Settings::new(method, None).unwrap();
             let mut encoder = encoder(&settings, Layout::X86).unwrap();
-            assert_eq!(encoder.encode(&[], &mut vec![1]), Ok(&[][..]));
+            assert_eq!(encoder.encode(&[], &mut room()).unwrap().payload, []);
         }
     }
 }

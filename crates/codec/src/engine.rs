@@ -1,22 +1,44 @@
-//! What a compression library has to do for us. Everything else (sizes, progress, errors that name
-//! values) is written once, in `encode` and `decode`.
+//! What a compression library, or a device, has to do for us. Everything else (sizes, progress,
+//! fallback, errors that name values) is written once, in `encode`, `decode` and `accelerated`.
 
-/// Encodes one stream.
-pub(crate) trait Compress: Send {
-    /// Name of the library.
-    fn name(&self) -> &'static str;
+use std::ops::RangeInclusive;
 
-    /// Appends `pages`, encoded and flushed, to `out`, within its capacity.
-    fn flush(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), Fault>;
+use multifd::{Layout, Method};
+use thiserror::Error;
+
+use crate::DecodeError;
+
+/// A software engine: a library that encodes a method, at some of its levels.
+#[derive(Clone, Debug)]
+pub(crate) struct Software {
+    pub(crate) name: &'static str,
+    pub(crate) levels: RangeInclusive<i32>,
+    /// The encoding side of a new channel, at one of these levels. Fails for want of memory only.
+    pub(crate) compressor: fn(i32) -> Result<Box<dyn Compress>, &'static str>,
 }
 
-/// Why [`Compress::flush`] failed. The stream is lost either way.
+/// Encodes packets: those of one stream, or each by itself.
+pub(crate) trait Compress: Send {
+    /// Name of the engine.
+    fn name(&self) -> &'static str;
+
+    /// Writes `pages`, encoded, to the start of `out`, and returns how many bytes that are.
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault>;
+}
+
+/// Why [`Compress::compress`] failed. A stream is lost then; a method whose packets are independent
+/// can go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// The capacity of the output did not suffice.
+    /// The room in the output did not suffice.
     Room,
     /// The library refused, with its words.
     Refused(&'static str),
+    /// A device has returned wrong bytes, after it had encoded packets that nobody checked.
+    Distrusted {
+        /// The number of these packets.
+        unchecked: u64,
+    },
 }
 
 /// Decodes one stream.
@@ -35,4 +57,47 @@ pub(crate) struct Step {
     pub(crate) produced: usize,
     /// Whether the stream ended here.
     pub(crate) ended: bool,
+}
+
+/// Decodes packets, each by itself.
+pub(crate) trait Unpack: Send {
+    /// Fills all of `pages`, which are not empty, from a payload that must hold nothing else.
+    fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError>;
+
+    /// Whether `payload` can be a packet with `pages_len` bytes of pages, as far as that shows without
+    /// decoding it.
+    fn has_shape(&self, payload: &[u8], pages_len: usize) -> bool;
+}
+
+/// Hardware that encodes and decodes the packets of a method, present on this host.
+pub(crate) trait Accelerator: Send + Sync {
+    /// Name of the engine.
+    fn name(&self) -> &'static str;
+
+    /// A device for a new channel, or one stream of it. What belongs to a thread is not set up
+    /// before the first use.
+    fn device(&self, method: Method, level: i32, layout: Layout) -> Box<dyn Device>;
+}
+
+/// One channel's share of an [`Accelerator`]. It may fail at any packet, and even lie.
+pub(crate) trait Device: Send {
+    /// As [`Compress::compress`].
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, DeviceError>;
+
+    /// As [`Unpack::unpack`]; on an error `pages` may hold anything.
+    fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DeviceError>;
+}
+
+/// Why a device did not do a packet.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub(crate) enum DeviceError {
+    /// It has too much to do: another packet may find room.
+    #[error("its queue is full")]
+    Busy,
+    /// No answer within the device's own limit.
+    #[error("it timed out: {0}")]
+    TimedOut(String),
+    /// Anything else.
+    #[error("{0}")]
+    Failed(String),
 }

@@ -28,11 +28,34 @@ pub enum SettingsError {
         level: i32,
     },
     /// The method exists in QEMU, but not here.
-    #[error("method {method} is not built into this program, only none, zlib and zstd are")]
+    #[error("method {method} is not built into this program")]
     NotBuilt {
         /// The method asked for.
         method: Method,
     },
+    /// Hardware that was asked for by name is not there.
+    #[error("engine {engine} is absent: {reason}; without it: --accel auto, or none")]
+    EngineAbsent {
+        /// The engine asked for.
+        engine: &'static str,
+        /// Why it is absent.
+        reason: String,
+    },
+    /// Hardware that was asked for by name cannot do the method.
+    #[error("engine {engine} does not do method {method}, only {}", names(serves))]
+    EngineMethod {
+        /// The engine asked for.
+        engine: &'static str,
+        /// The method asked for.
+        method: Method,
+        /// The methods that it does.
+        serves: &'static [Method],
+    },
+}
+
+fn names(methods: &[Method]) -> String {
+    let names: Vec<_> = methods.iter().map(|method| method.name()).collect();
+    names.join(" and ")
 }
 
 /// A packet that could not be encoded: never the peer's fault.
@@ -49,6 +72,16 @@ pub enum EncodeError {
         len: usize,
         /// Most bytes that fit.
         max: usize,
+    },
+    /// The method has no format for pages of this size.
+    #[error("{method} takes pages of {only} bytes, not of {page_size}")]
+    PageSize {
+        /// The encoder's method.
+        method: Method,
+        /// Bytes in a page of the guest.
+        page_size: usize,
+        /// Bytes in a page that it can encode.
+        only: usize,
     },
     /// The payload would overrun the receiver's buffer. No known input does this.
     #[error("{method} turned {len} bytes of pages into more than the {max} a receiver takes")]
@@ -69,6 +102,19 @@ pub enum EncodeError {
         engine: &'static str,
         /// What the library says.
         reason: &'static str,
+    },
+    /// A device has returned wrong bytes, after packets that nobody had checked.
+    #[error(
+        "engine {engine} has returned wrong bytes for a {method} packet, and {unchecked} packets had gone out \
+         unchecked: use --accel none, or --verify all"
+    )]
+    Distrusted {
+        /// The encoder's method.
+        method: Method,
+        /// The device.
+        engine: &'static str,
+        /// Packets that went out before, unchecked.
+        unchecked: u64,
     },
     /// The encoder was used again after an error.
     #[error("the {method} encoder was used after it had failed")]
@@ -166,6 +212,19 @@ pub enum DecodeError {
         method: Method,
         /// What the library says.
         reason: &'static str,
+    },
+    /// A device of ours has decoded to wrong bytes, after packets that nobody had checked.
+    #[error(
+        "engine {engine} has decoded a {method} packet to wrong bytes, and {unchecked} packets had not been \
+         checked: use --accel none, or --verify all"
+    )]
+    Distrusted {
+        /// The packet's method.
+        method: Method,
+        /// The device.
+        engine: &'static str,
+        /// Packets that were decoded before, unchecked.
+        unchecked: u64,
     },
     /// The decoder was used again after an error: our fault.
     #[error("the decoder was used after it had failed")]

@@ -1,5 +1,5 @@
 //! Encoders and decoders of page data, one per channel and direction, for QEMU's multifd methods
-//! none, zlib and zstd.
+//! and some of Vamoose's own, and the engines (libraries, devices) that do their work.
 //!
 //! A packet's payload is the packet's normal pages, back to back, encoded by one method. For zlib
 //! and zstd the channel carries **one** stream for the whole migration:
@@ -11,6 +11,8 @@
 //!          └────────────┴───────┘ └────────────┴───────┘     └────────────┴───────┘
 //!           └─ history is carried over: every packet may refer to the ones before it ─┘
 //! ```
+//!
+//! The packets of lz4, qpl and qatzip are independent of each other.
 //!
 //! So an [`Encoder`] and a [`Decoder`] live as long as their channel, see each of its packets once
 //! and in order, and are of no use after an error: the other side's history differs from then on.
@@ -24,31 +26,47 @@
 //! let mut encoder = encoder(&settings, Layout::X86)?;
 //! let mut decoder = Decoder::new(Layout::X86);
 //!
-//! let (sent, mut payload) = (vec![7; 8192], Vec::new());
-//! let payload = encoder.encode(&sent, &mut payload)?;
+//! let (sent, mut room) = (vec![7; 8192], vec![0; Layout::X86.max_payload()]);
+//! let encoded = encoder.encode(&sent, &mut room)?;
 //! let mut received = vec![0; 8192];
-//! decoder.decode(encoder.method(), payload, &mut received)?;
+//! decoder.decode(encoded.method, encoded.payload, &mut received)?;
 //! assert_eq!(received, sent);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Where to read on: [`Settings`] (what can be asked for), `encode` and `decode` (what both sides
-//! of every method share: sizes, errors), `zlib` and `zstd` (the two streams, which engine serves
-//! which level, and the measurements behind it), `isal` (the only unsafe code).
+//! Where to read on: [`Settings`] (what can be asked for), [`Registry`] (which engine does it),
+//! `encode` and `decode` (what both sides of every method share: sizes, errors), one module per method
+//! (its format, its engines, and the measurements behind the choice), `accelerated` (what happens when
+//! hardware fails), `ffi` (the only unsafe code).
 
 #![deny(unsafe_code)]
 
+mod accelerated;
 mod decode;
 mod encode;
 mod engine;
 mod error;
-#[cfg(feature = "isal")]
-mod isal;
+#[cfg(feature = "fault-injection")]
+mod faulty;
+mod ffi;
+mod health;
+mod lz4;
+mod qatzip;
+mod qat;
+mod qpl;
+mod registry;
 mod settings;
+mod zero;
 mod zlib;
 mod zstd;
 
+pub use accelerated::Verify;
 pub use decode::Decoder;
-pub use encode::{Encoder, encoder};
+pub use encode::{Encoded, Encoder, encoder};
 pub use error::{DecodeError, EncodeError, SettingsError};
+#[cfg(feature = "fault-injection")]
+pub use faulty::Faults;
+pub use health::{Health, Tally};
+pub use registry::{Accel, Engines, Registry, Row};
 pub use settings::Settings;
+pub use zero::is_zero;

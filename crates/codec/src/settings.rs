@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 
 use multifd::Method;
 
-use crate::{SettingsError, zlib, zstd};
+use crate::{SettingsError, lz4, qatzip, qpl, registry, zlib, zstd};
 
 /// A method this crate can encode, and its level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,18 +17,17 @@ impl Settings {
     /// `method` at `level`, or at the method's default level (1, as QEMU's).
     ///
     /// zlib takes 0 (stored) to 9. zstd takes its negative (fast) levels up to 22; 0 stands for
-    /// zstd's own default, 3, as it does in QEMU. none takes no level.
+    /// zstd's own default, 3, as it does in QEMU. lz4 takes its accelerations, 1 to 65537, of which
+    /// higher ones are faster. qpl takes 0 (the fastest) to 12. none takes no level.
     ///
     /// # Errors
     /// When the method is not built into this crate, or the level is not one of its levels.
     pub fn new(method: Method, level: Option<i32>) -> Result<Self, SettingsError> {
-        let range = match method {
-            Method::None => return none(level),
-            Method::Zlib => zlib::LEVELS,
-            Method::Zstd => zstd::levels(),
-            Method::Qpl | Method::Uadk | Method::Qatzip => {
-                return Err(SettingsError::NotBuilt { method });
-            }
+        if matches!(method, Method::QplCanned | Method::Uadk) {
+            return Err(SettingsError::NotBuilt { method });
+        }
+        let Some(range) = Self::levels(method) else {
+            return none(method, level);
         };
         let level = level.unwrap_or(DEFAULT_LEVEL);
         check(method, level, &range)?;
@@ -42,18 +41,32 @@ impl Settings {
         })
     }
 
+    /// The levels of `method`; `None` when it takes none.
+    pub fn levels(method: Method) -> Option<RangeInclusive<i32>> {
+        match method {
+            Method::Zlib => Some(zlib::LEVELS),
+            Method::Zstd => Some(zstd::levels()),
+            Method::Lz4 => Some(lz4::LEVELS),
+            Method::Qatzip => Some(qatzip::LEVELS),
+            Method::Qpl => Some(qpl::LEVELS),
+            Method::None | Method::QplCanned | Method::Uadk => None,
+        }
+    }
+
     /// The method.
     pub fn method(&self) -> Method {
         self.method
     }
 
-    /// The library that will encode: `copy`, `isa-l`, `zlib-rs` or `zstd`.
+    /// Whether each packet of the method is decoded without the others, so that several can be encoded
+    /// at once and in any order.
+    pub fn packets_are_independent(&self) -> bool {
+        !matches!(self.method, Method::Zlib | Method::Zstd)
+    }
+
+    /// The software engine that serves them: a library's name, or `copy` for method none.
     pub fn engine(&self) -> &'static str {
-        match (self.method, self.level) {
-            (Method::Zlib, Some(level)) => zlib::engine(level),
-            (Method::Zstd, _) => zstd::NAME,
-            _ => "copy",
-        }
+        registry::software(self).map_or(registry::COPY, |engine| engine.name)
     }
 
     /// The level that acts: defaults are filled in. `None` for the method that has no levels.
@@ -62,11 +75,10 @@ impl Settings {
     }
 }
 
-/// Level of zlib and zstd where none is given, as in QEMU.
+/// Level where none is given, as in QEMU.
 const DEFAULT_LEVEL: i32 = 1;
 
-fn none(level: Option<i32>) -> Result<Settings, SettingsError> {
-    let method = Method::None;
+fn none(method: Method, level: Option<i32>) -> Result<Settings, SettingsError> {
     match level {
         None => Ok(Settings { method, level }),
         Some(level) => Err(SettingsError::NoLevels { method, level }),
@@ -95,6 +107,7 @@ mod tests {
             (Method::None, None),
             (Method::Zlib, Some(1)),
             (Method::Zstd, Some(1)),
+            (Method::Lz4, Some(1)),
         ] {
             let settings = Settings::new(method, None).unwrap();
             assert_eq!((settings.method(), settings.level()), (method, level));
@@ -105,7 +118,11 @@ mod tests {
 
     #[test]
     fn the_ends_of_each_range_are_in_and_their_neighbours_out() {
-        for (method, min, max) in [(Method::Zlib, 0, 9), (Method::Zstd, -131_072, 22)] {
+        for (method, min, max) in [
+            (Method::Zlib, 0, 9),
+            (Method::Zstd, -131_072, 22),
+            (Method::Lz4, 1, 65_537),
+        ] {
             assert_eq!(Settings::new(method, Some(min)).unwrap().level(), Some(min));
             assert_eq!(Settings::new(method, Some(max)).unwrap().level(), Some(max));
             for level in [min - 1, max + 1, i32::MIN, i32::MAX] {
@@ -134,8 +151,8 @@ mod tests {
             "method none takes no level, but level 1 was given"
         );
         assert_eq!(
-            error(Method::Qatzip, None),
-            "method qatzip is not built into this program, only none, zlib and zstd are"
+            error(Method::Uadk, None),
+            "method uadk is not built into this program"
         );
     }
 }

@@ -35,34 +35,33 @@
 
 use std::ops::RangeInclusive;
 
-use crate::engine::{Compress, Decompress, Fault, Step};
+use crate::engine::{Compress, Decompress, Fault, Software, Step};
 
 mod pure;
 
 #[cfg(feature = "isal")]
-use crate::isal;
+use crate::ffi::isal;
 
 /// The levels that can be set.
 pub(crate) const LEVELS: RangeInclusive<i32> = 0..=9;
 
-/// The encoding side of a new channel; `level` is one of [`LEVELS`].
-pub(crate) fn compressor(level: i32) -> Box<dyn Compress> {
+/// The engines, the better one first.
+pub(crate) const ENGINES: &[Software] = &[
     #[cfg(feature = "isal")]
-    if let Some(level) = isal::Level::of_zlib(level) {
-        return Box::new(WithHeader::new(isal::Deflate::new(level)));
-    }
-    Box::new(WithHeader::new(pure::Deflate::new(level)))
-}
-
-/// Name of the library that encodes at `level`.
-pub(crate) fn engine(level: i32) -> &'static str {
-    #[cfg(feature = "isal")]
-    if isal::Level::of_zlib(level).is_some() {
-        return isal::NAME;
-    }
-    let _ = level;
-    pure::NAME
-}
+    Software {
+        name: isal::NAME,
+        levels: 1..=3,
+        compressor: |level| {
+            let level = isal::Level::of_zlib(level).ok_or("not a level of ISA-L")?;
+            Ok(Box::new(WithHeader::new(isal::Deflate::new(level))))
+        },
+    },
+    Software {
+        name: pure::NAME,
+        levels: LEVELS,
+        compressor: |level| Ok(Box::new(WithHeader::new(pure::Deflate::new(level)))),
+    },
+];
 
 /// The decoding side of a new channel.
 pub(crate) fn decompressor() -> Box<dyn Decompress> {
@@ -96,12 +95,14 @@ impl<E: Compress> Compress for WithHeader<E> {
         self.engine.name()
     }
 
-    fn flush(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), Fault> {
-        if !self.seen {
-            out.extend_from_slice(&HEADER);
-            self.seen = true;
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+        if self.seen {
+            return self.engine.compress(pages, out);
         }
-        self.engine.flush(pages, out)
+        let (header, rest) = out.split_first_chunk_mut().ok_or(Fault::Room)?;
+        *header = HEADER;
+        self.seen = true;
+        Ok(HEADER.len() + self.engine.compress(pages, rest)?)
     }
 }
 
@@ -169,16 +170,20 @@ mod tests {
             bytes.map(|byte| byte.to_le_bytes()[0]).collect()
         };
         for level in LEVELS {
-            for writer in [compressor as fn(i32) -> Box<dyn Compress>, pure_compressor] {
-                let mut writer = writer(level);
+            for engine in ENGINES
+                .iter()
+                .filter(|engine| engine.levels.contains(&level))
+            {
+                let mut writer = (engine.compressor)(level).unwrap();
                 let mut readers = [decompressor(), pure_decompressor()];
                 for number in 0..40 {
                     let packet = page(number);
-                    let mut payload = Vec::with_capacity(1 << 20);
-                    writer.flush(&packet, &mut payload).unwrap();
+                    let mut out = vec![0; 1 << 20];
+                    let len = writer.compress(&packet, &mut out).unwrap();
+                    let payload = &out[..len];
                     for (index, reader) in readers.iter_mut().enumerate() {
                         let mut pages = vec![0xee; packet.len()];
-                        read(reader.as_mut(), &payload, &mut pages);
+                        read(reader.as_mut(), payload, &mut pages);
                         assert!(
                             pages == packet,
                             "{} level {level} packet {number} by reader {index}",
@@ -188,10 +193,6 @@ mod tests {
                 }
             }
         }
-    }
-
-    fn pure_compressor(level: i32) -> Box<dyn Compress> {
-        Box::new(WithHeader::new(pure::Deflate::new(level)))
     }
 
     fn pure_decompressor() -> Box<dyn Decompress> {

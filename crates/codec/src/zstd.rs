@@ -22,8 +22,8 @@ use zstd_safe::{
 };
 
 use crate::{
-    DecodeError, EncodeError,
-    engine::{Compress, Decompress, Fault, Step},
+    DecodeError,
+    engine::{Compress, Decompress, Fault, Software, Step},
 };
 
 /// The level that 0 stands for.
@@ -34,17 +34,16 @@ pub(crate) fn levels() -> RangeInclusive<i32> {
     zstd_safe::min_c_level()..=zstd_safe::max_c_level()
 }
 
-/// The encoding side of a new channel.
-pub(crate) fn compressor(level: i32) -> Result<Box<dyn Compress>, EncodeError> {
-    match compression_context(level) {
-        Ok(context) => Ok(Box::new(Compressor { context })),
-        Err(reason) => Err(EncodeError::Engine {
-            method: Method::Zstd,
-            engine: NAME,
-            reason,
-        }),
-    }
-}
+/// The engine. Its [`levels`] are the library's word, which no constant can have.
+pub(crate) const ENGINES: &[Software] = &[Software {
+    name: "zstd",
+    levels: i32::MIN..=i32::MAX,
+    compressor: |level| {
+        Ok(Box::new(Compressor {
+            context: compression_context(level)?,
+        }))
+    },
+}];
 
 /// The decoding side of a new channel.
 pub(crate) fn decompressor() -> Result<Box<dyn Decompress>, DecodeError> {
@@ -59,7 +58,6 @@ pub(crate) fn decompressor() -> Result<Box<dyn Decompress>, DecodeError> {
     Ok(Box::new(Decompressor { context }))
 }
 
-pub(crate) const NAME: &str = "zstd";
 const NO_MEMORY: &str = "no memory for a context";
 
 /// Log of the largest window that we encode with: 1 MiB.
@@ -116,20 +114,19 @@ struct Compressor {
 
 impl Compress for Compressor {
     fn name(&self) -> &'static str {
-        NAME
+        "zstd"
     }
 
-    fn flush(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
         let mut input = InBuffer::around(pages);
-        let start = out.len();
-        let mut output = OutBuffer::around_pos(out, start);
+        let mut output = OutBuffer::around(out);
         loop {
             let left = self
                 .context
                 .compress_stream2(&mut output, &mut input, ZSTD_EndDirective::ZSTD_e_flush)
                 .map_err(|code| Fault::Refused(get_error_name(code)))?;
             if left == 0 && input.pos() == pages.len() {
-                return Ok(());
+                return Ok(output.pos());
             }
             if output.pos() == output.capacity() {
                 return Err(Fault::Room);
@@ -175,15 +172,15 @@ mod tests {
             for level in levels {
                 let context = compression_context(level).unwrap();
                 let mut compressor = Compressor { context };
-                let mut out = Vec::with_capacity(1 << 20);
-                compressor.flush(&[7; 1 << 19], &mut out).unwrap();
+                let mut out = vec![0; 1 << 20];
+                let len = compressor.compress(&[7; 1 << 19], &mut out).unwrap();
                 let size = compressor.context.sizeof();
                 assert!(mib(size) <= most, "level {level}: {size} bytes");
 
                 let mut decompressor = Decompressor {
                     context: DCtx::create(),
                 };
-                decompressor.step(&out, &mut [0; 1 << 19]).unwrap();
+                decompressor.step(&out[..len], &mut [0; 1 << 19]).unwrap();
                 assert!(mib(decompressor.context.sizeof()) <= 2, "level {level}");
             }
         }

@@ -84,12 +84,12 @@ proptest! {
         let settings = Settings::new(method, Some(level)).unwrap();
         let mut encoder = encoder(&settings, LAYOUT).unwrap();
         let mut decoder = Decoder::new(LAYOUT);
-        let mut out = Vec::new();
+        let mut out = vec![0; LAYOUT.max_payload()];
         for (number, (kind, seed, count)) in packets.into_iter().enumerate() {
             let sent = pages::pages(kind, seed, count);
             let pages = input.slice(sent.len(), at_end);
             pages.copy_from_slice(&sent);
-            let mut payload = encoder.encode(pages, &mut out).unwrap().to_vec();
+            let mut payload = encoder.encode(pages, &mut out).unwrap().payload.to_vec();
             for (_, at, bits) in flips.iter().filter(|(packet, ..)| *packet == number) {
                 let at = at.index(payload.len());
                 payload[at] ^= *bits;

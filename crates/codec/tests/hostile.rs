@@ -26,12 +26,13 @@ const STREAMS: [Method; 2] = [Method::Zlib, Method::Zstd];
 fn payloads(method: Method, level: i32) -> Vec<Vec<u8>> {
     let settings = Settings::new(method, Some(level)).unwrap();
     let mut encoder = encoder(&settings, LAYOUT).unwrap();
-    let mut out = Vec::new();
+    let mut out = vec![0; LAYOUT.max_payload()];
     Kind::ALL
         .map(|kind| {
             encoder
                 .encode(&pages::pages(kind, 1, 8), &mut out)
                 .unwrap()
+                .payload
                 .to_vec()
         })
         .to_vec()

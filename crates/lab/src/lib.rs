@@ -2,7 +2,7 @@
 //!
 //! - [`qemu`] finds and runs QEMUs: bare ones whose RAM is a file, and ones with a Linux guest;
 //! - [`qmp`] talks to them, [`guest`] watches a running guest, [`ram`] makes and compares memory images;
-//! - [`vamoose`] runs the program under test;
+//! - [`vamoose`] runs the program under test, [`stand_in`] makes the libraries that it finds instead of hardware;
 //! - [`net`] makes a link of a given rate, [`proc`] and [`cpu`] read what processes cost.
 //!
 //! Everything cleans up after itself on drop: processes are killed and reaped, files and namespaces removed.
@@ -17,6 +17,7 @@ pub mod qemu;
 pub mod qmp;
 pub mod ram;
 pub mod serial;
+pub mod stand_in;
 pub mod vamoose;
 
 use std::io::Write;

@@ -73,8 +73,8 @@ pub enum PacketError {
         /// The whole flags field.
         flags: u32,
     },
-    /// More than one method bit is set.
-    #[error("packet flags {flags:#x} name more than one compression method")]
+    /// The method bits are those of no method, or of more than one.
+    #[error("packet flags {flags:#x} do not name one compression method")]
     AmbiguousMethod {
         /// The whole flags field.
         flags: u32,

@@ -106,6 +106,14 @@ mod tests {
             parse(MAGIC, 1, 0x41),
             Err(PacketError::MixedDeviceState { flags: 0x41 })
         );
+        // Methods of our own: without QEMU's bits, with a number that nobody has.
+        for flags in [0x100, 0x102, 0x3e, 0x33e, 0xf3e] {
+            assert_eq!(
+                parse(MAGIC, 1, flags),
+                Err(PacketError::AmbiguousMethod { flags })
+            );
+        }
+        assert_eq!(parse(MAGIC, 1, 0x13e).map(|p| p.method), Ok(Method::Lz4));
     }
 
     #[test]

@@ -187,6 +187,19 @@ impl RamHeader {
         self.normal = self.offsets.len();
     }
 
+    /// Makes zero pages of those normal pages for which `is_zero` says so, by their place in the payload;
+    /// it is asked once for each, in order. The other normal pages keep theirs.
+    pub fn normal_pages_become_zero(&mut self, mut is_zero: impl FnMut(usize) -> bool) {
+        let mut kept = 0;
+        for index in 0..self.normal {
+            if !is_zero(index) {
+                self.offsets.swap(kept, index);
+                kept += 1;
+            }
+        }
+        self.normal = kept;
+    }
+
     /// Offsets of the pages in the payload, in its order.
     pub fn normal_offsets(&self) -> &[u64] {
         &self.offsets[..self.normal]
@@ -499,6 +512,24 @@ mod tests {
         header.zero_pages_become_normal();
         assert_eq!(header.normal_offsets(), [0x1000, 0x5000, 0x7000]);
         assert_eq!(header.zero_offsets(), [0u64; 0]);
+    }
+
+    #[test]
+    fn normal_pages_can_become_zero_ones() {
+        let mut header = RamHeader::new(LAYOUT);
+        let pages: Vec<u64> = (0..100).map(|page| page << 12).collect();
+        header.set_pages(&pages, &[200 << 12], LAYOUT).unwrap();
+        let mut asked = Vec::new();
+        header.normal_pages_become_zero(|index| {
+            asked.push(index);
+            index % 3 != 1
+        });
+        assert!(asked.into_iter().eq(0..100));
+        let normal = pages.iter().skip(1).step_by(3);
+        assert!(header.normal_offsets().iter().eq(normal));
+        let mut all = [header.normal_offsets(), header.zero_offsets()].concat();
+        all.sort_unstable();
+        assert!(all.iter().eq(pages.iter().chain(&[200 << 12])));
     }
 
     proptest! {

@@ -3,6 +3,7 @@
 //! ```text
 //!  as many out as in:   [ read, decode, encode, write ]                  one thread a channel
 //!  otherwise:           [ read, decode ] ─> exchange ─> [ encode, write ]  one thread a channel and side
+//!  several streams:     [ read, decode ] ─> exchange ─> [ encode, write ]  one thread a stream on the way out
 //! ```
 //!
 //! One thread for both sides is cheaper: a packet leaves from the cache that it has come into, nobody is
@@ -22,7 +23,7 @@ use crate::{
 pub(crate) fn pass_on(
     channel: usize,
     reader: &mut ChannelReader,
-    writer: &mut ChannelWriter,
+    mut writer: ChannelWriter,
     config: &Config,
     stats: &Stats,
 ) -> Result<(), RelayError> {
@@ -34,7 +35,7 @@ pub(crate) fn pass_on(
             writer.write(&mut packet).map_err(write)?;
         }
         if let Some(packet_num) = arrived.sync {
-            send_sync(channel, writer, packet_num, stats).map_err(write)?;
+            send_sync(channel, &mut writer, packet_num, stats).map_err(write)?;
         }
     }
     writer.finish();
@@ -72,10 +73,10 @@ pub(crate) fn read(
     Ok(())
 }
 
-/// Sends what the exchange has on one channel, until all readers have ended.
+/// Sends what the exchange has on one channel, until all readers have ended; perhaps beside others.
 pub(crate) fn write(
     channel: usize,
-    writer: &mut ChannelWriter,
+    mut writer: ChannelWriter,
     outlet: &Outlet,
     stats: &Stats,
 ) -> Result<(), WriteError> {
@@ -86,8 +87,13 @@ pub(crate) fn write(
                 outlet.give_back(packet);
             }
             Work::Sync { packet_num } => {
-                send_sync(channel, writer, packet_num, stats)?;
-                if outlet.synced() == Err(Closed) {
+                let mut sent = Ok(());
+                let synced = outlet.sync(|| {
+                    sent = send_sync(channel, &mut writer, packet_num, stats);
+                    if sent.is_ok() { Ok(()) } else { Err(Closed) }
+                });
+                sent?;
+                if synced == Err(Closed) {
                     break;
                 }
             }
@@ -120,8 +126,10 @@ fn receive(
             sync: None,
         }));
     }
-    if zero_pages == ZeroPages::Expand {
-        packet.expand_zero_pages();
+    match zero_pages {
+        ZeroPages::Pass => {}
+        ZeroPages::Expand => packet.expand_zero_pages(),
+        ZeroPages::Detect => packet.detect_zero_pages(),
     }
     let header = packet.ram();
     Ok(Some(Arrived {

@@ -119,6 +119,9 @@ pub(crate) struct Prepare {
     pub(crate) ram_bytes: u64,
     pub(crate) channels: u8,
     pub(crate) page_size: u32,
+    /// How the pages will be encoded; empty from a `migrate` that knows the first methods only.
+    #[serde(default)]
+    pub(crate) method: String,
 }
 
 /// Asks for the loaded guest to be made the only one there is.

@@ -6,13 +6,17 @@
 //!  reader N ─┘                                           └─ writer M   give_back()
 //! ```
 //!
+//! A channel has one writer, or several: **streams**, which encode its packets side by side, so that an
+//! engine with a latency is kept busy. They share its socket.
+//!
 //! Between two SYNCs no page appears twice, so any writer may take any packet: the queue is shared
 //! and the faster channel gets more. **SYNC is a barrier on both sides**: the last reader to reach
-//! it puts one SYNC per writer behind everything read so far, and no reader goes on before that;
-//! each writer sends its SYNC and goes on only when all have taken theirs.
+//! it puts one SYNC per writer behind everything read so far, and no reader goes on before that. Of
+//! a channel's writers the last to take its own sends it, when the others' packets are out; and
+//! nobody goes on before all channels have theirs.
 //!
-//! **The packets that exist are all the packets that can wait**: two per channel. More would falsify
-//! the bandwidth that the source measures (it counts what is in the socket as sent) and with it the
+//! **The packets that exist are all the packets that can wait**: two per channel, or one per reader
+//! and stream where these are more. More would falsify the bandwidth that the source measures (it counts what is in the socket as sent) and with it the
 //! downtime that it promises.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -21,13 +25,16 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use multifd::Layout;
 use transfer::Packet;
 
-/// The ends for `readers` readers and `writers` writers, and what makes all of them give up.
+/// The ends for `readers` readers and for `streams` writers on each of `channels` channels, channel
+/// by channel, and what makes all of them give up.
 pub(crate) fn exchange(
     readers: usize,
-    writers: usize,
+    channels: usize,
+    streams: usize,
     layout: Layout,
 ) -> (Vec<Inlet>, Vec<Outlet>, GiveUp) {
-    let packets = PACKETS_PER_CHANNEL * readers.max(writers);
+    let writers = channels * streams;
+    let packets = (PACKETS_PER_CHANNEL * readers.max(channels)).max(readers + writers);
     let (give, take) = bounded(packets);
     for _ in 0..packets {
         // Has room for all of them and both ends are here.
@@ -42,14 +49,20 @@ pub(crate) fn exchange(
         sync: read.clone(),
         writers,
     };
-    let outlet = Outlet {
-        work: next,
-        free: give,
-        sync: sent.clone(),
-    };
-    let inlets = vec![inlet; readers];
-    let outlets = vec![outlet; writers];
-    (inlets, outlets, GiveUp([read, sent]))
+    let mut barriers = vec![read, sent.clone()];
+    let mut outlets = Vec::with_capacity(writers);
+    for _ in 0..channels {
+        let taken = Arc::new(Barrier::new(streams));
+        barriers.push(taken.clone());
+        let outlet = Outlet {
+            work: next.clone(),
+            free: give.clone(),
+            taken,
+            sync: sent.clone(),
+        };
+        outlets.extend(vec![outlet; streams]);
+    }
+    (vec![inlet; readers], outlets, GiveUp(barriers))
 }
 
 /// See the module's documentation.
@@ -105,6 +118,9 @@ impl Inlet {
 pub(crate) struct Outlet {
     work: Receiver<Work>,
     free: Sender<Box<Packet>>,
+    /// Of the channel's writers.
+    taken: Arc<Barrier>,
+    /// Of all writers.
     sync: Arc<Barrier>,
 }
 
@@ -120,14 +136,16 @@ impl Outlet {
         let _ = self.free.try_send(packet);
     }
 
-    /// Says that this writer's SYNC is out; returns when all writers' are.
-    pub(crate) fn synced(&self) -> Result<(), Closed> {
+    /// Says that this writer has taken its SYNC; returns when those of all channels are out. `send` is
+    /// run by one of the channel's writers, when all of them are here.
+    pub(crate) fn sync(&self, send: impl FnOnce() -> Result<(), Closed>) -> Result<(), Closed> {
+        self.taken.wait(send)?;
         self.sync.wait(|| Ok(()))
     }
 }
 
 /// Ends every wait at a barrier, when one who should come never will.
-pub(crate) struct GiveUp([Arc<Barrier>; 2]);
+pub(crate) struct GiveUp(Vec<Arc<Barrier>>);
 
 impl GiveUp {
     pub(crate) fn now(&self) {
@@ -209,10 +227,16 @@ mod tests {
         Sync,
     }
 
-    /// Runs `rounds[round][reader]` packets through and returns what each writer saw. A packet's
-    /// number is its round.
-    fn run(rounds: &[Vec<usize>], readers: usize, writers: usize) -> Vec<Vec<Seen>> {
-        let (inlets, outlets, _give_up) = exchange(readers, writers, LAYOUT);
+    /// Runs `rounds[round][reader]` packets through and returns what each channel's socket saw. A
+    /// packet's number is its round.
+    fn run(
+        rounds: &[Vec<usize>],
+        readers: usize,
+        channels: usize,
+        streams: usize,
+    ) -> Vec<Vec<Seen>> {
+        let (inlets, outlets, _give_up) = exchange(readers, channels, streams, LAYOUT);
+        let sockets: Vec<_> = (0..channels).map(|_| Mutex::new(Vec::new())).collect();
         thread::scope(|scope| {
             for (reader, inlet) in inlets.into_iter().enumerate() {
                 scope.spawn(move || {
@@ -226,27 +250,33 @@ mod tests {
                     }
                 });
             }
-            let writers = outlets.into_iter().map(|outlet| {
+            for (writer, outlet) in outlets.into_iter().enumerate() {
+                let socket = &sockets[writer / streams];
                 scope.spawn(move || {
-                    let mut seen = Vec::new();
                     while let Ok(work) = outlet.next() {
                         match work {
                             Work::Packet(packet) => {
-                                seen.push(Seen::Packet(packet.ram().packet_num));
+                                // As if it had been encoded.
+                                thread::yield_now();
+                                let seen = Seen::Packet(packet.ram().packet_num);
+                                socket.lock().unwrap().push(seen);
                                 outlet.give_back(packet);
                             }
-                            Work::Sync { .. } => {
-                                seen.push(Seen::Sync);
-                                outlet.synced().unwrap();
-                            }
+                            Work::Sync { .. } => outlet
+                                .sync(|| {
+                                    socket.lock().unwrap().push(Seen::Sync);
+                                    Ok(())
+                                })
+                                .unwrap(),
                         }
                     }
-                    seen
-                })
-            });
-            let writers = writers.collect::<Vec<_>>();
-            writers.into_iter().map(|w| w.join().unwrap()).collect()
-        })
+                });
+            }
+        });
+        let seen = sockets
+            .into_iter()
+            .map(|socket| socket.into_inner().unwrap());
+        seen.collect()
     }
 
     proptest! {
@@ -255,10 +285,11 @@ mod tests {
         #[test]
         fn nothing_crosses_a_sync_and_nothing_is_lost(
             readers in 1usize..5,
-            writers in 1usize..5,
+            channels in 1usize..5,
+            streams in 1usize..4,
             rounds in proptest::collection::vec(proptest::collection::vec(0usize..12, 5), 1..5),
         ) {
-            let seen = run(&rounds, readers, writers);
+            let seen = run(&rounds, readers, channels, streams);
             for (round, packets) in rounds.iter().enumerate() {
                 let of_round = |seen: &Vec<Seen>| {
                     seen.split(|s| *s == Seen::Sync).nth(round).map_or(0, |round_seen| {
@@ -269,23 +300,27 @@ mod tests {
                 let sent: usize = packets[..readers].iter().sum();
                 prop_assert_eq!(seen.iter().map(of_round).sum::<usize>(), sent);
             }
-            for writer in &seen {
-                let syncs = writer.iter().filter(|s| **s == Seen::Sync).count();
+            for channel in &seen {
+                let syncs = channel.iter().filter(|s| **s == Seen::Sync).count();
                 prop_assert_eq!(syncs, rounds.len());
             }
         }
     }
 
     #[test]
-    fn at_most_two_packets_per_channel_exist() {
-        let (inlets, _outlets, _) = exchange(2, 3, LAYOUT);
-        let packets = std::iter::from_fn(|| inlets[0].free.try_recv().ok()).count();
-        assert_eq!(packets, 2 * 3);
+    fn as_few_packets_exist_as_can_keep_everybody_busy() {
+        for (readers, channels, streams, expected) in
+            [(2, 3, 1, 6), (4, 1, 1, 8), (2, 2, 1, 4), (2, 2, 3, 8)]
+        {
+            let (inlets, _outlets, _) = exchange(readers, channels, streams, LAYOUT);
+            let packets = std::iter::from_fn(|| inlets[0].free.try_recv().ok()).count();
+            assert_eq!(packets, expected);
+        }
     }
 
     #[test]
     fn who_waits_at_a_barrier_can_be_released() {
-        let (inlets, _outlets, give_up) = exchange(2, 1, LAYOUT);
+        let (inlets, _outlets, give_up) = exchange(2, 1, 1, LAYOUT);
         thread::scope(|scope| {
             let waiting = scope.spawn(|| inlets[0].sync(0));
             give_up.now();

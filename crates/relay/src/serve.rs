@@ -21,6 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use codec::Engines;
 use multifd::{Layout, Method};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::json;
@@ -40,6 +41,7 @@ use crate::{
 pub struct Server {
     listener: Listener,
     qmp_dir: PathBuf,
+    engines: Engines,
     stall_timeout: Duration,
     /// By the QEMU's name: the one migration that it takes part in.
     jobs: Mutex<HashMap<String, Arc<Job>>>,
@@ -58,18 +60,21 @@ pub enum ServeError {
 }
 
 impl Server {
-    /// Listens on `address` for the QEMUs whose monitors are `qmp_dir/NAME.qmp`.
+    /// Listens on `address` for the QEMUs whose monitors are `qmp_dir/NAME.qmp`. `engines` decode what
+    /// comes, and encode for the QEMUs: with method none, for these are set up for no other.
     ///
     /// # Errors
     /// When the address is taken or not this host's.
     pub fn bind(
         address: &Address,
         qmp_dir: &Path,
+        engines: Engines,
         stall_timeout: Duration,
     ) -> Result<Self, ServeError> {
         Ok(Self {
             listener: Listener::bind(address, stall_timeout)?,
             qmp_dir: qmp_dir.to_owned(),
+            engines,
             stall_timeout,
             jobs: Mutex::default(),
         })
@@ -189,7 +194,13 @@ impl Server {
                 theirs: prepare.protocol,
             });
         }
-        let mut config = Config::new(codec::Settings::new(Method::None, None)?);
+        let method = &prepare.method;
+        if !method.is_empty() && Method::ALL.iter().all(|known| known.name() != method) {
+            return Err(PrepareError::Method {
+                theirs: method.clone(),
+            });
+        }
+        let mut config = Config::new(self.engines.clone());
         config.layout = Layout::new(prepare.page_size)?;
         config.incoming_channels = Some(prepare.channels.into());
         config.stall_timeout = self.stall_timeout;
@@ -314,6 +325,8 @@ enum PrepareError {
         "this server speaks version {PROTOCOL} of the control protocol, migrate speaks {theirs}"
     )]
     Protocol { theirs: u32 },
+    #[error("this server does not know method {theirs}: it is older than the vamoose that asks")]
+    Method { theirs: String },
     #[error(transparent)]
     Layout(#[from] multifd::LayoutError),
     #[error("`{name}` is not a name: letters, digits, - _ and . make one")]
@@ -326,8 +339,6 @@ enum PrepareError {
     Uuid { source_uuid: String, here: String },
     #[error("the destination's guest has {here} bytes of RAM, the source's {at_source}")]
     Ram { at_source: u64, here: u64 },
-    #[error(transparent)]
-    Settings(#[from] codec::SettingsError),
     #[error("the system refused: {0}")]
     System(#[from] io::Error),
 }

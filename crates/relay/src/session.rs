@@ -11,7 +11,7 @@
 //! default, against which the documentation warns) the end of the source's stream has to do.
 
 use std::{
-    num::NonZeroU64,
+    num::{NonZeroU64, NonZeroUsize},
     sync::{
         Arc,
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
@@ -20,7 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use codec::Settings;
+use codec::Engines;
 use multifd::{Initial, Layout, MAIN_MAGIC};
 use tracing::{debug, info};
 use transfer::{
@@ -36,10 +36,10 @@ use crate::{
 };
 
 /// How a relay works on the pages that cross it.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Config {
-    /// Method and level on the outgoing channels.
-    pub settings: Settings,
+    /// Method and level on the outgoing channels, and what encodes and decodes.
+    pub engines: Engines,
     /// Page size of the guest.
     pub layout: Layout,
     /// How many channels the source opens, where the caller knows.
@@ -52,24 +52,28 @@ pub struct Config {
     pub stall_timeout: Duration,
     /// What becomes of zero pages.
     pub zero_pages: ZeroPages,
+    /// Packets that each outgoing channel encodes side by side, for engines with a latency. More than
+    /// 1 has an effect only where the method's packets are independent (lz4, qpl, qatzip).
+    pub streams: NonZeroUsize,
 }
 
 impl Config {
-    /// A relay that passes pages on with `settings`, everything else by default.
-    pub fn new(settings: Settings) -> Self {
+    /// A relay that passes pages on with `engines`, everything else by default.
+    pub fn new(engines: Engines) -> Self {
         Self {
-            settings,
+            engines,
             layout: Layout::X86,
             incoming_channels: None,
             outgoing_channels: None,
             max_bandwidth: None,
             stall_timeout: Duration::from_secs(15),
             zero_pages: ZeroPages::Pass,
+            streams: NonZeroUsize::MIN,
         }
     }
 }
 
-/// What a relay does with zero pages that a source sends as mere offsets.
+/// What a relay does about pages that are all zeros, which a source may send as mere offsets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ZeroPages {
     /// Passes them on: right for destinations from QEMU 9.0 on, and for another relay.
@@ -77,6 +81,8 @@ pub enum ZeroPages {
     Pass,
     /// Writes them out as normal pages: for older destinations, which would lose them silently.
     Expand,
+    /// Looks for more of them among the normal pages, in the source's stead.
+    Detect,
 }
 
 /// Opens connections towards the destination.
@@ -232,6 +238,36 @@ impl Relay<'_> {
         }
     }
 
+    /// Streams of each outgoing channel.
+    fn streams(&self) -> usize {
+        if self.config.engines.settings().packets_are_independent() {
+            self.config.streams.get()
+        } else {
+            1
+        }
+    }
+
+    /// The writers of all channels: those of the first, then those of the next.
+    fn writers(
+        &self,
+        channels: Vec<Arc<Stream>>,
+        streams: usize,
+        pacer: Option<&Arc<Pacer>>,
+    ) -> Result<Vec<ChannelWriter>, RelayError> {
+        let layout = self.config.layout;
+        let encoder = || self.config.engines.encoder(layout, self.stats.health());
+        let mut writers = Vec::with_capacity(channels.len() * streams);
+        for stream in channels {
+            let stats = self.stats.clone();
+            let first = ChannelWriter::new(stream, layout, encoder()?, pacer.cloned(), stats);
+            for _ in 1..streams {
+                writers.push(first.sibling(encoder()?));
+            }
+            writers.push(first);
+        }
+        Ok(writers)
+    }
+
     fn relay_pages(&self, start: Instant, all: Connections) -> Result<Summary, RelayError> {
         let setup_time = start.elapsed();
         let incoming = all.channels.len();
@@ -239,30 +275,21 @@ impl Relay<'_> {
         info!(
             incoming,
             outgoing,
-            method = %self.config.settings.method(),
+            method = %self.config.engines.settings().method(),
+            engine = self.config.engines.name(),
             "relaying a multifd migration"
         );
         let pacer = self
             .config
             .max_bandwidth
             .map(|rate| Arc::new(Pacer::new(rate)));
-        let writers = all.outgoing.channels.into_iter().map(|stream| {
-            let encoder = codec::encoder(&self.config.settings, self.config.layout)?;
-            let stats = self.stats.clone();
+        let streams = self.streams();
+        let writers = self.writers(all.outgoing.channels, streams, pacer.as_ref())?;
+        let readers = all.channels.into_iter().map(|stream| {
             let layout = self.config.layout;
-            Ok(ChannelWriter::new(
-                stream,
-                layout,
-                encoder,
-                pacer.clone(),
-                stats,
-            ))
+            let decoder = self.config.engines.decoder(layout, self.stats.health());
+            ChannelReader::new(stream, layout, decoder, self.stats.clone())
         });
-        let writers = writers.collect::<Result<Vec<_>, RelayError>>()?;
-        let readers = all
-            .channels
-            .into_iter()
-            .map(|stream| ChannelReader::new(stream, self.config.layout, self.stats.clone()));
         let mut give_up = None;
         let (report, reports) = channel();
         let main_state = MainState::default();
@@ -272,18 +299,19 @@ impl Relay<'_> {
                 report,
                 stats: self.stats,
             };
-            if incoming == outgoing {
+            if incoming == outgoing && streams == 1 {
                 for (channel, (reader, writer)) in readers.zip(writers).enumerate() {
                     threads.pass_on(channel, reader, writer, self.config);
                 }
             } else {
-                let (inlets, outlets, barriers) = exchange(incoming, outgoing, self.config.layout);
+                let (inlets, outlets, barriers) =
+                    exchange(incoming, outgoing, streams, self.config.layout);
                 give_up = Some(barriers);
                 for (channel, (reader, inlet)) in readers.zip(inlets).enumerate() {
                     threads.read(channel, reader, inlet, self.config.zero_pages);
                 }
-                for (channel, (writer, outlet)) in writers.into_iter().zip(outlets).enumerate() {
-                    threads.write(channel, writer, outlet);
+                for (index, (writer, outlet)) in writers.into_iter().zip(outlets).enumerate() {
+                    threads.write(index / streams, writer, outlet);
                 }
             }
             threads.forward_main(&all.main, &all.outgoing.main, pacer.as_deref(), &main_state);
@@ -293,7 +321,7 @@ impl Relay<'_> {
             let outcome = Supervisor {
                 main: &main_state,
                 patience: self.config.stall_timeout,
-                channels: incoming + outgoing,
+                ends: incoming + outgoing * streams,
                 on_loaded: self.on_loaded,
             }
             .watch(&reports, self.hangup);
@@ -369,10 +397,10 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         });
     }
 
-    fn write(&self, channel: usize, mut writer: ChannelWriter, outlet: Outlet) {
+    fn write(&self, channel: usize, writer: ChannelWriter, outlet: Outlet) {
         let stats = self.stats;
         self.spawn(
-            move || match channels::write(channel, &mut writer, &outlet, stats) {
+            move || match channels::write(channel, writer, &outlet, stats) {
                 Ok(()) => Report::ChannelWritten,
                 Err(error) => Report::Failed(RelayError::DestinationChannel { channel, error }),
             },
@@ -383,12 +411,12 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         &self,
         channel: usize,
         mut reader: ChannelReader,
-        mut writer: ChannelWriter,
+        writer: ChannelWriter,
         config: &'env Config,
     ) {
         let (stats, report) = (self.stats, self.report.clone());
         self.spawn(move || {
-            match channels::pass_on(channel, &mut reader, &mut writer, config, stats) {
+            match channels::pass_on(channel, &mut reader, writer, config, stats) {
                 Ok(()) => {
                     // As in `spawn`.
                     let _ = report.send(Report::ChannelRead { channel });
@@ -448,8 +476,8 @@ fn report_main(
 struct Supervisor<'a> {
     main: &'a MainState,
     patience: Duration,
-    /// Channels whose end is reported, both sides together.
-    channels: usize,
+    /// How many readers and writers of channels will report their end.
+    ends: usize,
     on_loaded: &'a dyn Fn(),
 }
 
@@ -459,7 +487,7 @@ const CLOSING: Duration = Duration::from_secs(3);
 
 impl Supervisor<'_> {
     fn watch(&self, reports: &Receiver<Report>, hangup: &Hangup) -> Result<Outcome, RelayError> {
-        let mut open_channels = self.channels;
+        let mut open_channels = self.ends;
         let mut closed_channel = None;
         let mut main_open = MainOpen {
             forward: true,

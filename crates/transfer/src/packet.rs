@@ -79,6 +79,23 @@ impl Packet {
         self.pages_mut()[normal..].fill(0);
     }
 
+    /// Finds the zero pages among the normal ones: they leave as offsets alone.
+    pub fn detect_zero_pages(&mut self) {
+        let size = self.layout.page_size();
+        let (pages, mut kept) = (&mut self.pages, 0);
+        self.ram.normal_pages_become_zero(|index| {
+            let page = index * size..(index + 1) * size;
+            let is_zero = codec::is_zero(&pages[page.clone()]);
+            if !is_zero {
+                if page.start != kept {
+                    pages.copy_within(page, kept);
+                }
+                kept += size;
+            }
+            is_zero
+        });
+    }
+
     /// The device state.
     pub fn state(&self) -> &[u8] {
         &self.state
@@ -118,5 +135,25 @@ mod tests {
         assert_eq!(packet.pages().len(), 3 * 4096);
         assert!(packet.pages()[..4096].iter().all(|byte| *byte == 7));
         assert!(packet.pages()[4096..].iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn zero_pages_are_found_and_the_others_keep_their_content() {
+        let mut packet = Packet::new(Layout::X86);
+        let offsets: Vec<u64> = (0..128).map(|page| page << 12).collect();
+        packet
+            .ram_mut()
+            .set_pages(&offsets, &[], Layout::X86)
+            .unwrap();
+        for (number, page) in (0..).zip(packet.pages_mut().chunks_exact_mut(4096)) {
+            // A single byte, the last one, which is zero in every other page.
+            page[4095] = if number % 2 == 0 { 0 } else { number };
+        }
+        packet.detect_zero_pages();
+        assert_eq!(packet.ram().zero_offsets().len(), 64);
+        let pages = packet.pages().chunks_exact(4096);
+        for (offset, page) in packet.ram().normal_offsets().iter().zip(pages) {
+            assert_eq!(u64::from(page[4095]) << 12, *offset);
+        }
     }
 }

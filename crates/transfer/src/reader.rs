@@ -71,12 +71,12 @@ pub enum ReadError {
 
 impl ChannelReader {
     /// A reader of `stream`, from behind the initial packet on.
-    pub fn new(stream: Arc<Stream>, layout: Layout, stats: Arc<Stats>) -> Self {
+    pub fn new(stream: Arc<Stream>, layout: Layout, decoder: Decoder, stats: Arc<Stats>) -> Self {
         Self {
             stream,
             stats,
             layout,
-            decoder: Decoder::new(layout),
+            decoder,
             header: vec![0; layout.ram_header_len().max(DEVICE_STATE_HEADER_LEN)],
             payload: vec![0; layout.max_payload()],
         }

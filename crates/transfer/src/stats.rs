@@ -1,10 +1,14 @@
 //! What a migration has moved so far.
 
 use std::{
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
+use codec::{Health, Tally};
 use rustix::time::{ClockId, clock_gettime};
 
 /// Counters of one direction of a migration, shared by all its channels.
@@ -12,6 +16,7 @@ use rustix::time::{ClockId, clock_gettime};
 /// A packet is half a megabyte, so a handful of relaxed additions for each is nothing.
 #[derive(Debug, Default)]
 pub struct Stats {
+    health: Arc<Health>,
     packets: AtomicU64,
     syncs: AtomicU64,
     received_bytes: AtomicU64,
@@ -44,6 +49,8 @@ pub struct Snapshot {
     pub encode_time: Duration,
     /// CPU time spent decoding.
     pub decode_time: Duration,
+    /// How the hardware engines did.
+    pub engines: Tally,
 }
 
 impl Stats {
@@ -60,7 +67,13 @@ impl Stats {
             page_bytes: read(&self.page_bytes),
             encode_time: Duration::from_nanos(read(&self.encode_nanos)),
             decode_time: Duration::from_nanos(read(&self.decode_nanos)),
+            engines: self.health.tally(),
         }
+    }
+
+    /// What the migration's encoders and decoders report to.
+    pub fn health(&self) -> &Arc<Health> {
+        &self.health
     }
 
     /// Counts bytes that came in.

@@ -1,6 +1,9 @@
 //! The sending end of a data channel: packets to encoded bytes.
 
-use std::{io, sync::Arc};
+use std::{
+    io,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use codec::{EncodeError, Encoder};
 use multifd::{Layout, PacketError, RamHeader};
@@ -9,15 +12,19 @@ use thiserror::Error;
 use crate::{Pacer, Packet, Stats, Stream, is_stall, packet::Content, stats::cpu_timed};
 
 /// Encodes packets and sends them on one channel, in the order in which they are given.
+///
+/// Where the packets of the method are independent of each other, several writers may share a
+/// channel, each with an encoder of its own: see [`ChannelWriter::sibling`].
 pub struct ChannelWriter {
-    stream: Arc<Stream>,
+    channel: Arc<Channel>,
     stats: Arc<Stats>,
     pacer: Option<Arc<Pacer>>,
     layout: Layout,
     encoder: Box<dyn Encoder>,
     sync: RamHeader,
     header: Vec<u8>,
-    payload: Vec<u8>,
+    /// Room for a payload.
+    room: Box<[u8]>,
 }
 
 /// A channel that cannot be written on.
@@ -48,14 +55,32 @@ impl ChannelWriter {
         stats: Arc<Stats>,
     ) -> Self {
         Self {
-            stream,
+            channel: Arc::new(Channel {
+                stream,
+                turn: Mutex::default(),
+            }),
             stats,
             pacer,
             layout,
             encoder,
             sync: RamHeader::new(layout),
             header: Vec::with_capacity(layout.ram_header_len()),
-            payload: Vec::new(),
+            room: vec![0; layout.max_payload()].into(),
+        }
+    }
+
+    /// Another writer on the same channel. The packets of both go out whole, in any order; who sends a
+    /// SYNC has to see to it that the packets that belong before it are out.
+    pub fn sibling(&self, encoder: Box<dyn Encoder>) -> Self {
+        Self {
+            channel: self.channel.clone(),
+            stats: self.stats.clone(),
+            pacer: self.pacer.clone(),
+            layout: self.layout,
+            encoder,
+            sync: RamHeader::new(self.layout),
+            header: Vec::with_capacity(self.layout.ram_header_len()),
+            room: vec![0; self.layout.max_payload()].into(),
         }
     }
 
@@ -70,7 +95,7 @@ impl ChannelWriter {
             Content::DeviceState(header) => {
                 let bytes = header.as_bytes().len() + packet.state().len();
                 pace(self.pacer.as_deref(), bytes);
-                send(&self.stream, header.as_bytes(), packet.state())?;
+                self.channel.send(header.as_bytes(), packet.state())?;
                 self.stats.add_sent(bytes);
                 Ok(())
             }
@@ -86,34 +111,38 @@ impl ChannelWriter {
         self.sync.packet_num = packet_num;
         self.header.clear();
         self.sync.write(self.layout, &mut self.header);
-        send(&self.stream, &self.header, &[])?;
+        self.channel.send(&self.header, &[])?;
         self.stats.add_sent(self.header.len());
         Ok(())
     }
 
-    /// Says that no more packets will come.
-    pub fn finish(&self) {
-        self.stream.finish();
+    /// Says that no more packets will come, if this is the channel's last writer.
+    pub fn finish(self) {
+        if let Some(channel) = Arc::into_inner(self.channel) {
+            channel.stream.finish();
+        }
     }
 
     fn write_ram(&mut self, packet: &mut Packet) -> Result<(), WriteError> {
         let (header, pages) = packet.ram_parts();
-        header.method = self.encoder.method();
         // What was received as one packet, pages and SYNC, leaves as two.
         header.sync = false;
         let payload = if pages.is_empty() {
+            header.method = self.encoder.method();
             pages
         } else {
-            let (encoded, time) = cpu_timed(|| self.encoder.encode(pages, &mut self.payload));
+            let (encoded, time) = cpu_timed(|| self.encoder.encode(pages, &mut self.room));
             self.stats.add_encode(time);
-            encoded?
+            let encoded = encoded?;
+            header.method = encoded.method;
+            encoded.payload
         };
         header.set_payload_len(payload.len(), self.layout)?;
         self.header.clear();
         header.write(self.layout, &mut self.header);
         let bytes = self.header.len() + payload.len();
         pace(self.pacer.as_deref(), bytes);
-        send(&self.stream, &self.header, payload)?;
+        self.channel.send(&self.header, payload)?;
         self.stats.add_sent(bytes);
         self.stats.add_packet(
             header.normal_offsets().len(),
@@ -130,11 +159,21 @@ fn pace(pacer: Option<&Pacer>, bytes: usize) {
     }
 }
 
-fn send(stream: &Stream, header: &[u8], payload: &[u8]) -> Result<(), WriteError> {
-    stream
-        .write_both(header, payload)
-        .map_err(|error| match error {
-            error if is_stall(&error) => WriteError::Stalled,
-            error => WriteError::Io(error),
-        })
+/// What the writers of a channel share.
+struct Channel {
+    stream: Arc<Stream>,
+    /// Held while a packet goes out. Nobody else wants it on a channel with one writer.
+    turn: Mutex<()>,
+}
+
+impl Channel {
+    fn send(&self, header: &[u8], payload: &[u8]) -> Result<(), WriteError> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.stream
+            .write_both(header, payload)
+            .map_err(|error| match error {
+                error if is_stall(&error) => WriteError::Stalled,
+                error => WriteError::Io(error),
+            })
+    }
 }

@@ -5,7 +5,7 @@
 
 use std::{io::Write as _, os::unix::net::UnixStream, sync::Arc, thread, time::Duration};
 
-use codec::{Settings, encoder};
+use codec::{Decoder, Settings, encoder};
 use multifd::{BlockName, Layout, Method};
 use proptest::{collection::vec, prelude::*};
 use transfer::{
@@ -94,7 +94,7 @@ proptest! {
                 writer.finish();
             });
             let received = Arc::new(Stats::default());
-            let mut reader = ChannelReader::new(far, LAYOUT, received.clone());
+            let mut reader = ChannelReader::new(far, LAYOUT, Decoder::new(LAYOUT), received.clone());
             let mut packet = Packet::new(LAYOUT);
             for sent in &packets {
                 assert_eq!(reader.read(&mut packet).unwrap(), Received::Packet);
@@ -141,7 +141,7 @@ fn a_writer_that_stops_in_a_packet_is_noticed() {
     let (near, far) = pair();
     far.set_stall_timeout(Duration::from_millis(50)).unwrap();
     (&*near).write_all(&[0x11, 0x22]).unwrap();
-    let mut reader = ChannelReader::new(far, LAYOUT, Arc::default());
+    let mut reader = ChannelReader::new(far, LAYOUT, Decoder::new(LAYOUT), Arc::default());
     let error = reader.read(&mut Packet::new(LAYOUT)).unwrap_err();
     assert!(
         matches!(error, ReadError::Stalled { part: "header" }),
@@ -154,7 +154,8 @@ fn a_silent_channel_is_waited_for() {
     let (near, far) = pair();
     far.set_stall_timeout(Duration::from_millis(20)).unwrap();
     let reading = thread::spawn(move || {
-        ChannelReader::new(far, LAYOUT, Arc::default()).read(&mut Packet::new(LAYOUT))
+        ChannelReader::new(far, LAYOUT, Decoder::new(LAYOUT), Arc::default())
+            .read(&mut Packet::new(LAYOUT))
     });
     // Longer than the stall timeout, and nothing has begun.
     thread::sleep(Duration::from_millis(100));

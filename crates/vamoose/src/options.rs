@@ -1,10 +1,16 @@
 //! Options that several commands share, and how their values are written.
 
-use std::{fmt, num::NonZeroU64, str::FromStr, time::Duration};
+use std::{
+    fmt,
+    num::{NonZeroU64, NonZeroUsize},
+    str::FromStr,
+    sync::Arc,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
-use codec::Settings;
+use codec::{Accel, Engines, Registry, Settings, Verify};
 use multifd::{Layout, Method};
 use relay::Config;
 
@@ -14,12 +20,15 @@ pub(crate) struct Encoding {
     /// How pages are encoded on the way to the destination
     #[arg(long, value_enum, default_value_t = MethodName::None)]
     pub(crate) method: MethodName,
-    /// Level of the method: zlib 0 to 9, zstd negative (fast) to 22; its default is 1
+    /// Level of the method: zlib 0 to 9, zstd negative (fast) to 22, lz4 from 1 (higher is faster);
+    /// its default is 1
     #[arg(long, allow_negative_numbers = true)]
     pub(crate) level: Option<i32>,
-    /// Hardware to use for the method
-    #[arg(long, value_enum, default_value_t = Accel::Auto)]
-    pub(crate) accel: Accel,
+    #[command(flatten)]
+    pub(crate) hardware: Hardware,
+    /// Packets that a channel encodes side by side, for engines with a latency (lz4, qpl, qatzip)
+    #[arg(long, default_value = "1", value_name = "N")]
+    pub(crate) streams: NonZeroUsize,
     /// Page size of the guest in bytes
     #[arg(long, default_value = "4k", value_name = "SIZE")]
     pub(crate) page_size: Size,
@@ -34,14 +43,61 @@ pub(crate) struct Encoding {
 impl Encoding {
     /// The relay that these options describe.
     pub(crate) fn config(&self) -> Result<Config> {
-        self.accel.check()?;
-        let settings = Settings::new(self.method.method()?, self.level)?;
+        let engines = self.hardware.engines(self.method.into(), self.level)?;
         let page_size = u32::try_from(self.page_size.0).unwrap_or(u32::MAX);
-        let mut config = Config::new(settings);
+        if self.streams > NonZeroUsize::MIN && !engines.settings().packets_are_independent() {
+            bail!(
+                "--streams {}: the packets of a {} channel are one stream; lz4, qpl and qatzip can have several",
+                self.streams,
+                engines.settings().method()
+            );
+        }
+        if self.streams.get() > MOST_STREAMS {
+            bail!(
+                "--streams {}: at most {MOST_STREAMS} make sense",
+                self.streams
+            );
+        }
+        let mut config = Config::new(engines);
+        config.streams = self.streams;
         config.layout = Layout::new(page_size).context("--page-size")?;
         config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
         config.stall_timeout = Duration::from_secs(self.stall_timeout);
         Ok(config)
+    }
+}
+
+/// Each stream has a thread, and buffers of 1.5 MiB.
+const MOST_STREAMS: usize = 64;
+
+/// What is used of this host's hardware, and how far it is trusted.
+#[derive(Args, Clone, Copy, Debug)]
+pub(crate) struct Hardware {
+    /// Hardware to encode and decode with
+    #[arg(long, value_enum, default_value_t = AccelName::Auto)]
+    accel: AccelName,
+    /// Which of the hardware's results are checked in software
+    #[arg(long, value_enum, default_value_t = VerifyName::Sample)]
+    verify: VerifyName,
+}
+
+impl Hardware {
+    /// The engines for a migration that is sent with `method`.
+    pub(crate) fn engines(self, method: Method, level: Option<i32>) -> Result<Engines> {
+        let accel = match self.accel {
+            AccelName::Auto => Accel::Auto,
+            AccelName::None => Accel::None,
+            AccelName::Qat => Accel::Qat,
+            AccelName::Iaa => Accel::Iaa,
+        };
+        let verify = match self.verify {
+            VerifyName::Off => Verify::Off,
+            VerifyName::Sample => Verify::Sample,
+            VerifyName::All => Verify::All,
+        };
+        let settings = Settings::new(method, level)?;
+        let engines = Arc::new(Registry::new()).choose(settings, accel, verify)?;
+        Ok(engines)
     }
 }
 
@@ -54,54 +110,48 @@ pub(crate) enum MethodName {
     Zlib,
     /// One zstd frame per channel
     Zstd,
-    /// LZ4 per packet, between two Vamooses (not in this build)
+    /// LZ4 per packet; only another vamoose understands it
     Lz4,
-    /// Deflate per page, as Intel's IAA does it (not in this build)
+    /// Deflate per page, as Intel's IAA does it
     Qpl,
-    /// Gzip per packet, as Intel's QAT does it (not in this build)
+    /// Gzip per packet, as Intel's QAT does it
     Qatzip,
 }
 
-impl MethodName {
-    fn method(self) -> Result<Method> {
-        Ok(match self {
-            Self::None => Method::None,
-            Self::Zlib => Method::Zlib,
-            Self::Zstd => Method::Zstd,
-            Self::Qpl => Method::Qpl,
-            Self::Qatzip => Method::Qatzip,
-            Self::Lz4 => bail!(
-                "method lz4 is not built into this vamoose; use zstd with a negative level for speed"
-            ),
-        })
+impl From<MethodName> for Method {
+    fn from(name: MethodName) -> Self {
+        match name {
+            MethodName::None => Self::None,
+            MethodName::Zlib => Self::Zlib,
+            MethodName::Zstd => Self::Zstd,
+            MethodName::Lz4 => Self::Lz4,
+            MethodName::Qpl => Self::Qpl,
+            MethodName::Qatzip => Self::Qatzip,
+        }
     }
 }
 
 /// The accelerators of the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Accel {
+enum AccelName {
     /// The best that is there
     Auto,
     /// Software only
     None,
-    /// Intel QuickAssist (not in this build)
+    /// Intel QuickAssist, for qatzip
     Qat,
-    /// Intel In-Memory Analytics Accelerator (not in this build)
+    /// Intel In-Memory Analytics Accelerator, for qpl (no driver yet)
     Iaa,
 }
 
-impl Accel {
-    /// A named accelerator is mandatory, so its absence is an error at the start.
-    fn check(self) -> Result<()> {
-        match self {
-            Self::Auto | Self::None => Ok(()),
-            Self::Qat | Self::Iaa => bail!(
-                "--accel {}: this vamoose is built without a driver for it; use --accel auto",
-                self.to_possible_value()
-                    .map_or_else(String::new, |value| value.get_name().to_owned())
-            ),
-        }
-    }
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum VerifyName {
+    /// None
+    Off,
+    /// The first packet of every channel, and one in 64
+    Sample,
+    /// All
+    All,
 }
 
 /// A size in bytes, or a rate in bytes per second: a number with k, M, G or T (powers of 1024).
@@ -165,14 +215,25 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_built_is_said_early() {
-        assert!(
-            Accel::Qat
-                .check()
-                .unwrap_err()
-                .to_string()
-                .contains("--accel qat")
+    fn hardware_that_is_named_must_be_there() {
+        let hardware = |accel| Hardware {
+            accel,
+            verify: VerifyName::Sample,
+        };
+        let error = hardware(AccelName::Iaa).engines(Method::None, None).err();
+        assert_eq!(
+            error.unwrap().to_string(),
+            "engine iaa is absent: this program has no driver for it yet; without it: --accel auto, or none"
         );
-        assert!(MethodName::Lz4.method().is_err());
+        let error = hardware(AccelName::Iaa).engines(Method::Zstd, None).err();
+        assert_eq!(
+            error.unwrap().to_string(),
+            "engine iaa does not do method zstd, only qpl"
+        );
+        assert!(
+            hardware(AccelName::Auto)
+                .engines(Method::Zstd, None)
+                .is_ok()
+        );
     }
 }

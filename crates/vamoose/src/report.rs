@@ -3,7 +3,7 @@
 use std::{fmt, fs, io::Write as _, time::Duration};
 
 use anyhow::{Context as _, Result};
-use codec::Settings;
+use codec::Engines;
 use relay::Moved;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
@@ -27,7 +27,10 @@ pub(crate) struct Report {
     pub(crate) wire_bytes: u64,
     pub(crate) page_bytes: u64,
     pub(crate) zero_pages: u64,
+    /// Packets that software did instead of a device.
     pub(crate) fallbacks: u64,
+    /// Packets of a device that software has checked.
+    pub(crate) verified: u64,
     pub(crate) cpu_seconds: CpuSeconds,
 }
 
@@ -59,11 +62,12 @@ pub(crate) struct CpuSeconds {
 impl Report {
     /// The report of what one relay moved.
     pub(crate) fn new(
-        settings: &Settings,
+        engines: &Engines,
         moved: Snapshot,
         total: Duration,
         setup: Duration,
     ) -> Self {
+        let settings = engines.settings();
         let pages = moved.normal_pages + moved.zero_pages;
         let seconds = total.as_secs_f64().max(1e-3);
         Self {
@@ -83,11 +87,12 @@ impl Report {
             },
             method: settings.method().name(),
             level: settings.level(),
-            engine: settings.engine(),
+            engine: engines.name(),
             wire_bytes: moved.wire_bytes,
             page_bytes: moved.page_bytes,
             zero_pages: moved.zero_pages,
-            fallbacks: 0,
+            fallbacks: moved.engines.fallbacks,
+            verified: moved.engines.checked,
             cpu_seconds: CpuSeconds {
                 encode: moved.encode_time.as_secs_f64(),
                 decode: moved.decode_time.as_secs_f64(),

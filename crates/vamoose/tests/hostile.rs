@@ -176,7 +176,7 @@ fn bad_packets() -> Result<()> {
             "source, channel 0: bad packet: packet magic is 0xdeadbeef",
         ),
         (&with_field(4, 2), "packet version is 2"),
-        (&with_field(8, 0x06), "more than one compression method"),
+        (&with_field(8, 0x06), "do not name one compression method"),
         (&with_field(8, 0x0100), "unknown bits"),
         (
             &with_field(16, 200),

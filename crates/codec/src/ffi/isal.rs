@@ -1,4 +1,4 @@
-//! Raw deflate by Intel's ISA-L: the only unsafe code of this crate.
+//! Raw deflate by Intel's ISA-L.
 //!
 //! Three rules make every block below sound:
 //! 1. **The C state never moves and is only reached through one pointer.** It lives in a [`Heap`],
@@ -9,16 +9,15 @@
 //!    immediately before a call and cleared after it. What it needs of them later, it copies.
 //! 3. **Counters are differences.** `total_in` and `total_out` are 32 bits wide and wrap at 4 GiB,
 //!    which ISA-L allows for (it only subtracts them); we never read them.
-#![allow(
-    unsafe_code,
-    reason = "ISA-L's stream API takes raw pointers; this module is the crate's one FFI boundary"
-)]
 
-use std::{alloc, mem::MaybeUninit, ptr, ptr::NonNull};
+use std::{alloc, ptr, ptr::NonNull};
 
 use isal_sys::igzip_lib as c;
 
 use crate::engine::{Compress, Decompress, Fault, Step};
+
+pub(crate) mod learned;
+pub(crate) mod one_shot;
 
 /// A level of ISA-L. Its level 0 is a different algorithm (no dynamic Huffman codes) that zlib has
 /// no number for.
@@ -95,32 +94,19 @@ impl Compress for Deflate {
 
     /// All pages in one call: fed page by page, ISA-L would work on copies in its own buffer and
     /// lose a quarter of its speed.
-    fn flush(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), Fault> {
-        let written = self.write(pages, out.spare_capacity_mut())?;
-        let filled = out.len() + written;
-        // SAFETY: `write` has initialised that many bytes at the start of the spare capacity, which
-        // begins at `out.len()`.
-        unsafe { out.set_len(filled) };
-        Ok(())
-    }
-}
-
-impl Deflate {
-    /// Writes the flushed packet to the start of `out` and says how many bytes it has.
-    fn write(&mut self, pages: &[u8], out: &mut [MaybeUninit<u8>]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
         let len = u32::try_from(pages.len()).map_err(|_| Fault::Refused("more than 4 GiB"))?;
         let room = u32::try_from(out.len()).unwrap_or(u32::MAX);
         let at = self.state.as_ptr();
         // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), set up by
         // `new` with a level buffer as large as the size that it names. `next_in` and `next_out` are
         // valid for `len` reads and `room <= out.len()` writes until this function returns, and are
-        // cleared before it does (rule 2). ISA-L does not write through `next_in`, and reads
-        // through `next_out` nothing that it has not written, so `out` may be uninitialised.
+        // cleared before it does (rule 2). ISA-L does not write through `next_in`.
         let (code, left, room_left, idle) = unsafe {
             let stream = &raw mut (*at).stream;
             (*stream).next_in = pages.as_ptr().cast_mut();
             (*stream).avail_in = len;
-            (*stream).next_out = out.as_mut_ptr().cast();
+            (*stream).next_out = out.as_mut_ptr();
             (*stream).avail_out = room;
             let code = c::isal_deflate(stream);
             let left = (*stream).avail_in;
@@ -274,21 +260,18 @@ mod tests {
     #[test]
     fn deflate_stays_within_whatever_room_it_has() {
         let pages = pages(3 * 4096);
-        let mut enough = vec![MaybeUninit::new(0); 1 << 20];
+        let mut enough = vec![0; 1 << 20];
         for level in [1, 2, 3].map(Level) {
-            let needed = Deflate::new(level).write(&pages, &mut enough).unwrap();
+            let needed = Deflate::new(level).compress(&pages, &mut enough).unwrap();
             for room in (0..400).chain(needed - 400..needed + 400) {
-                let mut out = vec![MaybeUninit::new(0xa5); room + 256];
-                let result = Deflate::new(level).write(&pages, &mut out[..room]);
+                let mut out = vec![0xa5; room + 256];
+                let result = Deflate::new(level).compress(&pages, &mut out[..room]);
                 // A little more room than the result is asked for, to be sure that it is whole.
                 match result {
                     Ok(written) => assert!(written == needed && written < room),
                     Err(fault) => assert!(fault == Fault::Room && room < needed + 16),
                 }
-                for byte in &out[room..] {
-                    // SAFETY: initialised above.
-                    assert_eq!(unsafe { byte.assume_init() }, 0xa5, "room {room}");
-                }
+                assert!(out[room..].iter().all(|byte| *byte == 0xa5), "room {room}");
             }
         }
     }
@@ -296,11 +279,10 @@ mod tests {
     #[test]
     fn nothing_of_the_callers_is_pointed_to_after_a_call() {
         let pages = pages(200_000);
-        let mut out = vec![MaybeUninit::new(0); 1 << 20];
+        let mut out = vec![0; 1 << 20];
         let mut deflate = Deflate::new(Level(1));
-        let written = deflate.write(&pages, &mut out).unwrap();
-        // SAFETY: `write` has initialised these bytes, and the states are not in use.
-        let payload: Vec<u8> = unsafe { out[..written].iter().map(|b| b.assume_init()).collect() };
+        let written = deflate.compress(&pages, &mut out).unwrap();
+        let payload = out[..written].to_vec();
         let mut inflate = Inflate::new();
         let mut back = vec![0; pages.len()];
         assert_eq!(
@@ -313,7 +295,7 @@ mod tests {
             pages.as_ptr_range(),
             payload.as_ptr_range(),
             back.as_ptr_range(),
-            out.start.cast()..out.end.cast(),
+            out,
         ];
         // SAFETY: both states are initialised and as large as their types.
         let words = unsafe { [words(deflate.state.as_ptr()), words(inflate.state.as_ptr())] };
@@ -327,7 +309,7 @@ mod tests {
     ///
     /// # Safety
     /// `state` must be initialised, including its padding.
-    unsafe fn words<T>(state: *const T) -> Vec<usize> {
+    pub(super) unsafe fn words<T>(state: *const T) -> Vec<usize> {
         let count = size_of::<T>() / size_of::<usize>();
         // SAFETY: within the state, whose memory was zeroed as a whole, so padding is initialised.
         unsafe { std::slice::from_raw_parts(state.cast(), count) }.to_vec()

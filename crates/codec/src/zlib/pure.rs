@@ -25,21 +25,24 @@ impl Compress for Deflate {
         NAME
     }
 
-    fn flush(&mut self, pages: &[u8], out: &mut Vec<u8>) -> Result<(), Fault> {
-        let mut input = pages;
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+        let (mut input, mut written) = (pages, 0);
         loop {
-            let before = self.0.total_in();
+            let (consumed, produced) = (self.0.total_in(), self.0.total_out());
             self.0
-                .compress_vec(input, out, FlushCompress::Sync)
+                .compress(input, &mut out[written..], FlushCompress::Sync)
                 .map_err(|_| Fault::Refused("the stream is in an invalid state"))?;
-            let consumed = usize::try_from(self.0.total_in() - before).unwrap_or(usize::MAX);
-            input = input.get(consumed..).unwrap_or_default();
+            let since = |now: u64, then: u64| usize::try_from(now - then).unwrap_or(usize::MAX);
+            input = input
+                .get(since(self.0.total_in(), consumed)..)
+                .unwrap_or_default();
+            written += since(self.0.total_out(), produced);
             // Only room to spare says that nothing is held back.
-            if out.len() == out.capacity() {
+            if written >= out.len() {
                 return Err(Fault::Room);
             }
             if input.is_empty() {
-                return Ok(());
+                return Ok(written);
             }
         }
     }

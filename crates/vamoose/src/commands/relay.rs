@@ -38,6 +38,9 @@ pub(crate) struct Options {
     /// What becomes of zero pages: QEMUs before 9.0 lose those that are sent as such
     #[arg(long, value_enum, default_value_t = ZeroPagesName::Pass)]
     zero_pages: ZeroPagesName,
+    /// Who looks for zero pages in this relay, for a source that does not
+    #[arg(long, value_enum, default_value_t = ZeroPageDetection::None)]
+    zero_page_detection: ZeroPageDetection,
     /// Listen on an address that other hosts can reach, on a network that is trusted
     #[arg(long)]
     insecure: bool,
@@ -54,14 +57,26 @@ enum ZeroPagesName {
     Expand,
 }
 
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ZeroPageDetection {
+    /// Nobody: the source does, or it does not pay
+    None,
+    /// The processor
+    Cpu,
+}
+
 pub(crate) fn run(options: &Options) -> Result<()> {
     refuse_open_address(&options.listen, options.insecure)?;
     let mut config = options.encoding.config()?;
     config.outgoing_channels = options.channels.map(usize::from);
     config.incoming_channels = options.incoming_channels.map(usize::from);
-    config.zero_pages = match options.zero_pages {
-        ZeroPagesName::Pass => ZeroPages::Pass,
-        ZeroPagesName::Expand => ZeroPages::Expand,
+    config.zero_pages = match (options.zero_pages, options.zero_page_detection) {
+        (ZeroPagesName::Pass, ZeroPageDetection::None) => ZeroPages::Pass,
+        (ZeroPagesName::Pass, ZeroPageDetection::Cpu) => ZeroPages::Detect,
+        (ZeroPagesName::Expand, ZeroPageDetection::None) => ZeroPages::Expand,
+        (ZeroPagesName::Expand, ZeroPageDetection::Cpu) => {
+            bail!("--zero-page-detection cpu would undo --zero-pages expand: choose one");
+        }
     };
     let listener = Listener::bind(&options.listen, config.stall_timeout)?;
     info!("listening on {}", listener.address());
@@ -79,12 +94,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let moved = stats.snapshot();
     let report = match &result {
         Ok(summary) => Report::new(
-            &config.settings,
+            &config.engines,
             moved,
             summary.total_time,
             summary.setup_time,
         ),
-        Err(error) => Report::new(&config.settings, moved, start.elapsed(), Duration::ZERO)
+        Err(error) => Report::new(&config.engines, moved, start.elapsed(), Duration::ZERO)
             .failed("failed", error),
     };
     if let Some(target) = &options.json {

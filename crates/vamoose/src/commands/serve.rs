@@ -4,6 +4,7 @@ use std::{path::PathBuf, thread, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
+use multifd::Method;
 use relay::Server;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
@@ -12,7 +13,7 @@ use signal_hook::{
 use tracing::info;
 use transfer::{Address, Hangup};
 
-use crate::commands::relay::refuse_open_address;
+use crate::{commands::relay::refuse_open_address, options::Hardware};
 
 /// Take migrations for the QEMUs that wait on this host
 ///
@@ -27,6 +28,8 @@ pub(crate) struct Options {
     /// Folder of the QEMUs' monitors, NAME.qmp each
     #[arg(long, value_name = "DIR")]
     qmp_dir: PathBuf,
+    #[command(flatten)]
+    hardware: Hardware,
     /// Seconds for which a peer may neither send nor take a byte while one is awaited
     #[arg(long, default_value_t = 15, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     stall_timeout: u64,
@@ -40,8 +43,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if !options.qmp_dir.is_dir() {
         bail!("--qmp-dir: {} is not a folder", options.qmp_dir.display());
     }
+    let engines = options.hardware.engines(Method::None, None)?;
     let stall_timeout = Duration::from_secs(options.stall_timeout);
-    let server = Server::bind(&options.listen, &options.qmp_dir, stall_timeout)?;
+    let server = Server::bind(&options.listen, &options.qmp_dir, engines, stall_timeout)?;
     info!("taking migrations on {}", server.address());
     let stop = Hangup::new()?;
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot catch signals")?;

@@ -122,14 +122,20 @@ fn measure(method: Method, level: Option<i32>, packets: &[Vec<u8>]) -> Result<Me
     let settings = Settings::new(method, level)?;
     let context = || format!("cannot measure {}", label(method.name(), level));
     let mut encoder = encoder(&settings, Layout::X86).with_context(context)?;
-    let (mut out, mut copy) = (Vec::new(), vec![0; Layout::X86.packet_bytes()]);
+    let (mut out, mut copy) = (
+        vec![0; Layout::X86.max_payload()],
+        vec![0; Layout::X86.packet_bytes()],
+    );
     let (mut page_bytes, mut payload_bytes) = (0, 0);
     // The first packet pays for tables and page faults.
     encoder.encode(packets.first().map_or(&[], Vec::as_slice), &mut out)?;
     let start = cpu_time();
     let mut time = Duration::ZERO;
     for packet in packets.iter().cycle() {
-        let payload = encoder.encode(packet, &mut out).with_context(context)?;
+        let payload = encoder
+            .encode(packet, &mut out)
+            .with_context(context)?
+            .payload;
         if method == Method::None {
             // The encoder hands its input on; what such a page costs is the socket's copy.
             copy[..payload.len()].copy_from_slice(payload);

@@ -1,0 +1,263 @@
+//! Hardware beside its software twin: whatever a device does, the packet is done.
+//!
+//! ```text
+//!            device ──ok──> shape right? ──yes──> check due? ──no──> out
+//!  packet ─>   │ fails         │ no                  │ yes: decode in software, compare
+//!              v               v                     ├─ equal ──> out
+//!            software twin <───┴─────────────────────┴─ wrong ──> the device is off from now on
+//! ```
+//!
+//! - A failure costs the device that packet; a row of failures costs it the rest of the migration, for
+//!   a device that times out at every packet would stall it.
+//! - A full queue is no failure: the next packet is offered again.
+//! - **Wrong bytes switch all devices off for the rest of the migration.** If packets had gone out
+//!   before that nobody checked, the migration ends with an error: the guest runs on at the source,
+//!   and nobody finds out in a month that a page was wrong. With [`Verify::All`] there are no such
+//!   packets, and the migration goes on.
+
+use std::sync::Arc;
+
+use multifd::{Layout, Method};
+use tracing::{debug, error, warn};
+
+use crate::{
+    DecodeError, Health,
+    engine::{Compress, Device, DeviceError, Fault, Unpack},
+};
+
+/// Which of a device's results are decoded, or done again, in software and compared.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Verify {
+    /// None: it costs nothing.
+    Off,
+    /// The first packet of each encoder and decoder and every 64th after it.
+    #[default]
+    Sample,
+    /// Every packet: nothing wrong can leave, and the device saves hardly anything.
+    All,
+}
+
+/// Decides for one channel when a device is asked and when it is believed.
+pub(crate) struct Guard {
+    engine: &'static str,
+    method: Method,
+    verify: Verify,
+    health: Arc<Health>,
+    until_check: u32,
+}
+
+/// One packet out of this many is checked under [`Verify::Sample`].
+const SAMPLE: u32 = 64;
+
+/// A timeout costs time, not only a packet.
+const TIMEOUT_WEIGHT: u32 = 8;
+
+impl Guard {
+    pub(crate) fn new(
+        engine: &'static str,
+        method: Method,
+        verify: Verify,
+        health: Arc<Health>,
+    ) -> Self {
+        Self {
+            engine,
+            method,
+            verify,
+            health,
+            until_check: 0,
+        }
+    }
+
+    /// Whether to ask the device for the next packet; if not, that is counted.
+    fn asks(&self) -> bool {
+        let asks = !self.health.is_off();
+        if !asks {
+            self.health.add_fallback();
+        }
+        asks
+    }
+
+    /// Whether to check the packet that the device has just done.
+    fn checks(&mut self) -> bool {
+        match self.verify {
+            Verify::Off => false,
+            Verify::All => true,
+            Verify::Sample => {
+                let due = self.until_check == 0;
+                self.until_check = if due { SAMPLE } else { self.until_check } - 1;
+                due
+            }
+        }
+    }
+
+    fn failed(&self, failure: &DeviceError) {
+        self.health.add_fallback();
+        let Self { engine, method, .. } = self;
+        debug!("engine {engine} did not do a {method} packet, software does: {failure}");
+        let weight = match failure {
+            DeviceError::Busy => return,
+            DeviceError::TimedOut(_) => TIMEOUT_WEIGHT,
+            DeviceError::Failed(_) => 1,
+        };
+        if self.health.add_failure(weight) {
+            warn!(
+                "engine {engine} has failed too often in a row, at last because {failure}: the rest of \
+                 this migration is done in software"
+            );
+        }
+    }
+
+    /// Says so loudly; an error if something unchecked has gone out before.
+    fn wrong(&self) -> Result<(), u64> {
+        self.health.add_fallback();
+        let unchecked = self.health.add_wrong();
+        let Self { engine, method, .. } = self;
+        error!(
+            "ENGINE {engine} HAS RETURNED WRONG BYTES for a {method} packet and is off for the rest of \
+             this migration; {unchecked} packets of its work had not been checked"
+        );
+        if unchecked > 0 {
+            Err(unchecked)
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// Encodes by a device, and in software when need be.
+pub(crate) struct Accelerated {
+    guard: Guard,
+    device: Box<dyn Device>,
+    twin: Box<dyn Compress>,
+    judge: Box<dyn Unpack>,
+    decoded: Vec<u8>,
+}
+
+impl Accelerated {
+    /// `twin` and `judge` are software for the device's method.
+    pub(crate) fn new(
+        guard: Guard,
+        device: Box<dyn Device>,
+        twin: Box<dyn Compress>,
+        judge: Box<dyn Unpack>,
+        layout: Layout,
+    ) -> Self {
+        Self {
+            guard,
+            device,
+            twin,
+            judge,
+            decoded: vec![0; layout.packet_bytes()],
+        }
+    }
+
+    /// `None` when the twin has to do it.
+    fn by_device(&mut self, pages: &[u8], out: &mut [u8]) -> Result<Option<usize>, Fault> {
+        let written = self.device.compress(pages, out).and_then(|len| {
+            let payload = out.get(..len).unwrap_or_default();
+            if self.judge.has_shape(payload, pages.len()) {
+                Ok(payload)
+            } else {
+                let reason = format!("it returned {len} bytes that are no packet");
+                Err(DeviceError::Failed(reason))
+            }
+        });
+        let payload = match written {
+            Ok(payload) => payload,
+            Err(failure) => {
+                self.guard.failed(&failure);
+                return Ok(None);
+            }
+        };
+        let checked = self.guard.checks();
+        if checked && !self.is_right(payload, pages) {
+            return match self.guard.wrong() {
+                Ok(()) => Ok(None),
+                Err(unchecked) => Err(Fault::Distrusted { unchecked }),
+            };
+        }
+        self.guard.health.add_accelerated(checked);
+        Ok(Some(payload.len()))
+    }
+
+    fn is_right(&mut self, payload: &[u8], pages: &[u8]) -> bool {
+        let decoded = &mut self.decoded[..pages.len()];
+        self.judge.unpack(payload, decoded).is_ok() && decoded == pages
+    }
+}
+
+impl Compress for Accelerated {
+    fn name(&self) -> &'static str {
+        self.guard.engine
+    }
+
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+        if self.guard.asks()
+            && let Some(len) = self.by_device(pages, out)?
+        {
+            return Ok(len);
+        }
+        self.twin.compress(pages, out)
+    }
+}
+
+/// Decodes by a device, and in software when need be.
+pub(crate) struct AcceleratedUnpack {
+    guard: Guard,
+    device: Box<dyn Device>,
+    twin: Box<dyn Unpack>,
+    decoded: Vec<u8>,
+}
+
+impl AcceleratedUnpack {
+    /// `twin` is software for the device's method.
+    pub(crate) fn new(
+        guard: Guard,
+        device: Box<dyn Device>,
+        twin: Box<dyn Unpack>,
+        layout: Layout,
+    ) -> Self {
+        Self {
+            guard,
+            device,
+            twin,
+            decoded: vec![0; layout.packet_bytes()],
+        }
+    }
+}
+
+impl Unpack for AcceleratedUnpack {
+    fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
+        if !self.guard.asks() {
+            return self.twin.unpack(payload, pages);
+        }
+        if let Err(failure) = self.device.unpack(payload, pages) {
+            // Perhaps it is the payload's fault: the twin will say.
+            self.guard.failed(&failure);
+            return self.twin.unpack(payload, pages);
+        }
+        let checked = self.guard.checks();
+        if checked {
+            let decoded = &mut self.decoded[..pages.len()];
+            self.twin.unpack(payload, decoded)?;
+            if decoded != pages {
+                pages.copy_from_slice(decoded);
+                let (method, engine) = (self.guard.method, self.guard.engine);
+                return self
+                    .guard
+                    .wrong()
+                    .map_err(|unchecked| DecodeError::Distrusted {
+                        method,
+                        engine,
+                        unchecked,
+                    });
+            }
+        }
+        self.guard.health.add_accelerated(checked);
+        Ok(())
+    }
+
+    fn has_shape(&self, payload: &[u8], pages_len: usize) -> bool {
+        self.twin.has_shape(payload, pages_len)
+    }
+}

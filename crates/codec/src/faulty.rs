@@ -1,0 +1,297 @@
+//! An engine that misbehaves as it is told, for tests (cargo feature `fault-injection`).
+//!
+//! It does its work by a method's software, and then what the [`Faults`] say. As text they are
+//! separated by commas, each with an optional value and an optional condition:
+//!
+//! ```text
+//!  refuse            its queue is full                    @3      for the first 3 packets of each device
+//!  fail              an error                             @10%    at random, for one packet in ten
+//!  timeout=10ms      an error, after that time            (none)  at every packet
+//!  delay=100us       the result, later by that time
+//!  wrong             a correct encoding of other pages
+//!  corrupt           a flipped bit in the payload
+//!  short, long       a payload cut short, or with bytes behind its end
+//!  nothing, beyond   a length of 0, or more than there was room for
+//!  seed=7            for what happens at random
+//! ```
+//! For example `delay=100us,refuse@50%,wrong@1%`. When it decodes, all kinds of wrong results are a
+//! flipped bit in the pages.
+
+use std::{
+    str::FromStr,
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+    time::Duration,
+};
+
+use multifd::{Layout, Method};
+
+use crate::{
+    decode,
+    engine::{Accelerator, Compress, Device, DeviceError, Unpack},
+    registry,
+};
+
+/// What a faulty engine does wrong, and when.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Faults {
+    rules: Vec<Rule>,
+    seed: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Rule {
+    fault: Fault,
+    when: When,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    Refuse,
+    Fail,
+    TimeOut(Duration),
+    Delay(Duration),
+    Wrong,
+    Corrupt,
+    Short,
+    Long,
+    Nothing,
+    Beyond,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum When {
+    Always,
+    First(u64),
+    Percent(u64),
+}
+
+impl FromStr for Faults {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut faults = Self::default();
+        for item in text.split(',').map(str::trim) {
+            let (what, when) = match item.split_once('@') {
+                Some((what, when)) => (what, condition(when)),
+                None => (item, Some(When::Always)),
+            };
+            let (name, value) = match what.split_once('=') {
+                Some((name, value)) => (name, Some(value)),
+                None => (what, None),
+            };
+            let problem = || format!("`{item}` is no fault");
+            if name == "seed" {
+                faults.seed = value.and_then(|v| v.parse().ok()).ok_or_else(problem)?;
+                continue;
+            }
+            let fault = match (name, value) {
+                ("refuse", None) => Some(Fault::Refuse),
+                ("fail", None) => Some(Fault::Fail),
+                ("timeout", Some(value)) => time(value).map(Fault::TimeOut),
+                ("delay", Some(value)) => time(value).map(Fault::Delay),
+                ("wrong", None) => Some(Fault::Wrong),
+                ("corrupt", None) => Some(Fault::Corrupt),
+                ("short", None) => Some(Fault::Short),
+                ("long", None) => Some(Fault::Long),
+                ("nothing", None) => Some(Fault::Nothing),
+                ("beyond", None) => Some(Fault::Beyond),
+                _ => None,
+            };
+            let (fault, when) = fault.zip(when).ok_or_else(problem)?;
+            faults.rules.push(Rule { fault, when });
+        }
+        Ok(faults)
+    }
+}
+
+fn condition(text: &str) -> Option<When> {
+    match text.strip_suffix('%') {
+        Some(percent) => percent.parse().ok().map(When::Percent),
+        None => text.parse().ok().map(When::First),
+    }
+}
+
+fn time(text: &str) -> Option<Duration> {
+    let (number, unit): (_, fn(u64) -> Duration) = if let Some(number) = text.strip_suffix("us") {
+        (number, Duration::from_micros)
+    } else {
+        (text.strip_suffix("ms")?, Duration::from_millis)
+    };
+    number.parse().ok().map(unit)
+}
+
+/// The accelerator whose devices have `faults`.
+pub(crate) struct Faulty {
+    faults: Faults,
+    devices: AtomicU64,
+}
+
+impl Faulty {
+    pub(crate) const NAME: &str = "faulty";
+    /// Those whose packets are independent.
+    pub(crate) const METHODS: &[Method] = &[Method::Lz4, Method::Qpl, Method::Qatzip];
+    /// Where the faults are told to a program.
+    pub(crate) const VARIABLE: &str = "VAMOOSE_FAULTS";
+
+    pub(crate) fn new(faults: Faults) -> Self {
+        Self {
+            faults,
+            devices: AtomicU64::new(0),
+        }
+    }
+
+    /// With the faults in the environment, if there are some.
+    pub(crate) fn from_environment() -> Result<Self, String> {
+        let faults =
+            std::env::var(Self::VARIABLE).map_err(|_| format!("{} is not set", Self::VARIABLE))?;
+        Ok(Self::new(faults.parse()?))
+    }
+}
+
+impl Accelerator for Faulty {
+    fn name(&self) -> &'static str {
+        Self::NAME
+    }
+
+    fn device(&self, method: Method, level: i32, layout: Layout) -> Box<dyn Device> {
+        let number = self.devices.fetch_add(1, Ordering::Relaxed);
+        let software = registry::software_at(method, level);
+        Box::new(FaultyDevice {
+            faults: self.faults.clone(),
+            random: Random(self.faults.seed.wrapping_add(number)),
+            packets: 0,
+            compress: software.and_then(|engine| (engine.compressor)(level).ok()),
+            unpack: decode::unpacker(method, layout),
+            altered: Vec::new(),
+        })
+    }
+}
+
+struct FaultyDevice {
+    faults: Faults,
+    random: Random,
+    packets: u64,
+    compress: Option<Box<dyn Compress>>,
+    unpack: Option<Box<dyn Unpack>>,
+    altered: Vec<u8>,
+}
+
+impl FaultyDevice {
+    /// Delays, and picks the fault of this packet: the first that applies.
+    fn fault(&mut self) -> Result<Option<Fault>, DeviceError> {
+        let number = self.packets;
+        self.packets += 1;
+        let mut picked = None;
+        for rule in &self.faults.rules {
+            let applies = match rule.when {
+                When::Always => true,
+                When::First(most) => number < most,
+                When::Percent(percent) => self.random.next() % 100 < percent,
+            };
+            match rule.fault {
+                _ if !applies => {}
+                Fault::Delay(time) => thread::sleep(time),
+                fault if picked.is_none() => picked = Some(fault),
+                _ => {}
+            }
+        }
+        match picked {
+            Some(Fault::Refuse) => Err(DeviceError::Busy),
+            Some(Fault::Fail) => Err(DeviceError::Failed("it was told to fail".to_owned())),
+            Some(Fault::TimeOut(time)) => {
+                thread::sleep(time);
+                Err(DeviceError::TimedOut(format!("after {time:?}")))
+            }
+            picked => Ok(picked),
+        }
+    }
+
+    fn index_below(&mut self, len: usize) -> usize {
+        let below = u64::try_from(len.max(1)).unwrap_or(u64::MAX);
+        usize::try_from(self.random.next() % below).unwrap_or_default()
+    }
+}
+
+impl Device for FaultyDevice {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, DeviceError> {
+        let fault = self.fault()?;
+        self.altered.clear();
+        self.altered.extend_from_slice(pages);
+        if fault == Some(Fault::Wrong) {
+            let at = self.index_below(pages.len());
+            self.altered[at] ^= 1;
+        }
+        let room = out.len();
+        let software = (self.compress.as_mut())
+            .ok_or_else(|| DeviceError::Failed("no software to work with".to_owned()))?;
+        let len = software
+            .compress(&self.altered, out)
+            .map_err(|fault| DeviceError::Failed(format!("{fault:?}")))?;
+        Ok(match fault {
+            Some(Fault::Corrupt) => {
+                let at = self.index_below(len);
+                out[at] ^= 1 << (at % 8);
+                len
+            }
+            Some(Fault::Short) => len - 1,
+            Some(Fault::Long) => (len + 9).min(room),
+            Some(Fault::Nothing) => 0,
+            Some(Fault::Beyond) => room + 1,
+            _ => len,
+        })
+    }
+
+    fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DeviceError> {
+        let fault = self.fault()?;
+        let software = (self.unpack.as_mut())
+            .ok_or_else(|| DeviceError::Failed("no software to work with".to_owned()))?;
+        software
+            .unpack(payload, pages)
+            .map_err(|error| DeviceError::Failed(error.to_string()))?;
+        if fault.is_some() {
+            let at = self.index_below(pages.len());
+            pages[at] ^= 1;
+        }
+        Ok(())
+    }
+}
+
+/// A small generator (splitmix64): the same faults for the same seed.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_are_read_as_they_are_documented() {
+        let rule = |fault, when| Rule { fault, when };
+        assert_eq!(
+            "delay=100us,refuse@3, wrong@5%,seed=7".parse(),
+            Ok(Faults {
+                rules: vec![
+                    rule(Fault::Delay(Duration::from_micros(100)), When::Always),
+                    rule(Fault::Refuse, When::First(3)),
+                    rule(Fault::Wrong, When::Percent(5)),
+                ],
+                seed: 7,
+            })
+        );
+        for text in [
+            "", "explode", "delay", "delay=7", "refuse=1", "wrong@x", "seed",
+        ] {
+            assert!(text.parse::<Faults>().is_err(), "{text}");
+        }
+    }
+}

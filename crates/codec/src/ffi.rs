@@ -1,0 +1,10 @@
+//! Calls into C: the only unsafe code of this crate. Each module says by which rules it is sound.
+#![allow(
+    unsafe_code,
+    reason = "compression libraries take raw pointers; these modules are the crate's FFI boundary"
+)]
+
+#[cfg(feature = "isal")]
+pub(crate) mod isal;
+pub(crate) mod libdeflate;
+pub(crate) mod libqatzip;

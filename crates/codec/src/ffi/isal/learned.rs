@@ -1,0 +1,239 @@
+//! Raw deflate of short inputs by ISA-L's level 0, with a Huffman code learned from samples of them.
+//!
+//! Level 0 does not count symbols before it writes: it writes at once, with whatever code it is
+//! given. The rules are those of the module above.
+
+use std::ptr;
+
+use isal_sys::igzip_lib as c;
+
+use super::{Heap, RAW, Zeroable};
+use crate::engine::Fault;
+
+/// Makes streams that have nothing to do with each other but their code.
+pub(crate) struct Learned {
+    state: Heap<State>,
+}
+
+#[repr(C, align(64))]
+struct State {
+    stream: c::isal_zstream,
+    code: c::isal_hufftables,
+    counts: c::isal_huff_histogram,
+}
+
+// SAFETY: `State` consists of integers, arrays of them and raw pointers, for which zero is a valid
+// value. ISA-L's functions work on what they are given, and on constant tables.
+unsafe impl Zeroable for State {}
+
+impl Learned {
+    /// Knows a code that fits nothing in particular.
+    pub(crate) fn new() -> Self {
+        let state = Heap::<State>::zeroed();
+        let at = state.as_ptr();
+        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1). The
+        // function does nothing but store into the stream that it is given; the code that it points
+        // the stream to is a constant.
+        unsafe {
+            c::isal_deflate_stateless_init(&raw mut (*at).stream);
+            (*at).stream.gzip_flag = RAW;
+            (*at).stream.end_of_stream = 1;
+        }
+        Self { state }
+    }
+
+    /// Uses a code that is good for `samples` from now on. It can write anything else too.
+    pub(crate) fn learn<'a>(
+        &mut self,
+        samples: impl Iterator<Item = &'a [u8]>,
+    ) -> Result<(), Fault> {
+        let at = self.state.as_ptr();
+        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1).
+        let counts = unsafe {
+            ptr::write_bytes(&raw mut (*at).counts.lit_len_histogram, 0, 1);
+            ptr::write_bytes(&raw mut (*at).counts.dist_histogram, 0, 1);
+            &raw mut (*at).counts
+        };
+        for sample in samples {
+            let len = i32::try_from(sample.len()).map_err(|_| Fault::Refused(TOO_LONG))?;
+            // SAFETY: `sample` is valid for `len` reads and is not written to; its address is not
+            // kept (rule 2). `counts` is as above. Its table of positions, which is left from
+            // earlier samples, is cleared before it is read.
+            unsafe { c::isal_update_histogram(sample.as_ptr().cast_mut(), len, counts) };
+        }
+        // SAFETY: `at` is as above, and the two parts of it that are given do not overlap. The code
+        // has a word for every literal, length and distance, whatever was counted, none longer than
+        // the writer can put down at once. The stream is between two calls, where its code may
+        // change, and lives as long as the code.
+        let result = unsafe {
+            let code = &raw mut (*at).code;
+            (*at).stream.hufftables = code;
+            c::isal_create_hufftables(code, counts)
+        };
+        match result {
+            0 => Ok(()),
+            _ => Err(Fault::Refused("no Huffman code for these counts")),
+        }
+    }
+
+    /// Writes `input`, deflated, to the start of `out`. May need a few bytes more than the result
+    /// has.
+    pub(crate) fn deflate(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+        let len = u32::try_from(input.len()).map_err(|_| Fault::Refused(TOO_LONG))?;
+        let room = u32::try_from(out.len()).unwrap_or(u32::MAX);
+        let at = self.state.as_ptr();
+        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), whose
+        // code is a constant of ISA-L's or was made by `learn`. Level 0 needs no level buffer.
+        // `next_in` and `next_out` are valid for `len` reads and `room <= out.len()` writes until
+        // this function returns, and are cleared before it does (rule 2). ISA-L does not write
+        // through `next_in`. All else that it reads of an earlier call, also of one that failed, it
+        // sets anew first; positions in the input are counted from `total_in`.
+        let (code, left, room_left) = unsafe {
+            let stream = &raw mut (*at).stream;
+            (*stream).total_in = 0;
+            (*stream).next_in = input.as_ptr().cast_mut();
+            (*stream).avail_in = len;
+            (*stream).next_out = out.as_mut_ptr();
+            (*stream).avail_out = room;
+            let code = c::isal_deflate_stateless(stream);
+            let left = (*stream).avail_in;
+            let room_left = (*stream).avail_out;
+            (*stream).next_in = ptr::null_mut();
+            (*stream).avail_in = 0;
+            (*stream).next_out = ptr::null_mut();
+            (*stream).avail_out = 0;
+            let bits = &raw mut (*stream).internal_state.bitbuf;
+            (*bits).m_out_buf = ptr::null_mut();
+            (*bits).m_out_end = ptr::null_mut();
+            (*bits).m_out_start = ptr::null_mut();
+            (code, left, room_left)
+        };
+        match code {
+            0 if left == 0 => Ok((room - room_left.min(room)) as usize),
+            0 | c::STATELESS_OVERFLOW => Err(Fault::Room),
+            _ => Err(Fault::Refused("invalid parameters")),
+        }
+    }
+}
+
+const TOO_LONG: &str = "more than 2 GiB";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ffi::libdeflate::Inflate;
+
+    const LEN: usize = 4096;
+
+    /// Text-like, incompressible, constant, and sparse pages.
+    fn inputs() -> [Vec<u8>; 5] {
+        let text = (0..LEN).map(|at| (((at * at) >> 5) ^ (at >> 3)).to_le_bytes()[0]);
+        let noise = (1..=LEN as u64)
+            .map(|at| (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40).to_le_bytes()[0]);
+        let sparse = (0..LEN).map(|at| if at % 509 == 7 { 200 } else { 0 });
+        [
+            text.collect(),
+            noise.collect(),
+            vec![0; LEN],
+            vec![0xff; LEN],
+            sparse.collect(),
+        ]
+    }
+
+    fn check(stream: &[u8], input: &[u8]) {
+        let mut back = vec![0; input.len()];
+        let inflated = Inflate::new().unwrap().inflate(stream, &mut back).unwrap();
+        assert_eq!(
+            (inflated.consumed, inflated.produced),
+            (stream.len(), input.len())
+        );
+        assert!(back == input);
+    }
+
+    #[test]
+    fn whatever_was_learned_everything_can_be_written() {
+        let mut engine = Learned::new();
+        let mut out = vec![0; 2 * LEN];
+        let inputs = inputs();
+        for input in &inputs {
+            let len = engine.deflate(input, &mut out).unwrap();
+            check(&out[..len], input);
+        }
+        let none: &[Vec<u8>] = &[];
+        let odd = [vec![], vec![1], vec![1, 2, 3], vec![9; 70_000]];
+        for samples in [
+            none,
+            &inputs[..1],
+            &inputs[1..2],
+            &inputs[2..3],
+            &inputs,
+            &odd,
+        ] {
+            engine.learn(samples.iter().map(Vec::as_slice)).unwrap();
+            for input in inputs.iter().chain(&odd[..3]) {
+                let len = engine.deflate(input, &mut out).unwrap();
+                check(&out[..len], input);
+            }
+        }
+    }
+
+    #[test]
+    fn what_was_learned_shows() {
+        let mut engine = Learned::new();
+        let mut out = vec![0; 2 * LEN];
+        let [text, noise, ..] = inputs();
+        let mut len_after = |sample: &[u8]| {
+            engine.learn([sample].into_iter()).unwrap();
+            engine.deflate(&text, &mut out).unwrap()
+        };
+        let (good, bad) = (len_after(&text), len_after(&noise));
+        assert!(good < bad, "{good} {bad}");
+        assert_eq!(len_after(&text), good, "counts are left over");
+    }
+
+    #[test]
+    fn it_stays_within_whatever_room_it_has() {
+        let mut engine = Learned::new();
+        let inputs = inputs();
+        for sample in &inputs {
+            engine.learn([sample.as_slice()].into_iter()).unwrap();
+            for input in &inputs {
+                let mut whole = vec![0; 2 * LEN];
+                let needed = engine.deflate(input, &mut whole).unwrap();
+                for room in (0..300).chain(needed.saturating_sub(40)..needed + 40) {
+                    let mut out = vec![0xa5; room + 256];
+                    match engine.deflate(input, &mut out[..room]) {
+                        Ok(len) => {
+                            assert!(len <= room);
+                            check(&out[..len], input);
+                        }
+                        Err(fault) => assert!(fault == Fault::Room && room < needed + 16),
+                    }
+                    assert!(out[room..].iter().all(|byte| *byte == 0xa5), "room {room}");
+                }
+                // A failure leaves no traces.
+                let mut again = vec![0; 2 * LEN];
+                assert_eq!(engine.deflate(input, &mut again), Ok(needed));
+                assert!(again == whole);
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_of_the_callers_is_pointed_to_after_a_call() {
+        for room in [100, 2 * LEN] {
+            for input in inputs() {
+                let mut out = vec![0; room];
+                let mut engine = Learned::new();
+                engine.learn([input.as_slice()].into_iter()).unwrap();
+                let _ = engine.deflate(&input, &mut out);
+                // SAFETY: the state is initialised and as large as its type.
+                let words = unsafe { super::super::tests::words(engine.state.as_ptr()) };
+                for lent in [input.as_ptr_range(), out.as_ptr_range()] {
+                    let lent = lent.start.addr()..lent.end.addr();
+                    assert!(!words.iter().any(|word| lent.contains(word)));
+                }
+            }
+        }
+    }
+}

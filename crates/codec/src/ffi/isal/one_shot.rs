@@ -1,0 +1,130 @@
+//! Raw deflate, one whole stream per call: what a gzip member holds.
+//!
+//! The rules are those of the module above.
+
+use std::ptr;
+
+use isal_sys::igzip_lib as c;
+
+use super::{DeflateState, Heap, Level, NAME, RAW};
+use crate::engine::{Compress, Fault};
+
+/// Makes streams that have nothing to do with each other.
+pub(crate) struct OneShot {
+    state: Heap<DeflateState>,
+    level: Level,
+}
+
+impl OneShot {
+    pub(crate) fn new(level: Level) -> Self {
+        Self {
+            state: Heap::zeroed(),
+            level,
+        }
+    }
+}
+
+impl Compress for OneShot {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    /// Incompressible input becomes stored blocks: 5 bytes more for each 65535.
+    fn compress(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+        let len = u32::try_from(input.len()).map_err(|_| Fault::Refused("more than 4 GiB"))?;
+        let room = u32::try_from(out.len()).unwrap_or(u32::MAX);
+        let at = self.state.as_ptr();
+        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1). Its
+        // level buffer is as large as the size that the stream is told, for every level.
+        // `next_in` and `next_out` are valid for `len` reads and `room <= out.len()` writes until
+        // this function returns, and are cleared before it does (rule 2). ISA-L does not write
+        // through `next_in`. All else that it reads of an earlier call, it sets anew first.
+        let (code, left, room_left) = unsafe {
+            let stream = &raw mut (*at).stream;
+            c::isal_deflate_stateless_init(stream);
+            (*stream).level = self.level.0;
+            (*stream).level_buf = (&raw mut (*at).level_buffer).cast();
+            (*stream).level_buf_size = self.level.buffer_len();
+            (*stream).gzip_flag = RAW;
+            (*stream).flush = NO_FLUSH;
+            (*stream).end_of_stream = 1;
+            (*stream).next_in = input.as_ptr().cast_mut();
+            (*stream).avail_in = len;
+            (*stream).next_out = out.as_mut_ptr();
+            (*stream).avail_out = room;
+            let code = c::isal_deflate_stateless(stream);
+            let left = (*stream).avail_in;
+            let room_left = (*stream).avail_out;
+            (*stream).next_in = ptr::null_mut();
+            (*stream).avail_in = 0;
+            (*stream).next_out = ptr::null_mut();
+            (*stream).avail_out = 0;
+            let bits = &raw mut (*stream).internal_state.bitbuf;
+            (*bits).m_out_buf = ptr::null_mut();
+            (*bits).m_out_end = ptr::null_mut();
+            (*bits).m_out_start = ptr::null_mut();
+            (code, left, room_left)
+        };
+        match code {
+            0 if left == 0 => Ok((room - room_left.min(room)) as usize),
+            0 | c::STATELESS_OVERFLOW => Err(Fault::Room),
+            _ => Err(Fault::Refused("invalid level or level buffer")),
+        }
+    }
+}
+
+const NO_FLUSH: u16 = 0;
+const _: () = assert!(NO_FLUSH as u32 == c::NO_FLUSH);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_stays_within_whatever_room_it_has() {
+        let text: Vec<u8> = (0..12_288_u32)
+            .map(|at| (((at * at) >> 5) ^ (at >> 3)).to_le_bytes()[0])
+            .collect();
+        let noise: Vec<u8> = (1..12_289_u64)
+            .map(|at| at.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()[6])
+            .collect();
+        let mut enough = vec![0; 1 << 16];
+        let mut engine = OneShot::new(Level(1));
+        for input in [&text, &noise, &vec![0; 12_288], &vec![]] {
+            let needed = engine.compress(input, &mut enough).unwrap();
+            assert!(needed <= input.len() + 5);
+            for room in (0..400).chain(needed.saturating_sub(400)..needed + 400) {
+                let mut out = vec![0xa5; room + 256];
+                match engine.compress(input, &mut out[..room]) {
+                    Ok(written) => assert!(written <= room && out[..written] == enough[..written]),
+                    Err(fault) => assert!(fault == Fault::Room && room < needed + 16),
+                }
+                assert!(out[room..].iter().all(|byte| *byte == 0xa5), "room {room}");
+            }
+            // A failure leaves no traces.
+            let again = engine.compress(input, &mut enough).unwrap();
+            assert_eq!(again, needed);
+        }
+    }
+
+    #[test]
+    fn nothing_of_the_callers_is_pointed_to_after_a_call() {
+        for input in [
+            vec![7; 65_536],
+            (0..65_536_u32).map(|at| (at % 251) as u8).collect(),
+        ] {
+            for room in [100, 1 << 17] {
+                let mut out = vec![0; room];
+                let mut engine = OneShot::new(Level(1));
+                let _ = engine.compress(&input, &mut out);
+                let lent = [input.as_ptr_range(), out[..].as_ptr_range()];
+                // SAFETY: the state is initialised and as large as its type.
+                let words = unsafe { super::super::tests::words(engine.state.as_ptr()) };
+                for lent in lent {
+                    let lent = lent.start.addr()..lent.end.addr();
+                    assert!(!words.iter().any(|word| lent.contains(word)));
+                }
+            }
+        }
+    }
+}

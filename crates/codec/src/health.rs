@@ -1,0 +1,81 @@
+//! How the hardware engines of a migration are doing.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+/// Counts what the devices of one migration did, over all its channels, and says when they are not
+/// to be asked any more.
+#[derive(Debug, Default)]
+pub struct Health {
+    accelerated: AtomicU64,
+    fallbacks: AtomicU64,
+    checked: AtomicU64,
+    unchecked: AtomicU64,
+    wrong: AtomicU64,
+    failures_in_a_row: AtomicU32,
+    off: AtomicBool,
+}
+
+/// The counters of a [`Health`] at one moment. All count packets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Done by a device, and right as far as it is known.
+    pub accelerated: u64,
+    /// Done in software although there is a device.
+    pub fallbacks: u64,
+    /// Done by a device and compared with what went in.
+    pub checked: u64,
+    /// Found wrong by such a check.
+    pub wrong: u64,
+}
+
+impl Health {
+    /// Reads all counters.
+    pub fn tally(&self) -> Tally {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Tally {
+            accelerated: read(&self.accelerated),
+            fallbacks: read(&self.fallbacks),
+            checked: read(&self.checked),
+            wrong: read(&self.wrong),
+        }
+    }
+
+    pub(crate) fn is_off(&self) -> bool {
+        self.off.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn add_fallback(&self) {
+        self.fallbacks.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn add_accelerated(&self, checked: bool) {
+        self.accelerated.fetch_add(1, Ordering::Relaxed);
+        let counter = if checked {
+            &self.checked
+        } else {
+            &self.unchecked
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
+        // Written rarely, or every channel would fight for the line.
+        if self.failures_in_a_row.load(Ordering::Relaxed) > 0 {
+            self.failures_in_a_row.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Counts a failure; true when it is the one at which to stop asking.
+    pub(crate) fn add_failure(&self, weight: u32) -> bool {
+        let before = self.failures_in_a_row.fetch_add(weight, Ordering::Relaxed);
+        before.saturating_add(weight) >= MOST_FAILURES && !self.off.swap(true, Ordering::Relaxed)
+    }
+
+    /// Switches the devices off for wrong bytes; returns how many packets went out unchecked before.
+    pub(crate) fn add_wrong(&self) -> u64 {
+        self.wrong.fetch_add(1, Ordering::Relaxed);
+        self.off.store(true, Ordering::Relaxed);
+        self.unchecked.load(Ordering::Relaxed)
+    }
+}
+
+/// Weight of failures in a row after which a device is given up for the rest of the migration: it
+/// costs time at every packet.
+const MOST_FAILURES: u32 = 16;

@@ -1,0 +1,110 @@
+//! Engine qat: Intel QuickAssist for method qatzip, through libqatzip where the host has that.
+//!
+//! One session per channel and direction, opened by the thread that uses it, at its first packet. A
+//! device that does not answer costs its session, which may not be used again: a new one is opened,
+//! a few times; after that this channel is software's.
+
+use std::{ffi::OsStr, sync::Arc};
+
+use multifd::{Layout, Method};
+
+use crate::{
+    engine::{Accelerator, Device, DeviceError},
+    ffi::libqatzip::{Code, Failure, Library, NAME as LIBRARY, Session, hardware},
+};
+
+/// The library and the hardware behind it.
+pub(crate) struct Qat {
+    library: Arc<Library>,
+}
+
+impl Qat {
+    pub(crate) const NAME: &str = "qat";
+    pub(crate) const METHODS: &[Method] = &[Method::Qatzip];
+
+    /// The host's, or why there is none.
+    pub(crate) fn of_host() -> Result<Self, String> {
+        Self::open(OsStr::new(LIBRARY))
+    }
+
+    /// With the library `name`, a path or what the system's loader knows.
+    pub(crate) fn open(name: &OsStr) -> Result<Self, String> {
+        let absent = |absent: crate::ffi::libqatzip::Absent| absent.to_string();
+        let library = Arc::new(Library::open(name).map_err(absent)?);
+        hardware(&library).map_err(absent)?;
+        Ok(Self { library })
+    }
+}
+
+impl Accelerator for Qat {
+    fn name(&self) -> &'static str {
+        Self::NAME
+    }
+
+    fn device(&self, _method: Method, level: i32, layout: Layout) -> Box<dyn Device> {
+        Box::new(QatDevice {
+            library: self.library.clone(),
+            level: level.unsigned_abs(),
+            layout,
+            session: None,
+            opened: 0,
+        })
+    }
+}
+
+/// Sessions that a channel may use up: what an unanswered request may still write to is never freed.
+const MOST_SESSIONS: u32 = 4;
+
+struct QatDevice {
+    library: Arc<Library>,
+    level: u32,
+    layout: Layout,
+    session: Option<Session>,
+    opened: u32,
+}
+
+impl QatDevice {
+    /// Does `work` on the session, opening one if need be.
+    fn with_session<T>(
+        &mut self,
+        work: impl FnOnce(&mut Session) -> Result<T, Failure>,
+    ) -> Result<T, DeviceError> {
+        if self.session.is_none() {
+            if self.opened == MOST_SESSIONS {
+                return Err(DeviceError::Failed(format!(
+                    "{MOST_SESSIONS} QAT sessions have been lost"
+                )));
+            }
+            self.opened += 1;
+            let (library, level, layout) = (self.library.clone(), self.level, self.layout);
+            let opened = Session::open(library, level, layout.packet_bytes(), layout.max_payload());
+            self.session = Some(opened.map_err(device_error)?);
+        }
+        let Some(session) = &mut self.session else {
+            return Err(DeviceError::Failed("no QAT session".to_owned()));
+        };
+        let result = work(session);
+        if matches!(result, Err(Failure::Lost | Failure::WrongThread)) {
+            self.session = None;
+        }
+        result.map_err(device_error)
+    }
+}
+
+impl Device for QatDevice {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, DeviceError> {
+        self.with_session(|session| session.compress(pages, out))
+    }
+
+    fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DeviceError> {
+        self.with_session(|session| session.decompress(payload, pages))
+    }
+}
+
+fn device_error(failure: Failure) -> DeviceError {
+    let reason = failure.to_string();
+    match failure {
+        Failure::Code { code, .. } if code == Code::TIMEOUT => DeviceError::TimedOut(reason),
+        _ => DeviceError::Failed(reason),
+    }
+}

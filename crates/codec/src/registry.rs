@@ -1,0 +1,370 @@
+//! Which engines there are, and which of them does a migration's work.
+//!
+//! ```text
+//!  method      software, the better one first     hardware, before its software twin
+//!  none        copy
+//!  zlib        isa-l, zlib-rs
+//!  zstd        zstd
+//!  lz4         lz4
+//!  qpl         isa-l, libdeflate
+//!  qatzip      isa-l, libdeflate              qat
+//! ```
+//!
+//! An engine that is absent is not an error: it says why. Under [`Accel::Auto`] hardware is used
+//! where it is; naming it makes it mandatory, and its absence an error before anything is opened.
+//! Whatever a device does later, its packets are encoded: see `accelerated`.
+
+use std::{
+    ops::RangeInclusive,
+    path::Path,
+    sync::{Arc, OnceLock},
+};
+
+use multifd::{Layout, Method};
+
+use crate::{
+    Decoder, EncodeError, Encoder, Health, Settings, SettingsError,
+    accelerated::{Accelerated, Guard, Verify},
+    decode, encode,
+    engine::{Accelerator, Software},
+    lz4,
+    qat::Qat,
+    qatzip, qpl, zlib, zstd,
+};
+#[cfg(feature = "fault-injection")]
+use crate::{Faults, faulty::Faulty};
+
+/// What to use of the host's hardware.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Accel {
+    /// The best that is there.
+    #[default]
+    Auto,
+    /// Software only.
+    None,
+    /// Intel QuickAssist, for method qatzip.
+    Qat,
+    /// Intel In-Memory Analytics Accelerator, for method qpl.
+    Iaa,
+}
+
+/// The engines of this program on this host. Hardware is looked for when it is first asked for.
+pub struct Registry {
+    hardware: Vec<Hardware>,
+}
+
+/// A row of the registry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// Name of the library or device.
+    pub name: &'static str,
+    /// The method it serves.
+    pub method: Method,
+    /// The levels at which it serves the method; `None` for a method without levels.
+    pub levels: Option<RangeInclusive<i32>>,
+    /// Whether it is hardware.
+    pub hardware: bool,
+    /// Why it is absent; `None` if it is there.
+    pub absent: Option<String>,
+}
+
+/// What is chosen for a migration. Cheap to clone.
+#[derive(Clone)]
+pub struct Engines {
+    registry: Arc<Registry>,
+    settings: Settings,
+    accel: Accel,
+    verify: Verify,
+}
+
+/// A kind of hardware and how to find it.
+struct Hardware {
+    name: &'static str,
+    methods: &'static [Method],
+    /// The choices that allow it.
+    chosen_by: &'static [Accel],
+    open: Box<dyn Fn() -> Opened + Send + Sync>,
+    opened: OnceLock<Opened>,
+}
+
+/// The accelerator, or why it is absent.
+type Opened = Result<Arc<dyn Accelerator>, String>;
+
+impl Registry {
+    /// The registry of this host.
+    pub fn new() -> Self {
+        Self {
+            hardware: vec![
+                #[cfg(feature = "fault-injection")]
+                Self::faulty(Faulty::from_environment),
+                Self::qat(Qat::of_host),
+                Hardware::new("iaa", &[Method::Qpl], &[Accel::Auto, Accel::Iaa], || {
+                    Err("this program has no driver for it yet".to_owned())
+                }),
+            ],
+        }
+    }
+
+    /// Nothing but QAT, through the libqatzip in `file`, and software.
+    pub fn with_libqatzip(file: &Path) -> Self {
+        let file = file.to_owned();
+        Self {
+            hardware: vec![Self::qat(move || Qat::open(file.as_os_str()))],
+        }
+    }
+
+    fn qat(open: impl Fn() -> Result<Qat, String> + Send + Sync + 'static) -> Hardware {
+        let chosen_by = &[Accel::Auto, Accel::Qat];
+        Hardware::new(Qat::NAME, Qat::METHODS, chosen_by, move || {
+            Ok(Arc::new(open()?))
+        })
+    }
+
+    /// Nothing but an engine with `faults`, and software.
+    #[cfg(feature = "fault-injection")]
+    pub fn with_faults(faults: &Faults) -> Self {
+        let faults = faults.clone();
+        Self {
+            hardware: vec![Self::faulty(move || Ok(Faulty::new(faults.clone())))],
+        }
+    }
+
+    #[cfg(feature = "fault-injection")]
+    fn faulty(open: impl Fn() -> Result<Faulty, String> + Send + Sync + 'static) -> Hardware {
+        Hardware::new(Faulty::NAME, Faulty::METHODS, &[Accel::Auto], move || {
+            Ok(Arc::new(open()?))
+        })
+    }
+
+    /// Every engine, method by method, the preferred one first. Looks for all hardware.
+    pub fn rows(&self) -> Vec<Row> {
+        Method::ALL
+            .into_iter()
+            .flat_map(|method| {
+                let hardware = self.hardware.iter().filter(move |h| h.serves(method));
+                let hardware = hardware.map(move |hardware| Row {
+                    name: hardware.name,
+                    method,
+                    levels: Settings::levels(method),
+                    hardware: true,
+                    absent: hardware.opened().as_ref().err().cloned(),
+                });
+                let software = software_engines(method).iter().map(move |engine| Row {
+                    name: engine.name,
+                    method,
+                    levels: Settings::levels(method).map(|all| {
+                        *all.start().max(engine.levels.start())
+                            ..=*all.end().min(engine.levels.end())
+                    }),
+                    hardware: false,
+                    absent: None,
+                });
+                let copy = (method == Method::None).then_some(Row {
+                    name: COPY,
+                    method,
+                    levels: None,
+                    hardware: false,
+                    absent: None,
+                });
+                hardware.chain(software).chain(copy)
+            })
+            .collect()
+    }
+
+    /// Chooses the engines of a migration that is sent with `settings`.
+    ///
+    /// # Errors
+    /// When `accel` names hardware that is absent, or that does not serve the method.
+    pub fn choose(
+        self: &Arc<Self>,
+        settings: Settings,
+        accel: Accel,
+        verify: Verify,
+    ) -> Result<Engines, SettingsError> {
+        if matches!(accel, Accel::Qat | Accel::Iaa) {
+            self.demand(accel, settings.method())?;
+        }
+        Ok(Engines {
+            registry: self.clone(),
+            settings,
+            accel,
+            verify,
+        })
+    }
+
+    /// Method none is no contradiction: what comes in may still be decoded by the hardware.
+    fn demand(&self, accel: Accel, method: Method) -> Result<(), SettingsError> {
+        let mut demanded = self
+            .hardware
+            .iter()
+            .filter(|h| h.chosen_by.contains(&accel));
+        let Some(hardware) = demanded.next_back() else {
+            return Ok(());
+        };
+        let engine = hardware.name;
+        if method != Method::None && !hardware.serves(method) {
+            return Err(SettingsError::EngineMethod {
+                engine,
+                method,
+                serves: hardware.methods,
+            });
+        }
+        match hardware.opened() {
+            Ok(_) => Ok(()),
+            Err(reason) => Err(SettingsError::EngineAbsent {
+                engine,
+                reason: reason.clone(),
+            }),
+        }
+    }
+
+    /// The hardware that serves `method` under `accel`, if there is some.
+    fn accelerator(&self, method: Method, accel: Accel) -> Option<&Arc<dyn Accelerator>> {
+        self.hardware
+            .iter()
+            .filter(|hardware| hardware.chosen_by.contains(&accel) && hardware.serves(method))
+            .find_map(|hardware| hardware.opened().as_ref().ok())
+    }
+}
+
+impl Default for Registry {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Engines {
+    /// Software only.
+    pub fn software(settings: Settings) -> Self {
+        Self {
+            registry: Arc::new(Registry {
+                hardware: Vec::new(),
+            }),
+            settings,
+            accel: Accel::None,
+            verify: Verify::Off,
+        }
+    }
+
+    /// Method and level on the way out.
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// Name of the engine that encodes.
+    pub fn name(&self) -> &'static str {
+        match self.accelerator(self.settings.method()) {
+            Some(accelerator) => accelerator.name(),
+            None => self.settings.engine(),
+        }
+    }
+
+    /// An encoder for a new channel, or one more for the same channel if the method's packets are
+    /// independent. `health` is the migration's.
+    ///
+    /// # Errors
+    /// When the method's library cannot be set up (no memory), or the method has no format for such
+    /// pages.
+    pub fn encoder(
+        &self,
+        layout: Layout,
+        health: &Arc<Health>,
+    ) -> Result<Box<dyn Encoder>, EncodeError> {
+        let method = self.settings.method();
+        let Some(software) = software(&self.settings) else {
+            return Ok(encode::copy(layout));
+        };
+        if method == Method::Qpl && layout.page_size() != qpl::PAGE_SIZE {
+            return Err(EncodeError::PageSize {
+                method,
+                page_size: layout.page_size(),
+                only: qpl::PAGE_SIZE,
+            });
+        }
+        let level = self.settings.level().unwrap_or_default();
+        let twin = (software.compressor)(level).map_err(|reason| EncodeError::Engine {
+            method,
+            engine: software.name,
+            reason,
+        })?;
+        let engine = match (self.accelerator(method), decode::unpacker(method, layout)) {
+            (Some(accelerator), Some(judge)) => Box::new(Accelerated::new(
+                self.guard(accelerator, method, health),
+                accelerator.device(method, level, layout),
+                twin,
+                judge,
+                layout,
+            )),
+            _ => twin,
+        };
+        Ok(encode::coded(method, layout, engine))
+    }
+
+    /// A decoder for a new channel. `health` is the migration's.
+    pub fn decoder(&self, layout: Layout, health: &Arc<Health>) -> Decoder {
+        Decoder::with_engines(layout, self.clone(), health.clone())
+    }
+
+    pub(crate) fn accelerator(&self, method: Method) -> Option<&Arc<dyn Accelerator>> {
+        self.registry.accelerator(method, self.accel)
+    }
+
+    pub(crate) fn guard(
+        &self,
+        accelerator: &Arc<dyn Accelerator>,
+        method: Method,
+        health: &Arc<Health>,
+    ) -> Guard {
+        Guard::new(accelerator.name(), method, self.verify, health.clone())
+    }
+}
+
+impl Hardware {
+    fn new(
+        name: &'static str,
+        methods: &'static [Method],
+        chosen_by: &'static [Accel],
+        open: impl Fn() -> Opened + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            name,
+            methods,
+            chosen_by,
+            open: Box::new(open),
+            opened: OnceLock::new(),
+        }
+    }
+
+    fn serves(&self, method: Method) -> bool {
+        self.methods.contains(&method)
+    }
+
+    fn opened(&self) -> &Opened {
+        self.opened.get_or_init(&self.open)
+    }
+}
+
+/// The software engine for `settings`; `None` for method none.
+pub(crate) fn software(settings: &Settings) -> Option<&'static Software> {
+    software_at(settings.method(), settings.level().unwrap_or_default())
+}
+
+/// The software engine that serves `method` at `level`.
+pub(crate) fn software_at(method: Method, level: i32) -> Option<&'static Software> {
+    let mut engines = software_engines(method).iter();
+    engines.find(|engine| engine.levels.contains(&level))
+}
+
+/// Name of what method none does.
+pub(crate) const COPY: &str = "copy";
+
+fn software_engines(method: Method) -> &'static [Software] {
+    match method {
+        Method::Zlib => zlib::ENGINES,
+        Method::Zstd => zstd::ENGINES,
+        Method::Lz4 => lz4::ENGINES,
+        Method::Qatzip => qatzip::ENGINES,
+        Method::Qpl => qpl::ENGINES,
+        Method::None | Method::QplCanned | Method::Uadk => &[],
+    }
+}

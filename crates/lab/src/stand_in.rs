@@ -1,0 +1,106 @@
+//! Stand-ins for libraries that drive hardware which test machines do not have.
+//!
+//! `stand_in/libqatzip.c` is a libqatzip with zlib instead of a QAT device, and with switches that make it fail in
+//! every way that the real one can. A program under test gets the switches through its environment
+//! (`STAND_IN_hw_session_stat=11`); a test that loads the library itself calls `stand_in_set(name, value)` and
+//! `stand_in_get(name)`. The C file lists the names.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use crate::skipped;
+
+/// The functions of libqatzip that Vamoose calls, all of which the stand-in has.
+pub const LIBQATZIP_SYMBOLS: [&str; 10] = [
+    "qzInit",
+    "qzGetDefaultsDeflate",
+    "qzSetupSessionDeflate",
+    "qzMaxCompressedLength",
+    "qzMalloc",
+    "qzFree",
+    "qzCompress",
+    "qzDecompress",
+    "qzTeardownSession",
+    "qzClose",
+];
+
+/// Compiles the stand-in for libqatzip into `folder`, without one of [`LIBQATZIP_SYMBOLS`] if that is wanted, and gives
+/// its path. A process that loads one file twice gets the same switches twice: every test compiles into a folder of its
+/// own.
+///
+/// # Errors
+/// When there is no C compiler or no zlib.h, when `folder` cannot be written to, or when there is no such symbol.
+pub fn libqatzip(folder: &Path, without: Option<&str>) -> Result<PathBuf> {
+    let path = folder.join("libqatzip.so.3");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"]);
+    if let Some(symbol) = without {
+        ensure!(
+            LIBQATZIP_SYMBOLS.contains(&symbol),
+            "the stand-in has no {symbol} to leave out"
+        );
+        // To whoever looks for it, a function with another name is not there.
+        compiler.arg(format!("-D{symbol}=without_{symbol}"));
+    }
+    compiler.arg("-o").arg(&path).arg(SOURCE).arg("-lz");
+    let output = compiler.output().context("cannot run cc")?;
+    if !output.status.success() {
+        bail!(
+            "cc cannot compile {SOURCE}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+    Ok(path)
+}
+
+/// As [`libqatzip`]. Where that is not possible for want of a compiler or of zlib, says loudly that the test is
+/// skipped, and gives `None`.
+///
+/// # Errors
+/// When skipping is forbidden, see [`skipped`], or when it is the compilation that fails.
+pub fn libqatzip_or_skip(folder: &Path, without: Option<&str>) -> Result<Option<PathBuf>> {
+    if let Err(error) = compiles_zlib() {
+        skipped(&format!(
+            "no stand-in for libqatzip: {error:#}; run scripts/setup build"
+        ))?;
+        return Ok(None);
+    }
+    libqatzip(folder, without).map(Some)
+}
+
+const SOURCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/stand_in/libqatzip.c");
+
+/// Whether there are a C compiler and zlib's header.
+fn compiles_zlib() -> Result<()> {
+    let output = Command::new("cc")
+        .args(["-E", "-include", "zlib.h", "-x", "c", "/dev/null"])
+        .output()
+        .context("cannot run cc")?;
+    ensure!(output.status.success(), "cc finds no zlib.h");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_symbol_that_is_left_out_is_missing_and_no_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(path) = libqatzip_or_skip(folder.path(), Some("qzCompress")).unwrap() else {
+            return;
+        };
+        let library = std::fs::read(path).unwrap();
+        // Names of exported functions stand between zeros in the file's string table.
+        let has = |symbol: &str| {
+            let name = format!("\0{symbol}\0");
+            library.windows(name.len()).any(|at| at == name.as_bytes())
+        };
+        for symbol in LIBQATZIP_SYMBOLS {
+            assert_eq!(has(symbol), symbol != "qzCompress", "{symbol}");
+        }
+        assert!(libqatzip(folder.path(), Some("qzNonsense")).is_err());
+    }
+}
