@@ -13,6 +13,7 @@
 //!  short, long       a payload cut short, or with bytes behind its end
 //!  nothing, beyond   a length of 0, or more than there was room for
 //!  seed=7            for what happens at random
+//!  honest=64         nothing of this for the first 64 packets of each device
 //! ```
 //! For example `delay=100us,refuse@50%,wrong@1%`. When it decodes, all kinds of wrong results are a
 //! flipped bit in the pages.
@@ -37,6 +38,7 @@ use crate::{
 pub struct Faults {
     rules: Vec<Rule>,
     seed: u64,
+    honest: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,8 +83,13 @@ impl FromStr for Faults {
                 None => (what, None),
             };
             let problem = || format!("`{item}` is no fault");
-            if name == "seed" {
-                faults.seed = value.and_then(|v| v.parse().ok()).ok_or_else(problem)?;
+            let setting = match name {
+                "seed" => Some(&mut faults.seed),
+                "honest" => Some(&mut faults.honest),
+                _ => None,
+            };
+            if let Some(setting) = setting {
+                *setting = value.and_then(|v| v.parse().ok()).ok_or_else(problem)?;
                 continue;
             }
             let fault = match (name, value) {
@@ -182,6 +189,9 @@ impl FaultyDevice {
     fn fault(&mut self) -> Result<Option<Fault>, DeviceError> {
         let number = self.packets;
         self.packets += 1;
+        if number < self.faults.honest {
+            return Ok(None);
+        }
         let mut picked = None;
         for rule in &self.faults.rules {
             let applies = match rule.when {
@@ -286,6 +296,7 @@ mod tests {
                     rule(Fault::Wrong, When::Percent(5)),
                 ],
                 seed: 7,
+                honest: 0,
             })
         );
         for text in [

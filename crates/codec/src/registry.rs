@@ -7,7 +7,7 @@
 //!  zstd        zstd
 //!  lz4         lz4
 //!  qpl         isa-l, libdeflate
-//!  qatzip      isa-l, libdeflate              qat
+//!  qatzip      isa-l, libdeflate                  qat
 //! ```
 //!
 //! An engine that is absent is not an error: it says why. Under [`Accel::Auto`] hardware is used

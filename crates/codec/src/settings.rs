@@ -18,7 +18,8 @@ impl Settings {
     ///
     /// zlib takes 0 (stored) to 9. zstd takes its negative (fast) levels up to 22; 0 stands for
     /// zstd's own default, 3, as it does in QEMU. lz4 takes its accelerations, 1 to 65537, of which
-    /// higher ones are faster. qpl takes 0 (the fastest) to 12. none takes no level.
+    /// higher ones are faster. qpl takes 0 (the fastest) to 12,
+    /// qatzip 1 to 9. none takes no level.
     ///
     /// # Errors
     /// When the method is not built into this crate, or the level is not one of its levels.

@@ -74,6 +74,8 @@ proptest! {
             (Method::Zlib, 6),
             (Method::Zstd, -5),
             (Method::Zstd, 1),
+            (Method::Qpl, 0),
+            (Method::Qpl, 1),
         ][..]),
         packets in vec((select(&Kind::ALL[..]), any::<u64>(), 1..=40_usize), 1..5),
         flips in vec((0..5_usize, any::<prop::sample::Index>(), any::<u8>()), 0..3),

@@ -17,12 +17,13 @@ use multifd::{Layout, Method};
 use proptest::prelude::*;
 
 #[path = "common/pages.rs"]
+#[allow(dead_code, reason = "other tests use the other kinds of pages")]
 mod pages;
 
 use pages::Kind;
 
 const LAYOUT: Layout = Layout::X86;
-const METHODS: [Method; 1] = [Method::Lz4];
+const METHODS: [Method; 3] = [Method::Lz4, Method::Qpl, Method::Qatzip];
 
 fn engines(method: Method, faults: &str, verify: Verify) -> Engines {
     let faults: Faults = faults.parse().unwrap();

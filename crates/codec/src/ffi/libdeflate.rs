@@ -30,7 +30,8 @@ pub(crate) struct Inflated {
 pub(crate) enum Failure {
     /// It is corrupt, or goes on after the input; libdeflate does not tell these apart.
     Data,
-    /// It holds more than fits into the output.
+    /// It holds more than fits into the output. It may also be cut short there: libdeflate reads on
+    /// for a few bytes that are not there, as if they were zeros.
     Room,
 }
 

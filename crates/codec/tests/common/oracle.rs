@@ -11,13 +11,16 @@ pub(crate) enum Oracle {
     None,
     Zlib(CZlib),
     Zstd(DCtx<'static>),
+    Qpl(CZlib),
 }
 
 impl Oracle {
     pub(crate) fn new(method: Method) -> Self {
         match method {
             Method::None => Self::None,
-            Method::Zlib => Self::Zlib(CZlib::new()),
+            Method::Zlib => Self::Zlib(CZlib::new(15)),
+            // Raw deflate, with IAA's window of 4 KiB.
+            Method::Qpl => Self::Qpl(CZlib::new(-12)),
             Method::Zstd => Self::Zstd(DCtx::create()),
             method => panic!("no oracle for {method}"),
         }
@@ -28,6 +31,7 @@ impl Oracle {
         match self {
             Self::None => pages.copy_from_slice(payload),
             Self::Zlib(stream) => stream.decode(payload, pages),
+            Self::Qpl(stream) => stream.decode_pages(payload, pages),
             Self::Zstd(context) => {
                 let mut input = InBuffer::around(payload);
                 let mut output = OutBuffer::around(pages);
@@ -49,7 +53,8 @@ impl Oracle {
 pub(crate) struct CZlib(Box<c::z_stream>);
 
 impl CZlib {
-    fn new() -> Self {
+    /// `window_bits` are zlib's: 8 to 15, negative for raw deflate.
+    fn new(window_bits: c_int) -> Self {
         unsafe extern "C" {
             fn malloc(size: usize) -> *mut std::ffi::c_void;
             fn free(at: *mut std::ffi::c_void);
@@ -84,14 +89,44 @@ impl CZlib {
         });
         // SAFETY: the stream is initialised as zlib demands, and boxed, so it does not move.
         let code = unsafe {
-            c::inflateInit_(
+            c::inflateInit2_(
                 &raw mut *stream,
+                window_bits,
                 c::zlibVersion(),
                 c_int::try_from(size_of::<c::z_stream>()).unwrap(),
             )
         };
         assert_eq!(code, c::Z_OK);
         Self(stream)
+    }
+
+    /// A table of lengths, then a stream for each page, or the page as it is.
+    fn decode_pages(&mut self, payload: &[u8], pages: &mut [u8]) {
+        const PAGE: usize = 4096;
+        let (table, mut rest) = payload.split_at(pages.len() / PAGE * 4);
+        for (page, length) in pages.chunks_exact_mut(PAGE).zip(table.chunks_exact(4)) {
+            let len = u32::from_be_bytes(length.try_into().unwrap());
+            let encoded;
+            (encoded, rest) = rest.split_at(len.try_into().unwrap());
+            if encoded.len() == PAGE {
+                page.copy_from_slice(encoded);
+                continue;
+            }
+            assert!(encoded.len() < PAGE, "longer than the page");
+            let stream = &mut *self.0;
+            stream.next_in = encoded.as_ptr().cast_mut();
+            stream.avail_in = encoded.len().try_into().unwrap();
+            stream.next_out = page.as_mut_ptr();
+            stream.avail_out = page.len().try_into().unwrap();
+            // SAFETY: both pointers are valid for the lengths beside them; the stream is initialised.
+            let code = unsafe {
+                assert_eq!(c::inflateReset(&raw mut *stream), c::Z_OK);
+                c::inflate(&raw mut *stream, c::Z_FINISH)
+            };
+            assert_eq!(code, c::Z_STREAM_END, "inflate");
+            assert_eq!((stream.avail_in, stream.avail_out), (0, 0), "left");
+        }
+        assert!(rest.is_empty(), "payload left");
     }
 
     fn decode(&mut self, payload: &[u8], pages: &mut [u8]) {

@@ -15,10 +15,12 @@ use std::{
     io::{self, Write as _},
     num::NonZeroUsize,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use anyhow::{Context as _, Result};
 use clap::Args;
+use codec::Registry;
 use serde::Serialize;
 
 use self::{
@@ -32,7 +34,7 @@ use self::{
 
 /// Show what this host has for migrations, and which method it advises
 ///
-/// Measures the encoders for about a second.
+/// Measures encoders and decoders for about two seconds.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// Print one JSON object
@@ -44,7 +46,7 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let probe = Probe::new(&Root::system(), options.cores)?;
+    let probe = Probe::new(&Root::system(), options.cores);
     let text = if options.json {
         serde_json::to_string_pretty(&probe).context("cannot write the result as JSON")? + "\n"
     } else {
@@ -75,23 +77,24 @@ struct Probe {
 }
 
 impl Probe {
-    fn new(root: &Root, cores: Option<NonZeroUsize>) -> Result<Self> {
+    fn new(root: &Root, cores: Option<NonZeroUsize>) -> Self {
         let cpu = Cpu::probe(root);
+        let registry = Arc::new(Registry::new());
         let devices = pci::devices(root);
         let cores = cores.map_or(cpu.usable_cores, NonZeroUsize::get);
-        Ok(Self {
+        Self {
             kernel: system::kernel(root),
             numa_nodes: system::nodes(root),
             memlock: Memlock::probe(),
             kvm: system::kvm(root),
             userfaultfd: Userfaultfd::probe(root),
             zero_copy: system::zero_copy(root),
-            engines: engines::engines(&devices),
+            engines: engines::engines(&registry, &devices),
             qemus: qemu::on_path(std::env::var_os("PATH").as_deref()),
-            advice: Advice::measure(cores)?,
+            advice: Advice::measure(&registry, cores),
             cpu,
             devices,
-        })
+        }
     }
 
     fn text(&self) -> String {
@@ -204,7 +207,7 @@ mod tests {
     #[test]
     fn a_system_without_anything_is_described_too() {
         let (_folder, root) = fake::root(&[]);
-        let probe = Probe::new(&root, NonZeroUsize::new(1)).unwrap();
+        let probe = Probe::new(&root, NonZeroUsize::new(1));
         assert_eq!(probe.kernel, None);
         assert!(!probe.kvm.present && !probe.userfaultfd.kernel && !probe.zero_copy.present);
         assert!(probe.devices.is_empty() && probe.numa_nodes.is_empty());

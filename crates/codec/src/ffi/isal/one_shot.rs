@@ -79,6 +79,7 @@ const _: () = assert!(NO_FLUSH as u32 == c::NO_FLUSH);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ffi::libdeflate::{Inflate, Inflated};
 
     #[test]
     fn it_stays_within_whatever_room_it_has() {
@@ -96,7 +97,8 @@ mod tests {
             for room in (0..400).chain(needed.saturating_sub(400)..needed + 400) {
                 let mut out = vec![0xa5; room + 256];
                 match engine.compress(input, &mut out[..room]) {
-                    Ok(written) => assert!(written <= room && out[..written] == enough[..written]),
+                    // Repeated bytes are written in another way where there is less room.
+                    Ok(written) => assert!(written <= room && holds(&out[..written], input)),
                     Err(fault) => assert!(fault == Fault::Room && room < needed + 16),
                 }
                 assert!(out[room..].iter().all(|byte| *byte == 0xa5), "room {room}");
@@ -105,6 +107,13 @@ mod tests {
             let again = engine.compress(input, &mut enough).unwrap();
             assert_eq!(again, needed);
         }
+    }
+
+    fn holds(stream: &[u8], input: &[u8]) -> bool {
+        let mut found = vec![0xa5; input.len()];
+        let inflated = Inflate::new().unwrap().inflate(stream, &mut found);
+        let (consumed, produced) = (stream.len(), input.len());
+        inflated == Ok(Inflated { consumed, produced }) && found == input
     }
 
     #[test]

@@ -49,6 +49,14 @@ pub(crate) fn judge(
             demand: "relay to a stock zstd destination: total CPU at most 10 % above direct zstd's".to_owned(),
             found: pair(cost("cpu/relay-zstd"), cost("cpu/direct-zstd")).map(total_of_zstd),
         },
+        Verdict {
+            demand: "lz4 through two relays: total CPU at most 85 % of direct zstd's".to_owned(),
+            found: pair(cost("cpu/pair-lz4"), cost("cpu/direct-zstd")).map(|costs| share(costs, 0.85)),
+        },
+        Verdict {
+            demand: "lz4 at acceleration 8 through two relays: total CPU at most 60 % of direct zstd's".to_owned(),
+            found: pair(cost("cpu/pair-lz4-8"), cost("cpu/direct-zstd")).map(|costs| share(costs, 0.6)),
+        },
     ];
     verdicts.extend(still.iter().filter_map(memory));
     for method in ["none", "zstd"] {
@@ -109,6 +117,20 @@ fn total_of_zstd((ours, stock): (&Cost, &Cost)) -> Found {
     }
 }
 
+fn share((ours, stock): (&Cost, &Cost), most: f64) -> Found {
+    let ratio = ours.total() / stock.total();
+    Found {
+        pass: ratio <= most,
+        numbers: format!(
+            "{:.2} of {:.2} CPU-s, {:.1} %; {:.3} of the bytes",
+            ours.total(),
+            stock.total(),
+            ratio * 100.0,
+            ours.wire / stock.wire
+        ),
+    }
+}
+
 fn memory(measured: &still::Measured) -> Option<Verdict> {
     const MIB: f64 = 1_048_576.0;
     let (case, cost) = (&measured.case, &measured.cost);
@@ -161,6 +183,8 @@ mod tests {
         assert!(!third_of_zlib((&cost(1.1, 9.0), &cost(3.0, 9.0))).pass);
         assert!(!third_of_zlib((&cost(1.0, 9.1), &cost(3.0, 9.0))).pass);
         assert!(!total_of_zstd((&cost(1.2, 1.0), &cost(1.0, 1.0))).pass);
+        assert!(share((&cost(0.85, 2.0), &cost(1.0, 1.0)), 0.85).pass);
+        assert!(!share((&cost(0.86, 1.0), &cost(1.0, 1.0)), 0.85).pass);
 
         let pause = |real| Pause {
             real,

@@ -31,6 +31,8 @@ pub(crate) struct Case {
     pub(crate) name: &'static str,
     /// Between QEMUs, or between Vamoose and who decodes.
     pub(crate) method: &'static str,
+    /// Level of the method, where Vamoose encodes.
+    level: u32,
     /// Data channels, all the way.
     pub(crate) channels: u8,
     /// Bytes of RAM.
@@ -85,6 +87,7 @@ pub(crate) fn cases(options: &Options) -> Vec<Case> {
     let case = |name, between, method| Case {
         name,
         method,
+        level: 1,
         channels: CHANNELS,
         ram: options.ram,
         between,
@@ -95,6 +98,13 @@ pub(crate) fn cases(options: &Options) -> Vec<Case> {
         case("cpu/direct-zstd", Between::Direct, "zstd"),
         case("cpu/relay-zstd", Between::Relay, "zstd"),
         case("cpu/pair-zstd", Between::Pair, "zstd"),
+        case("cpu/pair-lz4", Between::Pair, "lz4"),
+        Case {
+            level: 8,
+            ..case("cpu/pair-lz4-8", Between::Pair, "lz4")
+        },
+        case("cpu/pair-qpl", Between::Pair, "qpl"),
+        case("cpu/pair-qatzip", Between::Pair, "qatzip"),
         case("cpu/direct-zlib", Between::Direct, "zlib"),
         case("cpu/relay-zlib", Between::Relay, "zlib"),
         Case {
@@ -225,12 +235,11 @@ impl Case {
         }
         if !matches!(self.between, Between::Direct) {
             let listen = format!("unix:{}", source.socket("out").display());
-            let level: &[&str] = if self.method == "none" {
-                &[]
-            } else {
-                &["--level", "1"]
-            };
-            let options = [&["--method", self.method], level].concat();
+            let level = self.level.to_string();
+            let mut options = vec!["--method", self.method];
+            if self.method != "none" {
+                options.extend(["--level", &level]);
+            }
             let (near, address) = Watched::start(vamoose, &listen, &relays.address, &options)?;
             relays.near = Some(near);
             relays.address = address;

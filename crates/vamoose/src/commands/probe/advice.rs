@@ -1,19 +1,24 @@
-//! Which method moves memory soonest over which link, by what the encoders do on this processor.
+//! Which method moves memory soonest over which link, by what the engines do on this host.
 //!
-//! A migration is as fast as the slower of its two stages: bytes leave the link at
-//! `link x ratio` and the encoders at `cores x speed`, both counted in page bytes. Dirty rounds,
-//! zero pages and the far side's decoding (several times faster than encoding) are left out.
+//! A migration is as fast as the slower of its two stages: bytes leave the link at `link x ratio`
+//! and the encoders at `cores x speed`, both counted in page bytes:
+//!
+//! ```text
+//!  time = max(bytes / ratio / link, bytes / (cores x speed))
+//! ```
+//! Times within 15 % of the soonest are equal, for measurements and guests differ by as much: of
+//! those the method that takes the least time of the cores is advised. Dirty rounds, zero pages and
+//! the far side's decoding (as fast as encoding or faster; its cores are not known here) are left out.
 
+mod measure;
 mod sample;
 
-use std::{hint::black_box, time::Duration};
+use std::sync::Arc;
 
-use anyhow::{Context as _, Result};
-use codec::{Settings, encoder};
-use multifd::{Layout, Method};
-use rustix::time::{ClockId, clock_gettime};
+use codec::Registry;
 use serde::Serialize;
 
+use self::measure::{FarSide, Measured, Unmeasured};
 use super::Lines;
 
 /// The measured methods and the best of them for each link.
@@ -25,31 +30,33 @@ pub(super) struct Advice {
     /// Cores that the advice counts on.
     cores: usize,
     methods: Vec<Measured>,
+    unmeasured: Vec<Unmeasured>,
     links: Vec<Link>,
 }
 
-/// What one core does.
-#[derive(Clone, Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct Measured {
-    method: &'static str,
-    level: Option<i32>,
-    engine: &'static str,
-    /// Page bytes per second of CPU time.
-    bytes_per_second: f64,
-    /// Page bytes per byte of payload.
-    ratio: f64,
-}
-
-/// The method to use on a link.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+/// What to use on a link.
+#[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Link {
     gbit_per_second: u32,
+    /// Between two vamooses.
+    #[serde(flatten)]
+    best: Candidate,
+    /// Where the far side is a QEMU as distributions build it.
+    stock: Option<Candidate>,
+    /// All methods, the soonest first.
+    candidates: Vec<Candidate>,
+}
+
+/// A method on a link. Times are for a gigabyte (2^30 bytes) of pages that are not zero.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Candidate {
     method: &'static str,
     level: Option<i32>,
-    /// For a gigabyte (2^30 bytes) of pages that are not zero.
     seconds_per_gib: f64,
+    seconds_on_link: f64,
+    seconds_on_cores: f64,
     /// `link` or `cores`.
     limited_by: &'static str,
 }
@@ -57,135 +64,198 @@ struct Link {
 /// In Gbit/s.
 const LINKS: [u32; 4] = [1, 10, 25, 100];
 
-/// Encoders to choose from: no work, the method every QEMU has, and zstd slow and fast.
-const CANDIDATES: [(Method, Option<i32>); 4] = [
-    (Method::None, None),
-    (Method::Zlib, Some(1)),
-    (Method::Zstd, Some(1)),
-    (Method::Zstd, Some(-5)),
-];
-
-/// For each candidate; together with the sample's generation about a second.
-const CPU_TIME: Duration = Duration::from_millis(200);
+/// Times that differ by less are equal.
+const TIE: f64 = 1.15;
 
 impl Advice {
-    /// Measures the encoders, and advises for `cores` of them at work.
-    pub(super) fn measure(cores: usize) -> Result<Self> {
-        let packets = sample::packets(Layout::X86);
-        let methods = CANDIDATES
-            .into_iter()
-            .map(|(method, level)| measure(method, level, &packets))
-            .collect::<Result<Vec<_>>>()?;
-        let links = LINKS
-            .into_iter()
-            .filter_map(|gbits| best(&methods, gbits, cores))
-            .collect();
-        Ok(Self {
+    /// Measures the engines, and advises for `cores` at work.
+    pub(super) fn measure(registry: &Arc<Registry>, cores: usize) -> Self {
+        let (methods, unmeasured) = measure::measure_all(registry);
+        Self {
             sample: sample::DESCRIPTION,
             cores,
+            links: LINKS
+                .into_iter()
+                .filter_map(|gbits| Link::new(&methods, gbits, cores))
+                .collect(),
             methods,
-            links,
-        })
+            unmeasured,
+        }
     }
 
     pub(super) fn describe(&self, lines: &mut Lines) {
         lines.put("sample", self.sample);
+        self.describe_methods(lines);
+        self.describe_times(lines);
+        lines.put(
+            "rule",
+            "time = max(bytes / ratio / link, bytes / (cores x speed)); within 15 % the one that costs \
+             less CPU",
+        );
+        for link in &self.links {
+            link.describe(lines);
+        }
+    }
+
+    fn describe_methods(&self, lines: &mut Lines) {
+        const NAME: &str = "one core";
+        lines.put(
+            NAME,
+            format_args!(
+                "{:<12}{:<11}{:>12}{:>12}{:>7}  {}",
+                "method", "engine", "encodes", "decodes", "ratio", "understood by"
+            ),
+        );
         for measured in &self.methods {
+            let fell_back = match measured.fallbacks {
+                0 => String::new(),
+                packets => format!(", {packets} packets done in software"),
+            };
             lines.put(
-                "one core",
+                NAME,
                 format_args!(
-                    "{:<8} {:<8} {:>8.0} MB/s, ratio {:.2}",
+                    "{:<12}{:<11}{:>7.0} MB/s{:>7.0} MB/s{:>7.2}  {}{fell_back}",
                     label(measured.method, measured.level),
                     measured.engine,
                     measured.bytes_per_second / 1e6,
-                    measured.ratio
+                    measured.decoded_bytes_per_second / 1e6,
+                    measured.ratio,
+                    measured.understood_by,
                 ),
             );
         }
-        for link in &self.links {
+        for Unmeasured {
+            method,
+            level,
+            reason,
+        } in &self.unmeasured
+        {
+            let label = label(method, *level);
+            lines.put(NAME, format_args!("{label:<12}not measured: {reason}"));
+        }
+    }
+
+    /// The time of each stage; of a method on a link the longer one counts.
+    fn describe_times(&self, lines: &mut Lines) {
+        const NAME: &str = "s per GiB";
+        let cores = match self.cores {
+            1 => "1 core".to_owned(),
+            cores => format!("{cores} cores"),
+        };
+        let links: String = LINKS.map(|gbits| format!("{gbits:>6} Gbit/s")).concat();
+        lines.put(NAME, format_args!("{:<12}{cores:>11}{links}", "method"));
+        for measured in &self.methods {
+            let times: String = LINKS
+                .map(|gbits| format!("{:>13.3}", seconds_on_link(measured, gbits)))
+                .concat();
             lines.put(
-                "advises",
+                NAME,
                 format_args!(
-                    "{:>3} Gbit/s, {} cores: {:<8} {:>7.3} s per GiB of non-zero pages, limited by the {}",
-                    link.gbit_per_second,
-                    self.cores,
-                    label(link.method, link.level),
-                    link.seconds_per_gib,
-                    link.limited_by
+                    "{:<12}{:>11.3}{times}",
+                    label(measured.method, measured.level),
+                    seconds_on_cores(measured, self.cores),
                 ),
             );
         }
     }
 }
 
-fn measure(method: Method, level: Option<i32>, packets: &[Vec<u8>]) -> Result<Measured> {
-    let settings = Settings::new(method, level)?;
-    let context = || format!("cannot measure {}", label(method.name(), level));
-    let mut encoder = encoder(&settings, Layout::X86).with_context(context)?;
-    let (mut out, mut copy) = (
-        vec![0; Layout::X86.max_payload()],
-        vec![0; Layout::X86.packet_bytes()],
-    );
-    let (mut page_bytes, mut payload_bytes) = (0, 0);
-    // The first packet pays for tables and page faults.
-    encoder.encode(packets.first().map_or(&[], Vec::as_slice), &mut out)?;
-    let start = cpu_time();
-    let mut time = Duration::ZERO;
-    for packet in packets.iter().cycle() {
-        let payload = encoder
-            .encode(packet, &mut out)
-            .with_context(context)?
-            .payload;
-        if method == Method::None {
-            // The encoder hands its input on; what such a page costs is the socket's copy.
-            copy[..payload.len()].copy_from_slice(payload);
-            black_box(&mut copy);
+impl Link {
+    /// `None` without methods.
+    fn new(methods: &[Measured], gbit_per_second: u32, cores: usize) -> Option<Self> {
+        let candidate = |measured: &Measured| Candidate::new(measured, gbit_per_second, cores);
+        let stock: Vec<_> = methods
+            .iter()
+            .filter(|measured| measured.understood_by == FarSide::AnyQemu)
+            .map(candidate)
+            .collect();
+        let mut candidates: Vec<_> = methods.iter().map(candidate).collect();
+        candidates.sort_by(|a, b| a.seconds_per_gib.total_cmp(&b.seconds_per_gib));
+        Some(Self {
+            gbit_per_second,
+            best: best(&candidates)?.clone(),
+            stock: best(&stock).cloned(),
+            candidates,
+        })
+    }
+
+    fn describe(&self, lines: &mut Lines) {
+        const NAME: &str = "advises";
+        let gbits = self.gbit_per_second;
+        lines.put(
+            NAME,
+            format_args!("{gbits:>3} Gbit/s: {}", self.best.text()),
+        );
+        if let Some(next) = self.candidates.iter().find(|other| **other != self.best) {
+            let tie = match next.seconds_per_gib < self.best.seconds_per_gib {
+                true => "; a tie, but more CPU",
+                false => "",
+            };
+            lines.put(NAME, format_args!("{:>12} {}{tie}", "next:", next.text()));
         }
-        page_bytes += packet.len();
-        payload_bytes += payload.len();
-        time = cpu_time().saturating_sub(start);
-        if time >= CPU_TIME {
-            break;
+        match &self.stock {
+            Some(stock) if *stock != self.best => {
+                lines.put(NAME, format_args!("{:>12} {}", "stock QEMU:", stock.text()));
+            }
+            _ => {}
         }
     }
-    Ok(Measured {
-        method: method.name(),
-        level,
-        engine: encoder.engine(),
-        bytes_per_second: page_bytes as f64 / time.as_secs_f64().max(1e-9),
-        ratio: page_bytes as f64 / (payload_bytes as f64).max(1.0),
-    })
 }
 
-/// The method that is through first; of equals the first, which costs least.
-fn best(methods: &[Measured], gbit_per_second: u32, cores: usize) -> Option<Link> {
-    const GIB: f64 = (1u64 << 30) as f64;
-    let link_rate = f64::from(gbit_per_second) * 1e9 / 8.0;
-    methods
-        .iter()
-        .map(|measured| {
-            let on_link = GIB / measured.ratio / link_rate;
-            let on_cores = GIB / (cores as f64 * measured.bytes_per_second);
-            Link {
-                gbit_per_second,
-                method: measured.method,
-                level: measured.level,
-                seconds_per_gib: on_link.max(on_cores),
-                limited_by: if on_link >= on_cores { "link" } else { "cores" },
-            }
-        })
-        .min_by(|a, b| a.seconds_per_gib.total_cmp(&b.seconds_per_gib))
+impl Candidate {
+    fn new(measured: &Measured, gbit_per_second: u32, cores: usize) -> Self {
+        let seconds_on_link = seconds_on_link(measured, gbit_per_second);
+        let seconds_on_cores = seconds_on_cores(measured, cores);
+        Self {
+            method: measured.method,
+            level: measured.level,
+            seconds_per_gib: seconds_on_link.max(seconds_on_cores),
+            seconds_on_link,
+            seconds_on_cores,
+            limited_by: match seconds_on_link >= seconds_on_cores {
+                true => "link",
+                false => "cores",
+            },
+        }
+    }
+
+    fn text(&self) -> String {
+        format!(
+            "{:<12}{:>7.3} s (link {:.3} s, cores {:.3} s), limited by the {}",
+            label(self.method, self.level),
+            self.seconds_per_gib,
+            self.seconds_on_link,
+            self.seconds_on_cores,
+            self.limited_by
+        )
+    }
 }
+
+/// The soonest, or what is equal to it and costs less.
+fn best(candidates: &[Candidate]) -> Option<&Candidate> {
+    let times = candidates.iter().map(|candidate| candidate.seconds_per_gib);
+    let soonest = times.min_by(f64::total_cmp)?;
+    candidates
+        .iter()
+        .filter(|candidate| candidate.seconds_per_gib <= soonest * TIE)
+        .min_by(|a, b| a.seconds_on_cores.total_cmp(&b.seconds_on_cores))
+}
+
+fn seconds_on_link(measured: &Measured, gbit_per_second: u32) -> f64 {
+    GIB / measured.ratio / (f64::from(gbit_per_second) * 1e9 / 8.0)
+}
+
+fn seconds_on_cores(measured: &Measured, cores: usize) -> f64 {
+    GIB / (cores as f64 * measured.bytes_per_second)
+}
+
+const GIB: f64 = (1u64 << 30) as f64;
 
 fn label(method: &str, level: Option<i32>) -> String {
     match level {
         Some(level) => format!("{method} {level}"),
         None => method.to_owned(),
     }
-}
-
-fn cpu_time() -> Duration {
-    Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -197,21 +267,30 @@ mod tests {
             method,
             level: None,
             engine: "",
+            fallbacks: 0,
             bytes_per_second: mb_per_second * 1e6,
+            decoded_bytes_per_second: mb_per_second * 1e6,
             ratio,
+            understood_by: match method {
+                "none" | "dense" => FarSide::AnyQemu,
+                _ => FarSide::Vamoose,
+            },
         }
+    }
+
+    fn methods() -> [Measured; 3] {
+        [
+            measured("none", 10_000.0, 1.0),
+            measured("dense", 100.0, 4.0),
+            measured("quick", 1000.0, 2.0),
+        ]
     }
 
     #[test]
     fn slow_links_get_the_best_ratio_and_fast_ones_the_fastest_encoder() {
-        let methods = [
-            measured("none", 10_000.0, 1.0),
-            measured("dense", 100.0, 4.0),
-            measured("quick", 1000.0, 2.0),
-        ];
         let pick = |gbits, cores| {
-            let link = best(&methods, gbits, cores).unwrap();
-            (link.method, link.limited_by)
+            let link = Link::new(&methods(), gbits, cores).unwrap();
+            (link.best.method, link.best.limited_by)
         };
         // 125 MB/s x 4 = 500 MB/s, which 10 cores encode and 2 do not.
         assert_eq!(pick(1, 10), ("dense", "link"));
@@ -221,12 +300,60 @@ mod tests {
         assert_eq!(pick(10, 2), ("quick", "cores"));
         assert_eq!(pick(100, 2), ("none", "link"));
         assert_eq!(pick(100, 1), ("none", "cores"));
-        assert_eq!(best(&[], 1, 1), None);
+        assert!(Link::new(&[], 1, 1).is_none());
     }
 
     #[test]
     fn the_time_is_that_of_the_slower_stage() {
-        let link = best(&[measured("none", 1000.0, 1.0)], 1, 1).unwrap();
-        assert!((link.seconds_per_gib - 1.073_741_824 * 8.0).abs() < 1e-9);
+        let link = Link::new(&[measured("none", 1000.0, 1.0)], 1, 1).unwrap();
+        assert!((link.best.seconds_on_link - 1.073_741_824 * 8.0).abs() < 1e-9);
+        assert!((link.best.seconds_on_cores - 1.073_741_824).abs() < 1e-9);
+        assert_eq!(link.best.seconds_per_gib, link.best.seconds_on_link);
+    }
+
+    #[test]
+    fn equal_times_go_to_the_method_that_costs_less() {
+        let pick = |ratio| {
+            let methods = [measured("dense", 500.0, ratio), methods()[2].clone()];
+            Link::new(&methods, 1, 2).unwrap().best.method
+        };
+        assert_eq!(pick(2.29), "quick");
+        assert_eq!(pick(2.31), "dense");
+    }
+
+    #[test]
+    fn what_only_vamoose_understands_has_a_stock_alternative() {
+        let link = Link::new(&methods(), 10, 2).unwrap();
+        assert_eq!(link.best.method, "quick");
+        assert_eq!(link.stock.as_ref().unwrap().method, "none");
+        let mut lines = Lines::default();
+        link.describe(&mut lines);
+        assert!(lines.0.contains("stock QEMU: none"), "{}", lines.0);
+        // The same one is not said twice.
+        let mut lines = Lines::default();
+        Link::new(&methods(), 100, 2).unwrap().describe(&mut lines);
+        assert!(!lines.0.contains("stock QEMU"), "{}", lines.0);
+    }
+
+    #[test]
+    fn what_could_not_be_measured_is_said() {
+        let mut lines = Lines::default();
+        let advice = Advice {
+            sample: "",
+            cores: 1,
+            methods: Vec::new(),
+            unmeasured: vec![Unmeasured {
+                method: "qatzip",
+                level: Some(1),
+                reason: "it lies".to_owned(),
+            }],
+            links: Vec::new(),
+        };
+        advice.describe(&mut lines);
+        assert!(
+            lines.0.contains("qatzip 1    not measured: it lies"),
+            "{}",
+            lines.0
+        );
     }
 }

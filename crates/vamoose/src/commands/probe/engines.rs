@@ -1,7 +1,8 @@
-//! What encodes and decodes pages in this build, and why the rest does not.
+//! The engines of the codecs' registry, what they serve, and why some are absent.
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
+use codec::{Registry, Row, Settings};
 use serde::Serialize;
 
 use super::pci::{Device, Kind};
@@ -11,62 +12,93 @@ use super::pci::{Device, Kind};
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Engine {
     name: &'static str,
-    /// QEMU's name of the method.
     method: &'static str,
+    /// Nothing where the method has none.
+    levels: Option<Levels>,
+    hardware: bool,
     present: bool,
     /// Why it is absent, or what it serves.
     reason: String,
 }
 
-/// The engines, given the accelerators of this host.
-pub(super) fn engines(devices: &[Device]) -> Vec<Engine> {
-    let engine = |name, method, present, reason: &str| Engine {
-        name,
-        method,
-        present,
-        reason: reason.to_owned(),
-    };
-    let isal = cfg!(feature = "isal");
-    vec![
-        engine("copy", "none", true, "pages as they are"),
-        engine(
-            "isa-l",
-            "zlib",
-            isal,
-            if isal {
-                "the levels for which it is the faster one"
-            } else {
-                "not in this build: cargo feature `isal` is off"
-            },
-        ),
-        engine(
-            "zlib-rs",
-            "zlib",
-            true,
-            if isal {
-                "the other levels"
-            } else {
-                "all levels"
-            },
-        ),
-        engine("zstd", "zstd", true, "all levels"),
-        accelerator("qat", "qatzip", Kind::Qat, devices),
-        accelerator("iaa", "qpl", Kind::Iaa, devices),
-    ]
+/// The levels that an engine can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Levels {
+    min: i32,
+    max: i32,
 }
 
-fn accelerator(name: &'static str, method: &'static str, kind: Kind, devices: &[Device]) -> Engine {
-    let seen = devices.iter().filter(|device| device.kind == kind).count();
-    let seen = match seen {
-        0 => format!("no {} device seen", kind.name()),
-        1 => format!("1 {} device seen", kind.name()),
-        more => format!("{more} {} devices seen", kind.name()),
-    };
+/// The engines, method by method, the preferred one first, given the accelerators of this host.
+pub(super) fn engines(registry: &Registry, devices: &[Device]) -> Vec<Engine> {
+    let rows = registry.rows();
+    rows.iter()
+        .enumerate()
+        .map(|(index, row)| {
+            let has_better = rows[..index]
+                .iter()
+                .any(|better| better.method == row.method && !better.hardware);
+            engine(row, has_better, devices)
+        })
+        .collect()
+}
+
+/// `has_better` says that other software comes before this one, where both can.
+fn engine(row: &Row, has_better: bool, devices: &[Device]) -> Engine {
+    let levels = row.levels.as_ref();
     Engine {
-        name,
-        method,
-        present: false,
-        reason: format!("no driver in this build; {seen}"),
+        name: row.name,
+        method: row.method.name(),
+        levels: levels.map(|levels| Levels {
+            min: *levels.start(),
+            max: *levels.end(),
+        }),
+        hardware: row.hardware,
+        present: row.absent.is_none(),
+        reason: match (&row.absent, kind(row)) {
+            (Some(why), Some(kind)) => format!("{why}; {}", seen(kind, devices)),
+            (Some(why), None) => why.clone(),
+            (None, Some(kind)) => seen(kind, devices),
+            (None, None) => match levels {
+                None => "pages as they are",
+                Some(_) if has_better => "the other levels",
+                Some(levels) if Settings::levels(row.method).as_ref() == Some(levels) => {
+                    "all levels"
+                }
+                Some(_) => "the levels for which it is the faster one",
+            }
+            .to_owned(),
+        },
+    }
+}
+
+/// The devices that hardware engines drive.
+fn kind(row: &Row) -> Option<Kind> {
+    match row.name {
+        "qat" => Some(Kind::Qat),
+        "iaa" => Some(Kind::Iaa),
+        _ => None,
+    }
+}
+
+/// How many there are on PCI, and where.
+fn seen(kind: Kind, devices: &[Device]) -> String {
+    let mut nodes = BTreeMap::new();
+    for device in devices.iter().filter(|device| device.kind == kind) {
+        *nodes.entry(device.numa_node).or_insert(0) += 1_usize;
+    }
+    let places: Vec<_> = nodes
+        .iter()
+        .map(|(node, devices)| match node {
+            Some(node) => format!("{devices} on node {node}"),
+            None => format!("{devices} on no node"),
+        })
+        .collect();
+    let name = kind.name();
+    match nodes.values().sum::<usize>() {
+        0 => format!("no {name} device seen"),
+        1 => format!("1 {name} device seen: {}", places.join(", ")),
+        more => format!("{more} {name} devices seen: {}", places.join(", ")),
     }
 }
 
@@ -74,32 +106,73 @@ impl fmt::Display for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let presence = if self.present { "present" } else { "absent" };
         let (name, method, reason) = (self.name, self.method, &self.reason);
-        write!(f, "{name:<8} {method:<7} {presence:<8} {reason}")
+        write!(f, "{name:<11}{method:<12}{presence:<9}{reason}")?;
+        match self.levels {
+            // What hardware says is long already.
+            Some(_) if self.hardware => Ok(()),
+            Some(Levels { min, max }) if min == max => write!(f, " ({min})"),
+            Some(Levels { min, max }) => write!(f, " ({min} to {max})"),
+            None => Ok(()),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::{
         super::{fake, pci},
         *,
     };
 
     #[test]
-    fn devices_do_not_make_an_engine_without_a_driver() {
+    fn absent_hardware_says_why_and_what_is_on_the_bus() {
+        let bus = "sys/bus/pci/devices";
         let (_folder, root) = fake::root(&[
-            ("sys/bus/pci/devices/0000:6b:00.0/vendor", "0x8086"),
-            ("sys/bus/pci/devices/0000:6b:00.0/device", "0x4944"),
-            ("sys/bus/pci/devices/0000:70:00.0/vendor", "0x8086"),
-            ("sys/bus/pci/devices/0000:70:00.0/device", "0x4946"),
+            (&format!("{bus}/0000:6b:00.0/vendor"), "0x8086"),
+            (&format!("{bus}/0000:6b:00.0/device"), "0x4944"),
+            (&format!("{bus}/0000:6b:00.0/numa_node"), "0"),
+            (&format!("{bus}/0000:70:00.0/vendor"), "0x8086"),
+            (&format!("{bus}/0000:70:00.0/device"), "0x4946"),
+            (&format!("{bus}/0000:70:00.0/numa_node"), "1"),
         ]);
-        let engines = engines(&pci::devices(&root));
-        let reason = |name| {
-            let engine = engines.iter().find(|engine| engine.name == name).unwrap();
-            assert!(!engine.present);
-            engine.reason.as_str()
+        let devices = pci::devices(&root);
+        let registry = Registry::with_libqatzip(Path::new("/nowhere/libqatzip.so"));
+        let engines = engines(&registry, &devices);
+        let qat = engines.iter().find(|engine| engine.name == "qat").unwrap();
+        assert!(qat.hardware && !qat.present);
+        let reason = &qat.reason;
+        assert!(
+            reason.contains("/nowhere/libqatzip.so cannot be loaded"),
+            "{reason}"
+        );
+        assert!(
+            reason.ends_with("; 2 QAT devices seen: 1 on node 0, 1 on node 1"),
+            "{reason}"
+        );
+        assert_eq!(seen(Kind::Iaa, &devices), "no IAA device seen");
+        assert_eq!(
+            seen(Kind::Qat, &devices[..1]),
+            "1 QAT device seen: 1 on node 0"
+        );
+    }
+
+    #[test]
+    fn every_row_of_the_registry_is_there_with_what_it_serves() {
+        let registry = Registry::new();
+        let engines = engines(&registry, &[]);
+        assert_eq!(engines.len(), registry.rows().len());
+        let reason = |name, method| {
+            let engine = engines
+                .iter()
+                .find(|engine| (engine.name, engine.method) == (name, method));
+            engine.unwrap().reason.as_str()
         };
-        assert_eq!(reason("qat"), "no driver in this build; 2 QAT devices seen");
-        assert_eq!(reason("iaa"), "no driver in this build; no IAA device seen");
+        assert_eq!(reason("copy", "none"), "pages as they are");
+        assert_eq!(reason("zstd", "zstd"), "all levels");
+        if cfg!(feature = "isal") {
+            assert_eq!(reason("zlib-rs", "zlib"), "the other levels");
+        }
     }
 }

@@ -17,7 +17,7 @@ pub(super) struct Device {
     vendor: String,
     device: String,
     /// Nothing on hosts without NUMA.
-    numa_node: Option<u32>,
+    pub(super) numa_node: Option<u32>,
     /// The kernel's driver that has it.
     driver: Option<String>,
 }
@@ -52,10 +52,10 @@ const KNOWN: [(u32, Kind, &str); 14] = [
     (0x4945, Kind::Qat, "402xx (virtual function)"),
     (0x4946, Kind::Qat, "420xx"),
     (0x4947, Kind::Qat, "420xx (virtual function)"),
-    (0x0b25, Kind::Dsa, "Sapphire Rapids"),
+    (0x0b25, Kind::Dsa, "Sapphire or Emerald Rapids"),
     (0x11fb, Kind::Dsa, "Granite Rapids-D"),
     (0x1212, Kind::Dsa, "Diamond Rapids"),
-    (0x0cfe, Kind::Iaa, "Sapphire Rapids"),
+    (0x0cfe, Kind::Iaa, "Sapphire or Emerald Rapids"),
     (0x1216, Kind::Iaa, "Diamond Rapids"),
     (0xb02d, Kind::Iaa, "Panther Lake"),
 ];
@@ -137,7 +137,7 @@ mod tests {
         assert_eq!(
             found,
             [
-                "IAA Sapphire Rapids at 0000:6a:02.0, no driver bound",
+                "IAA Sapphire or Emerald Rapids at 0000:6a:02.0, no driver bound",
                 "QAT 4xxx at 0000:6b:00.0, node 1, driver 4xxx",
             ]
         );
