@@ -10,10 +10,12 @@ use codec::{Settings, encoder};
 use multifd::{INITIAL_LEN, Layout, Method, PRELUDE_LEN, Prelude, RamHeader};
 use vamoose_fuzz::{LAYOUT, write_packet};
 
-const FOLDERS: [&str; 6] = [
+const FOLDERS: [&str; 8] = [
     "qemu-10.0.2-none",
     "qemu-10.0.2-zlib",
     "qemu-10.0.2-zstd",
+    "qemu-10.0.2-qpl",
+    "qemu-10.0.2-qatzip",
     "qemu-7.2.22-none",
     "qemu-7.2.22-zlib",
     "qemu-7.2.22-zstd",
@@ -66,11 +68,18 @@ fn decoders() {
     for (target, method, levels) in [
         ("zlib_decoder", Method::Zlib, &[0, 1, 6][..]),
         ("zstd_decoder", Method::Zstd, &[-5, 1, 9]),
+        ("lz4_decoder", Method::Lz4, &[1, 8]),
+        ("qpl_decoder", Method::Qpl, &[0, 1]),
+        ("qatzip_decoder", Method::Qatzip, &[1, 4]),
     ] {
         for level in levels {
             let settings = Settings::new(method, Some(*level)).expect("a level");
             let mut encoder = encoder(&settings, LAYOUT).expect("memory");
             let (mut input, mut out) = (Vec::new(), vec![0; LAYOUT.max_payload()]);
+            if method == Method::Qatzip {
+                // Packets as they are.
+                input.push(0);
+            }
             for pages in samples() {
                 let payload = encoder.encode(&pages, &mut out).expect("encodable").payload;
                 if payload.len() < 5000 {
@@ -100,15 +109,22 @@ fn round_trips() {
 
 /// SYNC, pages, SYNC with pages, device state, SYNC, for each method.
 fn channels() {
-    for method in [Method::None, Method::Zlib, Method::Zstd] {
+    for method in Method::ALL.into_iter().filter(|m| *m != Method::Uadk) {
         let settings = Settings::new(method, None).expect("a default level");
         let mut encoder = encoder(&settings, LAYOUT).expect("memory");
         let mut input = ram(&[], &[], Method::None, &[], true);
         let mut out = vec![0; LAYOUT.max_payload()];
         for (pages, sync) in samples().iter().take(2).zip([false, true]) {
             let pages = &pages[..LAYOUT.page_size()];
-            let payload = encoder.encode(pages, &mut out).expect("encodable").payload;
-            input.extend(ram(&[0x5000], &[0x7000], method, payload, sync));
+            let encoded = encoder.encode(pages, &mut out).expect("encodable");
+            let header = (&[0x5000][..], &[0x7000][..]);
+            input.extend(ram(
+                header.0,
+                header.1,
+                encoded.method,
+                encoded.payload,
+                sync,
+            ));
         }
         input.extend(device_state(b"state"));
         input.extend(ram(&[], &[], Method::None, &[], true));

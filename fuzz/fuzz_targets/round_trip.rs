@@ -21,6 +21,9 @@ enum MethodAndLevel {
     Zstd(i8),
     /// Far beyond the levels that anybody names.
     FastZstd(u32),
+    Lz4(u8),
+    Qpl(u8),
+    Qatzip(u8),
 }
 
 /// Some pages alike.
@@ -55,6 +58,9 @@ fuzz_target!(|input: Input| -> Corpus {
             let level = i32::try_from(level % 131_073).expect("small");
             (Method::Zstd, Some(-level))
         }
+        MethodAndLevel::Lz4(level) => (Method::Lz4, Some(1 + i32::from(level))),
+        MethodAndLevel::Qpl(level) => (Method::Qpl, Some(i32::from(level % 13))),
+        MethodAndLevel::Qatzip(level) => (Method::Qatzip, Some(1 + i32::from(level % 9))),
     };
     let max = match level {
         Some(10..) => MAX_PAGES_AT_HIGH_LEVEL,

@@ -50,6 +50,7 @@ mod error;
 mod faulty;
 mod ffi;
 mod health;
+mod libdeflate;
 mod lz4;
 mod qat;
 mod qatzip;

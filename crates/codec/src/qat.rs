@@ -105,6 +105,8 @@ fn device_error(failure: Failure) -> DeviceError {
     let reason = failure.to_string();
     match failure {
         Failure::Code { code, .. } if code == Code::TIMEOUT => DeviceError::TimedOut(reason),
+        // Other processes have them all, for the moment.
+        Failure::Code { code, .. } if code == Code::NO_INSTANCE => DeviceError::Busy,
         _ => DeviceError::Failed(reason),
     }
 }

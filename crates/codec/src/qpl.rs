@@ -42,7 +42,6 @@
 
 use std::{mem, ops::RangeInclusive};
 
-use libdeflater::{CompressionLvl, Compressor};
 use multifd::{Layout, Method};
 
 #[cfg(feature = "isal")]
@@ -51,6 +50,7 @@ use crate::{
     DecodeError,
     engine::{Compress, Fault, Software, Unpack},
     ffi::libdeflate::{Failure, Inflate, Inflated},
+    libdeflate,
 };
 
 /// The levels that can be set.
@@ -68,10 +68,11 @@ pub(crate) const ENGINES: &[Software] = &[
         },
     },
     Software {
-        name: Libdeflate::NAME,
+        name: libdeflate::NAME,
         levels: LEVELS,
         compressor: |level| {
-            let deflate = Libdeflate::new(level)?;
+            // Its own level 0 only copies.
+            let deflate = libdeflate::Deflate::new(level.max(1))?;
             Ok(Box::new(Packer { deflate }))
         },
     },
@@ -155,27 +156,15 @@ impl Deflate for isal::learned::Learned {
 #[cfg(feature = "isal")]
 const SAMPLE: usize = 16;
 
-struct Libdeflate(Compressor);
-
-impl Libdeflate {
-    fn new(level: i32) -> Result<Self, &'static str> {
-        // Its own level 0 only copies.
-        let level = CompressionLvl::new(level.max(1)).map_err(|_| "not a level of libdeflate")?;
-        Ok(Self(Compressor::new(level)))
-    }
-}
-
-impl Deflate for Libdeflate {
-    const NAME: &str = "libdeflate";
+impl Deflate for libdeflate::Deflate {
+    const NAME: &str = libdeflate::NAME;
 
     fn begin(&mut self, _pages: &[u8]) -> Result<(), Fault> {
         Ok(())
     }
 
     fn page(&mut self, page: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
-        // There is no other error.
-        let result = self.0.deflate_compress(page, out);
-        result.map_err(|_| Fault::Room)
+        self.compress(page, out)
     }
 }
 
@@ -349,7 +338,7 @@ mod tests {
     fn pages_that_do_not_shrink_go_raw() {
         let sent = [pages(1), noise(2), pages(1)].concat();
         for payload in payloads(&sent) {
-            let table: Vec<_> = payload[..16].as_chunks().0.iter().copied().collect();
+            let table: Vec<[u8; 4]> = payload[..16].as_chunks().0.to_vec();
             let lens = table.iter().map(|length| to_len(*length));
             let lens: Vec<_> = lens.collect();
             assert!(lens[0] < PAGE_SIZE && lens[3] < PAGE_SIZE, "{lens:?}");
@@ -389,7 +378,7 @@ mod tests {
         };
         // A block of one literal and a match of the rest; a block of nothing.
         let mut zeros = vec![0; 100];
-        let mut engine = Libdeflate::new(1).unwrap();
+        let mut engine = libdeflate::Deflate::new(1).unwrap();
         let len = engine.page(&[0; PAGE_SIZE], &mut zeros).unwrap();
         zeros.truncate(len);
         let len = u32::try_from(len).unwrap();
@@ -461,7 +450,7 @@ mod tests {
         let part = noise(2);
         let page = [&part[..], &part].concat();
         let mut stream = vec![0; 16_384];
-        let len = Compressor::new(CompressionLvl::new(6).unwrap())
+        let len = libdeflater::Compressor::new(libdeflater::CompressionLvl::new(6).unwrap())
             .deflate_compress(&page, &mut stream)
             .unwrap();
         assert!(len < 3 * PAGE_SIZE);

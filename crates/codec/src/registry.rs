@@ -166,7 +166,15 @@ impl Registry {
                     hardware: false,
                     absent: None,
                 });
-                hardware.chain(software).chain(copy)
+                let with_isal = matches!(method, Method::Zlib | Method::Qpl | Method::Qatzip);
+                let left_out = (with_isal && cfg!(not(feature = "isal"))).then(|| Row {
+                    name: "isa-l",
+                    method,
+                    levels: None,
+                    hardware: false,
+                    absent: Some("this program is built without the feature `isal`".to_owned()),
+                });
+                hardware.chain(software).chain(copy).chain(left_out)
             })
             .collect()
     }
@@ -365,6 +373,6 @@ fn software_engines(method: Method) -> &'static [Software] {
         Method::Lz4 => lz4::ENGINES,
         Method::Qatzip => qatzip::ENGINES,
         Method::Qpl => qpl::ENGINES,
-        Method::None | Method::QplCanned | Method::Uadk => &[],
+        Method::None | Method::Uadk => &[],
     }
 }

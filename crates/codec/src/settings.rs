@@ -24,7 +24,7 @@ impl Settings {
     /// # Errors
     /// When the method is not built into this crate, or the level is not one of its levels.
     pub fn new(method: Method, level: Option<i32>) -> Result<Self, SettingsError> {
-        if matches!(method, Method::QplCanned | Method::Uadk) {
+        if method == Method::Uadk {
             return Err(SettingsError::NotBuilt { method });
         }
         let Some(range) = Self::levels(method) else {
@@ -50,7 +50,7 @@ impl Settings {
             Method::Lz4 => Some(lz4::LEVELS),
             Method::Qatzip => Some(qatzip::LEVELS),
             Method::Qpl => Some(qpl::LEVELS),
-            Method::None | Method::QplCanned | Method::Uadk => None,
+            Method::None | Method::Uadk => None,
         }
     }
 

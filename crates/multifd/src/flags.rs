@@ -30,13 +30,11 @@ pub enum Method {
     Qatzip,
     /// One LZ4 block per packet. Vamoose's own.
     Lz4,
-    /// As [`Method::Qpl`], with one Huffman table for all pages of a packet. Vamoose's own.
-    QplCanned,
 }
 
 impl Method {
     /// Every method that can be told on the wire.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 7] = [
         Self::None,
         Self::Zlib,
         Self::Zstd,
@@ -44,7 +42,6 @@ impl Method {
         Self::Uadk,
         Self::Qatzip,
         Self::Lz4,
-        Self::QplCanned,
     ];
 
     /// The method's name: QEMU's, as in its `multifd-compression` parameter, where QEMU has it.
@@ -57,7 +54,6 @@ impl Method {
             Self::Uadk => "uadk",
             Self::Qatzip => "qatzip",
             Self::Lz4 => "lz4",
-            Self::QplCanned => "qpl-canned",
         }
     }
 
@@ -65,7 +61,7 @@ impl Method {
     /// packets carry all of QEMU's method bits at once and a number of their own beside them. Every
     /// QEMU refuses such a packet, whatever its own method, before it looks at the payload.
     pub fn is_stock(self) -> bool {
-        !matches!(self, Self::Lz4 | Self::QplCanned)
+        !matches!(self, Self::Lz4)
     }
 
     pub(crate) fn bits(self) -> u32 {
@@ -77,7 +73,6 @@ impl Method {
             Self::Uadk => 0x10,
             Self::Qatzip => 0x20,
             Self::Lz4 => METHOD_MASK | 1 << OWN_SHIFT,
-            Self::QplCanned => METHOD_MASK | 2 << OWN_SHIFT,
         }
     }
 

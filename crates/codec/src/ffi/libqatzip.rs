@@ -203,6 +203,9 @@ impl Code {
     /// The device did not answer in time.
     pub(crate) const TIMEOUT: Self = Self(-5);
 
+    /// There is hardware, but no free instance of it, and software is not wanted.
+    pub(crate) const NO_INSTANCE: Self = Self(-103);
+
     /// What it means.
     pub(crate) fn meaning(self) -> &'static str {
         match self {
@@ -216,7 +219,7 @@ impl Code {
             Self(-100) => "integrity check failed",
             Self(-101) => "no hardware, and no software either",
             Self(-102) => "no driver, and no software either",
-            Self(-103) => "no free instance, and no software either",
+            Self::NO_INSTANCE => "no free instance, and no software either",
             Self(-104) => "too little memory, and no software either",
             Self(-105) => "not for hardware, and no software either",
             _ => "unknown code",
