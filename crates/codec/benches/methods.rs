@@ -5,7 +5,7 @@
 //! cargo bench -p codec --no-default-features -- zlib    # the pure-Rust engine
 //! VAMOOSE_TABLE=1 VAMOOSE_CORPUS=target/corpus/silesia:target/corpus/memory cargo bench -p codec --bench methods
 //! ```
-//! The last is for documents: a table for Markdown in place of criterion's statistics, with what the
+//! The last is for documents: a Markdown table in place of criterion's statistics, with what the
 //! C zlib does at level 1, which is QEMU's. Its speed tells how fast the machine was, so what can be
 //! compared with other machines' tables is how many times as fast the others are.
 //!
@@ -25,12 +25,7 @@
     reason = "a benchmark fails by panicking, prints rounded numbers, and macros make its functions public"
 )]
 
-use std::{
-    env, fs,
-    hint::black_box,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{env, fs, hint::black_box, path::Path, time::Duration};
 
 use codec::{Decoder, Settings, encoder};
 use criterion::{
@@ -267,7 +262,7 @@ impl Case {
     }
 }
 
-/// Full packets, from all over some files.
+/// Full packets, from all over the files of a directory.
 struct Corpus {
     name: String,
     packets: Vec<Vec<u8>>,
@@ -275,46 +270,47 @@ struct Corpus {
 
 /// At most `most` packets from each directory.
 fn corpora(most: usize) -> Vec<Corpus> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2);
+    let root = root.expect("the workspace");
     let Some(dirs) = env::var_os("VAMOOSE_CORPUS") else {
-        let ram = root.join("testdata/vectors/ram.img.zst");
-        return vec![Corpus::new("guest".to_owned(), vec![ram], most)];
+        return vec![Corpus::new(
+            &root.join("testdata/vectors/ram.img.zst"),
+            most,
+        )];
     };
     env::split_paths(&dirs)
-        .map(|dir| {
-            let files = fs::read_dir(root.join(&dir)).expect("VAMOOSE_CORPUS are directories");
-            let files = files
-                .map(|entry| entry.expect("its entries can be read").path())
-                .filter(|path| path.is_file());
-            let name = dir.file_name().unwrap_or(dir.as_os_str());
-            Corpus::new(name.display().to_string(), files.collect(), most)
-        })
+        .map(|dir| Corpus::new(&root.join(dir), most))
         .collect()
 }
 
 impl Corpus {
-    fn new(name: String, mut files: Vec<PathBuf>, most: usize) -> Self {
+    /// Takes a file for a directory with nothing else in it.
+    fn new(path: &Path, most: usize) -> Self {
+        let mut files = vec![path.to_owned()];
+        if !path.is_file() {
+            let entries = fs::read_dir(path).expect("VAMOOSE_CORPUS are directories");
+            files = entries
+                .map(|entry| entry.expect("its entries can be read").path())
+                .filter(|path| path.is_file())
+                .collect();
+        }
         files.sort();
         let mut bytes = Vec::new();
-        for file in &files {
-            for page in read(file).chunks_exact(LAYOUT.page_size()) {
+        for file in files {
+            for page in read(&file).chunks_exact(LAYOUT.page_size()) {
                 if page.iter().any(|byte| *byte != 0) {
                     bytes.extend_from_slice(page);
                 }
             }
         }
-        let packets: Vec<_> = bytes.chunks_exact(LAYOUT.packet_bytes()).collect();
-        let step = packets.len().div_ceil(most).max(1);
-        let all = packets.len();
-        let packets: Vec<_> = packets
-            .iter()
-            .step_by(step)
-            .map(|packet| packet.to_vec())
-            .collect();
-        println!("corpus {name}: {} of the {all} packets in", packets.len());
-        for file in files {
-            println!("  {}", file.display());
-        }
+        let all: Vec<_> = bytes.chunks_exact(LAYOUT.packet_bytes()).collect();
+        assert!(!all.is_empty(), "not a full packet in {}", path.display());
+        let packets = all.iter().step_by(all.len().div_ceil(most));
+        let packets: Vec<_> = packets.map(|packet| packet.to_vec()).collect();
+        let name = path.file_name().unwrap_or(path.as_os_str());
+        let name = name.display().to_string();
+        let (taken, of, path) = (packets.len(), all.len(), path.display());
+        println!("corpus {name}: {taken} of the {of} packets in {path}");
         Self { name, packets }
     }
 

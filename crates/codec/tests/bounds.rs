@@ -8,55 +8,19 @@
     reason = "a test fails by panicking"
 )]
 
-use std::{ptr, slice};
-
 use codec::{Decoder, Settings, encoder};
 use multifd::{Layout, Method};
 use proptest::{collection::vec, prelude::*, sample::select};
-use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
+#[path = "common/guarded.rs"]
+mod guarded;
 #[path = "common/pages.rs"]
 mod pages;
 
-use pages::{Kind, PAGE};
+use guarded::Guarded;
+use pages::Kind;
 
 const LAYOUT: Layout = Layout::X86;
-
-/// Most bytes of a [`Guarded`].
-const ROOM: usize = 1 << 20;
-
-/// Memory between two pages that cannot be touched.
-struct Guarded(*mut u8);
-
-impl Guarded {
-    fn new() -> Self {
-        let (all, none) = (ProtFlags::READ | ProtFlags::WRITE, MprotectFlags::empty());
-        // SAFETY: a new mapping wherever there is room; its first and last page, which nobody uses,
-        // are then closed.
-        unsafe {
-            let len = ROOM + 2 * PAGE;
-            let at = mmap_anonymous(ptr::null_mut(), len, all, MapFlags::PRIVATE).unwrap();
-            mprotect(at, PAGE, none).unwrap();
-            mprotect(at.byte_add(ROOM + PAGE), PAGE, none).unwrap();
-            Self(at.cast())
-        }
-    }
-
-    /// `len` bytes at the start or the end of the memory.
-    fn slice(&mut self, len: usize, at_end: bool) -> &mut [u8] {
-        assert!(len <= ROOM);
-        let skip = PAGE + if at_end { ROOM - len } else { 0 };
-        // SAFETY: within the open part of the mapping, and borrowed from its only owner.
-        unsafe { slice::from_raw_parts_mut(self.0.add(skip), len) }
-    }
-}
-
-impl Drop for Guarded {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `new` with this length; the borrows of it have ended.
-        unsafe { munmap(self.0.cast(), ROOM + 2 * PAGE) }.unwrap();
-    }
-}
 
 proptest! {
     #![proptest_config(ProptestConfig {

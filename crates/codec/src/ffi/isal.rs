@@ -95,42 +95,80 @@ impl Compress for Deflate {
     /// All pages in one call: fed page by page, ISA-L would work on copies in its own buffer and
     /// lose a quarter of its speed.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
-        let len = u32::try_from(pages.len()).map_err(|_| Fault::Refused("more than 4 GiB"))?;
-        let room = u32::try_from(out.len()).unwrap_or(u32::MAX);
         let at = self.state.as_ptr();
         // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), set up by
-        // `new` with a level buffer as large as the size that it names. `next_in` and `next_out` are
-        // valid for `len` reads and `room <= out.len()` writes until this function returns, and are
-        // cleared before it does (rule 2). ISA-L does not write through `next_in`.
-        let (code, left, room_left, idle) = unsafe {
+        // `new` with a level buffer as large as the size that it names.
+        let (left, idle) = unsafe {
             let stream = &raw mut (*at).stream;
-            (*stream).next_in = pages.as_ptr().cast_mut();
-            (*stream).avail_in = len;
-            (*stream).next_out = out.as_mut_ptr();
-            (*stream).avail_out = room;
-            let code = c::isal_deflate(stream);
-            let left = (*stream).avail_in;
-            let room_left = (*stream).avail_out;
-            let idle = (*stream).internal_state.state == c::isal_zstate_state_ZSTATE_NEW_HDR;
-            (*stream).next_in = ptr::null_mut();
-            (*stream).avail_in = 0;
-            (*stream).next_out = ptr::null_mut();
-            (*stream).avail_out = 0;
-            // The bit buffer points into the output too; ISA-L sets it anew before each use.
-            let bits = &raw mut (*stream).internal_state.bitbuf;
-            (*bits).m_out_buf = ptr::null_mut();
-            (*bits).m_out_end = ptr::null_mut();
-            (*bits).m_out_start = ptr::null_mut();
-            (code, left, room_left, idle)
+            let left = lend(stream, pages, out, c::isal_deflate)?;
+            let state = (*stream).internal_state.state;
+            (left, state == c::isal_zstate_state_ZSTATE_NEW_HDR)
         };
-        if code != 0 {
+        if left.code != 0 {
             return Err(Fault::Refused("invalid level or level buffer"));
         }
         // ISA-L's documented sign that everything is out, the sync marker included.
-        if left > 0 || room_left == 0 || !idle {
+        if left.input > 0 || left.room == 0 || !idle {
             return Err(Fault::Room);
         }
-        Ok((room - room_left.min(room)) as usize)
+        Ok(out.len() - left.room)
+    }
+}
+
+/// What a call on a stream has returned and left over.
+struct Left {
+    code: i32,
+    input: usize,
+    room: usize,
+}
+
+/// Lends `input` and `out` to `stream` for one call of `deflate` (rule 2).
+///
+/// # Safety
+/// `stream` must point to an initialised stream that nobody else refers to (rule 1), whose level buffer
+/// is as large as it says and whose code is one of ISA-L's making; `deflate` must be one of ISA-L's
+/// functions that write such a stream.
+unsafe fn lend(
+    stream: *mut c::isal_zstream,
+    input: &[u8],
+    out: &mut [u8],
+    deflate: unsafe extern "C" fn(*mut c::isal_zstream) -> i32,
+) -> Result<Left, Fault> {
+    let len = u32::try_from(input.len()).map_err(|_| Fault::Refused("more than 4 GiB"))?;
+    let room = u32::try_from(out.len()).map_err(|_| Fault::Refused("room for more than 4 GiB"))?;
+    // SAFETY: the caller vouches for the stream. `next_in` and `next_out` are valid for `len` reads and
+    // `room` writes until this function returns, and are cleared before it does. ISA-L does not write
+    // through `next_in`.
+    unsafe {
+        (*stream).next_in = input.as_ptr().cast_mut();
+        (*stream).avail_in = len;
+        (*stream).next_out = out.as_mut_ptr();
+        (*stream).avail_out = room;
+        let code = deflate(stream);
+        let left = Left {
+            code,
+            input: (*stream).avail_in as usize,
+            room: ((*stream).avail_out as usize).min(out.len()),
+        };
+        (*stream).next_in = ptr::null_mut();
+        (*stream).avail_in = 0;
+        (*stream).next_out = ptr::null_mut();
+        (*stream).avail_out = 0;
+        // The bit buffer points into the output too; ISA-L sets it anew before each use.
+        let bits = &raw mut (*stream).internal_state.bitbuf;
+        (*bits).m_out_buf = ptr::null_mut();
+        (*bits).m_out_end = ptr::null_mut();
+        (*bits).m_out_start = ptr::null_mut();
+        Ok(left)
+    }
+}
+
+/// Whether a whole stream has been written to `out`, by a call that makes one at once.
+fn whole(left: &Left, out: &[u8]) -> Result<usize, Fault> {
+    match left.code {
+        0 if left.input == 0 => Ok(out.len() - left.room),
+        0 | c::STATELESS_OVERFLOW => Err(Fault::Room),
+        _ => Err(Fault::Refused("invalid level or level buffer")),
     }
 }
 

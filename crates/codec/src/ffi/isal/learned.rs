@@ -7,7 +7,7 @@ use std::ptr;
 
 use isal_sys::igzip_lib as c;
 
-use super::{Heap, RAW, Zeroable};
+use super::{Heap, RAW, Zeroable, lend, whole};
 use crate::engine::Fault;
 
 /// Makes streams that have nothing to do with each other but their code.
@@ -79,40 +79,17 @@ impl Learned {
     /// Writes `input`, deflated, to the start of `out`. May need a few bytes more than the result
     /// has.
     pub(crate) fn deflate(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
-        let len = u32::try_from(input.len()).map_err(|_| Fault::Refused(TOO_LONG))?;
-        let room = u32::try_from(out.len()).unwrap_or(u32::MAX);
         let at = self.state.as_ptr();
         // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), whose
-        // code is a constant of ISA-L's or was made by `learn`. Level 0 needs no level buffer.
-        // `next_in` and `next_out` are valid for `len` reads and `room <= out.len()` writes until
-        // this function returns, and are cleared before it does (rule 2). ISA-L does not write
-        // through `next_in`. All else that it reads of an earlier call, also of one that failed, it
-        // sets anew first; positions in the input are counted from `total_in`.
-        let (code, left, room_left) = unsafe {
+        // code is a constant of ISA-L's or was made by `learn`. Level 0 needs no level buffer. All
+        // else that ISA-L reads of an earlier call, also of one that failed, it sets anew first;
+        // positions in the input are counted from `total_in`.
+        let left = unsafe {
             let stream = &raw mut (*at).stream;
             (*stream).total_in = 0;
-            (*stream).next_in = input.as_ptr().cast_mut();
-            (*stream).avail_in = len;
-            (*stream).next_out = out.as_mut_ptr();
-            (*stream).avail_out = room;
-            let code = c::isal_deflate_stateless(stream);
-            let left = (*stream).avail_in;
-            let room_left = (*stream).avail_out;
-            (*stream).next_in = ptr::null_mut();
-            (*stream).avail_in = 0;
-            (*stream).next_out = ptr::null_mut();
-            (*stream).avail_out = 0;
-            let bits = &raw mut (*stream).internal_state.bitbuf;
-            (*bits).m_out_buf = ptr::null_mut();
-            (*bits).m_out_end = ptr::null_mut();
-            (*bits).m_out_start = ptr::null_mut();
-            (code, left, room_left)
+            lend(stream, input, out, c::isal_deflate_stateless)?
         };
-        match code {
-            0 if left == 0 => Ok((room - room_left.min(room)) as usize),
-            0 | c::STATELESS_OVERFLOW => Err(Fault::Room),
-            _ => Err(Fault::Refused("invalid parameters")),
-        }
+        whole(&left, out)
     }
 }
 

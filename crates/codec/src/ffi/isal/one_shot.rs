@@ -2,11 +2,9 @@
 //!
 //! The rules are those of the module above.
 
-use std::ptr;
-
 use isal_sys::igzip_lib as c;
 
-use super::{DeflateState, Heap, Level, NAME, RAW};
+use super::{DeflateState, Heap, Level, NAME, RAW, lend, whole};
 use crate::engine::{Compress, Fault};
 
 /// Makes streams that have nothing to do with each other.
@@ -31,15 +29,11 @@ impl Compress for OneShot {
 
     /// Incompressible input becomes stored blocks: 5 bytes more for each 65535.
     fn compress(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
-        let len = u32::try_from(input.len()).map_err(|_| Fault::Refused("more than 4 GiB"))?;
-        let room = u32::try_from(out.len()).unwrap_or(u32::MAX);
         let at = self.state.as_ptr();
         // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1). Its
-        // level buffer is as large as the size that the stream is told, for every level.
-        // `next_in` and `next_out` are valid for `len` reads and `room <= out.len()` writes until
-        // this function returns, and are cleared before it does (rule 2). ISA-L does not write
-        // through `next_in`. All else that it reads of an earlier call, it sets anew first.
-        let (code, left, room_left) = unsafe {
+        // level buffer is as large as the size that the stream is told, for every level. All else
+        // that ISA-L reads of an earlier call, it sets anew first.
+        let left = unsafe {
             let stream = &raw mut (*at).stream;
             c::isal_deflate_stateless_init(stream);
             (*stream).level = self.level.0;
@@ -48,28 +42,9 @@ impl Compress for OneShot {
             (*stream).gzip_flag = RAW;
             (*stream).flush = NO_FLUSH;
             (*stream).end_of_stream = 1;
-            (*stream).next_in = input.as_ptr().cast_mut();
-            (*stream).avail_in = len;
-            (*stream).next_out = out.as_mut_ptr();
-            (*stream).avail_out = room;
-            let code = c::isal_deflate_stateless(stream);
-            let left = (*stream).avail_in;
-            let room_left = (*stream).avail_out;
-            (*stream).next_in = ptr::null_mut();
-            (*stream).avail_in = 0;
-            (*stream).next_out = ptr::null_mut();
-            (*stream).avail_out = 0;
-            let bits = &raw mut (*stream).internal_state.bitbuf;
-            (*bits).m_out_buf = ptr::null_mut();
-            (*bits).m_out_end = ptr::null_mut();
-            (*bits).m_out_start = ptr::null_mut();
-            (code, left, room_left)
+            lend(stream, input, out, c::isal_deflate_stateless)?
         };
-        match code {
-            0 if left == 0 => Ok((room - room_left.min(room)) as usize),
-            0 | c::STATELESS_OVERFLOW => Err(Fault::Room),
-            _ => Err(Fault::Refused("invalid level or level buffer")),
-        }
+        whole(&left, out)
     }
 }
 
