@@ -20,8 +20,8 @@ pub(crate) struct Encoding {
     /// How pages are encoded on the way to the destination
     #[arg(long, value_enum, default_value_t = MethodName::None)]
     pub(crate) method: MethodName,
-    /// Level of the method: zlib 0 to 9, zstd negative (fast) to 22, lz4 from 1 (higher is faster);
-    /// its default is 1
+    /// Level of the method: zlib 0 to 9, zstd negative (fast) to 22, lz4 from 1 (higher is faster), qpl
+    /// 0 (fast) to 12, qatzip 1 to 9; its default is 1
     #[arg(long, allow_negative_numbers = true)]
     pub(crate) level: Option<i32>,
     #[command(flatten)]
