@@ -71,7 +71,13 @@ fn walk(folder: &str, method: Method) -> Summary {
 
 #[test]
 fn qemu_10_sends_zero_pages_in_packets_and_empty_syncs() {
-    for method in [Method::None, Method::Zlib, Method::Zstd] {
+    for method in [
+        Method::None,
+        Method::Zlib,
+        Method::Zstd,
+        Method::Qpl,
+        Method::Qatzip,
+    ] {
         let summary = walk(&format!("qemu-10.0.2-{method}"), method);
         assert_eq!(summary.normal + summary.zero, 1024, "{method}");
         assert!(summary.zero > 0 && summary.syncs >= 4, "{method}");

@@ -14,10 +14,12 @@ use multifd::{BlockName, Initial, Layout, Method, RamHeader};
 use tempfile::TempDir;
 
 /// Folder, packets, SYNCs, normal pages and zero pages of both channels together.
-const VECTORS: [(&str, usize, usize, usize, usize); 6] = [
+const VECTORS: [(&str, usize, usize, usize, usize); 8] = [
     ("qemu-10.0.2-none", 14, 6, 777, 247),
     ("qemu-10.0.2-zlib", 14, 6, 777, 247),
     ("qemu-10.0.2-zstd", 14, 6, 777, 247),
+    ("qemu-10.0.2-qpl", 14, 6, 777, 247),
+    ("qemu-10.0.2-qatzip", 14, 6, 777, 247),
     ("qemu-7.2.22-none", 13, 6, 778, 0),
     ("qemu-7.2.22-zlib", 13, 6, 777, 0),
     ("qemu-7.2.22-zstd", 13, 6, 777, 0),
@@ -271,7 +273,7 @@ fn a_sync_is_a_barrier_behind_its_own_pages() {
 fn other_page_sizes_and_methods_that_are_not_built_in_can_be_shown() {
     let folder = TempDir::new().unwrap();
     let mut stream = Stream::new(0).sync();
-    stream.method = Method::Qpl;
+    stream.method = Method::Uadk;
     let path = stream
         .pages("mem", &[(0, 1)], &[])
         .device_state("0000:00:03.0/vfio", b"state")
@@ -279,7 +281,7 @@ fn other_page_sizes_and_methods_that_are_not_built_in_can_be_shown() {
         .write(&folder, "stream");
     let output = inspect(&[from_ref(&path)]);
     assert!(output.status.success(), "{}", stderr(&output));
-    assert!(stderr(&output).contains("method qpl is not built into this vamoose"));
+    assert!(stderr(&output).contains("method uadk is not built into this vamoose"));
     let text = stdout(&output);
     assert!(text.contains("DEVICE"), "{text}");
     assert!(text.contains("0000:00:03.0/vfio instance 7"), "{text}");
@@ -287,7 +289,7 @@ fn other_page_sizes_and_methods_that_are_not_built_in_can_be_shown() {
     let output = inspect(&[&ram_options(&ram, "4k"), &[path]]);
     refused(
         &output,
-        "method qpl is not built into this vamoose, so its pages cannot go to --ram",
+        "method uadk is not built into this vamoose, so its pages cannot go to --ram",
     );
 
     let wrong = [PathBuf::from("--page-size"), "64k".into()];

@@ -116,7 +116,7 @@ fn a_pair_of_relays() -> Result<()> {
     let Some(qemu) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    for method in ["none", "zlib", "zstd", "lz4", "qatzip"] {
+    for method in METHODS {
         for (channels, tcp) in [(2, false), (4, true)] {
             pair(&qemu, &qemu, method, channels, tcp)
                 .with_context(|| format!("{method}, {channels} channels, tcp {tcp}"))?;
