@@ -114,7 +114,7 @@ fn what_cannot_work_is_refused_early() -> Result<()> {
     refuses("nobody", &[], "nobody.qmp")?;
     refuses("../escape", &[], "is not a name")?;
     refuses("x", &["--method", "zstd", "--level", "99"], "99")?;
-    refuses("x", &["--accel", "qat"], "--accel qat")?;
+    refuses("x", &["--accel", "qat"], "engine qat is absent")?;
 
     let not_waiting = Builder::bare(&binary, 32 * MIB).start()?;
     host.knows("not-waiting", &not_waiting)?;
