@@ -74,7 +74,7 @@ impl Decoder {
                 pages,
             ),
             Method::Zstd => existing_or(&mut self.zstd, zstd::decompressor)
-                .and_then(|stream| fill(stream, Packet { method, payload }, pages)),
+                .and_then(|stream| fill(stream.as_mut(), Packet { method, payload }, pages)),
             _ => self
                 .unpacker(method)
                 .and_then(|unpacker| unpacker.unpack(payload, pages)),
@@ -221,16 +221,16 @@ fn no_pages(method: Method, payload: &[u8]) -> Result<(), DecodeError> {
     }
 }
 
-/// The stream in `slot`, created if there is none yet.
-fn existing_or(
-    slot: &mut Option<Box<dyn Decompress>>,
-    create: fn() -> Result<Box<dyn Decompress>, DecodeError>,
-) -> Result<&mut dyn Decompress, DecodeError> {
-    let stream = match slot.take() {
-        Some(stream) => stream,
+/// What is in `slot`, created if there is nothing yet.
+pub(crate) fn existing_or<T>(
+    slot: &mut Option<T>,
+    create: impl FnOnce() -> Result<T, DecodeError>,
+) -> Result<&mut T, DecodeError> {
+    let existing = match slot.take() {
+        Some(existing) => existing,
         None => create()?,
     };
-    Ok(slot.insert(stream).as_mut())
+    Ok(slot.insert(existing))
 }
 
 #[cfg(test)]

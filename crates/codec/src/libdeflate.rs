@@ -1,11 +1,24 @@
-//! Raw deflate by libdeflate, a whole stream per call. `ffi::libdeflate` is the other direction.
+//! Raw deflate by libdeflate, a whole stream per call, as qpl and qatzip need it.
 
 use libdeflater::{CompressionLvl, Compressor};
+use multifd::Method;
 
-use crate::engine::{Compress, Fault};
+use crate::{
+    DecodeError,
+    engine::{Compress, Fault},
+    ffi::libdeflate::Inflate,
+};
 
 /// Name of the library.
 pub(crate) const NAME: &str = "libdeflate";
+
+/// Reads the streams of `method`.
+pub(crate) fn inflate(method: Method) -> Result<Inflate, DecodeError> {
+    Inflate::new().ok_or(DecodeError::Engine {
+        method,
+        reason: "no memory",
+    })
+}
 
 /// Writes streams that know nothing of each other.
 pub(crate) struct Deflate(Compressor);

@@ -43,6 +43,7 @@ use self::member::{Header, MOST_SOURCE};
 use crate::ffi::isal;
 use crate::{
     DecodeError,
+    decode::existing_or,
     engine::{Compress, Fault, Software, Unpack},
     ffi::libdeflate::{Failure, Inflate, Inflated},
     libdeflate,
@@ -117,14 +118,7 @@ pub(crate) struct Unpacker {
 impl Unpack for Unpacker {
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
         let (method, expected) = (Method::Qatzip, pages.len());
-        let inflate = match self.inflate.take() {
-            Some(inflate) => inflate,
-            None => Inflate::new().ok_or(DecodeError::Engine {
-                method,
-                reason: "no memory",
-            })?,
-        };
-        let inflate = self.inflate.insert(inflate);
+        let inflate = existing_or(&mut self.inflate, || libdeflate::inflate(method))?;
         let (mut rest, mut found) = (payload, 0);
         while !rest.is_empty() {
             if found == expected && !member::begins(rest) {

@@ -48,6 +48,7 @@ use multifd::{Layout, Method};
 use crate::ffi::isal;
 use crate::{
     DecodeError,
+    decode::existing_or,
     engine::{Compress, Fault, Software, Unpack},
     ffi::libdeflate::{Failure, Inflate, Inflated},
     libdeflate,
@@ -188,14 +189,7 @@ impl Unpack for Unpacker {
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
         let method = Method::Qpl;
         let Encoded { lengths, streams } = Encoded::parse(payload, pages.len(), self.page_size)?;
-        let inflate = match self.inflate.take() {
-            Some(inflate) => inflate,
-            None => Inflate::new().ok_or(DecodeError::Engine {
-                method,
-                reason: "no memory",
-            })?,
-        };
-        let inflate = self.inflate.insert(inflate);
+        let inflate = existing_or(&mut self.inflate, || libdeflate::inflate(method))?;
         let mut rest = streams;
         for (page, length) in pages.chunks_exact_mut(self.page_size).zip(lengths) {
             let stream;

@@ -202,11 +202,8 @@ impl Registry {
 
     /// Method none is no contradiction: what comes in may still be decoded by the hardware.
     fn demand(&self, accel: Accel, method: Method) -> Result<(), SettingsError> {
-        let mut demanded = self
-            .hardware
-            .iter()
-            .filter(|h| h.chosen_by.contains(&accel));
-        let Some(hardware) = demanded.next_back() else {
+        let mut hardware = self.hardware.iter();
+        let Some(hardware) = hardware.find(|h| h.chosen_by.contains(&accel)) else {
             return Ok(());
         };
         let engine = hardware.name;

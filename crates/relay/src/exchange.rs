@@ -16,8 +16,8 @@
 //! nobody goes on before all channels have theirs.
 //!
 //! **The packets that exist are all the packets that can wait**: two per channel, or one per reader
-//! and stream where these are more. More would falsify the bandwidth that the source measures (it counts what is in the socket as sent) and with it the
-//! downtime that it promises.
+//! and stream where these are more. More would falsify the bandwidth that the source measures (it
+//! counts what is in the socket as sent) and with it the downtime that it promises.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 

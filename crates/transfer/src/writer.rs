@@ -54,11 +54,33 @@ impl ChannelWriter {
         pacer: Option<Arc<Pacer>>,
         stats: Arc<Stats>,
     ) -> Self {
+        let turn = Mutex::default();
+        let channel = Arc::new(Channel { stream, turn });
+        Self::on(channel, layout, encoder, pacer, stats)
+    }
+
+    /// Another writer on the same channel. The packets of both go out whole, in any order; who sends a
+    /// SYNC has to see to it that the packets that belong before it are out.
+    pub fn sibling(&self, encoder: Box<dyn Encoder>) -> Self {
+        let (channel, pacer, stats) = (&self.channel, &self.pacer, &self.stats);
+        Self::on(
+            channel.clone(),
+            self.layout,
+            encoder,
+            pacer.clone(),
+            stats.clone(),
+        )
+    }
+
+    fn on(
+        channel: Arc<Channel>,
+        layout: Layout,
+        encoder: Box<dyn Encoder>,
+        pacer: Option<Arc<Pacer>>,
+        stats: Arc<Stats>,
+    ) -> Self {
         Self {
-            channel: Arc::new(Channel {
-                stream,
-                turn: Mutex::default(),
-            }),
+            channel,
             stats,
             pacer,
             layout,
@@ -66,21 +88,6 @@ impl ChannelWriter {
             sync: RamHeader::new(layout),
             header: Vec::with_capacity(layout.ram_header_len()),
             room: vec![0; layout.max_payload()].into(),
-        }
-    }
-
-    /// Another writer on the same channel. The packets of both go out whole, in any order; who sends a
-    /// SYNC has to see to it that the packets that belong before it are out.
-    pub fn sibling(&self, encoder: Box<dyn Encoder>) -> Self {
-        Self {
-            channel: self.channel.clone(),
-            stats: self.stats.clone(),
-            pacer: self.pacer.clone(),
-            layout: self.layout,
-            encoder,
-            sync: RamHeader::new(self.layout),
-            header: Vec::with_capacity(self.layout.ram_header_len()),
-            room: vec![0; self.layout.max_payload()].into(),
         }
     }
 
