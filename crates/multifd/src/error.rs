@@ -3,8 +3,8 @@
 use thiserror::Error;
 
 use crate::{
-    INITIAL_LEN, MAGIC, MAX_CHANNELS, MAX_DEVICE_STATE_PAYLOAD, PACKET_BYTES, VERSION,
-    flags::KNOWN_FLAGS,
+    INITIAL_LEN, MAGIC, MAX_CHANNELS, MAX_DEVICE_STATE_PAYLOAD, PACKET_BYTES, PACKET_BYTES_RANGE,
+    VERSION, flags::KNOWN_FLAGS,
 };
 
 /// The first 64 bytes of a data channel are not those of a multifd channel.
@@ -41,12 +41,28 @@ pub enum InitialError {
     },
 }
 
-/// A page size for which there is no multifd format.
+/// Sizes for which there is no multifd format.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("page size {page_size} is not a power of two from 1024 to {PACKET_BYTES}")]
-pub struct LayoutError {
-    /// The size asked for, in bytes.
-    pub page_size: u32,
+#[non_exhaustive]
+pub enum LayoutError {
+    /// Of a page.
+    #[error("page size {page_size} is not a power of two from 1024 to {PACKET_BYTES}")]
+    PageSize {
+        /// The size asked for, in bytes.
+        page_size: u32,
+    },
+    /// Of a packet.
+    #[error(
+        "packet size {packet_bytes} is not a power of two from {} to {}, or less than a page of {page_size}",
+        PACKET_BYTES_RANGE.start(),
+        PACKET_BYTES_RANGE.end()
+    )]
+    PacketBytes {
+        /// The size asked for, in bytes.
+        packet_bytes: u32,
+        /// The size of a page, in bytes.
+        page_size: u32,
+    },
 }
 
 /// A packet header that a correct peer cannot have sent.

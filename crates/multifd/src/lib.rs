@@ -34,7 +34,7 @@ pub use device_state::{DEVICE_STATE_HEADER_LEN, DeviceStateHeader, MAX_DEVICE_ST
 pub use error::{InitialError, LayoutError, PacketError};
 pub use flags::Method;
 pub use initial::{INITIAL_LEN, Initial, MAX_CHANNELS};
-pub use layout::{Layout, PACKET_BYTES};
+pub use layout::{Layout, PACKET_BYTES, PACKET_BYTES_RANGE};
 pub use prelude::{PRELUDE_LEN, PacketKind, Prelude};
 pub use ram::{BlockName, RAM_HEADER_FIXED_LEN, RamHeader};
 

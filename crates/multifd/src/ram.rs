@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use crate::{Layout, Method, PRELUDE_LEN, PacketError, PacketKind, Prelude, layout::PACKET_BYTES};
+use crate::{
+    Layout, Method, PRELUDE_LEN, PacketError, PacketKind, Prelude, layout::PACKET_BYTES_RANGE,
+};
 
 /// Bytes of a RAM packet's header without its offset table, the 12 of the [`Prelude`] included.
 pub const RAM_HEADER_FIXED_LEN: usize = 320;
@@ -366,9 +368,9 @@ fn read_u64(bytes: &[u8], at: usize) -> u64 {
         .map_or(0, |b| u64::from_be_bytes(*b))
 }
 
-/// A count or length of a packet as its field: all are at most a few times [`PACKET_BYTES`].
+/// A count or length of a packet as its field: all are at most twice the largest packet.
 fn field(value: usize) -> [u8; 4] {
-    debug_assert!(value <= 2 * PACKET_BYTES as usize);
+    debug_assert!(value <= 2 * *PACKET_BYTES_RANGE.end() as usize);
     u32::try_from(value).unwrap_or(u32::MAX).to_be_bytes()
 }
 
