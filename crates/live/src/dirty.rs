@@ -1,0 +1,93 @@
+//! Dirty logs: which pages have been written since they were last read.
+//!
+//! # Discipline
+//! A page's bit says that the page may have changed since the migration last read it. Who may do what:
+//!
+//! ```text
+//!  start ── collect ── clear, read, send ── collect ── clear, read, send ── … ── stop
+//!             │          │
+//!             │          └ by page, always before the page is read
+//!             └ adds the pages written so far to the caller's bitmap
+//! ```
+//!
+//! - Only the migration clears, only between [`start`](DirtyLog::start) and [`stop`](DirtyLog::stop), and a page
+//!   only **before** it reads the page. A write that comes between is then in what was read, or shows again;
+//!   a bit cleared after reading would lose it.
+//! - A log may clear in [`collect`](DirtyLog::collect) already, where its mechanism reads and clears at once. What it
+//!   returned is then in the caller's hands alone.
+//! - Whoever writes guest memory behind a log's back (device emulation behind KVM's log, a vhost-user process
+//!   behind this process's page tables) has to mark the page in a log of its own **after** the write;
+//!   [`Merged`] makes one log of several.
+//! - What a failed migration leaves behind: nothing. `stop` ends logging, whatever was collected or
+//!   cleared before is of no meaning any more, and the next attempt begins with `start` and with every
+//!   page, because its destination knows none. So no failure can lose a page, however it came about.
+
+mod bitmap;
+
+use std::io;
+
+use thiserror::Error;
+
+pub use bitmap::Bitmap;
+
+/// Finds the pages that were written. Blocks are named by their index in [`Ram`](crate::Ram).
+///
+/// All methods may be called from several threads at once; see the [module](self) for what may be called when.
+pub trait DirtyLog: Send + Sync {
+    /// Begins to log: every page written from here on is found. What was written before is not.
+    ///
+    /// # Errors
+    /// When the mechanism cannot be set up.
+    fn start(&self) -> Result<(), DirtyLogError>;
+
+    /// Adds the pages of `block` that were written to `dirty`, which has a bit for each of its pages.
+    ///
+    /// # Errors
+    /// When the mechanism fails. Pages may be lost then: the migration has to end.
+    fn collect(&self, block: usize, dirty: &mut Bitmap) -> Result<(), DirtyLogError>;
+
+    /// Clears the pages of `block` whose bits are set in `words`, of which the first bit is page
+    /// `first_page`, a multiple of 64: the next write to each of them shows again.
+    ///
+    /// # Errors
+    /// When the mechanism fails. The migration has to end.
+    fn clear(&self, block: usize, first_page: usize, words: &[u64]) -> Result<(), DirtyLogError>;
+
+    /// Ends logging, after any of the above has failed too. Writes cost nothing any more.
+    ///
+    /// # Errors
+    /// When the mechanism cannot be taken down.
+    fn stop(&self) -> Result<(), DirtyLogError>;
+}
+
+/// A dirty log that cannot be trusted any more, or never came about.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum DirtyLogError {
+    /// A system call failed.
+    #[error("dirty log ({log}): {call} failed: {source}")]
+    System {
+        /// Which log.
+        log: &'static str,
+        /// The call.
+        call: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// This host does not have the mechanism.
+    #[error("dirty log ({log}): {reason}")]
+    Unsupported {
+        /// Which log.
+        log: &'static str,
+        /// What is missing.
+        reason: String,
+    },
+    /// The VMM described its memory in a way that does not fit.
+    #[error("dirty log ({log}): {reason}")]
+    Setup {
+        /// Which log.
+        log: &'static str,
+        /// What does not fit.
+        reason: String,
+    },
+}

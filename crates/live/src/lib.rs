@@ -1,0 +1,9 @@
+//! Live migration for VMMs with direct access to guest memory.
+
+#![deny(unsafe_code)]
+
+mod dirty;
+mod memory;
+
+pub use dirty::{Bitmap, DirtyLog, DirtyLogError};
+pub use memory::{Ram, RamBlock, RamError, Region};

@@ -1,0 +1,1 @@
+//! Tiny guests for tests, demo and benchmarks.
