@@ -70,4 +70,4 @@ pub use faulty::Faults;
 pub use health::{Health, Tally};
 pub use registry::{Accel, Engines, Registry, Row};
 pub use settings::Settings;
-pub use zero::is_zero;
+pub use zero::{CpuScan, ZeroScan, is_zero};

@@ -1,5 +1,30 @@
 //! Which pages are all zeros: those need no payload, only their offset.
 
+use vm_memory::VolatileSlice;
+
+use crate::ffi;
+
+/// Finds the zero pages of a batch, in whatever way this host does that best.
+pub trait ZeroScan: Send {
+    /// Sets, for each of `pages`, whether every byte of it is zero. A page that is written meanwhile gets either
+    /// verdict: whoever sends pages of a running guest has to learn of that by its dirty log.
+    ///
+    /// Pages without a verdict of their own, because there are fewer `verdicts`, are not looked at.
+    fn scan(&mut self, pages: &[VolatileSlice<'_>], verdicts: &mut [bool]);
+}
+
+/// The processor's own scan. It stops at a page's first byte that is not zero.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CpuScan;
+
+impl ZeroScan for CpuScan {
+    fn scan(&mut self, pages: &[VolatileSlice<'_>], verdicts: &mut [bool]) {
+        for (page, verdict) in pages.iter().zip(verdicts) {
+            *verdict = ffi::memory::is_zero(page);
+        }
+    }
+}
+
 /// Whether every byte of `page` is zero. Stops at the first that is not.
 ///
 /// A comparison with zeros is the standard library's, which is the C library's and as fast as memory:
@@ -9,7 +34,8 @@ pub fn is_zero(page: &[u8]) -> bool {
         .all(|part| part == &ZEROS[..part.len()])
 }
 
-const ZEROS: [u8; 4096] = [0; 4096];
+/// What a part of a page is compared with.
+pub(crate) const ZEROS: [u8; 4096] = [0; 4096];
 
 #[cfg(test)]
 mod tests {
@@ -20,11 +46,30 @@ mod tests {
         for len in [1024, 4096, 65536] {
             let mut page = vec![0; len];
             assert!(is_zero(&page));
+            assert_eq!(scanned(&mut page), [true]);
             for at in (0..len).step_by(97).chain([len - 1]) {
                 page[at] = 0x10;
                 assert!(!is_zero(&page), "{at} of {len}");
+                assert_eq!(scanned(&mut page), [false], "{at} of {len}");
                 page[at] = 0;
             }
         }
+    }
+
+    #[test]
+    fn every_page_has_its_verdict() {
+        let mut pages = vec![0; 3 * 4096];
+        pages[4096 + 17] = 1;
+        let memory = VolatileSlice::from(&mut pages[..]);
+        let slices = [0, 1, 2].map(|page| memory.subslice(page * 4096, 4096).unwrap());
+        let mut verdicts = [false; 3];
+        CpuScan.scan(&slices, &mut verdicts);
+        assert_eq!(verdicts, [true, false, true]);
+    }
+
+    fn scanned(page: &mut [u8]) -> [bool; 1] {
+        let mut verdict = [false];
+        CpuScan.scan(&[VolatileSlice::from(page)], &mut verdict);
+        verdict
     }
 }
