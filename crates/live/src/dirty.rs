@@ -23,12 +23,14 @@
 //!   page, because its destination knows none. So no failure can lose a page, however it came about.
 
 mod bitmap;
+mod shared;
 
 use std::io;
 
 use thiserror::Error;
 
 pub use bitmap::Bitmap;
+pub use shared::SharedBitmap;
 
 /// Finds the pages that were written. Blocks are named by their index in [`Ram`](crate::Ram).
 ///

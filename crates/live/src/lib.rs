@@ -5,5 +5,5 @@
 mod dirty;
 mod memory;
 
-pub use dirty::{Bitmap, DirtyLog, DirtyLogError};
+pub use dirty::{Bitmap, DirtyLog, DirtyLogError, SharedBitmap};
 pub use memory::{Ram, RamBlock, RamError, Region};
