@@ -23,14 +23,18 @@
 //!   page, because its destination knows none. So no failure can lose a page, however it came about.
 
 mod bitmap;
+mod merged;
 mod shared;
+mod userfaultfd;
 
 use std::io;
 
 use thiserror::Error;
 
 pub use bitmap::Bitmap;
+pub use merged::Merged;
 pub use shared::SharedBitmap;
+pub use userfaultfd::UserfaultLog;
 
 /// Finds the pages that were written. Blocks are named by their index in [`Ram`](crate::Ram).
 ///

@@ -3,7 +3,10 @@
 #![deny(unsafe_code)]
 
 mod dirty;
+mod mapping;
 mod memory;
+mod present;
+mod sys;
 
-pub use dirty::{Bitmap, DirtyLog, DirtyLogError, SharedBitmap};
+pub use dirty::{Bitmap, DirtyLog, DirtyLogError, Merged, SharedBitmap, UserfaultLog};
 pub use memory::{Ram, RamBlock, RamError, Region};

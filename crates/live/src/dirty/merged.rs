@@ -1,0 +1,52 @@
+//! One dirty log of several, each of which sees writes that the others do not.
+
+use std::sync::Arc;
+
+use super::{Bitmap, DirtyLog, DirtyLogError};
+
+/// Several dirty logs of the same memory as one: a page is dirty if one of them says so.
+pub struct Merged {
+    logs: Vec<Arc<dyn DirtyLog>>,
+}
+
+impl Merged {
+    /// One log of `logs`, all of them for the same [`Ram`](crate::Ram).
+    pub fn new(logs: Vec<Arc<dyn DirtyLog>>) -> Self {
+        Self { logs }
+    }
+}
+
+impl DirtyLog for Merged {
+    /// Starts all of them; when one fails, none is left running.
+    fn start(&self) -> Result<(), DirtyLogError> {
+        for (index, log) in self.logs.iter().enumerate() {
+            if let Err(error) = log.start() {
+                for started in self.logs[..=index].iter().rev() {
+                    // What there is to report is why it could not start.
+                    let _ = started.stop();
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn collect(&self, block: usize, dirty: &mut Bitmap) -> Result<(), DirtyLogError> {
+        self.logs
+            .iter()
+            .try_for_each(|log| log.collect(block, dirty))
+    }
+
+    fn clear(&self, block: usize, first_page: usize, words: &[u64]) -> Result<(), DirtyLogError> {
+        self.logs
+            .iter()
+            .try_for_each(|log| log.clear(block, first_page, words))
+    }
+
+    /// Stops all of them, and reports the first failure.
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.logs
+            .iter()
+            .fold(Ok(()), |result, log| result.and(log.stop()))
+    }
+}

@@ -1,0 +1,169 @@
+//! The page tables of this process, through /proc/self/pagemap.
+
+use std::{
+    fs::File,
+    io,
+    ops::Range,
+    os::{fd::AsFd, unix::fs::FileExt},
+};
+
+use rustix::ioctl::{Opcode, opcode};
+
+/// What is known of a page: a set of the flags below, which are the kernel's `PAGE_IS_…`.
+pub(crate) type Categories = u64;
+
+/// Not write-protected by userfaultfd, so written since it last was; also of a page that is not there.
+pub(crate) const WRITTEN: Categories = 1 << 1;
+/// In memory and in the page table.
+pub(crate) const PRESENT: Categories = 1 << 3;
+/// Anything else that the page table has an entry for: swapped, migrating, a mark that it is write-protected.
+pub(crate) const SWAPPED: Categories = 1 << 4;
+/// The page of zeros that all processes share.
+pub(crate) const ZERO: Categories = 1 << 5;
+
+/// An open /proc/self/pagemap.
+#[derive(Debug)]
+pub(crate) struct Pagemap(File);
+
+/// Which pages to find: those with all of `all`, none of `none` and, unless it is empty, one of `any`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Query {
+    pub(crate) all: Categories,
+    pub(crate) any: Categories,
+    pub(crate) none: Categories,
+    /// Also write-protect what is found, in one step with looking. Only for memory registered with
+    /// a userfaultfd in asynchronous mode: anything else is an error.
+    pub(crate) write_protect: bool,
+}
+
+/// Where the kernel puts what it finds; to be used again.
+#[derive(Debug)]
+pub(crate) struct Found(Vec<Region>);
+
+/// `struct page_region`.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+struct Region {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+/// `struct pm_scan_arg`.
+#[derive(Default)]
+#[repr(C)]
+struct ScanArgument {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+const PAGEMAP_SCAN: Opcode = opcode::read_write::<ScanArgument>(b'f', 16);
+const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
+const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
+
+/// Bytes of a page's entry in the file.
+const ENTRY_BYTES: u64 = 8;
+const ENTRY_SWAPPED: u64 = 1 << 62;
+const ENTRY_PRESENT: u64 = 1 << 63;
+
+impl Found {
+    /// Room for what one call may find: 24 KiB, so that a call is short beside what it does.
+    pub(crate) fn new() -> Self {
+        Self(vec![Region::default(); 1024])
+    }
+}
+
+impl Pagemap {
+    pub(crate) fn open() -> io::Result<Self> {
+        File::open("/proc/self/pagemap").map(Self)
+    }
+
+    /// Calls `each` with the addresses of every run of pages in `addresses` that `query` matches, in their order.
+    ///
+    /// # Errors
+    /// `ENOTTY` before Linux 6.7. With [`Query::write_protect`], pages may have been protected that nobody heard of.
+    pub(crate) fn scan(
+        &self,
+        addresses: Range<usize>,
+        query: Query,
+        found: &mut Found,
+        mut each: impl FnMut(Range<usize>),
+    ) -> io::Result<()> {
+        let (mut start, end) = (addresses.start as u64, addresses.end as u64);
+        while start < end {
+            let mut argument = ScanArgument {
+                size: size_of::<ScanArgument>() as u64,
+                flags: if query.write_protect {
+                    PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC
+                } else {
+                    0
+                },
+                start,
+                end,
+                vec: found.0.as_mut_ptr().addr() as u64,
+                vec_len: found.0.len() as u64,
+                category_inverted: query.none,
+                category_mask: query.all | query.none,
+                category_anyof_mask: query.any,
+                return_mask: query.all | query.any,
+                ..ScanArgument::default()
+            };
+            // SAFETY: the request takes this argument. The kernel writes at most `vec_len` regions to `vec`, which
+            // is as long and is borrowed exclusively. Protecting pages makes writes to them slower,
+            // and changes nothing else, because only memory with asynchronous protection is accepted.
+            let count = unsafe { super::ioctl(self.0.as_fd(), PAGEMAP_SCAN, &mut argument) }?;
+            for region in &found.0[..(count as usize).min(found.0.len())] {
+                each(address(region.start)..address(region.end));
+            }
+            // It stops early when the vector is full, and never without having got anywhere.
+            if argument.walk_end <= start {
+                return Err(io::Error::other("PAGEMAP_SCAN does not get on"));
+            }
+            start = argument.walk_end;
+        }
+        Ok(())
+    }
+
+    /// Calls `each` for every page of `addresses` that is present or swapped, also where there is no PAGEMAP_SCAN.
+    /// The shared page of zeros cannot be told from others.
+    pub(crate) fn populated(
+        &self,
+        addresses: Range<usize>,
+        page_size: usize,
+        mut each: impl FnMut(Range<usize>),
+    ) -> io::Result<()> {
+        let mut buffer = vec![0; 64 << 10];
+        let mut page = addresses.start;
+        while page < addresses.end {
+            let wanted = (addresses.end - page) / page_size * ENTRY_BYTES as usize;
+            let entries = &mut buffer[..wanted.min(64 << 10)];
+            let offset = (page / page_size) as u64 * ENTRY_BYTES;
+            self.0.read_exact_at(entries, offset)?;
+            for entry in entries.as_chunks().0 {
+                if u64::from_ne_bytes(*entry) & (ENTRY_PRESENT | ENTRY_SWAPPED) != 0 {
+                    each(page..page + page_size);
+                }
+                page += page_size;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[allow(
+    clippy::cast_possible_truncation,
+    reason = "an address of this process, that the kernel was given as usize"
+)]
+fn address(value: u64) -> usize {
+    value as usize
+}

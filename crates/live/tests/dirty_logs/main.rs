@@ -1,0 +1,383 @@
+//! Every dirty log against what was really written.
+//!
+//! A fixture is a guest's memory, a log for it and writers that write as the log expects it. The tests that all
+//! logs have to pass are in `model`; what only one log promises is tested here.
+
+#![cfg(not(feature = "loom"))] // whose atomics work in a model only
+
+mod model;
+
+use std::{
+    fs::File,
+    io::Write as _,
+    os::fd::AsRawFd,
+    sync::{Arc, Mutex},
+};
+
+use live::{Bitmap, DirtyLog, DirtyLogError, Ram, RamBlock, SharedBitmap, UserfaultLog};
+use model::{Fixture, Place, Write, collected, write};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use vm_memory::{
+    FileOffset, MmapRegion,
+    mmap::{MmapRegionBuilder, MmapRegionError},
+};
+
+/// Pages of the blocks: a single one, a number that 64 does not divide, one that it does.
+const BLOCKS: [usize; 3] = [1, 333, 1024];
+
+#[test]
+fn shared_bitmap() {
+    model::check_all(|| {
+        let ram = anonymous(&BLOCKS);
+        let log = Arc::new(SharedBitmap::new(&ram));
+        let writers = [(); 2].map(|()| marking(&ram, &log)).into();
+        Fixture::new(ram, log, writers)
+    });
+}
+
+#[test]
+fn userfaultfd_of_anonymous_memory() {
+    if userfaultfd_is_missing() {
+        return;
+    }
+    model::check_all(|| {
+        let ram = anonymous(&BLOCKS);
+        // A page that is read before it is written would count as written.
+        touch_all(&ram);
+        let log = Arc::new(UserfaultLog::new(&ram).unwrap());
+        let writers = [(); 2].map(|()| storing(&ram)).into();
+        Fixture::new(ram, log, writers)
+    });
+}
+
+#[test]
+fn userfaultfd_of_a_memfd() {
+    if userfaultfd_is_missing() {
+        return;
+    }
+    model::check_all(|| {
+        let ram = mapped(&memfds(&BLOCKS));
+        let log = Arc::new(UserfaultLog::new(&ram).unwrap());
+        let writers = [(); 2].map(|()| storing(&ram)).into();
+        Fixture::new(ram, log, writers)
+    });
+}
+
+/// One log for what this process writes, one for what another does that has mapped the same memory.
+#[test]
+fn merged_logs_of_two_mappings() {
+    if userfaultfd_is_missing() {
+        return;
+    }
+    model::check_all(|| {
+        let files = memfds(&BLOCKS);
+        let (ram, elsewhere) = (mapped(&files), mapped(&files));
+        let shared = Arc::new(SharedBitmap::new(&ram));
+        let page_tables = Arc::new(UserfaultLog::new(&ram).unwrap());
+        let writers = vec![storing(&ram), marking(&elsewhere, &shared)];
+        let log = live::Merged::new(vec![page_tables, shared]);
+        Fixture::new(ram, Arc::new(log), writers)
+    });
+}
+
+#[test]
+fn userfaultfd_of_huge_pages() {
+    if userfaultfd_is_missing() {
+        return;
+    }
+    const HUGE: usize = 2 << 20;
+    let file = memfd_create("huge", MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB).unwrap();
+    ftruncate(&file, 2 * HUGE as u64).unwrap();
+    let Ok(region) = map(&FileOffset::new(File::from(file), 0), 2 * HUGE) else {
+        skipped("needs 2 free huge pages of 2 MiB (vm.nr_hugepages)");
+        return;
+    };
+    let ram = Ram::new(vec![RamBlock::new("huge", Arc::new(region)).unwrap()]).unwrap();
+    let log = UserfaultLog::new(&ram).unwrap();
+    log.start().unwrap();
+    assert_eq!(collected(&ram, &log, 0).count(), 0, "nobody wrote");
+    let in_huge_page = HUGE / ram.page_size();
+    write(
+        &ram,
+        Place {
+            block: 0,
+            page: in_huge_page + 7,
+        },
+        1,
+    );
+    let dirty = collected(&ram, &log, 0);
+    assert!(dirty.iter().eq(in_huge_page..2 * in_huge_page));
+    assert_eq!(collected(&ram, &log, 0).count(), 0, "collected before");
+    log.stop().unwrap();
+}
+
+#[test]
+fn memory_that_was_never_touched_is_quiet_until_it_is_written() {
+    if userfaultfd_is_missing() {
+        return;
+    }
+    // Page tables and their tables: the pages around a written one are as untouched as those far away.
+    const PAGES: usize = 100_000;
+    for ram in [anonymous(&[PAGES]), mapped(&memfds(&[PAGES]))] {
+        let log = UserfaultLog::new(&ram).unwrap();
+        log.start().unwrap();
+        assert_eq!(collected(&ram, &log, 0).count(), 0);
+        let written = [0, 1, 512, 700, PAGES - 1];
+        for page in written {
+            write(&ram, Place { block: 0, page }, 1);
+        }
+        assert!(collected(&ram, &log, 0).iter().eq(written));
+        assert_eq!(collected(&ram, &log, 0).count(), 0);
+        log.stop().unwrap();
+    }
+}
+
+#[test]
+fn what_the_kernel_writes_for_the_process_is_found_by_userfaultfd() {
+    if userfaultfd_is_missing() {
+        return;
+    }
+    for ram in [anonymous(&[8]), mapped(&memfds(&[8]))] {
+        touch_all(&ram);
+        let log = UserfaultLog::new(&ram).unwrap();
+        log.start().unwrap();
+        let page = ram.page_size();
+        let source = File::from(memfd_create("source", MemfdFlags::CLOEXEC).unwrap());
+        ftruncate(&source, 2 * page as u64).unwrap();
+        let memory = ram.blocks()[0].memory();
+        let target = memory.subslice(3 * page, 2 * page).unwrap();
+        // SAFETY: the memory is mapped, and nobody has a reference to it.
+        let read = unsafe {
+            let address = target.ptr_guard_mut().as_ptr();
+            libc::read(source.as_raw_fd(), address.cast(), target.len())
+        };
+        assert_eq!(usize::try_from(read), Ok(2 * page));
+        assert!(collected(&ram, &log, 0).iter().eq([3, 4]));
+        log.stop().unwrap();
+    }
+}
+
+/// A page of a file may leave the page tables after it was written; the write counts all the same.
+#[test]
+fn a_written_page_that_was_evicted_is_found_by_userfaultfd() {
+    if userfaultfd_is_missing() {
+        return;
+    }
+    let ram = mapped(&memfds(&[8]));
+    let log = UserfaultLog::new(&ram).unwrap();
+    log.start().unwrap();
+    write(&ram, Place { block: 0, page: 5 }, 1);
+    // SAFETY: the memory is mapped and shared: what is in it stays in the file.
+    unsafe {
+        rustix::mm::madvise(
+            ram.blocks()[0].address() as *mut _,
+            ram.blocks()[0].len(),
+            rustix::mm::Advice::LinuxDontNeed,
+        )
+    }
+    .unwrap();
+    assert!(collected(&ram, &log, 0).iter().eq([5]));
+    log.stop().unwrap();
+}
+
+#[test]
+fn userfaultfd_refuses_memory_that_another_has() {
+    if userfaultfd_is_missing() {
+        return;
+    }
+    let ram = anonymous(&[4]);
+    let (first, second) = (
+        UserfaultLog::new(&ram).unwrap(),
+        UserfaultLog::new(&ram).unwrap(),
+    );
+    first.start().unwrap();
+    assert!(matches!(second.start(), Err(DirtyLogError::System { .. })));
+    assert!(matches!(
+        second.collect(0, &mut Bitmap::new(4)),
+        Err(DirtyLogError::Setup { .. })
+    ));
+    first.stop().unwrap();
+    second.start().unwrap();
+    second.stop().unwrap();
+}
+
+#[test]
+fn marks_are_of_all_pages_that_bytes_lie_in_and_of_no_others() {
+    let ram = anonymous(&[333, 2]);
+    let page = ram.page_size() as u64;
+    let log = SharedBitmap::new(&ram);
+    for (offset, len, expected) in [
+        (0, 1, vec![0]),
+        (page - 1, 2, vec![0, 1]),
+        (page, page, vec![1]),
+        (62 * page, 68 * page, (62..130).collect()),
+        (332 * page, 5 * page, vec![332]),
+        (333 * page, page, vec![]),
+        (7, 0, vec![]),
+        (u64::MAX, u64::MAX, vec![]),
+        (331 * page, u64::MAX, vec![331, 332]),
+    ] {
+        log.mark(0, offset, len);
+        log.mark(2, offset, len);
+        assert!(
+            collected(&ram, &log, 0).iter().eq(expected.iter().copied()),
+            "{len} bytes at {offset}"
+        );
+        assert_eq!(collected(&ram, &log, 1).count(), 0);
+    }
+}
+
+/// Writes in a log of its own what it is asked to do, and fails where it is told to.
+struct Recording {
+    name: &'static str,
+    fails: Option<&'static str>,
+    calls: Arc<Mutex<Vec<String>>>,
+}
+
+impl Recording {
+    fn call(&self, call: &'static str) -> Result<(), DirtyLogError> {
+        self.calls
+            .lock()
+            .unwrap()
+            .push(format!("{} {call}", self.name));
+        match self.fails {
+            Some(fails) if fails.contains(call) => Err(DirtyLogError::Unsupported {
+                log: self.name,
+                reason: call.into(),
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl DirtyLog for Recording {
+    fn start(&self) -> Result<(), DirtyLogError> {
+        self.call("start")
+    }
+    fn collect(&self, _: usize, _: &mut Bitmap) -> Result<(), DirtyLogError> {
+        self.call("collect")
+    }
+    fn clear(&self, _: usize, _: usize, _: &[u64]) -> Result<(), DirtyLogError> {
+        self.call("clear")
+    }
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.call("stop")
+    }
+}
+
+#[test]
+fn merged_logs_start_together_or_not_at_all() {
+    let (merged, calls) = recorded([None, Some("start"), None]);
+    let error = merged.start().unwrap_err();
+    assert!(matches!(error, DirtyLogError::Unsupported { log: "b", .. }));
+    assert_eq!(
+        *calls.lock().unwrap(),
+        ["a start", "b start", "b stop", "a stop"]
+    );
+}
+
+#[test]
+fn merged_logs_are_all_stopped_whatever_fails() {
+    let (merged, calls) = recorded([None, Some("stop"), Some("stop")]);
+    let error = merged.stop().unwrap_err();
+    assert!(matches!(error, DirtyLogError::Unsupported { log: "b", .. }));
+    assert_eq!(*calls.lock().unwrap(), ["a stop", "b stop", "c stop"]);
+}
+
+#[test]
+fn a_failure_of_one_log_is_one_of_the_merged() {
+    let (merged, _) = recorded([None, None, Some("collect clear")]);
+    assert!(merged.collect(0, &mut Bitmap::new(1)).is_err());
+    assert!(merged.clear(0, 0, &[1]).is_err());
+}
+
+fn recorded(fails: [Option<&'static str>; 3]) -> (live::Merged, Arc<Mutex<Vec<String>>>) {
+    let calls = Arc::new(Mutex::new(Vec::new()));
+    let logs = ["a", "b", "c"].into_iter().zip(fails).map(|(name, fails)| {
+        let calls = Arc::clone(&calls);
+        Arc::new(Recording { name, fails, calls }) as Arc<dyn DirtyLog>
+    });
+    (live::Merged::new(logs.collect()), calls)
+}
+
+fn anonymous(blocks: &[usize]) -> Ram {
+    ram(blocks
+        .iter()
+        .map(|pages| MmapRegion::new(pages * rustix::param::page_size()).unwrap()))
+}
+
+fn memfds(blocks: &[usize]) -> Vec<FileOffset> {
+    let file = |pages| {
+        // In the middle of its file, as a block of a VMM may be.
+        let start = 3 * rustix::param::page_size();
+        let file = memfd_create("ram", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, (start + pages * rustix::param::page_size()) as u64).unwrap();
+        FileOffset::new(File::from(file), start as u64)
+    };
+    blocks.iter().copied().map(file).collect()
+}
+
+fn mapped(files: &[FileOffset]) -> Ram {
+    ram(files.iter().map(|file| {
+        let len = file.file().metadata().unwrap().len() - file.start();
+        map(file, usize::try_from(len).unwrap()).unwrap()
+    }))
+}
+
+/// Unlike `MmapRegion::from_file`, it fails when huge pages cannot be reserved, instead of the first access.
+fn map(file: &FileOffset, len: usize) -> Result<MmapRegion, MmapRegionError> {
+    MmapRegionBuilder::new(len)
+        .with_file_offset(file.clone())
+        .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+        .with_mmap_flags(libc::MAP_SHARED)
+        .build()
+}
+
+fn ram(regions: impl Iterator<Item = MmapRegion>) -> Ram {
+    let blocks = regions
+        .enumerate()
+        .map(|(index, region)| RamBlock::new(&format!("ram{index}"), Arc::new(region)).unwrap());
+    Ram::new(blocks.collect()).unwrap()
+}
+
+fn touch_all(ram: &Ram) {
+    for block in 0..ram.blocks().len() {
+        for page in 0..ram.pages(block) {
+            write(ram, Place { block, page }, 1);
+        }
+    }
+}
+
+/// Writes by store instructions of this process.
+fn storing(ram: &Ram) -> Write {
+    let ram = ram.clone();
+    Box::new(move |place, stamp| write(&ram, place, stamp))
+}
+
+/// The same, and tells the log.
+fn marking(ram: &Ram, log: &Arc<SharedBitmap>) -> Write {
+    let (ram, log) = (ram.clone(), Arc::clone(log));
+    Box::new(move |place, stamp| {
+        write(&ram, place, stamp);
+        log.mark(place.block, (place.page * ram.page_size()) as u64, 1);
+    })
+}
+
+fn userfaultfd_is_missing() -> bool {
+    match UserfaultLog::new(&anonymous(&[1])) {
+        Ok(_) => false,
+        Err(DirtyLogError::Unsupported { reason, .. }) => {
+            skipped(&reason);
+            true
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn skipped(reason: &str) {
+    if std::env::var_os("VAMOOSE_NO_SKIP").is_some() {
+        panic!("{reason}, and VAMOOSE_NO_SKIP forbids to skip");
+    }
+    // Written to the handle itself: print macros are captured in tests that pass.
+    let _ = std::io::stderr().write_all(format!("\nSKIPPED: {reason}\n").as_bytes());
+}
