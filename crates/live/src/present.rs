@@ -124,3 +124,123 @@ fn in_file(file: &FileOffset, pages: usize, page_size: usize) -> io::Result<Bitm
 fn addresses(block: &RamBlock) -> Range<usize> {
     block.address()..block.address() + block.len()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, sync::Arc};
+
+    use rustix::{
+        fs::{MemfdFlags, ftruncate, memfd_create},
+        param::page_size,
+    };
+    use vm_memory::{Bytes, MmapRegion, mmap::MmapRegionBuilder};
+
+    use super::*;
+
+    /// Not a multiple of 64, and enough for several page tables.
+    const PAGES: usize = 5000;
+    const WRITTEN: [usize; 6] = [0, 1, 64, 511, 2048, PAGES - 1];
+
+    #[test]
+    fn anonymous_memory_has_what_was_written() {
+        let block = anonymous();
+        assert_eq!(present(&block, page_size()).count(), 0);
+        // An untouched page that was looked for is still untouched, and one that was read holds zeros.
+        read(&block, 17);
+        read(&block, 3000);
+        assert_eq!(present(&block, page_size()).count(), 0);
+        WRITTEN.iter().for_each(|&page| write(&block, page));
+        assert!(present(&block, page_size()).iter().eq(WRITTEN));
+    }
+
+    #[test]
+    fn a_kernel_without_pagemap_scan_says_the_same() {
+        let block = anonymous();
+        WRITTEN.iter().for_each(|&page| write(&block, page));
+        let pagemap = Pagemap::open().unwrap();
+        let entries = by_entries(&pagemap, &block, page_size()).unwrap();
+        assert_eq!(entries, by_scan(&pagemap, &block, page_size()).unwrap());
+        // It cannot tell the shared page of zeros, and is on the safe side.
+        read(&block, 17);
+        assert!(by_entries(&pagemap, &block, page_size()).unwrap().get(17));
+    }
+
+    #[test]
+    fn a_memfd_has_what_anybody_wrote() {
+        let file = memfd();
+        let (block, elsewhere) = (map(&file, libc::MAP_SHARED), map(&file, libc::MAP_SHARED));
+        assert_eq!(present(&block, page_size()).count(), 0);
+        for (nth, &page) in WRITTEN.iter().enumerate() {
+            write([&block, &elsewhere][nth % 2], page);
+        }
+        assert!(present(&block, page_size()).iter().eq(WRITTEN));
+        // Written without a mapping: right before the block in its file, its tenth page, right behind it.
+        for page in [2, 3 + 10, 3 + PAGES] {
+            rustix::io::pwrite(file.file(), &[1], (page * page_size()) as u64).unwrap();
+        }
+        let mut expected = WRITTEN.to_vec();
+        expected.insert(2, 10);
+        assert!(present(&block, page_size()).iter().eq(expected));
+    }
+
+    #[test]
+    fn memory_that_nothing_is_known_of_is_present() {
+        let shared_without_a_file = MmapRegionBuilder::new(PAGES * page_size())
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_SHARED | libc::MAP_ANONYMOUS);
+        for block in [
+            map(&memfd(), libc::MAP_PRIVATE),
+            ram_block(shared_without_a_file.build().unwrap()),
+        ] {
+            assert_eq!(present(&block, page_size()).count(), PAGES);
+        }
+    }
+
+    /// The answer of a file system that is asked byte by byte, not page by page.
+    #[test]
+    fn a_page_is_present_for_a_single_byte_of_data() {
+        let file = File::from(memfd_create("short", MemfdFlags::CLOEXEC).unwrap());
+        ftruncate(&file, 1).unwrap();
+        rustix::io::pwrite(&file, &[1], 0).unwrap();
+        let found = in_file(&FileOffset::new(file, 0), 3, page_size()).unwrap();
+        assert!(found.iter().eq([0]));
+    }
+
+    fn anonymous() -> RamBlock {
+        ram_block(MmapRegion::new(PAGES * page_size()).unwrap())
+    }
+
+    /// A block that begins at the fourth page of its file, which goes on behind it.
+    fn memfd() -> FileOffset {
+        let file = File::from(memfd_create("ram", MemfdFlags::CLOEXEC).unwrap());
+        ftruncate(&file, ((PAGES + 10) * page_size()) as u64).unwrap();
+        FileOffset::new(file, 3 * page_size() as u64)
+    }
+
+    fn map(file: &FileOffset, flags: i32) -> RamBlock {
+        let builder = MmapRegionBuilder::new(PAGES * page_size())
+            .with_file_offset(file.clone())
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(flags);
+        ram_block(builder.build().unwrap())
+    }
+
+    #[allow(unsafe_code, reason = "advice for memory that a test has mapped")]
+    fn ram_block(region: MmapRegion) -> RamBlock {
+        let no_huge_pages = rustix::mm::Advice::LinuxNoHugepage;
+        // SAFETY: it is mapped, and nothing in it changes.
+        unsafe { rustix::mm::madvise(region.as_ptr().cast(), region.size(), no_huge_pages) }
+            .unwrap();
+        RamBlock::new("ram", Arc::new(region)).unwrap()
+    }
+
+    fn write(block: &RamBlock, page: usize) {
+        let memory = block.memory();
+        memory.write_obj(1_u8, page * page_size() + 99).unwrap();
+    }
+
+    fn read(block: &RamBlock, page: usize) {
+        let byte: u8 = block.memory().read_obj(page * page_size()).unwrap();
+        assert_eq!(byte, 0);
+    }
+}

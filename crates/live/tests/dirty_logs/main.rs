@@ -16,7 +16,11 @@ use std::{
 
 use live::{Bitmap, DirtyLog, DirtyLogError, Ram, RamBlock, SharedBitmap, UserfaultLog};
 use model::{Fixture, Place, Write, collected, write};
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::{
+    fs::{MemfdFlags, ftruncate, memfd_create},
+    mm::{Advice, madvise},
+    param::page_size,
+};
 use vm_memory::{
     FileOffset, MmapRegion,
     mmap::{MmapRegionBuilder, MmapRegionError},
@@ -111,6 +115,25 @@ fn userfaultfd_of_huge_pages() {
     log.stop().unwrap();
 }
 
+/// They are protected as a whole, and split by the first write.
+#[test]
+fn a_transparent_huge_page_is_logged_by_its_pages() {
+    if userfaultfd_is_missing() {
+        return;
+    }
+    let ram = ram([MmapRegion::new(4096 * page_size()).unwrap()].into_iter());
+    advise(&ram, Advice::LinuxHugepage);
+    touch_all(&ram);
+    let log = UserfaultLog::new(&ram).unwrap();
+    log.start().unwrap();
+    for page in [2000, 2001, 3333] {
+        assert_eq!(collected(&ram, &log, 0).count(), 0);
+        write(&ram, Place { block: 0, page }, 1);
+        assert!(collected(&ram, &log, 0).iter().eq([page]));
+    }
+    log.stop().unwrap();
+}
+
 #[test]
 fn memory_that_was_never_touched_is_quiet_until_it_is_written() {
     if userfaultfd_is_missing() {
@@ -167,15 +190,7 @@ fn a_written_page_that_was_evicted_is_found_by_userfaultfd() {
     let log = UserfaultLog::new(&ram).unwrap();
     log.start().unwrap();
     write(&ram, Place { block: 0, page: 5 }, 1);
-    // SAFETY: the memory is mapped and shared: what is in it stays in the file.
-    unsafe {
-        rustix::mm::madvise(
-            ram.blocks()[0].address() as *mut _,
-            ram.blocks()[0].len(),
-            rustix::mm::Advice::LinuxDontNeed,
-        )
-    }
-    .unwrap();
+    advise(&ram, Advice::LinuxDontNeed);
     assert!(collected(&ram, &log, 0).iter().eq([5]));
     log.stop().unwrap();
 }
@@ -300,18 +315,29 @@ fn recorded(fails: [Option<&'static str>; 3]) -> (live::Merged, Arc<Mutex<Vec<St
     (live::Merged::new(logs.collect()), calls)
 }
 
+/// Pages of the base size, whatever the host's policy is.
 fn anonymous(blocks: &[usize]) -> Ram {
-    ram(blocks
-        .iter()
-        .map(|pages| MmapRegion::new(pages * rustix::param::page_size()).unwrap()))
+    let region = |pages: &usize| MmapRegion::new(pages * page_size()).unwrap();
+    let ram = ram(blocks.iter().map(region));
+    advise(&ram, Advice::LinuxNoHugepage);
+    ram
+}
+
+/// Advises the kernel about all of `ram`.
+fn advise(ram: &Ram, advice: Advice) {
+    for block in ram.blocks() {
+        let address = block.memory().ptr_guard_mut().as_ptr();
+        // SAFETY: it is mapped, and nobody has a reference to it.
+        unsafe { madvise(address.cast(), block.len(), advice) }.unwrap();
+    }
 }
 
 fn memfds(blocks: &[usize]) -> Vec<FileOffset> {
     let file = |pages| {
         // In the middle of its file, as a block of a VMM may be.
-        let start = 3 * rustix::param::page_size();
+        let start = 3 * page_size();
         let file = memfd_create("ram", MemfdFlags::CLOEXEC).unwrap();
-        ftruncate(&file, (start + pages * rustix::param::page_size()) as u64).unwrap();
+        ftruncate(&file, (start + pages * page_size()) as u64).unwrap();
         FileOffset::new(File::from(file), start as u64)
     };
     blocks.iter().copied().map(file).collect()
