@@ -1,0 +1,234 @@
+//! What a guest is to be, and whether that can be.
+
+use std::{fmt, num::NonZeroU64, ops::Range, str::FromStr};
+
+use thiserror::Error;
+
+use crate::{
+    kvm,
+    memory::{Memory, PAGE},
+};
+
+/// Most vCPUs of a guest: each has 64 of the 512 words of a page then.
+const MAX_VCPUS: u8 = 8;
+
+/// A guest to be.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// What runs it.
+    pub kind: Kind,
+    /// Its memory. KVM guests have code and page tables in the first pages.
+    pub memory: Memory,
+    /// How many vCPUs write, 1 to 8.
+    pub vcpus: u8,
+    /// Which pages they write.
+    pub pattern: Pattern,
+    /// Writes of pages per second that all vCPUs together do not exceed; `None` is as fast as they can.
+    pub rate: Option<NonZeroU64>,
+    /// The addresses that are written, in whole pages; `None` is everything that the guest does not need itself.
+    pub working_set: Option<Range<u64>>,
+}
+
+/// What runs a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// vCPUs of a virtual machine (see [`kvm_available`](crate::kvm_available)).
+    Kvm,
+    /// Threads of this process.
+    Threads,
+}
+
+/// Which pages of the working set are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pattern {
+    /// One after the other, each vCPU from a start of its own.
+    Sequential,
+    /// Each time any of them.
+    Random,
+    /// Each time any of the first ones, and never the others.
+    HotSet {
+        /// How many; the whole working set if it has fewer.
+        pages: NonZeroU64,
+    },
+}
+
+/// A guest that cannot be.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// None or too many.
+    #[error("{vcpus} vCPUs: a guest has 1 to {MAX_VCPUS}")]
+    Vcpus {
+        /// How many.
+        vcpus: u8,
+    },
+    /// Not whole pages of the memory, or pages that the guest needs itself.
+    #[error(
+        "a working set of {:#x}..{:#x} is not made of whole pages of {:#x}..{:#x}",
+        working_set.start, working_set.end, writable.start, writable.end
+    )]
+    WorkingSet {
+        /// What was asked for.
+        working_set: Range<u64>,
+        /// What there is.
+        writable: Range<u64>,
+    },
+}
+
+/// A word that is no [`Kind`] or [`Pattern`].
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("`{word}` is none of {choices}")]
+pub struct ParseError {
+    word: String,
+    choices: &'static str,
+}
+
+/// A configuration that can be, with its defaults filled in.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    pub(crate) kind: Kind,
+    pub(crate) vcpus: u8,
+    pub(crate) pattern: Pattern,
+    pub(crate) rate: Option<NonZeroU64>,
+    pub(crate) working_set: Range<u64>,
+}
+
+impl Config {
+    /// One vCPU, which writes random pages of all the memory as fast as it can.
+    pub fn new(kind: Kind, memory: Memory) -> Self {
+        Self {
+            kind,
+            memory,
+            vcpus: 1,
+            pattern: Pattern::Random,
+            rate: None,
+            working_set: None,
+        }
+    }
+
+    pub(crate) fn plan(&self) -> Result<Plan, ConfigError> {
+        if !(1..=MAX_VCPUS).contains(&self.vcpus) {
+            return Err(ConfigError::Vcpus { vcpus: self.vcpus });
+        }
+        let reserved = match self.kind {
+            Kind::Kvm => kvm::reserved_bytes(&self.memory),
+            Kind::Threads => 0,
+        };
+        let writable = reserved..self.memory.len();
+        let working_set = self.working_set.clone().unwrap_or(writable.clone());
+        let Range { start, end } = working_set;
+        let pages = start.is_multiple_of(PAGE) && end.is_multiple_of(PAGE);
+        if !pages || start >= end || start < writable.start || end > writable.end {
+            return Err(ConfigError::WorkingSet {
+                working_set,
+                writable,
+            });
+        }
+        Ok(Plan {
+            kind: self.kind,
+            vcpus: self.vcpus,
+            pattern: self.pattern,
+            rate: self.rate,
+            working_set,
+        })
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Kvm => "kvm",
+            Self::Threads => "threads",
+        })
+    }
+}
+
+impl FromStr for Kind {
+    type Err = ParseError;
+
+    fn from_str(word: &str) -> Result<Self, ParseError> {
+        match word {
+            "kvm" => Ok(Self::Kvm),
+            "threads" => Ok(Self::Threads),
+            _ => Err(ParseError {
+                word: word.to_owned(),
+                choices: "`kvm`, `threads`",
+            }),
+        }
+    }
+}
+
+impl fmt::Display for Pattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Sequential => f.write_str("sequential"),
+            Self::Random => f.write_str("random"),
+            Self::HotSet { pages } => write!(f, "hot:{pages}"),
+        }
+    }
+}
+
+impl FromStr for Pattern {
+    type Err = ParseError;
+
+    fn from_str(word: &str) -> Result<Self, ParseError> {
+        let hot = || word.strip_prefix("hot:")?.parse().ok();
+        match word {
+            "sequential" => Ok(Self::Sequential),
+            "random" => Ok(Self::Random),
+            _ => hot()
+                .map(|pages| Self::HotSet { pages })
+                .ok_or_else(|| ParseError {
+                    word: word.to_owned(),
+                    choices: "`sequential`, `random`, `hot:PAGES`",
+                }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Backing;
+
+    #[test]
+    fn words_and_back() {
+        for word in ["kvm", "threads"] {
+            assert_eq!(word.parse::<Kind>().unwrap().to_string(), word);
+        }
+        for word in ["sequential", "random", "hot:12"] {
+            assert_eq!(word.parse::<Pattern>().unwrap().to_string(), word);
+        }
+        for word in ["", "hot", "hot:", "hot:0", "hot:-1", "Random"] {
+            assert!(word.parse::<Pattern>().is_err(), "{word}");
+        }
+    }
+
+    #[test]
+    fn a_working_set_is_of_whole_pages_and_leaves_the_guest_its_own() {
+        let memory = Memory::new(Backing::Anonymous, 1 << 20).unwrap();
+        let plan = |kind, working_set: Range<u64>| {
+            let mut config = Config::new(kind, memory.clone());
+            config.working_set = Some(working_set);
+            config.plan()
+        };
+        assert!(plan(Kind::Threads, 0..PAGE).is_ok());
+        for bad in [0..0, 1..PAGE, 0..PAGE + 1, 0..2 << 20] {
+            assert!(plan(Kind::Threads, bad.clone()).is_err(), "{bad:?}");
+        }
+        assert!(plan(Kind::Kvm, 0..1 << 20).is_err());
+        let all = Config::new(Kind::Kvm, memory.clone()).plan().unwrap();
+        assert!(all.working_set.start > 0);
+        assert!(plan(Kind::Kvm, all.working_set).is_ok());
+    }
+
+    #[test]
+    fn a_guest_has_1_to_8_vcpus() {
+        let memory = Memory::new(Backing::Anonymous, 1 << 20).unwrap();
+        let mut config = Config::new(Kind::Threads, memory);
+        for (vcpus, fits) in [(0, false), (1, true), (8, true), (9, false)] {
+            config.vcpus = vcpus;
+            assert_eq!(config.plan().is_ok(), fits, "{vcpus}");
+        }
+    }
+}

@@ -1,0 +1,432 @@
+//! A guest, from its first write to the proof.
+
+use std::{
+    io,
+    os::fd::BorrowedFd,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+};
+
+use thiserror::Error;
+
+use crate::{
+    config::{Config, ConfigError, Kind, Plan},
+    kvm::{KvmError, Slot, Vm},
+    memory::Memory,
+    pacer::Pacer,
+    stamp::{self, Course, Progress},
+    state::{self, LoadError},
+    vcpu::{self, Control, Failure, Shared, Vcpu, Writer, lock},
+};
+
+/// A guest that writes memory, and can prove what it wrote.
+///
+/// All methods may be called from several threads. Dropped, it ends and takes its threads with it; the memory stays
+/// with whoever has a clone of it.
+pub struct Guest {
+    memory: Memory,
+    plan: Plan,
+    vm: Option<Vm>,
+    vcpus: Vec<Shared>,
+    control: Arc<Control>,
+    threads: Vec<JoinHandle<()>>,
+    /// Of an [`incoming`](Guest::incoming) guest that has not loaded.
+    waiting: AtomicBool,
+    /// One change of state at a time.
+    changing: Mutex<()>,
+}
+
+/// A guest that cannot be, or cannot do what was asked.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum GuestError {
+    /// A configuration that contradicts itself.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// KVM refused.
+    #[error(transparent)]
+    Kvm(#[from] KvmError),
+    /// No more threads.
+    #[error("a thread for a vCPU: {0}")]
+    Thread(#[source] io::Error),
+    /// Only possible of a paused guest.
+    #[error("the guest is running: pause it first")]
+    Running,
+    /// An incoming guest before it has loaded.
+    #[error("the guest waits for its state: load it first")]
+    Waiting,
+    /// A vCPU has ended.
+    #[error("vCPU {vcpu} has failed: {reason}")]
+    Failed {
+        /// Its number.
+        vcpu: u8,
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Memory that a guest did not write like this, or a guest that cannot tell.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum VerifyError {
+    /// The guest cannot be asked now.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// Some page is not what the vCPU last wrote to it.
+    #[error(
+        "the words of vCPU {vcpu} have the sum {memory:#x}, and it wrote {register:#x}: \
+         pages were lost, are old, or in another place"
+    )]
+    Sum {
+        /// Its number.
+        vcpu: u8,
+        /// The sum over the memory.
+        memory: u64,
+        /// The sum that the vCPU has kept.
+        register: u64,
+    },
+    /// vCPUs that wrote less or more than they were let.
+    #[error("the vCPUs count {vcpus} writes, and were let do {host}")]
+    Writes {
+        /// What they have counted.
+        vcpus: u64,
+        /// What the host has counted.
+        host: u64,
+    },
+}
+
+/// That the memory is what the vCPUs wrote. Equal for a guest that was saved and the one that loaded it, until it
+/// goes on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Proof {
+    /// Writes of pages since the guest began, wherever it was.
+    pub writes: u64,
+    /// Bytes of the working set.
+    pub working_set: u64,
+    /// Each vCPU.
+    pub vcpus: Vec<VcpuProof>,
+}
+
+/// One vCPU's part of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VcpuProof {
+    /// Its writes of pages.
+    pub writes: u64,
+    /// The sum over its words.
+    pub sum: u64,
+}
+
+impl Guest {
+    /// A paused guest before its first write. What is in the working set now is what its sums begin with.
+    ///
+    /// # Errors
+    /// When the configuration is wrong, or the host does not have what it needs.
+    pub fn new(config: &Config) -> Result<Self, GuestError> {
+        let plan = config.plan()?;
+        let vm = vm(config)?;
+        let sums = stamp::sums(&config.memory, &plan);
+        Self::build(config, plan, vm, &sums, false)
+    }
+
+    /// A guest that waits for the memory and the state of another one. Its memory may be written from here on.
+    ///
+    /// # Errors
+    /// As [`Guest::new`].
+    pub fn incoming(config: &Config) -> Result<Self, GuestError> {
+        let plan = config.plan()?;
+        let vm = vm(config)?;
+        let sums = vec![0; usize::from(plan.vcpus)];
+        Self::build(config, plan, vm, &sums, true)
+    }
+
+    /// Lets the vCPUs write, for the first time or again.
+    ///
+    /// # Errors
+    /// When it waits for its state, or a vCPU has failed.
+    pub fn resume(&self) -> Result<(), GuestError> {
+        let _changing = lock(&self.changing);
+        self.check_whole()?;
+        self.control.resume();
+        Ok(())
+    }
+
+    /// Returns when every vCPU is out of guest mode and nothing writes any more: within some milliseconds, or
+    /// at once if it is paused.
+    pub fn pause(&self) {
+        let _changing = lock(&self.changing);
+        self.control.pause();
+    }
+
+    /// Whether it is let write: from [`resume`](Self::resume) to [`pause`](Self::pause).
+    pub fn is_running(&self) -> bool {
+        self.control.is_running()
+    }
+
+    /// Keeps the vCPUs from running for `percent` of the time, at most 99, in slices of some milliseconds. 0 is
+    /// full speed. It is the host's: a state does not have it.
+    pub fn throttle(&self, percent: u8) {
+        self.control.set_throttle(percent.min(99));
+    }
+
+    /// What [`throttle`](Self::throttle) has set.
+    pub fn throttled(&self) -> u8 {
+        self.control.throttle()
+    }
+
+    /// Writes of pages since the guest began, wherever it was: up to date when it is paused, and a batch per vCPU behind
+    /// when it runs.
+    pub fn written(&self) -> u64 {
+        self.control.written()
+    }
+
+    /// The state of a paused guest, all but its memory: some 100 bytes, and 500 for each vCPU of a KVM guest.
+    ///
+    /// # Errors
+    /// When it is running, waits for its state itself, or a vCPU has failed.
+    pub fn save(&self) -> Result<Vec<u8>, GuestError> {
+        let _changing = lock(&self.changing);
+        self.check_at_rest()?;
+        let states: Result<Vec<_>, _> = self.vcpus.iter().map(|vcpu| lock(vcpu).save()).collect();
+        Ok(state::encode(&self.description(), &states?))
+    }
+
+    /// Takes over the `state` of a guest whose memory has been copied into this one's already. After that this one is paused
+    /// where the other one was. After an error it still waits.
+    ///
+    /// # Errors
+    /// When it does not wait for a state, or `state` is not one of a guest with this configuration (but for rate
+    /// and backing, which may differ), or the memory is not the guest's.
+    pub fn load(&self, state: &[u8]) -> Result<(), LoadError> {
+        let _changing = lock(&self.changing);
+        if !self.waiting.load(Ordering::Relaxed) {
+            return Err(LoadError::NotWaiting);
+        }
+        let states = state::decode(state, &self.description())?;
+        if states.len() != self.vcpus.len() {
+            return Err(LoadError::Damaged);
+        }
+        if let Some(address) = self.vm.as_ref().and_then(Vm::damaged_image) {
+            return Err(LoadError::Code { address });
+        }
+        let mut writes = 0_u64;
+        for (index, (vcpu, state)) in (0..).zip(self.vcpus.iter().zip(states)) {
+            let mut vcpu = lock(vcpu);
+            vcpu.load(state).map_err(|reason| LoadError::Vcpu {
+                vcpu: index,
+                reason,
+            })?;
+            writes = writes.wrapping_add(vcpu.progress().writes);
+        }
+        self.control.set_written(writes);
+        self.waiting.store(false, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Reads the working set of a paused guest, and compares it with what the vCPUs say they wrote.
+    ///
+    /// # Errors
+    /// When they differ, the guest is running, waits for its state, or a vCPU has failed.
+    pub fn verify(&self) -> Result<Proof, VerifyError> {
+        let _changing = lock(&self.changing);
+        self.check_at_rest()?;
+        let mut vcpus = Vec::with_capacity(self.vcpus.len());
+        let sums = stamp::sums(&self.memory, &self.plan);
+        for (index, (vcpu, memory)) in (0..).zip(self.vcpus.iter().zip(sums)) {
+            let Progress { sum, writes, .. } = lock(vcpu).progress();
+            if memory != sum {
+                return Err(VerifyError::Sum {
+                    vcpu: index,
+                    memory,
+                    register: sum,
+                });
+            }
+            vcpus.push(VcpuProof { writes, sum });
+        }
+        let writes = vcpus
+            .iter()
+            .fold(0_u64, |writes, vcpu| writes.wrapping_add(vcpu.writes));
+        let host = self.written();
+        if writes != host {
+            return Err(VerifyError::Writes {
+                vcpus: writes,
+                host,
+            });
+        }
+        Ok(Proof {
+            writes,
+            working_set: self.plan.working_set.end - self.plan.working_set.start,
+            vcpus,
+        })
+    }
+
+    /// What has ended a vCPU, if something has: the others go on until they are paused.
+    pub fn failure(&self) -> Option<GuestError> {
+        let Failure { vcpu, reason } = self.control.failure()?;
+        Some(GuestError::Failed { vcpu, reason })
+    }
+
+    /// Its memory, whose blocks are to be migrated.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// The virtual machine's descriptor, for a dirty log; `None` without KVM.
+    pub fn vm_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.vm.as_ref().map(Vm::fd)
+    }
+
+    /// The virtual machine's memory slots, for a dirty log; empty without KVM.
+    pub fn slots(&self) -> &[Slot] {
+        self.vm.as_ref().map_or(&[], Vm::slots)
+    }
+
+    fn build(
+        config: &Config,
+        plan: Plan,
+        vm: Option<Vm>,
+        sums: &[u64],
+        waiting: bool,
+    ) -> Result<Self, GuestError> {
+        let vcpus = (0..)
+            .zip(sums)
+            .map(|(index, sum)| {
+                let course = Course::new(&plan, index);
+                let progress = Progress::new(&course, index, plan.vcpus, *sum);
+                let vcpu: Box<dyn Vcpu> = match &vm {
+                    Some(vm) => vm.vcpu(index, course, &progress)?,
+                    None => Box::new(Writer {
+                        memory: config.memory.clone(),
+                        course,
+                        progress,
+                    }),
+                };
+                Ok(Arc::new(Mutex::new(vcpu)))
+            })
+            .collect::<Result<Vec<Shared>, KvmError>>()?;
+        let mut guest = Self {
+            memory: config.memory.clone(),
+            control: Arc::new(Control::new(plan.vcpus)),
+            plan,
+            vm,
+            vcpus,
+            threads: Vec::new(),
+            waiting: AtomicBool::new(waiting),
+            changing: Mutex::new(()),
+        };
+        guest.spawn()?;
+        Ok(guest)
+    }
+
+    #[allow(
+        clippy::cast_precision_loss,
+        reason = "a rate of more than 2⁵³ writes per second is none"
+    )]
+    fn spawn(&mut self) -> Result<(), GuestError> {
+        let share = self
+            .plan
+            .rate
+            .map(|rate| rate.get() as f64 / f64::from(self.plan.vcpus));
+        for (index, vcpu) in (0..).zip(&self.vcpus) {
+            let (vcpu, control) = (Arc::clone(vcpu), Arc::clone(&self.control));
+            let thread = thread::Builder::new()
+                .name(format!("vcpu {index}"))
+                .spawn(move || vcpu::run(index, &vcpu, &control, Pacer::new(share)))
+                .map_err(GuestError::Thread)?;
+            self.threads.push(thread);
+        }
+        Ok(())
+    }
+
+    fn description(&self) -> String {
+        state::describe(&self.plan, &self.memory)
+    }
+
+    fn check_at_rest(&self) -> Result<(), GuestError> {
+        if self.is_running() {
+            return Err(GuestError::Running);
+        }
+        self.check_whole()
+    }
+
+    fn check_whole(&self) -> Result<(), GuestError> {
+        if self.waiting.load(Ordering::Relaxed) {
+            return Err(GuestError::Waiting);
+        }
+        self.failure().map_or(Ok(()), Err)
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.control.end();
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has said so.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn vm(config: &Config) -> Result<Option<Vm>, KvmError> {
+    match config.kind {
+        Kind::Kvm => Vm::new(&config.memory).map(Some),
+        Kind::Threads => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{Backing, PAGE};
+
+    #[test]
+    fn memory_that_was_never_touched_stays_so() {
+        for backing in [Backing::Anonymous, Backing::Memfd] {
+            let memory = Memory::new(backing, 64 << 20).unwrap();
+            let guest = Guest::new(&Config::new(Kind::Threads, memory.clone())).unwrap();
+            guest.verify().unwrap();
+            assert_eq!(memory.touched(&(0..memory.len())), [], "{backing:?}");
+        }
+    }
+
+    #[test]
+    fn a_vcpu_that_ended_is_reported_and_hinders_nobody() {
+        /// Fails at its third batch.
+        struct Failing(u32);
+        impl Vcpu for Failing {
+            fn run(&mut self, _writes: u32) -> Result<(), KvmError> {
+                self.0 += 1;
+                if self.0 < 3 {
+                    Ok(())
+                } else {
+                    Err(KvmError::OutsideMemory)
+                }
+            }
+            fn progress(&self) -> Progress {
+                unreachable!("a failed guest is not asked")
+            }
+            fn save(&self) -> Result<Vec<u8>, KvmError> {
+                unreachable!("a failed guest is not asked")
+            }
+            fn load(&mut self, _state: &[u8]) -> Result<(), String> {
+                unreachable!("a failed guest is not asked")
+            }
+        }
+        let memory = Memory::new(Backing::Anonymous, 16 * PAGE).unwrap();
+        let mut config = Config::new(Kind::Threads, memory);
+        config.vcpus = 2;
+        let guest = Guest::new(&config).unwrap();
+        *lock(&guest.vcpus[1]) = Box::new(Failing(0));
+        guest.resume().unwrap();
+        while guest.failure().is_none() {
+            thread::yield_now();
+        }
+        guest.pause();
+        let failed = |error: GuestError| matches!(error, GuestError::Failed { vcpu: 1, reason: _ });
+        assert!(failed(guest.save().unwrap_err()));
+        assert!(failed(guest.resume().unwrap_err()));
+        assert!(matches!(guest.verify(), Err(VerifyError::Guest(error)) if failed(error)));
+    }
+}

@@ -1,0 +1,402 @@
+//! The memory of a guest: named blocks, seen as one range of addresses.
+
+use std::{
+    fs::File,
+    io,
+    ops::Range,
+    os::unix::fs::FileExt,
+    sync::{Arc, atomic::Ordering},
+};
+
+use rustix::{
+    fs::{MemfdFlags, SeekFrom},
+    mm::{MapFlags, ProtFlags},
+};
+use thiserror::Error;
+use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
+
+/// Bytes in a page of a guest.
+pub const PAGE: u64 = PAGE_BYTES as u64;
+
+/// The same, as a length in memory.
+pub(crate) const PAGE_BYTES: usize = 4096;
+
+/// Every block but the last is a multiple of this: the guest's page tables have pages of this size.
+pub(crate) const LARGE_PAGE: u64 = 2 << 20;
+
+/// What the memory is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// Private memory of this process.
+    Anonymous,
+    /// A shared mapping of a memfd.
+    Memfd,
+    /// A shared mapping of a memfd of 2 MiB pages out of the host's pool (`vm.nr_hugepages`).
+    Hugetlb,
+}
+
+/// Guest memory. A clone is the same memory.
+#[derive(Clone, Debug)]
+pub struct Memory {
+    blocks: Vec<Block>,
+}
+
+/// A named part of it, under which it is migrated.
+#[derive(Clone, Debug)]
+pub struct Block {
+    name: String,
+    region: Arc<MmapRegion>,
+    /// Where it begins in all of the memory.
+    start: u64,
+}
+
+/// Memory that cannot be had, or that no guest could use.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// A length of 0, or not of whole pages.
+    #[error("`{name}`: {len} bytes are not a number of pages of {unit} bytes")]
+    Length {
+        /// The block.
+        name: String,
+        /// Its length in bytes.
+        len: u64,
+        /// Bytes in the pages that it has to be made of.
+        unit: u64,
+    },
+    /// No block at all.
+    #[error("a guest without memory")]
+    Empty,
+    /// The host does not give it.
+    #[error("`{name}`: {len} bytes of memory ({backing:?}): {source}")]
+    Host {
+        /// The block.
+        name: String,
+        /// Its length in bytes.
+        len: u64,
+        /// What it was to be made of.
+        backing: Backing,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+impl Memory {
+    /// `bytes` of memory that nobody has touched yet, in the blocks `ram.low` and, from 8 MiB on, `ram.high`.
+    ///
+    /// # Errors
+    /// When `bytes` is 0 or not a multiple of the page size (2 MiB for hugetlb), or the host has no more memory.
+    pub fn new(backing: Backing, bytes: u64) -> Result<Self, MemoryError> {
+        let low = low_bytes(bytes);
+        let mut blocks = vec![("ram.low".to_owned(), map("ram.low", backing, low)?)];
+        if bytes > low {
+            let region = map("ram.high", backing, bytes - low)?;
+            blocks.push(("ram.high".to_owned(), region));
+        }
+        Self::from_regions(blocks)
+    }
+
+    /// Memory out of mappings of the caller's, in this order.
+    ///
+    /// # Errors
+    /// When there are none, one is not of whole pages, or one but the last is not a multiple of 2 MiB.
+    pub fn from_regions(regions: Vec<(String, Arc<MmapRegion>)>) -> Result<Self, MemoryError> {
+        let last = regions.len().checked_sub(1).ok_or(MemoryError::Empty)?;
+        let mut start = 0;
+        let mut blocks = Vec::with_capacity(regions.len());
+        for (index, (name, region)) in regions.into_iter().enumerate() {
+            let unit = if index == last { PAGE } else { LARGE_PAGE };
+            let len = check_length(&name, region.size() as u64, unit)?;
+            blocks.push(Block {
+                name,
+                region,
+                start,
+            });
+            start += len;
+        }
+        Ok(Self { blocks })
+    }
+
+    /// Its blocks, in their order.
+    pub fn blocks(&self) -> &[Block] {
+        &self.blocks
+    }
+
+    /// Bytes in all blocks.
+    pub fn len(&self) -> u64 {
+        self.blocks.last().map_or(0, |block| block.range().end)
+    }
+
+    /// Whether there is no memory in it, which cannot be.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// `len` bytes from address `start`, as far as they are in one block.
+    pub(crate) fn slice(&self, start: u64, len: usize) -> Option<VolatileSlice<'_>> {
+        let block = self.block_at(start)?;
+        let offset = usize::try_from(start - block.start).ok()?;
+        block.region.get_slice(offset, len).ok()
+    }
+
+    /// The word at an address that is a multiple of 8; `None` outside of the memory.
+    #[inline]
+    pub(crate) fn load(&self, address: u64) -> Option<u64> {
+        let block = self.block_at(address)?;
+        let offset = usize::try_from(address - block.start).ok()?;
+        let slice = block.region.as_volatile_slice();
+        slice.load(offset, Ordering::Relaxed).ok()
+    }
+
+    /// Sets the word at an address that is a multiple of 8; `None` outside of the memory.
+    #[inline]
+    pub(crate) fn store(&self, address: u64, word: u64) -> Option<()> {
+        let block = self.block_at(address)?;
+        let offset = usize::try_from(address - block.start).ok()?;
+        let slice = block.region.as_volatile_slice();
+        slice.store(word, offset, Ordering::Relaxed).ok()
+    }
+
+    /// The parts of `range` (whole pages) that may hold anything but zeros: what was never touched is left out
+    /// as far as the host tells, so that reading does not touch it. No part is in two blocks.
+    pub(crate) fn touched(&self, range: &Range<u64>) -> Vec<Range<u64>> {
+        let mut parts = Vec::new();
+        for block in &self.blocks {
+            let of_block = block.range();
+            let start = range.start.max(of_block.start);
+            let end = range.end.min(of_block.end);
+            if start < end {
+                let within = start - block.start..end - block.start;
+                // A host that does not tell costs a read of everything, not the truth.
+                let touched = block
+                    .touched(within.clone())
+                    .unwrap_or_else(|_| vec![within]);
+                parts.extend(
+                    touched
+                        .into_iter()
+                        .map(|part| part.start + block.start..part.end + block.start),
+                );
+            }
+        }
+        parts
+    }
+
+    #[inline]
+    fn block_at(&self, address: u64) -> Option<&Block> {
+        self.blocks
+            .iter()
+            .find(|block| block.range().contains(&address))
+    }
+}
+
+impl Block {
+    /// The name that it is migrated under.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its mapping.
+    pub fn region(&self) -> &Arc<MmapRegion> {
+        &self.region
+    }
+
+    /// Its addresses (see the [crate](crate#addresses)).
+    pub fn range(&self) -> Range<u64> {
+        self.start..self.start + self.region.size() as u64
+    }
+
+    fn touched(&self, within: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+        match self.region.file_offset() {
+            Some(file) => data_of_file(file, within),
+            None => {
+                let first = self.region.as_ptr().addr() as u64;
+                let pages = present_pages(first + within.start..first + within.end)?;
+                Ok(pages
+                    .into_iter()
+                    .map(|part| part.start - first..part.end - first)
+                    .collect())
+            }
+        }
+    }
+}
+
+/// The bytes of `ram.low`: a quarter of the memory, and so little of a large one that it lies below the hole.
+fn low_bytes(bytes: u64) -> u64 {
+    const MOST: u64 = 1 << 30;
+    if bytes < 4 * LARGE_PAGE {
+        return bytes;
+    }
+    (bytes / 4 / LARGE_PAGE * LARGE_PAGE).min(MOST)
+}
+
+fn check_length(name: &str, len: u64, unit: u64) -> Result<u64, MemoryError> {
+    if len == 0 || !len.is_multiple_of(unit) {
+        return Err(MemoryError::Length {
+            name: name.to_owned(),
+            len,
+            unit,
+        });
+    }
+    Ok(len)
+}
+
+fn map(name: &str, backing: Backing, bytes: u64) -> Result<Arc<MmapRegion>, MemoryError> {
+    let unit = match backing {
+        Backing::Anonymous | Backing::Memfd => PAGE,
+        Backing::Hugetlb => LARGE_PAGE,
+    };
+    check_length(name, bytes, unit)?;
+    let region = match backing {
+        Backing::Anonymous => map_anonymous(bytes),
+        Backing::Memfd => map_memfd(name, MemfdFlags::CLOEXEC, bytes),
+        Backing::Hugetlb => map_memfd(
+            name,
+            MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+            bytes,
+        ),
+    };
+    region.map(Arc::new).map_err(|source| MemoryError::Host {
+        name: name.to_owned(),
+        len: bytes,
+        backing,
+        source,
+    })
+}
+
+fn map_anonymous(bytes: u64) -> io::Result<MmapRegion> {
+    let size = usize::try_from(bytes).map_err(io::Error::other)?;
+    MmapRegion::new(size).map_err(io::Error::other)
+}
+
+fn map_memfd(name: &str, flags: MemfdFlags, bytes: u64) -> io::Result<MmapRegion> {
+    let size = usize::try_from(bytes).map_err(io::Error::other)?;
+    let file = File::from(rustix::fs::memfd_create(name, flags)?);
+    file.set_len(bytes)?;
+    // Without MAP_NORESERVE, which `MmapRegion::from_file` has: a pool of huge pages that is too small
+    // is an error here, instead of a SIGBUS at some write.
+    MmapRegion::build(
+        Some(FileOffset::new(file, 0)),
+        size,
+        (ProtFlags::READ | ProtFlags::WRITE).bits().cast_signed(),
+        MapFlags::SHARED.bits().cast_signed(),
+    )
+    .map_err(io::Error::other)
+}
+
+/// The parts of a shared mapping that its file has data for.
+fn data_of_file(file: &FileOffset, within: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    let end = file.start() + within.end;
+    let mut parts = Vec::new();
+    let mut at = file.start() + within.start;
+    while at < end {
+        let data = match rustix::fs::seek(file.file(), SeekFrom::Data(at)) {
+            Ok(data) if data < end => data,
+            Ok(_) | Err(rustix::io::Errno::NXIO) => break,
+            Err(error) => return Err(error.into()),
+        };
+        at = rustix::fs::seek(file.file(), SeekFrom::Hole(data))?.min(end);
+        parts.push(data - file.start()..at - file.start());
+    }
+    Ok(parts)
+}
+
+/// The parts of private memory that there are pages for, in RAM or in swap.
+fn present_pages(addresses: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    const ENTRY: u64 = 8;
+    const PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
+    let pagemap = File::open("/proc/self/pagemap")?;
+    let mut parts: Vec<Range<u64>> = Vec::new();
+    let mut entries = vec![0; 64 << 10];
+    let mut at = addresses.start;
+    while at < addresses.end {
+        let pages = ((addresses.end - at) / PAGE).min(entries.len() as u64 / ENTRY);
+        let bytes = usize::try_from(pages * ENTRY).map_err(io::Error::other)?;
+        pagemap.read_exact_at(&mut entries[..bytes], at / PAGE * ENTRY)?;
+        for entry in entries[..bytes].as_chunks().0 {
+            if u64::from_ne_bytes(*entry) & PRESENT_OR_SWAPPED != 0 {
+                match parts.last_mut() {
+                    Some(last) if last.end == at => last.end += PAGE,
+                    _ => parts.push(at..at + PAGE),
+                }
+            }
+            at += PAGE;
+        }
+    }
+    Ok(parts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_memory_has_two_blocks_and_small_one() {
+        let lens = |bytes| {
+            let memory = Memory::new(Backing::Anonymous, bytes).unwrap();
+            let blocks = memory.blocks().iter();
+            let lens: Vec<_> = blocks
+                .map(|block| (block.name().to_owned(), block.range()))
+                .collect();
+            assert_eq!(memory.len(), bytes);
+            lens
+        };
+        assert_eq!(lens(1 << 20), [("ram.low".to_owned(), 0..1 << 20)]);
+        assert_eq!(
+            lens((10 << 20) + PAGE),
+            [
+                ("ram.low".to_owned(), 0..2 << 20),
+                ("ram.high".to_owned(), 2 << 20..(10 << 20) + PAGE)
+            ]
+        );
+        assert_eq!(lens(8 << 30)[0].1, 0..1 << 30);
+    }
+
+    #[test]
+    fn lengths_that_are_not_pages_are_refused() {
+        for (backing, bytes, unit) in [
+            (Backing::Anonymous, 0, PAGE),
+            (Backing::Memfd, 4097, PAGE),
+            (Backing::Hugetlb, 4096, LARGE_PAGE),
+        ] {
+            let error = Memory::new(backing, bytes).unwrap_err();
+            assert!(
+                matches!(error, MemoryError::Length { unit: named, .. } if named == unit),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_was_never_touched_is_told_from_zeros() {
+        for backing in [Backing::Anonymous, Backing::Memfd] {
+            let memory = Memory::new(backing, 16 << 20).unwrap();
+            let all = 0..memory.len();
+            assert_eq!(memory.touched(&all), [], "{backing:?}");
+            // On both sides of the border of the blocks: one part each.
+            for page in [0, 1, (4 << 20) / PAGE - 1, (4 << 20) / PAGE] {
+                memory.store(page * PAGE, 0).unwrap();
+            }
+            let touched = memory.touched(&all);
+            // A large page under the mapping may make more of it present than was written.
+            for page in [0, 1, (4 << 20) / PAGE - 1, (4 << 20) / PAGE] {
+                let holders = touched.iter().filter(|part| part.contains(&(page * PAGE)));
+                assert_eq!(holders.count(), 1, "{backing:?}, page {page}: {touched:?}");
+            }
+            let border = 4 << 20;
+            assert!(
+                touched
+                    .iter()
+                    .all(|part| part.end <= border || part.start >= border)
+            );
+        }
+    }
+
+    #[test]
+    fn words_outside_of_the_memory_are_not_there() {
+        let memory = Memory::new(Backing::Anonymous, 8 << 20).unwrap();
+        assert_eq!(memory.store((8 << 20) - 8, 7), Some(()));
+        assert_eq!(memory.load((8 << 20) - 8), Some(7));
+        assert_eq!(memory.load(8 << 20), None);
+        assert_eq!(memory.store(8 << 20, 7), None);
+    }
+}

@@ -1,0 +1,182 @@
+//! Stamps and their sums: what a vCPU does, in Rust. `kvm.rs` has the same in machine code.
+
+use std::{ops::Range, thread};
+
+use crate::{
+    config::{Pattern, Plan},
+    memory::{Memory, PAGE, PAGE_BYTES},
+};
+
+/// Words of 8 bytes in a page.
+const WORDS: u64 = PAGE / 8;
+
+/// The generator of stamps, a full-period LCG (the constants of Knuth's MMIX).
+pub(crate) const MULTIPLIER: u64 = 6_364_136_223_846_793_005;
+pub(crate) const INCREMENT: u64 = 1_442_695_040_888_963_407;
+
+/// The bits of a stamp that choose the word: the upper ones choose the page, and the lowest are hardly random.
+pub(crate) const WORD_SHIFT: u32 = 20;
+
+/// What does not change about a vCPU's writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Course {
+    /// The address of the vCPU's first word in the first page.
+    pub(crate) first_word: u64,
+    /// How many pages it writes to, from there on.
+    pub(crate) pages: u64,
+    /// Those bits of an offset in bytes that stay within the vCPU's words of a page.
+    pub(crate) word_mask: u64,
+    /// Pages one after the other instead of at random.
+    pub(crate) sequential: bool,
+}
+
+/// What does change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Progress {
+    /// The last stamp.
+    pub(crate) stamp: u64,
+    /// The page of the last write, if the pages are written one after the other.
+    pub(crate) cursor: u64,
+    /// The sum that the vCPU's words should have.
+    pub(crate) sum: u64,
+    /// Writes so far.
+    pub(crate) writes: u64,
+}
+
+impl Course {
+    /// The course of vCPU `index`.
+    pub(crate) fn new(plan: &Plan, index: u8) -> Self {
+        let words = words_per_vcpu(plan);
+        let all = (plan.working_set.end - plan.working_set.start) / PAGE;
+        Self {
+            first_word: plan.working_set.start + u64::from(index) * words * 8,
+            pages: match plan.pattern {
+                Pattern::Sequential | Pattern::Random => all,
+                Pattern::HotSet { pages } => pages.get().min(all),
+            },
+            word_mask: (words - 1) * 8,
+            sequential: plan.pattern == Pattern::Sequential,
+        }
+    }
+
+    /// One write of a page. `None` if the memory does not have the page, which a [`Plan`] excludes.
+    pub(crate) fn write(&self, memory: &Memory, progress: &mut Progress) -> Option<()> {
+        progress.stamp = progress
+            .stamp
+            .wrapping_mul(MULTIPLIER)
+            .wrapping_add(INCREMENT);
+        let stamp = progress.stamp;
+        let page = if self.sequential {
+            progress.cursor += 1;
+            if progress.cursor >= self.pages {
+                progress.cursor = 0;
+            }
+            progress.cursor
+        } else {
+            multiply_high(stamp, self.pages)
+        };
+        let first = self.first_word + page * PAGE;
+        for word in [first, first + ((stamp >> WORD_SHIFT) & self.word_mask)] {
+            let old = memory.load(word)?;
+            memory.store(word, stamp)?;
+            let change = stamp.wrapping_sub(old).wrapping_mul(word + 1);
+            progress.sum = progress.sum.wrapping_add(change);
+        }
+        progress.writes += 1;
+        Some(())
+    }
+}
+
+impl Progress {
+    /// Of vCPU `index` before its first write. `sum` is that of its words in the memory as it is.
+    pub(crate) fn new(course: &Course, index: u8, vcpus: u8, sum: u64) -> Self {
+        Self {
+            // Far apart in the generator's one sequence.
+            stamp: (u64::from(index) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+            cursor: course.pages * u64::from(index) / u64::from(vcpus),
+            sum,
+            writes: 0,
+        }
+    }
+}
+
+/// The sum of each vCPU's words over the working set as it is now.
+pub(crate) fn sums(memory: &Memory, plan: &Plan) -> Vec<u64> {
+    let parts = memory.touched(&plan.working_set);
+    let pages: u64 = parts
+        .iter()
+        .map(|part| (part.end - part.start) / PAGE)
+        .sum();
+    let threads = thread::available_parallelism().map_or(1, |n| n.get() as u64);
+    // Not worth a thread: less than some milliseconds.
+    let threads = threads.min(pages >> 12).max(1);
+    let share = pages.div_ceil(threads).max(1);
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads)
+            .map(|index| {
+                let parts = &parts;
+                let mine = index * share..(index + 1) * share;
+                scope.spawn(move || sums_of_pages(memory, plan, parts, mine))
+            })
+            .collect();
+        let mut sums = vec![0_u64; usize::from(plan.vcpus)];
+        for worker in workers {
+            let partial = worker
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            for (sum, partial) in sums.iter_mut().zip(partial) {
+                *sum = sum.wrapping_add(partial);
+            }
+        }
+        sums
+    })
+}
+
+/// The sums over the pages number `numbers`, counted through all `parts`.
+fn sums_of_pages(
+    memory: &Memory,
+    plan: &Plan,
+    parts: &[Range<u64>],
+    numbers: Range<u64>,
+) -> Vec<u64> {
+    let words = usize::try_from(words_per_vcpu(plan)).unwrap_or(usize::MAX);
+    let mut sums = vec![0_u64; usize::from(plan.vcpus)];
+    let mut copy = [0_u8; PAGE_BYTES];
+    let mut before = 0;
+    for part in parts {
+        let pages = (part.end - part.start) / PAGE;
+        let first = numbers.start.saturating_sub(before).min(pages);
+        let last = numbers.end.saturating_sub(before).min(pages);
+        before += pages;
+        for page in first..last {
+            let address = part.start + page * PAGE;
+            let Some(slice) = memory.slice(address, copy.len()) else {
+                continue;
+            };
+            slice.copy_to(&mut copy);
+            let values = copy.as_chunks().0;
+            let mut weight = address + 1;
+            for (sum, values) in sums.iter_mut().zip(values.chunks(words)) {
+                for value in values {
+                    let value = u64::from_le_bytes(*value);
+                    *sum = sum.wrapping_add(value.wrapping_mul(weight));
+                    weight += 8;
+                }
+            }
+        }
+    }
+    sums
+}
+
+/// A power of two, so that a mask finds a word.
+fn words_per_vcpu(plan: &Plan) -> u64 {
+    WORDS / u64::from(plan.vcpus).next_power_of_two()
+}
+
+#[allow(
+    clippy::cast_possible_truncation,
+    reason = "the upper half of a product of two 64-bit numbers has 64 bits"
+)]
+fn multiply_high(a: u64, b: u64) -> u64 {
+    ((u128::from(a) * u128::from(b)) >> 64) as u64
+}

@@ -1,0 +1,251 @@
+//! The threads that vCPUs run in, and how they are paused.
+
+use std::{
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU8, AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+use crate::{
+    kvm::KvmError,
+    memory::Memory,
+    pacer::Pacer,
+    stamp::{Course, Progress},
+};
+
+/// A vCPU between two batches: whoever holds it may look at it.
+pub(crate) trait Vcpu: Send {
+    /// Writes to `writes` pages, at least 1.
+    fn run(&mut self, writes: u32) -> Result<(), KvmError>;
+
+    /// How far it is.
+    fn progress(&self) -> Progress;
+
+    /// All of its state.
+    fn save(&self) -> Result<Vec<u8>, KvmError>;
+
+    /// Takes over what [`save`](Vcpu::save) gave. The error says what is wrong with the state.
+    fn load(&mut self, state: &[u8]) -> Result<(), String>;
+}
+
+/// A vCPU of [`Kind::Threads`](crate::Kind::Threads).
+#[derive(Debug)]
+pub(crate) struct Writer {
+    pub(crate) memory: Memory,
+    pub(crate) course: Course,
+    pub(crate) progress: Progress,
+}
+
+/// What the threads and the guest's owner share.
+#[derive(Debug)]
+pub(crate) struct Control {
+    vcpus: u8,
+    state: Mutex<State>,
+    changed: Condvar,
+    throttle: AtomicU8,
+    written: AtomicU64,
+}
+
+#[derive(Debug)]
+struct State {
+    wanted: Wanted,
+    /// Threads that do not write: asleep in a pause, or ended.
+    parked: u8,
+    failure: Option<Failure>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wanted {
+    Pause,
+    Run,
+    End,
+}
+
+/// A vCPU that does not run any more.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
+    pub(crate) vcpu: u8,
+    pub(crate) reason: String,
+}
+
+impl Control {
+    /// For `vcpus` threads to come, paused.
+    pub(crate) fn new(vcpus: u8) -> Self {
+        Self {
+            vcpus,
+            state: Mutex::new(State {
+                wanted: Wanted::Pause,
+                parked: vcpus,
+                failure: None,
+            }),
+            changed: Condvar::new(),
+            throttle: AtomicU8::new(0),
+            written: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn resume(&self) {
+        self.want(Wanted::Run);
+    }
+
+    /// Returns when no vCPU writes any more.
+    pub(crate) fn pause(&self) {
+        self.want(Wanted::Pause);
+        let mut state = lock(&self.state);
+        while state.parked < self.vcpus {
+            state = wait(&self.changed, state);
+        }
+    }
+
+    /// Makes the threads end.
+    pub(crate) fn end(&self) {
+        self.want(Wanted::End);
+    }
+
+    pub(crate) fn is_running(&self) -> bool {
+        lock(&self.state).wanted == Wanted::Run
+    }
+
+    pub(crate) fn failure(&self) -> Option<Failure> {
+        lock(&self.state).failure.clone()
+    }
+
+    /// `percent` is 0 to 99.
+    pub(crate) fn set_throttle(&self, percent: u8) {
+        self.throttle.store(percent, Ordering::Relaxed);
+    }
+
+    pub(crate) fn throttle(&self) -> u8 {
+        self.throttle.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn written(&self) -> u64 {
+        self.written.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_written(&self, writes: u64) {
+        self.written.store(writes, Ordering::Relaxed);
+    }
+
+    fn want(&self, wanted: Wanted) {
+        lock(&self.state).wanted = wanted;
+        self.changed.notify_all();
+    }
+}
+
+/// The thread of vCPU `index`: batches, until the owner wants the end or a batch fails.
+pub(crate) fn run(index: u8, vcpu: &Mutex<Box<dyn Vcpu>>, control: &Control, mut pacer: Pacer) {
+    let mut state = lock(&control.state);
+    // A thread begins as one of the parked ones that `Control::new` counted.
+    loop {
+        while state.wanted == Wanted::Pause {
+            state = wait(&control.changed, state);
+        }
+        if state.wanted == Wanted::End {
+            return;
+        }
+        state.parked -= 1;
+        while state.wanted == Wanted::Run {
+            if let Some(delay) = pacer.delay(Instant::now()) {
+                state = control
+                    .changed
+                    .wait_timeout(state, delay)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
+                continue;
+            }
+            drop(state);
+            let done = batch(vcpu, control, &mut pacer);
+            state = lock(&control.state);
+            if let Err(error) = done {
+                let reason = error.to_string();
+                state.failure.get_or_insert(Failure {
+                    vcpu: index,
+                    reason,
+                });
+                park(&mut state, control);
+                return;
+            }
+        }
+        park(&mut state, control);
+    }
+}
+
+fn batch(
+    vcpu: &Mutex<Box<dyn Vcpu>>,
+    control: &Control,
+    pacer: &mut Pacer,
+) -> Result<(), KvmError> {
+    let writes = pacer.batch();
+    let started = Instant::now();
+    lock(vcpu).run(writes)?;
+    control
+        .written
+        .fetch_add(u64::from(writes), Ordering::Relaxed);
+    pacer.ran(started, Instant::now(), control.throttle());
+    Ok(())
+}
+
+fn park(state: &mut State, control: &Control) {
+    state.parked += 1;
+    control.changed.notify_all();
+}
+
+/// A thread that panicked left nothing half-done behind these locks.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn wait<'a>(condvar: &Condvar, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    condvar.wait(state).unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A vCPU as its thread and the guest's owner have it.
+pub(crate) type Shared = Arc<Mutex<Box<dyn Vcpu>>>;
+
+impl Vcpu for Writer {
+    fn run(&mut self, writes: u32) -> Result<(), KvmError> {
+        for _ in 0..writes {
+            self.course
+                .write(&self.memory, &mut self.progress)
+                .ok_or(KvmError::OutsideMemory)?;
+        }
+        Ok(())
+    }
+
+    fn progress(&self) -> Progress {
+        self.progress
+    }
+
+    fn save(&self) -> Result<Vec<u8>, KvmError> {
+        let Progress {
+            stamp,
+            cursor,
+            sum,
+            writes,
+        } = self.progress;
+        Ok([stamp, cursor, sum, writes]
+            .map(u64::to_le_bytes)
+            .as_flattened()
+            .to_vec())
+    }
+
+    fn load(&mut self, state: &[u8]) -> Result<(), String> {
+        let ([stamp, cursor, sum, writes], []) = state.as_chunks() else {
+            return Err(format!("{} bytes instead of 32", state.len()));
+        };
+        let [stamp, cursor, sum, writes] = [*stamp, *cursor, *sum, *writes].map(u64::from_le_bytes);
+        if cursor >= self.course.pages {
+            return Err(format!("page {cursor} of {}", self.course.pages));
+        }
+        self.progress = Progress {
+            stamp,
+            cursor,
+            sum,
+            writes,
+        };
+        Ok(())
+    }
+}
