@@ -57,6 +57,46 @@ pub(crate) fn judge(
             demand: "lz4 at acceleration 8 through two relays: total CPU at most 60 % of direct zstd's".to_owned(),
             found: pair(cost("cpu/pair-lz4-8"), cost("cpu/direct-zstd")).map(|costs| share(costs, 0.6)),
         },
+        Verdict {
+            demand: "live, none: no more CPU than QEMU's none".to_owned(),
+            found: pair(cost("live/none"), cost("live/qemu-none")).map(|costs| share(costs, 1.0)),
+        },
+        Verdict {
+            demand: "live, none: CPU within 15 % of as many bytes through bare sockets (iperf3)".to_owned(),
+            found: pair(cost("live/none"), cost("live/sockets")).map(|costs| share(costs, 1.15)),
+        },
+        Verdict {
+            demand: "live, zstd: at most 85 % of QEMU's zstd, and no more bytes".to_owned(),
+            found: pair(cost("live/zstd"), cost("live/qemu-zstd")).map(|costs| cheaper(costs, 0.85)),
+        },
+        Verdict {
+            demand: "live, zlib: at most 25 % of QEMU's zlib".to_owned(),
+            found: pair(cost("live/zlib"), cost("live/qemu-zlib")).map(|costs| share(costs, 0.25)),
+        },
+        Verdict {
+            demand: "live, memory that was never touched: at most 20 ms".to_owned(),
+            found: cost("live/untouched").map(|ours| Found {
+                pass: ours.time <= 0.02,
+                numbers: format!(
+                    "{:.0} ms; QEMU {}",
+                    ours.time * 1e3,
+                    cost("live/qemu-untouched")
+                        .map_or("not measured".to_owned(), |qemu| format!("{:.0} ms", qemu.time * 1e3)),
+                ),
+            }),
+        },
+        Verdict {
+            demand: "live, zero pages that are there: at most 0.1 CPU-s per GiB".to_owned(),
+            found: cost("live/zeros").map(|ours| Found {
+                pass: ours.total() / gib <= 0.1,
+                numbers: format!(
+                    "{:.3} CPU-s per GiB; QEMU {}",
+                    ours.total() / gib,
+                    cost("live/qemu-zeros")
+                        .map_or("not measured".to_owned(), |qemu| format!("{:.3}", qemu.total() / gib)),
+                ),
+            }),
+        },
     ];
     verdicts.extend(still.iter().filter_map(memory));
     for method in ["none", "zstd"] {
@@ -114,6 +154,14 @@ fn total_of_zstd((ours, stock): (&Cost, &Cost)) -> Found {
             (ratio - 1.0) * 100.0,
             ours.wire / stock.wire
         ),
+    }
+}
+
+fn cheaper((ours, stock): (&Cost, &Cost), most: f64) -> Found {
+    let found = share((ours, stock), most);
+    Found {
+        pass: found.pass && ours.wire <= stock.wire,
+        ..found
     }
 }
 

@@ -4,22 +4,29 @@
 //!  direct        source QEMU ───────────────────────tcp──────────────────────> destination QEMU
 //!  relay         source QEMU ──unix──> relay A ──────tcp─────────────────────> destination QEMU
 //!  pair          source QEMU ──unix──> relay A ──────tcp──────> relay B ─unix─> destination QEMU
+//!  live          live-demo, source process ──────────tcp──────> live-demo, destination process
+//!  sockets       iperf3, client ─────────────────────tcp──────> iperf3, server: what the kernel takes for as many bytes
 //! ```
 //!
 //! Both QEMUs have touched all their memory before: the source as a guest that has run for a while, the destination as
 //! any that is meant to take a guest fast. After each migration the whole RAM of both is compared.
 
+use std::ffi::OsStr;
+use std::net::TcpListener;
 use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 use lab::cpu::Meter;
 use lab::proc;
 use lab::qemu::{Binary, Builder, Qemu};
 use lab::ram::{self, Fill};
 use lab::vamoose::Vamoose;
+use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 use serde_json::{Value, json};
+use tempfile::TempDir;
 
 use crate::options::{Corpus, Options};
 use crate::{interleaved, median};
@@ -38,6 +45,7 @@ pub(crate) struct Case {
     /// Bytes of RAM.
     pub(crate) ram: u64,
     between: Between,
+    content: Content,
 }
 
 /// What is between the QEMUs.
@@ -46,6 +54,21 @@ enum Between {
     Direct,
     Relay,
     Pair,
+    /// No QEMU: the crate `live` on both sides.
+    Live,
+    /// No migration: bytes through as many sockets.
+    Sockets,
+}
+
+/// What is in the guest's memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Content {
+    /// The files of the corpus.
+    Corpus,
+    /// Zeros that were written.
+    Zeros,
+    /// Nothing: it was never touched, neither here nor there.
+    Untouched,
 }
 
 /// What one migration cost.
@@ -79,6 +102,9 @@ pub(crate) struct Measured {
 /// Channels where the case's name does not say otherwise.
 pub(crate) const CHANNELS: u8 = 2;
 
+/// The same content for everybody.
+const SEED: u64 = 1;
+
 const SMALL: u64 = 256 << 20;
 const LIMIT: Duration = Duration::from_secs(600);
 
@@ -91,7 +117,9 @@ pub(crate) fn cases(options: &Options) -> Vec<Case> {
         channels: CHANNELS,
         ram: options.ram,
         between,
+        content: Content::Corpus,
     };
+    let of = |content, case| Case { content, ..case };
     let all = [
         case("cpu/direct-none", Between::Direct, "none"),
         case("cpu/relay-none", Between::Relay, "none"),
@@ -120,6 +148,26 @@ pub(crate) fn cases(options: &Options) -> Vec<Case> {
             channels: 16,
             ..case("memory/pair-zstd-16ch", Between::Pair, "zstd")
         },
+        case("live/sockets", Between::Sockets, "none"),
+        case("live/qemu-none", Between::Direct, "none"),
+        case("live/none", Between::Live, "none"),
+        case("live/qemu-zstd", Between::Direct, "zstd"),
+        case("live/zstd", Between::Live, "zstd"),
+        case("live/qemu-zlib", Between::Direct, "zlib"),
+        case("live/zlib", Between::Live, "zlib"),
+        of(
+            Content::Zeros,
+            case("live/qemu-zeros", Between::Direct, "none"),
+        ),
+        of(Content::Zeros, case("live/zeros", Between::Live, "none")),
+        of(
+            Content::Untouched,
+            case("live/qemu-untouched", Between::Direct, "none"),
+        ),
+        of(
+            Content::Untouched,
+            case("live/untouched", Between::Live, "none"),
+        ),
     ];
     all.into_iter()
         .filter(|case| options.wants(case.name))
@@ -133,12 +181,18 @@ pub(crate) fn measure(
     qemu: &Binary,
     corpus: &Corpus,
 ) -> Result<Vec<Measured>> {
-    let fill = Fill::Files(corpus.files.clone());
+    let corpus = Fill::Files(corpus.files.clone());
     let results = interleaved(
         cases,
         options.runs,
         |case| case.name.to_owned(),
-        |case| case.run(qemu, &fill, &options.vamoose),
+        |case| match case.between {
+            Between::Live => case.run_live(&corpus, &options.vamoose),
+            Between::Sockets => case.run_sockets(),
+            Between::Direct | Between::Relay | Between::Pair => {
+                case.run(qemu, &corpus, &options.vamoose)
+            }
+        },
     )?;
     let measured = cases.iter().zip(results).map(|(&case, rounds)| Measured {
         case,
@@ -161,15 +215,17 @@ impl Cost {
 }
 
 impl Case {
-    fn run(&self, qemu: &Binary, fill: &Fill, vamoose: &Path) -> Result<Cost> {
-        let mut source = Builder::bare(qemu, self.ram)
-            .content(fill.clone(), 1)
-            .preallocate()
-            .start()?;
-        let mut destination = Builder::bare(qemu, self.ram)
-            .preallocate()
-            .incoming()
-            .start()?;
+    fn run(&self, qemu: &Binary, corpus: &Fill, vamoose: &Path) -> Result<Cost> {
+        let bare = || match self.content {
+            Content::Untouched => Builder::bare(qemu, self.ram),
+            Content::Corpus | Content::Zeros => Builder::bare(qemu, self.ram).preallocate(),
+        };
+        let mut source = match self.content {
+            Content::Corpus => bare().content(corpus.clone(), SEED),
+            Content::Zeros | Content::Untouched => bare(),
+        }
+        .start()?;
+        let mut destination = bare().incoming().start()?;
 
         let between = if matches!(self.between, Between::Direct) {
             self.method
@@ -216,6 +272,98 @@ impl Case {
         })
     }
 
+    /// A guest of the crate `live`, with the same bytes in its memory, which it hardly writes.
+    fn run_live(&self, corpus: &Fill, vamoose: &Path) -> Result<Cost> {
+        let folder = TempDir::new_in("/dev/shm").context("a folder for the memory image")?;
+        let image = folder.path().join("ram");
+        let fill = match self.content {
+            Content::Corpus => {
+                ram::write(&image, self.ram, corpus, SEED)?;
+                image.as_os_str()
+            }
+            Content::Zeros => OsStr::new("zero"),
+            Content::Untouched => OsStr::new("untouched"),
+        };
+        let mut command = Command::new(vamoose);
+        command
+            .args([
+                "live-demo",
+                "--guest",
+                "threads",
+                "--rate",
+                "1",
+                "--json",
+                "-",
+            ])
+            .args(["--method", self.method, "--ram", &self.ram.to_string()])
+            .args(["--channels", &self.channels.to_string()])
+            .arg("--fill")
+            .arg(fill);
+        if self.method != "none" {
+            command.args(["--level", &self.level.to_string()]);
+        }
+        if self.content != Content::Untouched {
+            command.arg("--prealloc");
+        }
+        let ended = Vamoose::start(&mut command)?.finish(LIMIT)?.success()?;
+        let report: Value = serde_json::from_str(&ended.stdout).context("live-demo's report")?;
+        ensure!(
+            report["memory-equal"] == true,
+            "the memory is not what it was: {report}"
+        );
+        let number = |value: &Value| {
+            value
+                .as_f64()
+                .with_context(|| format!("missing in {report}"))
+        };
+        Ok(Cost {
+            source: number(&report["cpu-seconds"]["source"])?,
+            destination: number(&report["cpu-seconds"]["destination"])?,
+            time: number(&report["total-time"])? / 1000.0,
+            wire: number(&report["wire-bytes"])?,
+            ..Cost::default()
+        })
+    }
+
+    /// As many bytes as the guest has, from nowhere to nowhere.
+    fn run_sockets(&self) -> Result<Cost> {
+        let port = TcpListener::bind("127.0.0.1:0")?
+            .local_addr()?
+            .port()
+            .to_string();
+        let iperf3 = |arguments: &[&str]| {
+            let mut command = Command::new("iperf3");
+            command.args(["--port", &port, "--json"]).args(arguments);
+            command.stdout(Stdio::null()).spawn()
+        };
+        let mut server = iperf3(&["--server", "--one-off"]).context("iperf3 (a Debian package)")?;
+        let (bytes, channels) = (self.ram.to_string(), self.channels.to_string());
+        // It says that it listens by taking a connection, which costs it its one test: so the client tries.
+        let client = loop {
+            let mut client = iperf3(&[
+                "--client",
+                "127.0.0.1",
+                "--bytes",
+                &bytes,
+                "--parallel",
+                &channels,
+            ])?;
+            let (cpu, status) = reap(&mut client)?;
+            if status.success() {
+                break cpu;
+            }
+            ensure!(server.try_wait()?.is_none(), "the iperf3 server has ended");
+        };
+        let (cpu, _) = reap(&mut server)?;
+        Ok(Cost {
+            source: client,
+            destination: cpu,
+            time: f64::NAN,
+            wire: self.ram as f64,
+            ..Cost::default()
+        })
+    }
+
     /// Starts what is between the QEMUs, from the destination on.
     fn relays(&self, source: &Qemu, destination: &mut Qemu, vamoose: &Path) -> Result<Relays> {
         let mut relays = Relays {
@@ -255,6 +403,18 @@ fn set_up(qemu: &mut Qemu, channels: u8, method: &str) -> Result<()> {
         "multifd-zlib-level": 1,
         "multifd-zstd-level": 1,
     }))
+}
+
+/// Waits for a process; the CPU seconds that it has used.
+fn reap(child: &mut Child) -> Result<(f64, ExitStatus)> {
+    let pid = Pid::from_child(child);
+    // Only a process that nobody has waited for can still be asked what it has used.
+    waitid(
+        WaitId::Pid(pid),
+        WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
+    )?;
+    let cpu = proc::cpu_seconds(child.id())?;
+    Ok((cpu, child.wait()?))
 }
 
 struct Relays {
