@@ -23,6 +23,8 @@
 //!   page, because its destination knows none. So no failure can lose a page, however it came about.
 
 mod bitmap;
+mod kvm;
+mod kvm_ring;
 mod merged;
 mod shared;
 mod userfaultfd;
@@ -32,6 +34,8 @@ use std::io;
 use thiserror::Error;
 
 pub use bitmap::Bitmap;
+pub use kvm::{KvmDirtyLog, KvmSlot};
+pub use kvm_ring::{KvmDirtyRing, KvmRings};
 pub use merged::Merged;
 pub use shared::SharedBitmap;
 pub use userfaultfd::UserfaultLog;

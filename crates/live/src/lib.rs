@@ -8,5 +8,8 @@ mod memory;
 mod present;
 mod sys;
 
-pub use dirty::{Bitmap, DirtyLog, DirtyLogError, Merged, SharedBitmap, UserfaultLog};
+pub use dirty::{
+    Bitmap, DirtyLog, DirtyLogError, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Merged,
+    SharedBitmap, UserfaultLog,
+};
 pub use memory::{Ram, RamBlock, RamError, Region};

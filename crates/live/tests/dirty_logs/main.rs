@@ -5,6 +5,8 @@
 
 #![cfg(not(feature = "loom"))] // whose atomics work in a model only
 
+#[cfg(target_arch = "x86_64")]
+mod guest;
 mod model;
 
 use std::{
@@ -82,6 +84,163 @@ fn merged_logs_of_two_mappings() {
         let log = live::Merged::new(vec![page_tables, shared]);
         Fixture::new(ram, Arc::new(log), writers)
     });
+}
+
+#[cfg(target_arch = "x86_64")]
+mod kvm {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use kvm_ioctls::Kvm;
+    use live::{KvmDirtyLog, KvmRings, KvmSlot};
+
+    use super::{
+        guest::{BOOT_PAGES, Guest},
+        *,
+    };
+
+    /// The least that KVM takes where the hardware batches.
+    const RING_ENTRIES: u32 = 1024;
+
+    #[test]
+    fn bitmap_with_manual_protection() {
+        let Some(kvm) = kvm() else { return };
+        if !guest(kvm).has_manual_protection() {
+            return skipped("this KVM has no KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2");
+        }
+        model::check_all(|| guest(Kvm::new().unwrap()).with_bitmap(true));
+    }
+
+    #[test]
+    fn bitmap_that_is_cleared_when_it_is_read() {
+        if kvm().is_some() {
+            model::check_all(|| guest(Kvm::new().unwrap()).with_bitmap(false));
+        }
+    }
+
+    #[test]
+    fn dirty_rings() {
+        if kvm().is_some() && rings(&guest(Kvm::new().unwrap())).is_some() {
+            model::check_all(|| {
+                let guest = guest(Kvm::new().unwrap());
+                let rings = rings(&guest).unwrap();
+                guest.with_rings(&rings, || ()).0
+            });
+        }
+    }
+
+    #[test]
+    fn a_vcpu_whose_ring_is_full_goes_on_when_it_has_harvested() {
+        let Some(kvm) = kvm() else { return };
+        const PAGES: usize = 5 * RING_ENTRIES as usize;
+        let guest = Guest::new(kvm, anonymous(&[BOOT_PAGES, 333, PAGES]));
+        let Some(rings) = rings(&guest) else { return };
+        let full = Arc::new(AtomicUsize::new(0));
+        let count = Arc::clone(&full);
+        let (mut fixture, log) = guest.with_rings(&rings, move || {
+            count.fetch_add(1, Ordering::Relaxed);
+        });
+        log.start().unwrap();
+        for page in 0..PAGES {
+            fixture.write(0, Place { block: 2, page }, 7);
+        }
+        assert!(full.load(Ordering::Relaxed) > 0, "no ring was ever full");
+        assert_eq!(fixture.collected(2).count(), PAGES);
+        assert_eq!(fixture.collected(2).count(), 0);
+        log.stop().unwrap();
+    }
+
+    #[test]
+    fn rings_of_impossible_lengths_are_refused() {
+        let Some(kvm) = kvm() else { return };
+        let guest = guest(kvm);
+        if rings(&guest).is_none() {
+            return;
+        }
+        for entries in [0, 1000, 1 << 31] {
+            let refused = KvmRings::enable(guest.vm(), entries);
+            assert!(
+                matches!(refused, Err(DirtyLogError::Setup { .. })),
+                "{entries}"
+            );
+        }
+    }
+
+    #[test]
+    fn slots_that_do_not_fit_the_memory_are_refused() {
+        let Some(kvm) = kvm() else { return };
+        let guest = guest(kvm);
+        let page = page_size() as u64;
+        let ram = anonymous(&[4, 4]);
+        let slot = |slot, block, first: u64, pages: u64| KvmSlot {
+            slot,
+            flags: 0,
+            guest_phys_addr: u64::from(slot) << 30,
+            block,
+            offset: first * page,
+            len: pages * page,
+        };
+        let new = |slots: &[KvmSlot]| {
+            // SAFETY: nothing is done with it, and the VM has none of these slots.
+            unsafe { KvmDirtyLog::new(guest.vm(), slots.to_vec(), &ram) }
+        };
+        // In any order, overlapping: the same memory may be shown twice.
+        new(&[slot(9, 1, 2, 2), slot(1, 0, 0, 4), slot(3, 1, 0, 3)]).unwrap();
+        let odd = KvmSlot {
+            len: page + 1,
+            ..slot(2, 1, 0, 4)
+        };
+        let shifted = KvmSlot {
+            offset: 1,
+            len: 3 * page,
+            ..slot(2, 1, 0, 4)
+        };
+        let absurd = KvmSlot {
+            offset: u64::MAX - page + 1,
+            ..slot(2, 1, 0, 4)
+        };
+        for (slots, part) in [
+            (vec![slot(1, 0, 0, 4)], "is in no slot"),
+            (vec![slot(1, 0, 0, 4), slot(2, 1, 1, 3)], "page 0 of block"),
+            (
+                vec![slot(1, 0, 0, 4), slot(2, 1, 0, 1), slot(3, 1, 2, 2)],
+                "page 1 of block",
+            ),
+            (vec![slot(1, 0, 0, 4), slot(1, 1, 0, 4)], "the number 1"),
+            (vec![slot(1, 2, 0, 4)], "not there"),
+            (vec![slot(1, 0, 0, 4), slot(2, 1, 0, 5)], "whole pages"),
+            (vec![slot(1, 0, 0, 4), slot(2, 1, 0, 0)], "whole pages"),
+            (vec![slot(1, 0, 0, 4), odd], "whole pages"),
+            (vec![slot(1, 0, 0, 4), shifted], "whole pages"),
+            (vec![slot(1, 0, 0, 4), absurd], "whole pages"),
+        ] {
+            let Err(DirtyLogError::Setup { reason, .. }) = new(&slots) else {
+                panic!("taken: {slots:?}");
+            };
+            assert!(reason.contains(part), "{reason}");
+        }
+    }
+
+    fn guest(kvm: Kvm) -> Guest {
+        let [_, odd, large] = BLOCKS;
+        Guest::new(kvm, anonymous(&[BOOT_PAGES, odd, large]))
+    }
+
+    fn kvm() -> Option<Kvm> {
+        Kvm::new()
+            .inspect_err(|error| skipped(&format!("needs /dev/kvm: {error}")))
+            .ok()
+    }
+
+    fn rings(guest: &Guest) -> Option<KvmRings> {
+        match KvmRings::enable(guest.vm(), RING_ENTRIES) {
+            Ok(rings) => Some(rings),
+            Err(DirtyLogError::Unsupported { reason, .. }) => {
+                skipped(&reason);
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
 }
 
 #[test]

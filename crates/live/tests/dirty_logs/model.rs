@@ -51,6 +51,27 @@ impl Fixture {
             keeps: false,
         }
     }
+
+    /// Leaves the blocks before `first` to the guest itself.
+    pub(crate) fn writing_from_block(self, first: usize) -> Self {
+        Self {
+            blocks: first..self.blocks.end,
+            ..self
+        }
+    }
+
+    /// Whether pages are dirty until they are cleared, instead of collected.
+    pub(crate) fn keeping(self, keeps: bool) -> Self {
+        Self { keeps, ..self }
+    }
+
+    pub(crate) fn write(&mut self, writer: usize, place: Place, stamp: u64) {
+        self.writers[writer](place, stamp);
+    }
+
+    pub(crate) fn collected(&self, block: usize) -> Bitmap {
+        collected(&self.ram, &*self.log, block)
+    }
 }
 
 /// All that is asked of a log.

@@ -1,0 +1,196 @@
+//! The dirty logs of a KVM virtual machine, by file descriptors that belong to a VMM.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    ptr::{self, NonNull},
+    sync::atomic::{AtomicU32, AtomicU64},
+};
+
+use kvm_bindings::{
+    KVM_DIRTY_LOG_PAGE_OFFSET, kvm_clear_dirty_log, kvm_dirty_gfn, kvm_dirty_log, kvm_enable_cap,
+    kvm_userspace_memory_region,
+};
+use rustix::{
+    ioctl::{Opcode, opcode},
+    mm::{MapFlags, ProtFlags, mmap, munmap},
+};
+
+const KVMIO: u8 = 0xae;
+const KVM_CHECK_EXTENSION: Opcode = opcode::none(KVMIO, 0x03);
+const KVM_GET_DIRTY_LOG: Opcode = opcode::write::<kvm_dirty_log>(KVMIO, 0x42);
+const KVM_SET_USER_MEMORY_REGION: Opcode =
+    opcode::write::<kvm_userspace_memory_region>(KVMIO, 0x46);
+const KVM_ENABLE_CAP: Opcode = opcode::write::<kvm_enable_cap>(KVMIO, 0xa3);
+const KVM_CLEAR_DIRTY_LOG: Opcode = opcode::read_write::<kvm_clear_dirty_log>(KVMIO, 0xc0);
+const KVM_RESET_DIRTY_RINGS: Opcode = opcode::none(KVMIO, 0xc7);
+
+/// A virtual machine.
+#[derive(Debug)]
+pub(crate) struct Vm(OwnedFd);
+
+/// A virtual machine of which is known which slots it has.
+#[derive(Debug)]
+pub(crate) struct VmWithSlots(Vm);
+
+impl Vm {
+    pub(crate) fn new(fd: BorrowedFd<'_>) -> io::Result<Self> {
+        fd.try_clone_to_owned().map(Self)
+    }
+
+    pub(crate) fn try_clone(&self) -> io::Result<Self> {
+        Self::new(self.0.as_fd())
+    }
+
+    /// What KVM answers about `capability`; 0 if it does not have it.
+    pub(crate) fn check_extension(&self, capability: u32) -> io::Result<u32> {
+        let argument = libc::c_ulong::from(capability);
+        self.ioctl_by_value(KVM_CHECK_EXTENSION, argument)
+    }
+
+    /// Sets `capability`, one whose only argument is a number, to `argument`.
+    pub(crate) fn enable_capability(&self, capability: u32, argument: u64) -> io::Result<()> {
+        let mut enable = kvm_enable_cap {
+            cap: capability,
+            args: [argument, 0, 0, 0],
+            ..kvm_enable_cap::default()
+        };
+        // SAFETY: the request takes this argument. The capabilities of the dirty logs are about what KVM records.
+        unsafe { super::ioctl(self.0.as_fd(), KVM_ENABLE_CAP, &mut enable) }.map(drop)
+    }
+
+    /// Makes the pages whose entries in the rings are harvested ones that are logged when written again.
+    pub(crate) fn reset_dirty_rings(&self) -> io::Result<()> {
+        self.ioctl_by_value(KVM_RESET_DIRTY_RINGS, 0).map(drop)
+    }
+
+    fn ioctl_by_value(&self, request: Opcode, argument: libc::c_ulong) -> io::Result<u32> {
+        // SAFETY: both requests that come here take a number, and touch no memory of this process but KVM's own rings.
+        let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request as libc::Ioctl, argument) };
+        u32::try_from(result).map_err(|_| io::Error::last_os_error())
+    }
+}
+
+impl VmWithSlots {
+    /// # Safety
+    /// Every slot that is named to a method must be one that the VM has, with the address, length and guest address
+    /// that are given or that the length of a bitmap stands for.
+    pub(crate) unsafe fn new(vm: Vm) -> Self {
+        Self(vm)
+    }
+
+    pub(crate) fn vm(&self) -> &Vm {
+        &self.0
+    }
+
+    /// Sets the flags of a slot that is there. KVM refuses another address or length.
+    pub(crate) fn set_slot(&self, slot: &kvm_userspace_memory_region) -> io::Result<()> {
+        let mut slot = *slot;
+        // SAFETY: the request takes this argument. The guest gets no memory that it did not have before, since the VM
+        // has the slot, as whoever made this has promised.
+        unsafe { super::ioctl(self.fd(), KVM_SET_USER_MEMORY_REGION, &mut slot) }.map(drop)
+    }
+
+    /// Fills `bitmap`, which has a bit for each page of `slot`.
+    pub(crate) fn dirty_log(&self, slot: u32, bitmap: &mut [u64]) -> io::Result<()> {
+        let mut log = kvm_dirty_log {
+            slot,
+            ..kvm_dirty_log::default()
+        };
+        log.__bindgen_anon_1.dirty_bitmap = bitmap.as_mut_ptr().cast();
+        // SAFETY: the request takes this argument. KVM writes a bit for each page of the slot, rounded up to whole
+        // words, which is the length of the bitmap; it is borrowed exclusively.
+        unsafe { super::ioctl(self.fd(), KVM_GET_DIRTY_LOG, &mut log) }.map(drop)
+    }
+
+    /// Clears the pages of `slot` that are set in `bitmap`, which is about the `pages` pages from `first` on.
+    ///
+    /// # Errors
+    /// Also if `first` is no multiple of 64, or `pages` neither that nor all that is left of the slot.
+    pub(crate) fn clear_dirty_log(
+        &self,
+        slot: u32,
+        first: u64,
+        pages: u32,
+        bitmap: &[u64],
+    ) -> io::Result<()> {
+        if bitmap.len() < (pages as usize).div_ceil(64) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let mut log = kvm_clear_dirty_log {
+            slot,
+            num_pages: pages,
+            first_page: first,
+            ..kvm_clear_dirty_log::default()
+        };
+        log.__bindgen_anon_1.dirty_bitmap = bitmap.as_ptr().cast_mut().cast();
+        // SAFETY: the request takes this argument. KVM only reads the bitmap: a bit for each of the pages, rounded up to
+        // whole words, which are there.
+        unsafe { super::ioctl(self.fd(), KVM_CLEAR_DIRTY_LOG, &mut log) }.map(drop)
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.0.0.as_fd()
+    }
+}
+
+/// An entry of a dirty ring, `struct kvm_dirty_gfn`, which KVM and this process write.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct RingEntry {
+    pub(crate) flags: AtomicU32,
+    pub(crate) slot: AtomicU32,
+    pub(crate) offset: AtomicU64,
+}
+
+const _: () = assert!(
+    size_of::<RingEntry>() == size_of::<kvm_dirty_gfn>()
+        && align_of::<RingEntry>() == align_of::<kvm_dirty_gfn>()
+);
+
+/// The dirty ring of a vCPU, mapped.
+#[derive(Debug)]
+pub(crate) struct RingMemory {
+    entries: NonNull<RingEntry>,
+    len: usize,
+}
+
+// SAFETY: it owns the mapping, whose entries are atomics.
+unsafe impl Send for RingMemory {}
+// SAFETY: the entries are atomics.
+unsafe impl Sync for RingMemory {}
+
+impl RingMemory {
+    /// Maps the ring of `vcpu`. Accesses fault if it has fewer than `len` entries.
+    pub(crate) fn map(vcpu: BorrowedFd<'_>, len: usize) -> io::Result<Self> {
+        let offset = u64::from(KVM_DIRTY_LOG_PAGE_OFFSET) * rustix::param::page_size() as u64;
+        // SAFETY: a new mapping, at an address that the kernel chooses.
+        let address = unsafe {
+            mmap(
+                ptr::null_mut(),
+                len * size_of::<RingEntry>(),
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                vcpu,
+                offset,
+            )
+        }?;
+        let entries = NonNull::new(address.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { entries, len })
+    }
+
+    pub(crate) fn entries(&self) -> &[RingEntry] {
+        // SAFETY: that many are mapped for as long as this lives, aligned to a page. Any bytes are entries, and
+        // they are atomics, because KVM writes them at the same time.
+        unsafe { std::slice::from_raw_parts(self.entries.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for RingMemory {
+    fn drop(&mut self) {
+        let len = self.len * size_of::<RingEntry>();
+        // SAFETY: the mapping was made with this address and length, and goes with this.
+        // It fails for other arguments only.
+        let _ = unsafe { munmap(self.entries.as_ptr().cast(), len) };
+    }
+}
