@@ -1,5 +1,7 @@
 //! The lock-free part of the dirty logs, in every interleaving that the memory model allows.
 
+#![allow(clippy::unwrap_used, reason = "a test helper fails by panicking")]
+
 use std::sync::Arc;
 
 use live::{Bitmap, DirtyLog, Ram, RamBlock, SharedBitmap};

@@ -6,10 +6,6 @@
 //!
 //! KVM_DIRTY_LOG_INITIALLY_SET is left alone: its first bitmap says that everything is dirty, which the migration knows,
 //! and pages that were never touched would count as written.
-//!
-//! # What it sees
-//! Writes of vCPUs, and of devices in KVM itself. Not those of the VMM's device emulation, nor of vhost, VFIO and other
-//! processes: the VMM marks them in a [`SharedBitmap`](super::SharedBitmap).
 
 use std::{
     io,
@@ -48,6 +44,9 @@ pub struct KvmSlot {
 }
 
 /// Logs what a KVM guest writes, in KVM's bitmap.
+///
+/// It sees what vCPUs write. Not what the VMM's device emulation writes, nor vhost, VFIO and other processes: the VMM marks that in
+/// a [`SharedBitmap`](super::SharedBitmap), and makes one log of both with [`Merged`](super::Merged).
 ///
 /// It is in charge of the slots' `KVM_MEM_LOG_DIRTY_PAGES` and of the VM's `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`, both of which
 /// [`stop`](DirtyLog::stop) leaves off. Not for a VM with dirty rings, see [`KvmDirtyRing`](super::KvmDirtyRing).

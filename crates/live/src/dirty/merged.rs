@@ -45,8 +45,10 @@ impl DirtyLog for Merged {
 
     /// Stops all of them, and reports the first failure.
     fn stop(&self) -> Result<(), DirtyLogError> {
-        self.logs
-            .iter()
-            .fold(Ok(()), |result, log| result.and(log.stop()))
+        let mut result = Ok(());
+        for log in &self.logs {
+            result = result.and(log.stop());
+        }
+        result
     }
 }

@@ -4,29 +4,14 @@
 //! nobody has to answer. `collect` asks PAGEMAP_SCAN for the pages without protection, which protects them again in
 //! the same step, so that there is nothing to clear later.
 //!
-//! # What it sees
-//! Every write through the page tables that the log was made for: of this process's threads, of the kernel for it
-//! (`read(2)` into guest memory), and of a KVM guest, whose tables follow. Not what other mappings of a shared file write, and
-//! not what hardware or the kernel writes to pages they pinned before they were protected (VFIO, direct I/O under way,
-//! registered io_uring buffers). The VMM marks those when they are done, in a [`SharedBitmap`](super::SharedBitmap).
+//! # Pages that are not there
+//! Pages that nobody ever touched cost as little as can be, and are not found. The two kinds of memory need two ways:
 //!
-//! Pages that nobody ever touched cost nothing and are not found. For that, the two kinds of memory need two ways:
-//!
-//! - **Private anonymous**: a page without an entry in the page tables holds zeros, so only pages with one count. No entries
-//!   are made for the rest. A page that is read before it is ever written (then it maps the shared page of zeros) is found
-//!   once although nothing changed; a page given back by `madvise` is not found although it reads as zeros now.
+//! - **Private anonymous**: a page without an entry in the page tables holds zeros, so only pages with one count, and no
+//!   entries are made for the rest. A page that is read before it is ever written (then it maps the shared page of zeros)
+//!   is found once although nothing changed.
 //! - **Everything else**: an entry may be missing because a *written* page was evicted. So `start` marks each
 //!   page without one, which takes 2 MiB of page tables per GiB, and what has lost its mark was written.
-//!
-//! # What it costs
-//! About a microsecond for the first write to a page in each round. Transparent huge pages are protected as a whole and
-//! split when they are first written, because the log counts pages of the base size; they stay split until khugepaged
-//! collapses them after `stop`. Pages of hugetlbfs cannot be split: one write makes all of its base pages dirty.
-//!
-//! # What it needs
-//! Linux 6.7 with userfaultfd, and /proc. No privilege, whatever `vm.unprivileged_userfaultfd` says: the log asks for
-//! faults of user mode only, and the kernel's are resolved all the same, because no fault is ever delivered. No other
-//! userfaultfd may be registered on the memory.
 
 use std::{
     io,
@@ -46,7 +31,24 @@ use crate::{
 
 /// Logs what is written through the page tables of this process. For any memory, with or without KVM.
 ///
-/// It is about the process that makes it: a child that is forked while it runs is not logged.
+/// # What it sees
+/// Every write through the mappings that the log was made for: of this process's threads, of the kernel for it
+/// (`read(2)` into guest memory), and of a KVM guest, whose tables follow. Not what is written through other mappings of a
+/// shared file, and not what hardware or the kernel writes to pages that they pinned before (VFIO, direct I/O under
+/// way, registered buffers of io_uring). The VMM marks those when they are done, in
+/// a [`SharedBitmap`](super::SharedBitmap). Nor is it a write to give memory back (`madvise`, punching holes), nor does it
+/// know the children that the process forks.
+///
+/// # What it costs
+/// A fault for the first write to a page in each round. Transparent huge pages are split when they are first written,
+/// because the log counts pages of the base size, and stay split until khugepaged collapses them after `stop`.
+/// A huge page of hugetlbfs cannot be split: one write makes all of its base pages dirty. Shared memory takes 2 MiB of page
+/// tables per GiB even where it was never touched.
+///
+/// # What it needs
+/// Linux 6.7 with userfaultfd, and /proc. No privilege, whatever `vm.unprivileged_userfaultfd` says: the log asks for
+/// faults of user mode only, and the kernel's are resolved all the same, because no fault is ever delivered. No other
+/// userfaultfd may be registered on the memory.
 #[derive(Debug)]
 pub struct UserfaultLog {
     ram: Ram,

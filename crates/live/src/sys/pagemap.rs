@@ -72,7 +72,7 @@ const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
 const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 
 /// Bytes of a page's entry in the file.
-const ENTRY_BYTES: u64 = 8;
+const ENTRY_BYTES: usize = 8;
 const ENTRY_SWAPPED: u64 = 1 << 62;
 const ENTRY_PRESENT: u64 = 1 << 63;
 
@@ -145,9 +145,9 @@ impl Pagemap {
         let mut buffer = vec![0; 64 << 10];
         let mut page = addresses.start;
         while page < addresses.end {
-            let wanted = (addresses.end - page) / page_size * ENTRY_BYTES as usize;
+            let wanted = (addresses.end - page) / page_size * ENTRY_BYTES;
             let entries = &mut buffer[..wanted.min(64 << 10)];
-            let offset = (page / page_size) as u64 * ENTRY_BYTES;
+            let offset = (page / page_size * ENTRY_BYTES) as u64;
             self.0.read_exact_at(entries, offset)?;
             for entry in entries.as_chunks().0 {
                 if u64::from_ne_bytes(*entry) & (ENTRY_PRESENT | ENTRY_SWAPPED) != 0 {

@@ -7,7 +7,7 @@ use std::{
 
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
-use live::{DirtyLog as _, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Ram};
+use live::{KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Ram};
 use rustix::param::page_size;
 use vm_memory::Bytes;
 

@@ -4,6 +4,15 @@
 //! logs have to pass are in `model`; what only one log promises is tested here.
 
 #![cfg(not(feature = "loom"))] // whose atomics work in a model only
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test helper fails by panicking"
+)]
+#![allow(
+    clippy::cast_possible_truncation,
+    reason = "numbers of pages, and random ones"
+)]
 
 #[cfg(target_arch = "x86_64")]
 mod guest;
