@@ -7,7 +7,7 @@ use std::{
 
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
-use live::{KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Ram};
+use live::{DirtyLog, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Ram};
 use rustix::param::page_size;
 use vm_memory::Bytes;
 
@@ -31,8 +31,8 @@ const PROGRAM: [u8; 5] = [0x48, 0x89, 0x0f, 0xe6, 0x10];
 pub(crate) struct Guest {
     kvm: Kvm,
     vm: VmFd,
-    ram: Ram,
-    pub(crate) slots: Vec<KvmSlot>,
+    pub(crate) ram: Ram,
+    slots: Vec<KvmSlot>,
 }
 
 /// What a vCPU's thread does when its ring is full.
@@ -104,19 +104,25 @@ impl Guest {
             > 0
     }
 
-    /// Two vCPUs with KVM's bitmap.
-    pub(crate) fn with_bitmap(self, manual: bool) -> Fixture {
+    /// KVM's bitmap of it.
+    pub(crate) fn bitmap(&self, manual: bool) -> Arc<KvmDirtyLog> {
         // SAFETY: these are the VM's slots.
-        let mut log =
-            unsafe { KvmDirtyLog::new(self.vm(), self.slots.clone(), &self.ram) }.unwrap();
-        if !manual {
-            log = log.clearing_in_collect();
-        }
+        let log = unsafe { KvmDirtyLog::new(self.vm(), self.slots.clone(), &self.ram) };
+        let log = log.unwrap();
+        let log = if manual {
+            log
+        } else {
+            log.clearing_in_collect()
+        };
         assert_eq!(log.clears_manually(), manual);
+        Arc::new(log)
+    }
+
+    /// Two vCPUs, with any log but rings.
+    pub(crate) fn with_log(self, log: Arc<dyn DirtyLog>) -> Fixture {
         let vcpus = [0, 1].map(|id| self.vcpu(id));
         let writers = vcpus.map(|vcpu| self.writer(vcpu, Arc::new(|| unreachable!())));
-        let fixture = Fixture::new(self.ram, Arc::new(log), writers.into());
-        fixture.writing_from_block(1).keeping(manual)
+        Fixture::new(self.ram, log, writers.into()).writing_from_block(1)
     }
 
     /// Two vCPUs with a ring each.

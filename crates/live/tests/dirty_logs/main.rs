@@ -58,7 +58,7 @@ fn userfaultfd_of_anonymous_memory() {
     model::check_all(|| {
         let ram = anonymous(&BLOCKS);
         // A page that is read before it is written would count as written.
-        touch_all(&ram);
+        touch_all(&ram, 0);
         let log = Arc::new(UserfaultLog::new(&ram).unwrap());
         let writers = [(); 2].map(|()| storing(&ram)).into();
         Fixture::new(ram, log, writers)
@@ -116,14 +116,48 @@ mod kvm {
         if !guest(kvm).has_manual_protection() {
             return skipped("this KVM has no KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2");
         }
-        model::check_all(|| guest(Kvm::new().unwrap()).with_bitmap(true));
+        model::check_all(|| {
+            let guest = guest(Kvm::new().unwrap());
+            let log = guest.bitmap(true);
+            guest.with_log(log).keeping(true)
+        });
     }
 
     #[test]
     fn bitmap_that_is_cleared_when_it_is_read() {
         if kvm().is_some() {
-            model::check_all(|| guest(Kvm::new().unwrap()).with_bitmap(false));
+            model::check_all(|| {
+                let guest = guest(Kvm::new().unwrap());
+                let log = guest.bitmap(false);
+                guest.with_log(log)
+            });
         }
+    }
+
+    /// The vCPUs and a device of the VMM: one log keeps its bits until they are cleared, the other does not.
+    #[test]
+    fn bitmap_merged_with_that_of_a_device() {
+        let Some(kvm) = kvm() else { return };
+        let guest = guest(kvm);
+        let kvm = guest.bitmap(guest.has_manual_protection());
+        let device = Arc::new(SharedBitmap::new(&guest.ram));
+        let writes = marking(&guest.ram, &device);
+        let log = live::Merged::new(vec![kvm, device]);
+        model::no_write_is_lost(guest.with_log(Arc::new(log)).with_writer(writes));
+    }
+
+    /// What a vCPU writes goes through tables of KVM's own, which follow those of the process.
+    #[test]
+    fn userfaultfd_of_a_guest() {
+        if kvm().is_none() || userfaultfd_is_missing() {
+            return;
+        }
+        model::check_all(|| {
+            let guest = guest(Kvm::new().unwrap());
+            touch_all(&guest.ram, 1);
+            let log = UserfaultLog::new(&guest.ram).unwrap();
+            guest.with_log(Arc::new(log))
+        });
     }
 
     #[test]
@@ -291,7 +325,7 @@ fn a_transparent_huge_page_is_logged_by_its_pages() {
     }
     let ram = ram([MmapRegion::new(4096 * page_size()).unwrap()].into_iter());
     advise(&ram, Advice::LinuxHugepage);
-    touch_all(&ram);
+    touch_all(&ram, 0);
     let log = UserfaultLog::new(&ram).unwrap();
     log.start().unwrap();
     for page in [2000, 2001, 3333] {
@@ -329,7 +363,7 @@ fn what_the_kernel_writes_for_the_process_is_found_by_userfaultfd() {
         return;
     }
     for ram in [anonymous(&[8]), mapped(&memfds(&[8]))] {
-        touch_all(&ram);
+        touch_all(&ram, 0);
         let log = UserfaultLog::new(&ram).unwrap();
         log.start().unwrap();
         let page = ram.page_size();
@@ -534,8 +568,9 @@ fn ram(regions: impl Iterator<Item = MmapRegion>) -> Ram {
     Ram::new(blocks.collect()).unwrap()
 }
 
-fn touch_all(ram: &Ram) {
-    for block in 0..ram.blocks().len() {
+/// Writes all pages of the blocks from `first` on.
+fn touch_all(ram: &Ram, first: usize) {
+    for block in first..ram.blocks().len() {
         for page in 0..ram.pages(block) {
             write(ram, Place { block, page }, 1);
         }

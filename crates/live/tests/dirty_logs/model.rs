@@ -65,6 +65,12 @@ impl Fixture {
         Self { keeps, ..self }
     }
 
+    /// One writer more.
+    pub(crate) fn with_writer(mut self, writer: Write) -> Self {
+        self.writers.push(writer);
+        self
+    }
+
     pub(crate) fn write(&mut self, writer: usize, place: Place, stamp: u64) {
         self.writers[writer](place, stamp);
     }
@@ -82,7 +88,7 @@ pub(crate) fn check_all(fixture: impl Fn() -> Fixture) {
 }
 
 /// Rounds of a migration while the writers write: in the end the copy is right, and the log has nothing more to say.
-fn no_write_is_lost(mut fixture: Fixture) {
+pub(crate) fn no_write_is_lost(mut fixture: Fixture) {
     const ROUNDS: usize = 100;
     const WRITES: u64 = 20_000;
 
