@@ -263,6 +263,25 @@ mod kvm {
         }
     }
 
+    #[test]
+    fn what_is_no_vm_is_refused() {
+        let ram = anonymous(&[1]);
+        let file = memfd_create("no VM", MemfdFlags::CLOEXEC).unwrap();
+        let slot = KvmSlot {
+            slot: 0,
+            flags: 0,
+            guest_phys_addr: 0,
+            block: 0,
+            offset: 0,
+            len: page_size() as u64,
+        };
+        // SAFETY: there is no VM whose memory it could change.
+        let log = unsafe { KvmDirtyLog::new(&file, vec![slot], &ram) };
+        assert!(matches!(log, Err(DirtyLogError::System { .. })));
+        let rings = KvmRings::enable(&file, RING_ENTRIES);
+        assert!(matches!(rings, Err(DirtyLogError::System { .. })));
+    }
+
     fn guest(kvm: Kvm) -> Guest {
         let [_, odd, large] = BLOCKS;
         Guest::new(kvm, anonymous(&[BOOT_PAGES, odd, large]))

@@ -83,6 +83,7 @@ impl Fixture {
 /// All that is asked of a log.
 pub(crate) fn check_all(fixture: impl Fn() -> Fixture) {
     no_write_is_lost(fixture());
+    a_page_shows_again_whenever_it_is_written(fixture());
     a_log_begins_afresh(fixture());
     a_log_is_a_set_of_pages(fixture());
 }
@@ -125,6 +126,28 @@ pub(crate) fn no_write_is_lost(mut fixture: Fixture) {
     copy.sync(ram, &**log);
     copy.assert_equals(ram);
     assert_eq!(copy.sync(ram, &**log), 0, "pages of a guest that stands");
+    log.stop().unwrap();
+}
+
+/// One page at a time, with nothing else going on that could have it found by chance.
+fn a_page_shows_again_whenever_it_is_written(mut fixture: Fixture) {
+    let log = Arc::clone(&fixture.log);
+    log.start().unwrap();
+    for block in fixture.blocks.clone() {
+        let last = fixture.ram.pages(block) - 1;
+        for page in [0, last / 2, last] {
+            for stamp in 0..3 {
+                fixture.write(0, Place { block, page }, stamp);
+                let dirty = fixture.collected(block);
+                assert!(
+                    dirty.iter().eq([page]),
+                    "write {stamp} of {page}: {dirty:?}"
+                );
+                log.clear(block, 0, dirty.words()).unwrap();
+                assert_eq!(fixture.collected(block).count(), 0, "cleared");
+            }
+        }
+    }
     log.stop().unwrap();
 }
 
