@@ -1,6 +1,6 @@
 //! Encoding: pages of one packet in, its payload out.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use multifd::{Layout, Method};
 
@@ -35,6 +35,19 @@ pub trait Encoder: Send {
         pages: &'a [u8],
         out: &'a mut [u8],
     ) -> Result<Encoded<'a>, EncodeError>;
+
+    /// Whether the next packet goes as it is, by method none, so that nobody need gather its pages. After
+    /// `true`, [`encode`](Encoder::encode) is not called for that packet.
+    fn next_is_raw(&mut self) -> bool {
+        false
+    }
+
+    /// Tells how long the channel took for the last packet: `wire_bytes` bytes, header included, for
+    /// `page_bytes` bytes of pages. `took` is wall time, and waiting for a limited bandwidth is in
+    /// it: a limit is as good as a slow link.
+    fn sent(&mut self, wire_bytes: usize, page_bytes: usize, took: Duration) {
+        let _ = (wire_bytes, page_bytes, took);
+    }
 }
 
 /// The payload of one packet.
@@ -90,6 +103,10 @@ impl Encoder for Copy {
     ) -> Result<Encoded<'a>, EncodeError> {
         check_input(pages, self.layout)?;
         Ok(raw(pages))
+    }
+
+    fn next_is_raw(&mut self) -> bool {
+        true
     }
 }
 
@@ -264,6 +281,15 @@ mod tests {
             );
             let encoded = encoder.encode(&[1; 4096], &mut out).unwrap();
             assert!(!encoded.payload.is_empty());
+        }
+    }
+
+    #[test]
+    fn only_method_none_is_raw_beforehand() {
+        for method in METHODS {
+            let settings = Settings::new(method, None).unwrap();
+            let mut encoder = encoder(&settings, Layout::X86).unwrap();
+            assert_eq!(encoder.next_is_raw(), method == Method::None);
         }
     }
 
