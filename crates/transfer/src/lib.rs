@@ -1,27 +1,42 @@
 //! Migration channels: sockets, packets in and out, pacing, statistics.
 //!
-//! This crate moves whole packets between a socket and memory and knows nothing of guests:
+//! This crate moves whole packets between a socket and memory and knows nothing of guests. A relay has
+//! packets in buffers of its own:
 //!
 //! ```text
-//! socket ─> ChannelReader ─> Packet (decoded pages) ─> ChannelWriter ─> socket
-//!            header check       from a PacketPool         encode, pace
-//!            decode
+//! socket ─> ChannelReader::read ─> Packet (decoded pages) ─> ChannelWriter::write ─> socket
+//!            header check, decode                             encode, pace
+//! ```
+//!
+//! A VMM has guest memory, seen as `VolatileSlice`s, which vCPUs write meanwhile. Pages of method none
+//! go between it and the socket without a stop, others by way of the coder's buffer:
+//!
+//! ```text
+//! guest ─> write_memory ─┬───── none: sendmsg, or MSG_ZEROCOPY ─────┬─> socket
+//!                        └─ copy, encode ──────────────────────────┘
+//! socket ─> read_header, then read_pages ─┬──── none: recvmsg ───┬─> guest
+//!                                         └─ decode, copy ───────┘
 //! ```
 //!
 //! Threads and blocking sockets throughout. What blocks can always be ended: by
 //! [`Hangup::hang_up`], which shuts every registered socket down, and by the stall timeout of a
 //! socket, which turns a peer that stops in the middle of a packet, or stops reading, into an error.
+//!
+//! Where to read on: `writer` and `reader` (the way of a packet), `zero_copy` (what the kernel holds, and for
+//! how long), `memory` (guest memory in system calls: the only unsafe code).
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod address;
 mod hangup;
+mod memory;
 mod pace;
 mod packet;
 mod reader;
 mod socket;
 mod stats;
 mod writer;
+mod zero_copy;
 
 pub use address::{Address, AddressError};
 pub use hangup::Hangup;
@@ -31,3 +46,4 @@ pub use reader::{ChannelReader, ReadError, Received};
 pub use socket::{Listener, SocketError, Stream, dial, is_stall};
 pub use stats::{Snapshot, Stats};
 pub use writer::{ChannelWriter, WriteError};
+pub use zero_copy::{ZeroCopyError, check_locked_memory};

@@ -1,18 +1,26 @@
 //! The receiving end of a data channel: bytes to checked, decoded packets.
 
-use std::{io, sync::Arc};
+use std::{
+    io::{self, Read as _},
+    sync::Arc,
+};
 
 use codec::{DecodeError, Decoder};
 use multifd::{
     DEVICE_STATE_HEADER_LEN, DeviceStateHeader, Layout, Method, PRELUDE_LEN, PacketError,
-    PacketKind, Prelude,
+    PacketKind, Prelude, RamHeader,
 };
 use thiserror::Error;
+use vm_memory::VolatileSlice;
 
-use crate::{Packet, Stats, Stream, is_stall, stats::cpu_timed};
+use crate::{Packet, Stats, Stream, is_stall, memory, stats::cpu_timed};
 
 /// Reads the packets of one channel, in their order, and decodes them. The method is taken from
 /// each packet, so a sender may change it at any time.
+///
+/// Whole packets come by [`read`](ChannelReader::read). Who wants the pages in guest memory asks for the
+/// header first ([`read_header`](ChannelReader::read_header)), finds out where they belong, and then has them put
+/// there ([`read_pages`](ChannelReader::read_pages)).
 pub struct ChannelReader {
     stream: Arc<Stream>,
     stats: Arc<Stats>,
@@ -20,9 +28,11 @@ pub struct ChannelReader {
     decoder: Decoder,
     header: Vec<u8>,
     payload: Vec<u8>,
+    /// Decoded pages on their way to guest memory; empty until it is needed.
+    pages: Vec<u8>,
 }
 
-/// What [`ChannelReader::read`] found.
+/// What [`ChannelReader::read`] and [`ChannelReader::read_header`] found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received {
     /// A packet.
@@ -67,6 +77,17 @@ pub enum ReadError {
         /// What is wrong.
         error: DecodeError,
     },
+    /// Device state, where the reader of pages takes none.
+    #[error("a packet of device state came on a channel that is for pages only")]
+    DeviceState,
+    /// The memory for a packet's pages is not what its header names.
+    #[error("{given} bytes of memory were given for a packet whose pages are {expected} bytes")]
+    Pages {
+        /// Bytes in the slices.
+        given: usize,
+        /// Bytes in the header's normal pages.
+        expected: usize,
+    },
 }
 
 impl ChannelReader {
@@ -79,6 +100,7 @@ impl ChannelReader {
             decoder,
             header: vec![0; layout.ram_header_len().max(DEVICE_STATE_HEADER_LEN)],
             payload: vec![0; layout.max_payload()],
+            pages: Vec::new(),
         }
     }
 
@@ -89,65 +111,163 @@ impl ChannelReader {
     /// When the connection breaks or stalls in mid-packet, or the sender's bytes are wrong. The
     /// channel is of no use any more then, and the content of `packet` undefined.
     pub fn read(&mut self, packet: &mut Packet) -> Result<Received, ReadError> {
-        let mut prelude = [0; PRELUDE_LEN];
-        if !self.wait_for(&mut prelude[..1])? {
+        // No packet is shorter than that, of either kind.
+        let shortest = DEVICE_STATE_HEADER_LEN.min(self.layout.ram_header_len());
+        let Some((prelude, got)) = self.begin(shortest)? else {
             return Ok(Received::End);
-        }
-        read_part(&self.stream, &mut prelude[1..], "header")?;
-        let prelude = Prelude::parse(&prelude)?;
-        let payload_len = match prelude.kind() {
-            PacketKind::Ram => self.read_ram(prelude, packet)?,
-            PacketKind::DeviceState => self.read_device_state(prelude, packet)?,
         };
-        self.stats.add_received(payload_len);
+        match prelude.kind() {
+            PacketKind::Ram => {
+                packet.set_ram();
+                self.finish_header(prelude, got, packet.ram_mut())?;
+                self.read_payload(packet)?;
+            }
+            PacketKind::DeviceState => self.read_device_state(prelude, got, packet)?,
+        }
         Ok(Received::Packet)
     }
 
-    /// Waits for the first byte of a packet; false when the stream ends instead.
-    fn wait_for(&self, byte: &mut [u8]) -> Result<bool, ReadError> {
-        loop {
-            match self.stream.read_full(byte) {
-                Ok(read) => return Ok(read > 0),
-                // Between two packets a sender may be silent: it is paced, or its guest is idle.
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error.into()),
+    /// Reads the header of the next packet, waiting for it as [`ChannelReader::read`] does. Unless it has
+    /// no normal pages, [`ChannelReader::read_pages`] must come next.
+    ///
+    /// # Errors
+    /// As [`ChannelReader::read`], and when the packet holds device state.
+    pub fn read_header(&mut self, header: &mut RamHeader) -> Result<Received, ReadError> {
+        let Some((prelude, got)) = self.begin(self.layout.ram_header_len())? else {
+            return Ok(Received::End);
+        };
+        match prelude.kind() {
+            PacketKind::Ram => {
+                self.finish_header(prelude, got, header)?;
+                Ok(Received::Packet)
             }
+            PacketKind::DeviceState => Err(ReadError::DeviceState),
         }
     }
 
-    fn read_ram(&mut self, prelude: Prelude, packet: &mut Packet) -> Result<usize, ReadError> {
-        let header_len = self.layout.ram_header_len();
-        let rest = &mut self.header[..header_len - PRELUDE_LEN];
-        read_part(&self.stream, rest, "header")?;
-        packet.set_ram();
-        packet.ram_mut().parse(prelude, rest, self.layout)?;
-        let payload_len = packet.ram().payload_len();
+    /// Reads the normal pages of the packet whose header was read last, into `pages`, back to back in the
+    /// order of its offsets. A slice may be a page or any run of bytes.
+    ///
+    /// # Errors
+    /// As [`ChannelReader::read`]; `pages` may then hold anything. Only when they are not as long as `header` says,
+    /// nothing has been read.
+    pub fn read_pages(
+        &mut self,
+        header: &RamHeader,
+        pages: &[VolatileSlice<'_>],
+    ) -> Result<(), ReadError> {
+        let expected = header.normal_offsets().len() * self.layout.page_size();
+        let given = memory::total_len(pages);
+        if given != expected || given > self.layout.packet_bytes() {
+            return Err(ReadError::Pages { given, expected });
+        }
+        if header.method == Method::None {
+            // The header's check made the payload exactly as long as the pages.
+            let got = self.stream.receive_memory(pages);
+            complete(got, given, "payload")?;
+            self.stats.add_received(given);
+            return Ok(());
+        }
+        let payload_len = self.fetch_payload(header)?;
+        self.pages.resize(self.layout.packet_bytes(), 0);
+        let decoded = &mut self.pages[..given];
+        let decoder = &mut self.decoder;
+        let payload = &self.payload[..payload_len];
+        let (result, time) = cpu_timed(|| {
+            decoder.decode(header.method, payload, decoded)?;
+            let mut rest = &*decoded;
+            for slice in pages {
+                let (bytes, behind) = rest.split_at(slice.len());
+                slice.copy_from(bytes);
+                rest = behind;
+            }
+            Ok(())
+        });
+        result.map_err(|error| undecodable(header, error))?;
+        self.stats.add_decode(time);
+        Ok(())
+    }
+
+    /// Waits for a packet and reads the first of its bytes, 12 to `at_most`, into the buffer for headers; `None`
+    /// when the stream ends instead. Returns how many bytes there are.
+    fn begin(&mut self, at_most: usize) -> Result<Option<(Prelude, usize)>, ReadError> {
+        let mut got = loop {
+            match (&*self.stream).read(&mut self.header[..at_most]) {
+                Ok(0) => return Ok(None),
+                Ok(got) => break got,
+                // Between two packets a sender may be silent: it is paced, or its guest is idle.
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                    ) => {}
+                Err(error) => return Err(error.into()),
+            }
+        };
+        if got < PRELUDE_LEN {
+            read_part(&self.stream, &mut self.header[got..PRELUDE_LEN], "header")?;
+            got = PRELUDE_LEN;
+        }
+        let mut prelude = [0; PRELUDE_LEN];
+        prelude.copy_from_slice(&self.header[..PRELUDE_LEN]);
+        Ok(Some((Prelude::parse(&prelude)?, got)))
+    }
+
+    /// Reads the rest of a RAM packet's header, of which `got` bytes are there.
+    fn finish_header(
+        &mut self,
+        prelude: Prelude,
+        got: usize,
+        header: &mut RamHeader,
+    ) -> Result<(), ReadError> {
+        let bytes = &mut self.header[..self.layout.ram_header_len()];
+        read_part(&self.stream, &mut bytes[got..], "header")?;
+        header.parse(prelude, &bytes[PRELUDE_LEN..], self.layout)?;
+        self.stats.add_received(bytes.len());
+        Ok(())
+    }
+
+    /// Reads the pages of a RAM packet into the packet.
+    fn read_payload(&mut self, packet: &mut Packet) -> Result<(), ReadError> {
         if packet.ram().method == Method::None {
             // The header's check made the payload exactly as long as the pages.
             read_part(&self.stream, packet.pages_mut(), "payload")?;
-        } else {
-            let payload = &mut self.payload[..payload_len];
-            read_part(&self.stream, payload, "payload")?;
-            let method = packet.ram().method;
-            let decoder = &mut self.decoder;
-            let (decoded, time) = cpu_timed(|| decoder.decode(method, payload, packet.pages_mut()));
-            decoded.map_err(|error| ReadError::Decode {
-                packet_num: packet.ram().packet_num,
-                block: packet.ram().block.to_string(),
-                error,
-            })?;
-            self.stats.add_decode(time);
+            self.stats.add_received(packet.pages().len());
+            return Ok(());
         }
-        Ok(header_len + payload_len)
+        let payload_len = self.fetch_payload(packet.ram())?;
+        let payload = &self.payload[..payload_len];
+        let method = packet.ram().method;
+        let decoder = &mut self.decoder;
+        let (result, time) = cpu_timed(|| decoder.decode(method, payload, packet.pages_mut()));
+        result.map_err(|error| undecodable(packet.ram(), error))?;
+        self.stats.add_decode(time);
+        Ok(())
+    }
+
+    /// Reads an encoded payload and returns its length.
+    fn fetch_payload(&mut self, header: &RamHeader) -> Result<usize, ReadError> {
+        let (len, max) = (header.payload_len(), self.payload.len());
+        let payload = self.payload.get_mut(..len).ok_or_else(|| {
+            // Of another layout than this reader's.
+            let len = u32::try_from(len).unwrap_or(u32::MAX);
+            PacketError::PayloadTooLong { len, max }
+        })?;
+        read_part(&self.stream, payload, "payload")?;
+        self.stats.add_received(payload.len());
+        Ok(payload.len())
     }
 
     fn read_device_state(
         &mut self,
         prelude: Prelude,
+        got: usize,
         packet: &mut Packet,
-    ) -> Result<usize, ReadError> {
+    ) -> Result<(), ReadError> {
         let mut rest = [0; DEVICE_STATE_HEADER_LEN - PRELUDE_LEN];
-        read_part(&self.stream, &mut rest, "header")?;
+        let (there, missing) = rest.split_at_mut(got - PRELUDE_LEN);
+        there.copy_from_slice(&self.header[PRELUDE_LEN..got]);
+        read_part(&self.stream, missing, "header")?;
         let header = DeviceStateHeader::parse(prelude, &rest)?;
         let payload_len = header.payload_len();
         let state = packet.set_device_state(header);
@@ -157,20 +277,31 @@ impl ChannelReader {
             state.resize(payload_len.min(start + self.layout.packet_bytes()), 0);
             read_part(&self.stream, &mut state[start..], "device state")?;
         }
-        Ok(DEVICE_STATE_HEADER_LEN + payload_len)
+        self.stats
+            .add_received(DEVICE_STATE_HEADER_LEN + payload_len);
+        Ok(())
     }
 }
 
 /// Fills `buffer` with bytes that must come now.
 fn read_part(stream: &Stream, buffer: &mut [u8], part: &'static str) -> Result<(), ReadError> {
-    match stream.read_full(buffer) {
-        Ok(got) if got == buffer.len() => Ok(()),
-        Ok(got) => Err(ReadError::Truncated {
-            part,
-            got,
-            wanted: buffer.len(),
-        }),
+    complete(stream.read_full(buffer), buffer.len(), part)
+}
+
+/// Checks that all of a part has come.
+fn complete(got: io::Result<usize>, wanted: usize, part: &'static str) -> Result<(), ReadError> {
+    match got {
+        Ok(got) if got == wanted => Ok(()),
+        Ok(got) => Err(ReadError::Truncated { part, got, wanted }),
         Err(error) if is_stall(&error) => Err(ReadError::Stalled { part }),
         Err(error) => Err(error.into()),
+    }
+}
+
+fn undecodable(header: &RamHeader, error: DecodeError) -> ReadError {
+    ReadError::Decode {
+        packet_num: header.packet_num,
+        block: header.block.to_string(),
+        error,
     }
 }

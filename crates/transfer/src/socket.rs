@@ -14,8 +14,12 @@ use std::{
 
 use rustix::net::sockopt;
 use thiserror::Error;
+use vm_memory::VolatileSlice;
 
-use crate::Address;
+use crate::{
+    Address,
+    memory::{self, Left},
+};
 
 /// One connection, unix or TCP. Reads and writes go through a shared reference, so that one thread
 /// may read while another writes and a third one shuts the connection down.
@@ -112,6 +116,43 @@ impl Stream {
             }
         }
         Ok(())
+    }
+
+    /// Writes `header` and then `pages`, straight from guest memory, in one system call where the socket
+    /// takes it. The guest may go on writing them: what arrives is then a mixture of old and new.
+    ///
+    /// # Errors
+    /// As [`Stream::write_both`].
+    pub fn send_memory(&self, header: &[u8], pages: &[VolatileSlice<'_>]) -> io::Result<()> {
+        let mut left = Left::new(header, pages);
+        while left.bytes() > 0 {
+            match memory::send(self.as_fd(), &left, 0) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(bytes) => left.advance(bytes),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads straight into guest memory until `pages` are full, or the peer has closed the connection.
+    /// Returns the bytes read.
+    ///
+    /// # Errors
+    /// As [`Stream::read_full`].
+    pub fn receive_memory(&self, pages: &[VolatileSlice<'_>]) -> io::Result<usize> {
+        let mut left = Left::new(&[], pages);
+        let wanted = left.bytes();
+        while left.bytes() > 0 {
+            match memory::receive(self.as_fd(), &left) {
+                Ok(0) => break,
+                Ok(bytes) => left.advance(bytes),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(wanted - left.bytes())
     }
 
     /// Bounds how long a peer may neither send nor take a byte while one is awaited.

@@ -26,6 +26,9 @@ pub struct Stats {
     page_bytes: AtomicU64,
     encode_nanos: AtomicU64,
     decode_nanos: AtomicU64,
+    zero_copy_sends: AtomicU64,
+    copied_sends: AtomicU64,
+    missed_zero_copy: AtomicU64,
 }
 
 /// The counters at one moment.
@@ -49,6 +52,15 @@ pub struct Snapshot {
     pub encode_time: Duration,
     /// CPU time spent decoding.
     pub decode_time: Duration,
+    /// Sends of pages that were to go without a copy. A packet is one, or several where the socket took it in
+    /// parts.
+    pub zero_copy_sends: u64,
+    /// Those of them that the kernel copied after all: at once, because it could lock no more memory, or
+    /// later, because the way to the peer needs a copy (loopback, a device without scatter-gather).
+    pub copied_sends: u64,
+    /// Flushes of a channel that found that none of the sends before them went without a copy. This is QEMU's
+    /// `dirty-sync-missed-zero-copy`: it is counted once a SYNC and channel.
+    pub missed_zero_copy: u64,
     /// How the hardware engines did.
     pub engines: Tally,
 }
@@ -67,6 +79,9 @@ impl Stats {
             page_bytes: read(&self.page_bytes),
             encode_time: Duration::from_nanos(read(&self.encode_nanos)),
             decode_time: Duration::from_nanos(read(&self.decode_nanos)),
+            zero_copy_sends: read(&self.zero_copy_sends),
+            copied_sends: read(&self.copied_sends),
+            missed_zero_copy: read(&self.missed_zero_copy),
             engines: self.health.tally(),
         }
     }
@@ -100,6 +115,18 @@ impl Stats {
 
     pub(crate) fn add_encode(&self, time: Duration) {
         add_time(&self.encode_nanos, time);
+    }
+
+    pub(crate) fn add_zero_copy_send(&self) {
+        add(&self.zero_copy_sends, 1);
+    }
+
+    pub(crate) fn add_copied_sends(&self, sends: u64) {
+        self.copied_sends.fetch_add(sends, Ordering::Relaxed);
+    }
+
+    pub(crate) fn add_missed_zero_copy(&self) {
+        add(&self.missed_zero_copy, 1);
     }
 
     pub(crate) fn add_decode(&self, time: Duration) {

@@ -1,0 +1,376 @@
+//! Sockets and memory that is not Rust's: the only unsafe code of this crate.
+//!
+//! A guest writes its memory at any time, so there must be no reference to it, not even to copy from. It
+//! goes to the kernel by address instead, in system calls that read or write it on their own. What makes
+//! every block below sound:
+//!
+//! 1. An address comes from a [`VolatileSlice`], whose maker has promised that the memory is there for its
+//!    lifetime and that everybody else's access is volatile, or from a Rust slice that outlives the call.
+//! 2. The kernel takes addresses and lengths as data: memory that is gone or write-protected is `EFAULT`.
+//! 3. Structures handed to the kernel are on this stack, and it keeps no pointer to them.
+//!
+//! With MSG_ZEROCOPY the kernel goes on reading the *pages* behind the addresses after the call. It pins
+//! them, so that even unmapping does no harm; that the bytes on the wire may then be later ones is
+//! for [`zero_copy`](crate::zero_copy) to handle.
+#![allow(
+    unsafe_code,
+    reason = "addresses of guest memory in system calls, by the rules above"
+)]
+
+use std::{
+    io, mem,
+    os::fd::{AsRawFd, BorrowedFd},
+    ptr,
+};
+
+use vm_memory::VolatileSlice;
+
+/// What is left of a transfer: some of our own bytes, then foreign memory.
+pub(crate) struct Left<'a> {
+    header: &'a [u8],
+    pages: &'a [VolatileSlice<'a>],
+    /// Bytes of the first slice that are done.
+    skip: usize,
+    /// Bytes in all of it.
+    bytes: usize,
+}
+
+/// Sends that the kernel has let go of: those numbered from `first` to `last`, which may have wrapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Notification {
+    pub(crate) first: u32,
+    pub(crate) last: u32,
+    /// It made a copy after all.
+    pub(crate) copied: bool,
+}
+
+/// Sends as much of `left` as one call takes. The caller's `flags` are those of sendmsg(2).
+pub(crate) fn send(
+    socket: BorrowedFd<'_>,
+    left: &Left<'_>,
+    flags: libc::c_int,
+) -> io::Result<usize> {
+    let mut iovecs = Iovecs::of(left);
+    let message = iovecs.message();
+    // SAFETY: `message` and the iovecs that it points to live until the call returns (3), and so does the
+    // memory that they name, which is only read (1, 2).
+    let sent = unsafe { libc::sendmsg(socket.as_raw_fd(), &message, flags | libc::MSG_NOSIGNAL) };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
+/// Fills as much of the slices of `left` as one call does; 0 when the peer has closed.
+///
+/// MSG_WAITALL would bring nothing that can be measured, and blur the stall timeout.
+pub(crate) fn receive(socket: BorrowedFd<'_>, left: &Left<'_>) -> io::Result<usize> {
+    let left = Left {
+        header: &[],
+        ..*left
+    };
+    let mut iovecs = Iovecs::of(&left);
+    let mut message = iovecs.message();
+    // SAFETY: As in `send`; what is written is memory of `VolatileSlice`s alone, since the header has been
+    // left out, and those are for writing too (1).
+    let received = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, 0) };
+    usize::try_from(received).map_err(|_| io::Error::last_os_error())
+}
+
+/// Lets the socket's owner ask for MSG_ZEROCOPY.
+pub(crate) fn allow_zero_copy(socket: BorrowedFd<'_>) -> io::Result<()> {
+    const ON: libc::c_int = 1;
+    const LEN: libc::socklen_t = 4;
+    const { assert!(size_of_val(&ON) == LEN as usize) };
+    // SAFETY: The option's value is an int of `LEN` bytes, read during the call.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_ZEROCOPY,
+            ptr::from_ref(&ON).cast(),
+            LEN,
+        )
+    };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// Takes one message from the socket's error queue and shows `each` the notifications in it; false when
+/// the queue is empty. Never waits.
+pub(crate) fn read_error_queue(
+    socket: BorrowedFd<'_>,
+    each: &mut dyn FnMut(Notification),
+) -> io::Result<bool> {
+    let mut control = Control([0; CONTROL_LEN]);
+    // SAFETY: All zeros are a msghdr without any buffer.
+    let mut message: libc::msghdr = unsafe { mem::zeroed() };
+    message.msg_control = control.0.as_mut_ptr().cast();
+    message.msg_controllen = CONTROL_LEN as _;
+    // SAFETY: `message` names `control`, which the kernel may fill up to its length, and nothing else (3).
+    let result = unsafe { libc::recvmsg(socket.as_raw_fd(), &mut message, libc::MSG_ERRQUEUE) };
+    if result < 0 {
+        return match io::Error::last_os_error() {
+            error if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            error => Err(error),
+        };
+    }
+    if message.msg_flags & libc::MSG_CTRUNC != 0 {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "a message in the socket's error queue was cut short",
+        ));
+    }
+    #[allow(clippy::unnecessary_cast, reason = "a u32 in some C libraries")]
+    let len = message.msg_controllen as usize;
+    parse_errors(&control.0[..len.min(CONTROL_LEN)], each)?;
+    Ok(true)
+}
+
+impl<'a> Left<'a> {
+    pub(crate) fn new(header: &'a [u8], pages: &'a [VolatileSlice<'a>]) -> Self {
+        Self {
+            header,
+            pages,
+            skip: 0,
+            bytes: header.len() + total_len(pages),
+        }
+    }
+
+    /// Bytes still to go.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Takes off what one call has done, at most [`Left::bytes`].
+    pub(crate) fn advance(&mut self, done: usize) {
+        self.bytes = self.bytes.saturating_sub(done);
+        let of_header = done.min(self.header.len());
+        self.header = &self.header[of_header..];
+        self.skip += done - of_header;
+        while let Some((first, rest)) = self.pages.split_first()
+            && self.skip >= first.len()
+        {
+            self.skip -= first.len();
+            self.pages = rest;
+        }
+    }
+}
+
+/// Bytes in all of `slices`.
+pub(crate) fn total_len(slices: &[VolatileSlice<'_>]) -> usize {
+    slices.iter().map(VolatileSlice::len).sum()
+}
+
+/// Pieces in one system call: a header and 1 MiB of pages that lie apart. More (the system's limit is
+/// 1024) would only make the stack larger, and a call for each MiB costs nothing.
+const MAX_IOVECS: usize = 257;
+
+/// Pieces of memory, by address, for one system call.
+struct Iovecs {
+    list: [libc::iovec; MAX_IOVECS],
+    len: usize,
+}
+
+impl Iovecs {
+    /// The beginning of `left`, as much of it as there is room for. Slices that follow each other in
+    /// memory become one piece.
+    fn of(left: &Left<'_>) -> Self {
+        let mut iovecs = Self {
+            list: [libc::iovec {
+                iov_base: ptr::null_mut(),
+                iov_len: 0,
+            }; MAX_IOVECS],
+            len: 0,
+        };
+        iovecs.push(left.header.as_ptr().cast_mut(), left.header.len());
+        let mut skip = left.skip;
+        for slice in left.pages {
+            let guard = slice.ptr_guard_mut();
+            // Inside the slice, or at its end: `advance` leaves no more to skip.
+            if !iovecs.push(guard.as_ptr().wrapping_add(skip), slice.len() - skip) {
+                break;
+            }
+            skip = 0;
+        }
+        iovecs
+    }
+
+    fn push(&mut self, base: *mut u8, len: usize) -> bool {
+        if len == 0 {
+            return true;
+        }
+        if let Some(last) = self.list[..self.len].last_mut()
+            && last.iov_base.cast::<u8>().wrapping_add(last.iov_len) == base
+        {
+            last.iov_len += len;
+            return true;
+        }
+        let Some(free) = self.list.get_mut(self.len) else {
+            return false;
+        };
+        free.iov_base = base.cast();
+        free.iov_len = len;
+        self.len += 1;
+        true
+    }
+
+    /// A message of these pieces, to be used while `self` is there.
+    fn message(&mut self) -> libc::msghdr {
+        // SAFETY: All zeros are a msghdr without any buffer.
+        let mut message: libc::msghdr = unsafe { mem::zeroed() };
+        message.msg_iov = self.list.as_mut_ptr();
+        message.msg_iovlen = self.len as _;
+        message
+    }
+}
+
+/// Room for a message's control data: an extended error with the address of who caused it is 32 to 48
+/// bytes behind a header of 16, and the kernel may add a timestamp.
+const CONTROL_LEN: usize = 256;
+
+#[repr(align(8))]
+struct Control([u8; CONTROL_LEN]);
+
+/// Shows `each` the notifications among the control messages `control`. Any other error is an error.
+fn parse_errors(control: &[u8], each: &mut dyn FnMut(Notification)) -> io::Result<()> {
+    let mut rest = control;
+    while let Some(header) = read::<libc::cmsghdr>(rest) {
+        #[allow(clippy::unnecessary_cast, reason = "a u32 in some C libraries")]
+        let len = (header.cmsg_len as usize).clamp(size_of::<libc::cmsghdr>(), rest.len());
+        let (message, _) = rest.split_at(len);
+        rest = &rest[len.next_multiple_of(size_of::<usize>()).min(rest.len())..];
+        if !matches!(
+            (header.cmsg_level, header.cmsg_type),
+            (libc::SOL_IP, libc::IP_RECVERR) | (libc::SOL_IPV6, libc::IPV6_RECVERR)
+        ) {
+            continue;
+        }
+        let data = message.get(size_of::<libc::cmsghdr>()..).unwrap_or(&[]);
+        let Some(error) = read::<libc::sock_extended_err>(data) else {
+            continue;
+        };
+        if error.ee_origin == SO_EE_ORIGIN_ZEROCOPY && error.ee_errno == 0 {
+            each(Notification {
+                first: error.ee_info,
+                last: error.ee_data,
+                copied: error.ee_code & SO_EE_CODE_ZEROCOPY_COPIED != 0,
+            });
+        } else if let Ok(errno @ 1..) = i32::try_from(error.ee_errno) {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+    }
+    Ok(())
+}
+
+/// From linux/errqueue.h; libc does not have them.
+const SO_EE_ORIGIN_ZEROCOPY: u8 = 5;
+const SO_EE_CODE_ZEROCOPY_COPIED: u8 = 1;
+
+/// A structure of the kernel's.
+///
+/// # Safety
+/// Any bytes must be a value of the type.
+unsafe trait Plain: Copy {}
+
+// SAFETY: Made of integers.
+unsafe impl Plain for libc::cmsghdr {}
+// SAFETY: Made of integers.
+unsafe impl Plain for libc::sock_extended_err {}
+
+/// The structure at the start of `bytes`, if they are long enough.
+fn read<T: Plain>(bytes: &[u8]) -> Option<T> {
+    let bytes = bytes.get(..size_of::<T>())?;
+    // SAFETY: There are as many bytes as `T` has, any bytes are a `T`, and they need not be aligned.
+    Some(unsafe { ptr::read_unaligned(bytes.as_ptr().cast()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A control message with `data`, padded as the kernel does.
+    fn message(level: libc::c_int, kind: libc::c_int, data: &[u8]) -> Vec<u8> {
+        let len = size_of::<libc::cmsghdr>() + data.len();
+        let mut bytes = len.to_ne_bytes().to_vec();
+        bytes.extend_from_slice(&level.to_ne_bytes());
+        bytes.extend_from_slice(&kind.to_ne_bytes());
+        bytes.extend_from_slice(data);
+        bytes.resize(len.next_multiple_of(size_of::<usize>()), 0);
+        bytes
+    }
+
+    /// An extended error, and the address behind it.
+    fn error(errno: u32, origin: u8, code: u8, first: u32, last: u32) -> Vec<u8> {
+        let mut bytes = errno.to_ne_bytes().to_vec();
+        bytes.extend_from_slice(&[origin, 0, code, 0]);
+        bytes.extend_from_slice(&first.to_ne_bytes());
+        bytes.extend_from_slice(&last.to_ne_bytes());
+        bytes.extend_from_slice(&[0; 16]);
+        bytes
+    }
+
+    fn parse(control: &[u8]) -> io::Result<Vec<Notification>> {
+        let mut found = Vec::new();
+        parse_errors(control, &mut |notification| found.push(notification))?;
+        Ok(found)
+    }
+
+    #[test]
+    fn every_notification_of_a_message_is_found() {
+        let control = [
+            message(libc::SOL_SOCKET, libc::SCM_TIMESTAMP, &[7; 17]),
+            message(libc::SOL_IP, libc::IP_RECVERR, &error(0, 5, 0, 3, 9)),
+            message(
+                libc::SOL_IPV6,
+                libc::IPV6_RECVERR,
+                &error(0, 5, 1, u32::MAX, 0),
+            ),
+        ]
+        .concat();
+        let [first, second] = parse(&control).unwrap()[..] else {
+            panic!("there are two");
+        };
+        assert_eq!((first.first, first.last, first.copied), (3, 9, false));
+        assert_eq!(
+            (second.first, second.last, second.copied),
+            (u32::MAX, 0, true)
+        );
+        // Cut short anywhere, what is whole is found and nothing else.
+        for len in 0..control.len() {
+            assert!(parse(&control[..len]).unwrap().len() <= 2);
+        }
+    }
+
+    #[test]
+    fn other_errors_are_errors() {
+        let control = message(
+            libc::SOL_IP,
+            libc::IP_RECVERR,
+            &error(libc::EHOSTUNREACH.unsigned_abs(), 2, 0, 0, 0),
+        );
+        let error = parse(&control).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EHOSTUNREACH));
+    }
+
+    #[test]
+    fn slices_that_follow_each_other_are_one_piece() {
+        let mut memory = vec![0; 8 * 4096];
+        let memory = VolatileSlice::from(&mut memory[..]);
+        let page = |index: usize| memory.subslice(index * 4096, 4096).unwrap();
+        let pages = [page(0), page(1), page(2), page(5), page(6), page(4)];
+        let lens = |left: &Left<'_>| {
+            let iovecs = Iovecs::of(left);
+            let pieces = iovecs.list[..iovecs.len].iter();
+            pieces.map(|piece| piece.iov_len).collect::<Vec<_>>()
+        };
+        let mut left = Left::new(b"header", &pages);
+        assert_eq!(lens(&left), [6, 3 * 4096, 2 * 4096, 4096]);
+        left.advance(6 + 4096 + 1);
+        assert_eq!(lens(&left), [2 * 4096 - 1, 2 * 4096, 4096]);
+        left.advance(2 * 4096 - 1);
+        assert_eq!(lens(&left), [2 * 4096, 4096]);
+        left.advance(3 * 4096);
+        assert_eq!((lens(&left), left.bytes()), (vec![], 0));
+    }
+}

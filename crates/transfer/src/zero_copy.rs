@@ -1,0 +1,611 @@
+//! Sending guest memory without a copy (MSG_ZEROCOPY).
+//!
+//! The kernel pins the pages and sends them from where they are, so that a send costs page accounting in
+//! place of a copy. It says later, on the socket's error queue, what it has let go of:
+//!
+//! ```text
+//!  send header (copied, MSG_MORE) ── send pages (MSG_ZEROCOPY): outstanding + 1 ── look at the error queue ── …
+//!                                      │ ENOBUFS                                     [first, last], copied?
+//!                                      ├ something outstanding: wait for a notification, try again
+//!                                      └ nothing outstanding: send a copy
+//!
+//!  flush: until nothing is outstanding, read the error queue, or wait (poll) for the stall timeout at most
+//! ```
+//!
+//! The guest runs on meanwhile and the bytes that leave are those of the moment at which the device
+//! fetches them. That is no less right than a copy is: the page was cleared in the dirty log before it was
+//! sent, so a write from then on makes it dirty and it is sent again. But an **older** send must be over
+//! before a newer one of the same page can leave on another channel. Therefore a channel is flushed at each
+//! SYNC, [`ChannelWriter::write_sync`](crate::ChannelWriter::write_sync).
+//!
+//! The kernel numbers the sends of a socket that had MSG_ZEROCOPY and took at least a byte, from 0 and
+//! around. Each number is reported once, in ranges, perhaps out of order; so counting them is
+//! enough. Over loopback it copies when the bytes reach the receiving socket, and says so.
+
+use std::{
+    io,
+    os::fd::AsFd,
+    time::{Duration, Instant},
+};
+
+use multifd::{Layout, Method};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    net::sockopt,
+    process::{Resource, getrlimit},
+    thread::CapabilitySet,
+};
+use thiserror::Error;
+use vm_memory::VolatileSlice;
+
+use crate::{
+    Stats, Stream, WriteError,
+    memory::{self, Left, Notification},
+};
+
+/// Why a channel cannot send without a copy.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ZeroCopyError {
+    /// There are no pages to send, only what an encoder makes of them.
+    #[error("zero-copy send is for method none, and the method is {method}")]
+    Method {
+        /// The channel's method.
+        method: Method,
+    },
+    /// Unix sockets copy always.
+    #[error("zero-copy send is for TCP, and the channel is a unix socket")]
+    NotTcp,
+    /// A kernel without it (before 4.14).
+    #[error("this kernel does not do zero-copy send (SO_ZEROCOPY): {0}")]
+    Unsupported(io::Error),
+    /// The kernel would run into the limit of locked memory, and copy.
+    #[error(
+        "zero-copy send on {channels} channels needs {needed} bytes of locked memory, and the limit is \
+         {limit}: raise it with `ulimit -l {}` (systemd: LimitMEMLOCK={needed}; a process that runs: `prlimit \
+         --pid PID --memlock={needed}`), or grant CAP_IPC_LOCK",
+        .needed.div_ceil(1024)
+    )]
+    LockedMemory {
+        /// The number of channels.
+        channels: usize,
+        /// Bytes that can be pinned at a time.
+        needed: u64,
+        /// RLIMIT_MEMLOCK, bytes.
+        limit: u64,
+    },
+}
+
+/// Checks that RLIMIT_MEMLOCK lets `channels` channels with packets of `layout` send without copies.
+///
+/// The kernel accounts each send to the *user*, as its whole pages and two more for the ends, until all of it
+/// has been acknowledged. On one channel there can be: what the socket's send buffer holds (at most the
+/// third value of `net.ipv4.tcp_wmem`), a packet that is being queued, and one that is acknowledged
+/// in part, or up to 512 KiB of smaller ones, which the kernel lets go of together. Fewer than four pages
+/// are sent as a copy, so two for the ends are at most half as much again:
+///
+/// ```text
+/// needed = channels * 3/2 * (tcp_wmem[2] + packet + max(packet, 512 KiB))
+/// ```
+///
+/// CAP_IPC_LOCK exempts from the limit, though not if it was granted in a user namespace: there this check is
+/// too kind. Other processes of the user that pin memory (io_uring, AF_XDP, QEMU) need theirs besides. Whoever
+/// runs into the limit after all sends copies, see [`Snapshot::copied_sends`](crate::Snapshot::copied_sends).
+///
+/// # Errors
+/// When the limit is too low, with the number it has to be.
+pub fn check_locked_memory(channels: usize, layout: Layout) -> Result<(), ZeroCopyError> {
+    // When the capabilities cannot be read, the limit decides.
+    let exempt = rustix::thread::capabilities(None)
+        .is_ok_and(|sets| sets.effective.contains(CapabilitySet::IPC_LOCK));
+    let limit = getrlimit(Resource::Memlock).current;
+    let needed = needed_memory(channels, layout, largest_send_buffer());
+    match limit {
+        Some(limit) if limit < needed && !exempt => Err(ZeroCopyError::LockedMemory {
+            channels,
+            needed,
+            limit,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Lets the owner of `stream` send without copies.
+pub(crate) fn enable(stream: &Stream) -> Result<ZeroCopy, ZeroCopyError> {
+    match stream {
+        Stream::Unix(_) => Err(ZeroCopyError::NotTcp),
+        Stream::Tcp(_) => {
+            memory::allow_zero_copy(stream.as_fd()).map_err(ZeroCopyError::Unsupported)?;
+            Ok(ZeroCopy::default())
+        }
+    }
+}
+
+/// Whether `bytes` bytes of pages are worth it. Accounting a send costs as much as copying two or three pages.
+pub(crate) fn is_worth_it(bytes: usize) -> bool {
+    bytes >= MIN_PAGES * rustix::param::page_size()
+}
+
+/// What a channel knows of the sends that the kernel holds pages of.
+#[derive(Debug, Default)]
+pub(crate) struct ZeroCopy {
+    /// Sends that the kernel has not let go of.
+    outstanding: u32,
+    /// Since the last flush.
+    sends: Sends,
+}
+
+#[derive(Debug, Default)]
+struct Sends {
+    all: u64,
+    copied: u64,
+}
+
+impl ZeroCopy {
+    /// Sends a packet. When this returns, the kernel may hold `pages`, see [`ZeroCopy::flush`].
+    pub(crate) fn send(
+        &mut self,
+        kernel: &impl Kernel,
+        header: &[u8],
+        pages: &[VolatileSlice<'_>],
+        stats: &Stats,
+    ) -> Result<(), WriteError> {
+        let mut left = Left::new(header, &[]);
+        while left.bytes() > 0 {
+            left.advance(kernel.send(&left, How::More).map_err(WriteError::of)?);
+        }
+        let mut left = Left::new(&[], pages);
+        while left.bytes() > 0 {
+            match kernel.send(&left, How::ZeroCopy) {
+                Ok(bytes) => {
+                    left.advance(bytes);
+                    self.outstanding += 1;
+                    self.sends.all += 1;
+                    stats.add_zero_copy_send();
+                    // Otherwise the kernel would run out of room for notifications.
+                    self.read_notifications(kernel, stats)?;
+                }
+                Err(error) if is_no_buffers(&error) => {
+                    if self.outstanding > 0 {
+                        self.wait_for_some(kernel, stats)?;
+                    } else {
+                        // Not even one send may be pinned.
+                        left.advance(kernel.send(&left, How::Copy).map_err(WriteError::of)?);
+                        self.sends.all += 1;
+                        stats.add_zero_copy_send();
+                        self.add_copied(1, stats);
+                    }
+                }
+                Err(error) => return Err(WriteError::of(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the kernel has let go of every page.
+    pub(crate) fn flush(&mut self, kernel: &impl Kernel, stats: &Stats) -> Result<(), WriteError> {
+        while self.outstanding > 0 {
+            self.wait_for_some(kernel, stats)?;
+        }
+        if self.sends.all > 0 && self.sends.copied == self.sends.all {
+            stats.add_missed_zero_copy();
+        }
+        self.sends = Sends::default();
+        Ok(())
+    }
+
+    /// Waits until the kernel has let go of some of what is outstanding.
+    fn wait_for_some(&mut self, kernel: &impl Kernel, stats: &Stats) -> Result<(), WriteError> {
+        let before = self.outstanding;
+        self.read_notifications(kernel, stats)?;
+        while self.outstanding == before {
+            match kernel.wait().map_err(WriteError::of)? {
+                Wait::Notified => self.read_notifications(kernel, stats)?,
+                Wait::TimedOut => return Err(WriteError::Held { sends: before }),
+            }
+        }
+        Ok(())
+    }
+
+    fn read_notifications(
+        &mut self,
+        kernel: &impl Kernel,
+        stats: &Stats,
+    ) -> Result<(), WriteError> {
+        while self.outstanding > 0 {
+            let (mut sends, mut copied) = (0_u64, 0_u64);
+            let more = kernel.notifications(&mut |notification| {
+                let number = notification.sends();
+                sends += number;
+                if notification.copied {
+                    copied += number;
+                }
+            });
+            let more = more.map_err(WriteError::of)?;
+            self.outstanding = u32::try_from(sends)
+                .ok()
+                .and_then(|sends| self.outstanding.checked_sub(sends))
+                .ok_or_else(|| WriteError::Io(io::Error::other(TOO_MANY)))?;
+            self.add_copied(copied, stats);
+            if !more {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn add_copied(&mut self, sends: u64, stats: &Stats) {
+        self.sends.copied += sends;
+        stats.add_copied_sends(sends);
+    }
+}
+
+const TOO_MANY: &str = "the kernel has reported more zero-copy sends than there were";
+
+/// What the kernel does for one socket. Tests have another one.
+pub(crate) trait Kernel {
+    /// Sends as much of `left` as one call takes, at least a byte.
+    fn send(&self, left: &Left<'_>, how: How) -> io::Result<usize>;
+
+    /// Takes a message from the error queue and shows `each` the notifications in it; false when there is none.
+    fn notifications(&self, each: &mut dyn FnMut(Notification)) -> io::Result<bool>;
+
+    /// Waits until there is a message in the error queue, for the stall timeout at most. A connection that
+    /// has broken or was shut down is an error.
+    fn wait(&self) -> io::Result<Wait>;
+}
+
+/// How to send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum How {
+    /// A copy, with more to come at once.
+    More,
+    /// A copy.
+    Copy,
+    /// Without one.
+    ZeroCopy,
+}
+
+/// What waiting came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wait {
+    Notified,
+    TimedOut,
+}
+
+impl Kernel for Stream {
+    fn send(&self, left: &Left<'_>, how: How) -> io::Result<usize> {
+        let flags = match how {
+            How::More => libc::MSG_MORE,
+            How::Copy => 0,
+            How::ZeroCopy => libc::MSG_ZEROCOPY,
+        };
+        match uninterrupted(|| memory::send(self.as_fd(), left, flags))? {
+            0 => Err(io::ErrorKind::WriteZero.into()),
+            bytes => Ok(bytes),
+        }
+    }
+
+    fn notifications(&self, each: &mut dyn FnMut(Notification)) -> io::Result<bool> {
+        uninterrupted(|| memory::read_error_queue(self.as_fd(), each))
+    }
+
+    fn wait(&self) -> io::Result<Wait> {
+        let timeout = sockopt::socket_timeout(self, sockopt::Timeout::Send)?;
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        // Errors, which notifications count as, and hang-ups are reported unasked.
+        let mut socket = [PollFd::new(self, PollFlags::empty())];
+        let ready = uninterrupted(|| {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            Ok(poll(&mut socket, left.map(timespec).as_ref())?)
+        })?;
+        let events = socket[0].revents();
+        if ready == 0 {
+            return Ok(Wait::TimedOut);
+        }
+        if events.contains(PollFlags::ERR) {
+            // Of the socket's own errors the queue knows nothing.
+            sockopt::socket_error(self)??;
+            return Ok(Wait::Notified);
+        }
+        Err(io::ErrorKind::ConnectionAborted.into())
+    }
+}
+
+impl Notification {
+    /// How many sends it is about.
+    fn sends(self) -> u64 {
+        u64::from(self.last.wrapping_sub(self.first)) + 1
+    }
+}
+
+fn is_no_buffers(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(Errno::NOBUFS.raw_os_error())
+}
+
+fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    loop {
+        match call() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
+}
+
+fn timespec(duration: Duration) -> Timespec {
+    Timespec::try_from(duration).unwrap_or(Timespec {
+        tv_sec: i64::MAX,
+        tv_nsec: 0,
+    })
+}
+
+/// Fewest pages that are sent without a copy.
+const MIN_PAGES: usize = 4;
+
+/// See [`check_locked_memory`].
+fn needed_memory(channels: usize, layout: Layout, send_buffer: u64) -> u64 {
+    let packet = layout.packet_bytes() as u64;
+    let in_flight = send_buffer + packet + packet.max(MERGED_SENDS);
+    in_flight
+        .saturating_mul(3)
+        .saturating_mul(channels as u64)
+        .div_ceil(2)
+}
+
+/// Bytes of small sends that the kernel lets go of together.
+const MERGED_SENDS: u64 = 512 * 1024;
+
+/// The largest send buffer that TCP gives a socket, bytes.
+fn largest_send_buffer() -> u64 {
+    let values = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_wmem").unwrap_or_default();
+    let largest = values.split_ascii_whitespace().nth(2);
+    largest
+        .and_then(|value| value.parse().ok())
+        .unwrap_or(DEFAULT_SEND_BUFFER)
+}
+
+/// What Linux has on a host with enough memory.
+const DEFAULT_SEND_BUFFER: u64 = 4 * 1024 * 1024;
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::RefCell, collections::VecDeque};
+
+    use super::*;
+
+    /// What happens next: each of the kernel's answers is given once, in order.
+    enum Event {
+        /// A send takes at most so many bytes.
+        Takes(How, usize),
+        /// A send finds no memory to lock.
+        NoBuffers,
+        /// The error queue holds these, in one message. It is empty where this is not what comes next.
+        Notifies(Vec<Notification>),
+        /// There is something in it.
+        Wakes,
+        /// Nothing came for the stall timeout.
+        TimesOut,
+        /// The connection was shut down.
+        HangsUp,
+    }
+
+    use Event::{HangsUp, NoBuffers, Notifies, Takes, TimesOut, Wakes};
+
+    struct Script(RefCell<VecDeque<Event>>);
+
+    impl Script {
+        fn next(&self) -> Event {
+            let event = self.0.borrow_mut().pop_front();
+            event.expect("the script is over")
+        }
+    }
+
+    impl Kernel for Script {
+        fn send(&self, left: &Left<'_>, how: How) -> io::Result<usize> {
+            match self.next() {
+                Takes(expected, bytes) => {
+                    assert_eq!(how, expected);
+                    Ok(bytes.min(left.bytes()))
+                }
+                NoBuffers => {
+                    assert_eq!(how, How::ZeroCopy);
+                    Err(Errno::NOBUFS.into())
+                }
+                _ => panic!("a send was not expected"),
+            }
+        }
+
+        fn notifications(&self, each: &mut dyn FnMut(Notification)) -> io::Result<bool> {
+            if !matches!(self.0.borrow().front(), Some(Notifies(_))) {
+                return Ok(false);
+            }
+            if let Notifies(notifications) = self.next() {
+                notifications.into_iter().for_each(each);
+            }
+            Ok(true)
+        }
+
+        fn wait(&self) -> io::Result<Wait> {
+            match self.next() {
+                Wakes => Ok(Wait::Notified),
+                TimesOut => Ok(Wait::TimedOut),
+                HangsUp => Err(io::ErrorKind::ConnectionAborted.into()),
+                _ => panic!("a wait was not expected"),
+            }
+        }
+    }
+
+    const ALL: usize = usize::MAX;
+
+    const fn done(first: u32, last: u32) -> Notification {
+        Notification {
+            first,
+            last,
+            copied: false,
+        }
+    }
+
+    const fn copied(first: u32, last: u32) -> Notification {
+        Notification {
+            copied: true,
+            ..done(first, last)
+        }
+    }
+
+    /// What the counters and the result are after `packets` packets and, perhaps, a flush.
+    fn play(
+        packets: usize,
+        flush: bool,
+        events: impl IntoIterator<Item = Event>,
+    ) -> (Result<(), WriteError>, [u64; 3]) {
+        let script = Script(RefCell::new(events.into_iter().collect()));
+        let stats = Stats::default();
+        let mut zero_copy = ZeroCopy::default();
+        let mut memory = vec![1; 1 << 16];
+        let pages = [VolatileSlice::from(&mut memory[..])];
+        let mut result = Ok(());
+        for _ in 0..packets {
+            result = result.and_then(|()| zero_copy.send(&script, b"header", &pages, &stats));
+        }
+        if flush {
+            result = result.and_then(|()| zero_copy.flush(&script, &stats));
+        }
+        assert!(script.0.borrow().is_empty(), "not all of it happened");
+        let counted = stats.snapshot();
+        let sends = counted.zero_copy_sends;
+        (
+            result,
+            [sends, counted.copied_sends, counted.missed_zero_copy],
+        )
+    }
+
+    /// A packet that goes out whole.
+    fn whole() -> [Event; 2] {
+        [Takes(How::More, ALL), Takes(How::ZeroCopy, ALL)]
+    }
+
+    #[test]
+    fn a_flush_waits_for_every_part_of_a_packet() {
+        let (result, counted) = play(
+            1,
+            true,
+            [
+                Takes(How::More, 2),
+                Takes(How::More, ALL),
+                Takes(How::ZeroCopy, 5000),
+                Takes(How::ZeroCopy, 1),
+                Takes(How::ZeroCopy, ALL),
+                Wakes,
+                Notifies(vec![done(0, 0)]),
+                Wakes,
+                Notifies(vec![done(1, 2)]),
+            ],
+        );
+        result.unwrap();
+        assert_eq!(counted, [3, 0, 0]);
+    }
+
+    #[test]
+    fn notifications_come_merged_and_in_any_order() {
+        let late = [
+            Wakes,
+            Notifies(vec![done(3, 3), done(1, 2)]),
+            Notifies(vec![done(0, 0)]),
+        ];
+        let events = (0..4).flat_map(|_| whole()).chain(late);
+        let (result, counted) = play(4, true, events);
+        result.unwrap();
+        assert_eq!(counted, [4, 0, 0]);
+    }
+
+    #[test]
+    fn numbers_wrap_around() {
+        assert_eq!(done(u32::MAX, 1).sends(), 3);
+        let late = [Notifies(vec![done(u32::MAX, 0)])];
+        let events = (0..2).flat_map(|_| whole()).chain(late);
+        let (result, _) = play(2, true, events);
+        result.unwrap();
+    }
+
+    #[test]
+    fn a_lost_notification_ends_in_an_error() {
+        let late = [Notifies(vec![done(0, 0)]), TimesOut];
+        let events = (0..2).flat_map(|_| whole()).chain(late);
+        let (result, _) = play(2, true, events);
+        assert!(
+            matches!(result, Err(WriteError::Held { sends: 1 })),
+            "{result:?}"
+        );
+    }
+
+    #[test]
+    fn more_notifications_than_sends_are_an_error() {
+        for range in [done(0, 1), done(1, 0)] {
+            let events = whole().into_iter().chain([Notifies(vec![range])]);
+            let (result, _) = play(1, true, events);
+            assert!(matches!(result, Err(WriteError::Io(_))), "{result:?}");
+        }
+    }
+
+    #[test]
+    fn a_flush_ends_when_the_connection_does() {
+        let events = whole().into_iter().chain([HangsUp]);
+        let (result, _) = play(1, true, events);
+        assert!(matches!(result, Err(WriteError::Io(_))), "{result:?}");
+    }
+
+    #[test]
+    fn without_memory_to_lock_earlier_sends_are_waited_for() {
+        let second = [
+            Takes(How::More, ALL),
+            NoBuffers,
+            Wakes,
+            Notifies(vec![done(0, 0)]),
+            Takes(How::ZeroCopy, ALL),
+            Notifies(vec![done(1, 1)]),
+        ];
+        let (result, counted) = play(2, true, whole().into_iter().chain(second));
+        result.unwrap();
+        assert_eq!(counted, [2, 0, 0]);
+    }
+
+    #[test]
+    fn without_any_memory_to_lock_it_is_a_copy() {
+        let packet = || [Takes(How::More, ALL), NoBuffers, Takes(How::Copy, ALL)];
+        let events = (0..3).flat_map(|_| packet());
+        let (result, counted) = play(3, true, events);
+        result.unwrap();
+        assert_eq!(counted, [3, 3, 1]);
+    }
+
+    #[test]
+    fn a_flush_is_missed_when_everything_was_copied() {
+        let both = |notifications| {
+            let events = (0..2)
+                .flat_map(|_| whole())
+                .chain([Notifies(notifications)]);
+            let (result, counted) = play(2, true, events);
+            result.unwrap();
+            counted
+        };
+        assert_eq!(both(vec![copied(0, 1)]), [2, 2, 1]);
+        assert_eq!(both(vec![copied(0, 0), done(1, 1)]), [2, 1, 0]);
+        // Nothing was sent, so nothing was missed.
+        let (result, counted) = play(0, true, []);
+        result.unwrap();
+        assert_eq!(counted, [0, 0, 0]);
+    }
+
+    #[test]
+    fn what_must_be_lockable_grows_with_channels_and_packets() {
+        let needed = |channels, packet_bytes| {
+            let layout = Layout::X86.with_packet_bytes(packet_bytes).unwrap();
+            needed_memory(channels, layout, 4 << 20)
+        };
+        assert_eq!(needed(1, 512 << 10), (15 << 20) / 2);
+        assert_eq!(needed(8, 512 << 10), 60 << 20);
+        assert_eq!(needed(1, 4 << 20), 18 << 20);
+        assert!(needed(1, 64 << 10) > 3 * (4 << 20) / 2);
+    }
+}
