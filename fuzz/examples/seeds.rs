@@ -69,6 +69,7 @@ fn decoders() {
         ("zlib_decoder", Method::Zlib, &[0, 1, 6][..]),
         ("zstd_decoder", Method::Zstd, &[-5, 1, 9]),
         ("lz4_decoder", Method::Lz4, &[1, 8]),
+        ("zstd_frames_decoder", Method::ZstdFrames, &[-5, 1, 9]),
         ("qpl_decoder", Method::Qpl, &[0, 1]),
         ("qatzip_decoder", Method::Qatzip, &[1, 4]),
     ] {

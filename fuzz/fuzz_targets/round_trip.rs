@@ -22,6 +22,7 @@ enum MethodAndLevel {
     /// Far beyond the levels that anybody names.
     FastZstd(u32),
     Lz4(u8),
+    ZstdFrames(i8),
     Qpl(u8),
     Qatzip(u8),
 }
@@ -59,6 +60,7 @@ fuzz_target!(|input: Input| -> Corpus {
             (Method::Zstd, Some(-level))
         }
         MethodAndLevel::Lz4(level) => (Method::Lz4, Some(1 + i32::from(level))),
+        MethodAndLevel::ZstdFrames(level) => (Method::ZstdFrames, Some(i32::from(level) % 23)),
         MethodAndLevel::Qpl(level) => (Method::Qpl, Some(i32::from(level % 13))),
         MethodAndLevel::Qatzip(level) => (Method::Qatzip, Some(1 + i32::from(level % 9))),
     };

@@ -44,6 +44,7 @@ const CASES: &[(Method, &[i32])] = &[
     (Method::Zlib, &[0, 1, 2, 3, 6]),
     (Method::Zstd, &[-5, -1, 1, 3]),
     (Method::Lz4, &[1, 8]),
+    (Method::ZstdFrames, &[-5, -1, 1, 3, 6, 9]),
     (Method::Qpl, &[0, 1, 6]),
     (Method::Qatzip, &[1, 4, 9]),
 ];
@@ -184,7 +185,7 @@ impl Case {
             Self::CZlib => format!("C zlib {}", c_zlib::LEVEL),
             Self::Ours(settings) => {
                 let level = settings.level().expect("a method with levels");
-                format!("{} {level}", settings.method())
+                format!("{} {level}", settings.name())
             }
         }
     }

@@ -8,7 +8,7 @@ use crate::{
     DecodeError, Engines, Health,
     accelerated::AcceleratedUnpack,
     engine::{Decompress, Unpack},
-    lz4, qatzip, qpl, zlib, zstd,
+    lz4, qatzip, qpl, zlib, zstd, zstd_frames,
 };
 
 /// Decodes the packets of one channel, in their order, for the whole migration.
@@ -89,8 +89,7 @@ impl Decoder {
         let index = match known {
             Some(index) => index,
             None => {
-                let software =
-                    unpacker(method, self.layout).ok_or(DecodeError::NotBuilt { method })?;
+                let software = unpacker(method, self.layout)?;
                 self.unpackers
                     .push((method, self.accelerate(method, software)));
                 self.unpackers.len() - 1
@@ -120,13 +119,14 @@ impl Decoder {
 const LEVEL_OF_DECODERS: i32 = 1;
 
 /// The software decoder of a method whose packets are independent.
-pub(crate) fn unpacker(method: Method, layout: Layout) -> Option<Box<dyn Unpack>> {
-    match method {
-        Method::Lz4 => Some(Box::new(lz4::Unpacker)),
-        Method::Qpl => Some(Box::new(qpl::Unpacker::new(layout))),
-        Method::Qatzip => Some(Box::<qatzip::Unpacker>::default()),
-        _ => None,
-    }
+pub(crate) fn unpacker(method: Method, layout: Layout) -> Result<Box<dyn Unpack>, DecodeError> {
+    Ok(match method {
+        Method::Lz4 => Box::new(lz4::Unpacker),
+        Method::ZstdFrames => Box::new(zstd_frames::Unpacker::new()?),
+        Method::Qpl => Box::new(qpl::Unpacker::new(layout)),
+        Method::Qatzip => Box::<qatzip::Unpacker>::default(),
+        _ => return Err(DecodeError::NotBuilt { method }),
+    })
 }
 
 /// A payload and how it is encoded.

@@ -12,13 +12,13 @@ use crate::{
 
 /// Encodes the packets of one channel, in their order, for the whole migration.
 ///
-/// Where the packets of the method are independent (lz4, qpl, qatzip) a channel may have several
+/// Where the packets of the method are independent (lz4, zstd-frames, qpl, qatzip) a channel may have several
 /// encoders, each with its share of the packets.
 pub trait Encoder: Send {
-    /// The method that was asked for; see [`Encoded::method`].
+    /// The method that was asked for, none for auto; see [`Encoded::method`].
     fn method(&self) -> Method;
 
-    /// The engine that does the work: a library's name, a device's, or `copy` for method none.
+    /// The engine that does the work: a library's name, a device's, `copy` for method none, or `auto`.
     fn engine(&self) -> &'static str;
 
     /// The payload of a packet whose normal pages are `pages`, back to back: at most
@@ -54,7 +54,7 @@ pub trait Encoder: Send {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Encoded<'a> {
     /// The method, for the packet's flags: the encoder's, or none where its receiver takes any
-    /// method and encoding saves nothing (lz4).
+    /// method and encoding saves nothing (lz4, zstd-frames).
     pub method: Method,
     /// The encoded pages: a part of the room that was given, or the pages themselves, without a copy.
     pub payload: &'a [u8],
@@ -94,6 +94,10 @@ impl Encoder for Copy {
 
     fn engine(&self) -> &'static str {
         registry::COPY
+    }
+
+    fn next_is_raw(&mut self) -> bool {
+        true
     }
 
     fn encode<'a>(
@@ -148,7 +152,8 @@ impl Encoder for Coded {
                 let payload = &out[..len.min(room)];
                 return Ok(Encoded { method, payload });
             }
-            Err(Fault::Room) if method == Method::Lz4 => return Ok(raw(pages)),
+            // Whoever knows a method of our own takes raw packets beside it.
+            Err(Fault::Room) if !method.is_stock() => return Ok(raw(pages)),
             Err(fault) => fault,
         };
         self.failed = true;
@@ -174,14 +179,14 @@ impl Encoder for Coded {
 }
 
 /// The pages as they are.
-fn raw(pages: &[u8]) -> Encoded<'_> {
+pub(crate) fn raw(pages: &[u8]) -> Encoded<'_> {
     Encoded {
         method: Method::None,
         payload: pages,
     }
 }
 
-fn check_input(pages: &[u8], layout: Layout) -> Result<(), EncodeError> {
+pub(crate) fn check_input(pages: &[u8], layout: Layout) -> Result<(), EncodeError> {
     let (len, max) = (pages.len(), layout.packet_bytes());
     if len > max {
         return Err(EncodeError::Input { len, max });
@@ -193,7 +198,13 @@ fn check_input(pages: &[u8], layout: Layout) -> Result<(), EncodeError> {
 mod tests {
     use super::*;
 
-    const METHODS: [Method; 4] = [Method::None, Method::Zlib, Method::Zstd, Method::Lz4];
+    const METHODS: [Method; 5] = [
+        Method::None,
+        Method::Zlib,
+        Method::Zstd,
+        Method::Lz4,
+        Method::ZstdFrames,
+    ];
 
     /// An engine that writes as many bytes as it is told, or fails.
     struct Scripted(Result<usize, Fault>);
@@ -239,11 +250,13 @@ mod tests {
     }
 
     #[test]
-    fn lz4_goes_raw_where_it_saves_nothing_and_goes_on_after_it() {
-        let mut encoder = scripted(Method::Lz4, Err(Fault::Room));
-        let page = [1; 4096];
-        for _ in 0..2 {
-            assert_eq!(encoder.encode(&page, &mut room()), Ok(raw(&page)));
+    fn our_own_methods_go_raw_where_they_save_nothing_and_go_on_after_it() {
+        for method in [Method::Lz4, Method::ZstdFrames] {
+            let mut encoder = scripted(method, Err(Fault::Room));
+            let page = [1; 4096];
+            for _ in 0..2 {
+                assert_eq!(encoder.encode(&page, &mut room()), Ok(raw(&page)));
+            }
         }
     }
 

@@ -41,6 +41,12 @@ pub(crate) enum Fault {
     },
 }
 
+/// Most bytes of a payload for `pages_len` bytes of pages that may also go raw: a 32nd has to be saved.
+/// Below that, the receiver's work costs more than the link.
+pub(crate) fn most_worth_sending(pages_len: usize) -> usize {
+    pages_len - pages_len / 32
+}
+
 /// Decodes one stream.
 pub(crate) trait Decompress: Send {
     /// Decodes some of `input` into some of `output`, at least one byte of one of them if that is

@@ -169,7 +169,7 @@ impl Accelerator for Faulty {
             random: Random(self.faults.seed.wrapping_add(number)),
             packets: 0,
             compress: software.and_then(|engine| (engine.compressor)(level).ok()),
-            unpack: decode::unpacker(method, layout),
+            unpack: decode::unpacker(method, layout).ok(),
             altered: Vec::new(),
         })
     }

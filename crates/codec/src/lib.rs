@@ -12,7 +12,7 @@
 //!           └─ history is carried over: every packet may refer to the ones before it ─┘
 //! ```
 //!
-//! The packets of lz4, qpl and qatzip are independent of each other.
+//! The packets of lz4, zstd-frames, qpl and qatzip are independent of each other.
 //!
 //! So an [`Encoder`] and a [`Decoder`] live as long as their channel, see each of its packets once
 //! and in order, and are of no use after an error: the other side's history differs from then on.
@@ -42,6 +42,7 @@
 #![deny(unsafe_code)]
 
 mod accelerated;
+mod auto;
 mod decode;
 mod encode;
 mod engine;
@@ -60,6 +61,7 @@ mod settings;
 mod zero;
 mod zlib;
 mod zstd;
+mod zstd_frames;
 
 pub use accelerated::Verify;
 pub use decode::Decoder;

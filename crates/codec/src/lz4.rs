@@ -11,7 +11,7 @@ use multifd::Method;
 
 use crate::{
     DecodeError,
-    engine::{Compress, Fault, Software, Unpack},
+    engine::{Compress, Fault, Software, Unpack, most_worth_sending},
 };
 
 /// The levels that can be set: LZ4's accelerations.
@@ -24,8 +24,8 @@ pub(crate) const ENGINES: &[Software] = &[Software {
     compressor: |acceleration| Ok(Box::new(Compressor { acceleration })),
 }];
 
-struct Compressor {
-    acceleration: i32,
+pub(crate) struct Compressor {
+    pub(crate) acceleration: i32,
 }
 
 impl Compress for Compressor {
@@ -33,18 +33,14 @@ impl Compress for Compressor {
         "lz4"
     }
 
-    /// Finds no room where less than [`LEAST_SAVING`] would be saved: LZ4 gives up at once then.
+    /// Finds no room where too little would be saved: LZ4 gives up at once then.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
-        let most = pages.len() - pages.len() / LEAST_SAVING;
-        let room = most.min(out.len());
+        let room = most_worth_sending(pages.len()).min(out.len());
         let mode = CompressionMode::FAST(self.acceleration);
         // Its only other error is an input of more than 2 GiB.
         compress_to_buffer(pages, Some(mode), false, &mut out[..room]).map_err(|_| Fault::Room)
     }
 }
-
-/// The part of a packet that has to be saved. Below it, the receiver's work costs more than the link.
-const LEAST_SAVING: usize = 32;
 
 /// Decodes packets.
 pub(crate) struct Unpacker;
@@ -120,7 +116,7 @@ mod tests {
         fn pages_arrive_or_go_raw(pages in pages(), acceleration in select(&[1, 2, 8, 100, 65_537][..])) {
             match encode(acceleration, &pages) {
                 Ok(payload) => {
-                    prop_assert!(payload.len() <= pages.len() - pages.len() / LEAST_SAVING);
+                    prop_assert!(payload.len() <= most_worth_sending(pages.len()));
                     let mut back = vec![0xee; pages.len()];
                     prop_assert_eq!(Unpacker.unpack(&payload, &mut back), Ok(()));
                     prop_assert!(back == pages);

@@ -6,9 +6,11 @@
 //!  zlib        isa-l, zlib-rs
 //!  zstd        zstd
 //!  lz4         lz4
+//!  zstd-frames zstd
 //!  qpl         isa-l, libdeflate
 //!  qatzip      isa-l, libdeflate                  qat
 //! ```
+//! Auto mixes copy, lz4 and zstd-frames.
 //!
 //! An engine that is absent is not an error: it says why. Under [`Accel::Auto`] hardware is used
 //! where it is; naming it makes it mandatory, and its absence an error before anything is opened.
@@ -25,11 +27,12 @@ use multifd::{Layout, Method};
 use crate::{
     Decoder, EncodeError, Encoder, Health, Settings, SettingsError,
     accelerated::{Accelerated, Guard, Verify},
+    auto::Auto,
     decode, encode,
     engine::{Accelerator, Software},
     lz4,
     qat::Qat,
-    qatzip, qpl, zlib, zstd,
+    qatzip, qpl, zlib, zstd, zstd_frames,
 };
 #[cfg(feature = "fault-injection")]
 use crate::{Faults, faulty::Faulty};
@@ -190,7 +193,7 @@ impl Registry {
         verify: Verify,
     ) -> Result<Engines, SettingsError> {
         if matches!(accel, Accel::Qat | Accel::Iaa) {
-            self.demand(accel, settings.method())?;
+            self.demand(accel, settings.method().unwrap_or_default())?;
         }
         Ok(Engines {
             registry: self.clone(),
@@ -200,7 +203,8 @@ impl Registry {
         })
     }
 
-    /// Method none is no contradiction: what comes in may still be decoded by the hardware.
+    /// Method none (and auto, which encodes in software) is no contradiction: what comes in may still be
+    /// decoded by the hardware.
     fn demand(&self, accel: Accel, method: Method) -> Result<(), SettingsError> {
         let mut hardware = self.hardware.iter();
         let Some(hardware) = hardware.find(|h| h.chosen_by.contains(&accel)) else {
@@ -258,10 +262,8 @@ impl Engines {
 
     /// Name of the engine that encodes.
     pub fn name(&self) -> &'static str {
-        match self.accelerator(self.settings.method()) {
-            Some(accelerator) => accelerator.name(),
-            None => self.settings.engine(),
-        }
+        let hardware = self.settings.method().and_then(|of| self.accelerator(of));
+        hardware.map_or(self.settings.engine(), |accelerator| accelerator.name())
     }
 
     /// An encoder for a new channel, or one more for the same channel if the method's packets are
@@ -275,8 +277,11 @@ impl Engines {
         layout: Layout,
         health: &Arc<Health>,
     ) -> Result<Box<dyn Encoder>, EncodeError> {
-        let method = self.settings.method();
-        let Some(software) = software(&self.settings) else {
+        let Some(method) = self.settings.method() else {
+            return Ok(Box::new(Auto::new(layout)?));
+        };
+        let level = self.settings.level().unwrap_or_default();
+        let Some(software) = software_at(method, level) else {
             return Ok(encode::copy(layout));
         };
         if method == Method::Qpl && layout.page_size() != qpl::PAGE_SIZE {
@@ -286,14 +291,13 @@ impl Engines {
                 only: qpl::PAGE_SIZE,
             });
         }
-        let level = self.settings.level().unwrap_or_default();
         let twin = (software.compressor)(level).map_err(|reason| EncodeError::Engine {
             method,
             engine: software.name,
             reason,
         })?;
         let engine = match (self.accelerator(method), decode::unpacker(method, layout)) {
-            (Some(accelerator), Some(judge)) => Box::new(Accelerated::new(
+            (Some(accelerator), Ok(judge)) => Box::new(Accelerated::new(
                 self.guard(accelerator, method, health),
                 accelerator.device(method, level, layout),
                 twin,
@@ -349,12 +353,7 @@ impl Hardware {
     }
 }
 
-/// The software engine for `settings`; `None` for method none.
-pub(crate) fn software(settings: &Settings) -> Option<&'static Software> {
-    software_at(settings.method(), settings.level().unwrap_or_default())
-}
-
-/// The software engine that serves `method` at `level`.
+/// The software engine that serves `method` at `level`; `None` for method none.
 pub(crate) fn software_at(method: Method, level: i32) -> Option<&'static Software> {
     let mut engines = software_engines(method).iter();
     engines.find(|engine| engine.levels.contains(&level))
@@ -368,6 +367,7 @@ fn software_engines(method: Method) -> &'static [Software] {
         Method::Zlib => zlib::ENGINES,
         Method::Zstd => zstd::ENGINES,
         Method::Lz4 => lz4::ENGINES,
+        Method::ZstdFrames => zstd_frames::ENGINES,
         Method::Qatzip => qatzip::ENGINES,
         Method::Qpl => qpl::ENGINES,
         Method::None | Method::Uadk => &[],

@@ -38,6 +38,8 @@ proptest! {
             (Method::Zlib, 6),
             (Method::Zstd, -5),
             (Method::Zstd, 1),
+            (Method::ZstdFrames, -1),
+            (Method::ZstdFrames, 3),
             (Method::Qpl, 0),
             (Method::Qpl, 1),
         ][..]),
@@ -55,7 +57,8 @@ proptest! {
             let sent = pages::pages(kind, seed, count);
             let pages = input.slice(sent.len(), at_end);
             pages.copy_from_slice(&sent);
-            let mut payload = encoder.encode(pages, &mut out).unwrap().payload.to_vec();
+            let encoded = encoder.encode(pages, &mut out).unwrap();
+            let (method, mut payload) = (encoded.method, encoded.payload.to_vec());
             for (_, at, bits) in flips.iter().filter(|(packet, ..)| *packet == number) {
                 let at = at.index(payload.len());
                 payload[at] ^= *bits;

@@ -30,11 +30,13 @@ pub enum Method {
     Qatzip,
     /// One LZ4 block per packet. Vamoose's own.
     Lz4,
+    /// One zstd frame per packet, each by itself. Vamoose's own.
+    ZstdFrames,
 }
 
 impl Method {
     /// Every method that can be told on the wire.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::None,
         Self::Zlib,
         Self::Zstd,
@@ -42,6 +44,7 @@ impl Method {
         Self::Uadk,
         Self::Qatzip,
         Self::Lz4,
+        Self::ZstdFrames,
     ];
 
     /// The method's name: QEMU's, as in its `multifd-compression` parameter, where QEMU has it.
@@ -54,6 +57,7 @@ impl Method {
             Self::Uadk => "uadk",
             Self::Qatzip => "qatzip",
             Self::Lz4 => "lz4",
+            Self::ZstdFrames => "zstd-frames",
         }
     }
 
@@ -61,7 +65,7 @@ impl Method {
     /// packets carry all of QEMU's method bits at once and a number of their own beside them. Every
     /// QEMU refuses such a packet, whatever its own method, before it looks at the payload.
     pub fn is_stock(self) -> bool {
-        !matches!(self, Self::Lz4)
+        !matches!(self, Self::Lz4 | Self::ZstdFrames)
     }
 
     pub(crate) fn bits(self) -> u32 {
@@ -73,6 +77,7 @@ impl Method {
             Self::Uadk => 0x10,
             Self::Qatzip => 0x20,
             Self::Lz4 => METHOD_MASK | 1 << OWN_SHIFT,
+            Self::ZstdFrames => METHOD_MASK | 2 << OWN_SHIFT,
         }
     }
 

@@ -113,7 +113,9 @@ mod tests {
                 Err(PacketError::AmbiguousMethod { flags })
             );
         }
-        assert_eq!(parse(MAGIC, 1, 0x13e).map(|p| p.method), Ok(Method::Lz4));
+        for (flags, method) in [(0x13e, Method::Lz4), (0x23e, Method::ZstdFrames)] {
+            assert_eq!(parse(MAGIC, 1, flags).map(|p| p.method), Ok(method));
+        }
     }
 
     #[test]

@@ -226,7 +226,7 @@ impl Migration<'_> {
             ram_bytes: source.ram_bytes,
             channels: self.channels,
             page_size: u32::try_from(self.config.layout.page_size()).unwrap_or(u32::MAX),
-            method: self.config.engines.settings().method().name().to_owned(),
+            method: self.config.engines.settings().name().to_owned(),
         });
         match control.ask(&request)? {
             Answer::Prepared {

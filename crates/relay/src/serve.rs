@@ -21,7 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use codec::Engines;
+use codec::{Engines, Settings};
 use multifd::{Layout, Method};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde_json::json;
@@ -194,10 +194,11 @@ impl Server {
                 theirs: prepare.protocol,
             });
         }
-        let method = &prepare.method;
-        if !method.is_empty() && Method::ALL.iter().all(|known| known.name() != method) {
+        let method = prepare.method.as_str();
+        let mut known = Method::ALL.iter().map(|method| method.name());
+        if !["", Settings::auto().name()].contains(&method) && known.all(|known| known != method) {
             return Err(PrepareError::Method {
-                theirs: method.clone(),
+                theirs: method.to_owned(),
             });
         }
         let mut config = Config::new(self.engines.clone());

@@ -53,7 +53,8 @@ pub struct Config {
     /// What becomes of zero pages.
     pub zero_pages: ZeroPages,
     /// Packets that each outgoing channel encodes side by side, for engines with a latency. More than
-    /// 1 has an effect only where the method's packets are independent (lz4, qpl, qatzip).
+    /// 1 has an effect only where the method's packets are independent (auto, lz4, zstd-frames, qpl,
+    /// qatzip).
     pub streams: NonZeroUsize,
 }
 
@@ -275,7 +276,7 @@ impl Relay<'_> {
         info!(
             incoming,
             outgoing,
-            method = %self.config.engines.settings().method(),
+            method = self.config.engines.settings().name(),
             engine = self.config.engines.name(),
             "relaying a multifd migration"
         );

@@ -13,11 +13,12 @@ use transfer::{
 };
 
 const LAYOUT: Layout = Layout::X86;
-const METHODS: [Method; 6] = [
+const METHODS: [Method; 7] = [
     Method::None,
     Method::Zlib,
     Method::Zstd,
     Method::Lz4,
+    Method::ZstdFrames,
     Method::Qpl,
     Method::Qatzip,
 ];
@@ -127,7 +128,7 @@ proptest! {
 #[test]
 fn several_streams_share_a_channel() {
     const EACH: u64 = 40;
-    for method in [Method::Lz4, Method::Qpl, Method::Qatzip] {
+    for method in [Method::Lz4, Method::ZstdFrames, Method::Qpl, Method::Qatzip] {
         let (near, far) = pair();
         let stats = Arc::new(Stats::default());
         let first = writer(near, method, &stats);

@@ -20,13 +20,14 @@ pub(crate) struct Encoding {
     /// How pages are encoded on the way to the destination
     #[arg(long, value_enum, default_value_t = MethodName::None)]
     pub(crate) method: MethodName,
-    /// Level of the method: zlib 0 to 9, zstd negative (fast) to 22, lz4 from 1 (higher is faster), qpl
-    /// 0 (fast) to 12, qatzip 1 to 9; its default is 1
+    /// Level of the method: zlib 0 to 9, zstd and zstd-frames negative (fast) to 22, lz4 from 1 (higher
+    /// is faster), qpl 0 (fast) to 12, qatzip 1 to 9; its default is 1
     #[arg(long, allow_negative_numbers = true)]
     pub(crate) level: Option<i32>,
     #[command(flatten)]
     pub(crate) hardware: Hardware,
-    /// Packets that a channel encodes side by side, for engines with a latency (lz4, qpl, qatzip)
+    /// Packets that a channel encodes side by side, for engines with a latency (lz4, zstd-frames, qpl,
+    /// qatzip)
     #[arg(long, default_value = "1", value_name = "N")]
     pub(crate) streams: NonZeroUsize,
     /// Page size of the guest in bytes
@@ -43,13 +44,13 @@ pub(crate) struct Encoding {
 impl Encoding {
     /// The relay that these options describe.
     pub(crate) fn config(&self) -> Result<Config> {
-        let engines = self.hardware.engines(self.method.into(), self.level)?;
+        let engines = self.hardware.engines(self.settings()?)?;
         let page_size = u32::try_from(self.page_size.0).unwrap_or(u32::MAX);
         if self.streams > NonZeroUsize::MIN && !engines.settings().packets_are_independent() {
             bail!(
-                "--streams {}: the packets of a {} channel are one stream; lz4, qpl and qatzip can have several",
+                "--streams {}: the packets of a {} channel are one stream; auto, lz4, zstd-frames, qpl and qatzip can have several",
                 self.streams,
-                engines.settings().method()
+                engines.settings().name()
             );
         }
         if self.streams.get() > MOST_STREAMS {
@@ -64,6 +65,14 @@ impl Encoding {
         config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
         config.stall_timeout = Duration::from_secs(self.stall_timeout);
         Ok(config)
+    }
+
+    fn settings(&self) -> Result<Settings> {
+        match (self.method.method(), self.level) {
+            (Some(method), level) => Ok(Settings::new(method, level)?),
+            (None, None) => Ok(Settings::auto()),
+            (None, Some(level)) => bail!("--level {level}: method auto chooses its levels itself"),
+        }
     }
 }
 
@@ -82,8 +91,8 @@ pub(crate) struct Hardware {
 }
 
 impl Hardware {
-    /// The engines for a migration that is sent with `method`.
-    pub(crate) fn engines(self, method: Method, level: Option<i32>) -> Result<Engines> {
+    /// The engines for a migration that is sent with `settings`.
+    pub(crate) fn engines(self, settings: Settings) -> Result<Engines> {
         let accel = match self.accel {
             AccelName::Auto => Accel::Auto,
             AccelName::None => Accel::None,
@@ -95,7 +104,6 @@ impl Hardware {
             VerifyName::Sample => Verify::Sample,
             VerifyName::All => Verify::All,
         };
-        let settings = Settings::new(method, level)?;
         let engines = Arc::new(Registry::new()).choose(settings, accel, verify)?;
         Ok(engines)
     }
@@ -104,6 +112,8 @@ impl Hardware {
 /// The methods of the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MethodName {
+    /// What serves best, packet by packet, of none, lz4 and zstd-frames; only another vamoose understands it
+    Auto,
     /// Pages as they are
     None,
     /// One zlib stream per channel
@@ -112,22 +122,27 @@ pub(crate) enum MethodName {
     Zstd,
     /// LZ4 per packet; only another vamoose understands it
     Lz4,
+    /// A zstd frame per packet; only another vamoose understands it
+    ZstdFrames,
     /// Deflate per page, as Intel's IAA does it
     Qpl,
     /// Gzip per packet, as Intel's QAT does it
     Qatzip,
 }
 
-impl From<MethodName> for Method {
-    fn from(name: MethodName) -> Self {
-        match name {
-            MethodName::None => Self::None,
-            MethodName::Zlib => Self::Zlib,
-            MethodName::Zstd => Self::Zstd,
-            MethodName::Lz4 => Self::Lz4,
-            MethodName::Qpl => Self::Qpl,
-            MethodName::Qatzip => Self::Qatzip,
-        }
+impl MethodName {
+    /// `None` for auto.
+    fn method(self) -> Option<Method> {
+        Some(match self {
+            Self::Auto => return None,
+            Self::None => Method::None,
+            Self::Zlib => Method::Zlib,
+            Self::Zstd => Method::Zstd,
+            Self::Lz4 => Method::Lz4,
+            Self::ZstdFrames => Method::ZstdFrames,
+            Self::Qpl => Method::Qpl,
+            Self::Qatzip => Method::Qatzip,
+        })
     }
 }
 
@@ -220,19 +235,24 @@ mod tests {
             accel,
             verify: VerifyName::Sample,
         };
-        let error = hardware(AccelName::Iaa).engines(Method::None, None).err();
+        let settings = |method| Settings::new(method, None).unwrap();
+        let error = hardware(AccelName::Iaa)
+            .engines(settings(Method::None))
+            .err();
         assert_eq!(
             error.unwrap().to_string(),
             "engine iaa is absent: this program has no driver for it yet; without it: --accel auto, or none"
         );
-        let error = hardware(AccelName::Iaa).engines(Method::Zstd, None).err();
+        let error = hardware(AccelName::Iaa)
+            .engines(settings(Method::Zstd))
+            .err();
         assert_eq!(
             error.unwrap().to_string(),
             "engine iaa does not do method zstd, only qpl"
         );
         assert!(
             hardware(AccelName::Auto)
-                .engines(Method::Zstd, None)
+                .engines(settings(Method::Zstd))
                 .is_ok()
         );
     }

@@ -85,7 +85,7 @@ impl Report {
                 dirty_sync_count: None,
                 dirty_sync_missed_zero_copy: 0,
             },
-            method: settings.method().name(),
+            method: settings.name(),
             level: settings.level(),
             engine: engines.name(),
             wire_bytes: moved.wire_bytes,

@@ -4,6 +4,7 @@ use std::{path::PathBuf, thread, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
+use codec::Settings;
 use multifd::Method;
 use relay::Server;
 use signal_hook::{
@@ -43,7 +44,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if !options.qmp_dir.is_dir() {
         bail!("--qmp-dir: {} is not a folder", options.qmp_dir.display());
     }
-    let engines = options.hardware.engines(Method::None, None)?;
+    let engines = options
+        .hardware
+        .engines(Settings::new(Method::None, None)?)?;
     let stall_timeout = Duration::from_secs(options.stall_timeout);
     let server = Server::bind(&options.listen, &options.qmp_dir, engines, stall_timeout)?;
     info!("taking migrations on {}", server.address());

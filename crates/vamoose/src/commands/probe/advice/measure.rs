@@ -75,7 +75,7 @@ pub(super) fn measure_all(registry: &Arc<Registry>) -> (Vec<Measured>, Vec<Unmea
         match measure(&engines, &packets, share) {
             Ok(found) => measured.push(found),
             Err(error) => unmeasured.push(Unmeasured {
-                method: engines.settings().method().name(),
+                method: engines.settings().name(),
                 level: engines.settings().level(),
                 reason: format!("{error:#}"),
             }),
@@ -101,7 +101,7 @@ fn levels(method: Method) -> &'static [Option<i32>] {
 
 fn measure(engines: &Engines, packets: &[Vec<u8>], share: Duration) -> Result<Measured> {
     let settings = engines.settings();
-    let (method, software) = (settings.method(), settings.engine());
+    let software = settings.engine();
     let clock = match engines.name() == software {
         true => Clock::Processor,
         false => Clock::Wall,
@@ -117,7 +117,7 @@ fn measure(engines: &Engines, packets: &[Vec<u8>], share: Duration) -> Result<Me
     let decoded = bench.decode(&encoded.payloads, share.mul_f64(1.0 / 3.0))?;
     let tally = bench.health.tally();
     Ok(Measured {
-        method: method.name(),
+        method: settings.name(),
         level: settings.level(),
         // A device that is there and did nothing was not what was measured.
         engine: match tally.accelerated {
@@ -128,7 +128,7 @@ fn measure(engines: &Engines, packets: &[Vec<u8>], share: Duration) -> Result<Me
         bytes_per_second: encoded.meter.bytes_per_second(),
         decoded_bytes_per_second: decoded.bytes_per_second(),
         ratio: encoded.ratio,
-        understood_by: FarSide::of(method),
+        understood_by: settings.method().map_or(FarSide::Vamoose, FarSide::of),
     })
 }
 

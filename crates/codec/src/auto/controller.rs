@@ -1,0 +1,267 @@
+//! What to do with the next packet, from what became of those before it. No clock and no codec:
+//! durations come in, a [`Plan`] goes out, and the same durations give the same plans.
+//!
+//! Rates are kept as their inverse, nanoseconds per byte, since it is times that are added and compared.
+
+use std::time::Duration;
+
+use super::{
+    bytes,
+    ladder::{FIRST, Ladder, Mix, RAW, RUNGS, Rung, Terms},
+    link::Link,
+    nanos, packets,
+    price::Price,
+};
+
+/// What to do with the next packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Plan {
+    /// The rung to encode it with.
+    pub(super) rung: usize,
+    /// Two rungs to try on it beforehand, only to see how the second compares with the first.
+    pub(super) probe: Option<[usize; 2]>,
+}
+
+/// An encoding that was done.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cost {
+    pub(super) page_bytes: usize,
+    pub(super) payload_bytes: usize,
+    /// Time that the thread had of a core.
+    pub(super) cpu: Duration,
+    pub(super) wall: Duration,
+}
+
+/// A packet that is out.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sent {
+    pub(super) wire_bytes: usize,
+    pub(super) page_bytes: usize,
+    /// Time in the socket, and waiting for the limit of the bandwidth.
+    pub(super) took: Duration,
+    /// Time that the thread had of a core meanwhile.
+    pub(super) cpu: Duration,
+    /// Time for all that was encoded since the packet before.
+    pub(super) encoding: Duration,
+    /// Time since the packet before was out.
+    pub(super) elapsed: Duration,
+}
+
+/// Chooses for one channel.
+pub(super) struct Controller {
+    ladder: Ladder,
+    link: Link,
+    price: Price,
+    /// Wall time per CPU time: more than 1 where threads share cores.
+    stretch: f64,
+    /// CPU time of the socket, per byte on the wire.
+    copying: f64,
+    /// Other work for a packet (reading it, for example), per byte of its pages.
+    other: f64,
+    /// Part of the bytes in which a sample found nothing to save.
+    hopeless: f64,
+    /// Such packets in a row, and how many more are not even looked at.
+    hopeless_row: u32,
+    unseen: u32,
+    mix: Mix,
+    /// Bytes of pages that should have gone by the upper rung of the mix and have not yet.
+    debt: f64,
+    /// Time that probes may take, and whose turn it is.
+    allowance: f64,
+    turn: usize,
+    plan: Plan,
+    /// Whether the packet under way is none of the mix's.
+    exempt: bool,
+}
+
+/// Packets over which times are smoothed.
+const MEMORY: f64 = 16.0;
+
+/// CPU time over which the stretch is smoothed, in nanoseconds: several turns of the scheduler.
+const STRETCH_MEMORY: f64 = 20e6;
+
+/// Between packets, in nanoseconds: longer ones are not work but a pause, in which the socket empties.
+const PAUSE: f64 = 20e6;
+
+/// Part of the time that probes may take.
+const PROBING: f64 = 0.01;
+
+/// Most time for probes that is kept for later, in nanoseconds: no more than the slowest needs.
+const MOST_ALLOWANCE: f64 = 30e6;
+
+/// Most packets of which one is looked at, where nothing can be saved.
+const MOST_UNSEEN: u32 = 7;
+
+/// Part of the link's time for which a thread is busy. With more it would never wait, and could not tell a
+/// link that has become faster.
+const MOST_BUSY: f64 = 0.95;
+const LEAST_BUSY: f64 = 0.75;
+
+/// Time in which a faster link should show, in nanoseconds.
+const NOTICE: f64 = 400e6;
+
+impl Controller {
+    pub(super) fn new() -> Self {
+        Self {
+            ladder: Ladder::new(),
+            link: Link::new(),
+            price: Price::new(),
+            stretch: 1.0,
+            copying: 0.2,
+            other: 0.0,
+            hopeless: 0.0,
+            hopeless_row: 0,
+            unseen: 0,
+            mix: Mix::RAW,
+            debt: 0.0,
+            allowance: 0.0,
+            turn: FIRST,
+            plan: Plan {
+                rung: RAW,
+                probe: None,
+            },
+            exempt: false,
+        }
+    }
+
+    /// What to do with the next packet: the same until it is [sent](Self::sent).
+    pub(super) fn plan(&self) -> Plan {
+        self.plan
+    }
+
+    /// The rung's codec, and what it costs and saves as far as is known.
+    pub(super) fn rung(&self, rung: usize) -> &Rung {
+        self.ladder.rung(rung)
+    }
+
+    /// The packet was encoded by the plan's rung.
+    pub(super) fn encoded(&mut self, cost: Cost) {
+        self.ladder.measured(self.plan.rung, cost);
+        self.looked_at(cost, false);
+    }
+
+    /// The packet goes raw: looking at a part of it, at this cost, or all of it, showed nothing to save.
+    pub(super) fn gave_up(&mut self, cost: Cost) {
+        self.exempt = true;
+        self.looked_at(cost, true);
+    }
+
+    /// Both rungs of the plan's probe have encoded the packet.
+    pub(super) fn probed(&mut self, rungs: [usize; 2], costs: [Cost; 2]) {
+        self.ladder.compared(rungs, costs);
+        for cost in costs {
+            self.allowance -= nanos(cost.wall);
+            self.has_run(cost);
+        }
+    }
+
+    /// The packet is out.
+    pub(super) fn sent(&mut self, sent: Sent) {
+        let (wire, pages) = (bytes(sent.wire_bytes), bytes(sent.page_bytes));
+        let (took, cpu, elapsed) = (nanos(sent.took), nanos(sent.cpu), nanos(sent.elapsed));
+        let other = (elapsed - took - nanos(sent.encoding)).max(0.0);
+        if other > PAUSE {
+            self.link.paused();
+            self.price.paused();
+        } else if pages > 0.0 {
+            let weight = packets(pages) / MEMORY;
+            approach(&mut self.other, other / pages, weight);
+            approach(&mut self.copying, cpu.min(took) / wire.max(1.0), weight);
+            let waited = (took - cpu * self.stretch).max(0.0);
+            self.link.sent(wire, elapsed, waited);
+            if self.link.take_jump() {
+                self.price.forget();
+            }
+            let encoding = self.mix.high != RAW;
+            let quantum = self.link.quantum();
+            self.price.sent(wire, pages, elapsed, quantum, encoding);
+        }
+        self.allowance = (self.allowance + PROBING * elapsed).min(MOST_ALLOWANCE);
+        self.settle_debt(pages);
+        self.mix = self.best_mix();
+        self.plan = self.next_plan();
+    }
+
+    fn looked_at(&mut self, cost: Cost, hopeless: bool) {
+        let weight = packets(bytes(cost.page_bytes)) / MEMORY;
+        approach(&mut self.hopeless, f64::from(u8::from(hopeless)), weight);
+        self.hopeless_row = match hopeless {
+            true => (self.hopeless_row + 1).min(MOST_UNSEEN),
+            false => 0,
+        };
+        self.unseen = self.hopeless_row;
+        self.has_run(cost);
+    }
+
+    fn has_run(&mut self, cost: Cost) {
+        let (cpu, wall) = (nanos(cost.cpu), nanos(cost.wall));
+        if cpu > 0.0 {
+            // By time, not by packet: a thread that has to wait for a core waits seldom and long.
+            approach(
+                &mut self.stretch,
+                (wall / cpu).max(1.0),
+                cpu / STRETCH_MEMORY,
+            );
+        }
+    }
+
+    fn settle_debt(&mut self, pages: f64) {
+        if !std::mem::take(&mut self.exempt) {
+            let done = f64::from(u8::from(self.plan.rung == self.mix.high));
+            self.debt = (self.debt + pages * (self.mix.share - done)).clamp(-pages, pages);
+        }
+    }
+
+    fn best_mix(&self) -> Mix {
+        let Some(link) = self.link.time() else {
+            return Mix::RAW;
+        };
+        let notice = self.link.quantum() * link / NOTICE;
+        let busy = (1.0 / (1.0 + notice)).clamp(LEAST_BUSY, MOST_BUSY);
+        self.ladder.best_mix(&Terms {
+            link,
+            load: self.price.now() / busy,
+            stretch: self.stretch,
+            copying: self.copying,
+            other: self.other,
+            hopeless: self.hopeless,
+        })
+    }
+
+    fn next_plan(&mut self) -> Plan {
+        let Mix { low, high, share } = self.mix;
+        let mut rung = if self.debt > 0.0 || share >= 1.0 {
+            high
+        } else {
+            low
+        };
+        if rung != RAW && self.unseen > 0 {
+            self.unseen -= 1;
+            self.exempt = true;
+            rung = RAW;
+        }
+        let probe = self.next_probe();
+        Plan { rung, probe }
+    }
+
+    /// A rung next to those of the mix, if there is time to see what it does.
+    fn next_probe(&mut self) -> Option<[usize; 2]> {
+        let known = self.mix.high.max(FIRST);
+        let near = self.mix.low.max(FIRST + 1) - 1..=(self.mix.high + 2).min(RUNGS - 1);
+        if !near.contains(&self.turn) {
+            self.turn = *near.start();
+        }
+        let costs = |rung| self.ladder.rung(rung).cost * super::PACKET * self.stretch;
+        if costs(known) + costs(self.turn) > self.allowance || self.unseen > 0 {
+            return None;
+        }
+        let probe = [known, self.turn];
+        self.turn += 1;
+        Some(probe)
+    }
+}
+
+/// Moves `value` towards `to`, by the part `weight` of the way.
+fn approach(value: &mut f64, to: f64, weight: f64) {
+    *value += (to - *value) * weight.clamp(0.0, 1.0);
+}

@@ -1,0 +1,210 @@
+//! The rungs that auto chooses from, what each costs and saves on this data and machine, and which two of
+//! them to mix.
+
+use super::controller::Cost;
+
+/// What a rung does to a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Codec {
+    /// Nothing.
+    Raw,
+    /// An LZ4 block, at this acceleration.
+    Lz4(i32),
+    /// A zstd frame, at this level.
+    Zstd(i32),
+}
+
+/// A way to encode a packet.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rung {
+    pub(super) codec: Codec,
+    /// CPU time per byte of pages, in nanoseconds.
+    pub(super) cost: f64,
+    /// Bytes of payload per byte of pages.
+    pub(super) size: f64,
+    /// How much is known of it: packets, up to [`MEMORY`]; 0 where it is an estimate from other data.
+    known: f64,
+}
+
+/// Which two rungs to mix: part `share` of the bytes goes by `high`, the rest by `low`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Mix {
+    pub(super) low: usize,
+    pub(super) high: usize,
+    pub(super) share: f64,
+}
+
+impl Mix {
+    /// Nothing is encoded.
+    pub(super) const RAW: Self = Self {
+        low: RAW,
+        high: RAW,
+        share: 1.0,
+    };
+}
+
+/// All that the best mix depends on beside the rungs; times in nanoseconds, per byte.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Terms {
+    /// Time of the link, per byte on the wire.
+    pub(super) link: f64,
+    /// What the thread's time is multiplied with before it is compared with the link's.
+    pub(super) load: f64,
+    /// Wall time per CPU time.
+    pub(super) stretch: f64,
+    /// CPU time of the socket, per byte on the wire.
+    pub(super) copying: f64,
+    /// Other wall time, per byte of pages.
+    pub(super) other: f64,
+    /// Part of the bytes that go raw whatever the mix.
+    pub(super) hopeless: f64,
+}
+
+/// The rungs, faster ones first.
+pub(super) struct Ladder {
+    rungs: [Rung; RUNGS],
+}
+
+pub(super) const RUNGS: usize = 8;
+
+/// The rung that does nothing.
+pub(super) const RAW: usize = 0;
+
+/// The first rung that does something.
+pub(super) const FIRST: usize = 1;
+
+/// Where estimates start: the medians of what notes and benchmarks have for memory and for files.
+const START: [(Codec, f64, f64); RUNGS] = [
+    (Codec::Raw, 0.0, 1.0),
+    (Codec::Lz4(8), 0.9, 0.55),
+    (Codec::Lz4(1), 1.3, 0.48),
+    (Codec::Zstd(-1), 1.9, 0.41),
+    (Codec::Zstd(1), 2.3, 0.35),
+    (Codec::Zstd(3), 3.5, 0.33),
+    (Codec::Zstd(6), 9.0, 0.31),
+    (Codec::Zstd(9), 15.0, 0.30),
+];
+
+/// Packets over which an estimate is smoothed.
+const MEMORY: f64 = 16.0;
+
+impl Ladder {
+    pub(super) fn new() -> Self {
+        Self {
+            rungs: START.map(|(codec, cost, size)| Rung {
+                codec,
+                cost,
+                size,
+                known: 0.0,
+            }),
+        }
+    }
+
+    pub(super) fn rung(&self, rung: usize) -> &Rung {
+        &self.rungs[rung]
+    }
+
+    /// A packet went by `rung`. What that changes for one rung it changes for all, by the same factor:
+    /// other data, or a core of another speed.
+    pub(super) fn measured(&mut self, rung: usize, cost: Cost) {
+        let (Some(found), true) = (PerByte::of(cost), rung != RAW) else {
+            return;
+        };
+        let before = self.rungs[rung];
+        self.rungs[rung].learn(found.cost, found.size, found.packets);
+        let now = self.rungs[rung];
+        let slower = now.cost / before.cost;
+        let saving = (1.0 - now.size) / (1.0 - before.size);
+        for (index, other) in self.rungs.iter_mut().enumerate() {
+            if index != rung && index != RAW {
+                other.cost *= slower;
+                other.size = (1.0 - (1.0 - other.size) * saving).clamp(LEAST_SIZE, MOST_SIZE);
+            }
+        }
+    }
+
+    /// The same packet went by both rungs: how the second compares with the first.
+    pub(super) fn compared(&mut self, [known, other]: [usize; 2], costs: [Cost; 2]) {
+        let [Some(first), Some(second)] = costs.map(PerByte::of) else {
+            return;
+        };
+        let base = self.rungs[known];
+        let cost = base.cost * second.cost / first.cost;
+        let size = 1.0 - (1.0 - base.size) * (1.0 - second.size) / (1.0 - first.size);
+        self.rungs[other].learn(cost, size, second.packets);
+    }
+
+    /// The mix that keeps the link busy with as few bytes as the thread has time for: where the time of
+    /// the link and the time of the thread, times the load, meet.
+    pub(super) fn best_mix(&self, terms: &Terms) -> Mix {
+        let surplus = |rung: usize| {
+            let Rung { cost, size, .. } = self.rungs[rung];
+            let encoded = 1.0 - terms.hopeless;
+            let wire = terms.hopeless + encoded * size;
+            let cpu = terms.copying * wire + encoded * cost;
+            terms.link * wire - terms.load * (terms.other + terms.stretch * cpu)
+        };
+        let mut low = RAW;
+        let mut left = surplus(low);
+        if left <= 0.0 {
+            return Mix::RAW;
+        }
+        while let Some(high) = self.next_on_hull(low) {
+            let then = surplus(high);
+            if then <= 0.0 {
+                let share = left / (left - then);
+                return Mix { low, high, share };
+            }
+            (low, left) = (high, then);
+        }
+        Mix {
+            low,
+            high: low,
+            share: 1.0,
+        }
+    }
+
+    /// The rung above `low` that saves the most for its time, if one saves anything. The rungs found so
+    /// are the convex hull: mixes of others are beaten by mixes of these.
+    pub(super) fn next_on_hull(&self, low: usize) -> Option<usize> {
+        let from = self.rungs[low];
+        let slope = |to: &Rung| (from.size - to.size) / (to.cost - from.cost).max(LEAST_COST);
+        (low + 1..RUNGS)
+            .filter(|high| self.rungs[*high].size < from.size)
+            .max_by(|a, b| slope(&self.rungs[*a]).total_cmp(&slope(&self.rungs[*b])))
+    }
+}
+
+impl Rung {
+    /// Smooths over the last packets; the first replaces what was only an estimate.
+    fn learn(&mut self, cost: f64, size: f64, packets: f64) {
+        self.known = (self.known + packets).min(MEMORY);
+        let weight = (packets / self.known).min(1.0);
+        self.cost += (cost.max(LEAST_COST) - self.cost) * weight;
+        self.size += (size.clamp(LEAST_SIZE, MOST_SIZE) - self.size) * weight;
+    }
+}
+
+/// Bounds of what is believed, so that every quotient exists.
+const LEAST_COST: f64 = 0.01;
+const LEAST_SIZE: f64 = 0.001;
+const MOST_SIZE: f64 = 0.995;
+
+/// A cost by the byte.
+struct PerByte {
+    cost: f64,
+    size: f64,
+    packets: f64,
+}
+
+impl PerByte {
+    /// `None` where there is nothing to divide by.
+    fn of(cost: Cost) -> Option<Self> {
+        let pages = super::bytes(cost.page_bytes);
+        (pages > 0.0).then(|| Self {
+            cost: (super::nanos(cost.cpu) / pages).max(LEAST_COST),
+            size: (super::bytes(cost.payload_bytes) / pages).clamp(LEAST_SIZE, MOST_SIZE),
+            packets: super::packets(pages),
+        })
+    }
+}

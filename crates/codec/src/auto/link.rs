@@ -1,0 +1,157 @@
+//! How fast the link is, as far as this channel can tell: from when the socket takes no more.
+//!
+//! ```text
+//! socket's buffer  full ─┐  ┌──┐     ┌── …        the time between the ends of two waits is the
+//!                        │ /│ / \   /              link's time for all bytes sent between them,
+//!                        └  └    \ /               whatever the buffer holds
+//!                        wait    wait
+//! ```
+//! A socket that has stopped taking bytes takes the next ones only when there is room for a good part of
+//! its buffer: the quantum. So a sender that is a little faster than the link waits now and then, and one
+//! that has not waited for longer than a quantum explains has a faster link than it thinks.
+
+/// The rate of the link.
+pub(super) struct Link {
+    /// Nanoseconds per byte on the wire, once the link has been felt.
+    time: Option<f64>,
+    /// Since the end of a wait, if there has been one.
+    span: Option<Span>,
+    /// Bytes and time since the last wait.
+    free: (f64, f64),
+    /// Bytes that the socket takes after a wait before the next one, more than the link does meanwhile.
+    quantum: f64,
+    /// Factor by which the rate is raised next.
+    growth: f64,
+    /// Spans in a row that were far off, above zero if the link had become slower.
+    far_off: i32,
+    /// The link as it was when somebody asked last, see [`Link::take_jump`].
+    noted: f64,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Span {
+    bytes: f64,
+    time: f64,
+    waited: f64,
+}
+
+/// Spans are at least so long, in nanoseconds: the scheduler's hiccups are shorter.
+const LEAST_SPAN: f64 = 10e6;
+
+/// Waits of less than this part of the time say nothing about the link: the scheduler alone does that.
+const LEAST_WAIT: f64 = 0.02;
+
+/// A span that is off by this factor counts as far off; after two in a row the link has changed.
+const FAR_OFF: f64 = 1.5;
+
+/// A link that changes by this factor is another one.
+const JUMP: f64 = 3.0;
+
+/// What a new channel takes for the quantum: a third of a large socket buffer.
+const FIRST_QUANTUM: f64 = 1e6;
+
+/// Links that are faster than this, in nanoseconds per byte, are no limit.
+const UNLIMITED: f64 = 0.005;
+
+impl Link {
+    pub(super) fn new() -> Self {
+        Self {
+            time: None,
+            span: None,
+            free: (0.0, 0.0),
+            quantum: FIRST_QUANTUM,
+            growth: 1.5,
+            far_off: 0,
+            noted: 0.0,
+        }
+    }
+
+    /// Nanoseconds per byte; `None` if the link is no limit.
+    pub(super) fn time(&self) -> Option<f64> {
+        self.time
+    }
+
+    /// See the module.
+    pub(super) fn quantum(&self) -> f64 {
+        self.quantum
+    }
+
+    /// Whether the link has become another one since the last time this was true.
+    pub(super) fn take_jump(&mut self) -> bool {
+        let now = self.time.unwrap_or(UNLIMITED);
+        let jumped = now > self.noted * JUMP || now * JUMP < self.noted;
+        if jumped {
+            self.noted = now;
+        }
+        jumped
+    }
+
+    /// The channel had nothing to send for a while: the buffer may be empty.
+    pub(super) fn paused(&mut self) {
+        self.span = None;
+        self.free = (0.0, 0.0);
+    }
+
+    /// So many bytes went out in the time since those before, of which the sender has waited for a part.
+    pub(super) fn sent(&mut self, bytes: f64, time: f64, waited: f64) {
+        if let Some(span) = &mut self.span {
+            span.bytes += bytes;
+            span.time += time;
+            span.waited += waited;
+        }
+        self.free.0 += bytes;
+        self.free.1 += time;
+        if waited > LEAST_WAIT * time {
+            self.has_waited();
+        } else if let Some(link) = self.time
+            && self.surplus(link) > 2.0 * self.quantum
+        {
+            self.has_grown(link);
+        }
+    }
+
+    /// Bytes that went out since the last wait beyond what the link has taken.
+    fn surplus(&self, link: f64) -> f64 {
+        self.free.0 - self.free.1 / link
+    }
+
+    fn has_waited(&mut self) {
+        if let Some(link) = self.time {
+            self.quantum = self.surplus(link).max(0.9 * self.quantum).clamp(64e3, 4e6);
+        }
+        self.free = (0.0, 0.0);
+        self.growth = 1.5;
+        match self.span {
+            Some(span) if span.time < LEAST_SPAN => return,
+            Some(span) if span.waited > LEAST_WAIT * span.time && span.bytes > 0.0 => {
+                self.measured(span.time / span.bytes);
+            }
+            _ => {}
+        }
+        self.span = Some(Span::default());
+    }
+
+    fn measured(&mut self, found: f64) {
+        let Some(link) = self.time else {
+            self.time = Some(found);
+            return;
+        };
+        let change = found / link;
+        self.far_off = match change {
+            _ if change > FAR_OFF => self.far_off.max(0) + 1,
+            _ if change < 1.0 / FAR_OFF => self.far_off.min(0) - 1,
+            _ => 0,
+        };
+        self.time = Some(match self.far_off.abs() {
+            2.. => found,
+            _ => link * change.powf(0.3),
+        });
+    }
+
+    fn has_grown(&mut self, link: f64) {
+        let link = link / self.growth;
+        self.growth = (2.0 * self.growth).min(8.0);
+        self.time = (link > UNLIMITED).then_some(link);
+        self.paused();
+    }
+}
