@@ -424,9 +424,10 @@ mod tests {
             thread::yield_now();
         }
         guest.pause();
-        let failed = |error: GuestError| matches!(error, GuestError::Failed { vcpu: 1, reason: _ });
-        assert!(failed(guest.save().unwrap_err()));
-        assert!(failed(guest.resume().unwrap_err()));
-        assert!(matches!(guest.verify(), Err(VerifyError::Guest(error)) if failed(error)));
+        let failed =
+            |error: &GuestError| matches!(error, GuestError::Failed { vcpu: 1, reason: _ });
+        assert!(failed(&guest.save().unwrap_err()));
+        assert!(failed(&guest.resume().unwrap_err()));
+        assert!(matches!(guest.verify(), Err(VerifyError::Guest(error)) if failed(&error)));
     }
 }

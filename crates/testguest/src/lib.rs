@@ -15,8 +15,8 @@
 //!
 //! # What a guest proves
 //! A page has words of its own for each vCPU, so that no two race for one. A write draws a stamp from the
-//! vCPU's generator, and stores it in the vCPU's first word of the page and in another one that varies. Before each
-//! store it reads the word, and adds to a running sum
+//! vCPU's generator, and stores it in one of the vCPU's words of the page, each time in another one. Before
+//! that it reads the word, and adds to a running sum
 //!
 //! ```text
 //! (new - old) × (address + 1)        modulo 2⁶⁴

@@ -75,13 +75,11 @@ impl Course {
         } else {
             multiply_high(stamp, self.pages)
         };
-        let first = self.first_word + page * PAGE;
-        for word in [first, first + ((stamp >> WORD_SHIFT) & self.word_mask)] {
-            let old = memory.load(word)?;
-            memory.store(word, stamp)?;
-            let change = stamp.wrapping_sub(old).wrapping_mul(word + 1);
-            progress.sum = progress.sum.wrapping_add(change);
-        }
+        let word = self.first_word + page * PAGE + ((stamp >> WORD_SHIFT) & self.word_mask);
+        let old = memory.load(word)?;
+        memory.store(word, stamp)?;
+        let change = stamp.wrapping_sub(old).wrapping_mul(word + 1);
+        progress.sum = progress.sum.wrapping_add(change);
         progress.writes += 1;
         Some(())
     }

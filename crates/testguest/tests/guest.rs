@@ -1,4 +1,11 @@
 //! Guests of both kinds, from outside: they write, stop, move, and notice what is wrong.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    reason = "a test"
+)]
 
 use std::{
     collections::BTreeSet,
@@ -32,7 +39,7 @@ fn it_writes_in_its_pattern_and_verifies() {
                 let guest = Guest::new(&config).unwrap();
                 assert_eq!(guest.verify().unwrap().writes, 0);
                 let before = pages(&config.memory);
-                run_for(&guest, 20_000);
+                run_for(&guest, 5000);
                 let proof = guest.verify().unwrap();
                 assert_eq!(proof.writes, guest.written());
                 assert_eq!(proof.vcpus.len(), usize::from(vcpus));
@@ -42,9 +49,10 @@ fn it_writes_in_its_pattern_and_verifies() {
                     .collect();
                 let all = writable(&config);
                 let expected = match pattern {
-                    // 20000 writes reach each of 4096 pages one after the other, and nearly each at random.
-                    Pattern::Sequential => all.len()..=all.len(),
-                    Pattern::Random => all.len() * 9 / 10..=all.len(),
+                    // 5000 writes reach each of 4096 pages, if one vCPU does them all, and most at random.
+                    Pattern::Sequential if vcpus == 1 => all.len()..=all.len(),
+                    Pattern::Sequential => 5000 / 7..=all.len(),
+                    Pattern::Random => all.len() * 6 / 10..=all.len(),
                     Pattern::HotSet { .. } => 5..=5,
                 };
                 let what = format!("{kind} {pattern} {vcpus}: {} pages", changed.len());
@@ -87,7 +95,7 @@ fn a_paused_guest_does_not_write() {
         };
         let guest = Guest::new(&config).unwrap();
         for round in 0..20 {
-            run_for(&guest, 100 * round);
+            run_for(&guest, 10 * round);
             let written = guest.written();
             let before = pages(&config.memory);
             thread::yield_now();
@@ -111,7 +119,7 @@ fn it_goes_on_where_memory_and_state_have_been_moved_to() {
             let mut guest = Guest::new(&here).unwrap();
             let mut writes = 0;
             for hop in 0..4 {
-                run_for(&guest, 3000);
+                run_for(&guest, 800);
                 let there = Config {
                     memory: Memory::new([Backing::Anonymous, Backing::Memfd][hop % 2], MEMORY)
                         .unwrap(),
@@ -127,13 +135,13 @@ fn it_goes_on_where_memory_and_state_have_been_moved_to() {
                     "{kind} {pattern}, hop {hop}"
                 );
                 assert_eq!(proof.writes, destination.written());
-                assert!(proof.writes >= writes + 3000);
+                assert!(proof.writes >= writes + 800);
                 // It stays a guest that could go on here.
                 run_for(&guest, 100);
                 guest.verify().unwrap();
                 (here, guest, writes) = (there, destination, proof.writes);
             }
-            run_for(&guest, 3000);
+            run_for(&guest, 800);
             guest.verify().unwrap();
         }
     }
@@ -143,10 +151,13 @@ fn it_goes_on_where_memory_and_state_have_been_moved_to() {
 fn one_page_lost_old_or_elsewhere_is_noticed_at_once_and_later() {
     for kind in kinds() {
         for how in ["lost", "old", "elsewhere"] {
-            let here = config(kind);
-            let there = config(kind);
+            let sequential = || Config {
+                pattern: Pattern::Sequential,
+                ..config(kind)
+            };
+            let (here, there) = (sequential(), sequential());
             let guest = Guest::new(&here).unwrap();
-            run_for(&guest, 50_000);
+            run_for(&guest, 3500);
             copy(&here.memory, &there.memory, |page| {
                 how != "lost" || page != 3000
             });
@@ -154,7 +165,7 @@ fn one_page_lost_old_or_elsewhere_is_noticed_at_once_and_later() {
             if how == "old" {
                 // Until it is written again.
                 while page(&here.memory, 3000) == old {
-                    run_for(&guest, 1000);
+                    run_for(&guest, 500);
                 }
                 copy(&here.memory, &there.memory, |page| page != 3000);
             }
@@ -167,7 +178,7 @@ fn one_page_lost_old_or_elsewhere_is_noticed_at_once_and_later() {
             let destination = Guest::incoming(&there).unwrap();
             destination.load(&guest.save().unwrap()).unwrap();
             assert!(is_wrong(&destination), "{kind} {how}");
-            run_for(&destination, 50_000);
+            run_for(&destination, MEMORY / PAGE);
             assert!(is_wrong(&destination), "{kind} {how}, later");
             assert_ne!(old, page(&there.memory, 3000));
         }
@@ -177,7 +188,7 @@ fn one_page_lost_old_or_elsewhere_is_noticed_at_once_and_later() {
 #[test]
 fn a_rate_is_not_exceeded() {
     for kind in kinds() {
-        for (rate, vcpus, writes) in [(50_000, 1, 2000), (20_000, 3, 1000), (100, 8, 8)] {
+        for (rate, vcpus, writes) in [(50_000, 1, 2000), (5000, 3, 500), (100, 8, 8)] {
             let config = Config {
                 rate: NonZeroU64::new(rate),
                 vcpus,
@@ -201,10 +212,10 @@ fn a_throttled_guest_goes_on_and_stops_at_once() {
         let guest = Guest::new(&config(kind)).unwrap();
         assert_eq!(guest.throttled(), 0);
         guest.throttle(50);
-        run_for(&guest, 5000);
+        run_for(&guest, 1000);
         guest.throttle(250);
         assert_eq!(guest.throttled(), 99);
-        run_for(&guest, 2000);
+        run_for(&guest, 50);
         guest.verify().unwrap();
     }
 }
