@@ -96,10 +96,6 @@ impl Encoder for Copy {
         registry::COPY
     }
 
-    fn next_is_raw(&mut self) -> bool {
-        true
-    }
-
     fn encode<'a>(
         &mut self,
         pages: &'a [u8],

@@ -7,6 +7,7 @@
 )]
 
 pub(crate) mod kvm;
+pub(crate) mod memory;
 pub(crate) mod pagemap;
 pub(crate) mod userfaultfd;
 

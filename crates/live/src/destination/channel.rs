@@ -1,0 +1,43 @@
+//! A channel's thread: packets off the socket, pages into guest memory.
+
+use multifd::{Layout, RamHeader};
+use transfer::{ChannelReader, Received};
+use vm_memory::VolatileSlice;
+
+use super::place::Place;
+use crate::ChannelError;
+
+/// Takes the packets of a channel until it ends. `synced` is told each SYNC's number, when every page
+/// before it has been written.
+///
+/// # Errors
+/// When the channel breaks, its packets name memory that is not the guest's, or it does not end with a SYNC.
+pub(super) fn receive(
+    mut reader: ChannelReader,
+    layout: Layout,
+    place: &Place<'_>,
+    synced: impl Fn(u64),
+) -> Result<(), ChannelError> {
+    let mut header = RamHeader::new(layout);
+    let mut pages: Vec<VolatileSlice<'_>> = Vec::with_capacity(layout.page_count());
+    let (mut syncs, mut unsynced) = (0_u64, false);
+    while reader.read_header(&mut header)? == Received::Packet {
+        if !header.is_empty() {
+            let block = place.resolve(&header, &mut pages)?;
+            reader.read_pages(&header, &pages)?;
+            place.written(block, header.normal_offsets());
+            place.zero(block, header.zero_offsets());
+            unsynced = true;
+        }
+        if header.sync {
+            syncs += 1;
+            unsynced = false;
+            synced(header.packet_num);
+        }
+    }
+    match (syncs, unsynced) {
+        (_, true) => Err(ChannelError::PagesAfterSync),
+        (0, _) => Err(ChannelError::Ended),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,71 @@
+//! What a VMM does for a migration: stop and start its guest, save and load the state of its devices.
+
+use crate::Status;
+
+/// Any error of a VMM.
+pub type GuestError = Box<dyn std::error::Error + Send + Sync>;
+
+/// The guest at the source.
+///
+/// All methods are called by the thread that runs the migration. An error of any of them ends the migration, and
+/// the guest goes on at the source.
+pub trait SourceGuest {
+    /// Stops all vCPUs and devices. When this returns nothing writes guest memory any more.
+    ///
+    /// # Errors
+    /// When the guest cannot be stopped. [`SourceGuest::resume`] is called in that case too.
+    fn pause(&mut self) -> Result<(), GuestError>;
+
+    /// Lets a paused guest go on, after a migration that failed.
+    ///
+    /// # Errors
+    /// When that is impossible: [`SourceError::NotResumed`](crate::SourceError::NotResumed) then.
+    fn resume(&mut self) -> Result<(), GuestError>;
+
+    /// The state of vCPUs and devices of the paused guest, in any format that the destination's VMM
+    /// understands. It may write guest memory: what is dirty is collected afterwards.
+    ///
+    /// # Errors
+    /// When the state cannot be saved.
+    fn save(&mut self) -> Result<Vec<u8>, GuestError>;
+
+    /// Slows the vCPUs down: they are not to run for `percent` (0 to 99) of the time. Asked of a guest that writes
+    /// faster than the link moves its memory, in steps, and again with 0 if the migration fails.
+    fn throttle(&mut self, percent: u8) {
+        let _ = percent;
+    }
+
+    /// Whether to switch over now; asked after every round.
+    fn switchover(&mut self, status: &Status) -> Switchover {
+        let _ = status;
+        Switchover::Auto
+    }
+}
+
+/// The guest at the destination.
+pub trait DestinationGuest {
+    /// Takes the state of vCPUs and devices. All of guest memory is there and nobody else writes it. The guest
+    /// must not run yet.
+    ///
+    /// # Errors
+    /// When the state is not this VMM's. The guest goes on at the source then.
+    fn load(&mut self, state: &[u8]) -> Result<(), GuestError>;
+
+    /// Lets the guest run: from here on it is this host's.
+    ///
+    /// # Errors
+    /// When it cannot run, and has not run a single instruction: it goes on at the source then.
+    fn resume(&mut self) -> Result<(), GuestError>;
+}
+
+/// When a source switches over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Switchover {
+    /// When what is left fits into the downtime limit.
+    #[default]
+    Auto,
+    /// Now, however long it takes.
+    Force,
+    /// Not yet: another round.
+    Forbid,
+}

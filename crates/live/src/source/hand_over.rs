@@ -1,0 +1,146 @@
+//! The point of no return: tells the destination to run the guest, and finds out whether it does.
+//!
+//! [`protocol`](crate::protocol) says why this is safe.
+
+use std::{
+    io, thread,
+    time::{Duration, Instant},
+};
+
+use tracing::{info, warn};
+use transfer::{Address, SocketError, dial};
+
+use super::link::{Link, unexpected};
+use crate::{
+    SourceError,
+    protocol::{
+        DestinationMessage, MigrationId, Opening, ProtocolError, SourceMessage, receive_soon, send,
+    },
+};
+
+/// Hands the guest, which the destination has loaded, over. When this returns without an error, it runs there.
+pub(super) fn hand_over(
+    link: &Link<'_>,
+    destination: &Address,
+    settle_time: Duration,
+) -> Result<(), SourceError> {
+    let mut fate = Fate {
+        started: false,
+        deadline: Instant::now() + settle_time,
+        settle_time,
+    };
+    // Whether it got through or not: only an answer counts.
+    let _ = link.say(&SourceMessage::Commit);
+    let mut last = loop {
+        match link.hear("answered", ANSWER_WITHIN.min(settle_time)) {
+            Ok(said) => {
+                let heard = fate.heard(said);
+                if !matches!(heard, Ok(false)) {
+                    // For the destination to know that nobody will ask again.
+                    let _ = link.say(&SourceMessage::Settled);
+                    return heard.map(|_| ());
+                }
+            }
+            Err(error) => break error.to_string(),
+        }
+    };
+    warn!("the destination does not say whether the guest runs ({last}): asking again");
+    loop {
+        match ask(destination, link.id(), &mut fate) {
+            Asked::Runs => return Ok(()),
+            Asked::Never(error) => return Err(error),
+            Asked::NobodyThere if fate.started => return Err(SourceError::Lost),
+            Asked::NobodyThere => return Err(SourceError::Ended),
+            Asked::NoAnswer(why) => last = why,
+        }
+        if Instant::now() + ASK_EVERY >= fate.deadline {
+            let seconds = fate.settle_time.as_secs();
+            return Err(SourceError::InDoubt { seconds, last });
+        }
+        thread::sleep(ASK_EVERY);
+    }
+}
+
+/// How long a destination that lives takes to answer, at most. The guest stands still meanwhile: a dead
+/// connection must not be waited for, and asking again does no harm.
+const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+
+const ASK_EVERY: Duration = Duration::from_millis(200);
+
+/// What is known of the guest.
+struct Fate {
+    /// The destination said that it starts it.
+    started: bool,
+    deadline: Instant,
+    settle_time: Duration,
+}
+
+impl Fate {
+    /// Takes in what the destination says; true when the guest runs there.
+    fn heard(&mut self, said: DestinationMessage) -> Result<bool, SourceError> {
+        match said {
+            DestinationMessage::Running => Ok(true),
+            DestinationMessage::Starting => {
+                self.started = true;
+                Ok(false)
+            }
+            said => Err(unexpected(said)),
+        }
+    }
+}
+
+/// What came of asking over a new connection.
+enum Asked {
+    Runs,
+    /// The destination says that it will not run it.
+    Never(SourceError),
+    NobodyThere,
+    NoAnswer(String),
+}
+
+fn ask(destination: &Address, id: MigrationId, fate: &mut Fate) -> Asked {
+    let left = fate.deadline.saturating_duration_since(Instant::now());
+    let patience = ANSWER_WITHIN.min(left).max(Duration::from_millis(1));
+    let stream = match dial(destination, patience) {
+        Ok(stream) => stream,
+        Err(SocketError::Dial { source, .. }) if nobody_listens(&source) => {
+            return Asked::NobodyThere;
+        }
+        Err(error) => return Asked::NoAnswer(error.to_string()),
+    };
+    let answered = || -> Result<(), ProtocolError> {
+        stream.write_both(&Opening::control(id), &[])?;
+        send(&stream, &SourceMessage::Commit)
+    };
+    if let Err(error) = answered() {
+        return Asked::NoAnswer(error.to_string());
+    }
+    loop {
+        let said = match receive_soon(&stream) {
+            Ok(Some(said)) => said,
+            Ok(None) => return Asked::NoAnswer("it closed the connection".to_owned()),
+            Err(error) => return Asked::NoAnswer(error.to_string()),
+        };
+        match fate.heard(said) {
+            Ok(true) => {
+                info!("the guest runs at the destination");
+                let _ = send(&stream, &SourceMessage::Settled);
+                return Asked::Runs;
+            }
+            Ok(false) => {}
+            Err(error) => {
+                let _ = send(&stream, &SourceMessage::Settled);
+                return Asked::Never(error);
+            }
+        }
+    }
+}
+
+/// Whether the error says that no process listens there.
+fn nobody_listens(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        // The second one: a unix socket's file that was removed.
+        io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound
+    )
+}
