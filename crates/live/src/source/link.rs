@@ -121,15 +121,24 @@ impl<'a> Link<'a> {
             // A channel that has ended has said why.
             let _ = channel.send(round.clone());
         }
-        let mut sending = self.rounds.len();
+        // The destination's word may overtake that of the last channel's thread.
+        let (mut sending, mut synced) = (self.rounds.len(), false);
         while sending > 0 {
             match self.next(deadline)? {
                 Some(Event::Sent) => sending -= 1,
                 Some(Event::Failed(error)) => return Err(error),
+                Some(Event::Heard(DestinationMessage::Synced { round }))
+                    if round == number && !synced =>
+                {
+                    synced = true;
+                }
                 Some(Event::Heard(said)) => return Err(unexpected(said)),
                 Some(Event::Silence(why)) => return Err(silence(why)),
                 None => return Ok(Sent::TooLate),
             }
+        }
+        if synced {
+            return Ok(Sent::All);
         }
         let sent = self.source.shared.stats.snapshot().wire_bytes - sent_before;
         let patience =
