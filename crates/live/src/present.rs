@@ -28,8 +28,8 @@ const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
 
 /// The pages of `block` that may hold something other than zeros. All of them if there is no way to know.
 ///
-/// A page that is written for the first time while this looks is in the result or not; the dirty log, which has to be started
-/// before, has it.
+/// A page that is written for the first time while this looks is in the result or not; the dirty log, which has
+/// to be started before, has it.
 pub(crate) fn present(block: &RamBlock, page_size: usize) -> Bitmap {
     let pages = block.len() / page_size;
     let asked = backing(block).and_then(|backing| match (backing, block.file()) {

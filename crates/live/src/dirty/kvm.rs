@@ -1,11 +1,12 @@
 //! KVM's dirty bitmap: what the guest wrote.
 //!
-//! With KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 (Linux 5.1), `collect` reads the bitmap and leaves it as it is, and `clear` clears
-//! and write-protects the pages that are about to be sent. A page that is written ten times before its turn comes
-//! is sent once and faults once. Without it, KVM reads, clears and protects all at once in `collect`.
+//! With KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 (Linux 5.1), `collect` reads the bitmap and leaves it as it is, and
+//! `clear` clears and write-protects the pages that are about to be sent. A page that is written ten times
+//! before its turn comes is sent once and faults once. Without it, KVM reads, clears and protects all at once
+//! in `collect`.
 //!
-//! KVM_DIRTY_LOG_INITIALLY_SET is left alone: its first bitmap says that everything is dirty, which the migration knows,
-//! and pages that were never touched would count as written.
+//! KVM_DIRTY_LOG_INITIALLY_SET is left alone: its first bitmap says that everything is dirty, which the
+//! migration knows, and pages that were never touched would count as written.
 
 use std::{
     io,
@@ -45,11 +46,13 @@ pub struct KvmSlot {
 
 /// Logs what a KVM guest writes, in KVM's bitmap.
 ///
-/// It sees what vCPUs write. Not what the VMM's device emulation writes, nor vhost, VFIO and other processes: the VMM marks that in
-/// a [`SharedBitmap`](super::SharedBitmap), and makes one log of both with [`Merged`](super::Merged).
+/// It sees what vCPUs write. Not what the VMM's device emulation writes, nor vhost, VFIO and other processes:
+/// the VMM marks that in a [`SharedBitmap`](super::SharedBitmap), and makes one log of both with
+/// [`Merged`](super::Merged).
 ///
-/// It is in charge of the slots' `KVM_MEM_LOG_DIRTY_PAGES` and of the VM's `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`, both of which
-/// [`stop`](DirtyLog::stop) leaves off. Not for a VM with dirty rings, see [`KvmDirtyRing`](super::KvmDirtyRing).
+/// It is in charge of the slots' `KVM_MEM_LOG_DIRTY_PAGES` and of the VM's `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`,
+/// both of which [`stop`](DirtyLog::stop) leaves off. Not for a VM with dirty rings, see
+/// [`KvmDirtyRing`](super::KvmDirtyRing).
 #[derive(Debug)]
 pub struct KvmDirtyLog {
     slots: Slots,
@@ -61,8 +64,9 @@ pub struct KvmDirtyLog {
 pub(super) const LOG: &str = "KVM";
 
 impl KvmDirtyLog {
-    /// A log for the guest's memory `ram` in `vm`, the file descriptor of a KVM VM, which is duplicated. `slots` are the VM's
-    /// slots that show it, in any order; a block may be shown by several, but has to be shown whole.
+    /// A log for the guest's memory `ram` in `vm`, the file descriptor of a KVM VM, which is duplicated.
+    /// `slots` are the VM's slots that show it, in any order; a block may be shown by several, but has to be
+    /// shown whole.
     ///
     /// # Safety
     /// The VM has to have these slots, each with this length and guest address and at the block's address in this
@@ -233,8 +237,8 @@ impl Slots {
         let slots =
             check(&slots, ram).map_err(|reason| DirtyLogError::Setup { log: LOG, reason })?;
         Ok(Self {
-            // SAFETY: the slots named to it are those of this list, which the VM has, as the caller promises; bitmaps are
-            // made as long as a slot has pages.
+            // SAFETY: the slots named to it are those of this list, which the VM has, as the caller promises;
+            // bitmaps are made as long as a slot has pages.
             vm: unsafe { VmWithSlots::new(vm) },
             slots,
             _ram: ram.clone(),

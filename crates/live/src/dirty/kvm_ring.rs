@@ -36,12 +36,13 @@ pub struct KvmRings {
 
 /// Logs what a KVM guest writes, in KVM's rings (Linux 5.11).
 ///
-/// Where KVM's bitmap costs a look at every page of the guest in each round, the rings cost what was written. A vCPU
-/// whose ring is full does not go on until somebody has [harvested](Self::harvest) it, which also slows down a guest that
-/// writes faster than it can be sent. What it does not see is what [`KvmDirtyLog`](super::KvmDirtyLog) does not.
+/// Where KVM's bitmap costs a look at every page of the guest in each round, the rings cost what was written. A
+/// vCPU whose ring is full does not go on until somebody has [harvested](Self::harvest) it, which also slows
+/// down a guest that writes faster than it can be sent. What it does not see is what
+/// [`KvmDirtyLog`](super::KvmDirtyLog) does not.
 ///
-/// For x86: elsewhere KVM also writes guest memory for no vCPU in particular (the interrupt tables of arm64), which is in
-/// no ring.
+/// For x86: elsewhere KVM also writes guest memory for no vCPU in particular (the interrupt tables of arm64),
+/// which is in no ring.
 #[derive(Debug)]
 pub struct KvmDirtyRing {
     slots: Slots,
@@ -69,8 +70,8 @@ const DIRTY: u32 = 1 << 0;
 const RESET: u32 = 1 << 1;
 
 impl KvmRings {
-    /// Gives the vCPUs that will be made in `vm` dirty rings of `entries` entries each, a power of two. 4096 is a common
-    /// choice; the least is 1024 with hardware that batches (Intel's PML).
+    /// Gives the vCPUs that will be made in `vm` dirty rings of `entries` entries each, a power of two. 4096 is
+    /// a common choice; the least is 1024 with hardware that batches (Intel's PML).
     ///
     /// # Errors
     /// [`DirtyLogError::Unsupported`] if KVM has none, [`DirtyLogError::Setup`] if it has none that long,
@@ -107,8 +108,9 @@ impl KvmRings {
 }
 
 impl KvmDirtyRing {
-    /// A log for the guest's memory `ram`, shown by `slots` as in [`KvmDirtyLog::new`](super::KvmDirtyLog::new). `vcpus` are the
-    /// file descriptors of **all** vCPUs of the VM.
+    /// A log for the guest's memory `ram`, shown by `slots` as in
+    /// [`KvmDirtyLog::new`](super::KvmDirtyLog::new). `vcpus` are the file descriptors of **all** vCPUs of the
+    /// VM.
     ///
     /// # Safety
     /// As of [`KvmDirtyLog::new`](super::KvmDirtyLog::new).
@@ -143,8 +145,9 @@ impl KvmDirtyRing {
         })
     }
 
-    /// Empties the rings of all vCPUs. To be called by a vCPU's thread on `KVM_EXIT_DIRTY_RING_FULL`, before it lets the vCPU
-    /// run again; what is found waits for [`collect`](DirtyLog::collect). Any thread may call it at any time.
+    /// Empties the rings of all vCPUs. To be called by a vCPU's thread on `KVM_EXIT_DIRTY_RING_FULL`, before it
+    /// lets the vCPU run again; what is found waits for [`collect`](DirtyLog::collect). Any thread may call it
+    /// at any time.
     ///
     /// # Errors
     /// When KVM fails. The migration has to end.
@@ -213,8 +216,8 @@ impl DirtyLog for KvmDirtyRing {
     }
 }
 
-/// Calls `each` with slot and page of every dirty entry from `next` on, at most once around, and marks them as harvested.
-/// Returns their number.
+/// Calls `each` with slot and page of every dirty entry from `next` on, at most once around, and marks them as
+/// harvested. Returns their number.
 fn walk(entries: &[RingEntry], next: &mut usize, mut each: impl FnMut(u32, usize)) -> usize {
     for harvested in 0..entries.len() {
         let entry = &entries[*next];

@@ -33,17 +33,17 @@ use crate::{
 ///
 /// # What it sees
 /// Every write through the mappings that the log was made for: of this process's threads, of the kernel for it
-/// (`read(2)` into guest memory), and of a KVM guest, whose tables follow. Not what is written through other mappings of a
-/// shared file, and not what hardware or the kernel writes to pages that they pinned before (VFIO, direct I/O under
-/// way, registered buffers of io_uring). The VMM marks those when they are done, in
-/// a [`SharedBitmap`](super::SharedBitmap). Nor is it a write to give memory back (`madvise`, punching holes), nor does it
-/// know the children that the process forks.
+/// (`read(2)` into guest memory), and of a KVM guest, whose tables follow. Not what is written through other
+/// mappings of a shared file, and not what hardware or the kernel writes to pages that they pinned before
+/// (VFIO, direct I/O under way, registered buffers of io_uring). The VMM marks those when they are done, in a
+/// [`SharedBitmap`](super::SharedBitmap). Nor is it a write to give memory back (`madvise`, punching holes),
+/// nor does it know the children that the process forks.
 ///
 /// # What it costs
-/// A fault for the first write to a page in each round. Transparent huge pages are split when they are first written,
-/// because the log counts pages of the base size, and stay split until khugepaged collapses them after `stop`.
-/// A huge page of hugetlbfs cannot be split: one write makes all of its base pages dirty. Shared memory takes 2 MiB of page
-/// tables per GiB even where it was never touched.
+/// A fault for the first write to a page in each round. Transparent huge pages are split when they are first
+/// written, because the log counts pages of the base size, and stay split until khugepaged collapses them after
+/// `stop`. A huge page of hugetlbfs cannot be split: one write makes all of its base pages dirty. Shared memory
+/// takes 2 MiB of page tables per GiB even where it was never touched.
 ///
 /// # What it needs
 /// Linux 6.7 with userfaultfd, and /proc. No privilege, whatever `vm.unprivileged_userfaultfd` says: the log asks for
@@ -71,8 +71,8 @@ impl UserfaultLog {
     /// A log for `ram`, of which it keeps the mappings alive.
     ///
     /// # Errors
-    /// [`DirtyLogError::Unsupported`] if the kernel is older than 6.7, is built without userfaultfd or does not let this
-    /// process have one, or if there is no /proc.
+    /// [`DirtyLogError::Unsupported`] if the kernel is older than 6.7, is built without userfaultfd or does not
+    /// let this process have one, or if there is no /proc.
     pub fn new(ram: &Ram) -> Result<Self, DirtyLogError> {
         open_userfaultfd()?;
         let pagemap = Pagemap::open().map_err(|error| {

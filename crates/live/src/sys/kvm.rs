@@ -65,7 +65,8 @@ impl Vm {
     }
 
     fn ioctl_by_value(&self, request: Opcode, argument: libc::c_ulong) -> io::Result<u32> {
-        // SAFETY: both requests that come here take a number, and touch no memory of this process but KVM's own rings.
+        // SAFETY: both requests that come here take a number, and touch no memory of this process but KVM's own
+        // rings.
         let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request as libc::Ioctl, argument) };
         u32::try_from(result).map_err(|_| io::Error::last_os_error())
     }
@@ -124,8 +125,8 @@ impl VmWithSlots {
             ..kvm_clear_dirty_log::default()
         };
         log.__bindgen_anon_1.dirty_bitmap = bitmap.as_ptr().cast_mut().cast();
-        // SAFETY: the request takes this argument. KVM only reads the bitmap: a bit for each of the pages, rounded up to
-        // whole words, which are there.
+        // SAFETY: the request takes this argument. KVM only reads the bitmap: a bit for each of the pages,
+        // rounded up to whole words, which are there.
         unsafe { super::ioctl(self.fd(), KVM_CLEAR_DIRTY_LOG, &mut log) }.map(drop)
     }
 

@@ -62,8 +62,9 @@ const MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
 impl Userfaultfd {
-    /// A userfaultfd for faults of user mode, which needs no privilege. Writes of the kernel on behalf of a process are found
-    /// all the same: their faults would have to be refused only if somebody had to be asked about them.
+    /// A userfaultfd for faults of user mode, which needs no privilege. Writes of the kernel on behalf of a
+    /// process are found all the same: their faults would have to be refused only if somebody had to be asked
+    /// about them.
     ///
     /// # Errors
     /// `ENOSYS` if the kernel is built without, `EPERM` if a filter forbids it.
