@@ -11,6 +11,9 @@
 //! as accessed and dirty already: the CPU has nothing to write there. All state of a vCPU is in its registers.
 //! A batch begins behind the HLT that ended the one before, with the number of writes in RCX, and HLT is
 //! the only thing that a vCPU is ever back for; no instruction is left half-done then.
+//!
+//! A KVM without hardware virtualisation behind it (`kvm_pvm`) emulates the code instruction by instruction. It is right
+//! there, too, but a write takes some 50 microseconds of CPU.
 
 #![allow(
     unsafe_code,
