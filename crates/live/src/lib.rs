@@ -108,7 +108,7 @@
 #![deny(unsafe_code)]
 
 mod destination;
-mod dirty;
+pub mod dirty;
 mod error;
 mod guest;
 mod mapping;
