@@ -26,7 +26,7 @@ use std::{
 };
 
 use codec::Engines;
-use multifd::{Initial, Layout};
+use multifd::Layout;
 use tracing::{debug, info, warn};
 use transfer::{Address, ChannelReader, Hangup, Listener, Snapshot, Stats, Stream};
 
@@ -449,43 +449,39 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
         }
     }
 
-    /// Waits for the channels and starts their threads.
+    /// Waits for the channels, and starts their threads when all of them are there: nothing is heard of a
+    /// round before.
     fn open_channels(&self, source: &Guest, channels: usize) -> Result<(), DestinationError> {
         let deadline = Instant::now() + CHANNELS_WITHIN;
-        let mut open = vec![false; channels];
-        while open.iter().any(|open| !open) {
+        let mut open: Vec<Option<Arc<Stream>>> = vec![None; channels];
+        while open.iter().any(Option::is_none) {
             match self.next(Some(deadline))? {
                 Some(Event::Opened(Opening::Channel(initial), stream))
                     if initial.uuid() == source.id.0 =>
                 {
-                    self.open_channel(source, &mut open, initial, stream)?;
+                    let channel = initial.channel();
+                    match open.get_mut(usize::from(channel)) {
+                        Some(place @ None) => *place = Some(stream),
+                        _ => return Err(DestinationError::ChannelNumber { channel }),
+                    }
                 }
                 Some(event) => self.mind(source, event)?,
                 None => {
                     return Err(DestinationError::Channels {
-                        arrived: open.iter().filter(|open| **open).count(),
+                        arrived: open.iter().flatten().count(),
                         channels,
                         seconds: CHANNELS_WITHIN.as_secs(),
                     });
                 }
             }
         }
+        for (number, stream) in open.into_iter().flatten().enumerate() {
+            self.start_channel(source.layout, number, stream);
+        }
         Ok(())
     }
 
-    fn open_channel(
-        &self,
-        source: &Guest,
-        open: &mut [bool],
-        initial: Initial,
-        stream: Arc<Stream>,
-    ) -> Result<(), DestinationError> {
-        let number = initial.channel();
-        match open.get_mut(usize::from(number)) {
-            Some(open) if !*open => *open = true,
-            _ => return Err(DestinationError::ChannelNumber { channel: number }),
-        }
-        let layout = source.layout;
+    fn start_channel(&self, layout: Layout, number: usize, stream: Arc<Stream>) {
         let decoder = self
             .destination
             .config
@@ -494,14 +490,12 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
         let reader = ChannelReader::new(stream, layout, decoder, self.stats.clone());
         let (place, events) = (self.place, self.events_in.clone());
         self.scope.spawn(move || {
-            let number = usize::from(number);
             let result = channel::receive(reader, layout, place, |round| {
                 // Nobody listens any more when the attempt is over.
                 let _ = events.send(Event::Synced(round));
             });
             let _ = events.send(Event::Ended(number, result));
         });
-        Ok(())
     }
 
     fn check(&self, hello: &Hello) -> Result<Layout, DestinationError> {
