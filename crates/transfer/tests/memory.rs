@@ -12,14 +12,14 @@ use std::{
     net::{TcpListener, TcpStream},
     os::unix::net::UnixStream,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     thread,
     time::Duration,
 };
 
-use codec::{Decoder, Settings, encoder};
+use codec::{Decoder, EncodeError, Encoded, Encoder, Settings, encoder};
 use multifd::{BlockName, Layout, Method, RamHeader};
 use proptest::{collection::vec, prelude::*, sample};
 use rustix::net::sockopt;
@@ -322,6 +322,82 @@ fn a_guest_that_writes_meanwhile_breaks_no_decoder() {
     }
 }
 
+/// An encoder that wants every other packet raw, and writes down what it is asked and told.
+struct Alternating {
+    packets: usize,
+    log: Arc<Mutex<Vec<String>>>,
+}
+
+impl Encoder for Alternating {
+    fn method(&self) -> Method {
+        Method::Zlib
+    }
+
+    fn engine(&self) -> &'static str {
+        "alternating"
+    }
+
+    fn encode<'a>(
+        &mut self,
+        pages: &'a [u8],
+        out: &'a mut [u8],
+    ) -> Result<Encoded<'a>, EncodeError> {
+        let entry = format!("encode {}", pages.len());
+        self.log.lock().unwrap().push(entry);
+        Ok(Encoded {
+            method: Method::Zlib,
+            payload: &out[..100],
+        })
+    }
+
+    fn next_is_raw(&mut self) -> bool {
+        self.packets += 1;
+        self.packets % 2 == 1
+    }
+
+    fn sent(&mut self, wire_bytes: usize, page_bytes: usize, _took: Duration) {
+        let payload = wire_bytes - LAYOUT.ram_header_len();
+        let entry = format!("sent {payload} for {page_bytes}");
+        self.log.lock().unwrap().push(entry);
+    }
+}
+
+#[test]
+fn an_encoder_is_asked_before_and_told_after_each_packet() {
+    let guest = guest(&content(11));
+    let memory = guest.get_slice(0, 2 * PAGE).unwrap();
+    let (near, _far) = connect(Transport::Unix, false);
+    let log = Arc::new(Mutex::default());
+    let encoder = Alternating {
+        packets: 0,
+        log: Arc::clone(&log),
+    };
+    let mut writer = ChannelWriter::new(near, LAYOUT, Box::new(encoder), None, Arc::default());
+    let mut packet = Packet::new(LAYOUT);
+    *packet.ram_mut() = header(&[0]);
+    let mut two = header(&[0, 1]);
+    for expected in [Method::None, Method::Zlib] {
+        writer.write_memory(&mut two, &[memory]).unwrap();
+        assert_eq!(two.method, expected);
+    }
+    for expected in [Method::None, Method::Zlib] {
+        writer.write(&mut packet).unwrap();
+        assert_eq!(packet.ram().method, expected);
+    }
+    // There is nothing to decide about a packet without pages.
+    writer.write_memory(&mut header(&[]), &[]).unwrap();
+    let expected = [
+        "sent 8192 for 8192",
+        "encode 8192",
+        "sent 100 for 8192",
+        "sent 4096 for 4096",
+        "encode 4096",
+        "sent 100 for 4096",
+        "sent 0 for 0",
+    ];
+    assert_eq!(*log.lock().unwrap(), expected);
+}
+
 #[test]
 fn memory_of_the_wrong_length_is_refused_and_does_no_harm() {
     let guest = guest(&content(5));
@@ -480,6 +556,31 @@ fn copies_after_all_are_counted() {
     assert!(counted.zero_copy_sends >= 10 * SYNCS, "{counted:?}");
     assert_eq!(counted.copied_sends, counted.zero_copy_sends);
     assert_eq!(counted.missed_zero_copy, SYNCS);
+}
+
+/// A peer that takes nothing keeps the kernel from letting go of the pages.
+#[test]
+fn a_flush_ends_at_the_stall_timeout() {
+    let guest = guest(&content(10));
+    let (near, far) = connect(Transport::Tcp, true);
+    sockopt::set_socket_send_buffer_size(&near, 1 << 20).unwrap();
+    near.set_stall_timeout(Duration::from_millis(50)).unwrap();
+    let mut writer = writer(near, Method::None, &Arc::default());
+    writer.enable_zero_copy().unwrap();
+    let mut header = header(&(0..PAGES).collect::<Vec<_>>());
+    let error = loop {
+        let memory = guest.as_volatile_slice();
+        let written = writer.write_memory(&mut header, &[memory]);
+        if let Err(error) = written.and_then(|()| writer.flush()) {
+            break error;
+        }
+    };
+    // Whether the kernel's notification or its acknowledgement is missed first is a matter of timers.
+    assert!(
+        matches!(error, WriteError::Held { sends: 1.. } | WriteError::Stalled),
+        "{error}"
+    );
+    drop(far);
 }
 
 /// What a peer never acknowledges stays in the kernel's hands: a flush ends all the same.
