@@ -1,7 +1,9 @@
 //! What the figures have to be.
 
+use crate::live;
 use crate::options::Options;
-use crate::running::{self, Pause};
+use crate::report::Figures;
+use crate::running::Pause;
 use crate::still::{self, Cost};
 
 /// A demand and whether it is met.
@@ -21,11 +23,12 @@ pub(crate) struct Found {
 }
 
 /// Judges all that was measured.
-pub(crate) fn judge(
-    still: &[still::Measured],
-    running: &[running::Measured],
-    options: &Options,
-) -> Vec<Verdict> {
+pub(crate) fn judge(figures: &Figures, options: &Options) -> Vec<Verdict> {
+    let Figures {
+        still,
+        running,
+        live,
+    } = figures;
     let cost = |name: &str| {
         let case = still.iter().find(|measured| measured.case.name == name);
         case.map(|measured| &measured.cost)
@@ -113,7 +116,45 @@ pub(crate) fn judge(
             });
         }
     }
+    verdicts.extend(live.iter().map(of_live));
     verdicts
+}
+
+/// What is demanded of a guest that writes while `live` moves it.
+fn of_live(measured: &live::Measured) -> Verdict {
+    let name = measured.case.name;
+    let moves = &measured.moves;
+    let here = |at| moves.iter().all(|one| one.at == at);
+    let (demand, pass) = match name {
+        "live-downtime/20-percent" => (
+            "every downtime is below the limit",
+            measured.worst().is_some_and(|worst| worst <= live::LIMIT),
+        ),
+        "live-downtime/3x-timeout" => (
+            "gives up, and the guest goes on at the source",
+            here("source"),
+        ),
+        _ => (
+            "converges, or gives up cleanly",
+            here("destination") || here("source"),
+        ),
+    };
+    let mut found: Vec<_> = moves.iter().map(|one| one.status.as_str()).collect();
+    found.dedup();
+    Verdict {
+        demand: format!("{name}: {demand}"),
+        found: Some(Found {
+            pass,
+            numbers: format!(
+                "{} runs, {}; worst downtime {}",
+                moves.len(),
+                found.join(", "),
+                measured
+                    .worst()
+                    .map_or("-".to_owned(), |worst| format!("{worst:.0} ms")),
+            ),
+        }),
+    }
 }
 
 fn pair<T>(ours: Option<T>, stock: Option<T>) -> Option<(T, T)> {

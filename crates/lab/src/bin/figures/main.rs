@@ -5,13 +5,14 @@
 //!  cargo run --release -p lab --bin figures -- [--ram 3G] [--runs 3] [--json FILE] [--corpus DIR] [--only NAME]...
 //! ```
 //!
-//! Three groups of cases: `cpu/...` and `memory/...` move a guest that does not run (module [`still`]), `downtime/...` one
-//! that does (module [`running`]). Each case runs once per round, in an order that turns by one from round to round, and
+//! Cases `cpu/...`, `memory/...` and `live/...` move a guest that does not run (module [`still`]), `downtime/...` one
+//! that does (module [`running`]), `live-downtime/...` one of the crate `live` (module [`live`]). Each case runs once per round, in an order that turns by one from round to round, and
 //! counts with the median of its rounds (more of them for downtimes, which vary most): on a shared machine only what was
 //! measured side by side can be compared.
 //! `docs/figures/README.md` tells how to read the result.
 
 mod criteria;
+mod live;
 mod options;
 mod report;
 mod running;
@@ -35,10 +36,17 @@ fn main() -> Result<()> {
     let runnings = running::cases(&options);
     let running = running::measure(&runnings, &options, qemu)?;
 
-    let verdicts = criteria::judge(&still, &running, &options);
-    print!("{}", report::markdown(&setup, &still, &running, &verdicts));
+    let lives = live::cases(&options);
+    let figures = report::Figures {
+        still,
+        running,
+        live: live::measure(&lives, &options)?,
+    };
+
+    let verdicts = criteria::judge(&figures, &options);
+    print!("{}", report::markdown(&setup, &figures, &verdicts));
     if let Some(path) = &options.json {
-        let json = report::json(&setup, &still, &running, &verdicts);
+        let json = report::json(&setup, &figures, &verdicts);
         std::fs::write(path, format!("{json:#}\n"))
             .with_context(|| format!("writing {}", path.display()))?;
     }

@@ -9,6 +9,7 @@ use lab::qemu::Binary;
 use serde_json::{Value, json};
 
 use crate::criteria::Verdict;
+use crate::live;
 use crate::options::Options;
 use crate::running::{self, Pause};
 use crate::still::{self, Cost};
@@ -79,13 +80,20 @@ impl SetUp {
     }
 }
 
+/// All that was measured.
+pub(crate) struct Figures {
+    pub(crate) still: Vec<still::Measured>,
+    pub(crate) running: Vec<running::Measured>,
+    pub(crate) live: Vec<live::Measured>,
+}
+
 /// Tables and verdicts.
-pub(crate) fn markdown(
-    setup: &SetUp,
-    still: &[still::Measured],
-    running: &[running::Measured],
-    verdicts: &[Verdict],
-) -> String {
+pub(crate) fn markdown(setup: &SetUp, figures: &Figures, verdicts: &[Verdict]) -> String {
+    let Figures {
+        still,
+        running,
+        live,
+    } = figures;
     let mut text = setup.markdown();
     if !still.is_empty() {
         text += "\n| case | channels | CPU-s source | relay A | relay B | destination | total | time s | MB on the wire | peak MiB A | B |\n";
@@ -96,6 +104,11 @@ pub(crate) fn markdown(
         text += "\n| case | downtime ms (each round) | QEMU reported | QEMU expected | vamoose reported | total s | rounds over memory | MB on the link |\n";
         text += "|---|---|---|---|---|---|---|---|\n";
         text.extend(running.iter().map(running_row));
+    }
+    if !live.is_empty() {
+        text += "\n| case | runs | ended | downtime ms, median (worst) | total ms | rounds | throttle % | guest at |\n";
+        text += "|---|---|---|---|---|---|---|---|\n";
+        text.extend(live.iter().map(live::Measured::row));
     }
     text.push('\n');
     for verdict in verdicts {
@@ -111,13 +124,8 @@ pub(crate) fn markdown(
 }
 
 /// All of it, with each round.
-pub(crate) fn json(
-    setup: &SetUp,
-    still: &[still::Measured],
-    running: &[running::Measured],
-    verdicts: &[Verdict],
-) -> Value {
-    let still = still.iter().map(|measured| {
+pub(crate) fn json(setup: &SetUp, figures: &Figures, verdicts: &[Verdict]) -> Value {
+    let still = figures.still.iter().map(|measured| {
         let case = &measured.case;
         json!({
             "case": case.name,
@@ -128,7 +136,7 @@ pub(crate) fn json(
             "rounds": measured.rounds.iter().map(cost).collect::<Vec<_>>(),
         })
     });
-    let running = running.iter().map(|measured| {
+    let running = figures.running.iter().map(|measured| {
         json!({
             "case": measured.case.name,
             "median": pause(&measured.pause),
@@ -160,6 +168,7 @@ pub(crate) fn json(
         },
         "still": still.collect::<Vec<_>>(),
         "running": running.collect::<Vec<_>>(),
+        "live": figures.live.iter().map(live::Measured::json).collect::<Vec<_>>(),
         "criteria": verdicts.collect::<Vec<_>>(),
     })
 }
