@@ -213,11 +213,6 @@ impl Stage {
         self.arrived().is_some_and(|guest| guest.is_running())
     }
 
-    /// Whether it has ever run there since it was loaded the last time.
-    pub(crate) fn has_run_there(&self, state: &State) -> bool {
-        state.started.load(Ordering::SeqCst)
-    }
-
     /// A destination for the guest, with `settings` applied to its defaults.
     pub(crate) fn destination(&self, settings: impl FnOnce(&mut DestinationConfig)) -> Destination {
         let mut config = DestinationConfig::new(engines(Method::None));
@@ -279,13 +274,6 @@ pub(crate) enum Step {
 
 /// May fail a step, or do anything else before it.
 pub(crate) type Hook<'a> = Box<dyn FnMut(Step) -> Result<(), GuestError> + Send + 'a>;
-
-/// What was seen of the guest at the destination.
-#[derive(Default)]
-pub(crate) struct State {
-    /// It was let run, at least once.
-    started: AtomicBool,
-}
 
 /// The VMM at the source.
 pub(crate) struct Here<'a> {
@@ -370,7 +358,8 @@ impl SourceGuest for Here<'_> {
 pub(crate) struct There<'a> {
     stage: Arc<Stage>,
     pub(crate) hook: Hook<'a>,
-    pub(crate) state: Arc<State>,
+    /// It was let run, at least once.
+    started: AtomicBool,
 }
 
 impl<'a> There<'a> {
@@ -378,7 +367,7 @@ impl<'a> There<'a> {
         Self {
             stage: stage.clone(),
             hook: Box::new(|_| Ok(())),
-            state: Arc::default(),
+            started: AtomicBool::new(false),
         }
     }
 
@@ -418,7 +407,7 @@ impl DestinationGuest for There<'_> {
             !self.stage.guest.is_running(),
             "the destination runs a guest that runs at the source"
         );
-        self.state.started.store(true, Ordering::SeqCst);
+        self.started.store(true, Ordering::SeqCst);
         let guest = self.stage.arrived().expect("resumed before it was loaded");
         Ok(guest.resume()?)
     }
@@ -520,8 +509,27 @@ pub(crate) fn move_in_the_end(stage: &Arc<Stage>, address: &Address) {
                     "{error}"
                 );
                 stage.expect_here();
+                thread::sleep(Duration::from_millis(20));
             }
         }
+    }
+}
+
+/// Has `destination` take guests until it has got one; gives the errors before that.
+pub(crate) fn until_one_arrives(
+    destination: &mut Destination,
+    there: &mut There<'_>,
+) -> (Vec<DestinationError>, Arrival) {
+    let mut errors = Vec::new();
+    loop {
+        match destination.run(there) {
+            Ok(arrival) => return (errors, arrival),
+            Err(error) => errors.push(error),
+        }
+        assert!(
+            !there.started.load(Ordering::SeqCst),
+            "a guest that did not arrive has run: {errors:?}"
+        );
     }
 }
 
