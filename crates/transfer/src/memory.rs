@@ -61,7 +61,8 @@ pub(crate) fn send(
 
 /// Fills as much of the slices of `left` as one call does; 0 when the peer has closed.
 ///
-/// MSG_WAITALL would bring nothing that can be measured, and blur the stall timeout.
+/// Neither MSG_WAITALL nor SO_RCVLOWAT brings anything that can be measured; the one would blur the stall
+/// timeout, and the other keep a short header waiting.
 pub(crate) fn receive(socket: BorrowedFd<'_>, left: &Left<'_>) -> io::Result<usize> {
     let left = Left {
         header: &[],

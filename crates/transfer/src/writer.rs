@@ -194,8 +194,8 @@ impl ChannelWriter {
         self.flush()
     }
 
-    /// Waits until the kernel has let go of all pages that were sent without a copy: their bytes are with
-    /// the peer's kernel. Returns at once where nothing was.
+    /// Waits until the kernel has let go of all pages that were sent without a copy: the peer's kernel has
+    /// their bytes, or ours has made a copy after all. Returns at once where nothing was sent like that.
     ///
     /// # Errors
     /// When the connection breaks, is shut down, or acknowledges nothing for the stall timeout. The kernel may
