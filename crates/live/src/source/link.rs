@@ -25,11 +25,14 @@ use crate::{
 /// Everything that leads to the destination.
 pub(super) struct Link<'a> {
     source: &'a Source,
+    destination: &'a Address,
     id: MigrationId,
     control: Arc<Stream>,
     events: Receiver<Event>,
     /// To each channel's thread; empty when the channels have ended.
     rounds: Vec<Sender<Arc<Round>>>,
+    /// The destination may have loaded the guest.
+    state_sent: bool,
 }
 
 /// What the coordinator waits for.
@@ -63,7 +66,7 @@ impl<'a> Link<'a> {
     /// Connects, introduces the guest, opens the channels.
     pub(super) fn establish<'scope>(
         source: &'a Source,
-        destination: &Address,
+        destination: &'a Address,
         scope: &'scope Scope<'scope, 'a>,
     ) -> Result<Self, SourceError> {
         let config = &source.config;
@@ -79,10 +82,12 @@ impl<'a> Link<'a> {
         });
         let mut link = Self {
             source,
+            destination,
             id,
             control,
             events,
             rounds: Vec::new(),
+            state_sent: false,
         };
         link.say(&SourceMessage::Hello(hello(source)))?;
         match link.hear(
@@ -93,7 +98,7 @@ impl<'a> Link<'a> {
             said => return Err(unexpected(said)),
         }
         for number in 0..config.channels {
-            let writer = link.open_channel(number, destination)?;
+            let writer = link.open_channel(number)?;
             let (rounds_in, rounds) = mpsc::channel();
             let events = events_in.clone();
             scope.spawn(move || {
@@ -159,7 +164,8 @@ impl<'a> Link<'a> {
     }
 
     /// Sends the device state.
-    pub(super) fn say_state(&self, state: &[u8]) -> Result<(), SourceError> {
+    pub(super) fn say_state(&mut self, state: &[u8]) -> Result<(), SourceError> {
+        self.state_sent = true;
         let len = state.len() as u64;
         self.say(&SourceMessage::State { len })?;
         self.control
@@ -222,12 +228,23 @@ impl<'a> Link<'a> {
         error
     }
 
-    /// Tells the destination that the guest stays here. It finds out by itself if it cannot be told.
+    /// Tells the destination that the guest stays here. It finds out by itself if it cannot be told, but one
+    /// that has loaded the guest only after the settle time.
     pub(super) fn abort(&self, error: &SourceError) {
+        let abort = SourceMessage::Abort {
+            cause: error.to_string(),
+        };
         // Not for long: the connection may be what has failed.
         let _ = self.control.set_stall_timeout(LAST_WORDS_WITHIN);
-        let cause = error.to_string();
-        let _ = self.say(&SourceMessage::Abort { cause });
+        let said = send(&self.control, &abort);
+        if said.is_err()
+            && self.state_sent
+            && let Ok(stream) = dial(self.destination, LAST_WORDS_WITHIN)
+        {
+            let opening = Opening::control(self.id);
+            let _ = stream.write_both(&opening, &[]);
+            let _ = send(&stream, &abort);
+        }
     }
 
     /// The attempt's name.
@@ -235,15 +252,11 @@ impl<'a> Link<'a> {
         self.id
     }
 
-    fn open_channel(
-        &self,
-        number: u8,
-        destination: &Address,
-    ) -> Result<ChannelWriter, SourceError> {
+    fn open_channel(&self, number: u8) -> Result<ChannelWriter, SourceError> {
         let source = self.source;
         let config = &source.config;
         let opening = Initial::new(self.id.0, number, config.channels.into())?.to_bytes();
-        let stream = connect(source, destination)?;
+        let stream = connect(source, self.destination)?;
         stream
             .write_both(&opening, &[])
             .map_err(ProtocolError::from)?;
