@@ -2,7 +2,7 @@
 //!
 //! Commands, progress and reports; what they do is in the crates below.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod commands;
 mod options;
@@ -29,6 +29,8 @@ enum Command {
     Migrate(commands::migrate::Options),
     Inspect(commands::inspect::Options),
     Probe(commands::probe::Options),
+    LiveDemo(commands::live_demo::Options),
+    LiveDemoDestination(commands::live_demo::destination::Options),
 }
 
 fn main() -> ExitCode {
@@ -49,6 +51,8 @@ fn main() -> ExitCode {
         Command::Migrate(options) => commands::migrate::run(&options),
         Command::Inspect(options) => commands::inspect::run(&options),
         Command::Probe(options) => commands::probe::run(&options),
+        Command::LiveDemo(options) => commands::live_demo::run(&options),
+        Command::LiveDemoDestination(options) => commands::live_demo::destination::run(&options),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

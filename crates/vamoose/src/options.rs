@@ -13,6 +13,7 @@ use clap::{Args, ValueEnum};
 use codec::{Accel, Engines, Registry, Settings, Verify};
 use multifd::{Layout, Method};
 use relay::Config;
+use serde::{Deserialize, Serialize};
 
 /// How pages cross the link.
 #[derive(Args, Clone, Debug)]
@@ -44,7 +45,7 @@ pub(crate) struct Encoding {
 impl Encoding {
     /// The relay that these options describe.
     pub(crate) fn config(&self) -> Result<Config> {
-        let engines = self.hardware.engines(self.settings()?)?;
+        let engines = self.hardware.engines(self.method.settings(self.level)?)?;
         let page_size = u32::try_from(self.page_size.0).unwrap_or(u32::MAX);
         if self.streams > NonZeroUsize::MIN && !engines.settings().packets_are_independent() {
             bail!(
@@ -66,21 +67,13 @@ impl Encoding {
         config.stall_timeout = Duration::from_secs(self.stall_timeout);
         Ok(config)
     }
-
-    fn settings(&self) -> Result<Settings> {
-        match (self.method.method(), self.level) {
-            (Some(method), level) => Ok(Settings::new(method, level)?),
-            (None, None) => Ok(Settings::auto()),
-            (None, Some(level)) => bail!("--level {level}: method auto chooses its levels itself"),
-        }
-    }
 }
 
 /// Each stream has a thread, and buffers of 1.5 MiB.
 const MOST_STREAMS: usize = 64;
 
 /// What is used of this host's hardware, and how far it is trusted.
-#[derive(Args, Clone, Copy, Debug)]
+#[derive(Args, Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Hardware {
     /// Hardware to encode and decode with
     #[arg(long, value_enum, default_value_t = AccelName::Auto)]
@@ -131,6 +124,15 @@ pub(crate) enum MethodName {
 }
 
 impl MethodName {
+    /// The method with the level that was given, if one was.
+    pub(crate) fn settings(self, level: Option<i32>) -> Result<Settings> {
+        match (self.method(), level) {
+            (Some(method), level) => Ok(Settings::new(method, level)?),
+            (None, None) => Ok(Settings::auto()),
+            (None, Some(level)) => bail!("--level {level}: method auto chooses its levels itself"),
+        }
+    }
+
     /// `None` for auto.
     fn method(self) -> Option<Method> {
         Some(match self {
@@ -147,7 +149,7 @@ impl MethodName {
 }
 
 /// The accelerators of the command line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 enum AccelName {
     /// The best that is there
     Auto,
@@ -159,7 +161,7 @@ enum AccelName {
     Iaa,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 enum VerifyName {
     /// None
     Off,

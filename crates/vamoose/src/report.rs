@@ -122,21 +122,27 @@ impl Report {
 
     /// Writes the report to `target`, a file or `-` for standard output.
     pub(crate) fn write(&self, target: &str) -> Result<()> {
-        let mut text = serde_json::to_string_pretty(self).context("cannot write the report")?;
-        text.push('\n');
-        if target == "-" {
-            std::io::stdout().write_all(text.as_bytes())
-        } else {
-            fs::write(target, text)
-        }
-        .with_context(|| format!("cannot write the report to {target}"))
+        write_json(self, target)
     }
+}
+
+/// Writes a report of any command to `target`, a file or `-` for standard output.
+pub(crate) fn write_json(report: &impl Serialize, target: &str) -> Result<()> {
+    let mut text = serde_json::to_string_pretty(report).context("cannot write the report")?;
+    text.push('\n');
+    if target == "-" {
+        std::io::stdout().write_all(text.as_bytes())
+    } else {
+        fs::write(target, text)
+    }
+    .with_context(|| format!("cannot write the report to {target}"))
 }
 
 pub(crate) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn process_cpu_time() -> Duration {
+/// CPU time of this process, user and system.
+pub(crate) fn process_cpu_time() -> Duration {
     Duration::try_from(clock_gettime(ClockId::ProcessCPUTime)).unwrap_or_default()
 }

@@ -1,0 +1,192 @@
+//! The demo's migration, as the source sees it: watched, cancelled by signals, with an account of each round.
+
+use std::{
+    sync::{
+        atomic::{AtomicBool, Ordering},
+        mpsc::{self, Receiver, RecvTimeoutError},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use live::{GuestError, Handle, Source, SourceError, SourceGuest, Status, Switchover};
+use serde::Serialize;
+use testguest::Guest;
+use transfer::{Address, Snapshot};
+
+use super::cpu::CpuTime;
+use crate::progress::Display;
+
+/// A migration that has ended, well or not.
+pub(super) struct Run {
+    pub(super) result: Result<(), SourceError>,
+    /// At the end.
+    pub(super) status: Status,
+    pub(super) moved: Snapshot,
+    pub(super) rounds: Vec<Round>,
+    /// Of this process without the vCPUs, from before the migration to its end.
+    pub(super) cpu_time: Duration,
+    /// Of the vCPUs meanwhile.
+    pub(super) vcpu_time: Option<Duration>,
+}
+
+/// A round over the guest's memory, or the last one, of the paused guest.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Round {
+    /// In milliseconds, with the look at the dirty log behind it. Of the last one, the downtime.
+    pub(super) time: f64,
+    /// Pages sent, normal and zero.
+    pub(super) pages: u64,
+    pub(super) wire_bytes: u64,
+    /// Pages that were dirty when it was over.
+    pub(super) dirty_pages: u64,
+}
+
+/// Migrates `guest` to the destination that listens on `to`, until `cancel` is set. A guest that is not `running` does not begin to
+/// run because of it.
+pub(super) fn migrate(source: Source, to: &Address, guest: &Guest, cancel: &AtomicBool) -> Run {
+    let handle = source.handle();
+    let mut outgoing = Outgoing {
+        guest,
+        runs: guest.is_running(),
+        rounds: Vec::new(),
+        last: Mark::default(),
+        start: Instant::now(),
+    };
+    let before = CpuTime::now();
+    let (result, after) = thread::scope(|scope| {
+        let (_over, ended) = mpsc::channel::<()>();
+        let watched = handle.clone();
+        scope.spawn(move || watch(&watched, cancel, &ended));
+        outgoing.start = Instant::now();
+        let result = source.run(to, &mut outgoing);
+        (result.map(drop), CpuTime::now())
+    });
+    let status = handle.status();
+    if result.is_ok() {
+        outgoing.last_round(&status);
+    }
+    Run {
+        result,
+        status,
+        moved: handle.moved(),
+        rounds: outgoing.rounds,
+        cpu_time: after.without_vcpus(before),
+        vcpu_time: after.of_vcpus(before),
+    }
+}
+
+/// Shows where the migration stands, and cancels it, until `ended` says that it is over.
+fn watch(handle: &Handle, cancel: &AtomicBool, ended: &Receiver<()>) {
+    const EVERY: Duration = Duration::from_millis(100);
+    let mut display = Display::new();
+    loop {
+        display.show(&progress(handle));
+        if cancel.load(Ordering::Relaxed) {
+            // Too late is no error: the guest has moved.
+            handle.cancel();
+        }
+        if ended.recv_timeout(EVERY) != Err(RecvTimeoutError::Timeout) {
+            break;
+        }
+    }
+    display.end();
+}
+
+fn progress(handle: &Handle) -> relay::Progress {
+    let mut status = handle.status();
+    let ram = &mut status.ram;
+    if ram.dirty_sync_count == 0 {
+        // Nobody has counted yet.
+        let sent = (ram.normal + ram.duplicate) * ram.page_size;
+        ram.remaining = ram.total.saturating_sub(sent);
+    }
+    // Numbers and plain words: this cannot fail, and what is shown is no matter of life.
+    let source = serde_json::to_value(&status).unwrap_or_default();
+    relay::Progress {
+        status: source["status"].as_str().unwrap_or_default().to_owned(),
+        source,
+        moved: handle.moved(),
+    }
+}
+
+/// The guest as the engine sees it.
+struct Outgoing<'a> {
+    guest: &'a Guest,
+    /// Whether it is to run as long as it is here.
+    runs: bool,
+    rounds: Vec<Round>,
+    last: Mark,
+    start: Instant,
+}
+
+/// What had been done at the end of a round.
+#[derive(Default)]
+struct Mark {
+    time: Duration,
+    pages: u64,
+    wire_bytes: u64,
+}
+
+impl Outgoing<'_> {
+    fn round(&mut self, status: &Status, time: Duration, took: Duration) {
+        let ram = &status.ram;
+        let pages = ram.normal + ram.duplicate;
+        self.rounds.push(Round {
+            time: tenths(took),
+            pages: pages - self.last.pages,
+            wire_bytes: ram.transferred - self.last.wire_bytes,
+            dirty_pages: ram.remaining / ram.page_size.max(1),
+        });
+        self.last = Mark {
+            time,
+            pages,
+            wire_bytes: ram.transferred,
+        };
+    }
+
+    fn last_round(&mut self, status: &Status) {
+        let mut status = status.clone();
+        status.ram.remaining = 0;
+        let took = Duration::from_millis(status.downtime.unwrap_or_default());
+        self.round(&status, self.start.elapsed(), took);
+    }
+}
+
+/// Milliseconds with one decimal.
+fn tenths(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e4).round() / 10.0
+}
+
+impl SourceGuest for Outgoing<'_> {
+    fn pause(&mut self) -> Result<(), GuestError> {
+        self.guest.pause();
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), GuestError> {
+        if self.runs {
+            self.guest.resume()?;
+        }
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<Vec<u8>, GuestError> {
+        Ok(self.guest.save()?)
+    }
+
+    fn throttle(&mut self, percent: u8) {
+        self.guest.throttle(percent);
+    }
+
+    fn switchover(&mut self, status: &Status) -> Switchover {
+        let now = self.start.elapsed();
+        let began = match self.rounds.is_empty() {
+            true => Duration::from_millis(status.setup_time),
+            false => self.last.time,
+        };
+        self.round(status, now, now.saturating_sub(began));
+        Switchover::Auto
+    }
+}

@@ -1,0 +1,384 @@
+//! `vamoose live-demo` as a user runs it: a guest moves between two processes, whole, or stays where it is.
+
+#![allow(clippy::unwrap_used, reason = "a test helper fails by panicking")]
+
+use std::{process::Command, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use lab::vamoose::{Ended, Vamoose};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
+};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Longer than anything may take on a machine that is very busy.
+const LIMIT: Duration = Duration::from_secs(120);
+
+const MIB: u64 = 1 << 20;
+
+/// A guest that cannot leave: it writes all of its memory faster than the link moves it.
+const ENDLESS: [&str; 8] = [
+    "--ram=16M",
+    "--fill=zero",
+    "--guest=threads",
+    "--rate=max",
+    "--zero-page-detection=none",
+    "--max-bandwidth=1M",
+    "--downtime-limit=1",
+    "--json=-",
+];
+
+#[test]
+fn every_fill_arrives_whole() -> Result<()> {
+    let folder = TempDir::new()?;
+    let file = folder.path().join("content");
+    std::fs::write(&file, "neither whole pages nor a whole number of them")?;
+    for (fill, least_normal) in [
+        ("mixed", 5000),
+        (file.to_str().context("a path")?, 8192),
+        ("zero", 0),
+        ("untouched", 0),
+    ] {
+        // 32 MiB are 8192 pages. An idle guest leaves it at what was filled.
+        let report = demo(&["--ram=32M", "--guest=threads", "--rate=0", "--fill", fill])?;
+        let normal = number(&report["ram"], "normal");
+        let zero = number(&report, "zero-pages");
+        match fill {
+            "untouched" => assert_eq!((normal, zero), (0, 0)),
+            "zero" => assert_eq!((normal, zero), (0, 8192)),
+            _ => assert!(normal >= least_normal, "{fill}: {report:#}"),
+        }
+        assert_eq!(number(&report["guest"], "writes"), 0, "{fill}");
+    }
+    Ok(())
+}
+
+#[test]
+fn every_method_and_backing_over_some_channels() -> Result<()> {
+    for (method, backing, channels) in [
+        ("none", "anonymous", "1"),
+        ("zstd", "memfd", "4"),
+        ("lz4", "anonymous", "4"),
+        ("zlib", "memfd", "1"),
+        ("auto", "anonymous", "2"),
+    ] {
+        let report = demo(&[
+            "--ram=16M",
+            "--guest=threads",
+            "--method",
+            method,
+            "--backing",
+            backing,
+            "--channels",
+            channels,
+        ])?;
+        assert_eq!(report["method"], method);
+        assert_eq!(report["channels"].to_string(), channels);
+        assert_eq!(report["guest"]["backing"], backing);
+        if ["zstd", "lz4", "zlib"].contains(&method) {
+            let (wire, pages) = (number(&report, "wire-bytes"), number(&report, "page-bytes"));
+            assert!(wire < pages, "{method}: {wire} bytes for {pages}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_kvm_guest_moves_with_either_log() -> Result<()> {
+    if !kvm() {
+        return Ok(());
+    }
+    for (log, vcpus) in [("kvm", "2"), ("userfaultfd", "1")] {
+        let report = demo(&[
+            "--ram=16M",
+            "--guest=kvm",
+            "--dirty-log",
+            log,
+            "--vcpus",
+            vcpus,
+        ])?;
+        assert_eq!(report["guest"]["kind"], "kvm");
+        assert_eq!(report["guest"]["dirty-log"], log);
+        assert_eq!(report["guest"]["vcpus"].to_string(), vcpus);
+    }
+    Ok(())
+}
+
+#[test]
+fn every_pattern_writes_on_both_sides() -> Result<()> {
+    for pattern in ["sequential", "random", "hot-set"] {
+        let report = demo(&[
+            "--ram=16M",
+            "--guest=threads",
+            "--working-set=8M",
+            "--hot-set=1M",
+            "--rate=50000",
+            "--prealloc",
+            "--pattern",
+            pattern,
+        ])?;
+        assert_eq!(report["guest"]["pattern"], pattern);
+        let after = number(&report["guest"], "writes-after");
+        assert!(after > 0, "{report:#}");
+    }
+    Ok(())
+}
+
+#[test]
+fn the_report_adds_up() -> Result<()> {
+    let folder = TempDir::new()?;
+    let file = folder.path().join("report.json");
+    let file = file.to_str().context("a path")?;
+    let ended = run(&["--ram=16M", "--guest=threads", "--json", file])?.success()?;
+    assert_eq!(ended.stdout, "");
+    let report: Value = serde_json::from_str(&std::fs::read_to_string(file)?)?;
+    holds(&report)?;
+
+    let sum_of_rounds = |key: &str| -> u64 {
+        let rounds = report["rounds"].as_array().unwrap();
+        rounds.iter().map(|round| number(round, key)).sum()
+    };
+    let ram = &report["ram"];
+    assert_eq!(
+        sum_of_rounds("pages"),
+        number(ram, "normal") + number(ram, "duplicate")
+    );
+    assert_eq!(sum_of_rounds("wire-bytes"), number(&report, "wire-bytes"));
+    assert_eq!(
+        report["rounds"].as_array().unwrap().len() as u64,
+        number(ram, "dirty-sync-count")
+    );
+    assert_eq!(
+        number(&report, "scan-and-send") + number(&report, "setup-time"),
+        number(&report, "total-time")
+    );
+    let cpu = |key: &str| report["cpu-seconds"][key].as_f64().unwrap();
+    assert!(cpu("source") > 0.0 && cpu("destination") > 0.0);
+    assert!((cpu("total") - cpu("source") - cpu("destination")).abs() < 1e-9);
+    Ok(())
+}
+
+#[test]
+fn a_size_of_packets_and_zero_pages_as_traffic() -> Result<()> {
+    let report = demo(&[
+        "--ram=16M",
+        "--guest=threads",
+        "--rate=0",
+        "--fill=zero",
+        "--packet-size=64k",
+        "--normal-page-ratio=100",
+    ])?;
+    assert_eq!(number(&report, "packet-bytes"), 64 << 10);
+    assert_eq!(number(&report["ram"], "normal"), 16 * MIB / 4096);
+    assert_eq!(number(&report, "zero-pages"), 0);
+    Ok(())
+}
+
+#[test]
+fn zero_copy_over_loopback_copies_and_says_so() -> Result<()> {
+    let ended = run(&[
+        "--ram=16M",
+        "--guest=threads",
+        "--channels=1",
+        "--zero-copy",
+        "--json=-",
+    ])?;
+    if ended.stderr.contains("ulimit -l") {
+        skip("this host lets nobody lock the memory that zero-copy send needs");
+        return Ok(());
+    }
+    let report = report(&ended.success()?)?;
+    let zero_copy = &report["zero-copy"];
+    assert_eq!(zero_copy["requested"], true);
+    assert!(number(zero_copy, "sends") > 0);
+    assert_eq!(zero_copy["copied"], zero_copy["sends"]);
+    let missed = number(zero_copy, "missed");
+    assert!(missed > 0, "{report:#}");
+    assert_eq!(
+        number(&report["ram"], "dirty-sync-missed-zero-copy"),
+        missed
+    );
+    Ok(())
+}
+
+#[test]
+fn options_that_cannot_be_are_refused() -> Result<()> {
+    for (options, words) in [
+        (&["--zero-copy", "--method=zstd"][..], "--zero-copy"),
+        (&["--ram=5000"], "--ram"),
+        (&["--ram=0"], "--ram"),
+        (&["--channels=0"], "0 channels"),
+        (&["--channels=65"], "65 channels"),
+        (&["--vcpus=9"], "9 vCPUs"),
+        (&["--packet-size=3k"], "packet size"),
+        (&["--rate=fast"], "--rate"),
+        (&["--pattern=hot-set", "--hot-set=1"], "--hot-set"),
+        (&["--ram=16M", "--working-set=32M"], "--working-set"),
+        (&["--normal-page-ratio=101"], "--normal-page-ratio"),
+        (&["--max-bandwidth=0"], "--max-bandwidth"),
+        (&["--timeout=0"], "--timeout"),
+        (&["--method=none", "--level=3"], "level"),
+        (&["--dirty-log=kvm"], "--dirty-log kvm"),
+        (&["--fill=/does/not/exist"], "--fill /does/not/exist"),
+        (&["--listen=tcp:0.0.0.0:0"], "--insecure"),
+        (&["--via=/does/not/exist"], "/does/not/exist"),
+        (&["--via=false"], "has ended"),
+    ] {
+        let ended = run(&[&["--guest=threads", "--json=-"], options].concat())?.failure(words)?;
+        assert_eq!(ended.stdout, "", "{options:?}");
+        assert!(!ended.stderr.contains("panicked"), "{}", ended.stderr);
+    }
+    Ok(())
+}
+
+#[test]
+fn an_address_that_is_taken_is_the_destinations_error() -> Result<()> {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0")?;
+    let listen = format!("--listen=tcp:{}", taken.local_addr()?);
+    run(&["--ram=16M", "--guest=threads", &listen])?
+        .failure("the destination: cannot listen on tcp:127.0.0.1:")?;
+    Ok(())
+}
+
+#[test]
+fn another_command_starts_the_destination() -> Result<()> {
+    demo(&["--ram=16M", "--guest=threads", "--via=env MARK=1"])?;
+    Ok(())
+}
+
+#[test]
+fn a_killed_destination_leaves_the_guest_at_the_source() -> Result<()> {
+    let demo = start(&ENDLESS)?;
+    let destination = destination(&demo)?;
+    demo.wait_for("active, ", LIMIT)?;
+    kill_process(destination, Signal::KILL)?;
+    let ended = demo
+        .finish(LIMIT)?
+        .failure("the destination's process was killed by signal 9")?;
+    stays(&ended, "failed")
+}
+
+#[test]
+fn ctrl_c_cancels_and_the_guest_goes_on() -> Result<()> {
+    for signal in [Signal::INT, Signal::TERM] {
+        let demo = start(&ENDLESS)?;
+        let destination = pidfd_open(destination(&demo)?, PidfdFlags::empty())?;
+        demo.wait_for("active, ", LIMIT)?;
+        demo.signal(signal)?;
+        let ended = demo.finish(LIMIT)?.failure("cancelled")?;
+        stays(&ended, "cancelled")?;
+        ensure!(ends(&destination)?, "the destination goes on");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_that_never_fits_stays_when_the_time_is_over() -> Result<()> {
+    let ended = run(&[&ENDLESS[..], &["--timeout=1"]].concat())?.failure("not converged")?;
+    stays(&ended, "failed")
+}
+
+#[test]
+fn a_killed_source_takes_its_destination_along() -> Result<()> {
+    let demo = start(&ENDLESS)?;
+    let destination = pidfd_open(destination(&demo)?, PidfdFlags::empty())?;
+    demo.wait_for("active, ", LIMIT)?;
+    demo.signal(Signal::KILL)?;
+    ensure!(ends(&destination)?, "the destination goes on");
+    Ok(())
+}
+
+/// Runs a demo that has to succeed, and returns its report.
+fn demo(options: &[&str]) -> Result<Value> {
+    let ended = run(&[&["--json=-"], options].concat())?
+        .success()
+        .with_context(|| format!("{options:?}"))?;
+    let report = report(&ended)?;
+    holds(&report)?;
+    Ok(report)
+}
+
+fn holds(report: &Value) -> Result<()> {
+    ensure!(
+        report["status"] == "completed"
+            && report["memory-equal"] == true
+            && report["checksum-holds"] == true
+            && report["guest"]["at"] == "destination",
+        "{report:#}"
+    );
+    Ok(())
+}
+
+/// That the guest of a failed demo runs at the source, and is whole.
+fn stays(ended: &Ended, status: &str) -> Result<()> {
+    ensure!(
+        ended.stderr.contains("the guest went on at the source"),
+        "{}",
+        ended.stderr
+    );
+    let report = report(ended)?;
+    ensure!(
+        report["status"] == status
+            && report["memory-equal"].is_null()
+            && report["checksum-holds"] == true
+            && report["guest"]["at"] == "source"
+            && number(&report["guest"], "writes-after") > 0,
+        "{report:#}"
+    );
+    Ok(())
+}
+
+fn report(ended: &Ended) -> Result<Value> {
+    serde_json::from_str(&ended.stdout).with_context(|| ended.stdout.clone())
+}
+
+fn run(options: &[&str]) -> Result<Ended> {
+    start(options)?.finish(LIMIT)
+}
+
+fn start(options: &[&str]) -> Result<Vamoose> {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vamoose"));
+    command.arg("live-demo").args(options);
+    Vamoose::start(&mut command)
+}
+
+/// The destination's process.
+fn destination(demo: &Vamoose) -> Result<Pid> {
+    let said = demo.wait_for("the destination, process ", LIMIT)?;
+    let (pid, _) = said.split_once(',').context("no process")?;
+    Pid::from_raw(pid.parse()?).context("not a process id")
+}
+
+/// Whether the process ends in time.
+fn ends(process: &rustix::fd::OwnedFd) -> Result<bool> {
+    let timeout = Timespec::try_from(LIMIT)?;
+    let mut fds = [PollFd::new(process, PollFlags::IN)];
+    Ok(poll(&mut fds, Some(&timeout))? > 0)
+}
+
+fn kvm() -> bool {
+    match testguest::kvm_available() {
+        Ok(()) => true,
+        Err(reason) => {
+            skip(&reason);
+            false
+        }
+    }
+}
+
+/// Says loudly that this host cannot run a test.
+fn skip(reason: &str) {
+    assert!(
+        std::env::var_os("VAMOOSE_NO_SKIP").is_none_or(|set| set != "1"),
+        "{reason}"
+    );
+    eprintln!("SKIPPED: {reason}");
+}
+
+fn number(value: &Value, key: &str) -> u64 {
+    value[key]
+        .as_u64()
+        .unwrap_or_else(|| panic!("{key} is no number in {value:#}"))
+}
