@@ -33,6 +33,8 @@ mod controller;
 mod ladder;
 mod link;
 mod price;
+#[cfg(test)]
+mod simulation;
 
 use std::time::{Duration, Instant};
 

@@ -78,7 +78,7 @@ pub(super) struct Controller {
 const MEMORY: f64 = 16.0;
 
 /// CPU time over which the stretch is smoothed, in nanoseconds: several turns of the scheduler.
-const STRETCH_MEMORY: f64 = 20e6;
+const STRETCH_MEMORY: f64 = 4e6;
 
 /// Between packets, in nanoseconds: longer ones are not work but a pause, in which the socket empties.
 const PAUSE: f64 = 20e6;
@@ -89,13 +89,18 @@ const PROBING: f64 = 0.01;
 /// Most time for probes that is kept for later, in nanoseconds: no more than the slowest needs.
 const MOST_ALLOWANCE: f64 = 30e6;
 
-/// Most packets of which one is looked at, where nothing can be saved.
-const MOST_UNSEEN: u32 = 7;
+/// After so many packets in a row in which nothing can be saved one is left out between any two that are
+/// looked at, after twice as many two, up to the most: looking costs as much as a tenth of sending.
+const ROWS_UNSEEN: u32 = 8;
+const MOST_UNSEEN: u32 = 4;
 
 /// Part of the link's time for which a thread is busy. With more it would never wait, and could not tell a
 /// link that has become faster.
 const MOST_BUSY: f64 = 0.95;
 const LEAST_BUSY: f64 = 0.75;
+
+/// The least that a socket can cost, in nanoseconds per byte: nothing is for nothing.
+const LEAST_COPYING: f64 = 0.01;
 
 /// Time in which a faster link should show, in nanoseconds.
 const NOTICE: f64 = 400e6;
@@ -166,15 +171,11 @@ impl Controller {
         } else if pages > 0.0 {
             let weight = packets(pages) / MEMORY;
             approach(&mut self.other, other / pages, weight);
-            approach(&mut self.copying, cpu.min(took) / wire.max(1.0), weight);
+            approach(&mut self.copying, (cpu.min(took) / wire.max(1.0)).max(LEAST_COPYING), weight);
             let waited = (took - cpu * self.stretch).max(0.0);
             self.link.sent(wire, elapsed, waited);
-            if self.link.take_jump() {
-                self.price.forget();
-            }
             let encoding = self.mix.high != RAW;
-            let quantum = self.link.quantum();
-            self.price.sent(wire, pages, elapsed, quantum, encoding);
+            self.price.sent(wire, pages, elapsed, &self.link, encoding);
         }
         self.allowance = (self.allowance + PROBING * elapsed).min(MOST_ALLOWANCE);
         self.settle_debt(pages);
@@ -182,14 +183,17 @@ impl Controller {
         self.plan = self.next_plan();
     }
 
+    #[cfg(test)]
+    pub(super) fn describe(&self) -> String { format!("mix {:?} link {:?} q {:.0} price {} stretch {:.2} copying {:.2} other {:.2} hopeless {:.2} ladder {:?}", self.mix, self.link.time(), self.link.quantum(), self.price.now(), self.stretch, self.copying, self.other, self.hopeless, (0..RUNGS).map(|r| { let r = self.ladder.rung(r); (format!("{:.2} {:.2}", r.cost, r.size)) }).collect::<Vec<_>>()) }
+
     fn looked_at(&mut self, cost: Cost, hopeless: bool) {
         let weight = packets(bytes(cost.page_bytes)) / MEMORY;
         approach(&mut self.hopeless, f64::from(u8::from(hopeless)), weight);
         self.hopeless_row = match hopeless {
-            true => (self.hopeless_row + 1).min(MOST_UNSEEN),
+            true => (self.hopeless_row + 1).min(ROWS_UNSEEN * MOST_UNSEEN),
             false => 0,
         };
-        self.unseen = self.hopeless_row;
+        self.unseen = self.hopeless_row / ROWS_UNSEEN;
         self.has_run(cost);
     }
 

@@ -130,7 +130,8 @@ impl Ladder {
         };
         let base = self.rungs[known];
         let cost = base.cost * second.cost / first.cost;
-        let size = 1.0 - (1.0 - base.size) * (1.0 - second.size) / (1.0 - first.size);
+        // A difference and no quotient: packets in which there is little to save must not count more.
+        let size = base.size + second.size - first.size;
         self.rungs[other].learn(cost, size, second.packets);
     }
 

@@ -16,7 +16,7 @@ pub(super) struct Link {
     time: Option<f64>,
     /// Since the end of a wait, if there has been one.
     span: Option<Span>,
-    /// Bytes and time since the last wait.
+    /// Bytes and time since the last wait, without the time of the next one.
     free: (f64, f64),
     /// Bytes that the socket takes after a wait before the next one, more than the link does meanwhile.
     quantum: f64,
@@ -24,8 +24,6 @@ pub(super) struct Link {
     growth: f64,
     /// Spans in a row that were far off, above zero if the link had become slower.
     far_off: i32,
-    /// The link as it was when somebody asked last, see [`Link::take_jump`].
-    noted: f64,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -44,11 +42,15 @@ const LEAST_WAIT: f64 = 0.02;
 /// A span that is off by this factor counts as far off; after two in a row the link has changed.
 const FAR_OFF: f64 = 1.5;
 
-/// A link that changes by this factor is another one.
-const JUMP: f64 = 3.0;
-
 /// What a new channel takes for the quantum: a third of a large socket buffer.
 const FIRST_QUANTUM: f64 = 1e6;
+
+/// Bounds of the quantum: a packet or so, and a third of the largest buffers at both ends.
+const LEAST_QUANTUM: f64 = 400e3;
+const MOST_QUANTUM: f64 = 4e6;
+
+/// By how much a link is taken to be faster at first; the next steps are larger.
+const FIRST_GROWTH: f64 = 1.5;
 
 /// Links that are faster than this, in nanoseconds per byte, are no limit.
 const UNLIMITED: f64 = 0.005;
@@ -60,9 +62,8 @@ impl Link {
             span: None,
             free: (0.0, 0.0),
             quantum: FIRST_QUANTUM,
-            growth: 1.5,
+            growth: FIRST_GROWTH,
             far_off: 0,
-            noted: 0.0,
         }
     }
 
@@ -74,16 +75,6 @@ impl Link {
     /// See the module.
     pub(super) fn quantum(&self) -> f64 {
         self.quantum
-    }
-
-    /// Whether the link has become another one since the last time this was true.
-    pub(super) fn take_jump(&mut self) -> bool {
-        let now = self.time.unwrap_or(UNLIMITED);
-        let jumped = now > self.noted * JUMP || now * JUMP < self.noted;
-        if jumped {
-            self.noted = now;
-        }
-        jumped
     }
 
     /// The channel had nothing to send for a while: the buffer may be empty.
@@ -100,11 +91,11 @@ impl Link {
             span.waited += waited;
         }
         self.free.0 += bytes;
-        self.free.1 += time;
+        self.free.1 += time - waited;
         if waited > LEAST_WAIT * time {
             self.has_waited();
         } else if let Some(link) = self.time
-            && self.surplus(link) > 2.0 * self.quantum
+            && self.surplus(link) > 1.5 * self.quantum
         {
             self.has_grown(link);
         }
@@ -117,10 +108,11 @@ impl Link {
 
     fn has_waited(&mut self) {
         if let Some(link) = self.time {
-            self.quantum = self.surplus(link).max(0.9 * self.quantum).clamp(64e3, 4e6);
+            let found = self.surplus(link).max(0.9 * self.quantum);
+            self.quantum = found.clamp(LEAST_QUANTUM, MOST_QUANTUM);
         }
         self.free = (0.0, 0.0);
-        self.growth = 1.5;
+        self.growth = FIRST_GROWTH;
         match self.span {
             Some(span) if span.time < LEAST_SPAN => return,
             Some(span) if span.waited > LEAST_WAIT * span.time && span.bytes > 0.0 => {
@@ -151,6 +143,8 @@ impl Link {
     fn has_grown(&mut self, link: f64) {
         let link = link / self.growth;
         self.growth = (2.0 * self.growth).min(8.0);
+        // Or the buffer is larger than it looked.
+        self.quantum = (1.5 * self.quantum).min(MOST_QUANTUM);
         self.time = (link > UNLIMITED).then_some(link);
         self.paused();
     }

@@ -5,30 +5,42 @@
 //! slower link, and so on down. So the thread's time has a price: it is multiplied with it before it is
 //! compared with the link's, and at a price of 4 the thread may be busy a quarter of the time at most.
 //!
-//! The price is found by trial: for a period things are done as at twice the price, or half, and the bytes
+//! The price is found by trial: for a period nothing is encoded, or as at a higher price or a lower one, and the bytes
 //! of pages that went out are compared with those of the periods before and after. Without somebody else
 //! to suffer from encoding the right price is 1, and it is never lower.
 //!
 //! ```text
-//! price × 2        ┌──────┐
+//! another price    ┌──────┐
 //! price   ──┬──────┘      └──────┬── …
 //!           before  trial  after
 //! ```
+
+use super::{link::Link, packets};
 
 /// The price, and the trial that is under way.
 pub(super) struct Price {
     price: f64,
     phase: Phase,
-    /// Periods to wait until the next trial, and how many it was the last time.
-    wait: u32,
-    interval: u32,
-    up: bool,
-    /// Sum of the gains of trials in a row that would have been better.
-    promise: f64,
+    trial: Trial,
+    /// Periods to wait until the next trial.
+    wait: f64,
+    /// Gain of the last trial, if it was a small one that may be chance.
+    promise: bool,
     period: Period,
-    /// Bytes of pages per nanosecond in the period before.
+    /// Bytes of pages per nanosecond before the trial, and during it.
     before: f64,
-    trial: f64,
+    tried: f64,
+    /// The link as it was when the price had been found.
+    found_at: Option<f64>,
+}
+
+/// What to compare with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Trial {
+    /// Nothing is encoded at all: the clearest answer.
+    Raw,
+    Dearer,
+    Cheaper,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,70 +60,86 @@ struct Period {
 
 /// Length of a period: at least, and at most, in nanoseconds.
 const LEAST_PERIOD: f64 = 20e6;
-const MOST_PERIOD: f64 = 500e6;
+const MOST_PERIOD: f64 = 250e6;
 
-/// A period has so many times the bytes that the socket's buffer may hide.
+/// Quanta on the wire before a period counts: what is in the buffers of both ends was sent before, and
+/// until it is gone neither receiver nor link has seen anything of the change.
+const SETTLING: f64 = 6.0;
+
+/// Quanta that a period has at least.
 const QUANTA: f64 = 3.0;
 
-/// Most periods between two trials, so that they cost a few percent of what they may lose.
-const MOST_INTERVAL: u32 = 16;
+/// Full packets that a period has at least, so that it has data of all kinds.
+const LEAST_PACKETS: f64 = 32.0;
+
+/// Part of the time that trials may lose, and how many periods there are between them at most and at
+/// least.
+const LOSS: f64 = 0.03;
+const MOST_WAIT: f64 = 32.0;
+const LEAST_WAIT: f64 = 3.0;
+
+/// What a trial multiplies the price with, or divides it by.
+const STEP: f64 = 4.0;
 
 /// Highest price: encoding has stopped long before.
 const MOST: f64 = 256.0;
 
+/// A price at which nothing is encoded on any link.
+const TOO_DEAR: f64 = 1e9;
+
 /// Gain, as a logarithm, that is believed at once, and that is believed when it comes twice.
-const CLEAR_GAIN: f64 = 0.12;
+const CLEAR_GAIN: f64 = 0.06;
 const SMALL_GAIN: f64 = 0.02;
+
+/// A link that differs by this factor is another one.
+const OTHER_LINK: f64 = 3.0;
 
 /// Periods that differ by more, as a logarithm, are of different links or data.
 const UNEQUAL: f64 = 0.35;
 
 impl Price {
+    /// Starts with a trial of raw packets, which is when it costs the least: nothing else is known yet.
     pub(super) fn new() -> Self {
         Self {
             price: 1.0,
-            phase: Phase::Normal,
-            wait: 1,
-            interval: 1,
-            up: true,
-            promise: 0.0,
+            phase: Phase::Trial,
+            trial: Trial::Raw,
+            wait: LEAST_WAIT,
+            promise: false,
             period: Period::default(),
             before: 0.0,
-            trial: 0.0,
+            tried: 0.0,
+            found_at: None,
         }
     }
 
     /// The price for the next packet.
     pub(super) fn now(&self) -> f64 {
-        match self.phase {
-            Phase::Trial if self.up => self.price * 2.0,
-            Phase::Trial => self.price / 2.0,
+        match (self.phase, self.trial) {
+            (Phase::Trial, Trial::Raw) => TOO_DEAR,
+            (Phase::Trial, Trial::Dearer) => self.price * STEP,
+            (Phase::Trial, Trial::Cheaper) => self.price / STEP,
             _ => self.price,
         }
-    }
-
-    /// What has been learnt is of another link.
-    pub(super) fn forget(&mut self) {
-        *self = Self::new();
     }
 
     /// The channel had nothing to send for a while.
     pub(super) fn paused(&mut self) {
         self.period = Period::default();
         self.phase = Phase::Normal;
-        self.wait = self.wait.max(1);
+        self.wait = self.wait.max(1.0);
     }
 
-    /// A packet is out. `quantum` is what a socket's buffer may hide; `encoding` tells whether anything
+    /// A packet is out. `encoding` tells whether anything
     /// was encoded lately.
-    pub(super) fn sent(&mut self, wire: f64, pages: f64, time: f64, quantum: f64, encoding: bool) {
+    pub(super) fn sent(&mut self, wire: f64, pages: f64, time: f64, link: &Link, encoding: bool) {
         let period = &mut self.period;
         period.wire += wire;
         period.pages += pages;
         period.time += time;
         if !period.settled {
             // The first bytes fill the buffer up, or empty it.
-            if period.wire > quantum || period.time > MOST_PERIOD / 4.0 {
+            if period.wire > SETTLING * link.quantum() || period.time > MOST_PERIOD {
                 *period = Period {
                     settled: true,
                     ..Period::default()
@@ -119,68 +147,92 @@ impl Price {
             }
             return;
         }
-        let long = period.time > LEAST_PERIOD && period.wire > QUANTA * quantum;
+        let long = period.time > LEAST_PERIOD
+            && period.wire > QUANTA * link.quantum()
+            && packets(period.pages) > LEAST_PACKETS;
         if long || period.time > MOST_PERIOD {
             let goodput = period.pages / period.time;
             self.period = Period::default();
             self.over(goodput, encoding);
+            self.compare(link.time().unwrap_or(0.0));
         }
     }
 
     fn over(&mut self, goodput: f64, encoding: bool) {
         match self.phase {
-            Phase::Normal if self.wait > 0 => {
-                self.wait -= 1;
-                self.before = goodput;
-                self.period.settled = true;
-            }
             Phase::Normal => {
                 self.before = goodput;
-                // Where nothing is encoded only more can be tried, and at price 1 only less.
-                self.up = encoding && (self.up || self.price <= 1.0);
-                if self.up && self.price >= MOST || !self.up && self.price <= 1.0 {
-                    self.period.settled = true;
+                self.wait -= 1.0;
+                let trial = self.next_trial(encoding);
+                if self.wait < 0.0
+                    && let Some(trial) = trial
+                {
+                    (self.phase, self.trial) = (Phase::Trial, trial);
                 } else {
-                    self.phase = Phase::Trial;
+                    self.period.settled = true;
                 }
             }
             Phase::Trial => {
-                self.trial = goodput;
+                self.tried = goodput;
                 self.phase = Phase::After;
             }
             Phase::After => {
                 self.phase = Phase::Normal;
                 self.judge(goodput);
-                self.before = goodput;
             }
         }
     }
 
-    fn judge(&mut self, after: f64) {
-        if !((after / self.before).ln().abs() < UNEQUAL) {
-            self.wait = 1;
+    /// Where nothing is encoded only more can be tried, and at the lowest price only less. A trial that was
+    /// promising is made again.
+    fn next_trial(&self, encoding: bool) -> Option<Trial> {
+        if !encoding {
+            return (self.price > 1.0).then_some(Trial::Cheaper);
+        }
+        Some(match self.trial {
+            Trial::Cheaper if self.promise && self.price > 1.0 => Trial::Cheaper,
+            trial if self.promise && trial != Trial::Cheaper => trial,
+            Trial::Raw if self.price > 1.0 => Trial::Cheaper,
+            Trial::Raw | Trial::Cheaper => Trial::Dearer,
+            Trial::Dearer => Trial::Raw,
+        })
+    }
+
+    /// A price is of its link: with another one it is looked for anew.
+    fn compare(&mut self, link: f64) {
+        if self.phase != Phase::Normal {
             return;
         }
-        let gain = (self.trial / (self.before * after).sqrt()).ln();
-        let promise = self.promise + gain;
-        if gain > CLEAR_GAIN || gain > SMALL_GAIN && self.promise > 0.0 {
-            let price = if self.up {
-                self.price * 2.0
-            } else {
-                self.price / 2.0
+        let then = *self.found_at.get_or_insert(link);
+        if link > then * OTHER_LINK || link * OTHER_LINK < then {
+            *self = Self::new();
+        }
+    }
+
+    fn judge(&mut self, after: f64) {
+        let (mut before, tried) = (self.before, self.tried);
+        if before == 0.0 {
+            // The first trial.
+            before = after;
+        }
+        if (after / before).ln().abs() > UNEQUAL {
+            self.wait = 1.0;
+            return;
+        }
+        let gain = (tried / (before * after).sqrt()).ln();
+        let believed = gain > CLEAR_GAIN || gain > SMALL_GAIN && self.promise;
+        self.promise = gain > SMALL_GAIN && !believed;
+        if believed {
+            let price = match self.trial {
+                Trial::Cheaper => self.price / STEP,
+                Trial::Raw | Trial::Dearer => self.price * STEP,
             };
             self.price = price.clamp(1.0, MOST);
-            self.promise = 0.0;
-            self.interval = 1;
-            self.wait = 0;
-        } else if gain > SMALL_GAIN {
-            self.promise = promise;
-            self.wait = 1;
-        } else {
-            self.promise = 0.0;
-            self.interval = (2 * self.interval).min(MOST_INTERVAL);
-            self.wait = self.interval;
-            self.up = !self.up;
+            self.found_at = None;
         }
+        self.wait = match believed || self.promise {
+            true => 0.0,
+            false => (-gain / LOSS).clamp(LEAST_WAIT, MOST_WAIT),
+        };
     }
 }
