@@ -226,8 +226,7 @@ impl Source {
 
     fn report(&self, result: Result<(), SourceError>) -> Result<Status, SourceError> {
         let mut progress = self.shared.progress();
-        progress.over = true;
-        progress.status.total_time = millis(progress.start.elapsed());
+        progress.end();
         progress.status.status = match &result {
             Ok(()) => State::Completed,
             Err(SourceError::Cancelled) => State::Cancelled,
@@ -279,9 +278,10 @@ impl<'a> Attempt<'a> {
             return Err(error);
         }
         hand_over(&link, self.destination, self.source.config.settle_time)?;
-        if let Some(since) = self.paused_since {
-            shared.progress().status.downtime = Some(millis(since.elapsed()));
-        }
+        let mut progress = shared.progress();
+        progress.status.downtime = self.paused_since.map(|since| millis(since.elapsed()));
+        progress.end();
+        drop(progress);
         self.stop_logging();
         Ok(())
     }

@@ -121,7 +121,17 @@ pub(crate) struct Shared {
 pub(crate) struct Progress {
     pub(crate) status: Status,
     pub(crate) start: Instant,
-    pub(crate) over: bool,
+    over: bool,
+}
+
+impl Progress {
+    /// The migration is over: its time stands still.
+    pub(crate) fn end(&mut self) {
+        if !self.over {
+            self.over = true;
+            self.status.total_time = millis(self.start.elapsed());
+        }
+    }
 }
 
 /// Whether the migration may still be cancelled.
