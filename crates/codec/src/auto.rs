@@ -342,3 +342,73 @@ fn bytes(count: usize) -> f64 {
 fn nanos(time: Duration) -> f64 {
     time.as_secs_f64() * 1e9
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::{collection::vec, prelude::*, sample::select};
+
+    use super::*;
+    use crate::Decoder;
+
+    fn pages(kind: u8, seed: u64, count: usize) -> Vec<u8> {
+        let mut state = seed;
+        let bytes = (0..count * 4096).map(|_| {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            let noise = state.to_be_bytes()[0];
+            match kind {
+                0 => seed.to_be_bytes()[0],
+                1 => b'a' + noise % 5,
+                _ => noise,
+            }
+        });
+        bytes.collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Whatever the socket does meanwhile.
+        #[test]
+        fn any_mix_of_packets_arrives(
+            packets in vec((0..3_u8, any::<u64>(), 0..=128_usize), 1..12),
+            took in select(&[0, 100, 100_000, 100_000_000][..]),
+        ) {
+            let layout = Layout::X86;
+            let mut auto = Auto::new(layout).unwrap();
+            let mut decoder = Decoder::new(layout);
+            let mut out = vec![0; layout.max_payload()];
+            for (kind, seed, count) in packets {
+                let pages = pages(kind, seed, count);
+                let raw = auto.next_is_raw();
+                let encoded = auto.encode(&pages, &mut out).unwrap();
+                prop_assert!(!raw || encoded.method == Method::None);
+                prop_assert!(encoded.payload.len() <= pages.len());
+                let mut back = vec![0xee; pages.len()];
+                prop_assert_eq!(decoder.decode(encoded.method, encoded.payload, &mut back), Ok(()));
+                prop_assert!(back == pages);
+                let wire = encoded.payload.len();
+                auto.sent(wire, pages.len(), Duration::from_micros(took));
+            }
+        }
+
+        /// Every rung, without waiting for the controller to choose it.
+        #[test]
+        fn every_rung_arrives(kind in 0..2_u8, seed: u64, rung in 0..ladder::RUNGS) {
+            let layout = Layout::X86;
+            let mut auto = Auto::new(layout).unwrap();
+            let mut out = vec![0; layout.max_payload()];
+            let pages = pages(kind, seed, 32);
+            let method = auto.controller.rung(rung).codec.method();
+            let (len, cost) = auto.run(rung, &pages, &mut out).unwrap();
+            prop_assert_eq!(cost.page_bytes, pages.len());
+            prop_assert_eq!(len.is_none(), rung == RAW);
+            if let Some(len) = len {
+                let mut back = vec![0xee; pages.len()];
+                prop_assert_eq!(Decoder::new(layout).decode(method, &out[..len], &mut back), Ok(()));
+                prop_assert!(back == pages);
+            }
+        }
+    }
+}

@@ -77,6 +77,9 @@ pub(super) struct Controller {
 /// Packets over which times are smoothed.
 const MEMORY: f64 = 16.0;
 
+/// Packets over which the part of the hopeless ones is smoothed: these come in long runs.
+const HOPELESS_MEMORY: f64 = 64.0;
+
 /// CPU time over which the stretch is smoothed, in nanoseconds: several turns of the scheduler.
 const STRETCH_MEMORY: f64 = 4e6;
 
@@ -91,7 +94,7 @@ const MOST_ALLOWANCE: f64 = 30e6;
 
 /// After so many packets in a row in which nothing can be saved one is left out between any two that are
 /// looked at, after twice as many two, up to the most: looking costs as much as a tenth of sending.
-const ROWS_UNSEEN: u32 = 8;
+const ROWS_UNSEEN: u32 = 16;
 const MOST_UNSEEN: u32 = 4;
 
 /// Part of the link's time for which a thread is busy. With more it would never wait, and could not tell a
@@ -171,7 +174,11 @@ impl Controller {
         } else if pages > 0.0 {
             let weight = packets(pages) / MEMORY;
             approach(&mut self.other, other / pages, weight);
-            approach(&mut self.copying, (cpu.min(took) / wire.max(1.0)).max(LEAST_COPYING), weight);
+            approach(
+                &mut self.copying,
+                (cpu.min(took) / wire.max(1.0)).max(LEAST_COPYING),
+                weight,
+            );
             let waited = (took - cpu * self.stretch).max(0.0);
             self.link.sent(wire, elapsed, waited);
             let encoding = self.mix.high != RAW;
@@ -183,11 +190,8 @@ impl Controller {
         self.plan = self.next_plan();
     }
 
-    #[cfg(test)]
-    pub(super) fn describe(&self) -> String { format!("mix {:?} link {:?} q {:.0} price {} stretch {:.2} copying {:.2} other {:.2} hopeless {:.2} ladder {:?}", self.mix, self.link.time(), self.link.quantum(), self.price.now(), self.stretch, self.copying, self.other, self.hopeless, (0..RUNGS).map(|r| { let r = self.ladder.rung(r); (format!("{:.2} {:.2}", r.cost, r.size)) }).collect::<Vec<_>>()) }
-
     fn looked_at(&mut self, cost: Cost, hopeless: bool) {
-        let weight = packets(bytes(cost.page_bytes)) / MEMORY;
+        let weight = packets(bytes(cost.page_bytes)) / HOPELESS_MEMORY;
         approach(&mut self.hopeless, f64::from(u8::from(hopeless)), weight);
         self.hopeless_row = match hopeless {
             true => (self.hopeless_row + 1).min(ROWS_UNSEEN * MOST_UNSEEN),

@@ -92,6 +92,13 @@ impl Link {
         }
         self.free.0 += bytes;
         self.free.1 += time - waited;
+        if self
+            .time
+            .is_some_and(|link| self.surplus(link) < -2.0 * self.quantum)
+        {
+            // The buffer may have run empty: the link was idle, and the span tells nothing.
+            self.span = None;
+        }
         if waited > LEAST_WAIT * time {
             self.has_waited();
         } else if let Some(link) = self.time

@@ -138,7 +138,6 @@ impl Price {
         period.pages += pages;
         period.time += time;
         if !period.settled {
-            // The first bytes fill the buffer up, or empty it.
             if period.wire > SETTLING * link.quantum() || period.time > MOST_PERIOD {
                 *period = Period {
                     settled: true,
