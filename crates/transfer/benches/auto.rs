@@ -224,7 +224,7 @@ fn slice(engines: &Engines, ends: &Ends, data: &Arc<Vec<u8>>, cell: &mut Cell) {
             let mut reader = ChannelReader::new(far, LAYOUT, decoder, Arc::default());
             scope.spawn(move || {
                 let mut packet = packet();
-                while let Ok(Received::Packet { .. }) = reader.read(&mut packet) {
+                while let Ok(Received::Packet) = reader.read(&mut packet) {
                     let len = packet.pages().len() as u64;
                     arrived.fetch_add(len, Ordering::Relaxed);
                 }
