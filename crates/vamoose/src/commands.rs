@@ -1,6 +1,7 @@
 //! One module a command.
 
 pub(crate) mod inspect;
+#[cfg(target_arch = "x86_64")]
 pub(crate) mod live_demo;
 pub(crate) mod migrate;
 pub(crate) mod probe;

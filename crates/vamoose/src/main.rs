@@ -29,7 +29,9 @@ enum Command {
     Migrate(commands::migrate::Options),
     Inspect(commands::inspect::Options),
     Probe(commands::probe::Options),
+    #[cfg(target_arch = "x86_64")]
     LiveDemo(commands::live_demo::Options),
+    #[cfg(target_arch = "x86_64")]
     LiveDemoDestination(commands::live_demo::destination::Options),
 }
 
@@ -51,7 +53,9 @@ fn main() -> ExitCode {
         Command::Migrate(options) => commands::migrate::run(&options),
         Command::Inspect(options) => commands::inspect::run(&options),
         Command::Probe(options) => commands::probe::run(&options),
+        #[cfg(target_arch = "x86_64")]
         Command::LiveDemo(options) => commands::live_demo::run(&options),
+        #[cfg(target_arch = "x86_64")]
         Command::LiveDemoDestination(options) => commands::live_demo::destination::run(&options),
     };
     match result {

@@ -1,5 +1,6 @@
 //! `vamoose live-demo` as a user runs it: a guest moves between two processes, whole, or stays where it is.
 
+#![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used, reason = "a test helper fails by panicking")]
 
 use std::{process::Command, time::Duration};
@@ -262,10 +263,15 @@ fn a_killed_destination_leaves_the_guest_at_the_source() -> Result<()> {
 
 #[test]
 fn ctrl_c_cancels_and_the_guest_goes_on() -> Result<()> {
-    for signal in [Signal::INT, Signal::TERM] {
+    for (when, signal) in [
+        ("active, ", Signal::INT),
+        ("active, ", Signal::TERM),
+        // Before the first page, or even the first connection.
+        ("the destination, process ", Signal::INT),
+    ] {
         let demo = start(&ENDLESS)?;
         let destination = pidfd_open(destination(&demo)?, PidfdFlags::empty())?;
-        demo.wait_for("active, ", LIMIT)?;
+        demo.wait_for(when, LIMIT)?;
         demo.signal(signal)?;
         let ended = demo.finish(LIMIT)?.failure("cancelled")?;
         stays(&ended, "cancelled")?;
@@ -380,5 +386,6 @@ fn skip(reason: &str) {
 fn number(value: &Value, key: &str) -> u64 {
     value[key]
         .as_u64()
-        .unwrap_or_else(|| panic!("{key} is no number in {value:#}"))
+        .with_context(|| format!("{key} is no number in {value:#}"))
+        .unwrap()
 }

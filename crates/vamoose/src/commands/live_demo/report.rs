@@ -62,7 +62,7 @@ pub(super) struct ZeroCopy {
 pub(super) struct GuestReport {
     #[serde(flatten)]
     pub(super) shape: Shape,
-    /// Where it runs in the end: `source`, `destination`, or `nowhere` if it stands still for somebody to decide.
+    /// Where it runs in the end: `source`, `destination`, or `undecided` if it stands still and nobody knows.
     pub(super) at: &'static str,
     /// Pages written until the migration was over.
     pub(super) writes: u64,
