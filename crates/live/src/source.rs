@@ -366,6 +366,7 @@ impl<'a> Attempt<'a> {
     ) -> Result<Sent, SourceError> {
         let stats = &self.source.shared.stats;
         let pages = count(&dirty);
+        self.source.shared.progress().count_remaining(pages, stats);
         self.round += 1;
         let (before, began) = (stats.snapshot(), Instant::now());
         let sent = link.send(Round::new(self.round, dirty), deadline)?;
@@ -409,8 +410,9 @@ impl<'a> Attempt<'a> {
         let page_size = self.source.ram.page_size();
         let shared = &self.source.shared;
         {
-            let status = &mut shared.progress().status;
-            status.ram.remaining = (dirty * page_size) as u64;
+            let mut progress = shared.progress();
+            progress.count_remaining(dirty, &shared.stats);
+            let status = &mut progress.status;
             status.expected_downtime = self.rate.time_for(dirty, page_size).map(millis);
             status.ram.dirty_pages_rate = self.rate.dirty_pages_per_second();
             status.ram.mbps = self.rate.wire_mbps();

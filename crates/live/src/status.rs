@@ -10,7 +10,7 @@ use std::{
 };
 
 use serde::Serialize;
-use transfer::{Hangup, Pacer, Stats, Stream};
+use transfer::{Hangup, Pacer, Snapshot, Stats, Stream};
 
 use crate::Ram;
 
@@ -47,7 +47,7 @@ pub struct Status {
 pub struct RamStatus {
     /// Bytes sent, headers included.
     pub transferred: u64,
-    /// Bytes of pages that were known to be dirty, when they were last counted.
+    /// Bytes of pages that are known to be dirty and have not been sent.
     pub remaining: u64,
     /// Bytes of guest memory.
     pub total: u64,
@@ -97,7 +97,7 @@ impl Handle {
     }
 
     /// All that was counted.
-    pub fn moved(&self) -> transfer::Snapshot {
+    pub fn moved(&self) -> Snapshot {
         self.0.stats.snapshot()
     }
 
@@ -121,6 +121,8 @@ pub(crate) struct Shared {
 pub(crate) struct Progress {
     pub(crate) status: Status,
     pub(crate) start: Instant,
+    /// Pages that had been sent when `status.ram.remaining` was counted.
+    pages_sent: u64,
     over: bool,
 }
 
@@ -132,6 +134,16 @@ impl Progress {
             self.status.total_time = millis(self.start.elapsed());
         }
     }
+
+    /// So many pages are dirty and will be sent, after those that `stats` knows of.
+    pub(crate) fn count_remaining(&mut self, pages: usize, stats: &Stats) {
+        self.status.ram.remaining = pages as u64 * self.status.ram.page_size;
+        self.pages_sent = pages_sent(&stats.snapshot());
+    }
+}
+
+fn pages_sent(moved: &Snapshot) -> u64 {
+    moved.normal_pages + moved.zero_pages
 }
 
 /// Whether the migration may still be cancelled.
@@ -153,6 +165,7 @@ impl Shared {
             progress: Mutex::new(Progress {
                 status,
                 start: Instant::now(),
+                pages_sent: 0,
                 over: false,
             }),
         })
@@ -169,8 +182,10 @@ impl Shared {
         if !progress.over {
             status.total_time = millis(progress.start.elapsed());
         }
-        drop(progress);
         let moved = self.stats.snapshot();
+        let sent = pages_sent(&moved).saturating_sub(progress.pages_sent) * status.ram.page_size;
+        drop(progress);
+        status.ram.remaining = status.ram.remaining.saturating_sub(sent);
         status.ram.transferred = moved.wire_bytes;
         status.ram.duplicate = moved.zero_pages;
         status.ram.normal = moved.normal_pages;

@@ -95,15 +95,8 @@ fn watch(handle: &Handle, cancel: &AtomicBool, ended: &Receiver<()>) {
 }
 
 fn progress(handle: &Handle) -> relay::Progress {
-    let mut status = handle.status();
-    let ram = &mut status.ram;
-    if ram.dirty_sync_count == 0 {
-        // Nobody has counted yet.
-        let sent = (ram.normal + ram.duplicate) * ram.page_size;
-        ram.remaining = ram.total.saturating_sub(sent);
-    }
     // Numbers and plain words: this cannot fail, and what is shown is no matter of life.
-    let source = serde_json::to_value(&status).unwrap_or_default();
+    let source = serde_json::to_value(handle.status()).unwrap_or_default();
     relay::Progress {
         status: source["status"].as_str().unwrap_or_default().to_owned(),
         source,
