@@ -509,7 +509,7 @@ pub(crate) fn move_in_the_end(stage: &Arc<Stage>, address: &Address) {
                     "{error}"
                 );
                 stage.expect_here();
-                thread::sleep(Duration::from_millis(20));
+                thread::sleep(Duration::from_millis(200));
             }
         }
     }

@@ -131,9 +131,8 @@ impl Proxy {
         &self.address
     }
 
-    /// Bytes that have passed.
-    pub(crate) fn passed(&self) -> u64 {
-        self.shared.passed.load(Ordering::SeqCst)
+    pub(crate) fn point(&self) -> Point {
+        self.shared.point
     }
 
     /// For [`Point::Asked`].
@@ -151,31 +150,30 @@ impl Proxy {
         lock(&self.shared.said).clone()
     }
 
-    /// Tells the destination what the source may have been unable to: that it knows that the guest runs.
-    pub(crate) fn settle(&self) {
-        let Some(id) = *lock(&self.shared.id) else {
-            return;
-        };
-        settle(&self.shared.destination, id);
-    }
-
     /// The migration's id.
     pub(crate) fn id(&self) -> [u8; 16] {
         lock(&self.shared.id).expect("no source has come")
     }
 }
 
-/// Asks the destination of migration `id` for the guest's fate, and acknowledges; what it answered, if anybody
-/// did.
-pub(crate) fn settle(destination: &(String, u16), id: [u8; 16]) -> Option<String> {
-    let mut control = TcpStream::connect((destination.0.as_str(), destination.1)).ok()?;
-    control.write_all(&opening(id)).ok()?;
-    control.write_all(&message(r#"{"say":"commit"}"#)).ok()?;
-    // A destination whose run has returned lets it lie until its listener goes.
-    let mut answer = String::new();
-    let answered = read_message(&mut control).map(|bytes| answer = said(&bytes[4..]));
-    let _ = control.write_all(&message(r#"{"say":"settled"}"#));
-    answered.ok().map(|()| answer)
+/// Tells a destination what its source may have been unable to: that it knows that the guest runs.
+pub(crate) fn settle(destination: &Address, id: [u8; 16]) {
+    let control = TcpStream::connect(socket_address(destination));
+    let words = [
+        opening(id),
+        message(r#"{"say":"commit"}"#),
+        message(r#"{"say":"settled"}"#),
+    ];
+    // One that has heard it before is gone.
+    let _ = control.and_then(|mut control| control.write_all(&words.concat()));
+}
+
+/// Asks a destination that waits for its source's acknowledgement what has become of the guest.
+pub(crate) fn ask(destination: &Address, id: [u8; 16]) -> String {
+    let mut control = TcpStream::connect(socket_address(destination)).unwrap();
+    control.write_all(&opening(id)).unwrap();
+    control.write_all(&message(r#"{"say":"commit"}"#)).unwrap();
+    said(&read_message(&mut control).unwrap()[4..])
 }
 
 /// The first bytes of a control connection.
