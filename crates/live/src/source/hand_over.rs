@@ -33,14 +33,19 @@ pub(super) fn hand_over(
     let _ = link.say(&SourceMessage::Commit);
     let mut last = loop {
         match link.hear("answered", ANSWER_WITHIN.min(settle_time)) {
-            Ok(said) => {
-                let heard = fate.heard(said);
-                if !matches!(heard, Ok(false)) {
+            Ok(said) => match fate.heard(said) {
+                Heard::Starts => {}
+                Heard::Nonsense(why) => break why,
+                Heard::Runs => {
                     // For the destination to know that nobody will ask again.
                     let _ = link.say(&SourceMessage::Settled);
-                    return heard.map(|_| ());
+                    return Ok(());
                 }
-            }
+                Heard::Never(error) => {
+                    let _ = link.say(&SourceMessage::Settled);
+                    return Err(error);
+                }
+            },
             Err(error) => break error.to_string(),
         }
     };
@@ -75,16 +80,28 @@ struct Fate {
     settle_time: Duration,
 }
 
+/// What the destination's words mean for the guest.
+enum Heard {
+    Runs,
+    Starts,
+    /// It has never run there and never will.
+    Never(SourceError),
+    /// Nothing that anybody could rely on.
+    Nonsense(String),
+}
+
 impl Fate {
-    /// Takes in what the destination says; true when the guest runs there.
-    fn heard(&mut self, said: DestinationMessage) -> Result<bool, SourceError> {
+    fn heard(&mut self, said: DestinationMessage) -> Heard {
         match said {
-            DestinationMessage::Running => Ok(true),
+            DestinationMessage::Running => Heard::Runs,
             DestinationMessage::Starting => {
                 self.started = true;
-                Ok(false)
+                Heard::Starts
             }
-            said => Err(unexpected(said)),
+            DestinationMessage::Aborted { cause } => {
+                Heard::Never(SourceError::Destination { cause })
+            }
+            said => Heard::Nonsense(unexpected(said).to_string()),
         }
     }
 }
@@ -122,13 +139,14 @@ fn ask(destination: &Address, id: MigrationId, fate: &mut Fate) -> Asked {
             Err(error) => return Asked::NoAnswer(error.to_string()),
         };
         match fate.heard(said) {
-            Ok(true) => {
+            Heard::Starts => {}
+            Heard::Nonsense(why) => return Asked::NoAnswer(why),
+            Heard::Runs => {
                 info!("the guest runs at the destination");
                 let _ = send(&stream, &SourceMessage::Settled);
                 return Asked::Runs;
             }
-            Ok(false) => {}
-            Err(error) => {
+            Heard::Never(error) => {
                 let _ = send(&stream, &SourceMessage::Settled);
                 return Asked::Never(error);
             }
