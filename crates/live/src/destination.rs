@@ -189,8 +189,8 @@ enum Event {
     State(Vec<u8>),
     /// A control connection has ended.
     Silence(u64, Option<DestinationError>),
-    /// A channel has written all pages of a round.
-    Synced(u64),
+    /// A channel has written all its pages of a round.
+    Synced(usize, u64),
     /// A channel has ended.
     Ended(usize, Result<(), ChannelError>),
     /// Somebody has cancelled.
@@ -317,25 +317,40 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
         let channels = usize::from(source.hello.channels);
         self.open_channels(source, channels)?;
         // A SYNC of each channel, of the same round, is a round.
-        let (mut synced, mut round, mut ended, mut state) = (0, 1, 0, None);
+        let (mut round, mut synced) = (0, vec![0; channels]);
+        let (mut ended, mut state) = (vec![false; channels], None);
         loop {
             match self.next(None)? {
-                Some(Event::Synced(number)) if number == round && state.is_none() => {
-                    synced += 1;
-                    if synced == channels {
+                Some(Event::Synced(channel, number))
+                    if number == round + 1 && synced[channel] == round && state.is_none() =>
+                {
+                    synced[channel] = number;
+                    if synced.iter().all(|synced| *synced == number) {
+                        round = number;
                         source.controls.say(&DestinationMessage::Synced { round })?;
                         debug!(round, "round received");
-                        (synced, round) = (0, round + 1);
                     }
                 }
-                Some(Event::Ended(_, Ok(()))) => ended += 1,
-                Some(Event::State(bytes)) if state.is_none() && round > 1 && synced == 0 => {
-                    state = Some(bytes)
+                Some(Event::Ended(channel, Ok(()))) => ended[channel] = true,
+                Some(Event::State(bytes))
+                    if state.is_none()
+                        && round > 0
+                        && synced.iter().all(|synced| *synced == round) =>
+                {
+                    state = Some(bytes);
                 }
                 Some(event) => self.mind(source, event)?,
                 None => {}
             }
-            if ended == channels
+            // A round to which an ended channel has not contributed will never be complete.
+            let last = synced.iter().max();
+            if let Some(channel) =
+                (0..channels).find(|channel| ended[*channel] && synced.get(*channel) < last)
+            {
+                let error = ChannelError::Ended;
+                return Err(DestinationError::Channel { channel, error });
+            }
+            if ended.iter().all(|ended| *ended)
                 && let Some(state) = state.take()
             {
                 return Ok(state);
@@ -440,7 +455,7 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
                 stream.shut_down();
                 Ok(())
             }
-            Event::Synced(number) => Err(out_of_turn(format!("SYNC {number}"))),
+            Event::Synced(_, number) => Err(out_of_turn(format!("SYNC {number}"))),
             Event::State(_) => Err(out_of_turn("state".to_owned())),
             Event::Ended(channel, Ok(())) => {
                 let error = ChannelError::Ended;
@@ -492,7 +507,7 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
         self.scope.spawn(move || {
             let result = channel::receive(reader, layout, place, |round| {
                 // Nobody listens any more when the attempt is over.
-                let _ = events.send(Event::Synced(round));
+                let _ = events.send(Event::Synced(number, round));
             });
             let _ = events.send(Event::Ended(number, result));
         });
