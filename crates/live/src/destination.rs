@@ -589,6 +589,7 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
                 Some(Event::Cancelled) => return Err(DestinationError::Cancelled),
                 Some(Event::Deaf(error)) => return Err(error),
                 Some(Event::Opened(_, stream)) => stream.shut_down(),
+                Some(Event::State(_)) => return Err(out_of_turn("state".to_owned())),
                 Some(_) => {}
                 None => return Err(ProtocolError::Silent.into()),
             }
