@@ -100,9 +100,6 @@ pub struct Arrival {
     pub settled: bool,
 }
 
-/// How long the channels may take to come, once they were announced.
-const CHANNELS_WITHIN: Duration = Duration::from_secs(30);
-
 /// How much longer questions are answered than the source asks: whoever finds nobody listening must be right
 /// in thinking that the guest never ran here.
 const LINGER: Duration = Duration::from_secs(30);
@@ -467,7 +464,8 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
     /// Waits for the channels, and starts their threads when all of them are there: nothing is heard of a
     /// round before.
     fn open_channels(&self, source: &Guest, channels: usize) -> Result<(), DestinationError> {
-        let deadline = Instant::now() + CHANNELS_WITHIN;
+        let patience = self.destination.config.stall_timeout;
+        let deadline = Instant::now() + patience;
         let mut open: Vec<Option<Arc<Stream>>> = vec![None; channels];
         while open.iter().any(Option::is_none) {
             match self.next(Some(deadline))? {
@@ -485,7 +483,7 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
                     return Err(DestinationError::Channels {
                         arrived: open.iter().flatten().count(),
                         channels,
-                        seconds: CHANNELS_WITHIN.as_secs(),
+                        seconds: patience.as_secs(),
                     });
                 }
             }
