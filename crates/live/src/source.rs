@@ -458,17 +458,15 @@ impl<'a> Attempt<'a> {
         } else {
             error
         };
-        if error.guest() == Whereabouts::Undecided {
-            self.stop_logging();
-            return error;
-        }
         let mut result = error;
-        if self.paused_since.take().is_some()
+        if result.guest() == Whereabouts::Source
+            && self.paused_since.take().is_some()
             && let Err(error) = self.guest.resume()
         {
             let cause = Box::new(result);
             result = SourceError::NotResumed { cause, error };
         }
+        // Also of a guest that stays paused: whoever resumes it by hand does not know of it.
         if std::mem::take(&mut self.throttle) > 0 {
             self.guest.throttle(0);
         }
