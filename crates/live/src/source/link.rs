@@ -1,6 +1,7 @@
 //! The source's connections, and what happens on them.
 
 use std::{
+    cell::Cell,
     sync::{
         Arc,
         mpsc::{self, Receiver, RecvTimeoutError, Sender},
@@ -29,6 +30,8 @@ pub(super) struct Link<'a> {
     id: MigrationId,
     control: Arc<Stream>,
     events: Receiver<Event>,
+    /// The destination will not say anything more.
+    silent: Cell<bool>,
     /// To each channel's thread; empty when the channels have ended.
     rounds: Vec<Sender<Arc<Round>>>,
     /// The destination may have loaded the guest.
@@ -86,6 +89,7 @@ impl<'a> Link<'a> {
             id,
             control,
             events,
+            silent: Cell::new(false),
             rounds: Vec::new(),
             state_sent: false,
         };
@@ -212,7 +216,7 @@ impl<'a> Link<'a> {
             error,
             SourceError::Channel { .. } | SourceError::Control(_) | SourceError::ControlEnded
         );
-        if !of_connection || self.source.shared.is_cancelled() {
+        if !of_connection || self.silent.get() || self.source.shared.is_cancelled() {
             return error;
         }
         let deadline = Instant::now() + LAST_WORDS_WITHIN;
@@ -276,13 +280,20 @@ impl<'a> Link<'a> {
 
     /// The next event; `None` when `deadline` has passed.
     fn next(&self, deadline: Option<Instant>) -> Result<Option<Event>, SourceError> {
-        let Some(deadline) = deadline else {
-            let event = self.events.recv();
-            return event.map(Some).map_err(|_| SourceError::ControlEnded);
+        let event = match deadline {
+            None => self.events.recv().map_err(RecvTimeoutError::from),
+            Some(deadline) => {
+                let left = deadline.saturating_duration_since(Instant::now());
+                self.events.recv_timeout(left)
+            }
         };
-        let left = deadline.saturating_duration_since(Instant::now());
-        match self.events.recv_timeout(left) {
-            Ok(event) => Ok(Some(event)),
+        match event {
+            Ok(event) => {
+                if matches!(event, Event::Silence(_)) {
+                    self.silent.set(true);
+                }
+                Ok(Some(event))
+            }
             Err(RecvTimeoutError::Timeout) => Ok(None),
             Err(RecvTimeoutError::Disconnected) => Err(SourceError::ControlEnded),
         }
