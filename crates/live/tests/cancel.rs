@@ -2,6 +2,12 @@
 //! can try again at once.
 
 #![cfg(not(feature = "loom"))] // whose atomics work in a model only
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "what helps a test fails it the same way"
+)]
 
 mod common;
 

@@ -3,6 +3,12 @@
 //! The peers' bytes are written by hand, so that this is also a second opinion on the format.
 
 #![cfg(not(feature = "loom"))] // whose atomics work in a model only
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "what helps a test fails it the same way"
+)]
 
 mod common;
 

@@ -2,6 +2,12 @@
 //! byte, at the moment of the switchover, and the guest runs on there.
 
 #![cfg(not(feature = "loom"))] // whose atomics work in a model only
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "what helps a test fails it the same way"
+)]
 
 mod common;
 
