@@ -512,8 +512,10 @@ struct Alone {
 impl Alone {
     fn reach(&self, step: &str) {
         println!("@{step}");
-        while self.hold == step {
-            thread::park();
+        if self.hold == step {
+            loop {
+                thread::park();
+            }
         }
     }
 }

@@ -362,8 +362,10 @@ fn a_source_with_another_guest() {
     }
 }
 
-/// Steps of a source's part.
-const STEPS: [(&str, fn(&Address) -> Peer); 5] = [
+/// A step of a source's part, and how to get there.
+type Step = (&'static str, fn(&Address) -> Peer);
+
+const STEPS: [Step; 5] = [
     ("opened", Peer::opened),
     ("accepted", Peer::accepted),
     ("connected", Peer::connected),
@@ -845,7 +847,8 @@ fn channels_that_end_too_early() {
 
 #[test]
 fn rounds_that_cannot_be() {
-    let wrong: [(&str, fn(&mut Peer)); 3] = [
+    type Wrong = (&'static str, fn(&mut Peer));
+    let wrong: [Wrong; 3] = [
         ("round 3 after round 1", |peer| peer.send(0, &sync(3))),
         ("round 1 twice", |peer| peer.send(0, &sync(1))),
         ("round 2 twice, for the other channel", |peer| {
@@ -1084,8 +1087,10 @@ fn hostile_destination(
     result
 }
 
-/// Steps of a destination's part, before the guest is its own.
-const PARTS: [(&str, fn(TcpListener) -> Fake); 4] = [
+/// A step of a destination's part, before the guest is its own.
+type Part = (&'static str, fn(TcpListener) -> Fake);
+
+const PARTS: [Part; 4] = [
     ("greeted", Fake::greeted),
     ("filled", Fake::filled),
     ("complete", Fake::complete),
