@@ -22,7 +22,7 @@ use std::{
 };
 
 use common::{
-    Here, Rig, Rng, Shape, Stage, Step, There, Watchdog, lock, migrate, move_guest,
+    Here, MIB, Rig, Rng, Shape, Stage, Step, There, Watchdog, lock, migrate, move_guest,
     move_in_the_end, nothing_to_migrate, proxy::opening, source_config, until_one_arrives,
 };
 use live::{DestinationError, Handle, SourceError, State, Switchover, Whereabouts};
@@ -43,7 +43,7 @@ enum When {
 
 #[test]
 fn cancelled_after_any_number_of_bytes() {
-    cancelled_often(60, |rng| When::Bytes(rng.below(10 << 20)));
+    cancelled_often(60, |rng| When::Bytes(rng.below(5 * MIB)));
 }
 
 #[test]
@@ -76,7 +76,8 @@ fn cancelled_often(runs: u64, when: impl Fn(&mut Rng) -> When) {
         let mut rng = Rng::new(run);
         let shape = Shape {
             rig: rng.pick(&rigs),
-            rate: rng.pick(&[Some(2_000), Some(100_000)]),
+            blocks: vec![2 * MIB, 2 * MIB],
+            rate: rng.pick(&[Some(1_000), Some(20_000)]),
             ..Shape::default()
         };
         let when = when(&mut rng);

@@ -109,7 +109,8 @@ fn shape_for(rng: &mut Rng) -> Option<Shape> {
     let rigs = Rig::all();
     (!rigs.is_empty()).then(|| Shape {
         rig: rng.pick(&rigs),
-        rate: rng.pick(&[Some(2_000), Some(50_000)]),
+        blocks: vec![2 * MIB, 2 * MIB],
+        rate: rng.pick(&[Some(1_000), Some(10_000)]),
         ..Shape::default()
     })
 }
@@ -140,7 +141,7 @@ fn connections_are_cut_after_any_number_of_bytes() {
             return;
         };
         // The introductions, and all that comes then.
-        let most = rng.pick(&[500, 20 << 10, 8 * MIB, 16 * MIB]);
+        let most = rng.pick(&[500, 20 << 10, 4 * MIB, 8 * MIB]);
         let point = Point::Bytes(rng.below(most));
         let action = rng.pick(&CUTS);
         let result = survive(
@@ -221,7 +222,7 @@ fn connections_are_cut_while_a_vmm_is_at_work() {
 fn a_link_that_stops_for_a_while_does_no_harm() {
     let points = [
         Point::Bytes(10),
-        Point::Bytes(MIB),
+        Point::Bytes(MIB / 2),
         Point::After("hello"),
         Point::Before("synced"),
         Point::After("state"),
