@@ -234,6 +234,8 @@ impl Stage {
             0,
             "the guest at the source is throttled"
         );
+        // It is paused for that, but not for a switchover.
+        let _turn = lock(&self.turn);
         expect_alive(&self.guest);
     }
 
@@ -386,16 +388,15 @@ impl DestinationGuest for There<'_> {
         let turn = lock(&self.stage.turn);
         // A source that gave up meanwhile has resumed its guest, which writes.
         let handed_over = !self.stage.guest.is_running();
-        if handed_over {
+        let saved = handed_over.then(|| {
             expect_equal(&self.stage.ram, &self.stage.there);
-        }
+            self.stage.guest.verify().unwrap()
+        });
         drop(turn);
         let guest = Guest::incoming(&self.stage.config)?;
         guest.load(state)?;
         let proof = guest.verify()?;
-        if handed_over && let Ok(saved) = self.stage.guest.verify() {
-            assert_eq!(proof, saved);
-        }
+        assert_eq!(saved.unwrap_or_else(|| proof.clone()), proof);
         *lock(&self.stage.arrived) = Some(Arc::new(guest));
         Ok(())
     }
