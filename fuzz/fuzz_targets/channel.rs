@@ -3,28 +3,18 @@
 
 #![no_main]
 
-use std::{io::Write as _, os::unix::net::UnixStream, sync::Arc, thread, time::Duration};
+use std::sync::Arc;
 
 use codec::Decoder;
 use libfuzzer_sys::fuzz_target;
-use multifd::PacketKind;
+use multifd::{PacketKind, RamHeader};
 use transfer::{ChannelReader, Packet, Received, Stats, Stream};
-use vamoose_fuzz::LAYOUT;
+use vamoose_fuzz::{LAYOUT, hear};
+use vm_memory::VolatileSlice;
 
 fuzz_target!(|input: &[u8]| {
-    let (mut peer, ours) = UnixStream::pair().expect("there are descriptors");
-    // The peer always closes, so a wait would be a bug.
-    ours.set_read_timeout(Some(Duration::from_secs(20)))
-        .expect("a time that is not zero");
-    thread::scope(|scope| {
-        scope.spawn(move || {
-            // Fails when the reader has refused a packet and left.
-            let _ = peer.write_all(input);
-        });
-        let stream = Arc::new(Stream::Unix(ours));
-        read(stream.clone(), input.len());
-        stream.shut_down();
-    });
+    hear(input, |stream| read(stream, input.len()));
+    hear(input, read_memory);
 });
 
 fn read(stream: Arc<Stream>, len: usize) {
@@ -43,5 +33,27 @@ fn read(stream: Arc<Stream>, len: usize) {
         }
         // The smallest packet is device state without any.
         assert!(packets * 276 <= len, "more packets than bytes for them");
+    }
+}
+
+/// As the crate `live` does it: into memory that the header's reader has looked up.
+fn read_memory(stream: Arc<Stream>) {
+    let stats = Arc::new(Stats::default());
+    let mut reader = ChannelReader::new(stream, LAYOUT, Decoder::new(LAYOUT), stats);
+    let mut memory = vec![0; LAYOUT.packet_bytes()];
+    let memory = VolatileSlice::from(&mut memory[..]);
+    let mut header = RamHeader::new(LAYOUT);
+    while let Ok(Received::Packet) = reader.read_header(&mut header) {
+        let pages = (0..header.normal_offsets().len()).map(|page| {
+            memory
+                .subslice(page * LAYOUT.page_size(), LAYOUT.page_size())
+                .expect("a packet has no more pages")
+        });
+        if reader
+            .read_pages(&header, &pages.collect::<Vec<_>>())
+            .is_err()
+        {
+            break;
+        }
     }
 }

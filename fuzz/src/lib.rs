@@ -4,8 +4,11 @@
 //! (minus one, the upper bit ignored), two for the length of its payload (big endian, cut to what is
 //! there), and the payload. `examples/seeds.rs` writes the same.
 
+use std::{io::Write as _, os::unix::net::UnixStream, sync::Arc, thread, time::Duration};
+
 use codec::Decoder;
 use multifd::{Layout, Method};
+use transfer::Stream;
 
 /// Page size of the guests of all targets but `packet`.
 pub const LAYOUT: Layout = Layout::X86;
@@ -73,3 +76,20 @@ pub fn decode(method: Method, packets: &[Encoded<'_>]) -> Vec<Vec<u8>> {
 
 const GUARD: u8 = 0xa5;
 const GUARDS: usize = 256;
+
+/// Lets `read` hear a peer that sends `input` and closes.
+pub fn hear(input: &[u8], read: impl FnOnce(Arc<Stream>)) {
+    let (mut peer, ours) = UnixStream::pair().expect("there are descriptors");
+    // The peer always closes, so a wait would be a bug.
+    ours.set_read_timeout(Some(Duration::from_secs(20)))
+        .expect("a time that is not zero");
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            // Fails when the reader has refused something and left.
+            let _ = peer.write_all(input);
+        });
+        let stream = Arc::new(Stream::Unix(ours));
+        read(stream.clone());
+        stream.shut_down();
+    });
+}
