@@ -110,6 +110,9 @@ const MOST_SETTLE_TIME: Duration = Duration::from_secs(3600);
 /// How long telling a source why it failed may take.
 const LAST_WORDS_WITHIN: Duration = Duration::from_secs(1);
 
+/// How long to wait for the words of a source whose channels break: its guest may stand still.
+const SOURCES_LAST_WORDS_WITHIN: Duration = Duration::from_millis(100);
+
 impl Destination {
     /// Listens on `address` for a guest whose memory is `ram`.
     ///
@@ -249,6 +252,7 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
         let asked_by = match loaded {
             Ok(control) => control,
             Err(error) => {
+                let error = self.explain(error);
                 source.controls.abort(&error);
                 return Err(error);
             }
@@ -258,30 +262,20 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
 
     /// The first source whose guest is ours, once it is accepted.
     fn wait_for_source(&self) -> Result<Guest, DestinationError> {
-        let (id, start, mut controls) = loop {
-            match self.next(None)? {
-                Some(Event::Opened(Opening::Control { version, id }, stream)) => {
-                    let mut controls = Controls::default();
-                    if version != VERSION {
-                        let (theirs, ours) = (version, VERSION);
-                        let error = DestinationError::Version { theirs, ours };
-                        refuse(&stream, &error);
-                        return Err(error);
-                    }
-                    self.listen(&mut controls, stream);
-                    break (id, Instant::now(), controls);
+        let mut controls = Controls::default();
+        let (id, start, hello) = loop {
+            let id = self.wait_for_control(&mut controls)?;
+            let start = Instant::now();
+            match self.hear(&mut controls, self.destination.config.stall_timeout)? {
+                SourceMessage::Hello(hello) => break (id, start, hello),
+                // Of an attempt that is over here: the guest has not run, or its source would not ask.
+                SourceMessage::Commit => {
+                    let cause = "the destination has given up before".to_owned();
+                    let _ = controls.say(&DestinationMessage::Aborted { cause });
                 }
-                Some(Event::Opened(Opening::Channel(_), _)) => {
-                    warn!("a channel of a migration that is not expected: ignored");
-                }
-                Some(Event::Cancelled) => return Err(DestinationError::Cancelled),
-                Some(Event::Deaf(error)) => return Err(error),
-                _ => {}
+                SourceMessage::Abort { .. } | SourceMessage::Settled => {}
+                said => return Err(unexpected(said)),
             }
-        };
-        let hello = match self.hear(&mut controls, self.destination.config.stall_timeout)? {
-            SourceMessage::Hello(hello) => hello,
-            said => return Err(unexpected(said)),
         };
         match self.check(&hello) {
             Ok(layout) => {
@@ -305,6 +299,31 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
                 // The source finds out by the end of the connection otherwise.
                 let _ = controls.say(&DestinationMessage::Refused { cause });
                 Err(error)
+            }
+        }
+    }
+
+    /// The next control connection of a source of our version.
+    fn wait_for_control(&self, controls: &mut Controls) -> Result<MigrationId, DestinationError> {
+        loop {
+            match self.next(None)? {
+                Some(Event::Opened(Opening::Control { version, id }, stream)) => {
+                    if version != VERSION {
+                        let (theirs, ours) = (version, VERSION);
+                        let error = DestinationError::Version { theirs, ours };
+                        refuse(&stream, &error);
+                        return Err(error);
+                    }
+                    controls.open.clear();
+                    self.listen(controls, stream);
+                    return Ok(id);
+                }
+                Some(Event::Opened(Opening::Channel(_), _)) => {
+                    warn!("a channel of a migration that is not expected: ignored");
+                }
+                Some(Event::Cancelled) => return Err(DestinationError::Cancelled),
+                Some(Event::Deaf(error)) => return Err(error),
+                _ => {}
             }
         }
     }
@@ -434,6 +453,28 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
         }
         warn!("the source has not acknowledged that the guest runs here");
         false
+    }
+
+    /// Replaces an error of a connection by the source's own words, if they are on their way.
+    fn explain(&self, error: DestinationError) -> DestinationError {
+        let cut_short = matches!(
+            &error,
+            DestinationError::Channel {
+                error: ChannelError::Ended | ChannelError::PagesAfterSync | ChannelError::Read(_),
+                ..
+            }
+        );
+        let deadline = Instant::now() + SOURCES_LAST_WORDS_WITHIN;
+        while cut_short && let Ok(Some(event)) = self.next(Some(deadline)) {
+            match event {
+                Event::Heard(_, SourceMessage::Abort { cause }) => {
+                    return DestinationError::Aborted { cause };
+                }
+                Event::Silence(..) => break,
+                _ => {}
+            }
+        }
+        error
     }
 
     /// What ends an attempt whenever it comes.

@@ -284,9 +284,12 @@ pub enum ChannelError {
         len: usize,
     },
     /// Pages that nobody would have waited for.
-    #[error("pages behind the last SYNC")]
+    #[error("pages that belong to no round")]
     PagesAfterSync,
-    /// It ended before the guest was paused.
+    /// A packet behind the last one.
+    #[error("a packet behind the channel's last SYNC")]
+    AfterTheLast,
+    /// It ended without its last SYNC.
     #[error("the channel ended too early")]
     Ended,
 }

@@ -19,7 +19,7 @@
 //!     <─────────────────────────────────────────────────── synced 1 ──  when all channels had their SYNC
 //!     ══ … until what is left fits into the downtime limit …
 //!  pauses the guest
-//!     ══ the last pages ═════ SYNC n ═══ end of the channels ═══════>
+//!     ══ the last pages ═════ SYNC n ═══ last SYNC ═════════════════>   what ends without that one was cut
 //!     <─────────────────────────────────────────────────── synced n ──
 //!     ── state (length), the state ─────────────────────────────────>  every channel has ended: no page
 //!     <───────────────────────────────────────────────────── loaded ──  can be written any more
@@ -40,8 +40,10 @@
 //! - `starting` or `running`: the guest is the destination's.
 //! - `aborted`: the destination will never run it. The source resumes.
 //! - Nobody listens any more: the destination's process is gone, or has given up. It listens as long as it may run
-//!   the guest and says `starting` before it does, so the guest has never run there. The source resumes.
-//! - No answer at all for the settle time: the source cannot know. The guest stays paused
+//!   the guest and says `starting` before it does. If it has closed every connection on which it was told `commit`, without
+//!   that word, the guest has never run there: the source resumes. If one of them went silent instead, the word may
+//!   have been lost, and the source cannot know.
+//! - No answer at all for the settle time: the source cannot know either. The guest stays paused
 //!   ([`SourceError::InDoubt`](crate::SourceError::InDoubt)), never two run.
 //!
 //! The destination waits for the source's word for the settle time, and answers questions for a while longer:
@@ -62,6 +64,9 @@ use transfer::{Stream, is_stall};
 
 /// Version of the conversation.
 pub const VERSION: u32 = 1;
+
+/// Number of the SYNC that is the last packet of a channel.
+pub const LAST_SYNC: u64 = u64::MAX;
 
 /// Names one attempt to migrate, on both hosts.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]

@@ -28,7 +28,8 @@ use common::{
 use live::{
     ChannelError, Destination, DestinationError, DestinationGuest, GuestError, ProtocolError, Ram,
     RamBlock, SharedBitmap, Source, SourceConfig, SourceError, SourceGuest, Switchover,
-    Whereabouts, protocol::MAX_MESSAGE,
+    Whereabouts,
+    protocol::{LAST_SYNC, MAX_MESSAGE},
 };
 use multifd::{Layout, Method, PacketError, RamHeader};
 use transfer::{Address, ReadError};
@@ -186,7 +187,8 @@ impl Peer {
     }
 
     fn end_channels(&mut self) {
-        for channel in &self.channels {
+        for channel in &mut self.channels {
+            let _ = channel.write_all(&sync(LAST_SYNC));
             channel.shutdown(Shutdown::Write).unwrap();
         }
     }
@@ -386,6 +388,8 @@ fn messages_out_of_turn() {
             // What is in turn.
             let in_turn = [
                 ("opened", "hello"),
+                ("opened", "commit"),
+                ("opened", "settled"),
                 ("synced", "state"),
                 ("loaded", "commit"),
             ];
@@ -416,11 +420,11 @@ fn messages_out_of_turn() {
 
 #[test]
 fn sources_that_give_up() {
-    for (step, reach) in STEPS {
+    for (step, reach) in &STEPS[1..] {
         let play = |address: &Address| {
             let mut peer = reach(address);
             peer.say(r#"{"say":"abort","cause":"no more"}"#);
-            (peer, step != "opened")
+            (peer, true)
         };
         hostile_source(
             &format!("abort when {step}"),
@@ -428,6 +432,32 @@ fn sources_that_give_up() {
             |error| matches!(error, DestinationError::Aborted { cause } if cause == "no more"),
         );
     }
+}
+
+/// The last words about an attempt that is over at the destination come when it waits for the next one.
+#[test]
+fn an_attempt_that_is_over_does_not_disturb_the_next() {
+    let _watchdog = Watchdog::new("an attempt that is over".to_owned());
+    let there = ram();
+    let mut destination = destination_of(&there);
+    let address = destination.address().clone();
+    // Before the destination looks, so that they are the first that it hears.
+    let mut asks = Peer::opened(&address);
+    asks.say(r#"{"say":"commit"}"#);
+    let mut late = Peer::opened(&address);
+    late.say(r#"{"say":"abort","cause":"cancelled"}"#);
+    let mut knows = Peer::opened(&address);
+    knows.say(r#"{"say":"settled"}"#);
+    let mut vmm = Vmm::default();
+    thread::scope(|scope| {
+        let handle = destination.handle();
+        let serving = scope.spawn(|| destination.run(&mut vmm));
+        assert_eq!(asks.hear().0, "aborted");
+        handle.cancel();
+        let error = serving.join().unwrap().unwrap_err();
+        assert!(matches!(error, DestinationError::Cancelled), "{error}");
+    });
+    assert_eq!(vmm.calls, [""; 0]);
 }
 
 #[test]
@@ -804,7 +834,8 @@ fn channels_that_end_too_early() {
         move |address: &Address| {
             let mut peer = reach(address);
             peer.send(0, &bytes);
-            peer.channels[0].shutdown(Shutdown::Write).unwrap();
+            // Fails when the destination has had enough already.
+            let _ = peer.channels[0].shutdown(Shutdown::Write);
             (peer, true)
         }
     };
@@ -826,11 +857,37 @@ fn channels_that_end_too_early() {
                 error,
                 DestinationError::Channel {
                     channel: 0,
-                    error: ChannelError::PagesAfterSync
+                    error: ChannelError::Ended
                 }
             )
         },
     );
+    let unasked = [pages.clone(), sync(LAST_SYNC)].concat();
+    hostile_source("pages of no round", end(Peer::synced, unasked), |error| {
+        matches!(
+            error,
+            DestinationError::Channel {
+                channel: 0,
+                error: ChannelError::PagesAfterSync
+            }
+        )
+    });
+    for late in [pages.clone(), sync(2), sync(LAST_SYNC)] {
+        let late = [sync(LAST_SYNC), late].concat();
+        hostile_source(
+            "more than the last packet",
+            end(Peer::synced, late),
+            |error| {
+                matches!(
+                    error,
+                    DestinationError::Channel {
+                        channel: 0,
+                        error: ChannelError::AfterTheLast
+                    }
+                )
+            },
+        );
+    }
     for len in [7, 300, 1000, pages.len() - 1] {
         let part = pages[..len].to_vec();
         hostile_source("half a packet", end(Peer::synced, part), |error| {

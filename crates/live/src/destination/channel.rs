@@ -5,13 +5,13 @@ use transfer::{ChannelReader, Received};
 use vm_memory::VolatileSlice;
 
 use super::place::Place;
-use crate::ChannelError;
+use crate::{ChannelError, protocol::LAST_SYNC};
 
 /// Takes the packets of a channel until it ends. `synced` is told each SYNC's number, when every page
 /// before it has been written.
 ///
 /// # Errors
-/// When the channel breaks, its packets name memory that is not the guest's, or it does not end with a SYNC.
+/// When the channel breaks, its packets name memory that is not the guest's, or it does not end as it should.
 pub(super) fn receive(
     mut reader: ChannelReader,
     layout: Layout,
@@ -20,8 +20,11 @@ pub(super) fn receive(
 ) -> Result<(), ChannelError> {
     let mut header = RamHeader::new(layout);
     let mut pages: Vec<VolatileSlice<'_>> = Vec::with_capacity(layout.page_count());
-    let (mut syncs, mut unsynced) = (0_u64, false);
+    let (mut unsynced, mut last) = (false, false);
     while reader.read_header(&mut header)? == Received::Packet {
+        if last {
+            return Err(ChannelError::AfterTheLast);
+        }
         if !header.is_empty() {
             let block = place.resolve(&header, &mut pages)?;
             reader.read_pages(&header, &pages)?;
@@ -29,15 +32,18 @@ pub(super) fn receive(
             place.zero(block, header.zero_offsets());
             unsynced = true;
         }
-        if header.sync {
-            syncs += 1;
+        last = header.sync && header.packet_num == LAST_SYNC;
+        if last && unsynced {
+            return Err(ChannelError::PagesAfterSync);
+        }
+        if header.sync && !last {
             unsynced = false;
             synced(header.packet_num);
         }
     }
-    match (syncs, unsynced) {
-        (_, true) => Err(ChannelError::PagesAfterSync),
-        (0, _) => Err(ChannelError::Ended),
-        _ => Ok(()),
+    if last {
+        Ok(())
+    } else {
+        Err(ChannelError::Ended)
     }
 }

@@ -11,7 +11,7 @@ use super::{
     Source, SourceConfig, ZeroPageDetection,
     round::{Chunk, Round},
 };
-use crate::{DirtyLog, Ram, SourceError};
+use crate::{DirtyLog, Ram, SourceError, protocol::LAST_SYNC};
 
 /// Sends a channel's share of every round.
 pub(super) struct Channel<'a> {
@@ -51,9 +51,14 @@ impl<'a> Channel<'a> {
             .map_err(|error| SourceError::Channel { channel, error })
     }
 
-    /// Says that no more will come.
-    pub(super) fn finish(self) {
+    /// Says that no more will come. A channel that ends without that word has been cut.
+    pub(super) fn finish(mut self) -> Result<(), SourceError> {
+        let channel = self.number;
+        self.writer
+            .write_sync(LAST_SYNC)
+            .map_err(|error| SourceError::Channel { channel, error })?;
         self.writer.finish();
+        Ok(())
     }
 
     fn send_chunk(&mut self, chunk: Chunk<'_>) -> Result<(), SourceError> {

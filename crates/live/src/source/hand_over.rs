@@ -24,10 +24,11 @@ pub(super) fn hand_over(
     destination: &Address,
     settle_time: Duration,
 ) -> Result<(), SourceError> {
+    let began = Instant::now();
     let mut fate = Fate {
         started: false,
-        deadline: Instant::now() + settle_time,
-        settle_time,
+        word_lost: false,
+        deadline: began + settle_time,
     };
     // Whether it got through or not: only an answer counts.
     let _ = link.say(&SourceMessage::Commit);
@@ -35,7 +36,10 @@ pub(super) fn hand_over(
         match link.hear("answered", ANSWER_WITHIN.min(settle_time)) {
             Ok(said) => match fate.heard(said) {
                 Heard::Starts => {}
-                Heard::Nonsense(why) => break why,
+                Heard::Nonsense(why) => {
+                    fate.word_lost = true;
+                    break why;
+                }
                 Heard::Runs => {
                     // For the destination to know that nobody will ask again.
                     let _ = link.say(&SourceMessage::Settled);
@@ -46,7 +50,14 @@ pub(super) fn hand_over(
                     return Err(error);
                 }
             },
-            Err(error) => break error.to_string(),
+            Err(error) => {
+                fate.word_lost |= match &error {
+                    SourceError::ControlEnded => false,
+                    SourceError::Control(error) => !was_closed(error),
+                    _ => true,
+                };
+                break error.to_string();
+            }
         }
     };
     warn!("the destination does not say whether the guest runs ({last}): asking again");
@@ -55,11 +66,16 @@ pub(super) fn hand_over(
             Asked::Runs => return Ok(()),
             Asked::Never(error) => return Err(error),
             Asked::NobodyThere if fate.started => return Err(SourceError::Lost),
+            Asked::NobodyThere if fate.word_lost => {
+                let seconds = began.elapsed().as_secs();
+                let last = format!("nobody listens there any more; before that: {last}");
+                return Err(SourceError::InDoubt { seconds, last });
+            }
             Asked::NobodyThere => return Err(SourceError::Ended),
             Asked::NoAnswer(why) => last = why,
         }
         if Instant::now() + ASK_EVERY >= fate.deadline {
-            let seconds = fate.settle_time.as_secs();
+            let seconds = settle_time.as_secs();
             return Err(SourceError::InDoubt { seconds, last });
         }
         thread::sleep(ASK_EVERY);
@@ -76,8 +92,9 @@ const ASK_EVERY: Duration = Duration::from_millis(200);
 struct Fate {
     /// The destination said that it starts it.
     started: bool,
+    /// A connection on which it may have said so went silent, instead of being closed by it.
+    word_lost: bool,
     deadline: Instant,
-    settle_time: Duration,
 }
 
 /// What the destination's words mean for the guest.
@@ -91,6 +108,12 @@ enum Heard {
 }
 
 impl Fate {
+    /// A connection is lost on which the destination could have answered.
+    fn lost(&mut self, error: &ProtocolError) -> Asked {
+        self.word_lost |= !was_closed(error);
+        Asked::NoAnswer(error.to_string())
+    }
+
     fn heard(&mut self, said: DestinationMessage) -> Heard {
         match said {
             DestinationMessage::Running => Heard::Runs,
@@ -125,22 +148,25 @@ fn ask(destination: &Address, id: MigrationId, fate: &mut Fate) -> Asked {
         }
         Err(error) => return Asked::NoAnswer(error.to_string()),
     };
-    let answered = || -> Result<(), ProtocolError> {
-        stream.write_both(&Opening::control(id), &[])?;
-        send(&stream, &SourceMessage::Commit)
-    };
-    if let Err(error) = answered() {
-        return Asked::NoAnswer(error.to_string());
+    let told = stream
+        .write_both(&Opening::control(id), &[])
+        .map_err(ProtocolError::from)
+        .and_then(|()| send(&stream, &SourceMessage::Commit));
+    if let Err(error) = told {
+        return fate.lost(&error);
     }
     loop {
         let said = match receive_soon(&stream) {
             Ok(Some(said)) => said,
             Ok(None) => return Asked::NoAnswer("it closed the connection".to_owned()),
-            Err(error) => return Asked::NoAnswer(error.to_string()),
+            Err(error) => return fate.lost(&error),
         };
         match fate.heard(said) {
             Heard::Starts => {}
-            Heard::Nonsense(why) => return Asked::NoAnswer(why),
+            Heard::Nonsense(why) => {
+                fate.word_lost = true;
+                return Asked::NoAnswer(why);
+            }
             Heard::Runs => {
                 info!("the guest runs at the destination");
                 let _ = send(&stream, &SourceMessage::Settled);
@@ -151,6 +177,18 @@ fn ask(destination: &Address, id: MigrationId, fate: &mut Fate) -> Asked {
                 return Asked::Never(error);
             }
         }
+    }
+}
+
+/// Whether the peer's system has closed the connection, behind all that the peer had said.
+fn was_closed(error: &ProtocolError) -> bool {
+    match error {
+        ProtocolError::Truncated { .. } => true,
+        ProtocolError::Io(error) => matches!(
+            error.kind(),
+            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+        ),
+        _ => false,
     }
 }
 

@@ -378,5 +378,8 @@ fn run(mut channel: Channel<'_>, rounds: &Receiver<Arc<Round>>, events: &Sender<
             return;
         }
     }
-    channel.finish();
+    if let Err(error) = channel.finish() {
+        // Nobody listens any more when the migration is over.
+        let _ = events.send(Event::Failed(error));
+    }
 }
