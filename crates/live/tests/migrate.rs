@@ -17,14 +17,15 @@ use std::{
     time::Duration,
 };
 
+use codec::{Engines, Settings};
 use common::{
     Here, MIB, Outcome, PAGE, Rig, Rng, Shape, Stage, There, Watchdog, engines, expect_equal, lock,
     loopback, migrate, move_guest, nothing_to_migrate, skipped, source_config,
 };
 use live::{
     AutoConverge, Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError,
-    Ram, SharedBitmap, Source, SourceError, SourceGuest, State, Status, Switchover, Whereabouts,
-    ZeroPageDetection,
+    Ram, SharedBitmap, Source, SourceConfig, SourceError, SourceGuest, State, Status, Switchover,
+    Whereabouts, ZeroPageDetection,
 };
 use multifd::Method;
 use rustix::mm::{Advice, madvise};
@@ -32,40 +33,50 @@ use testguest::{Backing, Fill, Pattern};
 use vm_memory::Bytes;
 
 /// Of each method; with all methods there are a hundred.
-const RUNS: u64 = 17;
+const RUNS: u64 = 13;
 
 #[test]
 fn none() {
-    any_guest_migrates_with(Method::None);
+    any_guest_migrates_with(&engines(Method::None));
 }
 
 #[test]
 fn zlib() {
-    any_guest_migrates_with(Method::Zlib);
+    any_guest_migrates_with(&engines(Method::Zlib));
 }
 
 #[test]
 fn zstd() {
-    any_guest_migrates_with(Method::Zstd);
+    any_guest_migrates_with(&engines(Method::Zstd));
 }
 
 #[test]
 fn lz4() {
-    any_guest_migrates_with(Method::Lz4);
+    any_guest_migrates_with(&engines(Method::Lz4));
 }
 
 #[test]
 fn qpl() {
-    any_guest_migrates_with(Method::Qpl);
+    any_guest_migrates_with(&engines(Method::Qpl));
 }
 
 #[test]
 fn qatzip() {
-    any_guest_migrates_with(Method::Qatzip);
+    any_guest_migrates_with(&engines(Method::Qatzip));
+}
+
+#[test]
+fn zstd_frames() {
+    any_guest_migrates_with(&engines(Method::ZstdFrames));
+}
+
+#[test]
+fn auto() {
+    any_guest_migrates_with(&Engines::software(Settings::auto()));
 }
 
 /// Guests, hosts and options at random, with every rig and number of channels.
-fn any_guest_migrates_with(method: Method) {
+fn any_guest_migrates_with(engines: &Engines) {
     let rigs = Rig::all();
     if rigs.is_empty() {
         return;
@@ -75,7 +86,7 @@ fn any_guest_migrates_with(method: Method) {
         let turn = usize::try_from(run).unwrap();
         let rig = rigs[turn % rigs.len()];
         let shape = random_shape(rig, &mut rng);
-        let mut config = source_config(method);
+        let mut config = SourceConfig::new(engines.clone());
         config.channels = [1, 2, 8][turn / rigs.len() % 3];
         config.packet_bytes = rng.pick(&[64 << 10, 512 << 10, 4 << 20]);
         config.zero_page_detection = rng.pick(&[ZeroPageDetection::Cpu, ZeroPageDetection::None]);

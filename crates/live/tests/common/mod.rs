@@ -30,8 +30,8 @@ use std::{
 use codec::{Engines, Settings};
 use live::{
     Arrival, Destination, DestinationConfig, DestinationError, DestinationGuest, DirtyLog,
-    GuestError, Ram, RamBlock, Source, SourceConfig, SourceError, SourceGuest, Status, Switchover,
-    UserfaultLog, Whereabouts,
+    GuestError, KvmDirtyLog, KvmSlot, Ram, RamBlock, Source, SourceConfig, SourceError,
+    SourceGuest, Status, Switchover, UserfaultLog, Whereabouts,
 };
 use multifd::Method;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -49,6 +49,8 @@ pub(crate) enum Rig {
     Threads,
     /// A KVM guest, over userfaultfd's log.
     Kvm,
+    /// A KVM guest, over KVM's log.
+    KvmLog,
 }
 
 impl Rig {
@@ -60,8 +62,8 @@ impl Rig {
             Err(error) => skipped(&error.to_string()),
         }
         match kvm_available() {
-            Ok(()) if !rigs.is_empty() => rigs.push(Self::Kvm),
-            Ok(()) => {}
+            Ok(()) if !rigs.is_empty() => rigs.extend([Self::Kvm, Self::KvmLog]),
+            Ok(()) => rigs.push(Self::KvmLog),
             Err(reason) => skipped(&format!("guests under KVM: {reason}")),
         }
         rigs
@@ -70,16 +72,35 @@ impl Rig {
     fn kind(self) -> Kind {
         match self {
             Self::Threads => Kind::Threads,
-            Self::Kvm => Kind::Kvm,
+            Self::Kvm | Self::KvmLog => Kind::Kvm,
         }
     }
 
     /// The log of a migration of `guest`.
-    pub(crate) fn log(self, _guest: &Guest, ram: &Ram) -> Arc<dyn DirtyLog> {
+    pub(crate) fn log(self, guest: &Guest, ram: &Ram) -> Arc<dyn DirtyLog> {
         match self {
             Self::Threads | Self::Kvm => Arc::new(UserfaultLog::new(ram).unwrap()),
+            Self::KvmLog => Arc::new(kvm_log(guest, ram)),
         }
     }
+}
+
+#[allow(
+    unsafe_code,
+    reason = "the log has to be told which memory the VM's slots show"
+)]
+fn kvm_log(guest: &Guest, ram: &Ram) -> KvmDirtyLog {
+    let slots = guest.slots().iter().map(|slot| KvmSlot {
+        slot: slot.slot,
+        flags: slot.flags,
+        guest_phys_addr: slot.guest_address,
+        block: slot.block,
+        offset: slot.offset,
+        len: slot.len,
+    });
+    // SAFETY: a guest never changes its slots; they show its memory, of which `ram` has the same mappings in
+    // the same order.
+    unsafe { KvmDirtyLog::new(guest.vm_fd().unwrap(), slots.collect(), ram) }.unwrap()
 }
 
 /// Says that something could not be tested here.

@@ -65,6 +65,8 @@ struct Shared {
     passed: AtomicU64,
     connections: Mutex<Vec<Arc<Connection>>>,
     flow: Mutex<Flow>,
+    /// Held while a message passes.
+    turn: Mutex<()>,
     changed: Condvar,
     closing: AtomicBool,
     /// What the messages of the control connections were, in their order.
@@ -108,6 +110,7 @@ impl Proxy {
             passed: AtomicU64::new(0),
             connections: Mutex::default(),
             flow: Mutex::default(),
+            turn: Mutex::default(),
             changed: Condvar::new(),
             closing: AtomicBool::new(false),
             said: Mutex::default(),
@@ -379,6 +382,8 @@ fn carry_messages(mut from: &TcpStream, to: &TcpStream, shared: &Shared) -> io::
         message.resize(4 + usize::try_from(len).unwrap(), 0);
         from.read_exact(&mut message[4..])?;
         let word = said(&message[4..]);
+        // An answer does not overtake what is done after its question.
+        let turn = lock(&shared.turn);
         lock(&shared.said).push(word.clone());
         if matches!(shared.point, Point::Before(point) if point == word) {
             shared.act();
@@ -387,6 +392,7 @@ fn carry_messages(mut from: &TcpStream, to: &TcpStream, shared: &Shared) -> io::
         if matches!(shared.point, Point::After(point) if point == word) {
             shared.act();
         }
+        drop(turn);
         if word == "state" {
             let value: serde_json::Value = serde_json::from_slice(&message[4..]).unwrap();
             let len = value["len"].as_u64().unwrap();
