@@ -6,7 +6,7 @@
 //! VAMOOSE_TABLE=1 VAMOOSE_CORPUS=target/corpus/silesia:target/corpus/memory cargo bench -p codec --bench methods
 //! ```
 //! The last is for documents: a Markdown table in place of criterion's statistics, with what the
-//! C zlib does at level 1, which is QEMU's. Its speed tells how fast the machine was, so what can be
+//! C zlib does at level 1, which is QEMU's, and zstd when it is called as QEMU calls it. Its speed tells how fast the machine was, so what can be
 //! compared with other machines' tables is how many times as fast the others are.
 //!
 //! Directories are relative to the workspace. Without any the recorded guest's RAM is used, which is
@@ -37,6 +37,8 @@ use rustix::time::{ClockId, clock_gettime};
 
 #[path = "common/c_zlib.rs"]
 mod c_zlib;
+#[path = "common/paged_zstd.rs"]
+mod paged_zstd;
 
 const LAYOUT: Layout = Layout::X86;
 
@@ -163,6 +165,7 @@ fn measure(corpus: &Corpus, cases: &[Case]) -> Vec<Measured> {
 #[derive(Clone, Copy)]
 enum Case {
     CZlib,
+    PagedZstd,
     Ours(Settings),
 }
 
@@ -177,12 +180,14 @@ impl Case {
                 .map(|level| Settings::new(*method, Some(*level)));
             settings.map(|settings| Self::Ours(settings.expect("a level of the method")))
         });
-        [Self::CZlib].into_iter().chain(ours).collect()
+        let stock = [Self::CZlib, Self::PagedZstd];
+        stock.into_iter().chain(ours).collect()
     }
 
     fn name(self) -> String {
         match self {
             Self::CZlib => format!("C zlib {}", c_zlib::LEVEL),
+            Self::PagedZstd => format!("paged zstd {}", paged_zstd::LEVEL),
             Self::Ours(settings) => {
                 let level = settings.level().expect("a method with levels");
                 format!("{} {level}", settings.name())
@@ -193,6 +198,7 @@ impl Case {
     fn engine(self) -> String {
         match self {
             Self::CZlib => format!("zlib {}", c_zlib::version()),
+            Self::PagedZstd => format!("zstd {}", zstd_safe::version_string()),
             Self::Ours(settings) => settings.engine().to_owned(),
         }
     }
@@ -233,6 +239,13 @@ impl Case {
                     take(Method::Zlib, &out[..len]);
                 }
             }
+            Self::PagedZstd => {
+                let mut stream = paged_zstd::Compress::new();
+                for packet in &corpus.packets {
+                    let len = stream.encode(packet, LAYOUT.page_size(), out);
+                    take(Method::Zstd, &out[..len]);
+                }
+            }
             Self::Ours(settings) => {
                 let mut encoder = encoder(&settings, LAYOUT).expect("an encoder");
                 for packet in &corpus.packets {
@@ -249,6 +262,13 @@ impl Case {
                 let mut stream = c_zlib::Inflate::new();
                 for (_, payload) in payloads {
                     stream.decode(payload, pages);
+                    take(pages);
+                }
+            }
+            Self::PagedZstd => {
+                let mut stream = paged_zstd::Decompress::new();
+                for (_, payload) in payloads {
+                    stream.decode(payload, LAYOUT.page_size(), pages);
                     take(pages);
                 }
             }

@@ -8,6 +8,7 @@ use crate::{
     DecodeError, Engines, Health,
     accelerated::AcceleratedUnpack,
     engine::{Decompress, Unpack},
+    ffi::zstd as frame,
     lz4, qatzip, qpl, zlib, zstd, zstd_frames,
 };
 
@@ -19,9 +20,11 @@ pub struct Decoder {
     layout: Layout,
     engines: Option<(Engines, Arc<Health>)>,
     zlib: Option<Box<dyn Decompress>>,
-    zstd: Option<Box<dyn Decompress>>,
+    zstd: Option<frame::Decompress>,
     /// Of methods whose packets are independent, by method.
     unpackers: Vec<(Method, Box<dyn Unpack>)>,
+    /// Pages that were asked for here, once they are.
+    pages: Vec<u8>,
     failed: bool,
 }
 
@@ -34,6 +37,7 @@ impl Decoder {
             zlib: None,
             zstd: None,
             unpackers: Vec::new(),
+            pages: Vec::new(),
             failed: false,
         }
     }
@@ -73,14 +77,48 @@ impl Decoder {
                 Packet { method, payload },
                 pages,
             ),
-            Method::Zstd => existing_or(&mut self.zstd, zstd::decompressor)
-                .and_then(|stream| fill(stream.as_mut(), Packet { method, payload }, pages)),
+            Method::Zstd => existing_or(&mut self.zstd, || zstd::decompressor(self.layout))
+                .and_then(|frame| copy(frame.decompress(payload, pages.len())?, pages)),
             _ => self
                 .unpacker(method)
                 .and_then(|unpacker| unpacker.unpack(payload, pages)),
         };
         self.failed = result.is_err();
         result
+    }
+
+    /// As [`decode`](Decoder::decode), of `len` bytes of pages, which stay in the decoder until its next
+    /// packet: for callers that have to copy them elsewhere anyway, as method zstd, whose pages are its
+    /// history, then needs no copy of its own.
+    ///
+    /// # Errors
+    /// As [`decode`](Decoder::decode).
+    pub fn decode_here<'a>(
+        &'a mut self,
+        method: Method,
+        payload: &'a [u8],
+        len: usize,
+    ) -> Result<&'a [u8], DecodeError> {
+        if self.failed {
+            return Err(DecodeError::AfterError);
+        }
+        let max = self.layout.packet_bytes();
+        if len > max {
+            return Err(DecodeError::Output { len, max });
+        }
+        if method == Method::Zstd && len > 0 {
+            // Until it has succeeded: once its pages are borrowed, nothing can be noted down.
+            self.failed = true;
+            let frame = existing_or(&mut self.zstd, || zstd::decompressor(self.layout))?;
+            let pages = frame.decompress(payload, len)?;
+            self.failed = false;
+            return Ok(pages);
+        }
+        let mut pages = std::mem::take(&mut self.pages);
+        pages.resize(max, 0);
+        let result = self.decode(method, payload, &mut pages[..len]);
+        self.pages = pages;
+        result.map(|()| &self.pages[..len])
     }
 
     /// The channel's decoder of a method whose packets are independent.

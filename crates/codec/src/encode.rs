@@ -36,6 +36,27 @@ pub trait Encoder: Send {
         out: &'a mut [u8],
     ) -> Result<Encoded<'a>, EncodeError>;
 
+    /// Room for the pages of the next packet in the encoder itself, for callers that have to copy them
+    /// anyway: [`encode_room`](Encoder::encode_room) then saves the encoder a copy of its own. `None` if
+    /// it makes none.
+    fn room(&mut self) -> Option<&mut [u8]> {
+        None
+    }
+
+    /// As [`encode`](Encoder::encode), of the pages that are the first `len` bytes of the
+    /// [`room`](Encoder::room).
+    ///
+    /// # Errors
+    /// As [`encode`](Encoder::encode).
+    fn encode_room<'a>(
+        &mut self,
+        len: usize,
+        out: &'a mut [u8],
+    ) -> Result<Encoded<'a>, EncodeError> {
+        let _ = out;
+        Err(EncodeError::Input { len, max: 0 })
+    }
+
     /// Whether the next packet goes as it is, by method none, so that nobody need gather its pages. After
     /// `true`, [`encode`](Encoder::encode) is not called for that packet.
     fn next_is_raw(&mut self) -> bool {
@@ -131,25 +152,72 @@ impl Encoder for Coded {
         pages: &'a [u8],
         out: &'a mut [u8],
     ) -> Result<Encoded<'a>, EncodeError> {
-        let method = self.method;
+        self.check(pages.len())?;
+        if pages.is_empty() {
+            return Ok(self.nothing(out));
+        }
+        let room = self.room_in(out);
+        match self.engine.compress(pages, &mut out[..room]) {
+            // Whoever knows a method of our own takes raw packets beside it.
+            Err(Fault::Room) if !self.method.is_stock() => Ok(raw(pages)),
+            result => self.finish(result, pages.len(), &mut out[..room]),
+        }
+    }
+
+    fn room(&mut self) -> Option<&mut [u8]> {
+        let packet_bytes = self.layout.packet_bytes();
+        self.engine.room()?.get_mut(..packet_bytes)
+    }
+
+    fn encode_room<'a>(
+        &mut self,
+        len: usize,
+        out: &'a mut [u8],
+    ) -> Result<Encoded<'a>, EncodeError> {
+        self.check(len)?;
+        if len == 0 {
+            return Ok(self.nothing(out));
+        }
+        let room = self.room_in(out);
+        let result = self.engine.compress_room(len, &mut out[..room]);
+        self.finish(result, len, &mut out[..room])
+    }
+}
+
+impl Coded {
+    fn check(&self, pages_len: usize) -> Result<(), EncodeError> {
         if self.failed {
+            let method = self.method;
             return Err(EncodeError::AfterError { method });
         }
-        check_input(pages, self.layout)?;
-        if pages.is_empty() {
-            // A flush of nothing would be bytes, which a packet without pages cannot carry.
-            let payload = &out[..0];
-            return Ok(Encoded { method, payload });
+        check_len(pages_len, self.layout)
+    }
+
+    /// A flush of nothing would be bytes, which a packet without pages cannot carry.
+    fn nothing<'a>(&self, out: &'a [u8]) -> Encoded<'a> {
+        Encoded {
+            method: self.method,
+            payload: &out[..0],
         }
-        // A larger buffer of the caller's must not hide that the receiver's is full.
-        let room = out.len().min(self.layout.max_payload());
-        let fault = match self.engine.compress(pages, &mut out[..room]) {
+    }
+
+    /// A larger buffer of the caller's must not hide that the receiver's is full.
+    fn room_in(&self, out: &[u8]) -> usize {
+        out.len().min(self.layout.max_payload())
+    }
+
+    fn finish<'a>(
+        &mut self,
+        result: Result<usize, Fault>,
+        pages_len: usize,
+        out: &'a mut [u8],
+    ) -> Result<Encoded<'a>, EncodeError> {
+        let method = self.method;
+        let fault = match result {
             Ok(len) => {
-                let payload = &out[..len.min(room)];
+                let payload = &out[..len.min(out.len())];
                 return Ok(Encoded { method, payload });
             }
-            // Whoever knows a method of our own takes raw packets beside it.
-            Err(Fault::Room) if !method.is_stock() => return Ok(raw(pages)),
             Err(fault) => fault,
         };
         self.failed = true;
@@ -157,8 +225,8 @@ impl Encoder for Coded {
         Err(match fault {
             Fault::Room => EncodeError::TooLong {
                 method,
-                len: pages.len(),
-                max: room,
+                len: pages_len,
+                max: out.len(),
             },
             Fault::Refused(reason) => EncodeError::Engine {
                 method,
@@ -183,7 +251,11 @@ pub(crate) fn raw(pages: &[u8]) -> Encoded<'_> {
 }
 
 pub(crate) fn check_input(pages: &[u8], layout: Layout) -> Result<(), EncodeError> {
-    let (len, max) = (pages.len(), layout.packet_bytes());
+    check_len(pages.len(), layout)
+}
+
+fn check_len(len: usize, layout: Layout) -> Result<(), EncodeError> {
+    let max = layout.packet_bytes();
     if len > max {
         return Err(EncodeError::Input { len, max });
     }

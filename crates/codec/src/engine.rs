@@ -24,6 +24,17 @@ pub(crate) trait Compress: Send {
 
     /// Writes `pages`, encoded, to the start of `out`, and returns how many bytes that are.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault>;
+
+    /// Where the engine would copy the next pages to; `None` if it takes them from anywhere.
+    fn room(&mut self) -> Option<&mut [u8]> {
+        None
+    }
+
+    /// As [`compress`](Compress::compress), of the first `len` bytes of the [`room`](Compress::room).
+    fn compress_room(&mut self, len: usize, out: &mut [u8]) -> Result<usize, Fault> {
+        let _ = (len, out);
+        Err(Fault::Refused("it has no room of its own"))
+    }
 }
 
 /// Why [`Compress::compress`] failed. A stream is lost then; a method whose packets are independent

@@ -9,3 +9,4 @@ pub(crate) mod isal;
 pub(crate) mod libdeflate;
 pub(crate) mod libqatzip;
 pub(crate) mod memory;
+pub(crate) mod zstd;

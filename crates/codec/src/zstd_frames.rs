@@ -15,12 +15,13 @@ use std::{num::NonZeroU32, ops::RangeInclusive};
 use multifd::Method;
 use zstd_safe::{
     CCtx, CParameter, DCtx, find_frame_compressed_size, get_dict_id_from_frame, get_error_name,
-    get_frame_content_size, zstd_sys::ZSTD_ErrorCode,
+    get_frame_content_size,
 };
 
 use crate::{
     DecodeError,
     engine::{Compress, Fault, Software, Unpack, most_worth_sending},
+    ffi::zstd::NO_ROOM,
     zstd,
 };
 
@@ -83,9 +84,6 @@ impl Compress for Compressor {
             })
     }
 }
-
-/// zstd's errors are the last values of `usize`.
-const NO_ROOM: usize = (ZSTD_ErrorCode::ZSTD_error_dstSize_tooSmall as usize).wrapping_neg();
 
 /// Decodes packets.
 pub(crate) struct Unpacker {

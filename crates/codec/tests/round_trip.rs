@@ -59,17 +59,30 @@ proptest! {
     })]
 
     #[test]
-    fn pages_arrive_at_our_decoder_and_at_stock_ones((method, level) in methods(), packets in packets()) {
+    fn pages_arrive_at_our_decoder_and_at_stock_ones(
+        (method, level) in methods(),
+        packets in packets(),
+        in_place in any::<bool>(),
+    ) {
         let mut encoder = new_encoder(method, level);
         let mut decoder = Decoder::new(LAYOUT);
         let mut oracle = Oracle::new(method);
         let (mut out, mut pages) = (vec![0; LAYOUT.max_payload()], Vec::new());
         for packet in &packets {
-            let payload = encoder.encode(packet, &mut out).unwrap().payload;
+            let payload = match encoder.room() {
+                Some(room) if in_place => {
+                    room[..packet.len()].copy_from_slice(packet);
+                    encoder.encode_room(packet.len(), &mut out).unwrap().payload
+                }
+                _ => encoder.encode(packet, &mut out).unwrap().payload,
+            };
             for by_us in [true, false] {
                 pages.clear();
                 pages.resize(packet.len(), 0xee);
-                if by_us {
+                if by_us && in_place {
+                    let here = decoder.decode_here(method, payload, packet.len()).unwrap();
+                    pages.copy_from_slice(here);
+                } else if by_us {
                     decoder.decode(method, payload, &mut pages).unwrap();
                 } else {
                     oracle.decode(payload, &mut pages);
@@ -206,6 +219,32 @@ fn engines_are_named() {
         "zlib-rs"
     };
     assert_eq!(engine(Method::Zlib, None), fast);
+}
+
+/// Full packets, several times as many as a codec keeps for its history, which matches reach back to.
+#[test]
+fn history_is_kept_where_older_history_was() {
+    for level in [-5, 1, 3] {
+        let mut encoder = new_encoder(Method::Zstd, Some(level));
+        let mut decoder = Decoder::new(LAYOUT);
+        let mut oracle = Oracle::new(Method::Zstd);
+        let mut out = vec![0; LAYOUT.max_payload()];
+        for number in 0..24 {
+            // The end of a packet is the beginning of the next one; packets differ in length.
+            let kinds = [Kind::Text, Kind::Repeated, Kind::Text];
+            let runs = (number..).zip(kinds).map(|(seed, kind)| {
+                let count = 40 - usize::from(seed % 3 == 0);
+                pages::pages(kind, seed, count)
+            });
+            let packet = runs.collect::<Vec<_>>().concat();
+            let payload = encoder.encode(&packet, &mut out).unwrap().payload;
+            let here = decoder.decode_here(Method::Zstd, payload, packet.len());
+            assert!(here.unwrap() == packet, "level {level} packet {number}");
+            let mut pages = vec![0xee; packet.len()];
+            oracle.decode(payload, &mut pages);
+            assert!(pages == packet, "level {level} packet {number}, stock");
+        }
+    }
 }
 
 /// 32-bit counters inside the libraries wrap here.
