@@ -28,8 +28,6 @@ pub struct ChannelReader {
     decoder: Decoder,
     header: Vec<u8>,
     payload: Vec<u8>,
-    /// Decoded pages on their way to guest memory; empty until it is needed.
-    pages: Vec<u8>,
 }
 
 /// What [`ChannelReader::read`] and [`ChannelReader::read_header`] found.
@@ -100,7 +98,6 @@ impl ChannelReader {
             decoder,
             header: vec![0; layout.ram_header_len().max(DEVICE_STATE_HEADER_LEN)],
             payload: vec![0; layout.max_payload()],
-            pages: Vec::new(),
         }
     }
 
@@ -169,13 +166,10 @@ impl ChannelReader {
             return Ok(());
         }
         let payload_len = self.fetch_payload(header)?;
-        self.pages.resize(self.layout.packet_bytes(), 0);
-        let decoded = &mut self.pages[..given];
         let decoder = &mut self.decoder;
         let payload = &self.payload[..payload_len];
         let (result, time) = cpu_timed(|| {
-            decoder.decode(header.method, payload, decoded)?;
-            let mut rest = &*decoded;
+            let mut rest = decoder.decode_here(header.method, payload, given)?;
             for slice in pages {
                 let (bytes, behind) = rest.split_at(slice.len());
                 slice.copy_from(bytes);

@@ -231,6 +231,10 @@ impl ChannelWriter {
                 let pages = match pages {
                     Bytes::Ours(pages) => pages,
                     Bytes::Guests(slices) => {
+                        if let Some(room) = self.encoder.room() {
+                            let len = gather(slices, room).len();
+                            return self.encoder.encode_room(len, &mut self.room);
+                        }
                         self.copy.resize(self.outlet.layout.packet_bytes(), 0);
                         gather(slices, &mut self.copy)
                     }
