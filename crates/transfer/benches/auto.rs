@@ -1,17 +1,26 @@
-//! Method auto beside every fixed method, over links of several rates.
+//! Method auto beside fixed methods, over links of several rates.
 //!
 //! ```text
-//! cargo bench -p transfer --bench auto -- [SECONDS] [LINK…]      as root, for links: 100M 1G 10G 25G free loopback
-//! VAMOOSE_CORPUS=dir[:dir…]                                      other data than target/corpus/{memory,silesia}
+//! cargo bench -p transfer --bench auto -- [ROUNDS] [LINK…] [METHOD…]      as root, for links
+//!
+//! ROUNDS   3 if not said
+//! LINK     100M 1G 10G 25G free loopback, or any other rate
+//! METHOD   those that can win, if none is said; auto none lz4:8 zstd-frames:-1 zlib:1 …
+//! VAMOOSE_CORPUS=dir[:dir…]      other data than target/corpus/{memory,silesia}
 //! ```
 //! Real data goes through the writers of two channels, over TCP between two network namespaces joined by
 //! a link of that rate (or one without a limit, or loopback), to readers that decode it, all in this one
-//! process. In each cell the methods take turns in short slices, so that the noise of the machine hits all
-//! alike; SECONDS is the time of a method in a cell (12 if not said). A slice starts with new connections
-//! and encoders, as a migration does. Its first quarter is not counted: buffers fill, auto learns.
+//! process.
 //!
-//! Prints a Markdown table: bytes of pages that arrived, in MB (10^6) per second, and CPU seconds of the
-//! whole process, both ends, per GiB of them.
+//! In a round each method has one slice of the time, with new connections and encoders, as a migration
+//! has: what auto loses while it learns is counted. All that counts is pages that were decoded at the
+//! far end within the slice. Noise of the machine comes and goes, so methods are compared within a round
+//! only, and of the rounds the median counts.
+//!
+//! Prints a Markdown table: pages that arrived, in MB (10^6 bytes) per second, and CPU seconds of the
+//! whole process, both ends, per GiB of them. At the end of a row auto's share of the fixed method that
+//! was best on that link: of the whole slice, and of its second half, when auto has learnt what there is
+//! to learn.
 
 #![allow(
     clippy::expect_used,
@@ -43,64 +52,77 @@ use transfer::{ChannelReader, ChannelWriter, Packet, Received, Stats, Stream};
 
 const LAYOUT: Layout = Layout::X86;
 const CHANNELS: usize = 2;
-const SLICE: Duration = Duration::from_secs(3);
-const LINKS: [&str; 5] = ["100M", "1G", "10G", "free", "loopback"];
-
-const METHODS: [(Option<Method>, Option<i32>); 14] = [
-    (None, None),
-    (Some(Method::None), None),
-    (Some(Method::Lz4), Some(8)),
-    (Some(Method::Lz4), Some(1)),
-    (Some(Method::ZstdFrames), Some(-1)),
-    (Some(Method::ZstdFrames), Some(1)),
-    (Some(Method::ZstdFrames), Some(3)),
-    (Some(Method::ZstdFrames), Some(6)),
-    (Some(Method::ZstdFrames), Some(9)),
-    (Some(Method::Zstd), Some(1)),
-    (Some(Method::Zstd), Some(3)),
-    (Some(Method::Zlib), Some(1)),
-    (Some(Method::Qpl), Some(0)),
-    (Some(Method::Qatzip), Some(1)),
+const LINKS: [&str; 4] = ["100M", "1G", "10G", "free"];
+const METHODS: [&str; 8] = [
+    "auto",
+    "none",
+    "lz4:8",
+    "lz4:1",
+    "zstd-frames:-1",
+    "zstd-frames:1",
+    "zstd-frames:3",
+    "zstd:1",
 ];
+
+/// Time of a method in a round. On a slow link a packet takes long, and what buffers hold even longer.
+fn slice_time(link: &str) -> Duration {
+    Duration::from_secs(if link.ends_with('M') { 7 } else { 3 })
+}
 
 fn main() {
     // Cargo adds `--bench`.
-    let mut words: Vec<_> = env::args()
-        .skip(1)
-        .filter(|word| word != "--bench")
-        .collect();
-    let seconds = words.first().and_then(|word| word.parse().ok());
-    if seconds.is_some() {
-        words.remove(0);
+    let words = env::args().skip(1).filter(|word| word != "--bench");
+    let (mut rounds, mut links, mut methods) = (3, Vec::new(), Vec::new());
+    for word in words {
+        if let Ok(number) = word.parse() {
+            rounds = number;
+        } else if is_link(&word) {
+            links.push(word);
+        } else {
+            methods.push(word);
+        }
     }
-    let seconds = Duration::from_secs(seconds.unwrap_or(12));
-    let links: Vec<&str> = match words.is_empty() {
-        true => LINKS.to_vec(),
-        false => words.iter().map(String::as_str).collect(),
-    };
+    if links.is_empty() {
+        links = LINKS.map(String::from).to_vec();
+    }
+    if methods.is_empty() {
+        methods = METHODS.map(String::from).to_vec();
+    }
     for folder in corpora() {
         let name = folder.file_name().expect("a name").to_string_lossy();
         let data = Arc::new(read(&folder));
-        println!("\n{name}: page MB/s (CPU-s per GiB)\n");
-        let methods = METHODS.map(|(method, level)| label(method, level));
-        println!("| link | {} | auto / best |", methods.join(" | "));
-        println!("|---|{}---|", "---|".repeat(methods.len()));
+        println!("\n{name}: page MB/s (CPU-s per GiB), median of {rounds} rounds\n");
+        println!(
+            "| link | {} | auto / best | second half | load |",
+            methods.join(" | ")
+        );
+        println!("|---|{}---|---|---|", "---|".repeat(methods.len()));
         for link in &links {
-            let cells = measure(link, &data, seconds);
-            let best = cells[1..].iter().map(Cell::rate).fold(0.0, f64::max);
-            let row: Vec<_> = cells.iter().map(Cell::show).collect();
-            let share = cells[0].rate() / best;
-            println!("| {link} | {} | {share:.2} |", row.join(" | "));
+            let cells = measure(link, &methods, rounds, &data);
+            println!("| {link} | {} | {} |", row(&methods, &cells), load());
         }
     }
 }
 
-fn label(method: Option<Method>, level: Option<i32>) -> String {
-    let level = level.map(|level| format!(" {level}")).unwrap_or_default();
-    method.map_or("auto".into(), |method| format!("{method}{level}"))
+fn is_link(word: &str) -> bool {
+    matches!(word, "free" | "loopback") || word.starts_with(|first: char| first.is_ascii_digit())
 }
 
-/// What a method did on a link.
+fn settings(method: &str) -> Settings {
+    let (name, level) = match method.split_once(':') {
+        Some((name, level)) => (name, Some(level.parse().expect("a level"))),
+        None => (method, None),
+    };
+    match name {
+        "auto" => Settings::auto(),
+        name => {
+            let method = Method::ALL.into_iter().find(|method| method.name() == name);
+            Settings::new(method.expect("a method"), level).expect("a level of it")
+        }
+    }
+}
+
+/// What a method did in one slice, or in half of one.
 #[derive(Clone, Copy, Default)]
 struct Cell {
     page_bytes: u64,
@@ -113,24 +135,74 @@ impl Cell {
         self.page_bytes as f64 / self.time.as_secs_f64() / 1e6
     }
 
-    fn show(&self) -> String {
+    fn cost(&self) -> f64 {
         let gib = self.page_bytes as f64 / f64::from(1 << 30);
-        format!("{:.0} ({:.2})", self.rate(), self.cpu.as_secs_f64() / gib)
+        self.cpu.as_secs_f64() / gib
     }
 }
 
-fn measure(link: &str, data: &Arc<Vec<u8>>, seconds: Duration) -> Vec<Cell> {
+/// A slice.
+#[derive(Clone, Copy)]
+struct Slice {
+    whole: Cell,
+    second_half: Cell,
+}
+
+/// For each method its slices, one a round.
+fn measure(link: &str, methods: &[String], rounds: usize, data: &Arc<Vec<u8>>) -> Vec<Vec<Slice>> {
     let ends = ends(link);
-    let mut cells = vec![Cell::default(); METHODS.len()];
-    while cells.iter().any(|cell| cell.time < seconds) {
-        for (cell, (method, level)) in cells.iter_mut().zip(METHODS) {
-            let settings = method.map_or(Settings::auto(), |method| {
-                Settings::new(method, level).expect("a level of the method")
-            });
-            slice(&Engines::software(settings), &ends, data, cell);
+    let mut cells = vec![Vec::new(); methods.len()];
+    for _ in 0..rounds {
+        for (cell, method) in cells.iter_mut().zip(methods) {
+            let engines = Engines::software(settings(method));
+            cell.push(slice(&engines, &ends, data, slice_time(link)));
         }
     }
     cells
+}
+
+fn row(methods: &[String], cells: &[Vec<Slice>]) -> String {
+    let mut row: Vec<_> = cells
+        .iter()
+        .map(|slices| {
+            let rate = median(slices.iter().map(|slice| slice.whole.rate()));
+            let cost = median(slices.iter().map(|slice| slice.whole.cost()));
+            format!("{rate:.0} ({cost:.2})")
+        })
+        .collect();
+    let part: [fn(&Slice) -> f64; 2] =
+        [|slice| slice.whole.rate(), |slice| slice.second_half.rate()];
+    let auto = methods.iter().position(|method| method == "auto");
+    row.extend(part.map(|rate| {
+        auto.and_then(|auto| share(cells, auto, rate))
+            .map_or(String::new(), |(share, best)| {
+                format!("{share:.2} of {}", methods[best])
+            })
+    }));
+    row.join(" | ")
+}
+
+/// The share that auto has of the best fixed method's rate, the median of rounds, and which one that is.
+fn share(cells: &[Vec<Slice>], auto: usize, rate: fn(&Slice) -> f64) -> Option<(f64, usize)> {
+    let rates = |method: usize| cells[method].iter().map(rate);
+    let best = (0..cells.len())
+        .filter(|method| *method != auto)
+        .max_by(|a, b| median(rates(*a)).total_cmp(&median(rates(*b))))?;
+    let shares = rates(auto).zip(rates(best)).map(|(auto, best)| auto / best);
+    Some((median(shares), best))
+}
+
+/// The lower of two in the middle.
+fn median(numbers: impl Iterator<Item = f64>) -> f64 {
+    let mut numbers: Vec<_> = numbers.collect();
+    numbers.sort_by(f64::total_cmp);
+    numbers[(numbers.len() - 1) / 2]
+}
+
+/// Of the machine in the last minute.
+fn load() -> String {
+    let loads = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    loads.split(' ').next().unwrap_or_default().to_owned()
 }
 
 /// Where the two ends of the link are.
@@ -194,8 +266,8 @@ fn inside<T: Send>(namespace: Option<&Namespace>, what: impl FnOnce() -> T + Sen
     })
 }
 
-/// Sends for the time of a slice and adds what arrived to the cell.
-fn slice(engines: &Engines, ends: &Ends, data: &Arc<Vec<u8>>, cell: &mut Cell) {
+/// Sends for so long.
+fn slice(engines: &Engines, ends: &Ends, data: &Arc<Vec<u8>>, time: Duration) -> Slice {
     let stats = Arc::new(Stats::default());
     let (stop, arrived) = (AtomicBool::new(false), AtomicU64::new(0));
     let connections: Vec<_> = (0..CHANNELS).map(|_| ends.connect()).collect();
@@ -230,19 +302,26 @@ fn slice(engines: &Engines, ends: &Ends, data: &Arc<Vec<u8>>, cell: &mut Cell) {
                 }
             });
         }
-        thread::sleep(SLICE / 4);
-        let (before, cpu, start) = (
-            arrived.load(Ordering::Relaxed),
-            process_cpu(),
-            Instant::now(),
-        );
-        thread::sleep(SLICE * 3 / 4);
-        cell.page_bytes += arrived.load(Ordering::Relaxed) - before;
-        cell.cpu += process_cpu() - cpu;
-        cell.time += start.elapsed();
+        let start = Instant::now();
+        let cpu_at_start = process_cpu();
+        let so_far = || Cell {
+            page_bytes: arrived.load(Ordering::Relaxed),
+            time: start.elapsed(),
+            cpu: process_cpu().saturating_sub(cpu_at_start),
+        };
+        thread::sleep(time / 2);
+        let half = so_far();
+        thread::sleep(time / 2);
+        let whole = so_far();
         stop.store(true, Ordering::Relaxed);
         hangups.iter().for_each(|stream| stream.shut_down());
-    });
+        let second_half = Cell {
+            page_bytes: whole.page_bytes - half.page_bytes,
+            time: whole.time.saturating_sub(half.time),
+            cpu: whole.cpu.saturating_sub(half.cpu),
+        };
+        Slice { whole, second_half }
+    })
 }
 
 fn packet() -> Packet {
