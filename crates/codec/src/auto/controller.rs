@@ -10,7 +10,7 @@ use super::{
     ladder::{FIRST, Ladder, Mix, RAW, RUNGS, Rung, Terms},
     link::Link,
     nanos, packets,
-    price::Price,
+    price::{Encoding, Price},
 };
 
 /// What to do with the next packet.
@@ -70,6 +70,8 @@ pub(super) struct Controller {
     allowance: f64,
     turn: usize,
     plan: Plan,
+    /// How many more packets are sent on the guess that the link is slow.
+    guesses: u32,
     /// Whether the packet under way is none of the mix's.
     exempt: bool,
 }
@@ -80,8 +82,19 @@ const MEMORY: f64 = 16.0;
 /// Packets over which the part of the hopeless ones is smoothed: these come in long runs.
 const HOPELESS_MEMORY: f64 = 64.0;
 
-/// CPU time over which the stretch is smoothed, in nanoseconds: several turns of the scheduler.
-const STRETCH_MEMORY: f64 = 4e6;
+/// CPU time over which the stretch is smoothed, in nanoseconds: many turns of the scheduler.
+const STRETCH_MEMORY: f64 = 20e6;
+
+/// A channel starts with so many packets of this rung, until it feels the link. What fills the buffers of a
+/// slow link first takes it a second to carry; on a fast link the guess costs some milliseconds.
+const FIRST_GUESS: usize = 4;
+const GUESSES: u32 = 16;
+
+/// Encoding clearly pays where by arithmetic it makes the link so much faster than raw packets, and a byte
+/// of pages still takes so many nanoseconds: no receiver is so slow, unless its cores are shared as the
+/// sender's are.
+const CLEAR_GAIN: f64 = 1.5;
+const CLEARLY_SLOW: f64 = 15.0;
 
 /// Between packets, in nanoseconds: longer ones are not work but a pause, in which the socket empties.
 const PAUSE: f64 = 20e6;
@@ -120,14 +133,15 @@ impl Controller {
             hopeless: 0.0,
             hopeless_row: 0,
             unseen: 0,
-            mix: Mix::RAW,
+            mix: Mix::all(FIRST_GUESS),
             debt: 0.0,
             allowance: 0.0,
             turn: FIRST,
             plan: Plan {
-                rung: RAW,
+                rung: FIRST_GUESS,
                 probe: None,
             },
+            guesses: GUESSES,
             exempt: false,
         }
     }
@@ -181,11 +195,14 @@ impl Controller {
             );
             let waited = (took - cpu * self.stretch).max(0.0);
             self.link.sent(wire, elapsed, waited);
-            let encoding = self.mix.high != RAW;
+            let encoding = self.encoding();
             self.price.sent(wire, pages, elapsed, &self.link, encoding);
         }
         self.allowance = (self.allowance + PROBING * elapsed).min(MOST_ALLOWANCE);
         self.settle_debt(pages);
+        if !self.link.is_felt() {
+            self.guesses = self.guesses.saturating_sub(1);
+        }
         self.mix = self.best_mix();
         self.plan = self.next_plan();
     }
@@ -220,9 +237,27 @@ impl Controller {
         }
     }
 
+    fn encoding(&self) -> Encoding {
+        let Mix { low, high, share } = self.mix;
+        if high == RAW {
+            return Encoding::Nothing;
+        }
+        let size = |rung: usize| self.ladder.rung(rung).size;
+        let encoded = share * size(high) + (1.0 - share) * size(low);
+        let size = self.hopeless + (1.0 - self.hopeless) * encoded;
+        let time = self.link.time().unwrap_or(0.0) * size;
+        match size * CLEAR_GAIN < 1.0 && time > CLEARLY_SLOW * self.stretch {
+            true => Encoding::ClearlyPays,
+            false => Encoding::Pays,
+        }
+    }
+
     fn best_mix(&self) -> Mix {
         let Some(link) = self.link.time() else {
-            return Mix::RAW;
+            return match self.guesses {
+                0 => Mix::RAW,
+                _ => Mix::all(FIRST_GUESS),
+            };
         };
         let notice = self.link.quantum() * link / NOTICE;
         let busy = (1.0 / (1.0 + notice)).clamp(LEAST_BUSY, MOST_BUSY);

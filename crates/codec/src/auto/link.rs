@@ -72,6 +72,11 @@ impl Link {
         self.time
     }
 
+    /// Whether the sender has ever had to wait since it began, or paused: how long tells the next wait.
+    pub(super) fn is_felt(&self) -> bool {
+        self.span.is_some()
+    }
+
     /// See the module.
     pub(super) fn quantum(&self) -> f64 {
         self.quantum

@@ -5,9 +5,9 @@
 //! slower link, and so on down. So the thread's time has a price: it is multiplied with it before it is
 //! compared with the link's, and at a price of 4 the thread may be busy a quarter of the time at most.
 //!
-//! The price is found by trial: for a period nothing is encoded, or as at a higher price or a lower one, and the bytes
-//! of pages that went out are compared with those of the periods before and after. Without somebody else
-//! to suffer from encoding the right price is 1, and it is never lower.
+//! The price is found by trial: for a period nothing is encoded, or as at a higher price or a lower one,
+//! and the bytes of pages that went out are compared with those of the periods before and after. Without
+//! somebody else to suffer from encoding the right price is 1, and it is never lower.
 //!
 //! ```text
 //! another price    ┌──────┐
@@ -32,6 +32,18 @@ pub(super) struct Price {
     tried: f64,
     /// The link as it was when the price had been found.
     found_at: Option<f64>,
+}
+
+/// What is done to packets, and what for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Encoding {
+    /// All go raw.
+    Nothing,
+    /// Some are encoded, and that may or may not be the right thing.
+    Pays,
+    /// Some are encoded, and the link is so slow that there is no need to try raw packets, of which a
+    /// single one may take the link for a tenth of a second.
+    ClearlyPays,
 }
 
 /// What to compare with.
@@ -72,6 +84,9 @@ const QUANTA: f64 = 3.0;
 /// Full packets that a period has at least, so that it has data of all kinds.
 const LEAST_PACKETS: f64 = 32.0;
 
+/// A trial with less than this part of the goodput before it is lost already, whatever data comes next.
+const HOPELESS: f64 = 0.7;
+
 /// Part of the time that trials may lose, and how many periods there are between them at most and at
 /// least.
 const LOSS: f64 = 0.03;
@@ -98,13 +113,13 @@ const OTHER_LINK: f64 = 3.0;
 const UNEQUAL: f64 = 0.35;
 
 impl Price {
-    /// Starts with a trial of raw packets, which is when it costs the least: nothing else is known yet.
+    /// Tries raw packets as soon as there is something to compare them with.
     pub(super) fn new() -> Self {
         Self {
             price: 1.0,
-            phase: Phase::Trial,
-            trial: Trial::Raw,
-            wait: LEAST_WAIT,
+            phase: Phase::Normal,
+            trial: Trial::Dearer,
+            wait: 0.0,
             promise: false,
             period: Period::default(),
             before: 0.0,
@@ -130,9 +145,15 @@ impl Price {
         self.wait = self.wait.max(1.0);
     }
 
-    /// A packet is out. `encoding` tells whether anything
-    /// was encoded lately.
-    pub(super) fn sent(&mut self, wire: f64, pages: f64, time: f64, link: &Link, encoding: bool) {
+    /// A packet is out.
+    pub(super) fn sent(
+        &mut self,
+        wire: f64,
+        pages: f64,
+        time: f64,
+        link: &Link,
+        encoding: Encoding,
+    ) {
         let period = &mut self.period;
         period.wire += wire;
         period.pages += pages;
@@ -146,18 +167,19 @@ impl Price {
             }
             return;
         }
+        let goodput = period.pages / period.time;
+        let lost = self.phase == Phase::Trial && goodput < HOPELESS * self.before;
         let long = period.time > LEAST_PERIOD
             && period.wire > QUANTA * link.quantum()
-            && packets(period.pages) > LEAST_PACKETS;
+            && (lost || packets(period.pages) > LEAST_PACKETS);
         if long || period.time > MOST_PERIOD {
-            let goodput = period.pages / period.time;
             self.period = Period::default();
             self.over(goodput, encoding);
             self.compare(link.time().unwrap_or(0.0));
         }
     }
 
-    fn over(&mut self, goodput: f64, encoding: bool) {
+    fn over(&mut self, goodput: f64, encoding: Encoding) {
         match self.phase {
             Phase::Normal => {
                 self.before = goodput;
@@ -184,11 +206,14 @@ impl Price {
 
     /// Where nothing is encoded only more can be tried, and at the lowest price only less. A trial that was
     /// promising is made again.
-    fn next_trial(&self, encoding: bool) -> Option<Trial> {
-        if !encoding {
-            return (self.price > 1.0).then_some(Trial::Cheaper);
-        }
+    fn next_trial(&self, encoding: Encoding) -> Option<Trial> {
+        let clearly_pays = match encoding {
+            Encoding::Nothing => return (self.price > 1.0).then_some(Trial::Cheaper),
+            Encoding::Pays => false,
+            Encoding::ClearlyPays => true,
+        };
         Some(match self.trial {
+            _ if clearly_pays && self.price <= 1.0 => Trial::Dearer,
             Trial::Cheaper if self.promise && self.price > 1.0 => Trial::Cheaper,
             trial if self.promise && trial != Trial::Cheaper => trial,
             Trial::Raw if self.price > 1.0 => Trial::Cheaper,
@@ -209,11 +234,7 @@ impl Price {
     }
 
     fn judge(&mut self, after: f64) {
-        let (mut before, tried) = (self.before, self.tried);
-        if before == 0.0 {
-            // The first trial.
-            before = after;
-        }
+        let (before, tried) = (self.before, self.tried);
         if (after / before).ln().abs() > UNEQUAL {
             self.wait = 1.0;
             return;
