@@ -77,7 +77,7 @@ pub(super) struct Controller {
 }
 
 /// Packets over which times are smoothed.
-const MEMORY: f64 = 16.0;
+const MEMORY: f64 = 48.0;
 
 /// Packets over which the part of the hopeless ones is smoothed: these come in long runs.
 const HOPELESS_MEMORY: f64 = 64.0;

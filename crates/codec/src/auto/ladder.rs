@@ -91,7 +91,7 @@ const START: [(Codec, f64, f64); RUNGS] = [
 ];
 
 /// Packets over which an estimate is smoothed.
-const MEMORY: f64 = 16.0;
+const MEMORY: f64 = 48.0;
 
 impl Ladder {
     pub(super) fn new() -> Self {

@@ -33,14 +33,15 @@ struct Span {
     waited: f64,
 }
 
-/// Spans are at least so long, in nanoseconds: the scheduler's hiccups are shorter.
-const LEAST_SPAN: f64 = 10e6;
+/// Spans are at least so long, in nanoseconds: the scheduler's hiccups are shorter, and so are the turns
+/// that connections take on a link they share.
+const LEAST_SPAN: f64 = 30e6;
 
 /// Waits of less than this part of the time say nothing about the link: the scheduler alone does that.
-const LEAST_WAIT: f64 = 0.02;
+const LEAST_WAIT: f64 = 0.03;
 
 /// A span that is off by this factor counts as far off; after two in a row the link has changed.
-const FAR_OFF: f64 = 1.5;
+const FAR_OFF: f64 = 2.0;
 
 /// What a new channel takes for the quantum: a third of a large socket buffer.
 const FIRST_QUANTUM: f64 = 1e6;

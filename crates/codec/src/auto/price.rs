@@ -41,8 +41,8 @@ pub(super) enum Encoding {
     Nothing,
     /// Some are encoded, and that may or may not be the right thing.
     Pays,
-    /// Some are encoded, and the link is so slow that there is no need to try raw packets, of which a
-    /// single one may take the link for a tenth of a second.
+    /// Some are encoded, and the link is so slow that there is no need to try anything else: a single raw
+    /// packet may take it a tenth of a second.
     ClearlyPays,
 }
 
@@ -102,7 +102,8 @@ const MOST: f64 = 256.0;
 /// A price at which nothing is encoded on any link.
 const TOO_DEAR: f64 = 1e9;
 
-/// Gain, as a logarithm, that is believed at once, and that is believed when it comes twice.
+/// Gain, as a logarithm, that is believed at once unless the data alone makes such a difference, and that
+/// is believed when it comes twice.
 const CLEAR_GAIN: f64 = 0.06;
 const SMALL_GAIN: f64 = 0.02;
 
@@ -212,8 +213,10 @@ impl Price {
             Encoding::Pays => false,
             Encoding::ClearlyPays => true,
         };
+        if clearly_pays {
+            return (self.price > 1.0).then_some(Trial::Cheaper);
+        }
         Some(match self.trial {
-            _ if clearly_pays && self.price <= 1.0 => Trial::Dearer,
             Trial::Cheaper if self.promise && self.price > 1.0 => Trial::Cheaper,
             trial if self.promise && trial != Trial::Cheaper => trial,
             Trial::Raw if self.price > 1.0 => Trial::Cheaper,
@@ -235,12 +238,13 @@ impl Price {
 
     fn judge(&mut self, after: f64) {
         let (before, tried) = (self.before, self.tried);
-        if (after / before).ln().abs() > UNEQUAL {
-            self.wait = 1.0;
+        let noise = (after / before).ln().abs();
+        if noise > UNEQUAL {
+            self.wait = LEAST_WAIT;
             return;
         }
         let gain = (tried / (before * after).sqrt()).ln();
-        let believed = gain > CLEAR_GAIN || gain > SMALL_GAIN && self.promise;
+        let believed = gain > CLEAR_GAIN.max(noise) || gain > SMALL_GAIN && self.promise;
         self.promise = gain > SMALL_GAIN && !believed;
         if believed {
             let price = match self.trial {
