@@ -210,3 +210,86 @@ impl PerByte {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    const PAGES: usize = 512 << 10;
+
+    fn cost(micros: u64, payload_bytes: usize) -> Cost {
+        Cost {
+            page_bytes: PAGES,
+            payload_bytes,
+            cpu: Duration::from_micros(micros),
+            wall: Duration::from_micros(micros),
+        }
+    }
+
+    fn mix_at(link: f64) -> Mix {
+        Ladder::new().best_mix(&Terms {
+            link,
+            load: 1.0,
+            stretch: 1.0,
+            copying: 0.2,
+            other: 0.1,
+            hopeless: 0.0,
+        })
+    }
+
+    #[test]
+    fn the_slower_the_link_the_higher_the_mix() {
+        assert_eq!(mix_at(0.1), Mix::RAW);
+        let ladder = Ladder::new();
+        let size = |mix: Mix| {
+            let [low, high] = [mix.low, mix.high].map(|rung| ladder.rung(rung).size);
+            low + mix.share * (high - low)
+        };
+        let links = [0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 200.0];
+        let sizes = links.map(|link| size(mix_at(link)));
+        assert!(sizes.is_sorted_by(|a, b| a >= b), "{sizes:?}");
+        assert_eq!(mix_at(200.0), Mix::all(RUNGS - 1));
+    }
+
+    #[test]
+    fn in_a_mix_link_and_thread_take_the_same_time() {
+        let mix = mix_at(1.0);
+        let ladder = Ladder::new();
+        let both = |of: fn(&Rung) -> f64| {
+            (1.0 - mix.share) * of(ladder.rung(mix.low)) + mix.share * of(ladder.rung(mix.high))
+        };
+        let (size, cost) = (both(|rung| rung.size), both(|rung| rung.cost));
+        assert!((size - (0.1 + 0.2 * size + cost)).abs() < 1e-9, "{mix:?}");
+    }
+
+    #[test]
+    fn a_rung_that_is_beaten_by_mixes_of_others_is_left_out() {
+        let mut ladder = Ladder::new();
+        // LZ4 at acceleration 1 turns out to be slower than zstd, and to save less.
+        ladder.compared(
+            [FIRST, 2],
+            [cost(400, PAGES / 2), cost(4000, PAGES * 45 / 100)],
+        );
+        let mut rung = RAW;
+        while let Some(next) = ladder.next_on_hull(rung) {
+            assert_ne!(next, 2);
+            rung = next;
+        }
+        assert_eq!(rung, RUNGS - 1);
+    }
+
+    #[test]
+    fn other_data_changes_what_is_expected_of_every_rung() {
+        let mut ladder = Ladder::new();
+        let before = *ladder.rung(4);
+        for _ in 0..100 {
+            ladder.measured(FIRST, cost(2000, PAGES * 9 / 10));
+        }
+        let after = ladder.rung(4);
+        assert!(after.size > 1.5 * before.size, "{after:?}");
+        assert!(after.cost > 2.0 * before.cost, "{after:?}");
+        assert!(ladder.rung(RAW).size >= 1.0);
+    }
+}

@@ -162,3 +162,71 @@ impl Link {
         self.paused();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A sender that is faster than the link, for so long: packets of 100 KB, and a wait in every fifth.
+    fn send_over(link: &mut Link, rate: f64, seconds: f64) {
+        let (bytes, work, mut left) = (100e3, 8e3, seconds * 1e9);
+        while left > 0.0 {
+            for _ in 0..4 {
+                link.sent(bytes, work, 0.0);
+            }
+            let all = 5.0 * bytes / rate;
+            link.sent(bytes, all - 4.0 * work, all - 5.0 * work);
+            left -= all;
+        }
+    }
+
+    fn rate(link: &Link) -> f64 {
+        1.0 / link.time().unwrap()
+    }
+
+    #[test]
+    fn waits_tell_the_rate_whatever_the_buffer_holds() {
+        for expected in [0.0125, 0.125, 1.25] {
+            let mut link = Link::new();
+            send_over(&mut link, expected, 1.0);
+            let error = rate(&link) / expected - 1.0;
+            assert!(error.abs() < 0.05, "{expected}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_slower_link_is_followed() {
+        let mut link = Link::new();
+        send_over(&mut link, 1.25, 1.0);
+        send_over(&mut link, 0.0125, 0.6);
+        assert!(rate(&link) < 1.1 * 0.0125, "{}", rate(&link));
+    }
+
+    #[test]
+    fn without_waits_a_link_is_taken_to_be_faster_and_at_last_to_be_no_limit() {
+        let mut link = Link::new();
+        send_over(&mut link, 0.125, 1.0);
+        let before = rate(&link);
+        let mut sent = 0.0;
+        while link.time().is_some_and(|time| 1.0 / time < 1.4 * before) {
+            link.sent(100e3, 100e3, 0.0);
+            sent += 100e3;
+        }
+        assert!(sent < 4.0 * MOST_QUANTUM, "noticed after {sent} bytes");
+        for _ in 0..100_000 {
+            link.sent(100e3, 1e3, 0.0);
+        }
+        assert_eq!(link.time(), None);
+    }
+
+    #[test]
+    fn a_link_is_felt_from_the_first_wait_to_a_pause() {
+        let mut link = Link::new();
+        link.sent(100e3, 1e6, 0.0);
+        assert!(!link.is_felt());
+        link.sent(100e3, 1e6, 0.5e6);
+        assert!(link.is_felt());
+        link.paused();
+        assert!(!link.is_felt());
+    }
+}

@@ -260,3 +260,59 @@ impl Price {
         };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What goes out, in bytes of pages per nanosecond, at the price of the moment.
+    fn run(price: &mut Price, encoding: Encoding, goodput: impl Fn(f64) -> f64) -> Vec<f64> {
+        let (link, pages) = (Link::new(), 1e6);
+        let packet = |_| {
+            price.sent(
+                0.5 * pages,
+                pages,
+                pages / goodput(price.now()),
+                &link,
+                encoding,
+            );
+            price.now()
+        };
+        (0..5000).map(packet).collect()
+    }
+
+    #[test]
+    fn encoding_that_hurts_becomes_dear() {
+        let mut price = Price::new();
+        run(&mut price, Encoding::Pays, |now| {
+            if now < 16.0 { 0.5 } else { 1.0 }
+        });
+        assert!(price.price >= 16.0, "{}", price.price);
+    }
+
+    #[test]
+    fn encoding_that_helps_stays_cheap_and_is_seldom_questioned() {
+        let mut price = Price::new();
+        let prices = run(&mut price, Encoding::Pays, |now| {
+            if now > 1.0 { 0.4 } else { 1.0 }
+        });
+        assert!(price.price <= 1.0);
+        let trials = prices.iter().filter(|now| **now > 1.0).count();
+        assert!((1..prices.len() / 8).contains(&trials), "{trials}");
+    }
+
+    #[test]
+    fn a_slow_link_is_left_alone() {
+        let mut price = Price::new();
+        let prices = run(&mut price, Encoding::ClearlyPays, |_| 0.03);
+        assert!(prices.iter().all(|now| *now <= 1.0));
+    }
+
+    #[test]
+    fn a_high_price_falls_step_by_step_when_encoding_hurts_no_more() {
+        let mut price = Price::new();
+        price.price = 64.0;
+        run(&mut price, Encoding::Nothing, |now| now.powf(-0.1));
+        assert!(price.price <= 4.0, "{}", price.price);
+    }
+}
