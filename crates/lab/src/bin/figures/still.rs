@@ -12,6 +12,7 @@
 //! any that is meant to take a guest fast. After each migration the whole RAM of both is compared.
 
 use std::ffi::OsStr;
+use std::io::{BufRead as _, BufReader};
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -327,37 +328,40 @@ impl Case {
 
     /// As many bytes as the guest has, from nowhere to nowhere.
     fn run_sockets(&self) -> Result<Cost> {
-        let port = TcpListener::bind("127.0.0.1:0")?
-            .local_addr()?
-            .port()
-            .to_string();
-        let iperf3 = |arguments: &[&str]| {
-            let mut command = Command::new("iperf3");
-            command.args(["--port", &port, "--json"]).args(arguments);
-            command.stdout(Stdio::null()).spawn()
-        };
-        let mut server = iperf3(&["--server", "--one-off"]).context("iperf3 (a Debian package)")?;
+        let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        let port = port.to_string();
+        let mut server = Command::new("iperf3")
+            .args(["--server", "--one-off", "--forceflush", "--port", &port])
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("iperf3 (a Debian package)")?;
+        let said = server.stdout.take().context("its output is a pipe")?;
+        let mut said = BufReader::new(said).lines();
+        let listens = said.find(|line| {
+            line.as_ref()
+                .map_or(true, |line| line.contains("listening"))
+        });
+        listens.context("the iperf3 server has ended")??;
+        // What it says besides is of no interest, but has to go somewhere.
+        let rest = thread::spawn(move || said.count());
         let (bytes, channels) = (self.ram.to_string(), self.channels.to_string());
-        // It says that it listens by taking a connection, which costs it its one test: so the client tries.
-        let client = loop {
-            let mut client = iperf3(&[
-                "--client",
-                "127.0.0.1",
-                "--bytes",
-                &bytes,
-                "--parallel",
-                &channels,
-            ])?;
-            let (cpu, status) = reap(&mut client)?;
-            if status.success() {
-                break cpu;
-            }
-            ensure!(server.try_wait()?.is_none(), "the iperf3 server has ended");
-        };
-        let (cpu, _) = reap(&mut server)?;
+        let mut client = Command::new("iperf3")
+            .args(["--client", "127.0.0.1", "--port", &port])
+            .args(["--bytes", &bytes, "--parallel", &channels])
+            .stdout(Stdio::null())
+            .spawn()?;
+        let (source, status) = reap(&mut client)?;
+        if !status.success() {
+            server.kill()?;
+        }
+        let (destination, _) = reap(&mut server)?;
+        ensure!(
+            rest.join().is_ok() && status.success(),
+            "iperf3 failed: {status}"
+        );
         Ok(Cost {
-            source: client,
-            destination: cpu,
+            source,
+            destination,
             time: f64::NAN,
             wire: self.ram as f64,
             ..Cost::default()
