@@ -23,7 +23,7 @@ use crate::{
 pub(crate) fn pass_on(
     channel: usize,
     reader: &mut ChannelReader,
-    mut writer: ChannelWriter,
+    writer: &mut ChannelWriter,
     config: &Config,
     stats: &Stats,
 ) -> Result<(), RelayError> {
@@ -35,10 +35,9 @@ pub(crate) fn pass_on(
             writer.write(&mut packet).map_err(write)?;
         }
         if let Some(packet_num) = arrived.sync {
-            send_sync(channel, &mut writer, packet_num, stats).map_err(write)?;
+            send_sync(channel, writer, packet_num, stats).map_err(write)?;
         }
     }
-    writer.finish();
     Ok(())
 }
 
@@ -76,7 +75,7 @@ pub(crate) fn read(
 /// Sends what the exchange has on one channel, until all readers have ended; perhaps beside others.
 pub(crate) fn write(
     channel: usize,
-    mut writer: ChannelWriter,
+    writer: &mut ChannelWriter,
     outlet: &Outlet,
     stats: &Stats,
 ) -> Result<(), WriteError> {
@@ -89,7 +88,7 @@ pub(crate) fn write(
             Work::Sync { packet_num } => {
                 let mut sent = Ok(());
                 let synced = outlet.sync(|| {
-                    sent = send_sync(channel, &mut writer, packet_num, stats);
+                    sent = send_sync(channel, writer, packet_num, stats);
                     if sent.is_ok() { Ok(()) } else { Err(Closed) }
                 });
                 sent?;
@@ -99,7 +98,6 @@ pub(crate) fn write(
             }
         }
     }
-    writer.finish();
     Ok(())
 }
 

@@ -392,18 +392,26 @@ struct Threads<'scope, 'env> {
 
 impl<'scope, 'env> Threads<'scope, 'env> {
     fn read(&self, channel: usize, mut reader: ChannelReader, inlet: Inlet, zero: ZeroPages) {
-        self.spawn(move || match channels::read(&mut reader, &inlet, zero) {
-            Ok(()) => Report::ChannelRead { channel },
-            Err(error) => Report::Failed(RelayError::SourceChannel { channel, error }),
+        self.spawn(move |report| {
+            report(match channels::read(&mut reader, &inlet, zero) {
+                Ok(()) => Report::ChannelRead { channel },
+                Err(error) => Report::Failed(RelayError::SourceChannel { channel, error }),
+            });
         });
     }
 
-    fn write(&self, channel: usize, writer: ChannelWriter, outlet: Outlet) {
+    fn write(&self, channel: usize, mut writer: ChannelWriter, outlet: Outlet) {
         let stats = self.stats;
         self.spawn(
-            move || match channels::write(channel, writer, &outlet, stats) {
-                Ok(()) => Report::ChannelWritten,
-                Err(error) => Report::Failed(RelayError::DestinationChannel { channel, error }),
+            move |report| match channels::write(channel, &mut writer, &outlet, stats) {
+                Ok(()) => {
+                    writer.finish();
+                    report(Report::ChannelWritten);
+                }
+                Err(error) => {
+                    let error = RelayError::DestinationChannel { channel, error };
+                    report(Report::Failed(error));
+                }
             },
         );
     }
@@ -412,18 +420,18 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         &self,
         channel: usize,
         mut reader: ChannelReader,
-        writer: ChannelWriter,
+        mut writer: ChannelWriter,
         config: &'env Config,
     ) {
-        let (stats, report) = (self.stats, self.report.clone());
-        self.spawn(move || {
-            match channels::pass_on(channel, &mut reader, writer, config, stats) {
+        let stats = self.stats;
+        self.spawn(move |report| {
+            match channels::pass_on(channel, &mut reader, &mut writer, config, stats) {
                 Ok(()) => {
-                    // As in `spawn`.
-                    let _ = report.send(Report::ChannelRead { channel });
-                    Report::ChannelWritten
+                    writer.finish();
+                    report(Report::ChannelRead { channel });
+                    report(Report::ChannelWritten);
                 }
-                Err(error) => Report::Failed(error),
+                Err(error) => report(Report::Failed(error)),
             }
         });
     }
@@ -436,25 +444,42 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         state: &'env MainState,
     ) {
         let (from, to, stats) = (from.clone(), to.clone(), self.stats);
-        self.spawn(move || report_main(Direction::Forward, &from, &to, stats, pacer, state));
-    }
-
-    fn return_main(&self, from: &Arc<Stream>, to: &Arc<Stream>, state: &'env MainState) {
-        let (from, to, stats, report) = (from.clone(), to.clone(), self.stats, self.report.clone());
-        self.spawn(move || {
-            let witness = ReturnWitness::new(state, |code| {
-                // The supervisor outlives every thread that reports to it.
-                let _ = report.send(Report::Shut { code });
-            });
-            report_main(Direction::Back, &from, &to, stats, None, witness)
+        self.spawn(move |report| {
+            report(report_main(
+                Direction::Forward,
+                &from,
+                &to,
+                stats,
+                pacer,
+                state,
+            ));
         });
     }
 
-    fn spawn(&self, work: impl FnOnce() -> Report + Send + 'scope) {
+    fn return_main(&self, from: &Arc<Stream>, to: &Arc<Stream>, state: &'env MainState) {
+        let (from, to, stats) = (from.clone(), to.clone(), self.stats);
+        self.spawn(move |report| {
+            let witness = ReturnWitness::new(state, |code| report(Report::Shut { code }));
+            report(report_main(
+                Direction::Back,
+                &from,
+                &to,
+                stats,
+                None,
+                witness,
+            ));
+        });
+    }
+
+    /// `work` owns its connections and reports while they are open: what a QEMU does about a
+    /// connection that closes must not be reported before the reason for it.
+    fn spawn(&self, work: impl FnOnce(&dyn Fn(Report)) + Send + 'scope) {
         let report = self.report.clone();
         self.scope.spawn(move || {
-            // The supervisor may have seen enough and be gone.
-            let _ = report.send(work());
+            work(&|said| {
+                // The supervisor may have seen enough and be gone.
+                let _ = report.send(said);
+            });
         });
     }
 }
