@@ -61,13 +61,7 @@ impl Decoder {
         payload: &[u8],
         pages: &mut [u8],
     ) -> Result<(), DecodeError> {
-        if self.failed {
-            return Err(DecodeError::AfterError);
-        }
-        let (len, max) = (pages.len(), self.layout.packet_bytes());
-        if len > max {
-            return Err(DecodeError::Output { len, max });
-        }
+        self.check(pages.len())?;
         let result = match method {
             Method::None => copy(payload, pages),
             // A packet without normal pages has no payload, not even a flush.
@@ -99,13 +93,7 @@ impl Decoder {
         payload: &'a [u8],
         len: usize,
     ) -> Result<&'a [u8], DecodeError> {
-        if self.failed {
-            return Err(DecodeError::AfterError);
-        }
-        let max = self.layout.packet_bytes();
-        if len > max {
-            return Err(DecodeError::Output { len, max });
-        }
+        self.check(len)?;
         if method == Method::Zstd && len > 0 {
             // Until it has succeeded: once its pages are borrowed, nothing can be noted down.
             self.failed = true;
@@ -115,10 +103,22 @@ impl Decoder {
             return Ok(pages);
         }
         let mut pages = std::mem::take(&mut self.pages);
-        pages.resize(max, 0);
+        pages.resize(self.layout.packet_bytes(), 0);
         let result = self.decode(method, payload, &mut pages[..len]);
         self.pages = pages;
         result.map(|()| &self.pages[..len])
+    }
+
+    /// Whether a packet with `len` bytes of pages can be decoded at all.
+    fn check(&self, len: usize) -> Result<(), DecodeError> {
+        if self.failed {
+            return Err(DecodeError::AfterError);
+        }
+        let max = self.layout.packet_bytes();
+        if len > max {
+            return Err(DecodeError::Output { len, max });
+        }
+        Ok(())
     }
 
     /// The channel's decoder of a method whose packets are independent.

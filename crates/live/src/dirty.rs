@@ -34,6 +34,7 @@ use std::io;
 use thiserror::Error;
 
 pub use bitmap::Bitmap;
+pub(crate) use bitmap::pages_in;
 pub use kvm::{KvmDirtyLog, KvmSlot};
 pub use kvm_ring::{KvmDirtyRing, KvmRings};
 pub use merged::Merged;

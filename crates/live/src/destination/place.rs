@@ -6,7 +6,7 @@ use codec::{CpuScan, ZeroScan as _};
 use multifd::RamHeader;
 use vm_memory::{Bytes, VolatileSlice};
 
-use crate::{Bitmap, ChannelError, Ram, RamBlock, present::present, sys};
+use crate::{ChannelError, Ram, RamBlock, present::present, sys};
 
 /// The memory that all channels write. Every page of it is either zero or marked as written.
 pub(super) struct Place<'a> {
@@ -33,10 +33,20 @@ impl<'a> Place<'a> {
 
     /// Makes all memory read as zeros, without touching what was never touched.
     pub(super) fn make_zero(&self) {
+        let page_size = self.page_size();
         for block in self.ram.blocks() {
+            let memory = block.memory();
             let mut run = Run::default();
-            for page in nonzero(block, self.page_size()).iter() {
-                self.extend(block, &mut run, page * self.page_size());
+            for page in present(block, page_size).iter() {
+                let offset = page * page_size;
+                let Ok(slice) = memory.subslice(offset, page_size) else {
+                    break;
+                };
+                let mut is_zero = [false];
+                CpuScan.scan(&[slice], &mut is_zero);
+                if !is_zero[0] {
+                    self.extend(block, &mut run, offset);
+                }
             }
             self.clear(block, &run);
         }
@@ -149,23 +159,6 @@ struct Run {
 }
 
 const ZEROS: [u8; 4096] = [0; 4096];
-
-/// The pages that are not zero.
-fn nonzero(block: &RamBlock, page_size: usize) -> Bitmap {
-    let memory = block.memory();
-    let mut nonzero = Bitmap::new(block.len() / page_size);
-    for page in present(block, page_size).iter() {
-        let Ok(slice) = memory.subslice(page * page_size, page_size) else {
-            break;
-        };
-        let mut is_zero = [false];
-        CpuScan.scan(&[slice], &mut is_zero);
-        if !is_zero[0] {
-            nonzero.set(page);
-        }
-    }
-    nonzero
-}
 
 #[cfg(test)]
 mod tests {

@@ -84,16 +84,7 @@ impl Bitmap {
 
     /// The pages that are set, in their order.
     pub fn iter(&self) -> impl Iterator<Item = usize> {
-        self.words.iter().enumerate().flat_map(|(index, &word)| {
-            let mut left = word;
-            std::iter::from_fn(move || {
-                let bit = left.trailing_zeros();
-                (left != 0).then(|| {
-                    left &= left - 1;
-                    index * 64 + bit as usize
-                })
-            })
-        })
+        pages_in(0, &self.words)
     }
 
     fn trim(&mut self) {
@@ -104,6 +95,20 @@ impl Bitmap {
             *last &= u64::MAX >> (64 - used);
         }
     }
+}
+
+/// The pages that are set in `words`, of which the first bit is page `first_page`.
+pub(crate) fn pages_in(first_page: usize, words: &[u64]) -> impl Iterator<Item = usize> {
+    words.iter().enumerate().flat_map(move |(index, &word)| {
+        let mut left = word;
+        std::iter::from_fn(move || {
+            let bit = left.trailing_zeros() as usize;
+            (left != 0).then(|| {
+                left &= left - 1;
+                first_page + index * 64 + bit
+            })
+        })
+    })
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::{
 
 use transfer::Snapshot;
 
-use crate::Bitmap;
+use crate::{Bitmap, dirty::pages_in};
 
 /// Pages that all channels send together.
 pub(super) struct Round {
@@ -81,20 +81,7 @@ fn chunks_of(dirty: &Bitmap) -> usize {
 impl Chunk<'_> {
     /// The pages to send, in their order.
     pub(super) fn pages(&self) -> impl Iterator<Item = usize> {
-        self.words
-            .iter()
-            .enumerate()
-            .flat_map(move |(index, &word)| {
-                let mut left = word;
-                let first = self.first_page + index * 64;
-                std::iter::from_fn(move || {
-                    let bit = left.trailing_zeros() as usize;
-                    (left != 0).then(|| {
-                        left &= left - 1;
-                        first + bit
-                    })
-                })
-            })
+        pages_in(self.first_page, self.words)
     }
 }
 
