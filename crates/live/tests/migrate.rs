@@ -20,7 +20,7 @@ use std::{
 use codec::{Engines, Settings};
 use common::{
     Here, MIB, Outcome, PAGE, Rig, Rng, Shape, Stage, There, Watchdog, engines, expect_equal, lock,
-    loopback, migrate, move_guest, nothing_to_migrate, skipped, source_config,
+    loopback, migrate, move_guest, nothing_to_migrate, source_config,
 };
 use live::{
     AutoConverge, Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError,
@@ -440,7 +440,7 @@ fn pages_go_with_zero_copy() {
             outcome.expect_done();
             stage.expect_there();
         }
-        Err(error) => skipped(&error.to_string()),
+        Err(error) => lab::skipped(&error.to_string()).unwrap(),
     }
 }
 

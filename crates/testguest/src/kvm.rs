@@ -524,11 +524,7 @@ mod tests {
         let Err(reason) = kvm_available() else {
             return true;
         };
-        assert!(
-            std::env::var("VAMOOSE_NO_SKIP").is_err(),
-            "no KVM: {reason}"
-        );
-        eprintln!("SKIPPED: no KVM: {reason}");
+        lab::skipped(&format!("no KVM: {reason}")).unwrap();
         false
     }
 

@@ -187,7 +187,7 @@ fn zero_copy_over_loopback_copies_and_says_so() -> Result<()> {
         "--json=-",
     ])?;
     if ended.stderr.contains("ulimit -l") {
-        skip("this host lets nobody lock the memory that zero-copy send needs");
+        lab::skipped("this host lets nobody lock the memory that zero-copy send needs").unwrap();
         return Ok(());
     }
     let report = report(&ended.success()?)?;
@@ -368,19 +368,10 @@ fn kvm() -> bool {
     match testguest::kvm_available() {
         Ok(()) => true,
         Err(reason) => {
-            skip(&reason);
+            lab::skipped(&reason).unwrap();
             false
         }
     }
-}
-
-/// Says loudly that this host cannot run a test.
-fn skip(reason: &str) {
-    assert!(
-        std::env::var_os("VAMOOSE_NO_SKIP").is_none_or(|set| set != "1"),
-        "{reason}"
-    );
-    eprintln!("SKIPPED: {reason}");
 }
 
 fn number(value: &Value, key: &str) -> u64 {

@@ -59,12 +59,12 @@ impl Rig {
         let mut rigs = Vec::new();
         match UserfaultLog::new(&Shape::default().memory().1) {
             Ok(_) => rigs.push(Self::Threads),
-            Err(error) => skipped(&error.to_string()),
+            Err(error) => lab::skipped(&error.to_string()).unwrap(),
         }
         match kvm_available() {
             Ok(()) if !rigs.is_empty() => rigs.extend([Self::Kvm, Self::KvmLog]),
             Ok(()) => rigs.push(Self::KvmLog),
-            Err(reason) => skipped(&format!("guests under KVM: {reason}")),
+            Err(reason) => lab::skipped(&format!("guests under KVM: {reason}")).unwrap(),
         }
         rigs
     }
@@ -101,15 +101,6 @@ fn kvm_log(guest: &Guest, ram: &Ram) -> KvmDirtyLog {
     // SAFETY: a guest never changes its slots; they show its memory, of which `ram` has the same mappings in
     // the same order.
     unsafe { KvmDirtyLog::new(guest.vm_fd().unwrap(), slots.collect(), ram) }.unwrap()
-}
-
-/// Says that something could not be tested here.
-pub(crate) fn skipped(reason: &str) {
-    assert!(
-        std::env::var_os("VAMOOSE_NO_SKIP").is_none_or(|value| value != "1"),
-        "must not be skipped: {reason}"
-    );
-    eprintln!("SKIPPED: {reason}");
 }
 
 /// Whether guests cannot be migrated here, which it says.

@@ -20,7 +20,6 @@ mod model;
 
 use std::{
     fs::File,
-    io::Write as _,
     os::fd::AsRawFd,
     sync::{Arc, Mutex},
 };
@@ -114,7 +113,7 @@ mod kvm {
     fn bitmap_with_manual_protection() {
         let Some(kvm) = kvm() else { return };
         if !guest(kvm).has_manual_protection() {
-            return skipped("this KVM has no KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2");
+            return lab::skipped("this KVM has no KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2").unwrap();
         }
         model::check_all(|| {
             let guest = guest(Kvm::new().unwrap());
@@ -289,7 +288,7 @@ mod kvm {
 
     fn kvm() -> Option<Kvm> {
         Kvm::new()
-            .inspect_err(|error| skipped(&format!("needs /dev/kvm: {error}")))
+            .inspect_err(|error| lab::skipped(&format!("needs /dev/kvm: {error}")).unwrap())
             .ok()
     }
 
@@ -297,7 +296,7 @@ mod kvm {
         match KvmRings::enable(guest.vm(), RING_ENTRIES) {
             Ok(rings) => Some(rings),
             Err(DirtyLogError::Unsupported { reason, .. }) => {
-                skipped(&reason);
+                lab::skipped(&reason).unwrap();
                 None
             }
             Err(error) => panic!("{error}"),
@@ -314,7 +313,7 @@ fn userfaultfd_of_huge_pages() {
     let file = memfd_create("huge", MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB).unwrap();
     ftruncate(&file, 2 * HUGE as u64).unwrap();
     let Ok(region) = map(&FileOffset::new(File::from(file), 0), 2 * HUGE) else {
-        skipped("needs 2 free huge pages of 2 MiB (vm.nr_hugepages)");
+        lab::skipped("needs 2 free huge pages of 2 MiB (vm.nr_hugepages)").unwrap();
         return;
     };
     let ram = Ram::new(vec![RamBlock::new("huge", Arc::new(region)).unwrap()]).unwrap();
@@ -615,17 +614,9 @@ fn userfaultfd_is_missing() -> bool {
     match UserfaultLog::new(&anonymous(&[1])) {
         Ok(_) => false,
         Err(DirtyLogError::Unsupported { reason, .. }) => {
-            skipped(&reason);
+            lab::skipped(&reason).unwrap();
             true
         }
         Err(error) => panic!("{error}"),
     }
-}
-
-fn skipped(reason: &str) {
-    if std::env::var_os("VAMOOSE_NO_SKIP").is_some() {
-        panic!("{reason}, and VAMOOSE_NO_SKIP forbids to skip");
-    }
-    // Written to the handle itself: print macros are captured in tests that pass.
-    let _ = std::io::stderr().write_all(format!("\nSKIPPED: {reason}\n").as_bytes());
 }
