@@ -49,7 +49,7 @@ use crate::{
     EncodeError, Encoded, Encoder,
     encode::{check_input, raw},
     engine::{Compress, Fault, most_worth_sending},
-    lz4, zstd_frames,
+    ffi, lz4, zstd_frames,
 };
 
 /// The encoder of one channel.
@@ -229,11 +229,13 @@ impl Encoder for Auto {
         let now = Stamp::now();
         let (_, elapsed) = self.last_out.until(now);
         let (cpu, _) = self.last_encoded.until(now);
+        let blocked = now.waits != self.last_encoded.waits;
         self.controller.sent(Sent {
             wire_bytes,
             page_bytes,
             took,
             cpu: cpu.min(took),
+            blocked,
             encoding: std::mem::take(&mut self.encoding),
             elapsed,
         });
@@ -306,6 +308,8 @@ impl Codecs {
 #[derive(Clone, Copy)]
 struct Stamp {
     cpu: Duration,
+    /// How often the thread has given its core away.
+    waits: u64,
     wall: Instant,
 }
 
@@ -313,6 +317,7 @@ impl Stamp {
     fn now() -> Self {
         Self {
             cpu: Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default(),
+            waits: ffi::thread::waits(),
             wall: Instant::now(),
         }
     }

@@ -41,6 +41,8 @@ pub(super) struct Sent {
     pub(super) took: Duration,
     /// Time that the thread had of a core meanwhile.
     pub(super) cpu: Duration,
+    /// Whether the thread gave its core away meanwhile. If it did not, only the scheduler made it wait.
+    pub(super) blocked: bool,
     /// Time for all that was encoded since the packet before.
     pub(super) encoding: Duration,
     /// Time since the packet before was out.
@@ -193,7 +195,10 @@ impl Controller {
                 (cpu.min(took) / wire.max(1.0)).max(LEAST_COPYING),
                 weight,
             );
-            let waited = (took - cpu * self.stretch).max(0.0);
+            let waited = match sent.blocked {
+                true => (took - cpu * self.stretch).max(0.0),
+                false => 0.0,
+            };
             self.link.sent(wire, elapsed, waited);
             let encoding = self.encoding();
             self.price.sent(wire, pages, elapsed, &self.link, encoding);

@@ -107,6 +107,7 @@ struct Channel {
     rung: usize,
     begun: f64,
     cpu: f64,
+    blocked: bool,
     encoded: (f64, f64),
     last_out: f64,
 }
@@ -216,6 +217,7 @@ impl Channel {
             rung: RAW,
             begun: 0.0,
             cpu: 0.0,
+            blocked: false,
             encoded: (0.0, 0.0),
             last_out: 0.0,
         }
@@ -259,7 +261,7 @@ impl Channel {
                 }
                 Sender::Send(bytes, all) => {
                     if self.is_stuck(world) {
-                        self.waits = true;
+                        (self.waits, self.blocked) = (true, true);
                         return;
                     }
                     self.waits = false;
@@ -343,6 +345,7 @@ impl Channel {
                 page_bytes: PACKET,
                 took: nanos(now - self.encoded.1),
                 cpu: nanos(self.cpu),
+                blocked: std::mem::take(&mut self.blocked),
                 encoding: nanos(self.encoded.0),
                 elapsed: nanos(now - self.last_out),
             });
