@@ -1,0 +1,155 @@
+//! The 64 bytes that tell a device what to do.
+//!
+//! ```text
+//!  0      4            7        8                16          24          32     36          38           40             64
+//! ┌──────┬────────────┬────────┬────────────────┬───────────┬───────────┬──────┬───────────┬────────────┬──────────────┐
+//! │PASID │ flags (24) │ opcode │ record address │ address 1 │ address 2 │ size │ interrupt │ operation  │ operation's  │
+//! │(zero)│            │        │                │           │           │      │  (zero)   │ flags (IAA)│ own          │
+//! └──────┴────────────┴────────┴────────────────┴───────────┴───────────┴──────┴───────────┴────────────┴──────────────┘
+//! ```
+//! Source: the kernel's uapi header `linux/idxd.h` (`struct dsa_hw_desc`, `struct iax_hw_desc`). The typed
+//! builders of [`dsa`](crate::dsa) and [`iaa`](crate::iaa) fill these in; nobody else should have to.
+
+/// A descriptor of DSA or of IAA: as the device reads it, little endian, aligned as a batch's list has to be.
+///
+/// It names memory by plain numbers. That they are right is for whoever submits it to see to
+/// ([`Submit::submit`](crate::Submit::submit)); a descriptor by itself does nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C, align(64))]
+pub struct Descriptor {
+    /// Address space and privilege. Zero: the processor (ENQCMD) or the work queue supplies them.
+    pub pasid: u32,
+    /// Bits 23:0 are [`Flags`], bits 31:24 the opcode.
+    pub control: u32,
+    /// Where the completion record is to be written.
+    pub record: u64,
+    /// Source, pattern or list, as the operation has it.
+    pub address_1: u64,
+    /// Destination, second source or pattern, as the operation has it.
+    pub address_2: u64,
+    /// Bytes to work on, or the number of a batch's descriptors.
+    pub size: u32,
+    /// Interrupt handle. Zero: a process has no interrupts.
+    pub interrupt: u16,
+    /// IAA only: flags of the operation.
+    pub operation_flags: u16,
+    /// What only some operations have; zero where it is not used.
+    pub operands: [u64; 3],
+}
+
+const _: () = {
+    use std::mem::offset_of;
+    assert!(size_of::<Descriptor>() == 64 && align_of::<Descriptor>() == 64);
+    assert!(offset_of!(Descriptor, control) == 4);
+    assert!(offset_of!(Descriptor, record) == 8);
+    assert!(offset_of!(Descriptor, address_1) == 16);
+    assert!(offset_of!(Descriptor, address_2) == 24);
+    assert!(offset_of!(Descriptor, size) == 32);
+    assert!(offset_of!(Descriptor, interrupt) == 36);
+    assert!(offset_of!(Descriptor, operation_flags) == 38);
+    assert!(offset_of!(Descriptor, operands) == 40);
+};
+
+impl Descriptor {
+    /// Operation code, byte 7.
+    pub const fn opcode(&self) -> u8 {
+        (self.control >> 24) as u8
+    }
+
+    /// The 24 bits of flags.
+    pub const fn flags(&self) -> Flags {
+        Flags(self.control & Flags::MASK)
+    }
+
+    /// Bits 31:0 of operand `index` at offset `40 + 8 * index`; see [`Descriptor::operands`].
+    pub const fn low(&self, index: usize) -> u32 {
+        (self.operands[index] & 0xffff_ffff) as u32
+    }
+
+    /// Bits 63:32 of operand `index`.
+    pub const fn high(&self, index: usize) -> u32 {
+        (self.operands[index] >> 32) as u32
+    }
+
+    pub(crate) const fn control_of(opcode: u8, flags: Flags) -> u32 {
+        ((opcode as u32) << 24) | (flags.0 & Flags::MASK)
+    }
+}
+
+/// Bits 23:0 of a descriptor's second word.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Flags(pub u32);
+
+impl Flags {
+    const MASK: u32 = 0x00ff_ffff;
+
+    /// Waits for all earlier descriptors of the same batch.
+    pub const FENCE: Self = Self(1 << 0);
+    /// Page faults are waited for, where the work queue allows it.
+    pub const BLOCK_ON_FAULT: Self = Self(1 << 1);
+    /// The record's address is valid (CRAV).
+    pub const RECORD_VALID: Self = Self(1 << 2);
+    /// A record is wanted in any case, not only for an error (RCR).
+    pub const RECORD_REQUESTED: Self = Self(1 << 3);
+    /// An interrupt is wanted (RCI). A process has none.
+    pub const INTERRUPT: Self = Self(1 << 4);
+    /// The result is compared with an expected one (CR).
+    pub const CHECK_RESULT: Self = Self(1 << 7);
+    /// What is written goes to the processor's cache rather than to memory (CC).
+    pub const CACHE: Self = Self(1 << 8);
+    /// Writes are seen in their order.
+    pub const STRICT_ORDERING: Self = Self(1 << 13);
+    /// The destination is read back before the record is written.
+    pub const DESTINATION_READBACK: Self = Self(1 << 14);
+    /// IAA: the second source is an AECS.
+    pub const READ_AECS: Self = Self(1 << 16);
+    /// IAA: the AECS is always written back.
+    pub const WRITE_AECS: Self = Self(1 << 18);
+    /// IAA: CRC-32C in the place of CRC-32.
+    pub const CRC32C: Self = Self(1 << 21);
+    /// IAA: which of the two AECS is read, and which is written.
+    pub const AECS_TOGGLE: Self = Self(1 << 22);
+
+    /// These and `other`.
+    #[must_use]
+    pub const fn with(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// Whether all of `other` are set.
+    pub const fn has(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+}
+
+/// Operation codes, as in the uapi header.
+pub mod opcode {
+    /// Both: nothing, but a record.
+    pub const NOOP: u8 = 0x00;
+    /// DSA: a list of descriptors.
+    pub const BATCH: u8 = 0x01;
+    /// Both: completes when everything before it has.
+    pub const DRAIN: u8 = 0x02;
+    /// DSA: copy.
+    pub const MEMMOVE: u8 = 0x03;
+    /// DSA: fill with a pattern.
+    pub const FILL: u8 = 0x04;
+    /// DSA: compare two buffers.
+    pub const COMPARE: u8 = 0x05;
+    /// DSA: compare with a pattern.
+    pub const COMPARE_PATTERN: u8 = 0x06;
+    /// DSA: the difference of two buffers.
+    pub const CREATE_DELTA: u8 = 0x07;
+    /// DSA: apply a difference.
+    pub const APPLY_DELTA: u8 = 0x08;
+    /// DSA: CRC-32C.
+    pub const CRC: u8 = 0x10;
+    /// DSA: copy with CRC-32C.
+    pub const COPY_CRC: u8 = 0x11;
+    /// IAA: inflate.
+    pub const DECOMPRESS: u8 = 0x42;
+    /// IAA: deflate, or the statistics for it.
+    pub const COMPRESS: u8 = 0x43;
+    /// IAA: CRC-64.
+    pub const CRC64: u8 = 0x44;
+}

@@ -1,0 +1,545 @@
+//! The devices and work queues of this host, as the idxd driver shows them in sysfs.
+//!
+//! ```text
+//!   /sys/bus/dsa/devices/ ─┬─ dsa0/ ─┬─ version, op_cap …            Device
+//!                          │         ├─ group0.0/  engine0.0/
+//!                          │         └─ wq0.0/ ── size, mode …       WorkQueue ─ usable? ─> portal::open
+//!                          └─ iax1/ ── …                                │
+//!   /dev/dsa/wq0.0, /dev/iax/wq1.0 ─── may this process open it? ───────┘
+//! ```
+//! Sysfs is never trusted: an attribute that is missing or makes no sense is a [`Problem`] of the one queue or
+//! device that it belongs to, and the scan goes on. Source of the attributes: the kernel's
+//! `Documentation/ABI/stable/sysfs-driver-dma-idxd`.
+
+mod attributes;
+mod name;
+mod problem;
+mod report;
+mod setup;
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    fmt, fs, io,
+    num::NonZeroU32,
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::{Path, PathBuf},
+    str::FromStr,
+};
+
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+
+use self::attributes::{Attributes, flag, known, number, operations, or_none, small, text};
+use crate::{Kind, Limits, Mode, Operations, opcode};
+
+pub use name::{DeviceName, NameError, QueueName};
+pub use problem::Problem;
+pub use report::{DeviceReport, Hardware, Missing, QueueReport, Report, hardware, report};
+pub use setup::setup_commands;
+
+/// Where sysfs, the devices and procfs are. Tests, and tools that look at another machine's tree, replace them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Root {
+    /// `/sys`.
+    pub sys: PathBuf,
+    /// `/dev`.
+    pub dev: PathBuf,
+    /// `/proc`.
+    pub proc: PathBuf,
+}
+
+impl Default for Root {
+    fn default() -> Self {
+        Self::under(Path::new("/"))
+    }
+}
+
+impl Root {
+    /// `sys`, `dev` and `proc` in `directory`.
+    pub fn under(directory: &Path) -> Self {
+        Self {
+            sys: directory.join("sys"),
+            dev: directory.join("dev"),
+            proc: directory.join("proc"),
+        }
+    }
+
+    /// Where the devices are listed: of DSA and of IAA.
+    pub(crate) fn devices(&self) -> PathBuf {
+        self.sys.join("bus/dsa/devices")
+    }
+
+    pub(crate) fn cpuinfo(&self) -> PathBuf {
+        self.proc.join("cpuinfo")
+    }
+}
+
+/// `enabled`, `disabled`, or what else the driver says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum State {
+    /// On.
+    Enabled,
+    /// Off.
+    Disabled,
+    /// Anything else: `halted`, say.
+    Other(String),
+}
+
+/// Who a work queue is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum QueueType {
+    /// Nobody: it has not been set up.
+    None,
+    /// The kernel's own drivers.
+    Kernel,
+    /// Processes.
+    User,
+    /// Anything else.
+    Other(String),
+}
+
+/// One device. Attributes that this kernel does not have, or that make no sense, are `None`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// `dsa0`, `iax1`.
+    pub name: DeviceName,
+    /// 0x100 is the first: Sapphire and Emerald Rapids.
+    pub version: Option<u32>,
+    /// On or off.
+    pub state: Option<State>,
+    /// The node that is near to it.
+    pub numa_node: Option<u32>,
+    /// Groups that there can be.
+    pub max_groups: Option<u32>,
+    /// Engines.
+    pub max_engines: Option<u32>,
+    /// Work queues.
+    pub max_work_queues: Option<u32>,
+    /// Entries of all work queues together.
+    pub max_work_queues_size: Option<u32>,
+    /// Most descriptors of a batch. IAA has none.
+    pub max_batch_size: Option<u32>,
+    /// Most bytes of a descriptor.
+    pub max_transfer_size: Option<u64>,
+    /// Opcodes. Where submission from processes is not safe, the kernel leaves BATCH out.
+    pub op_cap: Option<Operations>,
+    /// General capabilities, GENCAP.
+    pub gen_cap: Option<u64>,
+    /// Capabilities of an IAA of the second version.
+    pub iaa_cap: Option<u64>,
+    /// Whether it can work in the address space of a process.
+    pub pasid_enabled: Option<bool>,
+    /// Result of the last command to the device: why it could not be enabled.
+    pub cmd_status: Option<u32>,
+    /// Number of its character devices, of which each queue has a minor.
+    pub cdev_major: Option<u32>,
+    /// Users of its work queues.
+    pub clients: Option<u32>,
+    /// Numbers of its groups.
+    pub groups: Vec<u32>,
+    /// Numbers of its engines.
+    pub engines: Vec<u32>,
+    /// Its work queues, by their numbers.
+    pub queues: Vec<WorkQueue>,
+    /// Why it cannot be understood.
+    pub problem: Option<Problem>,
+    /// What is odd about it, but hinders nothing.
+    pub remarks: Vec<Problem>,
+}
+
+/// One work queue. Attributes that this kernel does not have, or that make no sense, are `None`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkQueue {
+    /// `dsa0/wq0.1`.
+    pub name: QueueName,
+    /// `dsa0`.
+    pub device: DeviceName,
+    /// On or off.
+    pub state: Option<State>,
+    /// Who it is for.
+    pub kind: Option<QueueType>,
+    /// What its administrator called it.
+    pub label: Option<String>,
+    /// Its entries.
+    pub size: Option<u32>,
+    /// Its group.
+    pub group: Option<u32>,
+    /// Its weight within its group, 0 to 15.
+    pub priority: Option<u32>,
+    /// The driver that has it, `user` for processes. Kernels before 6.7 do not say.
+    pub driver_name: Option<String>,
+    /// Its users.
+    pub clients: Option<u32>,
+    /// Where its character device should be, the usual place first.
+    pub nodes: Vec<PathBuf>,
+    /// What is odd about it, but hinders nothing.
+    pub remarks: Vec<Problem>,
+    limits: Option<Limits>,
+    problem: Option<Problem>,
+    /// The kernel has the attribute, whatever it says.
+    has_driver_name: bool,
+    /// The character device's number, where both parts are known.
+    number: Option<(u32, u32)>,
+    /// The kernel hides that the device has batches, for they are not safe through write(2).
+    hides_batch: bool,
+}
+
+/// All devices of DSA and IAA, by number, with their work queues. None if the driver is not there;
+/// [`report`] knows more about that.
+pub fn scan(root: &Root) -> Vec<Device> {
+    let devices = root.devices();
+    let mut names: Vec<DeviceName> = entries(&devices)
+        .filter_map(|entry| DeviceName::parse(&entry))
+        .collect();
+    names.sort_by_key(|name| (name.number, name.kind.record_alignment()));
+    names
+        .into_iter()
+        .map(|name| device(root, &devices.join(name.to_string()), name))
+        .collect()
+}
+
+/// The queue that `name` names.
+pub fn find<'a>(devices: &'a [Device], name: &QueueName) -> Option<(&'a Device, &'a WorkQueue)> {
+    devices.iter().find_map(|device| {
+        let queue = device.queues.iter().find(|queue| queue.name.is(name))?;
+        Some((device, queue))
+    })
+}
+
+impl WorkQueue {
+    /// What it takes, if a process can open it; else the first thing that is in the way.
+    ///
+    /// It may have changed since the scan: only [`open`](crate::portal::open) is sure.
+    pub fn usable(&self) -> Result<&Limits, Problem> {
+        match (&self.problem, &self.limits) {
+            (None, Some(limits)) => Ok(limits),
+            (Some(problem), _) => Err(problem.clone()),
+            (None, None) => Err(Problem::Gone),
+        }
+    }
+
+    /// What it takes, whether or not it can be opened; if that much can be understood.
+    pub fn limits(&self) -> Option<&Limits> {
+        self.limits.as_ref()
+    }
+
+    /// What a mapped portal takes: batches too, where the kernel hides that opcode of all queues of a device because of
+    /// write(2) alone (the driver's `op_cap_show_common`).
+    pub(crate) fn limits_mapped(&self, mut limits: Limits) -> Limits {
+        if self.hides_batch && limits.max_batch.is_some() {
+            limits.operations = limits.operations.with(opcode::BATCH);
+        }
+        if !limits.operations.has(opcode::BATCH) {
+            limits.max_batch = None;
+        }
+        limits
+    }
+
+    /// The number of its character device, where sysfs says it.
+    pub(crate) fn node_number(&self) -> Option<(u32, u32)> {
+        self.number
+    }
+
+    /// Whether it only has to be switched on.
+    fn is_configured(&self) -> bool {
+        let is_for_users = self.kind == Some(QueueType::User)
+            && self.driver_name.as_deref().is_none_or(|it| it == "user");
+        is_for_users
+            && self.label.is_some()
+            && self.group.is_some()
+            && self.size.is_some_and(|size| size > 0)
+    }
+
+    fn file_name(&self) -> String {
+        format!("wq{}.{}", self.name.device, self.name.queue)
+    }
+}
+
+fn device(root: &Root, path: &Path, name: DeviceName) -> Device {
+    let mut attributes = Attributes::of(path);
+    let a = &mut attributes;
+    let mut device = Device {
+        name,
+        version: a.need("version", small),
+        state: a.need("state", known),
+        numa_node: a.may("numa_node", or_none).flatten(),
+        max_groups: a.may("max_groups", small),
+        max_engines: a.may("max_engines", small),
+        max_work_queues: a.may("max_work_queues", small),
+        max_work_queues_size: a.may("max_work_queues_size", small),
+        max_batch_size: a.may("max_batch_size", small),
+        max_transfer_size: a.may("max_transfer_size", number),
+        op_cap: a.may("op_cap", operations),
+        gen_cap: a.may("gen_cap", number),
+        iaa_cap: a.may("iaa_cap", number),
+        pasid_enabled: a.may("pasid_enabled", flag),
+        cmd_status: a.may("cmd_status", small),
+        cdev_major: a.may("cdev_major", small),
+        clients: a.may("clients", small),
+        groups: parts(path, "group", name),
+        engines: parts(path, "engine", name),
+        queues: Vec::new(),
+        problem: None,
+        remarks: Vec::new(),
+    };
+    (device.problem, device.remarks) = (attributes.problem, attributes.remarks);
+    let queues = parts(path, "wq", name).into_iter();
+    device.queues = queues
+        .map(|number| queue(root, path, &device, number))
+        .collect();
+    device
+}
+
+fn queue(root: &Root, parent: &Path, device: &Device, number: u32) -> WorkQueue {
+    let file_name = format!("wq{}.{number}", device.name.number);
+    let path = parent.join(&file_name);
+    let mut attributes = Attributes::of(&path);
+    let a = &mut attributes;
+    let minor = a.may("cdev_minor", small);
+    // Says ENXIO for a queue without a character device, which is no oddity.
+    a.remarks.retain(|remark| {
+        !matches!(
+            remark,
+            Problem::Unreadable {
+                attribute: "cdev_minor",
+                ..
+            }
+        )
+    });
+    let cdev = device.cdev_major.zip(minor);
+    let driver_name = a.may("driver_name", text);
+    let mut queue = WorkQueue {
+        name: device.name.queue(number),
+        device: device.name,
+        state: a.need("state", known),
+        kind: a.need("type", known),
+        label: a.may("name", text).flatten(),
+        size: a.need("size", small),
+        group: a.may("group_id", or_none).flatten(),
+        priority: a.may("priority", small),
+        has_driver_name: driver_name.is_some(),
+        driver_name: driver_name.flatten(),
+        clients: a.may("clients", small),
+        nodes: nodes(root, device.name.kind, &file_name, cdev),
+        remarks: Vec::new(),
+        limits: limits(a, device),
+        problem: None,
+        number: cdev,
+        hides_batch: device
+            .op_cap
+            .is_some_and(|operations| !operations.has(opcode::BATCH)),
+    };
+    queue.remarks = attributes.remarks;
+    queue.problem = match attributes.problem {
+        Some(_) if is_gone(&path) => Some(Problem::Gone),
+        Some(problem) => Some(problem),
+        None => obstacle(device, &queue),
+    };
+    queue
+}
+
+fn is_gone(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+}
+
+/// What a queue takes, as far as its attributes and its device's say so.
+fn limits(a: &mut Attributes<'_>, device: &Device) -> Option<Limits> {
+    let mode: Option<Mode> = a.need("mode", |text| match text {
+        "shared" => Some(Mode::Shared),
+        "dedicated" => Some(Mode::Dedicated),
+        _ => None,
+    });
+    let size = a.need("size", small);
+    let threshold = a.may("threshold", small);
+    let transfer = a.need("max_transfer_size", number);
+    let batch = a.may("max_batch_size", small);
+    let block_on_fault = a.may("block_on_fault", flag);
+    let configured = a.need_if_there("op_config", operations);
+    if configured.is_none() && device.op_cap.is_none() {
+        a.problem.get_or_insert(Problem::Missing {
+            attribute: "op_config",
+        });
+    }
+    if device.version.is_none() {
+        let problem = device.problem.clone().unwrap_or(Problem::Missing {
+            attribute: "version",
+        });
+        a.problem.get_or_insert(problem);
+    }
+    let (mode, size) = (mode?, size?);
+    let kind = device.name.kind;
+    let batch = match kind {
+        Kind::Dsa => batch.map(|most| most.min(device.max_batch_size.unwrap_or(most))),
+        Kind::Iaa => None,
+    };
+    Some(Limits {
+        kind,
+        mode,
+        size,
+        threshold: match (mode, threshold) {
+            (Mode::Shared, Some(threshold)) if threshold > 0 => threshold.min(size),
+            _ => size,
+        },
+        // One descriptor is no batch.
+        max_batch: batch.filter(|most| *most > 1).and_then(NonZeroU32::new),
+        max_transfer: transfer.map(|most| most.min(device.max_transfer_size.unwrap_or(most)))?,
+        block_on_fault: block_on_fault.unwrap_or(false),
+        operations: configured.or(device.op_cap)?,
+        version: device.version?,
+        numa_node: device.numa_node,
+    })
+}
+
+/// What keeps this process from using a queue that is understood.
+fn obstacle(device: &Device, queue: &WorkQueue) -> Option<Problem> {
+    match &device.state {
+        Some(State::Enabled) => {}
+        Some(other) => return Some(Problem::DeviceState(other.clone())),
+        None => {
+            return device
+                .problem
+                .clone()
+                .or(Some(Problem::Missing { attribute: "state" }));
+        }
+    }
+    match &queue.kind {
+        Some(QueueType::User) => {}
+        Some(other) => return Some(Problem::Type(other.clone())),
+        None => return Some(Problem::Missing { attribute: "type" }),
+    }
+    if let Some(driver) = queue
+        .driver_name
+        .as_ref()
+        .filter(|driver| *driver != "user")
+    {
+        return Some(Problem::Driver(driver.clone()));
+    }
+    match &queue.state {
+        Some(State::Enabled) => {}
+        Some(other) => return Some(Problem::QueueState(other.clone())),
+        None => return Some(Problem::Missing { attribute: "state" }),
+    }
+    if device.pasid_enabled == Some(false) {
+        return Some(Problem::NoUserPasid);
+    }
+    let is_dedicated = queue
+        .limits
+        .as_ref()
+        .is_some_and(|limits| limits.mode == Mode::Dedicated);
+    if is_dedicated && queue.clients.is_some_and(|clients| clients > 0) {
+        return Some(Problem::InUse);
+    }
+    node(queue).err()
+}
+
+/// The character device of a queue, which this process may open as far as one can see from outside.
+pub(crate) fn node(queue: &WorkQueue) -> Result<&Path, Problem> {
+    for path in &queue.nodes {
+        let metadata = match fs::metadata(path) {
+            Ok(metadata) => metadata,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(refused(path, error.kind())),
+        };
+        if !is_node_of(queue, &metadata) {
+            return Err(Problem::OtherNode(path.clone()));
+        }
+        accessat(
+            CWD,
+            path,
+            Access::READ_OK | Access::WRITE_OK,
+            AtFlags::EACCESS,
+        )
+        .map_err(|error| refused(path, io::Error::from(error).kind()))?;
+        return Ok(path);
+    }
+    Err(Problem::NoNode(queue.nodes.clone()))
+}
+
+/// Whether a file is a queue's character device.
+pub(crate) fn is_node_of(queue: &WorkQueue, metadata: &fs::Metadata) -> bool {
+    let device = metadata.rdev();
+    let number = (rustix::fs::major(device), rustix::fs::minor(device));
+    metadata.file_type().is_char_device()
+        && queue.node_number().is_none_or(|wanted| wanted == number)
+}
+
+fn refused(path: &Path, kind: io::ErrorKind) -> Problem {
+    let path = path.to_path_buf();
+    match kind {
+        io::ErrorKind::PermissionDenied => Problem::Denied(path),
+        kind => Problem::Node { path, kind },
+    }
+}
+
+fn nodes(root: &Root, kind: Kind, file_name: &str, cdev: Option<(u32, u32)>) -> Vec<PathBuf> {
+    let by_name = root.dev.join(name::directory(kind)).join(file_name);
+    let by_number = cdev.map(|(major, minor)| root.dev.join(format!("char/{major}:{minor}")));
+    [by_name].into_iter().chain(by_number).collect()
+}
+
+/// Numbers of a device's parts: 3 of `engine0.3`. Entries that no driver would make are nobody's.
+fn parts(path: &Path, prefix: &str, device: DeviceName) -> Vec<u32> {
+    let prefix = format!("{prefix}{}.", device.number);
+    let mut numbers: Vec<u32> = entries(path)
+        .filter_map(|entry| {
+            let number: u32 = entry.strip_prefix(&prefix)?.parse().ok()?;
+            (entry == format!("{prefix}{number}")).then_some(number)
+        })
+        .collect();
+    numbers.sort_unstable();
+    numbers
+}
+
+/// Names in a directory; none, if it cannot be read.
+fn entries(path: &Path) -> impl Iterator<Item = String> {
+    let entries = fs::read_dir(path).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().into_string().ok())
+}
+
+impl FromStr for State {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(match text {
+            "enabled" => Self::Enabled,
+            "disabled" => Self::Disabled,
+            other => Self::Other(other.to_owned()),
+        })
+    }
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Enabled => f.write_str("enabled"),
+            Self::Disabled => f.write_str("disabled"),
+            Self::Other(other) => write!(f, "in state {other:?}"),
+        }
+    }
+}
+
+impl FromStr for QueueType {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(match text {
+            "none" => Self::None,
+            "kernel" => Self::Kernel,
+            "user" => Self::User,
+            other => Self::Other(other.to_owned()),
+        })
+    }
+}
+
+impl fmt::Display for QueueType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Kernel => f.write_str("kernel"),
+            Self::User => f.write_str("user"),
+            Self::Other(other) => write!(f, "{other:?}"),
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! Reading sysfs, which may be wrong in every way: another kernel, a container's idea of it, a device on its way out.
+
+use std::{
+    fs::File,
+    io::{self, Read},
+    path::{Path, PathBuf},
+    str::FromStr,
+};
+
+use rustix::fs::{Mode, OFlags};
+
+use super::Problem;
+use crate::Operations;
+
+/// The attributes of one directory, and what was wrong with them.
+pub(super) struct Attributes<'a> {
+    path: &'a Path,
+    /// The first reason why what needs these attributes cannot be used.
+    pub(super) problem: Option<Problem>,
+    /// Oddities that hinder nothing.
+    pub(super) remarks: Vec<Problem>,
+}
+
+impl<'a> Attributes<'a> {
+    pub(super) fn of(path: &'a Path) -> Self {
+        Self {
+            path,
+            problem: None,
+            remarks: Vec::new(),
+        }
+    }
+
+    /// An attribute without which nothing works.
+    pub(super) fn need<T>(
+        &mut self,
+        name: &'static str,
+        parse: impl Fn(&str) -> Option<T>,
+    ) -> Option<T> {
+        self.read(name, parse).unwrap_or_else(|problem| {
+            self.problem.get_or_insert(problem);
+            None
+        })
+    }
+
+    /// One that has to be right if it is there.
+    pub(super) fn need_if_there<T>(
+        &mut self,
+        name: &'static str,
+        parse: impl Fn(&str) -> Option<T>,
+    ) -> Option<T> {
+        match self.read(name, parse) {
+            Err(Problem::Missing { .. }) => None,
+            Err(problem) => {
+                self.problem.get_or_insert(problem);
+                None
+            }
+            Ok(value) => value,
+        }
+    }
+
+    /// One that not every kernel has, and without which things go on.
+    pub(super) fn may<T>(
+        &mut self,
+        name: &'static str,
+        parse: impl Fn(&str) -> Option<T>,
+    ) -> Option<T> {
+        match self.read(name, parse) {
+            Err(Problem::Missing { .. }) => None,
+            Err(problem) => {
+                self.remarks.push(problem);
+                None
+            }
+            Ok(value) => value,
+        }
+    }
+
+    fn read<T>(
+        &self,
+        name: &'static str,
+        parse: impl Fn(&str) -> Option<T>,
+    ) -> Result<Option<T>, Problem> {
+        let bytes = read(&self.path.join(name)).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => Problem::Missing { attribute: name },
+            kind => Problem::Unreadable {
+                attribute: name,
+                kind,
+            },
+        })?;
+        let garbled = || Problem::Garbled {
+            attribute: name,
+            value: String::from_utf8_lossy(&bytes)
+                .chars()
+                .take(MOST_QUOTED)
+                .collect(),
+        };
+        let text = std::str::from_utf8(&bytes).map_err(|_| garbled())?;
+        parse(text.trim()).map(Some).ok_or_else(garbled)
+    }
+}
+
+/// Sysfs gives a page at most; what is longer is not sysfs.
+const MOST_BYTES: u64 = 4096;
+/// Of a garbled value, in a message.
+const MOST_QUOTED: usize = 40;
+
+fn read(path: &PathBuf) -> io::Result<Vec<u8>> {
+    // A pipe in an attribute's place must not hold the scan up.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    let mut bytes = Vec::new();
+    file.take(MOST_BYTES).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Decimal, or hexadecimal with `0x`.
+pub(super) fn number(text: &str) -> Option<u64> {
+    match text.strip_prefix("0x") {
+        Some(hex) => u64::from_str_radix(hex, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+/// The same, where it has to fit.
+pub(super) fn small(text: &str) -> Option<u32> {
+    number(text)?.try_into().ok()
+}
+
+/// A number where the kernel says "none" as -1.
+pub(super) fn or_none(text: &str) -> Option<Option<u32>> {
+    if text == "-1" {
+        return Some(None);
+    }
+    small(text).map(Some)
+}
+
+/// 0 or 1.
+pub(super) fn flag(text: &str) -> Option<bool> {
+    match text {
+        "0" => Some(false),
+        "1" => Some(true),
+        _ => None,
+    }
+}
+
+/// Any text; an empty one, or what sysfs prints for none, is `None`.
+pub(super) fn text(text: &str) -> Option<Option<String>> {
+    let named = !text.is_empty() && text != "(null)";
+    Some(named.then(|| text.to_owned()))
+}
+
+/// Values that a type of its own knows.
+pub(super) fn known<T: FromStr>(text: &str) -> Option<T> {
+    text.parse().ok()
+}
+
+/// A 256-bit map of opcodes.
+///
+/// Three forms: 32-bit words with commas between, the most significant first (the kernel's `%*pb`); one
+/// hexadecimal number; and, assumed of kernels before 6.0, 64-bit words with spaces between, the least
+/// significant first.
+pub(super) fn operations(text: &str) -> Option<Operations> {
+    let mut map = [0_u64; 4];
+    if text.contains(',') {
+        let words: Vec<&str> = text.split(',').map(str::trim).collect();
+        for (index, word) in words.iter().rev().enumerate() {
+            let word = word_of(word, 8)?;
+            match map.get_mut(index / 2) {
+                Some(place) => *place |= word << (32 * (index % 2)),
+                None if word == 0 => {}
+                None => return None,
+            }
+        }
+        return Some(Operations(map));
+    }
+    let words: Vec<&str> = text.split_whitespace().collect();
+    match words.as_slice() {
+        [] => None,
+        [one] => {
+            let digits = one.strip_prefix("0x").unwrap_or(one);
+            if !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) || digits.is_empty() {
+                return None;
+            }
+            for (place, chunk) in map.iter_mut().zip(digits.as_bytes().rchunks(16)) {
+                *place = word_of(std::str::from_utf8(chunk).ok()?, 16)?;
+            }
+            (digits.len() <= 64).then_some(Operations(map))
+        }
+        words => {
+            for (index, word) in words.iter().enumerate() {
+                *map.get_mut(index)? = word_of(word, 16)?;
+            }
+            Some(Operations(map))
+        }
+    }
+}
+
+/// At most `digits` hexadecimal digits, with or without `0x`.
+fn word_of(text: &str, digits: usize) -> Option<u64> {
+    let text = text.strip_prefix("0x").unwrap_or(text);
+    let plain = text.bytes().all(|byte| byte.is_ascii_hexdigit()) && text.len() <= digits;
+    plain.then(|| u64::from_str_radix(text, 16).ok())?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn maps_of_opcodes_in_all_forms() {
+        let low = Operations([0x0000_0001_003f_03ff, 0x0d, 0, 1 << 63]);
+        for text in [
+            "80000000,00000000,00000000,00000000,00000000,0000000d,00000001,003f03ff",
+            "80000000, 0,0,0 ,0,d,1,3f03ff",
+            "0,80000000,00000000,00000000,00000000,00000000,0000000d,00000001,003f03ff",
+            "0x1003f03ff 0xd 0x0 0x8000000000000000",
+            "80000000000000000000000000000000000000000000000d00000001003f03ff",
+        ] {
+            assert_eq!(operations(text), Some(low), "{text}");
+        }
+        assert_eq!(
+            operations("0x1000000000000000f"),
+            Some(Operations([0xf, 1, 0, 0]))
+        );
+        assert_eq!(operations("bf067f"), Some(Operations([0xbf_067f, 0, 0, 0])));
+    }
+
+    #[test]
+    fn what_is_no_map_is_refused() {
+        let long = "1".repeat(65);
+        for text in [
+            "",
+            ",",
+            "x",
+            "0x",
+            "1,g",
+            "1,-1",
+            "1,+1",
+            "100000000,0",
+            "1,0,0,0,0,0,0,0,0",
+            "1 2 3 4 5",
+            "1 x",
+            &long,
+        ] {
+            assert_eq!(operations(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn numbers_fit_or_are_refused() {
+        assert_eq!(number("2147483648"), Some(1 << 31));
+        assert_eq!(number("0x40915f0107"), Some(0x40_915f_0107));
+        for text in [
+            "",
+            "-1",
+            "0x",
+            "1 2",
+            "18446744073709551616",
+            "0x10000000000000000",
+            "1e3",
+        ] {
+            assert_eq!(number(text), None, "{text}");
+        }
+        assert_eq!(small("4294967296"), None);
+        assert_eq!(or_none("-1"), Some(None));
+        assert_eq!(or_none("-2"), None);
+        assert_eq!(flag("2"), None);
+    }
+
+    proptest! {
+        #[test]
+        fn the_kernels_form_gives_the_map_back(map: [u64; 4]) {
+            let words: Vec<String> = map
+                .iter()
+                .rev()
+                .flat_map(|word| [word >> 32, word & 0xffff_ffff])
+                .map(|word| format!("{word:08x}"))
+                .collect();
+            prop_assert_eq!(operations(&words.join(",")), Some(Operations(map)));
+            let plain = words.concat();
+            prop_assert_eq!(operations(&plain), Some(Operations(map)));
+            let old: Vec<String> = map.iter().map(|word| format!("{word:#x}")).collect();
+            prop_assert_eq!(operations(&old.join(" ")), Some(Operations(map)));
+        }
+
+        #[test]
+        fn no_text_is_too_strange(text: String) {
+            let _ = (operations(&text), number(&text), or_none(&text));
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Why a work queue cannot be used, and what helps.
+
+use std::{io, path::PathBuf};
+
+use thiserror::Error;
+
+use super::{
+    Device, QueueType, State, WorkQueue,
+    setup::{self, setup_commands},
+};
+
+/// Why a work queue or a device cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum Problem {
+    /// The device is off.
+    #[error("its device is {0}")]
+    DeviceState(State),
+    /// The work queue is off.
+    #[error("it is {0}")]
+    QueueState(State),
+    /// It is for the kernel, or for nobody.
+    #[error("its type is {0}; it has to be user")]
+    Type(QueueType),
+    /// Another driver than `user` has it.
+    #[error("driver {0} has it; it has to be user")]
+    Driver(String),
+    /// The device cannot work in the address space of a process.
+    #[error(
+        "its device does not know the address spaces of processes (pasid_enabled is 0): VT-d and PASID have to be on \
+         in the firmware, and the kernel has to be started with intel_iommu=on,sm_on"
+    )]
+    NoUserPasid,
+    /// It is dedicated, and somebody has it.
+    #[error("it is dedicated and in use")]
+    InUse,
+    /// There is no character device for it: neither of these paths is there.
+    #[error("it has no character device: there is no {}", list(.0))]
+    NoNode(Vec<PathBuf>),
+    /// What is at that path is not this queue's character device.
+    #[error("{} is not its character device", .0.display())]
+    OtherNode(PathBuf),
+    /// This process may not open the character device.
+    #[error("this process may not read and write {}", .0.display())]
+    Denied(PathBuf),
+    /// The character device cannot be looked at.
+    #[error("{}: {kind}", path.display())]
+    Node {
+        /// The character device.
+        path: PathBuf,
+        /// Why.
+        kind: io::ErrorKind,
+    },
+    /// It disappeared while it was looked at.
+    #[error("it has disappeared")]
+    Gone,
+    /// An attribute is not there.
+    #[error("it has no attribute {attribute}")]
+    Missing {
+        /// The name of the file.
+        attribute: &'static str,
+    },
+    /// An attribute cannot be read.
+    #[error("its attribute {attribute} cannot be read: {kind}")]
+    Unreadable {
+        /// The name of the file.
+        attribute: &'static str,
+        /// Why.
+        kind: io::ErrorKind,
+    },
+    /// An attribute makes no sense.
+    #[error("its attribute {attribute} makes no sense: {value:?}")]
+    Garbled {
+        /// The name of the file.
+        attribute: &'static str,
+        /// The beginning of what it says.
+        value: String,
+    },
+}
+
+impl Problem {
+    /// The commands that remove it for `queue`, to be given as root; none where commands do not help. Where the queue
+    /// has not been set up for processes, these are [`setup_commands`]: mind what they do to a device in use.
+    pub fn commands(&self, device: &Device, queue: &WorkQueue) -> Vec<String> {
+        match self {
+            _ if self.needs_setup(queue) => setup_commands(device),
+            Self::DeviceState(_) | Self::QueueState(_) => setup::enable(device, queue),
+            Self::Denied(path) => setup::permit(path),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Whether the queue has not been set up for processes.
+    pub fn needs_setup(&self, queue: &WorkQueue) -> bool {
+        match self {
+            Self::DeviceState(_) | Self::QueueState(_) => !queue.is_configured(),
+            Self::Type(_) | Self::Driver(_) => true,
+            _ => false,
+        }
+    }
+
+    /// Whether the queue has been set up, and something else is in the way that a setup would not remove.
+    pub(super) fn is_beyond_setup(&self, queue: &WorkQueue) -> bool {
+        match self {
+            Self::DeviceState(_) | Self::QueueState(_) => queue.is_configured(),
+            Self::NoUserPasid
+            | Self::NoNode(_)
+            | Self::OtherNode(_)
+            | Self::Denied(_)
+            | Self::Node { .. } => true,
+            _ => false,
+        }
+    }
+}
+
+fn list(paths: &[PathBuf]) -> String {
+    let paths: Vec<String> = paths
+        .iter()
+        .map(|path| path.display().to_string())
+        .collect();
+    paths.join(" or ")
+}

@@ -1,0 +1,115 @@
+//! The accel-config commands that make a device ready.
+//!
+//! Source: accel-config's manual pages and the attributes of the driver's sysfs. Disabling a device makes its
+//! driver forget all of its groups and queues (assumed), so a device that is on gives all of its entries.
+
+use std::path::Path;
+
+use super::{Device, QueueType, State, WorkQueue, name};
+use crate::Kind;
+
+/// Descriptors of a batch that a queue is set up for. The driver's default of 32 is little.
+const BATCH: u32 = 128;
+/// Bytes of one descriptor: the driver's default.
+const TRANSFER: u64 = 2 << 20;
+/// What the kernel insists on; it means nothing.
+const NAME: &str = "offload";
+
+/// The commands that give `device` one shared work queue for processes, to be given as root, in this order.
+///
+/// A device that is on is switched off first, which ends the work of everybody who uses one of its queues
+/// ([`Device::clients`]). Of one that is off, the queues that are configured keep their entries as far as there are
+/// any left. Empty for a device without queues.
+pub fn setup_commands(device: &Device) -> Vec<String> {
+    let Some((queue, entries)) = place(device) else {
+        return Vec::new();
+    };
+    let (on, path) = (
+        device.state != Some(State::Disabled),
+        queue.name.to_string(),
+    );
+    let mut commands = Vec::new();
+    if on {
+        let enabled = device
+            .queues
+            .iter()
+            .filter(|queue| queue.state == Some(State::Enabled));
+        commands.extend(enabled.map(|queue| format!("accel-config disable-wq {}", queue.name)));
+        commands.push(format!("accel-config disable-device {}", device.name));
+    }
+    let engines = device.engines.iter();
+    commands.extend(engines.map(|engine| {
+        format!(
+            "accel-config config-engine {}/engine{}.{engine} --group-id=0",
+            device.name, device.name.number
+        )
+    }));
+    let mut configure = format!(
+        "accel-config config-wq {path} --group-id=0 --mode=shared --wq-size={entries} --threshold={entries} \
+         --priority=10 --block-on-fault=0"
+    );
+    if device.name.kind == Kind::Dsa {
+        let batch = BATCH.min(device.max_batch_size.unwrap_or(BATCH));
+        configure += &format!(" --max-batch-size={batch}");
+    }
+    let transfer = TRANSFER.min(device.max_transfer_size.unwrap_or(TRANSFER));
+    configure += &format!(" --max-transfer-size={transfer} --type=user");
+    if queue.has_driver_name {
+        configure += " --driver-name=user";
+    }
+    configure += &format!(" --name={NAME}");
+    commands.push(configure);
+    commands.push(format!("accel-config enable-device {}", device.name));
+    commands.push(format!("accel-config enable-wq {path}"));
+    commands.extend(permit(
+        &Path::new("/dev")
+            .join(name::directory(device.name.kind))
+            .join(queue.file_name()),
+    ));
+    commands
+}
+
+/// The commands that switch a configured queue on.
+pub(super) fn enable(device: &Device, queue: &WorkQueue) -> Vec<String> {
+    let mut commands = Vec::new();
+    if device.state == Some(State::Disabled) {
+        commands.push(format!("accel-config enable-device {}", device.name));
+    }
+    commands.push(format!("accel-config enable-wq {}", queue.name));
+    commands
+}
+
+/// The commands that let this process's group open `path`. Root needs none.
+pub(super) fn permit(path: &Path) -> Vec<String> {
+    if rustix::process::geteuid().is_root() {
+        return Vec::new();
+    }
+    let (group, path) = (rustix::process::getegid().as_raw(), path.display());
+    vec![format!("chgrp {group} {path}"), format!("chmod 660 {path}")]
+}
+
+/// Which queue is to be set up, and with how many entries.
+fn place(device: &Device) -> Option<(&WorkQueue, u32)> {
+    let size = |queue: &WorkQueue| queue.size.unwrap_or(0);
+    let total = device.max_work_queues_size.unwrap_or(1).max(1);
+    if device.state != Some(State::Disabled) {
+        return Some((device.queues.first()?, total));
+    }
+    let taken = device
+        .queues
+        .iter()
+        .map(size)
+        .fold(0_u32, u32::saturating_add);
+    let left = total.saturating_sub(taken);
+    let fresh = device
+        .queues
+        .iter()
+        .find(|queue| size(queue) == 0 && queue.kind != Some(QueueType::User));
+    match fresh {
+        Some(queue) if left > 0 => Some((queue, left)),
+        _ => {
+            let largest = device.queues.iter().max_by_key(|queue| size(queue))?;
+            Some((largest, size(largest).saturating_add(left).clamp(1, total)))
+        }
+    }
+}

@@ -1,0 +1,664 @@
+use std::{
+    fs,
+    os::unix::{ffi::OsStringExt, fs::PermissionsExt, fs::symlink},
+    thread,
+};
+
+use proptest::prelude::*;
+
+use super::{testing::Tree, *};
+
+const BOTH: [Kind; 2] = [Kind::Dsa, Kind::Iaa];
+
+fn queue(tree: &Tree, name: &str) -> WorkQueue {
+    let devices = scan(&tree.root());
+    find(&devices, &name.parse().unwrap()).unwrap().1.clone()
+}
+
+fn problem(tree: &Tree, name: &str) -> Problem {
+    queue(tree, name).usable().unwrap_err()
+}
+
+/// All queues of the tree but `name` can be used.
+fn others_are_usable(tree: &Tree, name: &str) {
+    let name: QueueName = name.parse().unwrap();
+    for queue in scan(&tree.root())
+        .iter()
+        .flat_map(|device| &device.queues)
+        .filter(|queue| !queue.name.is(&name))
+    {
+        queue.usable().unwrap();
+    }
+}
+
+#[test]
+fn a_machine_is_read_in_full() {
+    for count in 1..=8 {
+        let kinds: Vec<Kind> = BOTH.into_iter().cycle().take(count).collect();
+        let tree = Tree::of(&kinds);
+        let devices = scan(&tree.root());
+        let found: Vec<Kind> = devices.iter().map(|device| device.name.kind).collect();
+        assert_eq!(found, kinds);
+        for device in &devices {
+            assert_eq!((device.problem.as_ref(), device.remarks.len()), (None, 0));
+            assert_eq!((device.groups.len(), device.queues.len()), (4, 3));
+            assert_eq!(
+                Some(device.engines.len()),
+                device.max_engines.map(|most| most as usize)
+            );
+            for queue in &device.queues {
+                queue.usable().unwrap();
+                assert!(queue.remarks.is_empty());
+            }
+        }
+    }
+}
+
+#[test]
+fn limits_are_those_of_the_queue() {
+    let tree = Tree::of(&BOTH);
+    let dsa = queue(&tree, "dsa0/wq0.0");
+    let operations = Operations([0x1_003f_03ff, 0, 0, 0]);
+    let wanted = Limits {
+        kind: Kind::Dsa,
+        mode: Mode::Shared,
+        size: 16,
+        threshold: 12,
+        max_batch: NonZeroU32::new(32),
+        max_transfer: 2 << 20,
+        block_on_fault: false,
+        operations,
+        version: 0x100,
+        numa_node: Some(0),
+    };
+    assert_eq!(dsa.usable(), Ok(&wanted));
+    let iaa = queue(&tree, "iax1/wq1.0");
+    let limits = iaa.usable().unwrap();
+    assert_eq!((limits.kind, limits.max_batch), (Kind::Iaa, None));
+    assert!(limits.operations.has(opcode::DECOMPRESS) && limits.operations.has(opcode::COMPRESS));
+    let dedicated = queue(&tree, "dsa0/wq0.2");
+    let limits = dedicated.usable().unwrap();
+    assert_eq!((limits.mode, limits.threshold), (Mode::Dedicated, 16));
+}
+
+#[test]
+fn limits_stay_within_the_devices() {
+    let tree = Tree::of(&BOTH);
+    tree.set("dsa0/wq0.0/max_batch_size", "4096");
+    tree.set("dsa0/wq0.0/max_transfer_size", "18446744073709551615");
+    tree.set("dsa0/wq0.0/threshold", "4294967295");
+    tree.set("dsa0/wq0.1/max_batch_size", "1");
+    tree.set("dsa0/wq0.1/op_config", "bf067f");
+    tree.set("dsa0/numa_node", "-1");
+    let limits = queue(&tree, "wq0.0").limits().cloned().unwrap();
+    assert_eq!(
+        (limits.max_batch, limits.max_transfer),
+        (NonZeroU32::new(1024), 1 << 31)
+    );
+    assert_eq!((limits.threshold, limits.numa_node), (16, None));
+    let limits = queue(&tree, "wq0.1").limits().cloned().unwrap();
+    assert_eq!(
+        (limits.max_batch, limits.operations),
+        (None, Operations([0xbf_067f, 0, 0, 0]))
+    );
+}
+
+#[test]
+fn a_hidden_batch_is_given_back_to_a_portal_alone() {
+    let tree = Tree::of(&BOTH);
+    tree.hide_batch("dsa0");
+    let mapped = |name: &str| {
+        let queue = queue(&tree, name);
+        assert!(!queue.limits().unwrap().operations.has(opcode::BATCH));
+        queue.limits_mapped(queue.limits().cloned().unwrap())
+    };
+    let limits = mapped("wq0.0");
+    assert_eq!(
+        (limits.operations.has(opcode::BATCH), limits.max_batch),
+        (true, NonZeroU32::new(32))
+    );
+    let limits = mapped("wq1.0");
+    assert_eq!(
+        (limits.operations.has(opcode::BATCH), limits.max_batch),
+        (false, None)
+    );
+    // Of one queue alone, its administrator took it.
+    tree.set("dsa0/op_cap", "1003f03ff");
+    let limits = mapped("wq0.0");
+    assert_eq!(
+        (limits.operations.has(opcode::BATCH), limits.max_batch),
+        (false, None)
+    );
+}
+
+#[test]
+fn every_obstacle_has_its_name_and_hinders_no_other_queue() {
+    let cases: [(&str, &str, Problem); 10] = [
+        ("state", "disabled", Problem::QueueState(State::Disabled)),
+        (
+            "state",
+            "locked",
+            Problem::QueueState(State::Other("locked".to_owned())),
+        ),
+        ("type", "kernel", Problem::Type(QueueType::Kernel)),
+        ("type", "none", Problem::Type(QueueType::None)),
+        (
+            "driver_name",
+            "dmaengine",
+            Problem::Driver("dmaengine".to_owned()),
+        ),
+        (
+            "size",
+            "4294967296",
+            Problem::Garbled {
+                attribute: "size",
+                value: "4294967296".to_owned(),
+            },
+        ),
+        (
+            "size",
+            "",
+            Problem::Garbled {
+                attribute: "size",
+                value: String::new(),
+            },
+        ),
+        (
+            "mode",
+            "shred",
+            Problem::Garbled {
+                attribute: "mode",
+                value: "shred".to_owned(),
+            },
+        ),
+        (
+            "max_transfer_size",
+            "-1",
+            Problem::Garbled {
+                attribute: "max_transfer_size",
+                value: "-1".to_owned(),
+            },
+        ),
+        (
+            "op_config",
+            "yes",
+            Problem::Garbled {
+                attribute: "op_config",
+                value: "yes".to_owned(),
+            },
+        ),
+    ];
+    for (attribute, value, wanted) in cases {
+        let tree = Tree::of(&BOTH);
+        tree.set(&format!("dsa0/wq0.0/{attribute}"), value);
+        assert_eq!(problem(&tree, "wq0.0"), wanted);
+        others_are_usable(&tree, "wq0.0");
+    }
+}
+
+#[test]
+fn oddities_hinder_nothing() {
+    let tree = Tree::of(&BOTH);
+    tree.set("dsa0/wq0.0/cdev_minor", "none");
+    tree.set("dsa0/wq0.0/priority", "99999999999999999999");
+    tree.set("dsa0/gen_cap", "0xwhat");
+    let devices = scan(&tree.root());
+    assert_eq!(
+        (devices[0].remarks.len(), devices[0].queues[0].remarks.len()),
+        (1, 2)
+    );
+    assert!(devices[0].queues[0].usable().is_ok());
+}
+
+#[test]
+fn devices_have_obstacles_too() {
+    let cases = [
+        ("state", "disabled", Problem::DeviceState(State::Disabled)),
+        (
+            "state",
+            "halted",
+            Problem::DeviceState(State::Other("halted".to_owned())),
+        ),
+        ("pasid_enabled", "0", Problem::NoUserPasid),
+        (
+            "version",
+            "one",
+            Problem::Garbled {
+                attribute: "version",
+                value: "one".to_owned(),
+            },
+        ),
+    ];
+    for (attribute, value, wanted) in cases {
+        let tree = Tree::of(&BOTH);
+        tree.set(&format!("dsa0/{attribute}"), value);
+        assert_eq!(problem(&tree, "wq0.0"), wanted);
+        assert!(queue(&tree, "wq1.0").usable().is_ok());
+    }
+}
+
+#[test]
+fn a_dedicated_queue_has_one_user() {
+    let tree = Tree::of(&BOTH);
+    tree.set("dsa0/wq0.2/clients", "1");
+    tree.set("dsa0/wq0.0/clients", "7");
+    assert_eq!(problem(&tree, "wq0.2"), Problem::InUse);
+    others_are_usable(&tree, "wq0.2");
+}
+
+#[test]
+fn attributes_that_no_kernel_has_to_have_may_be_missing() {
+    let tree = Tree::of(&BOTH);
+    for attribute in [
+        "max_batch_size",
+        "op_config",
+        "driver_name",
+        "cdev_minor",
+        "block_on_fault",
+        "priority",
+        "clients",
+    ] {
+        tree.remove(&format!("dsa0/wq0.0/{attribute}"));
+    }
+    for attribute in [
+        "pasid_enabled",
+        "gen_cap",
+        "numa_node",
+        "max_batch_size",
+        "clients",
+        "cmd_status",
+    ] {
+        tree.remove(&format!("dsa0/{attribute}"));
+    }
+    let queue = queue(&tree, "wq0.0");
+    let limits = queue.usable().unwrap();
+    assert_eq!(
+        (limits.max_batch, limits.operations.has(opcode::MEMMOVE)),
+        (None, true)
+    );
+    assert!(queue.remarks.is_empty());
+}
+
+#[test]
+fn attributes_that_all_kernels_have_are_missed() {
+    for attribute in ["state", "type", "mode", "size", "max_transfer_size"] {
+        let tree = Tree::of(&BOTH);
+        tree.remove(&format!("iax1/wq1.1/{attribute}"));
+        assert_eq!(problem(&tree, "wq1.1"), Problem::Missing { attribute });
+        others_are_usable(&tree, "wq1.1");
+    }
+}
+
+#[test]
+fn wrong_trees_are_survived() {
+    let tree = Tree::of(&BOTH);
+    // A queue that goes between listing and reading looks like a link to nowhere.
+    symlink("nowhere", tree.path("dsa0/wq0.5")).unwrap();
+    tree.set("dsa0/wq0.6", "a file");
+    tree.set("dsa0/wq0.x/state", "enabled");
+    tree.set("dsa0/wq0.07/state", "enabled");
+    tree.set("dsa0/wq9.0/state", "enabled");
+    tree.set("dsa7", "a file");
+    tree.set("dsa01/state", "enabled");
+    tree.set("dsa0/wq0.0/name", [0xff, 0xfe]);
+    tree.remove("dsa0/wq0.1/size");
+    fs::create_dir(tree.path("dsa0/wq0.1/size")).unwrap();
+    let strange = std::ffi::OsString::from_vec(b"dsa\xff".to_vec());
+    fs::create_dir(tree.root().devices().join(strange)).unwrap();
+
+    let devices = scan(&tree.root());
+    let names: Vec<String> = devices
+        .iter()
+        .map(|device| device.name.to_string())
+        .collect();
+    assert_eq!(names, ["dsa0", "iax1", "dsa7"]);
+    let not_a_directory = io::ErrorKind::NotADirectory;
+    assert_eq!(
+        devices[2].problem,
+        Some(Problem::Unreadable {
+            attribute: "version",
+            kind: not_a_directory
+        })
+    );
+    assert!(devices[2].queues.is_empty());
+    let numbers: Vec<u32> = devices[0]
+        .queues
+        .iter()
+        .map(|queue| queue.name.queue)
+        .collect();
+    assert_eq!(numbers, [0, 1, 2, 5, 6]);
+    assert_eq!(devices[0].queues[0].remarks.len(), 1);
+    assert!(devices[0].queues[0].usable().is_ok());
+    let is_a_directory = io::ErrorKind::IsADirectory;
+    assert_eq!(
+        problem(&tree, "wq0.1"),
+        Problem::Unreadable {
+            attribute: "size",
+            kind: is_a_directory
+        }
+    );
+    assert_eq!(
+        problem(&tree, "wq0.5"),
+        Problem::Missing { attribute: "state" }
+    );
+    assert_eq!(
+        problem(&tree, "wq0.6"),
+        Problem::Unreadable {
+            attribute: "state",
+            kind: not_a_directory
+        }
+    );
+    assert!(!report(&tree.root()).to_string().is_empty());
+}
+
+#[test]
+fn a_queue_that_is_gone_says_so() {
+    let tree = Tree::of(&[Kind::Dsa]);
+    let root = tree.root();
+    let mut device = scan(&root).remove(0);
+    device.queues.clear();
+    assert_eq!(
+        super::queue(&root, &tree.path("dsa0"), &device, 9).usable(),
+        Err(Problem::Gone)
+    );
+}
+
+#[test]
+fn the_character_device_has_to_be_there_and_right() {
+    let tree = Tree::of(&BOTH);
+    let node = tree.file("dev/dsa/wq0.0");
+    // 1:5 in the place of 1:3.
+    tree.link("dsa/wq0.0", "/dev/zero");
+    assert_eq!(problem(&tree, "wq0.0"), Problem::OtherNode(node.clone()));
+    fs::remove_file(&node).unwrap();
+    let by_number = tree.file("dev/char/1:3");
+    assert_eq!(
+        problem(&tree, "wq0.0"),
+        Problem::NoNode(vec![node.clone(), by_number])
+    );
+    tree.link("char/1:3", "/dev/null");
+    assert!(queue(&tree, "wq0.0").usable().is_ok());
+    fs::write(&node, "").unwrap();
+    assert_eq!(problem(&tree, "wq0.0"), Problem::OtherNode(node.clone()));
+    tree.link("dsa/wq0.0", "wq0.0");
+    assert!(matches!(problem(&tree, "wq0.0"), Problem::Node { path, .. } if path == node));
+    others_are_usable(&tree, "wq0.0");
+}
+
+#[test]
+fn permission_is_missed() {
+    let tree = Tree::of(&[Kind::Dsa]);
+    let mode = |path: &str, mode| {
+        fs::set_permissions(tree.file(path), fs::Permissions::from_mode(mode)).unwrap()
+    };
+    let queue = queue(&tree, "wq0.0");
+    node(&queue).unwrap();
+    mode("dev/dsa", 0);
+    let denied = thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            as_nobody();
+            node(&queue).unwrap_err()
+        });
+        thread.join().unwrap()
+    });
+    mode("dev/dsa", 0o755);
+    assert_eq!(denied, Problem::Denied(tree.file("dev/dsa/wq0.0")));
+}
+
+/// Root is denied nothing, so this thread, which ends soon, becomes somebody else; the kernel's credentials are a
+/// thread's.
+fn as_nobody() {
+    if rustix::process::geteuid().is_root() {
+        let (uid, gid) = (
+            rustix::process::Uid::from_raw(65534),
+            rustix::process::Gid::from_raw(65534),
+        );
+        rustix::thread::set_thread_groups(&[]).unwrap();
+        rustix::thread::set_thread_res_gid(gid, gid, gid).unwrap();
+        rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+    }
+}
+
+#[test]
+fn no_tree_is_no_devices() {
+    let directory = tempfile::tempdir().unwrap();
+    let root = Root::under(directory.path());
+    assert!(scan(&root).is_empty());
+    let report = report(&root);
+    assert!(
+        report.missing.contains(&Missing::Driver) && report.missing.contains(&Missing::Hardware)
+    );
+    assert!(report.to_string().contains("modprobe idxd"));
+}
+
+#[test]
+fn this_machine_is_survived_whatever_it_is() {
+    let report = report(&Root::default());
+    assert_eq!(
+        report
+            .to_string()
+            .lines()
+            .filter(|line| line.starts_with("missing"))
+            .count(),
+        report.missing.len()
+    );
+}
+
+#[test]
+fn hardware_without_its_driver_is_seen() {
+    let directory = tempfile::tempdir().unwrap();
+    let root = Root::under(directory.path());
+    for (address, vendor, device) in [
+        ("0000:6a:01.0", "0x8086", "0x0b25"),
+        ("0000:6a:02.0", "0x8086", "0x0cfe"),
+        ("0000:00:00.0", "0x1234", "0x0b25"),
+    ] {
+        let path = root.sys.join("bus/pci/devices").join(address);
+        fs::create_dir_all(&path).unwrap();
+        fs::write(path.join("vendor"), format!("{vendor}\n")).unwrap();
+        fs::write(path.join("device"), format!("{device}\n")).unwrap();
+    }
+    fs::create_dir_all(root.proc.join("self")).unwrap();
+    fs::write(
+        root.proc.join("self/status"),
+        "Name:\tx\nCapEff:\t0000000000020000\n",
+    )
+    .unwrap();
+    let report = report(&root);
+    let kinds: Vec<Kind> = report
+        .hardware
+        .iter()
+        .map(|hardware| hardware.kind)
+        .collect();
+    assert_eq!(kinds, BOTH);
+    assert!(report.raw_io);
+    assert!(
+        !report.missing.contains(&Missing::Hardware) && report.missing.contains(&Missing::Driver)
+    );
+}
+
+#[test]
+fn commands_set_a_fresh_device_up() {
+    let tree = Tree::of(&BOTH);
+    for device in ["dsa0", "iax1"] {
+        tree.set(&format!("{device}/state"), "disabled");
+        for queue in 0..3 {
+            let queue = format!("{device}/wq{}.{queue}", &device[3..]);
+            for (attribute, value) in [
+                ("state", "disabled"),
+                ("type", "none"),
+                ("size", "0"),
+                ("name", ""),
+            ] {
+                tree.set(&format!("{queue}/{attribute}"), value);
+            }
+        }
+    }
+    let devices = scan(&tree.root());
+    let commands = setup_commands(&devices[0]);
+    let wanted = [
+        "accel-config config-engine dsa0/engine0.0 --group-id=0",
+        "accel-config config-engine dsa0/engine0.1 --group-id=0",
+        "accel-config config-engine dsa0/engine0.2 --group-id=0",
+        "accel-config config-engine dsa0/engine0.3 --group-id=0",
+        "accel-config config-wq dsa0/wq0.0 --group-id=0 --mode=shared --wq-size=128 --threshold=128 --priority=10 \
+         --block-on-fault=0 --max-batch-size=128 --max-transfer-size=2097152 --type=user --driver-name=user --name=offload",
+        "accel-config enable-device dsa0",
+        "accel-config enable-wq dsa0/wq0.0",
+    ];
+    assert_eq!(commands[..wanted.len()], wanted);
+    let commands_of_dsa = commands;
+    let commands = setup_commands(&devices[1]);
+    assert_eq!(
+        commands
+            .iter()
+            .filter(|command| command.contains("config-engine iax1/engine1."))
+            .count(),
+        8
+    );
+    assert!(commands.iter().all(|command| !command.contains("batch")));
+    let report = report(&tree.root());
+    assert_eq!(report.devices[0].setup, commands_of_dsa);
+    assert!(report.devices[0].queues[0].remedy.is_empty());
+    assert!(report.devices[0].disturbed.is_empty());
+}
+
+#[test]
+fn commands_do_no_more_than_they_have_to() {
+    let tree = Tree::of(&BOTH);
+    tree.set("dsa0/wq0.0/state", "disabled");
+    let devices = scan(&tree.root());
+    let remedy = |devices: &[Device], queue: usize| {
+        let (device, queue) = (&devices[0], &devices[0].queues[queue]);
+        queue.usable().unwrap_err().commands(device, queue)
+    };
+    assert_eq!(remedy(&devices, 0), ["accel-config enable-wq dsa0/wq0.0"]);
+    tree.set("dsa0/state", "disabled");
+    let devices = scan(&tree.root());
+    assert_eq!(
+        remedy(&devices, 0),
+        [
+            "accel-config enable-device dsa0",
+            "accel-config enable-wq dsa0/wq0.0"
+        ]
+    );
+    // What is left of a device that is off: 128 less two queues of 16.
+    tree.set("dsa0/wq0.1/size", "0");
+    tree.set("dsa0/wq0.1/type", "none");
+    let devices = scan(&tree.root());
+    assert!(
+        setup_commands(&devices[0])
+            .iter()
+            .any(|it| it.contains("wq0.1") && it.contains("--wq-size=96"))
+    );
+}
+
+#[test]
+fn commands_that_take_queues_away_are_announced() {
+    let tree = Tree::of(&[Kind::Dsa]);
+    for queue in 0..3 {
+        tree.set(&format!("dsa0/wq0.{queue}/type"), "kernel");
+    }
+    tree.remove("dsa0/wq0.0/driver_name");
+    tree.set("dsa0/wq0.1/clients", "2");
+    let report = report(&tree.root());
+    let device = &report.devices[0];
+    assert_eq!(device.setup[0], "accel-config disable-wq dsa0/wq0.0");
+    assert_eq!(device.setup[3], "accel-config disable-device dsa0");
+    assert!(
+        device
+            .setup
+            .iter()
+            .all(|command| !command.contains("driver-name"))
+    );
+    let disturbed: Vec<String> = device.disturbed.iter().map(QueueName::to_string).collect();
+    assert_eq!(disturbed, ["dsa0/wq0.1"]);
+    assert!(report.to_string().contains("takes dsa0/wq0.1 away from"));
+}
+
+#[test]
+fn a_queue_that_only_lacks_something_small_is_not_set_up_anew() {
+    let tree = Tree::of(&[Kind::Dsa]);
+    for queue in 0..3 {
+        tree.set(&format!("dsa0/wq0.{queue}/state"), "disabled");
+    }
+    let report = report(&tree.root());
+    assert!(report.devices[0].setup.is_empty());
+    assert_eq!(
+        report.devices[0].queues[1].remedy,
+        ["accel-config enable-wq dsa0/wq0.1"]
+    );
+}
+
+#[test]
+fn a_report_reads_like_this() {
+    let tree = Tree::of(&BOTH);
+    tree.set("dsa0/wq0.1/state", "disabled");
+    tree.set("dsa0/wq0.2/clients", "1");
+    for queue in 0..3 {
+        tree.set(&format!("iax1/wq1.{queue}/type"), "none");
+    }
+    for engine in 1..8 {
+        fs::remove_dir_all(tree.path(&format!("iax1/engine1.{engine}"))).unwrap();
+    }
+    let mut report = report(&tree.root());
+    // These are this machine's, and this user's.
+    report.missing = vec![Missing::Enqcmd];
+    report.devices[1]
+        .setup
+        .retain(|command| command.starts_with("accel-config"));
+    let wanted = "\
+dsa0, version 0x100, enabled, NUMA node 0
+  dsa0/wq0.0 can be used
+  dsa0/wq0.1 cannot be used: it is disabled
+    accel-config enable-wq dsa0/wq0.1
+  dsa0/wq0.2 cannot be used: it is dedicated and in use
+iax1, version 0x100, enabled, NUMA node 0
+  iax1/wq1.0 cannot be used: its type is none; it has to be user
+  iax1/wq1.1 cannot be used: its type is none; it has to be user
+  iax1/wq1.2 cannot be used: its type is none; it has to be user
+  to make a work queue, as root:
+    accel-config disable-wq iax1/wq1.0
+    accel-config disable-wq iax1/wq1.1
+    accel-config disable-wq iax1/wq1.2
+    accel-config disable-device iax1
+    accel-config config-engine iax1/engine1.0 --group-id=0
+    accel-config config-wq iax1/wq1.0 --group-id=0 --mode=shared --wq-size=128 --threshold=128 --priority=10 \
+--block-on-fault=0 --max-transfer-size=2097152 --type=user --driver-name=user --name=offload
+    accel-config enable-device iax1
+    accel-config enable-wq iax1/wq1.0
+missing: the processor has no ENQCMD: no shared work queue can be mapped
+";
+    assert_eq!(report.to_string(), wanted);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn no_text_of_an_attribute_breaks_anything(
+        attribute in prop::sample::select(vec![
+            "dsa0/version", "dsa0/state", "dsa0/numa_node", "dsa0/op_cap", "dsa0/gen_cap", "dsa0/max_batch_size",
+            "dsa0/max_transfer_size", "dsa0/pasid_enabled", "dsa0/wq0.0/mode", "dsa0/wq0.0/size",
+            "dsa0/wq0.0/threshold", "dsa0/wq0.0/type", "dsa0/wq0.0/op_config", "dsa0/wq0.0/max_batch_size",
+            "dsa0/wq0.0/block_on_fault", "dsa0/wq0.0/cdev_minor", "dsa0/wq0.0/group_id",
+        ]),
+        text in prop_oneof![
+            prop::collection::vec(any::<u8>(), 0..80),
+            "-?[0-9]{1,30}\n?".prop_map(String::into_bytes),
+            "(0x)?[0-9a-f]{1,40}(,[0-9a-f]{0,20}){0,12}".prop_map(String::into_bytes),
+        ],
+    ) {
+        let tree = Tree::of(&BOTH);
+        tree.set(attribute, text);
+        let devices = scan(&tree.root());
+        let other = devices.iter().filter(|device| device.name.kind == Kind::Iaa);
+        prop_assert!(other.flat_map(|device| &device.queues).any(|queue| queue.usable().is_ok()));
+        for queue in devices.iter().flat_map(|device| &device.queues) {
+            // What can be used has something to use.
+            if let Ok(limits) = queue.usable() {
+                prop_assert!(limits.size > 0 && limits.threshold <= limits.size, "{limits:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! What compression is told beside its descriptor, and what statistics say.
+//!
+//! ```text
+//!    0     4     8           28       32            288             1432      1440          1560
+//!   ┌─────┬─────┬───────────┬────────┬─────────────┬───────────────┬─────────┬─────────────┬─────────┐
+//!   │ CRC │ XOR │ reserved  │ number │ bits before │ 286 codes of  │reserved │ 30 codes of │reserved │
+//!   │     │     │           │ of bits│ the data    │ literals      │         │ distances   │         │
+//!   └─────┴─────┴───────────┴────────┴─────────────┴───────────────┴─────────┴─────────────┴─────────┘
+//!   code: bits 14:0 as a number, bits 18:15 its length
+//! ```
+//! A [`Histogram`] has the shape of the last four, with numbers of occurrences.
+//!
+//! Sources: `struct aecs_comp_table_record` of the kernel's `iaa_crypto`, and Intel's QPL.
+
+use super::huffman::{Code, Codes, DISTANCES, Header, LITERALS};
+
+/// Configuration and state of the engine for compression. The device reads it where it lies, so it must stay there
+/// unchanged while a descriptor names it. It is the same for every descriptor and may be shared by all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[repr(C, align(32))]
+pub struct CompressAecs {
+    crc: u32,
+    xor: u32,
+    reserved: [u32; 5],
+    accumulated_bits: u32,
+    accumulator: [u8; 256],
+    literals: [u32; LITERALS],
+    reserved_after_literals: [u32; 2],
+    distances: [u32; DISTANCES],
+    reserved_after_distances: [u32; 2],
+}
+
+const _: () = {
+    use std::mem::offset_of;
+    assert!(size_of::<CompressAecs>() == CompressAecs::SIZE as usize);
+    assert!(offset_of!(CompressAecs, accumulated_bits) == 28);
+    assert!(offset_of!(CompressAecs, accumulator) == 32);
+    assert!(offset_of!(CompressAecs, literals) == 288);
+    assert!(offset_of!(CompressAecs, distances) == 1440);
+    assert!(size_of::<Histogram>() == Histogram::SIZE as usize);
+    assert!(offset_of!(Histogram, distances) == 1440 - 288);
+};
+
+impl CompressAecs {
+    /// Its bytes.
+    pub const SIZE: u32 = 0x620;
+
+    /// For a stream of one block with the codes that every decoder knows.
+    pub fn fixed() -> Self {
+        let codes = Codes::fixed();
+        Self::with(&codes.header(true), &codes)
+    }
+
+    /// For one block with the best codes for `histogram`, which is the stream's `last` or not: the data has to be the
+    /// one that was counted.
+    pub fn dynamic(histogram: &Histogram, last: bool) -> Self {
+        let codes = Codes::of(histogram);
+        Self::with(&codes.header(last), &codes)
+    }
+
+    /// For the data of a block without its header: whoever decodes it knows `codes`, and puts the header before it
+    /// ([`Header::prepend`]). The codes have to [cover](Histogram::covering) whatever may come.
+    pub fn canned(codes: &Codes) -> Self {
+        Self::with(&Header::default(), codes)
+    }
+
+    /// The address for a descriptor.
+    pub fn address(&self) -> u64 {
+        std::ptr::from_ref(self) as u64
+    }
+
+    /// As it stands in memory.
+    pub fn to_bytes(&self) -> [u8; Self::SIZE as usize] {
+        let mut bytes = [0; Self::SIZE as usize];
+        put(&mut bytes[0..], &[self.crc, self.xor]);
+        put(&mut bytes[8..], &self.reserved);
+        put(&mut bytes[28..], &[self.accumulated_bits]);
+        bytes[32..288].copy_from_slice(&self.accumulator);
+        put(&mut bytes[288..], &self.literals);
+        put(&mut bytes[1432..], &self.reserved_after_literals);
+        put(&mut bytes[1440..], &self.distances);
+        put(&mut bytes[1560..], &self.reserved_after_distances);
+        bytes
+    }
+
+    fn with(header: &Header, codes: &Codes) -> Self {
+        let mut accumulator = [0; 256];
+        accumulator[..header.bytes().len()].copy_from_slice(header.bytes());
+        Self {
+            crc: 0,
+            xor: 0,
+            reserved: [0; 5],
+            accumulated_bits: u32::from(header.bits()),
+            accumulator,
+            literals: codes.literals().map(packed),
+            reserved_after_literals: [0; 2],
+            distances: codes.distances().map(packed),
+            reserved_after_distances: [0; 2],
+        }
+    }
+}
+
+/// How often each symbol of DEFLATE occurs: what [`statistics`](super::statistics) writes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[repr(C, align(64))]
+pub struct Histogram {
+    /// Literals, end of block (which the device may not have counted), and lengths of matches.
+    pub literals: [u32; LITERALS],
+    reserved_after_literals: [u32; 2],
+    /// Distances of matches.
+    pub distances: [u32; DISTANCES],
+    reserved_after_distances: [u32; 2],
+}
+
+impl Histogram {
+    /// Its bytes.
+    pub const SIZE: u32 = 1280;
+
+    /// With nothing counted, to be written by a device.
+    pub const fn new() -> Self {
+        Self {
+            literals: [0; LITERALS],
+            reserved_after_literals: [0; 2],
+            distances: [0; DISTANCES],
+            reserved_after_distances: [0; 2],
+        }
+    }
+
+    /// As the device wrote it, from the bytes of its memory.
+    pub fn from_bytes(bytes: &[u8; Self::SIZE as usize]) -> Self {
+        let mut histogram = Self::new();
+        take(&mut histogram.literals, &bytes[0..]);
+        take(&mut histogram.distances, &bytes[1152..]);
+        histogram
+    }
+
+    /// As it stands in memory.
+    pub fn to_bytes(&self) -> [u8; Self::SIZE as usize] {
+        let mut bytes = [0; Self::SIZE as usize];
+        put(&mut bytes[0..], &self.literals);
+        put(&mut bytes[1152..], &self.distances);
+        bytes
+    }
+
+    /// The same, with every symbol at least once: codes from it can compress any data.
+    #[must_use]
+    pub fn covering(&self) -> Self {
+        Self {
+            literals: self.literals.map(|count| count.max(1)),
+            distances: self.distances.map(|count| count.max(1)),
+            ..self.clone()
+        }
+    }
+
+    /// Adds what `other` counted.
+    pub fn add(&mut self, other: &Self) {
+        let all = self.literals.iter_mut().chain(&mut self.distances);
+        for (count, more) in all.zip(other.literals.iter().chain(&other.distances)) {
+            *count = count.saturating_add(*more);
+        }
+    }
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+fn packed(code: Code) -> u32 {
+    u32::from(code.bits) | u32::from(code.len) << 15
+}
+
+fn put(bytes: &mut [u8], words: &[u32]) {
+    for (place, word) in bytes.chunks_exact_mut(4).zip(words) {
+        place.copy_from_slice(&word.to_le_bytes());
+    }
+}
+
+fn take(words: &mut [u32], bytes: &[u8]) {
+    for (word, place) in words.iter_mut().zip(bytes.chunks_exact(4)) {
+        *word = u32::from_le_bytes([place[0], place[1], place[2], place[3]]);
+    }
+}

@@ -1,0 +1,328 @@
+//! Huffman codes of DEFLATE (RFC 1951), and the block header that tells a decoder about them.
+//!
+//! ```text
+//!   counts ──► lengths, 15 bits at most ──► canonical codes ──► AECS
+//!                         └──► runs of lengths ──► Header:
+//!
+//!   │ last? │ 10 │ literals - 257 │ distances - 1 │ codes' codes - 4 │ 3 bits each │ the lengths, coded …
+//!      1      2          5               5                 4
+//! ```
+//! Every code here is complete: all patterns of bits mean something. Where fewer than two symbols occur, symbols that
+//! do not are given codes, so that no decoder ever has to follow the RFC's rules for such cases, which not all do.
+
+use super::Histogram;
+
+/// Symbols of the first alphabet: literals, end of block (256), and lengths of matches.
+pub const LITERALS: usize = 286;
+/// Symbols of the second alphabet: distances of matches.
+pub const DISTANCES: usize = 30;
+
+/// One symbol's code.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Code {
+    /// The bits as a number, as RFC 1951 has it: a stream has the most significant one first.
+    pub bits: u16,
+    /// How many they are: 15 at most, 0 for a symbol without a code.
+    pub len: u8,
+}
+
+/// The codes of a block's two alphabets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Codes {
+    literals: [Code; LITERALS],
+    distances: [Code; DISTANCES],
+    fixed: bool,
+}
+
+impl Codes {
+    /// The codes that every decoder knows (RFC 1951, 3.2.6).
+    pub fn fixed() -> Self {
+        // The alphabet has two more symbols than can occur; their codes are the last ones.
+        let mut lengths = [8; 288];
+        lengths[144..256].fill(9);
+        lengths[256..280].fill(7);
+        let mut literals = [Code::default(); LITERALS];
+        literals.copy_from_slice(&canonical(&lengths)[..LITERALS]);
+        Self {
+            literals,
+            distances: canonical(&[5; DISTANCES]),
+            fixed: true,
+        }
+    }
+
+    /// The best codes for `histogram`. The end of a block always has one. Data with symbols that the histogram lacks
+    /// cannot be compressed with them: see [`Histogram::covering`].
+    pub fn of(histogram: &Histogram) -> Self {
+        let mut literals = histogram.literals;
+        literals[END_OF_BLOCK] = literals[END_OF_BLOCK].max(1);
+        Self {
+            literals: canonical(&lengths(&literals, MAX_LENGTH)),
+            distances: canonical(&lengths(&histogram.distances, MAX_LENGTH)),
+            fixed: false,
+        }
+    }
+
+    /// Codes of literals, end of block, and lengths of matches.
+    pub const fn literals(&self) -> &[Code; LITERALS] {
+        &self.literals
+    }
+
+    /// Codes of distances.
+    pub const fn distances(&self) -> &[Code; DISTANCES] {
+        &self.distances
+    }
+
+    /// Header of a block with these codes, which is the stream's `last` or not.
+    pub fn header(&self, last: bool) -> Header {
+        let mut header = Header::default();
+        header.push(u32::from(last), 1);
+        if self.fixed {
+            header.push(0b01, 2);
+            return header;
+        }
+        header.push(0b10, 2);
+
+        let literals = used(&self.literals, 257);
+        let distances = used(&self.distances, 1);
+        let both: Vec<u8> = literals
+            .iter()
+            .chain(distances)
+            .map(|code| code.len)
+            .collect();
+        let runs = runs(&both);
+        let mut counts = [0; LENGTH_CODES];
+        for run in &runs {
+            counts[usize::from(run.symbol)] += 1;
+        }
+        let codes = canonical(&lengths(&counts, MAX_LENGTH_OF_LENGTHS));
+        let order = LENGTH_ORDER.map(|symbol| codes[symbol]);
+        let order = used(&order, 4);
+
+        header.push(count(literals.len() - 257), 5);
+        header.push(count(distances.len() - 1), 5);
+        header.push(count(order.len() - 4), 4);
+        for code in order {
+            header.push(u32::from(code.len), 3);
+        }
+        for run in runs {
+            header.push_code(codes[usize::from(run.symbol)]);
+            header.push(run.extra, run.extra_bits);
+        }
+        header
+    }
+}
+
+/// A block's header: what comes before its data, to the bit.
+///
+/// It is 1654 bits at most, so that it fits the 256 bytes that an AECS has for it: 74 bits, and at most 316 lengths,
+/// for which the best code of 19 symbols is no worse than 5 bits each; and no run takes more than its lengths.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    bytes: [u8; 256],
+    bits: u16,
+}
+
+impl Header {
+    /// How many bits it has.
+    pub const fn bits(&self) -> u16 {
+        self.bits
+    }
+
+    /// Its bytes, the bits of which are used from the least significant on; what the last has left over is zero.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[..usize::from(self.bits.div_ceil(8))]
+    }
+
+    /// A stream for any decoder from a canned one, which is the data of a block without its header.
+    pub fn prepend(&self, canned: &[u8]) -> Vec<u8> {
+        let (whole, shift) = (usize::from(self.bits / 8), self.bits % 8);
+        let mut stream = Vec::with_capacity(whole + 1 + canned.len());
+        stream.extend_from_slice(&self.bytes[..whole]);
+        if shift == 0 {
+            stream.extend_from_slice(canned);
+            return stream;
+        }
+        let mut carried = self.bytes[whole];
+        for byte in canned {
+            stream.push(carried | byte << shift);
+            carried = byte >> (8 - shift);
+        }
+        stream.push(carried);
+        stream
+    }
+
+    fn push(&mut self, value: u32, bits: u8) {
+        for bit in 0..bits {
+            if value >> bit & 1 == 1 {
+                self.bytes[usize::from(self.bits / 8)] |= 1 << (self.bits % 8);
+            }
+            self.bits += 1;
+        }
+    }
+
+    fn push_code(&mut self, code: Code) {
+        for bit in (0..code.len).rev() {
+            self.push(u32::from(code.bits >> bit & 1), 1);
+        }
+    }
+}
+
+impl Default for Header {
+    fn default() -> Self {
+        Self {
+            bytes: [0; 256],
+            bits: 0,
+        }
+    }
+}
+
+/// The canonical codes of `lengths`: shorter ones first, and in the order of the symbols (RFC 1951, 3.2.2).
+fn canonical<const N: usize>(lengths: &[u8; N]) -> [Code; N] {
+    let mut codes = lengths.map(|len| Code { bits: 0, len });
+    let mut next = 0;
+    for len in 1..=MAX_LENGTH {
+        next <<= 1;
+        for code in codes.iter_mut().filter(|code| code.len == len) {
+            code.bits = next;
+            next += 1;
+        }
+    }
+    codes
+}
+
+/// Lengths of the best complete code for symbols that occur `counts` times, with no length above `limit`.
+///
+/// This is package-merge (Larmore and Hirschberg, 1990): level by level, the symbols are merged with pairs of what
+/// the level before has, all by weight. Of the last level the cheapest `2n - 2` are taken; each pair among them takes
+/// two from the level before, and so on. A symbol is as long as it was taken often.
+fn lengths<const N: usize>(counts: &[u32; N], limit: u8) -> [u8; N] {
+    let mut lengths = [0; N];
+    let symbols = by_count(counts);
+    let levels = levels(&symbols, limit);
+
+    let mut taken = 2 * symbols.len() - 2;
+    for level in levels.iter().rev() {
+        let of_symbols = level[..taken].iter().filter(|item| !item.pair).count();
+        for (_, symbol) in &symbols[..of_symbols] {
+            lengths[*symbol] += 1;
+        }
+        taken = 2 * (taken - of_symbols);
+    }
+    lengths
+}
+
+/// Weight and index of the symbols that get a code, lightest first: those that occur, but at least two.
+fn by_count<const N: usize>(counts: &[u32; N]) -> Vec<(u64, usize)> {
+    let occurring = counts.iter().filter(|count| **count != 0).count();
+    let mut missing = 2_usize.saturating_sub(occurring);
+    let mut symbols = Vec::with_capacity(N);
+    for (symbol, count) in counts.iter().enumerate() {
+        if *count != 0 {
+            symbols.push((u64::from(*count), symbol));
+        } else if missing != 0 {
+            missing -= 1;
+            symbols.push((0, symbol));
+        }
+    }
+    symbols.sort_unstable();
+    symbols
+}
+
+/// What one level of package-merge can take: a symbol, or a pair of the level before.
+#[derive(Clone, Copy)]
+struct Item {
+    weight: u64,
+    pair: bool,
+}
+
+fn levels(symbols: &[(u64, usize)], limit: u8) -> Vec<Vec<Item>> {
+    let mut levels: Vec<Vec<Item>> = Vec::with_capacity(usize::from(limit));
+    for _ in 0..limit {
+        let symbols = symbols.iter().map(|(weight, _)| Item {
+            weight: *weight,
+            pair: false,
+        });
+        let pairs = levels.last().into_iter().flat_map(|before| {
+            before.chunks_exact(2).map(|two| Item {
+                weight: two[0].weight + two[1].weight,
+                pair: true,
+            })
+        });
+        let mut level: Vec<Item> = symbols.chain(pairs).collect();
+        // Stable: symbols stay in their order.
+        level.sort_by_key(|item| item.weight);
+        levels.push(level);
+    }
+    levels
+}
+
+/// The codes up to the last that is used, but `least` at least.
+fn used(codes: &[Code], least: usize) -> &[Code] {
+    let last = codes.iter().rposition(|code| code.len != 0);
+    &codes[..last.map_or(least, |last| (last + 1).max(least))]
+}
+
+/// A symbol of the code for lengths, and the bits that come with it.
+struct Run {
+    symbol: u8,
+    extra: u32,
+    extra_bits: u8,
+}
+
+/// `lengths` with repetitions shortened (RFC 1951, 3.2.7): 16 for 3 to 6 more of the same, 17 for 3 to 10 zeros, 18
+/// for 11 to 138 zeros.
+fn runs(lengths: &[u8]) -> Vec<Run> {
+    let run = |symbol, extra, extra_bits| Run {
+        symbol,
+        extra,
+        extra_bits,
+    };
+    let mut runs = Vec::with_capacity(lengths.len());
+    for same in lengths.chunk_by(|a, b| a == b) {
+        let length = same[0];
+        let mut left = same.len();
+        if length != 0 {
+            runs.push(run(length, 0, 0));
+            left -= 1;
+        }
+        while left >= 3 {
+            let (taken, shortened) = match (length, left) {
+                (0, 11..) => {
+                    let taken = left.min(138);
+                    (taken, run(18, count(taken - 11), 7))
+                }
+                (0, _) => (left, run(17, count(left - 3), 3)),
+                _ => {
+                    let taken = left.min(6);
+                    (taken, run(16, count(taken - 3), 2))
+                }
+            };
+            runs.push(shortened);
+            left -= taken;
+        }
+        runs.extend((0..left).map(|_| run(length, 0, 0)));
+    }
+    runs
+}
+
+/// A number of symbols: some hundreds at most.
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "an alphabet has 286 symbols at most"
+)]
+const fn count(symbols: usize) -> u32 {
+    symbols as u32
+}
+
+const END_OF_BLOCK: usize = 256;
+const MAX_LENGTH: u8 = 15;
+/// Symbols of the code for lengths, and the longest of its codes.
+const LENGTH_CODES: usize = 19;
+const MAX_LENGTH_OF_LENGTHS: u8 = 7;
+/// The order in which a header gives the lengths of that code: the ones most likely zero last.
+const LENGTH_ORDER: [usize; LENGTH_CODES] = [
+    16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15,
+];
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,47 @@
+//! User-space driver for the work queues of Intel's Data Streaming Accelerator (DSA) and In-Memory Analytics
+//! Accelerator (IAA), and a model of these devices in software.
+//!
+//! ```text
+//!   offload                     which pages are zero; compress, decompress, copy them: device or processor
+//!      │
+//!   queue ── shares             one work queue: credits, tries, deadlines, quarantine; fair parts of it
+//!      │
+//!   submit                      the seam: a work queue as a process has it
+//!      ├── portal ── discovery  the host's, over ENQCMD, MOVDIR64B or write(2)
+//!      └── model                devices in software that misbehave
+//!
+//!   descriptor, operation, dsa, iaa, rules    what a device is told        record, status    what it says
+//! ```
+//! Little-endian x86-64 is what these devices exist for; elsewhere only the model works.
+
+mod arena;
+pub mod cpu;
+mod descriptor;
+pub mod discovery;
+pub mod dsa;
+pub mod iaa;
+mod limits;
+pub mod model;
+pub mod offload;
+pub mod operation;
+pub mod portal;
+mod queue;
+mod record;
+pub mod rules;
+pub mod selftest;
+pub mod shares;
+pub mod status;
+mod submit;
+mod wait;
+
+pub use descriptor::{Descriptor, Flags, opcode};
+pub use limits::{Kind, Limits, Mode, Operations};
+pub use queue::{
+    InFlight, NotTaken, OpenQueueError, Outcome, Queue, Shape, Slot, Statistics, Tuning,
+    Unanswered, Urgency,
+};
+pub use record::{Record, RecordImage};
+pub use submit::{Refusal, Submit, Submitted};
+
+#[cfg(target_endian = "big")]
+compile_error!("descriptors and records are little endian");

@@ -1,0 +1,296 @@
+//! Pages as streams of raw DEFLATE, each by itself: by IAA, and by the processor where that is late.
+//!
+//! ```text
+//!   pages   0    1    2    3    4   …                            …   n-2  n-1
+//!           out  out  └── IAA: one operation a page ──>     <── processor ──┘
+//!                       └ the next to go out
+//! ```
+//! Pages go to the devices from the front, as many as their queues take, and out in their order. While the next one
+//! is not there, and has not been for a while, the processor does the last page that nobody has begun. What no queue
+//! takes it does at once, and in the end what a device still has not done.
+//!
+//! A device that is late writes to its slot's buffer, which nobody uses until it is done.
+
+use std::{collections::VecDeque, sync::Arc, time::Duration};
+
+use super::{Devices, Work, devices::Given};
+use crate::{
+    Descriptor, Outcome, Slot,
+    iaa::{self, CompressAecs, Histogram},
+    status::{IaaOutcome, IaaStatus},
+};
+
+/// Which Huffman codes compression uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Tables {
+    /// Those that are built into the format: no preparation, one operation a page.
+    #[default]
+    Fixed,
+    /// Those that suit some of the pages best: a device counts their symbols first, and each page carries the codes'
+    /// description.
+    Learned,
+}
+
+/// Compresses pages, for one thread.
+#[derive(Debug)]
+pub struct Compressor {
+    page_bytes: usize,
+    tables: Tables,
+    /// Codes that are built into the format, or those that were learned last. Devices read them at any time.
+    aecs: Box<CompressAecs>,
+    /// What the processor has done of the pages at the end: for each page its length, `None` for a raw one.
+    side: Box<[u8]>,
+    lengths: Vec<Option<usize>>,
+    flights: Flights,
+}
+
+/// The processor's way to compress: writes a page's stream to the room and returns its length, `None` if that is too
+/// small.
+pub type ByProcessor<'a> = dyn FnMut(&[u8], &mut [u8]) -> Option<usize> + 'a;
+
+/// One page of so many is counted for learned codes.
+const SAMPLE: usize = 16;
+
+impl Compressor {
+    /// For up to `pages` pages of `page_bytes` bytes at once, by the IAAs of `devices`. Their slots' buffers need to
+    /// hold a page.
+    pub fn new(devices: Arc<Devices>, page_bytes: usize, pages: usize, tables: Tables) -> Self {
+        Self {
+            page_bytes,
+            tables,
+            aecs: Box::new(CompressAecs::fixed()),
+            side: vec![0; page_bytes * pages].into(),
+            lengths: vec![None; pages],
+            flights: Flights::new(devices),
+        }
+    }
+
+    /// Compresses `pages` and gives out their streams in their order: `None` for a page of which no shorter one was
+    /// found, which is to go out as it is. No more pages than this was made for are looked at.
+    pub fn compress(
+        &mut self,
+        pages: &[u8],
+        by_processor: &mut ByProcessor<'_>,
+        emit: &mut dyn FnMut(Option<&[u8]>),
+    ) {
+        let count = (pages.len() / self.page_bytes).min(self.lengths.len());
+        let size = self.page_bytes;
+        let page = |index: usize| &pages[index * size..][..size];
+        self.flights.begin();
+        if self.tables == Tables::Learned {
+            *self.aecs = match self.learn(count, &page) {
+                Some(histogram) => CompressAecs::dynamic(&histogram, true),
+                None => CompressAecs::fixed(),
+            };
+        }
+        let mut done = Work::default();
+        let (mut next, mut begun, mut tail) = (0, 0, count);
+        while next < count {
+            while begun < tail && self.give(page(begun)) {
+                begun += 1;
+            }
+            if next >= tail {
+                self.emit_side(next, emit);
+            } else if begun == next {
+                self.do_on_the_side(next, page(next), by_processor);
+                self.emit_side(next, emit);
+                done.refused += 1;
+                begun += 1;
+            } else if begun < tail && !self.flights.is_next_there() {
+                tail -= 1;
+                self.do_on_the_side(tail, page(tail), by_processor);
+                done.overtaken += 1;
+                continue;
+            } else {
+                let outcome = self.flights.next();
+                match outcome.as_ref().and_then(|outcome| stream(outcome, size)) {
+                    Some(stream) => {
+                        emit(stream);
+                        done.by_device += 1;
+                    }
+                    None => {
+                        self.do_on_the_side(next, page(next), by_processor);
+                        self.emit_side(next, emit);
+                        match outcome {
+                            Some(_) => done.failed += 1,
+                            None => done.overtaken += 1,
+                        }
+                    }
+                }
+            }
+            next += 1;
+        }
+        self.flights.devices.counters().add(done);
+    }
+
+    /// Counts the symbols of some pages, by a device. `None` if not one could be counted.
+    fn learn<'a>(&mut self, count: usize, page: &dyn Fn(usize) -> &'a [u8]) -> Option<Histogram> {
+        let size = u32::try_from(self.page_bytes).ok()?;
+        let mut given = 0;
+        for index in (0..count).step_by(SAMPLE) {
+            let source = address(page(index));
+            let room = Histogram::SIZE as usize;
+            // SAFETY: statistics write a histogram, to the slot's buffer.
+            let taken = unsafe {
+                self.flights.give(room, &mut |slot| {
+                    let buffer = slot.buffer_address();
+                    iaa::statistics(source, size, buffer, 0).descriptor()
+                })
+            };
+            if !taken {
+                break;
+            }
+            given += 1;
+        }
+        let mut sum = None;
+        for _ in 0..given {
+            let Some(outcome) = self.flights.next().filter(Outcome::all_succeeded) else {
+                continue;
+            };
+            let bytes = outcome.buffer(0..Histogram::SIZE as usize);
+            if let Some(Ok(bytes)) = bytes.map(TryInto::try_into) {
+                let histogram = Histogram::from_bytes(bytes);
+                sum.get_or_insert_with(Histogram::new).add(&histogram);
+            }
+        }
+        // A page that was not counted may have any symbol.
+        sum.map(|sum: Histogram| sum.covering())
+    }
+
+    fn give(&mut self, page: &[u8]) -> bool {
+        let Ok(size) = u32::try_from(page.len()) else {
+            return false;
+        };
+        let (source, aecs) = (address(page), self.aecs.address());
+        // SAFETY: compression writes to the slot's buffer only, and less than a page.
+        unsafe {
+            self.flights.give(page.len(), &mut |slot| {
+                let compress = iaa::Compress {
+                    source,
+                    size,
+                    destination: slot.buffer_address(),
+                    // What is not shorter goes as it is.
+                    destination_size: size.saturating_sub(1),
+                    aecs,
+                    end: iaa::End::Block,
+                };
+                iaa::compress(compress, 0).with_cache_control().descriptor()
+            })
+        }
+    }
+
+    fn do_on_the_side(&mut self, index: usize, page: &[u8], by_processor: &mut ByProcessor<'_>) {
+        let room = &mut self.side[index * self.page_bytes..][..self.page_bytes - 1];
+        let most = room.len();
+        self.lengths[index] = by_processor(page, room).filter(|len| *len <= most);
+    }
+
+    fn emit_side(&self, index: usize, emit: &mut dyn FnMut(Option<&[u8]>)) {
+        let start = index * self.page_bytes;
+        emit(self.lengths[index].map(|len| &self.side[start..][..len]));
+    }
+}
+
+/// What the device made of a page: a stream, or nothing shorter than the page. `None` if it failed.
+#[expect(
+    clippy::option_option,
+    reason = "two different things that may be missing"
+)]
+fn stream(outcome: &Outcome, page_bytes: usize) -> Option<Option<&[u8]>> {
+    let said = IaaOutcome::of(&outcome.image(0)?)?;
+    if said.does_not_fit() {
+        return Some(None);
+    }
+    let len = usize::try_from(said.output_size).ok()?;
+    let plausible = (1..page_bytes).contains(&len);
+    (said.status == IaaStatus::Success && plausible).then(|| outcome.buffer(0..len).map(Some))?
+}
+
+/// Single operations that devices have, the oldest first.
+#[derive(Debug)]
+pub(super) struct Flights {
+    pub(super) devices: Arc<Devices>,
+    given: VecDeque<Given>,
+    /// How long the next one may take when there is nothing else to do: nothing any more after one was late.
+    patience: Duration,
+}
+
+/// Operations in flight for one caller: more than a device has engines, so that it never runs dry.
+const DEPTH: usize = 32;
+
+/// How long a page may take that is next to go out. Then the processor takes another one, for about ten times as long.
+const PATIENCE: Duration = Duration::from_micros(4);
+
+/// How long the last ones may take, all together, when the processor has nothing else to do but to do them itself.
+const LAST_PATIENCE: Duration = Duration::from_micros(100);
+
+impl Flights {
+    pub(super) fn new(devices: Arc<Devices>) -> Self {
+        Self {
+            devices,
+            given: VecDeque::with_capacity(DEPTH),
+            patience: LAST_PATIENCE,
+        }
+    }
+
+    /// With none.
+    pub(super) fn begin(&mut self) {
+        // Those of a call that has ended with a panic or an error: their slots come back when the device is done.
+        self.given.clear();
+        self.patience = LAST_PATIENCE;
+    }
+
+    /// Gives an operation to the next queue that takes it; whether one did.
+    ///
+    /// # Safety
+    /// The operation writes to the slot's buffer only, and to no more than `room` bytes of it.
+    pub(super) unsafe fn give(
+        &mut self,
+        room: usize,
+        operation: &mut dyn FnMut(&Slot) -> Descriptor,
+    ) -> bool {
+        if self.given.len() == DEPTH {
+            return false;
+        }
+        let mut fill = |slot: &mut Slot| {
+            if slot.buffer_mut().len() < room {
+                return 0;
+            }
+            let operation = operation(slot);
+            let place = slot.descriptors_mut().first_mut();
+            place.map(|place| *place = operation).map_or(0, |()| 1)
+        };
+        // SAFETY: as the caller promises.
+        let given = unsafe { self.devices.give(&mut fill) };
+        let taken = given.is_some();
+        self.given.extend(given);
+        taken
+    }
+
+    /// Whether the outcome of the oldest one is there, or comes soon.
+    pub(super) fn is_next_there(&mut self) -> bool {
+        let Some(Given { member, flight }) = self.given.front_mut() else {
+            return false;
+        };
+        flight.is_done() || flight.wait_a_little(self.devices.now(*member) + PATIENCE)
+    }
+
+    /// The outcome of the oldest one, unless it takes too long: then its slot comes back when the device is done with
+    /// it after all.
+    pub(super) fn next(&mut self) -> Option<Outcome> {
+        let Given { member, mut flight } = self.given.pop_front()?;
+        let before = self.devices.now(member);
+        if flight.is_done() || flight.wait_a_little(before + self.patience) {
+            self.devices.was_useful(member);
+        } else if !self.patience.is_zero() {
+            self.devices.was_useless(member);
+        }
+        let waited = self.devices.now(member).saturating_sub(before);
+        self.patience = self.patience.saturating_sub(waited);
+        flight.poll().ok()
+    }
+}
+
+pub(super) fn address(bytes: &[u8]) -> u64 {
+    bytes.as_ptr().expose_provenance() as u64
+}

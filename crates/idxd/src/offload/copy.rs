@@ -1,0 +1,185 @@
+//! Pages from one place to another: by a DSA and the processor together.
+//!
+//! The device gets the last ones, as many as it has done in the past while the processor did the others. A device
+//! that may still write cannot be ignored: it would write old bytes over newer ones. So this waits for it, and if it
+//! does not answer the work queue is closed, which ends all that was submitted; from then on the processor copies.
+//! Others that use the queue lose what they have in flight, and do it with the processor too.
+
+use std::{sync::Arc, time::Duration};
+
+use super::{
+    Devices, Work,
+    devices::{Given, SUCCESS},
+};
+use crate::{Outcome, Slot, dsa};
+
+/// Bytes to be copied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// Address that they are at.
+    pub source: u64,
+    /// Address that they are to be at. It overlaps with no source or destination, of this move or another.
+    pub destination: u64,
+    /// How many; not zero.
+    pub len: u32,
+}
+
+/// Copies, for one thread.
+#[derive(Debug)]
+pub struct Copier {
+    devices: Arc<Devices>,
+    /// Part of the moves that a device gets.
+    share: f32,
+}
+
+/// The device gets at least so much, and at most.
+const LEAST_SHARE: f32 = 1.0 / 16.0;
+const MOST_SHARE: f32 = 15.0 / 16.0;
+
+/// By how much the device's part changes.
+const STEP: f32 = 1.0 / 32.0;
+
+/// Fewer moves are not worth a submission.
+const FEWEST: usize = 8;
+
+/// After this the work queue is closed. Two milliseconds are what a device takes for all that fits a full queue.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// A device that is waited for so long, and longer than the processor has worked meanwhile, is left alone for a while.
+const TOO_LONG: Duration = Duration::from_micros(20);
+
+impl Copier {
+    /// By the DSAs of `devices`, and the processor.
+    pub fn new(devices: Arc<Devices>) -> Self {
+        Self {
+            devices,
+            share: 0.5,
+        }
+    }
+
+    /// Does all of `moves`, in any order. `by_processor` does one, by its index.
+    ///
+    /// # Safety
+    /// The destinations are writable memory of this process to which nobody has a reference until this returns.
+    pub unsafe fn copy(&mut self, moves: &[Move], by_processor: &mut dyn FnMut(usize)) {
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            clippy::cast_precision_loss,
+            reason = "a part of a length"
+        )]
+        let wanted = ((moves.len() as f32 * self.share) as usize).max(FEWEST.min(moves.len()));
+        // SAFETY: as the caller promises: this does not return before the device is done, or the queue closed.
+        let Some(writing) = (unsafe { give(&self.devices, &moves[moves.len() - wanted..]) }) else {
+            (0..moves.len()).for_each(by_processor);
+            self.devices.counters().add(Work {
+                refused: moves.len() as u64,
+                ..Work::default()
+            });
+            return;
+        };
+        let first = moves.len() - writing.count();
+        let beginning = writing.now();
+        (0..first).for_each(&mut *by_processor);
+        let step = if writing.is_done() { STEP } else { -STEP };
+        self.share = (self.share + step).clamp(LEAST_SHARE, MOST_SHARE);
+        let mut done = Work {
+            overtaken: first as u64,
+            ..Work::default()
+        };
+        let outcome = writing.finish(beginning);
+        for index in first..moves.len() {
+            let status = outcome
+                .as_ref()
+                .map(|outcome| outcome.status_and_result(moves.len() - 1 - index).0);
+            match status {
+                Some(SUCCESS) => done.by_device += 1,
+                // All of it: what the device has done of a move does not matter, and faults are rare. Where a record
+                // is lost nothing is written any more either: a batch is complete after its members (assumed).
+                Some(_) => {
+                    by_processor(index);
+                    done.failed += 1;
+                }
+                None => {
+                    by_processor(index);
+                    done.overtaken += 1;
+                }
+            }
+        }
+        self.devices.counters().add(done);
+    }
+}
+
+/// # Safety
+/// As for [`Copier::copy`], until what this returns is dropped.
+unsafe fn give<'a>(devices: &'a Devices, moves: &[Move]) -> Option<Writing<'a>> {
+    if moves.len() < FEWEST {
+        return None;
+    }
+    // SAFETY: as the caller promises.
+    let given = unsafe { devices.give(&mut |slot| fill(slot, moves)) }?;
+    Some(Writing {
+        devices,
+        given: Some(given),
+    })
+}
+
+/// As many as there is room for, the last one first: what the queue does not take of them is next to the processor's.
+fn fill(slot: &mut Slot, moves: &[Move]) -> usize {
+    let list = slot.descriptors_mut();
+    for (descriptor, of) in list.iter_mut().zip(moves.iter().rev()) {
+        *descriptor = dsa::memmove(of.source, of.destination, of.len, 0).descriptor();
+    }
+    moves.len().min(list.len())
+}
+
+/// What a device writes to memory of somebody else's. It ends before that somebody goes on, also if they panic.
+struct Writing<'a> {
+    devices: &'a Devices,
+    /// There until it has ended.
+    given: Option<Given>,
+}
+
+impl Writing<'_> {
+    fn count(&self) -> usize {
+        let given = self.given.as_ref();
+        given.map_or(0, |given| given.flight.statuses().len())
+    }
+
+    fn now(&self) -> Duration {
+        let member = self.given.as_ref().map(|given| given.member);
+        member.map_or(Duration::ZERO, |member| self.devices.now(member))
+    }
+
+    fn is_done(&self) -> bool {
+        self.given
+            .as_ref()
+            .is_some_and(|given| given.flight.is_done())
+    }
+
+    /// What the device has said, if it has. The processor has worked from `beginning` until now.
+    fn finish(mut self, beginning: Duration) -> Option<Outcome> {
+        let member = self.given.as_ref()?.member;
+        let waiting = self.now();
+        let outcome = self.end();
+        let waited = self.devices.now(member).saturating_sub(waiting);
+        if outcome.is_none() || waited > TOO_LONG.max(waiting.saturating_sub(beginning)) {
+            self.devices.was_useless(member);
+        } else {
+            self.devices.was_useful(member);
+        }
+        outcome
+    }
+
+    fn end(&mut self) -> Option<Outcome> {
+        let Given { member, flight } = self.given.take()?;
+        let deadline = self.devices.now(member) + PATIENCE;
+        flight.wait_or_close(deadline).ok()
+    }
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        self.end();
+    }
+}

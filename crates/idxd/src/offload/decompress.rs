@@ -1,0 +1,131 @@
+//! Streams of raw DEFLATE back to pages: by IAA, and by the processor where that is late.
+//!
+//! The device writes to memory of its own and the page is copied from there: one that is late must not write to
+//! pages that are somebody's by then. As with [compression](super::Compressor) it begins at the front, and the processor at
+//! the end.
+//!
+//! A stream as long as a page is none, but the page as it is: that no device is asked about, to which it may well look
+//! like a stream.
+
+use std::sync::Arc;
+
+use super::{
+    Devices, Work,
+    compress::{Flights, address},
+};
+use crate::{
+    Outcome, iaa,
+    status::{IaaOutcome, IaaStatus},
+};
+
+/// Decompresses pages, for one thread.
+#[derive(Debug)]
+pub struct Decompressor {
+    page_bytes: usize,
+    flights: Flights,
+}
+
+impl Decompressor {
+    /// For pages of `page_bytes` bytes, by the IAAs of `devices`. Their slots' buffers need to hold a page.
+    pub fn new(devices: Arc<Devices>, page_bytes: usize) -> Self {
+        Self {
+            page_bytes,
+            flights: Flights::new(devices),
+        }
+    }
+
+    /// Fills `pages` from `streams`, of which there is one for each page. What a device does not do, or says is wrong,
+    /// `by_processor` does: it gets the stream and the page.
+    ///
+    /// # Errors
+    /// What `by_processor` says, of the first page that it says it of.
+    #[expect(
+        clippy::type_complexity,
+        reason = "a name would not say more than the closure's own arguments"
+    )]
+    pub fn decompress<'a, E>(
+        &mut self,
+        streams: &dyn Fn(usize) -> &'a [u8],
+        pages: &mut [u8],
+        by_processor: &mut dyn FnMut(&[u8], &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let size = self.page_bytes;
+        let count = pages.len() / size;
+        let mut done = Work::default();
+        let (mut next, mut begun, mut tail) = (0, 0, count);
+        let mut result = Ok(());
+        let is_page = |stream: &[u8]| stream.len() == size;
+        self.flights.begin();
+        while next < tail && result.is_ok() {
+            while begun < tail && (is_page(streams(begun)) || self.give(streams(begun))) {
+                begun += 1;
+            }
+            let stream = streams(next);
+            let page = &mut pages[next * size..][..size];
+            if is_page(stream) {
+                result = by_processor(stream, page);
+            } else if begun == next {
+                result = by_processor(stream, page);
+                done.refused += 1;
+                begun += 1;
+            } else if begun < tail && !self.flights.is_next_there() {
+                tail -= 1;
+                let stream = streams(tail);
+                result = by_processor(stream, &mut pages[tail * size..][..size]);
+                done.overtaken += u64::from(!is_page(stream));
+                continue;
+            } else {
+                let outcome = self.flights.next();
+                let decoded = |outcome| decoded(outcome, stream.len(), size);
+                match outcome.as_ref().and_then(decoded) {
+                    Some(bytes) => {
+                        page.copy_from_slice(bytes);
+                        done.by_device += 1;
+                    }
+                    None => {
+                        result = by_processor(stream, page);
+                        match outcome {
+                            Some(_) => done.failed += 1,
+                            None => done.overtaken += 1,
+                        }
+                    }
+                }
+            }
+            next += 1;
+        }
+        // After an error nobody wants the rest.
+        self.flights.begin();
+        self.flights.devices.counters().add(done);
+        result
+    }
+
+    fn give(&mut self, stream: &[u8]) -> bool {
+        let sizes = (u32::try_from(stream.len()), u32::try_from(self.page_bytes));
+        let (Ok(size @ 1..), Ok(destination_size)) = sizes else {
+            return false;
+        };
+        let source = address(stream);
+        // SAFETY: decompression writes to the slot's buffer only, and no more than a page.
+        unsafe {
+            self.flights.give(self.page_bytes, &mut |slot| {
+                let decompress = iaa::Decompress {
+                    source,
+                    size,
+                    destination: slot.buffer_address(),
+                    destination_size,
+                };
+                iaa::decompress(decompress, 0)
+                    .with_cache_control()
+                    .descriptor()
+            })
+        }
+    }
+}
+
+/// A whole page, if that is what the device made of a whole stream.
+fn decoded(outcome: &Outcome, stream_bytes: usize, page_bytes: usize) -> Option<&[u8]> {
+    let said = IaaOutcome::of(&outcome.image(0)?)?;
+    let is_whole = usize::try_from(said.output_size) == Ok(page_bytes)
+        && usize::try_from(said.completed) == Ok(stream_bytes);
+    (said.status == IaaStatus::Success && is_whole).then(|| outcome.buffer(0..page_bytes))?
+}

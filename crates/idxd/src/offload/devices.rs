@@ -1,0 +1,255 @@
+//! The work queues that a process uses, all of the same kind of device, and which of them is next.
+
+use std::{
+    sync::atomic::{AtomicU64, AtomicUsize, Ordering},
+    time::Duration,
+};
+
+use super::rest::Rest;
+use crate::{InFlight, Queue, Slot, Statistics, Urgency, model::Model, shares::Share};
+
+/// Work queues to give work to, shared by all threads.
+#[derive(Debug)]
+pub struct Devices {
+    members: Box<[Member]>,
+    /// So many of the members, the first ones, are near.
+    near: usize,
+    turn: AtomicUsize,
+    work: Counters,
+    /// Of which the queues are, if they are none of real devices; goes after them.
+    model: Option<Model>,
+}
+
+/// How much the devices did, in operations: pages, for all that this module offers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Done by a device.
+    pub by_device: u64,
+    /// Done by the processor because no work queue took them.
+    pub refused: u64,
+    /// Done by the processor because a device failed, most often at a page that is not there.
+    pub failed: u64,
+    /// Done by the processor because a device was slower, or never answered; also what it was not given because
+    /// it had been slower before.
+    pub overtaken: u64,
+    /// Of those done by a device, how many the processor did as well, to compare.
+    pub checked: u64,
+}
+
+/// Operations that a device has.
+#[derive(Debug)]
+#[must_use]
+pub(super) struct Given {
+    /// Which of the queues has them.
+    pub(super) member: usize,
+    pub(super) flight: InFlight,
+}
+
+#[derive(Debug)]
+struct Member {
+    queue: Queue,
+    rest: Rest,
+    share: Option<Share>,
+    /// When the share is to be looked after again, in milliseconds of the queue's time.
+    due: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    by_device: AtomicU64,
+    refused: AtomicU64,
+    failed: AtomicU64,
+    overtaken: AtomicU64,
+    checked: AtomicU64,
+}
+
+impl Devices {
+    /// Uses `queues` in turn: first those of NUMA node `node`, if there are some, and the others when these take
+    /// nothing. With each comes this process's share of it, where several processes divide it among them.
+    pub fn new(
+        queues: impl IntoIterator<Item = (Queue, Option<Share>)>,
+        node: Option<u32>,
+    ) -> Self {
+        let is_near = |member: &Member| node.is_none() || member.queue.limits().numa_node == node;
+        let members = queues.into_iter().map(|(queue, share)| Member {
+            queue,
+            rest: Rest::default(),
+            share,
+            due: AtomicU64::new(0),
+        });
+        let (mut members, far): (Vec<_>, Vec<_>) = members.partition(is_near);
+        let near = members.len();
+        members.extend(far);
+        Self {
+            near,
+            members: members.into(),
+            turn: AtomicUsize::new(0),
+            work: Counters::default(),
+            model: None,
+        }
+    }
+
+    /// Keeps the model that the queues are of.
+    pub(super) fn of_model(self, model: Model) -> Self {
+        Self {
+            model: Some(model),
+            ..self
+        }
+    }
+
+    /// Whether the devices are modelled: then their speed says nothing about hardware.
+    pub fn are_modelled(&self) -> bool {
+        self.model.is_some()
+    }
+
+    /// None: then the processor does everything.
+    pub fn none() -> Self {
+        Self::new([], None)
+    }
+
+    /// The queues, the near ones first.
+    pub fn queues(&self) -> impl Iterator<Item = &Queue> {
+        self.members.iter().map(|member| &member.queue)
+    }
+
+    /// Whether no queue takes work any more, or there never was one.
+    pub fn are_gone(&self) -> bool {
+        self.queues().all(Queue::is_dead)
+    }
+
+    /// What has been done so far.
+    pub fn work(&self) -> Work {
+        self.work.read()
+    }
+
+    /// What the queues have counted, one after the other.
+    pub fn statistics(&self) -> Vec<Statistics> {
+        self.queues().map(Queue::statistics).collect()
+    }
+
+    /// Gives operations to the next queue that takes them. `fill` writes them to a slot and says how many they are;
+    /// it may be asked again, for another slot. None end it.
+    ///
+    /// # Safety
+    /// That of [`Slot::submit`], for what `fill` has written.
+    pub(super) unsafe fn give(&self, fill: &mut dyn FnMut(&mut Slot) -> usize) -> Option<Given> {
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        let far = self.members.len() - self.near;
+        let mut refusals = 0;
+        for member in rotated(0, self.near, turn).chain(rotated(self.near, far, turn)) {
+            if !self.members[member].rest.is_over() {
+                continue;
+            }
+            let Some(mut slot) = self.slot(member) else {
+                continue;
+            };
+            let count = fill(&mut slot);
+            if count == 0 {
+                return None;
+            }
+            // SAFETY: as the caller promises.
+            if let Ok(flight) = unsafe { slot.submit(count, Urgency::Low) } {
+                return Some(Given { member, flight });
+            }
+            self.was_useless(member);
+            refusals += 1;
+            if refusals == MOST_REFUSALS {
+                return None;
+            }
+        }
+        None
+    }
+
+    /// A slot of this queue, if it has one.
+    pub(super) fn slot(&self, member: usize) -> Option<Slot> {
+        let member = &self.members[member];
+        if member.queue.is_dead() {
+            return None;
+        }
+        member.refresh();
+        member.queue.slot()
+    }
+
+    /// The queue's time; where the queue is of a model, this lets its time go on.
+    pub(super) fn now(&self, member: usize) -> Duration {
+        self.members[member].queue.now()
+    }
+
+    /// The queue has answered in time: it is asked again.
+    pub(super) fn was_useful(&self, member: usize) {
+        self.members[member].rest.end();
+    }
+
+    /// The queue took nothing, or did not answer in time: it is left alone for a while.
+    pub(super) fn was_useless(&self, member: usize) {
+        self.members[member].rest.lengthen();
+    }
+
+    pub(super) fn counters(&self) -> &Counters {
+        &self.work
+    }
+}
+
+/// Status of what went well (`linux/idxd.h`).
+pub(super) const SUCCESS: u8 = 0x01;
+
+/// `count` places from `first` on, beginning with another one each turn.
+fn rotated(first: usize, count: usize, turn: usize) -> impl Iterator<Item = usize> {
+    (0..count).map(move |index| first + turn.wrapping_add(index) % count)
+}
+
+/// So many queues are asked for one submission: then it is cheaper to do the work.
+const MOST_REFUSALS: u32 = 2;
+
+impl Member {
+    /// Takes the part of the queue that is this process's by now.
+    fn refresh(&self) {
+        let Some(share) = &self.share else {
+            return;
+        };
+        let now = self.queue.now();
+        let millis = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+        let due = self.due.load(Ordering::Relaxed);
+        let next = millis.saturating_add(REFRESH_MILLIS);
+        let exchange = |due| {
+            self.due
+                .compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed)
+        };
+        if millis >= due && exchange(due).is_ok() {
+            // Without the table the part stays what it was, and the queue's own answers bound the rest.
+            let _ = share.refresh(now);
+        }
+        self.queue.set_entries(share.entries());
+    }
+}
+
+/// How often a share is looked after: the others take a process that does not for dead.
+const REFRESH_MILLIS: u64 = 50;
+
+impl Counters {
+    pub(super) fn add(&self, done: Work) {
+        let pairs = [
+            (&self.by_device, done.by_device),
+            (&self.refused, done.refused),
+            (&self.failed, done.failed),
+            (&self.overtaken, done.overtaken),
+            (&self.checked, done.checked),
+        ];
+        for (counter, more) in pairs {
+            if more > 0 {
+                counter.fetch_add(more, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn read(&self) -> Work {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Work {
+            by_device: read(&self.by_device),
+            refused: read(&self.refused),
+            failed: read(&self.failed),
+            overtaken: read(&self.overtaken),
+            checked: read(&self.checked),
+        }
+    }
+}

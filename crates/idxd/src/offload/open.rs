@@ -1,0 +1,339 @@
+//! Which devices to use, as a user says it, and how they are opened.
+
+use std::{fmt, num::NonZeroU32, path::PathBuf, str::FromStr, sync::Arc};
+
+use thiserror::Error;
+
+use super::Devices;
+use crate::{
+    Kind, OpenQueueError, Queue, Shape, Submit, Tuning,
+    discovery::{self, NameError, QueueName, Root},
+    model::{Config, Door, Faults, Model},
+    portal,
+    shares::{Share, SharesError, Table, Weight},
+};
+
+/// Which devices to use. As text: `auto`, names as in `wq0.1,wq2.0`, or `model` and `model:4`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Choice {
+    /// All work queues of the host that a process can use.
+    #[default]
+    Auto,
+    /// These.
+    Named(Vec<QueueName>),
+    /// So many devices in software, in real time: to try things out, and for tests. What they take is a
+    /// [model](crate::model)'s time and no device's.
+    Model(NonZeroU32),
+}
+
+/// How to open them.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// What each slot has: for pages by the batch, or for single pages with a buffer.
+    pub shape: Shape,
+    /// How the queues are driven.
+    pub tuning: Tuning,
+    /// Where the host has its devices.
+    pub root: Root,
+    /// NUMA node whose devices are used first.
+    pub node: Option<u32>,
+    /// Directory of the tables by which processes divide shared work queues among them, see [`shares`](crate::shares),
+    /// and this process's weight. Without it each takes what it can get.
+    pub shares: Option<(PathBuf, Weight)>,
+    /// What goes wrong with devices in software.
+    pub faults: Faults,
+    /// Where the random numbers of devices in software begin.
+    pub seed: u64,
+}
+
+impl Options {
+    /// For pages by the batch, up to `pages` in one: zero pages, copies.
+    pub fn batches(pages: u32) -> Self {
+        Self::of(
+            Shape {
+                members: pages,
+                buffer_bytes: 0,
+            },
+            BATCHES,
+        )
+    }
+
+    /// For pages of `page_bytes` bytes one by one, with a buffer for each: compression, decompression.
+    pub fn pages(page_bytes: usize) -> Self {
+        Self::of(
+            Shape {
+                members: 1,
+                buffer_bytes: page_bytes,
+            },
+            PAGES,
+        )
+    }
+
+    fn of(shape: Shape, slots: u32) -> Self {
+        Self {
+            shape,
+            tuning: Tuning {
+                slots,
+                ..Tuning::default()
+            },
+            root: Root::default(),
+            node: None,
+            shares: None,
+            faults: Faults::default(),
+            seed: 0,
+        }
+    }
+}
+
+/// Why there are no devices.
+#[derive(Debug, Error)]
+pub enum DevicesError {
+    /// Nothing that a process could use.
+    #[error("no work queue of {} can be used on this host", name(*.0))]
+    None(Kind),
+    /// The one that was named is not there.
+    #[error("this host has no work queue {0}")]
+    Missing(QueueName),
+    /// It belongs to the other kind of device.
+    #[error("work queue {queue} is none of {}", name(*.wanted))]
+    Kind {
+        /// The queue.
+        queue: QueueName,
+        /// What is needed.
+        wanted: Kind,
+    },
+    /// It cannot be opened.
+    #[error(transparent)]
+    Portal(#[from] portal::OpenError),
+    /// It cannot be driven.
+    #[error("work queue {queue}: {source}")]
+    Queue {
+        /// The queue, by its name or its place in the model.
+        queue: String,
+        /// Why.
+        #[source]
+        source: OpenQueueError,
+    },
+    /// It cannot be divided with others.
+    #[error("work queue {queue} cannot be shared with others: {source}")]
+    Shares {
+        /// The queue.
+        queue: QueueName,
+        /// Why.
+        #[source]
+        source: SharesError,
+    },
+}
+
+/// Slots of a queue for batches: a few for each of many threads. Each takes one entry.
+const BATCHES: u32 = 64;
+
+/// Slots of a queue for single pages: as many as the queues in the field have entries.
+const PAGES: u32 = 128;
+
+impl Devices {
+    /// Opens what is chosen of one kind of device.
+    ///
+    /// # Errors
+    /// When something that was named cannot be opened, or nothing of everything. Of [`Choice::Auto`] what cannot be
+    /// opened is left out.
+    pub fn open(kind: Kind, choice: &Choice, options: &Options) -> Result<Self, DevicesError> {
+        match choice {
+            Choice::Auto => Self::open_usable(kind, options),
+            Choice::Named(names) => Self::open_named(kind, names, options),
+            Choice::Model(count) => Self::open_model(kind, *count, options),
+        }
+    }
+
+    fn open_usable(kind: Kind, options: &Options) -> Result<Self, DevicesError> {
+        let devices = discovery::scan(&options.root);
+        let usable = devices
+            .iter()
+            .flat_map(|device| &device.queues)
+            .filter(|queue| queue.usable().is_ok_and(|limits| limits.kind == kind));
+        let mut problem = None;
+        let mut opened = Vec::new();
+        for queue in usable {
+            match open_queue(queue, options) {
+                Ok(queue) => opened.push(queue),
+                Err(error) => problem = Some(error),
+            }
+        }
+        match problem {
+            _ if !opened.is_empty() => Ok(Self::new(opened, options.node)),
+            Some(error) => Err(error),
+            None => Err(DevicesError::None(kind)),
+        }
+    }
+
+    fn open_named(
+        kind: Kind,
+        names: &[QueueName],
+        options: &Options,
+    ) -> Result<Self, DevicesError> {
+        let devices = discovery::scan(&options.root);
+        let opened = names.iter().map(|name| {
+            let (device, queue) =
+                discovery::find(&devices, name).ok_or(DevicesError::Missing(*name))?;
+            if device.name.kind != kind {
+                let (queue, wanted) = (*name, kind);
+                return Err(DevicesError::Kind { queue, wanted });
+            }
+            open_queue(queue, options)
+        });
+        Ok(Self::new(
+            opened.collect::<Result<Vec<_>, _>>()?,
+            options.node,
+        ))
+    }
+
+    fn open_model(kind: Kind, count: NonZeroU32, options: &Options) -> Result<Self, DevicesError> {
+        let count = count.get() as usize;
+        let mut config = Config::devices(kind, count);
+        config.faults = options.faults.clone();
+        config.seed = options.seed;
+        let model = Model::timed(&config);
+        let queues = (0..count).map(|device| {
+            let submit = model.queue(device, 0, Door::Enqcmd);
+            let queue = drive(submit, options, &format!("of model device {device}"))?;
+            Ok((queue, None))
+        });
+        let queues = queues.collect::<Result<Vec<_>, DevicesError>>()?;
+        Ok(Self::new(queues, options.node).of_model(model))
+    }
+}
+
+fn open_queue(
+    queue: &discovery::WorkQueue,
+    options: &Options,
+) -> Result<(Queue, Option<Share>), DevicesError> {
+    let portal = Arc::new(portal::open(queue, &options.root)?);
+    let entries = NonZeroU32::new(portal.limits().threshold);
+    let share = match (&options.shares, entries) {
+        (Some((directory, weight)), Some(entries)) => {
+            let share = Table::open(directory, &queue.name.to_string(), entries)
+                .and_then(|table| table.join(*weight))
+                .map_err(|source| DevicesError::Shares {
+                    queue: queue.name,
+                    source,
+                })?;
+            Some(share)
+        }
+        _ => None,
+    };
+    let driven = drive(portal, options, &queue.name.to_string())?;
+    Ok((driven, share))
+}
+
+fn drive(submit: Arc<dyn Submit>, options: &Options, queue: &str) -> Result<Queue, DevicesError> {
+    Queue::new(submit, options.shape, options.tuning).map_err(|source| DevicesError::Queue {
+        queue: queue.to_owned(),
+        source,
+    })
+}
+
+impl FromStr for Choice {
+    type Err = ChoiceError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let model = text.strip_prefix("model").map(|rest| match rest {
+            "" => Some(NonZeroU32::MIN),
+            rest => rest
+                .strip_prefix(':')
+                .and_then(|count| count.parse().ok())
+                .filter(|count: &NonZeroU32| count.get() <= MOST_MODELS),
+        });
+        match (text, model) {
+            ("auto", _) => Ok(Self::Auto),
+            (_, Some(Some(count))) => Ok(Self::Model(count)),
+            (_, Some(None)) => Err(ChoiceError::Model(text.to_owned())),
+            _ => Ok(Self::Named(QueueName::list(text)?)),
+        }
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Model(count) => write!(f, "model:{count}"),
+            Self::Named(names) => {
+                let names: Vec<_> = names.iter().map(ToString::to_string).collect();
+                f.write_str(&names.join(","))
+            }
+        }
+    }
+}
+
+/// Most devices in software: more than a server has.
+const MOST_MODELS: u32 = 64;
+
+/// Why a text chooses no devices.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ChoiceError {
+    /// Not the name of a model.
+    #[error("{0:?} is no model of devices: write model, or model:4 for four of them (at most 64)")]
+    Model(String),
+    /// Not names of work queues.
+    #[error(transparent)]
+    Names(#[from] NameError),
+}
+
+fn name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Dsa => "a DSA",
+        Kind::Iaa => "an IAA",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_are_read_and_written() {
+        for (text, again) in [
+            ("auto", "auto"),
+            ("model", "model:1"),
+            ("model:4", "model:4"),
+            ("wq0.1", "wq0.1"),
+            ("dsa0/wq0.1,wq2.0", "dsa0/wq0.1,wq2.0"),
+        ] {
+            assert_eq!(text.parse::<Choice>().unwrap().to_string(), again);
+        }
+        for text in [
+            "",
+            "model:",
+            "model:0",
+            "model:65",
+            "models",
+            "wq",
+            "auto,wq0.1",
+        ] {
+            assert!(text.parse::<Choice>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_host_without_devices_says_so() {
+        let empty = tempfile::tempdir().unwrap();
+        let options = Options {
+            root: Root::under(empty.path()),
+            ..Options::batches(128)
+        };
+        let open = |choice: &str| {
+            let choice = choice.parse().unwrap();
+            Devices::open(Kind::Dsa, &choice, &options).unwrap_err()
+        };
+        assert!(matches!(open("auto"), DevicesError::None(Kind::Dsa)));
+        assert!(matches!(open("wq0.1"), DevicesError::Missing(_)));
+    }
+
+    #[test]
+    fn models_of_either_kind_can_be_opened() {
+        let two = "model:2".parse().unwrap();
+        let dsa = Devices::open(Kind::Dsa, &two, &Options::batches(128)).unwrap();
+        let iaa = Devices::open(Kind::Iaa, &two, &Options::pages(4096)).unwrap();
+        assert_eq!([dsa.queues().count(), iaa.queues().count()], [2, 2]);
+    }
+}

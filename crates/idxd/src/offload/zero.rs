@@ -1,0 +1,304 @@
+//! Which pages are zero: asked of a DSA, and answered by whoever is faster.
+//!
+//! ```text
+//!   pages      0    1    2    3   …                       …   n-2  n-1
+//!              └── processor, from the front ──>    <── device, from the back ──┘
+//!                                            they meet
+//! ```
+//! The device gets the last pages of a batch in reverse order. When the verdicts are wanted, the processor goes
+//! through the pages from the front: takes the device's verdict where there is one, and looks itself where there is
+//! none yet. So a batch never takes longer than without a device, and the less the more the device does. If the
+//! caller had other work meanwhile, all verdicts are there, and the processor looks at no page.
+//!
+//! How much the device gets follows from how far it came with the batches before: what the processor had to overtake
+//! was given in vain.
+
+use std::{num::NonZeroU32, sync::Arc, time::Duration};
+
+use thiserror::Error;
+
+use super::{
+    Devices, Work,
+    devices::{Given, SUCCESS},
+};
+use crate::{Slot, Urgency, dsa};
+
+/// Looks for zero pages, for one thread.
+#[derive(Debug)]
+pub struct ZeroScanner {
+    devices: Arc<Devices>,
+    page_bytes: u32,
+    /// Part of a batch that goes to a device.
+    share: f32,
+    /// By how much it is raised next.
+    raise: f32,
+    /// One of so many pages that a device calls zero is looked at.
+    check_one_in: Option<NonZeroU32>,
+    until_check: u32,
+    /// Overtaken, but the device may still be writing the records.
+    late: Vec<Late>,
+}
+
+/// Pages that are being looked at; see [`ZeroScanner::start`].
+#[derive(Debug, Default)]
+#[must_use]
+pub struct Batch {
+    given: Option<Given>,
+    /// How many pages [`ZeroScanner::start`] was given.
+    pages: usize,
+}
+
+/// A device has called a page zero that is not, and says so again.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error(
+    "a DSA says that a page is zero that is not, and DSAs have judged {unchecked} pages that nobody checked: \
+     do not use it, and repeat what was done with its verdicts"
+)]
+pub struct WrongVerdict {
+    /// Pages that devices have judged so far, and that were not looked at again.
+    pub unchecked: u64,
+}
+
+#[derive(Debug)]
+struct Late {
+    given: Given,
+    deadline: Duration,
+}
+
+/// A batch of fewer pages is not worth a submission.
+const FEWEST: usize = 8;
+
+/// By how much the device's share is raised after a batch that it had finished in time: by a page in a batch of 128, and
+/// after the next one by a page more. More would be given in vain where many processes share the devices, and where
+/// they only had a slow moment the share is soon what it was.
+const RAISE: f32 = 1.0 / 128.0;
+
+/// After so long a batch counts as lost: devices take microseconds.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// So many batches may be late before no more are given to devices.
+const MOST_LATE: usize = 4;
+
+/// How often page and device are asked before the device is called wrong. A guest that writes to the page all the time
+/// makes them differ each time with a chance of one in four at best.
+const CONFIRMATIONS: usize = 8;
+
+/// How long a device may take to confirm.
+const CONFIRMATION: Duration = Duration::from_millis(5);
+
+/// While the processor goes through pages of which there is no verdict yet, it lets the time of devices that are
+/// modelled go on every so many pages: these do nothing by themselves. It costs as much as looking at a page.
+const LOOKS: u64 = 16;
+
+impl ZeroScanner {
+    /// For pages of `page_bytes` bytes, by `devices`. One in `check_one_in` of the pages that a device calls zero is
+    /// looked at by the processor as well.
+    pub fn new(devices: Arc<Devices>, page_bytes: u32, check_one_in: Option<NonZeroU32>) -> Self {
+        Self {
+            devices,
+            page_bytes,
+            share: 1.0,
+            raise: RAISE,
+            check_one_in,
+            until_check: 0,
+            late: Vec::with_capacity(MOST_LATE + 1),
+        }
+    }
+
+    /// Lets devices begin with the pages at these addresses, and returns at once. Pages that are not there are better
+    /// left out: a device can only say so, and the processor has to look after all.
+    ///
+    /// What is at the addresses may change, or go away: then the verdicts are worth nothing.
+    pub fn start(&mut self, pages: &[u64]) -> Batch {
+        self.forget_late();
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            clippy::cast_precision_loss,
+            reason = "a part of a length"
+        )]
+        let wanted = ((pages.len() as f32 * self.share) as usize).max(FEWEST);
+        let given = if wanted > pages.len() || self.late.len() > MOST_LATE {
+            None
+        } else {
+            self.give(&pages[pages.len() - wanted..])
+        };
+        let pages = pages.len();
+        Batch { given, pages }
+    }
+
+    /// The verdicts on a batch: whether each page, of those that [`start`](Self::start) was given, is zero. `is_zero`
+    /// is the processor's way to find out for a page, by its index. Pages beyond `verdicts` are not looked at.
+    ///
+    /// # Errors
+    /// When a device has certainly judged wrong. The verdicts are right even then, but earlier ones may not be.
+    pub fn finish(
+        &mut self,
+        batch: Batch,
+        pages: &[u64],
+        is_zero: &mut dyn FnMut(usize) -> bool,
+        verdicts: &mut [bool],
+    ) -> Result<(), WrongVerdict> {
+        let most = verdicts.len().min(pages.len());
+        let verdicts = &mut verdicts[..most];
+        // Of other pages the device can say nothing.
+        let Some(given) = batch.given.filter(|_| batch.pages == pages.len()) else {
+            look(verdicts, is_zero);
+            self.devices.counters().add(Work {
+                refused: most as u64,
+                ..Work::default()
+            });
+            return Ok(());
+        };
+        let first = pages.len().saturating_sub(given.flight.statuses().len());
+        let (front, back) = verdicts.split_at_mut(first.min(most));
+        look(front, is_zero);
+        let mut done = Work::default();
+        let (mut wrong, mut over) = (false, None);
+        // The list has the last page first.
+        let said = given.flight.statuses().rev();
+        for (page, (verdict, said)) in (first..).zip(back.iter_mut().zip(said)) {
+            match said {
+                (SUCCESS, EQUAL) => {
+                    *verdict = true;
+                    done.by_device += 1;
+                    if self.is_check_due() {
+                        done.checked += 1;
+                        *verdict = is_zero(page);
+                        wrong |=
+                            !*verdict && self.is_wrong(given.member, pages[page], page, is_zero);
+                    }
+                }
+                (SUCCESS, _) => {
+                    *verdict = false;
+                    done.by_device += 1;
+                }
+                (PENDING, _) if !*over.get_or_insert_with(|| given.flight.is_done()) => {
+                    *verdict = is_zero(page);
+                    if done.overtaken % LOOKS == 0 {
+                        self.devices.now(given.member);
+                    }
+                    done.overtaken += 1;
+                }
+                // Also what a batch that has failed left out.
+                _ => {
+                    *verdict = is_zero(page);
+                    done.failed += 1;
+                }
+            }
+        }
+        self.adapt(&done, given.member, pages.len());
+        done.overtaken += front.len() as u64;
+        self.devices.counters().add(done);
+        self.keep_if_late(given);
+        if !wrong {
+            return Ok(());
+        }
+        let work = self.devices.work();
+        Err(WrongVerdict {
+            unchecked: work.by_device.saturating_sub(work.checked),
+        })
+    }
+
+    /// Gives `pages` to a device, the last one first, or as many of them as it takes at once.
+    fn give(&self, pages: &[u64]) -> Option<Given> {
+        // SAFETY: comparisons write to nothing but their records, which are the slot's.
+        unsafe { self.devices.give(&mut |slot| self.fill(slot, pages)) }
+    }
+
+    fn fill(&self, slot: &mut Slot, pages: &[u64]) -> usize {
+        let list = slot.descriptors_mut();
+        for (descriptor, page) in list.iter_mut().zip(pages.iter().rev()) {
+            *descriptor = dsa::compare_pattern(*page, self.page_bytes, 0, 0).descriptor();
+        }
+        pages.len().min(list.len())
+    }
+
+    /// Overtaken pages were given in vain; where there were none the device can have more.
+    fn adapt(&mut self, done: &Work, member: usize, pages: usize) {
+        if done.by_device > 0 {
+            self.devices.was_useful(member);
+        } else if done.overtaken + done.failed > 0 {
+            self.devices.was_useless(member);
+        }
+        if done.overtaken == 0 {
+            self.share = (self.share + self.raise).min(1.0);
+            self.raise += RAISE;
+            return;
+        }
+        self.raise = RAISE;
+        #[expect(clippy::cast_precision_loss, reason = "a part of a length")]
+        let reached = (done.by_device + done.failed) as f32 / pages.max(1) as f32;
+        self.share = 0.75 * self.share + 0.25 * reached;
+    }
+
+    /// The device may still be writing records: their slot stays in its hands until it is done, or lost.
+    fn keep_if_late(&mut self, given: Given) {
+        let Given { member, flight } = given;
+        if let Err(flight) = flight.poll() {
+            let deadline = self.devices.now(member) + PATIENCE;
+            let given = Given { member, flight };
+            self.late.push(Late { given, deadline });
+        }
+    }
+
+    fn forget_late(&mut self) {
+        let mut index = 0;
+        while let Some(Late { given, deadline }) = self.late.get(index) {
+            if given.flight.is_done() || self.devices.now(given.member) >= *deadline {
+                let late = self.late.swap_remove(index);
+                // Past its deadline it counts as a timeout; what it says does not matter any more.
+                drop(late.given.flight.wait(late.deadline));
+            } else {
+                index += 1;
+            }
+        }
+    }
+
+    fn is_check_due(&mut self) -> bool {
+        let Some(one_in) = self.check_one_in else {
+            return false;
+        };
+        let due = self.until_check == 0;
+        self.until_check = if due { one_in.get() } else { self.until_check } - 1;
+        due
+    }
+
+    /// Whether the device insists that a page is zero that is not. A page that somebody writes to may well have been
+    /// zero when the device looked.
+    fn is_wrong(
+        &self,
+        member: usize,
+        address: u64,
+        page: usize,
+        is_zero: &mut dyn FnMut(usize) -> bool,
+    ) -> bool {
+        (0..CONFIRMATIONS).all(|_| self.says_zero(member, address) && !is_zero(page))
+    }
+
+    /// Asks the same queue again.
+    fn says_zero(&self, member: usize, address: u64) -> bool {
+        let Some(mut slot) = self.devices.slot(member) else {
+            return false;
+        };
+        let count = self.fill(&mut slot, &[address]);
+        // SAFETY: a comparison writes to nothing but its record, which is the slot's.
+        let Ok(flight) = (unsafe { slot.submit(count, Urgency::High) }) else {
+            return false;
+        };
+        let outcome = flight.wait(self.devices.now(member) + CONFIRMATION);
+        outcome.is_ok_and(|outcome| outcome.status_and_result(0) == (SUCCESS, EQUAL))
+    }
+}
+
+/// The processor's verdicts on the first pages.
+fn look(verdicts: &mut [bool], is_zero: &mut dyn FnMut(usize) -> bool) {
+    for (page, verdict) in verdicts.iter_mut().enumerate() {
+        *verdict = is_zero(page);
+    }
+}
+
+/// Status of what is not done (DSA specification; `linux/idxd.h`).
+const PENDING: u8 = 0x00;
+/// Result of a comparison.
+const EQUAL: u8 = 0;

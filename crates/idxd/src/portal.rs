@@ -1,0 +1,418 @@
+//! Opening a work queue, and submitting to it.
+//!
+//! ```text
+//!   usable? ─> open(2) ─> its node? ─> mmap ──────────────── Mapped   ENQCMD, MOVDIR64B   ┐
+//!                                        │ EPERM, or no such instruction                  ├─> NOOP answered? ─> Portal
+//!                                        └────────────────── Written  write(2)            ┘
+//! ```
+//! The kernel refuses the mapping where submission from processes is not safe (INTEL-SA-01084) and the process lacks
+//! CAP_SYS_RAWIO; write(2) is what it offers instead (`drivers/dma/idxd/cdev.c`).
+
+#![cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, reason = "no other processor has the devices")
+)]
+
+mod fork;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod instructions;
+#[cfg(target_arch = "x86_64")]
+mod mapped;
+#[cfg(target_arch = "x86_64")]
+mod written;
+
+#[cfg(test)]
+mod tests;
+
+use std::{
+    fmt,
+    fs::File,
+    io,
+    path::PathBuf,
+    sync::{PoisonError, RwLock, TryLockError},
+    time::Duration,
+};
+
+use rustix::{
+    fs::{Mode as FileMode, OFlags},
+    io::Errno,
+};
+use thiserror::Error;
+
+use self::fork::Mark;
+use crate::{
+    Descriptor, Flags, Limits, Mode, Record, Refusal, Submit, Submitted,
+    cpu::Features,
+    discovery::{self, Problem, QueueName, Root, WorkQueue},
+    opcode,
+    wait::Waiting,
+};
+
+/// What a queue that works needs for a NOOP, and then some.
+const PROBE: Duration = Duration::from_millis(10);
+/// What a queue is given to finish before the kernel is asked to see to it.
+const DRAIN: Duration = Duration::from_millis(100);
+
+/// How descriptors get to the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Through the mapped portal, without a system call.
+    Mapped,
+    /// Through write(2).
+    Written,
+}
+
+/// Why a work queue could not be opened.
+#[derive(Debug, Error)]
+pub enum OpenError {
+    /// Only x86-64 has the devices.
+    #[error("work queues can be used on x86-64 alone")]
+    Unsupported,
+    /// The scan has seen already that it cannot.
+    #[error("work queue {queue} cannot be used: {problem}")]
+    Unusable {
+        /// The queue.
+        queue: QueueName,
+        /// What is in the way.
+        #[source]
+        problem: Problem,
+    },
+    /// This process may not.
+    #[error("this process may not open {}: give its user read and write permission", .0.display())]
+    Denied(PathBuf),
+    /// A dedicated queue that another process has, or this one a second time.
+    #[error("{} is a dedicated work queue, and somebody has it", .0.display())]
+    Busy(PathBuf),
+    /// The queue was switched off or removed since the scan.
+    #[error("{} has gone: the work queue was disabled", .0.display())]
+    Gone(PathBuf),
+    /// The device cannot work in this process's address space.
+    #[error("{}: the kernel cannot give the device this process's address space; it takes intel_iommu=on,sm_on", .0.display())]
+    NoAddressSpace(PathBuf),
+    /// Another file than the queue's character device.
+    #[error("{} is not the work queue's character device", .0.display())]
+    OtherNode(PathBuf),
+    /// It did not do a NOOP in time: a device that hangs, or a portal that leads nowhere.
+    #[error("work queue {0} does not answer")]
+    NoAnswer(QueueName),
+    /// It answered a NOOP with an error.
+    #[error("work queue {queue} fails at doing nothing, with status {status:#04x}")]
+    Broken {
+        /// The queue.
+        queue: QueueName,
+        /// The record's status.
+        status: u8,
+    },
+    /// It did not take a NOOP.
+    #[error("work queue {queue} takes nothing: {refusal}")]
+    Refused {
+        /// The queue.
+        queue: QueueName,
+        /// Why.
+        #[source]
+        refusal: Refusal,
+    },
+    /// Any other error of the system.
+    #[error("{}: {source}", path.display())]
+    System {
+        /// The character device.
+        path: PathBuf,
+        /// The error.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Opens `queue` for this process, and tries it with a NOOP: which takes microseconds, or 10 ms at most.
+///
+/// Opening binds the process's address space to the device. A dedicated queue can be open once.
+pub fn open(queue: &WorkQueue, root: &Root) -> Result<Portal, OpenError> {
+    open_with(queue, Features::of_host(&root.cpuinfo()))
+}
+
+/// An open work queue.
+///
+/// [`close`](Submit::close), or dropping it, asks the device to drain what this process has submitted and then has
+/// the kernel do the same; that can take as long as the device does. A forked child has nothing of it: there
+/// everything is [`Refusal::Forked`], and closing does nothing.
+pub struct Portal {
+    limits: Limits,
+    way: Way,
+    waiting: Waiting,
+    mark: Mark,
+    drains: bool,
+    /// Taken for writing by `close` alone, so that no portal is unmapped under a submission.
+    transport: RwLock<Option<Box<dyn Transport>>>,
+}
+
+/// How descriptors get to the device, and nothing else.
+trait Transport: Send + Sync + fmt::Debug {
+    /// As [`Submit::submit`].
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn submit(&self, descriptors: &[Descriptor]) -> Submitted;
+
+    /// Lets go of it in a forked child, where dropping it may be wrong.
+    fn abandon(self: Box<Self>);
+}
+
+impl Portal {
+    /// How descriptors get to the device.
+    pub fn way(&self) -> Way {
+        self.way
+    }
+
+    fn new(
+        transport: Box<dyn Transport>,
+        way: Way,
+        limits: Limits,
+        features: Features,
+    ) -> io::Result<Self> {
+        Ok(Self {
+            limits,
+            way,
+            waiting: Waiting::with(features),
+            mark: Mark::new()?,
+            drains: true,
+            transport: RwLock::new(Some(transport)),
+        })
+    }
+
+    /// Whether the queue does a NOOP.
+    fn probe(&mut self, queue: QueueName, patience: Duration) -> Result<(), OpenError> {
+        let transport = self
+            .transport
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner);
+        let Some(transport) = transport else {
+            return Err(OpenError::NoAnswer(queue));
+        };
+        let refusal = match ask(&**transport, opcode::NOOP, &self.waiting, patience) {
+            Answer::Status(SUCCESS) => return Ok(()),
+            Answer::Status(status) => return Err(OpenError::Broken { queue, status }),
+            Answer::Refused(refusal) => refusal,
+            Answer::None => {
+                // It would not answer to DRAIN either.
+                self.drains = false;
+                return Err(OpenError::NoAnswer(queue));
+            }
+        };
+        self.drains = false;
+        Err(OpenError::Refused { queue, refusal })
+    }
+}
+
+impl Submit for Portal {
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    unsafe fn submit(&self, descriptors: &[Descriptor]) -> Submitted {
+        let refused = |refusal| Submitted {
+            accepted: 0,
+            refusal: Some(refusal),
+        };
+        // Before the lock, which another thread of the parent may have held.
+        if self.mark.is_of_a_parent() {
+            return refused(Refusal::Forked);
+        }
+        let transport = match self.transport.try_read() {
+            Ok(transport) => transport,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            // Only closing excludes readers.
+            Err(TryLockError::WouldBlock) => return refused(Refusal::Closed),
+        };
+        match &*transport {
+            // SAFETY: the caller's promise.
+            Some(transport) => unsafe { transport.submit(descriptors) },
+            None => refused(Refusal::Closed),
+        }
+    }
+
+    fn now(&self) -> Duration {
+        self.waiting.now()
+    }
+
+    fn pause(&self, record: &Record, deadline: Duration) {
+        self.waiting.pause(record, deadline);
+    }
+
+    fn close(&self) {
+        if self.mark.is_of_a_parent() {
+            return;
+        }
+        // Held to the end: a second call has to wait for the draining, too.
+        let mut transport = self
+            .transport
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(open) = &*transport
+            && self.drains
+            && self.limits.operations.has(opcode::DRAIN)
+        {
+            // The kernel drains when the last copy of the file goes, and a child that is about to execute another
+            // program may have one for a moment. So the device is asked first. Without an answer the kernel's
+            // draining has to do.
+            ask(&**open, opcode::DRAIN, &self.waiting, DRAIN);
+        }
+        *transport = None;
+    }
+}
+
+impl Drop for Portal {
+    fn drop(&mut self) {
+        if !self.mark.is_of_a_parent() {
+            return self.close();
+        }
+        let transport = self
+            .transport
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(transport) = transport.take() {
+            transport.abandon();
+        }
+    }
+}
+
+impl fmt::Debug for Portal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { limits, way, .. } = self;
+        f.debug_struct("Portal")
+            .field("limits", limits)
+            .field("way", way)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Status of a descriptor that was done.
+const SUCCESS: u8 = 1;
+
+/// What a queue says to a descriptor without operands.
+enum Answer {
+    Status(u8),
+    Refused(Refusal),
+    None,
+}
+
+/// Submits a descriptor without operands, again and again while the queue is full, and waits for its record.
+fn ask(transport: &dyn Transport, opcode: u8, waiting: &Waiting, patience: Duration) -> Answer {
+    let deadline = waiting.now() + patience;
+    let record = Box::new(Record::default());
+    let flags = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
+    let descriptor = Descriptor {
+        control: Descriptor::control_of(opcode, flags),
+        record: record.address(),
+        ..Descriptor::default()
+    };
+    loop {
+        // SAFETY: it writes to the record alone, which goes only when it is complete, and else never.
+        let submitted = unsafe { transport.submit(std::slice::from_ref(&descriptor)) };
+        match submitted.refusal {
+            _ if submitted.accepted > 0 => break,
+            Some(Refusal::Full) if waiting.now() < deadline => waiting.pause(&record, deadline),
+            refusal => return Answer::Refused(refusal.unwrap_or(Refusal::Full)),
+        }
+    }
+    while record.status() == 0 {
+        if waiting.now() >= deadline {
+            // The device may write it at any time to come: 64 bytes are the price.
+            Box::leak(record);
+            return Answer::None;
+        }
+        waiting.pause(&record, deadline);
+    }
+    Answer::Status(record.status())
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn open_with(_queue: &WorkQueue, _features: Features) -> Result<Portal, OpenError> {
+    Err(OpenError::Unsupported)
+}
+
+#[cfg(target_arch = "x86_64")]
+fn open_with(queue: &WorkQueue, features: Features) -> Result<Portal, OpenError> {
+    use self::{mapped::Mapped, written::Written};
+
+    let unusable = |problem| OpenError::Unusable {
+        queue: queue.name,
+        problem,
+    };
+    let limits = queue.usable().map_err(unusable)?.clone();
+    let path = discovery::node(queue).map_err(unusable)?.to_path_buf();
+    let system = |source| OpenError::System {
+        path: path.clone(),
+        source,
+    };
+
+    let file = open_node(queue, &path)?;
+    let has_instruction = match limits.mode {
+        Mode::Shared => features.enqcmd && features.enqcmd_enabled,
+        Mode::Dedicated => features.movdir64b,
+    };
+    let mapped = match has_instruction {
+        true => Mapped::of(&file, limits.mode).map_err(system)?,
+        false => None,
+    };
+    let portal = match mapped {
+        Some(mapped) => {
+            // The mapping keeps the queue. A child that is forked has no mapping, but would have the file.
+            drop(file);
+            Portal::new(
+                Box::new(mapped),
+                Way::Mapped,
+                queue.limits_mapped(limits),
+                features,
+            )
+        }
+        None => {
+            let written = Written::of(file);
+            Portal::new(Box::new(written), Way::Written, limits.written(), features)
+        }
+    };
+    let mut portal = portal.map_err(system)?;
+    portal.probe(queue.name, PROBE)?;
+    Ok(portal)
+}
+
+/// Opens the character device, which is the queue's beyond doubt: a descriptor must get nowhere else.
+fn open_node(queue: &WorkQueue, path: &std::path::Path) -> Result<File, OpenError> {
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
+    let file = rustix::fs::open(path, flags, FileMode::empty())
+        .map_err(|error| open_error(path.to_path_buf(), error))?;
+    let file = File::from(file);
+    let metadata = file.metadata().map_err(|source| OpenError::System {
+        path: path.to_path_buf(),
+        source,
+    })?;
+    if !discovery::is_node_of(queue, &metadata) {
+        return Err(OpenError::OtherNode(path.to_path_buf()));
+    }
+    Ok(file)
+}
+
+fn open_error(path: PathBuf, error: Errno) -> OpenError {
+    match error {
+        Errno::ACCESS | Errno::PERM => OpenError::Denied(path),
+        Errno::BUSY => OpenError::Busy(path),
+        Errno::NOENT | Errno::NXIO | Errno::NODEV => OpenError::Gone(path),
+        Errno::OPNOTSUPP => OpenError::NoAddressSpace(path),
+        error => OpenError::System {
+            path,
+            source: error.into(),
+        },
+    }
+}
+
+impl Limits {
+    /// The same queue through write(2), which takes no batches for a device of the first version.
+    fn written(mut self) -> Self {
+        if self.version <= 0x100 {
+            self.operations = self.operations.without(opcode::BATCH);
+        }
+        if !self.operations.has(opcode::BATCH) {
+            self.max_batch = None;
+        }
+        self
+    }
+}

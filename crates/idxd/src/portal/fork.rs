@@ -1,0 +1,70 @@
+//! Whether this process is the one that opened a work queue, or a fork of it.
+//!
+//! The device works in the address space of the process that opened the queue, and the kernel gives a forked child
+//! no copy of the portal: it must touch neither. A page that the kernel empties in the child tells the two apart for
+//! the price of a load; a process id would take a system call, and may be used again.
+
+use std::{
+    io,
+    ptr::NonNull,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+const PAGE: usize = 4096;
+const HERE: u64 = 1;
+
+/// A mark that a forked child does not have.
+#[derive(Debug)]
+pub(super) struct Mark {
+    page: NonNull<AtomicU64>,
+}
+
+// SAFETY: the page belongs to no thread.
+unsafe impl Send for Mark {}
+// SAFETY: it is an atomic.
+unsafe impl Sync for Mark {}
+
+impl Mark {
+    pub(super) fn new() -> io::Result<Self> {
+        // SAFETY: a new mapping, at an address of the kernel's choice.
+        let page = unsafe {
+            let protection = ProtFlags::READ | ProtFlags::WRITE;
+            mmap_anonymous(std::ptr::null_mut(), PAGE, protection, MapFlags::PRIVATE)?
+        };
+        let mark = Self {
+            page: NonNull::new(page.cast()).ok_or(io::ErrorKind::InvalidData)?,
+        };
+        // SAFETY: the mapping is this value's own; the advice changes it in a child only.
+        unsafe { madvise(page, PAGE, Advice::LinuxWipeOnFork)? };
+        mark.word().store(HERE, Ordering::Relaxed);
+        Ok(mark)
+    }
+
+    /// Whether this process was forked from the one that made the mark.
+    pub(super) fn is_of_a_parent(&self) -> bool {
+        self.word().load(Ordering::Relaxed) != HERE
+    }
+
+    fn word(&self) -> &AtomicU64 {
+        // SAFETY: mapped as long as `self` is, aligned, and all zeros are a valid value.
+        unsafe { self.page.as_ref() }
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`, here or in the parent, and nobody has a reference to it. An error would mean
+        // that it is not mapped, which is as well.
+        let _ = unsafe { munmap(self.page.as_ptr().cast(), PAGE) };
+    }
+}
+
+#[cfg(test)]
+impl Mark {
+    /// As the kernel does in a child.
+    pub(super) fn wipe(&mut self) {
+        self.word().store(0, Ordering::Relaxed);
+    }
+}

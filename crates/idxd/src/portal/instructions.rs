@@ -1,0 +1,151 @@
+//! The instructions that hand descriptors to a device and that wait for it. Nothing but their encodings; whether the
+//! processor has them is [`Features`](crate::cpu::Features)' to say.
+//!
+//! Source: Intel's instruction set reference.
+
+use std::arch::asm;
+
+use crate::{Descriptor, Record};
+
+/// ENQCMD: hands `descriptor` to the shared work queue behind `portal`, with the PASID of this process. Whether the
+/// queue took it.
+///
+/// # Safety
+/// The processor has the instruction and the kernel has enabled it. `portal` is within a mapped portal and aligned
+/// to 64 bytes. The device may do what the descriptor says.
+pub(super) unsafe fn enqcmd(portal: *mut u8, descriptor: &Descriptor) -> bool {
+    let refused: u8;
+    // SAFETY: the caller's promise; it reads the descriptor's 64 bytes and writes nothing but to the portal.
+    unsafe {
+        asm!(
+            "enqcmd {portal}, [{descriptor}]",
+            "setz {refused}",
+            portal = in(reg) portal,
+            descriptor = in(reg) std::ptr::from_ref(descriptor),
+            refused = out(reg_byte) refused,
+            options(nostack),
+        );
+    }
+    refused == 0
+}
+
+/// MOVDIR64B: writes `descriptor` to the dedicated work queue behind `portal`, in one piece. What a full queue does
+/// with it is not told.
+///
+/// # Safety
+/// The processor has the instruction. `portal` is within a mapped portal and aligned to 64 bytes. The device may do
+/// what the descriptor says.
+pub(super) unsafe fn movdir64b(portal: *mut u8, descriptor: &Descriptor) {
+    // SAFETY: the caller's promise; it reads the descriptor's 64 bytes and writes nothing but to the portal.
+    unsafe {
+        asm!(
+            "movdir64b {portal}, [{descriptor}]",
+            portal = in(reg) portal,
+            descriptor = in(reg) std::ptr::from_ref(descriptor),
+            options(nostack, preserves_flags),
+        );
+    }
+}
+
+/// SFENCE: what was written before is seen before what is written after. Both instructions above write weakly
+/// ordered.
+pub(super) fn sfence() {
+    // SAFETY: SSE is part of x86-64.
+    unsafe { std::arch::x86_64::_mm_sfence() }
+}
+
+/// UMONITOR: watches the cache line of `record` for the next [`umwait`].
+///
+/// # Safety
+/// The processor has the instruction (WAITPKG).
+pub(crate) unsafe fn umonitor(record: &Record) {
+    // SAFETY: the caller's promise; the address is that of mapped memory.
+    unsafe {
+        asm!("umonitor {record}", record = in(reg) std::ptr::from_ref(record), options(nostack, preserves_flags));
+    }
+}
+
+/// UMWAIT: sleeps in the deeper of its two states until the watched line is written, the time stamp counter is at
+/// `deadline`, the kernel's limit is reached, or something else happens.
+///
+/// # Safety
+/// The processor has the instruction (WAITPKG).
+pub(crate) unsafe fn umwait(deadline: u64) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
+            "umwait {state:e}",
+            state = in(reg) 0_u32,
+            in("eax") (deadline & 0xffff_ffff) as u32,
+            in("edx") (deadline >> 32) as u32,
+            options(nostack),
+        );
+    }
+}
+
+/// RDTSC: the time stamp counter.
+pub(crate) fn time_stamp() -> u64 {
+    // SAFETY: part of x86-64; Linux lets processes use it.
+    unsafe { std::arch::x86_64::_rdtsc() }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, os::unix::fs::FileExt};
+
+    use super::*;
+
+    /// Functions of their own, so that there is code to look at. None is ever called.
+    #[inline(never)]
+    unsafe fn enqcmd_alone(portal: *mut u8, descriptor: &Descriptor) -> bool {
+        // SAFETY: never called.
+        unsafe { enqcmd(portal, descriptor) }
+    }
+
+    #[inline(never)]
+    unsafe fn movdir64b_alone(portal: *mut u8, descriptor: &Descriptor) {
+        // SAFETY: never called.
+        unsafe { movdir64b(portal, descriptor) }
+    }
+
+    #[inline(never)]
+    unsafe fn umonitor_alone(record: &Record) {
+        // SAFETY: never called.
+        unsafe { umonitor(record) }
+    }
+
+    #[inline(never)]
+    unsafe fn umwait_alone(deadline: u64) {
+        // SAFETY: never called.
+        unsafe { umwait(deadline) }
+    }
+
+    /// Whether `bytes` are among the first of the function at `address`.
+    fn has(address: usize, bytes: &[u8]) -> bool {
+        let mut code = [0; 48];
+        let read = File::open("/proc/self/mem")
+            .unwrap()
+            .read_at(&mut code, address as u64)
+            .unwrap();
+        code[..read]
+            .windows(bytes.len())
+            .any(|window| window == bytes)
+    }
+
+    #[test]
+    fn encodings_are_the_manuals() {
+        assert!(has(
+            enqcmd_alone as *const () as usize,
+            &[0xf2, 0x0f, 0x38, 0xf8]
+        ));
+        assert!(has(
+            movdir64b_alone as *const () as usize,
+            &[0x66, 0x0f, 0x38, 0xf8]
+        ));
+        assert!(has(
+            umonitor_alone as *const () as usize,
+            &[0xf3, 0x0f, 0xae]
+        ));
+        assert!(has(umwait_alone as *const () as usize, &[0xf2, 0x0f, 0xae]));
+    }
+}

@@ -1,0 +1,493 @@
+//! One work queue, driven: credits, bounded tries, deadlines, and what a device may still write to.
+//!
+//! ```text
+//!                 ┌──────────────────────────── dropped ───────────────────────────┐
+//!                 │                                                                ▼
+//!   Queue::slot ─▶ Slot ── submit ──▶ InFlight ── wait, poll ──▶ Outcome ──────▶ free
+//!                 ▲  │ (fill it in)      │                          │ (read it)     ▲
+//!                 └──┘                   │ late, dropped            │ record lost   │ complete after all
+//!               not taken                └───────────▶ quarantine ◀─┘───────────────┘
+//! ```
+//! A [`Slot`] is a list of descriptors, their records and a buffer, in memory that the device may write to at
+//! any time. One descriptor is submitted as it is, several as a batch, and where there are no batches (IAA;
+//! write(2) to the first DSA) one by one in one call. Nothing here allocates once the queue is open.
+//!
+//! **Credits.** A dedicated queue loses what it has no entry for, and says nothing. A shared one says "no", which
+//! costs everybody's bus, and whoever asks most often gets most. So entries are counted: of a dedicated queue all,
+//! of a shared one this process's share ([`Queue::set_share`]). A slot holds its entries until it is complete.
+//!
+//! **Tries.** "Full" is also what a disabled queue says. So the number of tries is bounded, and then the
+//! processor does the work.
+//!
+//! **Deadlines.** A disabled device, or a record that it could not write, never completes. Who waits gives up
+//! at a deadline; but the device may still write to the slot. Such a slot is in quarantine until its records are
+//! complete after all, or until the queue is closed. After a few of them the queue is dead: it gives no slots
+//! any more, and does not recover. The owner may open another.
+//!
+//! **Forks.** A child has neither the portal nor this memory. There the queue is dead, slots are empty, and nothing
+//! is complete.
+
+mod credits;
+mod flight;
+mod freelist;
+mod slot;
+mod statistics;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    fmt,
+    num::NonZeroU32,
+    sync::{
+        Arc, Mutex, MutexGuard, Once, PoisonError,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+    time::Duration,
+};
+
+use thiserror::Error;
+
+use self::{credits::Credits, flight::Flight, freelist::FreeList, statistics::Counters};
+use crate::{
+    Descriptor, Limits, Mode, Record, Refusal, Submit,
+    arena::{Arena, Layout},
+    opcode,
+};
+
+pub use self::{
+    slot::{InFlight, Outcome, Slot},
+    statistics::Statistics,
+};
+
+/// A work queue and the memory for its submissions. Clones are the same queue.
+///
+/// When the last clone, slot, submission and outcome has gone, the queue is closed, and then its memory unmapped.
+#[derive(Clone)]
+pub struct Queue {
+    inner: Arc<Inner>,
+}
+
+/// What each slot of a queue has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Most operations of one submission.
+    pub members: u32,
+    /// Bytes of the buffer, which begins at a page; zero for none.
+    pub buffer_bytes: usize,
+}
+
+/// How a queue is driven.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tuning {
+    /// Most slots. There are never more than the work queue has entries.
+    pub slots: u32,
+    /// Processes that are expected to use a shared work queue, this one included. See [`Queue::set_share`].
+    pub sharers: u32,
+    /// Tries of one submission while the work queue is full, at [`Urgency::High`].
+    pub tries: u32,
+    /// Time between two of them.
+    pub between_tries: Duration,
+    /// Submissions past their deadline after which the queue is dead.
+    pub most_timed_out: u32,
+}
+
+impl Default for Tuning {
+    /// Eight slots of a queue that nobody shares; four tries, a microsecond apart; dead at the third timeout.
+    fn default() -> Self {
+        Self {
+            slots: 8,
+            sharers: 1,
+            tries: 4,
+            between_tries: Duration::from_micros(1),
+            most_timed_out: 3,
+        }
+    }
+}
+
+/// How hard to try when the work queue is full.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Urgency {
+    /// Once: the processor may as well do it.
+    Low,
+    /// As often as [`Tuning::tries`] says.
+    High,
+}
+
+/// Why a queue cannot be driven.
+#[derive(Debug, Error)]
+pub enum OpenQueueError {
+    /// The shape or the tuning has a zero where there can be none.
+    #[error("a queue needs at least one slot with at least one operation")]
+    Nothing,
+    /// The work queue is not configured.
+    #[error("the work queue has no entries: it needs a size and, if shared, a threshold")]
+    NoEntries,
+    /// There is no memory for it.
+    #[error(
+        "no memory for {slots} slots of {members} operations and {buffer_bytes} bytes: {error}"
+    )]
+    Memory {
+        /// Slots to be made.
+        slots: u32,
+        /// Operations of each.
+        members: u32,
+        /// Buffer of each.
+        buffer_bytes: usize,
+        /// What the kernel says.
+        #[source]
+        error: rustix::io::Errno,
+    },
+}
+
+/// Why a submission was not taken. Nothing of it was.
+#[derive(Debug, Error)]
+pub enum NotTaken {
+    /// The work queue is full, after all tries. The processor does the work.
+    #[error("the work queue is full")]
+    Full,
+    /// The queue is dead ([`Queue::is_dead`]).
+    #[error("the work queue is not used any more")]
+    Dead,
+    /// Not as many operations as can be submitted.
+    #[error("a submission has 1 to {most} operations")]
+    Count {
+        /// The slot's capacity.
+        most: usize,
+    },
+    /// What else keeps the work queue from taking it.
+    #[error(transparent)]
+    Refused(Refusal),
+}
+
+/// Why there is no outcome.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum Unanswered {
+    /// The deadline is over. The device may still do what it was told to, until the queue is closed.
+    #[error("the device has not answered in time")]
+    TimedOut,
+    /// The queue has been closed, and the device will not answer any more.
+    #[error("the work queue was closed before the device answered")]
+    Closed,
+    /// It was submitted by the process that this one is a fork of.
+    #[error("the process that this one was forked from submitted it")]
+    Forked,
+}
+
+impl Queue {
+    /// Drives `device`, on its own: nobody else may submit to it, or the credits are wrong.
+    pub fn new(
+        device: Arc<dyn Submit>,
+        shape: Shape,
+        tuning: Tuning,
+    ) -> Result<Self, OpenQueueError> {
+        let limits = device.limits();
+        let entries = entries(limits);
+        let slots = tuning.slots.min(entries);
+        if entries == 0 {
+            return Err(OpenQueueError::NoEntries);
+        }
+        if slots == 0 || shape.members == 0 {
+            return Err(OpenQueueError::Nothing);
+        }
+        let most_batch = most_batch(limits);
+        let layout = Layout {
+            heads: most_batch.map_or(0, |most| shape.members.div_ceil(most)),
+            members: shape.members,
+            buffer: shape.buffer_bytes,
+        };
+        let arena = Arena::new(slots, layout).map_err(|error| OpenQueueError::Memory {
+            slots,
+            members: shape.members,
+            buffer_bytes: shape.buffer_bytes,
+            error,
+        })?;
+        let inner = Arc::new(Inner {
+            credits: Credits::new(share(limits, tuning.sharers)),
+            free: FreeList::full(slots),
+            batch: AtomicU32::new(most_batch.unwrap_or(1)),
+            quarantine: Mutex::new(Vec::with_capacity(slots as usize)),
+            in_quarantine: AtomicU32::new(0),
+            counters: Counters::default(),
+            dead: AtomicBool::new(false),
+            closing: Once::new(),
+            drained: AtomicBool::new(false),
+            tuning,
+            device,
+            arena,
+        });
+        Ok(Self { inner })
+    }
+
+    /// A slot to fill in and submit; `None` without a free one, without credit, or if the queue is dead. Then the
+    /// processor does the work, or waits for something in flight.
+    pub fn slot(&self) -> Option<Slot> {
+        let inner = &self.inner;
+        if inner.is_dead() {
+            return None;
+        }
+        inner.reap();
+        let entries = inner.credits.take(inner.most_entries());
+        if entries == 0 {
+            return None;
+        }
+        let Some(slot) = inner.free.pop() else {
+            inner.credits.give_back(entries);
+            return None;
+        };
+        Some(Slot::new(inner.clone(), slot, entries))
+    }
+
+    /// Whether the queue gives no slots any more: after too many timeouts, an error of the system, closed, or in a
+    /// forked child. It stays so.
+    pub fn is_dead(&self) -> bool {
+        self.inner.is_dead()
+    }
+
+    /// Gives the work queue back, and waits until nothing submitted can touch memory any more. For what is in
+    /// flight there may be no outcome. Does nothing in a forked child.
+    pub fn close(&self) {
+        self.inner.close();
+    }
+
+    /// Takes one part in `sharers` of a shared work queue; what is in flight beyond it stays. A dedicated one has
+    /// no sharers.
+    pub fn set_share(&self, sharers: u32) {
+        let share = share(self.inner.device.limits(), sharers);
+        self.inner.credits.set_limit(share);
+    }
+
+    /// Takes `entries` entries of a shared work queue, and no more than it has; none is possible. Who shares it with
+    /// whom is decided by somebody else, [for example](crate::shares). A dedicated one is not divided.
+    pub fn set_entries(&self, most: u32) {
+        let limits = self.inner.device.limits();
+        let most = match limits.mode {
+            Mode::Dedicated => entries(limits),
+            Mode::Shared => entries(limits).min(most),
+        };
+        self.inner.credits.set_limit(most);
+    }
+
+    /// What the work queue takes.
+    pub fn limits(&self) -> &Limits {
+        self.inner.device.limits()
+    }
+
+    /// How many slots there are.
+    pub fn slots(&self) -> usize {
+        self.inner.arena.slots() as usize
+    }
+
+    /// Whether several operations go as a batch: not if the device has none, nor once the kernel has refused one.
+    pub fn has_batches(&self) -> bool {
+        self.inner.batch() > 1
+    }
+
+    /// Whether the queue's memory is locked. If not (`RLIMIT_MEMLOCK`), a record may fault and be lost.
+    pub fn is_locked(&self) -> bool {
+        self.inner.arena.is_locked()
+    }
+
+    /// The time that deadlines are in.
+    pub fn now(&self) -> Duration {
+        self.inner.device.now()
+    }
+
+    /// What has happened so far.
+    pub fn statistics(&self) -> Statistics {
+        self.inner.counters.read(self.inner.credits.used())
+    }
+}
+
+impl fmt::Debug for Queue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Queue")
+            .field("device", &self.inner.device)
+            .field("dead", &self.is_dead())
+            .field("statistics", &self.statistics())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What everybody who has a part of the queue shares.
+#[derive(Debug)]
+struct Inner {
+    credits: Credits,
+    free: FreeList,
+    /// Most members of a batch; 1 where operations go one by one.
+    batch: AtomicU32,
+    quarantine: Mutex<Vec<Quarantined>>,
+    in_quarantine: AtomicU32,
+    counters: Counters,
+    dead: AtomicBool,
+    closing: Once,
+    /// Nothing that was submitted touches memory any more.
+    drained: AtomicBool,
+    tuning: Tuning,
+    device: Arc<dyn Submit>,
+    arena: Arena,
+}
+
+impl Inner {
+    fn is_dead(&self) -> bool {
+        self.dead.load(Ordering::Relaxed) || !self.arena.is_here()
+    }
+
+    fn give_up(&self) {
+        self.dead.store(true, Ordering::Relaxed);
+    }
+
+    /// Counts a submission past its deadline; after some the queue is dead.
+    fn count_timeout(&self) {
+        if self.counters.timed_out.add(1) >= u64::from(self.tuning.most_timed_out) {
+            self.give_up();
+        }
+    }
+
+    fn batch(&self) -> u32 {
+        self.batch.load(Ordering::Relaxed)
+    }
+
+    fn go_one_by_one(&self) {
+        self.batch.store(1, Ordering::Relaxed);
+    }
+
+    fn is_drained(&self) -> bool {
+        self.drained.load(Ordering::Acquire)
+    }
+
+    /// Operations that fit a slot with `entries` entries.
+    fn capacity(&self, entries: u32) -> u32 {
+        entries
+            .saturating_mul(self.batch())
+            .min(self.arena.layout().members)
+    }
+
+    /// Entries that a full slot needs. Where each operation needs one, a slot gets half of them at most: another one
+    /// is to be filled in while the device works.
+    fn most_entries(&self) -> u32 {
+        let members = self.arena.layout().members;
+        match self.batch() {
+            1 => members.min((self.credits.limit() / 2).max(1)),
+            batch => members.div_ceil(batch),
+        }
+    }
+
+    fn close(&self) {
+        if !self.arena.is_here() {
+            return;
+        }
+        self.give_up();
+        self.closing.call_once(|| self.device.close());
+        self.drained.store(true, Ordering::Release);
+    }
+
+    /// Offers `descriptors` until they are taken or the tries are used up.
+    ///
+    /// # Safety
+    /// That of [`Submit::submit`]. `waiting` is the record of the last one.
+    unsafe fn offer(
+        &self,
+        descriptors: &[Descriptor],
+        waiting: &Record,
+        urgency: Urgency,
+    ) -> (u32, Option<Refusal>) {
+        let mut tries = match urgency {
+            Urgency::Low => 1,
+            Urgency::High => self.tuning.tries.max(1),
+        };
+        let mut accepted = 0;
+        loop {
+            let rest = &descriptors[accepted..];
+            // SAFETY: as the caller promises.
+            let submitted = unsafe { self.device.submit(rest) };
+            accepted += submitted.accepted.min(rest.len());
+            tries -= 1;
+            // In a list of at most as many as there are entries.
+            let count = u32::try_from(accepted).unwrap_or(u32::MAX);
+            if accepted == descriptors.len() {
+                return (count, None);
+            }
+            let refusal = submitted.refusal.unwrap_or(Refusal::Full);
+            if tries == 0 || !matches!(refusal, Refusal::Full) {
+                return (count, Some(refusal));
+            }
+            self.counters.retries.add(1);
+            self.device
+                .pause(waiting, self.device.now() + self.tuning.between_tries);
+        }
+    }
+
+    fn put_back(&self, slot: u32, entries: u32) {
+        self.free.push(slot);
+        self.credits.give_back(entries);
+    }
+
+    fn put_in_quarantine(&self, slot: Quarantined) {
+        self.counters.quarantined.add(1);
+        let mut quarantine = self.quarantine();
+        quarantine.push(slot);
+        self.in_quarantine.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Lets those slots out of quarantine that are complete after all.
+    fn reap(&self) {
+        if self.in_quarantine.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        self.quarantine().retain(|slot| {
+            let mut flight = slot.flight.afresh();
+            let complete = matches!(flight.look(&self.arena, slot.slot), Ok(None)) && !flight.lost;
+            if complete {
+                self.counters.late.add(1);
+                self.in_quarantine.fetch_sub(1, Ordering::Relaxed);
+                self.put_back(slot.slot, slot.entries);
+            }
+            !complete
+        });
+    }
+
+    fn quarantine(&self) -> MutexGuard<'_, Vec<Quarantined>> {
+        self.quarantine
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Inner {
+    /// Before the arena goes.
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// A slot that the device may still write to.
+#[derive(Debug)]
+struct Quarantined {
+    slot: u32,
+    entries: u32,
+    flight: Flight,
+}
+
+/// Entries that a process may fill at all.
+fn entries(limits: &Limits) -> u32 {
+    match limits.mode {
+        Mode::Dedicated => limits.size,
+        Mode::Shared => limits.threshold.min(limits.size),
+    }
+}
+
+/// Entries for one of `sharers` processes.
+fn share(limits: &Limits, sharers: u32) -> u32 {
+    match limits.mode {
+        Mode::Dedicated => entries(limits),
+        Mode::Shared => (entries(limits) / sharers.max(1)).max(1),
+    }
+}
+
+/// Most members of a batch, where there are batches.
+fn most_batch(limits: &Limits) -> Option<u32> {
+    limits
+        .max_batch
+        .map(NonZeroU32::get)
+        .filter(|most| *most > 1 && limits.operations.has(opcode::BATCH))
+}

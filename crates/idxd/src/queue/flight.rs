@@ -1,0 +1,174 @@
+//! What has been submitted with a slot, and how much of it is complete.
+
+use std::ops::Range;
+
+use super::Unanswered;
+use crate::{Descriptor, Flags, Record, arena::Arena, opcode};
+
+/// What of a slot has been submitted, and how much of that is known to be complete.
+///
+/// ```text
+///   batch = 4      members (of those asked for)          batch = 1
+///   entry 0   ┌─ head ─▶ 0  1  2  3                      entry 0 ─ 0
+///   entry 1   ├─ head ─▶ 4  5  6  7                      entry 1 ─ 1
+///   entry 2   └───────── 8 (alone: no batch)             …
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Flight {
+    /// Operations that were to be submitted.
+    pub(super) asked: u32,
+    /// Those of them that were.
+    pub(super) members: u32,
+    /// Most members of an entry.
+    pub(super) batch: u32,
+    /// Descriptors that the device has.
+    pub(super) entries: u32,
+    /// Entries that may be incomplete; all after them are complete. From the end, since the last one submitted is
+    /// likely to be the last one done: fewer are waited for.
+    left: u32,
+    /// Of what has been looked at, something is not plain success.
+    pub(super) flawed: bool,
+    /// Of what has been looked at, something was done, but has no record.
+    pub(super) lost: bool,
+}
+
+impl Flight {
+    /// As much of `asked` operations as goes into `entries` entries.
+    pub(super) fn new(asked: u32, batch: u32, entries: u32) -> Self {
+        let mut flight = Self {
+            asked,
+            members: asked,
+            batch,
+            ..Self::default()
+        };
+        flight.keep(asked.div_ceil(batch).min(entries));
+        flight
+    }
+
+    /// Only the first `entries` are there.
+    pub(super) fn keep(&mut self, entries: u32) {
+        self.members = self.members.min(entries.saturating_mul(self.batch));
+        self.entries = entries;
+        self.left = entries;
+    }
+
+    /// The same, with nothing known.
+    pub(super) fn afresh(self) -> Self {
+        Self {
+            left: self.entries,
+            flawed: false,
+            lost: false,
+            ..self
+        }
+    }
+
+    /// Operations of `entry`.
+    pub(super) fn range(&self, entry: u32) -> Range<usize> {
+        let start = entry * self.batch;
+        let end = start.saturating_add(self.batch).min(self.members);
+        start as usize..end as usize
+    }
+
+    /// Entries that are batches: all but the last have several members, if any has.
+    pub(super) fn batches(&self) -> u32 {
+        match self.batch {
+            0 | 1 => 0,
+            _ => self.entries - u32::from(self.range(self.entries - 1).len() == 1),
+        }
+    }
+
+    /// What to submit for the operations in `list`, and the record of the last of it.
+    pub(super) fn prepare<'a>(
+        &self,
+        arena: &'a Arena,
+        slot: u32,
+        list: &'a [Descriptor],
+    ) -> (&'a [Descriptor], &'a Record) {
+        let members = arena.member_records(slot);
+        if self.batch == 1 || self.members == 1 {
+            let last = self.members as usize - 1;
+            return (&list[..=last], &members[last]);
+        }
+        let records = arena.head_records(slot);
+        // SAFETY: the slot is being submitted by its only owner, who does not use its heads but here.
+        let heads = unsafe { arena.heads(slot) };
+        let mut waiting = &members[0];
+        for entry in 0..self.entries {
+            let range = self.range(entry);
+            let (head, record) = (&mut heads[entry as usize], &records[entry as usize]);
+            if let [single] = &list[range.clone()] {
+                *head = *single;
+                waiting = &members[range.start];
+            } else {
+                record.clear();
+                *head = batch(&list[range], record);
+                waiting = record;
+            }
+        }
+        (&heads[..self.entries as usize], waiting)
+    }
+
+    /// A record that is still to come, or `None` if there are no more.
+    ///
+    /// A batch whose record says success has a record for each member, even if one may be seen a little later. Of
+    /// one that failed, those members have none that the device did not get to. If it got to a member and there
+    /// is no record, that is lost: or the kernel delivers it, at any later time.
+    pub(super) fn look<'a>(
+        &mut self,
+        arena: &'a Arena,
+        slot: u32,
+    ) -> Result<Option<&'a Record>, Unanswered> {
+        if self.left == 0 {
+            return Ok(None);
+        }
+        if !arena.is_here() {
+            return Err(Unanswered::Forked);
+        }
+        let (heads, records) = (arena.head_records(slot), arena.member_records(slot));
+        while self.left > 0 {
+            let entry = self.left - 1;
+            let members = &records[self.range(entry)];
+            let head = match members {
+                [_] => None,
+                _ => Some(&heads[entry as usize]),
+            };
+            let begun = match head.map(|head| (head, head.image())) {
+                None => members.len(),
+                Some((head, None)) => return Ok(Some(head)),
+                Some((_, Some(image))) if image.status() == SUCCESS => members.len(),
+                Some((_, Some(image))) => {
+                    self.flawed = true;
+                    let begun = members.iter().take(image.completed() as usize);
+                    self.lost |= begun.clone().any(|record| record.status() == 0);
+                    0
+                }
+            };
+            for record in &members[..begun] {
+                let status = record.status();
+                if status == 0 {
+                    return Ok(Some(record));
+                }
+                self.flawed |= status != SUCCESS;
+            }
+            self.left -= 1;
+        }
+        Ok(None)
+    }
+}
+
+/// The descriptor of a batch of what is in `list`.
+fn batch(list: &[Descriptor], record: &Record) -> Descriptor {
+    Descriptor {
+        control: Descriptor::control_of(opcode::BATCH, RECORD),
+        record: record.address(),
+        address_1: list.as_ptr().expose_provenance() as u64,
+        // At most as many as the limits, which have 32 bits.
+        size: u32::try_from(list.len()).unwrap_or(u32::MAX),
+        ..Descriptor::default()
+    }
+}
+
+/// Every operation has a record, also if it succeeds.
+pub(super) const RECORD: Flags = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
+
+pub(super) const SUCCESS: u8 = 0x01;

@@ -1,0 +1,412 @@
+//! A slot on its way: filled in, in flight, answered.
+
+use std::{ops::Range, sync::Arc, time::Duration};
+
+use super::{
+    Inner, NotTaken, Quarantined, Unanswered, Urgency,
+    flight::{Flight, RECORD, SUCCESS},
+};
+use crate::{Descriptor, Record, RecordImage, Refusal, opcode};
+
+/// A list of descriptors, their records and a buffer, to be filled in. Dropping it gives it back.
+#[derive(Debug)]
+pub struct Slot {
+    lease: Lease,
+}
+
+impl Slot {
+    /// `slot` of `queue`, with `entries` credits, all of them the caller's to give.
+    pub(super) fn new(queue: Arc<Inner>, slot: u32, entries: u32) -> Self {
+        let lease = Lease {
+            capacity: queue.capacity(entries),
+            queue,
+            slot,
+            entries,
+            flight: Flight::default(),
+        };
+        Self { lease }
+    }
+
+    /// Most operations that can be submitted with this slot: the shape's, or fewer where each needs an entry of
+    /// its own.
+    pub fn capacity(&self) -> usize {
+        self.lease.capacity as usize
+    }
+
+    /// Which of the queue's slots it is, from zero, for whoever wants to know what is in it.
+    pub fn index(&self) -> usize {
+        self.lease.slot as usize
+    }
+
+    /// The list. It holds what whoever had the slot before has left in it: what does not change need not be
+    /// written again. The records are the queue's affair: their addresses and flags are set at submission.
+    /// Empty in a forked child.
+    pub fn descriptors_mut(&mut self) -> &mut [Descriptor] {
+        let capacity = self.capacity();
+        // SAFETY: the slot is this one's alone, mutably borrowed, and not submitted.
+        let list = unsafe { self.lease.queue.arena.list(self.lease.slot) };
+        let capacity = capacity.min(list.len());
+        &mut list[..capacity]
+    }
+
+    /// Where the record of operation `index` will be; `None` beyond the shape's operations and in a forked child.
+    pub fn record_address(&self, index: usize) -> Option<u64> {
+        let records = self.lease.queue.arena.member_records(self.lease.slot);
+        records.get(index).map(Record::address)
+    }
+
+    /// The buffer, for what operations read. It holds what was left in it. Empty in a forked child.
+    pub fn buffer_mut(&mut self) -> &mut [u8] {
+        let mut buffer = self.lease.queue.arena.buffer(self.lease.slot);
+        // SAFETY: mapped as long as the arena, and initialised by the kernel; the slot is this one's alone,
+        // mutably borrowed, and not submitted.
+        unsafe { buffer.as_mut() }
+    }
+
+    /// Where the buffer is, for descriptors.
+    pub fn buffer_address(&self) -> u64 {
+        self.lease
+            .queue
+            .arena
+            .buffer(self.lease.slot)
+            .cast::<u8>()
+            .as_ptr()
+            .expose_provenance() as u64
+    }
+
+    /// Submits the first `count` descriptors. What the work queue takes only in part is in flight in part; the
+    /// rest has no record in the end, as if the device had abandoned it. What it does not take at all comes back.
+    ///
+    /// # Safety
+    /// What the descriptors write to must be this slot's buffer, or writable memory of this process to which
+    /// nobody has a reference until the [`Outcome`] is there or the queue has been closed: not only until a
+    /// deadline is over. What they read may be any address.
+    pub unsafe fn submit(
+        mut self,
+        count: usize,
+        urgency: Urgency,
+    ) -> Result<InFlight, (Self, NotTaken)> {
+        // SAFETY: as the caller promises.
+        match unsafe { self.lease.submit(count, urgency) } {
+            Ok(()) => Ok(InFlight { lease: self.lease }),
+            Err(reason) => Err((self, reason)),
+        }
+    }
+}
+
+/// What the device is working on. Dropping it does not wait: the slot then goes into quarantine.
+#[derive(Debug)]
+#[must_use = "what is in flight when it is dropped keeps its slot in quarantine"]
+pub struct InFlight {
+    lease: Lease,
+}
+
+impl InFlight {
+    /// Whether the outcome is there. Looks at the records, and does nothing else.
+    pub fn is_done(&self) -> bool {
+        let mut flight = self.lease.flight;
+        matches!(
+            flight.look(&self.lease.queue.arena, self.lease.slot),
+            Ok(None)
+        )
+    }
+
+    /// Status and result (error code, for IAA) of every operation that was submitted, in their order, as far as they
+    /// are complete: zeros while one is not. Each is read when the iterator comes to it. What the device has written
+    /// elsewhere belongs to it until the whole outcome is there. Nothing in a forked child.
+    pub fn statuses(&self) -> impl DoubleEndedIterator<Item = (u8, u8)> + ExactSizeIterator {
+        let lease = &self.lease;
+        let records = lease.queue.arena.member_records(lease.slot);
+        let submitted = lease.flight.members as usize;
+        let records = records.get(..submitted).unwrap_or_default();
+        records.iter().map(Record::status_and_result)
+    }
+
+    /// Status and result of operation `index`, as [`statuses`](Self::statuses) has them; zeros if there is none.
+    pub fn status_and_result(&self, index: usize) -> (u8, u8) {
+        self.statuses().nth(index).unwrap_or_default()
+    }
+
+    /// Waits until `deadline`, by [`Queue::now`](crate::Queue::now), and keeps what is still in flight then; returns
+    /// whether the outcome is there.
+    pub fn wait_a_little(&mut self, deadline: Duration) -> bool {
+        let Lease {
+            queue,
+            slot,
+            flight,
+            ..
+        } = &mut self.lease;
+        loop {
+            match flight.look(&queue.arena, *slot) {
+                Ok(None) => return true,
+                Ok(Some(record)) if queue.device.now() < deadline => {
+                    queue.device.pause(record, deadline);
+                }
+                _ => return false,
+            }
+        }
+    }
+
+    /// The outcome, if it is there.
+    pub fn poll(mut self) -> Result<Outcome, Self> {
+        match self.lease.look() {
+            Ok(None) => Ok(Outcome::of(self.lease)),
+            _ => Err(self),
+        }
+    }
+
+    /// Waits for the outcome until `deadline`, by [`Queue::now`](crate::Queue::now).
+    ///
+    /// Without one, the slot is in quarantine, and the device may still write to wherever the descriptors say:
+    /// whoever lets it write to memory of their own needs [`wait_or_close`](Self::wait_or_close).
+    pub fn wait(mut self, deadline: Duration) -> Result<Outcome, Unanswered> {
+        self.lease.wait(deadline)?;
+        Ok(Outcome::of(self.lease))
+    }
+
+    /// Waits for the outcome until `deadline`. Without one the queue is closed before this returns: from then on the
+    /// device does not write to the descriptors' destinations any more, and the caller may use them again. There
+    /// is no other way to be sure: a descriptor cannot be taken back.
+    pub fn wait_or_close(mut self, deadline: Duration) -> Result<Outcome, Unanswered> {
+        let Err(reason) = self.lease.wait(deadline) else {
+            return Ok(Outcome::of(self.lease));
+        };
+        self.lease.queue.close();
+        // The device has had time to finish while it was drained.
+        match self.lease.look() {
+            Ok(None) => Ok(Outcome::of(self.lease)),
+            _ => Err(reason),
+        }
+    }
+}
+
+/// What the device has said about a submission. Dropping it gives the slot back.
+#[derive(Debug)]
+pub struct Outcome {
+    lease: Lease,
+}
+
+impl Outcome {
+    /// Operations that were to be submitted.
+    pub fn len(&self) -> usize {
+        self.lease.flight.asked as usize
+    }
+
+    /// Never: a submission has at least one operation.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether every operation has status 0x01, and nothing else needs to be looked at but the results.
+    pub fn all_succeeded(&self) -> bool {
+        let flight = &self.lease.flight;
+        !flight.flawed && flight.members == flight.asked
+    }
+
+    /// Status and result (error code, for IAA) of operation `index`; zeros if it has no record.
+    pub fn status_and_result(&self, index: usize) -> (u8, u8) {
+        self.records()
+            .get(index)
+            .map_or((0, 0), Record::status_and_result)
+    }
+
+    /// Status and result of every operation, in their order: zeros for one without a record.
+    pub fn statuses(&self) -> impl ExactSizeIterator<Item = (u8, u8)> {
+        self.records().iter().map(Record::status_and_result)
+    }
+
+    /// What the device has written for operation `index`. `None` if nothing: it was not submitted, or abandoned, or
+    /// its record is lost. The processor does it then; but it may have been done.
+    pub fn image(&self, index: usize) -> Option<RecordImage> {
+        self.records().get(index)?.image()
+    }
+
+    /// What the device has written for the batch that operation `index` was in; `None` if it was in none.
+    pub fn batch(&self, index: usize) -> Option<RecordImage> {
+        let flight = &self.lease.flight;
+        let index = u32::try_from(index)
+            .ok()
+            .filter(|index| *index < flight.members)?;
+        let entry = index / flight.batch;
+        if flight.range(entry).len() == 1 {
+            return None;
+        }
+        let records = self.lease.queue.arena.head_records(self.lease.slot);
+        records.get(entry as usize)?.image()
+    }
+
+    /// The descriptors, as they were submitted.
+    pub fn descriptors(&self) -> &[Descriptor] {
+        // SAFETY: the slot is this one's alone and only read, and no device writes to lists.
+        let list: &[Descriptor] = unsafe { self.lease.queue.arena.list(self.lease.slot) };
+        list.get(..self.len()).unwrap_or_default()
+    }
+
+    /// Bytes of the slot's buffer. `None` beyond its end, in a forked child, and when a record is lost: then the
+    /// device may not be done with the buffer.
+    pub fn buffer(&self, range: Range<usize>) -> Option<&[u8]> {
+        if self.lease.flight.lost {
+            return None;
+        }
+        let buffer = self.lease.queue.arena.buffer(self.lease.slot);
+        // SAFETY: mapped as long as the arena, and initialised by the kernel. The slot is this one's alone; every
+        // operation that the device began is complete.
+        unsafe { buffer.as_ref() }.get(range)
+    }
+
+    fn of(lease: Lease) -> Self {
+        let outcome = Self { lease };
+        if outcome.lease.flight.flawed {
+            let failed =
+                |(status, _): (u8, u8)| !matches!(status & CODE, 0 | SUCCESS | PREDICATE_FALSE);
+            let faults = outcome
+                .statuses()
+                .filter(|status| failed(*status))
+                .map(|_| 1)
+                .sum();
+            outcome.lease.queue.counters.faults.add(faults);
+        }
+        outcome
+    }
+
+    fn records(&self) -> &[Record] {
+        let records = self.lease.queue.arena.member_records(self.lease.slot);
+        records.get(..self.len()).unwrap_or_default()
+    }
+}
+
+/// A slot and entries, while somebody has them.
+#[derive(Debug)]
+struct Lease {
+    queue: Arc<Inner>,
+    slot: u32,
+    entries: u32,
+    /// Most operations that can be submitted. It stays, also if the queue now goes without batches: what is beyond
+    /// it in the list is somebody else's.
+    capacity: u32,
+    /// What was submitted with it; by default nothing.
+    flight: Flight,
+}
+
+impl Lease {
+    /// # Safety
+    /// That of [`Slot::submit`].
+    unsafe fn submit(&mut self, count: usize, urgency: Urgency) -> Result<(), NotTaken> {
+        let queue = &*self.queue;
+        if queue.is_dead() {
+            return Err(NotTaken::Dead);
+        }
+        let most = self.capacity;
+        let Some(count) = u32::try_from(count)
+            .ok()
+            .filter(|count| (1..=most).contains(count))
+        else {
+            return Err(NotTaken::Count {
+                most: most as usize,
+            });
+        };
+        // SAFETY: the slot is this lease's alone, mutably borrowed, and not submitted.
+        let list = unsafe { queue.arena.list(self.slot) };
+        let records = queue.arena.member_records(self.slot);
+        for (descriptor, record) in list.iter_mut().zip(records).take(count as usize) {
+            descriptor.record = record.address();
+            descriptor.control |= RECORD.0;
+            record.clear();
+        }
+        let list = &*list;
+        loop {
+            let batch = queue.batch();
+            let missing = count.div_ceil(batch).saturating_sub(self.entries);
+            if missing > 0 {
+                self.entries += queue.credits.take(missing);
+            }
+            let mut flight = Flight::new(count, batch, self.entries);
+            let (descriptors, waiting) = flight.prepare(&queue.arena, self.slot, list);
+            self.flight = flight;
+            // SAFETY: records, lists and the slot's buffer are in the arena, which is mapped until the queue has
+            // been closed; a slot is not used again before its records are complete. For what is outside of the
+            // arena the caller promises it.
+            let (accepted, refusal) = unsafe { queue.offer(descriptors, waiting, urgency) };
+            let refused_batch = matches!(refusal, Some(Refusal::Invalid))
+                && descriptors[accepted as usize].opcode() == opcode::BATCH;
+            if refused_batch {
+                queue.go_one_by_one();
+            }
+            if matches!(
+                refusal,
+                Some(Refusal::Forked | Refusal::Closed | Refusal::System(_))
+            ) {
+                queue.give_up();
+            }
+            if accepted > 0 {
+                flight.keep(accepted);
+                queue.counters.operations.add(flight.members);
+                queue.counters.left_out.add(count - flight.members);
+                queue.counters.batches.add(flight.batches());
+                queue.credits.give_back(self.entries - accepted);
+                self.entries = accepted;
+                self.flight = flight;
+                return Ok(());
+            }
+            self.flight = Flight::default();
+            match refusal {
+                // Once: now they go one by one.
+                Some(Refusal::Invalid) if refused_batch => {}
+                Some(Refusal::Full) | None => {
+                    queue.counters.full.add(1);
+                    return Err(NotTaken::Full);
+                }
+                Some(refusal) => return Err(NotTaken::Refused(refusal)),
+            }
+        }
+    }
+
+    /// A record that the outcome waits for, or `None` if it is there.
+    fn look(&mut self) -> Result<Option<&Record>, Unanswered> {
+        self.flight.look(&self.queue.arena, self.slot)
+    }
+
+    fn wait(&mut self, deadline: Duration) -> Result<(), Unanswered> {
+        let queue = &*self.queue;
+        let mut over = false;
+        loop {
+            let drained = queue.is_drained();
+            let Some(record) = self.flight.look(&queue.arena, self.slot)? else {
+                return Ok(());
+            };
+            if drained {
+                return Err(Unanswered::Closed);
+            }
+            if over {
+                queue.count_timeout();
+                return Err(Unanswered::TimedOut);
+            }
+            // Looks once more after the deadline: this thread may have slept through it, not the device.
+            over = queue.device.now() >= deadline;
+            if !over {
+                queue.device.pause(record, deadline);
+            }
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let queue = &*self.queue;
+        match self.flight.look(&queue.arena, self.slot) {
+            Ok(None) if !self.flight.lost => queue.put_back(self.slot, self.entries),
+            Ok(_) => queue.put_in_quarantine(Quarantined {
+                slot: self.slot,
+                entries: self.entries,
+                flight: self.flight,
+            }),
+            // The slot is the parent's.
+            Err(_) => {}
+        }
+    }
+}
+
+/// Bits of a status that say what happened. Bit 7 says whether a fault was on a write.
+const CODE: u8 = 0x3f;
+/// Success too: the result is not the expected one.
+const PREDICATE_FALSE: u8 = 0x02;

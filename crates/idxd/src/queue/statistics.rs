@@ -1,0 +1,76 @@
+//! What happened on a queue, in numbers.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The counters of a [`Queue`](crate::Queue) at one moment. They are read one after the other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Operations that the device has taken: members of batches, and single ones.
+    pub operations: u64,
+    /// Batches that the device has taken.
+    pub batches: u64,
+    /// Submissions of which the queue took nothing because it was full, after all tries.
+    pub full: u64,
+    /// Further tries, after a queue that was full.
+    pub retries: u64,
+    /// Operations that were not among those taken when a submission was taken in part.
+    pub left_out: u64,
+    /// Operations that ended with an error; page faults above all.
+    pub faults: u64,
+    /// Submissions that were not complete at their deadline.
+    pub timed_out: u64,
+    /// Slots that ever went into quarantine: timed out, dropped before they were complete, or with a record lost.
+    pub quarantined: u64,
+    /// Slots that came back from there.
+    pub late: u64,
+    /// Entries of the work queue in use now, those of slots in quarantine included.
+    pub entries: u32,
+}
+
+/// As they are counted.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) operations: Counter,
+    pub(super) batches: Counter,
+    pub(super) full: Counter,
+    pub(super) retries: Counter,
+    pub(super) left_out: Counter,
+    pub(super) faults: Counter,
+    pub(super) timed_out: Counter,
+    pub(super) quarantined: Counter,
+    pub(super) late: Counter,
+}
+
+impl Counters {
+    pub(super) fn read(&self, entries: u32) -> Statistics {
+        Statistics {
+            operations: self.operations.get(),
+            batches: self.batches.get(),
+            full: self.full.get(),
+            retries: self.retries.get(),
+            left_out: self.left_out.get(),
+            faults: self.faults.get(),
+            timed_out: self.timed_out.get(),
+            quarantined: self.quarantined.get(),
+            late: self.late.get(),
+            entries,
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counter(AtomicU64);
+
+impl Counter {
+    /// Counts up; the new count.
+    pub(super) fn add(&self, count: u32) -> u64 {
+        let count = u64::from(count);
+        self.0
+            .fetch_add(count, Ordering::Relaxed)
+            .wrapping_add(count)
+    }
+
+    pub(super) fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}

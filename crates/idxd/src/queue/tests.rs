@@ -1,0 +1,647 @@
+mod fake;
+mod schedules;
+
+use std::{collections::HashSet, io, thread};
+
+use super::*;
+use crate::{Flags, Kind, Operations};
+use fake::{Fake, Pace, dedicated, shared, write};
+
+const SHAPE: Shape = Shape {
+    members: 8,
+    buffer_bytes: 4096,
+};
+
+fn open(limits: Limits, pace: Pace) -> (Arc<Fake>, Queue) {
+    open_with(limits, pace, Tuning::default())
+}
+
+fn open_with(limits: Limits, pace: Pace, tuning: Tuning) -> (Arc<Fake>, Queue) {
+    let fake = Arc::new(Fake::new(limits, pace));
+    let queue = Queue::new(fake.clone(), SHAPE, tuning).unwrap();
+    (fake, queue)
+}
+
+/// Submits `count` operations, which carry their number.
+fn submit(queue: &Queue, count: usize) -> Result<InFlight, (Slot, NotTaken)> {
+    submit_slot(queue.slot().unwrap(), count)
+}
+
+fn submit_slot(mut slot: Slot, count: usize) -> Result<InFlight, (Slot, NotTaken)> {
+    for (number, descriptor) in slot.descriptors_mut().iter_mut().take(count).enumerate() {
+        *descriptor = Descriptor {
+            control: Descriptor::control_of(opcode::COMPARE_PATTERN, Flags::default()),
+            address_1: number as u64,
+            ..Descriptor::default()
+        };
+    }
+    // SAFETY: nothing is written but records.
+    unsafe { slot.submit(count, Urgency::High) }
+}
+
+fn after(queue: &Queue, nanos: u64) -> Duration {
+    queue.now() + Duration::from_nanos(nanos)
+}
+
+fn statuses(outcome: &Outcome) -> Vec<u8> {
+    outcome.statuses().map(|(status, _)| status).collect()
+}
+
+#[test]
+fn one_goes_alone_and_several_as_a_batch() {
+    let (fake, queue) = open(shared(16, 32), Pace::After(100));
+    for (count, call) in [
+        (1, opcode::COMPARE_PATTERN),
+        (2, opcode::BATCH),
+        (8, opcode::BATCH),
+    ] {
+        let in_flight = submit(&queue, count).unwrap();
+        assert!(!in_flight.is_done());
+        let outcome = in_flight.wait(after(&queue, 1000)).unwrap();
+        assert_eq!(fake.state().calls.pop(), Some(vec![call]));
+        assert!(outcome.all_succeeded());
+        let expected: Vec<(u8, u8)> = (0..).map(|number| (1, number)).take(count).collect();
+        assert_eq!(outcome.statuses().collect::<Vec<_>>(), expected);
+        assert_eq!(outcome.status_and_result(count), (0, 0));
+        let batch = outcome.batch(0).map(|image| image.completed() as usize);
+        assert_eq!(batch, (count > 1).then_some(count));
+    }
+    let expected = Statistics {
+        operations: 11,
+        batches: 2,
+        ..Statistics::default()
+    };
+    assert_eq!(queue.statistics(), expected);
+}
+
+#[test]
+fn what_is_more_than_a_batch_goes_as_several_and_a_single_one() {
+    for (most, calls) in [(4, vec![1, 1]), (3, vec![1, 1, 1]), (7, vec![1, 6])] {
+        let (fake, queue) = open(shared(16, most), Pace::Never);
+        let in_flight = submit(&queue, 8).unwrap();
+        assert_eq!(fake.state().calls, std::slice::from_ref(&calls));
+        assert_eq!(queue.statistics().entries as usize, calls.len());
+        for left in (0..calls.len()).rev() {
+            assert!(!in_flight.is_done());
+            fake.complete(left);
+        }
+        let outcome = in_flight.poll().unwrap();
+        assert!(outcome.all_succeeded());
+        assert_eq!(outcome.batch(7).is_some(), calls.last() == Some(&1));
+    }
+}
+
+#[test]
+fn without_batches_each_operation_has_an_entry() {
+    let iaa = Limits {
+        kind: Kind::Iaa,
+        max_batch: None,
+        ..shared(16, 1)
+    };
+    let no_opcode = Limits {
+        operations: Operations([u64::MAX; 4]).without(opcode::BATCH),
+        ..shared(16, 32)
+    };
+    for limits in [iaa, no_opcode, shared(16, 1)] {
+        let (fake, queue) = open(limits, Pace::Never);
+        assert!(!queue.has_batches());
+        let first = submit(&queue, 8).unwrap();
+        let second = submit(&queue, 5).unwrap();
+        assert_eq!(queue.statistics().entries, 13);
+        let third = queue.slot().unwrap();
+        assert_eq!(third.capacity(), 3);
+        assert!(matches!(
+            submit_slot(third, 4),
+            Err((_, NotTaken::Count { most: 3 }))
+        ));
+        assert_eq!(
+            fake.state().calls.iter().map(Vec::len).collect::<Vec<_>>(),
+            [8, 5]
+        );
+        for _ in 0..13 {
+            assert!(!(first.is_done() && second.is_done()));
+            fake.complete(0);
+        }
+        assert!(first.poll().unwrap().all_succeeded() && second.poll().unwrap().all_succeeded());
+        assert_eq!(queue.statistics().entries, 0);
+    }
+}
+
+#[test]
+fn a_batch_that_the_kernel_refuses_is_the_last_one() {
+    let (fake, queue) = open(shared(6, 32), Pace::Never);
+    fake.state().refuses_batches = true;
+    let in_flight = submit(&queue, 4).unwrap();
+    assert!(!queue.has_batches());
+    assert_eq!(fake.state().calls, [vec![], vec![6; 4]]);
+    assert_eq!(queue.statistics().entries, 4);
+    (0..4).for_each(|_| fake.complete(0));
+    assert!(in_flight.poll().unwrap().all_succeeded());
+}
+
+#[test]
+fn a_slot_from_before_the_refusal_is_still_good() {
+    let (fake, queue) = open(shared(6, 32), Pace::AtOnce);
+    let slot = queue.slot().unwrap();
+    fake.state().refuses_batches = true;
+    drop(submit(&queue, 2).unwrap());
+    assert_eq!(slot.capacity(), 8);
+    let outcome = submit_slot(slot, 5).unwrap().poll().unwrap();
+    assert!(outcome.all_succeeded());
+    assert_eq!(queue.statistics().entries, 5);
+    drop(outcome);
+    assert_eq!(queue.slot().unwrap().capacity(), 3);
+    assert_eq!(queue.statistics().entries, 0);
+}
+
+#[test]
+fn a_batch_that_the_kernel_refuses_goes_as_far_as_the_credit() {
+    let (fake, queue) = open(shared(5, 32), Pace::Never);
+    let others = [submit(&queue, 2).unwrap(), submit(&queue, 2).unwrap()];
+    fake.state().refuses_batches = true;
+    let in_flight = submit(&queue, 8).unwrap();
+    assert_eq!(queue.statistics().entries, 5);
+    assert_eq!(queue.statistics().left_out, 5);
+    (0..5).for_each(|_| fake.complete(0));
+    let outcome = in_flight.poll().unwrap();
+    assert!(!outcome.all_succeeded());
+    assert_eq!(statuses(&outcome), [1, 1, 1, 0, 0, 0, 0, 0]);
+    assert!(others.iter().all(InFlight::is_done));
+}
+
+#[test]
+fn a_full_queue_is_asked_a_bounded_number_of_times() {
+    let (fake, queue) = open(shared(16, 32), Pace::AtOnce);
+    fake.state()
+        .answers
+        .extend((0..3).map(|_| (0, Some(Refusal::Full))));
+    assert!(submit(&queue, 3).unwrap().is_done());
+    assert_eq!(
+        (queue.statistics().retries, queue.statistics().full),
+        (3, 0)
+    );
+
+    fake.state().calls.clear();
+    fake.state()
+        .answers
+        .extend((0..100).map(|_| (0, Some(Refusal::Full))));
+    let (slot, reason) = submit(&queue, 3).unwrap_err();
+    assert!(matches!(reason, NotTaken::Full));
+    assert_eq!(fake.state().calls.len(), 4);
+    // SAFETY: nothing is written but records.
+    let again = unsafe { slot.submit(3, Urgency::Low) };
+    assert!(matches!(again, Err((_, NotTaken::Full))));
+    assert_eq!(fake.state().calls.len(), 5);
+    drop(again);
+    assert_eq!(
+        (queue.statistics().full, queue.statistics().entries),
+        (2, 0)
+    );
+    assert!(!queue.is_dead());
+}
+
+#[test]
+fn what_is_taken_in_part_is_in_flight_in_part() {
+    let (fake, queue) = open(shared(16, 1), Pace::AtOnce);
+    let short = [(2, None), (3, Some(Refusal::Full)), (0, None), (1, None)];
+    fake.state().answers.extend(short);
+    let outcome = submit(&queue, 8).unwrap().poll().unwrap();
+    assert_eq!(statuses(&outcome), [1, 1, 1, 1, 1, 1, 0, 0]);
+    assert!(!outcome.all_succeeded());
+    assert_eq!((outcome.len(), outcome.image(6)), (8, None));
+    let statistics = queue.statistics();
+    assert_eq!(
+        (
+            statistics.operations,
+            statistics.left_out,
+            statistics.entries
+        ),
+        (6, 2, 6)
+    );
+    drop(outcome);
+    assert_eq!(queue.statistics().entries, 0);
+}
+
+#[test]
+fn errors_of_the_system_end_the_queue() {
+    let fatal = [
+        Refusal::Forked,
+        Refusal::Closed,
+        Refusal::System(io::Error::from(io::ErrorKind::PermissionDenied)),
+    ];
+    for refusal in fatal {
+        let (fake, queue) = open(shared(16, 32), Pace::AtOnce);
+        let other = queue.slot().unwrap();
+        fake.state().answers.push_back((0, Some(refusal)));
+        assert!(matches!(submit(&queue, 2), Err((_, NotTaken::Refused(_)))));
+        assert!(queue.is_dead() && queue.slot().is_none());
+        assert!(matches!(submit_slot(other, 1), Err((_, NotTaken::Dead))));
+    }
+    // A single descriptor that is refused is the caller's affair.
+    let (fake, queue) = open(shared(16, 32), Pace::AtOnce);
+    fake.state().answers.push_back((0, Some(Refusal::Invalid)));
+    assert!(matches!(
+        submit(&queue, 1),
+        Err((_, NotTaken::Refused(Refusal::Invalid)))
+    ));
+    assert!(!queue.is_dead() && queue.has_batches());
+}
+
+#[test]
+fn members_tell_what_a_failed_batch_has_done() {
+    let (fake, queue) = open(shared(16, 32), Pace::AtOnce);
+    // 3: a fault; 0x83: one on a write; 2: done, but not as expected.
+    fake.state().statuses.extend([(1, 3), (2, 0x83), (4, 2)]);
+    let outcome = submit(&queue, 5).unwrap().poll().unwrap();
+    assert_eq!(statuses(&outcome), [1, 3, 0x83, 1, 2]);
+    assert_eq!(outcome.batch(0).unwrap().status(), 5);
+    assert!(!outcome.all_succeeded());
+    assert_eq!(queue.statistics().faults, 2);
+    assert!(outcome.buffer(0..4096).is_some() && outcome.buffer(0..4097).is_none());
+}
+
+/// Addresses of the records of a submission, which the test then writes itself.
+fn by_hand(queue: &Queue, fake: &Fake, count: usize) -> (InFlight, u64, Vec<u64>) {
+    let slot = queue.slot().unwrap();
+    let members = (0..count)
+        .map(|index| slot.record_address(index).unwrap())
+        .collect();
+    let in_flight = submit_slot(slot, count).unwrap();
+    let (_, head) = fake.state().taken.pop().unwrap();
+    (in_flight, head.record, members)
+}
+
+#[test]
+fn members_after_a_fault_of_the_list_are_not_begun() {
+    let (fake, queue) = open(shared(16, 32), Pace::Never);
+    let (in_flight, head, members) = by_hand(&queue, &fake, 4);
+    write(members[0], [1, 0], 0);
+    assert!(!in_flight.is_done());
+    write(head, [6, 0], 1);
+    let outcome = in_flight.poll().unwrap();
+    assert_eq!(statuses(&outcome), [1, 0, 0, 0]);
+    drop(outcome);
+    assert_eq!(
+        (queue.statistics().quarantined, queue.statistics().entries),
+        (0, 0)
+    );
+}
+
+#[test]
+fn a_slot_with_a_lost_record_waits_for_it() {
+    let (fake, queue) = open(shared(16, 32), Pace::Never);
+    let (in_flight, head, members) = by_hand(&queue, &fake, 3);
+    write(members[0], [1, 0], 0);
+    write(members[2], [1, 0], 0);
+    write(head, [5, 1], 3);
+    let outcome = in_flight.poll().unwrap();
+    assert_eq!(statuses(&outcome), [1, 0, 1]);
+    assert_eq!(outcome.buffer(0..1), None);
+    drop(outcome);
+    assert_eq!(
+        (queue.statistics().quarantined, queue.statistics().entries),
+        (1, 1)
+    );
+    drop(queue.slot());
+    assert_eq!(queue.statistics().late, 0);
+    // The kernel delivers it after all.
+    write(members[1], [3, 0], 0);
+    drop(queue.slot());
+    assert_eq!(
+        (queue.statistics().late, queue.statistics().entries),
+        (1, 0)
+    );
+}
+
+#[test]
+fn a_batch_that_succeeded_waits_for_all_its_members() {
+    let (fake, queue) = open(shared(16, 32), Pace::Never);
+    let (in_flight, head, members) = by_hand(&queue, &fake, 3);
+    write(head, [1, 0], 3);
+    for record in members {
+        assert!(!in_flight.is_done());
+        write(record, [1, 0], 0);
+    }
+    assert!(in_flight.poll().unwrap().all_succeeded());
+}
+
+#[test]
+fn what_is_late_keeps_its_slot_until_it_is_there() {
+    let tuning = Tuning {
+        slots: 2,
+        most_timed_out: 9,
+        ..Tuning::default()
+    };
+    let (fake, queue) = open_with(shared(16, 32), Pace::Never, tuning);
+    let slot = queue.slot().unwrap();
+    let late = slot.record_address(0).unwrap();
+    let in_flight = submit_slot(slot, 1).unwrap();
+    assert_eq!(
+        in_flight.wait(after(&queue, 50)).unwrap_err(),
+        Unanswered::TimedOut
+    );
+    assert_eq!(queue.now(), Duration::from_nanos(50));
+    // The other slot goes round; the late one is nobody's.
+    for _ in 0..5 {
+        let slot = queue.slot().unwrap();
+        assert_ne!(slot.record_address(0), Some(late));
+        assert!(queue.slot().is_none());
+    }
+    fake.complete(0);
+    let slots = [queue.slot().unwrap(), queue.slot().unwrap()];
+    assert!(
+        slots
+            .iter()
+            .any(|slot| slot.record_address(0) == Some(late))
+    );
+    let statistics = queue.statistics();
+    let counts = (
+        statistics.timed_out,
+        statistics.quarantined,
+        statistics.late,
+    );
+    assert_eq!(counts, (1, 1, 1));
+}
+
+#[test]
+fn too_many_timeouts_end_the_queue() {
+    let (fake, queue) = open(shared(16, 32), Pace::Never);
+    for timeouts in 1..=3 {
+        assert!(!queue.is_dead());
+        let waited = submit(&queue, 2).unwrap().wait(after(&queue, 10));
+        assert_eq!(waited.unwrap_err(), Unanswered::TimedOut);
+        assert_eq!(queue.statistics().timed_out, timeouts);
+    }
+    assert!(queue.is_dead() && queue.slot().is_none());
+    (0..3).for_each(|_| fake.complete(0));
+    assert!(queue.is_dead() && queue.slot().is_none());
+}
+
+#[test]
+fn what_is_dropped_in_flight_is_reaped() {
+    let (fake, queue) = open(shared(1, 32), Pace::Never);
+    drop(submit(&queue, 2).unwrap());
+    assert!(queue.slot().is_none());
+    fake.complete(0);
+    assert!(queue.slot().is_some());
+    let statistics = queue.statistics();
+    assert_eq!(
+        (
+            statistics.timed_out,
+            statistics.quarantined,
+            statistics.late
+        ),
+        (0, 1, 1)
+    );
+}
+
+#[test]
+fn a_destination_is_free_after_wait_or_close() {
+    let (fake, queue) = open(shared(16, 32), Pace::Never);
+    let other = submit(&queue, 2).unwrap();
+    let (lost, ..) = by_hand(&queue, &fake, 1);
+    // Drained, the device has done the other one.
+    let reason = lost.wait_or_close(after(&queue, 10)).unwrap_err();
+    assert_eq!((reason, fake.state().closed), (Unanswered::TimedOut, 1));
+    assert!(other.wait(Duration::ZERO).unwrap().all_succeeded());
+    assert!(queue.is_dead());
+    queue.close();
+    drop(queue);
+    assert_eq!(fake.state().closed, 1);
+}
+
+#[test]
+fn what_is_done_while_the_queue_closes_is_done() {
+    let (fake, queue) = open(shared(16, 32), Pace::Never);
+    let in_flight = submit(&queue, 2).unwrap();
+    assert!(
+        in_flight
+            .wait_or_close(after(&queue, 10))
+            .unwrap()
+            .all_succeeded()
+    );
+    assert_eq!(fake.state().closed, 1);
+}
+
+#[test]
+fn nobody_waits_for_a_closed_queue() {
+    let (fake, queue) = open(shared(16, 32), Pace::Never);
+    let (lost, ..) = by_hand(&queue, &fake, 2);
+    queue.close();
+    assert_eq!(lost.wait(Duration::MAX).unwrap_err(), Unanswered::Closed);
+}
+
+#[test]
+fn the_queue_is_closed_before_its_memory_goes() {
+    // The fake writes the records of what is in flight when it is closed: with the memory gone it would crash.
+    let (fake, queue) = open(shared(16, 32), Pace::Never);
+    let in_flight = submit(&queue, 8).unwrap();
+    drop(submit(&queue, 3).unwrap());
+    let forgotten = submit(&queue, 2).unwrap();
+    drop(queue);
+    assert_eq!(fake.state().closed, 0);
+    drop(in_flight);
+    assert_eq!(fake.state().closed, 0);
+    let outcome_keeps_it = forgotten;
+    fake.complete(2);
+    let outcome = outcome_keeps_it.poll().unwrap();
+    assert_eq!(fake.state().closed, 0);
+    drop(outcome);
+    assert_eq!(fake.state().closed, 1);
+    assert!(fake.state().taken.is_empty());
+
+    let (fake, queue) = open(shared(16, 32), Pace::Never);
+    std::mem::forget(submit(&queue, 2).unwrap());
+    drop(queue);
+    fake.complete(0);
+    assert_eq!(fake.state().closed, 0);
+}
+
+#[test]
+fn a_share_is_never_exceeded() {
+    let tuning = Tuning {
+        slots: 100,
+        sharers: 4,
+        ..Tuning::default()
+    };
+    let (fake, queue) = open_with(shared(16, 32), Pace::Never, tuning);
+    let fill = || std::iter::from_fn(|| queue.slot()).map(|slot| submit_slot(slot, 2).unwrap());
+    let mut in_flight: Vec<_> = fill().collect();
+    assert_eq!((in_flight.len(), fake.state().taken.len()), (4, 4));
+    queue.set_share(2);
+    in_flight.extend(fill());
+    assert_eq!(in_flight.len(), 8);
+    queue.set_share(u32::MAX);
+    (0..7).for_each(|_| fake.complete(0));
+    in_flight.retain(|in_flight| !in_flight.is_done());
+    assert_eq!((in_flight.len(), queue.slot().is_none()), (1, true));
+    fake.complete(0);
+    in_flight.clear();
+    assert_eq!(fill().count(), 1);
+    assert_eq!(fake.state().most_taken, 8);
+}
+
+#[test]
+fn a_dedicated_queue_is_never_overfilled() {
+    let tuning = Tuning {
+        slots: 100,
+        sharers: 4,
+        ..Tuning::default()
+    };
+    for (most_batch, expected) in [(32, 6), (1, 2)] {
+        let (fake, queue) = open_with(dedicated(6, most_batch), Pace::Never, tuning);
+        queue.set_share(3);
+        let slots: Vec<_> = std::iter::from_fn(|| queue.slot()).collect();
+        assert_eq!(slots.len(), expected);
+        let full = |slot: Slot| {
+            let capacity = slot.capacity();
+            submit_slot(slot, capacity).unwrap()
+        };
+        let in_flight: Vec<_> = slots.into_iter().map(full).collect();
+        assert_eq!(fake.state().taken.len(), 6);
+        assert_eq!(fake.state().dropped, 0);
+        (0..6).for_each(|_| fake.complete(0));
+        assert!(
+            in_flight
+                .into_iter()
+                .all(|one| one.poll().unwrap().all_succeeded())
+        );
+    }
+}
+
+#[test]
+fn what_others_put_into_a_dedicated_queue_costs_slots_only() {
+    let (fake, queue) = open(dedicated(2, 32), Pace::Never);
+    fake.state().foreign = 1;
+    let kept = submit(&queue, 2).unwrap();
+    let lost = submit(&queue, 2).unwrap();
+    assert_eq!(fake.state().dropped, 1);
+    fake.complete(0);
+    assert!(kept.poll().unwrap().all_succeeded());
+    assert_eq!(
+        lost.wait(after(&queue, 5)).unwrap_err(),
+        Unanswered::TimedOut
+    );
+    assert_eq!(queue.statistics().entries, 1);
+}
+
+#[test]
+fn a_slot_keeps_what_was_in_it() {
+    let (_fake, queue) = open(shared(16, 32), Pace::AtOnce);
+    let mut slot = queue.slot().unwrap();
+    slot.buffer_mut()[7] = 9;
+    assert_eq!(slot.buffer_address() % 4096, 0);
+    let outcome = submit_slot(slot, 8).unwrap().poll().unwrap();
+    assert_eq!(outcome.buffer(7..8), Some(&[9][..]));
+    assert_eq!(outcome.descriptors()[5].address_1, 5);
+    drop(outcome);
+    let mut slot = queue.slot().unwrap();
+    assert_eq!(slot.descriptors_mut()[5].address_1, 5);
+    assert_eq!(slot.buffer_mut()[7], 9);
+    // SAFETY: nothing is written but records.
+    let outcome = unsafe { slot.submit(6, Urgency::Low) }
+        .unwrap()
+        .poll()
+        .unwrap();
+    assert_eq!(outcome.len(), 6);
+    assert!(outcome.all_succeeded());
+}
+
+#[test]
+fn what_cannot_be_driven_is_refused() {
+    let new = |limits, shape, tuning| {
+        let fake = Arc::new(Fake::new(limits, Pace::Never));
+        Queue::new(fake, shape, tuning).map(|_| ())
+    };
+    let nothing = Shape {
+        members: 0,
+        buffer_bytes: 0,
+    };
+    let no_slots = Tuning {
+        slots: 0,
+        ..Tuning::default()
+    };
+    let huge = Shape {
+        members: 1,
+        buffer_bytes: usize::MAX,
+    };
+    let (limits, tuning) = (shared(16, 32), Tuning::default());
+    assert!(matches!(
+        new(shared(0, 32), SHAPE, tuning),
+        Err(OpenQueueError::NoEntries)
+    ));
+    assert!(matches!(
+        new(limits.clone(), nothing, tuning),
+        Err(OpenQueueError::Nothing)
+    ));
+    assert!(matches!(
+        new(limits.clone(), SHAPE, no_slots),
+        Err(OpenQueueError::Nothing)
+    ));
+    assert!(matches!(
+        new(limits, huge, tuning),
+        Err(OpenQueueError::Memory { .. })
+    ));
+}
+
+#[test]
+fn threads_share_a_queue() {
+    let tuning = Tuning {
+        slots: 3,
+        ..Tuning::default()
+    };
+    let (fake, queue) = open_with(shared(16, 32), Pace::After(5), tuning);
+    let held = Mutex::new(HashSet::new());
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for round in 0..2000 {
+                    let Some(slot) = queue.slot() else {
+                        thread::yield_now();
+                        continue;
+                    };
+                    let record = slot.record_address(0).unwrap();
+                    assert!(held.lock().unwrap().insert(record), "handed out twice");
+                    let in_flight = submit_slot(slot, round % 8 + 1).unwrap();
+                    // Another thread's pause may take the time past any deadline that is near.
+                    let outcome = in_flight.wait(Duration::MAX).unwrap();
+                    assert!(outcome.all_succeeded());
+                    assert!(held.lock().unwrap().remove(&record));
+                }
+            });
+        }
+    });
+    let statistics = queue.statistics();
+    assert_eq!((statistics.entries, statistics.quarantined), (0, 0));
+    assert!(fake.state().most_taken <= 3);
+}
+
+#[test]
+fn a_forked_child_touches_nothing() {
+    let (_fake, queue) = open(shared(16, 32), Pace::Never);
+    let mut slot = queue.slot().unwrap();
+    let done = submit(&queue, 2).unwrap();
+    let waiting = submit(&queue, 2).unwrap();
+    // SAFETY: the child looks at memory that it has, and ends with `_exit`; what it calls neither allocates nor locks.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let right = queue.is_dead()
+            && queue.slot().is_none()
+            && slot.descriptors_mut().is_empty()
+            && slot.buffer_mut().is_empty()
+            && slot.record_address(0).is_none()
+            && !done.is_done()
+            && done.poll().is_err()
+            && waiting.wait(Duration::MAX).is_err_and(|reason| reason == Unanswered::Forked)
+            // SAFETY: nothing is submitted.
+            && matches!(unsafe { slot.submit(1, Urgency::High) }, Err((_, NotTaken::Dead)));
+        queue.close();
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(i32::from(!right)) };
+    }
+    let mut status = -1;
+    // SAFETY: `status` is there to be written.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0, "the child's exit status");
+    assert!(!queue.is_dead());
+}

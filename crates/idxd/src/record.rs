@@ -1,0 +1,89 @@
+//! Completion records: where a device says that it is done.
+//!
+//! ```text
+//!        0        1        2          4                8                16                          64
+//!       ┌────────┬────────┬──────────┬────────────────┬────────────────┬────────────── … ──────────┐
+//!  DSA  │ status │ result │          │ bytes (or mem- │ fault address  │ flags, size, CRC: to 32    │
+//!  IAA  │ status │ error  │          │ bers) completed│                │ output size, CRC …: to 64  │
+//!       └────────┴────────┴──────────┴────────────────┴────────────────┴────────────── … ──────────┘
+//! ```
+//! Source: `linux/idxd.h` (`struct dsa_completion_record`, `struct iax_completion_record`).
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The place of one completion record, of either device. A device writes it behind the program's back, in one
+/// aligned write, so it is read as atomics: status first.
+///
+/// DSA writes 32 bytes of it. It has 64 for both, so that a record has a cache line to itself.
+#[derive(Debug, Default)]
+#[repr(C, align(64))]
+pub struct Record {
+    words: [AtomicU64; 8],
+}
+
+const _: () = assert!(size_of::<Record>() == 64 && align_of::<Record>() == 64);
+
+impl Record {
+    /// The address for a descriptor.
+    pub fn address(&self) -> u64 {
+        std::ptr::from_ref(self) as u64
+    }
+
+    /// Makes the record ready for a submission: no status.
+    pub fn clear(&self) {
+        self.words[0].store(0, Ordering::Relaxed);
+    }
+
+    /// Byte 0: zero until the device is done. What the device wrote before it can be read afterwards.
+    pub fn status(&self) -> u8 {
+        (self.words[0].load(Ordering::Acquire) & 0xff) as u8
+    }
+
+    /// Bytes 0 and 1, in one load: status and result, zero until the device is done.
+    pub fn status_and_result(&self) -> (u8, u8) {
+        let [status, result, ..] = self.words[0].load(Ordering::Acquire).to_le_bytes();
+        (status, result)
+    }
+
+    /// All of it, if the device is done.
+    pub fn image(&self) -> Option<RecordImage> {
+        let first = self.words[0].load(Ordering::Acquire);
+        if first & 0xff == 0 {
+            return None;
+        }
+        let mut words = [first; 8];
+        for (word, place) in words.iter_mut().zip(&self.words).skip(1) {
+            *word = place.load(Ordering::Relaxed);
+        }
+        Some(RecordImage { words })
+    }
+}
+
+/// What a device has written into a [`Record`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RecordImage {
+    /// The record's 64 bytes as little-endian words; of DSA's the first four count.
+    pub words: [u64; 8],
+}
+
+impl RecordImage {
+    /// Byte 0, as it stands there: with the bit for a fault on a write.
+    pub const fn status(&self) -> u8 {
+        (self.words[0] & 0xff) as u8
+    }
+
+    /// Byte 1: DSA's result, IAA's error code.
+    pub const fn result(&self) -> u8 {
+        (self.words[0] >> 8 & 0xff) as u8
+    }
+
+    /// Bytes that were worked on (input, for IAA), or a batch's descriptors.
+    pub const fn completed(&self) -> u32 {
+        (self.words[0] >> 32) as u32
+    }
+
+    /// Address of a page fault.
+    pub const fn fault_address(&self) -> u64 {
+        self.words[1]
+    }
+}
