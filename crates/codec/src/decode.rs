@@ -144,6 +144,9 @@ impl Decoder {
         let Some(accelerator) = engines.accelerator(method) else {
             return software;
         };
+        if !accelerator.takes(self.layout) {
+            return software;
+        }
         Box::new(AcceleratedUnpack::new(
             engines.guard(accelerator, method, health),
             accelerator.device(method, LEVEL_OF_DECODERS, self.layout),

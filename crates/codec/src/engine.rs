@@ -91,9 +91,36 @@ pub(crate) trait Accelerator: Send + Sync {
     /// Name of the engine.
     fn name(&self) -> &'static str;
 
+    /// Whether it takes guests with this layout.
+    fn takes(&self, layout: Layout) -> bool {
+        let _ = layout;
+        true
+    }
+
     /// A device for a new channel, or one stream of it. What belongs to a thread is not set up
     /// before the first use.
     fn device(&self, method: Method, level: i32, layout: Layout) -> Box<dyn Device>;
+
+    /// What its devices have done so far, where it counts pages.
+    fn work(&self) -> Option<DeviceWork> {
+        None
+    }
+}
+
+/// What the devices of an engine did that works page by page, and what the processor did in their stead. All of
+/// the process, and all counted in pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceWork {
+    /// Done by a device.
+    pub by_device: u64,
+    /// Done by the processor because no work queue took them.
+    pub refused: u64,
+    /// Done by the processor because a device failed.
+    pub failed: u64,
+    /// Done by the processor because it was faster, or the device never answered.
+    pub overtaken: u64,
+    /// Whether the devices are modelled in software.
+    pub modelled: bool,
 }
 
 /// One channel's share of an [`Accelerator`]. It may fail at any packet, and even lie.

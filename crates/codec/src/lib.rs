@@ -44,6 +44,7 @@
 mod accelerated;
 mod auto;
 mod decode;
+mod devices;
 mod encode;
 mod engine;
 mod error;
@@ -51,6 +52,7 @@ mod error;
 mod faulty;
 mod ffi;
 mod health;
+mod iaa;
 mod libdeflate;
 mod lz4;
 mod qat;
@@ -65,11 +67,13 @@ mod zstd_frames;
 
 pub use accelerated::Verify;
 pub use decode::Decoder;
+pub use devices::open_devices;
 pub use encode::{Encoded, Encoder, encoder};
+pub use engine::DeviceWork;
 pub use error::{DecodeError, EncodeError, SettingsError};
 #[cfg(feature = "fault-injection")]
 pub use faulty::Faults;
 pub use health::{Health, Tally};
 pub use registry::{Accel, Engines, Registry, Row};
 pub use settings::Settings;
-pub use zero::{CpuScan, ZeroScan, is_zero};
+pub use zero::{CpuScan, DsaScan, WrongVerdict, ZeroScan, is_zero};

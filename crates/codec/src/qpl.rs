@@ -40,7 +40,7 @@
 //!   faster, and decodes at six times the speed; zstd at level -1 is smaller by an eighth. So it is
 //!   not built in.
 
-use std::{mem, ops::RangeInclusive};
+use std::{mem, ops::RangeInclusive, slice};
 
 use multifd::{Layout, Method};
 
@@ -63,17 +63,13 @@ pub(crate) const ENGINES: &[Software] = &[
     Software {
         name: isal::NAME,
         levels: 0..=0,
-        compressor: |_| {
-            let deflate = isal::learned::Learned::new();
-            Ok(Box::new(Packer { deflate }))
-        },
+        compressor: packer,
     },
     Software {
         name: libdeflate::NAME,
         levels: LEVELS,
         compressor: |level| {
-            // Its own level 0 only copies.
-            let deflate = libdeflate::Deflate::new(level.max(1))?;
+            let deflate = Box::new(by_libdeflate(level)?);
             Ok(Box::new(Packer { deflate }))
         },
     },
@@ -83,8 +79,9 @@ pub(crate) const ENGINES: &[Software] = &[
 pub(crate) const PAGE_SIZE: usize = 4096;
 
 /// What a library does for a packet.
-trait Deflate: Send {
-    const NAME: &str;
+pub(crate) trait Deflate: Send {
+    /// Name of the library.
+    fn library(&self) -> &'static str;
 
     /// Prepares for the pages of a packet.
     fn begin(&mut self, pages: &[u8]) -> Result<(), Fault>;
@@ -93,55 +90,100 @@ trait Deflate: Send {
     fn page(&mut self, page: &[u8], out: &mut [u8]) -> Result<usize, Fault>;
 }
 
-/// Encodes packets.
-struct Packer<D> {
-    deflate: D,
+/// The library that serves `level`.
+pub(crate) fn deflate(level: i32) -> Result<Box<dyn Deflate>, &'static str> {
+    #[cfg(feature = "isal")]
+    if level == 0 {
+        return Ok(Box::new(isal::learned::Learned::new()));
+    }
+    Ok(Box::new(by_libdeflate(level)?))
 }
 
-impl<D: Deflate> Compress for Packer<D> {
+fn by_libdeflate(level: i32) -> Result<libdeflate::Deflate, &'static str> {
+    // Its own level 0 only copies.
+    libdeflate::Deflate::new(level.max(1))
+}
+
+#[cfg(feature = "isal")]
+fn packer(level: i32) -> Result<Box<dyn Compress>, &'static str> {
+    let deflate = deflate(level)?;
+    Ok(Box::new(Packer { deflate }))
+}
+
+/// Encodes packets.
+struct Packer {
+    deflate: Box<dyn Deflate>,
+}
+
+impl Compress for Packer {
     fn name(&self) -> &'static str {
-        D::NAME
+        self.deflate.library()
     }
 
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
-        if !pages.len().is_multiple_of(PAGE_SIZE) {
-            return Err(Fault::Refused("these are not whole pages of 4096 bytes"));
-        }
+        let mut payload = Payload::new(pages.len(), out)?;
         self.deflate.begin(pages)?;
-        let table = pages.len() / PAGE_SIZE * size_of::<u32>();
-        let (lengths, mut room) = out.split_at_mut_checked(table).ok_or(Fault::Room)?;
-        let (lengths, _) = lengths.as_chunks_mut();
-        let mut written = table;
-        for (page, length) in pages.chunks_exact(PAGE_SIZE).zip(lengths) {
-            let len = self.page(page, room)?;
-            *length = u32::try_from(len)
-                .map_err(|_| Fault::Refused("a page of more than 4 GiB"))?
-                .to_be_bytes();
-            room = &mut mem::take(&mut room)[len..];
-            written += len;
+        for page in pages.chunks_exact(PAGE_SIZE) {
+            payload.page(page, |room| self.deflate.page(page, room))?;
         }
-        Ok(written)
+        Ok(payload.written)
     }
 }
 
-impl<D: Deflate> Packer<D> {
-    /// Writes a page and returns its length, which says whether it is raw.
-    fn page(&mut self, page: &[u8], room: &mut [u8]) -> Result<usize, Fault> {
-        let shorter = room.len().min(PAGE_SIZE - 1);
-        match self.deflate.page(page, &mut room[..shorter]) {
-            Err(Fault::Room) => {
-                let raw = room.get_mut(..PAGE_SIZE).ok_or(Fault::Room)?;
-                raw.copy_from_slice(page);
-                Ok(PAGE_SIZE)
-            }
-            result => result,
+/// A payload that is being written, page by page.
+pub(crate) struct Payload<'a> {
+    lengths: slice::IterMut<'a, [u8; 4]>,
+    room: &'a mut [u8],
+    /// Bytes so far, the whole table of lengths included.
+    pub(crate) written: usize,
+}
+
+impl<'a> Payload<'a> {
+    /// For `pages_len` bytes of pages, at the start of `out`.
+    pub(crate) fn new(pages_len: usize, out: &'a mut [u8]) -> Result<Self, Fault> {
+        if !pages_len.is_multiple_of(PAGE_SIZE) {
+            return Err(Fault::Refused("these are not whole pages of 4096 bytes"));
         }
+        let table = pages_len / PAGE_SIZE * size_of::<u32>();
+        let (lengths, room) = out.split_at_mut_checked(table).ok_or(Fault::Room)?;
+        Ok(Self {
+            lengths: lengths.as_chunks_mut().0.iter_mut(),
+            room,
+            written: table,
+        })
+    }
+
+    /// Adds a page: the stream that `encode` writes to the room that it gets and of which it returns the length, or
+    /// the page as it is if that room does not suffice.
+    pub(crate) fn page(
+        &mut self,
+        page: &[u8],
+        encode: impl FnOnce(&mut [u8]) -> Result<usize, Fault>,
+    ) -> Result<(), Fault> {
+        let length = self.lengths.next().ok_or(Fault::Room)?;
+        let shorter = self.room.len().min(PAGE_SIZE - 1);
+        let len = match encode(&mut self.room[..shorter]) {
+            Err(Fault::Room) => {
+                let raw = self.room.get_mut(..PAGE_SIZE).ok_or(Fault::Room)?;
+                raw.copy_from_slice(page);
+                PAGE_SIZE
+            }
+            result => result?,
+        };
+        *length = u32::try_from(len)
+            .map_err(|_| Fault::Refused("a page of more than 4 GiB"))?
+            .to_be_bytes();
+        self.room = &mut mem::take(&mut self.room)[len..];
+        self.written += len;
+        Ok(())
     }
 }
 
 #[cfg(feature = "isal")]
 impl Deflate for isal::learned::Learned {
-    const NAME: &str = isal::NAME;
+    fn library(&self) -> &'static str {
+        isal::NAME
+    }
 
     fn begin(&mut self, pages: &[u8]) -> Result<(), Fault> {
         self.learn(pages.chunks_exact(PAGE_SIZE).step_by(SAMPLE))
@@ -158,7 +200,9 @@ impl Deflate for isal::learned::Learned {
 const SAMPLE: usize = 16;
 
 impl Deflate for libdeflate::Deflate {
-    const NAME: &str = libdeflate::NAME;
+    fn library(&self) -> &'static str {
+        libdeflate::NAME
+    }
 
     fn begin(&mut self, _pages: &[u8]) -> Result<(), Fault> {
         Ok(())
@@ -193,18 +237,9 @@ impl Unpack for Unpacker {
         let mut rest = streams;
         for (page, length) in pages.chunks_exact_mut(self.page_size).zip(lengths) {
             let stream;
-            (stream, rest) =
-                rest.split_at_checked(to_len(*length))
-                    .ok_or(DecodeError::Corrupt {
-                        method,
-                        reason: LONGER,
-                    })?;
-            if stream.len() == page.len() {
-                page.copy_from_slice(stream);
-            } else {
-                read(inflate, stream, page)
-                    .map_err(|reason| DecodeError::Corrupt { method, reason })?;
-            }
+            (stream, rest) = split(rest, *length)?;
+            read(inflate, stream, page)
+                .map_err(|reason| DecodeError::Corrupt { method, reason })?;
         }
         Ok(())
     }
@@ -215,13 +250,17 @@ impl Unpack for Unpacker {
 }
 
 /// A payload whose lengths are right.
-struct Encoded<'a> {
-    lengths: &'a [[u8; 4]],
-    streams: &'a [u8],
+pub(crate) struct Encoded<'a> {
+    pub(crate) lengths: &'a [[u8; 4]],
+    pub(crate) streams: &'a [u8],
 }
 
 impl<'a> Encoded<'a> {
-    fn parse(payload: &'a [u8], pages_len: usize, page_size: usize) -> Result<Self, DecodeError> {
+    pub(crate) fn parse(
+        payload: &'a [u8],
+        pages_len: usize,
+        page_size: usize,
+    ) -> Result<Self, DecodeError> {
         let method = Method::Qpl;
         let corrupt = |reason| DecodeError::Corrupt { method, reason };
         if !pages_len.is_multiple_of(page_size) {
@@ -259,8 +298,24 @@ fn to_len(length: [u8; 4]) -> usize {
     usize::try_from(u32::from_be_bytes(length)).unwrap_or(usize::MAX)
 }
 
-/// Fills `page` from a stream and nothing else.
-fn read(inflate: &mut Inflate, stream: &[u8], page: &mut [u8]) -> Result<(), &'static str> {
+/// Takes what has the length `length` off the front of `streams`.
+pub(crate) fn split(streams: &[u8], length: [u8; 4]) -> Result<(&[u8], &[u8]), DecodeError> {
+    let method = Method::Qpl;
+    let reason = LONGER;
+    let parts = streams.split_at_checked(to_len(length));
+    parts.ok_or(DecodeError::Corrupt { method, reason })
+}
+
+/// Fills `page` from a stream and nothing else, or from the page as it is.
+pub(crate) fn read(
+    inflate: &mut Inflate,
+    stream: &[u8],
+    page: &mut [u8],
+) -> Result<(), &'static str> {
+    if stream.len() == page.len() {
+        page.copy_from_slice(stream);
+        return Ok(());
+    }
     let Inflated { consumed, produced } =
         inflate
             .inflate(stream, page)

@@ -7,7 +7,7 @@
 //!  zstd        zstd
 //!  lz4         lz4
 //!  zstd-frames zstd
-//!  qpl         isa-l, libdeflate
+//!  qpl         isa-l, libdeflate                  iaa
 //!  qatzip      isa-l, libdeflate                  qat
 //! ```
 //! Auto mixes copy, lz4 and zstd-frames.
@@ -22,14 +22,16 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use idxd::offload::{Choice, Devices, Options};
 use multifd::{Layout, Method};
 
 use crate::{
-    Decoder, EncodeError, Encoder, Health, Settings, SettingsError,
+    Decoder, DeviceWork, EncodeError, Encoder, Health, Settings, SettingsError,
     accelerated::{Accelerated, Guard, Verify},
     auto::Auto,
     decode, encode,
     engine::{Accelerator, Software},
+    iaa::Iaa,
     lz4,
     qat::Qat,
     qatzip, qpl, zlib, zstd, zstd_frames,
@@ -94,18 +96,37 @@ struct Hardware {
 type Opened = Result<Arc<dyn Accelerator>, String>;
 
 impl Registry {
-    /// The registry of this host.
+    /// The registry of this host, with all of its IAAs' work queues that a process can use.
     pub fn new() -> Self {
+        Self::with_iaa(Choice::Auto, Options::pages(qpl::PAGE_SIZE))
+    }
+
+    /// The registry of this host, with these IAAs: `options` say how they are opened, once they are asked for, and
+    /// begin with [`Options::pages`] of 4096 bytes. Modelled devices are used only if they are chosen here. See
+    /// [`open_devices`](crate::open_devices).
+    pub fn with_iaa(choice: Choice, options: Options) -> Self {
         Self {
             hardware: vec![
                 #[cfg(feature = "fault-injection")]
                 Self::faulty(Faulty::from_environment),
                 Self::qat(Qat::of_host),
-                Hardware::new("iaa", &[Method::Qpl], &[Accel::Auto, Accel::Iaa], || {
-                    Err("this program has no driver for it yet".to_owned())
-                }),
+                Self::iaa(move || Iaa::open(&choice, options.clone())),
             ],
         }
+    }
+
+    /// Nothing but IAAs by these devices, whose slots have a buffer for 4096 bytes, and software.
+    pub fn with_iaa_devices(devices: Arc<Devices>) -> Self {
+        Self {
+            hardware: vec![Self::iaa(move || Ok(Iaa::new(devices.clone())))],
+        }
+    }
+
+    fn iaa(open: impl Fn() -> Result<Iaa, String> + Send + Sync + 'static) -> Hardware {
+        let chosen_by = &[Accel::Auto, Accel::Iaa];
+        Hardware::new(Iaa::NAME, Iaa::METHODS, chosen_by, move || {
+            Ok(Arc::new(open()?))
+        })
     }
 
     /// Nothing but QAT, through the libqatzip in `file`, and software.
@@ -264,6 +285,14 @@ impl Engines {
     pub fn name(&self) -> &'static str {
         let hardware = self.settings.method().and_then(|of| self.accelerator(of));
         hardware.map_or(self.settings.engine(), |accelerator| accelerator.name())
+    }
+
+    /// What the devices have done that work page by page, of those that these engines have used so far; `None`
+    /// without such devices.
+    pub fn device_work(&self) -> Option<DeviceWork> {
+        let hardware = self.registry.hardware.iter();
+        let mut chosen = hardware.filter(|hardware| hardware.chosen_by.contains(&self.accel));
+        chosen.find_map(|hardware| hardware.opened.get()?.as_ref().ok()?.work())
     }
 
     /// An encoder for a new channel, or one more for the same channel if the method's packets are

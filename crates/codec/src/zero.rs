@@ -1,27 +1,64 @@
 //! Which pages are all zeros: those need no payload, only their offset.
 
+mod dsa;
+
 use vm_memory::VolatileSlice;
+
+pub use dsa::DsaScan;
+pub use idxd::offload::WrongVerdict;
 
 use crate::ffi;
 
-/// Finds the zero pages of a batch, in whatever way this host does that best.
+/// Finds the zero pages of batches, in whatever way this host does that best.
+///
+/// ```text
+///   start(1)  start(2)  finish(1)  …  start(3)  finish(2)  …     finish(n)
+///                          └ encode 1, send 1      └ encode 2, send 2
+/// ```
+/// What another device does of a batch it does between the two calls, while the caller has other work.
 pub trait ZeroScan: Send {
-    /// Sets, for each of `pages`, whether every byte of it is zero. A page that is written meanwhile gets either
-    /// verdict: whoever sends pages of a running guest has to learn of that by its dirty log.
+    /// Begins to look at `pages`, the next batch. Does not wait.
+    fn start(&mut self, pages: &[VolatileSlice<'_>]) {
+        let _ = pages;
+    }
+
+    /// Sets, for each of `pages`, whether every byte of it is zero. They are the pages of the first batch that was
+    /// started and has not been finished. A page that is written between start and end gets either verdict: whoever
+    /// sends pages of a running guest has to learn of that by its dirty log.
     ///
     /// Pages without a verdict of their own, because there are fewer `verdicts`, are not looked at.
-    fn scan(&mut self, pages: &[VolatileSlice<'_>], verdicts: &mut [bool]);
+    ///
+    /// # Errors
+    /// When a device has been caught judging wrong. Verdicts of earlier batches may be wrong then.
+    fn finish(
+        &mut self,
+        pages: &[VolatileSlice<'_>],
+        verdicts: &mut [bool],
+    ) -> Result<(), WrongVerdict>;
 }
 
-/// The processor's own scan. It stops at a page's first byte that is not zero.
+/// The processor's own scan: all of it at the end of a batch, as the pages are going to be read anyway then. It stops
+/// at a page's first byte that is not zero.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuScan;
 
+impl CpuScan {
+    /// Whether every byte of `page` is zero.
+    pub fn is_zero(page: &VolatileSlice<'_>) -> bool {
+        ffi::memory::is_zero(page)
+    }
+}
+
 impl ZeroScan for CpuScan {
-    fn scan(&mut self, pages: &[VolatileSlice<'_>], verdicts: &mut [bool]) {
+    fn finish(
+        &mut self,
+        pages: &[VolatileSlice<'_>],
+        verdicts: &mut [bool],
+    ) -> Result<(), WrongVerdict> {
         for (page, verdict) in pages.iter().zip(verdicts) {
-            *verdict = ffi::memory::is_zero(page);
+            *verdict = Self::is_zero(page);
         }
+        Ok(())
     }
 }
 
@@ -63,13 +100,15 @@ mod tests {
         let memory = VolatileSlice::from(&mut pages[..]);
         let slices = [0, 1, 2].map(|page| memory.subslice(page * 4096, 4096).unwrap());
         let mut verdicts = [false; 3];
-        CpuScan.scan(&slices, &mut verdicts);
+        CpuScan.finish(&slices, &mut verdicts).unwrap();
         assert_eq!(verdicts, [true, false, true]);
     }
 
     fn scanned(page: &mut [u8]) -> [bool; 1] {
         let mut verdict = [false];
-        CpuScan.scan(&[VolatileSlice::from(page)], &mut verdict);
+        CpuScan
+            .finish(&[VolatileSlice::from(page)], &mut verdict)
+            .unwrap();
         verdict
     }
 }

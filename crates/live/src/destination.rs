@@ -31,7 +31,8 @@ use tracing::{debug, info, warn};
 use transfer::{Address, ChannelReader, Hangup, Listener, Snapshot, Stats, Stream};
 
 use crate::{
-    ChannelError, DestinationError, DestinationGuest, GuestError, Ram,
+    ChannelError, DestinationError, DestinationGuest, GuestError, Offload, PageCopy, Ram,
+    offload::Account,
     protocol::{
         DestinationMessage, Hello, MigrationId, Opening, ProtocolError, SourceMessage, VERSION,
         receive, receive_state, send,
@@ -62,6 +63,8 @@ pub struct DestinationConfig {
     /// Whether large runs of pages that become zero are given back to the system. Not right for memory that is
     /// pinned for devices.
     pub punch_holes: bool,
+    /// Who copies decoded pages into guest memory.
+    pub copy: PageCopy,
 }
 
 impl DestinationConfig {
@@ -73,6 +76,7 @@ impl DestinationConfig {
             max_state: 1 << 30,
             memory_is_zero: false,
             punch_holes: true,
+            copy: PageCopy::Cpu,
         }
     }
 }
@@ -98,6 +102,8 @@ pub struct Arrival {
     pub total_time: Duration,
     /// Whether the source has said that it knows. If not, it was out of reach for the settle time.
     pub settled: bool,
+    /// What devices have done of the copies, if there were some for that.
+    pub copy: Option<Offload>,
 }
 
 /// How much longer questions are answered than the source asks: whoever finds nobody listening must be right
@@ -157,6 +163,10 @@ impl Destination {
                 destination: self,
                 hangup: &hangup,
                 stats,
+                copied: match &self.config.copy {
+                    PageCopy::Cpu => None,
+                    PageCopy::Dsa(devices) => Some(Account::open(devices)),
+                },
                 place: &place,
                 events,
                 events_in,
@@ -202,6 +212,7 @@ struct Attempt<'scope, 'env> {
     destination: &'env Destination,
     hangup: &'env Hangup,
     stats: Arc<Stats>,
+    copied: Option<Account>,
     place: &'env Place<'env>,
     events: Receiver<Event>,
     events_in: Sender<Event>,
@@ -425,6 +436,7 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
             moved: self.stats.snapshot(),
             total_time,
             settled,
+            copy: self.copied.as_ref().map(Account::read),
         })
     }
 
@@ -543,8 +555,9 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
             .decoder(layout, self.stats.health());
         let reader = ChannelReader::new(stream, layout, decoder, self.stats.clone());
         let (place, events) = (self.place, self.events_in.clone());
+        let copy = &self.destination.config.copy;
         self.scope.spawn(move || {
-            let result = channel::receive(reader, layout, place, |round| {
+            let result = channel::receive(reader, layout, place, copy, |round| {
                 // Nobody listens any more when the attempt is over.
                 let _ = events.send(Event::Synced(number, round));
             });

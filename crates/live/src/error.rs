@@ -79,6 +79,9 @@ pub enum SourceError {
     /// The dirty log has failed: pages may have been missed.
     #[error(transparent)]
     Log(#[from] DirtyLogError),
+    /// A device calls pages zero that are not: what is at the destination is not the guest.
+    #[error("{0}; migrate again with the processor looking for zero pages")]
+    ZeroPages(#[from] codec::WrongVerdict),
     /// The VMM could not do what was asked of it.
     #[error("cannot {what} the guest: {error}")]
     Guest {

@@ -113,6 +113,7 @@ mod error;
 mod guest;
 mod mapping;
 mod memory;
+mod offload;
 mod present;
 pub mod protocol;
 mod source;
@@ -127,6 +128,7 @@ pub use dirty::{
 pub use error::{ChannelError, DestinationError, SourceError, Whereabouts};
 pub use guest::{DestinationGuest, GuestError, SourceGuest, Switchover};
 pub use memory::{Ram, RamBlock, RamError, Region};
+pub use offload::{DsaDetection, Offload, PageCopy};
 pub use protocol::ProtocolError;
 pub use source::{AutoConverge, CHANNELS, Source, SourceConfig, ZeroPageDetection};
 pub use status::{Handle, RamStatus, State, Status};

@@ -4,7 +4,7 @@
 //!  Source::run      connect ─> first round ─> rounds ─> switch over ─> hand over
 //!   (coordinator)                  │  ▲ sent, synced
 //!                            Round │  │
-//!  channel threads     clear, read, scan for zeros, send ─> SYNC      one for each channel
+//!  channel threads     clear, scan for zeros, read, send ─> SYNC      one for each channel
 //! ```
 //!
 //! The coordinator is the caller's thread: it alone talks to the VMM. It waits for events only, from the channel
@@ -29,8 +29,9 @@ use tracing::{debug, info, warn};
 use transfer::{Address, check_locked_memory};
 
 use crate::{
-    Bitmap, DirtyLog, Handle, Ram, SourceError, SourceGuest, State, Status, Switchover,
-    Whereabouts,
+    Bitmap, DirtyLog, DsaDetection, Handle, Ram, SourceError, SourceGuest, State, Status,
+    Switchover, Whereabouts,
+    offload::Account,
     present::present,
     protocol::DestinationMessage,
     status::{Shared, millis},
@@ -80,13 +81,15 @@ pub struct SourceConfig {
 }
 
 /// Who looks for zero pages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub enum ZeroPageDetection {
     /// Nobody. Memory that was never touched costs nothing all the same.
     None,
     /// The processor.
     #[default]
     Cpu,
+    /// DSAs, and the processor where they do not.
+    Dsa(DsaDetection),
 }
 
 /// Steps of the vCPUs' throttle, in percent of the time that they do not run. The defaults are QEMU's.
@@ -175,13 +178,16 @@ impl Source {
         if config.zero_copy {
             check_locked_memory(config.channels.into(), layout)?;
         }
-        let shared = Arc::new(Shared::new(&ram, config.max_bandwidth)?);
+        let mut shared = Shared::new(&ram, config.max_bandwidth)?;
+        if let ZeroPageDetection::Dsa(dsa) = &config.zero_page_detection {
+            shared.zero_page_detection = Some(Account::open(&dsa.devices));
+        }
         Ok(Self {
             ram,
             log,
             config,
             layout,
-            shared,
+            shared: Arc::new(shared),
             packets: AtomicU64::new(0),
         })
     }

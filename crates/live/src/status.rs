@@ -12,7 +12,7 @@ use std::{
 use serde::Serialize;
 use transfer::{Hangup, Pacer, Snapshot, Stats, Stream};
 
-use crate::Ram;
+use crate::{Offload, Ram, offload::Account};
 
 /// Watches a migration and ends it, from any thread.
 #[derive(Clone)]
@@ -34,6 +34,9 @@ pub struct Status {
     pub setup_time: u64,
     /// Its memory.
     pub ram: RamStatus,
+    /// What devices do of the search for zero pages, if there are some for that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub zero_page_detection: Option<Offload>,
     /// How much of the time the vCPUs are kept from running.
     pub cpu_throttle_percentage: u8,
     /// Why it failed.
@@ -112,6 +115,7 @@ impl Handle {
 pub(crate) struct Shared {
     pub(crate) stats: Arc<Stats>,
     pub(crate) pacer: Option<Arc<Pacer>>,
+    pub(crate) zero_page_detection: Option<Account>,
     hangup: Hangup,
     fate: AtomicU8,
     progress: Mutex<Progress>,
@@ -160,6 +164,7 @@ impl Shared {
         Ok(Self {
             stats: Arc::default(),
             pacer: max_bandwidth.map(|rate| Arc::new(Pacer::new(rate))),
+            zero_page_detection: None,
             hangup: Hangup::new()?,
             fate: AtomicU8::new(OPEN),
             progress: Mutex::new(Progress {
@@ -185,6 +190,7 @@ impl Shared {
         let moved = self.stats.snapshot();
         let sent = pages_sent(&moved).saturating_sub(progress.pages_sent) * status.ram.page_size;
         drop(progress);
+        status.zero_page_detection = self.zero_page_detection.as_ref().map(Account::read);
         status.ram.remaining = status.ram.remaining.saturating_sub(sent);
         status.ram.transferred = moved.wire_bytes;
         status.ram.duplicate = moved.zero_pages;

@@ -17,11 +17,12 @@ use std::{
     time::Duration,
 };
 
-use codec::{Engines, Settings};
+use codec::{Engines, Settings, Verify};
 use common::{
-    Here, MIB, Outcome, PAGE, Rig, Rng, Shape, Stage, There, Watchdog, engines, expect_equal, lock,
-    loopback, migrate, move_guest, nothing_to_migrate, source_config,
+    Here, MIB, Outcome, PAGE, Rig, Rng, Shape, Stage, There, Watchdog, by_dsas, dsas, engines,
+    expect_equal, lock, loopback, migrate, move_guest, nothing_to_migrate, source_config,
 };
+use idxd::model::{Config, Model};
 use live::{
     AutoConverge, Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError,
     Ram, SharedBitmap, Source, SourceConfig, SourceError, SourceGuest, State, Status, Switchover,
@@ -485,10 +486,12 @@ impl<F: FnMut()> DestinationGuest for Expect<F> {
 
 /// Every page is written before the first round; `change` makes some of it zero between two rounds.
 fn pages_become_zero(backing: Backing, change: impl Fn(&Ram, std::ops::Range<usize>)) {
+    let model = Model::timed(&Config::dsa());
     for (detection, punch_holes) in [
         (ZeroPageDetection::Cpu, false),
         (ZeroPageDetection::Cpu, true),
         (ZeroPageDetection::None, true),
+        (by_dsas(&dsas(&model, 1), Verify::Sample), true),
     ] {
         let _watchdog = Watchdog::new(format!("{backing:?} becomes zero"));
         let shape = Shape {

@@ -42,7 +42,7 @@ pub use address::{Address, AddressError};
 pub use hangup::Hangup;
 pub use pace::Pacer;
 pub use packet::Packet;
-pub use reader::{ChannelReader, ReadError, Received};
+pub use reader::{ChannelReader, CopyPages, ReadError, Received};
 pub use socket::{Listener, SocketError, Stream, dial, is_stall};
 pub use stats::{Snapshot, Stats};
 pub use writer::{ChannelWriter, WriteError};

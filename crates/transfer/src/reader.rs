@@ -30,6 +30,9 @@ pub struct ChannelReader {
     payload: Vec<u8>,
 }
 
+/// Copies bytes into memory, slice by slice; together they are as long.
+pub type CopyPages<'a> = dyn FnMut(&[u8], &[VolatileSlice<'_>]) + 'a;
+
 /// What [`ChannelReader::read`] and [`ChannelReader::read_header`] found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received {
@@ -153,6 +156,20 @@ impl ChannelReader {
         header: &RamHeader,
         pages: &[VolatileSlice<'_>],
     ) -> Result<(), ReadError> {
+        self.read_pages_by(header, pages, &mut copy)
+    }
+
+    /// As [`ChannelReader::read_pages`], but what has been decoded is copied into `pages` by `copy`: it gets as many
+    /// bytes as the slices are long. Pages of method none are read to where they belong, and nobody copies them.
+    ///
+    /// # Errors
+    /// As [`ChannelReader::read_pages`].
+    pub fn read_pages_by(
+        &mut self,
+        header: &RamHeader,
+        pages: &[VolatileSlice<'_>],
+        copy: &mut CopyPages<'_>,
+    ) -> Result<(), ReadError> {
         let expected = header.normal_offsets().len() * self.layout.page_size();
         let given = memory::total_len(pages);
         if given != expected || given > self.layout.packet_bytes() {
@@ -169,12 +186,7 @@ impl ChannelReader {
         let decoder = &mut self.decoder;
         let payload = &self.payload[..payload_len];
         let (result, time) = cpu_timed(|| {
-            let mut rest = decoder.decode_here(header.method, payload, given)?;
-            for slice in pages {
-                let (bytes, behind) = rest.split_at(slice.len());
-                slice.copy_from(bytes);
-                rest = behind;
-            }
+            copy(decoder.decode_here(header.method, payload, given)?, pages);
             Ok(())
         });
         result.map_err(|error| undecodable(header, error))?;
@@ -274,6 +286,16 @@ impl ChannelReader {
         self.stats
             .add_received(DEVICE_STATE_HEADER_LEN + payload_len);
         Ok(())
+    }
+}
+
+/// The processor's way to copy.
+fn copy(bytes: &[u8], pages: &[VolatileSlice<'_>]) {
+    let mut rest = bytes;
+    for slice in pages {
+        let (bytes, behind) = rest.split_at(slice.len());
+        slice.copy_from(bytes);
+        rest = behind;
     }
 }
 

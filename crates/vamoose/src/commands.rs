@@ -6,4 +6,5 @@ pub(crate) mod live_demo;
 pub(crate) mod migrate;
 pub(crate) mod probe;
 pub(crate) mod relay;
+pub(crate) mod selftest;
 pub(crate) mod serve;

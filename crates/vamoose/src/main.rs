@@ -29,6 +29,7 @@ enum Command {
     Migrate(commands::migrate::Options),
     Inspect(commands::inspect::Options),
     Probe(commands::probe::Options),
+    Selftest(commands::selftest::Options),
     #[cfg(target_arch = "x86_64")]
     LiveDemo(commands::live_demo::Options),
     #[cfg(target_arch = "x86_64")]
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
         Command::Migrate(options) => commands::migrate::run(&options),
         Command::Inspect(options) => commands::inspect::run(&options),
         Command::Probe(options) => commands::probe::run(&options),
+        Command::Selftest(options) => commands::selftest::run(&options),
         #[cfg(target_arch = "x86_64")]
         Command::LiveDemo(options) => commands::live_demo::run(&options),
         #[cfg(target_arch = "x86_64")]

@@ -3,6 +3,7 @@
 use std::{
     fmt,
     num::{NonZeroU64, NonZeroUsize},
+    path::PathBuf,
     str::FromStr,
     sync::Arc,
     time::Duration,
@@ -11,6 +12,10 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use codec::{Accel, Engines, Registry, Settings, Verify};
+use idxd::{
+    offload::{Choice, Options},
+    shares::Weight,
+};
 use multifd::{Layout, Method};
 use relay::Config;
 use serde::{Deserialize, Serialize};
@@ -73,32 +78,95 @@ impl Encoding {
 const MOST_STREAMS: usize = 64;
 
 /// What is used of this host's hardware, and how far it is trusted.
-#[derive(Args, Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Args, Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Hardware {
     /// Hardware to encode and decode with
     #[arg(long, value_enum, default_value_t = AccelName::Auto)]
     accel: AccelName,
+    /// Work queues of IAAs for method qpl: wqX.Y[,wqZ.W...], `auto` for all that can be used, or `model[:N]` for N devices in
+    /// software, to try things out. What is named is mandatory, unless --accel is another engine or none
+    #[arg(long, default_value = "auto", value_name = "PATH")]
+    #[serde(with = "as_text")]
+    iaa_path: Choice,
+    #[command(flatten)]
+    pub(crate) shares: DeviceShares,
     /// Which of the hardware's results are checked in software
     #[arg(long, value_enum, default_value_t = VerifyName::Sample)]
     verify: VerifyName,
 }
 
+/// How many migrations divide work queues of DSAs and IAAs among them.
+#[derive(Args, Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct DeviceShares {
+    /// Folder by which the migrations of this host divide shared work queues of DSAs and IAAs, the same for all; without it each
+    /// takes what it can get
+    #[arg(long, value_name = "DIR")]
+    device_shares: Option<PathBuf>,
+    /// What this migration's part of these work queues is worth, 1 to 15
+    #[arg(long, default_value_t = 4, value_name = "WEIGHT", value_parser = clap::value_parser!(u8).range(1..=15))]
+    priority: u8,
+}
+
+impl DeviceShares {
+    /// As [`Options::shares`] has it.
+    pub(crate) fn of_devices(&self) -> Option<(PathBuf, Weight)> {
+        let directory = self.device_shares.clone()?;
+        Some((directory, Weight::new(self.priority)))
+    }
+}
+
 impl Hardware {
     /// The engines for a migration that is sent with `settings`.
-    pub(crate) fn engines(self, settings: Settings) -> Result<Engines> {
+    pub(crate) fn engines(&self, settings: Settings) -> Result<Engines> {
         let accel = match self.accel {
+            AccelName::Auto if self.iaa_path != Choice::Auto => Accel::Iaa,
             AccelName::Auto => Accel::Auto,
             AccelName::None => Accel::None,
             AccelName::Qat => Accel::Qat,
             AccelName::Iaa => Accel::Iaa,
         };
-        let verify = match self.verify {
+        let options = Options {
+            shares: self.shares.of_devices(),
+            ..Options::pages(PAGE_BYTES)
+        };
+        let registry = Registry::with_iaa(self.iaa_path.clone(), options);
+        let engines = Arc::new(registry).choose(settings, accel, self.verify())?;
+        Ok(engines)
+    }
+
+    /// How many of the hardware's results are checked.
+    pub(crate) fn verify(&self) -> Verify {
+        match self.verify {
             VerifyName::Off => Verify::Off,
             VerifyName::Sample => Verify::Sample,
             VerifyName::All => Verify::All,
-        };
-        let engines = Arc::new(Registry::new()).choose(settings, accel, verify)?;
-        Ok(engines)
+        }
+    }
+}
+
+/// Method qpl's pages.
+const PAGE_BYTES: usize = 4096;
+
+/// A value of serde as the command line has it.
+pub(crate) mod as_text {
+    use std::{fmt::Display, str::FromStr};
+
+    use serde::{Deserialize as _, Deserializer, Serializer, de::Error};
+
+    pub(crate) fn serialize<S: Serializer>(
+        value: &impl Display,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(value)
+    }
+
+    pub(crate) fn deserialize<'de, D, T>(deserializer: D) -> Result<T, D::Error>
+    where
+        D: Deserializer<'de>,
+        T: FromStr<Err: Display>,
+    {
+        let text = String::deserialize(deserializer)?;
+        text.parse().map_err(D::Error::custom)
     }
 }
 
@@ -157,7 +225,7 @@ enum AccelName {
     None,
     /// Intel QuickAssist, for qatzip
     Qat,
-    /// Intel In-Memory Analytics Accelerator, for qpl (no driver yet)
+    /// Intel In-Memory Analytics Accelerator, for qpl
     Iaa,
 }
 
@@ -231,31 +299,73 @@ mod tests {
         }
     }
 
+    /// Options as they are given on the command line.
+    fn hardware(options: &[&str]) -> Hardware {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            hardware: Hardware,
+        }
+        let words = ["vamoose"].iter().chain(options);
+        <Line as clap::Parser>::try_parse_from(words)
+            .unwrap()
+            .hardware
+    }
+
+    fn settings(method: Method) -> Settings {
+        Settings::new(method, None).unwrap()
+    }
+
     #[test]
     fn hardware_that_is_named_must_be_there() {
-        let hardware = |accel| Hardware {
-            accel,
-            verify: VerifyName::Sample,
+        let refused = |options: &[&str], method| {
+            let refused = hardware(options).engines(settings(method)).err();
+            refused.unwrap().to_string()
         };
-        let settings = |method| Settings::new(method, None).unwrap();
-        let error = hardware(AccelName::Iaa)
-            .engines(settings(Method::None))
-            .err();
+        for options in [
+            &["--accel", "iaa", "--iaa-path", "wq77.0"][..],
+            &["--iaa-path", "wq77.0"],
+        ] {
+            assert_eq!(
+                refused(options, Method::None),
+                "engine iaa is absent: this host has no work queue wq77.0 (`vamoose probe` shows what there is and \
+                 what is missing); without it: --accel auto, or none"
+            );
+        }
         assert_eq!(
-            error.unwrap().to_string(),
-            "engine iaa is absent: this program has no driver for it yet; without it: --accel auto, or none"
-        );
-        let error = hardware(AccelName::Iaa)
-            .engines(settings(Method::Zstd))
-            .err();
-        assert_eq!(
-            error.unwrap().to_string(),
+            refused(&["--accel", "iaa"], Method::Zstd),
             "engine iaa does not do method zstd, only qpl"
         );
-        assert!(
-            hardware(AccelName::Auto)
-                .engines(settings(Method::Zstd))
-                .is_ok()
-        );
+        assert!(hardware(&[]).engines(settings(Method::Zstd)).is_ok());
+    }
+
+    #[test]
+    fn devices_in_software_are_used_if_they_are_named() {
+        let engine = |options: &[&str]| {
+            let engines = hardware(options).engines(settings(Method::Qpl));
+            engines.unwrap().name()
+        };
+        assert_eq!(engine(&["--iaa-path", "model:2"]), "iaa");
+        assert_eq!(engine(&["--iaa-path", "model", "--accel", "iaa"]), "iaa");
+        assert_ne!(engine(&["--iaa-path", "model", "--accel", "none"]), "iaa");
+    }
+
+    #[test]
+    fn hardware_can_be_told_to_another_process() {
+        let options = [
+            "--iaa-path",
+            "model:3",
+            "--device-shares",
+            "/run/vamoose",
+            "--priority",
+            "9",
+        ];
+        let text = serde_json::to_string(&hardware(&options)).unwrap();
+        let told: Hardware = serde_json::from_str(&text).unwrap();
+        assert_eq!(told.iaa_path.to_string(), "model:3");
+        let (folder, weight) = told.shares.of_devices().unwrap();
+        assert_eq!(folder, PathBuf::from("/run/vamoose"));
+        assert_eq!(weight, Weight::new(9));
+        assert!(hardware(&[]).shares.of_devices().is_none());
     }
 }

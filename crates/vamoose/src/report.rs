@@ -3,7 +3,7 @@
 use std::{fmt, fs, io::Write as _, time::Duration};
 
 use anyhow::{Context as _, Result};
-use codec::Engines;
+use codec::{DeviceWork, Engines};
 use relay::Moved;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
@@ -31,6 +31,8 @@ pub(crate) struct Report {
     pub(crate) fallbacks: u64,
     /// Packets of a device that software has checked.
     pub(crate) verified: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) accelerator: Option<Accelerator>,
     pub(crate) cpu_seconds: CpuSeconds,
 }
 
@@ -49,6 +51,33 @@ pub(crate) struct Ram {
     /// Rounds over the guest's memory; a bare relay cannot know it.
     pub(crate) dirty_sync_count: Option<u64>,
     pub(crate) dirty_sync_missed_zero_copy: u64,
+}
+
+/// What the devices did that work page by page (engine iaa), and what the processor did in their stead, in pages.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Accelerator {
+    by_device: u64,
+    /// No work queue took them.
+    refused: u64,
+    /// A device failed.
+    failed: u64,
+    /// A device was slower, or never answered.
+    overtaken: u64,
+    /// Whether the devices are software, and all of this is no statement about hardware.
+    model: bool,
+}
+
+impl From<DeviceWork> for Accelerator {
+    fn from(work: DeviceWork) -> Self {
+        Self {
+            by_device: work.by_device,
+            refused: work.refused,
+            failed: work.failed,
+            overtaken: work.overtaken,
+            model: work.modelled,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -93,6 +122,7 @@ impl Report {
             zero_pages: moved.zero_pages,
             fallbacks: moved.engines.fallbacks,
             verified: moved.engines.checked,
+            accelerator: engines.device_work().map(Accelerator::from),
             cpu_seconds: CpuSeconds {
                 encode: moved.encode_time.as_secs_f64(),
                 decode: moved.decode_time.as_secs_f64(),

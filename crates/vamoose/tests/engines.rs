@@ -184,6 +184,56 @@ fn qat_is_used_where_its_library_finds_hardware() -> Result<()> {
     Ok(())
 }
 
+/// IAA by devices in software, in real time, honest and with everything that can go wrong with hardware.
+#[test]
+fn iaa_moves_the_memory_whatever_its_devices_do() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    for (seed, level, verify) in [
+        (None, "0", "sample"),
+        (None, "1", "sample"),
+        (Some("1"), "0", "all"),
+        (Some("2"), "1", "sample"),
+    ] {
+        let context = || format!("faults {seed:?}, level {level}");
+        let (mut source, mut destination) = bare_pair(&binary, &binary, 16 * MIB)?;
+        let options = [
+            "--method",
+            "qpl",
+            "--level",
+            level,
+            "--accel",
+            "iaa",
+            "--iaa-path",
+            "model:2",
+        ];
+        let faults = seed.map(|seed| ("VAMOOSE_MODEL_FAULTS", OsStr::new(seed)));
+        let environment: Vec<_> = faults.into_iter().collect();
+        let ends = migrate(
+            &mut source,
+            &mut destination,
+            &options,
+            verify,
+            &environment,
+            true,
+        );
+        let [near, _] = ends.and_then(Ends::reports).with_context(context)?;
+        let accelerator = &near["accelerator"];
+        ensure!(near["engine"] == "iaa", "{}: {near}", context());
+        ensure!(accelerator["model"] == true, "{}: {near}", context());
+        ensure!(
+            number(accelerator, "by-device") > 0,
+            "{}: {near}",
+            context()
+        );
+        if seed.is_none() {
+            ensure!(number(&near, "fallbacks") == 0, "{}: {near}", context());
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn an_absent_engine_is_an_early_error_when_it_is_named_and_nothing_otherwise() -> Result<()> {
     let refused = |options: &[&str], environment: &[(&str, &OsStr)], why: &str| {
@@ -203,14 +253,24 @@ fn an_absent_engine_is_an_early_error_when_it_is_named_and_nothing_otherwise() -
         "engine qat is absent: libqatzip.so.3 cannot be loaded",
     )?;
     refused(
-        &["--method", "qpl", "--accel", "iaa"],
+        &["--method", "qpl", "--accel", "iaa", "--iaa-path", "wq77.0"],
         &[],
-        "engine iaa is absent",
+        "engine iaa is absent: this host has no work queue wq77.0",
+    )?;
+    refused(
+        &["--method", "zstd", "--iaa-path", "model"],
+        &[],
+        "engine iaa does not do method zstd, only qpl",
     )?;
     refused(
         &["--method", "zstd", "--accel", "qat"],
         &[],
         "engine qat does not do method zstd, only qatzip",
+    )?;
+    refused(
+        &["--zero-page-detection", "dsa"],
+        &[],
+        "are in the processor's cache",
     )?;
     refused(
         &["--method", "zstd", "--streams", "2"],

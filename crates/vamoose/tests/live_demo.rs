@@ -57,6 +57,28 @@ fn every_fill_arrives_whole() -> Result<()> {
 }
 
 #[test]
+fn devices_in_software_compress_on_one_side_and_decompress_on_the_other() -> Result<()> {
+    for faults in [None, Some("3")] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vamoose"));
+        // In software the devices are slow, however busy the machine is.
+        command.args(["live-demo", "--json=-", "--ram=16M", "--guest=threads"]);
+        command.arg("--rate=200");
+        command.args(["--method=qpl", "--level=0", "--accel=iaa"]);
+        command.arg("--iaa-path=model");
+        command.envs(faults.map(|seed| ("VAMOOSE_MODEL_FAULTS", seed)));
+        let ended = Vamoose::start(&mut command)?.finish(LIMIT)?.success()?;
+        let report = report(&ended)?;
+        holds(&report)?;
+        assert_eq!(report["engine"], "iaa");
+        assert!(
+            number(&report["accelerator"], "by-device") > 0,
+            "{report:#}"
+        );
+    }
+    Ok(())
+}
+
+#[test]
 fn every_method_and_backing_over_some_channels() -> Result<()> {
     for (method, backing, channels) in [
         ("none", "anonymous", "1"),
@@ -205,6 +227,41 @@ fn zero_copy_over_loopback_copies_and_says_so() -> Result<()> {
 }
 
 #[test]
+fn modelled_dsas_look_for_zero_pages_and_copy() -> Result<()> {
+    let options = [
+        "--ram=32M",
+        "--guest=threads",
+        "--fill=mixed",
+        "--method=lz4",
+        "--prealloc",
+        "--zero-page-detection=dsa",
+        "--copy=dsa",
+        "--dsa-path=model:2",
+        "--json=-",
+    ];
+    for faults in [None, Some("7")] {
+        let mut command = command(&options);
+        if let Some(seed) = faults {
+            command.env("VAMOOSE_MODEL_FAULTS", seed);
+        }
+        let ended = Vamoose::start(&mut command)?.finish(LIMIT)?;
+        let report = report(&ended.success()?)?;
+        holds(&report)?;
+        for job in ["zero-page-detection", "copy"] {
+            let done = &report[job];
+            assert_eq!(done["by"], "dsa");
+            assert_eq!(done["model"], true);
+            assert!(number(done, "by-device") > 0, "{faults:?}: {report:#}");
+        }
+        if faults.is_some() {
+            let failed = number(&report["zero-page-detection"], "failed");
+            assert!(failed > 0, "{report:#}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn options_that_cannot_be_are_refused() -> Result<()> {
     for (options, words) in [
         (&["--zero-copy", "--method=zstd"][..], "--zero-copy"),
@@ -221,6 +278,20 @@ fn options_that_cannot_be_are_refused() -> Result<()> {
         (&["--max-bandwidth=0"], "--max-bandwidth"),
         (&["--timeout=0"], "--timeout"),
         (&["--method=none", "--level=3"], "level"),
+        (&["--dsa-path=model"], "--dsa-path"),
+        (
+            &["--zero-page-detection=dsa", "--dsa-path=wq77.7"],
+            "vamoose probe",
+        ),
+        (
+            &["--zero-page-detection=dsa", "--dsa-path=models"],
+            "--dsa-path",
+        ),
+        (&["--copy=dsa", "--dsa-path=model"], "--copy dsa"),
+        (
+            &["--copy=dsa", "--method=lz4", "--dsa-path=wq77.7"],
+            "vamoose probe",
+        ),
         (&["--dirty-log=kvm"], "--dirty-log kvm"),
         (&["--fill=/does/not/exist"], "--fill /does/not/exist"),
         (&["--listen=tcp:0.0.0.0:0"], "--insecure"),
@@ -345,9 +416,13 @@ fn run(options: &[&str]) -> Result<Ended> {
 }
 
 fn start(options: &[&str]) -> Result<Vamoose> {
+    Vamoose::start(&mut command(options))
+}
+
+fn command(options: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vamoose"));
     command.arg("live-demo").args(options);
-    Vamoose::start(&mut command)
+    command
 }
 
 /// The destination's process.

@@ -20,6 +20,7 @@ fn the_json_has_its_keys() {
         "userfaultfd",
         "zero-copy",
         "devices",
+        "offload",
         "engines",
         "qemus",
         "advice",

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use codec::{CpuScan, ZeroScan as _};
+use codec::CpuScan;
 use multifd::RamHeader;
 use vm_memory::{Bytes, VolatileSlice};
 
@@ -42,9 +42,7 @@ impl<'a> Place<'a> {
                 let Ok(slice) = memory.subslice(offset, page_size) else {
                     break;
                 };
-                let mut is_zero = [false];
-                CpuScan.scan(&[slice], &mut is_zero);
-                if !is_zero[0] {
+                if !CpuScan::is_zero(&slice) {
                     self.extend(block, &mut run, offset);
                 }
             }

@@ -27,11 +27,16 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use codec::{Engines, Settings};
+use codec::{Engines, Settings, Verify};
+use idxd::{
+    Queue, Tuning,
+    model::{Door, Model},
+    offload::Devices,
+};
 use live::{
     Arrival, Destination, DestinationConfig, DestinationError, DestinationGuest, DirtyLog,
-    GuestError, KvmDirtyLog, KvmSlot, Ram, RamBlock, Source, SourceConfig, SourceError,
-    SourceGuest, Status, Switchover, UserfaultLog, Whereabouts,
+    DsaDetection, GuestError, KvmDirtyLog, KvmSlot, Ram, RamBlock, Source, SourceConfig,
+    SourceError, SourceGuest, Status, Switchover, UserfaultLog, Whereabouts, ZeroPageDetection,
 };
 use multifd::Method;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -546,6 +551,31 @@ pub(crate) fn until_one_arrives(
             "a guest that did not arrive has run: {errors:?}"
         );
     }
+}
+
+/// The first `count` devices of `model`, for batches of pages.
+pub(crate) fn dsas(model: &Model, count: usize) -> Arc<Devices> {
+    let shape = idxd::Shape {
+        members: 128,
+        buffer_bytes: 0,
+    };
+    let tuning = Tuning {
+        slots: 64,
+        ..Tuning::default()
+    };
+    let queues = (0..count).map(|device| {
+        let submit = model.queue(device, 0, Door::Enqcmd);
+        (Queue::new(submit, shape, tuning).unwrap(), None)
+    });
+    Arc::new(Devices::new(queues, None))
+}
+
+/// `devices` look for zero pages, and are checked as `verify` says.
+pub(crate) fn by_dsas(devices: &Arc<Devices>, verify: Verify) -> ZeroPageDetection {
+    ZeroPageDetection::Dsa(DsaDetection {
+        devices: devices.clone(),
+        verify,
+    })
 }
 
 pub(crate) fn engines(method: Method) -> Engines {

@@ -15,6 +15,7 @@ mod child;
 mod cpu;
 pub(crate) mod destination;
 mod digest;
+mod dsa;
 mod log;
 mod report;
 mod shape;
@@ -28,9 +29,10 @@ use std::{
 };
 
 use anyhow::{Context as _, Error, Result, anyhow, bail};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use codec::Engines;
 use live::{AutoConverge, Ram, Source, SourceConfig, SourceError, Whereabouts};
+use multifd::Layout;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
@@ -46,6 +48,7 @@ use crate::{
 };
 use child::Destination;
 use digest::Digest;
+use dsa::{Done, DsaOptions};
 use log::LogName;
 use report::{GuestReport, Report};
 use shape::{
@@ -141,9 +144,8 @@ struct MigrationOptions {
     /// How the source finds what the guest writes [default: kvm for a KVM guest, else userfaultfd]
     #[arg(long, value_enum)]
     dirty_log: Option<LogName>,
-    /// Who looks for zero pages
-    #[arg(long, value_enum, default_value_t = ZeroPageDetection::Cpu)]
-    zero_page_detection: ZeroPageDetection,
+    #[command(flatten)]
+    dsa: DsaOptions,
     /// Percentage of zero pages to send as normal ones all the same: traffic for benchmarks
     #[arg(long, default_value_t = 0, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(..=100))]
     normal_page_ratio: u8,
@@ -159,14 +161,6 @@ struct MigrationOptions {
     /// Give up if the guest has not been paused within so many seconds
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     timeout: Option<u64>,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum ZeroPageDetection {
-    /// Nobody; memory that was never touched costs nothing all the same
-    None,
-    /// The processor
-    Cpu,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
@@ -193,6 +187,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         config.channels,
         config.packet_bytes,
         config.zero_copy,
+        Done::detection(&config.zero_page_detection, run.status.zero_page_detection),
         GuestReport {
             shape: order.shape.clone(),
             at: "destination",
@@ -217,10 +212,14 @@ impl Options {
     /// What the destination is to do; everything in it has been checked.
     fn order(&self) -> Result<Order> {
         refuse_open_address(&self.listen, self.insecure)?;
+        let migration = &self.migration;
+        let pages_are_decoded = migration.method != MethodName::None;
+        migration.dsa.check(pages_are_decoded)?;
         Ok(Order {
             shape: self.guest.shape()?,
             prealloc: self.guest.prealloc,
-            hardware: self.migration.hardware,
+            hardware: migration.hardware.clone(),
+            copy: migration.dsa.copy(migration.pages()),
             listen: self.listen.to_string(),
         })
     }
@@ -262,16 +261,19 @@ impl MigrationOptions {
         config.channels = self.channels;
         config.packet_bytes = u32::try_from(self.packet_size.0).unwrap_or(u32::MAX);
         config.zero_copy = self.zero_copy;
-        config.zero_page_detection = match self.zero_page_detection {
-            ZeroPageDetection::None => live::ZeroPageDetection::None,
-            ZeroPageDetection::Cpu => live::ZeroPageDetection::Cpu,
-        };
+        config.zero_page_detection = self.dsa.detection(self.pages(), &self.hardware)?;
         config.normal_page_ratio = self.normal_page_ratio;
         config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
         config.downtime_limit = Duration::from_millis(self.downtime_limit);
         config.timeout = self.timeout.map(Duration::from_secs);
         config.auto_converge = self.auto_converge.then(AutoConverge::default);
         Ok(config)
+    }
+
+    /// Most pages of a packet.
+    fn pages(&self) -> u32 {
+        let pages = self.packet_size.0 / Layout::X86.page_size() as u64;
+        u32::try_from(pages.clamp(1, MOST_PAGES)).unwrap_or(1)
     }
 
     fn dirty_log(&self, guest: KindName) -> Result<LogName> {
@@ -289,6 +291,9 @@ impl MigrationOptions {
         self.hardware.engines(self.method.settings(self.level)?)
     }
 }
+
+/// Pages of the largest packets: 4 MiB.
+const MOST_PAGES: u64 = 1024;
 
 /// Set by Ctrl-C. A second one ends this process at once, and the destination with it.
 fn cancelled_by_signals() -> Result<Arc<AtomicBool>> {

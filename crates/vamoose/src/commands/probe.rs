@@ -6,6 +6,7 @@
 mod advice;
 mod cpu;
 mod engines;
+mod offload;
 mod pci;
 mod qemu;
 mod system;
@@ -27,6 +28,7 @@ use self::{
     advice::Advice,
     cpu::Cpu,
     engines::Engine,
+    offload::Offload,
     pci::Device,
     qemu::Qemu,
     system::{Memlock, Node, Presence, Userfaultfd},
@@ -71,6 +73,7 @@ struct Probe {
     userfaultfd: Userfaultfd,
     zero_copy: Presence,
     devices: Vec<Device>,
+    offload: Offload,
     engines: Vec<Engine>,
     qemus: Vec<Qemu>,
     advice: Advice,
@@ -94,6 +97,7 @@ impl Probe {
             advice: Advice::measure(&registry, cores),
             cpu,
             devices,
+            offload: Offload::probe(root),
         }
     }
 
@@ -114,6 +118,7 @@ impl Probe {
         for device in &self.devices {
             lines.put("accelerator", device);
         }
+        self.offload.describe(&mut lines);
         for engine in &self.engines {
             lines.put("engine", engine);
         }
@@ -151,6 +156,11 @@ impl Root {
     /// The path of a system file, given without its leading `/`.
     fn path(&self, file: &str) -> PathBuf {
         self.0.join(file)
+    }
+
+    /// The same for idxd.
+    fn of_idxd(&self) -> idxd::discovery::Root {
+        idxd::discovery::Root::under(&self.0)
     }
 
     /// The trimmed text of a system file, where it can be read.

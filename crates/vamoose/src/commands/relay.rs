@@ -63,18 +63,27 @@ enum ZeroPageDetection {
     None,
     /// The processor
     Cpu,
+    /// Not here: what a relay has just read is in the processor's cache. `live-demo` has it
+    #[value(hide = true)]
+    Dsa,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     refuse_open_address(&options.listen, options.insecure)?;
+    if matches!(options.zero_page_detection, ZeroPageDetection::Dsa) {
+        bail!(
+            "--zero-page-detection dsa: a relay's pages have just come out of a socket and are in the processor's \
+             cache, where it finds zeros cheaply: use cpu (live-demo, which reads a guest's memory, has dsa)"
+        );
+    }
     let mut config = options.encoding.config()?;
     config.outgoing_channels = options.channels.map(usize::from);
     config.incoming_channels = options.incoming_channels.map(usize::from);
     config.zero_pages = match (options.zero_pages, options.zero_page_detection) {
         (ZeroPagesName::Pass, ZeroPageDetection::None) => ZeroPages::Pass,
-        (ZeroPagesName::Pass, ZeroPageDetection::Cpu) => ZeroPages::Detect,
+        (ZeroPagesName::Pass, _) => ZeroPages::Detect,
         (ZeroPagesName::Expand, ZeroPageDetection::None) => ZeroPages::Expand,
-        (ZeroPagesName::Expand, ZeroPageDetection::Cpu) => {
+        (ZeroPagesName::Expand, _) => {
             bail!("--zero-page-detection cpu would undo --zero-pages expand: choose one");
         }
     };

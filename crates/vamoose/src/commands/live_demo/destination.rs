@@ -19,6 +19,7 @@ use tracing::warn;
 use super::{
     cpu::CpuTime,
     digest::Digest,
+    dsa::Queues,
     shape::{go_on, ram_of},
     talk::{Arrived, Order, Said, WentOn},
 };
@@ -66,6 +67,7 @@ fn take_guest(order: &Order) -> Result<()> {
     // It was mapped just now. A KVM guest has its image there, which the source's has in the same place:
     // no page of it is ever sent as zeros.
     config.memory_is_zero = true;
+    config.copy = Queues::copy(order.copy.as_ref(), &order.hardware)?;
     let mut destination = Destination::bind(&order.listen.parse()?, ram.clone(), config)?;
     say(&Said::Listening {
         address: destination.address().to_string(),
@@ -85,6 +87,7 @@ fn take_guest(order: &Order) -> Result<()> {
         digest: Digest::of(&ram)?,
         cpu_seconds,
         decode_seconds: arrival.moved.decode_time.as_secs_f64(),
+        copy: arrival.copy,
     }))?;
     let writes = go_on(&guest, order.shape.rate)?;
     let failure = guest.verify().err().map(|error| error.to_string());

@@ -6,13 +6,14 @@ use codec::Engines;
 use serde::Serialize;
 
 use super::{
+    dsa::Done,
     log::LogName,
     shape::Shape,
     source::{Round, Run},
     talk::Arrived,
     verdict::Verdict,
 };
-use crate::report::{self, Ram};
+use crate::report::{self, Accelerator, Ram};
 
 /// What the migration was and cost, and whether all is there. Times are in milliseconds, as QEMU's.
 #[derive(Clone, Debug, Serialize)]
@@ -40,7 +41,13 @@ pub(super) struct Report {
     pub(super) zero_pages: u64,
     pub(super) fallbacks: u64,
     pub(super) verified: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) accelerator: Option<Accelerator>,
     pub(super) zero_copy: ZeroCopy,
+    pub(super) zero_page_detection: Done,
+    /// Of decoded pages into the guest's memory at the destination.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) copy: Option<Done>,
     pub(super) guest: GuestReport,
     pub(super) cpu_seconds: CpuSeconds,
 }
@@ -94,6 +101,7 @@ impl Report {
         channels: u8,
         packet_bytes: u32,
         zero_copy: bool,
+        zero_page_detection: Done,
         guest: GuestReport,
         run: &Run,
     ) -> Self {
@@ -124,12 +132,15 @@ impl Report {
             zero_pages: account.zero_pages,
             fallbacks: account.fallbacks,
             verified: account.verified,
+            accelerator: account.accelerator,
             zero_copy: ZeroCopy {
                 requested: zero_copy,
                 sends: moved.zero_copy_sends,
                 copied: moved.copied_sends,
                 missed: moved.missed_zero_copy,
             },
+            zero_page_detection,
+            copy: None,
             guest,
             cpu_seconds: CpuSeconds {
                 source: run.cpu_time.as_secs_f64(),
@@ -144,6 +155,7 @@ impl Report {
 
     /// Adds what the destination has used.
     pub(super) fn account_for(&mut self, arrived: &Arrived) {
+        self.copy = Some(Done::copy(arrived.copy));
         let cpu = &mut self.cpu_seconds;
         cpu.destination = Some(arrived.cpu_seconds);
         cpu.total = Some(cpu.source + arrived.cpu_seconds);

@@ -13,10 +13,11 @@
 //! `failed` may come in the place of any of them, and is the last one. The end of its standard input ends the
 //! destination: the source is gone.
 
+use live::Offload;
 use serde::{Deserialize, Serialize};
 use testguest::Proof;
 
-use super::shape::Shape;
+use super::{dsa::Queues, shape::Shape};
 use crate::options::Hardware;
 
 /// What the destination is to do.
@@ -28,6 +29,8 @@ pub(super) struct Order {
     pub(super) prealloc: bool,
     /// What may help to decode.
     pub(super) hardware: Hardware,
+    /// What copies decoded pages besides the processor.
+    pub(super) copy: Option<Queues>,
     pub(super) listen: String,
 }
 
@@ -52,6 +55,8 @@ pub(super) struct Arrived {
     pub(super) cpu_seconds: f64,
     /// The decoders' part of it.
     pub(super) decode_seconds: f64,
+    /// What devices have done of the copies.
+    pub(super) copy: Option<Offload>,
 }
 
 /// The guest after it has run at the destination.

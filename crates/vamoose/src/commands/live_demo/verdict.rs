@@ -80,6 +80,7 @@ mod tests {
             digest: digest(memory),
             cpu_seconds: 0.0,
             decode_seconds: 0.0,
+            copy: None,
         };
         verdict.arrived(&checksum(1), &digest(&Fill::Mixed), &arrived);
         verdict.went_on(&WentOn {

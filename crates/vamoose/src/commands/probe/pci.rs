@@ -2,6 +2,7 @@
 
 use std::{fmt, fs};
 
+use idxd::discovery;
 use serde::Serialize;
 
 use super::{Root, read};
@@ -40,28 +41,32 @@ impl Kind {
     }
 }
 
+impl From<idxd::Kind> for Kind {
+    fn from(kind: idxd::Kind) -> Self {
+        match kind {
+            idxd::Kind::Dsa => Self::Dsa,
+            idxd::Kind::Iaa => Self::Iaa,
+        }
+    }
+}
+
 const INTEL: u32 = 0x8086;
 
-/// Intel's device ids.
-const KNOWN: [(u32, Kind, &str); 14] = [
-    (0x4940, Kind::Qat, "4xxx"),
-    (0x4941, Kind::Qat, "4xxx (virtual function)"),
-    (0x4942, Kind::Qat, "401xx"),
-    (0x4943, Kind::Qat, "401xx (virtual function)"),
-    (0x4944, Kind::Qat, "402xx"),
-    (0x4945, Kind::Qat, "402xx (virtual function)"),
-    (0x4946, Kind::Qat, "420xx"),
-    (0x4947, Kind::Qat, "420xx (virtual function)"),
-    (0x0b25, Kind::Dsa, "Sapphire or Emerald Rapids"),
-    (0x11fb, Kind::Dsa, "Granite Rapids-D"),
-    (0x1212, Kind::Dsa, "Diamond Rapids"),
-    (0x0cfe, Kind::Iaa, "Sapphire or Emerald Rapids"),
-    (0x1216, Kind::Iaa, "Diamond Rapids"),
-    (0xb02d, Kind::Iaa, "Panther Lake"),
+/// Device ids of QAT; idxd knows those of DSA and IAA.
+const KNOWN: [(u32, &str); 8] = [
+    (0x4940, "4xxx"),
+    (0x4941, "4xxx (virtual function)"),
+    (0x4942, "401xx"),
+    (0x4943, "401xx (virtual function)"),
+    (0x4944, "402xx"),
+    (0x4945, "402xx (virtual function)"),
+    (0x4946, "420xx"),
+    (0x4947, "420xx (virtual function)"),
 ];
 
 /// The accelerators of this host.
 pub(super) fn devices(root: &Root) -> Vec<Device> {
+    let offload = discovery::hardware(&root.of_idxd());
     root.list("sys/bus/pci/devices")
         .into_iter()
         .filter_map(|(address, folder)| {
@@ -71,7 +76,13 @@ pub(super) fn devices(root: &Root) -> Vec<Device> {
                 return None;
             }
             let id = hex(&device)?;
-            let (_, kind, model) = KNOWN.into_iter().find(|(known, ..)| *known == id)?;
+            let (kind, model) = match offload.iter().find(|known| known.address == address) {
+                Some(known) => (known.kind.into(), known.model),
+                None => {
+                    let (_, model) = KNOWN.into_iter().find(|(known, _)| *known == id)?;
+                    (Kind::Qat, model)
+                }
+            };
             Some(Device {
                 address,
                 kind,

@@ -1,0 +1,254 @@
+//! Engine iaa: Intel's In-Memory Analytics Accelerator for method qpl, or a model of it.
+//!
+//! ```text
+//!   packet ──> Compressor ── each page an operation ──> work queues of IAAs, in turn
+//!                  │  what is refused, fails or is late: method qpl's software, page by page
+//!                  v
+//!              Payload (the table of lengths, the streams in their order)
+//! ```
+//! The payload is method qpl's ([`qpl`]), and nobody can see whether device or processor has written a page. What the
+//! processor does instead of a device is counted ([`DeviceWork`]) and is no failure of the packet. It is one when all
+//! work queues are dead: then the guard of this engine gives it up (module `accelerated`).
+//!
+//! # Levels
+//! IAA has one way to search for matches. What can be chosen is the Huffman code:
+//!
+//! - Level 0: that which is built into the format. One operation a page, nothing to wait for.
+//! - Levels 1 and above: learned. Before a packet the devices count the symbols of every 16th page; the code for
+//!   them goes out with each page, 60 to 110 bytes. That costs a wait of microseconds a packet and the making of the
+//!   code; a page in which this is longer than the page goes as it is.
+//!
+//! The level is software's as well: pages that software does are written by qpl's engine for it.
+//!
+//! Ratios and the encoding thread's time for a page, waiting included, with the **model** of an IAA at 4 GB/s and what
+//! it finds for matches, which is not what the hardware finds (`benches/iaa.rs`; 23 and 24 packets of 128 pages from
+//! Silesia and from memory of processes):
+//!
+//! |                 | Silesia          | memory           |
+//! |-----------------|------------------|------------------|
+//! | model, level 0  | 2.295 / 1.06 µs  | 2.144 / 1.05 µs  |
+//! | model, level 1  | 2.647 / 2.47 µs  | 2.195 / 2.21 µs  |
+//! | ISA-L, level 0  | 2.581 / 10.9 µs  | 2.099 / 14.1 µs  |
+//! | libdeflate, 1   | 2.739 / 36.6 µs  | 2.322 / 43.2 µs  |
+//!
+//! At level 0 the device is what takes the time. At level 1 it is the making of the code, about 150 µs a packet.
+//!
+//! # Canned mode
+//! There the learned code would travel once per packet rather than with each page. It is not used: a packet would
+//! need a format of its own, which only another Vamoose reads, in order to save the description (of the pages in
+//! [`qpl`]'s table 5 %), and towards another Vamoose lz4 and zstd-frames are better in either direction without any
+//! device. It would also lose the format's way out for data that the code does not suit.
+
+use std::sync::Arc;
+
+use idxd::{
+    Kind,
+    offload::{Choice, Compressor, Decompressor, Devices, Options, Tables},
+};
+use multifd::{Layout, Method};
+
+use crate::{
+    devices::open_devices,
+    engine::{Accelerator, Device, DeviceError, DeviceWork, Fault},
+    ffi::libdeflate::Inflate,
+    libdeflate,
+    qpl::{self, Deflate, Encoded, PAGE_SIZE, Payload},
+};
+
+/// The work queues of IAAs.
+pub(crate) struct Iaa {
+    devices: Arc<Devices>,
+}
+
+impl Iaa {
+    pub(crate) const NAME: &str = "iaa";
+    pub(crate) const METHODS: &[Method] = &[Method::Qpl];
+
+    /// By `devices`, whose slots have a buffer for a page.
+    pub(crate) fn new(devices: Arc<Devices>) -> Self {
+        Self { devices }
+    }
+
+    /// By what is chosen of the host, or why that cannot be.
+    pub(crate) fn open(choice: &Choice, options: Options) -> Result<Self, String> {
+        let devices = open_devices(Kind::Iaa, choice, options)?;
+        Ok(Self::new(Arc::new(devices)))
+    }
+}
+
+impl Accelerator for Iaa {
+    fn name(&self) -> &'static str {
+        Self::NAME
+    }
+
+    fn takes(&self, layout: Layout) -> bool {
+        layout.page_size() == PAGE_SIZE
+    }
+
+    fn device(&self, _method: Method, level: i32, layout: Layout) -> Box<dyn Device> {
+        Box::new(IaaDevice {
+            devices: self.devices.clone(),
+            level,
+            pages: layout.packet_bytes() / PAGE_SIZE,
+            encoding: None,
+            decoding: None,
+        })
+    }
+
+    fn work(&self) -> Option<DeviceWork> {
+        let work = self.devices.work();
+        Some(DeviceWork {
+            by_device: work.by_device,
+            refused: work.refused,
+            failed: work.failed,
+            overtaken: work.overtaken,
+            modelled: self.devices.are_modelled(),
+        })
+    }
+}
+
+/// One channel's use of them, in both directions as it needs them.
+struct IaaDevice {
+    devices: Arc<Devices>,
+    level: i32,
+    /// Most pages of a packet.
+    pages: usize,
+    encoding: Option<Encoding>,
+    decoding: Option<Decoding>,
+}
+
+struct Encoding {
+    compressor: Compressor,
+    software: Box<dyn Deflate>,
+}
+
+struct Decoding {
+    decompressor: Decompressor,
+    software: Inflate,
+    /// Where the pages' streams begin, and after the last one where it ends.
+    starts: Vec<usize>,
+}
+
+impl IaaDevice {
+    fn check(&self) -> Result<(), DeviceError> {
+        if self.devices.are_gone() {
+            return Err(DeviceError::Failed(
+                "all its work queues have stopped answering".to_owned(),
+            ));
+        }
+        Ok(())
+    }
+
+    fn encoding(&self) -> Result<Encoding, DeviceError> {
+        let tables = match self.level {
+            0 => Tables::Fixed,
+            _ => Tables::Learned,
+        };
+        let software = qpl::deflate(self.level).map_err(|reason| failed(&reason))?;
+        Ok(Encoding {
+            compressor: Compressor::new(self.devices.clone(), PAGE_SIZE, self.pages, tables),
+            software,
+        })
+    }
+
+    fn decoding(&self) -> Result<Decoding, DeviceError> {
+        Ok(Decoding {
+            decompressor: Decompressor::new(self.devices.clone(), PAGE_SIZE),
+            software: libdeflate::inflate(Method::Qpl).map_err(|error| failed(&error))?,
+            starts: Vec::with_capacity(self.pages + 1),
+        })
+    }
+}
+
+impl Device for IaaDevice {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, DeviceError> {
+        self.check()?;
+        let mut encoding = match self.encoding.take() {
+            Some(encoding) => encoding,
+            None => self.encoding()?,
+        };
+        let result = encoding.compress(pages, out);
+        self.encoding = Some(encoding);
+        result.map_err(|fault| {
+            failed(&format_args!(
+                "its pages did not become a packet: {fault:?}"
+            ))
+        })
+    }
+
+    fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DeviceError> {
+        self.check()?;
+        let mut decoding = match self.decoding.take() {
+            Some(decoding) => decoding,
+            None => self.decoding()?,
+        };
+        let result = decoding.unpack(payload, pages);
+        self.decoding = Some(decoding);
+        result
+    }
+}
+
+impl Encoding {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+        let Self {
+            compressor,
+            software,
+        } = self;
+        let mut payload = Payload::new(pages.len(), out)?;
+        let mut rest = pages.chunks_exact(PAGE_SIZE);
+        let mut result = Ok(());
+        let mut begun = false;
+        compressor.compress(
+            pages,
+            &mut |page, room| {
+                // Only where it is needed: most packets are the devices' alone.
+                if !begun {
+                    software.begin(pages).ok()?;
+                    begun = true;
+                }
+                software.page(page, room).ok()
+            },
+            &mut |stream| {
+                let (Ok(()), Some(page)) = (result, rest.next()) else {
+                    return;
+                };
+                result = payload.page(page, |room| {
+                    let stream = stream.ok_or(Fault::Room)?;
+                    let room = room.get_mut(..stream.len()).ok_or(Fault::Room)?;
+                    room.copy_from_slice(stream);
+                    Ok(stream.len())
+                });
+            },
+        );
+        result.map(|()| payload.written)
+    }
+}
+
+impl Decoding {
+    fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DeviceError> {
+        let Self {
+            decompressor,
+            software,
+            starts,
+        } = self;
+        let Encoded { lengths, streams } =
+            Encoded::parse(payload, pages.len(), PAGE_SIZE).map_err(|error| failed(&error))?;
+        starts.clear();
+        starts.push(0);
+        let mut rest = streams;
+        for length in lengths {
+            (_, rest) = qpl::split(rest, *length).map_err(|error| failed(&error))?;
+            starts.push(streams.len() - rest.len());
+        }
+        let stream = |page: usize| &streams[starts[page]..starts[page + 1]];
+        decompressor
+            .decompress(&stream, pages, &mut |stream: &[u8], page: &mut [u8]| {
+                qpl::read(software, stream, page)
+            })
+            .map_err(|reason| failed(&reason))
+    }
+}
+
+fn failed(reason: &dyn std::fmt::Display) -> DeviceError {
+    DeviceError::Failed(reason.to_string())
+}

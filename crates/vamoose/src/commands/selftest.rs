@@ -1,0 +1,190 @@
+//! `vamoose selftest`: whether DSA and IAA, modelled or real, do what the offloads expect of them.
+
+mod report;
+
+use std::{
+    fs,
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+use idxd::{
+    Submit,
+    discovery::{self, QueueName, Root},
+    model::{Config, Door, Model},
+    portal,
+    selftest::{self, random},
+};
+
+use self::report::{Report, Tested};
+
+/// Check that DSA and IAA do what offloads expect of them
+///
+/// Without --hw the devices are models: this tests the checks, the models and the offloads, and is the
+/// same again for the same seed. With --hw the checks are done with the work queues of this host, and
+/// what differs from the models is listed. They harm neither the devices nor others who use them. The
+/// exit code is 0 if nothing differs that is certain.
+#[derive(Args, Debug)]
+pub(crate) struct Options {
+    /// Check the work queues of this host, all that can be used (see vamoose probe)
+    #[arg(long)]
+    hw: bool,
+    /// Check these work queues only
+    #[arg(long, value_name = "wqX.Y[,wqX.Y]", requires = "hw", value_parser = queues)]
+    path: Option<Queues>,
+    /// With --hw: also checks that leave a trace in the device's register of errors
+    #[arg(long, requires = "hw")]
+    hazards: bool,
+    /// Where the models' random numbers begin
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    seed: u64,
+    /// Rounds of offloads against models in which everything goes wrong
+    #[arg(long, default_value_t = 50, value_name = "N")]
+    rounds: u32,
+    /// Milliseconds that a device may take for a descriptor
+    #[arg(long, default_value_t = 200, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=60_000))]
+    patience: u64,
+    /// Write a JSON object to this file; - is standard output, in the place of the text
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+/// Names of work queues.
+#[derive(Clone, Debug)]
+struct Queues(Vec<QueueName>);
+
+fn queues(text: &str) -> Result<Queues, discovery::NameError> {
+    QueueName::list(text).map(Queues)
+}
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let mut report = Report {
+        hardware: options.hw,
+        seed: options.seed,
+        modelled: models(options),
+        ..Report::default()
+    };
+    if options.hw {
+        report.tested = hardware(options, &Root::default())?;
+    } else {
+        report.tested = std::mem::take(&mut report.modelled);
+        report.rounds = Some(random::run(options.seed, options.rounds));
+    }
+    print(&report, options.json.as_deref())?;
+    let failures = report.failures();
+    if failures.is_empty() {
+        return Ok(());
+    }
+    bail!("not as it must be: {}", failures.join("; "))
+}
+
+fn print(report: &Report, json: Option<&Path>) -> Result<()> {
+    let text = match json {
+        Some(path) => {
+            let text = serde_json::to_string_pretty(&report.json())
+                .context("cannot write the result as JSON")?
+                + "\n";
+            if path == Path::new("-") {
+                text
+            } else {
+                fs::write(path, text).with_context(|| format!("--json {}", path.display()))?;
+                report.text()
+            }
+        }
+        None => report.text(),
+    };
+    match io::stdout().write_all(text.as_bytes()) {
+        // `| head` has read enough.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        result => result.context("cannot write to standard output"),
+    }
+}
+
+/// The checks against models of both kinds, as all their users meet them.
+fn models(options: &Options) -> Vec<Tested> {
+    let unsafe_v1 = true;
+    let mut blocking = Config::dsa();
+    if let Some(limits) = blocking.limits_mut(0, 0) {
+        limits.block_on_fault = true;
+    }
+    [
+        ("DSA model, ENQCMD", Config::dsa(), Door::Enqcmd),
+        (
+            "DSA model, write(2)",
+            Config::dsa(),
+            Door::Write { unsafe_v1 },
+        ),
+        ("DSA model that blocks on faults", blocking, Door::Enqcmd),
+        ("IAA model, ENQCMD", Config::iaa(), Door::Enqcmd),
+        (
+            "IAA model, write(2)",
+            Config::iaa(),
+            Door::Write { unsafe_v1 },
+        ),
+    ]
+    .into_iter()
+    .map(|(name, mut config, door)| {
+        config.seed = options.seed;
+        let model = Model::deterministic(&config);
+        // Nobody else is there to be harmed.
+        tested(name.to_owned(), model.queue(0, 0, door), options, true)
+    })
+    .collect()
+}
+
+/// The checks against this host's work queues.
+fn hardware(options: &Options, root: &Root) -> Result<Vec<Tested>> {
+    let devices = discovery::scan(root);
+    let all = || devices.iter().flat_map(|device| &device.queues);
+    let chosen: Vec<_> = match &options.path {
+        None => all().filter(|queue| queue.usable().is_ok()).collect(),
+        Some(Queues(names)) => names
+            .iter()
+            .map(|name| {
+                let found = discovery::find(&devices, name);
+                let (_, queue) = found.with_context(|| {
+                    format!("this host has no work queue {name}; vamoose probe shows what it has")
+                })?;
+                Ok(queue)
+            })
+            .collect::<Result<_>>()?,
+    };
+    if chosen.is_empty() {
+        let report = discovery::report(root);
+        let mut why: Vec<String> = report.missing.iter().map(ToString::to_string).collect();
+        why.extend(all().filter_map(|queue| {
+            let problem = queue.usable().err()?;
+            Some(format!("{} cannot be used: {problem}", queue.name))
+        }));
+        bail!(
+            "no work queue of a DSA or an IAA can be used on this host: {}; vamoose probe shows how to set one up",
+            why.join("; ")
+        );
+    }
+    chosen
+        .into_iter()
+        .map(|queue| {
+            let portal = portal::open(queue, root)
+                .with_context(|| format!("cannot test work queue {}", queue.name))?;
+            let name = format!("{}, {:?}", queue.name, portal.way()).to_lowercase();
+            Ok(tested(name, Arc::new(portal), options, options.hazards))
+        })
+        .collect()
+}
+
+fn tested(queue: String, submit: Arc<dyn Submit>, options: &Options, hazards: bool) -> Tested {
+    let kind = submit.limits().kind;
+    let options = selftest::Options {
+        patience: Duration::from_millis(options.patience),
+        hazards,
+    };
+    Tested {
+        queue,
+        kind,
+        findings: selftest::run(submit, &options),
+    }
+}

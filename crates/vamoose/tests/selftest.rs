@@ -1,0 +1,120 @@
+//! `vamoose selftest`, against models, and against the work queues of a machine that has none.
+
+#![allow(clippy::unwrap_used, reason = "a test helper fails by panicking")]
+
+use std::{
+    fs,
+    path::Path,
+    process::{Command, Output},
+};
+
+use serde_json::Value;
+
+#[test]
+fn models_do_what_is_expected_of_them() {
+    let output = selftest(&["--rounds", "3"]);
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    for part in [
+        "DSA model, ENQCMD",
+        "IAA model, write(2)",
+        "compare-pattern-zero       holds",
+        "assumptions of the model",
+        "3 rounds of offloads with every fault on, seed 1",
+        "all right",
+    ] {
+        assert!(text.contains(part), "{part} is missing in {text}");
+    }
+    assert!(!text.contains("  differs"), "{text}");
+}
+
+#[test]
+fn the_json_has_its_keys() {
+    let json = json(&["--rounds", "2", "--seed", "5"]);
+    assert_eq!(json["passed"], true);
+    assert_eq!(json["hardware"], false);
+    assert_eq!(json["seed"], 5);
+    assert_eq!(json["rounds"]["rounds"], 2);
+    assert_eq!(json["rounds"]["wrong"].as_array().unwrap().len(), 0);
+    for key in ["model-version", "failures", "differences"] {
+        assert!(json.get(key).is_some(), "{key}");
+    }
+    let queues = json["queues"].as_array().unwrap();
+    assert_eq!(queues.len(), 5);
+    for check in queues
+        .iter()
+        .flat_map(|queue| queue["checks"].as_array().unwrap())
+    {
+        for key in ["number", "name", "what", "assumptions", "open", "result"] {
+            assert!(check.get(key).is_some(), "{key} in {check}");
+        }
+        let result = check["result"].as_str().unwrap();
+        assert!(["holds", "found", "skipped"].contains(&result), "{check}");
+    }
+    let assumptions = json["assumptions"].as_array().unwrap();
+    let holding = assumptions.iter().filter(|one| one["state"] == "holds");
+    assert!(holding.count() >= 15, "{assumptions:#?}");
+    assert!(assumptions.iter().all(|one| one["state"] != "differs"));
+}
+
+#[test]
+fn a_seed_says_the_same_again() {
+    let of = |seed| selftest(&["--rounds", "3", "--seed", seed, "--json", "-"]).stdout;
+    assert_eq!(of("7"), of("7"));
+    assert_ne!(of("7"), of("8"));
+}
+
+#[test]
+fn the_json_goes_to_a_file_beside_the_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("selftest.json");
+    let output = selftest(&["--rounds", "0", "--json", path.to_str().unwrap()]);
+    assert!(output.status.success() && !output.stdout.is_empty());
+    let json: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+    assert_eq!(json["passed"], true);
+}
+
+#[test]
+fn a_host_without_work_queues_says_what_is_missing() {
+    if Path::new("/sys/bus/dsa/devices").is_dir() {
+        return;
+    }
+    let output = selftest(&["--hw"]);
+    assert!(!output.status.success());
+    let said = String::from_utf8(output.stderr).unwrap();
+    for part in [
+        "no work queue of a DSA or an IAA",
+        "modprobe idxd",
+        "vamoose probe",
+    ] {
+        assert!(said.contains(part), "{said}");
+    }
+    let output = selftest(&["--hw", "--path", "wq0.0"]);
+    assert!(!output.status.success());
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("no work queue wq0.0"), "{said}");
+}
+
+#[test]
+fn wrong_options_are_refused() {
+    for arguments in [
+        &["--path", "wq0.0"][..],
+        &["--hw", "--path", "wq"],
+        &["--patience", "0"],
+    ] {
+        assert_eq!(selftest(arguments).status.code(), Some(2), "{arguments:?}");
+    }
+}
+
+fn json(arguments: &[&str]) -> Value {
+    let output = selftest(&[arguments, &["--json", "-"]].concat());
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn selftest(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_vamoose"))
+        .arg("selftest")
+        .args(arguments)
+        .output()
+        .unwrap()
+}
