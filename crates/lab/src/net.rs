@@ -86,6 +86,15 @@ impl Link {
         b.configure(rate)?;
         Ok(link)
     }
+
+    /// Makes the link carry `rate` bits a second from now on, whatever it carried before.
+    ///
+    /// # Errors
+    /// When `tc` fails, with what it says.
+    pub fn set_rate(&self, rate: u64) -> Result<()> {
+        self.source.shape(rate)?;
+        self.destination.shape(rate)
+    }
 }
 
 impl Namespace {
@@ -157,21 +166,23 @@ impl Namespace {
         for device in ["lo", device] {
             run(Command::new("ip").args(["-n", name, "link", "set", device, "up"]))?;
         }
-        if let Some(rate) = rate {
-            // 4 ms of the rate, as the kernel's timer is not finer everywhere, and never less than one offloaded segment.
-            let burst = (rate / 8 / 250).max(128 << 10).to_string();
-            let shape = [
-                "rate",
-                &format!("{rate}bit"),
-                "burst",
-                &burst,
-                "latency",
-                "50ms",
-            ];
-            run(Command::new("tc")
-                .args(["-n", name, "qdisc", "add", "dev", device, "root", "tbf"])
-                .args(shape))?;
-        }
+        rate.map_or(Ok(()), |rate| self.shape(rate))
+    }
+
+    fn shape(&self, rate: u64) -> Result<()> {
+        let Self { name, device, .. } = self;
+        // 4 ms of the rate, as the kernel's timer is not finer everywhere, and never less than one offloaded segment.
+        let burst = (rate / 8 / 250).max(128 << 10).to_string();
+        let queue = ["-n", name, "qdisc", "replace", "dev", device, "root", "tbf"];
+        let shape = [
+            "rate",
+            &format!("{rate}bit"),
+            "burst",
+            &burst,
+            "latency",
+            "50ms",
+        ];
+        run(Command::new("tc").args(queue).args(shape))?;
         Ok(())
     }
 }

@@ -4,7 +4,7 @@
 //! cargo bench -p transfer --bench auto -- [ROUNDS] [LINK…] [METHOD…]      as root, for links
 //!
 //! ROUNDS   3 if not said
-//! LINK     100M 1G 10G 25G free loopback, or any other rate
+//! LINK     100M 1G 10G 25G free loopback, or any other rate; 1G>100M changes after the first half
 //! METHOD   those that can win, if none is said; auto none lz4:8 zstd-frames:-1 zlib:1 …
 //! VAMOOSE_CORPUS=dir[:dir…]      other data than target/corpus/{memory,silesia}
 //! ```
@@ -20,7 +20,7 @@
 //! Prints a Markdown table: pages that arrived, in MB (10^6 bytes) per second, and CPU seconds of the
 //! whole process, both ends, per GiB of them. At the end of a row auto's share of the fixed method that
 //! was best on that link: of the whole slice, and of its second half, when auto has learnt what there is
-//! to learn.
+//! to learn. A link that changes does so at the end of the first half, and the second half begins a second later.
 
 #![allow(
     clippy::expect_used,
@@ -156,6 +156,7 @@ fn measure(link: &str, methods: &[String], rounds: usize, data: &Arc<Vec<u8>>) -
         for (cell, method) in cells.iter_mut().zip(methods) {
             let engines = Engines::software(settings(method));
             cell.push(slice(&engines, &ends, data, slice_time(link)));
+            ends.restore();
         }
     }
     cells
@@ -209,31 +210,58 @@ fn load() -> String {
 enum Ends {
     Link(Link),
     Loopback,
+    /// A link that carries the first rate, and after half of a slice the second.
+    Changing(Link, [u64; 2]),
 }
 
 fn ends(link: &str) -> Ends {
-    let rate = match link {
-        "loopback" => return Ends::Loopback,
-        "free" => None,
-        rate => {
-            let (number, unit) = rate.split_at(rate.len() - 1);
-            let number: u64 = number.parse().expect("a rate such as 10G");
-            let unit = if unit == "G" {
-                1_000_000_000
-            } else {
-                1_000_000
-            };
-            Some(number * unit)
+    let new = |rate| Link::new(rate).expect("root makes links");
+    match (link, link.split_once('>')) {
+        ("loopback", _) => Ends::Loopback,
+        ("free", _) => Ends::Link(new(None)),
+        (_, Some((before, after))) => {
+            let rates = [before, after].map(rate);
+            Ends::Changing(new(Some(rates[0])), rates)
         }
-    };
-    Ends::Link(Link::new(rate).expect("root makes links"))
+        (only, None) => Ends::Link(new(Some(rate(only)))),
+    }
 }
 
+/// In bits per second.
+fn rate(text: &str) -> u64 {
+    let (number, unit) = text.split_at(text.len() - 1);
+    let number: u64 = number.parse().expect("a rate such as 10G");
+    let unit = if unit == "G" {
+        1_000_000_000
+    } else {
+        1_000_000
+    };
+    number * unit
+}
+
+/// What a changed link has time for before anybody looks: auto is to have followed by then.
+const REACTION: Duration = Duration::from_secs(1);
+
 impl Ends {
+    /// Half of a slice is over.
+    fn change(&self) {
+        if let Self::Changing(link, [_, after]) = self {
+            link.set_rate(*after).expect("root changes links");
+            thread::sleep(REACTION);
+        }
+    }
+
+    /// A slice is over.
+    fn restore(&self) {
+        if let Self::Changing(link, [before, _]) = self {
+            link.set_rate(*before).expect("root changes links");
+        }
+    }
+
     /// A connection from one end to the other.
     fn connect(&self) -> (Stream, Stream) {
         let (near, far, address) = match self {
-            Self::Link(link) => (
+            Self::Link(link) | Self::Changing(link, _) => (
                 Some(&link.source),
                 Some(&link.destination),
                 link.destination.address(),
@@ -310,6 +338,7 @@ fn slice(engines: &Engines, ends: &Ends, data: &Arc<Vec<u8>>, time: Duration) ->
             cpu: process_cpu().saturating_sub(cpu_at_start),
         };
         thread::sleep(time / 2);
+        ends.change();
         let half = so_far();
         thread::sleep(time / 2);
         let whole = so_far();
