@@ -11,6 +11,7 @@
 //!      └── model                devices in software that misbehave
 //!
 //!   descriptor, operation, dsa, iaa, rules    what a device is told        record, status    what it says
+//!   selftest                    asks a work queue, real or modelled, whether all of this is as assumed
 //! ```
 //! Little-endian x86-64 is what these devices exist for; elsewhere only the model works.
 
