@@ -133,7 +133,7 @@ fn a_guest_that_writes_all_the_time() -> Result<()> {
             let mut next = Guest::start(&machine.clone().incoming().paused())?;
             running(&mut guest, &mut next, *way, channels).with_context(context)?;
             next.qemu.qmp.cont()?;
-            next.wait_ticks(2, LIMIT).with_context(context)?;
+            next.wait_ticks(1, LIMIT).with_context(context)?;
             guest.finish()?;
             guest = next;
         }
