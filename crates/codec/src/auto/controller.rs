@@ -195,7 +195,8 @@ impl Controller {
                 (cpu.min(took) / wire.max(1.0)).max(LEAST_COPYING),
                 weight,
             );
-            let waited = match sent.blocked {
+            // Of a link that has never been felt a thread that only lost its core knows nothing yet.
+            let waited = match sent.blocked || self.link.time().is_some() {
                 true => (took - cpu * self.stretch).max(0.0),
                 false => 0.0,
             };
