@@ -6,7 +6,9 @@ use std::{
     thread,
 };
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::mm::{
+    Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap,
+};
 
 use super::*;
 use crate::model::{Mishap, On, Page, Work as Done};
@@ -171,7 +173,8 @@ fn memory_that_is_gone_crashes_nothing() {
         let area =
             mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE).unwrap();
         madvise(area, bytes / 2, Advice::LinuxDontNeed).unwrap();
-        munmap(area.byte_add(bytes / 2), bytes / 2).unwrap();
+        // Unmapped, the second half could become another thread's.
+        mprotect(area.byte_add(bytes / 2), bytes / 2, MprotectFlags::empty()).unwrap();
         area
     };
     let model = Model::deterministic(&Config::dsa());
@@ -194,8 +197,8 @@ fn memory_that_is_gone_crashes_nothing() {
     // The first half reads as zeros, page by page.
     assert_eq!(looked, (32..pages.len()).collect::<Vec<_>>());
     assert!(verdicts.iter().all(|zero| *zero));
-    // SAFETY: what is left of the mapping.
-    unsafe { munmap(area, bytes / 2) }.unwrap();
+    // SAFETY: the mapping; nothing is in flight any more.
+    unsafe { munmap(area, bytes) }.unwrap();
 }
 
 #[test]
