@@ -65,6 +65,8 @@ pub(crate) struct Auto {
     last_out: Stamp,
     /// When the thread turned to the socket, as far as is known.
     last_encoded: Stamp,
+    /// How often the thread had given its core away by then.
+    waits: u64,
     /// Time of encoding since the last packet was out.
     encoding: Duration,
 }
@@ -95,6 +97,7 @@ impl Auto {
             failed: false,
             last_out: now,
             last_encoded: now,
+            waits: ffi::thread::waits(),
             encoding: Duration::ZERO,
         })
     }
@@ -215,6 +218,7 @@ impl Encoder for Auto {
         let encoded = self.try_encode(pages, &mut out[..room]);
         self.failed = encoded.is_err();
         self.last_encoded = Stamp::now();
+        self.waits = ffi::thread::waits();
         self.encoding += start.until(self.last_encoded).1;
         Ok(match encoded? {
             Some((method, len)) => Encoded {
@@ -229,13 +233,13 @@ impl Encoder for Auto {
         let now = Stamp::now();
         let (_, elapsed) = self.last_out.until(now);
         let (cpu, _) = self.last_encoded.until(now);
-        let blocked = now.waits != self.last_encoded.waits;
+        let before = std::mem::replace(&mut self.waits, ffi::thread::waits());
         self.controller.sent(Sent {
             wire_bytes,
             page_bytes,
             took,
             cpu: cpu.min(took),
-            blocked,
+            blocked: self.waits != before,
             encoding: std::mem::take(&mut self.encoding),
             elapsed,
         });
@@ -308,8 +312,6 @@ impl Codecs {
 #[derive(Clone, Copy)]
 struct Stamp {
     cpu: Duration,
-    /// How often the thread has given its core away.
-    waits: u64,
     wall: Instant,
 }
 
@@ -317,7 +319,6 @@ impl Stamp {
     fn now() -> Self {
         Self {
             cpu: Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default(),
-            waits: ffi::thread::waits(),
             wall: Instant::now(),
         }
     }

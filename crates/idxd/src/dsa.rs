@@ -266,17 +266,7 @@ const TRANSFER: u64 = ADDRESS_1 | ADDRESS_2 | SIZE;
 /// The seed and the address where it may stand instead.
 const SEED: u64 = span(40, 4) | span(48, 8);
 
-const NOTHING: Rules = Rules {
-    flags: RECORD,
-    in_batch: false,
-    operation_flags: 0,
-    used: 0,
-    expected_result: None,
-    size: Size::None,
-    delta_size: None,
-    apart: Apart::No,
-    aligned: &[],
-};
+const NOTHING: Rules = Rules::nothing(RECORD);
 const TRANSFERS: Rules = Rules {
     flags: WRITE_FLAGS,
     in_batch: true,

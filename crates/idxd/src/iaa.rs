@@ -260,17 +260,7 @@ const AECS: &[Aligned] = &[
     },
 ];
 
-const NOTHING: Rules = Rules {
-    flags: COMMON_FLAGS,
-    in_batch: false,
-    operation_flags: 0,
-    used: 0,
-    expected_result: None,
-    size: Size::None,
-    delta_size: None,
-    apart: Apart::No,
-    aligned: &[],
-};
+const NOTHING: Rules = Rules::nothing(COMMON_FLAGS);
 
 #[cfg(test)]
 mod tests;

@@ -63,6 +63,8 @@ mod machine;
 mod memory;
 pub(crate) mod random;
 #[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
 mod tests;
 mod validate;
 

@@ -252,8 +252,7 @@ impl Queue {
     /// Takes one part in `sharers` of a shared work queue; what is in flight beyond it stays. A dedicated one has
     /// no sharers.
     pub fn set_share(&self, sharers: u32) {
-        let share = share(self.inner.device.limits(), sharers);
-        self.inner.credits.set_limit(share);
+        self.set_entries(share(self.inner.device.limits(), sharers));
     }
 
     /// Takes `entries` entries of a shared work queue, and no more than it has; none is possible. Who shares it with

@@ -39,6 +39,23 @@ pub struct Rules {
     pub aligned: &'static [Aligned],
 }
 
+impl Rules {
+    /// An operation on nothing, with these flags.
+    pub(crate) const fn nothing(flags: Flags) -> Self {
+        Self {
+            flags,
+            in_batch: false,
+            operation_flags: 0,
+            used: 0,
+            expected_result: None,
+            size: Size::None,
+            delta_size: None,
+            apart: Apart::No,
+            aligned: &[],
+        }
+    }
+}
+
 /// What [`Descriptor::size`] counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Size {
@@ -331,6 +348,16 @@ pub(crate) fn bytes(descriptor: &Descriptor) -> [u8; 64] {
         place.copy_from_slice(&word.to_le_bytes());
     }
     bytes
+}
+
+/// 64 bytes from what stands at some of their places.
+#[cfg(test)]
+pub(crate) fn expected(parts: &[(usize, &[u8])]) -> [u8; 64] {
+    let mut expected = [0; 64];
+    for (at, bytes) in parts {
+        expected[*at..at + bytes.len()].copy_from_slice(bytes);
+    }
+    expected
 }
 
 #[cfg(test)]

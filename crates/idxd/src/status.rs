@@ -406,7 +406,9 @@ codes! {
 }
 
 /// The bits of a record's first byte that are the code.
-const CODE: u8 = 0x3f;
+pub(crate) const CODE: u8 = 0x3f;
+/// A record's first byte where all went well: of both devices.
+pub(crate) const SUCCESS: u8 = DsaStatus::Success.code();
 /// Bit of a record's first byte: the page fault was on a write.
 const FAULT_ON_WRITE: u8 = 0x80;
 

@@ -48,14 +48,10 @@ impl<'a> Attributes<'a> {
         name: &'static str,
         parse: impl Fn(&str) -> Option<T>,
     ) -> Option<T> {
-        match self.read(name, parse) {
-            Err(Problem::Missing { .. }) => None,
-            Err(problem) => {
-                self.problem.get_or_insert(problem);
-                None
-            }
-            Ok(value) => value,
-        }
+        self.read_if_there(name, parse).unwrap_or_else(|problem| {
+            self.problem.get_or_insert(problem);
+            None
+        })
     }
 
     /// One that not every kernel has, and without which things go on.
@@ -64,13 +60,20 @@ impl<'a> Attributes<'a> {
         name: &'static str,
         parse: impl Fn(&str) -> Option<T>,
     ) -> Option<T> {
+        self.read_if_there(name, parse).unwrap_or_else(|problem| {
+            self.remarks.push(problem);
+            None
+        })
+    }
+
+    fn read_if_there<T>(
+        &self,
+        name: &'static str,
+        parse: impl Fn(&str) -> Option<T>,
+    ) -> Result<Option<T>, Problem> {
         match self.read(name, parse) {
-            Err(Problem::Missing { .. }) => None,
-            Err(problem) => {
-                self.remarks.push(problem);
-                None
-            }
-            Ok(value) => value,
+            Err(Problem::Missing { .. }) => Ok(None),
+            result => result,
         }
     }
 

@@ -3,17 +3,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::{
     Kind, Limits, Mode, Operations,
-    rules::{Place, Violation, bytes, check},
+    rules::{Place, Violation, bytes, check, expected},
 };
-
-/// 64 bytes from what stands at some of their places.
-fn expected(parts: &[(usize, &[u8])]) -> [u8; 64] {
-    let mut expected = [0; 64];
-    for (at, bytes) in parts {
-        expected[*at..at + bytes.len()].copy_from_slice(bytes);
-    }
-    expected
-}
 
 const COMPRESS: Compress = Compress {
     source: 0x1122_3344_5566_7788,

@@ -7,11 +7,8 @@
 
 use std::{sync::Arc, time::Duration};
 
-use super::{
-    Devices, Work,
-    devices::{Given, SUCCESS},
-};
-use crate::{Outcome, Slot, dsa};
+use super::{Devices, Work, devices::Given};
+use crate::{Outcome, Slot, dsa, status::SUCCESS};
 
 /// Bytes to be copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -190,9 +190,6 @@ impl Devices {
     }
 }
 
-/// Status of what went well (`linux/idxd.h`).
-pub(super) const SUCCESS: u8 = 0x01;
-
 /// `count` places from `first` on, beginning with another one each turn.
 fn rotated(first: usize, count: usize, turn: usize) -> impl Iterator<Item = usize> {
     (0..count).map(move |index| first + turn.wrapping_add(index) % count)

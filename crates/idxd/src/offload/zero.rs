@@ -17,11 +17,8 @@ use std::{num::NonZeroU32, sync::Arc, time::Duration};
 
 use thiserror::Error;
 
-use super::{
-    Devices, Work,
-    devices::{Given, SUCCESS},
-};
-use crate::{Slot, Urgency, dsa};
+use super::{Devices, Work, devices::Given};
+use crate::{Slot, Urgency, dsa, status::SUCCESS};
 
 /// Looks for zero pages, for one thread.
 #[derive(Debug)]

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::Unanswered;
-use crate::{Descriptor, Flags, Record, arena::Arena, opcode};
+use crate::{Descriptor, Flags, Record, arena::Arena, opcode, status::SUCCESS};
 
 /// What of a slot has been submitted, and how much of that is known to be complete.
 ///
@@ -170,5 +170,3 @@ fn batch(list: &[Descriptor], record: &Record) -> Descriptor {
 
 /// Every operation has a record, also if it succeeds.
 pub(super) const RECORD: Flags = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
-
-pub(super) const SUCCESS: u8 = 0x01;

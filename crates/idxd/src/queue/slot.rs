@@ -4,9 +4,12 @@ use std::{ops::Range, sync::Arc, time::Duration};
 
 use super::{
     Inner, NotTaken, Quarantined, Unanswered, Urgency,
-    flight::{Flight, RECORD, SUCCESS},
+    flight::{Flight, RECORD},
 };
-use crate::{Descriptor, Record, RecordImage, Refusal, opcode};
+use crate::{
+    Descriptor, Record, RecordImage, Refusal, opcode,
+    status::{CODE, SUCCESS},
+};
 
 /// A list of descriptors, their records and a buffer, to be filled in. Dropping it gives it back.
 #[derive(Debug)]
@@ -406,7 +409,5 @@ impl Drop for Lease {
     }
 }
 
-/// Bits of a status that say what happened. Bit 7 says whether a fault was on a write.
-const CODE: u8 = 0x3f;
 /// Success too: the result is not the expected one.
 const PREDICATE_FALSE: u8 = 0x02;

@@ -3,7 +3,10 @@
 use proptest::{collection::vec, prelude::*};
 
 use super::{compression, copies::Areas, *};
-use crate::model::{At, Chance, Faults, Mishap, On, Order, Page};
+use crate::model::{
+    Faults, Mishap, On, Page,
+    testing::{any_faults, harmless},
+};
 
 /// What happens before a call.
 #[derive(Clone, Copy, Debug)]
@@ -37,43 +40,12 @@ struct Seen {
     took: Duration,
 }
 
-/// Everything but wrong results.
-fn mishap() -> impl Strategy<Value = Mishap> {
-    let time = (0u64..3_000_000).prop_map(Duration::from_nanos);
-    prop_oneof![
-        (any::<bool>(), any::<bool>()).prop_map(|(write, refused)| Mishap::PageFault {
-            at: At::Anywhere,
-            write,
-            refused
-        }),
-        time.clone().prop_map(Mishap::Slow),
-        time.clone().prop_map(Mishap::Late),
-        time.prop_map(Mishap::RecordLate),
-        Just(Mishap::Stuck),
-        Just(Mishap::StuckEngine),
-        Just(Mishap::RecordLost),
-        Just(Mishap::BatchFirst),
-        (0u32..5).prop_map(Mishap::ListFault),
-        (0x20u8..0x25).prop_map(Mishap::Status),
-    ]
-}
-
 fn faults() -> impl Strategy<Value = Faults> {
-    let chance = (0u16..150, mishap()).prop_map(|(per_mille, mishap)| Chance {
-        per_mille,
-        on: On::any(),
-        mishap,
-    });
-    let order = prop_oneof![Just(Order::AsDone), Just(Order::Reverse)];
-    let any = (vec(chance, 0..6), 0u32..128, 0u16..500, order).prop_map(
-        |(chances, competitor, full_per_mille, order)| Faults {
-            chances,
-            competitor,
-            full_per_mille,
-            order,
-        },
-    );
-    prop_oneof![Just(Faults::default()), Just(Faults::everything()), any]
+    prop_oneof![
+        Just(Faults::default()),
+        Just(Faults::everything()),
+        any_faults(harmless(), 6)
+    ]
 }
 
 fn event() -> impl Strategy<Value = Event> {
@@ -84,7 +56,7 @@ fn event() -> impl Strategy<Value = Event> {
         1 => (0..3usize).prop_map(Event::Unplug),
         1 => (0..3usize, times).prop_map(|(device, times)| Event::Full(device, times)),
         1 => (0..3usize, 0..200u32).prop_map(|(device, entries)| Event::Occupied(device, entries)),
-        2 => mishap().prop_map(Event::Injected),
+        2 => harmless().prop_map(Event::Injected),
         1 => (0..128usize).prop_map(Event::Absent),
     ]
 }
