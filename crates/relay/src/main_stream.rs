@@ -19,7 +19,7 @@ pub(crate) struct MainState {
 }
 
 impl MainState {
-    /// Whether a source that closes its main stream now breaks the migration off: the destination
+    /// Whether a peer that closes the main stream now breaks the migration off: the destination
     /// has not said how loading went and is going to, or the stream is not at its end.
     ///
     /// The source may already have closed it upon the destination's word while the thread that

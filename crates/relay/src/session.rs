@@ -585,7 +585,8 @@ impl Supervisor<'_> {
             }
             Direction::Back => {
                 open.back = false;
-                open.forward
+                // One that has no return path closes when it has everything, be the source as fast or not.
+                self.main.is_broken_off() && open.forward
             }
         };
         if too_early && !loaded {
@@ -598,4 +599,90 @@ impl Supervisor<'_> {
 struct MainOpen {
     forward: bool,
     back: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the supervisor of one channel each way makes of `reports`, after `state` has seen its bytes.
+    fn judge(state: &MainState, hangup: &Hangup, reports: Vec<Report>) -> Result<Outcome, String> {
+        let (report, all) = channel();
+        for said in reports {
+            report.send(said).unwrap();
+        }
+        drop(report);
+        let supervisor = Supervisor {
+            main: state,
+            patience: Duration::from_secs(15),
+            ends: 2,
+            on_loaded: &|| (),
+        };
+        supervisor
+            .watch(&all, hangup)
+            .map_err(|error| error.to_string())
+    }
+
+    /// A main stream on which these bytes came, and these back.
+    fn seen(forward: &[u8], back: &[u8]) -> MainState {
+        let state = MainState::default();
+        (&mut &state).received(forward);
+        if !back.is_empty() {
+            ReturnWitness::new(&state, |_| ()).received(back);
+        }
+        state
+    }
+
+    fn channels_end() -> Vec<Report> {
+        vec![Report::ChannelRead { channel: 0 }, Report::ChannelWritten]
+    }
+
+    const PONG: [u8; 8] = [0, 2, 0, 4, 0, 0, 0, 1];
+
+    #[test]
+    fn without_a_return_path_either_may_close_first() {
+        let hangup = Hangup::new().unwrap();
+        for ends in [
+            [Direction::Back, Direction::Forward],
+            [Direction::Forward, Direction::Back],
+        ] {
+            let mut reports: Vec<_> = ends.map(Report::MainEnded).into();
+            reports.extend(channels_end());
+            assert_eq!(
+                judge(&seen(b"{}", &[]), &hangup, reports),
+                Ok(Outcome::Unconfirmed)
+            );
+        }
+    }
+
+    #[test]
+    fn a_main_stream_that_closes_before_its_end_breaks_off() {
+        let hangup = Hangup::new().unwrap();
+        for direction in [Direction::Back, Direction::Forward] {
+            let closed = Err(RelayError::MainClosed { direction }.to_string());
+            for state in [seen(b"{", &[]), seen(b"{}", &PONG)] {
+                let mut reports = channels_end();
+                reports.push(Report::MainEnded(direction));
+                assert_eq!(judge(&state, &hangup, reports), closed);
+            }
+        }
+    }
+
+    #[test]
+    fn what_has_been_delivered_counts_though_cancelled() {
+        let hangup = Hangup::new().unwrap();
+        hangup.hang_up();
+        let reports = vec![
+            Report::Shut { code: 0 },
+            Report::Failed(RelayError::Cancelled),
+        ];
+        assert_eq!(
+            judge(&seen(b"{}", &PONG), &hangup, reports),
+            Ok(Outcome::Loaded)
+        );
+        assert_eq!(
+            judge(&seen(b"{}", &PONG), &hangup, channels_end()),
+            Err(RelayError::Cancelled.to_string())
+        );
+    }
 }
