@@ -16,6 +16,7 @@ mod compress;
 mod copy;
 mod decompress;
 mod devices;
+mod near;
 mod open;
 mod rest;
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::{fmt, num::NonZeroU32, path::PathBuf, str::FromStr, sync::Arc};
 
 use thiserror::Error;
 
-use super::Devices;
+use super::{Devices, near::bound_node};
 use crate::{
     Kind, OpenQueueError, Queue, Shape, Submit, Tuning,
     discovery::{self, NameError, QueueName, Root},
@@ -35,7 +35,8 @@ pub struct Options {
     pub tuning: Tuning,
     /// Where the host has its devices.
     pub root: Root,
-    /// NUMA node whose devices are used first.
+    /// NUMA node whose devices are used first; `None` means the one that all processors belong to on which this process
+    /// may run, if they are of one.
     pub node: Option<u32>,
     /// Directory of the tables by which processes divide shared work queues among them, see [`shares`](crate::shares),
     /// and this process's weight. Without it each takes what it can get.
@@ -67,6 +68,10 @@ impl Options {
             },
             PAGES,
         )
+    }
+
+    fn near(&self) -> Option<u32> {
+        self.node.or_else(|| bound_node(&self.root))
     }
 
     fn of(shape: Shape, slots: u32) -> Self {
@@ -160,7 +165,7 @@ impl Devices {
             }
         }
         match problem {
-            _ if !opened.is_empty() => Ok(Self::new(opened, options.node)),
+            _ if !opened.is_empty() => Ok(Self::new(opened, options.near())),
             Some(error) => Err(error),
             None => Err(DevicesError::None(kind)),
         }
@@ -183,7 +188,7 @@ impl Devices {
         });
         Ok(Self::new(
             opened.collect::<Result<Vec<_>, _>>()?,
-            options.node,
+            options.near(),
         ))
     }
 
