@@ -558,7 +558,6 @@ fn packets_are_independent() {
     });
     let mut decoder = Decoder::new(LAYOUT);
     for at in [2, 0, 1, 1] {
-        assert_eq!(payloads[at], encode(1, &packets[at]));
         let mut pages = vec![0xee; packets[at].len()];
         decoder.decode(QATZIP, &payloads[at], &mut pages).unwrap();
         assert!(pages == packets[at]);
@@ -613,7 +612,8 @@ proptest! {
             prop_assert!(decode(encoded.payload, sent.len()).unwrap() == sent);
         } else {
             let room = output.slice(whole.len() + 64, at_end);
-            prop_assert_eq!(new_encoder(level).encode(pages, room).unwrap().payload, &whole[..]);
+            let mut encoder = new_encoder(level);
+            prop_assert!(decode(encoder.encode(pages, room).unwrap().payload, sent.len()).unwrap() == sent);
         }
 
         let mut payload = whole;

@@ -9,6 +9,10 @@
 //!    immediately before a call and cleared after it. What it needs of them later, it copies.
 //! 3. **Counters are differences.** `total_in` and `total_out` are 32 bits wide and wrap at 4 GiB,
 //!    which ISA-L allows for (it only subtracts them); we never read them.
+//!
+//! The same input may be encoded in different bytes: at the start of a stream ISA-L's assembly hashes the third
+//! position of what a register happens to hold (`write_first_byte`; the state's address, say), and so may miss a
+//! match there. What it writes is right in any case.
 
 use std::{alloc, ptr, ptr::NonNull};
 
@@ -306,12 +310,18 @@ mod tests {
                 let result = Deflate::new(level).compress(&pages, &mut out[..room]);
                 // A little more room than the result is asked for, to be sure that it is whole.
                 match result {
-                    Ok(written) => assert!(written == needed && written < room),
-                    Err(fault) => assert!(fault == Fault::Room && room < needed + 16),
+                    Ok(written) => assert!(written < room && holds(&out[..written], &pages)),
+                    Err(fault) => assert!(fault == Fault::Room && room < needed + 32),
                 }
                 assert!(out[room..].iter().all(|byte| *byte == 0xa5), "room {room}");
             }
         }
+    }
+
+    fn holds(payload: &[u8], pages: &[u8]) -> bool {
+        let mut found = vec![0xa5; pages.len()];
+        let step = Inflate::new().step(payload, &mut found).unwrap();
+        step.produced == pages.len() && found == pages
     }
 
     #[test]
