@@ -24,7 +24,7 @@ demo: setup    # Move a running guest between two QEMUs, prove it, compare with 
 
 # What a machine cannot test says SKIPPED on the terminal; with VAMOOSE_NO_SKIP=1 it is an error.
 test: setup    # Run all tests
-	cargo test --workspace
+	cargo test --workspace --no-fail-fast
 
 figures: setup # Measure the documentation's figures anew
 	cargo build --release -p vamoose
