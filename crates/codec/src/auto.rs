@@ -20,7 +20,7 @@
 //! cannot encode everything, and raw packets leave the cores idle; a mix is a third faster than either.
 //!
 //! # What could go wrong
-//! - The link changes: its rate is known from the last few waits, see `link`.
+//! - The link changes: its rate is known from the last few waits and from what the socket holds, see `link`.
 //! - The data changes: rungs are measured whenever they are used, and their neighbours now and then.
 //! - There is nothing to save: a sample of the packet is tried first, and after several such packets only
 //!   one in a few is looked at.
@@ -229,7 +229,13 @@ impl Encoder for Auto {
         })
     }
 
-    fn sent(&mut self, wire_bytes: usize, page_bytes: usize, took: Duration) {
+    fn sent(
+        &mut self,
+        wire_bytes: usize,
+        page_bytes: usize,
+        took: Duration,
+        queued: Option<usize>,
+    ) {
         let now = Stamp::now();
         let (_, elapsed) = self.last_out.until(now);
         let (cpu, _) = self.last_encoded.until(now);
@@ -238,6 +244,7 @@ impl Encoder for Auto {
             wire_bytes,
             page_bytes,
             took,
+            queued,
             cpu: cpu.min(took),
             blocked: self.waits != before,
             encoding: std::mem::take(&mut self.encoding),
@@ -380,6 +387,7 @@ mod tests {
         fn any_mix_of_packets_arrives(
             packets in vec((0..3_u8, any::<u64>(), 0..=128_usize), 1..12),
             took in select(&[0, 100, 100_000, 100_000_000][..]),
+            queued in select(&[None, Some(0), Some(300_000), Some(usize::MAX)][..]),
         ) {
             let layout = Layout::X86;
             let mut auto = Auto::new(layout).unwrap();
@@ -395,7 +403,7 @@ mod tests {
                 prop_assert_eq!(decoder.decode(encoded.method, encoded.payload, &mut back), Ok(()));
                 prop_assert!(back == pages);
                 let wire = encoded.payload.len();
-                auto.sent(wire, pages.len(), Duration::from_micros(took));
+                auto.sent(wire, pages.len(), Duration::from_micros(took), queued);
             }
         }
 

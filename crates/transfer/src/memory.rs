@@ -76,6 +76,24 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, left: &Left<'_>) -> io::Result<usi
     usize::try_from(received).map_err(|_| io::Error::last_os_error())
 }
 
+/// Bytes that a TCP socket holds: written, and not acknowledged yet (SIOCOUTQ, tcp(7)).
+pub(crate) fn queued(socket: BorrowedFd<'_>) -> Option<usize> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: The request, SIOCOUTQ by its other name, writes an int to the address that it is given.
+    let result = unsafe {
+        libc::ioctl(
+            socket.as_raw_fd(),
+            libc::TIOCOUTQ,
+            ptr::from_mut(&mut bytes),
+        )
+    };
+    if result == 0 {
+        usize::try_from(bytes).ok()
+    } else {
+        None
+    }
+}
+
 /// Lets the socket's owner ask for MSG_ZEROCOPY.
 pub(crate) fn allow_zero_copy(socket: BorrowedFd<'_>) -> io::Result<()> {
     const ON: libc::c_int = 1;

@@ -72,6 +72,14 @@ pub fn dial(address: &Address, timeout: Duration) -> Result<Stream, SocketError>
 }
 
 impl Stream {
+    /// Bytes that have been written and that the peer's kernel has not acknowledged; `None` where nobody counts them.
+    pub(crate) fn queued(&self) -> Option<usize> {
+        match self {
+            Self::Tcp(stream) => memory::queued(stream.as_fd()),
+            Self::Unix(_) => None,
+        }
+    }
+
     /// Ends both directions: whoever reads or writes this connection returns at once.
     pub fn shut_down(&self) {
         self.shut(net::Shutdown::Both);

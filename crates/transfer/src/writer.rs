@@ -256,7 +256,8 @@ impl ChannelWriter {
             header.zero_offsets().len(),
             page_bytes,
         );
-        self.encoder.sent(wire_bytes, page_bytes, took);
+        let queued = self.outlet.queued();
+        self.encoder.sent(wire_bytes, page_bytes, took, queued);
         Ok(())
     }
 }
@@ -306,6 +307,12 @@ impl Outlet {
         }
         self.send_now(header, payload)?;
         Ok((bytes, start.elapsed()))
+    }
+
+    /// Bytes that the socket still holds, if they are all of one writer.
+    fn queued(&self) -> Option<usize> {
+        let is_alone = Arc::strong_count(&self.channel) == 1;
+        is_alone.then(|| self.channel.stream.queued())?
     }
 
     fn send_now(&self, header: &[u8], payload: Bytes<'_>) -> Result<(), WriteError> {

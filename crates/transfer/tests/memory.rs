@@ -355,7 +355,13 @@ impl Encoder for Alternating {
         self.packets % 2 == 1
     }
 
-    fn sent(&mut self, wire_bytes: usize, page_bytes: usize, _took: Duration) {
+    fn sent(
+        &mut self,
+        wire_bytes: usize,
+        page_bytes: usize,
+        _took: Duration,
+        _queued: Option<usize>,
+    ) {
         let payload = wire_bytes - LAYOUT.ram_header_len();
         let entry = format!("sent {payload} for {page_bytes}");
         self.log.lock().unwrap().push(entry);

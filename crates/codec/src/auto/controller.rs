@@ -39,6 +39,8 @@ pub(super) struct Sent {
     pub(super) page_bytes: usize,
     /// Time in the socket, and waiting for the limit of the bandwidth.
     pub(super) took: Duration,
+    /// Bytes that the socket still holds, if it tells.
+    pub(super) queued: Option<usize>,
     /// Time that the thread had of a core meanwhile.
     pub(super) cpu: Duration,
     /// Whether the thread gave its core away meanwhile. If it did not, only the scheduler made it wait.
@@ -201,6 +203,9 @@ impl Controller {
                 false => 0.0,
             };
             self.link.sent(wire, elapsed, waited);
+            if let Some(queued) = sent.queued {
+                self.link.holds(bytes(queued), wire, elapsed, waited);
+            }
             let encoding = self.encoding();
             self.price.sent(wire, pages, elapsed, &self.link, encoding);
         }

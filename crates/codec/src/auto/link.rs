@@ -9,6 +9,9 @@
 //! A socket that has stopped taking bytes takes the next ones only when there is room for a good part of
 //! its buffer: the quantum. So a sender that is a little faster than the link waits now and then, and one
 //! that has not waited for longer than a quantum explains has a faster link than it thinks.
+//!
+//! On a slow link that takes a while: buffers hold what it carries in a second. Where the socket tells how many bytes it
+//! still holds, those that have gone are known without a wait, and a link that has become faster shows at once.
 
 /// The rate of the link.
 pub(super) struct Link {
@@ -24,6 +27,11 @@ pub(super) struct Link {
     growth: f64,
     /// Spans in a row that were far off, above zero if the link had become slower.
     far_off: i32,
+    /// Bytes that the socket held after the last packet, if it tells.
+    queued: Option<f64>,
+    drain: Drain,
+    /// Drains in a row that were far off, above zero if the link had become slower.
+    far_drains: i32,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -32,6 +40,41 @@ struct Span {
     time: f64,
     waited: f64,
 }
+
+/// What left the socket over some packets.
+#[derive(Clone, Copy)]
+struct Drain {
+    packets: u32,
+    bytes: f64,
+    time: f64,
+    waited: f64,
+    /// Whether all earlier packets had left whenever one was out: then the link had nothing to do at times.
+    idle: bool,
+    /// Whether some of them had not left, ever: then it had something to do all the time.
+    busy: bool,
+}
+
+impl Drain {
+    const NONE: Self = Self {
+        packets: 0,
+        bytes: 0.0,
+        time: 0.0,
+        waited: 0.0,
+        idle: true,
+        busy: true,
+    };
+}
+
+/// A drain is at least so long, in nanoseconds and in packets: windows open by leaps.
+const LEAST_DRAIN: f64 = 60e6;
+const LEAST_DRAINED: u32 = 4;
+
+/// By how much a link that was idle is taken to be faster.
+const IDLE_GROWTH: f64 = 2.0;
+
+/// Of links that are faster than this, in nanoseconds per byte, waits tell soon enough; and there a receiver is easily
+/// taken for a link.
+const SLOW: f64 = 5.0;
 
 /// Spans are at least so long, in nanoseconds: the scheduler's hiccups are shorter, and so are the turns
 /// that connections take on a link they share.
@@ -65,6 +108,9 @@ impl Link {
             quantum: FIRST_QUANTUM,
             growth: FIRST_GROWTH,
             far_off: 0,
+            queued: None,
+            drain: Drain::NONE,
+            far_drains: 0,
         }
     }
 
@@ -73,9 +119,10 @@ impl Link {
         self.time
     }
 
-    /// Whether the sender has ever had to wait since it began, or paused: how long tells the next wait.
+    /// Whether the sender has had to wait since it began, or paused: how long tells the next wait, unless more bytes
+    /// went out since than any buffer explains.
     pub(super) fn is_felt(&self) -> bool {
-        self.span.is_some()
+        self.span.is_some_and(|span| span.bytes < MOST_QUANTUM)
     }
 
     /// See the module.
@@ -87,6 +134,47 @@ impl Link {
     pub(super) fn paused(&mut self) {
         self.span = None;
         self.free = (0.0, 0.0);
+        self.queued = None;
+        self.drain = Drain::NONE;
+    }
+
+    /// The packet that was [`sent`](Self::sent) last is out, and the socket still holds so many bytes.
+    pub(super) fn holds(&mut self, queued: f64, bytes: f64, time: f64, waited: f64) {
+        let Some(before) = self.queued.replace(queued) else {
+            return;
+        };
+        let drain = &mut self.drain;
+        drain.packets += 1;
+        drain.bytes += bytes + before - queued;
+        drain.time += time;
+        drain.waited += waited;
+        drain.idle &= queued <= bytes;
+        drain.busy &= queued > bytes;
+        if drain.time > LEAST_DRAIN && drain.packets >= LEAST_DRAINED {
+            let drain = std::mem::replace(&mut self.drain, Drain::NONE);
+            if let Some(link) = self.time {
+                self.has_drained(link, drain);
+            }
+        }
+    }
+
+    fn has_drained(&mut self, link: f64, drain: Drain) {
+        let found = drain.time / drain.bytes.max(1.0);
+        // A link that was idle at times may be any faster than that, but no slower.
+        self.far_drains = match found / link {
+            change if change > FAR_OFF && drain.busy && found > SLOW => self.far_drains.max(0) + 1,
+            change if change < 1.0 / FAR_OFF && link > SLOW => self.far_drains.min(0) - 1,
+            _ => 0,
+        };
+        if drain.idle && drain.waited < LEAST_WAIT * drain.time {
+            if link > SLOW {
+                self.paused();
+                self.time = Some(link.min(found) / IDLE_GROWTH);
+            }
+        } else if self.far_drains.abs() >= 2 {
+            self.time = Some(found);
+            (self.span, self.free) = (None, (0.0, 0.0));
+        }
     }
 
     /// So many bytes went out in the time since those before, of which the sender has waited for a part.
@@ -219,6 +307,35 @@ mod tests {
         assert_eq!(link.time(), None);
     }
 
+    /// What a socket of 4 MB holds when the link of 0.00625 bytes a nanosecond becomes `rate`, and the sender does not.
+    fn drained_at(rate: f64, seconds: f64) -> Link {
+        let mut link = Link::new();
+        send_over(&mut link, 0.00625, 2.0);
+        let (bytes, each, mut queued, mut left) = (100e3, 15e6, 4e6, seconds * 1e9);
+        while left > 0.0 {
+            queued = f64::max(queued + bytes - rate * each, 0.9 * bytes);
+            link.sent(bytes, each, 0.0);
+            link.holds(queued, bytes, each, 0.0);
+            left -= each;
+        }
+        link
+    }
+
+    #[test]
+    fn what_the_socket_holds_tells_a_faster_link_before_it_is_empty() {
+        let link = drained_at(0.015, 0.3);
+        let error = rate(&link) / 0.015 - 1.0;
+        assert!(error.abs() < 0.05, "{error}");
+    }
+
+    #[test]
+    fn a_socket_that_is_empty_tells_that_the_link_is_faster_still() {
+        let link = drained_at(0.125, 0.4);
+        assert!(rate(&link) > 0.025, "{}", rate(&link));
+        let link = drained_at(0.00625, 0.4);
+        assert!(rate(&link) < 0.007, "{}", rate(&link));
+    }
+
     #[test]
     fn a_link_is_felt_from_the_first_wait_to_a_pause() {
         let mut link = Link::new();
@@ -227,6 +344,12 @@ mod tests {
         link.sent(100e3, 1e6, 0.5e6);
         assert!(link.is_felt());
         link.paused();
+        assert!(!link.is_felt());
+        link.sent(100e3, 1e6, 0.5e6);
+        assert!(link.is_felt());
+        for _ in 0..40 {
+            link.sent(100e3, 1e6, 0.0);
+        }
         assert!(!link.is_felt());
     }
 }

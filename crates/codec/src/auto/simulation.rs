@@ -36,6 +36,8 @@ struct World {
     shared_cores: bool,
     /// Bytes that each of a connection's two buffers holds.
     buffer: f64,
+    /// Whether sockets tell how much they hold.
+    tells: bool,
     /// Nanoseconds of the receiver for each byte of pages, beside reading and decoding.
     touching: f64,
     data: Data,
@@ -271,7 +273,7 @@ impl Channel {
                     self.cpu += now_sent * SENDING;
                     self.sender = Sender::Send(bytes - now_sent, all);
                     if bytes - now_sent <= 1e-6 {
-                        self.is_out(all, now + step - left / speed);
+                        self.is_out(world, all, now + step - left / speed);
                         self.begin(world, now + step - left / speed);
                     }
                 }
@@ -338,12 +340,13 @@ impl Channel {
         self.number += 1;
     }
 
-    fn is_out(&mut self, wire: f64, now: f64) {
+    fn is_out(&mut self, world: &World, wire: f64, now: f64) {
         if let Choice::Auto(controller) = &mut self.choice {
             controller.sent(Sent {
                 wire_bytes: wire as usize,
                 page_bytes: PACKET,
                 took: nanos(now - self.encoded.1),
+                queued: world.tells.then_some(self.near as usize),
                 cpu: nanos(self.cpu),
                 blocked: std::mem::take(&mut self.blocked),
                 encoding: nanos(self.encoded.0),
@@ -414,6 +417,7 @@ const TEXT_AT_25: World = World {
     cores: 2,
     shared_cores: false,
     buffer: 2e6,
+    tells: true,
     touching: 0.0,
     data: Data::Text,
 };
@@ -456,6 +460,11 @@ fn auto_keeps_up_with_the_best_rung_on_every_link() {
                 ..TEXT_AT_25
             };
             assert_share(world, 0.9);
+            let silent = World {
+                tells: false,
+                ..world
+            };
+            assert_share(silent, 0.9);
             let noise = World {
                 data: Data::Noise,
                 ..world
@@ -528,22 +537,50 @@ fn a_mix_beats_every_rung() {
 /// choice.
 #[test]
 fn another_link_is_followed_within_a_second() {
+    let small = World {
+        buffer: 0.5e6,
+        ..TEXT_AT_25
+    };
+    let silent = World {
+        tells: false,
+        ..small
+    };
     for [before, after] in [[10.0, 0.1], [0.1, 10.0], [25.0, 1.0], [1.0, 25.0]] {
-        let world = |link: f64| World {
-            link: link * GBIT,
-            buffer: 0.5e6,
-            ..TEXT_AT_25
-        };
-        let mut simulation = Simulation::new(world(before), auto);
-        simulation.run(2.0);
-        simulation.world = world(after);
-        simulation.run(1.0);
-        let found = simulation.run(0.5);
-        let (best, rung) = best_fixed(world(after));
-        let share = found / best;
-        assert!(
-            share >= 0.9,
-            "{before} to {after} Gbit/s: {share:.2} of rung {rung}"
-        );
+        for world in [small, silent] {
+            follow(world, before, after);
+        }
     }
+}
+
+/// A faster link shows at once where the socket tells what it holds, however much that is.
+#[test]
+fn a_faster_link_is_followed_within_a_second_whatever_the_buffers_hold() {
+    for [before, after] in [[0.1, 1.0], [0.1, 10.0], [1.0, 10.0], [1.0, 25.0]] {
+        for buffer in [1e6, 2e6, 4e6] {
+            let world = World {
+                buffer,
+                ..TEXT_AT_25
+            };
+            follow(world, before, after);
+        }
+    }
+}
+
+#[track_caller]
+fn follow(world: World, before: f64, after: f64) {
+    let [before, after] = [before, after].map(|link| World {
+        link: link * GBIT,
+        ..world
+    });
+    let mut simulation = Simulation::new(before, auto);
+    simulation.run(2.0);
+    simulation.world = after;
+    simulation.run(1.0);
+    let found = simulation.run(0.5);
+    let (best, rung) = best_fixed(after);
+    let share = found / best;
+    assert!(
+        share >= 0.9,
+        "{share:.2} of rung {rung}: {before:?} to {after:?}"
+    );
 }
