@@ -399,3 +399,37 @@ fn connect(address: &Address, timeout: Duration) -> io::Result<Stream> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_tcp_socket_tells_what_it_holds_and_a_unix_socket_does_not() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut far, _) = listener.accept().unwrap();
+        near.set_nonblocking(true).unwrap();
+        let near = Stream::Tcp(near);
+        assert_eq!(near.queued(), Some(0));
+        // Nobody reads, so both buffers fill.
+        let bytes = vec![7; 1 << 20];
+        let mut written = 0;
+        while let Ok(count) = (&near).write(&bytes) {
+            written += count;
+        }
+        assert!(near.queued().is_some_and(|held| held > 0 && held < written));
+
+        let mut rest = vec![0; written];
+        far.read_exact(&mut rest).unwrap();
+        // The last acknowledgement may be on its way.
+        while near.queued() != Some(0) {
+            thread::yield_now();
+        }
+
+        let (unix, _peer) = UnixStream::pair().unwrap();
+        assert_eq!(Stream::Unix(unix).queued(), None);
+    }
+}
