@@ -234,7 +234,7 @@ impl Encoder for Auto {
         wire_bytes: usize,
         page_bytes: usize,
         took: Duration,
-        queued: Option<usize>,
+        queued: &dyn Fn() -> Option<usize>,
     ) {
         let now = Stamp::now();
         let (_, elapsed) = self.last_out.until(now);
@@ -244,7 +244,7 @@ impl Encoder for Auto {
             wire_bytes,
             page_bytes,
             took,
-            queued,
+            queued: queued(),
             cpu: cpu.min(took),
             blocked: self.waits != before,
             encoding: std::mem::take(&mut self.encoding),
@@ -403,7 +403,7 @@ mod tests {
                 prop_assert_eq!(decoder.decode(encoded.method, encoded.payload, &mut back), Ok(()));
                 prop_assert!(back == pages);
                 let wire = encoded.payload.len();
-                auto.sent(wire, pages.len(), Duration::from_micros(took), queued);
+                auto.sent(wire, pages.len(), Duration::from_micros(took), &|| queued);
             }
         }
 

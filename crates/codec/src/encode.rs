@@ -65,14 +65,14 @@ pub trait Encoder: Send {
 
     /// Tells how long the channel took for the last packet: `wire_bytes` bytes, header included, for
     /// `page_bytes` bytes of pages. `took` is wall time, and waiting for a limited bandwidth is in
-    /// it: a limit is as good as a slow link. `queued` is how many bytes of the channel its socket still holds,
-    /// where that is known.
+    /// it: a limit is as good as a slow link. `queued` finds out, by a system call, how many bytes of the
+    /// channel its socket still holds; `None` where nobody knows.
     fn sent(
         &mut self,
         wire_bytes: usize,
         page_bytes: usize,
         took: Duration,
-        queued: Option<usize>,
+        queued: &dyn Fn() -> Option<usize>,
     ) {
         let _ = (wire_bytes, page_bytes, took, queued);
     }

@@ -256,8 +256,8 @@ impl ChannelWriter {
             header.zero_offsets().len(),
             page_bytes,
         );
-        let queued = self.outlet.queued();
-        self.encoder.sent(wire_bytes, page_bytes, took, queued);
+        let queued = || self.outlet.queued();
+        self.encoder.sent(wire_bytes, page_bytes, took, &queued);
         Ok(())
     }
 }

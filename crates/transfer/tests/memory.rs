@@ -360,7 +360,7 @@ impl Encoder for Alternating {
         wire_bytes: usize,
         page_bytes: usize,
         _took: Duration,
-        _queued: Option<usize>,
+        _queued: &dyn Fn() -> Option<usize>,
     ) {
         let payload = wire_bytes - LAYOUT.ram_header_len();
         let entry = format!("sent {payload} for {page_bytes}");

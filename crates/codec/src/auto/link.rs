@@ -161,11 +161,12 @@ impl Link {
     fn has_drained(&mut self, link: f64, drain: Drain) {
         let found = drain.time / drain.bytes.max(1.0);
         // A link that was idle at times may be any faster than that, but no slower.
-        self.far_drains = match found / link {
-            change if change > FAR_OFF && drain.busy && found > SLOW => self.far_drains.max(0) + 1,
-            change if change < 1.0 / FAR_OFF && link > SLOW => self.far_drains.min(0) - 1,
-            _ => 0,
+        let is_told = match found > link {
+            true => drain.busy && found > SLOW,
+            false => link > SLOW,
         };
+        let change = if is_told { found / link } else { 1.0 };
+        self.far_drains = far_in_a_row(self.far_drains, change);
         if drain.idle && drain.waited < LEAST_WAIT * drain.time {
             if link > SLOW {
                 self.paused();
@@ -230,11 +231,7 @@ impl Link {
             return;
         };
         let change = found / link;
-        self.far_off = match change {
-            _ if change > FAR_OFF => self.far_off.max(0) + 1,
-            _ if change < 1.0 / FAR_OFF => self.far_off.min(0) - 1,
-            _ => 0,
-        };
+        self.far_off = far_in_a_row(self.far_off, change);
         self.time = Some(match self.far_off.abs() {
             2.. => found,
             _ => link * change.powf(0.3),
@@ -248,6 +245,16 @@ impl Link {
         self.quantum = (1.5 * self.quantum).min(MOST_QUANTUM);
         self.time = (link > UNLIMITED).then_some(link);
         self.paused();
+    }
+}
+
+/// How often in a row a link's time was far off, above zero if it had become slower, when it has changed by the factor
+/// `change` after `before`.
+fn far_in_a_row(before: i32, change: f64) -> i32 {
+    match change {
+        _ if change > FAR_OFF => before.max(0) + 1,
+        _ if change < 1.0 / FAR_OFF => before.min(0) - 1,
+        _ => 0,
     }
 }
 
