@@ -1,0 +1,390 @@
+//! The destination's side of the hand-over.
+//!
+//! ```text
+//!            Loaded              commit               Started
+//!  Receiving ──────> Loaded ───────────────> Starting ──────> Running ── Died ─> Ended
+//!      │ Failed, abort  │ Failed, abort         │ │                                ▲
+//!      │                │                       │ └──────── Died ──────────────────┘
+//!      │                │                       │ NotStarted, the first time
+//!      └────────────────┴──────> Aborting <─────┘
+//!                                    │ Died: its VMM has ended, which is proven
+//!                                    └────────> Aborted
+//! ```
+
+use serde::{Deserialize, Serialize};
+
+use crate::{DestinationMessage, Incarnation, SourceMessage};
+
+/// The destination of one attempt.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Destination {
+    incarnation: Incarnation,
+    state: DestinationState,
+    /// A `commit` that came before everything was loaded: whether the guest shall run.
+    commit: Option<bool>,
+    /// The guest may have been told to run by an earlier action, so that a refusal proves nothing.
+    told: bool,
+    /// [`DestinationAction::Run`] or [`DestinationAction::Check`] is being carried out.
+    looking: bool,
+}
+
+/// How far an attempt has come; what the destination's journal remembers of it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "phase", rename_all = "kebab-case")]
+pub enum DestinationState {
+    /// The guest is coming in.
+    Receiving,
+    /// All of it is here, and does not run.
+    Loaded,
+    /// It is the destination's guest, and is told to go on.
+    Starting {
+        /// Whether it shall run; it stays paused otherwise.
+        resume: bool,
+    },
+    /// It has been seen here as it shall be.
+    Running,
+    /// It was here, or may have been, and its VMM has ended.
+    Ended {
+        /// What is known of the end.
+        cause: String,
+    },
+    /// It will never run here. Its VMM is being ended.
+    Aborting {
+        /// Why.
+        cause: String,
+    },
+    /// It has never run here, and its VMM has ended.
+    Aborted {
+        /// Why.
+        cause: String,
+    },
+}
+
+/// What happens to a destination.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum DestinationEvent {
+    /// The source says something, on a connection of this attempt.
+    Message(SourceMessage),
+    /// All of the guest is here, loaded and not running.
+    Loaded,
+    /// A `commit` has been waiting for [`DestinationEvent::Loaded`] for long enough to be answered.
+    StillReceiving,
+    /// The guest cannot arrive any more, or is not wanted: the connections broke, loading failed, somebody cancelled,
+    /// the source has not been heard of for too long.
+    Failed {
+        /// Why.
+        cause: String,
+    },
+    /// The guest has been seen as it shall be: running, or paused if it was.
+    Started {
+        /// The VMM's name for its state.
+        state: String,
+    },
+    /// The guest was not told to run, or refused in a way that proves that it has not run.
+    NotStarted {
+        /// Why.
+        cause: String,
+    },
+    /// The guest was told to run, or asked whether it does, and it cannot be said whether it does.
+    Unclear {
+        /// What happened.
+        reason: String,
+    },
+    /// Its VMM has ended; its process is gone, which is proven.
+    Died {
+        /// What is known of the end.
+        cause: String,
+    },
+    /// Its VMM could not be ended, after [`DestinationAction::End`].
+    NotEnded {
+        /// Why.
+        reason: String,
+    },
+    /// The journal could not be written, so that nothing that was to follow [`DestinationAction::Persist`] has been
+    /// done.
+    NotPersisted {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// What a destination has to do, in this order.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum DestinationAction {
+    /// Write [`Destination::state`] to the journal, durably. If that fails, do nothing that follows, and report
+    /// [`DestinationEvent::NotPersisted`].
+    Persist,
+    /// Say this on every control connection of this attempt. That it was sent means nothing.
+    Send(DestinationMessage),
+    /// Let the guest go on, unless it does; if `resume`, as a running one. Look whether it does, and report
+    /// [`DestinationEvent::Started`], `NotStarted`, `Unclear` or `Died`.
+    Run {
+        /// Whether it shall run.
+        resume: bool,
+    },
+    /// Look what became of the guest that ran here, change nothing, and report `Started`, `Unclear` or `Died`.
+    Check,
+    /// End its VMM and report [`DestinationEvent::Died`] when it has ended, or
+    /// [`DestinationEvent::NotEnded`].
+    End,
+    /// The source will not ask again: the attempt may be forgotten.
+    Forget,
+}
+
+impl Destination {
+    /// A new attempt, accepted in the name of `incarnation`.
+    pub fn new(incarnation: Incarnation) -> Self {
+        Self {
+            incarnation,
+            state: DestinationState::Receiving,
+            commit: None,
+            told: false,
+            looking: false,
+        }
+    }
+
+    /// Goes on from a journal: the `incarnation` that accepted the attempt, and what was remembered.
+    pub fn restore(incarnation: Incarnation, state: DestinationState) -> Self {
+        Self {
+            told: matches!(
+                state,
+                DestinationState::Starting { .. } | DestinationState::Running
+            ),
+            state,
+            ..Self::new(incarnation)
+        }
+    }
+
+    /// What to do after [`Destination::restore`]. What was coming in came to a process that is gone.
+    pub fn go_on(&mut self) -> Vec<DestinationAction> {
+        match &self.state {
+            DestinationState::Receiving => self.abort("the destination's process was ended".into()),
+            DestinationState::Aborting { .. } => vec![DestinationAction::End],
+            // Whether it runs is looked at when somebody asks; a guest that was to be started is started now.
+            DestinationState::Starting { resume } => {
+                let resume = *resume;
+                self.looking = true;
+                vec![DestinationAction::Run { resume }]
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// How far it has come, for the journal.
+    pub fn state(&self) -> &DestinationState {
+        &self.state
+    }
+
+    /// The destination that accepted the attempt.
+    pub fn incarnation(&self) -> Incarnation {
+        self.incarnation
+    }
+
+    /// Whether nothing more can become of the guest here.
+    pub fn is_over(&self) -> bool {
+        matches!(
+            self.state,
+            DestinationState::Running
+                | DestinationState::Ended { .. }
+                | DestinationState::Aborted { .. }
+        )
+    }
+
+    /// Takes an event and returns what to do.
+    pub fn handle(&mut self, event: DestinationEvent) -> Vec<DestinationAction> {
+        match event {
+            DestinationEvent::Message(SourceMessage::Commit { resume }) => self.commit(resume),
+            DestinationEvent::Message(SourceMessage::Abort { cause }) => self.aborted(cause),
+            DestinationEvent::Message(SourceMessage::Settled) if self.is_over() => {
+                vec![DestinationAction::Forget]
+            }
+            DestinationEvent::Message(_) => Vec::new(),
+            DestinationEvent::Loaded => self.loaded(),
+            DestinationEvent::StillReceiving => match &self.state {
+                DestinationState::Receiving if self.commit.is_some() => {
+                    vec![DestinationAction::Send(DestinationMessage::Receiving)]
+                }
+                _ => Vec::new(),
+            },
+            DestinationEvent::Failed { cause } => match &self.state {
+                DestinationState::Receiving | DestinationState::Loaded => self.abort(cause),
+                _ => Vec::new(),
+            },
+            DestinationEvent::Started { state } => self.started(state),
+            DestinationEvent::NotStarted { cause } => self.not_started(cause),
+            DestinationEvent::Unclear { reason } => {
+                self.looking = false;
+                vec![DestinationAction::Send(DestinationMessage::Unclear {
+                    reason,
+                })]
+            }
+            DestinationEvent::Died { cause } => self.died(cause),
+            DestinationEvent::NotEnded { reason } => match &self.state {
+                DestinationState::Aborting { cause } => {
+                    let reason = format!("{cause}; the destination's VMM is still there: {reason}");
+                    vec![DestinationAction::Send(DestinationMessage::Unclear {
+                        reason,
+                    })]
+                }
+                _ => Vec::new(),
+            },
+            DestinationEvent::NotPersisted { reason } => self.not_persisted(reason),
+        }
+    }
+
+    fn commit(&mut self, resume: bool) -> Vec<DestinationAction> {
+        match &self.state {
+            DestinationState::Receiving => {
+                self.commit = Some(resume);
+                Vec::new()
+            }
+            DestinationState::Loaded => self.start(resume),
+            // The guest belongs here; whoever asks again is answered by what is seen now.
+            DestinationState::Starting { resume } if !self.looking => {
+                let resume = *resume;
+                self.looking = true;
+                self.told = true;
+                vec![DestinationAction::Run { resume }]
+            }
+            DestinationState::Running if !self.looking => {
+                self.looking = true;
+                vec![DestinationAction::Check]
+            }
+            // Answered when it is known.
+            DestinationState::Starting { .. } | DestinationState::Running => Vec::new(),
+            DestinationState::Ended { .. } | DestinationState::Aborted { .. } => {
+                vec![self.last_word()]
+            }
+            DestinationState::Aborting { .. } => vec![DestinationAction::End],
+        }
+    }
+
+    fn start(&mut self, resume: bool) -> Vec<DestinationAction> {
+        self.state = DestinationState::Starting { resume };
+        self.commit = None;
+        self.looking = true;
+        vec![
+            DestinationAction::Persist,
+            DestinationAction::Send(DestinationMessage::Starting),
+            DestinationAction::Run { resume },
+        ]
+    }
+
+    fn aborted(&mut self, cause: String) -> Vec<DestinationAction> {
+        match &self.state {
+            DestinationState::Receiving | DestinationState::Loaded => self.abort(cause),
+            DestinationState::Aborting { .. } => vec![DestinationAction::End],
+            // The source knows that, and says so.
+            DestinationState::Aborted { .. } => {
+                vec![self.last_word(), DestinationAction::Forget]
+            }
+            // Too late. No source says `abort` behind a `commit`.
+            DestinationState::Ended { .. } => vec![self.last_word()],
+            DestinationState::Starting { .. } | DestinationState::Running if !self.looking => {
+                self.looking = true;
+                vec![DestinationAction::Check]
+            }
+            DestinationState::Starting { .. } | DestinationState::Running => Vec::new(),
+        }
+    }
+
+    fn abort(&mut self, cause: String) -> Vec<DestinationAction> {
+        self.state = DestinationState::Aborting { cause };
+        vec![DestinationAction::End]
+    }
+
+    fn loaded(&mut self) -> Vec<DestinationAction> {
+        if self.state != DestinationState::Receiving {
+            return Vec::new();
+        }
+        self.state = DestinationState::Loaded;
+        let mut actions = vec![
+            DestinationAction::Persist,
+            DestinationAction::Send(DestinationMessage::Loaded),
+        ];
+        if let Some(resume) = self.commit.take() {
+            actions.extend(self.start(resume));
+        }
+        actions
+    }
+
+    fn started(&mut self, state: String) -> Vec<DestinationAction> {
+        self.looking = false;
+        let running = DestinationAction::Send(DestinationMessage::Running { state });
+        match &self.state {
+            DestinationState::Starting { .. } => {
+                self.state = DestinationState::Running;
+                vec![DestinationAction::Persist, running]
+            }
+            DestinationState::Running => vec![running],
+            _ => Vec::new(),
+        }
+    }
+
+    fn not_started(&mut self, cause: String) -> Vec<DestinationAction> {
+        self.looking = false;
+        match &self.state {
+            DestinationState::Starting { .. } if !self.told => self.abort(cause),
+            _ => vec![DestinationAction::Send(DestinationMessage::Unclear {
+                reason: cause,
+            })],
+        }
+    }
+
+    fn died(&mut self, cause: String) -> Vec<DestinationAction> {
+        self.looking = false;
+        self.state = match std::mem::replace(&mut self.state, DestinationState::Receiving) {
+            DestinationState::Receiving | DestinationState::Loaded => {
+                DestinationState::Aborted { cause }
+            }
+            DestinationState::Aborting { cause } => DestinationState::Aborted { cause },
+            DestinationState::Starting { .. } | DestinationState::Running => {
+                DestinationState::Ended { cause }
+            }
+            over @ (DestinationState::Ended { .. } | DestinationState::Aborted { .. }) => {
+                self.state = over;
+                return vec![self.last_word()];
+            }
+        };
+        vec![DestinationAction::Persist, self.last_word()]
+    }
+
+    fn not_persisted(&mut self, reason: String) -> Vec<DestinationAction> {
+        match &self.state {
+            // Nobody has been told to run: it stays what the journal has.
+            DestinationState::Starting { .. } if !self.told => {
+                self.state = DestinationState::Loaded;
+                self.looking = false;
+                let reason = format!("the journal cannot be written: {reason}");
+                vec![DestinationAction::Send(DestinationMessage::Unclear {
+                    reason,
+                })]
+            }
+            // These are found out again from what the journal has.
+            DestinationState::Loaded => vec![DestinationAction::Send(DestinationMessage::Loaded)],
+            DestinationState::Running => {
+                let state = "running".to_owned();
+                vec![DestinationAction::Send(DestinationMessage::Running {
+                    state,
+                })]
+            }
+            DestinationState::Ended { .. } | DestinationState::Aborted { .. } => {
+                vec![self.last_word()]
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    fn last_word(&self) -> DestinationAction {
+        DestinationAction::Send(match &self.state {
+            DestinationState::Aborted { cause } => DestinationMessage::Aborted {
+                incarnation: self.incarnation,
+                cause: cause.clone(),
+            },
+            DestinationState::Ended { cause } => DestinationMessage::Ended {
+                cause: cause.clone(),
+            },
+            _ => DestinationMessage::Receiving,
+        })
+    }
+}

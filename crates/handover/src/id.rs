@@ -1,0 +1,98 @@
+//! Names of attempts and of destination processes: 128 random bits each, which the caller draws.
+
+use std::{fmt, str::FromStr};
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use thiserror::Error;
+
+/// Names one attempt to migrate a guest, on both hosts. Never used again.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct AttemptId(pub [u8; 16]);
+
+/// Names what a destination remembers: one process, and those that continue it from its journal.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Incarnation(pub [u8; 16]);
+
+/// Text that is not an id.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error("an id has 32 hexadecimal digits")]
+pub struct IdError;
+
+macro_rules! hexadecimal {
+    ($name:ident) => {
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Display::fmt(self, f)
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = IdError;
+
+            fn from_str(text: &str) -> Result<Self, IdError> {
+                parse(text).map(Self)
+            }
+        }
+
+        impl Serialize for $name {
+            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_str(self)
+            }
+        }
+
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                let text = String::deserialize(deserializer)?;
+                text.parse().map_err(de::Error::custom)
+            }
+        }
+    };
+}
+
+hexadecimal!(AttemptId);
+hexadecimal!(Incarnation);
+
+fn parse(text: &str) -> Result<[u8; 16], IdError> {
+    let digits = text.as_bytes();
+    let mut bytes = [0; 16];
+    if digits.len() != 2 * bytes.len() {
+        return Err(IdError);
+    }
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks(2)) {
+        for digit in pair {
+            let value = char::from(*digit).to_digit(16).ok_or(IdError)?;
+            *byte = *byte << 4 | u8::try_from(value).map_err(|_| IdError)?;
+        }
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn an_id_parses_back(bytes: [u8; 16]) {
+            let id = AttemptId(bytes);
+            prop_assert_eq!(id.to_string().parse(), Ok(id));
+            let json = serde_json::to_string(&id).unwrap();
+            prop_assert_eq!(serde_json::from_str::<AttemptId>(&json).unwrap(), id);
+        }
+
+        #[test]
+        fn no_text_is_parsed_into_something_else(text in ".{0,40}") {
+            if let Ok(id) = text.parse::<Incarnation>() {
+                prop_assert_eq!(id.to_string(), text.to_lowercase());
+            }
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! Who has the guest: the hand-over of a live migration as two state machines, without I/O, clocks or threads.
+//!
+//! A migration moves memory, and then ownership. The first may fail at any time and does no harm; the second must
+//! never leave two guests running, or none. This crate is the second part, for every engine that moves the first:
+//! messages and their framing, the identity of attempts, what a journal has to remember, and what every answer,
+//! lost connection, crash and repeated command means for the guest.
+//!
+//! ```text
+//!  source                                                          destination
+//!     ── prepare (versions, what is migrated) ──────────────────────>
+//!     <──────────── preparing ... prepared (version, incarnation) ──   or refused (why)
+//!     ══ memory, device state, on other connections ═══════════════>
+//!     <──────────────────────────────────────────────────── loaded ──  or the return path says so
+//!  the guest has stopped for good           journal: committing
+//!     ── commit (shall it run) ─────────────────────────────────────>  journal: starting
+//!     <────────────────────────────────────────────────── starting ──
+//!     <─────────────────────────────────────────────────── running ──  journal: running
+//!     ── settled ───────────────────────────────────────────────────>  nobody will ask again
+//! ```
+//!
+//! # Rules
+//! - **Until the source has said `commit` the guest is the source's**: whatever fails, it goes on there. From then on
+//!   only the destination's `aborted` gives it back.
+//! - **An attempt answers for itself.** Its random [`AttemptId`] names it on both sides. A destination answers only for
+//!   attempts that it knows, by memory or journal, and says [`unknown`](DestinationMessage::Unknown) otherwise; its
+//!   [`Incarnation`], given with `prepared`, is repeated in `aborted`, so that another process at the same address cannot
+//!   abort in its name.
+//! - **The absence of an answer is no answer.** A connection that closes, one that is refused and a timeout leave the
+//!   guest [in doubt](GuestLocation::InDoubt), unless whoever embeds this declares that nothing stands between the
+//!   two processes ([`Source::direct`]).
+//! - **The journal comes first.** [`SourceAction::Persist`] and [`DestinationAction::Persist`] stand before the
+//!   message or the command that depends on them. A process that is started again restores its machines and goes on.
+//! - **`running` is an observation**, made for each answer; that the guest was told to run is none.
+//!
+//! # Use
+//! [`Source`] and [`Destination`] take events and return actions, to be carried out in their order. Both are plain
+//! values: the model in `tests/model.rs` explores them with every loss, duplicate, crash and repeated command.
+//!
+//! # Versions
+//! A source offers a range of versions with `prepare`, the destination [chooses](negotiate). Version 1 was the control
+//! protocol before this crate; it had no identity and is refused, in words that it understands.
+
+#![forbid(unsafe_code)]
+
+mod destination;
+mod frame;
+mod id;
+mod location;
+mod message;
+mod preamble;
+mod source;
+
+pub use destination::{Destination, DestinationAction, DestinationEvent, DestinationState};
+pub use frame::{FrameError, Lines, MAX_LINE, encode};
+pub use id::{AttemptId, IdError, Incarnation};
+pub use location::{Decision, GuestLocation};
+pub use message::{
+    DestinationMessage, Details, OLDEST_VERSION, Prepare, SourceMessage, VERSION, VersionMismatch,
+    negotiate,
+};
+pub use preamble::{ConnectionKind, PREAMBLE_LEN, PREAMBLE_MAGIC, Preamble};
+pub use source::{Source, SourceAction, SourceEvent, SourceState};

@@ -1,0 +1,44 @@
+//! Where the guest is after an attempt to migrate it.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Where the guest is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GuestLocation {
+    /// At the source, as it was before the attempt: it runs if it ran.
+    Source,
+    /// At the destination, and nowhere else.
+    Destination,
+    /// Paused at the source, and perhaps running at the destination. Only the destination's answer, or a person who
+    /// has looked there, can tell.
+    InDoubt,
+    /// It has ended: with the source before it was handed over, or with the destination afterwards. The source may
+    /// still hold a paused copy, of the moment of the hand-over.
+    Lost,
+}
+
+impl fmt::Display for GuestLocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Source => "the guest is at the source",
+            Self::Destination => "the guest is at the destination",
+            Self::InDoubt => {
+                "the guest is paused at the source and may be running at the destination"
+            }
+            Self::Lost => "the guest has ended",
+        })
+    }
+}
+
+/// How an attempt ended, as far as this run of the source can tell.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Decision {
+    /// Where the guest is.
+    pub guest: GuestLocation,
+    /// Why it is not at the destination; `None` if it is.
+    pub cause: Option<String>,
+}

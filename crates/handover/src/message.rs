@@ -1,0 +1,262 @@
+//! What a source and a destination say to each other, and in which version.
+
+use std::ops::RangeInclusive;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::Incarnation;
+
+/// The newest version of the conversation that this crate speaks.
+pub const VERSION: u32 = 2;
+
+/// The oldest one.
+pub const OLDEST_VERSION: u32 = 2;
+
+/// What an engine adds to `prepare` and `prepared`: fields of its own, of which this crate knows nothing.
+pub type Details = serde_json::Map<String, serde_json::Value>;
+
+/// What a source says.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum SourceMessage {
+    /// Asks the destination to get ready.
+    Prepare(Prepare),
+    /// The device state follows as raw bytes, behind this line.
+    State {
+        /// Its length in bytes.
+        len: u64,
+    },
+    /// The guest is the destination's now. May be said again, over new connections: the answer is the same.
+    Commit {
+        /// Whether it shall run; it was paused at the source otherwise.
+        resume: bool,
+    },
+    /// The guest stays at the source.
+    Abort {
+        /// Why.
+        #[serde(default)]
+        cause: String,
+    },
+    /// The source knows how it ended and will not ask again.
+    Settled,
+}
+
+/// The first message.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Prepare {
+    /// The newest version that the source speaks.
+    pub protocol: u32,
+    /// The oldest one; the same if absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub oldest_protocol: Option<u32>,
+    /// What is to be migrated.
+    #[serde(flatten)]
+    pub details: Details,
+}
+
+impl Prepare {
+    /// Offers all versions of this crate.
+    pub fn new(details: Details) -> Self {
+        Self {
+            protocol: VERSION,
+            oldest_protocol: Some(OLDEST_VERSION),
+            details,
+        }
+    }
+
+    /// The version to go on with.
+    ///
+    /// # Errors
+    /// When the source speaks none that this crate does.
+    pub fn negotiate(&self) -> Result<u32, VersionMismatch> {
+        negotiate(self.oldest_protocol.unwrap_or(self.protocol)..=self.protocol)
+    }
+}
+
+/// What a destination says.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "answer", rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum DestinationMessage {
+    /// It gets ready, and is not yet. Said again and again while that takes.
+    Preparing,
+    /// The source may send.
+    Prepared {
+        /// The version to go on with.
+        protocol: u32,
+        /// Who says so.
+        incarnation: Incarnation,
+        /// What the source has to know besides.
+        #[serde(flatten)]
+        details: Details,
+    },
+    /// It will not take this migration.
+    Refused {
+        /// Why.
+        reason: String,
+    },
+    /// All pages of a round have been written.
+    Synced {
+        /// The round's number.
+        round: u64,
+    },
+    /// The device state has been loaded.
+    Loaded,
+    /// An answer to `commit`: not everything has been loaded yet; ask again.
+    Receiving,
+    /// The guest is about to run here.
+    Starting,
+    /// The guest has been seen here as it shall be.
+    Running {
+        /// The name that the VMM has for its state.
+        #[serde(default)]
+        state: String,
+    },
+    /// It has never run here and never will.
+    Aborted {
+        /// The destination that accepted the attempt.
+        incarnation: Incarnation,
+        /// Why.
+        cause: String,
+    },
+    /// It has run here, or may have, and its VMM has ended: it is not here any more.
+    Ended {
+        /// What is known of the end.
+        cause: String,
+    },
+    /// It was told to run and nobody has seen it run yet, or could tell; ask again.
+    Unclear {
+        /// What happened.
+        reason: String,
+    },
+    /// This destination has never heard of the attempt: it cannot say what became of it.
+    Unknown {
+        /// Who says so.
+        incarnation: Incarnation,
+        /// What it knows.
+        reason: String,
+    },
+}
+
+/// Two sides that have no version in common.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error(
+    "this side speaks versions {OLDEST_VERSION} to {VERSION} of the control protocol, the other side {} to {}: \
+     install the same release of vamoose on both hosts",
+    .theirs.start(), .theirs.end()
+)]
+pub struct VersionMismatch {
+    /// What the other side speaks.
+    pub theirs: RangeInclusive<u32>,
+}
+
+/// The newest version that is also one of `theirs`.
+///
+/// # Errors
+/// When there is none.
+pub fn negotiate(theirs: RangeInclusive<u32>) -> Result<u32, VersionMismatch> {
+    let newest = VERSION.min(*theirs.end());
+    if newest < OLDEST_VERSION || !theirs.contains(&newest) {
+        return Err(VersionMismatch { theirs });
+    }
+    Ok(newest)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn the_newest_common_version_is_chosen() {
+        for (theirs, chosen) in [
+            (2..=2, Some(2)),
+            (1..=2, Some(2)),
+            (2..=9, Some(2)),
+            (1..=1, None),
+            (3..=9, None),
+        ] {
+            assert_eq!(negotiate(theirs.clone()).ok(), chosen, "{theirs:?}");
+        }
+        #[allow(clippy::reversed_empty_ranges, reason = "a peer may send anything")]
+        let nonsense = negotiate(3..=2);
+        assert!(nonsense.is_err());
+    }
+
+    /// Version 1 had no range, and reads an answer's reason.
+    #[test]
+    fn the_first_version_is_refused_in_its_words() {
+        let theirs = r#"{"request":"prepare","protocol":1,"name":"vm","uuid":"u","ram-bytes":1,"channels":2,"page-size":4096}"#;
+        let Ok(SourceMessage::Prepare(prepare)) = serde_json::from_str(theirs) else {
+            panic!("not understood")
+        };
+        let reason = prepare.negotiate().unwrap_err().to_string();
+        let refused = serde_json::to_string(&DestinationMessage::Refused { reason }).unwrap();
+        assert!(refused.starts_with(r#"{"answer":"refused","reason":"this side speaks versions"#));
+        // And our prepare carries its version where version 1 looks for it.
+        let ours = SourceMessage::Prepare(Prepare::new(Details::new()));
+        let ours = serde_json::to_string(&ours).unwrap();
+        assert_eq!(
+            ours,
+            r#"{"request":"prepare","protocol":2,"oldest-protocol":2}"#
+        );
+    }
+
+    fn details() -> impl Strategy<Value = Details> {
+        proptest::collection::btree_map("x-[a-z]{1,8}", ".{0,8}", 0..3).prop_map(|fields| {
+            let fields = fields.into_iter();
+            fields.map(|(name, text)| (name, text.into())).collect()
+        })
+    }
+
+    pub(crate) fn from_source() -> impl Strategy<Value = SourceMessage> {
+        prop_oneof![
+            (any::<u32>(), any::<Option<u32>>(), details()).prop_map(
+                |(protocol, oldest_protocol, details)| SourceMessage::Prepare(Prepare {
+                    protocol,
+                    oldest_protocol,
+                    details
+                })
+            ),
+            any::<u64>().prop_map(|len| SourceMessage::State { len }),
+            any::<bool>().prop_map(|resume| SourceMessage::Commit { resume }),
+            ".{0,40}".prop_map(|cause| SourceMessage::Abort { cause }),
+            Just(SourceMessage::Settled),
+        ]
+    }
+
+    pub(crate) fn from_destination() -> impl Strategy<Value = DestinationMessage> {
+        let incarnation = || any::<[u8; 16]>().prop_map(Incarnation);
+        prop_oneof![
+            Just(DestinationMessage::Preparing),
+            (any::<u32>(), incarnation(), details()).prop_map(
+                |(protocol, incarnation, details)| DestinationMessage::Prepared {
+                    protocol,
+                    incarnation,
+                    details
+                }
+            ),
+            ".{0,40}".prop_map(|reason| DestinationMessage::Refused { reason }),
+            any::<u64>().prop_map(|round| DestinationMessage::Synced { round }),
+            Just(DestinationMessage::Loaded),
+            Just(DestinationMessage::Receiving),
+            Just(DestinationMessage::Starting),
+            ".{0,40}".prop_map(|state| DestinationMessage::Running { state }),
+            (incarnation(), ".{0,40}").prop_map(|(incarnation, cause)| {
+                DestinationMessage::Aborted { incarnation, cause }
+            }),
+            ".{0,40}".prop_map(|cause| DestinationMessage::Ended { cause }),
+            ".{0,40}".prop_map(|reason| DestinationMessage::Unclear { reason }),
+            (incarnation(), ".{0,40}").prop_map(|(incarnation, reason)| {
+                DestinationMessage::Unknown {
+                    incarnation,
+                    reason,
+                }
+            }),
+        ]
+    }
+}

@@ -1,0 +1,83 @@
+//! The first bytes of a connection to a destination: what it is for, and which attempt it belongs to.
+
+use crate::AttemptId;
+
+/// Bytes of a preamble.
+pub const PREAMBLE_LEN: usize = 24;
+
+/// How every preamble begins.
+pub const PREAMBLE_MAGIC: [u8; 7] = *b"VAMOOSE";
+
+/// The first bytes of a connection: [`PREAMBLE_MAGIC`], the kind, the attempt's id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Preamble {
+    /// What the connection is for.
+    pub kind: ConnectionKind,
+    /// The attempt that it belongs to.
+    pub attempt: AttemptId,
+}
+
+/// What a connection is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConnectionKind {
+    /// The conversation of this crate, in lines of JSON.
+    Control,
+    /// Memory, in whatever format the engine uses.
+    Data,
+}
+
+impl Preamble {
+    /// As it goes over the wire.
+    pub fn to_bytes(self) -> [u8; PREAMBLE_LEN] {
+        let mut bytes = [0; PREAMBLE_LEN];
+        let (magic, rest) = bytes.split_at_mut(PREAMBLE_MAGIC.len());
+        magic.copy_from_slice(&PREAMBLE_MAGIC);
+        rest[0] = match self.kind {
+            ConnectionKind::Control => b'C',
+            ConnectionKind::Data => b'D',
+        };
+        rest[1..].copy_from_slice(&self.attempt.0);
+        bytes
+    }
+
+    /// `None` for bytes that are not a preamble.
+    pub fn parse(bytes: &[u8; PREAMBLE_LEN]) -> Option<Self> {
+        let (kind, id) = bytes.strip_prefix(&PREAMBLE_MAGIC)?.split_first()?;
+        let kind = match kind {
+            b'C' => ConnectionKind::Control,
+            b'D' => ConnectionKind::Data,
+            _ => return None,
+        };
+        let attempt = AttemptId(id.try_into().ok()?);
+        Some(Self { kind, attempt })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_preamble_parses_back(control: bool, id: [u8; 16]) {
+            let kind = if control { ConnectionKind::Control } else { ConnectionKind::Data };
+            let preamble = Preamble { kind, attempt: AttemptId(id) };
+            prop_assert_eq!(Preamble::parse(&preamble.to_bytes()), Some(preamble));
+        }
+
+        #[test]
+        fn what_parses_is_what_was_sent(bytes: [u8; PREAMBLE_LEN]) {
+            if let Some(preamble) = Preamble::parse(&bytes) {
+                prop_assert_eq!(preamble.to_bytes(), bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn other_bytes_are_no_preamble() {
+        assert_eq!(Preamble::parse(b"QEVM...................."), None);
+        assert_eq!(Preamble::parse(b"VAMOOSEX................"), None);
+    }
+}

@@ -1,0 +1,386 @@
+//! The source's side of the hand-over.
+//!
+//! ```text
+//!            Stopped (GuestDied while stopped)                running
+//!  Moving ─────────────────────────────> Committing ────────────────> Over(Destination)
+//!    │ Failed, Cancelled                     │ │ └──── ended ────────> Over(Lost)
+//!    │                                       │ └── aborted ─> Returning ── Resumed ─> Over(Source)
+//!    └─> Over(Source), or Over(Lost)         └─ anything else: still Committing, decided InDoubt
+//! ```
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Decision, DestinationMessage, GuestLocation, Incarnation, SourceMessage};
+
+/// The source of one attempt.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Source {
+    state: SourceState,
+    resume: bool,
+    direct: bool,
+    /// The destination has said `starting` to this process.
+    started: bool,
+    /// A connection on which the destination may have said so broke in a way that can swallow it.
+    word_lost: bool,
+}
+
+/// How far an attempt has come; what the source's journal remembers of it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "phase", rename_all = "kebab-case")]
+pub enum SourceState {
+    /// The guest is the source's, whatever has been sent.
+    Moving {
+        /// The destination that has accepted the attempt.
+        incarnation: Option<Incarnation>,
+    },
+    /// `commit` has been said, or is about to be.
+    Committing {
+        /// The destination that has accepted the attempt.
+        incarnation: Option<Incarnation>,
+        /// The source's VMM has ended: there is nothing to go back to.
+        guest_died: bool,
+    },
+    /// The destination has never run the guest: it goes on here.
+    Returning {
+        /// Why.
+        cause: String,
+    },
+    /// Nothing is left to do.
+    Over {
+        /// Where the guest is.
+        guest: GuestLocation,
+        /// Why it is not at the destination.
+        cause: Option<String>,
+    },
+}
+
+/// What happens to a source.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum SourceEvent {
+    /// The destination says something, on a connection of this attempt.
+    Message(DestinationMessage),
+    /// A connection has been opened, after [`SourceAction::Dial`].
+    Connected,
+    /// The connection has ended. `complete`: closed by the destination's system behind all that the destination
+    /// had said, so that nothing can have been lost. Ended without notice or out of turn otherwise.
+    Closed {
+        /// See above.
+        complete: bool,
+    },
+    /// Nobody listens at the destination's address.
+    NobodyListens,
+    /// It is time to ask again: no answer came, or one that is none.
+    AskAgain,
+    /// This run of the source stops asking: somebody has cancelled, or the time is over.
+    GaveUp {
+        /// What happened last.
+        cause: String,
+    },
+    /// The guest has stopped for good and the destination has got all of it.
+    Stopped,
+    /// The migration has failed or was cancelled before [`SourceEvent::Stopped`].
+    Failed {
+        /// Why.
+        cause: String,
+    },
+    /// The source's VMM has ended; its process is gone, which is proven.
+    GuestDied {
+        /// The guest was paused for the switchover and has not run since.
+        stopped: bool,
+    },
+    /// The guest goes on here, after [`SourceAction::Resume`].
+    Resumed,
+    /// It does not, or that cannot be told.
+    NotResumed {
+        /// Why.
+        reason: String,
+    },
+    /// The journal could not be written, so that nothing that was to follow [`SourceAction::Persist`] has been done.
+    NotPersisted {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// What a source has to do, in this order.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum SourceAction {
+    /// Write [`Source::state`] to the journal, durably. If that fails, do nothing that follows, and report
+    /// [`SourceEvent::NotPersisted`].
+    Persist,
+    /// Say this on the connection that is open. That it was sent means nothing.
+    Send(SourceMessage),
+    /// Open a new connection of this attempt, after a while, and report it.
+    Dial,
+    /// Let the guest go on here, as it was before, and report how that went.
+    Resume,
+    /// This run is over. [`GuestLocation::InDoubt`] may be asked about again by another run.
+    Decide(Decision),
+}
+
+impl Source {
+    /// A new attempt. `resume` says whether the guest shall run at the destination: as it did at the source.
+    pub fn new(resume: bool) -> Self {
+        Self {
+            word_lost: false,
+            ..Self::restore(SourceState::Moving { incarnation: None }, resume)
+        }
+    }
+
+    /// Goes on from a journal. If its state is not over, report [`SourceEvent::Stopped`], [`SourceEvent::Failed`] or
+    /// [`SourceEvent::GuestDied`] for what has become of the guest meanwhile; if it is committing or returning,
+    /// [`Source::go_on`].
+    pub fn restore(state: SourceState, resume: bool) -> Self {
+        Self {
+            state,
+            resume,
+            direct: false,
+            started: false,
+            // What was said to the process before is not known.
+            word_lost: true,
+        }
+    }
+
+    /// Declares that nothing stands between the two processes that could accept, close or refuse a connection in the
+    /// destination's name: no tunnel, no proxy, no address translation. Then a destination that has closed all its
+    /// connections and does not listen any more is gone.
+    #[must_use]
+    pub fn direct(mut self) -> Self {
+        self.direct = true;
+        self
+    }
+
+    /// How far it has come, for the journal.
+    pub fn state(&self) -> &SourceState {
+        &self.state
+    }
+
+    /// What to do after [`Source::restore`].
+    pub fn go_on(&self) -> Vec<SourceAction> {
+        match &self.state {
+            SourceState::Moving { .. } => Vec::new(),
+            SourceState::Committing { .. } => vec![SourceAction::Dial],
+            SourceState::Returning { .. } => vec![SourceAction::Resume],
+            SourceState::Over { .. } => self.decided(),
+        }
+    }
+
+    /// Takes an event and returns what to do.
+    pub fn handle(&mut self, event: SourceEvent) -> Vec<SourceAction> {
+        match self.state.clone() {
+            SourceState::Moving { incarnation } => self.moving(event, incarnation),
+            SourceState::Committing {
+                incarnation,
+                guest_died,
+            } => self.committing(event, incarnation, guest_died),
+            SourceState::Returning { cause } => self.returning(event, cause),
+            SourceState::Over { .. } => match event {
+                // What is decided is decided. The destination is not told to forget it.
+                SourceEvent::NotPersisted { .. } => self.decided(),
+                // Late answers.
+                _ => Vec::new(),
+            },
+        }
+    }
+
+    /// Until `commit` is said, the guest is ours.
+    fn moving(
+        &mut self,
+        event: SourceEvent,
+        incarnation: Option<Incarnation>,
+    ) -> Vec<SourceAction> {
+        match event {
+            SourceEvent::Message(DestinationMessage::Prepared { incarnation, .. }) => {
+                let incarnation = Some(incarnation);
+                self.state = SourceState::Moving { incarnation };
+                vec![SourceAction::Persist]
+            }
+            SourceEvent::Message(
+                DestinationMessage::Aborted { cause, .. }
+                | DestinationMessage::Refused { reason: cause },
+            ) => self.fail(cause),
+            SourceEvent::Stopped => self.commit(incarnation, false),
+            SourceEvent::GuestDied { stopped: true } if incarnation.is_some() => {
+                self.commit(incarnation, true)
+            }
+            SourceEvent::GuestDied { .. } => {
+                let cause = "the source's VMM has ended".to_owned();
+                let mut actions = vec![SourceAction::Send(SourceMessage::Abort {
+                    cause: cause.clone(),
+                })];
+                actions.extend(self.over(GuestLocation::Lost, cause));
+                actions
+            }
+            SourceEvent::Failed { cause }
+            | SourceEvent::GaveUp { cause }
+            | SourceEvent::NotPersisted { reason: cause } => self.fail(cause),
+            _ => Vec::new(),
+        }
+    }
+
+    fn commit(&mut self, incarnation: Option<Incarnation>, guest_died: bool) -> Vec<SourceAction> {
+        self.state = SourceState::Committing {
+            incarnation,
+            guest_died,
+        };
+        vec![SourceAction::Persist, self.say_commit()]
+    }
+
+    fn say_commit(&self) -> SourceAction {
+        let resume = self.resume;
+        SourceAction::Send(SourceMessage::Commit { resume })
+    }
+
+    /// A guest that may be paused goes on first; telling the destination can wait.
+    fn fail(&mut self, cause: String) -> Vec<SourceAction> {
+        self.state = SourceState::Returning { cause };
+        vec![SourceAction::Persist, SourceAction::Resume]
+    }
+
+    /// `commit` has been said: only words of the destination that accepted the attempt count.
+    fn committing(
+        &mut self,
+        event: SourceEvent,
+        accepted_by: Option<Incarnation>,
+        guest_died: bool,
+    ) -> Vec<SourceAction> {
+        match event {
+            SourceEvent::Message(message) => self.answered(message, accepted_by, guest_died),
+            SourceEvent::Connected | SourceEvent::AskAgain => vec![self.say_commit()],
+            SourceEvent::Closed { complete } => {
+                self.word_lost |= !complete;
+                vec![SourceAction::Dial]
+            }
+            SourceEvent::NobodyListens if !self.direct || self.word_lost => {
+                vec![SourceAction::Dial]
+            }
+            SourceEvent::NobodyListens if self.started => {
+                let cause = "the destination began to run the guest, and has ended".to_owned();
+                self.over(GuestLocation::Lost, cause)
+            }
+            SourceEvent::NobodyListens => {
+                let cause = "the destination has ended before it ran the guest".to_owned();
+                self.take_back(cause, guest_died)
+            }
+            SourceEvent::GaveUp { cause } => in_doubt(cause),
+            // Of the entry that `commit` depends on: it has not been said.
+            SourceEvent::NotPersisted { reason } => self.take_back(reason, guest_died),
+            SourceEvent::GuestDied { .. } => {
+                // Found out again by whoever restores this, so the journal need not know.
+                self.state = SourceState::Committing {
+                    incarnation: accepted_by,
+                    guest_died: true,
+                };
+                Vec::new()
+            }
+            SourceEvent::Stopped
+            | SourceEvent::Failed { .. }
+            | SourceEvent::Resumed
+            | SourceEvent::NotResumed { .. } => Vec::new(),
+        }
+    }
+
+    fn answered(
+        &mut self,
+        message: DestinationMessage,
+        accepted_by: Option<Incarnation>,
+        guest_died: bool,
+    ) -> Vec<SourceAction> {
+        match message {
+            DestinationMessage::Starting => {
+                self.started = true;
+                Vec::new()
+            }
+            DestinationMessage::Running { .. } => {
+                self.state = SourceState::Over {
+                    guest: GuestLocation::Destination,
+                    cause: None,
+                };
+                let mut actions = vec![
+                    SourceAction::Persist,
+                    SourceAction::Send(SourceMessage::Settled),
+                ];
+                actions.extend(self.decided());
+                actions
+            }
+            DestinationMessage::Aborted { incarnation, cause }
+                if accepted_by == Some(incarnation) =>
+            {
+                self.take_back(cause, guest_died)
+            }
+            DestinationMessage::Aborted { .. } => {
+                in_doubt("another destination than the one that accepted the guest answers".into())
+            }
+            DestinationMessage::Ended { cause } => {
+                let mut actions = self.over(GuestLocation::Lost, cause);
+                // Behind the journal's entry.
+                actions.insert(1, SourceAction::Send(SourceMessage::Settled));
+                actions
+            }
+            DestinationMessage::Unknown { reason, .. } => in_doubt(reason),
+            // No answer to the question: it is asked again in a while.
+            _ => Vec::new(),
+        }
+    }
+
+    /// The destination will never run the guest.
+    fn take_back(&mut self, cause: String, guest_died: bool) -> Vec<SourceAction> {
+        if guest_died {
+            return self.over(GuestLocation::Lost, cause);
+        }
+        self.fail(cause)
+    }
+
+    fn returning(&mut self, event: SourceEvent, cause: String) -> Vec<SourceAction> {
+        match event {
+            SourceEvent::Resumed => {
+                let abort = SourceMessage::Abort {
+                    cause: cause.clone(),
+                };
+                let mut actions = self.over(GuestLocation::Source, cause);
+                // For a destination that does not know yet; one that does has its answer ready.
+                actions.insert(1, SourceAction::Send(abort));
+                actions
+            }
+            SourceEvent::NotResumed { reason } => {
+                vec![SourceAction::Decide(Decision {
+                    guest: GuestLocation::InDoubt,
+                    cause: Some(format!(
+                        "{cause}; then the guest could not be resumed: {reason}"
+                    )),
+                })]
+            }
+            SourceEvent::GuestDied { .. } => self.over(GuestLocation::Lost, cause),
+            // The guest goes on all the same: a run that comes later sees it run.
+            SourceEvent::NotPersisted { .. } => vec![SourceAction::Resume],
+            _ => Vec::new(),
+        }
+    }
+
+    fn over(&mut self, guest: GuestLocation, cause: String) -> Vec<SourceAction> {
+        self.state = SourceState::Over {
+            guest,
+            cause: Some(cause),
+        };
+        let mut actions = vec![SourceAction::Persist];
+        actions.extend(self.decided());
+        actions
+    }
+
+    fn decided(&self) -> Vec<SourceAction> {
+        match &self.state {
+            SourceState::Over { guest, cause } => vec![SourceAction::Decide(Decision {
+                guest: *guest,
+                cause: cause.clone(),
+            })],
+            _ => Vec::new(),
+        }
+    }
+}
+
+fn in_doubt(cause: String) -> Vec<SourceAction> {
+    vec![SourceAction::Decide(Decision {
+        guest: GuestLocation::InDoubt,
+        cause: Some(cause),
+    })]
+}
