@@ -35,7 +35,7 @@ use crate::{
     control::{
         Answer, Commit, Control, ControlError, Id, Kind, PROTOCOL, Prepare, Request, preamble,
     },
-    qemu::{Qemu, QemuError},
+    qemu::{MigrationStatus, Qemu, QemuError},
 };
 
 /// One migration to be driven.
@@ -178,24 +178,18 @@ impl Migration<'_> {
     fn survey(&self) -> Result<Source, Cause> {
         let mut qemu = Qemu::connect(self.qmp)?;
         let state = qemu.state()?;
-        let status = qemu.query_migrate()?["status"]
-            .as_str()
-            .unwrap_or("none")
-            .to_owned();
+        let account = qemu.query_migrate()?;
+        let status = MigrationStatus::of(&account);
         let stopped_for_good = ["finish-migrate", "postmigrate"];
-        let completed_before = stopped_for_good.contains(&state.as_str()) && status == "completed";
-        let busy = [
-            "setup",
-            "active",
-            "device",
-            "cancelling",
-            "pre-switchover",
-            "wait-unplug",
-        ];
+        let completed_before =
+            stopped_for_good.contains(&state.as_str()) && status == MigrationStatus::Completed;
         if !completed_before {
-            if state == "inmigrate" || busy.contains(&status.as_str()) {
+            if state == "inmigrate" || status == MigrationStatus::Busy {
                 return Err(QemuError::State {
-                    state: format!("{state}, migration {status}"),
+                    state: format!(
+                        "{state}, migration {}",
+                        account["status"].as_str().unwrap_or("none")
+                    ),
                     expected: "a guest that is not being migrated",
                 }
                 .into());
@@ -519,7 +513,7 @@ impl Migration<'_> {
         };
         let guest = match source.settle() {
             Ok(()) => Whereabouts::Source,
-            Err(QemuError::Qmp(_)) => Whereabouts::Lost,
+            Err(_) if source.qemu.is_dead(SETTLING) => Whereabouts::Lost,
             Err(error) => {
                 warn!("the source is not as it was: {error}");
                 Whereabouts::Undecided

@@ -7,25 +7,30 @@
 //! ```
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeSet, VecDeque},
     io::{self, Read, Write},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
-use rustix::{net::sockopt, process::Pid};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use thiserror::Error;
+
+use crate::process::{Monitor, ProcessError, QemuProcess};
 
 /// A connection to one QEMU's monitor.
 pub(crate) struct Qmp {
     stream: UnixStream,
     path: PathBuf,
+    monitor: Monitor,
     received: Vec<u8>,
     events: VecDeque<Event>,
     next_id: u64,
+    /// Commands whose answers nobody waits for any more. They may still come.
+    unanswered: BTreeSet<u64>,
+    patience: Duration,
 }
 
 /// Something that QEMU reported on its own.
@@ -65,7 +70,7 @@ pub enum QmpError {
         /// Why not.
         source: io::Error,
     },
-    /// QEMU does not answer.
+    /// QEMU does not answer: it may be busy or hang, and may do the command yet.
     #[error(
         "{path}: no answer to `{command}` in {} s; does another client (libvirt?) hold this monitor?",
         ANSWER_WITHIN.as_secs()
@@ -76,7 +81,7 @@ pub enum QmpError {
         /// What was asked.
         command: String,
     },
-    /// The connection broke: QEMU has probably ended.
+    /// The connection broke. That alone does not prove that QEMU has ended.
     #[error("{path}: the connection to QEMU broke: {source}")]
     Broken {
         /// The socket.
@@ -115,18 +120,27 @@ impl Qmp {
     /// # Errors
     /// When nobody listens there, or somebody else is connected already: QEMU serves one client.
     pub(crate) fn connect(path: &Path) -> Result<Self, QmpError> {
-        let stream = UnixStream::connect(path).map_err(|source| QmpError::Connect {
+        Self::connect_within(path, ANSWER_WITHIN)
+    }
+
+    fn connect_within(path: &Path, patience: Duration) -> Result<Self, QmpError> {
+        let failed = |source| QmpError::Connect {
             path: path.to_owned(),
             source,
-        })?;
+        };
+        let monitor = Monitor::open(path).map_err(failed)?;
+        let stream = UnixStream::connect(monitor.address()).map_err(failed)?;
         let mut qmp = Self {
             stream,
             path: path.to_owned(),
+            monitor,
             received: Vec::new(),
             events: VecDeque::new(),
             next_id: 0,
+            unanswered: BTreeSet::new(),
+            patience,
         };
-        let deadline = Instant::now() + ANSWER_WITHIN;
+        let deadline = Instant::now() + patience;
         match qmp.read_message(deadline)? {
             Some(greeting) if greeting.get("QMP").is_some() => {}
             Some(_) => return Err(qmp.garbage("no greeting")),
@@ -139,8 +153,38 @@ impl Qmp {
     /// Runs a command and returns its answer.
     ///
     /// # Errors
-    /// When QEMU refuses, does not answer, or is gone.
+    /// When QEMU refuses, does not answer, or is gone. After [`QmpError::NoAnswer`] the connection is
+    /// good for other commands; an answer that comes late is skipped.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        let id = self.send(command, arguments)?;
+        let deadline = Instant::now() + self.patience;
+        loop {
+            let Some(mut message) = self.read_message(deadline)? else {
+                return Err(self.no_answer(command));
+            };
+            if message.get("event").is_some() {
+                self.queue_event(message)?;
+                continue;
+            }
+            if self.take_answered(&message)? != id {
+                continue;
+            }
+            if let Some(error) = message.get("error") {
+                return Err(QmpError::Refused {
+                    path: self.path.clone(),
+                    command: command.to_owned(),
+                    description: error["desc"].as_str().unwrap_or("no reason").to_owned(),
+                });
+            }
+            return Ok(message["return"].take());
+        }
+    }
+
+    /// Sends a command; its answer is skipped unless somebody waits for the id that is returned.
+    ///
+    /// # Errors
+    /// When the connection is broken.
+    pub(crate) fn send(&mut self, command: &str, arguments: Value) -> Result<u64, QmpError> {
         self.next_id += 1;
         let id = self.next_id;
         let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
@@ -148,42 +192,22 @@ impl Qmp {
         self.stream
             .write_all(line.as_bytes())
             .map_err(|source| self.broken(source))?;
-        let deadline = Instant::now() + ANSWER_WITHIN;
-        loop {
-            let Some(mut message) = self.read_message(deadline)? else {
-                return Err(self.no_answer(command));
-            };
-            if message.get("event").is_some() {
-                self.queue_event(message)?;
-            } else if message.get("id").and_then(Value::as_u64) != Some(id) {
-                return Err(self.garbage("an answer to nothing that was asked"));
-            } else if let Some(error) = message.get("error") {
-                return Err(QmpError::Refused {
-                    path: self.path.clone(),
-                    command: command.to_owned(),
-                    description: error["desc"].as_str().unwrap_or("no reason").to_owned(),
-                });
-            } else {
-                return Ok(message["return"].take());
-            }
+        self.unanswered.insert(id);
+        Ok(id)
+    }
+
+    /// The id that an answer belongs to, which is answered now.
+    fn take_answered(&mut self, answer: &Value) -> Result<u64, QmpError> {
+        let id = answer.get("id").and_then(Value::as_u64);
+        match id.filter(|id| self.unanswered.remove(id)) {
+            Some(id) => Ok(id),
+            None => Err(self.garbage("an answer to nothing that was asked")),
         }
     }
 
-    /// Sends a command whose answer nobody waits for: QEMU may end upon it, or hang before it. The
-    /// connection is good for [`Qmp::wait_for_end`] only from then on.
-    ///
-    /// # Errors
-    /// When QEMU is gone.
-    pub(crate) fn send_last(&mut self, command: &str) -> Result<(), QmpError> {
-        let line = format!("{}\n", json!({ "execute": command }));
-        self.stream
-            .write_all(line.as_bytes())
-            .map_err(|source| self.broken(source))
-    }
-
-    /// Waits until QEMU has closed the connection, which it does when it ends; false when it has
-    /// not within `timeout`.
-    pub(crate) fn wait_for_end(&mut self, timeout: Duration) -> bool {
+    /// Waits until the connection is closed, as it is when QEMU ends; false when it is not within
+    /// `timeout`.
+    pub(crate) fn wait_for_close(&mut self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         loop {
             match self.read_message(deadline) {
@@ -194,12 +218,12 @@ impl Qmp {
         }
     }
 
-    /// The process at the other end: the one that listens on the socket.
+    /// The process at the other end.
     ///
     /// # Errors
-    /// When the system does not say.
-    pub(crate) fn peer(&self) -> io::Result<Pid> {
-        Ok(sockopt::socket_peercred(&self.stream)?.pid)
+    /// When it cannot be told with certainty.
+    pub(crate) fn process(&self) -> Result<QemuProcess, ProcessError> {
+        QemuProcess::serving(&self.monitor)
     }
 
     /// The next event, if one comes within `timeout`.
@@ -215,9 +239,16 @@ impl Qmp {
             match self.read_message(deadline)? {
                 None => return Ok(None),
                 Some(message) if message.get("event").is_some() => self.queue_event(message)?,
-                Some(_) => return Err(self.garbage("an answer to nothing that was asked")),
+                // Late.
+                Some(message) => drop(self.take_answered(&message)?),
             }
         }
+    }
+
+    /// Breaks the connection, as nothing but a fault would.
+    #[cfg(test)]
+    pub(crate) fn cut(&self) {
+        self.stream.shutdown(std::net::Shutdown::Both).unwrap();
     }
 
     fn queue_event(&mut self, message: Value) -> Result<(), QmpError> {
@@ -274,6 +305,112 @@ impl Qmp {
         QmpError::Garbage {
             path: self.path.clone(),
             problem: problem.to_owned(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{BufRead as _, BufReader},
+        os::unix::net::UnixListener,
+        thread,
+    };
+
+    use super::*;
+
+    /// A monitor that answers each line with the lines that are given for it, after the negotiation.
+    struct Fake {
+        dir: tempfile::TempDir,
+    }
+
+    impl Fake {
+        fn start(answers: &'static [&'static [&'static str]]) -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let listener = UnixListener::bind(dir.path().join("qmp")).unwrap();
+            thread::spawn(move || {
+                let (mut stream, _) = listener.accept().unwrap();
+                stream.write_all(b"{\"QMP\": {}}\n").unwrap();
+                let mut asked = BufReader::new(stream.try_clone().unwrap()).lines();
+                asked.next().unwrap().unwrap();
+                stream.write_all(b"{\"return\": {}, \"id\": 1}\n").unwrap();
+                for lines in answers {
+                    asked.next().unwrap().unwrap();
+                    for line in *lines {
+                        stream.write_all(line.as_bytes()).unwrap();
+                        stream.write_all(b"\n").unwrap();
+                    }
+                }
+                // Stays until the client goes.
+                while let Some(Ok(_)) = asked.next() {}
+            });
+            Self { dir }
+        }
+
+        fn path(&self) -> PathBuf {
+            self.dir.path().join("qmp")
+        }
+    }
+
+    const SHORT: Duration = Duration::from_millis(300);
+
+    /// Connects for a test that does not wait for the answers that will not come in time.
+    fn connect(fake: &Fake) -> Qmp {
+        let mut qmp = Qmp::connect_within(&fake.path(), Duration::from_secs(20)).unwrap();
+        qmp.patience = SHORT;
+        qmp
+    }
+
+    #[test]
+    fn an_answer_that_comes_late_is_not_taken_for_the_next_one() {
+        let fake = Fake::start(&[
+            &[],
+            &[
+                r#"{"return": "late", "id": 2}"#,
+                r#"{"return": "timely", "id": 3}"#,
+            ],
+        ]);
+        let mut qmp = connect(&fake);
+        let first = qmp.execute("first", json!({}));
+        assert!(matches!(first, Err(QmpError::NoAnswer { .. })), "{first:?}");
+        assert_eq!(qmp.execute("second", json!({})).unwrap(), "timely");
+    }
+
+    #[test]
+    fn an_answer_that_comes_late_is_no_event() {
+        let fake = Fake::start(&[
+            &[],
+            &[
+                r#"{"return": "timely", "id": 3}"#,
+                r#"{"error": {"desc": "late"}, "id": 2}"#,
+                r#"{"event": "STOP", "timestamp": {"seconds": 1, "microseconds": 2}}"#,
+            ],
+        ]);
+        let mut qmp = connect(&fake);
+        qmp.execute("first", json!({})).unwrap_err();
+        qmp.execute("second", json!({})).unwrap();
+        let event = qmp.next_event(Duration::from_secs(20)).unwrap().unwrap();
+        assert_eq!(event.name, "STOP");
+    }
+
+    /// Ids that were never given out, or that have been answered, are a fault and no matter of time.
+    #[test]
+    fn an_answer_to_nothing_is_garbage() {
+        for answer in [
+            r#"{"return": {}, "id": 99}"#,
+            r#"{"return": {}, "id": 1}"#,
+            r#"{"return": {}}"#,
+        ] {
+            let fake = Fake::start(match answer {
+                answer if answer.contains("99") => &[&[r#"{"return": {}, "id": 99}"#]],
+                answer if answer.contains('1') => &[&[r#"{"return": {}, "id": 1}"#]],
+                _ => &[&[r#"{"return": {}}"#]],
+            });
+            let result = connect(&fake).execute("any", json!({}));
+            assert!(
+                matches!(result, Err(QmpError::Garbage { .. })),
+                "{answer}: {result:?}"
+            );
         }
     }
 }

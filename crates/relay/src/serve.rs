@@ -455,7 +455,7 @@ impl Job {
     /// Ends a QEMU that holds half a guest, or one that nobody wants.
     fn end(&self, phase: &mut Phase, cause: &str) {
         let mut cause = cause.to_owned();
-        if let Some(qemu) = self.qemu().take()
+        if let Some(mut qemu) = self.qemu().take()
             && let Err(problem) = qemu.end()
         {
             let _ = write!(cause, "; its QEMU could not be ended: {problem}");
