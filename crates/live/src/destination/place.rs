@@ -6,13 +6,19 @@ use codec::CpuScan;
 use multifd::RamHeader;
 use vm_memory::{Bytes, VolatileSlice};
 
-use crate::{ChannelError, Ram, RamBlock, present::present, sys};
+use crate::{
+    ChannelError, Ram, RamBlock,
+    mapping::{Backing, backings},
+    present::present,
+    sys,
+};
 
 /// The memory that all channels write. Every page of it is either zero or marked as written.
 pub(super) struct Place<'a> {
     ram: &'a Ram,
     /// Bit by bit the pages of each block that were written as normal pages.
     written: Vec<Box<[AtomicU64]>>,
+    backings: Vec<Backing>,
     punch_holes: bool,
 }
 
@@ -27,6 +33,7 @@ impl<'a> Place<'a> {
         Self {
             ram,
             written: written.collect(),
+            backings: backings(ram),
             punch_holes,
         }
     }
@@ -34,10 +41,10 @@ impl<'a> Place<'a> {
     /// Makes all memory read as zeros, without touching what was never touched.
     pub(super) fn make_zero(&self) {
         let page_size = self.page_size();
-        for block in self.ram.blocks() {
+        for (block, backing) in self.ram.blocks().iter().zip(&self.backings) {
             let memory = block.memory();
             let mut run = Run::default();
-            for page in present(block, page_size).iter() {
+            for page in present(block, *backing, page_size).iter() {
                 let offset = page * page_size;
                 let Ok(slice) = memory.subslice(offset, page_size) else {
                     break;
@@ -212,7 +219,8 @@ mod tests {
             let place = Place::new(&ram, punch_holes);
             let offsets: Vec<u64> = (0..128).map(|page| page * PAGE as u64).collect();
             place.zero(0, &offsets);
-            assert_eq!(present(&ram.blocks()[0], PAGE).count(), 0);
+            let touched = present(&ram.blocks()[0], place.backings[0], PAGE);
+            assert_eq!(touched.count(), 0);
             for page in 0..128 {
                 fill(&ram, page, 7);
             }
