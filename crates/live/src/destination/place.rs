@@ -1,25 +1,34 @@
 //! Guest memory at the destination: where pages belong, and which of them hold something.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use codec::CpuScan;
 use multifd::RamHeader;
 use vm_memory::{Bytes, VolatileSlice};
 
 use crate::{
-    ChannelError, Ram, RamBlock,
+    Bitmap, ChannelError, Ram, RamBlock,
     mapping::{Backing, backings},
     present::present,
-    sys,
+    sys::memory::Punch,
 };
 
 /// The memory that all channels write. Every page of it is either zero or marked as written.
 pub(super) struct Place<'a> {
     ram: &'a Ram,
-    /// Bit by bit the pages of each block that were written as normal pages.
-    written: Vec<Box<[AtomicU64]>>,
-    backings: Vec<Backing>,
-    punch_holes: bool,
+    blocks: Vec<Block>,
+}
+
+/// What is known of a RAM block.
+struct Block {
+    /// Bit by bit the pages that were written as normal pages.
+    written: Box<[AtomicU64]>,
+    backing: Backing,
+    /// How memory is given back, if it may be.
+    punch: Option<Punch>,
 }
 
 /// Runs of at least so many bytes that become zero are given back to the system.
@@ -27,34 +36,45 @@ const LEAST_HOLE: usize = 256 << 10;
 
 impl<'a> Place<'a> {
     pub(super) fn new(ram: &'a Ram, punch_holes: bool) -> Self {
-        let words = |block| ram.pages(block).div_ceil(64);
-        let written = (0..ram.blocks().len())
-            .map(|block| (0..words(block)).map(|_| AtomicU64::new(0)).collect());
+        let blocks = backings(ram).into_iter().enumerate();
+        let blocks = blocks.map(|(index, backing)| Block {
+            written: (0..ram.pages(index).div_ceil(64))
+                .map(|_| AtomicU64::new(0))
+                .collect(),
+            backing,
+            punch: Punch::of(backing).filter(|_| punch_holes),
+        });
         Self {
             ram,
-            written: written.collect(),
-            backings: backings(ram),
-            punch_holes,
+            blocks: blocks.collect(),
         }
     }
 
     /// Makes all memory read as zeros, without touching what was never touched.
     pub(super) fn make_zero(&self) {
-        let page_size = self.page_size();
-        for (block, backing) in self.ram.blocks().iter().zip(&self.backings) {
-            let memory = block.memory();
-            let mut run = Run::default();
-            for page in present(block, *backing, page_size).iter() {
-                let offset = page * page_size;
-                let Ok(slice) = memory.subslice(offset, page_size) else {
-                    break;
-                };
-                if !CpuScan::is_zero(&slice) {
-                    self.extend(block, &mut run, offset);
-                }
-            }
-            self.clear(block, &run);
+        for index in 0..self.blocks.len() {
+            self.make_pages_zero(index, self.present(index).iter());
         }
+    }
+
+    fn present(&self, index: usize) -> Bitmap {
+        let block = &self.ram.blocks()[index];
+        present(block, self.blocks[index].backing, self.page_size())
+    }
+
+    fn make_pages_zero(&self, index: usize, pages: impl Iterator<Item = usize>) {
+        let (memory, page_size) = (self.ram.blocks()[index].memory(), self.page_size());
+        let mut run = 0..0;
+        for page in pages {
+            let offset = page * page_size;
+            let Ok(slice) = memory.subslice(offset, page_size) else {
+                break;
+            };
+            if !CpuScan::is_zero(&slice) {
+                self.extend(index, &mut run, offset);
+            }
+        }
+        self.clear(index, &run);
     }
 
     /// Finds the memory of a packet's normal pages, into `pages`, and checks its zero pages; returns the block's index.
@@ -103,52 +123,58 @@ impl<'a> Place<'a> {
 
     /// Makes zero pages of a packet that was [resolved](Place::resolve) zero: those that were never written are.
     pub(super) fn zero(&self, block: usize, offsets: &[u64]) {
-        let memory = &self.ram.blocks()[block];
-        let mut run = Run::default();
+        let mut run = 0..0;
         for offset in offsets {
             let (word, bit) = self.bit(block, *offset);
             if word.fetch_and(!bit, Ordering::Relaxed) & bit != 0 {
                 // Checked when it was resolved, so it fits.
-                self.extend(
-                    memory,
-                    &mut run,
-                    usize::try_from(*offset).unwrap_or(usize::MAX),
-                );
+                let offset = usize::try_from(*offset).unwrap_or(usize::MAX);
+                self.extend(block, &mut run, offset);
             }
         }
-        self.clear(memory, &run);
+        self.clear(block, &run);
     }
 
-    /// Adds the page at `offset` to `run`, or clears that and begins another one.
-    fn extend(&self, block: &RamBlock, run: &mut Run, offset: usize) {
-        if run.start + run.len != offset {
-            self.clear(block, run);
-            *run = Run {
-                start: offset,
-                len: 0,
-            };
+    /// Adds the page at `offset` to `run`, bytes of block `index` that become zero, or clears that and begins
+    /// another one.
+    fn extend(&self, index: usize, run: &mut Range<usize>, offset: usize) {
+        if run.end != offset {
+            self.clear(index, run);
+            *run = offset..offset;
         }
-        run.len += self.page_size();
+        run.end += self.page_size();
     }
 
-    fn clear(&self, block: &RamBlock, run: &Run) {
-        let Ok(memory) = block.memory().subslice(run.start, run.len) else {
-            return;
+    fn clear(&self, index: usize, run: &Range<usize>) {
+        let block = &self.ram.blocks()[index];
+        let hole = self.give_back(index, run);
+        write_zeros(block, run.start..hole.start);
+        write_zeros(block, hole.end..run.end);
+    }
+
+    /// Gives back what can be given back of `run`, if it is worth it; returns which part that is.
+    fn give_back(&self, index: usize, run: &Range<usize>) -> Range<usize> {
+        let (block, nothing) = (&self.ram.blocks()[index], run.start..run.start);
+        let Some(punch) = self.blocks[index].punch else {
+            return nothing;
         };
-        if self.punch_holes && run.len >= LEAST_HOLE && sys::memory::punch(block, memory).is_ok() {
-            return;
+        let address = block.address();
+        let units = punch.whole_units(&(address + run.start..address + run.end));
+        if units.len() < LEAST_HOLE {
+            return nothing;
         }
-        for start in (0..run.len).step_by(ZEROS.len()) {
-            let zeros = &ZEROS[..ZEROS.len().min(run.len - start)];
-            // Within the run, which is within the block.
-            let _ = memory.write_slice(zeros, start);
+        let hole = units.start - address..units.end - address;
+        let memory = block.memory().subslice(hole.start, hole.len());
+        match memory.map(|memory| punch.punch(memory)) {
+            Ok(Ok(())) => hole,
+            _ => nothing,
         }
     }
 
     fn bit(&self, block: usize, offset: u64) -> (&AtomicU64, u64) {
         // Checked when it was resolved, so it fits.
         let page = usize::try_from(offset).unwrap_or(usize::MAX) / self.page_size();
-        (&self.written[block][page / 64], 1 << (page % 64))
+        (&self.blocks[block].written[page / 64], 1 << (page % 64))
     }
 
     fn page_size(&self) -> usize {
@@ -156,29 +182,30 @@ impl<'a> Place<'a> {
     }
 }
 
-/// Neighbouring pages, in bytes of their block.
-#[derive(Default)]
-struct Run {
-    start: usize,
-    len: usize,
+fn write_zeros(block: &RamBlock, bytes: Range<usize>) {
+    let Ok(memory) = block.memory().subslice(bytes.start, bytes.len()) else {
+        return;
+    };
+    for start in (0..memory.len()).step_by(ZEROS.len()) {
+        let zeros = &ZEROS[..ZEROS.len().min(memory.len() - start)];
+        // Within the memory.
+        let _ = memory.write_slice(zeros, start);
+    }
 }
 
 const ZEROS: [u8; 4096] = [0; 4096];
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use multifd::Layout;
-    use vm_memory::MmapRegion;
 
     use super::*;
+    use crate::test_ram;
 
     const PAGE: usize = 4096;
 
     fn ram(pages: usize) -> Ram {
-        let region = Arc::new(MmapRegion::<()>::new(pages * PAGE).unwrap());
-        Ram::new(vec![RamBlock::new("ram", region).unwrap()]).unwrap()
+        test_ram::anonymous(pages * PAGE)
     }
 
     fn fill(ram: &Ram, page: usize, byte: u8) {
@@ -219,8 +246,7 @@ mod tests {
             let place = Place::new(&ram, punch_holes);
             let offsets: Vec<u64> = (0..128).map(|page| page * PAGE as u64).collect();
             place.zero(0, &offsets);
-            let touched = present(&ram.blocks()[0], place.backings[0], PAGE);
-            assert_eq!(touched.count(), 0);
+            assert_eq!(place.present(0).count(), 0);
             for page in 0..128 {
                 fill(&ram, page, 7);
             }
@@ -231,6 +257,85 @@ mod tests {
             assert!(bytes[PAGE..2 * PAGE].iter().all(|byte| *byte == 7));
             assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), PAGE);
         }
+    }
+
+    #[test]
+    fn whole_huge_pages_are_given_back() {
+        for ram in test_ram::in_huge_pages(2 * test_ram::HUGE_PAGE) {
+            (0..1024).for_each(|page| fill(&ram, page, 7));
+            assert_eq!(huge_pages(&ram), 2);
+            Place::new(&ram, true).make_zero();
+            assert_eq!(huge_pages(&ram), 0, "{ram:?}");
+        }
+    }
+
+    /// How many of the block are there.
+    fn huge_pages(ram: &Ram) -> usize {
+        match ram.blocks()[0].file() {
+            Some(file) => {
+                let blocks = rustix::fs::fstat(file.file()).unwrap().st_blocks;
+                usize::try_from(blocks).unwrap() * 512 / test_ram::HUGE_PAGE
+            }
+            None => Place::new(ram, true).present(0).count() * PAGE / test_ram::HUGE_PAGE,
+        }
+    }
+
+    /// Parts of huge pages, and a whole one from page 1024 on.
+    const RUNS: [Range<usize>; 3] = [0..100, 400..700, 900..1600];
+
+    /// The kernel gives back whole huge pages only: a part that it passes over must be written, and what is
+    /// beside it must stay.
+    #[test]
+    fn a_part_of_a_huge_page_becomes_zero() {
+        for ram in test_ram::in_huge_pages(4 * test_ram::HUGE_PAGE) {
+            expect_exactly_the_runs_become_zero(&ram);
+            expect_an_earlier_attempt_to_be_forgotten(&ram);
+        }
+    }
+
+    /// madvise succeeds on all of these, and on none of them does MADV_DONTNEED make zeros.
+    #[test]
+    fn memory_that_keeps_its_content_when_it_is_given_back_becomes_zero() {
+        let len = 2048 * PAGE;
+        for ram in [
+            test_ram::shared_anonymous(len),
+            test_ram::closed_memfd(len),
+            test_ram::private_file(len, false),
+            test_ram::private_file(len, true),
+        ] {
+            expect_exactly_the_runs_become_zero(&ram);
+            expect_an_earlier_attempt_to_be_forgotten(&ram);
+        }
+    }
+
+    fn expect_exactly_the_runs_become_zero(ram: &Ram) {
+        let place = Place::new(ram, true);
+        let pages = ram.pages(0);
+        let offsets: Vec<u64> = (0..pages).map(|page| (page * PAGE) as u64).collect();
+        (0..pages).for_each(|page| fill(ram, page, 7));
+        place.written(0, &offsets);
+        for run in RUNS {
+            place.zero(0, &offsets[run]);
+        }
+        for (page, bytes) in bytes(ram).chunks(PAGE).enumerate() {
+            let zero = RUNS.iter().any(|run| run.contains(&page));
+            let expected = if zero { 0 } else { 7 };
+            assert!(
+                bytes.iter().all(|byte| *byte == expected),
+                "page {page} of {:?} is {:#x}, not {expected:#x}",
+                ram.blocks()[0],
+                bytes[0]
+            );
+        }
+    }
+
+    fn expect_an_earlier_attempt_to_be_forgotten(ram: &Ram) {
+        for page in RUNS.into_iter().flatten() {
+            fill(ram, page, 9);
+        }
+        Place::new(ram, true).make_zero();
+        let stale = bytes(ram).iter().position(|byte| *byte != 0);
+        assert_eq!(stale.map(|at| at / PAGE), None, "a page is not zero");
     }
 
     #[test]
