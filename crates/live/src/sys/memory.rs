@@ -32,6 +32,10 @@ impl Punch {
         unit.is_power_of_two().then_some(Self { advice, unit })
     }
 
+    pub(crate) fn unit(self) -> usize {
+        self.unit
+    }
+
     /// The part of `addresses` that can be given back. The rest are pieces of huge pages, of which kernels before 6.0
     /// leave some as they are, without an error, and some from 5.18 on give back the neighbours as well.
     pub(crate) fn whole_units(self, addresses: &Range<usize>) -> Range<usize> {
