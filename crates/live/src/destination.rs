@@ -12,6 +12,7 @@
 
 mod accept;
 mod channel;
+mod parallel;
 mod place;
 
 use std::{
@@ -611,7 +612,8 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
     /// Makes all memory read as zeros: a source does not send what was never touched.
     fn make_zero(&self) {
         if !self.destination.config.memory_is_zero {
-            self.place.make_zero();
+            self.place
+                .make_zero(&|| debug!("still making guest memory zero"));
         }
     }
 

@@ -119,6 +119,8 @@ pub mod protocol;
 mod source;
 mod status;
 mod sys;
+#[cfg(test)]
+mod test_ram;
 
 pub use destination::{Arrival, Destination, DestinationConfig, DestinationHandle};
 pub use dirty::{

@@ -31,6 +31,7 @@ use transfer::{Address, check_locked_memory};
 use crate::{
     Bitmap, DirtyLog, DsaDetection, Handle, Ram, SourceError, SourceGuest, State, Status,
     Switchover, Whereabouts,
+    mapping::backings,
     offload::Account,
     present::present,
     protocol::DestinationMessage,
@@ -397,9 +398,9 @@ impl<'a> Attempt<'a> {
     /// All pages that may hold something: those that were never touched are zeros at the destination too.
     fn written_memory(&self) -> Vec<Bitmap> {
         let ram = &self.source.ram;
-        let blocks = ram.blocks().iter();
+        let blocks = ram.blocks().iter().zip(backings(ram));
         blocks
-            .map(|block| present(block, ram.page_size()))
+            .map(|(block, backing)| present(block, backing, ram.page_size()))
             .collect()
     }
 

@@ -14,6 +14,7 @@
 )]
 
 pub(crate) mod proxy;
+pub(crate) mod snapshot;
 
 use std::{
     fs::File,
