@@ -27,12 +27,12 @@ impl Accept for Listener {
 }
 
 /// Connections that another thread has accepted and hands over to a relay.
-pub struct Handover {
+pub struct AcceptQueue {
     waiting: Mutex<VecDeque<Arc<Stream>>>,
     event: OwnedFd,
 }
 
-impl Handover {
+impl AcceptQueue {
     /// An empty queue.
     ///
     /// # Errors
@@ -53,13 +53,13 @@ impl Handover {
     }
 }
 
-impl AsFd for Handover {
+impl AsFd for AcceptQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }
 }
 
-impl Accept for Handover {
+impl Accept for AcceptQueue {
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let stream = waiting.pop_front();

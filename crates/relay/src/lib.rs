@@ -17,11 +17,14 @@
 #![forbid(unsafe_code)]
 
 mod accept;
+mod attempts;
 mod channels;
 mod control;
 mod error;
 mod exchange;
 mod gather;
+mod instance;
+mod journal;
 mod main_stream;
 mod migrate;
 mod opaque;
@@ -31,13 +34,19 @@ mod qmp;
 mod return_path;
 mod serve;
 mod session;
+mod settle;
 
-pub use accept::{Accept, Handover};
+pub use accept::{Accept, AcceptQueue};
+pub use attempts::{Attempt, Standing, attempts};
 pub use control::ControlError;
 pub use error::{Direction, RelayError};
-pub use migrate::{Cause, Failure, Migration, Moved, Progress, Whereabouts};
+pub use handover::{AttemptId, GuestLocation};
+pub use instance::Instance;
+pub use journal::{DestinationRecord, Entry, Journal, JournalError, Record, SourceRecord};
+pub use migrate::{Cause, Failure, Migration, Moved, Progress};
 pub use process::{ProcessError, ProcessId};
 pub use qemu::{EndError, QemuError, Version};
 pub use qmp::QmpError;
-pub use serve::{ServeError, Server};
+pub use serve::{ServeError, Server, ServerConfig};
 pub use session::{Config, Dialer, Outcome, Relay, Summary, ZeroPages};
+pub use settle::{SettleError, Settlement, Verdict};

@@ -62,6 +62,17 @@ impl ProcessId {
             _ => Ok(false),
         }
     }
+
+    /// Kills this very process, if it has not ended, and waits until it has.
+    ///
+    /// # Errors
+    /// When it may not be killed, or has not ended within this time.
+    pub(crate) fn end(self, within: Duration) -> Result<(), ProcessError> {
+        match QemuProcess::open(self.pid)? {
+            Some(process) if process.id == self => process.end(within),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The process could not be found or ended.

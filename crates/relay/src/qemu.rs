@@ -87,6 +87,9 @@ pub enum QemuError {
         "the parameter `tls-creds` is set: QEMU would encrypt what the relay has to read; clear it"
     )]
     Tls,
+    /// The monitor's path leads to another QEMU than before, or it cannot be told.
+    #[error("the monitor belongs to another QEMU than before")]
+    Replaced,
     /// An answer without what it must hold.
     #[error("QEMU's answer to `{command}` lacks `{field}`")]
     Answer {
@@ -373,9 +376,32 @@ impl Qemu {
     /// # Errors
     /// When it cannot be told with certainty: it runs in another pid namespace, or belongs to
     /// somebody whose processes cannot be looked at.
-    #[allow(dead_code, reason = "for the journal of attempts")]
     pub(crate) fn identity(&mut self) -> Result<ProcessId, ProcessError> {
         Ok(self.process()?.identity())
+    }
+
+    /// Connects anew to the same QEMU's monitor.
+    ///
+    /// # Errors
+    /// When that cannot be had, or belongs to another QEMU by now.
+    pub(crate) fn reconnect(&mut self) -> Result<(), QemuError> {
+        let before = self.process.as_ref().map(QemuProcess::identity);
+        let again = Self::connect(self.qmp.path())?;
+        if before.is_none() || before != again.process.as_ref().map(QemuProcess::identity) {
+            return Err(QemuError::Replaced);
+        }
+        self.qmp = again.qmp;
+        Ok(())
+    }
+
+    /// Announces the guest to the network, as QEMU does at the end of a migration.
+    ///
+    /// # Errors
+    /// When QEMU refuses.
+    pub(crate) fn announce(&mut self) -> Result<(), QemuError> {
+        // Five packets in the first second: QEMU's own defaults, in milliseconds.
+        let arguments = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
+        self.execute("announce-self", arguments)
     }
 
     /// Whether this QEMU is proven to have ended, or to do so within a time: it may close its monitor

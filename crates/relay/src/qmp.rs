@@ -109,6 +109,18 @@ pub enum QmpError {
     },
 }
 
+impl QmpError {
+    /// Whether QEMU is there and said no, so that nothing has changed.
+    pub(crate) fn is_refusal(&self) -> bool {
+        matches!(self, Self::Refused { .. })
+    }
+
+    /// Whether nothing is known but that no answer came.
+    pub(crate) fn is_no_answer(&self) -> bool {
+        matches!(self, Self::NoAnswer { .. })
+    }
+}
+
 /// Longest time for an answer. QEMU answers at once unless its main loop is busy.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
 /// Longest line: the schema has about 400 KB.
@@ -148,6 +160,11 @@ impl Qmp {
         }
         qmp.execute("qmp_capabilities", json!({}))?;
         Ok(qmp)
+    }
+
+    /// The monitor's path.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Runs a command and returns its answer.
