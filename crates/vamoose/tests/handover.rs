@@ -3,11 +3,17 @@
 
 mod common;
 
+use std::{
+    io::Read as _,
+    os::unix::net::{UnixListener, UnixStream},
+};
+
 use anyhow::{Context as _, Result, ensure};
 use common::{
     Host, LIMIT, MIB,
     gate::{Fate, Gate, Message},
     if_known, migrate,
+    monitor::SilentMonitor,
 };
 use lab::{
     qemu::{self, Binary, Builder, Qemu},
@@ -15,6 +21,7 @@ use lab::{
     vamoose::{Ended, Vamoose},
 };
 use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
 
 const RAM: u64 = 4 * MIB;
 /// Slow enough for a migration of [`RAM`] never to end by itself within a test.
@@ -374,6 +381,85 @@ fn a_paused_guest_stays_paused() -> Result<()> {
         "a paused guest is {state} when it has moved"
     );
     Ok(())
+}
+
+/// The source's QEMU is too busy to answer for longer than anybody waits. It answers late, and its guest has been there all
+/// the time.
+#[test]
+fn a_monitor_that_is_late_is_not_a_guest_that_is_lost() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let b = Host::start(&[])?;
+    let (mut at_a, mut at_b) = (guest(&binary)?, waiting(&binary)?);
+    b.knows("vm", &at_b)?;
+    let monitor = SilentMonitor::before(&at_a.qmp_socket())?;
+    let migration = migrate(&monitor.path(), &b.address, "vm", &SLOW)?;
+    migration.wait_for("active", LIMIT)?;
+    monitor.fall_silent_at("query-migrate");
+    monitor.wait_until_it_talks()?;
+    migration.signal(Signal::INT)?;
+    migration
+        .finish(LIMIT)?
+        .failure("the guest stays at the source")?;
+    at_a.qmp.wait_status("running", LIMIT)?;
+    at_b.wait_exit(LIMIT)?;
+    Ok(())
+}
+
+/// The destination has told the network that the guest is there before it ends. The source tells it that the guest is here.
+#[test]
+fn a_guest_that_stays_is_announced() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let wires = TempDir::new()?;
+    let wire_of_a = UnixListener::bind(wires.path().join("a"))?;
+    let _wire_of_b = UnixListener::bind(wires.path().join("b"))?;
+    let machine = |wire| {
+        let wire = wires.path().join(wire);
+        [
+            "-machine".to_owned(),
+            "pc".to_owned(),
+            "-netdev".to_owned(),
+            format!("stream,id=wire,addr.type=unix,addr.path={}", wire.display()),
+            "-device".to_owned(),
+            "e1000,netdev=wire,romfile=".to_owned(),
+        ]
+        .into_iter()
+        .fold(Builder::bare(&binary, 16 * MIB), Builder::argument)
+    };
+    let b = Host::start(&[])?;
+    let gate = Gate::start(&b.address)?;
+    let mut at_a = machine("a").start()?;
+    let (wire, _) = wire_of_a.accept()?;
+    at_a.qmp.cont()?;
+    let mut at_b = machine("b").incoming().start()?;
+    b.knows("vm", &at_b)?;
+    gate.rule(COMMIT, Fate::Held);
+    let migration = migrate(&at_a.qmp_socket(), &gate.address, "vm", &[])?;
+    gate.wait_until_held()?;
+    at_b.kill()?;
+    gate.release(Fate::Passes);
+    migration
+        .finish(LIMIT)?
+        .failure("the guest stays at the source")?;
+    at_a.qmp.wait_status("running", LIMIT)?;
+    wait_for_announcement(&wire).context("nobody was told where the guest is")
+}
+
+/// Reads frames, each behind its length, until one comes with which QEMU announces a guest: a RARP.
+fn wait_for_announcement(mut wire: &UnixStream) -> Result<()> {
+    wire.set_read_timeout(Some(LIMIT))?;
+    loop {
+        let mut length = [0; 4];
+        wire.read_exact(&mut length)?;
+        let mut frame = vec![0; u32::from_be_bytes(length).try_into()?];
+        wire.read_exact(&mut frame)?;
+        if frame.get(12..14) == Some(&[0x80, 0x35]) {
+            return Ok(());
+        }
+    }
 }
 
 /// The destination's QEMU stops when the source waits for nothing but its word. The guest does not wait with it.

@@ -7,6 +7,7 @@
 )]
 
 pub mod gate;
+pub mod monitor;
 
 use std::{
     collections::BTreeMap,
