@@ -27,17 +27,22 @@ struct Scene {
 
 impl Scene {
     fn start(binary: &Binary) -> Result<Self> {
+        let mut scene = Self::hold(binary, Message::Request("commit"))?;
+        ensure!(scene.destination.qmp.query_status()? == "paused");
+        Ok(scene)
+    }
+
+    fn hold(binary: &Binary, message: Message) -> Result<Self> {
         let host = Host::start(&[])?;
         let gate = Gate::start(&host.address)?;
         let (mut source, mut destination) = bare_pair(binary, binary, 16 * MIB)?;
         source.qmp.cont()?;
         host.knows("vm", &destination)?;
-        gate.rule(Message::Request("commit"), Fate::Held);
+        gate.rule(message, Fate::Held);
         let migration = migrate(&source.qmp_socket(), &gate.address, "vm", &[])?;
         gate.wait_until_held()?;
         source.qmp.wait_status("postmigrate", LIMIT)?;
         destination.qmp.wait_migration(&["completed"], LIMIT)?;
-        ensure!(destination.qmp.query_status()? == "paused");
         Ok(Self {
             host,
             gate,
@@ -79,6 +84,29 @@ fn a_commit_that_is_cut_is_said_again() -> Result<()> {
     let scene = Scene::start(&binary)?;
     scene.gate.release(Fate::CutBefore);
     scene.migration.wait_for("asking the server again", LIMIT)?;
+    scene.expect_moved()
+}
+
+#[test]
+fn a_commit_whose_connection_is_cut_behind_it() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let scene = Scene::start(&binary)?;
+    scene.gate.release(Fate::CutAfter);
+    scene.migration.wait_for("asking the server again", LIMIT)?;
+    scene.expect_moved()
+}
+
+/// The answer takes longer than `migrate` waits for one.
+#[test]
+fn an_answer_that_is_late() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let scene = Scene::hold(&binary, Message::Answer("running"))?;
+    scene.migration.wait_for("asking the server again", LIMIT)?;
+    scene.gate.release(Fate::Passes);
     scene.expect_moved()
 }
 

@@ -45,23 +45,28 @@ fn waiting(binary: &Binary) -> Result<Qemu> {
     Builder::bare(binary, RAM).incoming().start()
 }
 
-/// Connects `count` times and stays: every second one says nothing, the others that they have something to say.
+/// Connects `count` times, or until there is no room even in the queue, and stays: every second one says nothing, the others
+/// that they have something to say.
 fn strays(address: &str, count: u8) -> Result<Vec<TcpStream>> {
-    let address = address.trim_start_matches("tcp:");
-    let stray = |number| {
-        let mut stream = TcpStream::connect(address).context("a stray cannot connect")?;
+    let address = address.trim_start_matches("tcp:").parse()?;
+    let mut strays = Vec::new();
+    for number in 0..count {
+        // The kernel answers for a server that is busy.
+        let Ok(mut stream) = TcpStream::connect_timeout(&address, Duration::from_secs(5)) else {
+            break;
+        };
         if number % 2 == 0 {
-            stream.write_all(b"VAMOOSEC")?;
-            stream.write_all(&[number; 16])?;
+            // The server may have had enough of strays.
+            let _ = stream.write_all(&[b"VAMOOSEC".as_slice(), &[number; 16]].concat());
         }
-        Ok(stream)
-    };
-    (0..count).map(stray).collect()
+        strays.push(stream);
+    }
+    Ok(strays)
 }
 
 /// More than a server needs for one migration, fewer than there are strays.
 const FEW_DESCRIPTORS: &str = "ulimit -n 64";
-/// With those that were taken, no more than a listener's queue holds: none of them waits to connect.
+/// No more than a listener's queue holds.
 const STRAYS: u8 = 120;
 
 /// Strays use up all descriptors: the server waits for better times, instead of asking for one again and again.
