@@ -134,6 +134,16 @@ impl Vamoose {
         kill_process(self.raw_pid()?, signal).context("cannot signal vamoose")
     }
 
+    /// Ends it as a crash would; nothing of it is left when this returns.
+    ///
+    /// # Errors
+    /// When it cannot be killed.
+    pub fn kill(&mut self) -> Result<()> {
+        self.child.kill().context("cannot kill vamoose")?;
+        self.child.wait().context("cannot wait for vamoose")?;
+        Ok(())
+    }
+
     /// Whether it has ended.
     ///
     /// # Errors

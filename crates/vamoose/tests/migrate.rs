@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::{path::Path, process::Command};
+use std::process::Command;
 
 use anyhow::{Context as _, Result, ensure};
 use common::{Host, LIMIT, MIB, migrate, vamoose};
@@ -137,8 +137,9 @@ fn what_cannot_work_is_refused_early() -> Result<()> {
     nobody
         .finish(LIMIT)?
         .failure("cannot connect to tcp:127.0.0.1:1")?;
-    let no_qemu = migrate(Path::new("/nowhere.qmp"), &host.address, "x", &[])?;
-    no_qemu.finish(LIMIT)?.failure("/nowhere.qmp")?;
+    let nowhere = host.monitors.path().join("nowhere.qmp");
+    let no_qemu = migrate(&nowhere, &host.address, "x", &[])?;
+    no_qemu.finish(LIMIT)?.failure("nowhere.qmp")?;
 
     ensure!(source.qmp.query_status()? == "prelaunch");
     ensure!(source.qmp.query_migrate()?["status"].is_null());
