@@ -13,7 +13,7 @@ use std::{
     collections::BTreeMap,
     fs::DirBuilder,
     os::unix::fs::{DirBuilderExt as _, symlink},
-    path::Path,
+    path::{Path, PathBuf},
     process::Command,
     sync::{Mutex, PoisonError},
     time::Duration,
@@ -107,7 +107,7 @@ pub struct Host {
     pub server: Vamoose,
     pub address: String,
     pub monitors: TempDir,
-    state: TempDir,
+    memory: TempDir,
     limits: String,
     options: Vec<String>,
 }
@@ -119,14 +119,14 @@ impl Host {
 
     /// The server runs in a shell that has set these limits, such as `ulimit -n 64`.
     pub fn start_under(limits: &str, options: &[&str]) -> Result<Self> {
-        let (monitors, state) = (TempDir::new()?, TempDir::new()?);
+        let (monitors, memory) = (TempDir::new()?, TempDir::new()?);
         let options: Vec<_> = options.iter().map(|&option| option.to_owned()).collect();
-        let (server, address) = serve(limits, monitors.path(), state.path(), &options)?;
+        let (server, address) = serve(limits, monitors.path(), &state_in(&memory), &options)?;
         Ok(Self {
             server,
             address,
             monitors,
-            state,
+            memory,
             limits: limits.to_owned(),
             options,
         })
@@ -135,15 +135,15 @@ impl Host {
     /// Kills the server and starts another one in its place, which listens at another port.
     pub fn restart(&mut self) -> Result<()> {
         self.server.kill()?;
-        let (monitors, state) = (self.monitors.path(), self.state.path());
-        (self.server, self.address) = serve(&self.limits, monitors, state, &self.options)?;
+        let (monitors, state) = (self.monitors.path(), state_in(&self.memory));
+        (self.server, self.address) = serve(&self.limits, monitors, &state, &self.options)?;
         Ok(())
     }
 
     /// Kills the server and starts another one, which remembers nothing of what its predecessor wrote down.
     pub fn restart_without_memory(&mut self) -> Result<()> {
         self.server.kill()?;
-        self.state = TempDir::new()?;
+        self.memory = TempDir::new()?;
         self.restart()
     }
 
@@ -166,8 +166,14 @@ impl Host {
 
     /// Moves a guest of this host's to `to`.
     pub fn migrate_away(&self, source: &Qemu, to: &str, name: &str) -> Result<Vamoose> {
-        migrate_from(self.state.path(), &source.qmp_socket(), to, name, &[])
+        let state = state_in(&self.memory);
+        migrate_from(&state, &source.qmp_socket(), to, name, &[])
     }
+}
+
+/// Not the folder itself: what a host remembers is in a folder that nobody else looks into.
+fn state_in(memory: &TempDir) -> PathBuf {
+    memory.path().join("state")
 }
 
 fn serve(
