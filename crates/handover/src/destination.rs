@@ -80,6 +80,8 @@ pub enum DestinationEvent {
         /// The VMM's name for its state.
         state: String,
     },
+    /// The guest was here, and has been sent on to another host since.
+    MovedOn,
     /// The guest was not told to run, or refused in a way that proves that it has not run.
     NotStarted {
         /// Why.
@@ -117,12 +119,13 @@ pub enum DestinationAction {
     /// Say this on every control connection of this attempt. That it was sent means nothing.
     Send(DestinationMessage),
     /// Let the guest go on, unless it does; if `resume`, as a running one. Look whether it does, and report
-    /// [`DestinationEvent::Started`], `NotStarted`, `Unclear` or `Died`.
+    /// [`DestinationEvent::Started`], `MovedOn`, `NotStarted`, `Unclear` or `Died`.
     Run {
         /// Whether it shall run.
         resume: bool,
     },
-    /// Look what became of the guest that ran here, change nothing, and report `Started`, `Unclear` or `Died`.
+    /// Look what became of the guest that ran here, change nothing, and report `Started`, `MovedOn`, `Unclear` or
+    /// `Died`.
     Check,
     /// End its VMM and report [`DestinationEvent::Died`] when it has ended, or
     /// [`DestinationEvent::NotEnded`].
@@ -210,7 +213,10 @@ impl Destination {
                 DestinationState::Receiving | DestinationState::Loaded => self.abort(cause),
                 _ => Vec::new(),
             },
-            DestinationEvent::Started { state } => self.started(state),
+            DestinationEvent::Started { state } => {
+                self.started(DestinationMessage::Running { state })
+            }
+            DestinationEvent::MovedOn => self.started(DestinationMessage::MovedOn),
             DestinationEvent::NotStarted { cause } => self.not_started(cause),
             DestinationEvent::Unclear { reason } => {
                 self.looking = false;
@@ -308,15 +314,15 @@ impl Destination {
         actions
     }
 
-    fn started(&mut self, state: String) -> Vec<DestinationAction> {
+    fn started(&mut self, answer: DestinationMessage) -> Vec<DestinationAction> {
         self.looking = false;
-        let running = DestinationAction::Send(DestinationMessage::Running { state });
+        let answer = DestinationAction::Send(answer);
         match &self.state {
             DestinationState::Starting { .. } => {
                 self.state = DestinationState::Running;
-                vec![DestinationAction::Persist, running]
+                vec![DestinationAction::Persist, answer]
             }
-            DestinationState::Running => vec![running],
+            DestinationState::Running => vec![answer],
             _ => Vec::new(),
         }
     }

@@ -122,6 +122,8 @@ pub enum DestinationMessage {
         /// Why.
         cause: String,
     },
+    /// It has run here and was sent on to another host.
+    MovedOn,
     /// It has run here, or may have, and its VMM has ended: it is not here any more.
     Ended {
         /// What is known of the end.
@@ -249,6 +251,7 @@ pub(crate) mod tests {
             (incarnation(), ".{0,40}").prop_map(|(incarnation, cause)| {
                 DestinationMessage::Aborted { incarnation, cause }
             }),
+            Just(DestinationMessage::MovedOn),
             ".{0,40}".prop_map(|cause| DestinationMessage::Ended { cause }),
             ".{0,40}".prop_map(|reason| DestinationMessage::Unclear { reason }),
             (incarnation(), ".{0,40}").prop_map(|(incarnation, reason)| {

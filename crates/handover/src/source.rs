@@ -3,7 +3,7 @@
 //! ```text
 //!            Stopped (GuestDied while stopped)                running
 //!  Moving ─────────────────────────────> Committing ────────────────> Over(Destination)
-//!    │ Failed, Cancelled                     │ │ └──── ended ────────> Over(Lost)
+//!    │ Failed, Cancelled                     │ │ └── ended, moved-on ──> Over(Lost), Over(MovedOn)
 //!    │                                       │ └── aborted ─> Returning ── Resumed ─> Over(Source)
 //!    └─> Over(Source), or Over(Lost)         └─ anything else: still Committing, decided InDoubt
 //! ```
@@ -311,11 +311,10 @@ impl Source {
             DestinationMessage::Aborted { .. } => {
                 in_doubt("another destination than the one that accepted the guest answers".into())
             }
-            DestinationMessage::Ended { cause } => {
-                let mut actions = self.over(GuestLocation::Lost, cause);
-                // Behind the journal's entry.
-                actions.insert(1, SourceAction::Send(SourceMessage::Settled));
-                actions
+            DestinationMessage::Ended { cause } => self.settled(GuestLocation::Lost, cause),
+            DestinationMessage::MovedOn => {
+                let cause = "the destination has sent the guest on".to_owned();
+                self.settled(GuestLocation::MovedOn, cause)
             }
             DestinationMessage::Unknown { reason, .. } => in_doubt(reason),
             // No answer to the question: it is asked again in a while.
@@ -355,6 +354,14 @@ impl Source {
             SourceEvent::NotPersisted { .. } => vec![SourceAction::Resume],
             _ => Vec::new(),
         }
+    }
+
+    /// The destination has said its last word.
+    fn settled(&mut self, guest: GuestLocation, cause: String) -> Vec<SourceAction> {
+        let mut actions = self.over(guest, cause);
+        // Behind the journal's entry.
+        actions.insert(1, SourceAction::Send(SourceMessage::Settled));
+        actions
     }
 
     fn over(&mut self, guest: GuestLocation, cause: String) -> Vec<SourceAction> {

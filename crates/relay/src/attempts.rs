@@ -126,7 +126,7 @@ fn at_destination(record: DestinationRecord, driven: bool) -> Attempt {
 fn over(guest: GuestLocation) -> Standing {
     match guest {
         GuestLocation::Source => Standing::AtSource,
-        GuestLocation::Destination => Standing::AtDestination,
+        GuestLocation::Destination | GuestLocation::MovedOn => Standing::AtDestination,
         GuestLocation::InDoubt => Standing::InDoubt,
         GuestLocation::Lost => Standing::Lost,
     }

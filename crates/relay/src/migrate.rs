@@ -306,9 +306,10 @@ impl Migration<'_> {
                 total_time: Duration::ZERO,
             }),
             Ok(DestinationMessage::Ended { cause }) => {
-                let moved_to = moved_to.now(format!("its QEMU there has ended: {cause}"));
+                let moved_to = moved_to.now(cause);
                 Err(failure(moved_to, GuestLocation::Lost))
             }
+            Ok(DestinationMessage::MovedOn) => Err(failure(moved_to, GuestLocation::MovedOn)),
             Ok(answer) => {
                 let moved_to = moved_to.now(format!("the destination answers {answer:?} now"));
                 Err(failure(moved_to, GuestLocation::Destination))
@@ -428,14 +429,14 @@ impl Migration<'_> {
             }
         };
         hand_over.control = Some(control);
-        hand_over.prepared(&answer)?;
-        let details = match answer {
-            DestinationMessage::Prepared { details, .. } => details,
-            DestinationMessage::Refused { reason } => return Err(Cause::Refused(reason)),
-            other => return Err(Cause::OutOfTurn(format!("{other:?}"))),
-        };
-        source.zero_pages = self.zero_pages(source, &from_details(details)?)?;
-        Ok(())
+        match answer {
+            DestinationMessage::Prepared { ref details, .. } => {
+                source.zero_pages = self.zero_pages(source, &from_details(details.clone())?)?;
+                hand_over.prepared(answer)
+            }
+            DestinationMessage::Refused { reason } => Err(Cause::Refused(reason)),
+            other => Err(Cause::OutOfTurn(format!("{other:?}"))),
+        }
     }
 
     /// How the source is to find zero pages, where it can be told.

@@ -295,6 +295,7 @@ fn take_back(mut entry: Entry<SourceRecord>) -> Result<(), SettleError> {
         match ask(&to, record.attempt, &SourceMessage::Abort { cause }, ASKING) {
             Ok(
                 answer @ (DestinationMessage::Running { .. }
+                | DestinationMessage::MovedOn
                 | DestinationMessage::Ended { .. }
                 | DestinationMessage::Unclear { .. }),
             ) => {

@@ -15,8 +15,9 @@ use handover::{
 use tracing::{debug, info, warn};
 use transfer::{Address, SocketError};
 
-use super::source::Source;
+use super::{Cause, source::Source};
 use crate::{
+    JournalError,
     control::{Control, ControlError},
     journal::{Entry, SourceRecord},
 };
@@ -96,10 +97,10 @@ impl<'a> HandOver<'a> {
     }
 
     /// Takes the destination's `prepared`.
-    pub(super) fn prepared(&mut self, message: &DestinationMessage) -> io::Result<()> {
-        let event = SourceEvent::Message(message.clone());
-        if self.machine.handle(event).contains(&SourceAction::Persist) {
-            self.persist().map_err(io::Error::other)?;
+    pub(super) fn prepared(&mut self, message: DestinationMessage) -> Result<(), Cause> {
+        let actions = self.machine.handle(SourceEvent::Message(message));
+        if actions.contains(&SourceAction::Persist) {
+            self.persist()?;
         }
         Ok(())
     }
@@ -110,9 +111,10 @@ impl<'a> HandOver<'a> {
             let event = match actions.pop_front() {
                 Some(SourceAction::Persist) => match self.persist() {
                     Ok(()) => continue,
-                    Err(reason) => {
-                        warn!("{reason}");
+                    Err(error) => {
+                        warn!("{error}");
                         actions.clear();
+                        let reason = error.to_string();
                         SourceEvent::NotPersisted { reason }
                     }
                 },
@@ -133,9 +135,9 @@ impl<'a> HandOver<'a> {
         }
     }
 
-    fn persist(&mut self) -> Result<(), String> {
+    fn persist(&mut self) -> Result<(), JournalError> {
         self.entry.record.state = self.machine.state().clone();
-        self.entry.write().map_err(|error| error.to_string())
+        self.entry.write()
     }
 
     fn send(&mut self, message: &SourceMessage) {
@@ -281,9 +283,11 @@ impl<'a> HandOver<'a> {
                     return true;
                 }
                 // It holds nothing of this attempt.
-                Ok(DestinationMessage::Unknown { .. } | DestinationMessage::Ended { .. }) => {
-                    return true;
-                }
+                Ok(
+                    DestinationMessage::Unknown { .. }
+                    | DestinationMessage::Ended { .. }
+                    | DestinationMessage::MovedOn,
+                ) => return true,
                 Ok(DestinationMessage::Unclear { reason }) => {
                     warn!("destination: {reason}");
                     return false;

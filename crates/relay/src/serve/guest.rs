@@ -28,8 +28,10 @@ const ASKING: Duration = Duration::from_millis(20);
 
 /// States of a guest that has not run since it was loaded, and may be continued.
 const WAITING: [&str; 2] = ["paused", "prelaunch"];
-/// States of a guest that runs, or has run here and was sent on from here.
-const HANDED_OVER: [&str; 4] = ["running", "suspended", "finish-migrate", "postmigrate"];
+/// States of a guest that runs here; in the last one it may be on its way to another host.
+const HERE: [&str; 3] = ["running", "suspended", "finish-migrate"];
+/// State of a guest that has been sent on from here.
+const SENT_ON: &str = "postmigrate";
 
 impl Guest {
     pub(crate) fn new(instance: Instance, qemu: Option<Qemu>) -> Self {
@@ -42,7 +44,10 @@ impl Guest {
             Ok(state) => state,
             Err(error) => return self.not_started(&error),
         };
-        if HANDED_OVER.contains(&state.as_str()) || !resume {
+        if state == SENT_ON {
+            return DestinationEvent::MovedOn;
+        }
+        if HERE.contains(&state.as_str()) || !resume {
             return self.started(state);
         }
         if !WAITING.contains(&state.as_str()) {
@@ -64,7 +69,10 @@ impl Guest {
         match self.with_qemu(Qemu::state) {
             Ok(state) => {
                 self.let_go();
-                DestinationEvent::Started { state }
+                match state.as_str() {
+                    SENT_ON => DestinationEvent::MovedOn,
+                    _ => DestinationEvent::Started { state },
+                }
             }
             // Its process is there, and it has run.
             Err(error) if self.instance.process.is_some() && !self.instance.has_ended() => {
@@ -97,7 +105,7 @@ impl Guest {
     /// The state of a guest that has been told to go on, once it does.
     fn look(&mut self) -> DestinationEvent {
         match self.with_qemu(Qemu::state) {
-            Ok(state) if HANDED_OVER.contains(&state.as_str()) => self.started(state),
+            Ok(state) if HERE.contains(&state.as_str()) => self.started(state),
             Ok(state) => unclear(format!(
                 "the guest was told to go on and is in the state `{state}`"
             )),
