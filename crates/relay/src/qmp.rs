@@ -9,11 +9,18 @@
 use std::{
     collections::{BTreeSet, VecDeque},
     io::{self, Read, Write},
+    net::Shutdown,
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
+use rustix::{
+    io::Errno,
+    net::{
+        self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt, sockopt::Timeout,
+    },
+};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use thiserror::Error;
@@ -70,9 +77,22 @@ pub enum QmpError {
         /// Why not.
         source: io::Error,
     },
+    /// Nobody greets.
+    #[error(
+        "{path}: QEMU does not take a connection to its monitor in {} s: another client (libvirt?) \
+         probably holds it, and QEMU serves one at a time; start it with a second -qmp socket, for \
+         Vamoose alone",
+        waited.as_secs_f32()
+    )]
+    Held {
+        /// The socket.
+        path: PathBuf,
+        /// How long it was waited for.
+        waited: Duration,
+    },
     /// QEMU does not answer: it may be busy or hang, and may do the command yet.
     #[error(
-        "{path}: no answer to `{command}` in {} s; does another client (libvirt?) hold this monitor?",
+        "{path}: QEMU does not answer `{command}` in {} s: it is busy, or hangs",
         ANSWER_WITHIN.as_secs()
     )]
     NoAnswer {
@@ -123,6 +143,8 @@ impl QmpError {
 
 /// Longest time for an answer. QEMU answers at once unless its main loop is busy.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+/// The kernel's clock ticks no finer.
+const SHORTEST: Duration = Duration::from_millis(1);
 /// Longest line: the schema has about 400 KB.
 const LONGEST_LINE: usize = 16 << 20;
 
@@ -130,18 +152,25 @@ impl Qmp {
     /// Connects to the monitor at `path` and negotiates.
     ///
     /// # Errors
-    /// When nobody listens there, or somebody else is connected already: QEMU serves one client.
+    /// When nobody listens there, or somebody else stays connected: QEMU serves one client.
     pub(crate) fn connect(path: &Path) -> Result<Self, QmpError> {
         Self::connect_within(path, ANSWER_WITHIN)
     }
 
     fn connect_within(path: &Path, patience: Duration) -> Result<Self, QmpError> {
+        let start = Instant::now();
         let failed = |source| QmpError::Connect {
             path: path.to_owned(),
             source,
         };
+        let held = || QmpError::Held {
+            path: path.to_owned(),
+            waited: patience,
+        };
         let monitor = Monitor::open(path).map_err(failed)?;
-        let stream = UnixStream::connect(monitor.address()).map_err(failed)?;
+        let stream = connect(&monitor, patience)
+            .map_err(failed)?
+            .ok_or_else(held)?;
         let mut qmp = Self {
             stream,
             path: path.to_owned(),
@@ -152,11 +181,10 @@ impl Qmp {
             unanswered: BTreeSet::new(),
             patience,
         };
-        let deadline = Instant::now() + patience;
-        match qmp.read_message(deadline)? {
+        match qmp.read_message(start + patience)? {
             Some(greeting) if greeting.get("QMP").is_some() => {}
             Some(_) => return Err(qmp.garbage("no greeting")),
-            None => return Err(qmp.no_answer("connect")),
+            None => return Err(held()),
         }
         qmp.execute("qmp_capabilities", json!({}))?;
         Ok(qmp)
@@ -206,9 +234,11 @@ impl Qmp {
         let id = self.next_id;
         let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
         line.push('\n');
-        self.stream
-            .write_all(line.as_bytes())
-            .map_err(|source| self.broken(source))?;
+        self.stream.write_all(line.as_bytes()).map_err(|source| {
+            // Part of the line may be under way, and nothing must continue it.
+            let _ = self.stream.shutdown(Shutdown::Both);
+            self.broken(source)
+        })?;
         self.unanswered.insert(id);
         Ok(id)
     }
@@ -265,7 +295,7 @@ impl Qmp {
     /// Breaks the connection, as nothing but a fault would.
     #[cfg(test)]
     pub(crate) fn cut(&self) {
-        self.stream.shutdown(std::net::Shutdown::Both).unwrap();
+        self.stream.shutdown(Shutdown::Both).unwrap();
     }
 
     fn queue_event(&mut self, message: Value) -> Result<(), QmpError> {
@@ -326,6 +356,30 @@ impl Qmp {
     }
 }
 
+/// Connects; `None` when the queue of those who wait for QEMU to take them stays full for so long. A
+/// connect without a bound would wait there for as long as QEMU's present client stays.
+fn connect(monitor: &Monitor, within: Duration) -> io::Result<Option<UnixStream>> {
+    let address = SocketAddrUnix::new(monitor.address())?;
+    let flags = SocketFlags::CLOEXEC;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let deadline = Instant::now() + within;
+    loop {
+        // It holds for connecting to a unix socket, too. Zero would be for ever.
+        let left = deadline.saturating_duration_since(Instant::now());
+        sockopt::set_socket_timeout(&socket, Timeout::Send, Some(left.max(SHORTEST)))?;
+        match net::connect(&socket, &address) {
+            Ok(()) => break,
+            Err(Errno::AGAIN) => return Ok(None),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let stream = UnixStream::from(socket);
+    // For a QEMU that does not read.
+    stream.set_write_timeout(Some(within))?;
+    Ok(Some(stream))
+}
+
 #[cfg(test)]
 mod tests {
     use std::{
@@ -333,6 +387,8 @@ mod tests {
         os::unix::net::UnixListener,
         thread,
     };
+
+    use rustix::fd::OwnedFd;
 
     use super::*;
 
@@ -408,6 +464,67 @@ mod tests {
         qmp.execute("second", json!({})).unwrap();
         let event = qmp.next_event(Duration::from_secs(20)).unwrap().unwrap();
         assert_eq!(event.name, "STOP");
+    }
+
+    /// A monitor with another client, as libvirt is: QEMU takes no second one.
+    fn held(waiting: usize) -> (tempfile::TempDir, Vec<UnixStream>, OwnedFd) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qmp");
+        let listener = net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        net::bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        // As long a queue as QEMU's.
+        net::listen(&listener, 1).unwrap();
+        let clients = (0..waiting).map(|_| UnixStream::connect(&path).unwrap());
+        let clients = clients.collect();
+        (dir, clients, listener)
+    }
+
+    /// Clients that wait in the queue are connected and are not greeted; the third is not connected.
+    #[test]
+    fn a_monitor_that_is_held_is_told_in_time() {
+        for waiting in [2, 1, 0] {
+            let (dir, _clients, _listener) = held(waiting);
+            let start = Instant::now();
+            let result = Qmp::connect_within(&dir.path().join("qmp"), SHORT).map(drop);
+            assert!(
+                matches!(result, Err(QmpError::Held { .. })),
+                "{waiting}: {result:?}"
+            );
+            assert!(start.elapsed() >= SHORT, "{waiting}");
+        }
+    }
+
+    #[test]
+    fn a_monitor_that_is_let_go_is_taken() {
+        let (dir, clients, listener) = held(2);
+        let path = dir.path().join("qmp");
+        thread::scope(|scope| {
+            let connecting =
+                scope.spawn(|| Qmp::connect_within(&path, Duration::from_secs(20)).map(drop));
+            thread::sleep(SHORT);
+            let mut served = Vec::new();
+            for _ in 0..3 {
+                let stream = UnixStream::from(net::accept(&listener).unwrap());
+                let lines = b"{\"QMP\": {}}\n{\"return\": {}, \"id\": 1}\n";
+                (&stream).write_all(lines).unwrap();
+                served.push(stream);
+            }
+            connecting.join().unwrap().unwrap();
+        });
+        drop(clients);
+    }
+
+    #[test]
+    fn nobody_at_the_socket_is_told_at_once() {
+        let (dir, _, listener) = held(0);
+        drop(listener);
+        for name in ["qmp", "none"] {
+            let result = Qmp::connect(&dir.path().join(name)).map(drop);
+            assert!(
+                matches!(result, Err(QmpError::Connect { .. })),
+                "{name}: {result:?}"
+            );
+        }
     }
 
     /// Ids that were never given out, or that have been answered, are a fault and no matter of time.
