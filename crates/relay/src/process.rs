@@ -443,6 +443,8 @@ mod tests {
         process::{Child, Command},
     };
 
+    use lab::qemu::newest_or_skip;
+
     use super::*;
 
     const LIMIT: Duration = Duration::from_secs(60);
@@ -561,6 +563,45 @@ mod tests {
         let process = QemuProcess::serving(&new).unwrap();
         assert_eq!(process.identity().pid, present.id());
         reap(present);
+    }
+
+    /// In containers one path leads to different sockets, and to those of another one a long path does.
+    #[test]
+    fn the_same_path_in_another_mount_namespace_is_another_socket() {
+        let Some(binary) = newest_or_skip().unwrap() else {
+            return;
+        };
+        if !rustix::process::geteuid().is_root() {
+            return lab::skipped("not root: no mount namespaces").unwrap();
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let (listener, monitor) = listen(dir.path());
+        let here = holder(&listener);
+        let path = dir.path().join("qmp");
+        let elsewhere = Command::new("unshare")
+            .args(["--mount", "sh", "-c"])
+            .arg("mount -t tmpfs none \"$1\" && exec \"$0\" -machine none -nodefaults -display none -S -qmp unix:\"$1\"/qmp,server=on,wait=off")
+            .arg(&binary.path)
+            .arg(dir.path())
+            .spawn()
+            .unwrap();
+        let deadline = Instant::now() + LIMIT;
+        let both_listen = || {
+            let sockets = listening(&[elsewhere.id()], OsStr::new("qmp"));
+            sockets.values().filter(|at| **at == path).count() == 2
+        };
+        while !both_listen() {
+            assert!(Instant::now() < deadline);
+            thread::sleep(LOOK_AGAIN);
+        }
+        let process = QemuProcess::serving(&monitor).unwrap();
+        assert_eq!(process.identity().pid, here.id());
+        let through = format!("/proc/{}/root{}", elsewhere.id(), path.display());
+        let monitor = Monitor::open(Path::new(&through)).unwrap();
+        let process = QemuProcess::serving(&monitor).unwrap();
+        assert_eq!(process.identity().pid, elsewhere.id());
+        reap(here);
+        reap(elsewhere);
     }
 
     /// A test's own server must not end the test.

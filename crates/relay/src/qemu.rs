@@ -173,8 +173,8 @@ const CLEANING_UP: Duration = Duration::from_secs(10);
 const ASKING: Duration = Duration::from_millis(10);
 /// How long a QEMU may take to end when it is asked to.
 const QUITTING: Duration = Duration::from_secs(3);
-/// How long a QEMU may take to end when it is killed: all its memory is freed first, at some ten GiB
-/// a second.
+/// How long a QEMU may take to end when it is killed: all its memory is freed first, and requests to its
+/// storage come back.
 const KILLED: Duration = Duration::from_secs(30);
 
 /// Capabilities that do not go together with multifd through a relay. They are switched off where
@@ -588,6 +588,7 @@ mod tests {
             unix::{fs::symlink, net::UnixListener},
         },
         process::{Child, Command, Stdio},
+        thread,
     };
 
     use lab::qemu::{Binary, Builder, available, newest_or_skip};
@@ -613,16 +614,21 @@ mod tests {
         if newest_or_skip().unwrap().is_none() {
             return;
         }
-        for binary in available() {
-            for name in ["x", "x,process=web1", "x,process=a) (b"] {
-                let mut process = start(binary, name);
-                let mut qemu = Qemu::connect(&process.qmp_socket()).unwrap();
-                freeze(process.pid());
-                let ended = qemu.end();
-                assert!(ended.is_ok(), "{}, {name}: {ended:?}", binary.version);
-                process.wait_exit(Duration::ZERO).unwrap();
+        let hangs = |binary: &Binary, name: &str| {
+            let mut process = start(binary, name);
+            let mut qemu = Qemu::connect(&process.qmp_socket()).unwrap();
+            freeze(process.pid());
+            let ended = qemu.end();
+            assert!(ended.is_ok(), "{}, {name}: {ended:?}", binary.version);
+            process.wait_exit(Duration::ZERO).unwrap();
+        };
+        thread::scope(|scope| {
+            for binary in available() {
+                for name in ["x", "x,process=web1", "x,process=a) (b"] {
+                    scope.spawn(move || hangs(binary, name));
+                }
             }
-        }
+        });
     }
 
     #[test]
@@ -653,7 +659,7 @@ mod tests {
             let child = Command::new(&binary.path)
                 .args(["-machine", "none", "-nodefaults", "-display", "none", "-S"])
                 .args(["-chardev", "socket,id=m,fd=0,server=on,wait=off"])
-                .args(["-mon", "chardev=m,mode=control", "-name", "x,process=web1"])
+                .args(["-qmp", "chardev:m", "-name", "x,process=web1"])
                 .stdin(Stdio::from(OwnedFd::from(listener)))
                 .spawn()
                 .unwrap();
