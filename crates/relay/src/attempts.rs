@@ -21,7 +21,7 @@ pub struct Attempt {
     pub phase: &'static str,
     /// What went wrong, if something did.
     pub cause: Option<String>,
-    /// When it began, in seconds since the epoch.
+    /// When it began, in milliseconds since the epoch.
     pub began: u64,
     /// At the source: the destination's address.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -15,7 +15,7 @@ use std::{
     io::{self, Write as _},
     os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{SystemTime, UNIX_EPOCH},
 };
 
 use handover::{AttemptId, DestinationState, Incarnation, SourceState};
@@ -102,7 +102,7 @@ pub trait Record: Serialize + DeserializeOwned {
     /// The attempt.
     fn attempt(&self) -> AttemptId;
 
-    /// When it was begun, in seconds since the epoch.
+    /// When it was begun, in milliseconds since the epoch.
     fn began(&self) -> u64;
 
     /// Whether nothing depends on it once the QEMU has ended.
@@ -118,7 +118,7 @@ pub trait Record: Serialize + DeserializeOwned {
 pub struct SourceRecord {
     /// The attempt.
     pub attempt: AttemptId,
-    /// When it was begun, in seconds since the epoch.
+    /// When it was begun, in milliseconds since the epoch.
     pub began: u64,
     /// The name at the destination.
     pub name: String,
@@ -161,7 +161,7 @@ impl Record for SourceRecord {
 pub struct DestinationRecord {
     /// The attempt.
     pub attempt: AttemptId,
-    /// When it was begun, in seconds since the epoch.
+    /// When it was begun, in milliseconds since the epoch.
     pub began: u64,
     /// The server that accepted it.
     pub incarnation: Incarnation,
@@ -214,8 +214,9 @@ pub struct Entry<R> {
     _lock: File,
 }
 
-/// For how long an attempt that is over is remembered once its QEMU has ended, for commands that come late.
-const REMEMBERED: Duration = Duration::from_secs(24 * 3600);
+/// For how many milliseconds an attempt that is over is remembered once its QEMU has ended, for commands that come
+/// late: a day.
+const REMEMBERED_MS: u64 = 24 * 3600 * 1000;
 
 impl Journal {
     /// Uses the folder `dir`, which is made if it is not there.
@@ -327,7 +328,7 @@ impl Journal {
         let Ok(records) = self.records::<R>() else {
             return;
         };
-        let long_ago = now().saturating_sub(REMEMBERED.as_secs());
+        let long_ago = now().saturating_sub(REMEMBERED_MS);
         for record in records {
             if record.is_over() && record.began() < long_ago && record.qemu().has_ended() {
                 let path = self.path::<R>(record.attempt());
@@ -375,12 +376,10 @@ impl<R: Record> Entry<R> {
     }
 }
 
-/// Seconds since the epoch.
+/// Milliseconds since the epoch.
 pub(crate) fn now() -> u64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default()
-        .as_secs()
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    u64::try_from(now.unwrap_or_default().as_millis()).unwrap_or(u64::MAX)
 }
 
 fn open_lock(path: &Path) -> io::Result<File> {

@@ -383,9 +383,12 @@ impl Migration<'_> {
         observe: &mut dyn FnMut(&Progress),
     ) -> Result<Moved, Failure> {
         let attempt = AttemptId(control::random().map_err(at_source)?);
+        // The last attempt of a QEMU is the one that counts, also if the clock was set back.
+        let known = journal.records::<SourceRecord>().map_err(at_source)?;
+        let last = known.last().map_or(0, |record| record.began);
         let record = SourceRecord {
             attempt,
-            began: now(),
+            began: now().max(last + 1),
             name: self.name.to_owned(),
             to: self.to.to_string(),
             qemu: source.instance.clone(),

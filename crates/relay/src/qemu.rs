@@ -404,9 +404,8 @@ impl Qemu {
         self.execute("announce-self", arguments)
     }
 
-    /// Whether this QEMU is proven to have ended, or to do so within a time: it may close its monitor
-    /// long before, for its memory is freed in between. A monitor that is silent or closed proves
-    /// nothing; nor does false.
+    /// Whether this QEMU is proven to have ended, or to do so within a time: its monitor closes a little
+    /// before. A monitor that is silent or closed proves nothing; nor does false.
     pub(crate) fn is_dead(&self, within: Duration) -> bool {
         let process = self.process.as_ref();
         process.is_some_and(|process| matches!(process.wait_for_end(within), Ok(true)))

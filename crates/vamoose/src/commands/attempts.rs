@@ -39,8 +39,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 
 fn line(attempt: &Attempt) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    let now = now.unwrap_or_default().as_secs();
-    let age = Duration::from_secs(now.saturating_sub(attempt.began));
+    let age = now
+        .unwrap_or_default()
+        .saturating_sub(Duration::from_millis(attempt.began));
     let mut line = format!(
         "{}  {:<11}  {:<14}  {:<10}  {:>8}  {}",
         attempt.attempt,

@@ -132,6 +132,11 @@ impl Host {
         })
     }
 
+    /// Where it remembers attempts.
+    pub fn state_dir(&self) -> PathBuf {
+        state_in(&self.memory)
+    }
+
     /// Kills the server and starts another one in its place, which listens at another port.
     pub fn restart(&mut self) -> Result<()> {
         self.server.kill()?;
