@@ -9,6 +9,7 @@
 //!            Anything else: the guest goes on here, the server ends its QEMU.
 //! ```
 
+mod earlier;
 mod hand_over;
 mod socket;
 mod source;
@@ -36,10 +37,10 @@ use transfer::{Address, Hangup, Snapshot, SocketError, Stats};
 use crate::{
     Config, Dialer, Journal, JournalError, Relay, RelayError, SourceRecord,
     control::{self, Control, ControlError, Offer, Request, from_details, preamble, to_details},
-    journal::{Record as _, now},
+    journal::now,
     qemu::QemuError,
 };
-use hand_over::{HandOver, Limits, confirm_earlier};
+use hand_over::{HandOver, Limits};
 use socket::Socket;
 pub(crate) use source::Source;
 
@@ -160,23 +161,6 @@ pub enum Cause {
     Broken(Vec<String>),
 }
 
-impl Cause {
-    /// Adds what is known of a guest that was moved before.
-    fn now(self, known: String) -> Self {
-        match self {
-            Self::MovedBefore {
-                attempt, to, name, ..
-            } => Self::MovedBefore {
-                attempt,
-                to,
-                name,
-                now: known,
-            },
-            other => other,
-        }
-    }
-}
-
 fn join(causes: &[String]) -> String {
     causes.join("; ")
 }
@@ -200,178 +184,6 @@ impl Migration<'_> {
         source.check(self.zero_page_detection).map_err(at_source)?;
         self.tell_earlier(&journal).map_err(at_source)?;
         self.attempt(&journal, source, start, observe)
-    }
-
-    /// Finishes an attempt of this QEMU that is not over, or says what became of one whose guest has left. `None` when
-    /// the guest is here and free to go.
-    fn finish_earlier(
-        &self,
-        journal: &Journal,
-        source: &mut Source,
-    ) -> Result<Option<Result<Moved, Failure>>, Failure> {
-        let known = journal.records::<SourceRecord>().map_err(at_source)?;
-        let of_this = |record: &&SourceRecord| record.qemu.is_same(&source.instance);
-        let known: Vec<_> = known.iter().filter(of_this).collect();
-        if let Some(unfinished) = known.iter().find(|record| !record.is_over()) {
-            let result = self.go_on(journal, unfinished, Some(source));
-            return match result {
-                Err(failure) if failure.guest == GuestLocation::Source && !self.is_cancelled() => {
-                    info!("an earlier attempt is over: {failure}");
-                    Ok(None)
-                }
-                ended => Ok(Some(ended)),
-            };
-        }
-        if !source.has_sent_its_guest().map_err(at_source)? {
-            return Ok(None);
-        }
-        match known.last() {
-            Some(record) => Ok(Some(self.after(journal, record))),
-            None => Err(Failure {
-                cause: Cause::NotInJournal,
-                guest: GuestLocation::InDoubt,
-                attempt: None,
-            }),
-        }
-    }
-
-    /// Finishes an attempt that another process has begun.
-    fn go_on(
-        &self,
-        journal: &Journal,
-        record: &SourceRecord,
-        mut source: Option<&mut Source>,
-    ) -> Result<Moved, Failure> {
-        let start = Instant::now();
-        info!(
-            "finishing attempt {} to {} ({}), which an earlier process has begun",
-            record.attempt, record.to, record.name
-        );
-        let in_doubt = |cause: Cause| Failure {
-            cause,
-            guest: GuestLocation::InDoubt,
-            attempt: Some(record.attempt),
-        };
-        let entry = journal
-            .claim(record.clone())
-            .map_err(|error| in_doubt(error.into()))?;
-        let to = entry.record.to.parse::<Address>();
-        let to = to.map_err(|error| in_doubt(Cause::Broken(vec![error.to_string()])))?;
-        let state = entry.record.state.clone();
-        let mut attempt = HandOver::new(entry, &to, self.limits(), self.cancel);
-        let decision = match (state, source.as_deref_mut()) {
-            (SourceState::Moving { .. }, Some(source)) => {
-                let completed = source.wait_until_ended();
-                let event = match completed.map_err(|error| in_doubt(error.into()))? {
-                    true => SourceEvent::Stopped,
-                    false => SourceEvent::Failed {
-                        cause: "the process that drove the migration was ended".to_owned(),
-                    },
-                };
-                attempt.finish(event, Some(source))
-            }
-            // Nobody has seen whether the guest had stopped when its QEMU ended.
-            (SourceState::Moving { .. }, None) => return Err(in_doubt(Cause::SourceEnded)),
-            (_, source) => attempt.go_on(source),
-        };
-        self.conclude(attempt, decision, source, None, Ended::at(start))
-    }
-
-    /// What became of a guest that has left this QEMU.
-    fn after(&self, journal: &Journal, record: &SourceRecord) -> Result<Moved, Failure> {
-        let failure = |cause, guest| Failure {
-            cause,
-            guest,
-            attempt: Some(record.attempt),
-        };
-        let SourceState::Over { guest, cause } = &record.state else {
-            return Err(failure(Cause::NotInJournal, GuestLocation::InDoubt));
-        };
-        let moved_to = Cause::MovedBefore {
-            attempt: record.attempt,
-            to: record.to.clone(),
-            name: record.name.clone(),
-            now: cause.clone().unwrap_or_default(),
-        };
-        let is_asked_for = record.to == self.to.to_string() && record.name == self.name;
-        if *guest != GuestLocation::Destination || !is_asked_for {
-            return Err(failure(moved_to, *guest));
-        }
-        let entry = journal.claim(record.clone()).map_err(at_source)?;
-        match self.ask_after(&entry.record) {
-            Ok(DestinationMessage::Running { .. }) => Ok(Moved {
-                source: Value::Null,
-                moved: Snapshot::default(),
-                downtime: None,
-                total_time: Duration::ZERO,
-            }),
-            Ok(DestinationMessage::Ended { cause }) => {
-                let moved_to = moved_to.now(cause);
-                Err(failure(moved_to, GuestLocation::Lost))
-            }
-            Ok(DestinationMessage::MovedOn) => Err(failure(moved_to, GuestLocation::MovedOn)),
-            Ok(answer) => {
-                let moved_to = moved_to.now(format!("the destination answers {answer:?} now"));
-                Err(failure(moved_to, GuestLocation::Destination))
-            }
-            Err(error) => {
-                let moved_to =
-                    moved_to.now(format!("the destination cannot be asked now: {error}"));
-                Err(failure(moved_to, GuestLocation::Destination))
-            }
-        }
-    }
-
-    /// Asks the destination of an attempt that went through how the guest is.
-    fn ask_after(&self, record: &SourceRecord) -> Result<DestinationMessage, ControlError> {
-        let resume = record.resume;
-        let timeout = self.config.stall_timeout;
-        let mut control = Control::connect(self.to, record.attempt, timeout)?;
-        control.send(&SourceMessage::Commit { resume })?;
-        let answer = control.receive(timeout)?;
-        // That nobody will ask again is best effort, as ever.
-        let _ = control.send(&SourceMessage::Settled);
-        Ok(answer)
-    }
-
-    /// A QEMU that does not answer may have ended in the middle of an attempt.
-    fn without_source(&self, journal: &Journal, cause: Cause) -> Result<Moved, Failure> {
-        let known = journal.records::<SourceRecord>().map_err(at_source)?;
-        let unfinished = known.iter().rfind(|record| {
-            record.qemu.monitor == self.qmp && record.qemu.has_ended() && !record.is_over()
-        });
-        match unfinished {
-            Some(record) => self.go_on(journal, record, None),
-            None => Err(at_source(cause)),
-        }
-    }
-
-    /// A destination that could not be told of a failure may still hold a guest for an attempt that is over.
-    fn tell_earlier(&self, journal: &Journal) -> Result<(), JournalError> {
-        let to = self.to.to_string();
-        let limits = Limits {
-            dial: TELLING,
-            ..self.limits()
-        };
-        for record in journal.records::<SourceRecord>()? {
-            let failed = matches!(
-                record.state,
-                SourceState::Over {
-                    guest: GuestLocation::Source,
-                    ..
-                }
-            );
-            if failed && !record.confirmed && record.to == to {
-                let Ok(entry) = journal.claim(record) else {
-                    continue;
-                };
-                if !confirm_earlier(entry, limits, self.cancel) {
-                    // It cannot be reached, which the attempt itself will find out.
-                    break;
-                }
-            }
-        }
-        Ok(())
     }
 
     /// A new attempt.
@@ -409,7 +221,7 @@ impl Migration<'_> {
             None => hand_over.finish(ended.event(), Some(&mut source)),
         };
         let ended = Ended { start, ..ended };
-        self.conclude(hand_over, decision, Some(&mut source), Some(attempt), ended)
+        self.conclude(hand_over, decision, Some(&mut source), ended)
     }
 
     fn prepare(&self, hand_over: &mut HandOver<'_>, source: &mut Source) -> Result<(), Cause> {
@@ -561,6 +373,9 @@ impl Migration<'_> {
                 // The sockets are its last hold on the guest.
                 hangup.hang_up();
             }
+            if let Some(Stop { cause, .. }) = stopping.take_if(|stop| stop.is_overdue()) {
+                return Err(cause);
+            }
             let is_news = source.take_events()?;
             if !is_news && asked.is_some_and(|asked: Instant| asked.elapsed() < ASK_EVERY) {
                 continue;
@@ -630,7 +445,6 @@ impl Migration<'_> {
         hand_over: HandOver<'_>,
         decision: Decision,
         source: Option<&mut Source>,
-        ours: Option<AttemptId>,
         ended: Ended,
     ) -> Result<Moved, Failure> {
         let record = &hand_over.entry.record;
@@ -639,8 +453,8 @@ impl Migration<'_> {
             guest: decision.guest,
             attempt: Some(record.attempt),
         };
-        let (mut downtime, mut source) = (None, source);
-        if let Some(source) = source.as_deref_mut() {
+        let mut downtime = None;
+        if let Some(source) = source {
             let running = hand_over.running_at.filter(|_| record.resume);
             downtime = source
                 .stopped
@@ -650,13 +464,11 @@ impl Migration<'_> {
             }
         }
         if decision.guest == GuestLocation::Destination {
-            if ours.is_none() && (record.to != self.to.to_string() || record.name != self.name) {
-                return Err(failure(Cause::MovedBefore {
-                    attempt: record.attempt,
-                    to: record.to.clone(),
-                    name: record.name.clone(),
-                    now: "that attempt has just been finished".to_owned(),
-                }));
+            if !self.is_asked_for(record) {
+                return Err(failure(moved_before(
+                    record,
+                    "that attempt has just been finished",
+                )));
             }
             return Ok(Moved {
                 source: ended.account,
@@ -678,6 +490,11 @@ impl Migration<'_> {
         }))
     }
 
+    /// Whether this is the migration that the attempt was to be.
+    fn is_asked_for(&self, record: &SourceRecord) -> bool {
+        record.to == self.to.to_string() && record.name == self.name
+    }
+
     fn limits(&self) -> Limits {
         Limits {
             dial: self.config.stall_timeout,
@@ -694,6 +511,13 @@ impl Migration<'_> {
 struct Stop {
     cause: Cause,
     since: Instant,
+}
+
+impl Stop {
+    /// Whether a QEMU that neither cancels nor completes has had time enough.
+    fn is_overdue(&self) -> bool {
+        self.since.elapsed() > 4 * CANCELLING
+    }
 }
 
 /// How a migration's memory came to its end.
@@ -750,15 +574,22 @@ const CANCELLING: Duration = Duration::from_secs(5);
 /// How long a server may take to get ready, or to say that it is still at it: a QEMU may be busy, or its monitor
 /// held by somebody else.
 const PREPARED_WITHIN: Duration = Duration::from_secs(60);
-/// How long to try to reach a destination about an attempt that is over.
-const TELLING: Duration = Duration::from_secs(2);
-
 fn broken(status: &str, account: &Value) -> Cause {
     if status == "cancelled" {
         return Cause::Broken(vec!["somebody cancelled at the source".into()]);
     }
     let reason = account["error-desc"].as_str().unwrap_or("no reason given");
     Cause::Broken(vec![format!("source QEMU: {reason}")])
+}
+
+/// What is to be said of an attempt that has taken the guest away; `now`: what is known of it now.
+fn moved_before(record: &SourceRecord, now: impl Into<String>) -> Cause {
+    Cause::MovedBefore {
+        attempt: record.attempt,
+        to: record.to.clone(),
+        name: record.name.clone(),
+        now: now.into(),
+    }
 }
 
 /// A failure before anything was done to the guest.

@@ -67,7 +67,11 @@ impl<'a> Stage<'a> {
         // The namespace's address is no loopback one, but nobody else is on that link.
         command.args(["serve", "--insecure", "--listen"]);
         command.arg(format!("tcp:{}:0", host.address()));
-        let server = Vamoose::start(command.arg("--qmp-dir").arg(monitors.path()))?;
+        command.arg("--qmp-dir").arg(monitors.path());
+        command
+            .arg("--state-dir")
+            .arg(monitors.path().join("there"));
+        let server = Vamoose::start(&mut command)?;
         guard.watch(server.pid())?;
         let to = server.wait_for("taking migrations on ", Duration::from_secs(20))?;
         note(format!(

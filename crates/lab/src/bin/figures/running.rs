@@ -258,7 +258,9 @@ impl Ends<'_> {
             let listen = format!("tcp:{}:0", self.there.address());
             let mut command = self.there.command(self.vamoose);
             command.args(["serve", "--insecure", "--listen", &listen, "--qmp-dir"]);
-            listening(command.arg(monitors.path()), "taking migrations on ")?
+            command.arg(monitors.path());
+            remember_in(&mut command, &monitors.path().join("there"));
+            listening(&mut command, "taking migrations on ")?
         };
         let mut command = self.here.command(self.vamoose);
         command.args([
@@ -267,7 +269,9 @@ impl Ends<'_> {
         command.args(["--method", method, "--zero-page-detection", "multifd"]);
         command.args(["--downtime-limit", &DOWNTIME_LIMIT.to_string()]);
         command.args(["--channels", &CHANNELS.to_string(), "--qmp"]);
-        let migration = Vamoose::start(command.arg(self.source.qemu.qmp_socket()))?;
+        command.arg(self.source.qemu.qmp_socket());
+        remember_in(&mut command, &monitors.path().join("here"));
+        let migration = Vamoose::start(&mut command)?;
         Ok(Helpers {
             ending: vec![migration],
             server: Some(server),
@@ -381,4 +385,9 @@ fn medians(rounds: &[Pause]) -> Pause {
         syncs: of(|pause| pause.syncs),
         wire: of(|pause| pause.wire),
     }
+}
+
+/// Nothing of a measurement is remembered longer than that.
+fn remember_in(command: &mut Command, dir: &Path) {
+    command.arg("--state-dir").arg(dir);
 }
