@@ -60,6 +60,15 @@ impl Instance {
         matches!(alive, Some(Ok(false)))
     }
 
+    /// Whether nobody can ask for it any more: its process has ended or, where that is not known, its monitor is not
+    /// there any more. No proof of its end.
+    pub(crate) fn is_gone(&self) -> bool {
+        match self.process {
+            Some(_) => self.has_ended(),
+            None => self.socket.is_none() || self.socket != SocketFile::at(&self.monitor),
+        }
+    }
+
     /// Kills it, without its monitor, and waits until it has ended.
     ///
     /// # Errors

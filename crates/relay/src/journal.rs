@@ -105,7 +105,7 @@ pub trait Record: Serialize + DeserializeOwned {
     /// When it was begun, in milliseconds since the epoch.
     fn began(&self) -> u64;
 
-    /// Whether nothing depends on it once the QEMU has ended.
+    /// Whether nothing is left to be decided.
     fn is_over(&self) -> bool;
 
     /// Which QEMU it is about.
@@ -330,7 +330,7 @@ impl Journal {
         };
         let long_ago = now().saturating_sub(REMEMBERED_MS);
         for record in records {
-            if record.is_over() && record.began() < long_ago && record.qemu().has_ended() {
+            if record.is_over() && record.began() < long_ago && record.qemu().is_gone() {
                 let path = self.path::<R>(record.attempt());
                 debug!("forgetting attempt {}", record.attempt());
                 // Whatever stays is looked at again the next time.

@@ -83,22 +83,30 @@ impl Migration<'_> {
         let to = to.map_err(|error| unfinished(Cause::Broken(vec![error.to_string()]), guest))?;
         let state = entry.record.state.clone();
         let mut attempt = HandOver::new(entry, &to, self.limits(), self.cancel);
-        let decision = match (state, source.as_deref_mut()) {
-            (SourceState::Moving { .. }, Some(source)) => {
-                let completed = source.wait_until_ended();
-                let event = match completed.map_err(|error| unfinished(error.into(), guest))? {
-                    true => SourceEvent::Stopped,
-                    false => SourceEvent::Failed {
-                        cause: "the process that drove the migration was ended".to_owned(),
-                    },
-                };
-                attempt.finish(event, Some(source))
-            }
+        // What has become of the guest while nobody looked.
+        let event = match (state, source.as_deref_mut()) {
             // Nobody has seen whether the guest had stopped when its QEMU ended.
             (SourceState::Moving { .. }, None) => {
                 return Err(unfinished(Cause::SourceEnded, GuestLocation::InDoubt));
             }
-            (_, source) => attempt.go_on(source),
+            (_, None) => Some(SourceEvent::GuestDied { stopped: false }),
+            (SourceState::Moving { .. }, Some(source)) => {
+                let completed = source.wait_until_ended();
+                match completed.map_err(|error| unfinished(error.into(), guest))? {
+                    true => Some(SourceEvent::Stopped),
+                    false => Some(SourceEvent::Failed {
+                        cause: "the process that drove the migration was ended".to_owned(),
+                    }),
+                }
+            }
+            (SourceState::Committing { .. }, Some(source)) if source.was_running => {
+                Some(SourceEvent::Resumed)
+            }
+            (_, Some(_)) => None,
+        };
+        let decision = match event {
+            Some(event) => attempt.finish(event, source.as_deref_mut()),
+            None => attempt.go_on(source.as_deref_mut()),
         };
         self.conclude(attempt, decision, source, Ended::at(start))
     }

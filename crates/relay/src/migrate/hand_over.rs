@@ -129,7 +129,16 @@ impl<'a> HandOver<'a> {
                 },
                 Some(SourceAction::Decide(decision)) => return self.decide(decision),
                 // An answer is waited for.
-                None => self.next_event(),
+                None if matches!(self.machine.state(), SourceState::Committing { .. }) => {
+                    self.next_event()
+                }
+                // Nothing that happens would change anything; another run looks again.
+                None => {
+                    return Decision {
+                        guest: GuestLocation::InDoubt,
+                        cause: Some(self.last_problem.clone()),
+                    };
+                }
             };
             actions.extend(self.machine.handle(event));
         }

@@ -198,3 +198,115 @@ fn died() -> DestinationEvent {
 fn unclear(reason: String) -> DestinationEvent {
     DestinationEvent::Unclear { reason }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{BufRead as _, BufReader, Write as _},
+        os::unix::net::UnixListener,
+        thread::{self, JoinHandle},
+    };
+
+    use serde_json::Value;
+
+    use super::*;
+
+    /// A monitor of a guest that is paused until `cont`, and then in the state `after`, or gone.
+    struct Fake {
+        dir: tempfile::TempDir,
+        server: JoinHandle<Vec<String>>,
+    }
+
+    impl Fake {
+        fn start(after: Option<&'static str>) -> (Self, Guest) {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("qmp");
+            let listener = UnixListener::bind(&path).unwrap();
+            let server = thread::spawn(move || serve(&listener, after));
+            let guest = Guest::new(
+                Instance::unknown(&path),
+                Some(Qemu::connect(&path).unwrap()),
+            );
+            (Self { dir, server }, guest)
+        }
+
+        /// What it was told, in this order.
+        fn told(self) -> Vec<String> {
+            drop(self.dir);
+            self.server.join().unwrap()
+        }
+    }
+
+    fn serve(listener: &UnixListener, after: Option<&str>) -> Vec<String> {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(b"{\"QMP\": {}}\n").unwrap();
+        let (mut state, mut told) = ("paused", Vec::new());
+        for line in BufReader::new(stream.try_clone().unwrap()).lines() {
+            let Ok(line) = line else { break };
+            let request: Value = serde_json::from_str(&line).unwrap();
+            let command = request["execute"].as_str().unwrap().to_owned();
+            let answer = match command.as_str() {
+                "query-version" => json!({ "qemu": { "major": 10, "minor": 0, "micro": 0 } }),
+                "query-status" => json!({ "status": state }),
+                "cont" => match after {
+                    Some(after) => {
+                        state = after;
+                        json!({})
+                    }
+                    None => return told,
+                },
+                _ => json!([]),
+            };
+            told.push(command);
+            let answer = json!({ "return": answer, "id": request["id"] });
+            if writeln!(stream, "{answer}").is_err() {
+                break;
+            }
+        }
+        told
+    }
+
+    #[test]
+    fn a_guest_that_is_seen_to_run_has_started() {
+        let (fake, mut guest) = Fake::start(Some("running"));
+        let state = "running".to_owned();
+        assert_eq!(guest.run(true), DestinationEvent::Started { state });
+        drop(guest);
+        assert!(fake.told().contains(&"cont".to_owned()));
+    }
+
+    #[test]
+    fn a_guest_that_shall_stay_paused_is_not_told_to_run() {
+        let (fake, mut guest) = Fake::start(Some("running"));
+        let state = "paused".to_owned();
+        assert_eq!(guest.run(false), DestinationEvent::Started { state });
+        drop(guest);
+        assert!(!fake.told().contains(&"cont".to_owned()));
+    }
+
+    /// However often it is asked.
+    #[test]
+    fn a_guest_that_was_told_to_run_and_does_not_is_unclear() {
+        for after in ["internal-error", "guest-panicked", "io-error", "shutdown"] {
+            let (_fake, mut guest) = Fake::start(Some(after));
+            for _ in 0..3 {
+                let event = guest.run(true);
+                assert!(
+                    matches!(&event, DestinationEvent::Unclear { reason } if reason.contains(after)),
+                    "{event:?}"
+                );
+            }
+        }
+    }
+
+    /// A monitor that closes proves nothing.
+    #[test]
+    fn a_guest_that_is_out_of_sight_is_unclear() {
+        let (_fake, mut guest) = Fake::start(None);
+        let event = guest.run(true);
+        assert!(
+            matches!(event, DestinationEvent::Unclear { .. }),
+            "{event:?}"
+        );
+    }
+}
