@@ -15,6 +15,8 @@ use crate::{
 pub(crate) struct Guest {
     instance: Instance,
     qemu: Option<Qemu>,
+    /// It has been seen to go on here.
+    is_here: bool,
 }
 
 /// How long a QEMU may take to get from its word that it has everything to a guest that can run.
@@ -35,7 +37,11 @@ const SENT_ON: &str = "postmigrate";
 
 impl Guest {
     pub(crate) fn new(instance: Instance, qemu: Option<Qemu>) -> Self {
-        Self { instance, qemu }
+        Self {
+            instance,
+            qemu,
+            is_here: false,
+        }
     }
 
     /// Lets the loaded guest go on, unless it does, and looks whether it does.
@@ -114,15 +120,22 @@ impl Guest {
     }
 
     fn started(&mut self, state: String) -> DestinationEvent {
-        if let Some(qemu) = &mut self.qemu {
+        self.is_here = true;
+        DestinationEvent::Started { state }
+    }
+
+    /// What is still to be done when the source knows that the guest is here: it waits for that.
+    pub(super) fn tidy_up(&mut self) {
+        if !std::mem::take(&mut self.is_here) {
+            return;
+        }
+        if let Some(mut qemu) = self.qemu.take() {
             qemu.put_back();
-            // The announcement that QEMU made when it had loaded the guest may have been answered by the source's.
+            // The source's may have answered the announcement that QEMU made when it had loaded the guest.
             if let Err(error) = qemu.announce() {
                 warn!("the guest is not announced to the network: {error}");
             }
         }
-        self.let_go();
-        DestinationEvent::Started { state }
     }
 
     /// Nothing is left to do with its monitor.

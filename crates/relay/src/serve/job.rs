@@ -252,6 +252,7 @@ impl Inner {
             };
             actions.extend(self.machine.handle(event));
         }
+        self.guest.tidy_up();
     }
 
     fn persist(&mut self) -> Result<(), String> {

@@ -150,7 +150,7 @@ impl Stage<'_> {
         command.arg(source.qemu.qmp_socket()).args(options);
         command
             .arg("--state-dir")
-            .arg(self.monitors.path().join("here"));
+            .arg(self.state.path().join("here"));
         let mut migrating = Process::start(command.arg("--json").arg(&report))?;
         self.guard.watch(migrating.0.id())?;
         let cpu = migrating
