@@ -288,9 +288,10 @@ impl Destination {
         }
     }
 
+    /// That it never runs here is written down first: once the VMM has ended, nobody can find that out again.
     fn abort(&mut self, cause: String) -> Vec<DestinationAction> {
         self.state = DestinationState::Aborting { cause };
-        vec![DestinationAction::End]
+        vec![DestinationAction::Persist, DestinationAction::End]
     }
 
     fn loaded(&mut self) -> Vec<DestinationAction> {
@@ -360,6 +361,7 @@ impl Destination {
                     reason,
                 })]
             }
+            DestinationState::Aborting { .. } => vec![DestinationAction::End],
             // These are found out again from what the journal has.
             DestinationState::Loaded => vec![DestinationAction::Send(DestinationMessage::Loaded)],
             DestinationState::Running => {
