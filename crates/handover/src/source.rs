@@ -62,7 +62,8 @@ pub enum SourceEvent {
     /// A connection has been opened, after [`SourceAction::Dial`].
     Connected,
     /// The connection has ended. `complete`: closed by the destination's system behind all that the destination
-    /// had said, so that nothing can have been lost. Ended without notice or out of turn otherwise.
+    /// had said, so that nothing can have been lost. Ended without notice, out of turn or by the source itself
+    /// otherwise.
     Closed {
         /// See above.
         complete: bool,
@@ -262,7 +263,11 @@ impl Source {
                 let cause = "the destination has ended before it ran the guest".to_owned();
                 self.take_back(cause, guest_died)
             }
-            SourceEvent::GaveUp { cause } => in_doubt(cause),
+            SourceEvent::GaveUp { cause } => {
+                // Nobody listens on the connection from here on.
+                self.word_lost = true;
+                in_doubt(cause)
+            }
             // Of the entry that `commit` depends on: it has not been said.
             SourceEvent::NotPersisted { reason } => self.take_back(reason, guest_died),
             SourceEvent::GuestDied { .. } => {
