@@ -268,8 +268,9 @@ impl Source {
                 self.word_lost = true;
                 in_doubt(cause)
             }
-            // Of the entry that `commit` depends on: it has not been said.
-            SourceEvent::NotPersisted { reason } => self.take_back(reason, guest_died),
+            // Of the entry that `commit` depends on: it has not been said. The only copy may be the destination's then.
+            SourceEvent::NotPersisted { reason } if guest_died => in_doubt(reason),
+            SourceEvent::NotPersisted { reason } => self.fail(reason),
             SourceEvent::GuestDied { .. } => {
                 // Found out again by whoever restores this, so the journal need not know.
                 self.state = SourceState::Committing {
