@@ -80,7 +80,8 @@ pub enum DestinationEvent {
         /// The VMM's name for its state.
         state: String,
     },
-    /// The guest was not told to run, or refused in a way that proves that it has not run.
+    /// The guest was not told to run, or refused in a way that proves that it has not run. Also of a VMM that had ended
+    /// before [`DestinationAction::Run`] told it anything; that it has died is reported behind this.
     NotStarted {
         /// Why.
         cause: String,
@@ -90,7 +91,8 @@ pub enum DestinationEvent {
         /// What happened.
         reason: String,
     },
-    /// Its VMM has ended; its process is gone, which is proven.
+    /// Its VMM has ended; its process is gone, which is proven. While [`DestinationAction::Run`] or
+    /// [`DestinationAction::Check`] is being carried out, only that reports what it finds.
     Died {
         /// What is known of the end.
         cause: String,
@@ -100,8 +102,8 @@ pub enum DestinationEvent {
         /// Why.
         reason: String,
     },
-    /// The journal could not be written, so that nothing that was to follow [`DestinationAction::Persist`] has been
-    /// done.
+    /// The journal could not be written and has what it had before, and nothing that was to follow
+    /// [`DestinationAction::Persist`] has been done.
     NotPersisted {
         /// Why.
         reason: String,
@@ -274,12 +276,10 @@ impl Destination {
         match &self.state {
             DestinationState::Receiving | DestinationState::Loaded => self.abort(cause),
             DestinationState::Aborting { .. } => vec![DestinationAction::End],
-            // The source knows that, and says so.
-            DestinationState::Aborted { .. } => {
-                vec![self.last_word(), DestinationAction::Forget]
+            // `Ended`: too late.
+            DestinationState::Aborted { .. } | DestinationState::Ended { .. } => {
+                vec![self.last_word()]
             }
-            // Too late. No source says `abort` behind a `commit`.
-            DestinationState::Ended { .. } => vec![self.last_word()],
             DestinationState::Starting { .. } | DestinationState::Running if !self.looking => {
                 self.looking = true;
                 vec![DestinationAction::Check]

@@ -22,6 +22,8 @@ pub struct Source {
     started: bool,
     /// A connection on which the destination may have said so broke in a way that can swallow it.
     word_lost: bool,
+    /// The guest has been seen to run here, although `commit` may have been said.
+    runs_here: bool,
 }
 
 /// How far an attempt has come; what the source's journal remembers of it.
@@ -89,14 +91,15 @@ pub enum SourceEvent {
         /// The guest was paused for the switchover and has not run since.
         stopped: bool,
     },
-    /// The guest goes on here, after [`SourceAction::Resume`].
+    /// The guest goes on here, after [`SourceAction::Resume`] or, see [`Source::restore`], without.
     Resumed,
     /// It does not, or that cannot be told.
     NotResumed {
         /// Why.
         reason: String,
     },
-    /// The journal could not be written, so that nothing that was to follow [`SourceAction::Persist`] has been done.
+    /// The journal could not be written and has what it had before, and nothing that was to follow
+    /// [`SourceAction::Persist`] has been done.
     NotPersisted {
         /// Why.
         reason: String,
@@ -109,7 +112,8 @@ pub enum SourceAction {
     /// Write [`Source::state`] to the journal, durably. If that fails, do nothing that follows, and report
     /// [`SourceEvent::NotPersisted`].
     Persist,
-    /// Say this on the connection that is open. That it was sent means nothing.
+    /// Say this on the connection that is open. That it was sent means nothing. Without a connection, report
+    /// [`SourceEvent::Closed`], not complete.
     Send(SourceMessage),
     /// Open a new connection of this attempt, after a while, and report it.
     Dial,
@@ -128,9 +132,12 @@ impl Source {
         }
     }
 
-    /// Goes on from a journal. If its state is not over, report [`SourceEvent::Stopped`], [`SourceEvent::Failed`] or
-    /// [`SourceEvent::GuestDied`] for what has become of the guest meanwhile; if it is committing or returning,
-    /// [`Source::go_on`].
+    /// Goes on from a journal. If its state is not over, look at the guest first:
+    /// - It has ended: report [`SourceEvent::GuestDied`]. Nobody has seen what it did last, so `stopped` is false.
+    /// - Moving: report [`SourceEvent::Stopped`] or [`SourceEvent::Failed`].
+    /// - Committing, and it runs, by an earlier process or a person's hand: report [`SourceEvent::Resumed`].
+    ///
+    /// Then, if that gave nothing to do, [`Source::go_on`].
     pub fn restore(state: SourceState, resume: bool) -> Self {
         Self {
             state,
@@ -139,6 +146,7 @@ impl Source {
             started: false,
             // What was said to the process before is not known.
             word_lost: true,
+            runs_here: false,
         }
     }
 
@@ -224,12 +232,18 @@ impl Source {
             incarnation,
             guest_died,
         };
-        vec![SourceAction::Persist, self.say_commit()]
+        vec![SourceAction::Persist, self.ask()]
     }
 
-    fn say_commit(&self) -> SourceAction {
-        let resume = self.resume;
-        SourceAction::Send(SourceMessage::Commit { resume })
+    /// What the destination answers with what became of the guest. One that runs here is not told to run there.
+    fn ask(&self) -> SourceAction {
+        SourceAction::Send(if self.runs_here {
+            let cause = "the guest runs at the source".to_owned();
+            SourceMessage::Abort { cause }
+        } else {
+            let resume = self.resume;
+            SourceMessage::Commit { resume }
+        })
     }
 
     /// A guest that may be paused goes on first; telling the destination can wait.
@@ -247,7 +261,7 @@ impl Source {
     ) -> Vec<SourceAction> {
         match event {
             SourceEvent::Message(message) => self.answered(message, accepted_by, guest_died),
-            SourceEvent::Connected | SourceEvent::AskAgain => vec![self.say_commit()],
+            SourceEvent::Connected | SourceEvent::AskAgain => vec![self.ask()],
             SourceEvent::Closed { complete } => {
                 self.word_lost |= !complete;
                 vec![SourceAction::Dial]
@@ -279,10 +293,13 @@ impl Source {
                 };
                 Vec::new()
             }
-            SourceEvent::Stopped
-            | SourceEvent::Failed { .. }
-            | SourceEvent::Resumed
-            | SourceEvent::NotResumed { .. } => Vec::new(),
+            SourceEvent::Resumed => {
+                self.runs_here = true;
+                vec![SourceAction::Dial]
+            }
+            SourceEvent::Stopped | SourceEvent::Failed { .. } | SourceEvent::NotResumed { .. } => {
+                Vec::new()
+            }
         }
     }
 
@@ -296,6 +313,11 @@ impl Source {
             DestinationMessage::Starting => {
                 self.started = true;
                 Vec::new()
+            }
+            DestinationMessage::Running { .. } | DestinationMessage::Ended { .. }
+                if self.runs_here =>
+            {
+                in_doubt("the guest runs at the source, and has run at the destination".into())
             }
             DestinationMessage::Running { .. } => {
                 self.state = SourceState::Over {
@@ -344,8 +366,9 @@ impl Source {
                     cause: cause.clone(),
                 };
                 let mut actions = self.over(GuestLocation::Source, cause);
-                // For a destination that does not know yet; one that does has its answer ready.
-                actions.insert(1, SourceAction::Send(abort));
+                // Behind the journal's entry: a destination that does not know yet ends its VMM, one that does forgets.
+                let words = [abort, SourceMessage::Settled].map(SourceAction::Send);
+                actions.splice(1..1, words);
                 actions
             }
             SourceEvent::NotResumed { reason } => {
