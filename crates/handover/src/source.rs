@@ -413,3 +413,303 @@ fn in_doubt(cause: String) -> Vec<SourceAction> {
         cause: Some(cause),
     })]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Details;
+
+    const ACCEPTED: Incarnation = Incarnation([1; 16]);
+    const ANOTHER: Incarnation = Incarnation([2; 16]);
+
+    const COMMITTING: SourceState = SourceState::Committing {
+        incarnation: Some(ACCEPTED),
+        guest_died: false,
+    };
+
+    #[test]
+    fn a_migration_that_goes_through() {
+        let mut source = Source::new(true);
+        let told = [
+            (prepared(), "persist"),
+            (says(DestinationMessage::Loaded), ""),
+            (SourceEvent::Stopped, "persist, say commit"),
+            (says(DestinationMessage::Starting), ""),
+            (running(), "persist, say settled, decide destination"),
+            (running(), ""),
+        ];
+        follow(&mut source, told);
+        assert!(matches!(
+            source.state(),
+            SourceState::Over { cause: None, .. }
+        ));
+    }
+
+    #[test]
+    fn before_the_commit_the_guest_goes_on_at_the_source() {
+        let cause = || "enough".to_owned();
+        for event in [
+            aborted(ANOTHER),
+            says(DestinationMessage::Refused { reason: cause() }),
+            SourceEvent::Failed { cause: cause() },
+            SourceEvent::GaveUp { cause: cause() },
+            SourceEvent::NotPersisted { reason: cause() },
+        ] {
+            let told = [
+                (prepared(), "persist"),
+                (event, "persist, resume"),
+                (
+                    SourceEvent::Resumed,
+                    "persist, say abort, say settled, decide source",
+                ),
+            ];
+            follow(&mut Source::new(true), told);
+        }
+        // These decide nothing.
+        let told = [running(), unknown(), SourceEvent::NobodyListens].map(|event| (event, ""));
+        follow(&mut Source::new(true).direct(), told);
+    }
+
+    #[test]
+    fn behind_the_commit_only_the_destination_that_accepted_gives_it_back() {
+        for (event, actions) in [
+            (aborted(ACCEPTED), "persist, resume"),
+            (aborted(ANOTHER), "decide in doubt"),
+            (unknown(), "decide in doubt"),
+            (gave_up(), "decide in doubt"),
+            (ended(), "persist, say settled, decide lost"),
+            (
+                SourceEvent::Failed {
+                    cause: String::new(),
+                },
+                "",
+            ),
+            (says(DestinationMessage::Receiving), ""),
+            (
+                says(DestinationMessage::Unclear {
+                    reason: String::new(),
+                }),
+                "",
+            ),
+            (closed(true), "dial"),
+            (SourceEvent::NobodyListens, "dial"),
+            (SourceEvent::Connected, "say commit"),
+            (SourceEvent::AskAgain, "say commit"),
+            // Its entry was not written, so that it has not been said.
+            (not_persisted(), "persist, resume"),
+        ] {
+            follow(&mut committing(), [(event, actions)]);
+        }
+    }
+
+    #[test]
+    fn a_direct_network_proves_the_end_of_a_destination_that_said_all() {
+        let gone = SourceEvent::NobodyListens;
+        let starting = says(DestinationMessage::Starting);
+        for (events, actions) in [
+            (vec![closed(true)], "persist, resume"),
+            (vec![starting, closed(true)], "persist, decide lost"),
+            (vec![closed(false)], "dial"),
+            (
+                vec![closed(false), SourceEvent::Connected, closed(true)],
+                "dial",
+            ),
+            // The connection was closed by this side, and nobody heard what came on it.
+            (vec![gave_up()], "dial"),
+        ] {
+            let mut source = committing().direct();
+            for event in events {
+                source.handle(event);
+            }
+            follow(&mut source, [(gone.clone(), actions)]);
+        }
+        // What was said to the process before is not known.
+        let mut restored = Source::restore(COMMITTING, true).direct();
+        follow(&mut restored, [(gone, "dial")]);
+    }
+
+    #[test]
+    fn a_source_that_dies_when_all_has_been_sent_commits() {
+        let died = |stopped| SourceEvent::GuestDied { stopped };
+        let mut source = Source::new(true);
+        follow(
+            &mut source,
+            [(prepared(), "persist"), (died(true), "persist, say commit")],
+        );
+        for (event, actions) in [
+            (running(), "persist, say settled, decide destination"),
+            (aborted(ACCEPTED), "persist, decide lost"),
+            // The only copy may be the destination's, which has not been told anything.
+            (not_persisted(), "decide in doubt"),
+        ] {
+            follow(&mut source.clone(), [(event, actions)]);
+        }
+        let lost = "say abort, persist, decide lost";
+        follow(&mut Source::new(true), [(died(true), lost)]);
+        follow(
+            &mut Source::new(true),
+            [(prepared(), "persist"), (died(false), lost)],
+        );
+        let lost = [
+            (died(true), ""),
+            (aborted(ACCEPTED), "persist, decide lost"),
+        ];
+        follow(&mut committing(), lost);
+    }
+
+    #[test]
+    fn a_guest_that_cannot_go_on_is_in_doubt() {
+        let reason = String::new();
+        let told = [
+            (SourceEvent::NotResumed { reason }, "decide in doubt"),
+            (not_persisted(), "resume"),
+            (
+                SourceEvent::Resumed,
+                "persist, say abort, say settled, decide source",
+            ),
+            (not_persisted(), "decide source"),
+        ];
+        follow(&mut returning(), told);
+        let died = SourceEvent::GuestDied { stopped: true };
+        follow(&mut returning(), [(died, "persist, decide lost")]);
+    }
+
+    #[test]
+    fn a_guest_that_was_handed_over_and_runs_here_is_not_started_there() {
+        let begins = [
+            (SourceEvent::Resumed, "dial"),
+            (SourceEvent::Connected, "say abort"),
+            (SourceEvent::AskAgain, "say abort"),
+        ];
+        for (event, actions) in [
+            (running(), "decide in doubt"),
+            (ended(), "decide in doubt"),
+            (aborted(ANOTHER), "decide in doubt"),
+            (aborted(ACCEPTED), "persist, resume"),
+        ] {
+            let mut source = Source::restore(COMMITTING, true);
+            follow(&mut source, begins.clone());
+            follow(&mut source, [(event, actions)]);
+        }
+    }
+
+    #[test]
+    fn a_process_that_is_started_again_goes_on() {
+        let over = SourceState::Over {
+            guest: GuestLocation::Lost,
+            cause: None,
+        };
+        let moving = SourceState::Moving { incarnation: None };
+        for (state, actions) in [
+            (moving, ""),
+            (COMMITTING, "dial"),
+            (returning().state, "resume"),
+            (over, "decide lost"),
+        ] {
+            assert_eq!(told(&Source::restore(state, true).go_on()), actions);
+        }
+    }
+
+    #[test]
+    fn a_paused_guest_stays_paused() {
+        let mut source = Source::new(false);
+        let resume = false;
+        let commit = SourceAction::Send(SourceMessage::Commit { resume });
+        assert!(source.handle(SourceEvent::Stopped).contains(&commit));
+    }
+
+    fn committing() -> Source {
+        let mut source = Source::new(true);
+        follow(
+            &mut source,
+            [
+                (prepared(), "persist"),
+                (SourceEvent::Stopped, "persist, say commit"),
+            ],
+        );
+        assert_eq!(source.state, COMMITTING);
+        source
+    }
+
+    fn returning() -> Source {
+        let cause = "enough".to_owned();
+        Source::restore(SourceState::Returning { cause }, true)
+    }
+
+    /// Each event, and what it gives to do.
+    #[track_caller]
+    fn follow<const N: usize>(source: &mut Source, events: [(SourceEvent, &str); N]) {
+        for (event, actions) in events {
+            let before = source.clone();
+            let done = source.handle(event.clone());
+            assert_eq!(told(&done), actions, "{event:?} after {before:?}");
+        }
+    }
+
+    fn told(actions: &[SourceAction]) -> String {
+        let told = actions.iter().map(|action| match action {
+            SourceAction::Persist => "persist",
+            SourceAction::Send(SourceMessage::Commit { .. }) => "say commit",
+            SourceAction::Send(SourceMessage::Abort { .. }) => "say abort",
+            SourceAction::Send(SourceMessage::Settled) => "say settled",
+            SourceAction::Send(_) => "say something",
+            SourceAction::Dial => "dial",
+            SourceAction::Resume => "resume",
+            SourceAction::Decide(decision) => match decision.guest {
+                GuestLocation::Source => "decide source",
+                GuestLocation::Destination => "decide destination",
+                GuestLocation::InDoubt => "decide in doubt",
+                GuestLocation::Lost => "decide lost",
+            },
+        });
+        told.collect::<Vec<_>>().join(", ")
+    }
+
+    fn says(message: DestinationMessage) -> SourceEvent {
+        SourceEvent::Message(message)
+    }
+
+    fn prepared() -> SourceEvent {
+        says(DestinationMessage::Prepared {
+            protocol: crate::VERSION,
+            incarnation: ACCEPTED,
+            details: Details::new(),
+        })
+    }
+
+    fn running() -> SourceEvent {
+        let state = "running".to_owned();
+        says(DestinationMessage::Running { state })
+    }
+
+    fn aborted(incarnation: Incarnation) -> SourceEvent {
+        let cause = String::new();
+        says(DestinationMessage::Aborted { incarnation, cause })
+    }
+
+    fn ended() -> SourceEvent {
+        let cause = String::new();
+        says(DestinationMessage::Ended { cause })
+    }
+
+    fn unknown() -> SourceEvent {
+        says(DestinationMessage::Unknown {
+            incarnation: ANOTHER,
+            reason: String::new(),
+        })
+    }
+
+    fn closed(complete: bool) -> SourceEvent {
+        SourceEvent::Closed { complete }
+    }
+
+    fn gave_up() -> SourceEvent {
+        let cause = "enough".to_owned();
+        SourceEvent::GaveUp { cause }
+    }
+
+    fn not_persisted() -> SourceEvent {
+        let reason = "no space".to_owned();
+        SourceEvent::NotPersisted { reason }
+    }
+}
