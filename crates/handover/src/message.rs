@@ -33,7 +33,8 @@ pub enum SourceMessage {
         /// Whether it shall run; it was paused at the source otherwise.
         resume: bool,
     },
-    /// The guest stays at the source.
+    /// The guest stays at the source. Behind a `commit` it asks what became of that: a guest that has not begun to run
+    /// never will.
     Abort {
         /// Why.
         #[serde(default)]
