@@ -176,7 +176,8 @@ fn qemu_setting(options: &Options) -> Result<qemu::Setting> {
     let kinds: Vec<_> = qemu::kinds()
         .filter(|kind| is_wanted(options, *kind))
         .collect();
-    qemu::Setting::new(Program::at(&options.vamoose)?, &binaries, &kinds)
+    let program = Program::at(&options.vamoose)?;
+    qemu::Setting::new(program, &binaries, &kinds, options.short)
 }
 
 fn is_wanted(options: &Options, kind: Kind) -> bool {

@@ -75,6 +75,11 @@ impl Kind {
         )
     }
 
+    /// Whether it breaks anything; the others are what users do.
+    pub(crate) fn breaks(self) -> bool {
+        !matches!(self, Self::Interrupt | Self::SameAgain | Self::OtherHost)
+    }
+
     /// Whether it needs a disk that can be full.
     pub(crate) fn is_of_disk(self) -> bool {
         matches!(self, Self::DiskFullSource | Self::DiskFullDestination)

@@ -29,9 +29,21 @@ mod sandbox;
 mod table;
 mod timeline;
 
+use std::process::ExitCode;
+
 use anyhow::Result;
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("faults: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
     let options = options::Options::from_arguments(std::env::args().skip(1))?;
     sandbox::enter()?;
     campaign::run(&options)

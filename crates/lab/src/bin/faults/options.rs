@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 
 const USAGE: &str = "usage: faults [--faults N] [--minutes N] [--seed N] [--engine qemu|live|both] [--versions V,V...] [--jobs N]
-              [--experiment N] [--keep-going] [--vamoose PROGRAM]
+              [--experiment N] [--only TEXT]... [--short] [--keep-going] [--vamoose PROGRAM]
 
   --faults N         end after so many faults (200)
   --minutes N        end after so long
@@ -16,6 +16,7 @@ const USAGE: &str = "usage: faults [--faults N] [--minutes N] [--seed N] [--engi
   --jobs N           experiments at once (twice the processors)
   --experiment N     only this one, and tell all about it
   --only TEXT        only faults whose name holds this, such as `kill`; may be repeated
+  --short            when everything is repaired, run nothing but the next migration: no old command again
   --keep-going       go on after a violation, and count them by kind
   --vamoose PROGRAM  break this one (the one beside this program)";
 
@@ -29,6 +30,7 @@ pub(crate) struct Options {
     pub(crate) jobs: usize,
     pub(crate) experiment: Option<u64>,
     pub(crate) only: Vec<String>,
+    pub(crate) short: bool,
     pub(crate) keep_going: bool,
     pub(crate) vamoose: PathBuf,
 }
@@ -65,6 +67,7 @@ impl Options {
             jobs: 2 * processors,
             experiment: None,
             only: Vec::new(),
+            short: false,
             keep_going: false,
             vamoose: this.with_file_name("vamoose"),
         };
@@ -87,6 +90,7 @@ impl Options {
                 "--jobs" => options.jobs = usize::try_from(number(&name, &value()?)?)?,
                 "--experiment" => options.experiment = Some(number(&name, &value()?)?),
                 "--only" => options.only.push(value()?),
+                "--short" => options.short = true,
                 "--keep-going" => options.keep_going = true,
                 "--vamoose" => options.vamoose = value()?.into(),
                 _ => bail!("{name}?\n\n{USAGE}"),

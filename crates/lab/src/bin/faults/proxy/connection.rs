@@ -119,15 +119,18 @@ impl Connection {
             Way::Back => (&self.far, &self.near, Cutter::new(self.dialect, 0)),
         };
         let carried = self.carry_all(way, first, &mut cutter, link, from, to);
-        if carried.is_ok() && link.flow(way).is_ok_and(|write| write) {
-            let mut to = to;
-            let _ = to.write_all(&cutter.rest());
-            // The peer may be gone already.
-            let _ = to.shutdown(Shutdown::Write);
+        // In a silence nobody hears of an end either, and a hole swallows it.
+        if !link.flow(way).is_ok_and(|passes| passes) {
+            return;
         }
-        if carried.is_err() {
-            // One that cannot take any more is gone, and the other end has to know.
-            let _ = from.shutdown(Shutdown::Both);
+        match carried {
+            Ok(()) => {
+                // The peer may be gone already.
+                let mut to = to;
+                let _ = to.write_all(&cutter.rest());
+                let _ = to.shutdown(Shutdown::Write);
+            }
+            Err(_) => self.cut(Cut::Reset),
         }
     }
 

@@ -166,3 +166,16 @@ fn what_was_said_is_said_again() {
     expect(&mut again, OPENING);
     expect(&mut again, COMMIT);
 }
+
+#[test]
+fn the_end_of_one_end_is_told_to_the_other() {
+    let (_proxy, mut near, far, _server) = connected(OPENING);
+    drop(far);
+    assert_eq!(near.read(&mut [0]).unwrap(), 0);
+    let (_proxy, mut near, far, _server) = connected(OPENING);
+    rustix::net::connect_unspec(&far).unwrap();
+    assert_eq!(
+        near.read(&mut [0]).unwrap_err().kind(),
+        io::ErrorKind::ConnectionReset
+    );
+}

@@ -43,8 +43,8 @@ struct State {
     struck: Vec<usize>,
     /// Which are not over.
     active: Vec<usize>,
-    /// When a fault last struck or was over.
-    changed: Instant,
+    /// When something last broke or was repaired, if ever.
+    changed: Option<Instant>,
     /// No fault strikes any more.
     over: bool,
     story: Vec<(Duration, String)>,
@@ -70,7 +70,7 @@ impl Hands {
                 limits: Vec::new(),
                 struck: Vec::new(),
                 active: Vec::new(),
-                changed: Instant::now(),
+                changed: None,
                 over: false,
                 story: Vec::new(),
             })),
@@ -91,7 +91,9 @@ impl Hands {
             return;
         }
         state.struck.push(index);
-        state.changed = Instant::now();
+        if fault.kind.breaks() {
+            state.changed = Some(Instant::now());
+        }
         if let Some(lasts) = fault.lasts {
             state.active.push(index);
             state
@@ -163,7 +165,7 @@ impl Hands {
             return;
         }
         state.active.retain(|active| *active != index);
-        state.changed = Instant::now();
+        state.changed = Some(Instant::now());
         let (migrate, serve) = (state.migrate.clone(), state.serve.clone());
         let limits = std::mem::take(&mut state.limits);
         drop(state);
@@ -226,10 +228,10 @@ impl Hands {
     /// For how long nothing has been broken.
     pub(crate) fn whole_for(&self) -> Duration {
         let state = self.lock();
-        if state.active.is_empty() {
-            state.changed.elapsed()
-        } else {
-            Duration::ZERO
+        match state.changed {
+            _ if !state.active.is_empty() => Duration::ZERO,
+            Some(changed) => changed.elapsed(),
+            None => Duration::MAX,
         }
     }
 

@@ -60,7 +60,12 @@ const WORDS: [&str; 9] = [
 
 impl Setting {
     /// Looks how a migration goes without faults.
-    pub(crate) fn new(program: Program, binaries: &[Binary], kinds: &[Kind]) -> Result<Self> {
+    pub(crate) fn new(
+        program: Program,
+        binaries: &[Binary],
+        kinds: &[Kind],
+        short: bool,
+    ) -> Result<Self> {
         let mut setting = Self {
             program: Arc::new(program),
             binaries: binaries.to_vec(),
@@ -68,6 +73,7 @@ impl Setting {
                 versions: binaries.len(),
                 words: WORDS.to_vec(),
                 kinds: Vec::new(),
+                short,
             },
             clean: Duration::ZERO,
         };

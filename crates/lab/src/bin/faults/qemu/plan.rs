@@ -54,6 +54,8 @@ pub(crate) struct Choices {
     /// The messages of a migration without faults.
     pub(crate) words: Vec<&'static str>,
     pub(crate) kinds: Vec<(u64, Kind)>,
+    /// No command is run again when everything is over.
+    pub(crate) short: bool,
 }
 
 impl Plan {
@@ -74,7 +76,7 @@ impl Plan {
                 .collect();
             faults.push(draw_fault(random, choices, &words));
         }
-        Self {
+        let mut plan = Self {
             number,
             versions,
             runs: random.percent(90),
@@ -94,7 +96,12 @@ impl Plan {
                 same_name: random.percent(50),
                 old_command: random.percent(30),
             },
+        };
+        if choices.short {
+            plan.then = Then::Nothing;
+            plan.next.old_command = false;
         }
+        plan
     }
 }
 
@@ -172,6 +179,7 @@ mod tests {
             versions: 3,
             words: vec!["request:commit"],
             kinds: vec![(1, Kind::KillServe), (1, Kind::Cut)],
+            short: false,
         };
         let draw = |number| Plan::draw(7, number, &choices).to_string();
         assert_eq!(draw(1), draw(1));
