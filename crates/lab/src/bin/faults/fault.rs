@@ -24,6 +24,7 @@ pub(crate) enum Kind {
     Refuse,
     Delay,
     Duplicate,
+    Flip,
     DiskFullSource,
     DiskFullDestination,
     FilesMigrate,
@@ -52,6 +53,7 @@ impl Kind {
             Self::Refuse => "refuse",
             Self::Delay => "delay",
             Self::Duplicate => "duplicate",
+            Self::Flip => "flipped bit",
             Self::DiskFullSource => "disk full, source",
             Self::DiskFullDestination => "disk full, dest.",
             Self::FilesMigrate => "no files, migrate",
@@ -96,6 +98,7 @@ impl Kind {
                 | Self::Cut
                 | Self::Reset
                 | Self::Duplicate
+                | Self::Flip
                 | Self::SameAgain
                 | Self::OtherHost
         )

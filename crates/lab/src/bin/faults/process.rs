@@ -79,7 +79,7 @@ impl Process {
     }
 
     /// Whether it has ended, within this time.
-    fn wait(&self, within: Duration) -> bool {
+    pub(crate) fn wait(&self, within: Duration) -> bool {
         let Ok(within) = Timespec::try_from(within) else {
             return false;
         };

@@ -39,6 +39,11 @@ impl Program {
         self.migrate_help.contains("--state-dir") && self.serve_help.contains("--state-dir")
     }
 
+    /// Whether it notices when bytes change on their way.
+    pub(crate) fn checks(&self) -> bool {
+        self.migrate_help.contains("--check")
+    }
+
     pub(crate) fn migrate(&self, migrate: &Migrate) -> Result<Vamoose> {
         let mut command = Command::new(&self.path);
         command.args(["migrate", "--json", "-", "--stall-timeout", STALL, "--qmp"]);

@@ -99,6 +99,8 @@ struct State {
     connections: Vec<Arc<Connection>>,
     heard: Vec<Heard>,
     bytes: u64,
+    /// A bit of the next bytes of pages that will be another one.
+    flip: Option<u64>,
     strikes: Vec<(Point, Strike)>,
 }
 
@@ -204,11 +206,17 @@ impl Link {
         }
     }
 
+    /// Changes one bit of the next bytes of pages towards the destination.
+    pub(crate) fn flip(&self, bit: u64) {
+        self.lock().flip = Some(bit);
+    }
+
     /// Everything passes again. Connections from which bytes are missing are cut.
     pub(crate) fn repair(&self) {
         let mut state = self.lock();
         let had_hole = state.flow.hole.is_some();
         state.flow = Flow::default();
+        state.flip = None;
         state.refusing = false;
         drop(state);
         if had_hole {

@@ -57,6 +57,8 @@ pub(crate) enum Broken {
     Started,
     /// A process that nobody killed has ended.
     Crash,
+    /// A QEMU that nobody has stopped does not answer.
+    Mute,
 }
 
 impl fmt::Display for Broken {
@@ -70,6 +72,7 @@ impl fmt::Display for Broken {
             Self::Hangs => "a command does not end",
             Self::NextFails => "the next migration fails",
             Self::Started => "a paused guest was let run",
+            Self::Mute => "a QEMU does not answer any more",
             Self::Crash => "a process ended by itself",
         })
     }

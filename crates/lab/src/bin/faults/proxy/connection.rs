@@ -186,7 +186,8 @@ impl Connection {
             bytes = after;
             link.strike_at_bytes();
         }
-        self.write(way, bytes, link, to)
+        let flipped = if counts { link.flipped(bytes) } else { None };
+        self.write(way, flipped.as_deref().unwrap_or(bytes), link, to)
     }
 
     fn write(&self, way: Way, bytes: &[u8], link: &Link, mut to: &TcpStream) -> io::Result<()> {
@@ -216,6 +217,16 @@ impl Link {
         let head = next.map(|at| at - state.bytes);
         state.bytes = next.unwrap_or(end);
         head.and_then(|head| usize::try_from(head).ok())
+    }
+
+    /// These bytes with another bit among them, if that is to be so.
+    fn flipped(&self, bytes: &[u8]) -> Option<Vec<u8>> {
+        let bits = 8 * bytes.len() as u64;
+        let bit = self.lock().flip.take_if(|_| bits > 0)? % bits;
+        let mut bytes = bytes.to_vec();
+        let index = usize::try_from(bit / 8).unwrap_or(0);
+        bytes[index] ^= 1 << (bit % 8);
+        Some(bytes)
     }
 
     fn strike_at_bytes(&self) {

@@ -179,3 +179,13 @@ fn the_end_of_one_end_is_told_to_the_other() {
         io::ErrorKind::ConnectionReset
     );
 }
+
+#[test]
+fn one_bit_is_another() {
+    let (proxy, mut near, mut far, _server) = connected(b"pages");
+    proxy.link().flip(9);
+    near.write_all(b"abc").unwrap();
+    expect(&mut far, b"a`c");
+    near.write_all(b"abc").unwrap();
+    expect(&mut far, b"abc");
+}

@@ -31,6 +31,9 @@ pub(crate) enum State {
 /// A QEMU answers at once, unless it hangs or the machine is very busy.
 const ANSWER: Duration = Duration::from_secs(10);
 
+/// How long a process may take to die.
+const DYING: Duration = Duration::from_secs(1);
+
 impl Actor {
     pub(crate) fn new(name: &str, mut qemu: Qemu) -> Result<Self> {
         let process = Process::open(qemu.pid())?;
@@ -50,7 +53,8 @@ impl Actor {
         match self.qemu.qmp.query_status() {
             Ok(state) if state == "running" => State::Running,
             Ok(state) => State::Still(state),
-            Err(_) if self.has_ended() => State::Ended,
+            // Its monitor goes before it does.
+            Err(_) if self.process.wait(DYING) => State::Ended,
             Err(_) => State::Mute,
         }
     }

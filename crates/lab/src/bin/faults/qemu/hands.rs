@@ -132,6 +132,7 @@ impl Hands {
             Kind::Refuse => link.refuse(),
             Kind::Delay => link.delay(Duration::from_millis(1 + detail % 40)),
             Kind::Duplicate => link.duplicate(which(detail)),
+            Kind::Flip => link.flip(detail),
             Kind::FilesMigrate => self.limit(migrate, detail % 4),
             Kind::FilesServe => self.limit(serve, detail % 4),
             Kind::DiskFullSource => self.fill(0, detail % 3),

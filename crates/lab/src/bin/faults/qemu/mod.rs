@@ -82,6 +82,7 @@ impl Setting {
             .iter()
             .filter(|(_, kind)| kinds.contains(kind))
             .filter(|(_, kind)| has_disk || !kind.is_of_disk())
+            .filter(|(_, kind)| setting.program.checks() || *kind != Kind::Flip)
             .copied()
             .collect();
         let (words, clean) = setting
@@ -185,6 +186,7 @@ impl Stage<'_> {
 
     fn try_play(&mut self) -> Result<Holder, Trouble> {
         self.run_with_faults()?;
+        self.expect_answers()?;
         self.run_until_definite()?;
         let holder = self.judge()?;
         self.go_on(&holder)?;
@@ -210,7 +212,7 @@ impl Stage<'_> {
 }
 
 /// How often each kind of fault is drawn, of all.
-const KINDS: [(u64, Kind); 22] = [
+const KINDS: [(u64, Kind); 23] = [
     (4, Kind::KillSource),
     (6, Kind::KillDestination),
     (8, Kind::KillMigrate),
@@ -227,6 +229,7 @@ const KINDS: [(u64, Kind); 22] = [
     (6, Kind::Refuse),
     (3, Kind::Delay),
     (5, Kind::Duplicate),
+    (4, Kind::Flip),
     (4, Kind::DiskFullSource),
     (4, Kind::DiskFullDestination),
     (3, Kind::FilesMigrate),

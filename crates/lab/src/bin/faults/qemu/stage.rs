@@ -8,7 +8,7 @@ use lab::counter::{self, Image};
 use lab::qemu::{Binary, Builder};
 use lab::vamoose::Vamoose;
 
-use super::actor::Actor;
+use super::actor::{Actor, State};
 use super::hands::{Deed, Hands, line};
 use super::host::Host;
 use super::plan::{Plan, RAM};
@@ -202,6 +202,17 @@ impl<'a> Stage<'a> {
         &self.props.images[index]
     }
 
+    /// No QEMU that lives keeps silent.
+    pub(crate) fn expect_answers(&mut self) -> Result<(), Trouble> {
+        for actor in &mut self.actors {
+            if actor.state() == State::Mute {
+                let what = format!("{} (QEMU {})", actor.name, actor.qemu.version);
+                return Err(Trouble::broken(Broken::Mute, what));
+            }
+        }
+        Ok(())
+    }
+
     pub(crate) fn lives(&mut self) -> Vec<Life> {
         self.actors.iter_mut().map(Actor::life).collect()
     }
@@ -285,7 +296,7 @@ impl<'a> Stage<'a> {
     fn repair(&mut self, index: usize) -> Result<()> {
         self.hands.repair(index);
         if self.plan.faults[index].kind == Kind::KillServe {
-            self.revive_server()?;
+            self.restart_server()?;
         }
         Ok(())
     }
@@ -294,13 +305,13 @@ impl<'a> Stage<'a> {
         for index in self.hands.finish() {
             self.repair(index)?;
         }
-        self.revive_server()
+        Ok(())
     }
 
-    /// Starts the server anew if it was killed.
-    pub(crate) fn revive_server(&mut self) -> Result<()> {
+    /// Ends the destination's server, if that has not been done, and starts it anew.
+    pub(crate) fn restart_server(&mut self) -> Result<()> {
         let host = &mut self.props.hosts[HOST];
-        host.start()?;
+        host.restart()?;
         self.proxy.link().lead_to(host.address()?);
         Ok(())
     }
@@ -363,6 +374,7 @@ impl<'a> Stage<'a> {
         };
         let (what, said) = (command.errand.what, command.vamoose.stderr());
         self.outputs.push(format!("{what}, which runs on:\n{said}"));
+        self.expect_answers()?;
         let what = format!("{what} runs on after {LIMIT:?} without a fault");
         Err(Trouble::broken(Broken::Hangs, what))
     }
