@@ -1,13 +1,14 @@
 //! The laboratory: QEMUs, guests and networks for the tests, the demo and the benchmarks. Shipped to nobody.
 //!
 //! - [`qemu`] finds and runs QEMUs: bare ones whose RAM is a file, and ones with a Linux guest;
-//! - [`qmp`] talks to them, [`guest`] watches a running guest, [`ram`] makes and compares memory images;
+//! - [`qmp`] talks to them, [`guest`] watches a running guest, [`counter`] is the smallest one, [`ram`] makes and compares memory images;
 //! - [`vamoose`] runs the program under test, [`stand_in`] makes the libraries that it finds instead of hardware;
 //! - [`net`] makes a link of a given rate, [`proc`] and [`cpu`] read what processes cost.
 //!
 //! Everything cleans up after itself on drop: processes are killed and reaped, files and namespaces removed.
 //! `scripts/setup` fetches what this needs; what is missing makes tests skip, loudly (see [`skipped`]).
 
+pub mod counter;
 pub mod cpio;
 pub mod cpu;
 pub mod guest;

@@ -1,7 +1,8 @@
 //! Finds QEMUs on this machine and runs them.
 //!
-//! Two kinds of machine: a *bare* one, without CPU or firmware, whose whole content is a RAM file (migrates in milliseconds),
-//! and one with a *Linux* guest under TCG (see [`crate::guest`]). RAM is always a file, so that two ends can be compared.
+//! Three kinds of machine: a *bare* one, without CPU or firmware, whose whole content is a RAM file (migrates in milliseconds),
+//! one that runs a few bytes of *firmware* (see [`crate::counter`]), and one with a *Linux* guest under TCG (see
+//! [`crate::guest`]). RAM is always a file, so that two ends can be compared.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
@@ -168,6 +169,7 @@ pub struct Builder {
 #[derive(Clone, Debug)]
 enum Machine {
     Bare,
+    Firmware(PathBuf),
     Linux {
         kernel: PathBuf,
         initrd: PathBuf,
@@ -180,6 +182,12 @@ impl Builder {
     #[must_use]
     pub fn bare(binary: &Binary, ram: u64) -> Self {
         Self::new(binary, Machine::Bare, ram, 1)
+    }
+
+    /// A machine of type [`MACHINE`] with `ram` bytes and one CPU under TCG that runs this firmware and nothing else.
+    #[must_use]
+    pub fn firmware(binary: &Binary, ram: u64, firmware: &Path) -> Self {
+        Self::new(binary, Machine::Firmware(firmware.to_owned()), ram, 1)
     }
 
     /// A machine of type [`MACHINE`] with `ram` bytes and two CPUs under TCG that boots a Linux kernel.
@@ -329,7 +337,7 @@ impl Builder {
 
         let qmp = Qmp::greet(process.accept(&qmp, START)?, Some(stderr))?;
         let serial = match self.machine {
-            Machine::Bare => None,
+            Machine::Bare | Machine::Firmware(_) => None,
             Machine::Linux { .. } => Some(process.accept(&serial, START)?),
         };
         Ok(Qemu {
@@ -390,6 +398,22 @@ impl Builder {
         match &self.machine {
             Machine::Bare => {
                 command.args(["-machine", "none,memory-backend=mem", "-accel", "tcg", "-S"]);
+            }
+            Machine::Firmware(path) => {
+                command
+                    .arg("-machine")
+                    .arg(format!("{MACHINE},memory-backend=mem"));
+                command.args([
+                    "-accel",
+                    "tcg,tb-size=4",
+                    "-cpu",
+                    "qemu64,-apic",
+                    "-no-reboot",
+                ]);
+                command.arg("-bios").arg(path);
+                if self.paused {
+                    command.arg("-S");
+                }
             }
             Machine::Linux {
                 kernel,

@@ -20,6 +20,8 @@ pub struct Qmp {
     buffer: Vec<u8>,
     events: VecDeque<Event>,
     commands: u64,
+    /// How long a command may take.
+    patience: Duration,
     /// Where QEMU's stderr goes, to quote it in errors.
     stderr: Option<PathBuf>,
 }
@@ -37,6 +39,8 @@ pub struct Event {
 
 /// No command takes this long unless QEMU hangs.
 const COMMAND: Duration = Duration::from_secs(60);
+/// What is in the socket's buffer can be read at once.
+const AT_HAND: Duration = Duration::from_millis(1);
 /// How often to ask again where QEMU may change state without an event.
 const AGAIN: Duration = Duration::from_millis(50);
 
@@ -58,6 +62,7 @@ impl Qmp {
             buffer: Vec::new(),
             events: VecDeque::new(),
             commands: 0,
+            patience: COMMAND,
             stderr,
         };
         let greeting = qmp.receive(Instant::now() + COMMAND)?;
@@ -71,7 +76,8 @@ impl Qmp {
     /// Runs one command and gives what it returns.
     ///
     /// # Errors
-    /// When QEMU refuses the command (with its reason), has gone (with its stderr) or does not answer within a minute.
+    /// When QEMU refuses the command (with its reason), has gone (with its stderr) or does not answer within a minute, or what
+    /// [`Qmp::set_patience`] says.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
         self.commands += 1;
         let id = self.commands;
@@ -80,7 +86,7 @@ impl Qmp {
         let sent = self.stream.write_all(line.as_bytes());
         sent.map_err(|error| self.with_stderr(anyhow!(error)))
             .with_context(|| format!("sending {command} to QEMU"))?;
-        let deadline = Instant::now() + COMMAND;
+        let deadline = Instant::now() + self.patience;
         loop {
             let mut message = self
                 .receive(deadline)
@@ -136,6 +142,18 @@ impl Qmp {
     /// Takes all events that have been queued so far, oldest first.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.events.drain(..).collect()
+    }
+
+    /// Takes all events that QEMU has sent so far, oldest first, also those of a QEMU that has ended since.
+    pub fn drain_events(&mut self) -> Vec<Event> {
+        // Whatever ends this, there is no more to be had.
+        while let Ok(true) = self.receive_event(Instant::now() + AT_HAND) {}
+        self.take_events()
+    }
+
+    /// How long commands may take from now on.
+    pub fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
     }
 
     /// The guest's state, such as `running`, `paused`, `postmigrate`, `inmigrate`.
@@ -437,6 +455,22 @@ mod tests {
             .wait_event("STOP", |_| true, Duration::from_secs(10))
             .unwrap_err();
         assert!(format!("{error:#}").contains("closed"), "{error:#}");
+    }
+
+    #[test]
+    fn the_last_events_of_a_qemu_that_has_ended() {
+        let stream = server(&[
+            "{\"return\": {}, \"id\": 1}\n",
+            "{\"event\": \"RESUME\"}\n{\"event\": \"STOP\"}\n",
+        ]);
+        let mut qmp = Qmp::greet(stream, None).unwrap();
+        assert!(qmp.cont().is_err());
+        let names: Vec<_> = qmp
+            .drain_events()
+            .into_iter()
+            .map(|event| event.name)
+            .collect();
+        assert_eq!(names, ["RESUME", "STOP"]);
     }
 
     #[test]

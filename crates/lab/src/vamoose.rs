@@ -14,6 +14,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
     process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
 };
 use tempfile::TempDir;
@@ -169,6 +170,19 @@ impl Vamoose {
     /// When the system does not say.
     pub fn has_ended(&mut self) -> Result<bool> {
         Ok(self.child.try_wait()?.is_some())
+    }
+
+    /// Waits for its end, about as long as this; whether it has ended. [`Vamoose::finish`] tells how.
+    ///
+    /// # Errors
+    /// When it has been waited for before.
+    pub fn wait_end(&self, within: Duration) -> Result<bool> {
+        let process = pidfd_open(self.raw_pid()?, PidfdFlags::empty())?;
+        let timeout = Timespec::try_from(within)?;
+        match poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&timeout)) {
+            Err(Errno::INTR) => Ok(false),
+            ready => Ok(ready? > 0),
+        }
     }
 
     /// Waits for its end and returns how it ended, with all it wrote.

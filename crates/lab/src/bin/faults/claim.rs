@@ -1,0 +1,163 @@
+//! What a command that has ended says about the guest.
+
+use std::fmt;
+
+use serde_json::Value;
+
+use lab::vamoose::Ended;
+
+/// Where a command says the guest is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Claim {
+    /// It runs at the destination (or is there, if it was paused): the command succeeded.
+    Moved,
+    /// It stays at the source.
+    Source,
+    /// The command cannot tell.
+    InDoubt,
+    /// It has ended.
+    Lost,
+    /// The command failed without a word about the guest.
+    Silent,
+    /// The command was killed.
+    Killed,
+}
+
+impl fmt::Display for Claim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Moved => "moved",
+            Self::Source => "stays at the source",
+            Self::InDoubt => "in doubt",
+            Self::Lost => "lost",
+            Self::Silent => "nothing about the guest",
+            Self::Killed => "nothing, it was killed",
+        })
+    }
+}
+
+impl Claim {
+    /// From a command that has ended.
+    ///
+    /// # Errors
+    /// When its exit status, its report and its words contradict each other, or it has crashed.
+    pub(crate) fn of(ended: &Ended) -> Result<Self, String> {
+        if ended.stderr.contains("panicked at") {
+            return Err("it panicked".to_owned());
+        }
+        if ended.status.code().is_none() {
+            return Ok(Self::Killed);
+        }
+        let report = serde_json::from_str::<Value>(&ended.stdout).ok();
+        let status = report.as_ref().and_then(|report| report["status"].as_str());
+        if ended.status.success() {
+            return match status {
+                None | Some("completed") => Ok(Self::Moved),
+                Some(status) => Err(format!("it succeeds and its report says `{status}`")),
+            };
+        }
+        if status == Some("completed") {
+            return Err("it fails and its report says `completed`".to_owned());
+        }
+        let told = report.as_ref().and_then(Self::of_report);
+        let said = Self::of_words(&ended.stderr);
+        match (told, said) {
+            (Some(told), Some(said)) if told != said => {
+                Err(format!("its report says `{told}`, its last words `{said}`"))
+            }
+            (told, said) => Ok(told.or(said).unwrap_or(Self::Silent)),
+        }
+    }
+
+    /// Whether there is no need to ask again.
+    pub(crate) fn is_definite(self) -> bool {
+        matches!(self, Self::Moved | Self::Source | Self::Lost)
+    }
+
+    fn of_report(report: &Value) -> Option<Self> {
+        match report["guest"].as_str() {
+            Some("source") => Some(Self::Source),
+            Some("destination") => Some(Self::Moved),
+            Some("in-doubt") => Some(Self::InDoubt),
+            Some("lost") => Some(Self::Lost),
+            _ => Self::of_words(report["error-desc"].as_str()?),
+        }
+    }
+
+    /// By the last of the phrases that say it, as warnings may come before.
+    fn of_words(text: &str) -> Option<Self> {
+        let found = PHRASES
+            .iter()
+            .filter_map(|(phrase, claim)| Some((text.rfind(phrase)?, *claim)));
+        found.max_by_key(|(at, _)| *at).map(|(_, claim)| claim)
+    }
+}
+
+const PHRASES: [(&str, Claim); 7] = [
+    ("the guest stays at the source", Claim::Source),
+    ("the guest is at the source", Claim::Source),
+    ("the guest is at the destination", Claim::Moved),
+    ("the guest is paused at the source", Claim::InDoubt),
+    ("may be running at the destination", Claim::InDoubt),
+    ("and the guest with it", Claim::Lost),
+    ("the guest has ended", Claim::Lost),
+];
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::ExitStatus;
+
+    use super::*;
+
+    fn ended(status: i32, stdout: &str, stderr: &str) -> Ended {
+        Ended {
+            status: ExitStatus::from_raw(status),
+            stdout: stdout.to_owned(),
+            stderr: stderr.to_owned(),
+            cpu_seconds: 0.0,
+        }
+    }
+
+    #[test]
+    fn reports_and_words_are_understood() {
+        let failed = r#"{"status": "failed", "error-desc": "x; the guest stays at the source"}"#;
+        for (status, stdout, stderr, claim) in [
+            (0, r#"{"status": "completed"}"#, "", Claim::Moved),
+            (0x100, failed, "", Claim::Source),
+            (
+                0x100,
+                r#"{"status": "failed", "guest": "in-doubt"}"#,
+                "",
+                Claim::InDoubt,
+            ),
+            (
+                0x100,
+                "",
+                "vamoose: x; the source's QEMU has ended, and the guest with it",
+                Claim::Lost,
+            ),
+            (0x100, "", "vamoose: no", Claim::Silent),
+            (9, "", "", Claim::Killed),
+        ] {
+            assert_eq!(
+                Claim::of(&ended(status, stdout, stderr)),
+                Ok(claim),
+                "{stderr}"
+            );
+        }
+    }
+
+    #[test]
+    fn contradictions_are_found() {
+        let failed = r#"{"status": "failed", "error-desc": "x; the guest stays at the source"}"#;
+        for (status, stdout, stderr) in [
+            (0, failed, ""),
+            (0x100, r#"{"status": "completed"}"#, ""),
+            (0x100, failed, "the guest has ended"),
+            (0x6500, "", "thread 'main' panicked at x.rs:1"),
+        ] {
+            assert!(Claim::of(&ended(status, stdout, stderr)).is_err());
+        }
+    }
+}

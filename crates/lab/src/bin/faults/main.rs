@@ -1,0 +1,50 @@
+//! The campaign: breaks migrations in every way, at random moments, and looks who has the guest.
+//!
+//! ```text
+//!  cargo build --release -p vamoose && cargo run --release -p lab --bin faults -- --faults 2000
+//! ```
+//! An experiment is one guest, one migration, one or two faults. Then everything is repaired, the command is run again until
+//! it knows where the guest is, and these must hold, or the program ends with an error and the experiment's seed:
+//!
+//! - the guest runs in exactly one place, and never ran in two, not even one after the other and back;
+//! - it is lost only where the only process that had it was killed;
+//! - its memory is right to the last byte, at the source if it stayed, at the destination if it moved;
+//! - what commands say is so: success if and only if it runs at the destination; in doubt only while something is broken;
+//! - the next migration works.
+//!
+//! Chance decides everything from the seed and the experiment's number; what depends on the machine's speed is when exactly
+//! a fault strikes that is not tied to a message or a byte.
+
+mod campaign;
+mod claim;
+mod fault;
+mod options;
+mod process;
+mod program;
+mod proxy;
+mod qemu;
+mod random;
+mod report;
+mod sandbox;
+mod table;
+mod timeline;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("faults: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    let options = options::Options::from_arguments(std::env::args().skip(1))?;
+    sandbox::enter()?;
+    campaign::run(&options)
+}

@@ -1,0 +1,363 @@
+//! The link between two hosts: every connection goes through here, and here it breaks.
+//!
+//! ```text
+//!  migrate ──> Proxy ──> serve     passes bytes, the control connection's message by message
+//!               │
+//!               └ a Strike at a Point: done while the bytes at that point wait
+//! ```
+
+mod connection;
+mod message;
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::OwnedFd;
+use rustix::net::{AddressFamily, SocketType, bind, socket, sockopt};
+
+use connection::Connection;
+
+/// A proxy, which ends with all its connections when it is dropped.
+pub(crate) struct Proxy {
+    link: Link,
+    acceptor: Option<JoinHandle<()>>,
+}
+
+/// What can be done to it, from any thread.
+#[derive(Clone)]
+pub(crate) struct Link(Arc<Shared>);
+
+/// Where in what passes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Point {
+    /// So many bytes of pages towards the destination.
+    Bytes(u64),
+    /// A message has come, and has not been passed on.
+    Before(&'static str),
+    /// A message has been passed on.
+    After(&'static str),
+}
+
+/// What is done at a point. Whatever passes there waits for it.
+pub(crate) type Strike = Box<dyn FnOnce() + Send>;
+
+/// Which connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Which {
+    All,
+    Control,
+    /// All but the control connections.
+    Data,
+    /// One of them, by a number that chance gave.
+    OneOfData(usize),
+}
+
+/// How a connection is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cut {
+    /// Both ends are told that the other one has finished.
+    Finished,
+    /// Both ends are told that something is wrong.
+    Reset,
+}
+
+/// Which way bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// From the source to the destination.
+    There,
+    Back,
+}
+
+/// A message of a control connection, as it came.
+#[derive(Clone, Debug)]
+pub(crate) struct Heard {
+    /// Since 1970.
+    pub(crate) at: Duration,
+    pub(crate) word: String,
+}
+
+struct Shared {
+    port: u16,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Keeps the port while nobody listens on it.
+    _port: OwnedFd,
+}
+
+#[derive(Default)]
+struct State {
+    upstream: Option<SocketAddr>,
+    flow: Flow,
+    refusing: bool,
+    closing: bool,
+    connections: Vec<Arc<Connection>>,
+    heard: Vec<Heard>,
+    bytes: u64,
+    /// A bit of the next bytes of pages that will be another one.
+    flip: Option<u64>,
+    strikes: Vec<(Point, Strike)>,
+}
+
+/// What happens to bytes on their way.
+#[derive(Clone, Copy, Debug, Default)]
+struct Flow {
+    silent_there: bool,
+    silent_back: bool,
+    /// Bytes that go this way are swallowed.
+    hole: Option<Way>,
+    delay: Duration,
+}
+
+impl Proxy {
+    /// A proxy to the server at `upstream`.
+    pub(crate) fn new(upstream: SocketAddr) -> Result<Self> {
+        let (held, port) = hold_port().context("taking a port for the proxy")?;
+        let state = State {
+            upstream: Some(upstream),
+            ..State::default()
+        };
+        let link = Link(Arc::new(Shared {
+            port,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            _port: held,
+        }));
+        let listener = listen(port).context("listening for the proxy")?;
+        let acceptor = thread::spawn({
+            let link = link.clone();
+            move || link.accept(Some(listener))
+        });
+        Ok(Self {
+            link,
+            acceptor: Some(acceptor),
+        })
+    }
+
+    pub(crate) fn address(&self) -> String {
+        format!("tcp:127.0.0.1:{}", self.link.0.port)
+    }
+
+    pub(crate) fn link(&self) -> &Link {
+        &self.link
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.link.lock().closing = true;
+        self.link.0.changed.notify_all();
+        self.link.cut(Which::All, Cut::Reset);
+        let _ = self.acceptor.take().map(JoinHandle::join);
+    }
+}
+
+impl Link {
+    /// The server listens somewhere else from now on.
+    pub(crate) fn lead_to(&self, upstream: SocketAddr) {
+        self.lock().upstream = Some(upstream);
+    }
+
+    /// Has something done when `point` is reached for the first time from now on.
+    pub(crate) fn arm(&self, point: Point, strike: Strike) {
+        self.lock().strikes.push((point, strike));
+    }
+
+    pub(crate) fn cut(&self, which: Which, how: Cut) {
+        for connection in self.connections(which) {
+            connection.cut(how);
+        }
+    }
+
+    /// Nothing passes any more, one way or both, and nobody is told.
+    pub(crate) fn silence(&self, there: bool, back: bool) {
+        let mut state = self.lock();
+        state.flow.silent_there |= there;
+        state.flow.silent_back |= back;
+    }
+
+    /// Bytes that go this way vanish, and nobody is told.
+    pub(crate) fn swallow(&self, way: Way) {
+        self.lock().flow.hole = Some(way);
+    }
+
+    /// Cuts everything, and nobody listens any more.
+    pub(crate) fn refuse(&self) {
+        self.lock().refusing = true;
+        self.0.changed.notify_all();
+        self.cut(Which::All, Cut::Reset);
+    }
+
+    /// Everything that passes is late.
+    pub(crate) fn delay(&self, delay: Duration) {
+        self.lock().flow.delay = delay;
+    }
+
+    /// Says everything that was said to the destination once more, over further connections.
+    pub(crate) fn duplicate(&self, which: Which) {
+        let upstream = self.lock().upstream;
+        for connection in self.connections(which) {
+            connection.say_again(upstream);
+        }
+    }
+
+    /// Changes one bit of the next bytes of pages towards the destination.
+    pub(crate) fn flip(&self, bit: u64) {
+        self.lock().flip = Some(bit);
+    }
+
+    /// Everything passes again. Connections from which bytes are missing are cut.
+    pub(crate) fn repair(&self) {
+        let mut state = self.lock();
+        let had_hole = state.flow.hole.is_some();
+        state.flow = Flow::default();
+        state.flip = None;
+        state.refusing = false;
+        drop(state);
+        if had_hole {
+            self.cut(Which::All, Cut::Reset);
+        }
+        self.0.changed.notify_all();
+    }
+
+    /// The messages so far, oldest first.
+    pub(crate) fn heard(&self) -> Vec<Heard> {
+        self.lock().heard.clone()
+    }
+
+    /// Bytes of pages so far, towards the destination.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.lock().bytes
+    }
+
+    fn connections(&self, which: Which) -> Vec<Arc<Connection>> {
+        let state = self.lock();
+        let all = state.connections.iter().filter(|it| !it.has_ended());
+        let (control, data): (Vec<_>, Vec<_>) = all.cloned().partition(|it| it.is_control());
+        match which {
+            Which::All => control.into_iter().chain(data).collect(),
+            Which::Control => control,
+            Which::Data => data,
+            Which::OneOfData(number) => {
+                let index = number.checked_rem(data.len());
+                index.map(|index| data[index].clone()).into_iter().collect()
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Accepts connections until the proxy is dropped.
+    fn accept(&self, mut listener: Option<TcpListener>) {
+        loop {
+            let state = self.lock();
+            if state.closing {
+                return;
+            }
+            if state.refusing {
+                // What has not been accepted is refused, too.
+                listener = None;
+                let waited = self.0.changed.wait_timeout(state, LOOK);
+                drop(waited);
+                continue;
+            }
+            drop(state);
+            if listener.is_none() {
+                listener = listen(self.0.port).ok();
+            }
+            if let Some(near) = listener.as_ref().and_then(accept_one) {
+                let link = self.clone();
+                thread::spawn(move || connection::serve(near, &link));
+            }
+        }
+    }
+
+    /// Waits until bytes may go on; whether they are to be written at all.
+    fn flow(&self, way: Way) -> io::Result<bool> {
+        let mut state = self.lock();
+        loop {
+            if state.closing {
+                return Err(io::ErrorKind::ConnectionAborted.into());
+            }
+            let silent = match way {
+                Way::There => state.flow.silent_there,
+                Way::Back => state.flow.silent_back,
+            };
+            if !silent {
+                break;
+            }
+            let waited = self.0.changed.wait_timeout(state, LOOK);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        let Flow { hole, delay, .. } = state.flow;
+        drop(state);
+        // To be late is the fault.
+        thread::sleep(delay);
+        Ok(hole != Some(way))
+    }
+
+    /// Does what is to be done at a point.
+    fn reach(&self, reached: impl Fn(&Point) -> bool) {
+        let mut state = self.lock();
+        let (now, later) = std::mem::take(&mut state.strikes)
+            .into_iter()
+            .partition::<Vec<_>, _>(|(point, _)| reached(point));
+        state.strikes = later;
+        drop(state);
+        for (_, strike) in now {
+            strike();
+        }
+    }
+
+    fn hears(&self, word: &str) {
+        self.lock().heard.push(Heard {
+            at: now(),
+            word: word.to_owned(),
+        });
+    }
+}
+
+/// Since 1970, as QEMU tells the time of its events.
+pub(crate) fn now() -> Duration {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+}
+
+/// How often what waits looks whether the proxy is being dropped.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// A port on which nobody listens and that nobody else gets.
+fn hold_port() -> Result<(OwnedFd, u16)> {
+    let held = socket(AddressFamily::INET, SocketType::STREAM, None)?;
+    // Then others may bind the same port, as long as this socket does not listen.
+    sockopt::set_socket_reuseaddr(&held, true)?;
+    bind(&held, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
+    let address = SocketAddr::try_from(rustix::net::getsockname(&held)?)?;
+    Ok((held, address.port()))
+}
+
+fn listen(port: u16) -> io::Result<TcpListener> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port))?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+fn accept_one(listener: &TcpListener) -> Option<TcpStream> {
+    let wait = Timespec::try_from(LOOK).ok()?;
+    // An interruption is as good as nothing.
+    poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&wait)).ok()?;
+    let (stream, _) = listener.accept().ok()?;
+    stream.set_nonblocking(false).ok()?;
+    Some(stream)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,138 @@
+//! What comes after the faults: everything is repaired, and has to work.
+
+use std::time::Duration;
+
+use super::actor::State;
+use super::judge::Holder;
+use super::plan::Then;
+use super::stage::{HOST, OTHER_HOST, SOURCE_HOST, Stage};
+use crate::claim::Claim;
+use crate::report::{Broken, Trouble};
+
+impl Stage<'_> {
+    /// The same command again, until it says something definite.
+    pub(crate) fn run_until_definite(&mut self) -> Result<(), Trouble> {
+        const MOST: usize = 4;
+        for _ in 0..MOST {
+            let last = self.said.iter().rev().find(|said| said.to == 1);
+            if last.is_some_and(|said| said.claim.is_definite()) {
+                return Ok(());
+            }
+            self.run(self.first_command("the command run again"))?;
+        }
+        let what = format!("the command says nothing definite, run {MOST} times");
+        Err(Trouble::broken(Broken::InDoubt, what))
+    }
+
+    /// What follows from where the guest is.
+    pub(crate) fn go_on(&mut self, holder: &Holder) -> Result<(), Trouble> {
+        match holder {
+            Holder::Lost(_) => Ok(()),
+            Holder::Actor(0) => self.migrate_again(),
+            Holder::Actor(1) => self.after_success(),
+            // At the other host, by a command of its own.
+            Holder::Actor(other) => self.old_command(*other),
+        }
+    }
+
+    /// The guest has stayed: the next migration works.
+    fn migrate_again(&mut self) -> Result<(), Trouble> {
+        // A paused guest whose migration failed at its end is one that QEMU itself migrates no more.
+        if self.actors[0].state() == State::Still("postmigrate".to_owned()) {
+            return Ok(());
+        }
+        let next = self.plan.next;
+        let host = if next.other_host { OTHER_HOST } else { HOST };
+        let name = if next.same_name {
+            self.plan.name()
+        } else {
+            format!("{}-next", self.plan.name())
+        };
+        // Whoever starts another QEMU of this name has ended the one before.
+        for actor in &self.actors[1..] {
+            actor.process.kill();
+        }
+        let to = self.add_waiting(host, self.plan.versions[2], &name, "D")?;
+        let server = self.props.address(host)?;
+        let errand = self.errand("the next migration", [0, to], SOURCE_HOST, server, &name);
+        let claim = self.run(errand)?;
+        if claim != Claim::Moved {
+            let what = format!("nothing is broken any more, and the next migration says `{claim}`");
+            return Err(Trouble::broken(Broken::NextFails, what));
+        }
+        self.expect(&Holder::Actor(to))?;
+        if next.old_command {
+            self.old_command(to)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn after_success(&mut self) -> Result<(), Trouble> {
+        match self.plan.then {
+            Then::Nothing => Ok(()),
+            Then::SameCommand => {
+                let errand = self.first_command("the same command after its success");
+                let claim = self.run(errand)?;
+                if claim != Claim::Moved {
+                    let what = format!("the guest has moved, and the same command says `{claim}`");
+                    return Err(Trouble::broken(Broken::Untrue, what));
+                }
+                self.expect(&Holder::Actor(1))
+            }
+            Then::DestinationDies => {
+                self.hands.tell("B is killed");
+                self.actors[1].process.kill();
+                std::thread::sleep(DEAD_FOR_CERTAIN);
+                let what = "the same command after the destination's death";
+                let claim = self.run(self.first_command(what))?;
+                if matches!(claim, Claim::Moved | Claim::Source) {
+                    let what =
+                        format!("the guest has died with B, and the same command says `{claim}`");
+                    return Err(Trouble::broken(Broken::Untrue, what));
+                }
+                let lives = self.lives();
+                self.check_lives(&lives)
+            }
+            Then::MovesOn { restart } => self.move_on(restart),
+        }
+    }
+
+    /// From the destination to the other host, by another command; the first one has nothing to say any more.
+    fn move_on(&mut self, restart: bool) -> Result<(), Trouble> {
+        let name = format!("{}-further", self.plan.name());
+        let to = self.add_waiting(OTHER_HOST, self.plan.versions[2], &name, "E")?;
+        let server = self.props.address(OTHER_HOST)?;
+        let errand = self.errand("the move to another host", [1, to], HOST, server, &name);
+        let claim = self.run(errand)?;
+        if claim != Claim::Moved {
+            let what = format!("nothing is broken any more, and the move on says `{claim}`");
+            return Err(Trouble::broken(Broken::NextFails, what));
+        }
+        self.expect(&Holder::Actor(to))?;
+        if restart {
+            self.hands.tell("B's server is started anew");
+            self.restart_server()?;
+        }
+        self.old_command(to)
+    }
+
+    /// The first command once more, when the guest is somewhere else: it must not say that it has moved it, and must
+    /// not move it.
+    fn old_command(&mut self, holder: usize) -> Result<(), Trouble> {
+        self.run(self.first_command("the old command"))?;
+        self.expect(&Holder::Actor(holder))
+    }
+
+    fn expect(&mut self, holder: &Holder) -> Result<(), Trouble> {
+        let found = self.judge()?;
+        if found == *holder {
+            return Ok(());
+        }
+        let what = format!("the guest is at {found:?}, and has to be at {holder:?}");
+        Err(Trouble::broken(Broken::Untrue, what))
+    }
+}
+
+/// Nobody has to have noticed a death at once.
+const DEAD_FOR_CERTAIN: Duration = Duration::from_millis(50);

@@ -1,0 +1,220 @@
+//! What has become of the guest, and whether that is what may become of it.
+
+use std::time::{Duration, Instant};
+
+use lab::counter;
+
+use super::actor::State;
+use super::stage::{Said, Stage};
+use crate::claim::Claim;
+use crate::fault::Kind;
+use crate::report::{Broken, Trouble};
+use crate::timeline::{Life, doubled};
+
+/// Who has the guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Holder {
+    /// The actor of this number.
+    Actor(usize),
+    /// Nobody, and that is nobody's fault: who was killed.
+    Lost(&'static str),
+}
+
+/// How long things may take to become as they will be, without anybody doing anything any more.
+const SETTLING: Duration = Duration::from_secs(5);
+
+impl Stage<'_> {
+    /// Finds who has the guest. All that has happened so far must have been right.
+    pub(crate) fn judge(&mut self) -> Result<Holder, Trouble> {
+        let holder = if self.plan.runs {
+            self.who_runs()?
+        } else {
+            self.who_holds()?
+        };
+        let lives = self.lives();
+        self.check_lives(&lives)?;
+        for said in self.said.clone() {
+            self.check_claim(&said, &holder, &lives)?;
+        }
+        if let Holder::Actor(holder) = holder {
+            self.check_memory(holder)?;
+        }
+        Ok(holder)
+    }
+
+    /// The one that runs.
+    fn who_runs(&mut self) -> Result<Holder, Trouble> {
+        let begin = Instant::now();
+        loop {
+            let states: Vec<_> = self.actors.iter_mut().map(|actor| actor.state()).collect();
+            let mut running = (0..states.len()).filter(|index| states[*index] == State::Running);
+            match (running.next(), running.next()) {
+                (Some(one), None) => return Ok(Holder::Actor(one)),
+                (Some(one), Some(other)) => {
+                    let name = |index: usize| self.actors[index].name.clone();
+                    let what = format!("{} and {} run", name(one), name(other));
+                    return Err(Trouble::broken(Broken::Doubled, what));
+                }
+                (None, _) => {}
+            }
+            if let Some(why) = self.may_be_lost() {
+                return Ok(Holder::Lost(why));
+            }
+            if begin.elapsed() > SETTLING {
+                let what = format!("nobody runs, and the only copy was not killed: {states:?}");
+                return Err(Trouble::broken(Broken::Nowhere, what));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// The one that has a guest that is paused: by what the commands say, and what the QEMUs do not contradict.
+    fn who_holds(&mut self) -> Result<Holder, Trouble> {
+        let follow = |holder, said: &Said| match said.claim {
+            Claim::Moved if said.from == holder => said.to,
+            _ => holder,
+        };
+        let holder = self.said.iter().fold(0, follow);
+        match self.actors[holder].state() {
+            State::Still(state) if state != "inmigrate" => Ok(Holder::Actor(holder)),
+            State::Running => {
+                let what = format!("{} runs", self.actors[holder].name);
+                Err(Trouble::broken(Broken::Started, what))
+            }
+            state => match self.may_be_lost() {
+                Some(why) => Ok(Holder::Lost(why)),
+                None => {
+                    let what = format!("{} is {state:?}", self.actors[holder].name);
+                    Err(Trouble::broken(Broken::Nowhere, what))
+                }
+            },
+        }
+    }
+
+    /// Whether it was killed with its only copy, and with whom.
+    fn may_be_lost(&mut self) -> Option<&'static str> {
+        let struck = self.hands.struck();
+        // After a second fault nobody may know any more that it had stopped.
+        let known = struck == [Kind::KillSource] && self.was_whole_at_destination();
+        if struck.contains(&Kind::KillSource) && !known {
+            return Some("its source was killed");
+        }
+        let committed = self.heard("request:commit");
+        let died = self.actors[1].process.ended_at();
+        if let (Some(committed), Some(died)) = (committed, died)
+            && struck.contains(&Kind::KillDestination)
+            && died + IN_FLIGHT > committed
+        {
+            return Some("its destination was killed");
+        }
+        None
+    }
+
+    /// The source was killed when the destination had all of the guest, and the source had stopped for that.
+    fn was_whole_at_destination(&mut self) -> bool {
+        let Some(died) = self.actors[0].process.ended_at() else {
+            return false;
+        };
+        let ran_last = self.actors[0].life().runs.last().copied();
+        let stopped = ran_last
+            .and_then(|(_, end)| end)
+            .is_some_and(|end| end < died);
+        let before = |at: Duration| at < died;
+        stopped && self.actors[1].loaded_at().is_some_and(before)
+    }
+
+    pub(super) fn check_lives(&self, lives: &[Life]) -> Result<(), Trouble> {
+        if let Some(doubled) = doubled(lives) {
+            return Err(Trouble::broken(Broken::Doubled, doubled.to_string()));
+        }
+        let ran = lives.iter().find(|life| life.has_run());
+        match ran {
+            Some(ran) if !self.plan.runs => {
+                let what = format!("{} ran, and the guest was paused at the source", ran.name);
+                Err(Trouble::broken(Broken::Started, what))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Compares what a command has said with what is so, or was at that time.
+    fn check_claim(&self, said: &Said, holder: &Holder, lives: &[Life]) -> Result<(), Trouble> {
+        let (what, claim) = (said.what, said.claim);
+        let untrue = |why: String| {
+            let what = format!("{what} says `{claim}`, and {why}");
+            Err(Trouble::broken(Broken::Untrue, what))
+        };
+        let elsewhere = lives
+            .iter()
+            .enumerate()
+            .find(|(index, life)| *index != said.from && life.has_run_by(said.at));
+        match claim {
+            Claim::Moved if self.plan.runs && !lives[said.to].runs_at(said.at, IN_FLIGHT) => {
+                let died = self.actors[said.to].process.ended_at();
+                if died.is_some_and(|died| self.was_told_before(died)) {
+                    return Ok(());
+                }
+                untrue(format!("{} does not run", lives[said.to].name))
+            }
+            Claim::Moved => Ok(()),
+            Claim::Source => match (elsewhere, self.actors[said.from].process.ended_at()) {
+                (Some((_, life)), _) => untrue(format!("{} had run by then", life.name)),
+                (None, Some(died)) if died + SURE < said.at => {
+                    untrue("the source had ended".to_owned())
+                }
+                _ => Ok(()),
+            },
+            Claim::Lost if matches!(holder, Holder::Actor(_)) => untrue("it is there".to_owned()),
+            Claim::InDoubt if said.whole => {
+                let what = format!("{what} is in doubt");
+                Err(Trouble::broken(Broken::InDoubt, what))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The destination has said that the guest runs before it died, or at most just afterwards.
+    fn was_told_before(&self, died: Duration) -> bool {
+        let told = self.heard("answer:running");
+        told.is_some_and(|told| told < died + IN_FLIGHT)
+    }
+
+    /// All memory of the holder is what its counter says, and that has not gone backwards.
+    fn check_memory(&mut self, holder: usize) -> Result<(), Trouble> {
+        let wrong = |error: anyhow::Error| Trouble::broken(Broken::Memory, format!("{error:#}"));
+        let before = counter::count(self.actors[0].qemu.ram())?;
+        if self.plan.runs {
+            self.actors[holder].qemu.qmp.stop()?;
+        }
+        let at = self.image().check(self.actors[holder].qemu.ram());
+        let name = &self.actors[holder].name;
+        let at = at.map_err(|error| wrong(error.context(format!("the memory of {name}"))))?;
+        if self.plan.runs && holder != 0 && at < before {
+            let what = format!("{name} is at {at}, the source had come to {before}");
+            return Err(Trouble::broken(Broken::Memory, what));
+        }
+        if self.plan.runs {
+            self.actors[holder].qemu.qmp.cont()?;
+            self.expect_alive(holder, at)?;
+        }
+        Ok(())
+    }
+
+    /// A guest that runs counts on.
+    fn expect_alive(&mut self, holder: usize, at: u32) -> Result<(), Trouble> {
+        let begin = Instant::now();
+        while counter::count(self.actors[holder].qemu.ram())? <= at {
+            if begin.elapsed() > SETTLING {
+                let what = format!("{} runs and does not count", self.actors[holder].name);
+                return Err(Trouble::broken(Broken::Nowhere, what));
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(())
+    }
+}
+
+/// What was said before may be on its way for so long.
+const IN_FLIGHT: Duration = Duration::from_millis(100);
+/// Two clocks that are read one after the other, on a busy machine.
+const SURE: Duration = Duration::from_millis(300);

@@ -1,0 +1,190 @@
+//! What an experiment does: everything that chance decides, before it begins.
+
+use std::fmt;
+
+use crate::fault::{Fault, Kind};
+use crate::random::Random;
+
+/// One experiment.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    pub(crate) number: u64,
+    /// Indices of QEMU versions: the source's, its destination's, and that of the migration after.
+    pub(crate) versions: [usize; 3],
+    /// Whether the guest runs; else it is paused all the time.
+    pub(crate) runs: bool,
+    /// Whether destinations are started with -S.
+    pub(crate) paused: bool,
+    pub(crate) content: u64,
+    pub(crate) options: Vec<String>,
+    pub(crate) faults: Vec<Fault>,
+    pub(crate) then: Then,
+    pub(crate) next: Next,
+}
+
+/// What comes after a migration that succeeded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Then {
+    Nothing,
+    /// The same command is run again.
+    SameCommand,
+    /// The destination's QEMU is killed, and the same command run again.
+    DestinationDies,
+    /// The guest moves on to another host, then the command is run again, perhaps after a restart of the server.
+    MovesOn {
+        restart: bool,
+    },
+}
+
+/// The migration that comes after one that failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Next {
+    /// To another host.
+    pub(crate) other_host: bool,
+    /// To a QEMU of the same name.
+    pub(crate) same_name: bool,
+    /// And then the old command again.
+    pub(crate) old_command: bool,
+}
+
+/// What plans are drawn from.
+#[derive(Clone, Debug)]
+pub(crate) struct Choices {
+    pub(crate) versions: usize,
+    /// The messages of a migration without faults.
+    pub(crate) words: Vec<&'static str>,
+    pub(crate) kinds: Vec<(u64, Kind)>,
+    /// No command is run again when everything is over.
+    pub(crate) short: bool,
+}
+
+impl Plan {
+    pub(crate) fn draw(seed: u64, number: u64, choices: &Choices) -> Self {
+        let mut random = Random::of_experiment(seed, number);
+        let random = &mut random;
+        let version = |random: &mut Random| {
+            usize::try_from(random.below(choices.versions as u64)).unwrap_or(0)
+        };
+        let versions = [version(random), version(random), version(random)];
+        let mut faults = vec![draw_fault(random, choices, &choices.words)];
+        if random.percent(25) {
+            let words: Vec<_> = choices
+                .words
+                .iter()
+                .chain(&AFTER_A_FAULT)
+                .copied()
+                .collect();
+            faults.push(draw_fault(random, choices, &words));
+        }
+        let mut plan = Self {
+            number,
+            versions,
+            runs: random.percent(90),
+            paused: random.percent(50),
+            content: random.below(CONTENTS),
+            options: draw_options(random),
+            faults,
+            then: random.weighted(&[
+                (50, Then::Nothing),
+                (20, Then::SameCommand),
+                (10, Then::DestinationDies),
+                (10, Then::MovesOn { restart: false }),
+                (10, Then::MovesOn { restart: true }),
+            ]),
+            next: Next {
+                other_host: random.percent(50),
+                same_name: random.percent(50),
+                old_command: random.percent(30),
+            },
+        };
+        if choices.short {
+            plan.then = Then::Nothing;
+            plan.next.old_command = false;
+        }
+        plan
+    }
+}
+
+impl Plan {
+    /// The plainest migration.
+    pub(crate) fn without_faults() -> Self {
+        Self {
+            number: 0,
+            versions: [0; 3],
+            runs: true,
+            paused: true,
+            content: 0,
+            options: vec!["--method".to_owned(), "none".to_owned()],
+            faults: Vec::new(),
+            then: Then::Nothing,
+            next: Next {
+                other_host: false,
+                same_name: false,
+                old_command: false,
+            },
+        }
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, fault) in self.faults.iter().enumerate() {
+            write!(f, "{}{fault}", if index == 0 { "" } else { "; " })?;
+        }
+        let guest = if self.runs { "runs" } else { "is paused" };
+        let waits = if self.paused { "with -S" } else { "without -S" };
+        write!(
+            f,
+            " (the guest {guest}, destinations {waits}, {}; then {:?}, {:?})",
+            self.options.join(" "),
+            self.then,
+            self.next
+        )
+    }
+}
+
+/// How many different contents guests have at the start.
+pub(crate) const CONTENTS: u64 = 4;
+/// Of a guest. Less than one second's traffic at any bandwidth below.
+pub(crate) const RAM: u64 = 4 << 20;
+
+/// Messages that only a migration in trouble has.
+const AFTER_A_FAULT: [&str; 2] = ["request:abort", "answer:aborted"];
+
+fn draw_fault(random: &mut Random, choices: &Choices, words: &[&'static str]) -> Fault {
+    // Of 1024 pages one in five is zero, and the others hardly compress.
+    Fault::draw(random, &choices.kinds, words, 2 << 20)
+}
+
+fn draw_options(random: &mut Random) -> Vec<String> {
+    let mut options = Vec::new();
+    let mut option = |name: &str, value: &str| {
+        options.extend([name.to_owned(), value.to_owned()]);
+    };
+    option("--method", random.choose(&["none", "zstd", "zlib", "lz4"]));
+    option("--channels", random.choose(&["1", "2", "4"]));
+    if let Some(rate) = random.weighted(&[(60, None), (20, Some("16M")), (20, Some("4M"))]) {
+        option("--max-bandwidth", rate);
+    }
+    options
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_is_drawn_again_from_its_seed() {
+        let choices = Choices {
+            versions: 3,
+            words: vec!["request:commit"],
+            kinds: vec![(1, Kind::KillServe), (1, Kind::Cut)],
+            short: false,
+        };
+        let draw = |number| Plan::draw(7, number, &choices).to_string();
+        assert_eq!(draw(1), draw(1));
+        assert_ne!(draw(1), draw(2));
+        let two = (0..100).filter(|number| Plan::draw(7, *number, &choices).faults.len() == 2);
+        assert!((10..40).contains(&two.count()));
+    }
+}

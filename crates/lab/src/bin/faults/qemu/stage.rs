@@ -1,0 +1,455 @@
+//! One experiment while it goes on: the QEMUs, the link, the commands, and what is done to them.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use lab::counter::{self, Image};
+use lab::qemu::{Binary, Builder};
+use lab::vamoose::Vamoose;
+
+use super::actor::{Actor, State};
+use super::hands::{Deed, Hands, line};
+use super::host::Host;
+use super::plan::{Plan, RAM};
+use crate::claim::Claim;
+use crate::fault::{Kind, Moment};
+use crate::process::Process;
+use crate::program::{Migrate, Program};
+use crate::proxy::{Point, Proxy, now};
+use crate::report::{Broken, Trouble};
+use crate::timeline::{Life, clock};
+
+/// What a job keeps over its experiments.
+pub(crate) struct Props {
+    pub(crate) program: std::sync::Arc<Program>,
+    pub(crate) binaries: Vec<Binary>,
+    pub(crate) firmware: tempfile::TempDir,
+    pub(crate) images: Vec<Image>,
+    /// The source's, the destination's, and another one.
+    pub(crate) hosts: [Host; 3],
+    /// What a migration takes without faults.
+    pub(crate) clean: Duration,
+}
+
+pub(crate) const SOURCE_HOST: usize = 0;
+pub(crate) const HOST: usize = 1;
+pub(crate) const OTHER_HOST: usize = 2;
+
+pub(crate) struct Stage<'a> {
+    pub(crate) plan: &'a Plan,
+    pub(crate) props: &'a mut Props,
+    /// The source first.
+    pub(crate) actors: Vec<Actor>,
+    pub(crate) hands: Hands,
+    pub(crate) said: Vec<Said>,
+    /// Before the commands' proxies: they use them.
+    commands: Vec<Running>,
+    proxy: Proxy,
+    outputs: Vec<String>,
+}
+
+/// A command to be run.
+#[derive(Clone, Debug)]
+pub(crate) struct Errand {
+    /// In words.
+    pub(crate) what: &'static str,
+    /// The actors between which it is to move the guest.
+    pub(crate) from: usize,
+    pub(crate) to: usize,
+    pub(crate) migrate: Migrate,
+}
+
+/// A command that runs.
+struct Running {
+    vamoose: Vamoose,
+    errand: Errand,
+    /// Nothing was broken at its start.
+    whole: bool,
+}
+
+/// What a command has said at its end.
+#[derive(Clone, Debug)]
+pub(crate) struct Said {
+    pub(crate) what: &'static str,
+    pub(crate) claim: Claim,
+    pub(crate) from: usize,
+    pub(crate) to: usize,
+    pub(crate) at: Duration,
+    /// Nothing was broken for so long that it has to know.
+    pub(crate) whole: bool,
+}
+
+/// How long a command may take when nothing is broken: the longest of its patience, many times.
+const LIMIT: Duration = Duration::from_secs(60);
+/// Faults are over by then at the latest.
+const REPAIRED: Duration = Duration::from_secs(25);
+/// After the last fault a command knows where the guest is within this time: it asks again every few seconds.
+const KNOWS: Duration = Duration::from_secs(8);
+/// How often the stage looks what is to be done.
+const LOOK: Duration = Duration::from_millis(10);
+
+impl<'a> Stage<'a> {
+    /// Sets everything up; nothing moves yet.
+    pub(crate) fn new(plan: &'a Plan, props: &'a mut Props) -> Result<Self> {
+        for host in &mut props.hosts[HOST..] {
+            host.start()?;
+        }
+        let proxy = Proxy::new(props.hosts[HOST].address()?)?;
+        let source = props.machine(plan, plan.versions[0]).paused().start()?;
+        let mut source = Actor::new("A", source)?;
+        let destination = props.waiting(plan, plan.versions[1], "B")?;
+        props.hosts[HOST].knows(&plan.name(), &destination.qemu)?;
+        if plan.runs {
+            source.qemu.qmp.cont()?;
+        }
+        let processes = [source.process.clone(), destination.process.clone()];
+        let disks = [SOURCE_HOST, HOST].map(|host| props.hosts[host].disk().clone());
+        let hands = Hands::new(&plan.faults, proxy.link().clone(), processes, disks);
+        hands.reaches(None, props.hosts[HOST].process()?);
+        Ok(Self {
+            plan,
+            props,
+            actors: vec![source, destination],
+            hands,
+            said: Vec::new(),
+            commands: Vec::new(),
+            proxy,
+            outputs: Vec::new(),
+        })
+    }
+
+    /// Runs the first command with all faults, until everything is repaired and all commands have ended.
+    pub(crate) fn run_with_faults(&mut self) -> Result<(), Trouble> {
+        self.arm();
+        let first = self.start(self.first_command("the first command"), false)?;
+        self.hands
+            .reaches(Some(first), self.props.hosts[HOST].process()?);
+        let begin = Instant::now();
+        while !self.commands.is_empty() {
+            for deed in self.hands.due() {
+                self.perform(deed)?;
+            }
+            self.collect_ended()?;
+            if begin.elapsed() > REPAIRED && !self.hands.is_whole() {
+                self.repair_all()?;
+            }
+            self.expect_end(begin.elapsed().min(self.hands.whole_for()))?;
+        }
+        self.expect_servers()?;
+        self.repair_all()?;
+        Ok(())
+    }
+
+    /// Runs a command with nothing broken, to its end.
+    pub(crate) fn run(&mut self, errand: Errand) -> Result<Claim, Trouble> {
+        self.start(errand, true)?;
+        let begin = Instant::now();
+        while !self.commands.is_empty() {
+            self.collect_ended()?;
+            self.expect_end(begin.elapsed())?;
+        }
+        let said = self.said.last().context("a command that said nothing")?;
+        Ok(said.claim)
+    }
+
+    /// The command that moves the guest from the source to the first destination.
+    pub(crate) fn first_command(&self, what: &'static str) -> Errand {
+        let to = self.proxy.address();
+        self.errand(what, [0, 1], SOURCE_HOST, to, &self.plan.name())
+    }
+
+    /// A command from one QEMU on a host to another one, which `name` names at the server `to`.
+    pub(crate) fn errand(
+        &self,
+        what: &'static str,
+        [from, to]: [usize; 2],
+        host: usize,
+        server: String,
+        name: &str,
+    ) -> Errand {
+        let migrate = Migrate {
+            qmp: self.actors[from].qemu.qmp_socket(),
+            to: server,
+            name: name.to_owned(),
+            state: self.props.hosts[host].disk().path().to_owned(),
+            options: self.plan.options.clone(),
+        };
+        Errand {
+            what,
+            from,
+            to,
+            migrate,
+        }
+    }
+
+    /// Adds a QEMU that waits at a host, and says its number.
+    pub(crate) fn add_waiting(
+        &mut self,
+        host: usize,
+        version: usize,
+        name: &str,
+        label: &str,
+    ) -> Result<usize> {
+        let actor = self.props.waiting(self.plan, version, label)?;
+        self.props.hosts[host].knows(name, &actor.qemu)?;
+        self.actors.push(actor);
+        Ok(self.actors.len() - 1)
+    }
+
+    pub(crate) fn image(&self) -> &Image {
+        let index = usize::try_from(self.plan.content).unwrap_or(0);
+        &self.props.images[index]
+    }
+
+    /// No QEMU that lives keeps silent.
+    pub(crate) fn expect_answers(&mut self) -> Result<(), Trouble> {
+        for actor in &mut self.actors {
+            if actor.state() == State::Mute {
+                let what = format!("{} (QEMU {})", actor.name, actor.qemu.version);
+                return Err(Trouble::broken(Broken::Mute, what));
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn lives(&mut self) -> Vec<Life> {
+        self.actors.iter_mut().map(Actor::life).collect()
+    }
+
+    /// When the link first saw this message.
+    pub(crate) fn heard(&self, word: &str) -> Option<Duration> {
+        let heard = self.proxy.link().heard();
+        heard
+            .iter()
+            .find(|heard| heard.word == word)
+            .map(|heard| heard.at)
+    }
+
+    /// The messages of the control connections.
+    pub(crate) fn words(&self) -> Vec<String> {
+        let heard = self.proxy.link().heard();
+        heard.into_iter().map(|heard| heard.word).collect()
+    }
+
+    /// Whether a command did not know where the guest was.
+    pub(crate) fn was_in_doubt(&self) -> bool {
+        self.said.iter().any(|said| said.claim == Claim::InDoubt)
+    }
+
+    /// Has the faults strike at their moments.
+    fn arm(&self) {
+        let start = Instant::now();
+        for (index, fault) in self.plan.faults.iter().enumerate() {
+            let point = match fault.moment {
+                Moment::Time(part) => {
+                    let at = self.props.clean.mul_f64(part as f64 / 1000.0);
+                    self.hands.plan(start + at, Deed::Strike(index));
+                    continue;
+                }
+                Moment::Bytes(bytes) => Point::Bytes(bytes),
+                Moment::Before(word) => Point::Before(word),
+                Moment::After(word) => Point::After(word),
+            };
+            let hands = self.hands.clone();
+            self.proxy
+                .link()
+                .arm(point, Box::new(move || hands.strike(index)));
+        }
+    }
+
+    fn start(&mut self, errand: Errand, whole: bool) -> Result<Process> {
+        let vamoose = self.props.program.migrate(&errand.migrate)?;
+        let process = Process::open(vamoose.pid())?;
+        let to = &self.actors[errand.to].name;
+        self.hands.tell(&format!("{} starts, to {to}", errand.what));
+        self.commands.push(Running {
+            vamoose,
+            errand,
+            whole,
+        });
+        Ok(process)
+    }
+
+    fn perform(&mut self, deed: Deed) -> Result<(), Trouble> {
+        match deed {
+            Deed::Strike(index) => self.hands.strike(index),
+            Deed::Repair(index) => self.repair(index)?,
+            Deed::Command(index) => match self.plan.faults[index].kind {
+                Kind::OtherHost => {
+                    let name = self.plan.name();
+                    let to = self.add_waiting(OTHER_HOST, self.plan.versions[2], &name, "C")?;
+                    let address = self.props.address(OTHER_HOST)?;
+                    let what = "the command to another host";
+                    let errand = self.errand(what, [0, to], SOURCE_HOST, address, &name);
+                    self.start(errand, false)?;
+                }
+                _ => {
+                    let errand = self.first_command("the same command meanwhile");
+                    self.start(errand, false)?;
+                }
+            },
+        }
+        Ok(())
+    }
+
+    fn repair(&mut self, index: usize) -> Result<()> {
+        self.hands.repair(index);
+        if self.plan.faults[index].kind == Kind::KillServe {
+            self.restart_server()?;
+        }
+        Ok(())
+    }
+
+    fn repair_all(&mut self) -> Result<()> {
+        for index in self.hands.finish() {
+            self.repair(index)?;
+        }
+        Ok(())
+    }
+
+    /// Ends the destination's server, if that has not been done, and starts it anew.
+    pub(crate) fn restart_server(&mut self) -> Result<()> {
+        let host = &mut self.props.hosts[HOST];
+        host.restart()?;
+        self.proxy.link().lead_to(host.address()?);
+        Ok(())
+    }
+
+    /// A server that was not killed runs.
+    fn expect_servers(&self) -> Result<(), Trouble> {
+        let killed = self.hands.struck().contains(&Kind::KillServe);
+        for host in [HOST, OTHER_HOST] {
+            if !self.props.hosts[host].is_up()? && !(host == HOST && killed) {
+                let what = "a server has ended, and nobody has killed it";
+                return Err(Trouble::broken(Broken::Crash, what));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes what the commands have said that have ended; waits a moment for them.
+    fn collect_ended(&mut self) -> Result<(), Trouble> {
+        if let Some(first) = self.commands.first() {
+            first.vamoose.wait_end(LOOK)?;
+        }
+        let mut running = Vec::new();
+        for command in std::mem::take(&mut self.commands) {
+            if command.vamoose.wait_end(Duration::ZERO)? {
+                self.collect(command)?;
+            } else {
+                running.push(command);
+            }
+        }
+        self.commands = running;
+        Ok(())
+    }
+
+    fn collect(&mut self, command: Running) -> Result<(), Trouble> {
+        let at = now();
+        let whole = command.whole || self.hands.whole_for() > KNOWS;
+        let Errand { what, from, to, .. } = command.errand;
+        let ended = command.vamoose.finish(LIMIT)?;
+        self.outputs
+            .push(format!("{what}, {}:\n{}", ended.status, ended.stderr));
+        let claim = Claim::of(&ended).map_err(|contradiction| {
+            Trouble::broken(Broken::Untrue, format!("{what}: {contradiction}"))
+        })?;
+        self.hands.tell(&format!("{what} ends: {claim}"));
+        self.said.push(Said {
+            what,
+            claim,
+            from,
+            to,
+            at,
+            whole,
+        });
+        Ok(())
+    }
+
+    /// Commands end within some time in which nothing is broken.
+    fn expect_end(&mut self, whole_for: Duration) -> Result<(), Trouble> {
+        let Some(command) = self.commands.first().filter(|_| whole_for > LIMIT) else {
+            return Ok(());
+        };
+        let (what, said) = (command.errand.what, command.vamoose.stderr());
+        self.outputs.push(format!("{what}, which runs on:\n{said}"));
+        self.expect_answers()?;
+        let what = format!("{what} runs on after {LIMIT:?} without a fault");
+        Err(Trouble::broken(Broken::Hangs, what))
+    }
+
+    /// Everything that happened, in its order.
+    pub(crate) fn story(&mut self) -> Vec<String> {
+        let mut story = self.hands.story();
+        for heard in self.proxy.link().heard() {
+            story.push((heard.at, format!("link: {}", heard.word)));
+        }
+        for actor in &mut self.actors {
+            let name = actor.name.clone();
+            if let Some(at) = actor.process.ended_at() {
+                story.push((at, format!("{name} has ended")));
+            }
+            for event in actor.events() {
+                let status = event.data["status"].as_str().unwrap_or_default();
+                let what = format!("{name}: {} {status}", event.name);
+                story.push((event.timestamp, what.trim_end().to_owned()));
+            }
+        }
+        story.sort();
+        let mut lines: Vec<_> = story.iter().map(line).collect();
+        for actor in &mut self.actors {
+            let (state, version) = (actor.state(), actor.qemu.version);
+            lines.push(format!("{} (QEMU {version}): {state:?}", actor.name));
+        }
+        lines.push(format!("(the clock is at {})", clock(now())));
+        lines.append(&mut self.outputs);
+        for (host, name) in [(HOST, "its server"), (OTHER_HOST, "the other server")] {
+            lines.push(format!(
+                "{name}:\n{}",
+                last_lines(&self.props.hosts[host].said())
+            ));
+        }
+        lines
+    }
+}
+
+impl Props {
+    /// A machine with a guest of the experiment.
+    fn machine(&self, plan: &Plan, version: usize) -> Builder {
+        let firmware = firmware(self.firmware.path());
+        counter::machine(&self.binaries[version], RAM, &firmware, plan.content)
+    }
+
+    /// One that waits for it.
+    fn waiting(&self, plan: &Plan, version: usize, label: &str) -> Result<Actor> {
+        let firmware = firmware(self.firmware.path());
+        let machine = Builder::firmware(&self.binaries[version], RAM, &firmware).incoming();
+        let machine = if plan.paused {
+            machine.paused()
+        } else {
+            machine
+        };
+        Actor::new(label, machine.start()?)
+    }
+
+    pub(crate) fn address(&self, host: usize) -> Result<String> {
+        Ok(format!("tcp:{}", self.hosts[host].address()?))
+    }
+}
+
+impl Plan {
+    /// Of the guest, on all hosts.
+    pub(crate) fn name(&self) -> String {
+        format!("vm{}", self.number)
+    }
+}
+
+pub(crate) fn firmware(dir: &Path) -> std::path::PathBuf {
+    dir.join("counter.rom")
+}
+
+fn last_lines(text: &str) -> String {
+    let lines: Vec<_> = text.lines().collect();
+    lines[lines.len().saturating_sub(40)..].join("\n")
+}

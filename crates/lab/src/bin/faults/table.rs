@@ -1,0 +1,136 @@
+//! Counts what experiments have shown, and prints it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use crate::fault::Kind;
+use crate::report::{Broken, Ended, Report};
+
+/// All experiments so far.
+#[derive(Debug, Default)]
+pub(crate) struct Tally {
+    rows: BTreeMap<Kind, Row>,
+    total: Row,
+    reasons: BTreeMap<&'static str, u64>,
+    violations: BTreeMap<Broken, Vec<u64>>,
+    missed: u64,
+    pub(crate) experiments: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Row {
+    tried: u64,
+    source: u64,
+    destination: u64,
+    in_doubt: u64,
+    lost: u64,
+    broken: u64,
+    time: Duration,
+}
+
+impl Tally {
+    pub(crate) fn add(&mut self, report: &Report) {
+        self.experiments += 1;
+        self.missed += report.missed.len() as u64;
+        if let Ended::Lost(why) = report.ended {
+            *self.reasons.entry(why).or_default() += 1;
+        }
+        self.total.add(report);
+        for kind in &report.struck {
+            self.rows.entry(*kind).or_default().add(report);
+        }
+    }
+
+    pub(crate) fn add_violation(&mut self, kinds: &[Kind], broken: Broken, experiment: u64) {
+        self.experiments += 1;
+        for kind in kinds {
+            let row = self.rows.entry(*kind).or_default();
+            row.tried += 1;
+            row.broken += 1;
+        }
+        self.total.tried += 1;
+        self.total.broken += 1;
+        self.violations.entry(broken).or_default().push(experiment);
+    }
+
+    pub(crate) fn has_violations(&self) -> bool {
+        !self.violations.is_empty()
+    }
+}
+
+impl Row {
+    fn add(&mut self, report: &Report) {
+        self.tried += 1;
+        match report.ended {
+            Ended::Source => self.source += 1,
+            Ended::Destination => self.destination += 1,
+            Ended::Lost(_) => self.lost += 1,
+        }
+        self.in_doubt += u64::from(report.in_doubt);
+        self.time += report.took;
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let done = (self.tried - self.broken).max(1);
+        let seconds = self.time.as_secs_f64() / done as f64;
+        let Self {
+            tried,
+            source,
+            destination,
+            in_doubt,
+            lost,
+            broken,
+            ..
+        } = self;
+        write!(
+            f,
+            "{tried:>7} {source:>9} {destination:>14} {in_doubt:>10} {lost:>6} {broken:>7} {seconds:>8.2}"
+        )
+    }
+}
+
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{:<20} {:>7} {:>9} {:>14} {:>10} {:>6} {:>7} {:>8}",
+            "fault",
+            "tried",
+            "at source",
+            "at destination",
+            "in doubt*",
+            "lost",
+            "broken",
+            "seconds"
+        )?;
+        for (kind, row) in &self.rows {
+            writeln!(f, "{:<20} {row}", kind.name())?;
+        }
+        writeln!(f, "{:<20} {}", "experiments", self.total)?;
+        writeln!(
+            f,
+            "* for a while: by a command that ended when something was still broken"
+        )?;
+        let one_by_one = |count: usize| if count == 1 { "fault" } else { "faults" };
+        let missed = usize::try_from(self.missed).unwrap_or(usize::MAX);
+        writeln!(
+            f,
+            "{missed} {} found their moment never came",
+            one_by_one(missed)
+        )?;
+        for (why, count) in &self.reasons {
+            writeln!(f, "lost {count} times: {why}")?;
+        }
+        for (broken, experiments) in &self.violations {
+            writeln!(
+                f,
+                "BROKEN {} times: {broken}, in {experiments:?}",
+                experiments.len()
+            )?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,230 @@
+//! The smallest guest that is alive: 111 bytes of 16-bit code in place of the firmware, which count 200 times a second
+//! and write each number into one page of memory after another. It starts in a tenth of a second, and what its memory
+//! has to be follows from how far it has counted: every page can be checked, at any time, on any host.
+//!
+//! ```text
+//!  0x00500             the last number, 32 bits
+//!  0x10000 .. 0x90000  128 pages: number n goes to page n % 128
+//!                      at 0 and at 4092: the last number of this page; at 4: the sum of all its numbers, added to what was there
+//!  everything else     as it was at the start
+//! ```
+//! A page that was not carried along at some moment lacks a number in its sum for ever.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::qemu::{Binary, Builder};
+use crate::ram::{self, Fill, PAGE};
+
+/// Writes the firmware into a file, which has to stay as long as QEMUs are started with it.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn write_firmware(path: &Path) -> Result<()> {
+    let mut rom = vec![0; 64 << 10];
+    rom[..CODE.len()].copy_from_slice(&CODE);
+    rom[RESET..][..JUMP.len()].copy_from_slice(&JUMP);
+    fs::write(path, rom).with_context(|| format!("writing {}", path.display()))
+}
+
+/// A machine with this guest and `ram` bytes, which are filled with every kind of page by `seed`.
+#[must_use]
+pub fn machine(binary: &Binary, ram: u64, firmware: &Path, seed: u64) -> Builder {
+    Builder::firmware(binary, ram, firmware).content(Fill::Mixed, seed)
+}
+
+/// What the memory of a guest was at its start.
+#[derive(Clone, Debug)]
+pub struct Image(Vec<u8>);
+
+impl Image {
+    /// Of [`machine`] with the same `ram` and `seed`.
+    ///
+    /// # Errors
+    /// When there is no room for a temporary file.
+    pub fn new(size: u64, seed: u64) -> Result<Self> {
+        let file = tempfile::NamedTempFile::new().context("creating a temporary file")?;
+        ram::write(file.path(), size, &Fill::Mixed, seed)?;
+        let bytes = fs::read(file.path()).context("reading the image back")?;
+        ensure!(bytes.len() > PAGES.end, "a guest has 1 MiB at least");
+        Ok(Self(bytes))
+    }
+
+    /// Checks all memory of a paused guest; returns how far it has counted.
+    ///
+    /// # Errors
+    /// Which page is not as it must be, or why the file cannot be read.
+    pub fn check(&self, ram: &Path) -> Result<u32> {
+        let memory = fs::read(ram).with_context(|| format!("reading {}", ram.display()))?;
+        ensure!(
+            memory.len() == self.0.len(),
+            "the guest has {} bytes of memory",
+            memory.len()
+        );
+        // A guest that has never run has not made its counter zero yet.
+        let begun = memory[..PAGE] != self.0[..PAGE];
+        let last = if begun { word(&memory, COUNTER) } else { 0 };
+        for (number, (page, before)) in memory.chunks(PAGE).zip(self.0.chunks(PAGE)).enumerate() {
+            let address = number * PAGE;
+            if address < PAGES.start {
+                // The guest's vectors and stack.
+            } else if PAGES.contains(&address) {
+                check_page(page, before, (address - PAGES.start) / PAGE, last)
+                    .with_context(|| format!("page {number}, and the guest is at {last}"))?;
+            } else if page != before {
+                bail!("page {number} is not what it was, and nobody writes it");
+            }
+        }
+        Ok(last)
+    }
+}
+
+/// How far a guest has counted, running or not. Any number before it has begun to.
+///
+/// # Errors
+/// When its memory cannot be read.
+pub fn count(ram: &Path) -> Result<u32> {
+    let mut bytes = [0; 4];
+    let read = |bytes: &mut [u8]| -> io::Result<()> {
+        File::open(ram)?.read_exact_at(bytes, COUNTER as u64)
+    };
+    read(&mut bytes).with_context(|| format!("reading {}", ram.display()))?;
+    Ok(u32::from_le_bytes(bytes))
+}
+
+fn check_page(page: &[u8], before: &[u8], index: usize, last: u32) -> Result<()> {
+    let numbers = numbers_of(index, last);
+    let Some(newest) = numbers.clone().last() else {
+        ensure!(page == before, "it was changed before its first number");
+        return Ok(());
+    };
+    let mut expected = before.to_vec();
+    let sum = numbers.fold(word(before, SUM), u32::wrapping_add);
+    for (at, value) in [(0, newest), (SUM, sum), (END, newest)] {
+        expected[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    }
+    ensure!(
+        page == expected,
+        "its last number is {} and {} at its end, must be {newest}; its sum is {}, must be {sum}",
+        word(page, 0),
+        word(page, END),
+        word(page, SUM)
+    );
+    Ok(())
+}
+
+/// The numbers up to `last` that go to a page.
+fn numbers_of(index: usize, last: u32) -> impl Iterator<Item = u32> + Clone {
+    let count = PAGES.len() / PAGE;
+    (1..=last).filter(move |number| *number as usize % count == index)
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    let mut word = [0; 4];
+    word.copy_from_slice(&bytes[at..at + 4]);
+    u32::from_le_bytes(word)
+}
+
+const COUNTER: usize = 0x500;
+const PAGES: std::ops::Range<usize> = 0x10000..0x90000;
+const SUM: usize = 4;
+const END: usize = 4092;
+
+/// Where the processor begins, 16 bytes below the end of the firmware: a jump to its start.
+const RESET: usize = 0xfff0;
+const JUMP: [u8; 5] = [0xea, 0x00, 0x00, 0x00, 0xf0];
+
+#[rustfmt::skip]
+const CODE: [u8; 111] = [
+    0xfa,                               //        cli
+    0x31, 0xc0,                         //        xor  ax, ax
+    0x8e, 0xd8,                         //        mov  ds, ax
+    0x8e, 0xd0,                         //        mov  ss, ax
+    0xbc, 0x00, 0x70,                   //        mov  sp, 0x7000
+    0x66, 0x31, 0xdb,                   //        xor  ebx, ebx
+    0x66, 0x89, 0x1e, 0x00, 0x05,       //        mov  [0x500], ebx
+    0xc7, 0x06, 0x20, 0x00, 0x68, 0x00, //        mov  word [8 * 4], tick
+    0xc7, 0x06, 0x22, 0x00, 0x00, 0xf0, //        mov  word [8 * 4 + 2], 0xf000
+    0xb0, 0x11, 0xe6, 0x20,             //        out  0x20, 0x11      the interrupt controller: vectors from 8 on,
+    0xb0, 0x08, 0xe6, 0x21,             //        out  0x21, 8
+    0xb0, 0x04, 0xe6, 0x21,             //        out  0x21, 4
+    0xb0, 0x01, 0xe6, 0x21,             //        out  0x21, 1
+    0xb0, 0xfe, 0xe6, 0x21,             //        out  0x21, 0xfe      nothing but the timer
+    0xb0, 0x34, 0xe6, 0x43,             //        out  0x43, 0x34      the timer: 1193182 / 5966 = 200 times a second
+    0xb0, 0x4e, 0xe6, 0x40,             //        out  0x40, 5966 & 255
+    0xb0, 0x17, 0xe6, 0x40,             //        out  0x40, 5966 >> 8
+    0xfb,                               //        sti
+    0xf4,                               // again: hlt
+    0x66, 0x43,                         //        inc  ebx
+    0x89, 0xd8,                         //        mov  ax, bx
+    0x83, 0xe0, 0x7f,                   //        and  ax, 127
+    0xc1, 0xe0, 0x08,                   //        shl  ax, 8
+    0x05, 0x00, 0x10,                   //        add  ax, 0x1000
+    0x8e, 0xc0,                         //        mov  es, ax
+    0x26, 0x66, 0x89, 0x1e, 0x00, 0x00, //        mov  es:[0], ebx
+    0x26, 0x66, 0x01, 0x1e, 0x04, 0x00, //        add  es:[4], ebx
+    0x26, 0x66, 0x89, 0x1e, 0xfc, 0x0f, //        mov  es:[4092], ebx
+    0x66, 0x89, 0x1e, 0x00, 0x05,       //        mov  [0x500], ebx
+    0xeb, 0xd7,                         //        jmp  again
+    0x50,                               // tick:  push ax
+    0xb0, 0x20, 0xe6, 0x20,             //        out  0x20, 0x20      the interrupt has been taken
+    0x58,                               //        pop  ax
+    0xcf,                               //        iret
+];
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::qemu::available;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn it_counts_and_every_page_can_be_checked() {
+        let dir = tempfile::tempdir().unwrap();
+        let firmware = dir.path().join("firmware");
+        write_firmware(&firmware).unwrap();
+        let image = Image::new(2 * MIB, 1).unwrap();
+        for binary in available() {
+            let machine = machine(binary, 2 * MIB, &firmware, 1);
+            let mut qemu = machine.paused().start().unwrap();
+            assert_eq!(image.check(qemu.ram()).unwrap(), 0);
+            qemu.qmp.cont().unwrap();
+            let start = Instant::now();
+            // Further than once round all its pages.
+            while !(150..1 << 20).contains(&count(qemu.ram()).unwrap()) {
+                assert!(start.elapsed() < Duration::from_secs(60), "{binary:?}");
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            qemu.qmp.stop().unwrap();
+            let last = image.check(qemu.ram()).unwrap();
+            assert!(last >= 150);
+
+            let mut memory = fs::read(qemu.ram()).unwrap();
+            for address in [PAGES.start + 77 * PAGE + 5, (2 << 20) - 1] {
+                memory[address] ^= 1;
+                fs::write(qemu.ram(), &memory).unwrap();
+                let error = format!("{:#}", image.check(qemu.ram()).unwrap_err());
+                assert!(
+                    error.contains(&format!("page {}", address / PAGE)),
+                    "{error}"
+                );
+                memory[address] ^= 1;
+            }
+        }
+    }
+
+    #[test]
+    fn the_numbers_of_a_page() {
+        let of = |index, last| numbers_of(index, last).collect::<Vec<_>>();
+        assert_eq!(of(0, 300), [128, 256]);
+        assert_eq!(of(1, 300), [1, 129, 257]);
+        assert!(of(5, 4).is_empty());
+    }
+}
