@@ -307,6 +307,35 @@ fn a_destination_that_stops_reading() -> Result<()> {
     Ok(())
 }
 
+/// One of two channels is stuck, so the other one's writer waits for it at the first SYNC, and the
+/// source's other SYNCs fill the queue between them: the relay ends all the same.
+#[test]
+fn a_channel_that_is_stuck_while_syncs_come() -> Result<()> {
+    let stage = Stage::new(&["--channels", "2", "--stall-timeout", "1"])?;
+    let mut source = stage.open_all(1)?;
+    let mut destination = stage.accept_all(2)?;
+    let mut read = destination.remove(1);
+    let bytes = thread::spawn(move || {
+        let pages = packet(Method::None, &[3; 8192]);
+        // More than sockets hold.
+        for bytes in std::iter::repeat_n(pages, 1000).chain(std::iter::repeat_n(sync(), 100)) {
+            if source.channels[0].write_all(&bytes).is_err() {
+                break;
+            }
+        }
+        source
+    });
+    let reads = thread::spawn(move || {
+        let mut bytes = vec![0; 1 << 16];
+        while read.read(&mut bytes).is_ok_and(|read| read > 0) {}
+    });
+    stage.expect_failure("the peer has stopped reading")?;
+    reads.join().unwrap();
+    drop(bytes.join().unwrap());
+    drop(destination);
+    Ok(())
+}
+
 /// A source that stops in the middle of a packet.
 #[test]
 fn a_source_that_stops_in_a_packet() -> Result<()> {
