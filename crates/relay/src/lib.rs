@@ -11,8 +11,8 @@
 //! both QEMUs up over QMP and see the migration through to a guest that runs in one place.
 //!
 //! What a relay owes the two QEMUs is written where it is done: the order of connections in
-//! `gather`, the bound on waiting packets in `channels` and `exchange`, the SYNC barrier in `exchange`,
-//! the teardown of everything at once in `session`.
+//! `gather`, the bound on waiting packets in `channels` and `exchange`, the SYNC barrier in `exchange`, the
+//! main stream's order with the SYNCs in `syncs`, the teardown of everything at once in `session`.
 
 #![forbid(unsafe_code)]
 
@@ -23,6 +23,7 @@ mod error;
 mod exchange;
 mod gather;
 mod main_stream;
+mod marks;
 mod migrate;
 mod opaque;
 mod qemu;
@@ -30,6 +31,7 @@ mod qmp;
 mod return_path;
 mod serve;
 mod session;
+mod syncs;
 
 pub use accept::{Accept, Handover};
 pub use control::ControlError;

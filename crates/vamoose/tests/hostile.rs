@@ -384,6 +384,29 @@ fn every_connection_cut() -> Result<()> {
     Ok(())
 }
 
+/// What a source sent before it closed its connections arrives, the main stream's end first or not: a
+/// destination may wait for it.
+#[test]
+fn what_was_sent_before_a_cancel_arrives() -> Result<()> {
+    let stage = Stage::new(&["--max-bandwidth", "1M"])?;
+    let mut source = stage.open_all(1)?;
+    let mut destination = stage.accept_all(1)?;
+    let pages = packet(Method::None, &[9; 8192]);
+    let sent = [&sync()[..], &pages.repeat(20), &sync()].concat();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            source.channels[0].write_all(&sent).unwrap();
+            source.main.shutdown(Shutdown::Both).unwrap();
+            source.channels.clear();
+        });
+        let mut received = Vec::new();
+        destination[1].read_to_end(&mut received).unwrap();
+        assert_eq!(received.len(), sent.len());
+    });
+    stage.expect_failure("the source closed the main stream")?;
+    Ok(())
+}
+
 /// Device state is passed on as it is, through whichever channel.
 #[test]
 fn device_state_is_passed_on() -> Result<()> {
