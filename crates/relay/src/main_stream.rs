@@ -163,7 +163,8 @@ pub(crate) fn pump(
 /// Large enough for a migration without multifd to be cheap.
 const PIECE: usize = 128 * 1024;
 
-fn is_transient(error: &io::Error) -> bool {
+/// Whether to try again: a connection may be silent for as long as it likes.
+pub(crate) fn is_transient(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
