@@ -11,8 +11,8 @@
 //! both QEMUs up over QMP and see the migration through to a guest that runs in one place.
 //!
 //! What a relay owes the two QEMUs is written where it is done: the order of connections in
-//! `gather`, the bound on waiting packets in `channels` and `exchange`, the SYNC barrier in `exchange`,
-//! the teardown of everything at once in `session`.
+//! `gather`, the bound on waiting packets in `channels` and `exchange`, the SYNC barrier in `exchange`, the
+//! main stream's order with the SYNCs in `syncs`, the teardown of everything at once in `session`.
 
 #![forbid(unsafe_code)]
 
@@ -26,6 +26,7 @@ mod gather;
 mod instance;
 mod journal;
 mod main_stream;
+mod marks;
 mod migrate;
 mod opaque;
 mod process;
@@ -35,6 +36,7 @@ mod return_path;
 mod serve;
 mod session;
 mod settle;
+mod syncs;
 
 pub use accept::{Accept, AcceptQueue};
 pub use attempts::{Attempt, Standing, attempts};
