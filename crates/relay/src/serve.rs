@@ -40,7 +40,7 @@ use rustix::{
 };
 use thiserror::Error;
 use tracing::{debug, info, warn};
-use transfer::{Address, Hangup, Listener, SocketError, Stream};
+use transfer::{Address, Hangup, Listener, Peers, SocketError, Stream};
 
 use crate::{
     AcceptQueue, Config, DestinationRecord, Dialer, Instance, Journal, JournalError,
@@ -77,6 +77,8 @@ pub struct ServerConfig {
     pub engines: Engines,
     /// How long a peer may neither send nor take a byte while one is awaited.
     pub stall_timeout: Duration,
+    /// Which users of this host may connect.
+    pub peers: Peers,
     /// After how long without its source a loaded guest is reported as an orphan.
     pub orphan_timeout: Duration,
 }
@@ -114,7 +116,7 @@ impl Server {
         let journal = Journal::open(&config.state_dir)?;
         journal.clean_up::<DestinationRecord>();
         Ok(Self {
-            listener: Listener::bind(address, config.stall_timeout)?,
+            listener: Listener::bind_for(address, config.stall_timeout, config.peers.clone())?,
             config,
             journal,
             incarnation: Incarnation(control::random()?),

@@ -228,6 +228,7 @@ fn a_server_that_is_started_again_ends_half_a_guest() -> Result<()> {
     slow.finish(LIMIT)?
         .failure("the guest stays at the source")?;
     at_a.qmp.wait_status("running", LIMIT)?;
+    b.server.wait_for("migration failed", LIMIT)?;
     ensure!(Scene::standing(&b.state_dir())? == "at-source");
     Ok(())
 }

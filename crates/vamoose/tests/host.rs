@@ -8,6 +8,7 @@ use std::{
     net::TcpStream,
     os::unix::fs::{FileTypeExt as _, MetadataExt as _, chown, symlink},
     path::Path,
+    process::Command,
     sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
@@ -270,6 +271,30 @@ fn replace_sockets(folder: &Path, over: &AtomicBool) -> Result<()> {
                 fs::rename(again, path)?;
             }
         }
+    }
+    Ok(())
+}
+
+/// Loopback is open to every local user, and to guests behind QEMU's user-mode network. What they say is not heard.
+#[test]
+fn another_user_of_the_host_is_turned_away() -> Result<()> {
+    if !geteuid().is_root() {
+        return lab::skipped("only root can connect as another user");
+    }
+    let talk = r#"exec 3<>/dev/tcp/127.0.0.1/$0 || exit 1
+        printf 'VAMOOSEC0123456789abcdef{"request":"prepare","protocol":2}\n' >&3
+        read -r line <&3; printf '%s' "$line""#;
+    for (options, answered) in [(&[][..], false), (&["--peer-uid", "65534"][..], true)] {
+        let host = Host::start(options)?;
+        let (_, port) = host.address.rsplit_once(':').context("no port")?;
+        let output = Command::new("setpriv")
+            .args(["--reuid=65534", "--clear-groups", "bash", "-c", talk, port])
+            .output()?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        ensure!(
+            said.contains("answer") == answered,
+            "{options:?}: {output:?}"
+        );
     }
     Ok(())
 }

@@ -72,8 +72,10 @@ impl Job {
     /// Goes on with what the journal remembers.
     pub(super) fn go_on(&self) {
         let mut inner = self.inner();
+        let before = inner.machine.state().clone();
         let actions = inner.machine.go_on();
         inner.carry_out(actions);
+        inner.report(&before);
         self.changed.notify_all();
     }
 
@@ -178,6 +180,8 @@ impl Job {
         if !loaded || inner.entry.record.orphaned || silent.is_none_or(|silent| silent < timeout) {
             return;
         }
+        inner.entry.record.orphaned = true;
+        inner.persist_or_warn();
         warn!(
             "{}: loaded, and nothing heard of its source for {} s: attempt {} is an orphan, to be finished by the \
              source or settled by hand",
@@ -185,8 +189,6 @@ impl Job {
             timeout.as_secs(),
             self.attempt
         );
-        inner.entry.record.orphaned = true;
-        inner.persist_or_warn();
     }
 
     /// Whether nothing more can become of its guest here.

@@ -12,7 +12,7 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::info;
-use transfer::{Address, Hangup};
+use transfer::{Address, Hangup, Peers};
 
 use crate::{
     commands::relay::refuse_open_address,
@@ -43,6 +43,9 @@ pub(crate) struct Options {
     /// ended and not run
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     orphan_timeout: u64,
+    /// A user of this host that may connect, besides this program's own and root: that of a tunnel's process
+    #[arg(long, value_name = "UID")]
+    peer_uid: Vec<u32>,
     /// Listen on an address that other hosts can reach, on a network that is trusted
     #[arg(long)]
     insecure: bool,
@@ -61,6 +64,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         state_dir: options.state_dir.path()?,
         engines,
         stall_timeout: Duration::from_secs(options.stall_timeout),
+        peers: Peers::own_and(options.peer_uid.iter().copied()),
         orphan_timeout: Duration::from_secs(options.orphan_timeout),
     };
     let server = Server::bind(&options.listen, config)?;
