@@ -695,7 +695,7 @@ impl Now {
                     self.source = SourceVmm::Migrating(index(attempt));
                 }
             }
-            SourceAction::Send(message) => self.say(attempt, message),
+            SourceAction::Send(message) => self.say(message),
             SourceAction::Dial => {
                 driver.doing = Doing::Dialing;
                 self.hang_up();
@@ -713,7 +713,7 @@ impl Now {
         }
     }
 
-    fn say(&mut self, attempt: usize, message: SourceMessage) {
+    fn say(&mut self, message: SourceMessage) {
         let message = plain::up(message);
         if let Some(connection) = self.connections.iter_mut().find(|c| c.open) {
             if connection.gone.is_none() {
@@ -721,7 +721,6 @@ impl Now {
             }
             return;
         }
-        debug_assert!(attempt < self.attempts.len());
         let dials = self
             .driver
             .as_ref()
@@ -951,13 +950,13 @@ impl Now {
         match action {
             DestinationAction::Persist => {
                 let state = plain::journal(job.machine.state().clone());
-                let skips = match state {
-                    DestinationState::Starting { .. } => Mutant::NoRecordOfStarting,
-                    DestinationState::Receiving => Mutant::NoRecordOfReceiving,
-                    DestinationState::Aborting { .. } => Mutant::NoRecordOfAborting,
-                    _ => Mutant::IgnoresFailedWrites,
+                let mutant = match state {
+                    DestinationState::Starting { .. } => Some(Mutant::NoRecordOfStarting),
+                    DestinationState::Receiving => Some(Mutant::NoRecordOfReceiving),
+                    DestinationState::Aborting { .. } => Some(Mutant::NoRecordOfAborting),
+                    _ => None,
                 };
-                let skips = scene.mutant == Some(skips) && skips != Mutant::IgnoresFailedWrites;
+                let skips = mutant.is_some() && scene.mutant == mutant;
                 if scene.engine == Engine::Qemu && !skips {
                     attempt.journal = Some((job.machine.incarnation(), state));
                 }
@@ -989,10 +988,7 @@ impl Now {
                 let fresh = std::mem::take(&mut attempt.fresh);
                 (!fresh).then_some(Wrong::SaidUnseen)
             }
-            DestinationMessage::Aborted { .. } => {
-                (attempt.vmm != Vmm::Dead).then_some(Wrong::SaidTooSoon)
-            }
-            DestinationMessage::Ended { .. } => {
+            DestinationMessage::Aborted { .. } | DestinationMessage::Ended { .. } => {
                 (attempt.vmm != Vmm::Dead).then_some(Wrong::SaidTooSoon)
             }
             _ => None,
@@ -1235,7 +1231,7 @@ impl Now {
                 return;
             }
             (Operation::End, _, Outcome::Works) => {
-                if vmm == Vmm::Runs || (vmm == Vmm::SentOn) {
+                if matches!(vmm, Vmm::Runs | Vmm::SentOn) {
                     self.fail(Wrong::EndedRunning);
                 }
                 let attempt = &mut self.attempts[index];
