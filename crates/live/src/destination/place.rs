@@ -31,8 +31,8 @@ impl<'a> Place<'a> {
         }
     }
 
-    /// Makes all memory read as zeros, without touching what was never touched.
-    pub(super) fn make_zero(&self) {
+    /// Makes all memory read as zeros, without touching what was never touched. Calls `progress` while that goes on.
+    pub(super) fn make_zero(&self, progress: &dyn Fn()) {
         let page_size = self.page_size();
         for block in self.ram.blocks() {
             let memory = block.memory();
@@ -47,6 +47,7 @@ impl<'a> Place<'a> {
                 }
             }
             self.clear(block, &run);
+            progress();
         }
     }
 
@@ -200,7 +201,7 @@ mod tests {
             for page in (3..300).chain([500, 999]) {
                 fill(&ram, page, 7);
             }
-            Place::new(&ram, punch_holes).make_zero();
+            Place::new(&ram, punch_holes).make_zero(&|| {});
             assert!(bytes(&ram).iter().all(|byte| *byte == 0));
         }
     }

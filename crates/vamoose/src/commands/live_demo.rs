@@ -31,7 +31,7 @@ use std::{
 use anyhow::{Context as _, Error, Result, anyhow, bail};
 use clap::Args;
 use codec::Engines;
-use live::{AutoConverge, Ram, Source, SourceConfig, SourceError, Whereabouts};
+use live::{AutoConverge, GuestLocation, Ram, Source, SourceConfig, SourceError};
 use multifd::Layout;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
@@ -362,7 +362,7 @@ fn stayed(
         cause = format!("{cause}; the destination's process was killed by signal {signal}");
     }
     report.error_desc = Some(cause.clone());
-    if error.guest() == Whereabouts::Undecided {
+    if error.guest() != GuestLocation::Source {
         report.guest.at = "undecided";
         return anyhow!(cause);
     }
