@@ -24,7 +24,7 @@ use idxd::{
     offload::Devices,
     opcode,
 };
-use live::{Offload, PageCopy, SourceError, Status, Switchover, Whereabouts, ZeroPageDetection};
+use live::{GuestLocation, Offload, PageCopy, SourceError, Status, Switchover, ZeroPageDetection};
 use multifd::Method;
 
 /// Before the switchover, at least.
@@ -212,7 +212,7 @@ fn a_device_that_calls_everything_zero_ends_the_migration_and_not_the_guest() {
         let error = outcome.source.unwrap_err();
         assert!(matches!(error, SourceError::ZeroPages(_)), "{error}");
         assert!(error.to_string().contains("migrate again"), "{error}");
-        assert_eq!(error.guest(), Whereabouts::Source);
+        assert_eq!(error.guest(), GuestLocation::Source);
         outcome.destination.unwrap_err();
         stage.expect_here();
         drop(here);

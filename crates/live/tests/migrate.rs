@@ -26,8 +26,8 @@ use common::{
 use idxd::model::{Config, Model};
 use live::{
     AutoConverge, Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError,
-    Ram, RamBlock, SharedBitmap, Source, SourceConfig, SourceError, SourceGuest, State, Status,
-    Switchover, Whereabouts, ZeroPageDetection,
+    GuestLocation, Ram, RamBlock, SharedBitmap, Source, SourceConfig, SourceError, SourceGuest,
+    State, Status, Switchover, ZeroPageDetection,
 };
 use multifd::Method;
 use rustix::mm::{Advice, madvise};
@@ -376,7 +376,7 @@ fn a_migration_that_takes_too_long_gives_up_and_leaves_the_guest() {
         } = migrate(source, &mut here, &mut destination, &mut There::new(&stage));
         let error = source.unwrap_err();
         assert!(matches!(error, SourceError::TimedOut { .. }), "{error}");
-        assert_eq!(error.guest(), Whereabouts::Source);
+        assert_eq!(error.guest(), GuestLocation::Source);
         assert_eq!(handle.status().status, State::Failed);
         assert_eq!(handle.status().error_desc, Some(error.to_string()));
         assert!(!handle.cancel(), "it is over");
