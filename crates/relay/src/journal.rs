@@ -361,6 +361,8 @@ impl<R: Record> Entry<R> {
     fn replace(&self) -> io::Result<()> {
         let mut text = serde_json::to_vec_pretty(&self.record)?;
         text.push(b'\n');
+        // Before anything is replaced: there may be no descriptor left for it.
+        let folder = File::open(&self.dir)?;
         let new = self.path.with_extension("new");
         let mut options = File::options();
         let mut file = options
@@ -372,7 +374,7 @@ impl<R: Record> Entry<R> {
         file.write_all(&text)?;
         file.sync_all()?;
         fs::rename(&new, &self.path)?;
-        File::open(&self.dir)?.sync_all()
+        folder.sync_all()
     }
 }
 

@@ -96,7 +96,7 @@ pub struct Moved {
 
 /// A migration that did not go through.
 #[derive(Debug, Error)]
-#[error("{cause}; {guest}")]
+#[error("{cause}{}", self.location())]
 pub struct Failure {
     /// Why.
     #[source]
@@ -105,6 +105,16 @@ pub struct Failure {
     pub guest: GuestLocation,
     /// The attempt that is to be finished or settled, or has left the guest there.
     pub attempt: Option<AttemptId>,
+}
+
+impl Failure {
+    /// Where the guest is, where the cause does not say so itself.
+    fn location(&self) -> String {
+        match (&self.cause, self.guest) {
+            (Cause::MovedBefore { .. }, GuestLocation::Destination) => String::new(),
+            (_, guest) => format!("; {guest}"),
+        }
+    }
 }
 
 /// Why a migration did not go through.

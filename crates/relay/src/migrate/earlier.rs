@@ -162,15 +162,16 @@ impl Migration<'_> {
         Ok(answer)
     }
 
-    /// A QEMU that does not answer may have ended in the middle of an attempt.
+    /// A QEMU that cannot be reached may have ended in the middle of an attempt, or after it.
     pub(super) fn without_source(&self, journal: &Journal, cause: Cause) -> Result<Moved, Failure> {
         let known = journal.records::<SourceRecord>().map_err(at_source)?;
-        let unfinished = known.iter().rfind(|record| {
-            record.qemu.monitor == self.qmp && record.qemu.has_ended() && !record.is_over()
-        });
-        match unfinished {
-            Some(record) => self.go_on(journal, record, None),
-            None => Err(at_source(cause)),
+        let last = known
+            .iter()
+            .rfind(|record| record.qemu.monitor == self.qmp && record.qemu.has_ended());
+        match last {
+            Some(record) if !record.is_over() => self.go_on(journal, record, None),
+            Some(record) if has_left(record) => self.after(journal, record),
+            _ => Err(at_source(cause)),
         }
     }
 
@@ -201,4 +202,12 @@ impl Migration<'_> {
         }
         Ok(())
     }
+}
+
+/// Whether the guest was handed over.
+fn has_left(record: &SourceRecord) -> bool {
+    let SourceState::Over { guest, .. } = &record.state else {
+        return false;
+    };
+    matches!(guest, GuestLocation::Destination | GuestLocation::MovedOn)
 }
