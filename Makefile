@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test figures
+.PHONY: help setup build demo test faults figures
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -25,6 +25,10 @@ demo: setup    # Move a running guest between two QEMUs, prove it, compare with 
 # What a machine cannot test says SKIPPED on the terminal; with VAMOOSE_NO_SKIP=1 it is an error.
 test: setup    # Run all tests
 	cargo test --workspace --no-fail-fast
+
+faults: setup  # Break migrations in every way, at random moments, until one goes wrong (FAULTS="--faults 2000 --seed 1")
+	cargo build --release -p vamoose -p lab -p live --bin vamoose --bin faults --example vmm
+	"$${CARGO_TARGET_DIR:-target}/release/faults" $(FAULTS)
 
 figures: setup # Measure the documentation's figures anew
 	cargo build --release -p vamoose
