@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model figures
+.PHONY: help setup build demo test model faults figures
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -30,6 +30,10 @@ test: setup    # Run all tests
 # MODEL_TRACES and MODEL_SEED say how much.
 model: setup   # Explore the model of the hand-over further (some minutes)
 	cargo test -p handover --test model -- --ignored
+
+faults: setup  # Break migrations in every way, at random moments, until one goes wrong (FAULTS="--faults 2000 --seed 1")
+	cargo build --release -p vamoose -p lab -p live --bin vamoose --bin faults --example vmm
+	"$${CARGO_TARGET_DIR:-target}/release/faults" $(FAULTS)
 
 figures: setup # Measure the documentation's figures anew
 	cargo build --release -p vamoose

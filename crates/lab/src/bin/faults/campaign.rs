@@ -1,5 +1,6 @@
 //! Makes experiments, several at once, until there are enough or one goes wrong.
 
+use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -8,17 +9,19 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use crate::fault::Kind;
+use crate::fault::{Fault, Kind};
+use crate::live;
 use crate::options::{Engine, Options};
 use crate::program::Program;
 use crate::qemu;
-use crate::report::{Trouble, Violation};
+use crate::report::{Report, Trouble, Violation};
 use crate::table::Tally;
 
 /// Everything that the jobs share.
 struct Campaign<'a> {
     options: &'a Options,
     qemu: Option<qemu::Setting>,
+    live: Option<live::Setting>,
     begin: Instant,
     /// The number of the next experiment.
     next: AtomicU64,
@@ -32,6 +35,13 @@ struct State {
     tally: Tally,
     /// The first experiment that could not be made.
     failure: Option<anyhow::Error>,
+}
+
+/// An experiment that is being made.
+struct Begun {
+    number: u64,
+    plan: String,
+    kinds: Vec<Kind>,
 }
 
 /// Makes the experiments that `options` ask for, and prints what they have shown.
@@ -58,9 +68,14 @@ impl<'a> Campaign<'a> {
             Engine::Live => None,
             Engine::Qemu | Engine::Both => Some(qemu_setting(options)?),
         };
+        let live = match options.engine {
+            Engine::Qemu => None,
+            Engine::Live | Engine::Both => Some(live_setting(options)?),
+        };
         Ok(Self {
             options,
             qemu,
+            live,
             begin: Instant::now(),
             next: AtomicU64::new(options.experiment.unwrap_or(0)),
             faults: AtomicU64::new(0),
@@ -73,27 +88,46 @@ impl<'a> Campaign<'a> {
     fn work(&self) {
         let mut bench = self.qemu.as_ref().map(qemu::Bench::new);
         while let Some(number) = self.next_experiment() {
-            let Some((setting, bench)) = self.qemu.as_ref().zip(bench.as_mut()) else {
-                return;
-            };
-            let Some(plan) = setting.plan(self.options.seed, number) else {
-                return;
-            };
-            let kinds: Vec<_> = plan.faults.iter().map(|fault| fault.kind).collect();
-            self.faults.fetch_add(kinds.len() as u64, Ordering::SeqCst);
-            match bench.experiment(&plan) {
-                Ok(report) => {
-                    let mut state = self.lock();
-                    state.tally.add(&report);
-                    if self.options.experiment.is_some() {
-                        println!("{number}: {plan}\n{report:?}");
-                    }
+            match (&self.qemu, &mut bench, &self.live) {
+                // With both engines each has its turn.
+                (qemu, _, Some(live)) if qemu.is_none() || number % 2 == 1 => {
+                    let Some(plan) = live.plan(self.options.seed, number) else {
+                        return;
+                    };
+                    let begun = self.begins(number, &plan, &plan.faults);
+                    self.ends(&begun, live.experiment(&plan));
                 }
-                Err(Trouble::Violation(violation)) => {
-                    self.violated(number, &kinds, &plan.to_string(), &violation);
+                (Some(qemu), Some(bench), _) => {
+                    let Some(plan) = qemu.plan(self.options.seed, number) else {
+                        return;
+                    };
+                    let begun = self.begins(number, &plan, &plan.faults);
+                    self.ends(&begun, bench.experiment(&plan));
                 }
-                Err(Trouble::Experiment(error)) => self.failed(number, &plan.to_string(), error),
+                _ => return,
             }
+        }
+    }
+
+    fn begins(&self, number: u64, plan: &impl Display, faults: &[Fault]) -> Begun {
+        self.faults.fetch_add(faults.len() as u64, Ordering::SeqCst);
+        Begun {
+            number,
+            plan: plan.to_string(),
+            kinds: faults.iter().map(|fault| fault.kind).collect(),
+        }
+    }
+
+    fn ends(&self, begun: &Begun, result: Result<Report, Trouble>) {
+        match result {
+            Ok(report) => {
+                self.lock().tally.add(&report);
+                if self.options.experiment.is_some() {
+                    println!("{}: {}\n{report:?}", begun.number, begun.plan);
+                }
+            }
+            Err(Trouble::Violation(violation)) => self.violated(begun, &violation),
+            Err(Trouble::Experiment(error)) => self.failed(begun, error),
         }
     }
 
@@ -109,24 +143,44 @@ impl<'a> Campaign<'a> {
         (!enough && only).then_some(number)
     }
 
-    fn violated(&self, number: u64, kinds: &[Kind], plan: &str, violation: &Violation) {
+    fn violated(&self, begun: &Begun, violation: &Violation) {
         let mut state = self.lock();
         // The others may have run into the same, and one story is enough.
         if !state.tally.has_violations() || self.options.keep_going {
-            let seed = self.options.seed;
             println!("\nBROKEN: {}: {}", violation.kind, violation.what);
-            println!("experiment: faults --seed {seed} --experiment {number}\nplan: {plan}");
-            println!("{}\n", violation.story.join("\n"));
+            println!("experiment: {}", self.command(begun.number));
+            println!("plan: {}\n{}\n", begun.plan, violation.story.join("\n"));
         }
-        state.tally.add_violation(kinds, violation.kind, number);
+        state
+            .tally
+            .add_violation(&begun.kinds, violation.kind, begun.number);
         if !self.options.keep_going {
             self.stop.store(true, Ordering::SeqCst);
         }
     }
 
-    fn failed(&self, number: u64, plan: &str, error: anyhow::Error) {
+    /// How to make an experiment again.
+    fn command(&self, number: u64) -> String {
+        let options = self.options;
+        let mut command = format!("faults --seed {} --engine {}", options.seed, options.engine);
+        for only in &options.only {
+            command += &format!(" --only '{only}'");
+        }
+        if let Some(versions) = &options.versions {
+            command += &format!(" --versions {}", versions.join(","));
+        }
+        if options.short {
+            command += " --short";
+        }
+        format!("{command} --experiment {number}")
+    }
+
+    fn failed(&self, begun: &Begun, error: anyhow::Error) {
         self.stop.store(true, Ordering::SeqCst);
-        let context = format!("experiment {number} could not be made: {plan}");
+        let context = format!(
+            "experiment {} could not be made: {}",
+            begun.number, begun.plan
+        );
         self.lock().failure.get_or_insert(error.context(context));
     }
 
@@ -178,6 +232,13 @@ fn qemu_setting(options: &Options) -> Result<qemu::Setting> {
         .collect();
     let program = Program::at(&options.vamoose)?;
     qemu::Setting::new(program, &binaries, &kinds, options.short)
+}
+
+fn live_setting(options: &Options) -> Result<live::Setting> {
+    let kinds: Vec<_> = live::kinds()
+        .filter(|kind| is_wanted(options, *kind))
+        .collect();
+    live::Setting::new(&options.vmm, &kinds)
 }
 
 fn is_wanted(options: &Options, kind: Kind) -> bool {

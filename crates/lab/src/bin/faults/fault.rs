@@ -29,6 +29,9 @@ pub(crate) enum Kind {
     DiskFullDestination,
     FilesMigrate,
     FilesServe,
+    FilesSource,
+    FilesDestination,
+    RestartDestination,
     SameAgain,
     OtherHost,
 }
@@ -58,6 +61,9 @@ impl Kind {
             Self::DiskFullDestination => "disk full, dest.",
             Self::FilesMigrate => "no files, migrate",
             Self::FilesServe => "no files, serve",
+            Self::FilesSource => "no files, source",
+            Self::FilesDestination => "no files, dest.",
+            Self::RestartDestination => "another destination",
             Self::SameAgain => "same command twice",
             Self::OtherHost => "two destinations",
         }

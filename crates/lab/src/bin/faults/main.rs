@@ -17,7 +17,10 @@
 
 mod campaign;
 mod claim;
+mod disk;
 mod fault;
+mod hands;
+mod live;
 mod options;
 mod process;
 mod program;

@@ -1,12 +1,14 @@
 //! The command line.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
 const USAGE: &str = "usage: faults [--faults N] [--minutes N] [--seed N] [--engine qemu|live|both] [--versions V,V...] [--jobs N]
-              [--experiment N] [--only TEXT]... [--short] [--keep-going] [--vamoose PROGRAM]
+              [--experiment N] [--only TEXT]... [--short] [--keep-going]
+              [--vamoose PROGRAM] [--vmm PROGRAM]
 
   --faults N         end after so many faults (200)
   --minutes N        end after so long
@@ -18,7 +20,8 @@ const USAGE: &str = "usage: faults [--faults N] [--minutes N] [--seed N] [--engi
   --only TEXT        only faults whose name holds this, such as `kill`; may be repeated
   --short            when everything is repaired, run nothing but the next migration: no old command again
   --keep-going       go on after a violation, and count them by kind
-  --vamoose PROGRAM  break this one (the one beside this program)";
+  --vamoose PROGRAM  break this one (the one beside this program)
+  --vmm PROGRAM      and this one, live's example (the one in examples/ beside this program)";
 
 /// What to do.
 pub(crate) struct Options {
@@ -33,6 +36,7 @@ pub(crate) struct Options {
     pub(crate) short: bool,
     pub(crate) keep_going: bool,
     pub(crate) vamoose: PathBuf,
+    pub(crate) vmm: PathBuf,
 }
 
 /// What is broken.
@@ -43,12 +47,22 @@ pub(crate) enum Engine {
     Both,
 }
 
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Qemu => "qemu",
+            Self::Live => "live",
+            Self::Both => "both",
+        })
+    }
+}
+
 impl Options {
     /// From the arguments behind the program's name.
     pub(crate) fn from_arguments(arguments: impl Iterator<Item = String>) -> Result<Self> {
         let options = Self::parse(arguments)?;
         ensure!(
-            options.vamoose.is_file(),
+            options.engine == Engine::Live || options.vamoose.is_file(),
             "there is no {}: cargo build --release -p vamoose, with the same target folder",
             options.vamoose.display()
         );
@@ -70,6 +84,7 @@ impl Options {
             short: false,
             keep_going: false,
             vamoose: this.with_file_name("vamoose"),
+            vmm: this.with_file_name("examples").join("vmm"),
         };
         let mut faults = None;
         while let Some(name) = arguments.next() {
@@ -92,6 +107,7 @@ impl Options {
                 "--only" => options.only.push(value()?),
                 "--short" => options.short = true,
                 "--keep-going" => options.keep_going = true,
+                "--vmm" => options.vmm = value()?.into(),
                 "--vamoose" => options.vamoose = value()?.into(),
                 _ => bail!("{name}?\n\n{USAGE}"),
             }
@@ -110,7 +126,7 @@ impl Options {
 
 /// Of few digits, as people have to type it.
 fn any_seed() -> u64 {
-    u64::from(crate::proxy::now().subsec_nanos() / 1000)
+    u64::from(crate::proxy::now().subsec_micros())
 }
 
 fn number(name: &str, text: &str) -> Result<u64> {

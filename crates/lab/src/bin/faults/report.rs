@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::fault::Kind;
+use crate::fault::{Fault, Kind};
 
 /// An experiment that is over.
 #[derive(Clone, Debug)]
@@ -18,6 +18,17 @@ pub(crate) struct Report {
     pub(crate) took: Duration,
 }
 
+/// Those of `faults` that did not strike.
+pub(crate) fn missed(faults: &[Fault], struck: &[Kind]) -> Vec<Kind> {
+    let mut missed: Vec<_> = faults.iter().map(|fault| fault.kind).collect();
+    for kind in struck {
+        if let Some(index) = missed.iter().position(|missed| missed == kind) {
+            missed.remove(index);
+        }
+    }
+    missed
+}
+
 /// Where a guest ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ended {
@@ -25,6 +36,8 @@ pub(crate) enum Ended {
     Destination,
     /// With whom: its only copy was killed.
     Lost(&'static str),
+    /// Nobody can say, and nobody has to.
+    InDoubt,
 }
 
 /// An invariant that does not hold.
@@ -99,5 +112,13 @@ impl Trouble {
             what: what.into(),
             story: Vec::new(),
         })
+    }
+
+    /// With all that happened.
+    pub(crate) fn with_story(self, story: Vec<String>) -> Self {
+        match self {
+            Self::Violation(violation) => Self::Violation(Violation { story, ..violation }),
+            Self::Experiment(error) => Self::Experiment(error.context(story.join("\n"))),
+        }
     }
 }

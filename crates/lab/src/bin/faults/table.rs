@@ -66,6 +66,7 @@ impl Row {
             Ended::Source => self.source += 1,
             Ended::Destination => self.destination += 1,
             Ended::Lost(_) => self.lost += 1,
+            Ended::InDoubt => {}
         }
         self.in_doubt += u64::from(report.in_doubt);
         self.time += report.took;
@@ -114,13 +115,7 @@ impl fmt::Display for Tally {
             f,
             "* for a while: by a command that ended when something was still broken"
         )?;
-        let one_by_one = |count: usize| if count == 1 { "fault" } else { "faults" };
-        let missed = usize::try_from(self.missed).unwrap_or(usize::MAX);
-        writeln!(
-            f,
-            "{missed} {} found their moment never came",
-            one_by_one(missed)
-        )?;
+        writeln!(f, "faults whose moment never came: {}", self.missed)?;
         for (why, count) in &self.reasons {
             writeln!(f, "lost {count} times: {why}")?;
         }

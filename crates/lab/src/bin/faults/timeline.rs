@@ -6,7 +6,7 @@ use std::time::Duration;
 use lab::qmp::Event;
 
 /// The life of one QEMU or VMM that has, had, or may get the guest. Times are since 1970.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct Life {
     pub(crate) name: String,
     /// From when to when it ran; `None` for as long as we looked.
@@ -14,12 +14,17 @@ pub(crate) struct Life {
 }
 
 impl Life {
-    /// From what a QEMU has told; `ended` is when its process was found dead.
-    pub(crate) fn of_events(name: &str, events: &[Event], ended: Option<Duration>) -> Self {
-        let mut life = Self {
+    /// Of somebody who has not run.
+    pub(crate) fn new(name: &str) -> Self {
+        Self {
             name: name.to_owned(),
             runs: Vec::new(),
-        };
+        }
+    }
+
+    /// From what a QEMU has told; `ended` is when its process was found dead.
+    pub(crate) fn of_events(name: &str, events: &[Event], ended: Option<Duration>) -> Self {
+        let mut life = Self::new(name);
         for event in events {
             match event.name.as_str() {
                 "RESUME" => life.starts(event.timestamp),

@@ -80,7 +80,7 @@ fn read_first(near: &mut TcpStream) -> Option<(Vec<u8>, Dialect)> {
 
 impl Connection {
     pub(super) fn is_control(&self) -> bool {
-        self.dialect == Dialect::Lines
+        self.dialect.is_control()
     }
 
     pub(super) fn has_ended(&self) -> bool {
@@ -115,8 +115,8 @@ impl Connection {
     /// Passes on what goes one way, to its end; the other way may go on.
     fn carry(&self, way: Way, first: Vec<u8>, link: &Link) {
         let (from, to, mut cutter) = match way {
-            Way::There => (&self.near, &self.far, Cutter::from_source(self.dialect)),
-            Way::Back => (&self.far, &self.near, Cutter::new(self.dialect, 0)),
+            Way::There => (&self.near, &self.far, Cutter::of_source(self.dialect)),
+            Way::Back => (&self.far, &self.near, Cutter::of_destination(self.dialect)),
         };
         let carried = self.carry_all(way, first, &mut cutter, link, from, to);
         // In a silence nobody hears of an end either, and a hole swallows it.

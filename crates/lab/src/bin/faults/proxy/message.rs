@@ -7,6 +7,8 @@ use serde_json::Value;
 pub(super) enum Dialect {
     /// `vamoose migrate`'s: a preamble of 24 bytes, lines of JSON.
     Lines,
+    /// That of the crate `live` before it spoke the same: 24 bytes, then lengths and JSON.
+    Lengths,
     /// Anything else: pages.
     Bytes,
 }
@@ -14,18 +16,27 @@ pub(super) enum Dialect {
 impl Dialect {
     /// `None` as long as there are too few bytes to tell.
     pub(super) fn of(first: &[u8]) -> Option<Self> {
-        let known = &first[..first.len().min(MAGIC.len())];
-        if !MAGIC.starts_with(known) {
+        let may_be = |magic: &[u8]| {
+            let known = first.len().min(magic.len());
+            magic[..known] == first[..known]
+        };
+        if !may_be(MAGIC) && !may_be(OLD_MAGIC) {
             return Some(Self::Bytes);
         }
         (first.len() >= PREAMBLE).then(|| match first[MAGIC.len()] {
+            _ if may_be(OLD_MAGIC) => Self::Lengths,
             b'C' => Self::Lines,
             _ => Self::Bytes,
         })
     }
+
+    pub(super) fn is_control(self) -> bool {
+        self != Self::Bytes
+    }
 }
 
 const MAGIC: &[u8] = b"VAMOOSE";
+const OLD_MAGIC: &[u8] = b"VLIV";
 const PREAMBLE: usize = 24;
 
 /// A piece of what goes one way over a connection.
@@ -39,29 +50,36 @@ pub(super) struct Piece {
 /// Collects bytes until there is a message.
 pub(super) struct Cutter {
     dialect: Dialect,
+    /// Who speaks: `request` or `answer`.
+    side: &'static str,
     collected: Vec<u8>,
     /// Bytes that are no message: the preamble, and what follows some messages.
     raw: usize,
 }
 
 impl Cutter {
-    /// `opening` bytes come before the first message.
-    pub(super) fn new(dialect: Dialect, opening: usize) -> Self {
-        Self {
-            dialect,
-            collected: Vec::new(),
-            raw: opening,
-        }
+    /// For what the source says.
+    pub(super) fn of_source(dialect: Dialect) -> Self {
+        Self::new(dialect, "request", PREAMBLE)
     }
 
-    /// For what the source says.
-    pub(super) fn from_source(dialect: Dialect) -> Self {
-        Self::new(dialect, PREAMBLE)
+    /// For what the destination says.
+    pub(super) fn of_destination(dialect: Dialect) -> Self {
+        Self::new(dialect, "answer", 0)
+    }
+
+    fn new(dialect: Dialect, side: &'static str, raw: usize) -> Self {
+        Self {
+            dialect,
+            side,
+            collected: Vec::new(),
+            raw,
+        }
     }
 
     pub(super) fn cut(&mut self, bytes: &[u8]) -> Vec<Piece> {
         let plain = |bytes| Piece { bytes, word: None };
-        if self.dialect == Dialect::Bytes {
+        if !self.dialect.is_control() {
             return vec![plain(bytes.to_vec())];
         }
         self.collected.extend_from_slice(bytes);
@@ -72,33 +90,45 @@ impl Cutter {
                 self.raw -= count;
                 pieces.push(plain(self.collected.drain(..count).collect()));
             }
-            let Some(end) = self.collected.iter().position(|byte| *byte == b'\n') else {
+            let Some((start, end)) = self.next_message() else {
                 return pieces;
             };
-            let line: Vec<u8> = self.collected.drain(..=end).collect();
-            let message = serde_json::from_slice::<Value>(&line).unwrap_or_default();
-            if message["request"] == "state" {
+            let bytes: Vec<u8> = self.collected.drain(..end).collect();
+            let message = serde_json::from_slice::<Value>(&bytes[start..]).unwrap_or_default();
+            let word = self.word(&message);
+            if word.as_deref() == Some("request:state") {
                 let len = message["len"].as_u64().unwrap_or(0);
                 self.raw = usize::try_from(len).unwrap_or(0);
             }
-            pieces.push(Piece {
-                bytes: line,
-                word: word(&message),
-            });
+            pieces.push(Piece { bytes, word });
         }
+    }
+
+    /// Where the JSON of the next message starts and ends.
+    fn next_message(&self) -> Option<(usize, usize)> {
+        if self.dialect == Dialect::Lines {
+            let end = self.collected.iter().position(|byte| *byte == b'\n')?;
+            return Some((0, end + 1));
+        }
+        let len = u32::from_be_bytes(*self.collected.first_chunk()?);
+        let end = usize::try_from(len).ok()?.checked_add(4)?;
+        (end <= self.collected.len()).then_some((4, end))
+    }
+
+    fn word(&self, message: &Value) -> Option<String> {
+        let key = if self.dialect == Dialect::Lines {
+            self.side
+        } else {
+            "say"
+        };
+        let word = message[key].as_str()?;
+        Some(format!("{}:{word}", self.side))
     }
 
     /// The beginning of a message whose end will not come.
     pub(super) fn rest(self) -> Vec<u8> {
         self.collected
     }
-}
-
-fn word(message: &Value) -> Option<String> {
-    ["request", "answer"].iter().find_map(|side| {
-        let word = message[side].as_str()?;
-        Some(format!("{side}:{word}"))
-    })
 }
 
 #[cfg(test)]
@@ -130,7 +160,7 @@ mod tests {
         );
         said.extend(b"\n\n\n{\"request\":\"commit\"}\n{\"req");
         for size in [1, 7, 1000] {
-            let mut cutter = Cutter::from_source(Dialect::Lines);
+            let mut cutter = Cutter::of_source(Dialect::Lines);
             let pieces: Vec<_> = said
                 .chunks(size)
                 .flat_map(|part| cutter.cut(part))
@@ -152,5 +182,29 @@ mod tests {
             bytes.extend(cutter.rest());
             assert_eq!(bytes, said);
         }
+    }
+
+    #[test]
+    fn messages_with_lengths() {
+        let mut said = b"VLIV\0\0\0\x010123456789abcdef".to_vec();
+        for text in [
+            &b"{\"say\":\"hello\"}"[..],
+            b"{\"say\":\"state\",\"len\":2}",
+        ] {
+            said.extend([0, 0, 0, u8::try_from(text.len()).unwrap()]);
+            said.extend(text);
+        }
+        said.extend([0, 0]);
+        assert_eq!(Dialect::of(&said), Some(Dialect::Lengths));
+        let mut cutter = Cutter::of_source(Dialect::Lengths);
+        let pieces = cutter.cut(&said);
+        assert_eq!(words(&pieces), ["-", "request:hello", "request:state", "-"]);
+        assert_eq!(
+            pieces
+                .iter()
+                .flat_map(|piece| piece.bytes.clone())
+                .collect::<Vec<_>>(),
+            said
+        );
     }
 }

@@ -5,7 +5,6 @@ use std::time::Duration;
 use anyhow::Result;
 use lab::qemu::Qemu;
 use lab::qmp::Event;
-use serde_json::Value;
 
 use crate::process::Process;
 use crate::timeline::Life;
@@ -72,9 +71,8 @@ impl Actor {
     /// When it said that all of the guest had come, if it has.
     pub(crate) fn loaded_at(&mut self) -> Option<Duration> {
         self.listen();
-        let completed = |event: &&Event| {
-            event.name == "MIGRATION" && event.data["status"] == Value::from("completed")
-        };
+        let completed =
+            |event: &&Event| event.name == "MIGRATION" && event.data["status"] == "completed";
         self.events
             .iter()
             .find(completed)

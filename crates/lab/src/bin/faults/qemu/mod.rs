@@ -8,7 +8,6 @@
 
 mod actor;
 mod chapters;
-mod hands;
 mod host;
 mod judge;
 mod plan;
@@ -23,7 +22,7 @@ use lab::qemu::Binary;
 
 use crate::fault::Kind;
 use crate::program::Program;
-use crate::report::{Ended, Report, Trouble};
+use crate::report::{Ended, Report, Trouble, missed};
 use crate::sandbox;
 use host::Host;
 use judge::Holder;
@@ -154,26 +153,12 @@ impl Bench {
 impl Stage<'_> {
     fn play(mut self) -> Result<Report, Trouble> {
         let begin = Instant::now();
-        let holder = self.try_play().map_err(|trouble| match trouble {
-            Trouble::Violation(mut violation) => {
-                violation.story = self.story();
-                Trouble::Violation(violation)
-            }
-            Trouble::Experiment(error) => {
-                let story = self.story().join("\n");
-                Trouble::Experiment(error.context(story))
-            }
-        })?;
+        let played = self.try_play();
+        let holder = played.map_err(|trouble| trouble.with_story(self.story()))?;
         let struck = self.hands.struck();
-        let mut missed: Vec<_> = self.plan.faults.iter().map(|fault| fault.kind).collect();
-        for kind in &struck {
-            if let Some(index) = missed.iter().position(|missed| missed == kind) {
-                missed.remove(index);
-            }
-        }
         Ok(Report {
+            missed: missed(&self.plan.faults, &struck),
             struck,
-            missed,
             ended: match holder {
                 Holder::Actor(0) => Ended::Source,
                 Holder::Actor(_) => Ended::Destination,

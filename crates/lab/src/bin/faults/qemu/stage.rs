@@ -9,14 +9,14 @@ use lab::qemu::{Binary, Builder};
 use lab::vamoose::Vamoose;
 
 use super::actor::{Actor, State};
-use super::hands::{Deed, Hands, line};
 use super::host::Host;
 use super::plan::{Plan, RAM};
 use crate::claim::Claim;
-use crate::fault::{Kind, Moment};
+use crate::fault::Kind;
+use crate::hands::{Deed, Hands, line};
 use crate::process::Process;
 use crate::program::{Migrate, Program};
-use crate::proxy::{Point, Proxy, now};
+use crate::proxy::{Proxy, now};
 use crate::report::{Broken, Trouble};
 use crate::timeline::{Life, clock};
 
@@ -105,7 +105,7 @@ impl<'a> Stage<'a> {
         }
         let processes = [source.process.clone(), destination.process.clone()];
         let disks = [SOURCE_HOST, HOST].map(|host| props.hosts[host].disk().clone());
-        let hands = Hands::new(&plan.faults, proxy.link().clone(), processes, disks);
+        let hands = Hands::new(&plan.faults, proxy.link().clone(), processes).with_disks(disks);
         hands.reaches(None, props.hosts[HOST].process()?);
         Ok(Self {
             plan,
@@ -121,7 +121,7 @@ impl<'a> Stage<'a> {
 
     /// Runs the first command with all faults, until everything is repaired and all commands have ended.
     pub(crate) fn run_with_faults(&mut self) -> Result<(), Trouble> {
-        self.arm();
+        self.hands.arm(self.props.clean);
         let first = self.start(self.first_command("the first command"), false)?;
         self.hands
             .reaches(Some(first), self.props.hosts[HOST].process()?);
@@ -237,27 +237,6 @@ impl<'a> Stage<'a> {
         self.said.iter().any(|said| said.claim == Claim::InDoubt)
     }
 
-    /// Has the faults strike at their moments.
-    fn arm(&self) {
-        let start = Instant::now();
-        for (index, fault) in self.plan.faults.iter().enumerate() {
-            let point = match fault.moment {
-                Moment::Time(part) => {
-                    let at = self.props.clean.mul_f64(part as f64 / 1000.0);
-                    self.hands.plan(start + at, Deed::Strike(index));
-                    continue;
-                }
-                Moment::Bytes(bytes) => Point::Bytes(bytes),
-                Moment::Before(word) => Point::Before(word),
-                Moment::After(word) => Point::After(word),
-            };
-            let hands = self.hands.clone();
-            self.proxy
-                .link()
-                .arm(point, Box::new(move || hands.strike(index)));
-        }
-    }
-
     fn start(&mut self, errand: Errand, whole: bool) -> Result<Process> {
         let vamoose = self.props.program.migrate(&errand.migrate)?;
         let process = Process::open(vamoose.pid())?;
@@ -320,7 +299,8 @@ impl<'a> Stage<'a> {
     fn expect_servers(&self) -> Result<(), Trouble> {
         let killed = self.hands.struck().contains(&Kind::KillServe);
         for host in [HOST, OTHER_HOST] {
-            if !self.props.hosts[host].is_up()? && !(host == HOST && killed) {
+            let may_be_dead = host == HOST && killed;
+            if !may_be_dead && !self.props.hosts[host].is_up()? {
                 let what = "a server has ended, and nobody has killed it";
                 return Err(Trouble::broken(Broken::Crash, what));
             }

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Rlimit, Signal};
 
-use super::host::Disk;
-use crate::fault::{Fault, Kind};
+use crate::disk::Disk;
+use crate::fault::{Fault, Kind, Moment};
 use crate::process::Process;
-use crate::proxy::{Cut, Link, Way, Which, now};
+use crate::proxy::{Cut, Link, Point, Way, Which, now};
 use crate::timeline::clock;
 
 /// What is left to do, and by when.
@@ -22,6 +22,9 @@ pub(crate) enum Deed {
     Command(usize),
 }
 
+/// Cancels a migration.
+pub(crate) type Cancel = Arc<dyn Fn() + Send + Sync>;
+
 /// Everything that can be harmed. All copies are the same.
 #[derive(Clone)]
 pub(crate) struct Hands {
@@ -30,7 +33,9 @@ pub(crate) struct Hands {
     pub(crate) source: Process,
     pub(crate) destination: Process,
     /// The source's and the destination's.
-    pub(crate) disks: [Disk; 2],
+    disks: Option<[Disk; 2]>,
+    /// How the migration is cancelled, if not by a signal to its command.
+    cancel: Option<Cancel>,
     state: Arc<Mutex<State>>,
 }
 
@@ -51,18 +56,14 @@ struct State {
 }
 
 impl Hands {
-    pub(crate) fn new(
-        faults: &[Fault],
-        link: Link,
-        [source, destination]: [Process; 2],
-        disks: [Disk; 2],
-    ) -> Self {
+    pub(crate) fn new(faults: &[Fault], link: Link, [source, destination]: [Process; 2]) -> Self {
         Self {
             faults: Arc::new(faults.to_vec()),
             link,
             source,
             destination,
-            disks,
+            disks: None,
+            cancel: None,
             state: Arc::new(Mutex::new(State {
                 deeds: Vec::new(),
                 migrate: None,
@@ -77,10 +78,40 @@ impl Hands {
         }
     }
 
+    pub(crate) fn with_disks(mut self, disks: [Disk; 2]) -> Self {
+        self.disks = Some(disks);
+        self
+    }
+
+    pub(crate) fn with_cancel(mut self, cancel: Cancel) -> Self {
+        self.cancel = Some(cancel);
+        self
+    }
+
+    /// Makes the commands known, as they are started.
     pub(crate) fn reaches(&self, migrate: Option<Process>, serve: Process) {
         let mut state = self.lock();
         state.migrate = migrate;
         state.serve = Some(serve);
+    }
+
+    /// Has the faults strike at their moments, in a migration that takes this long undisturbed.
+    pub(crate) fn arm(&self, clean: Duration) {
+        let start = Instant::now();
+        for (index, fault) in self.faults.iter().enumerate() {
+            let point = match fault.moment {
+                Moment::Time(part) => {
+                    let at = start + clean.mul_f64(part as f64 / 1000.0);
+                    self.lock().deeds.push((at, Deed::Strike(index)));
+                    continue;
+                }
+                Moment::Bytes(bytes) => Point::Bytes(bytes),
+                Moment::Before(word) => Point::Before(word),
+                Moment::After(word) => Point::After(word),
+            };
+            let hands = self.clone();
+            self.link.arm(point, Box::new(move || hands.strike(index)));
+        }
     }
 
     /// Does the harm of a fault, now. A fault strikes once, and none when they are over.
@@ -108,19 +139,24 @@ impl Hands {
 
     fn harm(&self, index: usize, fault: &Fault, migrate: Option<Process>, serve: Option<Process>) {
         let (link, detail) = (&self.link, fault.detail);
-        let signal = |process: Option<Process>, signal| {
-            process.inspect(|process| process.signal(signal));
+        let signal = |process: &Option<Process>, signal| {
+            if let Some(process) = process {
+                process.signal(signal);
+            }
         };
         match fault.kind {
             Kind::KillSource => self.source.kill(),
-            Kind::KillDestination => self.destination.kill(),
+            Kind::KillDestination | Kind::RestartDestination => self.destination.kill(),
             Kind::KillMigrate => drop(migrate.inspect(Process::kill)),
             Kind::KillServe => drop(serve.inspect(Process::kill)),
             Kind::FreezeSource => self.source.signal(Signal::STOP),
             Kind::FreezeDestination => self.destination.signal(Signal::STOP),
-            Kind::FreezeMigrate => signal(migrate, Signal::STOP),
-            Kind::FreezeServe => signal(serve, Signal::STOP),
-            Kind::Interrupt => signal(migrate, Signal::INT),
+            Kind::FreezeMigrate => signal(&migrate, Signal::STOP),
+            Kind::FreezeServe => signal(&serve, Signal::STOP),
+            Kind::Interrupt => match &self.cancel {
+                Some(cancel) => cancel(),
+                None => signal(&migrate, Signal::INT),
+            },
             Kind::Cut => link.cut(which(detail), Cut::Finished),
             Kind::Reset => link.cut(which(detail), Cut::Reset),
             Kind::Silence => link.silence(detail % 3 != 1, detail % 3 != 2),
@@ -135,6 +171,8 @@ impl Hands {
             Kind::Flip => link.flip(detail),
             Kind::FilesMigrate => self.limit(migrate, detail % 4),
             Kind::FilesServe => self.limit(serve, detail % 4),
+            Kind::FilesSource => self.limit(Some(self.source.clone()), detail % 4),
+            Kind::FilesDestination => self.limit(Some(self.destination.clone()), detail % 4),
             Kind::DiskFullSource => self.fill(0, detail % 3),
             Kind::DiskFullDestination => self.fill(1, detail % 3),
             Kind::SameAgain | Kind::OtherHost => {
@@ -154,7 +192,8 @@ impl Hands {
     }
 
     fn fill(&self, disk: usize, pages: u64) {
-        if let Err(error) = self.disks[disk].fill(pages) {
+        let disk = self.disks.as_ref().map(|disks| &disks[disk]);
+        if let Some(Err(error)) = disk.map(|disk| disk.fill(pages)) {
             self.tell(&format!("{error:#}"));
         }
     }
@@ -183,8 +222,9 @@ impl Hands {
             Kind::FreezeDestination => self.destination.signal(Signal::CONT),
             Kind::FreezeMigrate => go_on(migrate),
             Kind::FreezeServe => go_on(serve),
-            Kind::DiskFullSource => self.disks[0].free(),
-            Kind::DiskFullDestination => self.disks[1].free(),
+            Kind::DiskFullSource | Kind::DiskFullDestination => {
+                self.disks.iter().flatten().for_each(Disk::free);
+            }
             kind if kind.is_of_link() => self.link.repair(),
             _ => {}
         }
@@ -196,10 +236,6 @@ impl Hands {
         state.over = true;
         state.deeds.clear();
         state.active.clone()
-    }
-
-    pub(crate) fn plan(&self, at: Instant, deed: Deed) {
-        self.lock().deeds.push((at, deed));
     }
 
     /// Takes what is to be done by now.

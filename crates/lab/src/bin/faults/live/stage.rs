@@ -1,0 +1,352 @@
+//! One experiment with two VMMs, while it goes on.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::plan::Plan;
+use super::vmm::{Vmm, Word};
+use crate::fault::Kind;
+use crate::hands::{Deed, Hands, line};
+use crate::proxy::{Proxy, now};
+use crate::report::{Broken, Ended, Trouble};
+use crate::timeline::{clock, doubled};
+
+pub(crate) struct Stage<'a> {
+    plan: &'a Plan,
+    program: &'a Path,
+    clean: Duration,
+    source: Vmm,
+    /// Those that wait or waited for the guest, the first one first.
+    destinations: Vec<Vmm>,
+    hands: Hands,
+    proxy: Proxy,
+    pub(crate) in_doubt: bool,
+}
+
+/// How long things may take that take no time, on a machine that is very busy.
+const SOON: Duration = Duration::from_secs(20);
+/// How long a migration may take when nothing is broken: the longest of its patience, many times.
+const LIMIT: Duration = Duration::from_secs(60);
+/// Faults are over by then at the latest.
+const REPAIRED: Duration = Duration::from_secs(25);
+/// After the last fault a source knows where the guest is within this time.
+const KNOWS: Duration = Duration::from_secs(4);
+/// How often the stage looks what is to be done.
+const LOOK: Duration = Duration::from_millis(5);
+
+impl<'a> Stage<'a> {
+    /// Starts both VMMs; nothing moves yet.
+    pub(crate) fn new(plan: &'a Plan, program: &'a Path, clean: Duration) -> Result<Self> {
+        let source = Vmm::start(program, "A", "source", &plan.options)?;
+        let destination = Vmm::start(program, "B", "destination", &plan.options)?;
+        source
+            .wait_for(&["runs"], 0, SOON)
+            .context("the source does not start")?;
+        let proxy = Proxy::new(address(&destination)?.parse()?)?;
+        let processes = [source.process.clone(), destination.process.clone()];
+        let hands = Hands::new(&plan.faults, proxy.link().clone(), processes)
+            .with_cancel(Arc::new(source.teller("cancel")));
+        Ok(Self {
+            plan,
+            program,
+            clean,
+            source,
+            destinations: vec![destination],
+            hands,
+            proxy,
+            in_doubt: false,
+        })
+    }
+
+    /// The whole experiment.
+    pub(crate) fn play(&mut self) -> Result<Ended, Trouble> {
+        let over = self.migrate_with_faults()?;
+        let ended = match &over {
+            Some(over) => self.judge(over)?,
+            None => self.judge_without_source()?,
+        };
+        if ended == Ended::Source {
+            self.migrate_again()?;
+        }
+        Ok(ended)
+    }
+
+    pub(crate) fn struck(&self) -> Vec<Kind> {
+        self.hands.struck()
+    }
+
+    /// The messages of the control connections.
+    pub(crate) fn words(&self) -> Vec<String> {
+        let heard = self.proxy.link().heard();
+        heard.into_iter().map(|heard| heard.word).collect()
+    }
+
+    /// Migrates with all faults, until everything is repaired; what the source says in the end, unless it was killed.
+    fn migrate_with_faults(&mut self) -> Result<Option<Word>, Trouble> {
+        self.hands.arm(self.clean);
+        self.source
+            .tell(&format!("migrate {}", self.proxy.address()));
+        let begin = Instant::now();
+        let over = loop {
+            for deed in self.hands.due() {
+                self.perform(deed)?;
+            }
+            if let Some(over) = self.source.wait_for(&["over"], 0, LOOK) {
+                break Some(over);
+            }
+            if self.source.process.has_ended() {
+                break None;
+            }
+            if begin.elapsed() > REPAIRED && !self.hands.is_whole() {
+                self.repair_all()?;
+            }
+            if begin.elapsed().min(self.hands.whole_for()) > LIMIT {
+                let what = format!("the migration runs on after {LIMIT:?} without a fault");
+                return Err(Trouble::broken(Broken::Hangs, what));
+            }
+        };
+        self.in_doubt = over
+            .as_ref()
+            .is_some_and(|over| over.message["guest"] == "in-doubt");
+        let knows = self.in_doubt && self.hands.whole_for() > KNOWS;
+        let killed = [Kind::KillDestination, Kind::RestartDestination];
+        if knows && !self.struck().iter().any(|kind| killed.contains(kind)) {
+            return Err(Trouble::broken(Broken::InDoubt, "the source is in doubt"));
+        }
+        self.repair_all()?;
+        self.expect_no_crash()?;
+        Ok(over)
+    }
+
+    fn perform(&mut self, deed: Deed) -> Result<()> {
+        match deed {
+            Deed::Strike(index) => self.hands.strike(index),
+            Deed::Repair(index) => self.repair(index)?,
+            Deed::Command(_) => {}
+        }
+        Ok(())
+    }
+
+    fn repair_all(&mut self) -> Result<()> {
+        for index in self.hands.finish() {
+            self.repair(index)?;
+        }
+        Ok(())
+    }
+
+    fn repair(&mut self, index: usize) -> Result<()> {
+        self.hands.repair(index);
+        if self.plan.faults[index].kind == Kind::RestartDestination {
+            let address = self.start_destination("C")?;
+            self.proxy.link().lead_to(address.parse()?);
+        }
+        Ok(())
+    }
+
+    /// Starts one more destination, and says where it listens.
+    fn start_destination(&mut self, name: &str) -> Result<String> {
+        let destination = Vmm::start(self.program, name, "destination", &self.plan.options)?;
+        let address = address(&destination)?;
+        self.destinations.push(destination);
+        Ok(address)
+    }
+
+    /// A VMM that nobody has killed lives.
+    fn expect_no_crash(&self) -> Result<(), Trouble> {
+        let struck = self.struck();
+        let killed = |kinds: &[Kind]| struck.iter().any(|kind| kinds.contains(kind));
+        let source = !killed(&[Kind::KillSource]);
+        let destination = !killed(&[Kind::KillDestination, Kind::RestartDestination]);
+        for (vmm, lives) in [(&self.source, source), (&self.destinations[0], destination)] {
+            if lives && vmm.process.has_ended() {
+                let what = format!("{} has ended, and nobody has killed it", vmm.name);
+                return Err(Trouble::broken(Broken::Crash, what));
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares what the source says with what is so.
+    fn judge(&self, over: &Word) -> Result<Ended, Trouble> {
+        self.expect_one()?;
+        let runs_there = self.destinations.iter().find(|vmm| vmm.life().runs_now());
+        let untrue = |what: String| Err(Trouble::broken(Broken::Untrue, what));
+        let said = over.message["guest"].as_str().unwrap_or("?");
+        let killed = self.destinations[0].process.has_ended();
+        match (said, runs_there) {
+            ("destination", Some(there)) => {
+                self.verify(there)?;
+                self.compare(there)?;
+                Ok(Ended::Destination)
+            }
+            ("destination", None) if killed && self.destinations[0].life().has_run() => {
+                Ok(Ended::Lost("its destination was killed"))
+            }
+            ("source", None) => {
+                self.verify(&self.source)?;
+                Ok(Ended::Source)
+            }
+            ("lost", None) if killed => Ok(Ended::Lost("its destination was killed")),
+            // Whoever is in doubt has paused the guest, and may be wrong about nothing else.
+            ("in-doubt", Some(there)) => {
+                self.verify(there)?;
+                self.compare(there)?;
+                Ok(Ended::InDoubt)
+            }
+            ("in-doubt", None) => Ok(Ended::InDoubt),
+            (_, there) => {
+                let there = there.map_or("nowhere else", |there| there.name.as_str());
+                untrue(format!(
+                    "the source says `{said}`, and the guest runs {there}"
+                ))
+            }
+        }
+    }
+
+    /// The source was killed: the guest is at the destination, or was lost with it.
+    fn judge_without_source(&self) -> Result<Ended, Trouble> {
+        self.expect_one()?;
+        let Some(there) = self.destinations.iter().find(|vmm| vmm.life().runs_now()) else {
+            return Ok(Ended::Lost("its source was killed"));
+        };
+        self.verify(there)?;
+        self.compare(there)?;
+        Ok(Ended::Destination)
+    }
+
+    fn expect_one(&self) -> Result<(), Trouble> {
+        let lives: Vec<_> = self.all().map(Vmm::life).collect();
+        match doubled(&lives) {
+            Some(doubled) => Err(Trouble::broken(Broken::Doubled, doubled.to_string())),
+            None => Ok(()),
+        }
+    }
+
+    /// The guest proves its memory, and goes on.
+    fn verify(&self, vmm: &Vmm) -> Result<(), Trouble> {
+        let first = self.ask_for_proof(vmm)?;
+        let begin = Instant::now();
+        while self.ask_for_proof(vmm)? <= first {
+            if begin.elapsed() > SOON {
+                let what = format!("{} runs and does not write", vmm.name);
+                return Err(Trouble::broken(Broken::Nowhere, what));
+            }
+        }
+        Ok(())
+    }
+
+    /// How many pages it has written.
+    fn ask_for_proof(&self, vmm: &Vmm) -> Result<u64, Trouble> {
+        let before = vmm.said().len();
+        vmm.tell("verify");
+        let answers = ["verified", "corrupt", "what?"];
+        let answer = vmm
+            .wait_for(&answers, before, SOON)
+            .map(|word| word.message);
+        match answer {
+            Some(answer) if answer["say"] == "verified" && answer["runs"] == true => {
+                Ok(answer["writes"].as_u64().unwrap_or(0))
+            }
+            Some(answer) if answer["say"] == "corrupt" => {
+                let what = format!("{}: {}", vmm.name, answer["cause"]);
+                Err(Trouble::broken(Broken::Memory, what))
+            }
+            answer => {
+                let what = format!("{} was to run, and says {answer:?}", vmm.name);
+                Err(Trouble::broken(Broken::Nowhere, what))
+            }
+        }
+    }
+
+    /// All memory came as it was sent.
+    fn compare(&self, there: &Vmm) -> Result<(), Trouble> {
+        let memory = |word: Option<Word>| word.map(|word| word.message["memory"].clone());
+        let (sent, came) = (memory(self.source.last("sent")), memory(there.last("came")));
+        if sent.is_some() && sent == came {
+            return Ok(());
+        }
+        let what = format!("{} has other memory than the source had", there.name);
+        Err(Trouble::broken(Broken::Memory, what))
+    }
+
+    /// The guest has stayed: the next migration works.
+    fn migrate_again(&mut self) -> Result<(), Trouble> {
+        let same = self.plan.same_process
+            && self.destinations.len() == 1
+            && !self.destinations[0].process.has_ended();
+        let address = if same {
+            address(&self.destinations[0])?
+        } else {
+            // The one before is not needed any more.
+            self.destinations.iter().for_each(|vmm| vmm.process.kill());
+            self.start_destination("D")?
+        };
+        self.hands.tell("the next migration");
+        // A process that was the destination before may be busy with that for a while.
+        let deadline = Instant::now() + if same { SOON } else { Duration::ZERO };
+        while let Err(cause) = self.migrate_to(&address)? {
+            if Instant::now() >= deadline {
+                return Err(Trouble::broken(Broken::NextFails, cause));
+            }
+        }
+        self.expect_one()?;
+        let there = self.destinations.last().context("no destination")?;
+        self.verify(there)?;
+        self.compare(there)
+    }
+
+    /// Migrates with nothing broken; what the source says if it keeps the guest.
+    fn migrate_to(&self, address: &str) -> Result<Result<(), String>, Trouble> {
+        let before = self.source.said().len();
+        self.source.tell(&format!("migrate tcp:{address}"));
+        match self.source.wait_for(&["over"], before, LIMIT) {
+            Some(over) if over.message["guest"] == "destination" => Ok(Ok(())),
+            Some(over) if over.message["guest"] == "source" => Ok(Err(over.message.to_string())),
+            Some(over) => Err(Trouble::broken(Broken::NextFails, over.message.to_string())),
+            None => Err(Trouble::broken(Broken::Hangs, "the next migration")),
+        }
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Vmm> {
+        std::iter::once(&self.source).chain(&self.destinations)
+    }
+
+    /// Everything that happened, in its order.
+    pub(crate) fn story(&self) -> Vec<String> {
+        let mut story = self.hands.story();
+        for heard in self.proxy.link().heard() {
+            story.push((heard.at, format!("link: {}", heard.word)));
+        }
+        for vmm in self.all() {
+            if let Some(at) = vmm.process.ended_at() {
+                story.push((at, format!("{} has ended", vmm.name)));
+            }
+            for said in vmm.said() {
+                let details = ["guest", "cause", "memory", "writes"].map(|key| &said.message[key]);
+                let details: Vec<_> = details
+                    .into_iter()
+                    .filter(|it| **it != Value::Null)
+                    .collect();
+                story.push((said.at, format!("{}: {} {details:?}", vmm.name, said.word)));
+            }
+        }
+        story.sort();
+        let mut lines: Vec<_> = story.iter().map(line).collect();
+        lines.push(format!("(the clock is at {})", clock(now())));
+        lines
+    }
+}
+
+/// Where it listens: host and port.
+fn address(destination: &Vmm) -> Result<String> {
+    let listening = destination.wait_for(&["listening"], 0, SOON);
+    let listening = listening.context("the destination does not listen")?;
+    let address = listening.message["address"]
+        .as_str()
+        .context("no address")?;
+    Ok(address.trim_start_matches("tcp:").to_owned())
+}
