@@ -245,21 +245,22 @@ fn qemu_setting(options: &Options) -> Result<qemu::Setting> {
         .map(|binary| binary.version.to_string())
         .collect();
     println!("QEMU {}", versions.join(", "));
-    let kinds: Vec<_> = qemu::kinds()
-        .filter(|kind| is_wanted(options, *kind))
-        .collect();
     let program = Program::at(&options.vamoose)?;
+    let kinds = qemu::kinds().filter(|kind| is_wanted(options, *kind, program.checks()));
+    let kinds: Vec<_> = kinds.collect();
     qemu::Setting::new(program, &binaries, &kinds, options.short)
 }
 
 fn live_setting(options: &Options) -> Result<live::Setting> {
-    let kinds: Vec<_> = live::kinds()
-        .filter(|kind| is_wanted(options, *kind))
-        .collect();
-    live::Setting::new(&options.vmm, &kinds)
+    let kinds = live::kinds().filter(|kind| is_wanted(options, *kind, false));
+    live::Setting::new(&options.vmm, &kinds.collect::<Vec<_>>())
 }
 
-fn is_wanted(options: &Options, kind: Kind) -> bool {
+/// All kinds, or those that were named. Bits are flipped where that is noticed, or where somebody wants to see it.
+fn is_wanted(options: &Options, kind: Kind, checks: bool) -> bool {
+    if options.only.is_empty() {
+        return kind != Kind::Flip || checks;
+    }
     let mut only = options.only.iter();
-    options.only.is_empty() || only.any(|only| kind.name().contains(only.as_str()))
+    only.any(|only| kind.name().contains(only.as_str()))
 }

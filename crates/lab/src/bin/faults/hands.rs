@@ -46,8 +46,8 @@ struct State {
     migrate: Option<Process>,
     serve: Option<Process>,
     limits: Vec<(Process, Rlimit)>,
-    /// Which faults have struck.
-    struck: Vec<usize>,
+    /// Which faults have struck, and when.
+    struck: Vec<(usize, Duration)>,
     /// How many are just being done.
     striking: usize,
     /// Which are not over.
@@ -124,10 +124,10 @@ impl Hands {
     pub(crate) fn strike(&self, index: usize) {
         let fault = &self.faults[index];
         let mut state = self.lock();
-        if state.over || state.struck.contains(&index) {
+        if state.over || state.struck.iter().any(|(struck, _)| *struck == index) {
             return;
         }
-        state.struck.push(index);
+        state.struck.push((index, now()));
         state.striking += 1;
         if fault.kind.breaks() {
             state.changed = Some(Instant::now());
@@ -265,11 +265,18 @@ impl Hands {
     }
 
     pub(crate) fn struck(&self) -> Vec<Kind> {
-        self.lock()
-            .struck
-            .iter()
-            .map(|index| self.faults[*index].kind)
-            .collect()
+        let state = self.lock();
+        let struck = state.struck.iter();
+        struck.map(|(index, _)| self.faults[*index].kind).collect()
+    }
+
+    /// When a fault of this kind struck first.
+    pub(crate) fn struck_at(&self, kind: Kind) -> Option<Duration> {
+        let state = self.lock();
+        let mut struck = state.struck.iter();
+        struck
+            .find(|(index, _)| self.faults[*index].kind == kind)
+            .map(|(_, at)| *at)
     }
 
     /// Whether nothing is broken.

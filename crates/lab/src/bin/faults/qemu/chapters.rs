@@ -35,6 +35,7 @@ impl Stage<'_> {
             Holder::Actor(0) => self.migrate_again(),
             Holder::Actor(1) => self.after_success(),
             // At the other host, by a command of its own.
+            Holder::Actor(_) if !self.plan.next.old_command => Ok(()),
             Holder::Actor(other) => self.old_command(*other),
         }
     }
@@ -52,6 +53,7 @@ impl Stage<'_> {
         } else {
             format!("{}-next", self.plan.name())
         };
+        self.left_over = !self.actors[1].process.wait(ENDED_BY_THEN);
         // Whoever starts another QEMU of this name has ended the one before.
         for actor in &self.actors[1..] {
             actor.process.kill();
@@ -138,5 +140,7 @@ impl Stage<'_> {
     }
 }
 
+/// Servers end a QEMU that will not get its guest, and wait for it to quit by itself first.
+const ENDED_BY_THEN: Duration = Duration::from_secs(1);
 /// Nobody has to have noticed a death at once.
 const DEAD_FOR_CERTAIN: Duration = Duration::from_millis(50);
