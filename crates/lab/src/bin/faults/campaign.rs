@@ -1,6 +1,7 @@
 //! Makes experiments, several at once, until there are enough or one goes wrong.
 
 use std::fmt::Display;
+use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -26,7 +27,9 @@ struct Campaign<'a> {
     /// The number of the next experiment.
     next: AtomicU64,
     faults: AtomicU64,
-    stop: Arc<AtomicBool>,
+    stop: AtomicBool,
+    /// Somebody wants this to end: what has not ended by itself has got the same signal.
+    interrupted: Arc<AtomicBool>,
     state: Mutex<State>,
 }
 
@@ -51,7 +54,8 @@ struct Begun {
 pub(crate) fn run(options: &Options) -> Result<()> {
     let campaign = Campaign::new(options)?;
     for signal in [SIGINT, SIGTERM, SIGHUP] {
-        signal_hook::flag::register(signal, campaign.stop.clone()).context("catching signals")?;
+        let interrupted = campaign.interrupted.clone();
+        signal_hook::flag::register(signal, interrupted).context("catching signals")?;
     }
     thread::scope(|scope| {
         for _ in 0..options.jobs {
@@ -79,7 +83,8 @@ impl<'a> Campaign<'a> {
             begin: Instant::now(),
             next: AtomicU64::new(options.experiment.unwrap_or(0)),
             faults: AtomicU64::new(0),
-            stop: Arc::default(),
+            stop: AtomicBool::new(false),
+            interrupted: Arc::default(),
             state: Mutex::default(),
         })
     }
@@ -120,8 +125,11 @@ impl<'a> Campaign<'a> {
 
     fn ends(&self, begun: &Begun, result: Result<Report, Trouble>) {
         match result {
+            _ if self.interrupted.load(Ordering::SeqCst) => {}
             Ok(report) => {
-                self.lock().tally.add(&report);
+                let mut state = self.lock();
+                state.tally.add(&report);
+                self.show_progress(state.tally.experiments);
                 if self.options.experiment.is_some() {
                     println!("{}: {}\n{report:?}", begun.number, begun.plan);
                 }
@@ -137,10 +145,20 @@ impl<'a> Campaign<'a> {
                 .options
                 .time
                 .is_some_and(|time| self.begin.elapsed() >= time)
-            || self.stop.load(Ordering::SeqCst);
+            || self.stop.load(Ordering::SeqCst)
+            || self.interrupted.load(Ordering::SeqCst);
         let number = self.next.fetch_add(1, Ordering::SeqCst);
         let only = self.options.experiment.is_none_or(|only| only == number);
         (!enough && only).then_some(number)
+    }
+
+    fn show_progress(&self, experiments: u64) {
+        let mut out = io::stderr();
+        if out.is_terminal() {
+            let faults = self.faults.load(Ordering::SeqCst);
+            // Nobody needs it.
+            let _ = write!(out, "\r{experiments} experiments, {faults} faults ");
+        }
     }
 
     fn violated(&self, begun: &Begun, violation: &Violation) {
@@ -227,21 +245,22 @@ fn qemu_setting(options: &Options) -> Result<qemu::Setting> {
         .map(|binary| binary.version.to_string())
         .collect();
     println!("QEMU {}", versions.join(", "));
-    let kinds: Vec<_> = qemu::kinds()
-        .filter(|kind| is_wanted(options, *kind))
-        .collect();
     let program = Program::at(&options.vamoose)?;
+    let kinds = qemu::kinds().filter(|kind| is_wanted(options, *kind, program.checks()));
+    let kinds: Vec<_> = kinds.collect();
     qemu::Setting::new(program, &binaries, &kinds, options.short)
 }
 
 fn live_setting(options: &Options) -> Result<live::Setting> {
-    let kinds: Vec<_> = live::kinds()
-        .filter(|kind| is_wanted(options, *kind))
-        .collect();
-    live::Setting::new(&options.vmm, &kinds)
+    let kinds = live::kinds().filter(|kind| is_wanted(options, *kind, false));
+    live::Setting::new(&options.vmm, &kinds.collect::<Vec<_>>())
 }
 
-fn is_wanted(options: &Options, kind: Kind) -> bool {
+/// All kinds, or those that were named. Bits are flipped where that is noticed, or where somebody wants to see it.
+fn is_wanted(options: &Options, kind: Kind, checks: bool) -> bool {
+    if options.only.is_empty() {
+        return kind != Kind::Flip || checks;
+    }
     let mut only = options.only.iter();
-    options.only.is_empty() || only.any(|only| kind.name().contains(only.as_str()))
+    only.any(|only| kind.name().contains(only.as_str()))
 }

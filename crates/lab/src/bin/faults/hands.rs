@@ -1,6 +1,6 @@
 //! Does the harm, and undoes it: from the threads of the link at a message, or from the stage at a moment.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Rlimit, Signal};
@@ -37,6 +37,8 @@ pub(crate) struct Hands {
     /// How the migration is cancelled, if not by a signal to its command.
     cancel: Option<Cancel>,
     state: Arc<Mutex<State>>,
+    /// A strike has been done.
+    done: Arc<Condvar>,
 }
 
 struct State {
@@ -44,8 +46,10 @@ struct State {
     migrate: Option<Process>,
     serve: Option<Process>,
     limits: Vec<(Process, Rlimit)>,
-    /// Which faults have struck.
-    struck: Vec<usize>,
+    /// Which faults have struck, and when.
+    struck: Vec<(usize, Duration)>,
+    /// How many are just being done.
+    striking: usize,
     /// Which are not over.
     active: Vec<usize>,
     /// When something last broke or was repaired, if ever.
@@ -70,11 +74,13 @@ impl Hands {
                 serve: None,
                 limits: Vec::new(),
                 struck: Vec::new(),
+                striking: 0,
                 active: Vec::new(),
                 changed: None,
                 over: false,
                 story: Vec::new(),
             })),
+            done: Arc::default(),
         }
     }
 
@@ -118,10 +124,11 @@ impl Hands {
     pub(crate) fn strike(&self, index: usize) {
         let fault = &self.faults[index];
         let mut state = self.lock();
-        if state.over || state.struck.contains(&index) {
+        if state.over || state.struck.iter().any(|(struck, _)| *struck == index) {
             return;
         }
-        state.struck.push(index);
+        state.struck.push((index, now()));
+        state.striking += 1;
         if fault.kind.breaks() {
             state.changed = Some(Instant::now());
         }
@@ -135,6 +142,8 @@ impl Hands {
         drop(state);
         self.tell(&format!("FAULT {fault}"));
         self.harm(index, fault, migrate, serve);
+        self.lock().striking -= 1;
+        self.done.notify_all();
     }
 
     fn harm(&self, index: usize, fault: &Fault, migrate: Option<Process>, serve: Option<Process>) {
@@ -230,10 +239,16 @@ impl Hands {
         }
     }
 
-    /// No fault strikes from now on; returns those that are not over.
+    /// No fault strikes from now on, and none is just striking; returns those that are not over.
     pub(crate) fn finish(&self) -> Vec<usize> {
         let mut state = self.lock();
         state.over = true;
+        while state.striking > 0 {
+            state = self
+                .done
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
         state.deeds.clear();
         state.active.clone()
     }
@@ -250,11 +265,18 @@ impl Hands {
     }
 
     pub(crate) fn struck(&self) -> Vec<Kind> {
-        self.lock()
-            .struck
-            .iter()
-            .map(|index| self.faults[*index].kind)
-            .collect()
+        let state = self.lock();
+        let struck = state.struck.iter();
+        struck.map(|(index, _)| self.faults[*index].kind).collect()
+    }
+
+    /// When a fault of this kind struck first.
+    pub(crate) fn struck_at(&self, kind: Kind) -> Option<Duration> {
+        let state = self.lock();
+        let mut struck = state.struck.iter();
+        struck
+            .find(|(index, _)| self.faults[*index].kind == kind)
+            .map(|(_, at)| *at)
     }
 
     /// Whether nothing is broken.

@@ -15,6 +15,8 @@ pub(crate) struct Report {
     pub(crate) ended: Ended,
     /// Whether a command was in doubt for a while.
     pub(crate) in_doubt: bool,
+    /// Whether the guest has stayed and its destination was not ended, so that it waits for nothing.
+    pub(crate) left_over: bool,
     pub(crate) took: Duration,
 }
 

@@ -15,6 +15,7 @@ pub(crate) struct Tally {
     reasons: BTreeMap<&'static str, u64>,
     violations: BTreeMap<Broken, Vec<u64>>,
     missed: u64,
+    left_over: u64,
     pub(crate) experiments: u64,
 }
 
@@ -33,6 +34,7 @@ impl Tally {
     pub(crate) fn add(&mut self, report: &Report) {
         self.experiments += 1;
         self.missed += report.missed.len() as u64;
+        self.left_over += u64::from(report.left_over);
         if let Ended::Lost(why) = report.ended {
             *self.reasons.entry(why).or_default() += 1;
         }
@@ -116,6 +118,11 @@ impl fmt::Display for Tally {
             "* for a while: by a command that ended when something was still broken"
         )?;
         writeln!(f, "faults whose moment never came: {}", self.missed)?;
+        writeln!(
+            f,
+            "destinations that waited on when the guest stayed: {}",
+            self.left_over
+        )?;
         for (why, count) in &self.reasons {
             writeln!(f, "lost {count} times: {why}")?;
         }

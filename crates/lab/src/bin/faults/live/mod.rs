@@ -92,6 +92,7 @@ impl Setting {
             struck,
             ended,
             in_doubt: stage.in_doubt,
+            left_over: false,
             took: begin.elapsed(),
         })
     }
@@ -114,7 +115,7 @@ impl Setting {
 }
 
 /// How often each kind of fault is drawn, of all.
-const KINDS: [(u64, Kind); 15] = [
+const KINDS: [(u64, Kind); 16] = [
     (6, Kind::KillSource),
     (6, Kind::KillDestination),
     (6, Kind::RestartDestination),
@@ -128,6 +129,7 @@ const KINDS: [(u64, Kind); 15] = [
     (8, Kind::Refuse),
     (4, Kind::Delay),
     (6, Kind::Duplicate),
+    (4, Kind::Flip),
     (3, Kind::FilesSource),
     (3, Kind::FilesDestination),
 ];

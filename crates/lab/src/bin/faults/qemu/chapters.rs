@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::actor::State;
 use super::judge::Holder;
 use super::plan::Then;
-use super::stage::{HOST, OTHER_HOST, SOURCE_HOST, Stage};
+use super::stage::{HOST, OTHER_HOST, SOURCE_HOST, Said, Stage};
 use crate::claim::Claim;
 use crate::report::{Broken, Trouble};
 
@@ -15,7 +15,11 @@ impl Stage<'_> {
         const MOST: usize = 4;
         for _ in 0..MOST {
             let last = self.said.iter().rev().find(|said| said.to == 1);
-            if last.is_some_and(|said| said.claim.is_definite()) {
+            // There is nothing to be said about a QEMU that is not there.
+            let gone = self.actors[0].has_ended();
+            let known =
+                |said: &Said| said.claim.is_definite() || gone && said.claim == Claim::Silent;
+            if last.is_some_and(known) {
                 return Ok(());
             }
             self.run(self.first_command("the command run again"))?;
@@ -31,6 +35,7 @@ impl Stage<'_> {
             Holder::Actor(0) => self.migrate_again(),
             Holder::Actor(1) => self.after_success(),
             // At the other host, by a command of its own.
+            Holder::Actor(_) if !self.plan.next.old_command => Ok(()),
             Holder::Actor(other) => self.old_command(*other),
         }
     }
@@ -48,6 +53,7 @@ impl Stage<'_> {
         } else {
             format!("{}-next", self.plan.name())
         };
+        self.left_over = !self.actors[1].process.wait(ENDED_BY_THEN);
         // Whoever starts another QEMU of this name has ended the one before.
         for actor in &self.actors[1..] {
             actor.process.kill();
@@ -134,5 +140,7 @@ impl Stage<'_> {
     }
 }
 
+/// Servers end a QEMU that will not get its guest, and wait for it to quit by itself first.
+const ENDED_BY_THEN: Duration = Duration::from_secs(1);
 /// Nobody has to have noticed a death at once.
 const DEAD_FOR_CERTAIN: Duration = Duration::from_millis(50);

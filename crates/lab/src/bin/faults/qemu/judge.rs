@@ -112,7 +112,7 @@ impl Stage<'_> {
 
     /// The source was killed when the destination had all of the guest, and the source had stopped for that.
     fn was_whole_at_destination(&mut self) -> bool {
-        let Some(died) = self.actors[0].process.ended_at() else {
+        let Some(died) = self.hands.struck_at(Kind::KillSource) else {
             return false;
         };
         let ran_last = self.actors[0].life().runs.last().copied();

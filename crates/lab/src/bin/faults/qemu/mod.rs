@@ -81,7 +81,6 @@ impl Setting {
             .iter()
             .filter(|(_, kind)| kinds.contains(kind))
             .filter(|(_, kind)| has_disk || !kind.is_of_disk())
-            .filter(|(_, kind)| setting.program.checks() || *kind != Kind::Flip)
             .copied()
             .collect();
         let (words, clean) = setting
@@ -165,6 +164,7 @@ impl Stage<'_> {
                 Holder::Lost(why) => Ended::Lost(why),
             },
             in_doubt: self.was_in_doubt(),
+            left_over: self.left_over,
             took: begin.elapsed(),
         })
     }

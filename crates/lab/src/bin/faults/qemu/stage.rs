@@ -43,6 +43,8 @@ pub(crate) struct Stage<'a> {
     pub(crate) actors: Vec<Actor>,
     pub(crate) hands: Hands,
     pub(crate) said: Vec<Said>,
+    /// The guest has stayed, and its destination has not been ended.
+    pub(crate) left_over: bool,
     /// Before the commands' proxies: they use them.
     commands: Vec<Running>,
     proxy: Proxy,
@@ -113,6 +115,7 @@ impl<'a> Stage<'a> {
             actors: vec![source, destination],
             hands,
             said: Vec::new(),
+            left_over: false,
             commands: Vec::new(),
             proxy,
             outputs: Vec::new(),
