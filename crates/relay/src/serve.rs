@@ -215,7 +215,7 @@ impl Server {
     fn look_after_jobs(&self) {
         let mut jobs = self.jobs();
         // Over, and in nobody's hands: whoever asks again is answered from the journal.
-        jobs.retain(|_, job| Arc::strong_count(job) > 1 || !job.is_over());
+        jobs.retain(|_, job| Arc::strong_count(job) > 1 || !job.is_in_journal());
         for job in jobs.values() {
             job.check_lease(self.config.orphan_timeout);
         }
@@ -314,7 +314,10 @@ impl Server {
         known.or_else(|| {
             let record = self.journal.find::<DestinationRecord>(attempt);
             let record = record.inspect_err(|error| warn!("{error}")).ok()??;
-            self.restore(record)
+            let job = self.restore(record)?;
+            // One that no server had taken up yet.
+            job.go_on();
+            Some(job)
         })
     }
 

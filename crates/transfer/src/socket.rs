@@ -31,7 +31,7 @@ use vm_memory::VolatileSlice;
 use crate::{
     Address, Peers,
     memory::{self, Left},
-    peer::peer_of,
+    peer::{Peer, peer_of},
 };
 
 /// One connection, unix or TCP. Reads and writes go through a shared reference, so that one thread
@@ -377,14 +377,14 @@ impl Listener {
         if self.peers.is_anyone() {
             return true;
         }
+        let address = &self.address;
         match peer_of(stream) {
-            Ok(peer) if self.peers.allow(peer) => true,
-            peer => {
-                let address = &self.address;
-                warn!("turning away a connection on {address} of another user: {peer:?}");
-                false
-            }
+            Ok(peer) if self.peers.allow(peer) => return true,
+            Ok(Peer::Uid(uid)) => warn!("turning away user {uid} on {address}"),
+            // Mostly one that has been closed already.
+            unknown => debug!("turning away a connection on {address}: {unknown:?}"),
         }
+        false
     }
 }
 

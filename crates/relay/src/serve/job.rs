@@ -45,6 +45,8 @@ struct Inner {
     controls: Vec<Weak<Stream>>,
     /// When the source's last connection was lost.
     silent_since: Option<Instant>,
+    /// The journal has an older state: it could not be written.
+    unwritten: bool,
 }
 
 impl Job {
@@ -63,6 +65,7 @@ impl Job {
                 guest,
                 controls: Vec::new(),
                 silent_since: Some(Instant::now()),
+                unwritten: false,
             }),
             changed: Condvar::new(),
             transfer: Mutex::new(transfer.map(Arc::new)),
@@ -199,6 +202,19 @@ impl Job {
             .is_ok_and(|inner| inner.machine.is_over())
     }
 
+    /// Whether all that is known of it is in the journal, and nothing is left to be done. What could not be written
+    /// before is written now.
+    pub(super) fn is_in_journal(&self) -> bool {
+        let Ok(mut inner) = self.inner.try_lock() else {
+            return false;
+        };
+        if inner.unwritten && inner.machine.is_over() {
+            // Said when it failed first.
+            let _ = inner.persist();
+        }
+        inner.machine.is_over() && !inner.unwritten
+    }
+
     /// How far it has come.
     pub(crate) fn state(&self) -> DestinationState {
         self.inner().machine.state().clone()
@@ -259,7 +275,9 @@ impl Inner {
 
     fn persist(&mut self) -> Result<(), String> {
         self.entry.record.state = self.machine.state().clone();
-        self.entry.write().map_err(|error| error.to_string())
+        let written = self.entry.write();
+        self.unwritten = written.is_err();
+        written.map_err(|error| error.to_string())
     }
 
     fn persist_or_warn(&mut self) {
