@@ -42,6 +42,7 @@ use crate::{
 };
 use hand_over::{HandOver, Limits};
 use socket::Socket;
+use source::EVENT_WAIT;
 pub(crate) use source::Source;
 
 /// One migration to be driven.
@@ -386,7 +387,7 @@ impl Migration<'_> {
             if let Some(Stop { cause, .. }) = stopping.take_if(|stop| stop.is_overdue()) {
                 return Err(cause);
             }
-            let is_news = source.take_events()?;
+            let is_news = source.take_events(EVENT_WAIT)?;
             if !is_news && asked.is_some_and(|asked: Instant| asked.elapsed() < ASK_EVERY) {
                 continue;
             }
@@ -408,8 +409,8 @@ impl Migration<'_> {
                     if stopping.is_some() {
                         warn!("too late to cancel: the guest has been sent");
                     }
-                    // Among them, when it stopped.
-                    source.take_events()?;
+                    // Among them, when it stopped. The guest stands still: nothing is waited for.
+                    source.take_events(Duration::ZERO)?;
                     return Ok(account);
                 }
                 // A source that is cancelled sometimes calls it a failure.

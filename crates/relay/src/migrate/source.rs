@@ -97,9 +97,9 @@ impl Source {
         }
     }
 
-    /// Waits a moment for events and takes all there are; whether one is about the migration.
-    pub(super) fn take_events(&mut self) -> Result<bool, QemuError> {
-        let (mut is_news, mut wait) = (false, EVENT_WAIT);
+    /// Takes all events that there are, and waits for a first one; whether one is about the migration.
+    pub(super) fn take_events(&mut self, mut wait: Duration) -> Result<bool, QemuError> {
+        let mut is_news = false;
         while let Some(event) = self.qemu.next_event(wait)? {
             wait = Duration::ZERO;
             match event.name.as_str() {
@@ -130,7 +130,7 @@ impl Source {
             return false;
         }
         // Ends with the connection's error.
-        while self.take_events().is_ok() {}
+        while self.take_events(EVENT_WAIT).is_ok() {}
         true
     }
 
