@@ -438,7 +438,7 @@ impl Server {
             .cloned()
             .collect::<Vec<_>>()
             .into_iter();
-        if jobs.any(|job| job.name == name && !job.is_over()) {
+        if jobs.any(|job| job.name == name && !job.is_out_of_the_way()) {
             let name = name.to_owned();
             return Err(PrepareError::Busy { name });
         }

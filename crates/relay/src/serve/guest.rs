@@ -44,6 +44,11 @@ impl Guest {
         }
     }
 
+    /// Whether its QEMU is proven to have ended.
+    pub(super) fn has_ended(&self) -> bool {
+        self.instance.has_ended()
+    }
+
     /// Lets the loaded guest go on, unless it does, and looks whether it does.
     pub(super) fn run(&mut self, resume: bool) -> DestinationEvent {
         let state = match self.wait_until_loaded() {

@@ -194,12 +194,17 @@ impl Job {
         );
     }
 
-    /// Whether nothing more can become of its guest here.
-    pub(super) fn is_over(&self) -> bool {
+    /// Whether its QEMU is free for another attempt: this one is over, also because the QEMU has ended meanwhile.
+    pub(super) fn is_out_of_the_way(&self) -> bool {
         // Locked means that something is being done with it.
-        self.inner
-            .try_lock()
-            .is_ok_and(|inner| inner.machine.is_over())
+        let Ok(mut inner) = self.inner.try_lock() else {
+            return false;
+        };
+        if !inner.machine.is_over() && inner.guest.has_ended() {
+            let cause = "its QEMU has ended".to_owned();
+            inner.handle(DestinationEvent::Died { cause });
+        }
+        inner.machine.is_over()
     }
 
     /// Whether all that is known of it is in the journal, and nothing is left to be done. What could not be written
