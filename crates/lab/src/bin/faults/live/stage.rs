@@ -119,7 +119,15 @@ impl<'a> Stage<'a> {
         }
         self.repair_all()?;
         self.expect_no_crash()?;
+        self.hear_all_out();
         Ok(over)
+    }
+
+    /// What they did by now is known then.
+    fn hear_all_out(&self) {
+        for vmm in self.all() {
+            vmm.hear_out(SOON);
+        }
     }
 
     fn perform(&mut self, deed: Deed) -> Result<()> {
@@ -293,6 +301,7 @@ impl<'a> Stage<'a> {
                 return Err(Trouble::broken(Broken::NextFails, cause));
             }
         }
+        self.hear_all_out();
         self.expect_one()?;
         let there = self.destinations.last().context("no destination")?;
         self.verify(there)?;
