@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test faults figures
+.PHONY: help setup build demo test model faults figures
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -25,6 +25,11 @@ demo: setup    # Move a running guest between two QEMUs, prove it, compare with 
 # What a machine cannot test says SKIPPED on the terminal; with VAMOOSE_NO_SKIP=1 it is an error.
 test: setup    # Run all tests
 	cargo test --workspace --no-fail-fast
+
+# What a test run explores in a minute, with more of everything: MODEL_FAULTS, MODEL_COMMANDS, MODEL_ATTEMPTS, MODEL_HOSTS,
+# MODEL_TRACES and MODEL_SEED say how much.
+model: setup   # Explore the model of the hand-over further (some minutes)
+	cargo test -p handover --test model -- --ignored
 
 faults: setup  # Break migrations in every way, at random moments, until one goes wrong (FAULTS="--faults 2000 --seed 1")
 	cargo build --release -p vamoose -p lab -p live --bin vamoose --bin faults --example vmm

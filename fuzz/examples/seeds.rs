@@ -7,6 +7,11 @@
 use std::{fs, path::Path};
 
 use codec::{Settings, encoder};
+use handover::{
+    AttemptId, ConnectionKind, DestinationMessage, Details, Incarnation, Preamble, Prepare,
+    SourceMessage, encode as line,
+};
+use live::protocol::{BlockShape, PrepareDetails};
 use multifd::{INITIAL_LEN, Layout, Method, PRELUDE_LEN, Prelude, RamHeader};
 use vamoose_fuzz::{LAYOUT, write_packet};
 
@@ -26,6 +31,7 @@ fn main() {
     decoders();
     round_trips();
     channels();
+    conversations();
 }
 
 /// The introduction and every differing sort of packet of each recording, after a byte for 4 KiB
@@ -131,6 +137,63 @@ fn channels() {
         input.extend(ram(&[], &[], Method::None, &[], true));
         seed("channel", method.name(), &input);
     }
+}
+
+/// Both halves of a migration's control connection, and a source that has given up.
+fn conversations() {
+    let details = PrepareDetails {
+        blocks: vec![BlockShape {
+            name: "ram".to_owned(),
+            len: 1 << 30,
+        }],
+        page_size: 4096,
+        packet_bytes: 512 << 10,
+        channels: 2,
+        settle_ms: 60_000,
+    };
+    let (kind, attempt) = (ConnectionKind::Control, AttemptId(*b"some migration's"));
+    let preamble = Preamble { kind, attempt }.to_bytes();
+    let from_source = |messages: &[SourceMessage]| {
+        let lines = messages.iter().map(|message| line(message).expect("short"));
+        [&preamble[..], &lines.collect::<Vec<_>>().concat()].concat()
+    };
+    let prepare = Prepare::new(details.to_details().expect("they can be written"));
+    let source = [
+        SourceMessage::Prepare(prepare),
+        SourceMessage::State { len: 0 },
+        SourceMessage::Commit { resume: true },
+        SourceMessage::Settled,
+    ];
+    seed("control", "source", &from_source(&source));
+    let cause = "cancelled".to_owned();
+    let abort = SourceMessage::Abort { cause };
+    seed("control", "abort", &from_source(&[abort]));
+    let incarnation = Incarnation([7; 16]);
+    let state = "running".to_owned();
+    let (cause, reason) = ("no CPU".to_owned(), "never seen".to_owned());
+    let destination = [
+        DestinationMessage::Preparing,
+        DestinationMessage::Prepared {
+            protocol: 2,
+            incarnation,
+            details: Details::new(),
+        },
+        DestinationMessage::Synced { round: 1 },
+        DestinationMessage::Loaded,
+        DestinationMessage::Starting,
+        DestinationMessage::Running { state },
+        DestinationMessage::Aborted { incarnation, cause },
+        DestinationMessage::Unknown {
+            incarnation,
+            reason,
+        },
+    ];
+    // The target has messages begin behind as many bytes as a preamble has.
+    let mut answers = vec![b'\n'; preamble.len()];
+    for message in &destination {
+        answers.extend(line(message).expect("short"));
+    }
+    seed("control", "destination", &answers);
 }
 
 fn ram(normal: &[u64], zero: &[u64], method: Method, payload: &[u8], sync: bool) -> Vec<u8> {

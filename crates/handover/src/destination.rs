@@ -26,6 +26,8 @@ pub struct Destination {
     told: bool,
     /// [`DestinationAction::Run`] or [`DestinationAction::Check`] is being carried out.
     looking: bool,
+    /// What has just been seen, while that it has is being written down.
+    seen: Option<DestinationMessage>,
 }
 
 /// How far an attempt has come; what the destination's journal remembers of it.
@@ -80,7 +82,10 @@ pub enum DestinationEvent {
         /// The VMM's name for its state.
         state: String,
     },
-    /// The guest was not told to run, or refused in a way that proves that it has not run.
+    /// The guest was here, and has been sent on to another host since.
+    MovedOn,
+    /// The guest was not told to run, or refused in a way that proves that it has not run. Also of a VMM that had ended
+    /// before [`DestinationAction::Run`] told it anything; that it has died is reported behind this.
     NotStarted {
         /// Why.
         cause: String,
@@ -90,7 +95,8 @@ pub enum DestinationEvent {
         /// What happened.
         reason: String,
     },
-    /// Its VMM has ended; its process is gone, which is proven.
+    /// Its VMM has ended; its process is gone, which is proven. While [`DestinationAction::Run`] or
+    /// [`DestinationAction::Check`] is being carried out, only that reports what it finds.
     Died {
         /// What is known of the end.
         cause: String,
@@ -100,8 +106,8 @@ pub enum DestinationEvent {
         /// Why.
         reason: String,
     },
-    /// The journal could not be written, so that nothing that was to follow [`DestinationAction::Persist`] has been
-    /// done.
+    /// The journal could not be written and has what it had before, and nothing that was to follow
+    /// [`DestinationAction::Persist`] has been done.
     NotPersisted {
         /// Why.
         reason: String,
@@ -117,12 +123,13 @@ pub enum DestinationAction {
     /// Say this on every control connection of this attempt. That it was sent means nothing.
     Send(DestinationMessage),
     /// Let the guest go on, unless it does; if `resume`, as a running one. Look whether it does, and report
-    /// [`DestinationEvent::Started`], `NotStarted`, `Unclear` or `Died`.
+    /// [`DestinationEvent::Started`], `MovedOn`, `NotStarted`, `Unclear` or `Died`.
     Run {
         /// Whether it shall run.
         resume: bool,
     },
-    /// Look what became of the guest that ran here, change nothing, and report `Started`, `Unclear` or `Died`.
+    /// Look what became of the guest that ran here, change nothing, and report `Started`, `MovedOn`, `Unclear` or
+    /// `Died`.
     Check,
     /// End its VMM and report [`DestinationEvent::Died`] when it has ended, or
     /// [`DestinationEvent::NotEnded`].
@@ -140,6 +147,7 @@ impl Destination {
             commit: None,
             told: false,
             looking: false,
+            seen: None,
         }
     }
 
@@ -192,6 +200,7 @@ impl Destination {
 
     /// Takes an event and returns what to do.
     pub fn handle(&mut self, event: DestinationEvent) -> Vec<DestinationAction> {
+        let seen = self.seen.take();
         match event {
             DestinationEvent::Message(SourceMessage::Commit { resume }) => self.commit(resume),
             DestinationEvent::Message(SourceMessage::Abort { cause }) => self.aborted(cause),
@@ -210,7 +219,10 @@ impl Destination {
                 DestinationState::Receiving | DestinationState::Loaded => self.abort(cause),
                 _ => Vec::new(),
             },
-            DestinationEvent::Started { state } => self.started(state),
+            DestinationEvent::Started { state } => {
+                self.started(DestinationMessage::Running { state })
+            }
+            DestinationEvent::MovedOn => self.started(DestinationMessage::MovedOn),
             DestinationEvent::NotStarted { cause } => self.not_started(cause),
             DestinationEvent::Unclear { reason } => {
                 self.looking = false;
@@ -228,7 +240,7 @@ impl Destination {
                 }
                 _ => Vec::new(),
             },
-            DestinationEvent::NotPersisted { reason } => self.not_persisted(reason),
+            DestinationEvent::NotPersisted { reason } => self.not_persisted(reason, seen),
         }
     }
 
@@ -274,12 +286,10 @@ impl Destination {
         match &self.state {
             DestinationState::Receiving | DestinationState::Loaded => self.abort(cause),
             DestinationState::Aborting { .. } => vec![DestinationAction::End],
-            // The source knows that, and says so.
-            DestinationState::Aborted { .. } => {
-                vec![self.last_word(), DestinationAction::Forget]
+            // `Ended`: too late.
+            DestinationState::Aborted { .. } | DestinationState::Ended { .. } => {
+                vec![self.last_word()]
             }
-            // Too late. No source says `abort` behind a `commit`.
-            DestinationState::Ended { .. } => vec![self.last_word()],
             DestinationState::Starting { .. } | DestinationState::Running if !self.looking => {
                 self.looking = true;
                 vec![DestinationAction::Check]
@@ -288,9 +298,10 @@ impl Destination {
         }
     }
 
+    /// That it never runs here is written down first: once the VMM has ended, nobody can find that out again.
     fn abort(&mut self, cause: String) -> Vec<DestinationAction> {
         self.state = DestinationState::Aborting { cause };
-        vec![DestinationAction::End]
+        vec![DestinationAction::Persist, DestinationAction::End]
     }
 
     fn loaded(&mut self) -> Vec<DestinationAction> {
@@ -308,15 +319,15 @@ impl Destination {
         actions
     }
 
-    fn started(&mut self, state: String) -> Vec<DestinationAction> {
+    fn started(&mut self, answer: DestinationMessage) -> Vec<DestinationAction> {
         self.looking = false;
-        let running = DestinationAction::Send(DestinationMessage::Running { state });
         match &self.state {
             DestinationState::Starting { .. } => {
                 self.state = DestinationState::Running;
-                vec![DestinationAction::Persist, running]
+                self.seen = Some(answer.clone());
+                vec![DestinationAction::Persist, DestinationAction::Send(answer)]
             }
-            DestinationState::Running => vec![running],
+            DestinationState::Running => vec![DestinationAction::Send(answer)],
             _ => Vec::new(),
         }
     }
@@ -349,7 +360,11 @@ impl Destination {
         vec![DestinationAction::Persist, self.last_word()]
     }
 
-    fn not_persisted(&mut self, reason: String) -> Vec<DestinationAction> {
+    fn not_persisted(
+        &mut self,
+        reason: String,
+        seen: Option<DestinationMessage>,
+    ) -> Vec<DestinationAction> {
         match &self.state {
             // Nobody has been told to run: it stays what the journal has.
             DestinationState::Starting { .. } if !self.told => {
@@ -360,14 +375,10 @@ impl Destination {
                     reason,
                 })]
             }
+            DestinationState::Aborting { .. } => vec![DestinationAction::End],
             // These are found out again from what the journal has.
             DestinationState::Loaded => vec![DestinationAction::Send(DestinationMessage::Loaded)],
-            DestinationState::Running => {
-                let state = "running".to_owned();
-                vec![DestinationAction::Send(DestinationMessage::Running {
-                    state,
-                })]
-            }
+            DestinationState::Running => seen.map(DestinationAction::Send).into_iter().collect(),
             DestinationState::Ended { .. } | DestinationState::Aborted { .. } => {
                 vec![self.last_word()]
             }
@@ -386,5 +397,256 @@ impl Destination {
             },
             _ => DestinationMessage::Receiving,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HERE: Incarnation = Incarnation([1; 16]);
+
+    #[test]
+    fn a_migration_that_goes_through() {
+        let told = [
+            (DestinationEvent::Loaded, "persist, say loaded"),
+            (commit(), "persist, say starting, run"),
+            (started(), "persist, say running"),
+            (settled(), "forget"),
+        ];
+        follow(&mut receiving(), told);
+    }
+
+    #[test]
+    fn a_commit_may_come_first() {
+        let told = [
+            (DestinationEvent::StillReceiving, ""),
+            (commit(), ""),
+            (DestinationEvent::StillReceiving, "say receiving"),
+            (
+                DestinationEvent::Loaded,
+                "persist, say loaded, persist, say starting, run",
+            ),
+            (commit(), ""),
+        ];
+        follow(&mut receiving(), told);
+    }
+
+    #[test]
+    fn a_guest_that_is_not_to_come_is_ended_before_anybody_hears_of_it() {
+        for state in [DestinationState::Receiving, DestinationState::Loaded] {
+            for event in [failed(), abort()] {
+                let told = [
+                    (event, "persist, end"),
+                    (commit(), "end"),
+                    (not_ended(), "say unclear"),
+                    (died(), "persist, say aborted"),
+                    (commit(), "say aborted"),
+                    (abort(), "say aborted"),
+                    (settled(), "forget"),
+                ];
+                follow(&mut restored(state.clone()), told);
+            }
+            let told = [(died(), "persist, say aborted"), (started(), "")];
+            follow(&mut restored(state), told);
+        }
+    }
+
+    #[test]
+    fn running_is_looked_at_for_each_answer() {
+        let mut destination = running();
+        let told = [
+            (commit(), "check"),
+            (commit(), ""),
+            (started(), "say running"),
+            (abort(), "check"),
+            (unclear(), "say unclear"),
+            (commit(), "check"),
+            (died(), "persist, say ended"),
+            (commit(), "say ended"),
+            (abort(), "say ended"),
+            (settled(), "forget"),
+        ];
+        follow(&mut destination, told);
+    }
+
+    #[test]
+    fn only_the_first_refusal_proves_that_the_guest_has_not_run() {
+        follow(&mut starting(), [(not_started(), "persist, end")]);
+        let told = [
+            (unclear(), "say unclear"),
+            (abort(), "check"),
+            (unclear(), "say unclear"),
+            (commit(), "run"),
+            (not_started(), "say unclear"),
+            (failed(), ""),
+            (died(), "persist, say ended"),
+        ];
+        follow(&mut starting(), told);
+        let resume = true;
+        let mut again = restored(DestinationState::Starting { resume });
+        assert_eq!(told_of(&again.go_on()), "run");
+        follow(&mut again, [(not_started(), "say unclear")]);
+    }
+
+    #[test]
+    fn what_cannot_be_written_down() {
+        // Nobody has been told to run: it can be tried again.
+        let told = [
+            (not_persisted(), "say unclear"),
+            (commit(), "persist, say starting, run"),
+        ];
+        follow(&mut starting(), told);
+        // All else is found out again.
+        let told = [
+            (DestinationEvent::Loaded, "persist, say loaded"),
+            (not_persisted(), "say loaded"),
+        ];
+        follow(&mut receiving(), told);
+        follow(&mut running(), [(not_persisted(), "say running")]);
+        let told = [
+            (failed(), "persist, end"),
+            (not_persisted(), "end"),
+            (died(), "persist, say aborted"),
+            (not_persisted(), "say aborted"),
+        ];
+        follow(&mut receiving(), told);
+    }
+
+    #[test]
+    fn a_process_that_is_started_again_goes_on() {
+        let (resume, cause) = (true, String::new);
+        for (state, actions) in [
+            (DestinationState::Receiving, "persist, end"),
+            (DestinationState::Loaded, ""),
+            (DestinationState::Starting { resume }, "run"),
+            (DestinationState::Running, ""),
+            (DestinationState::Aborting { cause: cause() }, "end"),
+            (DestinationState::Aborted { cause: cause() }, ""),
+            (DestinationState::Ended { cause: cause() }, ""),
+        ] {
+            assert_eq!(told_of(&restored(state).go_on()), actions);
+        }
+    }
+
+    #[test]
+    fn settled_is_no_news_before_it_is_over() {
+        for mut destination in [receiving(), starting()] {
+            follow(&mut destination, [(settled(), "")]);
+        }
+    }
+
+    #[test]
+    fn a_paused_guest_stays_paused() {
+        let resume = false;
+        let mut destination = restored(DestinationState::Loaded);
+        let commit = DestinationEvent::Message(SourceMessage::Commit { resume });
+        let run = DestinationAction::Run { resume };
+        assert!(destination.handle(commit).contains(&run));
+    }
+
+    fn receiving() -> Destination {
+        Destination::new(HERE)
+    }
+
+    fn restored(state: DestinationState) -> Destination {
+        Destination::restore(HERE, state)
+    }
+
+    fn starting() -> Destination {
+        let mut destination = restored(DestinationState::Loaded);
+        follow(&mut destination, [(commit(), "persist, say starting, run")]);
+        destination
+    }
+
+    fn running() -> Destination {
+        let mut destination = starting();
+        follow(&mut destination, [(started(), "persist, say running")]);
+        destination
+    }
+
+    /// Each event, and what it gives to do.
+    #[track_caller]
+    fn follow<const N: usize>(
+        destination: &mut Destination,
+        events: [(DestinationEvent, &str); N],
+    ) {
+        for (event, actions) in events {
+            let before = destination.clone();
+            let done = destination.handle(event.clone());
+            assert_eq!(told_of(&done), actions, "{event:?} after {before:?}");
+        }
+    }
+
+    fn told_of(actions: &[DestinationAction]) -> String {
+        let told = actions.iter().map(|action| match action {
+            DestinationAction::Persist => "persist",
+            DestinationAction::Run { .. } => "run",
+            DestinationAction::Check => "check",
+            DestinationAction::End => "end",
+            DestinationAction::Forget => "forget",
+            DestinationAction::Send(message) => match message {
+                DestinationMessage::Loaded => "say loaded",
+                DestinationMessage::Receiving => "say receiving",
+                DestinationMessage::Starting => "say starting",
+                DestinationMessage::Running { .. } => "say running",
+                DestinationMessage::Aborted { incarnation, .. } if *incarnation == HERE => {
+                    "say aborted"
+                }
+                DestinationMessage::Ended { .. } => "say ended",
+                DestinationMessage::Unclear { .. } => "say unclear",
+                _ => "say something",
+            },
+        });
+        told.collect::<Vec<_>>().join(", ")
+    }
+
+    fn commit() -> DestinationEvent {
+        let resume = true;
+        DestinationEvent::Message(SourceMessage::Commit { resume })
+    }
+
+    fn abort() -> DestinationEvent {
+        let cause = String::new();
+        DestinationEvent::Message(SourceMessage::Abort { cause })
+    }
+
+    fn settled() -> DestinationEvent {
+        DestinationEvent::Message(SourceMessage::Settled)
+    }
+
+    fn started() -> DestinationEvent {
+        let state = "running".to_owned();
+        DestinationEvent::Started { state }
+    }
+
+    fn failed() -> DestinationEvent {
+        let cause = String::new();
+        DestinationEvent::Failed { cause }
+    }
+
+    fn not_started() -> DestinationEvent {
+        let cause = String::new();
+        DestinationEvent::NotStarted { cause }
+    }
+
+    fn died() -> DestinationEvent {
+        let cause = String::new();
+        DestinationEvent::Died { cause }
+    }
+
+    fn unclear() -> DestinationEvent {
+        let reason = String::new();
+        DestinationEvent::Unclear { reason }
+    }
+
+    fn not_ended() -> DestinationEvent {
+        let reason = String::new();
+        DestinationEvent::NotEnded { reason }
+    }
+
+    fn not_persisted() -> DestinationEvent {
+        let reason = "no space".to_owned();
+        DestinationEvent::NotPersisted { reason }
     }
 }

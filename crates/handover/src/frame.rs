@@ -16,7 +16,7 @@ pub enum FrameError {
     #[error("a message of more than {MAX_LINE} bytes")]
     TooLong,
     /// A line that is not a message of this protocol.
-    #[error("malformed control message")]
+    #[error("malformed control message: {0}")]
     Malformed(#[from] serde_json::Error),
 }
 

@@ -12,6 +12,8 @@ pub enum GuestLocation {
     Source,
     /// At the destination, and nowhere else.
     Destination,
+    /// It was handed over to the destination, and has been sent on from there since.
+    MovedOn,
     /// Paused at the source, and perhaps running at the destination. Only the destination's answer, or a person who
     /// has looked there, can tell.
     InDoubt,
@@ -23,8 +25,9 @@ pub enum GuestLocation {
 impl fmt::Display for GuestLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Source => "the guest is at the source",
+            Self::Source => "the guest stays at the source",
             Self::Destination => "the guest is at the destination",
+            Self::MovedOn => "the guest has moved on from the destination",
             Self::InDoubt => {
                 "the guest is paused at the source and may be running at the destination"
             }

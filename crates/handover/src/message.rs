@@ -33,7 +33,8 @@ pub enum SourceMessage {
         /// Whether it shall run; it was paused at the source otherwise.
         resume: bool,
     },
-    /// The guest stays at the source.
+    /// The guest stays at the source. Behind a `commit` it asks what became of that: a guest that has not begun to run
+    /// never will.
     Abort {
         /// Why.
         #[serde(default)]
@@ -122,6 +123,8 @@ pub enum DestinationMessage {
         /// Why.
         cause: String,
     },
+    /// It has run here and was sent on to another host.
+    MovedOn,
     /// It has run here, or may have, and its VMM has ended: it is not here any more.
     Ended {
         /// What is known of the end.
@@ -249,6 +252,7 @@ pub(crate) mod tests {
             (incarnation(), ".{0,40}").prop_map(|(incarnation, cause)| {
                 DestinationMessage::Aborted { incarnation, cause }
             }),
+            Just(DestinationMessage::MovedOn),
             ".{0,40}".prop_map(|cause| DestinationMessage::Ended { cause }),
             ".{0,40}".prop_map(|reason| DestinationMessage::Unclear { reason }),
             (incarnation(), ".{0,40}").prop_map(|(incarnation, reason)| {

@@ -3,7 +3,7 @@
 //! ```text
 //!            Stopped (GuestDied while stopped)                running
 //!  Moving ─────────────────────────────> Committing ────────────────> Over(Destination)
-//!    │ Failed, Cancelled                     │ │ └──── ended ────────> Over(Lost)
+//!    │ Failed, Cancelled                     │ │ └── ended, moved-on ──> Over(Lost), Over(MovedOn)
 //!    │                                       │ └── aborted ─> Returning ── Resumed ─> Over(Source)
 //!    └─> Over(Source), or Over(Lost)         └─ anything else: still Committing, decided InDoubt
 //! ```
@@ -22,6 +22,8 @@ pub struct Source {
     started: bool,
     /// A connection on which the destination may have said so broke in a way that can swallow it.
     word_lost: bool,
+    /// The guest has been seen to run here, although `commit` may have been said.
+    runs_here: bool,
 }
 
 /// How far an attempt has come; what the source's journal remembers of it.
@@ -62,7 +64,8 @@ pub enum SourceEvent {
     /// A connection has been opened, after [`SourceAction::Dial`].
     Connected,
     /// The connection has ended. `complete`: closed by the destination's system behind all that the destination
-    /// had said, so that nothing can have been lost. Ended without notice or out of turn otherwise.
+    /// had said, so that nothing can have been lost. Ended without notice, out of turn or by the source itself
+    /// otherwise.
     Closed {
         /// See above.
         complete: bool,
@@ -88,14 +91,15 @@ pub enum SourceEvent {
         /// The guest was paused for the switchover and has not run since.
         stopped: bool,
     },
-    /// The guest goes on here, after [`SourceAction::Resume`].
+    /// The guest goes on here, after [`SourceAction::Resume`] or, see [`Source::restore`], without.
     Resumed,
     /// It does not, or that cannot be told.
     NotResumed {
         /// Why.
         reason: String,
     },
-    /// The journal could not be written, so that nothing that was to follow [`SourceAction::Persist`] has been done.
+    /// The journal could not be written and has what it had before, and nothing that was to follow
+    /// [`SourceAction::Persist`] has been done.
     NotPersisted {
         /// Why.
         reason: String,
@@ -108,7 +112,8 @@ pub enum SourceAction {
     /// Write [`Source::state`] to the journal, durably. If that fails, do nothing that follows, and report
     /// [`SourceEvent::NotPersisted`].
     Persist,
-    /// Say this on the connection that is open. That it was sent means nothing.
+    /// Say this on the connection that is open. That it was sent means nothing. Without a connection, report
+    /// [`SourceEvent::Closed`], not complete.
     Send(SourceMessage),
     /// Open a new connection of this attempt, after a while, and report it.
     Dial,
@@ -127,9 +132,12 @@ impl Source {
         }
     }
 
-    /// Goes on from a journal. If its state is not over, report [`SourceEvent::Stopped`], [`SourceEvent::Failed`] or
-    /// [`SourceEvent::GuestDied`] for what has become of the guest meanwhile; if it is committing or returning,
-    /// [`Source::go_on`].
+    /// Goes on from a journal. If its state is not over, look at the guest first:
+    /// - It has ended: report [`SourceEvent::GuestDied`]. Nobody has seen what it did last, so `stopped` is false.
+    /// - Moving: report [`SourceEvent::Stopped`] or [`SourceEvent::Failed`].
+    /// - Committing, and it runs, by an earlier process or a person's hand: report [`SourceEvent::Resumed`].
+    ///
+    /// Then, if that gave nothing to do, [`Source::go_on`].
     pub fn restore(state: SourceState, resume: bool) -> Self {
         Self {
             state,
@@ -138,6 +146,7 @@ impl Source {
             started: false,
             // What was said to the process before is not known.
             word_lost: true,
+            runs_here: false,
         }
     }
 
@@ -223,12 +232,18 @@ impl Source {
             incarnation,
             guest_died,
         };
-        vec![SourceAction::Persist, self.say_commit()]
+        vec![SourceAction::Persist, self.ask()]
     }
 
-    fn say_commit(&self) -> SourceAction {
-        let resume = self.resume;
-        SourceAction::Send(SourceMessage::Commit { resume })
+    /// What the destination answers with what became of the guest. One that runs here is not told to run there.
+    fn ask(&self) -> SourceAction {
+        SourceAction::Send(if self.runs_here {
+            let cause = "the guest runs at the source".to_owned();
+            SourceMessage::Abort { cause }
+        } else {
+            let resume = self.resume;
+            SourceMessage::Commit { resume }
+        })
     }
 
     /// A guest that may be paused goes on first; telling the destination can wait.
@@ -246,7 +261,7 @@ impl Source {
     ) -> Vec<SourceAction> {
         match event {
             SourceEvent::Message(message) => self.answered(message, accepted_by, guest_died),
-            SourceEvent::Connected | SourceEvent::AskAgain => vec![self.say_commit()],
+            SourceEvent::Connected | SourceEvent::AskAgain => vec![self.ask()],
             SourceEvent::Closed { complete } => {
                 self.word_lost |= !complete;
                 vec![SourceAction::Dial]
@@ -262,9 +277,14 @@ impl Source {
                 let cause = "the destination has ended before it ran the guest".to_owned();
                 self.take_back(cause, guest_died)
             }
-            SourceEvent::GaveUp { cause } => in_doubt(cause),
-            // Of the entry that `commit` depends on: it has not been said.
-            SourceEvent::NotPersisted { reason } => self.take_back(reason, guest_died),
+            SourceEvent::GaveUp { cause } => {
+                // Nobody listens on the connection from here on.
+                self.word_lost = true;
+                in_doubt(cause)
+            }
+            // Of the entry that `commit` depends on: it has not been said. The only copy may be the destination's then.
+            SourceEvent::NotPersisted { reason } if guest_died => in_doubt(reason),
+            SourceEvent::NotPersisted { reason } => self.fail(reason),
             SourceEvent::GuestDied { .. } => {
                 // Found out again by whoever restores this, so the journal need not know.
                 self.state = SourceState::Committing {
@@ -273,10 +293,13 @@ impl Source {
                 };
                 Vec::new()
             }
-            SourceEvent::Stopped
-            | SourceEvent::Failed { .. }
-            | SourceEvent::Resumed
-            | SourceEvent::NotResumed { .. } => Vec::new(),
+            SourceEvent::Resumed => {
+                self.runs_here = true;
+                vec![SourceAction::Dial]
+            }
+            SourceEvent::Stopped | SourceEvent::Failed { .. } | SourceEvent::NotResumed { .. } => {
+                Vec::new()
+            }
         }
     }
 
@@ -290,6 +313,13 @@ impl Source {
             DestinationMessage::Starting => {
                 self.started = true;
                 Vec::new()
+            }
+            DestinationMessage::Running { .. }
+            | DestinationMessage::MovedOn
+            | DestinationMessage::Ended { .. }
+                if self.runs_here =>
+            {
+                in_doubt("the guest runs at the source, and has run at the destination".into())
             }
             DestinationMessage::Running { .. } => {
                 self.state = SourceState::Over {
@@ -311,11 +341,10 @@ impl Source {
             DestinationMessage::Aborted { .. } => {
                 in_doubt("another destination than the one that accepted the guest answers".into())
             }
-            DestinationMessage::Ended { cause } => {
-                let mut actions = self.over(GuestLocation::Lost, cause);
-                // Behind the journal's entry.
-                actions.insert(1, SourceAction::Send(SourceMessage::Settled));
-                actions
+            DestinationMessage::Ended { cause } => self.settled(GuestLocation::Lost, cause),
+            DestinationMessage::MovedOn => {
+                let cause = "the destination has sent the guest on".to_owned();
+                self.settled(GuestLocation::MovedOn, cause)
             }
             DestinationMessage::Unknown { reason, .. } => in_doubt(reason),
             // No answer to the question: it is asked again in a while.
@@ -338,8 +367,9 @@ impl Source {
                     cause: cause.clone(),
                 };
                 let mut actions = self.over(GuestLocation::Source, cause);
-                // For a destination that does not know yet; one that does has its answer ready.
-                actions.insert(1, SourceAction::Send(abort));
+                // Behind the journal's entry: a destination that does not know yet ends its VMM, one that does forgets.
+                let words = [abort, SourceMessage::Settled].map(SourceAction::Send);
+                actions.splice(1..1, words);
                 actions
             }
             SourceEvent::NotResumed { reason } => {
@@ -355,6 +385,14 @@ impl Source {
             SourceEvent::NotPersisted { .. } => vec![SourceAction::Resume],
             _ => Vec::new(),
         }
+    }
+
+    /// The destination has said its last word.
+    fn settled(&mut self, guest: GuestLocation, cause: String) -> Vec<SourceAction> {
+        let mut actions = self.over(guest, cause);
+        // Behind the journal's entry.
+        actions.insert(1, SourceAction::Send(SourceMessage::Settled));
+        actions
     }
 
     fn over(&mut self, guest: GuestLocation, cause: String) -> Vec<SourceAction> {
@@ -383,4 +421,314 @@ fn in_doubt(cause: String) -> Vec<SourceAction> {
         guest: GuestLocation::InDoubt,
         cause: Some(cause),
     })]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Details;
+
+    const ACCEPTED: Incarnation = Incarnation([1; 16]);
+    const ANOTHER: Incarnation = Incarnation([2; 16]);
+
+    const COMMITTING: SourceState = SourceState::Committing {
+        incarnation: Some(ACCEPTED),
+        guest_died: false,
+    };
+
+    #[test]
+    fn a_migration_that_goes_through() {
+        let mut source = Source::new(true);
+        let told = [
+            (prepared(), "persist"),
+            (says(DestinationMessage::Loaded), ""),
+            (SourceEvent::Stopped, "persist, say commit"),
+            (says(DestinationMessage::Starting), ""),
+            (running(), "persist, say settled, decide destination"),
+            (running(), ""),
+        ];
+        follow(&mut source, told);
+        assert!(matches!(
+            source.state(),
+            SourceState::Over { cause: None, .. }
+        ));
+    }
+
+    #[test]
+    fn before_the_commit_the_guest_goes_on_at_the_source() {
+        let cause = || "enough".to_owned();
+        for event in [
+            aborted(ANOTHER),
+            says(DestinationMessage::Refused { reason: cause() }),
+            SourceEvent::Failed { cause: cause() },
+            SourceEvent::GaveUp { cause: cause() },
+            SourceEvent::NotPersisted { reason: cause() },
+        ] {
+            let told = [
+                (prepared(), "persist"),
+                (event, "persist, resume"),
+                (
+                    SourceEvent::Resumed,
+                    "persist, say abort, say settled, decide source",
+                ),
+            ];
+            follow(&mut Source::new(true), told);
+        }
+        // These decide nothing.
+        let told = [running(), unknown(), SourceEvent::NobodyListens].map(|event| (event, ""));
+        follow(&mut Source::new(true).direct(), told);
+    }
+
+    #[test]
+    fn behind_the_commit_only_the_destination_that_accepted_gives_it_back() {
+        for (event, actions) in [
+            (aborted(ACCEPTED), "persist, resume"),
+            (aborted(ANOTHER), "decide in doubt"),
+            (unknown(), "decide in doubt"),
+            (gave_up(), "decide in doubt"),
+            (ended(), "persist, say settled, decide lost"),
+            (
+                SourceEvent::Failed {
+                    cause: String::new(),
+                },
+                "",
+            ),
+            (says(DestinationMessage::Receiving), ""),
+            (
+                says(DestinationMessage::Unclear {
+                    reason: String::new(),
+                }),
+                "",
+            ),
+            (closed(true), "dial"),
+            (SourceEvent::NobodyListens, "dial"),
+            (SourceEvent::Connected, "say commit"),
+            (SourceEvent::AskAgain, "say commit"),
+            // Its entry was not written, so that it has not been said.
+            (not_persisted(), "persist, resume"),
+        ] {
+            follow(&mut committing(), [(event, actions)]);
+        }
+    }
+
+    #[test]
+    fn a_direct_network_proves_the_end_of_a_destination_that_said_all() {
+        let gone = SourceEvent::NobodyListens;
+        let starting = says(DestinationMessage::Starting);
+        for (events, actions) in [
+            (vec![closed(true)], "persist, resume"),
+            (vec![starting, closed(true)], "persist, decide lost"),
+            (vec![closed(false)], "dial"),
+            (
+                vec![closed(false), SourceEvent::Connected, closed(true)],
+                "dial",
+            ),
+            // The connection was closed by this side, and nobody heard what came on it.
+            (vec![gave_up()], "dial"),
+        ] {
+            let mut source = committing().direct();
+            for event in events {
+                source.handle(event);
+            }
+            follow(&mut source, [(gone.clone(), actions)]);
+        }
+        // What was said to the process before is not known.
+        let mut restored = Source::restore(COMMITTING, true).direct();
+        follow(&mut restored, [(gone, "dial")]);
+    }
+
+    #[test]
+    fn a_source_that_dies_when_all_has_been_sent_commits() {
+        let died = |stopped| SourceEvent::GuestDied { stopped };
+        let mut source = Source::new(true);
+        follow(
+            &mut source,
+            [(prepared(), "persist"), (died(true), "persist, say commit")],
+        );
+        for (event, actions) in [
+            (running(), "persist, say settled, decide destination"),
+            (aborted(ACCEPTED), "persist, decide lost"),
+            // The only copy may be the destination's, which has not been told anything.
+            (not_persisted(), "decide in doubt"),
+        ] {
+            follow(&mut source.clone(), [(event, actions)]);
+        }
+        let lost = "say abort, persist, decide lost";
+        follow(&mut Source::new(true), [(died(true), lost)]);
+        follow(
+            &mut Source::new(true),
+            [(prepared(), "persist"), (died(false), lost)],
+        );
+        let lost = [
+            (died(true), ""),
+            (aborted(ACCEPTED), "persist, decide lost"),
+        ];
+        follow(&mut committing(), lost);
+    }
+
+    #[test]
+    fn a_guest_that_was_sent_on_from_the_destination_is_not_there() {
+        let moved = says(DestinationMessage::MovedOn);
+        follow(
+            &mut committing(),
+            [(moved, "persist, say settled, decide moved on")],
+        );
+    }
+
+    #[test]
+    fn a_guest_that_cannot_go_on_is_in_doubt() {
+        let reason = String::new();
+        let told = [
+            (SourceEvent::NotResumed { reason }, "decide in doubt"),
+            (not_persisted(), "resume"),
+            (
+                SourceEvent::Resumed,
+                "persist, say abort, say settled, decide source",
+            ),
+            (not_persisted(), "decide source"),
+        ];
+        follow(&mut returning(), told);
+        let died = SourceEvent::GuestDied { stopped: true };
+        follow(&mut returning(), [(died, "persist, decide lost")]);
+    }
+
+    #[test]
+    fn a_guest_that_was_handed_over_and_runs_here_is_not_started_there() {
+        let begins = [
+            (SourceEvent::Resumed, "dial"),
+            (SourceEvent::Connected, "say abort"),
+            (SourceEvent::AskAgain, "say abort"),
+        ];
+        for (event, actions) in [
+            (running(), "decide in doubt"),
+            (ended(), "decide in doubt"),
+            (aborted(ANOTHER), "decide in doubt"),
+            (aborted(ACCEPTED), "persist, resume"),
+        ] {
+            let mut source = Source::restore(COMMITTING, true);
+            follow(&mut source, begins.clone());
+            follow(&mut source, [(event, actions)]);
+        }
+    }
+
+    #[test]
+    fn a_process_that_is_started_again_goes_on() {
+        let over = SourceState::Over {
+            guest: GuestLocation::Lost,
+            cause: None,
+        };
+        let moving = SourceState::Moving { incarnation: None };
+        for (state, actions) in [
+            (moving, ""),
+            (COMMITTING, "dial"),
+            (returning().state, "resume"),
+            (over, "decide lost"),
+        ] {
+            assert_eq!(told(&Source::restore(state, true).go_on()), actions);
+        }
+    }
+
+    #[test]
+    fn a_paused_guest_stays_paused() {
+        let mut source = Source::new(false);
+        let resume = false;
+        let commit = SourceAction::Send(SourceMessage::Commit { resume });
+        assert!(source.handle(SourceEvent::Stopped).contains(&commit));
+    }
+
+    fn committing() -> Source {
+        let mut source = Source::new(true);
+        follow(
+            &mut source,
+            [
+                (prepared(), "persist"),
+                (SourceEvent::Stopped, "persist, say commit"),
+            ],
+        );
+        assert_eq!(source.state, COMMITTING);
+        source
+    }
+
+    fn returning() -> Source {
+        let cause = "enough".to_owned();
+        Source::restore(SourceState::Returning { cause }, true)
+    }
+
+    /// Each event, and what it gives to do.
+    #[track_caller]
+    fn follow<const N: usize>(source: &mut Source, events: [(SourceEvent, &str); N]) {
+        for (event, actions) in events {
+            let before = source.clone();
+            let done = source.handle(event.clone());
+            assert_eq!(told(&done), actions, "{event:?} after {before:?}");
+        }
+    }
+
+    fn told(actions: &[SourceAction]) -> String {
+        let told = actions.iter().map(|action| match action {
+            SourceAction::Persist => "persist",
+            SourceAction::Send(SourceMessage::Commit { .. }) => "say commit",
+            SourceAction::Send(SourceMessage::Abort { .. }) => "say abort",
+            SourceAction::Send(SourceMessage::Settled) => "say settled",
+            SourceAction::Send(_) => "say something",
+            SourceAction::Dial => "dial",
+            SourceAction::Resume => "resume",
+            SourceAction::Decide(decision) => match decision.guest {
+                GuestLocation::Source => "decide source",
+                GuestLocation::Destination => "decide destination",
+                GuestLocation::InDoubt => "decide in doubt",
+                GuestLocation::MovedOn => "decide moved on",
+                GuestLocation::Lost => "decide lost",
+            },
+        });
+        told.collect::<Vec<_>>().join(", ")
+    }
+
+    fn says(message: DestinationMessage) -> SourceEvent {
+        SourceEvent::Message(message)
+    }
+
+    fn prepared() -> SourceEvent {
+        says(DestinationMessage::Prepared {
+            protocol: crate::VERSION,
+            incarnation: ACCEPTED,
+            details: Details::new(),
+        })
+    }
+
+    fn running() -> SourceEvent {
+        let state = "running".to_owned();
+        says(DestinationMessage::Running { state })
+    }
+
+    fn aborted(incarnation: Incarnation) -> SourceEvent {
+        let cause = String::new();
+        says(DestinationMessage::Aborted { incarnation, cause })
+    }
+
+    fn ended() -> SourceEvent {
+        let cause = String::new();
+        says(DestinationMessage::Ended { cause })
+    }
+
+    fn unknown() -> SourceEvent {
+        says(DestinationMessage::Unknown {
+            incarnation: ANOTHER,
+            reason: String::new(),
+        })
+    }
+
+    fn closed(complete: bool) -> SourceEvent {
+        SourceEvent::Closed { complete }
+    }
+
+    fn gave_up() -> SourceEvent {
+        let cause = "enough".to_owned();
+        SourceEvent::GaveUp { cause }
+    }
+
+    fn not_persisted() -> SourceEvent {
+        let reason = "no space".to_owned();
+        SourceEvent::NotPersisted { reason }
+    }
 }

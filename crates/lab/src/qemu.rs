@@ -25,6 +25,9 @@ use crate::{proc, skipped, target_dir};
 /// The machine type of Linux guests: the newest that every supported QEMU has, so that they can migrate to one another.
 pub const MACHINE: &str = "pc-i440fx-7.2";
 
+/// Major and minor versions that `scripts/setup qemu` fetches, oldest first: all that migrations are tested between.
+pub const VERSIONS: [(u32, u32); 3] = [(7, 2), (10, 0), (11, 1)];
+
 /// A version of QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Version {
@@ -105,6 +108,24 @@ pub fn find_or_skip(major: u32, minor: u32) -> Result<Option<Binary>> {
         skipped(&format!("no QEMU {major}.{minor}, run scripts/setup qemu"))?;
     }
     Ok(found)
+}
+
+/// Every QEMU of [`VERSIONS`] with every one, itself included: source and destination. Says loudly which are missing.
+///
+/// # Errors
+/// When one is missing and skipping is forbidden, see [`skipped`].
+pub fn pairs_or_skip() -> Result<Vec<(Binary, Binary)>> {
+    let mut found = Vec::new();
+    for (major, minor) in VERSIONS {
+        found.extend(find_or_skip(major, minor)?);
+    }
+    let with_all = |from: &Binary| {
+        found
+            .iter()
+            .map(|to| (from.clone(), to.clone()))
+            .collect::<Vec<_>>()
+    };
+    Ok(found.iter().flat_map(with_all).collect())
 }
 
 /// The newest QEMU there is. When there is none, says loudly that the test is skipped, and gives `None`.
@@ -268,6 +289,12 @@ impl Builder {
             }
         }
         self
+    }
+
+    /// What this QEMU's process is to be called, instead of after its program or its loader.
+    #[must_use]
+    pub fn process_name(self, name: &str) -> Self {
+        self.argument("-name").argument(format!("x,process={name}"))
     }
 
     /// Adds an argument to QEMU's command line.
@@ -655,6 +682,17 @@ mod tests {
             micro,
         };
         assert!(version(2) < version(10));
+    }
+
+    #[test]
+    fn every_version_meets_every_version() {
+        let pairs = pairs_or_skip().unwrap();
+        let versions = |(from, to): &(Binary, Binary)| (from.version, to.version);
+        let mut versions = pairs.iter().map(versions).collect::<Vec<_>>();
+        versions.sort();
+        versions.dedup();
+        assert_eq!(versions.len(), pairs.len());
+        assert!(pairs.len().isqrt().pow(2) == pairs.len());
     }
 
     #[test]

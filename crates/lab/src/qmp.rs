@@ -327,6 +327,26 @@ impl Qmp {
         }
     }
 
+    /// Waits until a migration that is under way has moved this many bytes of memory.
+    ///
+    /// # Errors
+    /// When it is over before, or the time is.
+    pub fn wait_moved(&mut self, bytes: u64, within: Duration) -> Result<()> {
+        let deadline = Instant::now() + within;
+        loop {
+            let info = self.wait_migration(&["active"], within)?;
+            let moved = info["ram"]["transferred"].as_u64().unwrap_or(0);
+            if moved >= bytes {
+                return Ok(());
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "{moved} of {bytes} bytes have moved within {within:?}"
+            );
+            self.receive_event(deadline.min(Instant::now() + AGAIN))?;
+        }
+    }
+
     /// Queues the next event; false when the deadline passes first.
     fn receive_event(&mut self, deadline: Instant) -> Result<bool> {
         while let Some(message) = self.receive_until(deadline)? {

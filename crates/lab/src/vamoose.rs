@@ -1,7 +1,9 @@
 //! Runs `vamoose` as a user would, as a process, and reads what it says.
 
 use std::{
+    fs::Permissions,
     io::{BufRead as _, BufReader, Read},
+    os::unix::fs::PermissionsExt as _,
     path::Path,
     process::{Child, ChildStderr, Command, ExitStatus, Stdio},
     sync::{Arc, Condvar, Mutex, PoisonError},
@@ -15,8 +17,25 @@ use rustix::{
     io::Errno,
     process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
 };
+use tempfile::TempDir;
 
 use crate::proc::{self, Memory};
+
+/// A folder for `--state-dir`, in memory as the default one is: what is measured is not a disk.
+///
+/// # Errors
+/// When it cannot be made.
+pub fn state_dir() -> Result<TempDir> {
+    let memory = Path::new("/dev/shm");
+    let mut builder = tempfile::Builder::new();
+    let private = builder.permissions(Permissions::from_mode(0o700));
+    if memory.is_dir() {
+        private.tempdir_in(memory)
+    } else {
+        private.tempdir()
+    }
+    .context("creating a state folder")
+}
 
 /// A running `vamoose`. Killed and reaped on drop.
 pub struct Vamoose {
@@ -133,6 +152,16 @@ impl Vamoose {
     /// When the process is gone already.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         kill_process(self.raw_pid()?, signal).context("cannot signal vamoose")
+    }
+
+    /// Ends it as a crash would; nothing of it is left when this returns.
+    ///
+    /// # Errors
+    /// When it cannot be killed.
+    pub fn kill(&mut self) -> Result<()> {
+        self.child.kill().context("cannot kill vamoose")?;
+        self.child.wait().context("cannot wait for vamoose")?;
+        Ok(())
     }
 
     /// Whether it has ended.

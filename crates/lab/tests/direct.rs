@@ -12,41 +12,11 @@ const LIMIT: Duration = Duration::from_secs(120);
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn bare_10_0_to_10_0() -> Result<()> {
-    let Some(binary) = qemu::find_or_skip(10, 0)? else {
-        return Ok(());
-    };
-    bare(&binary, &binary)
-}
-
-#[test]
-fn bare_7_2_to_7_2() -> Result<()> {
-    let Some(binary) = qemu::find_or_skip(7, 2)? else {
-        return Ok(());
-    };
-    bare(&binary, &binary)
-}
-
-#[test]
-fn bare_7_2_to_10_0() -> Result<()> {
-    let Some(old) = qemu::find_or_skip(7, 2)? else {
-        return Ok(());
-    };
-    let Some(new) = qemu::find_or_skip(10, 0)? else {
-        return Ok(());
-    };
-    bare(&old, &new)
-}
-
-#[test]
-fn bare_10_0_to_7_2() -> Result<()> {
-    let Some(old) = qemu::find_or_skip(7, 2)? else {
-        return Ok(());
-    };
-    let Some(new) = qemu::find_or_skip(10, 0)? else {
-        return Ok(());
-    };
-    bare(&new, &old)
+fn bare_between_all_versions() -> Result<()> {
+    for (from, to) in qemu::pairs_or_skip()? {
+        bare(&from, &to).with_context(|| format!("{} to {}", from.version, to.version))?;
+    }
+    Ok(())
 }
 
 #[test]
@@ -65,7 +35,11 @@ fn over_a_link() -> Result<()> {
         .start()?;
     let mut destination = bare.incoming().namespace(link.destination.name()).start()?;
     let name = std::fs::read_to_string(format!("/proc/{}/comm", source.pid()))?;
-    ensure!(name.starts_with("qemu"), "the process is {name}");
+    // Not `ip`, nor a shell.
+    ensure!(
+        name.starts_with("qemu") || name.starts_with("ld-linux"),
+        "the process is {name}"
+    );
 
     let address = link.destination.address();
     destination.qmp.use_multifd(2)?;
@@ -85,32 +59,37 @@ fn over_a_link() -> Result<()> {
 
 #[test]
 fn linux_10_0_to_10_0() -> Result<()> {
-    let Some(binary) = qemu::find_or_skip(10, 0)? else {
-        return Ok(());
-    };
-    linux(&binary, &binary)
+    linux_between((10, 0), (10, 0))
 }
 
 #[test]
 fn linux_7_2_to_10_0() -> Result<()> {
-    let Some(old) = qemu::find_or_skip(7, 2)? else {
-        return Ok(());
-    };
-    let Some(new) = qemu::find_or_skip(10, 0)? else {
-        return Ok(());
-    };
-    linux(&old, &new)
+    linux_between((7, 2), (10, 0))
 }
 
 #[test]
 fn linux_10_0_to_7_2() -> Result<()> {
-    let Some(old) = qemu::find_or_skip(7, 2)? else {
+    linux_between((10, 0), (7, 2))
+}
+
+#[test]
+fn linux_10_0_to_11_1() -> Result<()> {
+    linux_between((10, 0), (11, 1))
+}
+
+#[test]
+fn linux_11_1_to_10_0() -> Result<()> {
+    linux_between((11, 1), (10, 0))
+}
+
+fn linux_between(from: (u32, u32), to: (u32, u32)) -> Result<()> {
+    let Some(from) = qemu::find_or_skip(from.0, from.1)? else {
         return Ok(());
     };
-    let Some(new) = qemu::find_or_skip(10, 0)? else {
+    let Some(to) = qemu::find_or_skip(to.0, to.1)? else {
         return Ok(());
     };
-    linux(&new, &old)
+    linux(&from, &to)
 }
 
 fn bare(from: &Binary, to: &Binary) -> Result<()> {

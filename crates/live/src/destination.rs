@@ -8,37 +8,44 @@
 //! ```
 //!
 //! The coordinator is the caller's thread: it alone talks to the VMM. Whatever comes, from channels, from the
-//! source, from new connections, reaches it as an event; whatever blocks is ended by hanging up.
+//! source, from new connections, reaches it as an event; whatever blocks is ended by hanging up. What is said about whose
+//! the guest is, [`handover::Destination`] decides, one for each attempt.
 
 mod accept;
 mod channel;
+mod finished;
+mod parallel;
 mod place;
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     io,
     sync::{
         Arc,
-        mpsc::{self, Receiver, RecvTimeoutError, Sender},
+        atomic::AtomicUsize,
+        mpsc::{self, Receiver, RecvTimeoutError, SyncSender},
     },
     thread::{self, Scope},
     time::{Duration, Instant},
 };
 
 use codec::Engines;
-use multifd::Layout;
+use handover::{
+    AttemptId, DestinationAction, DestinationEvent, DestinationMessage, Details, Incarnation,
+    Prepare, SourceMessage,
+};
+use multifd::{Initial, Layout};
 use tracing::{debug, info, warn};
 use transfer::{Address, ChannelReader, Hangup, Listener, Snapshot, Stats, Stream};
 
 use crate::{
     ChannelError, DestinationError, DestinationGuest, GuestError, Offload, PageCopy, Ram,
     offload::Account,
-    protocol::{
-        DestinationMessage, Hello, MigrationId, Opening, ProtocolError, SourceMessage, VERSION,
-        receive, receive_state, send,
-    },
+    protocol::{PrepareDetails, ProtocolError, random_id, send},
     source::CHANNELS,
 };
+use accept::Connections;
+use finished::Finished;
 use place::Place;
 
 /// Waits for a guest.
@@ -47,6 +54,9 @@ pub struct Destination {
     ram: Ram,
     config: DestinationConfig,
     closing: Arc<Hangup>,
+    finished: Finished,
+    /// A guest runs in this memory.
+    arrived: bool,
 }
 
 /// How.
@@ -98,16 +108,18 @@ impl DestinationHandle {
 pub struct Arrival {
     /// What was received.
     pub moved: Snapshot,
-    /// From the source's first words to the running guest.
+    /// From the source's first message to the running guest.
     pub total_time: Duration,
+    /// Whether it was let run: a guest that was paused at the source stays so.
+    pub running: bool,
     /// Whether the source has said that it knows. If not, it was out of reach for the settle time.
     pub settled: bool,
     /// What devices have done of the copies, if there were some for that.
     pub copy: Option<Offload>,
 }
 
-/// How much longer questions are answered than the source asks: whoever finds nobody listening must be right
-/// in thinking that the guest never ran here.
+/// How much longer questions are answered than the source asks: one whose connections are refused must be
+/// right in thinking that the guest never ran here.
 const LINGER: Duration = Duration::from_secs(30);
 
 /// Longest settle time that a source can ask for.
@@ -119,11 +131,14 @@ const LAST_WORDS_WITHIN: Duration = Duration::from_secs(1);
 /// How long to wait for the words of a source whose channels break: its guest may stand still.
 const SOURCES_LAST_WORDS_WITHIN: Duration = Duration::from_millis(100);
 
+/// Events that may wait for the coordinator.
+const QUEUE: usize = 64;
+
 impl Destination {
     /// Listens on `address` for a guest whose memory is `ram`.
     ///
     /// # Errors
-    /// When the address is taken or not this host's.
+    /// When the address is taken or not this host's, or the system is out of something.
     pub fn bind(
         address: &Address,
         ram: Ram,
@@ -134,6 +149,8 @@ impl Destination {
             ram,
             config,
             closing: Arc::new(Hangup::new()?),
+            finished: Finished::new(Incarnation(random_id()?)),
+            arrived: false,
         })
     }
 
@@ -152,17 +169,27 @@ impl Destination {
     ///
     /// # Errors
     /// Whatever went wrong: the guest never ran here, and the source knows or will find out. Guest memory may
-    /// hold anything. It may be called again for another attempt.
+    /// hold anything. It may be called again for another attempt, but not when a guest has arrived: its memory is left alone.
     pub fn run(&mut self, guest: &mut dyn DestinationGuest) -> Result<Arrival, DestinationError> {
+        if self.arrived {
+            return Err(DestinationError::AlreadyArrived);
+        }
         let hangup = Hangup::new()?;
-        let stats = Arc::new(Stats::default());
         let place = Place::new(&self.ram, self.config.punch_holes);
-        let (events_in, events) = mpsc::channel();
+        let (events_in, events) = mpsc::sync_channel(QUEUE);
+        let connections = Connections {
+            events: events_in.clone(),
+            max_state: self.config.max_state,
+            unknown: Arc::new(AtomicUsize::new(0)),
+        };
         thread::scope(|scope| {
-            let attempt = Attempt {
-                destination: self,
-                hangup: &hangup,
-                stats,
+            let mut coordinator = Coordinator {
+                config: &self.config,
+                ram: &self.ram,
+                finished: &mut self.finished,
+                arrived: &mut self.arrived,
+                controls: HashMap::new(),
+                stats: Arc::new(Stats::default()),
                 copied: match &self.config.copy {
                     PageCopy::Cpu => None,
                     PageCopy::Dsa(devices) => Some(Account::open(devices)),
@@ -174,7 +201,9 @@ impl Destination {
             };
             // Also when the VMM panics: the scope waits for its threads.
             let _hang_up = HangUp(&hangup);
-            attempt.run(guest)
+            let (listener, hangup, closing) = (&self.listener, &hangup, &self.closing);
+            scope.spawn(move || accept::run(listener, hangup, closing, &connections, scope));
+            coordinator.run(guest)
         })
     }
 }
@@ -187,186 +216,192 @@ impl Drop for HangUp<'_> {
     }
 }
 
-/// What the coordinator waits for.
+/// What the coordinator waits for. Control connections have numbers.
 enum Event {
-    /// A connection of a source.
-    Opened(Opening, Arc<Stream>),
-    /// The listener has failed.
-    Deaf(DestinationError),
-    /// The source says something, on the control connection of this number.
-    Heard(u64, SourceMessage),
+    /// A control connection, and the first message on it.
+    Connected {
+        number: u64,
+        attempt: AttemptId,
+        message: SourceMessage,
+        stream: Arc<Stream>,
+    },
+    /// A channel.
+    Channel(Initial, Arc<Stream>),
+    /// A further message.
+    Message(u64, SourceMessage),
     /// The device state has come.
-    State(Vec<u8>),
+    State(u64, Vec<u8>),
     /// A control connection has ended.
-    Silence(u64, Option<DestinationError>),
+    Disconnected(u64, Option<DestinationError>),
     /// A channel has written all its pages of a round.
     Synced(usize, u64),
     /// A channel has ended.
     Ended(usize, Result<(), ChannelError>),
-    /// Somebody has cancelled.
+    /// The VMM has cancelled.
     Cancelled,
 }
 
 /// The coordinator.
-struct Attempt<'scope, 'env> {
-    destination: &'env Destination,
-    hangup: &'env Hangup,
+struct Coordinator<'scope, 'env> {
+    config: &'env DestinationConfig,
+    ram: &'env Ram,
+    finished: &'env mut Finished,
+    arrived: &'env mut bool,
+    /// The control connections of the current attempt: one, and more if it was lost.
+    controls: HashMap<u64, Arc<Stream>>,
     stats: Arc<Stats>,
     copied: Option<Account>,
     place: &'env Place<'env>,
     events: Receiver<Event>,
-    events_in: Sender<Event>,
+    events_in: SyncSender<Event>,
     scope: &'scope Scope<'scope, 'env>,
 }
 
-/// A source that has introduced itself.
-struct Guest {
-    id: MigrationId,
-    hello: Hello,
+/// The current attempt.
+struct Session {
+    id: AttemptId,
+    machine: handover::Destination,
+    details: PrepareDetails,
     layout: Layout,
-    controls: Controls,
     start: Instant,
+    /// The source will not ask again.
+    settled: bool,
+    /// The guest was let run.
+    running: bool,
+    /// Why it could not be.
+    failure: Option<DestinationError>,
 }
 
-/// The control connections of a source: one, and more if it was lost.
-#[derive(Default)]
-struct Controls {
-    open: HashMap<u64, Arc<Stream>>,
-    last: u64,
-}
+impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
+    fn run(&mut self, guest: &mut dyn DestinationGuest) -> Result<Arrival, DestinationError> {
+        let mut session = self.wait_for_source()?;
+        let result = self.serve(&mut session, guest);
+        if !session.settled {
+            self.finished.remember(session.id, session.machine);
+        }
+        result
+    }
 
-impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
-    fn run(&self, guest: &mut dyn DestinationGuest) -> Result<Arrival, DestinationError> {
-        let destination = self.destination;
-        self.scope.spawn({
-            let (hangup, events, scope) = (self.hangup, self.events_in.clone(), self.scope);
-            move || {
-                accept::run(
-                    &destination.listener,
-                    hangup,
-                    &destination.closing,
-                    &events,
-                    scope,
-                )
-            }
-        });
-        let mut source = self.wait_for_source()?;
-        let loaded = self
-            .receive(&mut source)
+    fn serve(
+        &mut self,
+        session: &mut Session,
+        guest: &mut dyn DestinationGuest,
+    ) -> Result<Arrival, DestinationError> {
+        let committed = self
+            .receive(session)
             .and_then(|state| {
                 guest
                     .load(&state)
                     .map_err(|error| guest_error("load the state of", error))
             })
-            .and_then(|()| source.controls.say(&DestinationMessage::Loaded))
-            .and_then(|()| self.wait_for_commit(&mut source));
-        let asked_by = match loaded {
-            Ok(control) => control,
+            .and_then(|()| {
+                self.report(session, guest, DestinationEvent::Loaded);
+                self.wait_for_commit(session)
+            });
+        match committed {
+            Ok(commit) => self.start(session, guest, commit),
             Err(error) => {
-                let error = self.explain(error);
-                source.controls.abort(&error);
-                return Err(error);
-            }
-        };
-        self.start(guest, &mut source, asked_by)
-    }
-
-    /// The first source whose guest is ours, once it is accepted.
-    fn wait_for_source(&self) -> Result<Guest, DestinationError> {
-        let mut controls = Controls::default();
-        let (id, start, hello) = loop {
-            let id = self.wait_for_control(&mut controls)?;
-            let start = Instant::now();
-            match self.hear(&mut controls, self.destination.config.stall_timeout)? {
-                SourceMessage::Hello(hello) => break (id, start, hello),
-                // Of an attempt that is over here: the guest has not run, or its source would not ask.
-                SourceMessage::Commit => {
-                    let cause = "the destination has given up before".to_owned();
-                    let _ = controls.say(&DestinationMessage::Aborted { cause });
+                let error = self.explain(session, error);
+                for control in self.controls.values() {
+                    // Not for long: the connection may be what has failed.
+                    let _ = control.set_stall_timeout(LAST_WORDS_WITHIN);
                 }
-                SourceMessage::Abort { .. } | SourceMessage::Settled => {}
-                said => return Err(unexpected(said)),
-            }
-        };
-        match self.check(&hello) {
-            Ok(layout) => {
-                self.make_zero();
-                controls.say(&DestinationMessage::Accepted)?;
-                info!(
-                    "accepted a guest of {} RAM blocks over {} channels",
-                    hello.blocks.len(),
-                    hello.channels
-                );
-                Ok(Guest {
-                    id,
-                    hello,
-                    layout,
-                    controls,
-                    start,
-                })
-            }
-            Err(error) => {
                 let cause = error.to_string();
-                // The source finds out by the end of the connection otherwise.
-                let _ = controls.say(&DestinationMessage::Refused { cause });
+                self.report(session, guest, DestinationEvent::Failed { cause });
                 Err(error)
             }
         }
     }
 
-    /// The next control connection of a source of our version.
-    fn wait_for_control(&self, controls: &mut Controls) -> Result<MigrationId, DestinationError> {
+    /// The first source whose guest is ours, once it is accepted.
+    fn wait_for_source(&mut self) -> Result<Session, DestinationError> {
         loop {
-            match self.next(None)? {
-                Some(Event::Opened(Opening::Control { version, id }, stream)) => {
-                    if version != VERSION {
-                        let (theirs, ours) = (version, VERSION);
-                        let error = DestinationError::Version { theirs, ours };
-                        refuse(&stream, &error);
-                        return Err(error);
-                    }
-                    controls.open.clear();
-                    self.listen(controls, stream);
-                    return Ok(id);
+            match self.next_event(None)? {
+                Some(Event::Connected {
+                    number,
+                    attempt,
+                    message: SourceMessage::Prepare(prepare),
+                    stream,
+                }) if !self.finished.knows(attempt) => {
+                    self.controls.insert(number, stream);
+                    return self.prepare(attempt, prepare);
                 }
-                Some(Event::Opened(Opening::Channel(_), _)) => {
-                    warn!("a channel of a migration that is not expected: ignored");
-                }
+                Some(Event::Connected {
+                    attempt,
+                    message,
+                    stream,
+                    ..
+                }) => self.answer(attempt, message, &stream),
+                Some(Event::Channel(_, stream)) => refuse_channel(&stream),
                 Some(Event::Cancelled) => return Err(DestinationError::Cancelled),
-                Some(Event::Deaf(error)) => return Err(error),
                 _ => {}
             }
         }
     }
 
-    /// Takes all memory and the device state. When this returns, nobody can write a page any more.
-    fn receive(&self, source: &mut Guest) -> Result<Vec<u8>, DestinationError> {
-        let channels = usize::from(source.hello.channels);
-        self.open_channels(source, channels)?;
+    /// Gets ready for the guest of a source, or refuses it.
+    fn prepare(&mut self, id: AttemptId, prepare: Prepare) -> Result<Session, DestinationError> {
+        let start = Instant::now();
+        let refuse = |error: DestinationError| {
+            let reason = error.to_string();
+            self.send(&DestinationMessage::Refused { reason });
+            error
+        };
+        let protocol = prepare.negotiate().map_err(|error| refuse(error.into()))?;
+        let details = PrepareDetails::try_from(prepare.details)
+            .map_err(|error| refuse(ProtocolError::from(error).into()))?;
+        let layout = self.check(&details).map_err(refuse)?;
+        self.make_zero();
+        self.send(&DestinationMessage::Prepared {
+            protocol,
+            incarnation: self.finished.incarnation(),
+            details: Details::new(),
+        });
+        info!(
+            "accepted a guest of {} RAM blocks over {} channels",
+            details.blocks.len(),
+            details.channels
+        );
+        Ok(Session {
+            id,
+            machine: self.finished.begin(),
+            details,
+            layout,
+            start,
+            settled: false,
+            running: false,
+            failure: None,
+        })
+    }
+
+    /// Takes all memory and the device state. When this returns, no page can be written any more.
+    fn receive(&mut self, session: &Session) -> Result<Vec<u8>, DestinationError> {
+        let channels = usize::from(session.details.channels);
+        self.open_channels(session, channels)?;
         // A SYNC of each channel, of the same round, is a round.
         let (mut round, mut synced) = (0, vec![0; channels]);
         let (mut ended, mut state) = (vec![false; channels], None);
         loop {
-            match self.next(None)? {
+            match self.next(session, None)? {
                 Some(Event::Synced(channel, number))
                     if number == round + 1 && synced[channel] == round && state.is_none() =>
                 {
                     synced[channel] = number;
                     if synced.iter().all(|synced| *synced == number) {
                         round = number;
-                        source.controls.say(&DestinationMessage::Synced { round })?;
+                        self.send(&DestinationMessage::Synced { round });
                         debug!(round, "round received");
                     }
                 }
                 Some(Event::Ended(channel, Ok(()))) => ended[channel] = true,
-                Some(Event::State(bytes))
+                Some(Event::State(_, bytes))
                     if state.is_none()
                         && round > 0
                         && synced.iter().all(|synced| *synced == round) =>
                 {
                     state = Some(bytes);
                 }
-                Some(event) => self.mind(source, event)?,
+                Some(event) => unexpected(event)?,
                 None => {}
             }
             // A round to which an ended channel has not contributed will never be complete.
@@ -385,23 +420,20 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
         }
     }
 
-    /// Waits until the source says that the guest is ours; returns the connection on which it did.
-    fn wait_for_commit(&self, source: &mut Guest) -> Result<u64, DestinationError> {
-        let patience = source.hello.settle_time().min(MOST_SETTLE_TIME);
-        let deadline = Instant::now() + patience;
+    /// Waits until the source says that the guest is ours; returns the message.
+    fn wait_for_commit(&mut self, session: &Session) -> Result<SourceMessage, DestinationError> {
+        let timeout = settle_time(session);
+        let deadline = Instant::now() + timeout;
         loop {
-            match self.next(Some(deadline))? {
-                Some(Event::Heard(control, SourceMessage::Commit)) => return Ok(control),
-                Some(Event::Opened(Opening::Control { id, .. }, stream)) if id == source.id => {
-                    self.listen(&mut source.controls, stream);
+            match self.next(session, Some(deadline))? {
+                Some(Event::Message(_, commit @ SourceMessage::Commit { .. })) => {
+                    return Ok(commit);
                 }
-                Some(Event::Silence(control, _)) => {
-                    // It has perhaps committed: it will come back, or stay away.
-                    source.controls.open.remove(&control);
-                }
-                Some(event) => self.mind(source, event)?,
+                // The source has perhaps committed: it will come back, or stay away.
+                Some(Event::Disconnected(number, _)) => drop(self.controls.remove(&number)),
+                Some(event) => unexpected(event)?,
                 None => {
-                    let seconds = patience.as_secs();
+                    let seconds = timeout.as_secs();
                     return Err(DestinationError::NotCommitted { seconds });
                 }
             }
@@ -410,65 +442,96 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
 
     /// Lets the guest run, and answers for it until the source knows.
     fn start(
-        &self,
+        &mut self,
+        session: &mut Session,
         guest: &mut dyn DestinationGuest,
-        source: &mut Guest,
-        asked_by: u64,
+        commit: SourceMessage,
     ) -> Result<Arrival, DestinationError> {
-        let deadline = Instant::now() + source.hello.settle_time().min(MOST_SETTLE_TIME) + LINGER;
-        // Before it runs: a source that has heard nothing must be able to rely on that. Should it not
-        // get there, it asks again.
-        source
-            .controls
-            .tell(asked_by, &DestinationMessage::Starting);
-        let result = guest.resume();
-        let answer = match &result {
-            Ok(()) => DestinationMessage::Running,
-            Err(error) => DestinationMessage::Aborted {
-                cause: format!("cannot run the guest: {error}"),
-            },
-        };
-        let total_time = source.start.elapsed();
-        source.controls.tell(asked_by, &answer);
-        let settled = self.answer_questions(source, &answer, deadline);
-        result.map_err(|error| guest_error("run", error))?;
+        let deadline = Instant::now() + settle_time(session) + LINGER;
+        self.report(session, guest, DestinationEvent::Message(commit));
+        let total_time = session.start.elapsed();
+        while !session.settled
+            && let Ok(Some(event)) = self.next(session, Some(deadline))
+        {
+            match event {
+                Event::Message(_, message) => {
+                    self.report(session, guest, DestinationEvent::Message(message));
+                }
+                Event::Disconnected(number, _) => drop(self.controls.remove(&number)),
+                _ => {}
+            }
+        }
+        if !session.settled {
+            warn!("the source has not acknowledged what has become of the guest");
+        }
+        if let Some(error) = session.failure.take() {
+            return Err(error);
+        }
         Ok(Arrival {
             moved: self.stats.snapshot(),
             total_time,
-            settled,
+            running: session.running,
+            settled: session.settled,
             copy: self.copied.as_ref().map(Account::read),
         })
     }
 
-    /// Answers the source's questions until it says that it has no more; false if it did not until `deadline`.
-    fn answer_questions(
-        &self,
-        source: &mut Guest,
-        answer: &DestinationMessage,
-        deadline: Instant,
-    ) -> bool {
-        while let Ok(Some(event)) = self.next(Some(deadline)) {
-            match event {
-                Event::Heard(_, SourceMessage::Settled) => return true,
-                Event::Heard(control, SourceMessage::Commit) => {
-                    source.controls.tell(control, answer);
+    /// Reports `event` to the attempt's machine, and does what it wants done.
+    fn report(
+        &mut self,
+        session: &mut Session,
+        guest: &mut dyn DestinationGuest,
+        event: DestinationEvent,
+    ) {
+        let mut actions = VecDeque::from(session.machine.handle(event));
+        while let Some(action) = actions.pop_front() {
+            let event = match action {
+                // There is no journal: this process has the guest, and when it ends so does the guest.
+                DestinationAction::Persist => continue,
+                DestinationAction::Send(message) => {
+                    self.send(&message);
+                    continue;
                 }
-                Event::Opened(Opening::Control { id, .. }, stream) if id == source.id => {
-                    self.listen(&mut source.controls, stream);
+                DestinationAction::Forget => {
+                    session.settled = true;
+                    continue;
                 }
-                Event::Silence(control, _) => {
-                    source.controls.open.remove(&control);
-                }
-                Event::Opened(_, stream) => stream.shut_down(),
-                _ => {}
+                DestinationAction::Run { resume } => self.run_guest(session, guest, resume),
+                DestinationAction::Check => started(session.running),
+                // It has not run, and will not: there is nothing else to end.
+                DestinationAction::End => DestinationEvent::Died {
+                    cause: String::new(),
+                },
+            };
+            actions.extend(session.machine.handle(event));
+        }
+    }
+
+    fn run_guest(
+        &mut self,
+        session: &mut Session,
+        guest: &mut dyn DestinationGuest,
+        resume: bool,
+    ) -> DestinationEvent {
+        *self.arrived = true;
+        let resumed = if resume { guest.resume() } else { Ok(()) };
+        match resumed {
+            Ok(()) => {
+                session.running = resume;
+                started(resume)
+            }
+            Err(error) => {
+                *self.arrived = false;
+                let error = guest_error("run", error);
+                let cause = error.to_string();
+                session.failure = Some(error);
+                DestinationEvent::NotStarted { cause }
             }
         }
-        warn!("the source has not acknowledged that the guest runs here");
-        false
     }
 
     /// Replaces an error of a connection by the source's own words, if they are on their way.
-    fn explain(&self, error: DestinationError) -> DestinationError {
+    fn explain(&mut self, session: &Session, error: DestinationError) -> DestinationError {
         let cut_short = matches!(
             &error,
             DestinationError::Channel {
@@ -477,111 +540,87 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
             }
         );
         let deadline = Instant::now() + SOURCES_LAST_WORDS_WITHIN;
-        while cut_short && let Ok(Some(event)) = self.next(Some(deadline)) {
+        while cut_short && let Ok(Some(event)) = self.next(session, Some(deadline)) {
             match event {
-                Event::Heard(_, SourceMessage::Abort { cause }) => {
+                Event::Message(_, SourceMessage::Abort { cause }) => {
                     return DestinationError::Aborted { cause };
                 }
-                Event::Silence(..) => break,
+                Event::Disconnected(..) => break,
                 _ => {}
             }
         }
         error
     }
 
-    /// What ends an attempt whenever it comes.
-    fn mind(&self, source: &Guest, event: Event) -> Result<(), DestinationError> {
-        match event {
-            Event::Ended(channel, Err(error)) => Err(DestinationError::Channel { channel, error }),
-            Event::Heard(_, said) => Err(unexpected(said)),
-            Event::Silence(_, why) => Err(why.unwrap_or(DestinationError::ControlEnded)),
-            Event::Cancelled => Err(DestinationError::Cancelled),
-            Event::Deaf(error) => Err(error),
-            Event::Opened(opening, stream) => {
-                warn!(
-                    ?opening,
-                    "a connection that is not of migration {:?}: refused", source.id
-                );
-                stream.shut_down();
-                Ok(())
-            }
-            Event::Synced(_, number) => Err(out_of_turn(format!("SYNC {number}"))),
-            Event::State(_) => Err(out_of_turn("state".to_owned())),
-            Event::Ended(channel, Ok(())) => {
-                let error = ChannelError::Ended;
-                Err(DestinationError::Channel { channel, error })
-            }
-        }
-    }
-
-    /// Waits for the channels, and starts their threads when all of them are there: nothing is heard of a
+    /// Waits for the channels, and starts their threads when all of them are there: nothing is received of a
     /// round before.
-    fn open_channels(&self, source: &Guest, channels: usize) -> Result<(), DestinationError> {
-        let patience = self.destination.config.stall_timeout;
-        let deadline = Instant::now() + patience;
+    fn open_channels(
+        &mut self,
+        session: &Session,
+        channels: usize,
+    ) -> Result<(), DestinationError> {
+        let timeout = self.config.stall_timeout;
+        let deadline = Instant::now() + timeout;
         let mut open: Vec<Option<Arc<Stream>>> = vec![None; channels];
         while open.iter().any(Option::is_none) {
-            match self.next(Some(deadline))? {
-                Some(Event::Opened(Opening::Channel(initial), stream))
-                    if initial.uuid() == source.id.0 =>
-                {
+            match self.next(session, Some(deadline))? {
+                Some(Event::Channel(initial, stream)) => {
                     let channel = initial.channel();
                     match open.get_mut(usize::from(channel)) {
                         Some(place @ None) => *place = Some(stream),
                         _ => return Err(DestinationError::ChannelNumber { channel }),
                     }
                 }
-                Some(event) => self.mind(source, event)?,
+                Some(event) => unexpected(event)?,
                 None => {
                     return Err(DestinationError::Channels {
                         arrived: open.iter().flatten().count(),
                         channels,
-                        seconds: patience.as_secs(),
+                        seconds: timeout.as_secs(),
                     });
                 }
             }
         }
         for (number, stream) in open.into_iter().flatten().enumerate() {
-            self.start_channel(source.layout, number, stream);
+            self.start_channel(session.layout, number, stream)?;
         }
         Ok(())
     }
 
-    fn start_channel(&self, layout: Layout, number: usize, stream: Arc<Stream>) {
-        let decoder = self
-            .destination
-            .config
-            .engines
-            .decoder(layout, self.stats.health());
+    fn start_channel(&self, layout: Layout, number: usize, stream: Arc<Stream>) -> io::Result<()> {
+        let engines = &self.config.engines;
+        let decoder = engines.decoder(layout, self.stats.health());
         let reader = ChannelReader::new(stream, layout, decoder, self.stats.clone());
         let (place, events) = (self.place, self.events_in.clone());
-        let copy = &self.destination.config.copy;
-        self.scope.spawn(move || {
+        let copy = &self.config.copy;
+        let receive = move || {
             let result = channel::receive(reader, layout, place, copy, |round| {
-                // Nobody listens any more when the attempt is over.
+                // The coordinator is gone when the attempt is over.
                 let _ = events.send(Event::Synced(number, round));
             });
             let _ = events.send(Event::Ended(number, result));
-        });
+        };
+        thread::Builder::new().spawn_scoped(self.scope, receive)?;
+        Ok(())
     }
 
-    fn check(&self, hello: &Hello) -> Result<Layout, DestinationError> {
-        let ram = &self.destination.ram;
+    fn check(&self, theirs: &PrepareDetails) -> Result<Layout, DestinationError> {
+        let ram = self.ram;
         let mismatch = |text: String| Err(DestinationError::Mismatch(text));
-        if hello.page_size as usize != ram.page_size() {
+        if theirs.page_size as usize != ram.page_size() {
             return mismatch(format!(
                 "its pages have {} bytes, ours {}",
-                hello.page_size,
+                theirs.page_size,
                 ram.page_size()
             ));
         }
-        if !CHANNELS.contains(&hello.channels) {
-            return mismatch(format!("it announces {} channels", hello.channels));
+        if !CHANNELS.contains(&theirs.channels) {
+            return mismatch(format!("it announces {} channels", theirs.channels));
         }
         for block in ram.blocks() {
             let name = block.name().to_string();
-            let theirs = hello.blocks.iter().filter(|theirs| theirs.name == name);
-            match theirs.map(|theirs| theirs.len).collect::<Vec<_>>()[..] {
+            let same_name = theirs.blocks.iter().filter(|theirs| theirs.name == name);
+            match same_name.map(|theirs| theirs.len).collect::<Vec<_>>()[..] {
                 [len] if len == block.len() as u64 => {}
                 [len] => {
                     let ours = block.len();
@@ -593,63 +632,87 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
                 _ => return mismatch(format!("it has several RAM blocks `{name}`")),
             }
         }
-        if hello.blocks.len() != ram.blocks().len() {
+        if theirs.blocks.len() != ram.blocks().len() {
             let ours: Vec<_> = ram
                 .blocks()
                 .iter()
                 .map(|block| block.name().to_string())
                 .collect();
-            let theirs = hello.blocks.iter().map(|block| &block.name);
-            let more: Vec<_> = theirs.filter(|name| !ours.contains(name)).collect();
+            let names = theirs.blocks.iter().map(|block| &block.name);
+            let more: Vec<_> = names.filter(|name| !ours.contains(name)).collect();
             return mismatch(format!("it has RAM blocks that we do not have: {more:?}"));
         }
-        Layout::new(hello.page_size)
-            .and_then(|layout| layout.with_packet_bytes(hello.packet_bytes))
+        Layout::new(theirs.page_size)
+            .and_then(|layout| layout.with_packet_bytes(theirs.packet_bytes))
             .or_else(|error| mismatch(error.to_string()))
     }
 
-    /// Makes all memory read as zeros: a source does not send what was never touched.
+    /// Makes all memory read as zeros: a source does not send what was never touched. It is told that this goes on.
     fn make_zero(&self) {
-        if !self.destination.config.memory_is_zero {
-            self.place.make_zero();
+        if !self.config.memory_is_zero {
+            self.send(&DestinationMessage::Preparing);
+            let place = self.place;
+            place.make_zero(&|| self.send(&DestinationMessage::Preparing));
         }
     }
 
-    /// Starts to listen to a control connection.
-    fn listen(&self, controls: &mut Controls, stream: Arc<Stream>) {
-        controls.last += 1;
-        let number = controls.last;
-        controls.open.insert(number, stream.clone());
-        let (events, max) = (self.events_in.clone(), self.destination.config.max_state);
-        self.scope
-            .spawn(move || listen(number, &stream, max, &events));
-    }
-
-    /// The source's next words.
-    fn hear(
-        &self,
-        controls: &mut Controls,
-        patience: Duration,
-    ) -> Result<SourceMessage, DestinationError> {
-        let deadline = Instant::now() + patience;
-        loop {
-            match self.next(Some(deadline))? {
-                Some(Event::Heard(_, said)) => return Ok(said),
-                Some(Event::Silence(number, why)) if controls.open.contains_key(&number) => {
-                    return Err(why.unwrap_or(DestinationError::ControlEnded));
-                }
-                Some(Event::Cancelled) => return Err(DestinationError::Cancelled),
-                Some(Event::Deaf(error)) => return Err(error),
-                Some(Event::Opened(_, stream)) => stream.shut_down(),
-                Some(Event::State(_)) => return Err(out_of_turn("state".to_owned())),
-                Some(_) => {}
-                None => return Err(ProtocolError::Silent.into()),
+    /// Sends `message` on all control connections of the attempt. Should it not get there, the source asks again.
+    fn send(&self, message: &DestinationMessage) {
+        for control in self.controls.values() {
+            if let Err(error) = send(control, message) {
+                warn!("cannot send {message:?} to the source: {error}");
+                // For its thread to notice.
+                control.shut_down();
             }
         }
     }
 
-    /// The next event; `None` when `deadline` has passed.
-    fn next(&self, deadline: Option<Instant>) -> Result<Option<Event>, DestinationError> {
+    /// Answers for an attempt that is not the current one, once for each connection.
+    fn answer(&mut self, attempt: AttemptId, message: SourceMessage, stream: &Stream) {
+        if let Some(answer) = self.finished.answer(attempt, message)
+            && let Err(error) = send(stream, &answer)
+        {
+            warn!("cannot answer for attempt {attempt}: {error}");
+        }
+        stream.shut_down();
+    }
+
+    /// The next event of `session`; `None` when `deadline` has passed. What belongs to other attempts is answered for
+    /// these.
+    fn next(
+        &mut self,
+        session: &Session,
+        deadline: Option<Instant>,
+    ) -> Result<Option<Event>, DestinationError> {
+        loop {
+            match self.next_event(deadline)? {
+                Some(Event::Connected {
+                    number,
+                    attempt,
+                    message,
+                    stream,
+                }) => {
+                    if attempt == session.id {
+                        self.controls.insert(number, stream);
+                        return Ok(Some(Event::Message(number, message)));
+                    }
+                    self.answer(attempt, message, &stream);
+                }
+                Some(Event::Channel(initial, stream)) if initial.uuid() != session.id.0 => {
+                    refuse_channel(&stream);
+                }
+                Some(
+                    Event::Message(number, _)
+                    | Event::State(number, _)
+                    | Event::Disconnected(number, _),
+                ) if !self.controls.contains_key(&number) => {}
+                event => return Ok(event),
+            }
+        }
+    }
+
+    /// The next event of whatever attempt; `None` when `deadline` has passed.
+    fn next_event(&self, deadline: Option<Instant>) -> Result<Option<Event>, DestinationError> {
         let gone = || DestinationError::System(io::ErrorKind::BrokenPipe.into());
         let Some(deadline) = deadline else {
             return self.events.recv().map(Some).map_err(|_| gone());
@@ -663,34 +726,15 @@ impl<'scope, 'env: 'scope> Attempt<'scope, 'env> {
     }
 }
 
-impl Controls {
-    /// Says something on the connection that was opened last.
-    fn say(&self, message: &DestinationMessage) -> Result<(), DestinationError> {
-        let control = self
-            .open
-            .get(&self.last)
-            .ok_or(DestinationError::ControlEnded)?;
-        Ok(send(control, message)?)
-    }
+fn settle_time(session: &Session) -> Duration {
+    session.details.settle_time().min(MOST_SETTLE_TIME)
+}
 
-    /// Answers on connection `number`. Should that fail, the source asks again.
-    fn tell(&self, number: u64, message: &DestinationMessage) {
-        if let Some(control) = self.open.get(&number)
-            && let Err(error) = send(control, message)
-        {
-            warn!("the source cannot be told `{message:?}`: {error}");
-        }
-    }
-
-    /// Says on all connections why the guest will never run here.
-    fn abort(&self, error: &DestinationError) {
-        let cause = error.to_string();
-        for control in self.open.values() {
-            // Not for long: the connection may be what has failed.
-            let _ = control.set_stall_timeout(LAST_WORDS_WITHIN);
-            let cause = cause.clone();
-            let _ = send(control, &DestinationMessage::Aborted { cause });
-        }
+/// Of a guest that was told to go on by this very process, which is all that it takes.
+fn started(running: bool) -> DestinationEvent {
+    let state = if running { "running" } else { "paused" };
+    DestinationEvent::Started {
+        state: state.to_owned(),
     }
 }
 
@@ -698,45 +742,35 @@ fn guest_error(what: &'static str, error: GuestError) -> DestinationError {
     DestinationError::Guest { what, error }
 }
 
-/// What a message means that nobody waits for.
-fn unexpected(said: SourceMessage) -> DestinationError {
-    match said {
-        SourceMessage::Abort { cause } => DestinationError::Aborted { cause },
-        said => out_of_turn(format!("{said:?}")),
-    }
-}
-
-fn out_of_turn(said: String) -> DestinationError {
-    DestinationError::OutOfTurn { said }
-}
-
-fn refuse(stream: &Stream, error: &DestinationError) {
-    let cause = error.to_string();
-    let _ = send(stream, &DestinationMessage::Refused { cause });
-}
-
-/// Hears a source out.
-fn listen(number: u64, control: &Stream, max_state: u64, events: &Sender<Event>) {
-    loop {
-        let event = match receive(control) {
-            Ok(Some(SourceMessage::State { len })) => state(number, control, len, max_state),
-            Ok(Some(said)) => Event::Heard(number, said),
-            Ok(None) => Event::Silence(number, None),
-            Err(error) => Event::Silence(number, Some(error.into())),
-        };
-        let last = matches!(event, Event::Silence(..));
-        // Nobody listens any more when the attempt is over.
-        if events.send(event).is_err() || last {
-            return;
+/// What an event means that is not waited for: most end the attempt.
+fn unexpected(event: Event) -> Result<(), DestinationError> {
+    match event {
+        Event::Ended(channel, result) => {
+            let error = result.err().unwrap_or(ChannelError::Ended);
+            Err(DestinationError::Channel { channel, error })
+        }
+        Event::Message(_, SourceMessage::Abort { cause }) => {
+            Err(DestinationError::Aborted { cause })
+        }
+        Event::Message(_, message) | Event::Connected { message, .. } => {
+            Err(out_of_turn(format!("{message:?}")))
+        }
+        Event::Synced(_, number) => Err(out_of_turn(format!("SYNC {number}"))),
+        Event::State(..) => Err(out_of_turn("state".to_owned())),
+        Event::Disconnected(_, why) => Err(why.unwrap_or(DestinationError::ControlEnded)),
+        Event::Cancelled => Err(DestinationError::Cancelled),
+        Event::Channel(_, stream) => {
+            refuse_channel(&stream);
+            Ok(())
         }
     }
 }
 
-/// Receives the device state.
-fn state(number: u64, control: &Stream, len: u64, max: u64) -> Event {
-    let result = match usize::try_from(len) {
-        Ok(wanted) if len <= max => receive_state(control, wanted).map_err(DestinationError::from),
-        _ => Err(DestinationError::StateLength { len, max }),
-    };
-    result.map_or_else(|error| Event::Silence(number, Some(error)), Event::State)
+fn out_of_turn(message: String) -> DestinationError {
+    DestinationError::OutOfTurn { message }
+}
+
+fn refuse_channel(stream: &Stream) {
+    warn!("a channel that is not expected: refused");
+    stream.shut_down();
 }

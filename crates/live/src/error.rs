@@ -1,7 +1,8 @@
 //! How a migration fails, and where the guest is then.
 
-use std::io;
+use std::{io, time::Duration};
 
+use handover::{GuestLocation, VersionMismatch};
 use multifd::{InitialError, LayoutError, PacketError};
 use thiserror::Error;
 use transfer::{ReadError, SocketError, WriteError, ZeroCopyError};
@@ -48,11 +49,19 @@ pub enum SourceError {
         /// Its words.
         cause: String,
     },
+    /// The destination has closed the connection in the place of its first message.
+    #[error(
+        "the destination has closed the control connection without an answer: it has ended, or is of an older release (install the same release of vamoose on both hosts)"
+    )]
+    Unanswered,
+    /// The destination speaks another version.
+    #[error("the destination has chosen a version of the protocol that was not offered: {0}")]
+    Version(#[from] VersionMismatch),
     /// The destination does not follow the protocol.
-    #[error("the destination says `{said}` where that makes no sense")]
+    #[error("unexpected message from the destination: {message}")]
     OutOfTurn {
-        /// What it said.
-        said: String,
+        /// The message.
+        message: String,
     },
     /// The control connection.
     #[error("control connection to the destination: {0}")]
@@ -90,14 +99,6 @@ pub enum SourceError {
         /// The VMM's words.
         error: GuestError,
     },
-    /// The device state is too long to be sent.
-    #[error("the device state has {len} bytes, more than {max}")]
-    StateLength {
-        /// Its length.
-        len: u64,
-        /// The limit.
-        max: u64,
-    },
     /// The time is over.
     #[error(
         "not converged within {seconds} s: {remaining} bytes are dirty, and the guest dirties {dirty_rate} bytes/s where {bandwidth} bytes/s are moved"
@@ -120,28 +121,30 @@ pub enum SourceError {
         /// For how long it was waited for.
         seconds: u64,
     },
+    /// The guest was paused for as long as it may be, and not all of it was at the destination.
+    #[error("the destination has not got all of the guest within {max:?} of downtime")]
+    DowntimeExceeded {
+        /// The longest downtime.
+        max: Duration,
+    },
     /// Somebody cancelled.
     #[error("cancelled")]
     Cancelled,
-    /// The destination was told to run the guest and ended without having run it.
-    #[error("the destination has ended before it ran the guest")]
-    Ended,
     /// The guest ran at the destination, and the destination's process is gone. The guest is paused at the
     /// source, but what it did at the destination in between is not known here.
+    #[error("{cause}: the guest is lost, or to be resumed here by hand at the state before")]
+    Lost {
+        /// What is known of the end.
+        cause: String,
+    },
+    /// The destination was told to run the guest, and it cannot be told whether it did. The guest is paused here and
+    /// may run there: look there before it is resumed by hand.
     #[error(
-        "the destination began to run the guest and died: the guest is lost, or to be resumed here by hand at the state before"
-    )]
-    Lost,
-    /// The destination was told to run the guest and is out of reach since. The guest is paused here and may
-    /// run there: look there before it is resumed by hand.
-    #[error(
-        "the destination was told to run the guest and has been out of reach for {seconds} s: the guest is paused here and may run there ({last})"
+        "the destination was told to run the guest, and it is not known whether it did ({cause}): the guest is paused here and may run there"
     )]
     InDoubt {
-        /// For how long the source has asked.
-        seconds: u64,
-        /// What happened the last time.
-        last: String,
+        /// What happened last.
+        cause: String,
     },
     /// The migration failed and the guest cannot be resumed.
     #[error("cannot resume the guest after a failed migration ({cause}): {error}")]
@@ -153,21 +156,14 @@ pub enum SourceError {
     },
 }
 
-/// Where the guest is after a failed migration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whereabouts {
-    /// At the source, as if nothing had been: it runs if it ran.
-    Source,
-    /// Paused at the source, for somebody to decide; see the error.
-    Undecided,
-}
-
 impl SourceError {
-    /// Where the guest is.
-    pub fn guest(&self) -> Whereabouts {
+    /// Where the guest is. In doubt and lost it is paused at the source, for the VMM to decide: the error says what
+    /// is known.
+    pub fn guest(&self) -> GuestLocation {
         match self {
-            Self::Lost | Self::InDoubt { .. } | Self::NotResumed { .. } => Whereabouts::Undecided,
-            _ => Whereabouts::Source,
+            Self::InDoubt { .. } | Self::NotResumed { .. } => GuestLocation::InDoubt,
+            Self::Lost { .. } => GuestLocation::Lost,
+            _ => GuestLocation::Source,
         }
     }
 }
@@ -183,22 +179,20 @@ pub enum DestinationError {
     /// The listener.
     #[error(transparent)]
     Socket(#[from] SocketError),
+    /// A guest has arrived: its memory is in use.
+    #[error("a guest has arrived here already")]
+    AlreadyArrived,
     /// The source speaks another version.
-    #[error("the source speaks version {theirs}, this destination {ours}")]
-    Version {
-        /// The source's.
-        theirs: u32,
-        /// Ours.
-        ours: u32,
-    },
+    #[error(transparent)]
+    Version(#[from] VersionMismatch),
     /// The source's guest has another shape than ours.
-    #[error("the source's guest is not ours: {0}")]
+    #[error("guest configuration mismatch: {0}")]
     Mismatch(String),
     /// The source does not follow the protocol.
-    #[error("the source says `{said}` where that makes no sense")]
+    #[error("unexpected message from the source: {message}")]
     OutOfTurn {
-        /// What it said.
-        said: String,
+        /// The message.
+        message: String,
     },
     /// The control connection.
     #[error("control connection from the source: {0}")]

@@ -14,7 +14,7 @@
 //! - [`SourceGuest`] and [`DestinationGuest`]: what the VMM does: pause, resume, save, load.
 //! - [`Source`] and [`Destination`]: one migration. [`Handle`] watches and cancels it, [`Status`] has the names of
 //!   QEMU's `query-migrate`.
-//! - [`protocol`]: the conversation, and who has the guest when something breaks.
+//! - [`protocol`]: the conversation, and who has the guest when something breaks: [`GuestLocation`].
 //!
 //! # Example
 //! A VMM whose guest is a counter in its memory, and whose device state is that counter's address. The source
@@ -119,14 +119,17 @@ pub mod protocol;
 mod source;
 mod status;
 mod sys;
+#[cfg(test)]
+mod test_ram;
 
 pub use destination::{Arrival, Destination, DestinationConfig, DestinationHandle};
 pub use dirty::{
     Bitmap, DirtyLog, DirtyLogError, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Merged,
     SharedBitmap, UserfaultLog,
 };
-pub use error::{ChannelError, DestinationError, SourceError, Whereabouts};
+pub use error::{ChannelError, DestinationError, SourceError};
 pub use guest::{DestinationGuest, GuestError, SourceGuest, Switchover};
+pub use handover::GuestLocation;
 pub use memory::{Ram, RamBlock, RamError, Region};
 pub use offload::{DsaDetection, Offload, PageCopy};
 pub use protocol::ProtocolError;

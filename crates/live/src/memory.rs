@@ -20,6 +20,15 @@ pub trait Region: Send + Sync {
     /// The file behind a shared mapping (memfd, hugetlbfs) and where in it the mapping begins; `None` for
     /// private memory. Of a shared mapping the file tells what has never been written.
     fn file(&self) -> Option<&FileOffset>;
+
+    /// Whether a page that nobody has touched yet can get something other than zeros when it is touched, as in
+    /// a guest that is restored from a snapshot page by page. Such memory is read and sent as a whole.
+    ///
+    /// What a userfaultfd fills (missing or minor mode) is recognised without this. It is for VMMs that fill
+    /// memory in another way, or that begin to do so while a migration runs.
+    fn is_filled_lazily(&self) -> bool {
+        false
+    }
 }
 
 /// The whole memory of a guest.
@@ -178,6 +187,11 @@ impl RamBlock {
     /// See [`Region::file`].
     pub fn file(&self) -> Option<&FileOffset> {
         self.region.file()
+    }
+
+    /// See [`Region::is_filled_lazily`].
+    pub fn is_filled_lazily(&self) -> bool {
+        self.region.is_filled_lazily()
     }
 
     /// Length in bytes.

@@ -7,36 +7,37 @@
 //! |---|---|---|
 //! | private, anonymous | PAGEMAP_SCAN, before Linux 6.7 /proc/self/pagemap | pages in memory or swapped, but not the shared page of zeros |
 //! | shared mapping of a memfd or file in tmpfs | the file, for its holes | what the file has data for, whoever wrote it |
+//! | filled when it is touched, by a userfaultfd or the VMM | nothing | everything |
 //! | anything else | nothing | everything |
 
 use std::{io, ops::Range};
 
 use rustix::{
-    fs::{SeekFrom, fstatfs, seek},
+    fs::{SeekFrom, seek},
     io::Errno,
 };
 use vm_memory::FileOffset;
 
 use crate::{
     Bitmap, RamBlock,
-    mapping::{Backing, backing},
+    mapping::Backing,
     sys::pagemap::{Found, PRESENT, Pagemap, Query, SWAPPED, ZERO},
 };
 
-/// `f_type` of tmpfs, which is also where memfds are.
-const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
-
-/// The pages of `block` that may hold something other than zeros. All of them if there is no way to know.
+/// The pages of `block`, which is memory of the kind `backing`, that may hold something other than zeros. All of them
+/// if there is no way to know.
 ///
 /// A page that is written for the first time while this looks is in the result or not; the dirty log, which has
 /// to be started before, has it.
-pub(crate) fn present(block: &RamBlock, page_size: usize) -> Bitmap {
+pub(crate) fn present(block: &RamBlock, backing: Backing, page_size: usize) -> Bitmap {
     let pages = block.len() / page_size;
-    let asked = backing(block).and_then(|backing| match (backing, block.file()) {
-        (Backing::Anonymous, _) => in_page_tables(block, page_size),
+    let asked = match (backing, block.file()) {
+        (Backing::Anonymous { .. }, _) => in_page_tables(block, page_size),
+        // In tmpfs the pages that are mapped are the file. Elsewhere the answer may come from a server or a disk that
+        // has not heard of the latest writes; hugetlbfs has no answer.
         (Backing::SharedFile, Some(file)) => in_file(file, pages, page_size),
         _ => Ok(whole(pages)),
-    });
+    };
     asked.unwrap_or_else(|error| {
         tracing::warn!(
             block = %block.name(), %error,
@@ -89,11 +90,6 @@ fn by_entries(pagemap: &Pagemap, block: &RamBlock, page_size: usize) -> io::Resu
 
 /// Moves the position of the file, which means nothing to a file that is mapped.
 fn in_file(file: &FileOffset, pages: usize, page_size: usize) -> io::Result<Bitmap> {
-    // In tmpfs the pages that are mapped are the file. Elsewhere the answer may come from a server or a disk that
-    // has not heard of the latest writes; hugetlbfs has no answer.
-    if fstatfs(file.file())?.f_type != TMPFS_MAGIC {
-        return Ok(whole(pages));
-    }
     let mut present = Bitmap::new(pages);
     let page = |offset: u64| {
         let page = (offset - file.start()) / page_size as u64;
@@ -133,9 +129,10 @@ mod tests {
         fs::{MemfdFlags, ftruncate, memfd_create},
         param::page_size,
     };
-    use vm_memory::{Bytes, MmapRegion, mmap::MmapRegionBuilder};
+    use vm_memory::{Bytes, MmapRegion, VolatileSlice, mmap::MmapRegionBuilder};
 
     use super::*;
+    use crate::{Ram, Region, mapping, sys::userfaultfd::Userfaultfd};
 
     /// Not a multiple of 64, and enough for several page tables.
     const PAGES: usize = 5000;
@@ -144,13 +141,13 @@ mod tests {
     #[test]
     fn anonymous_memory_has_what_was_written() {
         let block = anonymous();
-        assert_eq!(present(&block, page_size()).count(), 0);
+        assert_eq!(found(&block).count(), 0);
         // An untouched page that was looked for is still untouched, and one that was read holds zeros.
         read(&block, 17);
         read(&block, 3000);
-        assert_eq!(present(&block, page_size()).count(), 0);
+        assert_eq!(found(&block).count(), 0);
         WRITTEN.iter().for_each(|&page| write(&block, page));
-        assert!(present(&block, page_size()).iter().eq(WRITTEN));
+        assert!(found(&block).iter().eq(WRITTEN));
     }
 
     #[test]
@@ -169,18 +166,18 @@ mod tests {
     fn a_memfd_has_what_anybody_wrote() {
         let file = memfd();
         let (block, elsewhere) = (map(&file, libc::MAP_SHARED), map(&file, libc::MAP_SHARED));
-        assert_eq!(present(&block, page_size()).count(), 0);
+        assert_eq!(found(&block).count(), 0);
         for (nth, &page) in WRITTEN.iter().enumerate() {
             write([&block, &elsewhere][nth % 2], page);
         }
-        assert!(present(&block, page_size()).iter().eq(WRITTEN));
+        assert!(found(&block).iter().eq(WRITTEN));
         // Written without a mapping: right before the block in its file, its tenth page, right behind it.
         for page in [2, 3 + 10, 3 + PAGES] {
             rustix::io::pwrite(file.file(), &[1], (page * page_size()) as u64).unwrap();
         }
         let mut expected = WRITTEN.to_vec();
         expected.insert(2, 10);
-        assert!(present(&block, page_size()).iter().eq(expected));
+        assert!(found(&block).iter().eq(expected));
     }
 
     #[test]
@@ -192,8 +189,48 @@ mod tests {
             map(&memfd(), libc::MAP_PRIVATE),
             ram_block(shared_without_a_file.build().unwrap()),
         ] {
-            assert_eq!(present(&block, page_size()).count(), PAGES);
+            assert_eq!(found(&block).count(), PAGES);
         }
+    }
+
+    #[test]
+    fn memory_that_is_filled_when_it_is_touched_is_present() {
+        let opened = Userfaultfd::open().and_then(|userfaultfd| {
+            userfaultfd.choose_async_write_protection()?;
+            Ok(userfaultfd)
+        });
+        let userfaultfd = match opened {
+            Ok(userfaultfd) => userfaultfd,
+            Err(error) => return lab::skipped(&format!("userfaultfd: {error}")).unwrap(),
+        };
+        for block in [anonymous(), map(&memfd(), libc::MAP_SHARED)] {
+            let registered = userfaultfd.register_missing(addresses(&block));
+            registered.unwrap();
+            assert_eq!(found(&block).count(), PAGES);
+        }
+    }
+
+    #[test]
+    fn memory_that_the_vmm_fills_when_it_is_touched_is_present() {
+        struct Lazy(MmapRegion);
+
+        impl Region for Lazy {
+            fn memory(&self) -> VolatileSlice<'_> {
+                self.0.memory()
+            }
+
+            fn file(&self) -> Option<&FileOffset> {
+                None
+            }
+
+            fn is_filled_lazily(&self) -> bool {
+                true
+            }
+        }
+
+        let region = Lazy(MmapRegion::new(PAGES * page_size()).unwrap());
+        let block = RamBlock::new("lazy", Arc::new(region)).unwrap();
+        assert_eq!(found(&block).count(), PAGES);
     }
 
     /// The answer of a file system that is asked byte by byte, not page by page.
@@ -202,12 +239,17 @@ mod tests {
         let file = File::from(memfd_create("short", MemfdFlags::CLOEXEC).unwrap());
         ftruncate(&file, 1).unwrap();
         rustix::io::pwrite(&file, &[1], 0).unwrap();
-        let found = in_file(&FileOffset::new(file, 0), 3, page_size()).unwrap();
-        assert!(found.iter().eq([0]));
+        let data = in_file(&FileOffset::new(file, 0), 3, page_size()).unwrap();
+        assert!(data.iter().eq([0]));
     }
 
     fn anonymous() -> RamBlock {
         ram_block(MmapRegion::new(PAGES * page_size()).unwrap())
+    }
+
+    fn found(block: &RamBlock) -> Bitmap {
+        let ram = Ram::new(vec![block.clone()]).unwrap();
+        present(block, mapping::backings(&ram)[0], page_size())
     }
 
     /// A block that begins at the fourth page of its file, which goes on behind it.

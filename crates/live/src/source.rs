@@ -8,7 +8,8 @@
 //! ```
 //!
 //! The coordinator is the caller's thread: it alone talks to the VMM. It waits for events only, from the channel
-//! threads and from the thread that listens to the destination; whatever blocks is ended by hanging up.
+//! threads and from the thread that receives from the destination; whatever blocks is ended by hanging up. Where the guest is
+//! in the end [`handover::Source`] decides.
 
 mod channel;
 mod hand_over;
@@ -24,20 +25,21 @@ use std::{
 };
 
 use codec::Engines;
+use handover::{Decision, GuestLocation, SourceEvent, SourceState};
 use multifd::{Layout, PACKET_BYTES};
 use tracing::{debug, info, warn};
 use transfer::{Address, check_locked_memory};
 
 use crate::{
-    Bitmap, DirtyLog, DsaDetection, Handle, Ram, SourceError, SourceGuest, State, Status,
-    Switchover, Whereabouts,
+    Bitmap, DirtyLog, DsaDetection, GuestError, Handle, Ram, SourceError, SourceGuest, State,
+    Status, Switchover,
+    mapping::backings,
     offload::Account,
     present::present,
-    protocol::DestinationMessage,
     status::{Shared, millis},
 };
-use hand_over::hand_over;
-use link::{Link, Sent, unexpected};
+use hand_over::HandOver;
+use link::{Link, Sent};
 use round::{Rate, Round};
 
 /// Migrates a guest away.
@@ -68,16 +70,24 @@ pub struct SourceConfig {
     pub normal_page_ratio: u8,
     /// Most bytes per second, over all channels.
     pub max_bandwidth: Option<NonZeroU64>,
-    /// For how long the guest may stand still.
+    /// For how long the guest may stand still, as far as it can be foreseen: it is paused when what is left fits.
     pub downtime_limit: Duration,
+    /// For how long it may stand still whatever happens, not less than that: then the migration is given up and the
+    /// guest goes on here, unless it has been handed over.
+    pub downtime_max: Duration,
     /// When to give up if the guest has not been paused by then.
     pub timeout: Option<Duration>,
     /// Whether and how the vCPUs are slowed down if they write too fast.
     pub auto_converge: Option<AutoConverge>,
     /// For how long the destination may neither send nor take a byte while one is awaited.
     pub stall_timeout: Duration,
-    /// For how long to ask for the guest's fate if the connection is lost in the very switchover.
+    /// For how long to ask what has become of the guest if the connection is lost in the very hand-over.
     pub settle_time: Duration,
+    /// Whether the VMM vouches for it that nothing stands between the two processes that could accept, close or refuse
+    /// a connection in the destination's name: no tunnel, no proxy, no address translation. Then a destination that has
+    /// closed its connections and refuses new ones has ended: the guest goes on here if it had not begun to run there.
+    /// Otherwise such a guest stays paused and [in doubt](SourceError::InDoubt), until a person has looked.
+    pub direct_link: bool,
 }
 
 /// Who looks for zero pages.
@@ -128,10 +138,12 @@ impl SourceConfig {
             normal_page_ratio: 0,
             max_bandwidth: None,
             downtime_limit: Duration::from_millis(300),
+            downtime_max: Duration::from_secs(10),
             timeout: None,
             auto_converge: None,
             stall_timeout: Duration::from_secs(15),
             settle_time: Duration::from_secs(60),
+            direct_link: false,
         }
     }
 
@@ -148,8 +160,15 @@ impl SourceConfig {
         if self.normal_page_ratio > 100 {
             return refuse(format!("normal page ratio {} %", self.normal_page_ratio));
         }
-        if self.stall_timeout.is_zero() || self.settle_time.is_zero() {
+        let times = [self.stall_timeout, self.settle_time, self.downtime_max];
+        if times.iter().any(Duration::is_zero) {
             return refuse("a timeout of nothing".to_owned());
+        }
+        if self.downtime_limit > self.downtime_max {
+            return refuse(format!(
+                "a downtime limit of {:?}, and at most {:?} of downtime",
+                self.downtime_limit, self.downtime_max
+            ));
         }
         if let Some(steps) = self.auto_converge
             && (steps.max > 99 || steps.initial > steps.max || steps.increment == 0)
@@ -210,11 +229,16 @@ impl Source {
     ) -> Result<Status, SourceError> {
         self.shared.progress().start = Instant::now();
         let result = thread::scope(|scope| {
+            let mut machine = handover::Source::new(true);
+            if self.config.direct_link {
+                machine = machine.direct();
+            }
             let mut attempt = Attempt {
                 source: &self,
                 guest,
-                destination,
+                machine,
                 paused_since: None,
+                not_resumed: None,
                 throttle: 0,
                 logging: false,
                 round: 0,
@@ -222,10 +246,7 @@ impl Source {
             };
             // Also when the VMM panics: the scope waits for its threads.
             let _hang_up = HangUp(&self.shared);
-            match attempt.run(scope) {
-                Ok(()) => Ok(()),
-                Err(error) => Err(attempt.take_back(error)),
-            }
+            attempt.run(destination, scope)
         });
         self.report(result)
     }
@@ -256,11 +277,13 @@ impl Drop for HangUp<'_> {
 struct Attempt<'a> {
     source: &'a Source,
     guest: &'a mut dyn SourceGuest,
-    destination: &'a Address,
+    machine: handover::Source,
     /// What has to be undone if it fails.
     paused_since: Option<Instant>,
     throttle: u8,
     logging: bool,
+    /// Why the guest could not be resumed.
+    not_resumed: Option<GuestError>,
     /// Number of the last round.
     round: u64,
     /// How fast the last rounds went.
@@ -268,32 +291,80 @@ struct Attempt<'a> {
 }
 
 impl<'a> Attempt<'a> {
-    fn run<'scope>(&mut self, scope: &'scope thread::Scope<'scope, 'a>) -> Result<(), SourceError> {
-        let shared = &self.source.shared;
-        let mut link = Link::establish(self.source, self.destination, scope)?;
-        let sent = self
-            .precopy(&link)
-            .and_then(|rest| self.switch_over(&mut link, rest))
-            // From here on nobody can cancel.
-            .and_then(|()| shared.commit().then_some(()).ok_or(SourceError::Cancelled));
-        if let Err(error) = sent {
-            let error = link.explain(error);
-            // A paused guest goes on first; telling the destination can wait.
-            let error = self.take_back(error);
-            link.abort(&error);
-            return Err(error);
+    fn run<'scope>(
+        &mut self,
+        destination: &Address,
+        scope: &'scope thread::Scope<'scope, 'a>,
+    ) -> Result<(), SourceError> {
+        let mut link = Link::connect(self.source, destination, scope)
+            .map_err(|error| self.or_cancelled(error))?;
+        let failure = self.migrate(&mut link).err();
+        let failure = failure.map(|error| self.or_cancelled(link.explain(error)));
+        link.bound_downtime(None);
+        let event = match &failure {
+            None => SourceEvent::Stopped,
+            Some(error) => SourceEvent::Failed {
+                cause: error.to_string(),
+            },
+        };
+        let decision = HandOver::new(self, &link).run(event);
+        if decision.guest == GuestLocation::Destination {
+            let mut progress = self.source.shared.progress();
+            progress.status.downtime = self.paused_since.map(|since| millis(since.elapsed()));
+            progress.end();
+        } else {
+            self.end_throttle();
         }
-        hand_over(&link, self.destination, self.source.config.settle_time)?;
-        let mut progress = shared.progress();
-        progress.status.downtime = self.paused_since.map(|since| millis(since.elapsed()));
-        progress.end();
-        drop(progress);
         self.stop_logging();
-        Ok(())
+        self.result(decision, failure)
+    }
+
+    /// Everything until the destination has loaded the guest, which is paused then.
+    fn migrate(&mut self, link: &mut Link<'_, '_>) -> Result<(), SourceError> {
+        let prepared = link.prepare()?;
+        // It has nothing to do but to write the journal, and there is none.
+        self.machine.handle(SourceEvent::Message(prepared));
+        link.open_channels()?;
+        let rest = self.precopy(link)?;
+        self.switch_over(link, rest)?;
+        // From here on it cannot be cancelled.
+        let committed = self.source.shared.commit();
+        committed.then_some(()).ok_or(SourceError::Cancelled)
+    }
+
+    fn or_cancelled(&self, error: SourceError) -> SourceError {
+        if self.source.shared.is_cancelled() {
+            SourceError::Cancelled
+        } else {
+            error
+        }
+    }
+
+    /// What `decision` means after `failure`, if there was one before the guest was handed over.
+    fn result(
+        &mut self,
+        decision: Decision,
+        failure: Option<SourceError>,
+    ) -> Result<(), SourceError> {
+        let cause = decision.cause.unwrap_or_default();
+        if let (Some(error), SourceState::Returning { cause }) =
+            (self.not_resumed.take(), self.machine.state())
+        {
+            let cause = cause.clone();
+            let cause = Box::new(failure.unwrap_or(SourceError::Destination { cause }));
+            return Err(SourceError::NotResumed { cause, error });
+        }
+        Err(match decision.guest {
+            // Where it has gone from there is its business.
+            GuestLocation::Destination | GuestLocation::MovedOn => return Ok(()),
+            GuestLocation::Source => failure.unwrap_or(SourceError::Destination { cause }),
+            GuestLocation::InDoubt => SourceError::InDoubt { cause },
+            GuestLocation::Lost => SourceError::Lost { cause },
+        })
     }
 
     /// Rounds until it is time to pause the guest; returns the pages that are dirty then.
-    fn precopy(&mut self, link: &Link<'_>) -> Result<Vec<Bitmap>, SourceError> {
+    fn precopy(&mut self, link: &Link<'_, '_>) -> Result<Vec<Bitmap>, SourceError> {
         let source = self.source;
         source.log.start()?;
         self.logging = true;
@@ -337,12 +408,18 @@ impl<'a> Attempt<'a> {
 
     /// Pauses the guest and sends what is left: `rest`, and what has become dirty since. Returns when
     /// the destination has loaded it.
-    fn switch_over(&mut self, link: &mut Link<'_>, rest: Vec<Bitmap>) -> Result<(), SourceError> {
+    fn switch_over(
+        &mut self,
+        link: &mut Link<'_, '_>,
+        rest: Vec<Bitmap>,
+    ) -> Result<(), SourceError> {
         let source = self.source;
         // A guest is not paused for a migration that has ended already.
         link.idle(Duration::ZERO)?;
         source.shared.progress().status.status = State::Device;
-        self.paused_since = Some(Instant::now());
+        let paused = Instant::now();
+        self.paused_since = Some(paused);
+        link.bound_downtime(paused.checked_add(source.config.downtime_max));
         self.guest
             .pause()
             .map_err(|error| guest_error("pause", error))?;
@@ -356,17 +433,13 @@ impl<'a> Attempt<'a> {
         }
         self.send(link, dirty, None)?;
         link.end_channels();
-        link.say_state(&state)?;
-        match link.hear("loaded the guest", source.config.stall_timeout)? {
-            DestinationMessage::Loaded => Ok(()),
-            said => Err(unexpected(said)),
-        }
+        link.send_state(state)
     }
 
     /// Sends the pages of `dirty` and waits until they are written at the destination.
     fn send(
         &mut self,
-        link: &Link<'_>,
+        link: &Link<'_, '_>,
         dirty: Vec<Bitmap>,
         deadline: Option<Instant>,
     ) -> Result<Sent, SourceError> {
@@ -375,7 +448,7 @@ impl<'a> Attempt<'a> {
         self.source.shared.progress().count_remaining(pages, stats);
         self.round += 1;
         let (before, began) = (stats.snapshot(), Instant::now());
-        let sent = link.send(Round::new(self.round, dirty), deadline)?;
+        let sent = link.send_round(Round::new(self.round, dirty), deadline)?;
         stats.add_sync();
         let (after, took) = (stats.snapshot(), began.elapsed());
         self.rate.round_sent(before, after, took);
@@ -397,9 +470,9 @@ impl<'a> Attempt<'a> {
     /// All pages that may hold something: those that were never touched are zeros at the destination too.
     fn written_memory(&self) -> Vec<Bitmap> {
         let ram = &self.source.ram;
-        let blocks = ram.blocks().iter();
+        let blocks = ram.blocks().iter().zip(backings(ram));
         blocks
-            .map(|block| present(block, ram.page_size()))
+            .map(|(block, backing)| present(block, backing, ram.page_size()))
             .collect()
     }
 
@@ -457,27 +530,28 @@ impl<'a> Attempt<'a> {
         self.guest.throttle(self.throttle);
     }
 
-    /// Undoes what was done to the guest, unless it may run elsewhere.
-    fn take_back(&mut self, error: SourceError) -> SourceError {
-        let error = if self.source.shared.is_cancelled() && error.guest() == Whereabouts::Source {
-            SourceError::Cancelled
-        } else {
-            error
+    /// Lets the guest go on, if it was paused.
+    fn resume(&mut self) -> SourceEvent {
+        let resumed = match self.paused_since.take() {
+            Some(_) => self.guest.resume(),
+            None => Ok(()),
         };
-        let mut result = error;
-        if result.guest() == Whereabouts::Source
-            && self.paused_since.take().is_some()
-            && let Err(error) = self.guest.resume()
-        {
-            let cause = Box::new(result);
-            result = SourceError::NotResumed { cause, error };
+        self.end_throttle();
+        match resumed {
+            Ok(()) => SourceEvent::Resumed,
+            Err(error) => {
+                let reason = error.to_string();
+                self.not_resumed = Some(error);
+                SourceEvent::NotResumed { reason }
+            }
         }
-        // Also of a guest that stays paused: whoever resumes it by hand does not know of it.
+    }
+
+    /// Also of a guest that stays paused: a person who resumes it by hand does not know of it.
+    fn end_throttle(&mut self) {
         if std::mem::take(&mut self.throttle) > 0 {
             self.guest.throttle(0);
         }
-        self.stop_logging();
-        result
     }
 
     fn stop_logging(&mut self) {
@@ -501,7 +575,7 @@ fn no_pages(ram: &Ram) -> Vec<Bitmap> {
         .collect()
 }
 
-fn guest_error(what: &'static str, error: crate::GuestError) -> SourceError {
+fn guest_error(what: &'static str, error: GuestError) -> SourceError {
     SourceError::Guest { what, error }
 }
 

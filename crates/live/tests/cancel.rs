@@ -25,7 +25,7 @@ use common::{
     Here, MIB, Rig, Rng, Shape, Stage, Step, There, Watchdog, lock, migrate, move_guest,
     move_in_the_end, nothing_to_migrate, proxy::opening, source_config, until_one_arrives,
 };
-use live::{DestinationError, Handle, SourceError, State, Switchover, Whereabouts};
+use live::{DestinationError, GuestLocation, Handle, SourceError, State, Switchover};
 use multifd::Method;
 
 /// When the source is cancelled.
@@ -165,7 +165,7 @@ fn cancelled(shape: &Shape, when: When, rng: &mut Rng) {
         Err(error) => {
             assert!(cancelled, "{when:?}: {error}");
             assert!(matches!(error, SourceError::Cancelled), "{error}");
-            assert_eq!(error.guest(), Whereabouts::Source);
+            assert_eq!(error.guest(), GuestLocation::Source);
             assert_eq!(handle.status().status, State::Cancelled);
             // It may have been over before the destination has heard of it.
             let unheard = matches!(when, When::AtOnce | When::Bytes(0));

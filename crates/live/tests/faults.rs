@@ -13,6 +13,7 @@ mod common;
 
 use std::{
     env,
+    fs::File,
     io::{BufRead as _, BufReader, Write as _},
     process::{self, Child, Command, Stdio},
     sync::{
@@ -31,10 +32,11 @@ use common::{
     source_config, until_one_arrives,
 };
 use live::{
-    Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError, SourceError,
-    Switchover, Whereabouts,
+    Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError, GuestLocation,
+    SourceError, Switchover,
 };
 use multifd::Method;
+use rustix::process::{Resource, Rlimit, setrlimit};
 use testguest::Guest;
 use transfer::Address;
 
@@ -82,7 +84,7 @@ fn survive(
                 settle(&address, proxy.id());
             }
             Err(error) => {
-                assert_eq!(error.guest(), Whereabouts::Source, "{error}");
+                assert_eq!(error.guest(), GuestLocation::Source, "{error}");
                 stage.expect_here();
                 move_in_the_end(&stage, &address);
                 stage.expect_there();
@@ -158,18 +160,27 @@ fn connections_are_cut_after_any_number_of_bytes() {
 }
 
 /// In the order in which they are said.
-const WORDS: [&str; 9] = [
-    "hello", "accepted", "synced", "state", "loaded", "commit", "starting", "running", "settled",
+const MESSAGES: [&str; 10] = [
+    "prepare",
+    "preparing",
+    "prepared",
+    "synced",
+    "state",
+    "loaded",
+    "commit",
+    "starting",
+    "running",
+    "settled",
 ];
 
 #[test]
 fn connections_are_cut_at_every_message() {
-    let points: Vec<Point> = WORDS
+    let points: Vec<Point> = MESSAGES
         .iter()
-        .flat_map(|word| [Point::Before(word), Point::After(word)])
+        .flat_map(|message| [Point::Before(message), Point::After(message)])
         .collect();
     let actions = [Action::CutControl, Action::CutAll];
-    in_parallel(36, |run| {
+    in_parallel(40, |run| {
         let mut rng = Rng::new(run);
         let Some(shape) = shape_for(&mut rng) else {
             return;
@@ -223,7 +234,7 @@ fn a_link_that_stops_for_a_while_does_no_harm() {
     let points = [
         Point::Bytes(10),
         Point::Bytes(MIB / 2),
-        Point::After("hello"),
+        Point::After("prepare"),
         Point::Before("synced"),
         Point::After("state"),
         Point::Before("loaded"),
@@ -324,7 +335,7 @@ fn a_link_that_is_gone_for_good_leaves_the_guest_in_doubt() {
             let error = stage.source(config).run(proxy.address(), &mut here);
             let error = error.unwrap_err();
             assert!(matches!(error, SourceError::InDoubt { .. }), "{error}");
-            assert_eq!(error.guest(), Whereabouts::Undecided);
+            assert_eq!(error.guest(), GuestLocation::InDoubt);
             assert!(!stage.guest.is_running());
             if point == Point::Before("commit") {
                 let error = arriving.join().unwrap().unwrap_err();
@@ -455,7 +466,7 @@ fn a_guest_that_cannot_be_resumed_is_reported() {
     let _watchdog = Watchdog::new("the source fails to resume".to_owned());
     let (stage, outcome) = failing_at(&[Step::Save, Step::TakeBack]);
     let error = outcome.source.unwrap_err();
-    assert_eq!(error.guest(), Whereabouts::Undecided);
+    assert_eq!(error.guest(), GuestLocation::InDoubt);
     let SourceError::NotResumed { cause, error } = error else {
         panic!("{error}");
     };
@@ -469,6 +480,12 @@ fn a_guest_that_cannot_be_resumed_is_reported() {
 /// Set for a process that is to be a destination: the step at which it stops, or nothing.
 const HOLD: &str = "VAMOOSE_TEST_HOLD";
 
+/// Where it listens.
+const LISTEN: &str = "VAMOOSE_TEST_LISTEN";
+
+/// Instead of a step: when it is to run the guest it runs out of file descriptors, until it is told to `feed` itself.
+const STARVE: &str = "starve";
+
 /// No test, but the program of a destination that can be killed.
 #[test]
 fn destination_process() {
@@ -479,14 +496,24 @@ fn destination_process() {
     // It does not outlive who started it.
     thread::spawn(move || {
         for line in std::io::stdin().lines().map_while(Result::ok) {
-            let _ = commands_in.send(line);
+            if line == "feed" {
+                lock(&HELD).clear();
+            } else {
+                let _ = commands_in.send(line);
+            }
         }
         process::exit(0);
     });
+    let few = Rlimit {
+        current: Some(256),
+        maximum: Some(256),
+    };
+    setrlimit(Resource::Nofile, few).unwrap();
     let shape = Shape::default();
     let (memory, ram) = shape.memory();
     let config = DestinationConfig::new(engines(Method::None));
-    let mut destination = Destination::bind(&loopback(), ram, config).unwrap();
+    let listen = env::var(LISTEN).unwrap().parse().unwrap();
+    let mut destination = Destination::bind(&listen, ram, config).unwrap();
     println!("\n@{}", destination.address());
     let mut vmm = Alone {
         config: shape.config(memory),
@@ -503,6 +530,9 @@ fn destination_process() {
     }
 }
 
+/// All file descriptors that there were to be had.
+static HELD: Mutex<Vec<File>> = Mutex::new(Vec::new());
+
 /// The VMM of a process that has no source beside it.
 struct Alone {
     config: testguest::Config,
@@ -512,6 +542,10 @@ struct Alone {
 
 impl Alone {
     fn reach(&self, step: &str) {
+        if self.hold == STARVE && step == "run" {
+            let more = || File::open("/dev/null").ok();
+            lock(&HELD).extend(std::iter::from_fn(more));
+        }
         println!("@{step}");
         if self.hold == step {
             loop {
@@ -545,9 +579,14 @@ struct Remote {
 
 impl Remote {
     fn start(hold: &str) -> (Self, Address) {
+        Self::start_at(&loopback(), hold)
+    }
+
+    fn start_at(listen: &Address, hold: &str) -> (Self, Address) {
         let mut process = Command::new(env::current_exe().unwrap())
             .args(["destination_process", "--exact", "--nocapture"])
             .env(HOLD, hold)
+            .env(LISTEN, listen.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -585,10 +624,13 @@ impl Remote {
         process.wait().unwrap();
     }
 
-    fn verify(&self) -> String {
+    fn tell(&self, command: &str) {
         let mut process = lock(&self.process);
-        writeln!(process.stdin.as_mut().unwrap(), "verify").unwrap();
-        drop(process);
+        writeln!(process.stdin.as_mut().unwrap(), "{command}").unwrap();
+    }
+
+    fn verify(&self) -> String {
+        self.tell("verify");
         self.next().unwrap()
     }
 }
@@ -608,7 +650,9 @@ fn migrate_to_a_process(
     let stage = Stage::new(&Shape::default());
     let (remote, address) = Remote::start(hold);
     let remote = Arc::new(remote);
-    let source = stage.source(source_config(Method::Zstd));
+    let mut config = source_config(Method::Zstd);
+    config.direct_link = true;
+    let source = stage.source(config);
     let handle = source.handle();
     let over = AtomicBool::new(false);
     let result = thread::scope(|scope| {
@@ -667,12 +711,12 @@ fn a_destination_that_is_killed_at_any_time_does_not_take_the_guest_with_it() {
                 assert!(was_to_run, "{said:?}");
                 assert!(!stage.guest.is_running());
             }
-            Err(SourceError::Lost) => {
+            Err(SourceError::Lost { .. }) => {
                 assert!(was_to_run, "{said:?}");
                 assert!(!stage.guest.is_running());
             }
             Err(error) => {
-                assert_eq!(error.guest(), Whereabouts::Source, "{error}");
+                assert_eq!(error.guest(), GuestLocation::Source, "{error}");
                 assert!(!was_to_run, "{error}, {said:?}");
                 stage.expect_here();
                 move_guest(&stage, source_config(Method::None));
@@ -694,12 +738,12 @@ fn a_destination_that_is_killed_in_the_switchover_leaves_the_guest() {
             }
         };
         let (stage, _, result) = migrate_to_a_process("", at_step, |_, _, _| {});
-        assert_eq!(result.unwrap_err().guest(), Whereabouts::Source);
+        assert_eq!(result.unwrap_err().guest(), GuestLocation::Source);
         stage.expect_here();
     }
     let _watchdog = Watchdog::new("killed in load".to_owned());
     let (stage, _, result) = migrate_to_a_process("load", |_, _| {}, kill_at("load"));
-    assert_eq!(result.unwrap_err().guest(), Whereabouts::Source);
+    assert_eq!(result.unwrap_err().guest(), GuestLocation::Source);
     stage.expect_here();
     move_guest(&stage, source_config(Method::None));
 }
@@ -713,13 +757,101 @@ fn a_destination_that_is_killed_when_it_runs_the_guest_takes_it_with_it() {
     let _watchdog = Watchdog::new("killed in run".to_owned());
     let (stage, _, result) = migrate_to_a_process("run", |_, _| {}, kill_at("run"));
     let error = result.unwrap_err();
-    assert!(matches!(error, SourceError::Lost), "{error}");
-    assert_eq!(error.guest(), Whereabouts::Undecided);
+    assert!(matches!(error, SourceError::Lost { .. }), "{error}");
+    assert_eq!(error.guest(), GuestLocation::Lost);
     assert!(!stage.guest.is_running());
     // The state before is still there for whoever decides so.
     stage.guest.verify().unwrap();
     stage.guest.resume().unwrap();
     stage.expect_here();
+}
+
+/// Only the process that has accepted a guest can say that it has never run there.
+#[test]
+fn another_process_at_the_destinations_address_does_not_answer_for_it() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let _watchdog = Watchdog::new("another process answers".to_owned());
+    let stage = Stage::new(&Shape::default());
+    let (first, address) = Remote::start("run");
+    let proxy = Proxy::new(&address, Point::Asked, Action::CutAll);
+    thread::scope(|scope| {
+        let second = scope.spawn(|| {
+            // It has said that it starts the guest.
+            while first.next().unwrap() != "run" {}
+            first.kill();
+            Remote::start_at(&address, "").0
+        });
+        let mut here = Here::new(&stage).hooked(not_taken_back);
+        let source = stage.source(source_config(Method::None));
+        let error = source.run(proxy.address(), &mut here).unwrap_err();
+        assert!(matches!(error, SourceError::InDoubt { .. }), "{error}");
+        drop(second.join().unwrap());
+    });
+    assert!(!stage.guest.is_running());
+}
+
+/// Whatever forwards connections may end between the source and a destination that runs the guest.
+#[test]
+fn a_proxy_that_is_gone_is_no_proof_that_the_destination_is() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let _watchdog = Watchdog::new("the proxy is gone".to_owned());
+    let stage = Stage::new(&Shape::default());
+    let mut destination = stage.destination(|_| {});
+    let address = destination.address().clone();
+    let proxy = Proxy::new(&address, Point::After("commit"), Action::Vanish);
+    let mut config = source_config(Method::None);
+    config.settle_time = Duration::from_secs(2);
+    thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination.run(&mut There::new(&stage)));
+        let mut here = Here::new(&stage).hooked(not_taken_back);
+        let source = stage.source(config);
+        let error = source.run(proxy.address(), &mut here).unwrap_err();
+        assert!(matches!(error, SourceError::InDoubt { .. }), "{error}");
+        settle(&address, proxy.id());
+        arriving.join().unwrap().unwrap();
+    });
+    stage.expect_there();
+}
+
+fn not_taken_back(step: Step) -> Result<(), GuestError> {
+    assert_ne!(step, Step::TakeBack, "nobody knows where the guest is");
+    Ok(())
+}
+
+/// Whoever has the guest answers for it as soon as it can again.
+#[test]
+fn a_destination_that_is_out_of_descriptors_for_a_while_answers_afterwards() {
+    if nothing_to_migrate() {
+        return;
+    }
+    let _watchdog = Watchdog::new("out of descriptors".to_owned());
+    let stage = Stage::new(&Shape::default());
+    let (remote, address) = Remote::start(STARVE);
+    let proxy = Proxy::new(&address, Point::Before("running"), Action::CutAll);
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            // The second one waits to be accepted, and nobody answers it until the source gives it up.
+            let asked = || proxy.said().iter().filter(|word| *word == "commit").count();
+            while asked() < 3 && !over.load(Ordering::SeqCst) {
+                thread::yield_now();
+            }
+            remote.tell("feed");
+        });
+        let source = stage.source(source_config(Method::None));
+        let result = source.run(proxy.address(), &mut Here::new(&stage));
+        over.store(true, Ordering::SeqCst);
+        result.unwrap();
+    });
+    assert!(!stage.guest.is_running());
+    assert_eq!(remote.next().unwrap(), "load");
+    assert_eq!(remote.next().unwrap(), "run");
+    assert!(remote.next().unwrap().starts_with("returned Ok"));
+    assert!(remote.verify().starts_with("verified Ok"));
 }
 
 fn kill_at(step: &str) -> impl FnOnce(&Remote, &live::Handle, &AtomicBool) + Send {

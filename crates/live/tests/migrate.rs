@@ -20,13 +20,14 @@ use std::{
 use codec::{Engines, Settings, Verify};
 use common::{
     Here, MIB, Outcome, PAGE, Rig, Rng, Shape, Stage, There, Watchdog, by_dsas, dsas, engines,
-    expect_equal, lock, loopback, migrate, move_guest, nothing_to_migrate, source_config,
+    expect_equal, lock, loopback, migrate, move_guest, nothing_to_migrate, snapshot::Snapshot,
+    source_config,
 };
 use idxd::model::{Config, Model};
 use live::{
     AutoConverge, Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError,
-    Ram, SharedBitmap, Source, SourceConfig, SourceError, SourceGuest, State, Status, Switchover,
-    Whereabouts, ZeroPageDetection,
+    GuestLocation, Ram, RamBlock, SharedBitmap, Source, SourceConfig, SourceError, SourceGuest,
+    State, Status, Switchover, ZeroPageDetection,
 };
 use multifd::Method;
 use rustix::mm::{Advice, madvise};
@@ -375,7 +376,7 @@ fn a_migration_that_takes_too_long_gives_up_and_leaves_the_guest() {
         } = migrate(source, &mut here, &mut destination, &mut There::new(&stage));
         let error = source.unwrap_err();
         assert!(matches!(error, SourceError::TimedOut { .. }), "{error}");
-        assert_eq!(error.guest(), Whereabouts::Source);
+        assert_eq!(error.guest(), GuestLocation::Source);
         assert_eq!(handle.status().status, State::Failed);
         assert_eq!(handle.status().error_desc, Some(error.to_string()));
         assert!(!handle.cancel(), "it is over");
@@ -571,4 +572,46 @@ fn memory_that_was_given_back_arrives_as_zeros() {
             unsafe { madvise(part.ptr_guard_mut().as_ptr().cast(), part.len(), advice) }.unwrap();
         });
     }
+}
+
+/// Its pages look like ones that nobody has ever touched.
+#[test]
+fn memory_that_a_snapshot_fills_when_it_is_touched_arrives() {
+    let _watchdog = Watchdog::new("restored from a snapshot".into());
+    let ((_, here), (_, there)) = (Shape::default().memory(), Shape::default().memory());
+    let snapshot = match Snapshot::of(&here) {
+        Ok(snapshot) => snapshot,
+        Err(error) => return lab::skipped(&format!("userfaultfd: {error}")).unwrap(),
+    };
+    let log = Arc::new(SharedBitmap::new(&here));
+    let source = Source::new(here.clone(), log.clone(), source_config(Method::None)).unwrap();
+    let decisions = DestinationConfig::new(engines(Method::None));
+    let mut destination = Destination::bind(&loopback(), there.clone(), decisions).unwrap();
+    let address = destination.address().clone();
+    let mut vmm = Plain {
+        log,
+        round: |_: &SharedBitmap, _| Switchover::Force,
+    };
+    let missing = Mutex::new(None);
+    let mut expect = Expect(|| {
+        let mut blocks = there.blocks().iter();
+        *lock(&missing) = Some(blocks.find_map(page_that_is_not_of_the_snapshot));
+    });
+    std::thread::scope(|scope| {
+        scope.spawn(|| snapshot.serve());
+        let arriving = scope.spawn(|| destination.run(&mut expect).map(drop));
+        let moved = source.run(&address, &mut vmm);
+        snapshot.stop();
+        moved.unwrap();
+        arriving.join().unwrap().unwrap();
+    });
+    assert_eq!(*lock(&missing), Some(None), "a page did not arrive");
+}
+
+fn page_that_is_not_of_the_snapshot(block: &RamBlock) -> Option<String> {
+    let mut bytes = vec![0; block.len()];
+    block.memory().read_slice(&mut bytes, 0).unwrap();
+    let mut pages = bytes.chunks(PAGE).enumerate();
+    let found = pages.find(|(page, bytes)| *bytes != [Snapshot::content(*page); PAGE]);
+    found.map(|(page, bytes)| format!("page {page} of {block:?} holds {:#x}", bytes[0]))
 }

@@ -5,9 +5,11 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
 };
 
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use tracing::warn;
 use transfer::{Listener, SocketError, Stream};
 
 /// A source of connections that can be polled.
@@ -26,13 +28,61 @@ impl Accept for Listener {
     }
 }
 
+/// Takes connections; pauses where the system has no file descriptors left, which may pass.
+pub(crate) struct Acceptor<'a> {
+    accept: &'a dyn Accept,
+    again_at: Option<Instant>,
+}
+
+/// What waits in the listener's queue keeps it readable, so polling would be a busy wait.
+const PAUSE: Duration = Duration::from_millis(100);
+
+impl<'a> Acceptor<'a> {
+    pub(crate) fn new(accept: &'a dyn Accept) -> Self {
+        Self {
+            accept,
+            again_at: None,
+        }
+    }
+
+    /// A connection that is waiting, unless it is time to pause.
+    pub(crate) fn next(&mut self) -> Result<Option<Arc<Stream>>, SocketError> {
+        let was_out = self.again_at.is_some();
+        if self.again_at.is_some_and(|again| Instant::now() < again) {
+            return Ok(None);
+        }
+        self.again_at = None;
+        match self.accept.try_accept() {
+            Err(error) if error.is_exhaustion() => {
+                if !was_out {
+                    warn!("{error}; trying again");
+                }
+                self.again_at = Some(Instant::now() + PAUSE);
+                Ok(None)
+            }
+            taken => taken,
+        }
+    }
+
+    /// What to poll for connections, unless it is time to pause.
+    pub(crate) fn poll_fd(&self) -> Option<PollFd<'a>> {
+        let accept: &'a dyn Accept = self.accept;
+        (self.again_at.is_none()).then(|| PollFd::from_borrowed_fd(accept.as_fd(), PollFlags::IN))
+    }
+
+    /// When the pause ends.
+    pub(crate) fn again_at(&self) -> Option<Instant> {
+        self.again_at
+    }
+}
+
 /// Connections that another thread has accepted and hands over to a relay.
-pub struct Handover {
+pub struct AcceptQueue {
     waiting: Mutex<VecDeque<Arc<Stream>>>,
     event: OwnedFd,
 }
 
-impl Handover {
+impl AcceptQueue {
     /// An empty queue.
     ///
     /// # Errors
@@ -53,13 +103,13 @@ impl Handover {
     }
 }
 
-impl AsFd for Handover {
+impl AsFd for AcceptQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }
 }
 
-impl Accept for Handover {
+impl Accept for AcceptQueue {
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let stream = waiting.pop_front();

@@ -17,7 +17,15 @@ use transfer::{ChannelReader, ChannelWriter, Packet, ReadError, Received, Stats,
 use crate::{
     Config, RelayError, ZeroPages,
     exchange::{Closed, Inlet, Outlet, Work},
+    syncs::Syncs,
 };
+
+/// What counts what goes out.
+#[derive(Clone, Copy)]
+pub(crate) struct Out<'a> {
+    pub(crate) stats: &'a Stats,
+    pub(crate) syncs: &'a Syncs,
+}
 
 /// Takes one channel's packets to another one, in their order, until the source ends the channel.
 pub(crate) fn pass_on(
@@ -25,7 +33,7 @@ pub(crate) fn pass_on(
     reader: &mut ChannelReader,
     writer: &mut ChannelWriter,
     config: &Config,
-    stats: &Stats,
+    out: Out<'_>,
 ) -> Result<(), RelayError> {
     let mut packet = Packet::new(config.layout);
     let read = |error| RelayError::SourceChannel { channel, error };
@@ -35,7 +43,7 @@ pub(crate) fn pass_on(
             writer.write(&mut packet).map_err(write)?;
         }
         if let Some(packet_num) = arrived.sync {
-            send_sync(channel, writer, packet_num, stats).map_err(write)?;
+            send_sync(channel, writer, packet_num, out).map_err(write)?;
         }
     }
     Ok(())
@@ -77,7 +85,7 @@ pub(crate) fn write(
     channel: usize,
     writer: &mut ChannelWriter,
     outlet: &Outlet,
-    stats: &Stats,
+    out: Out<'_>,
 ) -> Result<(), WriteError> {
     while let Ok(work) = outlet.next() {
         match work {
@@ -88,7 +96,7 @@ pub(crate) fn write(
             Work::Sync { packet_num } => {
                 let mut sent = Ok(());
                 let synced = outlet.sync(|| {
-                    sent = send_sync(channel, writer, packet_num, stats);
+                    sent = send_sync(channel, writer, packet_num, out);
                     if sent.is_ok() { Ok(()) } else { Err(Closed) }
                 });
                 sent?;
@@ -144,12 +152,13 @@ fn send_sync(
     channel: usize,
     writer: &mut ChannelWriter,
     packet_num: u64,
-    stats: &Stats,
+    out: Out<'_>,
 ) -> Result<(), WriteError> {
     writer.write_sync(packet_num)?;
+    out.syncs.sent(channel);
     // A SYNC goes out on every channel and is one all the same.
     if channel == 0 {
-        stats.add_sync();
+        out.stats.add_sync();
     }
     Ok(())
 }

@@ -19,7 +19,7 @@
 //! and stream where these are more. More would falsify the bandwidth that the source measures (it
 //! counts what is in the socket as sent) and with it the downtime that it promises.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use multifd::Layout;
@@ -179,46 +179,57 @@ impl Barrier {
     }
 
     /// Waits for all parties; the last one runs `complete` before anybody goes on.
+    ///
+    /// The lock is not held meanwhile: `complete` may have to wait for somebody who is waited for in
+    /// vain, and it takes [`Barrier::give_up`] to end that.
     fn wait(&self, complete: impl FnOnce() -> Result<(), Closed>) -> Result<(), Closed> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
         if state.given_up {
             return Err(Closed);
         }
         state.arrived += 1;
-        let round = state.round;
         if state.arrived == self.parties {
+            drop(state);
+            let completed = complete();
+            state = self.lock();
+            // Nobody has arrived since: all parties were here.
             state.arrived = 0;
             state.round += 1;
-            let completed = complete();
-            state.given_up = completed.is_err();
+            state.given_up |= completed.is_err();
             self.changed.notify_all();
-            return completed;
-        }
-        while state.round == round && !state.given_up {
-            state = self
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+        } else {
+            let round = state.round;
+            while state.round == round && !state.given_up {
+                state = self
+                    .changed
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
         }
         if state.given_up { Err(Closed) } else { Ok(()) }
     }
 
     fn give_up(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.given_up = true;
+        self.lock().given_up = true;
         self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
+    use std::{thread, time::Duration};
 
     use proptest::prelude::*;
 
     use super::*;
 
     const LAYOUT: Layout = Layout::X86;
+    /// Longer than anything may take on a machine that is very busy.
+    const LIMIT: Duration = Duration::from_secs(60);
 
     /// What a writer saw: a packet's number, or a SYNC.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -316,6 +327,29 @@ mod tests {
             let packets = std::iter::from_fn(|| inlets[0].free.try_recv().ok()).count();
             assert_eq!(packets, expected);
         }
+    }
+
+    /// The writers are stuck, so the queue is full when the last reader reaches its SYNC. (A thread of
+    /// its own, so that a test that fails ends.)
+    #[test]
+    fn who_finds_the_queue_full_at_a_sync_keeps_nobody_from_giving_up() {
+        let (inlets, outlets, give_up) = exchange(1, 2, 1, LAYOUT);
+        let inlet = inlets[0].clone();
+        while inlet.work.try_send(Work::Sync { packet_num: 0 }).is_ok() {}
+        let read = inlet.sync.clone();
+        let syncing = thread::spawn(move || inlet.sync(0));
+        // It is inside when the lock is taken, or it has been counted.
+        while read.state.try_lock().is_ok_and(|state| state.arrived == 0) {
+            thread::yield_now();
+        }
+        let (tell, told) = bounded(1);
+        thread::spawn(move || {
+            give_up.now();
+            tell.send(()).unwrap();
+        });
+        assert_eq!(told.recv_timeout(LIMIT), Ok(()));
+        drop(outlets);
+        assert_eq!(syncing.join().unwrap(), Err(Closed));
     }
 
     #[test]

@@ -9,8 +9,12 @@
 //! number of channels known (configured or announced):  done when main and all of them are there
 //! unknown, channels there when `ram` is on the main:    done when the backlog is empty
 //! unknown, no channel a second after main spoke:        a migration without multifd
-//! first byte 0x16 (TLS) on any connection:              nothing can be understood
+//! first bytes 0x16 0x03 (TLS) on any connection:        nothing can be understood
 //! ```
+//!
+//! Others may connect as well: who looks whether somebody listens, who has the wrong address. **Until a main stream
+//! or a channel has introduced itself, whoever is neither is turned away**, and the relay waits on; who says nothing
+//! is so later, too. But what a source that has begun does wrong is an error.
 
 use std::{
     collections::BTreeMap,
@@ -25,9 +29,10 @@ use rustix::{
     io::Errno,
     net::{RecvFlags, recv},
 };
+use tracing::{debug, info, warn};
 use transfer::{Hangup, Stream};
 
-use crate::{Accept, RelayError};
+use crate::{Accept, RelayError, accept::Acceptor, main_stream::is_transient};
 
 /// What the source opened.
 pub(crate) enum Arrival {
@@ -57,36 +62,31 @@ pub(crate) fn gather(
     hangup: &Hangup,
 ) -> Result<Arrival, RelayError> {
     let mut gathering = Gathering {
-        accept,
+        acceptor: Acceptor::new(accept),
         hangup,
         expected,
+        patience,
         opening: Vec::new(),
         main: None,
+        ram_seen: None,
         channels: BTreeMap::new(),
         uuid: None,
+        began: None,
     };
-    let mut deadline = None;
     loop {
         gathering.accept_all()?;
         if gathering.opening.iter().any(Opening::is_tls) {
             return Ok(gathering.into_opaque("it is TLS", true));
         }
-        if gathering.is_complete()? {
+        let now = Instant::now();
+        if gathering.is_complete(now)? {
             return gathering.into_multifd();
         }
-        let now = Instant::now();
         if gathering.is_plain(now) {
             return Ok(gathering.into_opaque("the source uses a single main connection", false));
         }
-        if deadline.is_none() && gathering.has_any() {
-            deadline = Some(now + patience);
-        }
-        if deadline.is_some_and(|deadline| now >= deadline) {
-            return Err(RelayError::Incomplete {
-                missing: gathering.describe(),
-            });
-        }
-        gathering.wait(deadline, now)?;
+        gathering.end_waiting(now)?;
+        gathering.wait(now)?;
         gathering.read_openings()?;
     }
 }
@@ -95,6 +95,9 @@ pub(crate) fn gather(
 /// says whether there will be one.
 const PLAIN_AFTER: Duration = Duration::from_secs(1);
 
+/// How long after the section `ram` the first bytes of a channel may still come: the source sent them long before.
+const SILENT_AFTER: Duration = Duration::from_secs(1);
+
 /// How often the main stream is looked at for its section `ram`, which is milliseconds away.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
@@ -102,48 +105,73 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 const RAM_SECTION: &[u8] = b"\x03ram";
 
 struct Gathering<'a> {
-    accept: &'a dyn Accept,
+    acceptor: Acceptor<'a>,
     hangup: &'a Hangup,
     expected: Option<usize>,
+    patience: Duration,
     opening: Vec<Opening>,
     main: Option<(Arc<Stream>, Instant)>,
+    /// Since when the section `ram` is on the main stream.
+    ram_seen: Option<Instant>,
     channels: BTreeMap<u8, Arc<Stream>>,
     uuid: Option<[u8; 16]>,
+    /// When the first of the source's connections introduced itself.
+    began: Option<Instant>,
 }
 
-/// A connection whose first four bytes are not all there.
+/// A connection that has not introduced itself.
 struct Opening {
     stream: Arc<Stream>,
-    bytes: [u8; 4],
+    bytes: [u8; INITIAL_LEN],
     got: usize,
+    since: Instant,
 }
 
-const TLS_HANDSHAKE: u8 = 0x16;
+/// Bytes that say what a connection is.
+const MAGIC_LEN: usize = 4;
+
+/// A handshake, of any version that is in use.
+const TLS: [u8; 2] = [0x16, 3];
 
 impl Opening {
     fn is_tls(&self) -> bool {
-        self.got > 0 && self.bytes[0] == TLS_HANDSHAKE
+        self.got >= TLS.len() && self.bytes.starts_with(&TLS)
+    }
+
+    fn magic(&self) -> Option<[u8; MAGIC_LEN]> {
+        let magic = self.bytes.first_chunk().copied();
+        magic.filter(|_| self.got >= MAGIC_LEN)
+    }
+
+    fn is_channel(&self) -> bool {
+        self.magic() == Some(MAGIC.to_be_bytes())
+    }
+
+    /// Bytes that it takes to introduce itself.
+    fn wanted(&self) -> usize {
+        if self.is_channel() {
+            INITIAL_LEN
+        } else {
+            MAGIC_LEN
+        }
     }
 }
 
 impl Gathering<'_> {
     fn accept_all(&mut self) -> Result<(), RelayError> {
-        while let Some(stream) = self.accept.try_accept()? {
+        while let Some(stream) = self.acceptor.next()? {
             self.hangup.register(&stream);
             self.opening.push(Opening {
                 stream,
-                bytes: [0; 4],
+                bytes: [0; INITIAL_LEN],
                 got: 0,
+                since: Instant::now(),
             });
         }
         Ok(())
     }
 
-    fn has_any(&self) -> bool {
-        self.main.is_some() || !self.opening.is_empty() || !self.channels.is_empty()
-    }
-
-    fn is_complete(&mut self) -> Result<bool, RelayError> {
+    fn is_complete(&mut self, now: Instant) -> Result<bool, RelayError> {
         if let Some(expected) = self.expected
             && let Some(id) = self
                 .channels
@@ -163,10 +191,17 @@ impl Gathering<'_> {
             None => {
                 self.main_has_ram()? && {
                     self.accept_all()?;
-                    self.opening.is_empty() && self.ids_are_contiguous()
+                    self.only_strangers_are_missing(now) && self.ids_are_contiguous()
                 }
             }
         })
+    }
+
+    /// Whether no connection can be another channel, now that the section `ram` is on the main stream.
+    fn only_strangers_are_missing(&mut self, now: Instant) -> bool {
+        let seen = *self.ram_seen.get_or_insert(now);
+        let is_silent = |opening: &Opening| opening.got == 0 && now >= seen + SILENT_AFTER;
+        self.opening.iter().all(is_silent)
     }
 
     /// Whether the source has begun to send its section `ram` on the main stream.
@@ -204,8 +239,34 @@ impl Gathering<'_> {
                 .is_some_and(|(_, spoke)| now >= *spoke + PLAIN_AFTER)
     }
 
+    /// Turns away who has been silent for too long, and does not wait for ever for a source that has begun.
+    fn end_waiting(&mut self, now: Instant) -> Result<(), RelayError> {
+        if let Some(began) = self.began {
+            if now >= began + self.patience {
+                return Err(RelayError::Incomplete {
+                    missing: self.describe(),
+                });
+            }
+            return Ok(());
+        }
+        let patience = self.patience;
+        self.opening.retain(|opening| {
+            let stays = now < opening.since + patience;
+            if !stays {
+                warn!("turning away a connection that has not said what it is");
+            }
+            stays
+        });
+        Ok(())
+    }
+
     /// Waits until something happens, or the next deadline.
-    fn wait(&self, deadline: Option<Instant>, now: Instant) -> Result<(), RelayError> {
+    fn wait(&self, now: Instant) -> Result<(), RelayError> {
+        let incomplete_at = match self.began {
+            Some(began) => Some(began),
+            None => self.opening.iter().map(|opening| opening.since).min(),
+        }
+        .map(|since| since + self.patience);
         let plain_at = match &self.main {
             Some((_, spoke)) if self.expected.is_none() && self.channels.is_empty() => {
                 Some(*spoke + PLAIN_AFTER)
@@ -214,15 +275,15 @@ impl Gathering<'_> {
         };
         // The main stream is readable all the time, so it cannot be polled for more.
         let look_at = (self.main.is_some() && self.expected.is_none()).then(|| now + LOOK_EVERY);
-        let next = [deadline, plain_at, look_at].into_iter().flatten().min();
+        let next = [incomplete_at, plain_at, look_at, self.acceptor.again_at()];
         let timeout = next
+            .into_iter()
+            .flatten()
+            .min()
             .map(|next| next.saturating_duration_since(now))
             .and_then(|wait| Timespec::try_from(wait).ok());
-        let accept = self.accept.as_fd();
-        let mut fds = vec![
-            PollFd::new(self.hangup, PollFlags::IN),
-            PollFd::new(&accept, PollFlags::IN),
-        ];
+        let mut fds = vec![PollFd::new(self.hangup, PollFlags::IN)];
+        fds.extend(self.acceptor.poll_fd());
         let streams = self.opening.iter().map(|opening| &*opening.stream);
         fds.extend(streams.map(|stream| PollFd::new(stream, PollFlags::IN)));
         match poll(&mut fds, timeout.as_ref()) {
@@ -239,18 +300,22 @@ impl Gathering<'_> {
     fn read_openings(&mut self) -> Result<(), RelayError> {
         for mut opening in std::mem::take(&mut self.opening) {
             if is_readable(&opening.stream)? {
-                let read = (&*opening.stream)
-                    .read(&mut opening.bytes[opening.got..])
-                    .map_err(RelayError::Opening)?;
-                if read == 0 {
-                    return Err(RelayError::ClosedEarly {
-                        got: opening.got,
-                        wanted: opening.bytes.len(),
-                    });
+                let wanted = opening.wanted();
+                match (&*opening.stream).read(&mut opening.bytes[opening.got..wanted]) {
+                    Ok(0) => {
+                        self.closed(&opening)?;
+                        continue;
+                    }
+                    Ok(read) => opening.got += read,
+                    Err(error) if is_transient(&error) => {}
+                    Err(error) => {
+                        debug!("a connection failed: {error}");
+                        self.closed(&opening)?;
+                        continue;
+                    }
                 }
-                opening.got += read;
             }
-            if opening.got == opening.bytes.len() && !opening.is_tls() {
+            if opening.got == opening.wanted() && !opening.is_tls() {
                 self.classify(opening)?;
             } else {
                 self.opening.push(opening);
@@ -259,37 +324,52 @@ impl Gathering<'_> {
         Ok(())
     }
 
+    /// A connection ended before it had said what it is.
+    fn closed(&self, opening: &Opening) -> Result<(), RelayError> {
+        let closed = RelayError::ClosedEarly {
+            got: opening.got,
+            wanted: opening.wanted(),
+        };
+        if opening.got == 0 {
+            info!("a connection was closed before it had said anything");
+            return Ok(());
+        }
+        if opening.is_channel() {
+            return Err(closed);
+        }
+        self.turn_away(closed)
+    }
+
+    /// Whoever does what only a stranger does is one, until a source has begun.
+    fn turn_away(&self, error: RelayError) -> Result<(), RelayError> {
+        if self.began.is_some() {
+            return Err(error);
+        }
+        warn!("turning away a stranger: {error}");
+        Ok(())
+    }
+
     fn classify(&mut self, opening: Opening) -> Result<(), RelayError> {
-        match u32::from_be_bytes(opening.bytes) {
-            MAIN_MAGIC if self.main.is_some() => Err(RelayError::ChannelIds {
+        match opening.magic().map(u32::from_be_bytes) {
+            Some(MAIN_MAGIC) if self.main.is_some() => Err(RelayError::ChannelIds {
                 problem: "there are two main streams".to_owned(),
             }),
-            MAIN_MAGIC => {
-                self.main = Some((opening.stream, Instant::now()));
+            Some(MAIN_MAGIC) => {
+                debug!("the main stream has come");
+                let now = Instant::now();
+                self.began.get_or_insert(now);
+                self.main = Some((opening.stream, now));
                 Ok(())
             }
-            MAGIC => self.add_channel(&opening),
-            _ => Err(RelayError::Garbage {
-                found: opening.bytes,
+            Some(MAGIC) => self.add_channel(opening),
+            magic => self.turn_away(RelayError::Garbage {
+                found: magic.unwrap_or_default().to_be_bytes(),
             }),
         }
     }
 
-    fn add_channel(&mut self, opening: &Opening) -> Result<(), RelayError> {
-        let mut bytes = [0; INITIAL_LEN];
-        let (head, rest) = bytes.split_at_mut(opening.bytes.len());
-        head.copy_from_slice(&opening.bytes);
-        let got = opening
-            .stream
-            .read_full(rest)
-            .map_err(RelayError::Opening)?;
-        if got < rest.len() {
-            return Err(RelayError::ClosedEarly {
-                got: got + opening.bytes.len(),
-                wanted: INITIAL_LEN,
-            });
-        }
-        let initial = Initial::parse(&bytes)?;
+    fn add_channel(&mut self, opening: Opening) -> Result<(), RelayError> {
+        let initial = Initial::parse(&opening.bytes)?;
         if *self.uuid.get_or_insert(initial.uuid()) != initial.uuid() {
             return Err(RelayError::ChannelIds {
                 problem: "the channels belong to guests with different uuids".to_owned(),
@@ -299,7 +379,9 @@ impl Gathering<'_> {
             self.expected = initial.announced_channels().map(usize::from);
         }
         let id = initial.channel();
-        match self.channels.insert(id, opening.stream.clone()) {
+        debug!("channel {id} has come");
+        self.began.get_or_insert_with(Instant::now);
+        match self.channels.insert(id, opening.stream) {
             None => Ok(()),
             Some(_) => Err(RelayError::ChannelIds {
                 problem: format!("id {id} came twice"),
@@ -339,13 +421,23 @@ impl Gathering<'_> {
         })
     }
 
+    /// Without those who said nothing before a main stream in plain text began: what comes with it, comes behind it.
+    /// Behind TLS they may be about to speak.
     fn into_opaque(self, why: &'static str, speaks_first: bool) -> Arrival {
+        let spoke = self.main.as_ref().map(|(_, spoke)| *spoke);
         let main = self
             .main
             .map(|(stream, _)| (stream, MAIN_MAGIC.to_be_bytes().to_vec()));
         let opening = self
             .opening
             .into_iter()
+            .filter(|opening| {
+                let is_stranger = opening.got == 0 && spoke.is_some_and(|at| opening.since < at);
+                if is_stranger {
+                    warn!("turning away a connection that has not said what it is");
+                }
+                !is_stranger
+            })
             .map(|opening| (opening.stream, opening.bytes[..opening.got].to_vec()));
         Arrival::Opaque {
             why,

@@ -11,31 +11,44 @@
 //! both QEMUs up over QMP and see the migration through to a guest that runs in one place.
 //!
 //! What a relay owes the two QEMUs is written where it is done: the order of connections in
-//! `gather`, the bound on waiting packets in `channels` and `exchange`, the SYNC barrier in `exchange`,
-//! the teardown of everything at once in `session`.
+//! `gather`, the bound on waiting packets in `channels` and `exchange`, the SYNC barrier in `exchange`, the
+//! main stream's order with the SYNCs in `syncs`, the teardown of everything at once in `session`.
 
 #![forbid(unsafe_code)]
 
 mod accept;
+mod attempts;
 mod channels;
 mod control;
 mod error;
 mod exchange;
 mod gather;
+mod instance;
+mod journal;
 mod main_stream;
+mod marks;
 mod migrate;
 mod opaque;
+mod process;
 mod qemu;
 mod qmp;
 mod return_path;
 mod serve;
 mod session;
+mod settle;
+mod syncs;
 
-pub use accept::{Accept, Handover};
+pub use accept::{Accept, AcceptQueue};
+pub use attempts::{Attempt, Standing, attempts};
 pub use control::ControlError;
 pub use error::{Direction, RelayError};
-pub use migrate::{Cause, Failure, Migration, Moved, Progress, Whereabouts};
-pub use qemu::{QemuError, Version};
+pub use handover::{AttemptId, GuestLocation};
+pub use instance::Instance;
+pub use journal::{DestinationRecord, Entry, Journal, JournalError, Record, SourceRecord};
+pub use migrate::{Cause, Failure, Migration, Moved, Progress};
+pub use process::{ProcessError, ProcessId};
+pub use qemu::{EndError, QemuError, Version};
 pub use qmp::QmpError;
-pub use serve::{ServeError, Server};
+pub use serve::{ServeError, Server, ServerConfig};
 pub use session::{Config, Dialer, Outcome, Relay, Summary, ZeroPages};
+pub use settle::{SettleError, Settlement, Verdict};

@@ -1,4 +1,4 @@
-//! The main stream: bytes that a relay forwards and does not understand.
+//! The main stream: bytes that a relay forwards and does not understand, but for its marks (`syncs`).
 
 use std::{
     io::{self, Read, Write},
@@ -54,8 +54,20 @@ impl MainState {
 pub(crate) trait Witness {
     /// A piece that came, before it is passed on.
     fn received(&mut self, piece: &[u8]);
+    /// Passes the piece on, all of it, when and in whatever parts is right.
+    fn pass(
+        &mut self,
+        piece: &[u8],
+        write: &dyn Fn(&[u8]) -> Result<(), RelayError>,
+    ) -> Result<(), RelayError> {
+        write(piece)
+    }
     /// The same piece has been passed on.
     fn delivered(&mut self);
+    /// Whether the receiver is to be told that there is no more.
+    fn ends(&self) -> bool {
+        true
+    }
 }
 
 /// Remembers how the forward direction of a main stream ended.
@@ -108,7 +120,7 @@ impl<F: FnMut(u32)> Witness for ReturnWitness<'_, F> {
     }
 }
 
-/// Forwards bytes until the sender has no more, then tells the receiver so.
+/// Forwards bytes until the sender has no more, then tells the receiver so, unless the witness objects.
 pub(crate) fn pump(
     direction: Direction,
     from: &Stream,
@@ -131,23 +143,28 @@ pub(crate) fn pump(
             // Not held back behind pages: its end must be noticed at once.
             pacer.charge(piece.len());
         }
-        (&*to)
-            .write_all(piece)
-            .map_err(|error| RelayError::MainWrite { direction, error })?;
+        witness.pass(piece, &|part| {
+            (&*to)
+                .write_all(part)
+                .map_err(|error| RelayError::MainWrite { direction, error })
+        })?;
         if direction == Direction::Forward {
             stats.add_received(piece.len());
             stats.add_sent(piece.len());
         }
         witness.delivered();
     }
-    to.finish();
+    if witness.ends() {
+        to.finish();
+    }
     Ok(())
 }
 
 /// Large enough for a migration without multifd to be cheap.
 const PIECE: usize = 128 * 1024;
 
-fn is_transient(error: &io::Error) -> bool {
+/// Whether to try again: a connection may be silent for as long as it likes.
+pub(crate) fn is_transient(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted

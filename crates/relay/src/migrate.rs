@@ -1,42 +1,48 @@
 //! The source's side: drives one QEMU through a migration to a server on another host.
 //!
 //! ```text
-//!  survey    the source QEMU: can it migrate, what is it
+//!  look      at the source QEMU, and at what the journal knows of it: an attempt that is not over is finished first
 //!  prepare   the server: is there a QEMU for it, what can that one do
 //!  set up    the source QEMU and a relay beside it
 //!  watch     until the source says completed, failed or cancelled
-//!  commit    completed: the source is paused for good; ask the server to continue the guest, until
-//!            it answers.  Anything else: the guest runs on here, the server ends its QEMU.
+//!  hand over completed: the source is paused for good; crate `handover` decides what every answer means.
+//!            Anything else: the guest goes on here, the server ends its QEMU.
 //! ```
-//!
-//! The order of the last step is what keeps the guest from running twice or nowhere: the
-//! destination never runs before the source has stopped for good, and the source is only continued
-//! after that when the server says that the guest never ran there.
+
+mod earlier;
+mod hand_over;
+mod socket;
+mod source;
 
 use std::{
-    fmt, io,
-    os::unix::fs::{MetadataExt, chown},
-    path::{Path, PathBuf},
+    io,
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
+use handover::{
+    AttemptId, ConnectionKind, Decision, DestinationMessage, GuestLocation, Prepare, SourceEvent,
+    SourceMessage, SourceState,
+};
 use serde_json::{Value, json};
 use thiserror::Error;
 use tracing::{info, warn};
-use transfer::{Address, Hangup, Listener, Snapshot, SocketError, Stats};
+use transfer::{Address, Hangup, Snapshot, SocketError, Stats};
 
 use crate::{
-    Config, Dialer, Relay, RelayError,
-    control::{
-        Answer, Commit, Control, ControlError, Id, Kind, PROTOCOL, Prepare, Request, preamble,
-    },
-    qemu::{Qemu, QemuError},
+    Config, Dialer, Journal, JournalError, Relay, RelayError, SourceRecord,
+    control::{self, Control, ControlError, Offer, Request, from_details, preamble, to_details},
+    journal::now,
+    qemu::QemuError,
 };
+use hand_over::{HandOver, Limits};
+use socket::Socket;
+pub(crate) use source::Source;
 
 /// One migration to be driven.
 pub struct Migration<'a> {
@@ -44,6 +50,8 @@ pub struct Migration<'a> {
     pub qmp: &'a Path,
     /// The server.
     pub to: &'a Address,
+    /// Where attempts are remembered: see [`Journal`].
+    pub state_dir: &'a Path,
     /// The waiting QEMU's name at the server.
     pub name: &'a str,
     /// Data channels, all the way.
@@ -52,6 +60,8 @@ pub struct Migration<'a> {
     pub config: Config,
     /// Longest downtime to aim at; QEMU's own setting if `None`.
     pub downtime_limit: Option<Duration>,
+    /// Longest time for which the guest may stand still before the hand-over: then it goes on here.
+    pub downtime_max: Duration,
     /// How the source finds zero pages (`none`, `legacy`, `multifd`); the best that both QEMUs know
     /// if `None`.
     pub zero_page_detection: Option<&'a str>,
@@ -84,39 +94,27 @@ pub struct Moved {
     pub total_time: Duration,
 }
 
-/// Where the guest is after a migration that did not go through.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whereabouts {
-    /// At the source, as if nothing had been.
-    Source,
-    /// The source is paused for good, and the destination has not answered.
-    Undecided,
-    /// Its QEMU ended.
-    Lost,
-}
-
-impl fmt::Display for Whereabouts {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Source => "the guest stays at the source",
-            Self::Undecided => {
-                "the guest is paused at the source, and the destination may have it: run the same \
-                 command again to finish the migration, and continue neither by hand before"
-            }
-            Self::Lost => "the source's QEMU has ended, and the guest with it",
-        })
-    }
-}
-
 /// A migration that did not go through.
 #[derive(Debug, Error)]
-#[error("{cause}; {guest}")]
+#[error("{cause}{}", self.location())]
 pub struct Failure {
     /// Why.
     #[source]
     pub cause: Cause,
     /// Where that leaves the guest.
-    pub guest: Whereabouts,
+    pub guest: GuestLocation,
+    /// The attempt that is to be finished or settled, or has left the guest there.
+    pub attempt: Option<AttemptId>,
+}
+
+impl Failure {
+    /// Where the guest is, where the cause does not say so itself.
+    fn location(&self) -> String {
+        match (&self.cause, self.guest) {
+            (Cause::MovedBefore { .. }, GuestLocation::Destination) => String::new(),
+            (_, guest) => format!("; {guest}"),
+        }
+    }
 }
 
 /// Why a migration did not go through.
@@ -144,6 +142,30 @@ pub enum Cause {
     /// The system refused something that every migration needs.
     #[error("cannot set up the migration: {0}")]
     SetUp(#[from] io::Error),
+    /// The journal.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// The guest stood still for too long.
+    #[error("the guest stood still for more than {} s", .0.as_secs_f64())]
+    Downtime(Duration),
+    /// The source's QEMU has ended, which is proven.
+    #[error("the source's QEMU has ended")]
+    SourceEnded,
+    /// The guest was sent away before, by an attempt that is over.
+    #[error("attempt {attempt} has moved the guest to {to} ({name}){}{now}", if now.is_empty() { "" } else { "; " })]
+    MovedBefore {
+        /// The attempt.
+        attempt: AttemptId,
+        /// The destination's address.
+        to: String,
+        /// The guest's name there.
+        name: String,
+        /// What is known of it now.
+        now: String,
+    },
+    /// The guest was sent away by something that left no entry in the journal.
+    #[error("the source has sent its guest away in a migration that is not in this journal")]
+    NotInJournal,
     /// It broke under way.
     #[error("{}", join(.0))]
     Broken(Vec<String>),
@@ -160,124 +182,127 @@ impl Migration<'_> {
     /// Why it did not go through, and where the guest is.
     pub fn run(&self, observe: &mut dyn FnMut(&Progress)) -> Result<Moved, Failure> {
         let start = Instant::now();
-        let mut source = self.survey().map_err(at_source)?;
-        let id = Id::random().map_err(|error| at_source(error.into()))?;
-        if source.completed_before {
-            info!("the source has completed a migration before: finishing that one");
-            let answer = self.commit(id, &source, None);
-            return self.finish(&mut source, Completed::before(answer), start);
+        let journal = Journal::open(self.state_dir).map_err(at_source)?;
+        journal.clean_up::<SourceRecord>();
+        let mut source = match Source::connect(self.qmp) {
+            Ok(source) => source,
+            Err(error) => return self.without_source(&journal, error.into()),
+        };
+        if let Some(ended) = self.finish_earlier(&journal, &mut source)? {
+            return ended;
         }
-        let mut control = self.prepare(id, &mut source).map_err(at_source)?;
-        match self.move_pages(id, &mut source, &mut control, observe) {
-            Ok(completed) => self.finish(&mut source, completed, start),
-            Err(cause) => Err(self.abort(&mut control, id, &mut source, cause)),
-        }
+        source.check(self.zero_page_detection).map_err(at_source)?;
+        self.tell_earlier(&journal).map_err(at_source)?;
+        self.attempt(&journal, source, start, observe)
     }
 
-    /// Looks at the source QEMU and refuses what cannot work; changes nothing.
-    fn survey(&self) -> Result<Source, Cause> {
-        let mut qemu = Qemu::connect(self.qmp)?;
-        let state = qemu.state()?;
-        let status = qemu.query_migrate()?["status"]
-            .as_str()
-            .unwrap_or("none")
-            .to_owned();
-        let stopped_for_good = ["finish-migrate", "postmigrate"];
-        let completed_before = stopped_for_good.contains(&state.as_str()) && status == "completed";
-        let busy = [
-            "setup",
-            "active",
-            "device",
-            "cancelling",
-            "pre-switchover",
-            "wait-unplug",
-        ];
-        if !completed_before {
-            if state == "inmigrate" || busy.contains(&status.as_str()) {
-                return Err(QemuError::State {
-                    state: format!("{state}, migration {status}"),
-                    expected: "a guest that is not being migrated",
-                }
-                .into());
-            }
-            qemu.check(&["multifd", "return-path"])?;
-            if let Some(value) = self.zero_page_detection {
-                qemu.check_value("zero-page-detection", value)?;
-            }
-        }
-        Ok(Source {
-            // After a migration the guest is to run if it did before, and that it did is the rule.
-            was_running: state == "running" || completed_before,
-            uuid: qemu.uuid()?,
-            ram_bytes: qemu.ram_bytes()?,
-            completed_before,
-            stopped_at: None,
-            zero_pages: None,
-            qemu,
-        })
-    }
-
-    fn prepare(&self, id: Id, source: &mut Source) -> Result<Control, Cause> {
-        let mut control = Control::connect(self.to, id, self.config.stall_timeout)?;
-        let request = Request::Prepare(Prepare {
-            protocol: PROTOCOL,
+    /// A new attempt.
+    fn attempt(
+        &self,
+        journal: &Journal,
+        mut source: Source,
+        start: Instant,
+        observe: &mut dyn FnMut(&Progress),
+    ) -> Result<Moved, Failure> {
+        let attempt = AttemptId(control::random().map_err(at_source)?);
+        // The last attempt of a QEMU is the one that counts, also if the clock was set back.
+        let known = journal.records::<SourceRecord>().map_err(at_source)?;
+        let last = known.last().map_or(0, |record| record.began);
+        let record = SourceRecord {
+            attempt,
+            began: now().max(last + 1),
             name: self.name.to_owned(),
-            uuid: source.uuid.clone(),
+            to: self.to.to_string(),
+            qemu: source.instance.clone(),
+            resume: source.was_running,
+            confirmed: false,
+            state: SourceState::Moving { incarnation: None },
+        };
+        let entry = journal.claim(record).map_err(at_source)?;
+        entry.write().map_err(at_source)?;
+        let mut hand_over = HandOver::new(entry, self.to, self.limits(), self.cancel);
+        let prepared = self.prepare(&mut hand_over, &mut source);
+        let ended = match prepared {
+            Ok(()) => self.move_pages(&mut hand_over, &mut source, observe),
+            Err(cause) => Ended::failed(cause),
+        };
+        let decision = match ended.decision.clone() {
+            Some(decision) => decision,
+            None => hand_over.finish(ended.event(), Some(&mut source)),
+        };
+        let ended = Ended { start, ..ended };
+        self.conclude(hand_over, decision, Some(&mut source), ended)
+    }
+
+    fn prepare(&self, hand_over: &mut HandOver<'_>, source: &mut Source) -> Result<(), Cause> {
+        let timeout = self.config.stall_timeout;
+        let mut control = Control::connect(self.to, hand_over.attempt(), timeout)?;
+        let request = Request {
+            name: self.name.to_owned(),
+            uuid: source.instance.uuid.clone(),
             ram_bytes: source.ram_bytes,
             channels: self.channels,
             page_size: u32::try_from(self.config.layout.page_size()).unwrap_or(u32::MAX),
             method: self.config.engines.settings().name().to_owned(),
-        });
-        match control.ask(&request)? {
-            Answer::Prepared {
-                qemu,
-                knows_zero_pages,
-            } => {
-                info!(
-                    "source QEMU {}, destination QEMU {qemu}",
-                    source.qemu.version()
-                );
-                if source.qemu.knows_zero_pages() {
-                    // An older destination would lose zero pages in packets silently.
-                    let best = if knows_zero_pages {
-                        "multifd"
-                    } else {
-                        "legacy"
-                    };
-                    let wanted = self.zero_page_detection.unwrap_or(best);
-                    if wanted == "multifd" && !knows_zero_pages {
-                        return Err(Cause::Refused(format!(
-                            "its QEMU {qemu} does not know zero-page-detection multifd"
-                        )));
-                    }
-                    source.zero_pages = Some(wanted.to_owned());
-                }
-                Ok(control)
+        };
+        let prepare = Prepare::new(to_details(&request)?);
+        control.send(&SourceMessage::Prepare(prepare))?;
+        let answer = loop {
+            match control.receive(PREPARED_WITHIN)? {
+                DestinationMessage::Preparing => {}
+                answer => break answer,
             }
-            Answer::Refused { reason } => Err(Cause::Refused(reason)),
+        };
+        hand_over.control = Some(control);
+        match answer {
+            DestinationMessage::Prepared { ref details, .. } => {
+                source.zero_pages = self.zero_pages(source, &from_details(details.clone())?)?;
+                hand_over.prepared(answer)
+            }
+            DestinationMessage::Refused { reason } => Err(Cause::Refused(reason)),
             other => Err(Cause::OutOfTurn(format!("{other:?}"))),
         }
     }
 
-    /// From the set-up to the source's last word and, if that is *completed*, the server's answer to
-    /// the commit.
+    /// How the source is to find zero pages, where it can be told.
+    fn zero_pages(&self, source: &Source, offer: &Offer) -> Result<Option<String>, Cause> {
+        let (ours, theirs) = (source.qemu.version(), &offer.qemu);
+        info!("source QEMU {ours}, destination QEMU {theirs}");
+        if !source.qemu.knows_zero_pages() {
+            return Ok(None);
+        }
+        // An older destination would lose zero pages in packets silently.
+        let best = match offer.knows_zero_pages {
+            true => "multifd",
+            false => "legacy",
+        };
+        let wanted = self.zero_page_detection.unwrap_or(best);
+        if wanted == "multifd" && !offer.knows_zero_pages {
+            return Err(Cause::Refused(format!(
+                "its QEMU {theirs} does not know zero-page-detection multifd"
+            )));
+        }
+        Ok(Some(wanted.to_owned()))
+    }
+
+    /// From the set-up to the source's last word and, if that is *completed*, to the hand-over's end.
     fn move_pages(
         &self,
-        id: Id,
+        hand_over: &mut HandOver<'_>,
         source: &mut Source,
-        control: &mut Control,
         observe: &mut dyn FnMut(&Progress),
-    ) -> Result<Completed, Cause> {
-        self.set_up(source)?;
-        let socket = Socket::beside(self.qmp, self.config.stall_timeout)?;
+    ) -> Ended {
+        let (socket, hangup) = match self.set_up(source) {
+            Ok(ready) => ready,
+            Err(cause) => return Ended::failed(cause),
+        };
         let dialer = Dialer {
             address: self.to.clone(),
-            preamble: preamble(Kind::Data, id).to_vec(),
+            preamble: preamble(ConnectionKind::Data, hand_over.attempt()).to_vec(),
         };
         let mut config = self.config.clone();
         config.incoming_channels = Some(self.channels.into());
         config.outgoing_channels = Some(self.channels.into());
-        let hangup = Hangup::new()?;
         let stats = Arc::new(Stats::default());
         let relay = Relay {
             accept: &socket.listener,
@@ -287,57 +312,47 @@ impl Migration<'_> {
             stats: &stats,
             on_loaded: &|| (),
         };
-        let (ended, relayed) = thread::scope(|scope| {
+        thread::scope(|scope| {
             let relay = scope.spawn(|| relay.run());
-            let ended = self
+            let watched = self
                 .start(source, &socket.path)
-                .and_then(|()| self.watch(source, &stats, observe));
-            let ended = match ended {
+                .and_then(|()| self.watch(source, &stats, &hangup, observe));
+            let mut ended = match watched {
                 // The guest stands still: nothing comes before the commit, not even the relay's end.
-                Ok(account) => Ok((account, self.commit(id, source, Some(control)))),
-                Err(cause) => {
-                    hangup.hang_up();
-                    Err(cause)
+                Ok(account) => Ended {
+                    decision: Some(hand_over.finish(SourceEvent::Stopped, Some(source))),
+                    account,
+                    ..Ended::at(Instant::now())
+                },
+                Err(cause) if source.has_ended_by(&cause) => {
+                    let stopped = source.stopped.is_some();
+                    let event = SourceEvent::GuestDied { stopped };
+                    Ended {
+                        decision: Some(hand_over.finish(event, None)),
+                        ..Ended::failed(Cause::SourceEnded)
+                    }
                 }
+                Err(cause) => Ended::failed(cause),
             };
-            // A thread that panicked has nothing to tell; the source's word decides.
-            (ended, relay.join().unwrap_or(Err(RelayError::Cancelled)))
-        });
-        match (ended, relayed) {
-            (Ok((account, answer)), _) => Ok(Completed {
-                account,
-                moved: stats.snapshot(),
-                answer,
-            }),
-            (Err(Cause::Broken(causes)), Err(error)) if !matches!(error, RelayError::Cancelled) => {
-                // What the relay saw is the cause, what QEMU says usually the consequence.
-                let relayed = std::iter::once(error.to_string());
-                Err(Cause::Broken(relayed.chain(causes).collect()))
+            if ended.cause.is_some() {
+                hangup.hang_up();
             }
-            (Err(cause), _) => Err(cause),
-        }
+            // A thread that panicked has nothing to tell; the source's word decides.
+            let relayed = relay.join().unwrap_or(Err(RelayError::Cancelled));
+            ended.explain(relayed.err());
+            ended.moved = stats.snapshot();
+            ended
+        })
     }
 
-    fn set_up(&self, source: &mut Source) -> Result<(), Cause> {
-        let mut parameters = json!({
-            "multifd-channels": self.channels,
-            "multifd-compression": "none",
-            // The relay paces where pacing is asked for; here a limit would only be in its way.
-            "max-bandwidth": UNLIMITED,
-        });
-        if let Some(limit) = self.downtime_limit {
-            let millis = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
-            parameters["downtime-limit"] = millis.into();
-        }
-        if let Some(zero_pages) = &source.zero_pages {
-            parameters["zero-page-detection"] = zero_pages.as_str().into();
-        }
-        let mandatory = ["multifd", "return-path"];
-        Ok(source.qemu.set_up(&mandatory, &["events"], parameters)?)
+    fn set_up(&self, source: &mut Source) -> Result<(Socket, Hangup), Cause> {
+        source.set_up(self.channels, self.downtime_limit)?;
+        let socket = Socket::beside(self.qmp, self.config.stall_timeout)?;
+        Ok((socket, Hangup::new()?))
     }
 
     fn start(&self, source: &mut Source, socket: &Path) -> Result<(), Cause> {
-        if self.cancel.load(Ordering::Relaxed) {
+        if self.is_cancelled() {
             return Err(Cause::Cancelled);
         }
         let uri = format!("unix:{}", socket.display());
@@ -349,290 +364,249 @@ impl Migration<'_> {
         &self,
         source: &mut Source,
         stats: &Stats,
+        hangup: &Hangup,
         observe: &mut dyn FnMut(&Progress),
     ) -> Result<Value, Cause> {
-        let mut cancelling = false;
+        let mut stopping = None;
         let mut asked = None;
         loop {
-            if self.cancel.load(Ordering::Relaxed) && !cancelling {
-                cancelling = true;
-                source.qemu.execute("migrate_cancel", json!({}))?;
-            }
-            let event = source.qemu.next_event(EVENT_WAIT)?;
-            let is_news = event.is_some_and(|event| match event.name.as_str() {
-                "STOP" => {
-                    source.stopped_at = Some(event.timestamp.since_epoch());
-                    false
+            if stopping.is_none() {
+                stopping = self.reason_to_stop(source);
+                if let Some(Stop { cause, .. }) = &stopping {
+                    info!("{cause}");
+                    self.stop(source, cause, hangup)?;
                 }
-                "MIGRATION" => true,
-                _ => false,
-            });
+            }
+            if let Some(Stop { since, .. }) = &stopping
+                && since.elapsed() > CANCELLING
+            {
+                // The sockets are its last hold on the guest.
+                hangup.hang_up();
+            }
+            if let Some(Stop { cause, .. }) = stopping.take_if(|stop| stop.is_overdue()) {
+                return Err(cause);
+            }
+            let is_news = source.take_events()?;
             if !is_news && asked.is_some_and(|asked: Instant| asked.elapsed() < ASK_EVERY) {
                 continue;
             }
             asked = Some(Instant::now());
-            let account = source.qemu.query_migrate()?;
-            let status = account["status"].as_str().unwrap_or("none");
+            let (account, status) = match source.account() {
+                Err(QemuError::Qmp(error)) if error.is_no_answer() && !self.is_cancelled() => {
+                    warn!("{error}; it is asked again");
+                    continue;
+                }
+                account => account?,
+            };
             observe(&Progress {
-                status: status.to_owned(),
+                status: status.clone(),
                 moved: stats.snapshot(),
                 source: account.clone(),
             });
-            match status {
+            match status.as_str() {
                 "completed" => {
-                    if cancelling {
-                        warn!("too late to cancel: the guest has moved");
+                    if stopping.is_some() {
+                        warn!("too late to cancel: the guest has been sent");
                     }
+                    // Among them, when it stopped.
+                    source.take_events()?;
                     return Ok(account);
                 }
                 // A source that is cancelled sometimes calls it a failure.
-                "cancelled" | "failed" if cancelling => return Err(Cause::Cancelled),
-                "cancelled" => {
-                    return Err(Cause::Broken(vec![
-                        "somebody cancelled at the source".into(),
-                    ]));
-                }
-                "failed" => {
-                    let reason = account["error-desc"].as_str().unwrap_or("no reason given");
-                    return Err(Cause::Broken(vec![format!("source QEMU: {reason}")]));
+                "cancelled" | "failed" => {
+                    return Err(match stopping {
+                        Some(Stop { cause, .. }) => cause,
+                        None => broken(&status, &account),
+                    });
                 }
                 _ => {}
             }
         }
     }
 
-    /// The source has stopped for good: asks the server to continue the guest, over the connection
-    /// that there is and then over new ones, until it answers. Only a cancel ends this before.
-    fn commit(
-        &self,
-        id: Id,
-        source: &Source,
-        control: Option<&mut Control>,
-    ) -> Result<Commitment, Cause> {
-        let request = Request::Commit(Commit {
-            name: self.name.to_owned(),
-            uuid: source.uuid.clone(),
-            resume: source.was_running,
-        });
-        let mut answer = control.map(|control| control.ask(&request));
-        let mut told = false;
-        loop {
-            let result = answer.take().unwrap_or_else(|| {
-                Control::connect(self.to, id, self.config.stall_timeout)
-                    .and_then(|mut control| control.ask(&request))
-            });
-            match result {
-                Ok(answer) => {
-                    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-                    return Ok(Commitment {
-                        answer,
-                        at: now.unwrap_or_default(),
-                    });
-                }
-                Err(error) if told && self.cancel.load(Ordering::Relaxed) => {
-                    return Err(error.into());
-                }
-                Err(error) => {
-                    if !told {
-                        warn!(
-                            "the source has stopped; asking the server again until it answers: {error}"
-                        );
-                        // A cancel from before cannot have been meant for this.
-                        self.cancel.store(false, Ordering::Relaxed);
-                    }
-                    told = true;
-                    thread::sleep(ASK_AGAIN);
-                }
-            }
+    fn reason_to_stop(&self, source: &Source) -> Option<Stop> {
+        let cause = if self.is_cancelled() {
+            Cause::Cancelled
+        } else if source.stopped_for() > self.downtime_max {
+            Cause::Downtime(self.downtime_max)
+        } else {
+            return None;
+        };
+        let since = Instant::now();
+        Some(Stop { cause, since })
+    }
+
+    fn stop(&self, source: &mut Source, cause: &Cause, hangup: &Hangup) -> Result<(), Cause> {
+        let cancelled = source.qemu.execute("migrate_cancel", json!({}));
+        if !matches!(cause, Cause::Cancelled) || cancelled.is_err() {
+            // Whoever waits for the destination with the guest stopped is not to wait for it any longer.
+            hangup.hang_up();
+        }
+        match cancelled {
+            // It may have ended by itself at this moment.
+            Err(QemuError::Qmp(error)) if error.is_refusal() => Ok(()),
+            result => Ok(result?),
         }
     }
 
-    /// Draws the conclusion from the server's answer to the commit.
-    fn finish(
+    /// Draws the conclusion from what the hand-over has decided.
+    fn conclude(
         &self,
-        source: &mut Source,
-        completed: Completed,
-        start: Instant,
+        hand_over: HandOver<'_>,
+        decision: Decision,
+        source: Option<&mut Source>,
+        ended: Ended,
     ) -> Result<Moved, Failure> {
-        let undecided = |cause| Failure {
+        let record = &hand_over.entry.record;
+        let failure = |cause| Failure {
             cause,
-            guest: Whereabouts::Undecided,
+            guest: decision.guest,
+            attempt: Some(record.attempt),
         };
-        let Commitment { answer, at } = completed.answer.map_err(undecided)?;
-        match answer {
-            Answer::Running { .. } => {
-                source.put_back();
-                let downtime = source.stopped_at.map(|stopped| at.saturating_sub(stopped));
-                Ok(Moved {
-                    source: completed.account,
-                    moved: completed.moved,
-                    downtime: downtime.filter(|_| source.was_running),
-                    total_time: start.elapsed(),
-                })
+        let mut downtime = None;
+        if let Some(source) = source {
+            let running = hand_over.running_at.filter(|_| record.resume);
+            downtime = source
+                .stopped
+                .and_then(|(stopped, _)| Some(running?.saturating_sub(stopped)));
+            if decision.guest != GuestLocation::InDoubt {
+                source.qemu.put_back();
             }
-            Answer::Aborted { cause } => {
-                // It never ran there and never will.
-                source.put_back();
-                let reason = cause.unwrap_or_else(|| "no reason given".to_owned());
-                Err(match source.make_run() {
-                    Ok(()) => Failure {
-                        cause: Cause::Broken(vec![format!("destination: {reason}")]),
-                        guest: Whereabouts::Source,
-                    },
-                    Err(error) => undecided(error.into()),
-                })
+        }
+        if decision.guest == GuestLocation::Destination {
+            if !self.is_asked_for(record) {
+                return Err(failure(moved_before(
+                    record,
+                    "that attempt has just been finished",
+                )));
             }
-            Answer::Unknown { reason } | Answer::Refused { reason } => {
-                Err(undecided(Cause::Refused(reason)))
+            return Ok(Moved {
+                source: ended.account,
+                moved: ended.moved,
+                downtime,
+                total_time: ended.start.elapsed(),
+            });
+        }
+        let theirs = hand_over
+            .their_cause
+            .map(|cause| format!("destination: {cause}"));
+        Err(failure(match (ended.cause, theirs) {
+            (Some(Cause::Broken(causes)), Some(theirs)) if !causes.contains(&theirs) => {
+                Cause::Broken(causes.into_iter().chain([theirs]).collect())
             }
-            other @ Answer::Prepared { .. } => {
-                Err(undecided(Cause::OutOfTurn(format!("{other:?}"))))
-            }
+            (Some(cause), _) => cause,
+            (None, Some(theirs)) => Cause::Broken(vec![theirs]),
+            (None, None) => Cause::Broken(vec![decision.cause.unwrap_or_default()]),
+        }))
+    }
+
+    /// Whether this is the migration that the attempt was to be.
+    fn is_asked_for(&self, record: &SourceRecord) -> bool {
+        record.to == self.to.to_string() && record.name == self.name
+    }
+
+    fn limits(&self) -> Limits {
+        Limits {
+            dial: self.config.stall_timeout,
+            downtime: self.downtime_max,
         }
     }
 
-    /// The migration failed: the server ends its QEMU, the guest runs on here.
-    fn abort(&self, control: &mut Control, id: Id, source: &mut Source, cause: Cause) -> Failure {
-        let answer = control.ask(&Request::Abort).or_else(|_| {
-            Control::connect(self.to, id, self.config.stall_timeout)
-                .and_then(|mut control| control.ask(&Request::Abort))
-        });
-        let cause = match (cause, &answer) {
-            (
-                Cause::Broken(mut causes),
-                Ok(Answer::Aborted {
-                    cause: Some(theirs),
-                }),
-            ) => {
-                causes.push(format!("destination: {theirs}"));
-                Cause::Broken(causes)
-            }
-            (cause, Ok(_)) => cause,
-            (cause, Err(error)) => {
-                warn!(
-                    "the server cannot be told that the migration failed ({error}); do not \
-                     continue the guest `{}` there",
-                    self.name
-                );
-                cause
-            }
-        };
-        let guest = match source.settle() {
-            Ok(()) => Whereabouts::Source,
-            Err(QemuError::Qmp(_)) => Whereabouts::Lost,
-            Err(error) => {
-                warn!("the source is not as it was: {error}");
-                Whereabouts::Undecided
-            }
-        };
-        source.put_back();
-        Failure { cause, guest }
+    fn is_cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Relaxed)
     }
 }
 
-/// A bandwidth beyond every link, bytes per second.
-const UNLIMITED: u64 = 1 << 40;
-/// How long to wait for an event before looking at the clock and at a cancel.
-const EVENT_WAIT: Duration = Duration::from_millis(50);
-/// How often to ask for QEMU's account.
-const ASK_EVERY: Duration = Duration::from_millis(200);
-/// Between two attempts to reach the server.
-const ASK_AGAIN: Duration = Duration::from_secs(1);
-/// How long a source may take to run again after a failure.
-const SETTLING: Duration = Duration::from_secs(10);
+/// Why a migration is being stopped from here.
+struct Stop {
+    cause: Cause,
+    since: Instant,
+}
 
-/// A source that has stopped for good.
-struct Completed {
+impl Stop {
+    /// Whether a QEMU that neither cancels nor completes has had time enough.
+    fn is_overdue(&self) -> bool {
+        self.since.elapsed() > 4 * CANCELLING
+    }
+}
+
+/// How a migration's memory came to its end.
+struct Ended {
+    start: Instant,
+    /// What the hand-over has decided already.
+    decision: Option<Decision>,
+    /// Why it failed, where it did before the hand-over.
+    cause: Option<Cause>,
     /// QEMU's account.
     account: Value,
     moved: Snapshot,
-    answer: Result<Commitment, Cause>,
 }
 
-impl Completed {
-    /// What is known of a migration that was driven by an earlier run.
-    fn before(answer: Result<Commitment, Cause>) -> Self {
+impl Ended {
+    fn at(start: Instant) -> Self {
         Self {
+            start,
+            decision: None,
+            cause: None,
             account: Value::Null,
             moved: Snapshot::default(),
-            answer,
+        }
+    }
+
+    fn failed(cause: Cause) -> Self {
+        Self {
+            cause: Some(cause),
+            ..Self::at(Instant::now())
+        }
+    }
+
+    /// What the relay saw is the cause, what QEMU says usually the consequence.
+    fn explain(&mut self, relayed: Option<RelayError>) {
+        if let (Some(Cause::Broken(causes)), Some(error)) = (&mut self.cause, relayed)
+            && !matches!(error, RelayError::Cancelled)
+        {
+            causes.insert(0, error.to_string());
+        }
+    }
+
+    fn event(&self) -> SourceEvent {
+        let cause = self.cause.as_ref().map(ToString::to_string);
+        SourceEvent::Failed {
+            cause: cause.unwrap_or_default(),
         }
     }
 }
 
-/// What the server answered to the commit, and when, since the epoch.
-struct Commitment {
-    answer: Answer,
-    at: Duration,
+/// How often to ask for QEMU's account.
+const ASK_EVERY: Duration = Duration::from_millis(200);
+/// How long a QEMU may take to cancel before its connections are taken away.
+const CANCELLING: Duration = Duration::from_secs(5);
+/// How long a server may take to get ready, or to say that it is still at it: a QEMU may be busy, or its monitor
+/// held by somebody else.
+const PREPARED_WITHIN: Duration = Duration::from_secs(60);
+fn broken(status: &str, account: &Value) -> Cause {
+    if status == "cancelled" {
+        return Cause::Broken(vec!["somebody cancelled at the source".into()]);
+    }
+    let reason = account["error-desc"].as_str().unwrap_or("no reason given");
+    Cause::Broken(vec![format!("source QEMU: {reason}")])
 }
 
-struct Source {
-    qemu: Qemu,
-    uuid: String,
-    ram_bytes: u64,
-    was_running: bool,
-    /// A migration was completed and perhaps never committed.
-    completed_before: bool,
-    /// When the guest stopped, since the epoch.
-    stopped_at: Option<Duration>,
-    /// Value for `zero-page-detection`, where QEMU knows it.
-    zero_pages: Option<String>,
-}
-
-impl Source {
-    /// Waits until the guest is again as it was before a migration that failed.
-    fn settle(&mut self) -> Result<(), QemuError> {
-        let deadline = Instant::now() + SETTLING;
-        loop {
-            let state = self.qemu.state()?;
-            if !self.was_running || state == "running" {
-                return Ok(());
-            }
-            if Instant::now() >= deadline {
-                return Err(QemuError::State {
-                    state,
-                    expected: "running",
-                });
-            }
-            self.qemu.next_event(EVENT_WAIT)?;
-        }
-    }
-
-    /// Continues the guest here, after the destination has said that it never ran there.
-    fn make_run(&mut self) -> Result<(), QemuError> {
-        if self.was_running {
-            self.qemu.execute("cont", json!({}))?;
-        }
-        self.settle()
-    }
-
-    fn put_back(&mut self) {
-        self.qemu.put_back();
+/// What is to be said of an attempt that has taken the guest away; `now`: what is known of it now.
+fn moved_before(record: &SourceRecord, now: impl Into<String>) -> Cause {
+    Cause::MovedBefore {
+        attempt: record.attempt,
+        to: record.to.clone(),
+        name: record.name.clone(),
+        now: now.into(),
     }
 }
 
-/// The socket between a QEMU and the relay, where that QEMU can reach it: beside its monitor.
-struct Socket {
-    listener: Listener,
-    path: PathBuf,
-}
-
-impl Socket {
-    fn beside(qmp: &Path, stall_timeout: Duration) -> Result<Self, Cause> {
-        let path = qmp.with_extension("outgoing");
-        let listener = Listener::bind(&Address::Unix(path.clone()), stall_timeout)?;
-        // QEMU often runs as another user than we do, and must be able to connect.
-        let owner = qmp.metadata()?;
-        if path.metadata()?.uid() != owner.uid() {
-            chown(&path, Some(owner.uid()), Some(owner.gid()))?;
-        }
-        Ok(Self { listener, path })
-    }
-}
-
-fn at_source(cause: Cause) -> Failure {
+/// A failure before anything was done to the guest.
+fn at_source(cause: impl Into<Cause>) -> Failure {
     Failure {
-        cause,
-        guest: Whereabouts::Source,
+        cause: cause.into(),
+        guest: GuestLocation::Source,
+        attempt: None,
     }
 }

@@ -16,12 +16,13 @@ use std::{
 
 use multifd::MAGIC;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use tracing::debug;
+use tracing::{debug, warn};
 use transfer::{Stats, Stream};
 
 use crate::{
     Direction, Outcome, Relay, RelayError, Summary,
-    main_stream::{MainState, ReturnWitness, Witness, pump},
+    accept::Acceptor,
+    main_stream::{MainState, ReturnWitness, Witness, is_transient, pump},
 };
 
 /// Runs the migration to its end: when every connection has ended.
@@ -38,10 +39,12 @@ pub(crate) fn pass_through(
     let outcome = thread::scope(|scope| {
         let run = || -> Result<Outcome, RelayError> {
             let mut opened = opened;
+            let mut acceptor = Acceptor::new(relay.accept);
             loop {
                 for (number, (stream, first)) in opened.drain(..).enumerate() {
                     let is_first = setup_time.is_none() && number == 0;
-                    open += 1;
+                    // One that has yet to speak may be none of the source's: it is not waited for.
+                    open += usize::from(!first.is_empty() || !speaks_first);
                     let connection = Connection {
                         relay,
                         stream,
@@ -55,6 +58,7 @@ pub(crate) fn pass_through(
                 setup_time.get_or_insert_with(|| start.elapsed());
                 for end in reports.try_iter() {
                     match end {
+                        Report::Spoke => open += 1,
                         Report::Ended => open -= 1,
                         Report::Loaded => {
                             loaded = true;
@@ -81,8 +85,8 @@ pub(crate) fn pass_through(
                         Outcome::Unconfirmed
                     });
                 }
-                wait_for_connection(relay);
-                while let Some(stream) = relay.accept.try_accept()? {
+                wait_for_connection(relay, &acceptor);
+                while let Some(stream) = acceptor.next()? {
                     relay.hangup.register(&stream);
                     opened.push((stream, Vec::new()));
                 }
@@ -101,10 +105,15 @@ pub(crate) fn pass_through(
     })
 }
 
+/// The first byte of a TLS connection.
+const TLS_HANDSHAKE: u8 = 0x16;
+
 /// How often the threads' reports are looked at while no connection comes.
 const TICK: Duration = Duration::from_millis(50);
 
 enum Report {
+    /// A connection that had yet to speak did.
+    Spoke,
     /// A connection ended in good order.
     Ended,
     /// The destination has loaded the guest.
@@ -127,6 +136,18 @@ struct Connection<'a> {
 
 impl Connection<'_> {
     fn run(mut self) {
+        if self.first.is_empty() && self.speaks_first {
+            match self.read_first() {
+                Ok(first) => self.first = first,
+                Err(stranger) => {
+                    if !self.relay.hangup.is_hung_up() {
+                        warn!("turning away a connection: {stranger}");
+                    }
+                    return;
+                }
+            }
+            self.tell(Report::Spoke);
+        }
         let end = match self.pass() {
             Ok(()) => Report::Ended,
             Err(error) => Report::Failed(error),
@@ -135,9 +156,6 @@ impl Connection<'_> {
     }
 
     fn pass(&mut self) -> Result<(), RelayError> {
-        if self.first.is_empty() && self.speaks_first {
-            self.first = self.read_first()?;
-        }
         let far = self.relay.dial_one(&self.first)?;
         let stats: &Stats = self.relay.stats;
         stats.add_sent(self.first.len());
@@ -189,13 +207,21 @@ impl Connection<'_> {
         let _ = self.report.send(report);
     }
 
-    fn read_first(&self) -> Result<Vec<u8>, RelayError> {
-        let mut first = vec![0; 4];
-        let read = (&*self.stream)
-            .read(&mut first)
-            .map_err(RelayError::Opening)?;
-        first.truncate(read);
-        Ok(first)
+    /// Waits for the first bytes, for as long as it takes; the stranger's own affair when they are not TLS.
+    fn read_first(&self) -> Result<Vec<u8>, &'static str> {
+        let mut first = [0; 4];
+        let read = loop {
+            match (&*self.stream).read(&mut first) {
+                Ok(read) => break read,
+                Err(error) if is_transient(&error) => {}
+                Err(_) => return Err("it failed before it had said anything"),
+            }
+        };
+        match &first[..read] {
+            [] => Err("it was closed before it had said anything"),
+            first @ [TLS_HANDSHAKE, ..] => Ok(first.to_vec()),
+            _ => Err("the migration is TLS and it is no TLS"),
+        }
     }
 }
 
@@ -219,12 +245,9 @@ impl Witness for Opened<'_> {
     fn delivered(&mut self) {}
 }
 
-fn wait_for_connection(relay: &Relay<'_>) {
-    let accept = relay.accept.as_fd();
-    let mut fds = [
-        PollFd::new(relay.hangup, PollFlags::IN),
-        PollFd::new(&accept, PollFlags::IN),
-    ];
+fn wait_for_connection(relay: &Relay<'_>, acceptor: &Acceptor<'_>) {
+    let mut fds = vec![PollFd::new(relay.hangup, PollFlags::IN)];
+    fds.extend(acceptor.poll_fd());
     // An interrupted wait is as good as one that timed out.
     let _ = poll(&mut fds, Timespec::try_from(TICK).ok().as_ref());
 }

@@ -2,20 +2,24 @@
 
 use std::{
     collections::BTreeMap,
-    fmt, fs,
+    fmt,
     path::Path,
     time::{Duration, Instant},
 };
 
-use rustix::process::{Signal, kill_process};
 use serde_json::{Map, Value, json};
 use thiserror::Error;
 
-use crate::qmp::{Event, Qmp, QmpError};
+use crate::{
+    process::{ProcessError, ProcessId, QemuProcess},
+    qmp::{Event, Qmp, QmpError},
+};
 
 /// One QEMU and what is known of it.
 pub(crate) struct Qemu {
     qmp: Qmp,
+    /// `None` while it could not be told for certain.
+    process: Option<QemuProcess>,
     version: Version,
     schema: Schema,
     /// Capabilities and parameters as they were, to be put back.
@@ -83,6 +87,9 @@ pub enum QemuError {
         "the parameter `tls-creds` is set: QEMU would encrypt what the relay has to read; clear it"
     )]
     Tls,
+    /// The monitor's path leads to another QEMU than before, or it cannot be told.
+    #[error("the monitor belongs to another QEMU than before")]
+    Replaced,
     /// An answer without what it must hold.
     #[error("QEMU's answer to `{command}` lacks `{field}`")]
     Answer {
@@ -100,6 +107,57 @@ impl QemuError {
     }
 }
 
+/// A QEMU that may not have ended. The attempt may be repeated.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum EndError {
+    /// Nobody knows which process it is, so nothing proves its end.
+    #[error(
+        "it was asked to quit and has {} its monitor, which does not prove that its process has \
+         ended: {source}", if *.closed { "closed" } else { "not closed" }
+    )]
+    Unproven {
+        /// Whether its monitor was closed then. QEMU does that on its way out, and a guest does not
+        /// run any more when it does; but a connection may break for other reasons.
+        closed: bool,
+        /// Why the process is not known.
+        source: ProcessError,
+    },
+    /// It is there, or the system does not say that it is not.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+}
+
+/// Where a QEMU stands with its last migration, as far as it matters to another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MigrationStatus {
+    /// There has been none.
+    Idle,
+    /// One is under way, or ends, or is in a state that we do not know.
+    Busy,
+    /// Everything was sent, or loaded.
+    Completed,
+    /// It has failed; the guest has not moved.
+    Failed,
+    /// Somebody has cancelled it.
+    Cancelled,
+}
+
+impl MigrationStatus {
+    /// From QEMU's account, as [`Qemu::query_migrate`] gives it.
+    pub(crate) fn of(account: &Value) -> Self {
+        match account["status"].as_str() {
+            None | Some("none") => Self::Idle,
+            Some("completed") => Self::Completed,
+            Some("failed") => Self::Failed,
+            Some("cancelled") => Self::Cancelled,
+            // setup, active, device, pre-switchover, wait-unplug, cancelling, failing, colo and all of
+            // postcopy; a newer QEMU may have more.
+            Some(_) => Self::Busy,
+        }
+    }
+}
+
 /// Capabilities and parameters of a migration.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Settings {
@@ -113,8 +171,11 @@ pub(crate) struct Settings {
 const CLEANING_UP: Duration = Duration::from_secs(10);
 /// How often a QEMU is asked while no event comes.
 const ASKING: Duration = Duration::from_millis(10);
-/// How long a QEMU may take to end.
+/// How long a QEMU may take to end when it is asked to.
 const QUITTING: Duration = Duration::from_secs(3);
+/// How long a QEMU may take to end when it is killed: all its memory is freed first, and requests to its
+/// storage come back.
+const KILLED: Duration = Duration::from_secs(30);
 
 /// Capabilities that do not go together with multifd through a relay. They are switched off where
 /// they are on, and put back afterwards.
@@ -136,6 +197,10 @@ impl Qemu {
     /// When there is no QEMU, or another client holds its monitor.
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(path)?;
+        let process = qmp.process();
+        if let Err(error) = &process {
+            tracing::debug!("{error}");
+        }
         let answer = qmp.execute("query-version", json!({}))?;
         let part = |name| {
             answer["qemu"][name].as_u64().ok_or(QemuError::Answer {
@@ -147,6 +212,7 @@ impl Qemu {
         let schema = Schema::new(qmp.execute("query-qmp-schema", json!({}))?);
         Ok(Self {
             qmp,
+            process: process.ok(),
             version,
             schema,
             before: Settings::default(),
@@ -305,29 +371,69 @@ impl Qemu {
         Ok(())
     }
 
-    /// Ends this QEMU, which holds half a guest. It is asked to quit first; one that does not is killed:
-    /// a destination whose main loop waits for a SYNC that will never come hears nothing any more.
+    /// The process that this QEMU is, for a journal.
     ///
     /// # Errors
-    /// Why it may still be there.
-    pub(crate) fn end(mut self) -> Result<(), String> {
+    /// When it cannot be told with certainty: it runs in another pid namespace, or belongs to
+    /// somebody whose processes cannot be looked at.
+    pub(crate) fn identity(&mut self) -> Result<ProcessId, ProcessError> {
+        Ok(self.process()?.identity())
+    }
+
+    /// Connects anew to the same QEMU's monitor.
+    ///
+    /// # Errors
+    /// When that cannot be had, or belongs to another QEMU by now.
+    pub(crate) fn reconnect(&mut self) -> Result<(), QemuError> {
+        let before = self.process.as_ref().map(QemuProcess::identity);
+        let again = Self::connect(self.qmp.path())?;
+        if before.is_none() || before != again.process.as_ref().map(QemuProcess::identity) {
+            return Err(QemuError::Replaced);
+        }
+        self.qmp = again.qmp;
+        Ok(())
+    }
+
+    /// Announces the guest to the network, as QEMU does at the end of a migration.
+    ///
+    /// # Errors
+    /// When QEMU refuses.
+    pub(crate) fn announce(&mut self) -> Result<(), QemuError> {
+        // Five packets in the first second: QEMU's own defaults, in milliseconds.
+        let arguments = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
+        self.execute("announce-self", arguments)
+    }
+
+    /// Whether this QEMU is proven to have ended, or to do so within a time: its monitor closes a little
+    /// before. A monitor that is silent or closed proves nothing; nor does false.
+    pub(crate) fn is_dead(&self, within: Duration) -> bool {
+        let process = self.process.as_ref();
+        process.is_some_and(|process| matches!(process.wait_for_end(within), Ok(true)))
+    }
+
+    /// Ends this QEMU, which holds half a guest. It is asked to quit first; one that does not is killed:
+    /// a destination whose main loop waits for a SYNC that will never come hears nothing any more.
+    /// Returns when its process is proven to have ended.
+    ///
+    /// # Errors
+    /// Why it may still be there. It may be ended again then.
+    pub(crate) fn end(&mut self) -> Result<(), EndError> {
         // It may be on its way out by itself, as QEMU is when loading failed.
-        let told = self.qmp.send_last("quit");
-        if told.is_err() || self.qmp.wait_for_end(QUITTING) {
-            return Ok(());
+        let quit = self.qmp.send("quit", json!({}));
+        match self.process() {
+            Ok(process) if process.wait_for_end(QUITTING)? => Ok(()),
+            Ok(process) => Ok(process.end(KILLED)?),
+            Err(source) => Err(EndError::Unproven {
+                closed: quit.is_err() || self.qmp.wait_for_close(QUITTING),
+                source,
+            }),
         }
-        let pid = self.qmp.peer().map_err(|error| error.to_string())?;
-        // The monitor may have been opened by another program and handed to QEMU.
-        let name = fs::read_to_string(format!("/proc/{}/comm", pid.as_raw_nonzero()))
-            .map_err(|error| error.to_string())?;
-        if !name.starts_with("qemu") {
-            return Err(format!("its monitor belongs to `{}`", name.trim_end()));
-        }
-        kill_process(pid, Signal::KILL).map_err(|error| error.to_string())?;
-        if self.qmp.wait_for_end(QUITTING) {
-            Ok(())
-        } else {
-            Err("it does not end".to_owned())
+    }
+
+    fn process(&mut self) -> Result<&QemuProcess, ProcessError> {
+        match &mut self.process {
+            Some(process) => Ok(process),
+            unknown => Ok(unknown.insert(self.qmp.process()?)),
         }
     }
 
@@ -475,7 +581,179 @@ impl Schema {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        os::{
+            fd::OwnedFd,
+            unix::{fs::symlink, net::UnixListener},
+        },
+        process::{Child, Command, Stdio},
+        thread,
+    };
+
+    use lab::qemu::{Binary, Builder, available, newest_or_skip};
+    use rustix::process::{Pid, Signal, kill_process};
+
     use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn start(binary: &Binary, name: &str) -> lab::qemu::Qemu {
+        let bare = Builder::bare(binary, MIB).incoming();
+        bare.argument("-name").argument(name).start().unwrap()
+    }
+
+    /// Hears nothing any more, as a destination that waits for a SYNC.
+    fn freeze(pid: u32) {
+        let pid = Pid::from_raw(pid.try_into().unwrap()).unwrap();
+        kill_process(pid, Signal::STOP).unwrap();
+    }
+
+    #[test]
+    fn a_qemu_that_hangs_is_ended_whatever_its_process_is_called() {
+        if newest_or_skip().unwrap().is_none() {
+            return;
+        }
+        let hangs = |binary: &Binary, name: &str| {
+            let mut process = start(binary, name);
+            let mut qemu = Qemu::connect(&process.qmp_socket()).unwrap();
+            freeze(process.pid());
+            let ended = qemu.end();
+            assert!(ended.is_ok(), "{}, {name}: {ended:?}", binary.version);
+            process.wait_exit(Duration::ZERO).unwrap();
+        };
+        thread::scope(|scope| {
+            for binary in available() {
+                for name in ["x", "x,process=web1", "x,process=a) (b"] {
+                    scope.spawn(move || hangs(binary, name));
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn a_qemu_is_ended_through_a_link_to_its_monitor() {
+        let Some(binary) = newest_or_skip().unwrap() else {
+            return;
+        };
+        let mut process = start(&binary, "x,process=web1");
+        let link = process.socket("link");
+        symlink(process.qmp_socket(), &link).unwrap();
+        let mut qemu = Qemu::connect(&link).unwrap();
+        freeze(process.pid());
+        qemu.end().unwrap();
+        process.wait_exit(Duration::ZERO).unwrap();
+    }
+
+    /// A QEMU whose monitor was opened by another program, as libvirt does.
+    struct Handed {
+        child: Child,
+        dir: tempfile::TempDir,
+    }
+
+    impl Handed {
+        fn start(binary: &Binary) -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let listener = UnixListener::bind(dir.path().join("qmp")).unwrap();
+            // As standard input, so that no other child of this process gets it, too.
+            let child = Command::new(&binary.path)
+                .args(["-machine", "none", "-nodefaults", "-display", "none", "-S"])
+                .args(["-chardev", "socket,id=m,fd=0,server=on,wait=off"])
+                .args(["-qmp", "chardev:m", "-name", "x,process=web1"])
+                .stdin(Stdio::from(OwnedFd::from(listener)))
+                .spawn()
+                .unwrap();
+            Self { child, dir }
+        }
+    }
+
+    impl Drop for Handed {
+        fn drop(&mut self) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+
+    #[test]
+    fn a_qemu_that_was_handed_its_monitor_is_ended_and_not_who_opened_it() {
+        let Some(binary) = newest_or_skip().unwrap() else {
+            return;
+        };
+        let mut handed = Handed::start(&binary);
+        let mut qemu = Qemu::connect(&handed.dir.path().join("qmp")).unwrap();
+        freeze(handed.child.id());
+        qemu.end().unwrap();
+        assert!(handed.child.try_wait().unwrap().is_some());
+    }
+
+    /// A connection that breaks says nothing about the process.
+    #[test]
+    fn a_qemu_is_ended_over_a_connection_that_is_broken() {
+        let Some(binary) = newest_or_skip().unwrap() else {
+            return;
+        };
+        let mut process = start(&binary, "x");
+        let mut qemu = Qemu::connect(&process.qmp_socket()).unwrap();
+        qemu.qmp.cut();
+        qemu.end().unwrap();
+        process.wait_exit(Duration::ZERO).unwrap();
+    }
+
+    #[test]
+    fn a_silent_monitor_is_not_a_dead_qemu() {
+        let Some(binary) = newest_or_skip().unwrap() else {
+            return;
+        };
+        let mut process = start(&binary, "x");
+        let qemu = Qemu::connect(&process.qmp_socket()).unwrap();
+        freeze(process.pid());
+        qemu.qmp.cut();
+        assert!(!qemu.is_dead(Duration::ZERO));
+        process.kill().unwrap();
+        assert!(qemu.is_dead(Duration::ZERO));
+    }
+
+    #[test]
+    fn the_identity_is_that_of_the_process() {
+        let Some(binary) = newest_or_skip().unwrap() else {
+            return;
+        };
+        let mut process = start(&binary, "x");
+        let mut qemu = Qemu::connect(&process.qmp_socket()).unwrap();
+        let identity = qemu.identity().unwrap();
+        assert_eq!(identity.pid, process.pid());
+        assert!(identity.is_alive().unwrap());
+        process.kill().unwrap();
+        assert!(!identity.is_alive().unwrap());
+    }
+
+    #[test]
+    fn every_word_for_a_migrations_state_is_classified() {
+        use MigrationStatus::{Busy, Cancelled, Completed, Failed, Idle};
+        for (word, status) in [
+            ("none", Idle),
+            ("setup", Busy),
+            ("cancelling", Busy),
+            ("cancelled", Cancelled),
+            ("active", Busy),
+            ("postcopy-device", Busy),
+            ("postcopy-active", Busy),
+            ("postcopy-paused", Busy),
+            ("postcopy-recover-setup", Busy),
+            ("postcopy-recover", Busy),
+            ("completed", Completed),
+            ("failing", Busy),
+            ("failed", Failed),
+            ("colo", Busy),
+            ("pre-switchover", Busy),
+            ("device", Busy),
+            ("wait-unplug", Busy),
+            ("of-a-later-qemu", Busy),
+        ] {
+            let account = json!({ "status": word });
+            assert_eq!(MigrationStatus::of(&account), status, "{word}");
+        }
+        assert_eq!(MigrationStatus::of(&json!({})), Idle);
+    }
 
     #[test]
     fn the_schema_is_followed_by_its_type_names() {

@@ -7,25 +7,37 @@
 //! ```
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeSet, VecDeque},
     io::{self, Read, Write},
+    net::Shutdown,
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
-use rustix::{net::sockopt, process::Pid};
+use rustix::{
+    io::Errno,
+    net::{
+        self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt, sockopt::Timeout,
+    },
+};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use thiserror::Error;
+
+use crate::process::{Monitor, ProcessError, QemuProcess};
 
 /// A connection to one QEMU's monitor.
 pub(crate) struct Qmp {
     stream: UnixStream,
     path: PathBuf,
+    monitor: Monitor,
     received: Vec<u8>,
     events: VecDeque<Event>,
     next_id: u64,
+    /// Commands whose answers nobody waits for any more. They may still come.
+    unanswered: BTreeSet<u64>,
+    patience: Duration,
 }
 
 /// Something that QEMU reported on its own.
@@ -65,9 +77,22 @@ pub enum QmpError {
         /// Why not.
         source: io::Error,
     },
-    /// QEMU does not answer.
+    /// Nobody greets.
     #[error(
-        "{path}: no answer to `{command}` in {} s; does another client (libvirt?) hold this monitor?",
+        "{path}: QEMU does not take a connection to its monitor in {} s: another client (libvirt?) \
+         probably holds it, and QEMU serves one at a time; start it with a second -qmp socket, for \
+         Vamoose alone",
+        waited.as_secs_f32()
+    )]
+    Held {
+        /// The socket.
+        path: PathBuf,
+        /// How long it was waited for.
+        waited: Duration,
+    },
+    /// QEMU does not answer: it may be busy or hang, and may do the command yet.
+    #[error(
+        "{path}: QEMU does not answer `{command}` in {} s: it is busy, or hangs",
         ANSWER_WITHIN.as_secs()
     )]
     NoAnswer {
@@ -76,7 +101,7 @@ pub enum QmpError {
         /// What was asked.
         command: String,
     },
-    /// The connection broke: QEMU has probably ended.
+    /// The connection broke. That alone does not prove that QEMU has ended.
     #[error("{path}: the connection to QEMU broke: {source}")]
     Broken {
         /// The socket.
@@ -104,8 +129,22 @@ pub enum QmpError {
     },
 }
 
+impl QmpError {
+    /// Whether QEMU is there and said no, so that nothing has changed.
+    pub(crate) fn is_refusal(&self) -> bool {
+        matches!(self, Self::Refused { .. })
+    }
+
+    /// Whether nothing is known but that no answer came.
+    pub(crate) fn is_no_answer(&self) -> bool {
+        matches!(self, Self::NoAnswer { .. })
+    }
+}
+
 /// Longest time for an answer. QEMU answers at once unless its main loop is busy.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+/// The kernel's clock ticks no finer.
+const SHORTEST: Duration = Duration::from_millis(1);
 /// Longest line: the schema has about 400 KB.
 const LONGEST_LINE: usize = 16 << 20;
 
@@ -113,77 +152,109 @@ impl Qmp {
     /// Connects to the monitor at `path` and negotiates.
     ///
     /// # Errors
-    /// When nobody listens there, or somebody else is connected already: QEMU serves one client.
+    /// When nobody listens there, or somebody else stays connected: QEMU serves one client.
     pub(crate) fn connect(path: &Path) -> Result<Self, QmpError> {
-        let stream = UnixStream::connect(path).map_err(|source| QmpError::Connect {
+        Self::connect_within(path, ANSWER_WITHIN)
+    }
+
+    fn connect_within(path: &Path, patience: Duration) -> Result<Self, QmpError> {
+        let start = Instant::now();
+        let failed = |source| QmpError::Connect {
             path: path.to_owned(),
             source,
-        })?;
+        };
+        let held = || QmpError::Held {
+            path: path.to_owned(),
+            waited: patience,
+        };
+        let monitor = Monitor::open(path).map_err(failed)?;
+        let stream = connect(&monitor, patience)
+            .map_err(failed)?
+            .ok_or_else(held)?;
         let mut qmp = Self {
             stream,
             path: path.to_owned(),
+            monitor,
             received: Vec::new(),
             events: VecDeque::new(),
             next_id: 0,
+            unanswered: BTreeSet::new(),
+            patience,
         };
-        let deadline = Instant::now() + ANSWER_WITHIN;
-        match qmp.read_message(deadline)? {
+        match qmp.read_message(start + patience)? {
             Some(greeting) if greeting.get("QMP").is_some() => {}
             Some(_) => return Err(qmp.garbage("no greeting")),
-            None => return Err(qmp.no_answer("connect")),
+            None => return Err(held()),
         }
         qmp.execute("qmp_capabilities", json!({}))?;
         Ok(qmp)
     }
 
+    /// The monitor's path.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Runs a command and returns its answer.
     ///
     /// # Errors
-    /// When QEMU refuses, does not answer, or is gone.
+    /// When QEMU refuses, does not answer, or is gone. After [`QmpError::NoAnswer`] the connection is
+    /// good for other commands; an answer that comes late is skipped.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
-        self.next_id += 1;
-        let id = self.next_id;
-        let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
-        line.push('\n');
-        self.stream
-            .write_all(line.as_bytes())
-            .map_err(|source| self.broken(source))?;
-        let deadline = Instant::now() + ANSWER_WITHIN;
+        let id = self.send(command, arguments)?;
+        let deadline = Instant::now() + self.patience;
         loop {
             let Some(mut message) = self.read_message(deadline)? else {
                 return Err(self.no_answer(command));
             };
             if message.get("event").is_some() {
                 self.queue_event(message)?;
-            } else if message.get("id").and_then(Value::as_u64) != Some(id) {
-                return Err(self.garbage("an answer to nothing that was asked"));
-            } else if let Some(error) = message.get("error") {
+                continue;
+            }
+            if self.take_answered(&message)? != id {
+                continue;
+            }
+            if let Some(error) = message.get("error") {
                 return Err(QmpError::Refused {
                     path: self.path.clone(),
                     command: command.to_owned(),
                     description: error["desc"].as_str().unwrap_or("no reason").to_owned(),
                 });
-            } else {
-                return Ok(message["return"].take());
             }
+            return Ok(message["return"].take());
         }
     }
 
-    /// Sends a command whose answer nobody waits for: QEMU may end upon it, or hang before it. The
-    /// connection is good for [`Qmp::wait_for_end`] only from then on.
+    /// Sends a command; its answer is skipped unless somebody waits for the id that is returned.
     ///
     /// # Errors
-    /// When QEMU is gone.
-    pub(crate) fn send_last(&mut self, command: &str) -> Result<(), QmpError> {
-        let line = format!("{}\n", json!({ "execute": command }));
-        self.stream
-            .write_all(line.as_bytes())
-            .map_err(|source| self.broken(source))
+    /// When the connection is broken.
+    pub(crate) fn send(&mut self, command: &str, arguments: Value) -> Result<u64, QmpError> {
+        self.next_id += 1;
+        let id = self.next_id;
+        let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
+        line.push('\n');
+        self.stream.write_all(line.as_bytes()).map_err(|source| {
+            // Part of the line may be under way, and nothing must continue it.
+            let _ = self.stream.shutdown(Shutdown::Both);
+            self.broken(source)
+        })?;
+        self.unanswered.insert(id);
+        Ok(id)
     }
 
-    /// Waits until QEMU has closed the connection, which it does when it ends; false when it has
-    /// not within `timeout`.
-    pub(crate) fn wait_for_end(&mut self, timeout: Duration) -> bool {
+    /// The id that an answer belongs to, which is answered now.
+    fn take_answered(&mut self, answer: &Value) -> Result<u64, QmpError> {
+        let id = answer.get("id").and_then(Value::as_u64);
+        match id.filter(|id| self.unanswered.remove(id)) {
+            Some(id) => Ok(id),
+            None => Err(self.garbage("an answer to nothing that was asked")),
+        }
+    }
+
+    /// Waits until the connection is closed, as it is when QEMU ends; false when it is not within
+    /// `timeout`.
+    pub(crate) fn wait_for_close(&mut self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         loop {
             match self.read_message(deadline) {
@@ -194,12 +265,12 @@ impl Qmp {
         }
     }
 
-    /// The process at the other end: the one that listens on the socket.
+    /// The process at the other end.
     ///
     /// # Errors
-    /// When the system does not say.
-    pub(crate) fn peer(&self) -> io::Result<Pid> {
-        Ok(sockopt::socket_peercred(&self.stream)?.pid)
+    /// When it cannot be told with certainty.
+    pub(crate) fn process(&self) -> Result<QemuProcess, ProcessError> {
+        QemuProcess::serving(&self.monitor)
     }
 
     /// The next event, if one comes within `timeout`.
@@ -215,9 +286,16 @@ impl Qmp {
             match self.read_message(deadline)? {
                 None => return Ok(None),
                 Some(message) if message.get("event").is_some() => self.queue_event(message)?,
-                Some(_) => return Err(self.garbage("an answer to nothing that was asked")),
+                // Late.
+                Some(message) => drop(self.take_answered(&message)?),
             }
         }
+    }
+
+    /// Breaks the connection, as nothing but a fault would.
+    #[cfg(test)]
+    pub(crate) fn cut(&self) {
+        self.stream.shutdown(Shutdown::Both).unwrap();
     }
 
     fn queue_event(&mut self, message: Value) -> Result<(), QmpError> {
@@ -274,6 +352,199 @@ impl Qmp {
         QmpError::Garbage {
             path: self.path.clone(),
             problem: problem.to_owned(),
+        }
+    }
+}
+
+/// Connects; `None` when the queue of those who wait for QEMU to take them stays full for so long. A
+/// connect without a bound would wait there for as long as QEMU's present client stays.
+fn connect(monitor: &Monitor, within: Duration) -> io::Result<Option<UnixStream>> {
+    let address = SocketAddrUnix::new(monitor.address())?;
+    let flags = SocketFlags::CLOEXEC;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let deadline = Instant::now() + within;
+    loop {
+        // It holds for connecting to a unix socket, too. Zero would be for ever.
+        let left = deadline.saturating_duration_since(Instant::now());
+        sockopt::set_socket_timeout(&socket, Timeout::Send, Some(left.max(SHORTEST)))?;
+        match net::connect(&socket, &address) {
+            Ok(()) => break,
+            Err(Errno::AGAIN) => return Ok(None),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let stream = UnixStream::from(socket);
+    // For a QEMU that does not read.
+    stream.set_write_timeout(Some(within))?;
+    Ok(Some(stream))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{BufRead as _, BufReader},
+        os::unix::net::UnixListener,
+        thread,
+    };
+
+    use rustix::fd::OwnedFd;
+
+    use super::*;
+
+    /// A monitor that answers each line with the lines that are given for it, after the negotiation.
+    struct Fake {
+        dir: tempfile::TempDir,
+    }
+
+    impl Fake {
+        fn start(answers: &'static [&'static [&'static str]]) -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let listener = UnixListener::bind(dir.path().join("qmp")).unwrap();
+            thread::spawn(move || {
+                let (mut stream, _) = listener.accept().unwrap();
+                stream.write_all(b"{\"QMP\": {}}\n").unwrap();
+                let mut asked = BufReader::new(stream.try_clone().unwrap()).lines();
+                asked.next().unwrap().unwrap();
+                stream.write_all(b"{\"return\": {}, \"id\": 1}\n").unwrap();
+                for lines in answers {
+                    asked.next().unwrap().unwrap();
+                    for line in *lines {
+                        stream.write_all(line.as_bytes()).unwrap();
+                        stream.write_all(b"\n").unwrap();
+                    }
+                }
+                // Stays until the client goes.
+                while let Some(Ok(_)) = asked.next() {}
+            });
+            Self { dir }
+        }
+
+        fn path(&self) -> PathBuf {
+            self.dir.path().join("qmp")
+        }
+    }
+
+    const SHORT: Duration = Duration::from_millis(300);
+
+    /// Connects for a test that does not wait for the answers that will not come in time.
+    fn connect(fake: &Fake) -> Qmp {
+        let mut qmp = Qmp::connect_within(&fake.path(), Duration::from_secs(20)).unwrap();
+        qmp.patience = SHORT;
+        qmp
+    }
+
+    #[test]
+    fn an_answer_that_comes_late_is_not_taken_for_the_next_one() {
+        let fake = Fake::start(&[
+            &[],
+            &[
+                r#"{"return": "late", "id": 2}"#,
+                r#"{"return": "timely", "id": 3}"#,
+            ],
+        ]);
+        let mut qmp = connect(&fake);
+        let first = qmp.execute("first", json!({}));
+        assert!(matches!(first, Err(QmpError::NoAnswer { .. })), "{first:?}");
+        assert_eq!(qmp.execute("second", json!({})).unwrap(), "timely");
+    }
+
+    #[test]
+    fn an_answer_that_comes_late_is_no_event() {
+        let fake = Fake::start(&[
+            &[],
+            &[
+                r#"{"return": "timely", "id": 3}"#,
+                r#"{"error": {"desc": "late"}, "id": 2}"#,
+                r#"{"event": "STOP", "timestamp": {"seconds": 1, "microseconds": 2}}"#,
+            ],
+        ]);
+        let mut qmp = connect(&fake);
+        qmp.execute("first", json!({})).unwrap_err();
+        qmp.execute("second", json!({})).unwrap();
+        let event = qmp.next_event(Duration::from_secs(20)).unwrap().unwrap();
+        assert_eq!(event.name, "STOP");
+    }
+
+    /// A monitor with another client, as libvirt is: QEMU takes no second one.
+    fn held(waiting: usize) -> (tempfile::TempDir, Vec<UnixStream>, OwnedFd) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qmp");
+        let listener = net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        net::bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        // As long a queue as QEMU's.
+        net::listen(&listener, 1).unwrap();
+        let clients = (0..waiting).map(|_| UnixStream::connect(&path).unwrap());
+        let clients = clients.collect();
+        (dir, clients, listener)
+    }
+
+    /// Clients that wait in the queue are connected and are not greeted; the third is not connected.
+    #[test]
+    fn a_monitor_that_is_held_is_told_in_time() {
+        for waiting in [2, 1, 0] {
+            let (dir, _clients, _listener) = held(waiting);
+            let start = Instant::now();
+            let result = Qmp::connect_within(&dir.path().join("qmp"), SHORT).map(drop);
+            assert!(
+                matches!(result, Err(QmpError::Held { .. })),
+                "{waiting}: {result:?}"
+            );
+            assert!(start.elapsed() >= SHORT, "{waiting}");
+        }
+    }
+
+    #[test]
+    fn a_monitor_that_is_let_go_is_taken() {
+        let (dir, clients, listener) = held(2);
+        let path = dir.path().join("qmp");
+        thread::scope(|scope| {
+            let connecting =
+                scope.spawn(|| Qmp::connect_within(&path, Duration::from_secs(20)).map(drop));
+            thread::sleep(SHORT);
+            let mut served = Vec::new();
+            for _ in 0..3 {
+                let stream = UnixStream::from(net::accept(&listener).unwrap());
+                let lines = b"{\"QMP\": {}}\n{\"return\": {}, \"id\": 1}\n";
+                (&stream).write_all(lines).unwrap();
+                served.push(stream);
+            }
+            connecting.join().unwrap().unwrap();
+        });
+        drop(clients);
+    }
+
+    #[test]
+    fn nobody_at_the_socket_is_told_at_once() {
+        let (dir, _, listener) = held(0);
+        drop(listener);
+        for name in ["qmp", "none"] {
+            let result = Qmp::connect(&dir.path().join(name)).map(drop);
+            assert!(
+                matches!(result, Err(QmpError::Connect { .. })),
+                "{name}: {result:?}"
+            );
+        }
+    }
+
+    /// Ids that were never given out, or that have been answered, are a fault and no matter of time.
+    #[test]
+    fn an_answer_to_nothing_is_garbage() {
+        for answer in [
+            r#"{"return": {}, "id": 99}"#,
+            r#"{"return": {}, "id": 1}"#,
+            r#"{"return": {}}"#,
+        ] {
+            let fake = Fake::start(match answer {
+                answer if answer.contains("99") => &[&[r#"{"return": {}, "id": 99}"#]],
+                answer if answer.contains('1') => &[&[r#"{"return": {}, "id": 1}"#]],
+                _ => &[&[r#"{"return": {}}"#]],
+            });
+            let result = connect(&fake).execute("any", json!({}));
+            assert!(
+                matches!(result, Err(QmpError::Garbage { .. })),
+                "{answer}: {result:?}"
+            );
         }
     }
 }

@@ -29,10 +29,12 @@ use transfer::{
 
 use crate::{
     Accept, Direction, RelayError, channels,
+    channels::Out,
     exchange::{Inlet, Outlet, exchange},
     gather::{Arrival, gather},
     main_stream::{MainState, ReturnWitness, Witness, pump},
     opaque,
+    syncs::{BehindSyncs, Syncs},
 };
 
 /// How a relay works on the pages that cross it.
@@ -294,22 +296,25 @@ impl Relay<'_> {
         let mut give_up = None;
         let (report, reports) = channel();
         let main_state = MainState::default();
+        let syncs = Syncs::new(outgoing);
         let outcome = thread::scope(|scope| {
             let threads = Threads {
                 scope,
                 report,
                 stats: self.stats,
+                syncs: &syncs,
+                config: self.config,
             };
             if incoming == outgoing && streams == 1 {
                 for (channel, (reader, writer)) in readers.zip(writers).enumerate() {
-                    threads.pass_on(channel, reader, writer, self.config);
+                    threads.pass_on(channel, reader, writer);
                 }
             } else {
                 let (inlets, outlets, barriers) =
                     exchange(incoming, outgoing, streams, self.config.layout);
                 give_up = Some(barriers);
                 for (channel, (reader, inlet)) in readers.zip(inlets).enumerate() {
-                    threads.read(channel, reader, inlet, self.config.zero_pages);
+                    threads.read(channel, reader, inlet);
                 }
                 for (index, (writer, outlet)) in writers.into_iter().zip(outlets).enumerate() {
                     threads.write(index / streams, writer, outlet);
@@ -321,12 +326,15 @@ impl Relay<'_> {
             drop(threads);
             let outcome = Supervisor {
                 main: &main_state,
+                syncs: &syncs,
                 patience: self.config.stall_timeout,
                 ends: incoming + outgoing * streams,
                 on_loaded: self.on_loaded,
             }
             .watch(&reports, self.hangup);
             self.hangup.hang_up();
+            // After the sockets: what was held back must not go out now.
+            syncs.give_up();
             if let Some(give_up) = &give_up {
                 give_up.now();
             }
@@ -388,10 +396,13 @@ struct Threads<'scope, 'env> {
     scope: &'scope Scope<'scope, 'env>,
     report: Sender<Report>,
     stats: &'env Arc<Stats>,
+    syncs: &'env Syncs,
+    config: &'env Config,
 }
 
 impl<'scope, 'env> Threads<'scope, 'env> {
-    fn read(&self, channel: usize, mut reader: ChannelReader, inlet: Inlet, zero: ZeroPages) {
+    fn read(&self, channel: usize, mut reader: ChannelReader, inlet: Inlet) {
+        let zero = self.config.zero_pages;
         self.spawn(move |report| {
             report(match channels::read(&mut reader, &inlet, zero) {
                 Ok(()) => Report::ChannelRead { channel },
@@ -401,9 +412,9 @@ impl<'scope, 'env> Threads<'scope, 'env> {
     }
 
     fn write(&self, channel: usize, mut writer: ChannelWriter, outlet: Outlet) {
-        let stats = self.stats;
+        let out = self.out();
         self.spawn(
-            move |report| match channels::write(channel, &mut writer, &outlet, stats) {
+            move |report| match channels::write(channel, &mut writer, &outlet, out) {
                 Ok(()) => {
                     writer.finish();
                     report(Report::ChannelWritten);
@@ -416,16 +427,10 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         );
     }
 
-    fn pass_on(
-        &self,
-        channel: usize,
-        mut reader: ChannelReader,
-        mut writer: ChannelWriter,
-        config: &'env Config,
-    ) {
-        let stats = self.stats;
+    fn pass_on(&self, channel: usize, mut reader: ChannelReader, mut writer: ChannelWriter) {
+        let (config, out) = (self.config, self.out());
         self.spawn(move |report| {
-            match channels::pass_on(channel, &mut reader, &mut writer, config, stats) {
+            match channels::pass_on(channel, &mut reader, &mut writer, config, out) {
                 Ok(()) => {
                     writer.finish();
                     report(Report::ChannelRead { channel });
@@ -444,6 +449,12 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         state: &'env MainState,
     ) {
         let (from, to, stats) = (from.clone(), to.clone(), self.stats);
+        let Config {
+            layout,
+            stall_timeout,
+            ..
+        } = *self.config;
+        let behind = BehindSyncs::new(state, self.syncs, stats, layout, stall_timeout);
         self.spawn(move |report| {
             report(report_main(
                 Direction::Forward,
@@ -451,7 +462,7 @@ impl<'scope, 'env> Threads<'scope, 'env> {
                 &to,
                 stats,
                 pacer,
-                state,
+                behind,
             ));
         });
     }
@@ -469,6 +480,13 @@ impl<'scope, 'env> Threads<'scope, 'env> {
                 witness,
             ));
         });
+    }
+
+    fn out(&self) -> Out<'env> {
+        Out {
+            stats: self.stats,
+            syncs: self.syncs,
+        }
     }
 
     /// `work` owns its connections and reports while they are open: what a QEMU does about a
@@ -501,6 +519,7 @@ fn report_main(
 /// Decides from the threads' reports how the migration ended.
 struct Supervisor<'a> {
     main: &'a MainState,
+    syncs: &'a Syncs,
     patience: Duration,
     /// How many readers and writers of channels will report their end.
     ends: usize,
@@ -521,7 +540,14 @@ impl Supervisor<'_> {
         };
         let mut loaded = false;
         let mut deadline = None;
+        let mut held = false;
+        let mut broken_off = None;
         loop {
+            if open_channels == 0
+                && let Some(error) = broken_off.take()
+            {
+                return Err(error);
+            }
             if !main_open.forward && !main_open.back && open_channels == 0 {
                 return if loaded {
                     Ok(Outcome::Loaded)
@@ -550,6 +576,10 @@ impl Supervisor<'_> {
                     debug!("the connections ended out of order after the guest had been loaded");
                     return Ok(Outcome::Loaded);
                 }
+                // Nothing arrives any more.
+                Err(_) | Ok(Report::Failed(_) | Report::MainEnded(_)) if broken_off.is_some() => {
+                    open_channels = 0;
+                }
                 Ok(Report::Failed(error)) => return Err(error),
                 Ok(Report::Shut { code }) => return Err(RelayError::Refused { code }),
                 Ok(Report::ChannelRead { channel }) => {
@@ -559,8 +589,24 @@ impl Supervisor<'_> {
                 }
                 Ok(Report::ChannelWritten) => open_channels -= 1,
                 Ok(Report::MainEnded(direction)) => {
-                    self.main_ended(direction, &mut main_open, loaded)?;
-                    deadline = Some(Instant::now() + self.patience.max(CLOSING));
+                    let ended = self.main_ended(direction, &mut main_open, loaded);
+                    let patience = match (direction, ended) {
+                        // What the source sent before it broke off goes on to arrive.
+                        (Direction::Forward, Err(error)) => {
+                            broken_off = Some(error);
+                            CLOSING
+                        }
+                        (_, ended) => {
+                            ended?;
+                            self.patience.max(CLOSING)
+                        }
+                    };
+                    deadline = Some(Instant::now() + patience);
+                }
+                // It cannot end before the channels that it waits for.
+                Err(RecvTimeoutError::Timeout) if !held && self.syncs.are_awaited() => {
+                    held = true;
+                    deadline = Some(Instant::now() + self.patience);
                 }
                 Err(_) => {
                     return Err(match closed_channel {
@@ -614,6 +660,7 @@ mod tests {
         drop(report);
         let supervisor = Supervisor {
             main: state,
+            syncs: &Syncs::new(1),
             patience: Duration::from_secs(15),
             ends: 2,
             on_loaded: &|| (),

@@ -94,6 +94,35 @@ pub(crate) fn queued(socket: BorrowedFd<'_>) -> Option<usize> {
     }
 }
 
+/// The user at the other end of a unix socket, as of when it connected. (Not by rustix, whose process id must not
+/// be 0, and that it is where the peer is in another namespace.)
+pub(crate) fn peer_uid(socket: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut credentials = libc::ucred {
+        pid: 0,
+        uid: 0,
+        gid: 0,
+    };
+    const LEN: libc::socklen_t = 12;
+    const { assert!(size_of::<libc::ucred>() == LEN as usize) };
+    let mut len = LEN;
+    // SAFETY: The option's value is a ucred, made of integers; the kernel writes at most `len` bytes of it, which is
+    // its size, and `len` itself, during the call.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            ptr::from_mut(&mut credentials).cast(),
+            &raw mut len,
+        )
+    };
+    if result == 0 {
+        Ok(credentials.uid)
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
 /// Lets the socket's owner ask for MSG_ZEROCOPY.
 pub(crate) fn allow_zero_copy(socket: BorrowedFd<'_>) -> io::Result<()> {
     const ON: libc::c_int = 1;

@@ -5,20 +5,33 @@ use std::{
     io::{self, IoSlice, Read, Write},
     net::{self, TcpListener, TcpStream, ToSocketAddrs},
     os::{
-        fd::{AsFd, BorrowedFd},
-        unix::net::{UnixListener, UnixStream},
+        fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd},
+        unix::{
+            fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _},
+            net::{UnixListener, UnixStream},
+        },
     },
-    path::PathBuf,
-    time::Duration,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
-use rustix::net::sockopt;
+use rustix::{
+    fs::{AtFlags, Mode, OFlags, Uid, chownat, fchmod, open},
+    io::Errno,
+    net::{
+        AddressFamily, SendAncillaryBuffer, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+        bind, connect as connect_to, listen, send, sendmsg, socket_with, sockopt,
+    },
+    process::geteuid,
+};
 use thiserror::Error;
+use tracing::{debug, warn};
 use vm_memory::VolatileSlice;
 
 use crate::{
-    Address,
+    Address, Peers,
     memory::{self, Left},
+    peer::{Peer, peer_of},
 };
 
 /// One connection, unix or TCP. Reads and writes go through a shared reference, so that one thread
@@ -60,10 +73,24 @@ pub enum SocketError {
     },
 }
 
+impl SocketError {
+    /// Whether the system is out of file descriptors or memory, which may pass.
+    pub fn is_exhaustion(&self) -> bool {
+        let (Self::Dial { source, .. } | Self::Listen { source, .. } | Self::Accept { source, .. }) =
+            self;
+        let errno = Errno::from_io_error(source);
+        matches!(
+            errno,
+            Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
+        )
+    }
+}
+
 /// Connects to `address` within `timeout`; the same time is the connection's stall timeout.
 ///
 /// # Errors
-/// When nobody listens there, or no answer comes in time.
+/// When nobody listens there, or no answer comes in time: a unix socket's listener answers by having room in its
+/// queue.
 pub fn dial(address: &Address, timeout: Duration) -> Result<Stream, SocketError> {
     connect(address, timeout).map_err(|source| SocketError::Dial {
         address: address.clone(),
@@ -192,22 +219,22 @@ impl Stream {
         };
     }
 
-    fn tcp(stream: TcpStream, timeout: Duration) -> io::Result<Self> {
-        stream.set_nodelay(true)?;
-        // A host that vanished while nothing was under way is noticed within half a minute.
-        sockopt::set_socket_keepalive(&stream, true)?;
-        sockopt::set_tcp_keepidle(&stream, Duration::from_secs(10))?;
-        sockopt::set_tcp_keepintvl(&stream, Duration::from_secs(5))?;
-        sockopt::set_tcp_keepcnt(&stream, 4)?;
-        let stream = Self::Tcp(stream);
-        stream.set_stall_timeout(timeout)?;
-        Ok(stream)
-    }
-
-    fn unix(stream: UnixStream, timeout: Duration) -> io::Result<Self> {
-        let stream = Self::Unix(stream);
-        stream.set_stall_timeout(timeout)?;
-        Ok(stream)
+    /// Sets a new connection up.
+    fn made_ready(self, timeout: Duration) -> io::Result<Self> {
+        match &self {
+            Self::Tcp(stream) => {
+                stream.set_nonblocking(false)?;
+                stream.set_nodelay(true)?;
+                // A host that vanished while nothing was under way is noticed within half a minute.
+                sockopt::set_socket_keepalive(stream, true)?;
+                sockopt::set_tcp_keepidle(stream, Duration::from_secs(10))?;
+                sockopt::set_tcp_keepintvl(stream, Duration::from_secs(5))?;
+                sockopt::set_tcp_keepcnt(stream, 4)?;
+            }
+            Self::Unix(stream) => stream.set_nonblocking(false)?,
+        }
+        self.set_stall_timeout(timeout)?;
+        Ok(self)
     }
 }
 
@@ -220,19 +247,15 @@ impl Read for &Stream {
     }
 }
 
+/// A peer that is gone is an error and no SIGPIPE, which would kill a process that has not chosen otherwise: a VMM.
 impl Write for &Stream {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        match self {
-            Stream::Tcp(stream) => (&mut &*stream).write(buffer),
-            Stream::Unix(stream) => (&mut &*stream).write(buffer),
-        }
+        Ok(send(*self, buffer, SendFlags::NOSIGNAL)?)
     }
 
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        match self {
-            Stream::Tcp(stream) => (&mut &*stream).write_vectored(slices),
-            Stream::Unix(stream) => (&mut &*stream).write_vectored(slices),
-        }
+        let mut control = SendAncillaryBuffer::default();
+        Ok(sendmsg(*self, slices, &mut control, SendFlags::NOSIGNAL)?)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -264,6 +287,7 @@ pub struct Listener {
     kind: Kind,
     address: Address,
     stall_timeout: Duration,
+    peers: Peers,
 }
 
 #[derive(Debug)]
@@ -273,49 +297,41 @@ enum Kind {
 }
 
 impl Listener {
-    /// Listens on `address`. A unix socket left behind by a process that is gone is replaced; one
-    /// that somebody listens on is not. Connections get `stall_timeout`.
+    /// Listens on `address`, for whoever can connect. A unix socket left behind by a process that is gone is
+    /// replaced; one that somebody listens on is not, and is not disturbed either. Connections get `stall_timeout`.
+    ///
+    /// A unix socket's file is for our own user and root.
     ///
     /// # Errors
     /// When the address is taken or not this host's.
     pub fn bind(address: &Address, stall_timeout: Duration) -> Result<Self, SocketError> {
-        let listen_error = |source| SocketError::Listen {
+        Self::bind_for(address, stall_timeout, Peers::anyone())
+    }
+
+    /// As [`Listener::bind`], for `peers` only: whoever else on this host connects is turned away. A unix socket's
+    /// file is opened to them: made theirs, where we are root and there is one of them, else open to everybody.
+    ///
+    /// # Errors
+    /// As [`Listener::bind`].
+    pub fn bind_for(
+        address: &Address,
+        stall_timeout: Duration,
+        peers: Peers,
+    ) -> Result<Self, SocketError> {
+        let listening = match address {
+            Address::Tcp { host, port } => listen_tcp(host, *port),
+            Address::Unix(path) => listen_unix(path, &peers)
+                .map(|listener| (Kind::Unix(listener, path.clone()), address.clone())),
+        };
+        let (kind, address) = listening.map_err(|source| SocketError::Listen {
             address: address.clone(),
             source,
-        };
-        let (kind, address) = match address {
-            Address::Tcp { host, port } => {
-                let host = if host.is_empty() { "::" } else { host };
-                let listener = TcpListener::bind((host, *port)).map_err(listen_error)?;
-                listener.set_nonblocking(true).map_err(listen_error)?;
-                let bound = listener.local_addr().map_err(listen_error)?;
-                let address = Address::Tcp {
-                    host: host.to_owned(),
-                    port: bound.port(),
-                };
-                (Kind::Tcp(listener), address)
-            }
-            Address::Unix(path) => {
-                let listener = UnixListener::bind(path)
-                    .or_else(|error| {
-                        let stale = error.kind() == io::ErrorKind::AddrInUse
-                            && UnixStream::connect(path)
-                                .is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused);
-                        if !stale {
-                            return Err(error);
-                        }
-                        fs::remove_file(path)?;
-                        UnixListener::bind(path)
-                    })
-                    .map_err(listen_error)?;
-                listener.set_nonblocking(true).map_err(listen_error)?;
-                (Kind::Unix(listener, path.clone()), address.clone())
-            }
-        };
+        })?;
         Ok(Self {
             kind,
             address,
             stall_timeout,
+            peers,
         })
     }
 
@@ -328,42 +344,67 @@ impl Listener {
     /// descriptor to wait for one.
     ///
     /// # Errors
-    /// As the system says, for example when out of file descriptors.
+    /// As the system says, for example when out of file descriptors ([`SocketError::is_exhaustion`]).
     pub fn try_accept(&self) -> Result<Option<Stream>, SocketError> {
-        match self.accept() {
-            Ok(stream) => Ok(Some(stream)),
-            Err(error)
-                if matches!(
-                    error.kind(),
-                    // The last two: the peer gave up while it was waiting.
-                    io::ErrorKind::WouldBlock
-                        | io::ErrorKind::Interrupted
-                        | io::ErrorKind::ConnectionAborted
-                ) =>
-            {
-                Ok(None)
+        loop {
+            let stream = match self.accept() {
+                Ok(stream) => stream,
+                Err(error) if is_of_connection(&error) => continue,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(source) => {
+                    let address = self.address.clone();
+                    return Err(SocketError::Accept { address, source });
+                }
+            };
+            if !self.is_welcome(&stream) {
+                continue;
             }
-            Err(source) => Err(SocketError::Accept {
-                address: self.address.clone(),
-                source,
-            }),
+            match stream.made_ready(self.stall_timeout) {
+                Ok(stream) => return Ok(Some(stream)),
+                Err(error) => debug!("dropping a connection on {}: {error}", self.address),
+            }
         }
     }
 
     fn accept(&self) -> io::Result<Stream> {
-        match &self.kind {
-            Kind::Tcp(listener) => {
-                let (stream, _) = listener.accept()?;
-                stream.set_nonblocking(false)?;
-                Stream::tcp(stream, self.stall_timeout)
-            }
-            Kind::Unix(listener, _) => {
-                let (stream, _) = listener.accept()?;
-                stream.set_nonblocking(false)?;
-                Stream::unix(stream, self.stall_timeout)
-            }
-        }
+        Ok(match &self.kind {
+            Kind::Tcp(listener) => Stream::Tcp(listener.accept()?.0),
+            Kind::Unix(listener, _) => Stream::Unix(listener.accept()?.0),
+        })
     }
+
+    fn is_welcome(&self, stream: &Stream) -> bool {
+        if self.peers.is_anyone() {
+            return true;
+        }
+        let address = &self.address;
+        match peer_of(stream) {
+            Ok(peer) if self.peers.allow(peer) => return true,
+            Ok(Peer::Uid(uid)) => warn!("turning away user {uid} on {address}"),
+            // Mostly one that has been closed already.
+            unknown => debug!("turning away a connection on {address}: {unknown:?}"),
+        }
+        false
+    }
+}
+
+/// Whether accepting failed for the connection that was waiting, and others may follow. Network errors of a connection
+/// that has failed since are reported here, see accept(2).
+fn is_of_connection(error: &io::Error) -> bool {
+    matches!(
+        Errno::from_io_error(error),
+        Some(
+            Errno::INTR
+                | Errno::CONNABORTED
+                | Errno::PROTO
+                | Errno::NETDOWN
+                | Errno::NETUNREACH
+                | Errno::NOPROTOOPT
+                | Errno::HOSTDOWN
+                | Errno::HOSTUNREACH
+                | Errno::NONET
+        )
+    )
 }
 
 impl AsFd for Listener {
@@ -384,18 +425,129 @@ impl Drop for Listener {
     }
 }
 
+fn listen_tcp(host: &str, port: u16) -> io::Result<(Kind, Address)> {
+    let host = if host.is_empty() { "::" } else { host };
+    let listener = TcpListener::bind((host, port))?;
+    listener.set_nonblocking(true)?;
+    let address = Address::Tcp {
+        host: host.to_owned(),
+        port: listener.local_addr()?.port(),
+    };
+    Ok((Kind::Tcp(listener), address))
+}
+
+fn listen_unix(path: &Path, peers: &Peers) -> io::Result<UnixListener> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    // Of the file that bind makes, so it is never there with another mode.
+    fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    let address = SocketAddrUnix::new(path)?;
+    match bind(&socket, &address) {
+        Err(Errno::ADDRINUSE) if is_stale(path, &address)? => {
+            fs::remove_file(path)?;
+            bind(&socket, &address)?;
+        }
+        bound => bound?,
+    }
+    let opened = open_to(path, &peers.others());
+    if let Err(error) = opened.and_then(|()| Ok(listen(&socket, BACKLOG)?)) {
+        let _ = fs::remove_file(path);
+        return Err(error);
+    }
+    Ok(socket.into())
+}
+
+/// More than the channels of a migration. The system's own limit comes on top.
+const BACKLOG: i32 = 4096;
+
+/// Whether `path` is a socket that nobody has bound any more.
+///
+/// A datagram socket asks: it is refused by a file without a socket behind it, and one that listens for streams never
+/// hears of it. (It would take a stream for its first connection.)
+fn is_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
+    if !fs::symlink_metadata(path)?.file_type().is_socket() {
+        return Ok(false);
+    }
+    let probe = socket_with(
+        AddressFamily::UNIX,
+        SocketType::DGRAM,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )?;
+    Ok(connect_to(&probe, address) == Err(Errno::CONNREFUSED))
+}
+
+/// Lets these users connect to our new socket at `path`, beside our own and root.
+fn open_to(path: &Path, uids: &[u32]) -> io::Result<()> {
+    if uids.is_empty() {
+        return Ok(());
+    }
+    // Who may write to the folder could have put something else there, which must not become theirs.
+    let file = open(
+        path,
+        OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+        Mode::empty(),
+    )?;
+    let by_number = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let found = fs::metadata(&by_number)?;
+    let is_ours = found.uid() == geteuid().as_raw() && found.nlink() == 1;
+    if !found.file_type().is_socket() || !is_ours {
+        return Err(io::Error::other(
+            "another file has taken the socket's place",
+        ));
+    }
+    match uids {
+        [uid] if geteuid().is_root() => {
+            let uid = Some(Uid::from_raw(*uid));
+            chownat(&file, "", uid, None, AtFlags::EMPTY_PATH)?;
+        }
+        _ => fs::set_permissions(&by_number, fs::Permissions::from_mode(0o666))?,
+    }
+    Ok(())
+}
+
 fn connect(address: &Address, timeout: Duration) -> io::Result<Stream> {
     match address {
-        Address::Unix(path) => Stream::unix(UnixStream::connect(path)?, timeout),
+        Address::Unix(path) => {
+            let socket = connect_unix(path, timeout)?;
+            Stream::Unix(socket.into()).made_ready(timeout)
+        }
         Address::Tcp { host, port } => {
             let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
             for address in (host.as_str(), *port).to_socket_addrs()? {
                 match TcpStream::connect_timeout(&address, timeout) {
-                    Ok(stream) => return Stream::tcp(stream, timeout),
+                    Ok(stream) => return Stream::Tcp(stream).made_ready(timeout),
                     Err(error) => last = error,
                 }
             }
             Err(last)
+        }
+    }
+}
+
+/// Where the listener's queue is full, connecting waits for room, and for as long as a write may take.
+fn connect_unix(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
+    let socket = socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    let address = SocketAddrUnix::new(path)?;
+    let start = Instant::now();
+    loop {
+        let left = timeout.saturating_sub(start.elapsed());
+        // 0 would be for ever.
+        let left = left.max(Duration::from_millis(1));
+        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(left))?;
+        match connect_to(&socket, &address) {
+            Ok(()) => return Ok(socket),
+            Err(Errno::INTR) if start.elapsed() < timeout => {}
+            Err(Errno::INTR | Errno::AGAIN) => {
+                let problem = "its listener takes no connections: the queue is full";
+                return Err(io::Error::new(io::ErrorKind::TimedOut, problem));
+            }
+            Err(error) => return Err(error.into()),
         }
     }
 }

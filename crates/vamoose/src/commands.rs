@@ -1,5 +1,6 @@
 //! One module a command.
 
+pub(crate) mod attempts;
 pub(crate) mod inspect;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod live_demo;
@@ -8,3 +9,4 @@ pub(crate) mod probe;
 pub(crate) mod relay;
 pub(crate) mod selftest;
 pub(crate) mod serve;
+pub(crate) mod settle;

@@ -1,7 +1,7 @@
 //! Options that several commands share, and how their values are written.
 
 use std::{
-    fmt,
+    env, fmt,
     num::{NonZeroU64, NonZeroUsize},
     path::PathBuf,
     str::FromStr,
@@ -276,6 +276,31 @@ impl FromStr for Size {
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.0)
+    }
+}
+
+/// Where attempts are remembered.
+#[derive(Args, Debug)]
+pub(crate) struct StateDir {
+    /// Folder in which attempts are remembered, for a process that is started again
+    /// [default: /run/vamoose, for other users than root $XDG_RUNTIME_DIR/vamoose]
+    #[arg(long, value_name = "DIR")]
+    state_dir: Option<PathBuf>,
+}
+
+impl StateDir {
+    /// The folder, which need not be there yet.
+    pub(crate) fn path(&self) -> Result<PathBuf> {
+        if let Some(dir) = &self.state_dir {
+            return Ok(dir.clone());
+        }
+        if rustix::process::geteuid().is_root() {
+            return Ok(PathBuf::from("/run/vamoose"));
+        }
+        let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+        let dir =
+            runtime.context("there is no default --state-dir without XDG_RUNTIME_DIR: name one")?;
+        Ok(dir.join("vamoose"))
     }
 }
 

@@ -6,10 +6,15 @@
 mod common;
 
 use std::{
+    fs,
     io::{Read as _, Write as _},
     net::Shutdown,
-    os::unix::net::{UnixListener, UnixStream},
+    os::unix::{
+        fs::PermissionsExt as _,
+        net::{UnixListener, UnixStream},
+    },
     path::PathBuf,
+    process::Command,
     thread,
 };
 
@@ -17,6 +22,7 @@ use anyhow::{Context as _, Result, ensure};
 use common::{LIMIT, vamoose};
 use lab::vamoose::{Ended, Vamoose};
 use multifd::{BlockName, INITIAL_LEN, Initial, Layout, MAIN_MAGIC, Method, RamHeader};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tempfile::TempDir;
 
 const LAYOUT: Layout = Layout::X86;
@@ -30,12 +36,23 @@ struct Stage {
 
 impl Stage {
     fn new(options: &[&str]) -> Result<Self> {
+        Self::with(|mut command| {
+            command.args(options);
+            command
+        })
+    }
+
+    /// With a relay that is started by what `change` makes of its command.
+    fn with(change: impl FnOnce(Command) -> Command) -> Result<Self> {
         let folder = TempDir::new()?;
         let path = folder.path().join("in");
         let destination = UnixListener::bind(&path)?;
         let listen = format!("unix:{}", folder.path().join("out").display());
         let connect = format!("unix:{}", path.display());
-        let (relay, _) = Vamoose::relay(vamoose(), &listen, &connect, options)?;
+        let mut command = Command::new(vamoose());
+        command.args(["relay", "--listen", &listen, "--connect", &connect]);
+        let relay = Vamoose::start(&mut change(command))?;
+        relay.wait_for("listening on ", LIMIT)?;
         Ok(Self {
             folder,
             relay,
@@ -62,11 +79,20 @@ impl Stage {
         Ok(Source { main, channels })
     }
 
+    /// Takes a connection towards the destination.
+    fn accept(&self) -> Result<UnixStream> {
+        let limit = Timespec::try_from(LIMIT)?;
+        let mut fds = [PollFd::new(&self.destination, PollFlags::IN)];
+        let ready = poll(&mut fds, Some(&limit))?;
+        ensure!(ready > 0, "nothing came; {}", self.relay.stderr());
+        Ok(self.destination.accept()?.0)
+    }
+
     /// Takes what the relay opens towards the destination: main stream first.
     fn accept_all(&self, channels: usize) -> Result<Vec<UnixStream>> {
         (0..=channels)
             .map(|number| {
-                let (mut stream, _) = self.destination.accept()?;
+                let mut stream = self.accept()?;
                 let mut first = [0; INITIAL_LEN];
                 let length = if number == 0 { 4 } else { INITIAL_LEN };
                 stream.read_exact(&mut first[..length])?;
@@ -233,11 +259,74 @@ fn a_stream_that_ends_in_a_packet() -> Result<()> {
     Ok(())
 }
 
+/// Whoever comes before the source and is none is turned away, and the relay waits on.
 #[test]
-fn first_bytes_that_begin_nothing() -> Result<()> {
-    let stage = Stage::new(&[])?;
+fn strangers_before_the_source() -> Result<()> {
+    let stage = Stage::new(&["--stall-timeout", "1"])?;
+    drop(stage.open(&[])?);
+    stage
+        .relay
+        .wait_for("closed before it had said anything", LIMIT)?;
+    drop(stage.open(b"QE")?);
+    stage.relay.wait_for("its first 4 bytes (got 2)", LIMIT)?;
     let mut garbage = stage.open(b"GET / HTTP/1.1\r\n")?;
     expect_end(&mut garbage)?;
+    stage
+        .relay
+        .wait_for("begins neither a main stream nor a multifd channel", LIMIT)?;
+    let mut silent = stage.open(&[])?;
+    expect_end(&mut silent)?;
+    stage.relay.wait_for("has not said what it is", LIMIT)?;
+    let _source = stage.open_all(2)?;
+    stage.accept_all(2)?;
+    Ok(())
+}
+
+/// One that stays and says nothing does not keep a source waiting, whether it says how many channels it has or not.
+#[test]
+fn a_silent_stranger_beside_the_source() -> Result<()> {
+    for options in [&[][..], &["--incoming-channels", "2"]] {
+        let stage = Stage::new(options)?;
+        let _before = stage.open(&[])?;
+        let main = stage.open(&main_stream())?;
+        drop(stage.open(&[])?);
+        let _channels = [stage.open(&initial(0))?, stage.open(&initial(1))?];
+        stage.accept_all(2)?;
+        drop(main);
+    }
+    Ok(())
+}
+
+/// Behind TLS, too: only what has spoken is passed on.
+#[test]
+fn a_silent_stranger_beside_tls() -> Result<()> {
+    let stage = Stage::new(&[])?;
+    let _silent = stage.open(&[])?;
+    let hello = [0x16, 3, 1, 0, 42];
+    let near = stage.open(&hello)?;
+    let mut far = stage.accept()?;
+    far.read_exact(&mut [0; 5])?;
+    let garbage = stage.open(b"GET / HTTP/1.1\r\n");
+    expect_end(&mut garbage?)?;
+    stage.relay.wait_for("is no TLS", LIMIT)?;
+    drop(near);
+    drop(far);
+    stage.relay.finish(LIMIT)?.success()?;
+    Ok(())
+}
+
+/// Once the source has begun, what it does wrong is said.
+#[test]
+fn first_bytes_that_begin_nothing() -> Result<()> {
+    let stage = Stage::with(|mut command| {
+        command.env("VAMOOSE_LOG", "debug");
+        command
+    })?;
+    let mut channel = stage.open(&initial(0))?;
+    stage.relay.wait_for("channel 0 has come", LIMIT)?;
+    let mut garbage = stage.open(b"GET / HTTP/1.1\r\n")?;
+    expect_end(&mut garbage)?;
+    expect_end(&mut channel)?;
     stage.expect_failure("begins neither a main stream nor a multifd channel")?;
 
     let stage = Stage::new(&[])?;
@@ -246,6 +335,80 @@ fn first_bytes_that_begin_nothing() -> Result<()> {
     let mut channel = stage.open(&wrong_version)?;
     expect_end(&mut channel)?;
     stage.expect_failure("version of the channel's first 64 bytes is 9")?;
+
+    let stage = Stage::new(&["--stall-timeout", "1"])?;
+    let _half = stage.open(&initial(0)[..30])?;
+    let _channel = stage.open(&initial(1))?;
+    stage.expect_failure("1 connections have not said what they are")?;
+    Ok(())
+}
+
+/// Another user of this host is turned away, over TCP and at a unix socket, unless he is named.
+#[test]
+fn another_user() -> Result<()> {
+    if !rustix::process::geteuid().is_root() {
+        return lab::skipped("only root can be another user");
+    }
+    let other = "4711";
+    for options in [
+        &[][..],
+        &["--peer-uid", other],
+        &["--peer-uid", other, "--peer-uid", "4712"],
+    ] {
+        for tcp in [true, false] {
+            let folder = TempDir::new()?;
+            // Who the socket is for is for its file to say.
+            fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
+            let path = folder.path().join("out");
+            let listen = match tcp {
+                true => "tcp:127.0.0.1:0".to_owned(),
+                false => format!("unix:{}", path.display()),
+            };
+            let (relay, address) = Vamoose::relay(vamoose(), &listen, "unix:/nowhere", options)?;
+            let client = match address.strip_prefix("tcp:127.0.0.1:") {
+                Some(port) => {
+                    format!("exec 3<>/dev/tcp/127.0.0.1/{port}; printf QEVM >&3; cat <&3")
+                }
+                // Whether he may is all that is asked here: he may write to it, or not.
+                None => format!("test -w {}", path.display()),
+            };
+            let user = format!("--reuid={other}");
+            let ended = Command::new("setpriv")
+                .args([&user, "--clear-groups", "bash", "-c", &client])
+                .output()?;
+            let named = !options.is_empty();
+            if tcp {
+                let text = match named {
+                    true => "cannot connect to unix:/nowhere",
+                    false => "of another user: Ok(Uid(4711))",
+                };
+                relay.wait_for(text, LIMIT)?;
+            } else {
+                ensure!(ended.status.success() == named, "{options:?}: {ended:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A relay that has no file descriptors left waits until it has some.
+#[test]
+fn no_file_descriptors_left() -> Result<()> {
+    let stage = Stage::with(|command| {
+        let mut limited = Command::new("prlimit");
+        limited
+            .arg("--nofile=24")
+            .arg(command.get_program())
+            .args(command.get_args());
+        limited
+    })?;
+    let strangers = (0..40)
+        .map(|_| stage.open(&[]))
+        .collect::<Result<Vec<_>>>()?;
+    stage.relay.wait_for("Too many open files", LIMIT)?;
+    drop(strangers);
+    let _source = stage.open_all(2)?;
+    stage.accept_all(2)?;
     Ok(())
 }
 
@@ -274,10 +437,6 @@ fn channel_ids_that_do_not_fit() -> Result<()> {
     let _second = stage.open(&initial(1))?;
     main.write_all(ram)?;
     stage.relay.wait_for("incoming=2", LIMIT)?;
-
-    let stage = Stage::new(&["--stall-timeout", "1"])?;
-    let _silent = stage.open(&[])?;
-    stage.expect_failure("1 connections have not said what they are")?;
     Ok(())
 }
 
@@ -303,6 +462,35 @@ fn a_destination_that_stops_reading() -> Result<()> {
     let bytes = thread::spawn(move || while source.main.write_all(&[5; 4096]).is_ok() {});
     stage.expect_failure("it has stopped reading")?;
     bytes.join().unwrap();
+    drop(destination);
+    Ok(())
+}
+
+/// One of two channels is stuck, so the other one's writer waits for it at the first SYNC, and the
+/// source's other SYNCs fill the queue between them: the relay ends all the same.
+#[test]
+fn a_channel_that_is_stuck_while_syncs_come() -> Result<()> {
+    let stage = Stage::new(&["--channels", "2", "--stall-timeout", "1"])?;
+    let mut source = stage.open_all(1)?;
+    let mut destination = stage.accept_all(2)?;
+    let mut read = destination.remove(1);
+    let bytes = thread::spawn(move || {
+        let pages = packet(Method::None, &[3; 8192]);
+        // More than sockets hold.
+        for bytes in std::iter::repeat_n(pages, 1000).chain(std::iter::repeat_n(sync(), 100)) {
+            if source.channels[0].write_all(&bytes).is_err() {
+                break;
+            }
+        }
+        source
+    });
+    let reads = thread::spawn(move || {
+        let mut bytes = vec![0; 1 << 16];
+        while read.read(&mut bytes).is_ok_and(|read| read > 0) {}
+    });
+    stage.expect_failure("the peer has stopped reading")?;
+    reads.join().unwrap();
+    drop(bytes.join().unwrap());
     drop(destination);
     Ok(())
 }
@@ -355,6 +543,29 @@ fn every_connection_cut() -> Result<()> {
     Ok(())
 }
 
+/// What a source sent before it closed its connections arrives, the main stream's end first or not: a
+/// destination may wait for it.
+#[test]
+fn what_was_sent_before_a_cancel_arrives() -> Result<()> {
+    let stage = Stage::new(&["--max-bandwidth", "1M"])?;
+    let mut source = stage.open_all(1)?;
+    let mut destination = stage.accept_all(1)?;
+    let pages = packet(Method::None, &[9; 8192]);
+    let sent = [&sync()[..], &pages.repeat(20), &sync()].concat();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            source.channels[0].write_all(&sent).unwrap();
+            source.main.shutdown(Shutdown::Both).unwrap();
+            source.channels.clear();
+        });
+        let mut received = Vec::new();
+        destination[1].read_to_end(&mut received).unwrap();
+        assert_eq!(received.len(), sent.len());
+    });
+    stage.expect_failure("the source closed the main stream")?;
+    Ok(())
+}
+
 /// Device state is passed on as it is, through whichever channel.
 #[test]
 fn device_state_is_passed_on() -> Result<()> {
@@ -387,7 +598,7 @@ fn tls_is_passed_through() -> Result<()> {
     let mut near = [stage.open(&hello)?, stage.open(&hello)?];
     let mut far = Vec::new();
     for _ in &near {
-        let (mut stream, _) = stage.destination.accept()?;
+        let mut stream = stage.accept()?;
         let mut got = [0; 5];
         stream.read_exact(&mut got)?;
         ensure!(got == hello);

@@ -1,5 +1,7 @@
 //! A bit for each page of a RAM block.
 
+use std::ops::Range;
+
 /// The pages of one RAM block, a bit each; page 64·i + j is bit j of word i.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bitmap {
@@ -85,6 +87,13 @@ impl Bitmap {
     /// The pages that are set, in their order.
     pub fn iter(&self) -> impl Iterator<Item = usize> {
         pages_in(0, &self.words)
+    }
+
+    /// The pages of `range` that are set, in their order.
+    pub(crate) fn iter_in(&self, range: Range<usize>) -> impl Iterator<Item = usize> {
+        let words = range.start / 64..range.end.min(self.pages).div_ceil(64);
+        let (first, words) = (words.start * 64, self.words.get(words).unwrap_or_default());
+        pages_in(first, words).filter(move |page| range.contains(page))
     }
 
     fn trim(&mut self) {

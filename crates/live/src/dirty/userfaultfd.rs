@@ -22,7 +22,7 @@ use std::{
 use super::{Bitmap, DirtyLog, DirtyLogError};
 use crate::{
     Ram,
-    mapping::{Backing, backing},
+    mapping::is_anonymous,
     sys::{
         pagemap::{Found, PRESENT, Pagemap, Query, SWAPPED, WRITTEN},
         userfaultfd::Userfaultfd,
@@ -92,8 +92,7 @@ impl UserfaultLog {
             found: Found::new(),
         };
         for (index, block) in self.ram.blocks().iter().enumerate() {
-            let anonymous =
-                backing(block).map_err(failed("reading /proc/self/maps"))? == Backing::Anonymous;
+            let anonymous = is_anonymous(block).map_err(failed("reading /proc/self/maps"))?;
             let addresses = self.addresses(index);
             let registered = running.userfaultfd.register(addresses.clone());
             registered.map_err(failed(

@@ -1,86 +1,23 @@
-//! The point of no return: tells the destination to run the guest, and finds out whether it does.
-//!
-//! [`protocol`](crate::protocol) says why this is safe.
+//! The hand-over: carries out what [`handover::Source`] decides, from the guest that has stopped, or the migration that
+//! has failed, to the decision where the guest is.
 
 use std::{
-    io, thread,
+    collections::VecDeque,
+    io, mem,
+    sync::Arc,
+    thread,
     time::{Duration, Instant},
 };
 
-use tracing::{info, warn};
-use transfer::{Address, SocketError, dial};
+use handover::{Decision, DestinationMessage, SourceAction, SourceEvent, SourceMessage};
+use tracing::warn;
+use transfer::{SocketError, dial};
 
-use super::link::{Link, unexpected};
+use super::{Attempt, link::Link};
 use crate::{
     SourceError,
-    protocol::{
-        DestinationMessage, MigrationId, Opening, ProtocolError, SourceMessage, receive_soon, send,
-    },
+    protocol::{Messages, Opening, ProtocolError},
 };
-
-/// Hands the guest, which the destination has loaded, over. When this returns without an error, it runs there.
-pub(super) fn hand_over(
-    link: &Link<'_>,
-    destination: &Address,
-    settle_time: Duration,
-) -> Result<(), SourceError> {
-    let began = Instant::now();
-    let mut fate = Fate {
-        started: false,
-        word_lost: false,
-        deadline: began + settle_time,
-    };
-    // Whether it got through or not: only an answer counts.
-    let _ = link.say(&SourceMessage::Commit);
-    let mut last = loop {
-        match link.hear("answered", ANSWER_WITHIN.min(settle_time)) {
-            Ok(said) => match fate.heard(said) {
-                Heard::Starts => {}
-                Heard::Nonsense(why) => {
-                    fate.word_lost = true;
-                    break why;
-                }
-                Heard::Runs => {
-                    // For the destination to know that nobody will ask again.
-                    let _ = link.say(&SourceMessage::Settled);
-                    return Ok(());
-                }
-                Heard::Never(error) => {
-                    let _ = link.say(&SourceMessage::Settled);
-                    return Err(error);
-                }
-            },
-            Err(error) => {
-                fate.word_lost |= match &error {
-                    SourceError::ControlEnded => false,
-                    SourceError::Control(error) => !was_closed(error),
-                    _ => true,
-                };
-                break error.to_string();
-            }
-        }
-    };
-    warn!("the destination does not say whether the guest runs ({last}): asking again");
-    loop {
-        match ask(destination, link.id(), &mut fate) {
-            Asked::Runs => return Ok(()),
-            Asked::Never(error) => return Err(error),
-            Asked::NobodyThere if fate.started => return Err(SourceError::Lost),
-            Asked::NobodyThere if fate.word_lost => {
-                let seconds = began.elapsed().as_secs();
-                let last = format!("nobody listens there any more; before that: {last}");
-                return Err(SourceError::InDoubt { seconds, last });
-            }
-            Asked::NobodyThere => return Err(SourceError::Ended),
-            Asked::NoAnswer(why) => last = why,
-        }
-        if Instant::now() + ASK_EVERY >= fate.deadline {
-            let seconds = settle_time.as_secs();
-            return Err(SourceError::InDoubt { seconds, last });
-        }
-        thread::sleep(ASK_EVERY);
-    }
-}
 
 /// How long a destination that lives takes to answer, at most. The guest stands still meanwhile: a dead
 /// connection must not be waited for, and asking again does no harm.
@@ -88,106 +25,160 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 
 const ASK_EVERY: Duration = Duration::from_millis(200);
 
-/// What is known of the guest.
-struct Fate {
-    /// The destination said that it starts it.
-    started: bool,
-    /// A connection on which it may have said so went silent, instead of being closed by it.
-    word_lost: bool,
+pub(super) struct HandOver<'l, 'scope, 'a> {
+    attempt: &'l mut Attempt<'a>,
+    link: &'l Link<'scope, 'a>,
+    /// In the place of the link's control connection, once that was lost.
+    redialled: Option<Messages>,
+    dials: u32,
+    /// How often `commit` was sent on the connection.
+    commits: u32,
+    /// The destination has answered, and has not said where the guest is.
+    ask_again: bool,
     deadline: Instant,
+    /// What happened last.
+    last: String,
 }
 
-/// What the destination's words mean for the guest.
-enum Heard {
-    Runs,
-    Starts,
-    /// It has never run there and never will.
-    Never(SourceError),
-    /// Nothing that anybody could rely on.
-    Nonsense(String),
-}
-
-impl Fate {
-    /// A connection is lost on which the destination could have answered.
-    fn lost(&mut self, error: &ProtocolError) -> Asked {
-        self.word_lost |= !was_closed(error);
-        Asked::NoAnswer(error.to_string())
-    }
-
-    fn heard(&mut self, said: DestinationMessage) -> Heard {
-        match said {
-            DestinationMessage::Running => Heard::Runs,
-            DestinationMessage::Starting => {
-                self.started = true;
-                Heard::Starts
-            }
-            DestinationMessage::Aborted { cause } => {
-                Heard::Never(SourceError::Destination { cause })
-            }
-            said => Heard::Nonsense(unexpected(said).to_string()),
+impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
+    pub(super) fn new(attempt: &'l mut Attempt<'a>, link: &'l Link<'scope, 'a>) -> Self {
+        let deadline = Instant::now() + attempt.source.config.settle_time;
+        Self {
+            attempt,
+            link,
+            redialled: None,
+            dials: 0,
+            commits: 0,
+            ask_again: false,
+            deadline,
+            last: "it does not answer".to_owned(),
         }
     }
-}
 
-/// What came of asking over a new connection.
-enum Asked {
-    Runs,
-    /// The destination says that it will not run it.
-    Never(SourceError),
-    NobodyThere,
-    NoAnswer(String),
-}
-
-fn ask(destination: &Address, id: MigrationId, fate: &mut Fate) -> Asked {
-    let left = fate.deadline.saturating_duration_since(Instant::now());
-    let patience = ANSWER_WITHIN.min(left).max(Duration::from_millis(1));
-    let stream = match dial(destination, patience) {
-        Ok(stream) => stream,
-        Err(SocketError::Dial { source, .. }) if nobody_listens(&source) => {
-            return Asked::NobodyThere;
+    /// Reports `event`, and whatever comes of it until it is decided where the guest is.
+    pub(super) fn run(mut self, event: SourceEvent) -> Decision {
+        let mut actions = VecDeque::from(self.attempt.machine.handle(event));
+        loop {
+            let event = match actions.pop_front() {
+                // There is no journal: this process has the guest, and nothing goes on without it.
+                Some(SourceAction::Persist) => continue,
+                Some(SourceAction::Send(message)) => {
+                    self.send(&message);
+                    continue;
+                }
+                Some(SourceAction::Dial) => self.dial(),
+                Some(SourceAction::Resume) => self.attempt.resume(),
+                Some(SourceAction::Decide(decision)) => return decision,
+                None => self.receive(),
+            };
+            actions.extend(self.attempt.machine.handle(event));
         }
-        Err(error) => return Asked::NoAnswer(error.to_string()),
-    };
-    let told = stream
-        .write_both(&Opening::control(id), &[])
-        .map_err(ProtocolError::from)
-        .and_then(|()| send(&stream, &SourceMessage::Commit));
-    if let Err(error) = told {
-        return fate.lost(&error);
     }
-    loop {
-        let said = match receive_soon(&stream) {
-            Ok(Some(said)) => said,
-            Ok(None) => return Asked::NoAnswer("it closed the connection".to_owned()),
-            Err(error) => return fate.lost(&error),
+
+    /// Whether it gets through or not: only an answer counts.
+    fn send(&mut self, message: &SourceMessage) {
+        self.commits += u32::from(matches!(message, SourceMessage::Commit { .. }));
+        let _ = match (&self.redialled, message) {
+            (Some(messages), _) => messages.send(message).map_err(SourceError::from),
+            (None, SourceMessage::Abort { .. }) => self.link.abort(message),
+            (None, _) => self.link.send(message),
         };
-        match fate.heard(said) {
-            Heard::Starts => {}
-            Heard::Nonsense(why) => {
-                fate.word_lost = true;
-                return Asked::NoAnswer(why);
+    }
+
+    fn receive(&mut self) -> SourceEvent {
+        let Some(left) = self.time_left() else {
+            return self.gave_up();
+        };
+        if mem::take(&mut self.ask_again) {
+            thread::sleep(ASK_EVERY.min(left));
+            return SourceEvent::AskAgain;
+        }
+        let received = match &mut self.redialled {
+            None => self.link.receive("answered", left.min(ANSWER_WITHIN)),
+            Some(messages) => messages
+                .receive_soon()
+                .map_err(SourceError::from)
+                .and_then(|message| message.ok_or(SourceError::ControlEnded)),
+        };
+        match received {
+            Ok(message) => {
+                self.ask_again = message != DestinationMessage::Starting;
+                self.last = format!("it said {message:?}");
+                SourceEvent::Message(message)
             }
-            Heard::Runs => {
-                info!("the guest runs at the destination");
-                let _ = send(&stream, &SourceMessage::Settled);
-                return Asked::Runs;
+            Err(error) => {
+                let complete = was_closed(&error, self.commits);
+                self.last = error.to_string();
+                SourceEvent::Closed { complete }
             }
-            Heard::Never(error) => {
-                let _ = send(&stream, &SourceMessage::Settled);
-                return Asked::Never(error);
+        }
+    }
+
+    /// Connects again, and says so at once the first time.
+    fn dial(&mut self) -> SourceEvent {
+        let Some(left) = self.time_left() else {
+            return self.gave_up();
+        };
+        if self.dials == 0 {
+            warn!(
+                "the destination does not say whether the guest runs ({}): asking again",
+                self.last
+            );
+        } else {
+            thread::sleep(ASK_EVERY.min(left));
+        }
+        self.dials += 1;
+        match self.connect(left.min(ANSWER_WITHIN)) {
+            Ok(messages) => {
+                self.redialled = Some(messages);
+                self.commits = 0;
+                SourceEvent::Connected
             }
+            Err(SourceError::Dial(SocketError::Dial { source, .. })) if nobody_listens(&source) => {
+                self.last = "connection refused".to_owned();
+                SourceEvent::NobodyListens
+            }
+            Err(error) => {
+                self.last = error.to_string();
+                // Nothing was asked on it, so no answer can have been lost.
+                SourceEvent::Closed { complete: true }
+            }
+        }
+    }
+
+    fn connect(&self, timeout: Duration) -> Result<Messages, SourceError> {
+        let stream = dial(self.link.destination(), timeout)?;
+        let opening = Opening::control(self.link.id());
+        stream
+            .write_both(&opening, &[])
+            .map_err(ProtocolError::from)?;
+        Ok(Messages::new(Arc::new(stream)))
+    }
+
+    /// `None` when the settle time is over.
+    fn time_left(&self) -> Option<Duration> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        (left > Duration::from_millis(1)).then_some(left)
+    }
+
+    fn gave_up(&self) -> SourceEvent {
+        let settle_time = self.attempt.source.config.settle_time;
+        let last = &self.last;
+        SourceEvent::GaveUp {
+            cause: format!("asked for {settle_time:?} in vain, last: {last}"),
         }
     }
 }
 
-/// Whether the peer's system has closed the connection, behind all that the peer had said.
-fn was_closed(error: &ProtocolError) -> bool {
+/// Whether the destination's system has closed the connection, behind all that the destination had said on it.
+///
+/// An end of file comes in its turn. A reset can overtake words that were lost on the way; but the system resets a
+/// connection on which the destination has left something unread, and if that was the only `commit`, nothing has been said
+/// in answer. Without an end or a reset there is no telling.
+fn was_closed(error: &SourceError, commits: u32) -> bool {
     match error {
-        ProtocolError::Truncated { .. } => true,
-        ProtocolError::Io(error) => matches!(
-            error.kind(),
-            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
-        ),
+        SourceError::ControlEnded | SourceError::Control(ProtocolError::Cut) => true,
+        SourceError::Control(error) => commits <= 1 && error.is_reset(),
         _ => false,
     }
 }

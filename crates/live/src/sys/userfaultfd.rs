@@ -58,6 +58,8 @@ const UFFDIO_API: Opcode = opcode::read_write::<Api>(0xaa, 0x3f);
 const UFFDIO_REGISTER: Opcode = opcode::read_write::<Register>(0xaa, 0x00);
 const UFFDIO_UNREGISTER: Opcode = opcode::read::<Addresses>(0xaa, 0x01);
 const UFFDIO_WRITEPROTECT: Opcode = opcode::read_write::<WriteProtect>(0xaa, 0x06);
+#[cfg(test)]
+const MODE_MISSING: u64 = 1 << 0;
 const MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
@@ -105,6 +107,18 @@ impl Userfaultfd {
         };
         // SAFETY: the request takes this argument. Nobody ever waits for a fault in this memory, since the
         // protection is asynchronous.
+        unsafe { super::ioctl(self.0.as_fd(), UFFDIO_REGISTER, &mut argument) }.map(drop)
+    }
+
+    /// Lets whoever touches a page of `addresses` that is not there wait until somebody fills it.
+    #[cfg(test)]
+    pub(crate) fn register_missing(&self, addresses: Range<usize>) -> io::Result<()> {
+        let mut argument = Register {
+            range: addresses.into(),
+            mode: MODE_MISSING,
+            ioctls: 0,
+        };
+        // SAFETY: the request takes this argument. A test that touches such a page waits, and nothing else happens.
         unsafe { super::ioctl(self.0.as_fd(), UFFDIO_REGISTER, &mut argument) }.map(drop)
     }
 

@@ -14,6 +14,7 @@
 )]
 
 pub(crate) mod proxy;
+pub(crate) mod snapshot;
 
 use std::{
     fs::File,
@@ -35,8 +36,8 @@ use idxd::{
 };
 use live::{
     Arrival, Destination, DestinationConfig, DestinationError, DestinationGuest, DirtyLog,
-    DsaDetection, GuestError, KvmDirtyLog, KvmSlot, Ram, RamBlock, Source, SourceConfig,
-    SourceError, SourceGuest, Status, Switchover, UserfaultLog, Whereabouts, ZeroPageDetection,
+    DsaDetection, GuestError, GuestLocation, KvmDirtyLog, KvmSlot, Ram, RamBlock, Source,
+    SourceConfig, SourceError, SourceGuest, Status, Switchover, UserfaultLog, ZeroPageDetection,
 };
 use multifd::Method;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -517,11 +518,12 @@ pub(crate) fn move_in_the_end(stage: &Arc<Stage>, address: &Address) {
         match stage.source(config).run(address, &mut Here::new(stage)) {
             Ok(_) => return,
             Err(error) => {
-                assert_eq!(error.guest(), Whereabouts::Source, "{error}");
+                assert_eq!(error.guest(), GuestLocation::Source, "{error}");
                 assert!(
                     matches!(
                         error,
-                        SourceError::ControlEnded
+                        SourceError::Unanswered
+                            | SourceError::ControlEnded
                             | SourceError::Control(_)
                             | SourceError::Channel { .. }
                             | SourceError::Refused { .. }

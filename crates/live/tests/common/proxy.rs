@@ -5,10 +5,10 @@
 //!              │
 //!              └ at a Point (a number of bytes, a message of the control connection): one Action
 //! ```
-//! It never refuses a connection: that would say that nobody listens.
+//! It never refuses a connection, which would say that nobody listens, unless it is to vanish.
 
 use std::{
-    io::{self, Read as _, Write as _},
+    io::{self, BufRead as _, BufReader, Read, Write as _},
     net::{Shutdown, TcpListener, TcpStream},
     sync::{
         Arc, Condvar, Mutex,
@@ -46,6 +46,8 @@ pub(crate) enum Action {
     Stall(Duration),
     /// Everything that there is is cut, and whatever comes later ends at once.
     Die,
+    /// As [`Action::Die`], and nobody listens at its address any more.
+    Vanish,
     /// Nothing passes any more, and nobody is told.
     Freeze,
 }
@@ -69,6 +71,7 @@ struct Shared {
     turn: Mutex<()>,
     changed: Condvar,
     closing: AtomicBool,
+    port: u16,
     /// What the messages of the control connections were, in their order.
     said: Mutex<Vec<String>>,
     id: Mutex<Option<[u8; 16]>>,
@@ -79,6 +82,7 @@ struct Flow {
     stalled_until: Option<Instant>,
     frozen: bool,
     dead: bool,
+    vanished: bool,
 }
 
 struct Connection {
@@ -113,12 +117,13 @@ impl Proxy {
             turn: Mutex::default(),
             changed: Condvar::new(),
             closing: AtomicBool::new(false),
+            port,
             said: Mutex::default(),
             id: Mutex::default(),
         });
         let acceptor = thread::spawn({
             let shared = shared.clone();
-            move || accept(&listener, &shared)
+            move || accept(listener, &shared)
         });
         Self {
             shared,
@@ -162,51 +167,51 @@ impl Proxy {
 /// Tells a destination what its source may have been unable to: that it knows that the guest runs.
 pub(crate) fn settle(destination: &Address, id: [u8; 16]) {
     let control = TcpStream::connect(socket_address(destination));
-    let words = [
-        opening(id),
-        message(r#"{"say":"commit"}"#),
-        message(r#"{"say":"settled"}"#),
-    ];
-    // One that has heard it before is gone.
-    let _ = control.and_then(|mut control| control.write_all(&words.concat()));
+    let messages = [opening(id), message(COMMIT), message(SETTLED)];
+    // One that has been told before is gone.
+    let _ = control.and_then(|mut control| control.write_all(&messages.concat()));
 }
 
 /// Asks a destination that waits for its source's acknowledgement what has become of the guest.
 pub(crate) fn ask(destination: &Address, id: [u8; 16]) -> String {
     let mut control = TcpStream::connect(socket_address(destination)).unwrap();
     control.write_all(&opening(id)).unwrap();
-    control.write_all(&message(r#"{"say":"commit"}"#)).unwrap();
-    said(&read_message(&mut control).unwrap()[4..])
+    control.write_all(&message(COMMIT)).unwrap();
+    name_of(&read_line(&mut control).unwrap())
 }
+
+pub(crate) const COMMIT: &str = r#"{"request":"commit","resume":true}"#;
+pub(crate) const ABORT: &str = r#"{"request":"abort","cause":"no more"}"#;
+pub(crate) const SETTLED: &str = r#"{"request":"settled"}"#;
 
 /// The first bytes of a control connection.
 pub(crate) fn opening(id: [u8; 16]) -> Vec<u8> {
-    let mut bytes = b"VLIV\0\0\0\x01".to_vec();
-    bytes.extend(id);
-    bytes
+    [b"VAMOOSEC", &id[..]].concat()
 }
 
 /// A message as it goes over the wire.
 pub(crate) fn message(json: &str) -> Vec<u8> {
-    let mut bytes = u32::try_from(json.len()).unwrap().to_be_bytes().to_vec();
-    bytes.extend(json.as_bytes());
-    bytes
+    [json.as_bytes(), b"\n"].concat()
 }
 
-/// A whole message, its length included.
-pub(crate) fn read_message(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
-    let mut bytes = vec![0; 4];
-    stream.read_exact(&mut bytes)?;
-    let len = u32::from_be_bytes(bytes[..].try_into().unwrap());
-    bytes.resize(4 + usize::try_from(len).unwrap(), 0);
-    stream.read_exact(&mut bytes[4..])?;
-    Ok(bytes)
+/// A message without its end; nothing that follows it is read.
+pub(crate) fn read_line(stream: &mut impl Read) -> io::Result<Vec<u8>> {
+    let mut line = Vec::new();
+    loop {
+        let mut byte = [0];
+        stream.read_exact(&mut byte)?;
+        if byte == *b"\n" {
+            return Ok(line);
+        }
+        line.extend(byte);
+    }
 }
 
-/// What a message's JSON says, in a word.
-pub(crate) fn said(json: &[u8]) -> String {
+/// Which message it is.
+pub(crate) fn name_of(json: &[u8]) -> String {
     let value: serde_json::Value = serde_json::from_slice(json).unwrap();
-    value["say"].as_str().unwrap().to_owned()
+    let names = [&value["request"], &value["answer"]];
+    names.map(|name| name.as_str().unwrap_or_default()).concat()
 }
 
 impl Drop for Proxy {
@@ -234,12 +239,18 @@ impl Shared {
             Action::Stall(time) => flow.stalled_until = Some(Instant::now() + time),
             Action::Freeze => flow.frozen = true,
             Action::Die => flow.dead = true,
+            Action::Vanish => (flow.dead, flow.vanished) = (true, true),
             Action::CutAll | Action::CutControl | Action::CutChannel(_) => {}
         }
         drop(flow);
         match self.action {
             Action::CutControl => self.cut(|connection| connection.is_control),
             Action::CutAll | Action::Die => self.cut(|_| true),
+            Action::Vanish => {
+                self.cut(|_| true);
+                // For the acceptor to look.
+                let _ = TcpStream::connect(("127.0.0.1", self.port));
+            }
             Action::CutChannel(number) => {
                 let connections = lock(&self.connections);
                 let channels = connections
@@ -307,10 +318,10 @@ impl Connection {
     }
 }
 
-fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
+fn accept(listener: TcpListener, shared: &Arc<Shared>) {
     let mut workers = Vec::new();
     for source in listener.incoming() {
-        if shared.closing.load(Ordering::SeqCst) {
+        if shared.closing.load(Ordering::SeqCst) || lock(&shared.flow).vanished {
             break;
         }
         let (source, shared) = (source.unwrap(), shared.clone());
@@ -322,6 +333,7 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
             let _ = serve(source, &shared);
         }));
     }
+    drop(listener);
     for worker in workers {
         worker.join().unwrap();
     }
@@ -330,9 +342,9 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
 fn serve(mut source: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
     let mut opening = vec![0; 24];
     source.read_exact(&mut opening)?;
-    let is_control = opening.starts_with(b"VLIV");
+    let is_control = opening.starts_with(b"VAMOOSEC");
     if is_control {
-        *lock(&shared.id) = Some(opening[8..24].try_into().unwrap());
+        *lock(&shared.id) = Some(opening[8..].try_into().unwrap());
     }
     let (host, port) = &shared.destination;
     let destination = TcpStream::connect((host.as_str(), *port))?;
@@ -369,45 +381,44 @@ fn carry(from: &TcpStream, to: &TcpStream, is_control: bool, shared: &Shared) ->
     if is_control {
         return carry_messages(from, to, shared);
     }
-    let mut buffer = vec![0; 64 << 10];
-    carry_bytes(from, to, u64::MAX, &mut buffer, shared)
+    carry_bytes(from, to, u64::MAX, shared)
 }
 
-fn carry_messages(mut from: &TcpStream, to: &TcpStream, shared: &Shared) -> io::Result<()> {
-    let mut buffer = vec![0; 64 << 10];
+fn carry_messages(from: &TcpStream, to: &TcpStream, shared: &Shared) -> io::Result<()> {
+    let mut from = BufReader::new(from);
     loop {
-        let mut message = vec![0; 4];
-        from.read_exact(&mut message)?;
-        let len = u32::from_be_bytes(message[..].try_into().unwrap());
-        message.resize(4 + usize::try_from(len).unwrap(), 0);
-        from.read_exact(&mut message[4..])?;
-        let word = said(&message[4..]);
+        let mut message = Vec::new();
+        from.read_until(b'\n', &mut message)?;
+        if message.last() != Some(&b'\n') {
+            return Ok(());
+        }
+        let name = name_of(&message);
         // An answer does not overtake what is done after its question.
         let turn = lock(&shared.turn);
-        lock(&shared.said).push(word.clone());
-        if matches!(shared.point, Point::Before(point) if point == word) {
+        lock(&shared.said).push(name.clone());
+        if matches!(shared.point, Point::Before(point) if point == name) {
             shared.act();
         }
         shared.pass(&message, to)?;
-        if matches!(shared.point, Point::After(point) if point == word) {
+        if matches!(shared.point, Point::After(point) if point == name) {
             shared.act();
         }
         drop(turn);
-        if word == "state" {
-            let value: serde_json::Value = serde_json::from_slice(&message[4..]).unwrap();
+        if name == "state" {
+            let value: serde_json::Value = serde_json::from_slice(&message).unwrap();
             let len = value["len"].as_u64().unwrap();
-            carry_bytes(from, to, len, &mut buffer, shared)?;
+            carry_bytes(&mut from, to, len, shared)?;
         }
     }
 }
 
 fn carry_bytes(
-    mut from: &TcpStream,
+    mut from: impl Read,
     to: &TcpStream,
     mut left: u64,
-    buffer: &mut [u8],
     shared: &Shared,
 ) -> io::Result<()> {
+    let mut buffer = vec![0; 64 << 10];
     while left > 0 {
         let most = buffer
             .len()

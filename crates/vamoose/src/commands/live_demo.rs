@@ -31,7 +31,7 @@ use std::{
 use anyhow::{Context as _, Error, Result, anyhow, bail};
 use clap::Args;
 use codec::Engines;
-use live::{AutoConverge, Ram, Source, SourceConfig, SourceError, Whereabouts};
+use live::{AutoConverge, GuestLocation, Ram, Source, SourceConfig, SourceError};
 use multifd::Layout;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
@@ -155,6 +155,9 @@ struct MigrationOptions {
     /// Longest downtime to aim at, in milliseconds
     #[arg(long, default_value_t = 300, value_name = "MS")]
     downtime_limit: u64,
+    /// Abort after this many seconds of downtime: the guest goes on at the source
+    #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    downtime_max: u64,
     /// Slow the vCPUs down, step by step, if they write faster than the link moves memory
     #[arg(long)]
     auto_converge: bool,
@@ -165,7 +168,9 @@ struct MigrationOptions {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let order = options.order()?;
-    let config = options.migration.config()?;
+    let mut config = options.migration.config()?;
+    // Over one loopback; what a command leads through is not known.
+    config.direct_link = options.via.is_none();
     let dirty_log = options.migration.dirty_log(order.shape.kind)?;
     let cancel = cancelled_by_signals()?;
     let mut destination = Destination::start(options.via.as_deref(), &order)?;
@@ -265,6 +270,7 @@ impl MigrationOptions {
         config.normal_page_ratio = self.normal_page_ratio;
         config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
         config.downtime_limit = Duration::from_millis(self.downtime_limit);
+        config.downtime_max = Duration::from_secs(self.downtime_max);
         config.timeout = self.timeout.map(Duration::from_secs);
         config.auto_converge = self.auto_converge.then(AutoConverge::default);
         Ok(config)
@@ -362,7 +368,7 @@ fn stayed(
         cause = format!("{cause}; the destination's process was killed by signal {signal}");
     }
     report.error_desc = Some(cause.clone());
-    if error.guest() == Whereabouts::Undecided {
+    if error.guest() != GuestLocation::Source {
         report.guest.at = "undecided";
         return anyhow!(cause);
     }

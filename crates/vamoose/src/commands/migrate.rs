@@ -6,9 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Error, Result};
 use clap::{Args, ValueEnum};
-use relay::{Cause, Failure, Migration, Moved};
+use relay::{Cause, Failure, GuestLocation, Migration, Moved};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
@@ -17,7 +17,7 @@ use tracing::info;
 use transfer::{Address, Snapshot};
 
 use crate::{
-    options::Encoding,
+    options::{Encoding, StateDir},
     progress::Display,
     report::{Report, millis},
 };
@@ -25,7 +25,8 @@ use crate::{
 /// Move a running guest to a QEMU that waits at a `vamoose serve`
 ///
 /// Ctrl-C cancels: the guest runs on here. When the source has stopped for good and the server cannot
-/// be reached, this goes on asking; run the same command again if it was ended meanwhile.
+/// be reached, this goes on asking; run the same command again if it was ended meanwhile: it continues
+/// its attempt, or says what became of it.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// Monitor of the source QEMU, a unix socket
@@ -45,6 +46,12 @@ pub(crate) struct Options {
     /// Longest downtime to aim at, in milliseconds [default: QEMU's setting]
     #[arg(long, value_name = "MS")]
     downtime_limit: Option<u64>,
+    /// Longest time, in seconds, for which the guest may stand still before the destination has all of
+    /// it: the migration fails then, and the guest goes on here
+    #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    downtime_max: u64,
+    #[command(flatten)]
+    state_dir: StateDir,
     /// How the source finds zero pages [default: the best that both QEMUs know]
     #[arg(long, value_enum)]
     zero_page_detection: Option<ZeroPageDetection>,
@@ -80,16 +87,19 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     for signal in [SIGINT, SIGTERM] {
         flag::register(signal, cancel.clone()).context("cannot catch signals")?;
     }
+    let state_dir = options.state_dir.path()?;
     let start = Instant::now();
     let mut display = Display::new();
     let mut last = Snapshot::default();
     let moved = Migration {
         qmp: &options.qmp,
         to: &options.to,
+        state_dir: &state_dir,
         name: &options.name,
         channels: options.channels,
         config,
         downtime_limit: options.downtime_limit.map(Duration::from_millis),
+        downtime_max: Duration::from_secs(options.downtime_max),
         zero_page_detection: options.zero_page_detection.map(ZeroPageDetection::name),
         cancel: &cancel,
     }
@@ -110,9 +120,24 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if let Some(target) = &options.json {
         report.write(target)?;
     }
-    let moved = moved?;
+    let moved = moved.map_err(with_advice)?;
     say(&options.name, &moved, &report);
     Ok(())
+}
+
+/// Adds what is to be done about a guest that is nowhere for certain.
+fn with_advice(failure: Failure) -> Error {
+    let advice = match (failure.guest, failure.attempt) {
+        (GuestLocation::InDoubt, Some(attempt)) => format!(
+            "run the same command again to finish the migration, and continue the guest on neither host by hand \
+             before. If the destination is gone for good, look there whether the guest runs, then: \
+             vamoose settle --attempt {attempt} --as running-there|never-ran"
+        ),
+        _ => return failure.into(),
+    };
+    let failure = Error::from(failure);
+    let line = crate::one_line(&failure);
+    failure.context(format!("{line}: {advice}"))
 }
 
 /// QEMU's word for how it ended.

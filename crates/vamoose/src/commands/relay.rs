@@ -9,7 +9,7 @@ use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use relay::{Dialer, Outcome, Relay, ZeroPages};
 use tracing::info;
-use transfer::{Address, Hangup, Listener, Stats};
+use transfer::{Address, Hangup, Listener, Peers, Stats};
 
 use crate::{options::Encoding, report::Report};
 
@@ -44,6 +44,10 @@ pub(crate) struct Options {
     /// Listen on an address that other hosts can reach, on a network that is trusted
     #[arg(long)]
     insecure: bool,
+    /// A user of this host that may connect, besides this program's own and root: the source QEMU's. Where we are root
+    /// and there is one, a unix socket becomes theirs; else everybody can reach it, and others are turned away
+    #[arg(long, value_name = "UID")]
+    peer_uid: Vec<u32>,
     /// Write a report as JSON to a file, or to standard output with -
     #[arg(long, value_name = "FILE")]
     json: Option<String>,
@@ -87,7 +91,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             bail!("--zero-page-detection cpu would undo --zero-pages expand: choose one");
         }
     };
-    let listener = Listener::bind(&options.listen, config.stall_timeout)?;
+    let peers = Peers::own_and(options.peer_uid.iter().copied());
+    let listener = Listener::bind_for(&options.listen, config.stall_timeout, peers)?;
     info!("listening on {}", listener.address());
     let start = Instant::now();
     let stats = Arc::new(Stats::default());

@@ -6,15 +6,18 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use codec::Settings;
 use multifd::Method;
-use relay::Server;
+use relay::{Server, ServerConfig};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     iterator::Signals,
 };
 use tracing::info;
-use transfer::{Address, Hangup};
+use transfer::{Address, Hangup, Peers};
 
-use crate::{commands::relay::refuse_open_address, options::Hardware};
+use crate::{
+    commands::relay::refuse_open_address,
+    options::{Hardware, StateDir},
+};
 
 /// Take migrations for the QEMUs that wait on this host
 ///
@@ -34,6 +37,15 @@ pub(crate) struct Options {
     /// Seconds for which a peer may neither send nor take a byte while one is awaited
     #[arg(long, default_value_t = 15, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     stall_timeout: u64,
+    #[command(flatten)]
+    state_dir: StateDir,
+    /// Seconds after which a loaded guest whose source is silent is reported as an orphan: it is not
+    /// ended and not run
+    #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    orphan_timeout: u64,
+    /// A user of this host that may connect, besides this program's own and root: that of a tunnel's process
+    #[arg(long, value_name = "UID")]
+    peer_uid: Vec<u32>,
     /// Listen on an address that other hosts can reach, on a network that is trusted
     #[arg(long)]
     insecure: bool,
@@ -47,8 +59,15 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let engines = options
         .hardware
         .engines(Settings::new(Method::None, None)?)?;
-    let stall_timeout = Duration::from_secs(options.stall_timeout);
-    let server = Server::bind(&options.listen, &options.qmp_dir, engines, stall_timeout)?;
+    let config = ServerConfig {
+        qmp_dir: options.qmp_dir.clone(),
+        state_dir: options.state_dir.path()?,
+        engines,
+        stall_timeout: Duration::from_secs(options.stall_timeout),
+        peers: Peers::own_and(options.peer_uid.iter().copied()),
+        orphan_timeout: Duration::from_secs(options.orphan_timeout),
+    };
+    let server = Server::bind(&options.listen, config)?;
     info!("taking migrations on {}", server.address());
     let stop = Hangup::new()?;
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot catch signals")?;

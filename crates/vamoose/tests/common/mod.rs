@@ -6,9 +6,20 @@
     reason = "each test file uses its own part of this module"
 )]
 
-use std::{path::Path, process::Command, time::Duration};
+pub mod gate;
+pub mod monitor;
 
-use anyhow::{Context as _, Result};
+use std::{
+    collections::BTreeMap,
+    fs::DirBuilder,
+    os::unix::fs::{DirBuilderExt as _, symlink},
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
 use lab::{
     qemu::{Binary, Builder, Qemu},
     ram::{self, Fill},
@@ -91,31 +102,60 @@ pub fn expect_equal(
     Ok(account)
 }
 
-/// A destination host: its server, and the folder in which its QEMUs' monitors are linked by name.
+/// A host: its server, the folder in which its QEMUs' monitors are linked by name, and what its commands remember.
 pub struct Host {
     pub server: Vamoose,
     pub address: String,
     pub monitors: TempDir,
+    memory: TempDir,
+    limits: String,
+    options: Vec<String>,
 }
 
 impl Host {
     pub fn start(options: &[&str]) -> Result<Self> {
-        let monitors = TempDir::new()?;
-        let mut command = Command::new(vamoose());
-        command.args(["serve", "--listen", "tcp:127.0.0.1:0", "--qmp-dir"]);
-        let server = Vamoose::start(command.arg(monitors.path()).args(options))?;
-        let address = server.wait_for("taking migrations on ", LIMIT)?;
+        Self::start_under(":", options)
+    }
+
+    /// The server runs in a shell that has set these limits, such as `ulimit -n 64`.
+    pub fn start_under(limits: &str, options: &[&str]) -> Result<Self> {
+        let (monitors, memory) = (TempDir::new()?, TempDir::new()?);
+        let options: Vec<_> = options.iter().map(|&option| option.to_owned()).collect();
+        let (server, address) = serve(limits, monitors.path(), &state_in(&memory), &options)?;
         Ok(Self {
             server,
             address,
             monitors,
+            memory,
+            limits: limits.to_owned(),
+            options,
         })
+    }
+
+    /// Where it remembers attempts.
+    pub fn state_dir(&self) -> PathBuf {
+        state_in(&self.memory)
+    }
+
+    /// Kills the server and starts another one in its place, which listens at another port.
+    pub fn restart(&mut self) -> Result<()> {
+        self.server.kill()?;
+        let (monitors, state) = (self.monitors.path(), state_in(&self.memory));
+        (self.server, self.address) = serve(&self.limits, monitors, &state, &self.options)?;
+        Ok(())
+    }
+
+    /// Kills the server and starts another one, which remembers nothing of what its predecessor wrote down.
+    pub fn restart_without_memory(&mut self) -> Result<()> {
+        self.server.kill()?;
+        self.memory = TempDir::new()?;
+        self.restart()
     }
 
     /// Makes `qemu` known here by `name`.
     pub fn knows(&self, name: &str, qemu: &Qemu) -> Result<()> {
         let link = self.monitors.path().join(format!("{name}.qmp"));
-        std::os::unix::fs::symlink(qemu.qmp_socket(), link).context("cannot link the monitor")
+        symlink(qemu.qmp_socket(), link).context("cannot link the monitor")
     }
 
     /// Makes the name free for another QEMU.
@@ -124,15 +164,94 @@ impl Host {
         std::fs::remove_file(link).context("no such name")
     }
 
+    /// Moves a guest to this host.
     pub fn migrate(&self, source: &Qemu, name: &str, options: &[&str]) -> Result<Vamoose> {
         migrate(&source.qmp_socket(), &self.address, name, options)
     }
+
+    /// Moves a guest of this host's to `to`.
+    pub fn migrate_away(&self, source: &Qemu, to: &str, name: &str) -> Result<Vamoose> {
+        let state = state_in(&self.memory);
+        migrate_from(&state, &source.qmp_socket(), to, name, &[])
+    }
 }
 
+/// Not the folder itself: what a host remembers is in a folder that nobody else looks into.
+fn state_in(memory: &TempDir) -> PathBuf {
+    memory.path().join("state")
+}
+
+fn serve(
+    limits: &str,
+    monitors: &Path,
+    state: &Path,
+    options: &[String],
+) -> Result<(Vamoose, String)> {
+    let mut command = Command::new("sh");
+    command.args(["-c", &format!("{limits}; exec \"$0\" \"$@\"")]);
+    command.arg(vamoose());
+    command.args(["serve", "--listen", "tcp:127.0.0.1:0", "--qmp-dir"]);
+    command.arg(monitors).args(options);
+    remember_in(&mut command, "serve", state)?;
+    let server = Vamoose::start(&mut command)?;
+    let address = server.wait_for("taking migrations on ", LIMIT)?;
+    Ok((server, address))
+}
+
+/// Moves the guest of the QEMU with this monitor, whose host remembers beside the monitor what became of it.
 pub fn migrate(qmp: &Path, to: &str, name: &str, options: &[&str]) -> Result<Vamoose> {
+    migrate_from(&qmp.with_file_name("state"), qmp, to, name, options)
+}
+
+/// Moves the guest of a QEMU on the host that keeps its memory in `state`.
+pub fn migrate_from(
+    state: &Path,
+    qmp: &Path,
+    to: &str,
+    name: &str,
+    options: &[&str],
+) -> Result<Vamoose> {
     let mut command = Command::new(vamoose());
     command.args([
         "migrate", "--json", "-", "--to", to, "--name", name, "--qmp",
     ]);
-    Vamoose::start(command.arg(qmp).args(options))
+    command.arg(qmp).args(options);
+    remember_in(&mut command, "migrate", state)?;
+    Vamoose::start(&mut command)
+}
+
+/// Tells a command where its host keeps what it has to remember, so that no test knows of another.
+fn remember_in(command: &mut Command, name: &'static str, state: &Path) -> Result<()> {
+    if has_option(name, "--state-dir")? {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(state)
+            .context("cannot create the state folder")?;
+        command.arg("--state-dir").arg(state);
+    }
+    Ok(())
+}
+
+/// Whether the program has this option for this command.
+pub fn has_option(command: &'static str, option: &str) -> Result<bool> {
+    static HELP: Mutex<BTreeMap<&str, String>> = Mutex::new(BTreeMap::new());
+    let mut known = HELP.lock().unwrap_or_else(PoisonError::into_inner);
+    if !known.contains_key(command) {
+        let output = Command::new(vamoose()).args([command, "--help"]).output()?;
+        ensure!(output.status.success(), "vamoose {command} --help failed");
+        known.insert(command, String::from_utf8(output.stdout)?);
+    }
+    let mut words = known[command].split_whitespace();
+    Ok(words.any(|word| word == option))
+}
+
+/// These options if the command has the first of them: tests of what it adds say what is missing without it.
+pub fn if_known<'a>(command: &'static str, options: &[&'a str]) -> Result<Vec<&'a str>> {
+    let first = options.first().context("no option")?;
+    Ok(if has_option(command, first)? {
+        options.to_vec()
+    } else {
+        Vec::new()
+    })
 }

@@ -148,6 +148,9 @@ impl Stage<'_> {
         let mut command = self.network.source().command(&self.vamoose);
         command.args(["migrate", "--qmp"]);
         command.arg(source.qemu.qmp_socket()).args(options);
+        command
+            .arg("--state-dir")
+            .arg(self.state.path().join("here"));
         let mut migrating = Process::start(command.arg("--json").arg(&report))?;
         self.guard.watch(migrating.0.id())?;
         let cpu = migrating

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use lab::guest::{Image, Load};
 use lab::qemu::{self, Binary, Builder};
-use lab::vamoose::Vamoose;
+use lab::vamoose::{Vamoose, state_dir};
 use tempfile::TempDir;
 
 use crate::guard::Guard;
@@ -38,6 +38,8 @@ pub(crate) struct Stage<'a> {
     pub(crate) to: String,
     /// The folder in which `server` finds the monitors of QEMUs by name.
     pub(crate) monitors: TempDir,
+    /// Where both hosts remember attempts, in a folder each.
+    pub(crate) state: TempDir,
     pub(crate) network: Network,
 }
 
@@ -62,12 +64,15 @@ impl<'a> Stage<'a> {
         ));
 
         let monitors = TempDir::new().context("creating a temporary directory")?;
+        let state = state_dir()?;
         let host = network.destination();
         let mut command = host.command(&vamoose);
         // The namespace's address is no loopback one, but nobody else is on that link.
         command.args(["serve", "--insecure", "--listen"]);
         command.arg(format!("tcp:{}:0", host.address()));
-        let server = Vamoose::start(command.arg("--qmp-dir").arg(monitors.path()))?;
+        command.arg("--qmp-dir").arg(monitors.path());
+        command.arg("--state-dir").arg(state.path().join("there"));
+        let server = Vamoose::start(&mut command)?;
         guard.watch(server.pid())?;
         let to = server.wait_for("taking migrations on ", Duration::from_secs(20))?;
         note(format!(
@@ -81,6 +86,7 @@ impl<'a> Stage<'a> {
             server,
             to,
             monitors,
+            state,
             network,
         })
     }

@@ -13,6 +13,8 @@ pub(crate) enum Claim {
     Moved,
     /// It stays at the source.
     Source,
+    /// An earlier attempt has moved it to where the command says.
+    Elsewhere,
     /// The command cannot tell.
     InDoubt,
     /// It has ended.
@@ -28,6 +30,7 @@ impl fmt::Display for Claim {
         f.write_str(match self {
             Self::Moved => "moved",
             Self::Source => "stays at the source",
+            Self::Elsewhere => "was moved before",
             Self::InDoubt => "in doubt",
             Self::Lost => "lost",
             Self::Silent => "nothing about the guest",
@@ -71,7 +74,7 @@ impl Claim {
 
     /// Whether there is no need to ask again.
     pub(crate) fn is_definite(self) -> bool {
-        matches!(self, Self::Moved | Self::Source | Self::Lost)
+        !matches!(self, Self::InDoubt | Self::Silent | Self::Killed)
     }
 
     fn of_report(report: &Value) -> Option<Self> {
@@ -93,7 +96,9 @@ impl Claim {
     }
 }
 
-const PHRASES: [(&str, Claim); 7] = [
+const PHRASES: [(&str, Claim); 9] = [
+    ("has moved the guest to", Claim::Elsewhere),
+    ("the guest has moved on", Claim::Elsewhere),
     ("the guest stays at the source", Claim::Source),
     ("the guest is at the source", Claim::Source),
     ("the guest is at the destination", Claim::Moved),

@@ -19,7 +19,7 @@ use anyhow::{Context, Result, bail};
 use lab::guest::{Guest, Image, Load};
 use lab::net::{Link, Namespace};
 use lab::qemu::{Binary, Builder};
-use lab::vamoose::Vamoose;
+use lab::vamoose::{Vamoose, state_dir};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -250,7 +250,10 @@ impl Ends<'_> {
     }
 
     fn commands(&mut self, method: &str) -> Result<Helpers> {
-        let monitors = TempDir::new().context("creating a temporary directory")?;
+        let (monitors, state) = (
+            TempDir::new().context("creating a temporary directory")?,
+            state_dir()?,
+        );
         let monitor = monitors.path().join("guest.qmp");
         std::os::unix::fs::symlink(self.destination.qemu.qmp_socket(), monitor)
             .context("linking the monitor")?;
@@ -258,7 +261,9 @@ impl Ends<'_> {
             let listen = format!("tcp:{}:0", self.there.address());
             let mut command = self.there.command(self.vamoose);
             command.args(["serve", "--insecure", "--listen", &listen, "--qmp-dir"]);
-            listening(command.arg(monitors.path()), "taking migrations on ")?
+            command.arg(monitors.path());
+            remember_in(&mut command, &state.path().join("there"));
+            listening(&mut command, "taking migrations on ")?
         };
         let mut command = self.here.command(self.vamoose);
         command.args([
@@ -267,11 +272,13 @@ impl Ends<'_> {
         command.args(["--method", method, "--zero-page-detection", "multifd"]);
         command.args(["--downtime-limit", &DOWNTIME_LIMIT.to_string()]);
         command.args(["--channels", &CHANNELS.to_string(), "--qmp"]);
-        let migration = Vamoose::start(command.arg(self.source.qemu.qmp_socket()))?;
+        command.arg(self.source.qemu.qmp_socket());
+        remember_in(&mut command, &state.path().join("here"));
+        let migration = Vamoose::start(&mut command)?;
         Ok(Helpers {
             ending: vec![migration],
             server: Some(server),
-            _monitors: Some(monitors),
+            _folders: Some((monitors, state)),
         })
     }
 
@@ -339,7 +346,7 @@ struct Helpers {
     /// Those that end with it, the one that reports first.
     ending: Vec<Vamoose>,
     server: Option<Vamoose>,
-    _monitors: Option<TempDir>,
+    _folders: Option<(TempDir, TempDir)>,
 }
 
 impl Helpers {
@@ -381,4 +388,9 @@ fn medians(rounds: &[Pause]) -> Pause {
         syncs: of(|pause| pause.syncs),
         wire: of(|pause| pause.wire),
     }
+}
+
+/// Nothing of a measurement is remembered longer than that.
+fn remember_in(command: &mut Command, dir: &Path) {
+    command.arg("--state-dir").arg(dir);
 }

@@ -175,6 +175,9 @@ impl Stage<'_> {
                 }
                 _ => Ok(()),
             },
+            Claim::Elsewhere if self.plan.runs && elsewhere.is_none() => {
+                untrue("it has run nowhere else".to_owned())
+            }
             Claim::Lost if matches!(holder, Holder::Actor(_)) => untrue("it is there".to_owned()),
             Claim::InDoubt if said.whole => {
                 let what = format!("{what} is in doubt");

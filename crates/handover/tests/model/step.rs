@@ -1,0 +1,1259 @@
+//! What may happen next, and what it does.
+
+use std::collections::VecDeque;
+
+use handover::{
+    Destination, DestinationAction, DestinationEvent, DestinationMessage, DestinationState,
+    Details, GuestLocation, Prepare, Source, SourceAction, SourceEvent, SourceMessage, SourceState,
+    VERSION,
+};
+
+use crate::world::{
+    Attempt, Connection, Doing, Driver, Engine, Fault, Job, Mutant, Now, Operation, Scene,
+    SourceVmm, Vmm, World, Wrong, incarnation, plain,
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// A person runs `migrate` to this host.
+    Command {
+        to: u8,
+    },
+    /// A person interrupts it.
+    GiveUp,
+    /// A process carries out its next action.
+    Carry(Side),
+    /// It cannot: the journal is not written.
+    NotWritten(Side),
+    KillDriver,
+    /// `complete`: its system closes its connections behind all that it has said.
+    KillServer {
+        host: u8,
+        complete: bool,
+    },
+    StartServer {
+        host: u8,
+        /// With an empty journal.
+        forget: bool,
+    },
+    SourceDies,
+    CopyDies(usize),
+    /// The driver takes what comes next on its connection.
+    Hear,
+    /// A server takes what comes next on a connection.
+    Serve(usize),
+    /// The driver's connection breaks. What it has said is lost, or still under way.
+    Cut {
+        lost: bool,
+        complete: bool,
+    },
+    /// What a driver that is gone has said never arrives.
+    Lose(usize),
+    Dial,
+    /// A proxy refuses.
+    Refuse,
+    AskAgain {
+        early: bool,
+    },
+    StillReceiving(usize),
+    /// The driver sees what has become of its VMM.
+    Look,
+    /// The driver lets the guest go on at the source.
+    Resume(Outcome),
+    AllSent(usize),
+    Stop,
+    MigrationFails {
+        by_itself: bool,
+    },
+    /// A server sees that all has been loaded.
+    SeesLoaded(usize),
+    SeesDeath(usize),
+    Fails {
+        attempt: usize,
+        by_itself: bool,
+    },
+    /// A server goes on with what it does with a VMM.
+    Operate(usize, Outcome),
+    SendOn(usize),
+    /// Another tool moves the guest from the source to a third host.
+    MoveByOthers,
+    /// A person who sees that the destination does not run the guest continues it at the source.
+    ContinueByHand,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    Source,
+    Destination(usize),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Works,
+    Refused,
+    /// No answer; with or without effect.
+    Mute {
+        effect: bool,
+    },
+}
+
+impl Step {
+    pub(crate) fn fault(self) -> Option<Fault> {
+        match self {
+            Self::KillDriver | Self::KillServer { .. } => Some(Fault::Kill),
+            Self::SourceDies | Self::CopyDies(_) => Some(Fault::Death),
+            Self::Cut { .. } | Self::Lose(_) | Self::Refuse => Some(Fault::Cut),
+            Self::NotWritten(_) => Some(Fault::Journal),
+            Self::Resume(outcome) | Self::Operate(_, outcome) if outcome != Outcome::Works => {
+                Some(Fault::Monitor)
+            }
+            Self::AskAgain { early: true } | Self::StillReceiving(_) => Some(Fault::Repeat),
+            Self::MigrationFails { by_itself: true }
+            | Self::Fails {
+                by_itself: true, ..
+            }
+            | Self::GiveUp => Some(Fault::Failure),
+            Self::SendOn(_) => Some(Fault::SentOn),
+            Self::MoveByOthers => Some(Fault::Moved),
+            Self::ContinueByHand => Some(Fault::Hand),
+            Self::StartServer { forget: true, .. } => Some(Fault::Forget),
+            _ => None,
+        }
+    }
+}
+
+impl World {
+    /// Everything that may happen next.
+    ///
+    /// A process that has actions to carry out does so before anything else happens, or is killed: writing its own
+    /// journal and handing bytes to its own system depend on nobody else, so that no order is lost by that.
+    pub(crate) fn steps(&self, scene: &Scene, steps: &mut Vec<Step>) {
+        let now = &self.now;
+        if now.wrong.is_some() {
+            return;
+        }
+        if let Some(side) = now.busy() {
+            steps.push(Step::Carry(side));
+            if now.is_writing(side) && scene.engine == Engine::Qemu {
+                steps.push(Step::NotWritten(side));
+            }
+            now.kills(scene, Some(side), steps);
+        } else {
+            now.person(scene, self.left.commands, steps);
+            now.driver(scene, steps);
+            now.source_vmm(steps);
+            now.network(scene, steps);
+            for attempt in 0..now.attempts.len() {
+                now.destination(scene, attempt, steps);
+            }
+            now.kills(scene, None, steps);
+            for (host, server) in (0..).zip(&now.servers) {
+                if server.is_none() {
+                    let forget = false;
+                    steps.push(Step::StartServer { host, forget });
+                    if scene.engine == Engine::Qemu {
+                        let forget = true;
+                        steps.push(Step::StartServer { host, forget });
+                    }
+                }
+            }
+        }
+        steps.retain(|step| step.fault().is_none_or(|fault| self.left.allow(fault)));
+    }
+
+    pub(crate) fn apply(&self, scene: &Scene, step: Step) -> Self {
+        let mut next = self.clone();
+        if let Some(fault) = step.fault() {
+            next.left.pay(fault);
+        }
+        if let Step::Command { .. } = step {
+            next.left.commands = next.left.commands.saturating_sub(1);
+        }
+        next.now.apply(scene, step);
+        next
+    }
+}
+
+/// What may happen next.
+impl Now {
+    pub(crate) fn busy(&self) -> Option<Side> {
+        if self.driver.as_ref().is_some_and(|d| !d.queue.is_empty()) {
+            return Some(Side::Source);
+        }
+        let busy = |a: &Attempt| a.job.as_ref().is_some_and(|job| !job.queue.is_empty());
+        self.attempts.iter().position(busy).map(Side::Destination)
+    }
+
+    fn is_writing(&self, side: Side) -> bool {
+        match side {
+            Side::Source => {
+                let next = self.driver.as_ref().and_then(|d| d.queue.front());
+                next == Some(&SourceAction::Persist)
+            }
+            Side::Destination(attempt) => {
+                let job = self.attempts[attempt].job.as_ref();
+                job.and_then(|job| job.queue.front()) == Some(&DestinationAction::Persist)
+            }
+        }
+    }
+
+    fn kills(&self, scene: &Scene, only: Option<Side>, steps: &mut Vec<Step>) {
+        if self.driver.is_some() && !matches!(only, Some(Side::Destination(_))) {
+            steps.push(Step::KillDriver);
+        }
+        for (host, server) in (0..).zip(&self.servers) {
+            let concerned = match only {
+                None => true,
+                Some(Side::Source) => false,
+                Some(Side::Destination(attempt)) => self.attempts[attempt].host == host,
+            };
+            if server.is_some() && concerned {
+                let complete = false;
+                steps.push(Step::KillServer { host, complete });
+                if scene.engine != Engine::Qemu {
+                    let complete = true;
+                    steps.push(Step::KillServer { host, complete });
+                }
+            }
+        }
+    }
+
+    fn person(&self, scene: &Scene, commands: u8, steps: &mut Vec<Step>) {
+        match &self.driver {
+            Some(driver) if !matches!(driver.machine.state(), SourceState::Returning { .. }) => {
+                steps.push(Step::GiveUp);
+            }
+            Some(_) => {}
+            None if commands > 0 && self.takes_commands(scene) => {
+                steps.extend((0..scene.hosts).map(|to| Step::Command { to }));
+            }
+            None => {}
+        }
+    }
+
+    /// A command can be run, and would do something.
+    pub(crate) fn takes_commands(&self, scene: &Scene) -> bool {
+        let is_quiet = matches!(
+            self.source,
+            SourceVmm::Runs | SourceVmm::Stopped(_) | SourceVmm::Dead { .. }
+        );
+        let is_alive = !matches!(self.source, SourceVmm::Dead { .. });
+        match scene.engine {
+            Engine::Live { .. } if self.kept.is_some() => is_alive,
+            Engine::Live { .. } => self.source == SourceVmm::Runs && self.may_begin(scene),
+            Engine::Qemu => is_quiet && (self.unfinished().is_some() || self.may_begin(scene)),
+        }
+    }
+
+    fn may_begin(&self, scene: &Scene) -> bool {
+        self.source == SourceVmm::Runs && self.attempts.len() < scene.attempts
+    }
+
+    /// The attempt of this QEMU that the source's journal says is not over.
+    pub(crate) fn unfinished(&self) -> Option<usize> {
+        self.attempts
+            .iter()
+            .rposition(|attempt| !matches!(attempt.record, None | Some(SourceState::Over { .. })))
+    }
+
+    fn driver(&self, scene: &Scene, steps: &mut Vec<Step>) {
+        let Some(driver) = &self.driver else { return };
+        match driver.doing {
+            Doing::Dialing => {
+                steps.push(Step::Dial);
+                if scene.engine == (Engine::Live { direct: false }) {
+                    steps.push(Step::Refuse);
+                }
+            }
+            Doing::Resuming => {
+                let mute = [true, false].map(|effect| Outcome::Mute { effect });
+                let outcomes = [Outcome::Works, Outcome::Refused].into_iter().chain(mute);
+                steps.extend(outcomes.map(Step::Resume));
+            }
+            Doing::Nothing => {}
+        }
+        if self.sees_source().is_some() {
+            steps.push(Step::Look);
+        }
+        let connection = self.connections.iter().find(|c| c.open);
+        let Some(connection) = connection else { return };
+        if !connection.down.is_empty() || connection.gone.is_some() {
+            steps.push(Step::Hear);
+        }
+        let committing = matches!(driver.machine.state(), SourceState::Committing { .. });
+        if committing && driver.doing == Doing::Nothing && connection.gone.is_none() {
+            let job = self.attempts[usize::from(driver.attempt)].job.as_ref();
+            let early = !connection.up.is_empty()
+                || !connection.down.is_empty()
+                || job.is_some_and(|job| job.doing.is_some());
+            steps.push(Step::AskAgain { early });
+        }
+    }
+
+    /// What the driver sees of its own VMM.
+    pub(crate) fn sees_source(&self) -> Option<SourceEvent> {
+        let driver = self.driver.as_ref()?;
+        let cause = String::new();
+        match (driver.machine.state(), self.source) {
+            (SourceState::Moving { .. }, SourceVmm::Dead { stopped }) => {
+                Some(SourceEvent::GuestDied { stopped })
+            }
+            (
+                SourceState::Committing {
+                    guest_died: false, ..
+                },
+                SourceVmm::Dead { stopped },
+            ) => Some(SourceEvent::GuestDied { stopped }),
+            (
+                SourceState::Moving {
+                    incarnation: Some(_),
+                },
+                SourceVmm::Stopped(_),
+            ) => Some(SourceEvent::Stopped),
+            (
+                SourceState::Moving {
+                    incarnation: Some(_),
+                },
+                SourceVmm::Runs,
+            ) => Some(SourceEvent::Failed { cause }),
+            _ => None,
+        }
+    }
+
+    fn source_vmm(&self, steps: &mut Vec<Step>) {
+        if !matches!(self.source, SourceVmm::Dead { .. }) {
+            steps.push(Step::SourceDies);
+        }
+        match self.source {
+            SourceVmm::Migrating(attempt) => {
+                let attempt = usize::from(attempt);
+                if self.has_data_path(attempt) {
+                    steps.push(Step::AllSent(attempt));
+                    steps.push(Step::MigrationFails { by_itself: true });
+                } else {
+                    steps.push(Step::MigrationFails { by_itself: false });
+                }
+            }
+            SourceVmm::Switching(_) => {
+                steps.push(Step::Stop);
+                let by_itself = self.driver.is_some();
+                steps.push(Step::MigrationFails { by_itself });
+            }
+            SourceVmm::Runs if self.driver.is_none() => steps.push(Step::MoveByOthers),
+            SourceVmm::Stopped(_) if self.driver.is_none() && self.looks_unused() => {
+                steps.push(Step::ContinueByHand);
+            }
+            _ => {}
+        }
+    }
+
+    /// No destination runs the guest, has been told to, or will be.
+    fn looks_unused(&self) -> bool {
+        let is_unused = |a: &Attempt| {
+            let job = a.job.as_ref().map(|job| job.machine.state());
+            matches!(
+                job,
+                Some(DestinationState::Loaded | DestinationState::Aborted { .. })
+            ) && !a.ran
+        };
+        let is_committing = self.unfinished().is_some();
+        is_committing && self.connections.is_empty() && self.attempts.iter().all(is_unused)
+    }
+
+    pub(crate) fn has_data_path(&self, attempt: usize) -> bool {
+        let sends = self.source == SourceVmm::Migrating(index(attempt))
+            && self.driver.as_ref().is_some_and(|driver| {
+                usize::from(driver.attempt) == attempt
+                    && matches!(driver.machine.state(), SourceState::Moving { .. })
+            });
+        let attempt = &self.attempts[attempt];
+        let receiving = Some(&DestinationState::Receiving);
+        sends
+            && attempt.vmm == Vmm::Receiving
+            && attempt.job.as_ref().map(|job| job.machine.state()) == receiving
+    }
+
+    fn network(&self, scene: &Scene, steps: &mut Vec<Step>) {
+        for (index, connection) in self.connections.iter().enumerate() {
+            if self.can_serve(connection) {
+                steps.push(Step::Serve(index));
+            }
+            if !connection.open {
+                steps.push(Step::Lose(index));
+            } else if connection.gone.is_none() {
+                let complete = false;
+                let lost = true;
+                steps.push(Step::Cut { lost, complete });
+                if !connection.up.is_empty() {
+                    let lost = false;
+                    steps.push(Step::Cut { lost, complete });
+                }
+                if scene.engine == (Engine::Live { direct: false }) {
+                    let complete = true;
+                    steps.push(Step::Cut { lost, complete });
+                    if !connection.up.is_empty() {
+                        let lost = false;
+                        steps.push(Step::Cut { lost, complete });
+                    }
+                }
+            }
+        }
+    }
+
+    pub(crate) fn can_serve(&self, connection: &Connection) -> bool {
+        connection.gone.is_none()
+            && !connection.up.is_empty()
+            && self.servers[usize::from(connection.host)].is_some()
+    }
+
+    fn destination(&self, scene: &Scene, index: usize, steps: &mut Vec<Step>) {
+        let attempt = &self.attempts[index];
+        if scene.engine == Engine::Qemu
+            && matches!(attempt.vmm, Vmm::Receiving | Vmm::Loaded | Vmm::Runs)
+        {
+            steps.push(Step::CopyDies(index));
+        }
+        if attempt.vmm == Vmm::Runs && !self.elsewhere && scene.engine == Engine::Qemu {
+            steps.push(Step::SendOn(index));
+        }
+        let Some(job) = &attempt.job else { return };
+        if let Some(doing) = job.doing {
+            steps.push(Step::Operate(index, Outcome::Works));
+            let may_fail = scene.engine == Engine::Qemu;
+            match doing {
+                Operation::Run { .. } if may_fail => {
+                    let mute = [true, false].map(|effect| Outcome::Mute { effect });
+                    steps.push(Step::Operate(index, Outcome::Refused));
+                    steps.extend(mute.map(|outcome| Step::Operate(index, outcome)));
+                }
+                Operation::Watch | Operation::Check if may_fail => {
+                    let effect = false;
+                    steps.push(Step::Operate(index, Outcome::Mute { effect }));
+                }
+                Operation::End if may_fail => {
+                    steps.push(Step::Operate(index, Outcome::Refused));
+                }
+                _ => {}
+            }
+        }
+        let state = job.machine.state();
+        match state {
+            DestinationState::Receiving => {
+                if attempt.vmm == Vmm::Loaded {
+                    steps.push(Step::SeesLoaded(index));
+                }
+                steps.push(Step::StillReceiving(index));
+                let attempt = index;
+                let by_itself = self.may_still_come(attempt);
+                steps.push(Step::Fails { attempt, by_itself });
+            }
+            DestinationState::Loaded => {
+                let (attempt, by_itself) = (index, true);
+                steps.push(Step::Fails { attempt, by_itself });
+            }
+            _ => {}
+        }
+        if attempt.sees_death() {
+            steps.push(Step::SeesDeath(index));
+        }
+    }
+
+    /// The server has no reason to give up on a guest that is coming in.
+    pub(crate) fn may_still_come(&self, attempt: usize) -> bool {
+        let prepares = self.driver.as_ref().is_some_and(|driver| {
+            usize::from(driver.attempt) == attempt
+                && *driver.machine.state() == SourceState::Moving { incarnation: None }
+        });
+        prepares || self.attempts[attempt].vmm == Vmm::Loaded || self.has_data_path(attempt)
+    }
+}
+
+impl Attempt {
+    pub(crate) fn sees_death(&self) -> bool {
+        self.vmm == Vmm::Dead
+            && self.job.as_ref().is_some_and(|job| {
+                job.doing.is_none()
+                    && !matches!(
+                        job.machine.state(),
+                        DestinationState::Ended { .. } | DestinationState::Aborted { .. }
+                    )
+            })
+    }
+}
+
+/// What it does.
+impl Now {
+    fn apply(&mut self, scene: &Scene, step: Step) {
+        match step {
+            Step::Command { to } => self.command(scene, to),
+            Step::GiveUp => {
+                self.loses_word(scene);
+                let cause = String::new();
+                self.happens(SourceEvent::GaveUp { cause });
+            }
+            Step::Carry(Side::Source) => self.carry_source(scene, true),
+            Step::Carry(Side::Destination(attempt)) => self.carry_destination(scene, attempt),
+            Step::NotWritten(side) => self.not_written(scene, side),
+            Step::KillDriver => self.kill_driver(scene),
+            Step::KillServer { host, complete } => self.kill_server(scene, host, complete),
+            Step::StartServer { host, forget } => self.start_server(scene, host, forget),
+            Step::SourceDies => self.source_dies(scene),
+            Step::CopyDies(attempt) => self.attempts[attempt].vmm = Vmm::Dead,
+            Step::Hear => self.hear(scene),
+            Step::Serve(connection) => self.serve(scene, connection),
+            Step::Cut { lost, complete } => self.cut(lost, complete, scene),
+            Step::Lose(connection) => {
+                self.connections.remove(connection);
+            }
+            Step::Dial => self.dial(),
+            Step::Refuse => {
+                self.take_driver_doing();
+                self.happens(SourceEvent::NobodyListens);
+            }
+            Step::AskAgain { .. } => self.happens(SourceEvent::AskAgain),
+            Step::StillReceiving(attempt) => {
+                self.happens_there(attempt, DestinationEvent::StillReceiving);
+            }
+            Step::Look => {
+                if let Some(event) = self.sees_source() {
+                    self.happens(event);
+                }
+            }
+            Step::Resume(outcome) => self.resume(outcome),
+            Step::AllSent(attempt) => {
+                self.source = SourceVmm::Switching(index(attempt));
+                self.attempts[attempt].vmm = Vmm::Loaded;
+                self.attempts[attempt].stale = false;
+            }
+            Step::Stop => {
+                if let SourceVmm::Switching(attempt) = self.source {
+                    self.source = SourceVmm::Stopped(attempt);
+                }
+            }
+            Step::MigrationFails { .. } => self.runs_here(),
+            Step::SeesLoaded(attempt) => self.happens_there(attempt, DestinationEvent::Loaded),
+            Step::SeesDeath(attempt) => self.ended(attempt),
+            Step::Fails { attempt, .. } => {
+                let cause = String::new();
+                self.happens_there(attempt, DestinationEvent::Failed { cause });
+            }
+            Step::Operate(attempt, outcome) => self.operate(scene, attempt, outcome),
+            Step::SendOn(attempt) => {
+                self.attempts[attempt].vmm = Vmm::SentOn;
+                self.attempts[attempt].stale = true;
+                self.elsewhere = true;
+            }
+            Step::ContinueByHand => self.runs_here(),
+            Step::MoveByOthers => {
+                self.source = SourceVmm::Stopped(u8::MAX);
+                self.elsewhere = true;
+                self.source_stale = true;
+                for attempt in &mut self.attempts {
+                    attempt.stale = true;
+                }
+            }
+        }
+    }
+}
+
+/// The source's side.
+impl Now {
+    fn command(&mut self, scene: &Scene, to: u8) {
+        self.to = to;
+        let resume = scene.resume || scene.mutant == Some(Mutant::AssumesThatItRan);
+        if let Some(machine) = self.kept.take() {
+            let queue = machine.go_on().into();
+            let attempt = index(self.attempts.len() - 1);
+            self.drive(attempt, *machine, queue);
+            return;
+        }
+        let Some(attempt) = self.unfinished() else {
+            self.begin(scene, to);
+            return;
+        };
+        let Some(state) = self.attempts[attempt].record.clone() else {
+            return;
+        };
+        let mut machine = Source::restore(state.clone(), resume);
+        let seen = match (&state, self.source) {
+            (_, SourceVmm::Dead { .. }) => {
+                if !matches!(state, SourceState::Committing { .. }) {
+                    // A complete copy may be at the destination: nobody has seen that the guest had stopped.
+                    self.unknowable |= !self.really_lost();
+                }
+                Some(SourceEvent::GuestDied { stopped: false })
+            }
+            (SourceState::Moving { .. }, SourceVmm::Stopped(_)) => Some(SourceEvent::Stopped),
+            (SourceState::Moving { .. }, _) => {
+                let cause = String::new();
+                Some(SourceEvent::Failed { cause })
+            }
+            (SourceState::Committing { .. }, SourceVmm::Runs)
+                if scene.mutant != Some(Mutant::CommitsWithoutALook) =>
+            {
+                Some(SourceEvent::Resumed)
+            }
+            _ => None,
+        };
+        let mut queue: VecDeque<_> = seen
+            .map(|event| machine.handle(event))
+            .unwrap_or_default()
+            .into();
+        if queue.is_empty() {
+            queue.extend(machine.go_on());
+        }
+        self.drive(index(attempt), machine, queue);
+        if scene.mutant == Some(Mutant::AnswersByName)
+            && let Some(driver) = &mut self.driver
+        {
+            driver.host = to;
+        }
+    }
+
+    fn drive(&mut self, attempt: u8, machine: Source, queue: VecDeque<SourceAction>) {
+        self.driver = Some(Driver {
+            attempt,
+            host: self.attempts[usize::from(attempt)].host,
+            machine,
+            queue,
+            doing: Doing::Nothing,
+        });
+    }
+
+    fn begin(&mut self, scene: &Scene, to: u8) {
+        // Moved, lost, or not in a state to be migrated: the command ends, without success.
+        if !self.may_begin(scene) {
+            return;
+        }
+        let attempt = index(self.attempts.len());
+        self.attempts.push(Attempt {
+            host: to,
+            record: None,
+            journal: None,
+            job: None,
+            vmm: Vmm::Waiting,
+            stale: false,
+            ran: false,
+            seen: false,
+            fresh: false,
+            put_down: false,
+            unrecorded: false,
+            accepted_by: None,
+        });
+        let mut machine = Source::new(scene.resume);
+        let trusts = scene.mutant == Some(Mutant::TrustsProxies);
+        if trusts || scene.engine == (Engine::Live { direct: true }) {
+            machine = machine.direct();
+        }
+        self.drive(attempt, machine, VecDeque::new());
+        if self.servers[usize::from(to)].is_none() {
+            let cause = String::new();
+            self.happens(SourceEvent::Failed { cause });
+            return;
+        }
+        let prepare = SourceMessage::Prepare(Prepare::new(Details::new()));
+        self.connections.push(Connection {
+            attempt,
+            host: to,
+            up: [prepare].into(),
+            down: VecDeque::new(),
+            open: true,
+            gone: None,
+        });
+    }
+
+    fn happens(&mut self, event: SourceEvent) {
+        if let Some(driver) = &mut self.driver {
+            let actions = driver.machine.handle(event);
+            driver.queue.extend(actions);
+        }
+    }
+
+    fn carry_source(&mut self, scene: &Scene, write: bool) {
+        let Some(driver) = &mut self.driver else {
+            return;
+        };
+        let (Some(action), attempt) = (driver.queue.pop_front(), usize::from(driver.attempt))
+        else {
+            return;
+        };
+        match action {
+            SourceAction::Persist => {
+                let state = driver.machine.state().clone();
+                let skips = scene.mutant == Some(Mutant::NoRecordOfCommitting)
+                    && matches!(state, SourceState::Committing { .. });
+                if write && !skips && scene.engine == Engine::Qemu {
+                    self.attempts[attempt].record = Some(plain::record(state.clone()));
+                }
+                let begins = matches!(
+                    state,
+                    SourceState::Moving {
+                        incarnation: Some(_)
+                    }
+                );
+                if begins && self.source == SourceVmm::Runs {
+                    self.source = SourceVmm::Migrating(index(attempt));
+                }
+            }
+            SourceAction::Send(message) => self.say(message),
+            SourceAction::Dial => {
+                driver.doing = Doing::Dialing;
+                self.hang_up();
+            }
+            SourceAction::Resume => driver.doing = Doing::Resuming,
+            SourceAction::Decide(decision) => {
+                let machine = driver.machine.clone();
+                self.reported(decision.guest, attempt);
+                self.driver = None;
+                self.hang_up();
+                if decision.guest == GuestLocation::InDoubt && scene.engine != Engine::Qemu {
+                    self.kept = Some(Box::new(machine));
+                }
+            }
+        }
+    }
+
+    fn say(&mut self, message: SourceMessage) {
+        let message = plain::up(message);
+        if let Some(connection) = self.connections.iter_mut().find(|c| c.open) {
+            if connection.gone.is_none() {
+                connection.up.push_back(message);
+            }
+            return;
+        }
+        let dials = self
+            .driver
+            .as_ref()
+            .is_some_and(|driver| driver.doing == Doing::Dialing);
+        if matches!(message, SourceMessage::Commit { .. }) && !dials {
+            let complete = false;
+            self.happens(SourceEvent::Closed { complete });
+        }
+    }
+
+    fn not_written(&mut self, scene: &Scene, side: Side) {
+        let reason = String::new();
+        let ignores = scene.mutant == Some(Mutant::IgnoresFailedWrites);
+        match side {
+            Side::Source => {
+                if ignores {
+                    self.carry_source(scene, false);
+                    return;
+                }
+                if let Some(driver) = &mut self.driver {
+                    driver.queue.clear();
+                }
+                self.happens(SourceEvent::NotPersisted { reason });
+            }
+            Side::Destination(index) => {
+                let attempt = &mut self.attempts[index];
+                let Some(job) = &mut attempt.job else { return };
+                job.queue.pop_front();
+                if ignores {
+                    return;
+                }
+                if attempt.accepted_by.is_none() {
+                    // It cannot be accepted.
+                    attempt.job = None;
+                    attempt.vmm = Vmm::Waiting;
+                    let reason = String::new();
+                    self.say_there(scene, index, DestinationMessage::Refused { reason });
+                    return;
+                }
+                job.queue.clear();
+                attempt.unrecorded |=
+                    matches!(job.machine.state(), DestinationState::Aborting { .. });
+                self.happens_there(index, DestinationEvent::NotPersisted { reason });
+            }
+        }
+    }
+
+    fn kill_driver(&mut self, scene: &Scene) {
+        self.driver = None;
+        self.hang_up();
+        if scene.engine == Engine::Qemu {
+            if let SourceVmm::Dead { stopped } = &mut self.source {
+                *stopped = false;
+            }
+        } else {
+            self.source_dies(scene);
+        }
+    }
+
+    fn source_dies(&mut self, scene: &Scene) {
+        let seen = self.driver.is_some();
+        let stopped =
+            seen && matches!(self.source, SourceVmm::Switching(_) | SourceVmm::Stopped(_));
+        self.source = SourceVmm::Dead { stopped };
+        if scene.engine != Engine::Qemu {
+            // Nobody is left who could commit.
+            self.driver = None;
+            self.kept = None;
+            self.hang_up();
+            self.unknowable |= !self.really_lost();
+        }
+    }
+
+    fn hear(&mut self, scene: &Scene) {
+        let Some(position) = self.connections.iter().position(|c| c.open) else {
+            return;
+        };
+        let Some(message) = self.connections[position].down.pop_front() else {
+            let closed = self.connections.remove(position);
+            let complete = closed.gone.unwrap_or_default();
+            self.closed(scene, complete);
+            return;
+        };
+        let Some(driver) = &mut self.driver else {
+            return;
+        };
+        let was_committing = matches!(driver.machine.state(), SourceState::Committing { .. });
+        let accepted_by = self.attempts[usize::from(driver.attempt)].accepted_by;
+        let mut event = message.clone();
+        if scene.mutant == Some(Mutant::StrangersAbort)
+            && let DestinationMessage::Aborted { incarnation, .. } = &mut event
+            && let Some(accepted_by) = accepted_by
+        {
+            *incarnation = accepted_by;
+        }
+        self.happens(SourceEvent::Message(event));
+        if let DestinationMessage::Aborted { incarnation, .. } = message
+            && was_committing
+            && accepted_by != Some(incarnation)
+            && self.driver.as_ref().is_some_and(|driver| {
+                !matches!(driver.machine.state(), SourceState::Committing { .. })
+            })
+            && scene.mutant.is_none()
+        {
+            self.fail(Wrong::StrangerBelieved);
+        }
+    }
+
+    /// A connection is closed, as the driver sees it.
+    fn closed(&mut self, scene: &Scene, complete: bool) {
+        self.happens(SourceEvent::Closed { complete });
+        let Some(driver) = &self.driver else { return };
+        let fails = match driver.machine.state() {
+            SourceState::Moving { incarnation } => {
+                incarnation.is_none() || scene.engine != Engine::Qemu
+            }
+            _ => false,
+        };
+        if fails {
+            let cause = String::new();
+            self.happens(SourceEvent::Failed { cause });
+        }
+    }
+
+    fn cut(&mut self, lost: bool, complete: bool, scene: &Scene) {
+        let Some(connection) = self.connections.iter_mut().find(|c| c.open) else {
+            return;
+        };
+        connection.open = false;
+        connection.down.clear();
+        if lost {
+            connection.up.clear();
+        }
+        self.tidy();
+        self.loses_word(scene);
+        self.closed(scene, complete);
+    }
+
+    /// The end of a process that is its guest proves nothing to a source that may not have heard all that it said.
+    fn loses_word(&mut self, scene: &Scene) {
+        let committing = self
+            .driver
+            .as_ref()
+            .is_some_and(|driver| matches!(driver.machine.state(), SourceState::Committing { .. }));
+        if scene.engine != Engine::Qemu && committing {
+            self.word_lost = true;
+            let gone = |a: &Attempt| self.servers[usize::from(a.host)].is_none();
+            self.unknowable |= self.attempts.iter().any(gone);
+        }
+    }
+
+    fn take_driver_doing(&mut self) {
+        if let Some(driver) = &mut self.driver {
+            driver.doing = Doing::Nothing;
+        }
+    }
+
+    fn dial(&mut self) {
+        self.take_driver_doing();
+        let Some(driver) = &self.driver else { return };
+        let (attempt, host) = (driver.attempt, driver.host);
+        if self.servers[usize::from(host)].is_none() {
+            self.happens(SourceEvent::NobodyListens);
+            return;
+        }
+        self.connections.push(Connection {
+            attempt,
+            host,
+            up: VecDeque::new(),
+            down: VecDeque::new(),
+            open: true,
+            gone: None,
+        });
+        self.happens(SourceEvent::Connected);
+    }
+
+    fn resume(&mut self, outcome: Outcome) {
+        self.take_driver_doing();
+        if let SourceVmm::Dead { stopped } = self.source {
+            self.unknowable |= !self.really_lost();
+            self.happens(SourceEvent::GuestDied { stopped });
+            return;
+        }
+        if matches!(outcome, Outcome::Works | Outcome::Mute { effect: true }) {
+            self.runs_here();
+        }
+        self.happens(if outcome == Outcome::Works {
+            SourceEvent::Resumed
+        } else {
+            let reason = String::new();
+            SourceEvent::NotResumed { reason }
+        });
+    }
+}
+
+/// The destination's side.
+impl Now {
+    fn happens_there(&mut self, attempt: usize, event: DestinationEvent) {
+        if let Some(job) = &mut self.attempts[attempt].job {
+            let actions = job.machine.handle(event);
+            job.queue.extend(actions);
+        }
+    }
+
+    /// The VMM has ended, and the server has seen it.
+    fn ended(&mut self, index: usize) {
+        let cause = String::new();
+        self.happens_there(index, DestinationEvent::Died { cause });
+        let attempt = &self.attempts[index];
+        if let Some(job) = &attempt.job
+            && matches!(job.machine.state(), DestinationState::Ended { .. })
+            && !attempt.ran
+            && job.unsure
+            && !attempt.put_down
+        {
+            // It has not, but somebody who did not live to tell may have seen to it that it does.
+            self.unknowable = true;
+        }
+    }
+
+    fn carry_destination(&mut self, scene: &Scene, index: usize) {
+        let attempt = &mut self.attempts[index];
+        let Some(job) = &mut attempt.job else { return };
+        let Some(action) = job.queue.pop_front() else {
+            return;
+        };
+        match action {
+            DestinationAction::Persist => {
+                let state = plain::journal(job.machine.state().clone());
+                let mutant = match state {
+                    DestinationState::Starting { .. } => Some(Mutant::NoRecordOfStarting),
+                    DestinationState::Receiving => Some(Mutant::NoRecordOfReceiving),
+                    DestinationState::Aborting { .. } => Some(Mutant::NoRecordOfAborting),
+                    _ => None,
+                };
+                let skips = mutant.is_some() && scene.mutant == mutant;
+                if scene.engine == Engine::Qemu && !skips {
+                    attempt.journal = Some((job.machine.incarnation(), state));
+                }
+            }
+            DestinationAction::Send(message) => self.say_there(scene, index, message),
+            DestinationAction::Run { resume } => {
+                job.doing = Some(Operation::Run { resume });
+                if resume != scene.resume {
+                    self.fail(Wrong::RunsUnasked);
+                }
+            }
+            DestinationAction::Check => job.doing = Some(Operation::Check),
+            DestinationAction::End => job.doing = Some(Operation::End),
+            DestinationAction::Forget => {
+                attempt.job = None;
+                attempt.journal = None;
+            }
+        }
+    }
+
+    fn say_there(&mut self, scene: &Scene, index: usize, message: DestinationMessage) {
+        let attempt = &mut self.attempts[index];
+        let wrong = match &message {
+            DestinationMessage::Prepared { incarnation, .. } => {
+                attempt.accepted_by = Some(*incarnation);
+                None
+            }
+            DestinationMessage::Running { .. } => {
+                let fresh = std::mem::take(&mut attempt.fresh);
+                (!fresh).then_some(Wrong::SaidUnseen)
+            }
+            DestinationMessage::Aborted { .. } | DestinationMessage::Ended { .. } => {
+                (attempt.vmm != Vmm::Dead).then_some(Wrong::SaidTooSoon)
+            }
+            _ => None,
+        };
+        if let Some(wrong) = wrong
+            && scene.mutant != Some(Mutant::RepeatsRunning)
+        {
+            self.fail(wrong);
+        }
+        if let Some(connection) = self.connection(index) {
+            connection.down.push_back(plain::down(message));
+        }
+    }
+
+    fn serve(&mut self, scene: &Scene, position: usize) {
+        let connection = &mut self.connections[position];
+        let (mut attempt, host) = (usize::from(connection.attempt), connection.host);
+        let Some(message) = connection.up.pop_front() else {
+            return;
+        };
+        if scene.mutant == Some(Mutant::AnswersByName)
+            && matches!(message, SourceMessage::Commit { .. })
+            && self.attempts[attempt].host != host
+            && let Some(other) = self
+                .attempts
+                .iter()
+                .rposition(|a| a.host == host && a.job.is_some())
+        {
+            attempt = other;
+            connection.attempt = index(other);
+        }
+        self.tidy();
+        if self.attempts[attempt].job.is_none() {
+            self.serve_unknown(scene, attempt, host, &message);
+            return;
+        }
+        if scene.mutant == Some(Mutant::RepeatsRunning)
+            && let Some(job) = &self.attempts[attempt].job
+            && matches!(message, SourceMessage::Commit { .. })
+            && matches!(job.machine.state(), DestinationState::Starting { .. })
+            && job.doing.is_none()
+        {
+            let state = String::new();
+            self.say_there(scene, attempt, DestinationMessage::Running { state });
+            return;
+        }
+        self.happens_there(attempt, DestinationEvent::Message(message));
+    }
+
+    /// A message of an attempt that the server does not know.
+    fn serve_unknown(&mut self, scene: &Scene, attempt: usize, host: u8, said: &SourceMessage) {
+        let Some(start) = self.servers[usize::from(host)] else {
+            return;
+        };
+        let incarnation = incarnation(host, start);
+        let reason = String::new();
+        match said {
+            SourceMessage::Prepare(_) => self.accept(scene, attempt),
+            SourceMessage::Commit { .. } => match scene.mutant {
+                Some(Mutant::ContinuesStrangers)
+                    if matches!(self.attempts[attempt].vmm, Vmm::Loaded | Vmm::SentOn) =>
+                {
+                    self.runs_there(attempt);
+                    self.attempts[attempt].seen = true;
+                    self.attempts[attempt].fresh = true;
+                    let state = String::new();
+                    self.say_there(scene, attempt, DestinationMessage::Running { state });
+                }
+                Some(Mutant::StrangersAbort) => {
+                    let cause = String::new();
+                    let aborted = DestinationMessage::Aborted { incarnation, cause };
+                    if let Some(connection) = self.connection(attempt) {
+                        connection.down.push_back(aborted);
+                    }
+                }
+                _ => {
+                    let unknown = DestinationMessage::Unknown {
+                        incarnation,
+                        reason,
+                    };
+                    self.say_there(scene, attempt, unknown);
+                }
+            },
+            _ => {}
+        }
+    }
+
+    fn accept(&mut self, scene: &Scene, index: usize) {
+        let host = self.attempts[index].host;
+        let busy = self
+            .attempts
+            .iter()
+            .any(|a| a.host == host && !matches!(a.vmm, Vmm::Waiting | Vmm::Dead));
+        let (false, Some(start)) = (busy, self.servers[usize::from(host)]) else {
+            let reason = String::new();
+            self.say_there(scene, index, DestinationMessage::Refused { reason });
+            return;
+        };
+        let incarnation = incarnation(host, start);
+        let prepared = DestinationMessage::Prepared {
+            protocol: VERSION,
+            incarnation,
+            details: Details::new(),
+        };
+        let attempt = &mut self.attempts[index];
+        attempt.vmm = Vmm::Receiving;
+        attempt.job = Some(Job {
+            machine: Destination::new(incarnation),
+            queue: [
+                DestinationAction::Persist,
+                DestinationAction::Send(prepared),
+            ]
+            .into(),
+            doing: None,
+            unsure: false,
+        });
+    }
+
+    fn kill_server(&mut self, scene: &Scene, host: u8, complete: bool) {
+        self.servers[usize::from(host)] = None;
+        let committed = matches!(self.source, SourceVmm::Stopped(_) | SourceVmm::Switching(_));
+        let proves = scene.engine == (Engine::Live { direct: true }) && complete;
+        let mut unknowable = false;
+        for attempt in self.attempts.iter_mut().filter(|a| a.host == host) {
+            let job = attempt.job.take();
+            if scene.engine == Engine::Qemu || attempt.vmm == Vmm::Waiting {
+                continue;
+            }
+            attempt.vmm = Vmm::Dead;
+            let starting = job.is_some_and(|job| {
+                matches!(job.machine.state(), DestinationState::Starting { .. })
+                    && !job
+                        .queue
+                        .contains(&DestinationAction::Send(DestinationMessage::Starting))
+            });
+            unknowable |= committed && (!proves || starting || self.word_lost);
+        }
+        self.unknowable |= unknowable;
+        let mut connections = self.connections.iter_mut();
+        let theirs = |c: &&mut Connection| c.host == host && c.gone.is_none();
+        for connection in connections.by_ref().filter(theirs) {
+            connection.up.clear();
+            connection.gone = Some(complete);
+            if !complete {
+                connection.down.clear();
+            }
+        }
+        self.tidy();
+    }
+
+    fn start_server(&mut self, scene: &Scene, host: u8, forget: bool) {
+        let start = &mut self.starts[usize::from(host)];
+        self.servers[usize::from(host)] = Some(*start);
+        *start += 1;
+        if scene.engine != Engine::Qemu {
+            // It answers at the address of one that is gone, and knows nothing.
+            let committed = matches!(self.source, SourceVmm::Stopped(_) | SourceVmm::Switching(_));
+            self.unknowable |= committed;
+            return;
+        }
+        for attempt in self.attempts.iter_mut().filter(|a| a.host == host) {
+            if forget {
+                self.unknowable |= attempt.accepted_by.is_some();
+                attempt.journal = None;
+            }
+            let Some((incarnation, state)) = attempt.journal.clone() else {
+                continue;
+            };
+            let told = matches!(
+                state,
+                DestinationState::Starting { .. } | DestinationState::Running
+            );
+            let forgets = scene.mutant == Some(Mutant::ForgetsThatItTold);
+            let mut machine = Destination::restore(incarnation, state.clone());
+            let mut queue = VecDeque::from(machine.go_on());
+            if let DestinationState::Starting { resume } = state
+                && forgets
+            {
+                machine = Destination::restore(incarnation, DestinationState::Loaded);
+                let commit = SourceMessage::Commit { resume };
+                queue = machine.handle(DestinationEvent::Message(commit)).into();
+            }
+            attempt.job = Some(Job {
+                machine,
+                queue,
+                doing: None,
+                unsure: told,
+            });
+        }
+    }
+
+    /// What a server does with a VMM, and sees of it.
+    fn operate(&mut self, scene: &Scene, index: usize, outcome: Outcome) {
+        let attempt = &mut self.attempts[index];
+        let vmm = attempt.vmm;
+        let Some(job) = &mut attempt.job else { return };
+        let Some(doing) = job.doing.take() else {
+            return;
+        };
+        let text = String::new;
+        let event = match (doing, vmm, outcome) {
+            (Operation::Run { .. }, Vmm::Loaded | Vmm::Runs, Outcome::Works) => {
+                job.doing = Some(Operation::Watch);
+                if vmm == Vmm::Loaded {
+                    self.runs_there(index);
+                }
+                return;
+            }
+            (Operation::Run { .. }, Vmm::SentOn, _)
+                if scene.mutant == Some(Mutant::RunsWhatWasSentOn) =>
+            {
+                job.doing = Some(Operation::Watch);
+                self.runs_there(index);
+                return;
+            }
+            (
+                Operation::Run { .. } | Operation::Watch | Operation::Check,
+                Vmm::SentOn,
+                Outcome::Works,
+            ) => DestinationEvent::MovedOn,
+            (Operation::Run { .. }, Vmm::Loaded, Outcome::Mute { effect }) => {
+                job.unsure = true;
+                if effect {
+                    self.runs_there(index);
+                }
+                DestinationEvent::Unclear { reason: text() }
+            }
+            // It ended before it was told by this.
+            (Operation::Run { .. }, Vmm::Dead, _) => DestinationEvent::NotStarted { cause: text() },
+            (Operation::Run { .. }, Vmm::Loaded, Outcome::Refused) => {
+                DestinationEvent::NotStarted { cause: text() }
+            }
+            (Operation::Watch | Operation::Check, Vmm::Runs, Outcome::Works) => {
+                attempt.seen = true;
+                attempt.fresh = true;
+                DestinationEvent::Started { state: text() }
+            }
+            (Operation::Watch | Operation::Check, Vmm::Dead, Outcome::Works) => {
+                self.ended(index);
+                return;
+            }
+            (Operation::End, _, Outcome::Works) => {
+                if matches!(vmm, Vmm::Runs | Vmm::SentOn) {
+                    self.fail(Wrong::EndedRunning);
+                }
+                let attempt = &mut self.attempts[index];
+                attempt.vmm = Vmm::Dead;
+                attempt.put_down = !attempt.unrecorded;
+                self.ended(index);
+                return;
+            }
+            (Operation::End, _, _) if scene.mutant == Some(Mutant::AbortsWithoutEnd) => {
+                DestinationEvent::Died { cause: text() }
+            }
+            (Operation::End, _, _) => DestinationEvent::NotEnded { reason: text() },
+            _ => {
+                job.unsure = true;
+                DestinationEvent::Unclear { reason: text() }
+            }
+        };
+        self.happens_there(index, event);
+    }
+}
+
+/// Attempts are few.
+fn index(attempt: usize) -> u8 {
+    u8::try_from(attempt).unwrap_or(u8::MAX)
+}

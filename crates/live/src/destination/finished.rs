@@ -1,0 +1,137 @@
+//! The attempts that a destination has given up, for sources that ask late.
+
+use std::collections::VecDeque;
+
+use handover::{
+    AttemptId, Destination, DestinationAction, DestinationEvent, DestinationMessage, Incarnation,
+    SourceMessage,
+};
+
+/// So many are remembered. About older ones nothing is known any more, and that is what is said.
+const MOST: usize = 64;
+
+pub(super) struct Finished {
+    incarnation: Incarnation,
+    attempts: VecDeque<(AttemptId, Destination)>,
+}
+
+impl Finished {
+    pub(super) fn new(incarnation: Incarnation) -> Self {
+        let attempts = VecDeque::new();
+        Self {
+            incarnation,
+            attempts,
+        }
+    }
+
+    /// The machine of a new attempt.
+    pub(super) fn begin(&self) -> Destination {
+        Destination::new(self.incarnation)
+    }
+
+    pub(super) fn incarnation(&self) -> Incarnation {
+        self.incarnation
+    }
+
+    pub(super) fn knows(&self, attempt: AttemptId) -> bool {
+        self.attempts.iter().any(|(known, _)| *known == attempt)
+    }
+
+    pub(super) fn remember(&mut self, attempt: AttemptId, machine: Destination) {
+        if self.attempts.len() == MOST {
+            self.attempts.pop_front();
+        }
+        self.attempts.push_back((attempt, machine));
+    }
+
+    /// What to say to `message` of an attempt that is not the current one.
+    pub(super) fn answer(
+        &mut self,
+        attempt: AttemptId,
+        message: SourceMessage,
+    ) -> Option<DestinationMessage> {
+        let known = self
+            .attempts
+            .iter()
+            .position(|(known, _)| *known == attempt);
+        let Some(index) = known else {
+            return self.answer_unknown(&message);
+        };
+        let actions = self.attempts[index]
+            .1
+            .handle(DestinationEvent::Message(message));
+        if actions.contains(&DestinationAction::Forget) {
+            self.attempts.remove(index);
+        }
+        // It is over: nothing else is left to do.
+        actions.into_iter().find_map(|action| match action {
+            DestinationAction::Send(message) => Some(message),
+            _ => None,
+        })
+    }
+
+    fn answer_unknown(&self, message: &SourceMessage) -> Option<DestinationMessage> {
+        let incarnation = self.incarnation;
+        match message {
+            SourceMessage::Prepare(_) => Some(DestinationMessage::Refused {
+                reason: "another migration is under way".to_owned(),
+            }),
+            SourceMessage::Commit { .. } | SourceMessage::Abort { .. } => {
+                Some(DestinationMessage::Unknown {
+                    incarnation,
+                    reason: "this destination does not know the attempt".to_owned(),
+                })
+            }
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const COMMIT: SourceMessage = SourceMessage::Commit { resume: true };
+
+    fn attempt(number: usize) -> AttemptId {
+        AttemptId((number as u128).to_be_bytes())
+    }
+
+    fn given_up(finished: &Finished) -> Destination {
+        let mut machine = finished.begin();
+        for event in [
+            DestinationEvent::Failed {
+                cause: "no more".to_owned(),
+            },
+            DestinationEvent::Died {
+                cause: String::new(),
+            },
+        ] {
+            machine.handle(event);
+        }
+        machine
+    }
+
+    #[test]
+    fn what_was_given_up_is_aborted_and_what_is_not_remembered_is_unknown() {
+        let incarnation = Incarnation([7; 16]);
+        let mut finished = Finished::new(incarnation);
+        for number in 0..=MOST {
+            finished.remember(attempt(number), given_up(&finished));
+        }
+        let aborted = Some(DestinationMessage::Aborted {
+            incarnation,
+            cause: "no more".to_owned(),
+        });
+        for _ in 0..2 {
+            assert_eq!(finished.answer(attempt(MOST), COMMIT), aborted);
+        }
+        assert_eq!(finished.attempts.len(), MOST);
+        // Its source knows.
+        assert_eq!(finished.answer(attempt(MOST), SourceMessage::Settled), None);
+        for forgotten in [0, MOST, MOST + 1] {
+            let answer = finished.answer(attempt(forgotten), COMMIT);
+            assert!(matches!(answer, Some(DestinationMessage::Unknown { .. })));
+        }
+    }
+}

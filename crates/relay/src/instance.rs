@@ -1,0 +1,149 @@
+//! Which QEMU an attempt is about, in a form that a journal can keep.
+
+use std::{
+    fs,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    process::{ProcessError, ProcessId},
+    qemu::Qemu,
+};
+
+/// One QEMU, from its start to its end. Another one that is started later on the same monitor's path is another.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Instance {
+    /// Path of its monitor.
+    pub monitor: PathBuf,
+    /// Its process, where that can be told: not in another pid namespace.
+    pub process: Option<ProcessId>,
+    /// The guest's uuid; all zeros where none was given, which says nothing.
+    pub uuid: String,
+    /// The file of the monitor's socket, which QEMU makes anew when it starts.
+    socket: Option<SocketFile>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct SocketFile {
+    device: u64,
+    inode: u64,
+    changed: (i64, i64),
+}
+
+impl Instance {
+    /// The QEMU whose monitor is at `path`.
+    pub(crate) fn of(qemu: &mut Qemu, path: &Path, uuid: String) -> Self {
+        Self {
+            monitor: path.to_owned(),
+            process: qemu.identity().ok(),
+            uuid,
+            socket: SocketFile::at(path),
+        }
+    }
+
+    /// Whether both are the same QEMU: false if in doubt.
+    pub fn is_same(&self, other: &Self) -> bool {
+        match (self.process, other.process) {
+            (Some(this), Some(other)) => this == other,
+            _ => self.socket.is_some() && self.socket == other.socket,
+        }
+    }
+
+    /// Whether its process is proven to have ended.
+    pub fn has_ended(&self) -> bool {
+        let alive = self.process.map(ProcessId::is_alive);
+        matches!(alive, Some(Ok(false)))
+    }
+
+    /// Whether nobody can ask for it any more: its process has ended or, where that is not known, its monitor is not
+    /// there any more. No proof of its end.
+    pub(crate) fn is_gone(&self) -> bool {
+        match self.process {
+            Some(_) => self.has_ended(),
+            None => self.socket.is_none() || self.socket != SocketFile::at(&self.monitor),
+        }
+    }
+
+    /// Kills it, without its monitor, and waits until it has ended.
+    ///
+    /// # Errors
+    /// When that cannot be done, or its process is not known.
+    pub(crate) fn end(&self, within: Duration) -> Result<(), ProcessError> {
+        match self.process {
+            Some(process) => process.end(within),
+            None => Err(ProcessError::NotFound {
+                monitor: self.monitor.clone(),
+            }),
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn unknown(path: &Path) -> Self {
+        Self {
+            monitor: path.to_owned(),
+            process: None,
+            uuid: String::new(),
+            socket: None,
+        }
+    }
+}
+
+impl SocketFile {
+    fn at(path: &Path) -> Option<Self> {
+        let file = fs::metadata(path).ok()?;
+        Some(Self {
+            device: file.dev(),
+            inode: file.ino(),
+            changed: (file.ctime(), file.ctime_nsec()),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    fn at(path: &Path, process: Option<ProcessId>) -> Instance {
+        Instance {
+            process,
+            socket: SocketFile::at(path),
+            ..Instance::unknown(path)
+        }
+    }
+
+    #[test]
+    fn a_socket_that_was_made_anew_is_another_qemu() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let first = at(&path, None);
+        assert!(first.is_same(&at(&path, None)));
+        drop(listener);
+        fs::remove_file(&path).unwrap();
+        assert!(!first.is_same(&at(&path, None)) && !at(&path, None).is_same(&at(&path, None)));
+        let _listener = UnixListener::bind(&path).unwrap();
+        assert!(!first.is_same(&at(&path, None)));
+    }
+
+    #[test]
+    fn a_process_counts_more_than_a_path() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("qmp");
+        let _listener = UnixListener::bind(&path).unwrap();
+        let process = |pid| {
+            let start_time = 1;
+            at(&path, Some(ProcessId { pid, start_time }))
+        };
+        assert!(process(1).is_same(&process(1)) && !process(1).is_same(&process(2)));
+        // No process has ever started that early.
+        assert!(process(1).has_ended() && !at(&path, None).has_ended());
+        assert!(at(&path, None).end(Duration::ZERO).is_err());
+    }
+}

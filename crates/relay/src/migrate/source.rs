@@ -1,0 +1,223 @@
+//! The source QEMU, through one attempt.
+
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use handover::SourceEvent;
+use serde_json::{Value, json};
+use tracing::warn;
+
+use super::Cause;
+use crate::{
+    Instance,
+    qemu::{MigrationStatus, Qemu, QemuError},
+    qmp::QmpError,
+};
+
+/// A QEMU that a guest leaves.
+pub(crate) struct Source {
+    pub(super) qemu: Qemu,
+    pub(crate) instance: Instance,
+    pub(super) ram_bytes: u64,
+    /// Whether the guest ran when the attempt began.
+    pub(crate) was_running: bool,
+    /// When the guest was stopped for the switchover, by QEMU's clock since the epoch, and by ours.
+    pub(super) stopped: Option<(Duration, Instant)>,
+    /// Value for `zero-page-detection`, where QEMU knows it.
+    pub(super) zero_pages: Option<String>,
+}
+
+/// How long a source may take to run again after a failure.
+const SETTLING: Duration = Duration::from_secs(10);
+/// How long a QEMU that has closed its monitor may take to end: it frees the guest's memory.
+const ENDING: Duration = Duration::from_secs(10);
+/// How long to wait for an event before looking at the clock and at a cancel.
+pub(super) const EVENT_WAIT: Duration = Duration::from_millis(50);
+
+impl Source {
+    /// Connects to the monitor at `path` and changes nothing.
+    pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
+        let mut qemu = Qemu::connect(path)?;
+        let uuid = qemu.uuid()?;
+        Ok(Self {
+            instance: Instance::of(&mut qemu, path, uuid),
+            ram_bytes: qemu.ram_bytes()?,
+            was_running: qemu.state()? == "running",
+            stopped: None,
+            zero_pages: None,
+            qemu,
+        })
+    }
+
+    /// Whether its guest was sent away, and has not been continued since.
+    pub(super) fn has_sent_its_guest(&mut self) -> Result<bool, QemuError> {
+        let state = self.qemu.state()?;
+        let status = MigrationStatus::of(&self.qemu.query_migrate()?);
+        let stopped_for_good = ["finish-migrate", "postmigrate"];
+        Ok(stopped_for_good.contains(&state.as_str()) && status == MigrationStatus::Completed)
+    }
+
+    /// Refuses a QEMU that cannot migrate now.
+    pub(super) fn check(&mut self, zero_page_detection: Option<&str>) -> Result<(), QemuError> {
+        let state = self.qemu.state()?;
+        let account = self.qemu.query_migrate()?;
+        if state == "inmigrate" || MigrationStatus::of(&account) == MigrationStatus::Busy {
+            return Err(QemuError::State {
+                state: format!("{state}, migration {}", account["status"]),
+                expected: "a guest that is not being migrated",
+            });
+        }
+        self.qemu.check(&["multifd", "return-path"])?;
+        match zero_page_detection {
+            Some(value) => self.qemu.check_value("zero-page-detection", value),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until a migration that nobody drives any more has ended; whether it had completed.
+    pub(super) fn wait_until_ended(&mut self) -> Result<bool, QemuError> {
+        let deadline = Instant::now() + SETTLING;
+        loop {
+            if self.has_sent_its_guest()? {
+                return Ok(true);
+            }
+            let account = self.qemu.query_migrate()?;
+            if MigrationStatus::of(&account) != MigrationStatus::Busy {
+                return Ok(false);
+            }
+            if Instant::now() >= deadline {
+                return Err(QemuError::State {
+                    state: format!("migration {}", account["status"]),
+                    expected: "a migration that has ended",
+                });
+            }
+            self.qemu.next_event(EVENT_WAIT)?;
+        }
+    }
+
+    /// Waits a moment for events and takes all there are; whether one is about the migration.
+    pub(super) fn take_events(&mut self) -> Result<bool, QemuError> {
+        let (mut is_news, mut wait) = (false, EVENT_WAIT);
+        while let Some(event) = self.qemu.next_event(wait)? {
+            wait = Duration::ZERO;
+            match event.name.as_str() {
+                "STOP" => self.stopped = Some((event.timestamp.since_epoch(), Instant::now())),
+                "RESUME" => self.stopped = None,
+                "MIGRATION" => is_news = true,
+                _ => {}
+            }
+        }
+        Ok(is_news)
+    }
+
+    /// How long the guest has been standing still for the switchover.
+    pub(super) fn stopped_for(&self) -> Duration {
+        self.stopped
+            .map_or(Duration::ZERO, |(_, since)| since.elapsed())
+    }
+
+    /// Whether `error` of its monitor is its end, which is proven then. All that it said before has been taken.
+    pub(super) fn has_ended_by(&mut self, error: &Cause) -> bool {
+        let broken = matches!(
+            error,
+            Cause::Source(QemuError::Qmp(
+                QmpError::Broken { .. } | QmpError::Connect { .. }
+            ))
+        );
+        if !broken || !self.qemu.is_dead(ENDING) {
+            return false;
+        }
+        // Ends with the connection's error.
+        while self.take_events().is_ok() {}
+        true
+    }
+
+    /// Lets the guest go on here as it was, whatever has been done to it.
+    pub(crate) fn resume(&mut self, should_run: bool) -> SourceEvent {
+        let resumed = self.go_on(should_run).or_else(|error| {
+            // A monitor that broke may be had again.
+            if !matches!(error, QemuError::Qmp(QmpError::Broken { .. })) {
+                return Err(error);
+            }
+            self.qemu.reconnect()?;
+            self.go_on(should_run)
+        });
+        match resumed {
+            Ok(()) => {
+                self.announce();
+                SourceEvent::Resumed
+            }
+            Err(_) if self.qemu.is_dead(ENDING) => SourceEvent::GuestDied { stopped: false },
+            Err(error) => SourceEvent::NotResumed {
+                reason: error.to_string(),
+            },
+        }
+    }
+
+    /// A guest that QEMU itself continues, after a migration that failed, is waited for; one that was sent away
+    /// whole stays paused until it is told.
+    fn go_on(&mut self, should_run: bool) -> Result<(), QemuError> {
+        let deadline = Instant::now() + SETTLING;
+        loop {
+            let state = self.qemu.state()?;
+            if !should_run || state == "running" {
+                return Ok(());
+            }
+            if self.has_sent_its_guest()? {
+                self.qemu.execute("cont", json!({}))?;
+                continue;
+            }
+            if Instant::now() >= deadline {
+                return Err(QemuError::State {
+                    state,
+                    expected: "running",
+                });
+            }
+            self.qemu.next_event(EVENT_WAIT)?;
+        }
+    }
+
+    /// The destination announces a guest that it has loaded to the network: this takes its place back.
+    fn announce(&mut self) {
+        if self.stopped.take().is_some()
+            && let Err(error) = self.qemu.announce()
+        {
+            warn!("the guest is not announced to the network again: {error}");
+        }
+    }
+
+    /// The settings of a migration through a relay.
+    pub(super) fn set_up(
+        &mut self,
+        channels: u8,
+        downtime_limit: Option<Duration>,
+    ) -> Result<(), QemuError> {
+        let mut parameters = json!({
+            "multifd-channels": channels,
+            "multifd-compression": "none",
+            // The relay paces where pacing is asked for; here a limit would only be in its way.
+            "max-bandwidth": UNLIMITED,
+        });
+        if let Some(limit) = downtime_limit {
+            let millis = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+            parameters["downtime-limit"] = millis.into();
+        }
+        if let Some(zero_pages) = &self.zero_pages {
+            parameters["zero-page-detection"] = zero_pages.as_str().into();
+        }
+        let mandatory = ["multifd", "return-path"];
+        self.qemu.set_up(&mandatory, &["events"], parameters)
+    }
+
+    /// QEMU's account of the migration, and its word for where it stands.
+    pub(super) fn account(&mut self) -> Result<(Value, String), QemuError> {
+        let account = self.qemu.query_migrate()?;
+        let status = account["status"].as_str().unwrap_or("none").to_owned();
+        Ok((account, status))
+    }
+}
+
+/// A bandwidth beyond every link, bytes per second.
+const UNLIMITED: u64 = 1 << 40;

@@ -1,0 +1,640 @@
+//! The process behind a monitor: found by what it holds, never by what it is called.
+//!
+//! Who listens on the monitor's socket is QEMU. Its name says nothing: QEMU changes it on request
+//! (`-name process=`), and is called after its loader or its wrapper elsewhere. Nor do the
+//! credentials that the socket tells, for these are of whoever called `listen`: a libvirt daemon
+//! does that and hands the socket on. So the process is the one that has the listening socket among
+//! its descriptors:
+//!
+//! ```text
+//!  monitor's path ── O_PATH ─> file ══ is the same file as ══ path of a socket
+//!                                                                   │ /proc/PID/net/unix: listens
+//!  pidfd ── of the same process as ── /proc/PID/fd/N ─> socket:[inode]
+//! ```
+//!
+//! All that is read of a process counts only if the process has not ended by then, as its pidfd
+//! says: no other process can have had its number meanwhile.
+//!
+//! A program that forwards a monitor (`socat`) would be taken for QEMU: give Vamoose the monitor
+//! that QEMU itself opened or was handed.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ffi::OsStr,
+    fs, io,
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fd::{AsFd, AsRawFd, OwnedFd},
+    fs::{CWD, Mode, OFlags, ResolveFlags, fstat, open, openat2},
+    io::Errno,
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// A process as a journal remembers it. A number alone may be another process's tomorrow.
+///
+/// It holds until the host boots, for both numbers begin anew then, and within one pid namespace: a
+/// journal that outlives the boot has to remember `/proc/sys/kernel/random/boot_id`, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ProcessId {
+    /// The process's number.
+    pub pid: u32,
+    /// When it started, in clock ticks since the host's boot.
+    pub start_time: u64,
+}
+
+impl ProcessId {
+    /// Whether this very process has not ended; false is proof that it has, with all its threads. A
+    /// process whose parent has not asked for its exit code (a zombie) has ended.
+    ///
+    /// # Errors
+    /// When the system does not say, which proves nothing.
+    pub fn is_alive(self) -> Result<bool, ProcessError> {
+        match QemuProcess::open(self.pid)? {
+            Some(process) if process.id == self => Ok(!process.has_ended()?),
+            _ => Ok(false),
+        }
+    }
+
+    /// Kills this very process, if it has not ended, and waits until it has.
+    ///
+    /// # Errors
+    /// When it may not be killed, or has not ended within this time.
+    pub(crate) fn end(self, within: Duration) -> Result<(), ProcessError> {
+        match QemuProcess::open(self.pid)? {
+            Some(process) if process.id == self => process.end(within),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The process could not be found or ended.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ProcessError {
+    /// Nobody who can be looked at has the monitor.
+    #[error(
+        "cannot tell which process serves the monitor {}: none that this user may look at listens \
+         there; run as root, in QEMU's pid namespace, and name QEMU's own monitor socket",
+        monitor.display()
+    )]
+    NotFound {
+        /// The monitor's socket.
+        monitor: PathBuf,
+    },
+    /// More than one process listens.
+    #[error("cannot tell which process serves the monitor {}: {pids:?} all listen there", monitor.display())]
+    Several {
+        /// The monitor's socket.
+        monitor: PathBuf,
+        /// The processes.
+        pids: Vec<u32>,
+    },
+    /// The system does not tell of processes.
+    #[error("the system does not tell of process {pid} ({what}): {source}")]
+    Unreadable {
+        /// The process.
+        pid: u32,
+        /// What was asked.
+        what: &'static str,
+        /// Why not.
+        source: io::Error,
+    },
+    /// There is no list of processes.
+    #[error("cannot list processes, is /proc mounted? {0}")]
+    NoProc(#[source] io::Error),
+    /// It may not be ended.
+    #[error("cannot end process {pid}: {source}; end it by hand")]
+    Kill {
+        /// The process.
+        pid: u32,
+        /// Why not.
+        source: io::Error,
+    },
+    /// It was killed and has not ended.
+    #[error(
+        "process {pid} was killed and has not ended in {} s: it waits in the kernel, for storage perhaps",
+        within.as_secs()
+    )]
+    Stuck {
+        /// The process.
+        pid: u32,
+        /// How long it had.
+        within: Duration,
+    },
+}
+
+/// The process that serves a monitor.
+#[derive(Debug)]
+pub(crate) struct QemuProcess {
+    id: ProcessId,
+    pidfd: OwnedFd,
+}
+
+/// How long to look again while more than one process has the monitor: a child of QEMU's has all
+/// that QEMU has between its fork and its exec.
+const LOOKING: Duration = Duration::from_millis(500);
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+impl QemuProcess {
+    /// The process that listens on `monitor`.
+    ///
+    /// # Errors
+    /// When there is none that can be looked at, or several.
+    pub(crate) fn serving(monitor: &Monitor) -> Result<Self, ProcessError> {
+        let deadline = Instant::now() + LOOKING;
+        loop {
+            let mut found = Self::all_serving(monitor)?;
+            match found.pop() {
+                None => {
+                    return Err(ProcessError::NotFound {
+                        monitor: monitor.path.clone(),
+                    });
+                }
+                Some(process) if found.is_empty() => return Ok(process),
+                Some(process) if Instant::now() >= deadline => {
+                    found.push(process);
+                    return Err(ProcessError::Several {
+                        monitor: monitor.path.clone(),
+                        pids: found.iter().map(|process| process.id.pid).collect(),
+                    });
+                }
+                Some(_) => thread::sleep(LOOK_AGAIN),
+            }
+        }
+    }
+
+    fn all_serving(monitor: &Monitor) -> Result<Vec<Self>, ProcessError> {
+        let pids = pids()?;
+        let listening = listening(&pids, monitor.name());
+        let mut found = Vec::new();
+        for pid in pids {
+            if !monitor.is_served_by(pid, &listening) {
+                continue;
+            }
+            // Once more, with the certainty that it is still the same process.
+            if let Some(process) = Self::open(pid)?
+                && monitor.is_served_by(pid, &listening)
+                && !process.has_ended()?
+            {
+                found.push(process);
+            }
+        }
+        Ok(found)
+    }
+
+    /// The process that has this number now, if there is one.
+    fn open(pid: u32) -> Result<Option<Self>, ProcessError> {
+        let unreadable = |what, source: io::Error| ProcessError::Unreadable { pid, what, source };
+        let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
+            return Ok(None);
+        };
+        let pidfd = match pidfd_open(number, PidfdFlags::empty()) {
+            Ok(pidfd) => pidfd,
+            // The second and third: the number of a thread now, so of no process.
+            Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return Ok(None),
+            Err(error) => return Err(unreadable("pidfd_open", error.into())),
+        };
+        let stat = fs::read(format!("/proc/{pid}/stat"));
+        let mut process = Self {
+            id: ProcessId { pid, start_time: 0 },
+            pidfd,
+        };
+        // Read before this question, so it is of the process that the pidfd stands for.
+        if process.has_ended()? {
+            return Ok(None);
+        }
+        let stat = stat.map_err(|source| unreadable("stat", source))?;
+        process.id.start_time = start_time(&stat)
+            .ok_or_else(|| unreadable("stat", io::ErrorKind::InvalidData.into()))?;
+        Ok(Some(process))
+    }
+
+    /// What a journal remembers.
+    pub(crate) fn identity(&self) -> ProcessId {
+        self.id
+    }
+
+    /// Whether it has ended, with all its threads.
+    ///
+    /// # Errors
+    /// When the system does not say.
+    pub(crate) fn has_ended(&self) -> Result<bool, ProcessError> {
+        self.wait_for_end(Duration::ZERO)
+    }
+
+    /// Waits for its end; false when it has not ended within `timeout`.
+    ///
+    /// # Errors
+    /// When the system does not say.
+    pub(crate) fn wait_for_end(&self, timeout: Duration) -> Result<bool, ProcessError> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = Timespec::try_from(left).ok();
+            let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+            match poll(&mut fds, left.as_ref()) {
+                Ok(ready) => return Ok(ready > 0),
+                Err(Errno::INTR) => {}
+                Err(error) => {
+                    return Err(ProcessError::Unreadable {
+                        pid: self.id.pid,
+                        what: "poll",
+                        source: error.into(),
+                    });
+                }
+            }
+        }
+    }
+
+    /// Kills it and waits until it has ended.
+    ///
+    /// # Errors
+    /// When it may not be killed, or has not ended within this time. Both may be tried again.
+    pub(crate) fn end(&self, within: Duration) -> Result<(), ProcessError> {
+        let pid = self.id.pid;
+        match pidfd_send_signal(&self.pidfd, Signal::KILL) {
+            Ok(()) | Err(Errno::SRCH) => {}
+            Err(error) => {
+                return Err(ProcessError::Kill {
+                    pid,
+                    source: error.into(),
+                });
+            }
+        }
+        if self.wait_for_end(within)? {
+            Ok(())
+        } else {
+            Err(ProcessError::Stuck { pid, within })
+        }
+    }
+}
+
+/// The file of a monitor's socket, whatever its path leads to later.
+#[derive(Debug)]
+pub(crate) struct Monitor {
+    path: PathBuf,
+    /// Where the path led to: links followed.
+    resolved: PathBuf,
+    file: OwnedFd,
+}
+
+impl Monitor {
+    /// The socket at `path`.
+    ///
+    /// # Errors
+    /// When there is none, or it cannot be reached.
+    pub(crate) fn open(path: &Path) -> io::Result<Self> {
+        let file = open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        let mut monitor = Self {
+            path: path.to_owned(),
+            resolved: PathBuf::new(),
+            file,
+        };
+        monitor.resolved = fs::read_link(monitor.address())?;
+        Ok(monitor)
+    }
+
+    /// A path that leads to this very file; and a short one, for those of sockets are limited.
+    pub(crate) fn address(&self) -> PathBuf {
+        PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd()))
+    }
+
+    fn name(&self) -> &OsStr {
+        self.resolved.file_name().unwrap_or_default()
+    }
+
+    /// Whether this process has one of the `listening` sockets, and that one is this file.
+    fn is_served_by(&self, pid: u32, listening: &BTreeMap<u64, PathBuf>) -> bool {
+        // A server within this process is no QEMU, and must not be ended as one.
+        if listening.is_empty() || pid == std::process::id() {
+            return false;
+        }
+        let paths = sockets(pid).into_iter().filter_map(|at| listening.get(&at));
+        // Several descriptors may be of one socket.
+        let paths = paths.collect::<BTreeSet<_>>();
+        paths.into_iter().any(|path| self.is_at(pid, path))
+    }
+
+    /// Whether `path` is this file as the process sees it. Processes may have different roots, in
+    /// which one path leads to different files.
+    fn is_at(&self, pid: u32, path: &Path) -> bool {
+        let seen = if path.is_absolute() {
+            let root = directory(&format!("/proc/{pid}/root"));
+            root.and_then(|root| at(&root, path, ResolveFlags::IN_ROOT))
+        } else {
+            directory(&format!("/proc/{pid}/cwd"))
+                .and_then(|here| at(&here, path, ResolveFlags::empty()))
+        };
+        let seen = match seen {
+            // It may have changed its root after it had opened the monitor.
+            Err(Errno::NOENT) => at(CWD, path, ResolveFlags::empty()),
+            seen => seen,
+        };
+        let identity = |file: &OwnedFd| fstat(file).map(|stat| (stat.st_dev, stat.st_ino));
+        match (seen.and_then(|seen| identity(&seen)), identity(&self.file)) {
+            (Ok(seen), Ok(this)) => seen == this,
+            _ => false,
+        }
+    }
+}
+
+fn directory(path: &str) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    open(path, flags, Mode::empty())
+}
+
+fn at(directory: impl AsFd, path: &Path, resolve: ResolveFlags) -> Result<OwnedFd, Errno> {
+    // What was bound is not a link itself.
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    openat2(directory, path, flags, Mode::empty(), resolve)
+}
+
+/// All processes there are. One that starts later is not the one that serves us now.
+fn pids() -> Result<Vec<u32>, ProcessError> {
+    let entries = fs::read_dir("/proc").map_err(ProcessError::NoProc)?;
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    Ok(names.filter_map(|name| name.parse().ok()).collect())
+}
+
+/// Sockets that listen on a path with this last part, in the network namespaces of these processes:
+/// inode to path. The path is as it was given when the socket was made.
+fn listening(pids: &[u32], name: &OsStr) -> BTreeMap<u64, PathBuf> {
+    let mut namespaces = BTreeSet::new();
+    let mut sockets = BTreeMap::new();
+    for pid in pids {
+        // Processes that have ended, and those of other users, have no namespace that we can see.
+        let Ok(namespace) = fs::read_link(format!("/proc/{pid}/ns/net")) else {
+            continue;
+        };
+        if namespaces.contains(&namespace) {
+            continue;
+        }
+        if let Ok(table) = fs::read(format!("/proc/{pid}/net/unix")) {
+            namespaces.insert(namespace);
+            sockets.extend(
+                table
+                    .split(|byte| *byte == b'\n')
+                    .filter_map(parse_listening),
+            );
+        }
+    }
+    sockets.retain(|_, path| path.file_name() == Some(name));
+    sockets
+}
+
+/// Inode and path from a line of /proc/net/unix, if that socket listens:
+/// `Num: RefCount Protocol Flags Type St Inode Path`.
+fn parse_listening(line: &[u8]) -> Option<(u64, PathBuf)> {
+    /// The kernel's flag of a socket that accepts connections.
+    const ACCEPTS: u32 = 0x10000;
+    let mut rest = line;
+    let mut field = || {
+        let text = rest.trim_ascii_start();
+        let end = text.iter().position(u8::is_ascii_whitespace);
+        let (field, left) = text.split_at(end.unwrap_or(text.len()));
+        rest = left;
+        str::from_utf8(field).ok()
+    };
+    let flags = u32::from_str_radix(field().and(field()).and(field()).and(field())?, 16).ok()?;
+    let inode = field().and(field()).and(field())?.parse().ok()?;
+    // One space, then all the rest.
+    let path = rest.get(1..)?;
+    (flags & ACCEPTS != 0).then(|| (inode, PathBuf::from(OsStr::from_bytes(path))))
+}
+
+/// Inodes of the sockets that a process has; none of one that cannot be looked at.
+fn sockets(pid: u32) -> Vec<u64> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd"));
+    let links = entries
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+    links
+        .filter_map(|link| parse_socket(link.to_str()?))
+        .collect()
+}
+
+fn parse_socket(link: &str) -> Option<u64> {
+    link.strip_prefix("socket:[")?
+        .strip_suffix(']')?
+        .parse()
+        .ok()
+}
+
+/// Field 22 of /proc/PID/stat. The name, field 2, may hold spaces and parentheses.
+fn start_time(stat: &[u8]) -> Option<u64> {
+    let end = stat.iter().rposition(|byte| *byte == b')')?;
+    let rest = str::from_utf8(stat.get(end + 1..)?).ok()?;
+    rest.split_ascii_whitespace().nth(19)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        os::unix::net::UnixListener,
+        process::{Child, Command},
+    };
+
+    use lab::qemu::newest_or_skip;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn sleeper() -> (Child, QemuProcess) {
+        let child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = QemuProcess::open(child.id()).unwrap().unwrap();
+        (child, process)
+    }
+
+    #[test]
+    fn a_process_is_alive_until_it_has_ended() {
+        let (mut child, process) = sleeper();
+        let id = process.identity();
+        assert!(id.is_alive().unwrap() && !process.has_ended().unwrap());
+        process.end(LIMIT).unwrap();
+        // A zombie first, then gone.
+        for _ in 0..2 {
+            assert!(!id.is_alive().unwrap() && process.has_ended().unwrap());
+            process.end(LIMIT).unwrap();
+            child.wait().unwrap();
+        }
+    }
+
+    #[test]
+    fn another_process_with_the_same_number_is_not_it() {
+        let (mut child, process) = sleeper();
+        let mut id = process.identity();
+        id.start_time -= 1;
+        assert!(!id.is_alive().unwrap());
+        process.end(LIMIT).unwrap();
+        child.wait().unwrap();
+    }
+
+    /// The number of a thread is no process.
+    #[test]
+    fn a_thread_is_not_a_process() {
+        let (stop, wait) = std::sync::mpsc::channel::<()>();
+        let (tell, told) = std::sync::mpsc::channel();
+        thread::spawn(move || {
+            tell.send(rustix::thread::gettid()).unwrap();
+            wait.recv().unwrap_err();
+        });
+        let thread = told.recv().unwrap().as_raw_nonzero().get();
+        for pid in [thread.try_into().unwrap(), 0, u32::MAX] {
+            let id = ProcessId { pid, start_time: 1 };
+            assert!(!id.is_alive().unwrap(), "{pid}");
+        }
+        drop(stop);
+    }
+
+    #[test]
+    fn an_identity_is_kept_in_json() {
+        let id = ProcessId {
+            pid: 7,
+            start_time: u64::MAX,
+        };
+        let text = serde_json::to_string(&id).unwrap();
+        assert_eq!(text, r#"{"pid":7,"start_time":18446744073709551615}"#);
+        assert_eq!(serde_json::from_str::<ProcessId>(&text).unwrap(), id);
+    }
+
+    fn listen(dir: &Path) -> (UnixListener, Monitor) {
+        let path = dir.join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let monitor = Monitor::open(&path).unwrap();
+        (listener, monitor)
+    }
+
+    /// A process that has this socket, whatever it does with it.
+    fn holder(listener: &UnixListener) -> Child {
+        let socket = OwnedFd::from(listener.try_clone().unwrap());
+        let mut command = Command::new("sleep");
+        command.arg("1000").stdin(socket).spawn().unwrap()
+    }
+
+    fn reap(mut child: Child) {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn who_has_the_socket_serves_the_monitor_if_it_is_one_process() {
+        let dir = tempfile::tempdir().unwrap();
+        let (listener, monitor) = listen(dir.path());
+        let (first, second) = (holder(&listener), holder(&listener));
+        let error = QemuProcess::serving(&monitor).unwrap_err();
+        assert!(
+            matches!(&error, ProcessError::Several { pids, .. } if pids.len() == 2),
+            "{error}"
+        );
+        reap(second);
+        let process = QemuProcess::serving(&monitor).unwrap();
+        assert_eq!(process.identity().pid, first.id());
+        reap(first);
+        assert!(process.has_ended().unwrap());
+        let error = QemuProcess::serving(&monitor).unwrap_err();
+        assert!(matches!(error, ProcessError::NotFound { .. }), "{error}");
+    }
+
+    /// One path, two sockets: what was there before, and what is there now.
+    #[test]
+    fn a_socket_that_took_anothers_place_is_not_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let (old_listener, old) = listen(dir.path());
+        let former = holder(&old_listener);
+        fs::rename(dir.path().join("qmp"), dir.path().join("away")).unwrap();
+        let (new_listener, new) = listen(dir.path());
+        let present = holder(&new_listener);
+        let error = QemuProcess::serving(&old).unwrap_err();
+        assert!(matches!(error, ProcessError::NotFound { .. }), "{error}");
+        // The former one's path leads to the present socket, too.
+        let error = QemuProcess::serving(&new).unwrap_err();
+        assert!(matches!(error, ProcessError::Several { .. }), "{error}");
+        reap(former);
+        let process = QemuProcess::serving(&new).unwrap();
+        assert_eq!(process.identity().pid, present.id());
+        reap(present);
+    }
+
+    /// In containers one path leads to different sockets, and to those of another one a long path does.
+    #[test]
+    fn the_same_path_in_another_mount_namespace_is_another_socket() {
+        let Some(binary) = newest_or_skip().unwrap() else {
+            return;
+        };
+        if !rustix::process::geteuid().is_root() {
+            return lab::skipped("not root: no mount namespaces").unwrap();
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let (listener, monitor) = listen(dir.path());
+        let here = holder(&listener);
+        let path = dir.path().join("qmp");
+        let elsewhere = Command::new("unshare")
+            .args(["--mount", "sh", "-c"])
+            .arg("mount -t tmpfs none \"$1\" && exec \"$0\" -machine none -nodefaults -display none -S -qmp unix:\"$1\"/qmp,server=on,wait=off")
+            .arg(&binary.path)
+            .arg(dir.path())
+            .spawn()
+            .unwrap();
+        let deadline = Instant::now() + LIMIT;
+        let both_listen = || {
+            let sockets = listening(&[elsewhere.id()], OsStr::new("qmp"));
+            sockets.values().filter(|at| **at == path).count() == 2
+        };
+        while !both_listen() {
+            assert!(Instant::now() < deadline);
+            thread::sleep(LOOK_AGAIN);
+        }
+        let process = QemuProcess::serving(&monitor).unwrap();
+        assert_eq!(process.identity().pid, here.id());
+        let through = format!("/proc/{}/root{}", elsewhere.id(), path.display());
+        let monitor = Monitor::open(Path::new(&through)).unwrap();
+        let process = QemuProcess::serving(&monitor).unwrap();
+        assert_eq!(process.identity().pid, elsewhere.id());
+        reap(here);
+        reap(elsewhere);
+    }
+
+    /// A test's own server must not end the test.
+    #[test]
+    fn this_process_is_nobody_to_be_ended() {
+        let dir = tempfile::tempdir().unwrap();
+        let (_listener, monitor) = listen(dir.path());
+        let error = QemuProcess::serving(&monitor).unwrap_err();
+        assert!(matches!(error, ProcessError::NotFound { .. }), "{error}");
+    }
+
+    #[test]
+    fn only_sockets_that_listen_count() {
+        let parse = |line: &str| parse_listening(line.as_bytes());
+        let listens = "0000000010c26305: 00000002 00000000 00010000 0001 01  1590 /run/a b/qmp";
+        assert_eq!(parse(listens), Some((1590, "/run/a b/qmp".into())));
+        let connected = "0000000010c26305: 00000003 00000000 00000000 0001 03 1590 /run/a";
+        assert_eq!(parse(connected), None);
+        let nameless = "0000000010c26305: 00000003 00000000 00010000 0001 03 1590";
+        assert_eq!(parse(nameless), None);
+        assert_eq!(
+            parse("Num       RefCount Protocol Flags    Type St Inode Path"),
+            None
+        );
+        assert_eq!(parse(""), None);
+        assert_eq!(parse_socket("socket:[1590]"), Some(1590));
+        assert_eq!(parse_socket("/dev/null"), None);
+    }
+
+    #[test]
+    fn names_with_parentheses_do_not_shift_the_fields() {
+        let stat = b"42 (a) b (c) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20";
+        assert_eq!(start_time(stat), Some(4711));
+        assert_eq!(start_time(b"42 (a) S 1 2"), None);
+    }
+}

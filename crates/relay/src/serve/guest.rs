@@ -1,0 +1,325 @@
+//! What a destination does to its QEMU when crate `handover` says so, and what came of it.
+
+use std::time::{Duration, Instant};
+
+use handover::DestinationEvent;
+use serde_json::json;
+use tracing::{debug, warn};
+
+use crate::{
+    Instance,
+    qemu::{Qemu, QemuError},
+};
+
+/// A QEMU that takes a guest, connected to or not: its monitor serves one client.
+pub(crate) struct Guest {
+    instance: Instance,
+    qemu: Option<Qemu>,
+    /// It has been seen to go on here.
+    is_here: bool,
+}
+
+/// How long a QEMU may take to get from its word that it has everything to a guest that can run.
+pub(super) const LOADING: Duration = Duration::from_secs(30);
+/// How long a QEMU may take to end when it is killed.
+const KILLED: Duration = Duration::from_secs(30);
+/// How long a QEMU that has closed its monitor may take to end: it frees the guest's memory.
+const ENDING: Duration = Duration::from_secs(10);
+/// How often a QEMU is asked while no event comes.
+const ASKING: Duration = Duration::from_millis(20);
+
+/// States of a guest that has not run since it was loaded, and may be continued.
+const WAITING: [&str; 2] = ["paused", "prelaunch"];
+/// States of a guest that runs here; in the last one it may be on its way to another host.
+const HERE: [&str; 3] = ["running", "suspended", "finish-migrate"];
+/// State of a guest that has been sent on from here.
+const SENT_ON: &str = "postmigrate";
+
+impl Guest {
+    pub(crate) fn new(instance: Instance, qemu: Option<Qemu>) -> Self {
+        Self {
+            instance,
+            qemu,
+            is_here: false,
+        }
+    }
+
+    /// Lets the loaded guest go on, unless it does, and looks whether it does.
+    pub(super) fn run(&mut self, resume: bool) -> DestinationEvent {
+        let state = match self.wait_until_loaded() {
+            Ok(state) => state,
+            Err(error) => return self.not_started(&error),
+        };
+        if state == SENT_ON {
+            return DestinationEvent::MovedOn;
+        }
+        if HERE.contains(&state.as_str()) || !resume {
+            return self.started(state);
+        }
+        if !WAITING.contains(&state.as_str()) {
+            return unclear(format!("the guest is in the state `{state}`"));
+        }
+        let told = self.with_qemu(|qemu| qemu.execute("cont", json!({})));
+        match told {
+            Ok(()) => self.look(),
+            Err(error) if error.is_refusal() => self.not_started(&error),
+            Err(error) => self.lost_sight(&error),
+        }
+    }
+
+    /// Looks what became of a guest that was seen to run here. Its monitor may be somebody else's by now.
+    pub(super) fn check(&mut self) -> DestinationEvent {
+        if self.instance.has_ended() {
+            return died();
+        }
+        match self.with_qemu(Qemu::state) {
+            Ok(state) => {
+                self.let_go();
+                match state.as_str() {
+                    SENT_ON => DestinationEvent::MovedOn,
+                    _ => DestinationEvent::Started { state },
+                }
+            }
+            // Its process is there, and it has run.
+            Err(error) if self.instance.process.is_some() && !self.instance.has_ended() => {
+                debug!("{error}");
+                let state = "alive".to_owned();
+                DestinationEvent::Started { state }
+            }
+            Err(error) => self.lost_sight(&error),
+        }
+    }
+
+    /// Ends it.
+    pub(super) fn end(&mut self) -> DestinationEvent {
+        if self.instance.has_ended() {
+            return died();
+        }
+        let ended = match &mut self.qemu {
+            Some(qemu) => qemu.end().map_err(|error| error.to_string()),
+            None => self.instance.end(KILLED).map_err(|error| error.to_string()),
+        };
+        match ended {
+            Ok(()) => {
+                self.qemu = None;
+                died()
+            }
+            Err(reason) => DestinationEvent::NotEnded { reason },
+        }
+    }
+
+    /// The state of a guest that has been told to go on, once it does.
+    fn look(&mut self) -> DestinationEvent {
+        match self.with_qemu(Qemu::state) {
+            Ok(state) if HERE.contains(&state.as_str()) => self.started(state),
+            Ok(state) => unclear(format!(
+                "the guest was told to go on and is in the state `{state}`"
+            )),
+            Err(error) => self.lost_sight(&error),
+        }
+    }
+
+    fn started(&mut self, state: String) -> DestinationEvent {
+        self.is_here = true;
+        DestinationEvent::Started { state }
+    }
+
+    /// What is still to be done when the source knows that the guest is here: it waits for that.
+    pub(super) fn tidy_up(&mut self) {
+        if !std::mem::take(&mut self.is_here) {
+            return;
+        }
+        if let Some(mut qemu) = self.qemu.take() {
+            qemu.put_back();
+            // The source's may have answered the announcement that QEMU made when it had loaded the guest.
+            if let Err(error) = qemu.announce() {
+                warn!("the guest is not announced to the network: {error}");
+            }
+        }
+    }
+
+    /// Nothing is left to do with its monitor.
+    fn let_go(&mut self) {
+        self.qemu = None;
+    }
+
+    /// The guest has not been told to go on, or not with success.
+    fn not_started(&mut self, error: &QemuError) -> DestinationEvent {
+        DestinationEvent::NotStarted {
+            cause: format!("it failed when everything had been sent: {error}"),
+        }
+    }
+
+    /// The guest may run or not: only the end of its process tells.
+    fn lost_sight(&mut self, error: &QemuError) -> DestinationEvent {
+        let dead = self.qemu.as_ref().is_some_and(|qemu| qemu.is_dead(ENDING));
+        if dead || self.instance.has_ended() {
+            return died();
+        }
+        // The connection is of no use any more; another one may be.
+        self.let_go();
+        unclear(error.to_string())
+    }
+
+    fn wait_until_loaded(&mut self) -> Result<String, QemuError> {
+        let deadline = Instant::now() + LOADING;
+        self.with_qemu(|qemu| {
+            loop {
+                let state = qemu.state()?;
+                if state != "inmigrate" {
+                    return Ok(state);
+                }
+                if Instant::now() >= deadline {
+                    return Err(QemuError::State {
+                        state,
+                        expected: "a loaded guest",
+                    });
+                }
+                // Any event is a reason to look again.
+                qemu.next_event(ASKING)?;
+            }
+        })
+    }
+
+    /// Uses the connection to its monitor, or a new one, to the very same QEMU.
+    fn with_qemu<T>(
+        &mut self,
+        work: impl FnOnce(&mut Qemu) -> Result<T, QemuError>,
+    ) -> Result<T, QemuError> {
+        if self.qemu.is_none() {
+            let mut qemu = Qemu::connect(&self.instance.monitor)?;
+            let uuid = qemu.uuid()?;
+            let found = Instance::of(&mut qemu, &self.instance.monitor, uuid);
+            if !found.is_same(&self.instance) {
+                return Err(QemuError::Replaced);
+            }
+            self.qemu = Some(qemu);
+        }
+        match &mut self.qemu {
+            Some(qemu) => work(qemu),
+            None => Err(QemuError::Replaced),
+        }
+    }
+}
+
+fn died() -> DestinationEvent {
+    DestinationEvent::Died {
+        cause: "its QEMU has ended".to_owned(),
+    }
+}
+
+fn unclear(reason: String) -> DestinationEvent {
+    DestinationEvent::Unclear { reason }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{BufRead as _, BufReader, Write as _},
+        os::unix::net::UnixListener,
+        thread::{self, JoinHandle},
+    };
+
+    use serde_json::Value;
+
+    use super::*;
+
+    /// A monitor of a guest that is paused until `cont`, and then in the state `after`, or gone.
+    struct Fake {
+        dir: tempfile::TempDir,
+        server: JoinHandle<Vec<String>>,
+    }
+
+    impl Fake {
+        fn start(after: Option<&'static str>) -> (Self, Guest) {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("qmp");
+            let listener = UnixListener::bind(&path).unwrap();
+            let server = thread::spawn(move || serve(&listener, after));
+            let guest = Guest::new(
+                Instance::unknown(&path),
+                Some(Qemu::connect(&path).unwrap()),
+            );
+            (Self { dir, server }, guest)
+        }
+
+        /// What it was told, in this order.
+        fn told(self) -> Vec<String> {
+            drop(self.dir);
+            self.server.join().unwrap()
+        }
+    }
+
+    fn serve(listener: &UnixListener, after: Option<&str>) -> Vec<String> {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(b"{\"QMP\": {}}\n").unwrap();
+        let (mut state, mut told) = ("paused", Vec::new());
+        for line in BufReader::new(stream.try_clone().unwrap()).lines() {
+            let Ok(line) = line else { break };
+            let request: Value = serde_json::from_str(&line).unwrap();
+            let command = request["execute"].as_str().unwrap().to_owned();
+            let answer = match command.as_str() {
+                "query-version" => json!({ "qemu": { "major": 10, "minor": 0, "micro": 0 } }),
+                "query-status" => json!({ "status": state }),
+                "cont" => match after {
+                    Some(after) => {
+                        state = after;
+                        json!({})
+                    }
+                    None => return told,
+                },
+                _ => json!([]),
+            };
+            told.push(command);
+            let answer = json!({ "return": answer, "id": request["id"] });
+            if writeln!(stream, "{answer}").is_err() {
+                break;
+            }
+        }
+        told
+    }
+
+    #[test]
+    fn a_guest_that_is_seen_to_run_has_started() {
+        let (fake, mut guest) = Fake::start(Some("running"));
+        let state = "running".to_owned();
+        assert_eq!(guest.run(true), DestinationEvent::Started { state });
+        drop(guest);
+        assert!(fake.told().contains(&"cont".to_owned()));
+    }
+
+    #[test]
+    fn a_guest_that_shall_stay_paused_is_not_told_to_run() {
+        let (fake, mut guest) = Fake::start(Some("running"));
+        let state = "paused".to_owned();
+        assert_eq!(guest.run(false), DestinationEvent::Started { state });
+        drop(guest);
+        assert!(!fake.told().contains(&"cont".to_owned()));
+    }
+
+    /// However often it is asked.
+    #[test]
+    fn a_guest_that_was_told_to_run_and_does_not_is_unclear() {
+        for after in ["internal-error", "guest-panicked", "io-error", "shutdown"] {
+            let (_fake, mut guest) = Fake::start(Some(after));
+            for _ in 0..3 {
+                let event = guest.run(true);
+                assert!(
+                    matches!(&event, DestinationEvent::Unclear { reason } if reason.contains(after)),
+                    "{event:?}"
+                );
+            }
+        }
+    }
+
+    /// A monitor that closes proves nothing.
+    #[test]
+    fn a_guest_that_is_out_of_sight_is_unclear() {
+        let (_fake, mut guest) = Fake::start(None);
+        let event = guest.run(true);
+        assert!(
+            matches!(event, DestinationEvent::Unclear { .. }),
+            "{event:?}"
+        );
+    }
+}

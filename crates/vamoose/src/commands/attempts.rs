@@ -1,0 +1,94 @@
+//! `vamoose attempts`: what this host remembers of migrations.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::Result;
+use clap::Args;
+use relay::{Attempt, Journal, Standing};
+
+use crate::{options::StateDir, report::write_json};
+
+/// List the attempts to migrate that this host remembers
+///
+/// Those that are running, unfinished (run the same command again), orphaned (a loaded guest whose source has gone
+/// silent), in doubt, and those that are over. `vamoose settle` ends what only a person can decide.
+#[derive(Args, Debug)]
+pub(crate) struct Options {
+    #[command(flatten)]
+    state_dir: StateDir,
+    /// Print them as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let journal = Journal::open(&options.state_dir.path()?)?;
+    let attempts = relay::attempts(&journal)?;
+    if options.json {
+        return write_json(&attempts, "-");
+    }
+    println!(
+        "{:<32}  {:<11}  {:<14}  {:<10}  {:>8}  NAME",
+        "ATTEMPT", "ROLE", "STANDING", "PHASE", "AGE"
+    );
+    for attempt in &attempts {
+        println!("{}", line(attempt));
+    }
+    Ok(())
+}
+
+fn line(attempt: &Attempt) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let age = now
+        .unwrap_or_default()
+        .saturating_sub(Duration::from_millis(attempt.began));
+    let mut line = format!(
+        "{}  {:<11}  {:<14}  {:<10}  {:>8}  {}",
+        attempt.attempt,
+        attempt.role,
+        standing(attempt.standing),
+        attempt.phase,
+        age_text(age),
+        attempt.name,
+    );
+    if let Some(to) = &attempt.to {
+        line.push_str(&format!(" -> {to}"));
+    }
+    if let Some(cause) = &attempt.cause {
+        line.push_str(&format!(" ({cause})"));
+    }
+    line
+}
+
+fn standing(standing: Standing) -> &'static str {
+    match standing {
+        Standing::Running => "running",
+        Standing::Unfinished => "unfinished",
+        Standing::Orphaned => "orphaned",
+        Standing::InDoubt => "in doubt",
+        Standing::AtSource => "at source",
+        Standing::AtDestination => "at destination",
+        Standing::Lost => "lost",
+    }
+}
+
+fn age_text(age: Duration) -> String {
+    let seconds = age.as_secs();
+    match seconds {
+        0..60 => format!("{seconds} s"),
+        60..3600 => format!("{} min", seconds / 60),
+        _ => format!("{} h", seconds / 3600),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ages_are_short() {
+        for (seconds, text) in [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7300, "2 h")] {
+            assert_eq!(age_text(Duration::from_secs(seconds)), text);
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! What a host remembers of attempts: listed, taken up by a server that is started again, settled by a person; and peers
+//! that speak another version.
+
+mod common;
+
+use std::{
+    io::{BufRead as _, BufReader, Read as _, Write as _},
+    net::{TcpListener, TcpStream},
+    path::{Path, PathBuf},
+    process::Command,
+    thread,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use common::{
+    Host, LIMIT, MIB,
+    gate::{Fate, Gate, Message},
+    migrate, vamoose,
+};
+use lab::{
+    qemu::{self, Binary, Builder, Qemu},
+    ram::{self, Fill},
+    vamoose::{Ended, Vamoose},
+};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+const COMMIT: Message = Message::Request("commit");
+
+/// A guest that has left A, and B has not been told to go on: `migrate` was killed, and the network is cut.
+struct Scene {
+    b: Host,
+    gate: Gate,
+    at_a: Qemu,
+    at_b: Qemu,
+    attempt: String,
+}
+
+impl Scene {
+    fn start(binary: &Binary, options: &[&str]) -> Result<Self> {
+        let b = Host::start(options)?;
+        let gate = Gate::start(&b.address)?;
+        let mut at_a = Builder::bare(binary, 4 * MIB)
+            .content(Fill::Mixed, 1)
+            .start()?;
+        at_a.qmp.cont()?;
+        let mut at_b = Builder::bare(binary, 4 * MIB).incoming().start()?;
+        b.knows("vm", &at_b)?;
+        gate.rule(COMMIT, Fate::Held);
+        let mut migration = migrate(&at_a.qmp_socket(), &gate.address, "vm", &[])?;
+        gate.wait_until_held()?;
+        at_a.qmp.wait_status("postmigrate", LIMIT)?;
+        at_b.qmp.wait_migration(&["completed"], LIMIT)?;
+        b.server.wait_for("loaded", LIMIT)?;
+        migration.kill()?;
+        gate.close();
+        gate.release(Fate::CutBefore);
+        let list = attempts(&at_a.qmp_socket().with_file_name("state"))?;
+        let attempt = list[0]["attempt"]
+            .as_str()
+            .context("no attempt")?
+            .to_owned();
+        Ok(Self {
+            b,
+            gate,
+            at_a,
+            at_b,
+            attempt,
+        })
+    }
+
+    fn state_of_a(&self) -> PathBuf {
+        self.at_a.qmp_socket().with_file_name("state")
+    }
+
+    /// The same command again.
+    fn again(&self) -> Result<Ended> {
+        migrate(&self.at_a.qmp_socket(), &self.gate.address, "vm", &[])?.finish(LIMIT)
+    }
+
+    fn expect_at_b(&mut self) -> Result<()> {
+        self.at_b.qmp.wait_status("running", LIMIT)?;
+        ensure!(self.at_a.qmp.query_status()? == "postmigrate");
+        Ok(ram::compare(self.at_a.ram(), self.at_b.ram())?)
+    }
+
+    /// How this host's only attempt stands.
+    fn standing(state: &Path) -> Result<String> {
+        let list = attempts(state)?;
+        let only = list.as_array().map(Vec::len);
+        ensure!(only == Some(1), "{list}");
+        Ok(list[0]["standing"].as_str().unwrap_or_default().to_owned())
+    }
+}
+
+fn attempts(state: &Path) -> Result<Value> {
+    let mut command = Command::new(vamoose());
+    command.args(["attempts", "--json", "--state-dir"]);
+    let ended = Vamoose::start(command.arg(state))?
+        .finish(LIMIT)?
+        .success()?;
+    Ok(serde_json::from_str(&ended.stdout)?)
+}
+
+fn settle(state: &Path, attempt: &str, verdict: &str, options: &[&str]) -> Result<Ended> {
+    let mut command = Command::new(vamoose());
+    command.args([
+        "settle",
+        "--attempt",
+        attempt,
+        "--as",
+        verdict,
+        "--state-dir",
+    ]);
+    Vamoose::start(command.arg(state).args(options))?.finish(LIMIT)
+}
+
+#[test]
+fn a_person_takes_the_guest_back() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut scene = Scene::start(&binary, &[])?;
+    ensure!(Scene::standing(&scene.state_of_a())? == "in-doubt");
+    let plan = settle(
+        &scene.state_of_a(),
+        &scene.attempt,
+        "never-ran",
+        &["--dry-run"],
+    )?;
+    ensure!(plan.success()?.stdout.contains("continue the guest at"));
+    ensure!(scene.at_a.qmp.query_status()? == "postmigrate");
+
+    settle(&scene.state_of_a(), &scene.attempt, "never-ran", &[])?.success()?;
+    scene.at_a.qmp.wait_status("running", LIMIT)?;
+    ensure!(Scene::standing(&scene.state_of_a())? == "at-source");
+    let over = settle(&scene.state_of_a(), &scene.attempt, "running-there", &[])?;
+    over.failure("is over")?;
+
+    // B still has the guest, and must never run it.
+    ensure!(scene.at_b.qmp.query_status()? == "paused");
+    settle(&scene.b.state_dir(), &scene.attempt, "never-ran", &[])?.success()?;
+    scene.at_b.wait_exit(LIMIT)?;
+    ensure!(Scene::standing(&scene.b.state_dir())? == "at-source");
+    Ok(())
+}
+
+#[test]
+fn a_person_gives_the_guest_to_the_destination() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    for served in [true, false] {
+        let mut scene = Scene::start(&binary, &[])?;
+        if !served {
+            scene.b.server.kill()?;
+            ensure!(Scene::standing(&scene.b.state_dir())? == "orphaned");
+        }
+        let settled = settle(&scene.b.state_dir(), &scene.attempt, "running-there", &[])?;
+        ensure!(settled.success()?.stdout.contains("continue the guest at"));
+        scene.expect_at_b()?;
+        ensure!(Scene::standing(&scene.b.state_dir())? == "at-destination");
+
+        // Whoever is wrong at A is contradicted by B, if it can be asked.
+        if !served {
+            scene.b.restart()?;
+            scene.gate.lead_to(&scene.b.address);
+        }
+        scene.gate.open();
+        scene.gate.rule(COMMIT, Fate::Passes);
+        let wrong = settle(&scene.state_of_a(), &scene.attempt, "never-ran", &[])?;
+        wrong.failure("the destination answers")?;
+        scene.again()?.success()?;
+        scene.expect_at_b()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn what_was_settled_at_the_source_is_not_asked_about() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut scene = Scene::start(&binary, &[])?;
+    settle(&scene.state_of_a(), &scene.attempt, "running-there", &[])?.success()?;
+    ensure!(Scene::standing(&scene.state_of_a())? == "at-destination");
+    scene.again()?.failure("has moved the guest")?;
+    ensure!(scene.at_a.qmp.query_status()? == "postmigrate");
+    Ok(())
+}
+
+/// Reported, not killed, not run; and the source may come back.
+#[test]
+fn an_orphan_waits_for_its_source() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut scene = Scene::start(&binary, &["--orphan-timeout", "1"])?;
+    scene.b.server.wait_for("is an orphan", LIMIT)?;
+    ensure!(Scene::standing(&scene.b.state_dir())? == "orphaned");
+    ensure!(scene.at_b.qmp.query_status()? == "paused");
+    scene.gate.open();
+    scene.gate.rule(COMMIT, Fate::Passes);
+    scene.again()?.success()?;
+    scene.expect_at_b()
+}
+
+/// What was coming in to a server that was killed cannot arrive any more: the next server ends that QEMU, even if it
+/// hears nothing.
+#[test]
+fn a_server_that_is_started_again_ends_half_a_guest() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut b = Host::start(&[])?;
+    let mut at_a = Builder::bare(&binary, 4 * MIB)
+        .content(Fill::Mixed, 1)
+        .start()?;
+    at_a.qmp.cont()?;
+    let mut at_b = Builder::bare(&binary, 4 * MIB).incoming().start()?;
+    b.knows("vm", &at_b)?;
+    let slow = b.migrate(&at_a, "vm", &["--max-bandwidth", "16k"])?;
+    slow.wait_for("active", LIMIT)?;
+    let process = Pid::from_raw(at_b.pid().try_into()?).context("no process")?;
+    kill_process(process, Signal::STOP)?;
+    b.restart()?;
+    at_b.wait_exit(LIMIT)?;
+    slow.finish(LIMIT)?
+        .failure("the guest stays at the source")?;
+    at_a.qmp.wait_status("running", LIMIT)?;
+    b.server.wait_for("migration failed", LIMIT)?;
+    ensure!(Scene::standing(&b.state_dir())? == "at-source");
+    Ok(())
+}
+
+#[test]
+fn nothing_is_begun_that_cannot_be_remembered() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut guest = Builder::bare(&binary, 4 * MIB).start()?;
+    let dir = tempfile::tempdir()?;
+    let file = dir.path().join("file");
+    std::fs::write(&file, "")?;
+    let mut command = Command::new(vamoose());
+    command.args([
+        "migrate",
+        "--to",
+        "tcp:127.0.0.1:1",
+        "--name",
+        "vm",
+        "--qmp",
+    ]);
+    command.arg(guest.qmp_socket()).arg("--state-dir").arg(file);
+    let ended = Vamoose::start(&mut command)?.finish(LIMIT)?;
+    ended.failure("cannot use the state folder")?;
+    ensure!(guest.qmp.query_migrate()?["status"].is_null());
+    Ok(())
+}
+
+/// A server of the first release, as far as it matters.
+#[test]
+fn an_older_server_is_refused_with_a_reason() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let guest = Builder::bare(&binary, 4 * MIB).start()?;
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let address = format!("tcp:{}", listener.local_addr()?);
+    thread::spawn(move || -> Result<()> {
+        for stream in listener.incoming() {
+            let mut stream = stream?;
+            stream.read_exact(&mut [0; 24])?;
+            let mut line = String::new();
+            BufReader::new(&stream).read_line(&mut line)?;
+            let request: Value = serde_json::from_str(&line)?;
+            // It knew these fields, and answered so.
+            let theirs = request["protocol"].as_u64();
+            let complete = ["name", "uuid", "ram-bytes", "channels", "page-size"]
+                .iter()
+                .all(|field| !request[field].is_null());
+            if request["request"] == "prepare" && complete && theirs != Some(1) {
+                let reason =
+                    "this server speaks version 1 of the control protocol, migrate speaks 2";
+                writeln!(stream, r#"{{"answer":"refused","reason":"{reason}"}}"#)?;
+            }
+        }
+        Ok(())
+    });
+    let migration = migrate(&guest.qmp_socket(), &address, "vm", &[])?;
+    migration.finish(LIMIT)?.failure("speaks version 1")?;
+    Ok(())
+}
+
+#[test]
+fn an_older_source_is_refused_in_its_words() -> Result<()> {
+    let host = Host::start(&[])?;
+    let mut stream = TcpStream::connect(host.address.trim_start_matches("tcp:"))?;
+    stream.write_all(b"VAMOOSEC0123456789abcdef")?;
+    let prepare = r#"{"request":"prepare","protocol":1,"name":"vm","uuid":"","ram-bytes":1,"channels":2,"page-size":4096,"method":""}"#;
+    writeln!(stream, "{prepare}")?;
+    let mut line = String::new();
+    BufReader::new(&stream).read_line(&mut line)?;
+    let answer: Value = serde_json::from_str(&line)?;
+    ensure!(answer["answer"] == "refused", "{answer}");
+    let reason = answer["reason"].as_str().unwrap_or_default();
+    ensure!(reason.contains("the other side 1 to 1"), "{reason}");
+    Ok(())
+}

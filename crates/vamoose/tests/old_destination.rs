@@ -1,0 +1,130 @@
+//! A destination of QEMU 7.2 ends by itself when its migration breaks off, as it does without relays.
+//!
+//! Once it has read a mark in the main stream it waits for the SYNCs of all channels and for nothing else, so
+//! it must never get a mark whose SYNCs do not come. `VAMOOSE_REPEAT` says how often each is tried.
+
+mod common;
+
+use anyhow::{Context as _, Result, ensure};
+use common::{LIMIT, MIB, incoming, listen_address, set_up, vamoose};
+use lab::{
+    qemu::{self, Binary, Builder, Qemu},
+    ram::Fill,
+    vamoose::Vamoose,
+};
+use rustix::process::Signal;
+
+const RAM: u64 = 64 * MIB;
+
+/// Migrations through a pair of relays that break off in their middle.
+struct Scene {
+    source: Qemu,
+    destination: Qemu,
+    near: Vamoose,
+    far: Vamoose,
+}
+
+impl Scene {
+    fn start(from: &Binary, to: &Binary) -> Result<Self> {
+        let mut source = Builder::bare(from, RAM)
+            .content(Fill::Random, 1)
+            .peer(to.version)
+            .start()?;
+        source.qmp.cont()?;
+        let mut destination = Builder::bare(to, RAM)
+            .peer(from.version)
+            .incoming()
+            .start()?;
+        set_up(&mut destination, 2, "none")?;
+        let connect = incoming(&mut destination, false)?;
+        let (far, between) = Vamoose::relay(vamoose(), "tcp:127.0.0.1:0", &connect, &[])?;
+        let listen = listen_address(&source, "out", false);
+        let options = ["--max-bandwidth", "10M"];
+        let (near, address) = Vamoose::relay(vamoose(), &listen, &between, &options)?;
+        set_up(&mut source, 2, "none")?;
+        source.qmp.migrate(&address)?;
+        Ok(Self {
+            source,
+            destination,
+            near,
+            far,
+        })
+    }
+}
+
+/// How often the destination ended after `harm`, at another moment each time.
+fn ends(from: &Binary, harm: fn(&mut Scene) -> Result<()>) -> Result<()> {
+    let Some(to) = qemu::find_or_skip(7, 2)? else {
+        return Ok(());
+    };
+    let repeat = match std::env::var("VAMOOSE_REPEAT") {
+        Ok(number) => number.parse().context("VAMOOSE_REPEAT")?,
+        Err(_) => 3,
+    };
+    let mut ended = 0;
+    for number in 0..repeat {
+        let mut scene = Scene::start(from, &to)?;
+        let moment = (2 + 3 * (number % 10)) * MIB;
+        scene.source.qmp.wait_moved(moment, LIMIT)?;
+        harm(&mut scene)?;
+        scene
+            .source
+            .qmp
+            .wait_migration(&["failed", "cancelled"], LIMIT)?;
+        scene.source.qmp.wait_status("running", LIMIT)?;
+        ended += u64::from(scene.destination.wait_exit(LIMIT / 4).is_ok());
+    }
+    let _ = std::io::Write::write_all(
+        &mut std::io::stderr(),
+        format!("{ended} of {repeat} destinations ended\n").as_bytes(),
+    );
+    ensure!(ended == repeat, "{ended} of {repeat} destinations ended");
+    Ok(())
+}
+
+/// From an old source, whose every section has a SYNC.
+fn ends_from_old(harm: fn(&mut Scene) -> Result<()>) -> Result<()> {
+    match qemu::find_or_skip(7, 2)? {
+        Some(from) => ends(&from, harm),
+        None => Ok(()),
+    }
+}
+
+fn ends_from_new(harm: fn(&mut Scene) -> Result<()>) -> Result<()> {
+    match qemu::find_or_skip(10, 0)? {
+        Some(from) => ends(&from, harm),
+        None => Ok(()),
+    }
+}
+
+fn cancel(scene: &mut Scene) -> Result<()> {
+    scene.source.qmp.migrate_cancel()
+}
+
+fn kill_near(scene: &mut Scene) -> Result<()> {
+    scene.near.signal(Signal::KILL)
+}
+
+fn kill_far(scene: &mut Scene) -> Result<()> {
+    scene.far.signal(Signal::KILL)
+}
+
+#[test]
+fn after_a_cancel() -> Result<()> {
+    ends_from_old(cancel)
+}
+
+#[test]
+fn after_a_cancel_of_a_newer_source() -> Result<()> {
+    ends_from_new(cancel)
+}
+
+#[test]
+fn after_the_near_relay_is_killed() -> Result<()> {
+    ends_from_old(kill_near)
+}
+
+#[test]
+fn after_the_far_relay_is_killed() -> Result<()> {
+    ends_from_old(kill_far)
+}
