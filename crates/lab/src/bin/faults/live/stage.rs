@@ -119,7 +119,15 @@ impl<'a> Stage<'a> {
         }
         self.repair_all()?;
         self.expect_no_crash()?;
+        self.hear_all_out();
         Ok(over)
+    }
+
+    /// What they did by now is known then.
+    fn hear_all_out(&self) {
+        for vmm in self.all() {
+            vmm.hear_out(SOON);
+        }
     }
 
     fn perform(&mut self, deed: Deed) -> Result<()> {
@@ -170,25 +178,11 @@ impl<'a> Stage<'a> {
         Ok(())
     }
 
-    /// The destination that runs the guest. One that is `expected` may be about to say so: its word comes another way
-    /// than the source's.
-    fn find_running(&self, expected: bool) -> Option<&Vmm> {
-        let deadline = Instant::now() + SOON;
-        loop {
-            let running = self.destinations.iter().find(|vmm| vmm.life().runs_now());
-            let may_come = expected && !self.destinations.iter().all(|vmm| vmm.process.has_ended());
-            if running.is_some() || !may_come || Instant::now() > deadline {
-                return running;
-            }
-            std::thread::sleep(LOOK);
-        }
-    }
-
     /// Compares what the source says with what is so.
     fn judge(&self, over: &Word) -> Result<Ended, Trouble> {
         self.expect_one()?;
         let said = over.message["guest"].as_str().unwrap_or("?");
-        let runs_there = self.find_running(said == "destination");
+        let runs_there = self.destinations.iter().find(|vmm| vmm.life().runs_now());
         let untrue = |what: String| Err(Trouble::broken(Broken::Untrue, what));
         let killed = self.destinations[0].process.has_ended();
         match (said, runs_there) {
@@ -307,6 +301,7 @@ impl<'a> Stage<'a> {
                 return Err(Trouble::broken(Broken::NextFails, cause));
             }
         }
+        self.hear_all_out();
         self.expect_one()?;
         let there = self.destinations.last().context("no destination")?;
         self.verify(there)?;

@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -26,6 +27,8 @@ pub(crate) struct Vmm {
 struct Said {
     words: Mutex<Vec<Word>>,
     changed: Condvar,
+    /// Nothing more will come.
+    ended: AtomicBool,
 }
 
 /// Something that a VMM has said.
@@ -88,12 +91,20 @@ impl Vmm {
                 return Some(found.clone());
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || self.said.ended.load(Ordering::SeqCst) {
                 return None;
             }
             let waited = self.said.changed.wait_timeout(said, left);
             said = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Waits until everything that it has said by now has been heard.
+    pub(crate) fn hear_out(&self, within: Duration) {
+        let before = self.said().len();
+        // It has no answer to this.
+        self.tell("ping");
+        self.wait_for(&["what?"], before, within);
     }
 
     pub(crate) fn said(&self) -> Vec<Word> {
@@ -139,6 +150,9 @@ impl Said {
             self.lock().push(Word { at, word, message });
             self.changed.notify_all();
         }
+        let _words = self.lock();
+        self.ended.store(true, Ordering::SeqCst);
+        self.changed.notify_all();
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Word>> {

@@ -26,6 +26,7 @@ const SETTLING: Duration = Duration::from_secs(5);
 impl Stage<'_> {
     /// Finds who has the guest. All that has happened so far must have been right.
     pub(crate) fn judge(&mut self) -> Result<Holder, Trouble> {
+        self.expect_source()?;
         let holder = if self.plan.runs {
             self.who_runs()?
         } else {
@@ -40,6 +41,16 @@ impl Stage<'_> {
             self.check_memory(holder)?;
         }
         Ok(holder)
+    }
+
+    /// The source's QEMU ends only if it is killed; the others may be ended by servers.
+    fn expect_source(&self) -> Result<(), Trouble> {
+        let killed = self.hands.struck().contains(&Kind::KillSource);
+        if killed || !self.actors[0].has_ended() {
+            return Ok(());
+        }
+        let what = "the source's QEMU has ended, and nobody has killed it";
+        Err(Trouble::broken(Broken::Crash, what))
     }
 
     /// The one that runs.

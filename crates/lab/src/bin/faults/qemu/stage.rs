@@ -371,7 +371,12 @@ impl<'a> Stage<'a> {
         for actor in &mut self.actors {
             let name = actor.name.clone();
             if let Some(at) = actor.process.ended_at() {
-                story.push((at, format!("{name} has ended")));
+                let how = actor.qemu.wait_exit(Duration::ZERO);
+                let how = how.map_or_else(|error| error.to_string(), |how| how.to_string());
+                story.push((
+                    at,
+                    format!("{name} has ended ({how}; {})", actor.qemu.stderr()),
+                ));
             }
             for event in actor.events() {
                 let status = event.data["status"].as_str().unwrap_or_default();
