@@ -380,7 +380,7 @@ fn another_user() -> Result<()> {
             if tcp {
                 let text = match named {
                     true => "cannot connect to unix:/nowhere",
-                    false => "of another user: Ok(Uid(4711))",
+                    false => "turning away user 4711",
                 };
                 relay.wait_for(text, LIMIT)?;
             } else {
