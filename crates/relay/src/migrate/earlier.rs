@@ -86,7 +86,12 @@ impl Migration<'_> {
         // What has become of the guest while nobody looked.
         let event = match (state, source.as_deref_mut()) {
             // Nobody has seen whether the guest had stopped when its QEMU ended.
-            (SourceState::Moving { .. }, None) => {
+            (
+                SourceState::Moving {
+                    incarnation: Some(_),
+                },
+                None,
+            ) => {
                 return Err(unfinished(Cause::SourceEnded, GuestLocation::InDoubt));
             }
             (_, None) => Some(SourceEvent::GuestDied { stopped: false }),
