@@ -32,7 +32,7 @@ model: setup   # Explore the model of the hand-over further (some minutes)
 	cargo test -p handover --test model -- --ignored
 
 faults: setup  # Break migrations in every way, at random moments, until one goes wrong (FAULTS="--faults 2000 --seed 1")
-	cargo build --release -p vamoose -p lab -p live --bin vamoose --bin faults --example vmm
+	cargo build --release -p vamoose -p lab -p vamoose-live --bin vamoose --bin faults --example vmm
 	"$${CARGO_TARGET_DIR:-target}/release/faults" $(FAULTS)
 
 figures: setup # Measure the documentation's figures anew

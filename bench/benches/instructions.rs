@@ -16,7 +16,7 @@
 
 use std::hint::black_box;
 
-use codec::{Decoder, Encoder, Settings, encoder, is_zero};
+use vamoose_codec::{Decoder, Encoder, Settings, encoder, is_zero};
 use gungraun::{Callgrind, prelude::*};
 use multifd::{BlockName, Layout, Method, PRELUDE_LEN, Prelude, RamHeader};
 use vamoose_bench::{PAGE, Page, pages};

@@ -6,14 +6,14 @@
 
 use std::{fs, path::Path};
 
-use codec::{Settings, encoder};
 use handover::{
     AttemptId, ConnectionKind, DestinationMessage, Details, Incarnation, Preamble, Prepare,
     SourceMessage, encode as line,
 };
-use live::protocol::{BlockShape, PrepareDetails};
 use multifd::{INITIAL_LEN, Layout, Method, PRELUDE_LEN, Prelude, RamHeader};
+use vamoose_codec::{Settings, encoder};
 use vamoose_fuzz::{LAYOUT, write_packet};
+use vamoose_live::protocol::{BlockShape, PrepareDetails};
 
 const FOLDERS: [&str; 8] = [
     "qemu-10.0.2-none",

@@ -5,11 +5,11 @@
 
 use std::sync::Arc;
 
-use codec::Decoder;
 use libfuzzer_sys::fuzz_target;
 use multifd::{PacketKind, RamHeader};
-use transfer::{ChannelReader, Packet, Received, Stats, Stream};
+use vamoose_codec::Decoder;
 use vamoose_fuzz::{LAYOUT, hear};
+use vamoose_link::{ChannelReader, Packet, Received, Stats, Stream};
 use vm_memory::VolatileSlice;
 
 fuzz_target!(|input: &[u8]| {

@@ -9,10 +9,10 @@ use handover::{
     DestinationMessage, FrameError, Lines, PREAMBLE_LEN, Preamble, SourceMessage, encode,
 };
 use libfuzzer_sys::fuzz_target;
-use live::protocol::{Messages, Opening, PrepareDetails};
 use serde::{Serialize, de::DeserializeOwned};
-use transfer::Stream;
 use vamoose_fuzz::hear;
+use vamoose_link::Stream;
+use vamoose_live::protocol::{Messages, Opening, PrepareDetails};
 
 fuzz_target!(|input: &[u8]| {
     if let Some(bytes) = input.first_chunk::<PREAMBLE_LEN>()

@@ -3,9 +3,9 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use codec::{Decoder, Settings, encoder};
 use libfuzzer_sys::{Corpus, fuzz_target};
 use multifd::Method;
+use vamoose_codec::{Decoder, Settings, encoder};
 use vamoose_fuzz::LAYOUT;
 
 #[derive(Arbitrary, Debug)]

@@ -6,9 +6,9 @@
 
 use std::{io::Write as _, os::unix::net::UnixStream, sync::Arc, thread, time::Duration};
 
-use codec::Decoder;
 use multifd::{Layout, Method};
-use transfer::Stream;
+use vamoose_codec::Decoder;
+use vamoose_link::Stream;
 
 /// Page size of the guests of all targets but `packet`.
 pub const LAYOUT: Layout = Layout::X86;

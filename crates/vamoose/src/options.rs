@@ -11,14 +11,14 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
-use codec::{Accel, Engines, Registry, Settings, Verify};
 use idxd::{
     offload::{Choice, Options},
     shares::Weight,
 };
 use multifd::{Layout, Method};
-use relay::Config;
 use serde::{Deserialize, Serialize};
+use vamoose_codec::{Accel, Engines, Registry, Settings, Verify};
+use vamoose_relay::Config;
 
 /// How pages cross the link.
 #[derive(Args, Clone, Debug)]

@@ -6,7 +6,7 @@ use std::{
 };
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use relay::Progress;
+use vamoose_relay::Progress;
 
 /// Shows progress on standard error.
 pub(crate) struct Display {
@@ -128,7 +128,7 @@ impl Rate {
 #[cfg(test)]
 mod tests {
     use serde_json::json;
-    use transfer::Snapshot;
+    use vamoose_link::Snapshot;
 
     use super::*;
 

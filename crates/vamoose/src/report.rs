@@ -3,11 +3,11 @@
 use std::{fmt, fs, io::Write as _, time::Duration};
 
 use anyhow::{Context as _, Result};
-use codec::{DeviceWork, Engines};
-use relay::Moved;
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
-use transfer::Snapshot;
+use vamoose_codec::{DeviceWork, Engines};
+use vamoose_link::Snapshot;
+use vamoose_relay::Moved;
 
 /// What a migration was and cost. Times are in milliseconds, as QEMU's.
 #[derive(Clone, Debug, Serialize)]

@@ -4,9 +4,9 @@
 
 use std::process::{Command, Output, Stdio};
 
-use codec::{Registry, Settings};
 use multifd::Method;
 use serde_json::Value;
+use vamoose_codec::{Registry, Settings};
 
 #[test]
 fn the_json_has_its_keys() {

@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 use clap::Args;
-use relay::{Attempt, Journal, Standing};
+use vamoose_relay::{Attempt, Journal, Standing};
 
 use crate::{options::StateDir, report::write_json};
 
@@ -23,7 +23,7 @@ pub(crate) struct Options {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let journal = Journal::open(&options.state_dir.path()?)?;
-    let attempts = relay::attempts(&journal)?;
+    let attempts = vamoose_relay::attempts(&journal)?;
     if options.json {
         return write_json(&attempts, "-");
     }

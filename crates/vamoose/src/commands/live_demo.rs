@@ -30,8 +30,6 @@ use std::{
 
 use anyhow::{Context as _, Error, Result, anyhow, bail};
 use clap::Args;
-use codec::Engines;
-use live::{AutoConverge, GuestLocation, Ram, Source, SourceConfig, SourceError};
 use multifd::Layout;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
@@ -39,7 +37,9 @@ use signal_hook::{
 };
 use testguest::{Fill, Guest, fill};
 use tracing::info;
-use transfer::Address;
+use vamoose_codec::Engines;
+use vamoose_link::Address;
+use vamoose_live::{AutoConverge, GuestLocation, Ram, Source, SourceConfig, SourceError};
 
 use crate::{
     commands::relay::refuse_open_address,

@@ -8,13 +8,13 @@ use std::{
 
 use anyhow::{Context as _, Error, Result};
 use clap::{Args, ValueEnum};
-use relay::{Cause, Failure, GuestLocation, Migration, Moved};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
 };
 use tracing::info;
-use transfer::{Address, Snapshot};
+use vamoose_link::{Address, Snapshot};
+use vamoose_relay::{Cause, Failure, GuestLocation, Migration, Moved};
 
 use crate::{
     options::{Encoding, StateDir},

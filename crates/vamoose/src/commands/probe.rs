@@ -21,8 +21,8 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use codec::Registry;
 use serde::Serialize;
+use vamoose_codec::Registry;
 
 use self::{
     advice::Advice,

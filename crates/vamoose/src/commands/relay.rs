@@ -7,9 +7,9 @@ use std::{
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use relay::{Dialer, Outcome, Relay, ZeroPages};
 use tracing::info;
-use transfer::{Address, Hangup, Listener, Peers, Stats};
+use vamoose_link::{Address, Hangup, Listener, Peers, Stats};
+use vamoose_relay::{Dialer, Outcome, Relay, ZeroPages};
 
 use crate::{options::Encoding, report::Report};
 

@@ -4,15 +4,15 @@ use std::{path::PathBuf, thread, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
-use codec::Settings;
 use multifd::Method;
-use relay::{Server, ServerConfig};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     iterator::Signals,
 };
 use tracing::info;
-use transfer::{Address, Hangup, Peers};
+use vamoose_codec::Settings;
+use vamoose_link::{Address, Hangup, Peers};
+use vamoose_relay::{Server, ServerConfig};
 
 use crate::{
     commands::relay::refuse_open_address,

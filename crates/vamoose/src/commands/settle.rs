@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
-use relay::{AttemptId, Journal, Settlement, Verdict};
+use vamoose_relay::{AttemptId, Journal, Settlement, Verdict};
 
 use crate::options::StateDir;
 

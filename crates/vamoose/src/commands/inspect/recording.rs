@@ -8,12 +8,12 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use codec::{DecodeError, Decoder};
 use multifd::{
     DEVICE_STATE_HEADER_LEN, DeviceStateHeader, INITIAL_LEN, Initial, Layout, MAIN_MAGIC,
     PRELUDE_LEN, PacketKind, Prelude, RamHeader,
 };
 use tracing::warn;
+use vamoose_codec::{DecodeError, Decoder};
 
 use super::unzstd::{self, Unzstd};
 

@@ -10,11 +10,11 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use codec::Settings;
-use live::{Destination, DestinationConfig, DestinationGuest, GuestError};
 use multifd::Method;
 use testguest::{Fill, Guest, fill};
 use tracing::warn;
+use vamoose_codec::Settings;
+use vamoose_live::{Destination, DestinationConfig, DestinationGuest, GuestError};
 
 use super::{
     cpu::CpuTime,

@@ -3,9 +3,9 @@
 use std::{io, os::unix::fs::FileExt as _};
 
 use anyhow::{Context as _, Result};
-use live::{Ram, RamBlock};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
+use vamoose_live::{Ram, RamBlock};
 
 /// Digests of all of a guest's memory: 128 bits for each piece of 1 MiB.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Error, Result, bail};
 use clap::{Args, ValueEnum};
-use codec::open_devices;
 use idxd::{
     Kind,
     offload::{Choice, Devices, Options},
 };
-use live::{DsaDetection, Offload, PageCopy};
 use serde::{Deserialize, Serialize};
+use vamoose_codec::open_devices;
+use vamoose_live::{DsaDetection, Offload, PageCopy};
 
 use crate::options::{Hardware, as_text};
 
@@ -67,11 +67,11 @@ impl DsaOptions {
         &self,
         pages: u32,
         hardware: &Hardware,
-    ) -> Result<live::ZeroPageDetection> {
+    ) -> Result<vamoose_live::ZeroPageDetection> {
         Ok(match self.zero_page_detection {
-            ZeroPageDetection::None => live::ZeroPageDetection::None,
-            ZeroPageDetection::Cpu => live::ZeroPageDetection::Cpu,
-            ZeroPageDetection::Dsa => live::ZeroPageDetection::Dsa(DsaDetection {
+            ZeroPageDetection::None => vamoose_live::ZeroPageDetection::None,
+            ZeroPageDetection::Cpu => vamoose_live::ZeroPageDetection::Cpu,
+            ZeroPageDetection::Dsa => vamoose_live::ZeroPageDetection::Dsa(DsaDetection {
                 devices: self
                     .queues(pages)
                     .open(hardware)
@@ -130,11 +130,14 @@ pub(super) struct Done {
 }
 
 impl Done {
-    pub(super) fn detection(detection: &live::ZeroPageDetection, offload: Option<Offload>) -> Self {
+    pub(super) fn detection(
+        detection: &vamoose_live::ZeroPageDetection,
+        offload: Option<Offload>,
+    ) -> Self {
         let by = match detection {
-            live::ZeroPageDetection::None => "none",
-            live::ZeroPageDetection::Cpu => "cpu",
-            live::ZeroPageDetection::Dsa(_) => "dsa",
+            vamoose_live::ZeroPageDetection::None => "none",
+            vamoose_live::ZeroPageDetection::Cpu => "cpu",
+            vamoose_live::ZeroPageDetection::Dsa(_) => "dsa",
         };
         Self { by, offload }
     }

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use clap::ValueEnum;
-use live::{DirtyLog, KvmDirtyLog, KvmSlot, Ram, UserfaultLog};
 use serde::Serialize;
 use testguest::{Guest, Slot};
+use vamoose_live::{DirtyLog, KvmDirtyLog, KvmSlot, Ram, UserfaultLog};
 
 /// A dirty log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use codec::Engines;
 use serde::Serialize;
+use vamoose_codec::Engines;
 
 use super::{
     dsa::Done,

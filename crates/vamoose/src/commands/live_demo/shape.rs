@@ -11,9 +11,9 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum;
-use live::{Ram, RamBlock};
 use serde::{Deserialize, Serialize};
 use testguest::{Backing, Config, Fill, Guest, Kind, Memory, PAGE, Pattern};
+use vamoose_live::{Ram, RamBlock};
 
 /// A guest to be made, at the source and at the destination.
 #[derive(Clone, Debug, Serialize, Deserialize)]

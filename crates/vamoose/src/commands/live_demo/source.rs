@@ -9,10 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use live::{GuestError, Handle, Source, SourceError, SourceGuest, Status, Switchover};
 use serde::Serialize;
 use testguest::Guest;
-use transfer::{Address, Snapshot};
+use vamoose_link::{Address, Snapshot};
+use vamoose_live::{GuestError, Handle, Source, SourceError, SourceGuest, Status, Switchover};
 
 use super::cpu::CpuTime;
 use crate::progress::Display;
@@ -94,10 +94,10 @@ fn watch(handle: &Handle, cancel: &AtomicBool, ended: &Receiver<()>) {
     display.end();
 }
 
-fn progress(handle: &Handle) -> relay::Progress {
+fn progress(handle: &Handle) -> vamoose_relay::Progress {
     // Numbers and plain words: this cannot fail, and what is shown is no matter of life.
     let source = serde_json::to_value(handle.status()).unwrap_or_default();
-    relay::Progress {
+    vamoose_relay::Progress {
         status: source["status"].as_str().unwrap_or_default().to_owned(),
         source,
         moved: handle.moved(),

@@ -13,9 +13,9 @@
 //! `failed` may come in the place of any of them, and is the last one. The end of its standard input ends the
 //! destination: the source is gone.
 
-use live::Offload;
 use serde::{Deserialize, Serialize};
 use testguest::Proof;
+use vamoose_live::Offload;
 
 use super::{dsa::Queues, shape::Shape};
 use crate::options::Hardware;

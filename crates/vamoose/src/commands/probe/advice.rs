@@ -15,8 +15,8 @@ mod sample;
 
 use std::sync::Arc;
 
-use codec::Registry;
 use serde::Serialize;
+use vamoose_codec::Registry;
 
 use self::measure::{FarSide, Measured, Unmeasured};
 use super::Lines;

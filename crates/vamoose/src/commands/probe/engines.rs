@@ -2,8 +2,8 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use codec::{Registry, Row, Settings};
 use serde::Serialize;
+use vamoose_codec::{Registry, Row, Settings};
 
 use super::pci::{Device, Kind};
 

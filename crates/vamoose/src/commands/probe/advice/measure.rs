@@ -6,10 +6,10 @@
 use std::{fmt, hint::black_box, sync::Arc, time::Duration};
 
 use anyhow::{Result, ensure};
-use codec::{Accel, Engines, Health, Registry, Settings, Verify};
 use multifd::{Layout, Method};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
+use vamoose_codec::{Accel, Engines, Health, Registry, Settings, Verify};
 
 use super::sample;
 

@@ -1,0 +1,79 @@
+//! Encoders and decoders of page data, one per channel and direction, for QEMU's multifd methods
+//! and some of Vamoose's own, and the engines (libraries, devices) that do their work.
+//!
+//! A packet's payload is the packet's normal pages, back to back, encoded by one method. For zlib
+//! and zstd the channel carries **one** stream for the whole migration:
+//!
+//! ```text
+//!             packet 1             packet 2                   packet n
+//! channel  ┌────────────┬───────┐ ┌────────────┬───────┐     ┌────────────┬───────┐
+//!          │ ≤ 128 pages│ flush │ │ ≤ 128 pages│ flush │  …  │ ≤ 128 pages│ flush │   never ended
+//!          └────────────┴───────┘ └────────────┴───────┘     └────────────┴───────┘
+//!           └─ history is carried over: every packet may refer to the ones before it ─┘
+//! ```
+//!
+//! The packets of lz4, zstd-frames, qpl and qatzip are independent of each other.
+//!
+//! So an [`Encoder`] and a [`Decoder`] live as long as their channel, see each of its packets once
+//! and in order, and are of no use after an error: the other side's history differs from then on.
+//! The flush makes a packet decodable as soon as it has arrived.
+//!
+//! ```
+//! use vamoose_codec::{Decoder, Settings, encoder};
+//! use multifd::{Layout, Method};
+//!
+//! let settings = Settings::new(Method::Zstd, None)?;
+//! let mut encoder = encoder(&settings, Layout::X86)?;
+//! let mut decoder = Decoder::new(Layout::X86);
+//!
+//! let (sent, mut room) = (vec![7; 8192], vec![0; Layout::X86.max_payload()]);
+//! let encoded = encoder.encode(&sent, &mut room)?;
+//! let mut received = vec![0; 8192];
+//! decoder.decode(encoded.method, encoded.payload, &mut received)?;
+//! assert_eq!(received, sent);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Where to read on: [`Settings`] (what can be asked for), [`Registry`] (which engine does it),
+//! `encode` and `decode` (what both sides of every method share: sizes, errors), one module per method
+//! (its format, its engines, and the measurements behind the choice), `accelerated` (what happens when
+//! hardware fails), `ffi` (the only unsafe code).
+
+#![deny(unsafe_code)]
+
+mod accelerated;
+mod auto;
+mod decode;
+mod devices;
+mod encode;
+mod engine;
+mod error;
+#[cfg(feature = "fault-injection")]
+mod faulty;
+mod ffi;
+mod health;
+mod iaa;
+mod libdeflate;
+mod lz4;
+mod qat;
+mod qatzip;
+mod qpl;
+mod registry;
+mod settings;
+mod zero;
+mod zlib;
+mod zstd;
+mod zstd_frames;
+
+pub use accelerated::Verify;
+pub use decode::Decoder;
+pub use devices::open_devices;
+pub use encode::{Encoded, Encoder, encoder};
+pub use engine::DeviceWork;
+pub use error::{DecodeError, EncodeError, SettingsError};
+#[cfg(feature = "fault-injection")]
+pub use faulty::Faults;
+pub use health::{Health, Tally};
+pub use registry::{Accel, Engines, Registry, Row};
+pub use settings::Settings;
+pub use zero::{CpuScan, DsaScan, WrongVerdict, ZeroScan, is_zero};

@@ -1,0 +1,159 @@
+//! A packet in memory: its header and its pages, decoded.
+
+use multifd::{DeviceStateHeader, Layout, PacketKind, RamHeader};
+
+/// One packet between a reader and a writer. Made once, reused for the whole migration.
+pub struct Packet {
+    content: Content,
+    ram: RamHeader,
+    layout: Layout,
+    pages: Box<[u8]>,
+    state: Vec<u8>,
+}
+
+/// What the packet holds at the moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// Pages of a RAM block, perhaps a SYNC.
+    Ram,
+    /// State of a device, passed on as it is.
+    DeviceState(Box<DeviceStateHeader>),
+}
+
+impl Packet {
+    /// An empty RAM packet with room for the pages of a whole packet.
+    pub fn new(layout: Layout) -> Self {
+        Self {
+            content: Content::Ram,
+            ram: RamHeader::new(layout),
+            layout,
+            pages: vec![0; layout.packet_bytes()].into(),
+            state: Vec::new(),
+        }
+    }
+
+    /// Whether the packet holds pages or device state.
+    pub fn kind(&self) -> PacketKind {
+        match self.content {
+            Content::Ram => PacketKind::Ram,
+            Content::DeviceState(_) => PacketKind::DeviceState,
+        }
+    }
+
+    /// What the packet holds.
+    pub(crate) fn content(&self) -> &Content {
+        &self.content
+    }
+
+    /// The header of a RAM packet; of no meaning while it holds device state.
+    pub fn ram(&self) -> &RamHeader {
+        &self.ram
+    }
+
+    /// The header of a RAM packet, to be changed.
+    pub fn ram_mut(&mut self) -> &mut RamHeader {
+        &mut self.ram
+    }
+
+    /// The normal pages, back to back in the order of the offset table.
+    pub fn pages(&self) -> &[u8] {
+        &self.pages[..self.pages_len()]
+    }
+
+    /// The normal pages, to be filled.
+    pub fn pages_mut(&mut self) -> &mut [u8] {
+        let len = self.pages_len();
+        &mut self.pages[..len]
+    }
+
+    /// The header, to be changed, and the normal pages.
+    pub(crate) fn ram_parts(&mut self) -> (&mut RamHeader, &[u8]) {
+        let len = self.pages_len();
+        (&mut self.ram, &self.pages[..len])
+    }
+
+    /// Writes the zero pages out as normal ones, for a destination that does not know zero pages.
+    pub fn expand_zero_pages(&mut self) {
+        let normal = self.pages_len();
+        self.ram.zero_pages_become_normal();
+        self.pages_mut()[normal..].fill(0);
+    }
+
+    /// Finds the zero pages among the normal ones: they leave as offsets alone.
+    pub fn detect_zero_pages(&mut self) {
+        let size = self.layout.page_size();
+        let (pages, mut kept) = (&mut self.pages, 0);
+        self.ram.normal_pages_become_zero(|index| {
+            let page = index * size..(index + 1) * size;
+            let is_zero = vamoose_codec::is_zero(&pages[page.clone()]);
+            if !is_zero {
+                if page.start != kept {
+                    pages.copy_within(page, kept);
+                }
+                kept += size;
+            }
+            is_zero
+        });
+    }
+
+    /// The device state.
+    pub fn state(&self) -> &[u8] {
+        &self.state
+    }
+
+    pub(crate) fn set_ram(&mut self) {
+        self.content = Content::Ram;
+    }
+
+    /// Makes this a packet of device state; returns the buffer that its payload belongs into.
+    pub(crate) fn set_device_state(&mut self, header: DeviceStateHeader) -> &mut Vec<u8> {
+        self.content = Content::DeviceState(Box::new(header));
+        self.ram.clear();
+        self.state.clear();
+        &mut self.state
+    }
+
+    /// At most the length of `pages`: the header never names more pages than a packet can hold.
+    fn pages_len(&self) -> usize {
+        self.ram.normal_offsets().len() * self.layout.page_size()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zero_pages_are_written_out_as_zeros() {
+        let mut packet = Packet::new(Layout::X86);
+        packet.pages.fill(7);
+        packet
+            .ram_mut()
+            .set_pages(&[0], &[4096, 8192], Layout::X86)
+            .unwrap();
+        packet.expand_zero_pages();
+        assert_eq!(packet.pages().len(), 3 * 4096);
+        assert!(packet.pages()[..4096].iter().all(|byte| *byte == 7));
+        assert!(packet.pages()[4096..].iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn zero_pages_are_found_and_the_others_keep_their_content() {
+        let mut packet = Packet::new(Layout::X86);
+        let offsets: Vec<u64> = (0..128).map(|page| page << 12).collect();
+        packet
+            .ram_mut()
+            .set_pages(&offsets, &[], Layout::X86)
+            .unwrap();
+        for (number, page) in (0..).zip(packet.pages_mut().chunks_exact_mut(4096)) {
+            // A single byte, the last one, which is zero in every other page.
+            page[4095] = if number % 2 == 0 { 0 } else { number };
+        }
+        packet.detect_zero_pages();
+        assert_eq!(packet.ram().zero_offsets().len(), 64);
+        let pages = packet.pages().chunks_exact(4096);
+        for (offset, page) in packet.ram().normal_offsets().iter().zip(pages) {
+            assert_eq!(u64::from(page[4095]) << 12, *offset);
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! The receiving end of a data channel: bytes to checked, decoded packets.
+
+use std::{
+    io::{self, Read as _},
+    sync::Arc,
+};
+
+use multifd::{
+    DEVICE_STATE_HEADER_LEN, DeviceStateHeader, Layout, Method, PRELUDE_LEN, PacketError,
+    PacketKind, Prelude, RamHeader,
+};
+use thiserror::Error;
+use vamoose_codec::{DecodeError, Decoder};
+use vm_memory::VolatileSlice;
+
+use crate::{Packet, Stats, Stream, is_stall, memory, stats::cpu_timed};
+
+/// Reads the packets of one channel, in their order, and decodes them. The method is taken from
+/// each packet, so a sender may change it at any time.
+///
+/// Whole packets come by [`read`](ChannelReader::read). Who wants the pages in guest memory asks for the
+/// header first ([`read_header`](ChannelReader::read_header)), finds out where they belong, and then has them put
+/// there ([`read_pages`](ChannelReader::read_pages)).
+pub struct ChannelReader {
+    stream: Arc<Stream>,
+    stats: Arc<Stats>,
+    layout: Layout,
+    decoder: Decoder,
+    header: Vec<u8>,
+    payload: Vec<u8>,
+}
+
+/// Copies bytes into memory, slice by slice; together they are as long.
+pub type CopyPages<'a> = dyn FnMut(&[u8], &[VolatileSlice<'_>]) + 'a;
+
+/// What [`ChannelReader::read`] and [`ChannelReader::read_header`] found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Received {
+    /// A packet.
+    Packet,
+    /// The sender closed the channel between two packets.
+    End,
+}
+
+/// A channel that cannot be read on.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ReadError {
+    /// The connection broke.
+    #[error("cannot read: {0}")]
+    Io(#[from] io::Error),
+    /// The connection ended within a packet.
+    #[error("the stream ended in the middle of a packet's {part}, after {got} of {wanted} bytes")]
+    Truncated {
+        /// Which part of the packet.
+        part: &'static str,
+        /// Bytes that came.
+        got: usize,
+        /// Bytes that were announced.
+        wanted: usize,
+    },
+    /// Nothing came for the stall timeout within a packet.
+    #[error("nothing came for too long in the middle of a packet's {part}")]
+    Stalled {
+        /// Which part of the packet.
+        part: &'static str,
+    },
+    /// A header that no correct sender sends.
+    #[error("bad packet: {0}")]
+    Packet(#[from] PacketError),
+    /// A payload that does not decode to its pages.
+    #[error("bad payload of packet {packet_num} (RAM block {block}): {error}")]
+    Decode {
+        /// The sender's number of the packet.
+        packet_num: u64,
+        /// The RAM block.
+        block: String,
+        /// What is wrong.
+        error: DecodeError,
+    },
+    /// Device state, where the reader of pages takes none.
+    #[error("a packet of device state came on a channel that is for pages only")]
+    DeviceState,
+    /// The memory for a packet's pages is not what its header names.
+    #[error("{given} bytes of memory were given for a packet whose pages are {expected} bytes")]
+    Pages {
+        /// Bytes in the slices.
+        given: usize,
+        /// Bytes in the header's normal pages.
+        expected: usize,
+    },
+}
+
+impl ChannelReader {
+    /// A reader of `stream`, from behind the initial packet on.
+    pub fn new(stream: Arc<Stream>, layout: Layout, decoder: Decoder, stats: Arc<Stats>) -> Self {
+        Self {
+            stream,
+            stats,
+            layout,
+            decoder,
+            header: vec![0; layout.ram_header_len().max(DEVICE_STATE_HEADER_LEN)],
+            payload: vec![0; layout.max_payload()],
+        }
+    }
+
+    /// Reads the next packet into `packet`, waiting for it as long as it takes; once it has begun
+    /// it must go on within the stall timeout.
+    ///
+    /// # Errors
+    /// When the connection breaks or stalls in mid-packet, or the sender's bytes are wrong. The
+    /// channel is of no use any more then, and the content of `packet` undefined.
+    pub fn read(&mut self, packet: &mut Packet) -> Result<Received, ReadError> {
+        // No packet is shorter than that, of either kind.
+        let shortest = DEVICE_STATE_HEADER_LEN.min(self.layout.ram_header_len());
+        let Some((prelude, got)) = self.begin(shortest)? else {
+            return Ok(Received::End);
+        };
+        match prelude.kind() {
+            PacketKind::Ram => {
+                packet.set_ram();
+                self.finish_header(prelude, got, packet.ram_mut())?;
+                self.read_payload(packet)?;
+            }
+            PacketKind::DeviceState => self.read_device_state(prelude, got, packet)?,
+        }
+        Ok(Received::Packet)
+    }
+
+    /// Reads the header of the next packet, waiting for it as [`ChannelReader::read`] does. Unless it has
+    /// no normal pages, [`ChannelReader::read_pages`] must come next.
+    ///
+    /// # Errors
+    /// As [`ChannelReader::read`], and when the packet holds device state.
+    pub fn read_header(&mut self, header: &mut RamHeader) -> Result<Received, ReadError> {
+        let Some((prelude, got)) = self.begin(self.layout.ram_header_len())? else {
+            return Ok(Received::End);
+        };
+        match prelude.kind() {
+            PacketKind::Ram => {
+                self.finish_header(prelude, got, header)?;
+                Ok(Received::Packet)
+            }
+            PacketKind::DeviceState => Err(ReadError::DeviceState),
+        }
+    }
+
+    /// Reads the normal pages of the packet whose header was read last, into `pages`, back to back in the
+    /// order of its offsets. A slice may be a page or any run of bytes.
+    ///
+    /// # Errors
+    /// As [`ChannelReader::read`]; `pages` may then hold anything. Only when they are not as long as `header` says,
+    /// nothing has been read.
+    pub fn read_pages(
+        &mut self,
+        header: &RamHeader,
+        pages: &[VolatileSlice<'_>],
+    ) -> Result<(), ReadError> {
+        self.read_pages_by(header, pages, &mut copy)
+    }
+
+    /// As [`ChannelReader::read_pages`], but what has been decoded is copied into `pages` by `copy`: it gets as many
+    /// bytes as the slices are long. Pages of method none are read to where they belong, and nobody copies them.
+    ///
+    /// # Errors
+    /// As [`ChannelReader::read_pages`].
+    pub fn read_pages_by(
+        &mut self,
+        header: &RamHeader,
+        pages: &[VolatileSlice<'_>],
+        copy: &mut CopyPages<'_>,
+    ) -> Result<(), ReadError> {
+        let expected = header.normal_offsets().len() * self.layout.page_size();
+        let given = memory::total_len(pages);
+        if given != expected || given > self.layout.packet_bytes() {
+            return Err(ReadError::Pages { given, expected });
+        }
+        if header.method == Method::None {
+            // The header's check made the payload exactly as long as the pages.
+            let got = self.stream.receive_memory(pages);
+            complete(got, given, "payload")?;
+            self.stats.add_received(given);
+            return Ok(());
+        }
+        let payload_len = self.fetch_payload(header)?;
+        let decoder = &mut self.decoder;
+        let payload = &self.payload[..payload_len];
+        let (result, time) = cpu_timed(|| {
+            copy(decoder.decode_here(header.method, payload, given)?, pages);
+            Ok(())
+        });
+        result.map_err(|error| undecodable(header, error))?;
+        self.stats.add_decode(time);
+        Ok(())
+    }
+
+    /// Waits for a packet and reads the first of its bytes, 12 to `at_most`, into the buffer for headers; `None`
+    /// when the stream ends instead. Returns how many bytes there are.
+    fn begin(&mut self, at_most: usize) -> Result<Option<(Prelude, usize)>, ReadError> {
+        let mut got = loop {
+            match (&*self.stream).read(&mut self.header[..at_most]) {
+                Ok(0) => return Ok(None),
+                Ok(got) => break got,
+                // Between two packets a sender may be silent: it is paced, or its guest is idle.
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                    ) => {}
+                Err(error) => return Err(error.into()),
+            }
+        };
+        if got < PRELUDE_LEN {
+            read_part(&self.stream, &mut self.header[got..PRELUDE_LEN], "header")?;
+            got = PRELUDE_LEN;
+        }
+        let mut prelude = [0; PRELUDE_LEN];
+        prelude.copy_from_slice(&self.header[..PRELUDE_LEN]);
+        Ok(Some((Prelude::parse(&prelude)?, got)))
+    }
+
+    /// Reads the rest of a RAM packet's header, of which `got` bytes are there.
+    fn finish_header(
+        &mut self,
+        prelude: Prelude,
+        got: usize,
+        header: &mut RamHeader,
+    ) -> Result<(), ReadError> {
+        let bytes = &mut self.header[..self.layout.ram_header_len()];
+        read_part(&self.stream, &mut bytes[got..], "header")?;
+        header.parse(prelude, &bytes[PRELUDE_LEN..], self.layout)?;
+        self.stats.add_received(bytes.len());
+        Ok(())
+    }
+
+    /// Reads the pages of a RAM packet into the packet.
+    fn read_payload(&mut self, packet: &mut Packet) -> Result<(), ReadError> {
+        if packet.ram().method == Method::None {
+            // The header's check made the payload exactly as long as the pages.
+            read_part(&self.stream, packet.pages_mut(), "payload")?;
+            self.stats.add_received(packet.pages().len());
+            return Ok(());
+        }
+        let payload_len = self.fetch_payload(packet.ram())?;
+        let payload = &self.payload[..payload_len];
+        let method = packet.ram().method;
+        let decoder = &mut self.decoder;
+        let (result, time) = cpu_timed(|| decoder.decode(method, payload, packet.pages_mut()));
+        result.map_err(|error| undecodable(packet.ram(), error))?;
+        self.stats.add_decode(time);
+        Ok(())
+    }
+
+    /// Reads an encoded payload and returns its length.
+    fn fetch_payload(&mut self, header: &RamHeader) -> Result<usize, ReadError> {
+        let (len, max) = (header.payload_len(), self.payload.len());
+        let payload = self.payload.get_mut(..len).ok_or_else(|| {
+            // Of another layout than this reader's.
+            let len = u32::try_from(len).unwrap_or(u32::MAX);
+            PacketError::PayloadTooLong { len, max }
+        })?;
+        read_part(&self.stream, payload, "payload")?;
+        self.stats.add_received(payload.len());
+        Ok(payload.len())
+    }
+
+    fn read_device_state(
+        &mut self,
+        prelude: Prelude,
+        got: usize,
+        packet: &mut Packet,
+    ) -> Result<(), ReadError> {
+        let mut rest = [0; DEVICE_STATE_HEADER_LEN - PRELUDE_LEN];
+        let (there, missing) = rest.split_at_mut(got - PRELUDE_LEN);
+        there.copy_from_slice(&self.header[PRELUDE_LEN..got]);
+        read_part(&self.stream, missing, "header")?;
+        let header = DeviceStateHeader::parse(prelude, &rest)?;
+        let payload_len = header.payload_len();
+        let state = packet.set_device_state(header);
+        // The length is the peer's word: the buffer grows with the bytes that really come.
+        while state.len() < payload_len {
+            let start = state.len();
+            state.resize(payload_len.min(start + self.layout.packet_bytes()), 0);
+            read_part(&self.stream, &mut state[start..], "device state")?;
+        }
+        self.stats
+            .add_received(DEVICE_STATE_HEADER_LEN + payload_len);
+        Ok(())
+    }
+}
+
+/// The processor's way to copy.
+fn copy(bytes: &[u8], pages: &[VolatileSlice<'_>]) {
+    let mut rest = bytes;
+    for slice in pages {
+        let (bytes, behind) = rest.split_at(slice.len());
+        slice.copy_from(bytes);
+        rest = behind;
+    }
+}
+
+/// Fills `buffer` with bytes that must come now.
+fn read_part(stream: &Stream, buffer: &mut [u8], part: &'static str) -> Result<(), ReadError> {
+    complete(stream.read_full(buffer), buffer.len(), part)
+}
+
+/// Checks that all of a part has come.
+fn complete(got: io::Result<usize>, wanted: usize, part: &'static str) -> Result<(), ReadError> {
+    match got {
+        Ok(got) if got == wanted => Ok(()),
+        Ok(got) => Err(ReadError::Truncated { part, got, wanted }),
+        Err(error) if is_stall(&error) => Err(ReadError::Stalled { part }),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn undecodable(header: &RamHeader, error: DecodeError) -> ReadError {
+    ReadError::Decode {
+        packet_num: header.packet_num,
+        block: header.block.to_string(),
+        error,
+    }
+}

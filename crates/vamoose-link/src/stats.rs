@@ -1,0 +1,155 @@
+//! What a migration has moved so far.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use rustix::time::{ClockId, clock_gettime};
+use vamoose_codec::{Health, Tally};
+
+/// Counters of one direction of a migration, shared by all its channels.
+///
+/// A packet is half a megabyte, so a handful of relaxed additions for each is nothing.
+#[derive(Debug, Default)]
+pub struct Stats {
+    health: Arc<Health>,
+    packets: AtomicU64,
+    syncs: AtomicU64,
+    received_bytes: AtomicU64,
+    wire_bytes: AtomicU64,
+    normal_pages: AtomicU64,
+    zero_pages: AtomicU64,
+    page_bytes: AtomicU64,
+    encode_nanos: AtomicU64,
+    decode_nanos: AtomicU64,
+    zero_copy_sends: AtomicU64,
+    copied_sends: AtomicU64,
+    missed_zero_copy: AtomicU64,
+}
+
+/// The counters at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Packets sent, without SYNCs.
+    pub packets: u64,
+    /// SYNCs sent, each on all channels.
+    pub syncs: u64,
+    /// Bytes received from the source: headers and payloads, main stream included.
+    pub received_bytes: u64,
+    /// Bytes sent towards the destination: headers and payloads, main stream included.
+    pub wire_bytes: u64,
+    /// Normal pages sent.
+    pub normal_pages: u64,
+    /// Zero pages sent as an offset alone.
+    pub zero_pages: u64,
+    /// Bytes of guest memory in the normal pages.
+    pub page_bytes: u64,
+    /// CPU time spent encoding.
+    pub encode_time: Duration,
+    /// CPU time spent decoding.
+    pub decode_time: Duration,
+    /// Sends of pages that were to go without a copy. A packet is one, or several where the socket took it in
+    /// parts.
+    pub zero_copy_sends: u64,
+    /// Those of them that the kernel copied after all: at once, because it could lock no more memory, or
+    /// later, because the way to the peer needs a copy (loopback, a device without scatter-gather).
+    pub copied_sends: u64,
+    /// Flushes of a channel that found that none of the sends before them went without a copy. This is QEMU's
+    /// `dirty-sync-missed-zero-copy`: it is counted once a SYNC and channel.
+    pub missed_zero_copy: u64,
+    /// How the hardware engines did.
+    pub engines: Tally,
+}
+
+impl Stats {
+    /// Reads all counters.
+    pub fn snapshot(&self) -> Snapshot {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Snapshot {
+            packets: read(&self.packets),
+            syncs: read(&self.syncs),
+            received_bytes: read(&self.received_bytes),
+            wire_bytes: read(&self.wire_bytes),
+            normal_pages: read(&self.normal_pages),
+            zero_pages: read(&self.zero_pages),
+            page_bytes: read(&self.page_bytes),
+            encode_time: Duration::from_nanos(read(&self.encode_nanos)),
+            decode_time: Duration::from_nanos(read(&self.decode_nanos)),
+            zero_copy_sends: read(&self.zero_copy_sends),
+            copied_sends: read(&self.copied_sends),
+            missed_zero_copy: read(&self.missed_zero_copy),
+            engines: self.health.tally(),
+        }
+    }
+
+    /// What the migration's encoders and decoders report to.
+    pub fn health(&self) -> &Arc<Health> {
+        &self.health
+    }
+
+    /// Counts bytes that came in.
+    pub fn add_received(&self, bytes: usize) {
+        add(&self.received_bytes, bytes);
+    }
+
+    /// Counts bytes that went out.
+    pub fn add_sent(&self, bytes: usize) {
+        add(&self.wire_bytes, bytes);
+    }
+
+    /// Counts a SYNC that went out on all channels.
+    pub fn add_sync(&self) {
+        add(&self.syncs, 1);
+    }
+
+    pub(crate) fn add_packet(&self, normal: usize, zero: usize, page_bytes: usize) {
+        add(&self.packets, 1);
+        add(&self.normal_pages, normal);
+        add(&self.zero_pages, zero);
+        add(&self.page_bytes, page_bytes);
+    }
+
+    pub(crate) fn add_encode(&self, time: Duration) {
+        add_time(&self.encode_nanos, time);
+    }
+
+    pub(crate) fn add_zero_copy_send(&self) {
+        add(&self.zero_copy_sends, 1);
+    }
+
+    pub(crate) fn add_copied_sends(&self, sends: u64) {
+        self.copied_sends.fetch_add(sends, Ordering::Relaxed);
+    }
+
+    pub(crate) fn add_missed_zero_copy(&self) {
+        add(&self.missed_zero_copy, 1);
+    }
+
+    pub(crate) fn add_decode(&self, time: Duration) {
+        add_time(&self.decode_nanos, time);
+    }
+}
+
+/// Runs `work` and returns, beside its result, the CPU time that this thread spent on it.
+pub(crate) fn cpu_timed<T>(work: impl FnOnce() -> T) -> (T, Duration) {
+    let start = thread_cpu_time();
+    let result = work();
+    (result, thread_cpu_time().saturating_sub(start))
+}
+
+fn thread_cpu_time() -> Duration {
+    Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
+}
+
+fn add(counter: &AtomicU64, value: usize) {
+    counter.fetch_add(value as u64, Ordering::Relaxed);
+}
+
+fn add_time(counter: &AtomicU64, time: Duration) {
+    let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    counter.fetch_add(nanos, Ordering::Relaxed);
+}

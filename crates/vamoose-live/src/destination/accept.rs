@@ -1,0 +1,183 @@
+//! Takes connections, finds out what they are, and receives what comes on control connections, for as long as an
+//! attempt lasts.
+
+use std::{
+    os::fd::AsFd,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+        mpsc::SyncSender,
+    },
+    thread::{self, Scope},
+    time::Duration,
+};
+
+use handover::SourceMessage;
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+};
+use tracing::warn;
+use vamoose_link::{Hangup, Listener, Stream};
+
+use super::Event;
+use crate::{
+    DestinationError,
+    protocol::{Messages, Opening, ProtocolError, refuse_old},
+};
+
+/// Most connections that may be opened at once and have not said what they are.
+const MOST_UNKNOWN: usize = 256;
+
+/// How long to leave connections alone when none can be taken: the system is out of descriptors or memory.
+const BACK_OFF: Duration = Duration::from_millis(100);
+
+/// What every connection's thread needs.
+#[derive(Clone)]
+pub(super) struct Connections {
+    pub(super) events: SyncSender<Event>,
+    /// Most bytes of device state.
+    pub(super) max_state: u64,
+    pub(super) unknown: Arc<AtomicUsize>,
+}
+
+/// Accepts connections until `hangup` ends the attempt, or `closing` all attempts.
+pub(super) fn run<'scope, 'env: 'scope>(
+    listener: &'env Listener,
+    hangup: &'env Hangup,
+    closing: &Hangup,
+    connections: &Connections,
+    scope: &'scope Scope<'scope, 'env>,
+) {
+    let (mut cancelled, mut backs_off, mut number) = (false, false, 0);
+    loop {
+        let mut fds = vec![PollFd::from_borrowed_fd(hangup.as_fd(), PollFlags::IN)];
+        if !backs_off {
+            fds.push(PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN));
+        }
+        if !cancelled {
+            fds.push(PollFd::from_borrowed_fd(closing.as_fd(), PollFlags::IN));
+        }
+        let pause = Timespec::try_from(BACK_OFF).ok().filter(|_| backs_off);
+        // Interrupted: look again.
+        let _: Result<_, Errno> = poll(&mut fds, pause.as_ref());
+        if hangup.is_hung_up() {
+            return;
+        }
+        if !cancelled && closing.is_hung_up() {
+            cancelled = true;
+            let _ = connections.events.send(Event::Cancelled);
+            // A guest that runs here already has to be answered for.
+            continue;
+        }
+        match listener.try_accept() {
+            Ok(Some(stream)) => {
+                number += 1;
+                greet(Arc::new(stream), number, hangup, connections, scope);
+                backs_off = false;
+            }
+            Ok(None) => backs_off = false,
+            // Those that wait are served later: a guest is in doubt until its source is answered.
+            Err(error) => {
+                if !backs_off {
+                    warn!("{error}: trying again");
+                }
+                backs_off = true;
+            }
+        }
+    }
+}
+
+/// Receives from a connection on a thread of its own: a silent peer holds up no other.
+fn greet<'scope>(
+    stream: Arc<Stream>,
+    number: u64,
+    hangup: &Hangup,
+    connections: &Connections,
+    scope: &'scope Scope<'scope, '_>,
+) {
+    if connections.unknown.fetch_add(1, Ordering::Relaxed) >= MOST_UNKNOWN {
+        connections.unknown.fetch_sub(1, Ordering::Relaxed);
+        warn!("too many connections that say nothing: one is refused");
+        return;
+    }
+    hangup.register(&stream);
+    let serve = {
+        let connections = connections.clone();
+        move || connections.serve(stream, number)
+    };
+    if let Err(error) = thread::Builder::new().spawn_scoped(scope, serve) {
+        connections.unknown.fetch_sub(1, Ordering::Relaxed);
+        warn!("a connection was refused: {error}");
+    }
+}
+
+impl Connections {
+    fn serve(&self, stream: Arc<Stream>, number: u64) {
+        let opened = open(stream, number);
+        self.unknown.fetch_sub(1, Ordering::Relaxed);
+        match opened {
+            Err(error) => warn!("a connection was ignored: {error}"),
+            Ok((event, messages)) => {
+                // The coordinator is gone when the attempt is over.
+                if self.events.send(event).is_ok()
+                    && let Some(messages) = messages
+                {
+                    self.receive(number, messages);
+                }
+            }
+        }
+    }
+
+    /// Receives what a source says, until the connection ends.
+    fn receive(&self, number: u64, mut messages: Messages) {
+        loop {
+            let event = match messages.receive() {
+                Ok(Some(SourceMessage::State { len })) => self.state(number, &mut messages, len),
+                Ok(Some(message)) => Event::Message(number, message),
+                Ok(None) => Event::Disconnected(number, None),
+                Err(error) => Event::Disconnected(number, Some(error.into())),
+            };
+            let last = matches!(event, Event::Disconnected(..));
+            if self.events.send(event).is_err() || last {
+                return;
+            }
+        }
+    }
+
+    fn state(&self, number: u64, messages: &mut Messages, len: u64) -> Event {
+        let max = self.max_state;
+        let result = match usize::try_from(len) {
+            Ok(wanted) if len <= max => messages
+                .receive_state(wanted)
+                .map_err(DestinationError::from),
+            _ => Err(DestinationError::StateLength { len, max }),
+        };
+        match result {
+            Ok(state) => Event::State(number, state),
+            Err(error) => Event::Disconnected(number, Some(error)),
+        }
+    }
+}
+
+/// What a connection is: of a control connection its first message tells.
+fn open(stream: Arc<Stream>, number: u64) -> Result<(Event, Option<Messages>), ProtocolError> {
+    match Opening::read(&stream)? {
+        Opening::Channel(initial) => Ok((Event::Channel(initial, stream), None)),
+        Opening::Control(attempt) => {
+            let mut messages = Messages::new(stream.clone());
+            let message = messages.receive_soon()?.ok_or(ProtocolError::Cut)?;
+            let event = Event::Connected {
+                number,
+                attempt,
+                message,
+                stream,
+            };
+            Ok((event, Some(messages)))
+        }
+        Opening::Old => {
+            refuse_old(&stream)?;
+            Err(ProtocolError::Old)
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! A channel's thread: packets off the socket, pages into guest memory.
+
+use multifd::{Layout, RamHeader};
+use vamoose_link::{ChannelReader, Received};
+use vm_memory::VolatileSlice;
+
+use super::place::Place;
+use crate::{ChannelError, PageCopy, protocol::LAST_SYNC, sys::copy::DsaCopy};
+
+/// Takes the packets of a channel until it ends. `synced` is told each SYNC's number, when every page
+/// before it has been written.
+///
+/// # Errors
+/// When the channel breaks, its packets name memory that is not the guest's, or it does not end as it should.
+pub(super) fn receive(
+    mut reader: ChannelReader,
+    layout: Layout,
+    place: &Place<'_>,
+    copy: &PageCopy,
+    synced: impl Fn(u64),
+) -> Result<(), ChannelError> {
+    let mut header = RamHeader::new(layout);
+    let mut pages: Vec<VolatileSlice<'_>> = Vec::with_capacity(layout.page_count());
+    let mut dsa = match copy {
+        PageCopy::Cpu => None,
+        PageCopy::Dsa(devices) => Some(DsaCopy::new(devices.clone(), layout)),
+    };
+    let (mut unsynced, mut last) = (false, false);
+    while reader.read_header(&mut header)? == Received::Packet {
+        if last {
+            return Err(ChannelError::AfterTheLast);
+        }
+        if !header.is_empty() {
+            let block = place.resolve(&header, &mut pages)?;
+            match &mut dsa {
+                None => reader.read_pages(&header, &pages)?,
+                Some(dsa) => reader.read_pages_by(&header, &pages, &mut |bytes, pages| {
+                    dsa.copy(bytes, pages);
+                })?,
+            }
+            place.written(block, header.normal_offsets());
+            place.zero(block, header.zero_offsets());
+            unsynced = true;
+        }
+        last = header.sync && header.packet_num == LAST_SYNC;
+        if last && unsynced {
+            return Err(ChannelError::PagesAfterSync);
+        }
+        if header.sync && !last {
+            unsynced = false;
+            synced(header.packet_num);
+        }
+    }
+    if last {
+        Ok(())
+    } else {
+        Err(ChannelError::Ended)
+    }
+}

@@ -1,0 +1,436 @@
+//! Guest memory at the destination: where pages belong, and which of them hold something.
+
+use std::{
+    ops::Range,
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+    time::Duration,
+};
+
+use multifd::RamHeader;
+use vamoose_codec::CpuScan;
+use vm_memory::{Bytes, VolatileSlice};
+
+use super::parallel::{self, Heartbeat};
+use crate::{
+    Bitmap, ChannelError, Ram, RamBlock,
+    mapping::{Backing, backings},
+    present::present,
+    sys::memory::Punch,
+};
+
+/// The memory that all channels write. Every page of it is either zero or marked as written.
+pub(super) struct Place<'a> {
+    ram: &'a Ram,
+    blocks: Vec<Block>,
+}
+
+/// What is known of a RAM block.
+struct Block {
+    /// Bit by bit the pages that were written as normal pages.
+    written: Box<[AtomicU64]>,
+    backing: Backing,
+    /// How memory is given back, if it may be.
+    punch: Option<Punch>,
+}
+
+/// Runs of at least so many bytes that become zero are given back to the system.
+const LEAST_HOLE: usize = 256 << 10;
+
+/// What a thread looks at in one go: short enough to tell of progress often, even of memory that is swapped out.
+const CHUNK: usize = 16 << 20;
+
+/// How often to tell of progress.
+const HEARTBEAT: Duration = Duration::from_secs(1);
+
+impl<'a> Place<'a> {
+    pub(super) fn new(ram: &'a Ram, punch_holes: bool) -> Self {
+        let blocks = backings(ram).into_iter().enumerate();
+        let blocks = blocks.map(|(index, backing)| Block {
+            written: (0..ram.pages(index).div_ceil(64))
+                .map(|_| AtomicU64::new(0))
+                .collect(),
+            backing,
+            punch: Punch::of(backing).filter(|_| punch_holes),
+        });
+        Self {
+            ram,
+            blocks: blocks.collect(),
+        }
+    }
+
+    /// Makes all memory read as zeros, without touching what was never touched, on all processors. Calls `progress`
+    /// about every second while that goes on.
+    ///
+    /// Before the first call it has to find what was touched: up to 15 s per TiB of pages of 4 KiB.
+    pub(super) fn make_zero(&self, progress: &dyn Fn()) {
+        self.make_zero_by(&Heartbeat::new(HEARTBEAT, progress));
+    }
+
+    fn make_zero_by(&self, heartbeat: &Heartbeat<'_>) {
+        let mut chunks = Vec::new();
+        let mut present = Vec::with_capacity(self.blocks.len());
+        for index in 0..self.blocks.len() {
+            let found = self.present(index);
+            let any = |pages: &Range<usize>| found.iter_in(pages.clone()).next().is_some();
+            chunks.extend(self.chunks(index).filter(any).map(|pages| (index, pages)));
+            present.push(found);
+            heartbeat.beat();
+        }
+        let threads = thread::available_parallelism().map_or(1, usize::from);
+        parallel::each(chunks.len(), threads, heartbeat, &|chunk| {
+            let (index, pages) = &chunks[chunk];
+            self.make_pages_zero(*index, present[*index].iter_in(pages.clone()));
+        });
+    }
+
+    fn present(&self, index: usize) -> Bitmap {
+        let block = &self.ram.blocks()[index];
+        present(block, self.blocks[index].backing, self.page_size())
+    }
+
+    /// The pages of block `index` in ranges that do not share huge pages, so that these can be given back.
+    fn chunks(&self, index: usize) -> impl Iterator<Item = Range<usize>> {
+        let (block, page_size) = (&self.ram.blocks()[index], self.page_size());
+        let size = self.blocks[index].punch.map_or(0, Punch::unit).max(CHUNK);
+        let (first, end) = (block.address(), block.address() + block.len());
+        let mut start = first;
+        std::iter::from_fn(move || {
+            let until = end.min((start / size + 1) * size);
+            let pages = (start - first) / page_size..(until - first) / page_size;
+            start = until;
+            Some(pages).filter(|pages| !pages.is_empty())
+        })
+    }
+
+    fn make_pages_zero(&self, index: usize, pages: impl Iterator<Item = usize>) {
+        let (memory, page_size) = (self.ram.blocks()[index].memory(), self.page_size());
+        let mut run = 0..0;
+        for page in pages {
+            let offset = page * page_size;
+            let Ok(slice) = memory.subslice(offset, page_size) else {
+                break;
+            };
+            if !CpuScan::is_zero(&slice) {
+                self.extend(index, &mut run, offset);
+            }
+        }
+        self.clear(index, &run);
+    }
+
+    /// Finds the memory of a packet's normal pages, into `pages`, and checks its zero pages; returns the block's index.
+    ///
+    /// # Errors
+    /// When there is no such block, or a page is outside of it.
+    pub(super) fn resolve(
+        &self,
+        header: &RamHeader,
+        pages: &mut Vec<VolatileSlice<'a>>,
+    ) -> Result<usize, ChannelError> {
+        let blocks = self.ram.blocks();
+        let found = blocks.iter().position(|block| block.name() == header.block);
+        let index = found.ok_or_else(|| ChannelError::Block {
+            block: header.block.to_string(),
+        })?;
+        let block = &blocks[index];
+        let memory = block.memory();
+        let page_at = |offset: u64| {
+            let start = usize::try_from(offset).ok();
+            let page = start.and_then(|start| memory.subslice(start, self.page_size()).ok());
+            page.ok_or_else(|| ChannelError::Offset {
+                offset,
+                block: block.name().to_string(),
+                len: block.len(),
+            })
+        };
+        pages.clear();
+        for offset in header.normal_offsets() {
+            pages.push(page_at(*offset)?);
+        }
+        for offset in header.zero_offsets() {
+            page_at(*offset)?;
+        }
+        Ok(index)
+    }
+
+    /// Marks normal pages of a packet that was [resolved](Place::resolve).
+    pub(super) fn written(&self, block: usize, offsets: &[u64]) {
+        for offset in offsets {
+            let (word, bit) = self.bit(block, *offset);
+            // The pages' bytes are ordered by the SYNC, through the coordinator: this counts bits only.
+            word.fetch_or(bit, Ordering::Relaxed);
+        }
+    }
+
+    /// Makes zero pages of a packet that was [resolved](Place::resolve) zero: those that were never written are.
+    pub(super) fn zero(&self, block: usize, offsets: &[u64]) {
+        let mut run = 0..0;
+        for offset in offsets {
+            let (word, bit) = self.bit(block, *offset);
+            if word.fetch_and(!bit, Ordering::Relaxed) & bit != 0 {
+                // Checked when it was resolved, so it fits.
+                let offset = usize::try_from(*offset).unwrap_or(usize::MAX);
+                self.extend(block, &mut run, offset);
+            }
+        }
+        self.clear(block, &run);
+    }
+
+    /// Adds the page at `offset` to `run`, bytes of block `index` that become zero, or clears that and begins
+    /// another one.
+    fn extend(&self, index: usize, run: &mut Range<usize>, offset: usize) {
+        if run.end != offset {
+            self.clear(index, run);
+            *run = offset..offset;
+        }
+        run.end += self.page_size();
+    }
+
+    fn clear(&self, index: usize, run: &Range<usize>) {
+        let block = &self.ram.blocks()[index];
+        let hole = self.give_back(index, run);
+        write_zeros(block, run.start..hole.start);
+        write_zeros(block, hole.end..run.end);
+    }
+
+    /// Gives back what can be given back of `run`, if it is worth it; returns which part that is.
+    fn give_back(&self, index: usize, run: &Range<usize>) -> Range<usize> {
+        let (block, nothing) = (&self.ram.blocks()[index], run.start..run.start);
+        let Some(punch) = self.blocks[index].punch else {
+            return nothing;
+        };
+        let address = block.address();
+        let units = punch.whole_units(&(address + run.start..address + run.end));
+        if units.len() < LEAST_HOLE {
+            return nothing;
+        }
+        let hole = units.start - address..units.end - address;
+        let memory = block.memory().subslice(hole.start, hole.len());
+        match memory.map(|memory| punch.punch(memory)) {
+            Ok(Ok(())) => hole,
+            _ => nothing,
+        }
+    }
+
+    fn bit(&self, block: usize, offset: u64) -> (&AtomicU64, u64) {
+        // Checked when it was resolved, so it fits.
+        let page = usize::try_from(offset).unwrap_or(usize::MAX) / self.page_size();
+        (&self.blocks[block].written[page / 64], 1 << (page % 64))
+    }
+
+    fn page_size(&self) -> usize {
+        self.ram.page_size()
+    }
+}
+
+fn write_zeros(block: &RamBlock, bytes: Range<usize>) {
+    let Ok(memory) = block.memory().subslice(bytes.start, bytes.len()) else {
+        return;
+    };
+    for start in (0..memory.len()).step_by(ZEROS.len()) {
+        let zeros = &ZEROS[..ZEROS.len().min(memory.len() - start)];
+        // Within the memory.
+        let _ = memory.write_slice(zeros, start);
+    }
+}
+
+const ZEROS: [u8; 4096] = [0; 4096];
+
+#[cfg(test)]
+mod tests {
+    use multifd::Layout;
+
+    use super::*;
+    use crate::test_ram;
+
+    const PAGE: usize = 4096;
+
+    fn ram(pages: usize) -> Ram {
+        test_ram::anonymous(pages * PAGE)
+    }
+
+    fn fill(ram: &Ram, page: usize, byte: u8) {
+        let memory = ram.blocks()[0].memory();
+        memory.write_slice(&[byte; PAGE], page * PAGE).unwrap();
+    }
+
+    fn bytes(ram: &Ram) -> Vec<u8> {
+        let memory = ram.blocks()[0].memory();
+        let mut bytes = vec![0xee; memory.len()];
+        memory.read_slice(&mut bytes, 0).unwrap();
+        bytes
+    }
+
+    fn header(block: &str, normal: &[u64], zero: &[u64]) -> RamHeader {
+        let mut header = RamHeader::new(Layout::X86);
+        header.block = multifd::BlockName::new(block.as_bytes()).unwrap();
+        header.set_pages(normal, zero, Layout::X86).unwrap();
+        header
+    }
+
+    #[test]
+    fn memory_of_an_earlier_attempt_becomes_zero() {
+        for punch_holes in [false, true] {
+            let ram = ram(1000);
+            for page in (3..300).chain([500, 999]) {
+                fill(&ram, page, 7);
+            }
+            Place::new(&ram, punch_holes).make_zero(&|| {});
+            assert!(bytes(&ram).iter().all(|byte| *byte == 0));
+        }
+    }
+
+    #[test]
+    fn a_zero_page_is_cleared_only_where_something_was_written() {
+        for punch_holes in [false, true] {
+            let ram = ram(200);
+            let place = Place::new(&ram, punch_holes);
+            let offsets: Vec<u64> = (0..128).map(|page| page * PAGE as u64).collect();
+            place.zero(0, &offsets);
+            assert_eq!(place.present(0).count(), 0);
+            for page in 0..128 {
+                fill(&ram, page, 7);
+            }
+            place.written(0, &offsets);
+            place.zero(0, &offsets[..1]);
+            place.zero(0, &offsets[2..]);
+            let bytes = bytes(&ram);
+            assert!(bytes[PAGE..2 * PAGE].iter().all(|byte| *byte == 7));
+            assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), PAGE);
+        }
+    }
+
+    #[test]
+    fn memory_becomes_zero_in_chunks_that_tell_of_progress() {
+        let ram = ram(3 * CHUNK / PAGE);
+        let pages = ram.pages(0);
+        let (beats, place) = (std::cell::Cell::new(0), Place::new(&ram, true));
+        let tell = || beats.set(beats.get() + 1);
+        for filled in [vec![], vec![0, pages / 2, pages - 1], (0..pages).collect()] {
+            filled.iter().for_each(|page| fill(&ram, *page, 7));
+            beats.set(0);
+            place.make_zero_by(&Heartbeat::new(Duration::ZERO, &tell));
+            assert!(bytes(&ram).iter().all(|byte| *byte == 0));
+            // Of the one block, and of chunks that this thread got.
+            assert!(beats.get() > 0);
+        }
+    }
+
+    #[test]
+    fn chunks_are_the_whole_block() {
+        for len in [1, CHUNK / PAGE, 3 * CHUNK / PAGE + 5] {
+            let ram = ram(len);
+            let place = Place::new(&ram, true);
+            let mut next = 0;
+            for pages in place.chunks(0) {
+                assert!(
+                    pages.start == next && pages.len() <= CHUNK / PAGE,
+                    "{pages:?}"
+                );
+                next = pages.end;
+            }
+            assert_eq!(next, len);
+        }
+    }
+
+    #[test]
+    fn whole_huge_pages_are_given_back() {
+        for ram in test_ram::in_huge_pages(2 * test_ram::HUGE_PAGE) {
+            (0..1024).for_each(|page| fill(&ram, page, 7));
+            assert_eq!(huge_pages(&ram), 2);
+            Place::new(&ram, true).make_zero(&|| {});
+            assert_eq!(huge_pages(&ram), 0, "{ram:?}");
+        }
+    }
+
+    /// How many of the block are there.
+    fn huge_pages(ram: &Ram) -> usize {
+        match ram.blocks()[0].file() {
+            Some(file) => {
+                let blocks = rustix::fs::fstat(file.file()).unwrap().st_blocks;
+                usize::try_from(blocks).unwrap() * 512 / test_ram::HUGE_PAGE
+            }
+            None => Place::new(ram, true).present(0).count() * PAGE / test_ram::HUGE_PAGE,
+        }
+    }
+
+    /// Parts of huge pages, and a whole one from page 1024 on.
+    const RUNS: [Range<usize>; 3] = [0..100, 400..700, 900..1600];
+
+    /// The kernel gives back whole huge pages only: a part that it passes over must be written, and what is
+    /// beside it must stay.
+    #[test]
+    fn a_part_of_a_huge_page_becomes_zero() {
+        for ram in test_ram::in_huge_pages(4 * test_ram::HUGE_PAGE) {
+            expect_exactly_the_runs_become_zero(&ram);
+            expect_an_earlier_attempt_to_be_forgotten(&ram);
+        }
+    }
+
+    /// madvise succeeds on all of these, and on none of them does MADV_DONTNEED make zeros.
+    #[test]
+    fn memory_that_keeps_its_content_when_it_is_given_back_becomes_zero() {
+        let len = 2048 * PAGE;
+        for ram in [
+            test_ram::shared_anonymous(len),
+            test_ram::closed_memfd(len),
+            test_ram::private_file(len, false),
+            test_ram::private_file(len, true),
+        ] {
+            expect_exactly_the_runs_become_zero(&ram);
+            expect_an_earlier_attempt_to_be_forgotten(&ram);
+        }
+    }
+
+    fn expect_exactly_the_runs_become_zero(ram: &Ram) {
+        let place = Place::new(ram, true);
+        let pages = ram.pages(0);
+        let offsets: Vec<u64> = (0..pages).map(|page| (page * PAGE) as u64).collect();
+        (0..pages).for_each(|page| fill(ram, page, 7));
+        place.written(0, &offsets);
+        for run in RUNS {
+            place.zero(0, &offsets[run]);
+        }
+        for (page, bytes) in bytes(ram).chunks(PAGE).enumerate() {
+            let zero = RUNS.iter().any(|run| run.contains(&page));
+            let expected = if zero { 0 } else { 7 };
+            assert!(
+                bytes.iter().all(|byte| *byte == expected),
+                "page {page} of {:?} is {:#x}, not {expected:#x}",
+                ram.blocks()[0],
+                bytes[0]
+            );
+        }
+    }
+
+    fn expect_an_earlier_attempt_to_be_forgotten(ram: &Ram) {
+        for page in RUNS.into_iter().flatten() {
+            fill(ram, page, 9);
+        }
+        Place::new(ram, true).make_zero(&|| {});
+        let stale = bytes(ram).iter().position(|byte| *byte != 0);
+        assert_eq!(stale.map(|at| at / PAGE), None, "a page is not zero");
+    }
+
+    #[test]
+    fn only_pages_of_the_guest_are_resolved() {
+        let ram = ram(4);
+        let place = Place::new(&ram, true);
+        let mut pages = Vec::new();
+        let mut resolve = |header: &RamHeader| place.resolve(header, &mut pages);
+        assert_eq!(resolve(&header("ram", &[0, 0x3000], &[0x1000])).unwrap(), 0);
+        let foreign = resolve(&header("rom", &[0], &[]));
+        assert!(matches!(foreign, Err(ChannelError::Block { block }) if block == "rom"));
+        for (normal, zero) in [([0x4000], []), ([u64::MAX - 0xfff], [])] {
+            let outside = resolve(&header("ram", &normal, &zero));
+            assert!(
+                matches!(outside, Err(ChannelError::Offset { offset, len: 0x4000, .. }) if offset == normal[0])
+            );
+        }
+        let outside = resolve(&header("ram", &[], &[0x8000]));
+        assert!(matches!(
+            outside,
+            Err(ChannelError::Offset { offset: 0x8000, .. })
+        ));
+    }
+}

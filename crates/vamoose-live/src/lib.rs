@@ -1,0 +1,137 @@
+//! Live migration for VMMs with direct access to guest memory: pre-copy with dirty logs, convergence, and a
+//! switchover after which exactly one side has the guest.
+//!
+//! ```text
+//!        source                                                        destination
+//!  RAM blocks + dirty log ─> rounds ─> zero scan ─> encode ─> channel ─> decode ─> RAM blocks
+//!                              │ what is left fits into the downtime limit
+//!  pause, save ────────────────┴─> last pages, device state ───────────> load, resume
+//! ```
+//!
+//! - [`Ram`] and [`RamBlock`]: guest memory, over mappings of `vm-memory` (anonymous, memfd, hugetlb).
+//! - [`DirtyLog`]: which pages were written. KVM's logs, userfaultfd's write protection, a bitmap that the VMM feeds
+//!   itself, and [`Merged`] of several.
+//! - [`SourceGuest`] and [`DestinationGuest`]: what the VMM does: pause, resume, save, load.
+//! - [`Source`] and [`Destination`]: one migration. [`Handle`] watches and cancels it, [`Status`] has the names of
+//!   QEMU's `query-migrate`.
+//! - [`protocol`]: the conversation, and who has the guest when something breaks: [`GuestLocation`].
+//!
+//! # Example
+//! A VMM whose guest is a counter in its memory, and whose device state is that counter's address. The source
+//! and the destination would be two processes.
+//!
+//! ```
+//! use std::{sync::Arc, thread};
+//!
+//! use vamoose_codec::{Engines, Settings};
+//! use vamoose_live::{
+//!     Destination, DestinationConfig, DestinationGuest, GuestError, Ram, RamBlock, SharedBitmap,
+//!     Source, SourceConfig, SourceGuest,
+//! };
+//! use multifd::Method;
+//! use vm_memory::{Bytes, MmapRegion};
+//!
+//! /// The VMM, on both sides.
+//! struct Vm {
+//!     ram: Ram,
+//!     log: Arc<SharedBitmap>,
+//!     counter_at: usize,
+//!     runs: bool,
+//! }
+//!
+//! impl Vm {
+//!     fn new() -> Result<Self, GuestError> {
+//!         let memory = Arc::new(MmapRegion::<()>::new(64 << 20)?);
+//!         let ram = Ram::new(vec![RamBlock::new("ram", memory)?])?;
+//!         let log = Arc::new(SharedBitmap::new(&ram));
+//!         Ok(Vm { ram, log, counter_at: 0, runs: false })
+//!     }
+//!
+//!     /// What a vCPU or a device does: write, then mark.
+//!     fn set_counter(&self, value: u64) -> Result<(), GuestError> {
+//!         self.ram.blocks()[0].memory().write_obj(value, self.counter_at)?;
+//!         self.log.mark(0, self.counter_at as u64, 8);
+//!         Ok(())
+//!     }
+//! }
+//!
+//! impl SourceGuest for Vm {
+//!     fn pause(&mut self) -> Result<(), GuestError> {
+//!         self.runs = false;
+//!         Ok(())
+//!     }
+//!     fn resume(&mut self) -> Result<(), GuestError> {
+//!         self.runs = true;
+//!         Ok(())
+//!     }
+//!     fn save(&mut self) -> Result<Vec<u8>, GuestError> {
+//!         Ok(self.counter_at.to_be_bytes().to_vec())
+//!     }
+//! }
+//!
+//! impl DestinationGuest for Vm {
+//!     fn load(&mut self, state: &[u8]) -> Result<(), GuestError> {
+//!         self.counter_at = usize::from_be_bytes(state.try_into()?);
+//!         Ok(())
+//!     }
+//!     fn resume(&mut self) -> Result<(), GuestError> {
+//!         self.runs = true;
+//!         Ok(())
+//!     }
+//! }
+//! # fn main() -> Result<(), GuestError> {
+//! let engines = Engines::software(Settings::new(Method::Zstd, Some(1))?);
+//!
+//! // The destination: listens, and runs the guest when it has come.
+//! let mut there = Vm::new()?;
+//! let config = DestinationConfig::new(engines.clone());
+//! let mut destination = Destination::bind(&"tcp:127.0.0.1:0".parse()?, there.ram.clone(), config)?;
+//! let address = destination.address().clone();
+//! let arriving = thread::spawn(move || destination.run(&mut there).map(|_| there));
+//!
+//! // The source.
+//! let mut here = Vm::new()?;
+//! (here.runs, here.counter_at) = (true, 0x5000);
+//! here.set_counter(42)?;
+//! let source = Source::new(here.ram.clone(), here.log.clone(), SourceConfig::new(engines))?;
+//! let status = source.run(&address, &mut here)?;
+//! println!("moved {} bytes, downtime {:?} ms", status.ram.transferred, status.downtime);
+//!
+//! let there = arriving.join().unwrap()?;
+//! assert!(there.runs && !here.runs);
+//! let counter: u64 = there.ram.blocks()[0].memory().read_obj(there.counter_at)?;
+//! assert_eq!(counter, 42);
+//! # Ok(())
+//! # }
+//! ```
+
+#![deny(unsafe_code)]
+
+mod destination;
+pub mod dirty;
+mod error;
+mod guest;
+mod mapping;
+mod memory;
+mod offload;
+mod present;
+pub mod protocol;
+mod source;
+mod status;
+mod sys;
+#[cfg(test)]
+mod test_ram;
+
+pub use destination::{Arrival, Destination, DestinationConfig, DestinationHandle};
+pub use dirty::{
+    Bitmap, DirtyLog, DirtyLogError, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Merged,
+    SharedBitmap, UserfaultLog,
+};
+pub use error::{ChannelError, DestinationError, SourceError};
+pub use guest::{DestinationGuest, GuestError, SourceGuest, Switchover};
+pub use handover::GuestLocation;
+pub use memory::{Ram, RamBlock, RamError, Region};
+pub use offload::{DsaDetection, Offload, PageCopy};
+pub use protocol::ProtocolError;
+pub use source::{AutoConverge, CHANNELS, Source, SourceConfig, ZeroPageDetection};
+pub use status::{Handle, RamStatus, State, Status};

@@ -1,0 +1,488 @@
+//! What is this engine's own of the conversation between a source and a destination; the rest is
+//! [`handover`]'s.
+//!
+//! One **control** connection, and one connection for each **channel**, which carries multifd packets:
+//!
+//! ```text
+//!  control:  handover's preamble, which names the attempt, then its messages: lines of JSON
+//!  channel:  multifd's initial packet, with the attempt's id for a uuid, then multifd packets
+//! ```
+//!
+//! The whole conversation, the channels' part in double lines:
+//!
+//! ```text
+//!  source                                                          destination
+//!     ── prepare (RAM blocks, page size, packet size, channels) ────>  compares them with its own
+//!     <───────────────────────────────────────── preparing, often ──  while it makes its memory zero
+//!     <───────────────────── prepared (who it is), or refused (why) ──
+//!     ══ pages of round 1 ═══ SYNC 1 ═══════════════════════════════>
+//!     <─────────────────────────────────────────────────── synced 1 ──  when all channels had their SYNC
+//!     ══ … until what is left fits into the downtime limit …
+//!  pauses the guest
+//!     ══ the last pages ═════ SYNC n ═══ last SYNC ═════════════════>   what ends without that one was cut
+//!     <─────────────────────────────────────────────────── synced n ──
+//!     ── state (length), the state ─────────────────────────────────>  every channel has ended: no page
+//!     <───────────────────────────────────────────────────── loaded ──  can be written any more
+//!     ── commit ────────────────────────────────────────────────────>
+//!     <─────────────────────────────────────────────────── starting ──
+//!     <──────────────────────────────────────────────────── running ──  the guest runs
+//!     ── settled ───────────────────────────────────────────────────>  nobody will ask again
+//! ```
+//!
+//! Because the source waits for `synced` before it goes on, no page of a round can overtake one of the
+//! round before on another channel.
+//!
+//! # Who has the guest
+//! [`handover::Source`] and [`handover::Destination`] decide that. Until the source sends `commit` the guest is the
+//! source's: whatever fails, it resumes there. From then on it resumes only when it is certain that the guest has
+//! never run at the destination. After a lost connection it dials again, as often as it takes, with the same
+//! attempt's id, and repeats `commit`:
+//!
+//! - `starting` or `running`: the guest is the destination's.
+//! - `aborted`, by the destination that had said `prepared`: it will never run the guest. The source resumes.
+//! - `unknown`: another process answers at that address. What became of the guest cannot be told.
+//! - The connection is refused: no proof of anything, as something between the hosts may refuse in the name of a
+//!   destination that lives. Only with [`direct_link`](crate::SourceConfig::direct_link) a destination that has closed
+//!   every connection on which it was told `commit`, and does not listen any more, has ended: it listens as long as it
+//!   may run the guest and says `starting` before it does.
+//! - No answer at all for the settle time: the source cannot know either. The guest stays paused
+//!   ([`SourceError::InDoubt`](crate::SourceError::InDoubt)), never two run.
+//!
+//! The destination waits for `commit` for the settle time, and answers questions for a while longer. About
+//! attempts that it has given up it answers as long as it lives.
+//!
+//! Neither side keeps a journal: the process that ends takes its guest, which is its memory, along with it, so that
+//! there is nothing that another process could go on with.
+//!
+//! # Versions
+//! [`handover`] negotiates them. The control protocol of the first releases began with "VLIV": its sources are refused in
+//! words that they understand.
+
+use std::{
+    io::{self, Read as _},
+    sync::Arc,
+    time::Duration,
+};
+
+use handover::{
+    AttemptId, ConnectionKind, Details, FrameError, Lines, MAX_LINE, PREAMBLE_LEN, PREAMBLE_MAGIC,
+    Preamble, encode,
+};
+use multifd::{INITIAL_LEN, Initial, InitialError, MAGIC};
+use rustix::rand::{GetRandomFlags, getrandom};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde_json::Value;
+use thiserror::Error;
+use vamoose_link::{Stream, is_stall};
+
+/// Number of the SYNC that is the last packet of a channel.
+pub const LAST_SYNC: u64 = u64::MAX;
+
+/// What the first bytes of a connection say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Opening {
+    /// A control connection of this attempt.
+    Control(AttemptId),
+    /// A channel; its uuid is the attempt's id.
+    Channel(Initial),
+    /// A control connection of a release whose protocol is not spoken any more. The rest of it has not been read.
+    Old,
+}
+
+impl Opening {
+    /// Reads the first bytes of a connection.
+    ///
+    /// # Errors
+    /// When the connection breaks, or is none of ours.
+    pub fn read(stream: &Stream) -> Result<Self, ProtocolError> {
+        let mut bytes = [0; INITIAL_LEN];
+        let (magic, rest) = bytes.split_at_mut(4);
+        read_exactly(stream, magic)?;
+        let found = u32::from_be_bytes([magic[0], magic[1], magic[2], magic[3]]);
+        if found == MAGIC {
+            read_exactly(stream, rest)?;
+            return Ok(Self::Channel(Initial::parse(&bytes)?));
+        }
+        if magic == OLD_MAGIC {
+            return Ok(Self::Old);
+        }
+        if PREAMBLE_MAGIC.starts_with(magic) {
+            read_exactly(stream, &mut rest[..PREAMBLE_LEN - 4])?;
+        }
+        match bytes.first_chunk().and_then(Preamble::parse) {
+            Some(Preamble {
+                kind: ConnectionKind::Control,
+                attempt,
+            }) => Ok(Self::Control(attempt)),
+            _ => Err(ProtocolError::Stranger { found }),
+        }
+    }
+
+    /// The first bytes of a control connection.
+    pub(crate) fn control(attempt: AttemptId) -> [u8; PREAMBLE_LEN] {
+        let kind = ConnectionKind::Control;
+        Preamble { kind, attempt }.to_bytes()
+    }
+}
+
+const OLD_MAGIC: [u8; 4] = *b"VLIV";
+
+/// Tells a source of an old release, in its words, that it is not understood.
+pub(crate) fn refuse_old(stream: &Stream) -> io::Result<()> {
+    const REFUSED: &[u8] = br#"{"say":"refused","cause":"the destination is of a newer release: install the same release of vamoose on both hosts"}"#;
+    let len = u32::try_from(REFUSED.len()).unwrap_or(u32::MAX);
+    stream.write_both(&len.to_be_bytes(), REFUSED)?;
+    stream.finish();
+    // What it has said is taken: the system would reset the connection otherwise, and the answer might be lost.
+    io::copy(&mut (&mut &*stream).take(MAX_LINE as u64), &mut io::sink())?;
+    Ok(())
+}
+
+/// What a source adds to `prepare`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct PrepareDetails {
+    /// The guest's RAM blocks.
+    pub blocks: Vec<BlockShape>,
+    /// Bytes in a page.
+    pub page_size: u32,
+    /// Most bytes of pages in a packet.
+    pub packet_bytes: u32,
+    /// Channels that the source will open.
+    pub channels: u8,
+    /// For how long the source asks, once it has committed, in milliseconds.
+    pub settle_ms: u64,
+}
+
+/// A RAM block, as both sides must have it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockShape {
+    /// Its name.
+    pub name: String,
+    /// Its length in bytes.
+    pub len: u64,
+}
+
+impl PrepareDetails {
+    pub(crate) fn settle_time(&self) -> Duration {
+        Duration::from_millis(self.settle_ms)
+    }
+
+    /// As they go into the message.
+    ///
+    /// # Errors
+    /// When they cannot be written as JSON.
+    pub fn to_details(&self) -> Result<Details, FrameError> {
+        Ok(match serde_json::to_value(self)? {
+            Value::Object(details) => details,
+            _ => Details::new(),
+        })
+    }
+}
+
+impl TryFrom<Details> for PrepareDetails {
+    type Error = FrameError;
+
+    fn try_from(details: Details) -> Result<Self, FrameError> {
+        Ok(serde_json::from_value(Value::Object(details))?)
+    }
+}
+
+/// A connection on which the peer does not speak as agreed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ProtocolError {
+    /// The connection broke.
+    #[error("the connection broke: {0}")]
+    Io(#[from] io::Error),
+    /// The connection ended in the middle of something.
+    #[error("the connection ended after {got} of {wanted} bytes")]
+    Truncated {
+        /// Bytes that came.
+        got: usize,
+        /// Bytes that were due.
+        wanted: usize,
+    },
+    /// The connection ended in the middle of a message.
+    #[error("the connection ended in the middle of a message")]
+    Cut,
+    /// Nothing came for the stall timeout, in the middle of something.
+    #[error("timed out in the middle of a message")]
+    Stalled,
+    /// Nothing came for the stall timeout.
+    #[error("timed out waiting for a message")]
+    TimedOut,
+    /// Not a peer of this protocol at all.
+    #[error("a connection begins with {found:#010x}: no live migration")]
+    Stranger {
+        /// Its first four bytes.
+        found: u32,
+    },
+    /// A source of a release whose protocol is not spoken any more.
+    #[error("a source of an older release: install the same release of vamoose on both hosts")]
+    Old,
+    /// A channel's first bytes.
+    #[error("bad channel: {0}")]
+    Channel(#[from] InitialError),
+    /// Bytes that are no message.
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+}
+
+impl ProtocolError {
+    /// Whether the peer's system has reset the connection.
+    pub(crate) fn is_reset(&self) -> bool {
+        let reset = [io::ErrorKind::ConnectionReset, io::ErrorKind::BrokenPipe];
+        matches!(self, Self::Io(error) if reset.contains(&error.kind()))
+    }
+}
+
+/// Sends a message.
+pub(crate) fn send(stream: &Stream, message: &impl Serialize) -> Result<(), ProtocolError> {
+    stream.write_both(&encode(message)?, &[])?;
+    Ok(())
+}
+
+/// A control connection, message by message.
+pub struct Messages {
+    stream: Arc<Stream>,
+    lines: Lines,
+}
+
+impl Messages {
+    /// Of a connection whose first bytes have been read or written.
+    pub fn new(stream: Arc<Stream>) -> Self {
+        let lines = Lines::default();
+        Self { stream, lines }
+    }
+
+    /// Sends a message to the peer.
+    pub(crate) fn send(&self, message: &impl Serialize) -> Result<(), ProtocolError> {
+        send(&self.stream, message)
+    }
+
+    /// Receives a message, however long it takes to begin; `None` when the connection has ended.
+    ///
+    /// # Errors
+    /// When the connection breaks, or what comes is no message.
+    pub fn receive<T: DeserializeOwned>(&mut self) -> Result<Option<T>, ProtocolError> {
+        loop {
+            match self.receive_soon() {
+                // Between two messages there may be a long round.
+                Err(ProtocolError::TimedOut) => {}
+                result => return result,
+            }
+        }
+    }
+
+    /// As [`Messages::receive`], but the message has to begin within the stall timeout.
+    pub(crate) fn receive_soon<T: DeserializeOwned>(&mut self) -> Result<Option<T>, ProtocolError> {
+        let mut buffer = [0; 4096];
+        loop {
+            if let Some(message) = self.lines.next_message()? {
+                return Ok(Some(message));
+            }
+            let in_message = self.lines.is_in_message();
+            match (&mut &*self.stream).read(&mut buffer) {
+                Ok(0) if in_message => return Err(ProtocolError::Cut),
+                Ok(0) => return Ok(None),
+                Ok(len) => self.lines.push(&buffer[..len]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if in_message && is_stall(&error) => return Err(ProtocolError::Stalled),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(ProtocolError::TimedOut);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Receives the `len` bytes of device state behind the last message. The length is not trusted: memory grows
+    /// with the bytes that really come.
+    pub(crate) fn receive_state(&mut self, len: usize) -> Result<Vec<u8>, ProtocolError> {
+        let mut state = self.lines.take_rest(len);
+        while state.len() < len {
+            let start = state.len();
+            state.resize(len.min(start + (1 << 20)), 0);
+            let got = read_some(&self.stream, &mut state[start..])?;
+            if start + got < state.len() {
+                let (got, wanted) = (start + got, len);
+                return Err(ProtocolError::Truncated { got, wanted });
+            }
+        }
+        Ok(state)
+    }
+}
+
+fn read_exactly(stream: &Stream, buffer: &mut [u8]) -> Result<(), ProtocolError> {
+    let (got, wanted) = (read_some(stream, buffer)?, buffer.len());
+    if got < wanted {
+        return Err(ProtocolError::Truncated { got, wanted });
+    }
+    Ok(())
+}
+
+/// Reads until `buffer` is full or the connection ends.
+fn read_some(stream: &Stream, buffer: &mut [u8]) -> Result<usize, ProtocolError> {
+    stream.read_full(buffer).map_err(|error| {
+        if is_stall(&error) {
+            return ProtocolError::Stalled;
+        }
+        error.into()
+    })
+}
+
+/// Bits for a name that no other attempt or process has, and that cannot be guessed.
+pub(crate) fn random_id() -> io::Result<[u8; 16]> {
+    let mut bytes = [0; 16];
+    getrandom(&mut bytes, GetRandomFlags::empty())?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use handover::{DestinationMessage, Prepare, SourceMessage};
+    use proptest::{collection::vec, prelude::*};
+
+    use super::*;
+
+    /// What a peer that sends `bytes` and closes is understood as.
+    fn received<T>(bytes: &[u8], read: impl FnOnce(Arc<Stream>) -> T) -> T {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        Stream::Unix(theirs).write_both(bytes, &[]).unwrap();
+        read(Arc::new(Stream::Unix(ours)))
+    }
+
+    fn opening(bytes: &[u8]) -> Result<Opening, ProtocolError> {
+        received(bytes, |stream| Opening::read(&stream))
+    }
+
+    fn details() -> impl Strategy<Value = PrepareDetails> {
+        let block =
+            ("[a-z.@0-9]{1,20}", any::<u64>()).prop_map(|(name, len)| BlockShape { name, len });
+        (
+            vec(block, 0..5),
+            any::<u32>(),
+            any::<u32>(),
+            any::<u8>(),
+            any::<u64>(),
+        )
+            .prop_map(|(blocks, page_size, packet_bytes, channels, settle_ms)| {
+                PrepareDetails {
+                    blocks,
+                    page_size,
+                    packet_bytes,
+                    channels,
+                    settle_ms,
+                }
+            })
+    }
+
+    proptest! {
+        #[test]
+        fn details_arrive(sent in details()) {
+            let prepare = SourceMessage::Prepare(Prepare::new(sent.to_details().unwrap()));
+            let bytes = encode(&prepare).unwrap();
+            let message = received(&bytes, |stream| Messages::new(stream).receive()).unwrap();
+            let Some(SourceMessage::Prepare(prepare)) = message else {
+                panic!("not understood");
+            };
+            prop_assert_eq!(PrepareDetails::try_from(prepare.details).unwrap(), sent);
+        }
+
+        #[test]
+        fn the_state_and_what_follows_arrive(state in vec(any::<u8>(), 0..10_000)) {
+            let len = state.len() as u64;
+            let mut bytes = encode(&SourceMessage::State { len }).unwrap();
+            bytes.extend(&state);
+            bytes.extend(encode(&SourceMessage::Settled).unwrap());
+            received(&bytes, |stream| {
+                let mut messages = Messages::new(stream);
+                let first: Option<SourceMessage> = messages.receive().unwrap();
+                assert_eq!(first, Some(SourceMessage::State { len }));
+                assert_eq!(messages.receive_state(state.len()).unwrap(), state);
+                assert_eq!(messages.receive().unwrap(), Some(SourceMessage::Settled));
+                assert_eq!(messages.receive::<SourceMessage>().unwrap(), None);
+            });
+        }
+
+        #[test]
+        fn any_bytes_are_a_message_or_an_error(bytes in vec(any::<u8>(), 0..200)) {
+            let first = received(&bytes, |stream| Messages::new(stream).receive::<DestinationMessage>());
+            prop_assert_eq!(matches!(first, Ok(None)), bytes.is_empty());
+            let _ = opening(&bytes);
+        }
+    }
+
+    #[test]
+    fn openings_are_told_apart() {
+        let id = AttemptId([7; 16]);
+        let control = Opening::control(id);
+        assert_eq!(opening(&control).unwrap(), Opening::Control(id));
+        let initial = Initial::new(id.0, 2, 3).unwrap();
+        let channel = opening(&initial.to_bytes()).unwrap();
+        assert_eq!(channel, Opening::Channel(initial));
+        let data = Preamble {
+            kind: ConnectionKind::Data,
+            attempt: id,
+        };
+        for other in [&b"GET / HTTP/1.1\r\n"[..], b"VAMP", &data.to_bytes()] {
+            let stranger = opening(other);
+            assert!(matches!(stranger, Err(ProtocolError::Stranger { .. })));
+        }
+        let cut = opening(&control[..20]);
+        assert!(matches!(
+            cut,
+            Err(ProtocolError::Truncated {
+                got: 16,
+                wanted: 20
+            })
+        ));
+    }
+
+    #[test]
+    fn a_source_of_an_old_release_is_refused_in_its_words() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (ours, mut theirs) = (Stream::Unix(ours), theirs);
+        let hello = b"VLIV\0\0\0\x01some migration's\0\0\0\x0f{\"say\":\"hello\"}";
+        io::Write::write_all(&mut theirs, hello).unwrap();
+        assert_eq!(Opening::read(&ours).unwrap(), Opening::Old);
+        theirs.shutdown(std::net::Shutdown::Write).unwrap();
+        refuse_old(&ours).unwrap();
+        let mut answer = Vec::new();
+        theirs.read_to_end(&mut answer).unwrap_or_default();
+        let (len, json) = answer.split_first_chunk().unwrap();
+        assert_eq!(u32::from_be_bytes(*len) as usize, json.len());
+        let answer: Value = serde_json::from_slice(json).unwrap();
+        assert_eq!(answer["say"], "refused");
+        assert!(answer["cause"].as_str().unwrap().contains("newer release"));
+    }
+
+    #[test]
+    fn lengths_are_believed_only_within_bounds() {
+        let long = vec![b' '; MAX_LINE + 1];
+        // More than the socket takes in one go.
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| Stream::Unix(theirs).write_both(&long, &[]));
+            let mut messages = Messages::new(Arc::new(Stream::Unix(ours)));
+            let long = messages.receive::<SourceMessage>();
+            assert!(matches!(
+                long,
+                Err(ProtocolError::Frame(FrameError::TooLong))
+            ));
+        });
+        let state = received(b"short", |stream| {
+            Messages::new(stream).receive_state(1 << 40)
+        });
+        assert!(matches!(
+            state,
+            Err(ProtocolError::Truncated {
+                got: 5,
+                wanted: 0x100_0000_0000
+            })
+        ));
+    }
+}

@@ -1,0 +1,280 @@
+//! A channel's thread: pages out of guest memory, into packets, onto the socket.
+//!
+//! ```text
+//!   chunks ── clear, collect ──> [filling] ── full: start the scan ──> [scanned] ── finish the scan ──> encode, send
+//! ```
+//! The scan for zero pages of a packet is under way while the packet before it is encoded and sent: whoever scans
+//! besides the processor has that time. At a SYNC nothing is left in between.
+
+use std::{
+    mem,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use multifd::{Layout, PacketError, RamHeader};
+use vamoose_codec::{CpuScan, DsaScan, ZeroScan};
+use vamoose_link::ChannelWriter;
+use vm_memory::VolatileSlice;
+
+use super::{
+    Source, SourceConfig, ZeroPageDetection,
+    round::{Chunk, Round},
+};
+use crate::{DirtyLog, Ram, SourceError, protocol::LAST_SYNC};
+
+/// Sends a channel's share of every round.
+pub(super) struct Channel<'a> {
+    number: usize,
+    ram: &'a Ram,
+    log: &'a dyn DirtyLog,
+    writer: ChannelWriter,
+    /// Numbers the packets of all channels.
+    packets: &'a AtomicU64,
+    scan: Option<Box<dyn ZeroScan>>,
+    /// The pages of the packet after the next.
+    filling: Batch<'a>,
+    /// The pages of the next packet, whose scan has been started.
+    scanned: Batch<'a>,
+    packer: Packer,
+}
+
+/// Pages of a packet, all of one block. Its vectors are as long as a packet from the beginning.
+struct Batch<'a> {
+    block: usize,
+    offsets: Vec<u64>,
+    slices: Vec<VolatileSlice<'a>>,
+}
+
+impl<'a> Channel<'a> {
+    /// Channel `number` of a migration, on the thread that runs it.
+    pub(super) fn new(source: &'a Source, number: usize, writer: ChannelWriter) -> Self {
+        let (layout, config) = (source.layout, &source.config);
+        Self {
+            number,
+            ram: &source.ram,
+            log: source.log.as_ref(),
+            writer,
+            packets: &source.packets,
+            scan: zero_scan(layout, config),
+            filling: Batch::new(layout),
+            scanned: Batch::new(layout),
+            packer: Packer::new(layout, config),
+        }
+    }
+
+    /// Sends what this channel gets of `round`, and the SYNC behind it.
+    pub(super) fn send(&mut self, round: &Round) -> Result<(), SourceError> {
+        while let Some(chunk) = round.take() {
+            // Before any of the pages is read: what is written from now on shows again.
+            self.log.clear(chunk.block, chunk.first_page, chunk.words)?;
+            self.send_chunk(chunk)?;
+        }
+        self.turn_over()?;
+        self.send_scanned()?;
+        let channel = self.number;
+        self.writer
+            .write_sync(round.number)
+            .map_err(|error| SourceError::Channel { channel, error })
+    }
+
+    /// Says that no more will come. A channel that ends without that word has been cut.
+    pub(super) fn finish(mut self) -> Result<(), SourceError> {
+        let channel = self.number;
+        self.writer
+            .write_sync(LAST_SYNC)
+            .map_err(|error| SourceError::Channel { channel, error })?;
+        self.writer.finish();
+        Ok(())
+    }
+
+    fn send_chunk(&mut self, chunk: Chunk<'_>) -> Result<(), SourceError> {
+        if self.filling.block != chunk.block {
+            self.turn_over()?;
+            self.filling.block = chunk.block;
+        }
+        let size = self.ram.page_size();
+        let memory = self.ram.blocks()[chunk.block].memory();
+        for page in chunk.pages() {
+            let offset = page * size;
+            // The bitmaps have no bits beyond the block's end, so there is a slice for each page.
+            let Ok(slice) = memory.subslice(offset, size) else {
+                break;
+            };
+            self.filling.offsets.push(offset as u64);
+            self.filling.slices.push(slice);
+            if self.filling.is_full(self.packer.layout) {
+                self.turn_over()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts the scan of the pages that have been collected, and sends those before them.
+    fn turn_over(&mut self) -> Result<(), SourceError> {
+        if self.filling.slices.is_empty() {
+            return Ok(());
+        }
+        if let Some(scan) = &mut self.scan {
+            scan.start(&self.filling.slices);
+        }
+        self.send_scanned()?;
+        self.scanned.block = self.filling.block;
+        mem::swap(&mut self.filling, &mut self.scanned);
+        Ok(())
+    }
+
+    fn send_scanned(&mut self) -> Result<(), SourceError> {
+        let batch = &mut self.scanned;
+        if batch.slices.is_empty() {
+            return Ok(());
+        }
+        let channel = self.number;
+        let number = self.packets.fetch_add(1, Ordering::Relaxed);
+        let verdicts = self.packer.no_verdicts(batch.slices.len());
+        if let Some(scan) = &mut self.scan {
+            scan.finish(&batch.slices, verdicts)?;
+        }
+        let header = self
+            .packer
+            .pack(self.ram, batch, number)
+            .map_err(|error| SourceError::Packet { channel, error })?;
+        self.writer
+            .write_memory(header, &batch.slices)
+            .map_err(|error| SourceError::Channel { channel, error })?;
+        batch.clear();
+        Ok(())
+    }
+}
+
+/// The scan that `config` asks for.
+fn zero_scan(layout: Layout, config: &SourceConfig) -> Option<Box<dyn ZeroScan>> {
+    match &config.zero_page_detection {
+        ZeroPageDetection::None => None,
+        ZeroPageDetection::Cpu => Some(Box::new(CpuScan)),
+        ZeroPageDetection::Dsa(dsa) => {
+            let size = u32::try_from(layout.page_size()).unwrap_or(u32::MAX);
+            Some(Box::new(DsaScan::new(
+                dsa.devices.clone(),
+                size,
+                layout.page_count(),
+                dsa.verify,
+            )))
+        }
+    }
+}
+
+impl Batch<'_> {
+    fn new(layout: Layout) -> Self {
+        Self {
+            block: 0,
+            offsets: Vec::with_capacity(layout.page_count()),
+            slices: Vec::with_capacity(layout.page_count()),
+        }
+    }
+
+    fn is_full(&self, layout: Layout) -> bool {
+        self.slices.len() == layout.page_count()
+    }
+
+    fn clear(&mut self) {
+        self.offsets.clear();
+        self.slices.clear();
+    }
+}
+
+/// Makes packets of pages. Its vectors are as long as a packet from the beginning.
+struct Packer {
+    layout: Layout,
+    ratio: NormalPageRatio,
+    verdicts: Vec<bool>,
+    normal: Vec<u64>,
+    zero: Vec<u64>,
+    header: RamHeader,
+}
+
+impl Packer {
+    fn new(layout: Layout, config: &SourceConfig) -> Self {
+        let count = layout.page_count();
+        Self {
+            layout,
+            ratio: NormalPageRatio {
+                percent: config.normal_page_ratio,
+                account: 0,
+            },
+            verdicts: Vec::with_capacity(count),
+            normal: Vec::with_capacity(count),
+            zero: Vec::with_capacity(count),
+            header: RamHeader::new(layout),
+        }
+    }
+
+    /// Room for the verdicts on the next `count` pages, none of which is zero as far as it is known.
+    fn no_verdicts(&mut self, count: usize) -> &mut [bool] {
+        self.verdicts.clear();
+        self.verdicts.resize(count, false);
+        &mut self.verdicts
+    }
+
+    /// The header of the packet of `batch`, on which there are verdicts. In the batch the memory of the normal pages
+    /// is left.
+    fn pack(
+        &mut self,
+        ram: &Ram,
+        batch: &mut Batch<'_>,
+        number: u64,
+    ) -> Result<&mut RamHeader, PacketError> {
+        self.normal.clear();
+        self.zero.clear();
+        let mut kept = 0;
+        for (index, offset) in batch.offsets.iter().enumerate() {
+            if self.verdicts[index] && !self.ratio.makes_normal() {
+                self.zero.push(*offset);
+            } else {
+                self.normal.push(*offset);
+                batch.slices.swap(kept, index);
+                kept += 1;
+            }
+        }
+        batch.slices.truncate(kept);
+        self.header.clear();
+        self.header.block = ram.blocks()[batch.block].name();
+        self.header.packet_num = number;
+        self.header
+            .set_pages(&self.normal, &self.zero, self.layout)?;
+        Ok(&mut self.header)
+    }
+}
+
+/// Evenly takes a percentage of the zero pages for normal ones.
+struct NormalPageRatio {
+    percent: u8,
+    account: u8,
+}
+
+impl NormalPageRatio {
+    fn makes_normal(&mut self) -> bool {
+        self.account += self.percent;
+        let normal = self.account >= 100;
+        if normal {
+            self.account -= 100;
+        }
+        normal
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ratio_is_kept_evenly() {
+        for percent in [0, 1, 33, 50, 99, 100] {
+            let mut ratio = NormalPageRatio {
+                percent,
+                account: 0,
+            };
+            let normal = (0..1000).filter(|_| ratio.makes_normal()).count();
+            assert_eq!(normal, usize::from(percent) * 10);
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! The hand-over: carries out what [`handover::Source`] decides, from the guest that has stopped, or the migration that
+//! has failed, to the decision where the guest is.
+
+use std::{
+    collections::VecDeque,
+    io, mem,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use handover::{Decision, DestinationMessage, SourceAction, SourceEvent, SourceMessage};
+use tracing::warn;
+use vamoose_link::{SocketError, dial};
+
+use super::{Attempt, link::Link};
+use crate::{
+    SourceError,
+    protocol::{Messages, Opening, ProtocolError},
+};
+
+/// How long a destination that lives takes to answer, at most. The guest stands still meanwhile: a dead
+/// connection must not be waited for, and asking again does no harm.
+const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+
+const ASK_EVERY: Duration = Duration::from_millis(200);
+
+pub(super) struct HandOver<'l, 'scope, 'a> {
+    attempt: &'l mut Attempt<'a>,
+    link: &'l Link<'scope, 'a>,
+    /// In the place of the link's control connection, once that was lost.
+    redialled: Option<Messages>,
+    dials: u32,
+    /// How often `commit` was sent on the connection.
+    commits: u32,
+    /// The destination has answered, and has not said where the guest is.
+    ask_again: bool,
+    deadline: Instant,
+    /// What happened last.
+    last: String,
+}
+
+impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
+    pub(super) fn new(attempt: &'l mut Attempt<'a>, link: &'l Link<'scope, 'a>) -> Self {
+        let deadline = Instant::now() + attempt.source.config.settle_time;
+        Self {
+            attempt,
+            link,
+            redialled: None,
+            dials: 0,
+            commits: 0,
+            ask_again: false,
+            deadline,
+            last: "it does not answer".to_owned(),
+        }
+    }
+
+    /// Reports `event`, and whatever comes of it until it is decided where the guest is.
+    pub(super) fn run(mut self, event: SourceEvent) -> Decision {
+        let mut actions = VecDeque::from(self.attempt.machine.handle(event));
+        loop {
+            let event = match actions.pop_front() {
+                // There is no journal: this process has the guest, and nothing goes on without it.
+                Some(SourceAction::Persist) => continue,
+                Some(SourceAction::Send(message)) => {
+                    self.send(&message);
+                    continue;
+                }
+                Some(SourceAction::Dial) => self.dial(),
+                Some(SourceAction::Resume) => self.attempt.resume(),
+                Some(SourceAction::Decide(decision)) => return decision,
+                None => self.receive(),
+            };
+            actions.extend(self.attempt.machine.handle(event));
+        }
+    }
+
+    /// Whether it gets through or not: only an answer counts.
+    fn send(&mut self, message: &SourceMessage) {
+        self.commits += u32::from(matches!(message, SourceMessage::Commit { .. }));
+        let _ = match (&self.redialled, message) {
+            (Some(messages), _) => messages.send(message).map_err(SourceError::from),
+            (None, SourceMessage::Abort { .. }) => self.link.abort(message),
+            (None, _) => self.link.send(message),
+        };
+    }
+
+    fn receive(&mut self) -> SourceEvent {
+        let Some(left) = self.time_left() else {
+            return self.gave_up();
+        };
+        if mem::take(&mut self.ask_again) {
+            thread::sleep(ASK_EVERY.min(left));
+            return SourceEvent::AskAgain;
+        }
+        let received = match &mut self.redialled {
+            None => self.link.receive("answered", left.min(ANSWER_WITHIN)),
+            Some(messages) => messages
+                .receive_soon()
+                .map_err(SourceError::from)
+                .and_then(|message| message.ok_or(SourceError::ControlEnded)),
+        };
+        match received {
+            Ok(message) => {
+                self.ask_again = message != DestinationMessage::Starting;
+                self.last = format!("it said {message:?}");
+                SourceEvent::Message(message)
+            }
+            Err(error) => {
+                let complete = was_closed(&error, self.commits);
+                self.last = error.to_string();
+                SourceEvent::Closed { complete }
+            }
+        }
+    }
+
+    /// Connects again, and says so at once the first time.
+    fn dial(&mut self) -> SourceEvent {
+        let Some(left) = self.time_left() else {
+            return self.gave_up();
+        };
+        if self.dials == 0 {
+            warn!(
+                "the destination does not say whether the guest runs ({}): asking again",
+                self.last
+            );
+        } else {
+            thread::sleep(ASK_EVERY.min(left));
+        }
+        self.dials += 1;
+        match self.connect(left.min(ANSWER_WITHIN)) {
+            Ok(messages) => {
+                self.redialled = Some(messages);
+                self.commits = 0;
+                SourceEvent::Connected
+            }
+            Err(SourceError::Dial(SocketError::Dial { source, .. })) if nobody_listens(&source) => {
+                self.last = "connection refused".to_owned();
+                SourceEvent::NobodyListens
+            }
+            Err(error) => {
+                self.last = error.to_string();
+                // Nothing was asked on it, so no answer can have been lost.
+                SourceEvent::Closed { complete: true }
+            }
+        }
+    }
+
+    fn connect(&self, timeout: Duration) -> Result<Messages, SourceError> {
+        let stream = dial(self.link.destination(), timeout)?;
+        let opening = Opening::control(self.link.id());
+        stream
+            .write_both(&opening, &[])
+            .map_err(ProtocolError::from)?;
+        Ok(Messages::new(Arc::new(stream)))
+    }
+
+    /// `None` when the settle time is over.
+    fn time_left(&self) -> Option<Duration> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        (left > Duration::from_millis(1)).then_some(left)
+    }
+
+    fn gave_up(&self) -> SourceEvent {
+        let settle_time = self.attempt.source.config.settle_time;
+        let last = &self.last;
+        SourceEvent::GaveUp {
+            cause: format!("asked for {settle_time:?} in vain, last: {last}"),
+        }
+    }
+}
+
+/// Whether the destination's system has closed the connection, behind all that the destination had said on it.
+///
+/// An end of file comes in its turn. A reset can overtake words that were lost on the way; but the system resets a
+/// connection on which the destination has left something unread, and if that was the only `commit`, nothing has been said
+/// in answer. Without an end or a reset there is no telling.
+fn was_closed(error: &SourceError, commits: u32) -> bool {
+    match error {
+        SourceError::ControlEnded | SourceError::Control(ProtocolError::Cut) => true,
+        SourceError::Control(error) => commits <= 1 && error.is_reset(),
+        _ => false,
+    }
+}
+
+/// Whether the error says that no process listens there.
+fn nobody_listens(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        // The second one: a unix socket's file that was removed.
+        io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound
+    )
+}

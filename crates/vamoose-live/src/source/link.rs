@@ -1,0 +1,496 @@
+//! The source's connections, and what happens on them.
+
+use std::{
+    cell::Cell,
+    io,
+    net::SocketAddr,
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, RecvTimeoutError, SyncSender},
+    },
+    thread::{self, Scope},
+    time::{Duration, Instant},
+};
+
+use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, negotiate};
+use multifd::Initial;
+use vamoose_link::{Address, ChannelWriter, SocketError, Stream, dial};
+
+use super::{Source, channel::Channel, round::Round};
+use crate::{
+    SourceError,
+    protocol::{BlockShape, Messages, Opening, PrepareDetails, ProtocolError, random_id, send},
+    status::millis,
+};
+
+/// Everything that leads to the destination.
+pub(super) struct Link<'scope, 'a> {
+    source: &'a Source,
+    scope: &'scope Scope<'scope, 'a>,
+    /// Exactly where the control connection leads: a name may lead elsewhere the next time.
+    destination: Address,
+    id: AttemptId,
+    control: Arc<Stream>,
+    events: Receiver<Event>,
+    events_in: SyncSender<Event>,
+    /// The control connection has ended.
+    disconnected: Cell<bool>,
+    /// To each channel's thread; empty when the channels have ended.
+    rounds: Vec<SyncSender<Arc<Round>>>,
+    /// Of the device state.
+    state: Progress,
+    /// When the guest will have been paused for too long.
+    resume_at: Option<Instant>,
+}
+
+/// How far something has been sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Progress {
+    Unsent,
+    Sending,
+    Sent,
+}
+
+/// What the coordinator waits for.
+enum Event {
+    /// A channel has sent its share of the round, or all of the state has been sent.
+    Sent,
+    /// A channel has failed, or the state cannot be sent.
+    Failed(SourceError),
+    /// From the destination.
+    Message(DestinationMessage),
+    /// The control connection has ended.
+    Disconnected(Option<ProtocolError>),
+}
+
+/// How a round ended that did not fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sent {
+    /// All pages are there.
+    All,
+    /// The deadline has passed.
+    TooLate,
+}
+
+/// How long a destination may take at least to say that it goes on preparing: it begins by looking for the memory that
+/// it has to make zero, which takes up to 15 s per TiB.
+const PREPARING_WITHIN: Duration = Duration::from_secs(60);
+
+/// How long to wait for the words of a destination whose connections break.
+const LAST_WORDS_WITHIN: Duration = Duration::from_secs(1);
+
+/// Events that may wait for the coordinator.
+const QUEUE: usize = 64;
+
+impl<'scope, 'a> Link<'scope, 'a> {
+    /// Opens the control connection of a new attempt.
+    pub(super) fn connect(
+        source: &'a Source,
+        destination: &Address,
+        scope: &'scope Scope<'scope, 'a>,
+    ) -> Result<Self, SourceError> {
+        let id = AttemptId(random_id()?);
+        let control = connect(source, destination)?;
+        control
+            .write_both(&Opening::control(id), &[])
+            .map_err(ProtocolError::from)?;
+        let (events_in, events) = mpsc::sync_channel(QUEUE);
+        let link = Self {
+            source,
+            scope,
+            // One that is not connected any more was closed.
+            destination: leads_to(&control, destination).map_err(|_| SourceError::Unanswered)?,
+            id,
+            control: control.clone(),
+            events,
+            events_in: events_in.clone(),
+            disconnected: Cell::new(false),
+            rounds: Vec::new(),
+            state: Progress::Unsent,
+            resume_at: None,
+        };
+        link.spawn(move || receive(Messages::new(control), &events_in))?;
+        Ok(link)
+    }
+
+    /// Introduces the guest, and waits until the destination is ready for it: returns its answer.
+    pub(super) fn prepare(&self) -> Result<DestinationMessage, SourceError> {
+        let details = details(self.source).to_details();
+        let prepare = Prepare::new(details.map_err(ProtocolError::from)?);
+        let timeout = self.source.config.stall_timeout.max(PREPARING_WITHIN);
+        let mut answer = self
+            .send(&SourceMessage::Prepare(prepare))
+            .and_then(|()| self.receive("accepted the guest", timeout))
+            .map_err(or_unanswered)?;
+        while answer == DestinationMessage::Preparing {
+            answer = self.receive("accepted the guest", timeout)?;
+        }
+        let DestinationMessage::Prepared { protocol, .. } = answer else {
+            return Err(unexpected(answer));
+        };
+        negotiate(protocol..=protocol)?;
+        Ok(answer)
+    }
+
+    pub(super) fn open_channels(&mut self) -> Result<(), SourceError> {
+        let source = self.source;
+        for number in 0..source.config.channels {
+            let writer = self.open_channel(number)?;
+            // The coordinator waits for the round before.
+            let (rounds_in, rounds) = mpsc::sync_channel(1);
+            let events = self.events_in.clone();
+            self.spawn(move || {
+                let channel = Channel::new(source, number.into(), writer);
+                run(channel, &rounds, &events);
+            })?;
+            self.rounds.push(rounds_in);
+        }
+        Ok(())
+    }
+
+    /// From now on nothing is waited for beyond `resume_at`; without one, for as long as it takes.
+    pub(super) fn bound_downtime(&mut self, resume_at: Option<Instant>) {
+        self.resume_at = resume_at;
+    }
+
+    /// Has all channels send `round`, and waits until the destination says that all of it is there.
+    pub(super) fn send_round(
+        &self,
+        round: Round,
+        deadline: Option<Instant>,
+    ) -> Result<Sent, SourceError> {
+        let number = round.number;
+        let round = Arc::new(round);
+        let (sent_before, began) = (
+            self.source.shared.stats.snapshot().wire_bytes,
+            Instant::now(),
+        );
+        for channel in &self.rounds {
+            // A channel that has ended has said why.
+            let _ = channel.send(round.clone());
+        }
+        // The destination's message may overtake that of the last channel's thread.
+        let (mut sending, mut synced) = (self.rounds.len(), false);
+        while sending > 0 {
+            match self.next(deadline)? {
+                Some(Event::Sent) => sending -= 1,
+                Some(Event::Failed(error)) => return Err(error),
+                Some(Event::Message(DestinationMessage::Synced { round }))
+                    if round == number && !synced =>
+                {
+                    synced = true;
+                }
+                Some(Event::Message(message)) => return Err(unexpected(message)),
+                Some(Event::Disconnected(why)) => return Err(disconnected(why)),
+                None => return Ok(Sent::TooLate),
+            }
+        }
+        if synced {
+            return Ok(Sent::All);
+        }
+        let sent = self.source.shared.stats.snapshot().wire_bytes - sent_before;
+        let timeout =
+            self.source.config.stall_timeout + drain_time(self.rounds.len(), sent, began.elapsed());
+        match self.receive("received a round", timeout)? {
+            DestinationMessage::Synced { round } if round == number => Ok(Sent::All),
+            message => Err(unexpected(message)),
+        }
+    }
+
+    /// Ends the channels: what was sent still arrives.
+    pub(super) fn end_channels(&mut self) {
+        self.rounds.clear();
+    }
+
+    /// Sends the device state, and waits until the destination has loaded it.
+    pub(super) fn send_state(&mut self, state: Vec<u8>) -> Result<(), SourceError> {
+        let (control, events) = (self.control.clone(), self.events_in.clone());
+        let stats = self.source.shared.stats.clone();
+        self.state = Progress::Sending;
+        // On a thread of its own: a destination that stops in the middle must not hold up the coordinator, who alone can resume the guest.
+        self.spawn(move || {
+            let event = match send_state(&control, &state) {
+                Ok(()) => Event::Sent,
+                Err(error) => Event::Failed(error.into()),
+            };
+            stats.add_sent(state.len());
+            // The coordinator is gone when the migration is over.
+            let _ = events.send(event);
+        })?;
+        let stall_timeout = self.source.config.stall_timeout;
+        let mut deadline = None;
+        loop {
+            match self.next(deadline)? {
+                Some(Event::Sent) => {
+                    self.state = Progress::Sent;
+                    deadline = Some(Instant::now() + stall_timeout);
+                }
+                Some(Event::Message(DestinationMessage::Loaded)) => {
+                    self.state = Progress::Sent;
+                    return Ok(());
+                }
+                Some(Event::Message(message)) => return Err(unexpected(message)),
+                Some(Event::Failed(error)) => return Err(error),
+                Some(Event::Disconnected(why)) => return Err(disconnected(why)),
+                None => {
+                    let (what, seconds) = ("loaded the guest", stall_timeout.as_secs());
+                    return Err(SourceError::NoAnswer { what, seconds });
+                }
+            }
+        }
+    }
+
+    pub(super) fn send(&self, message: &SourceMessage) -> Result<(), SourceError> {
+        Ok(send(&self.control, message)?)
+    }
+
+    /// The destination's next message, within `timeout`.
+    pub(super) fn receive(
+        &self,
+        what: &'static str,
+        timeout: Duration,
+    ) -> Result<DestinationMessage, SourceError> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            match self.next(Some(deadline))? {
+                Some(Event::Message(message)) => return Ok(message),
+                Some(Event::Failed(error)) => return Err(error),
+                Some(Event::Disconnected(why)) => return Err(disconnected(why)),
+                Some(Event::Sent) => {}
+                None => {
+                    let seconds = timeout.as_secs();
+                    return Err(SourceError::NoAnswer { what, seconds });
+                }
+            }
+        }
+    }
+
+    /// Waits, and fails at once if something fails meanwhile.
+    pub(super) fn idle(&self, time: Duration) -> Result<(), SourceError> {
+        match self.next(Some(Instant::now() + time))? {
+            None | Some(Event::Sent) => Ok(()),
+            Some(Event::Failed(error)) => Err(error),
+            Some(Event::Message(message)) => Err(unexpected(message)),
+            Some(Event::Disconnected(why)) => Err(disconnected(why)),
+        }
+    }
+
+    /// Replaces an error of a connection by the destination's own words, if they are on their way.
+    pub(super) fn explain(&self, error: SourceError) -> SourceError {
+        let of_connection = matches!(
+            error,
+            SourceError::Channel { .. } | SourceError::Control(_) | SourceError::ControlEnded
+        );
+        if !of_connection || self.disconnected.get() || self.source.shared.is_cancelled() {
+            return error;
+        }
+        let deadline = Instant::now() + LAST_WORDS_WITHIN;
+        while let Ok(Some(event)) = self.next(Some(deadline)) {
+            match event {
+                Event::Message(DestinationMessage::Aborted { cause, .. }) => {
+                    return SourceError::Destination { cause };
+                }
+                Event::Disconnected(_) => break,
+                _ => {}
+            }
+        }
+        error
+    }
+
+    /// Tells the destination that the guest stays here. It finds out by itself if it cannot be told, but one
+    /// that has loaded the guest only after the settle time.
+    pub(super) fn abort(&self, abort: &SourceMessage) -> Result<(), SourceError> {
+        if self.state == Progress::Sending {
+            // What is sent now would be taken for the state.
+            self.control.shut_down();
+        }
+        // Not for long: the connection may be what has failed.
+        let _ = self.control.set_stall_timeout(LAST_WORDS_WITHIN);
+        let sent = self.send(abort);
+        if sent.is_ok() || self.state == Progress::Unsent {
+            return sent;
+        }
+        let stream = dial(&self.destination, LAST_WORDS_WITHIN)?;
+        let opening = Opening::control(self.id);
+        stream
+            .write_both(&opening, &[])
+            .map_err(ProtocolError::from)?;
+        Ok(send(&stream, abort)?)
+    }
+
+    /// The attempt's name.
+    pub(super) fn id(&self) -> AttemptId {
+        self.id
+    }
+
+    /// Where the destination is.
+    pub(super) fn destination(&self) -> &Address {
+        &self.destination
+    }
+
+    fn spawn(&self, run: impl FnOnce() + Send + 'scope) -> io::Result<()> {
+        thread::Builder::new().spawn_scoped(self.scope, run)?;
+        Ok(())
+    }
+
+    fn open_channel(&self, number: u8) -> Result<ChannelWriter, SourceError> {
+        let source = self.source;
+        let config = &source.config;
+        let opening = Initial::new(self.id.0, number, config.channels.into())?.to_bytes();
+        let stream = connect(source, &self.destination)?;
+        stream
+            .write_both(&opening, &[])
+            .map_err(ProtocolError::from)?;
+        let stats = &source.shared.stats;
+        let mut writer = ChannelWriter::new(
+            stream,
+            source.layout,
+            config.engines.encoder(source.layout, stats.health())?,
+            source.shared.pacer.clone(),
+            stats.clone(),
+        );
+        if config.zero_copy {
+            writer.enable_zero_copy()?;
+        }
+        Ok(writer)
+    }
+
+    /// The next event; `None` when `deadline` has passed.
+    fn next(&self, deadline: Option<Instant>) -> Result<Option<Event>, SourceError> {
+        let event = match [deadline, self.resume_at].into_iter().flatten().min() {
+            None => self.events.recv().map_err(RecvTimeoutError::from),
+            Some(until) => {
+                let left = until.saturating_duration_since(Instant::now());
+                self.events.recv_timeout(left)
+            }
+        };
+        match event {
+            Ok(event) => {
+                if matches!(event, Event::Disconnected(_)) {
+                    self.disconnected.set(true);
+                }
+                Ok(Some(event))
+            }
+            Err(_) if self.resume_at.is_some_and(|end| end <= Instant::now()) => {
+                let max = self.source.config.downtime_max;
+                Err(SourceError::DowntimeExceeded { max })
+            }
+            Err(_) => Ok(None),
+        }
+    }
+}
+
+/// For how long what the system has taken may still be on its way, if `sent` bytes have taken it `took`.
+fn drain_time(channels: usize, sent: u64, took: Duration) -> Duration {
+    let in_flight = channels as u64 * MOST_IN_FLIGHT;
+    if in_flight >= sent {
+        // Perhaps the link has not been the limit yet: then it is known only that it is slower than memory.
+        return took.max(SLOWEST_DRAIN);
+    }
+    took.mul_f64(in_flight as f64 / sent as f64)
+}
+
+/// What the sockets of a channel can hold, on both hosts.
+const MOST_IN_FLIGHT: u64 = 10 << 20;
+
+/// For a short round on a link of 10 Mbit/s.
+const SLOWEST_DRAIN: Duration = Duration::from_secs(10);
+
+/// What a message means that is not waited for.
+fn unexpected(message: DestinationMessage) -> SourceError {
+    match message {
+        DestinationMessage::Aborted { cause, .. } => SourceError::Destination { cause },
+        DestinationMessage::Refused { reason: cause } => SourceError::Refused { cause },
+        message => SourceError::OutOfTurn {
+            message: format!("{message:?}"),
+        },
+    }
+}
+
+fn disconnected(why: Option<ProtocolError>) -> SourceError {
+    why.map_or(SourceError::ControlEnded, SourceError::Control)
+}
+
+/// What it means that the connection is closed where its first message was to come.
+fn or_unanswered(error: SourceError) -> SourceError {
+    match error {
+        SourceError::ControlEnded => SourceError::Unanswered,
+        SourceError::Control(error) if error.is_reset() => SourceError::Unanswered,
+        error => error,
+    }
+}
+
+fn connect(source: &Source, destination: &Address) -> Result<Arc<Stream>, SocketError> {
+    let stream = Arc::new(dial(destination, source.config.stall_timeout)?);
+    source.shared.register(&stream);
+    Ok(stream)
+}
+
+/// The one address of those of `destination` to which `stream` is connected.
+fn leads_to(stream: &Stream, destination: &Address) -> io::Result<Address> {
+    let Stream::Tcp(stream) = stream else {
+        return Ok(destination.clone());
+    };
+    let peer = stream.peer_addr()?;
+    let host = match peer {
+        SocketAddr::V6(peer) if peer.scope_id() != 0 => {
+            format!("{}%{}", peer.ip(), peer.scope_id())
+        }
+        peer => peer.ip().to_string(),
+    };
+    let port = peer.port();
+    Ok(Address::Tcp { host, port })
+}
+
+fn details(source: &Source) -> PrepareDetails {
+    let number = |value| u32::try_from(value).unwrap_or(u32::MAX);
+    let blocks = source.ram.blocks().iter().map(|block| BlockShape {
+        name: block.name().to_string(),
+        len: block.len() as u64,
+    });
+    PrepareDetails {
+        blocks: blocks.collect(),
+        page_size: number(source.layout.page_size()),
+        packet_bytes: number(source.layout.packet_bytes()),
+        channels: source.config.channels,
+        settle_ms: millis(source.config.settle_time),
+    }
+}
+
+fn send_state(control: &Stream, state: &[u8]) -> Result<(), ProtocolError> {
+    let len = state.len() as u64;
+    send(control, &SourceMessage::State { len })?;
+    Ok(control.write_both(state, &[])?)
+}
+
+/// Receives what the destination says, until the connection ends.
+fn receive(mut messages: Messages, events: &SyncSender<Event>) {
+    loop {
+        let event = match messages.receive() {
+            Ok(Some(message)) => Event::Message(message),
+            Ok(None) => Event::Disconnected(None),
+            Err(error) => Event::Disconnected(Some(error)),
+        };
+        let last = matches!(event, Event::Disconnected(_));
+        // The coordinator is gone when the migration is over.
+        if events.send(event).is_err() || last {
+            return;
+        }
+    }
+}
+
+/// A channel's thread.
+fn run(mut channel: Channel<'_>, rounds: &Receiver<Arc<Round>>, events: &SyncSender<Event>) {
+    for round in rounds {
+        let sent = channel.send(&round);
+        let failed = sent.is_err();
+        let event = sent.map_or_else(Event::Failed, |()| Event::Sent);
+        if events.send(event).is_err() || failed {
+            return;
+        }
+    }
+    if let Err(error) = channel.finish() {
+        // The coordinator is gone when the migration is over.
+        let _ = events.send(Event::Failed(error));
+    }
+}

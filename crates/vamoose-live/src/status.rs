@@ -1,0 +1,245 @@
+//! Where a migration stands, under the names of QEMU's `query-migrate`.
+
+use std::{
+    num::NonZeroU64,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU8, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use serde::Serialize;
+use vamoose_link::{Hangup, Pacer, Snapshot, Stats, Stream};
+
+use crate::{Offload, Ram, offload::Account};
+
+/// Watches a migration and ends it, from any thread.
+#[derive(Clone)]
+pub struct Handle(pub(crate) Arc<Shared>);
+
+/// A migration at one moment. Times are in milliseconds, as QEMU's.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Status {
+    /// What it is doing.
+    pub status: State,
+    /// Since it began.
+    pub total_time: u64,
+    /// For which the guest stood still; once it is known.
+    pub downtime: Option<u64>,
+    /// For which it would stand still if it were paused now.
+    pub expected_downtime: Option<u64>,
+    /// Until the first page was sent.
+    pub setup_time: u64,
+    /// Its memory.
+    pub ram: RamStatus,
+    /// What devices do of the search for zero pages, if there are some for that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub zero_page_detection: Option<Offload>,
+    /// How much of the time the vCPUs are kept from running.
+    pub cpu_throttle_percentage: u8,
+    /// Why it failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error_desc: Option<String>,
+}
+
+/// The memory part of a [`Status`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct RamStatus {
+    /// Bytes sent, headers included.
+    pub transferred: u64,
+    /// Bytes of pages that are known to be dirty and have not been sent.
+    pub remaining: u64,
+    /// Bytes of guest memory.
+    pub total: u64,
+    /// Zero pages sent, as an offset alone.
+    pub duplicate: u64,
+    /// Normal pages sent.
+    pub normal: u64,
+    /// Bytes of guest memory in them.
+    pub normal_bytes: u64,
+    /// Pages that the guest dirties a second.
+    pub dirty_pages_rate: u64,
+    /// Megabits a second on the wire, in the last round.
+    pub mbps: f64,
+    /// Pages a second, normal and zero, in the last round.
+    pub pages_per_second: u64,
+    /// Times that the dirty log was read.
+    pub dirty_sync_count: u64,
+    /// See [`vamoose_link::Snapshot::missed_zero_copy`].
+    pub dirty_sync_missed_zero_copy: u64,
+    /// Bytes in a page.
+    pub page_size: u64,
+}
+
+/// What a migration is doing: QEMU's `MigrationStatus`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum State {
+    /// Connecting.
+    #[default]
+    Setup,
+    /// Sending the memory of the running guest.
+    Active,
+    /// Sending the rest of the paused guest.
+    Device,
+    /// The guest runs at the destination.
+    Completed,
+    /// It runs at the source, or nobody knows: the error says.
+    Failed,
+    /// It runs at the source, because somebody cancelled.
+    Cancelled,
+}
+
+impl Handle {
+    /// Where the migration stands now.
+    pub fn status(&self) -> Status {
+        self.0.status()
+    }
+
+    /// All that was counted.
+    pub fn moved(&self) -> Snapshot {
+        self.0.stats.snapshot()
+    }
+
+    /// Cancels: the guest goes on at the source. False if it is too late because the destination was told to run
+    /// the guest, or the migration is over.
+    pub fn cancel(&self) -> bool {
+        self.0.cancel()
+    }
+}
+
+/// What a migration's threads and its handles share.
+pub(crate) struct Shared {
+    pub(crate) stats: Arc<Stats>,
+    pub(crate) pacer: Option<Arc<Pacer>>,
+    pub(crate) zero_page_detection: Option<Account>,
+    hangup: Hangup,
+    fate: AtomicU8,
+    progress: Mutex<Progress>,
+}
+
+/// What only the coordinator knows.
+pub(crate) struct Progress {
+    pub(crate) status: Status,
+    pub(crate) start: Instant,
+    /// Pages that had been sent when `status.ram.remaining` was counted.
+    pages_sent: u64,
+    over: bool,
+}
+
+impl Progress {
+    /// The migration is over: its time stands still.
+    pub(crate) fn end(&mut self) {
+        if !self.over {
+            self.over = true;
+            self.status.total_time = millis(self.start.elapsed());
+        }
+    }
+
+    /// So many pages are dirty and will be sent, after those that `stats` knows of.
+    pub(crate) fn count_remaining(&mut self, pages: usize, stats: &Stats) {
+        self.status.ram.remaining = pages as u64 * self.status.ram.page_size;
+        self.pages_sent = pages_sent(&stats.snapshot());
+    }
+}
+
+fn pages_sent(moved: &Snapshot) -> u64 {
+    moved.normal_pages + moved.zero_pages
+}
+
+/// Whether the migration may still be cancelled.
+const OPEN: u8 = 0;
+const CANCELLED: u8 = 1;
+const COMMITTED: u8 = 2;
+
+impl Shared {
+    pub(crate) fn new(ram: &Ram, max_bandwidth: Option<NonZeroU64>) -> std::io::Result<Self> {
+        let mut status = Status::default();
+        status.ram.total = ram.total_bytes();
+        status.ram.remaining = ram.total_bytes();
+        status.ram.page_size = ram.page_size() as u64;
+        Ok(Self {
+            stats: Arc::default(),
+            pacer: max_bandwidth.map(|rate| Arc::new(Pacer::new(rate))),
+            zero_page_detection: None,
+            hangup: Hangup::new()?,
+            fate: AtomicU8::new(OPEN),
+            progress: Mutex::new(Progress {
+                status,
+                start: Instant::now(),
+                pages_sent: 0,
+                over: false,
+            }),
+        })
+    }
+
+    /// The coordinator's part of the status, to be changed.
+    pub(crate) fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn status(&self) -> Status {
+        let progress = self.progress();
+        let mut status = progress.status.clone();
+        if !progress.over {
+            status.total_time = millis(progress.start.elapsed());
+        }
+        let moved = self.stats.snapshot();
+        let sent = pages_sent(&moved).saturating_sub(progress.pages_sent) * status.ram.page_size;
+        drop(progress);
+        status.zero_page_detection = self.zero_page_detection.as_ref().map(Account::read);
+        status.ram.remaining = status.ram.remaining.saturating_sub(sent);
+        status.ram.transferred = moved.wire_bytes;
+        status.ram.duplicate = moved.zero_pages;
+        status.ram.normal = moved.normal_pages;
+        status.ram.normal_bytes = moved.page_bytes;
+        status.ram.dirty_sync_missed_zero_copy = moved.missed_zero_copy;
+        status
+    }
+
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.fate.load(Ordering::Acquire) == CANCELLED
+    }
+
+    /// Adds a connection that is to end with the migration.
+    pub(crate) fn register(&self, stream: &Arc<Stream>) {
+        self.hangup.register(stream);
+    }
+
+    /// Ends whatever blocks.
+    pub(crate) fn hang_up(&self) {
+        self.hangup.hang_up();
+        if let Some(pacer) = &self.pacer {
+            pacer.close();
+        }
+    }
+
+    /// Passes the point of no return; false if somebody has cancelled before.
+    pub(crate) fn commit(&self) -> bool {
+        self.decide(COMMITTED)
+    }
+
+    fn cancel(&self) -> bool {
+        if self.progress().over {
+            return false;
+        }
+        let cancelled = self.decide(CANCELLED);
+        if cancelled {
+            self.hang_up();
+        }
+        cancelled || self.is_cancelled()
+    }
+
+    fn decide(&self, fate: u8) -> bool {
+        self.fate
+            .compare_exchange(OPEN, fate, Ordering::AcqRel, Ordering::Acquire)
+            .is_ok()
+    }
+}
+
+pub(crate) fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,164 @@
+//! What the threads of the data channels do.
+//!
+//! ```text
+//!  as many out as in:   [ read, decode, encode, write ]                  one thread a channel
+//!  otherwise:           [ read, decode ] ─> exchange ─> [ encode, write ]  one thread a channel and side
+//!  several streams:     [ read, decode ] ─> exchange ─> [ encode, write ]  one thread a stream on the way out
+//! ```
+//!
+//! One thread for both sides is cheaper: a packet leaves from the cache that it has come into, nobody is
+//! woken for it, and half as many wait in the relay. It needs no barrier: what is behind a SYNC stays
+//! behind it on its channel, and that every channel has reached its SYNC is for the destination to
+//! wait for, as it does without a relay.
+
+use multifd::PacketKind;
+use vamoose_link::{ChannelReader, ChannelWriter, Packet, ReadError, Received, Stats, WriteError};
+
+use crate::{
+    Config, RelayError, ZeroPages,
+    exchange::{Closed, Inlet, Outlet, Work},
+    syncs::Syncs,
+};
+
+/// What counts what goes out.
+#[derive(Clone, Copy)]
+pub(crate) struct Out<'a> {
+    pub(crate) stats: &'a Stats,
+    pub(crate) syncs: &'a Syncs,
+}
+
+/// Takes one channel's packets to another one, in their order, until the source ends the channel.
+pub(crate) fn pass_on(
+    channel: usize,
+    reader: &mut ChannelReader,
+    writer: &mut ChannelWriter,
+    config: &Config,
+    out: Out<'_>,
+) -> Result<(), RelayError> {
+    let mut packet = Packet::new(config.layout);
+    let read = |error| RelayError::SourceChannel { channel, error };
+    let write = |error| RelayError::DestinationChannel { channel, error };
+    while let Some(arrived) = receive(reader, &mut packet, config.zero_pages).map_err(read)? {
+        if arrived.has_content {
+            writer.write(&mut packet).map_err(write)?;
+        }
+        if let Some(packet_num) = arrived.sync {
+            send_sync(channel, writer, packet_num, out).map_err(write)?;
+        }
+    }
+    Ok(())
+}
+
+/// Takes one channel's packets to the exchange, until the source ends the channel or nobody takes
+/// them any more.
+pub(crate) fn read(
+    reader: &mut ChannelReader,
+    inlet: &Inlet,
+    zero_pages: ZeroPages,
+) -> Result<(), ReadError> {
+    while let Ok(mut packet) = inlet.take() {
+        let arrived = loop {
+            match receive(reader, &mut packet, zero_pages)? {
+                None => return Ok(()),
+                Some(arrived) if arrived.has_content => break arrived,
+                // Without content nothing has to be handed over: the packet is read into again.
+                Some(arrived) => {
+                    if pass_sync(inlet, arrived.sync) == Err(Closed) {
+                        return Ok(());
+                    }
+                }
+            }
+        };
+        // Pages inside a SYNC come before the barrier.
+        let submitted = inlet
+            .submit(packet)
+            .and_then(|()| pass_sync(inlet, arrived.sync));
+        if submitted == Err(Closed) {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Sends what the exchange has on one channel, until all readers have ended; perhaps beside others.
+pub(crate) fn write(
+    channel: usize,
+    writer: &mut ChannelWriter,
+    outlet: &Outlet,
+    out: Out<'_>,
+) -> Result<(), WriteError> {
+    while let Ok(work) = outlet.next() {
+        match work {
+            Work::Packet(mut packet) => {
+                writer.write(&mut packet)?;
+                outlet.give_back(packet);
+            }
+            Work::Sync { packet_num } => {
+                let mut sent = Ok(());
+                let synced = outlet.sync(|| {
+                    sent = send_sync(channel, writer, packet_num, out);
+                    if sent.is_ok() { Ok(()) } else { Err(Closed) }
+                });
+                sent?;
+                if synced == Err(Closed) {
+                    break;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What a packet that was received asks for.
+struct Arrived {
+    /// Pages or device state, to be sent on.
+    has_content: bool,
+    /// A SYNC behind them, with the packet's number.
+    sync: Option<u64>,
+}
+
+/// Receives a packet, as it is to be sent on; `None` at the channel's end.
+fn receive(
+    reader: &mut ChannelReader,
+    packet: &mut Packet,
+    zero_pages: ZeroPages,
+) -> Result<Option<Arrived>, ReadError> {
+    if reader.read(packet)? == Received::End {
+        return Ok(None);
+    }
+    if packet.kind() == PacketKind::DeviceState {
+        return Ok(Some(Arrived {
+            has_content: true,
+            sync: None,
+        }));
+    }
+    match zero_pages {
+        ZeroPages::Pass => {}
+        ZeroPages::Expand => packet.expand_zero_pages(),
+        ZeroPages::Detect => packet.detect_zero_pages(),
+    }
+    let header = packet.ram();
+    Ok(Some(Arrived {
+        has_content: !header.is_empty(),
+        sync: header.sync.then_some(header.packet_num),
+    }))
+}
+
+fn pass_sync(inlet: &Inlet, sync: Option<u64>) -> Result<(), Closed> {
+    sync.map_or(Ok(()), |packet_num| inlet.sync(packet_num))
+}
+
+fn send_sync(
+    channel: usize,
+    writer: &mut ChannelWriter,
+    packet_num: u64,
+    out: Out<'_>,
+) -> Result<(), WriteError> {
+    writer.write_sync(packet_num)?;
+    out.syncs.sent(channel);
+    // A SYNC goes out on every channel and is one all the same.
+    if channel == 0 {
+        out.stats.add_sync();
+    }
+    Ok(())
+}

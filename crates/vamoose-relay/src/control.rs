@@ -1,0 +1,178 @@
+//! The control connection between `migrate` and `serve`: crate `handover`'s messages over a socket, and what these two
+//! add to `prepare` and `prepared`.
+
+use std::{
+    io::{self, Read},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use handover::{
+    AttemptId, ConnectionKind, DestinationMessage, Details, FrameError, Lines, Preamble,
+    SourceMessage, encode,
+};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use thiserror::Error;
+use vamoose_link::{Address, SocketError, Stream, dial};
+
+/// What `migrate` asks for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Request {
+    /// The waiting QEMU's name.
+    pub(crate) name: String,
+    pub(crate) uuid: String,
+    pub(crate) ram_bytes: u64,
+    pub(crate) channels: u8,
+    pub(crate) page_size: u32,
+    /// How the pages will be encoded.
+    pub(crate) method: String,
+}
+
+/// What `serve` has for it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Offer {
+    /// The waiting QEMU's version.
+    pub(crate) qemu: String,
+    pub(crate) knows_zero_pages: bool,
+}
+
+/// As fields of a message.
+pub(crate) fn to_details(value: &impl Serialize) -> Result<Details, ControlError> {
+    match serde_json::to_value(value).map_err(FrameError::from)? {
+        serde_json::Value::Object(details) => Ok(details),
+        _ => Ok(Details::new()),
+    }
+}
+
+/// From a message's fields.
+pub(crate) fn from_details<T: DeserializeOwned>(details: Details) -> Result<T, ControlError> {
+    Ok(serde_json::from_value(details.into()).map_err(FrameError::from)?)
+}
+
+/// The other side could not be talked to.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ControlError {
+    /// The server cannot be reached.
+    #[error(transparent)]
+    Dial(#[from] SocketError),
+    /// The connection broke.
+    #[error("the control connection broke: {0}")]
+    Broken(#[from] io::Error),
+    /// The other side closed the connection.
+    #[error("the control connection was closed by the other side")]
+    Closed,
+    /// The other side does not follow the protocol.
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    /// No answer in time.
+    #[error("no answer from the server in {} s", .0.as_secs())]
+    NoAnswer(Duration),
+}
+
+/// One end of a control connection.
+pub(crate) struct Control {
+    stream: Arc<Stream>,
+    lines: Lines,
+}
+
+impl Control {
+    /// Connects to the server at `address` about an attempt.
+    pub(crate) fn connect(
+        address: &Address,
+        attempt: AttemptId,
+        timeout: Duration,
+    ) -> Result<Self, ControlError> {
+        let stream = dial(address, timeout)?;
+        stream.write_both(&preamble(ConnectionKind::Control, attempt), &[])?;
+        Ok(Self::new(Arc::new(stream)))
+    }
+
+    /// Goes on with a connection whose preamble has been read.
+    pub(crate) fn new(stream: Arc<Stream>) -> Self {
+        Self {
+            stream,
+            lines: Lines::default(),
+        }
+    }
+
+    /// Sends a message of the source.
+    pub(crate) fn send(&self, message: &SourceMessage) -> Result<(), ControlError> {
+        Ok(self.stream.write_both(&encode(message)?, &[])?)
+    }
+
+    /// Waits for the destination's next message.
+    pub(crate) fn receive(&mut self, within: Duration) -> Result<DestinationMessage, ControlError> {
+        self.next_message(Some(within))
+    }
+
+    /// Waits for the source's next message, as long as it takes.
+    pub(crate) fn next_request(&mut self) -> Result<SourceMessage, ControlError> {
+        self.next_message(None)
+    }
+
+    fn next_message<T: DeserializeOwned>(
+        &mut self,
+        within: Option<Duration>,
+    ) -> Result<T, ControlError> {
+        let deadline = within.map(|within| Instant::now() + within);
+        loop {
+            if let Some(message) = self.lines.next_message()? {
+                return Ok(message);
+            }
+            if let (Some(deadline), Some(within)) = (deadline, within)
+                && !is_readable(&self.stream, deadline)?
+            {
+                return Err(ControlError::NoAnswer(within));
+            }
+            let mut piece = [0; 4096];
+            match (&*self.stream).read(&mut piece) {
+                Ok(0) => return Err(ControlError::Closed),
+                Ok(read) => self.lines.push(&piece[..read]),
+                // Where the time is limited, it is looked at above.
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock
+                    ) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+/// Waits until something can be read, or the connection has ended; false when nothing has come by `deadline`.
+fn is_readable(stream: &Stream, deadline: Instant) -> io::Result<bool> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).ok();
+        match poll(&mut [PollFd::new(stream, PollFlags::IN)], left.as_ref()) {
+            Ok(ready) => return Ok(ready > 0),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Sends a message of the destination.
+pub(crate) fn reply(stream: &Stream, message: &DestinationMessage) -> Result<(), ControlError> {
+    Ok(stream.write_both(&encode(message)?, &[])?)
+}
+
+/// The first bytes of a connection to a server.
+pub(crate) fn preamble(kind: ConnectionKind, attempt: AttemptId) -> [u8; handover::PREAMBLE_LEN] {
+    Preamble { kind, attempt }.to_bytes()
+}
+
+/// Bytes that nobody else has, or can guess.
+pub(crate) fn random() -> io::Result<[u8; 16]> {
+    let mut bytes = [0; 16];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+    Ok(bytes)
+}

@@ -1,0 +1,364 @@
+//! Between the readers of the incoming channels and the writers of the outgoing ones.
+//!
+//! ```text
+//!  reader 0 ─┐  take() a free packet,                    ┌─ writer 0   next(),
+//!  reader 1 ─┼─ read into it, submit()  ─> [one queue] ──┼─ writer 1   encode and send,
+//!  reader N ─┘                                           └─ writer M   give_back()
+//! ```
+//!
+//! A channel has one writer, or several: **streams**, which encode its packets side by side, so that an
+//! engine with a latency is kept busy. They share its socket.
+//!
+//! Between two SYNCs no page appears twice, so any writer may take any packet: the queue is shared
+//! and the faster channel gets more. **SYNC is a barrier on both sides**: the last reader to reach
+//! it puts one SYNC per writer behind everything read so far, and no reader goes on before that. Of
+//! a channel's writers the last to take its own sends it, when the others' packets are out; and
+//! nobody goes on before all channels have theirs.
+//!
+//! **The packets that exist are all the packets that can wait**: two per channel, or one per reader
+//! and stream where these are more. More would falsify the bandwidth that the source measures (it
+//! counts what is in the socket as sent) and with it the downtime that it promises.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use multifd::Layout;
+use vamoose_link::Packet;
+
+/// The ends for `readers` readers and for `streams` writers on each of `channels` channels, channel
+/// by channel, and what makes all of them give up.
+pub(crate) fn exchange(
+    readers: usize,
+    channels: usize,
+    streams: usize,
+    layout: Layout,
+) -> (Vec<Inlet>, Vec<Outlet>, GiveUp) {
+    let writers = channels * streams;
+    let packets = (PACKETS_PER_CHANNEL * readers.max(channels)).max(readers + writers);
+    let (give, take) = bounded(packets);
+    for _ in 0..packets {
+        // Has room for all of them and both ends are here.
+        let _ = give.try_send(Box::new(Packet::new(layout)));
+    }
+    let (submit, next) = bounded(packets + writers);
+    let read = Arc::new(Barrier::new(readers));
+    let sent = Arc::new(Barrier::new(writers));
+    let inlet = Inlet {
+        free: take,
+        work: submit,
+        sync: read.clone(),
+        writers,
+    };
+    let mut barriers = vec![read, sent.clone()];
+    let mut outlets = Vec::with_capacity(writers);
+    for _ in 0..channels {
+        let taken = Arc::new(Barrier::new(streams));
+        barriers.push(taken.clone());
+        let outlet = Outlet {
+            work: next.clone(),
+            free: give.clone(),
+            taken,
+            sync: sent.clone(),
+        };
+        outlets.extend(vec![outlet; streams]);
+    }
+    (vec![inlet; readers], outlets, GiveUp(barriers))
+}
+
+/// See the module's documentation.
+const PACKETS_PER_CHANNEL: usize = 2;
+
+/// What a writer has to do next.
+pub(crate) enum Work {
+    /// Send a packet, then give it back.
+    Packet(Box<Packet>),
+    /// Send a SYNC, then wait for the other writers.
+    Sync { packet_num: u64 },
+}
+
+/// The other side is gone, so the migration is over.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Closed;
+
+/// A reader's end.
+#[derive(Clone)]
+pub(crate) struct Inlet {
+    free: Receiver<Box<Packet>>,
+    work: Sender<Work>,
+    sync: Arc<Barrier>,
+    writers: usize,
+}
+
+impl Inlet {
+    /// Waits for a free packet.
+    pub(crate) fn take(&self) -> Result<Box<Packet>, Closed> {
+        self.free.recv().map_err(|_| Closed)
+    }
+
+    /// Hands a packet with pages or device state to the writers.
+    pub(crate) fn submit(&self, packet: Box<Packet>) -> Result<(), Closed> {
+        self.work.send(Work::Packet(packet)).map_err(|_| Closed)
+    }
+
+    /// Says that this channel has reached a SYNC; returns when all have.
+    pub(crate) fn sync(&self, packet_num: u64) -> Result<(), Closed> {
+        self.sync.wait(|| {
+            for _ in 0..self.writers {
+                self.work
+                    .send(Work::Sync { packet_num })
+                    .map_err(|_| Closed)?;
+            }
+            Ok(())
+        })
+    }
+}
+
+/// A writer's end.
+#[derive(Clone)]
+pub(crate) struct Outlet {
+    work: Receiver<Work>,
+    free: Sender<Box<Packet>>,
+    /// Of the channel's writers.
+    taken: Arc<Barrier>,
+    /// Of all writers.
+    sync: Arc<Barrier>,
+}
+
+impl Outlet {
+    /// Waits for something to do; [`Closed`] when all readers have ended and everything is done.
+    pub(crate) fn next(&self) -> Result<Work, Closed> {
+        self.work.recv().map_err(|_| Closed)
+    }
+
+    /// Returns a packet that has been sent.
+    pub(crate) fn give_back(&self, packet: Box<Packet>) {
+        // Has room for every packet that exists; the readers may all have ended.
+        let _ = self.free.try_send(packet);
+    }
+
+    /// Says that this writer has taken its SYNC; returns when those of all channels are out. `send` is
+    /// run by one of the channel's writers, when all of them are here.
+    pub(crate) fn sync(&self, send: impl FnOnce() -> Result<(), Closed>) -> Result<(), Closed> {
+        self.taken.wait(send)?;
+        self.sync.wait(|| Ok(()))
+    }
+}
+
+/// Ends every wait at a barrier, when one who should come never will.
+pub(crate) struct GiveUp(Vec<Arc<Barrier>>);
+
+impl GiveUp {
+    pub(crate) fn now(&self) {
+        for barrier in &self.0 {
+            barrier.give_up();
+        }
+    }
+}
+
+/// A barrier that can be given up, used again and again.
+struct Barrier {
+    parties: usize,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    arrived: usize,
+    round: u64,
+    given_up: bool,
+}
+
+impl Barrier {
+    fn new(parties: usize) -> Self {
+        Self {
+            parties,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Waits for all parties; the last one runs `complete` before anybody goes on.
+    ///
+    /// The lock is not held meanwhile: `complete` may have to wait for somebody who is waited for in
+    /// vain, and it takes [`Barrier::give_up`] to end that.
+    fn wait(&self, complete: impl FnOnce() -> Result<(), Closed>) -> Result<(), Closed> {
+        let mut state = self.lock();
+        if state.given_up {
+            return Err(Closed);
+        }
+        state.arrived += 1;
+        if state.arrived == self.parties {
+            drop(state);
+            let completed = complete();
+            state = self.lock();
+            // Nobody has arrived since: all parties were here.
+            state.arrived = 0;
+            state.round += 1;
+            state.given_up |= completed.is_err();
+            self.changed.notify_all();
+        } else {
+            let round = state.round;
+            while state.round == round && !state.given_up {
+                state = self
+                    .changed
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+        if state.given_up { Err(Closed) } else { Ok(()) }
+    }
+
+    fn give_up(&self) {
+        self.lock().given_up = true;
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{thread, time::Duration};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const LAYOUT: Layout = Layout::X86;
+    /// Longer than anything may take on a machine that is very busy.
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// What a writer saw: a packet's number, or a SYNC.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum Seen {
+        Packet(u64),
+        Sync,
+    }
+
+    /// Runs `rounds[round][reader]` packets through and returns what each channel's socket saw. A
+    /// packet's number is its round.
+    fn run(
+        rounds: &[Vec<usize>],
+        readers: usize,
+        channels: usize,
+        streams: usize,
+    ) -> Vec<Vec<Seen>> {
+        let (inlets, outlets, _give_up) = exchange(readers, channels, streams, LAYOUT);
+        let sockets: Vec<_> = (0..channels).map(|_| Mutex::new(Vec::new())).collect();
+        thread::scope(|scope| {
+            for (reader, inlet) in inlets.into_iter().enumerate() {
+                scope.spawn(move || {
+                    for (round, packets) in rounds.iter().enumerate() {
+                        for _ in 0..packets[reader] {
+                            let mut packet = inlet.take().unwrap();
+                            packet.ram_mut().packet_num = round as u64;
+                            inlet.submit(packet).unwrap();
+                        }
+                        inlet.sync(round as u64).unwrap();
+                    }
+                });
+            }
+            for (writer, outlet) in outlets.into_iter().enumerate() {
+                let socket = &sockets[writer / streams];
+                scope.spawn(move || {
+                    while let Ok(work) = outlet.next() {
+                        match work {
+                            Work::Packet(packet) => {
+                                // As if it had been encoded.
+                                thread::yield_now();
+                                let seen = Seen::Packet(packet.ram().packet_num);
+                                socket.lock().unwrap().push(seen);
+                                outlet.give_back(packet);
+                            }
+                            Work::Sync { .. } => outlet
+                                .sync(|| {
+                                    socket.lock().unwrap().push(Seen::Sync);
+                                    Ok(())
+                                })
+                                .unwrap(),
+                        }
+                    }
+                });
+            }
+        });
+        let seen = sockets
+            .into_iter()
+            .map(|socket| socket.into_inner().unwrap());
+        seen.collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn nothing_crosses_a_sync_and_nothing_is_lost(
+            readers in 1usize..5,
+            channels in 1usize..5,
+            streams in 1usize..4,
+            rounds in proptest::collection::vec(proptest::collection::vec(0usize..12, 5), 1..5),
+        ) {
+            let seen = run(&rounds, readers, channels, streams);
+            for (round, packets) in rounds.iter().enumerate() {
+                let of_round = |seen: &Vec<Seen>| {
+                    seen.split(|s| *s == Seen::Sync).nth(round).map_or(0, |round_seen| {
+                        assert!(round_seen.iter().all(|s| *s == Seen::Packet(round as u64)));
+                        round_seen.len()
+                    })
+                };
+                let sent: usize = packets[..readers].iter().sum();
+                prop_assert_eq!(seen.iter().map(of_round).sum::<usize>(), sent);
+            }
+            for channel in &seen {
+                let syncs = channel.iter().filter(|s| **s == Seen::Sync).count();
+                prop_assert_eq!(syncs, rounds.len());
+            }
+        }
+    }
+
+    #[test]
+    fn as_few_packets_exist_as_can_keep_everybody_busy() {
+        for (readers, channels, streams, expected) in
+            [(2, 3, 1, 6), (4, 1, 1, 8), (2, 2, 1, 4), (2, 2, 3, 8)]
+        {
+            let (inlets, _outlets, _) = exchange(readers, channels, streams, LAYOUT);
+            let packets = std::iter::from_fn(|| inlets[0].free.try_recv().ok()).count();
+            assert_eq!(packets, expected);
+        }
+    }
+
+    /// The writers are stuck, so the queue is full when the last reader reaches its SYNC. (A thread of
+    /// its own, so that a test that fails ends.)
+    #[test]
+    fn who_finds_the_queue_full_at_a_sync_keeps_nobody_from_giving_up() {
+        let (inlets, outlets, give_up) = exchange(1, 2, 1, LAYOUT);
+        let inlet = inlets[0].clone();
+        while inlet.work.try_send(Work::Sync { packet_num: 0 }).is_ok() {}
+        let read = inlet.sync.clone();
+        let syncing = thread::spawn(move || inlet.sync(0));
+        // It is inside when the lock is taken, or it has been counted.
+        while read.state.try_lock().is_ok_and(|state| state.arrived == 0) {
+            thread::yield_now();
+        }
+        let (tell, told) = bounded(1);
+        thread::spawn(move || {
+            give_up.now();
+            tell.send(()).unwrap();
+        });
+        assert_eq!(told.recv_timeout(LIMIT), Ok(()));
+        drop(outlets);
+        assert_eq!(syncing.join().unwrap(), Err(Closed));
+    }
+
+    #[test]
+    fn who_waits_at_a_barrier_can_be_released() {
+        let (inlets, _outlets, give_up) = exchange(2, 1, 1, LAYOUT);
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| inlets[0].sync(0));
+            give_up.now();
+            assert_eq!(waiting.join().unwrap(), Err(Closed));
+        });
+    }
+}

@@ -1,0 +1,461 @@
+//! Takes the source's connections and finds out what they are.
+//!
+//! A source QEMU connects its main stream first, may send its header at once (7.2 does so before it
+//! has all channels), and goes on with the section `ram` only when a SYNC has gone out on every
+//! channel. Another relay sends on the main stream first, because a destination QEMU demands it, and
+//! says in each channel's first packet how many there will be. So the rule is:
+//!
+//! ```text
+//! number of channels known (configured or announced):  done when main and all of them are there
+//! unknown, channels there when `ram` is on the main:    done when the backlog is empty
+//! unknown, no channel a second after main spoke:        a migration without multifd
+//! first bytes 0x16 0x03 (TLS) on any connection:        nothing can be understood
+//! ```
+//!
+//! Others may connect as well: who looks whether somebody listens, who has the wrong address. **Until a main stream
+//! or a channel has introduced itself, whoever is neither is turned away**, and the relay waits on; who says nothing
+//! is so later, too. But what a source that has begun does wrong is an error.
+
+use std::{
+    collections::BTreeMap,
+    io::{self, Read},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use multifd::{INITIAL_LEN, Initial, MAGIC, MAIN_MAGIC};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    net::{RecvFlags, recv},
+};
+use tracing::{debug, info, warn};
+use vamoose_link::{Hangup, Stream};
+
+use crate::{Accept, RelayError, accept::Acceptor, main_stream::is_transient};
+
+/// What the source opened.
+pub(crate) enum Arrival {
+    /// A multifd migration: main stream (its first four bytes, [`MAIN_MAGIC`], are read already)
+    /// and the channels by their ids.
+    Multifd {
+        main: Arc<Stream>,
+        channels: Vec<Arc<Stream>>,
+        uuid: [u8; 16],
+    },
+    /// Something whose bytes can only be passed on.
+    Opaque {
+        why: &'static str,
+        /// Connections in the order in which they came, with the bytes read already.
+        opened: Vec<(Arc<Stream>, Vec<u8>)>,
+        /// Whether later connections speak first, as TLS does.
+        speaks_first: bool,
+    },
+}
+
+/// Waits for the source's connections: for the first one as long as it takes, then for all the
+/// others within `patience`.
+pub(crate) fn gather(
+    accept: &dyn Accept,
+    expected: Option<usize>,
+    patience: Duration,
+    hangup: &Hangup,
+) -> Result<Arrival, RelayError> {
+    let mut gathering = Gathering {
+        acceptor: Acceptor::new(accept),
+        hangup,
+        expected,
+        patience,
+        opening: Vec::new(),
+        main: None,
+        ram_seen: None,
+        channels: BTreeMap::new(),
+        uuid: None,
+        began: None,
+    };
+    loop {
+        gathering.accept_all()?;
+        if gathering.opening.iter().any(Opening::is_tls) {
+            return Ok(gathering.into_opaque("it is TLS", true));
+        }
+        let now = Instant::now();
+        if gathering.is_complete(now)? {
+            return gathering.into_multifd();
+        }
+        if gathering.is_plain(now) {
+            return Ok(gathering.into_opaque("the source uses a single main connection", false));
+        }
+        gathering.end_waiting(now)?;
+        gathering.wait(now)?;
+        gathering.read_openings()?;
+    }
+}
+
+/// How long after the main stream's first bytes a first channel may still come, where nothing
+/// says whether there will be one.
+const PLAIN_AFTER: Duration = Duration::from_secs(1);
+
+/// How long after the section `ram` the first bytes of a channel may still come: the source sent them long before.
+const SILENT_AFTER: Duration = Duration::from_secs(1);
+
+/// How often the main stream is looked at for its section `ram`, which is milliseconds away.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// How the section's name stands on a main stream: with its length.
+const RAM_SECTION: &[u8] = b"\x03ram";
+
+struct Gathering<'a> {
+    acceptor: Acceptor<'a>,
+    hangup: &'a Hangup,
+    expected: Option<usize>,
+    patience: Duration,
+    opening: Vec<Opening>,
+    main: Option<(Arc<Stream>, Instant)>,
+    /// Since when the section `ram` is on the main stream.
+    ram_seen: Option<Instant>,
+    channels: BTreeMap<u8, Arc<Stream>>,
+    uuid: Option<[u8; 16]>,
+    /// When the first of the source's connections introduced itself.
+    began: Option<Instant>,
+}
+
+/// A connection that has not introduced itself.
+struct Opening {
+    stream: Arc<Stream>,
+    bytes: [u8; INITIAL_LEN],
+    got: usize,
+    since: Instant,
+}
+
+/// Bytes that say what a connection is.
+const MAGIC_LEN: usize = 4;
+
+/// A handshake, of any version that is in use.
+const TLS: [u8; 2] = [0x16, 3];
+
+impl Opening {
+    fn is_tls(&self) -> bool {
+        self.got >= TLS.len() && self.bytes.starts_with(&TLS)
+    }
+
+    fn magic(&self) -> Option<[u8; MAGIC_LEN]> {
+        let magic = self.bytes.first_chunk().copied();
+        magic.filter(|_| self.got >= MAGIC_LEN)
+    }
+
+    fn is_channel(&self) -> bool {
+        self.magic() == Some(MAGIC.to_be_bytes())
+    }
+
+    /// Bytes that it takes to introduce itself.
+    fn wanted(&self) -> usize {
+        if self.is_channel() {
+            INITIAL_LEN
+        } else {
+            MAGIC_LEN
+        }
+    }
+}
+
+impl Gathering<'_> {
+    fn accept_all(&mut self) -> Result<(), RelayError> {
+        while let Some(stream) = self.acceptor.next()? {
+            self.hangup.register(&stream);
+            self.opening.push(Opening {
+                stream,
+                bytes: [0; INITIAL_LEN],
+                got: 0,
+                since: Instant::now(),
+            });
+        }
+        Ok(())
+    }
+
+    fn is_complete(&mut self, now: Instant) -> Result<bool, RelayError> {
+        if let Some(expected) = self.expected
+            && let Some(id) = self
+                .channels
+                .keys()
+                .find(|id| usize::from(**id) >= expected)
+        {
+            return Err(RelayError::ChannelIds {
+                problem: format!("id {id}, but there are {expected} channels"),
+            });
+        }
+        if self.main.is_none() || self.channels.is_empty() {
+            return Ok(false);
+        }
+        Ok(match self.expected {
+            Some(expected) => self.channels.len() == expected,
+            // In this order: what the main stream shows holds for connections that came before.
+            None => {
+                self.main_has_ram()? && {
+                    self.accept_all()?;
+                    self.only_strangers_are_missing(now) && self.ids_are_contiguous()
+                }
+            }
+        })
+    }
+
+    /// Whether no connection can be another channel, now that the section `ram` is on the main stream.
+    fn only_strangers_are_missing(&mut self, now: Instant) -> bool {
+        let seen = *self.ram_seen.get_or_insert(now);
+        let is_silent = |opening: &Opening| opening.got == 0 && now >= seen + SILENT_AFTER;
+        self.opening.iter().all(is_silent)
+    }
+
+    /// Whether the source has begun to send its section `ram` on the main stream.
+    fn main_has_ram(&self) -> Result<bool, RelayError> {
+        let Some((main, _)) = &self.main else {
+            return Ok(false);
+        };
+        // Room for the setup of devices that come before it.
+        let mut bytes = vec![0; 64 * 1024];
+        let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        match recv(main, &mut bytes, peek) {
+            Ok((_, length)) => {
+                let mut seen = bytes[..length.min(bytes.len())].windows(RAM_SECTION.len());
+                Ok(seen.any(|window| window == RAM_SECTION))
+            }
+            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+            Err(error) => Err(RelayError::Opening(error.into())),
+        }
+    }
+
+    fn ids_are_contiguous(&self) -> bool {
+        let highest = self
+            .channels
+            .last_key_value()
+            .map(|(id, _)| usize::from(*id));
+        highest.is_some_and(|highest| highest + 1 == self.channels.len())
+    }
+
+    fn is_plain(&self, now: Instant) -> bool {
+        self.expected.is_none()
+            && self.channels.is_empty()
+            && self
+                .main
+                .as_ref()
+                .is_some_and(|(_, spoke)| now >= *spoke + PLAIN_AFTER)
+    }
+
+    /// Turns away who has been silent for too long, and does not wait for ever for a source that has begun.
+    fn end_waiting(&mut self, now: Instant) -> Result<(), RelayError> {
+        if let Some(began) = self.began {
+            if now >= began + self.patience {
+                return Err(RelayError::Incomplete {
+                    missing: self.describe(),
+                });
+            }
+            return Ok(());
+        }
+        let patience = self.patience;
+        self.opening.retain(|opening| {
+            let stays = now < opening.since + patience;
+            if !stays {
+                warn!("turning away a connection that has not said what it is");
+            }
+            stays
+        });
+        Ok(())
+    }
+
+    /// Waits until something happens, or the next deadline.
+    fn wait(&self, now: Instant) -> Result<(), RelayError> {
+        let incomplete_at = match self.began {
+            Some(began) => Some(began),
+            None => self.opening.iter().map(|opening| opening.since).min(),
+        }
+        .map(|since| since + self.patience);
+        let plain_at = match &self.main {
+            Some((_, spoke)) if self.expected.is_none() && self.channels.is_empty() => {
+                Some(*spoke + PLAIN_AFTER)
+            }
+            _ => None,
+        };
+        // The main stream is readable all the time, so it cannot be polled for more.
+        let look_at = (self.main.is_some() && self.expected.is_none()).then(|| now + LOOK_EVERY);
+        let next = [incomplete_at, plain_at, look_at, self.acceptor.again_at()];
+        let timeout = next
+            .into_iter()
+            .flatten()
+            .min()
+            .map(|next| next.saturating_duration_since(now))
+            .and_then(|wait| Timespec::try_from(wait).ok());
+        let mut fds = vec![PollFd::new(self.hangup, PollFlags::IN)];
+        fds.extend(self.acceptor.poll_fd());
+        let streams = self.opening.iter().map(|opening| &*opening.stream);
+        fds.extend(streams.map(|stream| PollFd::new(stream, PollFlags::IN)));
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(RelayError::SetUp(error.into())),
+        }
+        if self.hangup.is_hung_up() {
+            return Err(RelayError::Cancelled);
+        }
+        Ok(())
+    }
+
+    /// Reads what has come on the connections that have not said what they are.
+    fn read_openings(&mut self) -> Result<(), RelayError> {
+        for mut opening in std::mem::take(&mut self.opening) {
+            if is_readable(&opening.stream)? {
+                let wanted = opening.wanted();
+                match (&*opening.stream).read(&mut opening.bytes[opening.got..wanted]) {
+                    Ok(0) => {
+                        self.closed(&opening)?;
+                        continue;
+                    }
+                    Ok(read) => opening.got += read,
+                    Err(error) if is_transient(&error) => {}
+                    Err(error) => {
+                        debug!("a connection failed: {error}");
+                        self.closed(&opening)?;
+                        continue;
+                    }
+                }
+            }
+            if opening.got == opening.wanted() && !opening.is_tls() {
+                self.classify(opening)?;
+            } else {
+                self.opening.push(opening);
+            }
+        }
+        Ok(())
+    }
+
+    /// A connection ended before it had said what it is.
+    fn closed(&self, opening: &Opening) -> Result<(), RelayError> {
+        let closed = RelayError::ClosedEarly {
+            got: opening.got,
+            wanted: opening.wanted(),
+        };
+        if opening.got == 0 {
+            info!("a connection was closed before it had said anything");
+            return Ok(());
+        }
+        if opening.is_channel() {
+            return Err(closed);
+        }
+        self.turn_away(closed)
+    }
+
+    /// Whoever does what only a stranger does is one, until a source has begun.
+    fn turn_away(&self, error: RelayError) -> Result<(), RelayError> {
+        if self.began.is_some() {
+            return Err(error);
+        }
+        warn!("turning away a stranger: {error}");
+        Ok(())
+    }
+
+    fn classify(&mut self, opening: Opening) -> Result<(), RelayError> {
+        match opening.magic().map(u32::from_be_bytes) {
+            Some(MAIN_MAGIC) if self.main.is_some() => Err(RelayError::ChannelIds {
+                problem: "there are two main streams".to_owned(),
+            }),
+            Some(MAIN_MAGIC) => {
+                debug!("the main stream has come");
+                let now = Instant::now();
+                self.began.get_or_insert(now);
+                self.main = Some((opening.stream, now));
+                Ok(())
+            }
+            Some(MAGIC) => self.add_channel(opening),
+            magic => self.turn_away(RelayError::Garbage {
+                found: magic.unwrap_or_default().to_be_bytes(),
+            }),
+        }
+    }
+
+    fn add_channel(&mut self, opening: Opening) -> Result<(), RelayError> {
+        let initial = Initial::parse(&opening.bytes)?;
+        if *self.uuid.get_or_insert(initial.uuid()) != initial.uuid() {
+            return Err(RelayError::ChannelIds {
+                problem: "the channels belong to guests with different uuids".to_owned(),
+            });
+        }
+        if self.expected.is_none() {
+            self.expected = initial.announced_channels().map(usize::from);
+        }
+        let id = initial.channel();
+        debug!("channel {id} has come");
+        self.began.get_or_insert_with(Instant::now);
+        match self.channels.insert(id, opening.stream) {
+            None => Ok(()),
+            Some(_) => Err(RelayError::ChannelIds {
+                problem: format!("id {id} came twice"),
+            }),
+        }
+    }
+
+    fn describe(&self) -> String {
+        let ids = self.channels.keys().map(u8::to_string).collect::<Vec<_>>();
+        format!(
+            "main stream {}; channels [{}] of {}; {} connections have not said what they are",
+            if self.main.is_some() {
+                "is there"
+            } else {
+                "is missing"
+            },
+            ids.join(", "),
+            self.expected.map_or_else(
+                || "an unknown number".to_owned(),
+                |number| number.to_string()
+            ),
+            self.opening.len(),
+        )
+    }
+
+    fn into_multifd(self) -> Result<Arrival, RelayError> {
+        let Some((main, _)) = self.main else {
+            return Err(RelayError::Incomplete {
+                missing: "main stream".to_owned(),
+            });
+        };
+        Ok(Arrival::Multifd {
+            main,
+            // Complete means: distinct ids, all below their number. So the order is the id.
+            channels: self.channels.into_values().collect(),
+            uuid: self.uuid.unwrap_or_default(),
+        })
+    }
+
+    /// Without those who said nothing before a main stream in plain text began: what comes with it, comes behind it.
+    /// Behind TLS they may be about to speak.
+    fn into_opaque(self, why: &'static str, speaks_first: bool) -> Arrival {
+        let spoke = self.main.as_ref().map(|(_, spoke)| *spoke);
+        let main = self
+            .main
+            .map(|(stream, _)| (stream, MAIN_MAGIC.to_be_bytes().to_vec()));
+        let opening = self
+            .opening
+            .into_iter()
+            .filter(|opening| {
+                let is_stranger = opening.got == 0 && spoke.is_some_and(|at| opening.since < at);
+                if is_stranger {
+                    warn!("turning away a connection that has not said what it is");
+                }
+                !is_stranger
+            })
+            .map(|opening| (opening.stream, opening.bytes[..opening.got].to_vec()));
+        Arrival::Opaque {
+            why,
+            opened: main.into_iter().chain(opening).collect(),
+            speaks_first,
+        }
+    }
+}
+
+fn is_readable(stream: &Stream) -> Result<bool, RelayError> {
+    let mut fds = [PollFd::new(stream, PollFlags::IN)];
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    match poll(&mut fds, Some(&now)) {
+        Ok(ready) => Ok(ready > 0),
+        Err(Errno::INTR) => Ok(false),
+        Err(error) => Err(RelayError::Opening(io::Error::from(error))),
+    }
+}

@@ -1,0 +1,172 @@
+//! The main stream: bytes that a relay forwards and does not understand, but for its marks (`syncs`).
+
+use std::{
+    io::{self, Read, Write},
+    sync::atomic::{AtomicBool, AtomicU8, Ordering},
+};
+
+use tracing::warn;
+use vamoose_link::{Pacer, Stats, Stream};
+
+use crate::{Direction, Outcome, RelayError, return_path::ReturnPath};
+
+/// What the bytes of a main stream have shown so far, for who must judge how it ended.
+#[derive(Default)]
+pub(crate) struct MainState {
+    return_path: AtomicBool,
+    shut_under_way: AtomicBool,
+    last_byte: AtomicU8,
+}
+
+impl MainState {
+    /// Whether a peer that closes the main stream now breaks the migration off: the destination
+    /// has not said how loading went and is going to, or the stream is not at its end.
+    ///
+    /// The source may already have closed it upon the destination's word while the thread that
+    /// delivered that word has yet to report, so the word counts from its arrival here.
+    pub(crate) fn is_broken_off(&self) -> bool {
+        !self.shut_under_way.load(Ordering::Acquire)
+            && (self.return_path.load(Ordering::Acquire) || !self.is_at_end())
+    }
+
+    /// How a migration ended in which both ends closed the main stream and the destination has not
+    /// said that it loaded the guest.
+    pub(crate) fn verdict(&self) -> Result<Outcome, RelayError> {
+        if self.is_broken_off() {
+            return Err(RelayError::MainClosed {
+                direction: Direction::Forward,
+            });
+        }
+        warn!(
+            "everything was delivered, but without a return path nobody confirms that the \
+             destination has loaded the guest: set the return-path capability on the source"
+        );
+        Ok(Outcome::Unconfirmed)
+    }
+
+    /// The description of the device state, in JSON, is the last thing on a main stream.
+    fn is_at_end(&self) -> bool {
+        self.last_byte.load(Ordering::Acquire) == b'}'
+    }
+}
+
+/// Sees what goes through a [`pump`].
+pub(crate) trait Witness {
+    /// A piece that came, before it is passed on.
+    fn received(&mut self, piece: &[u8]);
+    /// Passes the piece on, all of it, when and in whatever parts is right.
+    fn pass(
+        &mut self,
+        piece: &[u8],
+        write: &dyn Fn(&[u8]) -> Result<(), RelayError>,
+    ) -> Result<(), RelayError> {
+        write(piece)
+    }
+    /// The same piece has been passed on.
+    fn delivered(&mut self);
+    /// Whether the receiver is to be told that there is no more.
+    fn ends(&self) -> bool {
+        true
+    }
+}
+
+/// Remembers how the forward direction of a main stream ended.
+impl Witness for &MainState {
+    fn received(&mut self, piece: &[u8]) {
+        if let Some(last) = piece.last() {
+            self.last_byte.store(*last, Ordering::Release);
+        }
+    }
+
+    fn delivered(&mut self) {}
+}
+
+/// Follows the return path of a main stream; `on_shut` is given the destination's word on loading
+/// when the source has it.
+pub(crate) struct ReturnWitness<'a, F> {
+    path: ReturnPath,
+    state: &'a MainState,
+    code: Option<u32>,
+    on_shut: F,
+}
+
+impl<'a, F: FnMut(u32)> ReturnWitness<'a, F> {
+    pub(crate) fn new(state: &'a MainState, on_shut: F) -> Self {
+        Self {
+            path: ReturnPath::default(),
+            state,
+            code: None,
+            on_shut,
+        }
+    }
+}
+
+impl<F: FnMut(u32)> Witness for ReturnWitness<'_, F> {
+    fn received(&mut self, piece: &[u8]) {
+        self.code = self.path.feed(piece);
+        let state = self.state;
+        state
+            .return_path
+            .store(self.path.spoke(), Ordering::Release);
+        state
+            .shut_under_way
+            .fetch_or(self.code.is_some(), Ordering::AcqRel);
+    }
+
+    fn delivered(&mut self) {
+        if let Some(code) = self.code.take() {
+            (self.on_shut)(code);
+        }
+    }
+}
+
+/// Forwards bytes until the sender has no more, then tells the receiver so, unless the witness objects.
+pub(crate) fn pump(
+    direction: Direction,
+    from: &Stream,
+    to: &Stream,
+    stats: &Stats,
+    pacer: Option<&Pacer>,
+    mut witness: impl Witness,
+) -> Result<(), RelayError> {
+    let mut buffer = vec![0; PIECE];
+    loop {
+        let piece = match (&*from).read(&mut buffer) {
+            Ok(0) => break,
+            Ok(read) => &buffer[..read],
+            // A main stream may be silent for as long as it likes.
+            Err(error) if is_transient(&error) => continue,
+            Err(error) => return Err(RelayError::MainRead { direction, error }),
+        };
+        witness.received(piece);
+        if let Some(pacer) = pacer {
+            // Not held back behind pages: its end must be noticed at once.
+            pacer.charge(piece.len());
+        }
+        witness.pass(piece, &|part| {
+            (&*to)
+                .write_all(part)
+                .map_err(|error| RelayError::MainWrite { direction, error })
+        })?;
+        if direction == Direction::Forward {
+            stats.add_received(piece.len());
+            stats.add_sent(piece.len());
+        }
+        witness.delivered();
+    }
+    if witness.ends() {
+        to.finish();
+    }
+    Ok(())
+}
+
+/// Large enough for a migration without multifd to be cheap.
+const PIECE: usize = 128 * 1024;
+
+/// Whether to try again: a connection may be silent for as long as it likes.
+pub(crate) fn is_transient(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+    )
+}

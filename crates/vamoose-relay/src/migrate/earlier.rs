@@ -1,0 +1,218 @@
+//! What earlier attempts of the same QEMU mean for a command: one that is not over is finished first, one that has
+//! taken the guest away is told of.
+
+use std::time::{Duration, Instant};
+
+use handover::{DestinationMessage, GuestLocation, SourceEvent, SourceMessage, SourceState};
+use serde_json::Value;
+use tracing::info;
+use vamoose_link::{Address, Snapshot};
+
+use super::{
+    Cause, Ended, Failure, Migration, Moved, Source, at_source,
+    hand_over::{HandOver, Limits, confirm_earlier},
+    moved_before,
+};
+use crate::{
+    Journal, JournalError, SourceRecord,
+    control::{Control, ControlError},
+    journal::Record as _,
+};
+
+/// How long to try to reach a destination about an attempt that is over.
+const TELLING: Duration = Duration::from_secs(2);
+
+impl Migration<'_> {
+    /// Finishes an attempt of this QEMU that is not over, or says what became of one whose guest has left. `None` when
+    /// the guest is here and free to go.
+    pub(super) fn finish_earlier(
+        &self,
+        journal: &Journal,
+        source: &mut Source,
+    ) -> Result<Option<Result<Moved, Failure>>, Failure> {
+        let known = journal.records::<SourceRecord>().map_err(at_source)?;
+        let of_this = |record: &&SourceRecord| record.qemu.is_same(&source.instance);
+        let known: Vec<_> = known.iter().filter(of_this).collect();
+        if let Some(unfinished) = known.iter().find(|record| !record.is_over()) {
+            let result = self.go_on(journal, unfinished, Some(source));
+            return match result {
+                Err(failure) if failure.guest == GuestLocation::Source && !self.is_cancelled() => {
+                    info!("an earlier attempt is over: {failure}");
+                    Ok(None)
+                }
+                ended => Ok(Some(ended)),
+            };
+        }
+        if !source.has_sent_its_guest().map_err(at_source)? {
+            return Ok(None);
+        }
+        match known.last() {
+            Some(record) => Ok(Some(self.after(journal, record))),
+            None => Err(Failure {
+                cause: Cause::NotInJournal,
+                guest: GuestLocation::InDoubt,
+                attempt: None,
+            }),
+        }
+    }
+
+    /// Finishes an attempt that another process has begun.
+    fn go_on(
+        &self,
+        journal: &Journal,
+        record: &SourceRecord,
+        mut source: Option<&mut Source>,
+    ) -> Result<Moved, Failure> {
+        let start = Instant::now();
+        info!(
+            "finishing attempt {} to {} ({}), which an earlier process has begun",
+            record.attempt, record.to, record.name
+        );
+        let unfinished = |cause: Cause, guest| Failure {
+            cause,
+            guest,
+            attempt: Some(record.attempt),
+        };
+        let guest = match &record.state {
+            SourceState::Committing { .. } => GuestLocation::InDoubt,
+            _ => GuestLocation::Source,
+        };
+        let entry = journal.claim(record.clone());
+        let entry = entry.map_err(|error| unfinished(error.into(), guest))?;
+        let to = entry.record.to.parse::<Address>();
+        let to = to.map_err(|error| unfinished(Cause::Broken(vec![error.to_string()]), guest))?;
+        let state = entry.record.state.clone();
+        let mut attempt = HandOver::new(entry, &to, self.limits(), self.cancel);
+        // What has become of the guest while nobody looked.
+        let event = match (state, source.as_deref_mut()) {
+            // Nobody has seen whether the guest had stopped when its QEMU ended.
+            (
+                SourceState::Moving {
+                    incarnation: Some(_),
+                },
+                None,
+            ) => {
+                return Err(unfinished(Cause::SourceEnded, GuestLocation::InDoubt));
+            }
+            (_, None) => Some(SourceEvent::GuestDied { stopped: false }),
+            (SourceState::Moving { .. }, Some(source)) => {
+                let completed = source.wait_until_ended();
+                match completed.map_err(|error| unfinished(error.into(), guest))? {
+                    true => Some(SourceEvent::Stopped),
+                    false => Some(SourceEvent::Failed {
+                        cause: "the process that drove the migration was ended".to_owned(),
+                    }),
+                }
+            }
+            (SourceState::Committing { .. }, Some(source)) if source.was_running => {
+                Some(SourceEvent::Resumed)
+            }
+            (_, Some(_)) => None,
+        };
+        let decision = match event {
+            Some(event) => attempt.finish(event, source.as_deref_mut()),
+            None => attempt.go_on(source.as_deref_mut()),
+        };
+        self.conclude(attempt, decision, source, Ended::at(start))
+    }
+
+    /// What became of a guest that has left this QEMU.
+    fn after(&self, journal: &Journal, record: &SourceRecord) -> Result<Moved, Failure> {
+        let failure = |cause, guest| Failure {
+            cause,
+            guest,
+            attempt: Some(record.attempt),
+        };
+        let SourceState::Over { guest, cause } = &record.state else {
+            return Err(failure(Cause::NotInJournal, GuestLocation::InDoubt));
+        };
+        let before = |now: String| moved_before(record, now);
+        if *guest != GuestLocation::Destination || !self.is_asked_for(record) {
+            return Err(failure(before(cause.clone().unwrap_or_default()), *guest));
+        }
+        let entry = journal.claim(record.clone()).map_err(at_source)?;
+        Err(match self.ask_after(&entry.record) {
+            Ok(DestinationMessage::Running { .. }) => {
+                return Ok(Moved {
+                    source: Value::Null,
+                    moved: Snapshot::default(),
+                    downtime: None,
+                    total_time: Duration::ZERO,
+                });
+            }
+            Ok(DestinationMessage::Ended { cause }) => failure(before(cause), GuestLocation::Lost),
+            Ok(DestinationMessage::MovedOn) => {
+                failure(before(String::new()), GuestLocation::MovedOn)
+            }
+            Ok(answer) => failure(
+                before(format!("the destination answers {answer:?} now")),
+                *guest,
+            ),
+            Err(error) => failure(
+                before(format!("the destination cannot be asked now: {error}")),
+                *guest,
+            ),
+        })
+    }
+
+    /// Asks the destination of an attempt that went through how the guest is.
+    fn ask_after(&self, record: &SourceRecord) -> Result<DestinationMessage, ControlError> {
+        let resume = record.resume;
+        let timeout = self.config.stall_timeout;
+        let mut control = Control::connect(self.to, record.attempt, timeout)?;
+        control.send(&SourceMessage::Commit { resume })?;
+        let answer = control.receive(timeout)?;
+        // That nobody will ask again is best effort, as ever.
+        let _ = control.send(&SourceMessage::Settled);
+        Ok(answer)
+    }
+
+    /// A QEMU that cannot be reached may have ended in the middle of an attempt, or after it.
+    pub(super) fn without_source(&self, journal: &Journal, cause: Cause) -> Result<Moved, Failure> {
+        let known = journal.records::<SourceRecord>().map_err(at_source)?;
+        let last = known
+            .iter()
+            .rfind(|record| record.qemu.monitor == self.qmp && record.qemu.has_ended());
+        match last {
+            Some(record) if !record.is_over() => self.go_on(journal, record, None),
+            Some(record) if has_left(record) => self.after(journal, record),
+            _ => Err(at_source(cause)),
+        }
+    }
+
+    /// A destination that could not be told of a failure may still hold a guest for an attempt that is over.
+    pub(super) fn tell_earlier(&self, journal: &Journal) -> Result<(), JournalError> {
+        let to = self.to.to_string();
+        let limits = Limits {
+            dial: TELLING,
+            ..self.limits()
+        };
+        for record in journal.records::<SourceRecord>()? {
+            let failed = matches!(
+                record.state,
+                SourceState::Over {
+                    guest: GuestLocation::Source,
+                    ..
+                }
+            );
+            if failed && !record.confirmed && record.to == to {
+                let Ok(entry) = journal.claim(record) else {
+                    continue;
+                };
+                if !confirm_earlier(entry, limits, self.cancel) {
+                    // It cannot be reached, which the attempt itself will find out.
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether the guest was handed over.
+fn has_left(record: &SourceRecord) -> bool {
+    let SourceState::Over { guest, .. } = &record.state else {
+        return false;
+    };
+    matches!(guest, GuestLocation::Destination | GuestLocation::MovedOn)
+}

@@ -1,0 +1,343 @@
+//! Drives the source's machine of crate `handover`: carries out its actions, and tells it what happens.
+
+use std::{
+    collections::VecDeque,
+    io,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use handover::{
+    AttemptId, Decision, DestinationMessage, GuestLocation, SourceAction, SourceEvent,
+    SourceMessage, SourceState,
+};
+use tracing::{debug, info, warn};
+use vamoose_link::{Address, SocketError};
+
+use super::{Cause, source::Source};
+use crate::{
+    JournalError,
+    control::{Control, ControlError},
+    journal::{Entry, SourceRecord},
+};
+
+/// One attempt, from the source's side.
+pub(super) struct HandOver<'a> {
+    pub(super) entry: Entry<SourceRecord>,
+    machine: handover::Source,
+    to: &'a Address,
+    pub(super) control: Option<Control>,
+    limits: Limits,
+    cancel: &'a AtomicBool,
+    /// The user knows that the server is being asked again.
+    warned: bool,
+    /// Since when the destination cannot tell whether the guest runs.
+    unclear_since: Option<Instant>,
+    last_problem: String,
+    /// When the destination said that the guest runs, since the epoch.
+    pub(super) running_at: Option<Duration>,
+    /// Why the destination has aborted, in its words.
+    pub(super) their_cause: Option<String>,
+}
+
+/// How long things may take.
+#[derive(Clone, Copy)]
+pub(super) struct Limits {
+    pub(super) dial: Duration,
+    pub(super) downtime: Duration,
+}
+
+/// How long to wait for an answer to `commit`. The guest stands still: a connection that is dead must not be waited
+/// for, and asking again does no harm, should the server only be slow.
+const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+/// How long to wait for the answer to `abort`: the guest runs, the destination ends its QEMU.
+const ABORTED_WITHIN: Duration = Duration::from_secs(15);
+/// Between two attempts to get an answer.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+
+impl<'a> HandOver<'a> {
+    /// Goes on with what `entry` remembers, or begins.
+    pub(super) fn new(
+        entry: Entry<SourceRecord>,
+        to: &'a Address,
+        limits: Limits,
+        cancel: &'a AtomicBool,
+    ) -> Self {
+        let record = &entry.record;
+        Self {
+            machine: handover::Source::restore(record.state.clone(), record.resume),
+            entry,
+            to,
+            control: None,
+            limits,
+            cancel,
+            warned: false,
+            unclear_since: None,
+            last_problem: String::new(),
+            running_at: None,
+            their_cause: None,
+        }
+    }
+
+    pub(super) fn attempt(&self) -> AttemptId {
+        self.entry.record.attempt
+    }
+
+    /// Goes on with an attempt of an earlier process, to its end.
+    pub(super) fn go_on(&mut self, source: Option<&mut Source>) -> Decision {
+        let actions = self.machine.go_on();
+        self.drive(actions, source)
+    }
+
+    /// Takes an event that leads to the attempt's end, and returns when that is reached.
+    pub(super) fn finish(&mut self, event: SourceEvent, source: Option<&mut Source>) -> Decision {
+        let actions = self.machine.handle(event);
+        self.drive(actions, source)
+    }
+
+    /// Takes the destination's `prepared`.
+    pub(super) fn prepared(&mut self, message: DestinationMessage) -> Result<(), Cause> {
+        let actions = self.machine.handle(SourceEvent::Message(message));
+        if actions.contains(&SourceAction::Persist) {
+            self.persist()?;
+        }
+        Ok(())
+    }
+
+    fn drive(&mut self, first: Vec<SourceAction>, mut source: Option<&mut Source>) -> Decision {
+        let mut actions = VecDeque::from(first);
+        loop {
+            let event = match actions.pop_front() {
+                Some(SourceAction::Persist) => match self.persist() {
+                    Ok(()) => continue,
+                    Err(error) => {
+                        warn!("{error}");
+                        actions.clear();
+                        let reason = error.to_string();
+                        SourceEvent::NotPersisted { reason }
+                    }
+                },
+                Some(SourceAction::Send(message)) => {
+                    self.send(&message);
+                    continue;
+                }
+                Some(SourceAction::Dial) => self.dial(),
+                Some(SourceAction::Resume) => match source.as_deref_mut() {
+                    Some(source) => source.resume(self.entry.record.resume),
+                    None => SourceEvent::GuestDied { stopped: true },
+                },
+                Some(SourceAction::Decide(decision)) => return self.decide(decision),
+                // An answer is waited for.
+                None if matches!(self.machine.state(), SourceState::Committing { .. }) => {
+                    self.next_event()
+                }
+                // Nothing that happens would change anything; another run looks again.
+                None => {
+                    return Decision {
+                        guest: GuestLocation::InDoubt,
+                        cause: Some(self.last_problem.clone()),
+                    };
+                }
+            };
+            actions.extend(self.machine.handle(event));
+        }
+    }
+
+    fn persist(&mut self) -> Result<(), JournalError> {
+        self.entry.record.state = self.machine.state().clone();
+        self.entry.write()
+    }
+
+    fn send(&mut self, message: &SourceMessage) {
+        if matches!(message, SourceMessage::Abort { .. }) && self.control.is_none() {
+            self.control = Control::connect(self.to, self.attempt(), self.limits.dial).ok();
+        }
+        let sent = self.control.as_ref().map(|control| control.send(message));
+        if let Some(Err(error)) = sent {
+            debug!("{error}");
+            self.control = None;
+        }
+    }
+
+    /// Opens a connection, as soon as one can be had.
+    fn dial(&mut self) -> SourceEvent {
+        self.control = None;
+        loop {
+            if self.warned {
+                thread::sleep(ASK_AGAIN);
+            }
+            if let Some(event) = self.given_up() {
+                return event;
+            }
+            self.warn();
+            match Control::connect(self.to, self.attempt(), self.limits.dial) {
+                Ok(control) => {
+                    self.control = Some(control);
+                    return SourceEvent::Connected;
+                }
+                Err(error) => {
+                    let refused = matches!(
+                        &error,
+                        ControlError::Dial(SocketError::Dial { source, .. })
+                            if source.kind() == io::ErrorKind::ConnectionRefused
+                    );
+                    self.last_problem = error.to_string();
+                    if refused {
+                        return SourceEvent::NobodyListens;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Waits for the destination's next words.
+    fn next_event(&mut self) -> SourceEvent {
+        if let Some(event) = self.given_up() {
+            return event;
+        }
+        let Some(control) = &mut self.control else {
+            return SourceEvent::Closed { complete: false };
+        };
+        match control.receive(ANSWER_WITHIN) {
+            Ok(message) => self.answered(message),
+            Err(error) => {
+                self.last_problem = error.to_string();
+                SourceEvent::Closed {
+                    complete: matches!(error, ControlError::Closed),
+                }
+            }
+        }
+    }
+
+    fn answered(&mut self, message: DestinationMessage) -> SourceEvent {
+        match &message {
+            DestinationMessage::Running { .. } => {
+                let now = SystemTime::now().duration_since(UNIX_EPOCH);
+                self.running_at = now.ok();
+            }
+            DestinationMessage::Aborted { cause, .. } => self.their_cause = Some(cause.clone()),
+            DestinationMessage::Receiving => return SourceEvent::AskAgain,
+            DestinationMessage::Unclear { reason } | DestinationMessage::Refused { reason } => {
+                self.last_problem.clone_from(reason);
+                let since = *self.unclear_since.get_or_insert_with(Instant::now);
+                if since.elapsed() > self.limits.downtime {
+                    let cause = reason.clone();
+                    return SourceEvent::GaveUp { cause };
+                }
+                self.warn();
+                thread::sleep(ASK_AGAIN);
+                return SourceEvent::AskAgain;
+            }
+            _ => {}
+        }
+        SourceEvent::Message(message)
+    }
+
+    fn warn(&mut self) {
+        if !std::mem::replace(&mut self.warned, true) {
+            warn!(
+                "the guest is stopped; asking the server again until it answers: {}",
+                self.last_problem
+            );
+            // A cancel from before cannot have been meant for this.
+            self.cancel.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// Only somebody who knows that the answer is being waited for can end that.
+    fn given_up(&self) -> Option<SourceEvent> {
+        (self.warned && self.cancel.load(Ordering::Relaxed)).then(|| SourceEvent::GaveUp {
+            cause: format!("cancelled; before that: {}", self.last_problem),
+        })
+    }
+
+    fn decide(&mut self, decision: Decision) -> Decision {
+        if matches!(decision.guest, GuestLocation::Source | GuestLocation::Lost)
+            && !self.entry.record.confirmed
+        {
+            self.confirm_abort();
+        }
+        decision
+    }
+
+    /// Waits for the destination's word that it has given the guest up. Without one it will be told by a later
+    /// command, or by a person there.
+    fn confirm_abort(&mut self) {
+        let confirmed = self.their_cause.is_some() || self.wait_for_abort();
+        if !confirmed {
+            warn!(
+                "the server has not confirmed that it knows that the migration failed; do not continue the guest \
+                 `{}` there",
+                self.entry.record.name
+            );
+            return;
+        }
+        self.entry.record.confirmed = true;
+        if let Err(error) = self.persist() {
+            debug!("{error}");
+        }
+    }
+
+    fn wait_for_abort(&mut self) -> bool {
+        let Some(control) = &mut self.control else {
+            return false;
+        };
+        let deadline = Instant::now() + ABORTED_WITHIN;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match control.receive(left) {
+                Ok(DestinationMessage::Aborted { cause, .. }) => {
+                    self.their_cause = Some(cause);
+                    return true;
+                }
+                // It holds nothing of this attempt.
+                Ok(
+                    DestinationMessage::Unknown { .. }
+                    | DestinationMessage::Ended { .. }
+                    | DestinationMessage::MovedOn,
+                ) => return true,
+                Ok(DestinationMessage::Unclear { reason }) => {
+                    warn!("destination: {reason}");
+                    return false;
+                }
+                Ok(_) => {}
+                Err(error) => {
+                    debug!("{error}");
+                    return false;
+                }
+            }
+        }
+    }
+}
+
+/// Tells the destinations of earlier attempts that have failed what they could not be told then.
+pub(super) fn confirm_earlier(
+    entry: Entry<SourceRecord>,
+    limits: Limits,
+    cancel: &AtomicBool,
+) -> bool {
+    let SourceState::Over {
+        guest: GuestLocation::Source,
+        cause,
+    } = entry.record.state.clone()
+    else {
+        return true;
+    };
+    let Ok(to) = entry.record.to.parse::<Address>() else {
+        return true;
+    };
+    let mut earlier = HandOver::new(entry, &to, limits, cancel);
+    earlier.send(&SourceMessage::Abort {
+        cause: cause.unwrap_or_default(),
+    });
+    if earlier.wait_for_abort() {
+        info!(
+            "attempt {} is known to have failed there",
+            earlier.attempt()
+        );
+        earlier.entry.record.confirmed = true;
+        return earlier.entry.write().is_ok();
+    }
+    false
+}

@@ -1,0 +1,57 @@
+//! The socket between the source QEMU and its relay.
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs,
+    os::unix::{ffi::OsStrExt as _, fs::MetadataExt as _},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use vamoose_link::{Address, Listener, Peers};
+
+use super::Cause;
+
+/// Listens where the source QEMU can reach it: beside its monitor.
+pub(super) struct Socket {
+    pub(super) listener: Listener,
+    pub(super) path: PathBuf,
+}
+
+impl Socket {
+    pub(super) fn beside(monitor: &Path, stall_timeout: Duration) -> Result<Self, Cause> {
+        let path = path_beside(monitor);
+        // QEMU often runs as another user than we do: the one whose the monitor is.
+        let peers = Peers::own_and([fs::metadata(monitor)?.uid()]);
+        let listener = Listener::bind_for(&Address::Unix(path.clone()), stall_timeout, peers)?;
+        Ok(Self { listener, path })
+    }
+}
+
+/// `NAME.outgoing` beside `NAME.qmp`.
+fn path_beside(monitor: &Path) -> PathBuf {
+    let name = monitor.file_name().unwrap_or_default();
+    let name = name
+        .as_bytes()
+        .strip_suffix(b".qmp")
+        .unwrap_or(name.as_bytes());
+    let mut outgoing = OsString::from(OsStr::from_bytes(name));
+    outgoing.push(".outgoing");
+    monitor.with_file_name(outgoing)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_with_dots_have_sockets_of_their_own() {
+        for (monitor, socket) in [
+            ("/run/vms/web1.qmp", "/run/vms/web1.outgoing"),
+            ("/run/vms/web.1.qmp", "/run/vms/web.1.outgoing"),
+            ("/run/vms/web.2", "/run/vms/web.2.outgoing"),
+        ] {
+            assert_eq!(path_beside(Path::new(monitor)), Path::new(socket));
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! Passes a migration through unchanged: without multifd, or behind TLS.
+//!
+//! Each connection of the source becomes one to the destination, in the same order. A connection
+//! of a TLS migration always speaks first and is dialled then; a plain one that comes behind the
+//! main stream (postcopy preemption) may stay silent for long and is dialled at once.
+
+use std::{
+    io::Read,
+    sync::{
+        Arc,
+        mpsc::{Sender, channel},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use multifd::MAGIC;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tracing::{debug, warn};
+use vamoose_link::{Stats, Stream};
+
+use crate::{
+    Direction, Outcome, Relay, RelayError, Summary,
+    accept::Acceptor,
+    main_stream::{MainState, ReturnWitness, Witness, is_transient, pump},
+};
+
+/// Runs the migration to its end: when every connection has ended.
+pub(crate) fn pass_through(
+    relay: &Relay<'_>,
+    opened: Vec<(Arc<Stream>, Vec<u8>)>,
+    speaks_first: bool,
+    start: Instant,
+) -> Result<Summary, RelayError> {
+    let (report, reports) = channel();
+    let mut open = 0;
+    let mut loaded = false;
+    let mut setup_time = None;
+    let outcome = thread::scope(|scope| {
+        let run = || -> Result<Outcome, RelayError> {
+            let mut opened = opened;
+            let mut acceptor = Acceptor::new(relay.accept);
+            loop {
+                for (number, (stream, first)) in opened.drain(..).enumerate() {
+                    let is_first = setup_time.is_none() && number == 0;
+                    // One that has yet to speak may be none of the source's: it is not waited for.
+                    open += usize::from(!first.is_empty() || !speaks_first);
+                    let connection = Connection {
+                        relay,
+                        stream,
+                        first,
+                        speaks_first,
+                        is_main: is_first && !speaks_first,
+                        report: report.clone(),
+                    };
+                    scope.spawn(move || connection.run());
+                }
+                setup_time.get_or_insert_with(|| start.elapsed());
+                for end in reports.try_iter() {
+                    match end {
+                        Report::Spoke => open += 1,
+                        Report::Ended => open -= 1,
+                        Report::Loaded => {
+                            loaded = true;
+                            (relay.on_loaded)();
+                        }
+                        Report::MainEnded(verdict) if !loaded => {
+                            verdict?;
+                        }
+                        Report::MainEnded(_) => {}
+                        Report::Failed(error) if loaded => {
+                            debug!("a connection ended out of order after loading: {error}");
+                            open -= 1;
+                        }
+                        Report::Failed(error) => return Err(error),
+                    }
+                }
+                if relay.hangup.is_hung_up() {
+                    return Err(RelayError::Cancelled);
+                }
+                if open == 0 {
+                    return Ok(if loaded {
+                        Outcome::Loaded
+                    } else {
+                        Outcome::Unconfirmed
+                    });
+                }
+                wait_for_connection(relay, &acceptor);
+                while let Some(stream) = acceptor.next()? {
+                    relay.hangup.register(&stream);
+                    opened.push((stream, Vec::new()));
+                }
+            }
+        };
+        let outcome = run();
+        relay.hangup.hang_up();
+        outcome
+    })?;
+    Ok(Summary {
+        outcome,
+        incoming_channels: 0,
+        outgoing_channels: 0,
+        setup_time: setup_time.unwrap_or_default(),
+        total_time: start.elapsed(),
+    })
+}
+
+/// The first byte of a TLS connection.
+const TLS_HANDSHAKE: u8 = 0x16;
+
+/// How often the threads' reports are looked at while no connection comes.
+const TICK: Duration = Duration::from_millis(50);
+
+enum Report {
+    /// A connection that had yet to speak did.
+    Spoke,
+    /// A connection ended in good order.
+    Ended,
+    /// The destination has loaded the guest.
+    Loaded,
+    /// The main stream ended; this is what its end says of the migration.
+    MainEnded(Result<Outcome, RelayError>),
+    /// A connection broke.
+    Failed(RelayError),
+}
+
+struct Connection<'a> {
+    relay: &'a Relay<'a>,
+    stream: Arc<Stream>,
+    first: Vec<u8>,
+    speaks_first: bool,
+    /// A main stream in plain text, on whose return path the destination speaks.
+    is_main: bool,
+    report: Sender<Report>,
+}
+
+impl Connection<'_> {
+    fn run(mut self) {
+        if self.first.is_empty() && self.speaks_first {
+            match self.read_first() {
+                Ok(first) => self.first = first,
+                Err(stranger) => {
+                    if !self.relay.hangup.is_hung_up() {
+                        warn!("turning away a connection: {stranger}");
+                    }
+                    return;
+                }
+            }
+            self.tell(Report::Spoke);
+        }
+        let end = match self.pass() {
+            Ok(()) => Report::Ended,
+            Err(error) => Report::Failed(error),
+        };
+        self.tell(end);
+    }
+
+    fn pass(&mut self) -> Result<(), RelayError> {
+        let far = self.relay.dial_one(&self.first)?;
+        let stats: &Stats = self.relay.stats;
+        stats.add_sent(self.first.len());
+        let main = MainState::default();
+        let forward_witness = Opened {
+            main: &main,
+            connection: self,
+            at_start: self.first.is_empty(),
+        };
+        let return_witness = ReturnWitness::new(&main, |code| match code {
+            _ if !self.is_main => {}
+            0 => self.tell(Report::Loaded),
+            code => self.tell(Report::Failed(RelayError::Refused { code })),
+        });
+        thread::scope(|scope| {
+            let back = scope.spawn(|| {
+                pump(
+                    Direction::Back,
+                    &far,
+                    &self.stream,
+                    stats,
+                    None,
+                    return_witness,
+                )
+            });
+            let forward = pump(
+                Direction::Forward,
+                &self.stream,
+                &far,
+                stats,
+                None,
+                forward_witness,
+            );
+            if forward.is_err() {
+                far.shut_down();
+                self.stream.shut_down();
+            }
+            // A thread that panicked has no verdict to add.
+            forward.and(back.join().unwrap_or(Ok(())))
+        })?;
+        if self.is_main {
+            self.tell(Report::MainEnded(main.verdict()));
+        }
+        Ok(())
+    }
+
+    fn tell(&self, report: Report) {
+        // The receiver may have seen enough and be gone.
+        let _ = self.report.send(report);
+    }
+
+    /// Waits for the first bytes, for as long as it takes; the stranger's own affair when they are not TLS.
+    fn read_first(&self) -> Result<Vec<u8>, &'static str> {
+        let mut first = [0; 4];
+        let read = loop {
+            match (&*self.stream).read(&mut first) {
+                Ok(read) => break read,
+                Err(error) if is_transient(&error) => {}
+                Err(_) => return Err("it failed before it had said anything"),
+            }
+        };
+        match &first[..read] {
+            [] => Err("it was closed before it had said anything"),
+            first @ [TLS_HANDSHAKE, ..] => Ok(first.to_vec()),
+            _ => Err("the migration is TLS and it is no TLS"),
+        }
+    }
+}
+
+/// Looks at how a connection goes forward.
+struct Opened<'a> {
+    main: &'a MainState,
+    connection: &'a Connection<'a>,
+    at_start: bool,
+}
+
+impl Witness for Opened<'_> {
+    fn received(&mut self, piece: &[u8]) {
+        let mut main = self.main;
+        main.received(piece);
+        if std::mem::take(&mut self.at_start) && piece.starts_with(&MAGIC.to_be_bytes()) {
+            self.connection
+                .tell(Report::Failed(RelayError::LateChannel));
+        }
+    }
+
+    fn delivered(&mut self) {}
+}
+
+fn wait_for_connection(relay: &Relay<'_>, acceptor: &Acceptor<'_>) {
+    let mut fds = vec![PollFd::new(relay.hangup, PollFlags::IN)];
+    fds.extend(acceptor.poll_fd());
+    // An interrupted wait is as good as one that timed out.
+    let _ = poll(&mut fds, Timespec::try_from(TICK).ok().as_ref());
+}

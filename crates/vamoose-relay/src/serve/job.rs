@@ -1,0 +1,326 @@
+//! One attempt to migrate a guest to this host: drives the destination's machine of crate `handover`.
+//!
+//! Everything that concerns the guest happens under one lock, to its end: what is being committed cannot be aborted.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
+    time::{Duration, Instant},
+};
+
+use handover::{
+    AttemptId, Destination, DestinationAction, DestinationEvent, DestinationMessage,
+    DestinationState, SourceMessage,
+};
+use tracing::{debug, info, warn};
+use vamoose_link::{Hangup, Stats, Stream};
+
+use super::guest::{Guest, LOADING};
+use crate::{
+    AcceptQueue, Config, Dialer, Outcome, Relay, RelayError,
+    control::reply,
+    journal::{DestinationRecord, Entry},
+};
+
+/// One attempt.
+pub(crate) struct Job {
+    pub(super) attempt: AttemptId,
+    pub(super) name: String,
+    inner: Mutex<Inner>,
+    changed: Condvar,
+    /// What moves the guest's memory; gone when it has been moved.
+    transfer: Mutex<Option<Arc<Transfer>>>,
+}
+
+/// The connections of an attempt.
+pub(crate) struct Transfer {
+    pub(super) hangup: Hangup,
+    pub(super) connections: AcceptQueue,
+}
+
+struct Inner {
+    machine: Destination,
+    entry: Entry<DestinationRecord>,
+    guest: Guest,
+    controls: Vec<Weak<Stream>>,
+    /// When the source's last connection was lost.
+    silent_since: Option<Instant>,
+    /// The journal has an older state: it could not be written.
+    unwritten: bool,
+}
+
+impl Job {
+    pub(crate) fn new(
+        machine: Destination,
+        entry: Entry<DestinationRecord>,
+        guest: Guest,
+        transfer: Option<Transfer>,
+    ) -> Self {
+        Self {
+            attempt: entry.record.attempt,
+            name: entry.record.name.clone(),
+            inner: Mutex::new(Inner {
+                machine,
+                entry,
+                guest,
+                controls: Vec::new(),
+                silent_since: Some(Instant::now()),
+                unwritten: false,
+            }),
+            changed: Condvar::new(),
+            transfer: Mutex::new(transfer.map(Arc::new)),
+        }
+    }
+
+    /// Goes on with what the journal remembers.
+    pub(super) fn go_on(&self) {
+        let mut inner = self.inner();
+        let before = inner.machine.state().clone();
+        let actions = inner.machine.go_on();
+        inner.carry_out(actions);
+        inner.report(&before);
+        self.changed.notify_all();
+    }
+
+    /// Runs the relay to the waiting QEMU, to its end.
+    pub(super) fn receive(&self, dialer: &Dialer, config: &Config) {
+        let Some(transfer) = self.transfer() else {
+            return;
+        };
+        let result = Relay {
+            accept: &transfer.connections,
+            dialer,
+            config,
+            hangup: &transfer.hangup,
+            stats: &Arc::new(Stats::default()),
+            on_loaded: &|| self.handle(DestinationEvent::Loaded),
+        }
+        .run();
+        let cause = match result {
+            Ok(summary) if summary.outcome == Outcome::Loaded => None,
+            Ok(_) => Some("the source has no return path".to_owned()),
+            Err(RelayError::Cancelled) => Some("the migration was cancelled".to_owned()),
+            Err(error) => Some(error.to_string()),
+        };
+        self.lock_transfer().take();
+        let mut inner = self.inner();
+        // A guest that has been loaded is the source's or ours: its connections have no say in that.
+        if let Some(cause) = cause
+            && *inner.machine.state() == DestinationState::Receiving
+        {
+            inner.handle(DestinationEvent::Failed { cause });
+            self.changed.notify_all();
+        }
+    }
+
+    /// Takes a data connection.
+    pub(super) fn push(&self, stream: Arc<Stream>) {
+        match self.transfer() {
+            Some(transfer) => transfer.connections.push(stream),
+            None => warn!("{}: a data connection after the end", self.name),
+        }
+    }
+
+    /// A control connection of the source.
+    pub(super) fn connected(&self, control: &Arc<Stream>) {
+        let mut inner = self.inner();
+        inner.controls.push(Arc::downgrade(control));
+        inner.heard();
+    }
+
+    /// It has ended.
+    pub(super) fn disconnected(&self, control: &Arc<Stream>) {
+        let mut inner = self.inner();
+        let this = Arc::downgrade(control);
+        inner.controls.retain(|other| !other.ptr_eq(&this));
+        if !inner.controls.is_empty() {
+            return;
+        }
+        inner.silent_since = Some(Instant::now());
+        // What is still coming in cannot be committed without its `migrate`. What has been loaded can: it may ask
+        // again over a new connection.
+        if *inner.machine.state() == DestinationState::Receiving {
+            drop(inner);
+            self.hang_up();
+        }
+    }
+
+    /// A request of the source. The answer goes to all its control connections.
+    pub(crate) fn request(&self, message: SourceMessage) {
+        let is_commit = matches!(message, SourceMessage::Commit { .. });
+        if matches!(message, SourceMessage::Abort { .. }) {
+            self.hang_up();
+        }
+        self.handle(DestinationEvent::Message(message));
+        if !is_commit {
+            return;
+        }
+        // The source may know that the guest is loaded before our own relay has told us.
+        let receiving = |inner: &mut Inner| *inner.machine.state() == DestinationState::Receiving;
+        let (mut inner, _) = self
+            .changed
+            .wait_timeout_while(self.inner(), LOADING, receiving)
+            .unwrap_or_else(PoisonError::into_inner);
+        inner.handle(DestinationEvent::StillReceiving);
+    }
+
+    /// Ends the connections: nothing more comes in.
+    pub(super) fn hang_up(&self) {
+        if let Some(transfer) = self.transfer() {
+            transfer.hangup.hang_up();
+        }
+    }
+
+    /// Reports a loaded guest whose source has not been heard of for `timeout`. It is not ended and not run: the
+    /// source may come back.
+    pub(super) fn check_lease(&self, timeout: Duration) {
+        // Locked means that something is being done with it.
+        let Ok(mut inner) = self.inner.try_lock() else {
+            return;
+        };
+        let silent = inner.silent_since.map(|since| since.elapsed());
+        let loaded = *inner.machine.state() == DestinationState::Loaded;
+        if !loaded || inner.entry.record.orphaned || silent.is_none_or(|silent| silent < timeout) {
+            return;
+        }
+        inner.entry.record.orphaned = true;
+        inner.persist_or_warn();
+        warn!(
+            "{}: loaded, and nothing heard of its source for {} s: attempt {} is an orphan, to be finished by the \
+             source or settled by hand",
+            self.name,
+            timeout.as_secs(),
+            self.attempt
+        );
+    }
+
+    /// Whether its QEMU is free for another attempt: this one is over, also because the QEMU has ended meanwhile.
+    pub(super) fn is_out_of_the_way(&self) -> bool {
+        // Locked means that something is being done with it.
+        let Ok(mut inner) = self.inner.try_lock() else {
+            return false;
+        };
+        if !inner.machine.is_over() && inner.guest.has_ended() {
+            let cause = "its QEMU has ended".to_owned();
+            inner.handle(DestinationEvent::Died { cause });
+        }
+        inner.machine.is_over()
+    }
+
+    /// Whether all that is known of it is in the journal, and nothing is left to be done. What could not be written
+    /// before is written now.
+    pub(super) fn is_in_journal(&self) -> bool {
+        let Ok(mut inner) = self.inner.try_lock() else {
+            return false;
+        };
+        if inner.unwritten && inner.machine.is_over() {
+            // Said when it failed first.
+            let _ = inner.persist();
+        }
+        inner.machine.is_over() && !inner.unwritten
+    }
+
+    /// How far it has come.
+    pub(crate) fn state(&self) -> DestinationState {
+        self.inner().machine.state().clone()
+    }
+
+    fn handle(&self, event: DestinationEvent) {
+        self.inner().handle(event);
+        self.changed.notify_all();
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn transfer(&self) -> Option<Arc<Transfer>> {
+        self.lock_transfer().clone()
+    }
+
+    fn lock_transfer(&self) -> MutexGuard<'_, Option<Arc<Transfer>>> {
+        self.transfer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn handle(&mut self, event: DestinationEvent) {
+        let before = self.machine.state().clone();
+        let actions = self.machine.handle(event);
+        self.carry_out(actions);
+        self.report(&before);
+    }
+
+    fn carry_out(&mut self, first: Vec<DestinationAction>) {
+        let mut actions = VecDeque::from(first);
+        while let Some(action) = actions.pop_front() {
+            let event = match action {
+                DestinationAction::Persist => match self.persist() {
+                    Ok(()) => continue,
+                    Err(reason) => {
+                        warn!("{reason}");
+                        actions.clear();
+                        DestinationEvent::NotPersisted { reason }
+                    }
+                },
+                DestinationAction::Send(message) => {
+                    self.send(&message);
+                    continue;
+                }
+                // The journal keeps it for commands that come late.
+                DestinationAction::Forget => continue,
+                DestinationAction::Run { resume } => self.guest.run(resume),
+                DestinationAction::Check => self.guest.check(),
+                DestinationAction::End => self.guest.end(),
+            };
+            actions.extend(self.machine.handle(event));
+        }
+        self.guest.tidy_up();
+    }
+
+    fn persist(&mut self) -> Result<(), String> {
+        self.entry.record.state = self.machine.state().clone();
+        let written = self.entry.write();
+        self.unwritten = written.is_err();
+        written.map_err(|error| error.to_string())
+    }
+
+    fn persist_or_warn(&mut self) {
+        if let Err(reason) = self.persist() {
+            warn!("{reason}");
+        }
+    }
+
+    fn send(&mut self, message: &DestinationMessage) {
+        self.controls.retain(|control| control.strong_count() > 0);
+        for control in self.controls.iter().filter_map(Weak::upgrade) {
+            // Should it not get there, the source asks again.
+            if let Err(error) = reply(&control, message) {
+                debug!("{error}");
+            }
+        }
+    }
+
+    /// The source is there.
+    fn heard(&mut self) {
+        self.silent_since = None;
+        if std::mem::take(&mut self.entry.record.orphaned) {
+            self.persist_or_warn();
+        }
+    }
+
+    fn report(&self, before: &DestinationState) {
+        let name = &self.entry.record.name;
+        match self.machine.state() {
+            now if now == before => {}
+            DestinationState::Loaded => info!("{name}: loaded, waiting for the commit"),
+            DestinationState::Running => info!("{name}: committed, the guest is here"),
+            DestinationState::Ended { cause } => warn!("{name}: the guest was here: {cause}"),
+            DestinationState::Aborting { cause } => {
+                warn!("{name}: migration failed, and its QEMU cannot be ended: {cause}");
+            }
+            DestinationState::Aborted { cause } => warn!("{name}: migration failed: {cause}"),
+            DestinationState::Receiving | DestinationState::Starting { .. } => {}
+        }
+    }
+}

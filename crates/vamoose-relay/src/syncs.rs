@@ -1,0 +1,270 @@
+//! Keeps the main stream behind the SYNCs that it belongs to.
+//!
+//! A destination that has read a mark in the main stream (see `marks`) waits for the SYNCs that belong to it,
+//! one of each channel, and for nothing else: if they never come, because this relay or the one before it
+//! died with them inside, QEMU 7.2 hangs. So **a mark goes out when its SYNCs are out on all channels**,
+//! and whatever breaks then, the destination has all that it waits for, as it does without a relay.
+//!
+//! This holds nobody up: the destination would wait there anyway, and needs no mark to take the
+//! SYNCs before it. Marks and SYNCs are counted, so it is of no importance which come first.
+
+use std::{
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use multifd::Layout;
+use tracing::warn;
+use vamoose_link::Stats;
+
+use crate::{
+    RelayError,
+    main_stream::{MainState, Witness},
+    marks::Marks,
+};
+
+/// How many SYNCs are out on each channel to the destination.
+pub(crate) struct Syncs {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    out: Vec<u64>,
+    awaited: bool,
+    given_up: bool,
+}
+
+/// How it ended to wait for SYNCs.
+#[derive(Debug, PartialEq, Eq)]
+enum Waited {
+    /// They are out.
+    Out,
+    /// Nothing moved any more.
+    InVain,
+    /// The migration is over.
+    GivenUp,
+}
+
+impl Syncs {
+    pub(crate) fn new(channels: usize) -> Self {
+        Self {
+            state: Mutex::new(State {
+                out: vec![0; channels],
+                awaited: false,
+                given_up: false,
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Counts a SYNC that is out on `channel`.
+    pub(crate) fn sent(&self, channel: usize) {
+        let mut state = self.lock();
+        if let Some(out) = state.out.get_mut(channel) {
+            *out += 1;
+        }
+        if state.awaited {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Whether the main stream waits for a SYNC.
+    pub(crate) fn are_awaited(&self) -> bool {
+        self.lock().awaited
+    }
+
+    /// Ends every wait.
+    pub(crate) fn give_up(&self) {
+        self.lock().given_up = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits until `number` SYNCs are out on all channels, for as long as `moved` changes within
+    /// `patience`.
+    fn wait_for(&self, number: u64, patience: Duration, moved: impl Fn() -> u64) -> Waited {
+        let mut state = self.lock();
+        let mut before = moved();
+        let waited = loop {
+            if state.given_up {
+                break Waited::GivenUp;
+            }
+            if state.out.iter().all(|out| *out >= number) {
+                break Waited::Out;
+            }
+            state.awaited = true;
+            let (woken, timeout) = self
+                .changed
+                .wait_timeout(state, patience)
+                .unwrap_or_else(PoisonError::into_inner);
+            state = woken;
+            let now = moved();
+            if timeout.timed_out() && now == before {
+                break Waited::InVain;
+            }
+            before = now;
+        };
+        state.awaited = false;
+        waited
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Passes a main stream on, its marks behind their SYNCs.
+pub(crate) struct BehindSyncs<'a> {
+    state: &'a MainState,
+    syncs: &'a Syncs,
+    stats: &'a Stats,
+    patience: Duration,
+    marks: Marks,
+    found: u64,
+}
+
+impl<'a> BehindSyncs<'a> {
+    pub(crate) fn new(
+        state: &'a MainState,
+        syncs: &'a Syncs,
+        stats: &'a Stats,
+        layout: Layout,
+        patience: Duration,
+    ) -> Self {
+        Self {
+            state,
+            syncs,
+            stats,
+            patience,
+            marks: Marks::new(layout),
+            found: 0,
+        }
+    }
+
+    /// Waits for the SYNCs of the mark that was found last.
+    fn wait(&mut self) -> Result<(), RelayError> {
+        let moved = || {
+            let moved = self.stats.snapshot();
+            moved.received_bytes + moved.wire_bytes
+        };
+        match self.syncs.wait_for(self.found, self.patience, moved) {
+            Waited::Out => Ok(()),
+            Waited::GivenUp => Err(RelayError::Cancelled),
+            Waited::InVain => {
+                // It is no mark, or the destination will wait in vain too.
+                warn!(
+                    "the source's main stream seems to ask for SYNC {} and no such SYNC comes: \
+                     from here on it is passed on at once",
+                    self.found
+                );
+                self.marks.stop();
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Witness for BehindSyncs<'_> {
+    fn received(&mut self, piece: &[u8]) {
+        let mut state = self.state;
+        state.received(piece);
+    }
+
+    fn pass(
+        &mut self,
+        piece: &[u8],
+        write: &dyn Fn(&[u8]) -> Result<(), RelayError>,
+    ) -> Result<(), RelayError> {
+        let (mut written, mut followed) = (0, 0);
+        while let Some(end) = self.marks.next(&piece[followed..]) {
+            followed += end;
+            self.found += 1;
+            // Without its last byte it is no mark.
+            write(&piece[written..followed - 1])?;
+            written = followed - 1;
+            self.wait()?;
+        }
+        write(&piece[written..])
+    }
+
+    fn delivered(&mut self) {}
+
+    /// A destination that sees its main stream break off closes its channels, one after the other. A source
+    /// that waits until a SYNC is out on both never gets over that (seen with 7.2 and 10.0), so what it
+    /// has sent on its channels arrives first.
+    fn ends(&self) -> bool {
+        !self.state.is_broken_off()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::mpsc::channel, thread};
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// A start of a section `ram` with one RAM block, and a part without a page: two marks, EOS each.
+    fn stream() -> Vec<u8> {
+        let eos = &0x10u64.to_be_bytes()[..];
+        [
+            &b"\x00\x00\x00\x03\x01\x00\x00\x00\x02\x03ram\x00\x00\x00\x00\x00\x00\x00\x04"[..],
+            &0x1004u64.to_be_bytes(),
+            b"\x03mem",
+            &0x1000u64.to_be_bytes(),
+            eos,
+            b"\x7e\x00\x00\x00\x02\x02\x00\x00\x00\x02",
+            eos,
+            b"\x7e\x00\x00\x00\x02",
+        ]
+        .concat()
+    }
+
+    #[test]
+    fn a_mark_goes_out_when_its_sync_is_out_on_all_channels() {
+        let bytes = stream();
+        let first = bytes.len() - 5 - 8 - 10;
+        let second = bytes.len() - 5;
+        let (syncs, state, stats) = (Syncs::new(2), MainState::default(), Stats::default());
+        let (out, written) = channel();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut main = BehindSyncs::new(&state, &syncs, &stats, Layout::X86, LIMIT);
+                let out = out;
+                main.pass(&bytes, &|part| {
+                    out.send(part.to_vec()).unwrap();
+                    Ok(())
+                })
+                .unwrap();
+            });
+            let next = || written.recv_timeout(LIMIT).unwrap();
+            assert_eq!(next(), bytes[..first - 1]);
+            syncs.sent(0);
+            // The second of one channel is not the first of the other.
+            syncs.sent(0);
+            assert!(written.try_recv().is_err());
+            syncs.sent(1);
+            assert_eq!(next(), bytes[first - 1..second - 1]);
+            assert!(written.try_recv().is_err());
+            syncs.sent(1);
+            assert_eq!(next(), bytes[second - 1..]);
+        });
+    }
+
+    #[test]
+    fn who_waits_for_a_sync_can_be_released() {
+        let syncs = Syncs::new(1);
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| syncs.wait_for(1, LIMIT, || 0));
+            syncs.give_up();
+            assert_eq!(waiting.join().unwrap(), Waited::GivenUp);
+        });
+    }
+
+    #[test]
+    fn a_sync_that_never_comes_is_not_waited_for_when_nothing_moves() {
+        let waited = Syncs::new(1).wait_for(1, Duration::from_millis(1), || 0);
+        assert_eq!(waited, Waited::InVain);
+    }
+}
