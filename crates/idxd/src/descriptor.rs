@@ -71,7 +71,8 @@ impl Descriptor {
         (self.operands[index] >> 32) as u32
     }
 
-    pub(crate) const fn control_of(opcode: u8, flags: Flags) -> u32 {
+    /// [`Descriptor::control`] for this opcode and these flags.
+    pub const fn control_of(opcode: u8, flags: Flags) -> u32 {
         ((opcode as u32) << 24) | (flags.0 & Flags::MASK)
     }
 }

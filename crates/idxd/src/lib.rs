@@ -1,5 +1,5 @@
 //! User-space driver for the work queues of Intel's Data Streaming Accelerator (DSA) and In-Memory Analytics
-//! Accelerator (IAA), and a model of these devices in software.
+//! Accelerator (IAA).
 //!
 //! ```text
 //!   offload                     which pages are zero; compress, decompress, copy them: device or processor
@@ -22,14 +22,12 @@ pub mod discovery;
 pub mod dsa;
 pub mod iaa;
 mod limits;
-pub mod model;
 pub mod offload;
 pub mod operation;
 pub mod portal;
 mod queue;
 mod record;
 pub mod rules;
-pub mod selftest;
 pub mod shares;
 pub mod status;
 mod submit;

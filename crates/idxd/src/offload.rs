@@ -19,13 +19,11 @@ mod devices;
 mod near;
 mod open;
 mod rest;
-#[cfg(test)]
-mod tests;
 mod zero;
 
 pub use compress::{ByProcessor, Compressor, Tables};
 pub use copy::{Copier, Move};
 pub use decompress::Decompressor;
-pub use devices::{Devices, Work};
-pub use open::{Choice, ChoiceError, DevicesError, Options};
+pub use devices::{Devices, OffloadCounters};
+pub use open::{Choice, DevicesError, Options};
 pub use zero::{Batch, WrongVerdict, ZeroScanner};

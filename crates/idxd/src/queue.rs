@@ -271,6 +271,11 @@ impl Queue {
         self.inner.device.limits()
     }
 
+    /// Whether the device is a model.
+    pub fn is_modelled(&self) -> bool {
+        self.inner.device.is_modelled()
+    }
+
     /// How many slots there are.
     pub fn slots(&self) -> usize {
         self.inner.arena.slots() as usize

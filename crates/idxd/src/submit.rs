@@ -1,5 +1,5 @@
-//! The seam between the driver and a device. Below it are the portals of real work queues and the
-//! [model](crate::model); everything above it is the same for all of them.
+//! The seam between the driver and a device. Below it are the [portals](crate::portal) of real work queues, or a model
+//! of a device; everything above it is the same for both.
 
 use std::{fmt, io, time::Duration};
 
@@ -11,6 +11,11 @@ use crate::{Descriptor, Limits, Record};
 pub trait Submit: Send + Sync + fmt::Debug {
     /// What the queue takes.
     fn limits(&self) -> &Limits;
+
+    /// Whether the device is a model: then its speed says nothing about hardware.
+    fn is_modelled(&self) -> bool {
+        false
+    }
 
     /// Gives the device `descriptors`, in their order, until one is refused. Never waits for the device. The
     /// descriptors themselves have been read when it returns; a batch's list has not.

@@ -34,9 +34,9 @@ use std::{
 
 use idxd::{
     Descriptor, Limits, Queue, Record, RecordImage, Shape, Submit, Submitted, Tuning,
-    model::{Config, Door, Model, Speeds},
     offload::Devices,
 };
+use idxd_model::{Config, Door, Model, Speeds};
 use multifd::Method;
 use rustix::time::{ClockId, clock_gettime};
 use vamoose_codec::{Accel, Encoder, Health, Registry, Settings, Verify, encoder};

@@ -3,6 +3,7 @@
 
 use std::ops::RangeInclusive;
 
+use idxd::offload::OffloadCounters;
 use multifd::{Layout, Method};
 use thiserror::Error;
 
@@ -102,25 +103,9 @@ pub(crate) trait Accelerator: Send + Sync {
     fn device(&self, method: Method, level: i32, layout: Layout) -> Box<dyn Device>;
 
     /// What its devices have done so far, where it counts pages.
-    fn work(&self) -> Option<DeviceWork> {
+    fn work(&self) -> Option<OffloadCounters> {
         None
     }
-}
-
-/// What the devices of an engine did that works page by page, and what the processor did in their stead. All of
-/// the process, and all counted in pages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DeviceWork {
-    /// Done by a device.
-    pub by_device: u64,
-    /// Done by the processor because no work queue took them.
-    pub refused: u64,
-    /// Done by the processor because a device failed.
-    pub failed: u64,
-    /// Done by the processor because it was faster, or the device never answered.
-    pub overtaken: u64,
-    /// Whether the devices are modelled in software.
-    pub modelled: bool,
 }
 
 /// One channel's share of an [`Accelerator`]. It may fail at any packet, and even lie.

@@ -17,8 +17,6 @@
 //! ```
 //! For example `delay=100us,refuse@50%,wrong@1%`. When it decodes, all kinds of wrong results are a
 //! flipped bit in the pages.
-//!
-//! Devices in software ([`idxd::model`]) have faults of their own, see [`model_from_environment`].
 
 use std::{
     str::FromStr,
@@ -27,7 +25,6 @@ use std::{
     time::Duration,
 };
 
-use idxd::offload::Options;
 use multifd::{Layout, Method};
 
 use crate::{
@@ -158,22 +155,6 @@ impl Faulty {
         Ok(Self::new(faults.parse()?))
     }
 }
-
-/// Makes everything go wrong with devices in software that can, if the environment has their seed.
-pub(crate) fn model_from_environment(options: Options) -> Result<Options, String> {
-    let Ok(seed) = std::env::var(MODEL_VARIABLE) else {
-        return Ok(options);
-    };
-    let parsed = seed.parse();
-    Ok(Options {
-        faults: idxd::model::Faults::everything(),
-        seed: parsed.map_err(|_| format!("{MODEL_VARIABLE}: `{seed}` is no number"))?,
-        ..options
-    })
-}
-
-/// Where the seed of the devices in software is told to a program.
-const MODEL_VARIABLE: &str = "VAMOOSE_MODEL_FAULTS";
 
 impl Accelerator for Faulty {
     fn name(&self) -> &'static str {

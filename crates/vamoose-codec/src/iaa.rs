@@ -1,4 +1,4 @@
-//! Engine iaa: Intel's In-Memory Analytics Accelerator for method qpl, or a model of it.
+//! Engine iaa: Intel's In-Memory Analytics Accelerator for method qpl.
 //!
 //! ```text
 //!   packet ──> Compressor ── each page an operation ──> work queues of IAAs, in turn
@@ -7,7 +7,7 @@
 //!              Payload (the table of lengths, the streams in their order)
 //! ```
 //! The payload is method qpl's ([`qpl`]), and nobody can see whether device or processor has written a page. What the
-//! processor does instead of a device is counted ([`DeviceWork`]) and is no failure of the packet. It is one when all
+//! processor does instead of a device is counted ([`OffloadCounters`]) and is no failure of the packet. It is one when all
 //! work queues are dead: then the guard of this engine gives it up (module `accelerated`).
 //!
 //! # Levels
@@ -41,15 +41,11 @@
 
 use std::sync::Arc;
 
-use idxd::{
-    Kind,
-    offload::{Choice, Compressor, Decompressor, Devices, Options, Tables},
-};
+use idxd::offload::{Compressor, Decompressor, Devices, OffloadCounters, Tables};
 use multifd::{Layout, Method};
 
 use crate::{
-    devices::open_devices,
-    engine::{Accelerator, Device, DeviceError, DeviceWork, Fault},
+    engine::{Accelerator, Device, DeviceError, Fault},
     ffi::libdeflate::Inflate,
     libdeflate,
     qpl::{self, Deflate, Encoded, PAGE_SIZE, Payload},
@@ -67,12 +63,6 @@ impl Iaa {
     /// By `devices`, whose slots have a buffer for a page.
     pub(crate) fn new(devices: Arc<Devices>) -> Self {
         Self { devices }
-    }
-
-    /// By what is chosen of the host, or why that cannot be.
-    pub(crate) fn open(choice: &Choice, options: Options) -> Result<Self, String> {
-        let devices = open_devices(Kind::Iaa, choice, options)?;
-        Ok(Self::new(Arc::new(devices)))
     }
 }
 
@@ -95,15 +85,8 @@ impl Accelerator for Iaa {
         })
     }
 
-    fn work(&self) -> Option<DeviceWork> {
-        let work = self.devices.work();
-        Some(DeviceWork {
-            by_device: work.by_device,
-            refused: work.refused,
-            failed: work.failed,
-            overtaken: work.overtaken,
-            modelled: self.devices.are_modelled(),
-        })
+    fn work(&self) -> Option<OffloadCounters> {
+        Some(self.devices.work())
     }
 }
 

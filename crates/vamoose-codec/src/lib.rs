@@ -44,7 +44,6 @@
 mod accelerated;
 mod auto;
 mod decode;
-mod devices;
 mod encode;
 mod engine;
 mod error;
@@ -67,13 +66,11 @@ mod zstd_frames;
 
 pub use accelerated::Verify;
 pub use decode::Decoder;
-pub use devices::open_devices;
 pub use encode::{Encoded, Encoder, encoder};
-pub use engine::DeviceWork;
 pub use error::{DecodeError, EncodeError, SettingsError};
 #[cfg(feature = "fault-injection")]
 pub use faulty::Faults;
 pub use health::{Health, Tally};
 pub use registry::{Accel, Engines, Registry, Row};
 pub use settings::Settings;
-pub use zero::{CpuScan, DsaScan, WrongVerdict, ZeroScan, is_zero};
+pub use zero::is_zero;

@@ -22,11 +22,14 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use idxd::offload::{Choice, Devices, Options};
+use idxd::{
+    Kind,
+    offload::{Choice, Devices, OffloadCounters, Options},
+};
 use multifd::{Layout, Method};
 
 use crate::{
-    Decoder, DeviceWork, EncodeError, Encoder, Health, Settings, SettingsError,
+    Decoder, EncodeError, Encoder, Health, Settings, SettingsError,
     accelerated::{Accelerated, Guard, Verify},
     auto::Auto,
     decode, encode,
@@ -98,19 +101,21 @@ type Opened = Result<Arc<dyn Accelerator>, String>;
 impl Registry {
     /// The registry of this host, with all of its IAAs' work queues that a process can use.
     pub fn new() -> Self {
-        Self::with_iaa(Choice::Auto, Options::pages(qpl::PAGE_SIZE))
+        Self::with_iaa(|| {
+            let options = Options::pages(qpl::PAGE_SIZE);
+            Devices::open(Kind::Iaa, &Choice::Auto, &options).map_err(|error| error.to_string())
+        })
     }
 
-    /// The registry of this host, with these IAAs: `options` say how they are opened, once they are asked for, and
-    /// begin with [`Options::pages`] of 4096 bytes. Modelled devices are used only if they are chosen here. See
-    /// [`open_devices`](crate::open_devices).
-    pub fn with_iaa(choice: Choice, options: Options) -> Self {
+    /// The registry of this host, with the IAAs that `open` opens once they are asked for, by [`Options::pages`] of
+    /// 4096 bytes, or the reason why there are none.
+    pub fn with_iaa(open: impl Fn() -> Result<Devices, String> + Send + Sync + 'static) -> Self {
         Self {
             hardware: vec![
                 #[cfg(feature = "fault-injection")]
                 Self::faulty(Faulty::from_environment),
                 Self::qat(Qat::of_host),
-                Self::iaa(move || Iaa::open(&choice, options.clone())),
+                Self::iaa(move || Ok(Iaa::new(Arc::new(open()?)))),
             ],
         }
     }
@@ -289,7 +294,7 @@ impl Engines {
 
     /// What the devices have done that work page by page, of those that these engines have used so far; `None`
     /// without such devices.
-    pub fn device_work(&self) -> Option<DeviceWork> {
+    pub fn device_work(&self) -> Option<OffloadCounters> {
         let hardware = self.registry.hardware.iter();
         let mut chosen = hardware.filter(|hardware| hardware.chosen_by.contains(&self.accel));
         chosen.find_map(|hardware| hardware.opened.get()?.as_ref().ok()?.work())

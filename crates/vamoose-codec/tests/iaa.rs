@@ -13,14 +13,13 @@ use std::sync::Arc;
 
 use idxd::{
     Kind, Queue, Shape, Tuning,
-    model::{Config, Door, Faults, Mishap, Model, On},
-    offload::{Choice, Devices, Options},
+    offload::{Choice, Devices, OffloadCounters, Options},
 };
+use idxd_model::{Config, Door, Faults, Mishap, Model, On};
 use multifd::{Layout, Method};
 use proptest::{collection::vec, prelude::*, sample::Index};
 use vamoose_codec::{
-    Accel, DecodeError, Decoder, DeviceWork, EncodeError, Engines, Health, Registry, Settings,
-    Tally, Verify,
+    Accel, DecodeError, Decoder, EncodeError, Engines, Health, Registry, Settings, Tally, Verify,
 };
 
 #[path = "common/pages.rs"]
@@ -84,7 +83,7 @@ impl Modelled {
         &self,
         packets: u64,
         mut before: impl FnMut(u64),
-    ) -> Result<(Tally, DeviceWork), EncodeError> {
+    ) -> Result<(Tally, OffloadCounters), EncodeError> {
         let (engines, health) = (self.engines(), Arc::new(Health::default()));
         let mut encoder = engines.encoder(LAYOUT, &health)?;
         let mut room = vec![0; LAYOUT.max_payload()];
@@ -104,7 +103,7 @@ impl Modelled {
         &self,
         packets: u64,
         mut before: impl FnMut(u64),
-    ) -> Result<(Tally, DeviceWork), DecodeError> {
+    ) -> Result<(Tally, OffloadCounters), DecodeError> {
         let (engines, health) = (self.engines(), Arc::new(Health::default()));
         let mut encoder = vamoose_codec::encoder(engines.settings(), LAYOUT).unwrap();
         let mut decoder = engines.decoder(LAYOUT, &health);
@@ -140,7 +139,7 @@ fn pages_of(packets: u64) -> u64 {
     (0..packets).map(|number| 4 * (1 + number % 5)).sum()
 }
 
-fn all(work: DeviceWork) -> u64 {
+fn all(work: OffloadCounters) -> u64 {
     work.by_device + work.refused + work.failed + work.overtaken
 }
 
@@ -326,14 +325,17 @@ fn larger_pages_are_decoded_in_software() {
 }
 
 #[test]
-fn a_host_without_devices_says_so_and_no_model_comes_in() {
+fn a_host_without_devices_says_so() {
     let empty = tempfile::tempdir().unwrap();
     let registry = |choice: &str| {
         let options = Options {
             root: idxd::discovery::Root::under(empty.path()),
             ..Options::pages(PAGE)
         };
-        Arc::new(Registry::with_iaa(choice.parse().unwrap(), options))
+        let choice: Choice = choice.parse().unwrap();
+        Arc::new(Registry::with_iaa(move || {
+            Devices::open(Kind::Iaa, &choice, &options).map_err(|error| error.to_string())
+        }))
     };
     let choose = |choice: &str, accel| {
         let settings = Settings::new(METHOD, Some(1)).unwrap();
@@ -342,14 +344,19 @@ fn a_host_without_devices_says_so_and_no_model_comes_in() {
     assert!(Choice::default() == Choice::Auto);
     for choice in ["auto", "wq1.0"] {
         let error = choose(choice, Accel::Iaa).err().unwrap().to_string();
-        assert!(error.contains("vamoose probe"), "{error}");
+        assert!(error.contains("work queue"), "{error}");
         let engines = choose(choice, Accel::Auto).unwrap();
         assert_eq!(engines.name(), engines.settings().engine());
         assert_eq!(engines.device_work(), None);
     }
-    assert_eq!(choose("model", Accel::Auto).unwrap().name(), "iaa");
-    let none = choose("model", Accel::None).unwrap();
-    assert_ne!(none.name(), "iaa");
+    let modelled = |accel| {
+        let open = || Ok(idxd_model::devices(Kind::Iaa, 1, &Options::pages(PAGE)).unwrap());
+        let settings = Settings::new(METHOD, Some(1)).unwrap();
+        let registry = Arc::new(Registry::with_iaa(open));
+        registry.choose(settings, accel, Verify::Off).unwrap()
+    };
+    assert_eq!(modelled(Accel::Auto).name(), "iaa");
+    assert_ne!(modelled(Accel::None).name(), "iaa");
 }
 
 /// A payload of a packet by software, in which bits are flipped.

@@ -39,7 +39,7 @@ use vamoose_codec::Engines;
 use vamoose_link::{Address, ChannelReader, Hangup, Listener, Snapshot, Stats, Stream};
 
 use crate::{
-    ChannelError, DestinationError, DestinationGuest, GuestError, Offload, PageCopy, Ram,
+    ChannelError, DestinationError, DestinationGuest, GuestError, OffloadCounters, PageCopy, Ram,
     offload::Account,
     protocol::{PrepareDetails, ProtocolError, random_id, send},
     source::CHANNELS,
@@ -115,7 +115,7 @@ pub struct Arrival {
     /// Whether the source has said that it knows. If not, it was out of reach for the settle time.
     pub settled: bool,
     /// What devices have done of the copies, if there were some for that.
-    pub copy: Option<Offload>,
+    pub copy: Option<OffloadCounters>,
 }
 
 /// How much longer questions are answered than the source asks: one whose connections are refused must be

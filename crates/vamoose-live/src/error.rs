@@ -90,7 +90,7 @@ pub enum SourceError {
     Log(#[from] DirtyLogError),
     /// A device calls pages zero that are not: what is at the destination is not the guest.
     #[error("{0}; migrate again with the processor looking for zero pages")]
-    ZeroPages(#[from] vamoose_codec::WrongVerdict),
+    ZeroPages(#[from] idxd::offload::WrongVerdict),
     /// The VMM could not do what was asked of it.
     #[error("cannot {what} the guest: {error}")]
     Guest {

@@ -131,7 +131,7 @@ pub use error::{ChannelError, DestinationError, SourceError};
 pub use guest::{DestinationGuest, GuestError, SourceGuest, Switchover};
 pub use handover::GuestLocation;
 pub use memory::{Ram, RamBlock, RamError, Region};
-pub use offload::{DsaDetection, Offload, PageCopy};
+pub use offload::{DsaDetection, OffloadCounters, PageCopy};
 pub use protocol::ProtocolError;
 pub use source::{AutoConverge, CHANNELS, Source, SourceConfig, ZeroPageDetection};
 pub use status::{Handle, RamStatus, State, Status};

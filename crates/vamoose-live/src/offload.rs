@@ -3,11 +3,20 @@
 //! A device only ever saves the processor work. What it refuses, gets wrong in a way that it notices, or is late with,
 //! the processor does; without any device the processor does everything.
 
+mod copy;
+mod zero;
+
 use std::sync::Arc;
 
-use idxd::offload::{Devices, Work};
-use serde::{Deserialize, Serialize};
+use idxd::offload::Devices;
 use vamoose_codec::Verify;
+
+pub use idxd::offload::OffloadCounters;
+
+pub(crate) use self::{
+    copy::DsaCopy,
+    zero::{DsaScan, ZeroScan},
+};
 
 /// Looking for zero pages with DSAs.
 #[derive(Clone, Debug)]
@@ -31,30 +40,12 @@ pub enum PageCopy {
     Dsa(Arc<Devices>),
 }
 
-/// What devices have done of a job, in pages, since the migration began. Whoever gives the same devices to several
-/// migrations at once finds here what they have done for all of these.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct Offload {
-    /// The devices are software: how much they did, and how fast, says nothing about hardware.
-    pub model: bool,
-    /// Done by a device.
-    pub by_device: u64,
-    /// Done by the processor because no work queue took them.
-    pub refused: u64,
-    /// Done by the processor because a device failed, most often at a page that is not there.
-    pub failed: u64,
-    /// Done by the processor because a device was slower, or never answered.
-    pub overtaken: u64,
-    /// Done by both and compared.
-    pub checked: u64,
-}
-
-/// Devices, and what they had done before this migration.
+/// Devices, and what they had done before this migration. If several migrations have the same devices at once, each
+/// counts what they do for all of these.
 #[derive(Debug)]
 pub(crate) struct Account {
     devices: Arc<Devices>,
-    before: Work,
+    before: OffloadCounters,
 }
 
 impl Account {
@@ -65,15 +56,7 @@ impl Account {
         }
     }
 
-    pub(crate) fn read(&self) -> Offload {
-        let (now, before) = (self.devices.work(), self.before);
-        Offload {
-            model: self.devices.are_modelled(),
-            by_device: now.by_device - before.by_device,
-            refused: now.refused - before.refused,
-            failed: now.failed - before.failed,
-            overtaken: now.overtaken - before.overtaken,
-            checked: now.checked - before.checked,
-        }
+    pub(crate) fn read(&self) -> OffloadCounters {
+        self.devices.work().since(self.before)
     }
 }

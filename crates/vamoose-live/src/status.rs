@@ -12,7 +12,7 @@ use std::{
 use serde::Serialize;
 use vamoose_link::{Hangup, Pacer, Snapshot, Stats, Stream};
 
-use crate::{Offload, Ram, offload::Account};
+use crate::{OffloadCounters, Ram, offload::Account};
 
 /// Watches a migration and ends it, from any thread.
 #[derive(Clone)]
@@ -36,7 +36,7 @@ pub struct Status {
     pub ram: RamStatus,
     /// What devices do of the search for zero pages, if there are some for that.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub zero_page_detection: Option<Offload>,
+    pub zero_page_detection: Option<OffloadCounters>,
     /// How much of the time the vCPUs are kept from running.
     pub cpu_throttle_percentage: u8,
     /// Why it failed.

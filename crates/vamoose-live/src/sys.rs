@@ -1,12 +1,11 @@
 //! System calls for which there is no crate: userfaultfd's asynchronous write protection, PAGEMAP_SCAN, KVM's
-//! dirty logs on file descriptors of the VMM. Also what writes to guest memory by address. The only unsafe code of the dirty logs.
+//! dirty logs on file descriptors of the VMM. Also what reads and gives back guest memory by address.
 
 #![allow(
     unsafe_code,
     reason = "ioctls take addresses; each call has its proof at the block"
 )]
 
-pub(crate) mod copy;
 pub(crate) mod kvm;
 pub(crate) mod memory;
 pub(crate) mod pagemap;

@@ -22,7 +22,7 @@ use common::{
     expect_equal, lock, loopback, migrate, move_guest, nothing_to_migrate, snapshot::Snapshot,
     source_config,
 };
-use idxd::model::{Config, Model};
+use idxd_model::{Config, Model};
 use multifd::Method;
 use rustix::mm::{Advice, madvise};
 use testguest::{Backing, Fill, Pattern};

@@ -5,6 +5,7 @@
 #![deny(unsafe_code)]
 
 mod commands;
+mod devices;
 mod options;
 mod progress;
 mod report;

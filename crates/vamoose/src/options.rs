@@ -11,14 +11,13 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
-use idxd::{
-    offload::{Choice, Options},
-    shares::Weight,
-};
+use idxd::{Kind, offload::Options, shares::Weight};
 use multifd::{Layout, Method};
 use serde::{Deserialize, Serialize};
 use vamoose_codec::{Accel, Engines, Registry, Settings, Verify};
 use vamoose_relay::Config;
+
+use crate::devices::DevicePath;
 
 /// How pages cross the link.
 #[derive(Args, Clone, Debug)]
@@ -87,7 +86,7 @@ pub(crate) struct Hardware {
     /// software, to try things out. What is named is mandatory, unless --accel is another engine or none
     #[arg(long, default_value = "auto", value_name = "PATH")]
     #[serde(with = "as_text")]
-    iaa_path: Choice,
+    iaa_path: DevicePath,
     #[command(flatten)]
     pub(crate) shares: DeviceShares,
     /// Which of the hardware's results are checked in software
@@ -119,7 +118,7 @@ impl Hardware {
     /// The engines for a migration that is sent with `settings`.
     pub(crate) fn engines(&self, settings: Settings) -> Result<Engines> {
         let accel = match self.accel {
-            AccelName::Auto if self.iaa_path != Choice::Auto => Accel::Iaa,
+            AccelName::Auto if self.iaa_path != DevicePath::AUTO => Accel::Iaa,
             AccelName::Auto => Accel::Auto,
             AccelName::None => Accel::None,
             AccelName::Qat => Accel::Qat,
@@ -129,7 +128,11 @@ impl Hardware {
             shares: self.shares.of_devices(),
             ..Options::pages(PAGE_BYTES)
         };
-        let registry = Registry::with_iaa(self.iaa_path.clone(), options);
+        let path = self.iaa_path.clone();
+        let registry = Registry::with_iaa(move || {
+            let opened = path.open(Kind::Iaa, &options);
+            opened.map_err(|error| format!("{error:#}"))
+        });
         let engines = Arc::new(registry).choose(settings, accel, self.verify())?;
         Ok(engines)
     }

@@ -3,9 +3,10 @@
 use std::{fmt, fs, io::Write as _, time::Duration};
 
 use anyhow::{Context as _, Result};
+use idxd::offload::OffloadCounters;
 use rustix::time::{ClockId, clock_gettime};
-use serde::Serialize;
-use vamoose_codec::{DeviceWork, Engines};
+use serde::{Serialize, Serializer, ser::SerializeStruct as _};
+use vamoose_codec::Engines;
 use vamoose_link::Snapshot;
 use vamoose_relay::Moved;
 
@@ -31,8 +32,12 @@ pub(crate) struct Report {
     pub(crate) fallbacks: u64,
     /// Packets of a device that software has checked.
     pub(crate) verified: u64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) accelerator: Option<Accelerator>,
+    /// What the devices of an engine did that works page by page (iaa).
+    #[serde(
+        skip_serializing_if = "Option::is_none",
+        serialize_with = "without_checked"
+    )]
+    pub(crate) accelerator: Option<OffloadCounters>,
     pub(crate) cpu_seconds: CpuSeconds,
 }
 
@@ -53,39 +58,27 @@ pub(crate) struct Ram {
     pub(crate) dirty_sync_missed_zero_copy: u64,
 }
 
-/// What the devices did that work page by page (engine iaa), and what the processor did in their stead, in pages.
-#[derive(Clone, Copy, Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) struct Accelerator {
-    by_device: u64,
-    /// No work queue took them.
-    refused: u64,
-    /// A device failed.
-    failed: u64,
-    /// A device was slower, or never answered.
-    overtaken: u64,
-    /// Whether the devices are software, and all of this is no statement about hardware.
-    model: bool,
-}
-
-impl From<DeviceWork> for Accelerator {
-    fn from(work: DeviceWork) -> Self {
-        Self {
-            by_device: work.by_device,
-            refused: work.refused,
-            failed: work.failed,
-            overtaken: work.overtaken,
-            model: work.modelled,
-        }
-    }
-}
-
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct CpuSeconds {
     pub(crate) encode: f64,
     pub(crate) decode: f64,
     /// Of this whole process.
     pub(crate) total: f64,
+}
+
+/// Packets of an engine are checked as a whole: [`Report::verified`] counts them.
+pub(crate) fn without_checked<S: Serializer>(
+    counters: &Option<OffloadCounters>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    let done = counters.unwrap_or_default();
+    let mut object = serializer.serialize_struct("OffloadCounters", 5)?;
+    object.serialize_field("by-device", &done.by_device)?;
+    object.serialize_field("refused", &done.refused)?;
+    object.serialize_field("failed", &done.failed)?;
+    object.serialize_field("overtaken", &done.overtaken)?;
+    object.serialize_field("model", &done.model)?;
+    object.end()
 }
 
 impl Report {
@@ -122,7 +115,7 @@ impl Report {
             zero_pages: moved.zero_pages,
             fallbacks: moved.engines.fallbacks,
             verified: moved.engines.checked,
-            accelerator: engines.device_work().map(Accelerator::from),
+            accelerator: engines.device_work(),
             cpu_seconds: CpuSeconds {
                 encode: moved.encode_time.as_secs_f64(),
                 decode: moved.decode_time.as_secs_f64(),

@@ -13,7 +13,7 @@
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
-use super::{Devices, Work, devices::Given};
+use super::{Devices, OffloadCounters, devices::Given};
 use crate::{
     Descriptor, Outcome, Slot,
     iaa::{self, CompressAecs, Histogram},
@@ -83,7 +83,7 @@ impl Compressor {
                 None => CompressAecs::fixed(),
             };
         }
-        let mut done = Work::default();
+        let mut done = OffloadCounters::default();
         let (mut next, mut begun, mut tail) = (0, 0, count);
         while next < count {
             while begun < tail && self.give(page(begun)) {

@@ -7,7 +7,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use super::{Devices, Work, devices::Given};
+use super::{Devices, OffloadCounters, devices::Given};
 use crate::{Outcome, Slot, dsa, status::SUCCESS};
 
 /// Bytes to be copied.
@@ -69,9 +69,9 @@ impl Copier {
         // SAFETY: as the caller promises: this does not return before the device is done, or the queue closed.
         let Some(writing) = (unsafe { give(&self.devices, &moves[moves.len() - wanted..]) }) else {
             (0..moves.len()).for_each(by_processor);
-            self.devices.counters().add(Work {
+            self.devices.counters().add(OffloadCounters {
                 refused: moves.len() as u64,
-                ..Work::default()
+                ..OffloadCounters::default()
             });
             return;
         };
@@ -80,9 +80,9 @@ impl Copier {
         (0..first).for_each(&mut *by_processor);
         let step = if writing.is_done() { STEP } else { -STEP };
         self.share = (self.share + step).clamp(LEAST_SHARE, MOST_SHARE);
-        let mut done = Work {
+        let mut done = OffloadCounters {
             overtaken: first as u64,
-            ..Work::default()
+            ..OffloadCounters::default()
         };
         let outcome = writing.finish(beginning);
         for index in first..moves.len() {

@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use super::{
-    Devices, Work,
+    Devices, OffloadCounters,
     compress::{Flights, address},
 };
 use crate::{
@@ -51,7 +51,7 @@ impl Decompressor {
     ) -> Result<(), E> {
         let size = self.page_bytes;
         let count = pages.len() / size;
-        let mut done = Work::default();
+        let mut done = OffloadCounters::default();
         let (mut next, mut begun, mut tail) = (0, 0, count);
         let mut result = Ok(());
         let is_page = |stream: &[u8]| stream.len() == size;

@@ -6,9 +6,9 @@ use std::{
 };
 
 use super::rest::Rest;
-use crate::{InFlight, Queue, Slot, Statistics, Urgency, model::Model, shares::Share};
+use crate::{InFlight, Queue, Slot, Statistics, Urgency, shares::Share};
 
-/// Work queues to give work to, shared by all threads.
+/// OffloadCounters queues to give work to, shared by all threads.
 #[derive(Debug)]
 pub struct Devices {
     members: Box<[Member]>,
@@ -16,13 +16,18 @@ pub struct Devices {
     near: usize,
     turn: AtomicUsize,
     work: Counters,
-    /// Of which the queues are, if they are none of real devices; goes after them.
-    model: Option<Model>,
 }
 
-/// How much the devices did, in operations: pages, for all that this module offers.
+/// What devices have done of a job, and the processor in their stead, in pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Work {
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(rename_all = "kebab-case")
+)]
+pub struct OffloadCounters {
+    /// The devices are a model: how much they did, and how fast, says nothing about hardware.
+    pub model: bool,
     /// Done by a device.
     pub by_device: u64,
     /// Done by the processor because no work queue took them.
@@ -85,21 +90,7 @@ impl Devices {
             members: members.into(),
             turn: AtomicUsize::new(0),
             work: Counters::default(),
-            model: None,
         }
-    }
-
-    /// Keeps the model that the queues are of.
-    pub(super) fn of_model(self, model: Model) -> Self {
-        Self {
-            model: Some(model),
-            ..self
-        }
-    }
-
-    /// Whether the devices are modelled: then their speed says nothing about hardware.
-    pub fn are_modelled(&self) -> bool {
-        self.model.is_some()
     }
 
     /// None: then the processor does everything.
@@ -117,9 +108,12 @@ impl Devices {
         self.queues().all(Queue::is_dead)
     }
 
-    /// What has been done so far.
-    pub fn work(&self) -> Work {
-        self.work.read()
+    /// What has been done so far, for all who use these devices.
+    pub fn work(&self) -> OffloadCounters {
+        OffloadCounters {
+            model: self.queues().any(Queue::is_modelled),
+            ..self.work.read()
+        }
     }
 
     /// What the queues have counted, one after the other.
@@ -224,7 +218,7 @@ impl Member {
 const REFRESH_MILLIS: u64 = 50;
 
 impl Counters {
-    pub(super) fn add(&self, done: Work) {
+    pub(super) fn add(&self, done: OffloadCounters) {
         let pairs = [
             (&self.by_device, done.by_device),
             (&self.refused, done.refused),
@@ -239,14 +233,30 @@ impl Counters {
         }
     }
 
-    fn read(&self) -> Work {
+    fn read(&self) -> OffloadCounters {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Work {
+        OffloadCounters {
             by_device: read(&self.by_device),
             refused: read(&self.refused),
             failed: read(&self.failed),
             overtaken: read(&self.overtaken),
             checked: read(&self.checked),
+            model: false,
+        }
+    }
+}
+
+impl OffloadCounters {
+    /// What has been done since it was `before`.
+    #[must_use]
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            model: self.model,
+            by_device: self.by_device - before.by_device,
+            refused: self.refused - before.refused,
+            failed: self.failed - before.failed,
+            overtaken: self.overtaken - before.overtaken,
+            checked: self.checked - before.checked,
         }
     }
 }

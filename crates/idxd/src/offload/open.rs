@@ -8,12 +8,11 @@ use super::{Devices, near::bound_node};
 use crate::{
     Kind, OpenQueueError, Queue, Shape, Submit, Tuning,
     discovery::{self, NameError, QueueName, Root},
-    model::{Config, Door, Faults, Model},
     portal,
     shares::{Share, SharesError, Table, Weight},
 };
 
-/// Which devices to use. As text: `auto`, names as in `wq0.1,wq2.0`, or `model` and `model:4`.
+/// Which devices to use. As text: `auto`, or names as in `wq0.1,wq2.0`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Choice {
     /// All work queues of the host that a process can use.
@@ -21,9 +20,6 @@ pub enum Choice {
     Auto,
     /// These.
     Named(Vec<QueueName>),
-    /// So many devices in software, in real time: to try things out, and for tests. What they take is a
-    /// [model](crate::model)'s time and no device's.
-    Model(NonZeroU32),
 }
 
 /// How to open them.
@@ -41,10 +37,6 @@ pub struct Options {
     /// Directory of the tables by which processes divide shared work queues among them, see [`shares`](crate::shares),
     /// and this process's weight. Without it each takes what it can get.
     pub shares: Option<(PathBuf, Weight)>,
-    /// What goes wrong with devices in software.
-    pub faults: Faults,
-    /// Where the random numbers of devices in software begin.
-    pub seed: u64,
 }
 
 impl Options {
@@ -84,8 +76,6 @@ impl Options {
             root: Root::default(),
             node: None,
             shares: None,
-            faults: Faults::default(),
-            seed: 0,
         }
     }
 }
@@ -146,7 +136,6 @@ impl Devices {
         match choice {
             Choice::Auto => Self::open_usable(kind, options),
             Choice::Named(names) => Self::open_named(kind, names, options),
-            Choice::Model(count) => Self::open_model(kind, *count, options),
         }
     }
 
@@ -191,21 +180,6 @@ impl Devices {
             options.near(),
         ))
     }
-
-    fn open_model(kind: Kind, count: NonZeroU32, options: &Options) -> Result<Self, DevicesError> {
-        let count = count.get() as usize;
-        let mut config = Config::devices(kind, count);
-        config.faults = options.faults.clone();
-        config.seed = options.seed;
-        let model = Model::timed(&config);
-        let queues = (0..count).map(|device| {
-            let submit = model.queue(device, 0, Door::Enqcmd);
-            let queue = drive(submit, options, &format!("of model device {device}"))?;
-            Ok((queue, None))
-        });
-        let queues = queues.collect::<Result<Vec<_>, DevicesError>>()?;
-        Ok(Self::new(queues, options.node).of_model(model))
-    }
 }
 
 fn open_queue(
@@ -238,21 +212,12 @@ fn drive(submit: Arc<dyn Submit>, options: &Options, queue: &str) -> Result<Queu
 }
 
 impl FromStr for Choice {
-    type Err = ChoiceError;
+    type Err = NameError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let model = text.strip_prefix("model").map(|rest| match rest {
-            "" => Some(NonZeroU32::MIN),
-            rest => rest
-                .strip_prefix(':')
-                .and_then(|count| count.parse().ok())
-                .filter(|count: &NonZeroU32| count.get() <= MOST_MODELS),
-        });
-        match (text, model) {
-            ("auto", _) => Ok(Self::Auto),
-            (_, Some(Some(count))) => Ok(Self::Model(count)),
-            (_, Some(None)) => Err(ChoiceError::Model(text.to_owned())),
-            _ => Ok(Self::Named(QueueName::list(text)?)),
+        match text {
+            "auto" => Ok(Self::Auto),
+            names => Ok(Self::Named(QueueName::list(names)?)),
         }
     }
 }
@@ -261,27 +226,12 @@ impl fmt::Display for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Auto => f.write_str("auto"),
-            Self::Model(count) => write!(f, "model:{count}"),
             Self::Named(names) => {
                 let names: Vec<_> = names.iter().map(ToString::to_string).collect();
                 f.write_str(&names.join(","))
             }
         }
     }
-}
-
-/// Most devices in software: more than a server has.
-const MOST_MODELS: u32 = 64;
-
-/// Why a text chooses no devices.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum ChoiceError {
-    /// Not the name of a model.
-    #[error("{0:?} is no model of devices: write model, or model:4 for four of them (at most 64)")]
-    Model(String),
-    /// Not names of work queues.
-    #[error(transparent)]
-    Names(#[from] NameError),
 }
 
 fn name(kind: Kind) -> &'static str {
@@ -299,22 +249,12 @@ mod tests {
     fn choices_are_read_and_written() {
         for (text, again) in [
             ("auto", "auto"),
-            ("model", "model:1"),
-            ("model:4", "model:4"),
             ("wq0.1", "wq0.1"),
             ("dsa0/wq0.1,wq2.0", "dsa0/wq0.1,wq2.0"),
         ] {
             assert_eq!(text.parse::<Choice>().unwrap().to_string(), again);
         }
-        for text in [
-            "",
-            "model:",
-            "model:0",
-            "model:65",
-            "models",
-            "wq",
-            "auto,wq0.1",
-        ] {
+        for text in ["", "wq", "auto,wq0.1"] {
             assert!(text.parse::<Choice>().is_err(), "{text}");
         }
     }
@@ -332,13 +272,5 @@ mod tests {
         };
         assert!(matches!(open("auto"), DevicesError::None(Kind::Dsa)));
         assert!(matches!(open("wq0.1"), DevicesError::Missing(_)));
-    }
-
-    #[test]
-    fn models_of_either_kind_can_be_opened() {
-        let two = "model:2".parse().unwrap();
-        let dsa = Devices::open(Kind::Dsa, &two, &Options::batches(128)).unwrap();
-        let iaa = Devices::open(Kind::Iaa, &two, &Options::pages(4096)).unwrap();
-        assert_eq!([dsa.queues().count(), iaa.queues().count()], [2, 2]);
     }
 }

@@ -17,7 +17,7 @@ use std::{num::NonZeroU32, sync::Arc, time::Duration};
 
 use thiserror::Error;
 
-use super::{Devices, Work, devices::Given};
+use super::{Devices, OffloadCounters, devices::Given};
 use crate::{Slot, Urgency, dsa, status::SUCCESS};
 
 /// Looks for zero pages, for one thread.
@@ -141,16 +141,16 @@ impl ZeroScanner {
         // Of other pages the device can say nothing.
         let Some(given) = batch.given.filter(|_| batch.pages == pages.len()) else {
             look(verdicts, is_zero);
-            self.devices.counters().add(Work {
+            self.devices.counters().add(OffloadCounters {
                 refused: most as u64,
-                ..Work::default()
+                ..OffloadCounters::default()
             });
             return Ok(());
         };
         let first = pages.len().saturating_sub(given.flight.statuses().len());
         let (front, back) = verdicts.split_at_mut(first.min(most));
         look(front, is_zero);
-        let mut done = Work::default();
+        let mut done = OffloadCounters::default();
         let (mut wrong, mut over) = (false, None);
         // The list has the last page first.
         let said = given.flight.statuses().rev();
@@ -212,7 +212,7 @@ impl ZeroScanner {
     }
 
     /// Overtaken pages were given in vain; where there were none the device can have more.
-    fn adapt(&mut self, done: &Work, member: usize, pages: usize) {
+    fn adapt(&mut self, done: &OffloadCounters, member: usize, pages: usize) {
         if done.by_device > 0 {
             self.devices.was_useful(member);
         } else if done.overtaken + done.failed > 0 {

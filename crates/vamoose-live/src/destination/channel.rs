@@ -5,7 +5,7 @@ use vamoose_link::{ChannelReader, Received};
 use vm_memory::VolatileSlice;
 
 use super::place::Place;
-use crate::{ChannelError, PageCopy, protocol::LAST_SYNC, sys::copy::DsaCopy};
+use crate::{ChannelError, PageCopy, offload::DsaCopy, protocol::LAST_SYNC};
 
 /// Takes the packets of a channel until it ends. `synced` is told each SYNC's number, when every page
 /// before it has been written.

@@ -8,7 +8,6 @@ use std::{
 };
 
 use multifd::RamHeader;
-use vamoose_codec::CpuScan;
 use vm_memory::{Bytes, VolatileSlice};
 
 use super::parallel::{self, Heartbeat};
@@ -16,7 +15,7 @@ use crate::{
     Bitmap, ChannelError, Ram, RamBlock,
     mapping::{Backing, backings},
     present::present,
-    sys::memory::Punch,
+    sys::memory::{Punch, is_zero},
 };
 
 /// The memory that all channels write. Every page of it is either zero or marked as written.
@@ -111,7 +110,7 @@ impl<'a> Place<'a> {
             let Ok(slice) = memory.subslice(offset, page_size) else {
                 break;
             };
-            if !CpuScan::is_zero(&slice) {
+            if !is_zero(&slice) {
                 self.extend(index, &mut run, offset);
             }
         }

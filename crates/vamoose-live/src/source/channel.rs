@@ -12,7 +12,6 @@ use std::{
 };
 
 use multifd::{Layout, PacketError, RamHeader};
-use vamoose_codec::{CpuScan, DsaScan, ZeroScan};
 use vamoose_link::ChannelWriter;
 use vm_memory::VolatileSlice;
 
@@ -20,7 +19,11 @@ use super::{
     Source, SourceConfig, ZeroPageDetection,
     round::{Chunk, Round},
 };
-use crate::{DirtyLog, Ram, SourceError, protocol::LAST_SYNC};
+use crate::{
+    DirtyLog, Ram, SourceError,
+    offload::{DsaScan, ZeroScan},
+    protocol::LAST_SYNC,
+};
 
 /// Sends a channel's share of every round.
 pub(super) struct Channel<'a> {
@@ -30,7 +33,7 @@ pub(super) struct Channel<'a> {
     writer: ChannelWriter,
     /// Numbers the packets of all channels.
     packets: &'a AtomicU64,
-    scan: Option<Box<dyn ZeroScan>>,
+    scan: Option<ZeroScan>,
     /// The pages of the packet after the next.
     filling: Batch<'a>,
     /// The pages of the next packet, whose scan has been started.
@@ -147,13 +150,13 @@ impl<'a> Channel<'a> {
 }
 
 /// The scan that `config` asks for.
-fn zero_scan(layout: Layout, config: &SourceConfig) -> Option<Box<dyn ZeroScan>> {
+fn zero_scan(layout: Layout, config: &SourceConfig) -> Option<ZeroScan> {
     match &config.zero_page_detection {
         ZeroPageDetection::None => None,
-        ZeroPageDetection::Cpu => Some(Box::new(CpuScan)),
+        ZeroPageDetection::Cpu => Some(ZeroScan::Cpu),
         ZeroPageDetection::Dsa(dsa) => {
             let size = u32::try_from(layout.page_size()).unwrap_or(u32::MAX);
-            Some(Box::new(DsaScan::new(
+            Some(ZeroScan::Dsa(DsaScan::new(
                 dsa.devices.clone(),
                 size,
                 layout.page_count(),

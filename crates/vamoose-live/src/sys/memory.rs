@@ -1,4 +1,4 @@
-//! Giving memory back to the system.
+//! Guest memory: whether a page of it is zero, and giving it back to the system.
 
 use std::{io, ops::Range};
 
@@ -6,6 +6,21 @@ use rustix::mm::{Advice, madvise};
 use vm_memory::VolatileSlice;
 
 use crate::mapping::Backing;
+
+/// Whether every byte of `page` is zero, as far as it does not change meanwhile.
+pub(crate) fn is_zero(page: &VolatileSlice<'_>) -> bool {
+    let guard = page.ptr_guard();
+    (0..page.len()).step_by(ZEROS.len()).all(|start| {
+        let len = ZEROS.len().min(page.len() - start);
+        // SAFETY: both areas can be read: the slice promises that for its whole length, and `start + len` is within
+        // it; `ZEROS` has at least `len` bytes. The C library keeps neither. If the guest writes the page at
+        // the same time, either result is allowed: its dirty log tells.
+        unsafe { libc::memcmp(guard.as_ptr().add(start).cast(), ZEROS.as_ptr().cast(), len) == 0 }
+    })
+}
+
+/// What a part of a page is compared with.
+const ZEROS: [u8; 4096] = [0; 4096];
 
 /// How memory of some kind is given back so that it is certain to read as zeros: madvise(2) succeeds on nearly
 /// all kinds with nearly all advice, whatever becomes of the content.

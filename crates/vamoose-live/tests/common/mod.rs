@@ -28,11 +28,8 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use idxd::{
-    Queue, Tuning,
-    model::{Door, Model},
-    offload::Devices,
-};
+use idxd::{Queue, Tuning, offload::Devices};
+use idxd_model::{Door, Model};
 use multifd::Method;
 use rustix::fs::{MemfdFlags, memfd_create};
 use testguest::{Backing, Config, Fill, Guest, Kind, Memory, Pattern, kvm_available};

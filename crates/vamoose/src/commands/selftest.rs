@@ -15,8 +15,10 @@ use clap::Args;
 use idxd::{
     Submit,
     discovery::{self, QueueName, Root},
-    model::{Config, Door, Model},
     portal,
+};
+use idxd_model::{
+    Config, Door, Model,
     selftest::{self, random},
 };
 
@@ -39,7 +41,7 @@ pub(crate) struct Options {
     /// With --hw: also checks that leave a trace in the device's register of errors
     #[arg(long, requires = "hw")]
     hazards: bool,
-    /// Where the models' random numbers begin
+    /// Random seed
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
     /// Rounds of offloads against models in which everything goes wrong

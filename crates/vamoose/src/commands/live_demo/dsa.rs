@@ -2,17 +2,19 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context as _, Error, Result, bail};
+use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
 use idxd::{
     Kind,
-    offload::{Choice, Devices, Options},
+    offload::{Devices, Options},
 };
 use serde::{Deserialize, Serialize};
-use vamoose_codec::open_devices;
-use vamoose_live::{DsaDetection, Offload, PageCopy};
+use vamoose_live::{DsaDetection, OffloadCounters, PageCopy};
 
-use crate::options::{Hardware, as_text};
+use crate::{
+    devices::DevicePath,
+    options::{Hardware, as_text},
+};
 
 #[derive(Args, Debug)]
 pub(super) struct DsaOptions {
@@ -25,7 +27,7 @@ pub(super) struct DsaOptions {
     /// Work queues of DSAs: `wq0.1,wq2.0`, `auto` (all that can be used), or `model`, `model:4` (devices in software,
     /// to try it out) [default: auto]
     #[arg(long, value_name = "QUEUES")]
-    dsa_path: Option<Choice>,
+    dsa_path: Option<DevicePath>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -87,7 +89,7 @@ impl DsaOptions {
     }
 
     fn queues(&self, pages: u32) -> Queues {
-        let path = self.dsa_path.clone().unwrap_or_default();
+        let path = self.dsa_path.clone().unwrap_or(DevicePath::AUTO);
         Queues { path, pages }
     }
 }
@@ -97,7 +99,7 @@ impl DsaOptions {
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Queues {
     #[serde(with = "as_text")]
-    path: Choice,
+    path: DevicePath,
     /// Most pages of a batch.
     pages: u32,
 }
@@ -106,8 +108,9 @@ impl Queues {
     fn open(&self, hardware: &Hardware) -> Result<Arc<Devices>> {
         let mut options = Options::batches(self.pages);
         options.shares = hardware.shares.of_devices();
-        let devices = open_devices(Kind::Dsa, &self.path, options)
-            .map_err(Error::msg)
+        let devices = self
+            .path
+            .open(Kind::Dsa, &options)
             .with_context(|| format!("--dsa-path {}", self.path))?;
         Ok(Arc::new(devices))
     }
@@ -126,13 +129,13 @@ impl Queues {
 pub(super) struct Done {
     by: &'static str,
     #[serde(flatten)]
-    offload: Option<Offload>,
+    offload: Option<OffloadCounters>,
 }
 
 impl Done {
     pub(super) fn detection(
         detection: &vamoose_live::ZeroPageDetection,
-        offload: Option<Offload>,
+        offload: Option<OffloadCounters>,
     ) -> Self {
         let by = match detection {
             vamoose_live::ZeroPageDetection::None => "none",
@@ -142,7 +145,7 @@ impl Done {
         Self { by, offload }
     }
 
-    pub(super) fn copy(offload: Option<Offload>) -> Self {
+    pub(super) fn copy(offload: Option<OffloadCounters>) -> Self {
         let by = if offload.is_some() { "dsa" } else { "cpu" };
         Self { by, offload }
     }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use idxd::offload::OffloadCounters;
 use serde::Serialize;
 use vamoose_codec::Engines;
 
@@ -13,7 +14,7 @@ use super::{
     talk::Arrived,
     verdict::Verdict,
 };
-use crate::report::{self, Accelerator, Ram};
+use crate::report::{self, Ram};
 
 /// What the migration was and cost, and whether all is there. Times are in milliseconds, as QEMU's.
 #[derive(Clone, Debug, Serialize)]
@@ -41,8 +42,11 @@ pub(super) struct Report {
     pub(super) zero_pages: u64,
     pub(super) fallbacks: u64,
     pub(super) verified: u64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) accelerator: Option<Accelerator>,
+    #[serde(
+        skip_serializing_if = "Option::is_none",
+        serialize_with = "report::without_checked"
+    )]
+    pub(super) accelerator: Option<OffloadCounters>,
     pub(super) zero_copy: ZeroCopy,
     pub(super) zero_page_detection: Done,
     /// Of decoded pages into the guest's memory at the destination.

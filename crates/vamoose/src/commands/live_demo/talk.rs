@@ -15,7 +15,7 @@
 
 use serde::{Deserialize, Serialize};
 use testguest::Proof;
-use vamoose_live::Offload;
+use vamoose_live::OffloadCounters;
 
 use super::{dsa::Queues, shape::Shape};
 use crate::options::Hardware;
@@ -56,7 +56,7 @@ pub(super) struct Arrived {
     /// The decoders' part of it.
     pub(super) decode_seconds: f64,
     /// What devices have done of the copies.
-    pub(super) copy: Option<Offload>,
+    pub(super) copy: Option<OffloadCounters>,
 }
 
 /// The guest after it has run at the destination.

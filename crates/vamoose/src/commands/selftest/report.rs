@@ -1,9 +1,7 @@
 //! What the checks found, for people and for programs.
 
-use idxd::{
-    Kind, model,
-    selftest::{Finding, Settled, State, Verdict, random::Rounds, settled},
-};
+use idxd::Kind;
+use idxd_model::selftest::{Finding, Settled, State, Verdict, random::Rounds, settled};
 use serde::Serialize;
 
 /// Everything that is printed.
@@ -110,7 +108,7 @@ impl Report {
         };
         text.push_str(&format!(
             "assumptions of the model, version {}{whose}\n",
-            model::VERSION
+            idxd_model::VERSION
         ));
         for Settled {
             assumption,
@@ -178,7 +176,7 @@ impl Report {
         Json {
             hardware: self.hardware,
             seed: self.seed,
-            model_version: model::VERSION,
+            model_version: idxd_model::VERSION,
             passed: self.failures().is_empty(),
             failures: self.failures(),
             queues: self.tested.iter().map(JsonQueue::of).collect(),

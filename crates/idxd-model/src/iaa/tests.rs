@@ -1,0 +1,946 @@
+//! Whole descriptors, against zlib-rs (by `flate2`) as the oracle of streams.
+
+use std::{collections::BTreeMap, io::Read, io::Write};
+
+use flate2::{Compression, read::DeflateDecoder, write::DeflateEncoder};
+use proptest::prelude::*;
+
+use super::{execute, symbols::WINDOW};
+use crate::memory::{Fault, Memory};
+use idxd::{Descriptor, Flags, RecordImage, opcode};
+
+const SOURCE: u64 = 0x10_0000_0000;
+const DESTINATION: u64 = 0x20_0000_0000;
+const AECS: u64 = 0x30_0000_0000;
+const AECS_SIZE: u32 = 1568;
+
+/// Flush, and end the block.
+const WHOLE_BLOCK: u16 = 0x06;
+/// Decompress, flush, stop at the last block's end, which has to be there.
+const WHOLE_STREAM: u16 = 0x1f;
+
+#[test]
+fn what_it_compresses_zlib_inflates() {
+    for (name, data) in corpus() {
+        let (record, output) = compressed(&data);
+        assert_eq!(record.status(), 1, "{name}");
+        assert_eq!(record.completed() as usize, data.len(), "{name}");
+        assert_eq!(crc_of(&record), crc32_by_zlib(&data), "{name}");
+        assert_eq!(xor_of(&record), xor_by_definition(&data), "{name}");
+        assert_eq!(inflated_by_zlib(&output), data, "{name}");
+    }
+}
+
+#[test]
+fn it_compresses_what_can_be_compressed() {
+    for (name, at_most) in [
+        ("zeros", 0.02),
+        ("text", 0.5),
+        ("runs", 0.1),
+        ("words", 0.65),
+    ] {
+        let data = corpus_of(name);
+        let (_, output) = compressed(&data);
+        let ratio = output.len() as f64 / data.len() as f64;
+        assert!(ratio < at_most, "{name}: {ratio}");
+    }
+}
+
+#[test]
+fn copies_reach_back_4096_bytes_and_no_further() {
+    let noise = noise(WINDOW, 1);
+    let (_, near) = compressed(&[&noise[..], &noise].concat());
+    let (_, far) = compressed(&[&noise[..], &[7], &noise].concat());
+    let (_, once) = compressed(&noise);
+    assert!(near.len() < once.len() + 100);
+    assert!(far.len() > once.len() + 4000);
+}
+
+#[test]
+fn literals_only_is_what_it_says() {
+    let data = vec![0; 1000];
+    let mut job = Job::compress(&data, 0x16);
+    let record = job.execute();
+    // Of eight bits each, and ten more for header and end.
+    assert_eq!(record.status(), 1);
+    assert_eq!(output_size(&record), 1002);
+    assert_eq!(inflated_by_zlib(&job.output(&record)), data);
+}
+
+#[test]
+fn bits_of_the_last_byte_are_counted() {
+    // Three of the header, eight of the literal, seven of the end.
+    let record = Job::compress(b"a", WHOLE_BLOCK).execute();
+    assert_eq!((output_size(&record), last_bits(&record)), (3, 2));
+    // Nothing at the end: eleven.
+    let record = Job::compress(b"a", 0x02).execute();
+    assert_eq!((output_size(&record), last_bits(&record)), (2, 3));
+}
+
+#[test]
+fn an_empty_stored_block_can_be_the_end() {
+    for (end, tail) in [(2, 0), (3, 1)] {
+        let mut job = Job::compress(b"abcabcabcabc", 0x02 | end << 2);
+        if let Some(aecs) = job.memory.regions.get_mut(&AECS) {
+            // The block with the data is not the last.
+            aecs[32] = 0x02;
+        }
+        let record = job.execute();
+        let mut output = job.output(&record);
+        assert_eq!(record.status(), 1);
+        assert_eq!(last_bits(&record), 0);
+        assert_eq!(output[output.len() - 4..], [0, 0, 0xff, 0xff]);
+        if tail == 0 {
+            output.extend([3, 0]);
+        }
+        assert_eq!(inflated_by_zlib(&output), b"abcabcabcabc");
+    }
+}
+
+#[test]
+fn pieces_go_on_by_the_aecs() {
+    let data = corpus_of("text");
+    let (mut stream, mut aecs, mut toggle) = (Vec::new(), fixed_aecs(), false);
+    let pieces: Vec<_> = data.chunks(3000).collect();
+    for (index, piece) in pieces.iter().enumerate() {
+        let last = index + 1 == pieces.len();
+        let mut job = Job::compress(piece, if last { WHOLE_BLOCK } else { 0 });
+        // The other copy is not looked at.
+        let other = vec![0xee; AECS_SIZE as usize];
+        let copies = match toggle {
+            false => [&aecs[..], &other].concat(),
+            true => [&other[..], &aecs].concat(),
+        };
+        job.memory.regions.insert(AECS, copies);
+        job.add(Flags::WRITE_AECS);
+        if toggle {
+            job.add(Flags::AECS_TOGGLE);
+        }
+        let record = job.execute();
+        assert_eq!(record.status(), 1);
+        stream.extend(job.output(&record));
+        let copies = &job.memory.regions[&AECS];
+        let (first, second) = copies.split_at(AECS_SIZE as usize);
+        let (read, written) = if toggle {
+            (second, first)
+        } else {
+            (first, second)
+        };
+        assert_eq!(read, aecs);
+        aecs = written.to_vec();
+        toggle = !toggle;
+        if last {
+            assert_eq!(crc_of(&record), crc32_by_zlib(&data));
+            assert_eq!(xor_of(&record), xor_by_definition(&data));
+        }
+    }
+    assert_eq!(inflated_by_zlib(&stream), data);
+}
+
+#[test]
+fn statistics_are_those_of_the_tokens() {
+    let counters = |data: &[u8], flags| {
+        let mut job = Job::compress(data, flags);
+        let record = job.execute();
+        assert_eq!((record.status(), output_size(&record)), (1, 1280));
+        assert_eq!(crc_of(&record), crc32_by_zlib(data));
+        let output = job.output(&record);
+        let words = output.as_chunks::<4>().0.iter();
+        words
+            .map(|word| u32::from_le_bytes(*word))
+            .collect::<Vec<_>>()
+    };
+    let mut data = vec![b'a'; 260];
+    data.push(b'b');
+    let counts = counters(&data, 0x01);
+    assert_eq!(counts.len(), 320);
+    // One a, 258 of them and another, one b.
+    let at = |symbol: usize| counts[symbol];
+    assert_eq!((at(97), at(98), at(256), at(285), at(288)), (2, 1, 1, 1, 1));
+    assert_eq!(counts.iter().sum::<u32>(), 6);
+    let counts = counters(&data, 0x11);
+    assert_eq!((counts[97], counts[98], counts[256]), (260, 1, 1));
+}
+
+#[test]
+fn too_small_a_destination_fails() {
+    let data = noise(4096, 2);
+    for limit in [1, 2, 3, 4, 100, 4095, 4096] {
+        let mut job = Job::compress(&data, WHOLE_BLOCK);
+        job.limit(limit);
+        let record = job.execute();
+        assert_eq!((record.status(), record.result()), (0x0a, 25));
+        assert!(job.is_untouched_after(limit as usize));
+    }
+    let (record, _) = compressed(&data);
+    let exact = output_size(&record);
+    for (limit, status) in [(exact, 1), (exact - 1, 0x0a)] {
+        let mut job = Job::compress(&data, WHOLE_BLOCK);
+        job.limit(limit);
+        assert_eq!(job.execute().status(), status);
+    }
+    let mut job = Job::compress(&data, 1);
+    job.limit(1279);
+    assert_eq!(job.execute().result(), 25);
+}
+
+#[test]
+fn a_symbol_without_code_fails() {
+    let mut job = Job::compress(b"abc", WHOLE_BLOCK);
+    if let Some(aecs) = job.memory.regions.get_mut(&AECS) {
+        let place = 288 + 4 * usize::from(b'c');
+        aecs[place..place + 4].fill(0);
+    }
+    let record = job.execute();
+    assert_eq!((record.status(), record.result()), (0x0a, 30));
+    // No AECS has no codes at all.
+    let mut job = Job::compress(b"abc", WHOLE_BLOCK);
+    job.descriptor.control &= !Flags::READ_AECS.0;
+    job.descriptor.operands[0] = 0;
+    job.descriptor.operands[1] &= 0xffff_ffff;
+    assert_eq!(job.execute().result(), 30);
+}
+
+#[test]
+fn an_accumulator_of_more_bits_than_it_has_is_bad() {
+    let mut job = Job::compress(b"abc", WHOLE_BLOCK);
+    if let Some(aecs) = job.memory.regions.get_mut(&AECS) {
+        aecs[28..32].copy_from_slice(&2049_u32.to_le_bytes());
+    }
+    let record = job.execute();
+    assert_eq!((record.status(), record.result()), (0x0a, 22));
+}
+
+#[test]
+fn pages_that_zlib_deflates_are_inflated() {
+    for (name, data) in corpus() {
+        for page in data.chunks(4096) {
+            for level in 0..=9 {
+                let stream = deflated_by_zlib(page, level);
+                let mut job = Job::decompress(&stream, 4096);
+                let record = job.execute();
+                assert_eq!(record.status(), 1, "{name}, {level}");
+                assert_eq!(record.completed() as usize, stream.len());
+                assert_eq!(job.output(&record), page, "{name}, {level}");
+                assert_eq!(crc_of(&record), crc32_by_zlib(page));
+                assert_eq!(xor_of(&record), xor_by_definition(page));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_window_of_more_than_4_kib_is_an_error() {
+    let noise = noise(WINDOW, 3);
+    let near = [&noise[..], &noise].concat();
+    let far = [&noise[..], &[7], &noise].concat();
+    for (data, status, error) in [(near, 1, 0), (far, 0x0a, 17)] {
+        let stream = deflated_by_zlib(&data, 9);
+        let record = Job::decompress(&stream, 9000).execute();
+        assert_eq!((record.status(), record.result()), (status, error));
+    }
+}
+
+#[test]
+fn output_that_does_not_fit_overflows() {
+    for (name, data) in corpus() {
+        let (_, stream) = compressed(&data);
+        let whole = u32::try_from(data.len()).unwrap();
+        for limit in [1, 2, 100, whole / 2, whole - 1] {
+            let limit = limit.min(whole - 1);
+            let mut job = Job::decompress(&stream, limit);
+            let record = job.execute();
+            assert_eq!(record.status(), 0x0b, "{name}");
+            assert_eq!(output_size(&record), limit);
+            assert!(record.completed() as usize <= stream.len());
+            assert_eq!(job.output(&record), data[..limit as usize]);
+            assert!(job.is_untouched_after(limit as usize));
+        }
+    }
+}
+
+#[test]
+fn suppressed_output_is_only_summed_up() {
+    let data = corpus_of("text");
+    let (_, stream) = compressed(&data);
+    let mut job = Job::decompress(&stream, u32::try_from(data.len()).unwrap());
+    job.descriptor.operation_flags |= 1 << 9;
+    let record = job.execute();
+    assert_eq!(
+        (record.status(), crc_of(&record)),
+        (1, crc32_by_zlib(&data))
+    );
+    assert!(job.is_untouched_after(0));
+}
+
+/// Bits in the order of a stream, lowest first; words of Huffman codes are given reversed.
+fn bits(parts: &[(u32, u32)]) -> Vec<u8> {
+    let flat = parts
+        .iter()
+        .flat_map(|(value, count)| (0..*count).map(move |bit| value >> bit & 1 == 1));
+    let flat: Vec<_> = flat.collect();
+    flat.chunks(8)
+        .map(|byte| {
+            byte.iter()
+                .rev()
+                .fold(0, |all, bit| all << 1 | u8::from(*bit))
+        })
+        .collect()
+}
+
+#[test]
+fn malformed_streams_have_their_codes() {
+    // Header of a dynamic block: last, type 2, counts of codes, then the first code lengths of 16, 17, 18, 0, 8 …
+    let dynamic = |literals, distances, lengths: &[u32], rest: &[(u32, u32)]| {
+        let count = u32::try_from(lengths.len()).unwrap() - 4;
+        let mut parts = vec![(1, 1), (2, 2), (literals, 5), (distances, 5), (count, 4)];
+        parts.extend(lengths.iter().map(|length| (*length, 3)));
+        parts.extend(rest);
+        parts.extend([(0, 25); 4]);
+        bits(&parts)
+    };
+    let padding = (0, 30);
+    // Code length 1 is the word 0, code 18 the word 1.
+    let mut one_and_18 = [0; 18];
+    (one_and_18[2], one_and_18[17]) = (1, 1);
+    for (name, stream, code) in [
+        ("header", bits(&[(1, 1), (2, 2)]), 1),
+        ("length code", dynamic(0, 0, &[0, 0, 0, 1], &[(1, 1)]), 2),
+        ("repeat first", dynamic(0, 0, &[1, 0, 0, 1], &[(1, 1)]), 3),
+        // 258 zeros: twice code 18, of 138 and of 120.
+        (
+            "no literals",
+            dynamic(0, 0, &[0, 0, 1, 1], &[(1, 1), (127, 7), (1, 1), (109, 7)]),
+            5,
+        ),
+        (
+            "too many lengths",
+            dynamic(0, 0, &[0, 0, 1, 1], &[(1, 1), (127, 7), (1, 1), (127, 7)]),
+            7,
+        ),
+        ("length codes", dynamic(0, 0, &[1, 1, 1, 1], &[]), 8),
+        // Symbol 256 and the distance have one bit, 0. Then there is a 1.
+        (
+            "literal code",
+            dynamic(
+                0,
+                0,
+                &one_and_18,
+                &[(1, 1), (127, 7), (1, 1), (107, 7), (0, 2), (1, 1)],
+            ),
+            11,
+        ),
+        // Two of the literals, but also three of the distances.
+        (
+            "distance codes",
+            dynamic(
+                0,
+                2,
+                &one_and_18,
+                &[(1, 1), (127, 7), (1, 1), (106, 7), (0, 5)],
+            ),
+            10,
+        ),
+        // All of eight bits, more than 256 of them.
+        (
+            "literal codes",
+            dynamic(0, 0, &[0, 0, 0, 1, 1], &[(u32::MAX, 32); 9]),
+            9,
+        ),
+        ("block type", bits(&[(1, 1), (3, 2), padding]), 13),
+        (
+            "stored length",
+            bits(&[(1, 1), (0, 7), (5, 16), (5, 16)]),
+            14,
+        ),
+        ("no end", bits(&[(1, 1), (1, 2), (0x0c, 8)]), 15),
+        // Length 3 (0000001), distance 1 (00000).
+        (
+            "before start",
+            bits(&[(1, 1), (1, 2), (0x40, 7), (0, 5), padding]),
+            18,
+        ),
+        // Distance 24: 6145 and more.
+        (
+            "history",
+            bits(&[(1, 1), (1, 2), (0x40, 7), (0x03, 5), padding]),
+            17,
+        ),
+        (
+            "distance 30",
+            bits(&[(1, 1), (1, 2), (0x40, 7), (0x0f, 5), padding]),
+            12,
+        ),
+        // 11000110, which stands for 286.
+        (
+            "literal 286",
+            bits(&[(1, 1), (1, 2), (0x63, 8), padding]),
+            11,
+        ),
+        ("literals 287", dynamic(30, 0, &[0; 4], &[]), 35),
+        ("distances 31", dynamic(0, 30, &[0; 4], &[]), 36),
+    ] {
+        let record = Job::decompress(&stream, 4096).execute();
+        assert_eq!((record.status(), record.result()), (0x0a, code), "{name}");
+    }
+}
+
+#[test]
+fn what_stopping_and_checking_mean() {
+    // Two blocks that are not the last, with an a and a b.
+    let block = |letter: u32| {
+        let word = (0x30 + letter).reverse_bits() >> 24;
+        [(0, 1), (1, 2), (word, 8), (0, 7)]
+    };
+    let open: Vec<_> = [block(97), block(98)].concat();
+    let run = |parts: &[(u32, u32)], flags, ignored: u16| {
+        let mut job = Job::decompress(&bits(parts), 16);
+        job.descriptor.operation_flags = flags | ignored << 6;
+        let record = job.execute();
+        (record.status(), record.result(), job.output(&record))
+    };
+    // 36 bits: four of the last byte are not there.
+    assert_eq!(run(&open, 0x0b, 4), (1, 0, b"ab".to_vec()));
+    assert_eq!(run(&open, 0x1b, 4), (0x0a, 15, b"ab".to_vec()));
+    assert_eq!(run(&open, 0x07, 4), (1, 0, b"a".to_vec()));
+    assert_eq!(run(&open, 0x17, 4), (1, 0, b"ab".to_vec()));
+    // In the middle of a block there is no end to be found, which may be as wanted.
+    assert_eq!(run(&open[..3], 0x03, 5), (1, 0, b"a".to_vec()));
+    assert_eq!(run(&open[..3], 0x0b, 5), (0x0a, 15, b"a".to_vec()));
+}
+
+#[test]
+fn no_decompress_aecs_is_understood() {
+    let (_, stream) = compressed(b"abc");
+    for size in [0x4e0, 0x1500] {
+        let mut job = Job::decompress(&stream, 16);
+        job.memory.regions.insert(AECS, vec![0; 0x1500]);
+        job.add(Flags::READ_AECS);
+        job.aecs(AECS, size);
+        let record = job.execute();
+        assert_eq!((record.status(), record.result()), (0x0a, 22));
+    }
+    // Written only on overflow, it is not needed without one.
+    for (limit, status) in [(16, 1), (2, 0x0a)] {
+        let mut job = Job::decompress(&stream, limit);
+        job.add(Flags(2 << 18));
+        job.aecs(AECS, 0x1500);
+        assert_eq!(job.execute().status(), status);
+    }
+}
+
+#[test]
+fn crc64_is_computed() {
+    for (flags, crc) in [
+        (0, 0x6c40_df5f_0b49_7347),
+        (1 << 14, 0x62ec_59e3_f1a4_f00a),
+        (3 << 14, 0x995d_c9bb_df19_39fa),
+    ] {
+        let mut job = Job::crc64(b"123456789");
+        job.descriptor.operation_flags = flags;
+        let record = job.execute();
+        assert_eq!((record.status(), record.completed()), (1, 9));
+        assert_eq!(record.words[5], crc);
+    }
+}
+
+#[test]
+fn crc32c_instead_of_crc32() {
+    let mut job = Job::compress(b"123456789", WHOLE_BLOCK);
+    job.add(Flags::CRC32C);
+    assert_eq!(crc_of(&job.execute()), 0xe306_9283);
+}
+
+#[test]
+fn nothing_succeeds_at_nothing() {
+    let mut job = Job::new(opcode::NOOP, Descriptor::default());
+    assert_eq!(job.execute().words, [1, 0, 0, 0, 0, 0, 0, 0]);
+}
+
+#[test]
+fn wrong_descriptors_are_refused() {
+    type Change = fn(&mut Job);
+    let changes: [(&str, Change, u8); 19] = [
+        ("opcode", |job| job.descriptor.control |= 0xff << 24, 0x10),
+        ("fence", |job| job.add(Flags::FENCE), 0x11),
+        ("check result", |job| job.add(Flags::CHECK_RESULT), 0x11),
+        ("no source 2", |job| job.add(Flags(3 << 16)), 0x11),
+        ("write 3", |job| job.add(Flags(3 << 18)), 0x11),
+        ("bit 23", |job| job.add(Flags(1 << 23)), 0x11),
+        ("filter", |job| job.descriptor.operands[2] = 1, 0x12),
+        ("elements", |job| job.descriptor.operands[2] = 1 << 32, 0x12),
+        ("no input", |job| job.descriptor.size = 0, 0x13),
+        ("no output", |job| job.limit(0), 0x13),
+        ("small AECS", |job| job.aecs(AECS, 1536), 0x13),
+        ("overlap", |job| job.descriptor.address_2 = SOURCE + 2, 0x16),
+        ("AECS", |job| job.aecs(AECS + 16, AECS_SIZE), 0x1c),
+        ("AECS size", |job| job.aecs(AECS, 1569), 0x1c),
+        (
+            "order",
+            |job| job.descriptor.operation_flags |= 1 << 5,
+            0x30,
+        ),
+        (
+            "blocks",
+            |job| job.descriptor.operation_flags |= 1 << 6,
+            0x30,
+        ),
+        (
+            "dictionary",
+            |job| job.descriptor.operation_flags |= 1 << 10,
+            0x30,
+        ),
+        (
+            "header",
+            |job| job.descriptor.operation_flags |= 1 << 12,
+            0x30,
+        ),
+        (
+            "bit 15",
+            |job| job.descriptor.operation_flags |= 1 << 15,
+            0x30,
+        ),
+    ];
+    for (name, change, status) in changes {
+        let mut job = Job::compress(b"abc", WHOLE_BLOCK);
+        change(&mut job);
+        assert_eq!(job.execute().status(), status, "{name}");
+        assert!(job.is_untouched_after(0));
+    }
+    let mut job = Job::compress(b"abc", WHOLE_BLOCK);
+    job.add(Flags(1 << 23 | 1));
+    assert_eq!(job.execute().words[2], 1 << 23 | 1);
+
+    let (_, stream) = compressed(b"abc");
+    for wrong in [0x1e, 0x3f, 0x1f | 1 << 10, 0x1f | 1 << 12, 0x1f | 1 << 15] {
+        let mut job = Job::decompress(&stream, 16);
+        job.descriptor.operation_flags = wrong;
+        assert_eq!(job.execute().status(), 0x30);
+    }
+    let mut job = Job::crc64(b"abc");
+    job.add(Flags::READ_AECS);
+    assert_eq!(job.execute().status(), 0x11);
+    let mut job = Job::crc64(b"abc");
+    job.descriptor.address_2 = 1;
+    assert_eq!(job.execute().status(), 0x12);
+}
+
+#[test]
+fn faults_are_reported_wherever_they_are() {
+    let data = noise(3000, 4);
+    let (_, stream) = compressed(&data);
+    let aecs = u64::from(AECS_SIZE);
+    let jobs: [(&dyn Fn() -> Job, &[_]); 3] = [
+        (
+            &|| {
+                let mut job = Job::compress(&data, WHOLE_BLOCK);
+                let copies = fixed_aecs().repeat(2);
+                job.memory.regions.insert(AECS, copies);
+                job.add(Flags::WRITE_AECS);
+                job
+            },
+            &[
+                (SOURCE, false),
+                (SOURCE + 2999, false),
+                (AECS, false),
+                (AECS + aecs - 1, false),
+                (DESTINATION, true),
+                (DESTINATION + 1000, true),
+                (AECS + aecs, true),
+                (AECS + 2 * aecs - 1, true),
+            ],
+        ),
+        (
+            &|| Job::decompress(&stream, 3000),
+            &[
+                (SOURCE, false),
+                (SOURCE + 77, false),
+                (DESTINATION, true),
+                (DESTINATION + 2999, true),
+            ],
+        ),
+        (&|| Job::crc64(&data), &[(SOURCE + 5, false)]),
+    ];
+    for (job, places) in jobs {
+        assert_eq!(job().execute().status(), 1);
+        for (place, write) in places {
+            let mut job = job();
+            job.memory.missing = Some(*place);
+            let record = job.execute();
+            assert_eq!(record.status(), if *write { 0x83 } else { 0x03 });
+            assert_eq!((record.fault_address(), record.completed()), (*place, 0));
+        }
+    }
+}
+
+#[test]
+fn a_size_that_was_made_up_is_a_fault_and_not_memory() {
+    let mut job = Job::decompress(&[0; 100], 16);
+    job.descriptor.size = u32::MAX;
+    let record = job.execute();
+    assert_eq!((record.status(), record.fault_address()), (3, SOURCE + 100));
+}
+
+#[test]
+fn every_truncation_is_an_error() {
+    for (name, data) in corpus() {
+        let page = &data[..data.len().min(4096)];
+        let streams = [
+            compressed(page).1,
+            deflated_by_zlib(page, 0),
+            deflated_by_zlib(page, 6),
+        ];
+        for stream in streams {
+            for cut in 1..stream.len() {
+                let mut job = Job::decompress(&stream[..cut], 4096);
+                let record = job.execute();
+                assert_eq!(record.status(), 0x0a, "{name}, {cut}");
+                assert!(matches!(record.result(), 1 | 15), "{name}, {cut}");
+                // What there is of the output is right.
+                assert!(page.starts_with(&job.output(&record)));
+            }
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn whatever_is_compressed_comes_back(data in mixed(20_000)) {
+        let (record, stream) = compressed(&data);
+        prop_assert_eq!(record.status(), 1);
+        prop_assert_eq!(&inflated_by_zlib(&stream), &data);
+        let mut job = Job::decompress(&stream, u32::try_from(data.len()).unwrap());
+        let back = job.execute();
+        prop_assert_eq!(back.status(), 1);
+        prop_assert_eq!(back.completed() as usize, stream.len());
+        prop_assert_eq!(crc_of(&back), crc_of(&record));
+        prop_assert_eq!(xor_of(&back), xor_of(&record));
+        prop_assert_eq!(job.output(&back), data);
+    }
+
+    #[test]
+    fn a_flipped_bit_is_an_error_or_other_output(data in mixed(4096), level in 0..=9_u32, bit: prop::sample::Index) {
+        let mut stream = deflated_by_zlib(&data, level);
+        let bit = bit.index(8 * stream.len());
+        stream[bit / 8] ^= 1 << (bit % 8);
+        any_end(&stream);
+    }
+
+    #[test]
+    fn any_bytes_have_an_end(stream in prop::collection::vec(any::<u8>(), 1..500), flags: u16) {
+        any_end(&stream);
+        let mut job = Job::decompress(&stream, 5000);
+        job.descriptor.operation_flags = flags;
+        job.execute();
+    }
+
+    #[test]
+    fn any_aecs_has_an_end(words in prop::collection::vec(any::<u32>(), 392), data in mixed(1000), flags: u16) {
+        let mut job = Job::compress(&data, flags);
+        let mut aecs: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        aecs[29..32].fill(0);
+        job.memory.regions.insert(AECS, aecs);
+        let record = job.execute();
+        prop_assert!(matches!(record.status(), 1 | 0x0a | 0x30));
+    }
+
+    #[test]
+    fn any_descriptor_has_an_end(
+        words: [u32; 16],
+        opcode in prop::sample::select(vec![0x00_u32, 0x42, 0x43, 0x44, 0x99]),
+    ) {
+        let mut job = Job::compress(b"abc", WHOLE_BLOCK);
+        job.descriptor = Descriptor {
+            control: opcode << 24 | words[1] & 0xff_ffff,
+            size: words[8],
+            address_1: SOURCE.wrapping_add(i64::from(words[4].cast_signed()).cast_unsigned()),
+            address_2: DESTINATION,
+            operation_flags: words[9].to_le_bytes()[0].into(),
+            operands: [AECS, u64::from(words[12]) | u64::from(AECS_SIZE) << 32, 0],
+            ..Descriptor::default()
+        };
+        prop_assert_ne!(job.execute().status(), 0);
+    }
+}
+
+/// Decompresses what may be no stream at all.
+fn any_end(stream: &[u8]) {
+    let mut job = Job::decompress(stream, 4096);
+    let record = job.execute();
+    let size = output_size(&record) as usize;
+    match (record.status(), record.result()) {
+        (1, 0) => assert!(size <= 4096),
+        (0x0b, 0) => assert_eq!(size, 4096),
+        (0x0a, code) => assert!((1..=36).contains(&code)),
+        other => panic!("{other:?}"),
+    }
+    assert!(record.completed() as usize <= stream.len());
+    assert_eq!(crc_of(&record), crc32_by_zlib(&job.output(&record)));
+    assert!(job.is_untouched_after(size));
+}
+
+/// A descriptor, and all that it names.
+struct Job {
+    descriptor: Descriptor,
+    memory: Regions,
+}
+
+const UNTOUCHED: u8 = 0xa5;
+
+impl Job {
+    fn new(opcode: u8, descriptor: Descriptor) -> Self {
+        let flags = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
+        Self {
+            descriptor: Descriptor {
+                control: Descriptor::control_of(opcode, flags),
+                ..descriptor
+            },
+            memory: Regions::default(),
+        }
+    }
+
+    fn compress(data: &[u8], operation_flags: u16) -> Self {
+        let space = 2000 + 9 * data.len() / 8;
+        let mut job = Self::with(opcode::COMPRESS, data, operation_flags, space);
+        job.memory.regions.insert(AECS, fixed_aecs());
+        job.add(Flags::READ_AECS);
+        job.aecs(AECS, AECS_SIZE);
+        job
+    }
+
+    fn decompress(stream: &[u8], limit: u32) -> Self {
+        let mut job = Self::with(opcode::DECOMPRESS, stream, WHOLE_STREAM, 0);
+        job.limit(limit);
+        let space = vec![UNTOUCHED; limit as usize + 100];
+        job.memory.regions.insert(DESTINATION, space);
+        job
+    }
+
+    fn crc64(data: &[u8]) -> Self {
+        let mut job = Self::with(opcode::CRC64, data, 0, 0);
+        job.descriptor.address_2 = 0;
+        job.descriptor.operands = [0, 0, 0x42f0_e1eb_a9ea_3693];
+        job
+    }
+
+    fn with(opcode: u8, source: &[u8], operation_flags: u16, space: usize) -> Self {
+        let mut job = Self::new(
+            opcode,
+            Descriptor {
+                address_1: SOURCE,
+                address_2: DESTINATION,
+                size: u32::try_from(source.len()).unwrap(),
+                operation_flags,
+                ..Descriptor::default()
+            },
+        );
+        job.limit(u32::try_from(space).unwrap());
+        job.memory.regions.insert(SOURCE, source.to_vec());
+        let space = vec![UNTOUCHED; space];
+        job.memory.regions.insert(DESTINATION, space);
+        job
+    }
+
+    fn add(&mut self, flags: Flags) {
+        self.descriptor.control |= flags.0;
+    }
+
+    fn limit(&mut self, limit: u32) {
+        self.descriptor.operands[1] &= !0xffff_ffff;
+        self.descriptor.operands[1] |= u64::from(limit);
+    }
+
+    fn aecs(&mut self, address: u64, size: u32) {
+        self.descriptor.operands[0] = address;
+        self.descriptor.operands[1] &= 0xffff_ffff;
+        self.descriptor.operands[1] |= u64::from(size) << 32;
+    }
+
+    fn execute(&mut self) -> RecordImage {
+        execute(&self.descriptor, &mut self.memory)
+    }
+
+    fn output(&self, record: &RecordImage) -> Vec<u8> {
+        self.memory.regions[&DESTINATION][..output_size(record) as usize].to_vec()
+    }
+
+    fn is_untouched_after(&self, bytes: usize) -> bool {
+        let destination = &self.memory.regions[&DESTINATION];
+        destination[bytes.min(destination.len())..]
+            .iter()
+            .all(|byte| *byte == UNTOUCHED)
+    }
+}
+
+/// Memory is where it has been put; anything else is a fault, and one place may be.
+#[derive(Default)]
+struct Regions {
+    regions: BTreeMap<u64, Vec<u8>>,
+    missing: Option<u64>,
+}
+
+impl Regions {
+    /// The bytes from `address` on that are there, of at most `length`.
+    fn there(&mut self, address: u64, length: usize) -> &mut [u8] {
+        let missing = self.missing;
+        let Some((start, region)) = self.regions.range_mut(..=address).next_back() else {
+            return &mut [];
+        };
+        let from = usize::try_from(address - start).unwrap();
+        let Some(bytes) = region.get_mut(from..) else {
+            return &mut [];
+        };
+        let until_missing = missing
+            .and_then(|missing| missing.checked_sub(address))
+            .and_then(|bytes| usize::try_from(bytes).ok())
+            .unwrap_or(usize::MAX);
+        let length = length.min(bytes.len()).min(until_missing);
+        &mut bytes[..length]
+    }
+}
+
+impl Memory for Regions {
+    fn read(&mut self, address: u64, buffer: &mut [u8]) -> Result<(), Fault> {
+        let bytes = self.there(address, buffer.len());
+        let done = bytes.len();
+        buffer[..done].copy_from_slice(bytes);
+        ended(address, done, buffer.len(), false)
+    }
+
+    fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let places = self.there(address, bytes.len());
+        let done = places.len();
+        places.copy_from_slice(&bytes[..done]);
+        ended(address, done, bytes.len(), true)
+    }
+}
+
+fn ended(address: u64, done: usize, wanted: usize, write: bool) -> Result<(), Fault> {
+    if done == wanted {
+        return Ok(());
+    }
+    let address = address.wrapping_add(done as u64);
+    Err(Fault {
+        done,
+        address,
+        write,
+    })
+}
+
+/// The fixed codes of RFC 1951, after the header of a last block of them.
+fn fixed_aecs() -> Vec<u8> {
+    let mut words = vec![0_u32; AECS_SIZE as usize / 4];
+    words[7] = 3;
+    words[8] = 0x03;
+    for symbol in 0..286 {
+        let (length, code) = match symbol {
+            0..144 => (8, 0x30 + symbol),
+            144..256 => (9, 0x190 + symbol - 144),
+            256..280 => (7, symbol - 256),
+            _ => (8, 0xc0 + symbol - 280),
+        };
+        words[72 + symbol as usize] = length << 15 | code;
+    }
+    for symbol in 0..30 {
+        words[360 + symbol as usize] = 5 << 15 | symbol;
+    }
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+fn compressed(data: &[u8]) -> (RecordImage, Vec<u8>) {
+    let mut job = Job::compress(data, WHOLE_BLOCK);
+    let record = job.execute();
+    let output = job.output(&record);
+    assert!(job.is_untouched_after(output.len()));
+    (record, output)
+}
+
+fn output_size(record: &RecordImage) -> u32 {
+    (record.words[3] & 0xffff_ffff) as u32
+}
+
+fn last_bits(record: &RecordImage) -> u8 {
+    record.words[3].to_le_bytes()[4]
+}
+
+fn xor_of(record: &RecordImage) -> u16 {
+    (record.words[3] >> 48) as u16
+}
+
+fn crc_of(record: &RecordImage) -> u32 {
+    (record.words[4] & 0xffff_ffff) as u32
+}
+
+fn inflated_by_zlib(stream: &[u8]) -> Vec<u8> {
+    let mut output = Vec::new();
+    DeflateDecoder::new(stream)
+        .read_to_end(&mut output)
+        .unwrap();
+    output
+}
+
+fn deflated_by_zlib(data: &[u8], level: u32) -> Vec<u8> {
+    let mut encoder = DeflateEncoder::new(Vec::new(), Compression::new(level));
+    encoder.write_all(data).unwrap();
+    encoder.finish().unwrap()
+}
+
+fn crc32_by_zlib(data: &[u8]) -> u32 {
+    let mut crc = flate2::Crc::new();
+    crc.update(data);
+    crc.sum()
+}
+
+fn xor_by_definition(data: &[u8]) -> u16 {
+    let words = data.chunks(2);
+    words.fold(0, |xor, word| {
+        xor ^ u16::from_le_bytes([word[0], word.get(1).copied().unwrap_or(0)])
+    })
+}
+
+fn corpus() -> [(&'static str, Vec<u8>); 6] {
+    let text = "No page of a guest is sent twice, unless the guest has written it again. ";
+    let text = text.bytes().cycle().enumerate();
+    let text = text.map(|(at, byte)| if at % 97 == 0 { b'#' } else { byte });
+    let runs = (0..=255).flat_map(|byte| std::iter::repeat_n(byte, 20 + usize::from(byte)));
+    let words = noise(4000, 5);
+    let words = words.iter().flat_map(|byte| [*byte, byte / 16, 0, 0]);
+    [
+        ("zeros", vec![0; 20_000]),
+        ("text", text.take(12_345).collect()),
+        ("noise", noise(9_999, 6)),
+        ("runs", runs.collect()),
+        ("words", words.collect()),
+        ("short", b"xyz".to_vec()),
+    ]
+}
+
+fn corpus_of(name: &str) -> Vec<u8> {
+    let mut corpus = corpus().into_iter();
+    corpus.find(|(other, _)| *other == name).unwrap().1
+}
+
+fn noise(length: usize, seed: u32) -> Vec<u8> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 24) as u8
+    };
+    (0..length).map(|_| next()).collect()
+}
+
+/// Runs, noise and repetitions, in any order.
+fn mixed(most: usize) -> impl Strategy<Value = Vec<u8>> {
+    let part = prop_oneof![
+        (any::<u8>(), 1..600_usize).prop_map(|(byte, times)| vec![byte; times]),
+        prop::collection::vec(any::<u8>(), 1..300),
+        (prop::collection::vec(any::<u8>(), 1..40), 1..40_usize)
+            .prop_map(|(bytes, times)| bytes.repeat(times)),
+        prop::collection::vec(97..101_u8, 1..500),
+    ];
+    prop::collection::vec(part, 1..40).prop_map(move |parts| {
+        let mut data = parts.concat();
+        data.truncate(most);
+        data
+    })
+}

@@ -1,0 +1,684 @@
+//! The devices themselves: queues, engines, batches, and what happens when.
+//!
+//! ```text
+//!   submit ─> entries of a work queue ──start──> engine ──finish──> deliveries ──deliver──> record, accounts
+//!                                       │          ^                 (latency, lateness)      │
+//!                                       └─> batch ─┘ members, read one by one                 │
+//!                                              ^──────────────────────────────────────────────┘ members done
+//! ```
+//! [`admission`] lets descriptors in, [`batch`] reads lists, [`workshop`] does the work, [`completion`] tells about it.
+//! Nothing here waits or knows of threads: time is a number, and one [`Machine::step`] is one action. Who drives it
+//! chooses whether time is real.
+
+mod admission;
+mod batch;
+mod completion;
+mod workshop;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    fs::File,
+    sync::Arc,
+};
+
+use super::{
+    Statistics,
+    config::{Config, DeviceConfig},
+    dsa::Outcome,
+    faults::{Faults, Mishap, On, Order, Scripted},
+    memory::Pages,
+    nanoseconds,
+    random::Random,
+    validate::validate,
+};
+pub(super) use admission::{Denied, Entrance};
+use batch::Batch;
+use completion::{Delivery, What};
+use idxd::{Descriptor, Flags, Kind, Limits, RecordImage, opcode};
+pub(super) use workshop::{Job, Worked, Workshop};
+
+/// Never: later than everything.
+pub(super) const NEVER: u64 = u64::MAX;
+
+#[derive(Debug)]
+pub(super) struct Machine {
+    pub(super) clock: u64,
+    pub(super) devices: Vec<Device>,
+    pub(super) tenants: Vec<Tenant>,
+    pub(super) faults: Faults,
+    pub(super) scripted: Vec<Scripted>,
+    pub(super) statistics: Statistics,
+    pub(super) trace: Trace,
+    batches: BTreeMap<u64, Batch>,
+    /// Descriptors that wait for all before them.
+    drains: Vec<Unit>,
+    /// Descriptors that will never complete.
+    stuck: Vec<Unit>,
+    deliveries: Vec<Delivery>,
+    random: Random,
+    sequence: u64,
+    write_retries: u32,
+    workshop: Arc<Workshop>,
+}
+
+#[derive(Debug)]
+pub(super) struct Device {
+    pub(super) kind: Kind,
+    pub(super) enabled: bool,
+    pub(super) unplugged: bool,
+    /// The software error register has something.
+    pub(super) latched: bool,
+    pub(super) queues: Vec<Queue>,
+    pub(super) engines: Vec<Engine>,
+    /// When the transfer that the engines share is free again.
+    pipe: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Queue {
+    pub(super) limits: Limits,
+    pub(super) opened: u32,
+    /// Grows when the device is disabled: handles of before are dead.
+    pub(super) generation: u32,
+    /// Entries that somebody else has.
+    pub(super) held: u32,
+    /// So many times it will say that it is full.
+    pub(super) full: u32,
+    group: usize,
+    priority: u32,
+    entries: VecDeque<Unit>,
+    /// What was submitted and is not complete.
+    outstanding: BTreeSet<u64>,
+}
+
+#[derive(Debug)]
+pub(super) struct Engine {
+    group: usize,
+    pub(super) running: Option<Running>,
+    /// A thread works for it outside the lock, for this tenant.
+    pub(super) busy: Option<usize>,
+}
+
+/// Who opened a work queue.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tenant {
+    pub(super) device: usize,
+    pub(super) queue: usize,
+    pub(super) generation: u32,
+    pub(super) in_flight: usize,
+    pub(super) closed: bool,
+    /// Opened by the process that this one was forked from.
+    pub(super) forked: bool,
+}
+
+/// A descriptor that the device has.
+#[derive(Clone, Debug)]
+pub(super) struct Unit {
+    pub(super) sequence: u64,
+    pub(super) tenant: usize,
+    device: usize,
+    queue: usize,
+    descriptor: Descriptor,
+    /// Which batch it belongs to, and its place there.
+    member: Option<(u64, u32)>,
+    /// What happens to it.
+    mishap: Option<Mishap>,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Running {
+    pub(super) unit: Unit,
+    pub(super) due: u64,
+    /// The work is done, and this came out.
+    pub(super) done: Option<RecordImage>,
+}
+
+/// One thing that the devices can do next.
+#[derive(Clone, Copy, Debug)]
+enum Action {
+    Start(usize, usize),
+    Finish(usize, usize),
+    Deliver(usize),
+}
+
+impl Machine {
+    pub(super) fn new(config: &Config) -> Self {
+        Self {
+            clock: 0,
+            devices: config.devices.iter().map(Device::new).collect(),
+            tenants: Vec::new(),
+            faults: config.faults.clone(),
+            scripted: Vec::new(),
+            statistics: Statistics::default(),
+            trace: Trace::default(),
+            batches: BTreeMap::new(),
+            drains: Vec::new(),
+            stuck: Vec::new(),
+            deliveries: Vec::new(),
+            random: Random::new(config.seed),
+            sequence: 0,
+            write_retries: config.write_retries,
+            workshop: Arc::new(Workshop {
+                pages: Pages::default(),
+                speeds: config.speeds,
+                work: config.work.clone(),
+                direct: config.trusting,
+                pagemap: (config.untouched_faults && !config.trusting)
+                    .then(|| File::open("/proc/self/pagemap").ok())
+                    .flatten(),
+            }),
+        }
+    }
+
+    pub(super) fn workshop(&self) -> Arc<Workshop> {
+        Arc::clone(&self.workshop)
+    }
+
+    /// Lets a descriptor of `on` meet with a mishap; see `Model::inject`.
+    pub(super) fn script(&mut self, on: On, skip: u32, times: u32, mishap: Mishap) {
+        if times > 0 {
+            self.scripted.push(Scripted {
+                on,
+                skip,
+                times,
+                mishap,
+            });
+        }
+    }
+
+    /// Does one thing that can be done at the present time, as the random numbers choose. Whether there was one.
+    pub(super) fn step(&mut self) -> bool {
+        let mut actions = self.possible();
+        if actions.is_empty() {
+            return false;
+        }
+        let action = actions.swap_remove(self.random.index(actions.len()));
+        self.act(action);
+        true
+    }
+
+    /// When something happens next, if nothing can be done now.
+    pub(super) fn next_due(&self) -> Option<u64> {
+        let engines = self.devices.iter().flat_map(|device| &device.engines);
+        let running = engines
+            .filter(|engine| engine.busy.is_none())
+            .filter_map(|engine| engine.running.as_ref().map(|running| running.due));
+        let deliveries = self.deliveries.iter().map(|delivery| delivery.due);
+        if self.faults.order == Order::Reverse {
+            // Records are held back until there is nothing else, and until others have joined them.
+            let hold = nanoseconds(self.workshop.speeds.latency).saturating_mul(16);
+            let first = deliveries
+                .clone()
+                .min()
+                .map(|first| first.saturating_add(hold));
+            let last = first.and_then(|end| deliveries.filter(|due| *due <= end).max());
+            return running.filter(|due| *due != NEVER).min().or(last);
+        }
+        running.chain(deliveries).filter(|due| *due != NEVER).min()
+    }
+
+    /// When the next record is to be written.
+    pub(super) fn next_delivery(&self) -> Option<u64> {
+        self.deliveries.iter().map(|delivery| delivery.due).min()
+    }
+
+    /// When an engine is done with what it runs, if it ever is.
+    pub(super) fn due(&self, device: usize, engine: usize) -> Option<u64> {
+        let running = self.devices[device].engines[engine].running.as_ref()?;
+        (running.due != NEVER).then_some(running.due)
+    }
+
+    /// Whether an idle engine has something to do.
+    pub(super) fn can_start(&self) -> bool {
+        self.possible()
+            .iter()
+            .any(|action| matches!(action, Action::Start(..)))
+    }
+
+    /// Does everything that happens up to time `to`, in the order of time.
+    pub(super) fn advance(&mut self, to: u64) {
+        loop {
+            self.start_all();
+            match self.next_due() {
+                Some(due) if due <= to => self.clock = self.clock.max(due),
+                _ => break,
+            }
+            self.finish_due();
+            self.deliver_due();
+        }
+        self.clock = self.clock.max(to);
+    }
+
+    /// Gives every engine that is idle something to do, while there is something.
+    pub(super) fn start_all(&mut self) {
+        for device in 0..self.devices.len() {
+            for engine in 0..self.devices[device].engines.len() {
+                while self.start(device, engine) {}
+            }
+        }
+    }
+
+    fn finish_due(&mut self) {
+        for device in 0..self.devices.len() {
+            for engine in 0..self.devices[device].engines.len() {
+                if self
+                    .due(device, engine)
+                    .is_some_and(|due| due <= self.clock)
+                {
+                    self.act(Action::Finish(device, engine));
+                }
+            }
+        }
+    }
+
+    /// Writes the records whose time has come.
+    pub(super) fn deliver_due(&mut self) {
+        while let Some(index) = self.deliverable() {
+            self.deliver(index);
+        }
+    }
+
+    /// Gives an idle engine something to do, if there is. Whether it got something.
+    pub(super) fn start(&mut self, device: usize, engine: usize) -> bool {
+        let here = &self.devices[device].engines[engine];
+        if here.running.is_some() || here.busy.is_some() {
+            return false;
+        }
+        let group = here.group;
+        let Some(choice) = self.choose(device, group) else {
+            return false;
+        };
+        let unit = match choice {
+            Choice::Member(batch) => self.next_member(batch),
+            Choice::Queue(queue) => self.devices[device].queues[queue].entries.pop_front(),
+        };
+        let Some(mut unit) = unit else {
+            return true;
+        };
+        self.trace.note([2, self.clock, unit.sequence]);
+        unit.mishap = self.mishap(&unit);
+        let limits = &self.devices[device].queues[unit.queue].limits;
+        let valid = validate(&unit.descriptor, limits, unit.member.is_some());
+        if let Err(invalid) = valid {
+            let outcome = Outcome {
+                extra: Some(invalid.flags),
+                ..Outcome::status(invalid.status)
+            };
+            self.deliver_at(self.clock, unit, What::Complete(outcome.image()));
+            return true;
+        }
+        match (unit.descriptor.opcode(), unit.mishap) {
+            (_, Some(Mishap::Stuck)) => self.stuck.push(unit),
+            (_, Some(Mishap::StuckEngine)) => {
+                self.devices[device].engines[engine].running = Some(Running {
+                    unit,
+                    due: NEVER,
+                    done: None,
+                });
+            }
+            (opcode::BATCH, Some(Mishap::Status(code))) => {
+                self.deliver_at(
+                    self.clock,
+                    unit,
+                    What::Complete(Outcome::status(code).image()),
+                );
+            }
+            (opcode::BATCH, _) => self.open_batch(unit, group),
+            (opcode::DRAIN, _) => {
+                self.drains.push(unit);
+                self.check_drains();
+            }
+            (_, Some(Mishap::Late(after))) => {
+                let due = self.clock.saturating_add(nanoseconds(after));
+                self.deliver_at(due, unit, What::Work);
+            }
+            _ => {
+                let slow = match unit.mishap {
+                    Some(Mishap::Slow(by)) => nanoseconds(by),
+                    _ => 0,
+                };
+                let took = self.workshop.duration(&unit.descriptor);
+                let pipe = &mut self.devices[device].pipe;
+                *pipe = self.clock.max(*pipe).saturating_add(took);
+                // Just before never, which is for what has no end.
+                let due = pipe.saturating_add(slow).min(NEVER - 1);
+                self.devices[device].engines[engine].running = Some(Running {
+                    unit,
+                    due,
+                    done: None,
+                });
+            }
+        }
+        true
+    }
+
+    /// Takes what an engine did: see [`Workshop::work`].
+    pub(super) fn finish(&mut self, device: usize, engine: usize, worked: Worked) {
+        let clock = self.clock;
+        let Some(running) = &mut self.devices[device].engines[engine].running else {
+            return;
+        };
+        if worked.stalled > 0 {
+            // The page requests were answered only now: everybody behind waits too.
+            running.due = clock.saturating_add(worked.stalled).min(NEVER - 1);
+            running.done = Some(worked.image);
+            return;
+        }
+        let Some(running) = self.devices[device].engines[engine].running.take() else {
+            return;
+        };
+        self.trace.note([3, clock, running.unit.sequence]);
+        self.conclude(running.unit, worked.image);
+    }
+
+    /// What remains to be done for engine's running descriptor, when its time has come.
+    pub(super) fn job(&mut self, device: usize, engine: usize) -> Option<Job> {
+        let running = self.devices[device].engines[engine].running.as_ref()?;
+        let unit = running.unit.clone();
+        let done = running.done;
+        Some(self.job_of(unit, done))
+    }
+
+    fn job_of(&mut self, unit: Unit, done: Option<RecordImage>) -> Job {
+        let Unit { device, queue, .. } = unit;
+        Job {
+            kind: self.devices[device].kind,
+            block: self.devices[device].queues[queue].limits.block_on_fault
+                && unit.descriptor.flags().has(Flags::BLOCK_ON_FAULT),
+            random: self.random.next(),
+            now: self.clock,
+            unit,
+            done,
+        }
+    }
+
+    /// Gives a descriptor up of which nothing can come any more. For a queue that is being closed.
+    pub(super) fn abandon(&mut self, tenant: usize) {
+        let given = self.remove(|unit| unit.tenant == tenant);
+        self.statistics.aborted += given;
+        self.tenants[tenant].in_flight = 0;
+    }
+
+    /// Whether a thread works for an engine that `whose` names by tenant and device.
+    pub(super) fn works(&self, whose: impl Fn(usize, usize) -> bool) -> bool {
+        self.devices.iter().enumerate().any(|(device, it)| {
+            it.engines
+                .iter()
+                .filter_map(|engine| engine.busy)
+                .any(|tenant| whose(tenant, device))
+        })
+    }
+
+    /// A tenant has closed its work queue.
+    pub(super) fn leave(&mut self, tenant: usize) {
+        let Tenant {
+            device,
+            queue,
+            generation,
+            ..
+        } = self.tenants[tenant];
+        let queue = &mut self.devices[device].queues[queue];
+        if queue.generation == generation {
+            queue.opened = queue.opened.saturating_sub(1);
+        }
+    }
+
+    /// Forgets everything that a device has: no record of it is ever written.
+    pub(super) fn reset(&mut self, device: usize) {
+        let given = self.remove(|unit| unit.device == device);
+        self.statistics.aborted += given;
+        for tenant in self
+            .tenants
+            .iter_mut()
+            .filter(|tenant| tenant.device == device)
+        {
+            tenant.in_flight = 0;
+        }
+        let here = &mut self.devices[device];
+        here.pipe = 0;
+        for queue in &mut here.queues {
+            queue.generation += 1;
+            queue.opened = 0;
+        }
+        self.trace.note([4, self.clock, device as u64]);
+    }
+
+    /// Removes the descriptors that `which` names from everywhere; how many of them somebody had submitted.
+    fn remove(&mut self, which: impl Fn(&Unit) -> bool) -> u64 {
+        let mut gone = BTreeSet::new();
+        let mut note = |unit: &Unit| {
+            let found = which(unit);
+            if found && unit.member.is_none() {
+                gone.insert((unit.device, unit.queue, unit.sequence));
+            }
+            !found
+        };
+        for device in &mut self.devices {
+            for queue in &mut device.queues {
+                queue.entries.retain(&mut note);
+            }
+            for engine in &mut device.engines {
+                engine.running.take_if(|running| !note(&running.unit));
+            }
+        }
+        self.batches.retain(|_, batch| note(&batch.parent));
+        self.drains.retain(&mut note);
+        self.stuck.retain(&mut note);
+        self.deliveries.retain(|delivery| note(&delivery.unit));
+        let mut count = 0;
+        for (device, queue, sequence) in gone {
+            // Of what was complete but for its record, nothing is outstanding.
+            if self.devices[device].queues[queue]
+                .outstanding
+                .remove(&sequence)
+            {
+                count += 1;
+            }
+        }
+        self.check_drains();
+        count
+    }
+
+    fn next_sequence(&mut self) -> u64 {
+        self.sequence += 1;
+        self.sequence
+    }
+
+    /// Everything that can be done at the present time.
+    fn possible(&self) -> Vec<Action> {
+        let mut actions = Vec::new();
+        for (d, device) in self.devices.iter().enumerate() {
+            for (e, engine) in device.engines.iter().enumerate() {
+                match &engine.running {
+                    _ if engine.busy.is_some() => {}
+                    Some(running) if running.due <= self.clock => {
+                        actions.push(Action::Finish(d, e))
+                    }
+                    Some(_) => {}
+                    None if self.has_choice(d, engine.group) => actions.push(Action::Start(d, e)),
+                    None => {}
+                }
+            }
+        }
+        match self.faults.order {
+            Order::AsDone => {
+                let due = self.deliveries.iter().enumerate();
+                let due = due.filter(|(_, delivery)| delivery.due <= self.clock);
+                actions.extend(due.map(|(index, _)| Action::Deliver(index)));
+            }
+            // Only when nothing else goes on.
+            Order::Reverse if actions.is_empty() => {
+                actions.extend(self.deliverable().map(Action::Deliver));
+            }
+            Order::Reverse => {}
+        }
+        actions
+    }
+
+    fn deliverable(&self) -> Option<usize> {
+        let due = self
+            .deliveries
+            .iter()
+            .enumerate()
+            .filter(|(_, held)| held.due <= self.clock);
+        match self.faults.order {
+            Order::AsDone => due.min_by_key(|(_, held)| held.due).map(|(index, _)| index),
+            Order::Reverse => {
+                let engines = self.devices.iter().flat_map(|device| &device.engines);
+                let mut running = engines.filter_map(|engine| engine.running.as_ref());
+                if running.any(|running| running.due != NEVER) {
+                    return None;
+                }
+                due.max_by_key(|(_, held)| held.unit.sequence)
+                    .map(|(index, _)| index)
+            }
+        }
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Start(device, engine) => {
+                self.start(device, engine);
+            }
+            Action::Finish(device, engine) => {
+                if let Some(job) = self.job(device, engine) {
+                    let worked = self.workshop().work(&job);
+                    self.finish(device, engine, worked);
+                }
+            }
+            Action::Deliver(index) => self.deliver(index),
+        }
+    }
+
+    /// What the engines of a group could do next, with its weight.
+    fn choices(&self, device: usize, group: usize) -> impl Iterator<Item = (Choice, u64)> {
+        let here = &self.devices[device];
+        let batches = self.batches.iter().filter(move |(_, batch)| {
+            batch.parent.device == device && batch.group == group && batch.has_next()
+        });
+        let members = batches.map(move |(id, batch)| {
+            (
+                Choice::Member(*id),
+                u64::from(here.queues[batch.parent.queue].priority.max(1)),
+            )
+        });
+        let queues = here.queues.iter().enumerate().filter(move |(_, queue)| {
+            let first = queue.entries.front().filter(|_| queue.group == group);
+            first.is_some_and(|unit| {
+                unit.descriptor.opcode() != opcode::BATCH || self.takes_batch(device, group)
+            })
+        });
+        members.chain(
+            queues.map(|(index, queue)| (Choice::Queue(index), u64::from(queue.priority.max(1)))),
+        )
+    }
+
+    fn has_choice(&self, device: usize, group: usize) -> bool {
+        self.choices(device, group).next().is_some()
+    }
+
+    fn choose(&mut self, device: usize, group: usize) -> Option<Choice> {
+        let weight: u64 = self.choices(device, group).map(|(_, weight)| weight).sum();
+        let mut at = self.random.below(weight);
+        self.choices(device, group)
+            .find_map(|(choice, weight)| match at.checked_sub(weight) {
+                Some(rest) => {
+                    at = rest;
+                    None
+                }
+                None => Some(choice),
+            })
+    }
+
+    /// What happens to a descriptor: what was asked for first, else by chance.
+    fn mishap(&mut self, unit: &Unit) -> Option<Mishap> {
+        let (code, member) = (
+            unit.descriptor.opcode(),
+            unit.member.map(|(_, index)| index),
+        );
+        for index in 0..self.scripted.len() {
+            let script = &mut self.scripted[index];
+            if !script.on.fits(unit.device, code, member) {
+                continue;
+            }
+            if script.skip > 0 {
+                script.skip -= 1;
+                continue;
+            }
+            let mishap = script.mishap;
+            script.times = script.times.saturating_sub(1);
+            if script.times == 0 {
+                self.scripted.remove(index);
+            }
+            return Some(mishap);
+        }
+        let random = &mut self.random;
+        let mut chances = self.faults.chances.iter();
+        let chance = chances.find(|chance| {
+            chance.on.fits(unit.device, code, member) && random.per_mille(chance.per_mille)
+        });
+        chance.map(|chance| chance.mishap)
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Choice {
+    Member(u64),
+    Queue(usize),
+}
+
+impl Device {
+    fn new(config: &DeviceConfig) -> Self {
+        let groups = || config.groups.iter().enumerate();
+        let queue = |group, queue: &super::config::QueueConfig| Queue {
+            limits: queue.limits.clone(),
+            opened: 0,
+            generation: 0,
+            held: 0,
+            full: 0,
+            group,
+            priority: queue.priority,
+            entries: VecDeque::new(),
+            outstanding: BTreeSet::new(),
+        };
+        Self {
+            kind: config.kind,
+            enabled: true,
+            unplugged: false,
+            latched: false,
+            queues: groups()
+                .flat_map(|(index, group)| group.queues.iter().map(move |it| queue(index, it)))
+                .collect(),
+            engines: groups()
+                .flat_map(|(group, it)| {
+                    (0..it.engines).map(move |_| Engine {
+                        group,
+                        running: None,
+                        busy: None,
+                    })
+                })
+                .collect(),
+            pipe: 0,
+        }
+    }
+}
+
+/// A hash of everything that happened, in its order (after FNV). No addresses: they differ from run to run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Trace(pub(super) u64);
+
+impl Default for Trace {
+    fn default() -> Self {
+        Self(0xcbf2_9ce4_8422_2325)
+    }
+}
+
+impl Trace {
+    fn note(&mut self, event: [u64; 3]) {
+        for word in event {
+            self.0 = (self.0 ^ word)
+                .wrapping_mul(0x100_0000_01b3)
+                .rotate_left(29);
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! What gets into a work queue: the rules of the instructions, and of the kernel's `write`.
+
+use super::{Machine, Tenant, Unit};
+use idxd::{Descriptor, Mode, opcode};
+
+/// Why a descriptor was not admitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Denied {
+    Full,
+    Invalid,
+    Forked,
+    Closed,
+    Gone,
+}
+
+/// How descriptors come in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Entrance {
+    Enqcmd,
+    Movdir,
+    Write { batches: bool },
+}
+
+impl Machine {
+    /// Takes one descriptor, or not.
+    pub(crate) fn admit(
+        &mut self,
+        tenant: usize,
+        entrance: Entrance,
+        descriptor: &Descriptor,
+    ) -> Result<(), Denied> {
+        let Tenant {
+            device,
+            queue,
+            generation,
+            closed,
+            forked,
+            ..
+        } = self.tenants[tenant];
+        if closed {
+            return Err(Denied::Closed);
+        }
+        if forked {
+            return Err(Denied::Forked);
+        }
+        let here = &mut self.devices[device];
+        if here.unplugged {
+            return Err(Denied::Gone);
+        }
+        let dead = !here.enabled || here.queues[queue].generation != generation;
+        let kind = here.kind;
+        if let Entrance::Write { batches } = entrance {
+            if dead {
+                return Err(Denied::Gone);
+            }
+            if !descriptor.record.is_multiple_of(kind.record_alignment())
+                || (descriptor.opcode() == opcode::BATCH && !batches)
+            {
+                return Err(Denied::Invalid);
+            }
+        }
+        let here = &mut here.queues[queue];
+        match (entrance, here.limits.mode) {
+            (Entrance::Enqcmd, _) | (Entrance::Write { .. }, Mode::Shared) if dead => {
+                return Err(Denied::Full);
+            }
+            // Assumption 3: the wrong instruction for a queue is never accepted.
+            (Entrance::Enqcmd, Mode::Dedicated) => return Err(Denied::Full),
+            (Entrance::Enqcmd, Mode::Shared) => {
+                if self.full(device, queue) {
+                    return Err(Denied::Full);
+                }
+            }
+            (Entrance::Write { .. }, Mode::Shared) => {
+                if !(0..=self.write_retries).any(|_| !self.full(device, queue)) {
+                    return Err(Denied::Full);
+                }
+            }
+            (Entrance::Movdir, Mode::Shared) => {
+                self.lose(device);
+                return Ok(());
+            }
+            (_, Mode::Dedicated) => {
+                if dead || here.entries.len() as u64 >= u64::from(here.limits.size) {
+                    self.lose(device);
+                    return Ok(());
+                }
+            }
+        }
+        let sequence = self.next_sequence();
+        let unit = Unit {
+            sequence,
+            tenant,
+            device,
+            queue,
+            descriptor: *descriptor,
+            member: None,
+            mishap: None,
+        };
+        let here = &mut self.devices[device].queues[queue];
+        here.entries.push_back(unit);
+        here.outstanding.insert(sequence);
+        self.tenants[tenant].in_flight += 1;
+        self.statistics.accepted += 1;
+        self.trace.note([1, self.clock, sequence]);
+        Ok(())
+    }
+
+    /// Whether a shared queue has no room for another descriptor.
+    fn full(&mut self, device: usize, queue: usize) -> bool {
+        let competitor = self.random.below(u64::from(self.faults.competitor) + 1);
+        let unlucky = self.random.per_mille(self.faults.full_per_mille);
+        let queue = &mut self.devices[device].queues[queue];
+        if queue.full > 0 {
+            // `u32::MAX` is always.
+            if queue.full != u32::MAX {
+                queue.full -= 1;
+            }
+            return true;
+        }
+        let taken = queue.entries.len() as u64 + u64::from(queue.held) + competitor;
+        unlucky || taken >= u64::from(queue.limits.threshold)
+    }
+
+    fn lose(&mut self, device: usize) {
+        self.devices[device].latched = true;
+        self.statistics.dropped += 1;
+    }
+}

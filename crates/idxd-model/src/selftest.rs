@@ -1,0 +1,314 @@
+//! Does a work queue do what this crate expects of it?
+//!
+//! ```text
+//!   a Portal or a model's queue ──> run ──> a Finding for each Check ──> settled: the model's assumptions
+//! ```
+//! The checks ask questions that harm neither the device nor others who use it: operations of a few pages, mistakes
+//! that have a status of their own, pages that are not there. Each tells what it found, and which of the model's
+//! [assumptions](crate::model::ASSUMPTIONS) that confirms or refutes. Against a [model](crate::model) they test the
+//! checks and the model; against hardware, which of the two is right about it. The list follows the tests of the
+//! accel-config project (`dsa_test`, `iaa_test`).
+//!
+//! What a device does wrong is a finding and never a panic; no wait is without a deadline; memory that a device may
+//! still write to is kept until the queue is closed.
+//!
+//! ```
+//! use idxd::{model::{Config, Door, Model}, selftest};
+//!
+//! let model = Model::deterministic(&Config::iaa());
+//! let findings = selftest::run(model.queue(0, 0, Door::Enqcmd), &selftest::Options::default());
+//! assert!(findings.iter().all(|finding| !finding.is_failure()));
+//! ```
+
+mod batch;
+mod dsa;
+mod faults;
+mod iaa;
+mod malformed;
+mod queue;
+pub mod random;
+mod rig;
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use crate::{ASSUMPTIONS, Assumption};
+use idxd::{Kind, Submit};
+use rig::Rig;
+
+/// How the checks are done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// How long a descriptor may take.
+    pub patience: Duration,
+    /// Also checks that leave a trace in the device's register of errors, which others may watch: descriptors whose
+    /// records cannot be written.
+    pub hazards: bool,
+}
+
+impl Default for Options {
+    /// 200 ms, and nothing that others could see.
+    fn default() -> Self {
+        Self {
+            patience: Duration::from_millis(200),
+            hazards: false,
+        }
+    }
+}
+
+/// One question to a work queue.
+#[derive(Clone, Copy)]
+pub struct Check {
+    /// Its number, which stays.
+    pub number: u32,
+    /// Its name, which stays.
+    pub name: &'static str,
+    /// What is expected.
+    pub what: &'static str,
+    /// The kind of device that it is for; `None` for both.
+    pub kind: Option<Kind>,
+    /// Numbers of the model's assumptions that it confirms or refutes.
+    pub assumptions: &'static [u32],
+    /// Nobody has promised the expected answer: another one is news, and no failure.
+    pub is_open: bool,
+    /// It leaves a trace in the device's register of errors, see [`Options::hazards`].
+    pub is_hazard: bool,
+    /// Operations that it needs.
+    needs: &'static [u8],
+    run: Run,
+}
+
+type Run = fn(&Rig<'_>) -> Result<Verdict, Ended>;
+
+/// A verdict that ends a check before its end.
+type Ended = Verdict;
+
+/// What came of a check.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// All as expected.
+    Holds,
+    /// Something else.
+    Differs {
+        /// What was expected.
+        expected: String,
+        /// What was found.
+        found: String,
+    },
+    /// Nothing was expected, and this was found.
+    Found(String),
+    /// It was not done.
+    Skipped {
+        /// Why.
+        why: String,
+    },
+}
+
+/// A check and what came of it.
+#[derive(Clone, Debug)]
+pub struct Finding {
+    /// The check.
+    pub check: &'static Check,
+    /// What came of it.
+    pub verdict: Verdict,
+}
+
+impl Finding {
+    /// Whether the queue does something else than it must.
+    pub fn is_failure(&self) -> bool {
+        matches!(self.verdict, Verdict::Differs { .. }) && !self.check.is_open
+    }
+}
+
+/// All checks, in the order in which they are done.
+pub fn checks() -> impl Iterator<Item = &'static Check> {
+    [
+        queue::CHECKS,
+        dsa::CHECKS,
+        malformed::CHECKS,
+        faults::CHECKS,
+        batch::CHECKS,
+        iaa::CHECKS,
+        // What may cost a queue its life.
+        queue::LAST,
+    ]
+    .into_iter()
+    .flatten()
+}
+
+/// Does the checks for this kind of device with an open work queue, and closes it.
+///
+/// A queue that no longer answers at all is asked nothing more: the remaining checks are skipped.
+pub fn run(submit: Arc<dyn Submit>, options: &Options) -> Vec<Finding> {
+    let kind = submit.limits().kind;
+    let rig = Rig::new(submit, options);
+    checks()
+        .filter(|check| check.kind.is_none_or(|wanted| wanted == kind))
+        .map(|check| Finding {
+            check,
+            verdict: check.verdict(&rig),
+        })
+        .collect()
+}
+
+/// What findings say about one of the model's assumptions.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settled {
+    /// The assumption.
+    pub assumption: Assumption,
+    /// Whether it is right.
+    pub state: State,
+    /// Names of the checks that say so.
+    pub by: Vec<&'static str>,
+}
+
+/// Whether an assumption is right.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// All checks of it that could be done say so.
+    Holds,
+    /// One of them says that it is not.
+    Differs,
+    /// No check could tell.
+    Unproved,
+}
+
+/// The model's assumptions in the light of `findings`.
+pub fn settled(findings: &[Finding]) -> Vec<Settled> {
+    ASSUMPTIONS
+        .iter()
+        .map(|assumption| {
+            let about = findings
+                .iter()
+                .filter(|finding| finding.check.assumptions.contains(&assumption.number));
+            let (mut holding, mut refuting) = (Vec::new(), Vec::new());
+            for Finding { check, verdict } in about {
+                let list = match verdict {
+                    Verdict::Holds => &mut holding,
+                    Verdict::Differs { .. } => &mut refuting,
+                    Verdict::Found(_) | Verdict::Skipped { .. } => continue,
+                };
+                if !list.contains(&check.name) {
+                    list.push(check.name);
+                }
+            }
+            let (state, by) = match (refuting.is_empty(), holding.is_empty()) {
+                (false, _) => (State::Differs, refuting),
+                (true, false) => (State::Holds, holding),
+                (true, true) => (State::Unproved, Vec::new()),
+            };
+            Settled {
+                assumption: *assumption,
+                state,
+                by,
+            }
+        })
+        .collect()
+}
+
+impl Check {
+    const fn new(number: u32, name: &'static str, what: &'static str, run: Run) -> Self {
+        Self {
+            number,
+            name,
+            what,
+            kind: None,
+            assumptions: &[],
+            is_open: false,
+            is_hazard: false,
+            needs: &[],
+            run,
+        }
+    }
+
+    const fn of(mut self, kind: Kind) -> Self {
+        self.kind = Some(kind);
+        self
+    }
+
+    const fn settles(mut self, assumptions: &'static [u32]) -> Self {
+        self.assumptions = assumptions;
+        self
+    }
+
+    const fn open(mut self) -> Self {
+        self.is_open = true;
+        self
+    }
+
+    const fn hazard(mut self) -> Self {
+        self.is_hazard = true;
+        self
+    }
+
+    const fn needs(mut self, opcodes: &'static [u8]) -> Self {
+        self.needs = opcodes;
+        self
+    }
+
+    fn verdict(&self, rig: &Rig<'_>) -> Verdict {
+        if self.is_hazard && !rig.options().hazards {
+            return skipped("it would leave a trace in the device's register of errors");
+        }
+        let operations = &rig.limits().operations;
+        if let Some(missing) = self.needs.iter().find(|opcode| !operations.has(**opcode)) {
+            return skipped(format!("the queue does not take opcode {missing:#04x}"));
+        }
+        if !rig.is_alive() {
+            return skipped("the queue does not answer, not even to a NOOP");
+        }
+        (self.run)(rig).unwrap_or_else(|ended| ended)
+    }
+}
+
+impl fmt::Debug for Check {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.number, self.name)
+    }
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Holds => f.write_str("holds"),
+            Self::Differs { expected, found } => {
+                write!(f, "differs: expected {expected}, found {found}")
+            }
+            Self::Found(what) => write!(f, "found: {what}"),
+            Self::Skipped { why } => write!(f, "skipped: {why}"),
+        }
+    }
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Holds => "holds",
+            Self::Differs => "differs",
+            Self::Unproved => "unproved",
+        })
+    }
+}
+
+/// Goes on if what was found is what was expected.
+fn same(expected: impl Into<String>, found: impl Into<String>) -> Result<(), Ended> {
+    let (expected, found) = (expected.into(), found.into());
+    match expected == found {
+        true => Ok(()),
+        false => Err(Verdict::Differs { expected, found }),
+    }
+}
+
+/// Goes on if `is` so.
+fn is_so(is: bool, expected: impl Into<String>, otherwise: impl Into<String>) -> Result<(), Ended> {
+    match is {
+        true => Ok(()),
+        false => Err(Verdict::Differs {
+            expected: expected.into(),
+            found: otherwise.into(),
+        }),
+    }
+}
+
+fn skipped(why: impl Into<String>) -> Verdict {
+    Verdict::Skipped { why: why.into() }
+}

@@ -1,0 +1,216 @@
+//! Descriptors that are wrong: each mistake has a status of its own, and nothing is done.
+
+use super::{
+    Check, Ended, Verdict,
+    dsa::{failing, size},
+    rig::{PAGE, Rig, flagged, plain},
+    same, skipped,
+};
+use idxd::{
+    Descriptor, Flags, Kind, RecordImage,
+    dsa::{self, CopyCrc, CreateDelta},
+    iaa, opcode,
+};
+
+pub(super) const CHECKS: &[Check] = &[
+    Check::new(
+        30,
+        "opcode-unknown",
+        "an unknown opcode is status 0x10",
+        unknown,
+    ),
+    Check::new(
+        31,
+        "flags-invalid",
+        "a flag that the operation does not have is status 0x11, and the record says which",
+        flags,
+    ),
+    Check::new(
+        32,
+        "block-on-fault-refused",
+        "asking a queue to block on faults that does not is status 0x11, with that flag",
+        block_on_fault,
+    )
+    .settles(&[4])
+    .open(),
+    Check::new(
+        33,
+        "reserved-not-zero",
+        "a reserved field that is not zero is status 0x12",
+        reserved,
+    ),
+    Check::new(
+        34,
+        "size-zero",
+        "a transfer of no bytes is status 0x13",
+        size_zero,
+    )
+    .settles(&[5])
+    .open(),
+    Check::new(
+        35,
+        "size-too-large",
+        "a transfer of more bytes than the queue takes is status 0x13",
+        size_too_large,
+    ),
+    Check::new(
+        36,
+        "interrupt-handle",
+        "an interrupt handle that nobody was given is status 0x19",
+        interrupt,
+    )
+    .open(),
+    Check::new(
+        37,
+        "overlap",
+        "a copy with CRC of overlapping areas is status 0x16",
+        overlap,
+    )
+    .of(Kind::Dsa)
+    .needs(&[opcode::COPY_CRC]),
+    Check::new(
+        38,
+        "address-misaligned",
+        "a delta at an address that is no multiple of 8 is status 0x1c",
+        misaligned,
+    )
+    .of(Kind::Dsa)
+    .needs(&[opcode::CREATE_DELTA]),
+];
+
+fn unknown(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+    same("0x10", asked(rig, failing())?)?;
+    Ok(Verdict::Holds)
+}
+
+fn flags(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+    // These are about a destination or a result, of which a NOOP has none.
+    let wrong = [
+        ("CACHE", Flags::CACHE),
+        ("STRICT_ORDERING", Flags::STRICT_ORDERING),
+        (
+            "CHECK_RESULT and CACHE",
+            Flags::CACHE.with(Flags::CHECK_RESULT),
+        ),
+    ];
+    for (name, flags) in wrong {
+        let image = rig
+            .ask(flagged(plain(opcode::NOOP), flags))?
+            .image("0x11")?;
+        same(
+            format!("0x11, mask {:#08x} for {name}", flags.0),
+            format!("{} for {name}", with_mask(&image)),
+        )?;
+    }
+    Ok(Verdict::Holds)
+}
+
+fn block_on_fault(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+    if rig.limits().block_on_fault {
+        return Err(skipped("the queue blocks on faults"));
+    }
+    let image = rig
+        .ask(flagged(harmless(rig)?, Flags::BLOCK_ON_FAULT))?
+        .image("0x11")?;
+    same("0x11, mask 0x000002", with_mask(&image))?;
+    Ok(Verdict::Holds)
+}
+
+fn reserved(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+    let mut descriptor = harmless(rig)?;
+    match rig.limits().kind {
+        // The last eight bytes, which a comparison does not use.
+        Kind::Dsa => descriptor.operands[2] = 1 << 40,
+        // The output's most bytes, of an operation without output.
+        Kind::Iaa => descriptor.operands[1] = 1,
+    }
+    same("0x12", asked(rig, descriptor)?)?;
+    Ok(Verdict::Holds)
+}
+
+fn size_zero(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+    let descriptor = Descriptor {
+        size: 0,
+        ..harmless(rig)?
+    };
+    same("0x13", asked(rig, descriptor)?)?;
+    Ok(Verdict::Holds)
+}
+
+fn size_too_large(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+    let Ok(most) = u32::try_from(rig.limits().max_transfer.saturating_add(1)) else {
+        return Err(skipped("the queue takes any size that can be written"));
+    };
+    let descriptor = Descriptor {
+        size: most,
+        ..harmless(rig)?
+    };
+    same("0x13", asked(rig, descriptor)?)?;
+    Ok(Verdict::Holds)
+}
+
+fn interrupt(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+    let descriptor = Descriptor {
+        interrupt: 0x7ff,
+        ..plain(opcode::NOOP)
+    };
+    same("0x19", asked(rig, descriptor)?)?;
+    Ok(Verdict::Holds)
+}
+
+fn overlap(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+    let area = rig.pages(2)?;
+    let copy = CopyCrc {
+        source: area.address(0),
+        destination: area.address(64),
+        size: 128,
+        seed: 0,
+    };
+    same("0x16", asked(rig, dsa::copy_crc(copy, 0).into())?)?;
+    Ok(Verdict::Holds)
+}
+
+fn misaligned(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+    let (area, delta) = (rig.pages(1)?, rig.pages(1)?);
+    let create = CreateDelta {
+        original: area.address(4),
+        modified: area.address(2048),
+        size: 1024,
+        delta: delta.address(0),
+        max_delta_size: 80,
+    };
+    same("0x1c", asked(rig, dsa::create_delta(create, 0).into())?)?;
+    Ok(Verdict::Holds)
+}
+
+/// An operation of a page that reads only, and is right as it is.
+fn harmless(rig: &Rig<'_>) -> Result<Descriptor, Ended> {
+    let source = rig.pages(1)?.address(0);
+    let descriptor = match rig.limits().kind {
+        Kind::Dsa => dsa::compare_pattern(source, size(PAGE), 0, 0).descriptor(),
+        Kind::Iaa => {
+            let crc = iaa::Crc64 {
+                source,
+                size: size(PAGE),
+                polynomial: 0x42f0_e1eb_a9ea_3693,
+                inverted: false,
+                most_significant_first: true,
+            };
+            iaa::crc64(crc, 0).descriptor()
+        }
+    };
+    match rig.limits().operations.has(descriptor.opcode()) {
+        true => Ok(descriptor),
+        false => Err(skipped("the queue has no operation that only reads")),
+    }
+}
+
+fn asked(rig: &Rig<'_>, descriptor: Descriptor) -> Result<String, Ended> {
+    let image = rig.ask(descriptor)?.image("a status")?;
+    Ok(format!("{:#04x}", image.status()))
+}
+
+fn with_mask(image: &RecordImage) -> String {
+    let mask = image.words[2] & 0x00ff_ffff;
+    format!("{:#04x}, mask {mask:#08x}", image.status())
+}

@@ -1,0 +1,156 @@
+//! Which queue is next.
+
+use super::*;
+use idxd::shares::{Table, Weight};
+use idxd_model::{Mishap, On};
+
+/// Operations that each device has taken.
+fn operations(devices: &Devices) -> Vec<u64> {
+    let statistics = devices.statistics();
+    statistics.iter().map(|of| of.operations).collect()
+}
+
+fn scan(devices: &Arc<Devices>, clock: &Arc<dyn Submit>, times: usize) {
+    let memory = Memory::of(&contents(64));
+    let pages = memory.addresses(64);
+    let mut scanner = ZeroScanner::new(devices.clone(), 4096, None);
+    for _ in 0..times {
+        let batch = scanner.start(&pages);
+        pass(clock, Duration::from_millis(1));
+        let mut verdicts = [false; 64];
+        scanner
+            .finish(
+                batch,
+                &pages,
+                &mut |page| memory.is_zero(page),
+                &mut verdicts,
+            )
+            .unwrap();
+        assert!((0..64).all(|page| verdicts[page] == memory.is_zero(page)));
+    }
+}
+
+#[test]
+fn those_that_are_near_are_first_and_the_others_when_they_take_nothing() {
+    let mut config = Config::devices(Kind::Dsa, 4);
+    for (device, node) in [0, 1, 0, 1].into_iter().enumerate() {
+        config.limits_mut(device, 0).unwrap().numa_node = Some(node);
+    }
+    let model = Model::deterministic(&config);
+    let clock = model.queue(0, 0, Door::Enqcmd);
+    for (node, expected) in [
+        (Some(1), [320, 320, 0, 0]),
+        (Some(0), [320, 320, 0, 0]),
+        (Some(7), [192, 192, 128, 128]),
+        (None, [192, 192, 128, 128]),
+    ] {
+        let devices = devices_near(&model, 4, BATCHES, node);
+        scan(&devices, &clock, 10);
+        assert_eq!(operations(&devices), expected, "{node:?}");
+        let nodes = devices
+            .queues()
+            .map(|queue| queue.limits().numa_node)
+            .collect::<Vec<_>>();
+        match node {
+            Some(1) => assert_eq!(nodes, [Some(1), Some(1), Some(0), Some(0)]),
+            Some(0) => assert_eq!(nodes, [Some(0), Some(0), Some(1), Some(1)]),
+            _ => assert_eq!(nodes, [Some(0), Some(1), Some(0), Some(1)]),
+        }
+    }
+    let devices = devices_near(&model, 4, BATCHES, Some(1));
+    model.refuse(1, 0, u32::MAX);
+    model.refuse(3, 0, u32::MAX);
+    scan(&devices, &clock, 100);
+    let [near_1, near_2, far_1, far_2] = operations(&devices)[..] else {
+        panic!()
+    };
+    assert_eq!((near_1, near_2), (0, 0));
+    assert!(far_1 + far_2 > 90 * 64, "{far_1} {far_2}");
+    model.refuse(1, 0, 0);
+    model.refuse(3, 0, 0);
+    scan(&devices, &clock, 1100);
+    assert!(operations(&devices)[0] > 0 && operations(&devices)[1] > 0);
+}
+
+#[test]
+fn a_queue_that_is_always_full_is_seldom_asked() {
+    let model = Model::deterministic(&Config::dsa());
+    let clock = model.queue(0, 0, Door::Enqcmd);
+    let devices = devices(&model, 1, BATCHES);
+    model.refuse(0, 0, u32::MAX);
+    scan(&devices, &clock, 5000);
+    let statistics = devices.statistics()[0];
+    assert!((5..20).contains(&statistics.full), "{statistics:?}");
+    assert_eq!(devices.work().refused, 5000 * 64);
+    // As soon as it takes something again it takes everything.
+    model.refuse(0, 0, 0);
+    scan(&devices, &clock, 1024);
+    let before = operations(&devices)[0];
+    scan(&devices, &clock, 10);
+    assert_eq!(operations(&devices)[0] - before, 640);
+}
+
+#[test]
+fn devices_that_go_away_one_after_the_other_are_not_missed() {
+    let model = Model::deterministic(&Config::devices(Kind::Dsa, 3));
+    let clock = model.queue(0, 0, Door::Enqcmd);
+    let devices = devices(&model, 3, BATCHES);
+    scan(&devices, &clock, 6);
+    model.disable(0);
+    scan(&devices, &clock, 6);
+    model.unplug(1);
+    scan(&devices, &clock, 6);
+    model.fork();
+    scan(&devices, &clock, 6);
+    assert_eq!(sum(devices.work()), 24 * 64);
+    assert!(devices.work().by_device >= 16 * 64, "{:?}", devices.work());
+}
+
+#[test]
+fn errors_of_the_hardware_are_the_processors_work() {
+    let model = Model::deterministic(&Config::dsa());
+    let clock = model.queue(0, 0, Door::Enqcmd);
+    let devices = devices(&model, 1, BATCHES);
+    model.inject(On::batch(), 0, 1, Mishap::ListFault(1));
+    model.inject(On::batch(), 0, 1, Mishap::Status(0x22));
+    model.inject(On::batch(), 0, 1, Mishap::BatchFirst);
+    scan(&devices, &clock, 4);
+    // One page of the first; none of the second, and then it is left alone once.
+    let work = devices.work();
+    assert_eq!((work.by_device, work.failed, work.refused), (65, 127, 64));
+}
+
+#[test]
+fn a_share_bounds_what_is_in_flight() {
+    let directory = tempfile::tempdir().unwrap();
+    let model = Model::deterministic(&Config::dsa());
+    let clock = model.queue(0, 0, Door::Enqcmd);
+    let join = || {
+        let table = Table::open(
+            directory.path(),
+            "wq0.0",
+            std::num::NonZeroU32::new(4).unwrap(),
+        );
+        table.unwrap().join(Weight::NORMAL).unwrap()
+    };
+    let (ours, other) = (join(), join());
+    let tuning = Tuning {
+        slots: 16,
+        ..Tuning::default()
+    };
+    let queue = Queue::new(model.queue(0, 0, Door::Enqcmd), BATCHES, tuning).unwrap();
+    let devices = Arc::new(Devices::new([(queue, Some(ours))], None));
+    let memory = Memory::of(&contents(64));
+    let pages = memory.addresses(64);
+    let mut scanner = ZeroScanner::new(devices.clone(), 4096, None);
+    let mut most = |devices: &Arc<Devices>| {
+        let batches: Vec<_> = (0..8).map(|_| scanner.start(&pages)).collect();
+        let entries = devices.statistics()[0].entries;
+        drop(batches);
+        pass(&clock, Duration::from_millis(100));
+        entries
+    };
+    assert_eq!(most(&devices), 2);
+    drop(other);
+    assert_eq!(most(&devices), 4);
+}

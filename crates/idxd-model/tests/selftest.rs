@@ -1,0 +1,319 @@
+//! The conformance checks against models: healthy ones pass, and each misbehaviour is found.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
+
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+
+use idxd::{Descriptor, Limits, Mode, Record, Submit, Submitted, opcode};
+use idxd_model::{ASSUMPTIONS, Config, Door, Mishap, Model, On, selftest::*};
+
+const DOORS: [Door; 2] = [Door::Enqcmd, Door::Write { unsafe_v1: true }];
+
+fn all() -> Options {
+    Options {
+        hazards: true,
+        ..Options::default()
+    }
+}
+
+fn on(config: &Config, door: Door, spoil: impl FnOnce(&Model)) -> Vec<Finding> {
+    let model = Model::deterministic(config);
+    let queue = model.queue(0, 0, door);
+    spoil(&model);
+    run(queue, &all())
+}
+
+fn verdict<'a>(findings: &'a [Finding], name: &str) -> &'a Verdict {
+    let finding = findings.iter().find(|finding| finding.check.name == name);
+    &finding.unwrap().verdict
+}
+
+fn text(findings: &[Finding]) -> Vec<String> {
+    let lines = findings.iter();
+    lines
+        .map(|finding| format!("{}: {}", finding.check.name, finding.verdict))
+        .collect()
+}
+
+#[test]
+fn checks_have_numbers_and_names_of_their_own() {
+    let numbers: BTreeSet<_> = checks().map(|check| check.number).collect();
+    let names: BTreeSet<_> = checks().map(|check| check.name).collect();
+    assert_eq!(numbers.len(), checks().count());
+    assert_eq!(names.len(), checks().count());
+    for check in checks() {
+        for number in check.assumptions {
+            assert!(
+                ASSUMPTIONS.iter().any(|known| known.number == *number),
+                "{check:?} settles {number}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_healthy_model_is_as_it_is_expected() {
+    for config in [Config::dsa(), Config::iaa()] {
+        for door in DOORS {
+            let findings = on(&config, door, |_| {});
+            for Finding { check, verdict } in &findings {
+                assert!(
+                    !matches!(verdict, Verdict::Differs { .. }),
+                    "{check:?} by {door:?} {verdict}"
+                );
+            }
+            let holding = findings
+                .iter()
+                .filter(|finding| finding.verdict == Verdict::Holds);
+            assert!(holding.count() > 15, "{:#?}", text(&findings));
+        }
+    }
+}
+
+#[test]
+fn only_what_the_queue_does_not_have_is_skipped() {
+    let skipped = |findings: &[Finding]| -> Vec<&str> {
+        let skipped = findings
+            .iter()
+            .filter(|finding| matches!(finding.verdict, Verdict::Skipped { .. }));
+        skipped.map(|finding| finding.check.name).collect()
+    };
+    let findings = on(&Config::dsa(), Door::Enqcmd, |_| {});
+    assert_eq!(
+        skipped(&findings),
+        ["fault-blocked", "untouched-page-blocked"]
+    );
+    assert_eq!(skipped(&on(&Config::iaa(), Door::Enqcmd, |_| {})), [""; 0]);
+
+    let mut blocking = Config::dsa();
+    blocking.limits_mut(0, 0).unwrap().block_on_fault = true;
+    let findings = on(&blocking, Door::Enqcmd, |_| {});
+    assert_eq!(skipped(&findings), ["block-on-fault-refused"]);
+    assert_eq!(verdict(&findings, "fault-blocked"), &Verdict::Holds);
+
+    let findings = on(&Config::dsa(), DOORS[1], |_| {});
+    let batches = findings
+        .iter()
+        .filter(|finding| (50..70).contains(&finding.check.number));
+    for Finding { check, verdict } in batches {
+        assert!(
+            matches!(verdict, Verdict::Skipped { .. }),
+            "{check:?} {verdict}"
+        );
+    }
+    assert_eq!(verdict(&findings, "record-misaligned"), &Verdict::Holds);
+}
+
+#[test]
+fn the_models_agree_with_what_they_assume() {
+    let mut blocking = Config::dsa();
+    blocking.limits_mut(0, 0).unwrap().block_on_fault = true;
+    let mut findings = Vec::new();
+    for config in [Config::dsa(), blocking, Config::iaa()] {
+        findings.extend(on(&config, Door::Enqcmd, |_| {}));
+    }
+    let settled = settled(&findings);
+    let in_state = |state| -> Vec<u32> {
+        let of = settled.iter().filter(|settled| settled.state == state);
+        of.map(|settled| settled.assumption.number).collect()
+    };
+    assert_eq!(in_state(State::Differs), [0; 0]);
+    assert_eq!(
+        in_state(State::Holds),
+        [1, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 18]
+    );
+}
+
+#[test]
+fn a_wrong_status_is_a_difference_and_what_it_has_nothing_to_do_with_holds() {
+    let of_fill = On::opcode(opcode::FILL);
+    let findings = on(&Config::dsa(), Door::Enqcmd, |model| {
+        model.inject(of_fill, 0, u32::MAX, Mishap::Status(0x20));
+    });
+    for finding in &findings {
+        let is_filling = ["fill", "fault-read-only"].contains(&finding.check.name);
+        assert_eq!(finding.is_failure(), is_filling, "{finding:?}");
+    }
+    let Verdict::Differs { expected, found } = verdict(&findings, "fill") else {
+        panic!("{:#?}", text(&findings));
+    };
+    assert_eq!(
+        (expected.as_str(), found.as_str()),
+        ("status 0x01", "status 0x20")
+    );
+    // The others that settle the same assumption hold, and yet it does not.
+    let settled = settled(&findings);
+    let thirteenth = settled
+        .iter()
+        .find(|it| it.assumption.number == 13)
+        .unwrap();
+    assert_eq!(thirteenth.state, State::Differs);
+    assert_eq!(thirteenth.by, ["fault-read-only"]);
+}
+
+#[test]
+fn silent_corruption_is_a_difference() {
+    for (config, opcode, name) in [
+        (Config::dsa(), opcode::MEMMOVE, "memmove"),
+        (Config::dsa(), opcode::FILL, "fill"),
+        (Config::iaa(), opcode::DECOMPRESS, "fixed-codes"),
+    ] {
+        let findings = on(&config, Door::Enqcmd, |model| {
+            model.inject(On::opcode(opcode), 0, u32::MAX, Mishap::Corrupt);
+        });
+        let finding = findings.iter().find(|finding| finding.check.name == name);
+        assert!(finding.unwrap().is_failure(), "{:#?}", text(&findings));
+    }
+}
+
+#[test]
+fn what_is_never_answered_is_a_difference_and_the_rest_goes_on() {
+    let findings = on(&Config::dsa(), Door::Enqcmd, |model| {
+        model.inject(On::opcode(opcode::CRC), 0, u32::MAX, Mishap::Stuck);
+    });
+    assert!(
+        matches!(verdict(&findings, "crc"), Verdict::Differs { found, .. } if found == "no answer")
+    );
+    // A drain would wait for what is stuck, and does not come after it.
+    assert_eq!(verdict(&findings, "delta"), &Verdict::Holds);
+    assert_eq!(verdict(&findings, "batch-of-most"), &Verdict::Holds);
+}
+
+#[test]
+fn a_dead_queue_is_asked_no_further() {
+    let spoilers: [fn(&Model); 4] = [
+        |model| model.inject(On::any(), 0, u32::MAX, Mishap::Stuck),
+        |model| model.inject(On::any(), 0, u32::MAX, Mishap::StuckEngine),
+        |model| model.refuse(0, 0, u32::MAX),
+        |model| model.disable(0),
+    ];
+    for config in [Config::dsa(), Config::iaa()] {
+        for door in DOORS {
+            for spoil in spoilers {
+                let findings = on(&config, door, spoil);
+                assert!(findings[0].is_failure(), "{:#?}", text(&findings));
+                for Finding { check, verdict } in &findings[1..] {
+                    assert!(
+                        matches!(verdict, Verdict::Skipped { .. }),
+                        "{check:?} {verdict}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_queue_that_dies_in_the_middle_ends_the_checks() {
+    for times in [1, 10, 40, 80] {
+        let findings = on(&Config::dsa(), Door::Enqcmd, |model| {
+            model.inject(On::any(), times, u32::MAX, Mishap::Stuck);
+        });
+        let last = findings.last().unwrap();
+        assert!(
+            matches!(last.verdict, Verdict::Skipped { .. }),
+            "{:#?}",
+            text(&findings)
+        );
+    }
+}
+
+#[test]
+fn everything_that_goes_wrong_at_once_ends_in_time() {
+    for seed in 0..4 {
+        for mut config in [Config::dsa(), Config::iaa()] {
+            config.seed = seed;
+            config.faults = idxd_model::Faults::everything();
+            let findings = on(&config, Door::Enqcmd, |_| {});
+            assert!(findings.len() > 15);
+        }
+    }
+}
+
+#[test]
+fn a_seed_says_the_same_twice() {
+    let once = || text(&on(&Config::dsa(), Door::Enqcmd, |_| {}));
+    assert_eq!(once(), once());
+    for seed in [7, 9] {
+        assert_eq!(random::run(seed, 3), random::run(seed, 3));
+    }
+    assert_ne!(random::run(7, 3), random::run(8, 3));
+}
+
+#[test]
+fn rounds_at_random_are_right() {
+    let rounds = random::run(1, 40);
+    assert_eq!(rounds.wrong, [""; 0]);
+    // All that can happen to a page does.
+    let work = rounds.work;
+    assert!(rounds.pages > 1000, "{rounds:?}");
+    for count in [
+        work.by_device,
+        work.refused,
+        work.failed,
+        work.overtaken,
+        work.checked,
+    ] {
+        assert!(count > 0, "{rounds:?}");
+    }
+}
+
+#[test]
+fn a_dedicated_queue_is_not_flooded() {
+    let mut config = Config::dsa();
+    config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
+    let findings = on(&config, Door::Movdir, |_| {});
+    for name in ["queue-full", "freed-at-fetch"] {
+        assert!(matches!(verdict(&findings, name), Verdict::Skipped { .. }));
+    }
+    assert!(findings.iter().all(|finding| !finding.is_failure()));
+}
+
+#[test]
+fn hazards_are_left_out_unless_asked_for() {
+    let model = Model::deterministic(&Config::dsa());
+    let findings = run(model.queue(0, 0, Door::Enqcmd), &Options::default());
+    for Finding { check, verdict } in &findings {
+        if check.is_hazard {
+            assert!(matches!(verdict, Verdict::Skipped { .. }), "{check:?}");
+        }
+    }
+    assert!(!model.error_latched(0));
+}
+
+/// A queue whose time stands still, and that takes everything and answers nothing.
+#[derive(Debug)]
+struct Frozen(Limits);
+
+impl Submit for Frozen {
+    fn limits(&self) -> &Limits {
+        &self.0
+    }
+
+    unsafe fn submit(&self, descriptors: &[Descriptor]) -> Submitted {
+        Submitted {
+            accepted: descriptors.len(),
+            refusal: None,
+        }
+    }
+
+    fn now(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn pause(&self, _: &Record, _: Duration) {}
+
+    fn close(&self) {}
+}
+
+#[test]
+fn not_even_a_clock_that_stands_still_is_waited_for() {
+    let limits = Config::dsa().limits_mut(0, 0).unwrap().clone();
+    let findings = run(Arc::new(Frozen(limits)), &all());
+    assert!(findings[0].is_failure());
+}
