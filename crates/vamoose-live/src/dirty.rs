@@ -76,7 +76,7 @@ pub trait DirtyLog: Send + Sync {
 #[non_exhaustive]
 pub enum DirtyLogError {
     /// A system call failed.
-    #[error("dirty log ({log}): {call} failed: {source}")]
+    #[error("dirty log ({log}): {call} failed")]
     System {
         /// Which log.
         log: &'static str,

@@ -1,157 +1,118 @@
 //! How a migration fails, and where the guest is then.
 
-use std::{io, time::Duration};
+use std::{error::Error, io, time::Duration};
 
 use handover::{GuestLocation, VersionMismatch};
+use idxd::offload::WrongVerdict;
 use multifd::{InitialError, LayoutError, PacketError};
 use thiserror::Error;
+use vamoose_codec::EncodeError;
 use vamoose_link::{ReadError, SocketError, WriteError, ZeroCopyError};
 
-use crate::{DirtyLogError, GuestError, ProtocolError, RamError};
+use crate::{DirtyLogError, GuestError, ProtocolError};
 
-/// A source that did not get rid of its guest. [`SourceError::guest`] says where the guest is.
+/// A migration that failed at the source. [`SourceError::guest`] says where the guest is.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum SourceError {
     /// Options that exclude each other or are out of range.
     #[error("{0}")]
     Config(String),
-    /// The packet size.
-    #[error(transparent)]
+    /// The page size or the packet size.
+    #[error("invalid packet size")]
     Layout(#[from] LayoutError),
-    /// The memory.
-    #[error(transparent)]
-    Ram(#[from] RamError),
-    /// Zero-copy send cannot be had.
+    /// Zero-copy send is not available.
     #[error(transparent)]
     ZeroCopy(#[from] ZeroCopyError),
     /// The system is out of something.
-    #[error("this host: {0}")]
+    #[error("the source's host is out of a resource")]
     System(#[from] io::Error),
     /// The compression library.
-    #[error("cannot encode: {0}")]
-    Encoder(#[from] vamoose_codec::EncodeError),
+    #[error("cannot create an encoder")]
+    Encoder(#[from] EncodeError),
     /// The destination cannot be reached.
-    #[error("cannot reach the destination: {0}")]
+    #[error("cannot reach the destination")]
     Dial(#[from] SocketError),
-    /// Our own channel introduction.
-    #[error("cannot open channels: {0}")]
+    /// A channel's initial packet.
+    #[error("cannot open a channel")]
     Channels(#[from] InitialError),
-    /// The destination will not have this guest.
+    /// The destination does not accept this guest.
     #[error("the destination refuses the guest: {cause}")]
-    Refused {
-        /// Its words.
-        cause: String,
-    },
-    /// The destination has failed.
+    Refused { cause: String },
+    /// The destination has failed, with the cause that it sent.
     #[error("the destination has failed: {cause}")]
-    Destination {
-        /// Its words.
-        cause: String,
-    },
-    /// The destination has closed the connection in the place of its first message.
+    Destination { cause: String },
+    /// The destination has closed the connection before its first message.
     #[error(
         "the destination has closed the control connection without an answer: it has ended, or is of an older release (install the same release of vamoose on both hosts)"
     )]
     Unanswered,
-    /// The destination speaks another version.
-    #[error("the destination has chosen a version of the protocol that was not offered: {0}")]
+    /// The destination has chosen a version that was not offered.
+    #[error("the destination has chosen a version of the protocol that was not offered")]
     Version(#[from] VersionMismatch),
     /// The destination does not follow the protocol.
     #[error("unexpected message from the destination: {message}")]
-    OutOfTurn {
-        /// The message.
-        message: String,
-    },
+    OutOfTurn { message: String },
     /// The control connection.
-    #[error("control connection to the destination: {0}")]
+    #[error("control connection to the destination")]
     Control(#[from] ProtocolError),
     /// The destination closed the control connection.
     #[error("the destination has closed the control connection")]
     ControlEnded,
     /// A channel.
-    #[error("channel {channel} to the destination: {error}")]
-    Channel {
-        /// Its number.
-        channel: usize,
-        /// What happened.
-        error: WriteError,
-    },
+    #[error("channel {channel} to the destination")]
+    Channel { channel: usize, source: WriteError },
     /// A packet that cannot be built.
-    #[error("channel {channel}: {error}")]
-    Packet {
-        /// Its number.
-        channel: usize,
-        /// What is wrong.
-        error: PacketError,
-    },
+    #[error("cannot build a packet for channel {channel}")]
+    Packet { channel: usize, source: PacketError },
     /// The dirty log has failed: pages may have been missed.
     #[error(transparent)]
     Log(#[from] DirtyLogError),
-    /// A device calls pages zero that are not: what is at the destination is not the guest.
-    #[error("{0}; migrate again with the processor looking for zero pages")]
-    ZeroPages(#[from] idxd::offload::WrongVerdict),
-    /// The VMM could not do what was asked of it.
-    #[error("cannot {what} the guest: {error}")]
+    /// A device calls pages zero that are not: the memory at the destination is wrong.
+    #[error(
+        "zero pages: a device is wrong; migrate again with the processor looking for zero pages"
+    )]
+    ZeroPages(#[from] WrongVerdict),
+    /// The VMM could not do `what` to the guest.
+    #[error("cannot {what} the guest")]
     Guest {
-        /// What was asked.
         what: &'static str,
-        /// The VMM's words.
-        error: GuestError,
+        source: GuestError,
     },
-    /// The time is over.
+    /// The migration did not converge within its time.
     #[error(
         "not converged within {seconds} s: {remaining} bytes are dirty, and the guest dirties {dirty_rate} bytes/s where {bandwidth} bytes/s are moved"
     )]
     TimedOut {
-        /// The time that was given.
         seconds: u64,
-        /// Bytes of pages left.
         remaining: u64,
-        /// Bytes per second that the guest dirties.
         dirty_rate: u64,
-        /// Bytes per second of pages that were moved.
         bandwidth: u64,
     },
     /// The destination does not answer.
     #[error("the destination has not {what} within {seconds} s")]
-    NoAnswer {
-        /// What it should have done.
-        what: &'static str,
-        /// For how long it was waited for.
-        seconds: u64,
-    },
-    /// The guest was paused for as long as it may be, and not all of it was at the destination.
-    #[error("the destination has not got all of the guest within {max:?} of downtime")]
-    DowntimeExceeded {
-        /// The longest downtime.
-        max: Duration,
-    },
-    /// Somebody cancelled.
+    NoAnswer { what: &'static str, seconds: u64 },
+    /// The longest downtime is over, and not all of the guest is at the destination.
+    #[error("the destination has not received all of the guest within {max:?} of downtime")]
+    DowntimeExceeded { max: Duration },
+    /// The migration was cancelled.
     #[error("cancelled")]
     Cancelled,
     /// The guest ran at the destination, and the destination's process is gone. The guest is paused at the
-    /// source, but what it did at the destination in between is not known here.
+    /// source, but what it did at the destination is lost.
     #[error("{cause}: the guest is lost, or to be resumed here by hand at the state before")]
-    Lost {
-        /// What is known of the end.
-        cause: String,
-    },
-    /// The destination was told to run the guest, and it cannot be told whether it did. The guest is paused here and
+    Lost { cause: String },
+    /// The destination was told to run the guest, and it is not known whether it did. The guest is paused here and
     /// may run there: look there before it is resumed by hand.
     #[error(
         "the destination was told to run the guest, and it is not known whether it did ({cause}): the guest is paused here and may run there"
     )]
-    InDoubt {
-        /// What happened last.
-        cause: String,
-    },
-    /// The migration failed and the guest cannot be resumed.
-    #[error("cannot resume the guest after a failed migration ({cause}): {error}")]
+    InDoubt { cause: String },
+    /// The migration failed, which is the source of this error, and the guest cannot be resumed.
+    #[error("cannot resume the guest ({error}) after a failed migration")]
     NotResumed {
-        /// Why the migration failed.
-        cause: Box<SourceError>,
-        /// The VMM's words.
+        source: Box<SourceError>,
         error: GuestError,
     },
 }
@@ -168,13 +129,14 @@ impl SourceError {
     }
 }
 
-/// A destination that did not get a guest. Its memory may hold anything; it can be used for another
+/// A destination that did not receive a guest. Its memory may hold anything; it can be used for another
 /// attempt.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum DestinationError {
     /// The system is out of something.
-    #[error("this host: {0}")]
+    #[error("the destination's host is out of a resource")]
     System(#[from] io::Error),
     /// The listener.
     #[error(transparent)]
@@ -182,105 +144,108 @@ pub enum DestinationError {
     /// A guest has arrived: its memory is in use.
     #[error("a guest has arrived here already")]
     AlreadyArrived,
-    /// The source speaks another version.
+    /// The source supports other versions.
     #[error(transparent)]
     Version(#[from] VersionMismatch),
-    /// The source's guest has another shape than ours.
-    #[error("guest configuration mismatch: {0}")]
-    Mismatch(String),
+    /// The source's guest cannot run in this memory.
+    #[error("guest configuration mismatch")]
+    Mismatch(#[from] Mismatch),
     /// The source does not follow the protocol.
     #[error("unexpected message from the source: {message}")]
-    OutOfTurn {
-        /// The message.
-        message: String,
-    },
+    OutOfTurn { message: String },
     /// The control connection.
-    #[error("control connection from the source: {0}")]
+    #[error("control connection from the source")]
     Control(#[from] ProtocolError),
-    /// The source closed a connection.
+    /// The source closed the control connection.
     #[error("the source has closed the control connection")]
     ControlEnded,
-    /// Not all channels came.
-    #[error("only {arrived} of {channels} channels came within {seconds} s")]
+    /// Not all channels connected.
+    #[error("only {arrived} of {channels} channels connected within {seconds} s")]
     Channels {
-        /// Those that came.
         arrived: usize,
-        /// Those that were announced.
         channels: usize,
-        /// For how long they were waited for.
         seconds: u64,
     },
     /// Two channels of one number, or one that was not announced.
-    #[error("channel {channel} was not announced, or came twice")]
-    ChannelNumber {
-        /// The number.
-        channel: u8,
-    },
+    #[error("the source's channel {channel} was not announced, or connected twice")]
+    ChannelNumber { channel: u8 },
     /// A channel.
-    #[error("channel {channel} from the source: {error}")]
+    #[error("channel {channel} from the source")]
     Channel {
-        /// Its number.
         channel: usize,
-        /// What happened.
-        error: ChannelError,
+        source: ChannelError,
     },
-    /// A device state that nobody has room for.
-    #[error("the source announces {len} bytes of device state, at most {max} are taken")]
-    StateLength {
-        /// The announced length.
-        len: u64,
-        /// The limit.
-        max: u64,
-    },
-    /// The VMM could not do what was asked of it.
-    #[error("cannot {what} the guest: {error}")]
+    /// A device state that is longer than [`DestinationConfig::max_state`](crate::DestinationConfig::max_state).
+    #[error("the source announces {len} bytes of device state, more than the limit of {max}")]
+    StateLength { len: u64, max: u64 },
+    /// The VMM could not do `what` to the guest.
+    #[error("cannot {what} the guest")]
     Guest {
-        /// What was asked.
         what: &'static str,
-        /// The VMM's words.
-        error: GuestError,
+        source: GuestError,
     },
-    /// The guest stays at the source.
+    /// The guest stays at the source, for the cause that it sent.
     #[error("the source has given up: {cause}")]
-    Aborted {
-        /// Its words.
-        cause: String,
-    },
-    /// The source is silent, with the guest loaded and not handed over.
+    Aborted { cause: String },
+    /// The source has not sent `commit` for a guest that is loaded.
     #[error("the source has not handed the guest over within {seconds} s: it stays there")]
-    NotCommitted {
-        /// For how long it was waited for.
-        seconds: u64,
-    },
-    /// Somebody cancelled.
+    NotCommitted { seconds: u64 },
+    /// The VMM has cancelled.
     #[error("cancelled")]
     Cancelled,
+}
+
+/// A difference between the source's guest and the destination's.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
+pub enum Mismatch {
+    /// Pages of another size.
+    #[error("the source's pages have {theirs} bytes, the destination's {ours}")]
+    PageSize { theirs: u32, ours: usize },
+    /// A number of channels that is out of range.
+    #[error("the source announces {0} channels")]
+    Channels(u8),
+    /// A block of another length.
+    #[error("the source's RAM block `{name}` has {theirs} bytes, the destination's {ours}")]
+    BlockLen {
+        name: String,
+        theirs: u64,
+        ours: u64,
+    },
+    /// A block of the destination only.
+    #[error("the source has no RAM block `{0}`")]
+    BlockMissing(String),
+    /// A name that is not unique.
+    #[error("the source has several RAM blocks `{0}`")]
+    BlockTwice(String),
+    /// A block of the source only.
+    #[error("the source has a RAM block `{0}` that the destination does not have")]
+    BlockUnknown(String),
+    /// A size of packets that is out of range.
+    #[error("the source's packet size is invalid")]
+    Layout(#[from] LayoutError),
 }
 
 /// What a source can do wrong on a channel.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum ChannelError {
     /// It cannot be read.
     #[error(transparent)]
     Read(#[from] ReadError),
     /// A RAM block that this guest does not have.
     #[error("pages of RAM block `{block}`, which this guest does not have")]
-    Block {
-        /// Its name.
-        block: String,
-    },
+    Block { block: String },
     /// A page behind the end of its block.
     #[error("offset {offset:#x} is outside of RAM block `{block}` of {len} bytes")]
     Offset {
-        /// The offset.
         offset: u64,
-        /// The block.
         block: String,
-        /// Its length.
         len: usize,
     },
-    /// Pages that nobody would have waited for.
+    /// Pages behind the last round.
     #[error("pages that belong to no round")]
     PagesAfterSync,
     /// A packet behind the last one.
@@ -289,4 +254,10 @@ pub enum ChannelError {
     /// It ended without its last SYNC.
     #[error("the channel ended too early")]
     Ended,
+}
+
+/// An error and its causes on one line, for a log, a status or the peer.
+pub fn chain(error: &(dyn Error + 'static)) -> String {
+    let causes = std::iter::successors(error.source(), |cause| (*cause).source());
+    causes.fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
 }

@@ -14,7 +14,12 @@
 //! - [`SourceGuest`] and [`DestinationGuest`]: what the VMM does: pause, resume, save, load.
 //! - [`Source`] and [`Destination`]: one migration. [`Handle`] watches and cancels it, [`Status`] has the names of
 //!   QEMU's `query-migrate`.
-//! - [`protocol`]: the conversation, and who has the guest when something breaks: [`GuestLocation`].
+//! - [`protocol`]: messages and connections. [`GuestLocation`]: where the guest is when something breaks.
+//!
+//! What a VMM needs of the crates below is re-exported: codecs and engines ([`Engines`], [`Settings`], [`Method`]), addresses
+//! and statistics ([`Address`], [`Snapshot`]), devices ([`Devices`]), and the causes of errors ([`causes`]).
+//!
+//! The log lines of a migration (`tracing`) lie in a span `migration` with the fields `role` and `attempt`.
 //!
 //! # Example
 //! A VMM whose guest is a counter in its memory, and whose device state is that counter's address. The source
@@ -23,12 +28,10 @@
 //! ```
 //! use std::{sync::Arc, thread};
 //!
-//! use vamoose_codec::{Engines, Settings};
 //! use vamoose_live::{
-//!     Destination, DestinationConfig, DestinationGuest, GuestError, Ram, RamBlock, SharedBitmap,
-//!     Source, SourceConfig, SourceGuest,
+//!     Destination, DestinationConfig, DestinationGuest, Engines, GuestError, Method, Ram, RamBlock,
+//!     Settings, SharedBitmap, Source, SourceConfig, SourceGuest,
 //! };
-//! use multifd::Method;
 //! use vm_memory::{Bytes, MmapRegion};
 //!
 //! /// The VMM, on both sides.
@@ -82,7 +85,7 @@
 //! # fn main() -> Result<(), GuestError> {
 //! let engines = Engines::software(Settings::new(Method::Zstd, Some(1))?);
 //!
-//! // The destination: listens, and runs the guest when it has come.
+//! // The destination: listens, and runs the guest when it has arrived.
 //! let mut there = Vm::new()?;
 //! let config = DestinationConfig::new(engines.clone());
 //! let mut destination = Destination::bind(&"tcp:127.0.0.1:0".parse()?, there.ram.clone(), config)?;
@@ -117,6 +120,7 @@ mod offload;
 mod present;
 pub mod protocol;
 mod source;
+mod spans;
 mod status;
 mod sys;
 #[cfg(test)]
@@ -127,11 +131,25 @@ pub use dirty::{
     Bitmap, DirtyLog, DirtyLogError, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Merged,
     SharedBitmap, UserfaultLog,
 };
-pub use error::{ChannelError, DestinationError, SourceError};
+pub use error::{ChannelError, DestinationError, Mismatch, SourceError, chain};
 pub use guest::{DestinationGuest, GuestError, SourceGuest, Switchover};
-pub use handover::GuestLocation;
 pub use memory::{Ram, RamBlock, RamError, Region};
 pub use offload::{DsaDetection, OffloadCounters, PageCopy};
 pub use protocol::ProtocolError;
 pub use source::{AutoConverge, CHANNELS, Source, SourceConfig, ZeroPageDetection};
-pub use status::{Handle, RamStatus, State, Status};
+pub use status::{DowntimeParts, Handle, RamStatus, State, Status};
+
+pub use handover::GuestLocation;
+pub use idxd::offload::Devices;
+pub use multifd::Method;
+pub use vamoose_codec::{Engines, Settings, Verify};
+pub use vamoose_link::{Address, AddressError, Snapshot};
+
+/// The causes of errors, from the crates below.
+pub mod causes {
+    pub use handover::{FrameError, VersionMismatch};
+    pub use idxd::offload::WrongVerdict;
+    pub use multifd::{InitialError, LayoutError, PacketError};
+    pub use vamoose_codec::{DecodeError, EncodeError};
+    pub use vamoose_link::{ReadError, SocketError, WriteError, ZeroCopyError};
+}

@@ -1,62 +1,47 @@
-//! What is this engine's own of the conversation between a source and a destination; the rest is
-//! [`handover`]'s.
+//! What the live engine adds to [`handover`]'s protocol: how connections begin, and a description of the guest.
 //!
-//! One **control** connection, and one connection for each **channel**, which carries multifd packets:
+//! There is one **control** connection, and one connection for each **channel**, which carries multifd packets:
 //!
 //! ```text
 //!  control:  handover's preamble, which names the attempt, then its messages: lines of JSON
 //!  channel:  multifd's initial packet, with the attempt's id for a uuid, then multifd packets
 //! ```
 //!
-//! The whole conversation, the channels' part in double lines:
+//! The order of the messages, with the channels' packets in double lines:
 //!
 //! ```text
 //!  source                                                          destination
 //!     ── prepare (RAM blocks, page size, packet size, channels) ────>  compares them with its own
-//!     <───────────────────────────────────────── preparing, often ──  while it makes its memory zero
-//!     <───────────────────── prepared (who it is), or refused (why) ──
+//!     <──────────────────────────────── preparing, once a second ──  while it makes its memory zero
+//!     <───────────────── prepared (its incarnation), or refused ──
 //!     ══ pages of round 1 ═══ SYNC 1 ═══════════════════════════════>
 //!     <─────────────────────────────────────────────────── synced 1 ──  when all channels had their SYNC
-//!     ══ … until what is left fits into the downtime limit …
+//!     ══ … until the rest fits into the downtime limit …
 //!  pauses the guest
-//!     ══ the last pages ═════ SYNC n ═══ last SYNC ═════════════════>   what ends without that one was cut
+//!     ══ the last pages ═════ SYNC n ═══ last SYNC ═════════════════>   a channel that ends without it was cut
 //!     <─────────────────────────────────────────────────── synced n ──
 //!     ── state (length), the state ─────────────────────────────────>  every channel has ended: no page
 //!     <───────────────────────────────────────────────────── loaded ──  can be written any more
 //!     ── commit ────────────────────────────────────────────────────>
 //!     <─────────────────────────────────────────────────── starting ──
 //!     <──────────────────────────────────────────────────── running ──  the guest runs
-//!     ── settled ───────────────────────────────────────────────────>  nobody will ask again
+//!     ── settled ───────────────────────────────────────────────────>  the source will not ask again
 //! ```
 //!
 //! Because the source waits for `synced` before it goes on, no page of a round can overtake one of the
 //! round before on another channel.
 //!
-//! # Who has the guest
-//! [`handover::Source`] and [`handover::Destination`] decide that. Until the source sends `commit` the guest is the
-//! source's: whatever fails, it resumes there. From then on it resumes only when it is certain that the guest has
-//! never run at the destination. After a lost connection it dials again, as often as it takes, with the same
-//! attempt's id, and repeats `commit`:
-//!
-//! - `starting` or `running`: the guest is the destination's.
-//! - `aborted`, by the destination that had said `prepared`: it will never run the guest. The source resumes.
-//! - `unknown`: another process answers at that address. What became of the guest cannot be told.
-//! - The connection is refused: no proof of anything, as something between the hosts may refuse in the name of a
-//!   destination that lives. Only with [`direct_link`](crate::SourceConfig::direct_link) a destination that has closed
-//!   every connection on which it was told `commit`, and does not listen any more, has ended: it listens as long as it
-//!   may run the guest and says `starting` before it does.
-//! - No answer at all for the settle time: the source cannot know either. The guest stays paused
-//!   ([`SourceError::InDoubt`](crate::SourceError::InDoubt)), never two run.
-//!
-//! The destination waits for `commit` for the settle time, and answers questions for a while longer. About
-//! attempts that it has given up it answers as long as it lives.
-//!
-//! Neither side keeps a journal: the process that ends takes its guest, which is its memory, along with it, so that
-//! there is nothing that another process could go on with.
+//! # Where the guest is
+//! [`handover::Source`] and [`handover::Destination`] decide that; the documentation of that crate says how, and why two
+//! guests never run. Before `commit`, every failure leaves the guest at the source. After a lost connection behind it the
+//! source dials again with the same attempt's id, until it is answered or the settle time is over. The
+//! destination waits for `commit` for the settle time, and answers for a while longer; about attempts that have failed
+//! it answers as long as it lives. Neither side keeps a journal: the guest ends with its process, so no other
+//! process could continue.
 //!
 //! # Versions
-//! [`handover`] negotiates them. The control protocol of the first releases began with "VLIV": its sources are refused in
-//! words that they understand.
+//! [`handover`] negotiates them. The control protocol of the first releases began with "VLIV": its sources are refused with
+//! a message that they understand.
 
 use std::{
     io::{self, Read as _},
@@ -68,24 +53,26 @@ use handover::{
     AttemptId, ConnectionKind, Details, FrameError, Lines, MAX_LINE, PREAMBLE_LEN, PREAMBLE_MAGIC,
     Preamble, encode,
 };
-use multifd::{INITIAL_LEN, Initial, InitialError, MAGIC};
+use multifd::{INITIAL_LEN, Initial, InitialError, Layout, MAGIC};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::Value;
 use thiserror::Error;
 use vamoose_link::{Stream, is_stall};
 
+use crate::{Ram, SourceConfig, error::Mismatch, source::CHANNELS, status::millis};
+
 /// Number of the SYNC that is the last packet of a channel.
 pub const LAST_SYNC: u64 = u64::MAX;
 
-/// What the first bytes of a connection say.
+/// The first bytes of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Opening {
     /// A control connection of this attempt.
     Control(AttemptId),
     /// A channel; its uuid is the attempt's id.
     Channel(Initial),
-    /// A control connection of a release whose protocol is not spoken any more. The rest of it has not been read.
+    /// A control connection of a release whose protocol is not supported any more. The rest of it has not been read.
     Old,
 }
 
@@ -93,7 +80,7 @@ impl Opening {
     /// Reads the first bytes of a connection.
     ///
     /// # Errors
-    /// When the connection breaks, or is none of ours.
+    /// When the connection breaks, or belongs to another protocol.
     pub fn read(stream: &Stream) -> Result<Self, ProtocolError> {
         let mut bytes = [0; INITIAL_LEN];
         let (magic, rest) = bytes.split_at_mut(4);
@@ -114,7 +101,7 @@ impl Opening {
                 kind: ConnectionKind::Control,
                 attempt,
             }) => Ok(Self::Control(attempt)),
-            _ => Err(ProtocolError::Stranger { found }),
+            _ => Err(ProtocolError::Foreign { found }),
         }
     }
 
@@ -127,18 +114,18 @@ impl Opening {
 
 const OLD_MAGIC: [u8; 4] = *b"VLIV";
 
-/// Tells a source of an old release, in its words, that it is not understood.
+/// Refuses a source of an old release, with a message of its protocol.
 pub(crate) fn refuse_old(stream: &Stream) -> io::Result<()> {
     const REFUSED: &[u8] = br#"{"say":"refused","cause":"the destination is of a newer release: install the same release of vamoose on both hosts"}"#;
     let len = u32::try_from(REFUSED.len()).unwrap_or(u32::MAX);
     stream.write_both(&len.to_be_bytes(), REFUSED)?;
     stream.finish();
-    // What it has said is taken: the system would reset the connection otherwise, and the answer might be lost.
+    // Read what it has sent: the system would reset the connection otherwise, and the answer might be lost.
     io::copy(&mut (&mut &*stream).take(MAX_LINE as u64), &mut io::sink())?;
     Ok(())
 }
 
-/// What a source adds to `prepare`.
+/// What a source adds to `prepare`: its guest, and how it will be sent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct PrepareDetails {
@@ -150,7 +137,7 @@ pub struct PrepareDetails {
     pub packet_bytes: u32,
     /// Channels that the source will open.
     pub channels: u8,
-    /// For how long the source asks, once it has committed, in milliseconds.
+    /// How long the source asks after `commit` where the guest is, in milliseconds.
     pub settle_ms: u64,
 }
 
@@ -164,11 +151,56 @@ pub struct BlockShape {
 }
 
 impl PrepareDetails {
+    pub(crate) fn new(ram: &Ram, layout: Layout, config: &SourceConfig) -> Self {
+        let number = |value| u32::try_from(value).unwrap_or(u32::MAX);
+        let blocks = ram.blocks().iter().map(|block| BlockShape {
+            name: block.name().to_string(),
+            len: block.len() as u64,
+        });
+        Self {
+            blocks: blocks.collect(),
+            page_size: number(layout.page_size()),
+            packet_bytes: number(layout.packet_bytes()),
+            channels: config.channels,
+            settle_ms: millis(config.settle_time),
+        }
+    }
+
+    /// Checks that the source's guest can run in `ram`; returns the layout of its packets.
+    pub(crate) fn check(&self, ram: &Ram) -> Result<Layout, Mismatch> {
+        let (theirs, ours) = (self.page_size, ram.page_size());
+        if theirs as usize != ours {
+            return Err(Mismatch::PageSize { theirs, ours });
+        }
+        if !CHANNELS.contains(&self.channels) {
+            return Err(Mismatch::Channels(self.channels));
+        }
+        for block in ram.blocks() {
+            let (name, ours) = (block.name().to_string(), block.len() as u64);
+            let mut same_name = self.blocks.iter().filter(|theirs| theirs.name == name);
+            match (same_name.next().map(|theirs| theirs.len), same_name.next()) {
+                (Some(theirs), None) if theirs == ours => {}
+                (Some(theirs), None) => return Err(Mismatch::BlockLen { name, theirs, ours }),
+                (None, _) => return Err(Mismatch::BlockMissing(name)),
+                (_, Some(_)) => return Err(Mismatch::BlockTwice(name)),
+            }
+        }
+        let known = |name: &str| {
+            ram.blocks()
+                .iter()
+                .any(|block| block.name().to_string() == name)
+        };
+        match self.blocks.iter().find(|theirs| !known(&theirs.name)) {
+            Some(theirs) => Err(Mismatch::BlockUnknown(theirs.name.clone())),
+            None => Ok(Layout::new(theirs)?.with_packet_bytes(self.packet_bytes)?),
+        }
+    }
+
     pub(crate) fn settle_time(&self) -> Duration {
         Duration::from_millis(self.settle_ms)
     }
 
-    /// As they go into the message.
+    /// The details as a part of the message.
     ///
     /// # Errors
     /// When they cannot be written as JSON.
@@ -188,41 +220,47 @@ impl TryFrom<Details> for PrepareDetails {
     }
 }
 
-/// A connection on which the peer does not speak as agreed.
+/// A control connection that failed, or on which the peer does not follow the protocol.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ProtocolError {
     /// The connection broke.
-    #[error("the connection broke: {0}")]
+    #[error("the connection broke")]
     Io(#[from] io::Error),
     /// The connection ended in the middle of something.
     #[error("the connection ended after {got} of {wanted} bytes")]
     Truncated {
-        /// Bytes that came.
+        /// Bytes received.
         got: usize,
-        /// Bytes that were due.
+        /// Bytes expected.
         wanted: usize,
     },
     /// The connection ended in the middle of a message.
     #[error("the connection ended in the middle of a message")]
     Cut,
-    /// Nothing came for the stall timeout, in the middle of something.
-    #[error("timed out in the middle of a message")]
-    Stalled,
+    /// Nothing came for the stall timeout, in the middle of a message.
+    #[error("timed out after {seconds} s in the middle of a message")]
+    Stalled {
+        /// The timeout.
+        seconds: u64,
+    },
     /// Nothing came for the stall timeout.
-    #[error("timed out waiting for a message")]
-    TimedOut,
-    /// Not a peer of this protocol at all.
-    #[error("a connection begins with {found:#010x}: no live migration")]
-    Stranger {
+    #[error("timed out after {seconds} s waiting for a message")]
+    TimedOut {
+        /// The timeout.
+        seconds: u64,
+    },
+    /// A peer of another protocol.
+    #[error("the connection begins with {found:#010x}, which is not a live migration")]
+    Foreign {
         /// Its first four bytes.
         found: u32,
     },
-    /// A source of a release whose protocol is not spoken any more.
+    /// A source of a release whose protocol is not supported any more.
     #[error("a source of an older release: install the same release of vamoose on both hosts")]
     Old,
     /// A channel's first bytes.
-    #[error("bad channel: {0}")]
+    #[error("malformed initial packet of a channel")]
     Channel(#[from] InitialError),
     /// Bytes that are no message.
     #[error(transparent)]
@@ -230,6 +268,11 @@ pub enum ProtocolError {
 }
 
 impl ProtocolError {
+    fn stalled(stream: &Stream) -> Self {
+        let seconds = timeout_seconds(stream);
+        Self::Stalled { seconds }
+    }
+
     /// Whether the peer's system has reset the connection.
     pub(crate) fn is_reset(&self) -> bool {
         let reset = [io::ErrorKind::ConnectionReset, io::ErrorKind::BrokenPipe];
@@ -261,7 +304,7 @@ impl Messages {
         send(&self.stream, message)
     }
 
-    /// Receives a message, however long it takes to begin; `None` when the connection has ended.
+    /// Receives a message, however long it takes to arrive; `None` when the connection has ended.
     ///
     /// # Errors
     /// When the connection breaks, or what comes is no message.
@@ -269,7 +312,7 @@ impl Messages {
         loop {
             match self.receive_soon() {
                 // Between two messages there may be a long round.
-                Err(ProtocolError::TimedOut) => {}
+                Err(ProtocolError::TimedOut { .. }) => {}
                 result => return result,
             }
         }
@@ -288,9 +331,12 @@ impl Messages {
                 Ok(0) => return Ok(None),
                 Ok(len) => self.lines.push(&buffer[..len]),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if in_message && is_stall(&error) => return Err(ProtocolError::Stalled),
+                Err(error) if in_message && is_stall(&error) => {
+                    return Err(ProtocolError::stalled(&self.stream));
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    return Err(ProtocolError::TimedOut);
+                    let seconds = timeout_seconds(&self.stream);
+                    return Err(ProtocolError::TimedOut { seconds });
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -298,7 +344,7 @@ impl Messages {
     }
 
     /// Receives the `len` bytes of device state behind the last message. The length is not trusted: memory grows
-    /// with the bytes that really come.
+    /// with the bytes received.
     pub(crate) fn receive_state(&mut self, len: usize) -> Result<Vec<u8>, ProtocolError> {
         let mut state = self.lines.take_rest(len);
         while state.len() < len {
@@ -326,13 +372,22 @@ fn read_exactly(stream: &Stream, buffer: &mut [u8]) -> Result<(), ProtocolError>
 fn read_some(stream: &Stream, buffer: &mut [u8]) -> Result<usize, ProtocolError> {
     stream.read_full(buffer).map_err(|error| {
         if is_stall(&error) {
-            return ProtocolError::Stalled;
+            return ProtocolError::stalled(stream);
         }
         error.into()
     })
 }
 
-/// Bits for a name that no other attempt or process has, and that cannot be guessed.
+/// The stall timeout of a connection.
+fn timeout_seconds(stream: &Stream) -> u64 {
+    let timeout = match stream {
+        Stream::Tcp(stream) => stream.read_timeout(),
+        Stream::Unix(stream) => stream.read_timeout(),
+    };
+    timeout.ok().flatten().unwrap_or_default().as_secs()
+}
+
+/// An id that no other attempt or process has, and that cannot be guessed.
 pub(crate) fn random_id() -> io::Result<[u8; 16]> {
     let mut bytes = [0; 16];
     getrandom(&mut bytes, GetRandomFlags::empty())?;
@@ -429,8 +484,8 @@ mod tests {
             attempt: id,
         };
         for other in [&b"GET / HTTP/1.1\r\n"[..], b"VAMP", &data.to_bytes()] {
-            let stranger = opening(other);
-            assert!(matches!(stranger, Err(ProtocolError::Stranger { .. })));
+            let foreign = opening(other);
+            assert!(matches!(foreign, Err(ProtocolError::Foreign { .. })));
         }
         let cut = opening(&control[..20]);
         assert!(matches!(

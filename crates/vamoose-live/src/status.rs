@@ -1,6 +1,7 @@
-//! Where a migration stands, under the names of QEMU's `query-migrate`.
+//! The progress of a migration, under the names of QEMU's `query-migrate`.
 
 use std::{
+    fmt,
     num::NonZeroU64,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -9,8 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde::Serialize;
-use vamoose_link::{Hangup, Pacer, Snapshot, Stats, Stream};
+use serde::{Serialize, Serializer};
+use vamoose_link::{Hangup, HangupGuard, Pacer, Snapshot, Stats, Stream};
 
 use crate::{OffloadCounters, Ram, offload::Account};
 
@@ -26,9 +27,12 @@ pub struct Status {
     pub status: State,
     /// Since it began.
     pub total_time: u64,
-    /// For which the guest stood still; once it is known.
+    /// How long the guest was paused; once it is known.
     pub downtime: Option<u64>,
-    /// For which it would stand still if it were paused now.
+    /// What that time was needed for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub downtime_parts: Option<DowntimeParts>,
+    /// How long the last round would take if the guest were paused now.
     pub expected_downtime: Option<u64>,
     /// Until the first page was sent.
     pub setup_time: u64,
@@ -42,6 +46,35 @@ pub struct Status {
     /// Why it failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_desc: Option<String>,
+}
+
+/// The parts of a downtime, which add up to it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct DowntimeParts {
+    /// Pausing the guest, reading the dirty log, and sending the last pages until they are written at the destination.
+    #[serde(serialize_with = "as_millis")]
+    pub last_round: Duration,
+    /// Saving and sending the state of vCPUs and devices.
+    #[serde(serialize_with = "as_millis")]
+    pub device_state: Duration,
+    /// Until the destination has loaded that state.
+    #[serde(serialize_with = "as_millis")]
+    pub load: Duration,
+    /// Handing the guest over, until the destination says that it runs.
+    #[serde(serialize_with = "as_millis")]
+    pub commit: Duration,
+}
+
+impl fmt::Display for DowntimeParts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [last_round, device_state, load, commit] =
+            [self.last_round, self.device_state, self.load, self.commit].map(millis);
+        write!(
+            f,
+            "last round {last_round} ms, device state {device_state} ms, load {load} ms, commit {commit} ms"
+        )
+    }
 }
 
 /// The memory part of a [`Status`].
@@ -87,14 +120,14 @@ pub enum State {
     Device,
     /// The guest runs at the destination.
     Completed,
-    /// It runs at the source, or nobody knows: the error says.
+    /// It runs at the source, or it is not known where: the error says.
     Failed,
-    /// It runs at the source, because somebody cancelled.
+    /// It runs at the source: the migration was cancelled.
     Cancelled,
 }
 
 impl Handle {
-    /// Where the migration stands now.
+    /// The progress at this moment.
     pub fn status(&self) -> Status {
         self.0.status()
     }
@@ -104,7 +137,7 @@ impl Handle {
         self.0.stats.snapshot()
     }
 
-    /// Cancels: the guest goes on at the source. False if it is too late because the destination was told to run
+    /// Cancels: the guest resumes at the source. False if it is too late because the destination was told to run
     /// the guest, or the migration is over.
     pub fn cancel(&self) -> bool {
         self.0.cancel()
@@ -161,11 +194,16 @@ impl Shared {
         status.ram.total = ram.total_bytes();
         status.ram.remaining = ram.total_bytes();
         status.ram.page_size = ram.page_size() as u64;
+        let hangup = Hangup::new()?;
+        let pacer = max_bandwidth.map(|rate| Arc::new(Pacer::new(rate)));
+        if let Some(pacer) = &pacer {
+            hangup.set_pacer(pacer.clone());
+        }
         Ok(Self {
             stats: Arc::default(),
-            pacer: max_bandwidth.map(|rate| Arc::new(Pacer::new(rate))),
+            pacer,
             zero_page_detection: None,
-            hangup: Hangup::new()?,
+            hangup,
             fate: AtomicU8::new(OPEN),
             progress: Mutex::new(Progress {
                 status,
@@ -209,15 +247,12 @@ impl Shared {
         self.hangup.register(stream);
     }
 
-    /// Ends whatever blocks.
-    pub(crate) fn hang_up(&self) {
-        self.hangup.hang_up();
-        if let Some(pacer) = &self.pacer {
-            pacer.close();
-        }
+    /// Ends all calls that block when the result goes.
+    pub(crate) fn hang_up_on_drop(&self) -> HangupGuard<'_> {
+        self.hangup.on_drop()
     }
 
-    /// Passes the point of no return; false if somebody has cancelled before.
+    /// Passes the point of no return; false if the migration was cancelled before.
     pub(crate) fn commit(&self) -> bool {
         self.decide(COMMITTED)
     }
@@ -228,7 +263,7 @@ impl Shared {
         }
         let cancelled = self.decide(CANCELLED);
         if cancelled {
-            self.hang_up();
+            self.hangup.hang_up();
         }
         cancelled || self.is_cancelled()
     }
@@ -238,6 +273,44 @@ impl Shared {
             .compare_exchange(OPEN, fate, Ordering::AcqRel, Ordering::Acquire)
             .is_ok()
     }
+}
+
+/// Measures the parts of a downtime.
+#[derive(Clone, Copy)]
+pub(crate) struct Stopwatch {
+    started: Instant,
+    lap: Instant,
+    parts: DowntimeParts,
+}
+
+impl Stopwatch {
+    pub(crate) fn start() -> Self {
+        let now = Instant::now();
+        Self {
+            started: now,
+            lap: now,
+            parts: DowntimeParts::default(),
+        }
+    }
+
+    /// Adds the time since the last lap to `part`.
+    pub(crate) fn lap(&mut self, part: impl FnOnce(&mut DowntimeParts) -> &mut Duration) {
+        let now = Instant::now();
+        *part(&mut self.parts) += now - self.lap;
+        self.lap = now;
+    }
+
+    pub(crate) fn started(&self) -> Instant {
+        self.started
+    }
+
+    pub(crate) fn parts(&self) -> DowntimeParts {
+        self.parts
+    }
+}
+
+fn as_millis<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(millis(*time))
 }
 
 pub(crate) fn millis(time: Duration) -> u64 {

@@ -37,7 +37,7 @@ use testguest::Guest;
 use vamoose_link::Address;
 use vamoose_live::{
     Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError, GuestLocation,
-    SourceError, Switchover,
+    SourceError, Switchover, chain,
 };
 
 /// For how long a source asks, and a destination waits for its word. Long enough for a busy host to get an
@@ -390,7 +390,7 @@ fn a_vmm_that_fails_at_the_source_keeps_its_guest() {
         );
         let told = outcome.destination.unwrap_err();
         assert!(
-            matches!(&told, DestinationError::Aborted { cause } if *cause == error.to_string()),
+            matches!(&told, DestinationError::Aborted { cause } if *cause == chain(&error)),
             "{told}"
         );
         stage.expect_here();
@@ -467,7 +467,11 @@ fn a_guest_that_cannot_be_resumed_is_reported() {
     let (stage, outcome) = failing_at(&[Step::Save, Step::TakeBack]);
     let error = outcome.source.unwrap_err();
     assert_eq!(error.guest(), GuestLocation::InDoubt);
-    let SourceError::NotResumed { cause, error } = error else {
+    let SourceError::NotResumed {
+        source: cause,
+        error,
+    } = error
+    else {
         panic!("{error}");
     };
     assert!(matches!(*cause, SourceError::Guest { .. }), "{cause}");

@@ -31,7 +31,7 @@ use vamoose_link::{Address, ReadError};
 use vamoose_live::{
     Arrival, ChannelError, Destination, DestinationError, DestinationGuest, GuestError,
     GuestLocation, ProtocolError, Ram, RamBlock, SharedBitmap, Source, SourceConfig, SourceError,
-    SourceGuest, Switchover, protocol::LAST_SYNC,
+    SourceGuest, Switchover, chain, protocol::LAST_SYNC,
 };
 use vm_memory::{Bytes, MmapRegion};
 
@@ -295,7 +295,7 @@ fn hostile_source(
                 _ => {}
             }
         };
-        assert_eq!(cause, error.to_string(), "{name}");
+        assert_eq!(cause, chain(&error), "{name}");
     }
     serve_a_right_one(&mut destination, &there);
 }
@@ -711,7 +711,10 @@ fn a_message_that_stops_in_the_middle() {
             };
             scope.spawn(move || {
                 hostile_source(&format!("half a message when {step}"), play, |error| {
-                    matches!(error, DestinationError::Control(ProtocolError::Stalled))
+                    matches!(
+                        error,
+                        DestinationError::Control(ProtocolError::Stalled { .. })
+                    )
                 });
             });
         }
@@ -1041,7 +1044,7 @@ fn packets_that_cannot_be() {
             hostile_source(name, play, |error| {
                 matches!(
                     error,
-                    DestinationError::Channel { channel: 1, error } if expected(error)
+                    DestinationError::Channel { channel: 1, source } if expected(source)
                 )
             });
         }
@@ -1086,7 +1089,7 @@ fn channels_that_end_too_early() {
             error,
             DestinationError::Channel {
                 channel: 0,
-                error: ChannelError::Ended
+                source: ChannelError::Ended
             }
         )
     });
@@ -1099,7 +1102,7 @@ fn channels_that_end_too_early() {
                 error,
                 DestinationError::Channel {
                     channel: 0,
-                    error: ChannelError::Ended
+                    source: ChannelError::Ended
                 }
             )
         },
@@ -1110,7 +1113,7 @@ fn channels_that_end_too_early() {
             error,
             DestinationError::Channel {
                 channel: 0,
-                error: ChannelError::PagesAfterSync
+                source: ChannelError::PagesAfterSync
             }
         )
     });
@@ -1124,7 +1127,7 @@ fn channels_that_end_too_early() {
                     error,
                     DestinationError::Channel {
                         channel: 0,
-                        error: ChannelError::AfterTheLast
+                        source: ChannelError::AfterTheLast
                     }
                 )
             },
@@ -1137,7 +1140,7 @@ fn channels_that_end_too_early() {
                 error,
                 DestinationError::Channel {
                     channel: 0,
-                    error: ChannelError::Read(ReadError::Truncated { .. })
+                    source: ChannelError::Read(ReadError::Truncated { .. })
                 }
             )
         });

@@ -30,7 +30,7 @@ use vamoose_codec::{Engines, Settings, Verify};
 use vamoose_live::{
     AutoConverge, Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError,
     GuestLocation, Ram, RamBlock, SharedBitmap, Source, SourceConfig, SourceError, SourceGuest,
-    State, Status, Switchover, ZeroPageDetection,
+    State, Status, Switchover, ZeroPageDetection, chain,
 };
 use vm_memory::Bytes;
 
@@ -378,13 +378,13 @@ fn a_migration_that_takes_too_long_gives_up_and_leaves_the_guest() {
         assert!(matches!(error, SourceError::TimedOut { .. }), "{error}");
         assert_eq!(error.guest(), GuestLocation::Source);
         assert_eq!(handle.status().status, State::Failed);
-        assert_eq!(handle.status().error_desc, Some(error.to_string()));
+        assert_eq!(handle.status().error_desc, Some(chain(&error)));
         assert!(!handle.cancel(), "it is over");
         // In the middle of a round the end of a channel may be seen before the source's words.
         let refused = refused.unwrap_err();
         assert!(
             match &refused {
-                DestinationError::Aborted { cause } => *cause == error.to_string(),
+                DestinationError::Aborted { cause } => *cause == chain(&error),
                 DestinationError::Channel { .. } => max_bandwidth.is_some(),
                 _ => false,
             },

@@ -1,4 +1,4 @@
-//! Takes connections, finds out what they are, and receives what comes on control connections, for as long as an
+//! Accepts connections, identifies them, and receives the messages of control connections, for as long as an
 //! attempt lasts.
 
 use std::{
@@ -23,13 +23,15 @@ use vamoose_link::{Hangup, Listener, Stream};
 use super::Event;
 use crate::{
     DestinationError,
+    error::chain,
     protocol::{Messages, Opening, ProtocolError, refuse_old},
+    spans::in_span,
 };
 
-/// Most connections that may be opened at once and have not said what they are.
-const MOST_UNKNOWN: usize = 256;
+/// Most connections at once that have not identified themselves.
+const MAX_UNIDENTIFIED: usize = 256;
 
-/// How long to leave connections alone when none can be taken: the system is out of descriptors or memory.
+/// How long to wait when no connection can be accepted: the system is out of descriptors or memory.
 const BACK_OFF: Duration = Duration::from_millis(100);
 
 /// What every connection's thread needs.
@@ -38,7 +40,7 @@ pub(super) struct Connections {
     pub(super) events: SyncSender<Event>,
     /// Most bytes of device state.
     pub(super) max_state: u64,
-    pub(super) unknown: Arc<AtomicUsize>,
+    pub(super) unidentified: Arc<AtomicUsize>,
 }
 
 /// Accepts connections until `hangup` ends the attempt, or `closing` all attempts.
@@ -67,20 +69,20 @@ pub(super) fn run<'scope, 'env: 'scope>(
         if !cancelled && closing.is_hung_up() {
             cancelled = true;
             let _ = connections.events.send(Event::Cancelled);
-            // A guest that runs here already has to be answered for.
+            // The source of a guest that runs here already has to be answered.
             continue;
         }
         match listener.try_accept() {
             Ok(Some(stream)) => {
                 number += 1;
-                greet(Arc::new(stream), number, hangup, connections, scope);
+                identify(Arc::new(stream), number, hangup, connections, scope);
                 backs_off = false;
             }
             Ok(None) => backs_off = false,
-            // Those that wait are served later: a guest is in doubt until its source is answered.
+            // Those that wait are accepted later: a guest is in doubt until its source is answered.
             Err(error) => {
                 if !backs_off {
-                    warn!("{error}: trying again");
+                    warn!("{}: trying again", chain(&error));
                 }
                 backs_off = true;
             }
@@ -88,36 +90,36 @@ pub(super) fn run<'scope, 'env: 'scope>(
     }
 }
 
-/// Receives from a connection on a thread of its own: a silent peer holds up no other.
-fn greet<'scope>(
+/// Receives from a connection on a thread of its own: a silent peer delays no other.
+fn identify<'scope>(
     stream: Arc<Stream>,
     number: u64,
     hangup: &Hangup,
     connections: &Connections,
     scope: &'scope Scope<'scope, '_>,
 ) {
-    if connections.unknown.fetch_add(1, Ordering::Relaxed) >= MOST_UNKNOWN {
-        connections.unknown.fetch_sub(1, Ordering::Relaxed);
-        warn!("too many connections that say nothing: one is refused");
+    if connections.unidentified.fetch_add(1, Ordering::Relaxed) >= MAX_UNIDENTIFIED {
+        connections.unidentified.fetch_sub(1, Ordering::Relaxed);
+        warn!("too many connections without a first message: one is refused");
         return;
     }
     hangup.register(&stream);
     let serve = {
         let connections = connections.clone();
-        move || connections.serve(stream, number)
+        in_span(move || connections.serve(stream, number))
     };
     if let Err(error) = thread::Builder::new().spawn_scoped(scope, serve) {
-        connections.unknown.fetch_sub(1, Ordering::Relaxed);
-        warn!("a connection was refused: {error}");
+        connections.unidentified.fetch_sub(1, Ordering::Relaxed);
+        warn!("a connection was refused: {}", chain(&error));
     }
 }
 
 impl Connections {
     fn serve(&self, stream: Arc<Stream>, number: u64) {
         let opened = open(stream, number);
-        self.unknown.fetch_sub(1, Ordering::Relaxed);
+        self.unidentified.fetch_sub(1, Ordering::Relaxed);
         match opened {
-            Err(error) => warn!("a connection was ignored: {error}"),
+            Err(error) => warn!("a connection was ignored: {}", chain(&error)),
             Ok((event, messages)) => {
                 // The coordinator is gone when the attempt is over.
                 if self.events.send(event).is_ok()
@@ -129,7 +131,7 @@ impl Connections {
         }
     }
 
-    /// Receives what a source says, until the connection ends.
+    /// Receives a source's messages, until the connection ends.
     fn receive(&self, number: u64, mut messages: Messages) {
         loop {
             let event = match messages.receive() {
@@ -160,7 +162,7 @@ impl Connections {
     }
 }
 
-/// What a connection is: of a control connection its first message tells.
+/// Reads a connection's first bytes, and the first message of a control connection.
 fn open(stream: Arc<Stream>, number: u64) -> Result<(Event, Option<Messages>), ProtocolError> {
     match Opening::read(&stream)? {
         Opening::Channel(initial) => Ok((Event::Channel(initial, stream), None)),

@@ -4,10 +4,10 @@ use multifd::{Layout, RamHeader};
 use vamoose_link::{ChannelReader, Received};
 use vm_memory::VolatileSlice;
 
-use super::place::Place;
+use super::guest_ram::GuestRam;
 use crate::{ChannelError, PageCopy, offload::DsaCopy, protocol::LAST_SYNC};
 
-/// Takes the packets of a channel until it ends. `synced` is told each SYNC's number, when every page
+/// Receives the packets of a channel until it ends. `synced` is called with each SYNC's number when every page
 /// before it has been written.
 ///
 /// # Errors
@@ -15,7 +15,7 @@ use crate::{ChannelError, PageCopy, offload::DsaCopy, protocol::LAST_SYNC};
 pub(super) fn receive(
     mut reader: ChannelReader,
     layout: Layout,
-    place: &Place<'_>,
+    memory: &GuestRam<'_>,
     copy: &PageCopy,
     synced: impl Fn(u64),
 ) -> Result<(), ChannelError> {
@@ -31,15 +31,15 @@ pub(super) fn receive(
             return Err(ChannelError::AfterTheLast);
         }
         if !header.is_empty() {
-            let block = place.resolve(&header, &mut pages)?;
+            let block = memory.resolve(&header, &mut pages)?;
             match &mut dsa {
                 None => reader.read_pages(&header, &pages)?,
                 Some(dsa) => reader.read_pages_by(&header, &pages, &mut |bytes, pages| {
                     dsa.copy(bytes, pages);
                 })?,
             }
-            place.written(block, header.normal_offsets());
-            place.zero(block, header.zero_offsets());
+            memory.written(block, header.normal_offsets());
+            memory.zero(block, header.zero_offsets());
             unsynced = true;
         }
         last = header.sync && header.packet_num == LAST_SYNC;

@@ -1,4 +1,4 @@
-//! Work that is done in parts, by several threads, while somebody is told that it goes on.
+//! Work that is done in parts, by several threads, with regular reports of its progress.
 
 use std::{
     cell::Cell,
@@ -7,10 +7,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::spans::in_span;
+
 /// Calls `work` with each number below `parts`, on up to `threads` threads. The caller's is one of them, and does
 /// everything where no other can be had.
 ///
-/// `heartbeat` is given a chance after each part of the caller's, so it tells of progress, not of threads that hang.
+/// `heartbeat` beats after each part of the caller's, so it reports progress, not threads that hang.
 pub(super) fn each(
     parts: usize,
     threads: usize,
@@ -18,13 +20,13 @@ pub(super) fn each(
     work: &(dyn Fn(usize) + Sync),
 ) {
     let next = AtomicUsize::new(0);
-    // Which part is whose is all that is agreed on here; the end of the scope orders the rest.
+    // This only divides the parts; the end of the scope orders the rest.
     let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|part| *part < parts);
     thread::scope(|scope| {
         for _ in 1..threads.min(parts) {
             let helper = || std::iter::from_fn(take).for_each(work);
             let builder = thread::Builder::new().name("make-zero".into());
-            if let Err(error) = builder.spawn_scoped(scope, helper) {
+            if let Err(error) = builder.spawn_scoped(scope, in_span(helper)) {
                 tracing::debug!(%error, "no more threads: fewer do the work");
                 break;
             }
@@ -36,7 +38,7 @@ pub(super) fn each(
     });
 }
 
-/// Tells somebody every now and then that work goes on.
+/// Reports at intervals that work makes progress.
 pub(super) struct Heartbeat<'a> {
     tell: &'a dyn Fn(),
     every: Duration,
@@ -44,7 +46,7 @@ pub(super) struct Heartbeat<'a> {
 }
 
 impl<'a> Heartbeat<'a> {
-    /// Calls `tell`, but not more often than `every` so often.
+    /// Calls `tell`, but at most once `every` so long.
     pub(super) fn new(every: Duration, tell: &'a dyn Fn()) -> Self {
         let last = Cell::new(Instant::now());
         Self { tell, every, last }

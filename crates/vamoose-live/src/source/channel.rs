@@ -3,8 +3,8 @@
 //! ```text
 //!   chunks ── clear, collect ──> [filling] ── full: start the scan ──> [scanned] ── finish the scan ──> encode, send
 //! ```
-//! The scan for zero pages of a packet is under way while the packet before it is encoded and sent: whoever scans
-//! besides the processor has that time. At a SYNC nothing is left in between.
+//! The scan for zero pages of a packet is under way while the packet before it is encoded and sent: a device that scans
+//! has that time. At a SYNC no page is left in either batch.
 
 use std::{
     mem,
@@ -15,6 +15,8 @@ use multifd::{Layout, PacketError, RamHeader};
 use vamoose_link::ChannelWriter;
 use vm_memory::VolatileSlice;
 
+#[cfg(feature = "bench")]
+use super::normal_page_ratio::NormalPageRatio;
 use super::{
     Source, SourceConfig, ZeroPageDetection,
     round::{Chunk, Round},
@@ -34,6 +36,8 @@ pub(super) struct Channel<'a> {
     /// Numbers the packets of all channels.
     packets: &'a AtomicU64,
     scan: Option<ZeroScan>,
+    #[cfg(feature = "bench")]
+    normal: NormalPageRatio,
     /// The pages of the packet after the next.
     filling: Batch<'a>,
     /// The pages of the next packet, whose scan has been started.
@@ -59,9 +63,11 @@ impl<'a> Channel<'a> {
             writer,
             packets: &source.packets,
             scan: zero_scan(layout, config),
+            #[cfg(feature = "bench")]
+            normal: NormalPageRatio::new(config.normal_page_ratio),
             filling: Batch::new(layout),
             scanned: Batch::new(layout),
-            packer: Packer::new(layout, config),
+            packer: Packer::new(layout),
         }
     }
 
@@ -77,15 +83,15 @@ impl<'a> Channel<'a> {
         let channel = self.number;
         self.writer
             .write_sync(round.number)
-            .map_err(|error| SourceError::Channel { channel, error })
+            .map_err(|source| SourceError::Channel { channel, source })
     }
 
-    /// Says that no more will come. A channel that ends without that word has been cut.
+    /// Sends the last SYNC. A channel that ends without it has been cut.
     pub(super) fn finish(mut self) -> Result<(), SourceError> {
         let channel = self.number;
         self.writer
             .write_sync(LAST_SYNC)
-            .map_err(|error| SourceError::Channel { channel, error })?;
+            .map_err(|source| SourceError::Channel { channel, source })?;
         self.writer.finish();
         Ok(())
     }
@@ -136,14 +142,16 @@ impl<'a> Channel<'a> {
         let verdicts = self.packer.no_verdicts(batch.slices.len());
         if let Some(scan) = &mut self.scan {
             scan.finish(&batch.slices, verdicts)?;
+            #[cfg(feature = "bench")]
+            self.normal.apply(verdicts);
         }
         let header = self
             .packer
             .pack(self.ram, batch, number)
-            .map_err(|error| SourceError::Packet { channel, error })?;
+            .map_err(|source| SourceError::Packet { channel, source })?;
         self.writer
             .write_memory(header, &batch.slices)
-            .map_err(|error| SourceError::Channel { channel, error })?;
+            .map_err(|source| SourceError::Channel { channel, source })?;
         batch.clear();
         Ok(())
     }
@@ -156,12 +164,9 @@ fn zero_scan(layout: Layout, config: &SourceConfig) -> Option<ZeroScan> {
         ZeroPageDetection::Cpu => Some(ZeroScan::Cpu),
         ZeroPageDetection::Dsa(dsa) => {
             let size = u32::try_from(layout.page_size()).unwrap_or(u32::MAX);
-            Some(ZeroScan::Dsa(DsaScan::new(
-                dsa.devices.clone(),
-                size,
-                layout.page_count(),
-                dsa.verify,
-            )))
+            let devices = dsa.devices.clone();
+            let scan = DsaScan::new(devices, size, layout.page_count(), dsa.verify);
+            Some(ZeroScan::Dsa(scan))
         }
     }
 }
@@ -188,7 +193,6 @@ impl Batch<'_> {
 /// Makes packets of pages. Its vectors are as long as a packet from the beginning.
 struct Packer {
     layout: Layout,
-    ratio: NormalPageRatio,
     verdicts: Vec<bool>,
     normal: Vec<u64>,
     zero: Vec<u64>,
@@ -196,14 +200,10 @@ struct Packer {
 }
 
 impl Packer {
-    fn new(layout: Layout, config: &SourceConfig) -> Self {
+    fn new(layout: Layout) -> Self {
         let count = layout.page_count();
         Self {
             layout,
-            ratio: NormalPageRatio {
-                percent: config.normal_page_ratio,
-                account: 0,
-            },
             verdicts: Vec::with_capacity(count),
             normal: Vec::with_capacity(count),
             zero: Vec::with_capacity(count),
@@ -211,15 +211,15 @@ impl Packer {
         }
     }
 
-    /// Room for the verdicts on the next `count` pages, none of which is zero as far as it is known.
+    /// A buffer for the verdicts on the next `count` pages, none of which is known to be zero.
     fn no_verdicts(&mut self, count: usize) -> &mut [bool] {
         self.verdicts.clear();
         self.verdicts.resize(count, false);
         &mut self.verdicts
     }
 
-    /// The header of the packet of `batch`, on which there are verdicts. In the batch the memory of the normal pages
-    /// is left.
+    /// The header of the packet of `batch`, on which there are verdicts. The batch keeps the memory of the normal pages
+    /// only.
     fn pack(
         &mut self,
         ram: &Ram,
@@ -230,7 +230,7 @@ impl Packer {
         self.zero.clear();
         let mut kept = 0;
         for (index, offset) in batch.offsets.iter().enumerate() {
-            if self.verdicts[index] && !self.ratio.makes_normal() {
+            if self.verdicts[index] {
                 self.zero.push(*offset);
             } else {
                 self.normal.push(*offset);
@@ -245,39 +245,5 @@ impl Packer {
         self.header
             .set_pages(&self.normal, &self.zero, self.layout)?;
         Ok(&mut self.header)
-    }
-}
-
-/// Evenly takes a percentage of the zero pages for normal ones.
-struct NormalPageRatio {
-    percent: u8,
-    account: u8,
-}
-
-impl NormalPageRatio {
-    fn makes_normal(&mut self) -> bool {
-        self.account += self.percent;
-        let normal = self.account >= 100;
-        if normal {
-            self.account -= 100;
-        }
-        normal
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_ratio_is_kept_evenly() {
-        for percent in [0, 1, 33, 50, 99, 100] {
-            let mut ratio = NormalPageRatio {
-                percent,
-                account: 0,
-            };
-            let normal = (0..1000).filter(|_| ratio.makes_normal()).count();
-            assert_eq!(normal, usize::from(percent) * 10);
-        }
     }
 }

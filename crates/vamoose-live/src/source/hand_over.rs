@@ -3,37 +3,35 @@
 
 use std::{
     collections::VecDeque,
-    io, mem,
-    sync::Arc,
-    thread,
+    io, mem, thread,
     time::{Duration, Instant},
 };
 
 use handover::{Decision, DestinationMessage, SourceAction, SourceEvent, SourceMessage};
 use tracing::warn;
-use vamoose_link::{SocketError, dial};
+use vamoose_link::SocketError;
 
 use super::{Attempt, link::Link};
 use crate::{
     SourceError,
-    protocol::{Messages, Opening, ProtocolError},
+    error::chain,
+    protocol::{Messages, ProtocolError},
 };
 
-/// How long a destination that lives takes to answer, at most. The guest stands still meanwhile: a dead
-/// connection must not be waited for, and asking again does no harm.
-const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+/// Timeout for an answer of the destination. The guest is paused meanwhile, and asking again does no harm.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-const ASK_EVERY: Duration = Duration::from_millis(200);
+const ASK_INTERVAL: Duration = Duration::from_millis(200);
 
 pub(super) struct HandOver<'l, 'scope, 'a> {
     attempt: &'l mut Attempt<'a>,
     link: &'l Link<'scope, 'a>,
-    /// In the place of the link's control connection, once that was lost.
+    /// Replaces the link's control connection, once that was lost.
     redialled: Option<Messages>,
     dials: u32,
     /// How often `commit` was sent on the connection.
     commits: u32,
-    /// The destination has answered, and has not said where the guest is.
+    /// The destination has answered, but not where the guest is.
     ask_again: bool,
     deadline: Instant,
     /// What happened last.
@@ -55,12 +53,12 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
         }
     }
 
-    /// Reports `event`, and whatever comes of it until it is decided where the guest is.
+    /// Reports `event`, and all that follows from it until it is decided where the guest is.
     pub(super) fn run(mut self, event: SourceEvent) -> Decision {
         let mut actions = VecDeque::from(self.attempt.machine.handle(event));
         loop {
             let event = match actions.pop_front() {
-                // There is no journal: this process has the guest, and nothing goes on without it.
+                // There is no journal: this process has the guest, which ends with it.
                 Some(SourceAction::Persist) => continue,
                 Some(SourceAction::Send(message)) => {
                     self.send(&message);
@@ -75,7 +73,7 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
         }
     }
 
-    /// Whether it gets through or not: only an answer counts.
+    /// Ignores errors: only an answer counts.
     fn send(&mut self, message: &SourceMessage) {
         self.commits += u32::from(matches!(message, SourceMessage::Commit { .. }));
         let _ = match (&self.redialled, message) {
@@ -90,11 +88,11 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
             return self.gave_up();
         };
         if mem::take(&mut self.ask_again) {
-            thread::sleep(ASK_EVERY.min(left));
+            thread::sleep(ASK_INTERVAL.min(left));
             return SourceEvent::AskAgain;
         }
         let received = match &mut self.redialled {
-            None => self.link.receive("answered", left.min(ANSWER_WITHIN)),
+            None => self.link.receive("answered", left.min(ANSWER_TIMEOUT)),
             Some(messages) => messages
                 .receive_soon()
                 .map_err(SourceError::from)
@@ -103,32 +101,32 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
         match received {
             Ok(message) => {
                 self.ask_again = message != DestinationMessage::Starting;
-                self.last = format!("it said {message:?}");
+                self.last = format!("it answered {message:?}");
                 SourceEvent::Message(message)
             }
             Err(error) => {
                 let complete = was_closed(&error, self.commits);
-                self.last = error.to_string();
+                self.last = chain(&error);
                 SourceEvent::Closed { complete }
             }
         }
     }
 
-    /// Connects again, and says so at once the first time.
+    /// Connects again, at once the first time.
     fn dial(&mut self) -> SourceEvent {
         let Some(left) = self.time_left() else {
             return self.gave_up();
         };
         if self.dials == 0 {
             warn!(
-                "the destination does not say whether the guest runs ({}): asking again",
+                "the destination has not confirmed that the guest runs ({}): asking again",
                 self.last
             );
         } else {
-            thread::sleep(ASK_EVERY.min(left));
+            thread::sleep(ASK_INTERVAL.min(left));
         }
         self.dials += 1;
-        match self.connect(left.min(ANSWER_WITHIN)) {
+        match self.link.dial_again(left.min(ANSWER_TIMEOUT)) {
             Ok(messages) => {
                 self.redialled = Some(messages);
                 self.commits = 0;
@@ -139,20 +137,11 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
                 SourceEvent::NobodyListens
             }
             Err(error) => {
-                self.last = error.to_string();
+                self.last = chain(&error);
                 // Nothing was asked on it, so no answer can have been lost.
                 SourceEvent::Closed { complete: true }
             }
         }
-    }
-
-    fn connect(&self, timeout: Duration) -> Result<Messages, SourceError> {
-        let stream = dial(self.link.destination(), timeout)?;
-        let opening = Opening::control(self.link.id());
-        stream
-            .write_both(&opening, &[])
-            .map_err(ProtocolError::from)?;
-        Ok(Messages::new(Arc::new(stream)))
     }
 
     /// `None` when the settle time is over.
@@ -165,16 +154,16 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
         let settle_time = self.attempt.source.config.settle_time;
         let last = &self.last;
         SourceEvent::GaveUp {
-            cause: format!("asked for {settle_time:?} in vain, last: {last}"),
+            cause: format!("no decisive answer within {settle_time:?}, last: {last}"),
         }
     }
 }
 
-/// Whether the destination's system has closed the connection, behind all that the destination had said on it.
+/// Whether the destination's system has closed the connection, behind all messages that the destination had sent on it.
 ///
-/// An end of file comes in its turn. A reset can overtake words that were lost on the way; but the system resets a
-/// connection on which the destination has left something unread, and if that was the only `commit`, nothing has been said
-/// in answer. Without an end or a reset there is no telling.
+/// An end of file comes in its turn. A reset can overtake messages that were lost on the way; but the system resets a
+/// connection on which the destination has left something unread, and if that was the only `commit`, there was no
+/// answer to it. Without an end or a reset it cannot be known.
 fn was_closed(error: &SourceError, commits: u32) -> bool {
     match error {
         SourceError::ControlEnded | SourceError::Control(ProtocolError::Cut) => true,

@@ -1,4 +1,4 @@
-//! The source's connections, and what happens on them.
+//! The source's connections to the destination: control messages, rounds on the channels, the device state.
 
 use std::{
     cell::Cell,
@@ -19,15 +19,14 @@ use vamoose_link::{Address, ChannelWriter, SocketError, Stream, dial};
 use super::{Source, channel::Channel, round::Round};
 use crate::{
     SourceError,
-    protocol::{BlockShape, Messages, Opening, PrepareDetails, ProtocolError, random_id, send},
-    status::millis,
+    protocol::{Messages, Opening, PrepareDetails, ProtocolError, send},
+    spans::in_span,
 };
 
-/// Everything that leads to the destination.
 pub(super) struct Link<'scope, 'a> {
     source: &'a Source,
     scope: &'scope Scope<'scope, 'a>,
-    /// Exactly where the control connection leads: a name may lead elsewhere the next time.
+    /// The address of the control connection's peer: a name may be resolved to another one the next time.
     destination: Address,
     id: AttemptId,
     control: Arc<Stream>,
@@ -37,18 +36,18 @@ pub(super) struct Link<'scope, 'a> {
     disconnected: Cell<bool>,
     /// To each channel's thread; empty when the channels have ended.
     rounds: Vec<SyncSender<Arc<Round>>>,
-    /// Of the device state.
-    state: Progress,
+    device_state: DeviceState,
     /// When the guest will have been paused for too long.
     resume_at: Option<Instant>,
 }
 
-/// How far something has been sent.
+/// How far the device state has got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Progress {
+enum DeviceState {
     Unsent,
     Sending,
     Sent,
+    Loaded,
 }
 
 /// What the coordinator waits for.
@@ -65,31 +64,31 @@ enum Event {
 
 /// How a round ended that did not fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Sent {
-    /// All pages are there.
-    All,
+pub(super) enum RoundEnd {
+    /// All pages are written at the destination.
+    Synced,
     /// The deadline has passed.
     TooLate,
 }
 
-/// How long a destination may take at least to say that it goes on preparing: it begins by looking for the memory that
+/// Least timeout between two `preparing` of a destination: it begins by looking for the memory that
 /// it has to make zero, which takes up to 15 s per TiB.
-const PREPARING_WITHIN: Duration = Duration::from_secs(60);
+const MIN_PREPARE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long to wait for the words of a destination whose connections break.
-const LAST_WORDS_WITHIN: Duration = Duration::from_secs(1);
+/// How long to wait for the reason from a destination whose connections break, and to report a failure to it.
+const FAILURE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Events that may wait for the coordinator.
 const QUEUE: usize = 64;
 
 impl<'scope, 'a> Link<'scope, 'a> {
-    /// Opens the control connection of a new attempt.
+    /// Opens the control connection of the new attempt `id`.
     pub(super) fn connect(
         source: &'a Source,
+        id: AttemptId,
         destination: &Address,
         scope: &'scope Scope<'scope, 'a>,
     ) -> Result<Self, SourceError> {
-        let id = AttemptId(random_id()?);
         let control = connect(source, destination)?;
         control
             .write_both(&Opening::control(id), &[])
@@ -98,26 +97,33 @@ impl<'scope, 'a> Link<'scope, 'a> {
         let link = Self {
             source,
             scope,
-            // One that is not connected any more was closed.
-            destination: leads_to(&control, destination).map_err(|_| SourceError::Unanswered)?,
+            // An error: the connection was closed.
+            destination: peer_address(&control, destination)
+                .map_err(|_| SourceError::Unanswered)?,
             id,
             control: control.clone(),
             events,
             events_in: events_in.clone(),
             disconnected: Cell::new(false),
             rounds: Vec::new(),
-            state: Progress::Unsent,
+            device_state: DeviceState::Unsent,
             resume_at: None,
         };
         link.spawn(move || receive(Messages::new(control), &events_in))?;
         Ok(link)
     }
 
-    /// Introduces the guest, and waits until the destination is ready for it: returns its answer.
+    /// Describes the guest, and waits until the destination is ready for it; returns its answer.
     pub(super) fn prepare(&self) -> Result<DestinationMessage, SourceError> {
-        let details = details(self.source).to_details();
+        let Source {
+            ram,
+            layout,
+            config,
+            ..
+        } = self.source;
+        let details = PrepareDetails::new(ram, *layout, config).to_details();
         let prepare = Prepare::new(details.map_err(ProtocolError::from)?);
-        let timeout = self.source.config.stall_timeout.max(PREPARING_WITHIN);
+        let timeout = config.stall_timeout.max(MIN_PREPARE_TIMEOUT);
         let mut answer = self
             .send(&SourceMessage::Prepare(prepare))
             .and_then(|()| self.receive("accepted the guest", timeout))
@@ -148,52 +154,46 @@ impl<'scope, 'a> Link<'scope, 'a> {
         Ok(())
     }
 
-    /// From now on nothing is waited for beyond `resume_at`; without one, for as long as it takes.
+    /// From now on no wait goes on beyond `resume_at`; without one, for as long as it takes.
     pub(super) fn bound_downtime(&mut self, resume_at: Option<Instant>) {
         self.resume_at = resume_at;
     }
 
-    /// Has all channels send `round`, and waits until the destination says that all of it is there.
+    /// Has all channels send `round`, and waits until the destination has written all of it.
     pub(super) fn send_round(
         &self,
         round: Round,
         deadline: Option<Instant>,
-    ) -> Result<Sent, SourceError> {
+    ) -> Result<RoundEnd, SourceError> {
         let number = round.number;
+        let is_synced = |message: &DestinationMessage| matches!(message, DestinationMessage::Synced { round } if *round == number);
         let round = Arc::new(round);
-        let (sent_before, began) = (
-            self.source.shared.stats.snapshot().wire_bytes,
-            Instant::now(),
-        );
+        let stats = &self.source.shared.stats;
+        let (sent_before, began) = (stats.snapshot().wire_bytes, Instant::now());
         for channel in &self.rounds {
-            // A channel that has ended has said why.
+            // A channel that has ended has reported why.
             let _ = channel.send(round.clone());
         }
         // The destination's message may overtake that of the last channel's thread.
         let (mut sending, mut synced) = (self.rounds.len(), false);
         while sending > 0 {
             match self.next(deadline)? {
+                None => return Ok(RoundEnd::TooLate),
                 Some(Event::Sent) => sending -= 1,
-                Some(Event::Failed(error)) => return Err(error),
-                Some(Event::Message(DestinationMessage::Synced { round }))
-                    if round == number && !synced =>
-                {
-                    synced = true;
-                }
-                Some(Event::Message(message)) => return Err(unexpected(message)),
-                Some(Event::Disconnected(why)) => return Err(disconnected(why)),
-                None => return Ok(Sent::TooLate),
+                Some(Event::Message(message)) if is_synced(&message) && !synced => synced = true,
+                Some(event) => unexpected_event(event)?,
             }
         }
         if synced {
-            return Ok(Sent::All);
+            return Ok(RoundEnd::Synced);
         }
-        let sent = self.source.shared.stats.snapshot().wire_bytes - sent_before;
-        let timeout =
-            self.source.config.stall_timeout + drain_time(self.rounds.len(), sent, began.elapsed());
-        match self.receive("received a round", timeout)? {
-            DestinationMessage::Synced { round } if round == number => Ok(Sent::All),
-            message => Err(unexpected(message)),
+        let sent = stats.snapshot().wire_bytes - sent_before;
+        let drain_time = drain_time(self.rounds.len(), sent, began.elapsed());
+        let timeout = self.source.config.stall_timeout + drain_time;
+        let message = self.receive("received a round", timeout)?;
+        match is_synced(&message) {
+            true => Ok(RoundEnd::Synced),
+            false => Err(unexpected(message)),
         }
     }
 
@@ -202,12 +202,13 @@ impl<'scope, 'a> Link<'scope, 'a> {
         self.rounds.clear();
     }
 
-    /// Sends the device state, and waits until the destination has loaded it.
+    /// Sends the device state.
     pub(super) fn send_state(&mut self, state: Vec<u8>) -> Result<(), SourceError> {
         let (control, events) = (self.control.clone(), self.events_in.clone());
         let stats = self.source.shared.stats.clone();
-        self.state = Progress::Sending;
-        // On a thread of its own: a destination that stops in the middle must not hold up the coordinator, who alone can resume the guest.
+        self.device_state = DeviceState::Sending;
+        // On a thread of its own: a destination that stops reading must not block the coordinator, which alone can
+        // resume the guest.
         self.spawn(move || {
             let event = match send_state(&control, &state) {
                 Ok(()) => Event::Sent,
@@ -217,34 +218,36 @@ impl<'scope, 'a> Link<'scope, 'a> {
             // The coordinator is gone when the migration is over.
             let _ = events.send(event);
         })?;
-        let stall_timeout = self.source.config.stall_timeout;
-        let mut deadline = None;
-        loop {
-            match self.next(deadline)? {
-                Some(Event::Sent) => {
-                    self.state = Progress::Sent;
-                    deadline = Some(Instant::now() + stall_timeout);
-                }
+        while self.device_state == DeviceState::Sending {
+            match self.next(None)? {
+                None => {}
+                Some(Event::Sent) => self.device_state = DeviceState::Sent,
+                // It has overtaken the thread's event.
                 Some(Event::Message(DestinationMessage::Loaded)) => {
-                    self.state = Progress::Sent;
-                    return Ok(());
+                    self.device_state = DeviceState::Loaded;
                 }
-                Some(Event::Message(message)) => return Err(unexpected(message)),
-                Some(Event::Failed(error)) => return Err(error),
-                Some(Event::Disconnected(why)) => return Err(disconnected(why)),
-                None => {
-                    let (what, seconds) = ("loaded the guest", stall_timeout.as_secs());
-                    return Err(SourceError::NoAnswer { what, seconds });
-                }
+                Some(event) => unexpected_event(event)?,
             }
         }
+        Ok(())
+    }
+
+    /// Waits until the destination has loaded the device state.
+    pub(super) fn wait_for_loaded(&mut self) -> Result<(), SourceError> {
+        if self.device_state != DeviceState::Loaded {
+            match self.receive("loaded the guest", self.source.config.stall_timeout)? {
+                DestinationMessage::Loaded => self.device_state = DeviceState::Loaded,
+                message => return Err(unexpected(message)),
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn send(&self, message: &SourceMessage) -> Result<(), SourceError> {
         Ok(send(&self.control, message)?)
     }
 
-    /// The destination's next message, within `timeout`.
+    /// The destination's next message, within `timeout`: it should report that it has done `what`.
     pub(super) fn receive(
         &self,
         what: &'static str,
@@ -254,9 +257,8 @@ impl<'scope, 'a> Link<'scope, 'a> {
         loop {
             match self.next(Some(deadline))? {
                 Some(Event::Message(message)) => return Ok(message),
-                Some(Event::Failed(error)) => return Err(error),
-                Some(Event::Disconnected(why)) => return Err(disconnected(why)),
                 Some(Event::Sent) => {}
+                Some(event) => unexpected_event(event)?,
                 None => {
                     let seconds = timeout.as_secs();
                     return Err(SourceError::NoAnswer { what, seconds });
@@ -269,13 +271,11 @@ impl<'scope, 'a> Link<'scope, 'a> {
     pub(super) fn idle(&self, time: Duration) -> Result<(), SourceError> {
         match self.next(Some(Instant::now() + time))? {
             None | Some(Event::Sent) => Ok(()),
-            Some(Event::Failed(error)) => Err(error),
-            Some(Event::Message(message)) => Err(unexpected(message)),
-            Some(Event::Disconnected(why)) => Err(disconnected(why)),
+            Some(event) => unexpected_event(event),
         }
     }
 
-    /// Replaces an error of a connection by the destination's own words, if they are on their way.
+    /// Replaces an error of a connection by the reason that the destination sends, if it does.
     pub(super) fn explain(&self, error: SourceError) -> SourceError {
         let of_connection = matches!(
             error,
@@ -284,7 +284,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         if !of_connection || self.disconnected.get() || self.source.shared.is_cancelled() {
             return error;
         }
-        let deadline = Instant::now() + LAST_WORDS_WITHIN;
+        let deadline = Instant::now() + FAILURE_TIMEOUT;
         while let Ok(Some(event)) = self.next(Some(deadline)) {
             match event {
                 Event::Message(DestinationMessage::Aborted { cause, .. }) => {
@@ -297,39 +297,33 @@ impl<'scope, 'a> Link<'scope, 'a> {
         error
     }
 
-    /// Tells the destination that the guest stays here. It finds out by itself if it cannot be told, but one
+    /// Sends `abort`: the guest stays here. A destination that does not receive it finds out by itself, but one
     /// that has loaded the guest only after the settle time.
     pub(super) fn abort(&self, abort: &SourceMessage) -> Result<(), SourceError> {
-        if self.state == Progress::Sending {
-            // What is sent now would be taken for the state.
+        if self.device_state == DeviceState::Sending {
+            // The message would be taken for a part of the state.
             self.control.shut_down();
         }
-        // Not for long: the connection may be what has failed.
-        let _ = self.control.set_stall_timeout(LAST_WORDS_WITHIN);
+        // The connection may be what has failed.
+        let _ = self.control.set_stall_timeout(FAILURE_TIMEOUT);
         let sent = self.send(abort);
-        if sent.is_ok() || self.state == Progress::Unsent {
+        if sent.is_ok() || self.device_state == DeviceState::Unsent {
             return sent;
         }
-        let stream = dial(&self.destination, LAST_WORDS_WITHIN)?;
-        let opening = Opening::control(self.id);
+        Ok(self.dial_again(FAILURE_TIMEOUT)?.send(abort)?)
+    }
+
+    /// Another control connection of this attempt.
+    pub(super) fn dial_again(&self, timeout: Duration) -> Result<Messages, SourceError> {
+        let stream = dial(&self.destination, timeout)?;
         stream
-            .write_both(&opening, &[])
+            .write_both(&Opening::control(self.id), &[])
             .map_err(ProtocolError::from)?;
-        Ok(send(&stream, abort)?)
-    }
-
-    /// The attempt's name.
-    pub(super) fn id(&self) -> AttemptId {
-        self.id
-    }
-
-    /// Where the destination is.
-    pub(super) fn destination(&self) -> &Address {
-        &self.destination
+        Ok(Messages::new(Arc::new(stream)))
     }
 
     fn spawn(&self, run: impl FnOnce() + Send + 'scope) -> io::Result<()> {
-        thread::Builder::new().spawn_scoped(self.scope, run)?;
+        thread::Builder::new().spawn_scoped(self.scope, in_span(run))?;
         Ok(())
     }
 
@@ -380,9 +374,9 @@ impl<'scope, 'a> Link<'scope, 'a> {
     }
 }
 
-/// For how long what the system has taken may still be on its way, if `sent` bytes have taken it `took`.
+/// How long the socket buffers may take to drain, where it took `took` until they had taken `sent` bytes.
 fn drain_time(channels: usize, sent: u64, took: Duration) -> Duration {
-    let in_flight = channels as u64 * MOST_IN_FLIGHT;
+    let in_flight = channels as u64 * MAX_IN_FLIGHT;
     if in_flight >= sent {
         // Perhaps the link has not been the limit yet: then it is known only that it is slower than memory.
         return took.max(SLOWEST_DRAIN);
@@ -391,12 +385,23 @@ fn drain_time(channels: usize, sent: u64, took: Duration) -> Duration {
 }
 
 /// What the sockets of a channel can hold, on both hosts.
-const MOST_IN_FLIGHT: u64 = 10 << 20;
+const MAX_IN_FLIGHT: u64 = 10 << 20;
 
 /// For a short round on a link of 10 Mbit/s.
 const SLOWEST_DRAIN: Duration = Duration::from_secs(10);
 
-/// What a message means that is not waited for.
+/// What an event means where it is not expected.
+fn unexpected_event(event: Event) -> Result<(), SourceError> {
+    Err(match event {
+        Event::Sent => return Ok(()),
+        Event::Failed(error) => error,
+        Event::Message(message) => unexpected(message),
+        Event::Disconnected(None) => SourceError::ControlEnded,
+        Event::Disconnected(Some(error)) => error.into(),
+    })
+}
+
+/// What a message means where it is not expected.
 fn unexpected(message: DestinationMessage) -> SourceError {
     match message {
         DestinationMessage::Aborted { cause, .. } => SourceError::Destination { cause },
@@ -407,11 +412,7 @@ fn unexpected(message: DestinationMessage) -> SourceError {
     }
 }
 
-fn disconnected(why: Option<ProtocolError>) -> SourceError {
-    why.map_or(SourceError::ControlEnded, SourceError::Control)
-}
-
-/// What it means that the connection is closed where its first message was to come.
+/// What it means that the connection is closed before its first message.
 fn or_unanswered(error: SourceError) -> SourceError {
     match error {
         SourceError::ControlEnded => SourceError::Unanswered,
@@ -426,8 +427,8 @@ fn connect(source: &Source, destination: &Address) -> Result<Arc<Stream>, Socket
     Ok(stream)
 }
 
-/// The one address of those of `destination` to which `stream` is connected.
-fn leads_to(stream: &Stream, destination: &Address) -> io::Result<Address> {
+/// That of the addresses of `destination` to which `stream` is connected.
+fn peer_address(stream: &Stream, destination: &Address) -> io::Result<Address> {
     let Stream::Tcp(stream) = stream else {
         return Ok(destination.clone());
     };
@@ -442,28 +443,13 @@ fn leads_to(stream: &Stream, destination: &Address) -> io::Result<Address> {
     Ok(Address::Tcp { host, port })
 }
 
-fn details(source: &Source) -> PrepareDetails {
-    let number = |value| u32::try_from(value).unwrap_or(u32::MAX);
-    let blocks = source.ram.blocks().iter().map(|block| BlockShape {
-        name: block.name().to_string(),
-        len: block.len() as u64,
-    });
-    PrepareDetails {
-        blocks: blocks.collect(),
-        page_size: number(source.layout.page_size()),
-        packet_bytes: number(source.layout.packet_bytes()),
-        channels: source.config.channels,
-        settle_ms: millis(source.config.settle_time),
-    }
-}
-
 fn send_state(control: &Stream, state: &[u8]) -> Result<(), ProtocolError> {
     let len = state.len() as u64;
     send(control, &SourceMessage::State { len })?;
     Ok(control.write_both(state, &[])?)
 }
 
-/// Receives what the destination says, until the connection ends.
+/// Receives the destination's messages, until the connection ends.
 fn receive(mut messages: Messages, events: &SyncSender<Event>) {
     loop {
         let event = match messages.receive() {

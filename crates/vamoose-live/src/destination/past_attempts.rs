@@ -1,4 +1,4 @@
-//! The attempts that a destination has given up, for sources that ask late.
+//! The attempts that have failed at a destination, for sources that ask later.
 
 use std::collections::VecDeque;
 
@@ -7,15 +7,15 @@ use handover::{
     SourceMessage,
 };
 
-/// So many are remembered. About older ones nothing is known any more, and that is what is said.
-const MOST: usize = 64;
+/// How many are remembered. Sources of older ones get the answer `unknown`.
+const MAX: usize = 64;
 
-pub(super) struct Finished {
+pub(super) struct PastAttempts {
     incarnation: Incarnation,
     attempts: VecDeque<(AttemptId, Destination)>,
 }
 
-impl Finished {
+impl PastAttempts {
     pub(super) fn new(incarnation: Incarnation) -> Self {
         let attempts = VecDeque::new();
         Self {
@@ -38,13 +38,13 @@ impl Finished {
     }
 
     pub(super) fn remember(&mut self, attempt: AttemptId, machine: Destination) {
-        if self.attempts.len() == MOST {
+        if self.attempts.len() == MAX {
             self.attempts.pop_front();
         }
         self.attempts.push_back((attempt, machine));
     }
 
-    /// What to say to `message` of an attempt that is not the current one.
+    /// The answer to `message` of an attempt that is not the current one.
     pub(super) fn answer(
         &mut self,
         attempt: AttemptId,
@@ -97,8 +97,8 @@ mod tests {
         AttemptId((number as u128).to_be_bytes())
     }
 
-    fn given_up(finished: &Finished) -> Destination {
-        let mut machine = finished.begin();
+    fn given_up(past: &PastAttempts) -> Destination {
+        let mut machine = past.begin();
         for event in [
             DestinationEvent::Failed {
                 cause: "no more".to_owned(),
@@ -115,22 +115,22 @@ mod tests {
     #[test]
     fn what_was_given_up_is_aborted_and_what_is_not_remembered_is_unknown() {
         let incarnation = Incarnation([7; 16]);
-        let mut finished = Finished::new(incarnation);
-        for number in 0..=MOST {
-            finished.remember(attempt(number), given_up(&finished));
+        let mut past = PastAttempts::new(incarnation);
+        for number in 0..=MAX {
+            past.remember(attempt(number), given_up(&past));
         }
         let aborted = Some(DestinationMessage::Aborted {
             incarnation,
             cause: "no more".to_owned(),
         });
         for _ in 0..2 {
-            assert_eq!(finished.answer(attempt(MOST), COMMIT), aborted);
+            assert_eq!(past.answer(attempt(MAX), COMMIT), aborted);
         }
-        assert_eq!(finished.attempts.len(), MOST);
+        assert_eq!(past.attempts.len(), MAX);
         // Its source knows.
-        assert_eq!(finished.answer(attempt(MOST), SourceMessage::Settled), None);
-        for forgotten in [0, MOST, MOST + 1] {
-            let answer = finished.answer(attempt(forgotten), COMMIT);
+        assert_eq!(past.answer(attempt(MAX), SourceMessage::Settled), None);
+        for forgotten in [0, MAX, MAX + 1] {
+            let answer = past.answer(attempt(forgotten), COMMIT);
             assert!(matches!(answer, Some(DestinationMessage::Unknown { .. })));
         }
     }

@@ -1,4 +1,4 @@
-//! Guest memory at the destination: where pages belong, and which of them hold something.
+//! Guest memory at the destination: where pages belong, and which of them were written.
 
 use std::{
     ops::Range,
@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// The memory that all channels write. Every page of it is either zero or marked as written.
-pub(super) struct Place<'a> {
+pub(super) struct GuestRam<'a> {
     ram: &'a Ram,
     blocks: Vec<Block>,
 }
@@ -29,20 +29,20 @@ struct Block {
     /// Bit by bit the pages that were written as normal pages.
     written: Box<[AtomicU64]>,
     backing: Backing,
-    /// How memory is given back, if it may be.
+    /// How memory is given back, if that is allowed.
     punch: Option<Punch>,
 }
 
 /// Runs of at least so many bytes that become zero are given back to the system.
-const LEAST_HOLE: usize = 256 << 10;
+const MIN_HOLE: usize = 256 << 10;
 
-/// What a thread looks at in one go: short enough to tell of progress often, even of memory that is swapped out.
+/// What a thread reads at a time: short enough to report progress often, even of memory that is swapped out.
 const CHUNK: usize = 16 << 20;
 
-/// How often to tell of progress.
+/// How often to report progress.
 const HEARTBEAT: Duration = Duration::from_secs(1);
 
-impl<'a> Place<'a> {
+impl<'a> GuestRam<'a> {
     pub(super) fn new(ram: &'a Ram, punch_holes: bool) -> Self {
         let blocks = backings(ram).into_iter().enumerate();
         let blocks = blocks.map(|(index, backing)| Block {
@@ -56,6 +56,10 @@ impl<'a> Place<'a> {
             ram,
             blocks: blocks.collect(),
         }
+    }
+
+    pub(super) fn ram(&self) -> &Ram {
+        self.ram
     }
 
     /// Makes all memory read as zeros, without touching what was never touched, on all processors. Calls `progress`
@@ -152,7 +156,7 @@ impl<'a> Place<'a> {
         Ok(index)
     }
 
-    /// Marks normal pages of a packet that was [resolved](Place::resolve).
+    /// Marks normal pages of a packet that was [resolved](GuestRam::resolve).
     pub(super) fn written(&self, block: usize, offsets: &[u64]) {
         for offset in offsets {
             let (word, bit) = self.bit(block, *offset);
@@ -161,7 +165,7 @@ impl<'a> Place<'a> {
         }
     }
 
-    /// Makes zero pages of a packet that was [resolved](Place::resolve) zero: those that were never written are.
+    /// Makes zero pages of a packet that was [resolved](GuestRam::resolve) zero: those that were never written are.
     pub(super) fn zero(&self, block: usize, offsets: &[u64]) {
         let mut run = 0..0;
         for offset in offsets {
@@ -200,7 +204,7 @@ impl<'a> Place<'a> {
         };
         let address = block.address();
         let units = punch.whole_units(&(address + run.start..address + run.end));
-        if units.len() < LEAST_HOLE {
+        if units.len() < MIN_HOLE {
             return nothing;
         }
         let hole = units.start - address..units.end - address;
@@ -274,7 +278,7 @@ mod tests {
             for page in (3..300).chain([500, 999]) {
                 fill(&ram, page, 7);
             }
-            Place::new(&ram, punch_holes).make_zero(&|| {});
+            GuestRam::new(&ram, punch_holes).make_zero(&|| {});
             assert!(bytes(&ram).iter().all(|byte| *byte == 0));
         }
     }
@@ -283,16 +287,16 @@ mod tests {
     fn a_zero_page_is_cleared_only_where_something_was_written() {
         for punch_holes in [false, true] {
             let ram = ram(200);
-            let place = Place::new(&ram, punch_holes);
+            let guest_ram = GuestRam::new(&ram, punch_holes);
             let offsets: Vec<u64> = (0..128).map(|page| page * PAGE as u64).collect();
-            place.zero(0, &offsets);
-            assert_eq!(place.present(0).count(), 0);
+            guest_ram.zero(0, &offsets);
+            assert_eq!(guest_ram.present(0).count(), 0);
             for page in 0..128 {
                 fill(&ram, page, 7);
             }
-            place.written(0, &offsets);
-            place.zero(0, &offsets[..1]);
-            place.zero(0, &offsets[2..]);
+            guest_ram.written(0, &offsets);
+            guest_ram.zero(0, &offsets[..1]);
+            guest_ram.zero(0, &offsets[2..]);
             let bytes = bytes(&ram);
             assert!(bytes[PAGE..2 * PAGE].iter().all(|byte| *byte == 7));
             assert_eq!(bytes.iter().filter(|byte| **byte != 0).count(), PAGE);
@@ -303,12 +307,12 @@ mod tests {
     fn memory_becomes_zero_in_chunks_that_tell_of_progress() {
         let ram = ram(3 * CHUNK / PAGE);
         let pages = ram.pages(0);
-        let (beats, place) = (std::cell::Cell::new(0), Place::new(&ram, true));
+        let (beats, guest_ram) = (std::cell::Cell::new(0), GuestRam::new(&ram, true));
         let tell = || beats.set(beats.get() + 1);
         for filled in [vec![], vec![0, pages / 2, pages - 1], (0..pages).collect()] {
             filled.iter().for_each(|page| fill(&ram, *page, 7));
             beats.set(0);
-            place.make_zero_by(&Heartbeat::new(Duration::ZERO, &tell));
+            guest_ram.make_zero_by(&Heartbeat::new(Duration::ZERO, &tell));
             assert!(bytes(&ram).iter().all(|byte| *byte == 0));
             // Of the one block, and of chunks that this thread got.
             assert!(beats.get() > 0);
@@ -319,9 +323,9 @@ mod tests {
     fn chunks_are_the_whole_block() {
         for len in [1, CHUNK / PAGE, 3 * CHUNK / PAGE + 5] {
             let ram = ram(len);
-            let place = Place::new(&ram, true);
+            let guest_ram = GuestRam::new(&ram, true);
             let mut next = 0;
-            for pages in place.chunks(0) {
+            for pages in guest_ram.chunks(0) {
                 assert!(
                     pages.start == next && pages.len() <= CHUNK / PAGE,
                     "{pages:?}"
@@ -337,7 +341,7 @@ mod tests {
         for ram in test_ram::in_huge_pages(2 * test_ram::HUGE_PAGE) {
             (0..1024).for_each(|page| fill(&ram, page, 7));
             assert_eq!(huge_pages(&ram), 2);
-            Place::new(&ram, true).make_zero(&|| {});
+            GuestRam::new(&ram, true).make_zero(&|| {});
             assert_eq!(huge_pages(&ram), 0, "{ram:?}");
         }
     }
@@ -349,7 +353,7 @@ mod tests {
                 let blocks = rustix::fs::fstat(file.file()).unwrap().st_blocks;
                 usize::try_from(blocks).unwrap() * 512 / test_ram::HUGE_PAGE
             }
-            None => Place::new(ram, true).present(0).count() * PAGE / test_ram::HUGE_PAGE,
+            None => GuestRam::new(ram, true).present(0).count() * PAGE / test_ram::HUGE_PAGE,
         }
     }
 
@@ -382,13 +386,13 @@ mod tests {
     }
 
     fn expect_exactly_the_runs_become_zero(ram: &Ram) {
-        let place = Place::new(ram, true);
+        let guest_ram = GuestRam::new(ram, true);
         let pages = ram.pages(0);
         let offsets: Vec<u64> = (0..pages).map(|page| (page * PAGE) as u64).collect();
         (0..pages).for_each(|page| fill(ram, page, 7));
-        place.written(0, &offsets);
+        guest_ram.written(0, &offsets);
         for run in RUNS {
-            place.zero(0, &offsets[run]);
+            guest_ram.zero(0, &offsets[run]);
         }
         for (page, bytes) in bytes(ram).chunks(PAGE).enumerate() {
             let zero = RUNS.iter().any(|run| run.contains(&page));
@@ -406,7 +410,7 @@ mod tests {
         for page in RUNS.into_iter().flatten() {
             fill(ram, page, 9);
         }
-        Place::new(ram, true).make_zero(&|| {});
+        GuestRam::new(ram, true).make_zero(&|| {});
         let stale = bytes(ram).iter().position(|byte| *byte != 0);
         assert_eq!(stale.map(|at| at / PAGE), None, "a page is not zero");
     }
@@ -414,9 +418,9 @@ mod tests {
     #[test]
     fn only_pages_of_the_guest_are_resolved() {
         let ram = ram(4);
-        let place = Place::new(&ram, true);
+        let guest_ram = GuestRam::new(&ram, true);
         let mut pages = Vec::new();
-        let mut resolve = |header: &RamHeader| place.resolve(header, &mut pages);
+        let mut resolve = |header: &RamHeader| guest_ram.resolve(header, &mut pages);
         assert_eq!(resolve(&header("ram", &[0, 0x3000], &[0x1000])).unwrap(), 0);
         let foreign = resolve(&header("rom", &[0], &[]));
         assert!(matches!(foreign, Err(ChannelError::Block { block }) if block == "rom"));

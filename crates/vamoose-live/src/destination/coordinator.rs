@@ -1,0 +1,409 @@
+//! The phases of an attempt, from the source's offer to the guest that runs here.
+
+use std::{
+    collections::VecDeque,
+    io,
+    sync::{Arc, mpsc::SyncSender},
+    thread::{self, Scope},
+    time::{Duration, Instant},
+};
+
+use handover::{
+    AttemptId, DestinationAction, DestinationEvent, DestinationMessage, Details, Prepare,
+    SourceMessage,
+};
+use multifd::Layout;
+use tracing::{Span, debug, field, info, warn};
+use vamoose_link::{ChannelReader, Stats, Stream};
+
+use super::{
+    Arrival, DestinationConfig, Event, channel,
+    guest_ram::GuestRam,
+    inbox::Inbox,
+    receiving::{Action, Receiving, unexpected},
+};
+use crate::{
+    ChannelError, DestinationError, DestinationGuest, PageCopy,
+    error::chain,
+    offload::Account,
+    protocol::{PrepareDetails, ProtocolError},
+    spans::in_span,
+};
+
+/// How much longer the destination answers than the source asks: a source whose connections are refused must be
+/// right to conclude that the guest never ran here.
+const LINGER: Duration = Duration::from_secs(30);
+
+/// Longest settle time that a source can ask for.
+const MAX_SETTLE_TIME: Duration = Duration::from_secs(3600);
+
+/// Timeout for reporting a failure to the source.
+const FAILURE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// How long to wait for the reason from a source whose channels break: its guest may be paused.
+const REASON_TIMEOUT: Duration = Duration::from_millis(100);
+
+pub(super) struct Coordinator<'scope, 'env> {
+    config: &'env DestinationConfig,
+    memory: &'env GuestRam<'env>,
+    arrived: &'env mut bool,
+    inbox: Inbox<'env>,
+    events_in: SyncSender<Event>,
+    scope: &'scope Scope<'scope, 'env>,
+    stats: Arc<Stats>,
+    copied: Option<Account>,
+}
+
+/// The current attempt.
+struct Attempt {
+    id: AttemptId,
+    machine: handover::Destination,
+    details: PrepareDetails,
+    layout: Layout,
+    start: Instant,
+    guest: GuestState,
+    /// The source will not ask again.
+    settled: bool,
+}
+
+/// What this process has done with the guest.
+enum GuestState {
+    NotStarted,
+    Running,
+    /// Ready, and paused as it was at the source.
+    Paused,
+    /// It could not be resumed.
+    Failed(DestinationError),
+}
+
+impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
+    pub(super) fn new(
+        config: &'env DestinationConfig,
+        memory: &'env GuestRam<'env>,
+        arrived: &'env mut bool,
+        inbox: Inbox<'env>,
+        events_in: SyncSender<Event>,
+        scope: &'scope Scope<'scope, 'env>,
+    ) -> Self {
+        Self {
+            config,
+            memory,
+            arrived,
+            inbox,
+            events_in,
+            scope,
+            stats: Arc::default(),
+            copied: match &config.copy {
+                PageCopy::Cpu => None,
+                PageCopy::Dsa(devices) => Some(Account::open(devices)),
+            },
+        }
+    }
+
+    pub(super) fn run(
+        &mut self,
+        guest: &mut dyn DestinationGuest,
+    ) -> Result<Arrival, DestinationError> {
+        let (id, prepare) = self.inbox.wait_for_source()?;
+        Span::current().record("attempt", field::display(id));
+        let mut attempt = self.prepare(id, prepare)?;
+        let committed = self.receive_and_load(&mut attempt, guest);
+        let result = match committed {
+            Ok(commit) => self.start(&mut attempt, guest, commit),
+            Err(error) => Err(self.fail(&mut attempt, guest, error)),
+        };
+        if !attempt.settled {
+            self.inbox.past.remember(attempt.id, attempt.machine);
+        }
+        result
+    }
+
+    /// Accepts the guest that a source offers, or refuses it.
+    fn prepare(&mut self, id: AttemptId, prepare: Prepare) -> Result<Attempt, DestinationError> {
+        let start = Instant::now();
+        let refuse = |error: DestinationError| {
+            let reason = chain(&error);
+            self.inbox.send(&DestinationMessage::Refused { reason });
+            error
+        };
+        let protocol = prepare.negotiate().map_err(|error| refuse(error.into()))?;
+        let details = PrepareDetails::try_from(prepare.details)
+            .map_err(|error| refuse(ProtocolError::from(error).into()))?;
+        let layout = details
+            .check(self.memory.ram())
+            .map_err(|error| refuse(error.into()))?;
+        self.make_zero();
+        self.inbox.send(&DestinationMessage::Prepared {
+            protocol,
+            incarnation: self.inbox.past.incarnation(),
+            details: Details::new(),
+        });
+        let (blocks, channels) = (details.blocks.len(), details.channels);
+        info!("accepted a guest of {blocks} RAM blocks over {channels} channels");
+        Ok(Attempt {
+            id,
+            machine: self.inbox.past.begin(),
+            details,
+            layout,
+            start,
+            guest: GuestState::NotStarted,
+            settled: false,
+        })
+    }
+
+    /// Makes all memory read as zeros, as a source does not send what was never touched. Meanwhile the source is sent
+    /// `preparing` every second.
+    fn make_zero(&self) {
+        if !self.config.memory_is_zero {
+            let report = || self.inbox.send(&DestinationMessage::Preparing);
+            report();
+            self.memory.make_zero(&report);
+        }
+    }
+
+    /// Everything up to the source's `commit`, which is returned.
+    fn receive_and_load(
+        &mut self,
+        attempt: &mut Attempt,
+        guest: &mut dyn DestinationGuest,
+    ) -> Result<SourceMessage, DestinationError> {
+        let state = self.receive(attempt)?;
+        let began = Instant::now();
+        guest
+            .load(&state)
+            .map_err(|source| DestinationError::Guest {
+                what: "load the state of",
+                source,
+            })?;
+        debug!(took = ?began.elapsed(), bytes = state.len(), "device state loaded");
+        self.report(attempt, guest, DestinationEvent::Loaded);
+        self.wait_for_commit(attempt)
+    }
+
+    /// Receives all memory and the device state. When this returns, no page can be written any more.
+    fn receive(&mut self, attempt: &Attempt) -> Result<Vec<u8>, DestinationError> {
+        let channels = attempt.details.channels;
+        let timeout = self.config.stall_timeout;
+        let connected_by = Instant::now() + timeout;
+        let mut receiving = Receiving::new(channels);
+        loop {
+            let arrived = receiving.connected();
+            let Some(event) = self.inbox.next(attempt.id, arrived.map(|_| connected_by))? else {
+                return Err(DestinationError::Channels {
+                    arrived: arrived.unwrap_or_default(),
+                    channels: channels.into(),
+                    seconds: timeout.as_secs(),
+                });
+            };
+            let (next, action) = receiving.handle(event)?;
+            match action {
+                None => {}
+                Some(Action::StartChannels(streams)) => {
+                    for (number, stream) in streams.into_iter().enumerate() {
+                        self.start_channel(attempt.layout, number, stream)?;
+                    }
+                }
+                Some(Action::ReportSynced(round)) => {
+                    self.inbox.send(&DestinationMessage::Synced { round });
+                    debug!(round, "round received");
+                }
+            }
+            match next {
+                Receiving::Complete(state) => return Ok(state),
+                next => receiving = next,
+            }
+        }
+    }
+
+    fn start_channel(&self, layout: Layout, number: usize, stream: Arc<Stream>) -> io::Result<()> {
+        let decoder = self.config.engines.decoder(layout, self.stats.health());
+        let reader = ChannelReader::new(stream, layout, decoder, self.stats.clone());
+        let (memory, events) = (self.memory, self.events_in.clone());
+        let copy = &self.config.copy;
+        let receive = in_span(move || {
+            let result = channel::receive(reader, layout, memory, copy, |round| {
+                // The coordinator is gone when the attempt is over.
+                let _ = events.send(Event::Synced(number, round));
+            });
+            let _ = events.send(Event::Ended(number, result));
+        });
+        thread::Builder::new().spawn_scoped(self.scope, receive)?;
+        Ok(())
+    }
+
+    fn wait_for_commit(&mut self, attempt: &Attempt) -> Result<SourceMessage, DestinationError> {
+        let timeout = attempt.settle_time();
+        let deadline = Instant::now() + timeout;
+        loop {
+            match self.inbox.next(attempt.id, Some(deadline))? {
+                Some(Event::Message(_, commit @ SourceMessage::Commit { .. })) => {
+                    return Ok(commit);
+                }
+                // The source may have committed: it connects again, or the timeout ends the wait.
+                Some(Event::Disconnected(number, _)) => self.inbox.forget(number),
+                Some(event) => unexpected(event)?,
+                None => {
+                    let seconds = timeout.as_secs();
+                    return Err(DestinationError::NotCommitted { seconds });
+                }
+            }
+        }
+    }
+
+    /// Ends an attempt that has failed; returns why.
+    fn fail(
+        &mut self,
+        attempt: &mut Attempt,
+        guest: &mut dyn DestinationGuest,
+        error: DestinationError,
+    ) -> DestinationError {
+        let error = self.explain(attempt, error);
+        // The connection may be what has failed.
+        self.inbox.limit_sending(FAILURE_TIMEOUT);
+        let cause = chain(&error);
+        self.report(attempt, guest, DestinationEvent::Failed { cause });
+        error
+    }
+
+    /// Replaces an error of a connection by the reason that the source sends, if it does.
+    fn explain(&mut self, attempt: &Attempt, error: DestinationError) -> DestinationError {
+        let cut_short = matches!(
+            &error,
+            DestinationError::Channel {
+                source: ChannelError::Ended | ChannelError::PagesAfterSync | ChannelError::Read(_),
+                ..
+            }
+        );
+        let deadline = Instant::now() + REASON_TIMEOUT;
+        while cut_short && let Ok(Some(event)) = self.inbox.next(attempt.id, Some(deadline)) {
+            match event {
+                Event::Message(_, SourceMessage::Abort { cause }) => {
+                    return DestinationError::Aborted { cause };
+                }
+                Event::Disconnected(..) => break,
+                _ => {}
+            }
+        }
+        error
+    }
+
+    /// Resumes the guest, and answers the source until it has acknowledged that.
+    fn start(
+        &mut self,
+        attempt: &mut Attempt,
+        guest: &mut dyn DestinationGuest,
+        commit: SourceMessage,
+    ) -> Result<Arrival, DestinationError> {
+        let deadline = Instant::now() + attempt.settle_time() + LINGER;
+        self.report(attempt, guest, DestinationEvent::Message(commit));
+        let total_time = attempt.start.elapsed();
+        while !attempt.settled
+            && let Ok(Some(event)) = self.inbox.next(attempt.id, Some(deadline))
+        {
+            match event {
+                Event::Message(_, message) => {
+                    self.report(attempt, guest, DestinationEvent::Message(message));
+                }
+                Event::Disconnected(number, _) => self.inbox.forget(number),
+                _ => {}
+            }
+        }
+        if !attempt.settled {
+            warn!("the source has not acknowledged where the guest is");
+        }
+        let running = matches!(attempt.guest, GuestState::Running);
+        if let GuestState::Failed(error) = attempt.guest.take() {
+            return Err(error);
+        }
+        Ok(Arrival {
+            moved: self.stats.snapshot(),
+            total_time,
+            running,
+            settled: attempt.settled,
+            copy: self.copied.as_ref().map(Account::read),
+        })
+    }
+
+    /// Reports `event` to the attempt's state machine, and carries out its actions.
+    fn report(
+        &mut self,
+        attempt: &mut Attempt,
+        guest: &mut dyn DestinationGuest,
+        event: DestinationEvent,
+    ) {
+        let mut actions = VecDeque::from(attempt.machine.handle(event));
+        while let Some(action) = actions.pop_front() {
+            let event = match action {
+                // There is no journal: this process has the guest, and when it ends so does the guest.
+                DestinationAction::Persist => continue,
+                DestinationAction::Send(message) => {
+                    self.inbox.send(&message);
+                    continue;
+                }
+                DestinationAction::Forget => {
+                    attempt.settled = true;
+                    continue;
+                }
+                DestinationAction::Run { resume } => self.run_guest(attempt, guest, resume),
+                DestinationAction::Check => attempt.guest.started(),
+                // The guest has not run and will not: there is nothing else to end.
+                DestinationAction::End => DestinationEvent::Died {
+                    cause: String::new(),
+                },
+            };
+            actions.extend(attempt.machine.handle(event));
+        }
+    }
+
+    fn run_guest(
+        &mut self,
+        attempt: &mut Attempt,
+        guest: &mut dyn DestinationGuest,
+        resume: bool,
+    ) -> DestinationEvent {
+        *self.arrived = true;
+        let resumed = if resume { guest.resume() } else { Ok(()) };
+        match resumed {
+            Ok(()) => {
+                attempt.guest = match resume {
+                    true => GuestState::Running,
+                    false => GuestState::Paused,
+                };
+                attempt.guest.started()
+            }
+            Err(source) => {
+                *self.arrived = false;
+                let error = DestinationError::Guest {
+                    what: "run",
+                    source,
+                };
+                let cause = chain(&error);
+                attempt.guest = GuestState::Failed(error);
+                DestinationEvent::NotStarted { cause }
+            }
+        }
+    }
+}
+
+impl Attempt {
+    fn settle_time(&self) -> Duration {
+        self.details.settle_time().min(MAX_SETTLE_TIME)
+    }
+}
+
+impl GuestState {
+    fn take(&mut self) -> Self {
+        std::mem::replace(self, Self::NotStarted)
+    }
+
+    /// For a guest that this process has started: no more is needed to know its state.
+    fn started(&self) -> DestinationEvent {
+        let state = match self {
+            Self::Running => "running",
+            _ => "paused",
+        };
+        DestinationEvent::Started {
+            state: state.to_owned(),
+        }
+    }
+}

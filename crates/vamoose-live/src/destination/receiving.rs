@@ -1,0 +1,198 @@
+//! What a destination receives of a guest, in which order.
+//!
+//! ```text
+//!             all connected            every channel has ended
+//!  Connecting ─────────────> Rounds ─────────────────────────────> StateAwaited
+//!                              │                                        │ device state
+//!                              │ device state                           ▼
+//!                              └──────────────> ChannelsAwaited ───> Complete
+//!                                                        every channel has ended
+//! ```
+//!
+//! The device state has a connection of its own, so it can arrive before or after the ends of the channels. No I/O and no
+//! clock: events in, the next state and what to do for it out.
+
+use std::sync::Arc;
+
+use handover::SourceMessage;
+use vamoose_link::Stream;
+
+use super::Event;
+use crate::{ChannelError, DestinationError};
+
+/// How much of a guest has been received.
+pub(super) enum Receiving {
+    /// Not all channels are connected; nothing is read from any before.
+    Connecting(Vec<Option<Arc<Stream>>>),
+    /// The channels deliver pages of the round after `complete`.
+    Rounds {
+        complete: u64,
+        channels: Vec<Channel>,
+    },
+    /// The device state is here, and no page of a further round may come: the channels have to end.
+    ChannelsAwaited {
+        state: Vec<u8>,
+        channels: Vec<Channel>,
+    },
+    /// All pages are here and every channel has ended.
+    StateAwaited,
+    /// All of the guest is here, and no page can be written any more.
+    Complete(Vec<u8>),
+}
+
+/// A channel in the current round.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Channel {
+    /// It has delivered all of its pages of the round.
+    synced: bool,
+    ended: bool,
+}
+
+/// What the coordinator has to do.
+pub(super) enum Action {
+    /// All channels are connected: read from them.
+    StartChannels(Vec<Arc<Stream>>),
+    /// Report to the source that all pages of this round are written.
+    ReportSynced(u64),
+}
+
+impl Receiving {
+    pub(super) fn new(channels: u8) -> Self {
+        Self::Connecting(vec![None; channels.into()])
+    }
+
+    /// The channels that have connected so far, while that is waited for.
+    pub(super) fn connected(&self) -> Option<usize> {
+        match self {
+            Self::Connecting(streams) => Some(streams.iter().flatten().count()),
+            _ => None,
+        }
+    }
+
+    /// The state after `event`, and what to do.
+    ///
+    /// # Errors
+    /// When the source does not follow the protocol, gives up, or a connection has failed.
+    pub(super) fn handle(self, event: Event) -> Result<(Self, Option<Action>), DestinationError> {
+        match (self, event) {
+            (Self::Connecting(streams), Event::Channel(initial, stream)) => {
+                connected(streams, initial.channel(), stream)
+            }
+            (Self::Rounds { complete, channels }, Event::Synced(channel, round))
+                if round == complete + 1 && !channels[channel].synced =>
+            {
+                synced(complete, channels, channel)
+            }
+            (Self::Rounds { complete, channels }, Event::Ended(channel, Ok(()))) => {
+                let channels = ended(channels, channel)?;
+                let all = channels.iter().all(|channel| channel.ended);
+                Ok(match all && complete > 0 {
+                    true => (Self::StateAwaited, None),
+                    false => (Self::Rounds { complete, channels }, None),
+                })
+            }
+            (Self::Rounds { complete, channels }, Event::State(_, state))
+                if complete > 0 && !channels.iter().any(|channel| channel.synced) =>
+            {
+                Ok((Self::ChannelsAwaited { state, channels }, None))
+            }
+            (Self::ChannelsAwaited { state, channels }, Event::Ended(channel, Ok(()))) => {
+                let channels = ended(channels, channel)?;
+                let all = channels.iter().all(|channel| channel.ended);
+                Ok(match all {
+                    true => (Self::Complete(state), None),
+                    false => (Self::ChannelsAwaited { state, channels }, None),
+                })
+            }
+            (Self::StateAwaited, Event::State(_, state)) => Ok((Self::Complete(state), None)),
+            (same, event) => unexpected(event).map(|()| (same, None)),
+        }
+    }
+}
+
+fn connected(
+    mut streams: Vec<Option<Arc<Stream>>>,
+    channel: u8,
+    stream: Arc<Stream>,
+) -> Result<(Receiving, Option<Action>), DestinationError> {
+    match streams.get_mut(usize::from(channel)) {
+        Some(free @ None) => *free = Some(stream),
+        _ => return Err(DestinationError::ChannelNumber { channel }),
+    }
+    if streams.iter().any(Option::is_none) {
+        return Ok((Receiving::Connecting(streams), None));
+    }
+    let channels = vec![Channel::default(); streams.len()];
+    let start = Action::StartChannels(streams.into_iter().flatten().collect());
+    let complete = 0;
+    Ok((Receiving::Rounds { complete, channels }, Some(start)))
+}
+
+fn synced(
+    complete: u64,
+    mut channels: Vec<Channel>,
+    channel: usize,
+) -> Result<(Receiving, Option<Action>), DestinationError> {
+    channels[channel].synced = true;
+    check_ended(&channels)?;
+    if !channels.iter().all(|channel| channel.synced) {
+        return Ok((Receiving::Rounds { complete, channels }, None));
+    }
+    let complete = complete + 1;
+    channels
+        .iter_mut()
+        .for_each(|channel| channel.synced = false);
+    let report = Action::ReportSynced(complete);
+    Ok((Receiving::Rounds { complete, channels }, Some(report)))
+}
+
+fn ended(mut channels: Vec<Channel>, channel: usize) -> Result<Vec<Channel>, DestinationError> {
+    channels[channel].ended = true;
+    check_ended(&channels)?;
+    Ok(channels)
+}
+
+/// A round to which an ended channel has not contributed will never be complete.
+fn check_ended(channels: &[Channel]) -> Result<(), DestinationError> {
+    let in_round = channels.iter().any(|channel| channel.synced);
+    match channels
+        .iter()
+        .position(|channel| channel.ended && !channel.synced)
+    {
+        Some(channel) if in_round => Err(DestinationError::Channel {
+            channel,
+            source: ChannelError::Ended,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// What an event means where it is not expected: most end the attempt.
+pub(super) fn unexpected(event: Event) -> Result<(), DestinationError> {
+    let out_of_turn = |message| Err(DestinationError::OutOfTurn { message });
+    match event {
+        Event::Ended(channel, result) => {
+            let source = result.err().unwrap_or(ChannelError::Ended);
+            Err(DestinationError::Channel { channel, source })
+        }
+        Event::Message(_, SourceMessage::Abort { cause }) => {
+            Err(DestinationError::Aborted { cause })
+        }
+        Event::Message(_, message) | Event::Connected { message, .. } => {
+            out_of_turn(format!("{message:?}"))
+        }
+        Event::Synced(_, number) => out_of_turn(format!("SYNC {number}")),
+        Event::State(..) => out_of_turn("state".to_owned()),
+        Event::Disconnected(_, why) => Err(why.unwrap_or(DestinationError::ControlEnded)),
+        Event::Cancelled => Err(DestinationError::Cancelled),
+        Event::Channel(_, stream) => {
+            refuse_channel(&stream);
+            Ok(())
+        }
+    }
+}
+
+pub(super) fn refuse_channel(stream: &Stream) {
+    tracing::warn!("an unexpected channel connection was refused");
+    stream.shut_down();
+}

@@ -1,0 +1,121 @@
+//! The options of a source.
+
+use std::{num::NonZeroU64, ops::RangeInclusive, time::Duration};
+
+use multifd::PACKET_BYTES;
+use vamoose_codec::Engines;
+
+use super::AutoConverge;
+use crate::{DsaDetection, SourceError};
+
+/// The options of a [`Source`](crate::Source).
+#[derive(Clone)]
+pub struct SourceConfig {
+    /// How pages are encoded.
+    pub engines: Engines,
+    /// Channels, 1 to 64.
+    pub channels: u8,
+    /// Most bytes of pages in a packet: a power of two from 64 KiB to 4 MiB.
+    pub packet_bytes: u32,
+    /// Whether pages are sent with MSG_ZEROCOPY; for method none over TCP only.
+    pub zero_copy: bool,
+    /// What looks for zero pages.
+    pub zero_page_detection: ZeroPageDetection,
+    /// Percentage of zero pages to send as normal ones all the same: traffic for benchmarks.
+    #[cfg(feature = "bench")]
+    pub normal_page_ratio: u8,
+    /// Bandwidth limit in bytes per second, over all channels.
+    pub max_bandwidth: Option<NonZeroU64>,
+    /// The guest is paused when the rest is expected to be sent within this time.
+    pub downtime_limit: Duration,
+    /// Longest downtime, not less than the limit: then the migration fails and the guest resumes here, unless it has been
+    /// handed over.
+    pub downtime_max: Duration,
+    /// When to give up if the guest has not been paused by then.
+    pub timeout: Option<Duration>,
+    /// Whether and how the vCPUs are throttled if they write too fast.
+    pub auto_converge: Option<AutoConverge>,
+    /// Abort after this time without progress from the destination.
+    pub stall_timeout: Duration,
+    /// How long to ask where the guest is, if the connection is lost during the hand-over.
+    pub settle_time: Duration,
+    /// The VMM guarantees that nothing between the two processes can accept, close or refuse a connection in the
+    /// destination's name: no tunnel, no proxy, no address translation. Then a destination that has
+    /// closed its connections and refuses new ones has ended: the guest resumes here if it had not begun to run there.
+    /// Otherwise such a guest stays paused and [in doubt](SourceError::InDoubt), for an operator to decide.
+    pub direct_link: bool,
+}
+
+/// What looks for zero pages.
+#[derive(Clone, Debug, Default)]
+pub enum ZeroPageDetection {
+    /// Nothing. Memory that was never touched is not sent in any case.
+    None,
+    /// The processor.
+    #[default]
+    Cpu,
+    /// DSAs, and the processor where they do not.
+    Dsa(DsaDetection),
+}
+
+/// How many channels a migration may have.
+pub const CHANNELS: RangeInclusive<u8> = 1..=64;
+
+impl SourceConfig {
+    /// Sends with `engines` over two channels, everything else by default.
+    pub fn new(engines: Engines) -> Self {
+        Self {
+            engines,
+            channels: 2,
+            packet_bytes: PACKET_BYTES,
+            zero_copy: false,
+            zero_page_detection: ZeroPageDetection::Cpu,
+            #[cfg(feature = "bench")]
+            normal_page_ratio: 0,
+            max_bandwidth: None,
+            downtime_limit: Duration::from_millis(300),
+            downtime_max: Duration::from_secs(10),
+            timeout: None,
+            auto_converge: None,
+            stall_timeout: Duration::from_secs(15),
+            settle_time: Duration::from_secs(60),
+            direct_link: false,
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<(), SourceError> {
+        let refuse = |text: String| Err(SourceError::Config(text));
+        if !CHANNELS.contains(&self.channels) {
+            let (channels, range) = (self.channels, CHANNELS);
+            return refuse(format!("channels: {channels} is not in {range:?}"));
+        }
+        #[cfg(feature = "bench")]
+        if self.normal_page_ratio > 100 {
+            let ratio = self.normal_page_ratio;
+            return refuse(format!("normal page ratio: {ratio} % is more than 100 %"));
+        }
+        for (name, time) in [
+            ("stall timeout", self.stall_timeout),
+            ("settle time", self.settle_time),
+            ("longest downtime", self.downtime_max),
+        ] {
+            if time.is_zero() {
+                return refuse(format!("{name}: 0 s is too short"));
+            }
+        }
+        if self.downtime_limit > self.downtime_max {
+            let (limit, max) = (self.downtime_limit, self.downtime_max);
+            return refuse(format!(
+                "downtime limit: {limit:?} is more than the longest downtime, {max:?}"
+            ));
+        }
+        if let Some(steps) = self.auto_converge
+            && (steps.max > 99 || steps.initial > steps.max || steps.increment == 0)
+        {
+            return refuse(format!(
+                "auto-converge: {steps:?} does not increase to at most 99 %"
+            ));
+        }
+        Ok(())
+    }
+}
