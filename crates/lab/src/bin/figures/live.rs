@@ -113,7 +113,7 @@ pub(crate) fn measure(cases: &[Case], options: &Options) -> Result<Vec<Measured>
 impl Case {
     fn run(&self, link: &Link, options: &Options) -> Result<Move> {
         let pages = self.load * LINK as f64 / 8.0 / 4096.0;
-        let mut command = link.source.command(&options.demo());
+        let mut command = link.source.command(options.demo());
         command
             .args([
                 "--guest",
