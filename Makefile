@@ -14,8 +14,8 @@ help:          # Show these targets
 setup:         # Fetch compilers, Rust, QEMUs and a test guest
 	scripts/setup build qemu guest
 
-build: setup   # Build target/release/vamoose
-	cargo build --release -p vamoose
+build: setup   # Build target/release/vamoose and vamoose-demo
+	cargo build --release -p vamoose -p vamoose-demo
 
 # One command for both programs: they share the dependencies, and the demo finds vamoose beside itself.
 demo: setup    # Move a running guest between two QEMUs, prove it, compare with stock QEMU (two minutes)
@@ -36,5 +36,5 @@ faults: setup  # Break migrations in every way, at random moments, until one goe
 	"$${CARGO_TARGET_DIR:-target}/release/faults" $(FAULTS)
 
 figures: setup # Measure the documentation's figures anew
-	cargo build --release -p vamoose
-	cargo run --release -p lab --bin figures
+	cargo build --release -p vamoose -p vamoose-demo -p lab --bin vamoose --bin vamoose-demo --bin figures
+	"$${CARGO_TARGET_DIR:-target}/release/figures" $(FIGURES)

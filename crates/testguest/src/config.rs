@@ -1,7 +1,9 @@
 //! What a guest is to be, and whether that can be.
 
-use std::{fmt, num::NonZeroU64, ops::Range, str::FromStr};
+use std::{fmt, num::NonZeroU64, ops::Range};
 
+use clap::ValueEnum;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::{
@@ -30,11 +32,12 @@ pub struct Config {
 }
 
 /// What runs a guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// vCPUs of a virtual machine (see [`kvm_available`](crate::kvm_available)).
+    /// vCPUs of a virtual machine
     Kvm,
-    /// Threads of this process.
+    /// Threads of the process
     Threads,
 }
 
@@ -73,14 +76,6 @@ pub enum ConfigError {
         /// What there is.
         writable: Range<u64>,
     },
-}
-
-/// A word that is no [`Kind`] or [`Pattern`].
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("`{word}` is none of {choices}")]
-pub struct ParseError {
-    word: String,
-    choices: &'static str,
 }
 
 /// A configuration that can be, with its defaults filled in.
@@ -143,21 +138,6 @@ impl fmt::Display for Kind {
     }
 }
 
-impl FromStr for Kind {
-    type Err = ParseError;
-
-    fn from_str(word: &str) -> Result<Self, ParseError> {
-        match word {
-            "kvm" => Ok(Self::Kvm),
-            "threads" => Ok(Self::Threads),
-            _ => Err(ParseError {
-                word: word.to_owned(),
-                choices: "`kvm`, `threads`",
-            }),
-        }
-    }
-}
-
 impl fmt::Display for Pattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -168,41 +148,10 @@ impl fmt::Display for Pattern {
     }
 }
 
-impl FromStr for Pattern {
-    type Err = ParseError;
-
-    fn from_str(word: &str) -> Result<Self, ParseError> {
-        let hot = || word.strip_prefix("hot:")?.parse().ok();
-        match word {
-            "sequential" => Ok(Self::Sequential),
-            "random" => Ok(Self::Random),
-            _ => hot()
-                .map(|pages| Self::HotSet { pages })
-                .ok_or_else(|| ParseError {
-                    word: word.to_owned(),
-                    choices: "`sequential`, `random`, `hot:PAGES`",
-                }),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::Backing;
-
-    #[test]
-    fn words_and_back() {
-        for word in ["kvm", "threads"] {
-            assert_eq!(word.parse::<Kind>().unwrap().to_string(), word);
-        }
-        for word in ["sequential", "random", "hot:12"] {
-            assert_eq!(word.parse::<Pattern>().unwrap().to_string(), word);
-        }
-        for word in ["", "hot", "hot:", "hot:0", "hot:-1", "Random"] {
-            assert!(word.parse::<Pattern>().is_err(), "{word}");
-        }
-    }
 
     #[test]
     fn a_working_set_is_of_whole_pages_and_leaves_the_guest_its_own() {

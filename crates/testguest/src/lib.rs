@@ -46,7 +46,7 @@ mod stamp;
 mod state;
 mod vcpu;
 
-pub use config::{Config, ConfigError, Kind, ParseError, Pattern};
+pub use config::{Config, ConfigError, Kind, Pattern};
 pub use fill::{Fill, fill};
 pub use guest::{Guest, GuestError, Proof, VcpuProof, VerifyError};
 pub use kvm::{KvmError, Slot, kvm_available};

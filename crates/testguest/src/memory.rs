@@ -8,10 +8,12 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
+use clap::ValueEnum;
 use rustix::{
     fs::{MemfdFlags, SeekFrom},
     mm::{MapFlags, ProtFlags},
 };
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory, VolatileSlice};
 
@@ -25,13 +27,14 @@ pub(crate) const PAGE_BYTES: usize = 4096;
 pub(crate) const LARGE_PAGE: u64 = 2 << 20;
 
 /// What the memory is made of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 pub enum Backing {
-    /// Private memory of this process.
+    /// Private memory
     Anonymous,
-    /// A shared mapping of a memfd.
+    /// A shared mapping of a memfd
     Memfd,
-    /// A shared mapping of a memfd of 2 MiB pages out of the host's pool (`vm.nr_hugepages`).
+    /// A shared mapping of 2 MiB pages from the host's pool (vm.nr_hugepages)
     Hugetlb,
 }
 

@@ -10,7 +10,7 @@ use idxd::{
 
 /// As text: `auto`, names as in `wq0.1,wq2.0`, or `model` and `model:4`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum DevicePath {
+pub enum DevicePath {
     /// Of this host.
     Host(Choice),
     /// So many modelled devices.
@@ -21,9 +21,9 @@ pub(crate) enum DevicePath {
 const MAX_MODELS: u32 = 64;
 
 impl DevicePath {
-    pub(crate) const AUTO: Self = Self::Host(Choice::Auto);
+    pub const AUTO: Self = Self::Host(Choice::Auto);
 
-    pub(crate) fn open(&self, kind: Kind, options: &Options) -> Result<Devices> {
+    pub fn open(&self, kind: Kind, options: &Options) -> Result<Devices> {
         match self {
             Self::Model(count) => Ok(idxd_model::devices(kind, count.get() as usize, options)?),
             Self::Host(choice) => Devices::open(kind, choice, options).map_err(|error| {

@@ -1,4 +1,4 @@
-//! Options that several commands share, and how their values are written.
+//! Options that several commands share, and the syntax of their values.
 
 use std::{
     env, fmt,
@@ -15,100 +15,171 @@ use idxd::{Kind, offload::Options, shares::Weight};
 use multifd::{Layout, Method};
 use serde::{Deserialize, Serialize};
 use vamoose_codec::{Accel, Engines, Registry, Settings, Verify};
+use vamoose_link::{Address, Peers};
 use vamoose_relay::Config;
 
-use crate::devices::DevicePath;
+use crate::{devices::DevicePath, report::write_json};
 
 /// How pages cross the link.
 #[derive(Args, Clone, Debug)]
-pub(crate) struct Encoding {
-    /// How pages are encoded on the way to the destination
+pub struct Encoding {
+    /// Encoding of pages towards the destination
     #[arg(long, value_enum, default_value_t = MethodName::None)]
-    pub(crate) method: MethodName,
-    /// Level of the method: zlib 0 to 9, zstd and zstd-frames negative (fast) to 22, lz4 from 1 (higher
-    /// is faster), qpl 0 (fast) to 12, qatzip 1 to 9; its default is 1
-    #[arg(long, allow_negative_numbers = true)]
-    pub(crate) level: Option<i32>,
+    pub method: MethodName,
+    /// Level of the method: zlib 0 to 9, zstd and zstd-frames negative (fast) to 22, lz4 from 1 (higher is faster),
+    /// qpl 0 (fast) to 12, qatzip 1 to 9 [default: 1]
+    #[arg(long, allow_negative_numbers = true, value_name = "N")]
+    pub level: Option<i32>,
     #[command(flatten)]
-    pub(crate) hardware: Hardware,
-    /// Packets that a channel encodes side by side, for engines with a latency (lz4, zstd-frames, qpl,
-    /// qatzip)
+    pub hardware: Hardware,
+    /// Packets encoded in parallel per channel, 1 to 64, for methods whose packets are independent (auto, lz4,
+    /// zstd-frames, qpl, qatzip)
     #[arg(long, default_value = "1", value_name = "N")]
-    pub(crate) streams: NonZeroUsize,
-    /// Page size of the guest in bytes
+    pub streams: NonZeroUsize,
+    /// Page size of the guest
     #[arg(long, default_value = "4k", value_name = "SIZE")]
-    pub(crate) page_size: Size,
-    /// Most bytes per second on the way to the destination
+    pub page_size: Size,
+    /// Bandwidth limit towards the destination, in bytes per second
     #[arg(long, value_name = "RATE")]
-    pub(crate) max_bandwidth: Option<Size>,
-    /// Seconds for which a peer may neither send nor take a byte while one is awaited
-    #[arg(long, default_value_t = 15, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
-    pub(crate) stall_timeout: u64,
+    pub max_bandwidth: Option<Size>,
+    #[command(flatten)]
+    pub stall_timeout: StallTimeout,
 }
 
 impl Encoding {
     /// The relay that these options describe.
-    pub(crate) fn config(&self) -> Result<Config> {
+    pub fn config(&self) -> Result<Config> {
         let engines = self.hardware.engines(self.method.settings(self.level)?)?;
         let page_size = u32::try_from(self.page_size.0).unwrap_or(u32::MAX);
         if self.streams > NonZeroUsize::MIN && !engines.settings().packets_are_independent() {
             bail!(
-                "--streams {}: the packets of a {} channel are one stream; auto, lz4, zstd-frames, qpl and qatzip can have several",
+                "--streams {}: the packets of a {} channel form one stream; methods auto, lz4, zstd-frames, qpl and \
+                 qatzip can encode several in parallel",
                 self.streams,
                 engines.settings().name()
             );
         }
-        if self.streams.get() > MOST_STREAMS {
-            bail!(
-                "--streams {}: at most {MOST_STREAMS} make sense",
-                self.streams
-            );
+        if self.streams.get() > MAX_STREAMS {
+            bail!("--streams {}: the maximum is {MAX_STREAMS}", self.streams);
         }
         let mut config = Config::new(engines);
         config.streams = self.streams;
         config.layout = Layout::new(page_size).context("--page-size")?;
         config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
-        config.stall_timeout = Duration::from_secs(self.stall_timeout);
+        config.stall_timeout = self.stall_timeout.duration();
         Ok(config)
     }
 }
 
 /// Each stream has a thread, and buffers of 1.5 MiB.
-const MOST_STREAMS: usize = 64;
+const MAX_STREAMS: usize = 64;
+
+/// When a peer is given up.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct StallTimeout {
+    /// Abort after this many seconds without progress from a peer
+    #[arg(long, default_value_t = 15, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    stall_timeout: u64,
+}
+
+impl StallTimeout {
+    /// As the crates below have it.
+    pub fn duration(self) -> Duration {
+        Duration::from_secs(self.stall_timeout)
+    }
+}
+
+/// Who may connect where a command listens.
+#[derive(Args, Clone, Debug)]
+pub struct Access {
+    /// Allow a non-local listen address without authentication or encryption
+    ///
+    /// Anyone who can reach the address can then read and replace the guest's memory. Use it on a trusted network only;
+    /// otherwise listen on a loopback address behind a tunnel.
+    #[arg(long)]
+    insecure: bool,
+    /// User who may connect, besides root and the user of this process (repeatable)
+    ///
+    /// Checked for connections from this host: the source QEMU's user, or that of a tunnel's process. If this process
+    /// runs as root and one UID is given, a unix socket is handed over to that user; otherwise its permissions let
+    /// everyone connect, and connections of other users are refused.
+    #[arg(long, value_name = "UID")]
+    peer_uid: Vec<u32>,
+}
+
+impl Access {
+    /// Who may connect to `listen`, unless it is open to other hosts without permission.
+    pub fn peers(&self, listen: &Address) -> Result<Peers> {
+        refuse_open_address(listen, self.insecure)?;
+        Ok(Peers::own_and(self.peer_uid.iter().copied()))
+    }
+}
+
+/// Refuses an address that other hosts can reach, as long as there is neither authentication nor encryption.
+pub fn refuse_open_address(listen: &Address, insecure: bool) -> Result<()> {
+    if !listen.is_local() && !insecure {
+        bail!(
+            "other hosts can reach {listen}, and vamoose neither authenticates nor encrypts: listen on a loopback \
+             address behind a tunnel, or allow it with --insecure on a trusted network"
+        );
+    }
+    Ok(())
+}
+
+/// Where a report goes.
+#[derive(Args, Clone, Debug)]
+pub struct JsonReport {
+    /// Write a report as JSON to a file, or to standard output with -
+    #[arg(long, value_name = "FILE")]
+    json: Option<String>,
+}
+
+impl JsonReport {
+    /// Writes `report` if one is wanted.
+    pub fn write(&self, report: &impl Serialize) -> Result<()> {
+        let Some(target) = &self.json else {
+            return Ok(());
+        };
+        write_json(report, target)
+    }
+}
 
 /// What is used of this host's hardware, and how far it is trusted.
 #[derive(Args, Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Hardware {
-    /// Hardware to encode and decode with
+pub struct Hardware {
+    /// Hardware for encoding and decoding
     #[arg(long, value_enum, default_value_t = AccelName::Auto)]
     accel: AccelName,
-    /// Work queues of IAAs for method qpl: wqX.Y[,wqZ.W...], `auto` for all that can be used, or `model[:N]` for N devices in
-    /// software, to try things out. What is named is mandatory, unless --accel is another engine or none
-    #[arg(long, default_value = "auto", value_name = "PATH")]
+    /// IAA work queues for method qpl: `auto` (all usable ones), wqX.Y[,wqZ.W...], or `model[:N]`
+    ///
+    /// Named queues are required, unless --accel selects another engine or none. `model[:N]` stands for N devices
+    /// modelled in software, for tests.
+    #[arg(long, default_value = "auto", value_name = "QUEUES")]
     #[serde(with = "as_text")]
     iaa_path: DevicePath,
     #[command(flatten)]
-    pub(crate) shares: DeviceShares,
-    /// Which of the hardware's results are checked in software
+    pub shares: DeviceShares,
+    /// Results of hardware to verify in software
     #[arg(long, value_enum, default_value_t = VerifyName::Sample)]
     verify: VerifyName,
 }
 
 /// How many migrations divide work queues of DSAs and IAAs among them.
 #[derive(Args, Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct DeviceShares {
-    /// Folder by which the migrations of this host divide shared work queues of DSAs and IAAs, the same for all; without it each
-    /// takes what it can get
+pub struct DeviceShares {
+    /// Directory through which migrations of this host share DSA and IAA work queues fairly
+    ///
+    /// Must be the same for all of them. Without it, each migration takes what it can get.
     #[arg(long, value_name = "DIR")]
     device_shares: Option<PathBuf>,
-    /// What this migration's part of these work queues is worth, 1 to 15
+    /// Weight of this migration's share of the work queues, 1 to 15
     #[arg(long, default_value_t = 4, value_name = "WEIGHT", value_parser = clap::value_parser!(u8).range(1..=15))]
     priority: u8,
 }
 
 impl DeviceShares {
     /// As [`Options::shares`] has it.
-    pub(crate) fn of_devices(&self) -> Option<(PathBuf, Weight)> {
+    pub fn of_devices(&self) -> Option<(PathBuf, Weight)> {
         let directory = self.device_shares.clone()?;
         Some((directory, Weight::new(self.priority)))
     }
@@ -116,7 +187,7 @@ impl DeviceShares {
 
 impl Hardware {
     /// The engines for a migration that is sent with `settings`.
-    pub(crate) fn engines(&self, settings: Settings) -> Result<Engines> {
+    pub fn engines(&self, settings: Settings) -> Result<Engines> {
         let accel = match self.accel {
             AccelName::Auto if self.iaa_path != DevicePath::AUTO => Accel::Iaa,
             AccelName::Auto => Accel::Auto,
@@ -138,7 +209,7 @@ impl Hardware {
     }
 
     /// How many of the hardware's results are checked.
-    pub(crate) fn verify(&self) -> Verify {
+    pub fn verify(&self) -> Verify {
         match self.verify {
             VerifyName::Off => Verify::Off,
             VerifyName::Sample => Verify::Sample,
@@ -151,19 +222,19 @@ impl Hardware {
 const PAGE_BYTES: usize = 4096;
 
 /// A value of serde as the command line has it.
-pub(crate) mod as_text {
+pub mod as_text {
     use std::{fmt::Display, str::FromStr};
 
     use serde::{Deserialize as _, Deserializer, Serializer, de::Error};
 
-    pub(crate) fn serialize<S: Serializer>(
+    pub fn serialize<S: Serializer>(
         value: &impl Display,
         serializer: S,
     ) -> Result<S::Ok, S::Error> {
         serializer.collect_str(value)
     }
 
-    pub(crate) fn deserialize<'de, D, T>(deserializer: D) -> Result<T, D::Error>
+    pub fn deserialize<'de, D, T>(deserializer: D) -> Result<T, D::Error>
     where
         D: Deserializer<'de>,
         T: FromStr<Err: Display>,
@@ -175,7 +246,7 @@ pub(crate) mod as_text {
 
 /// The methods of the command line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum MethodName {
+pub enum MethodName {
     /// What serves best, packet by packet, of none, lz4 and zstd-frames; only another vamoose understands it
     Auto,
     /// Pages as they are
@@ -196,7 +267,7 @@ pub(crate) enum MethodName {
 
 impl MethodName {
     /// The method with the level that was given, if one was.
-    pub(crate) fn settings(self, level: Option<i32>) -> Result<Settings> {
+    pub fn settings(self, level: Option<i32>) -> Result<Settings> {
         match (self.method(), level) {
             (Some(method), level) => Ok(Settings::new(method, level)?),
             (None, None) => Ok(Settings::auto()),
@@ -234,20 +305,20 @@ enum AccelName {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 enum VerifyName {
-    /// None
+    /// No results
     Off,
-    /// The first packet of every channel, and one in 64
+    /// The first packet of every channel, then one in 64
     Sample,
-    /// All
+    /// Every result
     All,
 }
 
 /// A size in bytes, or a rate in bytes per second: a number with k, M, G or T (powers of 1024).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Size(pub(crate) u64);
+pub struct Size(pub u64);
 
 impl Size {
-    pub(crate) fn rate(self) -> Result<NonZeroU64> {
+    pub fn rate(self) -> Result<NonZeroU64> {
         NonZeroU64::new(self.0).context("--max-bandwidth: a rate of 0 moves nothing")
     }
 }
@@ -282,18 +353,18 @@ impl fmt::Display for Size {
     }
 }
 
-/// Where attempts are remembered.
+/// Where attempts are recorded.
 #[derive(Args, Debug)]
-pub(crate) struct StateDir {
-    /// Folder in which attempts are remembered, for a process that is started again
-    /// [default: /run/vamoose, for other users than root $XDG_RUNTIME_DIR/vamoose]
+pub struct StateDir {
+    /// Directory of the journal of migration attempts
+    /// [default: /run/vamoose for root, $XDG_RUNTIME_DIR/vamoose for other users]
     #[arg(long, value_name = "DIR")]
     state_dir: Option<PathBuf>,
 }
 
 impl StateDir {
     /// The folder, which need not be there yet.
-    pub(crate) fn path(&self) -> Result<PathBuf> {
+    pub fn path(&self) -> Result<PathBuf> {
         if let Some(dir) = &self.state_dir {
             return Ok(dir.clone());
         }
@@ -302,7 +373,7 @@ impl StateDir {
         }
         let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
         let dir =
-            runtime.context("there is no default --state-dir without XDG_RUNTIME_DIR: name one")?;
+            runtime.context("XDG_RUNTIME_DIR is not set: name a directory with --state-dir")?;
         Ok(dir.join("vamoose"))
     }
 }

@@ -6,10 +6,10 @@ use std::{
 };
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use vamoose_relay::Progress;
+pub use vamoose_relay::Progress;
 
 /// Shows progress on standard error.
-pub(crate) struct Display {
+pub struct Display {
     bar: Option<ProgressBar>,
     last_line: Option<Instant>,
     rate: Rate,
@@ -18,7 +18,7 @@ pub(crate) struct Display {
 const LINE_EVERY: Duration = Duration::from_secs(1);
 
 impl Display {
-    pub(crate) fn new() -> Self {
+    pub fn on_stderr() -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
             // The template is a constant: without it the bar is plainer, not wrong.
@@ -35,7 +35,7 @@ impl Display {
     }
 
     /// Shows where the migration stands.
-    pub(crate) fn show(&mut self, progress: &Progress) {
+    pub fn show(&mut self, progress: &Progress) {
         self.rate.update(progress.moved.wire_bytes);
         let state = State::of(progress);
         let text = state.text(self.rate.bytes_per_second);
@@ -53,7 +53,7 @@ impl Display {
     }
 
     /// Leaves the terminal to others.
-    pub(crate) fn end(&self) {
+    pub fn end(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }

@@ -13,61 +13,61 @@ use vamoose_relay::Moved;
 /// What a migration was and cost. Times are in milliseconds, as QEMU's.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Report {
-    pub(crate) status: &'static str,
+pub struct Report {
+    pub status: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) error_desc: Option<String>,
-    pub(crate) total_time: u64,
+    pub error_desc: Option<String>,
+    pub total_time: u64,
     /// Of the guest; a bare relay cannot know it.
-    pub(crate) downtime: Option<u64>,
-    pub(crate) setup_time: u64,
-    pub(crate) ram: Ram,
-    pub(crate) method: &'static str,
-    pub(crate) level: Option<i32>,
-    pub(crate) engine: &'static str,
-    pub(crate) wire_bytes: u64,
-    pub(crate) page_bytes: u64,
-    pub(crate) zero_pages: u64,
+    pub downtime: Option<u64>,
+    pub setup_time: u64,
+    pub ram: Ram,
+    pub method: &'static str,
+    pub level: Option<i32>,
+    pub engine: &'static str,
+    pub wire_bytes: u64,
+    pub page_bytes: u64,
+    pub zero_pages: u64,
     /// Packets that software did instead of a device.
-    pub(crate) fallbacks: u64,
+    pub fallbacks: u64,
     /// Packets of a device that software has checked.
-    pub(crate) verified: u64,
+    pub verified: u64,
     /// What the devices of an engine did that works page by page (iaa).
     #[serde(
         skip_serializing_if = "Option::is_none",
         serialize_with = "without_checked"
     )]
-    pub(crate) accelerator: Option<OffloadCounters>,
-    pub(crate) cpu_seconds: CpuSeconds,
+    pub accelerator: Option<OffloadCounters>,
+    pub cpu_seconds: CpuSeconds,
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Ram {
+pub struct Ram {
     /// Bytes towards the destination.
-    pub(crate) transferred: u64,
+    pub transferred: u64,
     /// Normal pages.
-    pub(crate) normal: u64,
+    pub normal: u64,
     /// Zero pages.
-    pub(crate) duplicate: u64,
+    pub duplicate: u64,
     /// Megabits per second towards the destination, on average.
-    pub(crate) mbps: f64,
-    pub(crate) pages_per_second: u64,
+    pub mbps: f64,
+    pub pages_per_second: u64,
     /// Rounds over the guest's memory; a bare relay cannot know it.
-    pub(crate) dirty_sync_count: Option<u64>,
-    pub(crate) dirty_sync_missed_zero_copy: u64,
+    pub dirty_sync_count: Option<u64>,
+    pub dirty_sync_missed_zero_copy: u64,
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(crate) struct CpuSeconds {
-    pub(crate) encode: f64,
-    pub(crate) decode: f64,
+pub struct CpuSeconds {
+    pub encode: f64,
+    pub decode: f64,
     /// Of this whole process.
-    pub(crate) total: f64,
+    pub total: f64,
 }
 
 /// Packets of an engine are checked as a whole: [`Report::verified`] counts them.
-pub(crate) fn without_checked<S: Serializer>(
+pub fn without_checked<S: Serializer>(
     counters: &Option<OffloadCounters>,
     serializer: S,
 ) -> Result<S::Ok, S::Error> {
@@ -83,12 +83,7 @@ pub(crate) fn without_checked<S: Serializer>(
 
 impl Report {
     /// The report of what one relay moved.
-    pub(crate) fn new(
-        engines: &Engines,
-        moved: Snapshot,
-        total: Duration,
-        setup: Duration,
-    ) -> Self {
+    pub fn new(engines: &Engines, moved: Snapshot, total: Duration, setup: Duration) -> Self {
         let settings = engines.settings();
         let pages = moved.normal_pages + moved.zero_pages;
         let seconds = total.as_secs_f64().max(1e-3);
@@ -125,14 +120,14 @@ impl Report {
     }
 
     /// Makes it the report of a migration that ended by `error`.
-    pub(crate) fn failed(mut self, status: &'static str, error: &impl fmt::Display) -> Self {
+    pub fn failed(mut self, status: &'static str, error: &impl fmt::Display) -> Self {
         self.status = status;
         self.error_desc = Some(error.to_string());
         self
     }
 
     /// Adds what only the source QEMU knows.
-    pub(crate) fn of_guest(mut self, moved: &Moved) -> Self {
+    pub fn of_guest(mut self, moved: &Moved) -> Self {
         let account = &moved.source;
         self.downtime = moved.downtime.map(millis);
         self.setup_time = account["setup-time"].as_u64().unwrap_or(0);
@@ -142,15 +137,10 @@ impl Report {
         self.ram.duplicate = self.ram.duplicate.max(duplicate);
         self
     }
-
-    /// Writes the report to `target`, a file or `-` for standard output.
-    pub(crate) fn write(&self, target: &str) -> Result<()> {
-        write_json(self, target)
-    }
 }
 
 /// Writes a report of any command to `target`, a file or `-` for standard output.
-pub(crate) fn write_json(report: &impl Serialize, target: &str) -> Result<()> {
+pub fn write_json(report: &impl Serialize, target: &str) -> Result<()> {
     let mut text = serde_json::to_string_pretty(report).context("cannot write the report")?;
     text.push('\n');
     if target == "-" {
@@ -161,11 +151,11 @@ pub(crate) fn write_json(report: &impl Serialize, target: &str) -> Result<()> {
     .with_context(|| format!("cannot write the report to {target}"))
 }
 
-pub(crate) fn millis(time: Duration) -> u64 {
+pub fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// CPU time of this process, user and system.
-pub(crate) fn process_cpu_time() -> Duration {
+pub fn process_cpu_time() -> Duration {
     Duration::try_from(clock_gettime(ClockId::ProcessCPUTime)).unwrap_or_default()
 }

@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::Args;
 use vamoose_relay::{Attempt, Journal, Standing};
 
-use crate::{options::StateDir, report::write_json};
+use vamoose::{options::StateDir, report::write_json};
 
 /// List the attempts to migrate that this host remembers
 ///

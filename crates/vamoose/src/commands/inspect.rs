@@ -26,7 +26,7 @@ use self::{
     recording::{Opened, Packet, Recording},
     table::Table,
 };
-use crate::options::Size;
+use vamoose::options::Size;
 
 /// Print the packets of recorded channel streams, and apply them to a RAM file
 ///

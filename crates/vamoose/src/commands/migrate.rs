@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Error, Result};
+use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
@@ -14,55 +14,53 @@ use signal_hook::{
 };
 use tracing::info;
 use vamoose_link::{Address, Snapshot};
-use vamoose_relay::{Cause, Failure, GuestLocation, Migration, Moved};
+use vamoose_relay::{Cause, Failure, Migration, Moved};
 
-use crate::{
-    options::{Encoding, StateDir},
+use vamoose::{
+    options::{Encoding, JsonReport, StateDir},
     progress::Display,
     report::{Report, millis},
 };
 
-/// Move a running guest to a QEMU that waits at a `vamoose serve`
+/// Migrate a running guest to a QEMU that waits behind `vamoose serve`
 ///
-/// Ctrl-C cancels: the guest runs on here. When the source has stopped for good and the server cannot
-/// be reached, this goes on asking; run the same command again if it was ended meanwhile: it continues
-/// its attempt, or says what became of it.
+/// Ctrl-C cancels: the guest keeps running here. Once the source is paused for good and the server cannot be reached, this
+/// command keeps asking for the outcome. If it is killed meanwhile, run the same command again: it continues the
+/// attempt, or reports what became of the guest.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
-    /// Monitor of the source QEMU, a unix socket
+    /// QMP socket of the source QEMU
     #[arg(long, value_name = "SOCKET")]
     qmp: PathBuf,
-    /// Where `vamoose serve` listens: tcp:HOST:PORT
+    /// Address of `vamoose serve`: tcp:HOST:PORT
     #[arg(long, value_name = "URI")]
     to: Address,
-    /// Name of the waiting QEMU there: its monitor is NAME.qmp
+    /// Name of the waiting QEMU, whose QMP socket is NAME.qmp there
     #[arg(long)]
     name: String,
     #[command(flatten)]
     encoding: Encoding,
-    /// Data channels
+    /// Number of data channels
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
     channels: u8,
-    /// Longest downtime to aim at, in milliseconds [default: QEMU's setting]
+    /// Target for the guest's downtime, in milliseconds [default: QEMU's setting]
     #[arg(long, value_name = "MS")]
     downtime_limit: Option<u64>,
-    /// Longest time, in seconds, for which the guest may stand still before the destination has all of
-    /// it: the migration fails then, and the guest goes on here
+    /// Abort after this many seconds of downtime: the guest resumes here
     #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     downtime_max: u64,
     #[command(flatten)]
     state_dir: StateDir,
-    /// How the source finds zero pages [default: the best that both QEMUs know]
+    /// Zero-page detection of the source QEMU [default: the best that both QEMUs support]
     #[arg(long, value_enum)]
     zero_page_detection: Option<ZeroPageDetection>,
-    /// Write a report as JSON to a file, or to standard output with -
-    #[arg(long, value_name = "FILE")]
-    json: Option<String>,
+    #[command(flatten)]
+    json: JsonReport,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum ZeroPageDetection {
-    /// Zero pages are sent like any other
+    /// Off
     None,
     /// In the migration thread, sent on the main stream
     Legacy,
@@ -89,7 +87,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     let state_dir = options.state_dir.path()?;
     let start = Instant::now();
-    let mut display = Display::new();
+    let mut display = Display::on_stderr();
     let mut last = Snapshot::default();
     let moved = Migration {
         qmp: &options.qmp,
@@ -117,30 +115,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Report::new(&engines, last, elapsed, Duration::ZERO).failed(status(failure), failure)
         }
     };
-    if let Some(target) = &options.json {
-        report.write(target)?;
-    }
-    let moved = moved.map_err(with_advice)?;
+    options.json.write(&report)?;
+    let moved = moved?;
     say(&options.name, &moved, &report);
     Ok(())
 }
 
-/// Adds what is to be done about a guest that is nowhere for certain.
-fn with_advice(failure: Failure) -> Error {
-    let advice = match (failure.guest, failure.attempt) {
-        (GuestLocation::InDoubt, Some(attempt)) => format!(
-            "run the same command again to finish the migration, and continue the guest on neither host by hand \
-             before. If the destination is gone for good, look there whether the guest runs, then: \
-             vamoose settle --attempt {attempt} --as running-there|never-ran"
-        ),
-        _ => return failure.into(),
-    };
-    let failure = Error::from(failure);
-    let line = crate::one_line(&failure);
-    failure.context(format!("{line}: {advice}"))
-}
-
-/// QEMU's word for how it ended.
+/// QEMU's migration status for the failure.
 fn status(failure: &Failure) -> &'static str {
     match failure.cause {
         Cause::Cancelled => "cancelled",

@@ -8,23 +8,26 @@ use std::{
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use tracing::info;
-use vamoose_link::{Address, Hangup, Listener, Peers, Stats};
+use vamoose_link::{Address, Hangup, Listener, Stats};
 use vamoose_relay::{Dialer, Outcome, Relay, ZeroPages};
 
-use crate::{options::Encoding, report::Report};
+use vamoose::{
+    options::{Access, Encoding, JsonReport},
+    report::Report,
+};
 
 /// Relay one migration from a source QEMU, or another relay, to a destination
 ///
-/// The source migrates to --listen; a destination QEMU listens on --connect. With --method zlib or
-/// zstd a stock destination decodes the pages itself (set its multifd-compression parameter), or
-/// a second relay beside it restores them with --method none. Turn the return-path capability of the
-/// source on: without it nobody says whether the guest has arrived.
+/// The source migrates to --listen; a destination QEMU listens on --connect. With --method zlib or zstd a stock destination
+/// decodes the pages itself (set its multifd-compression parameter); with any other method, a second relay on the destination
+/// host restores them with --method none. Enable the source's return-path capability: without it, nothing confirms
+/// that the guest has arrived.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
-    /// Where the source connects to: tcp:HOST:PORT or unix:PATH
+    /// Address the source connects to: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI")]
     listen: Address,
-    /// Where the destination listens: tcp:HOST:PORT or unix:PATH
+    /// Address the destination listens on: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI")]
     connect: Address,
     #[command(flatten)]
@@ -32,66 +35,50 @@ pub(crate) struct Options {
     /// Channels to the destination (its multifd-channels parameter) [default: as incoming]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
     channels: Option<u8>,
-    /// Channels that the source opens [default: found out]
+    /// Channels from the source [default: auto-detect]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
     incoming_channels: Option<u8>,
-    /// What becomes of zero pages: QEMUs before 9.0 lose those that are sent as such
+    /// Treatment of zero pages; QEMU before 9.0 loses those that are marked as such
     #[arg(long, value_enum, default_value_t = ZeroPagesName::Pass)]
     zero_pages: ZeroPagesName,
-    /// Who looks for zero pages in this relay, for a source that does not
+    /// Zero-page detection in this relay, for a source that has it turned off
     #[arg(long, value_enum, default_value_t = ZeroPageDetection::None)]
     zero_page_detection: ZeroPageDetection,
-    /// Listen on an address that other hosts can reach, on a network that is trusted
-    #[arg(long)]
-    insecure: bool,
-    /// A user of this host that may connect, besides this program's own and root: the source QEMU's. Where we are root
-    /// and there is one, a unix socket becomes theirs; else everybody can reach it, and others are turned away
-    #[arg(long, value_name = "UID")]
-    peer_uid: Vec<u32>,
-    /// Write a report as JSON to a file, or to standard output with -
-    #[arg(long, value_name = "FILE")]
-    json: Option<String>,
+    #[command(flatten)]
+    access: Access,
+    #[command(flatten)]
+    json: JsonReport,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum ZeroPagesName {
-    /// Pass them on as they come
+    /// Forward them as they arrive
     Pass,
-    /// Write them out as normal pages, for a destination before QEMU 9.0
+    /// Send them as normal pages, for a destination before QEMU 9.0
     Expand,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum ZeroPageDetection {
-    /// Nobody: the source does, or it does not pay
+    /// Off
     None,
-    /// The processor
+    /// On the CPU
     Cpu,
-    /// Not here: what a relay has just read is in the processor's cache. `live-demo` has it
-    #[value(hide = true)]
-    Dsa,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    refuse_open_address(&options.listen, options.insecure)?;
-    if matches!(options.zero_page_detection, ZeroPageDetection::Dsa) {
-        bail!(
-            "--zero-page-detection dsa: a relay's pages have just come out of a socket and are in the processor's \
-             cache, where it finds zeros cheaply: use cpu (live-demo, which reads a guest's memory, has dsa)"
-        );
-    }
+    let peers = options.access.peers(&options.listen)?;
     let mut config = options.encoding.config()?;
     config.outgoing_channels = options.channels.map(usize::from);
     config.incoming_channels = options.incoming_channels.map(usize::from);
     config.zero_pages = match (options.zero_pages, options.zero_page_detection) {
         (ZeroPagesName::Pass, ZeroPageDetection::None) => ZeroPages::Pass,
-        (ZeroPagesName::Pass, _) => ZeroPages::Detect,
+        (ZeroPagesName::Pass, ZeroPageDetection::Cpu) => ZeroPages::Detect,
         (ZeroPagesName::Expand, ZeroPageDetection::None) => ZeroPages::Expand,
-        (ZeroPagesName::Expand, _) => {
+        (ZeroPagesName::Expand, ZeroPageDetection::Cpu) => {
             bail!("--zero-page-detection cpu would undo --zero-pages expand: choose one");
         }
     };
-    let peers = Peers::own_and(options.peer_uid.iter().copied());
     let listener = Listener::bind_for(&options.listen, config.stall_timeout, peers)?;
     info!("listening on {}", listener.address());
     let start = Instant::now();
@@ -116,9 +103,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         Err(error) => Report::new(&config.engines, moved, start.elapsed(), Duration::ZERO)
             .failed("failed", error),
     };
-    if let Some(target) = &options.json {
-        report.write(target)?;
-    }
+    options.json.write(&report)?;
     let summary = result?;
     info!(
         "{}: {} normal and {} zero pages in {} ms, {} bytes on the wire",
@@ -131,16 +116,5 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         report.total_time,
         report.wire_bytes,
     );
-    Ok(())
-}
-
-/// Until there is authentication, whoever can connect can migrate.
-pub(crate) fn refuse_open_address(address: &Address, insecure: bool) -> Result<()> {
-    if !address.is_local() && !insecure {
-        bail!(
-            "other hosts can reach {address}, and vamoose neither authenticates nor encrypts: listen \
-             on a loopback address (behind a tunnel), or say --insecure if the network is trusted"
-        );
-    }
     Ok(())
 }

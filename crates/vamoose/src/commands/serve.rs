@@ -1,4 +1,4 @@
-//! `vamoose serve`: takes migrations on the destination host.
+//! `vamoose serve`: accepts migrations on the destination host.
 
 use std::{path::PathBuf, thread, time::Duration};
 
@@ -11,50 +11,46 @@ use signal_hook::{
 };
 use tracing::info;
 use vamoose_codec::Settings;
-use vamoose_link::{Address, Hangup, Peers};
+use vamoose_link::{Address, Hangup};
 use vamoose_relay::{Server, ServerConfig};
 
-use crate::{
-    commands::relay::refuse_open_address,
-    options::{Hardware, StateDir},
-};
+use vamoose::options::{Access, Hardware, StallTimeout, StateDir};
 
-/// Take migrations for the QEMUs that wait on this host
+/// Accept incoming migrations for QEMUs waiting on this host
 ///
-/// A QEMU is started as the source's was, with -incoming defer and -S (without -S vamoose tells it
-/// not to start by itself) and its monitor at DIR/NAME.qmp; `vamoose migrate --name NAME` on the source
-/// host moves a guest into it. A QEMU whose migration fails holds half a guest and is ended.
+/// Start each QEMU like the source's, with -incoming defer and -S (without -S, vamoose turns its automatic start off) and
+/// its QMP socket at DIR/NAME.qmp; `vamoose migrate --name NAME` on the source host moves a guest into it. A QEMU whose
+/// migration fails holds an incomplete guest and is terminated.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
-    /// Where `vamoose migrate` connects to: tcp:HOST:PORT
+    /// Address to listen on: tcp:HOST:PORT
     #[arg(long, value_name = "URI")]
     listen: Address,
-    /// Folder of the QEMUs' monitors, NAME.qmp each
+    /// Directory of the QEMUs' QMP sockets, named NAME.qmp
     #[arg(long, value_name = "DIR")]
     qmp_dir: PathBuf,
     #[command(flatten)]
     hardware: Hardware,
-    /// Seconds for which a peer may neither send nor take a byte while one is awaited
-    #[arg(long, default_value_t = 15, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
-    stall_timeout: u64,
+    #[command(flatten)]
+    stall_timeout: StallTimeout,
     #[command(flatten)]
     state_dir: StateDir,
-    /// Seconds after which a loaded guest whose source is silent is reported as an orphan: it is not
-    /// ended and not run
+    /// Report a loaded guest as orphaned after this many seconds without contact from its source
+    ///
+    /// An orphaned guest is neither run nor terminated: `vamoose attempts` lists it.
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     orphan_timeout: u64,
-    /// A user of this host that may connect, besides this program's own and root: that of a tunnel's process
-    #[arg(long, value_name = "UID")]
-    peer_uid: Vec<u32>,
-    /// Listen on an address that other hosts can reach, on a network that is trusted
-    #[arg(long)]
-    insecure: bool,
+    #[command(flatten)]
+    access: Access,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    refuse_open_address(&options.listen, options.insecure)?;
+    let peers = options.access.peers(&options.listen)?;
     if !options.qmp_dir.is_dir() {
-        bail!("--qmp-dir: {} is not a folder", options.qmp_dir.display());
+        bail!(
+            "--qmp-dir: {} is not a directory",
+            options.qmp_dir.display()
+        );
     }
     let engines = options
         .hardware
@@ -63,8 +59,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         qmp_dir: options.qmp_dir.clone(),
         state_dir: options.state_dir.path()?,
         engines,
-        stall_timeout: Duration::from_secs(options.stall_timeout),
-        peers: Peers::own_and(options.peer_uid.iter().copied()),
+        stall_timeout: options.stall_timeout.duration(),
+        peers,
         orphan_timeout: Duration::from_secs(options.orphan_timeout),
     };
     let server = Server::bind(&options.listen, config)?;

@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::{Args, ValueEnum};
 use vamoose_relay::{AttemptId, Journal, Settlement, Verdict};
 
-use crate::options::StateDir;
+use vamoose::options::StateDir;
 
 /// End an attempt that only a person can decide
 ///

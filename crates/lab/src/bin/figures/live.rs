@@ -2,7 +2,7 @@
 //! one that writes faster than the link.
 //!
 //! ```text
-//!  live-demo, source process (namespace a) ─────1 Gbit/s─────> destination process (namespace b)
+//!  vamoose-demo, source (namespace a) ─────1 Gbit/s─────> its destination process (namespace b)
 //! ```
 
 use std::time::Duration;
@@ -22,7 +22,7 @@ pub(crate) struct Case {
     pub(crate) name: &'static str,
     /// What it writes in a second, as a part of what the link carries.
     load: f64,
-    /// Options of `live-demo`.
+    /// Options of `vamoose-demo`.
     how: &'static [&'static str],
     /// How often it moves, for each round of the others.
     runs: usize,
@@ -113,10 +113,9 @@ pub(crate) fn measure(cases: &[Case], options: &Options) -> Result<Vec<Measured>
 impl Case {
     fn run(&self, link: &Link, options: &Options) -> Result<Move> {
         let pages = self.load * LINK as f64 / 8.0 / 4096.0;
-        let mut command = link.source.command(&options.vamoose);
+        let mut command = link.source.command(options.demo());
         command
             .args([
-                "live-demo",
                 "--guest",
                 "threads",
                 "--ram",
@@ -139,7 +138,7 @@ impl Case {
             .args(self.how);
         let ended = Vamoose::start(&mut command)?.finish(PATIENCE)?;
         let report: Value = serde_json::from_str(&ended.stdout)
-            .with_context(|| format!("no report of live-demo: {}", ended.stderr))?;
+            .with_context(|| format!("no report of vamoose-demo: {}", ended.stderr))?;
         ensure!(
             report["checksum-holds"] == true,
             "the guest is not whole: {report}"

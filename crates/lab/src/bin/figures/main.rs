@@ -1,8 +1,8 @@
 //! Measures what Vamoose costs beside stock QEMU, on this machine, and says which of the project's figures hold.
 //!
 //! ```text
-//!  cargo build --release -p vamoose -p lab
-//!  cargo run --release -p lab --bin figures -- [--ram 3G] [--runs 3] [--json FILE] [--corpus DIR] [--only NAME]...
+//!  cargo build --release -p vamoose -p vamoose-demo -p lab
+//!  target/release/figures [--ram 3G] [--runs 3] [--json FILE] [--corpus DIR] [--only NAME]...
 //! ```
 //!
 //! Cases `cpu/...`, `memory/...` and `live/...` move a guest that does not run (module [`still`]), `downtime/...` one
@@ -18,25 +18,41 @@ mod report;
 mod running;
 mod still;
 
-use std::time::Instant;
+use std::{process::ExitCode, time::Instant};
 
 use anyhow::{Context, Result};
-use lab::qemu;
+use lab::{net, qemu};
 use options::Options;
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("figures: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
     let options = Options::from_arguments(std::env::args().skip(1))?;
+    let (stills, runnings, lives) = (
+        still::cases(&options),
+        running::cases(&options),
+        live::cases(&options),
+    );
+    still::check(&stills)?;
+    if !(runnings.is_empty() && lives.is_empty()) {
+        net::available()?;
+    }
     let qemu = qemu::available().last();
     let qemu = qemu.context("there is no QEMU: run scripts/setup qemu")?;
     let setup = report::SetUp::look(&options, qemu)?;
 
     let corpus = options.corpus()?;
-    let stills = still::cases(&options);
     let still = still::measure(&stills, &options, qemu, &corpus)?;
-    let runnings = running::cases(&options);
     let running = running::measure(&runnings, &options, qemu)?;
 
-    let lives = live::cases(&options);
     let figures = report::Figures {
         still,
         running,

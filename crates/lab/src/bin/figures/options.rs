@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use lab::{ram, target_dir};
+use lab::ram;
 use tempfile::TempDir;
 use zstd_safe::get_error_name;
 
@@ -14,10 +14,10 @@ const USAGE: &str = "usage: figures [--ram SIZE] [--runs N] [--json FILE] [--cor
   --ram SIZE         memory of the large guest that does not run (3G)
   --runs N           rounds, every case runs once in each (3); downtimes have twice as many and one more
   --json FILE        write the figures as JSON too
-  --corpus DIR       files that fill the guest, plain or .zst (the Silesia files beside the project, or files of this host)
+  --corpus DIR       files that fill the guest, plain or .zst, such as the Silesia corpus (files of this host)
   --only NAME        only cases whose name holds this, such as cpu/ or downtime/direct-none; may be repeated
   --dirty-rate N     pages that the guest that runs rewrites in a second (4000)
-  --vamoose PROGRAM  measure this one (the one beside this program)";
+  --vamoose PROGRAM  measure this one, and the vamoose-demo beside it (those beside this program)";
 
 /// What to measure.
 pub(crate) struct Options {
@@ -75,11 +75,13 @@ impl Options {
             }
         }
         ensure!(options.runs > 0, "--runs 0 measures nothing");
-        ensure!(
-            options.vamoose.is_file(),
-            "there is no {}: cargo build --release -p vamoose, with the same target folder",
-            options.vamoose.display()
-        );
+        for program in [&options.vamoose, &options.demo()] {
+            ensure!(
+                program.is_file(),
+                "there is no {}: cargo build --release -p vamoose -p vamoose-demo, with the same target directory",
+                program.display()
+            );
+        }
         Ok(options)
     }
 
@@ -90,31 +92,28 @@ impl Options {
 
     /// Where the guests' content comes from, for the report.
     pub(crate) fn corpus_name(&self) -> String {
-        let dir = self.corpus_dir();
-        dir.map_or_else(
-            || "files of this host".to_owned(),
-            |dir| dir.display().to_string(),
-        )
+        match &self.corpus {
+            Some(dir) => dir.display().to_string(),
+            None => "files of this host".to_owned(),
+        }
+    }
+
+    /// The demo of the program under test.
+    pub(crate) fn demo(&self) -> PathBuf {
+        self.vamoose.with_file_name("vamoose-demo")
     }
 
     /// Unpacks the files for the guests.
     pub(crate) fn corpus(&self) -> Result<Corpus> {
         let unpacked = TempDir::new().context("creating a temporary directory")?;
-        let files = match self.corpus_dir() {
-            Some(dir) => unpack(&dir, unpacked.path())?,
+        let files = match &self.corpus {
+            Some(dir) => unpack(dir, unpacked.path())?,
             None => ram::host_files(256 << 20)?,
         };
         Ok(Corpus {
             files,
             _unpacked: unpacked,
         })
-    }
-
-    fn corpus_dir(&self) -> Option<PathBuf> {
-        let beside = target_dir().join("../../shared/data/silesia");
-        self.corpus
-            .clone()
-            .or_else(|| fs::canonicalize(beside).ok())
     }
 }
 
@@ -151,8 +150,10 @@ fn decompress(packed: &[u8]) -> Result<Vec<u8>> {
     }
 }
 
-/// A number of bytes with k, M or G.
+/// The memory of a guest: a number of bytes with k, M or G.
 fn size(text: &str) -> Result<u64> {
+    /// Less is a forgotten unit.
+    const MIN: u64 = 1 << 20;
     let (digits, shift) = match text.char_indices().last() {
         Some((end, 'k')) => (&text[..end], 10),
         Some((end, 'M')) => (&text[..end], 20),
@@ -161,10 +162,15 @@ fn size(text: &str) -> Result<u64> {
     };
     let number: u64 = digits
         .parse()
-        .with_context(|| format!("`{text}` is not a size such as 512M"))?;
-    number
+        .with_context(|| format!("--ram {text} is not a size such as 512M"))?;
+    let size = number
         .checked_mul(1 << shift)
-        .with_context(|| format!("{text} is too much"))
+        .with_context(|| format!("--ram {text} is too large"))?;
+    ensure!(
+        size >= MIN,
+        "--ram {text}: {size} bytes are too small for a guest: append a unit, as in 512M or 3G"
+    );
+    Ok(size)
 }
 
 #[cfg(test)]
@@ -175,8 +181,8 @@ mod tests {
     fn sizes() {
         assert_eq!(size("3G").unwrap(), 3 << 30);
         assert_eq!(size("256M").unwrap(), 256 << 20);
-        assert_eq!(size("4096").unwrap(), 4096);
-        for bad in ["", "G", "1.5G", "3g", "99999999999G"] {
+        assert_eq!(size("1048576").unwrap(), 1 << 20);
+        for bad in ["", "2048", "G", "1.5G", "3g", "99999999999G"] {
             assert!(size(bad).is_err(), "{bad}");
         }
     }

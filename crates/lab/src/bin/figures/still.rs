@@ -4,7 +4,7 @@
 //!  direct        source QEMU ───────────────────────tcp──────────────────────> destination QEMU
 //!  relay         source QEMU ──unix──> relay A ──────tcp─────────────────────> destination QEMU
 //!  pair          source QEMU ──unix──> relay A ──────tcp──────> relay B ─unix─> destination QEMU
-//!  live          live-demo, source process ──────────tcp──────> live-demo, destination process
+//!  live          vamoose-demo, source ───────────────tcp──────> vamoose-demo, destination
 //!  sockets       iperf3, client ─────────────────────tcp──────> iperf3, server: what the kernel takes for as many bytes
 //! ```
 //!
@@ -50,7 +50,7 @@ pub(crate) struct Case {
 }
 
 /// What is between the QEMUs.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Between {
     Direct,
     Relay,
@@ -175,6 +175,20 @@ pub(crate) fn cases(options: &Options) -> Vec<Case> {
         .collect()
 }
 
+/// Refuses to begin what would fail for want of a program.
+pub(crate) fn check(cases: &[Case]) -> Result<()> {
+    let Some(case) = cases.iter().find(|case| case.between == Between::Sockets) else {
+        return Ok(());
+    };
+    let found = Command::new("iperf3").arg("--version").output();
+    found.map(drop).with_context(|| {
+        format!(
+            "case {} needs iperf3: install the package iperf3, or choose other cases with --only; nothing was measured",
+            case.name
+        )
+    })
+}
+
 /// Measures the cases.
 pub(crate) fn measure(
     cases: &[Case],
@@ -188,7 +202,7 @@ pub(crate) fn measure(
         options.runs,
         |case| case.name.to_owned(),
         |case| match case.between {
-            Between::Live => case.run_live(&corpus, &options.vamoose),
+            Between::Live => case.run_live(&corpus, &options.demo()),
             Between::Sockets => case.run_sockets(),
             Between::Direct | Between::Relay | Between::Pair => {
                 case.run(qemu, &corpus, &options.vamoose)
@@ -274,7 +288,7 @@ impl Case {
     }
 
     /// A guest of the crate `live`, with the same bytes in its memory, which it hardly writes.
-    fn run_live(&self, corpus: &Fill, vamoose: &Path) -> Result<Cost> {
+    fn run_live(&self, corpus: &Fill, demo: &Path) -> Result<Cost> {
         let folder = TempDir::new_in("/dev/shm").context("a folder for the memory image")?;
         let image = folder.path().join("ram");
         let fill = match self.content {
@@ -285,17 +299,9 @@ impl Case {
             Content::Zeros => OsStr::new("zero"),
             Content::Untouched => OsStr::new("untouched"),
         };
-        let mut command = Command::new(vamoose);
+        let mut command = Command::new(demo);
         command
-            .args([
-                "live-demo",
-                "--guest",
-                "threads",
-                "--rate",
-                "1",
-                "--json",
-                "-",
-            ])
+            .args(["--guest", "threads", "--rate", "1", "--json", "-"])
             .args(["--method", self.method, "--ram", &self.ram.to_string()])
             .args(["--channels", &self.channels.to_string()])
             .arg("--fill")
@@ -307,7 +313,7 @@ impl Case {
             command.arg("--prealloc");
         }
         let ended = Vamoose::start(&mut command)?.finish(LIMIT)?.success()?;
-        let report: Value = serde_json::from_str(&ended.stdout).context("live-demo's report")?;
+        let report: Value = serde_json::from_str(&ended.stdout).context("vamoose-demo's report")?;
         ensure!(
             report["memory-equal"] == true,
             "the memory is not what it was: {report}"
@@ -334,7 +340,7 @@ impl Case {
             .args(["--server", "--one-off", "--forceflush", "--port", &port])
             .stdout(Stdio::piped())
             .spawn()
-            .context("iperf3 (a Debian package)")?;
+            .context("cannot start iperf3")?;
         let said = server.stdout.take().context("its output is a pipe")?;
         let mut said = BufReader::new(said).lines();
         let listens = said.find(|line| {

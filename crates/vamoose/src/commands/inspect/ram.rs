@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, anyhow, bail};
 use multifd::{BlockName, Layout};
 
 use super::recording::{Content, Packet};
-use crate::options::Size;
+use vamoose::options::Size;
 
 /// A file that becomes the memory of one RAM block.
 pub(super) struct Target {

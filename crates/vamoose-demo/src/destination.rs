@@ -1,7 +1,7 @@
-//! The demo's other process: takes the guest, and tells what has arrived.
+//! The demo's destination process: receives the guest, and reports what has arrived.
 //!
-//! The engine's `resume` does not let the guest run yet: first its memory is read, as it came. So the downtime that the
-//! source reports is the engine's, without the reading, and without waking the vCPUs, which takes microseconds.
+//! The engine's `resume` does not let the guest run yet: first its memory is read, as it arrived. So the downtime that the source
+//! reports is the engine's, without the reading, and without waking the vCPUs, which takes microseconds.
 
 use std::{
     io::{self, Write as _},
@@ -9,44 +9,34 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use clap::Args;
 use multifd::Method;
+use serde::Serialize;
 use testguest::{Fill, Guest, fill};
 use tracing::warn;
 use vamoose_codec::Settings;
 use vamoose_live::{Destination, DestinationConfig, DestinationGuest, GuestError};
 
-use super::{
+use crate::{
     cpu::CpuTime,
     digest::Digest,
     dsa::Queues,
-    shape::{go_on, ram_of},
-    talk::{Arrived, Order, Said, WentOn},
+    guest::{ram_of, run_briefly},
+    messages::{Arrived, Order, Resumed},
 };
 
-/// The destination of a `vamoose live-demo`, which starts it and tells it everything else
-#[derive(Args, Debug)]
-#[command(hide = true)]
-pub(crate) struct Options {}
-
-pub(crate) fn run(_: &Options) -> Result<()> {
+pub(crate) fn run() -> Result<()> {
     let mut line = String::new();
     io::stdin()
         .read_line(&mut line)
-        .context("cannot read what to do")?;
+        .context("cannot read the order")?;
     let order = serde_json::from_str(&line)
-        .context("this command is started by `vamoose live-demo`, not by hand")?;
+        .context("this command is started by vamoose-demo, not by hand")?;
     end_with_the_source();
-    match take_guest(&order) {
-        Ok(()) => Ok(()),
-        // The source tells the user.
-        Err(error) => say(&Said::Failed {
-            cause: crate::one_line(&error),
-        }),
-    }
+    // The source prints an error for the user.
+    receive_guest(&order).or_else(|error| send::<()>(Err(format!("{error:#}"))))
 }
 
-/// Whatever becomes of the source, killed or gone with its host: nobody needs this process any more.
+/// Ends this process when the source has ended, in whatever way.
 fn end_with_the_source() {
     thread::spawn(|| {
         // An error is the end, too.
@@ -55,7 +45,7 @@ fn end_with_the_source() {
     });
 }
 
-fn take_guest(order: &Order) -> Result<()> {
+fn receive_guest(order: &Order) -> Result<()> {
     let memory = order.shape.memory()?;
     if order.prealloc {
         fill(&memory, &Fill::Zero).context("cannot populate the memory")?;
@@ -64,14 +54,12 @@ fn take_guest(order: &Order) -> Result<()> {
     let guest = Guest::incoming(&order.shape.config(memory)?)?;
     let any = Settings::new(Method::None, None)?;
     let mut config = DestinationConfig::new(order.hardware.engines(any)?);
-    // It was mapped just now. A KVM guest has its image there, which the source's has in the same place:
-    // no page of it is ever sent as zeros.
+    // It was mapped just now. A KVM guest has its image there, and the source's has the same one in the same place: no page of
+    // it is ever sent as zeros.
     config.memory_is_zero = true;
     config.copy = Queues::copy(order.copy.as_ref(), &order.hardware)?;
     let mut destination = Destination::bind(&order.listen.parse()?, ram.clone(), config)?;
-    say(&Said::Listening {
-        address: destination.address().to_string(),
-    })?;
+    send(Ok(destination.address().to_string()))?;
 
     let before = CpuTime::now();
     let arrival = destination.run(&mut Incoming(&guest))?;
@@ -79,19 +67,17 @@ fn take_guest(order: &Order) -> Result<()> {
     if !arrival.settled {
         warn!("the source has not acknowledged that the guest is here");
     }
-    say(&Said::Arrived(Arrived {
-        checksum: guest
-            .verify()
-            .map(Into::into)
-            .map_err(|error| error.to_string()),
+    let checksum = guest.verify().map(Into::into);
+    send(Ok(Arrived {
+        checksum: checksum.map_err(|error| error.to_string()),
         digest: Digest::of(&ram)?,
         cpu_seconds,
         decode_seconds: arrival.moved.decode_time.as_secs_f64(),
         copy: arrival.copy,
     }))?;
-    let writes = go_on(&guest, order.shape.rate)?;
+    let writes = run_briefly(&guest, order.shape.rate)?;
     let failure = guest.verify().err().map(|error| error.to_string());
-    say(&Said::WentOn(WentOn { writes, failure }))
+    send(Ok(Resumed { writes, failure }))
 }
 
 /// The guest as the engine sees it.
@@ -107,12 +93,10 @@ impl DestinationGuest for Incoming<'_> {
     }
 }
 
-fn say(said: &Said) -> Result<()> {
-    let mut line = serde_json::to_string(said)?;
-    line.push('\n');
+fn send<T: Serialize>(message: Result<T, String>) -> Result<()> {
+    let line = serde_json::to_string(&message)?;
     let mut stdout = io::stdout().lock();
-    stdout
-        .write_all(line.as_bytes())
+    writeln!(stdout, "{line}")
         .and_then(|()| stdout.flush())
-        .context("cannot tell the source")
+        .context("cannot write to the source")
 }

@@ -2,18 +2,18 @@
 
 use std::{fs, time::Duration};
 
-use crate::report::process_cpu_time;
+use vamoose::report::process_cpu_time;
 
 /// CPU time, user and system, that this process has used up to a moment.
 #[derive(Clone, Copy)]
-pub(super) struct CpuTime {
+pub(crate) struct CpuTime {
     process: Duration,
     vcpus: Option<Duration>,
 }
 
 impl CpuTime {
     /// Up to now.
-    pub(super) fn now() -> Self {
+    pub(crate) fn now() -> Self {
         Self {
             process: process_cpu_time(),
             vcpus: vcpu_time(),
@@ -21,13 +21,13 @@ impl CpuTime {
     }
 
     /// Of all threads but the vCPUs', since `before`.
-    pub(super) fn without_vcpus(self, before: Self) -> Duration {
+    pub(crate) fn without_vcpus(self, before: Self) -> Duration {
         let process = self.process.saturating_sub(before.process);
         process.saturating_sub(self.of_vcpus(before).unwrap_or_default())
     }
 
     /// Of the vCPUs' threads, since `before`; `None` where the kernel does not say.
-    pub(super) fn of_vcpus(self, before: Self) -> Option<Duration> {
+    pub(crate) fn of_vcpus(self, before: Self) -> Option<Duration> {
         Some(self.vcpus?.saturating_sub(before.vcpus?))
     }
 }

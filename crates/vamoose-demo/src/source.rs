@@ -1,4 +1,4 @@
-//! The demo's migration, as the source sees it: watched, cancelled by signals, with an account of each round.
+//! The demo's migration at the source: watched, cancelled by signals, with statistics of each round.
 
 use std::{
     sync::{
@@ -14,38 +14,42 @@ use testguest::Guest;
 use vamoose_link::{Address, Snapshot};
 use vamoose_live::{GuestError, Handle, Source, SourceError, SourceGuest, Status, Switchover};
 
-use super::cpu::CpuTime;
-use crate::progress::Display;
+use crate::cpu::CpuTime;
+use vamoose::progress::{Display, Progress};
 
-/// A migration that has ended, well or not.
-pub(super) struct Run {
-    pub(super) result: Result<(), SourceError>,
+/// A migration that has ended, successfully or not.
+pub(crate) struct Run {
     /// At the end.
-    pub(super) status: Status,
-    pub(super) moved: Snapshot,
-    pub(super) rounds: Vec<Round>,
+    pub(crate) status: Status,
+    pub(crate) moved: Snapshot,
+    pub(crate) rounds: Vec<Round>,
     /// Of this process without the vCPUs, from before the migration to its end.
-    pub(super) cpu_time: Duration,
+    pub(crate) cpu_time: Duration,
     /// Of the vCPUs meanwhile.
-    pub(super) vcpu_time: Option<Duration>,
+    pub(crate) vcpu_time: Option<Duration>,
 }
 
 /// A round over the guest's memory, or the last one, of the paused guest.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Round {
+pub(crate) struct Round {
     /// In milliseconds, with the look at the dirty log behind it. Of the last one, the downtime.
-    pub(super) time: f64,
+    pub(crate) time: f64,
     /// Pages sent, normal and zero.
-    pub(super) pages: u64,
-    pub(super) wire_bytes: u64,
+    pub(crate) pages: u64,
+    pub(crate) wire_bytes: u64,
     /// Pages that were dirty when it was over.
-    pub(super) dirty_pages: u64,
+    pub(crate) dirty_pages: u64,
 }
 
 /// Migrates `guest` to the destination that listens on `to`, until `cancel` is set. A guest that is not `running` does not begin to
 /// run because of it.
-pub(super) fn migrate(source: Source, to: &Address, guest: &Guest, cancel: &AtomicBool) -> Run {
+pub(crate) fn migrate(
+    source: Source,
+    to: &Address,
+    guest: &Guest,
+    cancel: &AtomicBool,
+) -> (Run, Result<(), SourceError>) {
     let handle = source.handle();
     let mut outgoing = Outgoing {
         guest,
@@ -67,20 +71,20 @@ pub(super) fn migrate(source: Source, to: &Address, guest: &Guest, cancel: &Atom
     if result.is_ok() {
         outgoing.last_round(&status);
     }
-    Run {
-        result,
+    let run = Run {
         status,
         moved: handle.moved(),
         rounds: outgoing.rounds,
         cpu_time: after.without_vcpus(before),
         vcpu_time: after.of_vcpus(before),
-    }
+    };
+    (run, result)
 }
 
 /// Shows where the migration stands, and cancels it, until `ended` says that it is over.
 fn watch(handle: &Handle, cancel: &AtomicBool, ended: &Receiver<()>) {
     const EVERY: Duration = Duration::from_millis(100);
-    let mut display = Display::new();
+    let mut display = Display::on_stderr();
     loop {
         display.show(&progress(handle));
         if cancel.load(Ordering::Relaxed) {
@@ -94,10 +98,10 @@ fn watch(handle: &Handle, cancel: &AtomicBool, ended: &Receiver<()>) {
     display.end();
 }
 
-fn progress(handle: &Handle) -> vamoose_relay::Progress {
-    // Numbers and plain words: this cannot fail, and what is shown is no matter of life.
+fn progress(handle: &Handle) -> Progress {
+    // Plain numbers and strings: this cannot fail.
     let source = serde_json::to_value(handle.status()).unwrap_or_default();
-    vamoose_relay::Progress {
+    Progress {
         status: source["status"].as_str().unwrap_or_default().to_owned(),
         source,
         moved: handle.moved(),

@@ -9,7 +9,7 @@ use vamoose_live::{Ram, RamBlock};
 
 /// Digests of all of a guest's memory: 128 bits for each piece of 1 MiB.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Digest {
+pub(crate) struct Digest {
     blocks: Vec<BlockDigest>,
 }
 
@@ -25,7 +25,7 @@ const PIECE: usize = 1 << 20;
 
 impl Digest {
     /// Reads all of `ram`, which nobody writes meanwhile.
-    pub(super) fn of(ram: &Ram) -> Result<Self> {
+    pub(crate) fn of(ram: &Ram) -> Result<Self> {
         let mut buffer = vec![0; PIECE];
         let blocks = ram.blocks().iter().map(|block| {
             let name = block.name().to_string();
@@ -47,7 +47,7 @@ impl Digest {
     }
 
     /// Where the memory `there` is another one, in words; `None` if it is the same.
-    pub(super) fn difference(&self, there: &Self) -> Option<String> {
+    pub(crate) fn difference(&self, there: &Self) -> Option<String> {
         let shape = |digest: &Self| -> Vec<_> {
             let blocks = digest.blocks.iter();
             blocks
@@ -109,7 +109,7 @@ mod tests {
     use testguest::{Backing, Fill, Memory, fill};
 
     use super::*;
-    use crate::commands::live_demo::shape::ram_of;
+    use crate::guest::ram_of;
 
     fn memory(backing: Backing) -> (Memory, Ram) {
         let memory = Memory::new(backing, (10 << 20) + 4096).unwrap();

@@ -1,4 +1,4 @@
-//! What DSAs do for the demo's migration: at the source they look for zero pages, at the destination they copy.
+//! DSA offloads of the demo: zero-page detection at the source, copies at the destination.
 
 use std::sync::Arc;
 
@@ -9,63 +9,60 @@ use idxd::{
     offload::{Devices, Options},
 };
 use serde::{Deserialize, Serialize};
-use vamoose_live::{DsaDetection, OffloadCounters, PageCopy};
-
-use crate::{
+use vamoose::{
     devices::DevicePath,
     options::{Hardware, as_text},
 };
+use vamoose_live::{DsaDetection, PageCopy};
 
 #[derive(Args, Debug)]
-pub(super) struct DsaOptions {
-    /// Who looks for zero pages
+pub(crate) struct DsaOptions {
+    /// Zero-page detection at the source
     #[arg(long, value_enum, default_value_t = ZeroPageDetection::Cpu)]
     zero_page_detection: ZeroPageDetection,
-    /// Who copies decoded pages into the guest's memory at the destination
+    /// Engine that copies decoded pages into the guest's memory at the destination
     #[arg(long, value_enum, default_value_t = CopyName::Cpu)]
     copy: CopyName,
-    /// Work queues of DSAs: `wq0.1,wq2.0`, `auto` (all that can be used), or `model`, `model:4` (devices in software,
-    /// to try it out) [default: auto]
+    /// DSA work queues: `auto` (all usable ones), wqX.Y[,wqZ.W...], or `model[:N]` (N devices modelled in software, for tests)
+    /// [default: auto]
     #[arg(long, value_name = "QUEUES")]
     dsa_path: Option<DevicePath>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum ZeroPageDetection {
-    /// Nobody; memory that was never touched costs nothing all the same
+    /// Off; memory that was never touched still costs nothing
     None,
-    /// The processor
+    /// On the CPU
     Cpu,
-    /// DSAs, and the processor where they do not
+    /// On DSA, with the CPU as fallback
     Dsa,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum CopyName {
-    /// The processor
+    /// The CPU
     Cpu,
-    /// DSAs, and the processor where they do not; for memory that is populated (--prealloc)
+    /// DSA, with the CPU as fallback; for populated memory (--prealloc)
     Dsa,
 }
 
 impl DsaOptions {
-    /// Whether the options go together, with pages that nobody decodes or with others.
-    pub(super) fn check(&self, pages_are_decoded: bool) -> Result<()> {
+    /// Whether the options go together with a method that decodes pages or receives them in place.
+    pub(crate) fn check(&self, pages_are_decoded: bool) -> Result<()> {
         let copies = self.copy == CopyName::Dsa;
         if copies && !pages_are_decoded {
-            bail!(
-                "--copy dsa: pages of --method none are received where they belong, and nobody copies them"
-            );
+            bail!("--copy dsa: pages of --method none are received in place and need no copy");
         }
         let none = !copies && self.zero_page_detection != ZeroPageDetection::Dsa;
         if none && self.dsa_path.is_some() {
-            bail!("--dsa-path: it is for --zero-page-detection dsa and --copy dsa");
+            bail!("--dsa-path: only used with --zero-page-detection dsa or --copy dsa");
         }
         Ok(())
     }
 
-    /// Who looks for zero pages, in packets of up to `pages` pages. Devices are open then.
-    pub(super) fn detection(
+    /// The zero-page detection of packets of up to `pages` pages. Opens the devices.
+    pub(crate) fn detection(
         &self,
         pages: u32,
         hardware: &Hardware,
@@ -83,8 +80,8 @@ impl DsaOptions {
         })
     }
 
-    /// What the destination uses to copy packets of up to `pages` pages, if it is not only the processor.
-    pub(super) fn copy(&self, pages: u32) -> Option<Queues> {
+    /// The queues that copy packets of up to `pages` pages at the destination, if not the CPU does.
+    pub(crate) fn copy(&self, pages: u32) -> Option<Queues> {
         (self.copy == CopyName::Dsa).then(|| self.queues(pages))
     }
 
@@ -94,10 +91,10 @@ impl DsaOptions {
     }
 }
 
-/// Work queues to be used, here or by the destination.
+/// Work queues to use, here or at the destination.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Queues {
+pub(crate) struct Queues {
     #[serde(with = "as_text")]
     path: DevicePath,
     /// Most pages of a batch.
@@ -116,37 +113,10 @@ impl Queues {
     }
 
     /// The copies of a destination.
-    pub(super) fn copy(queues: Option<&Self>, hardware: &Hardware) -> Result<PageCopy> {
+    pub(crate) fn copy(queues: Option<&Self>, hardware: &Hardware) -> Result<PageCopy> {
         Ok(match queues {
             None => PageCopy::Cpu,
             Some(queues) => PageCopy::Dsa(queues.open(hardware).context("--copy dsa")?),
         })
-    }
-}
-
-/// Who did it, and what devices did of it, for the report.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub(super) struct Done {
-    by: &'static str,
-    #[serde(flatten)]
-    offload: Option<OffloadCounters>,
-}
-
-impl Done {
-    pub(super) fn detection(
-        detection: &vamoose_live::ZeroPageDetection,
-        offload: Option<OffloadCounters>,
-    ) -> Self {
-        let by = match detection {
-            vamoose_live::ZeroPageDetection::None => "none",
-            vamoose_live::ZeroPageDetection::Cpu => "cpu",
-            vamoose_live::ZeroPageDetection::Dsa(_) => "dsa",
-        };
-        Self { by, offload }
-    }
-
-    pub(super) fn copy(offload: Option<OffloadCounters>) -> Self {
-        let by = if offload.is_some() { "dsa" } else { "cpu" };
-        Self { by, offload }
     }
 }

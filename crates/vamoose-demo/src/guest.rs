@@ -1,4 +1,4 @@
-//! What both processes have to make alike: the guest's memory and what runs in it.
+//! The guest, which both processes make alike: its memory, and what runs in it.
 
 use std::{
     convert::Infallible,
@@ -13,43 +13,35 @@ use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use testguest::{Backing, Config, Fill, Guest, Kind, Memory, PAGE, Pattern};
+use vamoose::options::Size;
 use vamoose_live::{Ram, RamBlock};
 
 /// A guest to be made, at the source and at the destination.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Shape {
-    pub(super) ram_bytes: u64,
-    pub(super) backing: BackingName,
-    pub(super) kind: KindName,
-    pub(super) vcpus: u8,
-    pub(super) pattern: PatternName,
+pub(crate) struct Shape {
+    pub(crate) ram_bytes: u64,
+    pub(crate) backing: Backing,
+    pub(crate) kind: Kind,
+    pub(crate) vcpus: u8,
+    pub(crate) pattern: PatternName,
     /// For the pattern hot-set.
-    pub(super) hot_set_bytes: u64,
+    pub(crate) hot_set_bytes: u64,
     /// At the end of the memory; `None` is everything.
-    pub(super) working_set_bytes: Option<u64>,
-    pub(super) rate: Rate,
+    pub(crate) working_set_bytes: Option<u64>,
+    pub(crate) rate: Rate,
 }
 
 impl Shape {
-    /// Its memory, which nobody has touched yet.
-    pub(super) fn memory(&self) -> Result<Memory> {
-        let backing = match self.backing {
-            BackingName::Anonymous => Backing::Anonymous,
-            BackingName::Memfd => Backing::Memfd,
-            BackingName::Hugetlb => Backing::Hugetlb,
-        };
-        Memory::new(backing, self.ram_bytes).context("--ram, --backing")
+    /// Its memory, untouched.
+    pub(crate) fn memory(&self) -> Result<Memory> {
+        Memory::new(self.backing, self.ram_bytes).context("--ram, --backing")
     }
 
     /// The guest in `memory`.
-    pub(super) fn config(&self, memory: Memory) -> Result<Config> {
+    pub(crate) fn config(&self, memory: Memory) -> Result<Config> {
         let all = memory.len();
-        let kind = match self.kind {
-            KindName::Kvm => Kind::Kvm,
-            KindName::Threads => Kind::Threads,
-        };
-        let mut config = Config::new(kind, memory);
+        let mut config = Config::new(self.kind, memory);
         config.vcpus = self.vcpus;
         config.pattern = match self.pattern {
             PatternName::Sequential => Pattern::Sequential,
@@ -75,7 +67,7 @@ impl Shape {
 }
 
 /// The memory as the engine sees it.
-pub(super) fn ram_of(memory: &Memory) -> Result<Ram> {
+pub(crate) fn ram_of(memory: &Memory) -> Result<Ram> {
     let blocks = memory
         .blocks()
         .iter()
@@ -83,61 +75,39 @@ pub(super) fn ram_of(memory: &Memory) -> Result<Ram> {
     Ok(Ram::new(blocks.collect::<Result<_, _>>()?)?)
 }
 
-/// Lets a paused guest go on for some thousand writes, or what a slow one writes in two seconds, and pauses it
-/// again. Returns how many it wrote.
-pub(super) fn go_on(guest: &Guest, rate: Rate) -> Result<u64> {
+/// Runs a paused guest for some thousand writes, or for two seconds if it is slow, and pauses it again. Returns the number of
+/// pages it wrote.
+pub(crate) fn run_briefly(guest: &Guest, rate: Rate) -> Result<u64> {
     const WRITES: u64 = 4000;
-    const PATIENCE: Duration = Duration::from_secs(2);
+    const TIMEOUT: Duration = Duration::from_secs(2);
     if rate == Rate::Idle {
         return Ok(0);
     }
     let (before, start) = (guest.written(), Instant::now());
     guest.resume()?;
-    while guest.written().wrapping_sub(before) < WRITES && start.elapsed() < PATIENCE {
+    while guest.written().wrapping_sub(before) < WRITES && start.elapsed() < TIMEOUT {
         thread::sleep(Duration::from_millis(1));
     }
     guest.pause();
     Ok(guest.written().wrapping_sub(before))
 }
 
-/// What runs the guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(super) enum KindName {
-    /// vCPUs of a virtual machine
-    Kvm,
-    /// Threads of the process
-    Threads,
-}
-
 /// Which pages it writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum PatternName {
+pub(crate) enum PatternName {
     /// One after the other
     Sequential,
-    /// Any of them
+    /// Any page
     Random,
-    /// Any of the first ones, --hot-set
+    /// Any of the first ones (--hot-set)
     HotSet,
-}
-
-/// What its memory is made of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(super) enum BackingName {
-    /// Private memory
-    Anonymous,
-    /// A shared mapping of a memfd
-    Memfd,
-    /// A shared mapping of 2 MiB pages out of the host's pool (vm.nr_hugepages)
-    Hugetlb,
 }
 
 /// How fast it writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub(super) enum Rate {
+pub(crate) enum Rate {
     /// Not at all.
     Idle,
     /// At most so many pages.
@@ -184,8 +154,21 @@ impl fmt::Display for Rate {
     }
 }
 
-/// What --fill says.
-pub(super) fn parse_fill(word: &str) -> Result<Fill, Infallible> {
+/// The value of `--ram`.
+pub(crate) fn parse_ram(text: &str) -> Result<Size, String> {
+    /// Less is a forgotten unit.
+    const MIN: u64 = 1 << 20;
+    let size: Size = text.parse()?;
+    if size.0 < MIN {
+        return Err(format!(
+            "{size} bytes are too small for a guest: append a unit, as in 512M or 2G"
+        ));
+    }
+    Ok(size)
+}
+
+/// The value of `--fill`.
+pub(crate) fn parse_fill(word: &str) -> Result<Fill, Infallible> {
     Ok(match word {
         "zero" => Fill::Zero,
         "untouched" => Fill::Untouched,
@@ -194,22 +177,19 @@ pub(super) fn parse_fill(word: &str) -> Result<Fill, Infallible> {
     })
 }
 
-/// The guest kind of this host, if nobody names one.
-pub(super) fn best_kind() -> KindName {
-    match testguest::kvm_available() {
-        Ok(()) => KindName::Kvm,
-        Err(_) => KindName::Threads,
+/// What runs the guest: `chosen`, or KVM where this host has it.
+///
+/// # Errors
+/// When KVM was chosen and this host does not have it.
+pub(crate) fn kind(chosen: Option<Kind>) -> Result<Kind> {
+    match (chosen, testguest::kvm_available()) {
+        (Some(Kind::Kvm), Err(reason)) => {
+            bail!("--guest kvm: {reason}; --guest threads needs no KVM")
+        }
+        (Some(kind), _) => Ok(kind),
+        (None, Ok(())) => Ok(Kind::Kvm),
+        (None, Err(_)) => Ok(Kind::Threads),
     }
-}
-
-/// Refuses a guest that this host cannot run, before anything is begun.
-pub(super) fn check_kind(kind: KindName) -> Result<()> {
-    if kind == KindName::Kvm
-        && let Err(reason) = testguest::kvm_available()
-    {
-        bail!("--guest kvm: {reason}; --guest threads needs no KVM");
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -1,6 +1,5 @@
-//! `vamoose live-demo` as a user runs it: a guest moves between two processes, whole, or stays where it is.
+//! `vamoose-demo` as a user runs it: a guest moves between two processes intact, or stays where it is.
 
-#![cfg(target_arch = "x86_64")]
 #![allow(clippy::unwrap_used, reason = "a test helper fails by panicking")]
 
 use std::{process::Command, time::Duration};
@@ -59,9 +58,9 @@ fn every_fill_arrives_whole() -> Result<()> {
 #[test]
 fn devices_in_software_compress_on_one_side_and_decompress_on_the_other() -> Result<()> {
     for faults in [None, Some("3")] {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_vamoose"));
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vamoose-demo"));
         // In software the devices are slow, however busy the machine is.
-        command.args(["live-demo", "--json=-", "--ram=16M", "--guest=threads"]);
+        command.args(["--json=-", "--ram=16M", "--guest=threads"]);
         command.arg("--rate=200");
         command.args(["--method=qpl", "--level=0", "--accel=iaa"]);
         command.arg("--iaa-path=model");
@@ -267,6 +266,7 @@ fn options_that_cannot_be_are_refused() -> Result<()> {
         (&["--zero-copy", "--method=zstd"][..], "--zero-copy"),
         (&["--ram=5000"], "--ram"),
         (&["--ram=0"], "--ram"),
+        (&["--ram=2048"], "append a unit"),
         (&["--channels=0"], "0 channels"),
         (&["--channels=65"], "65 channels"),
         (&["--vcpus=9"], "9 vCPUs"),
@@ -391,7 +391,7 @@ fn holds(report: &Value) -> Result<()> {
 /// That the guest of a failed demo runs at the source, and is whole.
 fn stays(ended: &Ended, status: &str) -> Result<()> {
     ensure!(
-        ended.stderr.contains("the guest went on at the source"),
+        ended.stderr.contains("the guest resumed at the source"),
         "{}",
         ended.stderr
     );
@@ -420,8 +420,8 @@ fn start(options: &[&str]) -> Result<Vamoose> {
 }
 
 fn command(options: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_vamoose"));
-    command.arg("live-demo").args(options);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vamoose-demo"));
+    command.args(options);
     command
 }
 

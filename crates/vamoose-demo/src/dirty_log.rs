@@ -1,4 +1,4 @@
-//! How the source finds what its guest writes.
+//! The dirty log: how the source finds what its guest writes.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use vamoose_live::{DirtyLog, KvmDirtyLog, KvmSlot, Ram, UserfaultLog};
 /// A dirty log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum LogName {
+pub(crate) enum LogName {
     /// KVM's bitmap, for a KVM guest
     Kvm,
     /// Write protection of this process's page tables, for any guest
@@ -19,7 +19,7 @@ pub(super) enum LogName {
 }
 
 /// The log `name` of what `guest` writes to `ram`, which is its memory.
-pub(super) fn open(name: LogName, guest: &Guest, ram: &Ram) -> Result<Arc<dyn DirtyLog>> {
+pub(crate) fn open(name: LogName, guest: &Guest, ram: &Ram) -> Result<Arc<dyn DirtyLog>> {
     Ok(match name {
         LogName::Kvm => Arc::new(kvm_log(guest, ram)?),
         LogName::Userfaultfd => Arc::new(UserfaultLog::new(ram)?),

@@ -1,0 +1,418 @@
+//! `vamoose-demo`: migrates a small guest between two processes with vamoose-live, and proves that it arrived intact.
+//!
+//! ```text
+//!  vamoose-demo (source)                          vamoose-demo destination, started by the source
+//!  makes the guest, lets it run                   makes its memory, listens
+//!        │ ══ the migration, by vamoose-live ═══════════> loads the guest, does not let it run yet
+//!  digest of all memory                           verifies its checksum, digest of all memory
+//!        │ <──────────────── both, and CPU time ────────  │
+//!  compares, verifies its own                     resumes the guest, pauses it, verifies again
+//! ```
+//!
+//! If the migration fails, the guest resumes at the source, and is verified there.
+
+#![deny(unsafe_code)]
+
+mod cpu;
+mod destination;
+mod digest;
+mod dirty_log;
+mod dsa;
+mod guest;
+mod messages;
+mod process;
+mod report;
+mod source;
+
+use std::{
+    process::ExitCode,
+    sync::{Arc, atomic::AtomicBool},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Error, Result, bail};
+use clap::{Args, Parser, Subcommand};
+use multifd::Layout;
+use signal_hook::{
+    consts::{SIGINT, SIGTERM},
+    flag,
+};
+use testguest::{Backing, Fill, Guest, Kind, fill};
+use tracing::info;
+use vamoose::options::{Hardware, JsonReport, MethodName, Size, refuse_open_address};
+use vamoose_link::Address;
+use vamoose_live::{AutoConverge, GuestLocation, Ram, Source, SourceConfig, SourceError};
+
+use crate::{
+    digest::Digest,
+    dirty_log::LogName,
+    dsa::DsaOptions,
+    guest::{PatternName, Rate, Shape, parse_fill, parse_ram, ram_of, run_briefly},
+    messages::{Arrived, Order, Resumed},
+    process::Process,
+    report::{Outcome, Verdict},
+    source::Run,
+};
+
+/// Migrate a small guest between two processes, and prove that it arrived intact
+///
+/// The guest writes its memory all the time and keeps a checksum of it. At the switchover all of the memory is compared too: the
+/// destination holds the guest back meanwhile, which does not count as downtime. Then it runs for some thousand writes, and is
+/// checked again. CPU time is reported for both sides, without making and comparing the memory. The exit code is 0 if
+/// everything holds. Ctrl-C cancels: the guest resumes at the source.
+#[derive(Parser, Debug)]
+#[command(version, max_term_width = 100, args_conflicts_with_subcommands = true)]
+struct Options {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    guest: GuestOptions,
+    #[command(flatten)]
+    migration: MigrationOptions,
+    /// Address the destination listens on: tcp:HOST:PORT or unix:PATH
+    #[arg(long, value_name = "URI", default_value = "tcp:127.0.0.1:0")]
+    listen: Address,
+    /// Command that starts the destination elsewhere: `ip netns exec NAME`, `taskset -c 1`, or `ssh HOST` (with this
+    /// program at the same path)
+    #[arg(long, value_name = "COMMAND")]
+    via: Option<String>,
+    /// Allow a non-local listen address without authentication or encryption
+    #[arg(long)]
+    insecure: bool,
+    #[command(flatten)]
+    json: JsonReport,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Receive the guest; started by the source, which sends the order on standard input
+    #[command(hide = true)]
+    Destination,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Guest")]
+struct GuestOptions {
+    /// Memory of the guest
+    #[arg(long, default_value = "256M", value_name = "SIZE", value_parser = parse_ram)]
+    ram: Size,
+    /// Initial content of the memory: `mixed` (as of a guest at work), `zero` (zeros that were written), `untouched`, or
+    /// the bytes of a file
+    #[arg(long, default_value = "mixed", value_name = "FILE|zero|untouched|mixed", value_parser = parse_fill)]
+    fill: Fill,
+    /// What runs the guest [default: kvm if available, else threads]
+    #[arg(long, value_enum)]
+    guest: Option<Kind>,
+    /// Number of vCPUs, 1 to 8
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    vcpus: u8,
+    /// Pages that all vCPUs together write per second, or `max`
+    #[arg(long, default_value = "10000", value_name = "PAGES")]
+    rate: Rate,
+    /// Which pages they write
+    #[arg(long, value_enum, default_value_t = PatternName::Random)]
+    pattern: PatternName,
+    /// Size of the hot set, for --pattern hot-set
+    #[arg(long, default_value = "4M", value_name = "SIZE")]
+    hot_set: Size,
+    /// Size of the memory, at its end, that is written at all [default: all of it]
+    #[arg(long, value_name = "SIZE")]
+    working_set: Option<Size>,
+    /// Type of the memory
+    #[arg(long, value_enum, default_value_t = Backing::Anonymous)]
+    backing: Backing,
+    /// Populate the destination's memory before the migration (at the source, every --fill but `untouched` does)
+    #[arg(long)]
+    prealloc: bool,
+}
+
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Migration")]
+struct MigrationOptions {
+    /// Encoding of pages towards the destination
+    #[arg(long, value_enum, default_value_t = MethodName::None)]
+    method: MethodName,
+    /// Level of the method [default: 1]
+    #[arg(long, allow_negative_numbers = true, value_name = "N")]
+    level: Option<i32>,
+    #[command(flatten)]
+    hardware: Hardware,
+    /// Number of data channels, 1 to 64
+    #[arg(long, default_value_t = 2, value_name = "N")]
+    channels: u8,
+    /// Maximum size of the pages in a packet: a power of two, 64k to 4M
+    #[arg(long, default_value = "512k", value_name = "SIZE")]
+    packet_size: Size,
+    /// Send pages without copying them, for method none
+    #[arg(long)]
+    zero_copy: bool,
+    /// How the source finds what the guest writes [default: kvm for a KVM guest, else userfaultfd]
+    #[arg(long, value_enum)]
+    dirty_log: Option<LogName>,
+    #[command(flatten)]
+    dsa: DsaOptions,
+    /// Percentage of zero pages to send as normal pages: traffic for benchmarks
+    #[arg(long, default_value_t = 0, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(..=100))]
+    normal_page_ratio: u8,
+    /// Bandwidth limit towards the destination, in bytes per second
+    #[arg(long, value_name = "RATE")]
+    max_bandwidth: Option<Size>,
+    /// Target for the guest's downtime, in milliseconds
+    #[arg(long, default_value_t = 300, value_name = "MS")]
+    downtime_limit: u64,
+    /// Abort after this many seconds of downtime: the guest resumes at the source
+    #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    downtime_max: u64,
+    /// Throttle the vCPUs step by step if they write faster than the link transfers memory
+    #[arg(long)]
+    auto_converge: bool,
+    /// Abort if the migration has not converged after this many seconds
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    timeout: Option<u64>,
+}
+
+fn main() -> ExitCode {
+    let options = Options::parse();
+    vamoose::program("vamoose-demo", || match options.command {
+        Some(Command::Destination) => destination::run(),
+        None => run(&options),
+    })
+}
+
+fn run(options: &Options) -> Result<()> {
+    let order = options.order()?;
+    let mut config = options.migration.config()?;
+    // Over one loopback; what a command leads through is not known.
+    config.direct_link = options.via.is_none();
+    let dirty_log = options.migration.dirty_log(order.shape.kind)?;
+    let cancel = cancelled_by_signals()?;
+    let mut destination = Process::start(options.via.as_deref(), &order)?;
+    let shape = &order.shape;
+    let guest = options.guest.make(shape)?;
+    let ram = ram_of(guest.memory())?;
+    let log = dirty_log::open(dirty_log, &guest, &ram)?;
+    let source = Source::new(ram.clone(), log, config.clone())?;
+    let address: String = destination.receive()?;
+    info!(
+        "the destination, process {}, listens on {address}",
+        destination.id()
+    );
+    if shape.rate != Rate::Idle {
+        guest.resume()?;
+    }
+    let (run, result) = source::migrate(source, &address.parse()?, &guest, &cancel);
+    let outcome = match result {
+        Ok(()) => moved(&guest, &ram, &mut destination),
+        Err(error) => stayed(error, &guest, shape.rate, destination),
+    };
+    let report = report::json(&config, shape, dirty_log, &run, &outcome)?;
+    if outcome.at == "destination" {
+        summarise(&run, shape, &outcome);
+    }
+    options.json.write(&report)?;
+    match outcome.failure {
+        None => Ok(()),
+        Some(failure) => bail!(failure),
+    }
+}
+
+impl Options {
+    /// What the destination is to do; everything in it has been checked.
+    fn order(&self) -> Result<Order> {
+        refuse_open_address(&self.listen, self.insecure)?;
+        let migration = &self.migration;
+        migration.dsa.check(migration.method != MethodName::None)?;
+        Ok(Order {
+            shape: self.guest.shape()?,
+            prealloc: self.guest.prealloc,
+            hardware: migration.hardware.clone(),
+            copy: migration.dsa.copy(migration.pages()),
+            listen: self.listen.to_string(),
+        })
+    }
+}
+
+impl GuestOptions {
+    fn shape(&self) -> Result<Shape> {
+        Ok(Shape {
+            ram_bytes: self.ram.0,
+            backing: self.backing,
+            kind: guest::kind(self.guest)?,
+            vcpus: self.vcpus,
+            pattern: self.pattern,
+            hot_set_bytes: self.hot_set.0,
+            working_set_bytes: self.working_set.map(|size| size.0),
+            rate: self.rate,
+        })
+    }
+
+    /// The guest at the source, paused.
+    fn make(&self, shape: &Shape) -> Result<Guest> {
+        let memory = shape.memory()?;
+        fill(&memory, &self.fill).with_context(|| match &self.fill {
+            Fill::File(path) => format!("--fill {}", path.display()),
+            _ => "cannot fill the memory".to_owned(),
+        })?;
+        Ok(Guest::new(&shape.config(memory)?)?)
+    }
+}
+
+impl MigrationOptions {
+    fn config(&self) -> Result<SourceConfig> {
+        if self.zero_copy && self.method != MethodName::None {
+            bail!("--zero-copy needs --method none: compressed pages are copies");
+        }
+        let mut config =
+            SourceConfig::new(self.hardware.engines(self.method.settings(self.level)?)?);
+        config.channels = self.channels;
+        config.packet_bytes = u32::try_from(self.packet_size.0).unwrap_or(u32::MAX);
+        config.zero_copy = self.zero_copy;
+        config.zero_page_detection = self.dsa.detection(self.pages(), &self.hardware)?;
+        config.normal_page_ratio = self.normal_page_ratio;
+        config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
+        config.downtime_limit = Duration::from_millis(self.downtime_limit);
+        config.downtime_max = Duration::from_secs(self.downtime_max);
+        config.timeout = self.timeout.map(Duration::from_secs);
+        config.auto_converge = self.auto_converge.then(AutoConverge::default);
+        Ok(config)
+    }
+
+    /// Maximum number of pages in a packet.
+    fn pages(&self) -> u32 {
+        /// Of the largest packets, 4 MiB.
+        const MAX: u64 = 1024;
+        let pages = self.packet_size.0 / Layout::X86.page_size() as u64;
+        u32::try_from(pages.clamp(1, MAX)).unwrap_or(1)
+    }
+
+    fn dirty_log(&self, guest: Kind) -> Result<LogName> {
+        match (self.dirty_log, guest) {
+            (Some(LogName::Kvm), Kind::Threads) => {
+                bail!("--dirty-log kvm needs --guest kvm")
+            }
+            (Some(log), _) => Ok(log),
+            (None, Kind::Kvm) => Ok(LogName::Kvm),
+            (None, Kind::Threads) => Ok(LogName::Userfaultfd),
+        }
+    }
+}
+
+/// Set by Ctrl-C. A second one ends this process at once, and the destination with it.
+fn cancelled_by_signals() -> Result<Arc<AtomicBool>> {
+    /// Exit code of a process that Ctrl-C has ended, as shells report it.
+    const INTERRUPTED: i32 = 130;
+    let cancel = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        flag::register_conditional_shutdown(signal, INTERRUPTED, cancel.clone())
+            .and_then(|_| flag::register(signal, cancel.clone()))
+            .context("cannot catch signals")?;
+    }
+    Ok(cancel)
+}
+
+/// Proves that the guest at the destination is intact.
+fn moved(guest: &Guest, ram: &Ram, destination: &mut Process) -> Outcome {
+    let mut outcome = Outcome {
+        status: "completed",
+        error: None,
+        failure: None,
+        at: "destination",
+        writes: guest.written(),
+        writes_after: 0,
+        verdict: Verdict::default(),
+        arrived: None,
+    };
+    if let Err(error) = prove(guest, ram, destination, &mut outcome) {
+        outcome.verdict.wrong.push(format!("{error:#}"));
+    }
+    if !outcome.verdict.wrong.is_empty() {
+        let wrong = outcome.verdict.wrong.join("; ");
+        outcome.failure = Some(format!("the guest has moved, but {wrong}"));
+        outcome.error = Some(wrong);
+    }
+    outcome
+}
+
+fn prove(guest: &Guest, ram: &Ram, destination: &mut Process, outcome: &mut Outcome) -> Result<()> {
+    // The destination reads its memory meanwhile.
+    let digest = Digest::of(ram)?;
+    let checksum = guest.verify()?.into();
+    let arrived: Arrived = destination.receive()?;
+    outcome.verdict.arrived(&checksum, &digest, &arrived);
+    outcome.arrived = Some(arrived);
+    let resumed: Resumed = destination.receive()?;
+    outcome.writes_after = resumed.writes;
+    outcome.verdict.resumed(&resumed);
+    Ok(())
+}
+
+/// Resumes and verifies the guest at the source, if that is where it is.
+fn stayed(error: SourceError, guest: &Guest, rate: Rate, destination: Process) -> Outcome {
+    let here = error.guest() == GuestLocation::Source;
+    let status = match error {
+        SourceError::Cancelled => "cancelled",
+        _ => "failed",
+    };
+    let mut cause = format!("{:#}", Error::from(error));
+    if let Some(signal) = destination.end() {
+        cause += &format!("; the destination's process was killed by signal {signal}");
+    }
+    let mut outcome = Outcome {
+        status,
+        error: Some(cause.clone()),
+        failure: Some(cause.clone()),
+        at: if here { "source" } else { "undecided" },
+        writes: guest.written(),
+        writes_after: 0,
+        verdict: Verdict::default(),
+        arrived: None,
+    };
+    if !here {
+        return outcome;
+    }
+    guest.pause();
+    outcome.writes = guest.written();
+    let proven = run_briefly(guest, rate).and_then(|writes| {
+        outcome.writes_after = writes;
+        Ok(guest.verify()?)
+    });
+    outcome.verdict.checksum_holds = proven.is_ok();
+    outcome.failure = Some(match proven {
+        Ok(_) => format!(
+            "{cause}: the guest resumed at the source, and its checksum holds ({} pages written since)",
+            outcome.writes_after
+        ),
+        Err(error) => format!("{cause}: the guest stayed at the source, and {error:#}"),
+    });
+    outcome
+}
+
+/// Logs what the migration was and whether the guest is intact.
+fn summarise(run: &Run, shape: &Shape, outcome: &Outcome) {
+    let (status, moved) = (&run.status, run.moved);
+    info!(
+        "moved in {} ms, downtime {} ms, {} rounds, {} MiB on the wire ({:.2}x)",
+        status.total_time,
+        status.downtime.unwrap_or_default(),
+        run.rounds.len(),
+        moved.wire_bytes >> 20,
+        moved.page_bytes as f64 / moved.wire_bytes.max(1) as f64,
+    );
+    let yes = |holds| if holds { "yes" } else { "NO" };
+    info!(
+        "all {} MiB of memory equal: {}; checksum holds: {} ({} pages written before, {} after)",
+        shape.ram_bytes >> 20,
+        outcome.verdict.memory_equal.map_or("unknown", yes),
+        yes(outcome.verdict.checksum_holds),
+        outcome.writes,
+        outcome.writes_after,
+    );
+    let seconds =
+        |seconds: Option<f64>| seconds.map_or("unknown".to_owned(), |time| format!("{time:.3}"));
+    info!(
+        "CPU seconds: source {:.3}, destination {}, the guest meanwhile {}",
+        run.cpu_time.as_secs_f64(),
+        seconds(outcome.arrived.as_ref().map(|arrived| arrived.cpu_seconds)),
+        seconds(run.vcpu_time.map(|time| time.as_secs_f64())),
+    );
+}

@@ -1,0 +1,75 @@
+//! The protocol of the demo's two processes besides the migration: lines of JSON over the destination's standard input and
+//! output.
+//!
+//! ```text
+//!  source                                            destination
+//!     ── Order (the guest's shape, where to listen) ──> makes memory and guest
+//!     <───────────────────────── the listen address ──
+//!     ══ the migration, over the network ════════════>  the guest is loaded, but does not run yet
+//!     <── Arrived (checksum, digest of all memory, CPU time)
+//!     <── Resumed (its writes) ───────────────────────  it has run, was paused and verified again
+//! ```
+//!
+//! Each line of the destination is a `Result`: an error in place of any of them is the last line. End of file on its standard
+//! input ends the destination: the source is gone.
+
+use serde::{Deserialize, Serialize};
+use testguest::Proof;
+use vamoose::options::Hardware;
+use vamoose_live::OffloadCounters;
+
+use crate::{digest::Digest, dsa::Queues, guest::Shape};
+
+/// What the destination is to do.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Order {
+    pub(crate) shape: Shape,
+    /// Whether its memory is populated before the migration.
+    pub(crate) prealloc: bool,
+    /// What may help to decode.
+    pub(crate) hardware: Hardware,
+    /// What copies decoded pages, if not the CPU.
+    pub(crate) copy: Option<Queues>,
+    pub(crate) listen: String,
+}
+
+/// The guest as it arrived, before it has run.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Arrived {
+    /// What the guest proves, or why it cannot.
+    pub(crate) checksum: Result<Checksum, String>,
+    pub(crate) digest: Digest,
+    /// Of the whole process, from before the first connection until the guest was handed over.
+    pub(crate) cpu_seconds: f64,
+    /// The decoders' part of it.
+    pub(crate) decode_seconds: f64,
+    /// What devices have copied.
+    pub(crate) copy: Option<OffloadCounters>,
+}
+
+/// The guest after it has run at the destination.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Resumed {
+    /// Pages that it has written there.
+    pub(crate) writes: u64,
+    /// Why it cannot prove its memory any more.
+    pub(crate) failure: Option<String>,
+}
+
+/// What a guest's memory was proven to be.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Checksum {
+    /// Writes since it began.
+    pub(crate) writes: u64,
+    /// Each vCPU's sum over its words.
+    pub(crate) sums: Vec<u64>,
+}
+
+impl From<Proof> for Checksum {
+    fn from(proof: Proof) -> Self {
+        Self {
+            writes: proof.writes,
+            sums: proof.vcpus.iter().map(|vcpu| vcpu.sum).collect(),
+        }
+    }
+}

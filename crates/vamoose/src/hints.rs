@@ -1,0 +1,38 @@
+//! What a user can do about an error, in terms of the programs' options, which the crates below do not know.
+
+use anyhow::Error;
+use vamoose_codec::SettingsError;
+use vamoose_relay::{Failure, GuestLocation};
+
+/// The hint for the first error of the chain that has one.
+pub fn of(error: &Error) -> Option<String> {
+    error.chain().find_map(|cause| {
+        if let Some(failure) = cause.downcast_ref() {
+            of_failure(failure)
+        } else if let Some(settings) = cause.downcast_ref() {
+            of_settings(settings)
+        } else {
+            None
+        }
+    })
+}
+
+fn of_failure(failure: &Failure) -> Option<String> {
+    let attempt = failure.attempt?;
+    (failure.guest == GuestLocation::InDoubt).then(|| {
+        format!(
+            "run the same command again to finish the migration, and do not continue the guest by hand on either host \
+             before. If the destination is gone for good, check there whether the guest runs, then: \
+             vamoose settle --attempt {attempt} --as running-there|never-ran"
+        )
+    })
+}
+
+fn of_settings(error: &SettingsError) -> Option<String> {
+    match error {
+        SettingsError::EngineAbsent { .. } => Some(
+            "`vamoose probe` shows what this host has and what is missing; --accel auto uses what there is".to_owned(),
+        ),
+        _ => None,
+    }
+}
