@@ -4,14 +4,14 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
-        Arc, Mutex, OnceLock, PoisonError, Weak,
+        Arc, Mutex, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
     },
 };
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::{Pacer, Stream};
+use crate::Stream;
 
 /// Shuts every socket of a migration down at once and wakes whoever polls [`Hangup::as_fd`].
 ///
@@ -20,16 +20,6 @@ pub struct Hangup {
     hung_up: AtomicBool,
     streams: Mutex<Vec<Weak<Stream>>>,
     event: OwnedFd,
-    pacer: OnceLock<Arc<Pacer>>,
-}
-
-/// Hangs up when it is dropped, also by a panic: for scopes that wait for their threads.
-pub struct HangupGuard<'a>(&'a Hangup);
-
-impl Drop for HangupGuard<'_> {
-    fn drop(&mut self) {
-        self.0.hang_up();
-    }
 }
 
 impl Hangup {
@@ -42,21 +32,7 @@ impl Hangup {
             hung_up: AtomicBool::new(false),
             streams: Mutex::default(),
             event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            pacer: OnceLock::new(),
         })
-    }
-
-    /// Hangs up at the end of a scope.
-    pub fn on_drop(&self) -> HangupGuard<'_> {
-        HangupGuard(self)
-    }
-
-    /// Closes `pacer` too, which threads may wait for. There is one for all channels.
-    pub fn set_pacer(&self, pacer: Arc<Pacer>) {
-        let _ = self.pacer.set(pacer);
-        if self.is_hung_up() {
-            self.close_pacer();
-        }
     }
 
     /// Adds a socket, which is shut down at once if the switch has been thrown already.
@@ -77,15 +53,8 @@ impl Hangup {
         for stream in streams.iter().filter_map(Weak::upgrade) {
             stream.shut_down();
         }
-        self.close_pacer();
         // Can only fail when the counter is full, and then everybody is awake.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
-    }
-
-    fn close_pacer(&self) {
-        if let Some(pacer) = self.pacer.get() {
-            pacer.close();
-        }
     }
 
     /// Whether the switch has been thrown.
