@@ -40,7 +40,7 @@ mod writer;
 mod zero_copy;
 
 pub use address::{Address, AddressError};
-pub use hangup::Hangup;
+pub use hangup::{Hangup, HangupGuard};
 pub use pace::Pacer;
 pub use packet::Packet;
 pub use peer::{Peer, Peers, peer_of};
