@@ -4,14 +4,14 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
-        Arc, Mutex, PoisonError, Weak,
+        Arc, Mutex, OnceLock, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
     },
 };
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::Stream;
+use crate::{Pacer, Stream};
 
 /// Shuts every socket of a migration down at once and wakes the threads that poll [`Hangup::as_fd`].
 ///
@@ -32,6 +32,7 @@ pub struct Hangup {
     hung_up: AtomicBool,
     streams: Mutex<Vec<Weak<Stream>>>,
     event: OwnedFd,
+    pacer: OnceLock<Arc<Pacer>>,
 }
 
 impl Hangup {
@@ -44,7 +45,13 @@ impl Hangup {
             hung_up: AtomicBool::new(false),
             streams: Mutex::default(),
             event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            pacer: OnceLock::new(),
         })
+    }
+
+    /// Closes the migration's pacer too, which threads may wait for. Once, before they do.
+    pub fn set_pacer(&self, pacer: Arc<Pacer>) {
+        let _ = self.pacer.set(pacer);
     }
 
     /// Adds a socket, which is shut down at once if the switch has been thrown already.
@@ -64,6 +71,9 @@ impl Hangup {
         self.hung_up.store(true, Ordering::Release);
         for stream in streams.iter().filter_map(Weak::upgrade) {
             stream.shut_down();
+        }
+        if let Some(pacer) = self.pacer.get() {
+            pacer.close();
         }
         // Can only fail when the counter is full, and then all are awake.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());

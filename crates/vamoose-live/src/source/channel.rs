@@ -36,6 +36,8 @@ pub(super) struct Channel<'a> {
     /// The pages of the next packet, whose scan has been started.
     scanned: Batch<'a>,
     packer: Packer,
+    #[cfg(feature = "bench")]
+    normal_page_ratio: super::normal_page_ratio::NormalPageRatio,
 }
 
 /// Pages of a packet, all of one block. Its vectors are as long as a packet from the beginning.
@@ -59,6 +61,8 @@ impl<'a> Channel<'a> {
             filling: Batch::new(layout),
             scanned: Batch::new(layout),
             packer: Packer::new(layout),
+            #[cfg(feature = "bench")]
+            normal_page_ratio: config.normal_page_ratio.into(),
         }
     }
 
@@ -134,6 +138,8 @@ impl<'a> Channel<'a> {
         if let Some(scan) = &mut self.scan {
             scan.finish(&batch.slices, verdicts)?;
         }
+        #[cfg(feature = "bench")]
+        self.normal_page_ratio.apply(verdicts);
         let header = self
             .packer
             .pack(self.ram, batch, number)
@@ -148,18 +154,19 @@ impl<'a> Channel<'a> {
 
 /// The scan that `config` asks for.
 fn zero_scan(layout: Layout, config: &SourceConfig) -> Option<Box<dyn ZeroScan>> {
-    let scan: Box<dyn ZeroScan> = match &config.zero_page_detection {
-        ZeroPageDetection::None => return None,
-        ZeroPageDetection::Cpu => Box::new(CpuScan),
+    match &config.zero_page_detection {
+        ZeroPageDetection::None => None,
+        ZeroPageDetection::Cpu => Some(Box::new(CpuScan)),
         ZeroPageDetection::Dsa(dsa) => {
             let size = u32::try_from(layout.page_size()).unwrap_or(u32::MAX);
-            let devices = dsa.devices.clone();
-            Box::new(DsaScan::new(devices, size, layout.page_count(), dsa.verify))
+            Some(Box::new(DsaScan::new(
+                dsa.devices.clone(),
+                size,
+                layout.page_count(),
+                dsa.verify,
+            )))
         }
-    };
-    #[cfg(feature = "bench")]
-    let scan = super::normal_page_ratio::wrap(scan, config.normal_page_ratio);
-    Some(scan)
+    }
 }
 
 impl Batch<'_> {
