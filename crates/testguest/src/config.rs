@@ -1,4 +1,4 @@
-//! What a guest is to be, and whether that can be.
+//! The configuration of a guest.
 
 use std::{fmt, num::NonZeroU64, ops::Range};
 
@@ -14,7 +14,7 @@ use crate::{
 /// Most vCPUs of a guest: each has 64 of the 512 words of a page then.
 const MAX_VCPUS: u8 = 8;
 
-/// A guest to be.
+/// The configuration of a guest.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// What runs it.
@@ -55,37 +55,23 @@ pub enum Pattern {
     },
 }
 
-/// A guest that cannot be.
+/// A configuration that is not valid.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum ConfigError {
     /// None or too many.
-    #[error("{vcpus} vCPUs: a guest has 1 to {MAX_VCPUS}")]
-    Vcpus {
-        /// How many.
-        vcpus: u8,
-    },
+    #[error("vCPUs: {vcpus} is not in 1..={MAX_VCPUS}")]
+    Vcpus { vcpus: u8 },
     /// Not whole pages of the memory, or pages that the guest needs itself.
     #[error(
-        "a working set of {:#x}..{:#x} is not made of whole pages of {:#x}..{:#x}",
+        "working set: {:#x}..{:#x} is not made of whole pages of {:#x}..{:#x}",
         working_set.start, working_set.end, writable.start, writable.end
     )]
     WorkingSet {
-        /// What was asked for.
         working_set: Range<u64>,
-        /// What there is.
         writable: Range<u64>,
     },
-}
-
-/// A configuration that can be, with its defaults filled in.
-#[derive(Clone, Debug)]
-pub(crate) struct Plan {
-    pub(crate) kind: Kind,
-    pub(crate) vcpus: u8,
-    pub(crate) pattern: Pattern,
-    pub(crate) rate: Option<NonZeroU64>,
-    pub(crate) working_set: Range<u64>,
 }
 
 impl Config {
@@ -101,16 +87,11 @@ impl Config {
         }
     }
 
-    pub(crate) fn plan(&self) -> Result<Plan, ConfigError> {
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
         if !(1..=MAX_VCPUS).contains(&self.vcpus) {
             return Err(ConfigError::Vcpus { vcpus: self.vcpus });
         }
-        let reserved = match self.kind {
-            Kind::Kvm => kvm::reserved_bytes(&self.memory),
-            Kind::Threads => 0,
-        };
-        let writable = reserved..self.memory.len();
-        let working_set = self.working_set.clone().unwrap_or(writable.clone());
+        let (writable, working_set) = (self.writable(), self.working_set());
         let Range { start, end } = working_set;
         let pages = start.is_multiple_of(PAGE) && end.is_multiple_of(PAGE);
         if !pages || start >= end || start < writable.start || end > writable.end {
@@ -119,13 +100,20 @@ impl Config {
                 writable,
             });
         }
-        Ok(Plan {
-            kind: self.kind,
-            vcpus: self.vcpus,
-            pattern: self.pattern,
-            rate: self.rate,
-            working_set,
-        })
+        Ok(())
+    }
+
+    /// The addresses that are written.
+    pub(crate) fn working_set(&self) -> Range<u64> {
+        self.working_set.clone().unwrap_or(self.writable())
+    }
+
+    fn writable(&self) -> Range<u64> {
+        let reserved = match self.kind {
+            Kind::Kvm => kvm::reserved_bytes(&self.memory),
+            Kind::Threads => 0,
+        };
+        reserved..self.memory.len()
     }
 }
 
@@ -156,19 +144,19 @@ mod tests {
     #[test]
     fn a_working_set_is_of_whole_pages_and_leaves_the_guest_its_own() {
         let memory = Memory::new(Backing::Anonymous, 1 << 20).unwrap();
-        let plan = |kind, working_set: Range<u64>| {
+        let check = |kind, working_set: Range<u64>| {
             let mut config = Config::new(kind, memory.clone());
             config.working_set = Some(working_set);
-            config.plan()
+            config.check()
         };
-        assert!(plan(Kind::Threads, 0..PAGE).is_ok());
+        assert!(check(Kind::Threads, 0..PAGE).is_ok());
         for bad in [0..0, 1..PAGE, 0..PAGE + 1, 0..2 << 20] {
-            assert!(plan(Kind::Threads, bad.clone()).is_err(), "{bad:?}");
+            assert!(check(Kind::Threads, bad.clone()).is_err(), "{bad:?}");
         }
-        assert!(plan(Kind::Kvm, 0..1 << 20).is_err());
-        let all = Config::new(Kind::Kvm, memory.clone()).plan().unwrap();
-        assert!(all.working_set.start > 0);
-        assert!(plan(Kind::Kvm, all.working_set).is_ok());
+        assert!(check(Kind::Kvm, 0..1 << 20).is_err());
+        let all = Config::new(Kind::Kvm, memory.clone()).working_set();
+        assert!(all.start > 0);
+        assert!(check(Kind::Kvm, all).is_ok());
     }
 
     #[test]
@@ -177,7 +165,7 @@ mod tests {
         let mut config = Config::new(Kind::Threads, memory);
         for (vcpus, fits) in [(0, false), (1, true), (8, true), (9, false)] {
             config.vcpus = vcpus;
-            assert_eq!(config.plan().is_ok(), fits, "{vcpus}");
+            assert_eq!(config.check().is_ok(), fits, "{vcpus}");
         }
     }
 }

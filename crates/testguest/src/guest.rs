@@ -13,7 +13,7 @@ use std::{
 use thiserror::Error;
 
 use crate::{
-    config::{Config, ConfigError, Kind, Plan},
+    config::{Config, ConfigError, Kind},
     kvm::{KvmError, Slot, Vm},
     memory::Memory,
     pacer::Pacer,
@@ -27,8 +27,7 @@ use crate::{
 /// All methods may be called from several threads. Dropped, it ends and takes its threads with it; the memory stays
 /// with whoever has a clone of it.
 pub struct Guest {
-    memory: Memory,
-    plan: Plan,
+    config: Config,
     vm: Option<Vm>,
     vcpus: Vec<Shared>,
     control: Arc<Control>,
@@ -39,9 +38,10 @@ pub struct Guest {
     changing: Mutex<()>,
 }
 
-/// A guest that cannot be, or cannot do what was asked.
+/// A guest that cannot be created, or cannot do what was asked.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum GuestError {
     /// A configuration that contradicts itself.
     #[error(transparent)]
@@ -50,7 +50,7 @@ pub enum GuestError {
     #[error(transparent)]
     Kvm(#[from] KvmError),
     /// No more threads.
-    #[error("a thread for a vCPU: {0}")]
+    #[error("cannot start the thread of a vCPU")]
     Thread(#[source] io::Error),
     /// Only possible of a paused guest.
     #[error("the guest is running: pause it first")]
@@ -60,17 +60,13 @@ pub enum GuestError {
     Waiting,
     /// A vCPU has ended.
     #[error("vCPU {vcpu} has failed: {reason}")]
-    Failed {
-        /// Its number.
-        vcpu: u8,
-        /// Why.
-        reason: String,
-    },
+    Failed { vcpu: u8, reason: String },
 }
 
 /// Memory that a guest did not write like this, or a guest that cannot tell.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum VerifyError {
     /// The guest cannot be asked now.
     #[error(transparent)]
@@ -81,21 +77,13 @@ pub enum VerifyError {
          pages were lost, are old, or in another place"
     )]
     Sum {
-        /// Its number.
         vcpu: u8,
-        /// The sum over the memory.
         memory: u64,
-        /// The sum that the vCPU has kept.
         register: u64,
     },
     /// vCPUs that wrote less or more than they were let.
     #[error("the vCPUs count {vcpus} writes, and were let do {host}")]
-    Writes {
-        /// What they have counted.
-        vcpus: u64,
-        /// What the host has counted.
-        host: u64,
-    },
+    Writes { vcpus: u64, host: u64 },
 }
 
 /// That the memory is what the vCPUs wrote. Equal for a guest that was saved and the one that loaded it, until it
@@ -125,10 +113,10 @@ impl Guest {
     /// # Errors
     /// When the configuration is wrong, or the host does not have what it needs.
     pub fn new(config: &Config) -> Result<Self, GuestError> {
-        let plan = config.plan()?;
+        config.check()?;
         let vm = vm(config)?;
-        let sums = stamp::sums(&config.memory, &plan);
-        Self::build(config, plan, vm, &sums, false)
+        let sums = stamp::sums(config);
+        Self::build(config, vm, &sums, false)
     }
 
     /// A guest that waits for the memory and the state of another one. Its memory may be written from here on.
@@ -136,10 +124,10 @@ impl Guest {
     /// # Errors
     /// As [`Guest::new`].
     pub fn incoming(config: &Config) -> Result<Self, GuestError> {
-        let plan = config.plan()?;
+        config.check()?;
         let vm = vm(config)?;
-        let sums = vec![0; usize::from(plan.vcpus)];
-        Self::build(config, plan, vm, &sums, true)
+        let sums = vec![0; config.vcpus.into()];
+        Self::build(config, vm, &sums, true)
     }
 
     /// Lets the vCPUs write, for the first time or again.
@@ -233,7 +221,7 @@ impl Guest {
         let _changing = lock(&self.changing);
         self.check_at_rest()?;
         let mut vcpus = Vec::with_capacity(self.vcpus.len());
-        let sums = stamp::sums(&self.memory, &self.plan);
+        let sums = stamp::sums(&self.config);
         for (index, (vcpu, memory)) in (0..).zip(self.vcpus.iter().zip(sums)) {
             let Progress { sum, writes, .. } = lock(vcpu).progress();
             if memory != sum {
@@ -255,9 +243,10 @@ impl Guest {
                 host,
             });
         }
+        let working_set = self.config.working_set();
         Ok(Proof {
             writes,
-            working_set: self.plan.working_set.end - self.plan.working_set.start,
+            working_set: working_set.end - working_set.start,
             vcpus,
         })
     }
@@ -270,7 +259,7 @@ impl Guest {
 
     /// Its memory, whose blocks are to be migrated.
     pub fn memory(&self) -> &Memory {
-        &self.memory
+        &self.config.memory
     }
 
     /// The virtual machine's descriptor, for a dirty log; `None` without KVM.
@@ -285,7 +274,6 @@ impl Guest {
 
     fn build(
         config: &Config,
-        plan: Plan,
         vm: Option<Vm>,
         sums: &[u64],
         waiting: bool,
@@ -293,8 +281,8 @@ impl Guest {
         let vcpus = (0..)
             .zip(sums)
             .map(|(index, sum)| {
-                let course = Course::new(&plan, index);
-                let progress = Progress::new(&course, index, plan.vcpus, *sum);
+                let course = Course::new(config, index);
+                let progress = Progress::new(&course, index, config.vcpus, *sum);
                 let vcpu: Box<dyn Vcpu> = match &vm {
                     Some(vm) => vm.vcpu(index, course, &progress)?,
                     None => Box::new(Writer {
@@ -307,9 +295,8 @@ impl Guest {
             })
             .collect::<Result<Vec<Shared>, KvmError>>()?;
         let mut guest = Self {
-            memory: config.memory.clone(),
-            control: Arc::new(Control::new(plan.vcpus)),
-            plan,
+            config: config.clone(),
+            control: Arc::new(Control::new(config.vcpus)),
             vm,
             vcpus,
             threads: Vec::new(),
@@ -326,9 +313,9 @@ impl Guest {
     )]
     fn spawn(&mut self) -> Result<(), GuestError> {
         let share = self
-            .plan
+            .config
             .rate
-            .map(|rate| rate.get() as f64 / f64::from(self.plan.vcpus));
+            .map(|rate| rate.get() as f64 / f64::from(self.config.vcpus));
         for (index, vcpu) in (0..).zip(&self.vcpus) {
             let (vcpu, control) = (Arc::clone(vcpu), Arc::clone(&self.control));
             let thread = thread::Builder::new()
@@ -341,7 +328,7 @@ impl Guest {
     }
 
     fn description(&self) -> String {
-        state::describe(&self.plan, &self.memory)
+        state::describe(&self.config)
     }
 
     fn check_at_rest(&self) -> Result<(), GuestError> {

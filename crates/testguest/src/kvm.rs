@@ -112,7 +112,7 @@ pub fn kvm_available() -> Result<(), String> {
                 .map_err(|error| KvmError::call("KVM_CREATE_VM", error))
         })
         .map(drop)
-        .map_err(|error| error.to_string())
+        .map_err(|error| error.reason())
 }
 
 /// A piece of a KVM guest's memory: what `KVM_SET_USER_MEMORY_REGION` was called with.
@@ -137,33 +137,22 @@ pub struct Slot {
 /// KVM that is not there or does not do its work, or a vCPU that has left its way.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum KvmError {
     /// A system call failed.
-    #[error("KVM: {call} failed: {source}")]
+    #[error("KVM: {call} failed")]
     Call {
-        /// The call.
         call: &'static str,
-        /// Why.
         source: io::Error,
     },
     /// Memory that cannot be laid out for a guest.
     #[error("a KVM guest needs a first block of {least:#x} to {HOLE:#x} bytes, not of {len:#x}")]
-    Layout {
-        /// The first block's length in bytes.
-        len: u64,
-        /// The least that fits.
-        least: u64,
-    },
+    Layout { len: u64, least: u64 },
     /// The guest's code came back for something else than the end of its batch.
     #[error(
         "the vCPU is out of its code, with {exit} at {rip:#x}: its memory or registers are damaged"
     )]
-    Exit {
-        /// What it came back for.
-        exit: String,
-        /// Where it is.
-        rip: u64,
-    },
+    Exit { exit: String, rip: u64 },
     /// A write outside of the guest's memory.
     #[error("a write outside of the memory: the vCPU's state is damaged")]
     OutsideMemory,
@@ -355,7 +344,7 @@ impl Vcpu for KvmVcpu {
         if progress.cursor >= self.course.pages {
             return Err(format!("page {} of {}", progress.cursor, self.course.pages));
         }
-        if sregs != self.sregs().map_err(|error| error.to_string())? {
+        if sregs != self.sregs().map_err(|error| error.reason())? {
             return Err("the vCPU is in another mode than this crate's".to_owned());
         }
         self.regs = regs;
@@ -372,6 +361,14 @@ impl KvmVcpu {
 }
 
 impl KvmError {
+    /// The error and its cause.
+    pub(crate) fn reason(&self) -> String {
+        match self {
+            Self::Call { source, .. } => format!("{self}: {source}"),
+            _ => self.to_string(),
+        }
+    }
+
     fn call(call: &'static str, error: kvm_ioctls::Error) -> Self {
         Self::Call {
             call,
@@ -547,10 +544,10 @@ mod tests {
     }
 
     fn progress(config: &Config, index: u8) -> (Course, Progress) {
-        let plan = config.plan().unwrap();
-        let course = Course::new(&plan, index);
-        let sum = stamp::sums(&config.memory, &plan)[usize::from(index)];
-        (course, Progress::new(&course, index, plan.vcpus, sum))
+        config.check().unwrap();
+        let course = Course::new(config, index);
+        let sum = stamp::sums(config)[usize::from(index)];
+        (course, Progress::new(&course, index, config.vcpus, sum))
     }
 
     #[test]
@@ -728,7 +725,7 @@ mod tests {
     #[test]
     fn memory_that_has_no_place_for_the_image_is_refused() {
         let memory = Memory::new(Backing::Anonymous, PAGE).unwrap();
-        let error = Config::new(Kind::Kvm, memory.clone()).plan().unwrap_err();
+        let error = Config::new(Kind::Kvm, memory.clone()).check().unwrap_err();
         assert!(matches!(error, ConfigError::WorkingSet { .. }), "{error}");
         assert!(matches!(
             Vm::new(&memory),

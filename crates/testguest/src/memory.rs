@@ -56,30 +56,20 @@ pub struct Block {
 /// Memory that cannot be had, or that no guest could use.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum MemoryError {
     /// A length of 0, or not of whole pages.
     #[error("`{name}`: {len} bytes are not a number of pages of {unit} bytes")]
-    Length {
-        /// The block.
-        name: String,
-        /// Its length in bytes.
-        len: u64,
-        /// Bytes in the pages that it has to be made of.
-        unit: u64,
-    },
+    Length { name: String, len: u64, unit: u64 },
     /// No block at all.
     #[error("a guest without memory")]
     Empty,
     /// The host does not give it.
-    #[error("`{name}`: {len} bytes of memory ({backing:?}): {source}")]
+    #[error("`{name}`: cannot map {len} bytes of memory ({backing:?})")]
     Host {
-        /// The block.
         name: String,
-        /// Its length in bytes.
         len: u64,
-        /// What it was to be made of.
         backing: Backing,
-        /// Why not.
         source: io::Error,
     },
 }

@@ -3,7 +3,7 @@
 use std::{ops::Range, thread};
 
 use crate::{
-    config::{Pattern, Plan},
+    config::{Config, Pattern},
     memory::{Memory, PAGE, PAGE_BYTES},
 };
 
@@ -45,21 +45,22 @@ pub(crate) struct Progress {
 
 impl Course {
     /// The course of vCPU `index`.
-    pub(crate) fn new(plan: &Plan, index: u8) -> Self {
-        let words = words_per_vcpu(plan);
-        let all = (plan.working_set.end - plan.working_set.start) / PAGE;
+    pub(crate) fn new(config: &Config, index: u8) -> Self {
+        let words = words_per_vcpu(config);
+        let Range { start, end } = config.working_set();
+        let all = (end - start) / PAGE;
         Self {
-            first_word: plan.working_set.start + u64::from(index) * words * 8,
-            pages: match plan.pattern {
+            first_word: start + u64::from(index) * words * 8,
+            pages: match config.pattern {
                 Pattern::Sequential | Pattern::Random => all,
                 Pattern::HotSet { pages } => pages.get().min(all),
             },
             word_mask: (words - 1) * 8,
-            sequential: plan.pattern == Pattern::Sequential,
+            sequential: config.pattern == Pattern::Sequential,
         }
     }
 
-    /// One write of a page. `None` if the memory does not have the page, which a [`Plan`] excludes.
+    /// One write of a page. `None` if the memory does not have the page, which [`Config::check`] excludes.
     pub(crate) fn write(&self, memory: &Memory, progress: &mut Progress) -> Option<()> {
         progress.stamp = progress
             .stamp
@@ -99,8 +100,8 @@ impl Progress {
 }
 
 /// The sum of each vCPU's words over the working set as it is now.
-pub(crate) fn sums(memory: &Memory, plan: &Plan) -> Vec<u64> {
-    let parts = memory.touched(&plan.working_set);
+pub(crate) fn sums(config: &Config) -> Vec<u64> {
+    let parts = config.memory.touched(&config.working_set());
     let pages: u64 = parts
         .iter()
         .map(|part| (part.end - part.start) / PAGE)
@@ -114,10 +115,10 @@ pub(crate) fn sums(memory: &Memory, plan: &Plan) -> Vec<u64> {
             .map(|index| {
                 let parts = &parts;
                 let mine = index * share..(index + 1) * share;
-                scope.spawn(move || sums_of_pages(memory, plan, parts, mine))
+                scope.spawn(move || sums_of_pages(config, parts, mine))
             })
             .collect();
-        let mut sums = vec![0_u64; usize::from(plan.vcpus)];
+        let mut sums = vec![0_u64; usize::from(config.vcpus)];
         for worker in workers {
             let partial = worker
                 .join()
@@ -131,14 +132,9 @@ pub(crate) fn sums(memory: &Memory, plan: &Plan) -> Vec<u64> {
 }
 
 /// The sums over the pages number `numbers`, counted through all `parts`.
-fn sums_of_pages(
-    memory: &Memory,
-    plan: &Plan,
-    parts: &[Range<u64>],
-    numbers: Range<u64>,
-) -> Vec<u64> {
-    let words = usize::try_from(words_per_vcpu(plan)).unwrap_or(usize::MAX);
-    let mut sums = vec![0_u64; usize::from(plan.vcpus)];
+fn sums_of_pages(config: &Config, parts: &[Range<u64>], numbers: Range<u64>) -> Vec<u64> {
+    let words = usize::try_from(words_per_vcpu(config)).unwrap_or(usize::MAX);
+    let mut sums = vec![0_u64; usize::from(config.vcpus)];
     let mut copy = [0_u8; PAGE_BYTES];
     let mut before = 0;
     for part in parts {
@@ -148,7 +144,7 @@ fn sums_of_pages(
         before += pages;
         for page in first..last {
             let address = part.start + page * PAGE;
-            let Some(slice) = memory.slice(address, copy.len()) else {
+            let Some(slice) = config.memory.slice(address, copy.len()) else {
                 continue;
             };
             slice.copy_to(&mut copy);
@@ -167,8 +163,8 @@ fn sums_of_pages(
 }
 
 /// A power of two, so that a mask finds a word.
-fn words_per_vcpu(plan: &Plan) -> u64 {
-    WORDS / u64::from(plan.vcpus).next_power_of_two()
+fn words_per_vcpu(config: &Config) -> u64 {
+    WORDS / u64::from(config.vcpus).next_power_of_two()
 }
 
 #[allow(

@@ -6,9 +6,11 @@
 //! All numbers are little-endian. The description names everything that has to be equal on both sides. Any change of
 //! the format, of the guest's code or of the vCPUs' state is a new version.
 
+use std::ops::Range;
+
 use thiserror::Error;
 
-use crate::{config::Plan, memory::Memory};
+use crate::config::Config;
 
 const MAGIC: &[u8; 8] = b"VMTGUEST";
 const VERSION: u32 = 1;
@@ -16,6 +18,7 @@ const VERSION: u32 = 1;
 /// A state that this guest does not take.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say what the fields are")]
 pub enum LoadError {
     /// Only a guest of [`Guest::incoming`](crate::Guest::incoming) loads, and once.
     #[error("this guest does not wait for a state")]
@@ -28,52 +31,31 @@ pub enum LoadError {
     Damaged,
     /// Saved by another version of this crate.
     #[error("the state of a test guest has version {theirs}, this is version {VERSION}")]
-    Version {
-        /// The version that saved it.
-        theirs: u32,
-    },
+    Version { theirs: u32 },
     /// Saved from a guest that is not like this one.
     #[error("saved from the guest {theirs:?}, this is the guest {ours:?}")]
-    OtherGuest {
-        /// The saved guest.
-        theirs: String,
-        /// This guest.
-        ours: String,
-    },
+    OtherGuest { theirs: String, ours: String },
     /// A vCPU that cannot be in this state.
     #[error("the state of vCPU {vcpu} does not fit: {reason}")]
-    Vcpu {
-        /// The vCPU's number.
-        vcpu: u8,
-        /// What is wrong.
-        reason: String,
-    },
+    Vcpu { vcpu: u8, reason: String },
     /// The guest's code or page tables are not in its memory: it is not all here, and to run it could do anything.
     #[error(
         "the memory at {address:#x} does not hold the guest's code and page tables: migrate the memory first"
     )]
-    Code {
-        /// Where the first difference is.
-        address: u64,
-    },
+    Code { address: u64 },
 }
 
-/// What has to be equal on both sides, in words.
-pub(crate) fn describe(plan: &Plan, memory: &Memory) -> String {
-    let blocks: Vec<_> = memory
-        .blocks()
-        .iter()
-        .map(|block| format!("{}={:#x}", block.name(), block.region().size()))
-        .collect();
-    format!(
-        "{} vcpus={} pattern={} working-set={:#x}..{:#x} {}",
-        plan.kind,
-        plan.vcpus,
-        plan.pattern,
-        plan.working_set.start,
-        plan.working_set.end,
-        blocks.join(" ")
-    )
+/// What has to be equal on both sides.
+pub(crate) fn describe(config: &Config) -> String {
+    let Range { start, end } = config.working_set();
+    let mut text = format!(
+        "{} vcpus={} pattern={} working-set={start:#x}..{end:#x}",
+        config.kind, config.vcpus, config.pattern
+    );
+    for block in config.memory.blocks() {
+        text += &format!(" {}={:#x}", block.name(), block.region().size());
+    }
+    text
 }
 
 pub(crate) fn encode(description: &str, vcpus: &[Vec<u8>]) -> Vec<u8> {

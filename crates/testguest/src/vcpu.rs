@@ -160,7 +160,7 @@ pub(crate) fn run(index: u8, vcpu: &Mutex<Box<dyn Vcpu>>, control: &Control, mut
             let done = batch(vcpu, control, &mut pacer);
             state = lock(&control.state);
             if let Err(error) = done {
-                let reason = error.to_string();
+                let reason = error.reason();
                 state.failure.get_or_insert(Failure {
                     vcpu: index,
                     reason,

@@ -13,23 +13,26 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::{Pacer, Stream};
 
-/// Shuts every socket of a migration down at once and wakes whoever polls [`Hangup::as_fd`].
+/// Shuts every socket of a migration down at once and wakes the threads that poll [`Hangup::as_fd`].
 ///
 /// A broken migration must end on all its connections: a QEMU that keeps one open waits forever.
+///
+/// ```
+/// # fn main() -> std::io::Result<()> {
+/// let hangup = vamoose_link::Hangup::new()?;
+/// std::thread::scope(|scope| {
+///     let _guard = hangup.guard(); // However this closure is left, its threads come to an end.
+///     // scope.spawn(...)
+/// });
+/// assert!(hangup.is_hung_up());
+/// # Ok(())
+/// # }
+/// ```
 pub struct Hangup {
     hung_up: AtomicBool,
     streams: Mutex<Vec<Weak<Stream>>>,
     event: OwnedFd,
     pacer: OnceLock<Arc<Pacer>>,
-}
-
-/// Hangs up when it is dropped, also by a panic: for scopes that wait for their threads.
-pub struct HangupGuard<'a>(&'a Hangup);
-
-impl Drop for HangupGuard<'_> {
-    fn drop(&mut self) {
-        self.0.hang_up();
-    }
 }
 
 impl Hangup {
@@ -46,17 +49,9 @@ impl Hangup {
         })
     }
 
-    /// Hangs up at the end of a scope.
-    pub fn on_drop(&self) -> HangupGuard<'_> {
-        HangupGuard(self)
-    }
-
-    /// Closes `pacer` too, which threads may wait for. There is one for all channels.
+    /// Closes the migration's pacer too, which threads may wait for. Once, before they do.
     pub fn set_pacer(&self, pacer: Arc<Pacer>) {
         let _ = self.pacer.set(pacer);
-        if self.is_hung_up() {
-            self.close_pacer();
-        }
     }
 
     /// Adds a socket, which is shut down at once if the switch has been thrown already.
@@ -77,15 +72,16 @@ impl Hangup {
         for stream in streams.iter().filter_map(Weak::upgrade) {
             stream.shut_down();
         }
-        self.close_pacer();
-        // Can only fail when the counter is full, and then everybody is awake.
-        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
-    }
-
-    fn close_pacer(&self) {
         if let Some(pacer) = self.pacer.get() {
             pacer.close();
         }
+        // Can only fail when the counter is full, and then all are awake.
+        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+    }
+
+    /// Throws the switch when the guard is dropped.
+    pub fn guard(&self) -> HangupGuard<'_> {
+        HangupGuard(self)
     }
 
     /// Whether the switch has been thrown.
@@ -98,5 +94,15 @@ impl AsFd for Hangup {
     /// Readable from the moment on that the switch is thrown.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
+    }
+}
+
+/// See [`Hangup::guard`].
+#[must_use = "the switch is thrown when the guard is dropped"]
+pub struct HangupGuard<'a>(&'a Hangup);
+
+impl Drop for HangupGuard<'_> {
+    fn drop(&mut self) {
+        self.0.hang_up();
     }
 }

@@ -176,7 +176,7 @@ impl Destination {
             let mut coordinator =
                 Coordinator::new(config, &memory, arrived, inbox, events_in, scope);
             // Also when the VMM panics: the scope waits for its threads.
-            let _hang_up = hangup.on_drop();
+            let _hang_up = hangup.guard();
             let (listener, hangup, closing) = (&self.listener, &hangup, &self.closing);
             scope.spawn(in_span(move || {
                 accept::run(listener, hangup, closing, &connections, scope);

@@ -127,7 +127,7 @@ impl Source {
                 convergence: Convergence::new(&self.config, self.ram.page_size()),
             };
             // Also when the VMM panics: the scope waits for its threads.
-            let _hang_up = self.shared.hang_up_on_drop();
+            let _hang_up = self.shared.hang_up_guard();
             attempt.run(id, destination, scope)
         });
         self.report(result)

@@ -248,8 +248,8 @@ impl Shared {
     }
 
     /// Ends all calls that block when the result goes.
-    pub(crate) fn hang_up_on_drop(&self) -> HangupGuard<'_> {
-        self.hangup.on_drop()
+    pub(crate) fn hang_up_guard(&self) -> HangupGuard<'_> {
+        self.hangup.guard()
     }
 
     /// Passes the point of no return; false if the migration was cancelled before.

@@ -196,3 +196,121 @@ pub(super) fn refuse_channel(stream: &Stream) {
     tracing::warn!("an unexpected channel connection was refused");
     stream.shut_down();
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use multifd::Initial;
+
+    use super::*;
+
+    /// Events, in short. Of two channels, a and b.
+    fn event(name: &str) -> Event {
+        let number = |digits: &str| digits.parse::<u64>().unwrap();
+        match name.split_at(1) {
+            ("+", channel) => {
+                let channel = channel.parse().unwrap();
+                let initial = Initial::new([7; 16], channel, 3).unwrap();
+                let (stream, _) = UnixStream::pair().unwrap();
+                Event::Channel(initial, Arc::new(Stream::Unix(stream)))
+            }
+            ("a", "-") => Event::Ended(0, Ok(())),
+            ("b", "-") => Event::Ended(1, Ok(())),
+            ("a", round) => Event::Synced(0, number(round)),
+            ("b", round) => Event::Synced(1, number(round)),
+            ("s", _) => Event::State(1, vec![42]),
+            _ => Event::Message(1, SourceMessage::Settled),
+        }
+    }
+
+    /// The rounds that were reported and, if it came to it, whether all was received or why not.
+    fn receive(events: &str) -> (Vec<u64>, Option<Result<Vec<u8>, DestinationError>>) {
+        let (mut receiving, mut rounds) = (Receiving::new(2), Vec::new());
+        for name in events.split(' ') {
+            match receiving.handle(event(name)) {
+                Err(error) => return (rounds, Some(Err(error))),
+                Ok((next, action)) => {
+                    if let Some(Action::ReportSynced(round)) = action {
+                        rounds.push(round);
+                    }
+                    receiving = next;
+                }
+            }
+        }
+        match receiving {
+            Receiving::Complete(state) => (rounds, Some(Ok(state))),
+            _ => (rounds, None),
+        }
+    }
+
+    #[test]
+    fn a_guest_is_complete_with_its_rounds_the_ends_of_the_channels_and_its_state() {
+        for (events, rounds) in [
+            ("+0 +1 a1 b1 a- b- state", 1),
+            ("+1 +0 b1 a1 b- a- state", 1),
+            ("+0 +1 a1 b1 state a- b-", 1),
+            ("+0 +1 a1 b1 a- state b-", 1),
+            ("+0 +1 a1 a- b1 b- state", 1),
+            ("+0 +1 a1 b1 b2 a2 a3 b3 a- b- state", 3),
+        ] {
+            let (reported, result) = receive(events);
+            assert!(reported.into_iter().eq(1..=rounds), "{events}");
+            assert_eq!(result.unwrap().unwrap(), [42], "{events}");
+            let (_, unfinished) = receive(events.rsplit_once(' ').unwrap().0);
+            assert!(unfinished.is_none(), "{events}");
+        }
+    }
+
+    #[test]
+    fn what_comes_out_of_turn_ends_the_attempt() {
+        for events in [
+            "a1",
+            "+0 state",
+            "+0 +1 state",
+            "+0 +1 a- b- state",
+            "+0 +1 a2",
+            "+0 +1 a1 a1",
+            "+0 +1 a1 a2",
+            "+0 +1 a1 b1 b1",
+            "+0 +1 a1 state",
+            "+0 +1 a1 b1 a2 state",
+            "+0 +1 a1 b1 state state",
+            "+0 +1 a1 b1 state a2",
+            "+0 +1 a1 b1 a- b- message",
+        ] {
+            let (_, result) = receive(events);
+            let out_of_turn = matches!(result, Some(Err(DestinationError::OutOfTurn { .. })));
+            assert!(out_of_turn, "{events}: {result:?}");
+        }
+        for number in ["+0 +0", "+2"] {
+            let (_, result) = receive(number);
+            let refused = matches!(result, Some(Err(DestinationError::ChannelNumber { .. })));
+            assert!(refused, "{number}: {result:?}");
+        }
+    }
+
+    #[test]
+    fn a_channel_that_ends_within_a_round_ends_the_attempt() {
+        for (events, channel) in [
+            ("+0 +1 a1 b-", 1),
+            ("+0 +1 b- a1", 1),
+            ("+0 +1 a1 b1 a- b2", 0),
+            ("+0 +1 a1 b1 a2 a- b-", 1),
+        ] {
+            let (_, result) = receive(events);
+            let Some(Err(DestinationError::Channel {
+                channel: found,
+                source,
+            })) = result
+            else {
+                panic!("{events}: {result:?}");
+            };
+            assert_eq!(found, channel, "{events}");
+            assert!(matches!(source, ChannelError::Ended), "{events}");
+        }
+        // A further channel is refused and does no harm.
+        let (_, result) = receive("+0 +1 +0 a1 b1 a- b- state");
+        assert!(result.unwrap().is_ok());
+    }
+}

@@ -36,13 +36,13 @@ pub(super) struct Channel<'a> {
     /// Numbers the packets of all channels.
     packets: &'a AtomicU64,
     scan: Option<ZeroScan>,
-    #[cfg(feature = "bench")]
-    normal: NormalPageRatio,
     /// The pages of the packet after the next.
     filling: Batch<'a>,
     /// The pages of the next packet, whose scan has been started.
     scanned: Batch<'a>,
     packer: Packer,
+    #[cfg(feature = "bench")]
+    normal_page_ratio: NormalPageRatio,
 }
 
 /// Pages of a packet, all of one block. Its vectors are as long as a packet from the beginning.
@@ -63,11 +63,11 @@ impl<'a> Channel<'a> {
             writer,
             packets: &source.packets,
             scan: zero_scan(layout, config),
-            #[cfg(feature = "bench")]
-            normal: NormalPageRatio::new(config.normal_page_ratio),
             filling: Batch::new(layout),
             scanned: Batch::new(layout),
             packer: Packer::new(layout),
+            #[cfg(feature = "bench")]
+            normal_page_ratio: config.normal_page_ratio.into(),
         }
     }
 
@@ -142,9 +142,9 @@ impl<'a> Channel<'a> {
         let verdicts = self.packer.no_verdicts(batch.slices.len());
         if let Some(scan) = &mut self.scan {
             scan.finish(&batch.slices, verdicts)?;
-            #[cfg(feature = "bench")]
-            self.normal.apply(verdicts);
         }
+        #[cfg(feature = "bench")]
+        self.normal_page_ratio.apply(verdicts);
         let header = self
             .packer
             .pack(self.ram, batch, number)

@@ -5,13 +5,14 @@ pub(super) struct NormalPageRatio {
     sum: u8,
 }
 
-impl NormalPageRatio {
-    /// Of the zero pages `percent` count as normal ones.
-    pub(super) fn new(percent: u8) -> Self {
+impl From<u8> for NormalPageRatio {
+    fn from(percent: u8) -> Self {
         Self { percent, sum: 0 }
     }
+}
 
-    /// Takes back the verdict of that share of the pages that are zero.
+impl NormalPageRatio {
+    /// Makes `percent` of the pages that are zero by `verdicts` normal ones.
     pub(super) fn apply(&mut self, verdicts: &mut [bool]) {
         for verdict in verdicts.iter_mut().filter(|verdict| **verdict) {
             self.sum += self.percent;
@@ -30,7 +31,7 @@ mod tests {
     #[test]
     fn the_ratio_is_kept_evenly() {
         for percent in [0, 1, 33, 50, 99, 100] {
-            let mut ratio = NormalPageRatio::new(percent);
+            let mut ratio = NormalPageRatio::from(percent);
             let mut normal = 0;
             for _ in 0..10 {
                 let mut verdicts = [true; 100];
