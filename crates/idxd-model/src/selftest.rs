@@ -13,7 +13,7 @@
 //! still write to is kept until the queue is closed.
 //!
 //! ```
-//! use idxd::{model::{Config, Door, Model}, selftest};
+//! use idxd_model::{::{Config, Door, Model}, selftest};
 //!
 //! let model = Model::deterministic(&Config::iaa());
 //! let findings = selftest::run(model.queue(0, 0, Door::Enqcmd), &selftest::Options::default());
