@@ -67,7 +67,7 @@ pub const ASSUMPTIONS: &[Assumption] = &[
     ),
     assume(
         9,
-        "the record of a batch is written after those of all its members (unless Mishap::BatchFirst)",
+        "the record of a batch is written after those of all its members (unless InjectedFault::BatchFirst)",
         "machine: check_batch",
     ),
     assume(

@@ -5,7 +5,7 @@ use idxd::{
     offload::{Devices, Options},
 };
 
-use crate::{Config, Door, Faults, Model};
+use crate::{Config, Faults, Model, PortalKind};
 
 /// The first work queue of each of `count` typical devices, in real time. `root` and `shares` of `options` do not
 /// apply. What such devices take is the model's time, and no hardware's.
@@ -25,7 +25,7 @@ pub fn devices(kind: Kind, count: usize, options: &Options) -> Result<Devices, O
     }
     let model = Model::timed(&config);
     let queues = (0..count).map(|device| {
-        let submit = model.queue(device, 0, Door::Enqcmd);
+        let submit = model.queue(device, 0, PortalKind::Enqcmd);
         Ok((Queue::new(submit, options.shape, options.tuning)?, None))
     });
     let queues = queues.collect::<Result<Vec<_>, OpenQueueError>>()?;

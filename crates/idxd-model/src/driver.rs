@@ -70,7 +70,7 @@ impl Driver {
         self.machine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no thread works for an engine that `whose` names by tenant and device.
+    /// Waits until no thread works for an engine that `whose` names by client and device.
     fn until_idle<'a>(
         &self,
         mut machine: MutexGuard<'a, Machine>,
@@ -188,11 +188,11 @@ impl Driver {
         }
     }
 
-    /// Waits until a tenant has nothing in flight; what never completes is given up.
-    pub(super) fn close(&self, tenant: usize) {
+    /// Waits until a client has nothing in flight; what never completes is given up.
+    pub(super) fn close(&self, client: usize) {
         let mut machine = self.lock();
-        let first = !std::mem::replace(&mut machine.tenants[tenant].closed, true);
-        while machine.tenants[tenant].in_flight > 0 {
+        let first = !std::mem::replace(&mut machine.clients[client].closed, true);
+        while machine.clients[client].in_flight > 0 {
             if self.time == Time::Virtual && machine.step() {
                 continue;
             }
@@ -203,7 +203,7 @@ impl Driver {
             let going_on = machine.works(|_, _| true) || machine.can_start();
             let next = machine.next_due();
             match (self.time, next) {
-                _ if machine.tenants[tenant].in_flight == 0 => {}
+                _ if machine.clients[client].in_flight == 0 => {}
                 (Time::Virtual, Some(due)) => machine.clock = machine.clock.max(due),
                 (Time::Real, Some(due)) => {
                     drop(machine);
@@ -218,12 +218,12 @@ impl Driver {
                         .wait(machine)
                         .unwrap_or_else(PoisonError::into_inner);
                 }
-                _ => machine.abandon(tenant),
+                _ => machine.abandon(client),
             }
         }
-        let mut machine = self.until_idle(machine, |of, _| of == tenant);
+        let mut machine = self.until_idle(machine, |of, _| of == client);
         if first {
-            machine.leave(tenant);
+            machine.leave(client);
         }
         self.done.notify_all();
         self.work.notify_all();
@@ -303,7 +303,7 @@ fn run(driver: &Driver, device: usize, engine: usize) {
             let Some(job) = machine.job(device, engine) else {
                 continue;
             };
-            machine.devices[device].engines[engine].busy = Some(job.unit.tenant);
+            machine.devices[device].engines[engine].busy = Some(job.unit.client);
             drop(machine);
             let worked = driver.workshop.work(&job);
             wait_awake(due.saturating_sub(now), driver);

@@ -11,7 +11,7 @@ use idxd::opcode;
 pub struct Faults {
     /// What happens to descriptors at random, each chance tried in turn, when an engine takes the descriptor.
     pub chances: Vec<Chance>,
-    /// Another tenant takes up to so many entries of every shared queue: how many it is changes with each try.
+    /// Another client takes up to so many entries of every shared queue: how many it is changes with each try.
     pub competitor: u32,
     /// How often, per mille, a shared queue says that it is full though it is not.
     pub full_per_mille: u16,
@@ -21,9 +21,9 @@ pub struct Faults {
 
 impl Faults {
     /// Everything that a driver has to get over without anybody noticing, each now and then. Nothing that makes a
-    /// result wrong ([`Mishap::Corrupt`]), and nothing that takes an engine away for good.
+    /// result wrong ([`InjectedFault::Corrupt`]), and nothing that takes an engine away for good.
     pub fn everything() -> Self {
-        let fault = |write, refused| Mishap::PageFault {
+        let fault = |write, refused| InjectedFault::PageFault {
             at: At::Anywhere,
             write,
             refused,
@@ -33,22 +33,26 @@ impl Faults {
             (20, On::any(), fault(false, false)),
             (10, On::any(), fault(true, false)),
             (5, On::any(), fault(false, true)),
-            (10, On::any(), Mishap::Slow(Duration::from_micros(30))),
-            (5, On::any(), Mishap::Late(late)),
-            (5, On::any(), Mishap::RecordLate(late)),
-            (2, On::any(), Mishap::RecordLost),
-            (1, On::any(), Mishap::Stuck),
-            (5, On::any(), Mishap::Status(0x20)),
-            (5, On::any(), Mishap::Status(0x22)),
-            (20, On::batch(), Mishap::ListFault(1)),
-            (20, On::batch(), Mishap::BatchFirst),
+            (
+                10,
+                On::any(),
+                InjectedFault::Slow(Duration::from_micros(30)),
+            ),
+            (5, On::any(), InjectedFault::Late(late)),
+            (5, On::any(), InjectedFault::RecordLate(late)),
+            (2, On::any(), InjectedFault::RecordLost),
+            (1, On::any(), InjectedFault::Stuck),
+            (5, On::any(), InjectedFault::Status(0x20)),
+            (5, On::any(), InjectedFault::Status(0x22)),
+            (20, On::batch(), InjectedFault::ListFault(1)),
+            (20, On::batch(), InjectedFault::BatchFirst),
         ];
         Self {
             chances: chances
-                .map(|(per_mille, on, mishap)| Chance {
+                .map(|(per_mille, on, fault)| Chance {
                     per_mille,
                     on,
-                    mishap,
+                    fault,
                 })
                 .into(),
             competitor: 64,
@@ -66,10 +70,10 @@ pub struct Chance {
     /// To which descriptors.
     pub on: On,
     /// What.
-    pub mishap: Mishap,
+    pub fault: InjectedFault,
 }
 
-/// In which order descriptors complete, where several run. (A straggler is a [`Mishap::Slow`].)
+/// In which order descriptors complete, where several run. (A straggler is a [`InjectedFault::Slow`].)
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Order {
     /// As their engines are done: with [`Model::deterministic`](super::Model::deterministic) by its random
@@ -131,7 +135,7 @@ impl On {
 
 /// What can happen to a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mishap {
+pub enum InjectedFault {
     /// A page fault that is not waited for: status 0x03, of a write 0x83. What comes before it has been done.
     PageFault {
         /// Where: offset in source or destination, whichever is accessed.
@@ -173,11 +177,11 @@ pub enum At {
     Anywhere,
 }
 
-/// A mishap that waits for its descriptor.
+/// A fault that waits for its descriptor.
 #[derive(Clone, Debug)]
 pub(super) struct Scripted {
     pub(super) on: On,
     pub(super) skip: u32,
     pub(super) times: u32,
-    pub(super) mishap: Mishap,
+    pub(super) fault: InjectedFault,
 }

@@ -12,7 +12,7 @@ use idxd::{Descriptor, Kind, Limits, Mode, Operations, Record, Refusal, Submit, 
 
 pub(super) struct Handle {
     driver: Arc<Driver>,
-    tenant: usize,
+    client: usize,
     entrance: Entrance,
     limits: Limits,
 }
@@ -20,13 +20,13 @@ pub(super) struct Handle {
 impl Handle {
     pub(super) fn new(
         driver: Arc<Driver>,
-        tenant: usize,
+        client: usize,
         entrance: Entrance,
         limits: Limits,
     ) -> Self {
         Self {
             driver,
-            tenant,
+            client,
             entrance,
             limits,
         }
@@ -46,7 +46,7 @@ impl Submit for Handle {
         let mut accepted = 0;
         let denied = self.driver.submit(|machine| {
             let denied = machine
-                .admit(self.tenant, self.entrance, descriptors.get(accepted)?)
+                .admit(self.client, self.entrance, descriptors.get(accepted)?)
                 .err();
             accepted += usize::from(denied.is_none());
             Some(denied)
@@ -70,7 +70,7 @@ impl Submit for Handle {
     }
 
     fn close(&self) {
-        self.driver.close(self.tenant);
+        self.driver.close(self.client);
     }
 }
 
@@ -83,7 +83,7 @@ impl Drop for Handle {
 impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Handle")
-            .field("tenant", &self.tenant)
+            .field("client", &self.client)
             .field("entrance", &self.entrance)
             .field("limits", &self.limits)
             .finish_non_exhaustive()

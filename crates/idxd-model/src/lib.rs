@@ -26,10 +26,10 @@
 //! use std::time::Duration;
 //!
 //! use idxd::{Descriptor, Flags, Record, opcode};
-//! use idxd_model::{Config, Door, Model};
+//! use idxd_model::{Config, PortalKind, Model};
 //!
 //! let model = Model::deterministic(&Config::dsa());
-//! let queue = model.queue(0, 0, Door::Enqcmd);
+//! let queue = model.queue(0, 0, PortalKind::Enqcmd);
 //!
 //! let (page, record) = (vec![0u64; 512], Record::default());
 //! let wanted = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
@@ -73,13 +73,13 @@ use thiserror::Error;
 pub use assumptions::{ASSUMPTIONS, Assumption, VERSION};
 pub use config::{Config, DeviceConfig, GroupConfig, QueueConfig, Speeds, Work};
 pub use devices::devices;
-pub use faults::{At, Chance, Faults, Mishap, On, Order};
+pub use faults::{At, Chance, Faults, InjectedFault, On, Order};
 pub use memory::{PAGE, Page, Pages};
 
 use driver::{Driver, Time};
 use handle::{Handle, Refusing};
 use idxd::{Limits, Mode, Submit};
-use machine::{Entrance, Machine, Tenant};
+use machine::{Client, Entrance, Machine};
 
 /// Devices, and the time in which they live. Dropping it ends the threads, if it has any: what is in flight then
 /// never completes.
@@ -91,7 +91,7 @@ pub struct Model {
 
 /// How descriptors get into a work queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Door {
+pub enum PortalKind {
     /// A portal of a shared queue: answers whether the descriptor was accepted.
     Enqcmd,
     /// A portal of a dedicated queue: what is too much is dropped in silence.
@@ -181,8 +181,8 @@ impl Model {
     /// Opens a work queue, counted from 0 through the device's groups. Each call is another process on it;
     /// dropping the handle closes it. If it cannot be opened, the handle refuses everything with the error that
     /// opening would have had.
-    pub fn queue(&self, device: usize, queue: usize, door: Door) -> Arc<dyn Submit> {
-        self.open(device, queue, door)
+    pub fn queue(&self, device: usize, queue: usize, portal: PortalKind) -> Arc<dyn Submit> {
+        self.open(device, queue, portal)
             .unwrap_or_else(|error| Arc::new(Refusing::new(error.errno())))
     }
 
@@ -194,7 +194,7 @@ impl Model {
         &self,
         device: usize,
         queue: usize,
-        door: Door,
+        portal: PortalKind,
     ) -> Result<Arc<dyn Submit>, OpenError> {
         let mut machine = self.driver.lock();
         let here = machine.devices.get_mut(device).ok_or(OpenError::Missing)?;
@@ -211,8 +211,8 @@ impl Model {
         }
         there.opened += 1;
         let (limits, generation) = (there.limits.clone(), there.generation);
-        let tenant = machine.tenants.len();
-        machine.tenants.push(Tenant {
+        let client = machine.clients.len();
+        machine.clients.push(Client {
             device,
             queue,
             generation,
@@ -221,16 +221,16 @@ impl Model {
             forked: false,
         });
         drop(machine);
-        let entrance = match door {
-            Door::Enqcmd => Entrance::Enqcmd,
-            Door::Movdir => Entrance::Movdir,
-            Door::Write { unsafe_v1 } => Entrance::Write {
+        let entrance = match portal {
+            PortalKind::Enqcmd => Entrance::Enqcmd,
+            PortalKind::Movdir => Entrance::Movdir,
+            PortalKind::Write { unsafe_v1 } => Entrance::Write {
                 batches: !unsafe_v1 || limits.version != 0x100,
             },
         };
         Ok(Arc::new(Handle::new(
             Arc::clone(&self.driver),
-            tenant,
+            client,
             entrance,
             limits,
         )))
@@ -241,10 +241,10 @@ impl Model {
         self.driver.pages()
     }
 
-    /// Lets `mishap` happen to descriptors that fit `on`: not to the first `skip`, but to the `times` after them.
+    /// Lets `fault` happen to descriptors that fit `on`: not to the first `skip`, but to the `times` after them.
     /// Counted when an engine takes the descriptor; what was injected first comes first.
-    pub fn inject(&self, on: On, skip: u32, times: u32, mishap: Mishap) {
-        self.driver.lock().script(on, skip, times, mishap);
+    pub fn inject(&self, on: On, skip: u32, times: u32, fault: InjectedFault) {
+        self.driver.lock().script(on, skip, times, fault);
     }
 
     /// Changes what goes wrong by chance, from now on.
@@ -262,7 +262,7 @@ impl Model {
     }
 
     /// A shared work queue says so many times that it is full; [`u32::MAX`] is for ever, 0 ends that. With
-    /// [`Door::Write`] each of the kernel's tries counts.
+    /// [`PortalKind::Write`] each of the kernel's tries counts.
     pub fn refuse(&self, device: usize, queue: usize, times: u32) {
         let mut machine = self.driver.lock();
         if let Some(queue) = queue_of(&mut machine, device, queue) {
@@ -306,8 +306,8 @@ impl Model {
     /// Makes this process the child of a fork, as far as the queues go that are open now: they are
     /// [`Refusal::Forked`](idxd::Refusal::Forked).
     pub fn fork(&self) {
-        for tenant in &mut self.driver.lock().tenants {
-            tenant.forked = true;
+        for client in &mut self.driver.lock().clients {
+            client.forked = true;
         }
     }
 

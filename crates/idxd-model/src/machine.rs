@@ -25,7 +25,7 @@ use super::{
     Statistics,
     config::{Config, DeviceConfig},
     dsa::Outcome,
-    faults::{Faults, Mishap, On, Order, Scripted},
+    faults::{Faults, InjectedFault, On, Order, Scripted},
     memory::Pages,
     nanoseconds,
     random::Random,
@@ -44,7 +44,7 @@ pub(super) const NEVER: u64 = u64::MAX;
 pub(super) struct Machine {
     pub(super) clock: u64,
     pub(super) devices: Vec<Device>,
-    pub(super) tenants: Vec<Tenant>,
+    pub(super) clients: Vec<Client>,
     pub(super) faults: Faults,
     pub(super) scripted: Vec<Scripted>,
     pub(super) statistics: Statistics,
@@ -95,13 +95,13 @@ pub(super) struct Queue {
 pub(super) struct Engine {
     group: usize,
     pub(super) running: Option<Running>,
-    /// A thread works for it outside the lock, for this tenant.
+    /// A thread works for it outside the lock, for this client.
     pub(super) busy: Option<usize>,
 }
 
 /// Who opened a work queue.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tenant {
+pub(super) struct Client {
     pub(super) device: usize,
     pub(super) queue: usize,
     pub(super) generation: u32,
@@ -115,14 +115,14 @@ pub(super) struct Tenant {
 #[derive(Clone, Debug)]
 pub(super) struct Unit {
     pub(super) sequence: u64,
-    pub(super) tenant: usize,
+    pub(super) client: usize,
     device: usize,
     queue: usize,
     descriptor: Descriptor,
     /// Which batch it belongs to, and its place there.
     member: Option<(u64, u32)>,
     /// What happens to it.
-    mishap: Option<Mishap>,
+    fault: Option<InjectedFault>,
 }
 
 #[derive(Clone, Debug)]
@@ -146,7 +146,7 @@ impl Machine {
         Self {
             clock: 0,
             devices: config.devices.iter().map(Device::new).collect(),
-            tenants: Vec::new(),
+            clients: Vec::new(),
             faults: config.faults.clone(),
             scripted: Vec::new(),
             statistics: Statistics::default(),
@@ -174,14 +174,14 @@ impl Machine {
         Arc::clone(&self.workshop)
     }
 
-    /// Lets a descriptor of `on` meet with a mishap; see `Model::inject`.
-    pub(super) fn script(&mut self, on: On, skip: u32, times: u32, mishap: Mishap) {
+    /// Lets a descriptor of `on` meet with a fault; see `Model::inject`.
+    pub(super) fn script(&mut self, on: On, skip: u32, times: u32, fault: InjectedFault) {
         if times > 0 {
             self.scripted.push(Scripted {
                 on,
                 skip,
                 times,
-                mishap,
+                fault,
             });
         }
     }
@@ -296,7 +296,7 @@ impl Machine {
             return true;
         };
         self.trace.note([2, self.clock, unit.sequence]);
-        unit.mishap = self.mishap(&unit);
+        unit.fault = self.fault(&unit);
         let limits = &self.devices[device].queues[unit.queue].limits;
         let valid = validate(&unit.descriptor, limits, unit.member.is_some());
         if let Err(invalid) = valid {
@@ -307,16 +307,16 @@ impl Machine {
             self.deliver_at(self.clock, unit, What::Complete(outcome.image()));
             return true;
         }
-        match (unit.descriptor.opcode(), unit.mishap) {
-            (_, Some(Mishap::Stuck)) => self.stuck.push(unit),
-            (_, Some(Mishap::StuckEngine)) => {
+        match (unit.descriptor.opcode(), unit.fault) {
+            (_, Some(InjectedFault::Stuck)) => self.stuck.push(unit),
+            (_, Some(InjectedFault::StuckEngine)) => {
                 self.devices[device].engines[engine].running = Some(Running {
                     unit,
                     due: NEVER,
                     done: None,
                 });
             }
-            (opcode::BATCH, Some(Mishap::Status(code))) => {
+            (opcode::BATCH, Some(InjectedFault::Status(code))) => {
                 self.deliver_at(
                     self.clock,
                     unit,
@@ -328,13 +328,13 @@ impl Machine {
                 self.drains.push(unit);
                 self.check_drains();
             }
-            (_, Some(Mishap::Late(after))) => {
+            (_, Some(InjectedFault::Late(after))) => {
                 let due = self.clock.saturating_add(nanoseconds(after));
                 self.deliver_at(due, unit, What::Work);
             }
             _ => {
-                let slow = match unit.mishap {
-                    Some(Mishap::Slow(by)) => nanoseconds(by),
+                let slow = match unit.fault {
+                    Some(InjectedFault::Slow(by)) => nanoseconds(by),
                     _ => 0,
                 };
                 let took = self.workshop.duration(&unit.descriptor);
@@ -393,30 +393,30 @@ impl Machine {
     }
 
     /// Gives a descriptor up of which nothing can come any more. For a queue that is being closed.
-    pub(super) fn abandon(&mut self, tenant: usize) {
-        let given = self.remove(|unit| unit.tenant == tenant);
+    pub(super) fn abandon(&mut self, client: usize) {
+        let given = self.remove(|unit| unit.client == client);
         self.statistics.aborted += given;
-        self.tenants[tenant].in_flight = 0;
+        self.clients[client].in_flight = 0;
     }
 
-    /// Whether a thread works for an engine that `whose` names by tenant and device.
+    /// Whether a thread works for an engine that `whose` names by client and device.
     pub(super) fn works(&self, whose: impl Fn(usize, usize) -> bool) -> bool {
         self.devices.iter().enumerate().any(|(device, it)| {
             it.engines
                 .iter()
                 .filter_map(|engine| engine.busy)
-                .any(|tenant| whose(tenant, device))
+                .any(|client| whose(client, device))
         })
     }
 
-    /// A tenant has closed its work queue.
-    pub(super) fn leave(&mut self, tenant: usize) {
-        let Tenant {
+    /// A client has closed its work queue.
+    pub(super) fn leave(&mut self, client: usize) {
+        let Client {
             device,
             queue,
             generation,
             ..
-        } = self.tenants[tenant];
+        } = self.clients[client];
         let queue = &mut self.devices[device].queues[queue];
         if queue.generation == generation {
             queue.opened = queue.opened.saturating_sub(1);
@@ -427,12 +427,12 @@ impl Machine {
     pub(super) fn reset(&mut self, device: usize) {
         let given = self.remove(|unit| unit.device == device);
         self.statistics.aborted += given;
-        for tenant in self
-            .tenants
+        for client in self
+            .clients
             .iter_mut()
-            .filter(|tenant| tenant.device == device)
+            .filter(|client| client.device == device)
         {
-            tenant.in_flight = 0;
+            client.in_flight = 0;
         }
         let here = &mut self.devices[device];
         here.pipe = 0;
@@ -591,7 +591,7 @@ impl Machine {
     }
 
     /// What happens to a descriptor: what was asked for first, else by chance.
-    fn mishap(&mut self, unit: &Unit) -> Option<Mishap> {
+    fn fault(&mut self, unit: &Unit) -> Option<InjectedFault> {
         let (code, member) = (
             unit.descriptor.opcode(),
             unit.member.map(|(_, index)| index),
@@ -605,19 +605,19 @@ impl Machine {
                 script.skip -= 1;
                 continue;
             }
-            let mishap = script.mishap;
+            let fault = script.fault;
             script.times = script.times.saturating_sub(1);
             if script.times == 0 {
                 self.scripted.remove(index);
             }
-            return Some(mishap);
+            return Some(fault);
         }
         let random = &mut self.random;
         let mut chances = self.faults.chances.iter();
         let chance = chances.find(|chance| {
             chance.on.fits(unit.device, code, member) && random.per_mille(chance.per_mille)
         });
-        chance.map(|chance| chance.mishap)
+        chance.map(|chance| chance.fault)
     }
 }
 

@@ -13,10 +13,10 @@
 //! still write to is kept until the queue is closed.
 //!
 //! ```
-//! use idxd::{model::{Config, Door, Model}, selftest};
+//! use idxd_model::{::{Config, PortalKind, Model}, selftest};
 //!
 //! let model = Model::deterministic(&Config::iaa());
-//! let findings = selftest::run(model.queue(0, 0, Door::Enqcmd), &selftest::Options::default());
+//! let findings = selftest::run(model.queue(0, 0, PortalKind::Enqcmd), &selftest::Options::default());
 //! assert!(findings.iter().all(|finding| !finding.is_failure()));
 //! ```
 

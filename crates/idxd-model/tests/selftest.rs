@@ -10,9 +10,9 @@
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use idxd::{Descriptor, Limits, Mode, Record, Submit, Submitted, opcode};
-use idxd_model::{ASSUMPTIONS, Config, Door, Mishap, Model, On, selftest::*};
+use idxd_model::{ASSUMPTIONS, Config, InjectedFault, Model, On, PortalKind, selftest::*};
 
-const DOORS: [Door; 2] = [Door::Enqcmd, Door::Write { unsafe_v1: true }];
+const PORTALS: [PortalKind; 2] = [PortalKind::Enqcmd, PortalKind::Write { unsafe_v1: true }];
 
 fn all() -> Options {
     Options {
@@ -21,9 +21,9 @@ fn all() -> Options {
     }
 }
 
-fn on(config: &Config, door: Door, spoil: impl FnOnce(&Model)) -> Vec<Finding> {
+fn on(config: &Config, portal: PortalKind, spoil: impl FnOnce(&Model)) -> Vec<Finding> {
     let model = Model::deterministic(config);
-    let queue = model.queue(0, 0, door);
+    let queue = model.queue(0, 0, portal);
     spoil(&model);
     run(queue, &all())
 }
@@ -59,12 +59,12 @@ fn checks_have_numbers_and_names_of_their_own() {
 #[test]
 fn a_healthy_model_is_as_it_is_expected() {
     for config in [Config::dsa(), Config::iaa()] {
-        for door in DOORS {
-            let findings = on(&config, door, |_| {});
+        for portal in PORTALS {
+            let findings = on(&config, portal, |_| {});
             for Finding { check, verdict } in &findings {
                 assert!(
                     !matches!(verdict, Verdict::Differs { .. }),
-                    "{check:?} by {door:?} {verdict}"
+                    "{check:?} by {portal:?} {verdict}"
                 );
             }
             let holding = findings
@@ -83,20 +83,23 @@ fn only_what_the_queue_does_not_have_is_skipped() {
             .filter(|finding| matches!(finding.verdict, Verdict::Skipped { .. }));
         skipped.map(|finding| finding.check.name).collect()
     };
-    let findings = on(&Config::dsa(), Door::Enqcmd, |_| {});
+    let findings = on(&Config::dsa(), PortalKind::Enqcmd, |_| {});
     assert_eq!(
         skipped(&findings),
         ["fault-blocked", "untouched-page-blocked"]
     );
-    assert_eq!(skipped(&on(&Config::iaa(), Door::Enqcmd, |_| {})), [""; 0]);
+    assert_eq!(
+        skipped(&on(&Config::iaa(), PortalKind::Enqcmd, |_| {})),
+        [""; 0]
+    );
 
     let mut blocking = Config::dsa();
     blocking.limits_mut(0, 0).unwrap().block_on_fault = true;
-    let findings = on(&blocking, Door::Enqcmd, |_| {});
+    let findings = on(&blocking, PortalKind::Enqcmd, |_| {});
     assert_eq!(skipped(&findings), ["block-on-fault-refused"]);
     assert_eq!(verdict(&findings, "fault-blocked"), &Verdict::Holds);
 
-    let findings = on(&Config::dsa(), DOORS[1], |_| {});
+    let findings = on(&Config::dsa(), PORTALS[1], |_| {});
     let batches = findings
         .iter()
         .filter(|finding| (50..70).contains(&finding.check.number));
@@ -115,7 +118,7 @@ fn the_models_agree_with_what_they_assume() {
     blocking.limits_mut(0, 0).unwrap().block_on_fault = true;
     let mut findings = Vec::new();
     for config in [Config::dsa(), blocking, Config::iaa()] {
-        findings.extend(on(&config, Door::Enqcmd, |_| {}));
+        findings.extend(on(&config, PortalKind::Enqcmd, |_| {}));
     }
     let settled = settled(&findings);
     let in_state = |state| -> Vec<u32> {
@@ -132,8 +135,8 @@ fn the_models_agree_with_what_they_assume() {
 #[test]
 fn a_wrong_status_is_a_difference_and_what_it_has_nothing_to_do_with_holds() {
     let of_fill = On::opcode(opcode::FILL);
-    let findings = on(&Config::dsa(), Door::Enqcmd, |model| {
-        model.inject(of_fill, 0, u32::MAX, Mishap::Status(0x20));
+    let findings = on(&Config::dsa(), PortalKind::Enqcmd, |model| {
+        model.inject(of_fill, 0, u32::MAX, InjectedFault::Status(0x20));
     });
     for finding in &findings {
         let is_filling = ["fill", "fault-read-only"].contains(&finding.check.name);
@@ -163,8 +166,8 @@ fn silent_corruption_is_a_difference() {
         (Config::dsa(), opcode::FILL, "fill"),
         (Config::iaa(), opcode::DECOMPRESS, "fixed-codes"),
     ] {
-        let findings = on(&config, Door::Enqcmd, |model| {
-            model.inject(On::opcode(opcode), 0, u32::MAX, Mishap::Corrupt);
+        let findings = on(&config, PortalKind::Enqcmd, |model| {
+            model.inject(On::opcode(opcode), 0, u32::MAX, InjectedFault::Corrupt);
         });
         let finding = findings.iter().find(|finding| finding.check.name == name);
         assert!(finding.unwrap().is_failure(), "{:#?}", text(&findings));
@@ -173,8 +176,8 @@ fn silent_corruption_is_a_difference() {
 
 #[test]
 fn what_is_never_answered_is_a_difference_and_the_rest_goes_on() {
-    let findings = on(&Config::dsa(), Door::Enqcmd, |model| {
-        model.inject(On::opcode(opcode::CRC), 0, u32::MAX, Mishap::Stuck);
+    let findings = on(&Config::dsa(), PortalKind::Enqcmd, |model| {
+        model.inject(On::opcode(opcode::CRC), 0, u32::MAX, InjectedFault::Stuck);
     });
     assert!(
         matches!(verdict(&findings, "crc"), Verdict::Differs { found, .. } if found == "no answer")
@@ -187,15 +190,15 @@ fn what_is_never_answered_is_a_difference_and_the_rest_goes_on() {
 #[test]
 fn a_dead_queue_is_asked_no_further() {
     let spoilers: [fn(&Model); 4] = [
-        |model| model.inject(On::any(), 0, u32::MAX, Mishap::Stuck),
-        |model| model.inject(On::any(), 0, u32::MAX, Mishap::StuckEngine),
+        |model| model.inject(On::any(), 0, u32::MAX, InjectedFault::Stuck),
+        |model| model.inject(On::any(), 0, u32::MAX, InjectedFault::StuckEngine),
         |model| model.refuse(0, 0, u32::MAX),
         |model| model.disable(0),
     ];
     for config in [Config::dsa(), Config::iaa()] {
-        for door in DOORS {
+        for portal in PORTALS {
             for spoil in spoilers {
-                let findings = on(&config, door, spoil);
+                let findings = on(&config, portal, spoil);
                 assert!(findings[0].is_failure(), "{:#?}", text(&findings));
                 for Finding { check, verdict } in &findings[1..] {
                     assert!(
@@ -211,8 +214,8 @@ fn a_dead_queue_is_asked_no_further() {
 #[test]
 fn a_queue_that_dies_in_the_middle_ends_the_checks() {
     for times in [1, 10, 40, 80] {
-        let findings = on(&Config::dsa(), Door::Enqcmd, |model| {
-            model.inject(On::any(), times, u32::MAX, Mishap::Stuck);
+        let findings = on(&Config::dsa(), PortalKind::Enqcmd, |model| {
+            model.inject(On::any(), times, u32::MAX, InjectedFault::Stuck);
         });
         let last = findings.last().unwrap();
         assert!(
@@ -229,7 +232,7 @@ fn everything_that_goes_wrong_at_once_ends_in_time() {
         for mut config in [Config::dsa(), Config::iaa()] {
             config.seed = seed;
             config.faults = idxd_model::Faults::everything();
-            let findings = on(&config, Door::Enqcmd, |_| {});
+            let findings = on(&config, PortalKind::Enqcmd, |_| {});
             assert!(findings.len() > 15);
         }
     }
@@ -237,7 +240,7 @@ fn everything_that_goes_wrong_at_once_ends_in_time() {
 
 #[test]
 fn a_seed_says_the_same_twice() {
-    let once = || text(&on(&Config::dsa(), Door::Enqcmd, |_| {}));
+    let once = || text(&on(&Config::dsa(), PortalKind::Enqcmd, |_| {}));
     assert_eq!(once(), once());
     for seed in [7, 9] {
         assert_eq!(random::run(seed, 3), random::run(seed, 3));
@@ -267,7 +270,7 @@ fn rounds_at_random_are_right() {
 fn a_dedicated_queue_is_not_flooded() {
     let mut config = Config::dsa();
     config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
-    let findings = on(&config, Door::Movdir, |_| {});
+    let findings = on(&config, PortalKind::Movdir, |_| {});
     for name in ["queue-full", "freed-at-fetch"] {
         assert!(matches!(verdict(&findings, name), Verdict::Skipped { .. }));
     }
@@ -277,7 +280,7 @@ fn a_dedicated_queue_is_not_flooded() {
 #[test]
 fn hazards_are_left_out_unless_asked_for() {
     let model = Model::deterministic(&Config::dsa());
-    let findings = run(model.queue(0, 0, Door::Enqcmd), &Options::default());
+    let findings = run(model.queue(0, 0, PortalKind::Enqcmd), &Options::default());
     for Finding { check, verdict } in &findings {
         if check.is_hazard {
             assert!(matches!(verdict, Verdict::Skipped { .. }), "{check:?}");

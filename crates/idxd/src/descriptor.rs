@@ -71,6 +71,31 @@ impl Descriptor {
         (self.operands[index] >> 32) as u32
     }
 
+    /// The descriptor as it stands in memory.
+    pub fn bytes(&self) -> [u8; 64] {
+        let half = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+        let counts = half(
+            self.size,
+            u32::from(self.interrupt) | u32::from(self.operation_flags) << 16,
+        );
+        let [first, second, third] = self.operands;
+        let words = [
+            half(self.pasid, self.control),
+            self.record,
+            self.address_1,
+            self.address_2,
+            counts,
+            first,
+            second,
+            third,
+        ];
+        let mut bytes = [0; 64];
+        for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
     /// [`Descriptor::control`] for this opcode and these flags.
     pub const fn control_of(opcode: u8, flags: Flags) -> u32 {
         ((opcode as u32) << 24) | (flags.0 & Flags::MASK)

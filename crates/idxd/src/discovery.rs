@@ -16,10 +16,6 @@ mod name;
 mod problem;
 mod report;
 mod setup;
-#[cfg(test)]
-pub(crate) mod testing;
-#[cfg(test)]
-mod tests;
 
 use std::{
     fmt, fs, io,
@@ -542,4 +538,99 @@ impl fmt::Display for QueueType {
             Self::Other(other) => write!(f, "{other:?}"),
         }
     }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{num::NonZeroU32, os::unix::fs::PermissionsExt as _, thread};
+
+    use super::*;
+    use crate::{opcode, tree::Tree};
+
+    #[test]
+    fn a_queue_that_is_gone_says_so() {
+        let tree = Tree::of(&[Kind::Dsa]);
+        let root = tree.root();
+        let mut device = scan(&root).remove(0);
+        device.queues.clear();
+        let gone = queue(&root, &tree.path("dsa0"), &device, 9);
+        assert_eq!(gone.usable(), Err(Problem::Gone));
+    }
+
+    #[test]
+    fn a_hidden_batch_is_given_back_to_a_portal_alone() {
+        let tree = Tree::of(&[Kind::Dsa, Kind::Iaa]);
+        hide_batch(&tree, "dsa0");
+        let mapped = |name: &str| {
+            let devices = scan(&tree.root());
+            let (_, queue) = find(&devices, &name.parse().unwrap()).unwrap();
+            assert!(!queue.limits().unwrap().operations.has(opcode::BATCH));
+            queue.limits_mapped(queue.limits().cloned().unwrap())
+        };
+        let limits = mapped("wq0.0");
+        assert_eq!(
+            (limits.operations.has(opcode::BATCH), limits.max_batch),
+            (true, NonZeroU32::new(32))
+        );
+        let limits = mapped("wq1.0");
+        assert_eq!(
+            (limits.operations.has(opcode::BATCH), limits.max_batch),
+            (false, None)
+        );
+        // Of one queue alone, its administrator took it.
+        tree.set("dsa0/op_cap", "1003f03ff");
+        let limits = mapped("wq0.0");
+        assert_eq!(
+            (limits.operations.has(opcode::BATCH), limits.max_batch),
+            (false, None)
+        );
+    }
+
+    #[test]
+    fn permission_is_missed() {
+        let tree = Tree::of(&[Kind::Dsa]);
+        let mode = |path: &str, mode| {
+            fs::set_permissions(tree.file(path), fs::Permissions::from_mode(mode)).unwrap()
+        };
+        let devices = scan(&tree.root());
+        let (_, queue) = find(&devices, &"wq0.0".parse().unwrap()).unwrap();
+        node(queue).unwrap();
+        mode("dev/dsa", 0);
+        let denied = thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                as_nobody();
+                node(queue).unwrap_err()
+            });
+            thread.join().unwrap()
+        });
+        mode("dev/dsa", 0o755);
+        assert_eq!(denied, Problem::Denied(tree.file("dev/dsa/wq0.0")));
+    }
+
+    /// Root is denied nothing, so this thread, which ends soon, becomes somebody else; the kernel's credentials are a
+    /// thread's.
+    fn as_nobody() {
+        if rustix::process::geteuid().is_root() {
+            let (uid, gid) = (
+                rustix::process::Uid::from_raw(65534),
+                rustix::process::Gid::from_raw(65534),
+            );
+            rustix::thread::set_thread_groups(&[]).unwrap();
+            rustix::thread::set_thread_res_gid(gid, gid, gid).unwrap();
+            rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+        }
+    }
+
+    /// What the kernel says where it lets processes submit no batches.
+    fn hide_batch(tree: &Tree, device: &str) {
+        tree.set(&format!("{device}/op_cap"), DSA_SAFE_OPERATIONS);
+        for queue in scan(&tree.root()).iter().flat_map(|device| &device.queues) {
+            if queue.device.to_string() == device {
+                tree.set(&format!("{}/op_config", queue.name), DSA_SAFE_OPERATIONS);
+            }
+        }
+    }
+
+    const DSA_SAFE_OPERATIONS: &str =
+        "00000000,00000000,00000000,00000000,00000000,00000000,00000001,003f03fd";
 }

@@ -288,6 +288,3 @@ const WORD_3: Aligned = Aligned {
     byte: 40,
     multiple: 8,
 };
-
-#[cfg(test)]
-mod tests;

@@ -261,6 +261,3 @@ const AECS: &[Aligned] = &[
 ];
 
 const NOTHING: Rules = Rules::nothing(COMMON_FLAGS);
-
-#[cfg(test)]
-mod tests;

@@ -15,6 +15,13 @@
 //! ```
 //! Little-endian x86-64 is what these devices exist for; elsewhere only the model works.
 
+#[cfg(test)]
+extern crate self as idxd;
+#[cfg(test)]
+#[path = "../tests/driver/tree.rs"]
+#[expect(dead_code, reason = "the tests of the directory need all of it")]
+mod tree;
+
 mod arena;
 pub mod cpu;
 mod descriptor;

@@ -12,13 +12,14 @@
 //! thread that polls: whoever needs a result looks for it, and works meanwhile. A work queue that refuses, or whose
 //! answers come too late, is left alone, and tried now and then.
 
+mod backoff;
 mod compress;
 mod copy;
 mod decompress;
 mod devices;
 mod near;
 mod open;
-mod rest;
+
 mod zero;
 
 pub use compress::{ByProcessor, Compressor, Tables};

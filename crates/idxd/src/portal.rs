@@ -18,11 +18,10 @@ mod fork;
 pub(crate) mod instructions;
 #[cfg(target_arch = "x86_64")]
 mod mapped;
-#[cfg(target_arch = "x86_64")]
-mod written;
-
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod written;
 
 use std::{
     fmt,

@@ -32,8 +32,6 @@ mod flight;
 mod freelist;
 mod slot;
 mod statistics;
-#[cfg(test)]
-mod tests;
 
 use std::{
     fmt,

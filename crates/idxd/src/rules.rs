@@ -233,7 +233,8 @@ impl Rules {
         {
             used |= 1 << byte;
         }
-        let clean = bytes(descriptor)
+        let clean = descriptor
+            .bytes()
             .iter()
             .enumerate()
             .all(|(at, byte)| *byte == 0 || used >> at & 1 == 1);
@@ -290,7 +291,7 @@ impl Rules {
 
     fn check_alignment(&self, descriptor: &Descriptor, limits: &Limits) -> Result<(), Violation> {
         // A multiple of 64 at most: the lowest byte of a field tells.
-        let bytes = bytes(descriptor);
+        let bytes = descriptor.bytes();
         let mut wrong = self
             .aligned
             .iter()
@@ -324,41 +325,6 @@ const MAX_DELTA: u32 = 512 << 10;
 /// Control and record (4 to 15) are in every descriptor, as are IAA's operation flags (38, 39), which have a rule of
 /// their own. The address space (0 to 3) is nobody's to set: the processor or the kernel does.
 const HEAD: u64 = span(4, 12) | span(38, 2);
-
-/// The descriptor as it stands in memory.
-pub(crate) fn bytes(descriptor: &Descriptor) -> [u8; 64] {
-    let half = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
-    let counts = half(
-        descriptor.size,
-        u32::from(descriptor.interrupt) | u32::from(descriptor.operation_flags) << 16,
-    );
-    let [first, second, third] = descriptor.operands;
-    let words = [
-        half(descriptor.pasid, descriptor.control),
-        descriptor.record,
-        descriptor.address_1,
-        descriptor.address_2,
-        counts,
-        first,
-        second,
-        third,
-    ];
-    let mut bytes = [0; 64];
-    for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
-        place.copy_from_slice(&word.to_le_bytes());
-    }
-    bytes
-}
-
-/// 64 bytes from what stands at some of their places.
-#[cfg(test)]
-pub(crate) fn expected(parts: &[(usize, &[u8])]) -> [u8; 64] {
-    let mut expected = [0; 64];
-    for (at, bytes) in parts {
-        expected[*at..at + bytes.len()].copy_from_slice(bytes);
-    }
-    expected
-}
 
 #[cfg(test)]
 mod tests {
@@ -415,7 +381,7 @@ mod tests {
             let pointer = std::ptr::from_ref(&descriptor).cast::<[u8; 64]>();
             // SAFETY: a descriptor is 64 bytes without padding (asserted where it is defined), and lives on.
             let memory = unsafe { *pointer };
-            prop_assert_eq!(bytes(&descriptor), memory);
+            prop_assert_eq!(descriptor.bytes(), memory);
         }
 
         #[test]

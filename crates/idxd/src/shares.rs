@@ -57,8 +57,6 @@
 
 mod divide;
 mod file;
-#[cfg(test)]
-mod tests;
 
 use std::{
     io,

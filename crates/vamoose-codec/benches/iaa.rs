@@ -36,7 +36,7 @@ use idxd::{
     Descriptor, Limits, Queue, Record, RecordImage, Shape, Submit, Submitted, Tuning,
     offload::Devices,
 };
-use idxd_model::{Config, Door, Model, Speeds};
+use idxd_model::{Config, Model, PortalKind, Speeds};
 use multifd::Method;
 use rustix::time::{ClockId, clock_gettime};
 use vamoose_codec::{Accel, Encoder, Health, Registry, Settings, Verify, encoder};
@@ -208,7 +208,7 @@ const ENGINES: usize = 8;
 impl Playback {
     fn new() -> Self {
         let model = Model::deterministic(&Config::iaa());
-        let queue = model.queue(0, 0, Door::Enqcmd);
+        let queue = model.queue(0, 0, PortalKind::Enqcmd);
         Self {
             limits: queue.limits().clone(),
             model: queue,

@@ -15,7 +15,7 @@ use idxd::{
     Kind, Queue, Shape, Tuning,
     offload::{Choice, Devices, OffloadCounters, Options},
 };
-use idxd_model::{Config, Door, Faults, Mishap, Model, On};
+use idxd_model::{Config, Faults, InjectedFault, Model, On, PortalKind};
 use multifd::{Layout, Method};
 use proptest::{collection::vec, prelude::*, sample::Index};
 use vamoose_codec::{
@@ -54,7 +54,7 @@ impl Modelled {
             ..Tuning::default()
         };
         let queues = (0..devices).map(|device| {
-            let queue = model.queue(device, 0, Door::Enqcmd);
+            let queue = model.queue(device, 0, PortalKind::Enqcmd);
             (Queue::new(queue, shape, tuning).unwrap(), None)
         });
         let devices = Arc::new(Devices::new(queues, None));
@@ -186,7 +186,7 @@ fn a_wrong_byte_is_seen_in_the_first_packet_and_in_every_packet_if_all_are_check
             (modelled.level, modelled.verify) = (level, verify);
             modelled
                 .model
-                .inject(On::any(), 0, u32::MAX, Mishap::Corrupt);
+                .inject(On::any(), 0, u32::MAX, InjectedFault::Corrupt);
             for (tally, _) in [
                 modelled.encode(PACKETS, |_| ()).unwrap(),
                 modelled.decode(PACKETS, |_| ()).unwrap(),
@@ -205,7 +205,7 @@ fn wrong_bytes_after_unchecked_packets_end_the_migration() {
         if packet == at {
             modelled
                 .model
-                .inject(On::any(), 0, u32::MAX, Mishap::Corrupt);
+                .inject(On::any(), 0, u32::MAX, InjectedFault::Corrupt);
         }
     };
     let modelled = Modelled::honest(1);
@@ -296,7 +296,9 @@ fn devices_that_never_answer_are_left_alone() {
     for level in LEVELS {
         let mut modelled = Modelled::honest(2);
         modelled.level = level;
-        modelled.model.inject(On::any(), 0, u32::MAX, Mishap::Stuck);
+        modelled
+            .model
+            .inject(On::any(), 0, u32::MAX, InjectedFault::Stuck);
         let (tally, work) = modelled.encode(PACKETS, |_| ()).unwrap();
         // The processor has done every page of these packets.
         assert_eq!((work.by_device, tally.accelerated), (0, PACKETS));

@@ -18,7 +18,7 @@ use common::{
     source_config,
 };
 use idxd::{Kind, offload::Devices, opcode};
-use idxd_model::{Config, Faults, Mishap, Model, On, Work};
+use idxd_model::{Config, Faults, InjectedFault, Model, On, Work};
 use multifd::Method;
 use vamoose_codec::Verify;
 use vamoose_live::{
@@ -94,10 +94,10 @@ fn migrate_with(
 }
 
 /// Something goes wrong with some descriptors, `times` times.
-fn mishap(on: On, times: u32, mishap: Mishap) -> impl Fn(&Model, u64) + Sync {
+fn fault(on: On, times: u32, fault: InjectedFault) -> impl Fn(&Model, u64) + Sync {
     move |model, round| {
         if round == 0 {
-            model.inject(on, 3, times, mishap);
+            model.inject(on, 3, times, fault);
         }
     }
 }
@@ -172,13 +172,21 @@ fn devices_are_reset_in_mid_migration() {
 
 #[test]
 fn engines_that_are_stuck_cost_time_only() {
-    migrate_each(&Config::dsa(), 1, mishap(On::any(), 4, Mishap::StuckEngine));
+    migrate_each(
+        &Config::dsa(),
+        1,
+        fault(On::any(), 4, InjectedFault::StuckEngine),
+    );
 }
 
 #[test]
 fn descriptors_that_never_complete_cost_time_only() {
     for on in [opcode::COMPARE_PATTERN, opcode::MEMMOVE, opcode::BATCH] {
-        migrate_each(&Config::dsa(), 1, mishap(On::opcode(on), 3, Mishap::Stuck));
+        migrate_each(
+            &Config::dsa(),
+            1,
+            fault(On::opcode(on), 3, InjectedFault::Stuck),
+        );
     }
 }
 
@@ -187,12 +195,12 @@ fn descriptors_that_never_complete_cost_time_only() {
 #[test]
 fn copies_that_are_late_are_not_left_behind() {
     for late in [
-        Mishap::Late(Duration::from_millis(3)),
-        Mishap::Slow(Duration::from_millis(1)),
-        Mishap::RecordLate(Duration::from_millis(3)),
-        Mishap::RecordLost,
+        InjectedFault::Late(Duration::from_millis(3)),
+        InjectedFault::Slow(Duration::from_millis(1)),
+        InjectedFault::RecordLate(Duration::from_millis(3)),
+        InjectedFault::RecordLost,
     ] {
-        let late = mishap(On::opcode(opcode::MEMMOVE), 200, late);
+        let late = fault(On::opcode(opcode::MEMMOVE), 200, late);
         migrate_each(&Config::dsa(), 1, late);
     }
 }

@@ -1,6 +1,6 @@
 //! What gets into a work queue: the rules of the instructions, and of the kernel's `write`.
 
-use super::{Machine, Tenant, Unit};
+use super::{Client, Machine, Unit};
 use idxd::{Descriptor, Mode, opcode};
 
 /// Why a descriptor was not admitted.
@@ -25,18 +25,18 @@ impl Machine {
     /// Takes one descriptor, or not.
     pub(crate) fn admit(
         &mut self,
-        tenant: usize,
+        client: usize,
         entrance: Entrance,
         descriptor: &Descriptor,
     ) -> Result<(), Denied> {
-        let Tenant {
+        let Client {
             device,
             queue,
             generation,
             closed,
             forked,
             ..
-        } = self.tenants[tenant];
+        } = self.clients[client];
         if closed {
             return Err(Denied::Closed);
         }
@@ -90,17 +90,17 @@ impl Machine {
         let sequence = self.next_sequence();
         let unit = Unit {
             sequence,
-            tenant,
+            client,
             device,
             queue,
             descriptor: *descriptor,
             member: None,
-            mishap: None,
+            fault: None,
         };
         let here = &mut self.devices[device].queues[queue];
         here.entries.push_back(unit);
         here.outstanding.insert(sequence);
-        self.tenants[tenant].in_flight += 1;
+        self.clients[client].in_flight += 1;
         self.statistics.accepted += 1;
         self.trace.note([1, self.clock, sequence]);
         Ok(())

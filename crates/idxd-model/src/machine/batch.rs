@@ -1,7 +1,7 @@
 //! Batches: a list in memory whose members are read one by one as engines become free, and a record when all are done.
 
 use super::{Machine, Unit};
-use crate::{dsa::Outcome, faults::Mishap, validate::status};
+use crate::{dsa::Outcome, faults::InjectedFault, validate::status};
 use idxd::{Descriptor, Flags};
 
 /// A batch whose members are read, run or awaited.
@@ -51,8 +51,8 @@ impl Machine {
                     .descriptor
                     .address_1
                     .wrapping_add(u64::from(index) * 64);
-                let injected = match batch.parent.mishap {
-                    Some(Mishap::ListFault(member)) if member == index => Some((at, false)),
+                let injected = match batch.parent.fault {
+                    Some(InjectedFault::ListFault(member)) if member == index => Some((at, false)),
                     _ => None,
                 };
                 match workshop.read_descriptor(at, now, injected) {
@@ -86,19 +86,19 @@ impl Machine {
         batch.next += 1;
         batch.running += 1;
         let Unit {
-            tenant,
+            client,
             device,
             queue,
             ..
         } = batch.parent;
         Some(Unit {
             sequence,
-            tenant,
+            client,
             device,
             queue,
             descriptor,
             member: Some((id, index)),
-            mishap: None,
+            fault: None,
         })
     }
 
@@ -154,7 +154,7 @@ impl Batch {
 
     /// Whether the member that is being completed is the last one, and the parent's record is to come before.
     pub(super) fn is_last_and_told_first(&self) -> bool {
-        self.parent.mishap == Some(Mishap::BatchFirst)
+        self.parent.fault == Some(InjectedFault::BatchFirst)
             && !self.told
             && self.running == 1
             && !self.is_open()

@@ -1,7 +1,7 @@
 //! What comes after the work: records, late or lost ones too, and who is told that something is done.
 
 use super::{Machine, NEVER, Unit, batch::Batch};
-use crate::{dsa::Outcome, faults::Mishap, nanoseconds, validate::status};
+use crate::{dsa::Outcome, faults::InjectedFault, nanoseconds, validate::status};
 use idxd::{Flags, Kind, RecordImage, opcode};
 
 /// What happens to a descriptor once its engine is done with it.
@@ -27,15 +27,15 @@ impl Machine {
     pub(super) fn conclude(&mut self, unit: Unit, image: RecordImage) {
         let latency = nanoseconds(self.workshop.speeds.latency);
         let due = self.clock.saturating_add(latency);
-        match unit.mishap {
-            Some(Mishap::RecordLate(by)) => {
+        match unit.fault {
+            Some(InjectedFault::RecordLate(by)) => {
                 self.deliver_at(
                     due.saturating_add(nanoseconds(by)),
                     unit,
                     What::Complete(image),
                 );
             }
-            Some(Mishap::RecordLost) => {
+            Some(InjectedFault::RecordLost) => {
                 self.devices[unit.device].latched = true;
                 self.statistics.unrecorded += u64::from(unit.member.is_none());
                 self.account(&unit, image.status(), true);
@@ -59,7 +59,7 @@ impl Machine {
             What::Complete(image) => self.complete(unit, image),
             What::Record(image) => {
                 self.write(&unit, image);
-                self.tenants[unit.tenant].in_flight -= 1;
+                self.clients[unit.client].in_flight -= 1;
             }
             What::Work => {
                 let job = self.job_of(unit.clone(), None);
@@ -79,7 +79,7 @@ impl Machine {
                 .is_some_and(Batch::is_last_and_told_first)
         {
             // The parent's record first; the member's then counts as in flight by itself.
-            self.tenants[unit.tenant].in_flight += 1;
+            self.clients[unit.client].in_flight += 1;
             let failed = image.status() != status::SUCCESS;
             if let Some(batch) = self.batches.get_mut(&id) {
                 batch.failed |= failed;
@@ -120,8 +120,8 @@ impl Machine {
                 self.devices[unit.device].queues[unit.queue]
                     .outstanding
                     .remove(&unit.sequence);
-                let tenant = &mut self.tenants[unit.tenant];
-                tenant.in_flight = tenant.in_flight.saturating_sub(1);
+                let client = &mut self.clients[unit.client];
+                client.in_flight = client.in_flight.saturating_sub(1);
                 self.check_drains();
             }
         }

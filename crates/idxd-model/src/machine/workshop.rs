@@ -8,7 +8,7 @@ use idxd::{Descriptor, Kind, RecordImage, opcode};
 use crate::{
     config::{Speeds, Work},
     dsa::{self, Outcome},
-    faults::{At, Mishap},
+    faults::{At, InjectedFault},
     iaa,
     memory::{Memory, Pages, View},
     validate::status,
@@ -52,14 +52,14 @@ impl Workshop {
         let descriptor = &job.unit.descriptor;
         let mut refused = job.block;
         let mut injected = None;
-        match job.unit.mishap {
-            Some(Mishap::Status(code)) => {
+        match job.unit.fault {
+            Some(InjectedFault::Status(code)) => {
                 return Worked {
                     image: Outcome::status(code).image(),
                     stalled: 0,
                 };
             }
-            Some(Mishap::PageFault {
+            Some(InjectedFault::PageFault {
                 at,
                 write,
                 refused: asked,
@@ -80,7 +80,7 @@ impl Workshop {
         if refused && image.status() & !status::ON_WRITE == status::PAGE_FAULT {
             image.words[0] += u64::from(status::PAGE_REQUEST_REFUSED - status::PAGE_FAULT);
         }
-        if job.unit.mishap == Some(Mishap::Corrupt) && image.status() == status::SUCCESS {
+        if job.unit.fault == Some(InjectedFault::Corrupt) && image.status() == status::SUCCESS {
             self.corrupt(job, &image);
         }
         Worked {

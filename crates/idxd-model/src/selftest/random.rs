@@ -12,7 +12,7 @@ use super::{
     iaa::decompressed,
     rig::{PAGE, Rig},
 };
-use crate::{Config, Door, Faults, Model, random::Random};
+use crate::{Config, Faults, Model, PortalKind, random::Random};
 use idxd::{
     Kind, Queue, Record, Shape, Submit, Tuning,
     offload::{Compressor, Decompressor, Devices, OffloadCounters, Tables, ZeroScanner},
@@ -127,7 +127,7 @@ impl Round {
         };
         let options = Options::default();
         let good = Model::deterministic(&Config::iaa());
-        let processor = Rig::new(good.queue(0, 0, Door::Enqcmd), &options);
+        let processor = Rig::new(good.queue(0, 0, PortalKind::Enqcmd), &options);
         let inflate = |stream: &[u8]| {
             let (said, output) = decompressed(&processor, stream, PAGE).ok()?;
             (said.output_size as usize == PAGE).then(|| output[..PAGE].to_vec())
@@ -181,18 +181,18 @@ impl Round {
         self.work = sum(self.work, bad.devices.work());
     }
 
-    /// One or two devices, behind one door or the other.
+    /// One or two devices, behind one portal or the other.
     fn bad(&mut self, kind: Kind, shape: Shape) -> Option<Bad> {
         let mut config = Config::devices(kind, 1 + self.random.index(2));
         config.faults = Faults::everything();
         config.seed = self.random.next();
-        let door = match self.random.index(2) {
-            0 => Door::Enqcmd,
-            _ => Door::Write { unsafe_v1: false },
+        let portal = match self.random.index(2) {
+            0 => PortalKind::Enqcmd,
+            _ => PortalKind::Write { unsafe_v1: false },
         };
         let model = Model::deterministic(&config);
         let queues: Vec<_> = (0..config.devices.len())
-            .map(|device| model.queue(device, 0, door))
+            .map(|device| model.queue(device, 0, portal))
             .collect();
         let tuning = Tuning {
             slots: 16,

@@ -4,38 +4,38 @@ use std::time::Duration;
 
 use proptest::{collection::vec, prelude::*};
 
-use idxd_model::{At, Chance, Faults, Mishap, On, Order};
+use idxd_model::{At, Chance, Faults, InjectedFault, On, Order};
 
 /// Everything but wrong results.
-pub(crate) fn harmless() -> impl Strategy<Value = Mishap> {
+pub(crate) fn harmless() -> impl Strategy<Value = InjectedFault> {
     let time = (0u64..3_000_000).prop_map(Duration::from_nanos);
     prop_oneof![
-        (any::<bool>(), any::<bool>()).prop_map(|(write, refused)| Mishap::PageFault {
+        (any::<bool>(), any::<bool>()).prop_map(|(write, refused)| InjectedFault::PageFault {
             at: At::Anywhere,
             write,
             refused
         }),
-        time.clone().prop_map(Mishap::Slow),
-        time.clone().prop_map(Mishap::Late),
-        time.prop_map(Mishap::RecordLate),
-        Just(Mishap::Stuck),
-        Just(Mishap::StuckEngine),
-        Just(Mishap::RecordLost),
-        Just(Mishap::BatchFirst),
-        (0u32..5).prop_map(Mishap::ListFault),
-        (0x20u8..0x25).prop_map(Mishap::Status),
+        time.clone().prop_map(InjectedFault::Slow),
+        time.clone().prop_map(InjectedFault::Late),
+        time.prop_map(InjectedFault::RecordLate),
+        Just(InjectedFault::Stuck),
+        Just(InjectedFault::StuckEngine),
+        Just(InjectedFault::RecordLost),
+        Just(InjectedFault::BatchFirst),
+        (0u32..5).prop_map(InjectedFault::ListFault),
+        (0x20u8..0x25).prop_map(InjectedFault::Status),
     ]
 }
 
-/// Fewer than `most` chances, of these mishaps.
+/// Fewer than `most` chances, of these faults.
 pub(crate) fn any_faults(
-    mishap: impl Strategy<Value = Mishap>,
+    fault: impl Strategy<Value = InjectedFault>,
     most: usize,
 ) -> impl Strategy<Value = Faults> {
-    let chance = (0u16..150, mishap).prop_map(|(per_mille, mishap)| Chance {
+    let chance = (0u16..150, fault).prop_map(|(per_mille, fault)| Chance {
         per_mille,
         on: On::any(),
-        mishap,
+        fault,
     });
     let order = prop_oneof![Just(Order::AsDone), Just(Order::Reverse)];
     (vec(chance, 0..most), 0u32..128, 0u16..500, order).prop_map(

@@ -5,7 +5,7 @@ use super::*;
 /// A device that fetches nothing, so that its queue fills.
 fn clogged(config: &Config) -> Model {
     let model = Model::deterministic(config);
-    model.inject(On::any(), 0, 4, Mishap::StuckEngine);
+    model.inject(On::any(), 0, 4, InjectedFault::StuckEngine);
     model
 }
 
@@ -18,7 +18,7 @@ fn a_shared_queue_is_full_at_its_threshold() {
     let mut config = Config::dsa();
     config.limits_mut(0, 0).unwrap().threshold = 100;
     let model = Model::deterministic(&config);
-    let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let submitted = fill_up(&queue, &record, 200);
     assert_eq!(submitted.accepted, 100);
     assert!(matches!(submitted.refusal, Some(Refusal::Full)));
@@ -27,7 +27,7 @@ fn a_shared_queue_is_full_at_its_threshold() {
 #[test]
 fn entries_are_free_when_fetched() {
     let model = clogged(&Config::dsa());
-    let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     accepted(&queue, &[noop(&record); 4]);
     // The four are never done, but their entries are free.
     assert_eq!(wait(&queue, &record, PATIENCE), None);
@@ -39,12 +39,12 @@ fn another_tenant_takes_entries() {
     let mut config = Config::dsa();
     config.faults.competitor = 64;
     let model = Model::deterministic(&config);
-    let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let accepted = fill_up(&queue, &record, 200).accepted;
     assert!((64..128).contains(&accepted), "{accepted}");
 
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     model.occupy(0, 0, 126);
     assert_eq!(fill_up(&queue, &record, 200).accepted, 2);
     model.occupy(0, 0, 0);
@@ -55,7 +55,7 @@ fn another_tenant_takes_entries() {
 #[test]
 fn a_queue_is_always_full_or_so_many_times() {
     let model = Model::deterministic(&Config::dsa());
-    let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     model.refuse(0, 0, 3);
     for _ in 0..3 {
         assert!(matches!(
@@ -80,7 +80,7 @@ fn a_queue_is_full_by_chance() {
     let mut config = Config::dsa();
     config.faults.full_per_mille = 500;
     let model = Model::deterministic(&config);
-    let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let tries = (0..100).map(|_| fill_up(&queue, &record, 1).accepted);
     let accepted: usize = tries.sum();
     assert!((20..80).contains(&accepted), "{accepted}");
@@ -90,10 +90,10 @@ fn a_queue_is_full_by_chance() {
 fn a_dedicated_queue_drops_in_silence() {
     let mut config = Config::dsa();
     config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
-    for door in [Door::Movdir, Door::Write { unsafe_v1: true }] {
+    for portal in [PortalKind::Movdir, PortalKind::Write { unsafe_v1: true }] {
         let model = clogged(&config);
-        let queue = model.queue(0, 0, door);
-        assert_eq!(model.open(0, 0, door).err(), Some(OpenError::Busy));
+        let queue = model.queue(0, 0, portal);
+        assert_eq!(model.open(0, 0, portal).err(), Some(OpenError::Busy));
         let record = Record::default();
         accepted(&queue, &[noop(&record); 4]);
         assert_eq!(wait(&queue, &record, PATIENCE), None);
@@ -106,7 +106,7 @@ fn a_dedicated_queue_drops_in_silence() {
         assert!(model.error_latched(0));
         assert_eq!(model.statistics().dropped, 2);
         queue.close();
-        model.open(0, 0, door).unwrap();
+        model.open(0, 0, portal).unwrap();
     }
 }
 
@@ -114,12 +114,12 @@ fn a_dedicated_queue_drops_in_silence() {
 fn the_wrong_instruction_gets_nothing_in() {
     let mut config = Config::dsa();
     let model = Model::deterministic(&config);
-    let (queue, record) = (model.queue(0, 0, Door::Movdir), Record::default());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Movdir), Record::default());
     assert_eq!(fill_up(&queue, &record, 1).accepted, 1);
     assert_eq!(wait(&queue, &record, PATIENCE), None);
     config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
     let model = Model::deterministic(&config);
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     assert!(matches!(
         fill_up(&queue, &record, 1).refusal,
         Some(Refusal::Full)
@@ -129,7 +129,7 @@ fn the_wrong_instruction_gets_nothing_in() {
 #[test]
 fn write_takes_what_it_can() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Write { unsafe_v1: true });
+    let queue = model.queue(0, 0, PortalKind::Write { unsafe_v1: true });
     let (record, list) = (Record::default(), vec![Descriptor::default(); 2]);
     let submitted = submit(
         &queue,
@@ -159,7 +159,7 @@ fn write_takes_what_it_can() {
 fn write_retries_in_the_kernel() {
     let model = Model::deterministic(&Config::dsa());
     let (queue, record) = (
-        model.queue(0, 0, Door::Write { unsafe_v1: true }),
+        model.queue(0, 0, PortalKind::Write { unsafe_v1: true }),
         Record::default(),
     );
     model.refuse(0, 0, 32);
@@ -182,7 +182,7 @@ fn write_takes_batches_where_the_device_is_safe() {
     for (unsafe_v1, version) in [(false, 0x100), (true, 0x200)] {
         config.limits_mut(0, 0).unwrap().version = version;
         let model = Model::deterministic(&config);
-        let queue = model.queue(0, 0, Door::Write { unsafe_v1 });
+        let queue = model.queue(0, 0, PortalKind::Write { unsafe_v1 });
         assert_eq!(
             run(&queue, &batch(&list, &records[2]), &records[2]).status(),
             1
@@ -193,8 +193,8 @@ fn write_takes_batches_where_the_device_is_safe() {
 #[test]
 fn a_forked_child_gets_nothing_in() {
     let model = Model::deterministic(&Config::dsa());
-    for door in [Door::Enqcmd, Door::Write { unsafe_v1: true }] {
-        let (queue, record) = (model.queue(0, 0, door), Record::default());
+    for portal in [PortalKind::Enqcmd, PortalKind::Write { unsafe_v1: true }] {
+        let (queue, record) = (model.queue(0, 0, portal), Record::default());
         model.fork();
         assert!(matches!(
             submit(&queue, &[noop(&record)]).refusal,
@@ -202,7 +202,7 @@ fn a_forked_child_gets_nothing_in() {
         ));
         // But it can open the queue itself.
         assert_eq!(
-            run(&model.queue(0, 0, door), &noop(&record), &record).status(),
+            run(&model.queue(0, 0, portal), &noop(&record), &record).status(),
             1
         );
     }

@@ -23,7 +23,7 @@ fn descriptors_complete_out_of_order() {
         let model = Model::deterministic(&config_with(Config::dsa(), |config| {
             config.seed = seed;
         }));
-        let (queue, records) = (model.queue(0, 0, Door::Enqcmd), records(32));
+        let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(32));
         accepted(&queue, &records.iter().map(noop).collect::<Vec<_>>());
         order(&model, &queue, &records)
     });
@@ -41,7 +41,7 @@ fn members_complete_in_reverse() {
     let mut config = Config::dsa();
     config.faults.order = Order::Reverse;
     let model = Model::deterministic(&config);
-    let (queue, records) = (model.queue(0, 0, Door::Enqcmd), records(33));
+    let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(33));
     let list: Vec<_> = records[..32].iter().map(noop).collect();
     accepted(&queue, &[batch(&list, &records[32])]);
     let order = order(&model, &queue, &records);
@@ -54,8 +54,8 @@ fn members_complete_in_reverse() {
 #[test]
 fn one_straggler_is_last() {
     let model = Model::deterministic(&Config::dsa());
-    model.inject(On::any(), 3, 1, Mishap::Slow(Duration::from_secs(1)));
-    let (queue, records) = (model.queue(0, 0, Door::Enqcmd), records(16));
+    model.inject(On::any(), 3, 1, InjectedFault::Slow(Duration::from_secs(1)));
+    let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(16));
     accepted(&queue, &records.iter().map(noop).collect::<Vec<_>>());
     assert_eq!(order(&model, &queue, &records).last(), Some(&3));
     assert!(model.now() >= Duration::from_secs(1));
@@ -64,7 +64,7 @@ fn one_straggler_is_last() {
 /// Eight pages, of which `bad` are not there; the batch over them, and the records of its members.
 fn pages_with(bad: &[u64]) -> (RecordImage, Vec<u8>) {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, records) = (Memory::new(8, 0), records(9));
     for page in bad {
         model
@@ -93,9 +93,9 @@ fn a_batch_fails_with_any_of_its_members() {
 #[test]
 fn one_member_fails_where_a_test_wants_it() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, records) = (Memory::new(8, 0), records(9));
-    let fault = Mishap::PageFault {
+    let fault = InjectedFault::PageFault {
         at: At::Byte(1000),
         write: false,
         refused: false,
@@ -123,7 +123,7 @@ fn one_member_fails_where_a_test_wants_it() {
 #[test]
 fn a_false_predicate_fails_the_batch() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, records) = (Memory::new(1, 1), records(3));
     let list: Vec<_> = records[..2]
         .iter()
@@ -140,10 +140,15 @@ fn a_false_predicate_fails_the_batch() {
 fn a_fence_waits_and_abandons_after_a_failure() {
     for fails in [false, true] {
         let model = Model::deterministic(&Config::dsa());
-        let queue = model.queue(0, 0, Door::Enqcmd);
+        let queue = model.queue(0, 0, PortalKind::Enqcmd);
         let (memory, records) = (Memory::new(4, 0), records(5));
         // The second page is copied from the first one only after that has been filled.
-        model.inject(On::member(0), 0, 1, Mishap::Slow(Duration::from_millis(1)));
+        model.inject(
+            On::member(0),
+            0,
+            1,
+            InjectedFault::Slow(Duration::from_millis(1)),
+        );
         let from = memory.address();
         let list = [
             fill(u64::MAX, from, if fails { 0 } else { 4096 }, &records[0]),
@@ -166,9 +171,9 @@ fn a_fence_waits_and_abandons_after_a_failure() {
 fn the_list_faults_at_any_member() {
     for index in [0, 1, 4, 7] {
         let model = Model::deterministic(&Config::dsa());
-        let queue = model.queue(0, 0, Door::Enqcmd);
+        let queue = model.queue(0, 0, PortalKind::Enqcmd);
         let records = records(9);
-        model.inject(On::batch(), 0, 1, Mishap::ListFault(index));
+        model.inject(On::batch(), 0, 1, InjectedFault::ListFault(index));
         let list: Vec<_> = records[..8].iter().map(noop).collect();
         let image = run(&queue, &batch(&list, &records[8]), &records[8]);
         assert_eq!((image.status(), image.completed()), (6, index));
@@ -188,7 +193,7 @@ fn the_list_faults_at_any_member() {
 #[test]
 fn a_list_that_crosses_into_a_missing_page_faults_there() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     // Descriptors of zeros are NOOPs without records.
     let (memory, record) = (Memory::new(2, 0), Record::default());
     model.pages().set(memory.address() + PAGE, 1, Page::Absent);
@@ -204,7 +209,7 @@ fn a_list_that_crosses_into_a_missing_page_faults_there() {
 #[test]
 fn batches_have_two_members_up_to_the_queues_limit_and_an_aligned_list() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, record) = (Memory::new(3, 0), Record::default());
     for (size, odd, status) in [
         (0, 0, 0x14),
@@ -231,7 +236,7 @@ fn batches_have_two_members_up_to_the_queues_limit_and_an_aligned_list() {
 #[test]
 fn batches_and_drains_do_not_nest() {
     let model = Model::deterministic(&Config::dsa());
-    let (queue, records) = (model.queue(0, 0, Door::Enqcmd), records(3));
+    let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(3));
     let inner = [Descriptor::default(); 2];
     let list = [
         batch(&inner, &records[0]),
@@ -248,9 +253,9 @@ fn batches_and_drains_do_not_nest() {
 fn the_record_of_a_batch_comes_last_or_before_its_last_member() {
     for first in [false, true] {
         let model = Model::deterministic(&Config::dsa());
-        let (queue, records) = (model.queue(0, 0, Door::Enqcmd), records(9));
+        let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(9));
         if first {
-            model.inject(On::batch(), 0, 1, Mishap::BatchFirst);
+            model.inject(On::batch(), 0, 1, InjectedFault::BatchFirst);
         }
         let list: Vec<_> = records[..8].iter().map(noop).collect();
         assert_eq!(
@@ -271,8 +276,8 @@ fn the_record_of_a_batch_comes_last_or_before_its_last_member() {
 #[test]
 fn a_members_lost_record_fails_the_batch() {
     let model = Model::deterministic(&Config::dsa());
-    let (queue, records) = (model.queue(0, 0, Door::Enqcmd), records(5));
-    model.inject(On::member(2), 0, 1, Mishap::RecordLost);
+    let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(5));
+    model.inject(On::member(2), 0, 1, InjectedFault::RecordLost);
     let list: Vec<_> = records[..4].iter().map(noop).collect();
     let image = run(&queue, &batch(&list, &records[4]), &records[4]);
     assert_eq!(
@@ -284,7 +289,7 @@ fn a_members_lost_record_fails_the_batch() {
 #[test]
 fn a_list_that_is_reused_too_early_is_read_as_it_is_then() {
     let model = Model::deterministic(&Config::dsa());
-    let (queue, records) = (model.queue(0, 0, Door::Enqcmd), records(3));
+    let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(3));
     let memory = Memory::new(1, 0);
     let mut single = noop(&records[0]);
     accepted(
@@ -313,8 +318,13 @@ fn a_list_that_is_reused_too_early_is_read_as_it_is_then() {
 #[test]
 fn a_drain_waits_for_everything_before_it() {
     let model = Model::deterministic(&Config::dsa());
-    let (queue, records) = (model.queue(0, 0, Door::Enqcmd), records(11));
-    model.inject(On::any(), 2, 1, Mishap::Slow(Duration::from_millis(5)));
+    let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(11));
+    model.inject(
+        On::any(),
+        2,
+        1,
+        InjectedFault::Slow(Duration::from_millis(5)),
+    );
     let mut all: Vec<_> = records[..10].iter().map(noop).collect();
     all.push(descriptor(opcode::DRAIN, &records[10]));
     accepted(&queue, &all);

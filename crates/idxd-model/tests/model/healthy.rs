@@ -11,7 +11,7 @@ fn each_time(config: &Config, test: impl Fn(&Model)) {
 #[test]
 fn moves_memory_in_any_time() {
     each_time(&Config::dsa(), |model| {
-        let queue = model.queue(0, 0, Door::Enqcmd);
+        let queue = model.queue(0, 0, PortalKind::Enqcmd);
         let (from, to, record) = (Memory::new(3, 7), Memory::new(3, 0), Record::default());
         let image = run(
             &queue,
@@ -29,7 +29,7 @@ fn moves_memory_in_any_time() {
 #[test]
 fn batches_complete_with_all_their_members() {
     each_time(&Config::dsa(), |model| {
-        let queue = model.queue(0, 0, Door::Enqcmd);
+        let queue = model.queue(0, 0, PortalKind::Enqcmd);
         let (memory, records) = (Memory::new(64, 0), records(65));
         memory.set(5 * 4096 + 4000, 1);
         let members: Vec<_> = (0..64)
@@ -48,7 +48,7 @@ fn batches_complete_with_all_their_members() {
 #[test]
 fn closing_waits_for_what_is_in_flight() {
     each_time(&Config::dsa(), |model| {
-        let queue = model.queue(0, 0, Door::Enqcmd);
+        let queue = model.queue(0, 0, PortalKind::Enqcmd);
         let (memory, records) = (Memory::new(1, 0), records(40));
         let all: Vec<_> = records
             .iter()
@@ -68,8 +68,8 @@ fn closing_waits_for_what_is_in_flight() {
 fn tenants_close_for_themselves() {
     each_time(&Config::dsa(), |model| {
         let (one, two) = (
-            model.queue(0, 0, Door::Enqcmd),
-            model.queue(0, 0, Door::Enqcmd),
+            model.queue(0, 0, PortalKind::Enqcmd),
+            model.queue(0, 0, PortalKind::Enqcmd),
         );
         let record = Record::default();
         one.close();

@@ -5,7 +5,7 @@ use super::*;
 #[test]
 fn a_fault_can_be_at_every_byte_of_a_read_or_a_write() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (from, record) = (Memory::new(2, 7), Record::default());
     for write in [false, true] {
         for byte in [0, 1, 7, 8, 4095, 4096, 4097, 5000, 8191] {
@@ -14,7 +14,7 @@ fn a_fault_can_be_at_every_byte_of_a_read_or_a_write() {
                 On::any(),
                 0,
                 1,
-                Mishap::PageFault {
+                InjectedFault::PageFault {
                     at: At::Byte(byte),
                     write,
                     refused: false,
@@ -38,7 +38,7 @@ fn a_fault_can_be_at_every_byte_of_a_read_or_a_write() {
 #[test]
 fn a_page_that_is_missing_faults_again_and_again() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, record) = (Memory::new(3, 0), Record::default());
     model.pages().set(memory.address() + PAGE, 1, Page::Absent);
     let image = run(
@@ -72,7 +72,7 @@ fn a_page_that_is_missing_faults_again_and_again() {
 #[test]
 fn what_is_read_only_faults_on_writes_only() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, record) = (Memory::new(2, 0), Record::default());
     model
         .pages()
@@ -88,7 +88,7 @@ fn what_is_read_only_faults_on_writes_only() {
 #[test]
 fn memory_that_the_process_does_not_have_is_a_fault_and_no_crash() {
     let model = Model::deterministic(&Config::dsa());
-    let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     for address in [0, 0x1000, u64::MAX - 0xfff] {
         let image = run(&queue, &is_zero(address, 64, &record), &record);
         assert_eq!((image.status(), image.completed()), (3, 0));
@@ -99,7 +99,7 @@ fn memory_that_the_process_does_not_have_is_a_fault_and_no_crash() {
 #[test]
 fn a_page_is_there_for_so_many_accesses() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, record) = (Memory::new(1, 0), Record::default());
     model
         .pages()
@@ -121,7 +121,7 @@ fn who_blocks_on_a_fault_waits_and_the_others_behind() {
     let mut config = blocking();
     config.devices[0].groups[0].engines = 1;
     let model = Model::deterministic(&config);
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, records) = (Memory::new(2, 0), records(2));
     let wait = Duration::from_millis(3);
     model
@@ -140,7 +140,7 @@ fn who_blocks_on_a_fault_waits_and_the_others_behind() {
 #[test]
 fn who_blocks_in_vain_is_told_so() {
     let model = Model::deterministic(&blocking());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, record) = (Memory::new(2, 0), Record::default());
     model.pages().set(memory.address() + PAGE, 1, Page::Absent);
     let zero = with(
@@ -164,7 +164,7 @@ fn who_blocks_in_vain_is_told_so() {
 #[test]
 fn a_resolvable_page_comes_for_who_does_not_block_too() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, record, never) = (Memory::new(1, 0), Record::default(), Record::default());
     model.pages().set(
         memory.address(),
@@ -185,7 +185,7 @@ fn a_resolvable_page_comes_for_who_does_not_block_too() {
 #[test]
 fn blocking_where_the_queue_does_not_is_an_invalid_flag() {
     let model = Model::deterministic(&Config::dsa());
-    let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let memory = Memory::new(1, 0);
     let zero = with(
         is_zero(memory.address(), 4096, &record),
@@ -198,10 +198,10 @@ fn blocking_where_the_queue_does_not_is_an_invalid_flag() {
 #[test]
 fn a_record_that_faults_comes_late_or_never() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, record) = (Memory::new(1, 0), Record::default());
     let late = Duration::from_millis(100);
-    model.inject(On::any(), 0, 1, Mishap::RecordLate(late));
+    model.inject(On::any(), 0, 1, InjectedFault::RecordLate(late));
     accepted(&queue, &[fill(1, memory.address(), 8, &record)]);
     assert_eq!(wait(&queue, &record, PATIENCE), None);
     // The work is done all the same.
@@ -210,7 +210,7 @@ fn a_record_that_faults_comes_late_or_never() {
     assert!(queue.now() >= late);
 
     record.clear();
-    model.inject(On::any(), 0, 1, Mishap::RecordLost);
+    model.inject(On::any(), 0, 1, InjectedFault::RecordLost);
     accepted(&queue, &[fill(2, memory.address(), 8, &record)]);
     assert_eq!(wait(&queue, &record, Duration::from_secs(100)), None);
     assert_eq!(memory.bytes()[0], 2);
@@ -230,7 +230,7 @@ fn a_record_that_faults_comes_late_or_never() {
 #[test]
 fn a_record_that_is_not_requested_is_for_errors_only() {
     let model = Model::deterministic(&Config::dsa());
-    let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let memory = Memory::new(1, 0);
     let zero = is_zero(memory.address(), 4096, &record);
     let quiet = Descriptor {
@@ -246,7 +246,7 @@ fn a_record_that_is_not_requested_is_for_errors_only() {
 #[test]
 fn a_misaligned_record_is_never_written() {
     let model = Model::deterministic(&Config::dsa());
-    let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     accepted(
         &queue,
         &[Descriptor {
@@ -261,7 +261,7 @@ fn a_misaligned_record_is_never_written() {
 #[test]
 fn memory_changes_under_the_device() {
     let model = Model::deterministic(&Config::dsa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, record) = (Arc::new(Memory::new(2, 0)), Record::default());
     let guest = Arc::clone(&memory);
     // The first page has been read when the guest writes to both.
@@ -307,7 +307,7 @@ fn memory_that_was_never_touched_faults_as_for_hardware() {
     let (model, record) = (Model::deterministic(&config), Record::default());
     let zero = is_zero(memory, 4096, &record);
     assert_eq!(
-        run(&model.queue(0, 0, Door::Enqcmd), &zero, &record).status(),
+        run(&model.queue(0, 0, PortalKind::Enqcmd), &zero, &record).status(),
         1
     );
     drop(mapping);
@@ -315,7 +315,7 @@ fn memory_that_was_never_touched_faults_as_for_hardware() {
     config.untouched_faults = true;
     let (memory, mapping) = untouched(2);
     let model = Model::deterministic(&config);
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let zero = is_zero(memory, 8192, &record);
     let status = run(&queue, &zero, &record).status();
     if std::fs::File::open("/proc/self/pagemap").is_ok() {

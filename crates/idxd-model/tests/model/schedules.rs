@@ -20,7 +20,7 @@ struct Seen {
 /// Submits descriptors of all sorts, with a bound on retries; waits for each for a while; closes.
 fn drive(config: &Config, reset: Option<usize>) -> Seen {
     let model = Model::deterministic(config);
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (memory, records, members) = (Memory::new(4, 0), records(COUNT), records(COUNT * 4));
     let lists: Vec<Vec<_>> = members
         .chunks(4)
@@ -76,7 +76,7 @@ fn drive(config: &Config, reset: Option<usize>) -> Seen {
 
 proptest! {
     #[test]
-    fn every_descriptor_has_one_end(faults in any_faults(prop_oneof![10 => harmless(), 1 => Just(Mishap::Corrupt)], 8), seed: u64, reset in proptest::option::of(0..COUNT)) {
+    fn every_descriptor_has_one_end(faults in any_faults(prop_oneof![10 => harmless(), 1 => Just(InjectedFault::Corrupt)], 8), seed: u64, reset in proptest::option::of(0..COUNT)) {
         let config = config_with(Config::dsa(), |config| { config.faults = faults; config.seed = seed; });
         let seen = drive(&config, reset);
         let Statistics { accepted, completed, unrecorded, aborted, dropped } = seen.statistics;
@@ -100,20 +100,20 @@ proptest! {
 fn threads_come_to_the_same_end() {
     let mut config = Config::dsa();
     config.faults.chances = [
-        Mishap::Late(Duration::from_micros(300)),
-        Mishap::Slow(Duration::from_micros(300)),
-        Mishap::Stuck,
-        Mishap::RecordLost,
-        Mishap::PageFault {
+        InjectedFault::Late(Duration::from_micros(300)),
+        InjectedFault::Slow(Duration::from_micros(300)),
+        InjectedFault::Stuck,
+        InjectedFault::RecordLost,
+        InjectedFault::PageFault {
             at: At::Anywhere,
             write: true,
             refused: false,
         },
     ]
-    .map(|mishap| Chance {
+    .map(|fault| Chance {
         per_mille: 50,
         on: On::any(),
-        mishap,
+        fault,
     })
     .to_vec();
     for seed in 0..5 {
@@ -123,7 +123,7 @@ fn threads_come_to_the_same_end() {
         std::thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
-                    let queue = model.queue(0, 0, Door::Enqcmd);
+                    let queue = model.queue(0, 0, PortalKind::Enqcmd);
                     let (memory, records) = (Memory::new(1, 0), records(50));
                     for record in &records {
                         while submit(&queue, &[fill(1, memory.address(), 4096, record)]).accepted
@@ -156,7 +156,7 @@ fn threads_come_to_the_same_end() {
 fn threads_leave_memory_alone_once_their_device_is_disabled() {
     let model = Model::threaded(&Config::dsa());
     for _ in 0..20 {
-        let queue = model.queue(0, 0, Door::Enqcmd);
+        let queue = model.queue(0, 0, PortalKind::Enqcmd);
         let (memory, records) = (Memory::new(16, 0), records(64));
         let all: Vec<_> = records
             .iter()
@@ -169,7 +169,7 @@ fn threads_leave_memory_alone_once_their_device_is_disabled() {
         memory.word(0).store(0, Ordering::Relaxed);
         model.enable(0);
         // The device works again, for others.
-        let (again, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+        let (again, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
         assert_eq!(run(&again, &noop(&record), &record).status(), 1);
         assert!(records.iter().map(Record::status).eq(before));
         assert_eq!(memory.bytes()[0], 0);

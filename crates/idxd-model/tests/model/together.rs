@@ -34,7 +34,7 @@ fn a_page_goes_through_an_iaa_and_back() {
     for model in
         [Model::deterministic, Model::timed, Model::threaded].map(|new| new(&Config::iaa()))
     {
-        let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+        let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
         let image = run(&queue, &compress(&page, &packed, &aecs, &record), &record);
         let size = u32::try_from(image.words[3] & 0xffff_ffff).unwrap();
         assert!(image.status() == 1 && (1..200).contains(&size), "{image:?}");
@@ -58,8 +58,8 @@ fn an_iaa_corrupts_in_silence() {
     let aecs = CompressAecs::fixed();
     let (page, packed) = (Memory::varied(1), [Memory::new(2, 0), Memory::new(2, 0)]);
     let model = Model::deterministic(&Config::iaa());
-    model.inject(On::any(), 1, 1, Mishap::Corrupt);
-    let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+    model.inject(On::any(), 1, 1, InjectedFault::Corrupt);
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     for out in &packed {
         let compress = compress(&page, out, &aecs, &record);
         let roomy = Descriptor {
@@ -83,7 +83,7 @@ fn an_iaa_faults_on_either_side() {
     let aecs = CompressAecs::fixed();
     let (page, packed, record) = (Memory::new(1, 3), Memory::new(1, 0), Record::default());
     let model = Model::deterministic(&Config::iaa());
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     model.pages().set(page.address(), 1, Page::Absent);
     assert_eq!(
         run(&queue, &compress(&page, &packed, &aecs, &record), &record).status(),
@@ -101,7 +101,7 @@ fn an_iaa_faults_on_either_side() {
 fn the_flags_that_are_wrong_are_in_the_record() {
     let model = Model::deterministic(&Config::dsa());
     let (queue, record, memory) = (
-        model.queue(0, 0, Door::Enqcmd),
+        model.queue(0, 0, PortalKind::Enqcmd),
         Record::default(),
         Memory::new(1, 0),
     );

@@ -9,7 +9,7 @@ fn a_slow_device_is_slow() {
             config.speeds = Speeds::default().slower(factor);
         });
         let model = Model::deterministic(&config);
-        let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+        let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
         let memory = Memory::new(16, 0);
         run(&queue, &is_zero(memory.address(), 65536, &record), &record);
         queue.now()
@@ -22,7 +22,7 @@ fn a_slow_device_is_slow() {
 fn a_device_has_its_throughput_with_all_engines_together() {
     let model = Model::deterministic(&Config::dsa());
     let (queue, memory, records) = (
-        model.queue(0, 0, Door::Enqcmd),
+        model.queue(0, 0, PortalKind::Enqcmd),
         Memory::new(256, 0),
         records(30),
     );
@@ -43,8 +43,8 @@ fn a_device_has_its_throughput_with_all_engines_together() {
 #[test]
 fn a_stuck_descriptor_never_completes_and_the_others_do() {
     let model = Model::deterministic(&Config::dsa());
-    model.inject(On::any(), 1, 1, Mishap::Stuck);
-    let (queue, records) = (model.queue(0, 0, Door::Enqcmd), records(8));
+    model.inject(On::any(), 1, 1, InjectedFault::Stuck);
+    let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(8));
     accepted(&queue, &records.iter().map(noop).collect::<Vec<_>>());
     assert_eq!(wait(&queue, &records[1], Duration::from_secs(3600)), None);
     let done = records.iter().filter(|record| record.status() == 1).count();
@@ -58,14 +58,14 @@ fn a_stuck_engine_does_nothing_else() {
     let mut config = Config::dsa();
     config.devices[0].groups[0].engines = 1;
     let model = Model::deterministic(&config);
-    model.inject(On::any(), 1, 1, Mishap::StuckEngine);
-    let (queue, records) = (model.queue(0, 0, Door::Enqcmd), records(3));
+    model.inject(On::any(), 1, 1, InjectedFault::StuckEngine);
+    let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(3));
     accepted(&queue, &records.iter().map(noop).collect::<Vec<_>>());
     assert_eq!(wait(&queue, &records[2], Duration::from_secs(3600)), None);
     assert_eq!(records[0].status(), 1);
     // What is stuck goes when its queue is closed.
     queue.close();
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     assert_eq!(run(&queue, &noop(&records[2]), &records[2]).status(), 1);
 }
 
@@ -73,9 +73,9 @@ fn a_stuck_engine_does_nothing_else() {
 fn the_hardware_and_the_watchdog_report_errors() {
     for config in [Config::dsa(), Config::iaa()] {
         let model = Model::deterministic(&config);
-        let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+        let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
         for status in [0x20, 0x22, 0x24] {
-            model.inject(On::any(), 0, 1, Mishap::Status(status));
+            model.inject(On::any(), 0, 1, InjectedFault::Status(status));
             assert_eq!(run(&queue, &noop(&record), &record).status(), status);
         }
     }
@@ -83,13 +83,13 @@ fn the_hardware_and_the_watchdog_report_errors() {
 
 #[test]
 fn a_device_that_is_disabled_in_mid_run_forgets_everything() {
-    let doors = [Door::Enqcmd, Door::Write { unsafe_v1: true }];
-    for (door, steps) in doors
+    let portals = [PortalKind::Enqcmd, PortalKind::Write { unsafe_v1: true }];
+    for (portal, steps) in portals
         .into_iter()
-        .flat_map(|door| (0..20).map(move |steps| (door, steps)))
+        .flat_map(|portal| (0..20).map(move |steps| (portal, steps)))
     {
         let model = Model::deterministic(&Config::dsa());
-        let (queue, memory, records) = (model.queue(0, 0, door), Memory::new(1, 0), records(16));
+        let (queue, memory, records) = (model.queue(0, 0, portal), Memory::new(1, 0), records(16));
         let all: Vec<_> = records
             .iter()
             .map(|record| fill(1, memory.address(), 4096, record))
@@ -110,18 +110,18 @@ fn a_device_that_is_disabled_in_mid_run_forgets_everything() {
         // It looks as if it were full, or is an error; also when others use the device again.
         for _ in 0..2 {
             let refusal = submit(&queue, &all).refusal;
-            match door {
-                Door::Enqcmd => assert!(matches!(refusal, Some(Refusal::Full))),
+            match portal {
+                PortalKind::Enqcmd => assert!(matches!(refusal, Some(Refusal::Full))),
                 _ => assert!(matches!(refusal, Some(Refusal::System(_)))),
             }
-            if model.open(0, 0, door).is_err() {
+            if model.open(0, 0, portal).is_err() {
                 let mut limits = queue.limits().clone();
                 limits.max_transfer = 2048;
                 model.reconfigure(0, 0, limits);
             }
             model.enable(0);
         }
-        let again = model.open(0, 0, door).unwrap();
+        let again = model.open(0, 0, portal).unwrap();
         assert_eq!(again.limits().max_transfer, 2048);
         assert_eq!(run(&again, &all[0], &records[0]).status(), 0x13);
         assert_eq!(
@@ -141,11 +141,11 @@ fn a_device_that_is_disabled_in_mid_run_forgets_everything() {
 fn a_late_write_hits_what_was_given_up_too_early() {
     let model = Model::deterministic(&Config::dsa());
     let (queue, memory, records) = (
-        model.queue(0, 0, Door::Enqcmd),
+        model.queue(0, 0, PortalKind::Enqcmd),
         Memory::new(1, 0),
         records(2),
     );
-    model.inject(On::any(), 0, 1, Mishap::Late(Duration::from_secs(1)));
+    model.inject(On::any(), 0, 1, InjectedFault::Late(Duration::from_secs(1)));
     accepted(
         &queue,
         &[fill(u64::MAX, memory.address(), 4096, &records[0])],
@@ -168,19 +168,29 @@ fn nothing_is_written_after_the_queue_is_closed() {
         [Model::deterministic, Model::timed, Model::threaded].map(|new| new(&Config::dsa()))
     {
         let (queue, memory, records) = (
-            model.queue(0, 0, Door::Enqcmd),
+            model.queue(0, 0, PortalKind::Enqcmd),
             Memory::new(1, 0),
             records(4),
         );
-        model.inject(On::any(), 0, 1, Mishap::Late(Duration::from_millis(20)));
         model.inject(
             On::any(),
             0,
             1,
-            Mishap::RecordLate(Duration::from_millis(20)),
+            InjectedFault::Late(Duration::from_millis(20)),
         );
-        model.inject(On::any(), 0, 1, Mishap::Stuck);
-        model.inject(On::any(), 0, 1, Mishap::Slow(Duration::from_millis(20)));
+        model.inject(
+            On::any(),
+            0,
+            1,
+            InjectedFault::RecordLate(Duration::from_millis(20)),
+        );
+        model.inject(On::any(), 0, 1, InjectedFault::Stuck);
+        model.inject(
+            On::any(),
+            0,
+            1,
+            InjectedFault::Slow(Duration::from_millis(20)),
+        );
         let all: Vec<_> = records
             .iter()
             .map(|record| fill(1, memory.address(), 4096, record))
@@ -199,9 +209,9 @@ fn nothing_is_written_after_the_queue_is_closed() {
 #[test]
 fn a_byte_is_wrong_and_nobody_says_so() {
     let model = Model::deterministic(&Config::dsa());
-    let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let (from, to) = (Memory::new(1, 5), Memory::new(1, 0));
-    model.inject(On::any(), 0, 1, Mishap::Corrupt);
+    model.inject(On::any(), 0, 1, InjectedFault::Corrupt);
     assert_eq!(
         run(
             &queue,
@@ -216,9 +226,9 @@ fn a_byte_is_wrong_and_nobody_says_so() {
 
 #[test]
 fn a_device_that_is_unplugged_is_gone() {
-    for door in [Door::Enqcmd, Door::Write { unsafe_v1: true }] {
+    for portal in [PortalKind::Enqcmd, PortalKind::Write { unsafe_v1: true }] {
         let model = Model::deterministic(&Config::dsa());
-        let (queue, record) = (model.queue(0, 0, door), Record::default());
+        let (queue, record) = (model.queue(0, 0, portal), Record::default());
         accepted(&queue, &[noop(&record)]);
         model.unplug(0);
         assert_eq!(wait(&queue, &record, PATIENCE), None);
@@ -226,9 +236,9 @@ fn a_device_that_is_unplugged_is_gone() {
             submit(&queue, &[noop(&record)]).refusal,
             Some(Refusal::System(_))
         ));
-        assert_eq!(model.open(0, 0, door).err(), Some(OpenError::Unplugged));
+        assert_eq!(model.open(0, 0, portal).err(), Some(OpenError::Unplugged));
         model.enable(0);
-        let refused = submit(&model.queue(0, 0, door), &[noop(&record)]).refusal;
+        let refused = submit(&model.queue(0, 0, portal), &[noop(&record)]).refusal;
         assert!(matches!(refused, Some(Refusal::System(_))));
         queue.close();
     }
@@ -238,16 +248,16 @@ fn a_device_that_is_unplugged_is_gone() {
 fn what_is_not_there_cannot_be_opened() {
     let model = Model::deterministic(&Config::dsa());
     assert_eq!(
-        model.open(1, 0, Door::Enqcmd).err(),
+        model.open(1, 0, PortalKind::Enqcmd).err(),
         Some(OpenError::Missing)
     );
     assert_eq!(
-        model.open(0, 1, Door::Enqcmd).err(),
+        model.open(0, 1, PortalKind::Enqcmd).err(),
         Some(OpenError::Missing)
     );
     model.disable(0);
     assert_eq!(
-        model.open(0, 0, Door::Enqcmd).err(),
+        model.open(0, 0, PortalKind::Enqcmd).err(),
         Some(OpenError::Disabled)
     );
 }
@@ -255,7 +265,7 @@ fn what_is_not_there_cannot_be_opened() {
 #[test]
 fn what_a_record_does_not_define_is_noise() {
     let model = Model::deterministic(&Config::dsa());
-    let (queue, record) = (model.queue(0, 0, Door::Enqcmd), Record::default());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let images = [0, 1].map(|_| run(&queue, &noop(&record), &record));
     assert_ne!(images[0].fault_address(), images[1].fault_address());
     assert_ne!(images[0].completed(), images[1].completed());
@@ -273,7 +283,7 @@ fn an_oracle_can_stand_for_the_work() {
         let model = Model::timed(&config_with(Config::dsa(), |config| {
             config.work = work;
         }));
-        run(&model.queue(0, 0, Door::Enqcmd), &zero, &record).result()
+        run(&model.queue(0, 0, PortalKind::Enqcmd), &zero, &record).result()
     };
     assert_eq!(result(Work::All), 1);
     assert_eq!(result(Work::Ends), 0);
@@ -288,7 +298,7 @@ fn a_trusting_model_does_the_same() {
     let (memory, copied, records) = (Memory::varied(9), Memory::new(9, 0), records(9));
     // SAFETY: all memory outlives the model.
     let model = Model::timed(&unsafe { Config::dsa().trusting() });
-    let queue = model.queue(0, 0, Door::Enqcmd);
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
     let (from, to) = (memory.address(), copied.address());
     let list: Vec<_> = (0..8u64)
         .zip(&records)
@@ -320,7 +330,7 @@ fn queues_share_engines_by_their_priority() {
     group.queues.push(group.queues[0].clone());
     (group.queues[0].priority, group.queues[1].priority) = (6, 2);
     let model = Model::deterministic(&config);
-    let queues = [0, 1].map(|queue| model.queue(0, queue, Door::Enqcmd));
+    let queues = [0, 1].map(|queue| model.queue(0, queue, PortalKind::Enqcmd));
     let (memory, one, two) = (Memory::new(16, 0), records(100), records(100));
     for (queue, records) in queues.iter().zip([&one, &two]) {
         let all: Vec<_> = records

@@ -3,7 +3,7 @@
 use std::io::{Read as _, Write as _};
 
 use super::*;
-use idxd_model::{Chance, Faults, Mishap, On};
+use idxd_model::{Chance, Faults, InjectedFault, On};
 
 pub(crate) fn deflate(page: &[u8], room: &mut [u8]) -> Option<usize> {
     let mut encoder = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::fast());
@@ -130,7 +130,7 @@ fn a_stuck_device_costs_a_moment() {
         chances: vec![Chance {
             per_mille: 1000,
             on: On::any(),
-            mishap: Mishap::Stuck,
+            fault: InjectedFault::Stuck,
         }],
         ..Faults::default()
     };

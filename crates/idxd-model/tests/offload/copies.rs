@@ -3,7 +3,7 @@
 use std::{panic::AssertUnwindSafe, thread};
 
 use super::*;
-use idxd_model::{Mishap, On, Page};
+use idxd_model::{InjectedFault, On, Page};
 
 /// Source and destination of so many pages.
 pub(crate) struct Areas {
@@ -70,7 +70,7 @@ const LONG: Duration = Duration::from_millis(10);
 #[test]
 fn what_is_copied_is_there() {
     let model = Model::deterministic(&Config::devices(Kind::Dsa, 2));
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, 2, BATCHES);
     let mut copier = Copier::new(devices.clone());
     for count in [128, 64, 300, 7, 8, 1, 0] {
@@ -91,7 +91,7 @@ fn without_devices_the_processor_does_it() {
 #[test]
 fn what_faults_the_processor_copies() {
     let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, 1, BATCHES);
     let mut areas = Areas::new(64);
     let moves = areas.moves();
@@ -107,28 +107,28 @@ fn what_faults_the_processor_copies() {
 #[test]
 fn a_late_device_never_writes_over_what_is_newer() {
     let late = Duration::from_secs(2);
-    for mishap in [
-        Mishap::Late(late),
-        Mishap::Slow(late),
-        Mishap::RecordLate(late),
-        Mishap::RecordLost,
-        Mishap::Stuck,
-        Mishap::StuckEngine,
-        Mishap::Late(Duration::from_millis(1)),
+    for fault in [
+        InjectedFault::Late(late),
+        InjectedFault::Slow(late),
+        InjectedFault::RecordLate(late),
+        InjectedFault::RecordLost,
+        InjectedFault::Stuck,
+        InjectedFault::StuckEngine,
+        InjectedFault::Late(Duration::from_millis(1)),
     ] {
         let model = Model::deterministic(&Config::devices(Kind::Dsa, 2));
-        let clock = model.queue(0, 0, Door::Enqcmd);
+        let clock = model.queue(0, 0, PortalKind::Enqcmd);
         let devices = devices(&model, 2, BATCHES);
-        model.inject(On::member(3), 0, 1, mishap);
+        model.inject(On::member(3), 0, 1, fault);
         let mut copier = Copier::new(devices.clone());
         for _ in 0..6 {
             Areas::new(64).copy(&mut copier, || pass(&clock, 2 * late));
         }
         // Only the queue of the device that did not answer is closed.
         let dead = devices.queues().filter(|queue| queue.is_dead()).count();
-        let answers =
-            matches!(mishap, Mishap::Late(time) if time < late) || mishap == Mishap::RecordLost;
-        assert_eq!(dead, usize::from(!answers), "{mishap:?}");
+        let answers = matches!(fault, InjectedFault::Late(time) if time < late)
+            || fault == InjectedFault::RecordLost;
+        assert_eq!(dead, usize::from(!answers), "{fault:?}");
         assert_eq!(sum(devices.work()), 6 * 64);
     }
 }
@@ -136,9 +136,14 @@ fn a_late_device_never_writes_over_what_is_newer() {
 #[test]
 fn a_panic_does_not_return_before_the_device_is_done() {
     let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, 1, BATCHES);
-    model.inject(On::any(), 0, 64, Mishap::Late(Duration::from_millis(1)));
+    model.inject(
+        On::any(),
+        0,
+        64,
+        InjectedFault::Late(Duration::from_millis(1)),
+    );
     let mut areas = Areas::new(64);
     let moves = areas.moves();
     let mut copier = Copier::new(devices.clone());
@@ -171,7 +176,7 @@ fn a_device_that_is_slower_than_the_processor_is_left_alone() {
 fn others_that_use_a_queue_that_is_closed_go_on() {
     let model = Model::threaded(&Config::dsa());
     let devices = devices(&model, 1, BATCHES);
-    model.inject(On::any(), 40, 1, Mishap::Stuck);
+    model.inject(On::any(), 40, 1, InjectedFault::Stuck);
     thread::scope(|scope| {
         for _ in 0..3 {
             scope.spawn(|| {

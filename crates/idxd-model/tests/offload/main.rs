@@ -21,7 +21,7 @@ use std::{sync::Arc, time::Duration};
 
 use idxd::offload::*;
 use idxd::{Kind, Queue, Record, Shape, Submit, Tuning};
-use idxd_model::{Config, Door, Model};
+use idxd_model::{Config, Model, PortalKind};
 
 const PAGE: usize = 4096;
 
@@ -46,7 +46,7 @@ fn devices_near(model: &Model, count: usize, shape: Shape, node: Option<u32>) ->
             slots: 64,
             ..Tuning::default()
         };
-        let submit = model.queue(device, 0, Door::Enqcmd);
+        let submit = model.queue(device, 0, PortalKind::Enqcmd);
         (Queue::new(submit, shape, tuning).unwrap(), None)
     });
     Arc::new(Devices::new(queues, node))

@@ -2,7 +2,7 @@
 
 use super::*;
 use idxd::shares::{Table, Weight};
-use idxd_model::{Mishap, On};
+use idxd_model::{InjectedFault, On};
 
 /// Operations that each device has taken.
 fn operations(devices: &Devices) -> Vec<u64> {
@@ -37,7 +37,7 @@ fn those_that_are_near_are_first_and_the_others_when_they_take_nothing() {
         config.limits_mut(device, 0).unwrap().numa_node = Some(node);
     }
     let model = Model::deterministic(&config);
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     for (node, expected) in [
         (Some(1), [320, 320, 0, 0]),
         (Some(0), [320, 320, 0, 0]),
@@ -75,7 +75,7 @@ fn those_that_are_near_are_first_and_the_others_when_they_take_nothing() {
 #[test]
 fn a_queue_that_is_always_full_is_seldom_asked() {
     let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, 1, BATCHES);
     model.refuse(0, 0, u32::MAX);
     scan(&devices, &clock, 5000);
@@ -93,7 +93,7 @@ fn a_queue_that_is_always_full_is_seldom_asked() {
 #[test]
 fn devices_that_go_away_one_after_the_other_are_not_missed() {
     let model = Model::deterministic(&Config::devices(Kind::Dsa, 3));
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, 3, BATCHES);
     scan(&devices, &clock, 6);
     model.disable(0);
@@ -109,11 +109,11 @@ fn devices_that_go_away_one_after_the_other_are_not_missed() {
 #[test]
 fn errors_of_the_hardware_are_the_processors_work() {
     let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, 1, BATCHES);
-    model.inject(On::batch(), 0, 1, Mishap::ListFault(1));
-    model.inject(On::batch(), 0, 1, Mishap::Status(0x22));
-    model.inject(On::batch(), 0, 1, Mishap::BatchFirst);
+    model.inject(On::batch(), 0, 1, InjectedFault::ListFault(1));
+    model.inject(On::batch(), 0, 1, InjectedFault::Status(0x22));
+    model.inject(On::batch(), 0, 1, InjectedFault::BatchFirst);
     scan(&devices, &clock, 4);
     // One page of the first; none of the second, and then it is left alone once.
     let work = devices.work();
@@ -124,7 +124,7 @@ fn errors_of_the_hardware_are_the_processors_work() {
 fn a_share_bounds_what_is_in_flight() {
     let directory = tempfile::tempdir().unwrap();
     let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let join = || {
         let table = Table::open(
             directory.path(),
@@ -138,7 +138,7 @@ fn a_share_bounds_what_is_in_flight() {
         slots: 16,
         ..Tuning::default()
     };
-    let queue = Queue::new(model.queue(0, 0, Door::Enqcmd), BATCHES, tuning).unwrap();
+    let queue = Queue::new(model.queue(0, 0, PortalKind::Enqcmd), BATCHES, tuning).unwrap();
     let devices = Arc::new(Devices::new([(queue, Some(ours))], None));
     let memory = Memory::of(&contents(64));
     let pages = memory.addresses(64);

@@ -2,7 +2,7 @@
 
 use proptest::{collection::vec, prelude::*};
 
-use idxd_model::{Faults, Mishap, On, Page};
+use idxd_model::{Faults, InjectedFault, On, Page};
 
 use super::{
     compression,
@@ -21,7 +21,7 @@ enum Event {
     /// A queue is full: so often, or for ever.
     Full(usize, u32),
     Occupied(usize, u32),
-    Injected(Mishap),
+    Injected(InjectedFault),
     Absent(usize),
 }
 
@@ -103,7 +103,7 @@ impl Event {
             Self::Unplug(device) => model.unplug(device),
             Self::Full(device, times) => model.refuse(device, 0, times),
             Self::Occupied(device, entries) => model.occupy(device, 0, entries),
-            Self::Injected(mishap) => model.inject(On::any(), 0, 1, mishap),
+            Self::Injected(fault) => model.inject(On::any(), 0, 1, fault),
             Self::Absent(page) => {
                 let page = pages.get(page).copied().unwrap_or_default();
                 model.pages().set(page, 4096, Page::Absent);
@@ -115,7 +115,7 @@ impl Event {
 /// Two batches at a time, as a caller has them who encodes one while the next is out.
 fn scan(schedule: &Schedule, memory: &Memory) -> Seen {
     let model = schedule.model(Kind::Dsa);
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, schedule.devices, BATCHES);
     let mut scanner = ZeroScanner::new(devices.clone(), 4096, std::num::NonZeroU32::new(3));
     let (mut out, mut pages, mut passed) = (None, 0, Duration::ZERO);
@@ -163,7 +163,7 @@ fn scan(schedule: &Schedule, memory: &Memory) -> Seen {
 
 fn round_trip(schedule: &Schedule, memory: &Memory, tables: Tables) -> Seen {
     let model = schedule.model(Kind::Iaa);
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, schedule.devices, PAGES);
     let mut compressor = Compressor::new(devices.clone(), PAGE, 128, tables);
     let mut decompressor = Decompressor::new(devices.clone(), PAGE);
@@ -197,7 +197,7 @@ fn round_trip(schedule: &Schedule, memory: &Memory, tables: Tables) -> Seen {
 
 fn copy(schedule: &Schedule, areas: &mut Areas) -> Seen {
     let model = schedule.model(Kind::Dsa);
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, schedule.devices, BATCHES);
     let mut copier = Copier::new(devices.clone());
     for (event, _, meanwhile) in &schedule.calls {

@@ -11,7 +11,7 @@ use rustix::mm::{
 };
 
 use super::*;
-use idxd_model::{Mishap, On, Page, Work as Done};
+use idxd_model::{InjectedFault, On, Page, Work as Done};
 
 /// Scans `count` pages of `memory` with `meanwhile` between start and finish; the pages that the processor looked at.
 fn scan(
@@ -47,7 +47,7 @@ const LONG: Duration = Duration::from_millis(1);
 fn the_device_finds_them_if_it_has_time() {
     for bytes in [contents(128), vec![0; 128 * PAGE], vec![1; 128 * PAGE]] {
         let model = Model::deterministic(&Config::devices(Kind::Dsa, 2));
-        let clock = model.queue(0, 0, Door::Enqcmd);
+        let clock = model.queue(0, 0, PortalKind::Enqcmd);
         let (devices, memory) = (devices(&model, 2, BATCHES), Memory::of(&bytes));
         let mut scanner = ZeroScanner::new(devices.clone(), 4096, None);
         for batch in 1..=4 {
@@ -67,7 +67,7 @@ fn the_device_finds_them_if_it_has_time() {
 #[test]
 fn a_device_and_the_processor_meet() {
     let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let (devices, memory) = (devices(&model, 1, BATCHES), Memory::of(&contents(128)));
     let mut scanner = ZeroScanner::new(devices.clone(), 4096, None);
     let looked = scan(&mut scanner, &memory, 128, || {
@@ -83,7 +83,7 @@ fn a_device_and_the_processor_meet() {
 #[test]
 fn a_few_pages_are_not_worth_it_and_eight_are() {
     let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let (devices, memory) = (devices(&model, 1, BATCHES), Memory::of(&contents(8)));
     let mut scanner = ZeroScanner::new(devices.clone(), 4096, None);
     for count in 0..8 {
@@ -111,7 +111,7 @@ fn without_devices_the_processor_does_it() {
 #[test]
 fn what_the_caller_asks_for_is_what_it_gets() {
     let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let (devices, memory) = (devices(&model, 1, BATCHES), Memory::of(&contents(64)));
     let mut scanner = ZeroScanner::new(devices, 4096, None);
     let pages = memory.addresses(64);
@@ -137,7 +137,7 @@ fn what_the_caller_asks_for_is_what_it_gets() {
 #[test]
 fn a_batch_that_nobody_finishes_comes_back() {
     let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let (devices, memory) = (devices(&model, 1, BATCHES), Memory::of(&contents(64)));
     let mut scanner = ZeroScanner::new(devices.clone(), 4096, None);
     for _ in 0..200 {
@@ -152,7 +152,7 @@ fn a_batch_that_nobody_finishes_comes_back() {
 #[test]
 fn pages_that_fault_are_looked_at() {
     let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let (devices, memory) = (devices(&model, 1, BATCHES), Memory::of(&contents(128)));
     let pages = memory.addresses(128);
     for page in [0, 1, 64, 127] {
@@ -178,7 +178,7 @@ fn memory_that_is_gone_crashes_nothing() {
         area
     };
     let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, 1, BATCHES);
     let start = area.expose_provenance() as u64;
     let mut pages: Vec<_> = (0..64).map(|page| start + page * 4096).collect();
@@ -204,7 +204,7 @@ fn memory_that_is_gone_crashes_nothing() {
 #[test]
 fn nobody_waits_for_a_device_that_is_stuck() {
     let model = Model::deterministic(&Config::devices(Kind::Dsa, 2));
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let (devices, memory) = (devices(&model, 2, BATCHES), Memory::of(&contents(128)));
     model.inject(
         On {
@@ -213,7 +213,7 @@ fn nobody_waits_for_a_device_that_is_stuck() {
         },
         0,
         u32::MAX,
-        Mishap::Stuck,
+        InjectedFault::Stuck,
     );
     let mut scanner = ZeroScanner::new(devices.clone(), 4096, None);
     let before = clock.now();
@@ -236,7 +236,7 @@ fn nobody_waits_for_a_device_that_is_stuck() {
 fn a_device_that_becomes_faster_gets_more_again() {
     for count in [16, 64, 128] {
         let model = Model::deterministic(&Config::dsa());
-        let clock = model.queue(0, 0, Door::Enqcmd);
+        let clock = model.queue(0, 0, PortalKind::Enqcmd);
         let (devices, memory) = (devices(&model, 1, BATCHES), Memory::of(&contents(count)));
         let mut scanner = ZeroScanner::new(devices.clone(), 4096, None);
         for _ in 0..50 {
@@ -258,7 +258,7 @@ fn a_device_that_judges_wrong_is_caught_whatever_the_others_say() {
     let models = [honest, wrong].map(|config| Model::deterministic(&config));
     let submits = models
         .each_ref()
-        .map(|model| model.queue(0, 0, Door::Enqcmd));
+        .map(|model| model.queue(0, 0, PortalKind::Enqcmd));
     let queues = submits.clone().map(|submit| {
         let queue = Queue::new(submit, BATCHES, Tuning::default()).unwrap();
         (queue, None)
@@ -289,7 +289,7 @@ fn what_is_not_checked_is_counted() {
     let mut config = Config::dsa();
     config.work = Done::Oracle(Arc::new(|_, _| true));
     let model = Model::deterministic(&config);
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let (devices, memory) = (devices(&model, 1, BATCHES), Memory::of(&vec![1; 64 * PAGE]));
     let mut scanner = ZeroScanner::new(devices, 4096, one_in(16));
     let pages = memory.addresses(64);
@@ -307,7 +307,7 @@ fn what_is_not_checked_is_counted() {
 #[test]
 fn a_guest_that_writes_to_its_pages_is_no_wrong_device() {
     let model = Model::deterministic(&Config::dsa());
-    let clock = model.queue(0, 0, Door::Enqcmd);
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
     let devices = devices(&model, 1, BATCHES);
     let words: Vec<_> = (0..65 * PAGE / 8).map(|_| AtomicU64::new(0)).collect();
     let start = words.as_ptr().align_offset(PAGE);

@@ -325,4 +325,88 @@ const LENGTH_ORDER: [usize; LENGTH_CODES] = [
 ];
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Sum of 2^-len, in units of 2^-15.
+    fn kraft(lengths: &[u8]) -> u32 {
+        let codes = lengths.iter().filter(|len| **len != 0);
+        codes.map(|len| 1 << (15 - len)).sum()
+    }
+
+    #[test]
+    fn canonical_codes_are_those_of_the_rfcs_example() {
+        let lengths = [3, 3, 3, 3, 3, 2, 4, 4];
+        let bits = canonical(&lengths).map(|code| code.bits);
+        assert_eq!(bits, [2, 3, 4, 5, 6, 0, 14, 15]);
+    }
+
+    #[test]
+    fn lengths_are_optimal_without_a_limit_in_the_way() {
+        // The textbook's example: 45, 13, 12, 16, 9, 5.
+        assert_eq!(lengths(&[45, 13, 12, 16, 9, 5], 15), [1, 3, 3, 3, 4, 4]);
+        assert_eq!(lengths(&[0, 0, 0], 15), [1, 1, 0]);
+        assert_eq!(lengths(&[0, 0, 9], 15), [1, 0, 1]);
+        assert_eq!(lengths(&[0, 3, 9], 15), [0, 1, 1]);
+    }
+
+    #[test]
+    fn the_limit_holds_where_huffman_would_go_deeper() {
+        // Counts like Fibonacci's numbers make the deepest trees.
+        let mut counts = [0_u32; 40];
+        let (mut a, mut b) = (1, 1);
+        for count in &mut counts {
+            *count = a;
+            (a, b) = (b, a + b);
+        }
+        for limit in [6, 7, 15] {
+            let lengths = lengths(&counts, limit);
+            assert_eq!(lengths.iter().max(), Some(&limit));
+            assert_eq!(kraft(&lengths), 1 << 15);
+        }
+    }
+
+    #[test]
+    fn runs_of_any_length_are_what_they_shorten() {
+        for length in [0_u8, 5] {
+            for len in 1..=316 {
+                let lengths = vec![length; len];
+                let mut restored = Vec::new();
+                for run in runs(&lengths) {
+                    let (what, times) = match run.symbol {
+                        16 => (*restored.last().unwrap(), run.extra + 3),
+                        17 => (0, run.extra + 3),
+                        18 => (0, run.extra + 11),
+                        length => (length, 1),
+                    };
+                    assert!(run.extra < 1 << run.extra_bits);
+                    restored.extend((0..times).map(|_| what));
+                }
+                assert_eq!(restored, lengths);
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn codes_are_complete_and_limited(
+            counts in prop::array::uniform32(prop_oneof![Just(0), 0..4_u32, any::<u32>()]),
+            limit in 5_u8..=15,
+        ) {
+            let lengths = lengths(&counts, limit);
+            prop_assert_eq!(kraft(&lengths), 1 << 15);
+            prop_assert!(lengths.iter().all(|len| *len <= limit));
+            for (count, len) in counts.iter().zip(lengths) {
+                prop_assert!(*count == 0 || len != 0);
+            }
+            // More frequent symbols are not longer.
+            for (a, one) in counts.iter().zip(lengths) {
+                for (b, other) in counts.iter().zip(lengths) {
+                    prop_assert!(a <= b || one <= other || other == 0);
+                }
+            }
+        }
+    }
+}

@@ -13,7 +13,7 @@
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
-use super::{Devices, OffloadCounters, devices::Given};
+use super::{Devices, OffloadCounters, devices::Pending};
 use crate::{
     Descriptor, Outcome, Slot,
     iaa::{self, CompressAecs, Histogram},
@@ -210,7 +210,7 @@ fn stream(outcome: &Outcome, page_bytes: usize) -> Option<Option<&[u8]>> {
 #[derive(Debug)]
 pub(super) struct Flights {
     pub(super) devices: Arc<Devices>,
-    given: VecDeque<Given>,
+    given: VecDeque<Pending>,
     /// How long the next one may take when there is nothing else to do: nothing any more after one was late.
     patience: Duration,
 }
@@ -269,7 +269,7 @@ impl Flights {
 
     /// Whether the outcome of the oldest one is there, or comes soon.
     pub(super) fn is_next_there(&mut self) -> bool {
-        let Some(Given { member, flight }) = self.given.front_mut() else {
+        let Some(Pending { member, flight }) = self.given.front_mut() else {
             return false;
         };
         flight.is_done() || flight.wait_a_little(self.devices.now(*member) + PATIENCE)
@@ -278,12 +278,12 @@ impl Flights {
     /// The outcome of the oldest one, unless it takes too long: then its slot comes back when the device is done with
     /// it after all.
     pub(super) fn next(&mut self) -> Option<Outcome> {
-        let Given { member, mut flight } = self.given.pop_front()?;
+        let Pending { member, mut flight } = self.given.pop_front()?;
         let before = self.devices.now(member);
         if flight.is_done() || flight.wait_a_little(before + self.patience) {
-            self.devices.was_useful(member);
+            self.devices.record_success(member);
         } else if !self.patience.is_zero() {
-            self.devices.was_useless(member);
+            self.devices.record_failure(member);
         }
         let waited = self.devices.now(member).saturating_sub(before);
         self.patience = self.patience.saturating_sub(waited);

@@ -7,7 +7,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use super::{Devices, OffloadCounters, devices::Given};
+use super::{Devices, OffloadCounters, devices::Pending};
 use crate::{Outcome, Slot, dsa, status::SUCCESS};
 
 /// Bytes to be copied.
@@ -134,7 +134,7 @@ fn fill(slot: &mut Slot, moves: &[Move]) -> usize {
 struct Writing<'a> {
     devices: &'a Devices,
     /// There until it has ended.
-    given: Option<Given>,
+    given: Option<Pending>,
 }
 
 impl Writing<'_> {
@@ -161,15 +161,15 @@ impl Writing<'_> {
         let outcome = self.end();
         let waited = self.devices.now(member).saturating_sub(waiting);
         if outcome.is_none() || waited > TOO_LONG.max(waiting.saturating_sub(beginning)) {
-            self.devices.was_useless(member);
+            self.devices.record_failure(member);
         } else {
-            self.devices.was_useful(member);
+            self.devices.record_success(member);
         }
         outcome
     }
 
     fn end(&mut self) -> Option<Outcome> {
-        let Given { member, flight } = self.given.take()?;
+        let Pending { member, flight } = self.given.take()?;
         let deadline = self.devices.now(member) + PATIENCE;
         flight.wait_or_close(deadline).ok()
     }

@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use super::rest::Rest;
+use super::backoff::Backoff;
 use crate::{InFlight, Queue, Slot, Statistics, Urgency, shares::Share};
 
 /// OffloadCounters queues to give work to, shared by all threads.
@@ -44,7 +44,7 @@ pub struct OffloadCounters {
 /// Operations that a device has.
 #[derive(Debug)]
 #[must_use]
-pub(super) struct Given {
+pub(super) struct Pending {
     /// Which of the queues has them.
     pub(super) member: usize,
     pub(super) flight: InFlight,
@@ -53,7 +53,7 @@ pub(super) struct Given {
 #[derive(Debug)]
 struct Member {
     queue: Queue,
-    rest: Rest,
+    backoff: Backoff,
     share: Option<Share>,
     /// When the share is to be looked after again, in milliseconds of the queue's time.
     due: AtomicU64,
@@ -78,7 +78,7 @@ impl Devices {
         let is_near = |member: &Member| node.is_none() || member.queue.limits().numa_node == node;
         let members = queues.into_iter().map(|(queue, share)| Member {
             queue,
-            rest: Rest::default(),
+            backoff: Backoff::default(),
             share,
             due: AtomicU64::new(0),
         });
@@ -126,12 +126,12 @@ impl Devices {
     ///
     /// # Safety
     /// That of [`Slot::submit`], for what `fill` has written.
-    pub(super) unsafe fn give(&self, fill: &mut dyn FnMut(&mut Slot) -> usize) -> Option<Given> {
+    pub(super) unsafe fn give(&self, fill: &mut dyn FnMut(&mut Slot) -> usize) -> Option<Pending> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let far = self.members.len() - self.near;
         let mut refusals = 0;
         for member in rotated(0, self.near, turn).chain(rotated(self.near, far, turn)) {
-            if !self.members[member].rest.is_over() {
+            if !self.members[member].backoff.is_over() {
                 continue;
             }
             let Some(mut slot) = self.slot(member) else {
@@ -143,9 +143,9 @@ impl Devices {
             }
             // SAFETY: as the caller promises.
             if let Ok(flight) = unsafe { slot.submit(count, Urgency::Low) } {
-                return Some(Given { member, flight });
+                return Some(Pending { member, flight });
             }
-            self.was_useless(member);
+            self.record_failure(member);
             refusals += 1;
             if refusals == MOST_REFUSALS {
                 return None;
@@ -170,13 +170,13 @@ impl Devices {
     }
 
     /// The queue has answered in time: it is asked again.
-    pub(super) fn was_useful(&self, member: usize) {
-        self.members[member].rest.end();
+    pub(super) fn record_success(&self, member: usize) {
+        self.members[member].backoff.record_success();
     }
 
     /// The queue took nothing, or did not answer in time: it is left alone for a while.
-    pub(super) fn was_useless(&self, member: usize) {
-        self.members[member].rest.lengthen();
+    pub(super) fn record_failure(&self, member: usize) {
+        self.members[member].backoff.record_failure();
     }
 
     pub(super) fn counters(&self) -> &Counters {

@@ -17,7 +17,7 @@ use std::{num::NonZeroU32, sync::Arc, time::Duration};
 
 use thiserror::Error;
 
-use super::{Devices, OffloadCounters, devices::Given};
+use super::{Devices, OffloadCounters, devices::Pending};
 use crate::{Slot, Urgency, dsa, status::SUCCESS};
 
 /// Looks for zero pages, for one thread.
@@ -40,7 +40,7 @@ pub struct ZeroScanner {
 #[derive(Debug, Default)]
 #[must_use]
 pub struct Batch {
-    given: Option<Given>,
+    given: Option<Pending>,
     /// How many pages [`ZeroScanner::start`] was given.
     pages: usize,
 }
@@ -58,7 +58,7 @@ pub struct WrongVerdict {
 
 #[derive(Debug)]
 struct Late {
-    given: Given,
+    given: Pending,
     deadline: Duration,
 }
 
@@ -198,7 +198,7 @@ impl ZeroScanner {
     }
 
     /// Gives `pages` to a device, the last one first, or as many of them as it takes at once.
-    fn give(&self, pages: &[u64]) -> Option<Given> {
+    fn give(&self, pages: &[u64]) -> Option<Pending> {
         // SAFETY: comparisons write to nothing but their records, which are the slot's.
         unsafe { self.devices.give(&mut |slot| self.fill(slot, pages)) }
     }
@@ -214,9 +214,9 @@ impl ZeroScanner {
     /// Overtaken pages were given in vain; where there were none the device can have more.
     fn adapt(&mut self, done: &OffloadCounters, member: usize, pages: usize) {
         if done.by_device > 0 {
-            self.devices.was_useful(member);
+            self.devices.record_success(member);
         } else if done.overtaken + done.failed > 0 {
-            self.devices.was_useless(member);
+            self.devices.record_failure(member);
         }
         if done.overtaken == 0 {
             self.share = (self.share + self.raise).min(1.0);
@@ -230,11 +230,11 @@ impl ZeroScanner {
     }
 
     /// The device may still be writing records: their slot stays in its hands until it is done, or lost.
-    fn keep_if_late(&mut self, given: Given) {
-        let Given { member, flight } = given;
+    fn keep_if_late(&mut self, given: Pending) {
+        let Pending { member, flight } = given;
         if let Err(flight) = flight.poll() {
             let deadline = self.devices.now(member) + PATIENCE;
-            let given = Given { member, flight };
+            let given = Pending { member, flight };
             self.late.push(Late { given, deadline });
         }
     }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::*;
-use crate::{Kind, Operations, discovery::testing::Tree};
+use crate::{Kind, Operations, tree::Tree};
 
 /// A queue without a device: it answers as it is told.
 #[derive(Debug, Default)]

@@ -29,7 +29,7 @@ use std::{
 };
 
 use idxd::{Queue, Tuning, offload::Devices};
-use idxd_model::{Door, Model};
+use idxd_model::{Model, PortalKind};
 use multifd::Method;
 use rustix::fs::{MemfdFlags, memfd_create};
 use testguest::{Backing, Config, Fill, Guest, Kind, Memory, Pattern, kvm_available};
@@ -563,7 +563,7 @@ pub(crate) fn dsas(model: &Model, count: usize) -> Arc<Devices> {
         ..Tuning::default()
     };
     let queues = (0..count).map(|device| {
-        let submit = model.queue(device, 0, Door::Enqcmd);
+        let submit = model.queue(device, 0, PortalKind::Enqcmd);
         (Queue::new(submit, shape, tuning).unwrap(), None)
     });
     Arc::new(Devices::new(queues, None))

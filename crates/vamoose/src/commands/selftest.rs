@@ -18,7 +18,7 @@ use idxd::{
     portal,
 };
 use idxd_model::{
-    Config, Door, Model,
+    Config, Model, PortalKind,
     selftest::{self, random},
 };
 
@@ -114,26 +114,30 @@ fn models(options: &Options) -> Vec<Tested> {
         limits.block_on_fault = true;
     }
     [
-        ("DSA model, ENQCMD", Config::dsa(), Door::Enqcmd),
+        ("DSA model, ENQCMD", Config::dsa(), PortalKind::Enqcmd),
         (
             "DSA model, write(2)",
             Config::dsa(),
-            Door::Write { unsafe_v1 },
+            PortalKind::Write { unsafe_v1 },
         ),
-        ("DSA model that blocks on faults", blocking, Door::Enqcmd),
-        ("IAA model, ENQCMD", Config::iaa(), Door::Enqcmd),
+        (
+            "DSA model that blocks on faults",
+            blocking,
+            PortalKind::Enqcmd,
+        ),
+        ("IAA model, ENQCMD", Config::iaa(), PortalKind::Enqcmd),
         (
             "IAA model, write(2)",
             Config::iaa(),
-            Door::Write { unsafe_v1 },
+            PortalKind::Write { unsafe_v1 },
         ),
     ]
     .into_iter()
-    .map(|(name, mut config, door)| {
+    .map(|(name, mut config, portal)| {
         config.seed = options.seed;
         let model = Model::deterministic(&config);
         // Nobody else is there to be harmed.
-        tested(name.to_owned(), model.queue(0, 0, door), options, true)
+        tested(name.to_owned(), model.queue(0, 0, portal), options, true)
     })
     .collect()
 }

@@ -163,7 +163,7 @@ fn plans() -> Vec<Plan> {
         ),
         ("A hundred guests, by what is in their memory", "", mixes),
         (
-            "A tenant that nobody knows",
+            "A client that nobody knows",
             "20 guests that send, half of their pages zero. Somebody without a share keeps queues full, with batches of 128 pages.",
             flooded(),
         ),

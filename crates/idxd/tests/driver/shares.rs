@@ -1,16 +1,19 @@
 use std::{
     fs,
-    io::{BufRead, BufReader, Write},
+    io::{self, BufRead, BufReader, Write},
+    num::NonZeroU32,
     os::unix::fs::{FileExt, PermissionsExt, symlink},
+    path::{Path, PathBuf},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     sync::Barrier,
     thread,
+    time::Duration,
 };
 
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-use super::*;
+use idxd::shares::*;
 
 const QUEUE: &str = "wq0.1";
 
@@ -37,6 +40,20 @@ fn join(directory: &TempDir, entries: u32, weight: u8) -> Share {
 fn entries(shares: &[Share]) -> Vec<u32> {
     shares.iter().map(Share::entries).collect()
 }
+
+/// Changes a word of the table behind the members' backs.
+fn write_word(directory: &TempDir, word: usize, value: u64) {
+    let file = fs::File::options().write(true).open(file_in(directory));
+    let offset = word as u64 * 8;
+    file.unwrap()
+        .write_all_at(&value.to_ne_bytes(), offset)
+        .unwrap();
+}
+
+// The table's layout.
+const ENTRIES: usize = 1;
+const ROWS: usize = 64;
+const WORDS: usize = 512;
 
 fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
@@ -131,7 +148,7 @@ fn a_change_that_nobody_announced_is_found() {
     let directory = directory();
     let shares = [join(&directory, 8, 4), join(&directory, 8, 4)];
     assert_eq!(entries(&shares), [4, 4]);
-    shares[0].shared.row(1).store(0, Ordering::Relaxed);
+    write_word(&directory, ROWS + 1, 0);
     assert_eq!(entries(&shares), [4, 4]);
     shares[0].refresh(seconds(0)).unwrap();
     assert_eq!(shares[0].entries(), 8);
@@ -197,15 +214,13 @@ fn a_queue_of_another_size_waits_for_its_old_users() {
 #[test]
 fn a_removed_file_is_noticed() {
     let directory = directory();
-    let share = join(&directory, 8, 4);
+    let table = open(&directory, 8).unwrap();
+    let share = table.join(Weight::NORMAL).unwrap();
     fs::remove_file(file_in(&directory)).unwrap();
     assert!(matches!(
         share.refresh(seconds(0)),
         Err(SharesError::Removed { .. })
     ));
-    let table = Table {
-        shared: Arc::clone(&share.shared),
-    };
     assert!(matches!(
         table.join(Weight::NORMAL),
         Err(SharesError::Removed { .. })
@@ -422,7 +437,11 @@ proptest! {
             }
             let weights: Vec<_> = model.iter().map(|&(weight, active)| if active { weight } else { 0 }).collect();
             let mut expected = vec![0; weights.len()];
-            divide(size, phase(QUEUE), &weights, &mut expected);
+            // Each queue has another phase: FNV-1a of its name.
+            let phase = QUEUE.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+                (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+            });
+            divide(size, phase, &weights, &mut expected);
             let found: Vec<_> =
                 shares.iter().map(|share| share.as_ref().map_or(0, Share::entries)).collect();
             prop_assert_eq!(found, expected);
@@ -432,25 +451,27 @@ proptest! {
     #[test]
     fn garbage_does_no_harm(words in prop::collection::vec(any::<u64>(), WORDS), later: bool) {
         let directory = directory();
-        let scribble = |table: &Table| {
+        let scribble = || {
             for (index, &word) in words.iter().enumerate().skip(ENTRIES) {
-                table.shared.word(index).store(word, Ordering::Relaxed);
+                write_word(&directory, index, word);
             }
         };
         let before = open(&directory, 77).unwrap();
-        scribble(&before);
+        scribble();
         let share = join(&directory, 77, 4);
         prop_assert!(share.entries() <= 77);
         if later {
             // A live member's row too, and the number of entries.
-            scribble(&before);
+            scribble();
         }
         for second in 0..5 {
             share.refresh(seconds(second)).unwrap();
             prop_assert!(share.entries() <= 77);
         }
         prop_assert_eq!(before.members(), 1);
-        let entries = before.shared.word(ENTRIES).load(Ordering::Relaxed);
+        let table = fs::read(file_in(&directory)).unwrap();
+        let entries = table[ENTRIES * 8..][..8].try_into().unwrap();
+        let entries = u64::from_ne_bytes(entries);
         prop_assert_eq!(u64::from(share.entries()), entries.min(77));
     }
 }
@@ -469,7 +490,7 @@ struct Process {
 impl Process {
     fn start(directory: &TempDir, size: u32) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "shares::tests::process", "--nocapture"])
+            .args(["--exact", "shares::process", "--nocapture"])
             .env(DIRECTORY, directory.path())
             .env(SIZE, size.to_string())
             .stdin(Stdio::piped())

@@ -2,8 +2,10 @@
 
 use std::{fs, os::unix::fs::symlink, path::PathBuf};
 
-use super::{DeviceName, Root};
-use crate::Kind;
+use idxd::{
+    Kind,
+    discovery::{DeviceName, Root},
+};
 
 /// The tree; it goes with this value.
 pub(crate) struct Tree {
@@ -47,8 +49,6 @@ const QUEUE: &[(&str, &str)] = &[
 
 const DSA_OPERATIONS: &str =
     "00000000,00000000,00000000,00000000,00000000,00000000,00000001,003f03ff";
-const DSA_SAFE_OPERATIONS: &str =
-    "00000000,00000000,00000000,00000000,00000000,00000000,00000001,003f03fd";
 const IAA_OPERATIONS: &str =
     "00000000,00000000,00000000,00000000,00000000,007f331c,00000000,0000000d";
 
@@ -73,7 +73,7 @@ impl Tree {
 
     /// `path` among the devices.
     pub(crate) fn path(&self, path: &str) -> PathBuf {
-        self.root().devices().join(path)
+        self.root().sys.join("bus/dsa/devices").join(path)
     }
 
     /// Any file of the tree.
@@ -128,23 +128,13 @@ impl Tree {
             if kind == Kind::Dsa {
                 self.set(&format!("{queue}/max_batch_size"), "32\n");
             }
-            let device = super::name::directory(kind);
+            let device = match kind {
+                Kind::Dsa => "dsa",
+                Kind::Iaa => "iax",
+            };
             self.link(&format!("{device}/wq{number}.{part}"), "/dev/null");
         }
         self.set(&format!("{name}/wq{number}.2/mode"), "dedicated\n");
         self.set(&format!("{name}/wq{number}.2/threshold"), "0\n");
-    }
-
-    /// What the kernel says where it lets processes submit no batches.
-    pub(crate) fn hide_batch(&self, device: &str) {
-        self.set(&format!("{device}/op_cap"), DSA_SAFE_OPERATIONS);
-        for queue in super::scan(&self.root())
-            .iter()
-            .flat_map(|device| &device.queues)
-        {
-            if queue.device.to_string() == device {
-                self.set(&format!("{}/op_config", queue.name), DSA_SAFE_OPERATIONS);
-            }
-        }
     }
 }

@@ -1,12 +1,13 @@
 use std::{
-    fs,
-    os::unix::{ffi::OsStringExt, fs::PermissionsExt, fs::symlink},
-    thread,
+    fs, io,
+    num::NonZeroU32,
+    os::unix::{ffi::OsStringExt, fs::symlink},
 };
 
 use proptest::prelude::*;
 
-use super::{testing::Tree, *};
+use super::tree::Tree;
+use idxd::{discovery::*, *};
 
 const BOTH: [Kind; 2] = [Kind::Dsa, Kind::Iaa];
 
@@ -100,34 +101,6 @@ fn limits_stay_within_the_devices() {
     assert_eq!(
         (limits.max_batch, limits.operations),
         (None, Operations([0xbf_067f, 0, 0, 0]))
-    );
-}
-
-#[test]
-fn a_hidden_batch_is_given_back_to_a_portal_alone() {
-    let tree = Tree::of(&BOTH);
-    tree.hide_batch("dsa0");
-    let mapped = |name: &str| {
-        let queue = queue(&tree, name);
-        assert!(!queue.limits().unwrap().operations.has(opcode::BATCH));
-        queue.limits_mapped(queue.limits().cloned().unwrap())
-    };
-    let limits = mapped("wq0.0");
-    assert_eq!(
-        (limits.operations.has(opcode::BATCH), limits.max_batch),
-        (true, NonZeroU32::new(32))
-    );
-    let limits = mapped("wq1.0");
-    assert_eq!(
-        (limits.operations.has(opcode::BATCH), limits.max_batch),
-        (false, None)
-    );
-    // Of one queue alone, its administrator took it.
-    tree.set("dsa0/op_cap", "1003f03ff");
-    let limits = mapped("wq0.0");
-    assert_eq!(
-        (limits.operations.has(opcode::BATCH), limits.max_batch),
-        (false, None)
     );
 }
 
@@ -304,7 +277,7 @@ fn wrong_trees_are_survived() {
     tree.remove("dsa0/wq0.1/size");
     fs::create_dir(tree.path("dsa0/wq0.1/size")).unwrap();
     let strange = std::ffi::OsString::from_vec(b"dsa\xff".to_vec());
-    fs::create_dir(tree.root().devices().join(strange)).unwrap();
+    fs::create_dir(tree.root().sys.join("bus/dsa/devices").join(strange)).unwrap();
 
     let devices = scan(&tree.root());
     let names: Vec<String> = devices
@@ -352,18 +325,6 @@ fn wrong_trees_are_survived() {
 }
 
 #[test]
-fn a_queue_that_is_gone_says_so() {
-    let tree = Tree::of(&[Kind::Dsa]);
-    let root = tree.root();
-    let mut device = scan(&root).remove(0);
-    device.queues.clear();
-    assert_eq!(
-        super::queue(&root, &tree.path("dsa0"), &device, 9).usable(),
-        Err(Problem::Gone)
-    );
-}
-
-#[test]
 fn the_character_device_has_to_be_there_and_right() {
     let tree = Tree::of(&BOTH);
     let node = tree.file("dev/dsa/wq0.0");
@@ -383,40 +344,6 @@ fn the_character_device_has_to_be_there_and_right() {
     tree.link("dsa/wq0.0", "wq0.0");
     assert!(matches!(problem(&tree, "wq0.0"), Problem::Node { path, .. } if path == node));
     others_are_usable(&tree, "wq0.0");
-}
-
-#[test]
-fn permission_is_missed() {
-    let tree = Tree::of(&[Kind::Dsa]);
-    let mode = |path: &str, mode| {
-        fs::set_permissions(tree.file(path), fs::Permissions::from_mode(mode)).unwrap()
-    };
-    let queue = queue(&tree, "wq0.0");
-    node(&queue).unwrap();
-    mode("dev/dsa", 0);
-    let denied = thread::scope(|scope| {
-        let thread = scope.spawn(|| {
-            as_nobody();
-            node(&queue).unwrap_err()
-        });
-        thread.join().unwrap()
-    });
-    mode("dev/dsa", 0o755);
-    assert_eq!(denied, Problem::Denied(tree.file("dev/dsa/wq0.0")));
-}
-
-/// Root is denied nothing, so this thread, which ends soon, becomes somebody else; the kernel's credentials are a
-/// thread's.
-fn as_nobody() {
-    if rustix::process::geteuid().is_root() {
-        let (uid, gid) = (
-            rustix::process::Uid::from_raw(65534),
-            rustix::process::Gid::from_raw(65534),
-        );
-        rustix::thread::set_thread_groups(&[]).unwrap();
-        rustix::thread::set_thread_res_gid(gid, gid, gid).unwrap();
-        rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
-    }
 }
 
 #[test]

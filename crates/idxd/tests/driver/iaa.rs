@@ -1,10 +1,11 @@
 use proptest::prelude::*;
 
-use super::*;
-use crate::{
+use super::expected;
+use idxd::{
     Kind, Limits, Mode, Operations,
-    rules::{Place, Violation, bytes, check, expected},
+    rules::{Place, Violation, check},
 };
+use idxd::{iaa::*, operation::*, *};
 
 const COMPRESS: Compress = Compress {
     source: 0x1122_3344_5566_7788,
@@ -94,7 +95,7 @@ fn builders_write_the_bytes_of_the_header_file() {
     ];
     for (descriptor, expected) in cases {
         assert_eq!(
-            bytes(&descriptor),
+            descriptor.bytes(),
             expected,
             "opcode {:#x}",
             descriptor.opcode()
@@ -122,7 +123,7 @@ fn flags_stand_at_their_bits() {
         .blocking_on_fault(true)
         .with_cache_control()
         .descriptor();
-    assert_eq!(bytes(&all)[4..8], [0x0e, 0x01, 0x01, 0x43]);
+    assert_eq!(all.bytes()[4..8], [0x0e, 0x01, 0x01, 0x43]);
 }
 
 fn limits() -> Limits {

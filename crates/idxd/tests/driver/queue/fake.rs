@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use crate::{
+use idxd::{
     Descriptor, Kind, Limits, Mode, Operations, Record, Refusal, Submit, Submitted, opcode,
 };
 

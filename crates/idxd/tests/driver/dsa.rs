@@ -1,10 +1,11 @@
 use std::num::NonZeroU32;
 
-use super::*;
-use crate::{
+use super::expected;
+use idxd::{
     Kind, Limits, Mode, Operations,
-    rules::{Place, Violation, bytes, check, expected},
+    rules::{Place, Violation, check},
 };
+use idxd::{dsa::*, operation::*, *};
 
 const RECORD_ADDRESS: u64 = 0x0000_7f01_0203_0440;
 /// Flags, opcode and record, as every builder writes them.
@@ -97,7 +98,7 @@ fn builders_write_the_bytes_of_the_header_file() {
     ];
     for (descriptor, expected) in cases {
         assert_eq!(
-            bytes(&descriptor),
+            descriptor.bytes(),
             expected,
             "opcode {}",
             descriptor.opcode()
@@ -114,7 +115,7 @@ fn flags_stand_at_their_bits() {
         .with_strict_ordering()
         .with_destination_readback()
         .descriptor();
-    assert_eq!(bytes(&all)[4..8], [0x0f, 0x61, 0x00, 0x03]);
+    assert_eq!(all.bytes()[4..8], [0x0f, 0x61, 0x00, 0x03]);
     let not = memmove(A, B, SIZE, RECORD_ADDRESS).blocking_on_fault(false);
     assert_eq!(not, memmove(A, B, SIZE, RECORD_ADDRESS));
 }

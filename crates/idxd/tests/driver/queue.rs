@@ -1,11 +1,17 @@
 mod fake;
 mod schedules;
 
-use std::{collections::HashSet, io, thread};
+use std::{
+    collections::HashSet,
+    io,
+    sync::{Arc, Mutex},
+    thread,
+    time::Duration,
+};
 
-use super::*;
-use crate::{Flags, Kind, Operations};
 use fake::{Fake, Pace, dedicated, shared, write};
+use idxd::*;
+use idxd::{Flags, Kind, Operations};
 
 const SHAPE: Shape = Shape {
     members: 8,
