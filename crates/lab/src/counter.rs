@@ -21,9 +21,6 @@ use crate::qemu::{Binary, Builder};
 use crate::ram::{self, Fill, PAGE};
 
 /// Writes the firmware into a file, which has to stay as long as QEMUs are started with it.
-///
-/// # Errors
-/// When it cannot be written.
 pub fn write_firmware(path: &Path) -> Result<()> {
     let mut rom = vec![0; 64 << 10];
     rom[..CODE.len()].copy_from_slice(&CODE);
@@ -32,7 +29,6 @@ pub fn write_firmware(path: &Path) -> Result<()> {
 }
 
 /// A machine with this guest and `ram` bytes, which are filled with every kind of page by `seed`.
-#[must_use]
 pub fn machine(binary: &Binary, ram: u64, firmware: &Path, seed: u64) -> Builder {
     Builder::firmware(binary, ram, firmware).content(Fill::Mixed, seed)
 }
@@ -43,9 +39,6 @@ pub struct Image(Vec<u8>);
 
 impl Image {
     /// Of [`machine`] with the same `ram` and `seed`.
-    ///
-    /// # Errors
-    /// When there is no room for a temporary file.
     pub fn new(size: u64, seed: u64) -> Result<Self> {
         let file = tempfile::NamedTempFile::new().context("creating a temporary file")?;
         ram::write(file.path(), size, &Fill::Mixed, seed)?;
@@ -84,9 +77,6 @@ impl Image {
 }
 
 /// How far a guest has counted, running or not. Any number before it has begun to.
-///
-/// # Errors
-/// When its memory cannot be read.
 pub fn count(ram: &Path) -> Result<u32> {
     let mut bytes = [0; 4];
     let read = |bytes: &mut [u8]| -> io::Result<()> {

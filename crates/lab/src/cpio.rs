@@ -20,17 +20,11 @@ impl<W: Write> Archive<W> {
     }
 
     /// Adds a directory with the mode 0755.
-    ///
-    /// # Errors
-    /// When the output cannot be written.
     pub fn directory(&mut self, name: &str) -> Result<()> {
         self.header(name, 0o040_755, 0, (0, 0))
     }
 
     /// Adds a regular file with these permissions and exactly `size` bytes from `content`.
-    ///
-    /// # Errors
-    /// When `content` ends early or cannot be read, `size` is beyond the format's 4 GiB, or the output cannot be written.
     pub fn file(
         &mut self,
         name: &str,
@@ -52,17 +46,11 @@ impl<W: Write> Archive<W> {
     }
 
     /// Adds a character device with the mode 0600.
-    ///
-    /// # Errors
-    /// When the output cannot be written.
     pub fn character_device(&mut self, name: &str, major: u32, minor: u32) -> Result<()> {
         self.header(name, 0o020_600, 0, (major, minor))
     }
 
     /// Ends the archive and gives the output back.
-    ///
-    /// # Errors
-    /// When the output cannot be written.
     pub fn finish(mut self) -> Result<W> {
         self.header("TRAILER!!!", 0, 0, (0, 0))?;
         self.out.flush()?;

@@ -13,9 +13,6 @@ pub struct Meter {
 
 impl Meter {
     /// Notes what the processes have used so far.
-    ///
-    /// # Errors
-    /// When one of them does not exist.
     pub fn start(pids: &[u32]) -> Result<Self> {
         let at_start = pids
             .iter()
@@ -26,9 +23,6 @@ impl Meter {
 
     /// CPU seconds (user and system) since the start, in the order of the pids. A process that has ended still counts as
     /// long as nobody has waited for it.
-    ///
-    /// # Errors
-    /// When one of the processes is gone.
     pub fn read(&self) -> Result<Vec<f64>> {
         self.at_start
             .iter()

@@ -52,9 +52,6 @@ pub struct Load {
 impl Image {
     /// Builds an initramfs with `content` MiB of this machine's files to fill memory from. A guest needs about twice that
     /// beside what it fills, and 100 MiB for itself.
-    ///
-    /// # Errors
-    /// When `scripts/setup guest` has not run, or there is no room.
     pub fn build(content: u32) -> Result<Self> {
         let parts = target_dir().join("guest");
         let kernel = parts.join("vmlinuz");
@@ -88,7 +85,6 @@ impl Image {
     }
 
     /// A machine with `ram` bytes that boots this image and runs the load. The two ends of a migration need the same.
-    #[must_use]
     pub fn machine(&self, binary: &Binary, ram: u64, load: &Load) -> Builder {
         let Load { fill, hot, rate } = load;
         // loglevel: kernel messages would get between the ticks. panic: with -no-reboot it ends QEMU, which is noticed.
@@ -124,9 +120,6 @@ impl Guest {
     }
 
     /// Waits until the guest has filled its memory and begun to rewrite it.
-    ///
-    /// # Errors
-    /// When it has not within this time, or something went wrong in it (with its last output).
     pub fn wait_ready(&self, within: Duration) -> Result<()> {
         let ready = |log: &Log| {
             log.lines
@@ -169,21 +162,16 @@ impl Guest {
     }
 
     /// The ticks so far.
-    #[must_use]
     pub fn ticks(&self) -> Vec<Tick> {
         self.log().ticks()
     }
 
     /// The output so far.
-    #[must_use]
     pub fn log(&self) -> Log {
         self.serial.log()
     }
 
     /// Kills QEMU and gives all output of the guest.
-    ///
-    /// # Errors
-    /// When QEMU cannot be killed.
     pub fn finish(mut self) -> Result<Log> {
         self.qemu.kill()?;
         Ok(self.serial.finish())

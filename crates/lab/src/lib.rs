@@ -27,9 +27,6 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 
 /// Says on the terminal that a test did not run, and why, even where the test harness captures output.
-///
-/// # Errors
-/// When the environment variable `VAMOOSE_NO_SKIP` is set: then whoever runs the tests expects all of them to run.
 pub fn skipped(reason: &str) -> Result<()> {
     if std::env::var_os("VAMOOSE_NO_SKIP").is_some() {
         bail!("{reason}, and VAMOOSE_NO_SKIP forbids to skip");
@@ -40,7 +37,6 @@ pub fn skipped(reason: &str) -> Result<()> {
 }
 
 /// The workspace's `target` directory, where `scripts/setup` puts things, whatever CARGO_TARGET_DIR says.
-#[must_use]
 pub fn target_dir() -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target"))
 }

@@ -35,9 +35,6 @@ pub struct Traffic {
 }
 
 /// Whether links can be made here.
-///
-/// # Errors
-/// When not; says why.
 pub fn available() -> Result<()> {
     if !rustix::process::geteuid().is_root() {
         bail!("network namespaces need root");
@@ -51,9 +48,6 @@ pub fn available() -> Result<()> {
 }
 
 /// Makes a link as [`Link::new`]. Where that is not possible, says loudly that the test is skipped, and gives `None`.
-///
-/// # Errors
-/// When skipping is forbidden, see [`skipped`].
 pub fn link_or_skip(rate: Option<u64>) -> Result<Option<Link>> {
     match available().and_then(|()| Link::new(rate)) {
         Ok(link) => Ok(Some(link)),
@@ -63,9 +57,6 @@ pub fn link_or_skip(rate: Option<u64>) -> Result<Option<Link>> {
 
 impl Link {
     /// Makes a link that carries `rate` bits a second in each direction, or as much as the CPU can.
-    ///
-    /// # Errors
-    /// When `ip` or `tc` fails, with what it says.
     pub fn new(rate: Option<u64>) -> Result<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         // Names of devices have at most 15 characters; process ids have 7 digits.
@@ -88,9 +79,6 @@ impl Link {
     }
 
     /// Makes the link carry `rate` bits a second from now on, whatever it carried before.
-    ///
-    /// # Errors
-    /// When `tc` fails, with what it says.
     pub fn set_rate(&self, rate: u64) -> Result<()> {
         self.source.shape(rate)?;
         self.destination.shape(rate)
@@ -99,19 +87,16 @@ impl Link {
 
 impl Namespace {
     /// The name, as for `ip netns exec`.
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
     /// The address of this end; the other one reaches it there.
-    #[must_use]
     pub fn address(&self) -> Ipv4Addr {
         self.address
     }
 
     /// A command that will run in this namespace. Its process is the program itself, no wrapper.
-    #[must_use]
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.name]).arg(program);
@@ -119,9 +104,6 @@ impl Namespace {
     }
 
     /// What has gone through this end since the link was made.
-    ///
-    /// # Errors
-    /// When the kernel's counters cannot be read.
     pub fn traffic(&self) -> Result<Traffic> {
         let statistics = format!("/sys/class/net/{}/statistics", self.device);
         let files = ["tx_bytes", "rx_bytes"].map(|name| format!("{statistics}/{name}"));

@@ -6,12 +6,13 @@ use anyhow::{Context, Result};
 
 /// CPU time (user and system) that a process with all its threads has used, in seconds. The resolution is the kernel's
 /// clock tick, usually 10 ms.
-///
-/// # Errors
-/// When there is no such process (a zombie still counts).
 pub fn cpu_seconds(pid: u32) -> Result<f64> {
-    let path = format!("/proc/{pid}/stat");
-    let stat = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    seconds_in(&format!("/proc/{pid}/stat"))
+}
+
+/// The same of a process or thread, by the path of its `stat`.
+pub fn seconds_in(path: &str) -> Result<f64> {
+    let stat = fs::read_to_string(path).with_context(|| format!("reading {path}"))?;
     let ticks = cpu_ticks(&stat).with_context(|| format!("{path} is not as expected: {stat}"))?;
     Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
 }
@@ -30,9 +31,6 @@ pub struct Memory {
 }
 
 /// What memory a process has.
-///
-/// # Errors
-/// When there is no such process, or it is a zombie.
 pub fn memory(pid: u32) -> Result<Memory> {
     let path = format!("/proc/{pid}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
@@ -41,9 +39,6 @@ pub fn memory(pid: u32) -> Result<Memory> {
 }
 
 /// Memory that the machine could still give out without swapping, in bytes.
-///
-/// # Errors
-/// When /proc/meminfo cannot be read.
 pub fn available_memory() -> Result<u64> {
     let info = fs::read_to_string("/proc/meminfo").context("reading /proc/meminfo")?;
     kilobytes(&info, "MemAvailable:").context("no MemAvailable in /proc/meminfo")

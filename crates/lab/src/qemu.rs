@@ -98,9 +98,6 @@ pub fn available() -> &'static [Binary] {
 }
 
 /// The QEMU of this major and minor version. When there is none, says loudly that the test is skipped, and gives `None`.
-///
-/// # Errors
-/// When there is none and skipping is forbidden, see [`skipped`].
 pub fn find_or_skip(major: u32, minor: u32) -> Result<Option<Binary>> {
     let fits = |binary: &&Binary| (binary.version.major, binary.version.minor) == (major, minor);
     let found = available().iter().find(fits).cloned();
@@ -111,9 +108,6 @@ pub fn find_or_skip(major: u32, minor: u32) -> Result<Option<Binary>> {
 }
 
 /// Every QEMU of [`VERSIONS`] with every one, itself included: source and destination. Says loudly which are missing.
-///
-/// # Errors
-/// When one is missing and skipping is forbidden, see [`skipped`].
 pub fn pairs_or_skip() -> Result<Vec<(Binary, Binary)>> {
     let mut found = Vec::new();
     for (major, minor) in VERSIONS {
@@ -129,9 +123,6 @@ pub fn pairs_or_skip() -> Result<Vec<(Binary, Binary)>> {
 }
 
 /// The newest QEMU there is. When there is none, says loudly that the test is skipped, and gives `None`.
-///
-/// # Errors
-/// When there is none and skipping is forbidden, see [`skipped`].
 pub fn newest_or_skip() -> Result<Option<Binary>> {
     let found = available().last().cloned();
     if found.is_none() {
@@ -179,19 +170,16 @@ enum Machine {
 
 impl Builder {
     /// A machine that is nothing but `ram` bytes of memory.
-    #[must_use]
     pub fn bare(binary: &Binary, ram: u64) -> Self {
         Self::new(binary, Machine::Bare, ram, 1)
     }
 
     /// A machine of type [`MACHINE`] with `ram` bytes and one CPU under TCG that runs this firmware and nothing else.
-    #[must_use]
     pub fn firmware(binary: &Binary, ram: u64, firmware: &Path) -> Self {
         Self::new(binary, Machine::Firmware(firmware.to_owned()), ram, 1)
     }
 
     /// A machine of type [`MACHINE`] with `ram` bytes and two CPUs under TCG that boots a Linux kernel.
-    #[must_use]
     pub fn linux(
         binary: &Binary,
         ram: u64,
@@ -224,49 +212,42 @@ impl Builder {
     }
 
     /// Virtual CPUs of a Linux machine.
-    #[must_use]
     pub fn cpus(mut self, cpus: u32) -> Self {
         self.cpus = cpus;
         self
     }
 
     /// What RAM holds at the start, see [`ram::write`]. Nothing (zeros) by default.
-    #[must_use]
     pub fn content(mut self, fill: Fill, seed: u64) -> Self {
         self.content = Some((fill, seed));
         self
     }
 
     /// Keeps RAM in this file, which stays when QEMU ends. By default it is a temporary one, in memory if there is room.
-    #[must_use]
     pub fn ram_file(mut self, path: &Path) -> Self {
         self.ram_file = Some(path.to_owned());
         self
     }
 
     /// Has QEMU touch all RAM before it starts, as a destination in production would.
-    #[must_use]
     pub fn preallocate(mut self) -> Self {
         self.preallocate = true;
         self
     }
 
     /// Waits for a migration: nothing runs before [`Qmp::migrate_incoming`] and its completion.
-    #[must_use]
     pub fn incoming(mut self) -> Self {
         self.incoming = true;
         self
     }
 
     /// Does not let the guest run before [`Qmp::cont`], not even after an incoming migration. Bare machines never run.
-    #[must_use]
     pub fn paused(mut self) -> Self {
         self.paused = true;
         self
     }
 
     /// Runs QEMU in a network namespace, see [`crate::net::Namespace::name`].
-    #[must_use]
     pub fn namespace(mut self, name: &str) -> Self {
         self.namespace = Some(name.to_owned());
         self
@@ -275,7 +256,6 @@ impl Builder {
     /// Has a bare machine of a newer QEMU keep to the habits of an older one at the other end (possibly behind a relay):
     /// a SYNC after each section, zero pages in the main stream, no announcement of the switchover. Linux machines do by
     /// their versioned type, but a bare one has no version, and without this the two ends wait for each other for ever.
-    #[must_use]
     pub fn peer(mut self, other: Version) -> Self {
         let habits = [
             (9, "multifd-flush-after-each-section=on"),
@@ -292,22 +272,17 @@ impl Builder {
     }
 
     /// What this QEMU's process is to be called, instead of after its program or its loader.
-    #[must_use]
     pub fn process_name(self, name: &str) -> Self {
         self.argument("-name").argument(format!("x,process={name}"))
     }
 
     /// Adds an argument to QEMU's command line.
-    #[must_use]
     pub fn argument(mut self, argument: impl Into<OsString>) -> Self {
         self.arguments.push(argument.into());
         self
     }
 
     /// Starts QEMU and connects to its QMP.
-    ///
-    /// # Errors
-    /// When RAM isn't whole MiB, there is no room for it, or QEMU does not start (with its stderr).
     pub fn start(&self) -> Result<Qemu> {
         if !self.ram.is_multiple_of(1 << 20) {
             bail!("{} bytes of RAM are not whole MiB", self.ram);
@@ -473,63 +448,46 @@ pub struct Qemu {
 
 impl Qemu {
     /// The process id of QEMU itself.
-    #[must_use]
     pub fn pid(&self) -> u32 {
         self.process.child.id()
     }
 
     /// The file that is the guest's memory.
-    #[must_use]
     pub fn ram(&self) -> &Path {
         &self.ram
     }
 
     /// A second QMP socket, on which QEMU listens for others than the lab.
-    #[must_use]
     pub fn qmp_socket(&self) -> PathBuf {
         self.dir.path().join("qmp")
     }
 
     /// A path for a socket that goes away with this QEMU; the URI for QEMU is `unix:` and this.
-    #[must_use]
     pub fn socket(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
     /// What QEMU has written to stderr so far.
-    #[must_use]
     pub fn stderr(&self) -> String {
         self.process.stderr()
     }
 
     /// CPU seconds (user and system) that QEMU has used.
-    ///
-    /// # Errors
-    /// When /proc cannot be read.
     pub fn cpu_seconds(&self) -> Result<f64> {
         proc::cpu_seconds(self.pid())
     }
 
     /// QEMU's memory, with what it has touched of the guest's.
-    ///
-    /// # Errors
-    /// When QEMU has ended.
     pub fn memory(&self) -> Result<proc::Memory> {
         proc::memory(self.pid())
     }
 
     /// Waits for QEMU to end by itself.
-    ///
-    /// # Errors
-    /// When it has not ended within this time.
     pub fn wait_exit(&mut self, within: Duration) -> Result<ExitStatus> {
         self.process.wait_exit(within)
     }
 
     /// Ends QEMU as a crash would.
-    ///
-    /// # Errors
-    /// When it cannot be killed.
     pub fn kill(&mut self) -> Result<()> {
         self.process.child.kill().context("killing QEMU")?;
         self.process

@@ -46,9 +46,6 @@ const AGAIN: Duration = Duration::from_millis(50);
 
 impl Qmp {
     /// Connects to a QMP socket and leaves negotiation mode.
-    ///
-    /// # Errors
-    /// When nobody listens there, or it is not QMP.
     pub fn connect(path: &Path) -> Result<Self> {
         let stream = UnixStream::connect(path)
             .with_context(|| format!("connecting to {}", path.display()))?;
@@ -107,9 +104,6 @@ impl Qmp {
     }
 
     /// Takes the first event of this name whose data fits, from the queue or as it arrives; earlier others stay queued.
-    ///
-    /// # Errors
-    /// When none arrives in time, or QEMU has gone.
     pub fn wait_event(
         &mut self,
         name: &str,
@@ -169,9 +163,6 @@ impl Qmp {
     }
 
     /// Waits until the guest is in this state.
-    ///
-    /// # Errors
-    /// When it is not within this time, or QEMU has gone.
     pub fn wait_status(&mut self, wanted: &str, within: Duration) -> Result<()> {
         let deadline = Instant::now() + within;
         loop {
@@ -251,9 +242,6 @@ impl Qmp {
     }
 
     /// The TCP port at which this QEMU waits for its migration: for [`Qmp::migrate_incoming`] at port 0.
-    ///
-    /// # Errors
-    /// When it does not wait at a TCP port.
     pub fn incoming_port(&mut self) -> Result<u16> {
         let info = self.query_migrate()?;
         let port = info["socket-address"][0]["port"]
@@ -280,9 +268,6 @@ impl Qmp {
 
     /// Waits until QEMU has cleaned up after a migration: it says *failed* or *cancelled* before, and neither takes another
     /// one nor bears a change of its capabilities until then.
-    ///
-    /// # Errors
-    /// When it has not within the time.
     pub fn wait_idle(&mut self, within: Duration) -> Result<()> {
         let deadline = Instant::now() + within;
         loop {
@@ -328,9 +313,6 @@ impl Qmp {
     }
 
     /// Waits until a migration that is under way has moved this many bytes of memory.
-    ///
-    /// # Errors
-    /// When it is over before, or the time is.
     pub fn wait_moved(&mut self, bytes: u64, within: Duration) -> Result<()> {
         let deadline = Instant::now() + within;
         loop {

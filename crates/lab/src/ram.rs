@@ -24,9 +24,6 @@ pub enum Fill {
 }
 
 /// Writes an image of `size` bytes; the same seed gives the same image. An existing file is replaced in place.
-///
-/// # Errors
-/// When the file cannot be written, or one of [`Fill::Files`] not be read, or all of them are empty.
 pub fn write(path: &Path, size: u64, fill: &Fill, seed: u64) -> Result<()> {
     let context = || format!("writing the memory image {}", path.display());
     let mut options = OpenOptions::new();
@@ -52,9 +49,6 @@ pub fn write(path: &Path, size: u64, fill: &Fill, seed: u64) -> Result<()> {
 
 /// Files of this machine with realistic content (libraries, programs, texts), about `total` bytes of them in all, in the
 /// same order every time.
-///
-/// # Errors
-/// When the machine has no such files at all.
 pub fn host_files(total: u64) -> Result<Vec<PathBuf>> {
     let roots = ["/usr/lib/x86_64-linux-gnu", "/usr/bin", "/usr/share"];
     let mut lists: Vec<_> = roots
@@ -121,9 +115,6 @@ impl fmt::Display for Mismatch {
 impl std::error::Error for Mismatch {}
 
 /// Compares two whole images.
-///
-/// # Errors
-/// When they are not the same, or cannot be read.
 pub fn compare(a: &Path, b: &Path) -> Result<(), Mismatch> {
     let (mut a, mut b) = (Reader::open(a)?, Reader::open(b)?);
     if a.size != b.size {

@@ -48,13 +48,11 @@ pub struct Tick {
 
 impl Log {
     /// The ticks among the lines.
-    #[must_use]
     pub fn ticks(&self) -> Vec<Tick> {
         self.lines.iter().filter_map(Line::tick).collect()
     }
 
     /// The longest time between two ticks that follow one another; zero when there are less than two.
-    #[must_use]
     pub fn largest_gap(&self) -> Duration {
         self.ticks()
             .windows(2)
@@ -64,9 +62,6 @@ impl Log {
     }
 
     /// Whether the guest is in order so far.
-    ///
-    /// # Errors
-    /// When it found its memory corrupt, could not go on, or its kernel panicked.
     pub fn check(&self) -> Result<()> {
         let bad = |line: &&Line| {
             let text = &line.text;
@@ -130,13 +125,11 @@ pub struct Continuity {
 impl Continuity {
     /// The time between the last tick at the source and the first at the destination: the downtime as the guest's users
     /// feel it, and up to one tick (100 ms) more.
-    #[must_use]
     pub fn gap(&self) -> Duration {
         self.first.at.saturating_duration_since(self.last.at)
     }
 
     /// How much of the gap the guest's own clock has seen.
-    #[must_use]
     pub fn guest_gap(&self) -> Duration {
         self.first.guest.saturating_sub(self.last.guest)
     }
@@ -144,9 +137,6 @@ impl Continuity {
 
 /// Follows a guest from the source's serial port to the destination's. A line may have been cut by the migration; it counts
 /// at the destination.
-///
-/// # Errors
-/// When one end has no ticks, a tick is missing, doubled or out of order, or the guest found its memory corrupt.
 pub fn follow(source: &Log, destination: &Log) -> Result<Continuity> {
     let mut destination = destination.clone();
     if let Some(line) = destination.lines.first_mut() {
@@ -196,7 +186,6 @@ impl Shared {
 
 impl Serial {
     /// Starts to read.
-    #[must_use]
     pub fn new(mut stream: UnixStream) -> Self {
         let shared = Arc::new(Shared::default());
         let theirs = Arc::clone(&shared);
@@ -217,15 +206,11 @@ impl Serial {
     }
 
     /// A copy of everything so far.
-    #[must_use]
     pub fn log(&self) -> Log {
         self.shared.log().clone()
     }
 
     /// Waits until `find` finds something in the log.
-    ///
-    /// # Errors
-    /// When it has not within this time, the port was closed, or the guest says that it is not in order.
     pub fn wait<T>(
         &self,
         what: &str,
@@ -261,7 +246,6 @@ impl Serial {
     }
 
     /// Waits until QEMU has closed the port, and gives everything that came out of it. Only for after QEMU's end.
-    #[must_use]
     pub fn finish(mut self) -> Log {
         if let Some(reader) = self.reader.take() {
             let _ = reader.join();

@@ -29,9 +29,6 @@ pub const LIBQATZIP_SYMBOLS: [&str; 10] = [
 /// Compiles the stand-in for libqatzip into `folder`, without one of [`LIBQATZIP_SYMBOLS`] if that is wanted, and gives
 /// its path. A process that loads one file twice gets the same switches twice: every test compiles into a folder of its
 /// own.
-///
-/// # Errors
-/// When there is no C compiler or no zlib.h, when `folder` cannot be written to, or when there is no such symbol.
 pub fn libqatzip(folder: &Path, without: Option<&str>) -> Result<PathBuf> {
     let path = folder.join("libqatzip.so.3");
     let mut compiler = Command::new("cc");
@@ -57,9 +54,6 @@ pub fn libqatzip(folder: &Path, without: Option<&str>) -> Result<PathBuf> {
 
 /// As [`libqatzip`]. Where that is not possible for want of a compiler or of zlib, says loudly that the test is
 /// skipped, and gives `None`.
-///
-/// # Errors
-/// When skipping is forbidden, see [`skipped`], or when it is the compilation that fails.
 pub fn libqatzip_or_skip(folder: &Path, without: Option<&str>) -> Result<Option<PathBuf>> {
     if let Err(error) = compiles_zlib() {
         skipped(&format!(

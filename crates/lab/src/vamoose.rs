@@ -22,9 +22,6 @@ use tempfile::TempDir;
 use crate::proc::{self, Memory};
 
 /// A folder for `--state-dir`, in memory as the default one is: what is measured is not a disk.
-///
-/// # Errors
-/// When it cannot be made.
 pub fn state_dir() -> Result<TempDir> {
     let memory = Path::new("/dev/shm");
     let mut builder = tempfile::Builder::new();
@@ -58,9 +55,6 @@ struct State {
 
 impl Vamoose {
     /// Starts `command`, a `vamoose` with its arguments.
-    ///
-    /// # Errors
-    /// When it cannot be started.
     pub fn start(command: &mut Command) -> Result<Self> {
         let mut child = command
             .env("NO_COLOR", "1")
@@ -84,9 +78,6 @@ impl Vamoose {
 
     /// A relay from `listen` (which may end in port 0) to `connect`, ready for its source; returns
     /// the address to migrate to, too.
-    ///
-    /// # Errors
-    /// When it does not get as far as listening.
     pub fn relay(
         program: &Path,
         listen: &str,
@@ -101,23 +92,16 @@ impl Vamoose {
     }
 
     /// The process.
-    #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
     /// Its memory.
-    ///
-    /// # Errors
-    /// When it has ended.
     pub fn memory(&self) -> Result<Memory> {
         proc::memory(self.pid())
     }
 
     /// Waits for a line with `text` on stderr and returns what follows the text.
-    ///
-    /// # Errors
-    /// When it ends without saying it, or the time is over.
     pub fn wait_for(&self, text: &str, within: Duration) -> Result<String> {
         let deadline = Instant::now() + within;
         let mut state = self
@@ -147,17 +131,11 @@ impl Vamoose {
     }
 
     /// Sends a signal.
-    ///
-    /// # Errors
-    /// When the process is gone already.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         kill_process(self.raw_pid()?, signal).context("cannot signal vamoose")
     }
 
     /// Ends it as a crash would; nothing of it is left when this returns.
-    ///
-    /// # Errors
-    /// When it cannot be killed.
     pub fn kill(&mut self) -> Result<()> {
         self.child.kill().context("cannot kill vamoose")?;
         self.child.wait().context("cannot wait for vamoose")?;
@@ -165,17 +143,11 @@ impl Vamoose {
     }
 
     /// Whether it has ended.
-    ///
-    /// # Errors
-    /// When the system does not say.
     pub fn has_ended(&mut self) -> Result<bool> {
         Ok(self.child.try_wait()?.is_some())
     }
 
     /// Waits for its end, about as long as this; whether it has ended. [`Vamoose::finish`] tells how.
-    ///
-    /// # Errors
-    /// When it has been waited for before.
     pub fn wait_end(&self, within: Duration) -> Result<bool> {
         let process = pidfd_open(self.raw_pid()?, PidfdFlags::empty())?;
         let timeout = Timespec::try_from(within)?;
@@ -186,9 +158,6 @@ impl Vamoose {
     }
 
     /// Waits for its end and returns how it ended, with all it wrote.
-    ///
-    /// # Errors
-    /// When it has not ended within the time.
     pub fn finish(mut self, within: Duration) -> Result<Ended> {
         let process = pidfd_open(self.raw_pid()?, PidfdFlags::empty())?;
         let timeout = Timespec::try_from(within)?;
@@ -217,7 +186,6 @@ impl Vamoose {
     }
 
     /// What it has written to stderr so far.
-    #[must_use]
     pub fn stderr(&self) -> String {
         let state = self
             .said

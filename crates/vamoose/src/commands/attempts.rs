@@ -1,4 +1,4 @@
-//! `vamoose attempts`: what this host remembers of migrations.
+//! `vamoose attempts`: the journal of this host's migrations.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -8,15 +8,15 @@ use vamoose_relay::{Attempt, Journal, Standing};
 
 use vamoose::{options::StateDir, report::write_json};
 
-/// List the attempts to migrate that this host remembers
+/// List the migration attempts of this host
 ///
-/// Those that are running, unfinished (run the same command again), orphaned (a loaded guest whose source has gone
-/// silent), in doubt, and those that are over. `vamoose settle` ends what only a person can decide.
+/// An attempt is running, unfinished (run the same command again), orphaned (a loaded guest without contact from its
+/// source), in doubt, or over. `vamoose settle` ends an attempt that only an operator can decide.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     #[command(flatten)]
     state_dir: StateDir,
-    /// Print them as JSON
+    /// Print JSON
     #[arg(long)]
     json: bool,
 }

@@ -1,4 +1,4 @@
-//! `vamoose inspect`: what is in recorded channel streams, packet by packet.
+//! `vamoose inspect`: the packets of recorded channel streams.
 //!
 //! ```text
 //! file ─> Recording (plain or zstd) ─> Packet ─┬─> Table: a line each, a summary at the end
@@ -28,26 +28,25 @@ use self::{
 };
 use vamoose::options::Size;
 
-/// Print the packets of recorded channel streams, and apply them to a RAM file
+/// Print the packets of recorded channel streams, and optionally apply them to a RAM file
 ///
-/// A stream is what one multifd channel carried, from its first 64 bytes on, as it is or
-/// compressed with zstd. Give all channels of a migration at once: they are walked together, from
-/// SYNC to SYNC.
+/// A stream is everything that one multifd channel carried, from its first 64 bytes on, plain or compressed with zstd. Name
+/// all channels of a migration at once: they are read together, from SYNC to SYNC.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
-    /// Write the guest's memory as the streams leave it to this file, which is emptied first
+    /// Write the guest's resulting memory to this file; overwrites it
     #[arg(long, value_name = "FILE", requires = "size")]
     ram: Option<PathBuf>,
     /// Size of the RAM block
     #[arg(long, value_name = "SIZE", requires = "ram")]
     size: Option<Size>,
-    /// RAM block to write, where the streams hold pages of several
+    /// RAM block to write, if the streams contain pages of several
     #[arg(long, value_name = "NAME", requires = "ram")]
     block: Option<String>,
-    /// Page size of the guest in bytes
+    /// Page size of the guest
     #[arg(long, default_value = "4k", value_name = "SIZE")]
     page_size: Size,
-    /// Recorded channels
+    /// Recorded channel streams
     #[arg(required = true, value_name = "STREAM")]
     streams: Vec<PathBuf>,
 }
@@ -88,20 +87,20 @@ fn open(paths: &[PathBuf], layout: Layout) -> Result<Vec<Recording>> {
     for path in paths {
         match Recording::open(path, layout)? {
             Opened::Main => warn!(
-                "{}: this is a main stream (QEVM), which inspect does not read; skipped",
+                "{}: skipped: this is a main stream (QEVM), not a channel",
                 path.display()
             ),
             Opened::Channel(recording) => recordings.push(*recording),
         }
     }
     if recordings.is_empty() {
-        bail!("no channel among the streams: only main streams were given");
+        bail!("no channel streams: only main streams were given");
     }
     recordings.sort_by_key(Recording::channel);
     for pair in recordings.windows(2) {
         if pair[0].channel() == pair[1].channel() {
             bail!(
-                "{} and {} are both channel {}: give the channels of one migration, each once",
+                "{} and {} are both channel {}: name each channel of one migration once",
                 pair[0].name(),
                 pair[1].name(),
                 pair[0].channel()
@@ -134,7 +133,7 @@ fn refuse_overwriting(ram: &Path, streams: &[PathBuf]) -> Result<()> {
     for stream in streams {
         if stream.canonicalize().is_ok_and(|path| path == target) {
             bail!(
-                "--ram {} is one of the streams and would be overwritten",
+                "--ram {} is one of the streams, which would be overwritten",
                 ram.display()
             );
         }
@@ -182,7 +181,7 @@ fn same_syncs(recordings: &[Recording]) -> Result<()> {
         && most.syncs() != fewest.syncs()
     {
         bail!(
-            "{} after {} SYNCs, but {} has {}: the first is cut off, or they are of two migrations",
+            "{} after {} SYNCs, but {} has {}: the first is truncated, or they belong to two migrations",
             fewest.place_of_end(),
             fewest.syncs(),
             most.name(),

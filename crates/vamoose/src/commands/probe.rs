@@ -1,7 +1,6 @@
-//! `vamoose probe`: what this host has for migrations, and which method it advises.
+//! `vamoose probe`: this host's hardware and software for migrations, and the method to use.
 //!
-//! What is read from the system's files is read below a [`Root`], so that tests can show it another
-//! system. Nothing that is absent is an error: the answer is then why.
+//! The system's files are read below a [`Root`], which tests replace. Something absent is not an error: the output says why.
 
 mod advice;
 mod cpu;
@@ -34,15 +33,15 @@ use self::{
     system::{Memlock, Node, Presence, Userfaultfd},
 };
 
-/// Show what this host has for migrations, and which method it advises
+/// Show this host's hardware and software for migrations, and advise a method for each link
 ///
-/// Measures encoders and decoders for about two seconds.
+/// Encoders and decoders are measured for about two seconds.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
-    /// Print one JSON object
+    /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Cores that a migration may use [default: those of this process]
+    /// Number of cores a migration may use [default: those available to this process]
     #[arg(long, value_name = "N")]
     cores: Option<NonZeroUsize>,
 }

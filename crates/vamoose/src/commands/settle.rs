@@ -1,4 +1,4 @@
-//! `vamoose settle`: a person's word on an attempt.
+//! `vamoose settle`: an operator's decision about an attempt.
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -6,14 +6,14 @@ use vamoose_relay::{AttemptId, Journal, Settlement, Verdict};
 
 use vamoose::options::StateDir;
 
-/// End an attempt that only a person can decide
+/// Decide the outcome of an attempt that is in doubt or orphaned
 ///
-/// Look at the destination first. What will be done is printed before it is done; a destination that can be asked and
-/// contradicts is believed more. Run it on the host that `vamoose attempts` lists the attempt on: at the source to
-/// continue or give up the paused guest, at the destination to continue or end the loaded one.
+/// Check the destination first. Run this on the host where `vamoose attempts` lists the attempt: at the source to resume or
+/// give up the paused guest, at the destination to resume or terminate the loaded one. Each step is printed before it is
+/// taken. If the destination can be reached and contradicts, its answer prevails.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
-    /// The attempt, as `vamoose attempts` lists it
+    /// Id of the attempt, from `vamoose attempts`
     #[arg(long, value_name = "ID")]
     attempt: AttemptId,
     /// What became of the guest
@@ -21,16 +21,16 @@ pub(crate) struct Options {
     verdict: Outcome,
     #[command(flatten)]
     state_dir: StateDir,
-    /// Only print what would be done
+    /// Print the steps without taking them
     #[arg(long)]
     dry_run: bool,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Outcome {
-    /// The guest is the destination's: it runs there, or is to run there
+    /// The guest belongs to the destination: it runs, or is to run, there
     RunningThere,
-    /// The guest has never run at the destination: it goes on at the source
+    /// The guest has never run at the destination: it resumes at the source
     NeverRan,
 }
 

@@ -3,10 +3,8 @@
 //! The guest is emulated by its QEMU's vCPU threads and the migration is done by others, so the two can be told
 //! apart exactly: a QEMU's share is its whole process less its vCPU threads.
 
-use std::fs;
-
 use anyhow::{Context, Result};
-use lab::qemu::Qemu;
+use lab::{proc, qemu::Qemu};
 use serde_json::json;
 
 /// CPU seconds (user and system).
@@ -89,17 +87,5 @@ impl Vcpus {
 }
 
 fn sum(stats: &[String]) -> Result<f64> {
-    stats.iter().map(|path| thread_seconds(path)).sum()
-}
-
-/// utime + stime of one thread, fields 14 and 15; field 2, the name, may hold spaces and parentheses.
-fn thread_seconds(path: &str) -> Result<f64> {
-    let stat = fs::read_to_string(path).with_context(|| format!("reading {path}"))?;
-    let numbers = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
-    let mut numbers = numbers.split_ascii_whitespace().skip(11).map(str::parse);
-    let mut next = || -> Result<u64> { Ok(numbers.next().context("too short")??) };
-    let mut both = || Ok(next()? + next()?);
-    let ticks: Result<u64> = both();
-    let ticks = ticks.with_context(|| format!("{path} is not as expected: {stat}"))?;
-    Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
+    stats.iter().map(|path| proc::seconds_in(path)).sum()
 }

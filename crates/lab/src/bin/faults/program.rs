@@ -11,7 +11,6 @@ use lab::vamoose::Vamoose;
 pub(crate) struct Program {
     path: PathBuf,
     migrate_help: String,
-    serve_help: String,
 }
 
 /// One migration, as a user would ask for it.
@@ -30,16 +29,10 @@ impl Program {
         Ok(Self {
             path: path.to_owned(),
             migrate_help: help(path, "migrate")?,
-            serve_help: help(path, "serve")?,
         })
     }
 
-    /// Whether it keeps a journal.
-    pub(crate) fn has_journal(&self) -> bool {
-        self.migrate_help.contains("--state-dir") && self.serve_help.contains("--state-dir")
-    }
-
-    /// Whether it notices when bytes change on their way.
+    /// Whether it detects bytes that change on the network.
     pub(crate) fn checks(&self) -> bool {
         self.migrate_help.contains("--check")
     }
@@ -50,14 +43,9 @@ impl Program {
         command.arg(&migrate.qmp);
         command.args(["--to", &migrate.to, "--name", &migrate.name]);
         command.args(&migrate.options);
-        let has = |option| self.migrate_help.contains(option);
-        if has("--state-dir") {
-            command.arg("--state-dir").arg(&migrate.state);
-        }
-        if has("--downtime-max") {
-            command.args(["--downtime-max", "5"]);
-        }
-        if has("--insecure") {
+        command.args(["--downtime-max", "5", "--state-dir"]);
+        command.arg(&migrate.state);
+        if self.migrate_help.contains("--insecure") {
             command.arg("--insecure");
         }
         Vamoose::start(&mut command)
@@ -73,13 +61,7 @@ impl Program {
             STALL,
         ]);
         command.arg("--qmp-dir").arg(monitors);
-        let has = |option| self.serve_help.contains(option);
-        if has("--state-dir") {
-            command.arg("--state-dir").arg(state);
-        }
-        if has("--insecure") {
-            command.arg("--insecure");
-        }
+        command.arg("--state-dir").arg(state).arg("--insecure");
         Vamoose::start(&mut command)
     }
 }

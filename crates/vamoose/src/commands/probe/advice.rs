@@ -1,4 +1,4 @@
-//! Which method moves memory soonest over which link, by what the engines do on this host.
+//! Which method migrates memory fastest over which link, by measuring the engines on this host.
 //!
 //! A migration is as fast as the slower of its two stages: bytes leave the link at `link x ratio`
 //! and the encoders at `cores x speed`, both counted in page bytes:
@@ -6,8 +6,8 @@
 //! ```text
 //!  time = max(bytes / ratio / link, bytes / (cores x speed))
 //! ```
-//! Times within 15 % of the soonest are equal, for measurements and guests differ by as much: of
-//! those the method that takes the least time of the cores is advised. Dirty rounds, zero pages and
+//! Times within 15 % of the best count as equal, as measurements and guests differ by as much: of
+//! those the method that takes the least CPU time is advised. Dirty rounds, zero pages and
 //! the far side's decoding (as fast as encoding or faster; its cores are not known here) are left out.
 
 mod measure;
@@ -89,8 +89,7 @@ impl Advice {
         self.describe_times(lines);
         lines.put(
             "rule",
-            "time = max(bytes / ratio / link, bytes / (cores x speed)); within 15 % the one that costs \
-             less CPU",
+            "time = max(bytes / ratio / link, bytes / (cores x speed)); within 15 %, the method with less CPU time",
         );
         for link in &self.links {
             link.describe(lines);
@@ -103,13 +102,13 @@ impl Advice {
             NAME,
             format_args!(
                 "{:<12}{:<11}{:>12}{:>12}{:>7}  {}",
-                "method", "engine", "encodes", "decodes", "ratio", "understood by"
+                "method", "engine", "encodes", "decodes", "ratio", "destination"
             ),
         );
         for measured in &self.methods {
             let fell_back = match measured.fallbacks {
                 0 => String::new(),
-                packets => format!(", {packets} packets done in software"),
+                packets => format!(", {packets} packets encoded in software"),
             };
             lines.put(
                 NAME,
@@ -188,7 +187,7 @@ impl Link {
         );
         if let Some(next) = self.candidates.iter().find(|other| **other != self.best) {
             let tie = match next.seconds_per_gib < self.best.seconds_per_gib {
-                true => "; a tie, but more CPU",
+                true => "; equal, but more CPU time",
                 false => "",
             };
             lines.put(NAME, format_args!("{:>12} {}{tie}", "next:", next.text()));

@@ -56,8 +56,8 @@ impl Cpu {
         lines.put(
             "cores",
             match self.cores {
-                Some(cores) => format!("{cores}, of which this process may use {usable}"),
-                None => format!("{usable} for this process"),
+                Some(cores) => format!("{cores}, {usable} available to this process"),
+                None => format!("{usable} available to this process"),
             },
         );
         if self.features.is_empty() {

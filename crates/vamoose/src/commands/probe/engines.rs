@@ -1,4 +1,4 @@
-//! The engines of the codecs' registry, what they serve, and why some are absent.
+//! The registered engines, what they do, and why some are absent.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -60,12 +60,12 @@ fn engine(row: &Row, has_better: bool, devices: &[Device]) -> Engine {
             (Some(why), None) => why.clone(),
             (None, Some(kind)) => seen(kind, devices),
             (None, None) => match levels {
-                None => "pages as they are",
+                None => "uncompressed pages",
                 Some(_) if has_better => "the other levels",
                 Some(levels) if Settings::levels(row.method).as_ref() == Some(levels) => {
                     "all levels"
                 }
-                Some(_) => "the levels for which it is the faster one",
+                Some(_) => "the levels at which it is faster",
             }
             .to_owned(),
         },
@@ -91,14 +91,14 @@ fn seen(kind: Kind, devices: &[Device]) -> String {
         .iter()
         .map(|(node, devices)| match node {
             Some(node) => format!("{devices} on node {node}"),
-            None => format!("{devices} on no node"),
+            None => format!("{devices} on unknown node"),
         })
         .collect();
     let name = kind.name();
     match nodes.values().sum::<usize>() {
-        0 => format!("no {name} device seen"),
-        1 => format!("1 {name} device seen: {}", places.join(", ")),
-        more => format!("{more} {name} devices seen: {}", places.join(", ")),
+        0 => format!("no {name} device found"),
+        1 => format!("1 {name} device found: {}", places.join(", ")),
+        more => format!("{more} {name} devices found: {}", places.join(", ")),
     }
 }
 
@@ -148,13 +148,13 @@ mod tests {
             "{reason}"
         );
         assert!(
-            reason.ends_with("; 2 QAT devices seen: 1 on node 0, 1 on node 1"),
+            reason.ends_with("; 2 QAT devices found: 1 on node 0, 1 on node 1"),
             "{reason}"
         );
-        assert_eq!(seen(Kind::Iaa, &devices), "no IAA device seen");
+        assert_eq!(seen(Kind::Iaa, &devices), "no IAA device found");
         assert_eq!(
             seen(Kind::Qat, &devices[..1]),
-            "1 QAT device seen: 1 on node 0"
+            "1 QAT device found: 1 on node 0"
         );
     }
 
@@ -169,7 +169,7 @@ mod tests {
                 .find(|engine| (engine.name, engine.method) == (name, method));
             engine.unwrap().reason.as_str()
         };
-        assert_eq!(reason("copy", "none"), "pages as they are");
+        assert_eq!(reason("copy", "none"), "uncompressed pages");
         assert_eq!(reason("zstd", "zstd"), "all levels");
         if cfg!(feature = "isal") {
             assert_eq!(reason("zlib-rs", "zlib"), "the other levels");

@@ -1,4 +1,4 @@
-//! The QEMUs that can be called by name.
+//! The QEMUs on PATH.
 
 use std::{
     collections::HashSet,
@@ -16,7 +16,6 @@ use serde::Serialize;
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Qemu {
     path: PathBuf,
-    /// What it says of itself.
     version: Option<String>,
 }
 
@@ -68,7 +67,7 @@ fn version(program: &Path) -> Option<String> {
 
 impl fmt::Display for Qemu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let version = self.version.as_deref().unwrap_or("says no version");
+        let version = self.version.as_deref().unwrap_or("unknown version");
         write!(f, "{}: {version}", self.path.display())
     }
 }

@@ -30,7 +30,7 @@ pub(super) fn kvm(root: &Root) -> Presence {
         Ok(()) => Presence {
             present: true,
             usable: true,
-            reason: "/dev/kvm can be opened (whether guests run on it was not tried)".to_owned(),
+            reason: "/dev/kvm can be opened (running a guest was not tried)".to_owned(),
         },
         Err(error) => Presence {
             present: error.kind() != io::ErrorKind::NotFound,
@@ -111,9 +111,9 @@ pub(super) fn zero_copy(root: &Root) -> Presence {
         usable: present,
         reason: match &release {
             Some(release) => format!(
-                "by its version: kernel {release}, MSG_ZEROCOPY came with {major}.{minor} (not tried on a socket)"
+                "kernel {release}, MSG_ZEROCOPY exists since {major}.{minor} (not tried on a socket)"
             ),
-            None => "the kernel's version cannot be read".to_owned(),
+            None => "kernel version unknown".to_owned(),
         },
     }
 }

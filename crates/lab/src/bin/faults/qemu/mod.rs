@@ -76,7 +76,7 @@ impl Setting {
             },
             clean: Duration::ZERO,
         };
-        let has_disk = setting.program.has_journal() && sandbox::is_inside();
+        let has_disk = sandbox::is_inside();
         setting.choices.kinds = KINDS
             .iter()
             .filter(|(_, kind)| kinds.contains(kind))

@@ -5,12 +5,10 @@
 //! `VAMOOSE_FAULTS` gives it an engine that does what it says; `codec`'s module `faulty` has the words.
 //! QAT's library is a stand-in of ours (`lab::stand_in`).
 
-mod common;
-
 use std::{ffi::OsStr, process::Command};
 
+use crate::common::{LIMIT, MIB, bare_pair, expect_equal, incoming, set_up, vamoose};
 use anyhow::{Context as _, Result, ensure};
-use common::{LIMIT, MIB, bare_pair, expect_equal, incoming, set_up, vamoose};
 use lab::{
     qemu::{self, Qemu},
     stand_in,

@@ -1,8 +1,6 @@
 //! `vamoose inspect` on what stock QEMUs sent (`testdata/vectors`), whole, cut and corrupted, and on
 //! streams built here for what those do not have.
 
-#![allow(clippy::unwrap_used, reason = "a test helper fails by panicking")]
-
 use std::{
     fs,
     path::{Path, PathBuf},

@@ -1,8 +1,6 @@
 //! What a host remembers of attempts: listed, taken up by a server that is started again, settled by a person; and peers
 //! that speak another version.
 
-mod common;
-
 use std::{
     io::{BufRead as _, BufReader, Read as _, Write as _},
     net::{TcpListener, TcpStream},
@@ -11,12 +9,12 @@ use std::{
     thread,
 };
 
-use anyhow::{Context as _, Result, ensure};
-use common::{
+use crate::common::{
     Host, LIMIT, MIB,
     gate::{Fate, Gate, Message},
     migrate, vamoose,
 };
+use anyhow::{Context as _, Result, ensure};
 use lab::{
     qemu::{self, Binary, Builder, Qemu},
     ram::{self, Fill},

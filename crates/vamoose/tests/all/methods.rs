@@ -1,10 +1,10 @@
 //! Every method between two relays, over one channel and over four: of a guest that stands still, and
 //! of a Linux guest that writes its memory all the time. The whole memory is compared each time.
 
-mod common;
-
+use crate::common::{
+    LIMIT, MIB, bare_pair, expect_equal, incoming, listen_address, set_up, vamoose,
+};
 use anyhow::{Context as _, Result, ensure};
-use common::{LIMIT, MIB, bare_pair, expect_equal, incoming, listen_address, set_up, vamoose};
 use lab::{
     guest::{Guest, Image, Load},
     qemu::{self, Binary, Qemu},

@@ -1,10 +1,10 @@
 //! `vamoose relay` between stock QEMUs: every method in and out, every shape of channels, alone and
 //! as a pair, across versions; the destination's whole memory is compared each time.
 
-mod common;
-
+use crate::common::{
+    LIMIT, MIB, bare_pair, expect_equal, incoming, listen_address, set_up, vamoose,
+};
 use anyhow::{Context as _, Result, ensure};
-use common::{LIMIT, MIB, bare_pair, expect_equal, incoming, listen_address, set_up, vamoose};
 use lab::{
     qemu::{self, Binary, Builder},
     ram::Fill,

@@ -3,10 +3,8 @@
 //! Once it has read a mark in the main stream it waits for the SYNCs of all channels and for nothing else, so
 //! it must never get a mark whose SYNCs do not come. `VAMOOSE_REPEAT` says how often each is tried.
 
-mod common;
-
+use crate::common::{LIMIT, MIB, incoming, listen_address, set_up, vamoose};
 use anyhow::{Context as _, Result, ensure};
-use common::{LIMIT, MIB, incoming, listen_address, set_up, vamoose};
 use lab::{
     qemu::{self, Binary, Builder, Qemu},
     ram::Fill,

@@ -1,25 +1,17 @@
 //! What the end-to-end tests share: bare QEMUs around one or two relays.
 
-#![allow(
-    dead_code,
-    unreachable_pub,
-    reason = "each test file uses its own part of this module"
-)]
-
-pub mod gate;
-pub mod monitor;
+pub(crate) mod gate;
+pub(crate) mod monitor;
 
 use std::{
-    collections::BTreeMap,
     fs::DirBuilder,
     os::unix::fs::{DirBuilderExt as _, symlink},
     path::{Path, PathBuf},
     process::Command,
-    sync::{Mutex, PoisonError},
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use lab::{
     qemu::{Binary, Builder, Qemu},
     ram::{self, Fill},
@@ -29,16 +21,16 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// Longer than anything may take on a machine that is very busy.
-pub const LIMIT: Duration = Duration::from_secs(120);
-pub const MIB: u64 = 1 << 20;
+pub(crate) const LIMIT: Duration = Duration::from_secs(120);
+pub(crate) const MIB: u64 = 1 << 20;
 
 /// The program under test.
-pub fn vamoose() -> &'static Path {
+pub(crate) fn vamoose() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_vamoose"))
 }
 
 /// A source full of pages of all kinds and a destination that waits for it.
-pub fn bare_pair(from: &Binary, to: &Binary, ram: u64) -> Result<(Qemu, Qemu)> {
+pub(crate) fn bare_pair(from: &Binary, to: &Binary, ram: u64) -> Result<(Qemu, Qemu)> {
     let source = Builder::bare(from, ram)
         .content(Fill::Mixed, 1)
         .peer(to.version)
@@ -51,14 +43,14 @@ pub fn bare_pair(from: &Binary, to: &Binary, ram: u64) -> Result<(Qemu, Qemu)> {
 }
 
 /// Turns multifd on with `channels` and `method`.
-pub fn set_up(qemu: &mut Qemu, channels: u8, method: &str) -> Result<()> {
+pub(crate) fn set_up(qemu: &mut Qemu, channels: u8, method: &str) -> Result<()> {
     qemu.qmp.use_multifd(channels)?;
     qemu.qmp
         .set_parameters(json!({ "multifd-compression": method }))
 }
 
 /// An address on which `qemu` (or a relay beside it) can listen.
-pub fn listen_address(qemu: &Qemu, name: &str, tcp: bool) -> String {
+pub(crate) fn listen_address(qemu: &Qemu, name: &str, tcp: bool) -> String {
     if tcp {
         "tcp:127.0.0.1:0".to_owned()
     } else {
@@ -67,7 +59,7 @@ pub fn listen_address(qemu: &Qemu, name: &str, tcp: bool) -> String {
 }
 
 /// Lets a destination listen and returns where.
-pub fn incoming(destination: &mut Qemu, tcp: bool) -> Result<String> {
+pub(crate) fn incoming(destination: &mut Qemu, tcp: bool) -> Result<String> {
     let address = listen_address(destination, "in", tcp);
     destination.qmp.migrate_incoming(&address)?;
     if tcp {
@@ -78,7 +70,7 @@ pub fn incoming(destination: &mut Qemu, tcp: bool) -> Result<String> {
 }
 
 /// Waits until both QEMUs have completed and compares their whole memory.
-pub fn expect_equal(
+pub(crate) fn expect_equal(
     source: &mut Qemu,
     destination: &mut Qemu,
     relays: &[&Vamoose],
@@ -103,22 +95,22 @@ pub fn expect_equal(
 }
 
 /// A host: its server, the folder in which its QEMUs' monitors are linked by name, and what its commands remember.
-pub struct Host {
-    pub server: Vamoose,
-    pub address: String,
-    pub monitors: TempDir,
+pub(crate) struct Host {
+    pub(crate) server: Vamoose,
+    pub(crate) address: String,
+    pub(crate) monitors: TempDir,
     memory: TempDir,
     limits: String,
     options: Vec<String>,
 }
 
 impl Host {
-    pub fn start(options: &[&str]) -> Result<Self> {
+    pub(crate) fn start(options: &[&str]) -> Result<Self> {
         Self::start_under(":", options)
     }
 
     /// The server runs in a shell that has set these limits, such as `ulimit -n 64`.
-    pub fn start_under(limits: &str, options: &[&str]) -> Result<Self> {
+    pub(crate) fn start_under(limits: &str, options: &[&str]) -> Result<Self> {
         let (monitors, memory) = (TempDir::new()?, TempDir::new()?);
         let options: Vec<_> = options.iter().map(|&option| option.to_owned()).collect();
         let (server, address) = serve(limits, monitors.path(), &state_in(&memory), &options)?;
@@ -133,12 +125,12 @@ impl Host {
     }
 
     /// Where it remembers attempts.
-    pub fn state_dir(&self) -> PathBuf {
+    pub(crate) fn state_dir(&self) -> PathBuf {
         state_in(&self.memory)
     }
 
     /// Kills the server and starts another one in its place, which listens at another port.
-    pub fn restart(&mut self) -> Result<()> {
+    pub(crate) fn restart(&mut self) -> Result<()> {
         self.server.kill()?;
         let (monitors, state) = (self.monitors.path(), state_in(&self.memory));
         (self.server, self.address) = serve(&self.limits, monitors, &state, &self.options)?;
@@ -146,31 +138,31 @@ impl Host {
     }
 
     /// Kills the server and starts another one, which remembers nothing of what its predecessor wrote down.
-    pub fn restart_without_memory(&mut self) -> Result<()> {
+    pub(crate) fn restart_without_memory(&mut self) -> Result<()> {
         self.server.kill()?;
         self.memory = TempDir::new()?;
         self.restart()
     }
 
     /// Makes `qemu` known here by `name`.
-    pub fn knows(&self, name: &str, qemu: &Qemu) -> Result<()> {
+    pub(crate) fn knows(&self, name: &str, qemu: &Qemu) -> Result<()> {
         let link = self.monitors.path().join(format!("{name}.qmp"));
         symlink(qemu.qmp_socket(), link).context("cannot link the monitor")
     }
 
     /// Makes the name free for another QEMU.
-    pub fn forgets(&self, name: &str) -> Result<()> {
+    pub(crate) fn forgets(&self, name: &str) -> Result<()> {
         let link = self.monitors.path().join(format!("{name}.qmp"));
         std::fs::remove_file(link).context("no such name")
     }
 
     /// Moves a guest to this host.
-    pub fn migrate(&self, source: &Qemu, name: &str, options: &[&str]) -> Result<Vamoose> {
+    pub(crate) fn migrate(&self, source: &Qemu, name: &str, options: &[&str]) -> Result<Vamoose> {
         migrate(&source.qmp_socket(), &self.address, name, options)
     }
 
     /// Moves a guest of this host's to `to`.
-    pub fn migrate_away(&self, source: &Qemu, to: &str, name: &str) -> Result<Vamoose> {
+    pub(crate) fn migrate_away(&self, source: &Qemu, to: &str, name: &str) -> Result<Vamoose> {
         let state = state_in(&self.memory);
         migrate_from(&state, &source.qmp_socket(), to, name, &[])
     }
@@ -192,19 +184,19 @@ fn serve(
     command.arg(vamoose());
     command.args(["serve", "--listen", "tcp:127.0.0.1:0", "--qmp-dir"]);
     command.arg(monitors).args(options);
-    remember_in(&mut command, "serve", state)?;
+    remember_in(&mut command, state)?;
     let server = Vamoose::start(&mut command)?;
     let address = server.wait_for("taking migrations on ", LIMIT)?;
     Ok((server, address))
 }
 
 /// Moves the guest of the QEMU with this monitor, whose host remembers beside the monitor what became of it.
-pub fn migrate(qmp: &Path, to: &str, name: &str, options: &[&str]) -> Result<Vamoose> {
+pub(crate) fn migrate(qmp: &Path, to: &str, name: &str, options: &[&str]) -> Result<Vamoose> {
     migrate_from(&qmp.with_file_name("state"), qmp, to, name, options)
 }
 
 /// Moves the guest of a QEMU on the host that keeps its memory in `state`.
-pub fn migrate_from(
+pub(crate) fn migrate_from(
     state: &Path,
     qmp: &Path,
     to: &str,
@@ -216,42 +208,17 @@ pub fn migrate_from(
         "migrate", "--json", "-", "--to", to, "--name", name, "--qmp",
     ]);
     command.arg(qmp).args(options);
-    remember_in(&mut command, "migrate", state)?;
+    remember_in(&mut command, state)?;
     Vamoose::start(&mut command)
 }
 
 /// Tells a command where its host keeps what it has to remember, so that no test knows of another.
-fn remember_in(command: &mut Command, name: &'static str, state: &Path) -> Result<()> {
-    if has_option(name, "--state-dir")? {
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(state)
-            .context("cannot create the state folder")?;
-        command.arg("--state-dir").arg(state);
-    }
+fn remember_in(command: &mut Command, state: &Path) -> Result<()> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(state)
+        .context("cannot create the state directory")?;
+    command.arg("--state-dir").arg(state);
     Ok(())
-}
-
-/// Whether the program has this option for this command.
-pub fn has_option(command: &'static str, option: &str) -> Result<bool> {
-    static HELP: Mutex<BTreeMap<&str, String>> = Mutex::new(BTreeMap::new());
-    let mut known = HELP.lock().unwrap_or_else(PoisonError::into_inner);
-    if !known.contains_key(command) {
-        let output = Command::new(vamoose()).args([command, "--help"]).output()?;
-        ensure!(output.status.success(), "vamoose {command} --help failed");
-        known.insert(command, String::from_utf8(output.stdout)?);
-    }
-    let mut words = known[command].split_whitespace();
-    Ok(words.any(|word| word == option))
-}
-
-/// These options if the command has the first of them: tests of what it adds say what is missing without it.
-pub fn if_known<'a>(command: &'static str, options: &[&'a str]) -> Result<Vec<&'a str>> {
-    let first = options.first().context("no option")?;
-    Ok(if has_option(command, first)? {
-        options.to_vec()
-    } else {
-        Vec::new()
-    })
 }

@@ -1,14 +1,12 @@
 //! Everything that can be killed, cut or cancelled in the middle of a migration between stock QEMUs: the
 //! guest runs on at the source, nothing is left behind, and the next migration works.
 
-mod common;
-
 use std::{process::Command, time::Duration};
 
-use anyhow::{Context as _, Result, ensure};
-use common::{
+use crate::common::{
     Host, LIMIT, MIB, bare_pair, expect_equal, incoming, listen_address, set_up, vamoose,
 };
+use anyhow::{Context as _, Result, ensure};
 use lab::{
     qemu::{self, Binary, Builder, Qemu},
     ram::{self, Fill},

@@ -1,12 +1,10 @@
 //! `vamoose serve` and `vamoose migrate`: both QEMUs are driven over QMP, the guest ends up running in
 //! one place, and what cannot work is refused before anything starts.
 
-mod common;
-
 use std::{process::Command, time::Duration};
 
+use crate::common::{Host, LIMIT, MIB, migrate, vamoose};
 use anyhow::{Context as _, Result, ensure};
-use common::{Host, LIMIT, MIB, migrate, vamoose};
 use lab::{
     qemu::{self, Binary, Builder, Qemu},
     ram::{self, Fill},

@@ -1,7 +1,5 @@
 //! What others on the two hosts may do to them: connect without end, use up descriptors, plant links, choose names.
 
-mod common;
-
 use std::{
     fs,
     io::Write as _,
@@ -14,12 +12,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, ensure};
-use common::{
+use crate::common::{
     Host, LIMIT, MIB,
     gate::{Fate, Gate, Message},
     migrate, migrate_from,
 };
+use anyhow::{Context as _, Result, ensure};
 use lab::{
     proc,
     qemu::{self, Binary, Builder, Qemu},

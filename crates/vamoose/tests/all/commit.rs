@@ -1,14 +1,12 @@
 //! The worst moment for a cut: the source has stopped for good, and the destination has not been told to
 //! go on. The guest may be late, it must never run twice and never nowhere.
 
-mod common;
-
-use anyhow::{Context as _, Result, ensure};
-use common::{
+use crate::common::{
     Host, LIMIT, MIB, bare_pair,
     gate::{Fate, Gate, Message},
     migrate,
 };
+use anyhow::{Context as _, Result, ensure};
 use lab::{
     qemu::{self, Binary, Qemu},
     ram,

@@ -1,10 +1,8 @@
 //! A running Linux guest that writes its memory all the time moves through Vamoose, over many rounds: its
 //! whole memory is compared, it ticks on, and it finds its own checksums right.
 
-mod common;
-
+use crate::common::{Host, LIMIT, MIB, incoming, listen_address, set_up, vamoose};
 use anyhow::{Context as _, Result, ensure};
-use common::{Host, LIMIT, MIB, incoming, listen_address, set_up, vamoose};
 use lab::{
     guest::{Guest, Image, Load},
     qemu::{self, Binary},
@@ -86,7 +84,7 @@ impl Pair {
     fn expect_equal(self, source: &mut Guest, destination: &mut Guest) -> Result<Value> {
         let Self { near, far } = self;
         let account =
-            common::expect_equal(&mut source.qemu, &mut destination.qemu, &[&near, &far])?;
+            crate::common::expect_equal(&mut source.qemu, &mut destination.qemu, &[&near, &far])?;
         near.finish(LIMIT)?.success()?;
         far.finish(LIMIT)?.success()?;
         Ok(account)

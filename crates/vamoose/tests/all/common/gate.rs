@@ -17,14 +17,14 @@ use super::LIMIT;
 
 /// Leads every connection to its server, see [`Gate::rule`] for those that it does not lead through. Its address stays when
 /// the server's changes.
-pub struct Gate {
-    pub address: String,
+pub(crate) struct Gate {
+    pub(crate) address: String,
     shared: Arc<Shared>,
 }
 
 /// What is looked for in everything that passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Message {
+pub(crate) enum Message {
     /// A request of `migrate`'s, by its name on the wire.
     Request(&'static str),
     /// An answer of `serve`'s, by its name on the wire.
@@ -37,7 +37,7 @@ pub enum Message {
 
 /// What becomes of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fate {
+pub(crate) enum Fate {
     Passes,
     /// It waits for [`Gate::release`].
     Held,
@@ -72,7 +72,7 @@ struct Connection {
 }
 
 impl Gate {
-    pub fn start(server: &str) -> Result<Self> {
+    pub(crate) fn start(server: &str) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let address = format!("tcp:{}", listener.local_addr()?);
         let shared = Arc::new(Shared {
@@ -100,12 +100,12 @@ impl Gate {
     }
 
     /// Every such message meets this fate from now on; all others pass.
-    pub fn rule(&self, message: Message, fate: Fate) {
+    pub(crate) fn rule(&self, message: Message, fate: Fate) {
         self.shared.state().rule = Some((message, fate));
     }
 
     /// Waits until a message is held.
-    pub fn wait_until_held(&self) -> Result<()> {
+    pub(crate) fn wait_until_held(&self) -> Result<()> {
         let state = self.shared.state();
         let (state, _) = self
             .shared
@@ -117,7 +117,7 @@ impl Gate {
     }
 
     /// What is held meets this fate now, and what comes later passes.
-    pub fn release(&self, fate: Fate) {
+    pub(crate) fn release(&self, fate: Fate) {
         let mut state = self.shared.state();
         state.rule = None;
         state.released = (state.released.0 + 1, fate);
@@ -125,12 +125,12 @@ impl Gate {
     }
 
     /// Leads to another server from now on.
-    pub fn lead_to(&self, server: &str) {
+    pub(crate) fn lead_to(&self, server: &str) {
         self.shared.state().server = host_and_port(server);
     }
 
     /// Cuts all connections, held messages with them, and lets none through any more.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         self.shared.state().open = false;
         self.release(Fate::CutBefore);
         let connections = std::mem::take(&mut self.shared.state().connections);
@@ -140,7 +140,7 @@ impl Gate {
     }
 
     /// Lets connections through again.
-    pub fn open(&self) {
+    pub(crate) fn open(&self) {
         self.shared.state().open = true;
     }
 }

@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use super::LIMIT;
 
 /// Stands before a QEMU's monitor. Nobody may mean to end this QEMU: it seems to be the test's process.
-pub struct SilentMonitor {
+pub(crate) struct SilentMonitor {
     folder: TempDir,
     shared: Arc<Shared>,
 }
@@ -41,7 +41,7 @@ enum State {
 const SILENCE: Duration = Duration::from_secs(25);
 
 impl SilentMonitor {
-    pub fn before(qmp: &Path) -> Result<Self> {
+    pub(crate) fn before(qmp: &Path) -> Result<Self> {
         let folder = TempDir::new()?;
         let listener = UnixListener::bind(folder.path().join("qmp"))?;
         let shared = Arc::new(Shared {
@@ -63,17 +63,17 @@ impl SilentMonitor {
         Ok(Self { folder, shared })
     }
 
-    pub fn path(&self) -> PathBuf {
+    pub(crate) fn path(&self) -> PathBuf {
         self.folder.path().join("qmp")
     }
 
     /// The answer to the next such command comes late, when the next command has come or nobody waits any more.
-    pub fn fall_silent_at(&self, command: &'static str) {
+    pub(crate) fn fall_silent_at(&self, command: &'static str) {
         *self.shared.state() = State::WillBeSilentAt(command);
     }
 
     /// Waits until the late answer has been given.
-    pub fn wait_until_it_talks(&self) -> Result<()> {
+    pub(crate) fn wait_until_it_talks(&self) -> Result<()> {
         let over = |state: &mut State| *state != State::HasBeenSilent;
         let (state, _) = self
             .shared

@@ -1,20 +1,18 @@
 //! Who has the guest: whatever was cut, killed or said again, it runs in one place at most, in one place as soon as both hosts
 //! can talk, and where `migrate` says that it is.
 
-mod common;
-
 use std::{
     io::Read as _,
     os::unix::net::{UnixListener, UnixStream},
 };
 
-use anyhow::{Context as _, Result, ensure};
-use common::{
+use crate::common::{
     Host, LIMIT, MIB,
     gate::{Fate, Gate, Message},
-    if_known, migrate,
+    migrate,
     monitor::SilentMonitor,
 };
+use anyhow::{Context as _, Result, ensure};
 use lab::{
     qemu::{self, Binary, Builder, Qemu},
     ram::{self, Fill},
@@ -478,7 +476,7 @@ fn a_destination_that_hangs_at_the_switchover() -> Result<()> {
     b.knows("vm", &at_b)?;
     at_a.qmp.take_events();
     gate.rule(Message::MainStream, Fate::Held);
-    let options = if_known("migrate", &["--downtime-max", "2"])?;
+    let options = ["--downtime-max", "2"];
     let migration = migrate(&at_a.qmp_socket(), &gate.address, "vm", &options)?;
     gate.wait_until_held()?;
     signal(&at_b, Signal::STOP)?;

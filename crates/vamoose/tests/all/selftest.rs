@@ -1,7 +1,5 @@
 //! `vamoose selftest`, against models, and against the work queues of a machine that has none.
 
-#![allow(clippy::unwrap_used, reason = "a test helper fails by panicking")]
-
 use std::{
     fs,
     path::Path,

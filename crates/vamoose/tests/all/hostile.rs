@@ -1,10 +1,6 @@
 //! Peers that send what no QEMU sends, or stop: the relay ends at once with an error that says who sent
 //! what, closes every connection on both sides and leaves nothing behind.
 
-#![allow(clippy::unwrap_used, reason = "a test helper fails by panicking")]
-
-mod common;
-
 use std::{
     fs,
     io::{Read as _, Write as _},
@@ -18,8 +14,8 @@ use std::{
     thread,
 };
 
+use crate::common::{LIMIT, vamoose};
 use anyhow::{Context as _, Result, ensure};
-use common::{LIMIT, vamoose};
 use lab::vamoose::{Ended, Vamoose};
 use multifd::{BlockName, INITIAL_LEN, Initial, Layout, MAIN_MAGIC, Method, RamHeader};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

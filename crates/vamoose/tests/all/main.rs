@@ -1,0 +1,22 @@
+//! The program as a user runs it, beside stock QEMUs. One binary for all of it: linked once, and the slow tests of one file run
+//! beside those of the others.
+
+#![allow(clippy::unwrap_used, reason = "a test helper fails by panicking")]
+
+mod common;
+
+mod attempts;
+mod commit;
+mod engines;
+mod faults;
+mod handover;
+mod host;
+mod hostile;
+mod inspect;
+mod methods;
+mod migrate;
+mod old_destination;
+mod probe;
+mod relay;
+mod running;
+mod selftest;
