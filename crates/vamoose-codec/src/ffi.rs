@@ -9,5 +9,4 @@ pub(crate) mod isal;
 pub(crate) mod libdeflate;
 pub(crate) mod libqatzip;
 pub(crate) mod memory;
-pub(crate) mod thread;
 pub(crate) mod zstd;

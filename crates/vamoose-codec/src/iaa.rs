@@ -49,7 +49,7 @@ use multifd::{Layout, Method};
 
 use crate::{
     devices::open_devices,
-    engine::{Accelerator, Device, DeviceError, DeviceWork, Fault},
+    engine::{Accelerator, CompressError, Device, DeviceError, DeviceWork},
     ffi::libdeflate::Inflate,
     libdeflate,
     qpl::{self, Deflate, Encoded, PAGE_SIZE, Payload},
@@ -189,7 +189,7 @@ impl Device for IaaDevice {
 }
 
 impl Encoding {
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let Self {
             compressor,
             software,
@@ -213,8 +213,10 @@ impl Encoding {
                     return;
                 };
                 result = payload.page(page, |room| {
-                    let stream = stream.ok_or(Fault::Room)?;
-                    let room = room.get_mut(..stream.len()).ok_or(Fault::Room)?;
+                    let stream = stream.ok_or(CompressError::OutputFull)?;
+                    let room = room
+                        .get_mut(..stream.len())
+                        .ok_or(CompressError::OutputFull)?;
                     room.copy_from_slice(stream);
                     Ok(stream.len())
                 });

@@ -27,8 +27,7 @@ use std::{
 use handover::{Decision, GuestLocation, SourceEvent, SourceState};
 use multifd::{Layout, PACKET_BYTES};
 use tracing::{debug, info, warn};
-use vamoose_codec::Engines;
-use vamoose_link::{Address, check_locked_memory};
+use vamoose_link::{Address, MethodChoice, check_locked_memory};
 
 use crate::{
     Bitmap, DirtyLog, DsaDetection, GuestError, Handle, Ram, SourceError, SourceGuest, State,
@@ -57,7 +56,7 @@ pub struct Source {
 #[derive(Clone)]
 pub struct SourceConfig {
     /// How pages are encoded.
-    pub engines: Engines,
+    pub method: MethodChoice,
     /// Channels, 1 to 64.
     pub channels: u8,
     /// Most bytes of pages in a packet: a power of two from 64 KiB to 4 MiB.
@@ -127,10 +126,10 @@ impl Default for AutoConverge {
 pub const CHANNELS: RangeInclusive<u8> = 1..=64;
 
 impl SourceConfig {
-    /// Sends with `engines` over two channels, everything else by default.
-    pub fn new(engines: Engines) -> Self {
+    /// Sends by `method` over two channels, everything else by default.
+    pub fn new(method: impl Into<MethodChoice>) -> Self {
         Self {
-            engines,
+            method: method.into(),
             channels: 2,
             packet_bytes: PACKET_BYTES,
             zero_copy: false,

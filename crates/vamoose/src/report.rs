@@ -5,7 +5,8 @@ use std::{fmt, fs, io::Write as _, time::Duration};
 use anyhow::{Context as _, Result};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
-use vamoose_codec::{DeviceWork, Engines};
+use vamoose_codec::DeviceWork;
+use vamoose_link::MethodChoice;
 use vamoose_link::Snapshot;
 use vamoose_relay::Moved;
 
@@ -91,12 +92,11 @@ pub(crate) struct CpuSeconds {
 impl Report {
     /// The report of what one relay moved.
     pub(crate) fn new(
-        engines: &Engines,
+        method: &MethodChoice,
         moved: Snapshot,
         total: Duration,
         setup: Duration,
     ) -> Self {
-        let settings = engines.settings();
         let pages = moved.normal_pages + moved.zero_pages;
         let seconds = total.as_secs_f64().max(1e-3);
         Self {
@@ -114,15 +114,15 @@ impl Report {
                 dirty_sync_count: None,
                 dirty_sync_missed_zero_copy: 0,
             },
-            method: settings.name(),
-            level: settings.level(),
-            engine: engines.name(),
+            method: method.name(),
+            level: method.level(),
+            engine: method.engine(),
             wire_bytes: moved.wire_bytes,
             page_bytes: moved.page_bytes,
             zero_pages: moved.zero_pages,
             fallbacks: moved.engines.fallbacks,
             verified: moved.engines.checked,
-            accelerator: engines.device_work().map(Accelerator::from),
+            accelerator: method.engines().device_work().map(Accelerator::from),
             cpu_seconds: CpuSeconds {
                 encode: moved.encode_time.as_secs_f64(),
                 decode: moved.decode_time.as_secs_f64(),

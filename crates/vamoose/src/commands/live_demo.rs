@@ -37,7 +37,6 @@ use signal_hook::{
 };
 use testguest::{Fill, Guest, fill};
 use tracing::info;
-use vamoose_codec::Engines;
 use vamoose_link::Address;
 use vamoose_live::{AutoConverge, GuestLocation, Ram, Source, SourceConfig, SourceError};
 
@@ -125,7 +124,7 @@ struct GuestOptions {
 #[command(next_help_heading = "The migration")]
 struct MigrationOptions {
     /// How pages are encoded on the way to the destination
-    #[arg(long, value_enum, default_value_t = MethodName::None)]
+    #[arg(long, value_enum, default_value_t = MethodName::NONE)]
     method: MethodName,
     /// Level of the method; its default is 1
     #[arg(long, allow_negative_numbers = true)]
@@ -188,7 +187,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     let run = source::migrate(source, &address.parse()?, &guest, &cancel);
     let mut report = Report::new(
-        &config.engines,
+        &config.method,
         config.channels,
         config.packet_bytes,
         config.zero_copy,
@@ -218,7 +217,7 @@ impl Options {
     fn order(&self) -> Result<Order> {
         refuse_open_address(&self.listen, self.insecure)?;
         let migration = &self.migration;
-        let pages_are_decoded = migration.method != MethodName::None;
+        let pages_are_decoded = migration.method != MethodName::NONE;
         migration.dsa.check(pages_are_decoded)?;
         Ok(Order {
             shape: self.guest.shape()?,
@@ -259,10 +258,10 @@ impl GuestOptions {
 
 impl MigrationOptions {
     fn config(&self) -> Result<SourceConfig> {
-        if self.zero_copy && self.method != MethodName::None {
+        if self.zero_copy && self.method != MethodName::NONE {
             bail!("--zero-copy: what is compressed is a copy already; it needs --method none");
         }
-        let mut config = SourceConfig::new(self.engines()?);
+        let mut config = SourceConfig::new(self.method.choose(self.level, &self.hardware)?);
         config.channels = self.channels;
         config.packet_bytes = u32::try_from(self.packet_size.0).unwrap_or(u32::MAX);
         config.zero_copy = self.zero_copy;
@@ -291,10 +290,6 @@ impl MigrationOptions {
             (None, KindName::Kvm) => Ok(LogName::Kvm),
             (None, KindName::Threads) => Ok(LogName::Userfaultfd),
         }
-    }
-
-    fn engines(&self) -> Result<Engines> {
-        self.hardware.engines(self.method.settings(self.level)?)
     }
 }
 

@@ -10,7 +10,6 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use multifd::Method;
 use testguest::{Fill, Guest, fill};
 use tracing::warn;
 use vamoose_codec::Settings;
@@ -62,8 +61,8 @@ fn take_guest(order: &Order) -> Result<()> {
     }
     let ram = ram_of(&memory)?;
     let guest = Guest::incoming(&order.shape.config(memory)?)?;
-    let any = Settings::new(Method::None, None)?;
-    let mut config = DestinationConfig::new(order.hardware.engines(any)?);
+    let engines = order.hardware.engines(Settings::default())?;
+    let mut config = DestinationConfig::new(engines);
     // It was mapped just now. A KVM guest has its image there, which the source's has in the same place:
     // no page of it is ever sent as zeros.
     config.memory_is_zero = true;

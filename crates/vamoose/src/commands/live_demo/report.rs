@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde::Serialize;
-use vamoose_codec::Engines;
+use vamoose_link::MethodChoice;
 
 use super::{
     dsa::Done,
@@ -97,7 +97,7 @@ pub(super) struct CpuSeconds {
 impl Report {
     /// What `run` says about it. The rest is filled in as it turns out.
     pub(super) fn new(
-        engines: &Engines,
+        method: &MethodChoice,
         channels: u8,
         packet_bytes: u32,
         zero_copy: bool,
@@ -108,7 +108,7 @@ impl Report {
         let (status, moved) = (&run.status, run.moved);
         let millis = Duration::from_millis;
         let setup_time = millis(status.setup_time);
-        let account = report::Report::new(engines, moved, millis(status.total_time), setup_time);
+        let account = report::Report::new(method, moved, millis(status.total_time), setup_time);
         let mut ram = account.ram;
         ram.dirty_sync_count = Some(status.ram.dirty_sync_count);
         ram.dirty_sync_missed_zero_copy = moved.missed_zero_copy;
