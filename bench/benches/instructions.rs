@@ -95,7 +95,7 @@ fn encode(mut encoding: Box<Encoding>) -> Box<Encoding> {
 }
 
 struct Encoding {
-    encoder: Box<dyn Encoder>,
+    encoder: Encoder,
     pages: Vec<u8>,
     room: Vec<u8>,
 }

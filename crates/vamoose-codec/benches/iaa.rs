@@ -70,7 +70,7 @@ fn main() {
 
 fn by_software(corpus: &Corpus, level: i32, rounds: usize) {
     let mut encoder = encoder(&settings(level), LAYOUT).expect("an encoder");
-    let measured = measure(corpus, rounds, encoder.as_mut(), &mut || {
+    let measured = measure(corpus, rounds, &mut encoder, &mut || {
         let now = clock_gettime(ClockId::ThreadCPUTime);
         let now = Duration::try_from(now).expect("a time after the thread's start");
         (now, Duration::ZERO)
@@ -98,9 +98,9 @@ fn by_device(corpus: &Corpus, level: i32, rounds: usize) {
     let mut encoder = engines.encoder(LAYOUT, &health).expect("an encoder");
     // The model works once, out of the time.
     let mut times = || playback.times();
-    measure(corpus, 1, encoder.as_mut(), &mut times);
+    measure(corpus, 1, &mut encoder, &mut times);
     let before = devices.work();
-    let measured = measure(corpus, rounds, encoder.as_mut(), &mut times);
+    let measured = measure(corpus, rounds, &mut encoder, &mut times);
     let work = devices.work();
     let by_device = work.by_device - before.by_device;
     let all = rounds * corpus.bytes() / PAGE;
@@ -122,7 +122,7 @@ struct Measured {
 fn measure(
     corpus: &Corpus,
     rounds: usize,
-    encoder: &mut dyn Encoder,
+    encoder: &mut Encoder,
     times: &mut dyn FnMut() -> (Duration, Duration),
 ) -> Measured {
     let mut room = vec![0; LAYOUT.max_payload()];

@@ -192,7 +192,7 @@ impl Case {
             Self::PagedZstd => format!("paged zstd {}", paged_zstd::LEVEL),
             Self::Ours(settings) => {
                 let level = settings.level().expect("a method with levels");
-                format!("{} {level}", settings.name())
+                format!("{} {level}", settings.method())
             }
         }
     }

@@ -1,10 +1,10 @@
-//! Hardware beside its software twin: whatever a device does, the packet is done.
+//! Hardware beside its software fallback: whatever a device does, the packet is done.
 //!
 //! ```text
 //!            device ──ok──> shape right? ──yes──> check due? ──no──> out
 //!  packet ─>   │ fails         │ no                  │ yes: decode in software, compare
 //!              v               v                     ├─ equal ──> out
-//!            software twin <───┴─────────────────────┴─ wrong ──> the device is off from now on
+//!            software fallback <───┴─────────────────────┴─ wrong ──> the device is off from now on
 //! ```
 //!
 //! - A failure costs the device that packet; a row of failures costs it the rest of the migration, for
@@ -22,7 +22,7 @@ use tracing::{debug, error, warn};
 
 use crate::{
     DecodeError, Health,
-    engine::{Compress, Device, DeviceError, Fault, Unpack},
+    engine::{Compress, CompressError, Device, DeviceError, Unpack},
 };
 
 /// Which of a device's results are decoded, or done again, in software and compared.
@@ -35,6 +35,19 @@ pub enum Verify {
     Sample,
     /// Every packet: nothing wrong can leave, and the device saves hardly anything.
     All,
+}
+
+impl Verify {
+    /// All choices, with their names and what they mean.
+    pub const ALL: [(Self, &str, &str); 3] = [
+        (Self::Off, "off", "None"),
+        (
+            Self::Sample,
+            "sample",
+            "The first packet of every channel, and one in 64",
+        ),
+        (Self::All, "all", "All"),
+    ];
 }
 
 /// Decides for one channel when a device is asked and when it is believed.
@@ -128,34 +141,34 @@ impl Guard {
 pub(crate) struct Accelerated {
     guard: Guard,
     device: Box<dyn Device>,
-    twin: Box<dyn Compress>,
-    judge: Box<dyn Unpack>,
+    fallback: Box<dyn Compress>,
+    verifier: Box<dyn Unpack>,
     decoded: Vec<u8>,
 }
 
 impl Accelerated {
-    /// `twin` and `judge` are software for the device's method.
+    /// `fallback` and `verifier` are software for the device's method.
     pub(crate) fn new(
         guard: Guard,
         device: Box<dyn Device>,
-        twin: Box<dyn Compress>,
-        judge: Box<dyn Unpack>,
+        fallback: Box<dyn Compress>,
+        verifier: Box<dyn Unpack>,
         layout: Layout,
     ) -> Self {
         Self {
             guard,
             device,
-            twin,
-            judge,
+            fallback,
+            verifier,
             decoded: vec![0; layout.packet_bytes()],
         }
     }
 
-    /// `None` when the twin has to do it.
-    fn by_device(&mut self, pages: &[u8], out: &mut [u8]) -> Result<Option<usize>, Fault> {
+    /// `None` when software has to do it.
+    fn by_device(&mut self, pages: &[u8], out: &mut [u8]) -> Result<Option<usize>, CompressError> {
         let written = self.device.compress(pages, out).and_then(|len| {
             let payload = out.get(..len).unwrap_or_default();
-            if self.judge.has_shape(payload, pages.len()) {
+            if self.verifier.has_shape(payload, pages.len()) {
                 Ok(payload)
             } else {
                 let reason = format!("it returned {len} bytes that are no packet");
@@ -173,7 +186,7 @@ impl Accelerated {
         if checked && !self.is_right(payload, pages) {
             return match self.guard.wrong() {
                 Ok(()) => Ok(None),
-                Err(unchecked) => Err(Fault::Distrusted { unchecked }),
+                Err(unchecked) => Err(CompressError::Distrusted { unchecked }),
             };
         }
         self.guard.health.add_accelerated(checked);
@@ -182,7 +195,7 @@ impl Accelerated {
 
     fn is_right(&mut self, payload: &[u8], pages: &[u8]) -> bool {
         let decoded = &mut self.decoded[..pages.len()];
-        self.judge.unpack(payload, decoded).is_ok() && decoded == pages
+        self.verifier.unpack(payload, decoded).is_ok() && decoded == pages
     }
 }
 
@@ -191,13 +204,13 @@ impl Compress for Accelerated {
         self.guard.engine
     }
 
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         if self.guard.asks()
             && let Some(len) = self.by_device(pages, out)?
         {
             return Ok(len);
         }
-        self.twin.compress(pages, out)
+        self.fallback.compress(pages, out)
     }
 }
 
@@ -205,22 +218,22 @@ impl Compress for Accelerated {
 pub(crate) struct AcceleratedUnpack {
     guard: Guard,
     device: Box<dyn Device>,
-    twin: Box<dyn Unpack>,
+    fallback: Box<dyn Unpack>,
     decoded: Vec<u8>,
 }
 
 impl AcceleratedUnpack {
-    /// `twin` is software for the device's method.
+    /// `fallback` is software for the device's method.
     pub(crate) fn new(
         guard: Guard,
         device: Box<dyn Device>,
-        twin: Box<dyn Unpack>,
+        fallback: Box<dyn Unpack>,
         layout: Layout,
     ) -> Self {
         Self {
             guard,
             device,
-            twin,
+            fallback,
             decoded: vec![0; layout.packet_bytes()],
         }
     }
@@ -229,17 +242,17 @@ impl AcceleratedUnpack {
 impl Unpack for AcceleratedUnpack {
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
         if !self.guard.asks() {
-            return self.twin.unpack(payload, pages);
+            return self.fallback.unpack(payload, pages);
         }
         if let Err(failure) = self.device.unpack(payload, pages) {
-            // Perhaps it is the payload's fault: the twin will say.
+            // Perhaps it is the payload's fault: the fallback decides.
             self.guard.failed(&failure);
-            return self.twin.unpack(payload, pages);
+            return self.fallback.unpack(payload, pages);
         }
         let checked = self.guard.checks();
         if checked {
             let decoded = &mut self.decoded[..pages.len()];
-            self.twin.unpack(payload, decoded)?;
+            self.fallback.unpack(payload, decoded)?;
             if decoded != pages {
                 pages.copy_from_slice(decoded);
                 let (method, engine) = (self.guard.method, self.guard.engine);
@@ -258,6 +271,6 @@ impl Unpack for AcceleratedUnpack {
     }
 
     fn has_shape(&self, payload: &[u8], pages_len: usize) -> bool {
-        self.twin.has_shape(payload, pages_len)
+        self.fallback.has_shape(payload, pages_len)
     }
 }

@@ -9,7 +9,8 @@ use crate::{
     accelerated::AcceleratedUnpack,
     engine::{Decompress, Unpack},
     ffi::zstd as frame,
-    lz4, qatzip, qpl, zlib, zstd, zstd_frames,
+    methods::{self, Decoding},
+    zlib, zstd,
 };
 
 /// Decodes the packets of one channel, in their order, for the whole migration.
@@ -62,20 +63,23 @@ impl Decoder {
         pages: &mut [u8],
     ) -> Result<(), DecodeError> {
         self.check(pages.len())?;
-        let result = match method {
-            Method::None => copy(payload, pages),
+        let result = match methods::info(method).map(|info| info.decoding) {
+            Some(Decoding::Copy) => copy(payload, pages),
             // A packet without normal pages has no payload, not even a flush.
             _ if pages.is_empty() => no_pages(method, payload),
-            Method::Zlib => fill(
+            Some(Decoding::ZlibStream) => fill(
                 self.zlib.get_or_insert_with(zlib::decompressor).as_mut(),
                 Packet { method, payload },
                 pages,
             ),
-            Method::Zstd => existing_or(&mut self.zstd, || zstd::decompressor(self.layout))
-                .and_then(|frame| copy(frame.decompress(payload, pages.len())?, pages)),
-            _ => self
+            Some(Decoding::ZstdStream) => {
+                existing_or(&mut self.zstd, || zstd::decompressor(self.layout))
+                    .and_then(|frame| copy(frame.decompress(payload, pages.len())?, pages))
+            }
+            Some(Decoding::Packets(_)) => self
                 .unpacker(method)
                 .and_then(|unpacker| unpacker.unpack(payload, pages)),
+            None => Err(DecodeError::NotBuilt { method }),
         };
         self.failed = result.is_err();
         result
@@ -87,7 +91,7 @@ impl Decoder {
     ///
     /// # Errors
     /// As [`decode`](Decoder::decode).
-    pub fn decode_here<'a>(
+    pub fn decode_borrowed<'a>(
         &'a mut self,
         method: Method,
         payload: &'a [u8],
@@ -136,7 +140,7 @@ impl Decoder {
         Ok(self.unpackers[index].1.as_mut())
     }
 
-    /// Puts the hardware that there is for `method` before its software twin.
+    /// Puts the hardware that there is for `method` before its software fallback.
     fn accelerate(&self, method: Method, software: Box<dyn Unpack>) -> Box<dyn Unpack> {
         let Some((engines, health)) = &self.engines else {
             return software;
@@ -161,13 +165,12 @@ const LEVEL_OF_DECODERS: i32 = 1;
 
 /// The software decoder of a method whose packets are independent.
 pub(crate) fn unpacker(method: Method, layout: Layout) -> Result<Box<dyn Unpack>, DecodeError> {
-    Ok(match method {
-        Method::Lz4 => Box::new(lz4::Unpacker),
-        Method::ZstdFrames => Box::new(zstd_frames::Unpacker::new()?),
-        Method::Qpl => Box::new(qpl::Unpacker::new(layout)),
-        Method::Qatzip => Box::<qatzip::Unpacker>::default(),
-        _ => return Err(DecodeError::NotBuilt { method }),
-    })
+    match methods::info(method).map(|info| info.decoding) {
+        Some(Decoding::Packets(unpacker)) => unpacker(layout),
+        Some(Decoding::Copy | Decoding::ZlibStream | Decoding::ZstdStream) | None => {
+            Err(DecodeError::NotBuilt { method })
+        }
+    }
 }
 
 /// A payload and how it is encoded.

@@ -24,29 +24,30 @@ pub(crate) trait Compress: Send {
     fn name(&self) -> &'static str;
 
     /// Writes `pages`, encoded, to the start of `out`, and returns how many bytes that are.
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault>;
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError>;
 
     /// Where the engine would copy the next pages to; `None` if it takes them from anywhere.
-    fn room(&mut self) -> Option<&mut [u8]> {
+    fn input_buffer(&mut self) -> Option<&mut [u8]> {
         None
     }
 
-    /// As [`compress`](Compress::compress), of the first `len` bytes of the [`room`](Compress::room).
-    fn compress_room(&mut self, len: usize, out: &mut [u8]) -> Result<usize, Fault> {
+    /// As [`compress`](Compress::compress), of the first `len` bytes of the
+    /// [`input_buffer`](Compress::input_buffer).
+    fn compress_buffered(&mut self, len: usize, out: &mut [u8]) -> Result<usize, CompressError> {
         let _ = (len, out);
-        Err(Fault::Refused("it has no room of its own"))
+        Err(CompressError::Refused("it has no input buffer"))
     }
 }
 
 /// Why [`Compress::compress`] failed. A stream is lost then; a method whose packets are independent
 /// can go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fault {
-    /// The room in the output did not suffice.
-    Room,
-    /// The library refused, with its words.
+pub(crate) enum CompressError {
+    /// The result did not fit into the output.
+    OutputFull,
+    /// The library refused, for this reason.
     Refused(&'static str),
-    /// A device has returned wrong bytes, after it had encoded packets that nobody checked.
+    /// A device has returned wrong bytes, after it had encoded packets that were not checked.
     Distrusted {
         /// The number of these packets.
         unchecked: u64,

@@ -73,6 +73,9 @@ pub enum EncodeError {
         /// Most bytes that fit.
         max: usize,
     },
+    /// There is no such encoder.
+    #[error("no encoder for these settings")]
+    Settings(#[from] SettingsError),
     /// The method has no format for pages of this size.
     #[error("{method} takes pages of {only} bytes, not of {page_size}")]
     PageSize {

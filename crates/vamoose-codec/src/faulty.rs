@@ -28,9 +28,8 @@ use std::{
 use multifd::{Layout, Method};
 
 use crate::{
-    decode,
+    Settings, decode,
     engine::{Accelerator, Compress, Device, DeviceError, Unpack},
-    registry,
 };
 
 /// What a faulty engine does wrong, and when.
@@ -138,21 +137,12 @@ impl Faulty {
     pub(crate) const NAME: &str = "faulty";
     /// Those whose packets are independent.
     pub(crate) const METHODS: &[Method] = &[Method::Lz4, Method::Qpl, Method::Qatzip];
-    /// Where the faults are told to a program.
-    pub(crate) const VARIABLE: &str = "VAMOOSE_FAULTS";
 
     pub(crate) fn new(faults: Faults) -> Self {
         Self {
             faults,
             devices: AtomicU64::new(0),
         }
-    }
-
-    /// With the faults in the environment, if there are some.
-    pub(crate) fn from_environment() -> Result<Self, String> {
-        let faults =
-            std::env::var(Self::VARIABLE).map_err(|_| format!("{} is not set", Self::VARIABLE))?;
-        Ok(Self::new(faults.parse()?))
     }
 }
 
@@ -163,12 +153,13 @@ impl Accelerator for Faulty {
 
     fn device(&self, method: Method, level: i32, layout: Layout) -> Box<dyn Device> {
         let number = self.devices.fetch_add(1, Ordering::Relaxed);
-        let software = registry::software_at(method, level);
+        let settings = Settings::new(method, Some(level)).ok();
+        let software = settings.and_then(|settings| settings.software());
         Box::new(FaultyDevice {
             faults: self.faults.clone(),
             random: Random(self.faults.seed.wrapping_add(number)),
             packets: 0,
-            compress: software.and_then(|engine| (engine.compressor)(level).ok()),
+            compress: software.and_then(|(engine, level)| (engine.compressor)(level).ok()),
             unpack: decode::unpacker(method, layout).ok(),
             altered: Vec::new(),
         })

@@ -8,5 +8,4 @@
 pub(crate) mod isal;
 pub(crate) mod libdeflate;
 pub(crate) mod libqatzip;
-pub(crate) mod thread;
 pub(crate) mod zstd;

@@ -45,7 +45,7 @@ use idxd::offload::{Compressor, Decompressor, Devices, OffloadCounters, Tables};
 use multifd::{Layout, Method};
 
 use crate::{
-    engine::{Accelerator, Device, DeviceError, Fault},
+    engine::{Accelerator, CompressError, Device, DeviceError},
     ffi::libdeflate::Inflate,
     libdeflate,
     qpl::{self, Deflate, Encoded, PAGE_SIZE, Payload},
@@ -172,7 +172,7 @@ impl Device for IaaDevice {
 }
 
 impl Encoding {
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let Self {
             compressor,
             software,
@@ -196,8 +196,10 @@ impl Encoding {
                     return;
                 };
                 result = payload.page(page, |room| {
-                    let stream = stream.ok_or(Fault::Room)?;
-                    let room = room.get_mut(..stream.len()).ok_or(Fault::Room)?;
+                    let stream = stream.ok_or(CompressError::OutputFull)?;
+                    let room = room
+                        .get_mut(..stream.len())
+                        .ok_or(CompressError::OutputFull)?;
                     room.copy_from_slice(stream);
                     Ok(stream.len())
                 });

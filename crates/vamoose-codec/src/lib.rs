@@ -42,7 +42,6 @@
 #![deny(unsafe_code)]
 
 mod accelerated;
-mod auto;
 mod decode;
 mod encode;
 mod engine;
@@ -54,6 +53,7 @@ mod health;
 mod iaa;
 mod libdeflate;
 mod lz4;
+mod methods;
 mod qat;
 mod qatzip;
 mod qpl;
@@ -71,6 +71,7 @@ pub use error::{DecodeError, EncodeError, SettingsError};
 #[cfg(feature = "fault-injection")]
 pub use faulty::Faults;
 pub use health::{Health, Tally};
-pub use registry::{Accel, Engines, Registry, Row};
+pub use methods::{DecodedBy, Framing, Levels, MethodInfo, info};
+pub use registry::{Accel, EngineInfo, Engines, Registry};
 pub use settings::Settings;
 pub use zero::is_zero;

@@ -5,7 +5,7 @@ use multifd::Method;
 
 use crate::{
     DecodeError,
-    engine::{Compress, Fault},
+    engine::{Compress, CompressError},
     ffi::libdeflate::Inflate,
 };
 
@@ -36,9 +36,9 @@ impl Compress for Deflate {
         NAME
     }
 
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         // There is no other error.
         let result = self.0.deflate_compress(pages, out);
-        result.map_err(|_| Fault::Room)
+        result.map_err(|_| CompressError::OutputFull)
     }
 }

@@ -11,7 +11,7 @@ use multifd::Method;
 
 use crate::{
     DecodeError,
-    engine::{Compress, Fault, Software, Unpack, most_worth_sending},
+    engine::{Compress, CompressError, Software, Unpack, most_worth_sending},
 };
 
 /// The levels that can be set: LZ4's accelerations.
@@ -24,8 +24,8 @@ pub(crate) const ENGINES: &[Software] = &[Software {
     compressor: |acceleration| Ok(Box::new(Compressor { acceleration })),
 }];
 
-pub(crate) struct Compressor {
-    pub(crate) acceleration: i32,
+struct Compressor {
+    acceleration: i32,
 }
 
 impl Compress for Compressor {
@@ -34,11 +34,12 @@ impl Compress for Compressor {
     }
 
     /// Finds no room where too little would be saved: LZ4 gives up at once then.
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let room = most_worth_sending(pages.len()).min(out.len());
         let mode = CompressionMode::FAST(self.acceleration);
         // Its only other error is an input of more than 2 GiB.
-        compress_to_buffer(pages, Some(mode), false, &mut out[..room]).map_err(|_| Fault::Room)
+        compress_to_buffer(pages, Some(mode), false, &mut out[..room])
+            .map_err(|_| CompressError::OutputFull)
     }
 }
 
@@ -101,7 +102,7 @@ mod tests {
         vec(run, 1..6).prop_map(|runs| runs.concat())
     }
 
-    fn encode(acceleration: i32, pages: &[u8]) -> Result<Vec<u8>, Fault> {
+    fn encode(acceleration: i32, pages: &[u8]) -> Result<Vec<u8>, CompressError> {
         let mut compressor = (ENGINES[0].compressor)(acceleration).unwrap();
         let mut out = vec![0; 1 << 20];
         let len = compressor.compress(pages, &mut out)?;
@@ -121,7 +122,7 @@ mod tests {
                     prop_assert_eq!(Unpacker.unpack(&payload, &mut back), Ok(()));
                     prop_assert!(back == pages);
                 }
-                Err(fault) => prop_assert_eq!(fault, Fault::Room),
+                Err(fault) => prop_assert_eq!(fault, CompressError::OutputFull),
             }
         }
 
@@ -144,7 +145,7 @@ mod tests {
             state.to_be_bytes()[0]
         });
         let noise: Vec<_> = noise.take(8192).collect();
-        assert_eq!(encode(1, &noise), Err(Fault::Room));
+        assert_eq!(encode(1, &noise), Err(CompressError::OutputFull));
         assert!(encode(1, &b"dirty pages ".repeat(600)).unwrap().len() < 200);
     }
 

@@ -44,7 +44,7 @@ use crate::ffi::isal;
 use crate::{
     DecodeError,
     decode::existing_or,
-    engine::{Compress, Fault, Software, Unpack},
+    engine::{Compress, CompressError, Software, Unpack},
     ffi::libdeflate::{Failure, Inflate, Inflated},
     libdeflate,
 };
@@ -86,7 +86,7 @@ impl<E: Compress> Compress for Members<E> {
         self.engine.name()
     }
 
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let mut written = 0;
         for source in pages.chunks(MOST_SOURCE) {
             written += self.member(source, &mut out[written..])?;
@@ -96,12 +96,14 @@ impl<E: Compress> Compress for Members<E> {
 }
 
 impl<E: Compress> Members<E> {
-    fn member(&mut self, source: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
-        let (header, rest) = out.split_first_chunk_mut().ok_or(Fault::Room)?;
+    fn member(&mut self, source: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
+        let (header, rest) = out
+            .split_first_chunk_mut()
+            .ok_or(CompressError::OutputFull)?;
         let len = self.engine.compress(source, rest)?;
         let trailer = rest.get_mut(len..).and_then(<[u8]>::first_chunk_mut);
-        let trailer = trailer.ok_or(Fault::Room)?;
-        let size = |len| u32::try_from(len).map_err(|_| Fault::Refused("more than 4 GiB"));
+        let trailer = trailer.ok_or(CompressError::OutputFull)?;
+        let size = |len| u32::try_from(len).map_err(|_| CompressError::Refused("more than 4 GiB"));
         *header = member::header(size(source.len())?, size(len)?);
         *trailer = member::trailer(libdeflater::crc32(source), size(source.len())?);
         Ok(header.len() + len + trailer.len())
@@ -255,7 +257,12 @@ mod tests {
                 let whole = out[..len].to_vec();
                 for room in (0..60).chain((60..len).step_by(1009)).chain(len - 8..len) {
                     let fault = writer.compress(&pages, &mut out[..room]);
-                    assert_eq!(fault, Err(Fault::Room), "{} {room}", engine.name);
+                    assert_eq!(
+                        fault,
+                        Err(CompressError::OutputFull),
+                        "{} {room}",
+                        engine.name
+                    );
                 }
                 assert_eq!(writer.compress(&pages, &mut out), Ok(len));
                 assert!(out[..len] == whole);

@@ -49,7 +49,7 @@ use crate::ffi::isal;
 use crate::{
     DecodeError,
     decode::existing_or,
-    engine::{Compress, Fault, Software, Unpack},
+    engine::{Compress, CompressError, Software, Unpack},
     ffi::libdeflate::{Failure, Inflate, Inflated},
     libdeflate,
 };
@@ -84,10 +84,10 @@ pub(crate) trait Deflate: Send {
     fn library(&self) -> &'static str;
 
     /// Prepares for the pages of a packet.
-    fn begin(&mut self, pages: &[u8]) -> Result<(), Fault>;
+    fn begin(&mut self, pages: &[u8]) -> Result<(), CompressError>;
 
     /// Writes a stream that holds `page` to the start of `out`.
-    fn page(&mut self, page: &[u8], out: &mut [u8]) -> Result<usize, Fault>;
+    fn page(&mut self, page: &[u8], out: &mut [u8]) -> Result<usize, CompressError>;
 }
 
 /// The library that serves `level`.
@@ -120,7 +120,7 @@ impl Compress for Packer {
         self.deflate.library()
     }
 
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let mut payload = Payload::new(pages.len(), out)?;
         self.deflate.begin(pages)?;
         for page in pages.chunks_exact(PAGE_SIZE) {
@@ -140,12 +140,16 @@ pub(crate) struct Payload<'a> {
 
 impl<'a> Payload<'a> {
     /// For `pages_len` bytes of pages, at the start of `out`.
-    pub(crate) fn new(pages_len: usize, out: &'a mut [u8]) -> Result<Self, Fault> {
+    pub(crate) fn new(pages_len: usize, out: &'a mut [u8]) -> Result<Self, CompressError> {
         if !pages_len.is_multiple_of(PAGE_SIZE) {
-            return Err(Fault::Refused("these are not whole pages of 4096 bytes"));
+            return Err(CompressError::Refused(
+                "these are not whole pages of 4096 bytes",
+            ));
         }
         let table = pages_len / PAGE_SIZE * size_of::<u32>();
-        let (lengths, room) = out.split_at_mut_checked(table).ok_or(Fault::Room)?;
+        let (lengths, room) = out
+            .split_at_mut_checked(table)
+            .ok_or(CompressError::OutputFull)?;
         Ok(Self {
             lengths: lengths.as_chunks_mut().0.iter_mut(),
             room,
@@ -158,20 +162,23 @@ impl<'a> Payload<'a> {
     pub(crate) fn page(
         &mut self,
         page: &[u8],
-        encode: impl FnOnce(&mut [u8]) -> Result<usize, Fault>,
-    ) -> Result<(), Fault> {
-        let length = self.lengths.next().ok_or(Fault::Room)?;
+        encode: impl FnOnce(&mut [u8]) -> Result<usize, CompressError>,
+    ) -> Result<(), CompressError> {
+        let length = self.lengths.next().ok_or(CompressError::OutputFull)?;
         let shorter = self.room.len().min(PAGE_SIZE - 1);
         let len = match encode(&mut self.room[..shorter]) {
-            Err(Fault::Room) => {
-                let raw = self.room.get_mut(..PAGE_SIZE).ok_or(Fault::Room)?;
+            Err(CompressError::OutputFull) => {
+                let raw = self
+                    .room
+                    .get_mut(..PAGE_SIZE)
+                    .ok_or(CompressError::OutputFull)?;
                 raw.copy_from_slice(page);
                 PAGE_SIZE
             }
             result => result?,
         };
         *length = u32::try_from(len)
-            .map_err(|_| Fault::Refused("a page of more than 4 GiB"))?
+            .map_err(|_| CompressError::Refused("a page of more than 4 GiB"))?
             .to_be_bytes();
         self.room = &mut mem::take(&mut self.room)[len..];
         self.written += len;
@@ -185,11 +192,11 @@ impl Deflate for isal::learned::Learned {
         isal::NAME
     }
 
-    fn begin(&mut self, pages: &[u8]) -> Result<(), Fault> {
+    fn begin(&mut self, pages: &[u8]) -> Result<(), CompressError> {
         self.learn(pages.chunks_exact(PAGE_SIZE).step_by(SAMPLE))
     }
 
-    fn page(&mut self, page: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn page(&mut self, page: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         self.deflate(page, out)
     }
 }
@@ -204,11 +211,11 @@ impl Deflate for libdeflate::Deflate {
         libdeflate::NAME
     }
 
-    fn begin(&mut self, _pages: &[u8]) -> Result<(), Fault> {
+    fn begin(&mut self, _pages: &[u8]) -> Result<(), CompressError> {
         Ok(())
     }
 
-    fn page(&mut self, page: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn page(&mut self, page: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         self.compress(page, out)
     }
 }
@@ -407,7 +414,12 @@ mod tests {
             let whole = out[..len].to_vec();
             for room in (0..60).chain((60..len).step_by(61)).chain(len - 60..len) {
                 let fault = writer.compress(&sent, &mut out[..room]);
-                assert_eq!(fault, Err(Fault::Room), "{} {room}", engine.name);
+                assert_eq!(
+                    fault,
+                    Err(CompressError::OutputFull),
+                    "{} {room}",
+                    engine.name
+                );
             }
             assert_eq!(writer.compress(&sent, &mut out), Ok(len));
             assert!(out[..len] == whole);

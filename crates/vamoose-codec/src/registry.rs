@@ -1,7 +1,7 @@
 //! Which engines there are, and which of them does a migration's work.
 //!
 //! ```text
-//!  method      software, the better one first     hardware, before its software twin
+//!  method      software, the better one first     hardware, before its software fallback
 //!  none        copy
 //!  zlib        isa-l, zlib-rs
 //!  zstd        zstd
@@ -10,8 +10,6 @@
 //!  qpl         isa-l, libdeflate                  iaa
 //!  qatzip      isa-l, libdeflate                  qat
 //! ```
-//! Auto mixes copy, lz4 and zstd-frames.
-//!
 //! An engine that is absent is not an error: it says why. Under [`Accel::Auto`] hardware is used
 //! where it is; naming it makes it mandatory, and its absence an error before anything is opened.
 //! Whatever a device does later, its packets are encoded: see `accelerated`.
@@ -31,13 +29,13 @@ use multifd::{Layout, Method};
 use crate::{
     Decoder, EncodeError, Encoder, Health, Settings, SettingsError,
     accelerated::{Accelerated, Guard, Verify},
-    auto::Auto,
-    decode, encode,
-    engine::{Accelerator, Software},
+    decode,
+    encode::COPY,
+    engine::Accelerator,
     iaa::Iaa,
-    lz4,
+    methods,
     qat::Qat,
-    qatzip, qpl, zlib, zstd, zstd_frames,
+    qpl,
 };
 #[cfg(feature = "fault-injection")]
 use crate::{Faults, faulty::Faulty};
@@ -56,14 +54,28 @@ pub enum Accel {
     Iaa,
 }
 
+impl Accel {
+    /// All choices, with their names and what they mean.
+    pub const ALL: [(Self, &str, &str); 4] = [
+        (Self::Auto, "auto", "The best that is there"),
+        (Self::None, "none", "Software only"),
+        (Self::Qat, "qat", "Intel QuickAssist, for qatzip"),
+        (
+            Self::Iaa,
+            "iaa",
+            "Intel In-Memory Analytics Accelerator, for qpl",
+        ),
+    ];
+}
+
 /// The engines of this program on this host. Hardware is looked for when it is first asked for.
 pub struct Registry {
     hardware: Vec<Hardware>,
 }
 
-/// A row of the registry.
+/// An engine of the registry and the method that it serves.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Row {
+pub struct EngineInfo {
     /// Name of the library or device.
     pub name: &'static str,
     /// The method it serves.
@@ -112,8 +124,6 @@ impl Registry {
     pub fn with_iaa(open: impl Fn() -> Result<Devices, String> + Send + Sync + 'static) -> Self {
         Self {
             hardware: vec![
-                #[cfg(feature = "fault-injection")]
-                Self::faulty(Faulty::from_environment),
                 Self::qat(Qat::of_host),
                 Self::iaa(move || Ok(Iaa::new(Arc::new(open()?)))),
             ],
@@ -152,60 +162,67 @@ impl Registry {
     /// Nothing but an engine with `faults`, and software.
     #[cfg(feature = "fault-injection")]
     pub fn with_faults(faults: &Faults) -> Self {
-        let faults = faults.clone();
         Self {
-            hardware: vec![Self::faulty(move || Ok(Faulty::new(faults.clone())))],
+            hardware: vec![Self::faulty(faults.clone())],
         }
     }
 
+    /// In builds for tests, an engine with the faults that `text` describes comes first. In others that is
+    /// ignored.
+    ///
+    /// # Errors
+    /// When `text` describes no faults.
+    pub fn inject(mut self, text: &str) -> Result<Self, String> {
+        #[cfg(feature = "fault-injection")]
+        self.hardware.insert(0, Self::faulty(text.parse()?));
+        let _ = (&mut self.hardware, text);
+        Ok(self)
+    }
+
     #[cfg(feature = "fault-injection")]
-    fn faulty(open: impl Fn() -> Result<Faulty, String> + Send + Sync + 'static) -> Hardware {
+    fn faulty(faults: Faults) -> Hardware {
         Hardware::new(Faulty::NAME, Faulty::METHODS, &[Accel::Auto], move || {
-            Ok(Arc::new(open()?))
+            Ok(Arc::new(Faulty::new(faults.clone())))
         })
     }
 
     /// Every engine, method by method, the preferred one first. Looks for all hardware.
-    pub fn rows(&self) -> Vec<Row> {
-        Method::ALL
-            .into_iter()
-            .flat_map(|method| {
-                let hardware = self.hardware.iter().filter(move |h| h.serves(method));
-                let hardware = hardware.map(move |hardware| Row {
-                    name: hardware.name,
+    pub fn engines(&self) -> Vec<EngineInfo> {
+        let mut engines = Vec::new();
+        for method in Method::ALL {
+            let Some(info) = methods::info(method) else {
+                continue;
+            };
+            let levels = info.levels.as_ref().map(|levels| levels.range.clone());
+            let hardware = self.hardware.iter().filter(|h| h.serves(method));
+            engines.extend(hardware.map(|hardware| EngineInfo {
+                name: hardware.name,
+                method,
+                levels: levels.clone(),
+                hardware: true,
+                absent: hardware.opened().as_ref().err().cloned(),
+            }));
+            let mut add = |name, levels, absent| {
+                engines.push(EngineInfo {
+                    name,
                     method,
-                    levels: Settings::levels(method),
-                    hardware: true,
-                    absent: hardware.opened().as_ref().err().cloned(),
-                });
-                let software = software_engines(method).iter().map(move |engine| Row {
-                    name: engine.name,
-                    method,
-                    levels: Settings::levels(method).map(|all| {
-                        *all.start().max(engine.levels.start())
-                            ..=*all.end().min(engine.levels.end())
-                    }),
+                    levels,
                     hardware: false,
-                    absent: None,
+                    absent,
                 });
-                let copy = (method == Method::None).then_some(Row {
-                    name: COPY,
-                    method,
-                    levels: None,
-                    hardware: false,
-                    absent: None,
-                });
-                let with_isal = matches!(method, Method::Zlib | Method::Qpl | Method::Qatzip);
-                let left_out = (with_isal && cfg!(not(feature = "isal"))).then(|| Row {
-                    name: "isa-l",
-                    method,
-                    levels: None,
-                    hardware: false,
-                    absent: Some("this program is built without the feature `isal`".to_owned()),
-                });
-                hardware.chain(software).chain(copy).chain(left_out)
-            })
-            .collect()
+            };
+            for (name, levels) in info.engines() {
+                add(name, Some(levels), None);
+            }
+            if info.software.is_empty() {
+                add(COPY, None, None);
+            }
+            if info.uses_isal && cfg!(not(feature = "isal")) {
+                let reason = "built without the feature `isal`";
+                add("isa-l", None, Some(reason.to_owned()));
+            }
+        }
+        engines
     }
 
     /// Chooses the engines of a migration that is sent with `settings`.
@@ -219,7 +236,7 @@ impl Registry {
         verify: Verify,
     ) -> Result<Engines, SettingsError> {
         if matches!(accel, Accel::Qat | Accel::Iaa) {
-            self.demand(accel, settings.method().unwrap_or_default())?;
+            self.demand(accel, settings.method())?;
         }
         Ok(Engines {
             registry: self.clone(),
@@ -229,8 +246,7 @@ impl Registry {
         })
     }
 
-    /// Method none (and auto, which encodes in software) is no contradiction: what comes in may still be
-    /// decoded by the hardware.
+    /// Method none is no contradiction: what comes in may still be decoded by the hardware.
     fn demand(&self, accel: Accel, method: Method) -> Result<(), SettingsError> {
         let mut hardware = self.hardware.iter();
         let Some(hardware) = hardware.find(|h| h.chosen_by.contains(&accel)) else {
@@ -288,7 +304,7 @@ impl Engines {
 
     /// Name of the engine that encodes.
     pub fn name(&self) -> &'static str {
-        let hardware = self.settings.method().and_then(|of| self.accelerator(of));
+        let hardware = self.accelerator(self.settings.method());
         hardware.map_or(self.settings.engine(), |accelerator| accelerator.name())
     }
 
@@ -306,17 +322,10 @@ impl Engines {
     /// # Errors
     /// When the method's library cannot be set up (no memory), or the method has no format for such
     /// pages.
-    pub fn encoder(
-        &self,
-        layout: Layout,
-        health: &Arc<Health>,
-    ) -> Result<Box<dyn Encoder>, EncodeError> {
-        let Some(method) = self.settings.method() else {
-            return Ok(Box::new(Auto::new(layout)?));
-        };
-        let level = self.settings.level().unwrap_or_default();
-        let Some(software) = software_at(method, level) else {
-            return Ok(encode::copy(layout));
+    pub fn encoder(&self, layout: Layout, health: &Arc<Health>) -> Result<Encoder, EncodeError> {
+        let method = self.settings.method();
+        let Some((software, level)) = self.settings.software() else {
+            return Ok(Encoder::new(method, layout, None));
         };
         if method == Method::Qpl && layout.page_size() != qpl::PAGE_SIZE {
             return Err(EncodeError::PageSize {
@@ -325,22 +334,22 @@ impl Engines {
                 only: qpl::PAGE_SIZE,
             });
         }
-        let twin = (software.compressor)(level).map_err(|reason| EncodeError::Engine {
+        let fallback = (software.compressor)(level).map_err(|reason| EncodeError::Engine {
             method,
             engine: software.name,
             reason,
         })?;
         let engine = match (self.accelerator(method), decode::unpacker(method, layout)) {
-            (Some(accelerator), Ok(judge)) => Box::new(Accelerated::new(
+            (Some(accelerator), Ok(verifier)) => Box::new(Accelerated::new(
                 self.guard(accelerator, method, health),
                 accelerator.device(method, level, layout),
-                twin,
-                judge,
+                fallback,
+                verifier,
                 layout,
             )),
-            _ => twin,
+            _ => fallback,
         };
-        Ok(encode::coded(method, layout, engine))
+        Ok(Encoder::new(method, layout, Some(engine)))
     }
 
     /// A decoder for a new channel. `health` is the migration's.
@@ -384,26 +393,5 @@ impl Hardware {
 
     fn opened(&self) -> &Opened {
         self.opened.get_or_init(&self.open)
-    }
-}
-
-/// The software engine that serves `method` at `level`; `None` for method none.
-pub(crate) fn software_at(method: Method, level: i32) -> Option<&'static Software> {
-    let mut engines = software_engines(method).iter();
-    engines.find(|engine| engine.levels.contains(&level))
-}
-
-/// Name of what method none does.
-pub(crate) const COPY: &str = "copy";
-
-fn software_engines(method: Method) -> &'static [Software] {
-    match method {
-        Method::Zlib => zlib::ENGINES,
-        Method::Zstd => zstd::ENGINES,
-        Method::Lz4 => lz4::ENGINES,
-        Method::ZstdFrames => zstd_frames::ENGINES,
-        Method::Qatzip => qatzip::ENGINES,
-        Method::Qpl => qpl::ENGINES,
-        Method::None | Method::Uadk => &[],
     }
 }

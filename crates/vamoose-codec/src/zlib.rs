@@ -35,7 +35,7 @@
 
 use std::ops::RangeInclusive;
 
-use crate::engine::{Compress, Decompress, Fault, Software, Step};
+use crate::engine::{Compress, CompressError, Decompress, Software, Step};
 
 mod pure;
 
@@ -95,11 +95,13 @@ impl<E: Compress> Compress for WithHeader<E> {
         self.engine.name()
     }
 
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         if self.seen {
             return self.engine.compress(pages, out);
         }
-        let (header, rest) = out.split_first_chunk_mut().ok_or(Fault::Room)?;
+        let (header, rest) = out
+            .split_first_chunk_mut()
+            .ok_or(CompressError::OutputFull)?;
         *header = HEADER;
         self.seen = true;
         Ok(HEADER.len() + self.engine.compress(pages, rest)?)

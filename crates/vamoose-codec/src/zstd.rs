@@ -20,15 +20,16 @@
 //! | history in place                                    | 0.854 / 0.846 | 0.967 / 0.973 | 0.880 / 0.877 |
 //! | the same, pages gathered and read there             | 0.815 / 0.784 | 0.849 / 0.857 | 0.823 / 0.802 |
 //!
-//! The last row is [`room`](crate::Encoder::room) and [`decode_here`](crate::Decoder::decode_here).
-//!
+//! The last row is [`input_buffer`](crate::Encoder::input_buffer) and
+//! [`decode_borrowed`](crate::Decoder::decode_borrowed).
+
 use std::ops::RangeInclusive;
 
 use multifd::{Layout, Method};
 
 use crate::{
     DecodeError,
-    engine::{Compress, Fault, Software},
+    engine::{Compress, CompressError, Software},
     ffi::zstd as frame,
 };
 
@@ -119,20 +120,20 @@ impl Compress for Compressor {
         "zstd"
     }
 
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let mut written = 0;
         for piece in pages.chunks(frame::Compress::PIECE) {
-            self.0.room()[..piece.len()].copy_from_slice(piece);
+            self.0.input_buffer()[..piece.len()].copy_from_slice(piece);
             written += self.0.compress(piece.len(), &mut out[written..])?;
         }
         Ok(written)
     }
 
-    fn room(&mut self) -> Option<&mut [u8]> {
-        Some(self.0.room())
+    fn input_buffer(&mut self) -> Option<&mut [u8]> {
+        Some(self.0.input_buffer())
     }
 
-    fn compress_room(&mut self, len: usize, out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress_buffered(&mut self, len: usize, out: &mut [u8]) -> Result<usize, CompressError> {
         self.0.compress(len, out)
     }
 }

@@ -10,7 +10,7 @@
 //! larger than its packets, or [`MAX_WINDOW_LOG`], call for: 1 MiB up to level 2, 4 MiB up to level 6,
 //! 12 MiB up to level 12 and 20 MiB above. A decoder has 0.2 MiB, whatever its peer sends.
 
-use std::{num::NonZeroU32, ops::RangeInclusive};
+use std::num::NonZeroU32;
 
 use multifd::Method;
 use zstd_safe::{
@@ -20,15 +20,9 @@ use zstd_safe::{
 
 use crate::{
     DecodeError,
-    engine::{Compress, Fault, Software, Unpack, most_worth_sending},
+    engine::{Compress, CompressError, Software, Unpack, most_worth_sending},
     ffi::zstd::NO_ROOM,
-    zstd,
 };
-
-/// The levels that can be set: those of zstd.
-pub(crate) fn levels() -> RangeInclusive<i32> {
-    zstd::levels()
-}
 
 /// The engine.
 pub(crate) const ENGINES: &[Software] = &[Software {
@@ -42,29 +36,17 @@ pub(crate) const ENGINES: &[Software] = &[Software {
 const MAX_WINDOW_LOG: u32 = 20;
 
 /// Encodes packets.
-pub(crate) struct Compressor {
+struct Compressor {
     context: CCtx<'static>,
-    level: i32,
 }
 
 impl Compressor {
-    pub(crate) fn new(level: i32) -> Result<Self, &'static str> {
+    fn new(level: i32) -> Result<Self, &'static str> {
         let mut context = CCtx::try_create().ok_or("no memory for a context")?;
         let mut set = |parameter| context.set_parameter(parameter).map_err(get_error_name);
         set(CParameter::WindowLog(MAX_WINDOW_LOG))?;
         set(CParameter::CompressionLevel(level))?;
-        Ok(Self { context, level })
-    }
-
-    /// Encodes the packets from here on at `level`.
-    pub(crate) fn set_level(&mut self, level: i32) -> Result<(), Fault> {
-        if level != self.level {
-            let parameter = CParameter::CompressionLevel(level);
-            let set = self.context.set_parameter(parameter);
-            set.map_err(|code| Fault::Refused(get_error_name(code)))?;
-            self.level = level;
-        }
-        Ok(())
+        Ok(Self { context })
     }
 }
 
@@ -74,13 +56,13 @@ impl Compress for Compressor {
     }
 
     /// Finds no room where too little would be saved.
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let room = most_worth_sending(pages.len()).min(out.len());
         self.context
             .compress2(&mut out[..room], pages)
             .map_err(|code| match code {
-                NO_ROOM => Fault::Room,
-                code => Fault::Refused(get_error_name(code)),
+                NO_ROOM => CompressError::OutputFull,
+                code => CompressError::Refused(get_error_name(code)),
             })
     }
 }
@@ -198,7 +180,7 @@ mod tests {
         })
     }
 
-    fn encode(compressor: &mut Compressor, pages: &[u8]) -> Result<Vec<u8>, Fault> {
+    fn encode(compressor: &mut Compressor, pages: &[u8]) -> Result<Vec<u8>, CompressError> {
         let mut out = vec![0; 1 << 20];
         let len = compressor.compress(pages, &mut out)?;
         out.truncate(len);
@@ -220,15 +202,14 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// One encoder and one decoder, the level another one for each packet.
+        /// One decoder, and another level for each packet.
         #[test]
         fn pages_arrive_or_go_raw(
             packets in vec((pages(), select(&[-100, -5, -1, 1, 3, 6, 9, 19][..])), 1..4),
         ) {
-            let mut compressor = Compressor::new(1).unwrap();
             let mut unpacker = Unpacker::new().unwrap();
             for (pages, level) in packets {
-                compressor.set_level(level).unwrap();
+                let mut compressor = Compressor::new(level).unwrap();
                 match encode(&mut compressor, &pages) {
                     Ok(payload) => {
                         prop_assert!(payload.len() <= most_worth_sending(pages.len()));
@@ -236,7 +217,7 @@ mod tests {
                         prop_assert_eq!(unpacker.unpack(&payload, &mut back), Ok(()));
                         prop_assert!(back == pages);
                     }
-                    Err(fault) => prop_assert_eq!(fault, Fault::Room),
+                    Err(fault) => prop_assert_eq!(fault, CompressError::OutputFull),
                 }
             }
         }
@@ -269,7 +250,10 @@ mod tests {
     fn noise_goes_raw_and_text_does_not() {
         let mut compressor = Compressor::new(1).unwrap();
         let noise: Vec<_> = noise(1).take(8192).collect();
-        assert_eq!(encode(&mut compressor, &noise), Err(Fault::Room));
+        assert_eq!(
+            encode(&mut compressor, &noise),
+            Err(CompressError::OutputFull)
+        );
         let text = b"dirty pages ".repeat(600);
         assert!(encode(&mut compressor, &text).unwrap().len() < 200);
     }

@@ -263,7 +263,7 @@ fn silent_wrong_bytes_are_caught() {
 fn why_it_is_absent_is_said() {
     let absent = |file: PathBuf| {
         let registry = Arc::new(Registry::with_libqatzip(&file));
-        let rows = registry.rows();
+        let rows = registry.engines();
         let row = rows.into_iter().find(|row| row.name == "qat").unwrap();
         assert_eq!(row.method, Method::Qatzip);
         let settings = Settings::new(Method::Qatzip, None).unwrap();

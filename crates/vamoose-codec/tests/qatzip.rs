@@ -30,7 +30,7 @@ const LEVELS: [i32; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 9];
 const FULL: usize = 128;
 const MOST_SOURCE: usize = 65_536;
 
-fn new_encoder(level: i32) -> Box<dyn Encoder> {
+fn new_encoder(level: i32) -> Encoder {
     let settings = Settings::new(QATZIP, Some(level)).unwrap();
     encoder(&settings, LAYOUT).unwrap()
 }

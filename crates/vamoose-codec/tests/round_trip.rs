@@ -23,7 +23,7 @@ use pages::{Kind, PAGE};
 
 const LAYOUT: Layout = Layout::X86;
 
-fn new_encoder(method: Method, level: Option<i32>) -> Box<dyn Encoder> {
+fn new_encoder(method: Method, level: Option<i32>) -> Encoder {
     encoder(&Settings::new(method, level).unwrap(), LAYOUT).unwrap()
 }
 
@@ -69,10 +69,10 @@ proptest! {
         let mut oracle = Oracle::new(method);
         let (mut out, mut pages) = (vec![0; LAYOUT.max_payload()], Vec::new());
         for packet in &packets {
-            let payload = match encoder.room() {
+            let payload = match encoder.input_buffer() {
                 Some(room) if in_place => {
                     room[..packet.len()].copy_from_slice(packet);
-                    encoder.encode_room(packet.len(), &mut out).unwrap().payload
+                    encoder.encode_buffered(packet.len(), &mut out).unwrap().payload
                 }
                 _ => encoder.encode(packet, &mut out).unwrap().payload,
             };
@@ -80,7 +80,7 @@ proptest! {
                 pages.clear();
                 pages.resize(packet.len(), 0xee);
                 if by_us && in_place {
-                    let here = decoder.decode_here(method, payload, packet.len()).unwrap();
+                    let here = decoder.decode_borrowed(method, payload, packet.len()).unwrap();
                     pages.copy_from_slice(here);
                 } else if by_us {
                     decoder.decode(method, payload, &mut pages).unwrap();
@@ -203,12 +203,7 @@ fn zlib_payloads_begin_and_end_as_receivers_expect() {
 
 #[test]
 fn engines_are_named() {
-    let engine = |method, level| {
-        let settings = Settings::new(method, level).unwrap();
-        let engine = new_encoder(method, level).engine();
-        assert_eq!(settings.engine(), engine);
-        engine
-    };
+    let engine = |method, level| Settings::new(method, level).unwrap().engine();
     assert_eq!(engine(Method::None, None), "copy");
     assert_eq!(engine(Method::Zstd, None), "zstd");
     assert_eq!(engine(Method::Zlib, Some(0)), "zlib-rs");
@@ -238,7 +233,7 @@ fn history_is_kept_where_older_history_was() {
             });
             let packet = runs.collect::<Vec<_>>().concat();
             let payload = encoder.encode(&packet, &mut out).unwrap().payload;
-            let here = decoder.decode_here(Method::Zstd, payload, packet.len());
+            let here = decoder.decode_borrowed(Method::Zstd, payload, packet.len());
             assert!(here.unwrap() == packet, "level {level} packet {number}");
             let mut pages = vec![0xee; packet.len()];
             oracle.decode(payload, &mut pages);

@@ -9,7 +9,6 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use multifd::Method;
 use serde::Serialize;
 use testguest::{Fill, Guest, fill};
 use tracing::warn;
@@ -52,8 +51,8 @@ fn receive_guest(order: &Order) -> Result<()> {
     }
     let ram = ram_of(&memory)?;
     let guest = Guest::incoming(&order.shape.config(memory)?)?;
-    let any = Settings::new(Method::None, None)?;
-    let mut config = DestinationConfig::new(order.hardware.engines(any)?);
+    let engines = order.hardware.engines(Settings::default())?;
+    let mut config = DestinationConfig::new(engines);
     // It was mapped just now. A KVM guest has its image there, and the source's has the same one in the same place: no page of
     // it is ever sent as zeros.
     config.memory_is_zero = true;

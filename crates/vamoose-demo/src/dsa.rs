@@ -75,7 +75,7 @@ impl DsaOptions {
                     .queues(pages)
                     .open(hardware)
                     .context("--zero-page-detection dsa")?,
-                verify: hardware.verify(),
+                verify: hardware.verify,
             }),
         })
     }

@@ -130,7 +130,7 @@ struct GuestOptions {
 #[command(next_help_heading = "Migration")]
 struct MigrationOptions {
     /// Encoding of pages towards the destination
-    #[arg(long, value_enum, default_value_t = MethodName::None)]
+    #[arg(long, value_enum, default_value_t = MethodName::NONE)]
     method: MethodName,
     /// Level of the method [default: 1]
     #[arg(long, allow_negative_numbers = true, value_name = "N")]
@@ -221,7 +221,7 @@ impl Options {
     fn order(&self) -> Result<Order> {
         refuse_open_address(&self.listen, self.insecure)?;
         let migration = &self.migration;
-        migration.dsa.check(migration.method != MethodName::None)?;
+        migration.dsa.check(migration.method != MethodName::NONE)?;
         Ok(Order {
             shape: self.guest.shape()?,
             prealloc: self.guest.prealloc,
@@ -259,11 +259,10 @@ impl GuestOptions {
 
 impl MigrationOptions {
     fn config(&self) -> Result<SourceConfig> {
-        if self.zero_copy && self.method != MethodName::None {
+        if self.zero_copy && self.method != MethodName::NONE {
             bail!("--zero-copy needs --method none: compressed pages are copies");
         }
-        let mut config =
-            SourceConfig::new(self.hardware.engines(self.method.settings(self.level)?)?);
+        let mut config = SourceConfig::new(self.method.choose(self.level, &self.hardware)?);
         config.channels = self.channels;
         config.packet_bytes = u32::try_from(self.packet_size.0).unwrap_or(u32::MAX);
         config.zero_copy = self.zero_copy;

@@ -87,12 +87,7 @@ pub(crate) fn json(
     let (status, moved) = (&run.status, run.moved);
     let millis = Duration::from_millis;
     let setup_time = millis(status.setup_time);
-    let common = report::Report::new(
-        &config.engines,
-        moved,
-        millis(status.total_time),
-        setup_time,
-    );
+    let common = report::Report::new(&config.method, moved, millis(status.total_time), setup_time);
     let mut report = serde_json::to_value(common)?;
     let arrived = outcome.arrived.as_ref();
     set(

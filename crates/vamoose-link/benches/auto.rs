@@ -1,7 +1,7 @@
 //! Method auto beside fixed methods, over links of several rates.
 //!
 //! ```text
-//! cargo bench -p transfer --bench auto -- [ROUNDS] [LINK…] [METHOD…]      as root, for links
+//! cargo bench -p vamoose-link --bench auto -- [ROUNDS] [LINK…] [METHOD…]      as root, for links
 //!
 //! ROUNDS   3 if not said
 //! LINK     100M 1G 10G 25G free loopback, or any other rate; 1G>100M changes after the first half
@@ -48,7 +48,7 @@ use rustix::{
 };
 use std::os::fd::AsFd;
 use vamoose_codec::{Engines, Settings};
-use vamoose_link::{ChannelReader, ChannelWriter, Packet, Received, Stats, Stream};
+use vamoose_link::{ChannelReader, ChannelWriter, MethodChoice, Packet, Received, Stats, Stream};
 
 const LAYOUT: Layout = Layout::X86;
 const CHANNELS: usize = 2;
@@ -108,16 +108,17 @@ fn is_link(word: &str) -> bool {
     matches!(word, "free" | "loopback") || word.starts_with(|first: char| first.is_ascii_digit())
 }
 
-fn settings(method: &str) -> Settings {
+fn choice(method: &str) -> MethodChoice {
     let (name, level) = match method.split_once(':') {
         Some((name, level)) => (name, Some(level.parse().expect("a level"))),
         None => (method, None),
     };
     match name {
-        "auto" => Settings::auto(),
+        MethodChoice::ADAPTIVE => MethodChoice::Adaptive(Engines::software(Settings::default())),
         name => {
             let method = Method::ALL.into_iter().find(|method| method.name() == name);
-            Settings::new(method.expect("a method"), level).expect("a level of it")
+            let settings = Settings::new(method.expect("a method"), level);
+            Engines::software(settings.expect("a level of it")).into()
         }
     }
 }
@@ -154,8 +155,7 @@ fn measure(link: &str, methods: &[String], rounds: usize, data: &Arc<Vec<u8>>) -
     let mut cells = vec![Vec::new(); methods.len()];
     for _ in 0..rounds {
         for (cell, method) in cells.iter_mut().zip(methods) {
-            let engines = Engines::software(settings(method));
-            cell.push(slice(&engines, &ends, data, slice_time(link)));
+            cell.push(slice(&choice(method), &ends, data, slice_time(link)));
             ends.restore();
         }
     }
@@ -295,7 +295,7 @@ fn inside<T: Send>(namespace: Option<&Namespace>, what: impl FnOnce() -> T + Sen
 }
 
 /// Sends for so long.
-fn slice(engines: &Engines, ends: &Ends, data: &Arc<Vec<u8>>, time: Duration) -> Slice {
+fn slice(method: &MethodChoice, ends: &Ends, data: &Arc<Vec<u8>>, time: Duration) -> Slice {
     let stats = Arc::new(Stats::default());
     let (stop, arrived) = (AtomicBool::new(false), AtomicU64::new(0));
     let connections: Vec<_> = (0..CHANNELS).map(|_| ends.connect()).collect();
@@ -305,7 +305,7 @@ fn slice(engines: &Engines, ends: &Ends, data: &Arc<Vec<u8>>, time: Duration) ->
         for (number, (near, far)) in connections.into_iter().enumerate() {
             let (near, far) = (Arc::new(near), Arc::new(far));
             hangups.push(near.clone());
-            let encoder = engines.encoder(LAYOUT, stats.health()).expect("an encoder");
+            let encoder = method.encoder(LAYOUT, stats.health()).expect("an encoder");
             let mut writer = ChannelWriter::new(near, LAYOUT, encoder, None, stats.clone());
             scope.spawn(move || {
                 let mut packet = packet();
@@ -320,7 +320,7 @@ fn slice(engines: &Engines, ends: &Ends, data: &Arc<Vec<u8>>, time: Duration) ->
                     }
                 }
             });
-            let decoder = engines.decoder(LAYOUT, stats.health());
+            let decoder = method.engines().decoder(LAYOUT, stats.health());
             let mut reader = ChannelReader::new(far, LAYOUT, decoder, Arc::default());
             scope.spawn(move || {
                 let mut packet = packet();

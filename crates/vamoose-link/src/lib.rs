@@ -27,9 +27,11 @@
 
 #![deny(unsafe_code)]
 
+mod adaptive;
 mod address;
 mod hangup;
 mod memory;
+mod method;
 mod pace;
 mod packet;
 mod peer;
@@ -39,8 +41,10 @@ mod stats;
 mod writer;
 mod zero_copy;
 
+pub use adaptive::Adaptive;
 pub use address::{Address, AddressError};
 pub use hangup::{Hangup, HangupGuard};
+pub use method::{MethodChoice, PacketEncoder};
 pub use pace::Pacer;
 pub use packet::Packet;
 pub use peer::{Peer, Peers, peer_of};

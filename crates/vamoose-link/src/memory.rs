@@ -1,4 +1,4 @@
-//! Sockets and memory that is not Rust's: the only unsafe code of this crate.
+//! System calls that no safe interface has, above all on memory that is not Rust's: the only unsafe code of this crate.
 //!
 //! A guest writes its memory at any time, so there must be no reference to it, not even to copy from. It
 //! goes to the kernel by address instead, in system calls that read or write it on their own. What makes
@@ -121,6 +121,19 @@ pub(crate) fn peer_uid(socket: BorrowedFd<'_>) -> io::Result<u32> {
     } else {
         Err(io::Error::last_os_error())
     }
+}
+
+/// How often the calling thread has waited for something other than a core (`ru_nvcsw`); 0 where that is not counted.
+pub(crate) fn thread_waits() -> u64 {
+    let mut usage = mem::MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: `usage` is large enough for what the call writes, and the kernel keeps no pointer to it (3).
+    let failed = unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) } != 0;
+    if failed {
+        return 0;
+    }
+    // SAFETY: It was zeroed, which is a valid value of a structure of integers, whatever was written since.
+    let usage = unsafe { usage.assume_init() };
+    u64::try_from(usage.ru_nvcsw).unwrap_or_default()
 }
 
 /// Lets the socket's owner ask for MSG_ZEROCOPY.
@@ -336,7 +349,16 @@ fn read<T: Plain>(bytes: &[u8]) -> Option<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::{thread, time::Duration};
+
     use super::*;
+
+    #[test]
+    fn a_thread_that_waits_is_counted() {
+        let before = thread_waits();
+        thread::sleep(Duration::from_millis(1));
+        assert!(thread_waits() > before);
+    }
 
     /// A control message with `data`, padded as the kernel does.
     fn message(level: libc::c_int, kind: libc::c_int, data: &[u8]) -> Vec<u8> {

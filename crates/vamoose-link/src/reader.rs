@@ -186,7 +186,10 @@ impl ChannelReader {
         let decoder = &mut self.decoder;
         let payload = &self.payload[..payload_len];
         let (result, time) = cpu_timed(|| {
-            copy(decoder.decode_here(header.method, payload, given)?, pages);
+            copy(
+                decoder.decode_borrowed(header.method, payload, given)?,
+                pages,
+            );
             Ok(())
         });
         result.map_err(|error| undecodable(header, error))?;

@@ -8,11 +8,11 @@ use std::{
 
 use multifd::{Layout, Method, PacketError, RamHeader};
 use thiserror::Error;
-use vamoose_codec::{EncodeError, Encoder};
+use vamoose_codec::{EncodeError, Encoded};
 use vm_memory::VolatileSlice;
 
 use crate::{
-    Pacer, Packet, Stats, Stream, ZeroCopyError, is_stall, memory,
+    Pacer, Packet, PacketEncoder, Stats, Stream, ZeroCopyError, is_stall, memory,
     packet::Content,
     stats::cpu_timed,
     zero_copy::{self, ZeroCopy},
@@ -25,13 +25,13 @@ use crate::{
 /// Where the packets of the method are independent of each other, several writers may share a
 /// channel, each with an encoder of its own: see [`ChannelWriter::sibling`].
 pub struct ChannelWriter {
-    outlet: Outlet,
-    encoder: Box<dyn Encoder>,
+    sender: Sender,
+    encoder: PacketEncoder,
     sync: RamHeader,
     header: Vec<u8>,
-    /// Room for a payload.
-    room: Box<[u8]>,
-    /// Of the guest's pages, to be encoded. Empty until it is needed.
+    /// An encoded payload.
+    payload: Box<[u8]>,
+    /// Copied pages of the guest, to be encoded. Empty until it is needed.
     copy: Vec<u8>,
 }
 
@@ -86,34 +86,34 @@ impl ChannelWriter {
     pub fn new(
         stream: Arc<Stream>,
         layout: Layout,
-        encoder: Box<dyn Encoder>,
+        encoder: impl Into<PacketEncoder>,
         pacer: Option<Arc<Pacer>>,
         stats: Arc<Stats>,
     ) -> Self {
         let turn = Mutex::default();
-        let outlet = Outlet {
+        let sender = Sender {
             channel: Arc::new(Channel { stream, turn }),
             stats,
             pacer,
             layout,
         };
-        Self::on(outlet, encoder)
+        Self::on(sender, encoder.into())
     }
 
     /// Another writer on the same channel. The packets of both go out whole, in any order; who sends a
     /// SYNC has to see to it that the packets that belong before it are out.
-    pub fn sibling(&self, encoder: Box<dyn Encoder>) -> Self {
-        Self::on(self.outlet.clone(), encoder)
+    pub fn sibling(&self, encoder: impl Into<PacketEncoder>) -> Self {
+        Self::on(self.sender.clone(), encoder.into())
     }
 
-    fn on(outlet: Outlet, encoder: Box<dyn Encoder>) -> Self {
-        let layout = outlet.layout;
+    fn on(sender: Sender, encoder: PacketEncoder) -> Self {
+        let layout = sender.layout;
         Self {
-            outlet,
+            sender,
             encoder,
             sync: RamHeader::new(layout),
             header: Vec::with_capacity(layout.ram_header_len()),
-            room: vec![0; layout.max_payload()].into(),
+            payload: vec![0; layout.max_payload()].into(),
             copy: Vec::new(),
         }
     }
@@ -128,9 +128,9 @@ impl ChannelWriter {
         if method != Method::None {
             return Err(ZeroCopyError::Method { method });
         }
-        let mut turn = self.outlet.channel.turn();
+        let mut turn = self.sender.channel.turn();
         if turn.is_none() {
-            *turn = Some(zero_copy::enable(&self.outlet.channel.stream)?);
+            *turn = Some(zero_copy::enable(&self.sender.channel.stream)?);
         }
         Ok(())
     }
@@ -144,11 +144,11 @@ impl ChannelWriter {
         match packet.content() {
             Content::Ram => {
                 let (header, pages) = packet.ram_parts();
-                self.write_ram(header, Bytes::Ours(pages))
+                self.write_ram(header, Bytes::Own(pages))
             }
             Content::DeviceState(header) => {
-                let (header, state) = (header.as_bytes(), Bytes::Ours(packet.state()));
-                self.outlet.send(header, state).map(drop)
+                let (header, state) = (header.as_bytes(), Bytes::Own(packet.state()));
+                self.sender.send(header, state).map(drop)
             }
         }
     }
@@ -171,12 +171,12 @@ impl ChannelWriter {
         header: &mut RamHeader,
         pages: &[VolatileSlice<'_>],
     ) -> Result<(), WriteError> {
-        let expected = header.normal_offsets().len() * self.outlet.layout.page_size();
+        let expected = header.normal_offsets().len() * self.sender.layout.page_size();
         let given = memory::total_len(pages);
-        if given != expected || given > self.outlet.layout.packet_bytes() {
+        if given != expected || given > self.sender.layout.packet_bytes() {
             return Err(WriteError::Pages { given, expected });
         }
-        self.write_ram(header, Bytes::Guests(pages))
+        self.write_ram(header, Bytes::Guest(pages))
     }
 
     /// Sends a SYNC without pages, and waits until the kernel has let go of all pages that were sent
@@ -188,9 +188,9 @@ impl ChannelWriter {
         self.sync.sync = true;
         self.sync.packet_num = packet_num;
         self.header.clear();
-        self.sync.write(self.outlet.layout, &mut self.header);
+        self.sync.write(self.sender.layout, &mut self.header);
         // The pacer lets a SYNC through: others wait for it.
-        self.outlet.send_now(&self.header, Bytes::Ours(&[]))?;
+        self.sender.send_now(&self.header, Bytes::Own(&[]))?;
         self.flush()
     }
 
@@ -201,9 +201,9 @@ impl ChannelWriter {
     /// When the connection breaks, is shut down, or acknowledges nothing for the stall timeout. The kernel may
     /// then hold pages for as long as it tries to deliver them, and the migration has failed.
     pub fn flush(&mut self) -> Result<(), WriteError> {
-        let channel = &self.outlet.channel;
+        let channel = &self.sender.channel;
         match channel.turn().as_mut() {
-            Some(zero_copy) => zero_copy.flush(&*channel.stream, &self.outlet.stats),
+            Some(zero_copy) => zero_copy.flush(&*channel.stream, &self.sender.stats),
             None => Ok(()),
         }
     }
@@ -211,7 +211,7 @@ impl ChannelWriter {
     /// Says that no more packets will come, if this is the channel's last writer. Does not
     /// [`flush`](ChannelWriter::flush).
     pub fn finish(self) {
-        if let Some(channel) = Arc::into_inner(self.outlet.channel) {
+        if let Some(channel) = Arc::into_inner(self.sender.channel) {
             channel.stream.finish();
         }
     }
@@ -220,67 +220,76 @@ impl ChannelWriter {
         // What was received as one packet, pages and SYNC, leaves as two.
         header.sync = false;
         let page_bytes = pages.len();
-        let payload = if page_bytes == 0 {
+        let payload = if page_bytes == 0 || self.encoder.next_is_raw() {
             header.method = self.encoder.method();
             pages
-        } else if self.encoder.next_is_raw() {
-            header.method = Method::None;
-            pages
         } else {
-            let (encoded, time) = cpu_timed(|| {
-                let pages = match pages {
-                    Bytes::Ours(pages) => pages,
-                    Bytes::Guests(slices) => {
-                        if let Some(room) = self.encoder.room() {
-                            let len = gather(slices, room).len();
-                            return self.encoder.encode_room(len, &mut self.room);
-                        }
-                        self.copy.resize(self.outlet.layout.packet_bytes(), 0);
-                        gather(slices, &mut self.copy)
-                    }
-                };
-                self.encoder.encode(pages, &mut self.room)
-            });
-            let stats = &self.outlet.stats;
-            stats.add_encode(time);
+            let buffers = (&mut self.copy, &mut *self.payload);
+            let (encoded, time) = cpu_timed(|| encode(&mut self.encoder, pages, buffers));
+            self.sender.stats.add_encode(time);
             let encoded = encoded?;
             header.method = encoded.method;
-            Bytes::Ours(encoded.payload)
+            Bytes::Own(encoded.payload)
         };
-        header.set_payload_len(payload.len(), self.outlet.layout)?;
+        header.set_payload_len(payload.len(), self.sender.layout)?;
         self.header.clear();
-        header.write(self.outlet.layout, &mut self.header);
-        let (wire_bytes, took) = self.outlet.send(&self.header, payload)?;
-        self.outlet.stats.add_packet(
+        header.write(self.sender.layout, &mut self.header);
+        let (wire_bytes, took) = self.sender.send(&self.header, payload)?;
+        self.sender.stats.add_packet(
             header.normal_offsets().len(),
             header.zero_offsets().len(),
             page_bytes,
         );
-        let queued = || self.outlet.queued();
-        self.encoder.sent(wire_bytes, page_bytes, took, &queued);
+        if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
+            adaptive.observe(wire_bytes, page_bytes, took, self.sender.queued());
+        }
         Ok(())
     }
+}
+
+/// Encodes `pages` into the second buffer. A guest's pages are copied first, to where the encoder has its input or
+/// else into the first buffer.
+fn encode<'a>(
+    encoder: &mut PacketEncoder,
+    pages: Bytes<'a>,
+    (copy, out): (&'a mut Vec<u8>, &'a mut [u8]),
+) -> Result<Encoded<'a>, EncodeError> {
+    let slices = match pages {
+        Bytes::Own(pages) => return encoder.encode(pages, out),
+        Bytes::Guest(slices) => slices,
+    };
+    if let PacketEncoder::Fixed(encoder) = encoder
+        && let Some(buffer) = encoder.input_buffer()
+    {
+        let len = copy_out(slices, buffer).len();
+        return encoder.encode_buffered(len, out);
+    }
+    let len = memory::total_len(slices);
+    if copy.len() < len {
+        copy.resize(len, 0);
+    }
+    encoder.encode(copy_out(slices, copy), out)
 }
 
 /// The bytes behind a header.
 #[derive(Clone, Copy)]
 enum Bytes<'a> {
-    Ours(&'a [u8]),
+    Own(&'a [u8]),
     /// Pages in the guest's memory.
-    Guests(&'a [VolatileSlice<'a>]),
+    Guest(&'a [VolatileSlice<'a>]),
 }
 
 impl Bytes<'_> {
     fn len(&self) -> usize {
         match self {
-            Self::Ours(bytes) => bytes.len(),
-            Self::Guests(slices) => memory::total_len(slices),
+            Self::Own(bytes) => bytes.len(),
+            Self::Guest(slices) => memory::total_len(slices),
         }
     }
 }
 
 /// Copies `slices`, back to back, to the beginning of `copy`, which must be long enough.
-fn gather<'a>(slices: &[VolatileSlice<'_>], copy: &'a mut [u8]) -> &'a [u8] {
+fn copy_out<'a>(slices: &[VolatileSlice<'_>], copy: &'a mut [u8]) -> &'a [u8] {
     let mut end = 0;
     for slice in slices {
         end += slice.copy_to(&mut copy[end..]);
@@ -290,14 +299,14 @@ fn gather<'a>(slices: &[VolatileSlice<'_>], copy: &'a mut [u8]) -> &'a [u8] {
 
 /// Where a writer's packets go.
 #[derive(Clone)]
-struct Outlet {
+struct Sender {
     channel: Arc<Channel>,
     stats: Arc<Stats>,
     pacer: Option<Arc<Pacer>>,
     layout: Layout,
 }
 
-impl Outlet {
+impl Sender {
     /// Sends when the pacer allows it. Returns the number of bytes and how long it took, the pacer included.
     fn send(&self, header: &[u8], payload: Bytes<'_>) -> Result<(usize, Duration), WriteError> {
         let start = Instant::now();
@@ -319,13 +328,13 @@ impl Outlet {
         let mut turn = self.channel.turn();
         let stream = &*self.channel.stream;
         match (payload, turn.as_mut()) {
-            (Bytes::Guests(pages), Some(zero_copy)) if zero_copy::is_worth_it(payload.len()) => {
+            (Bytes::Guest(pages), Some(zero_copy)) if zero_copy::is_worth_it(payload.len()) => {
                 zero_copy.send(stream, header, pages, &self.stats)?;
             }
-            (Bytes::Guests(pages), _) => {
+            (Bytes::Guest(pages), _) => {
                 stream.send_memory(header, pages).map_err(WriteError::of)?;
             }
-            (Bytes::Ours(bytes), _) => {
+            (Bytes::Own(bytes), _) => {
                 stream.write_both(header, bytes).map_err(WriteError::of)?;
             }
         }

@@ -12,7 +12,7 @@ use std::{
     net::{TcpListener, TcpStream},
     os::unix::net::UnixStream,
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -22,10 +22,10 @@ use std::{
 use multifd::{BlockName, Layout, Method, RamHeader};
 use proptest::{collection::vec, prelude::*, sample};
 use rustix::net::sockopt;
-use vamoose_codec::{Decoder, EncodeError, Encoded, Encoder, Settings, encoder};
+use vamoose_codec::{Decoder, Engines, Settings, encoder};
 use vamoose_link::{
-    ChannelReader, ChannelWriter, Packet, ReadError, Received, Stats, Stream, WriteError,
-    ZeroCopyError,
+    ChannelReader, ChannelWriter, MethodChoice, Packet, PacketEncoder, ReadError, Received, Stats,
+    Stream, WriteError, ZeroCopyError,
 };
 use vm_memory::{Bytes as _, MmapRegion, VolatileMemory as _, VolatileSlice};
 
@@ -322,86 +322,41 @@ fn a_guest_that_writes_meanwhile_breaks_no_decoder() {
     }
 }
 
-/// An encoder that wants every other packet raw, and writes down what it is asked and told.
-struct Alternating {
-    packets: usize,
-    log: Arc<Mutex<Vec<String>>>,
-}
-
-impl Encoder for Alternating {
-    fn method(&self) -> Method {
-        Method::Zlib
-    }
-
-    fn engine(&self) -> &'static str {
-        "alternating"
-    }
-
-    fn encode<'a>(
-        &mut self,
-        pages: &'a [u8],
-        out: &'a mut [u8],
-    ) -> Result<Encoded<'a>, EncodeError> {
-        let entry = format!("encode {}", pages.len());
-        self.log.lock().unwrap().push(entry);
-        Ok(Encoded {
-            method: Method::Zlib,
-            payload: &out[..100],
-        })
-    }
-
-    fn next_is_raw(&mut self) -> bool {
-        self.packets += 1;
-        self.packets % 2 == 1
-    }
-
-    fn sent(
-        &mut self,
-        wire_bytes: usize,
-        page_bytes: usize,
-        _took: Duration,
-        _queued: &dyn Fn() -> Option<usize>,
-    ) {
-        let payload = wire_bytes - LAYOUT.ram_header_len();
-        let entry = format!("sent {payload} for {page_bytes}");
-        self.log.lock().unwrap().push(entry);
-    }
-}
-
+/// What it does beyond a socket that never fills: it begins with a guess, and learns that raw packets do.
 #[test]
-fn an_encoder_is_asked_before_and_told_after_each_packet() {
-    let guest = guest(&content(11));
-    let memory = guest.get_slice(0, 2 * PAGE).unwrap();
-    let (near, _far) = connect(Transport::Unix, false);
-    let log = Arc::new(Mutex::default());
-    let encoder = Alternating {
-        packets: 0,
-        log: Arc::clone(&log),
-    };
-    let mut writer = ChannelWriter::new(near, LAYOUT, Box::new(encoder), None, Arc::default());
-    let mut packet = Packet::new(LAYOUT);
-    *packet.ram_mut() = header(&[0]);
-    let mut two = header(&[0, 1]);
-    for expected in [Method::None, Method::Zlib] {
-        writer.write_memory(&mut two, &[memory]).unwrap();
-        assert_eq!(two.method, expected);
+fn the_adaptive_method_chooses_and_observes_each_packet() {
+    let content = content(11);
+    let guest = guest(&content);
+    let (near, far) = connect(Transport::Unix, false);
+    let mut writer = ChannelWriter::new(near, LAYOUT, adaptive(), None, Arc::default());
+    let mut reader = reader(far, &Arc::default());
+    let (mut packet, mut received) = (Packet::new(LAYOUT), Packet::new(LAYOUT));
+    let mut methods = Vec::new();
+    for number in 0..40 {
+        if number % 2 == 0 {
+            let memory = guest.get_slice(0, 2 * PAGE).unwrap();
+            let mut two = header(&[0, 1]);
+            writer.write_memory(&mut two, &[memory]).unwrap();
+            methods.push(two.method);
+        } else {
+            *packet.ram_mut() = header(&[0, 1]);
+            packet.pages_mut().copy_from_slice(&content[..2 * PAGE]);
+            writer.write(&mut packet).unwrap();
+            methods.push(packet.ram().method);
+        }
+        assert_eq!(reader.read(&mut received).unwrap(), Received::Packet);
+        assert_eq!(received.ram().method, *methods.last().unwrap());
+        assert!(received.pages() == &content[..2 * PAGE]);
     }
-    for expected in [Method::None, Method::Zlib] {
-        writer.write(&mut packet).unwrap();
-        assert_eq!(packet.ram().method, expected);
-    }
+    assert_eq!(methods[..8], [Method::ZstdFrames; 8]);
+    assert_eq!(*methods.last().unwrap(), Method::None);
     // There is nothing to decide about a packet without pages.
     writer.write_memory(&mut header(&[]), &[]).unwrap();
-    let expected = [
-        "sent 8192 for 8192",
-        "encode 8192",
-        "sent 100 for 8192",
-        "sent 4096 for 4096",
-        "encode 4096",
-        "sent 100 for 4096",
-        "sent 0 for 0",
-    ];
-    assert_eq!(*log.lock().unwrap(), expected);
+}
+
+fn adaptive() -> PacketEncoder {
+    let method = MethodChoice::Adaptive(Engines::software(Settings::default()));
+    method.encoder(LAYOUT, &Arc::default()).unwrap()
 }
 
 #[test]

@@ -27,6 +27,7 @@ use multifd::Method;
 use rustix::mm::{Advice, madvise};
 use testguest::{Backing, Fill, Pattern};
 use vamoose_codec::{Engines, Settings, Verify};
+use vamoose_link::MethodChoice;
 use vamoose_live::{
     AutoConverge, Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError,
     GuestLocation, Ram, RamBlock, SharedBitmap, Source, SourceConfig, SourceError, SourceGuest,
@@ -39,46 +40,47 @@ const RUNS: u64 = 13;
 
 #[test]
 fn none() {
-    any_guest_migrates_with(&engines(Method::None));
+    any_guest_migrates_with(&engines(Method::None).into());
 }
 
 #[test]
 fn zlib() {
-    any_guest_migrates_with(&engines(Method::Zlib));
+    any_guest_migrates_with(&engines(Method::Zlib).into());
 }
 
 #[test]
 fn zstd() {
-    any_guest_migrates_with(&engines(Method::Zstd));
+    any_guest_migrates_with(&engines(Method::Zstd).into());
 }
 
 #[test]
 fn lz4() {
-    any_guest_migrates_with(&engines(Method::Lz4));
+    any_guest_migrates_with(&engines(Method::Lz4).into());
 }
 
 #[test]
 fn qpl() {
-    any_guest_migrates_with(&engines(Method::Qpl));
+    any_guest_migrates_with(&engines(Method::Qpl).into());
 }
 
 #[test]
 fn qatzip() {
-    any_guest_migrates_with(&engines(Method::Qatzip));
+    any_guest_migrates_with(&engines(Method::Qatzip).into());
 }
 
 #[test]
 fn zstd_frames() {
-    any_guest_migrates_with(&engines(Method::ZstdFrames));
+    any_guest_migrates_with(&engines(Method::ZstdFrames).into());
 }
 
 #[test]
 fn auto() {
-    any_guest_migrates_with(&Engines::software(Settings::auto()));
+    let engines = Engines::software(Settings::default());
+    any_guest_migrates_with(&MethodChoice::Adaptive(engines));
 }
 
 /// Guests, hosts and options at random, with every rig and number of channels.
-fn any_guest_migrates_with(engines: &Engines) {
+fn any_guest_migrates_with(method: &MethodChoice) {
     let rigs = Rig::all();
     if rigs.is_empty() {
         return;
@@ -88,7 +90,7 @@ fn any_guest_migrates_with(engines: &Engines) {
         let turn = usize::try_from(run).unwrap();
         let rig = rigs[turn % rigs.len()];
         let shape = random_shape(rig, &mut rng);
-        let mut config = SourceConfig::new(engines.clone());
+        let mut config = SourceConfig::new(method.clone());
         config.channels = [1, 2, 8][turn / rigs.len() % 3];
         config.packet_bytes = rng.pick(&[64 << 10, 512 << 10, 4 << 20]);
         config.zero_page_detection = rng.pick(&[ZeroPageDetection::Cpu, ZeroPageDetection::None]);

@@ -244,7 +244,7 @@ impl Migration<'_> {
             ram_bytes: source.ram_bytes,
             channels: self.channels,
             page_size: u32::try_from(self.config.layout.page_size()).unwrap_or(u32::MAX),
-            method: self.config.engines.settings().name().to_owned(),
+            method: self.config.method.name().to_owned(),
         };
         let prepare = Prepare::new(to_details(&request)?);
         control.send(&SourceMessage::Prepare(prepare))?;

@@ -39,8 +39,8 @@ use rustix::{
 };
 use thiserror::Error;
 use tracing::{debug, info, warn};
-use vamoose_codec::{Engines, Settings};
-use vamoose_link::{Address, Hangup, Listener, Peers, SocketError, Stream};
+use vamoose_codec::Engines;
+use vamoose_link::{Address, Hangup, Listener, MethodChoice, Peers, SocketError, Stream};
 
 use crate::{
     AcceptQueue, Config, DestinationRecord, Dialer, Instance, Journal, JournalError,
@@ -369,7 +369,7 @@ impl Server {
         let request: Request = from_details(prepare.details.clone())?;
         let method = request.method.as_str();
         let mut known = Method::ALL.iter().map(|method| method.name());
-        if method != Settings::auto().name() && known.all(|known| known != method) {
+        if method != MethodChoice::ADAPTIVE && known.all(|known| known != method) {
             return Err(PrepareError::Method {
                 theirs: method.to_owned(),
             });

@@ -22,9 +22,10 @@ use std::{
 
 use multifd::{Initial, Layout, MAIN_MAGIC};
 use tracing::{debug, info};
-use vamoose_codec::Engines;
+use vamoose_codec::Framing;
 use vamoose_link::{
-    Address, ChannelReader, ChannelWriter, Hangup, Pacer, SocketError, Stats, Stream, dial,
+    Address, ChannelReader, ChannelWriter, Hangup, MethodChoice, Pacer, SocketError, Stats, Stream,
+    dial,
 };
 
 use crate::{
@@ -41,7 +42,7 @@ use crate::{
 #[derive(Clone)]
 pub struct Config {
     /// Method and level on the outgoing channels, and what encodes and decodes.
-    pub engines: Engines,
+    pub method: MethodChoice,
     /// Page size of the guest.
     pub layout: Layout,
     /// How many channels the source opens, where the caller knows.
@@ -61,10 +62,10 @@ pub struct Config {
 }
 
 impl Config {
-    /// A relay that passes pages on with `engines`, everything else by default.
-    pub fn new(engines: Engines) -> Self {
+    /// A relay that passes pages on by `method`, everything else by default.
+    pub fn new(method: impl Into<MethodChoice>) -> Self {
         Self {
-            engines,
+            method: method.into(),
             layout: Layout::X86,
             incoming_channels: None,
             outgoing_channels: None,
@@ -243,10 +244,9 @@ impl Relay<'_> {
 
     /// Streams of each outgoing channel.
     fn streams(&self) -> usize {
-        if self.config.engines.settings().packets_are_independent() {
-            self.config.streams.get()
-        } else {
-            1
+        match self.config.method.framing() {
+            Framing::Packet => self.config.streams.get(),
+            Framing::Stream => 1,
         }
     }
 
@@ -258,7 +258,7 @@ impl Relay<'_> {
         pacer: Option<&Arc<Pacer>>,
     ) -> Result<Vec<ChannelWriter>, RelayError> {
         let layout = self.config.layout;
-        let encoder = || self.config.engines.encoder(layout, self.stats.health());
+        let encoder = || self.config.method.encoder(layout, self.stats.health());
         let mut writers = Vec::with_capacity(channels.len() * streams);
         for stream in channels {
             let stats = self.stats.clone();
@@ -278,8 +278,8 @@ impl Relay<'_> {
         info!(
             incoming,
             outgoing,
-            method = self.config.engines.settings().name(),
-            engine = self.config.engines.name(),
+            method = self.config.method.name(),
+            engine = self.config.method.engine(),
             "relaying a multifd migration"
         );
         let pacer = self
@@ -290,7 +290,8 @@ impl Relay<'_> {
         let writers = self.writers(all.outgoing.channels, streams, pacer.as_ref())?;
         let readers = all.channels.into_iter().map(|stream| {
             let layout = self.config.layout;
-            let decoder = self.config.engines.decoder(layout, self.stats.health());
+            let engines = self.config.method.engines();
+            let decoder = engines.decoder(layout, self.stats.health());
             ChannelReader::new(stream, layout, decoder, self.stats.clone())
         });
         let mut give_up = None;

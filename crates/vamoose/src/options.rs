@@ -5,17 +5,20 @@ use std::{
     num::{NonZeroU64, NonZeroUsize},
     path::PathBuf,
     str::FromStr,
-    sync::Arc,
+    sync::{Arc, LazyLock},
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, bail};
-use clap::{Args, ValueEnum};
+use anyhow::{Context as _, Error, Result, bail};
+use clap::{
+    Args, ValueEnum,
+    builder::{PossibleValue, PossibleValuesParser, TypedValueParser},
+};
 use idxd::{Kind, offload::Options, shares::Weight};
 use multifd::{Layout, Method};
 use serde::{Deserialize, Serialize};
-use vamoose_codec::{Accel, Engines, Registry, Settings, Verify};
-use vamoose_link::{Address, Peers};
+use vamoose_codec::{Accel, DecodedBy, Engines, Framing, Registry, Settings, Verify, info};
+use vamoose_link::{Address, MethodChoice, Peers};
 use vamoose_relay::Config;
 
 use crate::{devices::DevicePath, report::write_json};
@@ -24,17 +27,13 @@ use crate::{devices::DevicePath, report::write_json};
 #[derive(Args, Clone, Debug)]
 pub struct Encoding {
     /// Encoding of pages towards the destination
-    #[arg(long, value_enum, default_value_t = MethodName::None)]
+    #[arg(long, value_enum, default_value_t = MethodName::NONE)]
     pub method: MethodName,
-    /// Level of the method: zlib 0 to 9, zstd and zstd-frames negative (fast) to 22, lz4 from 1 (higher is faster),
-    /// qpl 0 (fast) to 12, qatzip 1 to 9 [default: 1]
-    #[arg(long, allow_negative_numbers = true, value_name = "N")]
+    #[arg(long, allow_negative_numbers = true, value_name = "N", help = level_help())]
     pub level: Option<i32>,
     #[command(flatten)]
     pub hardware: Hardware,
-    /// Packets encoded in parallel per channel, 1 to 64, for methods whose packets are independent (auto, lz4,
-    /// zstd-frames, qpl, qatzip)
-    #[arg(long, default_value = "1", value_name = "N")]
+    #[arg(long, default_value = "1", value_name = "N", help = streams_help())]
     pub streams: NonZeroUsize,
     /// Page size of the guest
     #[arg(long, default_value = "4k", value_name = "SIZE")]
@@ -49,26 +48,53 @@ pub struct Encoding {
 impl Encoding {
     /// The relay that these options describe.
     pub fn config(&self) -> Result<Config> {
-        let engines = self.hardware.engines(self.method.settings(self.level)?)?;
+        let method = self.method.choose(self.level, &self.hardware)?;
         let page_size = u32::try_from(self.page_size.0).unwrap_or(u32::MAX);
-        if self.streams > NonZeroUsize::MIN && !engines.settings().packets_are_independent() {
+        if self.streams > NonZeroUsize::MIN && method.framing() == Framing::Stream {
             bail!(
-                "--streams {}: the packets of a {} channel form one stream; methods auto, lz4, zstd-frames, qpl and \
-                 qatzip can encode several in parallel",
+                "--streams {}: the packets of a {} channel form one stream; methods {} can encode several in parallel",
                 self.streams,
-                engines.settings().name()
+                method.name(),
+                independent_methods()
             );
         }
         if self.streams.get() > MAX_STREAMS {
             bail!("--streams {}: the maximum is {MAX_STREAMS}", self.streams);
         }
-        let mut config = Config::new(engines);
+        let mut config = Config::new(method);
         config.streams = self.streams;
         config.layout = Layout::new(page_size).context("--page-size")?;
         config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
         config.stall_timeout = self.stall_timeout.duration();
         Ok(config)
     }
+}
+
+/// The levels of all methods.
+fn level_help() -> String {
+    let methods = MethodName::fixed().filter_map(|method| {
+        let levels = info(method)?.levels?;
+        Some(format!("{method} {levels}"))
+    });
+    let levels: Vec<_> = methods.collect();
+    format!("Level of the method: {} [default: 1]", levels.join(", "))
+}
+
+fn streams_help() -> String {
+    format!(
+        "Packets encoded in parallel per channel, 1 to {MAX_STREAMS}, for methods whose packets are independent ({})",
+        independent_methods()
+    )
+}
+
+/// The methods of which a channel can encode several packets at once.
+fn independent_methods() -> String {
+    let methods = MethodName::fixed().filter(|method| {
+        let framing = info(*method).map(|info| info.framing());
+        *method != Method::None && framing == Some(Framing::Packet)
+    });
+    let names = std::iter::once(MethodChoice::ADAPTIVE).chain(methods.map(Method::name));
+    names.collect::<Vec<_>>().join(", ")
 }
 
 /// Each stream has a thread, and buffers of 1.5 MiB.
@@ -148,8 +174,9 @@ impl JsonReport {
 #[derive(Args, Clone, Debug, Serialize, Deserialize)]
 pub struct Hardware {
     /// Hardware for encoding and decoding
-    #[arg(long, value_enum, default_value_t = AccelName::Auto)]
-    accel: AccelName,
+    #[arg(long, default_value = "auto", value_parser = one_of::<Accel>())]
+    #[serde(with = "as_name")]
+    accel: Accel,
     /// IAA work queues for method qpl: `auto` (all usable ones), wqX.Y[,wqZ.W...], or `model[:N]`
     ///
     /// Named queues are required, unless --accel selects another engine or none. `model[:N]` stands for N devices
@@ -160,8 +187,9 @@ pub struct Hardware {
     #[command(flatten)]
     pub shares: DeviceShares,
     /// Results of hardware to verify in software
-    #[arg(long, value_enum, default_value_t = VerifyName::Sample)]
-    verify: VerifyName,
+    #[arg(long, default_value = "sample", value_parser = one_of::<Verify>())]
+    #[serde(with = "as_name")]
+    pub verify: Verify,
 }
 
 /// How many migrations divide work queues of DSAs and IAAs among them.
@@ -189,34 +217,28 @@ impl Hardware {
     /// The engines for a migration that is sent with `settings`.
     pub fn engines(&self, settings: Settings) -> Result<Engines> {
         let accel = match self.accel {
-            AccelName::Auto if self.iaa_path != DevicePath::AUTO => Accel::Iaa,
-            AccelName::Auto => Accel::Auto,
-            AccelName::None => Accel::None,
-            AccelName::Qat => Accel::Qat,
-            AccelName::Iaa => Accel::Iaa,
+            Accel::Auto if self.iaa_path != DevicePath::AUTO => Accel::Iaa,
+            accel => accel,
         };
         let options = Options {
             shares: self.shares.of_devices(),
             ..Options::pages(PAGE_BYTES)
         };
         let path = self.iaa_path.clone();
-        let registry = Registry::with_iaa(move || {
+        let mut registry = Registry::with_iaa(move || {
             let opened = path.open(Kind::Iaa, &options);
             opened.map_err(|error| format!("{error:#}"))
         });
-        let engines = Arc::new(registry).choose(settings, accel, self.verify())?;
-        Ok(engines)
-    }
-
-    /// How many of the hardware's results are checked.
-    pub fn verify(&self) -> Verify {
-        match self.verify {
-            VerifyName::Off => Verify::Off,
-            VerifyName::Sample => Verify::Sample,
-            VerifyName::All => Verify::All,
+        if let Ok(faults) = env::var(FAULTS) {
+            registry = registry.inject(&faults).map_err(Error::msg)?;
         }
+        let engines = Arc::new(registry).choose(settings, accel, self.verify);
+        engines.context("--accel (auto takes what is there, none only software)")
     }
 }
+
+/// What the engine for tests does wrong, in builds that have one.
+const FAULTS: &str = "VAMOOSE_FAULTS";
 
 /// Method qpl's pages.
 const PAGE_BYTES: usize = 4096;
@@ -244,73 +266,113 @@ pub mod as_text {
     }
 }
 
-/// The methods of the command line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+/// A method of the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MethodName {
-    /// What serves best, packet by packet, of none, lz4 and zstd-frames; only another vamoose understands it
     Auto,
-    /// Pages as they are
-    None,
-    /// One zlib stream per channel
-    Zlib,
-    /// One zstd frame per channel
-    Zstd,
-    /// LZ4 per packet; only another vamoose understands it
-    Lz4,
-    /// A zstd frame per packet; only another vamoose understands it
-    ZstdFrames,
-    /// Deflate per page, as Intel's IAA does it
-    Qpl,
-    /// Gzip per packet, as Intel's QAT does it
-    Qatzip,
+    Fixed(Method),
 }
 
 impl MethodName {
-    /// The method with the level that was given, if one was.
-    pub fn settings(self, level: Option<i32>) -> Result<Settings> {
-        match (self.method(), level) {
-            (Some(method), level) => Ok(Settings::new(method, level)?),
-            (None, None) => Ok(Settings::auto()),
-            (None, Some(level)) => bail!("--level {level}: method auto chooses its levels itself"),
+    pub const NONE: Self = Self::Fixed(Method::None);
+
+    /// The method at the level that was given, if one was, by the engines of `hardware`.
+    pub fn choose(self, level: Option<i32>, hardware: &Hardware) -> Result<MethodChoice> {
+        match (self, level) {
+            (Self::Fixed(method), level) => {
+                let settings = Settings::new(method, level).context("--method, --level")?;
+                Ok(MethodChoice::Fixed(hardware.engines(settings)?))
+            }
+            (Self::Auto, None) => {
+                let engines = hardware.engines(Settings::default())?;
+                Ok(MethodChoice::Adaptive(engines))
+            }
+            (Self::Auto, Some(level)) => {
+                bail!("--level {level}: method auto chooses its levels itself")
+            }
         }
     }
 
-    /// `None` for auto.
-    fn method(self) -> Option<Method> {
-        Some(match self {
-            Self::Auto => return None,
-            Self::None => Method::None,
-            Self::Zlib => Method::Zlib,
-            Self::Zstd => Method::Zstd,
-            Self::Lz4 => Method::Lz4,
-            Self::ZstdFrames => Method::ZstdFrames,
-            Self::Qpl => Method::Qpl,
-            Self::Qatzip => Method::Qatzip,
-        })
+    /// The methods that this program has.
+    fn fixed() -> impl Iterator<Item = Method> {
+        let methods = Method::ALL.into_iter();
+        methods.filter(|method| info(*method).is_some())
     }
 }
 
-/// The accelerators of the command line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-enum AccelName {
-    /// The best that is there
-    Auto,
-    /// Software only
-    None,
-    /// Intel QuickAssist, for qatzip
-    Qat,
-    /// Intel In-Memory Analytics Accelerator, for qpl
-    Iaa,
+impl ValueEnum for MethodName {
+    fn value_variants<'a>() -> &'a [Self] {
+        static ALL: LazyLock<Vec<MethodName>> = LazyLock::new(|| {
+            let fixed = MethodName::fixed().map(MethodName::Fixed);
+            std::iter::once(MethodName::Auto).chain(fixed).collect()
+        });
+        &ALL
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let (name, packets, decoded_by) = match self {
+            Self::Auto => {
+                let packets = "the best of none, lz4 and zstd-frames for each packet";
+                (MethodChoice::ADAPTIVE, packets, DecodedBy::Vamoose)
+            }
+            Self::Fixed(method) => {
+                let info = info(*method)?;
+                (method.name(), info.packets, info.decoded_by)
+            }
+        };
+        let help = match decoded_by {
+            DecodedBy::AnyQemu => packets.to_owned(),
+            DecodedBy::SomeQemu => format!("{packets}; for QEMUs that were built with it"),
+            DecodedBy::Vamoose => format!("{packets}; only another vamoose understands it"),
+        };
+        Some(PossibleValue::new(name).help(help))
+    }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-enum VerifyName {
-    /// No results
-    Off,
-    /// The first packet of every channel, then one in 64
-    Sample,
-    /// Every result
-    All,
+/// A choice with a name for each value.
+trait Named: Copy + Send + Sync + 'static {
+    /// The values, their names and what they mean.
+    const ALL: &'static [(Self, &'static str, &'static str)];
+}
+
+impl Named for Accel {
+    const ALL: &'static [(Self, &'static str, &'static str)] = &Self::ALL;
+}
+
+impl Named for Verify {
+    const ALL: &'static [(Self, &'static str, &'static str)] = &Self::ALL;
+}
+
+fn one_of<T: Named>() -> impl TypedValueParser<Value = T> {
+    let values = T::ALL.iter();
+    let values = values.map(|(_, name, help)| PossibleValue::new(*name).help(*help));
+    PossibleValuesParser::new(values).try_map(|name| named(&name))
+}
+
+fn named<T: Named>(name: &str) -> Result<T, String> {
+    let value = T::ALL.iter().find(|(_, known, _)| *known == name);
+    value.map_or_else(|| Err(format!("there is no `{name}`")), |value| Ok(value.0))
+}
+
+/// A named value of serde.
+mod as_name {
+    use serde::{Deserialize as _, Deserializer, Serializer, de::Error};
+
+    use super::{Named, named};
+
+    pub(super) fn serialize<T: Named + PartialEq, S: Serializer>(
+        value: &T,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let name = T::ALL.iter().find(|(known, ..)| known == value);
+        serializer.serialize_str(name.map_or("", |(_, name, _)| name))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>, T: Named>(
+        deserializer: D,
+    ) -> Result<T, D::Error> {
+        named(&String::deserialize(deserializer)?).map_err(D::Error::custom)
+    }
 }
 
 /// A size in bytes, or a rate in bytes per second: a number with k, M, G or T (powers of 1024).

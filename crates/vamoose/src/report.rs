@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result};
 use idxd::offload::OffloadCounters;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Serialize, Serializer, ser::SerializeStruct as _};
-use vamoose_codec::Engines;
+use vamoose_link::MethodChoice;
 use vamoose_link::Snapshot;
 use vamoose_relay::Moved;
 
@@ -83,8 +83,7 @@ pub fn without_checked<S: Serializer>(
 
 impl Report {
     /// The report of what one relay moved.
-    pub fn new(engines: &Engines, moved: Snapshot, total: Duration, setup: Duration) -> Self {
-        let settings = engines.settings();
+    pub fn new(method: &MethodChoice, moved: Snapshot, total: Duration, setup: Duration) -> Self {
         let pages = moved.normal_pages + moved.zero_pages;
         let seconds = total.as_secs_f64().max(1e-3);
         Self {
@@ -102,15 +101,15 @@ impl Report {
                 dirty_sync_count: None,
                 dirty_sync_missed_zero_copy: 0,
             },
-            method: settings.name(),
-            level: settings.level(),
-            engine: engines.name(),
+            method: method.name(),
+            level: method.level(),
+            engine: method.engine(),
             wire_bytes: moved.wire_bytes,
             page_bytes: moved.page_bytes,
             zero_pages: moved.zero_pages,
             fallbacks: moved.engines.fallbacks,
             verified: moved.engines.checked,
-            accelerator: engines.device_work(),
+            accelerator: method.engines().device_work(),
             cpu_seconds: CpuSeconds {
                 encode: moved.encode_time.as_secs_f64(),
                 decode: moved.decode_time.as_secs_f64(),

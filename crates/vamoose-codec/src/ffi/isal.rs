@@ -18,7 +18,7 @@ use std::{alloc, ptr, ptr::NonNull};
 
 use isal_sys::igzip_lib as c;
 
-use crate::engine::{Compress, Decompress, Fault, Step};
+use crate::engine::{Compress, CompressError, Decompress, Step};
 
 pub(crate) mod learned;
 pub(crate) mod one_shot;
@@ -98,7 +98,7 @@ impl Compress for Deflate {
 
     /// All pages in one call: fed page by page, ISA-L would work on copies in its own buffer and
     /// lose a quarter of its speed.
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let at = self.state.as_ptr();
         // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), set up by
         // `new` with a level buffer as large as the size that it names.
@@ -109,11 +109,11 @@ impl Compress for Deflate {
             (left, state == c::isal_zstate_state_ZSTATE_NEW_HDR)
         };
         if left.code != 0 {
-            return Err(Fault::Refused("invalid level or level buffer"));
+            return Err(CompressError::Refused("invalid level or level buffer"));
         }
         // ISA-L's documented sign that everything is out, the sync marker included.
         if left.input > 0 || left.room == 0 || !idle {
-            return Err(Fault::Room);
+            return Err(CompressError::OutputFull);
         }
         Ok(out.len() - left.room)
     }
@@ -137,9 +137,10 @@ unsafe fn lend(
     input: &[u8],
     out: &mut [u8],
     deflate: unsafe extern "C" fn(*mut c::isal_zstream) -> i32,
-) -> Result<Left, Fault> {
-    let len = u32::try_from(input.len()).map_err(|_| Fault::Refused("more than 4 GiB"))?;
-    let room = u32::try_from(out.len()).map_err(|_| Fault::Refused("room for more than 4 GiB"))?;
+) -> Result<Left, CompressError> {
+    let len = u32::try_from(input.len()).map_err(|_| CompressError::Refused("more than 4 GiB"))?;
+    let room =
+        u32::try_from(out.len()).map_err(|_| CompressError::Refused("room for more than 4 GiB"))?;
     // SAFETY: the caller vouches for the stream. `next_in` and `next_out` are valid for `len` reads and
     // `room` writes until this function returns, and are cleared before it does. ISA-L does not write
     // through `next_in`.
@@ -168,11 +169,11 @@ unsafe fn lend(
 }
 
 /// Whether a whole stream has been written to `out`, by a call that makes one at once.
-fn whole(left: &Left, out: &[u8]) -> Result<usize, Fault> {
+fn whole(left: &Left, out: &[u8]) -> Result<usize, CompressError> {
     match left.code {
         0 if left.input == 0 => Ok(out.len() - left.room),
-        0 | c::STATELESS_OVERFLOW => Err(Fault::Room),
-        _ => Err(Fault::Refused("invalid level or level buffer")),
+        0 | c::STATELESS_OVERFLOW => Err(CompressError::OutputFull),
+        _ => Err(CompressError::Refused("invalid level or level buffer")),
     }
 }
 
@@ -311,7 +312,7 @@ mod tests {
                 // A little more room than the result is asked for, to be sure that it is whole.
                 match result {
                     Ok(written) => assert!(written < room && holds(&out[..written], &pages)),
-                    Err(fault) => assert!(fault == Fault::Room && room < needed + 32),
+                    Err(fault) => assert!(fault == CompressError::OutputFull && room < needed + 32),
                 }
                 assert!(out[room..].iter().all(|byte| *byte == 0xa5), "room {room}");
             }

@@ -28,7 +28,7 @@ use std::{
 use multifd::Method;
 use zstd_safe::{get_error_name, zstd_sys as c};
 
-use crate::{DecodeError, engine::Fault};
+use crate::{DecodeError, engine::CompressError};
 
 /// What a frame is encoded with.
 pub(crate) type Parameters = c::ZSTD_compressionParameters;
@@ -77,13 +77,13 @@ impl Compress {
     }
 
     /// Where the next packet goes: [`PIECE`](Self::PIECE) bytes.
-    pub(crate) fn room(&mut self) -> &mut [u8] {
+    pub(crate) fn input_buffer(&mut self) -> &mut [u8] {
         self.ring.make_room(Self::PIECE)
     }
 
-    /// Encodes the first `len` bytes of the [`room`](Self::room) to the start of `out`, whole blocks that
+    /// Encodes the first `len` bytes of the [`input_buffer`](Self::input_buffer) to the start of `out`, whole blocks that
     /// hold nothing back, and returns how many bytes that are.
-    pub(crate) fn compress(&mut self, len: usize, out: &mut [u8]) -> Result<usize, Fault> {
+    pub(crate) fn compress(&mut self, len: usize, out: &mut [u8]) -> Result<usize, CompressError> {
         let src = self.ring.make_room(Self::PIECE)[..len].as_ptr();
         // SAFETY: the context is live, begun and this struct's own. `src` is valid for `len` reads: of the
         // ring, as is the history (rules 1 and 2). `out` is valid for as many writes as it is long.
@@ -92,8 +92,8 @@ impl Compress {
             c::ZSTD_compressContinue(self.context.as_ptr(), dst, room, src.cast(), len)
         };
         let written = checked(code).map_err(|code| match code {
-            NO_ROOM => Fault::Room,
-            code => Fault::Refused(get_error_name(code)),
+            NO_ROOM => CompressError::OutputFull,
+            code => CompressError::Refused(get_error_name(code)),
         })?;
         self.ring.at += len;
         Ok(written)

@@ -5,7 +5,7 @@ pub(super) use inflate::Inflate;
 
 use flate2::{Compression, FlushCompress};
 
-use crate::engine::{Compress, Fault};
+use crate::engine::{Compress, CompressError};
 
 /// Name of the library.
 pub(super) const NAME: &str = "zlib-rs";
@@ -25,13 +25,13 @@ impl Compress for Deflate {
         NAME
     }
 
-    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let (mut input, mut written) = (pages, 0);
         loop {
             let (consumed, produced) = (self.0.total_in(), self.0.total_out());
             self.0
                 .compress(input, &mut out[written..], FlushCompress::Sync)
-                .map_err(|_| Fault::Refused("the stream is in an invalid state"))?;
+                .map_err(|_| CompressError::Refused("the stream is in an invalid state"))?;
             let since = |now: u64, then: u64| usize::try_from(now - then).unwrap_or(usize::MAX);
             input = input
                 .get(since(self.0.total_in(), consumed)..)
@@ -39,7 +39,7 @@ impl Compress for Deflate {
             written += since(self.0.total_out(), produced);
             // Only room to spare says that nothing is held back.
             if written >= out.len() {
-                return Err(Fault::Room);
+                return Err(CompressError::OutputFull);
             }
             if input.is_empty() {
                 return Ok(written);

@@ -3,7 +3,7 @@
 use std::{num::NonZeroU64, ops::RangeInclusive, time::Duration};
 
 use multifd::PACKET_BYTES;
-use vamoose_codec::Engines;
+use vamoose_link::MethodChoice;
 
 use super::AutoConverge;
 use crate::{DsaDetection, SourceError};
@@ -12,7 +12,7 @@ use crate::{DsaDetection, SourceError};
 #[derive(Clone)]
 pub struct SourceConfig {
     /// How pages are encoded.
-    pub engines: Engines,
+    pub method: MethodChoice,
     /// Channels, 1 to 64.
     pub channels: u8,
     /// Most bytes of pages in a packet: a power of two from 64 KiB to 4 MiB.
@@ -62,10 +62,10 @@ pub enum ZeroPageDetection {
 pub const CHANNELS: RangeInclusive<u8> = 1..=64;
 
 impl SourceConfig {
-    /// Sends with `engines` over two channels, everything else by default.
-    pub fn new(engines: Engines) -> Self {
+    /// Sends by `method` over two channels, everything else by default.
+    pub fn new(method: impl Into<MethodChoice>) -> Self {
         Self {
-            engines,
+            method: method.into(),
             channels: 2,
             packet_bytes: PACKET_BYTES,
             zero_copy: false,

@@ -339,7 +339,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         let mut writer = ChannelWriter::new(
             stream,
             source.layout,
-            config.engines.encoder(source.layout, stats.health())?,
+            config.method.encoder(source.layout, stats.health())?,
             source.shared.pacer.clone(),
             stats.clone(),
         );

@@ -80,7 +80,7 @@ impl ZeroPageDetection {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let config = options.encoding.config()?;
-    let engines = config.engines.clone();
+    let method = config.method.clone();
     let cancel = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         flag::register(signal, cancel.clone()).context("cannot catch signals")?;
@@ -108,11 +108,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     display.end();
     let report = match &moved {
         Ok(moved) => {
-            Report::new(&engines, moved.moved, moved.total_time, Duration::ZERO).of_guest(moved)
+            Report::new(&method, moved.moved, moved.total_time, Duration::ZERO).of_guest(moved)
         }
         Err(failure) => {
             let elapsed = start.elapsed();
-            Report::new(&engines, last, elapsed, Duration::ZERO).failed(status(failure), failure)
+            Report::new(&method, last, elapsed, Duration::ZERO).failed(status(failure), failure)
         }
     };
     options.json.write(&report)?;

@@ -95,12 +95,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let moved = stats.snapshot();
     let report = match &result {
         Ok(summary) => Report::new(
-            &config.engines,
+            &config.method,
             moved,
             summary.total_time,
             summary.setup_time,
         ),
-        Err(error) => Report::new(&config.engines, moved, start.elapsed(), Duration::ZERO)
+        Err(error) => Report::new(&config.method, moved, start.elapsed(), Duration::ZERO)
             .failed("failed", error),
     };
     options.json.write(&report)?;

@@ -4,7 +4,6 @@ use std::{path::PathBuf, thread, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
-use multifd::Method;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     iterator::Signals,
@@ -52,9 +51,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             options.qmp_dir.display()
         );
     }
-    let engines = options
-        .hardware
-        .engines(Settings::new(Method::None, None)?)?;
+    let engines = options.hardware.engines(Settings::default())?;
     let config = ServerConfig {
         qmp_dir: options.qmp_dir.clone(),
         state_dir: options.state_dir.path()?,

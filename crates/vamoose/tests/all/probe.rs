@@ -99,7 +99,7 @@ fn a_reader_that_leaves_is_no_error() {
 }
 
 fn every_engine_is_listed(probe: &Value) {
-    let (engines, rows) = (list(probe, "engines"), Registry::new().rows());
+    let (engines, rows) = (list(probe, "engines"), Registry::new().engines());
     assert_eq!(engines.len(), rows.len());
     for (engine, row) in engines.iter().zip(rows) {
         assert_eq!(text(engine, "name"), row.name);

@@ -8,7 +8,7 @@ use std::ptr;
 use isal_sys::igzip_lib as c;
 
 use super::{Heap, RAW, Zeroable, lend, whole};
-use crate::engine::Fault;
+use crate::engine::CompressError;
 
 /// Makes streams that have nothing to do with each other but their code.
 pub(crate) struct Learned {
@@ -46,7 +46,7 @@ impl Learned {
     pub(crate) fn learn<'a>(
         &mut self,
         samples: impl Iterator<Item = &'a [u8]>,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), CompressError> {
         let at = self.state.as_ptr();
         // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1).
         let counts = unsafe {
@@ -55,7 +55,7 @@ impl Learned {
             &raw mut (*at).counts
         };
         for sample in samples {
-            let len = i32::try_from(sample.len()).map_err(|_| Fault::Refused(TOO_LONG))?;
+            let len = i32::try_from(sample.len()).map_err(|_| CompressError::Refused(TOO_LONG))?;
             // SAFETY: `sample` is valid for `len` reads and is not written to; its address is not
             // kept (rule 2). `counts` is as above. Its table of positions, which is left from
             // earlier samples, is cleared before it is read.
@@ -72,13 +72,13 @@ impl Learned {
         };
         match result {
             0 => Ok(()),
-            _ => Err(Fault::Refused("no Huffman code for these counts")),
+            _ => Err(CompressError::Refused("no Huffman code for these counts")),
         }
     }
 
     /// Writes `input`, deflated, to the start of `out`. May need a few bytes more than the result
     /// has.
-    pub(crate) fn deflate(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    pub(crate) fn deflate(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let at = self.state.as_ptr();
         // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), whose
         // code is a constant of ISA-L's or was made by `learn`. Level 0 needs no level buffer. All
@@ -184,7 +184,9 @@ mod tests {
                             assert!(len <= room);
                             check(&out[..len], input);
                         }
-                        Err(fault) => assert!(fault == Fault::Room && room < needed + 32),
+                        Err(fault) => {
+                            assert!(fault == CompressError::OutputFull && room < needed + 32)
+                        }
                     }
                     assert!(out[room..].iter().all(|byte| *byte == 0xa5), "room {room}");
                 }

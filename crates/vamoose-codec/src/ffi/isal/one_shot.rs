@@ -5,7 +5,7 @@
 use isal_sys::igzip_lib as c;
 
 use super::{DeflateState, Heap, Level, NAME, RAW, lend, whole};
-use crate::engine::{Compress, Fault};
+use crate::engine::{Compress, CompressError};
 
 /// Makes streams that have nothing to do with each other.
 pub(crate) struct OneShot {
@@ -28,7 +28,7 @@ impl Compress for OneShot {
     }
 
     /// Incompressible input becomes stored blocks: 5 bytes more for each 65535.
-    fn compress(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, Fault> {
+    fn compress(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let at = self.state.as_ptr();
         // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1). Its
         // level buffer is as large as the size that the stream is told, for every level. All else
@@ -74,7 +74,7 @@ mod tests {
                 match engine.compress(input, &mut out[..room]) {
                     // Repeated bytes are written in another way where there is less room.
                     Ok(written) => assert!(written <= room && holds(&out[..written], input)),
-                    Err(fault) => assert!(fault == Fault::Room && room < needed + 32),
+                    Err(fault) => assert!(fault == CompressError::OutputFull && room < needed + 32),
                 }
                 assert!(out[room..].iter().all(|byte| *byte == 0xa5), "room {room}");
             }

@@ -1,9 +1,10 @@
 //! The registered engines, what they do, and why some are absent.
 
-use std::{collections::BTreeMap, fmt};
+use std::{collections::BTreeMap, fmt, ops::RangeInclusive};
 
+use multifd::Method;
 use serde::Serialize;
-use vamoose_codec::{Registry, Row, Settings};
+use vamoose_codec::{EngineInfo, Registry, info};
 
 use super::pci::{Device, Kind};
 
@@ -31,7 +32,7 @@ struct Levels {
 
 /// The engines, method by method, the preferred one first, given the accelerators of this host.
 pub(super) fn engines(registry: &Registry, devices: &[Device]) -> Vec<Engine> {
-    let rows = registry.rows();
+    let rows = registry.engines();
     rows.iter()
         .enumerate()
         .map(|(index, row)| {
@@ -44,7 +45,7 @@ pub(super) fn engines(registry: &Registry, devices: &[Device]) -> Vec<Engine> {
 }
 
 /// `has_better` says that other software comes before this one, where both can.
-fn engine(row: &Row, has_better: bool, devices: &[Device]) -> Engine {
+fn engine(row: &EngineInfo, has_better: bool, devices: &[Device]) -> Engine {
     let levels = row.levels.as_ref();
     Engine {
         name: row.name,
@@ -62,9 +63,7 @@ fn engine(row: &Row, has_better: bool, devices: &[Device]) -> Engine {
             (None, None) => match levels {
                 None => "uncompressed pages",
                 Some(_) if has_better => "the other levels",
-                Some(levels) if Settings::levels(row.method).as_ref() == Some(levels) => {
-                    "all levels"
-                }
+                Some(levels) if all_levels(row.method).as_ref() == Some(levels) => "all levels",
                 Some(_) => "the levels at which it is faster",
             }
             .to_owned(),
@@ -72,8 +71,12 @@ fn engine(row: &Row, has_better: bool, devices: &[Device]) -> Engine {
     }
 }
 
+fn all_levels(method: Method) -> Option<RangeInclusive<i32>> {
+    Some(info(method)?.levels?.range)
+}
+
 /// The devices that hardware engines drive.
-fn kind(row: &Row) -> Option<Kind> {
+fn kind(row: &EngineInfo) -> Option<Kind> {
     match row.name {
         "qat" => Some(Kind::Qat),
         "iaa" => Some(Kind::Iaa),
@@ -162,7 +165,7 @@ mod tests {
     fn every_row_of_the_registry_is_there_with_what_it_serves() {
         let registry = Registry::new();
         let engines = engines(&registry, &[]);
-        assert_eq!(engines.len(), registry.rows().len());
+        assert_eq!(engines.len(), registry.engines().len());
         let reason = |name, method| {
             let engine = engines
                 .iter()

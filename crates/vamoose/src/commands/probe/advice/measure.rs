@@ -9,7 +9,7 @@ use anyhow::{Result, ensure};
 use multifd::{Layout, Method};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
-use vamoose_codec::{Accel, Engines, Health, Registry, Settings, Verify};
+use vamoose_codec::{Accel, DecodedBy, Engines, Health, Registry, Settings, Verify, info};
 
 use super::sample;
 
@@ -75,7 +75,7 @@ pub(super) fn measure_all(registry: &Arc<Registry>) -> (Vec<Measured>, Vec<Unmea
         match measure(&engines, &packets, share) {
             Ok(found) => measured.push(found),
             Err(error) => unmeasured.push(Unmeasured {
-                method: engines.settings().name(),
+                method: engines.settings().method().name(),
                 level: engines.settings().level(),
                 reason: format!("{error:#}"),
             }),
@@ -117,7 +117,7 @@ fn measure(engines: &Engines, packets: &[Vec<u8>], share: Duration) -> Result<Me
     let decoded = bench.decode(&encoded.payloads, share.mul_f64(1.0 / 3.0))?;
     let tally = bench.health.tally();
     Ok(Measured {
-        method: settings.name(),
+        method: settings.method().name(),
         level: settings.level(),
         // A device that is there and did nothing was not what was measured.
         engine: match tally.accelerated {
@@ -128,7 +128,7 @@ fn measure(engines: &Engines, packets: &[Vec<u8>], share: Duration) -> Result<Me
         bytes_per_second: encoded.meter.bytes_per_second(),
         decoded_bytes_per_second: decoded.bytes_per_second(),
         ratio: encoded.ratio,
-        understood_by: settings.method().map_or(FarSide::Vamoose, FarSide::of),
+        understood_by: FarSide::of(settings.method()),
     })
 }
 
@@ -245,10 +245,10 @@ impl Clock {
 
 impl FarSide {
     fn of(method: Method) -> Self {
-        match method {
-            Method::None | Method::Zlib | Method::Zstd => Self::AnyQemu,
-            method if method.is_stock() => Self::SomeQemu,
-            _ => Self::Vamoose,
+        match info(method).map(|info| info.decoded_by) {
+            Some(DecodedBy::AnyQemu) => Self::AnyQemu,
+            Some(DecodedBy::SomeQemu) | None => Self::SomeQemu,
+            Some(DecodedBy::Vamoose) => Self::Vamoose,
         }
     }
 }

@@ -1,23 +1,13 @@
-//! The rungs that auto chooses from, what each costs and saves on this data and machine, and which two of
+//! The rungs that the adaptive method chooses from, what each costs and saves on this data and machine, and which two of
 //! them to mix.
 
-use super::controller::Cost;
+use multifd::Method;
 
-/// What a rung does to a packet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Codec {
-    /// Nothing.
-    Raw,
-    /// An LZ4 block, at this acceleration.
-    Lz4(i32),
-    /// A zstd frame, at this level.
-    Zstd(i32),
-}
+use super::controller::Cost;
 
 /// A way to encode a packet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rung {
-    pub(super) codec: Codec,
     /// CPU time per byte of pages, in nanoseconds.
     pub(super) cost: f64,
     /// Bytes of payload per byte of pages.
@@ -80,15 +70,18 @@ pub(super) const FIRST: usize = 1;
 
 /// Where estimates start: the medians of what notes and benchmarks have for memory and for files. Higher
 /// levels of zstd save another hundredth for twice the time.
-const START: [(Codec, f64, f64); RUNGS] = [
-    (Codec::Raw, 0.0, 1.0),
-    (Codec::Lz4(8), 0.9, 0.55),
-    (Codec::Lz4(1), 1.3, 0.48),
-    (Codec::Zstd(-1), 1.9, 0.41),
-    (Codec::Zstd(1), 2.3, 0.35),
-    (Codec::Zstd(3), 3.5, 0.33),
-    (Codec::Zstd(6), 9.0, 0.31),
+const START: [(Method, Option<i32>, f64, f64); RUNGS] = [
+    (Method::None, None, 0.0, 1.0),
+    (Method::Lz4, Some(8), 0.9, 0.55),
+    (Method::Lz4, Some(1), 1.3, 0.48),
+    (Method::ZstdFrames, Some(-1), 1.9, 0.41),
+    (Method::ZstdFrames, Some(1), 2.3, 0.35),
+    (Method::ZstdFrames, Some(3), 3.5, 0.33),
+    (Method::ZstdFrames, Some(6), 9.0, 0.31),
 ];
+
+/// The first rung of zstd with its match finder in full.
+const ZSTD: usize = 4;
 
 /// Packets over which an estimate is smoothed.
 const MEMORY: f64 = 48.0;
@@ -96,13 +89,23 @@ const MEMORY: f64 = 48.0;
 impl Ladder {
     pub(super) fn new() -> Self {
         Self {
-            rungs: START.map(|(codec, cost, size)| Rung {
-                codec,
+            rungs: START.map(|(_, _, cost, size)| Rung {
                 cost,
                 size,
                 known: 0.0,
             }),
         }
+    }
+
+    /// The method and level of a rung.
+    pub(super) fn codec(rung: usize) -> (Method, Option<i32>) {
+        let (method, level, ..) = START[rung];
+        (method, level)
+    }
+
+    /// A quick rung that finds something to save where this one does.
+    pub(super) fn quick(rung: usize) -> usize {
+        if rung < ZSTD { FIRST } else { ZSTD }
     }
 
     pub(super) fn rung(&self, rung: usize) -> &Rung {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::{
     bytes,
-    ladder::{FIRST, Ladder, Mix, RAW, RUNGS, Rung, Terms},
+    ladder::{FIRST, Ladder, Mix, RAW, RUNGS, Terms},
     link::Link,
     nanos, packets,
     price::{Encoding, Price},
@@ -153,11 +153,6 @@ impl Controller {
     /// What to do with the next packet: the same until it is [sent](Self::sent).
     pub(super) fn plan(&self) -> Plan {
         self.plan
-    }
-
-    /// The rung's codec, and what it costs and saves as far as is known.
-    pub(super) fn rung(&self, rung: usize) -> &Rung {
-        self.ladder.rung(rung)
     }
 
     /// The packet was encoded by the plan's rung.

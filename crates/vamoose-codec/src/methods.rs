@@ -1,0 +1,194 @@
+//! The table of methods: what each is, its levels, its engines in software and its decoder.
+//!
+//! A new method needs a row in `multifd`'s `flags` (name, bits), a row here, and a module with its format.
+//! What encodes, decodes, chooses and documents methods reads these rows.
+
+use std::{fmt, ops::RangeInclusive};
+
+use multifd::{Layout, Method};
+
+use crate::{
+    DecodeError,
+    engine::{Software, Unpack},
+    lz4, qatzip, qpl, zlib, zstd, zstd_frames,
+};
+
+/// A method that this crate encodes and decodes.
+pub struct MethodInfo {
+    /// What its packets are, in a few words.
+    pub packets: &'static str,
+    /// The levels that can be set; `None` for a method without levels.
+    pub levels: Option<Levels>,
+    /// The far sides that decode it.
+    pub decoded_by: DecodedBy,
+    /// The engines, the better one first. None for method none, which copies.
+    pub(crate) software: &'static [Software],
+    /// Whether ISA-L is one of them in builds with the feature `isal`.
+    pub(crate) uses_isal: bool,
+    pub(crate) decoding: Decoding,
+}
+
+/// The far sides that decode a method.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DecodedBy {
+    /// Any QEMU that knows multifd.
+    AnyQemu,
+    /// QEMUs that were built with its library, which distributions' are not.
+    SomeQemu,
+    /// Another Vamoose only.
+    Vamoose,
+}
+
+/// The levels of a method, which all default to 1, as QEMU's do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Levels {
+    /// The lowest and the highest.
+    pub range: RangeInclusive<i32>,
+    /// The level where none is given.
+    pub default: i32,
+    /// Whether a higher level is the faster one.
+    pub higher_is_faster: bool,
+    /// The level that 0 stands for.
+    pub(crate) zero: i32,
+}
+
+/// How the packets of a channel depend on each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Framing {
+    /// All packets of a channel are one stream, encoded and decoded one after the other.
+    Stream,
+    /// Each packet is decoded without the others: several can be encoded at once and in any order.
+    Packet,
+}
+
+/// How packets are decoded.
+#[derive(Clone, Copy)]
+pub(crate) enum Decoding {
+    Copy,
+    ZlibStream,
+    ZstdStream,
+    Packets(fn(Layout) -> Result<Box<dyn Unpack>, DecodeError>),
+}
+
+/// The method's row; `None` where QEMU has a method that this crate has not.
+pub fn info(method: Method) -> Option<MethodInfo> {
+    let info = match method {
+        Method::None => MethodInfo {
+            packets: "pages as they are",
+            decoded_by: DecodedBy::AnyQemu,
+            levels: None,
+            software: &[],
+            uses_isal: false,
+            decoding: Decoding::Copy,
+        },
+        Method::Zlib => MethodInfo {
+            packets: "one zlib stream per channel",
+            decoded_by: DecodedBy::AnyQemu,
+            levels: Some(Levels::of(zlib::LEVELS)),
+            software: zlib::ENGINES,
+            uses_isal: true,
+            decoding: Decoding::ZlibStream,
+        },
+        Method::Zstd => MethodInfo {
+            packets: "one zstd frame per channel",
+            decoded_by: DecodedBy::AnyQemu,
+            levels: Some(Levels::of_zstd()),
+            software: zstd::ENGINES,
+            uses_isal: false,
+            decoding: Decoding::ZstdStream,
+        },
+        Method::Qpl => MethodInfo {
+            packets: "deflate per page, as Intel's IAA does it",
+            decoded_by: DecodedBy::SomeQemu,
+            levels: Some(Levels::of(qpl::LEVELS)),
+            software: qpl::ENGINES,
+            uses_isal: true,
+            decoding: Decoding::Packets(|layout| Ok(Box::new(qpl::Unpacker::new(layout)))),
+        },
+        Method::Uadk => return None,
+        Method::Qatzip => MethodInfo {
+            packets: "gzip members of 64 KiB, as Intel's QAT does it",
+            decoded_by: DecodedBy::SomeQemu,
+            levels: Some(Levels::of(qatzip::LEVELS)),
+            software: qatzip::ENGINES,
+            uses_isal: true,
+            decoding: Decoding::Packets(|_| Ok(Box::<qatzip::Unpacker>::default())),
+        },
+        Method::Lz4 => MethodInfo {
+            packets: "one LZ4 block per packet",
+            decoded_by: DecodedBy::Vamoose,
+            levels: Some(Levels {
+                higher_is_faster: true,
+                ..Levels::of(lz4::LEVELS)
+            }),
+            software: lz4::ENGINES,
+            uses_isal: false,
+            decoding: Decoding::Packets(|_| Ok(Box::new(lz4::Unpacker))),
+        },
+        Method::ZstdFrames => MethodInfo {
+            packets: "one zstd frame per packet",
+            decoded_by: DecodedBy::Vamoose,
+            levels: Some(Levels::of_zstd()),
+            software: zstd_frames::ENGINES,
+            uses_isal: false,
+            decoding: Decoding::Packets(|_| Ok(Box::new(zstd_frames::Unpacker::new()?))),
+        },
+    };
+    Some(info)
+}
+
+impl MethodInfo {
+    /// How the packets of a channel depend on each other.
+    pub fn framing(&self) -> Framing {
+        match self.decoding {
+            Decoding::ZlibStream | Decoding::ZstdStream => Framing::Stream,
+            Decoding::Copy | Decoding::Packets(_) => Framing::Packet,
+        }
+    }
+
+    /// Its engines in software and the levels that each serves, the better one first.
+    pub fn engines(&self) -> impl Iterator<Item = (&'static str, RangeInclusive<i32>)> + '_ {
+        self.levels.iter().flat_map(|levels| {
+            let served = |engine: &Software| (engine.name, levels.within(&engine.levels));
+            self.software.iter().map(served)
+        })
+    }
+}
+
+impl Levels {
+    const fn of(range: RangeInclusive<i32>) -> Self {
+        Self {
+            range,
+            default: 1,
+            higher_is_faster: false,
+            zero: 0,
+        }
+    }
+
+    fn of_zstd() -> Self {
+        Self {
+            zero: zstd::OWN_DEFAULT_LEVEL,
+            ..Self::of(zstd::levels())
+        }
+    }
+
+    /// Those of `levels` that are levels of the method.
+    fn within(&self, levels: &RangeInclusive<i32>) -> RangeInclusive<i32> {
+        *self.range.start().max(levels.start())..=*self.range.end().min(levels.end())
+    }
+}
+
+/// For people: `0 to 9`. Negative levels have a name instead of a number, as the lowest means nothing to anyone.
+impl fmt::Display for Levels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self.range.start() {
+            ..0 => f.write_str("negative (fast)")?,
+            least => write!(f, "{least}")?,
+        }
+        write!(f, " to {}", self.range.end())?;
+        if self.higher_is_faster {
+            f.write_str(" (higher is faster)")?;
+        }
+        Ok(())
+    }
+}

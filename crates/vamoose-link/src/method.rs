@@ -1,0 +1,148 @@
+//! Which method a migration's packets are sent with.
+
+use std::sync::Arc;
+
+use multifd::{Layout, Method};
+use vamoose_codec::{EncodeError, Encoded, Encoder, Engines, Framing, Health};
+
+use crate::adaptive::Adaptive;
+
+/// The method of the packets that a migration sends, and the engines that encode and decode for it.
+/// Cheap to clone.
+#[derive(Clone)]
+pub enum MethodChoice {
+    /// One method at one level: the engines' [settings](Engines::settings).
+    Fixed(Engines),
+    /// For each packet the best of none, lz4 and zstd-frames, which software encodes. Only another
+    /// Vamoose understands it. Of the engines only the decoders are used.
+    Adaptive(Engines),
+}
+
+/// Encodes the packets of one channel.
+pub enum PacketEncoder {
+    /// By one method.
+    Fixed(Encoder),
+    /// By the method that serves each packet best.
+    Adaptive(Box<Adaptive>),
+}
+
+impl MethodChoice {
+    /// Name of the adaptive method.
+    pub const ADAPTIVE: &str = "auto";
+
+    /// Name of the method.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Fixed(engines) => engines.settings().method().name(),
+            Self::Adaptive(_) => Self::ADAPTIVE,
+        }
+    }
+
+    /// The method's level; `None` where it has none, or chooses it for each packet.
+    pub fn level(&self) -> Option<i32> {
+        match self {
+            Self::Fixed(engines) => engines.settings().level(),
+            Self::Adaptive(_) => None,
+        }
+    }
+
+    /// Name of the engine that encodes.
+    pub fn engine(&self) -> &'static str {
+        match self {
+            Self::Fixed(engines) => engines.name(),
+            Self::Adaptive(_) => Self::ADAPTIVE,
+        }
+    }
+
+    /// The engines.
+    pub fn engines(&self) -> &Engines {
+        match self {
+            Self::Fixed(engines) | Self::Adaptive(engines) => engines,
+        }
+    }
+
+    /// How the packets of a channel depend on each other.
+    pub fn framing(&self) -> Framing {
+        match self {
+            Self::Fixed(engines) => engines.settings().framing(),
+            Self::Adaptive(_) => Framing::Packet,
+        }
+    }
+
+    /// An encoder for a new channel, or one more for the same channel if the method's packets are
+    /// independent. `health` is the migration's.
+    ///
+    /// # Errors
+    /// When the method's library cannot be set up (no memory), or the method has no format for such
+    /// pages.
+    pub fn encoder(
+        &self,
+        layout: Layout,
+        health: &Arc<Health>,
+    ) -> Result<PacketEncoder, EncodeError> {
+        Ok(match self {
+            Self::Fixed(engines) => engines.encoder(layout, health)?.into(),
+            Self::Adaptive(_) => PacketEncoder::Adaptive(Box::new(Adaptive::new(layout))),
+        })
+    }
+}
+
+impl From<Engines> for MethodChoice {
+    fn from(engines: Engines) -> Self {
+        Self::Fixed(engines)
+    }
+}
+
+impl From<Encoder> for PacketEncoder {
+    fn from(encoder: Encoder) -> Self {
+        Self::Fixed(encoder)
+    }
+}
+
+impl PacketEncoder {
+    /// The method of packets that are not encoded, because they have no pages or go as they are.
+    pub(crate) fn method(&self) -> Method {
+        match self {
+            Self::Fixed(encoder) => encoder.method(),
+            Self::Adaptive(_) => Method::None,
+        }
+    }
+
+    /// Whether the next packet goes as it is, by method none, so that its pages need not be gathered.
+    pub(crate) fn next_is_raw(&self) -> bool {
+        match self {
+            Self::Fixed(encoder) => encoder.method() == Method::None,
+            Self::Adaptive(adaptive) => adaptive.next_is_raw(),
+        }
+    }
+
+    /// See [`Encoder::encode`].
+    pub(crate) fn encode<'a>(
+        &mut self,
+        pages: &'a [u8],
+        out: &'a mut [u8],
+    ) -> Result<Encoded<'a>, EncodeError> {
+        match self {
+            Self::Fixed(encoder) => encoder.encode(pages, out),
+            Self::Adaptive(adaptive) => adaptive.encode(pages, out),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_adaptive_method_has_a_name_of_its_own_and_no_level() {
+        let adaptive = MethodChoice::Adaptive(Engines::software(Default::default()));
+        assert_eq!((adaptive.name(), adaptive.level()), ("auto", None));
+        assert_eq!(adaptive.framing(), Framing::Packet);
+        // A name must not mean two things in reports, or to `serve`.
+        assert!(
+            Method::ALL
+                .iter()
+                .all(|method| method.name() != adaptive.name())
+        );
+    }
+}
