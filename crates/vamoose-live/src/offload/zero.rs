@@ -131,7 +131,7 @@ const SAMPLE: NonZeroU32 = NonZeroU32::new(64).unwrap();
 #[cfg(test)]
 mod tests {
     use idxd::{Kind, Queue, Shape, Tuning};
-    use idxd_model::{Config, Door, Faults, Model, Work};
+    use idxd_model::{Config, PortalKind, Faults, Model, Work};
     use proptest::{collection::vec, prelude::*};
 
     use super::*;
@@ -144,7 +144,7 @@ mod tests {
             buffer_bytes: 0,
         };
         let queues = (0..count).map(|device| {
-            let submit = model.queue(device, 0, Door::Enqcmd);
+            let submit = model.queue(device, 0, PortalKind::Enqcmd);
             (Queue::new(submit, shape, Tuning::default()).unwrap(), None)
         });
         Arc::new(Devices::new(queues, None))
