@@ -14,7 +14,7 @@ pub struct Config {
     pub speeds: Speeds,
     /// What goes wrong by itself.
     pub faults: Faults,
-    /// Where the random numbers begin.
+    /// Random seed.
     pub seed: u64,
     /// How much of the work is really done.
     pub work: Work,
@@ -23,9 +23,8 @@ pub struct Config {
     pub write_retries: u32,
     /// Memory that this process has mapped but not touched is a page fault, as it is for hardware; otherwise a device
     /// finds zeros there. (What was swapped out counts as not touched. Needs `/proc/self/pagemap`, and nothing
-    /// faults where that cannot be read; not with [`trusting`](Config::trusting).)
+    /// faults where that cannot be read.)
     pub untouched_faults: bool,
-    pub(super) trusting: bool,
 }
 
 impl Config {
@@ -53,20 +52,7 @@ impl Config {
             work: Work::All,
             write_retries: 32,
             untouched_faults: false,
-            trusting: false,
         }
-    }
-
-    /// Addresses in descriptors are used as they are, not through the kernel: for benchmarks, in which the system
-    /// calls of a careful model would cost more than what is measured. [`Pages`](super::Pages) still count.
-    ///
-    /// # Safety
-    /// Sources, destinations, batch lists and records of everything that is submitted must stay mapped as long as
-    /// the device has the descriptor: more than [`Submit::submit`](idxd::Submit::submit) asks for.
-    #[must_use]
-    pub unsafe fn trusting(mut self) -> Self {
-        self.trusting = true;
-        self
     }
 
     /// The limits of one work queue, to change them.

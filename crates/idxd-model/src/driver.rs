@@ -96,10 +96,6 @@ impl Driver {
         }
     }
 
-    pub(super) fn wake(&self) {
-        self.work.notify_all();
-    }
-
     pub(super) fn cpu_time(&self) -> Duration {
         Duration::from_nanos(self.cpu.load(Ordering::Relaxed))
     }
@@ -299,7 +295,7 @@ fn run(driver: &Driver, device: usize, engine: usize) {
         let now = machine.clock;
         let due = machine.due(device, engine);
         if let Some(due) = due {
-            // The work is done as soon as it is there, and counts when its time has come.
+            // The work is done as soon as it is there, and counts when it is due.
             let Some(job) = machine.job(device, engine) else {
                 continue;
             };

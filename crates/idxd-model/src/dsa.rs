@@ -161,7 +161,7 @@ fn write_whole(memory: &mut dyn Memory, to: u64, bytes: &[u8]) -> Result<(), Fau
     let mut before: Piece = [0; PIECE];
     memory.read(to, &mut before[..bytes.len()])?;
     memory.write(to, bytes).inspect_err(|fault| {
-        // It was writable just now; if it is no more, there is nobody left to tell.
+        // It was writable just now; if it is no more, nothing can be reported.
         let _ = memory.write(to, &before[..fault.done]);
     })
 }

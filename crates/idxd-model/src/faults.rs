@@ -20,7 +20,7 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// Everything that a driver has to get over without anybody noticing, each now and then. Nothing that makes a
+    /// Everything that a driver has to handle unnoticed, each now and then. Nothing that makes a
     /// result wrong ([`InjectedFault::Corrupt`]), and nothing that takes an engine away for good.
     pub fn everything() -> Self {
         let fault = |write, refused| InjectedFault::PageFault {
@@ -148,7 +148,7 @@ pub enum InjectedFault {
     /// Done, but so much later; the engine is kept meanwhile. A straggler, a slow device, a page request.
     Slow(Duration),
     /// Work and record come so much later, while the engine goes on with others: the write into buffers that
-    /// somebody gave up too early.
+    /// the driver gave up too early.
     Late(Duration),
     /// Never completes. The engine goes on with others.
     Stuck,

@@ -2,18 +2,13 @@
 
 use std::{fmt, io, sync::Arc, time::Duration};
 
-use super::{
-    driver::Driver,
-    gone,
-    machine::{Denied, Entrance},
-    nanoseconds,
-};
+use super::{PortalKind, driver::Driver, gone, machine::Denied, nanoseconds};
 use idxd::{Descriptor, Kind, Limits, Mode, Operations, Record, Refusal, Submit, Submitted};
 
 pub(super) struct Handle {
     driver: Arc<Driver>,
     client: usize,
-    entrance: Entrance,
+    portal: PortalKind,
     limits: Limits,
 }
 
@@ -21,13 +16,13 @@ impl Handle {
     pub(super) fn new(
         driver: Arc<Driver>,
         client: usize,
-        entrance: Entrance,
+        portal: PortalKind,
         limits: Limits,
     ) -> Self {
         Self {
             driver,
             client,
-            entrance,
+            portal,
             limits,
         }
     }
@@ -46,7 +41,7 @@ impl Submit for Handle {
         let mut accepted = 0;
         let denied = self.driver.submit(|machine| {
             let denied = machine
-                .admit(self.client, self.entrance, descriptors.get(accepted)?)
+                .admit(self.client, self.portal, descriptors.get(accepted)?)
                 .err();
             accepted += usize::from(denied.is_none());
             Some(denied)
@@ -84,7 +79,7 @@ impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Handle")
             .field("client", &self.client)
-            .field("entrance", &self.entrance)
+            .field("portal", &self.portal)
             .field("limits", &self.limits)
             .finish_non_exhaustive()
     }

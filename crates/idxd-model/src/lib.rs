@@ -9,7 +9,7 @@
 //!             virtual time                      real time
 //!   Model::deterministic(config)   Model::timed(config)           Model::threaded(config)
 //!   one action at a time, chosen   no threads: what is due is     a thread per engine
-//!   by random numbers of a seed;   done by whoever calls submit,
+//!   by random numbers of a seed;   done by the caller of submit,
 //!   runs inside of pause           pause or now
 //!   property tests, replay         benchmarks                     races
 //! ```
@@ -19,7 +19,7 @@
 //! without a document that says so is listed in [`ASSUMPTIONS`].
 //!
 //! What a model cannot show: real speed, ENQCMD under contention, the cost of page faults, stores that become
-//! visible late, effects on caches, and what nobody wrote down about the hardware.
+//! visible late, effects on caches, and what is undocumented about the hardware.
 //!
 //! # Example
 //! ```
@@ -79,7 +79,7 @@ pub use memory::{PAGE, Page, Pages};
 use driver::{Driver, Time};
 use handle::{Handle, Refusing};
 use idxd::{Limits, Mode, Submit};
-use machine::{Client, Entrance, Machine};
+use machine::{Client, Machine};
 
 /// Devices, and the time in which they live. Dropping it ends the threads, if it has any: what is in flight then
 /// never completes.
@@ -117,12 +117,12 @@ pub enum OpenError {
     #[error("the device has been unplugged")]
     Unplugged,
     /// A dedicated queue has one user.
-    #[error("the work queue is dedicated, and somebody else has it")]
+    #[error("the work queue is dedicated, and in use")]
     Busy,
 }
 
 impl OpenError {
-    /// What the system would say.
+    /// The system's error number.
     fn errno(self) -> i32 {
         match self {
             Self::Missing => libc::ENOENT,
@@ -156,8 +156,8 @@ impl Model {
         Self::new(config, Time::Virtual)
     }
 
-    /// Real time without threads: what is due is done by whoever calls `submit`, `pause` or `now`. Nothing ever
-    /// completes if nobody does.
+    /// Real time without threads: what is due is done in calls of `submit`, `pause` and `now`. Nothing
+    /// completes without such calls.
     pub fn timed(config: &Config) -> Self {
         Self::new(config, Time::Real)
     }
@@ -189,7 +189,7 @@ impl Model {
     /// Opens a work queue.
     ///
     /// # Errors
-    /// As [`OpenError`] says.
+    /// See [`OpenError`].
     pub fn open(
         &self,
         device: usize,
@@ -221,17 +221,16 @@ impl Model {
             forked: false,
         });
         drop(machine);
-        let entrance = match portal {
-            PortalKind::Enqcmd => Entrance::Enqcmd,
-            PortalKind::Movdir => Entrance::Movdir,
-            PortalKind::Write { unsafe_v1 } => Entrance::Write {
-                batches: !unsafe_v1 || limits.version != 0x100,
+        let portal = match portal {
+            PortalKind::Write { unsafe_v1 } => PortalKind::Write {
+                unsafe_v1: unsafe_v1 && limits.version == 0x100,
             },
+            mapped => mapped,
         };
         Ok(Arc::new(Handle::new(
             Arc::clone(&self.driver),
             client,
-            entrance,
+            portal,
             limits,
         )))
     }
@@ -247,13 +246,7 @@ impl Model {
         self.driver.lock().script(on, skip, times, fault);
     }
 
-    /// Changes what goes wrong by chance, from now on.
-    pub fn set_faults(&self, faults: Faults) {
-        self.driver.lock().faults = faults;
-        self.driver.wake();
-    }
-
-    /// Somebody else takes `entries` of a work queue, until told otherwise.
+    /// Another client takes `entries` of a work queue, until the next call.
     pub fn occupy(&self, device: usize, queue: usize, entries: u32) {
         let mut machine = self.driver.lock();
         if let Some(queue) = queue_of(&mut machine, device, queue) {

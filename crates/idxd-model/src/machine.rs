@@ -31,7 +31,7 @@ use super::{
     random::Random,
     validate::validate,
 };
-pub(super) use admission::{Denied, Entrance};
+pub(super) use admission::Denied;
 use batch::Batch;
 use completion::{Delivery, What};
 use idxd::{Descriptor, Flags, Kind, Limits, RecordImage, opcode};
@@ -80,7 +80,7 @@ pub(super) struct Queue {
     pub(super) opened: u32,
     /// Grows when the device is disabled: handles of before are dead.
     pub(super) generation: u32,
-    /// Entries that somebody else has.
+    /// Entries that others have.
     pub(super) held: u32,
     /// So many times it will say that it is full.
     pub(super) full: u32,
@@ -162,8 +162,8 @@ impl Machine {
                 pages: Pages::default(),
                 speeds: config.speeds,
                 work: config.work.clone(),
-                direct: config.trusting,
-                pagemap: (config.untouched_faults && !config.trusting)
+                pagemap: config
+                    .untouched_faults
                     .then(|| File::open("/proc/self/pagemap").ok())
                     .flatten(),
             }),
@@ -359,7 +359,7 @@ impl Machine {
             return;
         };
         if worked.stalled > 0 {
-            // The page requests were answered only now: everybody behind waits too.
+            // The page requests were answered only now: all behind it wait too.
             running.due = clock.saturating_add(worked.stalled).min(NEVER - 1);
             running.done = Some(worked.image);
             return;
@@ -371,7 +371,7 @@ impl Machine {
         self.conclude(running.unit, worked.image);
     }
 
-    /// What remains to be done for engine's running descriptor, when its time has come.
+    /// What remains to be done for engine's running descriptor, when it is due.
     pub(super) fn job(&mut self, device: usize, engine: usize) -> Option<Job> {
         let running = self.devices[device].engines[engine].running.as_ref()?;
         let unit = running.unit.clone();
@@ -443,7 +443,7 @@ impl Machine {
         self.trace.note([4, self.clock, device as u64]);
     }
 
-    /// Removes the descriptors that `which` names from everywhere; how many of them somebody had submitted.
+    /// Removes the descriptors that `which` names from everywhere; how many of them had been submitted by clients.
     fn remove(&mut self, which: impl Fn(&Unit) -> bool) -> u64 {
         let mut gone = BTreeSet::new();
         let mut note = |unit: &Unit| {

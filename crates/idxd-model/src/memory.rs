@@ -189,8 +189,6 @@ pub(super) struct View<'a> {
     pub(super) pages: &'a Pages,
     /// Tells what this process has not touched, which then faults.
     pub(super) residency: Option<&'a File>,
-    /// Addresses are used as they are: [`Config::trusting`](super::Config::trusting).
-    pub(super) direct: bool,
     pub(super) now: u64,
     /// The operation waits for faults.
     pub(super) block: bool,
@@ -266,51 +264,25 @@ impl View<'_> {
     /// Writes a completion record of `length` bytes, so that who sees a status sees the rest too: everything
     /// behind the status first, then the status, which is one byte and so cannot be seen half.
     pub(super) fn write_record(&mut self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
-        let direct = self.direct;
         self.each(address, bytes.len(), true, |at, range| {
             let bytes = &bytes[range];
-            if direct {
-                // SAFETY: `Config::trusting` promised that addresses in descriptors are good.
-                unsafe {
-                    write_directly(at + 1, &bytes[1..]);
-                    std::sync::atomic::fence(Ordering::Release);
-                    write_directly(at, &bytes[..1]);
-                }
-                true
-            } else {
-                // The kernel copies the pieces in their order, and other processors see stores of this
-                // architecture in theirs.
-                write_process(&[(at + 1, &bytes[1..]), (at, &bytes[..1])])
-            }
+            // The kernel copies the pieces in their order, and other processors see stores of this architecture in
+            // theirs.
+            write_process(&[(at + 1, &bytes[1..]), (at, &bytes[..1])])
         })
     }
 }
 
 impl Memory for View<'_> {
     fn read(&mut self, address: u64, buffer: &mut [u8]) -> Result<(), Fault> {
-        let direct = self.direct;
         self.each(address, buffer.len(), false, |at, range| {
-            let buffer = &mut buffer[range];
-            if direct {
-                // SAFETY: `Config::trusting` promised that addresses in descriptors are good.
-                unsafe { read_directly(at, buffer) };
-                true
-            } else {
-                read_process(at, buffer)
-            }
+            read_process(at, &mut buffer[range])
         })
     }
 
     fn write(&mut self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
-        let direct = self.direct;
         self.each(address, bytes.len(), true, |at, range| {
-            if direct {
-                // SAFETY: `Config::trusting` promised that addresses in descriptors are good.
-                unsafe { write_directly(at, &bytes[range]) };
-                true
-            } else {
-                write_process(&[(at, &bytes[range])])
-            }
+            write_process(&[(at, &bytes[range])])
         })
     }
 }
@@ -363,7 +335,7 @@ fn write_process(pieces: &[(u64, &[u8])]) -> bool {
     }
     let count = pieces.len() as libc::c_ulong;
     // SAFETY: the kernel reads the pieces. What it writes to is memory that a descriptor named, and who submitted
-    // that promised that nobody has a reference to it (`Submit::submit`); whether it is mapped the kernel finds
+    // that promised that no one has a reference to it (`Submit::submit`); whether it is mapped the kernel finds
     // out itself.
     let written = unsafe {
         libc::process_vm_writev(
@@ -381,46 +353,6 @@ fn write_process(pieces: &[(u64, &[u8])]) -> bool {
 fn place(address: u64) -> usize {
     usize::try_from(address).unwrap_or(usize::MAX)
 }
-
-/// # Safety
-/// The bytes at `address` must be readable. Others may write them meanwhile.
-unsafe fn read_directly(address: u64, buffer: &mut [u8]) {
-    let from = std::ptr::with_exposed_provenance::<u8>(place(address));
-    let (words, rest) = buffer.as_chunks_mut();
-    let whole = words.len() * 8;
-    for (index, word) in words.iter_mut().enumerate() {
-        // SAFETY: the caller's promise. Volatile, as the bytes may change.
-        *word = unsafe { from.add(index * 8).cast::<Unaligned>().read_volatile() }.0;
-    }
-    for (at, byte) in (whole..).zip(rest) {
-        // SAFETY: as above.
-        *byte = unsafe { from.add(at).read_volatile() };
-    }
-}
-
-/// # Safety
-/// The bytes at `address` must be writable, and nobody may have a reference to them.
-unsafe fn write_directly(address: u64, bytes: &[u8]) {
-    let to = std::ptr::with_exposed_provenance_mut::<u8>(place(address));
-    let (words, rest) = bytes.as_chunks();
-    for (index, word) in words.iter().enumerate() {
-        // SAFETY: the caller's promise. Volatile, as others may read the bytes.
-        unsafe {
-            to.add(index * 8)
-                .cast::<Unaligned>()
-                .write_volatile(Unaligned(*word))
-        };
-    }
-    for (at, byte) in (words.len() * 8..).zip(rest) {
-        // SAFETY: as above.
-        unsafe { to.add(at).write_volatile(*byte) };
-    }
-}
-
-/// Eight bytes anywhere, which the compiler loads at once.
-#[derive(Clone, Copy)]
-#[repr(transparent)]
-struct Unaligned([u8; 8]);
 
 /// Memory that is a vector, for tests of operations.
 #[cfg(test)]

@@ -39,7 +39,7 @@ use rig::Rig;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// How long a descriptor may take.
-    pub patience: Duration,
+    pub timeout: Duration,
     /// Also checks that leave a trace in the device's register of errors, which others may watch: descriptors whose
     /// records cannot be written.
     pub hazards: bool,
@@ -49,7 +49,7 @@ impl Default for Options {
     /// 200 ms, and nothing that others could see.
     fn default() -> Self {
         Self {
-            patience: Duration::from_millis(200),
+            timeout: Duration::from_millis(200),
             hazards: false,
         }
     }
@@ -68,7 +68,7 @@ pub struct Check {
     pub kind: Option<Kind>,
     /// Numbers of the model's assumptions that it confirms or refutes.
     pub assumptions: &'static [u32],
-    /// Nobody has promised the expected answer: another one is news, and no failure.
+    /// The expected answer is not documented: another one is no failure.
     pub is_open: bool,
     /// It leaves a trace in the device's register of errors, see [`Options::hazards`].
     pub is_hazard: bool,

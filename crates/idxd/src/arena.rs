@@ -8,7 +8,7 @@
 //!  │ submit) │ points to)       │         │                  │                │                           │
 //!  └─────────┴──────────────────┴─────────┴──────────────────┴──────── … ─────┴──────────── … ────────────┘
 //! ```
-//! A device that cannot write a record loses it, and nobody says so. So all of this is in memory from the
+//! A device that cannot write a record loses it, without a notice. So all of this is in memory from the
 //! beginning and stays there: populated, locked where the process may lock, and mapped as long as the device
 //! may write to it.
 //!
@@ -161,7 +161,7 @@ impl Arena {
         }
         let start = self.at(self.layout.slot() * slot as usize + offset);
         // SAFETY: the layout puts `count` descriptors there, as for records; any bytes are a descriptor, and
-        // nobody else uses them, as the caller promises.
+        // no other thread uses them, as the caller promises.
         unsafe { slice::from_raw_parts_mut(start.cast().as_ptr(), count as usize) }
     }
 
@@ -287,7 +287,7 @@ mod tests {
         let arena = Arena::new(3, layout).unwrap();
         let mut parts: Vec<(usize, usize)> = Vec::new();
         for slot in 0..arena.slots {
-            // SAFETY: nobody else is here.
+            // SAFETY: no other thread is here.
             let (heads, list) = unsafe { (arena.heads(slot), arena.list(slot)) };
             let (of_heads, of_members) = (arena.head_records(slot), arena.member_records(slot));
             assert_eq!((heads.len(), list.len()), (2, 5));

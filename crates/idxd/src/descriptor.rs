@@ -8,11 +8,11 @@
 //! └──────┴────────────┴────────┴────────────────┴───────────┴───────────┴──────┴───────────┴────────────┴──────────────┘
 //! ```
 //! Source: the kernel's uapi header `linux/idxd.h` (`struct dsa_hw_desc`, `struct iax_hw_desc`). The typed
-//! builders of [`dsa`](crate::dsa) and [`iaa`](crate::iaa) fill these in; nobody else should have to.
+//! builders of [`dsa`](crate::dsa) and [`iaa`](crate::iaa) fill these in.
 
 /// A descriptor of DSA or of IAA: as the device reads it, little endian, aligned as a batch's list has to be.
 ///
-/// It names memory by plain numbers. That they are right is for whoever submits it to see to
+/// It names memory by plain numbers. That they are right is up to the caller that submits it
 /// ([`Submit::submit`](crate::Submit::submit)); a descriptor by itself does nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C, align(64))]

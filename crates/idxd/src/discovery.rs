@@ -86,7 +86,7 @@ pub enum State {
 /// Who a work queue is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum QueueType {
-    /// Nobody: it has not been set up.
+    /// None: it has not been set up.
     None,
     /// The kernel's own drivers.
     Kernel,
@@ -475,7 +475,7 @@ fn nodes(root: &Root, kind: Kind, file_name: &str, cdev: Option<(u32, u32)>) -> 
     [by_name].into_iter().chain(by_number).collect()
 }
 
-/// Numbers of a device's parts: 3 of `engine0.3`. Entries that no driver would make are nobody's.
+/// Numbers of a device's parts: 3 of `engine0.3`. Entries that no driver would make are left out.
 fn parts(path: &Path, prefix: &str, device: DeviceName) -> Vec<u32> {
     let prefix = format!("{prefix}{}.", device.number);
     let mut numbers: Vec<u32> = entries(path)
@@ -607,7 +607,7 @@ mod tests {
         assert_eq!(denied, Problem::Denied(tree.file("dev/dsa/wq0.0")));
     }
 
-    /// Root is denied nothing, so this thread, which ends soon, becomes somebody else; the kernel's credentials are a
+    /// Root is denied nothing, so this thread, which ends soon, becomes another user; the kernel's credentials are a
     /// thread's.
     fn as_nobody() {
         if rustix::process::geteuid().is_root() {

@@ -9,7 +9,7 @@
 //! Whatever devices do, every page is done once and right: what is refused, fails, faults or comes too late the
 //! processor does, by a closure of the caller's. No call waits for a device for longer than about what the processor
 //! would take to do the work, but where a device may still write to the caller's memory ([`Copier`]). There is no
-//! thread that polls: whoever needs a result looks for it, and works meanwhile. A work queue that refuses, or whose
+//! thread that polls: the caller that needs a result looks for it, and works meanwhile. A work queue that refuses, or whose
 //! answers come too late, is left alone, and tried now and then.
 
 mod backoff;

@@ -68,7 +68,7 @@ pub enum OpenError {
     #[error("work queues can be used on x86-64 alone")]
     Unsupported,
     /// The scan has seen already that it cannot.
-    #[error("work queue {queue} cannot be used: {problem}")]
+    #[error("work queue {queue} cannot be used")]
     Unusable {
         /// The queue.
         queue: QueueName,
@@ -80,7 +80,7 @@ pub enum OpenError {
     #[error("this process may not open {}: give its user read and write permission", .0.display())]
     Denied(PathBuf),
     /// A dedicated queue that another process has, or this one a second time.
-    #[error("{} is a dedicated work queue, and somebody has it", .0.display())]
+    #[error("{} is a dedicated work queue, and another process has it", .0.display())]
     Busy(PathBuf),
     /// The queue was switched off or removed since the scan.
     #[error("{} has gone: the work queue was disabled", .0.display())]
@@ -95,7 +95,7 @@ pub enum OpenError {
     #[error("work queue {0} does not answer")]
     NoAnswer(QueueName),
     /// It answered a NOOP with an error.
-    #[error("work queue {queue} fails at doing nothing, with status {status:#04x}")]
+    #[error("work queue {queue} answers a NOOP with status {status:#04x}")]
     Broken {
         /// The queue.
         queue: QueueName,
@@ -103,7 +103,7 @@ pub enum OpenError {
         status: u8,
     },
     /// It did not take a NOOP.
-    #[error("work queue {queue} takes nothing: {refusal}")]
+    #[error("work queue {queue} takes nothing")]
     Refused {
         /// The queue.
         queue: QueueName,
@@ -112,7 +112,7 @@ pub enum OpenError {
         refusal: Refusal,
     },
     /// Any other error of the system.
-    #[error("{}: {source}", path.display())]
+    #[error("cannot use {}", path.display())]
     System {
         /// The character device.
         path: PathBuf,
@@ -179,7 +179,7 @@ impl Portal {
     }
 
     /// Whether the queue does a NOOP.
-    fn probe(&mut self, queue: QueueName, patience: Duration) -> Result<(), OpenError> {
+    fn probe(&mut self, queue: QueueName, timeout: Duration) -> Result<(), OpenError> {
         let transport = self
             .transport
             .get_mut()
@@ -187,7 +187,7 @@ impl Portal {
         let Some(transport) = transport else {
             return Err(OpenError::NoAnswer(queue));
         };
-        let refusal = match ask(&**transport, opcode::NOOP, &self.waiting, patience) {
+        let refusal = match ask(&**transport, opcode::NOOP, &self.waiting, timeout) {
             Answer::Status(SUCCESS) => return Ok(()),
             Answer::Status(status) => return Err(OpenError::Broken { queue, status }),
             Answer::Refused(refusal) => refusal,
@@ -295,8 +295,8 @@ enum Answer {
 }
 
 /// Submits a descriptor without operands, again and again while the queue is full, and waits for its record.
-fn ask(transport: &dyn Transport, opcode: u8, waiting: &Waiting, patience: Duration) -> Answer {
-    let deadline = waiting.now() + patience;
+fn ask(transport: &dyn Transport, opcode: u8, waiting: &Waiting, timeout: Duration) -> Answer {
+    let deadline = waiting.now() + timeout;
     let record = Box::new(Record::default());
     let flags = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
     let descriptor = Descriptor {

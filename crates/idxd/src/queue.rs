@@ -13,8 +13,8 @@
 //! write(2) to the first DSA) one by one in one call. Nothing here allocates once the queue is open.
 //!
 //! **Credits.** A dedicated queue loses what it has no entry for, and says nothing. A shared one says "no", which
-//! costs everybody's bus, and whoever asks most often gets most. So entries are counted: of a dedicated queue all,
-//! of a shared one this process's share ([`Queue::set_share`]). A slot holds its entries until it is complete.
+//! costs bus time of all users, and the process that asks most often gets most. So entries are counted: of a dedicated queue all,
+//! of a shared one this process's share ([`Queue::set_entries`]). A slot holds its entries until it is complete.
 //!
 //! **Tries.** "Full" is also what a disabled queue says. So the number of tries is bounded, and then the
 //! processor does the work.
@@ -79,8 +79,6 @@ pub struct Shape {
 pub struct Tuning {
     /// Most slots. There are never more than the work queue has entries.
     pub slots: u32,
-    /// Processes that are expected to use a shared work queue, this one included. See [`Queue::set_share`].
-    pub sharers: u32,
     /// Tries of one submission while the work queue is full, at [`Urgency::High`].
     pub tries: u32,
     /// Time between two of them.
@@ -90,11 +88,10 @@ pub struct Tuning {
 }
 
 impl Default for Tuning {
-    /// Eight slots of a queue that nobody shares; four tries, a microsecond apart; dead at the third timeout.
+    /// Eight slots of a queue that is not shared; four tries, a microsecond apart; dead at the third timeout.
     fn default() -> Self {
         Self {
             slots: 8,
-            sharers: 1,
             tries: 4,
             between_tries: Duration::from_micros(1),
             most_timed_out: 3,
@@ -121,9 +118,7 @@ pub enum OpenQueueError {
     #[error("the work queue has no entries: it needs a size and, if shared, a threshold")]
     NoEntries,
     /// There is no memory for it.
-    #[error(
-        "no memory for {slots} slots of {members} operations and {buffer_bytes} bytes: {error}"
-    )]
+    #[error("no memory for {slots} slots of {members} operations and {buffer_bytes} bytes")]
     Memory {
         /// Slots to be made.
         slots: u32,
@@ -131,7 +126,7 @@ pub enum OpenQueueError {
         members: u32,
         /// Buffer of each.
         buffer_bytes: usize,
-        /// What the kernel says.
+        /// The kernel's error.
         #[source]
         error: rustix::io::Errno,
     },
@@ -172,7 +167,7 @@ pub enum Unanswered {
 }
 
 impl Queue {
-    /// Drives `device`, on its own: nobody else may submit to it, or the credits are wrong.
+    /// Drives `device`, on its own: nothing else may submit to it, or the credits are wrong.
     pub fn new(
         device: Arc<dyn Submit>,
         shape: Shape,
@@ -200,7 +195,7 @@ impl Queue {
             error,
         })?;
         let inner = Arc::new(Inner {
-            credits: Credits::new(share(limits, tuning.sharers)),
+            credits: Credits::new(entries),
             free: FreeList::full(slots),
             batch: AtomicU32::new(most_batch.unwrap_or(1)),
             quarantine: Mutex::new(Vec::with_capacity(slots as usize)),
@@ -247,14 +242,9 @@ impl Queue {
         self.inner.close();
     }
 
-    /// Takes one part in `sharers` of a shared work queue; what is in flight beyond it stays. A dedicated one has
-    /// no sharers.
-    pub fn set_share(&self, sharers: u32) {
-        self.set_entries(share(self.inner.device.limits(), sharers));
-    }
-
-    /// Takes `entries` entries of a shared work queue, and no more than it has; none is possible. Who shares it with
-    /// whom is decided by somebody else, [for example](crate::shares). A dedicated one is not divided.
+    /// Takes `most` entries of a shared work queue, and no more than it has; none is possible. What is in flight
+    /// beyond it stays. How processes divide a queue is decided elsewhere, [for example](crate::shares). A dedicated
+    /// queue is not divided.
     pub fn set_entries(&self, most: u32) {
         let limits = self.inner.device.limits();
         let most = match limits.mode {
@@ -277,11 +267,6 @@ impl Queue {
     /// How many slots there are.
     pub fn slots(&self) -> usize {
         self.inner.arena.slots() as usize
-    }
-
-    /// Whether several operations go as a batch: not if the device has none, nor once the kernel has refused one.
-    pub fn has_batches(&self) -> bool {
-        self.inner.batch() > 1
     }
 
     /// Whether the queue's memory is locked. If not (`RLIMIT_MEMLOCK`), a record may fault and be lost.
@@ -310,7 +295,7 @@ impl fmt::Debug for Queue {
     }
 }
 
-/// What everybody who has a part of the queue shares.
+/// What all clones, slots and submissions share.
 #[derive(Debug)]
 struct Inner {
     credits: Credits,
@@ -475,14 +460,6 @@ fn entries(limits: &Limits) -> u32 {
     match limits.mode {
         Mode::Dedicated => limits.size,
         Mode::Shared => limits.threshold.min(limits.size),
-    }
-}
-
-/// Entries for one of `sharers` processes.
-fn share(limits: &Limits, sharers: u32) -> u32 {
-    match limits.mode {
-        Mode::Dedicated => entries(limits),
-        Mode::Shared => (entries(limits) / sharers.max(1)).max(1),
     }
 }
 

@@ -323,7 +323,7 @@ pub(crate) const fn span(first: u32, len: u32) -> u64 {
 const MAX_DELTA: u32 = 512 << 10;
 
 /// Control and record (4 to 15) are in every descriptor, as are IAA's operation flags (38, 39), which have a rule of
-/// their own. The address space (0 to 3) is nobody's to set: the processor or the kernel does.
+/// their own. The address space (0 to 3) is set by the processor or the kernel.
 const HEAD: u64 = span(4, 12) | span(38, 2);
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! Fair use of a work queue by all of its users on a host.
 //!
-//! A shared work queue is first come, first served: whoever submits most gets most, and the others find it full.
+//! A shared work queue is first come, first served: the process that submits most gets most, and the others find it full.
 //! Here, users that know of each other divide its entries. Each has a row in a small file that all of them map, and
-//! everyone computes from the rows, without asking anybody, how many descriptors it may have in flight. For what is
+//! everyone computes from the rows, without asking others, how many descriptors it may have in flight. For what is
 //! beyond that it uses the CPU rather than wait.
 //!
 //! ```text
@@ -26,34 +26,34 @@
 //!
 //! **Death.** A row is held by a lock of its owner's open file on the row's bytes. The kernel takes it away when
 //! the process dies, in whatever way; process ids, which are reused and differ between containers, play no part.
-//! Whoever joins, or refreshes a second after the owner's last beat, takes the row back.
+//! A member that joins, or refreshes a second after the owner's last beat, takes the row back.
 //!
-//! **Races.** A row is one word, so nobody sees half of one, and nobody waits for anybody: there is no lock that has
+//! **Races.** A row is one word, so it is never seen half written, and no member waits for another: there is no lock that has
 //! to be released first. Only a row's owner writes to it, but for clearing what a dead owner left, under its lock, and
-//! marking a silent one idle, by a compare-exchange that fails if there is a new beat. Whoever changes a row
-//! increments the generation afterwards; so whoever divided before or while the row changed divides again.
-//! One that dies in between is made up for by everybody's next [`refresh`](Share::refresh), which always divides.
+//! marking a silent one idle, by a compare-exchange that fails if there is a new beat. A member that changes a row
+//! increments the generation afterwards; so a member that divided before or while the row changed divides again.
+//! One that dies in between is made up for by each member's next [`refresh`](Share::refresh), which always divides.
 //! Until all have seen a change, they may have more than the queue's entries in flight together, or less. Then the
-//! queue refuses some, as it does whenever somebody uses it who is not in the table; a bounded number of retries and
+//! queue refuses some, as it does whenever a process uses it that is not in the table; a bounded number of retries and
 //! then the CPU is the answer to both. Once all have seen the same rows, the shares add up to the queue's entries.
 //!
 //! **Idle members** do not count, and the others have their entries ([`Share::set_active`]).
 //!
 //! **More members than entries.** Then members take turns, each as often as its weight says, and have no entry
 //! meanwhile; see [`divide`]. A turn ends when a member refreshes that has seen it for [`TURN`]. The queues of a host are
-//! out of step, so that whoever uses several has entries of some at any time.
+//! out of step, so that a process that uses several has entries of some at any time.
 //!
 //! **Fork.** A child has the parent's open file, and so its locks, until it closes it or executes another program
 //! (the file is close-on-exec). It cannot use or harm the parent's share: all but reading [`Share::entries`] does
 //! nothing or is an error there. If the parent dies before such a child, its row stays locked, but with no more beats it
-//! is marked idle after [`SILENCE`], and takes no entries from anybody.
+//! is marked idle after [`SILENCE`], and takes no entries from others.
 //!
-//! **Trust.** Whoever may write the file can take entries away from others, and can crash them by making the file
-//! shorter. A file that everybody may write is not used, and neither is another user's (but root's) in a directory that
-//! everybody may write. In such a directory (`/dev/shm`) the file is made for its owner alone (0600). For several
+//! **Trust.** A process that may write the file can take entries away from others, and can crash them by making the file
+//! shorter. A world-writable file is not used, and neither is another user's (but root's) in a world-writable
+//! directory. In such a directory (`/dev/shm`) the file is made for its owner alone (0600). For several
 //! users, make them a directory of their own group, with the set-group-id bit, on a tmpfs (`/run/…`): there the file
 //! is made for owner and group (0660). What stands in the rows is checked at every use: garbage cannot do worse than
-//! a wrong share. The file is never removed, as there is no moment when nobody may be about to join.
+//! a wrong share. The file is never removed, as there is no moment when no process may be about to join.
 
 mod divide;
 mod file;
@@ -97,7 +97,7 @@ pub struct Weight(u8);
 impl Weight {
     /// The least.
     pub const MIN: Self = Self(1);
-    /// For whoever has no reason for another.
+    /// The default.
     pub const NORMAL: Self = Self(4);
     /// The most.
     pub const MAX: Self = Self(15);
@@ -117,7 +117,7 @@ impl Weight {
     }
 }
 
-/// Why there is no share. None of these is a reason not to use the queue: with the few entries of somebody who
+/// Why there is no share. None of these is a reason not to use the queue: with the few entries of a process that
 /// does not know of the others, and the CPU for what the queue refuses.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -129,14 +129,14 @@ pub enum SharesError {
         name: String,
     },
     /// The file cannot be opened, made, mapped or locked.
-    #[error("cannot use {}, the table of the work queue's shares: {source}", path.display())]
+    #[error("cannot use {}, the table of the work queue's shares", path.display())]
     System {
         /// The file.
         path: PathBuf,
         /// Why not.
         source: io::Error,
     },
-    /// The file may be written by somebody who may be anybody.
+    /// The file may be written by any user.
     #[error(
         "{} is not to be trusted: it belongs to user {owner} and has mode {mode:o}. Remove it, or use a directory \
          that only the queue's users may write",
@@ -378,7 +378,7 @@ struct Local {
     turn: Option<(u64, Duration)>,
 }
 
-/// A row, and since when it has not changed. Everybody goes by a clock of its own.
+/// A row, and since when it has not changed. Each process has its own clock.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     word: u64,
@@ -388,7 +388,7 @@ struct Seen {
 }
 
 impl Shared {
-    /// Makes the table's entries the queue's, if nobody uses it who thinks otherwise.
+    /// Makes the table's entries the queue's, unless a member uses it with another number.
     fn agree_on_entries(&self) -> Result<(), SharesError> {
         let (place, ours) = (self.word(ENTRIES), u64::from(self.entries.get()));
         let mut expected = 0;
@@ -396,7 +396,7 @@ impl Shared {
             match place.compare_exchange(expected, ours, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return Ok(()),
                 Err(theirs) if theirs == ours => return Ok(()),
-                // What somebody else has just written holds, even if nobody has joined yet.
+                // What another process has just written holds, even if none has joined yet.
                 Err(theirs) if expected != 0 || self.is_used()? => {
                     return Err(SharesError::Entries {
                         path: self.path(),
@@ -409,7 +409,7 @@ impl Shared {
         }
     }
 
-    /// Whether anybody is a member who lives.
+    /// Whether there is a live member.
     fn is_used(&self) -> Result<bool, SharesError> {
         let local = self.local();
         Ok(local.held.contains(&true) || self.file.locked(ROWS, MEMBERS)?)
@@ -446,7 +446,7 @@ impl Shared {
                 if now.saturating_sub(since) >= TURN {
                     let next = current.wrapping_add(1);
                     let place = self.word(TURNS);
-                    // Otherwise somebody else did.
+                    // Otherwise another member did.
                     if place
                         .compare_exchange(current, next, Ordering::AcqRel, Ordering::Relaxed)
                         .is_ok()
@@ -487,7 +487,7 @@ impl Shared {
         low(generation) << 32 | u64::from(shares[row])
     }
 
-    /// What everybody divides; never more than the queue has.
+    /// What all members divide; never more than the queue has.
     fn divisible(&self) -> u32 {
         let entries = self.word(ENTRIES).load(Ordering::Relaxed);
         u32::try_from(entries)

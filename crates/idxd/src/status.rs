@@ -197,8 +197,8 @@ impl PageFault {
 /// Whose doing a status most likely is, and with it what to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Nobody's: it worked.
-    Nobody,
+    /// None: it worked.
+    None,
     /// Of memory that is not there: do it on the processor, or touch the page and try again.
     Memory,
     /// Of the data: a stream or delta that is damaged, or that does not fit. It would fail anywhere.
@@ -218,14 +218,14 @@ pub enum Fault {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Nobody => "no fault",
+            Self::None => "no fault",
             Self::Memory => "a page is missing: do it on the processor",
             Self::Data => "the data's fault",
             Self::Members => "the members' records say why",
             Self::Program => "a bug of the program that built the descriptor",
             Self::Administrator => "the configuration's fault",
             Self::Device => "the device's fault: do it elsewhere",
-            Self::Unknown => "nobody knows whose fault",
+            Self::Unknown => "unknown whose fault",
         })
     }
 }
@@ -279,7 +279,7 @@ macro_rules! codes {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 write!(f, "{} ({:#04x}", self.meaning(), self.code())?;
                 match self.fault() {
-                    Fault::Nobody => f.write_str(")"),
+                    Fault::None => f.write_str(")"),
                     fault => write!(f, ", {fault})"),
                 }
             }
@@ -290,8 +290,8 @@ macro_rules! codes {
 codes! {
     /// How a descriptor of DSA ended.
     DsaStatus {
-        Success = 0x01, Nobody, "success";
-        PredicateFalse = 0x02, Nobody, "success, but the result is not the expected one";
+        Success = 0x01, None, "success";
+        PredicateFalse = 0x02, None, "success, but the result is not the expected one";
         PageFault = 0x03, Memory, "page fault, which it was not to wait for";
         PageRequestDenied = 0x04, Memory, "page fault, which the kernel did not resolve";
         BatchFailed = 0x05, Members, "not every member of the batch succeeded";
@@ -333,7 +333,7 @@ impl DsaStatus {
 codes! {
     /// How a descriptor of IAA ended.
     IaaStatus {
-        Success = 0x01, Nobody, "success";
+        Success = 0x01, None, "success";
         PageFault = 0x03, Memory, "page fault, which it was not to wait for";
         PageRequestDenied = 0x04, Memory, "page fault, which the kernel did not resolve";
         AnalyticsError = 0x0a, Data, "analytics error";

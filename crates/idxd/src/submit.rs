@@ -21,7 +21,7 @@ pub trait Submit: Send + Sync + fmt::Debug {
     /// descriptors themselves have been read when it returns; a batch's list has not.
     ///
     /// # Safety
-    /// Each descriptor's record, batch list and destination must stay writable memory of this process that nobody
+    /// Each descriptor's record, batch list and destination must stay writable memory of this process that no one
     /// has a reference to (records are [`Record`]s, which may be read), until the record is complete or
     /// [`close`](Submit::close) has returned. The sources may change or go meanwhile: then the result is
     /// worthless, or a fault.
@@ -66,6 +66,6 @@ pub enum Refusal {
     #[error("the work queue is closed")]
     Closed,
     /// Any other error of the system.
-    #[error("the work queue cannot be reached: {0}")]
+    #[error("the work queue cannot be reached")]
     System(#[source] io::Error),
 }

@@ -2,7 +2,7 @@
 //!
 //! With WAITPKG the processor watches the record's cache line and sleeps: UMONITOR, a look at the record in case it
 //! was written before, UMWAIT. Without, it spins with PAUSE. Either way a wait that ends without the record lets
-//! other threads run before it returns, and whoever waits calls again: nothing here goes on for long.
+//! other threads run before it returns, and the caller waits again: nothing here goes on for long.
 
 use std::{
     hint,
@@ -79,7 +79,7 @@ fn monitor(record: &Record, left: Duration) -> bool {
         .min(MOST_CYCLES);
     // SAFETY: `Waiting::with` has seen WAITPKG.
     unsafe { umonitor(record) };
-    // A record that was written before it was watched wakes nobody.
+    // A record that was written before it was watched wakes no thread.
     if record.status() == 0 {
         // SAFETY: as above.
         unsafe { umwait(time_stamp().saturating_add(cycles)) };

@@ -15,6 +15,8 @@
 //! Whatever a device does later, its packets are encoded: see `accelerated`.
 
 use std::{
+    error::Error,
+    iter,
     ops::RangeInclusive,
     path::Path,
     sync::{Arc, OnceLock},
@@ -115,7 +117,12 @@ impl Registry {
     pub fn new() -> Self {
         Self::with_iaa(|| {
             let options = Options::pages(qpl::PAGE_SIZE);
-            Devices::open(Kind::Iaa, &Choice::Auto, &options).map_err(|error| error.to_string())
+            let opened = Devices::open(Kind::Iaa, &Choice::Auto, &options);
+            opened.map_err(|error| {
+                let causes = iter::successors(Some(&error as &dyn Error), |&error| error.source());
+                let causes: Vec<_> = causes.map(ToString::to_string).collect();
+                causes.join(": ")
+            })
         })
     }
 

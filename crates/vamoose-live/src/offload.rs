@@ -29,14 +29,14 @@ pub struct DsaDetection {
 }
 
 /// Who copies pages into guest memory once they are decoded. Pages of method none are read from the socket to where
-/// they belong: nobody copies them.
+/// they belong: there is no copy.
 #[derive(Clone, Debug, Default)]
 pub enum PageCopy {
     /// The processor.
     #[default]
     Cpu,
     /// DSAs and the processor together. It pays with memory that is there already (populated by the VMM, or written
-    /// in an earlier round): a page that nobody has touched is a fault, and then the processor copies it.
+    /// in an earlier round): a page that was never touched is a fault, and then the processor copies it.
     Dsa(Arc<Devices>),
 }
 

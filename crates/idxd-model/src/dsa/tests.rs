@@ -75,7 +75,6 @@ fn an_overlapping_move_can_be_taken_up_again_after_a_fault() {
         let mut view = View {
             pages: &pages,
             residency: None,
-            direct: false,
             now: 0,
             block: false,
             injected: Some((here(bad), write)),

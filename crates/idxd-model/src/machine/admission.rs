@@ -1,6 +1,7 @@
 //! What gets into a work queue: the rules of the instructions, and of the kernel's `write`.
 
 use super::{Client, Machine, Unit};
+use crate::PortalKind;
 use idxd::{Descriptor, Mode, opcode};
 
 /// Why a descriptor was not admitted.
@@ -13,20 +14,12 @@ pub(crate) enum Denied {
     Gone,
 }
 
-/// How descriptors come in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Entrance {
-    Enqcmd,
-    Movdir,
-    Write { batches: bool },
-}
-
 impl Machine {
     /// Takes one descriptor, or not.
     pub(crate) fn admit(
         &mut self,
         client: usize,
-        entrance: Entrance,
+        portal: PortalKind,
         descriptor: &Descriptor,
     ) -> Result<(), Denied> {
         let Client {
@@ -49,34 +42,34 @@ impl Machine {
         }
         let dead = !here.enabled || here.queues[queue].generation != generation;
         let kind = here.kind;
-        if let Entrance::Write { batches } = entrance {
+        if let PortalKind::Write { unsafe_v1 } = portal {
             if dead {
                 return Err(Denied::Gone);
             }
             if !descriptor.record.is_multiple_of(kind.record_alignment())
-                || (descriptor.opcode() == opcode::BATCH && !batches)
+                || (descriptor.opcode() == opcode::BATCH && unsafe_v1)
             {
                 return Err(Denied::Invalid);
             }
         }
         let here = &mut here.queues[queue];
-        match (entrance, here.limits.mode) {
-            (Entrance::Enqcmd, _) | (Entrance::Write { .. }, Mode::Shared) if dead => {
+        match (portal, here.limits.mode) {
+            (PortalKind::Enqcmd, _) | (PortalKind::Write { .. }, Mode::Shared) if dead => {
                 return Err(Denied::Full);
             }
             // Assumption 3: the wrong instruction for a queue is never accepted.
-            (Entrance::Enqcmd, Mode::Dedicated) => return Err(Denied::Full),
-            (Entrance::Enqcmd, Mode::Shared) => {
+            (PortalKind::Enqcmd, Mode::Dedicated) => return Err(Denied::Full),
+            (PortalKind::Enqcmd, Mode::Shared) => {
                 if self.full(device, queue) {
                     return Err(Denied::Full);
                 }
             }
-            (Entrance::Write { .. }, Mode::Shared) => {
+            (PortalKind::Write { .. }, Mode::Shared) => {
                 if !(0..=self.write_retries).any(|_| !self.full(device, queue)) {
                     return Err(Denied::Full);
                 }
             }
-            (Entrance::Movdir, Mode::Shared) => {
+            (PortalKind::Movdir, Mode::Shared) => {
                 self.lose(device);
                 return Ok(());
             }

@@ -20,7 +20,6 @@ pub(crate) struct Workshop {
     pub(crate) pages: Pages,
     pub(super) speeds: Speeds,
     pub(super) work: Work,
-    pub(super) direct: bool,
     pub(super) pagemap: Option<File>,
 }
 
@@ -107,7 +106,6 @@ impl Workshop {
         View {
             pages: &self.pages,
             residency: self.pagemap.as_ref(),
-            direct: self.direct,
             now,
             block,
             injected,

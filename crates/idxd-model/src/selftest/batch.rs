@@ -241,7 +241,10 @@ fn read_late(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         ..plain(opcode::BATCH)
     };
     if let Err(refusal) = rig.offer(&batch) {
-        return Err(skipped(format!("it was refused: {refusal}")));
+        return Err(skipped(format!(
+            "it was {}",
+            super::rig::Answer::Refused(refusal)
+        )));
     }
     // The operation code of the last one becomes an unknown one: a single byte, so that it is the one or the other.
     list.write((count - 1) * 64 + 7, &[super::queue::UNKNOWN]);

@@ -288,7 +288,7 @@ fn fill(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     Ok(Verdict::Holds)
 }
 
-/// What everybody tests a CRC with, and its CRC-32C.
+/// The usual check value of CRCs, and its CRC-32C.
 const DIGITS: &[u8] = b"123456789";
 const CRC_OF_DIGITS: u32 = 0xe306_9283;
 

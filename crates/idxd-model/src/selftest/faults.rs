@@ -72,7 +72,7 @@ pub(super) const CHECKS: &[Check] = &[
     Check::new(
         46,
         "untouched-page",
-        "a page that nobody has touched: nobody knows whether it is zero or missing",
+        "a page that was never touched: it may be zero or missing",
         untouched,
     )
     .of(Kind::Dsa)
@@ -81,7 +81,7 @@ pub(super) const CHECKS: &[Check] = &[
     Check::new(
         47,
         "untouched-page-blocked",
-        "a page that nobody has touched, where faults are waited for: nobody knows",
+        "a page that was never touched, where faults are waited for: open",
         untouched_blocked,
     )
     .of(Kind::Dsa)

@@ -56,7 +56,7 @@ pub(super) const CHECKS: &[Check] = &[
     Check::new(
         36,
         "interrupt-handle",
-        "an interrupt handle that nobody was given is status 0x19",
+        "an interrupt handle that was never allocated is status 0x19",
         interrupt,
     )
     .open(),

@@ -65,7 +65,7 @@ pub(super) struct Batch {
     pub(super) list: Option<(Rc<Area>, usize)>,
 }
 
-/// Longest real time beyond the patience by the queue's own clock, which may stand still.
+/// Longest real time beyond the timeout by the queue's own clock, which may stand still.
 const REAL: Duration = Duration::from_secs(1);
 
 /// How long a full queue is left alone between two tries.
@@ -109,7 +109,7 @@ impl<'a> Rig<'a> {
         self.keep(Area::new(count, MapFlags::POPULATE))
     }
 
-    /// The same, of which nobody has touched anything.
+    /// The same, untouched.
     pub(super) fn untouched(&self, count: usize) -> Result<Rc<Area>, Ended> {
         self.keep(Area::new(count, MapFlags::empty()))
     }
@@ -164,7 +164,7 @@ impl<'a> Rig<'a> {
         let record = records.pop().ok_or_else(|| Verdict::Skipped {
             why: "no memory for a record".to_owned(),
         })?;
-        // SAFETY: it lies in an area that is kept as long as `self`, and nobody writes to it but a device: records
+        // SAFETY: it lies in an area that is kept as long as `self`, and only a device writes to it: records
         // are atomics for that. Zeros are a record.
         Ok(unsafe { record.as_ref() })
     }
@@ -272,8 +272,8 @@ impl<'a> Rig<'a> {
     /// Time by the queue's clock and by the real one.
     fn limit(&self) -> Limit {
         Limit {
-            deadline: self.submit.now().saturating_add(self.options.patience),
-            end: Instant::now() + self.options.patience + REAL,
+            deadline: self.submit.now().saturating_add(self.options.timeout),
+            end: Instant::now() + self.options.timeout + REAL,
         }
     }
 }
@@ -310,7 +310,7 @@ pub(super) enum Hole {
     ReadOnly,
 }
 
-/// Anonymous memory. It stays mapped unless its rig unmaps it: while a device may know of it, nobody else does.
+/// Anonymous memory. It stays mapped unless its rig unmaps it: while a device may write to it, nothing else may have it.
 pub(super) struct Area {
     start: NonNull<u8>,
     bytes: usize,
@@ -362,7 +362,7 @@ impl Area {
     pub(super) fn write(&self, offset: usize, bytes: &[u8]) {
         for (at, byte) in (offset..).zip(bytes) {
             if self.usable.contains(&at) {
-                // SAFETY: a byte of the mapping that may be written, and that nobody has a reference to. A device
+                // SAFETY: a byte of the mapping that may be written, and that no one has a reference to. A device
                 // that has not answered may write it too: hence volatile, and no conclusions.
                 unsafe { self.start.as_ptr().add(at).write_volatile(*byte) };
             }
@@ -447,6 +447,7 @@ impl fmt::Display for Answer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Done(image) => write!(f, "status {:#04x}", image.status()),
+            Self::Refused(Refusal::System(error)) => write!(f, "refused: {error}"),
             Self::Refused(refusal) => write!(f, "refused: {refusal}"),
             Self::None => f.write_str("no answer"),
         }

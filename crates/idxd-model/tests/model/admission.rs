@@ -30,7 +30,7 @@ fn entries_are_free_when_fetched() {
     let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     accepted(&queue, &[noop(&record); 4]);
     // The four are never done, but their entries are free.
-    assert_eq!(wait(&queue, &record, PATIENCE), None);
+    assert_eq!(wait(&queue, &record, TIMEOUT), None);
     assert_eq!(fill_up(&queue, &record, 200).accepted, 128);
 }
 
@@ -96,7 +96,7 @@ fn a_dedicated_queue_drops_in_silence() {
         assert_eq!(model.open(0, 0, portal).err(), Some(OpenError::Busy));
         let record = Record::default();
         accepted(&queue, &[noop(&record); 4]);
-        assert_eq!(wait(&queue, &record, PATIENCE), None);
+        assert_eq!(wait(&queue, &record, TIMEOUT), None);
         assert!(!model.error_latched(0));
         let submitted = fill_up(&queue, &record, 130);
         assert_eq!(
@@ -116,7 +116,7 @@ fn the_wrong_instruction_gets_nothing_in() {
     let model = Model::deterministic(&config);
     let (queue, record) = (model.queue(0, 0, PortalKind::Movdir), Record::default());
     assert_eq!(fill_up(&queue, &record, 1).accepted, 1);
-    assert_eq!(wait(&queue, &record, PATIENCE), None);
+    assert_eq!(wait(&queue, &record, TIMEOUT), None);
     config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
     let model = Model::deterministic(&config);
     let queue = model.queue(0, 0, PortalKind::Enqcmd);

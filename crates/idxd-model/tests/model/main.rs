@@ -162,9 +162,9 @@ fn accepted(queue: &Arc<dyn Submit>, descriptors: &[Descriptor]) {
     );
 }
 
-/// Waits for a record, for at most `patience`.
-fn wait(queue: &Arc<dyn Submit>, record: &Record, patience: Duration) -> Option<RecordImage> {
-    let deadline = queue.now() + patience;
+/// Waits for a record, for at most `timeout`.
+fn wait(queue: &Arc<dyn Submit>, record: &Record, timeout: Duration) -> Option<RecordImage> {
+    let deadline = queue.now() + timeout;
     loop {
         if let Some(image) = record.image() {
             return Some(image);
@@ -193,4 +193,4 @@ fn config_with(mut config: Config, change: impl FnOnce(&mut Config)) -> Config {
 }
 
 /// Longer than anything healthy takes, in virtual time.
-const PATIENCE: Duration = Duration::from_millis(10);
+const TIMEOUT: Duration = Duration::from_millis(10);

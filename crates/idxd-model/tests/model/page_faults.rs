@@ -203,7 +203,7 @@ fn a_record_that_faults_comes_late_or_never() {
     let late = Duration::from_millis(100);
     model.inject(On::any(), 0, 1, InjectedFault::RecordLate(late));
     accepted(&queue, &[fill(1, memory.address(), 8, &record)]);
-    assert_eq!(wait(&queue, &record, PATIENCE), None);
+    assert_eq!(wait(&queue, &record, TIMEOUT), None);
     // The work is done all the same.
     assert_eq!(memory.bytes()[0], 1);
     assert_eq!(complete(&queue, &record).status(), 1);
@@ -222,7 +222,7 @@ fn a_record_that_faults_comes_late_or_never() {
         ..noop(&record)
     };
     accepted(&queue, &[nowhere]);
-    assert_eq!(wait(&queue, &record, PATIENCE), None);
+    assert_eq!(wait(&queue, &record, TIMEOUT), None);
     queue.close();
     assert_eq!(model.statistics().unrecorded, 2);
 }
@@ -238,7 +238,7 @@ fn a_record_that_is_not_requested_is_for_errors_only() {
         ..zero
     };
     accepted(&queue, &[quiet]);
-    assert_eq!(wait(&queue, &record, PATIENCE), None);
+    assert_eq!(wait(&queue, &record, TIMEOUT), None);
     model.pages().set(memory.address(), 1, Page::Absent);
     assert_eq!(run(&queue, &quiet, &record).status(), 3);
 }
@@ -254,7 +254,7 @@ fn a_misaligned_record_is_never_written() {
             ..noop(&record)
         }],
     );
-    assert_eq!(wait(&queue, &record, PATIENCE), None);
+    assert_eq!(wait(&queue, &record, TIMEOUT), None);
     assert!(model.error_latched(0));
 }
 

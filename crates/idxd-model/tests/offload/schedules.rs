@@ -206,7 +206,7 @@ fn copy(schedule: &Schedule, areas: &mut Areas) -> Seen {
         let before = model.now();
         let time = Duration::from_micros(10_000 + meanwhile);
         areas.copy(&mut copier, || pass(&clock, time));
-        // The patience, and what a queue that is closed may still do.
+        // The timeout, and what a queue that is closed may still do.
         assert!(model.now() - before < time + Duration::from_millis(300));
     }
     let work = devices.work();

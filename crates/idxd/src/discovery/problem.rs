@@ -18,7 +18,7 @@ pub enum Problem {
     /// The work queue is off.
     #[error("it is {0}")]
     QueueState(State),
-    /// It is for the kernel, or for nobody.
+    /// It is for the kernel, or not set up.
     #[error("its type is {0}; it has to be user")]
     Type(QueueType),
     /// Another driver than `user` has it.
@@ -30,7 +30,7 @@ pub enum Problem {
          in the firmware, and the kernel has to be started with intel_iommu=on,sm_on"
     )]
     NoUserPasid,
-    /// It is dedicated, and somebody has it.
+    /// It is dedicated, and in use.
     #[error("it is dedicated and in use")]
     InUse,
     /// There is no character device for it: neither of these paths is there.

@@ -17,7 +17,7 @@ const NAME: &str = "offload";
 
 /// The commands that give `device` one shared work queue for processes, to be given as root, in this order.
 ///
-/// A device that is on is switched off first, which ends the work of everybody who uses one of its queues
+/// A device that is on is switched off first, which ends the work of all users of its queues
 /// ([`Device::clients`]). Of one that is off, the queues that are configured keep their entries as far as there are
 /// any left. Empty for a device without queues.
 pub fn setup_commands(device: &Device) -> Vec<String> {

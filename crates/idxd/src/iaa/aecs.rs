@@ -58,7 +58,7 @@ impl CompressAecs {
         Self::with(&codes.header(last), &codes)
     }
 
-    /// For the data of a block without its header: whoever decodes it knows `codes`, and puts the header before it
+    /// For the data of a block without its header: the decoder knows `codes`, and puts the header before it
     /// ([`Header::prepend`]). The codes have to [cover](Histogram::covering) whatever may come.
     pub fn canned(codes: &Codes) -> Self {
         Self::with(&Header::default(), codes)

@@ -6,10 +6,10 @@
 //!                       └ the next to go out
 //! ```
 //! Pages go to the devices from the front, as many as their queues take, and out in their order. While the next one
-//! is not there, and has not been for a while, the processor does the last page that nobody has begun. What no queue
+//! is not there, and has not been for a while, the processor does the last page that has not been begun. What no queue
 //! takes it does at once, and in the end what a device still has not done.
 //!
-//! A device that is late writes to its slot's buffer, which nobody uses until it is done.
+//! A device that is late writes to its slot's buffer, which is not used until it is done.
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
@@ -212,14 +212,14 @@ pub(super) struct Flights {
     pub(super) devices: Arc<Devices>,
     given: VecDeque<Pending>,
     /// How long the next one may take when there is nothing else to do: nothing any more after one was late.
-    patience: Duration,
+    timeout: Duration,
 }
 
 /// Operations in flight for one caller: more than a device has engines, so that it never runs dry.
 const DEPTH: usize = 32;
 
 /// How long a page may take that is next to go out. Then the processor takes another one, for about ten times as long.
-const PATIENCE: Duration = Duration::from_micros(4);
+const TIMEOUT: Duration = Duration::from_micros(4);
 
 /// How long the last ones may take, all together, when the processor has nothing else to do but to do them itself.
 const LAST_PATIENCE: Duration = Duration::from_micros(100);
@@ -229,7 +229,7 @@ impl Flights {
         Self {
             devices,
             given: VecDeque::with_capacity(DEPTH),
-            patience: LAST_PATIENCE,
+            timeout: LAST_PATIENCE,
         }
     }
 
@@ -237,7 +237,7 @@ impl Flights {
     pub(super) fn begin(&mut self) {
         // Those of a call that has ended with a panic or an error: their slots come back when the device is done.
         self.given.clear();
-        self.patience = LAST_PATIENCE;
+        self.timeout = LAST_PATIENCE;
     }
 
     /// Gives an operation to the next queue that takes it; whether one did.
@@ -272,7 +272,7 @@ impl Flights {
         let Some(Pending { member, flight }) = self.given.front_mut() else {
             return false;
         };
-        flight.is_done() || flight.wait_a_little(self.devices.now(*member) + PATIENCE)
+        flight.is_done() || flight.wait_a_little(self.devices.now(*member) + TIMEOUT)
     }
 
     /// The outcome of the oldest one, unless it takes too long: then its slot comes back when the device is done with
@@ -280,13 +280,13 @@ impl Flights {
     pub(super) fn next(&mut self) -> Option<Outcome> {
         let Pending { member, mut flight } = self.given.pop_front()?;
         let before = self.devices.now(member);
-        if flight.is_done() || flight.wait_a_little(before + self.patience) {
+        if flight.is_done() || flight.wait_a_little(before + self.timeout) {
             self.devices.record_success(member);
-        } else if !self.patience.is_zero() {
+        } else if !self.timeout.is_zero() {
             self.devices.record_failure(member);
         }
         let waited = self.devices.now(member).saturating_sub(before);
-        self.patience = self.patience.saturating_sub(waited);
+        self.timeout = self.timeout.saturating_sub(waited);
         flight.poll().ok()
     }
 }

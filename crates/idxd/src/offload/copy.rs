@@ -40,7 +40,7 @@ const STEP: f32 = 1.0 / 32.0;
 const FEWEST: usize = 8;
 
 /// After this the work queue is closed. Two milliseconds are what a device takes for all that fits a full queue.
-const PATIENCE: Duration = Duration::from_millis(100);
+const TIMEOUT: Duration = Duration::from_millis(100);
 
 /// A device that is waited for so long, and longer than the processor has worked meanwhile, is left alone for a while.
 const TOO_LONG: Duration = Duration::from_micros(20);
@@ -57,7 +57,7 @@ impl Copier {
     /// Does all of `moves`, in any order. `by_processor` does one, by its index.
     ///
     /// # Safety
-    /// The destinations are writable memory of this process to which nobody has a reference until this returns.
+    /// The destinations are writable memory of this process to which no one has a reference until this returns.
     pub unsafe fn copy(&mut self, moves: &[Move], by_processor: &mut dyn FnMut(usize)) {
         #[expect(
             clippy::cast_possible_truncation,
@@ -130,7 +130,7 @@ fn fill(slot: &mut Slot, moves: &[Move]) -> usize {
     moves.len().min(list.len())
 }
 
-/// What a device writes to memory of somebody else's. It ends before that somebody goes on, also if they panic.
+/// What a device writes to the caller's memory. It ends before the caller goes on, also if that panics.
 struct Writing<'a> {
     devices: &'a Devices,
     /// There until it has ended.
@@ -170,7 +170,7 @@ impl Writing<'_> {
 
     fn end(&mut self) -> Option<Outcome> {
         let Pending { member, flight } = self.given.take()?;
-        let deadline = self.devices.now(member) + PATIENCE;
+        let deadline = self.devices.now(member) + TIMEOUT;
         flight.wait_or_close(deadline).ok()
     }
 }

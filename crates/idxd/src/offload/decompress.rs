@@ -1,7 +1,7 @@
 //! Streams of raw DEFLATE back to pages: by IAA, and by the processor where that is late.
 //!
 //! The device writes to memory of its own and the page is copied from there: one that is late must not write to
-//! pages that are somebody's by then. As with [compression](super::Compressor) it begins at the front, and the processor at
+//! pages that are in use by then. As with [compression](super::Compressor) it begins at the front, and the processor at
 //! the end.
 //!
 //! A stream as long as a page is none, but the page as it is: that no device is asked about, to which it may well look
@@ -93,7 +93,7 @@ impl Decompressor {
             }
             next += 1;
         }
-        // After an error nobody wants the rest.
+        // After an error the rest is not needed.
         self.flights.begin();
         self.flights.devices.counters().add(done);
         result

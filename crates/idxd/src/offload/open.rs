@@ -101,7 +101,7 @@ pub enum DevicesError {
     #[error(transparent)]
     Portal(#[from] portal::OpenError),
     /// It cannot be driven.
-    #[error("work queue {queue}: {source}")]
+    #[error("cannot drive work queue {queue}")]
     Queue {
         /// The queue, by its name or its place in the model.
         queue: String,
@@ -110,7 +110,7 @@ pub enum DevicesError {
         source: OpenQueueError,
     },
     /// It cannot be divided with others.
-    #[error("work queue {queue} cannot be shared with others: {source}")]
+    #[error("work queue {queue} cannot be shared with others")]
     Shares {
         /// The queue.
         queue: QueueName,

@@ -1,4 +1,4 @@
-//! Which pages are zero: asked of a DSA, and answered by whoever is faster.
+//! Which pages are zero: asked of a DSA, and answered by the processor where that is faster.
 //!
 //! ```text
 //!   pages      0    1    2    3   …                       …   n-2  n-1
@@ -48,7 +48,7 @@ pub struct Batch {
 /// A device has called a page zero that is not, and says so again.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error(
-    "a DSA says that a page is zero that is not, and DSAs have judged {unchecked} pages that nobody checked: \
+    "a DSA reported a page as zero that is not, and {unchecked} more of its verdicts were not checked: \
      do not use it, and repeat what was done with its verdicts"
 )]
 pub struct WrongVerdict {
@@ -71,7 +71,7 @@ const FEWEST: usize = 8;
 const RAISE: f32 = 1.0 / 128.0;
 
 /// After so long a batch counts as lost: devices take microseconds.
-const PATIENCE: Duration = Duration::from_millis(500);
+const TIMEOUT: Duration = Duration::from_millis(500);
 
 /// So many batches may be late before no more are given to devices.
 const MOST_LATE: usize = 4;
@@ -233,7 +233,7 @@ impl ZeroScanner {
     fn keep_if_late(&mut self, given: Pending) {
         let Pending { member, flight } = given;
         if let Err(flight) = flight.poll() {
-            let deadline = self.devices.now(member) + PATIENCE;
+            let deadline = self.devices.now(member) + TIMEOUT;
             let given = Pending { member, flight };
             self.late.push(Late { given, deadline });
         }
@@ -261,7 +261,7 @@ impl ZeroScanner {
         due
     }
 
-    /// Whether the device insists that a page is zero that is not. A page that somebody writes to may well have been
+    /// Whether the device insists that a page is zero that is not. A page that is written meanwhile may well have been
     /// zero when the device looked.
     fn is_wrong(
         &self,

@@ -55,7 +55,7 @@ impl Mark {
 
 impl Drop for Mark {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`, here or in the parent, and nobody has a reference to it. An error would mean
+        // SAFETY: mapped by `new`, here or in the parent, and no one has a reference to it. An error would mean
         // that it is not mapped, which is as well.
         let _ = unsafe { munmap(self.page.as_ptr().cast(), PAGE) };
     }

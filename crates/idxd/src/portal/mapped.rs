@@ -103,7 +103,7 @@ impl Transport for Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: the page was mapped by `of`, and nobody has a reference to it. An error would mean that it is
+        // SAFETY: the page was mapped by `of`, and no one has a reference to it. An error would mean that it is
         // not mapped, which is as well.
         let _ = unsafe { munmap(self.page.as_ptr().cast(), PAGE) };
     }

@@ -144,11 +144,11 @@ fn nothing_is_submitted_to_a_portal_that_is_gone() {
 #[test]
 fn a_probe_has_every_outcome() {
     const LONG: Duration = Duration::from_secs(3600);
-    let within = |patience, refusals: Vec<Refusal>, statuses: &[u8]| {
+    let within = |timeout, refusals: Vec<Refusal>, statuses: &[u8]| {
         let fake = Arc::new(Fake::default());
         fake.refusals.lock().unwrap().extend(refusals);
         fake.statuses.lock().unwrap().extend(statuses);
-        portal(&fake).probe(QUEUE, patience)
+        portal(&fake).probe(QUEUE, timeout)
     };
     let probe = |refusals, statuses| within(LONG, refusals, statuses);
     assert!(probe(vec![], &[1]).is_ok());

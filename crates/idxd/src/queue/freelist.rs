@@ -56,7 +56,7 @@ impl FreeList {
         }
     }
 
-    /// Whoever pops sees what whoever pushed has done to the slot.
+    /// A thread that pops sees what the thread that pushed has done to the slot.
     fn swap(&self, seen: u64, new: u64) -> Result<(), u64> {
         self.head
             .compare_exchange_weak(seen, new, Ordering::AcqRel, Ordering::Acquire)

@@ -36,12 +36,12 @@ impl Slot {
         self.lease.capacity as usize
     }
 
-    /// Which of the queue's slots it is, from zero, for whoever wants to know what is in it.
+    /// Which of the queue's slots it is, from zero.
     pub fn index(&self) -> usize {
         self.lease.slot as usize
     }
 
-    /// The list. It holds what whoever had the slot before has left in it: what does not change need not be
+    /// The list. It holds what the slot's user before has left in it: what does not change need not be
     /// written again. The records are the queue's affair: their addresses and flags are set at submission.
     /// Empty in a forked child.
     pub fn descriptors_mut(&mut self) -> &mut [Descriptor] {
@@ -82,7 +82,7 @@ impl Slot {
     ///
     /// # Safety
     /// What the descriptors write to must be this slot's buffer, or writable memory of this process to which
-    /// nobody has a reference until the [`Outcome`] is there or the queue has been closed: not only until a
+    /// no one has a reference until the [`Outcome`] is there or the queue has been closed: not only until a
     /// deadline is over. What they read may be any address.
     pub unsafe fn submit(
         mut self,
@@ -161,7 +161,7 @@ impl InFlight {
     /// Waits for the outcome until `deadline`, by [`Queue::now`](crate::Queue::now).
     ///
     /// Without one, the slot is in quarantine, and the device may still write to wherever the descriptors say:
-    /// whoever lets it write to memory of their own needs [`wait_or_close`](Self::wait_or_close).
+    /// a caller that lets it write to its own memory needs [`wait_or_close`](Self::wait_or_close).
     pub fn wait(mut self, deadline: Duration) -> Result<Outcome, Unanswered> {
         self.lease.wait(deadline)?;
         Ok(Outcome::of(self.lease))
@@ -278,14 +278,14 @@ impl Outcome {
     }
 }
 
-/// A slot and entries, while somebody has them.
+/// A slot and entries, while they are in use.
 #[derive(Debug)]
 struct Lease {
     queue: Arc<Inner>,
     slot: u32,
     entries: u32,
     /// Most operations that can be submitted. It stays, also if the queue now goes without batches: what is beyond
-    /// it in the list is somebody else's.
+    /// it in the list is another submission's.
     capacity: u32,
     /// What was submitted with it; by default nothing.
     flight: Flight,

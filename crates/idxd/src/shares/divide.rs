@@ -2,9 +2,9 @@
 
 /// Divides `entries` among members by their `weights`, into `shares`, which is as long. A weight of zero is no member.
 ///
-/// - With an entry or more for each member, each has at least one. Whoever would have less by weight has exactly
+/// - With an entry or more for each member, each has at least one. A member that would have less by weight has exactly
 ///   one; the others divide the rest by weight, each rounded down or up.
-/// - With fewer, nobody's part by weight has to be a whole entry, and some have none. Whose turn it is goes with
+/// - With fewer, no part by weight has to be a whole entry, and some have none. Whose turn it is goes with
 ///   `turn`: while members and weights stay as they are, everyone has an entry at least once in `ceil(sum / entries)`
 ///   turns that follow each other, and in `sum` turns exactly what is theirs by weight; `sum` is that of the weights
 ///   in lowest terms, of equal ones the number of members.
@@ -123,7 +123,7 @@ mod tests {
             prop_assert!(shares.iter().zip(&weights).all(|(&share, &weight)| weight != 0 || share == 0));
         }
 
-        /// Against the definition, in fractions: raise whoever has less than one, until nobody has.
+        /// Against the definition, in fractions: raise those that have less than one, until none has.
         #[test]
         fn enough_entries_are_proportional_within_one(extra in 0..300u32, turn: u64, weights in weights()) {
             let members = weights.iter().filter(|&&weight| weight != 0).count();

@@ -1,7 +1,7 @@
 //! The file behind a table: found or made, checked, mapped, and locked byte by byte.
 //!
 //! Making it needs no lock and has no half-made state: its length is set, which is idempotent, and all zeros is an
-//! empty table that has no name yet. Whoever finds a zero where the name belongs puts it there, in one
+//! empty table that has no name yet. A process that finds a zero where the name belongs puts it there, in one
 //! compare-exchange.
 
 use std::{
@@ -196,7 +196,7 @@ fn find_or_make(directory: &Path, name: &str, path: &Path) -> Result<OwnedFd, Fa
                 let stat = rustix::fs::fstat(&fd)?;
                 trusted(&stat, public, path).map_err(Failure::Shares)?;
                 if stat.st_size == 0 {
-                    // Just being made, perhaps by somebody who died of it.
+                    // Just being made, perhaps by a process that died meanwhile.
                     set_length(&fd)?;
                 }
                 return Ok(fd);
@@ -224,13 +224,13 @@ fn find_or_make(directory: &Path, name: &str, path: &Path) -> Result<OwnedFd, Fa
             Ok(fd) => {
                 let made = rustix::fs::fchmod(&fd, mode).and_then(|()| set_length(&fd));
                 if let Err(errno) = made {
-                    // Nobody can use it; the error at hand says more than that it cannot be removed either.
+                    // It is of no use; the error at hand says more than that it cannot be removed either.
                     let _ = rustix::fs::unlinkat(&directory, name, AtFlags::empty());
                     return Err(errno.into());
                 }
                 return Ok(fd);
             }
-            // Somebody was faster.
+            // Another process was faster.
             Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -242,7 +242,7 @@ fn set_length(fd: impl AsFd) -> rustix::io::Result<()> {
     rustix::fs::fallocate(fd, FallocateFlags::empty(), 0, LENGTH as u64)
 }
 
-/// Whether whoever can write or shorten the file has been allowed to.
+/// Whether all who can write or shorten the file have been allowed to.
 fn trusted(stat: &Stat, public: bool, path: &Path) -> Result<(), SharesError> {
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Err(SharesError::NotATable { path: path.into() });

@@ -110,7 +110,6 @@ fn without_batches_each_operation_has_an_entry() {
     };
     for limits in [iaa, no_opcode, shared(16, 1)] {
         let (fake, queue) = open(limits, Pace::Never);
-        assert!(!queue.has_batches());
         let first = submit(&queue, 8).unwrap();
         let second = submit(&queue, 5).unwrap();
         assert_eq!(queue.statistics().entries, 13);
@@ -138,7 +137,6 @@ fn a_batch_that_the_kernel_refuses_is_the_last_one() {
     let (fake, queue) = open(shared(6, 32), Pace::Never);
     fake.state().refuses_batches = true;
     let in_flight = submit(&queue, 4).unwrap();
-    assert!(!queue.has_batches());
     assert_eq!(fake.state().calls, [vec![], vec![6; 4]]);
     assert_eq!(queue.statistics().entries, 4);
     (0..4).for_each(|_| fake.complete(0));
@@ -250,7 +248,7 @@ fn errors_of_the_system_end_the_queue() {
         submit(&queue, 1),
         Err((_, NotTaken::Refused(Refusal::Invalid)))
     ));
-    assert!(!queue.is_dead() && queue.has_batches());
+    assert!(!queue.is_dead());
 }
 
 #[test]
@@ -467,17 +465,17 @@ fn the_queue_is_closed_before_its_memory_goes() {
 fn a_share_is_never_exceeded() {
     let tuning = Tuning {
         slots: 100,
-        sharers: 4,
         ..Tuning::default()
     };
     let (fake, queue) = open_with(shared(16, 32), Pace::Never, tuning);
+    queue.set_entries(4);
     let fill = || std::iter::from_fn(|| queue.slot()).map(|slot| submit_slot(slot, 2).unwrap());
     let mut in_flight: Vec<_> = fill().collect();
     assert_eq!((in_flight.len(), fake.state().taken.len()), (4, 4));
-    queue.set_share(2);
+    queue.set_entries(8);
     in_flight.extend(fill());
     assert_eq!(in_flight.len(), 8);
-    queue.set_share(u32::MAX);
+    queue.set_entries(1);
     (0..7).for_each(|_| fake.complete(0));
     in_flight.retain(|in_flight| !in_flight.is_done());
     assert_eq!((in_flight.len(), queue.slot().is_none()), (1, true));
@@ -491,12 +489,11 @@ fn a_share_is_never_exceeded() {
 fn a_dedicated_queue_is_never_overfilled() {
     let tuning = Tuning {
         slots: 100,
-        sharers: 4,
         ..Tuning::default()
     };
     for (most_batch, expected) in [(32, 6), (1, 2)] {
         let (fake, queue) = open_with(dedicated(6, most_batch), Pace::Never, tuning);
-        queue.set_share(3);
+        queue.set_entries(1);
         let slots: Vec<_> = std::iter::from_fn(|| queue.slot()).collect();
         assert_eq!(slots.len(), expected);
         let full = |slot: Slot| {

@@ -136,7 +136,7 @@ fn models(options: &Options) -> Vec<Tested> {
     .map(|(name, mut config, portal)| {
         config.seed = options.seed;
         let model = Model::deterministic(&config);
-        // Nobody else is there to be harmed.
+        // There are no other users.
         tested(name.to_owned(), model.queue(0, 0, portal), options, true)
     })
     .collect()
@@ -185,7 +185,7 @@ fn hardware(options: &Options, root: &Root) -> Result<Vec<Tested>> {
 fn tested(queue: String, submit: Arc<dyn Submit>, options: &Options, hazards: bool) -> Tested {
     let kind = submit.limits().kind;
     let options = selftest::Options {
-        patience: Duration::from_millis(options.patience),
+        timeout: Duration::from_millis(options.patience),
         hazards,
     };
     Tested {

@@ -7,7 +7,7 @@
 //!   …                              │      └──────────────────────────────────────────┘    by the guest's clock
 //! ```
 //! A device serves its queue in order. So when an entry is taken it is certain when each of its pages will be done,
-//! whatever comes later; and the records are written when the clock of whoever waits for them gets there. A guest
+//! whatever comes later; and the records are written when the clock of the guest that waits for them gets there. A guest
 //! needs the others only for its place in a queue: between two submissions its clock may run ahead of theirs.
 //!
 //! It reads no guest's memory: what is in a page follows from its address.
@@ -83,7 +83,7 @@ impl Host {
             .collect()
     }
 
-    /// Somebody else's batches of `pages` pages, until the queue of `device` takes no more. When it will.
+    /// Another client's batches of `pages` pages, until the queue of `device` takes no more. When it will.
     pub(crate) fn flood(&self, device: usize, now: Picos, pages: u64) -> Picos {
         let mut device = lock(&self.devices[device]);
         let mut tries = 0;
@@ -253,7 +253,7 @@ impl ClockState {
         let now = self.now;
         for due in &mut self.due {
             while let Some(completion) = due.front().filter(|completion| completion.at <= now) {
-                // SAFETY: whoever submitted it promised (`Submit::submit`) that the record stays, atomics that only the
+                // SAFETY: the submitter promised (`Submit::submit`) that the record stays, atomics that only the
                 // device writes to, until it is complete or the queue closed; on closing `due` is emptied.
                 let word = unsafe { AtomicU64::from_ptr(completion.record as *mut u64) };
                 word.store(completion.word, Ordering::Release);

@@ -1,7 +1,7 @@
 //! A hundred guests at once: migrations that share eight modelled DSAs, through the driver's own code, in virtual time.
 //!
 //! ```text
-//!  cargo run --release -p lab --bin hundred -- [--quick] [DIRECTORY]
+//!  cargo run --release -p idxd-model --bin hundred -- [--quick] [DIRECTORY]
 //! ```
 //! Writes `hundred-guests.md` (tables) and `hundred-guests.svg` to DIRECTORY, `docs/figures` by default; with `--quick` it
 //! prints the tables of a run a hundred times shorter, and writes nothing. It takes a minute or two, and gives the

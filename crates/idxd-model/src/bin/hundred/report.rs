@@ -163,8 +163,8 @@ fn plans() -> Vec<Plan> {
         ),
         ("A hundred guests, by what is in their memory", "", mixes),
         (
-            "A client that nobody knows",
-            "20 guests that send, half of their pages zero. Somebody without a share keeps queues full, with batches of 128 pages.",
+            "A client without a share",
+            "20 guests that send, half of their pages zero. A client without a share keeps queues full, with batches of 128 pages.",
             flooded(),
         ),
         (
@@ -292,7 +292,7 @@ fn all(scenarios: &[Scenario]) -> Result<Vec<Outcome>> {
 
 const HEAD: &str = "# A hundred guests at once: the tables
 
-Made by `cargo run --release -p lab --bin hundred`; [hundred-guests.md](../hundred-guests.md) tells what they mean. **Every figure is of a
+Made by `cargo run --release -p idxd-model --bin hundred`; [hundred-guests.md](../hundred-guests.md) tells what they mean. **Every figure is of a
 model**: virtual time, parameters of which many are assumptions, no hardware.
 
 - CPU: time of scanning, of all guests together, and for each GiB scanned; sending is not in it.

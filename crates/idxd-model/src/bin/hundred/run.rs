@@ -16,7 +16,7 @@ use crate::{
 pub(crate) enum Who {
     /// The processor alone.
     Processor,
-    /// Devices too; everybody takes what there is.
+    /// Devices too; each takes what there is.
     Devices,
     /// Devices too; fair shares of the queues.
     Shares,
@@ -38,7 +38,7 @@ pub(crate) struct Scenario {
     /// Batches that the rest have out at once, and their weight.
     pub(crate) depth: usize,
     pub(crate) weight: Weight,
-    /// So many devices whose queues somebody keeps full who knows of nobody.
+    /// So many devices whose queues are kept full by a client without a share.
     pub(crate) flooded: usize,
     pub(crate) seed: u64,
 }

@@ -43,7 +43,7 @@ pub(super) struct State {
     /// What it has in hand, and since when.
     pub(super) taken: Vec<(u64, Descriptor)>,
     pub(super) most_taken: usize,
-    /// Entries that somebody else has.
+    /// Entries that others have.
     pub(super) foreign: usize,
     /// Descriptors that a dedicated queue had no entry for.
     pub(super) dropped: usize,

@@ -107,7 +107,7 @@ proptest! {
                     let answers = (0..times).map(|_| (taken, Some(Refusal::Full)));
                     fake.state().answers.extend(answers);
                 }
-                Step::Share(sharers) => queue.set_share(sharers),
+                Step::Share(sharers) => queue.set_entries((entries / sharers.max(1)).max(1)),
                 Step::RefuseBatches => fake.state().refuses_batches = true,
             }
             prop_assert!(queue.statistics().entries <= entries);
@@ -122,7 +122,7 @@ proptest! {
         for (_, one) in in_flight {
             prop_assert!(one.poll().is_ok());
         }
-        queue.set_share(1);
+        queue.set_entries(entries);
         fake.state().answers.clear();
         drop(queue.slot());
         prop_assert_eq!(queue.statistics().entries, 0);

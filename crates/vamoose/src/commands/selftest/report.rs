@@ -101,7 +101,7 @@ impl Report {
             }
             text.push('\n');
         }
-        text.push_str("? nobody has promised the expected answer: another one is no failure\n\n");
+        text.push_str("? the expected answer is not documented: another one is no failure\n\n");
         let whose = match self.hardware {
             true => "",
             false => ", which is what was tested: --hw asks real devices",
