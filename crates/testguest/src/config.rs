@@ -58,12 +58,10 @@ pub enum Pattern {
 /// A configuration that is not valid.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say what the fields are")]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum ConfigError {
-    /// None or too many.
     #[error("vCPUs: {vcpus} is not in 1..={MAX_VCPUS}")]
     Vcpus { vcpus: u8 },
-    /// Not whole pages of the memory, or pages that the guest needs itself.
     #[error(
         "working set: {:#x}..{:#x} is not made of whole pages of {:#x}..{:#x}",
         working_set.start, working_set.end, writable.start, writable.end

@@ -24,8 +24,7 @@ use crate::{
 
 /// A guest that writes memory, and can prove what it wrote.
 ///
-/// All methods may be called from several threads. Dropped, it ends and takes its threads with it; the memory stays
-/// with whoever has a clone of it.
+/// All methods may be called from several threads. Dropping it ends its threads; clones of the memory stay.
 pub struct Guest {
     config: Config,
     vm: Option<Vm>,
@@ -41,34 +40,27 @@ pub struct Guest {
 /// A guest that cannot be created, or cannot do what was asked.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say what the fields are")]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum GuestError {
-    /// A configuration that contradicts itself.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// KVM refused.
     #[error(transparent)]
     Kvm(#[from] KvmError),
-    /// No more threads.
     #[error("cannot start the thread of a vCPU")]
     Thread(#[source] io::Error),
-    /// Only possible of a paused guest.
     #[error("the guest is running: pause it first")]
     Running,
-    /// An incoming guest before it has loaded.
     #[error("the guest waits for its state: load it first")]
     Waiting,
-    /// A vCPU has ended.
     #[error("vCPU {vcpu} has failed: {reason}")]
     Failed { vcpu: u8, reason: String },
 }
 
-/// Memory that a guest did not write like this, or a guest that cannot tell.
+/// Memory that a guest did not write like this, or a guest that cannot be verified.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say what the fields are")]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum VerifyError {
-    /// The guest cannot be asked now.
     #[error(transparent)]
     Guest(#[from] GuestError),
     /// Some page is not what the vCPU last wrote to it.
@@ -213,7 +205,7 @@ impl Guest {
         Ok(())
     }
 
-    /// Reads the working set of a paused guest, and compares it with what the vCPUs say they wrote.
+    /// Reads the working set of a paused guest, and compares it with what the vCPUs have recorded.
     ///
     /// # Errors
     /// When they differ, the guest is running, waits for its state, or a vCPU has failed.
@@ -379,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vcpu_that_ended_is_reported_and_hinders_nobody() {
+    fn a_vcpu_that_ended_is_reported_and_does_not_block_the_others() {
         /// Fails at its third batch.
         struct Failing(u32);
         impl Vcpu for Failing {

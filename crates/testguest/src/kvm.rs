@@ -47,7 +47,7 @@ const DIRECTORIES: u64 = 0x3000;
 /// What a page directory maps.
 const DIRECTORY: u64 = 1 << 30;
 
-/// Where guest physical memory goes on above the hole that devices have on a PC.
+/// Where guest physical memory continues above the hole for devices that a PC has.
 const HIGH: u64 = 4 << 30;
 
 /// Where the hole begins.
@@ -130,22 +130,20 @@ pub struct Slot {
     pub len: u64,
     /// Where it is mapped in this process.
     pub host_address: u64,
-    /// `KVM_MEM_*`: none are set. Whoever wants a dirty log sets the slot again with its flag.
+    /// `KVM_MEM_*`: none are set. A dirty log sets the slot again with its flag.
     pub flags: u32,
 }
 
 /// KVM that is not there or does not do its work, or a vCPU that has left its way.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say what the fields are")]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum KvmError {
-    /// A system call failed.
     #[error("KVM: {call} failed")]
     Call {
         call: &'static str,
         source: io::Error,
     },
-    /// Memory that cannot be laid out for a guest.
     #[error("a KVM guest needs a first block of {least:#x} to {HOLE:#x} bytes, not of {len:#x}")]
     Layout { len: u64, least: u64 },
     /// The guest's code came back for something else than the end of its batch.
@@ -153,7 +151,6 @@ pub enum KvmError {
         "the vCPU is out of its code, with {exit} at {rip:#x}: its memory or registers are damaged"
     )]
     Exit { exit: String, rip: u64 },
-    /// A write outside of the guest's memory.
     #[error("a write outside of the memory: the vCPU's state is damaged")]
     OutsideMemory,
 }
@@ -267,7 +264,7 @@ impl Vm {
             memory_size: slot.len,
             userspace_addr: slot.host_address,
         };
-        // SAFETY: the slot is a mapping of `self.memory`, all of it, and nobody has Rust references to what is in it.
+        // SAFETY: the slot is a mapping of `self.memory`, all of it, and there are no Rust references to its content.
         // Only vCPUs write to it through KVM, and each of them holds the mapping too.
         unsafe { self.fd.set_user_memory_region(region) }
             .map_err(|error| KvmError::call("KVM_SET_USER_MEMORY_REGION", error))
@@ -563,15 +560,15 @@ mod tests {
                     config
                 };
                 let ours = around(config(8 << 20, pattern, vcpus));
-                let twin = around(config(8 << 20, pattern, vcpus));
+                let model = around(config(8 << 20, pattern, vcpus));
                 let vm = Vm::new(&ours.memory).unwrap();
                 // The image is no writer's.
-                Vm::new(&twin.memory).unwrap();
+                Vm::new(&model.memory).unwrap();
                 for index in 0..vcpus {
                     let (course, before) = progress(&ours, index);
                     let mut vcpu = vm.vcpu(index, course, &before).unwrap();
                     let mut writer = Writer {
-                        memory: twin.memory.clone(),
+                        memory: model.memory.clone(),
                         course,
                         progress: before,
                     };
@@ -583,7 +580,7 @@ mod tests {
                 }
                 let words = (0..ours.memory.len()).step_by(8);
                 let different = words
-                    .map(|at| (at, ours.memory.load(at), twin.memory.load(at)))
+                    .map(|at| (at, ours.memory.load(at), model.memory.load(at)))
                     .find(|(_, a, b)| a != b);
                 assert_eq!(different, None, "{pattern} {vcpus}");
             }

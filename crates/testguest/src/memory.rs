@@ -56,15 +56,12 @@ pub struct Block {
 /// Memory that cannot be had, or that no guest could use.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say what the fields are")]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum MemoryError {
-    /// A length of 0, or not of whole pages.
     #[error("`{name}`: {len} bytes are not a number of pages of {unit} bytes")]
     Length { name: String, len: u64, unit: u64 },
-    /// No block at all.
     #[error("a guest without memory")]
     Empty,
-    /// The host does not give it.
     #[error("`{name}`: cannot map {len} bytes of memory ({backing:?})")]
     Host {
         name: String,
@@ -75,7 +72,7 @@ pub enum MemoryError {
 }
 
 impl Memory {
-    /// `bytes` of memory that nobody has touched yet, in the blocks `ram.low` and, from 8 MiB on, `ram.high`.
+    /// `bytes` of memory that was never touched, in the blocks `ram.low` and, from 8 MiB on, `ram.high`.
     ///
     /// # Errors
     /// When `bytes` is 0 or not a multiple of the page size (2 MiB for hugetlb), or the host has no more memory.
@@ -151,7 +148,7 @@ impl Memory {
     }
 
     /// The parts of `range` (whole pages) that may hold anything but zeros: what was never touched is left out
-    /// as far as the host tells, so that reading does not touch it. No part is in two blocks.
+    /// as far as the host can tell, so that reading does not touch it. No part is in two blocks.
     pub(crate) fn touched(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         let mut parts = Vec::new();
         for block in &self.blocks {
@@ -160,7 +157,7 @@ impl Memory {
             let end = range.end.min(of_block.end);
             if start < end {
                 let within = start - block.start..end - block.start;
-                // A host that does not tell costs a read of everything, not the truth.
+                // Without the host's answer everything is read, which is as right.
                 let touched = block
                     .touched(within.clone())
                     .unwrap_or_else(|_| vec![within]);

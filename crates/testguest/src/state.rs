@@ -18,24 +18,19 @@ const VERSION: u32 = 1;
 /// A state that this guest does not take.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say what the fields are")]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum LoadError {
     /// Only a guest of [`Guest::incoming`](crate::Guest::incoming) loads, and once.
     #[error("this guest does not wait for a state")]
     NotWaiting,
-    /// Bytes of something else.
     #[error("not the state of a test guest")]
     Foreign,
-    /// Bytes that were changed, or some are missing.
     #[error("the state of a test guest is damaged")]
     Damaged,
-    /// Saved by another version of this crate.
     #[error("the state of a test guest has version {theirs}, this is version {VERSION}")]
     Version { theirs: u32 },
-    /// Saved from a guest that is not like this one.
     #[error("saved from the guest {theirs:?}, this is the guest {ours:?}")]
     OtherGuest { theirs: String, ours: String },
-    /// A vCPU that cannot be in this state.
     #[error("the state of vCPU {vcpu} does not fit: {reason}")]
     Vcpu { vcpu: u8, reason: String },
     /// The guest's code or page tables are not in its memory: it is not all here, and to run it could do anything.

@@ -15,7 +15,7 @@ use crate::{
     stamp::{Course, Progress},
 };
 
-/// A vCPU between two batches: whoever holds it may look at it.
+/// A vCPU between two batches.
 pub(crate) trait Vcpu: Send {
     /// Writes to `writes` pages, at least 1.
     fn run(&mut self, writes: u32) -> Result<(), KvmError>;
@@ -26,7 +26,7 @@ pub(crate) trait Vcpu: Send {
     /// All of its state.
     fn save(&self) -> Result<Vec<u8>, KvmError>;
 
-    /// Takes over what [`save`](Vcpu::save) gave. The error says what is wrong with the state.
+    /// Restores what [`save`](Vcpu::save) returned. The error is what is wrong with the state.
     fn load(&mut self, state: &[u8]) -> Result<(), String>;
 }
 

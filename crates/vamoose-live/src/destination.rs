@@ -38,7 +38,7 @@ use vamoose_link::{Address, Hangup, Listener, Snapshot, Stream};
 
 use crate::{
     ChannelError, DestinationError, DestinationGuest, OffloadCounters, PageCopy, Ram,
-    protocol::random_id, spans::in_span,
+    offload::Account, protocol::random_id, spans::in_span,
 };
 use accept::Connections;
 use coordinator::Coordinator;
@@ -171,10 +171,19 @@ impl Destination {
             unidentified: Arc::new(AtomicUsize::new(0)),
         };
         thread::scope(|scope| {
-            let inbox = Inbox::new(events, &mut self.past);
-            let (config, arrived) = (&self.config, &mut self.arrived);
-            let mut coordinator =
-                Coordinator::new(config, &memory, arrived, inbox, events_in, scope);
+            let mut coordinator = Coordinator {
+                config: &self.config,
+                memory: &memory,
+                arrived: &mut self.arrived,
+                inbox: Inbox::new(events, &mut self.past),
+                events_in,
+                scope,
+                stats: Arc::default(),
+                copied: match &self.config.copy {
+                    PageCopy::Cpu => None,
+                    PageCopy::Dsa(devices) => Some(Account::open(devices)),
+                },
+            };
             // Also when the VMM panics: the scope waits for its threads.
             let _hang_up = hangup.guard();
             let (listener, hangup, closing) = (&self.listener, &hangup, &self.closing);

@@ -1,7 +1,7 @@
 //! Dirty logs: which pages have been written since they were last read.
 //!
 //! # Discipline
-//! A page's bit says that the page may have changed since the migration last read it. Who may do what:
+//! A page's bit means that the page may have changed since the migration last read it. The order of calls:
 //!
 //! ```text
 //!  start ── collect ── clear, read, send ── collect ── clear, read, send ── … ── stop
@@ -15,8 +15,8 @@
 //!   a bit cleared after reading would lose it.
 //! - A log may clear in [`collect`](DirtyLog::collect) already, where its mechanism reads and clears at once. What it
 //!   returned is then in the caller's hands alone.
-//! - Whoever writes guest memory behind a log's back (device emulation behind KVM's log, a vhost-user process
-//!   behind this process's page tables) has to mark the page in a log of its own **after** the write;
+//! - A component whose writes a log does not see (device emulation with KVM's log, a vhost-user process
+//!   with this process's page tables) has to mark the page in a log of its own **after** the write;
 //!   [`Merged`] makes one log of several.
 //! - What a failed migration leaves behind: nothing. `stop` ends logging, whatever was collected or
 //!   cleared before is of no meaning any more, and the next attempt begins with `start` and with every
@@ -74,31 +74,18 @@ pub trait DirtyLog: Send + Sync {
 /// A dirty log that cannot be trusted any more, or never came about.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum DirtyLogError {
-    /// A system call failed.
     #[error("dirty log ({log}): {call} failed")]
     System {
-        /// Which log.
         log: &'static str,
-        /// The call.
         call: &'static str,
-        /// Why.
         source: io::Error,
     },
     /// This host does not have the mechanism.
     #[error("dirty log ({log}): {reason}")]
-    Unsupported {
-        /// Which log.
-        log: &'static str,
-        /// What is missing.
-        reason: String,
-    },
+    Unsupported { log: &'static str, reason: String },
     /// The VMM described its memory in a way that does not fit.
     #[error("dirty log ({log}): {reason}")]
-    Setup {
-        /// Which log.
-        log: &'static str,
-        /// What does not fit.
-        reason: String,
-    },
+    Setup { log: &'static str, reason: String },
 }

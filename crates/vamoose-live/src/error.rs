@@ -14,56 +14,42 @@ use crate::{DirtyLogError, GuestError, ProtocolError};
 /// A migration that failed at the source. [`SourceError::guest`] says where the guest is.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say what the fields are")]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum SourceError {
-    /// Options that exclude each other or are out of range.
     #[error("{0}")]
     Config(String),
-    /// The page size or the packet size.
     #[error("invalid packet size")]
     Layout(#[from] LayoutError),
-    /// Zero-copy send is not available.
     #[error(transparent)]
     ZeroCopy(#[from] ZeroCopyError),
-    /// The system is out of something.
     #[error("the source's host is out of a resource")]
     System(#[from] io::Error),
     /// The compression library.
     #[error("cannot create an encoder")]
     Encoder(#[from] EncodeError),
-    /// The destination cannot be reached.
     #[error("cannot reach the destination")]
     Dial(#[from] SocketError),
-    /// A channel's initial packet.
     #[error("cannot open a channel")]
     Channels(#[from] InitialError),
-    /// The destination does not accept this guest.
     #[error("the destination refuses the guest: {cause}")]
     Refused { cause: String },
     /// The destination has failed, with the cause that it sent.
     #[error("the destination has failed: {cause}")]
     Destination { cause: String },
-    /// The destination has closed the connection before its first message.
     #[error(
         "the destination has closed the control connection without an answer: it has ended, or is of an older release (install the same release of vamoose on both hosts)"
     )]
     Unanswered,
-    /// The destination has chosen a version that was not offered.
     #[error("the destination has chosen a version of the protocol that was not offered")]
     Version(#[from] VersionMismatch),
-    /// The destination does not follow the protocol.
     #[error("unexpected message from the destination: {message}")]
     OutOfTurn { message: String },
-    /// The control connection.
     #[error("control connection to the destination")]
     Control(#[from] ProtocolError),
-    /// The destination closed the control connection.
     #[error("the destination has closed the control connection")]
     ControlEnded,
-    /// A channel.
     #[error("channel {channel} to the destination")]
     Channel { channel: usize, source: WriteError },
-    /// A packet that cannot be built.
     #[error("cannot build a packet for channel {channel}")]
     Packet { channel: usize, source: PacketError },
     /// The dirty log has failed: pages may have been missed.
@@ -80,7 +66,6 @@ pub enum SourceError {
         what: &'static str,
         source: GuestError,
     },
-    /// The migration did not converge within its time.
     #[error(
         "not converged within {seconds} s: {remaining} bytes are dirty, and the guest dirties {dirty_rate} bytes/s where {bandwidth} bytes/s are moved"
     )]
@@ -90,13 +75,11 @@ pub enum SourceError {
         dirty_rate: u64,
         bandwidth: u64,
     },
-    /// The destination does not answer.
     #[error("the destination has not {what} within {seconds} s")]
     NoAnswer { what: &'static str, seconds: u64 },
     /// The longest downtime is over, and not all of the guest is at the destination.
     #[error("the destination has not received all of the guest within {max:?} of downtime")]
     DowntimeExceeded { max: Duration },
-    /// The migration was cancelled.
     #[error("cancelled")]
     Cancelled,
     /// The guest ran at the destination, and the destination's process is gone. The guest is paused at the
@@ -133,43 +116,33 @@ impl SourceError {
 /// attempt.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say what the fields are")]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum DestinationError {
-    /// The system is out of something.
     #[error("the destination's host is out of a resource")]
     System(#[from] io::Error),
-    /// The listener.
     #[error(transparent)]
     Socket(#[from] SocketError),
-    /// A guest has arrived: its memory is in use.
     #[error("a guest has arrived here already")]
     AlreadyArrived,
     /// The source supports other versions.
     #[error(transparent)]
     Version(#[from] VersionMismatch),
-    /// The source's guest cannot run in this memory.
     #[error("guest configuration mismatch")]
     Mismatch(#[from] Mismatch),
-    /// The source does not follow the protocol.
     #[error("unexpected message from the source: {message}")]
     OutOfTurn { message: String },
-    /// The control connection.
     #[error("control connection from the source")]
     Control(#[from] ProtocolError),
-    /// The source closed the control connection.
     #[error("the source has closed the control connection")]
     ControlEnded,
-    /// Not all channels connected.
     #[error("only {arrived} of {channels} channels connected within {seconds} s")]
     Channels {
         arrived: usize,
         channels: usize,
         seconds: u64,
     },
-    /// Two channels of one number, or one that was not announced.
     #[error("the source's channel {channel} was not announced, or connected twice")]
     ChannelNumber { channel: u8 },
-    /// A channel.
     #[error("channel {channel} from the source")]
     Channel {
         channel: usize,
@@ -187,10 +160,8 @@ pub enum DestinationError {
     /// The guest stays at the source, for the cause that it sent.
     #[error("the source has given up: {cause}")]
     Aborted { cause: String },
-    /// The source has not sent `commit` for a guest that is loaded.
     #[error("the source has not handed the guest over within {seconds} s: it stays there")]
     NotCommitted { seconds: u64 },
-    /// The VMM has cancelled.
     #[error("cancelled")]
     Cancelled,
 }
@@ -198,31 +169,24 @@ pub enum DestinationError {
 /// A difference between the source's guest and the destination's.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say what the fields are")]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum Mismatch {
-    /// Pages of another size.
     #[error("the source's pages have {theirs} bytes, the destination's {ours}")]
     PageSize { theirs: u32, ours: usize },
-    /// A number of channels that is out of range.
     #[error("the source announces {0} channels")]
     Channels(u8),
-    /// A block of another length.
     #[error("the source's RAM block `{name}` has {theirs} bytes, the destination's {ours}")]
     BlockLen {
         name: String,
         theirs: u64,
         ours: u64,
     },
-    /// A block of the destination only.
     #[error("the source has no RAM block `{0}`")]
     BlockMissing(String),
-    /// A name that is not unique.
     #[error("the source has several RAM blocks `{0}`")]
     BlockTwice(String),
-    /// A block of the source only.
     #[error("the source has a RAM block `{0}` that the destination does not have")]
     BlockUnknown(String),
-    /// A size of packets that is out of range.
     #[error("the source's packet size is invalid")]
     Layout(#[from] LayoutError),
 }
@@ -230,15 +194,12 @@ pub enum Mismatch {
 /// What a source can do wrong on a channel.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say what the fields are")]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum ChannelError {
-    /// It cannot be read.
     #[error(transparent)]
     Read(#[from] ReadError),
-    /// A RAM block that this guest does not have.
     #[error("pages of RAM block `{block}`, which this guest does not have")]
     Block { block: String },
-    /// A page behind the end of its block.
     #[error("offset {offset:#x} is outside of RAM block `{block}` of {len} bytes")]
     Offset {
         offset: u64,
@@ -248,7 +209,6 @@ pub enum ChannelError {
     /// Pages behind the last round.
     #[error("pages that belong to no round")]
     PagesAfterSync,
-    /// A packet behind the last one.
     #[error("a packet behind the channel's last SYNC")]
     AfterTheLast,
     /// It ended without its last SYNC.

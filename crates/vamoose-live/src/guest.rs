@@ -1,4 +1,4 @@
-//! What a VMM does for a migration: stop and start its guest, save and load the state of its devices.
+//! What a VMM implements: pausing and resuming its guest, saving and loading the state of its devices.
 
 use crate::Status;
 
@@ -8,7 +8,7 @@ pub type GuestError = Box<dyn std::error::Error + Send + Sync>;
 /// The guest at the source.
 ///
 /// All methods are called by the thread that runs the migration. An error of any of them ends the migration, and
-/// the guest goes on at the source.
+/// the guest resumes at the source.
 pub trait SourceGuest {
     /// Stops all vCPUs and devices. When this returns nothing writes guest memory any more.
     ///
@@ -16,7 +16,7 @@ pub trait SourceGuest {
     /// When the guest cannot be stopped. [`SourceGuest::resume`] is called in that case too.
     fn pause(&mut self) -> Result<(), GuestError>;
 
-    /// Lets a paused guest go on, after a migration that failed.
+    /// Resumes the paused guest, after a migration that failed.
     ///
     /// # Errors
     /// When that is impossible: [`SourceError::NotResumed`](crate::SourceError::NotResumed) then.
@@ -29,8 +29,8 @@ pub trait SourceGuest {
     /// When the state cannot be saved.
     fn save(&mut self) -> Result<Vec<u8>, GuestError>;
 
-    /// Slows the vCPUs down: they are not to run for `percent` (0 to 99) of the time. Asked of a guest that writes
-    /// faster than the link moves its memory, in steps, and again with 0 if the migration fails.
+    /// Throttles the vCPUs: they are not to run for `percent` (0 to 99) of the time. Called in steps for a guest that writes
+    /// faster than the link moves its memory, and again with 0 if the migration fails.
     fn throttle(&mut self, percent: u8) {
         let _ = percent;
     }
@@ -44,17 +44,17 @@ pub trait SourceGuest {
 
 /// The guest at the destination.
 pub trait DestinationGuest {
-    /// Takes the state of vCPUs and devices. All of guest memory is there and nobody else writes it. The guest
+    /// Takes the state of vCPUs and devices. All of guest memory is there, and no other thread writes it. The guest
     /// must not run yet.
     ///
     /// # Errors
-    /// When the state is not this VMM's. The guest goes on at the source then.
+    /// When the state is not this VMM's. The guest resumes at the source then.
     fn load(&mut self, state: &[u8]) -> Result<(), GuestError>;
 
-    /// Lets the guest run: from here on it is this host's.
+    /// Resumes the guest: from here on it is at this host.
     ///
     /// # Errors
-    /// When it cannot run, and has not run a single instruction: it goes on at the source then.
+    /// When it cannot run, and has not run a single instruction: it resumes at the source then.
     fn resume(&mut self) -> Result<(), GuestError>;
 }
 

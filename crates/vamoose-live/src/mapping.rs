@@ -1,8 +1,8 @@
 //! What kind of memory a RAM block is, as the kernel sees it.
 //!
 //! Two things depend on it that go wrong without an error: whether a page without an entry in the page tables holds
-//! zeros, and which advice of madvise(2) makes memory zero. The VMM that hands over an address and maybe a file does not
-//! say: memory may be shared without a file, a file may be mapped privately, pages may be huge, and a userfaultfd
+//! zeros, and which advice of madvise(2) makes memory zero. The address and the file that the VMM
+//! names do not determine them: memory may be shared without a file, a file may be mapped privately, pages may be huge, and a userfaultfd
 //! may hold back what a snapshot has in them.
 
 use std::{fs, io};
@@ -65,7 +65,7 @@ struct Mapping {
     offset: u64,
     file: FileId,
     kind: Kind,
-    /// What only smaps tells.
+    /// What is in smaps only.
     details: Details,
 }
 

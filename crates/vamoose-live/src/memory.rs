@@ -1,7 +1,7 @@
-//! Guest memory: RAM blocks over mappings that the guest goes on writing to.
+//! Guest memory: RAM blocks over mappings that the guest keeps writing to.
 //!
-//! A mapping is seen as a [`VolatileSlice`]: nobody makes a Rust reference to bytes that a vCPU may change.
-//! They are copied out by `vm-memory`, or go by address to the system calls of `transfer`.
+//! A mapping is accessed as a [`VolatileSlice`]: there are no Rust references to bytes that a vCPU may change.
+//! They are copied out by `vm-memory`, or go by address to the system calls of `vamoose-link`.
 
 use std::{fmt, sync::Arc};
 
@@ -18,10 +18,10 @@ pub trait Region: Send + Sync {
     fn memory(&self) -> VolatileSlice<'_>;
 
     /// The file behind a shared mapping (memfd, hugetlbfs) and where in it the mapping begins; `None` for
-    /// private memory. Of a shared mapping the file tells what has never been written.
+    /// private memory. The file of a shared mapping shows what has never been written.
     fn file(&self) -> Option<&FileOffset>;
 
-    /// Whether a page that nobody has touched yet can get something other than zeros when it is touched, as in
+    /// Whether a page that was never touched can get something other than zeros when it is touched, as in
     /// a guest that is restored from a snapshot page by page. Such memory is read and sent as a whole.
     ///
     /// What a userfaultfd fills (missing or minor mode) is recognised without this. It is for VMMs that fill
@@ -48,42 +48,25 @@ pub struct RamBlock {
 /// RAM that cannot be migrated.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum RamError {
-    /// A name that does not fit into a packet.
     #[error("`{name}` is no name for a RAM block: it needs 1 to 255 bytes without a NUL")]
-    Name {
-        /// The name.
-        name: String,
-    },
-    /// Two blocks of one name.
+    Name { name: String },
     #[error("two RAM blocks are called `{name}`")]
-    Duplicate {
-        /// The name.
-        name: String,
-    },
-    /// A length or an address that is not a number of pages.
+    Duplicate { name: String },
     #[error(
         "RAM block `{name}` ({len} bytes at {address:#x}) is not made of whole pages of {page_size} bytes"
     )]
     Pages {
-        /// The block's name.
         name: String,
-        /// Its length in bytes.
         len: usize,
-        /// Where it is mapped.
         address: usize,
-        /// Bytes in a page.
         page_size: usize,
     },
-    /// No memory at all.
     #[error("a guest without RAM blocks")]
     Empty,
-    /// More blocks than a migration can name.
     #[error("{blocks} RAM blocks are more than {MAX_BLOCKS}")]
-    TooMany {
-        /// How many.
-        blocks: usize,
-    },
+    TooMany { blocks: usize },
 }
 
 /// Most RAM blocks of a guest.

@@ -6,7 +6,7 @@
 //! | memory | asked | may hold something |
 //! |---|---|---|
 //! | private, anonymous | PAGEMAP_SCAN, before Linux 6.7 /proc/self/pagemap | pages in memory or swapped, but not the shared page of zeros |
-//! | shared mapping of a memfd or file in tmpfs | the file, for its holes | what the file has data for, whoever wrote it |
+//! | shared mapping of a memfd or file in tmpfs | the file, for its holes | what the file has data for, through any mapping |
 //! | filled when it is touched, by a userfaultfd or the VMM | nothing | everything |
 //! | anything else | nothing | everything |
 
@@ -33,8 +33,8 @@ pub(crate) fn present(block: &RamBlock, backing: Backing, page_size: usize) -> B
     let pages = block.len() / page_size;
     let asked = match (backing, block.file()) {
         (Backing::Anonymous { .. }, _) => in_page_tables(block, page_size),
-        // In tmpfs the pages that are mapped are the file. Elsewhere the answer may come from a server or a disk that
-        // has not heard of the latest writes; hugetlbfs has no answer.
+        // In tmpfs the pages that are mapped are the file. Elsewhere the answer may come from a server or a disk
+        // without the latest writes; hugetlbfs has no answer.
         (Backing::SharedFile, Some(file)) => in_file(file, pages, page_size),
         _ => Ok(whole(pages)),
     };
@@ -111,7 +111,7 @@ fn in_file(file: &FileOffset, pages: usize, page_size: usize) -> io::Result<Bitm
         // To the end of the page that the last byte is in: a file's blocks may be smaller than pages.
         let until = page(hole.saturating_add(page_size as u64 - 1));
         present.set_range(page(data), until - page(data));
-        // A hole right where there was data would be a race with somebody who punches it: go on behind.
+        // A hole right where there was data is a race with another thread that punches it: continue behind it.
         offset = hole.max(data + 1);
     }
     Ok(present)

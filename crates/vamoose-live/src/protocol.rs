@@ -32,7 +32,7 @@
 //! round before on another channel.
 //!
 //! # Where the guest is
-//! [`handover::Source`] and [`handover::Destination`] decide that; the documentation of that crate says how, and why two
+//! [`handover::Source`] and [`handover::Destination`] decide that; see its documentation for how, and why two
 //! guests never run. Before `commit`, every failure leaves the guest at the source. After a lost connection behind it the
 //! source dials again with the same attempt's id, until it is answered or the settle time is over. The
 //! destination waits for `commit` for the settle time, and answers for a while longer; about attempts that have failed
@@ -223,46 +223,29 @@ impl TryFrom<Details> for PrepareDetails {
 /// A control connection that failed, or on which the peer does not follow the protocol.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum ProtocolError {
-    /// The connection broke.
     #[error("the connection broke")]
     Io(#[from] io::Error),
-    /// The connection ended in the middle of something.
     #[error("the connection ended after {got} of {wanted} bytes")]
-    Truncated {
-        /// Bytes received.
-        got: usize,
-        /// Bytes expected.
-        wanted: usize,
-    },
-    /// The connection ended in the middle of a message.
+    Truncated { got: usize, wanted: usize },
     #[error("the connection ended in the middle of a message")]
     Cut,
     /// Nothing came for the stall timeout, in the middle of a message.
     #[error("timed out after {seconds} s in the middle of a message")]
-    Stalled {
-        /// The timeout.
-        seconds: u64,
-    },
+    Stalled { seconds: u64 },
     /// Nothing came for the stall timeout.
     #[error("timed out after {seconds} s waiting for a message")]
-    TimedOut {
-        /// The timeout.
-        seconds: u64,
-    },
+    TimedOut { seconds: u64 },
     /// A peer of another protocol.
     #[error("the connection begins with {found:#010x}, which is not a live migration")]
-    Foreign {
-        /// Its first four bytes.
-        found: u32,
-    },
+    Foreign { found: u32 },
     /// A source of a release whose protocol is not supported any more.
     #[error("a source of an older release: install the same release of vamoose on both hosts")]
     Old,
     /// A channel's first bytes.
     #[error("malformed initial packet of a channel")]
     Channel(#[from] InitialError),
-    /// Bytes that are no message.
     #[error(transparent)]
     Frame(#[from] FrameError),
 }

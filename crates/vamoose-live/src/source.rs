@@ -257,7 +257,7 @@ impl<'a> Attempt<'a> {
         link.idle(Duration::ZERO)?;
         source.shared.progress().status.status = State::Device;
         let mut paused = Stopwatch::start();
-        link.bound_downtime(paused.started().checked_add(source.config.downtime_max));
+        link.bound_downtime(paused.started.checked_add(source.config.downtime_max));
         // It has to be resumed also if an error follows.
         self.paused = Some(paused);
         self.guest
@@ -358,7 +358,7 @@ impl<'a> Attempt<'a> {
             return;
         };
         paused.lap(|parts| &mut parts.commit);
-        let (downtime, parts) = (paused.started().elapsed(), paused.parts());
+        let (downtime, parts) = (paused.started.elapsed(), paused.parts);
         info!(?downtime, "the guest runs at the destination ({parts})");
         let mut progress = self.source.shared.progress();
         progress.status.downtime = Some(millis(downtime));

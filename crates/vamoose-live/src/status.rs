@@ -61,7 +61,7 @@ pub struct DowntimeParts {
     /// Until the destination has loaded that state.
     #[serde(serialize_with = "as_millis")]
     pub load: Duration,
-    /// Handing the guest over, until the destination says that it runs.
+    /// Handing the guest over, until the destination confirms that it runs.
     #[serde(serialize_with = "as_millis")]
     pub commit: Duration,
 }
@@ -120,7 +120,7 @@ pub enum State {
     Device,
     /// The guest runs at the destination.
     Completed,
-    /// It runs at the source, or it is not known where: the error says.
+    /// It runs at the source, or it is not known where, see the error.
     Failed,
     /// It runs at the source: the migration was cancelled.
     Cancelled,
@@ -164,7 +164,7 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// The migration is over: its time stands still.
+    /// The migration is over: its time is final.
     pub(crate) fn end(&mut self) {
         if !self.over {
             self.over = true;
@@ -172,7 +172,7 @@ impl Progress {
         }
     }
 
-    /// So many pages are dirty and will be sent, after those that `stats` knows of.
+    /// `pages` are dirty and will be sent, after those that `stats` has counted.
     pub(crate) fn count_remaining(&mut self, pages: usize, stats: &Stats) {
         self.status.ram.remaining = pages as u64 * self.status.ram.page_size;
         self.pages_sent = pages_sent(&stats.snapshot());
@@ -278,18 +278,19 @@ impl Shared {
 /// Measures the parts of a downtime.
 #[derive(Clone, Copy)]
 pub(crate) struct Stopwatch {
-    started: Instant,
+    pub(crate) started: Instant,
+    pub(crate) parts: DowntimeParts,
     lap: Instant,
-    parts: DowntimeParts,
 }
 
 impl Stopwatch {
     pub(crate) fn start() -> Self {
         let now = Instant::now();
+        let parts = DowntimeParts::default();
         Self {
             started: now,
+            parts,
             lap: now,
-            parts: DowntimeParts::default(),
         }
     }
 
@@ -298,14 +299,6 @@ impl Stopwatch {
         let now = Instant::now();
         *part(&mut self.parts) += now - self.lap;
         self.lap = now;
-    }
-
-    pub(crate) fn started(&self) -> Instant {
-        self.started
-    }
-
-    pub(crate) fn parts(&self) -> DowntimeParts {
-        self.parts
     }
 }
 

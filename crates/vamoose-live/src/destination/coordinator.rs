@@ -23,7 +23,7 @@ use super::{
     receiving::{Action, Receiving, unexpected},
 };
 use crate::{
-    ChannelError, DestinationError, DestinationGuest, PageCopy,
+    ChannelError, DestinationError, DestinationGuest,
     error::chain,
     offload::Account,
     protocol::{PrepareDetails, ProtocolError},
@@ -44,14 +44,14 @@ const FAILURE_TIMEOUT: Duration = Duration::from_secs(1);
 const REASON_TIMEOUT: Duration = Duration::from_millis(100);
 
 pub(super) struct Coordinator<'scope, 'env> {
-    config: &'env DestinationConfig,
-    memory: &'env GuestRam<'env>,
-    arrived: &'env mut bool,
-    inbox: Inbox<'env>,
-    events_in: SyncSender<Event>,
-    scope: &'scope Scope<'scope, 'env>,
-    stats: Arc<Stats>,
-    copied: Option<Account>,
+    pub(super) config: &'env DestinationConfig,
+    pub(super) memory: &'env GuestRam<'env>,
+    pub(super) arrived: &'env mut bool,
+    pub(super) inbox: Inbox<'env>,
+    pub(super) events_in: SyncSender<Event>,
+    pub(super) scope: &'scope Scope<'scope, 'env>,
+    pub(super) stats: Arc<Stats>,
+    pub(super) copied: Option<Account>,
 }
 
 /// The current attempt.
@@ -77,29 +77,6 @@ enum GuestState {
 }
 
 impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
-    pub(super) fn new(
-        config: &'env DestinationConfig,
-        memory: &'env GuestRam<'env>,
-        arrived: &'env mut bool,
-        inbox: Inbox<'env>,
-        events_in: SyncSender<Event>,
-        scope: &'scope Scope<'scope, 'env>,
-    ) -> Self {
-        Self {
-            config,
-            memory,
-            arrived,
-            inbox,
-            events_in,
-            scope,
-            stats: Arc::default(),
-            copied: match &config.copy {
-                PageCopy::Cpu => None,
-                PageCopy::Dsa(devices) => Some(Account::open(devices)),
-            },
-        }
-    }
-
     pub(super) fn run(
         &mut self,
         guest: &mut dyn DestinationGuest,

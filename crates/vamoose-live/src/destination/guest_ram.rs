@@ -304,15 +304,15 @@ mod tests {
     }
 
     #[test]
-    fn memory_becomes_zero_in_chunks_that_tell_of_progress() {
+    fn memory_becomes_zero_in_chunks_with_reports_of_progress() {
         let ram = ram(3 * CHUNK / PAGE);
         let pages = ram.pages(0);
         let (beats, guest_ram) = (std::cell::Cell::new(0), GuestRam::new(&ram, true));
-        let tell = || beats.set(beats.get() + 1);
+        let report = || beats.set(beats.get() + 1);
         for filled in [vec![], vec![0, pages / 2, pages - 1], (0..pages).collect()] {
             filled.iter().for_each(|page| fill(&ram, *page, 7));
             beats.set(0);
-            guest_ram.make_zero_by(&Heartbeat::new(Duration::ZERO, &tell));
+            guest_ram.make_zero_by(&Heartbeat::new(Duration::ZERO, &report));
             assert!(bytes(&ram).iter().all(|byte| *byte == 0));
             // Of the one block, and of chunks that this thread got.
             assert!(beats.get() > 0);

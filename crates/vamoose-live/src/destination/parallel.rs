@@ -40,22 +40,26 @@ pub(super) fn each(
 
 /// Reports at intervals that work makes progress.
 pub(super) struct Heartbeat<'a> {
-    tell: &'a dyn Fn(),
+    report: &'a dyn Fn(),
     every: Duration,
     last: Cell<Instant>,
 }
 
 impl<'a> Heartbeat<'a> {
-    /// Calls `tell`, but at most once `every` so long.
-    pub(super) fn new(every: Duration, tell: &'a dyn Fn()) -> Self {
+    /// Calls `report`, but at most once `every` so long.
+    pub(super) fn new(every: Duration, report: &'a dyn Fn()) -> Self {
         let last = Cell::new(Instant::now());
-        Self { tell, every, last }
+        Self {
+            report,
+            every,
+            last,
+        }
     }
 
     /// Something has been done.
     pub(super) fn beat(&self) {
         if self.last.get().elapsed() >= self.every {
-            (self.tell)();
+            (self.report)();
             self.last.set(Instant::now());
         }
     }
@@ -101,10 +105,10 @@ mod tests {
     }
 
     #[test]
-    fn the_heartbeat_tells_of_parts_that_are_done() {
+    fn the_heartbeat_reports_of_parts_that_are_done() {
         let beats = Cell::new(0);
-        let tell = || beats.set(beats.get() + 1);
-        let heartbeat = Heartbeat::new(Duration::ZERO, &tell);
+        let report = || beats.set(beats.get() + 1);
+        let heartbeat = Heartbeat::new(Duration::ZERO, &report);
         each(10, 1, &heartbeat, &|_| {});
         assert_eq!(beats.get(), 10);
     }

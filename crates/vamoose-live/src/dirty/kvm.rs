@@ -5,7 +5,7 @@
 //! before its turn comes is sent once and faults once. Without it, KVM reads, clears and protects all at once
 //! in `collect`.
 //!
-//! KVM_DIRTY_LOG_INITIALLY_SET is left alone: its first bitmap says that everything is dirty, which the
+//! KVM_DIRTY_LOG_INITIALLY_SET is left alone: in its first bitmap everything is dirty, which the
 //! migration knows, and pages that were never touched would count as written.
 
 use std::{
@@ -56,7 +56,7 @@ pub struct KvmSlot {
 #[derive(Debug)]
 pub struct KvmDirtyLog {
     slots: Slots,
-    /// A bitmap for each slot, for what KVM says and for what it is told.
+    /// A bitmap for each slot, to read from KVM and to pass to it.
     bitmaps: Vec<Mutex<Vec<u64>>>,
     manual: bool,
 }

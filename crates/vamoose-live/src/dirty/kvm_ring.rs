@@ -1,7 +1,7 @@
 //! KVM's dirty rings: what the guest wrote, page by page, in a ring per vCPU.
 //!
 //! ```text
-//!        KVM, for the vCPU ──> │ dirty │ dirty │ dirty │       │ <── KVM goes on here
+//!        KVM, for the vCPU ──> │ dirty │ dirty │ dirty │       │ <── KVM continues here
 //!                                  ^ next to harvest
 //!   harvest:  note the page; dirty -> reset; next        (acquire, release)
 //!   then:     KVM_RESET_DIRTY_RINGS  protects the pages again, reset -> free
@@ -37,7 +37,7 @@ pub struct KvmRings {
 /// Logs what a KVM guest writes, in KVM's rings (Linux 5.11).
 ///
 /// Where KVM's bitmap costs a look at every page of the guest in each round, the rings cost what was written. A
-/// vCPU whose ring is full does not go on until somebody has [harvested](Self::harvest) it, which also slows
+/// vCPU whose ring is full stops until it is [harvested](Self::harvest), which also slows
 /// down a guest that writes faster than it can be sent. What it does not see is what
 /// [`KvmDirtyLog`](super::KvmDirtyLog) does not.
 ///
@@ -64,7 +64,7 @@ struct Ring {
 
 const LOG: &str = "KVM ring";
 
-/// `KVM_DIRTY_GFN_F_DIRTY`: the entry is KVM's and says something.
+/// `KVM_DIRTY_GFN_F_DIRTY`: the entry names a page.
 const DIRTY: u32 = 1 << 0;
 /// `KVM_DIRTY_GFN_F_RESET`: it was harvested.
 const RESET: u32 = 1 << 1;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Bitmap, DirtyLog, DirtyLogError};
 
-/// Several dirty logs of the same memory as one: a page is dirty if one of them says so.
+/// Several dirty logs of the same memory as one: a page is dirty if it is in one of them.
 pub struct Merged {
     logs: Vec<Arc<dyn DirtyLog>>,
 }

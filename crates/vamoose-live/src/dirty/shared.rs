@@ -1,11 +1,11 @@
 //! A dirty log that the VMM feeds itself, for what neither KVM nor page tables see: writes of device emulation,
 //! of direct I/O, of another process that maps the same memory.
 //!
-//! There is no flag that says whether anybody collects. A mark is one atomic OR whether or not a migration
-//! runs, and [`start`](DirtyLog::start) throws away what has gathered. With a flag, a device could write, find it
+//! There is no flag for whether a migration runs. A mark is one atomic OR whether or not a migration
+//! runs, and [`start`](DirtyLog::start) throws away what was marked before. With a flag, a device could write, find it
 //! still down and drop the mark, while the migration that just raised it reads the page as it was before. An
 //! OR and a swap of the same word have an order: the swap either comes after the mark, and then
-//! the data is seen by whoever swapped, or before it, and then the mark stays.
+//! the data is seen by the thread that swapped, or before it, and then the mark stays.
 
 use super::{Bitmap, DirtyLog, DirtyLogError};
 use crate::Ram;
@@ -60,7 +60,7 @@ impl SharedBitmap {
         while from < end {
             let until = end.min((from / 64 + 1) * 64);
             let ones = (u64::MAX >> (64 - (until - from))) << (from % 64);
-            // Release: whoever takes the bit sees what was written before. It has to be done even if the bit
+            // Release: the thread that takes the bit sees what was written before. It has to be done even if the bit
             // is set already, because it was set for an earlier write.
             pages.words[from / 64].fetch_or(ones, Ordering::Release);
             from = until;

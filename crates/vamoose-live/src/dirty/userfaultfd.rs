@@ -1,11 +1,11 @@
 //! The page tables of this process as a dirty log: userfaultfd write protection in asynchronous mode (Linux 6.7).
 //!
 //! Pages are write-protected. The first write to one faults, and the kernel lifts the protection and lets it go on;
-//! nobody has to answer. `collect` asks PAGEMAP_SCAN for the pages without protection, which protects them again in
+//! no handler is needed. `collect` asks PAGEMAP_SCAN for the pages without protection, which protects them again in
 //! the same step, so that there is nothing to clear later.
 //!
 //! # Pages that are not there
-//! Pages that nobody ever touched cost as little as can be, and are not found. The two kinds of memory need two ways:
+//! Pages that were never touched cost as little as possible, and are not found. There are two kinds of memory:
 //!
 //! - **Private anonymous**: a page without an entry in the page tables holds zeros, so only pages with one count, and no
 //!   entries are made for the rest. A page that is read before it is ever written (then it maps the shared page of zeros)
@@ -46,7 +46,7 @@ use crate::{
 /// takes 2 MiB of page tables per GiB even where it was never touched.
 ///
 /// # What it needs
-/// Linux 6.7 with userfaultfd, and /proc. No privilege, whatever `vm.unprivileged_userfaultfd` says: the log asks for
+/// Linux 6.7 with userfaultfd, and /proc. No privilege, whatever the value of `vm.unprivileged_userfaultfd`: the log asks for
 /// faults of user mode only, and the kernel's are resolved all the same, because no fault is ever delivered. No other
 /// userfaultfd may be registered on the memory.
 #[derive(Debug)]

@@ -132,7 +132,7 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
                 self.commits = 0;
                 SourceEvent::Connected
             }
-            Err(SourceError::Dial(SocketError::Dial { source, .. })) if nobody_listens(&source) => {
+            Err(SourceError::Dial(SocketError::Dial { source, .. })) if is_refused(&source) => {
                 self.last = "connection refused".to_owned();
                 SourceEvent::NobodyListens
             }
@@ -173,7 +173,7 @@ fn was_closed(error: &SourceError, commits: u32) -> bool {
 }
 
 /// Whether the error says that no process listens there.
-fn nobody_listens(error: &io::Error) -> bool {
+fn is_refused(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         // The second one: a unix socket's file that was removed.

@@ -29,7 +29,7 @@ const KVM_RESET_DIRTY_RINGS: Opcode = opcode::none(KVMIO, 0xc7);
 #[derive(Debug)]
 pub(crate) struct Vm(OwnedFd);
 
-/// A virtual machine of which is known which slots it has.
+/// A virtual machine whose slots are known.
 #[derive(Debug)]
 pub(crate) struct VmWithSlots(Vm);
 
@@ -88,7 +88,7 @@ impl VmWithSlots {
     pub(crate) fn set_slot(&self, slot: &kvm_userspace_memory_region) -> io::Result<()> {
         let mut slot = *slot;
         // SAFETY: the request takes this argument. The guest gets no memory that it did not have before, since the VM
-        // has the slot, as whoever made this has promised.
+        // has the slot, as the caller of `new` has promised.
         unsafe { super::ioctl(self.fd(), KVM_SET_USER_MEMORY_REGION, &mut slot) }.map(drop)
     }
 

@@ -33,7 +33,7 @@ pub(crate) struct Punch {
 }
 
 impl Punch {
-    /// `None` for memory that keeps its content, or gets it back from a file or from whoever fills it.
+    /// `None` for memory that keeps its content, or gets it back from a file or on demand.
     pub(crate) fn of(backing: Backing) -> Option<Self> {
         let (advice, unit) = match backing {
             Backing::Anonymous { page_size } => (Advice::LinuxDontNeed, page_size),
@@ -72,7 +72,7 @@ impl Punch {
         if self.whole_units(&addresses) != addresses {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        // SAFETY: the slice is a part of a mapping of guest memory that outlives it, and nobody has a Rust reference
+        // SAFETY: the slice is a part of a mapping of guest memory that outlives it, and there is no Rust reference
         // into guest memory. It is made of whole pages of the mapping, so that no kernel rounds it to anything else.
         // To the guest and to us this is as a write of zeros.
         unsafe { madvise(guard.as_ptr().cast(), memory.len(), self.advice)? };

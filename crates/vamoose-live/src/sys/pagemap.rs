@@ -36,7 +36,7 @@ pub(crate) struct Query {
     pub(crate) write_protect: bool,
 }
 
-/// Where the kernel puts what it finds; to be used again.
+/// The buffer that the kernel fills; to be used again.
 #[derive(Debug)]
 pub(crate) struct Found(Vec<Region>);
 
@@ -77,7 +77,7 @@ const ENTRY_SWAPPED: u64 = 1 << 62;
 const ENTRY_PRESENT: u64 = 1 << 63;
 
 impl Found {
-    /// Room for what one call may find: 24 KiB, so that a call is short beside what it does.
+    /// A buffer for what one call may find: 24 KiB, so that the cost of a call is small beside its work.
     pub(crate) fn new() -> Self {
         Self(vec![Region::default(); 1024])
     }
@@ -91,7 +91,7 @@ impl Pagemap {
     /// Calls `each` with the addresses of every run of pages in `addresses` that `query` matches, in their order.
     ///
     /// # Errors
-    /// `ENOTTY` before Linux 6.7. With [`Query::write_protect`], pages may have been protected that nobody heard of.
+    /// `ENOTTY` before Linux 6.7. With [`Query::write_protect`], some pages may have been protected without being reported.
     pub(crate) fn scan(
         &self,
         addresses: Range<usize>,
@@ -125,9 +125,9 @@ impl Pagemap {
             for region in &found.0[..(count as usize).min(found.0.len())] {
                 each(address(region.start)..address(region.end));
             }
-            // It stops early when the vector is full, and never without having got anywhere.
+            // It stops early when the vector is full, and never without progress.
             if argument.walk_end <= start {
-                return Err(io::Error::other("PAGEMAP_SCAN does not get on"));
+                return Err(io::Error::other("PAGEMAP_SCAN makes no progress"));
             }
             start = argument.walk_end;
         }

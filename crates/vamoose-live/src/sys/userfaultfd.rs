@@ -1,5 +1,5 @@
 //! Userfaultfd with asynchronous write protection: the kernel itself lifts the protection of a page that is
-//! written, and nobody has to wait for a message.
+//! written; no fault is ever delivered.
 
 use std::{
     io,
@@ -65,8 +65,8 @@ const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
 impl Userfaultfd {
     /// A userfaultfd for faults of user mode, which needs no privilege. Writes of the kernel on behalf of a
-    /// process are found all the same: their faults would have to be refused only if somebody had to be asked
-    /// about them.
+    /// process are found all the same: their faults would have to be refused only if they were
+    /// delivered.
     ///
     /// # Errors
     /// `ENOSYS` if the kernel is built without, `EPERM` if a filter forbids it.
@@ -75,7 +75,7 @@ impl Userfaultfd {
         // SAFETY: the call takes flags and makes a file descriptor.
         let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
         match i32::try_from(fd) {
-            // SAFETY: the kernel has just made it and nobody else knows it.
+            // SAFETY: the kernel has just made it, and it has no other owner.
             Ok(fd) if fd >= 0 => Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) })),
             _ => Err(io::Error::last_os_error()),
         }
@@ -105,12 +105,12 @@ impl Userfaultfd {
             mode: MODE_WP,
             ioctls: 0,
         };
-        // SAFETY: the request takes this argument. Nobody ever waits for a fault in this memory, since the
+        // SAFETY: the request takes this argument. No thread waits for a fault in this memory, since the
         // protection is asynchronous.
         unsafe { super::ioctl(self.0.as_fd(), UFFDIO_REGISTER, &mut argument) }.map(drop)
     }
 
-    /// Lets whoever touches a page of `addresses` that is not there wait until somebody fills it.
+    /// Makes threads that touch a missing page of `addresses` wait until it is filled.
     #[cfg(test)]
     pub(crate) fn register_missing(&self, addresses: Range<usize>) -> io::Result<()> {
         let mut argument = Register {
