@@ -27,7 +27,7 @@ pub struct Qmp {
     stderr: Option<PathBuf>,
 }
 
-/// Something that QEMU told unasked.
+/// An event.
 #[derive(Clone, Debug)]
 pub struct Event {
     /// Such as `MIGRATION` or `STOP`.
@@ -92,7 +92,7 @@ impl Qmp {
             if let Some(event) = Event::parse(&message) {
                 self.events.push_back(event);
             } else if message["id"] != id {
-                // A late answer to a command that nobody waits for any more.
+                // A late answer to a command that has timed out.
             } else if let Some(error) = message.get("error") {
                 bail!(
                     "QEMU refused {command} {arguments}: {}",

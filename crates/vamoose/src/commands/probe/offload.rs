@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_nobody_has_set_up_comes_with_the_commands() {
+    fn an_unconfigured_device_comes_with_its_commands() {
         let device = "sys/bus/dsa/devices/dsa0";
         let files: Vec<(String, &str)> = [
             ("version", "0x100"),
