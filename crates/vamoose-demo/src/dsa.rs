@@ -106,7 +106,12 @@ impl Queues {
         options.shares = hardware.shares.of_devices();
         let devices = open_devices(Kind::Dsa, &self.path, options)
             .map_err(Error::msg)
-            .with_context(|| format!("--dsa-path {}", self.path))?;
+            .with_context(|| {
+                format!(
+                    "--dsa-path {} (`vamoose probe` lists the queues)",
+                    self.path
+                )
+            })?;
         Ok(Arc::new(devices))
     }
 
