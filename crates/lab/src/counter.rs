@@ -69,7 +69,7 @@ impl Image {
                 check_page(page, before, (address - PAGES.start) / PAGE, last)
                     .with_context(|| format!("page {number}, and the guest is at {last}"))?;
             } else if page != before {
-                bail!("page {number} is not what it was, and nobody writes it");
+                bail!("page {number} was changed, but the guest never writes it");
             }
         }
         Ok(last)

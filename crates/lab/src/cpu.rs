@@ -21,8 +21,8 @@ impl Meter {
         Ok(Self { at_start })
     }
 
-    /// CPU seconds (user and system) since the start, in the order of the pids. A process that has ended still counts as
-    /// long as nobody has waited for it.
+    /// CPU seconds (user and system) since the start, in the order of the pids. A process that has ended still counts
+    /// until it is reaped.
     pub fn read(&self) -> Result<Vec<f64>> {
         self.at_start
             .iter()

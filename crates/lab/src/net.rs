@@ -171,7 +171,7 @@ impl Namespace {
 
 impl Drop for Namespace {
     fn drop(&mut self) {
-        // The device goes with it, and nobody could do anything about an error.
+        // The device goes with it. Errors are ignored.
         let _ = run(Command::new("ip").args(["netns", "delete", &self.name]));
     }
 }

@@ -1,6 +1,7 @@
 //! A small synchronous client for QEMU's control protocol, QMP, with what migrations need.
 //!
-//! One thread talks; events that arrive meanwhile are queued in order. Nothing here waits without a limit.
+//! Not the client of `vamoose-relay` on purpose: an oracle shares no code with what it tests. One thread uses a connection; events
+//! are queued in order. Every wait has a limit.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -21,12 +22,12 @@ pub struct Qmp {
     events: VecDeque<Event>,
     commands: u64,
     /// How long a command may take.
-    patience: Duration,
+    timeout: Duration,
     /// Where QEMU's stderr goes, to quote it in errors.
     stderr: Option<PathBuf>,
 }
 
-/// Something that QEMU told unasked.
+/// An event.
 #[derive(Clone, Debug)]
 pub struct Event {
     /// Such as `MIGRATION` or `STOP`.
@@ -59,7 +60,7 @@ impl Qmp {
             buffer: Vec::new(),
             events: VecDeque::new(),
             commands: 0,
-            patience: COMMAND,
+            timeout: COMMAND,
             stderr,
         };
         let greeting = qmp.receive(Instant::now() + COMMAND)?;
@@ -74,7 +75,7 @@ impl Qmp {
     ///
     /// # Errors
     /// When QEMU refuses the command (with its reason), has gone (with its stderr) or does not answer within a minute, or what
-    /// [`Qmp::set_patience`] says.
+    /// [`Qmp::set_timeout`] says.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
         self.commands += 1;
         let id = self.commands;
@@ -83,7 +84,7 @@ impl Qmp {
         let sent = self.stream.write_all(line.as_bytes());
         sent.map_err(|error| self.with_stderr(anyhow!(error)))
             .with_context(|| format!("sending {command} to QEMU"))?;
-        let deadline = Instant::now() + self.patience;
+        let deadline = Instant::now() + self.timeout;
         loop {
             let mut message = self
                 .receive(deadline)
@@ -91,7 +92,7 @@ impl Qmp {
             if let Some(event) = Event::parse(&message) {
                 self.events.push_back(event);
             } else if message["id"] != id {
-                // A late answer to a command that nobody waits for any more.
+                // A late answer to a command that has timed out.
             } else if let Some(error) = message.get("error") {
                 bail!(
                     "QEMU refused {command} {arguments}: {}",
@@ -146,8 +147,8 @@ impl Qmp {
     }
 
     /// How long commands may take from now on.
-    pub fn set_patience(&mut self, patience: Duration) {
-        self.patience = patience;
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
     }
 
     /// The guest's state, such as `running`, `paused`, `postmigrate`, `inmigrate`.

@@ -38,7 +38,7 @@ pub fn libqatzip(folder: &Path, without: Option<&str>) -> Result<PathBuf> {
             LIBQATZIP_SYMBOLS.contains(&symbol),
             "the stand-in has no {symbol} to leave out"
         );
-        // To whoever looks for it, a function with another name is not there.
+        // A function with another name is not found.
         compiler.arg(format!("-D{symbol}=without_{symbol}"));
     }
     compiler.arg("-o").arg(&path).arg(SOURCE).arg("-lz");

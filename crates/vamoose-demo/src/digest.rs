@@ -24,7 +24,7 @@ struct BlockDigest {
 const PIECE: usize = 1 << 20;
 
 impl Digest {
-    /// Reads all of `ram`, which nobody writes meanwhile.
+    /// Reads all of `ram`, which must not be written meanwhile.
     pub(crate) fn of(ram: &Ram) -> Result<Self> {
         let mut buffer = vec![0; PIECE];
         let blocks = ram.blocks().iter().map(|block| {

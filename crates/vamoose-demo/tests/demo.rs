@@ -208,7 +208,8 @@ fn zero_copy_over_loopback_copies_and_says_so() -> Result<()> {
         "--json=-",
     ])?;
     if ended.stderr.contains("ulimit -l") {
-        lab::skipped("this host lets nobody lock the memory that zero-copy send needs").unwrap();
+        lab::skipped("this host does not allow locking the memory that zero-copy send needs")
+            .unwrap();
         return Ok(());
     }
     let report = report(&ended.success()?)?;

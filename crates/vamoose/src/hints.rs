@@ -36,3 +36,21 @@ fn of_settings(error: &SettingsError) -> Option<String> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context as _;
+
+    use super::*;
+
+    #[test]
+    fn a_hint_is_found_below_other_errors() {
+        let absent = SettingsError::EngineAbsent {
+            engine: "qat",
+            reason: "no library".to_owned(),
+        };
+        let error = Err::<(), _>(absent).context("setting up").unwrap_err();
+        assert!(of(&error).unwrap().contains("--accel auto"));
+        assert_eq!(of(&Error::msg("anything else")), None);
+    }
+}

@@ -67,8 +67,8 @@ impl Guard {
         let ours = format!("vm{}-", std::process::id());
         for entry in fs::read_dir("/run/netns").into_iter().flatten().flatten() {
             if entry.file_name().to_string_lossy().starts_with(&ours) {
-                // In a process group of its own the terminal's signals do not reach it. Nobody could do anything about
-                // an error.
+                // In a process group of its own the terminal's signals do not reach it. Errors are
+                // ignored.
                 let _ = Command::new("ip")
                     .args(["netns", "delete"])
                     .arg(entry.file_name())

@@ -1,4 +1,4 @@
-//! What the demo shows. Where nobody reads any more it goes on quietly.
+//! What the demo shows. If standard output is closed it goes on without.
 
 use std::fmt::Display;
 use std::io::{self, Write as _};

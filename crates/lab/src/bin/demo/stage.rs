@@ -67,7 +67,7 @@ impl<'a> Stage<'a> {
         let state = state_dir()?;
         let host = network.destination();
         let mut command = host.command(&vamoose);
-        // The namespace's address is no loopback one, but nobody else is on that link.
+        // The namespace's address is not a loopback one, but the link is private.
         command.args(["serve", "--insecure", "--listen"]);
         command.arg(format!("tcp:{}:0", host.address()));
         command.arg("--qmp-dir").arg(monitors.path());

@@ -28,7 +28,7 @@ struct Campaign<'a> {
     next: AtomicU64,
     faults: AtomicU64,
     stop: AtomicBool,
-    /// Somebody wants this to end: what has not ended by itself has got the same signal.
+    /// Interrupted: what has not ended by itself has got the same signal.
     interrupted: Arc<AtomicBool>,
     state: Mutex<State>,
 }
@@ -156,7 +156,7 @@ impl<'a> Campaign<'a> {
         let mut out = io::stderr();
         if out.is_terminal() {
             let faults = self.faults.load(Ordering::SeqCst);
-            // Nobody needs it.
+            // It is not needed any more.
             let _ = write!(out, "\r{experiments} experiments, {faults} faults ");
         }
     }
@@ -256,7 +256,7 @@ fn live_setting(options: &Options) -> Result<live::Setting> {
     live::Setting::new(&options.vmm, &kinds.collect::<Vec<_>>())
 }
 
-/// All kinds, or those that were named. Bits are flipped where that is noticed, or where somebody wants to see it.
+/// All kinds, or those that were named. Bits are flipped where that is noticed, or where that is asked for.
 fn is_wanted(options: &Options, kind: Kind, checks: bool) -> bool {
     if options.only.is_empty() {
         return kind != Kind::Flip || checks;

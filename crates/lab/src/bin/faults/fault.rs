@@ -182,13 +182,13 @@ impl Fault {
     }
 }
 
-/// Mostly short; now and then longer than somebody's patience.
+/// Mostly short; now and then longer than a timeout.
 fn draw_time(random: &mut Random) -> Duration {
     match random.below(100) {
         0..55 => random.millis(1..400),
         55..85 => random.millis(400..2500),
         85..98 => random.millis(2500..8000),
-        // Longer than the patience with a QEMU's monitor.
+        // Longer than the timeout with a QEMU's monitor.
         _ => random.millis(20_500..24_000),
     }
 }

@@ -23,7 +23,7 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// One of our children that nobody has waited for.
+    /// One of our children that has not been reaped.
     pub(crate) fn open(pid: u32) -> Result<Self> {
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let pid = pid.context("not a process id")?;
@@ -35,7 +35,7 @@ impl Process {
         })
     }
 
-    /// Sends a signal; one that has ended does not mind.
+    /// Sends a signal; nothing happens if it has ended.
     pub(crate) fn signal(&self, signal: Signal) {
         let _ = pidfd_send_signal(&*self.handle, signal);
     }

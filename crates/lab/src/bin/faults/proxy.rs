@@ -60,9 +60,9 @@ pub(crate) enum Which {
 /// How a connection is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cut {
-    /// Both ends are told that the other one has finished.
+    /// Both ends see that the other one has finished.
     Finished,
-    /// Both ends are told that something is wrong.
+    /// Both ends get an error.
     Reset,
 }
 
@@ -86,7 +86,7 @@ struct Shared {
     port: u16,
     state: Mutex<State>,
     changed: Condvar,
-    /// Keeps the port while nobody listens on it.
+    /// Keeps the port while no connection is accepted.
     _port: OwnedFd,
 }
 
@@ -174,19 +174,19 @@ impl Link {
         }
     }
 
-    /// Nothing passes any more, one way or both, and nobody is told.
+    /// Nothing passes any more, one way or both, and neither end gets an error.
     pub(crate) fn silence(&self, there: bool, back: bool) {
         let mut state = self.lock();
         state.flow.silent_there |= there;
         state.flow.silent_back |= back;
     }
 
-    /// Bytes that go this way vanish, and nobody is told.
+    /// Bytes that go this way vanish, and neither end gets an error.
     pub(crate) fn swallow(&self, way: Way) {
         self.lock().flow.hole = Some(way);
     }
 
-    /// Cuts everything, and nobody listens any more.
+    /// Cuts everything, and accepts no more connections.
     pub(crate) fn refuse(&self) {
         self.lock().refusing = true;
         self.0.changed.notify_all();
@@ -316,7 +316,7 @@ impl Link {
         }
     }
 
-    fn hears(&self, word: &str) {
+    fn on_message(&self, word: &str) {
         self.lock().heard.push(Heard {
             at: now(),
             word: word.to_owned(),
@@ -334,7 +334,7 @@ pub(crate) fn now() -> Duration {
 /// How often what waits looks whether the proxy is being dropped.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// A port on which nobody listens and that nobody else gets.
+/// A port that refuses connections and that no other process gets.
 fn hold_port() -> Result<(OwnedFd, u16)> {
     let held = socket(AddressFamily::INET, SocketType::STREAM, None)?;
     // Then others may bind the same port, as long as this socket does not listen.

@@ -38,7 +38,7 @@ pub(crate) enum Ended {
     Destination,
     /// With whom: its only copy was killed.
     Lost(&'static str),
-    /// Nobody can say, and nobody has to.
+    /// Unknown, and need not be known.
     InDoubt,
 }
 
@@ -57,7 +57,7 @@ pub(crate) struct Violation {
 pub(crate) enum Broken {
     /// Two guests ran, or one went on with old memory.
     Doubled,
-    /// The guest runs nowhere, and nobody had killed its only copy.
+    /// The guest runs nowhere, and its only copy was not killed.
     Nowhere,
     /// Memory that is not what it has to be.
     Memory,
@@ -70,9 +70,9 @@ pub(crate) enum Broken {
     NextFails,
     /// A guest that was paused was let run.
     Started,
-    /// A process that nobody killed has ended.
+    /// A process that was not killed has ended.
     Crash,
-    /// A QEMU that nobody has stopped does not answer.
+    /// A QEMU that was not stopped does not answer.
     Mute,
 }
 
@@ -107,7 +107,7 @@ impl<E: Into<anyhow::Error>> From<E> for Trouble {
 }
 
 impl Trouble {
-    /// A violation whose story will be told by somebody else.
+    /// A violation that is reported elsewhere.
     pub(crate) fn broken(kind: Broken, what: impl Into<String>) -> Self {
         Self::Violation(Violation {
             kind,

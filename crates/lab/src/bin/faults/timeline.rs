@@ -14,7 +14,7 @@ pub(crate) struct Life {
 }
 
 impl Life {
-    /// Of somebody who has not run.
+    /// Of a QEMU that has not run.
     pub(crate) fn new(name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -117,7 +117,7 @@ pub(crate) fn clock(at: Duration) -> String {
     format!("{:03}.{:06}", at.as_secs() % 1000, at.subsec_micros())
 }
 
-/// Finds a guest that ran twice. Nobody gets the guest a second time: whoever runs again has the memory that it had.
+/// Finds a guest that ran twice. A QEMU does not get the guest twice: one that runs again has the memory that it had.
 pub(crate) fn doubled(lives: &[Life]) -> Option<Doubled> {
     let mut runs: Vec<_> = lives
         .iter()

@@ -56,7 +56,7 @@ const LINK: u64 = 1_000_000_000;
 /// The limit of the downtime, in milliseconds.
 pub(crate) const LIMIT: f64 = 300.0;
 const RAM: &str = "512M";
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// The cases that are wanted.
 pub(crate) fn cases(options: &Options) -> Vec<Case> {
@@ -136,7 +136,7 @@ impl Case {
                 &format!("ip netns exec {}", link.destination.name()),
             ])
             .args(self.how);
-        let ended = Vamoose::start(&mut command)?.finish(PATIENCE)?;
+        let ended = Vamoose::start(&mut command)?.finish(TIMEOUT)?;
         let report: Value = serde_json::from_str(&ended.stdout)
             .with_context(|| format!("no report of vamoose-demo: {}", ended.stderr))?;
         ensure!(

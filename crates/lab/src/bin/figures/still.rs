@@ -281,7 +281,7 @@ impl Case {
             relay_b: far.as_ref().map(|relay| relay.cpu),
             destination: cpu[1],
             time: account["total-time"].as_f64().context("no total-time")? / 1000.0,
-            wire: wire.context("nobody counted the bytes")?,
+            wire: wire.context("the bytes were not counted")?,
             peak_a: near.as_ref().map(|relay| relay.peak),
             peak_b: far.as_ref().map(|relay| relay.peak),
         })
@@ -418,7 +418,7 @@ fn set_up(qemu: &mut Qemu, channels: u8, method: &str) -> Result<()> {
 /// Waits for a process; the CPU seconds that it has used.
 fn reap(child: &mut Child) -> Result<(f64, ExitStatus)> {
     let pid = Pid::from_child(child);
-    // Only a process that nobody has waited for can still be asked what it has used.
+    // The CPU time of a process can be read until it is reaped.
     waitid(
         WaitId::Pid(pid),
         WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,

@@ -11,7 +11,7 @@ use multifd::Layout;
 
 use super::recording::{Content, Packet};
 
-/// Writes lines until nobody reads them any more.
+/// Writes lines until the reader has gone.
 pub(super) struct Table<W: Write> {
     out: BufWriter<W>,
     unread: bool,

@@ -1,106 +1,84 @@
 //! DSA and IAA: which work queues this process can use, and what is missing for more.
 
-use idxd::discovery::{self, Report};
-use serde::Serialize;
+use idxd::discovery::{self, DeviceReport, QueueReport, Report};
+use serde::{Serialize, Serializer};
+use serde_json::{Value, json};
 
 use super::{Lines, Root, pci::Kind};
 
 /// The work queues, their devices, and what this host lacks.
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub(super) struct Offload {
-    enqcmd: bool,
-    enqcmd_enabled: bool,
-    movdir64b: bool,
-    waitpkg: bool,
-    /// This process may map the portals of devices that are not safe for processes.
-    raw_io: bool,
-    missing: Vec<String>,
-    devices: Vec<Device>,
-    #[serde(skip)]
-    report: Report,
-}
-
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct Device {
-    name: String,
-    kind: Kind,
-    version: Option<u32>,
-    state: Option<String>,
-    numa_node: Option<u32>,
-    problem: Option<String>,
-    queues: Vec<Queue>,
-    /// Commands for root that make a work queue where there is none.
-    setup: Vec<String>,
-    /// Work queues in use that these take away.
-    disturbed: Vec<String>,
-}
-
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct Queue {
-    name: String,
-    usable: bool,
-    problem: Option<String>,
-    /// Commands for root that remove the problem.
-    remedy: Vec<String>,
-}
+#[derive(Debug)]
+pub(super) struct Offload(Report);
 
 impl Offload {
     pub(super) fn probe(root: &Root) -> Self {
-        let report = discovery::report(&root.of_idxd());
-        Self {
-            enqcmd: report.cpu.enqcmd,
-            enqcmd_enabled: report.cpu.enqcmd_enabled,
-            movdir64b: report.cpu.movdir64b,
-            waitpkg: report.cpu.waitpkg,
-            raw_io: report.raw_io,
-            missing: report.missing.iter().map(ToString::to_string).collect(),
-            devices: report.devices.iter().map(Device::of).collect(),
-            report,
-        }
+        Self(discovery::report(&root.of_idxd()))
     }
 
     pub(super) fn describe(&self, lines: &mut Lines) {
         const NAME: &str = "dsa and iaa";
-        for device in &self.report.devices {
+        for device in &self.0.devices {
             for line in device.to_string().lines() {
                 lines.put(NAME, line);
             }
         }
-        for missing in &self.missing {
+        for missing in &self.0.missing {
             lines.put(NAME, format_args!("missing: {missing}"));
         }
     }
 }
 
-impl Device {
-    fn of(report: &discovery::DeviceReport) -> Self {
-        let device = &report.device;
-        Self {
-            name: device.name.to_string(),
-            kind: device.name.kind.into(),
-            version: device.version,
-            state: device.state.as_ref().map(ToString::to_string),
-            numa_node: device.numa_node,
-            problem: device.problem.as_ref().map(ToString::to_string),
-            queues: report.queues.iter().map(Queue::of).collect(),
-            setup: report.setup.clone(),
-            disturbed: report.disturbed.iter().map(ToString::to_string).collect(),
-        }
+impl Serialize for Offload {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Report {
+            cpu,
+            raw_io,
+            missing,
+            devices,
+            ..
+        } = &self.0;
+        json!({
+            "enqcmd": cpu.enqcmd,
+            "enqcmd-enabled": cpu.enqcmd_enabled,
+            "movdir64b": cpu.movdir64b,
+            "waitpkg": cpu.waitpkg,
+            // This process may map the portals of devices that are not safe for processes.
+            "raw-io": raw_io,
+            "missing": texts(missing),
+            "devices": devices.iter().map(device).collect::<Vec<_>>(),
+        })
+        .serialize(serializer)
     }
 }
 
-impl Queue {
-    fn of(report: &discovery::QueueReport) -> Self {
-        Self {
-            name: report.name.to_string(),
-            usable: report.problem.is_none(),
-            problem: report.problem.as_ref().map(ToString::to_string),
-            remedy: report.remedy.clone(),
-        }
-    }
+fn device(report: &DeviceReport) -> Value {
+    let device = &report.device;
+    json!({
+        "name": device.name.to_string(),
+        "kind": Kind::from(device.name.kind),
+        "version": device.version,
+        "state": device.state.as_ref().map(ToString::to_string),
+        "numa-node": device.numa_node,
+        "problem": device.problem.as_ref().map(ToString::to_string),
+        "queues": report.queues.iter().map(queue).collect::<Vec<_>>(),
+        // Commands for root that make a work queue where there is none, and the work queues in use that these remove.
+        "setup": report.setup,
+        "disturbed": texts(&report.disturbed),
+    })
+}
+
+fn queue(report: &QueueReport) -> Value {
+    json!({
+        "name": report.name.to_string(),
+        "usable": report.problem.is_none(),
+        "problem": report.problem.as_ref().map(ToString::to_string),
+        // Commands for root that solve the problem.
+        "remedy": report.remedy,
+    })
+}
+
+fn texts<T: ToString>(values: &[T]) -> Vec<String> {
+    values.iter().map(ToString::to_string).collect()
 }
 
 #[cfg(test)]
@@ -117,7 +95,7 @@ mod tests {
     fn a_host_without_devices_says_what_is_missing() {
         let (_folder, root) = fake::root(&[]);
         let offload = Offload::probe(&root);
-        assert!(offload.devices.is_empty());
+        assert!(offload.0.devices.is_empty());
         let shown = text(&offload);
         for part in ["no DSA or IAA on the PCI bus", "modprobe idxd"] {
             assert!(shown.contains(part), "{shown}");
@@ -125,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_nobody_has_set_up_comes_with_the_commands() {
+    fn an_unconfigured_device_comes_with_its_commands() {
         let device = "sys/bus/dsa/devices/dsa0";
         let files: Vec<(String, &str)> = [
             ("version", "0x100"),
@@ -156,22 +134,20 @@ mod tests {
             .collect();
         let (_folder, root) = fake::root(&files);
         let offload = Offload::probe(&root);
-        let found = &offload.devices[0];
-        assert_eq!((found.name.as_str(), found.numa_node), ("dsa0", Some(1)));
-        assert!(!found.queues[0].usable && found.queues[0].problem.is_some());
+        let json = serde_json::to_value(&offload).unwrap();
+        let found = &json["devices"][0];
+        assert_eq!(found["name"], "dsa0");
+        assert_eq!(found["numa-node"], 1);
+        assert_eq!(found["kind"], "dsa");
+        assert_eq!(found["queues"][0]["usable"], false);
+        assert!(found["queues"][0]["problem"].is_string(), "{found}");
         let shown = text(&offload);
         for part in [
             "accel-config config-wq",
             "accel-config enable-wq dsa0/wq0.0",
         ] {
-            assert!(
-                found.setup.iter().any(|line| line.contains(part)),
-                "{found:?}"
-            );
+            assert!(found["setup"].to_string().contains(part), "{found}");
             assert!(shown.contains(part), "{shown}");
         }
-        let json = serde_json::to_value(&offload).unwrap();
-        assert_eq!(json["devices"][0]["kind"], "dsa");
-        assert!(json.get("report").is_none());
     }
 }

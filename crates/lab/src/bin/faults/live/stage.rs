@@ -29,7 +29,7 @@ pub(crate) struct Stage<'a> {
 
 /// How long things may take that take no time, on a machine that is very busy.
 const SOON: Duration = Duration::from_secs(20);
-/// How long a migration may take when nothing is broken: the longest of its patience, many times.
+/// How long a migration may take when nothing is broken: the longest of its timeout, many times.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Faults are over by then at the latest.
 const REPAIRED: Duration = Duration::from_secs(25);
@@ -163,7 +163,7 @@ impl<'a> Stage<'a> {
         Ok(address)
     }
 
-    /// A VMM that nobody has killed lives.
+    /// A VMM that was not killed is alive.
     fn expect_no_crash(&self) -> Result<(), Trouble> {
         let struck = self.struck();
         let killed = |kinds: &[Kind]| struck.iter().any(|kind| kinds.contains(kind));
@@ -171,7 +171,7 @@ impl<'a> Stage<'a> {
         let destination = !killed(&[Kind::KillDestination, Kind::RestartDestination]);
         for (vmm, lives) in [(&self.source, source), (&self.destinations[0], destination)] {
             if lives && vmm.process.has_ended() {
-                let what = format!("{} has ended, and nobody has killed it", vmm.name);
+                let what = format!("{} has ended, but was not killed", vmm.name);
                 return Err(Trouble::broken(Broken::Crash, what));
             }
         }
@@ -199,7 +199,7 @@ impl<'a> Stage<'a> {
                 Ok(Ended::Source)
             }
             ("lost", None) if killed => Ok(Ended::Lost("its destination was killed")),
-            // Whoever is in doubt has paused the guest, and may be wrong about nothing else.
+            // A side in doubt has paused the guest, and may be wrong about nothing else.
             ("in-doubt", Some(there)) => {
                 self.verify(there)?;
                 self.compare(there)?;

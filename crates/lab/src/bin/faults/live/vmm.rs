@@ -70,7 +70,7 @@ impl Vmm {
         Ok(vmm)
     }
 
-    /// Tells it something; one that has ended does not mind.
+    /// Sends it a command; nothing happens if it has ended.
     pub(crate) fn tell(&self, what: &str) {
         tell(&self.input, what);
     }

@@ -25,7 +25,7 @@ pub(super) struct Connection {
 /// How much of a connection can be said again.
 const MOST_SAID: usize = 8 << 20;
 
-/// Connects somebody to the server, until one of them has had enough.
+/// Forwards a connection to the server until one end closes it.
 pub(super) fn serve(mut near: TcpStream, link: &Link) {
     let Some((first, dialect)) = read_first(&mut near) else {
         abort(&near);
@@ -119,7 +119,7 @@ impl Connection {
             Way::Back => (&self.far, &self.near, Cutter::of_destination(self.dialect)),
         };
         let carried = self.carry_all(way, first, &mut cutter, link, from, to);
-        // In a silence nobody hears of an end either, and a hole swallows it.
+        // A silence hides an end too, and so does a black hole.
         if !link.flow(way).is_ok_and(|passes| passes) {
             return;
         }
@@ -161,7 +161,7 @@ impl Connection {
     fn pass(&self, way: Way, piece: &Piece, link: &Link, to: &TcpStream) -> io::Result<()> {
         match &piece.word {
             Some(word) => {
-                link.hears(word);
+                link.on_message(word);
                 link.reach(|point| matches!(point, Point::Before(before) if before == word));
                 self.write(way, &piece.bytes, link, to)?;
                 link.reach(|point| matches!(point, Point::After(after) if after == word));

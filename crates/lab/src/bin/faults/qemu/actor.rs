@@ -36,7 +36,7 @@ const DYING: Duration = Duration::from_secs(1);
 impl Actor {
     pub(crate) fn new(name: &str, mut qemu: Qemu) -> Result<Self> {
         let process = Process::open(qemu.pid())?;
-        qemu.qmp.set_patience(ANSWER);
+        qemu.qmp.set_timeout(ANSWER);
         Ok(Self {
             name: name.to_owned(),
             qemu,
@@ -86,7 +86,7 @@ impl Actor {
     }
 
     fn listen(&mut self) {
-        // The end first: what it had told by then can still be heard.
+        // The end first: what it had reported by then can still be read.
         self.has_ended();
         self.events.extend(self.qemu.qmp.drain_events());
     }

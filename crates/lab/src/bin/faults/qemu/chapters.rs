@@ -54,7 +54,7 @@ impl Stage<'_> {
             format!("{}-next", self.plan.name())
         };
         self.left_over = !self.actors[1].process.wait(ENDED_BY_THEN);
-        // Whoever starts another QEMU of this name has ended the one before.
+        // Another QEMU of this name is started only after the one before has ended.
         for actor in &self.actors[1..] {
             actor.process.kill();
         }
@@ -142,5 +142,5 @@ impl Stage<'_> {
 
 /// Servers end a QEMU that will not get its guest, and wait for it to quit by itself first.
 const ENDED_BY_THEN: Duration = Duration::from_secs(1);
-/// Nobody has to have noticed a death at once.
+/// A death need not have been noticed at once.
 const DEAD_FOR_CERTAIN: Duration = Duration::from_millis(50);

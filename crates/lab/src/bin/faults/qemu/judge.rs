@@ -16,7 +16,7 @@ use crate::timeline::{Life, doubled};
 pub(crate) enum Holder {
     /// The actor of this number.
     Actor(usize),
-    /// Nobody, and that is nobody's fault: who was killed.
+    /// Neither, because it was killed.
     Lost(&'static str),
 }
 
@@ -49,7 +49,7 @@ impl Stage<'_> {
         if killed || !self.actors[0].has_ended() {
             return Ok(());
         }
-        let what = "the source's QEMU has ended, and nobody has killed it";
+        let what = "the source's QEMU has ended, but was not killed";
         Err(Trouble::broken(Broken::Crash, what))
     }
 
@@ -72,7 +72,8 @@ impl Stage<'_> {
                 return Ok(Holder::Lost(why));
             }
             if begin.elapsed() > SETTLING {
-                let what = format!("nobody runs, and the only copy was not killed: {states:?}");
+                let what =
+                    format!("the guest runs nowhere, and its only copy was not killed: {states:?}");
                 return Err(Trouble::broken(Broken::Nowhere, what));
             }
             std::thread::sleep(Duration::from_millis(20));
@@ -105,7 +106,7 @@ impl Stage<'_> {
     /// Whether it was killed with its only copy, and with whom.
     fn may_be_lost(&mut self) -> Option<&'static str> {
         let struck = self.hands.struck();
-        // After a second fault nobody may know any more that it had stopped.
+        // After a second fault it may be unknown that it had stopped.
         let known = struck == [Kind::KillSource] && self.was_whole_at_destination();
         if struck.contains(&Kind::KillSource) && !known {
             return Some("its source was killed");

@@ -82,7 +82,7 @@ pub(crate) struct Said {
     pub(crate) whole: bool,
 }
 
-/// How long a command may take when nothing is broken: the longest of its patience, many times.
+/// How long a command may take when nothing is broken: the longest of its timeout, many times.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Faults are over by then at the latest.
 const REPAIRED: Duration = Duration::from_secs(25);
@@ -304,7 +304,7 @@ impl<'a> Stage<'a> {
         for host in [HOST, OTHER_HOST] {
             let may_be_dead = host == HOST && killed;
             if !may_be_dead && !self.props.hosts[host].is_up()? {
-                let what = "a server has ended, and nobody has killed it";
+                let what = "a server has ended, but was not killed";
                 return Err(Trouble::broken(Broken::Crash, what));
             }
         }
