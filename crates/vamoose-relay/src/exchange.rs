@@ -32,7 +32,7 @@ pub(crate) fn exchange(
     channels: usize,
     streams: usize,
     layout: Layout,
-) -> (Vec<Inlet>, Vec<Outlet>, GiveUp) {
+) -> (Vec<Inlet>, Vec<Outlet>, Barriers) {
     let writers = channels * streams;
     let packets = (PACKETS_PER_CHANNEL * readers.max(channels)).max(readers + writers);
     let (give, take) = bounded(packets);
@@ -62,7 +62,7 @@ pub(crate) fn exchange(
         };
         outlets.extend(vec![outlet; streams]);
     }
-    (vec![inlet; readers], outlets, GiveUp(barriers))
+    (vec![inlet; readers], outlets, Barriers(barriers))
 }
 
 /// See the module's documentation.
@@ -144,11 +144,12 @@ impl Outlet {
     }
 }
 
-/// Ends every wait at a barrier, when one who should come never will.
-pub(crate) struct GiveUp(Vec<Arc<Barrier>>);
+/// All barriers of an exchange.
+pub(crate) struct Barriers(Vec<Arc<Barrier>>);
 
-impl GiveUp {
-    pub(crate) fn now(&self) {
+impl Barriers {
+    /// Ends every wait, when a thread that is waited for will never come.
+    pub(crate) fn give_up(&self) {
         for barrier in &self.0 {
             barrier.give_up();
         }
@@ -246,7 +247,7 @@ mod tests {
         channels: usize,
         streams: usize,
     ) -> Vec<Vec<Seen>> {
-        let (inlets, outlets, _give_up) = exchange(readers, channels, streams, LAYOUT);
+        let (inlets, outlets, _barriers) = exchange(readers, channels, streams, LAYOUT);
         let sockets: Vec<_> = (0..channels).map(|_| Mutex::new(Vec::new())).collect();
         thread::scope(|scope| {
             for (reader, inlet) in inlets.into_iter().enumerate() {
@@ -333,7 +334,7 @@ mod tests {
     /// its own, so that a test that fails ends.)
     #[test]
     fn who_finds_the_queue_full_at_a_sync_keeps_nobody_from_giving_up() {
-        let (inlets, outlets, give_up) = exchange(1, 2, 1, LAYOUT);
+        let (inlets, outlets, barriers) = exchange(1, 2, 1, LAYOUT);
         let inlet = inlets[0].clone();
         while inlet.work.try_send(Work::Sync { packet_num: 0 }).is_ok() {}
         let read = inlet.sync.clone();
@@ -344,7 +345,7 @@ mod tests {
         }
         let (tell, told) = bounded(1);
         thread::spawn(move || {
-            give_up.now();
+            barriers.give_up();
             tell.send(()).unwrap();
         });
         assert_eq!(told.recv_timeout(LIMIT), Ok(()));
@@ -354,10 +355,10 @@ mod tests {
 
     #[test]
     fn who_waits_at_a_barrier_can_be_released() {
-        let (inlets, _outlets, give_up) = exchange(2, 1, 1, LAYOUT);
+        let (inlets, _outlets, barriers) = exchange(2, 1, 1, LAYOUT);
         thread::scope(|scope| {
             let waiting = scope.spawn(|| inlets[0].sync(0));
-            give_up.now();
+            barriers.give_up();
             assert_eq!(waiting.join().unwrap(), Err(Closed));
         });
     }

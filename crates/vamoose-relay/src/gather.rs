@@ -38,19 +38,22 @@ use crate::{Accept, RelayError, accept::Acceptor, main_stream::is_transient};
 pub(crate) enum Arrival {
     /// A multifd migration: main stream (its first four bytes, [`MAIN_MAGIC`], are read already)
     /// and the channels by their ids.
-    Multifd {
-        main: Arc<Stream>,
-        channels: Vec<Arc<Stream>>,
-        uuid: [u8; 16],
-    },
+    Multifd { source: Connections, uuid: [u8; 16] },
     /// Something whose bytes can only be passed on.
     Opaque {
         why: &'static str,
         /// Connections in the order in which they came, with the bytes read already.
         opened: Vec<(Arc<Stream>, Vec<u8>)>,
-        /// Whether later connections speak first, as TLS does.
-        speaks_first: bool,
+        /// Behind TLS, where the client of each connection sends first.
+        is_tls: bool,
     },
+}
+
+/// The connections of a multifd migration to one of its sides.
+pub(crate) struct Connections {
+    pub(crate) main: Arc<Stream>,
+    /// By their ids.
+    pub(crate) channels: Vec<Arc<Stream>>,
 }
 
 /// Waits for the source's connections: for the first one as long as it takes, then for all the
@@ -414,16 +417,18 @@ impl Gathering<'_> {
             });
         };
         Ok(Arrival::Multifd {
-            main,
-            // Complete means: distinct ids, all below their number. So the order is the id.
-            channels: self.channels.into_values().collect(),
+            source: Connections {
+                main,
+                // Complete means: distinct ids, all below their number. So the order is the id.
+                channels: self.channels.into_values().collect(),
+            },
             uuid: self.uuid.unwrap_or_default(),
         })
     }
 
     /// Without those who said nothing before a main stream in plain text began: what comes with it, comes behind it.
     /// Behind TLS they may be about to speak.
-    fn into_opaque(self, why: &'static str, speaks_first: bool) -> Arrival {
+    fn into_opaque(self, why: &'static str, is_tls: bool) -> Arrival {
         let spoke = self.main.as_ref().map(|(_, spoke)| *spoke);
         let main = self
             .main
@@ -442,7 +447,7 @@ impl Gathering<'_> {
         Arrival::Opaque {
             why,
             opened: main.into_iter().chain(opening).collect(),
-            speaks_first,
+            is_tls,
         }
     }
 }

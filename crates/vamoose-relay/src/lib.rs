@@ -19,7 +19,9 @@
 mod accept;
 mod attempts;
 mod channels;
+mod config;
 mod control;
+mod downtime;
 mod error;
 mod exchange;
 mod gather;
@@ -40,7 +42,9 @@ mod syncs;
 
 pub use accept::{Accept, AcceptQueue};
 pub use attempts::{Attempt, Standing, attempts};
+pub use config::{Config, Dialer, ZeroPages};
 pub use control::ControlError;
+pub use downtime::{DowntimeParts, Switchover};
 pub use error::{Direction, RelayError};
 pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;
@@ -50,5 +54,5 @@ pub use process::{ProcessError, ProcessId};
 pub use qemu::{EndError, QemuError, Version};
 pub use qmp::QmpError;
 pub use serve::{ServeError, Server, ServerConfig};
-pub use session::{Config, Dialer, Outcome, Relay, Summary, ZeroPages};
+pub use session::{Outcome, Relay, Summary};
 pub use settle::{SettleError, Settlement, Verdict};

@@ -2,7 +2,11 @@
 
 use std::{
     io::{self, Read, Write},
-    sync::atomic::{AtomicBool, AtomicU8, Ordering},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU8, Ordering},
+    },
+    time::Instant,
 };
 
 use tracing::warn;
@@ -16,6 +20,7 @@ pub(crate) struct MainState {
     return_path: AtomicBool,
     shut_under_way: AtomicBool,
     last_byte: AtomicU8,
+    last_sent: Mutex<Option<Instant>>,
 }
 
 impl MainState {
@@ -27,6 +32,22 @@ impl MainState {
     pub(crate) fn is_broken_off(&self) -> bool {
         !self.shut_under_way.load(Ordering::Acquire)
             && (self.return_path.load(Ordering::Acquire) || !self.is_at_end())
+    }
+
+    /// Notes that all that has been received has been sent.
+    pub(crate) fn sent(&self) {
+        *self.lock_last_sent() = Some(Instant::now());
+    }
+
+    /// When the last bytes were sent to the destination.
+    pub(crate) fn last_sent(&self) -> Option<Instant> {
+        *self.lock_last_sent()
+    }
+
+    fn lock_last_sent(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.last_sent
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How a migration ended in which both ends closed the main stream and the destination has not

@@ -29,7 +29,7 @@ use crate::{
 pub(crate) fn pass_through(
     relay: &Relay<'_>,
     opened: Vec<(Arc<Stream>, Vec<u8>)>,
-    speaks_first: bool,
+    is_tls: bool,
     start: Instant,
 ) -> Result<Summary, RelayError> {
     let (report, reports) = channel();
@@ -44,13 +44,13 @@ pub(crate) fn pass_through(
                 for (number, (stream, first)) in opened.drain(..).enumerate() {
                     let is_first = setup_time.is_none() && number == 0;
                     // One that has yet to speak may be none of the source's: it is not waited for.
-                    open += usize::from(!first.is_empty() || !speaks_first);
+                    open += usize::from(!first.is_empty() || !is_tls);
                     let connection = Connection {
                         relay,
                         stream,
                         first,
-                        speaks_first,
-                        is_main: is_first && !speaks_first,
+                        is_tls,
+                        is_main: is_first && !is_tls,
                         report: report.clone(),
                     };
                     scope.spawn(move || connection.run());
@@ -102,6 +102,7 @@ pub(crate) fn pass_through(
         outgoing_channels: 0,
         setup_time: setup_time.unwrap_or_default(),
         total_time: start.elapsed(),
+        switchover: None,
     })
 }
 
@@ -128,7 +129,7 @@ struct Connection<'a> {
     relay: &'a Relay<'a>,
     stream: Arc<Stream>,
     first: Vec<u8>,
-    speaks_first: bool,
+    is_tls: bool,
     /// A main stream in plain text, on whose return path the destination speaks.
     is_main: bool,
     report: Sender<Report>,
@@ -136,7 +137,7 @@ struct Connection<'a> {
 
 impl Connection<'_> {
     fn run(mut self) {
-        if self.first.is_empty() && self.speaks_first {
+        if self.first.is_empty() && self.is_tls {
             match self.read_first() {
                 Ok(first) => self.first = first,
                 Err(stranger) => {

@@ -10,15 +10,14 @@
 
 use std::{
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use multifd::Layout;
 use tracing::warn;
 use vamoose_link::Stats;
 
 use crate::{
-    RelayError,
+    Config, RelayError,
     main_stream::{MainState, Witness},
     marks::Marks,
 };
@@ -31,6 +30,7 @@ pub(crate) struct Syncs {
 
 struct State {
     out: Vec<u64>,
+    last: Option<Instant>,
     awaited: bool,
     given_up: bool,
 }
@@ -51,6 +51,7 @@ impl Syncs {
         Self {
             state: Mutex::new(State {
                 out: vec![0; channels],
+                last: None,
                 awaited: false,
                 given_up: false,
             }),
@@ -64,9 +65,15 @@ impl Syncs {
         if let Some(out) = state.out.get_mut(channel) {
             *out += 1;
         }
+        state.last = Some(Instant::now());
         if state.awaited {
             self.changed.notify_all();
         }
+    }
+
+    /// When the last one was sent on its channel.
+    pub(crate) fn last(&self) -> Option<Instant> {
+        self.lock().last
     }
 
     /// Whether the main stream waits for a SYNC.
@@ -81,8 +88,8 @@ impl Syncs {
     }
 
     /// Waits until `number` SYNCs are out on all channels, for as long as `moved` changes within
-    /// `patience`.
-    fn wait_for(&self, number: u64, patience: Duration, moved: impl Fn() -> u64) -> Waited {
+    /// `timeout`.
+    fn wait_for(&self, number: u64, timeout: Duration, moved: impl Fn() -> u64) -> Waited {
         let mut state = self.lock();
         let mut before = moved();
         let waited = loop {
@@ -93,13 +100,13 @@ impl Syncs {
                 break Waited::Out;
             }
             state.awaited = true;
-            let (woken, timeout) = self
+            let (woken, waited) = self
                 .changed
-                .wait_timeout(state, patience)
+                .wait_timeout(state, timeout)
                 .unwrap_or_else(PoisonError::into_inner);
             state = woken;
             let now = moved();
-            if timeout.timed_out() && now == before {
+            if waited.timed_out() && now == before {
                 break Waited::InVain;
             }
             before = now;
@@ -118,7 +125,7 @@ pub(crate) struct BehindSyncs<'a> {
     state: &'a MainState,
     syncs: &'a Syncs,
     stats: &'a Stats,
-    patience: Duration,
+    timeout: Duration,
     marks: Marks,
     found: u64,
 }
@@ -128,15 +135,14 @@ impl<'a> BehindSyncs<'a> {
         state: &'a MainState,
         syncs: &'a Syncs,
         stats: &'a Stats,
-        layout: Layout,
-        patience: Duration,
+        config: &Config,
     ) -> Self {
         Self {
             state,
             syncs,
             stats,
-            patience,
-            marks: Marks::new(layout),
+            timeout: config.stall_timeout,
+            marks: Marks::new(config.layout),
             found: 0,
         }
     }
@@ -147,7 +153,7 @@ impl<'a> BehindSyncs<'a> {
             let moved = self.stats.snapshot();
             moved.received_bytes + moved.wire_bytes
         };
-        match self.syncs.wait_for(self.found, self.patience, moved) {
+        match self.syncs.wait_for(self.found, self.timeout, moved) {
             Waited::Out => Ok(()),
             Waited::GivenUp => Err(RelayError::Cancelled),
             Waited::InVain => {
@@ -187,7 +193,9 @@ impl Witness for BehindSyncs<'_> {
         write(&piece[written..])
     }
 
-    fn delivered(&mut self) {}
+    fn delivered(&mut self) {
+        self.state.sent();
+    }
 
     /// A destination that sees its main stream break off closes its channels, one after the other. A source
     /// that waits until a SYNC is out on both never gets over that (seen with 7.2 and 10.0), so what it
@@ -230,7 +238,7 @@ mod tests {
         let (out, written) = channel();
         thread::scope(|scope| {
             scope.spawn(|| {
-                let mut main = BehindSyncs::new(&state, &syncs, &stats, Layout::X86, LIMIT);
+                let mut main = BehindSyncs::new(&state, &syncs, &stats, &config);
                 let out = out;
                 main.pass(&bytes, &|part| {
                     out.send(part.to_vec()).unwrap();
