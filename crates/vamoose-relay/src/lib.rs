@@ -45,7 +45,7 @@ pub use attempts::{Attempt, Standing, attempts};
 pub use config::{Config, Dialer, ZeroPages};
 pub use control::ControlError;
 pub use downtime::{DowntimeParts, Switchover};
-pub use error::{Direction, RelayError};
+pub use error::{Direction, RelayError, chain};
 pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;
 pub use journal::{DestinationRecord, Entry, Journal, JournalError, Record, SourceRecord};

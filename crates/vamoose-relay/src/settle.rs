@@ -17,7 +17,7 @@ use crate::{
     DestinationRecord, Journal, JournalError, SourceRecord,
     control::{Control, ControlError},
     journal::Entry,
-    migrate::Source,
+    migrate::SourceQemu,
     qemu::QemuError,
     serve::{Guest, Job},
 };
@@ -310,7 +310,7 @@ fn take_back(mut entry: Entry<SourceRecord>) -> Result<(), SettleError> {
         monitor: monitor.clone(),
         source,
     };
-    let mut source = Source::connect(&monitor).map_err(qemu)?;
+    let mut source = SourceQemu::connect(&monitor).map_err(qemu)?;
     if !source.instance.is_same(&record.qemu) {
         return Err(SettleError::OtherQemu { monitor });
     }
@@ -330,7 +330,7 @@ fn give_away(mut entry: Entry<SourceRecord>) -> Result<(), SettleError> {
     let record = &entry.record;
     let monitor = record.qemu.monitor.clone();
     // A QEMU that runs the guest itself has the last word.
-    if let Ok(source) = Source::connect(&monitor)
+    if let Ok(source) = SourceQemu::connect(&monitor)
         && source.instance.is_same(&record.qemu)
         && source.was_running
     {

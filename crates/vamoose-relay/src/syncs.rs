@@ -13,11 +13,12 @@ use std::{
     time::{Duration, Instant},
 };
 
+use multifd::Layout;
 use tracing::warn;
 use vamoose_link::Stats;
 
 use crate::{
-    Config, RelayError,
+    RelayError,
     main_stream::{MainState, Witness},
     marks::Marks,
 };
@@ -135,14 +136,15 @@ impl<'a> BehindSyncs<'a> {
         state: &'a MainState,
         syncs: &'a Syncs,
         stats: &'a Stats,
-        config: &Config,
+        layout: Layout,
+        timeout: Duration,
     ) -> Self {
         Self {
             state,
             syncs,
             stats,
-            timeout: config.stall_timeout,
-            marks: Marks::new(config.layout),
+            timeout,
+            marks: Marks::new(layout),
             found: 0,
         }
     }
@@ -238,7 +240,7 @@ mod tests {
         let (out, written) = channel();
         thread::scope(|scope| {
             scope.spawn(|| {
-                let mut main = BehindSyncs::new(&state, &syncs, &stats, &config);
+                let mut main = BehindSyncs::new(&state, &syncs, &stats, Layout::X86, LIMIT);
                 let out = out;
                 main.pass(&bytes, &|part| {
                     out.send(part.to_vec()).unwrap();

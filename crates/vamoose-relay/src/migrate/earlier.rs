@@ -9,13 +9,14 @@ use tracing::info;
 use vamoose_link::{Address, Snapshot};
 
 use super::{
-    Cause, Ended, Failure, Migration, Moved, Source, at_source,
+    Cause, Ended, Failure, Migration, Moved, SourceQemu, at_source,
     hand_over::{HandOver, Limits, confirm_earlier},
-    moved_before,
+    span,
 };
 use crate::{
     Journal, JournalError, SourceRecord,
     control::{Control, ControlError},
+    error::chain,
     journal::Record as _,
 };
 
@@ -28,7 +29,7 @@ impl Migration<'_> {
     pub(super) fn finish_earlier(
         &self,
         journal: &Journal,
-        source: &mut Source,
+        source: &mut SourceQemu,
     ) -> Result<Option<Result<Moved, Failure>>, Failure> {
         let known = journal.records::<SourceRecord>().map_err(at_source)?;
         let of_this = |record: &&SourceRecord| record.qemu.is_same(&source.instance);
@@ -37,7 +38,7 @@ impl Migration<'_> {
             let result = self.go_on(journal, unfinished, Some(source));
             return match result {
                 Err(failure) if failure.guest == GuestLocation::Source && !self.is_cancelled() => {
-                    info!("an earlier attempt is over: {failure}");
+                    info!("an earlier attempt is over: {}", chain(&failure));
                     Ok(None)
                 }
                 ended => Ok(Some(ended)),
@@ -61,9 +62,10 @@ impl Migration<'_> {
         &self,
         journal: &Journal,
         record: &SourceRecord,
-        mut source: Option<&mut Source>,
+        mut source: Option<&mut SourceQemu>,
     ) -> Result<Moved, Failure> {
         let start = Instant::now();
+        let _span = span(record.attempt).entered();
         info!(
             "finishing attempt {} to {} ({}), which an earlier process has begun",
             record.attempt, record.to, record.name
@@ -80,12 +82,12 @@ impl Migration<'_> {
         let entry = journal.claim(record.clone());
         let entry = entry.map_err(|error| unfinished(error.into(), guest))?;
         let to = entry.record.to.parse::<Address>();
-        let to = to.map_err(|error| unfinished(Cause::Broken(vec![error.to_string()]), guest))?;
+        let to = to.map_err(|error| unfinished(Cause::broken(chain(&error)), guest))?;
         let state = entry.record.state.clone();
         let mut attempt = HandOver::new(entry, &to, self.limits(), self.cancel);
-        // What has become of the guest while nobody looked.
+        // What has become of the guest meanwhile.
         let event = match (state, source.as_deref_mut()) {
-            // Nobody has seen whether the guest had stopped when its QEMU ended.
+            // It is not known whether the guest had stopped when its QEMU ended.
             (
                 SourceState::Moving {
                     incarnation: Some(_),
@@ -113,7 +115,7 @@ impl Migration<'_> {
             Some(event) => attempt.finish(event, source.as_deref_mut()),
             None => attempt.go_on(source.as_deref_mut()),
         };
-        self.conclude(attempt, decision, source, Ended::at(start))
+        self.conclude(attempt, decision, source, Ended::default(), start)
     }
 
     /// What became of a guest that has left this QEMU.
@@ -126,7 +128,7 @@ impl Migration<'_> {
         let SourceState::Over { guest, cause } = &record.state else {
             return Err(failure(Cause::NotInJournal, GuestLocation::InDoubt));
         };
-        let before = |now: String| moved_before(record, now);
+        let before = |now: String| Cause::moved_before(record, now);
         if *guest != GuestLocation::Destination || !self.is_asked_for(record) {
             return Err(failure(before(cause.clone().unwrap_or_default()), *guest));
         }
@@ -137,6 +139,7 @@ impl Migration<'_> {
                     source: Value::Null,
                     moved: Snapshot::default(),
                     downtime: None,
+                    downtime_parts: None,
                     total_time: Duration::ZERO,
                 });
             }
@@ -149,7 +152,10 @@ impl Migration<'_> {
                 *guest,
             ),
             Err(error) => failure(
-                before(format!("the destination cannot be asked now: {error}")),
+                before(format!(
+                    "the destination cannot be asked now: {}",
+                    chain(&error)
+                )),
                 *guest,
             ),
         })
@@ -162,7 +168,7 @@ impl Migration<'_> {
         let mut control = Control::connect(self.to, record.attempt, timeout)?;
         control.send(&SourceMessage::Commit { resume })?;
         let answer = control.receive(timeout)?;
-        // That nobody will ask again is best effort, as ever.
+        // That this is not asked again is best effort, as ever.
         let _ = control.send(&SourceMessage::Settled);
         Ok(answer)
     }

@@ -5,7 +5,7 @@ use std::{
     io,
     sync::atomic::{AtomicBool, Ordering},
     thread,
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
 use handover::{
@@ -15,7 +15,7 @@ use handover::{
 use tracing::{debug, info, warn};
 use vamoose_link::{Address, SocketError};
 
-use super::{Cause, source::Source};
+use super::{Cause, source::SourceQemu};
 use crate::{
     JournalError,
     control::{Control, ControlError},
@@ -35,8 +35,8 @@ pub(super) struct HandOver<'a> {
     /// Since when the destination cannot tell whether the guest runs.
     unclear_since: Option<Instant>,
     last_problem: String,
-    /// When the destination said that the guest runs, since the epoch.
-    pub(super) running_at: Option<Duration>,
+    /// When the destination reported that the guest runs.
+    pub(super) running_at: Option<Instant>,
     /// Why the destination has aborted, in its words.
     pub(super) their_cause: Option<String>,
 }
@@ -85,13 +85,17 @@ impl<'a> HandOver<'a> {
     }
 
     /// Goes on with an attempt of an earlier process, to its end.
-    pub(super) fn go_on(&mut self, source: Option<&mut Source>) -> Decision {
+    pub(super) fn go_on(&mut self, source: Option<&mut SourceQemu>) -> Decision {
         let actions = self.machine.go_on();
         self.drive(actions, source)
     }
 
     /// Takes an event that leads to the attempt's end, and returns when that is reached.
-    pub(super) fn finish(&mut self, event: SourceEvent, source: Option<&mut Source>) -> Decision {
+    pub(super) fn finish(
+        &mut self,
+        event: SourceEvent,
+        source: Option<&mut SourceQemu>,
+    ) -> Decision {
         let actions = self.machine.handle(event);
         self.drive(actions, source)
     }
@@ -105,7 +109,7 @@ impl<'a> HandOver<'a> {
         Ok(())
     }
 
-    fn drive(&mut self, first: Vec<SourceAction>, mut source: Option<&mut Source>) -> Decision {
+    fn drive(&mut self, first: Vec<SourceAction>, mut source: Option<&mut SourceQemu>) -> Decision {
         let mut actions = VecDeque::from(first);
         loop {
             let event = match actions.pop_front() {
@@ -212,10 +216,7 @@ impl<'a> HandOver<'a> {
 
     fn answered(&mut self, message: DestinationMessage) -> SourceEvent {
         match &message {
-            DestinationMessage::Running { .. } => {
-                let now = SystemTime::now().duration_since(UNIX_EPOCH);
-                self.running_at = now.ok();
-            }
+            DestinationMessage::Running { .. } => self.running_at = Some(Instant::now()),
             DestinationMessage::Aborted { cause, .. } => self.their_cause = Some(cause.clone()),
             DestinationMessage::Receiving => return SourceEvent::AskAgain,
             DestinationMessage::Unclear { reason } | DestinationMessage::Refused { reason } => {

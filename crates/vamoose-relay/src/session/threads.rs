@@ -74,7 +74,12 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         pacer: Option<&'env Pacer>,
         state: &'env MainState,
     ) {
-        let behind = BehindSyncs::new(state, self.syncs, self.stats, self.config);
+        let Config {
+            layout,
+            stall_timeout,
+            ..
+        } = *self.config;
+        let behind = BehindSyncs::new(state, self.syncs, self.stats, layout, stall_timeout);
         let (from, to, stats) = (from.clone(), to.clone(), self.stats);
         self.spawn(move |report| {
             let direction = Direction::Forward;
