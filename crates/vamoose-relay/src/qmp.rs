@@ -130,11 +130,6 @@ pub enum QmpError {
 }
 
 impl QmpError {
-    /// Whether QEMU is there and said no, so that nothing has changed.
-    pub(crate) fn is_refusal(&self) -> bool {
-        matches!(self, Self::Refused { .. })
-    }
-
     /// Whether nothing is known but that no answer came.
     pub(crate) fn is_no_answer(&self) -> bool {
         matches!(self, Self::NoAnswer { .. })

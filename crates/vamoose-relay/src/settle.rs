@@ -19,7 +19,7 @@ use crate::{
     journal::Entry,
     migrate::SourceQemu,
     qemu::QemuError,
-    serve::{Guest, Job},
+    serve::{DestinationQemu, Job},
 };
 
 /// What became of the guest.
@@ -273,8 +273,8 @@ impl Side {
             Self::Free(entry) => {
                 let record = &entry.record;
                 let machine = Destination::restore(record.incarnation, record.state.clone());
-                let guest = Guest::new(record.qemu.clone(), None);
-                let job = Job::new(machine, entry, guest, None);
+                let qemu = DestinationQemu::new(record.qemu.clone(), None);
+                let job = Job::new(machine, entry, qemu, None);
                 job.request(message);
                 match (is_commit, job.state()) {
                     (true, DestinationState::Running)
