@@ -62,6 +62,16 @@ pub enum DestinationState {
     },
 }
 
+impl DestinationState {
+    /// Whether nothing more can become of the guest here.
+    pub fn is_over(&self) -> bool {
+        matches!(
+            self,
+            Self::Running | Self::Ended { .. } | Self::Aborted { .. }
+        )
+    }
+}
+
 /// What happens to a destination.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationEvent {
@@ -188,14 +198,9 @@ impl Destination {
         self.incarnation
     }
 
-    /// Whether nothing more can become of the guest here.
+    /// As [`DestinationState::is_over`].
     pub fn is_over(&self) -> bool {
-        matches!(
-            self.state,
-            DestinationState::Running
-                | DestinationState::Ended { .. }
-                | DestinationState::Aborted { .. }
-        )
+        self.state.is_over()
     }
 
     /// Takes an event and returns what to do.

@@ -56,6 +56,13 @@ pub enum SourceState {
     },
 }
 
+impl SourceState {
+    /// Whether nothing is left to do.
+    pub fn is_over(&self) -> bool {
+        matches!(self, Self::Over { .. })
+    }
+}
+
 /// What happens to a source.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum SourceEvent {

@@ -70,9 +70,6 @@ impl Instance {
     }
 
     /// Kills it, without its monitor, and waits until it has ended.
-    ///
-    /// # Errors
-    /// When that cannot be done, or its process is not known.
     pub(crate) fn end(&self, within: Duration) -> Result<(), ProcessError> {
         match self.process {
             Some(process) => process.end(within),

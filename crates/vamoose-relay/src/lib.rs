@@ -48,7 +48,7 @@ pub use downtime::{DowntimeParts, Switchover};
 pub use error::{Direction, RelayError, chain};
 pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;
-pub use journal::{DestinationRecord, Entry, Journal, JournalError, Record, SourceRecord};
+pub use journal::{Journal, JournalError};
 pub use migrate::{Cause, Failure, Migration, Moved, Progress};
 pub use process::{ProcessError, ProcessId};
 pub use qemu::{EndError, QemuError, Version};

@@ -32,10 +32,10 @@ use tracing::{Span, info, info_span};
 use vamoose_link::{Address, Hangup, Snapshot, Stats};
 
 use crate::{
-    Config, Dialer, DowntimeParts, Journal, Relay, RelayError, SourceRecord, Summary, Switchover,
+    Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover,
     control::{self, Control, Offer, Request, from_details, preamble, to_details},
     error::chain,
-    journal::now,
+    journal::{AtSource, Record, now},
 };
 use error::at_source;
 pub use error::{Cause, Failure};
@@ -105,7 +105,7 @@ impl Migration<'_> {
     pub fn run(&self, observe: &mut dyn FnMut(&Progress)) -> Result<Moved, Failure> {
         let start = Instant::now();
         let journal = Journal::open(self.state_dir).map_err(at_source)?;
-        journal.clean_up::<SourceRecord>();
+        journal.clean_up::<AtSource>();
         let mut source = match SourceQemu::connect(self.qmp) {
             Ok(source) => source,
             Err(error) => return self.without_source(&journal, error.into()),
@@ -129,16 +129,18 @@ impl Migration<'_> {
         observe: &mut dyn FnMut(&Progress),
     ) -> Result<Moved, Failure> {
         // The last attempt of a QEMU is the one that counts, also if the clock was set back.
-        let known = journal.records::<SourceRecord>().map_err(at_source)?;
+        let known = journal.records::<AtSource>().map_err(at_source)?;
         let last = known.last().map_or(0, |record| record.began);
-        let record = SourceRecord {
+        let record = Record {
             attempt,
             began: now().max(last + 1),
             name: self.name.to_owned(),
-            to: self.to.to_string(),
             qemu: source.instance.clone(),
-            resume: source.was_running,
-            confirmed: false,
+            side: AtSource {
+                to: self.to.to_string(),
+                resume: source.was_running,
+                confirmed: false,
+            },
             state: SourceState::Moving { incarnation: None },
         };
         let entry = journal.claim(record).map_err(at_source)?;
@@ -293,7 +295,7 @@ impl Migration<'_> {
         };
         let mut downtime = None;
         if let Some(source) = source {
-            let running = hand_over.running_at.filter(|_| record.resume);
+            let running = hand_over.running_at.filter(|_| record.side.resume);
             downtime = source.stopped.map(|stopped| stopped.at).zip(running);
             if decision.guest != GuestLocation::InDoubt {
                 source.qemu.put_back();
@@ -333,8 +335,8 @@ impl Migration<'_> {
     }
 
     /// Whether this is the migration that the attempt was to be.
-    fn is_asked_for(&self, record: &SourceRecord) -> bool {
-        record.to == self.to.to_string() && record.name == self.name
+    fn is_asked_for(&self, record: &Record<AtSource>) -> bool {
+        record.side.to == self.to.to_string() && record.name == self.name
     }
 
     fn limits(&self) -> Limits {

@@ -64,9 +64,6 @@ impl ProcessId {
     }
 
     /// Kills this very process, if it has not ended, and waits until it has.
-    ///
-    /// # Errors
-    /// When it may not be killed, or has not ended within this time.
     pub(crate) fn end(self, within: Duration) -> Result<(), ProcessError> {
         match QemuProcess::open(self.pid)? {
             Some(process) if process.id == self => process.end(within),
@@ -145,9 +142,6 @@ const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 impl QemuProcess {
     /// The process that listens on `monitor`.
-    ///
-    /// # Errors
-    /// When there is none that can be looked at, or several.
     pub(crate) fn serving(monitor: &Monitor) -> Result<Self, ProcessError> {
         let deadline = Instant::now() + LOOKING;
         loop {
@@ -223,17 +217,11 @@ impl QemuProcess {
     }
 
     /// Whether it has ended, with all its threads.
-    ///
-    /// # Errors
-    /// When the system does not say.
     pub(crate) fn has_ended(&self) -> Result<bool, ProcessError> {
         self.wait_for_end(Duration::ZERO)
     }
 
     /// Waits for its end; false when it has not ended within `timeout`.
-    ///
-    /// # Errors
-    /// When the system does not say.
     pub(crate) fn wait_for_end(&self, timeout: Duration) -> Result<bool, ProcessError> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -255,9 +243,6 @@ impl QemuProcess {
     }
 
     /// Kills it and waits until it has ended.
-    ///
-    /// # Errors
-    /// When it may not be killed, or has not ended within this time. Both may be tried again.
     pub(crate) fn end(&self, within: Duration) -> Result<(), ProcessError> {
         let pid = self.id.pid;
         match pidfd_send_signal(&self.pidfd, Signal::KILL) {
@@ -288,9 +273,6 @@ pub(crate) struct Monitor {
 
 impl Monitor {
     /// The socket at `path`.
-    ///
-    /// # Errors
-    /// When there is none, or it cannot be reached.
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
         let file = open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
         let mut monitor = Self {

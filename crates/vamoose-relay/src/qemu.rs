@@ -192,9 +192,6 @@ const IN_THE_WAY: [&str; 8] = [
 
 impl Qemu {
     /// Connects to the monitor at `path` and learns what this QEMU can do.
-    ///
-    /// # Errors
-    /// When there is no QEMU, or another client holds its monitor.
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(path)?;
         let process = qmp.process();
@@ -225,27 +222,18 @@ impl Qemu {
     }
 
     /// The guest's run state, by QEMU's name (`running`, `paused`, `inmigrate`, ...).
-    ///
-    /// # Errors
-    /// When QEMU does not answer.
     pub(crate) fn state(&mut self) -> Result<String, QemuError> {
         let answer = self.qmp.execute("query-status", json!({}))?;
         text(&answer, "query-status", "status")
     }
 
     /// The guest's uuid as text.
-    ///
-    /// # Errors
-    /// When QEMU does not answer.
     pub(crate) fn uuid(&mut self) -> Result<String, QemuError> {
         let answer = self.qmp.execute("query-uuid", json!({}))?;
         text(&answer, "query-uuid", "UUID")
     }
 
     /// Bytes of the guest's RAM, hotplugged memory included.
-    ///
-    /// # Errors
-    /// When QEMU does not answer.
     pub(crate) fn ram_bytes(&mut self) -> Result<u64, QemuError> {
         let command = "query-memory-size-summary";
         let answer = self.qmp.execute(command, json!({}))?;
@@ -257,9 +245,6 @@ impl Qemu {
     }
 
     /// QEMU's account of the migration, as it is.
-    ///
-    /// # Errors
-    /// When QEMU does not answer.
     pub(crate) fn query_migrate(&mut self) -> Result<Value, QemuError> {
         Ok(self.qmp.execute("query-migrate", json!({}))?)
     }
@@ -271,9 +256,6 @@ impl Qemu {
     }
 
     /// Refuses a QEMU that could not migrate `with` these settings.
-    ///
-    /// # Errors
-    /// What it lacks.
     pub(crate) fn check(&mut self, with: &[&'static str]) -> Result<(), QemuError> {
         for capability in with {
             if !self.schema.has_capability(capability) {
@@ -302,9 +284,6 @@ impl Qemu {
     }
 
     /// Refuses a value that a parameter does not take.
-    ///
-    /// # Errors
-    /// When it does not.
     pub(crate) fn check_value(
         &self,
         parameter: &'static str,
@@ -322,9 +301,6 @@ impl Qemu {
 
     /// Sets this QEMU up for multifd through a relay with `parameters`, and remembers how it was.
     /// Optional capabilities are switched on where they are known.
-    ///
-    /// # Errors
-    /// When QEMU refuses; it has been put back then.
     pub(crate) fn set_up(
         &mut self,
         mandatory: &[&str],
@@ -363,27 +339,17 @@ impl Qemu {
     }
 
     /// Runs a command that has no answer to speak of.
-    ///
-    /// # Errors
-    /// When QEMU refuses.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<(), QemuError> {
         self.qmp.execute(command, arguments)?;
         Ok(())
     }
 
     /// The process that this QEMU is, for a journal.
-    ///
-    /// # Errors
-    /// When it cannot be told with certainty: it runs in another pid namespace, or belongs to
-    /// somebody whose processes cannot be looked at.
     pub(crate) fn identity(&mut self) -> Result<ProcessId, ProcessError> {
         Ok(self.process()?.identity())
     }
 
     /// Connects anew to the same QEMU's monitor.
-    ///
-    /// # Errors
-    /// When that cannot be had, or belongs to another QEMU by now.
     pub(crate) fn reconnect(&mut self) -> Result<(), QemuError> {
         let before = self.process.as_ref().map(QemuProcess::identity);
         let again = Self::connect(self.qmp.path())?;
@@ -395,9 +361,6 @@ impl Qemu {
     }
 
     /// Announces the guest to the network, as QEMU does at the end of a migration.
-    ///
-    /// # Errors
-    /// When QEMU refuses.
     pub(crate) fn announce(&mut self) -> Result<(), QemuError> {
         // Five packets in the first second: QEMU's own defaults, in milliseconds.
         let arguments = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
@@ -414,9 +377,6 @@ impl Qemu {
     /// Ends this QEMU, which holds half a guest. It is asked to quit first; one that does not is killed:
     /// a destination whose main loop waits for a SYNC that will never come hears nothing any more.
     /// Returns when its process is proven to have ended.
-    ///
-    /// # Errors
-    /// Why it may still be there. It may be ended again then.
     pub(crate) fn end(&mut self) -> Result<(), EndError> {
         // It may be on its way out by itself, as QEMU is when loading failed.
         let quit = self.qmp.send("quit", json!({}));
@@ -438,9 +398,6 @@ impl Qemu {
     }
 
     /// The next event, if one comes within `timeout`.
-    ///
-    /// # Errors
-    /// When QEMU is gone.
     pub(crate) fn next_event(&mut self, timeout: Duration) -> Result<Option<Event>, QemuError> {
         Ok(self.qmp.next_event(timeout)?)
     }

@@ -145,9 +145,6 @@ const LONGEST_LINE: usize = 16 << 20;
 
 impl Qmp {
     /// Connects to the monitor at `path` and negotiates.
-    ///
-    /// # Errors
-    /// When nobody listens there, or somebody else stays connected: QEMU serves one client.
     pub(crate) fn connect(path: &Path) -> Result<Self, QmpError> {
         Self::connect_within(path, ANSWER_WITHIN)
     }
@@ -191,10 +188,6 @@ impl Qmp {
     }
 
     /// Runs a command and returns its answer.
-    ///
-    /// # Errors
-    /// When QEMU refuses, does not answer, or is gone. After [`QmpError::NoAnswer`] the connection is
-    /// good for other commands; an answer that comes late is skipped.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let id = self.send(command, arguments)?;
         let deadline = Instant::now() + self.patience;
@@ -221,9 +214,6 @@ impl Qmp {
     }
 
     /// Sends a command; its answer is skipped unless somebody waits for the id that is returned.
-    ///
-    /// # Errors
-    /// When the connection is broken.
     pub(crate) fn send(&mut self, command: &str, arguments: Value) -> Result<u64, QmpError> {
         self.next_id += 1;
         let id = self.next_id;
@@ -261,17 +251,11 @@ impl Qmp {
     }
 
     /// The process at the other end.
-    ///
-    /// # Errors
-    /// When it cannot be told with certainty.
     pub(crate) fn process(&self) -> Result<QemuProcess, ProcessError> {
         QemuProcess::serving(&self.monitor)
     }
 
     /// The next event, if one comes within `timeout`.
-    ///
-    /// # Errors
-    /// When QEMU is gone.
     pub(crate) fn next_event(&mut self, timeout: Duration) -> Result<Option<Event>, QmpError> {
         let deadline = Instant::now() + timeout;
         loop {

@@ -14,10 +14,10 @@ use super::{
     span,
 };
 use crate::{
-    Journal, JournalError, SourceRecord,
+    Journal, JournalError,
     control::{Control, ControlError},
     error::chain,
-    journal::Record as _,
+    journal::{AtSource, Record},
 };
 
 /// How long to try to reach a destination about an attempt that is over.
@@ -31,8 +31,8 @@ impl Migration<'_> {
         journal: &Journal,
         source: &mut SourceQemu,
     ) -> Result<Option<Result<Moved, Failure>>, Failure> {
-        let known = journal.records::<SourceRecord>().map_err(at_source)?;
-        let of_this = |record: &&SourceRecord| record.qemu.is_same(&source.instance);
+        let known = journal.records::<AtSource>().map_err(at_source)?;
+        let of_this = |record: &&Record<AtSource>| record.qemu.is_same(&source.instance);
         let known: Vec<_> = known.iter().filter(of_this).collect();
         if let Some(unfinished) = known.iter().find(|record| !record.is_over()) {
             let result = self.go_on(journal, unfinished, Some(source));
@@ -61,14 +61,14 @@ impl Migration<'_> {
     fn go_on(
         &self,
         journal: &Journal,
-        record: &SourceRecord,
+        record: &Record<AtSource>,
         mut source: Option<&mut SourceQemu>,
     ) -> Result<Moved, Failure> {
         let start = Instant::now();
         let _span = span(record.attempt).entered();
         info!(
             "finishing attempt {} to {} ({}), which an earlier process has begun",
-            record.attempt, record.to, record.name
+            record.attempt, record.side.to, record.name
         );
         let unfinished = |cause: Cause, guest| Failure {
             cause,
@@ -81,7 +81,7 @@ impl Migration<'_> {
         };
         let entry = journal.claim(record.clone());
         let entry = entry.map_err(|error| unfinished(error.into(), guest))?;
-        let to = entry.record.to.parse::<Address>();
+        let to = entry.record.side.to.parse::<Address>();
         let to = to.map_err(|error| unfinished(Cause::broken(chain(&error)), guest))?;
         let state = entry.record.state.clone();
         let mut attempt = HandOver::new(entry, &to, self.limits(), self.cancel);
@@ -119,7 +119,7 @@ impl Migration<'_> {
     }
 
     /// What became of a guest that has left this QEMU.
-    fn after(&self, journal: &Journal, record: &SourceRecord) -> Result<Moved, Failure> {
+    fn after(&self, journal: &Journal, record: &Record<AtSource>) -> Result<Moved, Failure> {
         let failure = |cause, guest| Failure {
             cause,
             guest,
@@ -162,8 +162,8 @@ impl Migration<'_> {
     }
 
     /// Asks the destination of an attempt that went through how the guest is.
-    fn ask_after(&self, record: &SourceRecord) -> Result<DestinationMessage, ControlError> {
-        let resume = record.resume;
+    fn ask_after(&self, record: &Record<AtSource>) -> Result<DestinationMessage, ControlError> {
+        let resume = record.side.resume;
         let timeout = self.config.stall_timeout;
         let mut control = Control::connect(self.to, record.attempt, timeout)?;
         control.send(&SourceMessage::Commit { resume })?;
@@ -175,7 +175,7 @@ impl Migration<'_> {
 
     /// A QEMU that cannot be reached may have ended in the middle of an attempt, or after it.
     pub(super) fn without_source(&self, journal: &Journal, cause: Cause) -> Result<Moved, Failure> {
-        let known = journal.records::<SourceRecord>().map_err(at_source)?;
+        let known = journal.records::<AtSource>().map_err(at_source)?;
         let last = known
             .iter()
             .rfind(|record| record.qemu.monitor == self.qmp && record.qemu.has_ended());
@@ -193,7 +193,7 @@ impl Migration<'_> {
             dial: TELLING,
             ..self.limits()
         };
-        for record in journal.records::<SourceRecord>()? {
+        for record in journal.records::<AtSource>()? {
             let failed = matches!(
                 record.state,
                 SourceState::Over {
@@ -201,7 +201,7 @@ impl Migration<'_> {
                     ..
                 }
             );
-            if failed && !record.confirmed && record.to == to {
+            if failed && !record.side.confirmed && record.side.to == to {
                 let Ok(entry) = journal.claim(record) else {
                     continue;
                 };
@@ -216,7 +216,7 @@ impl Migration<'_> {
 }
 
 /// Whether the guest was handed over.
-fn has_left(record: &SourceRecord) -> bool {
+fn has_left(record: &Record<AtSource>) -> bool {
     let SourceState::Over { guest, .. } = &record.state else {
         return false;
     };

@@ -6,7 +6,12 @@ use handover::{AttemptId, GuestLocation};
 use thiserror::Error;
 use vamoose_link::SocketError;
 
-use crate::{JournalError, RelayError, SourceRecord, control::ControlError, qemu::QemuError};
+use crate::{
+    JournalError, RelayError,
+    control::ControlError,
+    journal::{AtSource, Record},
+    qemu::QemuError,
+};
 
 /// A migration that did not go through.
 #[derive(Debug, Error)]
@@ -90,10 +95,10 @@ impl Cause {
     }
 
     /// Of an attempt that has taken the guest away; `now`: what is known of it now.
-    pub(super) fn moved_before(record: &SourceRecord, now: impl Into<String>) -> Self {
+    pub(super) fn moved_before(record: &Record<AtSource>, now: impl Into<String>) -> Self {
         Self::MovedBefore {
             attempt: record.attempt,
-            to: record.to.clone(),
+            to: record.side.to.clone(),
             name: record.name.clone(),
             now: now.into(),
         }

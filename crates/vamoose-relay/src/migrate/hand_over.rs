@@ -19,12 +19,12 @@ use super::{Cause, source::SourceQemu};
 use crate::{
     JournalError,
     control::{Control, ControlError},
-    journal::{Entry, SourceRecord},
+    journal::{AtSource, Entry},
 };
 
 /// One attempt, from the source's side.
 pub(super) struct HandOver<'a> {
-    pub(super) entry: Entry<SourceRecord>,
+    pub(super) entry: Entry<AtSource>,
     machine: handover::Source,
     to: &'a Address,
     pub(super) control: Option<Control>,
@@ -59,14 +59,14 @@ const ASK_AGAIN: Duration = Duration::from_secs(1);
 impl<'a> HandOver<'a> {
     /// Goes on with what `entry` remembers, or begins.
     pub(super) fn new(
-        entry: Entry<SourceRecord>,
+        entry: Entry<AtSource>,
         to: &'a Address,
         limits: Limits,
         cancel: &'a AtomicBool,
     ) -> Self {
         let record = &entry.record;
         Self {
-            machine: handover::Source::restore(record.state.clone(), record.resume),
+            machine: handover::Source::restore(record.state.clone(), record.side.resume),
             entry,
             to,
             control: None,
@@ -128,7 +128,7 @@ impl<'a> HandOver<'a> {
                 }
                 Some(SourceAction::Dial) => self.dial(),
                 Some(SourceAction::Resume) => match source.as_deref_mut() {
-                    Some(source) => source.resume(self.entry.record.resume),
+                    Some(source) => source.resume(self.entry.record.side.resume),
                     None => SourceEvent::GuestDied { stopped: true },
                 },
                 Some(SourceAction::Decide(decision)) => return self.decide(decision),
@@ -255,7 +255,7 @@ impl<'a> HandOver<'a> {
 
     fn decide(&mut self, decision: Decision) -> Decision {
         if matches!(decision.guest, GuestLocation::Source | GuestLocation::Lost)
-            && !self.entry.record.confirmed
+            && !self.entry.record.side.confirmed
         {
             self.confirm_abort();
         }
@@ -274,7 +274,7 @@ impl<'a> HandOver<'a> {
             );
             return;
         }
-        self.entry.record.confirmed = true;
+        self.entry.record.side.confirmed = true;
         if let Err(error) = self.persist() {
             debug!("{error}");
         }
@@ -313,11 +313,7 @@ impl<'a> HandOver<'a> {
 }
 
 /// Tells the destinations of earlier attempts that have failed what they could not be told then.
-pub(super) fn confirm_earlier(
-    entry: Entry<SourceRecord>,
-    limits: Limits,
-    cancel: &AtomicBool,
-) -> bool {
+pub(super) fn confirm_earlier(entry: Entry<AtSource>, limits: Limits, cancel: &AtomicBool) -> bool {
     let SourceState::Over {
         guest: GuestLocation::Source,
         cause,
@@ -325,7 +321,7 @@ pub(super) fn confirm_earlier(
     else {
         return true;
     };
-    let Ok(to) = entry.record.to.parse::<Address>() else {
+    let Ok(to) = entry.record.side.to.parse::<Address>() else {
         return true;
     };
     let mut earlier = HandOver::new(entry, &to, limits, cancel);
@@ -337,7 +333,7 @@ pub(super) fn confirm_earlier(
             "attempt {} is known to have failed there",
             earlier.attempt()
         );
-        earlier.entry.record.confirmed = true;
+        earlier.entry.record.side.confirmed = true;
         return earlier.entry.write().is_ok();
     }
     false

@@ -20,7 +20,7 @@ use crate::{
     AcceptQueue, Config, Dialer, Outcome, Relay, RelayError,
     control::reply,
     error::chain,
-    journal::{DestinationRecord, Entry},
+    journal::{AtDestination, Entry},
 };
 
 /// One attempt.
@@ -41,7 +41,7 @@ pub(crate) struct Transfer {
 
 struct Inner {
     machine: Destination,
-    entry: Entry<DestinationRecord>,
+    entry: Entry<AtDestination>,
     qemu: DestinationQemu,
     controls: Vec<Weak<Stream>>,
     /// When the source's last connection was lost.
@@ -53,7 +53,7 @@ struct Inner {
 impl Job {
     pub(crate) fn new(
         machine: Destination,
-        entry: Entry<DestinationRecord>,
+        entry: Entry<AtDestination>,
         qemu: DestinationQemu,
         transfer: Option<Transfer>,
     ) -> Self {
@@ -181,10 +181,13 @@ impl Job {
         };
         let silent = inner.silent_since.map(|since| since.elapsed());
         let loaded = *inner.machine.state() == DestinationState::Loaded;
-        if !loaded || inner.entry.record.orphaned || silent.is_none_or(|silent| silent < timeout) {
+        if !loaded
+            || inner.entry.record.side.orphaned
+            || silent.is_none_or(|silent| silent < timeout)
+        {
             return;
         }
-        inner.entry.record.orphaned = true;
+        inner.entry.record.side.orphaned = true;
         inner.persist_or_warn();
         warn!(
             "{}: loaded, and its source has been silent for {} s: attempt {} is an orphan, to be finished by the \
@@ -304,7 +307,7 @@ impl Inner {
 
     fn source_is_back(&mut self) {
         self.silent_since = None;
-        if std::mem::take(&mut self.entry.record.orphaned) {
+        if std::mem::take(&mut self.entry.record.side.orphaned) {
             self.persist_or_warn();
         }
     }

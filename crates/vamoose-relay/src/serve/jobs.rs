@@ -11,7 +11,11 @@ use handover::{AttemptId, Destination};
 use tracing::{info, warn};
 
 use super::{DestinationQemu, Job, setup::PrepareError, span};
-use crate::{DestinationRecord, Journal, JournalError, error::chain, journal::Record as _};
+use crate::{
+    Journal, JournalError,
+    error::chain,
+    journal::{AtDestination, Record},
+};
 
 pub(super) struct Jobs {
     pub(super) journal: Journal,
@@ -20,7 +24,7 @@ pub(super) struct Jobs {
 
 impl Jobs {
     pub(super) fn new(journal: Journal) -> Self {
-        journal.clean_up::<DestinationRecord>();
+        journal.clean_up::<AtDestination>();
         Self {
             journal,
             active: Mutex::default(),
@@ -29,7 +33,7 @@ impl Jobs {
 
     /// The attempts that an earlier server for the QEMUs in `qmp_dir` has left unfinished.
     pub(super) fn take_up(&self, qmp_dir: &Path) -> Result<Vec<Arc<Job>>, JournalError> {
-        let records = self.journal.records::<DestinationRecord>()?.into_iter();
+        let records = self.journal.records::<AtDestination>()?.into_iter();
         let ours = records
             .filter(|record| record.qemu.monitor.parent() == Some(qmp_dir) && !record.is_over());
         let jobs = ours.filter_map(|record| self.restore(record));
@@ -39,7 +43,7 @@ impl Jobs {
     }
 
     /// Makes a job of what the journal remembers, unless another server has.
-    fn restore(&self, record: DestinationRecord) -> Option<Arc<Job>> {
+    fn restore(&self, record: Record<AtDestination>) -> Option<Arc<Job>> {
         let mut active = self.active();
         if let Some(job) = active.get(&record.attempt) {
             return Some(job.clone());
@@ -47,7 +51,7 @@ impl Jobs {
         let entry = self.journal.claim(record);
         let entry = entry.inspect_err(|error| warn!("{}", chain(error))).ok()?;
         let record = &entry.record;
-        let machine = Destination::restore(record.incarnation, record.state.clone());
+        let machine = Destination::restore(record.side.incarnation, record.state.clone());
         let qemu = DestinationQemu::new(record.qemu.clone(), None);
         let job = Arc::new(Job::new(machine, entry, qemu, None));
         active.insert(job.attempt, job.clone());
@@ -66,7 +70,7 @@ impl Jobs {
     /// The attempt, by memory or journal.
     pub(super) fn find(&self, attempt: AttemptId) -> Option<Arc<Job>> {
         self.get(attempt).or_else(|| {
-            let record = self.journal.find::<DestinationRecord>(attempt);
+            let record = self.journal.find::<AtDestination>(attempt);
             let record = record
                 .inspect_err(|error| warn!("{}", chain(error)))
                 .ok()??;

@@ -16,10 +16,10 @@ use vamoose_link::{Address, Hangup};
 
 use super::{DestinationQemu, Job, Server, job::Transfer};
 use crate::{
-    AcceptQueue, Config, DestinationRecord, Dialer, Instance, JournalError,
+    AcceptQueue, Config, Dialer, Instance, JournalError,
     control::{ControlError, Offer, Request, from_details, to_details},
     error::chain,
-    journal::now,
+    journal::{AtDestination, Record, now},
     qemu::{Qemu, QemuError},
 };
 
@@ -60,14 +60,16 @@ impl Server {
             hangup: Hangup::new()?,
             connections: AcceptQueue::new()?,
         };
-        let mut entry = self.jobs.journal.claim(DestinationRecord {
+        let mut entry = self.jobs.journal.claim(Record {
             attempt,
             began: now(),
-            incarnation: self.incarnation,
-            server: self.address().to_string(),
             name: request.name.clone(),
             qemu: instance.clone(),
-            orphaned: false,
+            side: AtDestination {
+                incarnation: self.incarnation,
+                server: self.address().to_string(),
+                orphaned: false,
+            },
             state: DestinationState::Receiving,
         })?;
         entry.write()?;
