@@ -37,8 +37,8 @@ pub(crate) fn pass_on(
 ) -> Result<(), RelayError> {
     let mut packet = Packet::new(config.layout);
     let channel = out.channel;
-    let read = |error| RelayError::SourceChannel { channel, error };
-    let write = |error| RelayError::DestinationChannel { channel, error };
+    let read = |error| RelayError::SourceChannel(channel, error);
+    let write = |error| RelayError::DestinationChannel(channel, error);
     while let Some(arrived) = receive(reader, &mut packet, config.zero_pages).map_err(read)? {
         if arrived.has_content {
             writer.write(&mut packet).map_err(write)?;
@@ -58,7 +58,7 @@ pub(crate) fn read(
     inlet: &Inlet,
     zero_pages: ZeroPages,
 ) -> Result<(), RelayError> {
-    let failed = |error| RelayError::SourceChannel { channel, error };
+    let failed = |error| RelayError::SourceChannel(channel, error);
     while let Ok(mut packet) = inlet.take() {
         let arrived = loop {
             match receive(reader, &mut packet, zero_pages).map_err(failed)? {
@@ -90,7 +90,7 @@ pub(crate) fn write(
     out: Out<'_>,
 ) -> Result<(), RelayError> {
     let channel = out.channel;
-    let failed = |error| RelayError::DestinationChannel { channel, error };
+    let failed = |error| RelayError::DestinationChannel(channel, error);
     while let Ok(work) = outlet.next() {
         match work {
             Work::Packet(mut packet) => {

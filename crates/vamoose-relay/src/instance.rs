@@ -60,8 +60,8 @@ impl Instance {
         matches!(alive, Some(Ok(false)))
     }
 
-    /// Whether nobody can ask for it any more: its process has ended or, where that is not known, its monitor is not
-    /// there any more. No proof of its end.
+    /// Whether it cannot be asked for any more: its process has ended or, where that is not known, its monitor is gone.
+    /// No proof of its end.
     pub(crate) fn is_gone(&self) -> bool {
         match self.process {
             Some(_) => self.has_ended(),
@@ -73,9 +73,7 @@ impl Instance {
     pub(crate) fn end(&self, within: Duration) -> Result<(), ProcessError> {
         match self.process {
             Some(process) => process.end(within),
-            None => Err(ProcessError::NotFound {
-                monitor: self.monitor.clone(),
-            }),
+            None => Err(ProcessError::NotFound(self.monitor.clone())),
         }
     }
 

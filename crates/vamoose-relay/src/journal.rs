@@ -296,6 +296,22 @@ mod tests {
         assert_eq!(found.began, 5);
     }
 
+    /// As the release before this one wrote it.
+    #[test]
+    fn the_form_of_an_entry_does_not_change() {
+        let id = "01".repeat(16);
+        let text = format!(
+            r#"{{"attempt":"{id}","began":1,"name":"vm","to":"tcp:there:4440","qemu":{{"monitor":"/nowhere",
+            "process":null,"uuid":"","socket":null}},"resume":true,"confirmed":false,"phase":"moving",
+            "incarnation":"{}"}}"#,
+            "07".repeat(16)
+        );
+        let found: Record<AtSource> = serde_json::from_str(&text).unwrap();
+        assert_eq!(found, record(1, 1));
+        let old: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(serde_json::to_value(&found).unwrap(), old);
+    }
+
     #[test]
     fn one_process_drives_an_attempt() {
         let (_dir, journal) = journal();

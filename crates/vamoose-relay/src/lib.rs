@@ -39,6 +39,7 @@ mod serve;
 mod session;
 mod settle;
 mod syncs;
+mod wait;
 
 pub use accept::{Accept, AcceptQueue};
 pub use attempts::{Attempt, Standing, attempts};
@@ -50,8 +51,8 @@ pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;
 pub use journal::{Journal, JournalError};
 pub use migrate::{Cause, Failure, Migration, Moved, Progress};
-pub use process::{ProcessError, ProcessId};
-pub use qemu::{EndError, QemuError, Version};
+pub use process::ProcessId;
+pub use qemu::{QemuError, Version};
 pub use qmp::QmpError;
 pub use serve::{ServeError, Server, ServerConfig};
 pub use session::{Outcome, Relay, Summary};

@@ -6,11 +6,11 @@ use std::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU8, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use tracing::warn;
-use vamoose_link::{Pacer, Stats, Stream};
+use vamoose_link::{Pacer, Stats, Stream, is_stall};
 
 use crate::{Direction, Outcome, RelayError, return_path::ReturnPath};
 
@@ -54,9 +54,7 @@ impl MainState {
     /// said that it loaded the guest.
     pub(crate) fn verdict(&self) -> Result<Outcome, RelayError> {
         if self.is_broken_off() {
-            return Err(RelayError::MainClosed {
-                direction: Direction::Forward,
-            });
+            return Err(RelayError::MainClosed(Direction::Forward));
         }
         warn!(
             "everything was delivered, but without a return path nobody confirms that the \
@@ -71,7 +69,7 @@ impl MainState {
     }
 }
 
-/// Sees what goes through a [`pump`].
+/// Sees what goes through a [`Pump`].
 pub(crate) trait Witness {
     /// A piece that came, before it is passed on.
     fn received(&mut self, piece: &[u8]);
@@ -102,8 +100,8 @@ impl Witness for &MainState {
     fn delivered(&mut self) {}
 }
 
-/// Follows the return path of a main stream; `on_shut` is given the destination's word on loading
-/// when the source has it.
+/// Follows the return path of a main stream; `on_shut` is given the destination's code on loading when the source
+/// has it.
 pub(crate) struct ReturnWitness<'a, F> {
     path: ReturnPath,
     state: &'a MainState,
@@ -141,44 +139,53 @@ impl<F: FnMut(u32)> Witness for ReturnWitness<'_, F> {
     }
 }
 
-/// Forwards bytes until the sender has no more, then tells the receiver so, unless the witness objects.
-pub(crate) fn pump(
-    direction: Direction,
-    from: &Stream,
-    to: &Stream,
-    stats: &Stats,
-    pacer: Option<&Pacer>,
-    mut witness: impl Witness,
-) -> Result<(), RelayError> {
-    let mut buffer = vec![0; PIECE];
-    loop {
-        let piece = match (&*from).read(&mut buffer) {
-            Ok(0) => break,
-            Ok(read) => &buffer[..read],
-            // A main stream may be silent for as long as it likes.
-            Err(error) if is_transient(&error) => continue,
-            Err(error) => return Err(RelayError::MainRead { direction, error }),
-        };
-        witness.received(piece);
-        if let Some(pacer) = pacer {
-            // Not held back behind pages: its end must be noticed at once.
-            pacer.charge(piece.len());
+/// One direction of a main stream.
+pub(crate) struct Pump<'a> {
+    pub(crate) direction: Direction,
+    pub(crate) from: &'a Stream,
+    pub(crate) to: &'a Stream,
+    pub(crate) stats: &'a Stats,
+    pub(crate) pacer: Option<&'a Pacer>,
+    pub(crate) stall_timeout: Duration,
+}
+
+impl Pump<'_> {
+    /// Forwards bytes until the sender has no more, then tells the receiver so, unless the witness objects.
+    pub(crate) fn run(&self, mut witness: impl Witness) -> Result<(), RelayError> {
+        let mut buffer = vec![0; PIECE];
+        loop {
+            let piece = match (&*self.from).read(&mut buffer) {
+                Ok(0) => break,
+                Ok(read) => &buffer[..read],
+                // A main stream may be silent for as long as it likes.
+                Err(error) if is_transient(&error) => continue,
+                Err(error) => return Err(RelayError::MainRead(self.direction, error)),
+            };
+            witness.received(piece);
+            if let Some(pacer) = self.pacer {
+                // Not held back behind pages: its end must be noticed at once.
+                pacer.charge(piece.len());
+            }
+            witness.pass(piece, &|part| self.write(part))?;
+            if self.direction == Direction::Forward {
+                self.stats.add_received(piece.len());
+                self.stats.add_sent(piece.len());
+            }
+            witness.delivered();
         }
-        witness.pass(piece, &|part| {
-            (&*to)
-                .write_all(part)
-                .map_err(|error| RelayError::MainWrite { direction, error })
-        })?;
-        if direction == Direction::Forward {
-            stats.add_received(piece.len());
-            stats.add_sent(piece.len());
+        if witness.ends() {
+            self.to.finish();
         }
-        witness.delivered();
+        Ok(())
     }
-    if witness.ends() {
-        to.finish();
+
+    fn write(&self, part: &[u8]) -> Result<(), RelayError> {
+        let written = (&*self.to).write_all(part);
+        written.map_err(|error| match is_stall(&error) {
+            true => RelayError::MainStalled(self.direction, self.stall_timeout),
+            false => RelayError::MainWrite(self.direction, error),
+        })
     }
-    Ok(())
 }
 
 /// Large enough for a migration without multifd to be cheap.

@@ -132,9 +132,7 @@ impl SourceQemu {
     pub(super) fn has_ended_by(&mut self, error: &Cause) -> bool {
         let broken = matches!(
             error,
-            Cause::Source(QemuError::Qmp(
-                QmpError::Broken { .. } | QmpError::Connect { .. }
-            ))
+            Cause::Source(QemuError::Qmp(QmpError::Broken(..) | QmpError::Connect(..)))
         );
         if !broken || !self.qemu.is_dead(ENDING) {
             return false;
@@ -148,7 +146,7 @@ impl SourceQemu {
     pub(crate) fn resume(&mut self, should_run: bool) -> SourceEvent {
         let resumed = self.go_on(should_run).or_else(|error| {
             // A monitor that broke may be had again.
-            if !matches!(error, QemuError::Qmp(QmpError::Broken { .. })) {
+            if !matches!(error, QemuError::Qmp(QmpError::Broken(..))) {
                 return Err(error);
             }
             self.qemu.reconnect()?;

@@ -1,7 +1,6 @@
 //! The connections of a server: how many there may be, and which attempt each belongs to.
 
 use std::{
-    io,
     os::fd::AsFd as _,
     sync::{
         Arc,
@@ -15,7 +14,7 @@ use handover::{
     AttemptId, ConnectionKind, DestinationMessage, PREAMBLE_LEN, Preamble, Prepare, SourceMessage,
 };
 use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
+    event::{PollFd, PollFlags},
     process::{Resource, getrlimit},
 };
 use tracing::{Span, debug, warn};
@@ -29,6 +28,7 @@ use super::{
 use crate::{
     control::{Control, ControlError, reply},
     error::chain,
+    wait::wait_for,
 };
 
 /// Most connections at once; more are closed at once. A migration has one for each channel, and two.
@@ -53,11 +53,7 @@ impl Server {
                     PollFlags::IN,
                 ));
             }
-            let tick = Timespec::try_from(TICK).ok();
-            match poll(&mut fds, tick.as_ref()) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(io::Error::from(error).into()),
-            }
+            wait_for(&mut fds, TICK)?;
             if stop.is_hung_up() {
                 return Ok(());
             }

@@ -141,7 +141,7 @@ impl<'a> Supervisor<'a> {
     fn moving(&mut self, report: Result<Report, RecvTimeoutError>, extended: bool) -> Ended {
         match report {
             Ok(Report::Failed(error)) => return Some(Err(error)),
-            Ok(Report::Shut { code }) => return Some(Err(RelayError::Refused { code })),
+            Ok(Report::Shut { code }) => return Some(Err(RelayError::Refused(code))),
             Ok(Report::ChannelRead { channel }) => self.channel_read(channel),
             Ok(Report::ChannelWritten) => self.open_channels -= 1,
             Ok(Report::MainEnded(direction)) => {
@@ -150,11 +150,11 @@ impl<'a> Supervisor<'a> {
                     (_, false) => self.wait(self.timeout.max(CLOSING)),
                     // What the source sent before it broke off still arrives.
                     (Direction::Forward, true) => {
-                        self.phase = Phase::BrokenOff(RelayError::MainClosed { direction });
+                        self.phase = Phase::BrokenOff(RelayError::MainClosed(direction));
                         self.wait(CLOSING);
                     }
                     (Direction::Back, true) => {
-                        return Some(Err(RelayError::MainClosed { direction }));
+                        return Some(Err(RelayError::MainClosed(direction)));
                     }
                 }
             }
@@ -165,8 +165,8 @@ impl<'a> Supervisor<'a> {
             }
             Err(_) => {
                 return Some(Err(match self.closed_channel {
-                    Some(channel) if self.forward_open => RelayError::ChannelClosed { channel },
-                    _ => RelayError::NeverFinished,
+                    Some(channel) if self.forward_open => RelayError::ChannelClosed(channel),
+                    _ => RelayError::NeverFinished(self.timeout.max(CLOSING)),
                 }));
             }
         }
@@ -178,7 +178,7 @@ impl<'a> Supervisor<'a> {
         match report {
             Ok(Report::ChannelRead { channel }) => self.channel_read(channel),
             Ok(Report::ChannelWritten) => self.open_channels -= 1,
-            Ok(Report::Shut { code }) => return Some(Err(RelayError::Refused { code })),
+            Ok(Report::Shut { code }) => return Some(Err(RelayError::Refused(code))),
             // Nothing arrives any more.
             Err(_) | Ok(Report::Failed(_) | Report::MainEnded(_)) => self.open_channels = 0,
         }
@@ -194,7 +194,7 @@ impl<'a> Supervisor<'a> {
                 self.main_ended(direction);
                 self.wait(self.timeout.max(CLOSING));
             }
-            Ok(Report::Shut { code }) => return Some(Err(RelayError::Refused { code })),
+            Ok(Report::Shut { code }) => return Some(Err(RelayError::Refused(code))),
             Err(_) | Ok(Report::Failed(_)) => {
                 debug!("the connections ended out of order after the guest had been loaded");
                 return Some(Ok(Outcome::Loaded));
@@ -288,7 +288,7 @@ mod tests {
     fn a_main_stream_that_closes_before_its_end_breaks_off() {
         let hangup = Hangup::new().unwrap();
         for direction in [Direction::Back, Direction::Forward] {
-            let closed = Err(RelayError::MainClosed { direction }.to_string());
+            let closed = Err(RelayError::MainClosed(direction).to_string());
             for state in [seen(b"{", &[]), seen(b"{}", &PONG)] {
                 let mut reports = channels_end();
                 reports.push(Report::MainEnded(direction));

@@ -13,7 +13,7 @@ use crate::{
     Config, Direction, channels,
     channels::Out,
     exchange::{Inlet, Outlet},
-    main_stream::{MainState, ReturnWitness, pump},
+    main_stream::{MainState, Pump, ReturnWitness, Witness},
     syncs::{BehindSyncs, Syncs},
 };
 
@@ -82,19 +82,32 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         let behind = BehindSyncs::new(state, self.syncs, self.stats, layout, stall_timeout);
         let (from, to, stats) = (from.clone(), to.clone(), self.stats);
         self.spawn(move |report| {
-            let direction = Direction::Forward;
-            let ended = pump(direction, &from, &to, stats, pacer, behind);
-            report(ended.map_or_else(Report::Failed, |()| Report::MainEnded(direction)));
+            let pump = Pump {
+                direction: Direction::Forward,
+                from: &from,
+                to: &to,
+                stats,
+                pacer,
+                stall_timeout,
+            };
+            report(main_ended(&pump, behind));
         });
     }
 
     pub(super) fn return_main(&self, from: &Arc<Stream>, to: &Arc<Stream>, state: &'env MainState) {
         let (from, to, stats) = (from.clone(), to.clone(), self.stats);
+        let stall_timeout = self.config.stall_timeout;
         self.spawn(move |report| {
+            let pump = Pump {
+                direction: Direction::Back,
+                from: &from,
+                to: &to,
+                stats,
+                pacer: None,
+                stall_timeout,
+            };
             let witness = ReturnWitness::new(state, |code| report(Report::Shut { code }));
-            let direction = Direction::Back;
-            let ended = pump(direction, &from, &to, stats, None, witness);
-            report(ended.map_or_else(Report::Failed, |()| Report::MainEnded(direction)));
+            report(main_ended(&pump, witness));
         });
     }
 
@@ -117,5 +130,12 @@ impl<'scope, 'env> Threads<'scope, 'env> {
                 let _ = report.send(end);
             });
         });
+    }
+}
+
+fn main_ended(pump: &Pump<'_>, witness: impl Witness) -> Report {
+    match pump.run(witness) {
+        Ok(()) => Report::MainEnded(pump.direction),
+        Err(error) => Report::Failed(error),
     }
 }
