@@ -5,6 +5,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use serde::{Serialize, Serializer};
+
 /// When a relay saw the steps of a switchover done.
 #[derive(Clone, Copy, Debug)]
 pub struct Switchover {
@@ -16,16 +18,21 @@ pub struct Switchover {
     pub loaded: Instant,
 }
 
-/// The parts of a downtime, one after the other.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// The parts of a downtime, one after the other; in milliseconds where they are written down.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct DowntimeParts {
     /// From the source's stop until the pages of the last round have been sent.
+    #[serde(serialize_with = "as_millis")]
     pub last_round: Duration,
     /// Until the device state has been sent.
+    #[serde(serialize_with = "as_millis")]
     pub device_state: Duration,
     /// Until the destination has loaded the guest.
+    #[serde(serialize_with = "as_millis")]
     pub load: Duration,
     /// Until the guest runs at the destination.
+    #[serde(serialize_with = "as_millis")]
     pub commit: Duration,
 }
 
@@ -67,6 +74,10 @@ impl fmt::Display for DowntimeParts {
     }
 }
 
+fn as_millis<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(u64::try_from(time.as_millis()).unwrap_or(u64::MAX))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -83,6 +94,10 @@ mod tests {
         let parts = DowntimeParts::new(stopped, switchover(10, 15, 40), after(48));
         let text = "last round 10 ms, device state 5 ms, load 25 ms, commit 8 ms";
         assert_eq!(parts.to_string(), text);
+        assert_eq!(
+            serde_json::to_value(parts).unwrap(),
+            serde_json::json!({ "last-round": 10, "device-state": 5, "load": 25, "commit": 8 })
+        );
         // The last SYNC was passed on after the last bytes of the main stream.
         let parts = DowntimeParts::new(stopped, switchover(15, 10, 40), after(48));
         let text = "last round 15 ms, device state 0 ms, load 25 ms, commit 8 ms";

@@ -27,7 +27,7 @@ use handover::{
     AttemptId, ConnectionKind, Decision, DestinationMessage, GuestLocation, Prepare, SourceEvent,
     SourceMessage, SourceState,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use tracing::{Span, info, info_span};
 use vamoose_link::{Address, Hangup, Snapshot, Stats};
 
@@ -73,18 +73,16 @@ pub struct Migration<'a> {
 pub struct Progress {
     /// QEMU's name for the state: `setup`, `active`, `device`, ...
     pub status: String,
-    /// QEMU's whole account, as `query-migrate` gives it.
+    /// QEMU's whole account, as `query-migrate` gives it, with `downtime-parts` once the guest runs at the destination.
     pub source: Value,
     /// What the relay has moved.
     pub moved: Snapshot,
-    /// The parts of the downtime, once the guest runs at the destination.
-    pub downtime_parts: Option<DowntimeParts>,
 }
 
 /// A guest that has moved.
 #[derive(Clone, Debug)]
 pub struct Moved {
-    /// QEMU's account at the end; empty when another process had driven the migration.
+    /// QEMU's account at the end, with `downtime-parts`; empty when another process had driven the migration.
     pub source: Value,
     /// What the relay has moved.
     pub moved: Snapshot,
@@ -158,7 +156,6 @@ impl Migration<'_> {
                 status: "completed".to_owned(),
                 source: moved.source.clone(),
                 moved: moved.moved,
-                downtime_parts: moved.downtime_parts,
             });
         })
     }
@@ -306,15 +303,19 @@ impl Migration<'_> {
                 let now = "that attempt has just been finished";
                 return Err(failure(Cause::moved_before(record, now)));
             }
+            let parts = downtime.zip(ended.switchover);
+            let parts = parts.map(|((stopped, running), switchover)| {
+                DowntimeParts::new(stopped, switchover, running)
+            });
+            let mut account = ended.account;
+            if let (Value::Object(account), Some(parts)) = (&mut account, &parts) {
+                account.insert("downtime-parts".to_owned(), json!(parts));
+            }
             let moved = Moved {
-                source: ended.account,
+                source: account,
                 moved: ended.moved,
                 downtime: downtime.map(|(stopped, running)| running.duration_since(stopped)),
-                downtime_parts: downtime.zip(ended.switchover).map(
-                    |((stopped, running), switchover)| {
-                        DowntimeParts::new(stopped, switchover, running)
-                    },
-                ),
+                downtime_parts: parts,
                 total_time: start.elapsed(),
             };
             moved.log(&record.name);

@@ -80,7 +80,6 @@ impl Migration<'_> {
                 status: status.to_owned(),
                 moved: stats.snapshot(),
                 source: account.clone(),
-                downtime_parts: None,
             });
             match status {
                 "completed" => {

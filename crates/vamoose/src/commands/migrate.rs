@@ -6,20 +6,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Error, Result};
+use anyhow::{Context as _, Error, Result, anyhow};
 use clap::{Args, ValueEnum};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
 };
-use tracing::info;
 use vamoose_link::{Address, Snapshot};
-use vamoose_relay::{Cause, Failure, GuestLocation, Migration, Moved};
+use vamoose_relay::{Cause, Failure, GuestLocation, Migration, QemuError, QmpError, chain};
 
 use crate::{
     options::{Encoding, StateDir},
     progress::Display,
-    report::{Report, millis},
+    report::Report,
 };
 
 /// Move a running guest to a QEMU that waits at a `vamoose serve`
@@ -120,8 +119,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if let Some(target) = &options.json {
         report.write(target)?;
     }
-    let moved = moved.map_err(with_advice)?;
-    say(&options.name, &moved, &report);
+    moved.map_err(with_advice)?;
     Ok(())
 }
 
@@ -133,11 +131,14 @@ fn with_advice(failure: Failure) -> Error {
              before. If the destination is gone for good, look there whether the guest runs, then: \
              vamoose settle --attempt {attempt} --as running-there|never-ran"
         ),
-        _ => return failure.into(),
+        _ => match &failure.cause {
+            Cause::Source(QemuError::Qmp(QmpError::Held { .. })) => {
+                "start QEMU with a second -qmp socket, for vamoose alone".to_owned()
+            }
+            _ => return failure.into(),
+        },
     };
-    let failure = Error::from(failure);
-    let line = crate::one_line(&failure);
-    failure.context(format!("{line}: {advice}"))
+    anyhow!("{}; {advice}", chain(&failure))
 }
 
 /// QEMU's word for how it ended.
@@ -146,17 +147,4 @@ fn status(failure: &Failure) -> &'static str {
         Cause::Cancelled => "cancelled",
         _ => "failed",
     }
-}
-
-fn say(name: &str, moved: &Moved, report: &Report) {
-    let ratio = report.page_bytes as f64 / report.wire_bytes.max(1) as f64;
-    info!(
-        "{name}: moved in {:.1} s, downtime {}, {} MiB on the wire ({ratio:.2}x)",
-        moved.total_time.as_secs_f64(),
-        moved.downtime.map_or_else(
-            || "none (it was paused)".to_owned(),
-            |downtime| format!("{} ms", millis(downtime))
-        ),
-        report.wire_bytes >> 20,
-    );
 }

@@ -5,11 +5,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Error, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 use tracing::info;
 use vamoose_link::{Address, Hangup, Listener, Peers, Stats};
-use vamoose_relay::{Dialer, Outcome, Relay, ZeroPages};
+use vamoose_relay::{Dialer, Outcome, Relay, RelayError, ZeroPages};
 
 use crate::{options::Encoding, report::Report};
 
@@ -67,19 +67,10 @@ enum ZeroPageDetection {
     None,
     /// The processor
     Cpu,
-    /// Not here: what a relay has just read is in the processor's cache. `live-demo` has it
-    #[value(hide = true)]
-    Dsa,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     refuse_open_address(&options.listen, options.insecure)?;
-    if matches!(options.zero_page_detection, ZeroPageDetection::Dsa) {
-        bail!(
-            "--zero-page-detection dsa: a relay's pages have just come out of a socket and are in the processor's \
-             cache, where it finds zeros cheaply: use cpu (live-demo, which reads a guest's memory, has dsa)"
-        );
-    }
     let mut config = options.encoding.config()?;
     config.outgoing_channels = options.channels.map(usize::from);
     config.incoming_channels = options.incoming_channels.map(usize::from);
@@ -119,7 +110,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if let Some(target) = &options.json {
         report.write(target)?;
     }
-    let summary = result?;
+    let summary = result.map_err(with_advice)?;
     info!(
         "{}: {} normal and {} zero pages in {} ms, {} bytes on the wire",
         match summary.outcome {
@@ -132,6 +123,18 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         report.wire_bytes,
     );
     Ok(())
+}
+
+/// Adds what can be done about it with this command's options.
+fn with_advice(error: RelayError) -> Error {
+    match error {
+        RelayError::LateChannel => {
+            anyhow!(
+                "{error}; name the number of channels that the source opens: --incoming-channels N"
+            )
+        }
+        _ => error.into(),
+    }
 }
 
 /// Until there is authentication, whoever can connect can migrate.
