@@ -65,7 +65,7 @@ pub fn attempts(journal: &Journal) -> Result<Vec<Attempt>, JournalError> {
     Ok(all)
 }
 
-/// What a record says: phase, status, what went wrong, the destination's address.
+/// A record's phase, status, what went wrong, the destination's address.
 type Described = (&'static str, Standing, Option<String>, Option<String>);
 
 fn list<S: Side>(

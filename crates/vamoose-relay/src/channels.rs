@@ -6,7 +6,7 @@
 //!  several streams:     [ read, decode ] ─> exchange ─> [ encode, write ]  one thread a stream on the way out
 //! ```
 //!
-//! One thread for both sides is cheaper: a packet leaves from the cache that it has come into, nobody is
+//! One thread for both sides is cheaper: a packet leaves from the cache that it has come into, no thread is
 //! woken for it, and half as many wait in the relay. It needs no barrier: what is behind a SYNC stays
 //! behind it on its channel, and that every channel has reached its SYNC is for the destination to
 //! wait for, as it does without a relay.
@@ -16,7 +16,7 @@ use vamoose_link::{ChannelReader, ChannelWriter, Packet, ReadError, Received, St
 
 use crate::{
     Config, RelayError, ZeroPages,
-    exchange::{Closed, Inlet, Outlet, Work},
+    exchange::{Closed, ReaderEnd, Work, WriterEnd},
     syncs::Syncs,
 };
 
@@ -55,27 +55,27 @@ pub(crate) fn pass_on(
 pub(crate) fn read(
     channel: usize,
     reader: &mut ChannelReader,
-    inlet: &Inlet,
+    end: &ReaderEnd,
     zero_pages: ZeroPages,
 ) -> Result<(), RelayError> {
     let failed = |error| RelayError::SourceChannel(channel, error);
-    while let Ok(mut packet) = inlet.take() {
+    while let Ok(mut packet) = end.take() {
         let arrived = loop {
             match receive(reader, &mut packet, zero_pages).map_err(failed)? {
                 None => return Ok(()),
                 Some(arrived) if arrived.has_content => break arrived,
                 // Without content nothing has to be handed over: the packet is read into again.
                 Some(arrived) => {
-                    if pass_sync(inlet, arrived.sync) == Err(Closed) {
+                    if pass_sync(end, arrived.sync) == Err(Closed) {
                         return Ok(());
                     }
                 }
             }
         };
         // Pages inside a SYNC come before the barrier.
-        let submitted = inlet
+        let submitted = end
             .submit(packet)
-            .and_then(|()| pass_sync(inlet, arrived.sync));
+            .and_then(|()| pass_sync(end, arrived.sync));
         if submitted == Err(Closed) {
             break;
         }
@@ -86,20 +86,20 @@ pub(crate) fn read(
 /// Sends what the exchange has on one channel, until all readers have ended; perhaps beside others.
 pub(crate) fn write(
     writer: &mut ChannelWriter,
-    outlet: &Outlet,
+    end: &WriterEnd,
     out: Out<'_>,
 ) -> Result<(), RelayError> {
     let channel = out.channel;
     let failed = |error| RelayError::DestinationChannel(channel, error);
-    while let Ok(work) = outlet.next() {
+    while let Ok(work) = end.next() {
         match work {
             Work::Packet(mut packet) => {
                 writer.write(&mut packet).map_err(failed)?;
-                outlet.give_back(packet);
+                end.give_back(packet);
             }
             Work::Sync { packet_num } => {
                 let mut sent = Ok(());
-                let synced = outlet.sync(|| {
+                let synced = end.sync(|| {
                     sent = send_sync(writer, packet_num, out);
                     if sent.is_ok() { Ok(()) } else { Err(Closed) }
                 });
@@ -148,8 +148,8 @@ fn receive(
     }))
 }
 
-fn pass_sync(inlet: &Inlet, sync: Option<u64>) -> Result<(), Closed> {
-    sync.map_or(Ok(()), |packet_num| inlet.sync(packet_num))
+fn pass_sync(end: &ReaderEnd, sync: Option<u64>) -> Result<(), Closed> {
+    sync.map_or(Ok(()), |packet_num| end.sync(packet_num))
 }
 
 fn send_sync(writer: &mut ChannelWriter, packet_num: u64, out: Out<'_>) -> Result<(), WriteError> {

@@ -50,7 +50,7 @@ impl fmt::Display for Direction {
     }
 }
 
-/// A relay that failed. The guest runs on at the source, unless the message says otherwise.
+/// A relay that failed. The guest runs on at the source, unless the message states otherwise.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RelayError {
@@ -71,7 +71,7 @@ pub enum RelayError {
         "the source opened a connection with {0:02x?}, which begins neither a main stream nor a multifd channel"
     )]
     Garbage([u8; 4]),
-    /// The source's connection ended before it could be told what it is.
+    /// The source's connection ended before it was known what it is.
     #[error("the source closed a connection before its first {wanted} bytes (got {got})")]
     ClosedEarly {
         /// Bytes that came.

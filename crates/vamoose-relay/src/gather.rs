@@ -3,7 +3,7 @@
 //! A source QEMU connects its main stream first, may send its header at once (7.2 does so before it
 //! has all channels), and goes on with the section `ram` only when a SYNC has gone out on every
 //! channel. Another relay sends on the main stream first, because a destination QEMU demands it, and
-//! says in each channel's first packet how many there will be. So the rule is:
+//! announces in each channel's first packet how many there will be. So the rule is:
 //!
 //! ```text
 //! number of channels known (configured or announced):  done when main and all of them are there

@@ -20,9 +20,9 @@ use crate::{
 pub struct Instance {
     /// Path of its monitor.
     pub monitor: PathBuf,
-    /// Its process, where that can be told: not in another pid namespace.
+    /// Its process, where that is known: not in another pid namespace.
     pub process: Option<ProcessId>,
-    /// The guest's uuid; all zeros where none was given, which says nothing.
+    /// The guest's uuid; all zeros where none was given, which identifies nothing.
     pub uuid: String,
     /// The file of the monitor's socket, which QEMU makes anew when it starts.
     socket: Option<SocketFile>,

@@ -12,7 +12,8 @@
 //!
 //! What a relay owes the two QEMUs is written where it is done: the order of connections in
 //! `gather`, the bound on waiting packets in `channels` and `exchange`, the SYNC barrier in `exchange`, the
-//! main stream's order with the SYNCs in `syncs`, the teardown of everything at once in `session`.
+//! main stream's order with the SYNCs in `syncs`, the teardown of everything at once in `session`. The log lines of a migration are in one
+//! span, `migration`, with its role (`relay`, `source`, `destination`) and the attempt's id.
 
 #![forbid(unsafe_code)]
 

@@ -25,7 +25,7 @@ pub(crate) struct MainState {
 
 impl MainState {
     /// Whether a peer that closes the main stream now breaks the migration off: the destination
-    /// has not said how loading went and is going to, or the stream is not at its end.
+    /// has yet to report how loading went, or the stream is not at its end.
     ///
     /// The source may already have closed it upon the destination's word while the thread that
     /// delivered that word has yet to report, so the word counts from its arrival here.
@@ -51,13 +51,13 @@ impl MainState {
     }
 
     /// How a migration ended in which both ends closed the main stream and the destination has not
-    /// said that it loaded the guest.
+    /// reported that it has loaded the guest.
     pub(crate) fn verdict(&self) -> Result<Outcome, RelayError> {
         if self.is_broken_off() {
             return Err(RelayError::MainClosed(Direction::Forward));
         }
         warn!(
-            "everything was delivered, but without a return path nobody confirms that the \
+            "everything was delivered, but without a return path it is not confirmed that the \
              destination has loaded the guest: set the return-path capability on the source"
         );
         Ok(Outcome::Unconfirmed)
@@ -83,7 +83,7 @@ pub(crate) trait Witness {
     }
     /// The same piece has been passed on.
     fn delivered(&mut self);
-    /// Whether the receiver is to be told that there is no more.
+    /// Whether the stream's end is passed on.
     fn ends(&self) -> bool {
         true
     }
@@ -150,7 +150,7 @@ pub(crate) struct Pump<'a> {
 }
 
 impl Pump<'_> {
-    /// Forwards bytes until the sender has no more, then tells the receiver so, unless the witness objects.
+    /// Forwards bytes until the sender has no more, then passes the end on, unless the witness objects.
     pub(crate) fn run(&self, mut witness: impl Witness) -> Result<(), RelayError> {
         let mut buffer = vec![0; PIECE];
         loop {

@@ -4,7 +4,7 @@
 //!  look      at the source QEMU, and at what the journal knows of it: an attempt that is not over is finished first
 //!  prepare   the server: is there a QEMU for it, what can that one do
 //!  set up    the source QEMU and a relay beside it
-//!  watch     until the source says completed, failed or cancelled
+//!  watch     until the source reports completed, failed or cancelled
 //!  hand over completed: the source is paused for good; crate `handover` decides what every answer means.
 //!            Anything else: the guest goes on here, the server ends its QEMU.
 //! ```
@@ -112,7 +112,7 @@ impl Migration<'_> {
             return ended;
         }
         source.check(self.zero_page_detection).map_err(at_source)?;
-        self.tell_earlier(&journal).map_err(at_source)?;
+        self.notify_earlier(&journal).map_err(at_source)?;
         let attempt = AttemptId(control::random().map_err(at_source)?);
         span(attempt).in_scope(|| self.attempt(attempt, &journal, source, start, observe))
     }
@@ -190,7 +190,7 @@ impl Migration<'_> {
         }
     }
 
-    /// How the source is to find zero pages, where it can be told.
+    /// How the source is to find zero pages, where it can be set.
     fn zero_pages(&self, source: &SourceQemu, offer: &Offer) -> Result<Option<String>, Cause> {
         let (ours, theirs) = (source.qemu.version(), &offer.qemu);
         info!("source QEMU {ours}, destination QEMU {theirs}");

@@ -125,7 +125,7 @@ enum Report {
     Ended,
     /// The destination has loaded the guest.
     Loaded,
-    /// The main stream ended; this is what its end says of the migration.
+    /// The main stream ended; this is what its end means for the migration.
     MainEnded(Result<Outcome, RelayError>),
     /// A connection broke.
     Failed(RelayError),

@@ -1,8 +1,8 @@
 //! The process behind a monitor: found by what it holds, never by what it is called.
 //!
-//! Who listens on the monitor's socket is QEMU. Its name says nothing: QEMU changes it on request
+//! The process that listens on the monitor's socket is QEMU. Its name proves nothing: QEMU changes it on request
 //! (`-name process=`), and is called after its loader or its wrapper elsewhere. Nor do the
-//! credentials that the socket tells, for these are of whoever called `listen`: a libvirt daemon
+//! credentials of the socket, for these are of the process that called `listen`: a libvirt daemon
 //! does that and hands the socket on. So the process is the one that has the listening socket among
 //! its descriptors:
 //!
@@ -83,7 +83,6 @@ pub(crate) enum ProcessError {
     NotFound(PathBuf),
     #[error("cannot tell which process serves the monitor {}: {pids:?} all listen there", monitor.display())]
     Several { monitor: PathBuf, pids: Vec<u32> },
-    /// The system does not tell of processes.
     #[error("cannot read what the system knows of process {pid} ({what})")]
     Unreadable {
         pid: u32,

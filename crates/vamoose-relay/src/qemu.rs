@@ -20,7 +20,7 @@ use settings::Settings;
 /// One QEMU and what is known of it.
 pub(crate) struct Qemu {
     qmp: Qmp,
-    /// `None` while it could not be told for certain.
+    /// `None` while it is not known for certain.
     process: Option<QemuProcess>,
     version: Version,
     schema: Schema,
@@ -81,7 +81,7 @@ pub enum QemuError {
         "the parameter `tls-creds` is set: QEMU would encrypt what the relay has to read; clear it"
     )]
     Tls,
-    /// The monitor's path leads to another QEMU than before, or it cannot be told.
+    /// The monitor's path leads to another QEMU than before, or that is not known.
     #[error("the monitor belongs to another QEMU than before")]
     Replaced,
     /// An answer without what it must hold.
@@ -90,7 +90,7 @@ pub enum QemuError {
 }
 
 impl QemuError {
-    /// Whether QEMU is there and said no, so that nothing has changed.
+    /// Whether QEMU is there and has refused, so that nothing has changed.
     pub(crate) fn is_refusal(&self) -> bool {
         matches!(self, Self::Qmp(QmpError::Refused { .. }))
     }
@@ -345,7 +345,7 @@ mod tests {
         bare.argument("-name").argument(name).start().unwrap()
     }
 
-    /// Hears nothing any more, as a destination that waits for a SYNC.
+    /// Reacts to nothing any more, as a destination that waits for a SYNC.
     fn freeze(pid: u32) {
         let pid = Pid::from_raw(pid.try_into().unwrap()).unwrap();
         kill_process(pid, Signal::STOP).unwrap();

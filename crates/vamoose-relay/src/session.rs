@@ -7,7 +7,7 @@
 //!  tear down   every connection at once, whatever happened
 //! ```
 //!
-//! Whether the guest has arrived is told by the destination, on the return path. Without one (QEMU's
+//! Whether the guest has arrived is reported by the destination, on the return path. Without one (QEMU's
 //! default, against which the documentation warns) the end of the source's stream has to do.
 
 mod supervisor;
@@ -236,13 +236,14 @@ impl Relay<'_> {
                     threads.pass_on(channel, reader, writer);
                 }
             } else {
-                let (inlets, outlets, all) = exchange(incoming, outgoing, streams, *layout);
+                let (reader_ends, writer_ends, all) =
+                    exchange(incoming, outgoing, streams, *layout);
                 barriers = Some(all);
-                for (channel, (reader, inlet)) in readers.zip(inlets).enumerate() {
-                    threads.read(channel, reader, inlet);
+                for (channel, (reader, end)) in readers.zip(reader_ends).enumerate() {
+                    threads.read(channel, reader, end);
                 }
-                for (index, (writer, outlet)) in writers.into_iter().zip(outlets).enumerate() {
-                    threads.write(index / streams, writer, outlet);
+                for (index, (writer, end)) in writers.into_iter().zip(writer_ends).enumerate() {
+                    threads.write(index / streams, writer, end);
                 }
             }
             let (near, far) = (&source.main, &destination.main);

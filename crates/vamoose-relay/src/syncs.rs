@@ -5,7 +5,7 @@
 //! died with them inside, QEMU 7.2 hangs. So **a mark goes out when its SYNCs are out on all channels**,
 //! and whatever breaks then, the destination has all that it waits for, as it does without a relay.
 //!
-//! This holds nobody up: the destination would wait there anyway, and needs no mark to take the
+//! This delays nothing: the destination would wait there anyway, and needs no mark to take the
 //! SYNCs before it. Marks and SYNCs are counted, so it is of no importance which come first.
 
 use std::{

@@ -270,7 +270,7 @@ fn an_absent_engine_is_an_early_error_when_it_is_named_and_nothing_otherwise() -
     refused(
         &["--zero-page-detection", "dsa"],
         &[],
-        "are in the processor's cache",
+        "invalid value 'dsa'",
     )?;
     refused(
         &["--method", "zstd", "--streams", "2"],

@@ -136,7 +136,7 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
             }
             Err(SourceError::Dial(SocketError::Dial { source, .. })) if nobody_listens(&source) => {
                 self.last = "connection refused".to_owned();
-                SourceEvent::NobodyListens
+                SourceEvent::Refused
             }
             Err(error) => {
                 self.last = error.to_string();

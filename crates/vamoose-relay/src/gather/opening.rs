@@ -21,7 +21,7 @@ pub(super) struct Opening {
     pub(super) since: Instant,
 }
 
-/// Bytes that tell what a connection is.
+/// The length of the magic that every connection begins with.
 const MAGIC_LEN: usize = 4;
 
 /// A handshake, of any version that is in use.
@@ -56,7 +56,7 @@ impl Opening {
         Ok(true)
     }
 
-    /// Whether all bytes have come that tell what it is.
+    /// Whether all bytes have come that identify it.
     pub(super) fn is_complete(&self) -> bool {
         self.got == self.wanted() && !self.is_tls()
     }
@@ -74,7 +74,7 @@ impl Opening {
         self.magic() == Some(MAGIC.to_be_bytes())
     }
 
-    /// Bytes that tell what it is.
+    /// Bytes that identify it.
     pub(super) fn wanted(&self) -> usize {
         if self.is_channel() {
             INITIAL_LEN

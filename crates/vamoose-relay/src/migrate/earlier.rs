@@ -1,5 +1,5 @@
 //! What earlier attempts of the same QEMU mean for a command: one that is not over is finished first, one that has
-//! taken the guest away is told of.
+//! taken the guest away is reported.
 
 use std::time::{Duration, Instant};
 
@@ -21,10 +21,10 @@ use crate::{
 };
 
 /// How long to try to reach a destination about an attempt that is over.
-const TELLING: Duration = Duration::from_secs(2);
+const NOTIFYING: Duration = Duration::from_secs(2);
 
 impl Migration<'_> {
-    /// Finishes an attempt of this QEMU that is not over, or says what became of one whose guest has left. `None` when
+    /// Finishes an attempt of this QEMU that is not over, or reports what became of one whose guest has left. `None` when
     /// the guest is here and free to go.
     pub(super) fn finish_earlier(
         &self,
@@ -186,11 +186,11 @@ impl Migration<'_> {
         }
     }
 
-    /// A destination that could not be told of a failure may still hold a guest for an attempt that is over.
-    pub(super) fn tell_earlier(&self, journal: &Journal) -> Result<(), JournalError> {
+    /// A destination that could not be notified of a failure may still hold a guest for an attempt that is over.
+    pub(super) fn notify_earlier(&self, journal: &Journal) -> Result<(), JournalError> {
         let to = self.to.to_string();
         let limits = Limits {
-            dial: TELLING,
+            dial: NOTIFYING,
             ..self.limits()
         };
         for record in journal.records::<AtSource>()? {

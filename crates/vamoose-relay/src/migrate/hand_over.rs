@@ -1,4 +1,4 @@
-//! Drives the source's machine of crate `handover`: carries out its actions, and tells it what happens.
+//! Drives the source's machine of crate `handover`: carries out its actions, and reports what happens.
 
 use std::{
     collections::VecDeque,
@@ -19,6 +19,7 @@ use super::{Cause, source::SourceQemu};
 use crate::{
     JournalError,
     control::{Control, ControlError},
+    error::chain,
     journal::{AtSource, Entry},
 };
 
@@ -37,7 +38,7 @@ pub(super) struct HandOver<'a> {
     last_problem: String,
     /// When the destination reported that the guest runs.
     pub(super) running_at: Option<Instant>,
-    /// Why the destination has aborted, in its words.
+    /// Why the destination has aborted.
     pub(super) their_cause: Option<String>,
 }
 
@@ -116,9 +117,9 @@ impl<'a> HandOver<'a> {
                 Some(SourceAction::Persist) => match self.persist() {
                     Ok(()) => continue,
                     Err(error) => {
-                        warn!("{error}");
+                        let reason = chain(&error);
+                        warn!("{reason}");
                         actions.clear();
-                        let reason = error.to_string();
                         SourceEvent::NotPersisted { reason }
                     }
                 },
@@ -159,7 +160,7 @@ impl<'a> HandOver<'a> {
         }
         let sent = self.control.as_ref().map(|control| control.send(message));
         if let Some(Err(error)) = sent {
-            debug!("{error}");
+            debug!("{}", chain(&error));
             self.control = None;
         }
     }
@@ -186,16 +187,16 @@ impl<'a> HandOver<'a> {
                         ControlError::Dial(SocketError::Dial { source, .. })
                             if source.kind() == io::ErrorKind::ConnectionRefused
                     );
-                    self.last_problem = error.to_string();
+                    self.last_problem = chain(&error);
                     if refused {
-                        return SourceEvent::NobodyListens;
+                        return SourceEvent::Refused;
                     }
                 }
             }
         }
     }
 
-    /// Waits for the destination's next words.
+    /// Waits for the destination's next message.
     fn next_event(&mut self) -> SourceEvent {
         if let Some(event) = self.given_up() {
             return event;
@@ -206,7 +207,7 @@ impl<'a> HandOver<'a> {
         match control.receive(ANSWER_WITHIN) {
             Ok(message) => self.answered(message),
             Err(error) => {
-                self.last_problem = error.to_string();
+                self.last_problem = chain(&error);
                 SourceEvent::Closed {
                     complete: matches!(error, ControlError::Closed),
                 }
@@ -246,7 +247,7 @@ impl<'a> HandOver<'a> {
         }
     }
 
-    /// Only somebody who knows that the answer is being waited for can end that.
+    /// Only a user who knows that the answer is being waited for can end that.
     fn given_up(&self) -> Option<SourceEvent> {
         (self.warned && self.cancel.load(Ordering::Relaxed)).then(|| SourceEvent::GaveUp {
             cause: format!("cancelled; before that: {}", self.last_problem),
@@ -262,8 +263,8 @@ impl<'a> HandOver<'a> {
         decision
     }
 
-    /// Waits for the destination's word that it has given the guest up. Without one it will be told by a later
-    /// command, or by a person there.
+    /// Waits until the destination confirms that it has given the guest up. If it does not, it will be notified by a
+    /// later command, or by a person there.
     fn confirm_abort(&mut self) {
         let confirmed = self.their_cause.is_some() || self.wait_for_abort();
         if !confirmed {
@@ -276,7 +277,7 @@ impl<'a> HandOver<'a> {
         }
         self.entry.record.side.confirmed = true;
         if let Err(error) = self.persist() {
-            debug!("{error}");
+            debug!("{}", chain(&error));
         }
     }
 
@@ -304,7 +305,7 @@ impl<'a> HandOver<'a> {
                 }
                 Ok(_) => {}
                 Err(error) => {
-                    debug!("{error}");
+                    debug!("{}", chain(&error));
                     return false;
                 }
             }
@@ -312,7 +313,7 @@ impl<'a> HandOver<'a> {
     }
 }
 
-/// Tells the destinations of earlier attempts that have failed what they could not be told then.
+/// Notifies the destination of an earlier attempt that has failed, which could not be reached then.
 pub(super) fn confirm_earlier(entry: Entry<AtSource>, limits: Limits, cancel: &AtomicBool) -> bool {
     let SourceState::Over {
         guest: GuestLocation::Source,

@@ -165,7 +165,7 @@ impl SourceQemu {
     }
 
     /// A guest that QEMU itself continues, after a migration that failed, is waited for; one that was sent away
-    /// whole stays paused until it is told.
+    /// whole stays paused until it is continued.
     fn go_on(&mut self, should_run: bool) -> Result<(), QemuError> {
         let deadline = Instant::now() + SETTLING;
         loop {
@@ -192,7 +192,10 @@ impl SourceQemu {
         if self.stopped.take().is_some()
             && let Err(error) = self.qemu.announce()
         {
-            warn!("the guest is not announced to the network again: {error}");
+            warn!(
+                "the guest is not announced to the network again: {}",
+                chain(&error)
+            );
         }
     }
 

@@ -14,7 +14,7 @@ use super::{
     Cause, Migration, Progress,
     source::{EVENT_WAIT, SourceQemu},
 };
-use crate::qemu::QemuError;
+use crate::{error::chain, qemu::QemuError};
 
 /// How often to ask for QEMU's account.
 const ASK_EVERY: Duration = Duration::from_millis(200);
@@ -28,7 +28,7 @@ struct Stop {
 }
 
 impl Migration<'_> {
-    /// Has the source migrate to its relay at `socket`, until it says how that ended; QEMU's account if it completed.
+    /// Has the source migrate to its relay at `socket`, until it reports how that ended; QEMU's account if it completed.
     pub(super) fn watch(
         &self,
         source: &mut SourceQemu,
@@ -70,7 +70,7 @@ impl Migration<'_> {
             asked = Some(Instant::now());
             let account = match source.qemu.query_migrate() {
                 Err(QemuError::Qmp(error)) if error.is_no_answer() && !self.is_cancelled() => {
-                    warn!("{error}; it is asked again");
+                    warn!("{}; it is asked again", chain(&error));
                     continue;
                 }
                 account => account?,

@@ -1,10 +1,10 @@
-//! What a QEMU's schema says of migration: its capabilities, and the values of its parameters.
+//! What a QEMU's schema has on migration: its capabilities, and the values of its parameters.
 
 use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-/// What `query-qmp-schema` says of migration.
+/// What `query-qmp-schema` has on migration.
 pub(super) struct Schema {
     capabilities: Vec<String>,
     /// Parameters whose values are an enumeration, with the values.

@@ -12,7 +12,7 @@ use super::supervisor::Report;
 use crate::{
     Config, Direction, channels,
     channels::Out,
-    exchange::{Inlet, Outlet},
+    exchange::{ReaderEnd, WriterEnd},
     main_stream::{MainState, Pump, ReturnWitness, Witness},
     syncs::{BehindSyncs, Syncs},
 };
@@ -27,18 +27,18 @@ pub(super) struct Threads<'scope, 'env> {
 }
 
 impl<'scope, 'env> Threads<'scope, 'env> {
-    pub(super) fn read(&self, channel: usize, mut reader: ChannelReader, inlet: Inlet) {
+    pub(super) fn read(&self, channel: usize, mut reader: ChannelReader, end: ReaderEnd) {
         let zero_pages = self.config.zero_pages;
         self.spawn(move |report| {
-            let read = channels::read(channel, &mut reader, &inlet, zero_pages);
+            let read = channels::read(channel, &mut reader, &end, zero_pages);
             report(read.map_or_else(Report::Failed, |()| Report::ChannelRead { channel }));
         });
     }
 
-    pub(super) fn write(&self, channel: usize, mut writer: ChannelWriter, outlet: Outlet) {
+    pub(super) fn write(&self, channel: usize, mut writer: ChannelWriter, end: WriterEnd) {
         let out = self.out(channel);
         self.spawn(
-            move |report| match channels::write(&mut writer, &outlet, out) {
+            move |report| match channels::write(&mut writer, &end, out) {
                 Ok(()) => {
                     writer.finish();
                     report(Report::ChannelWritten);
