@@ -117,26 +117,20 @@ pub(crate) enum EndError {
 /// Where a QEMU stands with its last migration, as far as it matters to another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MigrationStatus {
-    /// There has been none.
-    Idle,
     /// One is under way, or ends, or is in a state that we do not know.
     Busy,
     /// Everything was sent, or loaded.
     Completed,
-    /// It has failed; the guest has not moved.
-    Failed,
-    /// It was cancelled.
-    Cancelled,
+    /// There has been none, or it has failed or was cancelled: the guest has not moved.
+    Idle,
 }
 
 impl MigrationStatus {
     /// From QEMU's account, as [`Qemu::query_migrate`] gives it.
     pub(crate) fn of(account: &Value) -> Self {
         match account["status"].as_str() {
-            None | Some("none") => Self::Idle,
+            None | Some("none" | "failed" | "cancelled") => Self::Idle,
             Some("completed") => Self::Completed,
-            Some("failed") => Self::Failed,
-            Some("cancelled") => Self::Cancelled,
             // setup, active, device, pre-switchover, wait-unplug, cancelling, failing, colo and all of
             // postcopy; a newer QEMU may have more.
             Some(_) => Self::Busy,
@@ -471,12 +465,12 @@ mod tests {
 
     #[test]
     fn every_word_for_a_migrations_state_is_classified() {
-        use MigrationStatus::{Busy, Cancelled, Completed, Failed, Idle};
+        use MigrationStatus::{Busy, Completed, Idle};
         for (word, status) in [
             ("none", Idle),
             ("setup", Busy),
             ("cancelling", Busy),
-            ("cancelled", Cancelled),
+            ("cancelled", Idle),
             ("active", Busy),
             ("postcopy-device", Busy),
             ("postcopy-active", Busy),
@@ -485,7 +479,7 @@ mod tests {
             ("postcopy-recover", Busy),
             ("completed", Completed),
             ("failing", Busy),
-            ("failed", Failed),
+            ("failed", Idle),
             ("colo", Busy),
             ("pre-switchover", Busy),
             ("device", Busy),

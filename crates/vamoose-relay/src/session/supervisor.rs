@@ -97,22 +97,32 @@ impl<'a> Supervisor<'a> {
             {
                 return ended;
             }
-            let report = self.next(reports);
-            let ended = match &self.phase {
+            let ended = match self.next(reports) {
                 // Before everything else: what has been delivered has happened, cancelled or not.
-                _ if matches!(report, Ok(Report::Shut { code: 0 })) => {
+                Ok(Report::Shut { code: 0 }) => {
                     (self.on_loaded)();
                     self.phase = Phase::Closing;
                     self.wait(CLOSING);
                     None
                 }
-                Phase::Closing => self.closing(report),
-                _ if hangup.is_hung_up() => Some(Err(RelayError::Cancelled)),
-                Phase::BrokenOff(_) => self.broken_off(report),
-                Phase::Moving { extended } => {
-                    let extended = *extended;
-                    self.moving(report, extended)
+                _ if hangup.is_hung_up() && !matches!(self.phase, Phase::Closing) => {
+                    Some(Err(RelayError::Cancelled))
                 }
+                Ok(Report::Shut { code }) => Some(Err(RelayError::Refused(code))),
+                Ok(Report::ChannelRead { channel }) => {
+                    self.open_channels -= 1;
+                    self.closed_channel.get_or_insert(channel);
+                    let closing = || Instant::now() + CLOSING;
+                    self.deadline.get_or_insert_with(closing);
+                    None
+                }
+                Ok(Report::ChannelWritten) => {
+                    self.open_channels -= 1;
+                    None
+                }
+                Ok(Report::MainEnded(direction)) => self.main_ended(direction),
+                Ok(Report::Failed(error)) => self.failed(error),
+                Err(error) => self.nothing_came(error),
             };
             if let Some(ended) = ended {
                 return ended;
@@ -138,82 +148,59 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    fn moving(&mut self, report: Result<Report, RecvTimeoutError>, extended: bool) -> Ended {
-        match report {
-            Ok(Report::Failed(error)) => return Some(Err(error)),
-            Ok(Report::Shut { code }) => return Some(Err(RelayError::Refused(code))),
-            Ok(Report::ChannelRead { channel }) => self.channel_read(channel),
-            Ok(Report::ChannelWritten) => self.open_channels -= 1,
-            Ok(Report::MainEnded(direction)) => {
-                self.main_ended(direction);
-                match (direction, self.is_too_early(direction)) {
-                    (_, false) => self.wait(self.timeout.max(CLOSING)),
-                    // What the source sent before it broke off still arrives.
-                    (Direction::Forward, true) => {
-                        self.phase = Phase::BrokenOff(RelayError::MainClosed(direction));
-                        self.wait(CLOSING);
-                    }
-                    (Direction::Back, true) => {
-                        return Some(Err(RelayError::MainClosed(direction)));
-                    }
-                }
-            }
-            // It cannot end before the channels that it waits for.
-            Err(RecvTimeoutError::Timeout) if !extended && self.syncs.are_awaited() => {
-                self.phase = Phase::Moving { extended: true };
-                self.wait(self.timeout);
-            }
-            Err(_) => {
-                return Some(Err(match self.closed_channel {
-                    Some(channel) if self.forward_open => RelayError::ChannelClosed(channel),
-                    _ => RelayError::NeverFinished(self.timeout.max(CLOSING)),
-                }));
-            }
-        }
-        None
-    }
-
-    /// The source has broken off.
-    fn broken_off(&mut self, report: Result<Report, RecvTimeoutError>) -> Ended {
-        match report {
-            Ok(Report::ChannelRead { channel }) => self.channel_read(channel),
-            Ok(Report::ChannelWritten) => self.open_channels -= 1,
-            Ok(Report::Shut { code }) => return Some(Err(RelayError::Refused(code))),
-            // Nothing arrives any more.
-            Err(_) | Ok(Report::Failed(_) | Report::MainEnded(_)) => self.open_channels = 0,
-        }
-        None
-    }
-
-    /// The destination has the guest and the source knows.
-    fn closing(&mut self, report: Result<Report, RecvTimeoutError>) -> Ended {
-        match report {
-            Ok(Report::ChannelRead { channel }) => self.channel_read(channel),
-            Ok(Report::ChannelWritten) => self.open_channels -= 1,
-            Ok(Report::MainEnded(direction)) => {
-                self.main_ended(direction);
-                self.wait(self.timeout.max(CLOSING));
-            }
-            Ok(Report::Shut { code }) => return Some(Err(RelayError::Refused(code))),
-            Err(_) | Ok(Report::Failed(_)) => {
-                debug!("the connections ended out of order after the guest had been loaded");
-                return Some(Ok(Outcome::Loaded));
-            }
-        }
-        None
-    }
-
-    fn channel_read(&mut self, channel: usize) {
-        self.open_channels -= 1;
-        self.closed_channel.get_or_insert(channel);
-        self.deadline
-            .get_or_insert_with(|| Instant::now() + CLOSING);
-    }
-
-    fn main_ended(&mut self, direction: Direction) {
+    fn main_ended(&mut self, direction: Direction) -> Ended {
         match direction {
             Direction::Forward => self.forward_open = false,
             Direction::Back => self.back_open = false,
+        }
+        match (&self.phase, direction) {
+            // Nothing arrives any more.
+            (Phase::BrokenOff(_), _) => self.open_channels = 0,
+            (Phase::Moving { .. }, _) if self.is_too_early(direction) => {
+                let error = RelayError::MainClosed(direction);
+                if direction == Direction::Back {
+                    return Some(Err(error));
+                }
+                // What the source sent before it broke off still arrives.
+                self.phase = Phase::BrokenOff(error);
+                self.wait(CLOSING);
+            }
+            _ => self.wait(self.timeout.max(CLOSING)),
+        }
+        None
+    }
+
+    fn failed(&mut self, error: RelayError) -> Ended {
+        match self.phase {
+            Phase::Moving { .. } => Some(Err(error)),
+            Phase::BrokenOff(_) => {
+                self.open_channels = 0;
+                None
+            }
+            Phase::Closing => Some(closed_out_of_order()),
+        }
+    }
+
+    /// At the deadline, or when all threads have ended.
+    fn nothing_came(&mut self, error: RecvTimeoutError) -> Ended {
+        match self.phase {
+            // It cannot end before the channels that it waits for.
+            Phase::Moving { extended: false }
+                if error == RecvTimeoutError::Timeout && self.syncs.are_awaited() =>
+            {
+                self.phase = Phase::Moving { extended: true };
+                self.wait(self.timeout);
+                None
+            }
+            Phase::Moving { .. } => Some(Err(match self.closed_channel {
+                Some(channel) if self.forward_open => RelayError::ChannelClosed(channel),
+                _ => RelayError::NeverFinished(self.timeout.max(CLOSING)),
+            })),
+            Phase::BrokenOff(_) => {
+                self.open_channels = 0;
+                None
+            }
+            Phase::Closing => Some(closed_out_of_order()),
         }
     }
 
@@ -230,6 +217,12 @@ impl<'a> Supervisor<'a> {
     fn wait(&mut self, time: Duration) {
         self.deadline = Some(Instant::now() + time);
     }
+}
+
+/// The destination has the guest and the source knows: what breaks now is only the connections' end.
+fn closed_out_of_order() -> Result<Outcome, RelayError> {
+    debug!("the connections ended out of order after the guest had been loaded");
+    Ok(Outcome::Loaded)
 }
 
 #[cfg(test)]
