@@ -62,17 +62,27 @@ pub enum DestinationState {
     },
 }
 
+impl DestinationState {
+    /// Whether nothing more can become of the guest here.
+    pub fn is_over(&self) -> bool {
+        matches!(
+            self,
+            Self::Running | Self::Ended { .. } | Self::Aborted { .. }
+        )
+    }
+}
+
 /// What happens to a destination.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationEvent {
-    /// The source says something, on a connection of this attempt.
+    /// A message of the source, on a connection of this attempt.
     Message(SourceMessage),
     /// All of the guest is here, loaded and not running.
     Loaded,
     /// A `commit` has been waiting for [`DestinationEvent::Loaded`] for long enough to be answered.
     StillReceiving,
-    /// The guest cannot arrive any more, or is not wanted: the connections broke, loading failed, somebody cancelled,
-    /// the source has not been heard of for too long.
+    /// The guest cannot arrive any more, or is not wanted: the connections broke, loading failed, it was cancelled,
+    /// the source has been silent for too long.
     Failed {
         /// Why.
         cause: String,
@@ -120,7 +130,7 @@ pub enum DestinationAction {
     /// Write [`Destination::state`] to the journal, durably. If that fails, do nothing that follows, and report
     /// [`DestinationEvent::NotPersisted`].
     Persist,
-    /// Say this on every control connection of this attempt. That it was sent means nothing.
+    /// Send this on every control connection of this attempt. That it was sent means nothing.
     Send(DestinationMessage),
     /// Let the guest go on, unless it does; if `resume`, as a running one. Look whether it does, and report
     /// [`DestinationEvent::Started`], `MovedOn`, `NotStarted`, `Unclear` or `Died`.
@@ -168,7 +178,7 @@ impl Destination {
         match &self.state {
             DestinationState::Receiving => self.abort("the destination's process was ended".into()),
             DestinationState::Aborting { .. } => vec![DestinationAction::End],
-            // Whether it runs is looked at when somebody asks; a guest that was to be started is started now.
+            // Whether it runs is looked at when the source asks; a guest that was to be started is started now.
             DestinationState::Starting { resume } => {
                 let resume = *resume;
                 self.looking = true;
@@ -188,14 +198,9 @@ impl Destination {
         self.incarnation
     }
 
-    /// Whether nothing more can become of the guest here.
+    /// As [`DestinationState::is_over`].
     pub fn is_over(&self) -> bool {
-        matches!(
-            self.state,
-            DestinationState::Running
-                | DestinationState::Ended { .. }
-                | DestinationState::Aborted { .. }
-        )
+        self.state.is_over()
     }
 
     /// Takes an event and returns what to do.
@@ -226,18 +231,13 @@ impl Destination {
             DestinationEvent::NotStarted { cause } => self.not_started(cause),
             DestinationEvent::Unclear { reason } => {
                 self.looking = false;
-                vec![DestinationAction::Send(DestinationMessage::Unclear {
-                    reason,
-                })]
+                unclear(reason)
             }
             DestinationEvent::Died { cause } => self.died(cause),
             DestinationEvent::NotEnded { reason } => match &self.state {
-                DestinationState::Aborting { cause } => {
-                    let reason = format!("{cause}; the destination's VMM is still there: {reason}");
-                    vec![DestinationAction::Send(DestinationMessage::Unclear {
-                        reason,
-                    })]
-                }
+                DestinationState::Aborting { cause } => unclear(format!(
+                    "{cause}; the destination's VMM is still there: {reason}"
+                )),
                 _ => Vec::new(),
             },
             DestinationEvent::NotPersisted { reason } => self.not_persisted(reason, seen),
@@ -251,7 +251,7 @@ impl Destination {
                 Vec::new()
             }
             DestinationState::Loaded => self.start(resume),
-            // The guest belongs here; whoever asks again is answered by what is seen now.
+            // The guest belongs here; what is seen now is the answer.
             DestinationState::Starting { resume } if !self.looking => {
                 let resume = *resume;
                 self.looking = true;
@@ -265,7 +265,7 @@ impl Destination {
             // Answered when it is known.
             DestinationState::Starting { .. } | DestinationState::Running => Vec::new(),
             DestinationState::Ended { .. } | DestinationState::Aborted { .. } => {
-                vec![self.last_word()]
+                vec![self.final_answer()]
             }
             DestinationState::Aborting { .. } => vec![DestinationAction::End],
         }
@@ -288,7 +288,7 @@ impl Destination {
             DestinationState::Aborting { .. } => vec![DestinationAction::End],
             // `Ended`: too late.
             DestinationState::Aborted { .. } | DestinationState::Ended { .. } => {
-                vec![self.last_word()]
+                vec![self.final_answer()]
             }
             DestinationState::Starting { .. } | DestinationState::Running if !self.looking => {
                 self.looking = true;
@@ -298,7 +298,7 @@ impl Destination {
         }
     }
 
-    /// That it never runs here is written down first: once the VMM has ended, nobody can find that out again.
+    /// That it never runs here is written down first: once the VMM has ended, that cannot be found out again.
     fn abort(&mut self, cause: String) -> Vec<DestinationAction> {
         self.state = DestinationState::Aborting { cause };
         vec![DestinationAction::Persist, DestinationAction::End]
@@ -336,9 +336,7 @@ impl Destination {
         self.looking = false;
         match &self.state {
             DestinationState::Starting { .. } if !self.told => self.abort(cause),
-            _ => vec![DestinationAction::Send(DestinationMessage::Unclear {
-                reason: cause,
-            })],
+            _ => unclear(cause),
         }
     }
 
@@ -354,10 +352,10 @@ impl Destination {
             }
             over @ (DestinationState::Ended { .. } | DestinationState::Aborted { .. }) => {
                 self.state = over;
-                return vec![self.last_word()];
+                return vec![self.final_answer()];
             }
         };
-        vec![DestinationAction::Persist, self.last_word()]
+        vec![DestinationAction::Persist, self.final_answer()]
     }
 
     fn not_persisted(
@@ -366,27 +364,24 @@ impl Destination {
         seen: Option<DestinationMessage>,
     ) -> Vec<DestinationAction> {
         match &self.state {
-            // Nobody has been told to run: it stays what the journal has.
+            // The guest has not been told to run: it stays what the journal has.
             DestinationState::Starting { .. } if !self.told => {
                 self.state = DestinationState::Loaded;
                 self.looking = false;
-                let reason = format!("the journal cannot be written: {reason}");
-                vec![DestinationAction::Send(DestinationMessage::Unclear {
-                    reason,
-                })]
+                unclear(format!("the journal cannot be written: {reason}"))
             }
             DestinationState::Aborting { .. } => vec![DestinationAction::End],
             // These are found out again from what the journal has.
             DestinationState::Loaded => vec![DestinationAction::Send(DestinationMessage::Loaded)],
             DestinationState::Running => seen.map(DestinationAction::Send).into_iter().collect(),
             DestinationState::Ended { .. } | DestinationState::Aborted { .. } => {
-                vec![self.last_word()]
+                vec![self.final_answer()]
             }
             _ => Vec::new(),
         }
     }
 
-    fn last_word(&self) -> DestinationAction {
+    fn final_answer(&self) -> DestinationAction {
         DestinationAction::Send(match &self.state {
             DestinationState::Aborted { cause } => DestinationMessage::Aborted {
                 incarnation: self.incarnation,
@@ -400,6 +395,11 @@ impl Destination {
     }
 }
 
+fn unclear(reason: String) -> Vec<DestinationAction> {
+    let message = DestinationMessage::Unclear { reason };
+    vec![DestinationAction::Send(message)]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -409,9 +409,9 @@ mod tests {
     #[test]
     fn a_migration_that_goes_through() {
         let told = [
-            (DestinationEvent::Loaded, "persist, say loaded"),
-            (commit(), "persist, say starting, run"),
-            (started(), "persist, say running"),
+            (DestinationEvent::Loaded, "persist, send loaded"),
+            (commit(), "persist, send starting, run"),
+            (started(), "persist, send running"),
             (settled(), "forget"),
         ];
         follow(&mut receiving(), told);
@@ -422,10 +422,10 @@ mod tests {
         let told = [
             (DestinationEvent::StillReceiving, ""),
             (commit(), ""),
-            (DestinationEvent::StillReceiving, "say receiving"),
+            (DestinationEvent::StillReceiving, "send receiving"),
             (
                 DestinationEvent::Loaded,
-                "persist, say loaded, persist, say starting, run",
+                "persist, send loaded, persist, send starting, run",
             ),
             (commit(), ""),
         ];
@@ -433,21 +433,21 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_is_not_to_come_is_ended_before_anybody_hears_of_it() {
+    fn a_guest_that_is_not_to_come_is_ended_before_that_is_answered() {
         for state in [DestinationState::Receiving, DestinationState::Loaded] {
             for event in [failed(), abort()] {
                 let told = [
                     (event, "persist, end"),
                     (commit(), "end"),
-                    (not_ended(), "say unclear"),
-                    (died(), "persist, say aborted"),
-                    (commit(), "say aborted"),
-                    (abort(), "say aborted"),
+                    (not_ended(), "send unclear"),
+                    (died(), "persist, send aborted"),
+                    (commit(), "send aborted"),
+                    (abort(), "send aborted"),
                     (settled(), "forget"),
                 ];
                 follow(&mut restored(state.clone()), told);
             }
-            let told = [(died(), "persist, say aborted"), (started(), "")];
+            let told = [(died(), "persist, send aborted"), (started(), "")];
             follow(&mut restored(state), told);
         }
     }
@@ -458,13 +458,13 @@ mod tests {
         let told = [
             (commit(), "check"),
             (commit(), ""),
-            (started(), "say running"),
+            (started(), "send running"),
             (abort(), "check"),
-            (unclear(), "say unclear"),
+            (unclear(), "send unclear"),
             (commit(), "check"),
-            (died(), "persist, say ended"),
-            (commit(), "say ended"),
-            (abort(), "say ended"),
+            (died(), "persist, send ended"),
+            (commit(), "send ended"),
+            (abort(), "send ended"),
             (settled(), "forget"),
         ];
         follow(&mut destination, told);
@@ -474,41 +474,41 @@ mod tests {
     fn only_the_first_refusal_proves_that_the_guest_has_not_run() {
         follow(&mut starting(), [(not_started(), "persist, end")]);
         let told = [
-            (unclear(), "say unclear"),
+            (unclear(), "send unclear"),
             (abort(), "check"),
-            (unclear(), "say unclear"),
+            (unclear(), "send unclear"),
             (commit(), "run"),
-            (not_started(), "say unclear"),
+            (not_started(), "send unclear"),
             (failed(), ""),
-            (died(), "persist, say ended"),
+            (died(), "persist, send ended"),
         ];
         follow(&mut starting(), told);
         let resume = true;
         let mut again = restored(DestinationState::Starting { resume });
         assert_eq!(told_of(&again.go_on()), "run");
-        follow(&mut again, [(not_started(), "say unclear")]);
+        follow(&mut again, [(not_started(), "send unclear")]);
     }
 
     #[test]
     fn what_cannot_be_written_down() {
-        // Nobody has been told to run: it can be tried again.
+        // The guest has not been told to run: it can be tried again.
         let told = [
-            (not_persisted(), "say unclear"),
-            (commit(), "persist, say starting, run"),
+            (not_persisted(), "send unclear"),
+            (commit(), "persist, send starting, run"),
         ];
         follow(&mut starting(), told);
         // All else is found out again.
         let told = [
-            (DestinationEvent::Loaded, "persist, say loaded"),
-            (not_persisted(), "say loaded"),
+            (DestinationEvent::Loaded, "persist, send loaded"),
+            (not_persisted(), "send loaded"),
         ];
         follow(&mut receiving(), told);
-        follow(&mut running(), [(not_persisted(), "say running")]);
+        follow(&mut running(), [(not_persisted(), "send running")]);
         let told = [
             (failed(), "persist, end"),
             (not_persisted(), "end"),
-            (died(), "persist, say aborted"),
-            (not_persisted(), "say aborted"),
+            (died(), "persist, send aborted"),
+            (not_persisted(), "send aborted"),
         ];
         follow(&mut receiving(), told);
     }
@@ -555,13 +555,16 @@ mod tests {
 
     fn starting() -> Destination {
         let mut destination = restored(DestinationState::Loaded);
-        follow(&mut destination, [(commit(), "persist, say starting, run")]);
+        follow(
+            &mut destination,
+            [(commit(), "persist, send starting, run")],
+        );
         destination
     }
 
     fn running() -> Destination {
         let mut destination = starting();
-        follow(&mut destination, [(started(), "persist, say running")]);
+        follow(&mut destination, [(started(), "persist, send running")]);
         destination
     }
 
@@ -586,16 +589,16 @@ mod tests {
             DestinationAction::End => "end",
             DestinationAction::Forget => "forget",
             DestinationAction::Send(message) => match message {
-                DestinationMessage::Loaded => "say loaded",
-                DestinationMessage::Receiving => "say receiving",
-                DestinationMessage::Starting => "say starting",
-                DestinationMessage::Running { .. } => "say running",
+                DestinationMessage::Loaded => "send loaded",
+                DestinationMessage::Receiving => "send receiving",
+                DestinationMessage::Starting => "send starting",
+                DestinationMessage::Running { .. } => "send running",
                 DestinationMessage::Aborted { incarnation, .. } if *incarnation == HERE => {
-                    "say aborted"
+                    "send aborted"
                 }
-                DestinationMessage::Ended { .. } => "say ended",
-                DestinationMessage::Unclear { .. } => "say unclear",
-                _ => "say something",
+                DestinationMessage::Ended { .. } => "send ended",
+                DestinationMessage::Unclear { .. } => "send unclear",
+                _ => "send something",
             },
         });
         told.collect::<Vec<_>>().join(", ")

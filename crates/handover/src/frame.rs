@@ -8,7 +8,7 @@ use thiserror::Error;
 /// Most bytes of a line: enough for the names and lengths of all RAM blocks that there can be.
 pub const MAX_LINE: usize = 1 << 20;
 
-/// Bytes that are no message.
+/// Bytes that are not a message.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum FrameError {
@@ -16,7 +16,7 @@ pub enum FrameError {
     #[error("a message of more than {MAX_LINE} bytes")]
     TooLong,
     /// A line that is not a message of this protocol.
-    #[error("malformed control message: {0}")]
+    #[error("malformed control message")]
     Malformed(#[from] serde_json::Error),
 }
 

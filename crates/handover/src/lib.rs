@@ -15,19 +15,19 @@
 //!     ── commit (shall it run) ─────────────────────────────────────>  journal: starting
 //!     <────────────────────────────────────────────────── starting ──
 //!     <─────────────────────────────────────────────────── running ──  journal: running
-//!     ── settled ───────────────────────────────────────────────────>  nobody will ask again
+//!     ── settled ───────────────────────────────────────────────────>  it will not ask again
 //! ```
 //!
 //! # Rules
-//! - **Until the source has said `commit` the guest is the source's**: whatever fails, it goes on there. From then on
+//! - **Until the source has sent `commit` the guest is the source's**: whatever fails, it goes on there. From then on
 //!   only the destination's `aborted` gives it back.
 //! - **An attempt answers for itself.** Its random [`AttemptId`] names it on both sides. A destination answers only for
-//!   attempts that it knows, by memory or journal, and says [`unknown`](DestinationMessage::Unknown) otherwise; its
+//!   attempts that it knows, by memory or journal, and answers [`unknown`](DestinationMessage::Unknown) otherwise; its
 //!   [`Incarnation`], given with `prepared`, is repeated in `aborted`, so that another process at the same address cannot
-//!   abort in its name.
+//!   abort in its place.
 //! - **The absence of an answer is no answer.** A connection that closes, one that is refused and a timeout leave the
-//!   guest [in doubt](GuestLocation::InDoubt), unless whoever embeds this declares that nothing stands between the
-//!   two processes ([`Source::direct`]).
+//!   guest [in doubt](GuestLocation::InDoubt), unless the embedding program declares that the two processes are
+//!   connected [directly](Source::direct).
 //! - **The journal comes first.** [`SourceAction::Persist`] and [`DestinationAction::Persist`] stand before the
 //!   message or the command that depends on them. A process that is started again restores its machines and goes on.
 //! - **`running` is an observation**, made for each answer; that the guest was told to run is none.
@@ -38,7 +38,7 @@
 //!
 //! # Versions
 //! A source offers a range of versions with `prepare`, the destination [chooses](negotiate). Version 1 was the control
-//! protocol before this crate; it had no identity and is refused, in words that it understands.
+//! protocol before this crate; it had no identity and is refused, in a form that it understands.
 
 #![forbid(unsafe_code)]
 

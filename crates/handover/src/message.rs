@@ -1,4 +1,4 @@
-//! What a source and a destination say to each other, and in which version.
+//! The messages between a source and a destination, and their versions.
 
 use std::ops::RangeInclusive;
 
@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use crate::Incarnation;
 
-/// The newest version of the conversation that this crate speaks.
+/// The newest version of the protocol that this crate has.
 pub const VERSION: u32 = 2;
 
 /// The oldest one.
@@ -16,7 +16,7 @@ pub const OLDEST_VERSION: u32 = 2;
 /// What an engine adds to `prepare` and `prepared`: fields of its own, of which this crate knows nothing.
 pub type Details = serde_json::Map<String, serde_json::Value>;
 
-/// What a source says.
+/// A message of the source.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -28,7 +28,7 @@ pub enum SourceMessage {
         /// Its length in bytes.
         len: u64,
     },
-    /// The guest is the destination's now. May be said again, over new connections: the answer is the same.
+    /// The guest is the destination's now. May be repeated, over new connections: the answer is the same.
     Commit {
         /// Whether it shall run; it was paused at the source otherwise.
         resume: bool,
@@ -77,18 +77,18 @@ impl Prepare {
     }
 }
 
-/// What a destination says.
+/// A message of the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "answer", rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum DestinationMessage {
-    /// It gets ready, and is not yet. Said again and again while that takes.
+    /// It is not ready yet. Repeated while that takes.
     Preparing,
     /// The source may send.
     Prepared {
         /// The version to go on with.
         protocol: u32,
-        /// Who says so.
+        /// The destination that accepts the attempt.
         incarnation: Incarnation,
         /// What the source has to know besides.
         #[serde(flatten)]
@@ -130,29 +130,29 @@ pub enum DestinationMessage {
         /// What is known of the end.
         cause: String,
     },
-    /// It was told to run and nobody has seen it run yet, or could tell; ask again.
+    /// It was told to run and has not been seen to run yet, or that cannot be told; ask again.
     Unclear {
         /// What happened.
         reason: String,
     },
-    /// This destination has never heard of the attempt: it cannot say what became of it.
+    /// This destination does not know the attempt, so it cannot tell what became of it.
     Unknown {
-        /// Who says so.
+        /// The destination that answers.
         incarnation: Incarnation,
         /// What it knows.
         reason: String,
     },
 }
 
-/// Two sides that have no version in common.
+/// Two sides without a version in common.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error(
     "this side speaks versions {OLDEST_VERSION} to {VERSION} of the control protocol, the other side {} to {}: \
-     install the same release of vamoose on both hosts",
+     install the same release on both hosts",
     .theirs.start(), .theirs.end()
 )]
 pub struct VersionMismatch {
-    /// What the other side speaks.
+    /// The versions of the other side.
     pub theirs: RangeInclusive<u32>,
 }
 

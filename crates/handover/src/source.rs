@@ -18,11 +18,11 @@ pub struct Source {
     state: SourceState,
     resume: bool,
     direct: bool,
-    /// The destination has said `starting` to this process.
+    /// The destination has sent `starting` to this process.
     started: bool,
-    /// A connection on which the destination may have said so broke in a way that can swallow it.
-    word_lost: bool,
-    /// The guest has been seen to run here, although `commit` may have been said.
+    /// A connection on which the destination may have sent that broke in a way that can lose it.
+    message_lost: bool,
+    /// The guest has been seen to run here, although `commit` may have been sent.
     runs_here: bool,
 }
 
@@ -35,7 +35,7 @@ pub enum SourceState {
         /// The destination that has accepted the attempt.
         incarnation: Option<Incarnation>,
     },
-    /// `commit` has been said, or is about to be.
+    /// `commit` has been sent, or is about to be.
     Committing {
         /// The destination that has accepted the attempt.
         incarnation: Option<Incarnation>,
@@ -56,25 +56,32 @@ pub enum SourceState {
     },
 }
 
+impl SourceState {
+    /// Whether nothing is left to do.
+    pub fn is_over(&self) -> bool {
+        matches!(self, Self::Over { .. })
+    }
+}
+
 /// What happens to a source.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum SourceEvent {
-    /// The destination says something, on a connection of this attempt.
+    /// A message of the destination, on a connection of this attempt.
     Message(DestinationMessage),
     /// A connection has been opened, after [`SourceAction::Dial`].
     Connected,
     /// The connection has ended. `complete`: closed by the destination's system behind all that the destination
-    /// had said, so that nothing can have been lost. Ended without notice, out of turn or by the source itself
+    /// had sent, so that nothing can have been lost. Ended without notice, out of order or by the source itself
     /// otherwise.
     Closed {
         /// See above.
         complete: bool,
     },
-    /// Nobody listens at the destination's address.
-    NobodyListens,
+    /// The destination's address refuses connections.
+    Refused,
     /// It is time to ask again: no answer came, or one that is none.
     AskAgain,
-    /// This run of the source stops asking: somebody has cancelled, or the time is over.
+    /// This run of the source stops asking: it was cancelled, or the time is over.
     GaveUp {
         /// What happened last.
         cause: String,
@@ -112,7 +119,7 @@ pub enum SourceAction {
     /// Write [`Source::state`] to the journal, durably. If that fails, do nothing that follows, and report
     /// [`SourceEvent::NotPersisted`].
     Persist,
-    /// Say this on the connection that is open. That it was sent means nothing. Without a connection, report
+    /// Send this on the open connection. That it was sent means nothing. Without a connection, report
     /// [`SourceEvent::Closed`], not complete.
     Send(SourceMessage),
     /// Open a new connection of this attempt, after a while, and report it.
@@ -127,13 +134,13 @@ impl Source {
     /// A new attempt. `resume` says whether the guest shall run at the destination: as it did at the source.
     pub fn new(resume: bool) -> Self {
         Self {
-            word_lost: false,
+            message_lost: false,
             ..Self::restore(SourceState::Moving { incarnation: None }, resume)
         }
     }
 
     /// Goes on from a journal. If its state is not over, look at the guest first:
-    /// - It has ended: report [`SourceEvent::GuestDied`]. Nobody has seen what it did last, so `stopped` is false.
+    /// - It has ended: report [`SourceEvent::GuestDied`]. What it did last is not known, so `stopped` is false.
     /// - Moving: report [`SourceEvent::Stopped`] or [`SourceEvent::Failed`].
     /// - Committing, and it runs, by an earlier process or a person's hand: report [`SourceEvent::Resumed`].
     ///
@@ -144,14 +151,14 @@ impl Source {
             resume,
             direct: false,
             started: false,
-            // What was said to the process before is not known.
-            word_lost: true,
+            // What was sent to the process before is not known.
+            message_lost: true,
             runs_here: false,
         }
     }
 
-    /// Declares that nothing stands between the two processes that could accept, close or refuse a connection in the
-    /// destination's name: no tunnel, no proxy, no address translation. Then a destination that has closed all its
+    /// Declares that nothing between the two processes can accept, close or refuse a connection in the
+    /// destination's place: no tunnel, no proxy, no address translation. Then a destination that has closed all its
     /// connections and does not listen any more is gone.
     #[must_use]
     pub fn direct(mut self) -> Self {
@@ -192,7 +199,7 @@ impl Source {
         }
     }
 
-    /// Until `commit` is said, the guest is ours.
+    /// Until `commit` is sent, the guest is ours.
     fn moving(
         &mut self,
         event: SourceEvent,
@@ -214,10 +221,9 @@ impl Source {
             }
             SourceEvent::GuestDied { .. } => {
                 let cause = "the source's VMM has ended".to_owned();
-                let mut actions = vec![SourceAction::Send(SourceMessage::Abort {
-                    cause: cause.clone(),
-                })];
-                actions.extend(self.over(GuestLocation::Lost, cause));
+                let abort = abort(&cause);
+                let mut actions = self.over(GuestLocation::Lost, Some(cause), []);
+                actions.insert(0, abort);
                 actions
             }
             SourceEvent::Failed { cause }
@@ -235,15 +241,13 @@ impl Source {
         vec![SourceAction::Persist, self.ask()]
     }
 
-    /// What the destination answers with what became of the guest. One that runs here is not told to run there.
+    /// Asks the destination what became of the guest. One that runs here is not told to run there.
     fn ask(&self) -> SourceAction {
-        SourceAction::Send(if self.runs_here {
-            let cause = "the guest runs at the source".to_owned();
-            SourceMessage::Abort { cause }
-        } else {
-            let resume = self.resume;
-            SourceMessage::Commit { resume }
-        })
+        if self.runs_here {
+            return abort("the guest runs at the source");
+        }
+        let resume = self.resume;
+        SourceAction::Send(SourceMessage::Commit { resume })
     }
 
     /// A guest that may be paused goes on first; telling the destination can wait.
@@ -252,7 +256,7 @@ impl Source {
         vec![SourceAction::Persist, SourceAction::Resume]
     }
 
-    /// `commit` has been said: only words of the destination that accepted the attempt count.
+    /// `commit` has been sent: only messages of the destination that accepted the attempt count.
     fn committing(
         &mut self,
         event: SourceEvent,
@@ -263,30 +267,30 @@ impl Source {
             SourceEvent::Message(message) => self.answered(message, accepted_by, guest_died),
             SourceEvent::Connected | SourceEvent::AskAgain => vec![self.ask()],
             SourceEvent::Closed { complete } => {
-                self.word_lost |= !complete;
+                self.message_lost |= !complete;
                 vec![SourceAction::Dial]
             }
-            SourceEvent::NobodyListens if !self.direct || self.word_lost => {
+            SourceEvent::Refused if !self.direct || self.message_lost => {
                 vec![SourceAction::Dial]
             }
-            SourceEvent::NobodyListens if self.started => {
+            SourceEvent::Refused if self.started => {
                 let cause = "the destination began to run the guest, and has ended".to_owned();
-                self.over(GuestLocation::Lost, cause)
+                self.over(GuestLocation::Lost, Some(cause), [])
             }
-            SourceEvent::NobodyListens => {
+            SourceEvent::Refused => {
                 let cause = "the destination has ended before it ran the guest".to_owned();
                 self.take_back(cause, guest_died)
             }
             SourceEvent::GaveUp { cause } => {
-                // Nobody listens on the connection from here on.
-                self.word_lost = true;
+                // The connection is not read from here on.
+                self.message_lost = true;
                 in_doubt(cause)
             }
-            // Of the entry that `commit` depends on: it has not been said. The only copy may be the destination's then.
+            // Of the entry that `commit` depends on: it has not been sent. The only copy may be the destination's then.
             SourceEvent::NotPersisted { reason } if guest_died => in_doubt(reason),
             SourceEvent::NotPersisted { reason } => self.fail(reason),
             SourceEvent::GuestDied { .. } => {
-                // Found out again by whoever restores this, so the journal need not know.
+                // Found out again when this is restored, so the journal need not know.
                 self.state = SourceState::Committing {
                     incarnation: accepted_by,
                     guest_died: true,
@@ -322,29 +326,22 @@ impl Source {
                 in_doubt("the guest runs at the source, and has run at the destination".into())
             }
             DestinationMessage::Running { .. } => {
-                self.state = SourceState::Over {
-                    guest: GuestLocation::Destination,
-                    cause: None,
-                };
-                let mut actions = vec![
-                    SourceAction::Persist,
-                    SourceAction::Send(SourceMessage::Settled),
-                ];
-                actions.extend(self.decided());
-                actions
+                self.over(GuestLocation::Destination, None, [SETTLED])
             }
             DestinationMessage::Aborted { incarnation, cause }
                 if accepted_by == Some(incarnation) =>
             {
                 self.take_back(cause, guest_died)
             }
-            DestinationMessage::Aborted { .. } => {
-                in_doubt("another destination than the one that accepted the guest answers".into())
+            DestinationMessage::Aborted { .. } => in_doubt(
+                "the answer is of another destination than the one that accepted the guest".into(),
+            ),
+            DestinationMessage::Ended { cause } => {
+                self.over(GuestLocation::Lost, Some(cause), [SETTLED])
             }
-            DestinationMessage::Ended { cause } => self.settled(GuestLocation::Lost, cause),
             DestinationMessage::MovedOn => {
                 let cause = "the destination has sent the guest on".to_owned();
-                self.settled(GuestLocation::MovedOn, cause)
+                self.over(GuestLocation::MovedOn, Some(cause), [SETTLED])
             }
             DestinationMessage::Unknown { reason, .. } => in_doubt(reason),
             // No answer to the question: it is asked again in a while.
@@ -355,52 +352,38 @@ impl Source {
     /// The destination will never run the guest.
     fn take_back(&mut self, cause: String, guest_died: bool) -> Vec<SourceAction> {
         if guest_died {
-            return self.over(GuestLocation::Lost, cause);
+            return self.over(GuestLocation::Lost, Some(cause), []);
         }
         self.fail(cause)
     }
 
     fn returning(&mut self, event: SourceEvent, cause: String) -> Vec<SourceAction> {
         match event {
+            // A destination that does not know yet ends its VMM, one that does forgets.
             SourceEvent::Resumed => {
-                let abort = SourceMessage::Abort {
-                    cause: cause.clone(),
-                };
-                let mut actions = self.over(GuestLocation::Source, cause);
-                // Behind the journal's entry: a destination that does not know yet ends its VMM, one that does forgets.
-                let words = [abort, SourceMessage::Settled].map(SourceAction::Send);
-                actions.splice(1..1, words);
-                actions
+                let abort = abort(&cause);
+                self.over(GuestLocation::Source, Some(cause), [abort, SETTLED])
             }
-            SourceEvent::NotResumed { reason } => {
-                vec![SourceAction::Decide(Decision {
-                    guest: GuestLocation::InDoubt,
-                    cause: Some(format!(
-                        "{cause}; then the guest could not be resumed: {reason}"
-                    )),
-                })]
-            }
-            SourceEvent::GuestDied { .. } => self.over(GuestLocation::Lost, cause),
+            SourceEvent::NotResumed { reason } => in_doubt(format!(
+                "{cause}; then the guest could not be resumed: {reason}"
+            )),
+            SourceEvent::GuestDied { .. } => self.over(GuestLocation::Lost, Some(cause), []),
             // The guest goes on all the same: a run that comes later sees it run.
             SourceEvent::NotPersisted { .. } => vec![SourceAction::Resume],
             _ => Vec::new(),
         }
     }
 
-    /// The destination has said its last word.
-    fn settled(&mut self, guest: GuestLocation, cause: String) -> Vec<SourceAction> {
-        let mut actions = self.over(guest, cause);
-        // Behind the journal's entry.
-        actions.insert(1, SourceAction::Send(SourceMessage::Settled));
-        actions
-    }
-
-    fn over(&mut self, guest: GuestLocation, cause: String) -> Vec<SourceAction> {
-        self.state = SourceState::Over {
-            guest,
-            cause: Some(cause),
-        };
+    /// Ends the attempt; the messages are sent behind the journal's entry.
+    fn over<const N: usize>(
+        &mut self,
+        guest: GuestLocation,
+        cause: Option<String>,
+        messages: [SourceAction; N],
+    ) -> Vec<SourceAction> {
+        self.state = SourceState::Over { guest, cause };
         let mut actions = vec![SourceAction::Persist];
+        actions.extend(messages);
         actions.extend(self.decided());
         actions
     }
@@ -414,6 +397,13 @@ impl Source {
             _ => Vec::new(),
         }
     }
+}
+
+const SETTLED: SourceAction = SourceAction::Send(SourceMessage::Settled);
+
+fn abort(cause: &str) -> SourceAction {
+    let cause = cause.to_owned();
+    SourceAction::Send(SourceMessage::Abort { cause })
 }
 
 fn in_doubt(cause: String) -> Vec<SourceAction> {
@@ -441,10 +431,10 @@ mod tests {
         let mut source = Source::new(true);
         let told = [
             (prepared(), "persist"),
-            (says(DestinationMessage::Loaded), ""),
-            (SourceEvent::Stopped, "persist, say commit"),
-            (says(DestinationMessage::Starting), ""),
-            (running(), "persist, say settled, decide destination"),
+            (message(DestinationMessage::Loaded), ""),
+            (SourceEvent::Stopped, "persist, send commit"),
+            (message(DestinationMessage::Starting), ""),
+            (running(), "persist, send settled, decide destination"),
             (running(), ""),
         ];
         follow(&mut source, told);
@@ -459,7 +449,7 @@ mod tests {
         let cause = || "enough".to_owned();
         for event in [
             aborted(ANOTHER),
-            says(DestinationMessage::Refused { reason: cause() }),
+            message(DestinationMessage::Refused { reason: cause() }),
             SourceEvent::Failed { cause: cause() },
             SourceEvent::GaveUp { cause: cause() },
             SourceEvent::NotPersisted { reason: cause() },
@@ -469,13 +459,13 @@ mod tests {
                 (event, "persist, resume"),
                 (
                     SourceEvent::Resumed,
-                    "persist, say abort, say settled, decide source",
+                    "persist, send abort, send settled, decide source",
                 ),
             ];
             follow(&mut Source::new(true), told);
         }
         // These decide nothing.
-        let told = [running(), unknown(), SourceEvent::NobodyListens].map(|event| (event, ""));
+        let told = [running(), unknown(), SourceEvent::Refused].map(|event| (event, ""));
         follow(&mut Source::new(true).direct(), told);
     }
 
@@ -486,25 +476,25 @@ mod tests {
             (aborted(ANOTHER), "decide in doubt"),
             (unknown(), "decide in doubt"),
             (gave_up(), "decide in doubt"),
-            (ended(), "persist, say settled, decide lost"),
+            (ended(), "persist, send settled, decide lost"),
             (
                 SourceEvent::Failed {
                     cause: String::new(),
                 },
                 "",
             ),
-            (says(DestinationMessage::Receiving), ""),
+            (message(DestinationMessage::Receiving), ""),
             (
-                says(DestinationMessage::Unclear {
+                message(DestinationMessage::Unclear {
                     reason: String::new(),
                 }),
                 "",
             ),
             (closed(true), "dial"),
-            (SourceEvent::NobodyListens, "dial"),
-            (SourceEvent::Connected, "say commit"),
-            (SourceEvent::AskAgain, "say commit"),
-            // Its entry was not written, so that it has not been said.
+            (SourceEvent::Refused, "dial"),
+            (SourceEvent::Connected, "send commit"),
+            (SourceEvent::AskAgain, "send commit"),
+            // Its entry was not written, so that it has not been sent.
             (not_persisted(), "persist, resume"),
         ] {
             follow(&mut committing(), [(event, actions)]);
@@ -512,9 +502,9 @@ mod tests {
     }
 
     #[test]
-    fn a_direct_network_proves_the_end_of_a_destination_that_said_all() {
-        let gone = SourceEvent::NobodyListens;
-        let starting = says(DestinationMessage::Starting);
+    fn a_direct_network_proves_the_end_of_a_destination_whose_messages_all_came() {
+        let gone = SourceEvent::Refused;
+        let starting = message(DestinationMessage::Starting);
         for (events, actions) in [
             (vec![closed(true)], "persist, resume"),
             (vec![starting, closed(true)], "persist, decide lost"),
@@ -523,7 +513,7 @@ mod tests {
                 vec![closed(false), SourceEvent::Connected, closed(true)],
                 "dial",
             ),
-            // The connection was closed by this side, and nobody heard what came on it.
+            // The connection was closed by this side, and what came on it was not read.
             (vec![gave_up()], "dial"),
         ] {
             let mut source = committing().direct();
@@ -532,7 +522,7 @@ mod tests {
             }
             follow(&mut source, [(gone.clone(), actions)]);
         }
-        // What was said to the process before is not known.
+        // What was sent to the process before is not known.
         let mut restored = Source::restore(COMMITTING, true).direct();
         follow(&mut restored, [(gone, "dial")]);
     }
@@ -543,17 +533,20 @@ mod tests {
         let mut source = Source::new(true);
         follow(
             &mut source,
-            [(prepared(), "persist"), (died(true), "persist, say commit")],
+            [
+                (prepared(), "persist"),
+                (died(true), "persist, send commit"),
+            ],
         );
         for (event, actions) in [
-            (running(), "persist, say settled, decide destination"),
+            (running(), "persist, send settled, decide destination"),
             (aborted(ACCEPTED), "persist, decide lost"),
-            // The only copy may be the destination's, which has not been told anything.
+            // The only copy may be the destination's, to which nothing has been sent.
             (not_persisted(), "decide in doubt"),
         ] {
             follow(&mut source.clone(), [(event, actions)]);
         }
-        let lost = "say abort, persist, decide lost";
+        let lost = "send abort, persist, decide lost";
         follow(&mut Source::new(true), [(died(true), lost)]);
         follow(
             &mut Source::new(true),
@@ -568,10 +561,10 @@ mod tests {
 
     #[test]
     fn a_guest_that_was_sent_on_from_the_destination_is_not_there() {
-        let moved = says(DestinationMessage::MovedOn);
+        let moved = message(DestinationMessage::MovedOn);
         follow(
             &mut committing(),
-            [(moved, "persist, say settled, decide moved on")],
+            [(moved, "persist, send settled, decide moved on")],
         );
     }
 
@@ -583,7 +576,7 @@ mod tests {
             (not_persisted(), "resume"),
             (
                 SourceEvent::Resumed,
-                "persist, say abort, say settled, decide source",
+                "persist, send abort, send settled, decide source",
             ),
             (not_persisted(), "decide source"),
         ];
@@ -596,8 +589,8 @@ mod tests {
     fn a_guest_that_was_handed_over_and_runs_here_is_not_started_there() {
         let begins = [
             (SourceEvent::Resumed, "dial"),
-            (SourceEvent::Connected, "say abort"),
-            (SourceEvent::AskAgain, "say abort"),
+            (SourceEvent::Connected, "send abort"),
+            (SourceEvent::AskAgain, "send abort"),
         ];
         for (event, actions) in [
             (running(), "decide in doubt"),
@@ -642,7 +635,7 @@ mod tests {
             &mut source,
             [
                 (prepared(), "persist"),
-                (SourceEvent::Stopped, "persist, say commit"),
+                (SourceEvent::Stopped, "persist, send commit"),
             ],
         );
         assert_eq!(source.state, COMMITTING);
@@ -667,10 +660,10 @@ mod tests {
     fn told(actions: &[SourceAction]) -> String {
         let told = actions.iter().map(|action| match action {
             SourceAction::Persist => "persist",
-            SourceAction::Send(SourceMessage::Commit { .. }) => "say commit",
-            SourceAction::Send(SourceMessage::Abort { .. }) => "say abort",
-            SourceAction::Send(SourceMessage::Settled) => "say settled",
-            SourceAction::Send(_) => "say something",
+            SourceAction::Send(SourceMessage::Commit { .. }) => "send commit",
+            SourceAction::Send(SourceMessage::Abort { .. }) => "send abort",
+            SourceAction::Send(SourceMessage::Settled) => "send settled",
+            SourceAction::Send(_) => "send something",
             SourceAction::Dial => "dial",
             SourceAction::Resume => "resume",
             SourceAction::Decide(decision) => match decision.guest {
@@ -684,12 +677,12 @@ mod tests {
         told.collect::<Vec<_>>().join(", ")
     }
 
-    fn says(message: DestinationMessage) -> SourceEvent {
+    fn message(message: DestinationMessage) -> SourceEvent {
         SourceEvent::Message(message)
     }
 
     fn prepared() -> SourceEvent {
-        says(DestinationMessage::Prepared {
+        message(DestinationMessage::Prepared {
             protocol: crate::VERSION,
             incarnation: ACCEPTED,
             details: Details::new(),
@@ -698,21 +691,21 @@ mod tests {
 
     fn running() -> SourceEvent {
         let state = "running".to_owned();
-        says(DestinationMessage::Running { state })
+        message(DestinationMessage::Running { state })
     }
 
     fn aborted(incarnation: Incarnation) -> SourceEvent {
         let cause = String::new();
-        says(DestinationMessage::Aborted { incarnation, cause })
+        message(DestinationMessage::Aborted { incarnation, cause })
     }
 
     fn ended() -> SourceEvent {
         let cause = String::new();
-        says(DestinationMessage::Ended { cause })
+        message(DestinationMessage::Ended { cause })
     }
 
     fn unknown() -> SourceEvent {
-        says(DestinationMessage::Unknown {
+        message(DestinationMessage::Unknown {
             incarnation: ANOTHER,
             reason: String::new(),
         })

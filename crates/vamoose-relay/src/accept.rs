@@ -12,6 +12,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use tracing::warn;
 use vamoose_link::{Listener, SocketError, Stream};
 
+use crate::error::chain;
+
 /// A source of connections that can be polled.
 pub trait Accept: AsFd + Sync {
     /// A connection that is waiting, if there is one. The file descriptor is readable while there
@@ -55,7 +57,7 @@ impl<'a> Acceptor<'a> {
         match self.accept.try_accept() {
             Err(error) if error.is_exhaustion() => {
                 if !was_out {
-                    warn!("{error}; trying again");
+                    warn!("{}; trying again", chain(&error));
                 }
                 self.again_at = Some(Instant::now() + PAUSE);
                 Ok(None)

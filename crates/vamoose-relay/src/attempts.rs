@@ -1,9 +1,12 @@
-//! The attempts that this host remembers, and where each of them stands.
+//! The attempts that this host remembers, and the status of each.
 
 use handover::{AttemptId, DestinationState, GuestLocation, SourceState};
 use serde::Serialize;
 
-use crate::{DestinationRecord, Instance, Journal, JournalError, SourceRecord, journal::Record};
+use crate::{
+    Instance, Journal, JournalError,
+    journal::{AtDestination, AtSource, Record, Side},
+};
 
 /// One attempt, from this host's side.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -15,9 +18,9 @@ pub struct Attempt {
     pub role: &'static str,
     /// The guest's name at the destination.
     pub name: String,
-    /// Where it stands.
+    /// Its status.
     pub standing: Standing,
-    /// The journal's word for how far it has come.
+    /// The journal's name for how far it has come.
     pub phase: &'static str,
     /// What went wrong, if something did.
     pub cause: Option<String>,
@@ -30,7 +33,7 @@ pub struct Attempt {
     pub qemu: Instance,
 }
 
-/// Where an attempt stands.
+/// The status of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Standing {
@@ -38,8 +41,8 @@ pub enum Standing {
     Running,
     /// Its process was ended: the same command, or a server that is started again, goes on with it.
     Unfinished,
-    /// A loaded guest at the destination, whose source has not been heard of for the orphan timeout, or that no
-    /// server looks after.
+    /// A loaded guest at the destination, whose source has been silent for the orphan timeout, or that no server
+    /// looks after.
     Orphaned,
     /// The guest is paused at the source, and may run at the destination.
     InDoubt,
@@ -56,42 +59,54 @@ pub enum Standing {
 /// # Errors
 /// When the journal cannot be read.
 pub fn attempts(journal: &Journal) -> Result<Vec<Attempt>, JournalError> {
-    let sources = journal.records::<SourceRecord>()?;
-    let sources = sources.into_iter().map(|record| {
-        let driven = journal.is_driven::<SourceRecord>(record.attempt);
-        at_source(record, driven)
-    });
-    let destinations = journal.records::<DestinationRecord>()?;
-    let destinations = destinations.into_iter().map(|record| {
-        let driven = journal.is_driven::<DestinationRecord>(record.attempt);
-        at_destination(record, driven)
-    });
-    let mut all: Vec<_> = sources.chain(destinations).collect();
+    let mut all = list(journal, at_source)?;
+    all.extend(list(journal, at_destination)?);
     all.sort_by_key(|attempt| attempt.began);
     Ok(all)
 }
 
-fn at_source(record: SourceRecord, driven: bool) -> Attempt {
+/// A record's phase, status, what went wrong, the destination's address.
+type Described = (&'static str, Standing, Option<String>, Option<String>);
+
+fn list<S: Side>(
+    journal: &Journal,
+    describe: fn(Record<S>, bool) -> Described,
+) -> Result<Vec<Attempt>, JournalError> {
+    let attempt = |record: Record<S>| {
+        let is_driven = journal.is_driven::<S>(record.attempt);
+        let (phase, standing, cause, to) = describe(record.clone(), is_driven);
+        Attempt {
+            attempt: record.attempt,
+            role: S::ROLE,
+            name: record.name,
+            standing,
+            phase,
+            cause,
+            began: record.began,
+            to,
+            qemu: record.qemu,
+        }
+    };
+    Ok(journal.records()?.into_iter().map(attempt).collect())
+}
+
+fn at_source(record: Record<AtSource>, is_driven: bool) -> Described {
     let (phase, standing, cause) = match record.state {
         SourceState::Moving { .. } => ("moving", Standing::Unfinished, None),
         SourceState::Committing { .. } => ("committing", Standing::InDoubt, None),
         SourceState::Returning { cause } => ("returning", Standing::Unfinished, Some(cause)),
         SourceState::Over { guest, cause } => ("over", over(guest), cause),
     };
-    Attempt {
-        attempt: record.attempt,
-        role: SourceRecord::ROLE,
-        name: record.name,
-        standing: if driven { Standing::Running } else { standing },
-        phase,
-        cause,
-        began: record.began,
-        to: Some(record.to),
-        qemu: record.qemu,
-    }
+    let standing = if is_driven {
+        Standing::Running
+    } else {
+        standing
+    };
+    (phase, standing, cause, Some(record.side.to))
 }
 
-fn at_destination(record: DestinationRecord, driven: bool) -> Attempt {
+fn at_destination(record: Record<AtDestination>, is_driven: bool) -> Described {
+    let is_running = is_driven && !record.side.orphaned && !record.is_over();
     let (phase, standing, cause) = match record.state {
         DestinationState::Receiving => ("receiving", Standing::Unfinished, None),
         DestinationState::Loaded => ("loaded", Standing::Orphaned, None),
@@ -101,26 +116,12 @@ fn at_destination(record: DestinationRecord, driven: bool) -> Attempt {
         DestinationState::Aborting { cause } => ("aborting", Standing::Unfinished, Some(cause)),
         DestinationState::Aborted { cause } => ("aborted", Standing::AtSource, Some(cause)),
     };
-    let is_over = matches!(
-        standing,
-        Standing::AtSource | Standing::AtDestination | Standing::Lost
-    );
-    let looked_after = driven && !record.orphaned && !is_over;
-    Attempt {
-        attempt: record.attempt,
-        role: DestinationRecord::ROLE,
-        name: record.name,
-        standing: if looked_after {
-            Standing::Running
-        } else {
-            standing
-        },
-        phase,
-        cause,
-        began: record.began,
-        to: None,
-        qemu: record.qemu,
-    }
+    let standing = if is_running {
+        Standing::Running
+    } else {
+        standing
+    };
+    (phase, standing, cause, None)
 }
 
 fn over(guest: GuestLocation) -> Standing {

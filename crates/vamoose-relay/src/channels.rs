@@ -6,7 +6,7 @@
 //!  several streams:     [ read, decode ] ─> exchange ─> [ encode, write ]  one thread a stream on the way out
 //! ```
 //!
-//! One thread for both sides is cheaper: a packet leaves from the cache that it has come into, nobody is
+//! One thread for both sides is cheaper: a packet leaves from the cache that it has come into, no thread is
 //! woken for it, and half as many wait in the relay. It needs no barrier: what is behind a SYNC stays
 //! behind it on its channel, and that every channel has reached its SYNC is for the destination to
 //! wait for, as it does without a relay.
@@ -16,63 +16,66 @@ use vamoose_link::{ChannelReader, ChannelWriter, Packet, ReadError, Received, St
 
 use crate::{
     Config, RelayError, ZeroPages,
-    exchange::{Closed, Inlet, Outlet, Work},
+    exchange::{Closed, ReaderEnd, Work, WriterEnd},
     syncs::Syncs,
 };
 
-/// What counts what goes out.
+/// A channel to the destination, and what counts what is sent on it.
 #[derive(Clone, Copy)]
 pub(crate) struct Out<'a> {
+    pub(crate) channel: usize,
     pub(crate) stats: &'a Stats,
     pub(crate) syncs: &'a Syncs,
 }
 
 /// Takes one channel's packets to another one, in their order, until the source ends the channel.
 pub(crate) fn pass_on(
-    channel: usize,
     reader: &mut ChannelReader,
     writer: &mut ChannelWriter,
     config: &Config,
     out: Out<'_>,
 ) -> Result<(), RelayError> {
     let mut packet = Packet::new(config.layout);
-    let read = |error| RelayError::SourceChannel { channel, error };
-    let write = |error| RelayError::DestinationChannel { channel, error };
+    let channel = out.channel;
+    let read = |error| RelayError::SourceChannel(channel, error);
+    let write = |error| RelayError::DestinationChannel(channel, error);
     while let Some(arrived) = receive(reader, &mut packet, config.zero_pages).map_err(read)? {
         if arrived.has_content {
             writer.write(&mut packet).map_err(write)?;
         }
         if let Some(packet_num) = arrived.sync {
-            send_sync(channel, writer, packet_num, out).map_err(write)?;
+            send_sync(writer, packet_num, out).map_err(write)?;
         }
     }
     Ok(())
 }
 
-/// Takes one channel's packets to the exchange, until the source ends the channel or nobody takes
-/// them any more.
+/// Takes one channel's packets to the exchange, until the source ends the channel or all writers
+/// have ended.
 pub(crate) fn read(
+    channel: usize,
     reader: &mut ChannelReader,
-    inlet: &Inlet,
+    end: &ReaderEnd,
     zero_pages: ZeroPages,
-) -> Result<(), ReadError> {
-    while let Ok(mut packet) = inlet.take() {
+) -> Result<(), RelayError> {
+    let failed = |error| RelayError::SourceChannel(channel, error);
+    while let Ok(mut packet) = end.take() {
         let arrived = loop {
-            match receive(reader, &mut packet, zero_pages)? {
+            match receive(reader, &mut packet, zero_pages).map_err(failed)? {
                 None => return Ok(()),
                 Some(arrived) if arrived.has_content => break arrived,
                 // Without content nothing has to be handed over: the packet is read into again.
                 Some(arrived) => {
-                    if pass_sync(inlet, arrived.sync) == Err(Closed) {
+                    if pass_sync(end, arrived.sync) == Err(Closed) {
                         return Ok(());
                     }
                 }
             }
         };
         // Pages inside a SYNC come before the barrier.
-        let submitted = inlet
+        let submitted = end
             .submit(packet)
-            .and_then(|()| pass_sync(inlet, arrived.sync));
+            .and_then(|()| pass_sync(end, arrived.sync));
         if submitted == Err(Closed) {
             break;
         }
@@ -82,24 +85,25 @@ pub(crate) fn read(
 
 /// Sends what the exchange has on one channel, until all readers have ended; perhaps beside others.
 pub(crate) fn write(
-    channel: usize,
     writer: &mut ChannelWriter,
-    outlet: &Outlet,
+    end: &WriterEnd,
     out: Out<'_>,
-) -> Result<(), WriteError> {
-    while let Ok(work) = outlet.next() {
+) -> Result<(), RelayError> {
+    let channel = out.channel;
+    let failed = |error| RelayError::DestinationChannel(channel, error);
+    while let Ok(work) = end.next() {
         match work {
             Work::Packet(mut packet) => {
-                writer.write(&mut packet)?;
-                outlet.give_back(packet);
+                writer.write(&mut packet).map_err(failed)?;
+                end.give_back(packet);
             }
             Work::Sync { packet_num } => {
                 let mut sent = Ok(());
-                let synced = outlet.sync(|| {
-                    sent = send_sync(channel, writer, packet_num, out);
+                let synced = end.sync(|| {
+                    sent = send_sync(writer, packet_num, out);
                     if sent.is_ok() { Ok(()) } else { Err(Closed) }
                 });
-                sent?;
+                sent.map_err(failed)?;
                 if synced == Err(Closed) {
                     break;
                 }
@@ -144,20 +148,15 @@ fn receive(
     }))
 }
 
-fn pass_sync(inlet: &Inlet, sync: Option<u64>) -> Result<(), Closed> {
-    sync.map_or(Ok(()), |packet_num| inlet.sync(packet_num))
+fn pass_sync(end: &ReaderEnd, sync: Option<u64>) -> Result<(), Closed> {
+    sync.map_or(Ok(()), |packet_num| end.sync(packet_num))
 }
 
-fn send_sync(
-    channel: usize,
-    writer: &mut ChannelWriter,
-    packet_num: u64,
-    out: Out<'_>,
-) -> Result<(), WriteError> {
+fn send_sync(writer: &mut ChannelWriter, packet_num: u64, out: Out<'_>) -> Result<(), WriteError> {
     writer.write_sync(packet_num)?;
-    out.syncs.sent(channel);
+    out.syncs.sent(out.channel);
     // A SYNC goes out on every channel and is one all the same.
-    if channel == 0 {
+    if out.channel == 0 {
         out.stats.add_sync();
     }
     Ok(())

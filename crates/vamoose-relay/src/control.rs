@@ -11,13 +11,12 @@ use handover::{
     AttemptId, ConnectionKind, DestinationMessage, Details, FrameError, Lines, Preamble,
     SourceMessage, encode,
 };
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    io::Errno,
-};
+use rustix::event::{PollFd, PollFlags};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thiserror::Error;
 use vamoose_link::{Address, SocketError, Stream, dial};
+
+use crate::{main_stream::is_transient, wait::wait_until};
 
 /// What `migrate` asks for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -55,7 +54,7 @@ pub(crate) fn from_details<T: DeserializeOwned>(details: Details) -> Result<T, C
     Ok(serde_json::from_value(details.into()).map_err(FrameError::from)?)
 }
 
-/// The other side could not be talked to.
+/// The control connection failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ControlError {
@@ -63,12 +62,12 @@ pub enum ControlError {
     #[error(transparent)]
     Dial(#[from] SocketError),
     /// The connection broke.
-    #[error("the control connection broke: {0}")]
+    #[error("the control connection broke")]
     Broken(#[from] io::Error),
-    /// The other side closed the connection.
-    #[error("the control connection was closed by the other side")]
+    /// The peer closed the connection.
+    #[error("the control connection was closed by the peer")]
     Closed,
-    /// The other side does not follow the protocol.
+    /// The peer does not follow the protocol.
     #[error(transparent)]
     Frame(#[from] FrameError),
     /// No answer in time.
@@ -126,36 +125,19 @@ impl Control {
             if let Some(message) = self.lines.next_message()? {
                 return Ok(message);
             }
-            if let (Some(deadline), Some(within)) = (deadline, within)
-                && !is_readable(&self.stream, deadline)?
-            {
-                return Err(ControlError::NoAnswer(within));
+            // Until something can be read, or the connection has ended.
+            let mut fds = [PollFd::new(&*self.stream, PollFlags::IN)];
+            if !wait_until(&mut fds, deadline)? {
+                return Err(ControlError::NoAnswer(within.unwrap_or_default()));
             }
             let mut piece = [0; 4096];
             match (&*self.stream).read(&mut piece) {
                 Ok(0) => return Err(ControlError::Closed),
                 Ok(read) => self.lines.push(&piece[..read]),
-                // Where the time is limited, it is looked at above.
-                Err(error)
-                    if matches!(
-                        error.kind(),
-                        io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock
-                    ) => {}
+                // The time is looked at above.
+                Err(error) if is_transient(&error) => {}
                 Err(error) => return Err(error.into()),
             }
-        }
-    }
-}
-
-/// Waits until something can be read, or the connection has ended; false when nothing has come by `deadline`.
-fn is_readable(stream: &Stream, deadline: Instant) -> io::Result<bool> {
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = Timespec::try_from(left).ok();
-        match poll(&mut [PollFd::new(stream, PollFlags::IN)], left.as_ref()) {
-            Ok(ready) => return Ok(ready > 0),
-            Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
         }
     }
 }
@@ -170,7 +152,7 @@ pub(crate) fn preamble(kind: ConnectionKind, attempt: AttemptId) -> [u8; handove
     Preamble { kind, attempt }.to_bytes()
 }
 
-/// Bytes that nobody else has, or can guess.
+/// Bytes that are not used again and cannot be guessed.
 pub(crate) fn random() -> io::Result<[u8; 16]> {
     let mut bytes = [0; 16];
     rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;

@@ -1,10 +1,21 @@
 //! Why a relay ended without a migrated guest: who is at fault, on which connection.
 
-use std::{fmt, io};
+use std::{error::Error as StdError, fmt, io, time::Duration};
 
 use multifd::InitialError;
 use thiserror::Error;
-use vamoose_link::{ReadError, SocketError, WriteError, is_stall};
+use vamoose_link::{ReadError, SocketError, WriteError};
+
+/// An error and its causes on one line, for a log, a journal or a peer.
+pub fn chain(error: &dyn StdError) -> String {
+    let mut line = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        line.push_str(&format!(": {cause}"));
+        next = cause.source();
+    }
+    line
+}
 
 /// Which way the bytes of a connection go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,15 +50,15 @@ impl fmt::Display for Direction {
     }
 }
 
-/// A relay that failed. The guest runs on at the source, unless the message says otherwise.
+/// A relay that failed. The guest runs on at the source, unless the message states otherwise.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RelayError {
-    /// Somebody asked for the end.
+    /// The user has asked for it.
     #[error("the migration was cancelled")]
     Cancelled,
     /// The system refused something that every relay needs.
-    #[error("cannot set up the relay: {0}")]
+    #[error("cannot set up the relay")]
     SetUp(#[source] io::Error),
     /// A socket could not be opened.
     #[error(transparent)]
@@ -57,14 +68,10 @@ pub enum RelayError {
     Codec(#[from] vamoose_codec::EncodeError),
     /// The source's first bytes are those of nothing that migrates.
     #[error(
-        "the source opened a connection with {found:02x?}, which begins neither a main stream \
-         nor a multifd channel"
+        "the source opened a connection with {0:02x?}, which begins neither a main stream nor a multifd channel"
     )]
-    Garbage {
-        /// The first four bytes.
-        found: [u8; 4],
-    },
-    /// The source's connection ended before it said what it is.
+    Garbage([u8; 4]),
+    /// The source's connection ended before it was known what it is.
     #[error("the source closed a connection before its first {wanted} bytes (got {got})")]
     ClosedEarly {
         /// Bytes that came.
@@ -73,95 +80,50 @@ pub enum RelayError {
         wanted: usize,
     },
     /// Reading the first bytes of a connection failed.
-    #[error("cannot read the first bytes of a connection from the source: {0}")]
+    #[error("cannot read the first bytes of a connection from the source")]
     Opening(#[source] io::Error),
     /// The first 64 bytes of a channel are wrong.
-    #[error("bad first packet from the source: {0}")]
+    #[error("bad first packet from the source")]
     Initial(#[from] InitialError),
     /// The source's channels and their ids do not fit together.
-    #[error("the source's channel ids do not fit: {problem}")]
-    ChannelIds {
-        /// What is wrong.
-        problem: String,
-    },
+    #[error("the source's channel ids do not fit: {0}")]
+    ChannelIds(String),
     /// Not all connections came.
-    #[error("the source did not open all its connections in time: {missing}")]
+    #[error("the source did not open all its connections in {} s: {missing}", waited.as_secs_f32())]
     Incomplete {
+        /// How long they were waited for.
+        waited: Duration,
         /// What came and what is missing.
         missing: String,
     },
     /// A channel of the source could not be read on.
-    #[error("source, channel {channel}: {error}")]
-    SourceChannel {
-        /// The channel's id.
-        channel: usize,
-        /// Why.
-        #[source]
-        error: ReadError,
-    },
+    #[error("source, channel {0}")]
+    SourceChannel(usize, #[source] ReadError),
     /// A channel to the destination could not be written on.
-    #[error("destination, channel {channel}: {error}")]
-    DestinationChannel {
-        /// The channel's id.
-        channel: usize,
-        /// Why.
-        #[source]
-        error: WriteError,
-    },
+    #[error("destination, channel {0}")]
+    DestinationChannel(usize, #[source] WriteError),
     /// The source ended a channel while the migration went on.
-    #[error("the source closed channel {channel} while its main stream goes on")]
-    ChannelClosed {
-        /// The channel's id.
-        channel: usize,
-    },
+    #[error("the source closed channel {0} while its main stream goes on")]
+    ChannelClosed(usize),
     /// The main stream could not be read on.
-    #[error("main stream, {direction}: cannot read from the {}: {error}", direction.sender())]
-    MainRead {
-        /// Which way.
-        direction: Direction,
-        /// Why.
-        #[source]
-        error: io::Error,
-    },
+    #[error("main stream, {}: cannot read from the {}", .0, .0.sender())]
+    MainRead(Direction, #[source] io::Error),
     /// The main stream could not be written on.
-    #[error(
-        "main stream, {direction}: cannot write to the {}: {}", direction.receiver(),
-        stalled_or(error)
-    )]
-    MainWrite {
-        /// Which way.
-        direction: Direction,
-        /// Why.
-        #[source]
-        error: io::Error,
-    },
+    #[error("main stream, {}: cannot write to the {}", .0, .0.receiver())]
+    MainWrite(Direction, #[source] io::Error),
+    /// The receiver of the main stream took no byte for the stall timeout.
+    #[error("main stream, {}: the {} has stopped reading for {} s", .0, .0.receiver(), .1.as_secs_f32())]
+    MainStalled(Direction, Duration),
     /// The main stream ended too early.
-    #[error("the {} closed the main stream before the destination had loaded the guest", direction.sender())]
-    MainClosed {
-        /// Who closed it.
-        direction: Direction,
-    },
-    /// The destination said that it could not load the guest.
-    #[error("the destination reports that loading the guest failed (code {code})")]
-    Refused {
-        /// QEMU's code.
-        code: u32,
-    },
-    /// Both sides fell silent after the main stream's end.
-    #[error("the destination did not finish after the source had sent everything")]
-    NeverFinished,
-    /// A multifd channel turned up in what seemed a plain migration.
-    #[error(
-        "a multifd channel came after the migration had been taken for one without; start the \
-         relay with the number of channels that the source opens (--incoming-channels)"
-    )]
+    #[error("the {} closed the main stream before the destination had loaded the guest", .0.sender())]
+    MainClosed(Direction),
+    /// The destination reported that it could not load the guest, with QEMU's code.
+    #[error("the destination reports that loading the guest failed (code {0})")]
+    Refused(u32),
+    /// Nothing came from either side after the main stream's end.
+    #[error("the destination did not finish within {} s after the source had sent everything", .0.as_secs_f32())]
+    NeverFinished(Duration),
+    /// A multifd channel came in what seemed a migration without multifd: the number of channels must be configured.
+    #[error("a multifd channel came after the migration had been taken for one without multifd")]
     LateChannel,
-}
-
-fn stalled_or(error: &io::Error) -> String {
-    if is_stall(error) {
-        "it has stopped reading".to_owned()
-    } else {
-        error.to_string()
-    }
 }

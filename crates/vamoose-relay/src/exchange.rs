@@ -13,7 +13,7 @@
 //! and the faster channel gets more. **SYNC is a barrier on both sides**: the last reader to reach
 //! it puts one SYNC per writer behind everything read so far, and no reader goes on before that. Of
 //! a channel's writers the last to take its own sends it, when the others' packets are out; and
-//! nobody goes on before all channels have theirs.
+//! none goes on before all channels have theirs.
 //!
 //! **The packets that exist are all the packets that can wait**: two per channel, or one per reader
 //! and stream where these are more. More would falsify the bandwidth that the source measures (it
@@ -32,37 +32,37 @@ pub(crate) fn exchange(
     channels: usize,
     streams: usize,
     layout: Layout,
-) -> (Vec<Inlet>, Vec<Outlet>, GiveUp) {
+) -> (Vec<ReaderEnd>, Vec<WriterEnd>, Barriers) {
     let writers = channels * streams;
     let packets = (PACKETS_PER_CHANNEL * readers.max(channels)).max(readers + writers);
     let (give, take) = bounded(packets);
     for _ in 0..packets {
-        // Has room for all of them and both ends are here.
+        // Holds all of them, and both ends are here.
         let _ = give.try_send(Box::new(Packet::new(layout)));
     }
     let (submit, next) = bounded(packets + writers);
     let read = Arc::new(Barrier::new(readers));
     let sent = Arc::new(Barrier::new(writers));
-    let inlet = Inlet {
+    let end = ReaderEnd {
         free: take,
         work: submit,
         sync: read.clone(),
         writers,
     };
     let mut barriers = vec![read, sent.clone()];
-    let mut outlets = Vec::with_capacity(writers);
+    let mut writer_ends = Vec::with_capacity(writers);
     for _ in 0..channels {
         let taken = Arc::new(Barrier::new(streams));
         barriers.push(taken.clone());
-        let outlet = Outlet {
+        let end = WriterEnd {
             work: next.clone(),
             free: give.clone(),
             taken,
             sync: sent.clone(),
         };
-        outlets.extend(vec![outlet; streams]);
+        writer_ends.extend(vec![end; streams]);
     }
-    (vec![inlet; readers], outlets, GiveUp(barriers))
+    (vec![end; readers], writer_ends, Barriers(barriers))
 }
 
 /// See the module's documentation.
@@ -76,20 +76,20 @@ pub(crate) enum Work {
     Sync { packet_num: u64 },
 }
 
-/// The other side is gone, so the migration is over.
+/// The threads at the other end have ended, so the migration is over.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Closed;
 
 /// A reader's end.
 #[derive(Clone)]
-pub(crate) struct Inlet {
+pub(crate) struct ReaderEnd {
     free: Receiver<Box<Packet>>,
     work: Sender<Work>,
     sync: Arc<Barrier>,
     writers: usize,
 }
 
-impl Inlet {
+impl ReaderEnd {
     /// Waits for a free packet.
     pub(crate) fn take(&self) -> Result<Box<Packet>, Closed> {
         self.free.recv().map_err(|_| Closed)
@@ -100,7 +100,7 @@ impl Inlet {
         self.work.send(Work::Packet(packet)).map_err(|_| Closed)
     }
 
-    /// Says that this channel has reached a SYNC; returns when all have.
+    /// Marks this channel as having reached a SYNC; returns when all have.
     pub(crate) fn sync(&self, packet_num: u64) -> Result<(), Closed> {
         self.sync.wait(|| {
             for _ in 0..self.writers {
@@ -115,7 +115,7 @@ impl Inlet {
 
 /// A writer's end.
 #[derive(Clone)]
-pub(crate) struct Outlet {
+pub(crate) struct WriterEnd {
     work: Receiver<Work>,
     free: Sender<Box<Packet>>,
     /// Of the channel's writers.
@@ -124,7 +124,7 @@ pub(crate) struct Outlet {
     sync: Arc<Barrier>,
 }
 
-impl Outlet {
+impl WriterEnd {
     /// Waits for something to do; [`Closed`] when all readers have ended and everything is done.
     pub(crate) fn next(&self) -> Result<Work, Closed> {
         self.work.recv().map_err(|_| Closed)
@@ -132,11 +132,11 @@ impl Outlet {
 
     /// Returns a packet that has been sent.
     pub(crate) fn give_back(&self, packet: Box<Packet>) {
-        // Has room for every packet that exists; the readers may all have ended.
+        // Holds every packet that exists; the readers may all have ended.
         let _ = self.free.try_send(packet);
     }
 
-    /// Says that this writer has taken its SYNC; returns when those of all channels are out. `send` is
+    /// Marks this writer as having taken its SYNC; returns when those of all channels are out. `send` is
     /// run by one of the channel's writers, when all of them are here.
     pub(crate) fn sync(&self, send: impl FnOnce() -> Result<(), Closed>) -> Result<(), Closed> {
         self.taken.wait(send)?;
@@ -144,11 +144,12 @@ impl Outlet {
     }
 }
 
-/// Ends every wait at a barrier, when one who should come never will.
-pub(crate) struct GiveUp(Vec<Arc<Barrier>>);
+/// All barriers of an exchange.
+pub(crate) struct Barriers(Vec<Arc<Barrier>>);
 
-impl GiveUp {
-    pub(crate) fn now(&self) {
+impl Barriers {
+    /// Ends every wait, when a thread that is waited for will never come.
+    pub(crate) fn give_up(&self) {
         for barrier in &self.0 {
             barrier.give_up();
         }
@@ -178,10 +179,10 @@ impl Barrier {
         }
     }
 
-    /// Waits for all parties; the last one runs `complete` before anybody goes on.
+    /// Waits for all parties; the last one runs `complete` before any goes on.
     ///
-    /// The lock is not held meanwhile: `complete` may have to wait for somebody who is waited for in
-    /// vain, and it takes [`Barrier::give_up`] to end that.
+    /// The lock is not held meanwhile: `complete` may have to wait for a thread that never
+    /// comes, and it takes [`Barrier::give_up`] to end that.
     fn wait(&self, complete: impl FnOnce() -> Result<(), Closed>) -> Result<(), Closed> {
         let mut state = self.lock();
         if state.given_up {
@@ -192,7 +193,7 @@ impl Barrier {
             drop(state);
             let completed = complete();
             state = self.lock();
-            // Nobody has arrived since: all parties were here.
+            // None has arrived since: all parties were here.
             state.arrived = 0;
             state.round += 1;
             state.given_up |= completed.is_err();
@@ -246,34 +247,34 @@ mod tests {
         channels: usize,
         streams: usize,
     ) -> Vec<Vec<Seen>> {
-        let (inlets, outlets, _give_up) = exchange(readers, channels, streams, LAYOUT);
+        let (reader_ends, writer_ends, _barriers) = exchange(readers, channels, streams, LAYOUT);
         let sockets: Vec<_> = (0..channels).map(|_| Mutex::new(Vec::new())).collect();
         thread::scope(|scope| {
-            for (reader, inlet) in inlets.into_iter().enumerate() {
+            for (reader, end) in reader_ends.into_iter().enumerate() {
                 scope.spawn(move || {
                     for (round, packets) in rounds.iter().enumerate() {
                         for _ in 0..packets[reader] {
-                            let mut packet = inlet.take().unwrap();
+                            let mut packet = end.take().unwrap();
                             packet.ram_mut().packet_num = round as u64;
-                            inlet.submit(packet).unwrap();
+                            end.submit(packet).unwrap();
                         }
-                        inlet.sync(round as u64).unwrap();
+                        end.sync(round as u64).unwrap();
                     }
                 });
             }
-            for (writer, outlet) in outlets.into_iter().enumerate() {
+            for (writer, end) in writer_ends.into_iter().enumerate() {
                 let socket = &sockets[writer / streams];
                 scope.spawn(move || {
-                    while let Ok(work) = outlet.next() {
+                    while let Ok(work) = end.next() {
                         match work {
                             Work::Packet(packet) => {
                                 // As if it had been encoded.
                                 thread::yield_now();
                                 let seen = Seen::Packet(packet.ram().packet_num);
                                 socket.lock().unwrap().push(seen);
-                                outlet.give_back(packet);
+                                end.give_back(packet);
                             }
-                            Work::Sync { .. } => outlet
+                            Work::Sync { .. } => end
                                 .sync(|| {
                                     socket.lock().unwrap().push(Seen::Sync);
                                     Ok(())
@@ -323,8 +324,8 @@ mod tests {
         for (readers, channels, streams, expected) in
             [(2, 3, 1, 6), (4, 1, 1, 8), (2, 2, 1, 4), (2, 2, 3, 8)]
         {
-            let (inlets, _outlets, _) = exchange(readers, channels, streams, LAYOUT);
-            let packets = std::iter::from_fn(|| inlets[0].free.try_recv().ok()).count();
+            let (reader_ends, _writer_ends, _) = exchange(readers, channels, streams, LAYOUT);
+            let packets = std::iter::from_fn(|| reader_ends[0].free.try_recv().ok()).count();
             assert_eq!(packets, expected);
         }
     }
@@ -333,31 +334,31 @@ mod tests {
     /// its own, so that a test that fails ends.)
     #[test]
     fn who_finds_the_queue_full_at_a_sync_keeps_nobody_from_giving_up() {
-        let (inlets, outlets, give_up) = exchange(1, 2, 1, LAYOUT);
-        let inlet = inlets[0].clone();
-        while inlet.work.try_send(Work::Sync { packet_num: 0 }).is_ok() {}
-        let read = inlet.sync.clone();
-        let syncing = thread::spawn(move || inlet.sync(0));
+        let (reader_ends, writer_ends, barriers) = exchange(1, 2, 1, LAYOUT);
+        let end = reader_ends[0].clone();
+        while end.work.try_send(Work::Sync { packet_num: 0 }).is_ok() {}
+        let read = end.sync.clone();
+        let syncing = thread::spawn(move || end.sync(0));
         // It is inside when the lock is taken, or it has been counted.
         while read.state.try_lock().is_ok_and(|state| state.arrived == 0) {
             thread::yield_now();
         }
         let (tell, told) = bounded(1);
         thread::spawn(move || {
-            give_up.now();
+            barriers.give_up();
             tell.send(()).unwrap();
         });
         assert_eq!(told.recv_timeout(LIMIT), Ok(()));
-        drop(outlets);
+        drop(writer_ends);
         assert_eq!(syncing.join().unwrap(), Err(Closed));
     }
 
     #[test]
     fn who_waits_at_a_barrier_can_be_released() {
-        let (inlets, _outlets, give_up) = exchange(2, 1, 1, LAYOUT);
+        let (reader_ends, _writer_ends, barriers) = exchange(2, 1, 1, LAYOUT);
         thread::scope(|scope| {
-            let waiting = scope.spawn(|| inlets[0].sync(0));
-            give_up.now();
+            let waiting = scope.spawn(|| reader_ends[0].sync(0));
+            barriers.give_up();
             assert_eq!(waiting.join().unwrap(), Err(Closed));
         });
     }

@@ -3,69 +3,75 @@
 //! A source QEMU connects its main stream first, may send its header at once (7.2 does so before it
 //! has all channels), and goes on with the section `ram` only when a SYNC has gone out on every
 //! channel. Another relay sends on the main stream first, because a destination QEMU demands it, and
-//! says in each channel's first packet how many there will be. So the rule is:
+//! announces in each channel's first packet how many there will be. So the rule is:
 //!
 //! ```text
 //! number of channels known (configured or announced):  done when main and all of them are there
 //! unknown, channels there when `ram` is on the main:    done when the backlog is empty
-//! unknown, no channel a second after main spoke:        a migration without multifd
+//! unknown, no channel a second after main came:        a migration without multifd
 //! first bytes 0x16 0x03 (TLS) on any connection:        nothing can be understood
 //! ```
 //!
-//! Others may connect as well: who looks whether somebody listens, who has the wrong address. **Until a main stream
-//! or a channel has introduced itself, whoever is neither is turned away**, and the relay waits on; who says nothing
-//! is so later, too. But what a source that has begun does wrong is an error.
+//! Strangers may connect as well: port scanners, a client with the wrong address. **Until a main stream or a channel
+//! has introduced itself by its first bytes, a connection that is neither is turned away**, and the relay waits on; one
+//! that stays silent is turned away later, too. But what a source that has begun does wrong is an error.
+
+mod opening;
 
 use std::{
     collections::BTreeMap,
-    io::{self, Read},
+    mem,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use multifd::{INITIAL_LEN, Initial, MAGIC, MAIN_MAGIC};
+use multifd::{Initial, MAGIC, MAIN_MAGIC};
 use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
+    event::{PollFd, PollFlags},
     io::Errno,
     net::{RecvFlags, recv},
 };
 use tracing::{debug, info, warn};
 use vamoose_link::{Hangup, Stream};
 
-use crate::{Accept, RelayError, accept::Acceptor, main_stream::is_transient};
+use crate::{Accept, RelayError, accept::Acceptor, error::chain, wait::wait_until};
+use opening::Opening;
 
 /// What the source opened.
 pub(crate) enum Arrival {
     /// A multifd migration: main stream (its first four bytes, [`MAIN_MAGIC`], are read already)
     /// and the channels by their ids.
-    Multifd {
-        main: Arc<Stream>,
-        channels: Vec<Arc<Stream>>,
-        uuid: [u8; 16],
-    },
+    Multifd { source: Connections, uuid: [u8; 16] },
     /// Something whose bytes can only be passed on.
     Opaque {
         why: &'static str,
         /// Connections in the order in which they came, with the bytes read already.
         opened: Vec<(Arc<Stream>, Vec<u8>)>,
-        /// Whether later connections speak first, as TLS does.
-        speaks_first: bool,
+        /// Behind TLS, where the client of each connection sends first.
+        is_tls: bool,
     },
 }
 
+/// The connections of a multifd migration to one of its sides.
+pub(crate) struct Connections {
+    pub(crate) main: Arc<Stream>,
+    /// By their ids.
+    pub(crate) channels: Vec<Arc<Stream>>,
+}
+
 /// Waits for the source's connections: for the first one as long as it takes, then for all the
-/// others within `patience`.
+/// others within `timeout`.
 pub(crate) fn gather(
     accept: &dyn Accept,
     expected: Option<usize>,
-    patience: Duration,
+    timeout: Duration,
     hangup: &Hangup,
 ) -> Result<Arrival, RelayError> {
     let mut gathering = Gathering {
         acceptor: Acceptor::new(accept),
         hangup,
         expected,
-        patience,
+        timeout,
         opening: Vec::new(),
         main: None,
         ram_seen: None,
@@ -79,8 +85,8 @@ pub(crate) fn gather(
             return Ok(gathering.into_opaque("it is TLS", true));
         }
         let now = Instant::now();
-        if gathering.is_complete(now)? {
-            return gathering.into_multifd();
+        if let Some(main) = gathering.complete(now)? {
+            return Ok(gathering.into_multifd(main));
         }
         if gathering.is_plain(now) {
             return Ok(gathering.into_opaque("the source uses a single main connection", false));
@@ -91,8 +97,8 @@ pub(crate) fn gather(
     }
 }
 
-/// How long after the main stream's first bytes a first channel may still come, where nothing
-/// says whether there will be one.
+/// How long after the main stream's first bytes a first channel may still come, where it is not known whether there
+/// will be one.
 const PLAIN_AFTER: Duration = Duration::from_secs(1);
 
 /// How long after the section `ram` the first bytes of a channel may still come: the source sent them long before.
@@ -108,7 +114,7 @@ struct Gathering<'a> {
     acceptor: Acceptor<'a>,
     hangup: &'a Hangup,
     expected: Option<usize>,
-    patience: Duration,
+    timeout: Duration,
     opening: Vec<Opening>,
     main: Option<(Arc<Stream>, Instant)>,
     /// Since when the section `ram` is on the main stream.
@@ -119,82 +125,41 @@ struct Gathering<'a> {
     began: Option<Instant>,
 }
 
-/// A connection that has not introduced itself.
-struct Opening {
-    stream: Arc<Stream>,
-    bytes: [u8; INITIAL_LEN],
-    got: usize,
-    since: Instant,
-}
-
-/// Bytes that say what a connection is.
-const MAGIC_LEN: usize = 4;
-
-/// A handshake, of any version that is in use.
-const TLS: [u8; 2] = [0x16, 3];
-
-impl Opening {
-    fn is_tls(&self) -> bool {
-        self.got >= TLS.len() && self.bytes.starts_with(&TLS)
-    }
-
-    fn magic(&self) -> Option<[u8; MAGIC_LEN]> {
-        let magic = self.bytes.first_chunk().copied();
-        magic.filter(|_| self.got >= MAGIC_LEN)
-    }
-
-    fn is_channel(&self) -> bool {
-        self.magic() == Some(MAGIC.to_be_bytes())
-    }
-
-    /// Bytes that it takes to introduce itself.
-    fn wanted(&self) -> usize {
-        if self.is_channel() {
-            INITIAL_LEN
-        } else {
-            MAGIC_LEN
-        }
-    }
-}
-
 impl Gathering<'_> {
     fn accept_all(&mut self) -> Result<(), RelayError> {
         while let Some(stream) = self.acceptor.next()? {
             self.hangup.register(&stream);
-            self.opening.push(Opening {
-                stream,
-                bytes: [0; INITIAL_LEN],
-                got: 0,
-                since: Instant::now(),
-            });
+            self.opening.push(Opening::new(stream));
         }
         Ok(())
     }
 
-    fn is_complete(&mut self, now: Instant) -> Result<bool, RelayError> {
+    /// The main stream, when everything else is there, too.
+    fn complete(&mut self, now: Instant) -> Result<Option<Arc<Stream>>, RelayError> {
         if let Some(expected) = self.expected
             && let Some(id) = self
                 .channels
                 .keys()
                 .find(|id| usize::from(**id) >= expected)
         {
-            return Err(RelayError::ChannelIds {
-                problem: format!("id {id}, but there are {expected} channels"),
-            });
+            let problem = format!("id {id}, but there are {expected} channels");
+            return Err(RelayError::ChannelIds(problem));
         }
-        if self.main.is_none() || self.channels.is_empty() {
-            return Ok(false);
-        }
-        Ok(match self.expected {
+        let main = self.main.as_ref().map(|(main, _)| main.clone());
+        let Some(main) = main.filter(|_| !self.channels.is_empty()) else {
+            return Ok(None);
+        };
+        let is_complete = match self.expected {
             Some(expected) => self.channels.len() == expected,
             // In this order: what the main stream shows holds for connections that came before.
             None => {
-                self.main_has_ram()? && {
+                has_ram(&main)? && {
                     self.accept_all()?;
                     self.only_strangers_are_missing(now) && self.ids_are_contiguous()
                 }
             }
-        })
+        };
+        Ok(is_complete.then_some(main))
     }
 
     /// Whether no connection can be another channel, now that the section `ram` is on the main stream.
@@ -204,30 +169,9 @@ impl Gathering<'_> {
         self.opening.iter().all(is_silent)
     }
 
-    /// Whether the source has begun to send its section `ram` on the main stream.
-    fn main_has_ram(&self) -> Result<bool, RelayError> {
-        let Some((main, _)) = &self.main else {
-            return Ok(false);
-        };
-        // Room for the setup of devices that come before it.
-        let mut bytes = vec![0; 64 * 1024];
-        let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-        match recv(main, &mut bytes, peek) {
-            Ok((_, length)) => {
-                let mut seen = bytes[..length.min(bytes.len())].windows(RAM_SECTION.len());
-                Ok(seen.any(|window| window == RAM_SECTION))
-            }
-            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
-            Err(error) => Err(RelayError::Opening(error.into())),
-        }
-    }
-
     fn ids_are_contiguous(&self) -> bool {
-        let highest = self
-            .channels
-            .last_key_value()
-            .map(|(id, _)| usize::from(*id));
-        highest.is_some_and(|highest| highest + 1 == self.channels.len())
+        let highest = self.channels.last_key_value();
+        highest.is_some_and(|(id, _)| usize::from(*id) + 1 == self.channels.len())
     }
 
     fn is_plain(&self, now: Instant) -> bool {
@@ -236,24 +180,22 @@ impl Gathering<'_> {
             && self
                 .main
                 .as_ref()
-                .is_some_and(|(_, spoke)| now >= *spoke + PLAIN_AFTER)
+                .is_some_and(|(_, came)| now >= *came + PLAIN_AFTER)
     }
 
-    /// Turns away who has been silent for too long, and does not wait for ever for a source that has begun.
+    /// Turns away connections that have been silent for too long, and does not wait for ever for a source that has begun.
     fn end_waiting(&mut self, now: Instant) -> Result<(), RelayError> {
         if let Some(began) = self.began {
-            if now >= began + self.patience {
-                return Err(RelayError::Incomplete {
-                    missing: self.describe(),
-                });
+            if now >= began + self.timeout {
+                return Err(self.incomplete());
             }
             return Ok(());
         }
-        let patience = self.patience;
+        let timeout = self.timeout;
         self.opening.retain(|opening| {
-            let stays = now < opening.since + patience;
+            let stays = now < opening.since + timeout;
             if !stays {
-                warn!("turning away a connection that has not said what it is");
+                warn!("turning away a connection that has not introduced itself");
             }
             stays
         });
@@ -262,60 +204,35 @@ impl Gathering<'_> {
 
     /// Waits until something happens, or the next deadline.
     fn wait(&self, now: Instant) -> Result<(), RelayError> {
-        let incomplete_at = match self.began {
-            Some(began) => Some(began),
-            None => self.opening.iter().map(|opening| opening.since).min(),
-        }
-        .map(|since| since + self.patience);
+        let oldest = self.opening.iter().map(|opening| opening.since).min();
+        let incomplete_at = self.began.or(oldest).map(|since| since + self.timeout);
         let plain_at = match &self.main {
-            Some((_, spoke)) if self.expected.is_none() && self.channels.is_empty() => {
-                Some(*spoke + PLAIN_AFTER)
+            Some((_, came)) if self.expected.is_none() && self.channels.is_empty() => {
+                Some(*came + PLAIN_AFTER)
             }
             _ => None,
         };
         // The main stream is readable all the time, so it cannot be polled for more.
         let look_at = (self.main.is_some() && self.expected.is_none()).then(|| now + LOOK_EVERY);
         let next = [incomplete_at, plain_at, look_at, self.acceptor.again_at()];
-        let timeout = next
-            .into_iter()
-            .flatten()
-            .min()
-            .map(|next| next.saturating_duration_since(now))
-            .and_then(|wait| Timespec::try_from(wait).ok());
         let mut fds = vec![PollFd::new(self.hangup, PollFlags::IN)];
         fds.extend(self.acceptor.poll_fd());
         let streams = self.opening.iter().map(|opening| &*opening.stream);
         fds.extend(streams.map(|stream| PollFd::new(stream, PollFlags::IN)));
-        match poll(&mut fds, timeout.as_ref()) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(RelayError::SetUp(error.into())),
-        }
+        let next = next.into_iter().flatten().min();
+        wait_until(&mut fds, next).map_err(RelayError::SetUp)?;
         if self.hangup.is_hung_up() {
             return Err(RelayError::Cancelled);
         }
         Ok(())
     }
 
-    /// Reads what has come on the connections that have not said what they are.
+    /// Reads what has come on the connections that have not introduced themselves.
     fn read_openings(&mut self) -> Result<(), RelayError> {
-        for mut opening in std::mem::take(&mut self.opening) {
-            if is_readable(&opening.stream)? {
-                let wanted = opening.wanted();
-                match (&*opening.stream).read(&mut opening.bytes[opening.got..wanted]) {
-                    Ok(0) => {
-                        self.closed(&opening)?;
-                        continue;
-                    }
-                    Ok(read) => opening.got += read,
-                    Err(error) if is_transient(&error) => {}
-                    Err(error) => {
-                        debug!("a connection failed: {error}");
-                        self.closed(&opening)?;
-                        continue;
-                    }
-                }
-            }
-            if opening.got == opening.wanted() && !opening.is_tls() {
+        for mut opening in mem::take(&mut self.opening) {
+            if !opening.read()? {
+                self.closed(&opening)?;
+            } else if opening.is_complete() {
                 self.classify(opening)?;
             } else {
                 self.opening.push(opening);
@@ -324,14 +241,14 @@ impl Gathering<'_> {
         Ok(())
     }
 
-    /// A connection ended before it had said what it is.
+    /// A connection ended before it had introduced itself.
     fn closed(&self, opening: &Opening) -> Result<(), RelayError> {
         let closed = RelayError::ClosedEarly {
             got: opening.got,
             wanted: opening.wanted(),
         };
         if opening.got == 0 {
-            info!("a connection was closed before it had said anything");
+            info!("a connection was closed before its first byte");
             return Ok(());
         }
         if opening.is_channel() {
@@ -340,20 +257,20 @@ impl Gathering<'_> {
         self.turn_away(closed)
     }
 
-    /// Whoever does what only a stranger does is one, until a source has begun.
+    /// A connection that behaves as no source does is a stranger, until a source has begun.
     fn turn_away(&self, error: RelayError) -> Result<(), RelayError> {
         if self.began.is_some() {
             return Err(error);
         }
-        warn!("turning away a stranger: {error}");
+        warn!("turning away a stranger: {}", chain(&error));
         Ok(())
     }
 
     fn classify(&mut self, opening: Opening) -> Result<(), RelayError> {
         match opening.magic().map(u32::from_be_bytes) {
-            Some(MAIN_MAGIC) if self.main.is_some() => Err(RelayError::ChannelIds {
-                problem: "there are two main streams".to_owned(),
-            }),
+            Some(MAIN_MAGIC) if self.main.is_some() => Err(RelayError::ChannelIds(
+                "there are two main streams".to_owned(),
+            )),
             Some(MAIN_MAGIC) => {
                 debug!("the main stream has come");
                 let now = Instant::now();
@@ -362,18 +279,15 @@ impl Gathering<'_> {
                 Ok(())
             }
             Some(MAGIC) => self.add_channel(opening),
-            magic => self.turn_away(RelayError::Garbage {
-                found: magic.unwrap_or_default().to_be_bytes(),
-            }),
+            magic => self.turn_away(RelayError::Garbage(magic.unwrap_or_default().to_be_bytes())),
         }
     }
 
     fn add_channel(&mut self, opening: Opening) -> Result<(), RelayError> {
         let initial = Initial::parse(&opening.bytes)?;
         if *self.uuid.get_or_insert(initial.uuid()) != initial.uuid() {
-            return Err(RelayError::ChannelIds {
-                problem: "the channels belong to guests with different uuids".to_owned(),
-            });
+            let problem = "the channels belong to guests with different uuids";
+            return Err(RelayError::ChannelIds(problem.to_owned()));
         }
         if self.expected.is_none() {
             self.expected = initial.announced_channels().map(usize::from);
@@ -383,48 +297,47 @@ impl Gathering<'_> {
         self.began.get_or_insert_with(Instant::now);
         match self.channels.insert(id, opening.stream) {
             None => Ok(()),
-            Some(_) => Err(RelayError::ChannelIds {
-                problem: format!("id {id} came twice"),
-            }),
+            Some(_) => Err(RelayError::ChannelIds(format!("id {id} came twice"))),
         }
     }
 
-    fn describe(&self) -> String {
+    fn incomplete(&self) -> RelayError {
         let ids = self.channels.keys().map(u8::to_string).collect::<Vec<_>>();
-        format!(
-            "main stream {}; channels [{}] of {}; {} connections have not said what they are",
+        let expected = match self.expected {
+            Some(number) => number.to_string(),
+            None => "an unknown number".to_owned(),
+        };
+        let missing = format!(
+            "main stream {}; channels [{}] of {expected}; {} connections have not introduced themselves",
             if self.main.is_some() {
                 "is there"
             } else {
                 "is missing"
             },
             ids.join(", "),
-            self.expected.map_or_else(
-                || "an unknown number".to_owned(),
-                |number| number.to_string()
-            ),
             self.opening.len(),
-        )
+        );
+        RelayError::Incomplete {
+            waited: self.timeout,
+            missing,
+        }
     }
 
-    fn into_multifd(self) -> Result<Arrival, RelayError> {
-        let Some((main, _)) = self.main else {
-            return Err(RelayError::Incomplete {
-                missing: "main stream".to_owned(),
-            });
-        };
-        Ok(Arrival::Multifd {
-            main,
-            // Complete means: distinct ids, all below their number. So the order is the id.
-            channels: self.channels.into_values().collect(),
+    fn into_multifd(self, main: Arc<Stream>) -> Arrival {
+        Arrival::Multifd {
+            source: Connections {
+                main,
+                // Complete means: distinct ids, all below their number. So the order is the id.
+                channels: self.channels.into_values().collect(),
+            },
             uuid: self.uuid.unwrap_or_default(),
-        })
+        }
     }
 
-    /// Without those who said nothing before a main stream in plain text began: what comes with it, comes behind it.
-    /// Behind TLS they may be about to speak.
-    fn into_opaque(self, why: &'static str, speaks_first: bool) -> Arrival {
-        let spoke = self.main.as_ref().map(|(_, spoke)| *spoke);
+    /// Without silent connections from before a main stream in plain text: what belongs to it comes behind it. Behind
+    /// TLS they may be about to send.
+    fn into_opaque(self, why: &'static str, is_tls: bool) -> Arrival {
+        let came = self.main.as_ref().map(|(_, came)| *came);
         let main = self
             .main
             .map(|(stream, _)| (stream, MAIN_MAGIC.to_be_bytes().to_vec()));
@@ -432,9 +345,9 @@ impl Gathering<'_> {
             .opening
             .into_iter()
             .filter(|opening| {
-                let is_stranger = opening.got == 0 && spoke.is_some_and(|at| opening.since < at);
+                let is_stranger = opening.got == 0 && came.is_some_and(|at| opening.since < at);
                 if is_stranger {
-                    warn!("turning away a connection that has not said what it is");
+                    warn!("turning away a connection that has not introduced itself");
                 }
                 !is_stranger
             })
@@ -442,20 +355,22 @@ impl Gathering<'_> {
         Arrival::Opaque {
             why,
             opened: main.into_iter().chain(opening).collect(),
-            speaks_first,
+            is_tls,
         }
     }
 }
 
-fn is_readable(stream: &Stream) -> Result<bool, RelayError> {
-    let mut fds = [PollFd::new(stream, PollFlags::IN)];
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    match poll(&mut fds, Some(&now)) {
-        Ok(ready) => Ok(ready > 0),
-        Err(Errno::INTR) => Ok(false),
-        Err(error) => Err(RelayError::Opening(io::Error::from(error))),
+/// Whether the source has begun to send its section `ram` on the main stream.
+fn has_ram(main: &Stream) -> Result<bool, RelayError> {
+    // Large enough for the setup of devices that come before it.
+    let mut bytes = vec![0; 64 * 1024];
+    let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+    match recv(main, &mut bytes, peek) {
+        Ok((_, length)) => {
+            let mut seen = bytes[..length.min(bytes.len())].windows(RAM_SECTION.len());
+            Ok(seen.any(|window| window == RAM_SECTION))
+        }
+        Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+        Err(error) => Err(RelayError::Opening(error.into())),
     }
 }

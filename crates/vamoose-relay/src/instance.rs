@@ -20,9 +20,9 @@ use crate::{
 pub struct Instance {
     /// Path of its monitor.
     pub monitor: PathBuf,
-    /// Its process, where that can be told: not in another pid namespace.
+    /// Its process, where that is known: not in another pid namespace.
     pub process: Option<ProcessId>,
-    /// The guest's uuid; all zeros where none was given, which says nothing.
+    /// The guest's uuid; all zeros where none was given, which identifies nothing.
     pub uuid: String,
     /// The file of the monitor's socket, which QEMU makes anew when it starts.
     socket: Option<SocketFile>,
@@ -60,8 +60,8 @@ impl Instance {
         matches!(alive, Some(Ok(false)))
     }
 
-    /// Whether nobody can ask for it any more: its process has ended or, where that is not known, its monitor is not
-    /// there any more. No proof of its end.
+    /// Whether it cannot be asked for any more: its process has ended or, where that is not known, its monitor is gone.
+    /// No proof of its end.
     pub(crate) fn is_gone(&self) -> bool {
         match self.process {
             Some(_) => self.has_ended(),
@@ -70,15 +70,10 @@ impl Instance {
     }
 
     /// Kills it, without its monitor, and waits until it has ended.
-    ///
-    /// # Errors
-    /// When that cannot be done, or its process is not known.
     pub(crate) fn end(&self, within: Duration) -> Result<(), ProcessError> {
         match self.process {
             Some(process) => process.end(within),
-            None => Err(ProcessError::NotFound {
-                monitor: self.monitor.clone(),
-            }),
+            None => Err(ProcessError::NotFound(self.monitor.clone())),
         }
     }
 

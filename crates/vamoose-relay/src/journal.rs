@@ -7,8 +7,10 @@
 //! ```
 //!
 //! An entry is replaced as a whole and is on disk when [`Entry::write`] returns. The folder belongs to one user and
-//! nobody else may look into it: who knows an attempt's id can end it. By default it is in /run, which ends with the
+//! no other may look into it: who knows an attempt's id can end it. By default it is in /run, which ends with the
 //! guests when the host boots.
+
+mod record;
 
 use std::{
     fs::{self, File},
@@ -18,16 +20,15 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use handover::{AttemptId, DestinationState, Incarnation, SourceState};
+use handover::AttemptId;
 use rustix::{
     fs::{FlockOperation, flock},
     io::Errno,
 };
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thiserror::Error;
 use tracing::debug;
 
-use crate::Instance;
+pub(crate) use record::{AtDestination, AtSource, Record, Side};
 
 /// The attempts of one host.
 #[derive(Clone, Debug)]
@@ -39,15 +40,10 @@ pub struct Journal {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum JournalError {
-    /// The folder cannot be had.
-    #[error("cannot use the state folder {}: {source}", dir.display())]
-    Folder {
-        /// The folder.
-        dir: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
-    /// Others could read or change what is in it.
+    /// The folder cannot be used.
+    #[error("cannot use the state folder {}", .0.display())]
+    Folder(PathBuf, #[source] io::Error),
+    /// Other users could read or change what is in it.
     #[error(
         "the state folder {} belongs to user {owner} with mode {mode:03o}: it must belong to user {user} with mode 700",
         dir.display()
@@ -59,155 +55,28 @@ pub enum JournalError {
         owner: u32,
         /// Its mode.
         mode: u32,
-        /// Who we are.
+        /// This process's user.
         user: u32,
     },
     /// An entry cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    #[error("cannot read {}", .0.display())]
+    Read(PathBuf, #[source] io::Error),
     /// An entry cannot be written.
-    #[error("cannot write {}: {source}", path.display())]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    #[error("cannot write {}", .0.display())]
+    Write(PathBuf, #[source] io::Error),
     /// An entry is not one of this release.
-    #[error("{} is not an entry of this release ({source}): move it away if its attempt is settled", path.display())]
-    Malformed {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        source: serde_json::Error,
-    },
+    #[error("{} is not an entry of this release; move it away if its attempt is settled", .0.display())]
+    Malformed(PathBuf, #[source] serde_json::Error),
     /// Another process drives the attempt.
-    #[error("attempt {attempt} is driven by another process at the moment")]
-    Driven {
-        /// The attempt.
-        attempt: AttemptId,
-    },
-}
-
-/// Something that is remembered of an attempt.
-pub trait Record: Serialize + DeserializeOwned {
-    /// How its file's name begins.
-    const ROLE: &'static str;
-
-    /// The attempt.
-    fn attempt(&self) -> AttemptId;
-
-    /// When it was begun, in milliseconds since the epoch.
-    fn began(&self) -> u64;
-
-    /// Whether nothing is left to be decided.
-    fn is_over(&self) -> bool;
-
-    /// Which QEMU it is about.
-    fn qemu(&self) -> &Instance;
-}
-
-/// An attempt of which this host is the source.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct SourceRecord {
-    /// The attempt.
-    pub attempt: AttemptId,
-    /// When it was begun, in milliseconds since the epoch.
-    pub began: u64,
-    /// The name at the destination.
-    pub name: String,
-    /// The destination's address.
-    pub to: String,
-    /// The source QEMU.
-    pub qemu: Instance,
-    /// Whether the guest ran, and is to run at the destination.
-    pub resume: bool,
-    /// The destination has confirmed that it knows how the attempt ended.
-    pub confirmed: bool,
-    /// How far it has come.
-    #[serde(flatten)]
-    pub state: SourceState,
-}
-
-impl Record for SourceRecord {
-    const ROLE: &'static str = "source";
-
-    fn attempt(&self) -> AttemptId {
-        self.attempt
-    }
-
-    fn began(&self) -> u64 {
-        self.began
-    }
-
-    fn is_over(&self) -> bool {
-        matches!(self.state, SourceState::Over { .. })
-    }
-
-    fn qemu(&self) -> &Instance {
-        &self.qemu
-    }
-}
-
-/// An attempt of which this host is the destination.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct DestinationRecord {
-    /// The attempt.
-    pub attempt: AttemptId,
-    /// When it was begun, in milliseconds since the epoch.
-    pub began: u64,
-    /// The server that accepted it.
-    pub incarnation: Incarnation,
-    /// Where that listens.
-    pub server: String,
-    /// The QEMU's name here.
-    pub name: String,
-    /// The destination QEMU.
-    pub qemu: Instance,
-    /// The guest is loaded, and nothing has been heard of its source for longer than the orphan timeout.
-    pub orphaned: bool,
-    /// How far it has come.
-    #[serde(flatten)]
-    pub state: DestinationState,
-}
-
-impl Record for DestinationRecord {
-    const ROLE: &'static str = "destination";
-
-    fn attempt(&self) -> AttemptId {
-        self.attempt
-    }
-
-    fn began(&self) -> u64 {
-        self.began
-    }
-
-    fn is_over(&self) -> bool {
-        matches!(
-            self.state,
-            DestinationState::Running
-                | DestinationState::Ended { .. }
-                | DestinationState::Aborted { .. }
-        )
-    }
-
-    fn qemu(&self) -> &Instance {
-        &self.qemu
-    }
+    #[error("attempt {0} is being driven by another process")]
+    Driven(AttemptId),
 }
 
 /// An attempt that this process drives.
 #[derive(Debug)]
-pub struct Entry<R> {
+pub(crate) struct Entry<S: Side> {
     /// What is to be remembered; [`Entry::write`] makes it so.
-    pub record: R,
+    pub(crate) record: Record<S>,
     path: PathBuf,
     dir: PathBuf,
     /// Held as long as this lives.
@@ -222,12 +91,9 @@ impl Journal {
     /// Uses the folder `dir`, which is made if it is not there.
     ///
     /// # Errors
-    /// When it cannot be had, or is open to others.
+    /// When it cannot be used, or is open to other users.
     pub fn open(dir: &Path) -> Result<Self, JournalError> {
-        let folder = |source| JournalError::Folder {
-            dir: dir.to_owned(),
-            source,
-        };
+        let folder = |error| JournalError::Folder(dir.to_owned(), error);
         let mut builder = fs::DirBuilder::new();
         builder
             .recursive(true)
@@ -241,9 +107,8 @@ impl Journal {
         let (owner, mode) = (found.uid(), found.mode() & 0o777);
         let user = rustix::process::geteuid().as_raw();
         if owner != user || mode & 0o077 != 0 {
-            let dir = dir.to_owned();
             return Err(JournalError::Permissions {
-                dir,
+                dir: dir.to_owned(),
                 owner,
                 mode,
                 user,
@@ -254,55 +119,44 @@ impl Journal {
         })
     }
 
-    /// All attempts of a role, the oldest first.
-    ///
-    /// # Errors
-    /// When one cannot be read: it may be the one that matters.
-    pub fn records<R: Record>(&self) -> Result<Vec<R>, JournalError> {
-        let folder = |source| JournalError::Folder {
-            dir: self.dir.clone(),
-            source,
-        };
+    /// All attempts of a role, the oldest first. An error if one cannot be read: it may be the one that matters.
+    pub(crate) fn records<S: Side>(&self) -> Result<Vec<Record<S>>, JournalError> {
+        let folder = |error| JournalError::Folder(self.dir.clone(), error);
         let mut records = Vec::new();
         for file in fs::read_dir(&self.dir).map_err(folder)? {
             let path = file.map_err(folder)?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            if name.starts_with(R::ROLE)
+            if name.starts_with(S::ROLE)
                 && name.ends_with(".json")
-                && let Some(record) = read::<R>(&path)?
+                && let Some(record) = read::<S>(&path)?
             {
                 records.push(record);
             }
         }
-        records.sort_by_key(|record| (record.began(), record.attempt()));
+        records.sort_by_key(|record| (record.began, record.attempt));
         Ok(records)
     }
 
     /// The attempt of this id, if it is remembered.
-    ///
-    /// # Errors
-    /// When it cannot be read.
-    pub fn find<R: Record>(&self, attempt: AttemptId) -> Result<Option<R>, JournalError> {
-        read(&self.path::<R>(attempt))
+    pub(crate) fn find<S: Side>(
+        &self,
+        attempt: AttemptId,
+    ) -> Result<Option<Record<S>>, JournalError> {
+        read(&self.path::<S>(attempt))
     }
 
     /// Takes an attempt for this process to drive, a new one or one that is remembered. Nothing is written yet; what
     /// is remembered of it is read anew, for it may have changed before it was taken.
-    ///
-    /// # Errors
-    /// When another process drives it.
-    pub fn claim<R: Record>(&self, record: R) -> Result<Entry<R>, JournalError> {
-        let attempt = record.attempt();
-        let path = self.path::<R>(attempt);
+    pub(crate) fn claim<S: Side>(&self, record: Record<S>) -> Result<Entry<S>, JournalError> {
+        let path = self.path::<S>(record.attempt);
         let lock_path = path.with_extension("lock");
-        let failed = |source| JournalError::Write {
-            path: lock_path.clone(),
-            source,
-        };
-        let lock = open_lock(&lock_path).map_err(failed)?;
+        let failed = |error| JournalError::Write(lock_path.clone(), error);
+        let mut options = File::options();
+        options.write(true).create(true).truncate(false).mode(0o600);
+        let lock = options.open(&lock_path).map_err(failed)?;
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => return Err(JournalError::Driven { attempt }),
+            Err(Errno::WOULDBLOCK) => return Err(JournalError::Driven(record.attempt)),
             Err(error) => return Err(failed(error.into())),
         }
         let record = read(&path)?.unwrap_or(record);
@@ -315,8 +169,8 @@ impl Journal {
     }
 
     /// Whether some process drives this attempt.
-    pub fn is_driven<R: Record>(&self, attempt: AttemptId) -> bool {
-        let path = self.path::<R>(attempt).with_extension("lock");
+    pub(crate) fn is_driven<S: Side>(&self, attempt: AttemptId) -> bool {
+        let path = self.path::<S>(attempt).with_extension("lock");
         let lock = File::open(path);
         lock.is_ok_and(|lock| {
             flock(&lock, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK)
@@ -324,15 +178,15 @@ impl Journal {
     }
 
     /// Forgets what was over a day ago and whose QEMU has ended since.
-    pub fn clean_up<R: Record>(&self) {
-        let Ok(records) = self.records::<R>() else {
+    pub(crate) fn clean_up<S: Side>(&self) {
+        let Ok(records) = self.records::<S>() else {
             return;
         };
         let long_ago = now().saturating_sub(REMEMBERED_MS);
         for record in records {
-            if record.is_over() && record.began() < long_ago && record.qemu().is_gone() {
-                let path = self.path::<R>(record.attempt());
-                debug!("forgetting attempt {}", record.attempt());
+            if record.is_over() && record.began < long_ago && record.qemu.is_gone() {
+                let path = self.path::<S>(record.attempt);
+                debug!("forgetting attempt {}", record.attempt);
                 // Whatever stays is looked at again the next time.
                 let _ = fs::remove_file(&path);
                 let _ = fs::remove_file(path.with_extension("lock"));
@@ -340,22 +194,17 @@ impl Journal {
         }
     }
 
-    fn path<R: Record>(&self, attempt: AttemptId) -> PathBuf {
-        self.dir.join(format!("{}-{attempt}.json", R::ROLE))
+    fn path<S: Side>(&self, attempt: AttemptId) -> PathBuf {
+        self.dir.join(format!("{}-{attempt}.json", S::ROLE))
     }
 }
 
-impl<R: Record> Entry<R> {
+impl<S: Side> Entry<S> {
     /// Remembers the record. When this returns it survives a crash of the process and of the host, as far as the
-    /// folder's file system does.
-    ///
-    /// # Errors
-    /// When it may be forgotten: what was remembered before still is.
-    pub fn write(&self) -> Result<(), JournalError> {
-        self.replace().map_err(|source| JournalError::Write {
-            path: self.path.clone(),
-            source,
-        })
+    /// folder's file system does; if it fails, what was remembered before still is.
+    pub(crate) fn write(&self) -> Result<(), JournalError> {
+        let failed = |error| JournalError::Write(self.path.clone(), error);
+        self.replace().map_err(failed)
     }
 
     fn replace(&self) -> io::Result<()> {
@@ -384,48 +233,36 @@ pub(crate) fn now() -> u64 {
     u64::try_from(now.unwrap_or_default().as_millis()).unwrap_or(u64::MAX)
 }
 
-fn open_lock(path: &Path) -> io::Result<File> {
-    let mut options = File::options();
-    options
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(path)
-}
-
-fn read<R: Record>(path: &Path) -> Result<Option<R>, JournalError> {
+fn read<S: Side>(path: &Path) -> Result<Option<Record<S>>, JournalError> {
     let text = match fs::read(path) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(source) => {
-            let path = path.to_owned();
-            return Err(JournalError::Read { path, source });
-        }
+        Err(error) => return Err(JournalError::Read(path.to_owned(), error)),
     };
-    serde_json::from_slice(&text)
-        .map(Some)
-        .map_err(|source| JournalError::Malformed {
-            path: path.to_owned(),
-            source,
-        })
+    let malformed = |error| JournalError::Malformed(path.to_owned(), error);
+    serde_json::from_slice(&text).map(Some).map_err(malformed)
 }
 
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
-    use super::*;
+    use handover::{Incarnation, SourceState};
 
-    fn record(byte: u8, began: u64) -> SourceRecord {
-        SourceRecord {
+    use super::*;
+    use crate::Instance;
+
+    fn record(byte: u8, began: u64) -> Record<AtSource> {
+        Record {
             attempt: AttemptId([byte; 16]),
             began,
             name: "vm".to_owned(),
-            to: "tcp:there:4440".to_owned(),
             qemu: Instance::unknown(Path::new("/nowhere")),
-            resume: true,
-            confirmed: false,
+            side: AtSource {
+                to: "tcp:there:4440".to_owned(),
+                resume: true,
+                confirmed: false,
+            },
             state: SourceState::Moving {
                 incarnation: Some(Incarnation([7; 16])),
             },
@@ -450,33 +287,49 @@ mod tests {
             };
             entry.write().unwrap();
         }
-        let records: Vec<SourceRecord> = journal.records().unwrap();
+        let records: Vec<Record<AtSource>> = journal.records().unwrap();
         let began: Vec<u64> = records.iter().map(|record| record.began).collect();
         assert_eq!(began, [1, 5, 9]);
         assert!(records.iter().all(Record::is_over));
-        assert!(journal.records::<DestinationRecord>().unwrap().is_empty());
-        let found: SourceRecord = journal.find(AttemptId([2; 16])).unwrap().unwrap();
+        assert!(journal.records::<AtDestination>().unwrap().is_empty());
+        let found: Record<AtSource> = journal.find(AttemptId([2; 16])).unwrap().unwrap();
         assert_eq!(found.began, 5);
+    }
+
+    /// As the release before this one wrote it.
+    #[test]
+    fn the_form_of_an_entry_does_not_change() {
+        let id = "01".repeat(16);
+        let text = format!(
+            r#"{{"attempt":"{id}","began":1,"name":"vm","to":"tcp:there:4440","qemu":{{"monitor":"/nowhere",
+            "process":null,"uuid":"","socket":null}},"resume":true,"confirmed":false,"phase":"moving",
+            "incarnation":"{}"}}"#,
+            "07".repeat(16)
+        );
+        let found: Record<AtSource> = serde_json::from_str(&text).unwrap();
+        assert_eq!(found, record(1, 1));
+        let old: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(serde_json::to_value(&found).unwrap(), old);
     }
 
     #[test]
     fn one_process_drives_an_attempt() {
         let (_dir, journal) = journal();
         let id = AttemptId([1; 16]);
-        assert!(!journal.is_driven::<SourceRecord>(id));
+        assert!(!journal.is_driven::<AtSource>(id));
         let mut entry = journal.claim(record(1, 1)).unwrap();
-        entry.record.confirmed = true;
+        entry.record.side.confirmed = true;
         entry.write().unwrap();
-        assert!(journal.is_driven::<SourceRecord>(id));
+        assert!(journal.is_driven::<AtSource>(id));
         let again = journal.claim(record(1, 1));
         assert!(
-            matches!(again, Err(JournalError::Driven { attempt }) if attempt == id),
+            matches!(again, Err(JournalError::Driven(attempt)) if attempt == id),
             "{again:?}"
         );
         drop(entry);
-        assert!(!journal.is_driven::<SourceRecord>(id));
+        assert!(!journal.is_driven::<AtSource>(id));
         // What another process wrote before counts.
-        assert!(journal.claim(record(1, 1)).unwrap().record.confirmed);
+        assert!(journal.claim(record(1, 1)).unwrap().record.side.confirmed);
     }
 
     #[test]
@@ -494,7 +347,7 @@ mod tests {
         std::os::unix::fs::symlink(&state, &link).unwrap();
         assert!(matches!(
             Journal::open(&link),
-            Err(JournalError::Folder { .. })
+            Err(JournalError::Folder(..))
         ));
     }
 
@@ -503,14 +356,14 @@ mod tests {
         let (dir, journal) = journal();
         let path = dir.path().join("state/source-00.json");
         fs::write(&path, "{}").unwrap();
-        let records = journal.records::<SourceRecord>();
-        assert!(matches!(records, Err(JournalError::Malformed { .. })));
+        let records = journal.records::<AtSource>();
+        assert!(matches!(records, Err(JournalError::Malformed(..))));
     }
 
     #[test]
     fn only_what_is_over_and_old_is_forgotten() {
         let (_dir, journal) = journal();
-        let over = |mut record: SourceRecord| {
+        let over = |mut record: Record<AtSource>| {
             record.state = SourceState::Over {
                 guest: handover::GuestLocation::Destination,
                 cause: None,
@@ -520,8 +373,8 @@ mod tests {
         for record in [over(record(1, 1)), over(record(2, now())), record(3, 1)] {
             journal.claim(record).unwrap().write().unwrap();
         }
-        journal.clean_up::<SourceRecord>();
-        let left: Vec<SourceRecord> = journal.records().unwrap();
+        journal.clean_up::<AtSource>();
+        let left: Vec<Record<AtSource>> = journal.records().unwrap();
         let left: Vec<u8> = left.iter().map(|record| record.attempt.0[0]).collect();
         assert_eq!(left, [3, 2]);
     }

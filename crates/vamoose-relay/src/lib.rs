@@ -12,14 +12,17 @@
 //!
 //! What a relay owes the two QEMUs is written where it is done: the order of connections in
 //! `gather`, the bound on waiting packets in `channels` and `exchange`, the SYNC barrier in `exchange`, the
-//! main stream's order with the SYNCs in `syncs`, the teardown of everything at once in `session`.
+//! main stream's order with the SYNCs in `syncs`, the teardown of everything at once in `session`. The log lines of a migration are in one
+//! span, `migration`, with its role (`relay`, `source`, `destination`) and the attempt's id.
 
 #![forbid(unsafe_code)]
 
 mod accept;
 mod attempts;
 mod channels;
+mod config;
 mod control;
+mod downtime;
 mod error;
 mod exchange;
 mod gather;
@@ -37,18 +40,21 @@ mod serve;
 mod session;
 mod settle;
 mod syncs;
+mod wait;
 
 pub use accept::{Accept, AcceptQueue};
 pub use attempts::{Attempt, Standing, attempts};
+pub use config::{Config, Dialer, ZeroPages};
 pub use control::ControlError;
-pub use error::{Direction, RelayError};
+pub use downtime::{DowntimeParts, Switchover};
+pub use error::{Direction, RelayError, chain};
 pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;
-pub use journal::{DestinationRecord, Entry, Journal, JournalError, Record, SourceRecord};
+pub use journal::{Journal, JournalError};
 pub use migrate::{Cause, Failure, Migration, Moved, Progress};
-pub use process::{ProcessError, ProcessId};
-pub use qemu::{EndError, QemuError, Version};
+pub use process::ProcessId;
+pub use qemu::{QemuError, Version};
 pub use qmp::QmpError;
 pub use serve::{ServeError, Server, ServerConfig};
-pub use session::{Config, Dialer, Outcome, Relay, Summary, ZeroPages};
+pub use session::{Outcome, Relay, Summary};
 pub use settle::{SettleError, Settlement, Verdict};

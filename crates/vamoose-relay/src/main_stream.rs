@@ -2,11 +2,15 @@
 
 use std::{
     io::{self, Read, Write},
-    sync::atomic::{AtomicBool, AtomicU8, Ordering},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU8, Ordering},
+    },
+    time::{Duration, Instant},
 };
 
 use tracing::warn;
-use vamoose_link::{Pacer, Stats, Stream};
+use vamoose_link::{Pacer, Stats, Stream, is_stall};
 
 use crate::{Direction, Outcome, RelayError, return_path::ReturnPath};
 
@@ -16,11 +20,12 @@ pub(crate) struct MainState {
     return_path: AtomicBool,
     shut_under_way: AtomicBool,
     last_byte: AtomicU8,
+    last_sent: Mutex<Option<Instant>>,
 }
 
 impl MainState {
     /// Whether a peer that closes the main stream now breaks the migration off: the destination
-    /// has not said how loading went and is going to, or the stream is not at its end.
+    /// has yet to report how loading went, or the stream is not at its end.
     ///
     /// The source may already have closed it upon the destination's word while the thread that
     /// delivered that word has yet to report, so the word counts from its arrival here.
@@ -29,16 +34,30 @@ impl MainState {
             && (self.return_path.load(Ordering::Acquire) || !self.is_at_end())
     }
 
+    /// Notes that all that has been received has been sent.
+    pub(crate) fn sent(&self) {
+        *self.lock_last_sent() = Some(Instant::now());
+    }
+
+    /// When the last bytes were sent to the destination.
+    pub(crate) fn last_sent(&self) -> Option<Instant> {
+        *self.lock_last_sent()
+    }
+
+    fn lock_last_sent(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.last_sent
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// How a migration ended in which both ends closed the main stream and the destination has not
-    /// said that it loaded the guest.
+    /// reported that it has loaded the guest.
     pub(crate) fn verdict(&self) -> Result<Outcome, RelayError> {
         if self.is_broken_off() {
-            return Err(RelayError::MainClosed {
-                direction: Direction::Forward,
-            });
+            return Err(RelayError::MainClosed(Direction::Forward));
         }
         warn!(
-            "everything was delivered, but without a return path nobody confirms that the \
+            "everything was delivered, but without a return path it is not confirmed that the \
              destination has loaded the guest: set the return-path capability on the source"
         );
         Ok(Outcome::Unconfirmed)
@@ -50,7 +69,7 @@ impl MainState {
     }
 }
 
-/// Sees what goes through a [`pump`].
+/// Sees what goes through a [`Pump`].
 pub(crate) trait Witness {
     /// A piece that came, before it is passed on.
     fn received(&mut self, piece: &[u8]);
@@ -64,7 +83,7 @@ pub(crate) trait Witness {
     }
     /// The same piece has been passed on.
     fn delivered(&mut self);
-    /// Whether the receiver is to be told that there is no more.
+    /// Whether the stream's end is passed on.
     fn ends(&self) -> bool {
         true
     }
@@ -81,8 +100,8 @@ impl Witness for &MainState {
     fn delivered(&mut self) {}
 }
 
-/// Follows the return path of a main stream; `on_shut` is given the destination's word on loading
-/// when the source has it.
+/// Follows the return path of a main stream; `on_shut` is given the destination's code on loading when the source
+/// has it.
 pub(crate) struct ReturnWitness<'a, F> {
     path: ReturnPath,
     state: &'a MainState,
@@ -120,44 +139,53 @@ impl<F: FnMut(u32)> Witness for ReturnWitness<'_, F> {
     }
 }
 
-/// Forwards bytes until the sender has no more, then tells the receiver so, unless the witness objects.
-pub(crate) fn pump(
-    direction: Direction,
-    from: &Stream,
-    to: &Stream,
-    stats: &Stats,
-    pacer: Option<&Pacer>,
-    mut witness: impl Witness,
-) -> Result<(), RelayError> {
-    let mut buffer = vec![0; PIECE];
-    loop {
-        let piece = match (&*from).read(&mut buffer) {
-            Ok(0) => break,
-            Ok(read) => &buffer[..read],
-            // A main stream may be silent for as long as it likes.
-            Err(error) if is_transient(&error) => continue,
-            Err(error) => return Err(RelayError::MainRead { direction, error }),
-        };
-        witness.received(piece);
-        if let Some(pacer) = pacer {
-            // Not held back behind pages: its end must be noticed at once.
-            pacer.charge(piece.len());
+/// One direction of a main stream.
+pub(crate) struct Pump<'a> {
+    pub(crate) direction: Direction,
+    pub(crate) from: &'a Stream,
+    pub(crate) to: &'a Stream,
+    pub(crate) stats: &'a Stats,
+    pub(crate) pacer: Option<&'a Pacer>,
+    pub(crate) stall_timeout: Duration,
+}
+
+impl Pump<'_> {
+    /// Forwards bytes until the sender has no more, then passes the end on, unless the witness objects.
+    pub(crate) fn run(&self, mut witness: impl Witness) -> Result<(), RelayError> {
+        let mut buffer = vec![0; PIECE];
+        loop {
+            let piece = match (&*self.from).read(&mut buffer) {
+                Ok(0) => break,
+                Ok(read) => &buffer[..read],
+                // A main stream may be silent for as long as it likes.
+                Err(error) if is_transient(&error) => continue,
+                Err(error) => return Err(RelayError::MainRead(self.direction, error)),
+            };
+            witness.received(piece);
+            if let Some(pacer) = self.pacer {
+                // Not held back behind pages: its end must be noticed at once.
+                pacer.charge(piece.len());
+            }
+            witness.pass(piece, &|part| self.write(part))?;
+            if self.direction == Direction::Forward {
+                self.stats.add_received(piece.len());
+                self.stats.add_sent(piece.len());
+            }
+            witness.delivered();
         }
-        witness.pass(piece, &|part| {
-            (&*to)
-                .write_all(part)
-                .map_err(|error| RelayError::MainWrite { direction, error })
-        })?;
-        if direction == Direction::Forward {
-            stats.add_received(piece.len());
-            stats.add_sent(piece.len());
+        if witness.ends() {
+            self.to.finish();
         }
-        witness.delivered();
+        Ok(())
     }
-    if witness.ends() {
-        to.finish();
+
+    fn write(&self, part: &[u8]) -> Result<(), RelayError> {
+        let written = (&*self.to).write_all(part);
+        written.map_err(|error| match is_stall(&error) {
+            true => RelayError::MainStalled(self.direction, self.stall_timeout),
+            false => RelayError::MainWrite(self.direction, error),
+        })
     }
-    Ok(())
 }
 
 /// Large enough for a migration without multifd to be cheap.

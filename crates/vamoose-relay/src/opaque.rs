@@ -15,21 +15,23 @@ use std::{
 };
 
 use multifd::MAGIC;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use tracing::{debug, warn};
-use vamoose_link::{Stats, Stream};
+use rustix::event::{PollFd, PollFlags};
+use tracing::{Span, debug, warn};
+use vamoose_link::Stream;
 
 use crate::{
     Direction, Outcome, Relay, RelayError, Summary,
     accept::Acceptor,
-    main_stream::{MainState, ReturnWitness, Witness, is_transient, pump},
+    error::chain,
+    main_stream::{MainState, Pump, ReturnWitness, Witness, is_transient},
+    wait::wait_for,
 };
 
 /// Runs the migration to its end: when every connection has ended.
 pub(crate) fn pass_through(
     relay: &Relay<'_>,
     opened: Vec<(Arc<Stream>, Vec<u8>)>,
-    speaks_first: bool,
+    is_tls: bool,
     start: Instant,
 ) -> Result<Summary, RelayError> {
     let (report, reports) = channel();
@@ -43,22 +45,23 @@ pub(crate) fn pass_through(
             loop {
                 for (number, (stream, first)) in opened.drain(..).enumerate() {
                     let is_first = setup_time.is_none() && number == 0;
-                    // One that has yet to speak may be none of the source's: it is not waited for.
-                    open += usize::from(!first.is_empty() || !speaks_first);
+                    // A silent one may be none of the source's: it is not waited for.
+                    open += usize::from(!first.is_empty() || !is_tls);
                     let connection = Connection {
                         relay,
                         stream,
                         first,
-                        speaks_first,
-                        is_main: is_first && !speaks_first,
+                        is_tls,
+                        is_main: is_first && !is_tls,
                         report: report.clone(),
                     };
-                    scope.spawn(move || connection.run());
+                    let span = Span::current();
+                    scope.spawn(move || span.in_scope(|| connection.run()));
                 }
                 setup_time.get_or_insert_with(|| start.elapsed());
                 for end in reports.try_iter() {
                     match end {
-                        Report::Spoke => open += 1,
+                        Report::Began => open += 1,
                         Report::Ended => open -= 1,
                         Report::Loaded => {
                             loaded = true;
@@ -69,7 +72,10 @@ pub(crate) fn pass_through(
                         }
                         Report::MainEnded(_) => {}
                         Report::Failed(error) if loaded => {
-                            debug!("a connection ended out of order after loading: {error}");
+                            debug!(
+                                "a connection ended out of order after loading: {}",
+                                chain(&error)
+                            );
                             open -= 1;
                         }
                         Report::Failed(error) => return Err(error),
@@ -102,6 +108,7 @@ pub(crate) fn pass_through(
         outgoing_channels: 0,
         setup_time: setup_time.unwrap_or_default(),
         total_time: start.elapsed(),
+        switchover: None,
     })
 }
 
@@ -112,13 +119,13 @@ const TLS_HANDSHAKE: u8 = 0x16;
 const TICK: Duration = Duration::from_millis(50);
 
 enum Report {
-    /// A connection that had yet to speak did.
-    Spoke,
+    /// A connection that had been silent has sent its first bytes.
+    Began,
     /// A connection ended in good order.
     Ended,
     /// The destination has loaded the guest.
     Loaded,
-    /// The main stream ended; this is what its end says of the migration.
+    /// The main stream ended; this is what its end means for the migration.
     MainEnded(Result<Outcome, RelayError>),
     /// A connection broke.
     Failed(RelayError),
@@ -128,7 +135,7 @@ struct Connection<'a> {
     relay: &'a Relay<'a>,
     stream: Arc<Stream>,
     first: Vec<u8>,
-    speaks_first: bool,
+    is_tls: bool,
     /// A main stream in plain text, on whose return path the destination speaks.
     is_main: bool,
     report: Sender<Report>,
@@ -136,7 +143,7 @@ struct Connection<'a> {
 
 impl Connection<'_> {
     fn run(mut self) {
-        if self.first.is_empty() && self.speaks_first {
+        if self.first.is_empty() && self.is_tls {
             match self.read_first() {
                 Ok(first) => self.first = first,
                 Err(stranger) => {
@@ -146,19 +153,18 @@ impl Connection<'_> {
                     return;
                 }
             }
-            self.tell(Report::Spoke);
+            self.report(Report::Began);
         }
         let end = match self.pass() {
             Ok(()) => Report::Ended,
             Err(error) => Report::Failed(error),
         };
-        self.tell(end);
+        self.report(end);
     }
 
     fn pass(&mut self) -> Result<(), RelayError> {
         let far = self.relay.dial_one(&self.first)?;
-        let stats: &Stats = self.relay.stats;
-        stats.add_sent(self.first.len());
+        self.relay.stats.add_sent(self.first.len());
         let main = MainState::default();
         let forward_witness = Opened {
             main: &main,
@@ -167,28 +173,17 @@ impl Connection<'_> {
         };
         let return_witness = ReturnWitness::new(&main, |code| match code {
             _ if !self.is_main => {}
-            0 => self.tell(Report::Loaded),
-            code => self.tell(Report::Failed(RelayError::Refused { code })),
+            0 => self.report(Report::Loaded),
+            code => self.report(Report::Failed(RelayError::Refused(code))),
         });
+        let span = Span::current();
         thread::scope(|scope| {
             let back = scope.spawn(|| {
-                pump(
-                    Direction::Back,
-                    &far,
-                    &self.stream,
-                    stats,
-                    None,
-                    return_witness,
-                )
+                let pump = self.pump(Direction::Back, &far, &self.stream);
+                span.in_scope(|| pump.run(return_witness))
             });
-            let forward = pump(
-                Direction::Forward,
-                &self.stream,
-                &far,
-                stats,
-                None,
-                forward_witness,
-            );
+            let pump = self.pump(Direction::Forward, &self.stream, &far);
+            let forward = pump.run(forward_witness);
             if forward.is_err() {
                 far.shut_down();
                 self.stream.shut_down();
@@ -197,30 +192,41 @@ impl Connection<'_> {
             forward.and(back.join().unwrap_or(Ok(())))
         })?;
         if self.is_main {
-            self.tell(Report::MainEnded(main.verdict()));
+            self.report(Report::MainEnded(main.verdict()));
         }
         Ok(())
     }
 
-    fn tell(&self, report: Report) {
+    fn pump<'s>(&'s self, direction: Direction, from: &'s Stream, to: &'s Stream) -> Pump<'s> {
+        Pump {
+            direction,
+            from,
+            to,
+            stats: self.relay.stats,
+            pacer: None,
+            stall_timeout: self.relay.config.stall_timeout,
+        }
+    }
+
+    fn report(&self, report: Report) {
         // The receiver may have seen enough and be gone.
         let _ = self.report.send(report);
     }
 
-    /// Waits for the first bytes, for as long as it takes; the stranger's own affair when they are not TLS.
+    /// Waits for the first bytes, for as long as it takes. An error if they are not TLS: the connection is a stranger's.
     fn read_first(&self) -> Result<Vec<u8>, &'static str> {
         let mut first = [0; 4];
         let read = loop {
             match (&*self.stream).read(&mut first) {
                 Ok(read) => break read,
                 Err(error) if is_transient(&error) => {}
-                Err(_) => return Err("it failed before it had said anything"),
+                Err(_) => return Err("it failed before its first byte"),
             }
         };
         match &first[..read] {
-            [] => Err("it was closed before it had said anything"),
+            [] => Err("it was closed before its first byte"),
             first @ [TLS_HANDSHAKE, ..] => Ok(first.to_vec()),
-            _ => Err("the migration is TLS and it is no TLS"),
+            _ => Err("the migration uses TLS and this connection does not"),
         }
     }
 }
@@ -238,7 +244,7 @@ impl Witness for Opened<'_> {
         main.received(piece);
         if std::mem::take(&mut self.at_start) && piece.starts_with(&MAGIC.to_be_bytes()) {
             self.connection
-                .tell(Report::Failed(RelayError::LateChannel));
+                .report(Report::Failed(RelayError::LateChannel));
         }
     }
 
@@ -248,6 +254,6 @@ impl Witness for Opened<'_> {
 fn wait_for_connection(relay: &Relay<'_>, acceptor: &Acceptor<'_>) {
     let mut fds = vec![PollFd::new(relay.hangup, PollFlags::IN)];
     fds.extend(acceptor.poll_fd());
-    // An interrupted wait is as good as one that timed out.
-    let _ = poll(&mut fds, Timespec::try_from(TICK).ok().as_ref());
+    // A wait that failed is as good as one that timed out.
+    let _ = wait_for(&mut fds, TICK);
 }

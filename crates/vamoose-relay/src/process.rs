@@ -1,8 +1,8 @@
 //! The process behind a monitor: found by what it holds, never by what it is called.
 //!
-//! Who listens on the monitor's socket is QEMU. Its name says nothing: QEMU changes it on request
+//! The process that listens on the monitor's socket is QEMU. Its name proves nothing: QEMU changes it on request
 //! (`-name process=`), and is called after its loader or its wrapper elsewhere. Nor do the
-//! credentials that the socket tells, for these are of whoever called `listen`: a libvirt daemon
+//! credentials of the socket, for these are of the process that called `listen`: a libvirt daemon
 //! does that and hands the socket on. So the process is the one that has the listening socket among
 //! its descriptors:
 //!
@@ -18,25 +18,27 @@
 //! A program that forwards a monitor (`socat`) would be taken for QEMU: give Vamoose the monitor
 //! that QEMU itself opened or was handed.
 
+mod monitor;
+
 use std::{
-    collections::{BTreeMap, BTreeSet},
-    ffi::OsStr,
     fs, io,
-    os::unix::ffi::OsStrExt,
-    path::{Path, PathBuf},
+    path::PathBuf,
     thread,
     time::{Duration, Instant},
 };
 
 use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    fd::{AsFd, AsRawFd, OwnedFd},
-    fs::{CWD, Mode, OFlags, ResolveFlags, fstat, open, openat2},
+    event::{PollFd, PollFlags},
+    fd::OwnedFd,
     io::Errno,
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+
+use crate::wait::wait_for;
+pub(crate) use monitor::Monitor;
+use monitor::listening;
 
 /// A process as a journal remembers it. A number alone may be another process's tomorrow.
 ///
@@ -52,11 +54,8 @@ pub struct ProcessId {
 
 impl ProcessId {
     /// Whether this very process has not ended; false is proof that it has, with all its threads. A
-    /// process whose parent has not asked for its exit code (a zombie) has ended.
-    ///
-    /// # Errors
-    /// When the system does not say, which proves nothing.
-    pub fn is_alive(self) -> Result<bool, ProcessError> {
+    /// process whose parent has not asked for its exit code (a zombie) has ended. An error proves nothing.
+    pub(crate) fn is_alive(self) -> Result<bool, ProcessError> {
         match QemuProcess::open(self.pid)? {
             Some(process) if process.id == self => Ok(!process.has_ended()?),
             _ => Ok(false),
@@ -64,9 +63,6 @@ impl ProcessId {
     }
 
     /// Kills this very process, if it has not ended, and waits until it has.
-    ///
-    /// # Errors
-    /// When it may not be killed, or has not ended within this time.
     pub(crate) fn end(self, within: Duration) -> Result<(), ProcessError> {
         match QemuProcess::open(self.pid)? {
             Some(process) if process.id == self => process.end(within),
@@ -77,58 +73,35 @@ impl ProcessId {
 
 /// The process could not be found or ended.
 #[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum ProcessError {
-    /// Nobody who can be looked at has the monitor.
+pub(crate) enum ProcessError {
+    /// No process that can be looked at has the monitor.
     #[error(
         "cannot tell which process serves the monitor {}: none that this user may look at listens \
          there; run as root, in QEMU's pid namespace, and name QEMU's own monitor socket",
-        monitor.display()
+        .0.display()
     )]
-    NotFound {
-        /// The monitor's socket.
-        monitor: PathBuf,
-    },
-    /// More than one process listens.
+    NotFound(PathBuf),
     #[error("cannot tell which process serves the monitor {}: {pids:?} all listen there", monitor.display())]
-    Several {
-        /// The monitor's socket.
-        monitor: PathBuf,
-        /// The processes.
-        pids: Vec<u32>,
-    },
-    /// The system does not tell of processes.
-    #[error("the system does not tell of process {pid} ({what}): {source}")]
+    Several { monitor: PathBuf, pids: Vec<u32> },
+    #[error("cannot read what the system knows of process {pid} ({what})")]
     Unreadable {
-        /// The process.
         pid: u32,
-        /// What was asked.
         what: &'static str,
-        /// Why not.
         source: io::Error,
     },
-    /// There is no list of processes.
-    #[error("cannot list processes, is /proc mounted? {0}")]
+    #[error("cannot list processes, is /proc mounted?")]
     NoProc(#[source] io::Error),
-    /// It may not be ended.
-    #[error("cannot end process {pid}: {source}; end it by hand")]
-    Kill {
-        /// The process.
-        pid: u32,
-        /// Why not.
-        source: io::Error,
-    },
-    /// It was killed and has not ended.
+    #[error("cannot end process {0}, end it by hand")]
+    Kill(u32, #[source] io::Error),
     #[error(
         "process {pid} was killed and has not ended in {} s: it waits in the kernel, for storage perhaps",
         within.as_secs()
     )]
-    Stuck {
-        /// The process.
-        pid: u32,
-        /// How long it had.
-        within: Duration,
-    },
+    Stuck { pid: u32, within: Duration },
+}
+
+fn unreadable(pid: u32, what: &'static str, source: io::Error) -> ProcessError {
+    ProcessError::Unreadable { pid, what, source }
 }
 
 /// The process that serves a monitor.
@@ -145,18 +118,13 @@ const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
 impl QemuProcess {
     /// The process that listens on `monitor`.
-    ///
-    /// # Errors
-    /// When there is none that can be looked at, or several.
     pub(crate) fn serving(monitor: &Monitor) -> Result<Self, ProcessError> {
         let deadline = Instant::now() + LOOKING;
         loop {
             let mut found = Self::all_serving(monitor)?;
             match found.pop() {
                 None => {
-                    return Err(ProcessError::NotFound {
-                        monitor: monitor.path.clone(),
-                    });
+                    return Err(ProcessError::NotFound(monitor.path.clone()));
                 }
                 Some(process) if found.is_empty() => return Ok(process),
                 Some(process) if Instant::now() >= deadline => {
@@ -192,7 +160,6 @@ impl QemuProcess {
 
     /// The process that has this number now, if there is one.
     fn open(pid: u32) -> Result<Option<Self>, ProcessError> {
-        let unreadable = |what, source: io::Error| ProcessError::Unreadable { pid, what, source };
         let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
             return Ok(None);
         };
@@ -200,7 +167,7 @@ impl QemuProcess {
             Ok(pidfd) => pidfd,
             // The second and third: the number of a thread now, so of no process.
             Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return Ok(None),
-            Err(error) => return Err(unreadable("pidfd_open", error.into())),
+            Err(error) => return Err(unreadable(pid, "pidfd_open", error.into())),
         };
         let stat = fs::read(format!("/proc/{pid}/stat"));
         let mut process = Self {
@@ -211,9 +178,9 @@ impl QemuProcess {
         if process.has_ended()? {
             return Ok(None);
         }
-        let stat = stat.map_err(|source| unreadable("stat", source))?;
+        let stat = stat.map_err(|error| unreadable(pid, "stat", error))?;
         process.id.start_time = start_time(&stat)
-            .ok_or_else(|| unreadable("stat", io::ErrorKind::InvalidData.into()))?;
+            .ok_or_else(|| unreadable(pid, "stat", io::ErrorKind::InvalidData.into()))?;
         Ok(Some(process))
     }
 
@@ -223,51 +190,22 @@ impl QemuProcess {
     }
 
     /// Whether it has ended, with all its threads.
-    ///
-    /// # Errors
-    /// When the system does not say.
     pub(crate) fn has_ended(&self) -> Result<bool, ProcessError> {
         self.wait_for_end(Duration::ZERO)
     }
 
     /// Waits for its end; false when it has not ended within `timeout`.
-    ///
-    /// # Errors
-    /// When the system does not say.
     pub(crate) fn wait_for_end(&self, timeout: Duration) -> Result<bool, ProcessError> {
-        let deadline = Instant::now() + timeout;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let left = Timespec::try_from(left).ok();
-            let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
-            match poll(&mut fds, left.as_ref()) {
-                Ok(ready) => return Ok(ready > 0),
-                Err(Errno::INTR) => {}
-                Err(error) => {
-                    return Err(ProcessError::Unreadable {
-                        pid: self.id.pid,
-                        what: "poll",
-                        source: error.into(),
-                    });
-                }
-            }
-        }
+        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        wait_for(&mut fds, timeout).map_err(|error| unreadable(self.id.pid, "poll", error))
     }
 
     /// Kills it and waits until it has ended.
-    ///
-    /// # Errors
-    /// When it may not be killed, or has not ended within this time. Both may be tried again.
     pub(crate) fn end(&self, within: Duration) -> Result<(), ProcessError> {
         let pid = self.id.pid;
         match pidfd_send_signal(&self.pidfd, Signal::KILL) {
             Ok(()) | Err(Errno::SRCH) => {}
-            Err(error) => {
-                return Err(ProcessError::Kill {
-                    pid,
-                    source: error.into(),
-                });
-            }
+            Err(error) => return Err(ProcessError::Kill(pid, error.into())),
         }
         if self.wait_for_end(within)? {
             Ok(())
@@ -277,156 +215,11 @@ impl QemuProcess {
     }
 }
 
-/// The file of a monitor's socket, whatever its path leads to later.
-#[derive(Debug)]
-pub(crate) struct Monitor {
-    path: PathBuf,
-    /// Where the path led to: links followed.
-    resolved: PathBuf,
-    file: OwnedFd,
-}
-
-impl Monitor {
-    /// The socket at `path`.
-    ///
-    /// # Errors
-    /// When there is none, or it cannot be reached.
-    pub(crate) fn open(path: &Path) -> io::Result<Self> {
-        let file = open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        let mut monitor = Self {
-            path: path.to_owned(),
-            resolved: PathBuf::new(),
-            file,
-        };
-        monitor.resolved = fs::read_link(monitor.address())?;
-        Ok(monitor)
-    }
-
-    /// A path that leads to this very file; and a short one, for those of sockets are limited.
-    pub(crate) fn address(&self) -> PathBuf {
-        PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd()))
-    }
-
-    fn name(&self) -> &OsStr {
-        self.resolved.file_name().unwrap_or_default()
-    }
-
-    /// Whether this process has one of the `listening` sockets, and that one is this file.
-    fn is_served_by(&self, pid: u32, listening: &BTreeMap<u64, PathBuf>) -> bool {
-        // A server within this process is no QEMU, and must not be ended as one.
-        if listening.is_empty() || pid == std::process::id() {
-            return false;
-        }
-        let paths = sockets(pid).into_iter().filter_map(|at| listening.get(&at));
-        // Several descriptors may be of one socket.
-        let paths = paths.collect::<BTreeSet<_>>();
-        paths.into_iter().any(|path| self.is_at(pid, path))
-    }
-
-    /// Whether `path` is this file as the process sees it. Processes may have different roots, in
-    /// which one path leads to different files.
-    fn is_at(&self, pid: u32, path: &Path) -> bool {
-        let seen = if path.is_absolute() {
-            let root = directory(&format!("/proc/{pid}/root"));
-            root.and_then(|root| at(&root, path, ResolveFlags::IN_ROOT))
-        } else {
-            directory(&format!("/proc/{pid}/cwd"))
-                .and_then(|here| at(&here, path, ResolveFlags::empty()))
-        };
-        let seen = match seen {
-            // It may have changed its root after it had opened the monitor.
-            Err(Errno::NOENT) => at(CWD, path, ResolveFlags::empty()),
-            seen => seen,
-        };
-        let identity = |file: &OwnedFd| fstat(file).map(|stat| (stat.st_dev, stat.st_ino));
-        match (seen.and_then(|seen| identity(&seen)), identity(&self.file)) {
-            (Ok(seen), Ok(this)) => seen == this,
-            _ => false,
-        }
-    }
-}
-
-fn directory(path: &str) -> Result<OwnedFd, Errno> {
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    open(path, flags, Mode::empty())
-}
-
-fn at(directory: impl AsFd, path: &Path, resolve: ResolveFlags) -> Result<OwnedFd, Errno> {
-    // What was bound is not a link itself.
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    openat2(directory, path, flags, Mode::empty(), resolve)
-}
-
 /// All processes there are. One that starts later is not the one that serves us now.
 fn pids() -> Result<Vec<u32>, ProcessError> {
     let entries = fs::read_dir("/proc").map_err(ProcessError::NoProc)?;
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     Ok(names.filter_map(|name| name.parse().ok()).collect())
-}
-
-/// Sockets that listen on a path with this last part, in the network namespaces of these processes:
-/// inode to path. The path is as it was given when the socket was made.
-fn listening(pids: &[u32], name: &OsStr) -> BTreeMap<u64, PathBuf> {
-    let mut namespaces = BTreeSet::new();
-    let mut sockets = BTreeMap::new();
-    for pid in pids {
-        // Processes that have ended, and those of other users, have no namespace that we can see.
-        let Ok(namespace) = fs::read_link(format!("/proc/{pid}/ns/net")) else {
-            continue;
-        };
-        if namespaces.contains(&namespace) {
-            continue;
-        }
-        if let Ok(table) = fs::read(format!("/proc/{pid}/net/unix")) {
-            namespaces.insert(namespace);
-            sockets.extend(
-                table
-                    .split(|byte| *byte == b'\n')
-                    .filter_map(parse_listening),
-            );
-        }
-    }
-    sockets.retain(|_, path| path.file_name() == Some(name));
-    sockets
-}
-
-/// Inode and path from a line of /proc/net/unix, if that socket listens:
-/// `Num: RefCount Protocol Flags Type St Inode Path`.
-fn parse_listening(line: &[u8]) -> Option<(u64, PathBuf)> {
-    /// The kernel's flag of a socket that accepts connections.
-    const ACCEPTS: u32 = 0x10000;
-    let mut rest = line;
-    let mut field = || {
-        let text = rest.trim_ascii_start();
-        let end = text.iter().position(u8::is_ascii_whitespace);
-        let (field, left) = text.split_at(end.unwrap_or(text.len()));
-        rest = left;
-        str::from_utf8(field).ok()
-    };
-    let flags = u32::from_str_radix(field().and(field()).and(field()).and(field())?, 16).ok()?;
-    let inode = field().and(field()).and(field())?.parse().ok()?;
-    // One space, then all the rest.
-    let path = rest.get(1..)?;
-    (flags & ACCEPTS != 0).then(|| (inode, PathBuf::from(OsStr::from_bytes(path))))
-}
-
-/// Inodes of the sockets that a process has; none of one that cannot be looked at.
-fn sockets(pid: u32) -> Vec<u64> {
-    let entries = fs::read_dir(format!("/proc/{pid}/fd"));
-    let links = entries
-        .into_iter()
-        .flatten()
-        .filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
-    links
-        .filter_map(|link| parse_socket(link.to_str()?))
-        .collect()
-}
-
-fn parse_socket(link: &str) -> Option<u64> {
-    link.strip_prefix("socket:[")?
-        .strip_suffix(']')?
-        .parse()
-        .ok()
 }
 
 /// Field 22 of /proc/PID/stat. The name, field 2, may hold spaces and parentheses.
@@ -439,7 +232,9 @@ fn start_time(stat: &[u8]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use std::{
+        ffi::OsStr,
         os::unix::net::UnixListener,
+        path::Path,
         process::{Child, Command},
     };
 
@@ -542,7 +337,7 @@ mod tests {
         reap(first);
         assert!(process.has_ended().unwrap());
         let error = QemuProcess::serving(&monitor).unwrap_err();
-        assert!(matches!(error, ProcessError::NotFound { .. }), "{error}");
+        assert!(matches!(error, ProcessError::NotFound(_)), "{error}");
     }
 
     /// One path, two sockets: what was there before, and what is there now.
@@ -555,7 +350,7 @@ mod tests {
         let (new_listener, new) = listen(dir.path());
         let present = holder(&new_listener);
         let error = QemuProcess::serving(&old).unwrap_err();
-        assert!(matches!(error, ProcessError::NotFound { .. }), "{error}");
+        assert!(matches!(error, ProcessError::NotFound(_)), "{error}");
         // The former one's path leads to the present socket, too.
         let error = QemuProcess::serving(&new).unwrap_err();
         assert!(matches!(error, ProcessError::Several { .. }), "{error}");
@@ -610,25 +405,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (_listener, monitor) = listen(dir.path());
         let error = QemuProcess::serving(&monitor).unwrap_err();
-        assert!(matches!(error, ProcessError::NotFound { .. }), "{error}");
-    }
-
-    #[test]
-    fn only_sockets_that_listen_count() {
-        let parse = |line: &str| parse_listening(line.as_bytes());
-        let listens = "0000000010c26305: 00000002 00000000 00010000 0001 01  1590 /run/a b/qmp";
-        assert_eq!(parse(listens), Some((1590, "/run/a b/qmp".into())));
-        let connected = "0000000010c26305: 00000003 00000000 00000000 0001 03 1590 /run/a";
-        assert_eq!(parse(connected), None);
-        let nameless = "0000000010c26305: 00000003 00000000 00010000 0001 03 1590";
-        assert_eq!(parse(nameless), None);
-        assert_eq!(
-            parse("Num       RefCount Protocol Flags    Type St Inode Path"),
-            None
-        );
-        assert_eq!(parse(""), None);
-        assert_eq!(parse_socket("socket:[1590]"), Some(1590));
-        assert_eq!(parse_socket("/dev/null"), None);
+        assert!(matches!(error, ProcessError::NotFound(_)), "{error}");
     }
 
     #[test]

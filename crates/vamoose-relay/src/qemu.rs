@@ -1,24 +1,26 @@
 //! A QEMU as migration sees it: what it is, what it can do, how it is set up and put back.
 
-use std::{
-    collections::BTreeMap,
-    fmt,
-    path::Path,
-    time::{Duration, Instant},
-};
+mod schema;
+mod settings;
 
-use serde_json::{Map, Value, json};
+use std::{fmt, path::Path, time::Duration};
+
+use serde_json::{Value, json};
 use thiserror::Error;
+use tracing::debug;
 
 use crate::{
+    error::chain,
     process::{ProcessError, ProcessId, QemuProcess},
     qmp::{Event, Qmp, QmpError},
 };
+use schema::Schema;
+use settings::Settings;
 
 /// One QEMU and what is known of it.
 pub(crate) struct Qemu {
     qmp: Qmp,
-    /// `None` while it could not be told for certain.
+    /// `None` while it is not known for certain.
     process: Option<QemuProcess>,
     version: Version,
     schema: Schema,
@@ -51,13 +53,8 @@ pub enum QemuError {
     #[error(transparent)]
     Qmp(#[from] QmpError),
     /// A capability that this QEMU was built without.
-    #[error("this QEMU ({version}) does not have the migration capability `{capability}`")]
-    NoCapability {
-        /// Its version.
-        version: Version,
-        /// What is missing.
-        capability: &'static str,
-    },
+    #[error("this QEMU ({0}) does not have the migration capability `{1}`")]
+    NoCapability(Version, &'static str),
     /// A value that a parameter of this QEMU does not take.
     #[error("this QEMU ({version}) does not have `{value}` for the parameter `{parameter}`")]
     NoValue {
@@ -77,53 +74,42 @@ pub enum QemuError {
         expected: &'static str,
     },
     /// Something in the guest cannot be migrated.
-    #[error("QEMU cannot migrate this guest: {reasons}")]
-    Blocked {
-        /// QEMU's words.
-        reasons: String,
-    },
+    #[error("QEMU cannot migrate this guest: {0}")]
+    Blocked(String),
     /// TLS between the two QEMUs goes past a relay.
     #[error(
         "the parameter `tls-creds` is set: QEMU would encrypt what the relay has to read; clear it"
     )]
     Tls,
-    /// The monitor's path leads to another QEMU than before, or it cannot be told.
+    /// The monitor's path leads to another QEMU than before, or that is not known.
     #[error("the monitor belongs to another QEMU than before")]
     Replaced,
     /// An answer without what it must hold.
-    #[error("QEMU's answer to `{command}` lacks `{field}`")]
-    Answer {
-        /// The command.
-        command: &'static str,
-        /// What is missing.
-        field: &'static str,
-    },
+    #[error("QEMU's answer to `{0}` lacks `{1}`")]
+    Answer(&'static str, &'static str),
 }
 
 impl QemuError {
-    /// Whether QEMU is there and said no, so that nothing has changed.
+    /// Whether QEMU is there and has refused, so that nothing has changed.
     pub(crate) fn is_refusal(&self) -> bool {
         matches!(self, Self::Qmp(QmpError::Refused { .. }))
     }
 }
 
-/// A QEMU that may not have ended. The attempt may be repeated.
+/// A QEMU that may not have ended. Ending it may be tried again.
 #[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum EndError {
-    /// Nobody knows which process it is, so nothing proves its end.
+pub(crate) enum EndError {
+    /// It is not known which process it is, so nothing proves its end.
     #[error(
         "it was asked to quit and has {} its monitor, which does not prove that its process has \
-         ended: {source}", if *.closed { "closed" } else { "not closed" }
+         ended", if *.closed { "closed" } else { "not closed" }
     )]
     Unproven {
         /// Whether its monitor was closed then. QEMU does that on its way out, and a guest does not
         /// run any more when it does; but a connection may break for other reasons.
         closed: bool,
-        /// Why the process is not known.
         source: ProcessError,
     },
-    /// It is there, or the system does not say that it is not.
     #[error(transparent)]
     Process(#[from] ProcessError),
 }
@@ -131,26 +117,20 @@ pub enum EndError {
 /// Where a QEMU stands with its last migration, as far as it matters to another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MigrationStatus {
-    /// There has been none.
-    Idle,
     /// One is under way, or ends, or is in a state that we do not know.
     Busy,
     /// Everything was sent, or loaded.
     Completed,
-    /// It has failed; the guest has not moved.
-    Failed,
-    /// Somebody has cancelled it.
-    Cancelled,
+    /// There has been none, or it has failed or was cancelled: the guest has not moved.
+    Idle,
 }
 
 impl MigrationStatus {
     /// From QEMU's account, as [`Qemu::query_migrate`] gives it.
     pub(crate) fn of(account: &Value) -> Self {
         match account["status"].as_str() {
-            None | Some("none") => Self::Idle,
+            None | Some("none" | "failed" | "cancelled") => Self::Idle,
             Some("completed") => Self::Completed,
-            Some("failed") => Self::Failed,
-            Some("cancelled") => Self::Cancelled,
             // setup, active, device, pre-switchover, wait-unplug, cancelling, failing, colo and all of
             // postcopy; a newer QEMU may have more.
             Some(_) => Self::Busy,
@@ -158,55 +138,24 @@ impl MigrationStatus {
     }
 }
 
-/// Capabilities and parameters of a migration.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Settings {
-    /// Capabilities, on or off.
-    pub(crate) capabilities: BTreeMap<String, bool>,
-    /// Parameters by name.
-    pub(crate) parameters: Map<String, Value>,
-}
-
-/// How long a QEMU may take to clean up after a migration.
-const CLEANING_UP: Duration = Duration::from_secs(10);
-/// How often a QEMU is asked while no event comes.
-const ASKING: Duration = Duration::from_millis(10);
 /// How long a QEMU may take to end when it is asked to.
 const QUITTING: Duration = Duration::from_secs(3);
 /// How long a QEMU may take to end when it is killed: all its memory is freed first, and requests to its
 /// storage come back.
 const KILLED: Duration = Duration::from_secs(30);
 
-/// Capabilities that do not go together with multifd through a relay. They are switched off where
-/// they are on, and put back afterwards.
-const IN_THE_WAY: [&str; 8] = [
-    "postcopy-ram",
-    "xbzrle",
-    "compress",
-    "rdma-pin-all",
-    "zero-copy-send",
-    "background-snapshot",
-    "mapped-ram",
-    "pause-before-switchover",
-];
-
 impl Qemu {
     /// Connects to the monitor at `path` and learns what this QEMU can do.
-    ///
-    /// # Errors
-    /// When there is no QEMU, or another client holds its monitor.
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(path)?;
         let process = qmp.process();
         if let Err(error) = &process {
-            tracing::debug!("{error}");
+            debug!("{}", chain(error));
         }
         let answer = qmp.execute("query-version", json!({}))?;
         let part = |name| {
-            answer["qemu"][name].as_u64().ok_or(QemuError::Answer {
-                command: "query-version",
-                field: "qemu",
-            })
+            let number = answer["qemu"][name].as_u64();
+            number.ok_or(QemuError::Answer("query-version", "qemu"))
         };
         let version = Version(part("major")?, part("minor")?, part("micro")?);
         let schema = Schema::new(qmp.execute("query-qmp-schema", json!({}))?);
@@ -225,41 +174,27 @@ impl Qemu {
     }
 
     /// The guest's run state, by QEMU's name (`running`, `paused`, `inmigrate`, ...).
-    ///
-    /// # Errors
-    /// When QEMU does not answer.
     pub(crate) fn state(&mut self) -> Result<String, QemuError> {
         let answer = self.qmp.execute("query-status", json!({}))?;
         text(&answer, "query-status", "status")
     }
 
     /// The guest's uuid as text.
-    ///
-    /// # Errors
-    /// When QEMU does not answer.
     pub(crate) fn uuid(&mut self) -> Result<String, QemuError> {
         let answer = self.qmp.execute("query-uuid", json!({}))?;
         text(&answer, "query-uuid", "UUID")
     }
 
     /// Bytes of the guest's RAM, hotplugged memory included.
-    ///
-    /// # Errors
-    /// When QEMU does not answer.
     pub(crate) fn ram_bytes(&mut self) -> Result<u64, QemuError> {
         let command = "query-memory-size-summary";
         let answer = self.qmp.execute(command, json!({}))?;
-        let base = answer["base-memory"].as_u64().ok_or(QemuError::Answer {
-            command,
-            field: "base-memory",
-        })?;
+        let base = answer["base-memory"].as_u64();
+        let base = base.ok_or(QemuError::Answer(command, "base-memory"))?;
         Ok(base + answer["plugged-memory"].as_u64().unwrap_or(0))
     }
 
     /// QEMU's account of the migration, as it is.
-    ///
-    /// # Errors
-    /// When QEMU does not answer.
     pub(crate) fn query_migrate(&mut self) -> Result<Value, QemuError> {
         Ok(self.qmp.execute("query-migrate", json!({}))?)
     }
@@ -271,25 +206,17 @@ impl Qemu {
     }
 
     /// Refuses a QEMU that could not migrate `with` these settings.
-    ///
-    /// # Errors
-    /// What it lacks.
     pub(crate) fn check(&mut self, with: &[&'static str]) -> Result<(), QemuError> {
         for capability in with {
             if !self.schema.has_capability(capability) {
-                return Err(QemuError::NoCapability {
-                    version: self.version,
-                    capability,
-                });
+                return Err(QemuError::NoCapability(self.version, capability));
             }
         }
         let status = self.query_migrate()?;
         let reasons = status["blocked-reasons"].as_array();
         if let Some(reasons) = reasons.filter(|reasons| !reasons.is_empty()) {
             let reasons = reasons.iter().filter_map(Value::as_str);
-            return Err(QemuError::Blocked {
-                reasons: reasons.collect::<Vec<_>>().join("; "),
-            });
+            return Err(QemuError::Blocked(reasons.collect::<Vec<_>>().join("; ")));
         }
         let parameters = self.qmp.execute("query-migrate-parameters", json!({}))?;
         if parameters["tls-creds"]
@@ -302,9 +229,6 @@ impl Qemu {
     }
 
     /// Refuses a value that a parameter does not take.
-    ///
-    /// # Errors
-    /// When it does not.
     pub(crate) fn check_value(
         &self,
         parameter: &'static str,
@@ -320,70 +244,19 @@ impl Qemu {
         })
     }
 
-    /// Sets this QEMU up for multifd through a relay with `parameters`, and remembers how it was.
-    /// Optional capabilities are switched on where they are known.
-    ///
-    /// # Errors
-    /// When QEMU refuses; it has been put back then.
-    pub(crate) fn set_up(
-        &mut self,
-        mandatory: &[&str],
-        optional: &[&str],
-        parameters: Value,
-    ) -> Result<(), QemuError> {
-        self.wait_until_idle()?;
-        self.before = self.settings()?;
-        let mut wanted = Settings::default();
-        for name in IN_THE_WAY {
-            if self.before.capabilities.get(name) == Some(&true) {
-                wanted.capabilities.insert(name.to_owned(), false);
-            }
-        }
-        let known = |name: &&&str| self.schema.has_capability(name);
-        for name in mandatory.iter().chain(optional.iter().filter(known)) {
-            wanted.capabilities.insert((*name).to_owned(), true);
-        }
-        if let Value::Object(parameters) = parameters {
-            wanted.parameters = parameters;
-        }
-        let applied = self.apply(&wanted);
-        if applied.is_err() {
-            self.put_back();
-        }
-        applied
-    }
-
-    /// Puts capabilities and parameters back to what they were before [`Qemu::set_up`]. What QEMU
-    /// refuses, for it may be on its way out, stays as it is.
-    pub(crate) fn put_back(&mut self) {
-        let before = std::mem::take(&mut self.before);
-        if let Err(error) = self.wait_until_idle().and_then(|()| self.apply(&before)) {
-            tracing::debug!("could not put migration settings back: {error}");
-        }
-    }
-
     /// Runs a command that has no answer to speak of.
-    ///
-    /// # Errors
-    /// When QEMU refuses.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<(), QemuError> {
         self.qmp.execute(command, arguments)?;
         Ok(())
     }
 
-    /// The process that this QEMU is, for a journal.
-    ///
-    /// # Errors
-    /// When it cannot be told with certainty: it runs in another pid namespace, or belongs to
-    /// somebody whose processes cannot be looked at.
+    /// The process that this QEMU is, for a journal. An error when it cannot be told with certainty: it runs in another
+    /// pid namespace, or belongs to a user whose processes cannot be looked at.
     pub(crate) fn identity(&mut self) -> Result<ProcessId, ProcessError> {
         Ok(self.process()?.identity())
     }
 
     /// Connects anew to the same QEMU's monitor.
-    ///
-    /// # Errors
-    /// When that cannot be had, or belongs to another QEMU by now.
     pub(crate) fn reconnect(&mut self) -> Result<(), QemuError> {
         let before = self.process.as_ref().map(QemuProcess::identity);
         let again = Self::connect(self.qmp.path())?;
@@ -395,9 +268,6 @@ impl Qemu {
     }
 
     /// Announces the guest to the network, as QEMU does at the end of a migration.
-    ///
-    /// # Errors
-    /// When QEMU refuses.
     pub(crate) fn announce(&mut self) -> Result<(), QemuError> {
         // Five packets in the first second: QEMU's own defaults, in milliseconds.
         let arguments = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
@@ -412,11 +282,8 @@ impl Qemu {
     }
 
     /// Ends this QEMU, which holds half a guest. It is asked to quit first; one that does not is killed:
-    /// a destination whose main loop waits for a SYNC that will never come hears nothing any more.
+    /// a destination whose main loop waits for a SYNC that will never come does not react any more.
     /// Returns when its process is proven to have ended.
-    ///
-    /// # Errors
-    /// Why it may still be there. It may be ended again then.
     pub(crate) fn end(&mut self) -> Result<(), EndError> {
         // It may be on its way out by itself, as QEMU is when loading failed.
         let quit = self.qmp.send("quit", json!({}));
@@ -438,145 +305,15 @@ impl Qemu {
     }
 
     /// The next event, if one comes within `timeout`.
-    ///
-    /// # Errors
-    /// When QEMU is gone.
     pub(crate) fn next_event(&mut self, timeout: Duration) -> Result<Option<Event>, QemuError> {
         Ok(self.qmp.next_event(timeout)?)
-    }
-
-    /// Waits until nothing is left of a migration that has ended.
-    ///
-    /// QEMU says *failed* or *cancelled* before it has cleaned up, and cleans up by the capabilities of
-    /// that moment: switching multifd off in between aborts QEMU 10.0, and the guest with it (an
-    /// assertion in its yank code, seen in one run of fifty). Its yank instance is the last thing to go.
-    fn wait_until_idle(&mut self) -> Result<(), QemuError> {
-        let deadline = Instant::now() + CLEANING_UP;
-        loop {
-            let instances = match self.qmp.execute("query-yank", json!({})) {
-                // Before 6.0 there was no yank to go wrong.
-                Err(QmpError::Refused { .. }) => return Ok(()),
-                answer => answer?,
-            };
-            let mut instances = instances.as_array().into_iter().flatten();
-            if !instances.any(|instance| instance["type"] == "migration") {
-                return Ok(());
-            }
-            if Instant::now() >= deadline {
-                return Err(QemuError::State {
-                    state: "a migration that does not end".to_owned(),
-                    expected: "no migration",
-                });
-            }
-            self.qmp.next_event(ASKING)?;
-        }
-    }
-
-    fn settings(&mut self) -> Result<Settings, QemuError> {
-        let capabilities = self.qmp.execute("query-migrate-capabilities", json!({}))?;
-        let capabilities = capabilities.as_array().into_iter().flatten();
-        let capabilities = capabilities.filter_map(|entry| {
-            let name = entry["capability"].as_str()?.to_owned();
-            Some((name, entry["state"].as_bool()?))
-        });
-        let parameters = self.qmp.execute("query-migrate-parameters", json!({}))?;
-        Ok(Settings {
-            capabilities: capabilities.collect(),
-            parameters: parameters.as_object().cloned().unwrap_or_default(),
-        })
-    }
-
-    /// Makes the wanted settings the present ones, touching only what differs.
-    fn apply(&mut self, wanted: &Settings) -> Result<(), QemuError> {
-        let now = self.settings()?;
-        let differs = |(name, on): &(&String, &bool)| now.capabilities.get(*name) != Some(*on);
-        // Off before on: two that exclude each other must not be on at once.
-        for turn_on in [false, true] {
-            let list = wanted
-                .capabilities
-                .iter()
-                .filter(|(_, on)| **on == turn_on)
-                .filter(differs)
-                .map(|(name, on)| json!({ "capability": name, "state": on }))
-                .collect::<Vec<_>>();
-            if !list.is_empty() {
-                let arguments = json!({ "capabilities": list });
-                self.qmp.execute("migrate-set-capabilities", arguments)?;
-            }
-        }
-        let parameters = wanted
-            .parameters
-            .iter()
-            .filter(|(name, value)| now.parameters.get(*name) != Some(*value))
-            .map(|(name, value)| (name.clone(), value.clone()))
-            .collect::<Map<_, _>>();
-        if !parameters.is_empty() {
-            self.qmp
-                .execute("migrate-set-parameters", Value::Object(parameters))?;
-        }
-        Ok(())
     }
 }
 
 fn text(answer: &Value, command: &'static str, field: &'static str) -> Result<String, QemuError> {
     let text = answer[field].as_str();
     text.map(str::to_owned)
-        .ok_or(QemuError::Answer { command, field })
-}
-
-/// What `query-qmp-schema` says of migration.
-struct Schema {
-    capabilities: Vec<String>,
-    /// Parameters whose values are an enumeration, with the values.
-    parameters: BTreeMap<String, Vec<String>>,
-}
-
-impl Schema {
-    /// Follows the schema's type names from the commands on; the names mean nothing themselves.
-    fn new(schema: Value) -> Self {
-        let entries = schema.as_array().into_iter().flatten();
-        let types = entries
-            .filter_map(|entry| Some((entry["name"].as_str()?, entry)))
-            .collect::<BTreeMap<_, _>>();
-        let entry = |name: &Value| types.get(name.as_str()?).copied();
-        let members = |name: &Value| {
-            let list = entry(name).and_then(|object| object["members"].as_array());
-            list.into_iter().flatten()
-        };
-        let enumeration = |name: &Value| {
-            let values = entry(name).and_then(|kind| kind["values"].as_array());
-            let values = values.into_iter().flatten().filter_map(Value::as_str);
-            values.map(str::to_owned).collect::<Vec<_>>()
-        };
-        let argument = |command: &str| types.get(command).map_or(&Value::Null, |c| &c["arg-type"]);
-
-        let list = members(argument("migrate-set-capabilities")).next();
-        let element = list
-            .and_then(|list| entry(&list["type"]))
-            .map_or(&Value::Null, |array| &array["element-type"]);
-        let capability = members(element).find(|member| member["name"] == "capability");
-        let capabilities = capability.map_or_else(Vec::new, |member| enumeration(&member["type"]));
-        let parameters = members(argument("migrate-set-parameters"))
-            .filter_map(|member| {
-                let values = enumeration(&member["type"]);
-                Some((member["name"].as_str()?.to_owned(), values))
-            })
-            .collect();
-        Self {
-            capabilities,
-            parameters,
-        }
-    }
-
-    fn has_capability(&self, name: &str) -> bool {
-        self.capabilities.iter().any(|known| known == name)
-    }
-
-    fn parameter_takes(&self, parameter: &str, value: &str) -> bool {
-        self.parameters
-            .get(parameter)
-            .is_some_and(|values| values.iter().any(|known| known == value))
-    }
+        .ok_or(QemuError::Answer(command, field))
 }
 
 #[cfg(test)]
@@ -602,7 +339,7 @@ mod tests {
         bare.argument("-name").argument(name).start().unwrap()
     }
 
-    /// Hears nothing any more, as a destination that waits for a SYNC.
+    /// Reacts to nothing any more, as a destination that waits for a SYNC.
     fn freeze(pid: u32) {
         let pid = Pid::from_raw(pid.try_into().unwrap()).unwrap();
         kill_process(pid, Signal::STOP).unwrap();
@@ -728,12 +465,12 @@ mod tests {
 
     #[test]
     fn every_word_for_a_migrations_state_is_classified() {
-        use MigrationStatus::{Busy, Cancelled, Completed, Failed, Idle};
+        use MigrationStatus::{Busy, Completed, Idle};
         for (word, status) in [
             ("none", Idle),
             ("setup", Busy),
             ("cancelling", Busy),
-            ("cancelled", Cancelled),
+            ("cancelled", Idle),
             ("active", Busy),
             ("postcopy-device", Busy),
             ("postcopy-active", Busy),
@@ -742,7 +479,7 @@ mod tests {
             ("postcopy-recover", Busy),
             ("completed", Completed),
             ("failing", Busy),
-            ("failed", Failed),
+            ("failed", Idle),
             ("colo", Busy),
             ("pre-switchover", Busy),
             ("device", Busy),
@@ -753,26 +490,5 @@ mod tests {
             assert_eq!(MigrationStatus::of(&account), status, "{word}");
         }
         assert_eq!(MigrationStatus::of(&json!({})), Idle);
-    }
-
-    #[test]
-    fn the_schema_is_followed_by_its_type_names() {
-        let schema = Schema::new(json!([
-            { "name": "migrate-set-capabilities", "meta-type": "command", "arg-type": "1" },
-            { "name": "1", "meta-type": "object", "members": [{ "name": "capabilities", "type": "[2]" }] },
-            { "name": "[2]", "meta-type": "array", "element-type": "2" },
-            { "name": "2", "meta-type": "object", "members": [
-                { "name": "capability", "type": "3" }, { "name": "state", "type": "bool" }] },
-            { "name": "3", "meta-type": "enum", "values": ["multifd", "return-path"] },
-            { "name": "migrate-set-parameters", "meta-type": "command", "arg-type": "4" },
-            { "name": "4", "meta-type": "object", "members": [
-                { "name": "multifd-compression", "type": "5" }, { "name": "downtime-limit", "type": "int" }] },
-            { "name": "5", "meta-type": "enum", "values": ["none", "zstd"] },
-        ]));
-        assert!(schema.has_capability("multifd") && !schema.has_capability("rdma"));
-        assert!(schema.parameter_takes("multifd-compression", "zstd"));
-        assert!(!schema.parameter_takes("multifd-compression", "qpl"));
-        assert!(!schema.parameter_takes("zero-page-detection", "multifd"));
-        assert!(!Schema::new(Value::Null).has_capability("multifd"));
     }
 }

@@ -5,6 +5,10 @@
 //!  client ── {"execute", "arguments", "id"} ─> QEMU ── {"return"|"error", "id"} ─> client
 //!  QEMU ── {"event", "data", "timestamp"} ─> client            at any time
 //! ```
+//!
+//! The test crate `lab` has a client of its own, on purpose: tests drive their QEMUs through it, and a fault of this
+//! one must not hide itself there. Nothing that is shipped may depend on `lab`, and this one has what only a migration
+//! needs (whose process it is, monitors that are held, answers that come late).
 
 use std::{
     collections::{BTreeSet, VecDeque},
@@ -35,9 +39,9 @@ pub(crate) struct Qmp {
     received: Vec<u8>,
     events: VecDeque<Event>,
     next_id: u64,
-    /// Commands whose answers nobody waits for any more. They may still come.
+    /// Commands whose answers are not waited for any more. They may still come.
     unanswered: BTreeSet<u64>,
-    patience: Duration,
+    timeout: Duration,
 }
 
 /// Something that QEMU reported on its own.
@@ -69,19 +73,13 @@ impl Timestamp {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum QmpError {
-    /// Nobody listens there.
-    #[error("cannot connect to the QMP socket {path}: {source}")]
-    Connect {
-        /// The socket.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
-    /// Nobody greets.
+    /// No process listens there.
+    #[error("cannot connect to the QMP socket {0}")]
+    Connect(PathBuf, #[source] io::Error),
+    /// No greeting came.
     #[error(
-        "{path}: QEMU does not take a connection to its monitor in {} s: another client (libvirt?) \
-         probably holds it, and QEMU serves one at a time; start it with a second -qmp socket, for \
-         Vamoose alone",
+        "{path}: QEMU did not accept a connection to its monitor in {} s: another client (libvirt?) probably holds it, \
+         and QEMU serves one at a time",
         waited.as_secs_f32()
     )]
     Held {
@@ -90,25 +88,19 @@ pub enum QmpError {
         /// How long it was waited for.
         waited: Duration,
     },
-    /// QEMU does not answer: it may be busy or hang, and may do the command yet.
-    #[error(
-        "{path}: QEMU does not answer `{command}` in {} s: it is busy, or hangs",
-        ANSWER_WITHIN.as_secs()
-    )]
+    /// QEMU does not answer: it may be busy or hang, and may still carry out the command.
+    #[error("{path}: QEMU did not answer `{command}` in {} s: it is busy, or hangs", waited.as_secs_f32())]
     NoAnswer {
         /// The socket.
         path: PathBuf,
         /// What was asked.
         command: String,
+        /// How long it was waited for.
+        waited: Duration,
     },
     /// The connection broke. That alone does not prove that QEMU has ended.
-    #[error("{path}: the connection to QEMU broke: {source}")]
-    Broken {
-        /// The socket.
-        path: PathBuf,
-        /// How.
-        source: io::Error,
-    },
+    #[error("{0}: the connection to QEMU broke")]
+    Broken(PathBuf, #[source] io::Error),
     /// Not QMP.
     #[error("{path}: QEMU sent what is not QMP: {problem}")]
     Garbage {
@@ -124,17 +116,12 @@ pub enum QmpError {
         path: PathBuf,
         /// The command.
         command: String,
-        /// QEMU's words.
+        /// QEMU's description.
         description: String,
     },
 }
 
 impl QmpError {
-    /// Whether QEMU is there and said no, so that nothing has changed.
-    pub(crate) fn is_refusal(&self) -> bool {
-        matches!(self, Self::Refused { .. })
-    }
-
     /// Whether nothing is known but that no answer came.
     pub(crate) fn is_no_answer(&self) -> bool {
         matches!(self, Self::NoAnswer { .. })
@@ -150,25 +137,19 @@ const LONGEST_LINE: usize = 16 << 20;
 
 impl Qmp {
     /// Connects to the monitor at `path` and negotiates.
-    ///
-    /// # Errors
-    /// When nobody listens there, or somebody else stays connected: QEMU serves one client.
     pub(crate) fn connect(path: &Path) -> Result<Self, QmpError> {
         Self::connect_within(path, ANSWER_WITHIN)
     }
 
-    fn connect_within(path: &Path, patience: Duration) -> Result<Self, QmpError> {
+    fn connect_within(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
         let start = Instant::now();
-        let failed = |source| QmpError::Connect {
-            path: path.to_owned(),
-            source,
-        };
+        let failed = |error| QmpError::Connect(path.to_owned(), error);
         let held = || QmpError::Held {
             path: path.to_owned(),
-            waited: patience,
+            waited: timeout,
         };
         let monitor = Monitor::open(path).map_err(failed)?;
-        let stream = connect(&monitor, patience)
+        let stream = connect(&monitor, timeout)
             .map_err(failed)?
             .ok_or_else(held)?;
         let mut qmp = Self {
@@ -179,9 +160,9 @@ impl Qmp {
             events: VecDeque::new(),
             next_id: 0,
             unanswered: BTreeSet::new(),
-            patience,
+            timeout,
         };
-        match qmp.read_message(start + patience)? {
+        match qmp.read_message(start + timeout)? {
             Some(greeting) if greeting.get("QMP").is_some() => {}
             Some(_) => return Err(qmp.garbage("no greeting")),
             None => return Err(held()),
@@ -196,13 +177,9 @@ impl Qmp {
     }
 
     /// Runs a command and returns its answer.
-    ///
-    /// # Errors
-    /// When QEMU refuses, does not answer, or is gone. After [`QmpError::NoAnswer`] the connection is
-    /// good for other commands; an answer that comes late is skipped.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let id = self.send(command, arguments)?;
-        let deadline = Instant::now() + self.patience;
+        let deadline = Instant::now() + self.timeout;
         loop {
             let Some(mut message) = self.read_message(deadline)? else {
                 return Err(self.no_answer(command));
@@ -225,10 +202,7 @@ impl Qmp {
         }
     }
 
-    /// Sends a command; its answer is skipped unless somebody waits for the id that is returned.
-    ///
-    /// # Errors
-    /// When the connection is broken.
+    /// Sends a command; its answer is skipped unless the id that is returned is waited for.
     pub(crate) fn send(&mut self, command: &str, arguments: Value) -> Result<u64, QmpError> {
         self.next_id += 1;
         let id = self.next_id;
@@ -248,7 +222,7 @@ impl Qmp {
         let id = answer.get("id").and_then(Value::as_u64);
         match id.filter(|id| self.unanswered.remove(id)) {
             Some(id) => Ok(id),
-            None => Err(self.garbage("an answer to nothing that was asked")),
+            None => Err(self.garbage("an answer to no command")),
         }
     }
 
@@ -266,17 +240,11 @@ impl Qmp {
     }
 
     /// The process at the other end.
-    ///
-    /// # Errors
-    /// When it cannot be told with certainty.
     pub(crate) fn process(&self) -> Result<QemuProcess, ProcessError> {
         QemuProcess::serving(&self.monitor)
     }
 
     /// The next event, if one comes within `timeout`.
-    ///
-    /// # Errors
-    /// When QEMU is gone.
     pub(crate) fn next_event(&mut self, timeout: Duration) -> Result<Option<Event>, QmpError> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -338,14 +306,12 @@ impl Qmp {
         QmpError::NoAnswer {
             path: self.path.clone(),
             command: command.to_owned(),
+            waited: self.timeout,
         }
     }
 
-    fn broken(&self, source: io::Error) -> QmpError {
-        QmpError::Broken {
-            path: self.path.clone(),
-            source,
-        }
+    fn broken(&self, error: io::Error) -> QmpError {
+        QmpError::Broken(self.path.clone(), error)
     }
 
     fn garbage(&self, problem: &str) -> QmpError {
@@ -356,7 +322,7 @@ impl Qmp {
     }
 }
 
-/// Connects; `None` when the queue of those who wait for QEMU to take them stays full for so long. A
+/// Connects; `None` when the queue of clients that wait for QEMU to accept them stays full for so long. A
 /// connect without a bound would wait there for as long as QEMU's present client stays.
 fn connect(monitor: &Monitor, within: Duration) -> io::Result<Option<UnixStream>> {
     let address = SocketAddrUnix::new(monitor.address())?;
@@ -430,7 +396,7 @@ mod tests {
     /// Connects for a test that does not wait for the answers that will not come in time.
     fn connect(fake: &Fake) -> Qmp {
         let mut qmp = Qmp::connect_within(&fake.path(), Duration::from_secs(20)).unwrap();
-        qmp.patience = SHORT;
+        qmp.timeout = SHORT;
         qmp
     }
 
@@ -521,7 +487,7 @@ mod tests {
         for name in ["qmp", "none"] {
             let result = Qmp::connect(&dir.path().join(name)).map(drop);
             assert!(
-                matches!(result, Err(QmpError::Connect { .. })),
+                matches!(result, Err(QmpError::Connect(..))),
                 "{name}: {result:?}"
             );
         }

@@ -1,7 +1,6 @@
-//! A person's word on an attempt whose outcome nothing else can decide.
+//! A person's decision on an attempt that nothing else can decide.
 //!
-//! Whoever settles an attempt has looked at the destination. What can be asked is asked all the same: a destination that
-//! answers is believed more than a person.
+//! The person has looked at the destination. It is asked all the same where it can be: its answer counts more.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -11,15 +10,16 @@ use handover::{
 };
 use thiserror::Error;
 use tracing::info;
-use vamoose_link::Address;
+use vamoose_link::{Address, AddressError};
 
 use crate::{
-    DestinationRecord, Journal, JournalError, SourceRecord,
+    Journal, JournalError,
     control::{Control, ControlError},
-    journal::Entry,
-    migrate::Source,
+    error::chain,
+    journal::{AtDestination, AtSource, Entry, Record},
+    migrate::SourceQemu,
     qemu::QemuError,
-    serve::{Guest, Job},
+    serve::{DestinationQemu, Job},
 };
 
 /// What became of the guest.
@@ -35,16 +35,16 @@ pub enum Verdict {
 pub struct Settlement {
     attempt: AttemptId,
     verdict: Verdict,
-    source: Option<Entry<SourceRecord>>,
+    source: Option<Entry<AtSource>>,
     destination: Option<Side>,
 }
 
 /// The destination's side on this host.
 enum Side {
     /// A server looks after it: at this address.
-    Served(DestinationRecord, Address),
-    /// Nobody does.
-    Free(Entry<DestinationRecord>),
+    Served(Record<AtDestination>, Address),
+    /// No process drives it.
+    Free(Entry<AtDestination>),
 }
 
 /// An attempt that cannot be settled.
@@ -55,47 +55,26 @@ pub enum SettleError {
     #[error(transparent)]
     Journal(#[from] JournalError),
     /// It is not in the journal.
-    #[error("attempt {attempt} is not in this journal")]
-    Unknown {
-        /// The attempt.
-        attempt: AttemptId,
-    },
+    #[error("attempt {0} is not in this journal")]
+    Unknown(AttemptId),
     /// It needs no settling.
-    #[error("attempt {attempt} is over: {guest}")]
-    Over {
-        /// The attempt.
-        attempt: AttemptId,
-        /// Where the guest is.
-        guest: GuestLocation,
-    },
+    #[error("attempt {0} is over: {1}")]
+    Over(AttemptId, GuestLocation),
     /// The destination contradicts.
-    #[error("the destination answers `{answer}`: it decides, run the migration's command again")]
-    Contradicted {
-        /// Its answer.
-        answer: String,
-    },
+    #[error("the destination answers `{0}`: it decides, run the migration's command again")]
+    Contradicted(String),
     /// The source's QEMU.
-    #[error("the source's QEMU ({}): {source}", monitor.display())]
-    Qemu {
-        /// Its monitor.
-        monitor: PathBuf,
-        /// What is wrong.
-        source: QemuError,
-    },
+    #[error("the source's QEMU at {}", .0.display())]
+    Qemu(PathBuf, #[source] QemuError),
     /// It is another one.
-    #[error("{} belongs to another QEMU than the attempt's", monitor.display())]
-    OtherQemu {
-        /// The monitor.
-        monitor: PathBuf,
-    },
-    /// The server on this host could not be talked to.
-    #[error("the server at {address}: {source}")]
-    Server {
-        /// Its address.
-        address: String,
-        /// What is wrong.
-        source: ControlError,
-    },
+    #[error("{} belongs to another QEMU than the attempt's", .0.display())]
+    OtherQemu(PathBuf),
+    /// The server's address in the journal.
+    #[error("the server's address in the journal")]
+    Address(#[from] AddressError),
+    /// The server on this host could not be asked.
+    #[error("the server at {0}")]
+    Server(Address, #[source] ControlError),
     /// The guest is not as it was to be.
     #[error("the guest could not be settled: {0}")]
     Failed(String),
@@ -116,87 +95,69 @@ impl Settlement {
         attempt: AttemptId,
         verdict: Verdict,
     ) -> Result<Self, SettleError> {
-        let source = journal.find::<SourceRecord>(attempt)?;
-        let destination = journal.find::<DestinationRecord>(attempt)?;
+        let source = journal.find::<AtSource>(attempt)?;
+        let destination = journal.find::<AtDestination>(attempt)?;
+        let over_at_source = source.as_ref().and_then(|record| match &record.state {
+            SourceState::Over { guest, .. } => Some(*guest),
+            _ => None,
+        });
+        let over_at_destination = destination.as_ref().and_then(|record| match &record.state {
+            DestinationState::Running => Some(GuestLocation::Destination),
+            DestinationState::Ended { .. } => Some(GuestLocation::Lost),
+            DestinationState::Aborted { .. } => Some(GuestLocation::Source),
+            _ => None,
+        });
+        let source = source.filter(|_| over_at_source.is_none());
+        let destination = destination.filter(|_| over_at_destination.is_none());
         if source.is_none() && destination.is_none() {
-            return Err(SettleError::Unknown { attempt });
+            return Err(match over_at_destination.or(over_at_source) {
+                Some(guest) => SettleError::Over(attempt, guest),
+                None => SettleError::Unknown(attempt),
+            });
         }
-        let mut over = None;
-        let source = source
-            .filter(|record| {
-                if let SourceState::Over { guest, .. } = &record.state {
-                    over = Some(*guest);
-                }
-                over.is_none()
-            })
-            .map(|record| journal.claim(record))
-            .transpose()?;
-        let destination = destination
-            .filter(|record| match &record.state {
-                DestinationState::Running => {
-                    over = Some(GuestLocation::Destination);
-                    false
-                }
-                DestinationState::Ended { .. } => {
-                    over = Some(GuestLocation::Lost);
-                    false
-                }
-                DestinationState::Aborted { .. } => {
-                    over = Some(GuestLocation::Source);
-                    false
-                }
-                _ => true,
-            })
-            .map(|record| Side::of(journal, record))
-            .transpose()?;
-        match over {
-            Some(guest) if source.is_none() && destination.is_none() => {
-                Err(SettleError::Over { attempt, guest })
-            }
-            _ => Ok(Self {
-                attempt,
-                verdict,
-                source,
-                destination,
-            }),
-        }
+        Ok(Self {
+            attempt,
+            verdict,
+            source: source.map(|record| journal.claim(record)).transpose()?,
+            destination: destination
+                .map(|record| Side::of(journal, record))
+                .transpose()?,
+        })
     }
 
     /// What will be done, a sentence each.
     pub fn steps(&self) -> Vec<String> {
+        let source = self.source.as_ref().map(|entry| &entry.record);
+        let destination = self.destination.as_ref().map(Side::record);
+        let there = destination.map(|record| record.qemu.monitor.display());
         let mut steps = Vec::new();
-        match (self.verdict, &self.source, &self.destination) {
-            (Verdict::NeverRan, source, destination) => {
-                if let Some(entry) = source {
-                    let SourceRecord { to, name, qemu, .. } = &entry.record;
+        match self.verdict {
+            Verdict::NeverRan => {
+                if let Some(record) = source {
                     steps.push(format!(
-                        "tell the destination {to} ({name}), if it can be reached, that the guest stays here; stop if \
-                         it has run there"
+                        "tell the destination {} ({}), if it can be reached, that the guest stays here; stop if it \
+                         has run there",
+                        record.side.to, record.name
                     ));
-                    let what = if entry.record.resume {
+                    let what = if record.side.resume {
                         "continue the guest"
                     } else {
                         "leave the guest, which was paused before,"
                     };
-                    steps.push(format!("{what} at {}", qemu.monitor.display()));
+                    steps.push(format!("{what} at {}", record.qemu.monitor.display()));
                 }
-                if let Some(side) = destination {
-                    let record = side.record();
-                    let monitor = record.qemu.monitor.display();
-                    steps.push(format!("end the QEMU at {monitor}, which holds the guest"));
-                }
+                steps.extend(
+                    there.map(|there| format!("end the QEMU at {there}, which holds the guest")),
+                );
             }
-            (Verdict::RunningThere, source, destination) => {
-                if let Some(entry) = source {
-                    let monitor = entry.record.qemu.monitor.display();
-                    steps.push(format!(
+            Verdict::RunningThere => {
+                steps.extend(source.map(|record| {
+                    let monitor = record.qemu.monitor.display();
+                    format!(
                         "leave the guest's copy at {monitor} paused for good, to be ended by hand"
-                    ));
-                }
-                if let Some(side) = destination {
-                    let monitor = side.record().qemu.monitor.display();
-                    steps.push(format!("continue the guest at {monitor}"));
-                }
+                    )
+                }));
+                steps.extend(there.map(|there| format!("continue the guest at {there}")));
             }
         }
         steps
@@ -207,47 +168,38 @@ impl Settlement {
     /// # Errors
     /// What could not be done. The attempt may be settled again.
     pub fn carry_out(self) -> Result<(), SettleError> {
-        let Self {
-            attempt,
-            verdict,
-            source,
-            destination,
-        } = self;
-        match verdict {
+        let request = |side: Option<Side>, message| match side {
+            Some(side) => side.request(self.attempt, message),
+            None => Ok(()),
+        };
+        match self.verdict {
             // The guest must be gone there before it goes on here.
             Verdict::NeverRan => {
-                if let Some(side) = destination {
-                    let cause = "settled by hand: it never ran here".to_owned();
-                    side.request(attempt, SourceMessage::Abort { cause })?;
-                }
-                source.map_or(Ok(()), take_back)
+                let cause = "settled by hand: it never ran here".to_owned();
+                request(self.destination, SourceMessage::Abort { cause })?;
+                self.source.map_or(Ok(()), take_back)
             }
             Verdict::RunningThere => {
-                source.map_or(Ok(()), give_away)?;
-                match destination {
-                    Some(side) => side.request(attempt, SourceMessage::Commit { resume: true }),
-                    None => Ok(()),
-                }
+                self.source.map_or(Ok(()), give_away)?;
+                request(self.destination, SourceMessage::Commit { resume: true })
             }
         }
     }
 }
 
 impl Side {
-    fn of(journal: &Journal, record: DestinationRecord) -> Result<Self, SettleError> {
+    fn of(journal: &Journal, record: Record<AtDestination>) -> Result<Self, SettleError> {
         match journal.claim(record.clone()) {
             Ok(entry) => Ok(Self::Free(entry)),
-            Err(JournalError::Driven { .. }) => {
-                let address = record.server.parse().map_err(|error| {
-                    SettleError::Failed(format!("the server's address in the journal: {error}"))
-                })?;
+            Err(JournalError::Driven(_)) => {
+                let address = record.side.server.parse()?;
                 Ok(Self::Served(record, address))
             }
             Err(error) => Err(error.into()),
         }
     }
 
-    fn record(&self) -> &DestinationRecord {
+    fn record(&self) -> &Record<AtDestination> {
         match self {
             Self::Served(record, _) => record,
             Self::Free(entry) => &entry.record,
@@ -257,40 +209,45 @@ impl Side {
     /// Has the destination do what a source would ask for.
     fn request(self, attempt: AttemptId, message: SourceMessage) -> Result<(), SettleError> {
         let is_commit = matches!(message, SourceMessage::Commit { .. });
-        match self {
+        let (done, result) = match self {
             Self::Served(_, address) => {
                 let answer = ask(&address, attempt, &message, SETTLING);
-                let answer = answer.map_err(|source| SettleError::Server {
-                    address: address.to_string(),
-                    source,
-                })?;
-                match (is_commit, answer) {
-                    (true, DestinationMessage::Running { .. })
-                    | (false, DestinationMessage::Aborted { .. }) => Ok(()),
-                    (_, answer) => Err(SettleError::Failed(format!("{answer:?}"))),
-                }
+                let answer = answer.map_err(|error| SettleError::Server(address, error))?;
+                let done = match answer {
+                    DestinationMessage::Running { .. } => is_commit,
+                    DestinationMessage::Aborted { .. } => !is_commit,
+                    _ => false,
+                };
+                (done, format!("{answer:?}"))
             }
             Self::Free(entry) => {
                 let record = &entry.record;
-                let machine = Destination::restore(record.incarnation, record.state.clone());
-                let guest = Guest::new(record.qemu.clone(), None);
-                let job = Job::new(machine, entry, guest, None);
+                let machine = Destination::restore(record.side.incarnation, record.state.clone());
+                let qemu = DestinationQemu::new(record.qemu.clone(), None);
+                let job = Job::new(machine, entry, qemu, None);
                 job.request(message);
-                match (is_commit, job.state()) {
-                    (true, DestinationState::Running)
-                    | (false, DestinationState::Aborted { .. }) => Ok(()),
-                    (_, state) => Err(SettleError::Failed(format!("{state:?}"))),
-                }
+                let state = job.state();
+                let done = match state {
+                    DestinationState::Running => is_commit,
+                    DestinationState::Aborted { .. } => !is_commit,
+                    _ => false,
+                };
+                (done, format!("{state:?}"))
             }
+        };
+        if done {
+            Ok(())
+        } else {
+            Err(SettleError::Failed(result))
         }
     }
 }
 
 /// Continues the guest at the source.
-fn take_back(mut entry: Entry<SourceRecord>) -> Result<(), SettleError> {
+fn take_back(entry: Entry<AtSource>) -> Result<(), SettleError> {
     let record = &entry.record;
     let monitor = record.qemu.monitor.clone();
-    if let Ok(to) = record.to.parse() {
+    if let Ok(to) = record.side.to.parse() {
         let cause = "settled by hand: the guest stays at the source".to_owned();
         match ask(&to, record.attempt, &SourceMessage::Abort { cause }, ASKING) {
             Ok(
@@ -298,48 +255,53 @@ fn take_back(mut entry: Entry<SourceRecord>) -> Result<(), SettleError> {
                 | DestinationMessage::MovedOn
                 | DestinationMessage::Ended { .. }
                 | DestinationMessage::Unclear { .. }),
-            ) => {
-                let answer = format!("{answer:?}");
-                return Err(SettleError::Contradicted { answer });
-            }
+            ) => return Err(SettleError::Contradicted(format!("{answer:?}"))),
             Ok(answer) => info!("the destination answers {answer:?}"),
-            Err(error) => info!("the destination cannot be asked: {error}"),
+            Err(error) => info!("the destination cannot be asked: {}", chain(&error)),
         }
     }
-    let qemu = |source| SettleError::Qemu {
-        monitor: monitor.clone(),
-        source,
-    };
-    let mut source = Source::connect(&monitor).map_err(qemu)?;
+    let mut source =
+        SourceQemu::connect(&monitor).map_err(|error| SettleError::Qemu(monitor.clone(), error))?;
     if !source.instance.is_same(&record.qemu) {
-        return Err(SettleError::OtherQemu { monitor });
+        return Err(SettleError::OtherQemu(monitor));
     }
-    match source.resume(record.resume) {
+    match source.resume(record.side.resume) {
         SourceEvent::Resumed => {}
         event => return Err(SettleError::Failed(format!("{event:?}"))),
     }
-    entry.record.state = SourceState::Over {
-        guest: GuestLocation::Source,
-        cause: Some("settled by hand: it never ran at the destination".to_owned()),
-    };
-    Ok(entry.write()?)
+    settle(
+        entry,
+        GuestLocation::Source,
+        "it never ran at the destination",
+    )
 }
 
 /// The guest is the destination's.
-fn give_away(mut entry: Entry<SourceRecord>) -> Result<(), SettleError> {
-    let record = &entry.record;
-    let monitor = record.qemu.monitor.clone();
-    // A QEMU that runs the guest itself has the last word.
-    if let Ok(source) = Source::connect(&monitor)
-        && source.instance.is_same(&record.qemu)
+fn give_away(entry: Entry<AtSource>) -> Result<(), SettleError> {
+    let qemu = &entry.record.qemu;
+    // A QEMU that runs the guest itself is proof of the contrary.
+    if let Ok(source) = SourceQemu::connect(&qemu.monitor)
+        && source.instance.is_same(qemu)
         && source.was_running
     {
-        let reason = format!("the guest runs at {}", monitor.display());
+        let reason = format!("the guest runs at {}", qemu.monitor.display());
         return Err(SettleError::Failed(reason));
     }
+    settle(
+        entry,
+        GuestLocation::Destination,
+        "it runs at the destination",
+    )
+}
+
+fn settle(
+    mut entry: Entry<AtSource>,
+    guest: GuestLocation,
+    decision: &str,
+) -> Result<(), SettleError> {
     entry.record.state = SourceState::Over {
-        guest: GuestLocation::Destination,
-        cause: Some("settled by hand: it runs at the destination".to_owned()),
+        guest,
+        cause: Some(format!("settled by hand: {decision}")),
     };
     Ok(entry.write()?)
 }

@@ -5,12 +5,12 @@
 //! died with them inside, QEMU 7.2 hangs. So **a mark goes out when its SYNCs are out on all channels**,
 //! and whatever breaks then, the destination has all that it waits for, as it does without a relay.
 //!
-//! This holds nobody up: the destination would wait there anyway, and needs no mark to take the
+//! This delays nothing: the destination would wait there anyway, and needs no mark to take the
 //! SYNCs before it. Marks and SYNCs are counted, so it is of no importance which come first.
 
 use std::{
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use multifd::Layout;
@@ -31,6 +31,7 @@ pub(crate) struct Syncs {
 
 struct State {
     out: Vec<u64>,
+    last: Option<Instant>,
     awaited: bool,
     given_up: bool,
 }
@@ -51,6 +52,7 @@ impl Syncs {
         Self {
             state: Mutex::new(State {
                 out: vec![0; channels],
+                last: None,
                 awaited: false,
                 given_up: false,
             }),
@@ -64,9 +66,15 @@ impl Syncs {
         if let Some(out) = state.out.get_mut(channel) {
             *out += 1;
         }
+        state.last = Some(Instant::now());
         if state.awaited {
             self.changed.notify_all();
         }
+    }
+
+    /// When the last one was sent on its channel.
+    pub(crate) fn last(&self) -> Option<Instant> {
+        self.lock().last
     }
 
     /// Whether the main stream waits for a SYNC.
@@ -81,8 +89,8 @@ impl Syncs {
     }
 
     /// Waits until `number` SYNCs are out on all channels, for as long as `moved` changes within
-    /// `patience`.
-    fn wait_for(&self, number: u64, patience: Duration, moved: impl Fn() -> u64) -> Waited {
+    /// `timeout`.
+    fn wait_for(&self, number: u64, timeout: Duration, moved: impl Fn() -> u64) -> Waited {
         let mut state = self.lock();
         let mut before = moved();
         let waited = loop {
@@ -93,13 +101,13 @@ impl Syncs {
                 break Waited::Out;
             }
             state.awaited = true;
-            let (woken, timeout) = self
+            let (woken, waited) = self
                 .changed
-                .wait_timeout(state, patience)
+                .wait_timeout(state, timeout)
                 .unwrap_or_else(PoisonError::into_inner);
             state = woken;
             let now = moved();
-            if timeout.timed_out() && now == before {
+            if waited.timed_out() && now == before {
                 break Waited::InVain;
             }
             before = now;
@@ -118,7 +126,7 @@ pub(crate) struct BehindSyncs<'a> {
     state: &'a MainState,
     syncs: &'a Syncs,
     stats: &'a Stats,
-    patience: Duration,
+    timeout: Duration,
     marks: Marks,
     found: u64,
 }
@@ -129,13 +137,13 @@ impl<'a> BehindSyncs<'a> {
         syncs: &'a Syncs,
         stats: &'a Stats,
         layout: Layout,
-        patience: Duration,
+        timeout: Duration,
     ) -> Self {
         Self {
             state,
             syncs,
             stats,
-            patience,
+            timeout,
             marks: Marks::new(layout),
             found: 0,
         }
@@ -147,7 +155,7 @@ impl<'a> BehindSyncs<'a> {
             let moved = self.stats.snapshot();
             moved.received_bytes + moved.wire_bytes
         };
-        match self.syncs.wait_for(self.found, self.patience, moved) {
+        match self.syncs.wait_for(self.found, self.timeout, moved) {
             Waited::Out => Ok(()),
             Waited::GivenUp => Err(RelayError::Cancelled),
             Waited::InVain => {
@@ -187,7 +195,9 @@ impl Witness for BehindSyncs<'_> {
         write(&piece[written..])
     }
 
-    fn delivered(&mut self) {}
+    fn delivered(&mut self) {
+        self.state.sent();
+    }
 
     /// A destination that sees its main stream break off closes its channels, one after the other. A source
     /// that waits until a SYNC is out on both never gets over that (seen with 7.2 and 10.0), so what it

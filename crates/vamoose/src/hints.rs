@@ -2,7 +2,7 @@
 
 use anyhow::Error;
 use vamoose_codec::SettingsError;
-use vamoose_relay::{Failure, GuestLocation};
+use vamoose_relay::{Failure, GuestLocation, QmpError, RelayError};
 
 /// The hint for the first error of the chain that has one.
 pub fn of(error: &Error) -> Option<String> {
@@ -11,6 +11,13 @@ pub fn of(error: &Error) -> Option<String> {
             of_failure(failure)
         } else if let Some(settings) = cause.downcast_ref() {
             of_settings(settings)
+        } else if let Some(QmpError::Held { .. }) = cause.downcast_ref() {
+            Some("start QEMU with a second -qmp socket, for vamoose alone".to_owned())
+        } else if let Some(RelayError::LateChannel) = cause.downcast_ref() {
+            Some(
+                "name the number of channels that the source opens: --incoming-channels N"
+                    .to_owned(),
+            )
         } else {
             None
         }

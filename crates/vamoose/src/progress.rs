@@ -6,6 +6,7 @@ use std::{
 };
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::Value;
 pub use vamoose_relay::Progress;
 
 /// Shows progress on standard error.
@@ -39,14 +40,16 @@ impl Display {
         self.rate.update(progress.moved.wire_bytes);
         let state = State::of(progress);
         let text = state.text(self.rate.bytes_per_second);
+        // The last one is always shown.
+        let is_due = state.downtime_parts.is_object()
+            || self
+                .last_line
+                .is_none_or(|last| last.elapsed() >= LINE_EVERY);
         if let Some(bar) = &self.bar {
             bar.set_length(state.total.max(1));
             bar.set_position(state.done());
             bar.set_message(text);
-        } else if self
-            .last_line
-            .is_none_or(|last| last.elapsed() >= LINE_EVERY)
-        {
+        } else if is_due {
             self.last_line = Some(Instant::now());
             eprintln!("{:>3}% {text}", state.percent());
         }
@@ -67,6 +70,8 @@ struct State<'a> {
     remaining: u64,
     rounds: u64,
     expected_downtime: Option<u64>,
+    /// Its keys are those of the report.
+    downtime_parts: &'a Value,
     ratio: f64,
 }
 
@@ -80,6 +85,7 @@ impl<'a> State<'a> {
             remaining: number("remaining"),
             rounds: number("dirty-sync-count"),
             expected_downtime: progress.source["expected-downtime"].as_u64(),
+            downtime_parts: &progress.source["downtime-parts"],
             ratio: progress.moved.page_bytes as f64 / progress.moved.wire_bytes.max(1) as f64,
         }
     }
@@ -96,8 +102,12 @@ impl<'a> State<'a> {
         let downtime = self.expected_downtime.map_or_else(String::new, |millis| {
             format!(", expected downtime {millis} ms")
         });
+        let parts = self.downtime_parts.as_object().into_iter().flatten();
+        let parts: String = parts
+            .map(|(part, millis)| format!(", {part} {millis} ms"))
+            .collect();
         format!(
-            "{}, {:.0} MiB/s on the wire, ratio {:.2}, round {}{downtime}",
+            "{}, {:.0} MiB/s on the wire, ratio {:.2}, round {}{downtime}{parts}",
             self.status,
             bytes_per_second / f64::from(1 << 20),
             self.ratio,
@@ -150,6 +160,17 @@ mod tests {
             state.text(2_097_152.0),
             "active, 2 MiB/s on the wire, ratio 2.50, round 2, expected downtime 300 ms"
         );
+    }
+
+    #[test]
+    fn the_parts_of_the_downtime_are_shown_in_the_end() {
+        let progress = Progress {
+            status: "completed".to_owned(),
+            source: json!({ "downtime-parts": { "commit": 8, "load": 25 } }),
+            moved: Snapshot::default(),
+        };
+        let text = State::of(&progress).text(0.0);
+        assert!(text.ends_with("round 0, commit 8 ms, load 25 ms"), "{text}");
     }
 
     #[test]

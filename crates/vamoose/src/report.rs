@@ -1,6 +1,6 @@
 //! The report of a migration: JSON with QEMU's keys where `query-migrate` has them.
 
-use std::{fmt, fs, io::Write as _, time::Duration};
+use std::{error::Error, fs, io::Write as _, time::Duration};
 
 use anyhow::{Context as _, Result};
 use idxd::offload::OffloadCounters;
@@ -8,7 +8,7 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::{Serialize, Serializer, ser::SerializeStruct as _};
 use vamoose_link::MethodChoice;
 use vamoose_link::Snapshot;
-use vamoose_relay::Moved;
+use vamoose_relay::{DowntimeParts, Moved, chain};
 
 /// What a migration was and cost. Times are in milliseconds, as QEMU's.
 #[derive(Clone, Debug, Serialize)]
@@ -20,6 +20,9 @@ pub struct Report {
     pub total_time: u64,
     /// Of the guest; a bare relay cannot know it.
     pub downtime: Option<u64>,
+    /// What the downtime consists of.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub downtime_parts: Option<DowntimeParts>,
     pub setup_time: u64,
     pub ram: Ram,
     pub method: &'static str,
@@ -91,6 +94,7 @@ impl Report {
             error_desc: None,
             total_time: millis(total),
             downtime: None,
+            downtime_parts: None,
             setup_time: millis(setup),
             ram: Ram {
                 transferred: moved.wire_bytes,
@@ -119,9 +123,9 @@ impl Report {
     }
 
     /// Makes it the report of a migration that ended by `error`.
-    pub fn failed(mut self, status: &'static str, error: &impl fmt::Display) -> Self {
+    pub fn failed(mut self, status: &'static str, error: &dyn Error) -> Self {
         self.status = status;
-        self.error_desc = Some(error.to_string());
+        self.error_desc = Some(chain(error));
         self
     }
 
@@ -129,6 +133,7 @@ impl Report {
     pub fn of_guest(mut self, moved: &Moved) -> Self {
         let account = &moved.source;
         self.downtime = moved.downtime.map(millis);
+        self.downtime_parts = moved.downtime_parts;
         self.setup_time = account["setup-time"].as_u64().unwrap_or(0);
         self.ram.dirty_sync_count = account["ram"]["dirty-sync-count"].as_u64();
         // On the main stream, where a relay does not see them (zero-page-detection legacy).

@@ -508,7 +508,7 @@ impl Now {
             Step::Dial => self.dial(),
             Step::Refuse => {
                 self.take_driver_doing();
-                self.happens(SourceEvent::NobodyListens);
+                self.happens(SourceEvent::Refused);
             }
             Step::AskAgain { .. } => self.happens(SourceEvent::AskAgain),
             Step::StillReceiving(attempt) => {
@@ -883,7 +883,7 @@ impl Now {
         let Some(driver) = &self.driver else { return };
         let (attempt, host) = (driver.attempt, driver.host);
         if self.servers[usize::from(host)].is_none() {
-            self.happens(SourceEvent::NobodyListens);
+            self.happens(SourceEvent::Refused);
             return;
         }
         self.connections.push(Connection {

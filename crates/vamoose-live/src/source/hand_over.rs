@@ -134,7 +134,7 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
             }
             Err(SourceError::Dial(SocketError::Dial { source, .. })) if is_refused(&source) => {
                 self.last = "connection refused".to_owned();
-                SourceEvent::NobodyListens
+                SourceEvent::Refused
             }
             Err(error) => {
                 self.last = chain(&error);

@@ -1,5 +1,5 @@
 //! What earlier attempts of the same QEMU mean for a command: one that is not over is finished first, one that has
-//! taken the guest away is told of.
+//! taken the guest away is reported.
 
 use std::time::{Duration, Instant};
 
@@ -9,35 +9,36 @@ use tracing::info;
 use vamoose_link::{Address, Snapshot};
 
 use super::{
-    Cause, Ended, Failure, Migration, Moved, Source, at_source,
+    Cause, Ended, Failure, Migration, Moved, SourceQemu, at_source,
     hand_over::{HandOver, Limits, confirm_earlier},
-    moved_before,
+    span,
 };
 use crate::{
-    Journal, JournalError, SourceRecord,
+    Journal, JournalError,
     control::{Control, ControlError},
-    journal::Record as _,
+    error::chain,
+    journal::{AtSource, Record},
 };
 
 /// How long to try to reach a destination about an attempt that is over.
-const TELLING: Duration = Duration::from_secs(2);
+const NOTIFYING: Duration = Duration::from_secs(2);
 
 impl Migration<'_> {
-    /// Finishes an attempt of this QEMU that is not over, or says what became of one whose guest has left. `None` when
+    /// Finishes an attempt of this QEMU that is not over, or reports what became of one whose guest has left. `None` when
     /// the guest is here and free to go.
     pub(super) fn finish_earlier(
         &self,
         journal: &Journal,
-        source: &mut Source,
+        source: &mut SourceQemu,
     ) -> Result<Option<Result<Moved, Failure>>, Failure> {
-        let known = journal.records::<SourceRecord>().map_err(at_source)?;
-        let of_this = |record: &&SourceRecord| record.qemu.is_same(&source.instance);
+        let known = journal.records::<AtSource>().map_err(at_source)?;
+        let of_this = |record: &&Record<AtSource>| record.qemu.is_same(&source.instance);
         let known: Vec<_> = known.iter().filter(of_this).collect();
         if let Some(unfinished) = known.iter().find(|record| !record.is_over()) {
             let result = self.go_on(journal, unfinished, Some(source));
             return match result {
                 Err(failure) if failure.guest == GuestLocation::Source && !self.is_cancelled() => {
-                    info!("an earlier attempt is over: {failure}");
+                    info!("an earlier attempt is over: {}", chain(&failure));
                     Ok(None)
                 }
                 ended => Ok(Some(ended)),
@@ -60,13 +61,14 @@ impl Migration<'_> {
     fn go_on(
         &self,
         journal: &Journal,
-        record: &SourceRecord,
-        mut source: Option<&mut Source>,
+        record: &Record<AtSource>,
+        mut source: Option<&mut SourceQemu>,
     ) -> Result<Moved, Failure> {
         let start = Instant::now();
+        let _span = span(record.attempt).entered();
         info!(
             "finishing attempt {} to {} ({}), which an earlier process has begun",
-            record.attempt, record.to, record.name
+            record.attempt, record.side.to, record.name
         );
         let unfinished = |cause: Cause, guest| Failure {
             cause,
@@ -79,13 +81,13 @@ impl Migration<'_> {
         };
         let entry = journal.claim(record.clone());
         let entry = entry.map_err(|error| unfinished(error.into(), guest))?;
-        let to = entry.record.to.parse::<Address>();
-        let to = to.map_err(|error| unfinished(Cause::Broken(vec![error.to_string()]), guest))?;
+        let to = entry.record.side.to.parse::<Address>();
+        let to = to.map_err(|error| unfinished(Cause::broken(chain(&error)), guest))?;
         let state = entry.record.state.clone();
         let mut attempt = HandOver::new(entry, &to, self.limits(), self.cancel);
-        // What has become of the guest while nobody looked.
+        // What has become of the guest meanwhile.
         let event = match (state, source.as_deref_mut()) {
-            // Nobody has seen whether the guest had stopped when its QEMU ended.
+            // It is not known whether the guest had stopped when its QEMU ended.
             (
                 SourceState::Moving {
                     incarnation: Some(_),
@@ -113,11 +115,11 @@ impl Migration<'_> {
             Some(event) => attempt.finish(event, source.as_deref_mut()),
             None => attempt.go_on(source.as_deref_mut()),
         };
-        self.conclude(attempt, decision, source, Ended::at(start))
+        self.conclude(attempt, decision, source, Ended::default(), start)
     }
 
     /// What became of a guest that has left this QEMU.
-    fn after(&self, journal: &Journal, record: &SourceRecord) -> Result<Moved, Failure> {
+    fn after(&self, journal: &Journal, record: &Record<AtSource>) -> Result<Moved, Failure> {
         let failure = |cause, guest| Failure {
             cause,
             guest,
@@ -126,7 +128,7 @@ impl Migration<'_> {
         let SourceState::Over { guest, cause } = &record.state else {
             return Err(failure(Cause::NotInJournal, GuestLocation::InDoubt));
         };
-        let before = |now: String| moved_before(record, now);
+        let before = |now: String| Cause::moved_before(record, now);
         if *guest != GuestLocation::Destination || !self.is_asked_for(record) {
             return Err(failure(before(cause.clone().unwrap_or_default()), *guest));
         }
@@ -137,6 +139,7 @@ impl Migration<'_> {
                     source: Value::Null,
                     moved: Snapshot::default(),
                     downtime: None,
+                    downtime_parts: None,
                     total_time: Duration::ZERO,
                 });
             }
@@ -149,27 +152,30 @@ impl Migration<'_> {
                 *guest,
             ),
             Err(error) => failure(
-                before(format!("the destination cannot be asked now: {error}")),
+                before(format!(
+                    "the destination cannot be asked now: {}",
+                    chain(&error)
+                )),
                 *guest,
             ),
         })
     }
 
     /// Asks the destination of an attempt that went through how the guest is.
-    fn ask_after(&self, record: &SourceRecord) -> Result<DestinationMessage, ControlError> {
-        let resume = record.resume;
+    fn ask_after(&self, record: &Record<AtSource>) -> Result<DestinationMessage, ControlError> {
+        let resume = record.side.resume;
         let timeout = self.config.stall_timeout;
         let mut control = Control::connect(self.to, record.attempt, timeout)?;
         control.send(&SourceMessage::Commit { resume })?;
         let answer = control.receive(timeout)?;
-        // That nobody will ask again is best effort, as ever.
+        // That this is not asked again is best effort, as ever.
         let _ = control.send(&SourceMessage::Settled);
         Ok(answer)
     }
 
     /// A QEMU that cannot be reached may have ended in the middle of an attempt, or after it.
     pub(super) fn without_source(&self, journal: &Journal, cause: Cause) -> Result<Moved, Failure> {
-        let known = journal.records::<SourceRecord>().map_err(at_source)?;
+        let known = journal.records::<AtSource>().map_err(at_source)?;
         let last = known
             .iter()
             .rfind(|record| record.qemu.monitor == self.qmp && record.qemu.has_ended());
@@ -180,14 +186,14 @@ impl Migration<'_> {
         }
     }
 
-    /// A destination that could not be told of a failure may still hold a guest for an attempt that is over.
-    pub(super) fn tell_earlier(&self, journal: &Journal) -> Result<(), JournalError> {
+    /// A destination that could not be notified of a failure may still hold a guest for an attempt that is over.
+    pub(super) fn notify_earlier(&self, journal: &Journal) -> Result<(), JournalError> {
         let to = self.to.to_string();
         let limits = Limits {
-            dial: TELLING,
+            dial: NOTIFYING,
             ..self.limits()
         };
-        for record in journal.records::<SourceRecord>()? {
+        for record in journal.records::<AtSource>()? {
             let failed = matches!(
                 record.state,
                 SourceState::Over {
@@ -195,7 +201,7 @@ impl Migration<'_> {
                     ..
                 }
             );
-            if failed && !record.confirmed && record.to == to {
+            if failed && !record.side.confirmed && record.side.to == to {
                 let Ok(entry) = journal.claim(record) else {
                     continue;
                 };
@@ -210,7 +216,7 @@ impl Migration<'_> {
 }
 
 /// Whether the guest was handed over.
-fn has_left(record: &SourceRecord) -> bool {
+fn has_left(record: &Record<AtSource>) -> bool {
     let SourceState::Over { guest, .. } = &record.state else {
         return false;
     };

@@ -1,11 +1,11 @@
-//! Drives the source's machine of crate `handover`: carries out its actions, and tells it what happens.
+//! Drives the source's machine of crate `handover`: carries out its actions, and reports what happens.
 
 use std::{
     collections::VecDeque,
     io,
     sync::atomic::{AtomicBool, Ordering},
     thread,
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
 use handover::{
@@ -15,16 +15,17 @@ use handover::{
 use tracing::{debug, info, warn};
 use vamoose_link::{Address, SocketError};
 
-use super::{Cause, source::Source};
+use super::{Cause, source::SourceQemu};
 use crate::{
     JournalError,
     control::{Control, ControlError},
-    journal::{Entry, SourceRecord},
+    error::chain,
+    journal::{AtSource, Entry},
 };
 
 /// One attempt, from the source's side.
 pub(super) struct HandOver<'a> {
-    pub(super) entry: Entry<SourceRecord>,
+    pub(super) entry: Entry<AtSource>,
     machine: handover::Source,
     to: &'a Address,
     pub(super) control: Option<Control>,
@@ -35,9 +36,9 @@ pub(super) struct HandOver<'a> {
     /// Since when the destination cannot tell whether the guest runs.
     unclear_since: Option<Instant>,
     last_problem: String,
-    /// When the destination said that the guest runs, since the epoch.
-    pub(super) running_at: Option<Duration>,
-    /// Why the destination has aborted, in its words.
+    /// When the destination reported that the guest runs.
+    pub(super) running_at: Option<Instant>,
+    /// Why the destination has aborted.
     pub(super) their_cause: Option<String>,
 }
 
@@ -59,14 +60,14 @@ const ASK_AGAIN: Duration = Duration::from_secs(1);
 impl<'a> HandOver<'a> {
     /// Goes on with what `entry` remembers, or begins.
     pub(super) fn new(
-        entry: Entry<SourceRecord>,
+        entry: Entry<AtSource>,
         to: &'a Address,
         limits: Limits,
         cancel: &'a AtomicBool,
     ) -> Self {
         let record = &entry.record;
         Self {
-            machine: handover::Source::restore(record.state.clone(), record.resume),
+            machine: handover::Source::restore(record.state.clone(), record.side.resume),
             entry,
             to,
             control: None,
@@ -85,13 +86,17 @@ impl<'a> HandOver<'a> {
     }
 
     /// Goes on with an attempt of an earlier process, to its end.
-    pub(super) fn go_on(&mut self, source: Option<&mut Source>) -> Decision {
+    pub(super) fn go_on(&mut self, source: Option<&mut SourceQemu>) -> Decision {
         let actions = self.machine.go_on();
         self.drive(actions, source)
     }
 
     /// Takes an event that leads to the attempt's end, and returns when that is reached.
-    pub(super) fn finish(&mut self, event: SourceEvent, source: Option<&mut Source>) -> Decision {
+    pub(super) fn finish(
+        &mut self,
+        event: SourceEvent,
+        source: Option<&mut SourceQemu>,
+    ) -> Decision {
         let actions = self.machine.handle(event);
         self.drive(actions, source)
     }
@@ -105,16 +110,16 @@ impl<'a> HandOver<'a> {
         Ok(())
     }
 
-    fn drive(&mut self, first: Vec<SourceAction>, mut source: Option<&mut Source>) -> Decision {
+    fn drive(&mut self, first: Vec<SourceAction>, mut source: Option<&mut SourceQemu>) -> Decision {
         let mut actions = VecDeque::from(first);
         loop {
             let event = match actions.pop_front() {
                 Some(SourceAction::Persist) => match self.persist() {
                     Ok(()) => continue,
                     Err(error) => {
-                        warn!("{error}");
+                        let reason = chain(&error);
+                        warn!("{reason}");
                         actions.clear();
-                        let reason = error.to_string();
                         SourceEvent::NotPersisted { reason }
                     }
                 },
@@ -124,7 +129,7 @@ impl<'a> HandOver<'a> {
                 }
                 Some(SourceAction::Dial) => self.dial(),
                 Some(SourceAction::Resume) => match source.as_deref_mut() {
-                    Some(source) => source.resume(self.entry.record.resume),
+                    Some(source) => source.resume(self.entry.record.side.resume),
                     None => SourceEvent::GuestDied { stopped: true },
                 },
                 Some(SourceAction::Decide(decision)) => return self.decide(decision),
@@ -155,7 +160,7 @@ impl<'a> HandOver<'a> {
         }
         let sent = self.control.as_ref().map(|control| control.send(message));
         if let Some(Err(error)) = sent {
-            debug!("{error}");
+            debug!("{}", chain(&error));
             self.control = None;
         }
     }
@@ -182,16 +187,16 @@ impl<'a> HandOver<'a> {
                         ControlError::Dial(SocketError::Dial { source, .. })
                             if source.kind() == io::ErrorKind::ConnectionRefused
                     );
-                    self.last_problem = error.to_string();
+                    self.last_problem = chain(&error);
                     if refused {
-                        return SourceEvent::NobodyListens;
+                        return SourceEvent::Refused;
                     }
                 }
             }
         }
     }
 
-    /// Waits for the destination's next words.
+    /// Waits for the destination's next message.
     fn next_event(&mut self) -> SourceEvent {
         if let Some(event) = self.given_up() {
             return event;
@@ -202,7 +207,7 @@ impl<'a> HandOver<'a> {
         match control.receive(ANSWER_WITHIN) {
             Ok(message) => self.answered(message),
             Err(error) => {
-                self.last_problem = error.to_string();
+                self.last_problem = chain(&error);
                 SourceEvent::Closed {
                     complete: matches!(error, ControlError::Closed),
                 }
@@ -212,10 +217,7 @@ impl<'a> HandOver<'a> {
 
     fn answered(&mut self, message: DestinationMessage) -> SourceEvent {
         match &message {
-            DestinationMessage::Running { .. } => {
-                let now = SystemTime::now().duration_since(UNIX_EPOCH);
-                self.running_at = now.ok();
-            }
+            DestinationMessage::Running { .. } => self.running_at = Some(Instant::now()),
             DestinationMessage::Aborted { cause, .. } => self.their_cause = Some(cause.clone()),
             DestinationMessage::Receiving => return SourceEvent::AskAgain,
             DestinationMessage::Unclear { reason } | DestinationMessage::Refused { reason } => {
@@ -245,7 +247,7 @@ impl<'a> HandOver<'a> {
         }
     }
 
-    /// Only somebody who knows that the answer is being waited for can end that.
+    /// Only a user who knows that the answer is being waited for can end that.
     fn given_up(&self) -> Option<SourceEvent> {
         (self.warned && self.cancel.load(Ordering::Relaxed)).then(|| SourceEvent::GaveUp {
             cause: format!("cancelled; before that: {}", self.last_problem),
@@ -254,15 +256,15 @@ impl<'a> HandOver<'a> {
 
     fn decide(&mut self, decision: Decision) -> Decision {
         if matches!(decision.guest, GuestLocation::Source | GuestLocation::Lost)
-            && !self.entry.record.confirmed
+            && !self.entry.record.side.confirmed
         {
             self.confirm_abort();
         }
         decision
     }
 
-    /// Waits for the destination's word that it has given the guest up. Without one it will be told by a later
-    /// command, or by a person there.
+    /// Waits until the destination confirms that it has given the guest up. If it does not, it will be notified by a
+    /// later command, or by a person there.
     fn confirm_abort(&mut self) {
         let confirmed = self.their_cause.is_some() || self.wait_for_abort();
         if !confirmed {
@@ -273,9 +275,9 @@ impl<'a> HandOver<'a> {
             );
             return;
         }
-        self.entry.record.confirmed = true;
+        self.entry.record.side.confirmed = true;
         if let Err(error) = self.persist() {
-            debug!("{error}");
+            debug!("{}", chain(&error));
         }
     }
 
@@ -303,7 +305,7 @@ impl<'a> HandOver<'a> {
                 }
                 Ok(_) => {}
                 Err(error) => {
-                    debug!("{error}");
+                    debug!("{}", chain(&error));
                     return false;
                 }
             }
@@ -311,12 +313,8 @@ impl<'a> HandOver<'a> {
     }
 }
 
-/// Tells the destinations of earlier attempts that have failed what they could not be told then.
-pub(super) fn confirm_earlier(
-    entry: Entry<SourceRecord>,
-    limits: Limits,
-    cancel: &AtomicBool,
-) -> bool {
+/// Notifies the destination of an earlier attempt that has failed, which could not be reached then.
+pub(super) fn confirm_earlier(entry: Entry<AtSource>, limits: Limits, cancel: &AtomicBool) -> bool {
     let SourceState::Over {
         guest: GuestLocation::Source,
         cause,
@@ -324,7 +322,7 @@ pub(super) fn confirm_earlier(
     else {
         return true;
     };
-    let Ok(to) = entry.record.to.parse::<Address>() else {
+    let Ok(to) = entry.record.side.to.parse::<Address>() else {
         return true;
     };
     let mut earlier = HandOver::new(entry, &to, limits, cancel);
@@ -336,7 +334,7 @@ pub(super) fn confirm_earlier(
             "attempt {} is known to have failed there",
             earlier.attempt()
         );
-        earlier.entry.record.confirmed = true;
+        earlier.entry.record.side.confirmed = true;
         return earlier.entry.write().is_ok();
     }
     false

@@ -2,31 +2,41 @@
 
 use std::{
     path::Path,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use handover::SourceEvent;
-use serde_json::{Value, json};
+use serde_json::json;
 use tracing::warn;
 
 use super::Cause;
 use crate::{
     Instance,
+    error::chain,
     qemu::{MigrationStatus, Qemu, QemuError},
-    qmp::QmpError,
+    qmp::{QmpError, Timestamp},
 };
 
 /// A QEMU that a guest leaves.
-pub(crate) struct Source {
+pub(crate) struct SourceQemu {
     pub(super) qemu: Qemu,
     pub(crate) instance: Instance,
     pub(super) ram_bytes: u64,
     /// Whether the guest ran when the attempt began.
     pub(crate) was_running: bool,
-    /// When the guest was stopped for the switchover, by QEMU's clock since the epoch, and by ours.
-    pub(super) stopped: Option<(Duration, Instant)>,
+    /// When the guest was stopped for the switchover.
+    pub(super) stopped: Option<Stopped>,
     /// Value for `zero-page-detection`, where QEMU knows it.
     pub(super) zero_pages: Option<String>,
+}
+
+/// When a guest was stopped.
+#[derive(Clone, Copy)]
+pub(super) struct Stopped {
+    /// By QEMU's clock, which may be another than the host's if that was set meanwhile.
+    pub(super) at: Instant,
+    /// When that was noticed here.
+    noticed: Instant,
 }
 
 /// How long a source may take to run again after a failure.
@@ -36,7 +46,7 @@ const ENDING: Duration = Duration::from_secs(10);
 /// How long to wait for an event before looking at the clock and at a cancel.
 pub(super) const EVENT_WAIT: Duration = Duration::from_millis(50);
 
-impl Source {
+impl SourceQemu {
     /// Connects to the monitor at `path` and changes nothing.
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let mut qemu = Qemu::connect(path)?;
@@ -76,7 +86,7 @@ impl Source {
         }
     }
 
-    /// Waits until a migration that nobody drives any more has ended; whether it had completed.
+    /// Waits until a migration that no process drives any more has ended; whether it had completed.
     pub(super) fn wait_until_ended(&mut self) -> Result<bool, QemuError> {
         let deadline = Instant::now() + SETTLING;
         loop {
@@ -103,7 +113,7 @@ impl Source {
         while let Some(event) = self.qemu.next_event(wait)? {
             wait = Duration::ZERO;
             match event.name.as_str() {
-                "STOP" => self.stopped = Some((event.timestamp.since_epoch(), Instant::now())),
+                "STOP" => self.stopped = Some(Stopped::by(event.timestamp)),
                 "RESUME" => self.stopped = None,
                 "MIGRATION" => is_news = true,
                 _ => {}
@@ -115,16 +125,14 @@ impl Source {
     /// How long the guest has been standing still for the switchover.
     pub(super) fn stopped_for(&self) -> Duration {
         self.stopped
-            .map_or(Duration::ZERO, |(_, since)| since.elapsed())
+            .map_or(Duration::ZERO, |stopped| stopped.noticed.elapsed())
     }
 
-    /// Whether `error` of its monitor is its end, which is proven then. All that it said before has been taken.
+    /// Whether `error` of its monitor is its end, which is proven then. All events from before have been taken.
     pub(super) fn has_ended_by(&mut self, error: &Cause) -> bool {
         let broken = matches!(
             error,
-            Cause::Source(QemuError::Qmp(
-                QmpError::Broken { .. } | QmpError::Connect { .. }
-            ))
+            Cause::Source(QemuError::Qmp(QmpError::Broken(..) | QmpError::Connect(..)))
         );
         if !broken || !self.qemu.is_dead(ENDING) {
             return false;
@@ -138,7 +146,7 @@ impl Source {
     pub(crate) fn resume(&mut self, should_run: bool) -> SourceEvent {
         let resumed = self.go_on(should_run).or_else(|error| {
             // A monitor that broke may be had again.
-            if !matches!(error, QemuError::Qmp(QmpError::Broken { .. })) {
+            if !matches!(error, QemuError::Qmp(QmpError::Broken(..))) {
                 return Err(error);
             }
             self.qemu.reconnect()?;
@@ -151,13 +159,13 @@ impl Source {
             }
             Err(_) if self.qemu.is_dead(ENDING) => SourceEvent::GuestDied { stopped: false },
             Err(error) => SourceEvent::NotResumed {
-                reason: error.to_string(),
+                reason: chain(&error),
             },
         }
     }
 
     /// A guest that QEMU itself continues, after a migration that failed, is waited for; one that was sent away
-    /// whole stays paused until it is told.
+    /// whole stays paused until it is continued.
     fn go_on(&mut self, should_run: bool) -> Result<(), QemuError> {
         let deadline = Instant::now() + SETTLING;
         loop {
@@ -184,7 +192,10 @@ impl Source {
         if self.stopped.take().is_some()
             && let Err(error) = self.qemu.announce()
         {
-            warn!("the guest is not announced to the network again: {error}");
+            warn!(
+                "the guest is not announced to the network again: {}",
+                chain(&error)
+            );
         }
     }
 
@@ -210,12 +221,17 @@ impl Source {
         let mandatory = ["multifd", "return-path"];
         self.qemu.set_up(&mandatory, &["events"], parameters)
     }
+}
 
-    /// QEMU's account of the migration, and its word for where it stands.
-    pub(super) fn account(&mut self) -> Result<(Value, String), QemuError> {
-        let account = self.qemu.query_migrate()?;
-        let status = account["status"].as_str().unwrap_or("none").to_owned();
-        Ok((account, status))
+impl Stopped {
+    fn by(timestamp: Timestamp) -> Self {
+        let noticed = Instant::now();
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        let age = now.saturating_sub(timestamp.since_epoch());
+        let at = noticed.checked_sub(age).unwrap_or(noticed);
+        Self { at, noticed }
     }
 }
 

@@ -15,11 +15,12 @@ use handover::{
 use tracing::{debug, info, warn};
 use vamoose_link::{Hangup, Stats, Stream};
 
-use super::guest::{Guest, LOADING};
+use super::qemu::{DestinationQemu, LOADING};
 use crate::{
     AcceptQueue, Config, Dialer, Outcome, Relay, RelayError,
     control::reply,
-    journal::{DestinationRecord, Entry},
+    error::chain,
+    journal::{AtDestination, Entry},
 };
 
 /// One attempt.
@@ -40,8 +41,8 @@ pub(crate) struct Transfer {
 
 struct Inner {
     machine: Destination,
-    entry: Entry<DestinationRecord>,
-    guest: Guest,
+    entry: Entry<AtDestination>,
+    qemu: DestinationQemu,
     controls: Vec<Weak<Stream>>,
     /// When the source's last connection was lost.
     silent_since: Option<Instant>,
@@ -52,8 +53,8 @@ struct Inner {
 impl Job {
     pub(crate) fn new(
         machine: Destination,
-        entry: Entry<DestinationRecord>,
-        guest: Guest,
+        entry: Entry<AtDestination>,
+        qemu: DestinationQemu,
         transfer: Option<Transfer>,
     ) -> Self {
         Self {
@@ -62,7 +63,7 @@ impl Job {
             inner: Mutex::new(Inner {
                 machine,
                 entry,
-                guest,
+                qemu,
                 controls: Vec::new(),
                 silent_since: Some(Instant::now()),
                 unwritten: false,
@@ -95,16 +96,16 @@ impl Job {
             stats: &Arc::new(Stats::default()),
             on_loaded: &|| self.handle(DestinationEvent::Loaded),
         }
-        .run();
+        .relay();
         let cause = match result {
             Ok(summary) if summary.outcome == Outcome::Loaded => None,
             Ok(_) => Some("the source has no return path".to_owned()),
             Err(RelayError::Cancelled) => Some("the migration was cancelled".to_owned()),
-            Err(error) => Some(error.to_string()),
+            Err(error) => Some(chain(&error)),
         };
         self.lock_transfer().take();
         let mut inner = self.inner();
-        // A guest that has been loaded is the source's or ours: its connections have no say in that.
+        // Whether a loaded guest is the source's or ours does not depend on its connections.
         if let Some(cause) = cause
             && *inner.machine.state() == DestinationState::Receiving
         {
@@ -125,7 +126,7 @@ impl Job {
     pub(super) fn connected(&self, control: &Arc<Stream>) {
         let mut inner = self.inner();
         inner.controls.push(Arc::downgrade(control));
-        inner.heard();
+        inner.source_is_back();
     }
 
     /// It has ended.
@@ -171,7 +172,7 @@ impl Job {
         }
     }
 
-    /// Reports a loaded guest whose source has not been heard of for `timeout`. It is not ended and not run: the
+    /// Reports a loaded guest whose source has been silent for `timeout`. It is not ended and not run: the
     /// source may come back.
     pub(super) fn check_lease(&self, timeout: Duration) {
         // Locked means that something is being done with it.
@@ -180,13 +181,16 @@ impl Job {
         };
         let silent = inner.silent_since.map(|since| since.elapsed());
         let loaded = *inner.machine.state() == DestinationState::Loaded;
-        if !loaded || inner.entry.record.orphaned || silent.is_none_or(|silent| silent < timeout) {
+        if !loaded
+            || inner.entry.record.side.orphaned
+            || silent.is_none_or(|silent| silent < timeout)
+        {
             return;
         }
-        inner.entry.record.orphaned = true;
+        inner.entry.record.side.orphaned = true;
         inner.persist_or_warn();
         warn!(
-            "{}: loaded, and nothing heard of its source for {} s: attempt {} is an orphan, to be finished by the \
+            "{}: loaded, and its source has been silent for {} s: attempt {} is an orphan, to be finished by the \
              source or settled by hand",
             self.name,
             timeout.as_secs(),
@@ -200,7 +204,7 @@ impl Job {
         let Ok(mut inner) = self.inner.try_lock() else {
             return false;
         };
-        if !inner.machine.is_over() && inner.guest.has_ended() {
+        if !inner.machine.is_over() && inner.qemu.has_ended() {
             let cause = "its QEMU has ended".to_owned();
             inner.handle(DestinationEvent::Died { cause });
         }
@@ -214,7 +218,7 @@ impl Job {
             return false;
         };
         if inner.unwritten && inner.machine.is_over() {
-            // Said when it failed first.
+            // Reported when it failed first.
             let _ = inner.persist();
         }
         inner.machine.is_over() && !inner.unwritten
@@ -269,20 +273,20 @@ impl Inner {
                 }
                 // The journal keeps it for commands that come late.
                 DestinationAction::Forget => continue,
-                DestinationAction::Run { resume } => self.guest.run(resume),
-                DestinationAction::Check => self.guest.check(),
-                DestinationAction::End => self.guest.end(),
+                DestinationAction::Run { resume } => self.qemu.run(resume),
+                DestinationAction::Check => self.qemu.check(),
+                DestinationAction::End => self.qemu.end(),
             };
             actions.extend(self.machine.handle(event));
         }
-        self.guest.tidy_up();
+        self.qemu.tidy_up();
     }
 
     fn persist(&mut self) -> Result<(), String> {
         self.entry.record.state = self.machine.state().clone();
         let written = self.entry.write();
         self.unwritten = written.is_err();
-        written.map_err(|error| error.to_string())
+        written.map_err(|error| chain(&error))
     }
 
     fn persist_or_warn(&mut self) {
@@ -296,15 +300,14 @@ impl Inner {
         for control in self.controls.iter().filter_map(Weak::upgrade) {
             // Should it not get there, the source asks again.
             if let Err(error) = reply(&control, message) {
-                debug!("{error}");
+                debug!("{}", chain(&error));
             }
         }
     }
 
-    /// The source is there.
-    fn heard(&mut self) {
+    fn source_is_back(&mut self) {
         self.silent_since = None;
-        if std::mem::take(&mut self.entry.record.orphaned) {
+        if std::mem::take(&mut self.entry.record.side.orphaned) {
             self.persist_or_warn();
         }
     }

@@ -1,22 +1,130 @@
-//! The waiting QEMU: whether it fits the guest, and how it is made to take it.
+//! Makes a waiting QEMU ready for a guest, if it fits that.
 
-use std::{io, path::Path};
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
+use handover::{AttemptId, Destination, DestinationMessage, DestinationState, Prepare};
+use multifd::{Layout, Method};
 use serde_json::json;
 use thiserror::Error;
+use tracing::info;
+use vamoose_link::MethodChoice;
+use vamoose_link::{Address, Hangup};
 
+use super::{DestinationQemu, Job, Server, job::Transfer};
 use crate::{
-    JournalError,
-    control::{ControlError, Request},
+    AcceptQueue, Config, Dialer, Instance, JournalError,
+    control::{ControlError, Offer, Request, from_details, to_details},
+    error::chain,
+    journal::{AtDestination, Record, now},
     qemu::{Qemu, QemuError},
 };
+
+impl Server {
+    /// Makes a QEMU ready.
+    pub(super) fn prepare(
+        &self,
+        attempt: AttemptId,
+        prepare: &Prepare,
+    ) -> Result<Prepared, PrepareError> {
+        let protocol = prepare.negotiate()?;
+        let request: Request = from_details(prepare.details.clone())?;
+        let method = request.method.as_str();
+        let mut known = Method::ALL.iter().map(|method| method.name());
+        if method != MethodChoice::ADAPTIVE && known.all(|known| known != method) {
+            return Err(PrepareError::Method {
+                theirs: method.to_owned(),
+            });
+        }
+        let mut config = Config::new(self.config.engines.clone());
+        config.layout = Layout::new(request.page_size)?;
+        config.incoming_channels = Some(request.channels.into());
+        config.stall_timeout = self.config.stall_timeout;
+        let monitor = self.monitor(&request.name)?;
+        self.jobs.check_idle(&request.name)?;
+        let mut qemu = Qemu::connect(&monitor)?;
+        check(&mut qemu, &request)?;
+        let incoming = self
+            .config
+            .qmp_dir
+            .join(format!("{}.incoming", request.name));
+        let offer = to_details(&Offer {
+            qemu: qemu.version().to_string(),
+            knows_zero_pages: qemu.knows_zero_pages(),
+        })?;
+        let instance = Instance::of(&mut qemu, &monitor, request.uuid.clone());
+        let transfer = Transfer {
+            hangup: Hangup::new()?,
+            connections: AcceptQueue::new()?,
+        };
+        let mut entry = self.jobs.journal.claim(Record {
+            attempt,
+            began: now(),
+            name: request.name.clone(),
+            qemu: instance.clone(),
+            side: AtDestination {
+                incarnation: self.incarnation,
+                server: self.address().to_string(),
+                orphaned: false,
+            },
+            state: DestinationState::Receiving,
+        })?;
+        entry.write()?;
+        if let Err(error) = set_up(&mut qemu, request.channels, &incoming) {
+            let cause = chain(&error);
+            entry.record.state = DestinationState::Aborted { cause };
+            entry.write()?;
+            return Err(error.into());
+        }
+        let qemu = DestinationQemu::new(instance, Some(qemu));
+        let machine = Destination::new(self.incarnation);
+        let job = Arc::new(Job::new(machine, entry, qemu, Some(transfer)));
+        // Its monitor serves one client, so no other attempt has prepared it meanwhile.
+        self.jobs.insert(&job);
+        info!("{}: ready for attempt {attempt}", request.name);
+        Ok(Prepared {
+            answer: DestinationMessage::Prepared {
+                protocol,
+                incarnation: self.incarnation,
+                details: offer,
+            },
+            job,
+            dialer: Dialer::new(Address::Unix(incoming)),
+            config,
+        })
+    }
+
+    /// The monitor of the QEMU called `name`; the name comes from a peer and must stay in its folder.
+    fn monitor(&self, name: &str) -> Result<PathBuf, PrepareError> {
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        if name.is_empty() || name.starts_with('.') || !name.chars().all(is_plain) {
+            return Err(PrepareError::Name {
+                name: name.to_owned(),
+            });
+        }
+        Ok(self.config.qmp_dir.join(format!("{name}.qmp")))
+    }
+}
+
+/// A migration that has been accepted, and what is to be run for it.
+pub(super) struct Prepared {
+    pub(super) answer: DestinationMessage,
+    pub(super) job: Arc<Job>,
+    pub(super) dialer: Dialer,
+    pub(super) config: Config,
+}
 
 /// A migration that will not be taken, and why.
 #[derive(Debug, Error)]
 pub(super) enum PrepareError {
     #[error(transparent)]
     Version(#[from] handover::VersionMismatch),
-    #[error("this server does not know method {theirs}: it is older than the vamoose that asks")]
+    #[error(
+        "this server does not know method {theirs}: it is of an older release than the source's"
+    )]
     Method { theirs: String },
     #[error(transparent)]
     Request(#[from] ControlError),
@@ -26,7 +134,7 @@ pub(super) enum PrepareError {
     Name { name: String },
     #[error("{name}: another migration to this QEMU is under way")]
     Busy { name: String },
-    #[error("this attempt has been prepared before")]
+    #[error("this attempt has been prepared already")]
     Repeated,
     #[error(transparent)]
     Qemu(#[from] QemuError),
@@ -36,12 +144,12 @@ pub(super) enum PrepareError {
     Ram { at_source: u64, here: u64 },
     #[error(transparent)]
     Journal(#[from] JournalError),
-    #[error("the system refused: {0}")]
+    #[error("the system refused")]
     System(#[from] io::Error),
 }
 
 /// Refuses a QEMU that cannot take this guest. Nothing has been touched yet.
-pub(super) fn check(qemu: &mut Qemu, request: &Request) -> Result<(), PrepareError> {
+fn check(qemu: &mut Qemu, request: &Request) -> Result<(), PrepareError> {
     qemu.check(&["multifd", "return-path"])?;
     let state = qemu.state()?;
     let status = qemu.query_migrate()?["status"].as_str().map(str::to_owned);
@@ -70,7 +178,7 @@ pub(super) fn check(qemu: &mut Qemu, request: &Request) -> Result<(), PrepareErr
 }
 
 /// Makes the QEMU listen for its relay at `incoming`, and not start by itself.
-pub(super) fn set_up(qemu: &mut Qemu, channels: u8, incoming: &Path) -> Result<(), QemuError> {
+fn set_up(qemu: &mut Qemu, channels: u8, incoming: &Path) -> Result<(), QemuError> {
     let parameters = json!({ "multifd-channels": channels, "multifd-compression": "none" });
     // late-block-activate: the disks stay the source's until the commit.
     let optional = ["late-block-activate", "events"];

@@ -12,14 +12,13 @@ use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
 };
-use tracing::info;
 use vamoose_link::{Address, Snapshot};
-use vamoose_relay::{Cause, Failure, Migration, Moved};
+use vamoose_relay::{Cause, Failure, Migration};
 
 use vamoose::{
     options::{Encoding, JsonReport, StateDir},
     progress::Display,
-    report::{Report, millis},
+    report::Report,
 };
 
 /// Migrate a running guest to a QEMU that waits behind `vamoose serve`
@@ -116,8 +115,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         }
     };
     options.json.write(&report)?;
-    let moved = moved?;
-    say(&options.name, &moved, &report);
+    moved?;
     Ok(())
 }
 
@@ -127,17 +125,4 @@ fn status(failure: &Failure) -> &'static str {
         Cause::Cancelled => "cancelled",
         _ => "failed",
     }
-}
-
-fn say(name: &str, moved: &Moved, report: &Report) {
-    let ratio = report.page_bytes as f64 / report.wire_bytes.max(1) as f64;
-    info!(
-        "{name}: moved in {:.1} s, downtime {}, {} MiB on the wire ({ratio:.2}x)",
-        moved.total_time.as_secs_f64(),
-        moved.downtime.map_or_else(
-            || "none (it was paused)".to_owned(),
-            |downtime| format!("{} ms", millis(downtime))
-        ),
-        report.wire_bytes >> 20,
-    );
 }

@@ -322,7 +322,7 @@ fn a_destination_that_waits_for_a_sync() -> Result<()> {
         migration.signal(Signal::INT)?;
         migration
             .finish(LIMIT)?
-            .failure("cancelled; the guest stays at the source")?;
+            .failure("the guest stays at the source: the migration was cancelled")?;
         destination.wait_exit(LIMIT)?;
         source.qmp.wait_status("running", LIMIT)?;
     }

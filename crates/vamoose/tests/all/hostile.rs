@@ -262,7 +262,7 @@ fn strangers_before_the_source() -> Result<()> {
     drop(stage.open(&[])?);
     stage
         .relay
-        .wait_for("closed before it had said anything", LIMIT)?;
+        .wait_for("closed before its first byte", LIMIT)?;
     drop(stage.open(b"QE")?);
     stage.relay.wait_for("its first 4 bytes (got 2)", LIMIT)?;
     let mut garbage = stage.open(b"GET / HTTP/1.1\r\n")?;
@@ -272,7 +272,7 @@ fn strangers_before_the_source() -> Result<()> {
         .wait_for("begins neither a main stream nor a multifd channel", LIMIT)?;
     let mut silent = stage.open(&[])?;
     expect_end(&mut silent)?;
-    stage.relay.wait_for("has not said what it is", LIMIT)?;
+    stage.relay.wait_for("has not introduced itself", LIMIT)?;
     let _source = stage.open_all(2)?;
     stage.accept_all(2)?;
     Ok(())
@@ -304,7 +304,9 @@ fn a_silent_stranger_beside_tls() -> Result<()> {
     far.read_exact(&mut [0; 5])?;
     let garbage = stage.open(b"GET / HTTP/1.1\r\n");
     expect_end(&mut garbage?)?;
-    stage.relay.wait_for("is no TLS", LIMIT)?;
+    stage
+        .relay
+        .wait_for("uses TLS and this connection does not", LIMIT)?;
     drop(near);
     drop(far);
     stage.relay.finish(LIMIT)?.success()?;
@@ -335,7 +337,7 @@ fn first_bytes_that_begin_nothing() -> Result<()> {
     let stage = Stage::new(&["--stall-timeout", "1"])?;
     let _half = stage.open(&initial(0)[..30])?;
     let _channel = stage.open(&initial(1))?;
-    stage.expect_failure("1 connections have not said what they are")?;
+    stage.expect_failure("1 connections have not introduced themselves")?;
     Ok(())
 }
 
@@ -456,7 +458,7 @@ fn a_destination_that_stops_reading() -> Result<()> {
     let mut source = stage.open_all(1)?;
     let destination = stage.accept_all(1)?;
     let bytes = thread::spawn(move || while source.main.write_all(&[5; 4096]).is_ok() {});
-    stage.expect_failure("it has stopped reading")?;
+    stage.expect_failure("the destination has stopped reading")?;
     bytes.join().unwrap();
     drop(destination);
     Ok(())

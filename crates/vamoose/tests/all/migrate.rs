@@ -168,7 +168,7 @@ fn ctrl_c_cancels() -> Result<()> {
     migration.signal(Signal::INT)?;
     let ended = migration
         .finish(LIMIT)?
-        .failure("cancelled; the guest stays at the source")?;
+        .failure("the guest stays at the source: the migration was cancelled")?;
     let report: Value = serde_json::from_str(&ended.stdout)?;
     ensure!(report["status"] == "cancelled", "{report}");
     ensure!(source.qmp.query_status()? == "prelaunch");
@@ -202,7 +202,7 @@ fn a_destination_that_hangs_is_ended() -> Result<()> {
         migration.signal(Signal::INT)?;
         migration
             .finish(LIMIT)?
-            .failure("cancelled; the guest stays at the source")?;
+            .failure("the guest stays at the source: the migration was cancelled")?;
         destination
             .wait_exit(Duration::from_secs(20))
             .with_context(|| format!("{}: {}", binary.version, host.server.stderr()))?;

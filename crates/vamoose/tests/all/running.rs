@@ -157,7 +157,16 @@ fn a_running_guest_through_migrate_and_serve() -> Result<()> {
         report["ram"]["dirty-sync-count"].as_u64() >= Some(3),
         "{report}"
     );
-    ensure!(report["downtime"].as_u64().is_some(), "{report}");
+    let downtime = report["downtime"].as_u64().context("no downtime")?;
+    let parts = ["last-round", "device-state", "load", "commit"];
+    let parts = parts.map(|part| report["downtime-parts"][part].as_u64());
+    let sum: Option<u64> = parts.into_iter().sum();
+    // Each is rounded down.
+    let sum = sum.with_context(|| format!("{report}"))?;
+    ensure!(
+        (downtime.saturating_sub(4)..=downtime).contains(&sum),
+        "{report}"
+    );
     expect_alive(source, destination)
 }
 

@@ -1,4 +1,4 @@
-//! What a destination does to its QEMU when crate `handover` says so, and what came of it.
+//! Carries out on a destination's QEMU what crate `handover` decides, and reports the result.
 
 use std::time::{Duration, Instant};
 
@@ -8,18 +8,19 @@ use tracing::{debug, warn};
 
 use crate::{
     Instance,
+    error::chain,
     qemu::{Qemu, QemuError},
 };
 
 /// A QEMU that takes a guest, connected to or not: its monitor serves one client.
-pub(crate) struct Guest {
+pub(crate) struct DestinationQemu {
     instance: Instance,
     qemu: Option<Qemu>,
     /// It has been seen to go on here.
     is_here: bool,
 }
 
-/// How long a QEMU may take to get from its word that it has everything to a guest that can run.
+/// How long a QEMU may take from its message that it has everything to a guest that can run.
 pub(super) const LOADING: Duration = Duration::from_secs(30);
 /// How long a QEMU may take to end when it is killed.
 const KILLED: Duration = Duration::from_secs(30);
@@ -35,7 +36,7 @@ const HERE: [&str; 3] = ["running", "suspended", "finish-migrate"];
 /// State of a guest that has been sent on from here.
 const SENT_ON: &str = "postmigrate";
 
-impl Guest {
+impl DestinationQemu {
     pub(crate) fn new(instance: Instance, qemu: Option<Qemu>) -> Self {
         Self {
             instance,
@@ -72,7 +73,7 @@ impl Guest {
         }
     }
 
-    /// Looks what became of a guest that was seen to run here. Its monitor may be somebody else's by now.
+    /// Looks what became of a guest that was seen to run here. Its monitor may be another client's by now.
     pub(super) fn check(&mut self) -> DestinationEvent {
         if self.instance.has_ended() {
             return died();
@@ -87,7 +88,7 @@ impl Guest {
             }
             // Its process is there, and it has run.
             Err(error) if self.instance.process.is_some() && !self.instance.has_ended() => {
-                debug!("{error}");
+                debug!("{}", chain(&error));
                 let state = "alive".to_owned();
                 DestinationEvent::Started { state }
             }
@@ -101,8 +102,8 @@ impl Guest {
             return died();
         }
         let ended = match &mut self.qemu {
-            Some(qemu) => qemu.end().map_err(|error| error.to_string()),
-            None => self.instance.end(KILLED).map_err(|error| error.to_string()),
+            Some(qemu) => qemu.end().map_err(|error| chain(&error)),
+            None => self.instance.end(KILLED).map_err(|error| chain(&error)),
         };
         match ended {
             Ok(()) => {
@@ -138,7 +139,10 @@ impl Guest {
             qemu.put_back();
             // The source's may have answered the announcement that QEMU made when it had loaded the guest.
             if let Err(error) = qemu.announce() {
-                warn!("the guest is not announced to the network: {error}");
+                warn!(
+                    "the guest is not announced to the network: {}",
+                    chain(&error)
+                );
             }
         }
     }
@@ -151,7 +155,7 @@ impl Guest {
     /// The guest has not been told to go on, or not with success.
     fn not_started(&mut self, error: &QemuError) -> DestinationEvent {
         DestinationEvent::NotStarted {
-            cause: format!("it failed when everything had been sent: {error}"),
+            cause: format!("it failed when everything had been sent: {}", chain(error)),
         }
     }
 
@@ -163,7 +167,7 @@ impl Guest {
         }
         // The connection is of no use any more; another one may be.
         self.let_go();
-        unclear(error.to_string())
+        unclear(chain(error))
     }
 
     fn wait_until_loaded(&mut self) -> Result<String, QemuError> {
@@ -236,12 +240,12 @@ mod tests {
     }
 
     impl Fake {
-        fn start(after: Option<&'static str>) -> (Self, Guest) {
+        fn start(after: Option<&'static str>) -> (Self, DestinationQemu) {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("qmp");
             let listener = UnixListener::bind(&path).unwrap();
             let server = thread::spawn(move || serve(&listener, after));
-            let guest = Guest::new(
+            let guest = DestinationQemu::new(
                 Instance::unknown(&path),
                 Some(Qemu::connect(&path).unwrap()),
             );

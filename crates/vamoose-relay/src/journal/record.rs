@@ -1,0 +1,87 @@
+//! What a journal remembers of an attempt, on either side.
+
+use std::fmt::Debug;
+
+use handover::{AttemptId, DestinationState, Incarnation, SourceState};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::Instance;
+
+/// An attempt, as one of its sides remembers it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", bound = "")]
+pub(crate) struct Record<S: Side> {
+    pub(crate) attempt: AttemptId,
+    /// When it began, in milliseconds since the epoch.
+    pub(crate) began: u64,
+    /// The guest's name at the destination.
+    pub(crate) name: String,
+    /// This side's QEMU.
+    pub(crate) qemu: Instance,
+    #[serde(flatten)]
+    pub(crate) side: S,
+    #[serde(flatten)]
+    pub(crate) state: S::State,
+}
+
+/// A side of a migration.
+pub(crate) trait Side: Clone + Serialize + DeserializeOwned {
+    /// How far an attempt has come.
+    type State: Clone + Debug + PartialEq + Serialize + DeserializeOwned;
+
+    /// How the names of its files begin.
+    const ROLE: &'static str;
+
+    fn is_over(state: &Self::State) -> bool;
+}
+
+impl<S: Side> Record<S> {
+    /// Whether nothing is left to be decided.
+    pub(crate) fn is_over(&self) -> bool {
+        S::is_over(&self.state)
+    }
+}
+
+/// What only the source remembers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct AtSource {
+    /// The destination's address.
+    pub(crate) to: String,
+    /// Whether the guest ran, and is to run at the destination.
+    pub(crate) resume: bool,
+    /// The destination has confirmed that it knows how the attempt ended.
+    pub(crate) confirmed: bool,
+}
+
+impl Side for AtSource {
+    type State = SourceState;
+
+    const ROLE: &'static str = "source";
+
+    fn is_over(state: &SourceState) -> bool {
+        state.is_over()
+    }
+}
+
+/// What only the destination remembers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct AtDestination {
+    /// The server that accepted the attempt.
+    pub(crate) incarnation: Incarnation,
+    /// Where that listens.
+    pub(crate) server: String,
+    /// The guest is loaded, and its source has been silent for longer than the orphan timeout.
+    pub(crate) orphaned: bool,
+}
+
+impl Side for AtDestination {
+    type State = DestinationState;
+
+    const ROLE: &'static str = "destination";
+
+    fn is_over(state: &DestinationState) -> bool {
+        state.is_over()
+    }
+}

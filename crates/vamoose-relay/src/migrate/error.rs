@@ -1,0 +1,115 @@
+//! Why a migration did not go through, and where that leaves the guest.
+
+use std::{io, time::Duration};
+
+use handover::{AttemptId, GuestLocation};
+use thiserror::Error;
+use vamoose_link::SocketError;
+
+use crate::{
+    JournalError, RelayError,
+    control::ControlError,
+    journal::{AtSource, Record},
+    qemu::QemuError,
+};
+
+/// A migration that did not go through.
+#[derive(Debug, Error)]
+#[error("the migration failed; {guest}")]
+pub struct Failure {
+    /// Why.
+    #[source]
+    pub cause: Cause,
+    /// Where that leaves the guest.
+    pub guest: GuestLocation,
+    /// The attempt that is to be finished or settled, or has left the guest there.
+    pub attempt: Option<AttemptId>,
+}
+
+/// Why a migration did not go through.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum Cause {
+    /// The user has asked for it.
+    #[error("the migration was cancelled")]
+    Cancelled,
+    /// The source QEMU.
+    #[error("source QEMU")]
+    Source(#[from] QemuError),
+    /// The control connection.
+    #[error("server")]
+    Control(#[from] ControlError),
+    /// The server does not take this migration.
+    #[error("the server refuses: {0}")]
+    Refused(String),
+    /// An answer to another question.
+    #[error("unexpected answer from the server: {0}")]
+    Unexpected(String),
+    /// The socket between the source QEMU and its relay.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    /// The system refused something that every migration needs.
+    #[error("cannot set up the migration")]
+    SetUp(#[from] io::Error),
+    /// The journal.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// The guest stood still for too long.
+    #[error("the guest stood still for more than {} s", .0.as_secs_f64())]
+    Downtime(Duration),
+    /// The source's QEMU has ended, which is proven.
+    #[error("the source's QEMU has ended")]
+    SourceEnded,
+    /// The guest was sent away before, by an attempt that is over.
+    #[error("attempt {attempt} has moved the guest to {to} ({name}){}{now}", if now.is_empty() { "" } else { "; " })]
+    MovedBefore {
+        /// The attempt.
+        attempt: AttemptId,
+        /// The destination's address.
+        to: String,
+        /// The guest's name there.
+        name: String,
+        /// What is known of it now.
+        now: String,
+    },
+    /// The guest was sent away by something that left no entry in the journal.
+    #[error("the source has sent its guest away in a migration that is not in this journal")]
+    NotInJournal,
+    /// It broke under way.
+    #[error("{}", reports.join("; "))]
+    Broken {
+        /// What the two sides report.
+        reports: Vec<String>,
+        /// What the relay saw, which usually is the cause of what QEMU reports.
+        #[source]
+        relay: Option<RelayError>,
+    },
+}
+
+impl Cause {
+    pub(super) fn broken(report: impl Into<String>) -> Self {
+        Self::Broken {
+            reports: vec![report.into()],
+            relay: None,
+        }
+    }
+
+    /// Of an attempt that has taken the guest away; `now`: what is known of it now.
+    pub(super) fn moved_before(record: &Record<AtSource>, now: impl Into<String>) -> Self {
+        Self::MovedBefore {
+            attempt: record.attempt,
+            to: record.side.to.clone(),
+            name: record.name.clone(),
+            now: now.into(),
+        }
+    }
+}
+
+/// A failure before anything was done to the guest.
+pub(super) fn at_source(cause: impl Into<Cause>) -> Failure {
+    Failure {
+        cause: cause.into(),
+        guest: GuestLocation::Source,
+        attempt: None,
+    }
+}

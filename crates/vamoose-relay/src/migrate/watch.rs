@@ -1,0 +1,138 @@
+//! Follows the source QEMU from its start to the end of its migration, and stops it where that is asked for.
+
+use std::{
+    path::Path,
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+
+use serde_json::{Value, json};
+use tracing::{info, warn};
+use vamoose_link::{Hangup, Stats};
+
+use super::{
+    Cause, Migration, Progress,
+    source::{EVENT_WAIT, SourceQemu},
+};
+use crate::{error::chain, qemu::QemuError};
+
+/// How often to ask for QEMU's account.
+const ASK_EVERY: Duration = Duration::from_millis(200);
+/// How long a QEMU may take to cancel before its connections are closed.
+const CANCELLING: Duration = Duration::from_secs(5);
+
+/// Why a migration is being stopped from here.
+struct Stop {
+    cause: Cause,
+    since: Instant,
+}
+
+impl Migration<'_> {
+    /// Has the source migrate to its relay at `socket`, until it reports how that ended; QEMU's account if it completed.
+    pub(super) fn watch(
+        &self,
+        source: &mut SourceQemu,
+        socket: &Path,
+        stats: &Stats,
+        hangup: &Hangup,
+        observe: &mut dyn FnMut(&Progress),
+    ) -> Result<Value, Cause> {
+        if self.is_cancelled() {
+            return Err(Cause::Cancelled);
+        }
+        let uri = format!("unix:{}", socket.display());
+        source.qemu.execute("migrate", json!({ "uri": uri }))?;
+        let mut stopping = None;
+        let mut asked = None;
+        loop {
+            if stopping.is_none() {
+                stopping = self.reason_to_stop(source);
+                if let Some(Stop { cause, .. }) = &stopping {
+                    info!("{cause}");
+                    stop(source, cause, hangup)?;
+                }
+            }
+            if let Some(Stop { since, .. }) = &stopping
+                && since.elapsed() > CANCELLING
+            {
+                // The sockets are its last hold on the guest.
+                hangup.hang_up();
+            }
+            // A QEMU that neither cancels nor completes has had time enough.
+            let overdue = |stop: &mut Stop| stop.since.elapsed() > 4 * CANCELLING;
+            if let Some(Stop { cause, .. }) = stopping.take_if(overdue) {
+                return Err(cause);
+            }
+            let is_news = source.take_events(EVENT_WAIT)?;
+            if !is_news && asked.is_some_and(|asked: Instant| asked.elapsed() < ASK_EVERY) {
+                continue;
+            }
+            asked = Some(Instant::now());
+            let account = match source.qemu.query_migrate() {
+                Err(QemuError::Qmp(error)) if error.is_no_answer() && !self.is_cancelled() => {
+                    warn!("{}; it is asked again", chain(&error));
+                    continue;
+                }
+                account => account?,
+            };
+            let status = account["status"].as_str().unwrap_or("none");
+            observe(&Progress {
+                status: status.to_owned(),
+                moved: stats.snapshot(),
+                source: account.clone(),
+            });
+            match status {
+                "completed" => {
+                    if stopping.is_some() {
+                        warn!("too late to cancel: the guest has been sent");
+                    }
+                    // Among them, when it stopped. The guest stands still: nothing is waited for.
+                    source.take_events(Duration::ZERO)?;
+                    return Ok(account);
+                }
+                // A source that is cancelled sometimes calls it a failure.
+                "cancelled" | "failed" => {
+                    return Err(stopping.map_or_else(|| broken(&account), |stop| stop.cause));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn reason_to_stop(&self, source: &SourceQemu) -> Option<Stop> {
+        let cause = if self.is_cancelled() {
+            Cause::Cancelled
+        } else if source.stopped_for() > self.downtime_max {
+            Cause::Downtime(self.downtime_max)
+        } else {
+            return None;
+        };
+        let since = Instant::now();
+        Some(Stop { cause, since })
+    }
+
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Relaxed)
+    }
+}
+
+fn stop(source: &mut SourceQemu, cause: &Cause, hangup: &Hangup) -> Result<(), Cause> {
+    let cancelled = source.qemu.execute("migrate_cancel", json!({}));
+    if !matches!(cause, Cause::Cancelled) || cancelled.is_err() {
+        // A source that waits for the destination with the guest stopped is not to wait any longer.
+        hangup.hang_up();
+    }
+    match cancelled {
+        // It may have ended by itself at this moment.
+        Err(error) if error.is_refusal() => Ok(()),
+        result => Ok(result?),
+    }
+}
+
+fn broken(account: &Value) -> Cause {
+    if account["status"] == "cancelled" {
+        return Cause::broken("the migration was cancelled at the source QEMU's monitor");
+    }
+    let reason = account["error-desc"].as_str().unwrap_or("no reason given");
+    Cause::broken(format!("source QEMU: {reason}"))
+}

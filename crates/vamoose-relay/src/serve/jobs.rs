@@ -1,0 +1,115 @@
+//! The attempts of a server: those that something is to be done for, by their ids, and what the journal remembers.
+
+use std::{
+    collections::HashMap,
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use handover::{AttemptId, Destination};
+use tracing::{info, warn};
+
+use super::{DestinationQemu, Job, setup::PrepareError, span};
+use crate::{
+    Journal, JournalError,
+    error::chain,
+    journal::{AtDestination, Record},
+};
+
+pub(super) struct Jobs {
+    pub(super) journal: Journal,
+    active: Mutex<HashMap<AttemptId, Arc<Job>>>,
+}
+
+impl Jobs {
+    pub(super) fn new(journal: Journal) -> Self {
+        journal.clean_up::<AtDestination>();
+        Self {
+            journal,
+            active: Mutex::default(),
+        }
+    }
+
+    /// The attempts that an earlier server for the QEMUs in `qmp_dir` has left unfinished.
+    pub(super) fn take_up(&self, qmp_dir: &Path) -> Result<Vec<Arc<Job>>, JournalError> {
+        let records = self.journal.records::<AtDestination>()?.into_iter();
+        let ours = records
+            .filter(|record| record.qemu.monitor.parent() == Some(qmp_dir) && !record.is_over());
+        let jobs = ours.filter_map(|record| self.restore(record));
+        Ok(jobs
+            .inspect(|job| info!("{}: taking up attempt {}", job.name, job.attempt))
+            .collect())
+    }
+
+    /// Makes a job of what the journal remembers, unless another server has.
+    fn restore(&self, record: Record<AtDestination>) -> Option<Arc<Job>> {
+        let mut active = self.active();
+        if let Some(job) = active.get(&record.attempt) {
+            return Some(job.clone());
+        }
+        let entry = self.journal.claim(record);
+        let entry = entry.inspect_err(|error| warn!("{}", chain(error))).ok()?;
+        let record = &entry.record;
+        let machine = Destination::restore(record.side.incarnation, record.state.clone());
+        let qemu = DestinationQemu::new(record.qemu.clone(), None);
+        let job = Arc::new(Job::new(machine, entry, qemu, None));
+        active.insert(job.attempt, job.clone());
+        Some(job)
+    }
+
+    pub(super) fn insert(&self, job: &Arc<Job>) {
+        self.active().insert(job.attempt, job.clone());
+    }
+
+    /// The attempt, if something is to be done for it.
+    pub(super) fn get(&self, attempt: AttemptId) -> Option<Arc<Job>> {
+        self.active().get(&attempt).cloned()
+    }
+
+    /// The attempt, by memory or journal.
+    pub(super) fn find(&self, attempt: AttemptId) -> Option<Arc<Job>> {
+        self.get(attempt).or_else(|| {
+            let record = self.journal.find::<AtDestination>(attempt);
+            let record = record
+                .inspect_err(|error| warn!("{}", chain(error)))
+                .ok()??;
+            let job = self.restore(record)?;
+            // One that no server had taken up yet.
+            job.go_on();
+            Some(job)
+        })
+    }
+
+    /// Refuses a QEMU that takes part in another attempt.
+    pub(super) fn check_idle(&self, name: &str) -> Result<(), PrepareError> {
+        let jobs: Vec<_> = self.active().values().cloned().collect();
+        let mut jobs = jobs.into_iter();
+        if jobs.any(|job| job.name == name && !job.is_out_of_the_way()) {
+            let name = name.to_owned();
+            return Err(PrepareError::Busy { name });
+        }
+        Ok(())
+    }
+
+    /// Reports orphans, and forgets what need not be kept.
+    pub(super) fn look_after(&self, orphan_timeout: Duration) {
+        let mut active = self.active();
+        // Over, and used by no connection: a later question is answered from the journal.
+        active.retain(|_, job| Arc::strong_count(job) > 1 || !job.is_in_journal());
+        for job in active.values() {
+            span(job.attempt).in_scope(|| job.check_lease(orphan_timeout));
+        }
+    }
+
+    /// Ends all that is still coming in.
+    pub(super) fn hang_up(&self) {
+        for job in self.active().values() {
+            job.hang_up();
+        }
+    }
+
+    fn active(&self) -> MutexGuard<'_, HashMap<AttemptId, Arc<Job>>> {
+        self.active.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

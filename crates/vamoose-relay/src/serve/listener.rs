@@ -1,0 +1,230 @@
+//! The connections of a server: how many there may be, and which attempt each belongs to.
+
+use std::{
+    os::fd::AsFd as _,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread::{self, Scope},
+    time::Duration,
+};
+
+use handover::{
+    AttemptId, ConnectionKind, DestinationMessage, PREAMBLE_LEN, Preamble, Prepare, SourceMessage,
+};
+use rustix::{
+    event::{PollFd, PollFlags},
+    process::{Resource, getrlimit},
+};
+use tracing::{Span, debug, warn};
+use vamoose_link::{Hangup, Stream};
+
+use super::{
+    Job, ServeError, Server,
+    setup::{PrepareError, Prepared},
+    span,
+};
+use crate::{
+    control::{Control, ControlError, reply},
+    error::chain,
+    wait::wait_for,
+};
+
+/// Most connections at once; more are closed at once. A migration has one for each channel, and two.
+const MOST_CONNECTIONS: u64 = 4096;
+/// Descriptors that are kept for other things than connections.
+const OTHER_DESCRIPTORS: u64 = 64;
+/// How often leases are looked at, and how long to wait when the system has no descriptors left.
+const TICK: Duration = Duration::from_secs(1);
+
+impl Server {
+    pub(super) fn accept_all<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        stop: &'scope Hangup,
+    ) -> Result<(), ServeError> {
+        let mut accepts = true;
+        loop {
+            let mut fds = vec![PollFd::from_borrowed_fd(stop.as_fd(), PollFlags::IN)];
+            if accepts {
+                fds.push(PollFd::from_borrowed_fd(
+                    self.listener.as_fd(),
+                    PollFlags::IN,
+                ));
+            }
+            wait_for(&mut fds, TICK)?;
+            if stop.is_hung_up() {
+                return Ok(());
+            }
+            self.jobs.look_after(self.config.orphan_timeout);
+            match self.listener.try_accept() {
+                Ok(Some(stream)) => self.take_connection(scope, stop, stream),
+                Ok(None) => {}
+                Err(error) => {
+                    // The connection stays in the queue: looking again at once is of no use.
+                    if accepts {
+                        warn!("{}; trying again", chain(&error));
+                    }
+                    accepts = false;
+                    continue;
+                }
+            }
+            accepts = true;
+        }
+    }
+
+    fn take_connection<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        stop: &'scope Hangup,
+        stream: Stream,
+    ) {
+        let Some(slot) = Slot::take(&self.connections, self.most_connections) else {
+            debug!("too many connections: one is closed");
+            return;
+        };
+        let stream = Arc::new(stream);
+        stop.register(&stream);
+        let work = move || {
+            self.handle(scope, &stream);
+            drop(slot);
+        };
+        // One client too many must not end the migrations of the others.
+        if let Err(error) = thread::Builder::new().spawn_scoped(scope, work) {
+            warn!("a connection is closed: no thread can be started: {error}");
+        }
+    }
+
+    fn handle<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, stream: &Arc<Stream>) {
+        let mut bytes = [0; PREAMBLE_LEN];
+        let preamble = match stream.read_full(&mut bytes) {
+            Ok(PREAMBLE_LEN) => Preamble::parse(&bytes),
+            _ => None,
+        };
+        let Some(Preamble { kind, attempt }) = preamble else {
+            debug!("a connection without a valid preamble");
+            return;
+        };
+        let _span = span(attempt).entered();
+        match kind {
+            ConnectionKind::Control => self.converse(scope, attempt, stream),
+            ConnectionKind::Data => match self.jobs.get(attempt) {
+                Some(job) => job.push(stream.clone()),
+                None => warn!("a data connection for the unknown attempt {attempt}"),
+            },
+        }
+    }
+
+    /// Answers the requests of one control connection.
+    fn converse<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        attempt: AttemptId,
+        stream: &Arc<Stream>,
+    ) {
+        let mut control = Control::new(stream.clone());
+        let mut job = self.jobs.find(attempt);
+        if let Some(job) = &job {
+            job.connected(stream);
+        }
+        loop {
+            let message = match control.next_request() {
+                Ok(message) => message,
+                Err(error) => {
+                    debug!("{}", chain(&error));
+                    break;
+                }
+            };
+            let answered = match (message, &job) {
+                (SourceMessage::Prepare(prepare), None) => {
+                    self.prepare_and_reply(scope, attempt, &prepare, stream, &mut job)
+                }
+                (SourceMessage::Prepare(_), Some(_)) => refuse(stream, &PrepareError::Repeated),
+                (message, Some(job)) => {
+                    job.request(message);
+                    Ok(())
+                }
+                (_, None) => reply(stream, &self.unknown()),
+            };
+            if answered.is_err() {
+                break;
+            }
+        }
+        if let Some(job) = job {
+            job.disconnected(stream);
+        }
+    }
+
+    fn unknown(&self) -> DestinationMessage {
+        DestinationMessage::Unknown {
+            incarnation: self.incarnation,
+            reason: "the server does not know this attempt: another server has accepted it, or its journal is lost"
+                .to_owned(),
+        }
+    }
+
+    fn prepare_and_reply<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        attempt: AttemptId,
+        prepare: &Prepare,
+        stream: &Arc<Stream>,
+        job: &mut Option<Arc<Job>>,
+    ) -> Result<(), ControlError> {
+        let Prepared {
+            answer,
+            job: prepared,
+            dialer,
+            config,
+        } = match self.prepare(attempt, prepare) {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                warn!("refused: {}", chain(&error));
+                return refuse(stream, &error);
+            }
+        };
+        prepared.connected(stream);
+        let (receiver, span) = (prepared.clone(), Span::current());
+        let work = move || span.in_scope(|| receiver.receive(&dialer, &config));
+        let started = thread::Builder::new().spawn_scoped(scope, work);
+        let job = job.insert(prepared);
+        if let Err(error) = started {
+            let cause = format!("no thread can be started: {error}");
+            job.request(SourceMessage::Abort { cause });
+            return Ok(());
+        }
+        reply(stream, &answer)
+    }
+}
+
+/// How many connections this process can have descriptors for.
+pub(super) fn most_connections() -> usize {
+    let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let left = descriptors
+        .saturating_sub(OTHER_DESCRIPTORS)
+        .max(descriptors / 2);
+    usize::try_from(left.min(MOST_CONNECTIONS)).unwrap_or(usize::MAX)
+}
+
+/// One of the connections that there may be.
+struct Slot<'a>(&'a AtomicUsize);
+
+impl<'a> Slot<'a> {
+    fn take(taken: &'a AtomicUsize, most: usize) -> Option<Self> {
+        let slot = Self(taken);
+        // Given back by the drop.
+        (taken.fetch_add(1, Ordering::Relaxed) < most).then_some(slot)
+    }
+}
+
+impl Drop for Slot<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+fn refuse(stream: &Stream, error: &PrepareError) -> Result<(), ControlError> {
+    let reason = chain(error);
+    reply(stream, &DestinationMessage::Refused { reason })
+}
