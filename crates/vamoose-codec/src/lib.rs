@@ -70,7 +70,7 @@ pub use decode::Decoder;
 pub use devices::open_devices;
 pub use encode::{Encoded, Encoder, encoder};
 pub use engine::DeviceWork;
-pub use error::{DecodeError, EncodeError, SettingsError};
+pub use error::{Absence, DecodeError, EncodeError, SettingsError};
 #[cfg(feature = "fault-injection")]
 pub use faulty::Faults;
 pub use health::{Health, Tally};

@@ -24,7 +24,7 @@ use idxd::offload::{Choice, Devices, Options};
 use multifd::{Layout, Method};
 
 use crate::{
-    Decoder, DeviceWork, EncodeError, Encoder, Health, Settings, SettingsError,
+    Absence, Decoder, DeviceWork, EncodeError, Encoder, Health, Settings, SettingsError,
     accelerated::{Accelerated, Guard, Verify},
     decode,
     encode::COPY,
@@ -259,7 +259,7 @@ impl Registry {
             Ok(_) => Ok(()),
             Err(reason) => Err(SettingsError::EngineAbsent {
                 engine,
-                reason: reason.clone(),
+                reason: Absence(reason.clone()),
             }),
         }
     }

@@ -20,7 +20,9 @@ use idxd::{
 };
 use multifd::{Layout, Method};
 use serde::{Deserialize, Serialize};
-use vamoose_codec::{Accel, DecodedBy, Engines, Framing, Registry, Settings, Verify, info};
+use vamoose_codec::{
+    Accel, DecodeError, DecodedBy, EncodeError, Engines, Framing, Registry, Settings, Verify, info,
+};
 use vamoose_link::MethodChoice;
 use vamoose_relay::Config;
 
@@ -162,6 +164,18 @@ impl Hardware {
         }
         let engines = Arc::new(registry).choose(settings, accel, self.verify);
         engines.context("--accel (auto takes what is there, none only software)")
+    }
+}
+
+/// Adds what to do about hardware that has returned wrong bytes.
+pub(crate) fn with_advice(error: Error) -> Error {
+    let is_distrust = error.chain().any(|cause| {
+        matches!(cause.downcast_ref(), Some(EncodeError::Distrusted { .. }))
+            || matches!(cause.downcast_ref(), Some(DecodeError::Distrusted { .. }))
+    });
+    match is_distrust {
+        true => error.context("a device is broken: use --accel none, or --verify all"),
+        false => error,
     }
 }
 
@@ -409,7 +423,7 @@ mod tests {
     fn hardware_that_is_named_must_be_there() {
         let refused = |options: &[&str], method| {
             let refused = hardware(options).engines(settings(method)).err();
-            refused.unwrap().to_string()
+            format!("{:#}", refused.unwrap())
         };
         for options in [
             &["--accel", "iaa", "--iaa-path", "wq77.0"][..],
@@ -417,13 +431,13 @@ mod tests {
         ] {
             assert_eq!(
                 refused(options, Method::None),
-                "engine iaa is absent: this host has no work queue wq77.0 (`vamoose probe` shows what there is and \
-                 what is missing); without it: --accel auto, or none"
+                "--accel (auto takes what is there, none only software): engine iaa is absent: this host has \
+                 no work queue wq77.0 (`vamoose probe` shows what there is and what is missing)"
             );
         }
         assert_eq!(
             refused(&["--accel", "iaa"], Method::Zstd),
-            "engine iaa does not do method zstd, only qpl"
+            "--accel (auto takes what is there, none only software): engine iaa does not do method zstd, only qpl"
         );
         assert!(hardware(&[]).engines(settings(Method::Zstd)).is_ok());
     }

@@ -17,7 +17,7 @@ use vamoose_link::{Address, Snapshot};
 use vamoose_relay::{Cause, Failure, GuestLocation, Migration, Moved};
 
 use crate::{
-    options::{Encoding, StateDir},
+    options::{self, Encoding, StateDir},
     progress::Display,
     report::{Report, millis},
 };
@@ -120,7 +120,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if let Some(target) = &options.json {
         report.write(target)?;
     }
-    let moved = moved.map_err(with_advice)?;
+    let moved = moved.map_err(with_advice).map_err(options::with_advice)?;
     say(&options.name, &moved, &report);
     Ok(())
 }

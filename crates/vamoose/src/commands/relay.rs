@@ -11,7 +11,10 @@ use tracing::info;
 use vamoose_link::{Address, Hangup, Listener, Peers, Stats};
 use vamoose_relay::{Dialer, Outcome, Relay, ZeroPages};
 
-use crate::{options::Encoding, report::Report};
+use crate::{
+    options::{Encoding, with_advice},
+    report::Report,
+};
 
 /// Relay one migration from a source QEMU, or another relay, to a destination
 ///
@@ -119,7 +122,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if let Some(target) = &options.json {
         report.write(target)?;
     }
-    let summary = result?;
+    let summary = result.map_err(|error| with_advice(error.into()))?;
     info!(
         "{}: {} normal and {} zero pages in {} ms, {} bytes on the wire",
         match summary.outcome {
