@@ -135,7 +135,7 @@ pub enum EncodeError {
 
 /// A payload that could not be decoded.
 ///
-/// The peer's fault (or the network's), except where a variant says otherwise. Except after
+/// The peer's fault (or the network's), except where a variant is documented otherwise. Except after
 /// [`DecodeError::Output`], which changes nothing, the decoder is of no further use.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
@@ -192,7 +192,7 @@ pub enum DecodeError {
         /// The packet's method.
         method: Method,
     },
-    /// The payload is not what the method says it is.
+    /// The payload is not in the method's format.
     #[error("the peer's {method} payload is corrupt: {reason}")]
     Corrupt {
         /// The packet's method.

@@ -1,6 +1,6 @@
-//! An engine that misbehaves as it is told, for tests (cargo feature `fault-injection`).
+//! An engine that misbehaves as configured, for tests (cargo feature `fault-injection`).
 //!
-//! It does its work by a method's software, and then what the [`Faults`] say. As text they are
+//! It does its work by a method's software, and then what the [`Faults`] describe. As text they are
 //! separated by commas, each with an optional value and an optional condition:
 //!
 //! ```text
@@ -162,7 +162,7 @@ pub(crate) fn model_from_environment(options: Options) -> Result<Options, String
     })
 }
 
-/// Where the seed of the devices in software is told to a program.
+/// The seed of the devices in software.
 const MODEL_VARIABLE: &str = "VAMOOSE_MODEL_FAULTS";
 
 impl Accelerator for Faulty {

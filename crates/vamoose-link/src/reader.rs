@@ -153,7 +153,7 @@ impl ChannelReader {
     /// order of its offsets. A slice may be a page or any run of bytes.
     ///
     /// # Errors
-    /// As [`ChannelReader::read`]; `pages` may then hold anything. Only when they are not as long as `header` says,
+    /// As [`ChannelReader::read`]; `pages` may then hold anything. Only when they do not have the length in `header`,
     /// nothing has been read.
     pub fn read_pages(
         &mut self,

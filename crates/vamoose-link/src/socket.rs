@@ -119,7 +119,7 @@ impl Stream {
     /// Reads until `buffer` is full, or the peer has closed the connection. Returns the bytes read.
     ///
     /// # Errors
-    /// As the system says; `WouldBlock` when nothing came for the stall timeout.
+    /// The system's; `WouldBlock` when nothing came for the stall timeout.
     pub fn read_full(&self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut read = 0;
         while read < buffer.len() {
@@ -136,7 +136,7 @@ impl Stream {
     /// Writes `head` and then `tail`, in one system call where the socket takes it.
     ///
     /// # Errors
-    /// As the system says; [`is_stall`] tells when the peer took nothing for the stall timeout.
+    /// The system's; see [`is_stall`] for a peer that took nothing for the stall timeout.
     pub fn write_both(&self, head: &[u8], tail: &[u8]) -> io::Result<()> {
         let mut slices = [IoSlice::new(head), IoSlice::new(tail)];
         let mut left = &mut slices[..];
@@ -349,7 +349,7 @@ impl Listener {
     /// descriptor to wait for one.
     ///
     /// # Errors
-    /// As the system says, for example when out of file descriptors ([`SocketError::is_exhaustion`]).
+    /// The system's, for example when out of file descriptors ([`SocketError::is_exhaustion`]).
     pub fn try_accept(&self) -> Result<Option<Stream>, SocketError> {
         loop {
             let stream = match self.accept() {
@@ -571,7 +571,7 @@ mod tests {
         near.set_nonblocking(true).unwrap();
         let near = Stream::Tcp(near);
         assert_eq!(near.queued(), Some(0));
-        // Nobody reads, so both buffers fill.
+        // Nothing is read, so both buffers fill.
         let bytes = vec![7; 1 << 20];
         let mut written = 0;
         while let Ok(count) = (&near).write(&bytes) {

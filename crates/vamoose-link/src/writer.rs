@@ -125,7 +125,7 @@ impl ChannelWriter {
     }
 
     /// Lets [`write_memory`](ChannelWriter::write_memory) send pages from where they are, on this channel and
-    /// from now on. [`check_locked_memory`](crate::check_locked_memory) tells whether there is room for it.
+    /// from now on. [`check_locked_memory`](crate::check_locked_memory) checks the limit that it needs.
     ///
     /// # Errors
     /// When the channel is not TCP, the encoder is not of method none, or the kernel cannot.
@@ -170,7 +170,7 @@ impl ChannelWriter {
     /// but the same page must not go out on another channel.
     ///
     /// # Errors
-    /// As [`ChannelWriter::write`]. Only when `pages` are not as long as `header` says, nothing has been sent and
+    /// As [`ChannelWriter::write`]. Only when `pages` do not have the length in `header`, nothing has been sent and
     /// the channel can be used on.
     pub fn write_memory(
         &mut self,

@@ -1,7 +1,7 @@
 //! QAT hardware, through Intel's libqatzip if the machine has that.
 //!
 //! Nothing of it is needed to build or to start this program: [`Library::open`] looks for the
-//! library when it is first asked for, [`hardware`] says whether there is a device behind it, and a
+//! library when it is first asked for, [`hardware`] finds out whether there is a device behind it, and a
 //! [`Session`] compresses and decompresses packets on that. A library, symbol or device that is
 //! missing is [`Absent`], which is no error as long as our own software for the format serves.
 //! The library's own software path is never used: every session is opened without it, and a result
@@ -9,15 +9,15 @@
 //!
 //! Four rules make the unsafe blocks below sound:
 //! 1. **The interface is that of libqatzip.so.3.** Signatures and layouts are written down here
-//!    once, without C headers. Whoever names another file vouches for it, as for any program.
+//!    once, without C headers. The user who names another file vouches for it, as for any program.
 //! 2. **The library is never unloaded**, so its functions stay where they are. It leaves
 //!    thread-local data with destructors behind, which would otherwise be called in memory that is
 //!    gone.
 //! 3. **What belongs to a session is used by one thread**, the one that opened it. From any other
 //!    thread calls are refused and drops leave everything as it is.
 //! 4. **The library works in memory of its own**: pages and payloads are copied in and out, to and
-//!    from buffers whose sizes we know, so it gets no pointer to ours, and what it says about
-//!    lengths is checked before it is used. The copy is no waste: a device needs memory that it can
+//!    from buffers whose sizes we know, so it gets no pointer to ours, and the
+//!    lengths that it returns are checked before it is used. The copy is no waste: a device needs memory that it can
 //!    reach, and pages of a running guest change under its hands.
 
 #[cfg(test)]
@@ -154,7 +154,7 @@ pub(crate) enum Failure {
     Taken {
         /// The function.
         call: &'static str,
-        /// Bytes that it says it has taken.
+        /// Bytes that it claims to have taken.
         claimed: u32,
         /// Bytes that it was given.
         given: u32,
@@ -165,7 +165,7 @@ pub(crate) enum Failure {
     Made {
         /// The function.
         call: &'static str,
-        /// Bytes that it says it has made, or may make.
+        /// Bytes that it claims to have made, or may make.
         claimed: u32,
         /// Bytes that it may have made.
         allowed: RangeInclusive<u32>,
@@ -246,7 +246,7 @@ impl fmt::Display for Code {
     }
 }
 
-/// What `hw_session_stat` says about the hardware; 0, for a session that has some, is never in
+/// The hardware's state in `hw_session_stat`; 0, for a session that has some, is never in
 /// here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Status(pub(crate) i64);
@@ -264,7 +264,7 @@ impl fmt::Display for Status {
     }
 }
 
-/// A way to the hardware for one thread: both directions, one packet at a time, nothing carried
+/// Access to the hardware for one thread: both directions, one packet at a time, nothing carried
 /// over from one packet to the next.
 ///
 /// It may be moved to another thread, but is of no use there: everything fails with
@@ -300,7 +300,7 @@ impl Session {
 
         // SAFETY: on the thread that has just opened and set up the session.
         let bound = unsafe { (library.bound)(pages, handle.at.as_ptr()) };
-        // It wants as much room as its bound says, even if it needs less.
+        // It wants as much memory as its bound, even if it needs less.
         if bound > payload {
             return Err(Failure::Made {
                 call: "qzMaxCompressedLength",
@@ -316,14 +316,14 @@ impl Session {
         })
     }
 
-    /// Compresses `pages` to the start of `out`, and says to how many bytes. They are what the
+    /// Compresses `pages` to the start of `out`, and returns how many bytes that are. They are what the
     /// device wrote, unchecked.
     pub(crate) fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Failure> {
         self.check()?;
         let given = self.plain.fill(pages)?;
         let room = self.packed.len;
         let (mut taken, mut made) = (given, room);
-        // SAFETY: on the thread that opened the session and set it up, says `check`. The buffers
+        // SAFETY: on the thread that opened the session and set it up, as `check` has found. The buffers
         // are valid for `given <= plain.len` reads and `room == packed.len` writes, belong to us
         // alone, and no reference to what is in them exists. The lengths are locals.
         let code = unsafe {
@@ -422,7 +422,7 @@ impl Drop for Session {
     }
 }
 
-/// What the library says about a call.
+/// The library's answer to a call.
 struct Answer {
     code: c_int,
     taken: u32,
@@ -448,7 +448,7 @@ impl Handle {
         };
         // SAFETY: `at` is a session in its initial state, which belongs to this thread from now on.
         let code = unsafe { (handle.library.init)(handle.at.as_ptr(), WITHOUT_SOFTWARE) };
-        // The status first: it says why, where the code only says that it failed.
+        // The status first: it has the reason, where the code only means failure.
         handle.status()?;
         match Code(code) {
             Code(0) | Code::DUPLICATE => Ok(handle),
@@ -467,7 +467,7 @@ impl Handle {
         params.hw_buff_sz = MEMBER;
         params.data_format = GZIP_WITH_EXTRA_FIELD;
         self.is_set_up = true;
-        // SAFETY: on the thread that opened the session, says `check`; the parameters are copied.
+        // SAFETY: on the thread that opened the session, as `check` has found; the parameters are copied.
         let code = unsafe { (self.library.set_up)(self.at.as_ptr(), &raw mut params) };
         succeeded("qzSetupSessionDeflate", code)?;
         Ok(self.status()?)
@@ -551,10 +551,10 @@ impl Memory {
         }
     }
 
-    /// Puts `bytes` at the start, and says how many there are.
+    /// Puts `bytes` at the start, and returns how many there are.
     fn fill(&mut self, bytes: &[u8]) -> Result<u32, Failure> {
         let len = self.checked(bytes.len())?;
-        // SAFETY: `at` is valid for writes of `self.len` bytes, and `checked` says that these are
+        // SAFETY: `at` is valid for writes of `self.len` bytes, and `checked` has found that these are
         // not more. The two do not overlap, as this memory is the library's.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.at.as_ptr(), bytes.len()) };
         Ok(len)
@@ -563,7 +563,7 @@ impl Memory {
     /// Fills `bytes` from the start.
     fn copy_to(&self, bytes: &mut [u8]) -> Result<(), Failure> {
         self.checked(bytes.len())?;
-        // SAFETY: `at` is valid for reads of `self.len` bytes, and `checked` says that these are
+        // SAFETY: `at` is valid for reads of `self.len` bytes, and `checked` has found that these are
         // not more. All were initialised by `new`, so it does not matter how many the library has
         // really written. The two do not overlap, as this memory is the library's.
         unsafe { ptr::copy_nonoverlapping(self.at.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
