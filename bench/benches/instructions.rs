@@ -97,7 +97,7 @@ fn encode(mut encoding: Box<Encoding>) -> Box<Encoding> {
 struct Encoding {
     encoder: Encoder,
     pages: Vec<u8>,
-    room: Vec<u8>,
+    out: Vec<u8>,
 }
 
 /// An encoder that has seen a packet, and the next one.
@@ -106,7 +106,7 @@ fn encoding(method: Method, level: Option<i32>) -> Box<Encoding> {
     let mut encoding = Box::new(Encoding {
         encoder: encoder(&settings, LAYOUT).expect("an encoder"),
         pages: packet(0),
-        room: vec![0; LAYOUT.max_payload()],
+        out: vec![0; LAYOUT.max_payload()],
     });
     encoding.encode();
     encoding.pages = packet(1);
@@ -115,7 +115,7 @@ fn encoding(method: Method, level: Option<i32>) -> Box<Encoding> {
 
 impl Encoding {
     fn encode(&mut self) {
-        let encoded = self.encoder.encode(black_box(&self.pages), &mut self.room);
+        let encoded = self.encoder.encode(black_box(&self.pages), &mut self.out);
         black_box(encoded.expect("a payload"));
     }
 }
@@ -144,9 +144,9 @@ struct Decoding {
 fn decoding(method: Method, level: Option<i32>) -> Box<Decoding> {
     let settings = Settings::new(method, level).expect("a level of the method");
     let mut encoder = encoder(&settings, LAYOUT).expect("an encoder");
-    let mut room = vec![0; LAYOUT.max_payload()];
+    let mut out = vec![0; LAYOUT.max_payload()];
     let mut payload = |pages: &[u8]| {
-        let encoded = encoder.encode(pages, &mut room).expect("a payload");
+        let encoded = encoder.encode(pages, &mut out).expect("a payload");
         assert_eq!(encoded.method, method, "nothing was saved");
         encoded.payload.to_vec()
     };

@@ -106,7 +106,7 @@ mod tests {
             parse(MAGIC, 1, 0x41),
             Err(PacketError::MixedDeviceState { flags: 0x41 })
         );
-        // Methods of our own: without QEMU's bits, with a number that nobody has.
+        // Methods of our own: without QEMU's bits, with a number that is not in use.
         for flags in [0x100, 0x102, 0x3e, 0x33e, 0xf3e] {
             assert_eq!(
                 parse(MAGIC, 1, flags),

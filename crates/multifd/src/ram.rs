@@ -189,7 +189,7 @@ impl RamHeader {
         self.normal = self.offsets.len();
     }
 
-    /// Makes zero pages of those normal pages for which `is_zero` says so, by their place in the payload;
+    /// Makes zero pages of those normal pages for which `is_zero` is true, by their place in the payload;
     /// it is asked once for each, in order. The other normal pages keep theirs.
     pub fn normal_pages_become_zero(&mut self, mut is_zero: impl FnMut(usize) -> bool) {
         let mut kept = 0;
@@ -309,7 +309,7 @@ impl fmt::Debug for BlockName {
 
 const BLOCK_NAME_LEN: usize = 256;
 
-/// Positions of the fields behind the 12 bytes of the prelude. `pages_alloc`, the first one, says
+/// Positions of the fields behind the 12 bytes of the prelude. `pages_alloc`, the first one, holds
 /// nothing that can be relied on and is not read.
 mod at {
     pub(super) const NORMAL_PAGES: usize = 4;

@@ -11,8 +11,8 @@
 //!   a device that times out at every packet would stall it.
 //! - A full queue is no failure: the next packet is offered again.
 //! - **Wrong bytes switch all devices off for the rest of the migration.** If packets had gone out
-//!   before that nobody checked, the migration ends with an error: the guest runs on at the source,
-//!   and nobody finds out in a month that a page was wrong. With [`Verify::All`] there are no such
+//!   before that were not checked, the migration ends with an error: the guest runs on at the source,
+//!   and no page is found to be wrong a month later. With [`Verify::All`] there are no such
 //!   packets, and the migration goes on.
 
 use std::sync::Arc;
@@ -120,7 +120,7 @@ impl Guard {
         }
     }
 
-    /// Says so loudly; an error if something unchecked has gone out before.
+    /// Logs an error, and returns one if unchecked packets have gone out before.
     fn wrong(&self) -> Result<(), u64> {
         self.health.add_fallback();
         let unchecked = self.health.add_wrong();

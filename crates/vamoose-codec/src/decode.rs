@@ -15,7 +15,7 @@ use crate::{
 
 /// Decodes the packets of one channel, in their order, for the whole migration.
 ///
-/// Each packet says how it is encoded. What a method needs is created when the first packet asks for
+/// Each packet's flags name its method. What a method needs is created when the first packet asks for
 /// it, so a decoder costs nothing until then.
 pub struct Decoder {
     layout: Layout,

@@ -28,18 +28,19 @@ pub enum SettingsError {
         level: i32,
     },
     /// The method exists in QEMU, but not here.
-    #[error("method {method} is not built into this program")]
+    #[error("method {method} is not built in")]
     NotBuilt {
         /// The method asked for.
         method: Method,
     },
     /// Hardware that was asked for by name is not there.
-    #[error("engine {engine} is absent: {reason}; without it: --accel auto, or none")]
+    #[error("engine {engine} is absent")]
     EngineAbsent {
         /// The engine asked for.
         engine: &'static str,
         /// Why it is absent.
-        reason: String,
+        #[source]
+        reason: Absence,
     },
     /// Hardware that was asked for by name cannot do the method.
     #[error("engine {engine} does not do method {method}, only {}", names(serves))]
@@ -52,6 +53,11 @@ pub enum SettingsError {
         serves: &'static [Method],
     },
 }
+
+/// Why an engine is absent.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{0}")]
+pub struct Absence(pub String);
 
 fn names(methods: &[Method]) -> String {
     let names: Vec<_> = methods.iter().map(|method| method.name()).collect();
@@ -101,15 +107,15 @@ pub enum EncodeError {
     Engine {
         /// The encoder's method.
         method: Method,
-        /// The library, see [`crate::Encoder::engine`].
+        /// The library, see [`Settings::engine`](crate::Settings::engine).
         engine: &'static str,
-        /// What the library says.
+        /// The library's reason.
         reason: &'static str,
     },
-    /// A device has returned wrong bytes, after packets that nobody had checked.
+    /// A device has returned wrong bytes, after packets that had not been checked.
     #[error(
         "engine {engine} has returned wrong bytes for a {method} packet, and {unchecked} packets had gone out \
-         unchecked: use --accel none, or --verify all"
+         unchecked"
     )]
     Distrusted {
         /// The encoder's method.
@@ -129,7 +135,7 @@ pub enum EncodeError {
 
 /// A payload that could not be decoded.
 ///
-/// The peer's fault (or the network's), except where a variant says otherwise. Except after
+/// The peer's fault (or the network's), except where a variant is documented otherwise. Except after
 /// [`DecodeError::Output`], which changes nothing, the decoder is of no further use.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
@@ -173,7 +179,7 @@ pub enum DecodeError {
     TrailingInput {
         /// The packet's method.
         method: Method,
-        /// Bytes of payload that nobody wants.
+        /// Bytes of payload that are left.
         left: usize,
         /// Bytes of pages that the header announced.
         expected: usize,
@@ -186,21 +192,21 @@ pub enum DecodeError {
         /// The packet's method.
         method: Method,
     },
-    /// The payload is not what the method says it is.
+    /// The payload is not in the method's format.
     #[error("the peer's {method} payload is corrupt: {reason}")]
     Corrupt {
         /// The packet's method.
         method: Method,
-        /// What the library says.
+        /// The library's reason.
         reason: &'static str,
     },
     /// The peer uses a method that is not built in.
-    #[error("the peer sent a packet with method {method}, which is not built into this program")]
+    #[error("the peer sent a packet with method {method}, which is not built in")]
     NotBuilt {
         /// The packet's method.
         method: Method,
     },
-    /// The caller has room for more than fits into a packet: our fault.
+    /// The caller asked for more than fits into a packet: our fault.
     #[error("{len} bytes of pages were expected of one packet, at most {max} fit")]
     Output {
         /// Bytes of pages asked for.
@@ -213,13 +219,13 @@ pub enum DecodeError {
     Engine {
         /// The packet's method.
         method: Method,
-        /// What the library says.
+        /// The library's reason.
         reason: &'static str,
     },
-    /// A device of ours has decoded to wrong bytes, after packets that nobody had checked.
+    /// A device of ours has decoded to wrong bytes, after packets that had not been checked.
     #[error(
         "engine {engine} has decoded a {method} packet to wrong bytes, and {unchecked} packets had not been \
-         checked: use --accel none, or --verify all"
+         checked"
     )]
     Distrusted {
         /// The packet's method.

@@ -1,6 +1,6 @@
-//! An engine that misbehaves as it is told, for tests (cargo feature `fault-injection`).
+//! An engine that misbehaves as configured, for tests (cargo feature `fault-injection`).
 //!
-//! It does its work by a method's software, and then what the [`Faults`] say. As text they are
+//! It does its work by a method's software, and then what the [`Faults`] describe. As text they are
 //! separated by commas, each with an optional value and an optional condition:
 //!
 //! ```text

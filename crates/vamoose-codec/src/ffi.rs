@@ -1,4 +1,4 @@
-//! Calls into C: the only unsafe code of this crate. Each module says by which rules it is sound.
+//! Calls into C: the only unsafe code of this crate. Each module names the rules by which it is sound.
 #![allow(
     unsafe_code,
     reason = "compression libraries take raw pointers; these modules are the crate's FFI boundary"

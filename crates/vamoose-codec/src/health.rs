@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-/// Counts what the devices of one migration did, over all its channels, and says when they are not
-/// to be asked any more.
+/// Counts what the devices of one migration did, over all its channels, and decides when they are not
+/// to be used any more.
 #[derive(Debug, Default)]
 pub struct Health {
     accelerated: AtomicU64,

@@ -6,7 +6,7 @@
 //!                  v
 //!              Payload (the table of lengths, the streams in their order)
 //! ```
-//! The payload is method qpl's ([`qpl`]), and it does not show whether device or processor has written a page. What the
+//! The payload is method qpl's ([`qpl`]), whether a device or the processor has written a page. What the
 //! processor does instead of a device is counted ([`OffloadCounters`]) and is no failure of the packet. It is one when all
 //! work queues are dead: then the guard of this engine gives it up (module `accelerated`).
 //!

@@ -26,15 +26,15 @@
 //! let mut encoder = encoder(&settings, Layout::X86)?;
 //! let mut decoder = Decoder::new(Layout::X86);
 //!
-//! let (sent, mut room) = (vec![7; 8192], vec![0; Layout::X86.max_payload()]);
-//! let encoded = encoder.encode(&sent, &mut room)?;
+//! let (sent, mut out) = (vec![7; 8192], vec![0; Layout::X86.max_payload()]);
+//! let encoded = encoder.encode(&sent, &mut out)?;
 //! let mut received = vec![0; 8192];
 //! decoder.decode(encoded.method, encoded.payload, &mut received)?;
 //! assert_eq!(received, sent);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Where to read on: [`Settings`] (what can be asked for), [`Registry`] (which engine does it),
+//! Where to read on: `methods` (the table of methods), [`Settings`] (what can be asked for), [`Registry`] (which engine does it),
 //! `encode` and `decode` (what both sides of every method share: sizes, errors), one module per method
 //! (its format, its engines, and the measurements behind the choice), `accelerated` (what happens when
 //! hardware fails), `ffi` (the only unsafe code).
@@ -67,7 +67,7 @@ mod zstd_frames;
 pub use accelerated::Verify;
 pub use decode::Decoder;
 pub use encode::{Encoded, Encoder, encoder};
-pub use error::{DecodeError, EncodeError, SettingsError};
+pub use error::{Absence, DecodeError, EncodeError, SettingsError};
 #[cfg(feature = "fault-injection")]
 pub use faulty::Faults;
 pub use health::{Health, Tally};

@@ -113,7 +113,7 @@ impl<E: Compress> Members<E> {
 /// Decodes packets.
 #[derive(Default)]
 pub(crate) struct Unpacker {
-    /// Created by the first packet: who only asks for shapes needs none.
+    /// Created by the first packet: to check shapes needs none.
     inflate: Option<Inflate>,
 }
 

@@ -6,7 +6,7 @@
 //!                                           the page size, the page as it is
 //! ```
 //!
-//! IAA's window is 4 KiB. Within a page of 4096 bytes no distance is longer, whoever writes it;
+//! IAA's window is 4 KiB. Within a page of 4096 bytes no distance is longer, whatever writes it;
 //! within larger ones it could be, so there this method does not encode. What a peer without that
 //! limit sends is decoded.
 //!
@@ -223,7 +223,7 @@ impl Deflate for libdeflate::Deflate {
 /// Decodes packets.
 pub(crate) struct Unpacker {
     page_size: usize,
-    /// Created by the first packet: who only asks for shapes needs none.
+    /// Created by the first packet: to check shapes needs none.
     inflate: Option<Inflate>,
 }
 

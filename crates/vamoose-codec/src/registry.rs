@@ -10,7 +10,7 @@
 //!  qpl         isa-l, libdeflate                  iaa
 //!  qatzip      isa-l, libdeflate                  qat
 //! ```
-//! An engine that is absent is not an error: it says why. Under [`Accel::Auto`] hardware is used
+//! An engine that is absent is not an error: the registry has the reason. Under [`Accel::Auto`] hardware is used
 //! where it is; naming it makes it mandatory, and its absence an error before anything is opened.
 //! Whatever a device does later, its packets are encoded: see `accelerated`.
 
@@ -29,7 +29,7 @@ use idxd::{
 use multifd::{Layout, Method};
 
 use crate::{
-    Decoder, EncodeError, Encoder, Health, Settings, SettingsError,
+    Absence, Decoder, EncodeError, Encoder, Health, Settings, SettingsError,
     accelerated::{Accelerated, Guard, Verify},
     decode,
     encode::COPY,
@@ -271,7 +271,7 @@ impl Registry {
             Ok(_) => Ok(()),
             Err(reason) => Err(SettingsError::EngineAbsent {
                 engine,
-                reason: reason.clone(),
+                reason: Absence(reason.clone()),
             }),
         }
     }
@@ -304,7 +304,7 @@ impl Engines {
         }
     }
 
-    /// Method and level on the way out.
+    /// Method and level of what is encoded.
     pub fn settings(&self) -> &Settings {
         &self.settings
     }

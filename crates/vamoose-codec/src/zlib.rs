@@ -7,7 +7,7 @@
 //!
 //! The stream never ends, so its Adler-32 trailer is never sent. That is why the two bytes of
 //! header are written and read here and the engines see raw deflate: none of them spends time on a
-//! checksum that nobody will compare, and no peer reaches an engine's parser of wrappers.
+//! checksum that is never compared, and no peer reaches an engine's parser of wrappers.
 //!
 //! # Engines
 //! Levels 1 to 3 are encoded by ISA-L at its levels 1 to 3, all others by zlib-rs. Whatever the
@@ -27,8 +27,8 @@
 //! So ISA-L is not only faster at level 1, it is also smaller. Its level 2 costs 3 % of the speed
 //! for 3 % of ratio and has the ratio of zlib-rs's at three times the speed. Level 3 is the weakest
 //! step: it pays less than the next one up, but 2.6 times the speed for 4.5 % of ratio is what a
-//! live migration wants, and each level still compresses better than the one below it: nobody who
-//! raises the level gets more bytes. A larger or smaller level buffer than ISA-L advises changes
+//! live migration wants, and each level still compresses better than the one below it: raising the level
+//! never gives more bytes. A larger or smaller level buffer than ISA-L advises changes
 //! ratios by 0.3 % and is not faster.
 //!
 //! ISA-L keeps 421 KiB per encoding and 86 KiB per decoding channel.
@@ -72,7 +72,7 @@ pub(crate) fn decompressor() -> Box<dyn Decompress> {
 }
 
 /// Deflate, 32 KiB window, no dictionary. The two bits about the level are informative only; they
-/// say "fastest", as zlib's level 1 does.
+/// mean "fastest", as zlib's level 1 does.
 const HEADER: [u8; 2] = [0x78, 0x01];
 
 /// Puts the zlib header before, or takes it from, a raw deflate stream.
@@ -125,7 +125,7 @@ impl<E: Decompress> Decompress for WithHeader<E> {
     }
 }
 
-/// Checks what RFC 1950 says about a header; windows smaller than ours are fine.
+/// Checks a header by RFC 1950; windows smaller than ours are fine.
 fn check_header([cmf, flg]: [u8; 2]) -> Result<(), &'static str> {
     if cmf & 0x0f != 8 {
         return Err("the header names another method than deflate");

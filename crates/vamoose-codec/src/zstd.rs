@@ -36,12 +36,12 @@ use crate::{
 /// The level that 0 stands for.
 pub(crate) const OWN_DEFAULT_LEVEL: i32 = zstd_safe::CLEVEL_DEFAULT;
 
-/// The levels that can be set, as the library says.
+/// The levels that can be set, by the library.
 pub(crate) fn levels() -> RangeInclusive<i32> {
     zstd_safe::min_c_level()..=zstd_safe::max_c_level()
 }
 
-/// The engine. Its [`levels`] are the library's word, which no constant can have.
+/// The engine. Its [`levels`] come from the library, which no constant can have.
 pub(crate) const ENGINES: &[Software] = &[Software {
     name: "zstd",
     levels: i32::MIN..=i32::MAX,

@@ -2,7 +2,7 @@
 //!
 //! What zstd finds, in packets that are independent of each other: their levels may differ, and a
 //! channel may have several streams. It pays for that with the history of the packets before, a few
-//! percent of the ratio. A frame says how many bytes of pages it holds and has no checksum. A packet in
+//! percent of the ratio. A frame states how many bytes of pages it holds and has no checksum. A packet in
 //! which zstd finds next to nothing goes raw, as method none.
 //!
 //! # Memory

@@ -345,7 +345,8 @@ fn a_host_without_devices_says_so() {
     };
     assert!(Choice::default() == Choice::Auto);
     for choice in ["auto", "wq1.0"] {
-        let error = choose(choice, Accel::Iaa).err().unwrap().to_string();
+        let error = choose(choice, Accel::Iaa).err().unwrap();
+        let error = std::error::Error::source(&error).unwrap().to_string();
         assert!(error.contains("work queue"), "{error}");
         let engines = choose(choice, Accel::Auto).unwrap();
         assert_eq!(engines.name(), engines.settings().engine());

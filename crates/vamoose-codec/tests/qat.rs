@@ -18,7 +18,7 @@ use lab::stand_in;
 use libloading::os::unix::{Library, Symbol};
 use multifd::{Layout, Method};
 use vamoose_codec::{
-    Accel, Decoder, Engines, Health, Registry, Settings, SettingsError, Tally, Verify,
+    Absence, Accel, Decoder, Engines, Health, Registry, Settings, SettingsError, Tally, Verify,
 };
 
 #[path = "common/pages.rs"]
@@ -267,7 +267,7 @@ fn why_it_is_absent_is_said() {
         let row = rows.into_iter().find(|row| row.name == "qat").unwrap();
         assert_eq!(row.method, Method::Qatzip);
         let settings = Settings::new(Method::Qatzip, None).unwrap();
-        // Nobody misses it under `auto`.
+        // `auto` does without it.
         let engines = registry
             .choose(settings, Accel::Auto, Verify::Sample)
             .unwrap();
@@ -278,7 +278,7 @@ fn why_it_is_absent_is_said() {
             refused,
             Some(SettingsError::EngineAbsent {
                 engine: "qat",
-                reason: reason.clone()
+                reason: Absence(reason.clone())
             })
         );
         reason

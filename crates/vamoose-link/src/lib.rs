@@ -1,4 +1,4 @@
-//! Migration channels: sockets, packets in and out, pacing, statistics.
+//! Migration channels: sockets, packets in and out, the adaptive method, pacing, statistics.
 //!
 //! This crate moves whole packets between a socket and memory and knows nothing of guests. A relay has
 //! packets in buffers of its own:
@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A VMM has guest memory, seen as `VolatileSlice`s, which vCPUs write meanwhile. Pages of method none
-//! go between it and the socket without a stop, others by way of the coder's buffer:
+//! go between it and the socket directly, others through the coder's buffer:
 //!
 //! ```text
 //! guest ─> write_memory ─┬───── none: sendmsg, or MSG_ZEROCOPY ─────┬─> socket
@@ -22,7 +22,7 @@
 //! [`Hangup::hang_up`], which shuts every registered socket down, and by the stall timeout of a
 //! socket, which turns a peer that stops in the middle of a packet, or stops reading, into an error.
 //!
-//! Where to read on: `writer` and `reader` (the way of a packet), `zero_copy` (what the kernel holds, and for
+//! Where to read on: `writer` and `reader` (the path of a packet), `adaptive` (how a method is chosen for each), `zero_copy` (what the kernel holds, and for
 //! how long), `memory` (guest memory in system calls: the only unsafe code).
 
 #![deny(unsafe_code)]

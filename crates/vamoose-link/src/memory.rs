@@ -5,7 +5,7 @@
 //! every block below sound:
 //!
 //! 1. An address comes from a [`VolatileSlice`], whose maker has promised that the memory is there for its
-//!    lifetime and that everybody else's access is volatile, or from a Rust slice that outlives the call.
+//!    lifetime and that all other access is volatile, or from a Rust slice that outlives the call.
 //!    (Not with vm-memory's feature `xen`, which maps memory for an access at a time: then it is `EFAULT`.)
 //! 2. The kernel takes addresses and lengths as data: memory that is gone or write-protected is `EFAULT`.
 //! 3. Structures handed to the kernel are on this stack, and it keeps no pointer to them.

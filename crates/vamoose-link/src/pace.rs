@@ -61,7 +61,7 @@ impl Pacer {
         reserve(&mut state, Instant::now(), self.duration_of(bytes));
     }
 
-    /// Lets everybody through from now on: the migration is over.
+    /// Lets all packets through from now on: the migration is over.
     pub fn close(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.closed = true;

@@ -67,9 +67,9 @@ impl Packet {
     }
 
     /// The header, to be changed, and the normal pages.
-    pub(crate) fn ram_parts(&mut self) -> (&mut RamHeader, &[u8]) {
+    pub(crate) fn ram_parts(&mut self) -> (&mut RamHeader, &mut [u8]) {
         let len = self.pages_len();
-        (&mut self.ram, &self.pages[..len])
+        (&mut self.ram, &mut self.pages[..len])
     }
 
     /// Writes the zero pages out as normal ones, for a destination that does not know zero pages.

@@ -1,7 +1,7 @@
 //! Who is at the other end of a connection, where that is a process on this host.
 //!
-//! That an address is a loopback address, or a path, does not make whoever connects to it a friend: every local user
-//! can, and so can a guest behind QEMU's user-mode network.
+//! That an address is a loopback address, or a path, does not make its peers trustworthy: every local user
+//! can connect, and so can a guest behind QEMU's user-mode network.
 
 use std::{
     collections::BTreeSet,
@@ -30,7 +30,7 @@ pub enum Peer {
 /// The process that opened `stream`, which has been accepted.
 ///
 /// # Errors
-/// When the system does not say, because there is no /proc for example.
+/// When the system does not provide it, for example without /proc.
 pub fn peer_of(stream: &Stream) -> io::Result<Peer> {
     match stream {
         Stream::Unix(stream) => memory::peer_uid(stream.as_fd()).map(Peer::Uid),
@@ -42,12 +42,12 @@ pub fn peer_of(stream: &Stream) -> io::Result<Peer> {
 /// one listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peers {
-    /// Everybody, if `None`.
+    /// All, if `None`.
     uids: Option<BTreeSet<u32>>,
 }
 
 impl Peers {
-    /// Everybody.
+    /// All users.
     pub fn anyone() -> Self {
         Self { uids: None }
     }
@@ -120,7 +120,7 @@ fn canonical(address: SocketAddr) -> SocketAddr {
 /// sl: local_address:port rem_address:port state queues timer retransmits uid timeout inode ...
 /// ```
 ///
-/// One that its process has closed belongs to nobody and is listed as root's, so only those that are established count.
+/// One that its process has closed belongs to no process and is listed as root's, so only those that are established count.
 fn owner(line: &str, near: SocketAddr, far: SocketAddr) -> Option<u32> {
     let mut fields = line.split_ascii_whitespace().skip(1);
     let ends = [fields.next()?, fields.next()?];

@@ -18,9 +18,9 @@ use crate::{Packet, Stats, Stream, is_stall, memory, stats::cpu_timed};
 /// Reads the packets of one channel, in their order, and decodes them. The method is taken from
 /// each packet, so a sender may change it at any time.
 ///
-/// Whole packets come by [`read`](ChannelReader::read). Who wants the pages in guest memory asks for the
-/// header first ([`read_header`](ChannelReader::read_header)), finds out where they belong, and then has them put
-/// there ([`read_pages`](ChannelReader::read_pages)).
+/// [`read`](ChannelReader::read) reads whole packets. To have the pages in guest memory, read the header first
+/// ([`read_header`](ChannelReader::read_header)), find out where they belong, and then read them to there
+/// ([`read_pages`](ChannelReader::read_pages)).
 pub struct ChannelReader {
     stream: Arc<Stream>,
     stats: Arc<Stats>,
@@ -47,7 +47,7 @@ pub enum Received {
 #[non_exhaustive]
 pub enum ReadError {
     /// The connection broke.
-    #[error("cannot read: {0}")]
+    #[error("cannot read")]
     Io(#[from] io::Error),
     /// The connection ended within a packet.
     #[error("the stream ended in the middle of a packet's {part}, after {got} of {wanted} bytes")]
@@ -60,26 +60,29 @@ pub enum ReadError {
         wanted: usize,
     },
     /// Nothing came for the stall timeout within a packet.
-    #[error("nothing came for too long in the middle of a packet's {part}")]
-    Stalled {
+    #[error("timed out after {seconds} s reading a packet's {part}")]
+    TimedOut {
         /// Which part of the packet.
         part: &'static str,
+        /// The stall timeout.
+        seconds: u64,
     },
     /// A header that no correct sender sends.
-    #[error("bad packet: {0}")]
+    #[error("bad packet")]
     Packet(#[from] PacketError),
     /// A payload that does not decode to its pages.
-    #[error("bad payload of packet {packet_num} (RAM block {block}): {error}")]
+    #[error("bad payload of packet {packet_num} (RAM block {block})")]
     Decode {
         /// The sender's number of the packet.
         packet_num: u64,
         /// The RAM block.
         block: String,
         /// What is wrong.
+        #[source]
         error: DecodeError,
     },
     /// Device state, where the reader of pages takes none.
-    #[error("a packet of device state came on a channel that is for pages only")]
+    #[error("a packet of device state came on a channel for pages only")]
     DeviceState,
     /// The memory for a packet's pages is not what its header names.
     #[error("{given} bytes of memory were given for a packet whose pages are {expected} bytes")]
@@ -120,7 +123,8 @@ impl ChannelReader {
             PacketKind::Ram => {
                 packet.set_ram();
                 self.finish_header(prelude, got, packet.ram_mut())?;
-                self.read_payload(packet)?;
+                let (header, pages) = packet.ram_parts();
+                self.read_payload(header, Target::Own(pages))?;
             }
             PacketKind::DeviceState => self.read_device_state(prelude, got, packet)?,
         }
@@ -149,7 +153,7 @@ impl ChannelReader {
     /// order of its offsets. A slice may be a page or any run of bytes.
     ///
     /// # Errors
-    /// As [`ChannelReader::read`]; `pages` may then hold anything. Only when they are not as long as `header` says,
+    /// As [`ChannelReader::read`]; `pages` may then hold anything. Only when they do not have the length in `header`,
     /// nothing has been read.
     pub fn read_pages(
         &mut self,
@@ -160,7 +164,7 @@ impl ChannelReader {
     }
 
     /// As [`ChannelReader::read_pages`], but what has been decoded is copied into `pages` by `copy`: it gets as many
-    /// bytes as the slices are long. Pages of method none are read to where they belong, and nobody copies them.
+    /// bytes as the slices are long. Pages of method none are read to where they belong, without a copy.
     ///
     /// # Errors
     /// As [`ChannelReader::read_pages`].
@@ -175,24 +179,45 @@ impl ChannelReader {
         if given != expected || given > self.layout.packet_bytes() {
             return Err(ReadError::Pages { given, expected });
         }
+        self.read_payload(header, Target::Guest(pages, copy))
+    }
+
+    /// Reads the payload of a RAM packet and decodes it into the target, which is as long as the packet's pages.
+    fn read_payload(&mut self, header: &RamHeader, target: Target<'_>) -> Result<(), ReadError> {
         if header.method == Method::None {
             // The header's check made the payload exactly as long as the pages.
-            let got = self.stream.receive_memory(pages);
-            complete(got, given, "payload")?;
-            self.stats.add_received(given);
+            let (wanted, got) = match target {
+                Target::Own(pages) => (pages.len(), self.stream.read_full(pages)),
+                Target::Guest(pages, _) => {
+                    (memory::total_len(pages), self.stream.receive_memory(pages))
+                }
+            };
+            complete(&self.stream, got, wanted, "payload")?;
+            self.stats.add_received(wanted);
             return Ok(());
         }
-        let payload_len = self.fetch_payload(header)?;
-        let decoder = &mut self.decoder;
-        let payload = &self.payload[..payload_len];
-        let (result, time) = cpu_timed(|| {
-            copy(
-                decoder.decode_borrowed(header.method, payload, given)?,
-                pages,
-            );
-            Ok(())
+        let (len, max) = (header.payload_len(), self.payload.len());
+        let payload = self.payload.get_mut(..len).ok_or_else(|| {
+            // Of another layout than this reader's.
+            let len = u32::try_from(len).unwrap_or(u32::MAX);
+            PacketError::PayloadTooLong { len, max }
+        })?;
+        read_part(&self.stream, payload, "payload")?;
+        self.stats.add_received(len);
+        let (decoder, method) = (&mut self.decoder, header.method);
+        let (result, time) = cpu_timed(|| match target {
+            Target::Own(pages) => decoder.decode(method, payload, pages),
+            Target::Guest(pages, copy) => {
+                let len = memory::total_len(pages);
+                copy(decoder.decode_borrowed(method, payload, len)?, pages);
+                Ok(())
+            }
         });
-        result.map_err(|error| undecodable(header, error))?;
+        result.map_err(|error| ReadError::Decode {
+            packet_num: header.packet_num,
+            block: header.block.to_string(),
+            error,
+        })?;
         self.stats.add_decode(time);
         Ok(())
     }
@@ -236,37 +261,6 @@ impl ChannelReader {
         Ok(())
     }
 
-    /// Reads the pages of a RAM packet into the packet.
-    fn read_payload(&mut self, packet: &mut Packet) -> Result<(), ReadError> {
-        if packet.ram().method == Method::None {
-            // The header's check made the payload exactly as long as the pages.
-            read_part(&self.stream, packet.pages_mut(), "payload")?;
-            self.stats.add_received(packet.pages().len());
-            return Ok(());
-        }
-        let payload_len = self.fetch_payload(packet.ram())?;
-        let payload = &self.payload[..payload_len];
-        let method = packet.ram().method;
-        let decoder = &mut self.decoder;
-        let (result, time) = cpu_timed(|| decoder.decode(method, payload, packet.pages_mut()));
-        result.map_err(|error| undecodable(packet.ram(), error))?;
-        self.stats.add_decode(time);
-        Ok(())
-    }
-
-    /// Reads an encoded payload and returns its length.
-    fn fetch_payload(&mut self, header: &RamHeader) -> Result<usize, ReadError> {
-        let (len, max) = (header.payload_len(), self.payload.len());
-        let payload = self.payload.get_mut(..len).ok_or_else(|| {
-            // Of another layout than this reader's.
-            let len = u32::try_from(len).unwrap_or(u32::MAX);
-            PacketError::PayloadTooLong { len, max }
-        })?;
-        read_part(&self.stream, payload, "payload")?;
-        self.stats.add_received(payload.len());
-        Ok(payload.len())
-    }
-
     fn read_device_state(
         &mut self,
         prelude: Prelude,
@@ -280,7 +274,7 @@ impl ChannelReader {
         let header = DeviceStateHeader::parse(prelude, &rest)?;
         let payload_len = header.payload_len();
         let state = packet.set_device_state(header);
-        // The length is the peer's word: the buffer grows with the bytes that really come.
+        // The length is not to be trusted: the buffer grows with the bytes that really come.
         while state.len() < payload_len {
             let start = state.len();
             state.resize(payload_len.min(start + self.layout.packet_bytes()), 0);
@@ -292,7 +286,14 @@ impl ChannelReader {
     }
 }
 
-/// The processor's way to copy.
+/// Where a packet's pages go.
+enum Target<'a> {
+    Own(&'a mut [u8]),
+    /// To slices of the guest's memory; what has been decoded is copied there.
+    Guest(&'a [VolatileSlice<'a>], &'a mut CopyPages<'a>),
+}
+
+/// Copies by the processor.
 fn copy(bytes: &[u8], pages: &[VolatileSlice<'_>]) {
     let mut rest = bytes;
     for slice in pages {
@@ -304,23 +305,23 @@ fn copy(bytes: &[u8], pages: &[VolatileSlice<'_>]) {
 
 /// Fills `buffer` with bytes that must come now.
 fn read_part(stream: &Stream, buffer: &mut [u8], part: &'static str) -> Result<(), ReadError> {
-    complete(stream.read_full(buffer), buffer.len(), part)
+    complete(stream, stream.read_full(buffer), buffer.len(), part)
 }
 
 /// Checks that all of a part has come.
-fn complete(got: io::Result<usize>, wanted: usize, part: &'static str) -> Result<(), ReadError> {
+fn complete(
+    stream: &Stream,
+    got: io::Result<usize>,
+    wanted: usize,
+    part: &'static str,
+) -> Result<(), ReadError> {
     match got {
         Ok(got) if got == wanted => Ok(()),
         Ok(got) => Err(ReadError::Truncated { part, got, wanted }),
-        Err(error) if is_stall(&error) => Err(ReadError::Stalled { part }),
+        Err(error) if is_stall(&error) => Err(ReadError::TimedOut {
+            part,
+            seconds: stream.stall_timeout().as_secs(),
+        }),
         Err(error) => Err(error.into()),
-    }
-}
-
-fn undecodable(header: &RamHeader, error: DecodeError) -> ReadError {
-    ReadError::Decode {
-        packet_num: header.packet_num,
-        block: header.block.to_string(),
-        error,
     }
 }

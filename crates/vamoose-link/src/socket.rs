@@ -47,8 +47,8 @@ pub enum Stream {
 /// A socket could not be opened.
 #[derive(Debug, Error)]
 pub enum SocketError {
-    /// Dialling failed.
-    #[error("cannot connect to {address}: {source}")]
+    /// Connecting failed.
+    #[error("cannot connect to {address}")]
     Dial {
         /// Where to.
         address: Address,
@@ -56,7 +56,7 @@ pub enum SocketError {
         source: io::Error,
     },
     /// Listening failed.
-    #[error("cannot listen on {address}: {source}")]
+    #[error("cannot listen on {address}")]
     Listen {
         /// Where.
         address: Address,
@@ -64,7 +64,7 @@ pub enum SocketError {
         source: io::Error,
     },
     /// Accepting a connection failed.
-    #[error("cannot accept a connection on {address}: {source}")]
+    #[error("cannot accept a connection on {address}")]
     Accept {
         /// Where.
         address: Address,
@@ -89,8 +89,7 @@ impl SocketError {
 /// Connects to `address` within `timeout`; the same time is the connection's stall timeout.
 ///
 /// # Errors
-/// When nobody listens there, or no answer comes in time: a unix socket's listener answers by having room in its
-/// queue.
+/// When there is no listener, or no answer comes in time: a unix socket's listener answers when its queue is not full.
 pub fn dial(address: &Address, timeout: Duration) -> Result<Stream, SocketError> {
     connect(address, timeout).map_err(|source| SocketError::Dial {
         address: address.clone(),
@@ -99,7 +98,7 @@ pub fn dial(address: &Address, timeout: Duration) -> Result<Stream, SocketError>
 }
 
 impl Stream {
-    /// Bytes that have been written and that the peer's kernel has not acknowledged; `None` where nobody counts them.
+    /// Bytes that have been written and that the peer's kernel has not acknowledged; `None` where they are not counted.
     pub(crate) fn queued(&self) -> Option<usize> {
         match self {
             Self::Tcp(stream) => memory::queued(stream.as_fd()),
@@ -107,12 +106,12 @@ impl Stream {
         }
     }
 
-    /// Ends both directions: whoever reads or writes this connection returns at once.
+    /// Ends both directions: calls that read or write this connection return at once.
     pub fn shut_down(&self) {
         self.shut(net::Shutdown::Both);
     }
 
-    /// Says that no more bytes will come; what has been written still arrives.
+    /// Ends the direction to the peer; what has been written still arrives.
     pub fn finish(&self) {
         self.shut(net::Shutdown::Write);
     }
@@ -120,7 +119,7 @@ impl Stream {
     /// Reads until `buffer` is full, or the peer has closed the connection. Returns the bytes read.
     ///
     /// # Errors
-    /// As the system says; `WouldBlock` when nothing came for the stall timeout.
+    /// The system's; `WouldBlock` when nothing came for the stall timeout.
     pub fn read_full(&self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut read = 0;
         while read < buffer.len() {
@@ -137,7 +136,7 @@ impl Stream {
     /// Writes `head` and then `tail`, in one system call where the socket takes it.
     ///
     /// # Errors
-    /// As the system says; [`is_stall`] tells when the peer took nothing for the stall timeout.
+    /// The system's; see [`is_stall`] for a peer that took nothing for the stall timeout.
     pub fn write_both(&self, head: &[u8], tail: &[u8]) -> io::Result<()> {
         let mut slices = [IoSlice::new(head), IoSlice::new(tail)];
         let mut left = &mut slices[..];
@@ -190,7 +189,7 @@ impl Stream {
         Ok(wanted - left.bytes())
     }
 
-    /// Bounds how long a peer may neither send nor take a byte while one is awaited.
+    /// Sets the stall timeout: how long a read or write waits for progress of the peer.
     ///
     /// # Errors
     /// When `timeout` is zero.
@@ -209,6 +208,12 @@ impl Stream {
             }
         }
         Ok(())
+    }
+
+    /// The stall timeout; zero if there is none.
+    pub(crate) fn stall_timeout(&self) -> Duration {
+        let timeout = sockopt::socket_timeout(self, sockopt::Timeout::Recv);
+        timeout.ok().flatten().unwrap_or_default()
     }
 
     fn shut(&self, how: net::Shutdown) {
@@ -297,8 +302,8 @@ enum Kind {
 }
 
 impl Listener {
-    /// Listens on `address`, for whoever can connect. A unix socket left behind by a process that is gone is
-    /// replaced; one that somebody listens on is not, and is not disturbed either. Connections get `stall_timeout`.
+    /// Listens on `address`, for any peer. A unix socket left behind by a process that is gone is replaced;
+    /// one in use is not, and is not disturbed either. Connections get `stall_timeout`.
     ///
     /// A unix socket's file is for our own user and root.
     ///
@@ -308,8 +313,8 @@ impl Listener {
         Self::bind_for(address, stall_timeout, Peers::anyone())
     }
 
-    /// As [`Listener::bind`], for `peers` only: whoever else on this host connects is turned away. A unix socket's
-    /// file is opened to them: made theirs, where we are root and there is one of them, else open to everybody.
+    /// As [`Listener::bind`], for `peers` only: other users of this host are turned away. A unix socket's
+    /// file is opened to them: made theirs, where we are root and there is one of them, else open to all users.
     ///
     /// # Errors
     /// As [`Listener::bind`].
@@ -344,7 +349,7 @@ impl Listener {
     /// descriptor to wait for one.
     ///
     /// # Errors
-    /// As the system says, for example when out of file descriptors ([`SocketError::is_exhaustion`]).
+    /// The system's, for example when out of file descriptors ([`SocketError::is_exhaustion`]).
     pub fn try_accept(&self) -> Result<Option<Stream>, SocketError> {
         loop {
             let stream = match self.accept() {
@@ -419,7 +424,7 @@ impl AsFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         if let Kind::Unix(_, path) = &self.kind {
-            // Somebody else may have removed it first.
+            // It may have been removed already.
             let _ = fs::remove_file(path);
         }
     }
@@ -460,10 +465,10 @@ fn listen_unix(path: &Path, peers: &Peers) -> io::Result<UnixListener> {
 /// More than the channels of a migration. The system's own limit comes on top.
 const BACKLOG: i32 = 4096;
 
-/// Whether `path` is a socket that nobody has bound any more.
+/// Whether `path` is a socket file that no process has bound any more.
 ///
-/// A datagram socket asks: it is refused by a file without a socket behind it, and one that listens for streams never
-/// hears of it. (It would take a stream for its first connection.)
+/// A datagram socket probes it: a file without a socket behind it refuses, and a listener for streams does not notice.
+/// (It would take a stream for its first connection.)
 fn is_stale(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
     if !fs::symlink_metadata(path)?.file_type().is_socket() {
         return Ok(false);
@@ -566,7 +571,7 @@ mod tests {
         near.set_nonblocking(true).unwrap();
         let near = Stream::Tcp(near);
         assert_eq!(near.queued(), Some(0));
-        // Nobody reads, so both buffers fill.
+        // Nothing is read, so both buffers fill.
         let bytes = vec![7; 1 << 20];
         let mut written = 0;
         while let Ok(count) = (&near).write(&bytes) {

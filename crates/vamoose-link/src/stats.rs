@@ -56,7 +56,7 @@ pub struct Snapshot {
     /// parts.
     pub zero_copy_sends: u64,
     /// Those of them that the kernel copied after all: at once, because it could lock no more memory, or
-    /// later, because the way to the peer needs a copy (loopback, a device without scatter-gather).
+    /// later, because the path to the peer needs a copy (loopback, a device without scatter-gather).
     pub copied_sends: u64,
     /// Flushes of a channel that found that none of the sends before them went without a copy. This is QEMU's
     /// `dirty-sync-missed-zero-copy`: it is counted once a SYNC and channel.

@@ -40,16 +40,19 @@ pub struct ChannelWriter {
 #[non_exhaustive]
 pub enum WriteError {
     /// The connection broke.
-    #[error("cannot write: {0}")]
-    Io(io::Error),
+    #[error("cannot write")]
+    Io(#[source] io::Error),
     /// The peer took nothing for the stall timeout.
-    #[error("the peer has stopped reading")]
-    Stalled,
+    #[error("timed out after {seconds} s: the peer has stopped reading")]
+    TimedOut {
+        /// The stall timeout.
+        seconds: u64,
+    },
     /// Our encoder failed.
-    #[error("cannot encode: {0}")]
+    #[error("cannot encode")]
     Encode(#[from] EncodeError),
     /// What we built is no packet.
-    #[error("cannot build the packet: {0}")]
+    #[error("cannot build the packet")]
     Packet(#[from] PacketError),
     /// The memory for a packet is not what its header names.
     #[error("{given} bytes of memory were given for a packet whose pages are {expected} bytes")]
@@ -59,22 +62,25 @@ pub enum WriteError {
         /// Bytes in the header's normal pages.
         expected: usize,
     },
-    /// Sends without a copy were not acknowledged for the stall timeout: the kernel has not let go of their
+    /// Sends without a copy were not acknowledged for the stall timeout: the kernel has not released their
     /// pages.
     #[error(
-        "the peer has stopped reading: the kernel still holds the pages of {sends} zero-copy sends"
+        "timed out after {seconds} s: the peer has stopped reading, the kernel holds the pages of {sends} zero-copy sends"
     )]
     Held {
         /// How many sends.
         sends: u32,
+        /// The stall timeout.
+        seconds: u64,
     },
 }
 
 impl WriteError {
-    /// What a send's error means.
-    pub(crate) fn of(error: io::Error) -> Self {
+    /// What a send's error means, on a socket with this stall timeout.
+    pub(crate) fn of(error: io::Error, stall_timeout: Duration) -> Self {
         if is_stall(&error) {
-            Self::Stalled
+            let seconds = stall_timeout.as_secs();
+            Self::TimedOut { seconds }
         } else {
             Self::Io(error)
         }
@@ -100,8 +106,8 @@ impl ChannelWriter {
         Self::on(sender, encoder.into())
     }
 
-    /// Another writer on the same channel. The packets of both go out whole, in any order; who sends a
-    /// SYNC has to see to it that the packets that belong before it are out.
+    /// Another writer on the same channel. The packets of both go out whole, in any order; before a SYNC
+    /// is sent, the packets that belong before it have to be out.
     pub fn sibling(&self, encoder: impl Into<PacketEncoder>) -> Self {
         Self::on(self.sender.clone(), encoder.into())
     }
@@ -119,7 +125,7 @@ impl ChannelWriter {
     }
 
     /// Lets [`write_memory`](ChannelWriter::write_memory) send pages from where they are, on this channel and
-    /// from now on. [`check_locked_memory`](crate::check_locked_memory) tells whether there is room for it.
+    /// from now on. [`check_locked_memory`](crate::check_locked_memory) checks the limit that it needs.
     ///
     /// # Errors
     /// When the channel is not TCP, the encoder is not of method none, or the kernel cannot.
@@ -164,7 +170,7 @@ impl ChannelWriter {
     /// but the same page must not go out on another channel.
     ///
     /// # Errors
-    /// As [`ChannelWriter::write`]. Only when `pages` are not as long as `header` says, nothing has been sent and
+    /// As [`ChannelWriter::write`]. Only when `pages` do not have the length in `header`, nothing has been sent and
     /// the channel can be used on.
     pub fn write_memory(
         &mut self,
@@ -179,7 +185,7 @@ impl ChannelWriter {
         self.write_ram(header, Bytes::Guest(pages))
     }
 
-    /// Sends a SYNC without pages, and waits until the kernel has let go of all pages that were sent
+    /// Sends a SYNC without pages, and waits until the kernel has released all pages that were sent
     /// before it. The SYNC goes first, so that the peer need not wait too.
     ///
     /// # Errors
@@ -194,7 +200,7 @@ impl ChannelWriter {
         self.flush()
     }
 
-    /// Waits until the kernel has let go of all pages that were sent without a copy: the peer's kernel has
+    /// Waits until the kernel has released all pages that were sent without a copy: the peer's kernel has
     /// their bytes, or ours has made a copy after all. Returns at once where nothing was sent like that.
     ///
     /// # Errors
@@ -208,7 +214,7 @@ impl ChannelWriter {
         }
     }
 
-    /// Says that no more packets will come, if this is the channel's last writer. Does not
+    /// Ends the channel, if this is its last writer. Does not
     /// [`flush`](ChannelWriter::flush).
     pub fn finish(self) {
         if let Some(channel) = Arc::into_inner(self.sender.channel) {
@@ -327,15 +333,16 @@ impl Sender {
     fn send_now(&self, header: &[u8], payload: Bytes<'_>) -> Result<(), WriteError> {
         let mut turn = self.channel.turn();
         let stream = &*self.channel.stream;
+        let failed = |error| WriteError::of(error, stream.stall_timeout());
         match (payload, turn.as_mut()) {
             (Bytes::Guest(pages), Some(zero_copy)) if zero_copy::is_worth_it(payload.len()) => {
                 zero_copy.send(stream, header, pages, &self.stats)?;
             }
             (Bytes::Guest(pages), _) => {
-                stream.send_memory(header, pages).map_err(WriteError::of)?;
+                stream.send_memory(header, pages).map_err(failed)?;
             }
             (Bytes::Own(bytes), _) => {
-                stream.write_both(header, bytes).map_err(WriteError::of)?;
+                stream.write_both(header, bytes).map_err(failed)?;
             }
         }
         self.stats.add_sent(header.len() + payload.len());
@@ -346,8 +353,8 @@ impl Sender {
 /// What the writers of a channel share.
 struct Channel {
     stream: Arc<Stream>,
-    /// Held while a packet goes out: nobody else wants it on a channel with one writer. With it goes what is
-    /// known of zero-copy sends, once they are enabled.
+    /// Held while a packet goes out; uncontended on a channel with one writer. With it goes what is known of
+    /// zero-copy sends, once they are enabled.
     turn: Mutex<Option<ZeroCopy>>,
 }
 

@@ -1,7 +1,7 @@
 //! Sending guest memory without a copy (MSG_ZEROCOPY).
 //!
 //! The kernel pins the pages and sends them from where they are, so that a send costs page accounting in
-//! place of a copy. It says later, on the socket's error queue, what it has let go of:
+//! place of a copy. It reports later, on the socket's error queue, what it has released:
 //!
 //! ```text
 //!  send header (copied, MSG_MORE) ── send pages (MSG_ZEROCOPY): outstanding + 1 ── look at the error queue ── …
@@ -20,7 +20,7 @@
 //!
 //! The kernel numbers the sends of a socket that had MSG_ZEROCOPY and took at least a byte, from 0 and
 //! around. Each number is reported once, in ranges, perhaps out of order; so counting them is
-//! enough. Over loopback it copies when the bytes reach the receiving socket, and says so.
+//! enough. Over loopback it copies when the bytes reach the receiving socket, and reports that.
 
 use std::{
     io,
@@ -58,8 +58,8 @@ pub enum ZeroCopyError {
     #[error("zero-copy send is for TCP, and the channel is a unix socket")]
     NotTcp,
     /// A kernel without it (before 4.14).
-    #[error("this kernel does not do zero-copy send (SO_ZEROCOPY): {0}")]
-    Unsupported(io::Error),
+    #[error("this kernel does not do zero-copy send (SO_ZEROCOPY)")]
+    Unsupported(#[source] io::Error),
     /// The kernel would run into the limit of locked memory, and copy.
     #[error(
         "zero-copy send on {channels} channels needs {needed} bytes of locked memory, and the limit is \
@@ -90,8 +90,8 @@ pub enum ZeroCopyError {
 /// ```
 ///
 /// CAP_IPC_LOCK exempts from the limit, though not if it was granted in a user namespace: there this check is
-/// too kind. Other processes of the user that pin memory (io_uring, AF_XDP, QEMU) need theirs besides. Whoever
-/// runs into the limit after all sends copies, see [`Snapshot::copied_sends`](crate::Snapshot::copied_sends).
+/// too kind. Other processes of the user that pin memory (io_uring, AF_XDP, QEMU) need theirs besides. A send
+/// beyond the limit is a copy, see [`Snapshot::copied_sends`](crate::Snapshot::copied_sends).
 ///
 /// # Errors
 /// When the limit is too low, with the number it has to be.
@@ -130,7 +130,7 @@ pub(crate) fn is_worth_it(bytes: usize) -> bool {
 /// What a channel knows of the sends that the kernel holds pages of.
 #[derive(Debug, Default)]
 pub(crate) struct ZeroCopy {
-    /// Sends that the kernel has not let go of.
+    /// Sends that the kernel has not released.
     outstanding: u32,
     /// Since the last flush.
     sends: Sends,
@@ -153,7 +153,11 @@ impl ZeroCopy {
     ) -> Result<(), WriteError> {
         let mut left = Left::new(header, &[]);
         while left.bytes() > 0 {
-            left.advance(kernel.send(&left, How::More).map_err(WriteError::of)?);
+            left.advance(
+                kernel
+                    .send(&left, How::More)
+                    .map_err(|error| failed(kernel, error))?,
+            );
         }
         let mut left = Left::new(&[], pages);
         while left.bytes() > 0 {
@@ -163,7 +167,7 @@ impl ZeroCopy {
                     self.outstanding += 1;
                     self.sends.all += 1;
                     stats.add_zero_copy_send();
-                    // Otherwise the kernel would run out of room for notifications.
+                    // Otherwise the kernel would run out of memory for notifications.
                     self.read_notifications(kernel, stats)?;
                 }
                 Err(error) if is_no_buffers(&error) => {
@@ -171,19 +175,23 @@ impl ZeroCopy {
                         self.wait_for_some(kernel, stats)?;
                     } else {
                         // Not even one send may be pinned.
-                        left.advance(kernel.send(&left, How::Copy).map_err(WriteError::of)?);
+                        left.advance(
+                            kernel
+                                .send(&left, How::Copy)
+                                .map_err(|error| failed(kernel, error))?,
+                        );
                         self.sends.all += 1;
                         stats.add_zero_copy_send();
                         self.add_copied(1, stats);
                     }
                 }
-                Err(error) => return Err(WriteError::of(error)),
+                Err(error) => return Err(failed(kernel, error)),
             }
         }
         Ok(())
     }
 
-    /// Waits until the kernel has let go of every page.
+    /// Waits until the kernel has released every page.
     pub(crate) fn flush(&mut self, kernel: &impl Kernel, stats: &Stats) -> Result<(), WriteError> {
         while self.outstanding > 0 {
             self.wait_for_some(kernel, stats)?;
@@ -195,14 +203,20 @@ impl ZeroCopy {
         Ok(())
     }
 
-    /// Waits until the kernel has let go of some of what is outstanding.
+    /// Waits until the kernel has released some of what is outstanding.
     fn wait_for_some(&mut self, kernel: &impl Kernel, stats: &Stats) -> Result<(), WriteError> {
         let before = self.outstanding;
         self.read_notifications(kernel, stats)?;
         while self.outstanding == before {
-            match kernel.wait().map_err(WriteError::of)? {
+            match kernel.wait().map_err(|error| failed(kernel, error))? {
                 Wait::Notified => self.read_notifications(kernel, stats)?,
-                Wait::TimedOut => return Err(WriteError::Held { sends: before }),
+                Wait::TimedOut => {
+                    let seconds = kernel.stall_timeout().as_secs();
+                    return Err(WriteError::Held {
+                        sends: before,
+                        seconds,
+                    });
+                }
             }
         }
         Ok(())
@@ -222,7 +236,7 @@ impl ZeroCopy {
                     copied += number;
                 }
             });
-            let more = more.map_err(WriteError::of)?;
+            let more = more.map_err(|error| failed(kernel, error))?;
             self.outstanding = u32::try_from(sends)
                 .ok()
                 .and_then(|sends| self.outstanding.checked_sub(sends))
@@ -254,6 +268,12 @@ pub(crate) trait Kernel {
     /// Waits until there is a message in the error queue, for the stall timeout at most. A connection that
     /// has broken or was shut down is an error.
     fn wait(&self) -> io::Result<Wait>;
+
+    fn stall_timeout(&self) -> Duration;
+}
+
+fn failed(kernel: &impl Kernel, error: io::Error) -> WriteError {
+    WriteError::of(error, kernel.stall_timeout())
 }
 
 /// How to send.
@@ -310,6 +330,10 @@ impl Kernel for Stream {
             return Ok(Wait::Notified);
         }
         Err(io::ErrorKind::ConnectionAborted.into())
+    }
+
+    fn stall_timeout(&self) -> Duration {
+        Stream::stall_timeout(self)
     }
 }
 
@@ -402,6 +426,10 @@ mod tests {
     }
 
     impl Kernel for Script {
+        fn stall_timeout(&self) -> Duration {
+            Duration::from_secs(7)
+        }
+
         fn send(&self, left: &Left<'_>, how: How) -> io::Result<usize> {
             match self.next() {
                 Takes(expected, bytes) => {
@@ -534,7 +562,13 @@ mod tests {
         let events = (0..2).flat_map(|_| whole()).chain(late);
         let (result, _) = play(2, true, events);
         assert!(
-            matches!(result, Err(WriteError::Held { sends: 1 })),
+            matches!(
+                result,
+                Err(WriteError::Held {
+                    sends: 1,
+                    seconds: 7
+                })
+            ),
             "{result:?}"
         );
     }

@@ -190,7 +190,7 @@ fn a_reader_that_stops_is_noticed() {
             break error;
         }
     };
-    assert!(matches!(error, WriteError::Stalled), "{error}");
+    assert!(matches!(error, WriteError::TimedOut { .. }), "{error}");
     drop(far);
 }
 
@@ -202,7 +202,7 @@ fn a_writer_that_stops_in_a_packet_is_noticed() {
     let mut reader = ChannelReader::new(far, LAYOUT, Decoder::new(LAYOUT), Arc::default());
     let error = reader.read(&mut Packet::new(LAYOUT)).unwrap_err();
     assert!(
-        matches!(error, ReadError::Stalled { part: "header" }),
+        matches!(error, ReadError::TimedOut { part: "header", .. }),
         "{error}"
     );
 }

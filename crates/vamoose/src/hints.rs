@@ -1,7 +1,7 @@
 //! What a user can do about an error, in terms of the programs' options, which the crates below do not know.
 
 use anyhow::Error;
-use vamoose_codec::SettingsError;
+use vamoose_codec::{DecodeError, EncodeError, SettingsError};
 use vamoose_relay::{Failure, GuestLocation, QmpError, RelayError};
 
 /// The hint for the first error of the chain that has one.
@@ -11,6 +11,10 @@ pub fn of(error: &Error) -> Option<String> {
             of_failure(failure)
         } else if let Some(settings) = cause.downcast_ref() {
             of_settings(settings)
+        } else if let Some(EncodeError::Distrusted { .. }) = cause.downcast_ref() {
+            Some(DISTRUSTED.to_owned())
+        } else if let Some(DecodeError::Distrusted { .. }) = cause.downcast_ref() {
+            Some(DISTRUSTED.to_owned())
         } else if let Some(QmpError::Held { .. }) = cause.downcast_ref() {
             Some("start QEMU with a second -qmp socket, for vamoose alone".to_owned())
         } else if let Some(RelayError::LateChannel) = cause.downcast_ref() {
@@ -23,6 +27,8 @@ pub fn of(error: &Error) -> Option<String> {
         }
     })
 }
+
+const DISTRUSTED: &str = "a device is broken: use --accel none, or --verify all";
 
 fn of_failure(failure: &Failure) -> Option<String> {
     let attempt = failure.attempt?;
@@ -47,6 +53,7 @@ fn of_settings(error: &SettingsError) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use anyhow::Context as _;
+    use vamoose_codec::Absence;
 
     use super::*;
 
@@ -54,7 +61,7 @@ mod tests {
     fn a_hint_is_found_below_other_errors() {
         let absent = SettingsError::EngineAbsent {
             engine: "qat",
-            reason: "no library".to_owned(),
+            reason: Absence("no library".to_owned()),
         };
         let error = Err::<(), _>(absent).context("setting up").unwrap_err();
         assert!(of(&error).unwrap().contains("--accel auto"));

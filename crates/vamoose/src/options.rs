@@ -481,7 +481,7 @@ mod tests {
     fn hardware_that_is_named_must_be_there() {
         let refused = |options: &[&str], method| {
             let refused = hardware(options).engines(settings(method)).err();
-            refused.unwrap().to_string()
+            format!("{:#}", refused.unwrap())
         };
         for options in [
             &["--accel", "iaa", "--iaa-path", "wq77.0"][..],
@@ -489,13 +489,13 @@ mod tests {
         ] {
             assert_eq!(
                 refused(options, Method::None),
-                "engine iaa is absent: this host has no work queue wq77.0 (`vamoose probe` shows what there is and \
-                 what is missing); without it: --accel auto, or none"
+                "--accel (auto takes what is there, none only software): engine iaa is absent: this host has \
+                 no work queue wq77.0 (`vamoose probe` shows what there is and what is missing)"
             );
         }
         assert_eq!(
             refused(&["--accel", "iaa"], Method::Zstd),
-            "engine iaa does not do method zstd, only qpl"
+            "--accel (auto takes what is there, none only software): engine iaa does not do method zstd, only qpl"
         );
         assert!(hardware(&[]).engines(settings(Method::Zstd)).is_ok());
     }

@@ -39,7 +39,7 @@ impl Level {
         }
     }
 
-    /// Bytes of the level's own buffer that the stream is told of: what ISA-L advises.
+    /// Bytes of the level's own buffer that the stream is given: what ISA-L advises.
     fn buffer_len(self) -> u32 {
         match self.0 {
             1 => c::ISAL_DEF_LVL1_DEFAULT,
@@ -77,7 +77,7 @@ impl Deflate {
     pub(crate) fn new(level: Level) -> Self {
         let state = Heap::<DeflateState>::zeroed();
         let at = state.as_ptr();
-        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), and
+        // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1), and
         // `isal_deflate_init` does nothing but store into the stream it is given.
         unsafe {
             c::isal_deflate_init(&raw mut (*at).stream);
@@ -100,7 +100,7 @@ impl Compress for Deflate {
     /// lose a quarter of its speed.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let at = self.state.as_ptr();
-        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), set up by
+        // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1), set up by
         // `new` with a level buffer as large as the size that it names.
         let (left, idle) = unsafe {
             let stream = &raw mut (*at).stream;
@@ -129,7 +129,7 @@ struct Left {
 /// Lends `input` and `out` to `stream` for one call of `deflate` (rule 2).
 ///
 /// # Safety
-/// `stream` must point to an initialised stream that nobody else refers to (rule 1), whose level buffer
+/// `stream` must point to an initialised stream that nothing else refers to (rule 1), whose level buffer
 /// is as large as it says and whose code is one of ISA-L's making; `deflate` must be one of ISA-L's
 /// functions that write such a stream.
 unsafe fn lend(
@@ -190,7 +190,7 @@ impl Inflate {
     pub(crate) fn new() -> Self {
         let state = Heap::<c::inflate_state>::zeroed();
         let at = state.as_ptr();
-        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), and
+        // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1), and
         // `isal_inflate_init` does nothing but store into it.
         unsafe {
             c::isal_inflate_init(at);
@@ -208,7 +208,7 @@ impl Decompress for Inflate {
         let len = u32::try_from(input.len()).unwrap_or(u32::MAX);
         let room = u32::try_from(output.len()).unwrap_or(u32::MAX);
         let at = self.state.as_ptr();
-        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1).
+        // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1).
         // `next_in` and `next_out` are valid for `len <= input.len()` reads and
         // `room <= output.len()` writes until this function returns, and are cleared before it does
         // (rule 2). ISA-L does not write through `next_in`; it reads through `next_out` only what
@@ -248,7 +248,7 @@ impl Decompress for Inflate {
 struct Heap<T>(NonNull<T>);
 
 // SAFETY: the struct is owned by its `Heap` alone. The pointers that ISA-L leaves in it lead into
-// itself or to ISA-L's constant tables, and `Zeroable` says that nothing is tied to a thread.
+// itself or to ISA-L's constant tables, and by `Zeroable` nothing is tied to a thread.
 unsafe impl<T: Zeroable> Send for Heap<T> {}
 
 impl<T: Zeroable> Heap<T> {
@@ -258,7 +258,7 @@ impl<T: Zeroable> Heap<T> {
         // SAFETY: the layout's size is not zero.
         let at = unsafe { alloc::alloc_zeroed(layout) }.cast::<T>();
         match NonNull::new(at) {
-            // Zeroed memory is a valid `T`, says `Zeroable`.
+            // Zeroed memory is a valid `T`, by `Zeroable`.
             Some(at) => Self(at),
             None => alloc::handle_alloc_error(layout),
         }

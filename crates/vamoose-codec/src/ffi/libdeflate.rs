@@ -1,6 +1,6 @@
 //! Raw deflate of unknown length, inflated by libdeflate.
 //!
-//! The crate libdeflater, which does everything else for us, does not say where the data ended, and
+//! The crate libdeflater, which does everything else for us, does not return where the data ended, and
 //! a gzip member's trailer stands right there.
 //!
 //! Two rules make the blocks below sound:

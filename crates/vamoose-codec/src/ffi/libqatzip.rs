@@ -1,24 +1,29 @@
 //! QAT hardware, through Intel's libqatzip if the machine has that.
 //!
 //! Nothing of it is needed to build or to start this program: [`Library::open`] looks for the
-//! library when somebody asks for it, [`hardware`] says whether there is a device behind it, and a
+//! library when it is first asked for, [`hardware`] finds out whether there is a device behind it, and a
 //! [`Session`] compresses and decompresses packets on that. A library, symbol or device that is
-//! missing is [`Absent`], which is no error as long as our own software twin of the format serves.
+//! missing is [`Absent`], which is no error as long as our own software for the format serves.
 //! The library's own software path is never used: every session is opened without it, and a result
 //! that did not come from hardware is a [`Failure`].
 //!
 //! Four rules make the unsafe blocks below sound:
 //! 1. **The interface is that of libqatzip.so.3.** Signatures and layouts are written down here
-//!    once, without C headers. Whoever names another file vouches for it, as for any program.
+//!    once, without C headers. The user who names another file vouches for it, as for any program.
 //! 2. **The library is never unloaded**, so its functions stay where they are. It leaves
 //!    thread-local data with destructors behind, which would otherwise be called in memory that is
 //!    gone.
 //! 3. **What belongs to a session is used by one thread**, the one that opened it. From any other
 //!    thread calls are refused and drops leave everything as it is.
 //! 4. **The library works in memory of its own**: pages and payloads are copied in and out, to and
-//!    from buffers whose sizes we know, so it gets no pointer to ours, and what it says about
-//!    lengths is checked before it is used. The copy is no waste: a device needs memory that it can
+//!    from buffers whose sizes we know, so it gets no pointer to ours, and the
+//!    lengths that it returns are checked before it is used. The copy is no waste: a device needs memory that it can
 //!    reach, and pages of a running guest change under its hands.
+
+#[cfg(test)]
+pub(crate) mod stand_in;
+#[cfg(test)]
+mod tests;
 
 use std::{
     ffi::{CStr, OsStr, c_int, c_uint, c_void},
@@ -149,7 +154,7 @@ pub(crate) enum Failure {
     Taken {
         /// The function.
         call: &'static str,
-        /// Bytes that it says it has taken.
+        /// Bytes that it claims to have taken.
         claimed: u32,
         /// Bytes that it was given.
         given: u32,
@@ -160,7 +165,7 @@ pub(crate) enum Failure {
     Made {
         /// The function.
         call: &'static str,
-        /// Bytes that it says it has made, or may make.
+        /// Bytes that it claims to have made, or may make.
         claimed: u32,
         /// Bytes that it may have made.
         allowed: RangeInclusive<u32>,
@@ -175,7 +180,7 @@ pub(crate) enum Failure {
     },
     /// The caller's output is too small for the result.
     #[error("a QAT session has {len} bytes for an output of {room}")]
-    Room {
+    OutputFull {
         /// Bytes of the result.
         len: usize,
         /// Bytes that fit.
@@ -241,7 +246,7 @@ impl fmt::Display for Code {
     }
 }
 
-/// What `hw_session_stat` says about the hardware; 0, for a session that has some, is never in
+/// The hardware's state in `hw_session_stat`; 0, for a session that has some, is never in
 /// here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Status(pub(crate) i64);
@@ -259,7 +264,7 @@ impl fmt::Display for Status {
     }
 }
 
-/// A way to the hardware for one thread: both directions, one packet at a time, nothing carried
+/// Access to the hardware for one thread: both directions, one packet at a time, nothing carried
 /// over from one packet to the next.
 ///
 /// It may be moved to another thread, but is of no use there: everything fails with
@@ -295,7 +300,7 @@ impl Session {
 
         // SAFETY: on the thread that has just opened and set up the session.
         let bound = unsafe { (library.bound)(pages, handle.at.as_ptr()) };
-        // It wants as much room as its bound says, even if it needs less.
+        // It wants as much memory as its bound, even if it needs less.
         if bound > payload {
             return Err(Failure::Made {
                 call: "qzMaxCompressedLength",
@@ -311,14 +316,14 @@ impl Session {
         })
     }
 
-    /// Compresses `pages` to the start of `out`, and says to how many bytes. They are what the
-    /// device wrote: nobody has looked at them.
+    /// Compresses `pages` to the start of `out`, and returns how many bytes that are. They are what the
+    /// device wrote, unchecked.
     pub(crate) fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, Failure> {
         self.check()?;
         let given = self.plain.fill(pages)?;
         let room = self.packed.len;
         let (mut taken, mut made) = (given, room);
-        // SAFETY: on the thread that opened the session and set it up, says `check`. The buffers
+        // SAFETY: on the thread that opened the session and set it up, as `check` has found. The buffers
         // are valid for `given <= plain.len` reads and `room == packed.len` writes, belong to us
         // alone, and no reference to what is in them exists. The lengths are locals.
         let code = unsafe {
@@ -332,10 +337,10 @@ impl Session {
             )
         };
         let answer = Answer { code, taken, made };
-        let made = self.judge("qzCompress", answer, given, 1..=room)?;
+        let made = self.checked_len("qzCompress", answer, given, 1..=room)?;
         let most = out.len();
         let Some(out) = out.get_mut(..made) else {
-            return Err(Failure::Room {
+            return Err(Failure::OutputFull {
                 len: made,
                 room: most,
             });
@@ -362,7 +367,7 @@ impl Session {
             )
         };
         let answer = Answer { code, taken, made };
-        self.judge("qzDecompress", answer, given, wanted..=wanted)?;
+        self.checked_len("qzDecompress", answer, given, wanted..=wanted)?;
         self.plain.copy_to(pages)
     }
 
@@ -376,7 +381,7 @@ impl Session {
 
     /// How many bytes a call has made, if it took all that was `given` and made as many as
     /// `allowed`.
-    fn judge(
+    fn checked_len(
         &mut self,
         call: &'static str,
         answer: Answer,
@@ -410,14 +415,14 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         if self.lost {
-            // The device may yet write there: whoever got the memory next would find it changed.
+            // The device may yet write there: memory that is freed could change under its next owner.
             self.plain.abandoned = true;
             self.packed.abandoned = true;
         }
     }
 }
 
-/// What the library says about a call.
+/// The library's answer to a call.
 struct Answer {
     code: c_int,
     taken: u32,
@@ -443,7 +448,7 @@ impl Handle {
         };
         // SAFETY: `at` is a session in its initial state, which belongs to this thread from now on.
         let code = unsafe { (handle.library.init)(handle.at.as_ptr(), WITHOUT_SOFTWARE) };
-        // The status first: it says why, where the code only says that it failed.
+        // The status first: it has the reason, where the code only means failure.
         handle.status()?;
         match Code(code) {
             Code(0) | Code::DUPLICATE => Ok(handle),
@@ -453,7 +458,7 @@ impl Handle {
 
     fn set_up(&mut self, level: u32) -> Result<(), Failure> {
         self.check()?;
-        let mut params = QzSessionParamsDeflate::ZERO;
+        let mut params = QzSessionParamsDeflate::default();
         // SAFETY: the function fills in the parameters and knows nothing else.
         let code = unsafe { (self.library.defaults)(&raw mut params) };
         succeeded("qzGetDefaultsDeflate", code)?;
@@ -462,7 +467,7 @@ impl Handle {
         params.hw_buff_sz = MEMBER;
         params.data_format = GZIP_WITH_EXTRA_FIELD;
         self.is_set_up = true;
-        // SAFETY: on the thread that opened the session, says `check`; the parameters are copied.
+        // SAFETY: on the thread that opened the session, as `check` has found; the parameters are copied.
         let code = unsafe { (self.library.set_up)(self.at.as_ptr(), &raw mut params) };
         succeeded("qzSetupSessionDeflate", code)?;
         Ok(self.status()?)
@@ -494,7 +499,7 @@ impl Drop for Handle {
             return;
         }
         // Nothing could be done about errors here, so the codes are not looked at.
-        // SAFETY: on the thread that opened the session, which nobody can use after this. It came
+        // SAFETY: on the thread that opened the session, which is not used after this. It came
         // from a box, and the library has no more use for it once it is closed.
         unsafe {
             if self.is_set_up {
@@ -524,7 +529,7 @@ impl Memory {
         };
         let at = allocate(PINNED).or_else(|| allocate(ANY_MEMORY));
         let at = at.ok_or(Failure::Memory { len })?.cast::<u8>();
-        // SAFETY: `at` is valid for writes of `len` bytes, and nobody else's.
+        // SAFETY: `at` is valid for writes of `len` bytes, and only ours.
         unsafe { at.as_ptr().write_bytes(0, len as usize) };
         Ok(Self {
             library,
@@ -546,10 +551,10 @@ impl Memory {
         }
     }
 
-    /// Puts `bytes` at the start, and says how many there are.
+    /// Puts `bytes` at the start, and returns how many there are.
     fn fill(&mut self, bytes: &[u8]) -> Result<u32, Failure> {
         let len = self.checked(bytes.len())?;
-        // SAFETY: `at` is valid for writes of `self.len` bytes, and `checked` says that these are
+        // SAFETY: `at` is valid for writes of `self.len` bytes, and `checked` has found that these are
         // not more. The two do not overlap, as this memory is the library's.
         unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.at.as_ptr(), bytes.len()) };
         Ok(len)
@@ -558,7 +563,7 @@ impl Memory {
     /// Fills `bytes` from the start.
     fn copy_to(&self, bytes: &mut [u8]) -> Result<(), Failure> {
         self.checked(bytes.len())?;
-        // SAFETY: `at` is valid for reads of `self.len` bytes, and `checked` says that these are
+        // SAFETY: `at` is valid for reads of `self.len` bytes, and `checked` has found that these are
         // not more. All were initialised by `new`, so it does not matter how many the library has
         // really written. The two do not overlap, as this memory is the library's.
         unsafe { ptr::copy_nonoverlapping(self.at.as_ptr(), bytes.as_mut_ptr(), bytes.len()) };
@@ -650,6 +655,7 @@ const _: () = assert!(
 
 /// The library's parameters of a session.
 #[repr(C)]
+#[derive(Default)]
 struct QzSessionParamsDeflate {
     direction: u32,
     level: u32,
@@ -665,25 +671,6 @@ struct QzSessionParamsDeflate {
     sensitive_mode: u32,
     huffman_header: u32,
     data_format: u32,
-}
-
-impl QzSessionParamsDeflate {
-    const ZERO: Self = Self {
-        direction: 0,
-        level: 0,
-        algorithm: 0,
-        max_forks: 0,
-        sw_backup: 0,
-        hw_buff_sz: 0,
-        strm_buff_sz: 0,
-        input_threshold: 0,
-        request_threshold: 0,
-        wait_threshold: 0,
-        polling: 0,
-        sensitive_mode: 0,
-        huffman_header: 0,
-        data_format: 0,
-    };
 }
 
 const _: () = assert!(
@@ -704,680 +691,3 @@ const _: () = assert!(
         && offset_of!(QzSessionParamsDeflate, huffman_header) == 48
         && offset_of!(QzSessionParamsDeflate, data_format) == 52
 );
-
-/// The stand-in for the library, for tests that load it: each has its own, with its own switches.
-#[cfg(test)]
-pub(crate) mod stand_in {
-    use std::{
-        ffi::{CString, c_char, c_long},
-        path::PathBuf,
-    };
-
-    use super::*;
-
-    /// A stand-in of this test's own; `crates/lab/stand_in/libqatzip.c` lists its switches.
-    pub(crate) struct StandIn {
-        pub(crate) library: Arc<Library>,
-        set: unsafe extern "C" fn(*const c_char, c_long),
-        get: unsafe extern "C" fn(*const c_char) -> c_long,
-        _file: File,
-    }
-
-    impl StandIn {
-        /// `None` where it cannot be compiled; the test is then reported as skipped.
-        pub(crate) fn new() -> Option<Self> {
-            let file = File::new(None)?;
-            let library = Library::open(file.path.as_os_str()).unwrap();
-            // SAFETY: our own file, and the types that it has. It has been loaded already, and
-            // stays (rule 2).
-            let (set, get) = unsafe {
-                let library = dl::Library::new(&file.path).unwrap();
-                (
-                    symbol(&library, "", c"stand_in_set").unwrap(),
-                    symbol(&library, "", c"stand_in_get").unwrap(),
-                )
-            };
-            Some(Self {
-                library: Arc::new(library),
-                set,
-                get,
-                _file: file,
-            })
-        }
-
-        pub(crate) fn set(&self, name: &str, value: i64) {
-            let name = CString::new(name).unwrap();
-            // SAFETY: the name ends with a zero and outlives the call.
-            unsafe { (self.set)(name.as_ptr(), value) };
-        }
-
-        pub(crate) fn get(&self, name: &str) -> i64 {
-            let name = CString::new(name).unwrap();
-            // SAFETY: as above.
-            unsafe { (self.get)(name.as_ptr()) }
-        }
-    }
-
-    /// The compiled file.
-    pub(crate) struct File {
-        pub(crate) path: PathBuf,
-        _folder: tempfile::TempDir,
-    }
-
-    impl File {
-        pub(crate) fn new(without: Option<&str>) -> Option<Self> {
-            let folder = tempfile::tempdir().unwrap();
-            let path = lab::stand_in::libqatzip_or_skip(folder.path(), without).unwrap()?;
-            Some(Self {
-                path,
-                _folder: folder,
-            })
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::{fs, io::Read as _};
-
-    use super::{
-        stand_in::{File, StandIn},
-        *,
-    };
-
-    const PAGES: usize = 512 << 10;
-    const PAYLOAD: usize = 1 << 20;
-
-    /// Bytes that compress a little, differently for each seed.
-    fn pages(len: usize, seed: usize) -> Vec<u8> {
-        let bytes = (0..len).map(|at| ((at * at + seed * 977) >> 5) ^ (at >> 3));
-        bytes.map(|byte| byte.to_le_bytes()[0]).collect()
-    }
-
-    fn open(stand_in: &StandIn) -> Result<Session, Failure> {
-        Session::open(Arc::clone(&stand_in.library), 1, PAGES, PAYLOAD)
-    }
-
-    fn compress(session: &mut Session, pages: &[u8]) -> Result<Vec<u8>, Failure> {
-        let mut payload = vec![0; PAYLOAD];
-        let len = session.compress(pages, &mut payload)?;
-        payload.truncate(len);
-        Ok(payload)
-    }
-
-    fn decompress(session: &mut Session, payload: &[u8], len: usize) -> Result<Vec<u8>, Failure> {
-        let mut pages = vec![0; len];
-        session.decompress(payload, &mut pages)?;
-        Ok(pages)
-    }
-
-    /// The members' sizes before compression, by their headers.
-    fn members(mut payload: &[u8]) -> Vec<u32> {
-        let mut sizes = Vec::new();
-        while !payload.is_empty() {
-            assert_eq!(payload[..4], [0x1f, 0x8b, 8, 4]);
-            assert_eq!(payload[10..16], [12, 0, b'Q', b'Z', 8, 0]);
-            let number = |at| u32::from_le_bytes(payload[at..at + 4].try_into().unwrap());
-            sizes.push(number(16));
-            payload = &payload[24 + number(20) as usize + 8..];
-        }
-        sizes
-    }
-
-    fn is_balanced(stand_in: &StandIn) -> bool {
-        stand_in.get("qzInit_calls") == stand_in.get("qzClose_calls")
-            && stand_in.get("qzSetupSessionDeflate_calls")
-                == stand_in.get("qzTeardownSession_calls")
-            && stand_in.get("mallocs") == stand_in.get("frees")
-            && stand_in.get("misuse") == 0
-    }
-
-    #[test]
-    fn packets_of_one_to_eight_members_come_back() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        assert_eq!(hardware(&stand_in.library), Ok(()));
-        let mut session = open(&stand_in).unwrap();
-        for parts in 1..=8 {
-            stand_in.set("members", parts.try_into().unwrap());
-            for len in [PAGES, 3 * 65536 + 4096, 8 * 4096] {
-                let pages = pages(len, parts);
-                let payload = compress(&mut session, &pages).unwrap();
-                let sizes = members(&payload);
-                assert!(sizes.len() <= parts);
-                assert_eq!(sizes.iter().sum::<u32>() as usize, len);
-
-                let mut other = Vec::new();
-                let mut decoder = flate2::read::MultiGzDecoder::new(&payload[..]);
-                decoder.read_to_end(&mut other).unwrap();
-                assert!(other == pages);
-                assert!(decompress(&mut session, &payload, len).unwrap() == pages);
-            }
-        }
-        // What the device's own size makes of it.
-        stand_in.set("members", 0);
-        stand_in.set("strict", 1);
-        let pages = pages(PAGES - 4096, 9);
-        let payload = compress(&mut session, &pages).unwrap();
-        let mut sizes = [MEMBER; 8];
-        sizes[7] -= 4096;
-        assert_eq!(members(&payload), sizes);
-        assert!(decompress(&mut session, &payload, pages.len()).unwrap() == pages);
-
-        drop(session);
-        assert!(is_balanced(&stand_in));
-        assert_eq!(stand_in.get("qzInit_calls"), 2);
-        assert_eq!(stand_in.get("mallocs"), 2);
-    }
-
-    #[test]
-    fn every_level_is_told_to_the_library() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        let pages = pages(PAGES, 1);
-        let mut sizes = Vec::new();
-        for level in 1..=9 {
-            let library = Arc::clone(&stand_in.library);
-            let mut session = Session::open(library, level, PAGES, PAYLOAD).unwrap();
-            assert_eq!(stand_in.get("seen_level"), i64::from(level));
-            sizes.push(compress(&mut session, &pages).unwrap().len());
-        }
-        assert!(sizes[8] < sizes[0], "{sizes:?}");
-        for level in [0, 10] {
-            let library = Arc::clone(&stand_in.library);
-            let failure = Session::open(library, level, PAGES, PAYLOAD).err().unwrap();
-            let call = "qzSetupSessionDeflate";
-            let code = Code(-1);
-            assert_eq!(failure, Failure::Code { call, code });
-        }
-        assert!(is_balanced(&stand_in));
-    }
-
-    #[test]
-    fn the_librarys_own_software_is_never_allowed() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        stand_in.set("seen_init_sw_backup", 99);
-        assert_eq!(hardware(&stand_in.library), Ok(()));
-        assert_eq!(stand_in.get("seen_init_sw_backup"), 0);
-        stand_in.set("seen_init_sw_backup", 99);
-        stand_in.set("seen_sw_backup", 99);
-        open(&stand_in).unwrap();
-        assert_eq!(stand_in.get("seen_init_sw_backup"), 0);
-        assert_eq!(stand_in.get("seen_sw_backup"), 0);
-    }
-
-    #[test]
-    fn what_cannot_be_loaded_is_absent() {
-        let folder = tempfile::tempdir().unwrap();
-        let missing = folder.path().join(NAME);
-        let nonsense = folder.path().join("nonsense.so");
-        fs::write(&nonsense, "This is no library.").unwrap();
-        for path in [&missing, &nonsense] {
-            let absent = Library::open(path.as_os_str()).unwrap_err();
-            let Absent::Load { name, why } = &absent else {
-                panic!("{absent}");
-            };
-            assert_eq!(name.as_str(), path.to_str().unwrap());
-            assert!(!why.is_empty() && !why.contains(name.as_str()), "{why}");
-            let text = absent.to_string();
-            assert_eq!(text, format!("{name} cannot be loaded: {why}"));
-        }
-        let absent = Library::open(OsStr::new("no\0name")).unwrap_err();
-        assert!(matches!(absent, Absent::Load { .. }), "{absent}");
-    }
-
-    #[test]
-    fn a_library_without_one_of_the_functions_is_absent() {
-        for without in lab::stand_in::LIBQATZIP_SYMBOLS {
-            let Some(file) = File::new(Some(without)) else {
-                return;
-            };
-            let absent = Library::open(file.path.as_os_str()).unwrap_err();
-            let name = file.path.to_str().unwrap();
-            let text = format!("{name} has no symbol {without}");
-            assert_eq!(absent.to_string(), text);
-            assert!(matches!(absent, Absent::Symbol { symbol, .. } if symbol == without));
-        }
-    }
-
-    #[test]
-    fn a_library_that_is_another_one_is_absent() {
-        // Any process has loaded this one.
-        let absent = Library::open(OsStr::new("libc.so.6")).unwrap_err();
-        assert_eq!(absent.to_string(), "libc.so.6 has no symbol qzInit");
-    }
-
-    #[test]
-    fn hardware_is_absent_with_its_reason() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        let reasons = [
-            (11, "no device"),
-            (12, "no driver"),
-            (13, "no free instance"),
-            (14, "too little memory"),
-            (15, "unknown status"),
-            (-1, "unknown status"),
-        ];
-        for (stat, reason) in reasons {
-            stand_in.set("hw_session_stat", stat);
-            let absent = hardware(&stand_in.library).unwrap_err();
-            assert_eq!(absent, Absent::Hardware(Status(stat)));
-            let text = format!(
-                "libqatzip finds no usable QAT hardware: {reason} (hw_session_stat {stat})"
-            );
-            assert_eq!(absent.to_string(), text);
-            assert_eq!(open(&stand_in).err().unwrap(), Failure::Absent(absent));
-        }
-        stand_in.set("hw_session_stat", 0);
-        assert_eq!(hardware(&stand_in.library), Ok(()));
-        assert!(is_balanced(&stand_in));
-        assert_eq!(stand_in.get("mallocs"), 0);
-    }
-
-    /// Every code that the library is known to return, but 0, and one that it is not.
-    const CODES: [i32; 15] = [
-        1,
-        2,
-        -1,
-        -2,
-        -3,
-        -4,
-        -5,
-        -100,
-        -101,
-        -102,
-        -103,
-        -104,
-        -105,
-        77,
-        i32::MIN,
-    ];
-
-    #[test]
-    fn codes_of_opening_a_session() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        for code in CODES.map(Code) {
-            stand_in.set("qzInit_code", code.0.into());
-            if code == Code::DUPLICATE {
-                assert_eq!(hardware(&stand_in.library), Ok(()));
-                assert!(compress(&mut open(&stand_in).unwrap(), &[7; 4096]).is_ok());
-            } else {
-                let absent = Absent::Init(code);
-                assert_eq!(hardware(&stand_in.library), Err(absent.clone()));
-                assert_eq!(open(&stand_in).err().unwrap(), Failure::Absent(absent));
-            }
-            stand_in.set("qzInit_code", 0);
-
-            for call in ["qzGetDefaultsDeflate", "qzSetupSessionDeflate"] {
-                let switch = format!("{call}_code");
-                stand_in.set(&switch, code.0.into());
-                assert_eq!(hardware(&stand_in.library), Ok(()));
-                let failure = open(&stand_in).err().unwrap();
-                assert_eq!(failure, Failure::Code { call, code });
-                stand_in.set(&switch, 0);
-            }
-        }
-        assert!(open(&stand_in).is_ok());
-        assert!(is_balanced(&stand_in));
-    }
-
-    #[test]
-    fn codes_of_packets() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        let pages = pages(8 * 4096, 3);
-        let payload = compress(&mut open(&stand_in).unwrap(), &pages).unwrap();
-        for code in CODES.map(Code) {
-            for call in ["qzCompress", "qzDecompress"] {
-                let mut session = open(&stand_in).unwrap();
-                let run = |session: &mut Session| match call {
-                    "qzCompress" => compress(session, &pages).map(|made| made == payload),
-                    _ => decompress(session, &payload, pages.len()).map(|made| made == pages),
-                };
-                let switch = format!("{call}_code");
-                stand_in.set(&switch, code.0.into());
-                assert_eq!(run(&mut session), Err(Failure::Code { call, code }));
-                stand_in.set(&switch, 0);
-
-                // Only where nothing can come from the device any more may the session be used.
-                let (calls, frees) = (
-                    stand_in.get(&format!("{call}_calls")),
-                    stand_in.get("frees"),
-                );
-                if [-2, -5, 77, i32::MIN].contains(&code.0) {
-                    assert_eq!(run(&mut session), Err(Failure::Lost));
-                    assert_eq!(stand_in.get(&format!("{call}_calls")), calls);
-                    drop(session);
-                    assert_eq!(stand_in.get("frees"), frees);
-                } else {
-                    assert_eq!(run(&mut session), Ok(true));
-                    drop(session);
-                    assert_eq!(stand_in.get("frees"), frees + 2);
-                }
-            }
-        }
-        assert_eq!(stand_in.get("qzInit_calls"), stand_in.get("qzClose_calls"));
-        assert_eq!(stand_in.get("misuse"), 0);
-    }
-
-    #[test]
-    fn codes_say_what_they_mean() {
-        let mut meanings = CODES.map(|code| Code(code).meaning()).to_vec();
-        // The last two are unknown.
-        meanings.pop();
-        meanings.sort_unstable();
-        meanings.dedup();
-        assert_eq!(meanings.len(), CODES.len() - 1);
-        let failure = Failure::Code {
-            call: "qzCompress",
-            code: Code::TIMEOUT,
-        };
-        let text = "libqatzip's qzCompress returns -5 (timed out)";
-        assert_eq!(failure.to_string(), text);
-    }
-
-    #[test]
-    fn calls_fail_only_when_told_to() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        let mut session = open(&stand_in).unwrap();
-        let outcomes = |session: &mut Session| -> Vec<bool> {
-            let run = |_| compress(session, &[1; 4096]).is_ok();
-            (0..6).map(run).collect()
-        };
-        stand_in.set("qzCompress_code", Code::FORCED_SOFTWARE.0.into());
-        stand_in.set("qzCompress_first", 2);
-        let first_two = [false, false, true, true, true, true];
-        assert_eq!(outcomes(&mut session), first_two);
-        stand_in.set("qzCompress_first", 0);
-        stand_in.set("qzCompress_every", 3);
-        let each_third = [true, true, false, true, true, false];
-        assert_eq!(outcomes(&mut session), each_third);
-    }
-
-    #[test]
-    fn a_slow_device_is_waited_for() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        stand_in.set("delay_us", 20_000);
-        let mut session = open(&stand_in).unwrap();
-        let start = std::time::Instant::now();
-        compress(&mut session, &[1; 4096]).unwrap();
-        assert!(start.elapsed().as_micros() >= 20_000);
-    }
-
-    #[test]
-    fn memory_need_not_be_a_devices() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        stand_in.set("no_pinned", 1);
-        let mut session = open(&stand_in).unwrap();
-        let pages = pages(PAGES, 4);
-        let payload = compress(&mut session, &pages).unwrap();
-        assert!(decompress(&mut session, &payload, PAGES).unwrap() == pages);
-        drop(session);
-
-        stand_in.set("no_memory", 1);
-        let len = PAGES.try_into().unwrap();
-        let failure = open(&stand_in).err().unwrap();
-        assert_eq!(failure, Failure::Memory { len });
-        assert!(is_balanced(&stand_in));
-        assert_eq!(stand_in.get("mallocs"), 2);
-    }
-
-    #[test]
-    fn a_bound_beyond_what_a_payload_may_have_is_refused() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        let payload = u32::try_from(PAYLOAD).unwrap();
-        for bound in [payload + 1, u32::MAX] {
-            stand_in.set("bound", bound.into());
-            let failure = Failure::Made {
-                call: "qzMaxCompressedLength",
-                claimed: bound,
-                allowed: 0..=payload,
-            };
-            assert_eq!(open(&stand_in).err().unwrap(), failure);
-        }
-        stand_in.set("bound", payload.into());
-        assert!(open(&stand_in).is_ok());
-        assert!(is_balanced(&stand_in));
-    }
-
-    #[test]
-    fn lengths_that_the_library_claims_are_not_believed() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        let pages = pages(8 * 4096, 5);
-        let given = u32::try_from(pages.len()).unwrap();
-        let room = u32::try_from(PAYLOAD).unwrap();
-        let mut session = open(&stand_in).unwrap();
-        let payload = compress(&mut session, &pages).unwrap();
-        let packed = u32::try_from(payload.len()).unwrap();
-
-        let call = "qzCompress";
-        for (by, claimed) in [
-            (-1, given - 1),
-            (-1 << 40, 0),
-            (1, given + 1),
-            (1 << 40, u32::MAX),
-        ] {
-            stand_in.set("qzCompress_src_len", by);
-            let failure = Failure::Taken {
-                call,
-                claimed,
-                given,
-            };
-            assert_eq!(compress(&mut session, &pages), Err(failure));
-        }
-        stand_in.set("qzCompress_src_len", 0);
-        let over = i64::from(room - packed) + 1;
-        for (by, claimed) in [(over, room + 1), (1 << 40, u32::MAX), (-1 << 40, 0)] {
-            stand_in.set("qzCompress_dst_len", by);
-            let allowed = 1..=room;
-            let failure = Failure::Made {
-                call,
-                claimed,
-                allowed,
-            };
-            assert_eq!(compress(&mut session, &pages), Err(failure));
-        }
-        // A claim that is possible is taken for true; what it adds is none of our secrets.
-        stand_in.set("qzCompress_dst_len", over - 1);
-        let claimed = compress(&mut session, &pages).unwrap();
-        assert_eq!(claimed.len(), PAYLOAD);
-        assert!(claimed[..payload.len()] == payload);
-        assert!(claimed[payload.len()..].iter().all(|&byte| byte == 0));
-        stand_in.set("qzCompress_dst_len", 0);
-
-        let call = "qzDecompress";
-        for (by, claimed) in [(-1, packed - 1), (1, packed + 1), (1 << 40, u32::MAX)] {
-            stand_in.set("qzDecompress_src_len", by);
-            let given = packed;
-            let failure = Failure::Taken {
-                call,
-                claimed,
-                given,
-            };
-            assert_eq!(
-                decompress(&mut session, &payload, pages.len()),
-                Err(failure)
-            );
-        }
-        stand_in.set("qzDecompress_src_len", 0);
-        for (by, claimed) in [
-            (-1, given - 1),
-            (1, given + 1),
-            (1 << 40, u32::MAX),
-            (-1 << 40, 0),
-        ] {
-            stand_in.set("qzDecompress_dst_len", by);
-            let allowed = given..=given;
-            let failure = Failure::Made {
-                call,
-                claimed,
-                allowed,
-            };
-            assert_eq!(
-                decompress(&mut session, &payload, pages.len()),
-                Err(failure)
-            );
-        }
-        stand_in.set("qzDecompress_dst_len", 0);
-        assert!(decompress(&mut session, &payload, pages.len()).unwrap() == pages);
-        drop(session);
-        assert!(is_balanced(&stand_in));
-    }
-
-    #[test]
-    fn payloads_must_become_exactly_the_pages() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        let mut session = open(&stand_in).unwrap();
-        let pages = pages(PAGES, 6);
-        let payload = compress(&mut session, &pages).unwrap();
-        let call = "qzDecompress";
-        for len in [0, 4096, PAGES - 1] {
-            let wanted = u32::try_from(len).unwrap();
-            let failure = Failure::Made {
-                call,
-                claimed: PAGES.try_into().unwrap(),
-                allowed: wanted..=wanted,
-            };
-            assert_eq!(decompress(&mut session, &payload, len), Err(failure));
-        }
-        // Damaged or cut: for the library to find out, without harm to the session.
-        for payload in [&payload[..payload.len() - 1], &payload[1..], &[0; 4096]] {
-            let code = Code::DATA;
-            let failure = Failure::Code { call, code };
-            assert_eq!(decompress(&mut session, payload, PAGES), Err(failure));
-        }
-        assert!(decompress(&mut session, &payload, PAGES).unwrap() == pages);
-    }
-
-    #[test]
-    fn more_than_a_session_is_for_does_not_reach_the_library() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        let mut session = open(&stand_in).unwrap();
-        let too_much = |len, max| Err(Failure::Input { len, max });
-        let result = session.compress(&vec![0; PAGES + 1], &mut []);
-        assert_eq!(result.map(drop), too_much(PAGES + 1, PAGES));
-        let result = session.decompress(&[0], &mut vec![0; PAGES + 1]);
-        assert_eq!(result, too_much(PAGES + 1, PAGES));
-        let result = session.decompress(&vec![0; PAYLOAD + 1], &mut [0]);
-        assert_eq!(result, too_much(PAYLOAD + 1, PAYLOAD));
-        assert_eq!(stand_in.get("qzCompress_calls"), 0);
-        assert_eq!(stand_in.get("qzDecompress_calls"), 0);
-
-        // Too little room for the result, on the other hand, is only known afterwards.
-        let len = compress(&mut session, &[1; 4096]).unwrap().len();
-        let mut out = vec![0xa5; len - 1];
-        let failure = session.compress(&[1; 4096], &mut out).unwrap_err();
-        let room = len - 1;
-        assert_eq!(failure, Failure::Room { len, room });
-        assert!(out.iter().all(|&byte| byte == 0xa5));
-    }
-
-    #[test]
-    fn what_the_library_does_to_the_bytes_is_not_looked_at() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        let mut session = open(&stand_in).unwrap();
-        let pages = pages(PAGES, 7);
-        let good = compress(&mut session, &pages).unwrap();
-        for (switch, differences) in [("qzCompress_corrupt", 1), ("header_byte", 8)] {
-            stand_in.set(switch, 1);
-            let bad = compress(&mut session, &pages).unwrap();
-            let different = good.iter().zip(&bad).filter(|(good, bad)| good != bad);
-            assert_eq!((bad.len(), different.count()), (good.len(), differences));
-            stand_in.set(switch, 0);
-        }
-        stand_in.set("plain_gzip", 1);
-        let plain = compress(&mut session, &pages).unwrap();
-        assert_eq!(plain.len(), good.len() - 8 * 14);
-        assert!(decompress(&mut session, &plain, PAGES).unwrap() == pages);
-
-        stand_in.set("qzDecompress_corrupt", 1);
-        let bad = decompress(&mut session, &good, PAGES).unwrap();
-        let different = bad.iter().zip(&pages).filter(|(bad, good)| bad != good);
-        assert_eq!(different.count(), 1);
-    }
-
-    #[test]
-    fn no_thread_but_its_own_uses_a_session() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        let pages = pages(4096, 8);
-        let mut session = open(&stand_in).unwrap();
-        let payload = compress(&mut session, &pages).unwrap();
-        let session = thread::scope(|scope| {
-            let use_it = || {
-                let result = compress(&mut session, &pages);
-                assert_eq!(result, Err(Failure::WrongThread));
-                let result = decompress(&mut session, &payload, 4096);
-                assert_eq!(result, Err(Failure::WrongThread));
-                session
-            };
-            scope.spawn(use_it).join().unwrap()
-        });
-        assert_eq!(stand_in.get("qzCompress_calls"), 1);
-        assert_eq!(stand_in.get("qzDecompress_calls"), 0);
-
-        // Back home it is what it was.
-        let mut session = session;
-        assert!(decompress(&mut session, &payload, 4096).unwrap() == pages);
-
-        // Dropped elsewhere, nothing is done to it.
-        thread::scope(|scope| scope.spawn(|| drop(session)).join().unwrap());
-        for call in [
-            "frees",
-            "qzTeardownSession_calls",
-            "qzClose_calls",
-            "misuse",
-        ] {
-            assert_eq!(stand_in.get(call), 0, "{call}");
-        }
-    }
-
-    #[test]
-    fn threads_with_sessions_of_their_own_do_not_meet() {
-        let Some(stand_in) = StandIn::new() else {
-            return;
-        };
-        thread::scope(|scope| {
-            for seed in 0..4 {
-                let stand_in = &stand_in;
-                scope.spawn(move || {
-                    let mut session = open(stand_in).unwrap();
-                    for round in 0..8 {
-                        let pages = pages((round + 1) * 4096, seed * 100 + round);
-                        let payload = compress(&mut session, &pages).unwrap();
-                        let back = decompress(&mut session, &payload, pages.len()).unwrap();
-                        assert!(back == pages);
-                    }
-                });
-            }
-        });
-        assert_eq!(stand_in.get("qzClose_calls"), 4);
-        assert!(is_balanced(&stand_in));
-    }
-}

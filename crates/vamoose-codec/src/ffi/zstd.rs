@@ -117,7 +117,7 @@ impl Drop for Compress {
 /// One frame being read.
 pub(crate) struct Decompress {
     context: NonNull<c::ZSTD_DCtx>,
-    /// Made when the frame's header has told how much history it takes.
+    /// Made when the frame's header has shown how much history it takes.
     ring: Option<Ring>,
     longest_packet: usize,
     longest_window: u64,

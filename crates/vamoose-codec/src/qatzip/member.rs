@@ -52,7 +52,7 @@ pub(super) fn skip(input: &[u8]) -> Option<(usize, &[u8])> {
     (*start == START && same).then_some((sizes.source, after))
 }
 
-/// What a member says about itself before its data.
+/// A member's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     /// Bytes of the header.
@@ -133,7 +133,7 @@ impl Sizes {
     }
 }
 
-/// What a member says about its data after it.
+/// A member's trailer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Trailer {
     crc: u32,

@@ -37,7 +37,7 @@ impl Compress for Deflate {
                 .get(since(self.0.total_in(), consumed)..)
                 .unwrap_or_default();
             written += since(self.0.total_out(), produced);
-            // Only room to spare says that nothing is held back.
+            // Only spare output space proves that nothing is held back.
             if written >= out.len() {
                 return Err(CompressError::OutputFull);
             }

@@ -39,7 +39,7 @@ pub(super) struct Sent {
     pub(super) page_bytes: usize,
     /// Time in the socket, and waiting for the limit of the bandwidth.
     pub(super) took: Duration,
-    /// Bytes that the socket still holds, if it tells.
+    /// Bytes that the socket still holds, if known.
     pub(super) queued: Option<usize>,
     /// Time that the thread had of a core meanwhile.
     pub(super) cpu: Duration,
@@ -114,7 +114,7 @@ const MOST_ALLOWANCE: f64 = 30e6;
 const ROWS_UNSEEN: u32 = 16;
 const MOST_UNSEEN: u32 = 4;
 
-/// Part of the link's time for which a thread is busy. With more it would never wait, and could not tell a
+/// Part of the link's time for which a thread is busy. With more it would never wait, and could not notice a
 /// link that has become faster.
 const MOST_BUSY: f64 = 0.95;
 const LEAST_BUSY: f64 = 0.75;

@@ -5,7 +5,7 @@ use multifd::Method;
 
 use super::controller::Cost;
 
-/// A way to encode a packet.
+/// An encoding of a packet: a method at a level.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rung {
     /// CPU time per byte of pages, in nanoseconds.

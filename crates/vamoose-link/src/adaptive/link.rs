@@ -1,4 +1,4 @@
-//! How fast the link is, as far as this channel can tell: from when the socket takes no more.
+//! How fast the link is, as measured on this channel: from when the socket accepts no more.
 //!
 //! ```text
 //! socket's buffer  full ─┐  ┌──┐     ┌── …        the time between the ends of two waits is the
@@ -10,7 +10,7 @@
 //! its buffer: the quantum. So a sender that is a little faster than the link waits now and then, and one
 //! that has not waited for longer than a quantum explains has a faster link than it thinks.
 //!
-//! On a slow link that takes a while: buffers hold what it carries in a second. Where the socket tells how many bytes it
+//! On a slow link that takes a while: buffers hold what it carries in a second. Where the socket reports how many bytes it
 //! still holds, those that have gone are known without a wait, and a link that has become faster shows at once.
 
 /// The rate of the link.
@@ -27,7 +27,7 @@ pub(super) struct Link {
     growth: f64,
     /// Spans in a row that were far off, above zero if the link had become slower.
     far_off: i32,
-    /// Bytes that the socket held after the last packet, if it tells.
+    /// Bytes that the socket held after the last packet, if known.
     queued: Option<f64>,
     drain: Drain,
     /// Drains in a row that were far off, above zero if the link had become slower.
@@ -80,7 +80,7 @@ const SLOW: f64 = 5.0;
 /// that connections take on a link they share.
 const LEAST_SPAN: f64 = 30e6;
 
-/// Waits of less than this part of the time say nothing about the link: the scheduler alone does that.
+/// Waits of less than this part of the time are no evidence about the link: the scheduler alone does that.
 const LEAST_WAIT: f64 = 0.03;
 
 /// A span that is off by this factor counts as far off; after two in a row the link has changed.
@@ -191,7 +191,7 @@ impl Link {
             .time
             .is_some_and(|link| self.surplus(link) < -2.0 * self.quantum)
         {
-            // The buffer may have run empty: the link was idle, and the span tells nothing.
+            // The buffer may have run empty: the link was idle, and the span is of no use.
             self.span = None;
         }
         if waited > LEAST_WAIT * time {

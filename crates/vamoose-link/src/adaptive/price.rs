@@ -6,8 +6,8 @@
 //! compared with the link's, and at a price of 4 the thread may be busy a quarter of the time at most.
 //!
 //! The price is found by trial: for a period nothing is encoded, or as at a higher price or a lower one,
-//! and the bytes of pages that went out are compared with those of the periods before and after. Without
-//! somebody else to suffer from encoding the right price is 1, and it is never lower.
+//! and the bytes of pages that went out are compared with those of the periods before and after. Where no
+//! other work suffers from encoding, the right price is 1, and it is never lower.
 //!
 //! ```text
 //! another price    ┌──────┐

@@ -31,7 +31,7 @@ impl Learned {
     pub(crate) fn new() -> Self {
         let state = Heap::<State>::zeroed();
         let at = state.as_ptr();
-        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1). The
+        // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1). The
         // function does nothing but store into the stream that it is given; the code that it points
         // the stream to is a constant.
         unsafe {
@@ -48,7 +48,7 @@ impl Learned {
         samples: impl Iterator<Item = &'a [u8]>,
     ) -> Result<(), CompressError> {
         let at = self.state.as_ptr();
-        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1).
+        // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1).
         let counts = unsafe {
             ptr::write_bytes(&raw mut (*at).counts.lit_len_histogram, 0, 1);
             ptr::write_bytes(&raw mut (*at).counts.dist_histogram, 0, 1);
@@ -80,7 +80,7 @@ impl Learned {
     /// has.
     pub(crate) fn deflate(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let at = self.state.as_ptr();
-        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1), whose
+        // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1), whose
         // code is a constant of ISA-L's or was made by `learn`. Level 0 needs no level buffer. All
         // else that ISA-L reads of an earlier call, also of one that failed, it sets anew first;
         // positions in the input are counted from `total_in`.

@@ -30,8 +30,8 @@ impl Compress for OneShot {
     /// Incompressible input becomes stored blocks: 5 bytes more for each 65535.
     fn compress(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let at = self.state.as_ptr();
-        // SAFETY: `at` points to an initialised state that nobody else refers to (rule 1). Its
-        // level buffer is as large as the size that the stream is told, for every level. All else
+        // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1). Its
+        // level buffer is as large as the size that the stream is given, for every level. All else
         // that ISA-L reads of an earlier call, it sets anew first.
         let left = unsafe {
             let stream = &raw mut (*at).stream;
