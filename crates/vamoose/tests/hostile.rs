@@ -308,7 +308,9 @@ fn a_silent_stranger_beside_tls() -> Result<()> {
     far.read_exact(&mut [0; 5])?;
     let garbage = stage.open(b"GET / HTTP/1.1\r\n");
     expect_end(&mut garbage?)?;
-    stage.relay.wait_for("uses TLS and this connection does not", LIMIT)?;
+    stage
+        .relay
+        .wait_for("uses TLS and this connection does not", LIMIT)?;
     drop(near);
     drop(far);
     stage.relay.finish(LIMIT)?.success()?;
