@@ -4,7 +4,7 @@
 //!   a Portal or a model's queue ──> run ──> a Finding for each Check ──> settled: the model's assumptions
 //! ```
 //! The checks ask questions that harm neither the device nor others who use it: operations of a few pages, mistakes
-//! that have a status of their own, pages that are not there. Each tells what it found, and which of the model's
+//! that have a status of their own, pages that are not there. Each reports what it found, and which of the model's
 //! [assumptions](crate::model::ASSUMPTIONS) that confirms or refutes. Against a [model](crate::model) they test the
 //! checks and the model; against hardware, which of the two is right about it. The list follows the tests of the
 //! accel-config project (`dsa_test`, `iaa_test`).
@@ -168,7 +168,7 @@ pub enum State {
     Holds,
     /// One of them says that it is not.
     Differs,
-    /// No check could tell.
+    /// No check could decide it.
     Unproved,
 }
 
