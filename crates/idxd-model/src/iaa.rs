@@ -469,7 +469,7 @@ impl CompressState {
         self.set_word(Self::XOR, xor.into());
     }
 
-    /// What comes before the data, and how many bits of it; unless those are more than there is room for.
+    /// What comes before the data, and how many bits of it; unless those are more than fit.
     fn accumulator(&self) -> Option<(&[u8], u32)> {
         let bits = self.word(Self::BITS);
         let accumulator = &self.0[Self::ACCUMULATOR];

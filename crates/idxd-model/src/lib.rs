@@ -331,7 +331,7 @@ impl Model {
         self.driver.cpu_time()
     }
 
-    /// The time that the queues' [`Submit::now`] tells.
+    /// The time of the queues' [`Submit::now`].
     pub fn now(&self) -> Duration {
         self.driver.now()
     }
@@ -341,7 +341,7 @@ impl Drop for Model {
     fn drop(&mut self) {
         self.driver.shut_down();
         for worker in self.workers.drain(..) {
-            // A worker that panicked has said so.
+            // A worker that panicked has printed that.
             let _ = worker.join();
         }
     }

@@ -6,7 +6,7 @@
 //!                                       └─> batch ─┘ members, read one by one                 │
 //!                                              ^──────────────────────────────────────────────┘ members done
 //! ```
-//! [`admission`] lets descriptors in, [`batch`] reads lists, [`workshop`] does the work, [`completion`] tells about it.
+//! [`admission`] lets descriptors in, [`batch`] reads lists, [`workshop`] does the work, [`completion`] reports it.
 //! Nothing here waits or knows of threads: time is a number, and one [`Machine::step`] is one action. Who drives it
 //! chooses whether time is real.
 

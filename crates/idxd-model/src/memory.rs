@@ -287,7 +287,7 @@ impl Memory for View<'_> {
     }
 }
 
-/// Nanoseconds that a page request takes: of the order that QEMU's documentation of its DSA offload tells.
+/// Nanoseconds that a page request takes: of the order in QEMU's documentation of its DSA offload.
 const PAGE_REQUEST: u64 = 9_000;
 
 /// Whether a page is mapped but not present. Its entry has bit 63 if it is (Linux, `admin-guide/mm/pagemap.rst`).

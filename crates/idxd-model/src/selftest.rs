@@ -4,8 +4,8 @@
 //!   a Portal or a model's queue ──> run ──> a Finding for each Check ──> settled: the model's assumptions
 //! ```
 //! The checks ask questions that harm neither the device nor others who use it: operations of a few pages, mistakes
-//! that have a status of their own, pages that are not there. Each tells what it found, and which of the model's
-//! [assumptions](crate::model::ASSUMPTIONS) that confirms or refutes. Against a [model](crate::model) they test the
+//! that have a status of their own, pages that are not there. Each reports what it found, and which of the model's
+//! [assumptions](crate::ASSUMPTIONS) that confirms or refutes. Against a [model](crate::Model) they test the
 //! checks and the model; against hardware, which of the two is right about it. The list follows the tests of the
 //! accel-config project (`dsa_test`, `iaa_test`).
 //!
@@ -13,7 +13,7 @@
 //! still write to is kept until the queue is closed.
 //!
 //! ```
-//! use idxd_model::{::{Config, PortalKind, Model}, selftest};
+//! use idxd_model::{Config, Model, PortalKind, selftest};
 //!
 //! let model = Model::deterministic(&Config::iaa());
 //! let findings = selftest::run(model.queue(0, 0, PortalKind::Enqcmd), &selftest::Options::default());
@@ -168,7 +168,7 @@ pub enum State {
     Holds,
     /// One of them says that it is not.
     Differs,
-    /// No check could tell.
+    /// No check could decide it.
     Unproved,
 }
 

@@ -40,7 +40,7 @@ pub const fn drain(record: u64) -> Operation<Bare> {
 }
 
 /// Copies. The areas may overlap, if the device says so in its capabilities (GENCAP bit 1): then the record's
-/// result tells from which end a copy that ended with a page fault had begun.
+/// result is from which end a copy that ended with a page fault had begun.
 pub const fn memmove(source: u64, destination: u64, size: u32, record: u64) -> Operation<Writes> {
     Operation::new(opcode::MEMMOVE, record, transfer(source, destination, size))
 }

@@ -290,7 +290,7 @@ impl Rules {
     }
 
     fn check_alignment(&self, descriptor: &Descriptor, limits: &Limits) -> Result<(), Violation> {
-        // A multiple of 64 at most: the lowest byte of a field tells.
+        // A multiple of 64 at most: the lowest byte of a field decides.
         let bytes = descriptor.bytes();
         let mut wrong = self
             .aligned

@@ -75,7 +75,7 @@ use thiserror::Error;
 pub use divide::divide;
 use file::{File, WORDS};
 
-/// Members that a table has room for.
+/// Capacity of a table, in members.
 pub const MEMBERS: usize = 256;
 /// Where there are more members than entries: how long a turn takes at least.
 pub const TURN: Duration = Duration::from_millis(100);
@@ -179,7 +179,7 @@ pub enum SharesError {
         ours: u32,
     },
     /// All rows are in use.
-    #[error("{} has no room for another user of the work queue", path.display())]
+    #[error("{} is full: the work queue has no share for another process", path.display())]
     Full {
         /// The file.
         path: PathBuf,

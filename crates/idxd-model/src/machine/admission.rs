@@ -99,7 +99,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Whether a shared queue has no room for another descriptor.
+    /// Whether a shared queue is full.
     fn full(&mut self, device: usize, queue: usize) -> bool {
         let competitor = self.random.below(u64::from(self.faults.competitor) + 1);
         let unlucky = self.random.per_mille(self.faults.full_per_mille);

@@ -19,7 +19,7 @@ pub(super) struct Batch {
     /// No further members, for this reason.
     stopped: Option<Outcome>,
     /// The parent's record has been written.
-    pub(super) told: bool,
+    pub(super) reported: bool,
 }
 
 impl Machine {
@@ -32,7 +32,7 @@ impl Machine {
             lost: false,
             fenced: None,
             stopped: None,
-            told: false,
+            reported: false,
             parent,
         };
         self.batches.insert(batch.parent.sequence, batch);
@@ -124,7 +124,7 @@ impl Machine {
             return;
         };
         let image = batch.outcome().image();
-        if batch.told {
+        if batch.reported {
             self.statistics.completed += 1;
             self.account(&batch.parent, image.status(), false);
         } else {
@@ -155,7 +155,7 @@ impl Batch {
     /// Whether the member that is being completed is the last one, and the parent's record is to come before.
     pub(super) fn is_last_and_told_first(&self) -> bool {
         self.parent.fault == Some(InjectedFault::BatchFirst)
-            && !self.told
+            && !self.reported
             && self.running == 1
             && !self.is_open()
     }

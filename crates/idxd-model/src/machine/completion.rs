@@ -1,4 +1,4 @@
-//! What comes after the work: records, late or lost ones too, and who is told that something is done.
+//! What comes after the work: records, late or lost ones too, and who is notified.
 
 use super::{Machine, NEVER, Unit, batch::Batch};
 use crate::{dsa::Outcome, faults::InjectedFault, nanoseconds, validate::status};
@@ -83,9 +83,9 @@ impl Machine {
             let failed = image.status() != status::SUCCESS;
             if let Some(batch) = self.batches.get_mut(&id) {
                 batch.failed |= failed;
-                let (parent, told) = (batch.parent.clone(), batch.outcome().image());
-                batch.told = true;
-                self.write(&parent, told);
+                let (parent, reported) = (batch.parent.clone(), batch.outcome().image());
+                batch.reported = true;
+                self.write(&parent, reported);
             }
             let due = self
                 .clock

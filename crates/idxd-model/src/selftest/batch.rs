@@ -157,7 +157,7 @@ fn nested(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         let answer = rig.ask_batch(Batch::of(vec![noop(), member]))?;
         same(
             format!("0x05, 2 completed, members 0x01 0x10 with a {name} inside"),
-            format!("{} with a {name} inside", told(&answer)?),
+            format!("{} with a {name} inside", summary(&answer)?),
         )?;
     }
     Ok(Verdict::Holds)
@@ -168,7 +168,7 @@ fn member_fails(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let answer = rig.ask_batch(Batch::of(members))?;
     same(
         "0x05, 4 completed, members 0x01 0x10 0x01 0x01",
-        told(&answer)?,
+        summary(&answer)?,
     )?;
     Ok(Verdict::Holds)
 }
@@ -181,7 +181,7 @@ fn predicate_false(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         ..flagged(zero, Flags::CHECK_RESULT)
     };
     let answer = rig.ask_batch(Batch::of(vec![zero, differs]))?;
-    same("0x05, 2 completed, members 0x01 0x02", told(&answer)?)?;
+    same("0x05, 2 completed, members 0x01 0x02", summary(&answer)?)?;
     Ok(Verdict::Holds)
 }
 
@@ -194,7 +194,7 @@ fn fence_waits(rig: &Rig<'_>) -> Result<Verdict, Ended> {
             .into(),
     ];
     let answer = rig.ask_batch(Batch::of(members))?;
-    same("0x01, 2 completed, members 0x01 0x01", told(&answer)?)?;
+    same("0x01, 2 completed, members 0x01 0x01", summary(&answer)?)?;
     holds(&third, &first.read(0, 4 * PAGE))?;
     Ok(Verdict::Holds)
 }
@@ -204,7 +204,7 @@ fn fence_abandons(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let answer = rig.ask_batch(Batch::of(members))?;
     same(
         "0x05, 2 completed, members 0x01 0x10 0x00 0x00",
-        told(&answer)?,
+        summary(&answer)?,
     )?;
     Ok(Verdict::Holds)
 }
@@ -231,7 +231,7 @@ fn read_late(rig: &Rig<'_>) -> Result<Verdict, Ended> {
             record: record.address(),
             ..slow
         };
-        list.write(index * 64, &super::rig::bytes(&member));
+        list.write(index * 64, &member.bytes());
     }
     let parent = rig.record()?;
     let batch = Descriptor {
@@ -249,8 +249,8 @@ fn read_late(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     // The operation code of the last one becomes an unknown one: a single byte, so that it is the one or the other.
     list.write((count - 1) * 64 + 7, &[super::queue::UNKNOWN]);
     rig.wait(parent).image("the batch's record")?;
-    let told = records.last().map_or(0, |record| record.status());
-    Ok(match told {
+    let summary = records.last().map_or(0, |record| record.status());
+    Ok(match summary {
         0x10 => Verdict::Holds,
         other => Verdict::Found(format!(
             "read before: the last member's status is {other:#04x}"
@@ -318,14 +318,14 @@ fn parent(image: &RecordImage) -> String {
 }
 
 /// What a batch and its members say.
-fn told(answer: &BatchAnswer) -> Result<String, Ended> {
-    let mut told = format!(
+fn summary(answer: &BatchAnswer) -> Result<String, Ended> {
+    let mut summary = format!(
         "{}, members",
         parent(&answer.parent.image("a batch's record")?)
     );
     for member in &answer.members {
         let status = member.map_or(0, |image| image.status());
-        told.push_str(&format!(" {status:#04x}"));
+        summary.push_str(&format!(" {status:#04x}"));
     }
-    Ok(told)
+    Ok(summary)
 }

@@ -207,13 +207,13 @@ fn repeats(rig: &Rig<'_>) -> Result<Verdict, Ended> {
 
 fn expected_value(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let area = rig.pages(1)?;
-    for (expected, said) in [(0, "0x01, result 0"), (1, "0x02, result 0")] {
+    for (expected, wanted) in [(0, "0x01, result 0"), (1, "0x02, result 0")] {
         let descriptor = dsa::compare_pattern(area.address(0), size(PAGE), 0, 0);
         let descriptor = Descriptor {
             operands: [expected, 0, 0],
             ..flagged(descriptor.into(), Flags::CHECK_RESULT)
         };
-        same(said, compared(rig, descriptor)?)?;
+        same(wanted, compared(rig, descriptor)?)?;
     }
     Ok(Verdict::Holds)
 }
@@ -330,7 +330,7 @@ fn copy_crc(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     Ok(Verdict::Holds)
 }
 
-/// Two areas of a page, the second of which differs in so many words, and room for a delta.
+/// Two areas of a page, the second of which differs in so many words, and a buffer for a delta.
 struct Two {
     original: std::rc::Rc<Area>,
     modified: std::rc::Rc<Area>,
@@ -390,8 +390,8 @@ fn delta_results(rig: &Rig<'_>) -> Result<Verdict, Ended> {
             .ask(Two::of(rig, words)?.create(80))?
             .image("a result")?;
         same(
-            format!("0x01, result {expected} for {words} words in room for 8"),
-            format!("{} for {words} words in room for 8", comparison(&image)),
+            format!("0x01, result {expected} for {words} words in a buffer for 8"),
+            format!("{} for {words} words in a buffer for 8", comparison(&image)),
         )?;
     }
     Ok(Verdict::Holds)
@@ -400,14 +400,14 @@ fn delta_results(rig: &Rig<'_>) -> Result<Verdict, Ended> {
 fn delta_expected(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let two = Two::of(rig, 1)?;
     // As a mask 2 allows result 1 alone, as a value it does not.
-    for (mask, said) in [(0b10, "0x01, result 1"), (0b01, "0x02, result 1")] {
+    for (mask, wanted) in [(0b10, "0x01, result 1"), (0b01, "0x02, result 1")] {
         let create = two.create(80);
         let descriptor = Descriptor {
             operands: [create.operands[0], create.operands[1], mask],
             ..flagged(create, Flags::CHECK_RESULT)
         };
         same(
-            format!("{said} where {mask:#b} is expected"),
+            format!("{wanted} where {mask:#b} is expected"),
             format!("{} where {mask:#b} is expected", compared(rig, descriptor)?),
         )?;
     }
@@ -424,8 +424,8 @@ pub(super) fn comparison(image: &RecordImage) -> String {
     format!("{:#04x}, result {}", image.status(), image.result())
 }
 
-fn at(said: &str, offset: usize, length: usize) -> String {
-    format!("{said} for {length} bytes at {offset}")
+fn at(found: &str, offset: usize, length: usize) -> String {
+    format!("{found} for {length} bytes at {offset}")
 }
 
 /// Whether an area has these bytes, from its start.

@@ -208,26 +208,26 @@ fn checksums(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         aecs: aecs.address(0),
         end: End::Block,
     };
-    let said = asked(rig, iaa::compress(compress, 0).into())?;
+    let answer = asked(rig, iaa::compress(compress, 0).into())?;
     same(
         format!("success (0x01), CRC {crc:#010x}, 9 bytes read"),
         format!(
             "{}, CRC {:#010x}, {} bytes read",
-            said.status, said.crc, said.completed
+            answer.status, answer.crc, answer.completed
         ),
     )?;
     let decompress = Decompress {
         source: output.address(0),
-        size: said.output_size,
+        size: answer.output_size,
         destination: output.address(PAGE),
         destination_size: size(PAGE),
     };
-    let said = asked(rig, iaa::decompress(decompress, 0).into())?;
+    let answer = asked(rig, iaa::decompress(decompress, 0).into())?;
     same(
         format!("success (0x01), CRC {crc:#010x}, 9 bytes"),
         format!(
             "{}, CRC {:#010x}, {} bytes",
-            said.status, said.crc, said.output_size
+            answer.status, answer.crc, answer.output_size
         ),
     )?;
     Ok(Verdict::Holds)
@@ -244,8 +244,8 @@ fn compress_overflow(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         aecs: aecs.address(0),
         end: End::Block,
     };
-    let said = asked(rig, iaa::compress(compress, 0).into())?;
-    same(error(25), coded(&said))?;
+    let answer = asked(rig, iaa::compress(compress, 0).into())?;
+    same(error(25), coded(&answer))?;
     // The last byte is beyond the output.
     same("0", output.read(PAGE - 1, 1)[0].to_string())?;
     Ok(Verdict::Holds)
@@ -254,8 +254,8 @@ fn compress_overflow(rig: &Rig<'_>) -> Result<Verdict, Ended> {
 fn decompress_overflow(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let mut stream = Stream::default();
     stream.stored(&[7; 100], true);
-    let (said, output) = decompressed(rig, &stream.bytes, 99)?;
-    same("0x0b", format!("{:#04x}", said.status.code()))?;
+    let (answer, output) = decompressed(rig, &stream.bytes, 99)?;
+    same("0x0b", format!("{:#04x}", answer.status.code()))?;
     same("0", output[99].to_string())?;
     Ok(Verdict::Holds)
 }
@@ -266,10 +266,10 @@ fn window(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         let mut stream = Stream::default();
         stream.stored(&data, false);
         stream.match_of_three(distance);
-        let (said, output) = decompressed(rig, &stream.bytes, 2 * PAGE)?;
+        let (answer, output) = decompressed(rig, &stream.bytes, 2 * PAGE)?;
         let of = |what: &str| format!("{what} for distance {distance}");
-        same(of(&expected), of(&coded(&said)))?;
-        if said.status == IaaStatus::Success {
+        same(of(&expected), of(&coded(&answer)))?;
+        if answer.status == IaaStatus::Success {
             let back = 6000 - distance as usize;
             let right = output[..6000] == data[..] && output[6000..6003] == data[back..back + 3];
             is_so(right, "the bytes from 4096 bytes before", "others")?;
@@ -283,11 +283,11 @@ fn truncated(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     stream.stored(&[7; 100], false);
     stream.match_of_three(5);
     for length in [1, 3, 50, stream.bytes.len() - 2] {
-        let (said, _) = decompressed(rig, &stream.bytes[..length], PAGE)?;
+        let (answer, _) = decompressed(rig, &stream.bytes[..length], PAGE)?;
         is_so(
-            said.status == IaaStatus::AnalyticsError,
+            answer.status == IaaStatus::AnalyticsError,
             format!("0x0a after {length} bytes"),
-            format!("{:#04x} after {length} bytes", said.status.code()),
+            format!("{:#04x} after {length} bytes", answer.status.code()),
         )?;
     }
     Ok(Verdict::Holds)
@@ -297,8 +297,8 @@ fn block_type(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let undefined: &[u8] = &[0b111, 0, 0, 0, 0, 0, 0, 0];
     let lengths: &[u8] = &[1, 4, 0, 0, 0, 1, 2, 3, 4];
     for (stream, code) in [(undefined, 13), (lengths, 14)] {
-        let (said, _) = decompressed(rig, stream, PAGE)?;
-        same(error(code), coded(&said))?;
+        let (answer, _) = decompressed(rig, stream, PAGE)?;
+        same(error(code), coded(&answer))?;
     }
     Ok(Verdict::Holds)
 }
@@ -314,8 +314,8 @@ fn without_code(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         aecs: aecs.address(0),
         end: End::Block,
     };
-    let said = asked(rig, iaa::compress(compress, 0).into())?;
-    same(error(30), coded(&said))?;
+    let answer = asked(rig, iaa::compress(compress, 0).into())?;
+    same(error(30), coded(&answer))?;
     Ok(Verdict::Holds)
 }
 
@@ -331,8 +331,8 @@ fn misaligned(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         aecs: aecs.address(16),
         end: End::Block,
     };
-    let said = asked(rig, iaa::compress(compress, 0).into())?;
-    same("0x1c", format!("{:#04x}", said.status.code()))?;
+    let answer = asked(rig, iaa::compress(compress, 0).into())?;
+    same("0x1c", format!("{:#04x}", answer.status.code()))?;
     Ok(Verdict::Holds)
 }
 
@@ -348,8 +348,8 @@ fn operation_flags(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         operation_flags: 0,
         ..iaa::decompress(decompress, 0).descriptor()
     };
-    let said = asked(rig, descriptor)?;
-    same("0x30", format!("{:#04x}", said.status.code()))?;
+    let answer = asked(rig, descriptor)?;
+    same("0x30", format!("{:#04x}", answer.status.code()))?;
     Ok(Verdict::Holds)
 }
 
@@ -361,8 +361,8 @@ fn overlap(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         destination: area.address(32),
         destination_size: 64,
     };
-    let said = asked(rig, iaa::decompress(decompress, 0).into())?;
-    same("0x16", format!("{:#04x}", said.status.code()))?;
+    let answer = asked(rig, iaa::decompress(decompress, 0).into())?;
+    same("0x16", format!("{:#04x}", answer.status.code()))?;
     Ok(Verdict::Holds)
 }
 
@@ -379,14 +379,14 @@ fn crc64(rig: &Rig<'_>) -> Result<Verdict, Ended> {
             inverted: is_xz,
             most_significant_first: is_xz,
         };
-        let said = asked(rig, iaa::crc64(crc, 0).into())?;
+        let answer = asked(rig, iaa::crc64(crc, 0).into())?;
         let name = if is_xz { "XZ" } else { "ECMA-182" };
         same(
             format!("0x01, {expected:#018x} for {name}"),
             format!(
                 "{:#04x}, {:#018x} for {name}",
-                said.status.code(),
-                said.crc64
+                answer.status.code(),
+                answer.crc64
             ),
         )?;
     }
@@ -410,9 +410,9 @@ fn compressed(rig: &Rig<'_>, data: &[u8], aecs: &CompressAecs, end: End) -> Resu
         aecs: aecs.address(0),
         end,
     };
-    let said = asked(rig, iaa::compress(compress, 0).into())?;
-    same("success", coded(&said))?;
-    Ok(output.read(0, (said.output_size as usize).min(2 * PAGE)))
+    let answer = asked(rig, iaa::compress(compress, 0).into())?;
+    same("success", coded(&answer))?;
+    Ok(output.read(0, (answer.output_size as usize).min(2 * PAGE)))
 }
 
 fn counted(rig: &Rig<'_>, data: &[u8]) -> Result<Histogram, Ended> {
@@ -427,25 +427,25 @@ fn counted(rig: &Rig<'_>, data: &[u8]) -> Result<Histogram, Ended> {
 pub(super) fn decompressed(
     rig: &Rig<'_>,
     stream: &[u8],
-    room: usize,
+    capacity: usize,
 ) -> Result<(IaaOutcome, Vec<u8>), Ended> {
     let (input, output) = (rig.holding(stream)?, rig.pages(3)?);
     let decompress = Decompress {
         source: input.address(0),
         size: size(stream.len()),
         destination: output.address(0),
-        destination_size: size(room),
+        destination_size: size(capacity),
     };
-    let said = asked(rig, iaa::decompress(decompress, 0).into())?;
-    Ok((said, output.read(0, 3 * PAGE)))
+    let answer = asked(rig, iaa::decompress(decompress, 0).into())?;
+    Ok((answer, output.read(0, 3 * PAGE)))
 }
 
 /// Whether the device makes `data` of a stream again.
 fn back(rig: &Rig<'_>, name: &str, stream: &[u8], data: &[u8]) -> Result<(), Ended> {
-    let (said, output) = decompressed(rig, stream, PAGE)?;
+    let (answer, output) = decompressed(rig, stream, PAGE)?;
     same(
         format!("success, {} bytes ({name})", data.len()),
-        format!("{}, {} bytes ({name})", coded(&said), said.output_size),
+        format!("{}, {} bytes ({name})", coded(&answer), answer.output_size),
     )?;
     holds(rig.holding(&output[..data.len()])?.as_ref(), data)
 }
@@ -454,12 +454,12 @@ fn error(code: u8) -> String {
     format!("0x0a, error {code}")
 }
 
-fn coded(said: &IaaOutcome) -> String {
-    match (said.status, said.error) {
+fn coded(answer: &IaaOutcome) -> String {
+    match (answer.status, answer.error) {
         (IaaStatus::Success, _) => "success".to_owned(),
         (_, error) => format!(
             "{:#04x}, error {}",
-            said.status.code(),
+            answer.status.code(),
             error.map_or(0, AnalyticsError::code)
         ),
     }

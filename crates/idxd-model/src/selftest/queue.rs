@@ -1,4 +1,4 @@
-//! The work queue itself: alive, in order where it is told to be, and full.
+//! The work queue itself: alive, in order where that is asked for, and full.
 
 use super::{
     Check, Ended, Verdict, is_so,
@@ -27,7 +27,7 @@ pub(super) const CHECKS: &[Check] = &[
     Check::new(
         5,
         "queue-full",
-        "a full shared queue refuses, and takes more when it has room again",
+        "a full shared queue refuses, and takes more when it has free entries again",
         queue_full,
     ),
     Check::new(

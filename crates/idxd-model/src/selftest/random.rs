@@ -108,7 +108,7 @@ impl Round {
                 self.wrong.push(error.to_string());
             }
             let judged = verdicts.iter().zip(&truth);
-            let wrong = judged.filter(|(said, is)| said != is).count();
+            let wrong = judged.filter(|(answer, is)| answer != is).count();
             if wrong > 0 {
                 self.wrong.push(format!("{wrong} pages judged wrong"));
             }
@@ -129,8 +129,8 @@ impl Round {
         let good = Model::deterministic(&Config::iaa());
         let processor = Rig::new(good.queue(0, 0, PortalKind::Enqcmd), &options);
         let inflate = |stream: &[u8]| {
-            let (said, output) = decompressed(&processor, stream, PAGE).ok()?;
-            (said.output_size as usize == PAGE).then(|| output[..PAGE].to_vec())
+            let (answer, output) = decompressed(&processor, stream, PAGE).ok()?;
+            (answer.output_size as usize == PAGE).then(|| output[..PAGE].to_vec())
         };
 
         let pages = self.some_pages(STREAMS);

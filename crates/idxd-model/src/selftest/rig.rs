@@ -2,7 +2,7 @@
 
 use std::{
     cell::{Cell, RefCell},
-    fmt, mem,
+    fmt,
     ptr::{self, NonNull},
     rc::Rc,
     sync::Arc,
@@ -52,7 +52,7 @@ pub(super) enum Answer {
 #[derive(Debug)]
 pub(super) struct BatchAnswer {
     pub(super) parent: Answer,
-    /// What the members' records said when the batch's was seen.
+    /// What the members' records held when the batch's was seen.
     pub(super) members: Vec<Option<RecordImage>>,
 }
 
@@ -248,7 +248,7 @@ impl<'a> Rig<'a> {
             }
         };
         for (index, member) in batch.members.iter().enumerate() {
-            list.write(offset + index * size_of::<Descriptor>(), &bytes(member));
+            list.write(offset + index * size_of::<Descriptor>(), &member.bytes());
         }
         let count = u32::try_from(batch.members.len()).unwrap_or(u32::MAX);
         let parent = self.ask(Descriptor {
@@ -411,12 +411,6 @@ pub(super) const RECORD: Flags = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTE
 pub(super) fn flagged(mut descriptor: Descriptor, flags: Flags) -> Descriptor {
     descriptor.control |= flags.0;
     descriptor
-}
-
-/// A descriptor as it lies in a list.
-pub(super) fn bytes(descriptor: &Descriptor) -> [u8; 64] {
-    // SAFETY: 64 bytes without padding, any of which are bytes.
-    unsafe { mem::transmute::<Descriptor, [u8; 64]>(*descriptor) }
 }
 
 impl Batch {

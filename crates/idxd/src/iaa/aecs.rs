@@ -1,4 +1,4 @@
-//! What compression is told beside its descriptor, and what statistics say.
+//! What compression needs beside its descriptor, and what statistics return.
 //!
 //! ```text
 //!    0     4     8           28       32            288             1432      1440          1560

@@ -44,7 +44,7 @@ pub struct Compressor {
     flights: Flights,
 }
 
-/// The processor's way to compress: writes a page's stream to the room and returns its length, `None` if that is too
+/// Compression by the processor: writes a page's stream to the buffer and returns its length, `None` if that is too
 /// small.
 pub type ByProcessor<'a> = dyn FnMut(&[u8], &mut [u8]) -> Option<usize> + 'a;
 
@@ -126,13 +126,13 @@ impl Compressor {
     /// Counts the symbols of some pages, by a device. `None` if not one could be counted.
     fn learn<'a>(&mut self, count: usize, page: &dyn Fn(usize) -> &'a [u8]) -> Option<Histogram> {
         let size = u32::try_from(self.page_bytes).ok()?;
-        let mut given = 0;
+        let mut pending = 0;
         for index in (0..count).step_by(SAMPLE) {
             let source = address(page(index));
-            let room = Histogram::SIZE as usize;
+            let capacity = Histogram::SIZE as usize;
             // SAFETY: statistics write a histogram, to the slot's buffer.
             let taken = unsafe {
-                self.flights.give(room, &mut |slot| {
+                self.flights.give(capacity, &mut |slot| {
                     let buffer = slot.buffer_address();
                     iaa::statistics(source, size, buffer, 0).descriptor()
                 })
@@ -140,10 +140,10 @@ impl Compressor {
             if !taken {
                 break;
             }
-            given += 1;
+            pending += 1;
         }
         let mut sum = None;
-        for _ in 0..given {
+        for _ in 0..pending {
             let Some(outcome) = self.flights.next().filter(Outcome::all_succeeded) else {
                 continue;
             };
@@ -180,9 +180,9 @@ impl Compressor {
     }
 
     fn do_on_the_side(&mut self, index: usize, page: &[u8], by_processor: &mut ByProcessor<'_>) {
-        let room = &mut self.side[index * self.page_bytes..][..self.page_bytes - 1];
-        let most = room.len();
-        self.lengths[index] = by_processor(page, room).filter(|len| *len <= most);
+        let buffer = &mut self.side[index * self.page_bytes..][..self.page_bytes - 1];
+        let most = buffer.len();
+        self.lengths[index] = by_processor(page, buffer).filter(|len| *len <= most);
     }
 
     fn emit_side(&self, index: usize, emit: &mut dyn FnMut(Option<&[u8]>)) {
@@ -197,20 +197,20 @@ impl Compressor {
     reason = "two different things that may be missing"
 )]
 fn stream(outcome: &Outcome, page_bytes: usize) -> Option<Option<&[u8]>> {
-    let said = IaaOutcome::of(&outcome.image(0)?)?;
-    if said.does_not_fit() {
+    let answer = IaaOutcome::of(&outcome.image(0)?)?;
+    if answer.does_not_fit() {
         return Some(None);
     }
-    let len = usize::try_from(said.output_size).ok()?;
+    let len = usize::try_from(answer.output_size).ok()?;
     let plausible = (1..page_bytes).contains(&len);
-    (said.status == IaaStatus::Success && plausible).then(|| outcome.buffer(0..len).map(Some))?
+    (answer.status == IaaStatus::Success && plausible).then(|| outcome.buffer(0..len).map(Some))?
 }
 
 /// Single operations that devices have, the oldest first.
 #[derive(Debug)]
 pub(super) struct Flights {
     pub(super) devices: Arc<Devices>,
-    given: VecDeque<Pending>,
+    pending: VecDeque<Pending>,
     /// How long the next one may take when there is nothing else to do: nothing any more after one was late.
     timeout: Duration,
 }
@@ -228,7 +228,7 @@ impl Flights {
     pub(super) fn new(devices: Arc<Devices>) -> Self {
         Self {
             devices,
-            given: VecDeque::with_capacity(DEPTH),
+            pending: VecDeque::with_capacity(DEPTH),
             timeout: LAST_PATIENCE,
         }
     }
@@ -236,24 +236,24 @@ impl Flights {
     /// With none.
     pub(super) fn begin(&mut self) {
         // Those of a call that has ended with a panic or an error: their slots come back when the device is done.
-        self.given.clear();
+        self.pending.clear();
         self.timeout = LAST_PATIENCE;
     }
 
     /// Gives an operation to the next queue that takes it; whether one did.
     ///
     /// # Safety
-    /// The operation writes to the slot's buffer only, and to no more than `room` bytes of it.
+    /// The operation writes to the slot's buffer only, and to no more than `capacity` bytes of it.
     pub(super) unsafe fn give(
         &mut self,
-        room: usize,
+        capacity: usize,
         operation: &mut dyn FnMut(&Slot) -> Descriptor,
     ) -> bool {
-        if self.given.len() == DEPTH {
+        if self.pending.len() == DEPTH {
             return false;
         }
         let mut fill = |slot: &mut Slot| {
-            if slot.buffer_mut().len() < room {
+            if slot.buffer_mut().len() < capacity {
                 return 0;
             }
             let operation = operation(slot);
@@ -261,15 +261,15 @@ impl Flights {
             place.map(|place| *place = operation).map_or(0, |()| 1)
         };
         // SAFETY: as the caller promises.
-        let given = unsafe { self.devices.give(&mut fill) };
-        let taken = given.is_some();
-        self.given.extend(given);
+        let pending = unsafe { self.devices.give(&mut fill) };
+        let taken = pending.is_some();
+        self.pending.extend(pending);
         taken
     }
 
     /// Whether the outcome of the oldest one is there, or comes soon.
     pub(super) fn is_next_there(&mut self) -> bool {
-        let Some(Pending { member, flight }) = self.given.front_mut() else {
+        let Some(Pending { member, flight }) = self.pending.front_mut() else {
             return false;
         };
         flight.is_done() || flight.wait_a_little(self.devices.now(*member) + TIMEOUT)
@@ -278,7 +278,7 @@ impl Flights {
     /// The outcome of the oldest one, unless it takes too long: then its slot comes back when the device is done with
     /// it after all.
     pub(super) fn next(&mut self) -> Option<Outcome> {
-        let Pending { member, mut flight } = self.given.pop_front()?;
+        let Pending { member, mut flight } = self.pending.pop_front()?;
         let before = self.devices.now(member);
         if flight.is_done() || flight.wait_a_little(before + self.timeout) {
             self.devices.record_success(member);

@@ -114,14 +114,14 @@ unsafe fn give<'a>(devices: &'a Devices, moves: &[Move]) -> Option<Writing<'a>> 
         return None;
     }
     // SAFETY: as the caller promises.
-    let given = unsafe { devices.give(&mut |slot| fill(slot, moves)) }?;
+    let pending = unsafe { devices.give(&mut |slot| fill(slot, moves)) }?;
     Some(Writing {
         devices,
-        given: Some(given),
+        pending: Some(pending),
     })
 }
 
-/// As many as there is room for, the last one first: what the queue does not take of them is next to the processor's.
+/// As many as fit, the last one first: what the queue does not take of them is next to the processor's.
 fn fill(slot: &mut Slot, moves: &[Move]) -> usize {
     let list = slot.descriptors_mut();
     for (descriptor, of) in list.iter_mut().zip(moves.iter().rev()) {
@@ -134,29 +134,29 @@ fn fill(slot: &mut Slot, moves: &[Move]) -> usize {
 struct Writing<'a> {
     devices: &'a Devices,
     /// There until it has ended.
-    given: Option<Pending>,
+    pending: Option<Pending>,
 }
 
 impl Writing<'_> {
     fn count(&self) -> usize {
-        let given = self.given.as_ref();
-        given.map_or(0, |given| given.flight.statuses().len())
+        let pending = self.pending.as_ref();
+        pending.map_or(0, |pending| pending.flight.statuses().len())
     }
 
     fn now(&self) -> Duration {
-        let member = self.given.as_ref().map(|given| given.member);
+        let member = self.pending.as_ref().map(|pending| pending.member);
         member.map_or(Duration::ZERO, |member| self.devices.now(member))
     }
 
     fn is_done(&self) -> bool {
-        self.given
+        self.pending
             .as_ref()
-            .is_some_and(|given| given.flight.is_done())
+            .is_some_and(|pending| pending.flight.is_done())
     }
 
-    /// What the device has said, if it has. The processor has worked from `beginning` until now.
+    /// The device's answer, if it is there. The processor has worked from `beginning` until now.
     fn finish(mut self, beginning: Duration) -> Option<Outcome> {
-        let member = self.given.as_ref()?.member;
+        let member = self.pending.as_ref()?.member;
         let waiting = self.now();
         let outcome = self.end();
         let waited = self.devices.now(member).saturating_sub(waiting);
@@ -169,7 +169,7 @@ impl Writing<'_> {
     }
 
     fn end(&mut self) -> Option<Outcome> {
-        let Pending { member, flight } = self.given.take()?;
+        let Pending { member, flight } = self.pending.take()?;
         let deadline = self.devices.now(member) + TIMEOUT;
         flight.wait_or_close(deadline).ok()
     }

@@ -124,8 +124,8 @@ impl Decompressor {
 
 /// A whole page, if that is what the device made of a whole stream.
 fn decoded(outcome: &Outcome, stream_bytes: usize, page_bytes: usize) -> Option<&[u8]> {
-    let said = IaaOutcome::of(&outcome.image(0)?)?;
-    let is_whole = usize::try_from(said.output_size) == Ok(page_bytes)
-        && usize::try_from(said.completed) == Ok(stream_bytes);
-    (said.status == IaaStatus::Success && is_whole).then(|| outcome.buffer(0..page_bytes))?
+    let answer = IaaOutcome::of(&outcome.image(0)?)?;
+    let is_whole = usize::try_from(answer.output_size) == Ok(page_bytes)
+        && usize::try_from(answer.completed) == Ok(stream_bytes);
+    (answer.status == IaaStatus::Success && is_whole).then(|| outcome.buffer(0..page_bytes))?
 }

@@ -40,7 +40,7 @@ pub struct ZeroScanner {
 #[derive(Debug, Default)]
 #[must_use]
 pub struct Batch {
-    given: Option<Pending>,
+    pending: Option<Pending>,
     /// How many pages [`ZeroScanner::start`] was given.
     pages: usize,
 }
@@ -58,7 +58,7 @@ pub struct WrongVerdict {
 
 #[derive(Debug)]
 struct Late {
-    given: Pending,
+    pending: Pending,
     deadline: Duration,
 }
 
@@ -115,13 +115,13 @@ impl ZeroScanner {
             reason = "a part of a length"
         )]
         let wanted = ((pages.len() as f32 * self.share) as usize).max(FEWEST);
-        let given = if wanted > pages.len() || self.late.len() > MOST_LATE {
+        let pending = if wanted > pages.len() || self.late.len() > MOST_LATE {
             None
         } else {
             self.give(&pages[pages.len() - wanted..])
         };
         let pages = pages.len();
-        Batch { given, pages }
+        Batch { pending, pages }
     }
 
     /// The verdicts on a batch: whether each page, of those that [`start`](Self::start) was given, is zero. `is_zero`
@@ -139,7 +139,7 @@ impl ZeroScanner {
         let most = verdicts.len().min(pages.len());
         let verdicts = &mut verdicts[..most];
         // Of other pages the device can say nothing.
-        let Some(given) = batch.given.filter(|_| batch.pages == pages.len()) else {
+        let Some(pending) = batch.pending.filter(|_| batch.pages == pages.len()) else {
             look(verdicts, is_zero);
             self.devices.counters().add(OffloadCounters {
                 refused: most as u64,
@@ -147,15 +147,15 @@ impl ZeroScanner {
             });
             return Ok(());
         };
-        let first = pages.len().saturating_sub(given.flight.statuses().len());
+        let first = pages.len().saturating_sub(pending.flight.statuses().len());
         let (front, back) = verdicts.split_at_mut(first.min(most));
         look(front, is_zero);
         let mut done = OffloadCounters::default();
         let (mut wrong, mut over) = (false, None);
         // The list has the last page first.
-        let said = given.flight.statuses().rev();
-        for (page, (verdict, said)) in (first..).zip(back.iter_mut().zip(said)) {
-            match said {
+        let answer = pending.flight.statuses().rev();
+        for (page, (verdict, answer)) in (first..).zip(back.iter_mut().zip(answer)) {
+            match answer {
                 (SUCCESS, EQUAL) => {
                     *verdict = true;
                     done.by_device += 1;
@@ -163,17 +163,17 @@ impl ZeroScanner {
                         done.checked += 1;
                         *verdict = is_zero(page);
                         wrong |=
-                            !*verdict && self.is_wrong(given.member, pages[page], page, is_zero);
+                            !*verdict && self.is_wrong(pending.member, pages[page], page, is_zero);
                     }
                 }
                 (SUCCESS, _) => {
                     *verdict = false;
                     done.by_device += 1;
                 }
-                (PENDING, _) if !*over.get_or_insert_with(|| given.flight.is_done()) => {
+                (PENDING, _) if !*over.get_or_insert_with(|| pending.flight.is_done()) => {
                     *verdict = is_zero(page);
                     if done.overtaken % LOOKS == 0 {
-                        self.devices.now(given.member);
+                        self.devices.now(pending.member);
                     }
                     done.overtaken += 1;
                 }
@@ -184,10 +184,10 @@ impl ZeroScanner {
                 }
             }
         }
-        self.adapt(&done, given.member, pages.len());
+        self.adapt(&done, pending.member, pages.len());
         done.overtaken += front.len() as u64;
         self.devices.counters().add(done);
-        self.keep_if_late(given);
+        self.keep_if_late(pending);
         if !wrong {
             return Ok(());
         }
@@ -230,22 +230,22 @@ impl ZeroScanner {
     }
 
     /// The device may still be writing records: their slot stays in its hands until it is done, or lost.
-    fn keep_if_late(&mut self, given: Pending) {
-        let Pending { member, flight } = given;
+    fn keep_if_late(&mut self, pending: Pending) {
+        let Pending { member, flight } = pending;
         if let Err(flight) = flight.poll() {
             let deadline = self.devices.now(member) + TIMEOUT;
-            let given = Pending { member, flight };
-            self.late.push(Late { given, deadline });
+            let pending = Pending { member, flight };
+            self.late.push(Late { pending, deadline });
         }
     }
 
     fn forget_late(&mut self) {
         let mut index = 0;
-        while let Some(Late { given, deadline }) = self.late.get(index) {
-            if given.flight.is_done() || self.devices.now(given.member) >= *deadline {
+        while let Some(Late { pending, deadline }) = self.late.get(index) {
+            if pending.flight.is_done() || self.devices.now(pending.member) >= *deadline {
                 let late = self.late.swap_remove(index);
                 // Past its deadline it counts as a timeout; what it says does not matter any more.
-                drop(late.given.flight.wait(late.deadline));
+                drop(late.pending.flight.wait(late.deadline));
             } else {
                 index += 1;
             }

@@ -1,7 +1,7 @@
 //! Whether this process is the one that opened a work queue, or a fork of it.
 //!
 //! The device works in the address space of the process that opened the queue, and the kernel gives a forked child
-//! no copy of the portal: it must touch neither. A page that the kernel empties in the child tells the two apart for
+//! no copy of the portal: it must touch neither. A page that the kernel empties in the child distinguishes the two for
 //! the price of a load; a process id would take a system call, and may be used again.
 
 use std::{

@@ -11,7 +11,7 @@ use std::{
 use super::*;
 use crate::{Kind, Operations, tree::Tree};
 
-/// A queue without a device: it answers as it is told.
+/// A queue without a device: it answers as configured.
 #[derive(Debug, Default)]
 struct Fake {
     /// Refusals to come first.

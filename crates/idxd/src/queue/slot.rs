@@ -183,7 +183,7 @@ impl InFlight {
     }
 }
 
-/// What the device has said about a submission. Dropping it gives the slot back.
+/// The device's answers to a submission. Dropping it gives the slot back.
 #[derive(Debug)]
 pub struct Outcome {
     lease: Lease,

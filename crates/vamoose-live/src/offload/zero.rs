@@ -33,7 +33,7 @@ impl ZeroScan {
 
     /// Sets, for each of `pages`, whether every byte of it is zero. They are the pages of the first batch that was
     /// started and has not been finished. A page that is written between start and end gets either verdict: the
-    /// dirty log tells that it has to be sent again.
+    /// dirty log then has it sent again.
     ///
     /// Pages without a verdict of their own, because there are fewer `verdicts`, are not looked at.
     ///

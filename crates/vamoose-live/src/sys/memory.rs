@@ -14,7 +14,7 @@ pub(crate) fn is_zero(page: &VolatileSlice<'_>) -> bool {
         let len = ZEROS.len().min(page.len() - start);
         // SAFETY: both areas can be read: the slice promises that for its whole length, and `start + len` is within
         // it; `ZEROS` has at least `len` bytes. The C library keeps neither. If the guest writes the page at
-        // the same time, either result is allowed: its dirty log tells.
+        // the same time, either result is allowed: the dirty log has it sent again.
         unsafe { libc::memcmp(guard.as_ptr().add(start).cast(), ZEROS.as_ptr().cast(), len) == 0 }
     })
 }

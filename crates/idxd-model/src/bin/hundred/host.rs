@@ -117,7 +117,7 @@ impl Device {
     }
 
     /// When the transfer of an entry of `pages` pages that comes at `now` begins, and how long each page takes;
-    /// `None` if there is no room for it.
+    /// `None` if the queue is full.
     fn admit(&mut self, host: &Host, now: Picos, pages: u64) -> Option<(Picos, Picos)> {
         while self.waiting.front().is_some_and(|fetch| *fetch <= now) {
             self.waiting.pop_front();

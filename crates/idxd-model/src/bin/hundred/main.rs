@@ -6,7 +6,7 @@
 //! Writes `hundred-guests.md` (tables) and `hundred-guests.svg` to DIRECTORY, `docs/figures` by default; with `--quick` it
 //! prints the tables of a run a hundred times shorter, and writes nothing. It takes a minute or two, and gives the
 //! same figures each time and everywhere: the only clocks are the guests' own. Every figure is one of the
-//! [model](host), with these [parameters]. `docs/hundred-guests.md` tells what they mean.
+//! [model](host), with these [parameters]. `docs/hundred-guests.md` explains them.
 
 mod crash;
 mod guest;

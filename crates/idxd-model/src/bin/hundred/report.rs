@@ -292,7 +292,7 @@ fn all(scenarios: &[Scenario]) -> Result<Vec<Outcome>> {
 
 const HEAD: &str = "# A hundred guests at once: the tables
 
-Made by `cargo run --release -p idxd-model --bin hundred`; [hundred-guests.md](../hundred-guests.md) tells what they mean. **Every figure is of a
+Made by `cargo run --release -p idxd-model --bin hundred`; [hundred-guests.md](../hundred-guests.md) explains them. **Every figure is of a
 model**: virtual time, parameters of which many are assumptions, no hardware.
 
 - CPU: time of scanning, of all guests together, and for each GiB scanned; sending is not in it.
