@@ -363,7 +363,7 @@ fn stayed(
         SourceError::Cancelled => "cancelled",
         _ => "failed",
     };
-    let mut cause = error.to_string();
+    let mut cause = vamoose_live::chain(error);
     if let Some(signal) = destination.end() {
         cause = format!("{cause}; the destination's process was killed by signal {signal}");
     }
