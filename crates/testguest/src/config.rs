@@ -60,7 +60,7 @@ pub enum Pattern {
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum ConfigError {
-    #[error("vCPUs: {vcpus} is not in 1..={MAX_VCPUS}")]
+    #[error("{vcpus} vCPUs: the range is 1 to {MAX_VCPUS}")]
     Vcpus { vcpus: u8 },
     #[error(
         "working set: {:#x}..{:#x} is not made of whole pages of {:#x}..{:#x}",

@@ -18,13 +18,11 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use multifd::Method;
 use serde_json::{Value, json};
 use testguest::{Backing, Config, Fill, Guest, Kind, Memory, fill};
-use vamoose_codec::{Engines, Settings};
 use vamoose_live::{
-    Destination, DestinationConfig, DestinationGuest, GuestError, Handle, Ram, RamBlock, Source,
-    SourceConfig, SourceError, SourceGuest, UserfaultLog,
+    Destination, DestinationConfig, DestinationGuest, Engines, GuestError, Handle, Method, Ram,
+    RamBlock, Settings, Source, SourceConfig, SourceError, SourceGuest, UserfaultLog, chain,
 };
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
@@ -139,7 +137,7 @@ fn verdict(error: Option<SourceError>) -> Value {
         SourceError::NotResumed { .. } => "not-resumed",
         _ => "source",
     };
-    json!({ "say": "over", "guest": guest, "cause": error.to_string() })
+    json!({ "say": "over", "guest": guest, "cause": chain(&error) })
 }
 
 /// The guest at the source.
@@ -184,7 +182,7 @@ fn be_destination(shape: &Shape) -> Result<()> {
                 let guest = match Guest::incoming(&shape.config(memory.clone())) {
                     Ok(guest) => guest,
                     Err(error) => {
-                        return tell(&json!({ "say": "failed", "cause": error.to_string() }));
+                        return tell(&json!({ "say": "failed", "cause": chain(&error) }));
                     }
                 };
                 let mut there = There {
@@ -194,7 +192,7 @@ fn be_destination(shape: &Shape) -> Result<()> {
                 };
                 match destination.run(&mut there) {
                     Ok(_) => return tell(&json!({ "say": "settled" })),
-                    Err(error) => tell(&json!({ "say": "failed", "cause": error.to_string() })),
+                    Err(error) => tell(&json!({ "say": "failed", "cause": chain(&error) })),
                 }
                 if lock(&arrived).is_some() {
                     return;

@@ -273,7 +273,17 @@ fn the_vmm_says_when_to_switch_over() {
     drop(here);
     assert_eq!(rounds, 6);
     assert_eq!(status.ram.dirty_sync_count, 7);
-    assert!(status.downtime.is_some());
+    let (downtime, parts) = (status.downtime.unwrap(), status.downtime_parts.unwrap());
+    let sum = parts.last_round + parts.device_state + parts.load + parts.commit;
+    let sum = u64::try_from(sum.as_millis()).unwrap();
+    assert!(
+        sum <= downtime && downtime <= sum + 50,
+        "{downtime} ms: {parts}"
+    );
+    let report = serde_json::to_value(&status).unwrap();
+    for part in ["last-round", "device-state", "load", "commit"] {
+        assert!(report["downtime-parts"][part].is_u64(), "{part}: {report}");
+    }
     stage.expect_there();
 }
 

@@ -86,8 +86,8 @@ impl SourceConfig {
     pub(super) fn check(&self) -> Result<(), SourceError> {
         let refuse = |text: String| Err(SourceError::Config(text));
         if !CHANNELS.contains(&self.channels) {
-            let (channels, range) = (self.channels, CHANNELS);
-            return refuse(format!("channels: {channels} is not in {range:?}"));
+            let (channels, min, max) = (self.channels, CHANNELS.start(), CHANNELS.end());
+            return refuse(format!("{channels} channels: the range is {min} to {max}"));
         }
         #[cfg(feature = "bench")]
         if self.normal_page_ratio > 100 {
