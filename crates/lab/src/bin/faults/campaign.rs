@@ -5,7 +5,7 @@ use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -58,7 +58,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         signal_hook::flag::register(signal, interrupted).context("catching signals")?;
     }
     thread::scope(|scope| {
-        for _ in 0..options.jobs {
+        for _ in 0..options.jobs() {
             scope.spawn(|| campaign.work());
         }
     });
@@ -140,11 +140,11 @@ impl<'a> Campaign<'a> {
     }
 
     fn next_experiment(&self) -> Option<u64> {
-        let enough = self.faults.load(Ordering::SeqCst) >= self.options.faults
+        let enough = self.faults.load(Ordering::SeqCst) >= self.options.faults()
             || self
                 .options
-                .time
-                .is_some_and(|time| self.begin.elapsed() >= time)
+                .minutes
+                .is_some_and(|minutes| self.begin.elapsed() >= Duration::from_secs(60 * minutes))
             || self.stop.load(Ordering::SeqCst)
             || self.interrupted.load(Ordering::SeqCst);
         let number = self.next.fetch_add(1, Ordering::SeqCst);
@@ -245,7 +245,7 @@ fn qemu_setting(options: &Options) -> Result<qemu::Setting> {
         .map(|binary| binary.version.to_string())
         .collect();
     println!("QEMU {}", versions.join(", "));
-    let program = Program::at(&options.vamoose)?;
+    let program = Program::at(&options.vamoose()?)?;
     let kinds = qemu::kinds().filter(|kind| is_wanted(options, *kind, program.checks()));
     let kinds: Vec<_> = kinds.collect();
     qemu::Setting::new(program, &binaries, &kinds, options.short)
@@ -253,7 +253,7 @@ fn qemu_setting(options: &Options) -> Result<qemu::Setting> {
 
 fn live_setting(options: &Options) -> Result<live::Setting> {
     let kinds = live::kinds().filter(|kind| is_wanted(options, *kind, false));
-    live::Setting::new(&options.vmm, &kinds.collect::<Vec<_>>())
+    live::Setting::new(&options.vmm()?, &kinds.collect::<Vec<_>>())
 }
 
 /// All kinds, or those that were named. Bits are flipped where that is noticed, or where that is asked for.

@@ -47,7 +47,7 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<()> {
-    let options = options::Options::from_arguments(std::env::args().skip(1))?;
+    let options = <options::Options as clap::Parser>::parse();
     sandbox::enter()?;
     campaign::run(&options)
 }

@@ -21,6 +21,7 @@ mod still;
 use std::{process::ExitCode, time::Instant};
 
 use anyhow::{Context, Result};
+use clap::Parser as _;
 use lab::{net, qemu};
 use options::Options;
 
@@ -35,7 +36,8 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<()> {
-    let options = Options::from_arguments(std::env::args().skip(1))?;
+    let options = Options::parse();
+    options.check()?;
     let (stills, runnings, lives) = (
         still::cases(&options),
         running::cases(&options),

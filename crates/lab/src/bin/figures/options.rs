@@ -4,34 +4,35 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use clap::Parser;
 use lab::ram;
 use tempfile::TempDir;
 use zstd_safe::get_error_name;
 
-const USAGE: &str = "usage: figures [--ram SIZE] [--runs N] [--json FILE] [--corpus DIR] [--only NAME]...
-               [--dirty-rate N] [--vamoose PROGRAM]
-
-  --ram SIZE         memory of the large guest that does not run (3G)
-  --runs N           rounds, every case runs once in each (3); downtimes have twice as many and one more
-  --json FILE        write the figures as JSON too
-  --corpus DIR       files that fill the guest, plain or .zst, such as the Silesia corpus (files of this host)
-  --only NAME        only cases whose name holds this, such as cpu/ or downtime/direct-none; may be repeated
-  --dirty-rate N     pages that the guest that runs rewrites in a second (4000)
-  --vamoose PROGRAM  measure this one, and the vamoose-demo beside it (those beside this program)";
-
-/// What to measure.
+/// Measure what Vamoose costs beside stock QEMU, and check the project's criteria
+#[derive(Parser, Debug)]
+#[command(name = "figures", max_term_width = 100)]
 pub(crate) struct Options {
-    /// Memory of the large guest, in bytes.
+    /// Memory of the large guest that does not run
+    #[arg(long, value_name = "SIZE", default_value = "3G", value_parser = size)]
     pub(crate) ram: u64,
-    /// How often each case runs, those of a guest that does not run.
+    /// Number of rounds, in each of which every case runs once; twice as many and one more for downtimes
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = rounds)]
     pub(crate) runs: usize,
-    /// Pages that the guest that runs rewrites in a second.
+    /// Pages that the guest that runs rewrites per second
+    #[arg(long, value_name = "N", default_value_t = 4000)]
     pub(crate) dirty_rate: u32,
-    /// Where the figures go as JSON.
+    /// Write the figures as JSON too
+    #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// The program under test.
+    /// Program to measure, with the vamoose-demo beside it [default: those beside this program]
+    #[arg(long, value_name = "PROGRAM", default_value_os_t = beside(), hide_default_value = true)]
     pub(crate) vamoose: PathBuf,
+    /// Files that fill the guest, plain or .zst, such as the Silesia corpus [default: files of this host]
+    #[arg(long, value_name = "DIR")]
     corpus: Option<PathBuf>,
+    /// Only cases whose name contains this, such as cpu/ or downtime/direct-none (repeatable)
+    #[arg(long, value_name = "NAME")]
     only: Vec<String>,
 }
 
@@ -43,46 +44,16 @@ pub(crate) struct Corpus {
 }
 
 impl Options {
-    /// From the arguments behind the program's name.
-    pub(crate) fn from_arguments(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
-        let this = std::env::current_exe().context("where is this program?")?;
-        let mut options = Self {
-            ram: 3 << 30,
-            runs: 3,
-            dirty_rate: 4000,
-            json: None,
-            vamoose: this.with_file_name("vamoose"),
-            corpus: None,
-            only: Vec::new(),
-        };
-        while let Some(name) = arguments.next() {
-            let mut value = || {
-                let value = arguments.next();
-                value.with_context(|| format!("{name} needs a value\n\n{USAGE}"))
-            };
-            match name.as_str() {
-                "--ram" => options.ram = size(&value()?)?,
-                "--runs" => options.runs = value()?.parse().context("--runs is not a number")?,
-                "--dirty-rate" => {
-                    options.dirty_rate =
-                        value()?.parse().context("--dirty-rate is not a number")?;
-                }
-                "--json" => options.json = Some(value()?.into()),
-                "--corpus" => options.corpus = Some(value()?.into()),
-                "--only" => options.only.push(value()?),
-                "--vamoose" => options.vamoose = value()?.into(),
-                _ => bail!("{name}?\n\n{USAGE}"),
-            }
-        }
-        ensure!(options.runs > 0, "--runs 0 measures nothing");
-        for program in [&options.vamoose, &options.demo()] {
+    /// Refuses to begin without the programs to measure.
+    pub(crate) fn check(&self) -> Result<()> {
+        for program in [&self.vamoose, &self.demo()] {
             ensure!(
                 program.is_file(),
                 "there is no {}: cargo build --release -p vamoose -p vamoose-demo, with the same target directory",
                 program.display()
             );
         }
-        Ok(options)
+        Ok(())
     }
 
     /// Whether a case is wanted.
@@ -150,6 +121,18 @@ fn decompress(packed: &[u8]) -> Result<Vec<u8>> {
     }
 }
 
+fn beside() -> PathBuf {
+    std::env::current_exe()
+        .unwrap_or_default()
+        .with_file_name("vamoose")
+}
+
+fn rounds(text: &str) -> Result<usize> {
+    let rounds = text.parse()?;
+    ensure!(rounds > 0, "0 rounds measure nothing");
+    Ok(rounds)
+}
+
 /// The memory of a guest: a number of bytes with k, M or G.
 fn size(text: &str) -> Result<u64> {
     /// Less is a forgotten unit.
@@ -162,13 +145,13 @@ fn size(text: &str) -> Result<u64> {
     };
     let number: u64 = digits
         .parse()
-        .with_context(|| format!("--ram {text} is not a size such as 512M"))?;
+        .with_context(|| format!("`{text}` is not a size such as 512M"))?;
     let size = number
         .checked_mul(1 << shift)
-        .with_context(|| format!("--ram {text} is too large"))?;
+        .with_context(|| format!("{text} is too large"))?;
     ensure!(
         size >= MIN,
-        "--ram {text}: {size} bytes are too small for a guest: append a unit, as in 512M or 3G"
+        "{size} bytes are too small for a guest: append a unit, as in 512M or 3G"
     );
     Ok(size)
 }
