@@ -161,6 +161,10 @@ mod tests {
         let mut lines = Lines::default();
         cpu.describe(&mut lines);
         assert!(lines.0.contains("not x86"), "{}", lines.0);
-        assert!(lines.0.contains("4 for this process"), "{}", lines.0);
+        assert!(
+            lines.0.contains("4 available to this process"),
+            "{}",
+            lines.0
+        );
     }
 }
