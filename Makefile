@@ -15,7 +15,7 @@ setup:         # Fetch compilers, Rust, QEMUs and a test guest
 	scripts/setup build qemu guest
 
 build: setup   # Build target/release/vamoose and vamoose-demo
-	cargo build --release -p vamoose -p vamoose-demo
+	cargo build --release -p vamoose $(if $(filter x86_64,$(shell uname -m)),-p vamoose-demo)
 
 # One command for both programs: they share the dependencies, and the demo finds vamoose beside itself.
 demo: setup    # Move a running guest between two QEMUs, prove it, compare with stock QEMU (two minutes)

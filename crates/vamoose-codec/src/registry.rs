@@ -346,8 +346,10 @@ impl Engines {
             engine: software.name,
             reason,
         })?;
-        let engine = match (self.accelerator(method), decode::unpacker(method, layout)) {
-            (Some(accelerator), Ok(verifier)) => Box::new(Accelerated::new(
+        let accelerator = self.accelerator(method);
+        let verifier = accelerator.and_then(|_| decode::unpacker(method, layout).ok());
+        let engine = match (accelerator, verifier) {
+            (Some(accelerator), Some(verifier)) => Box::new(Accelerated::new(
                 self.guard(accelerator, method, health),
                 accelerator.device(method, level, layout),
                 fallback,

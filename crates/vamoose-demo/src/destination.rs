@@ -68,14 +68,17 @@ fn receive_guest(order: &Order) -> Result<()> {
     }
     let checksum = guest.verify().map(Into::into);
     send(Ok(Arrived {
-        checksum: checksum.map_err(|error| error.to_string()),
+        checksum: checksum.map_err(|error| vamoose_live::chain(&error)),
         digest: Digest::of(&ram)?,
         cpu_seconds,
         decode_seconds: arrival.moved.decode_time.as_secs_f64(),
         copy: arrival.copy,
     }))?;
     let writes = run_briefly(&guest, order.shape.rate)?;
-    let failure = guest.verify().err().map(|error| error.to_string());
+    let failure = guest
+        .verify()
+        .err()
+        .map(|error| vamoose_live::chain(&error));
     send(Ok(Resumed { writes, failure }))
 }
 

@@ -134,6 +134,9 @@ pub(crate) fn json(
             "dirty-log": dirty_log,
         }),
     );
+    if let Some(parts) = &status.downtime_parts {
+        report["downtime-parts"] = json!(parts);
+    }
     report["ram"]["dirty-sync-count"] = status.ram.dirty_sync_count.into();
     report["ram"]["dirty-sync-missed-zero-copy"] = moved.missed_zero_copy.into();
     set(

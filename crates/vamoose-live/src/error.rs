@@ -93,7 +93,7 @@ pub enum SourceError {
     )]
     InDoubt { cause: String },
     /// The migration failed, which is the source of this error, and the guest cannot be resumed.
-    #[error("cannot resume the guest ({error}) after a failed migration")]
+    #[error("cannot resume the guest ({}) after a failed migration", chain(&**error))]
     NotResumed {
         source: Box<SourceError>,
         error: GuestError,

@@ -107,10 +107,13 @@ impl Source {
         destination: &Address,
         guest: &mut dyn SourceGuest,
     ) -> Result<Status, SourceError> {
-        let id = AttemptId(random_id()?);
+        self.shared.progress().start = Instant::now();
+        let id = match random_id() {
+            Ok(id) => AttemptId(id),
+            Err(error) => return self.report(Err(error.into())),
+        };
         let span = tracing::error_span!("migration", role = "source", attempt = %id);
         let _entered = span.enter();
-        self.shared.progress().start = Instant::now();
         let result = thread::scope(|scope| {
             let mut machine = handover::Source::new(true);
             if self.config.direct_link {

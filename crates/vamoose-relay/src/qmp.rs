@@ -79,7 +79,7 @@ pub enum QmpError {
     /// No greeting came.
     #[error(
         "{path}: QEMU did not accept a connection to its monitor in {} s: another client (libvirt?) probably holds it, \
-         and QEMU serves one at a time",
+         and QEMU serves one at a time; start QEMU with a second -qmp socket, for vamoose alone",
         waited.as_secs_f32()
     )]
     Held {

@@ -26,10 +26,7 @@ impl DevicePath {
     pub fn open(&self, kind: Kind, options: &Options) -> Result<Devices> {
         match self {
             Self::Model(count) => Ok(idxd_model::devices(kind, count.get() as usize, options)?),
-            Self::Host(choice) => Devices::open(kind, choice, options).map_err(|error| {
-                let error = Error::from(error);
-                anyhow!("{error:#} (`vamoose probe` shows what there is and what is missing)")
-            }),
+            Self::Host(choice) => Ok(Devices::open(kind, choice, options)?),
         }
     }
 }

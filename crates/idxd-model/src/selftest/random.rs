@@ -209,8 +209,10 @@ impl Round {
                 _model: model,
             }),
             Err(error) => {
-                self.wrong
-                    .push(format!("a model cannot be driven: {error}"));
+                self.wrong.push(format!(
+                    "a model cannot be driven: {:#}",
+                    anyhow::Error::from(error)
+                ));
                 None
             }
         }

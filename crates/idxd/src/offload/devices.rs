@@ -8,7 +8,7 @@ use std::{
 use super::backoff::Backoff;
 use crate::{InFlight, Queue, Slot, Statistics, Urgency, shares::Share};
 
-/// OffloadCounters queues to give work to, shared by all threads.
+/// Work queues to give work to, shared by all threads.
 #[derive(Debug)]
 pub struct Devices {
     members: Box<[Member]>,

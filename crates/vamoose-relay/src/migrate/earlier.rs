@@ -134,7 +134,11 @@ impl Migration<'_> {
         }
         let entry = journal.claim(record.clone()).map_err(at_source)?;
         Err(match self.ask_after(&entry.record) {
-            Ok(DestinationMessage::Running { .. }) => {
+            Ok(DestinationMessage::Running { state }) => {
+                info!(
+                    "{}: attempt {} has moved the guest to {}, where it is {state}",
+                    record.name, record.attempt, record.side.to
+                );
                 return Ok(Moved {
                     source: Value::Null,
                     moved: Snapshot::default(),

@@ -15,7 +15,7 @@ use crate::{
 
 /// A migration that did not go through.
 #[derive(Debug, Error)]
-#[error("the migration failed; {guest}")]
+#[error("{}; {}", what(cause), whereabouts(cause, *guest))]
 pub struct Failure {
     /// Why.
     #[source]
@@ -76,7 +76,7 @@ pub enum Cause {
     #[error("the source has sent its guest away in a migration that is not in this journal")]
     NotInJournal,
     /// It broke under way.
-    #[error("{}", reports.join("; "))]
+    #[error("{}{}", reports.join("; "), if relay.is_some() { "; the relay reports" } else { "" })]
     Broken {
         /// What the two sides report.
         reports: Vec<String>,
@@ -84,6 +84,24 @@ pub enum Cause {
         #[source]
         relay: Option<RelayError>,
     },
+}
+
+fn what(cause: &Cause) -> &'static str {
+    match cause {
+        Cause::Cancelled => "the guest was not migrated",
+        Cause::MovedBefore { .. } => "nothing was migrated",
+        _ => "the migration failed",
+    }
+}
+
+/// Where the guest is, which after an earlier attempt need not be the destination that was asked for.
+fn whereabouts(cause: &Cause, guest: GuestLocation) -> String {
+    match cause {
+        Cause::MovedBefore { to, .. } if guest == GuestLocation::Destination => {
+            format!("the guest has left for {to}")
+        }
+        _ => guest.to_string(),
+    }
 }
 
 impl Cause {
