@@ -9,7 +9,7 @@
 //! Valgrind counts, so the numbers are the same on a busy machine and an idle one, and a change of
 //! 1 % is a change of the program. They are not times: a multiplication counts as much as a cache
 //! miss. Nor are they those of the widest machine: Valgrind has AVX2, but no AVX-512. For times see
-//! `cargo bench -p codec`.
+//! bench `methods`.
 //!
 //! What a channel pays once is not counted: each encoder and decoder has seen a packet before the one
 //! that is.

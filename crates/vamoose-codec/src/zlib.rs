@@ -13,7 +13,7 @@
 //! Levels 1 to 3 are encoded by ISA-L at its levels 1 to 3, all others by zlib-rs. Whatever the
 //! level, ISA-L decodes. Without the feature `isal` zlib-rs does everything.
 //!
-//! Measured by `cargo bench -p codec` (52 packets of 128 pages from all over the Silesia files in
+//! Measured by `cargo bench` in `bench/` (52 packets of 128 pages from all over the Silesia files in
 //! one stream, one thread, CPU time, Zen 4 with AVX-512): MB/s of pages encoded / decoded, and ratio.
 //!
 //! | level | ISA-L              | zlib-rs            |

@@ -1,7 +1,7 @@
 //! What it costs to move guest memory, against a bare socket copy.
 //!
 //! ```text
-//! cargo bench -p transfer --bench memory [-- [small-pages] [WORD…]]    # only the rows with one of these words
+//! cargo bench -p vamoose-link --bench memory [-- [small-pages] [WORD…]]    # only the rows with one of these words
 //! ```
 //! 1 GiB over loopback TCP, on 2 channels, each with a thread at either end. The figures are seconds of
 //! CPU, of the threads of each side and in the kernel on their behalf, each the median of rounds that take turns.

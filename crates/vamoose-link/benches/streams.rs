@@ -1,7 +1,7 @@
 //! What several streams bring a channel whose engine has a latency.
 //!
 //! ```text
-//! cargo bench -p transfer --bench streams
+//! cargo bench -p vamoose-link --bench streams
 //! ```
 //! Packets go through one channel's writers to a socket whose other end is drained: with an engine that
 //! answers at once, and with one that takes 100 us longer for each packet, as a device might. Throughput

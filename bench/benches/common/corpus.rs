@@ -14,7 +14,7 @@ pub(crate) struct Corpus {
 
 /// At most `most` packets from each directory.
 pub(crate) fn corpora(most: usize) -> Vec<Corpus> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2);
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
     let root = root.expect("the workspace");
     let Some(dirs) = env::var_os("VAMOOSE_CORPUS") else {
         return vec![Corpus::new(

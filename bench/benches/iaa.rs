@@ -1,7 +1,7 @@
 //! What a qpl migration costs the processor with IAA, as far as a machine without one can tell, against software.
 //!
 //! ```text
-//! VAMOOSE_CORPUS=target/corpus/silesia:target/corpus/memory cargo bench -p codec --bench iaa
+//! VAMOOSE_CORPUS=target/corpus/silesia:target/corpus/memory cargo bench --manifest-path bench/Cargo.toml --bench iaa
 //! ```
 //! The device is a [`Playback`]: it knows what the crate's model of IAA makes of each page, and gives that out at the
 //! model's default speed (4 GB/s in eight engines, a latency of 1 µs). Looking it up and copying it is the device's

@@ -1,9 +1,8 @@
 //! Every method and level, over real data: bytes of pages per second of CPU time, and the ratio.
 //!
 //! ```text
-//! VAMOOSE_CORPUS=dir[:dir…] cargo bench -p codec        # files of each dir, plain or .zst
-//! cargo bench -p codec --no-default-features -- zlib    # the pure-Rust engine
-//! VAMOOSE_TABLE=1 VAMOOSE_CORPUS=target/corpus/silesia:target/corpus/memory cargo bench -p codec --bench methods
+//! VAMOOSE_CORPUS=dir[:dir…] cargo bench --manifest-path bench/Cargo.toml --bench methods    # files of each dir, plain or .zst
+//! VAMOOSE_TABLE=1 VAMOOSE_CORPUS=target/corpus/silesia:target/corpus/memory cargo bench --manifest-path bench/Cargo.toml --bench methods
 //! ```
 //! The last is for documents: a Markdown table in place of criterion's statistics, with what the
 //! C zlib does at level 1, which is QEMU's, and zstd when it is called as QEMU calls it. Its speed tells how fast the machine was, so what can be
