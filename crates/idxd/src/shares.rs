@@ -30,7 +30,7 @@
 //!
 //! **Races.** A row is one word, so it is never seen half written, and no member waits for another: there is no lock that has
 //! to be released first. Only a row's owner writes to it, but for clearing what a dead owner left, under its lock, and
-//! marking one without a beat idle, by a compare-exchange that fails if there is a new beat. A member that changes a row
+//! marking a stale one idle, by a compare-exchange that fails if there is a new beat. A member that changes a row
 //! increments the generation afterwards; so a member that divided before or while the row changed divides again.
 //! One that dies in between is made up for by each member's next [`refresh`](Share::refresh), which always divides.
 //! Until all have seen a change, they may have more than the queue's entries in flight together, or less. Then the
