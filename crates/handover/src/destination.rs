@@ -22,7 +22,7 @@ pub struct Destination {
     state: DestinationState,
     /// A `commit` that came before everything was loaded: whether the guest shall run.
     commit: Option<bool>,
-    /// The guest may have been told to run by an earlier action, so that a refusal proves nothing.
+    /// An earlier action may have requested that the guest run, so that a refusal proves nothing.
     told: bool,
     /// [`DestinationAction::Run`] or [`DestinationAction::Check`] is being carried out.
     looking: bool,
@@ -38,7 +38,7 @@ pub enum DestinationState {
     Receiving,
     /// All of it is here, and does not run.
     Loaded,
-    /// It is the destination's guest, and is told to go on.
+    /// The guest belongs to the destination, and is being started.
     Starting {
         /// Whether it shall run; it stays paused otherwise.
         resume: bool,
@@ -82,7 +82,7 @@ pub enum DestinationEvent {
     /// A `commit` has been waiting for [`DestinationEvent::Loaded`] for long enough to be answered.
     StillReceiving,
     /// The guest cannot arrive any more, or is not wanted: the connections broke, loading failed, it was cancelled,
-    /// the source has been silent for too long.
+    /// the source has sent nothing for too long.
     Failed {
         /// Why.
         cause: String,
@@ -94,13 +94,13 @@ pub enum DestinationEvent {
     },
     /// The guest was here, and has been sent on to another host since.
     MovedOn,
-    /// The guest was not told to run, or refused in a way that proves that it has not run. Also of a VMM that had ended
-    /// before [`DestinationAction::Run`] told it anything; that it has died is reported behind this.
+    /// The guest was not requested to run, or refused in a way that proves that it never ran. Also of a VMM that had ended
+    /// before [`DestinationAction::Run`] reached it; that it has died is reported behind this.
     NotStarted {
         /// Why.
         cause: String,
     },
-    /// The guest was told to run, or asked whether it does, and it cannot be said whether it does.
+    /// The guest was requested to run, or queried, and it is not known whether it runs.
     Unclear {
         /// What happened.
         reason: String,
@@ -132,7 +132,7 @@ pub enum DestinationAction {
     Persist,
     /// Send this on every control connection of this attempt. That it was sent means nothing.
     Send(DestinationMessage),
-    /// Let the guest go on, unless it does; if `resume`, as a running one. Look whether it does, and report
+    /// Continue the guest, unless it runs; if `resume`, as a running one. Check whether it runs, and report
     /// [`DestinationEvent::Started`], `MovedOn`, `NotStarted`, `Unclear` or `Died`.
     Run {
         /// Whether it shall run.
@@ -364,7 +364,7 @@ impl Destination {
         seen: Option<DestinationMessage>,
     ) -> Vec<DestinationAction> {
         match &self.state {
-            // The guest has not been told to run: it stays what the journal has.
+            // The guest has not been requested to run: it stays what the journal has.
             DestinationState::Starting { .. } if !self.told => {
                 self.state = DestinationState::Loaded;
                 self.looking = false;
@@ -491,7 +491,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_written_down() {
-        // The guest has not been told to run: it can be tried again.
+        // The guest has not been requested to run: it can be tried again.
         let told = [
             (not_persisted(), "send unclear"),
             (commit(), "persist, send starting, run"),

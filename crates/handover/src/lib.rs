@@ -10,7 +10,7 @@
 //!     ── prepare (versions, what is migrated) ──────────────────────>
 //!     <──────────── preparing ... prepared (version, incarnation) ──   or refused (why)
 //!     ══ memory, device state, on other connections ═══════════════>
-//!     <──────────────────────────────────────────────────── loaded ──  or the return path says so
+//!     <──────────────────────────────────────────────────── loaded ──  or by the return path
 //!  the guest has stopped for good           journal: committing
 //!     ── commit (shall it run) ─────────────────────────────────────>  journal: starting
 //!     <────────────────────────────────────────────────── starting ──
@@ -19,7 +19,7 @@
 //! ```
 //!
 //! # Rules
-//! - **Until the source has sent `commit` the guest is the source's**: whatever fails, it goes on there. From then on
+//! - **Until the source has sent `commit` the guest is the source's**: whatever fails, it runs there. From then on
 //!   only the destination's `aborted` gives it back.
 //! - **An attempt answers for itself.** Its random [`AttemptId`] names it on both sides. A destination answers only for
 //!   attempts that it knows, by memory or journal, and answers [`unknown`](DestinationMessage::Unknown) otherwise; its
@@ -29,8 +29,8 @@
 //!   guest [in doubt](GuestLocation::InDoubt), unless the embedding program declares that the two processes are
 //!   connected [directly](Source::direct).
 //! - **The journal comes first.** [`SourceAction::Persist`] and [`DestinationAction::Persist`] stand before the
-//!   message or the command that depends on them. A process that is started again restores its machines and goes on.
-//! - **`running` is an observation**, made for each answer; that the guest was told to run is none.
+//!   message or the command that depends on them. A restarted process restores its machines and continues.
+//! - **`running` is an observation**, made for each answer; a request to run is none.
 //!
 //! # Use
 //! [`Source`] and [`Destination`] take events and return actions, to be carried out in their order. Both are plain

@@ -15,7 +15,7 @@ pub enum GuestLocation {
     /// It was handed over to the destination, and has been sent on from there since.
     MovedOn,
     /// Paused at the source, and perhaps running at the destination. Only the destination's answer, or a person who
-    /// has looked there, can tell.
+    /// has looked there, can decide.
     InDoubt,
     /// It has ended: with the source before it was handed over, or with the destination afterwards. The source may
     /// still hold a paused copy, of the moment of the hand-over.
@@ -36,7 +36,7 @@ impl fmt::Display for GuestLocation {
     }
 }
 
-/// How an attempt ended, as far as this run of the source can tell.
+/// How an attempt ended, as far as this run of the source can determine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Decision {

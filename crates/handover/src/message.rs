@@ -48,7 +48,7 @@ pub enum SourceMessage {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Prepare {
-    /// The newest version that the source speaks.
+    /// The newest version that the source supports.
     pub protocol: u32,
     /// The oldest one; the same if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -68,10 +68,10 @@ impl Prepare {
         }
     }
 
-    /// The version to go on with.
+    /// The version to continue with.
     ///
     /// # Errors
-    /// When the source speaks none that this crate does.
+    /// When the source supports none that this crate does.
     pub fn negotiate(&self) -> Result<u32, VersionMismatch> {
         negotiate(self.oldest_protocol.unwrap_or(self.protocol)..=self.protocol)
     }
@@ -86,7 +86,7 @@ pub enum DestinationMessage {
     Preparing,
     /// The source may send.
     Prepared {
-        /// The version to go on with.
+        /// The version to continue with.
         protocol: u32,
         /// The destination that accepts the attempt.
         incarnation: Incarnation,
@@ -130,12 +130,12 @@ pub enum DestinationMessage {
         /// What is known of the end.
         cause: String,
     },
-    /// It was told to run and has not been seen to run yet, or that cannot be told; ask again.
+    /// It was requested to run and has not been observed to run yet, or this is not known; ask again.
     Unclear {
         /// What happened.
         reason: String,
     },
-    /// This destination does not know the attempt, so it cannot tell what became of it.
+    /// This destination does not know the attempt, so it cannot report its outcome.
     Unknown {
         /// The destination that answers.
         incarnation: Incarnation,

@@ -42,7 +42,7 @@ pub enum SourceState {
         /// The source's VMM has ended: there is nothing to go back to.
         guest_died: bool,
     },
-    /// The destination has never run the guest: it goes on here.
+    /// The destination has never run the guest: it resumes here.
     Returning {
         /// Why.
         cause: String,
@@ -98,9 +98,9 @@ pub enum SourceEvent {
         /// The guest was paused for the switchover and has not run since.
         stopped: bool,
     },
-    /// The guest goes on here, after [`SourceAction::Resume`] or, see [`Source::restore`], without.
+    /// The guest runs here, after [`SourceAction::Resume`] or, see [`Source::restore`], without.
     Resumed,
-    /// It does not, or that cannot be told.
+    /// It does not, or this is not known.
     NotResumed {
         /// Why.
         reason: String,
@@ -124,14 +124,14 @@ pub enum SourceAction {
     Send(SourceMessage),
     /// Open a new connection of this attempt, after a while, and report it.
     Dial,
-    /// Let the guest go on here, as it was before, and report how that went.
+    /// Continue the guest here, as it was before, and report the result.
     Resume,
     /// This run is over. [`GuestLocation::InDoubt`] may be asked about again by another run.
     Decide(Decision),
 }
 
 impl Source {
-    /// A new attempt. `resume` says whether the guest shall run at the destination: as it did at the source.
+    /// A new attempt. `resume` is whether the guest shall run at the destination: as it did at the source.
     pub fn new(resume: bool) -> Self {
         Self {
             message_lost: false,
@@ -191,7 +191,7 @@ impl Source {
             } => self.committing(event, incarnation, guest_died),
             SourceState::Returning { cause } => self.returning(event, cause),
             SourceState::Over { .. } => match event {
-                // What is decided is decided. The destination is not told to forget it.
+                // What is decided is decided. The destination gets no request to forget it.
                 SourceEvent::NotPersisted { .. } => self.decided(),
                 // Late answers.
                 _ => Vec::new(),
@@ -241,7 +241,7 @@ impl Source {
         vec![SourceAction::Persist, self.ask()]
     }
 
-    /// Asks the destination what became of the guest. One that runs here is not told to run there.
+    /// Requests the guest's state from the destination. One that runs here is not started there.
     fn ask(&self) -> SourceAction {
         if self.runs_here {
             return abort("the guest runs at the source");
@@ -250,7 +250,7 @@ impl Source {
         SourceAction::Send(SourceMessage::Commit { resume })
     }
 
-    /// A guest that may be paused goes on first; telling the destination can wait.
+    /// A guest that may be paused resumes first; notifying the destination can wait.
     fn fail(&mut self, cause: String) -> Vec<SourceAction> {
         self.state = SourceState::Returning { cause };
         vec![SourceAction::Persist, SourceAction::Resume]
@@ -359,7 +359,7 @@ impl Source {
 
     fn returning(&mut self, event: SourceEvent, cause: String) -> Vec<SourceAction> {
         match event {
-            // A destination that does not know yet ends its VMM, one that does forgets.
+            // A destination without the outcome ends its VMM, one with it drops its entry.
             SourceEvent::Resumed => {
                 let abort = abort(&cause);
                 self.over(GuestLocation::Source, Some(cause), [abort, SETTLED])
@@ -368,7 +368,7 @@ impl Source {
                 "{cause}; then the guest could not be resumed: {reason}"
             )),
             SourceEvent::GuestDied { .. } => self.over(GuestLocation::Lost, Some(cause), []),
-            // The guest goes on all the same: a run that comes later sees it run.
+            // The guest resumes all the same: a run that comes later finds it running.
             SourceEvent::NotPersisted { .. } => vec![SourceAction::Resume],
             _ => Vec::new(),
         }

@@ -1,4 +1,4 @@
-//! What the model takes for granted, without a document at hand that says so.
+//! What the model assumes without a document that states it.
 
 /// Version of the model: grows when its devices behave differently.
 pub const VERSION: u32 = 1;

@@ -19,7 +19,7 @@ use super::{
 };
 use idxd::Record;
 
-/// How time goes on.
+/// How time advances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Time {
     Virtual,
@@ -100,7 +100,7 @@ impl Driver {
         Duration::from_nanos(self.cpu.load(Ordering::Relaxed))
     }
 
-    /// Submits until `next` says that nothing is left, or that something was denied.
+    /// Submits until `next` reports that nothing is left, or that something was denied.
     pub(super) fn submit(
         &self,
         mut next: impl FnMut(&mut Machine) -> Option<Option<Denied>>,

@@ -51,7 +51,7 @@ impl Outcome {
         }
     }
 
-    /// The record of it, as zeros where it says nothing.
+    /// The record of it, zeros in the fields that it does not set.
     pub(super) fn image(&self) -> RecordImage {
         let mut image = RecordImage::default();
         image.words[0] = u64::from(self.status)
@@ -63,7 +63,7 @@ impl Outcome {
     }
 }
 
-/// Does what `descriptor`, which is valid and no batch, says.
+/// Executes `descriptor`, which is valid and no batch.
 pub(super) fn execute(descriptor: &Descriptor, memory: &mut dyn Memory, work: &Work) -> Outcome {
     let outcome = match descriptor.opcode() {
         opcode::NOOP | opcode::DRAIN => Outcome::result(0),
@@ -217,7 +217,7 @@ fn compare_pattern(descriptor: &Descriptor, memory: &mut dyn Memory, work: &Work
     end.unwrap_or_else(|| Outcome::result(0))
 }
 
-/// Compares up to `N` bytes from offset `at`, a multiple of eight, with the pattern; what there is to say if that
+/// Compares up to `N` bytes from offset `at`, a multiple of eight, with the pattern; returns the outcome if that
 /// ends the operation.
 fn look<const N: usize>(
     descriptor: &Descriptor,

@@ -13,7 +13,7 @@ pub struct Faults {
     pub chances: Vec<Chance>,
     /// Another client takes up to so many entries of every shared queue: how many it is changes with each try.
     pub competitor: u32,
-    /// How often, per mille, a shared queue says that it is full though it is not.
+    /// How often, per mille, a shared queue reports that it is full though it is not.
     pub full_per_mille: u16,
     /// In which order descriptors complete.
     pub order: Order,
@@ -80,7 +80,7 @@ pub enum Order {
     /// numbers, else by time.
     #[default]
     AsDone,
-    /// The last one first: records are held back until nothing else can go on, then they come in reverse.
+    /// The last one first: records are held back until nothing else can proceed, then they are written in reverse.
     Reverse,
 }
 
@@ -147,10 +147,10 @@ pub enum InjectedFault {
     },
     /// Done, but so much later; the engine is kept meanwhile. A straggler, a slow device, a page request.
     Slow(Duration),
-    /// Work and record come so much later, while the engine goes on with others: the write into buffers that
+    /// Work and record come so much later, while the engine does others: the write into buffers that
     /// the driver gave up too early.
     Late(Duration),
-    /// Never completes. The engine goes on with others.
+    /// Never completes. The engine does others.
     Stuck,
     /// Never completes, and its engine does nothing else any more.
     StuckEngine,

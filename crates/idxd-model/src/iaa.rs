@@ -14,12 +14,12 @@
 //! | 0x30 (compression flag)          | 16-bit order, mini-blocks, dictionaries, header generation                  |
 //! | 0x0a, code 22 (bad AECS)         | DECOMPRESS with an AECS to read, or one that would have to be written       |
 //!
-//! Assumed, because no public source says it: a size of zero, and one that no AECS has, is 0x13; a word of
+//! Assumed, because no public source states it: a size of zero, and one that no AECS has, is 0x13; a word of
 //! reserved bytes that is not zero is 0x12; flags of CRC64 that do not exist are 0x30; overlap of source and
 //! destination is 0x16; a destination holds what fits when an operation fails; valid bits of the last byte are
 //! counted modulo eight; CRC seeds are finished checksums; without the flush flag whole bytes are written and the
 //! rest is left in the AECS; a COMPRESS that overflows writes no AECS; a suppressed output has the size it would
-//! have had, and the same limit; a stream ends with its last block, whether or not told to stop there.
+//! have had, and the same limit; a stream ends with its last block, whether or not it is to stop there.
 
 mod checksum;
 mod deflate;
@@ -35,7 +35,7 @@ use inflate::{Ending, Inflated, inflate};
 use super::memory::{Fault, Memory};
 use idxd::{Descriptor, Flags, RecordImage, opcode};
 
-/// Does what `descriptor` says, and returns what the device writes into its completion record.
+/// Executes `descriptor`, and returns what the device writes into its completion record.
 pub(crate) fn execute(descriptor: &Descriptor, memory: &mut dyn Memory) -> RecordImage {
     let outcome = match descriptor.opcode() {
         opcode::NOOP => nothing(descriptor),
@@ -204,7 +204,7 @@ mod error {
     pub(super) const NO_CODE: u8 = 30;
 }
 
-/// What an operation says about itself.
+/// What an operation reports about itself.
 #[derive(Clone, Copy, Debug, Default)]
 struct Report {
     completed: u32,
@@ -229,7 +229,7 @@ impl Report {
 
 /// Why an operation was not done, or not to its end.
 enum Failure {
-    /// The descriptor is wrong, with the status that says how.
+    /// The descriptor is wrong, with the status for the violation.
     Refused(u8),
     /// These flags are not the operation's.
     Flags(u32),
@@ -363,7 +363,7 @@ const SECOND_SOURCE_FLAGS: u32 = 0x1f << 16 | Flags::AECS_TOGGLE.0;
 /// Sizes of a DECOMPRESS AECS: without and with history.
 const DECOMPRESS_AECS_SIZES: [u32; 2] = [0x4e0, 0x1500];
 
-/// Where the AECS is. If it is both read and written, there are two, and the toggle says which is which.
+/// Where the AECS is. If it is both read and written, there are two, and the toggle selects which is which.
 struct Aecs {
     size: u32,
     read: Option<u64>,

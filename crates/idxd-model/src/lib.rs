@@ -16,7 +16,7 @@
 //!
 //! What goes wrong is in [`Faults`] (by chance), in [`Model::inject`] (exactly there), in [`Model::pages`] (page
 //! faults), and in the methods of [`Model`] for whole queues and devices. What the model assumes of the hardware
-//! without a document that says so is listed in [`ASSUMPTIONS`].
+//! without a document as source is listed in [`ASSUMPTIONS`].
 //!
 //! What a model cannot show: real speed, ENQCMD under contention, the cost of page faults, stores that become
 //! visible late, effects on caches, and what is undocumented about the hardware.
@@ -150,7 +150,7 @@ pub struct Statistics {
 
 impl Model {
     /// Virtual time, and one order of everything for each seed: submissions and pauses of one thread give the same
-    /// [`trace`](Self::trace) each time. Time goes on in [`Submit::pause`], to what happens next but not beyond
+    /// [`trace`](Self::trace) each time. Time advances in [`Submit::pause`], to what happens next but not beyond
     /// its deadline, and a little (100 ns) with each descriptor in [`Submit::submit`]; [`Submit::now`] only reads it.
     pub fn deterministic(config: &Config) -> Self {
         Self::new(config, Time::Virtual)
@@ -162,7 +162,7 @@ impl Model {
         Self::new(config, Time::Real)
     }
 
-    /// Real time, and a thread for each engine. Engines are as slow as the configuration says, or as the processor
+    /// Real time, and a thread for each engine. Engines are as slow as configured, or as the processor
     /// that does their work.
     pub fn threaded(config: &Config) -> Self {
         let mut model = Self::new(config, Time::Threads);
@@ -254,7 +254,7 @@ impl Model {
         }
     }
 
-    /// A shared work queue says so many times that it is full; [`u32::MAX`] is for ever, 0 ends that. With
+    /// A shared work queue reports so many times that it is full; [`u32::MAX`] is for ever, 0 ends it. With
     /// [`PortalKind::Write`] each of the kernel's tries counts.
     pub fn refuse(&self, device: usize, queue: usize, times: u32) {
         let mut machine = self.driver.lock();
@@ -264,7 +264,7 @@ impl Model {
     }
 
     /// Disables or resets a device in mid-run: what is outstanding is dropped, its records are never written.
-    /// Handles from before are dead for ever: shared portals say that they are full, dedicated ones lose
+    /// Handles from before are dead for ever: shared portals report that they are full, dedicated ones lose
     /// everything, `write` fails.
     pub fn disable(&self, device: usize) {
         self.driver.reset(device, |device| device.enabled = false);

@@ -82,7 +82,7 @@ pub(super) struct Queue {
     pub(super) generation: u32,
     /// Entries that others have.
     pub(super) held: u32,
-    /// So many times it will say that it is full.
+    /// So many times it will report that it is full.
     pub(super) full: u32,
     group: usize,
     priority: u32,
@@ -506,7 +506,7 @@ impl Machine {
                 let due = due.filter(|(_, delivery)| delivery.due <= self.clock);
                 actions.extend(due.map(|(index, _)| Action::Deliver(index)));
             }
-            // Only when nothing else goes on.
+            // Only when nothing else proceeds.
             Order::Reverse if actions.is_empty() => {
                 actions.extend(self.deliverable().map(Action::Deliver));
             }

@@ -91,7 +91,7 @@ enum State {
 }
 
 impl Pages {
-    /// Makes the pages that `length` bytes from `address` on touch what `page` says.
+    /// Makes the pages that `length` bytes from `address` on touch behave as `page`.
     pub fn set(&self, address: u64, length: u64, page: Page) {
         let state = match page {
             Page::Present => State::Present,

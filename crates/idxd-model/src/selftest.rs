@@ -150,23 +150,23 @@ pub fn run(submit: Arc<dyn Submit>, options: &Options) -> Vec<Finding> {
         .collect()
 }
 
-/// What findings say about one of the model's assumptions.
+/// What findings show about one of the model's assumptions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settled {
     /// The assumption.
     pub assumption: Assumption,
     /// Whether it is right.
     pub state: State,
-    /// Names of the checks that say so.
+    /// Names of the checks that show it.
     pub by: Vec<&'static str>,
 }
 
 /// Whether an assumption is right.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// All checks of it that could be done say so.
+    /// All checks of it that could be done confirm it.
     Holds,
-    /// One of them says that it is not.
+    /// One of them contradicts it.
     Differs,
     /// No check could decide it.
     Unproved,

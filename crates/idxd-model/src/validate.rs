@@ -1,4 +1,4 @@
-//! What a device says about a descriptor before it does anything: an oracle of its own, so that the builders of
+//! How a device checks a descriptor before it does anything: an oracle of its own, so that the builders of
 //! the crate and the model check each other.
 //!
 //! Sources: the status codes of `linux/idxd.h`, the flags of each operation as in the tables of Intel's DML

@@ -51,7 +51,7 @@ pub(crate) struct Layout {
     pub(crate) buffer: usize,
 }
 
-/// What the mark says in the process that made the arena. In a child it is zero.
+/// The value of the mark in the process that made the arena. In a child it is zero.
 const HERE: u32 = 1;
 
 impl Arena {

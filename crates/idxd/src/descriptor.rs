@@ -1,4 +1,4 @@
-//! The 64 bytes that tell a device what to do.
+//! The 64 bytes that specify an operation of a device.
 //!
 //! ```text
 //!  0      4            7        8                16          24          32     36          38           40             64

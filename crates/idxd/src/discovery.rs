@@ -8,7 +8,7 @@
 //!   /dev/dsa/wq0.0, /dev/iax/wq1.0 ─── may this process open it? ───────┘
 //! ```
 //! Sysfs is never trusted: an attribute that is missing or makes no sense is a [`Problem`] of the one queue or
-//! device that it belongs to, and the scan goes on. Source of the attributes: the kernel's
+//! device that it belongs to, and the scan continues. Source of the attributes: the kernel's
 //! `Documentation/ABI/stable/sysfs-driver-dma-idxd`.
 
 mod attributes;
@@ -72,14 +72,14 @@ impl Root {
     }
 }
 
-/// `enabled`, `disabled`, or what else the driver says.
+/// `enabled`, `disabled`, or what else the driver reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum State {
     /// On.
     Enabled,
     /// Off.
     Disabled,
-    /// Anything else: `halted`, say.
+    /// Anything else: `halted`, for example.
     Other(String),
 }
 
@@ -164,7 +164,7 @@ pub struct WorkQueue {
     pub group: Option<u32>,
     /// Its weight within its group, 0 to 15.
     pub priority: Option<u32>,
-    /// The driver that has it, `user` for processes. Kernels before 6.7 do not say.
+    /// The driver that has it, `user` for processes. Kernels before 6.7 do not report it.
     pub driver_name: Option<String>,
     /// Its users.
     pub clients: Option<u32>,
@@ -174,7 +174,7 @@ pub struct WorkQueue {
     pub remarks: Vec<Problem>,
     limits: Option<Limits>,
     problem: Option<Problem>,
-    /// The kernel has the attribute, whatever it says.
+    /// The kernel has the attribute, whatever its value.
     has_driver_name: bool,
     /// The character device's number, where both parts are known.
     number: Option<(u32, u32)>,
@@ -233,7 +233,7 @@ impl WorkQueue {
         limits
     }
 
-    /// The number of its character device, where sysfs says it.
+    /// The number of its character device, where sysfs has it.
     pub(crate) fn node_number(&self) -> Option<(u32, u32)> {
         self.number
     }
@@ -294,7 +294,7 @@ fn queue(root: &Root, parent: &Path, device: &Device, number: u32) -> WorkQueue 
     let mut attributes = Attributes::of(&path);
     let a = &mut attributes;
     let minor = a.may("cdev_minor", small);
-    // Says ENXIO for a queue without a character device, which is no oddity.
+    // Fails with ENXIO for a queue without a character device, which is no oddity.
     a.remarks.retain(|remark| {
         !matches!(
             remark,
@@ -340,7 +340,7 @@ fn is_gone(path: &Path) -> bool {
     fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
-/// What a queue takes, as far as its attributes and its device's say so.
+/// What a queue takes, as far as its attributes and its device's state it.
 fn limits(a: &mut Attributes<'_>, device: &Device) -> Option<Limits> {
     let mode: Option<Mode> = a.need("mode", |text| match text {
         "shared" => Some(Mode::Shared),
@@ -621,7 +621,7 @@ mod tests {
         }
     }
 
-    /// What the kernel says where it lets processes submit no batches.
+    /// What the kernel reports where it lets processes submit no batches.
     fn hide_batch(tree: &Tree, device: &str) {
         tree.set(&format!("{device}/op_cap"), DSA_SAFE_OPERATIONS);
         for queue in scan(&tree.root()).iter().flat_map(|device| &device.queues) {

@@ -3,7 +3,7 @@
 //! ```
 //! # use idxd::{Record, dsa};
 //! # let (page, record) = ([0_u8; 4096], Record::default());
-//! // Is this page all zeros? The record's result says so.
+//! // Is this page all zeros? The record's result shows it.
 //! let descriptor = dsa::compare_pattern(page.as_ptr() as u64, 4096, 0, record.address())
 //!     .blocking_on_fault(false)
 //!     .descriptor();
@@ -39,7 +39,7 @@ pub const fn drain(record: u64) -> Operation<Bare> {
     Operation::new(opcode::DRAIN, record, EMPTY)
 }
 
-/// Copies. The areas may overlap, if the device says so in its capabilities (GENCAP bit 1): then the record's
+/// Copies. The areas may overlap, if the device's capabilities allow it (GENCAP bit 1): then the record's
 /// result is from which end a copy that ended with a page fault had begun.
 pub const fn memmove(source: u64, destination: u64, size: u32, record: u64) -> Operation<Writes> {
     Operation::new(opcode::MEMMOVE, record, transfer(source, destination, size))

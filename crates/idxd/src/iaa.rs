@@ -60,11 +60,11 @@ pub struct Compress {
 /// What compression writes after the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// End of block. The stream is complete if the AECS's header said that the block is the last.
+    /// End of block. The stream is complete if the AECS's header marked the block as the last.
     Block = 1,
     /// End of block and an empty stored block that is not the last: aligned to bytes, more can follow.
     EmptyStored = 2,
-    /// End of block and an empty stored block that is the last, where the header did not say so.
+    /// End of block and an empty stored block that is the last, where the header did not mark it.
     FinalStored = 3,
 }
 
@@ -117,7 +117,7 @@ pub struct Decompress {
     pub destination_size: u32,
 }
 
-/// Decompresses a whole stream in one go: it has to end with the end of a block that says it is the last. The record
+/// Decompresses a whole stream in one go: it has to end with the end of a block marked as the last. The record
 /// has the output's size, which is to be checked, and its CRC.
 pub const fn decompress(decompress: Decompress, record: u64) -> Operation<Produces> {
     let descriptor = Descriptor {

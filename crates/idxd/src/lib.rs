@@ -6,14 +6,13 @@
 //!      │
 //!   queue ── shares             one work queue: credits, tries, deadlines, quarantine; fair parts of it
 //!      │
-//!   submit                      the seam: a work queue as a process has it
+//!   submit                      the trait `Submit`: a work queue as a process has it
 //!      ├── portal ── discovery  the host's, over ENQCMD, MOVDIR64B or write(2)
-//!      └── model                devices in software that misbehave
+//!      └── crate idxd-model     devices in software that fail on request
 //!
-//!   descriptor, operation, dsa, iaa, rules    what a device is told        record, status    what it says
-//!   selftest                    asks a work queue, real or modelled, whether all of this is as assumed
+//!   descriptor, operation, dsa, iaa, rules    what a device is to do        record, status    what it reports
 //! ```
-//! Little-endian x86-64 is what these devices exist for; elsewhere only the model works.
+//! These devices exist for little-endian x86-64 only; on other targets only the model works.
 
 #[cfg(test)]
 extern crate self as idxd;

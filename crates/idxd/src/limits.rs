@@ -1,4 +1,4 @@
-//! What a work queue can do, as its driver says or a test makes up.
+//! What a work queue can do, as its driver reports or a test defines.
 
 use std::num::NonZeroU32;
 
@@ -24,9 +24,9 @@ impl Kind {
 /// How a work queue takes descriptors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// From many processes: ENQCMD, which says whether the descriptor was accepted.
+    /// From many processes: ENQCMD, which returns whether the descriptor was accepted.
     Shared,
-    /// From one process: MOVDIR64B, which says nothing. What is too much is lost.
+    /// From one process: MOVDIR64B, which returns nothing. What is too much is lost.
     Dedicated,
 }
 

@@ -287,7 +287,7 @@ impl fmt::Debug for Portal {
 /// Status of a descriptor that was done.
 const SUCCESS: u8 = 1;
 
-/// What a queue says to a descriptor without operands.
+/// How a queue answers a descriptor without operands.
 enum Answer {
     Status(u8),
     Refused(Refusal),

@@ -12,11 +12,11 @@
 //! any time. One descriptor is submitted as it is, several as a batch, and where there are no batches (IAA;
 //! write(2) to the first DSA) one by one in one call. Nothing here allocates once the queue is open.
 //!
-//! **Credits.** A dedicated queue loses what it has no entry for, and says nothing. A shared one says "no", which
+//! **Credits.** A dedicated queue loses what it has no entry for, and reports nothing. A shared one refuses, which
 //! costs bus time of all users, and the process that asks most often gets most. So entries are counted: of a dedicated queue all,
 //! of a shared one this process's share ([`Queue::set_entries`]). A slot holds its entries until it is complete.
 //!
-//! **Tries.** "Full" is also what a disabled queue says. So the number of tries is bounded, and then the
+//! **Tries.** "Full" is also what a disabled queue reports. So the number of tries is bounded, and then the
 //! processor does the work.
 //!
 //! **Deadlines.** A disabled device, or a record that it could not write, never completes. Who waits gives up
@@ -104,7 +104,7 @@ impl Default for Tuning {
 pub enum Urgency {
     /// Once: the processor may as well do it.
     Low,
-    /// As often as [`Tuning::tries`] says.
+    /// As often as [`Tuning::tries`].
     High,
 }
 
@@ -155,7 +155,7 @@ pub enum NotTaken {
 /// Why there is no outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum Unanswered {
-    /// The deadline is over. The device may still do what it was told to, until the queue is closed.
+    /// The deadline is over. The device may still execute the operation, until the queue is closed.
     #[error("the device has not answered in time")]
     TimedOut,
     /// The queue has been closed, and the device will not answer any more.

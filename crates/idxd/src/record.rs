@@ -1,4 +1,4 @@
-//! Completion records: where a device says that it is done.
+//! Completion records: where a device reports that it is done.
 //!
 //! ```text
 //!        0        1        2          4                8                16                          64

@@ -148,7 +148,7 @@ pub enum Violation {
 }
 
 impl Violation {
-    /// The status with which either device says so.
+    /// The status with which either device reports it.
     pub const fn code(&self) -> u8 {
         match self {
             Self::Opcode => 0x10,

@@ -30,7 +30,7 @@
 //!
 //! **Races.** A row is one word, so it is never seen half written, and no member waits for another: there is no lock that has
 //! to be released first. Only a row's owner writes to it, but for clearing what a dead owner left, under its lock, and
-//! marking a silent one idle, by a compare-exchange that fails if there is a new beat. A member that changes a row
+//! marking a stale one idle, by a compare-exchange that fails if there is a new beat. A member that changes a row
 //! increments the generation afterwards; so a member that divided before or while the row changed divides again.
 //! One that dies in between is made up for by each member's next [`refresh`](Share::refresh), which always divides.
 //! Until all have seen a change, they may have more than the queue's entries in flight together, or less. Then the
@@ -39,7 +39,7 @@
 //!
 //! **Idle members** do not count, and the others have their entries ([`Share::set_active`]).
 //!
-//! **More members than entries.** Then members take turns, each as often as its weight says, and have no entry
+//! **More members than entries.** Then members take turns, each in proportion to its weight, and have no entry
 //! meanwhile; see [`divide`]. A turn ends when a member refreshes that has seen it for [`TURN`]. The queues of a host are
 //! out of step, so that a process that uses several has entries of some at any time.
 //!
@@ -226,7 +226,7 @@ impl Table {
         })
     }
 
-    /// Becomes a member: active, until it says otherwise. The table may be dropped before the share.
+    /// Becomes a member: active, until it declares otherwise. The table may be dropped before the share.
     pub fn join(&self, weight: Weight) -> Result<Share, SharesError> {
         let shared = &self.shared;
         shared.check()?;
@@ -288,7 +288,7 @@ impl Share {
         }
     }
 
-    /// Says whether this member has anything to do. While it has not, its share is none and the others have its
+    /// Declares whether this member has anything to do. While it has not, its share is none and the others have its
     /// entries. Each change makes all members divide again, so this is for pauses of milliseconds and more.
     pub fn set_active(&self, active: bool) {
         self.update(|word| row_word(Weight(weight_of(word)), active, beat_of(word)));
@@ -300,7 +300,7 @@ impl Share {
     }
 
     /// Shows that this member is alive, and looks after the others: due about every 100 ms, and not much less often
-    /// than every second. `now` is from any clock that goes on steadily, the same for all shares of a table. After an
+    /// than every second. `now` is from any monotonic clock, the same for all shares of a table. After an
     /// error the share is as it was, and may be wrong from now on; after [`SharesError::Removed`] it is.
     pub fn refresh(&self, now: Duration) -> Result<(), SharesError> {
         let shared = &self.shared;

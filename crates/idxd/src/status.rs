@@ -1,4 +1,4 @@
-//! What a completion record says, in words.
+//! The meaning of a completion record, in words.
 //!
 //! ```text
 //!   RecordImage ──► DsaOutcome  status, page fault, result, completed …
@@ -16,7 +16,7 @@ use std::fmt;
 
 use crate::{Flags, RecordImage};
 
-/// What DSA says about one descriptor.
+/// What DSA reports about one descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DsaOutcome {
     /// How it ended.
@@ -93,7 +93,7 @@ impl fmt::Display for DsaOutcome {
     }
 }
 
-/// What IAA says about one descriptor.
+/// What IAA reports about one descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IaaOutcome {
     /// How it ended.
@@ -150,7 +150,7 @@ impl IaaOutcome {
             .map_or(self.status.fault(), AnalyticsError::fault)
     }
 
-    /// Whether the output is too small and nothing else is wrong. Compression says so with an analytics error,
+    /// Whether the output is too small and nothing else is wrong. Compression reports it with an analytics error,
     /// decompression with a status of its own.
     pub fn does_not_fit(&self) -> bool {
         self.status == IaaStatus::OutputOverflow
@@ -203,7 +203,7 @@ pub enum Fault {
     Memory,
     /// Of the data: a stream or delta that is damaged, or that does not fit. It would fail anywhere.
     Data,
-    /// Of members of a batch: their own records say. One without a status has not been done.
+    /// Of members of a batch: their own records have it. One without a status has not been done.
     Members,
     /// Of the program that built the descriptor.
     Program,

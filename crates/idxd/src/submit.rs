@@ -12,7 +12,7 @@ pub trait Submit: Send + Sync + fmt::Debug {
     /// What the queue takes.
     fn limits(&self) -> &Limits;
 
-    /// Whether the device is a model: then its speed says nothing about hardware.
+    /// Whether the device is a model: then its speed does not apply to hardware.
     fn is_modelled(&self) -> bool {
         false
     }
@@ -27,7 +27,7 @@ pub trait Submit: Send + Sync + fmt::Debug {
     /// worthless, or a fault.
     unsafe fn submit(&self, descriptors: &[Descriptor]) -> Submitted;
 
-    /// Time that goes on while the device works; from any beginning.
+    /// Time that passes while the device works; from any beginning.
     fn now(&self) -> Duration;
 
     /// Waits a little: until `record` is complete, or something else happens, but at most until `deadline` (by
@@ -51,7 +51,7 @@ pub struct Submitted {
 /// Why a work queue did not take a descriptor.
 #[derive(Debug, Error)]
 pub enum Refusal {
-    /// It is full, or disabled: a shared queue does not say which.
+    /// It is full, or disabled: a shared queue does not report which.
     #[error("the work queue did not take the descriptor: it is full or disabled")]
     Full,
     /// The kernel does not let it through: a batch where there may be none, a misaligned record.

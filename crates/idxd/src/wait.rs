@@ -2,7 +2,7 @@
 //!
 //! With WAITPKG the processor watches the record's cache line and sleeps: UMONITOR, a look at the record in case it
 //! was written before, UMWAIT. Without, it spins with PAUSE. Either way a wait that ends without the record lets
-//! other threads run before it returns, and the caller waits again: nothing here goes on for long.
+//! other threads run before it returns, and the caller waits again: nothing here takes long.
 
 use std::{
     hint,

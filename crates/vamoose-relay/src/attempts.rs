@@ -39,9 +39,9 @@ pub struct Attempt {
 pub enum Standing {
     /// A process on this host drives it.
     Running,
-    /// Its process was ended: the same command, or a server that is started again, goes on with it.
+    /// Its process was ended: the same command, or a restarted server, continues it.
     Unfinished,
-    /// A loaded guest at the destination, whose source has been silent for the orphan timeout, or that no server
+    /// A loaded guest at the destination, whose source has sent nothing for the orphan timeout, or that no server
     /// looks after.
     Orphaned,
     /// The guest is paused at the source, and may run at the destination.

@@ -50,7 +50,7 @@ impl fmt::Display for Direction {
     }
 }
 
-/// A relay that failed. The guest runs on at the source, unless the message states otherwise.
+/// A relay that failed. The guest keeps running at the source, unless the message states otherwise.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RelayError {

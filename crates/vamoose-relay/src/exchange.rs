@@ -11,9 +11,9 @@
 //!
 //! Between two SYNCs no page appears twice, so any writer may take any packet: the queue is shared
 //! and the faster channel gets more. **SYNC is a barrier on both sides**: the last reader to reach
-//! it puts one SYNC per writer behind everything read so far, and no reader goes on before that. Of
+//! it puts one SYNC per writer behind everything read so far, and no reader continues before that. Of
 //! a channel's writers the last to take its own sends it, when the others' packets are out; and
-//! none goes on before all channels have theirs.
+//! none continues before all channels have theirs.
 //!
 //! **The packets that exist are all the packets that can wait**: two per channel, or one per reader
 //! and stream where these are more. More would falsify the bandwidth that the source measures (it
@@ -179,7 +179,7 @@ impl Barrier {
         }
     }
 
-    /// Waits for all parties; the last one runs `complete` before any goes on.
+    /// Waits for all parties; the last one runs `complete` before any continues.
     ///
     /// The lock is not held meanwhile: `complete` may have to wait for a thread that never
     /// comes, and it takes [`Barrier::give_up`] to end that.

@@ -1,7 +1,7 @@
-//! Takes the source's connections and finds out what they are.
+//! Accepts the source's connections and identifies them.
 //!
 //! A source QEMU connects its main stream first, may send its header at once (7.2 does so before it
-//! has all channels), and goes on with the section `ram` only when a SYNC has gone out on every
+//! has all channels), and sends the section `ram` only when a SYNC has been sent on every
 //! channel. Another relay sends on the main stream first, because a destination QEMU demands it, and
 //! announces in each channel's first packet how many there will be. So the rule is:
 //!
@@ -9,12 +9,12 @@
 //! number of channels known (configured or announced):  done when main and all of them are there
 //! unknown, channels there when `ram` is on the main:    done when the backlog is empty
 //! unknown, no channel a second after main came:        a migration without multifd
-//! first bytes 0x16 0x03 (TLS) on any connection:        nothing can be understood
+//! first bytes 0x16 0x03 (TLS) on any connection:        all is passed through
 //! ```
 //!
-//! Strangers may connect as well: port scanners, a client with the wrong address. **Until a main stream or a channel
+//! Other clients may connect as well: port scanners, a client with the wrong address. **Until a main stream or a channel
 //! has introduced itself by its first bytes, a connection that is neither is turned away**, and the relay waits on; one
-//! that stays silent is turned away later, too. But what a source that has begun does wrong is an error.
+//! that sends nothing is closed later, too. But a protocol error of a source that has begun is an error.
 
 mod opening;
 
@@ -183,7 +183,7 @@ impl Gathering<'_> {
                 .is_some_and(|(_, came)| now >= *came + PLAIN_AFTER)
     }
 
-    /// Turns away connections that have been silent for too long, and does not wait for ever for a source that has begun.
+    /// Closes connections that have sent nothing for too long, and does not wait for ever for a source that has begun.
     fn end_waiting(&mut self, now: Instant) -> Result<(), RelayError> {
         if let Some(began) = self.began {
             if now >= began + self.timeout {
@@ -257,7 +257,7 @@ impl Gathering<'_> {
         self.turn_away(closed)
     }
 
-    /// A connection that behaves as no source does is a stranger, until a source has begun.
+    /// A connection that behaves as no source does is foreign, until a source has begun.
     fn turn_away(&self, error: RelayError) -> Result<(), RelayError> {
         if self.began.is_some() {
             return Err(error);

@@ -1,4 +1,4 @@
-//! What this host remembers of attempts to migrate, so that a process that is started again can go on.
+//! This host's record of attempts to migrate, so that a restarted process can continue them.
 //!
 //! ```text
 //!  STATE-DIR/source-ID.json          one attempt of which this host is the source

@@ -157,7 +157,7 @@ impl Pump<'_> {
             let piece = match (&*self.from).read(&mut buffer) {
                 Ok(0) => break,
                 Ok(read) => &buffer[..read],
-                // A main stream may be silent for as long as it likes.
+                // A main stream may be idle for any time.
                 Err(error) if is_transient(&error) => continue,
                 Err(error) => return Err(RelayError::MainRead(self.direction, error)),
             };
@@ -191,7 +191,7 @@ impl Pump<'_> {
 /// Large enough for a migration without multifd to be cheap.
 const PIECE: usize = 128 * 1024;
 
-/// Whether to try again: a connection may be silent for as long as it likes.
+/// Whether to try again: a connection may be idle for any time.
 pub(crate) fn is_transient(error: &io::Error) -> bool {
     matches!(
         error.kind(),

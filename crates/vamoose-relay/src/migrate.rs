@@ -6,7 +6,7 @@
 //!  set up    the source QEMU and a relay beside it
 //!  watch     until the source reports completed, failed or cancelled
 //!  hand over completed: the source is paused for good; crate `handover` decides what every answer means.
-//!            Anything else: the guest goes on here, the server ends its QEMU.
+//!            Anything else: the guest resumes here, the server ends its QEMU.
 //! ```
 
 mod earlier;
@@ -59,7 +59,7 @@ pub struct Migration<'a> {
     pub config: Config,
     /// Longest downtime to aim at; QEMU's own setting if `None`.
     pub downtime_limit: Option<Duration>,
-    /// Longest time for which the guest may stand still before the hand-over: then it goes on here.
+    /// Longest time for which the guest may be paused before the hand-over: then it resumes here.
     pub downtime_max: Duration,
     /// How the source finds zero pages (`none`, `legacy`, `multifd`); the best that both QEMUs know
     /// if `None`.
@@ -243,7 +243,7 @@ impl Migration<'_> {
             let relay = scope.spawn(|| span.in_scope(|| relay.relay()));
             let (decision, mut ended) =
                 match self.watch(source, &socket.path, &stats, &hangup, observe) {
-                    // The guest stands still: nothing comes before the commit, not even the relay's end.
+                    // The guest is paused: nothing comes before the commit, not even the relay's end.
                     Ok(account) => {
                         let decision = hand_over.finish(SourceEvent::Stopped, Some(source));
                         let ended = Ended {
@@ -262,7 +262,7 @@ impl Migration<'_> {
             if ended.cause.is_some() {
                 hangup.hang_up();
             }
-            // A thread that panicked has nothing to tell; the source's status decides.
+            // A thread that panicked has no result; the source's status decides.
             ended.relayed(relay.join().unwrap_or(Err(RelayError::Cancelled)));
             ended.moved = stats.snapshot();
             (decision, ended)

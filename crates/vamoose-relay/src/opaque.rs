@@ -1,8 +1,8 @@
 //! Passes a migration through unchanged: without multifd, or behind TLS.
 //!
 //! Each connection of the source becomes one to the destination, in the same order. A connection
-//! of a TLS migration always speaks first and is dialled then; a plain one that comes behind the
-//! main stream (postcopy preemption) may stay silent for long and is dialled at once.
+//! of a TLS migration always sends first and is dialled then; a plain one that comes behind the
+//! main stream (postcopy preemption) may stay idle for long and is dialled at once.
 
 use std::{
     io::Read,
@@ -45,7 +45,7 @@ pub(crate) fn pass_through(
             loop {
                 for (number, (stream, first)) in opened.drain(..).enumerate() {
                     let is_first = setup_time.is_none() && number == 0;
-                    // A silent one may be none of the source's: it is not waited for.
+                    // An idle one may be none of the source's: it is not waited for.
                     open += usize::from(!first.is_empty() || !is_tls);
                     let connection = Connection {
                         relay,
@@ -119,7 +119,7 @@ const TLS_HANDSHAKE: u8 = 0x16;
 const TICK: Duration = Duration::from_millis(50);
 
 enum Report {
-    /// A connection that had been silent has sent its first bytes.
+    /// A connection that had been idle has sent its first bytes.
     Began,
     /// A connection ended in good order.
     Ended,
@@ -136,7 +136,7 @@ struct Connection<'a> {
     stream: Arc<Stream>,
     first: Vec<u8>,
     is_tls: bool,
-    /// A main stream in plain text, on whose return path the destination speaks.
+    /// A main stream in plain text, on whose return path the destination sends.
     is_main: bool,
     report: Sender<Report>,
 }
@@ -213,7 +213,7 @@ impl Connection<'_> {
         let _ = self.report.send(report);
     }
 
-    /// Waits for the first bytes, for as long as it takes. An error if they are not TLS: the connection is a stranger's.
+    /// Waits for the first bytes, for as long as it takes. An error if they are not TLS: the connection is not the source's.
     fn read_first(&self) -> Result<Vec<u8>, &'static str> {
         let mut first = [0; 4];
         let read = loop {

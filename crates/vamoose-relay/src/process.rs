@@ -12,8 +12,8 @@
 //!  pidfd ── of the same process as ── /proc/PID/fd/N ─> socket:[inode]
 //! ```
 //!
-//! All that is read of a process counts only if the process has not ended by then, as its pidfd
-//! says: no other process can have had its number meanwhile.
+//! All that is read of a process counts only if the process has not ended by then, by its
+//! pidfd: no other process can have had its number meanwhile.
 //!
 //! A program that forwards a monitor (`socat`) would be taken for QEMU: give Vamoose the monitor
 //! that QEMU itself opened or was handed.

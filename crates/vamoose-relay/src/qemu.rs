@@ -250,7 +250,7 @@ impl Qemu {
         Ok(())
     }
 
-    /// The process that this QEMU is, for a journal. An error when it cannot be told with certainty: it runs in another
+    /// The process that this QEMU is, for a journal. An error when it is not certain: it runs in another
     /// pid namespace, or belongs to a user whose processes cannot be looked at.
     pub(crate) fn identity(&mut self) -> Result<ProcessId, ProcessError> {
         Ok(self.process()?.identity())
@@ -275,7 +275,7 @@ impl Qemu {
     }
 
     /// Whether this QEMU is proven to have ended, or to do so within a time: its monitor closes a little
-    /// before. A monitor that is silent or closed proves nothing; nor does false.
+    /// before. A monitor that is unresponsive or closed proves nothing; nor does false.
     pub(crate) fn is_dead(&self, within: Duration) -> bool {
         let process = self.process.as_ref();
         process.is_some_and(|process| matches!(process.wait_for_end(within), Ok(true)))
@@ -422,7 +422,7 @@ mod tests {
         assert!(handed.child.try_wait().unwrap().is_some());
     }
 
-    /// A connection that breaks says nothing about the process.
+    /// A connection that breaks proves nothing about the process.
     #[test]
     fn a_qemu_is_ended_over_a_connection_that_is_broken() {
         let Some(binary) = newest_or_skip().unwrap() else {

@@ -62,7 +62,7 @@ pub(crate) struct Timestamp {
 }
 
 impl Timestamp {
-    /// Time since the Unix epoch; zero when QEMU could not tell.
+    /// Time since the Unix epoch; zero when QEMU had none.
     pub(crate) fn since_epoch(self) -> Duration {
         let part = |value| u64::try_from(value).unwrap_or(0);
         Duration::from_secs(part(self.seconds)) + Duration::from_micros(part(self.microseconds))

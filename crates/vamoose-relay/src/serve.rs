@@ -1,7 +1,7 @@
 //! The destination's side of `migrate`: takes migrations for the QEMUs waiting on this host.
 //!
 //! ```text
-//!  prepare ─> check the waiting QEMU, set it up, tell it not to start by itself, run a relay to it
+//!  prepare ─> check the waiting QEMU, set it up, keep it from starting itself, run a relay to it
 //!  data    ─> handed to that relay
 //!  commit  ─> when the QEMU has loaded the guest: continue it, answer when it runs
 //!  abort   ─> end the relay and the QEMU, which holds half a guest
@@ -60,7 +60,7 @@ pub struct ServerConfig {
     pub orphan_timeout: Duration,
 }
 
-/// A server that cannot go on.
+/// A server that cannot continue.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ServeError {

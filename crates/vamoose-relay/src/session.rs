@@ -140,7 +140,7 @@ impl Relay<'_> {
     }
 
     /// Takes the source's first SYNC before its connections are closed. A source whose channels break
-    /// while that SYNC goes out waits for it for ever (seen with QEMU 10.0): its guest runs on, but
+    /// while that SYNC goes out waits for it for ever (seen with QEMU 10.0): its guest runs, but
     /// can never be migrated again.
     fn let_source_set_up(&self, channels: &[Arc<Stream>]) {
         let mut sync = vec![0; self.config.layout.ram_header_len()];

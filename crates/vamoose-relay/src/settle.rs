@@ -82,7 +82,7 @@ pub enum SettleError {
 
 /// How long a destination may take to contradict.
 const ASKING: Duration = Duration::from_secs(5);
-/// How long a server may take to end its QEMU, or to let it go on.
+/// How long a server may take to end its QEMU, or to continue it.
 const SETTLING: Duration = Duration::from_secs(60);
 
 impl Settlement {
@@ -173,7 +173,7 @@ impl Settlement {
             None => Ok(()),
         };
         match self.verdict {
-            // The guest must be gone there before it goes on here.
+            // The guest must be gone there before it resumes here.
             Verdict::NeverRan => {
                 let cause = "settled by hand: it never ran here".to_owned();
                 request(self.destination, SourceMessage::Abort { cause })?;

@@ -24,7 +24,7 @@ pub(super) trait Tokens {
     fn copy(&mut self, length: usize, distance: usize) -> Result<(), Failure>;
 }
 
-/// Finds what to say about `input`: nothing but literals, or copies too.
+/// Finds symbols for `input`: nothing but literals, or copies too.
 pub(super) fn tokenize(
     input: &[u8],
     literals_only: bool,
@@ -244,7 +244,7 @@ impl Code {
 /// What comes after the last token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
-    /// Nothing: the block goes on.
+    /// Nothing: the block continues.
     Open,
     /// The end of the block.
     Block,

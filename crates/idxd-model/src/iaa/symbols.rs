@@ -32,7 +32,7 @@ pub(super) const LENGTH_RANGES: [Range; 29] = {
         base += 1 << extra;
         symbol += 1;
     }
-    // 258 has a symbol of its own, although the one before it could say it too.
+    // 258 has a symbol of its own, although the one before it could express it too.
     ranges[28].base = 258;
     ranges
 };
@@ -62,7 +62,7 @@ pub(super) fn of_distance(distance: usize) -> usize {
     if from_zero < 4 {
         return from_zero;
     }
-    // Two symbols for each power of two: the bit below the highest says which.
+    // Two symbols for each power of two: the bit below the highest selects one.
     let highest = from_zero.ilog2();
     2 * highest as usize + (from_zero >> (highest - 1) & 1)
 }

@@ -204,7 +204,7 @@ impl Machine {
                 };
                 undefined[3] = u64::MAX;
             }
-            // What only filters say: of everything else it is noise.
+            // What only filters report: for everything else it is noise.
             Kind::Iaa => {
                 undefined[4] = 0xffff_ffff_0000_0000;
                 undefined[6..].fill(u64::MAX);

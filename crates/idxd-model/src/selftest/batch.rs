@@ -317,7 +317,7 @@ fn parent(image: &RecordImage) -> String {
     format!("{:#04x}, {} completed", image.status(), image.completed())
 }
 
-/// What a batch and its members say.
+/// What a batch and its members report.
 fn summary(answer: &BatchAnswer) -> Result<String, Ended> {
     let mut summary = format!(
         "{}, members",

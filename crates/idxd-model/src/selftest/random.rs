@@ -63,7 +63,7 @@ struct Round {
     work: OffloadCounters,
 }
 
-/// Devices that misbehave, and their queues for letting time go on.
+/// Devices with injected faults, and their queues, which advance time.
 struct Bad {
     devices: Arc<Devices>,
     queues: Vec<Arc<dyn Submit>>,

@@ -20,7 +20,7 @@ use idxd::{Descriptor, Flags, Limits, Record, RecordImage, Refusal, Submit, opco
 /// Bytes of a page.
 pub(super) const PAGE: usize = 4096;
 
-/// A work queue under test. Everything that a device was ever told of is kept until the queue is closed, which is
+/// A work queue under test. Everything whose address a device has is kept until the queue is closed, which is
 /// when this is dropped: an answer that comes too late then does no harm.
 pub(super) struct Rig<'a> {
     submit: Arc<dyn Submit>,
@@ -59,7 +59,7 @@ pub(super) struct BatchAnswer {
 /// A batch to be asked for.
 pub(super) struct Batch {
     pub(super) members: Vec<Descriptor>,
-    /// What the batch says about their number; else it is right.
+    /// What the batch states as their number; else it is right.
     pub(super) count: Option<u32>,
     /// Where the list begins; else it has an area of its own.
     pub(super) list: Option<(Rc<Area>, usize)>,
@@ -176,7 +176,7 @@ impl<'a> Rig<'a> {
         Ok(self.ask_with(descriptor, record))
     }
 
-    /// Submits a descriptor and waits for `record`, whatever the descriptor says about it. Its addresses are those of
+    /// Submits a descriptor and waits for `record`, whatever the descriptor states about it. Its addresses are those of
     /// areas of this rig.
     pub(super) fn ask_with(&self, descriptor: Descriptor, record: &Record) -> Answer {
         match self.offer(&descriptor) {

@@ -54,7 +54,7 @@ impl<'a> Attributes<'a> {
         })
     }
 
-    /// One that not every kernel has, and without which things go on.
+    /// One that not every kernel has, and that is not required.
     pub(super) fn may<T>(
         &mut self,
         name: &'static str,
@@ -128,7 +128,7 @@ pub(super) fn small(text: &str) -> Option<u32> {
     number(text)?.try_into().ok()
 }
 
-/// A number where the kernel says "none" as -1.
+/// A number for which the kernel writes "none" as -1.
 pub(super) fn or_none(text: &str) -> Option<Option<u32>> {
     if text == "-1" {
         return Some(None);

@@ -20,7 +20,7 @@ pub struct DeviceName {
 /// People may write it as `wq0.1`, as `dsa0/wq0.1` or as its character device, `/dev/dsa/wq0.1`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct QueueName {
-    /// The device's kind, where the name says it.
+    /// The device's kind, where the name contains it.
     pub kind: Option<Kind>,
     /// The device's number.
     pub device: u32,
@@ -36,7 +36,7 @@ pub enum NameError {
         "{0:?} is not a work queue: write it as wq0.1, dsa0/wq0.1 or /dev/dsa/wq0.1, several with commas between"
     )]
     Form(String),
-    /// The queue belongs to another device than the name says.
+    /// The queue belongs to another device than the one in the name.
     #[error("{0:?} does not exist: the queues of device {device} are named wq{device}.0, wq{device}.1 and so on", device = .1)]
     Device(String, u32),
     /// One queue twice.
@@ -64,7 +64,7 @@ impl QueueName {
         Ok(names)
     }
 
-    /// Whether both name the same queue, though one may say more about it.
+    /// Whether both name the same queue, though one may be more specific.
     pub fn is(&self, other: &Self) -> bool {
         let kinds_agree = self.kind.is_none() || other.kind.is_none() || self.kind == other.kind;
         (self.device, self.queue) == (other.device, other.queue) && kinds_agree

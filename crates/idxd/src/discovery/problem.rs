@@ -72,14 +72,14 @@ pub enum Problem {
     Garbled {
         /// The name of the file.
         attribute: &'static str,
-        /// The beginning of what it says.
+        /// The beginning of its value.
         value: String,
     },
 }
 
 impl Problem {
     /// The commands that remove it for `queue`, to be given as root; none where commands do not help. Where the queue
-    /// has not been set up for processes, these are [`setup_commands`]: mind what they do to a device in use.
+    /// has not been set up for processes, these are [`setup_commands`]: they reconfigure a device in use.
     pub fn commands(&self, device: &Device, queue: &WorkQueue) -> Vec<String> {
         match self {
             _ if self.needs_setup(queue) => setup_commands(device),

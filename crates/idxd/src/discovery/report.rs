@@ -35,7 +35,7 @@ pub struct Hardware {
 /// A device and what can be done with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceReport {
-    /// What sysfs says.
+    /// What sysfs reports.
     pub device: Device,
     /// Its queues, in their order.
     pub queues: Vec<QueueReport>,

@@ -1,4 +1,4 @@
-//! Huffman codes of DEFLATE (RFC 1951), and the block header that tells a decoder about them.
+//! Huffman codes of DEFLATE (RFC 1951), and the block header that describes them to a decoder.
 //!
 //! ```text
 //!   counts ──► lengths, 15 bits at most ──► canonical codes ──► AECS

@@ -130,7 +130,7 @@ fn fill(slot: &mut Slot, moves: &[Move]) -> usize {
     moves.len().min(list.len())
 }
 
-/// What a device writes to the caller's memory. It ends before the caller goes on, also if that panics.
+/// What a device writes to the caller's memory. It ends before the caller continues, also if that panics.
 struct Writing<'a> {
     devices: &'a Devices,
     /// There until it has ended.

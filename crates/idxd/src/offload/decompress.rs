@@ -34,11 +34,11 @@ impl Decompressor {
         }
     }
 
-    /// Fills `pages` from `streams`, of which there is one for each page. What a device does not do, or says is wrong,
+    /// Fills `pages` from `streams`, of which there is one for each page. What no device does, or reports as wrong,
     /// `by_processor` does: it gets the stream and the page.
     ///
     /// # Errors
-    /// What `by_processor` says, of the first page that it says it of.
+    /// The error of `by_processor`, of the first page for which it fails.
     #[expect(
         clippy::type_complexity,
         reason = "a name would not say more than the closure's own arguments"

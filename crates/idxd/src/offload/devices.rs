@@ -26,7 +26,7 @@ pub struct Devices {
     serde(rename_all = "kebab-case")
 )]
 pub struct OffloadCounters {
-    /// The devices are a model: how much they did, and how fast, says nothing about hardware.
+    /// The devices are a model: how much they did, and how fast, does not apply to hardware.
     pub model: bool,
     /// Done by a device.
     pub by_device: u64,
@@ -121,7 +121,7 @@ impl Devices {
         self.queues().map(Queue::statistics).collect()
     }
 
-    /// Gives operations to the next queue that takes them. `fill` writes them to a slot and says how many they are;
+    /// Gives operations to the next queue that takes them. `fill` writes them to a slot and returns their number;
     /// it may be asked again, for another slot. None end it.
     ///
     /// # Safety
@@ -164,7 +164,7 @@ impl Devices {
         member.queue.slot()
     }
 
-    /// The queue's time; where the queue is of a model, this lets its time go on.
+    /// The queue's time; where the queue is of a model, this advances its time.
     pub(super) fn now(&self, member: usize) -> Duration {
         self.members[member].queue.now()
     }

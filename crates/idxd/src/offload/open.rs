@@ -1,4 +1,4 @@
-//! Which devices to use, as a user says it, and how they are opened.
+//! Which devices to use, as a user specifies it, and how they are opened.
 
 use std::{fmt, num::NonZeroU32, path::PathBuf, str::FromStr, sync::Arc};
 

@@ -45,7 +45,7 @@ pub struct Batch {
     pages: usize,
 }
 
-/// A device has called a page zero that is not, and says so again.
+/// A device has reported a page as zero that is not, and reports it again.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error(
     "a DSA reported a page as zero that is not, and {unchecked} more of its verdicts were not checked: \
@@ -84,7 +84,7 @@ const CONFIRMATIONS: usize = 8;
 const CONFIRMATION: Duration = Duration::from_millis(5);
 
 /// While the processor goes through pages of which there is no verdict yet, it lets the time of devices that are
-/// modelled go on every so many pages: these do nothing by themselves. It costs as much as looking at a page.
+/// modelled advance every so many pages: these do nothing by themselves. It costs as much as looking at a page.
 const LOOKS: u64 = 16;
 
 impl ZeroScanner {
@@ -103,7 +103,7 @@ impl ZeroScanner {
     }
 
     /// Lets devices begin with the pages at these addresses, and returns at once. Pages that are not there are better
-    /// left out: a device can only say so, and the processor has to look after all.
+    /// left out: a device can only report a fault, and the processor has to check them anyway.
     ///
     /// What is at the addresses may change, or go away: then the verdicts are worth nothing.
     pub fn start(&mut self, pages: &[u64]) -> Batch {
@@ -138,7 +138,7 @@ impl ZeroScanner {
     ) -> Result<(), WrongVerdict> {
         let most = verdicts.len().min(pages.len());
         let verdicts = &mut verdicts[..most];
-        // Of other pages the device can say nothing.
+        // The device has no results for other pages.
         let Some(pending) = batch.pending.filter(|_| batch.pages == pages.len()) else {
             look(verdicts, is_zero);
             self.devices.counters().add(OffloadCounters {
@@ -244,7 +244,7 @@ impl ZeroScanner {
         while let Some(Late { pending, deadline }) = self.late.get(index) {
             if pending.flight.is_done() || self.devices.now(pending.member) >= *deadline {
                 let late = self.late.swap_remove(index);
-                // Past its deadline it counts as a timeout; what it says does not matter any more.
+                // Past its deadline it counts as a timeout; its result does not matter any more.
                 drop(late.pending.flight.wait(late.deadline));
             } else {
                 index += 1;

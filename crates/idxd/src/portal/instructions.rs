@@ -1,5 +1,5 @@
 //! The instructions that hand descriptors to a device and that wait for it. Nothing but their encodings; whether the
-//! processor has them is [`Features`](crate::cpu::Features)' to say.
+//! processor has them is in [`Features`](crate::cpu::Features).
 //!
 //! Source: Intel's instruction set reference.
 
@@ -12,7 +12,7 @@ use crate::{Descriptor, Record};
 ///
 /// # Safety
 /// The processor has the instruction and the kernel has enabled it. `portal` is within a mapped portal and aligned
-/// to 64 bytes. The device may do what the descriptor says.
+/// to 64 bytes. The device may do what the descriptor specifies.
 pub(super) unsafe fn enqcmd(portal: *mut u8, descriptor: &Descriptor) -> bool {
     let refused: u8;
     // SAFETY: the caller's promise; it reads the descriptor's 64 bytes and writes nothing but to the portal.
@@ -30,11 +30,11 @@ pub(super) unsafe fn enqcmd(portal: *mut u8, descriptor: &Descriptor) -> bool {
 }
 
 /// MOVDIR64B: writes `descriptor` to the dedicated work queue behind `portal`, in one piece. What a full queue does
-/// with it is not told.
+/// with it is not reported.
 ///
 /// # Safety
 /// The processor has the instruction. `portal` is within a mapped portal and aligned to 64 bytes. The device may do
-/// what the descriptor says.
+/// what the descriptor specifies.
 pub(super) unsafe fn movdir64b(portal: *mut u8, descriptor: &Descriptor) {
     // SAFETY: the caller's promise; it reads the descriptor's 64 bytes and writes nothing but to the portal.
     unsafe {

@@ -1,5 +1,5 @@
 //! The portal through write(2), where the kernel does not let processes map it: the buffer is an array of
-//! descriptors, and the return value says how many bytes of it the device has.
+//! descriptors, and the return value is how many bytes of it the device has.
 
 use std::{
     fs::File,
@@ -43,7 +43,7 @@ fn push(bytes: &[u8], mut write: impl FnMut(&[u8]) -> io::Result<usize>) -> Subm
         if rest.is_empty() {
             break None;
         }
-        // A short count means that the next descriptor was refused: asking again says why.
+        // A short count means that the next descriptor was refused: another try returns the reason.
         match write(rest) {
             Ok(0) => break Some(Refusal::System(ErrorKind::WriteZero.into())),
             Ok(count) if count % DESCRIPTOR == 0 => written += count.min(rest.len()),
@@ -102,7 +102,7 @@ mod tests {
     }
 
     fn submit(written: &Written, descriptors: &[Descriptor]) -> Submitted {
-        // SAFETY: there is no device to do what they say.
+        // SAFETY: there is no device to execute them.
         unsafe { written.submit(descriptors) }
     }
 
@@ -138,7 +138,7 @@ mod tests {
         assert_eq!(found, bytes(&descriptors[..submitted.accepted]));
     }
 
-    /// What becomes of 8 descriptors, if write says this, and then that it takes all.
+    /// The outcome of 8 descriptors, if write returns this, and then takes all.
     fn pushed(says: &[Result<usize, Errno>]) -> (usize, Option<Refusal>) {
         let mut says = says.iter();
         let submitted = push(&[0; 8 * DESCRIPTOR], |rest| {

@@ -110,7 +110,7 @@ impl Flight {
 
     /// A record that is still to come, or `None` if there are no more.
     ///
-    /// A batch whose record says success has a record for each member, even if one may be seen a little later. Of
+    /// A batch whose record reports success has a record for each member, even if one may be seen a little later. Of
     /// one that failed, those members have none that the device did not get to. If it got to a member and there
     /// is no record, that is lost: or the kernel delivers it, at any later time.
     pub(super) fn look<'a>(

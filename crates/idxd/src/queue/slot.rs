@@ -160,7 +160,7 @@ impl InFlight {
 
     /// Waits for the outcome until `deadline`, by [`Queue::now`](crate::Queue::now).
     ///
-    /// Without one, the slot is in quarantine, and the device may still write to wherever the descriptors say:
+    /// Without one, the slot is in quarantine, and the device may still write to wherever the descriptors point:
     /// a caller that lets it write to its own memory needs [`wait_or_close`](Self::wait_or_close).
     pub fn wait(mut self, deadline: Duration) -> Result<Outcome, Unanswered> {
         self.lease.wait(deadline)?;

@@ -124,7 +124,7 @@ impl File {
         }
     }
 
-    /// The kind of lock that the kernel says there is.
+    /// The kind of lock that the kernel reports.
     fn fcntl(&self, command: i32, kind: i32, word: usize, words: usize) -> io::Result<i32> {
         let range = |words: usize| {
             libc::off_t::try_from(words * size_of::<AtomicU64>()).map_err(io::Error::other)
@@ -201,7 +201,7 @@ fn find_or_make(directory: &Path, name: &str, path: &Path) -> Result<OwnedFd, Fa
                 }
                 return Ok(fd);
             }
-            // What O_NOFOLLOW says to a link; opening a directory for writing gives the other.
+            // What O_NOFOLLOW returns for a link; opening a directory for writing gives the other.
             Err(Errno::LOOP | Errno::ISDIR) => {
                 return Err(Failure::Shares(SharesError::NotATable {
                     path: path.into(),
@@ -224,7 +224,7 @@ fn find_or_make(directory: &Path, name: &str, path: &Path) -> Result<OwnedFd, Fa
             Ok(fd) => {
                 let made = rustix::fs::fchmod(&fd, mode).and_then(|()| set_length(&fd));
                 if let Err(errno) = made {
-                    // It is of no use; the error at hand says more than that it cannot be removed either.
+                    // It is of no use; the original error is more useful than a failed removal.
                     let _ = rustix::fs::unlinkat(&directory, name, AtFlags::empty());
                     return Err(errno.into());
                 }

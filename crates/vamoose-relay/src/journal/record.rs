@@ -72,7 +72,7 @@ pub(crate) struct AtDestination {
     pub(crate) incarnation: Incarnation,
     /// Where that listens.
     pub(crate) server: String,
-    /// The guest is loaded, and its source has been silent for longer than the orphan timeout.
+    /// The guest is loaded, and its source has sent nothing for longer than the orphan timeout.
     pub(crate) orphaned: bool,
 }
 

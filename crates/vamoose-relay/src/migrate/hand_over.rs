@@ -33,7 +33,7 @@ pub(super) struct HandOver<'a> {
     cancel: &'a AtomicBool,
     /// The user knows that the server is being asked again.
     warned: bool,
-    /// Since when the destination cannot tell whether the guest runs.
+    /// Since when the destination cannot determine whether the guest runs.
     unclear_since: Option<Instant>,
     last_problem: String,
     /// When the destination reported that the guest runs.
@@ -49,7 +49,7 @@ pub(super) struct Limits {
     pub(super) downtime: Duration,
 }
 
-/// How long to wait for an answer to `commit`. The guest stands still: a connection that is dead must not be waited
+/// How long to wait for an answer to `commit`. The guest is paused: a connection that is dead must not be waited
 /// for, and asking again does no harm, should the server only be slow.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 /// How long to wait for the answer to `abort`: the guest runs, the destination ends its QEMU.

@@ -142,7 +142,7 @@ impl SourceQemu {
         true
     }
 
-    /// Lets the guest go on here as it was, whatever has been done to it.
+    /// Continues the guest here as it was, whatever has been done to it.
     pub(crate) fn resume(&mut self, should_run: bool) -> SourceEvent {
         let resumed = self.go_on(should_run).or_else(|error| {
             // A monitor that broke may be had again.

@@ -86,7 +86,7 @@ impl Migration<'_> {
                     if stopping.is_some() {
                         warn!("too late to cancel: the guest has been sent");
                     }
-                    // Among them, when it stopped. The guest stands still: nothing is waited for.
+                    // Among them, when it stopped. The guest is paused: nothing is waited for.
                     source.take_events(Duration::ZERO)?;
                     return Ok(account);
                 }

@@ -79,7 +79,7 @@ impl Qemu {
 
     /// Waits until nothing is left of a migration that has ended.
     ///
-    /// QEMU says *failed* or *cancelled* before it has cleaned up, and cleans up by the capabilities of
+    /// QEMU reports *failed* or *cancelled* before it has cleaned up, and cleans up by the capabilities of
     /// that moment: switching multifd off in between aborts QEMU 10.0, and the guest with it (an
     /// assertion in its yank code, seen in one run of fifty). Its yank instance is the last thing to go.
     fn wait_until_idle(&mut self) -> Result<(), QemuError> {

@@ -156,7 +156,7 @@ impl Job {
         if !is_commit {
             return;
         }
-        // The source may know that the guest is loaded before our own relay has told us.
+        // The source may know that the guest is loaded before our own relay has reported it.
         let receiving = |inner: &mut Inner| *inner.machine.state() == DestinationState::Receiving;
         let (mut inner, _) = self
             .changed
@@ -172,7 +172,7 @@ impl Job {
         }
     }
 
-    /// Reports a loaded guest whose source has been silent for `timeout`. It is not ended and not run: the
+    /// Reports a loaded guest whose source has sent nothing for `timeout`. It is not ended and not run: the
     /// source may come back.
     pub(super) fn check_lease(&self, timeout: Duration) {
         // Locked means that something is being done with it.

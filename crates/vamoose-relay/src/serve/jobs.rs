@@ -92,7 +92,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Reports orphans, and forgets what need not be kept.
+    /// Reports orphans, and drops what need not be kept.
     pub(super) fn look_after(&self, orphan_timeout: Duration) {
         let mut active = self.active();
         // Over, and used by no connection: a later question is answered from the journal.

@@ -16,7 +16,7 @@ use crate::{
 pub(crate) struct DestinationQemu {
     instance: Instance,
     qemu: Option<Qemu>,
-    /// It has been seen to go on here.
+    /// It has been observed to run here.
     is_here: bool,
 }
 
@@ -50,7 +50,7 @@ impl DestinationQemu {
         self.instance.has_ended()
     }
 
-    /// Lets the loaded guest go on, unless it does, and looks whether it does.
+    /// Continues the loaded guest, unless it runs, and checks whether it runs.
     pub(super) fn run(&mut self, resume: bool) -> DestinationEvent {
         let state = match self.wait_until_loaded() {
             Ok(state) => state,
@@ -114,7 +114,7 @@ impl DestinationQemu {
         }
     }
 
-    /// The state of a guest that has been told to go on, once it does.
+    /// The state of a guest that has been sent `cont`, once it runs.
     fn look(&mut self) -> DestinationEvent {
         match self.with_qemu(Qemu::state) {
             Ok(state) if HERE.contains(&state.as_str()) => self.started(state),
@@ -152,14 +152,14 @@ impl DestinationQemu {
         self.qemu = None;
     }
 
-    /// The guest has not been told to go on, or not with success.
+    /// The guest has not been sent `cont`, or not with success.
     fn not_started(&mut self, error: &QemuError) -> DestinationEvent {
         DestinationEvent::NotStarted {
             cause: format!("it failed when everything had been sent: {}", chain(error)),
         }
     }
 
-    /// The guest may run or not: only the end of its process tells.
+    /// The guest may run or not: only the end of its process decides.
     fn lost_sight(&mut self, error: &QemuError) -> DestinationEvent {
         let dead = self.qemu.as_ref().is_some_and(|qemu| qemu.is_dead(ENDING));
         if dead || self.instance.has_ended() {
@@ -252,7 +252,7 @@ mod tests {
             (Self { dir, server }, guest)
         }
 
-        /// What it was told, in this order.
+        /// The commands that it received, in this order.
         fn told(self) -> Vec<String> {
             drop(self.dir);
             self.server.join().unwrap()

@@ -57,7 +57,7 @@ enum Phase {
     Closing,
 }
 
-/// How long a source may go on with its main stream after it has closed a channel, and how long
+/// How long a source may continue its main stream after it has closed a channel, and how long
 /// the connections may take to close when the guest has been loaded.
 const CLOSING: Duration = Duration::from_secs(3);
 
