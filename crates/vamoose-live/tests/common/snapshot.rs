@@ -57,7 +57,7 @@ const MODE_MISSING: u64 = 1;
 const MESSAGE_WORDS: usize = 4;
 
 impl Snapshot {
-    /// Takes over the memory of `ram`, which nobody has touched.
+    /// Takes over the memory of `ram`, which was never touched.
     ///
     /// # Errors
     /// Where this process may not resolve page faults of the kernel, or there is no userfaultfd.
@@ -69,7 +69,7 @@ impl Snapshot {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the kernel has just made it and nobody else knows it.
+        // SAFETY: the kernel has just made it and nothing else refers to it.
         let userfaultfd = unsafe { OwnedFd::from_raw_fd(fd) };
         let blocks = ram.blocks().iter();
         let snapshot = Self {

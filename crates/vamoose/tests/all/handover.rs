@@ -213,8 +213,8 @@ fn moved_on(
     Ok(())
 }
 
-/// The guest was moved and has died since, at its new place. A command that is run again reports neither that it runs, nor
-/// start the old one.
+/// The guest was moved and has died since, at its new place. A repeated command neither reports that it runs, nor
+/// starts the old one.
 #[test]
 fn a_success_is_not_reported_for_a_guest_that_has_died() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
