@@ -57,7 +57,7 @@ pub(crate) enum Rig {
 }
 
 impl Rig {
-    /// All that this host has; says which ones it has not.
+    /// All that this host has; prints the missing ones.
     pub(crate) fn all() -> Vec<Self> {
         let mut rigs = Vec::new();
         match UserfaultLog::new(&Shape::default().memory().1) {
@@ -106,7 +106,7 @@ fn kvm_log(guest: &Guest, ram: &Ram) -> KvmDirtyLog {
     unsafe { KvmDirtyLog::new(guest.vm_fd().unwrap(), slots.collect(), ram) }.unwrap()
 }
 
-/// Whether guests cannot be migrated here, which it says.
+/// Whether guests cannot be migrated here, which it prints.
 pub(crate) fn nothing_to_migrate() -> bool {
     Rig::all().is_empty()
 }
@@ -142,7 +142,7 @@ impl Default for Shape {
 }
 
 impl Shape {
-    /// Memory that nobody has touched.
+    /// Memory that was never touched.
     pub(crate) fn memory(&self) -> (Memory, Ram) {
         let name = |index| format!("block{index}");
         let regions = self.blocks.iter().enumerate();

@@ -144,7 +144,7 @@ impl Snapshot {
 
     fn ioctl<T>(&self, request: Opcode, argument: &mut T) -> io::Result<()> {
         let fd = self.userfaultfd.as_fd().as_raw_fd();
-        // SAFETY: each request is called with its own argument. What it fills is memory of a guest that nobody has a
+        // SAFETY: each request is called with its own argument. What it fills is memory of a guest that nothing has a
         // reference to, with bytes that are borrowed meanwhile.
         match unsafe { libc::ioctl(fd, request as libc::Ioctl, std::ptr::from_mut(argument)) } {
             0 => Ok(()),
