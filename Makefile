@@ -22,12 +22,12 @@ demo: setup    # Move a running guest between two QEMUs, prove it, compare with 
 	cargo build --release -p vamoose -p lab --bin vamoose --bin demo
 	"$${CARGO_TARGET_DIR:-target}/release/demo"
 
-# What a machine cannot test says SKIPPED on the terminal; with VAMOOSE_NO_SKIP=1 it is an error.
+# What a machine cannot test is printed as SKIPPED; with VAMOOSE_NO_SKIP=1 it is an error.
 test: setup    # Run all tests
 	cargo test --workspace --no-fail-fast
 
 # What a test run explores in a minute, with more of everything: MODEL_FAULTS, MODEL_COMMANDS, MODEL_ATTEMPTS, MODEL_HOSTS,
-# MODEL_TRACES and MODEL_SEED say how much.
+# MODEL_TRACES and MODEL_SEED set how much.
 model: setup   # Explore the model of the hand-over further (some minutes)
 	cargo test -p handover --test model -- --ignored
 

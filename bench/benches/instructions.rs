@@ -180,7 +180,7 @@ library_benchmark_group!(name = zero, benchmarks = zero_scan);
 library_benchmark_group!(name = methods, benchmarks = [encode, decode]);
 
 main!(
-    // Models of caches take half the time, and say little about a real one.
+    // Models of caches take half the time, and predict little about a real one.
     config = LibraryBenchmarkConfig::default().tool(Callgrind::with_args(["--cache-sim=no"])),
     library_benchmark_groups = [header, zero, methods]
 );

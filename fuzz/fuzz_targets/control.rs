@@ -52,7 +52,7 @@ fn messages<T: Serialize + DeserializeOwned>(bytes: &[u8], piece: usize) -> Vec<
     messages
 }
 
-/// What was understood can be said.
+/// What was parsed can be sent.
 fn again<T: Serialize + DeserializeOwned>(message: &T) -> Vec<u8> {
     let bytes = encode(message).expect("what came in a line fits into one");
     let mut lines = Lines::default();

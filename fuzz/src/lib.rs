@@ -77,7 +77,7 @@ pub fn decode(method: Method, packets: &[Encoded<'_>]) -> Vec<Vec<u8>> {
 const GUARD: u8 = 0xa5;
 const GUARDS: usize = 256;
 
-/// Lets `read` hear a peer that sends `input` and closes.
+/// Lets `read` receive from a peer that sends `input` and closes.
 pub fn hear(input: &[u8], read: impl FnOnce(Arc<Stream>)) {
     let (mut peer, ours) = UnixStream::pair().expect("there are descriptors");
     // The peer always closes, so a wait would be a bug.

@@ -94,7 +94,7 @@ pub enum DestinationEvent {
     },
     /// The guest was here, and has been sent on to another host since.
     MovedOn,
-    /// The guest was not requested to run, or refused in a way that proves that it never ran. Also of a VMM that had ended
+    /// The guest was not requested to run, or failed in a way that proves it never ran. Also of a VMM that had ended
     /// before [`DestinationAction::Run`] reached it; that it has died is reported behind this.
     NotStarted {
         /// Why.

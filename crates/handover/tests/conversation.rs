@@ -1,6 +1,6 @@
 //! The conversation as it was recorded when its version was new.
 //!
-//! `data/conversation-v2.txt` is never edited: releases that speak this version are out there, and say exactly that. A
+//! `data/conversation-v2.txt` is never edited: releases with this version are in use, and send exactly that. A
 //! newer version adds another file, and this one is replayed for as long as version 2 is spoken. Its texts are those that
 //! drivers give, so that the machines' own may be worded better. Version 1 was the control protocol before this crate,
 //! and is refused.
@@ -48,7 +48,7 @@ fn version_1_is_refused() {
     prepare.negotiate().unwrap_err();
 }
 
-/// Both machines, and what they want said.
+/// Both machines, and the messages that they send.
 struct Attempt {
     source: Source,
     destination: Destination,
@@ -71,7 +71,7 @@ impl Attempt {
         }
     }
 
-    /// All that was said is in the record.
+    /// All messages are in the record.
     fn over(&mut self, number: usize) {
         assert!(self.up.is_empty(), "line {number}: {:?}", self.up);
         assert!(self.down.is_empty(), "line {number}: {:?}", self.down);
@@ -81,7 +81,7 @@ impl Attempt {
 
     fn source_says(&mut self, number: usize, line: &str) {
         let message: SourceMessage = read(number, line);
-        // An engine says these.
+        // An engine sends these.
         if !matches!(
             message,
             SourceMessage::Prepare(_) | SourceMessage::State { .. }

@@ -5,25 +5,25 @@
 //! VMMs as `migrate`, `serve` and the VMMs of `live` do. A person runs commands, old ones too. Processes carry out one
 //! action after another and may be killed between any two of them, and be started again; VMMs may die, refuse, or not
 //! answer; connections may break with bytes under way, which then arrive late or never; journals may be unwritable or
-//! gone; the guest may be sent on from the destination. [`world`] says what there is, [`step`] what may happen.
+//! gone; the guest may be sent on from the destination. [`world`] defines what there is, [`step`] what may happen.
 //!
 //! # What never happens
 //! - I1: two VMMs run the guest, or one runs a copy that is older than what has run elsewhere.
 //! - I2: a command reports a guest at the destination that has not been seen there, at the source where it does not run,
-//!   or lost while it runs. A destination says *running* without a look.
+//!   or lost while it runs. A destination sends *running* without a look.
 //! - I3: no VMM runs the guest once nothing fails any more: processes are started again, everything is delivered, the
-//!   same command is run again. This is tried in every state. It excuses only what nobody can know: all copies are gone,
+//!   same command is run again. This is tried in every state. It excuses only what is unknowable: all copies are gone,
 //!   or a VMM or its journal has ended between the order to run and the look ([`repair`]).
 //! - I4: *aborted* is believed from another incarnation than the one that accepted.
-//! - I5: *aborted* or *ended* is said of a VMM that is still there; a VMM is ended that has the guest.
-//! - I6: a guest that its owner has paused is told to run.
+//! - I5: *aborted* or *ended* is sent of a VMM that is still there; a VMM is ended that has the guest.
+//! - I6: a guest that its owner has paused is requested to run.
 //!
 //! # What the model takes for granted, and every driver has to see to
 //! - A new attempt begins only when the journal has no other of this VMM that is not over.
 //! - One driver at a time has a VMM.
-//! - A server tells a VMM to run only if that has loaded the guest and not sent it on. One that is found dead before it
-//!   was told is `NotStarted`; its death is reported besides, but not while it is being told or looked at.
-//! - A server writes down that it receives before it says *prepared*.
+//! - A server makes a VMM run only if that has loaded the guest and not sent it on. One that is found dead before it
+//!   was requested to is `NotStarted`; its death is reported besides, but not during a request or a look.
+//! - A server writes down that it receives before it sends *prepared*.
 //! - `NotPersisted` means that the journal has what it had before.
 //! - A message for which there is no connection is reported as `Closed`, incomplete.
 //!
@@ -97,7 +97,7 @@ fn a_guest_that_its_owner_paused() {
 fn a_guest_that_is_continued_by_hand() {
     never_goes_wrong(Scene {
         name: "QEMUs, continued by hand",
-        // That it has died since could not be told from that it died before.
+        // Its death since could not be distinguished from one before.
         bounds: Bounds::any(3, 3).with(Fault::Hand, 1).with(Fault::Death, 0),
         ..QEMU
     });
@@ -188,7 +188,7 @@ fn more_of_everything() {
     }
 }
 
-/// The journal says that the guest has not been handed over, and its VMM that a migration has completed: that it was
+/// By the journal the guest has not been handed over, but by its VMM a migration has completed: that it was
 /// another tool's cannot be seen. A stale copy that waits at the old destination is started.
 #[test]
 fn what_another_tool_moves_is_beyond_the_journal() {

@@ -1,4 +1,4 @@
-//! The hundred guests' experiment, short: the same each time, and nobody fails.
+//! The hundred guests' experiment, short: the same each time, and no guest fails.
 
 use std::process::Command;
 

@@ -289,7 +289,7 @@ fn hazards_are_left_out_unless_asked_for() {
     assert!(!model.error_latched(0));
 }
 
-/// A queue whose time stands still, and that takes everything and answers nothing.
+/// A queue whose time does not advance, and that takes everything and answers nothing.
 #[derive(Debug)]
 struct Frozen(Limits);
 

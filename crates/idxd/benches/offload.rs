@@ -16,7 +16,7 @@
 //! From this follows from which share of zero pages on the offload pays, if nothing but the processor's time counts,
 //! the device is never late, and pages that are not zero differ in the first byte: where
 //! `zero * share + other * (1 - share)` is more than what the offload costs. In cold memory the other pages cost a
-//! cache miss each, which is not saved but only moved if somebody reads the page later to encode it.
+//! cache miss each, which is not saved but only moved if the page is read later to be encoded.
 //!
 //! On a Xeon with 2.5 GHz and 36 MB of L3, shared with a dozen busy processes:
 //!
@@ -127,7 +127,7 @@ fn main() {
 
 /// Pages of zeros, with one other byte in each of them if wanted.
 fn memory(bytes: usize, other: Option<usize>) -> Vec<u8> {
-    // Written to: pages that nobody has touched are all the same one.
+    // Written to: pages that were never touched are all the same one.
     let mut memory = vec![1; bytes];
     for page in memory.chunks_mut(PAGE) {
         page.fill(0);
@@ -156,7 +156,7 @@ struct Offload {
 }
 
 impl Offload {
-    /// With a device that says `result` of every page.
+    /// With a device that reports `result` for every page.
     fn new(result: u8) -> Self {
         let shape = Shape {
             members: 128,

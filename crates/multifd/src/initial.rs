@@ -101,7 +101,7 @@ impl Initial {
         self.channel
     }
 
-    /// The number of channels that the peer will open, where the peer is a Vamoose. QEMU does not say.
+    /// The number of channels that the peer will open, where the peer is a Vamoose. QEMU does not send it.
     pub fn announced_channels(&self) -> Option<u8> {
         self.announced_channels
     }

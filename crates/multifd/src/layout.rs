@@ -43,8 +43,8 @@ impl Layout {
         }
     }
 
-    /// The same with packets of `packet_bytes` bytes of pages, which no QEMU understands: both ends
-    /// must be told.
+    /// The same with packets of `packet_bytes` bytes of pages, which no QEMU supports: both ends
+    /// must use the same.
     ///
     /// # Errors
     /// When `packet_bytes` is not a power of two in [`PACKET_BYTES_RANGE`], or smaller than a page.

@@ -9,7 +9,7 @@
 //! │ Initial │ │ flags, counts│ page offsets   │ normal pages, encoded    │ │ next packet …
 //! │ (once)  │ │ RAM block    │ page_count × 8 │ by the method in `flags` │ │
 //! └─────────┘ └──────────────┴────────────────┴──────────────────────────┘ └───
-//!              └── Prelude: the first 12 bytes say whether this is a RAM packet or device state
+//!              └── Prelude: the first 12 bytes show whether this is a RAM packet or device state
 //! ```
 //!
 //! Read 12 bytes, let [`Prelude::parse`] decide, read the rest of that header, parse it with

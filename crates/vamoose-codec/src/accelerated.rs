@@ -11,9 +11,9 @@
 //!   a device that times out at every packet would stall it.
 //! - A full queue is no failure: the next packet is offered again.
 //! - **Wrong bytes switch all devices off for the rest of the migration.** If packets had gone out
-//!   before that were not checked, the migration ends with an error: the guest runs on at the source,
+//!   before that were not checked, the migration ends with an error: the guest runs at the source,
 //!   and no page is found to be wrong a month later. With [`Verify::All`] there are no such
-//!   packets, and the migration goes on.
+//!   packets, and the migration continues.
 
 use std::sync::Arc;
 

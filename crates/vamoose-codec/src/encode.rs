@@ -193,7 +193,7 @@ mod tests {
         Method::ZstdFrames,
     ];
 
-    /// An engine that writes as many bytes as it is told, or fails.
+    /// An engine that writes as many bytes as configured, or fails.
     struct Scripted(Result<usize, CompressError>);
 
     impl Compress for Scripted {

@@ -40,7 +40,7 @@ pub(crate) trait Compress: Send {
 }
 
 /// Why [`Compress::compress`] failed. A stream is lost then; a method whose packets are independent
-/// can go on.
+/// can continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CompressError {
     /// The result did not fit into the output.

@@ -174,7 +174,7 @@ pub enum DecodeError {
         /// Bytes of pages that the header announced.
         expected: usize,
     },
-    /// The payload goes on after the last page, with nothing that the method knows.
+    /// The payload continues after the last page, with nothing that the method defines.
     #[error("the peer's {method} payload has {left} bytes left after {expected} bytes of pages")]
     TrailingInput {
         /// The packet's method.

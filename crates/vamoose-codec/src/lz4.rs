@@ -33,7 +33,7 @@ impl Compress for Compressor {
         "lz4"
     }
 
-    /// Finds no room where too little would be saved: LZ4 gives up at once then.
+    /// Finds no room where too little would be saved: LZ4 stops at once then.
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let room = most_worth_sending(pages.len()).min(out.len());
         let mode = CompressionMode::FAST(self.acceleration);

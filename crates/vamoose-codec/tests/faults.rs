@@ -102,7 +102,7 @@ fn errors_and_timeouts_end_in_software_and_in_a_row_they_end_the_device() {
     for method in METHODS {
         let tally = both(method, "fail@10", Verify::Sample, 50);
         assert_eq!((tally.accelerated, tally.fallbacks), (40, 10));
-        // After 16 failures nobody asks any more, though it would succeed again.
+        // After 16 failures it is not asked any more, though it would succeed again.
         let tally = both(method, "fail@17", Verify::Sample, 50);
         assert_eq!((tally.accelerated, tally.fallbacks), (0, 50));
         let tally = both(method, "timeout=1ms@1", Verify::Sample, 50);

@@ -1,4 +1,4 @@
-//! Payloads that no correct peer sends: an error that says why, never a panic, never a byte
+//! Payloads that no correct peer sends: an error that states why, never a panic, never a byte
 //! outside the slices (for the latter see `bounds.rs`).
 
 #![allow(

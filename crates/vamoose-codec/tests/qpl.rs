@@ -1,4 +1,4 @@
-//! Method qpl: what we write is read by zlib as well, what others write is read by us, and what nobody
+//! Method qpl: what we write is read by zlib as well, what others write is read by us, and what none
 //! should write is refused.
 
 #![allow(

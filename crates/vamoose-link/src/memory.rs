@@ -10,7 +10,7 @@
 //! 2. The kernel takes addresses and lengths as data: memory that is gone or write-protected is `EFAULT`.
 //! 3. Structures handed to the kernel are on this stack, and it keeps no pointer to them.
 //!
-//! With MSG_ZEROCOPY the kernel goes on reading the *pages* behind the addresses after the call. It pins
+//! With MSG_ZEROCOPY the kernel keeps reading the *pages* behind the addresses after the call. It pins
 //! them, so that even unmapping does no harm; that the bytes on the wire may then be later ones is
 //! for [`zero_copy`](crate::zero_copy) to handle.
 #![allow(

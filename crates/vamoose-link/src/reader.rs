@@ -108,7 +108,7 @@ impl ChannelReader {
     }
 
     /// Reads the next packet into `packet`, waiting for it as long as it takes; once it has begun
-    /// it must go on within the stall timeout.
+    /// it must continue within the stall timeout.
     ///
     /// # Errors
     /// When the connection breaks or stalls in mid-packet, or the sender's bytes are wrong. The
@@ -229,7 +229,7 @@ impl ChannelReader {
             match (&*self.stream).read(&mut self.header[..at_most]) {
                 Ok(0) => return Ok(None),
                 Ok(got) => break got,
-                // Between two packets a sender may be silent: it is paced, or its guest is idle.
+                // Between two packets a sender may send nothing: it is paced, or its guest is idle.
                 Err(error)
                     if matches!(
                         error.kind(),

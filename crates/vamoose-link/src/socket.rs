@@ -153,7 +153,7 @@ impl Stream {
     }
 
     /// Writes `header` and then `pages`, straight from guest memory, in one system call where the socket
-    /// takes it. The guest may go on writing them: what arrives is then a mixture of old and new.
+    /// takes it. The guest may keep writing them: what arrives is then a mixture of old and new.
     ///
     /// # Errors
     /// As [`Stream::write_both`].

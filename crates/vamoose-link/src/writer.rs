@@ -162,7 +162,7 @@ impl ChannelWriter {
     /// Encodes and sends one packet whose normal pages are `pages`, back to back in the order of the header's
     /// offsets; `header` becomes the one sent. A slice may be a page or any run of bytes.
     ///
-    /// The guest may go on writing: pages that go as they are leave straight from its memory, torn perhaps,
+    /// The guest may keep writing: raw pages are sent directly from its memory, torn perhaps,
     /// and those that are encoded are copied first, since an encoder must not see them change.
     ///
     /// With [`enable_zero_copy`](ChannelWriter::enable_zero_copy) the kernel may hold the pages from here on,

@@ -12,7 +12,7 @@
 //!  flush: until nothing is outstanding, read the error queue, or wait (poll) for the stall timeout at most
 //! ```
 //!
-//! The guest runs on meanwhile and the bytes that leave are those of the moment at which the device
+//! The guest keeps running and the bytes that leave are those of the moment at which the device
 //! fetches them. That is no less right than a copy is: the page was cleared in the dirty log before it was
 //! sent, so a write from then on makes it dirty and it is sent again. But an **older** send must be over
 //! before a newer one of the same page can leave on another channel. Therefore a channel is flushed at each

@@ -491,7 +491,7 @@ fn zero_copy_is_refused_where_it_cannot_be() {
     );
 }
 
-/// Loopback copies, and the kernel says so.
+/// Loopback copies, and the kernel reports it.
 #[test]
 fn copies_after_all_are_counted() {
     const SYNCS: u64 = 3;

@@ -41,7 +41,7 @@ fn within_limit<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) ->
     told.recv_timeout(LIMIT).unwrap()
 }
 
-/// A monitor that is held by somebody else, for example.
+/// A monitor that is held by another process, for example.
 #[test]
 fn a_unix_listener_that_takes_no_connections_is_not_waited_for_for_ever() {
     let folder = tempfile::tempdir().unwrap();

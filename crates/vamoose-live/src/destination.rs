@@ -94,7 +94,7 @@ impl DestinationConfig {
 pub struct DestinationHandle(Arc<Hangup>);
 
 impl DestinationHandle {
-    /// Stops waiting for a guest, or gives up one that does not run here yet: it stays at the source. Without
+    /// Stops waiting for a guest, or releases one that does not run here yet: it stays at the source. Without
     /// effect on one that runs.
     pub fn cancel(&self) {
         self.0.hang_up();

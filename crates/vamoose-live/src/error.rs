@@ -11,7 +11,7 @@ use vamoose_link::{ReadError, SocketError, WriteError, ZeroCopyError};
 
 use crate::{DirtyLogError, GuestError, ProtocolError};
 
-/// A migration that failed at the source. [`SourceError::guest`] says where the guest is.
+/// A migration that failed at the source. [`SourceError::guest`] returns where the guest is.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -86,7 +86,7 @@ pub enum SourceError {
     /// source, but what it did at the destination is lost.
     #[error("{cause}: the guest is lost, or to be resumed here by hand at the state before")]
     Lost { cause: String },
-    /// The destination was told to run the guest, and it is not known whether it did. The guest is paused here and
+    /// The destination was requested to run the guest, and it is not known whether it did. The guest is paused here and
     /// may run there: look there before it is resumed by hand.
     #[error(
         "the destination was told to run the guest, and it is not known whether it did ({cause}): the guest is paused here and may run there"
@@ -101,7 +101,7 @@ pub enum SourceError {
 }
 
 impl SourceError {
-    /// Where the guest is. In doubt and lost it is paused at the source, for the VMM to decide: the error says what
+    /// Where the guest is. In doubt and lost it is paused at the source, for the VMM to decide: the error states what
     /// is known.
     pub fn guest(&self) -> GuestLocation {
         match self {

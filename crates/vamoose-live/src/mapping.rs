@@ -47,7 +47,7 @@ pub(crate) fn backings(ram: &Ram) -> Vec<Backing> {
     blocks.map(|block| mappings.backing(block)).collect()
 }
 
-/// Whether all of `block` is private memory without a file. Says nothing about who fills it, and costs little.
+/// Whether all of `block` is private memory without a file. Independent of who fills it, and costs little.
 pub(crate) fn is_anonymous(block: &RamBlock) -> io::Result<bool> {
     let mappings = Mappings::read("/proc/self/maps")?;
     let mut parts = mappings.of(block).unwrap_or_default().iter();

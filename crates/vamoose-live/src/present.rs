@@ -157,7 +157,7 @@ mod tests {
         let pagemap = Pagemap::open().unwrap();
         let entries = by_entries(&pagemap, &block, page_size()).unwrap();
         assert_eq!(entries, by_scan(&pagemap, &block, page_size()).unwrap());
-        // It cannot tell the shared page of zeros, and is on the safe side.
+        // It cannot identify the shared page of zeros, and is on the safe side.
         read(&block, 17);
         assert!(by_entries(&pagemap, &block, page_size()).unwrap().get(17));
     }
@@ -252,7 +252,7 @@ mod tests {
         present(block, mapping::backings(&ram)[0], page_size())
     }
 
-    /// A block that begins at the fourth page of its file, which goes on behind it.
+    /// A block that begins at the fourth page of its file, which continues behind it.
     fn memfd() -> FileOffset {
         let file = File::from(memfd_create("ram", MemfdFlags::CLOEXEC).unwrap());
         ftruncate(&file, ((PAGES + 10) * page_size()) as u64).unwrap();

@@ -28,7 +28,7 @@
 //!     ── settled ───────────────────────────────────────────────────>  the source will not ask again
 //! ```
 //!
-//! Because the source waits for `synced` before it goes on, no page of a round can overtake one of the
+//! Because the source waits for `synced` before it continues, no page of a round can overtake one of the
 //! round before on another channel.
 //!
 //! # Where the guest is

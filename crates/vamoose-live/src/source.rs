@@ -100,7 +100,7 @@ impl Source {
     /// returns a status the guest runs there.
     ///
     /// # Errors
-    /// [`SourceError::guest`] says where the guest is after an error: here, running as before, with
+    /// [`SourceError::guest`] returns where the guest is after an error: here, running as before, with
     /// very few exceptions. Another migration may be tried at once.
     pub fn run(
         self,

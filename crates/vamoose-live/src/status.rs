@@ -137,8 +137,8 @@ impl Handle {
         self.0.stats.snapshot()
     }
 
-    /// Cancels: the guest resumes at the source. False if it is too late because the destination was told to run
-    /// the guest, or the migration is over.
+    /// Cancels: the guest resumes at the source. False if it is too late because the destination was requested
+    /// to run the guest, or the migration is over.
     pub fn cancel(&self) -> bool {
         self.0.cancel()
     }

@@ -43,7 +43,7 @@ pub(crate) fn private_file(len: usize, named: bool) -> Ram {
     }
 }
 
-/// The two kinds of memory in huge pages of 2 MiB: private, and a memfd. None where the host has too few, which it says.
+/// The two kinds of memory in huge pages of 2 MiB: private, and a memfd. None where the host has too few: skipped then.
 pub(crate) fn in_huge_pages(len: usize) -> Vec<Ram> {
     let private = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;

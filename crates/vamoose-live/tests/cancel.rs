@@ -1,4 +1,4 @@
-//! Migrations that somebody cancels, at either side and at any time: the guest goes on where it is, and both sides
+//! Migrations that are cancelled, at either side and at any time: the guest keeps running, and both sides
 //! can try again at once.
 
 #![cfg(not(feature = "loom"))] // whose atomics work in a model only
@@ -98,7 +98,7 @@ fn cancelled(shape: &Shape, when: When, rng: &mut Rng) {
     config.settle_time = Duration::from_secs(settle_time);
     let source = stage.source(config);
     let handle = source.handle();
-    // What cancel() has said, if it was called.
+    // What cancel() has returned, if it was called.
     let said = Mutex::new(None);
     let cancel = |handle: &Handle| {
         lock(&said).get_or_insert_with(|| handle.cancel());

@@ -51,7 +51,7 @@ const CUTS: [Action; 4] = [
     Action::CutAll,
 ];
 
-/// A migration through a proxy that breaks; returns what the source says, after everything that has to be true in any
+/// A migration through a proxy that breaks; returns the source's report, after everything that has to be true in any
 /// case.
 fn survive(
     shape: &Shape,
@@ -151,7 +151,7 @@ fn connections_are_cut_after_any_number_of_bytes() {
             |address| Proxy::new(address, point, action),
             |_, _| {},
         );
-        // A cut is found out about: nobody has to wait for what will not come.
+        // A cut is detected: nothing waits for what will not come.
         assert!(
             !matches!(result, Err(SourceError::NoAnswer { .. })),
             "{point:?}, {action:?}: {result:?}"
@@ -159,7 +159,7 @@ fn connections_are_cut_after_any_number_of_bytes() {
     });
 }
 
-/// In the order in which they are said.
+/// In the order in which they are sent.
 const MESSAGES: [&str; 10] = [
     "prepare",
     "preparing",
@@ -281,7 +281,7 @@ fn a_link_that_breaks_again_and_again_does_no_harm() {
     }
 }
 
-/// Until the source has said that it knows, a destination answers.
+/// Until the source has confirmed the outcome, a destination answers.
 #[test]
 fn a_source_that_was_not_heard_to_the_end_is_answered() {
     if nothing_to_migrate() {
@@ -308,7 +308,7 @@ fn a_source_that_was_not_heard_to_the_end_is_answered() {
     stage.expect_there();
 }
 
-/// Nobody can know then; the guest stays paused at the source, and runs at the destination if it was told to.
+/// The outcome is unknown then; the guest stays paused at the source, and runs at the destination if started.
 #[test]
 fn a_link_that_is_gone_for_good_leaves_the_guest_in_doubt() {
     let points = [Point::Before("commit"), Point::After("commit")];
@@ -487,7 +487,7 @@ const HOLD: &str = "VAMOOSE_TEST_HOLD";
 /// Where it listens.
 const LISTEN: &str = "VAMOOSE_TEST_LISTEN";
 
-/// Instead of a step: when it is to run the guest it runs out of file descriptors, until it is told to `feed` itself.
+/// Instead of a step: when it is to run the guest it runs out of file descriptors, until the command `feed`.
 const STARVE: &str = "starve";
 
 /// No test, but the program of a destination that can be killed.
@@ -612,12 +612,12 @@ impl Remote {
         (remote, address.parse().unwrap())
     }
 
-    /// What it says next; nothing when it is gone.
+    /// What it prints next; nothing when it is gone.
     fn next(&self) -> Option<String> {
         lock(&self.lines).recv().ok()
     }
 
-    /// What it has said, when it has ended.
+    /// What it has printed, when it has ended.
     fn last_words(&self) -> Vec<String> {
         std::iter::from_fn(|| self.next()).collect()
     }
@@ -752,7 +752,7 @@ fn a_destination_that_is_killed_in_the_switchover_leaves_the_guest() {
     move_guest(&stage, source_config(Method::None));
 }
 
-/// It has said that it starts the guest, which nobody else may do from then on but by hand.
+/// It has reported that it starts the guest, which no other may do from then on but by hand.
 #[test]
 fn a_destination_that_is_killed_when_it_runs_the_guest_takes_it_with_it() {
     if nothing_to_migrate() {
@@ -764,13 +764,13 @@ fn a_destination_that_is_killed_when_it_runs_the_guest_takes_it_with_it() {
     assert!(matches!(error, SourceError::Lost { .. }), "{error}");
     assert_eq!(error.guest(), GuestLocation::Lost);
     assert!(!stage.guest.is_running());
-    // The state before is still there for whoever decides so.
+    // The state before is still there for an operator.
     stage.guest.verify().unwrap();
     stage.guest.resume().unwrap();
     stage.expect_here();
 }
 
-/// Only the process that has accepted a guest can say that it has never run there.
+/// Only the process that has accepted a guest can prove that it never ran there.
 #[test]
 fn another_process_at_the_destinations_address_does_not_answer_for_it() {
     if nothing_to_migrate() {
@@ -782,7 +782,7 @@ fn another_process_at_the_destinations_address_does_not_answer_for_it() {
     let proxy = Proxy::new(&address, Point::Asked, Action::CutAll);
     thread::scope(|scope| {
         let second = scope.spawn(|| {
-            // It has said that it starts the guest.
+            // It has reported that it starts the guest.
             while first.next().unwrap() != "run" {}
             first.kill();
             Remote::start_at(&address, "").0
@@ -839,7 +839,7 @@ fn a_destination_that_is_out_of_descriptors_for_a_while_answers_afterwards() {
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
-            // The second one waits to be accepted, and nobody answers it until the source gives it up.
+            // The second one waits to be accepted, and gets no answer until the source closes it.
             let asked = || proxy.said().iter().filter(|word| *word == "commit").count();
             while asked() < 3 && !over.load(Ordering::SeqCst) {
                 thread::yield_now();

@@ -1,4 +1,4 @@
-//! Peers that do not keep to the protocol, or are none: they are told so, get nothing, and the next one is served.
+//! Peers that do not keep to the protocol, or are none: they get a refusal, no data, and the next one is served.
 //!
 //! The peers' bytes are written by hand, so that this is also a second opinion on the format.
 
@@ -114,7 +114,7 @@ impl Peer {
         }
     }
 
-    /// One of attempt `id` that has said no more than that.
+    /// One of attempt `id` that has sent no more than that.
     fn of(address: &Address, id: [u8; 16]) -> Self {
         let mut peer = Self::dial(address);
         peer.control.write_all(&opening(id)).unwrap();
@@ -265,8 +265,8 @@ fn prepare_but(part: &str, by: &str) -> String {
     PREPARE.replacen(part, by, 1)
 }
 
-/// A source as `play` plays it, and what the destination says of it in the end; after which a right source is served.
-/// What `play` returns with the peer is whether that has to be told why.
+/// A source as `play` plays it, and the destination's result in the end; after which a right source is served.
+/// What `play` returns with the peer is whether that has to get the reason.
 fn hostile_source(
     name: &str,
     play: impl FnOnce(&Address) -> (Peer, bool),
@@ -320,7 +320,7 @@ fn serve_a_right_one(destination: &mut Destination, there: &Ram) -> Arrival {
     arrival
 }
 
-/// Peers that are none, as `play` plays them: the destination goes on waiting for a right source, and serves it.
+/// Peers that are none, as `play` plays them: the destination keeps waiting for a right source, and serves it.
 fn ignored_source(name: &str, play: impl FnOnce(&Address)) {
     let _watchdog = Watchdog::new(name.to_owned());
     let there = ram();
@@ -379,7 +379,7 @@ fn a_source_of_another_version() {
     }
 }
 
-/// One that speaks newer versions besides, and says things that are not known yet.
+/// One that supports newer versions besides, and sends fields that are not known yet.
 #[test]
 fn a_source_of_a_newer_release() {
     let play = |address: &Address| {
@@ -511,7 +511,7 @@ fn sources_that_give_up() {
     }
 }
 
-/// Those that ask late are told what is known of their attempt, and nothing else.
+/// Those that ask late get what is known of their attempt, and nothing else.
 #[test]
 fn attempts_that_are_over_and_unknown_ones_are_answered_for() {
     let _watchdog = Watchdog::new("attempts that are over".to_owned());
@@ -654,7 +654,7 @@ fn bad_messages() -> Vec<(&'static str, Vec<u8>)> {
 fn messages_that_are_none() {
     let mut garbage = bad_messages();
     garbage.push(("too long", vec![b'x'; MAX_LINE]));
-    // What is said before `loaded`: later it may be a question whose end was lost.
+    // What is sent before `loaded`: later it may be a question whose end was lost.
     for (step, reach) in &STEPS[1..4] {
         for (name, bytes) in &garbage {
             let play = |address: &Address| {
@@ -764,7 +764,7 @@ fn control_connections_that_end() {
     }
 }
 
-/// It may have said `commit`, and dials again: the guest is not given up before the settle time is over.
+/// It may have sent `commit`, and dials again: the guest is not dropped before the settle time is over.
 #[test]
 fn a_source_that_comes_back_is_served() {
     let _watchdog = Watchdog::new("comes back".to_owned());
@@ -823,7 +823,7 @@ fn a_guest_that_is_not_to_run_is_not_resumed() {
     assert!(matches!(error, DestinationError::AlreadyArrived), "{error}");
 }
 
-/// What is said on connections of another attempt is about that one, whenever it comes.
+/// What is sent on connections of another attempt is about that one, whenever it comes.
 #[test]
 fn words_of_another_attempt_are_not_taken_for_the_current_one() {
     let _watchdog = Watchdog::new("another attempt".to_owned());
@@ -941,7 +941,7 @@ fn channels_that_never_come() {
     });
 }
 
-/// What a peer writes to a channel that was opened, and what is said of it.
+/// What a peer writes to a channel that was opened, and the error for it.
 type Bad = (&'static str, Vec<u8>, fn(&ChannelError) -> bool);
 
 fn bad_packets() -> Vec<Bad> {
@@ -1249,7 +1249,7 @@ struct Fake {
 }
 
 impl Fake {
-    /// Its source has said hello.
+    /// Its source has sent hello.
     fn greeted(listener: TcpListener) -> Self {
         let control = answer_control(&listener);
         let mut fake = Self {
@@ -1385,7 +1385,7 @@ fn answer_control(listener: &TcpListener) -> TcpStream {
     control
 }
 
-/// A destination as `play` plays it, and what the source says in the end. If the guest is the source's then,
+/// A destination as `play` plays it, and the source's result in the end. If the guest is the source's then,
 /// it runs, and goes to a right destination.
 fn hostile_destination(
     name: &str,
@@ -1528,7 +1528,7 @@ fn a_destination_of_an_old_release() {
     }
 }
 
-/// However long it takes, as long as it says so.
+/// However long it takes, as long as it reports progress.
 #[test]
 fn a_destination_that_prepares_for_long_is_waited_for() {
     hostile_destination("preparing", |listener| {
@@ -1659,7 +1659,7 @@ fn destinations_that_do_not_answer() {
     });
 }
 
-/// What the source waits for while its guest stands still is waited for until that is too long.
+/// While its guest is paused, the source waits for anything only until that is too long.
 #[test]
 fn destinations_that_stop_while_the_guest_is_paused() {
     let settings = |config: &mut SourceConfig| {
@@ -1710,7 +1710,7 @@ fn a_destination_that_is_not_there() {
     assert!(vmm.calls.is_empty());
 }
 
-/// `running` says more than `starting`.
+/// `running` proves more than `starting`.
 #[test]
 fn a_guest_that_runs_has_started() {
     hostile_destination("running at once", |listener| {
@@ -1745,7 +1745,7 @@ fn a_destination_that_cannot_run_the_guest_gives_it_back() {
     }
 }
 
-/// It listens as long as it may run the guest, and says so before it does.
+/// It listens as long as it may run the guest, and reports so before it does.
 #[test]
 fn a_destination_that_ends_without_a_word_has_not_run_the_guest() {
     let has_ended = |result: Result<(), SourceError>| {
@@ -1804,7 +1804,7 @@ fn a_destination_that_was_silent_before_it_ended_leaves_the_guest_in_doubt() {
     );
 }
 
-/// One that has not accepted the guest cannot say that it has never run.
+/// One that has not accepted the guest cannot prove that it has never run.
 #[test]
 fn the_word_of_another_destination_is_no_answer() {
     for before in ["", r#"{"answer":"starting"}"#] {

@@ -93,7 +93,7 @@ fn a_page_of_two_writers_is_read_after_the_last() {
     });
 }
 
-/// Without any `join`: whoever takes a mark sees the data, through nothing but the log.
+/// Without any `join`: a thread that takes a mark sees the data, through nothing but the log.
 #[test]
 fn a_mark_publishes_the_write_before_it() {
     let ram = two_pages();

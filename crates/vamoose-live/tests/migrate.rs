@@ -580,13 +580,13 @@ fn memory_that_was_given_back_arrives_as_zeros() {
             let memory = ram.blocks()[1].memory();
             let part = memory.subslice(pages.start * PAGE, pages.len() * PAGE);
             let part = part.unwrap();
-            // SAFETY: it is mapped, and nobody has a reference to it.
+            // SAFETY: it is mapped, and nothing has a reference to it.
             unsafe { madvise(part.ptr_guard_mut().as_ptr().cast(), part.len(), advice) }.unwrap();
         });
     }
 }
 
-/// Its pages look like ones that nobody has ever touched.
+/// Its pages look like ones that were never touched.
 #[test]
 fn memory_that_a_snapshot_fills_when_it_is_touched_arrives() {
     let _watchdog = Watchdog::new("restored from a snapshot".into());

@@ -12,8 +12,8 @@
 //! first bytes 0x16 0x03 (TLS) on any connection:        all is passed through
 //! ```
 //!
-//! Other clients may connect as well: port scanners, a client with the wrong address. **Until a main stream or a channel
-//! has introduced itself by its first bytes, a connection that is neither is turned away**, and the relay waits on; one
+//! Others may connect as well: port scanners, a client with the wrong address. **Until a main stream or a channel
+//! is identified by its first bytes, a connection that is neither is closed**, and the relay keeps waiting; one
 //! that sends nothing is closed later, too. But a protocol error of a source that has begun is an error.
 
 mod opening;

@@ -213,7 +213,7 @@ impl Connection<'_> {
         let _ = self.report.send(report);
     }
 
-    /// Waits for the first bytes, for as long as it takes. An error if they are not TLS: the connection is not the source's.
+    /// Waits for the first bytes, without a limit. An error if they are not TLS: the connection is not the source's.
     fn read_first(&self) -> Result<Vec<u8>, &'static str> {
         let mut first = [0; 4];
         let read = loop {

@@ -26,7 +26,7 @@ pub(crate) enum Step {
     /// It cannot: the journal is not written.
     NotWritten(Side),
     KillDriver,
-    /// `complete`: its system closes its connections behind all that it has said.
+    /// `complete`: its system closes its connections behind all that it has sent.
     KillServer {
         host: u8,
         complete: bool,
@@ -42,12 +42,12 @@ pub(crate) enum Step {
     Hear,
     /// A server takes what comes next on a connection.
     Serve(usize),
-    /// The driver's connection breaks. What it has said is lost, or still under way.
+    /// The driver's connection breaks. What it has sent is lost, or still under way.
     Cut {
         lost: bool,
         complete: bool,
     },
-    /// What a driver that is gone has said never arrives.
+    /// What a driver that is gone has sent never arrives.
     Lose(usize),
     Dial,
     /// A proxy refuses.
@@ -72,7 +72,7 @@ pub(crate) enum Step {
         attempt: usize,
         by_itself: bool,
     },
-    /// A server goes on with what it does with a VMM.
+    /// A server continues what it does with a VMM.
     Operate(usize, Outcome),
     SendOn(usize),
     /// Another tool moves the guest from the source to a third host.
@@ -126,7 +126,7 @@ impl World {
     /// Everything that may happen next.
     ///
     /// A process that has actions to carry out does so before anything else happens, or is killed: writing its own
-    /// journal and handing bytes to its own system depend on nobody else, so that no order is lost by that.
+    /// journal and handing bytes to its own system depend on no other process, so that no order is lost by that.
     pub(crate) fn steps(&self, scene: &Scene, steps: &mut Vec<Step>) {
         let now = &self.now;
         if now.wrong.is_some() {
@@ -249,7 +249,7 @@ impl Now {
         self.source == SourceVmm::Runs && self.attempts.len() < scene.attempts
     }
 
-    /// The attempt of this QEMU that the source's journal says is not over.
+    /// The attempt of this QEMU that is not over by the source's journal.
     pub(crate) fn unfinished(&self) -> Option<usize> {
         self.attempts
             .iter()
@@ -347,7 +347,7 @@ impl Now {
         }
     }
 
-    /// No destination runs the guest, has been told to, or will be.
+    /// No destination runs the guest, has been requested to, or will be.
     fn looks_unused(&self) -> bool {
         let is_unused = |a: &Attempt| {
             let job = a.job.as_ref().map(|job| job.machine.state());
@@ -578,7 +578,7 @@ impl Now {
         let seen = match (&state, self.source) {
             (_, SourceVmm::Dead { .. }) => {
                 if !matches!(state, SourceState::Committing { .. }) {
-                    // A complete copy may be at the destination: nobody has seen that the guest had stopped.
+                    // A complete copy may be at the destination: it was not observed that the guest had stopped.
                     self.unknowable |= !self.really_lost();
                 }
                 Some(SourceEvent::GuestDied { stopped: false })
@@ -859,7 +859,7 @@ impl Now {
         self.closed(scene, complete);
     }
 
-    /// The end of a process that is its guest proves nothing to a source that may not have heard all that it said.
+    /// The end of a process that is its guest proves nothing to a source that may not have received all that it sent.
     fn loses_word(&mut self, scene: &Scene) {
         let committing = self
             .driver
@@ -936,7 +936,7 @@ impl Now {
             && job.unsure
             && !attempt.put_down
         {
-            // It has not, but somebody who did not live to tell may have seen to it that it does.
+            // It has not, but a process that has died since may have started it.
             self.unknowable = true;
         }
     }
@@ -1216,7 +1216,7 @@ impl Now {
                 }
                 DestinationEvent::Unclear { reason: text() }
             }
-            // It ended before it was told by this.
+            // It ended before this request.
             (Operation::Run { .. }, Vmm::Dead, _) => DestinationEvent::NotStarted { cause: text() },
             (Operation::Run { .. }, Vmm::Loaded, Outcome::Refused) => {
                 DestinationEvent::NotStarted { cause: text() }

@@ -35,19 +35,19 @@ pub(crate) enum Engine {
 /// What a harness does wrong, to see that the model notices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mutant {
-    /// A1: `commit` is answered by whatever attempt the host has, and goes where the command says.
+    /// A1: `commit` is answered by whatever attempt the host has, and goes where the command points.
     AnswersByName,
     /// A2: a server without a record continues any QEMU that has completed a migration, this way or that.
     ContinuesStrangers,
     /// A3: the second `commit` is answered *running* because the first was carried out.
     RepeatsRunning,
-    /// A5: a server without a record says *aborted*, and the source believes any incarnation.
+    /// A5: a server without a record sends *aborted*, and the source accepts any incarnation.
     StrangersAbort,
     /// A6: closed and then refused is taken for proof, through proxies.
     TrustsProxies,
     /// A9: a command that is run again assumes that the guest ran.
     AssumesThatItRan,
-    /// `commit` is said without a record of it.
+    /// `commit` is sent without a record of it.
     NoRecordOfCommitting,
     /// A guest is started without a record of it.
     NoRecordOfStarting,
@@ -57,13 +57,13 @@ pub(crate) enum Mutant {
     NoRecordOfAborting,
     /// What is to follow a record is done although it could not be written.
     IgnoresFailedWrites,
-    /// *Aborted* is said of a VMM that could not be ended.
+    /// *Aborted* is sent of a VMM that could not be ended.
     AbortsWithoutEnd,
     /// A server that was started again believes that a VMM which does not run has never run.
     ForgetsThatItTold,
-    /// A QEMU that has sent its guest on is told to run.
+    /// A QEMU that has sent its guest on is requested to run.
     RunsWhatWasSentOn,
-    /// A command that is run again says `commit` without a look at the source's own VMM.
+    /// A command that is run again sends `commit` without a look at the source's own VMM.
     CommitsWithoutALook,
 }
 
@@ -80,15 +80,15 @@ pub(crate) enum Wrong {
     NotAtSource,
     /// I2: reported lost, and it runs.
     NotLost,
-    /// I2: the destination says *running* without a look since it said so last.
+    /// I2: the destination sends *running* without a look since it last did.
     SaidUnseen,
     /// I4: *aborted* is believed from another incarnation than the one that accepted.
     StrangerBelieved,
-    /// I5: *aborted* or *ended* is said of a VMM that is there.
+    /// I5: *aborted* or *ended* is sent of a VMM that is there.
     SaidTooSoon,
     /// I5: a VMM is ended in which the guest runs.
     EndedRunning,
-    /// I6: a paused guest is told to run, or a running one to stay paused.
+    /// I6: a paused guest is requested to run, or a running one to stay paused.
     RunsUnasked,
 }
 
@@ -212,7 +212,7 @@ pub(crate) struct Now {
     /// Nobody can know where the guest is: a person has to look.
     pub(crate) unknowable: bool,
     pub(crate) declared_lost: bool,
-    /// A connection of the commit was cut, so that the source's VMM cannot rely on what it has not heard.
+    /// A connection of the commit was cut, so that the source's VMM cannot rely on what it has not received.
     pub(crate) word_lost: bool,
     pub(crate) wrong: Option<Wrong>,
 }
@@ -269,7 +269,7 @@ pub(crate) struct Attempt {
     pub(crate) ran: bool,
     /// It has been seen to.
     pub(crate) seen: bool,
-    /// It has been seen to since *running* was said last.
+    /// It has been observed to since *running* was last sent.
     pub(crate) fresh: bool,
     /// It was ended by its server, which knew that it had never run.
     pub(crate) put_down: bool,
@@ -295,7 +295,7 @@ pub(crate) struct Job {
     /// Actions to be carried out.
     pub(crate) queue: VecDeque<DestinationAction>,
     pub(crate) doing: Option<Operation>,
-    /// Somebody may have told the VMM to run and not lived to see it.
+    /// A process may have requested the VMM to run and died before it ran.
     pub(crate) unsure: bool,
 }
 
@@ -319,7 +319,7 @@ pub(crate) struct Connection {
     pub(crate) down: VecDeque<DestinationMessage>,
     /// The driver has it open; without it only `up` is still under way.
     pub(crate) open: bool,
-    /// The server has ended, and its system has closed this; whether behind all that it had said.
+    /// The server has ended, and its system has closed this; whether behind all that it had sent.
     pub(crate) gone: Option<bool>,
 }
 
@@ -411,7 +411,7 @@ impl Now {
         }
     }
 
-    /// What a run of the source says at its end.
+    /// What a run of the source reports at its end.
     pub(crate) fn reported(&mut self, guest: GuestLocation, attempt: usize) {
         let attempt = &self.attempts[attempt];
         match guest {
@@ -449,7 +449,7 @@ impl Now {
         all.find(|c| c.open && usize::from(c.attempt) == attempt)
     }
 
-    /// The driver's end is closed: what it has said is still under way.
+    /// The driver's end is closed: what it has sent is still under way.
     pub(crate) fn hang_up(&mut self) {
         for connection in &mut self.connections {
             connection.open = false;

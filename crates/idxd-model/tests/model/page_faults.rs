@@ -278,12 +278,12 @@ fn memory_changes_under_the_device() {
     );
 }
 
-/// A mapping of zeros that nobody has touched yet.
+/// A mapping of zeros that was never touched.
 fn untouched(pages: usize) -> (u64, impl Drop) {
     struct Mapping(*mut std::ffi::c_void, usize);
     impl Drop for Mapping {
         fn drop(&mut self) {
-            // SAFETY: mapped below, and nobody else knows of it any more.
+            // SAFETY: mapped below, and nothing else refers to it any more.
             unsafe { rustix::mm::munmap(self.0, self.1).unwrap() };
         }
     }

@@ -150,7 +150,7 @@ fn a_late_write_hits_what_was_given_up_too_early() {
         &queue,
         &[fill(u64::MAX, memory.address(), 4096, &records[0])],
     );
-    // The engine goes on.
+    // The engine continues.
     assert_eq!(run(&queue, &noop(&records[1]), &records[1]).status(), 1);
     assert_eq!(wait(&queue, &records[0], TIMEOUT), None);
     // Who uses the memory for something else now loses it.

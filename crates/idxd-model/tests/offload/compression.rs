@@ -153,7 +153,7 @@ fn a_stuck_device_costs_a_moment() {
             operations += 64 + streams;
         }
     }
-    // No more than there are slots, and soon nobody asks.
+    // No more than there are slots, and soon none is submitted.
     assert_eq!(devices.work().by_device, 0);
     assert!(devices.statistics()[0].operations <= 64);
     assert_eq!(sum(devices.work()), operations);

@@ -36,10 +36,10 @@ impl Areas {
             .collect()
     }
 
-    /// Copies; then the destination is used for something else, and nobody writes to it any more.
+    /// Copies; then the destination is used for something else, and nothing writes to it any more.
     pub(crate) fn copy(&mut self, copier: &mut Copier, mut after: impl FnMut()) {
         let moves = self.moves();
-        // SAFETY: nobody refers to the destination meanwhile.
+        // SAFETY: nothing refers to the destination meanwhile.
         unsafe { copier.copy(&moves, &mut |index| by_processor(moves[index])) };
         let bytes = self.count * PAGE;
         assert!(self.destination.bytes()[..bytes] == self.source.bytes()[..bytes]);
@@ -55,7 +55,7 @@ impl Areas {
 }
 
 fn by_processor(of: Move) {
-    // SAFETY: both are pages of areas that live, and nobody refers to them meanwhile.
+    // SAFETY: both are pages of areas that live, and nothing refers to them meanwhile.
     unsafe {
         std::ptr::copy_nonoverlapping(
             of.source as *const u8,
@@ -148,7 +148,7 @@ fn a_panic_does_not_return_before_the_device_is_done() {
     let moves = areas.moves();
     let mut copier = Copier::new(devices.clone());
     let panics = std::panic::catch_unwind(AssertUnwindSafe(|| {
-        // SAFETY: nobody refers to the destination meanwhile.
+        // SAFETY: nothing refers to the destination meanwhile.
         unsafe { copier.copy(&moves, &mut |_| panic!("on purpose")) };
     }));
     assert!(panics.is_err());

@@ -71,7 +71,7 @@ impl Memory {
         let mut words = vec![0_u64; (bytes.len() + PAGE) / 8];
         let start = words.as_ptr().align_offset(PAGE);
         let ours = words[start..].as_mut_ptr().cast::<u8>();
-        // SAFETY: as many bytes as are there, of words that nobody else has yet.
+        // SAFETY: as many bytes as are there, of words that nothing else refers to yet.
         unsafe { ours.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         Self { words, start }
     }

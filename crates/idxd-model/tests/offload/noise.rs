@@ -1,4 +1,4 @@
-//! A device whose records are any bytes at all: what it says may be wrong, but nothing breaks.
+//! A device whose records are any bytes at all: its results may be wrong, but nothing breaks.
 
 use std::{
     num::NonZeroU32,
@@ -149,7 +149,7 @@ proptest! {
                 .decompress(&stream, &mut pages, &mut inflate)
                 .unwrap();
         }
-        // Pages as they are are nobody's work.
+        // Raw pages are no work.
         prop_assert_eq!(sum(devices.work()), 2 * 48);
     }
 

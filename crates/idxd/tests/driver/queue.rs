@@ -345,7 +345,7 @@ fn what_is_late_keeps_its_slot_until_it_is_there() {
         Unanswered::TimedOut
     );
     assert_eq!(queue.now(), Duration::from_nanos(50));
-    // The other slot goes round; the late one is nobody's.
+    // The other slot goes round; the late one has no owner.
     for _ in 0..5 {
         let slot = queue.slot().unwrap();
         assert_ne!(slot.record_address(0), Some(late));

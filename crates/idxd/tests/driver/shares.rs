@@ -480,7 +480,7 @@ const DIRECTORY: &str = "IDXD_TEST_SHARES_DIRECTORY";
 const SIZE: &str = "IDXD_TEST_SHARES_SIZE";
 const ANSWER: &str = "member: ";
 
-/// A member in a process of its own, which does what it is told.
+/// A member in a process of its own, which follows commands.
 struct Process {
     child: Child,
     orders: Option<ChildStdin>,

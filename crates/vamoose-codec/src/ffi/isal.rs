@@ -11,7 +11,7 @@
 //!    which ISA-L allows for (it only subtracts them); we never read them.
 //!
 //! The same input may be encoded in different bytes: at the start of a stream ISA-L's assembly hashes the third
-//! position of what a register happens to hold (`write_first_byte`; the state's address, say), and so may miss a
+//! position of what a register happens to hold (`write_first_byte`; e.g. the state's address), and so may miss a
 //! match there. What it writes is right in any case.
 
 use std::{alloc, ptr, ptr::NonNull};
@@ -130,7 +130,7 @@ struct Left {
 ///
 /// # Safety
 /// `stream` must point to an initialised stream that nothing else refers to (rule 1), whose level buffer
-/// is as large as it says and whose code is one of ISA-L's making; `deflate` must be one of ISA-L's
+/// is as large as it states and whose code is one of ISA-L's making; `deflate` must be one of ISA-L's
 /// functions that write such a stream.
 unsafe fn lend(
     stream: *mut c::isal_zstream,

@@ -7,7 +7,7 @@
 //! 1. **The decompressor is ours alone**: allocated by `new`, freed by `drop`, used through
 //!    `&mut self` in between. libdeflate ties nothing to a thread.
 //! 2. **libdeflate touches the caller's memory during a call only**, within the two lengths it is
-//!    given, whatever the input says; `tests/bounds.rs` and `tests/qatzip.rs` hold it to them.
+//!    given, whatever the input; `tests/bounds.rs` and `tests/qatzip.rs` check this.
 
 use std::ptr::NonNull;
 
@@ -28,7 +28,7 @@ pub(crate) struct Inflated {
 /// Why a stream was not inflated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// It is corrupt, or goes on after the input; libdeflate does not tell these apart.
+    /// It is corrupt, or continues after the input; libdeflate does not distinguish these.
     Data,
     /// It holds more than fits into the output. It may also be cut short there: libdeflate reads on
     /// for a few bytes that are not there, as if they were zeros.

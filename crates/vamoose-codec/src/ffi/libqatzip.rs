@@ -121,7 +121,7 @@ pub(crate) enum Absent {
     /// The library found no hardware that it can use.
     #[error("libqatzip finds no usable QAT hardware: {0}")]
     Hardware(Status),
-    /// The library did not start, without saying anything of hardware.
+    /// The library did not start, for a reason other than hardware.
     #[error("libqatzip does not start: qzInit returns {0}")]
     Init(Code),
 }
@@ -149,7 +149,7 @@ pub(crate) enum Failure {
         len: u32,
     },
     /// The library did not take all that it was given; or, from [`Session::decompress`], the
-    /// payload goes on after the pages.
+    /// payload continues after the pages.
     #[error("libqatzip's {call} claims to have taken {claimed} of {given} bytes")]
     Taken {
         /// The function.
@@ -201,7 +201,7 @@ pub(crate) struct Code(pub(crate) i32);
 impl Code {
     /// The devices are open already: as good as success where they are opened.
     pub(crate) const DUPLICATE: Self = Self(1);
-    /// The library fell back to software, which it was told not to.
+    /// The library fell back to software, which was disabled.
     pub(crate) const FORCED_SOFTWARE: Self = Self(2);
     /// Something is wrong with the input.
     pub(crate) const DATA: Self = Self(-4);

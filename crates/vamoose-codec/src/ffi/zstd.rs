@@ -14,7 +14,7 @@
 //!    history between calls; no reference to the ring lives across one.
 //! 2. **What zstd may read is allocated.** It remembers two runs of packets: the one it is in, and
 //!    the one before the last return to the start. Both lie in the ring, which lives as long as the
-//!    context. Where the new run has overwritten the old one, the encoder forgets the old bytes, and
+//!    context. Where the new run has overwritten the old one, the encoder drops the old bytes, and
 //!    a decoder whose peer refers to them all the same gets wrong bytes, but bytes of the ring.
 //! 3. **The caller's slices are touched during a call only.**
 

@@ -15,7 +15,7 @@ pub(crate) struct Guarded(*mut u8);
 impl Guarded {
     pub(crate) fn new() -> Self {
         let (all, none) = (ProtFlags::READ | ProtFlags::WRITE, MprotectFlags::empty());
-        // SAFETY: a new mapping wherever there is room; its first and last page, which nobody uses,
+        // SAFETY: a new mapping wherever there is room; its first and last page, which are unused,
         // are then closed.
         unsafe {
             let len = ROOM + 2 * PAGE;

@@ -72,7 +72,7 @@ const LEAST_DRAINED: u32 = 4;
 /// By how much a link that was idle is taken to be faster.
 const IDLE_GROWTH: f64 = 2.0;
 
-/// Of links that are faster than this, in nanoseconds per byte, waits tell soon enough; and there a receiver is easily
+/// Of links that are faster than this, in nanoseconds per byte, waits show soon enough; and there a receiver is easily
 /// taken for a link.
 const SLOW: f64 = 5.0;
 
@@ -119,7 +119,7 @@ impl Link {
         self.time
     }
 
-    /// Whether the sender has had to wait since it began, or paused: how long tells the next wait, unless more bytes
+    /// Whether the sender has had to wait since it began, or paused: the next wait measures how long, unless more bytes
     /// went out since than any buffer explains.
     pub(super) fn is_felt(&self) -> bool {
         self.span.is_some_and(|span| span.bytes < MOST_QUANTUM)

@@ -36,7 +36,7 @@ struct World {
     shared_cores: bool,
     /// Bytes that each of a connection's two buffers holds.
     buffer: f64,
-    /// Whether sockets tell how much they hold.
+    /// Whether sockets report how much they hold.
     tells: bool,
     /// Nanoseconds of the receiver for each byte of pages, beside reading and decoding.
     touching: f64,
@@ -105,7 +105,7 @@ struct Channel {
     debt: f64,
     /// Part of the time for which the thread has a core.
     speed: f64,
-    // What the controller will be told.
+    // What the controller will receive.
     rung: usize,
     begun: f64,
     cpu: f64,
@@ -552,7 +552,7 @@ fn another_link_is_followed_within_a_second() {
     }
 }
 
-/// A faster link shows at once where the socket tells what it holds, however much that is.
+/// A faster link shows at once where the socket reports what it holds, however much that is.
 #[test]
 fn a_faster_link_is_followed_within_a_second_whatever_the_buffers_hold() {
     for [before, after] in [[0.1, 1.0], [0.1, 10.0], [1.0, 10.0], [1.0, 25.0]] {

@@ -90,7 +90,7 @@ pub(super) fn run<'scope, 'env: 'scope>(
     }
 }
 
-/// Receives from a connection on a thread of its own: a silent peer delays no other.
+/// Receives from a connection on a thread of its own: an idle peer delays no other.
 fn identify<'scope>(
     stream: Arc<Stream>,
     number: u64,

@@ -63,7 +63,7 @@ impl<'a> GuestRam<'a> {
     }
 
     /// Makes all memory read as zeros, without touching what was never touched, on all processors. Calls `progress`
-    /// about every second while that goes on.
+    /// about every second meanwhile.
     ///
     /// Before the first call it has to find what was touched: up to 15 s per TiB of pages of 4 KiB.
     pub(super) fn make_zero(&self, progress: &dyn Fn()) {

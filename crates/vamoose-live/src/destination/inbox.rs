@@ -112,7 +112,7 @@ impl<'env> Inbox<'env> {
         self.controls.remove(&number);
     }
 
-    /// What is sent from now on gives up after `timeout`.
+    /// What is sent from now on fails after `timeout`.
     pub(super) fn limit_sending(&self, timeout: Duration) {
         for control in self.controls.values() {
             let _ = control.set_stall_timeout(timeout);

@@ -72,7 +72,7 @@ impl Receiving {
     /// The state after `event`, and what to do.
     ///
     /// # Errors
-    /// When the source does not follow the protocol, gives up, or a connection has failed.
+    /// When the source does not follow the protocol, aborts, or a connection has failed.
     pub(super) fn handle(self, event: Event) -> Result<(Self, Option<Action>), DestinationError> {
         match (self, event) {
             (Self::Connecting(streams), Event::Channel(initial, stream)) => {

@@ -99,7 +99,7 @@ impl DirtyLog for SharedBitmap {
         Ok(())
     }
 
-    /// Marks go on being counted, until `start` throws them away.
+    /// Marks are still counted, until `start` discards them.
     fn stop(&self) -> Result<(), DirtyLogError> {
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! The page tables of this process as a dirty log: userfaultfd write protection in asynchronous mode (Linux 6.7).
 //!
-//! Pages are write-protected. The first write to one faults, and the kernel lifts the protection and lets it go on;
+//! Pages are write-protected. The first write to one faults, and the kernel lifts the protection and continues it;
 //! no handler is needed. `collect` asks PAGEMAP_SCAN for the pages without protection, which protects them again in
 //! the same step, so that there is nothing to clear later.
 //!

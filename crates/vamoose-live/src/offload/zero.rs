@@ -72,8 +72,8 @@ pub(crate) struct DsaScan {
 const MOST_BATCHES: usize = 4;
 
 impl DsaScan {
-    /// For batches of up to `pages` pages of `page_bytes` bytes. Of the pages that a device calls zero, `verify`
-    /// says how many are looked at by the processor as well.
+    /// For batches of up to `pages` pages of `page_bytes` bytes. Of the pages that a device reports as zero,
+    /// `verify` is how many are checked by the processor as well.
     pub(crate) fn new(
         devices: Arc<Devices>,
         page_bytes: u32,

@@ -71,7 +71,7 @@ pub(super) struct Rates {
     last_normal: u64,
 }
 
-/// Less than this in a round says nothing about the link: it fits into the sockets' buffers.
+/// Less than this in a round is no measure of the link: it fits into the sockets' buffers.
 const MIN_SAMPLE: u64 = 4 << 20;
 
 /// Bytes per second, until a round was long enough to measure: a tenth of a slow link, so that a guest is not paused for

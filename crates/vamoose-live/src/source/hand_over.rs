@@ -172,7 +172,7 @@ fn was_closed(error: &SourceError, commits: u32) -> bool {
     }
 }
 
-/// Whether the error says that no process listens there.
+/// Whether the error means that no process listens there.
 fn is_refused(error: &io::Error) -> bool {
     matches!(
         error.kind(),

@@ -154,7 +154,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         Ok(())
     }
 
-    /// From now on no wait goes on beyond `resume_at`; without one, for as long as it takes.
+    /// From now on no wait lasts beyond `resume_at`; without one, for as long as it takes.
     pub(super) fn bound_downtime(&mut self, resume_at: Option<Instant>) {
         self.resume_at = resume_at;
     }

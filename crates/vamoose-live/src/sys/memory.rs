@@ -37,7 +37,7 @@ impl Punch {
     pub(crate) fn of(backing: Backing) -> Option<Self> {
         let (advice, unit) = match backing {
             Backing::Anonymous { page_size } => (Advice::LinuxDontNeed, page_size),
-            // The hole is in the file, and everybody's.
+            // The hole is in the file, for all its users.
             Backing::SharedFile | Backing::SharedMemory => {
                 (Advice::LinuxRemove, rustix::param::page_size())
             }

@@ -135,7 +135,7 @@ impl Pagemap {
     }
 
     /// Calls `each` for every page of `addresses` that is present or swapped, also where there is no PAGEMAP_SCAN.
-    /// The shared page of zeros cannot be told from others.
+    /// The shared page of zeros cannot be distinguished from others.
     pub(crate) fn populated(
         &self,
         addresses: Range<usize>,

@@ -57,7 +57,7 @@ pub(crate) enum Rig {
 }
 
 impl Rig {
-    /// All that this host has; says which ones it has not.
+    /// All that this host has; prints the missing ones.
     pub(crate) fn all() -> Vec<Self> {
         let mut rigs = Vec::new();
         match UserfaultLog::new(&Shape::default().memory().1) {
@@ -106,7 +106,7 @@ fn kvm_log(guest: &Guest, ram: &Ram) -> KvmDirtyLog {
     unsafe { KvmDirtyLog::new(guest.vm_fd().unwrap(), slots.collect(), ram) }.unwrap()
 }
 
-/// Whether guests cannot be migrated here, which it says.
+/// Whether guests cannot be migrated here, which it prints.
 pub(crate) fn nothing_to_migrate() -> bool {
     Rig::all().is_empty()
 }
@@ -142,7 +142,7 @@ impl Default for Shape {
 }
 
 impl Shape {
-    /// Memory that nobody has touched.
+    /// Memory that was never touched.
     pub(crate) fn memory(&self) -> (Memory, Ram) {
         let name = |index| format!("block{index}");
         let regions = self.blocks.iter().enumerate();
@@ -466,7 +466,7 @@ pub(crate) struct Outcome {
 }
 
 impl Outcome {
-    /// Both sides say that it worked.
+    /// Both sides report success.
     pub(crate) fn expect_done(self) -> (Status, Arrival) {
         let status = self.source.unwrap();
         let arrival = self.destination.unwrap();
@@ -506,7 +506,7 @@ pub(crate) fn move_guest(stage: &Arc<Stage>, config: SourceConfig) -> (Status, A
     done
 }
 
-/// Tries to move the guest to a destination that has seen failures, until it says yes. It may be waiting for the
+/// Tries to move the guest to a destination that has seen failures, until it accepts. It may be waiting for the
 /// word of the last source still, for no longer than the settle time.
 pub(crate) fn move_in_the_end(stage: &Arc<Stage>, address: &Address) {
     loop {
@@ -569,7 +569,7 @@ pub(crate) fn dsas(model: &Model, count: usize) -> Arc<Devices> {
     Arc::new(Devices::new(queues, None))
 }
 
-/// `devices` look for zero pages, and are checked as `verify` says.
+/// `devices` look for zero pages, and are checked as by `verify`.
 pub(crate) fn by_dsas(devices: &Arc<Devices>, verify: Verify) -> ZeroPageDetection {
     ZeroPageDetection::Dsa(DsaDetection {
         devices: devices.clone(),
@@ -597,7 +597,7 @@ pub(crate) fn socket_address(address: &Address) -> (String, u16) {
     }
 }
 
-/// A generator of random numbers (splitmix64) that says its seed if the test fails, and ends the program if the
+/// A generator of random numbers (splitmix64) that prints its seed if the test fails, and ends the program if the
 /// test hangs: a hang has a seed too.
 pub(crate) struct Rng {
     seed: u64,
@@ -669,7 +669,7 @@ fn process_seed() -> u64 {
     }
 }
 
-/// Ends the program with a message when nobody has dropped this for far longer than anything takes.
+/// Ends the program with a message when this is not dropped for far longer than anything takes.
 pub(crate) struct Watchdog {
     over: Arc<(Mutex<bool>, Condvar)>,
     thread: Option<JoinHandle<()>>,
@@ -706,7 +706,7 @@ impl Drop for Watchdog {
     }
 }
 
-/// A test that has panicked elsewhere says why there.
+/// A test that has panicked elsewhere prints why there.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -5,7 +5,7 @@
 //!              │
 //!              └ at a Point (a number of bytes, a message of the control connection): one Action
 //! ```
-//! It never refuses a connection, which would say that nobody listens, unless it is to vanish.
+//! It never refuses a connection, which would mean that none listens, unless it is to vanish.
 
 use std::{
     io::{self, BufRead as _, BufReader, Read, Write as _},
@@ -31,7 +31,7 @@ pub(crate) enum Point {
     Before(&'static str),
     /// Right after passing this message on.
     After(&'static str),
-    /// When the test says so.
+    /// At the test's request.
     Asked,
 }
 
@@ -46,9 +46,9 @@ pub(crate) enum Action {
     Stall(Duration),
     /// Everything that there is is cut, and whatever comes later ends at once.
     Die,
-    /// As [`Action::Die`], and nobody listens at its address any more.
+    /// As [`Action::Die`], and nothing listens at its address any more.
     Vanish,
-    /// Nothing passes any more, and nobody is told.
+    /// Nothing passes any more, without a notice.
     Freeze,
 }
 
@@ -168,7 +168,7 @@ impl Proxy {
 pub(crate) fn settle(destination: &Address, id: [u8; 16]) {
     let control = TcpStream::connect(socket_address(destination));
     let messages = [opening(id), message(COMMIT), message(SETTLED)];
-    // One that has been told before is gone.
+    // One that has been notified before is gone.
     let _ = control.and_then(|mut control| control.write_all(&messages.concat()));
 }
 
@@ -364,7 +364,7 @@ fn serve(mut source: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
         move || {
             let (from, to) = (&connection.destination, &connection.source);
             let _ = carry(from, to, is_control, &shared);
-            // The end of what one says is passed on; the other may go on.
+            // The end of one direction is passed on; the other may continue.
             let _ = to.shutdown(Shutdown::Write);
         }
     });

@@ -57,7 +57,7 @@ const MODE_MISSING: u64 = 1;
 const MESSAGE_WORDS: usize = 4;
 
 impl Snapshot {
-    /// Takes over the memory of `ram`, which nobody has touched.
+    /// Takes over the memory of `ram`, which was never touched.
     ///
     /// # Errors
     /// Where this process may not resolve page faults of the kernel, or there is no userfaultfd.
@@ -69,7 +69,7 @@ impl Snapshot {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the kernel has just made it and nobody else knows it.
+        // SAFETY: the kernel has just made it and nothing else refers to it.
         let userfaultfd = unsafe { OwnedFd::from_raw_fd(fd) };
         let blocks = ram.blocks().iter();
         let snapshot = Self {
@@ -144,7 +144,7 @@ impl Snapshot {
 
     fn ioctl<T>(&self, request: Opcode, argument: &mut T) -> io::Result<()> {
         let fd = self.userfaultfd.as_fd().as_raw_fd();
-        // SAFETY: each request is called with its own argument. What it fills is memory of a guest that nobody has a
+        // SAFETY: each request is called with its own argument. What it fills is memory of a guest that nothing has a
         // reference to, with bytes that are borrowed meanwhile.
         match unsafe { libc::ioctl(fd, request as libc::Ioctl, std::ptr::from_mut(argument)) } {
             0 => Ok(()),

@@ -1,4 +1,4 @@
-//! A KVM guest whose vCPUs store what they are told to store.
+//! A KVM guest whose vCPUs store what the test requests.
 
 use std::{
     os::fd::{AsRawFd, BorrowedFd},

@@ -389,7 +389,7 @@ fn what_the_kernel_writes_for_the_process_is_found_by_userfaultfd() {
         ftruncate(&source, 2 * page as u64).unwrap();
         let memory = ram.blocks()[0].memory();
         let target = memory.subslice(3 * page, 2 * page).unwrap();
-        // SAFETY: the memory is mapped, and nobody has a reference to it.
+        // SAFETY: the memory is mapped, and nothing has a reference to it.
         let read = unsafe {
             let address = target.ptr_guard_mut().as_ptr();
             libc::read(source.as_raw_fd(), address.cast(), target.len())
@@ -462,7 +462,7 @@ fn marks_are_of_all_pages_that_bytes_lie_in_and_of_no_others() {
     }
 }
 
-/// Writes in a log of its own what it is asked to do, and fails where it is told to.
+/// Writes in a log of its own what it is asked to do, and fails where it is set to.
 struct Recording {
     name: &'static str,
     fails: Option<&'static str>,
@@ -547,7 +547,7 @@ fn anonymous(blocks: &[usize]) -> Ram {
 fn advise(ram: &Ram, advice: Advice) {
     for block in ram.blocks() {
         let address = block.memory().ptr_guard_mut().as_ptr();
-        // SAFETY: it is mapped, and nobody has a reference to it.
+        // SAFETY: it is mapped, and nothing has a reference to it.
         unsafe { madvise(address.cast(), block.len(), advice) }.unwrap();
     }
 }
@@ -601,7 +601,7 @@ fn storing(ram: &Ram) -> Write {
     Box::new(move |place, stamp| write(&ram, place, stamp))
 }
 
-/// The same, and tells the log.
+/// The same, and notifies the log.
 fn marking(ram: &Ram, log: &Arc<SharedBitmap>) -> Write {
     let (ram, log) = (ram.clone(), Arc::clone(log));
     Box::new(move |place, stamp| {

@@ -33,7 +33,7 @@ pub(crate) struct Fixture {
     ram: Ram,
     log: Arc<dyn DirtyLog>,
     writers: Vec<Write>,
-    /// The blocks that the writers write, and nobody else.
+    /// The blocks that the writers write, and nothing else.
     blocks: Range<usize>,
     /// Whether `collect` leaves bits to be cleared by `clear`.
     keeps: bool,
@@ -88,7 +88,7 @@ pub(crate) fn check_all(fixture: impl Fn() -> Fixture) {
     a_log_is_a_set_of_pages(fixture());
 }
 
-/// Rounds of a migration while the writers write: in the end the copy is right, and the log has nothing more to say.
+/// Rounds of a migration while the writers write: in the end the copy is right, and the log has nothing more to report.
 pub(crate) fn no_write_is_lost(mut fixture: Fixture) {
     const ROUNDS: usize = 100;
     const WRITES: u64 = 20_000;
@@ -151,7 +151,7 @@ fn a_page_shows_again_whenever_it_is_written(mut fixture: Fixture) {
     log.stop().unwrap();
 }
 
-/// Attempts do not hear of each other, however they ended.
+/// Attempts do not affect each other, however they ended.
 fn a_log_begins_afresh(mut fixture: Fixture) {
     let Fixture {
         ram,
@@ -370,7 +370,7 @@ pub(crate) fn offset_in_page(page_size: usize, stamp: u64) -> usize {
     (stamp as usize % (page_size / 8)) * 8
 }
 
-/// What the log says now.
+/// What the log reports now.
 pub(crate) fn collected(ram: &Ram, log: &dyn DirtyLog, block: usize) -> Bitmap {
     let mut dirty = Bitmap::new(ram.pages(block));
     log.collect(block, &mut dirty).unwrap();

@@ -110,7 +110,7 @@ fn open(paths: &[PathBuf], layout: Layout) -> Result<Vec<Recording>> {
     Ok(recordings)
 }
 
-/// A channel left out is memory left out, so a RAM file needs them all, as far as that can be told.
+/// A channel left out is memory left out, so a RAM file needs them all, as far as that can be determined.
 fn refuse_gaps(recordings: &[Recording]) -> Result<()> {
     let highest = recordings.last().map_or(0, |last| last.channel());
     let announced = recordings

@@ -1,6 +1,6 @@
 //! `vamoose probe`: this host's hardware and software for migrations, and the method to use.
 //!
-//! The system's files are read below a [`Root`], which tests replace. Something absent is not an error: the output says why.
+//! The system's files are read below a [`Root`], which tests replace. Something absent is not an error: the output states why.
 
 mod advice;
 mod cpu;
@@ -132,7 +132,7 @@ impl Probe {
     }
 }
 
-/// Lines of `name  value`, aligned; of several with one name only the first says it.
+/// Lines of `name  value`, aligned; of several with one name only the first has it.
 #[derive(Default)]
 struct Lines(String, String);
 

@@ -25,7 +25,7 @@ use serde_json::Value;
 
 const COMMIT: Message = Message::Request("commit");
 
-/// A guest that has left A, and B has not been told to go on: `migrate` was killed, and the network is cut.
+/// A guest that has left A, and B has not been sent `cont`: `migrate` was killed, and the network is cut.
 struct Scene {
     b: Host,
     gate: Gate,
@@ -204,7 +204,7 @@ fn an_orphan_waits_for_its_source() -> Result<()> {
 }
 
 /// What was coming in to a server that was killed cannot arrive any more: the next server ends that QEMU, even if it
-/// hears nothing.
+/// receives nothing.
 #[test]
 fn a_server_that_is_started_again_ends_half_a_guest() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {

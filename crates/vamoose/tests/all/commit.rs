@@ -1,5 +1,5 @@
-//! The worst moment for a cut: the source has stopped for good, and the destination has not been told to
-//! go on. The guest may be late, it must never run twice and never nowhere.
+//! The worst moment for a cut: the source has stopped for good, and the destination has not been
+//! continued. The guest may be late, but it must run once.
 
 use crate::common::{
     Host, LIMIT, MIB, bare_pair,
@@ -14,7 +14,7 @@ use lab::{
 };
 use rustix::process::Signal;
 
-/// A guest that has left the source and has not been told to go on at the destination.
+/// A guest that has left the source and has not been continued at the destination.
 struct Scene {
     host: Host,
     gate: Gate,
@@ -116,7 +116,7 @@ fn an_answer_that_is_cut_is_asked_for_again() -> Result<()> {
     let mut scene = Scene::start(&binary)?;
     scene.gate.release(Fate::AnswerLost);
     scene.migration.wait_for("asking the server again", LIMIT)?;
-    // It runs there although nobody knows here.
+    // It runs there although this is not known here.
     scene.destination.qmp.wait_status("running", LIMIT)?;
     scene.expect_moved()
 }
@@ -150,7 +150,7 @@ fn the_same_command_finishes_what_was_killed() -> Result<()> {
     scene.expect_moved()
 }
 
-/// The destination's QEMU dies before it could run: the guest goes on at the source.
+/// The destination's QEMU dies before it could run: the guest resumes at the source.
 #[test]
 fn a_destination_that_dies_before_the_commit() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {

@@ -2,7 +2,7 @@
 //! memory, or ends with the guest at the source.
 //!
 //! The program under test is built with the feature `fault-injection` (see Cargo.toml), so that
-//! `VAMOOSE_FAULTS` gives it an engine that does what it says; `codec`'s module `faulty` has the words.
+//! `VAMOOSE_FAULTS` gives it an engine that does what it lists; `vamoose-codec/src/faulty.rs` has the words.
 //! QAT's library is a stand-in of ours (`lab::stand_in`).
 
 use std::{ffi::OsStr, process::Command};
@@ -45,7 +45,7 @@ impl Ends {
     }
 }
 
-/// One migration through two relays in `environment`; `complete` says whether it has to.
+/// One migration through two relays in `environment`; `complete` is whether it has to.
 fn migrate(
     source: &mut Qemu,
     destination: &mut Qemu,
@@ -113,7 +113,7 @@ fn whatever_an_engine_does_the_memory_is_right() -> Result<()> {
     Ok(())
 }
 
-/// A lie after packets that nobody checked: the relay ends the migration and says why; the guest is
+/// A wrong result after unchecked packets: the relay ends the migration and reports why; the guest is
 /// where it was, and moves in software.
 #[test]
 fn wrong_bytes_after_unchecked_packets_leave_the_guest_at_the_source() -> Result<()> {

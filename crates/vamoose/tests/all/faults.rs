@@ -57,7 +57,7 @@ impl Scene {
             .qmp
             .wait_migration(&["failed", "cancelled"], LIMIT)?;
         self.source.qmp.wait_status("running", LIMIT)?;
-        // Whoever was not killed ends by itself, and says that it failed.
+        // The process that was not killed ends by itself, and reports that it failed.
         if near {
             self.near.finish(LIMIT)?.failure("vamoose: ")?;
         }
@@ -171,7 +171,7 @@ fn relay_b_hangs() -> Result<()> {
     source.qmp.migrate(&address)?;
     far.wait_for("relaying a multifd migration", LIMIT)?;
     signal(far.pid(), Signal::STOP)?;
-    // Once the sockets' buffers are full nothing goes on.
+    // Once the sockets' buffers are full nothing moves.
     near.finish(LIMIT)?.failure("vamoose: ")?;
     source.qmp.wait_migration(&["failed"], LIMIT)?;
     source.qmp.wait_status("running", LIMIT)?;
@@ -305,7 +305,7 @@ fn migrate_killed() -> Result<()> {
     Ok(())
 }
 
-/// A destination that waits for a SYNC hears neither of a cancel nor of its monitor: the server ends it.
+/// A destination that waits for a SYNC reacts to neither a cancel nor its monitor: the server ends it.
 #[test]
 fn a_destination_that_waits_for_a_sync() -> Result<()> {
     for binary in qemu::available() {

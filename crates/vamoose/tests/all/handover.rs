@@ -1,5 +1,5 @@
-//! Who has the guest: whatever was cut, killed or said again, it runs in one place at most, in one place as soon as both hosts
-//! can talk, and where `migrate` says that it is.
+//! Who has the guest: whatever was cut, killed or repeated, it runs in one place at most, in one place as soon as both hosts
+//! can connect, and where `migrate` reports it.
 
 use std::{
     io::Read as _,
@@ -96,7 +96,7 @@ impl Scene {
         Ok(migration)
     }
 
-    /// The command, up to where the destination has loaded the guest and the source has not been told.
+    /// The command, up to where the destination has loaded the guest and the source has not been notified.
     fn up_to_loaded(&mut self) -> Result<Vamoose> {
         self.gate.rule(Message::Loaded, Fate::Held);
         let migration = self.command()?;
@@ -113,7 +113,7 @@ impl Scene {
         Ok(())
     }
 
-    /// `migrate` is killed when the source has stopped for good, before anybody has heard of the commit.
+    /// `migrate` is killed when the source has stopped for good, before the commit has reached any process.
     fn kill_before_the_commit(&mut self) -> Result<()> {
         let mut migration = self.up_to_the_commit()?;
         migration.kill()?;
@@ -143,13 +143,13 @@ fn an_old_command_does_not_wake_a_guest_that_went_elsewhere() -> Result<()> {
     let again = b.migrate(&at_a, "vm", &SLOW)?.finish(LIMIT)?;
     expect_runs_only("C", [("A", &mut at_a), ("C", &mut at_c)])
         .with_context(|| format!("migrate said:\n{}", again.stderr))?;
-    // It says where the guest went.
+    // It reports where the guest went.
     again.failure(&c.address)?;
     Ok(())
 }
 
 /// The guest went from B to C. The first command, to B, does not wake it up there, whether it had succeeded or been killed
-/// before it heard so.
+/// before it received that.
 #[test]
 fn a_server_does_not_continue_a_guest_that_has_moved_on() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
@@ -173,7 +173,7 @@ fn an_undecided_command_does_not_wake_a_guest_that_has_moved_on() -> Result<()> 
     moved_on(&binary, scene, Host::restart)
 }
 
-/// All that this server has is a QEMU that says *completed*: of a migration that it has sent.
+/// All that this server has is a QEMU that reports *completed*: of a migration that it has sent.
 #[test]
 fn a_server_without_memory_does_not_continue_a_guest_that_was_sent_on() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
@@ -213,8 +213,8 @@ fn moved_on(
     Ok(())
 }
 
-/// The guest was moved and has died since, at its new place. A command that is run again does not say that it runs, nor
-/// start the old one.
+/// The guest was moved and has died since, at its new place. A repeated command neither reports that it runs, nor
+/// starts the old one.
 #[test]
 fn a_success_is_not_reported_for_a_guest_that_has_died() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
@@ -326,7 +326,7 @@ fn an_old_copy_is_not_continued() -> Result<()> {
     Ok(())
 }
 
-/// The source's QEMU dies when the destination has everything: the only guest that is left goes on there.
+/// The source's QEMU dies when the destination has everything: the only guest that is left resumes there.
 #[test]
 fn a_complete_guest_is_continued_when_the_source_has_died() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
@@ -347,7 +347,7 @@ fn a_complete_guest_is_continued_when_the_source_has_died() -> Result<()> {
     Ok(())
 }
 
-/// As before, a moment later: the source has said that it is done.
+/// As before, a moment later: the source has reported that it is done.
 #[test]
 fn a_commit_reaches_the_destination_when_the_source_has_died() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
@@ -405,7 +405,7 @@ fn a_monitor_that_is_late_is_not_a_guest_that_is_lost() -> Result<()> {
     Ok(())
 }
 
-/// The destination has told the network that the guest is there before it ends. The source tells it that the guest is here.
+/// The destination has announced the guest to the network before it ends. The source announces it here again.
 #[test]
 fn a_guest_that_stays_is_announced() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {

@@ -44,8 +44,8 @@ fn waiting(binary: &Binary) -> Result<Qemu> {
     Builder::bare(binary, RAM).incoming().start()
 }
 
-/// Connects `count` times, or until there is no room even in the queue, and stays: every second one says nothing, the others
-/// that they have something to say.
+/// Connects `count` times, or until there is no room even in the queue, and stays: every second one sends nothing, the
+/// others announce a message.
 fn strays(address: &str, count: u8) -> Result<Vec<TcpStream>> {
     let address = address.trim_start_matches("tcp:").parse()?;
     let mut strays = Vec::new();
@@ -93,13 +93,13 @@ fn a_server_without_descriptors_does_not_spin() -> Result<()> {
     Ok(())
 }
 
-/// The source has stopped for good and its connection breaks: strays do not keep it from being heard again.
+/// The source has stopped for good and its connection breaks: strays do not keep it from connecting again.
 #[test]
 fn a_commit_comes_through_a_crowd_of_strays() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    // It does not tell each time that it has no descriptors.
+    // It does not log each time that it has no descriptors.
     let limits = format!("{FEW_DESCRIPTORS}; export VAMOOSE_LOG=info,relay=error");
     let host = Host::start_under(&limits, &[])?;
     let gate = Gate::start(&host.address)?;
@@ -232,7 +232,7 @@ fn a_planted_link_gives_nobody_a_file_of_roots() -> Result<()> {
     Ok(())
 }
 
-/// Makes `folder`/vm.qmp a link to `monitor` by a way so long that whoever looks at it loses milliseconds.
+/// Makes `folder`/vm.qmp a link to `monitor` by a path so long that following it takes milliseconds.
 fn long_way(folder: &Path, monitor: &Path) -> Result<()> {
     // The kernel follows 40 links at most, of 4095 bytes each.
     let way = folder.join("way");
@@ -273,7 +273,7 @@ fn replace_sockets(folder: &Path, over: &AtomicBool) -> Result<()> {
     Ok(())
 }
 
-/// Loopback is open to every local user, and to guests behind QEMU's user-mode network. What they say is not heard.
+/// Loopback is open to every local user, and to guests behind QEMU's user-mode network. What they send is not read.
 #[test]
 fn another_user_of_the_host_is_turned_away() -> Result<()> {
     if !geteuid().is_root() {

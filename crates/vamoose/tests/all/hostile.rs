@@ -1,4 +1,4 @@
-//! Peers that send what no QEMU sends, or stop: the relay ends at once with an error that says who sent
+//! Peers that send what no QEMU sends, or stop: the relay ends at once with an error that names who sent
 //! what, closes every connection on both sides and leaves nothing behind.
 
 use std::{
@@ -102,7 +102,7 @@ impl Stage {
             .collect()
     }
 
-    /// The relay must fail and say `text`, and its socket must be gone.
+    /// The relay must fail and print `text`, and its socket must be gone.
     fn expect_failure(self, text: &str) -> Result<Ended> {
         let socket = self.socket();
         let ended = self.relay.finish(LIMIT)?.failure(text)?;
@@ -164,7 +164,7 @@ fn expect_end(stream: &mut UnixStream) -> Result<()> {
     }
 }
 
-/// Sends `bytes` on channel 0 of a migration that has begun well: the relay must say `text` and end all
+/// Sends `bytes` on channel 0 of a migration that has begun well: the relay must print `text` and end all
 /// connections on both sides.
 fn bad_channel(bytes: &[u8], text: &str) -> Result<()> {
     let stage = Stage::new(&["--stall-timeout", "5"])?;
@@ -278,7 +278,7 @@ fn strangers_before_the_source() -> Result<()> {
     Ok(())
 }
 
-/// One that stays and says nothing does not keep a source waiting, whether it says how many channels it has or not.
+/// One that stays and sends nothing does not keep a source waiting, whether it announces its channels or not.
 #[test]
 fn a_silent_stranger_beside_the_source() -> Result<()> {
     for options in [&[][..], &["--incoming-channels", "2"]] {
@@ -313,7 +313,7 @@ fn a_silent_stranger_beside_tls() -> Result<()> {
     Ok(())
 }
 
-/// Once the source has begun, what it does wrong is said.
+/// Once the source has begun, its errors are reported.
 #[test]
 fn first_bytes_that_begin_nothing() -> Result<()> {
     let stage = Stage::with(|mut command| {
@@ -355,7 +355,7 @@ fn another_user() -> Result<()> {
     ] {
         for tcp in [true, false] {
             let folder = TempDir::new()?;
-            // Who the socket is for is for its file to say.
+            // The file's mode decides who may use the socket.
             fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))?;
             let path = folder.path().join("out");
             let listen = match tcp {

@@ -111,7 +111,7 @@ fn a_stream_cut_between_packets_is_missed_by_its_syncs() {
 fn a_corrupt_stream_is_refused_where_it_is_corrupt() {
     let folder = TempDir::new().unwrap();
     let whole = unpack(&channel("qemu-10.0.2-zlib", 1));
-    // Byte, new value, what is said.
+    // Byte, new value, what is printed.
     for (at, value, said) in [
         (3, 0x45, "byte 0: not the recording of a multifd channel"),
         (64 + 3, 0, "byte 64: packet magic is 0x11223300"),

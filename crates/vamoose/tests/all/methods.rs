@@ -1,4 +1,4 @@
-//! Every method between two relays, over one channel and over four: of a guest that stands still, and
+//! Every method between two relays, over one channel and over four: of a guest that does not run, and
 //! of a Linux guest that writes its memory all the time. The whole memory is compared each time.
 
 use crate::common::{

@@ -183,7 +183,7 @@ fn ctrl_c_cancels() -> Result<()> {
     Ok(())
 }
 
-/// A destination that hears nothing any more is ended, whatever its process is called: half a guest must
+/// An unresponsive destination is ended, whatever its process is called: half a guest must
 /// not stay behind.
 #[test]
 fn a_destination_that_hangs_is_ended() -> Result<()> {

@@ -1,7 +1,7 @@
 //! A destination of QEMU 7.2 ends by itself when its migration breaks off, as it does without relays.
 //!
 //! Once it has read a mark in the main stream it waits for the SYNCs of all channels and for nothing else, so
-//! it must never get a mark whose SYNCs do not come. `VAMOOSE_REPEAT` says how often each is tried.
+//! it must never get a mark whose SYNCs do not come. `VAMOOSE_REPEAT` sets how often each is tried.
 
 use crate::common::{LIMIT, MIB, incoming, listen_address, set_up, vamoose};
 use anyhow::{Context as _, Result, ensure};

@@ -50,7 +50,7 @@ impl Alone {
     }
 }
 
-/// Runs `cases` and says which one failed.
+/// Runs `cases` and reports which one failed.
 fn run_all(cases: impl IntoIterator<Item = Alone>, from: &Binary, to: &Binary) -> Result<()> {
     for case in cases {
         let context = || format!("{case:?}, {} to {}", from.version, to.version);
@@ -217,7 +217,7 @@ fn written_out(from: &Binary, to: &Binary) -> Result<()> {
     Ok(())
 }
 
-/// A migration without multifd is passed through, and the log says so.
+/// A migration without multifd is passed through, and logged as such.
 #[test]
 fn a_single_main_connection_is_passed_through() -> Result<()> {
     for (from, to) in qemu::pairs_or_skip()? {
@@ -241,7 +241,7 @@ fn passed_through(from: &Binary, to: &Binary) -> Result<()> {
     Ok(())
 }
 
-/// Without a return path nobody confirms: the relay delivers everything all the same.
+/// Without a return path there is no confirmation: the relay delivers everything all the same.
 #[test]
 fn without_a_return_path() -> Result<()> {
     let Some(qemu) = qemu::newest_or_skip()? else {

@@ -125,7 +125,7 @@ fn a_running_guest_from_new_to_old() -> Result<()> {
     through_a_pair(&new, &old, "none")
 }
 
-/// Driven by `migrate`: the guest goes on by itself, within the downtime that is reported.
+/// Driven by `migrate`: the guest resumes by itself, within the downtime that is reported.
 #[test]
 fn a_running_guest_through_migrate_and_serve() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
@@ -170,7 +170,7 @@ fn a_running_guest_through_migrate_and_serve() -> Result<()> {
     expect_alive(source, destination)
 }
 
-/// The same without `-S` at the destination: the server tells it not to start by itself.
+/// The same without `-S` at the destination: the server prevents it from starting by itself.
 #[test]
 fn a_destination_that_was_not_started_paused() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {

@@ -1,4 +1,4 @@
-//! A work queue that does what a test says, in virtual time.
+//! A work queue that does what a test sets, in virtual time.
 
 use std::{
     collections::{HashSet, VecDeque},
@@ -25,7 +25,7 @@ pub(super) struct Fake {
 pub(super) enum Pace {
     /// Before the submission returns.
     AtOnce,
-    /// When the test says ([`Fake::complete`]), or when the queue is closed.
+    /// At the test's request ([`Fake::complete`]), or when the queue is closed.
     Never,
     /// As soon as so many nanoseconds have gone by.
     After(u64),
@@ -34,9 +34,9 @@ pub(super) enum Pace {
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) pace: Pace,
-    /// How many descriptors the next submissions take, and what they say to the others.
+    /// How many descriptors the next submissions take, and what they return for the others.
     pub(super) answers: VecDeque<(usize, Option<Refusal>)>,
-    /// Takes no batches, though the limits say so.
+    /// Takes no batches, though the limits have them.
     pub(super) refuses_batches: bool,
     /// Status that is written for an operation, by its first address; 1 otherwise.
     pub(super) statuses: Vec<(u64, u8)>,
@@ -143,7 +143,7 @@ impl Submit for Fake {
                     said = Some(Refusal::Full);
                     break;
                 }
-                // Lost: nobody says so.
+                // Lost, without a report.
                 state.dropped += 1;
                 call.push(descriptor.opcode());
                 continue;
@@ -208,7 +208,7 @@ impl Submit for Fake {
 }
 
 impl State {
-    /// Does what `descriptor` says, which is to write records.
+    /// Executes `descriptor`, which is to write records.
     fn run(&self, descriptor: &Descriptor) {
         let status = self
             .statuses
@@ -216,7 +216,7 @@ impl State {
             .find(|(address, _)| *address == descriptor.address_1);
         let status = status.map_or(1, |(_, status)| *status);
         if descriptor.opcode() != opcode::BATCH {
-            // The result tells which descriptor it was.
+            // The result identifies the descriptor.
             write(
                 descriptor.record,
                 [status, descriptor.address_1.to_le_bytes()[0]],
@@ -247,7 +247,7 @@ impl State {
             _ => (0, 0),
         };
         let list: *const Descriptor = ptr::with_exposed_provenance(usize::try_from(list).unwrap());
-        // SAFETY: a list of so many descriptors, which nobody writes before the batch is complete.
+        // SAFETY: a list of so many descriptors, which is not written before the batch is complete.
         (0..count).map(move |index| unsafe { list.add(index).read() })
     }
 }

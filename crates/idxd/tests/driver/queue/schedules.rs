@@ -57,7 +57,7 @@ proptest! {
                     let Some(slot) = queue.slot() else { continue };
                     let record = slot.record_address(0).unwrap();
                     prop_assert!(in_flight.iter().all(|(other, _)| *other != record));
-                    // What the device still has is not handed out, whoever has given it up.
+                    // What the device still has is not handed out, whichever thread released it.
                     prop_assert!(!fake.in_hand().contains(&record));
                     let calls = fake.state().calls.len();
                     let count = count.min(slot.capacity());

@@ -328,7 +328,7 @@ mod tests {
         let mut lines = Lines::default();
         link.describe(&mut lines);
         assert!(lines.0.contains("stock QEMU: none"), "{}", lines.0);
-        // The same one is not said twice.
+        // The same one is not printed twice.
         let mut lines = Lines::default();
         Link::new(&methods(), 100, 2).unwrap().describe(&mut lines);
         assert!(!lines.0.contains("stock QEMU"), "{}", lines.0);

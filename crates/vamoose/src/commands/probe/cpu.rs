@@ -83,7 +83,7 @@ impl Cpu {
 
 const IS_X86: bool = cfg!(any(target_arch = "x86", target_arch = "x86_64"));
 
-/// A feature is there when the processor says so (and the kernel has enabled its registers), or,
+/// A feature is there when the processor reports it (and the kernel has enabled its registers), or,
 /// where the standard library cannot ask, when the kernel lists it.
 fn features(info: &str, is_x86: bool) -> BTreeMap<&'static str, bool> {
     if !is_x86 {

@@ -44,7 +44,7 @@ pub(super) fn engines(registry: &Registry, devices: &[Device]) -> Vec<Engine> {
         .collect()
 }
 
-/// `has_better` says that other software comes before this one, where both can.
+/// `has_better` means that other software comes before this one, where both can.
 fn engine(row: &EngineInfo, has_better: bool, devices: &[Device]) -> Engine {
     let levels = row.levels.as_ref();
     Engine {
@@ -111,7 +111,7 @@ impl fmt::Display for Engine {
         let (name, method, reason) = (self.name, self.method, &self.reason);
         write!(f, "{name:<11}{method:<12}{presence:<9}{reason}")?;
         match self.levels {
-            // What hardware says is long already.
+            // The line of hardware is long already.
             Some(_) if self.hardware => Ok(()),
             Some(Levels { min, max }) if min == max => write!(f, " ({min})"),
             Some(Levels { min, max }) => write!(f, " ({min} to {max})"),

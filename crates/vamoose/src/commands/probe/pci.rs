@@ -89,7 +89,7 @@ pub(super) fn devices(root: &Root) -> Vec<Device> {
                 model,
                 vendor,
                 device,
-                // -1 says that there is no such thing.
+                // -1 means that there is none.
                 numa_node: read(&folder.join("numa_node")).and_then(|node| node.parse().ok()),
                 driver: fs::read_link(folder.join("driver"))
                     .ok()

@@ -24,7 +24,7 @@ pub(super) fn kernel(root: &Root) -> Option<String> {
     root.read("proc/sys/kernel/osrelease")
 }
 
-/// KVM, as far as opening its device tells. Some hosts offer one on which stock guests do not run.
+/// KVM, as far as opening its device shows. Some hosts offer one on which stock guests do not run.
 pub(super) fn kvm(root: &Root) -> Presence {
     match openable(&root.path("dev/kvm")) {
         Ok(()) => Presence {
@@ -99,7 +99,7 @@ impl fmt::Display for Userfaultfd {
     }
 }
 
-/// MSG_ZEROCOPY on TCP sockets, by the kernel's age: the socket option that would tell needs unsafe
+/// MSG_ZEROCOPY on TCP sockets, by the kernel's age: the socket option that would show it needs unsafe
 /// code, which this crate forbids.
 pub(super) fn zero_copy(root: &Root) -> Presence {
     let release = kernel(root);

@@ -52,7 +52,7 @@ impl Report {
         settled(&findings.cloned().collect::<Vec<_>>())
     }
 
-    /// Where a real queue said something that no model of its kind said.
+    /// Where a real queue returned something that no model of its kind did.
     fn differences(&self) -> Vec<Difference> {
         let mut differences = Vec::new();
         for tested in self.tested.iter().filter(|_| self.hardware) {

@@ -210,7 +210,7 @@ impl Shared {
         let mut buffer = [0; 64 * 1024];
         loop {
             let piece = match from.read(&mut buffer) {
-                // The other direction may still have something to say.
+                // The other direction may still have something to send.
                 Ok(0) if to.shutdown(Shutdown::Write).is_ok() => return,
                 Ok(0) => break,
                 Ok(read) => &buffer[..read],

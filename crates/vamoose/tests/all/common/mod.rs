@@ -168,7 +168,7 @@ impl Host {
     }
 }
 
-/// Not the folder itself: what a host remembers is in a folder that nobody else looks into.
+/// Not the folder itself: a host's records are in a folder that is private to it.
 fn state_in(memory: &TempDir) -> PathBuf {
     memory.path().join("state")
 }

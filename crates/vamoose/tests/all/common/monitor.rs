@@ -67,7 +67,7 @@ impl SilentMonitor {
         self.folder.path().join("qmp")
     }
 
-    /// The answer to the next such command comes late, when the next command has come or nobody waits any more.
+    /// The answer to the next such command comes late, when the next command has come or the wait is over.
     pub(crate) fn fall_silent_at(&self, command: &'static str) {
         *self.shared.state() = State::WillBeSilentAt(command);
     }
@@ -112,7 +112,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Comes back when QEMU may say its line.
+    /// Returns when QEMU may send its line.
     fn answer(&self) {
         let silent = |state: &mut State| *state == State::Silent;
         let (mut state, waited) = self

@@ -3,7 +3,7 @@
 
 use multifd::Layout;
 
-/// What the sample is, to be said with every number that comes from it.
+/// What the sample is, printed with every number that comes from it.
 pub(super) const DESCRIPTION: &str = "synthetic pages (text, records, tables, sparse, noise), none of them zero: \
      real guests differ";
 
