@@ -450,7 +450,9 @@ fn a_destination_that_stops_reading() -> Result<()> {
         // Until the relay gives up.
         while source.channels[0].write_all(&bytes).is_ok() {}
     });
-    stage.expect_failure("destination, channel 0: timed out after 1 s: the peer has stopped reading")?;
+    stage.expect_failure(
+        "destination, channel 0: timed out after 1 s: the peer has stopped reading",
+    )?;
     packets.join().unwrap();
     drop(destination);
 
