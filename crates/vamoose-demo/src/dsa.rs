@@ -105,10 +105,12 @@ impl Queues {
     fn open(&self, hardware: &Hardware) -> Result<Arc<Devices>> {
         let mut options = Options::batches(self.pages);
         options.shares = hardware.shares.of_devices();
-        let devices = self
-            .path
-            .open(Kind::Dsa, &options)
-            .with_context(|| format!("--dsa-path {}", self.path))?;
+        let devices = self.path.open(Kind::Dsa, &options).with_context(|| {
+            format!(
+                "--dsa-path {} (`vamoose probe` lists the queues)",
+                self.path
+            )
+        })?;
         Ok(Arc::new(devices))
     }
 

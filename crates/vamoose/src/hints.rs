@@ -1,7 +1,6 @@
 //! What a user can do about an error, in terms of the programs' options, which the crates below do not know.
 
 use anyhow::Error;
-use idxd::offload::DevicesError;
 use vamoose_codec::{DecodeError, EncodeError, SettingsError};
 use vamoose_relay::{Failure, GuestLocation, RelayError};
 
@@ -16,8 +15,6 @@ pub fn of(error: &Error) -> Option<String> {
             Some(DISTRUSTED.to_owned())
         } else if let Some(DecodeError::Distrusted { .. }) = cause.downcast_ref() {
             Some(DISTRUSTED.to_owned())
-        } else if cause.is::<DevicesError>() {
-            Some(PROBE.to_owned())
         } else if let Some(RelayError::LateChannel) = cause.downcast_ref() {
             Some(
                 "name the number of channels that the source opens: --incoming-channels N"
@@ -30,8 +27,6 @@ pub fn of(error: &Error) -> Option<String> {
 }
 
 const DISTRUSTED: &str = "a device is broken: use --accel none, or --verify all";
-
-const PROBE: &str = "`vamoose probe` shows what this host has and what is missing";
 
 fn of_failure(failure: &Failure) -> Option<String> {
     let attempt = failure.attempt?;
@@ -46,9 +41,11 @@ fn of_failure(failure: &Failure) -> Option<String> {
 
 fn of_settings(error: &SettingsError) -> Option<String> {
     match error {
-        SettingsError::EngineAbsent { .. } => Some(format!(
-            "{PROBE}; --accel auto uses what there is, none only software"
-        )),
+        SettingsError::EngineAbsent { .. } => Some(
+            "`vamoose probe` shows what this host has and what is missing; --accel auto uses what there is, none only \
+             software"
+                .to_owned(),
+        ),
         _ => None,
     }
 }
