@@ -29,6 +29,7 @@
 
 mod adaptive;
 mod address;
+mod chain;
 mod hangup;
 mod memory;
 mod method;
@@ -43,6 +44,7 @@ mod zero_copy;
 
 pub use adaptive::Adaptive;
 pub use address::{Address, AddressError};
+pub use chain::chain;
 pub use hangup::{Hangup, HangupGuard};
 pub use method::{MethodChoice, PacketEncoder};
 pub use pace::Pacer;

@@ -1,13 +1,13 @@
 //! How a migration fails, and where the guest is then.
 
-use std::{error::Error, io, time::Duration};
+use std::{io, time::Duration};
 
 use handover::{GuestLocation, VersionMismatch};
 use idxd::offload::WrongVerdict;
 use multifd::{InitialError, LayoutError, PacketError};
 use thiserror::Error;
 use vamoose_codec::EncodeError;
-use vamoose_link::{ReadError, SocketError, WriteError, ZeroCopyError};
+use vamoose_link::{ReadError, SocketError, WriteError, ZeroCopyError, chain};
 
 use crate::{DirtyLogError, GuestError, ProtocolError};
 
@@ -214,10 +214,4 @@ pub enum ChannelError {
     /// It ended without its last SYNC.
     #[error("the channel ended too early")]
     Ended,
-}
-
-/// An error and its causes on one line, for a log, a status or the peer.
-pub fn chain(error: &(dyn Error + 'static)) -> String {
-    let causes = std::iter::successors(error.source(), |cause| (*cause).source());
-    causes.fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
 }

@@ -131,13 +131,14 @@ pub use dirty::{
     Bitmap, DirtyLog, DirtyLogError, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Merged,
     SharedBitmap, UserfaultLog,
 };
-pub use error::{ChannelError, DestinationError, Mismatch, SourceError, chain};
+pub use error::{ChannelError, DestinationError, Mismatch, SourceError};
 pub use guest::{DestinationGuest, GuestError, SourceGuest, Switchover};
 pub use memory::{Ram, RamBlock, RamError, Region};
 pub use offload::{DsaDetection, OffloadCounters, PageCopy};
 pub use protocol::ProtocolError;
 pub use source::{AutoConverge, CHANNELS, Source, SourceConfig, ZeroPageDetection};
 pub use status::{DowntimeParts, Handle, RamStatus, State, Status};
+pub use vamoose_link::chain;
 
 pub use handover::GuestLocation;
 pub use idxd::offload::Devices;

@@ -35,8 +35,7 @@ use tracing::{debug, info, warn};
 use vamoose_link::{Address, check_locked_memory};
 
 use crate::{
-    Bitmap, DirtyLog, GuestError, Handle, Ram, SourceError, SourceGuest, State, Status,
-    error::chain,
+    Bitmap, DirtyLog, GuestError, Handle, Ram, SourceError, SourceGuest, State, Status, chain,
     mapping::backings,
     offload::Account,
     present::present,

@@ -12,7 +12,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use tracing::warn;
 use vamoose_link::{Listener, SocketError, Stream};
 
-use crate::error::chain;
+use crate::chain;
 
 /// A source of connections that can be polled.
 pub trait Accept: AsFd + Sync {

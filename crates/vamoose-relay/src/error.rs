@@ -1,21 +1,10 @@
 //! Why a relay ended without a migrated guest: who is at fault, on which connection.
 
-use std::{error::Error as StdError, fmt, io, time::Duration};
+use std::{fmt, io, time::Duration};
 
 use multifd::InitialError;
 use thiserror::Error;
 use vamoose_link::{ReadError, SocketError, WriteError};
-
-/// An error and its causes on one line, for a log, a journal or a peer.
-pub fn chain(error: &dyn StdError) -> String {
-    let mut line = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        line.push_str(&format!(": {cause}"));
-        next = cause.source();
-    }
-    line
-}
 
 /// Which way the bytes of a connection go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -34,7 +34,7 @@ use rustix::{
 use tracing::{debug, info, warn};
 use vamoose_link::{Hangup, Stream};
 
-use crate::{Accept, RelayError, accept::Acceptor, error::chain, wait::wait_until};
+use crate::{Accept, RelayError, accept::Acceptor, chain, wait::wait_until};
 use opening::Opening;
 
 /// What the source opened.

@@ -28,13 +28,12 @@ use handover::{
     SourceMessage, SourceState,
 };
 use serde_json::{Value, json};
-use tracing::{Span, info, info_span};
+use tracing::{Span, error_span, info};
 use vamoose_link::{Address, Hangup, Snapshot, Stats};
 
 use crate::{
-    Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover,
+    Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover, chain,
     control::{self, Control, Offer, Request, from_details, preamble, to_details},
-    error::chain,
     journal::{AtSource, Record, now},
 };
 use error::at_source;
@@ -404,7 +403,7 @@ impl Ended {
 
 /// The span of an attempt's log lines.
 fn span(attempt: AttemptId) -> Span {
-    info_span!("migration", role = "source", %attempt)
+    error_span!("migration", role = "source", %attempt)
 }
 
 /// How long a server may take to get ready, or to report that it is still at it: a QEMU may be busy, or its monitor

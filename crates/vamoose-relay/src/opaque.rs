@@ -22,7 +22,7 @@ use vamoose_link::Stream;
 use crate::{
     Direction, Outcome, Relay, RelayError, Summary,
     accept::Acceptor,
-    error::chain,
+    chain,
     main_stream::{MainState, Pump, ReturnWitness, Witness, is_transient},
     wait::wait_for,
 };

@@ -10,7 +10,7 @@ use thiserror::Error;
 use tracing::debug;
 
 use crate::{
-    error::chain,
+    chain,
     process::{ProcessError, ProcessId, QemuProcess},
     qmp::{Event, Qmp, QmpError},
 };

@@ -22,7 +22,7 @@ use std::{fs, io, path::PathBuf, sync::atomic::AtomicUsize, thread, time::Durati
 
 use handover::{AttemptId, Incarnation};
 use thiserror::Error;
-use tracing::{Span, info_span};
+use tracing::{Span, error_span};
 use vamoose_codec::Engines;
 use vamoose_link::{Address, Hangup, Listener, Peers, SocketError};
 
@@ -118,5 +118,5 @@ impl Server {
 
 /// The span of an attempt's log lines.
 fn span(attempt: AttemptId) -> Span {
-    info_span!("migration", role = "destination", %attempt)
+    error_span!("migration", role = "destination", %attempt)
 }

@@ -21,7 +21,7 @@ use std::{
 };
 
 use multifd::{Initial, MAIN_MAGIC};
-use tracing::{debug, info, info_span};
+use tracing::{debug, error_span, info};
 use vamoose_codec::Framing;
 use vamoose_link::{ChannelReader, ChannelWriter, Hangup, Pacer, Stats, Stream};
 
@@ -86,7 +86,7 @@ impl Relay<'_> {
     /// # Errors
     /// The first thing that went wrong. Every connection is closed by then, so both QEMUs know.
     pub fn run(&self) -> Result<Summary, RelayError> {
-        info_span!("migration", role = "relay").in_scope(|| self.relay())
+        error_span!("migration", role = "relay").in_scope(|| self.relay())
     }
 
     /// The same as part of a migration whose span has been entered.

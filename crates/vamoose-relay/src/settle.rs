@@ -13,9 +13,8 @@ use tracing::info;
 use vamoose_link::{Address, AddressError};
 
 use crate::{
-    Journal, JournalError,
+    Journal, JournalError, chain,
     control::{Control, ControlError},
-    error::chain,
     journal::{AtDestination, AtSource, Entry, Record},
     migrate::SourceQemu,
     qemu::QemuError,

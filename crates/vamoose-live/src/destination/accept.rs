@@ -22,8 +22,7 @@ use vamoose_link::{Hangup, Listener, Stream};
 
 use super::Event;
 use crate::{
-    DestinationError,
-    error::chain,
+    DestinationError, chain,
     protocol::{Messages, Opening, ProtocolError, refuse_old},
     spans::in_span,
 };

@@ -23,8 +23,7 @@ use super::{
     receiving::{Action, Receiving, unexpected},
 };
 use crate::{
-    ChannelError, DestinationError, DestinationGuest,
-    error::chain,
+    ChannelError, DestinationError, DestinationGuest, chain,
     offload::Account,
     protocol::{PrepareDetails, ProtocolError},
     spans::in_span,

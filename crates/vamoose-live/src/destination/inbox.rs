@@ -15,7 +15,7 @@ use tracing::warn;
 use vamoose_link::Stream;
 
 use super::{Event, past_attempts::PastAttempts, receiving::refuse_channel};
-use crate::{DestinationError, error::chain, protocol::send};
+use crate::{DestinationError, chain, protocol::send};
 
 pub(super) struct Inbox<'env> {
     events: Receiver<Event>,

@@ -13,8 +13,7 @@ use vamoose_link::SocketError;
 
 use super::{Attempt, link::Link};
 use crate::{
-    SourceError,
-    error::chain,
+    SourceError, chain,
     protocol::{Messages, ProtocolError},
 };
 

@@ -14,9 +14,8 @@ use super::{
     span,
 };
 use crate::{
-    Journal, JournalError,
+    Journal, JournalError, chain,
     control::{Control, ControlError},
-    error::chain,
     journal::{AtSource, Record},
 };
 

@@ -17,9 +17,8 @@ use vamoose_link::{Address, SocketError};
 
 use super::{Cause, source::SourceQemu};
 use crate::{
-    JournalError,
+    JournalError, chain,
     control::{Control, ControlError},
-    error::chain,
     journal::{AtSource, Entry},
 };
 

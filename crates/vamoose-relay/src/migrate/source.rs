@@ -11,8 +11,7 @@ use tracing::warn;
 
 use super::Cause;
 use crate::{
-    Instance,
-    error::chain,
+    Instance, chain,
     qemu::{MigrationStatus, Qemu, QemuError},
     qmp::{QmpError, Timestamp},
 };

@@ -14,7 +14,7 @@ use super::{
     Cause, Migration, Progress,
     source::{EVENT_WAIT, SourceQemu},
 };
-use crate::{error::chain, qemu::QemuError};
+use crate::{chain, qemu::QemuError};
 
 /// How often to ask for QEMU's account.
 const ASK_EVERY: Duration = Duration::from_millis(200);

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use tracing::debug;
 
 use super::{Qemu, QemuError};
-use crate::{error::chain, qmp::QmpError};
+use crate::{chain, qmp::QmpError};
 
 /// Capabilities and parameters of a migration.
 #[derive(Clone, Debug, Default, PartialEq)]

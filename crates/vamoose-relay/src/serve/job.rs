@@ -17,9 +17,8 @@ use vamoose_link::{Hangup, Stats, Stream};
 
 use super::qemu::{DestinationQemu, LOADING};
 use crate::{
-    AcceptQueue, Config, Dialer, Outcome, Relay, RelayError,
+    AcceptQueue, Config, Dialer, Outcome, Relay, RelayError, chain,
     control::reply,
-    error::chain,
     journal::{AtDestination, Entry},
 };
 

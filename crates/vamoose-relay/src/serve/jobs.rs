@@ -12,8 +12,7 @@ use tracing::{info, warn};
 
 use super::{DestinationQemu, Job, setup::PrepareError, span};
 use crate::{
-    Journal, JournalError,
-    error::chain,
+    Journal, JournalError, chain,
     journal::{AtDestination, Record},
 };
 

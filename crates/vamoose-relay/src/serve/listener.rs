@@ -26,8 +26,8 @@ use super::{
     span,
 };
 use crate::{
+    chain,
     control::{Control, ControlError, reply},
-    error::chain,
     wait::wait_for,
 };
 

@@ -7,8 +7,7 @@ use serde_json::json;
 use tracing::{debug, warn};
 
 use crate::{
-    Instance,
-    error::chain,
+    Instance, chain,
     qemu::{Qemu, QemuError},
 };
 

@@ -16,9 +16,8 @@ use vamoose_link::{Address, Hangup};
 
 use super::{DestinationQemu, Job, Server, job::Transfer};
 use crate::{
-    AcceptQueue, Config, Dialer, Instance, JournalError,
+    AcceptQueue, Config, Dialer, Instance, JournalError, chain,
     control::{ControlError, Offer, Request, from_details, to_details},
-    error::chain,
     journal::{AtDestination, Record, now},
     qemu::{Qemu, QemuError},
 };
