@@ -11,8 +11,8 @@ help:          # Show these targets
 		printf '  make %-8s  %s\n' "$$target" "$$text"; \
 	done
 
-setup:         # Fetch compilers, Rust, QEMUs and a test guest
-	scripts/setup build qemu guest
+setup:         # Fetch compilers, Rust, QEMUs, a test guest and libqatzip
+	scripts/setup
 
 build: setup   # Build target/release/vamoose and vamoose-demo
 	cargo build --release -p vamoose $(if $(filter x86_64,$(shell uname -m)),-p vamoose-demo)
@@ -22,9 +22,10 @@ demo: setup    # Move a running guest between two QEMUs, prove it, compare with 
 	cargo build --release -p vamoose -p lab --bin vamoose --bin demo
 	"$${CARGO_TARGET_DIR:-target}/release/demo"
 
-# What a machine cannot test is printed as SKIPPED; with VAMOOSE_NO_SKIP=1 it is an error.
+# What a machine cannot test is printed as SKIPPED; with VAMOOSE_NO_SKIP=1 it is an error. Tests wait more than they compute
+# (for QEMUs, for timeouts): three for each processor keep it busy.
 test: setup    # Run all tests
-	cargo test --workspace --no-fail-fast
+	RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$(($$(nproc) * 3))} cargo test --workspace --no-fail-fast
 
 # What a test run explores in a minute, with more of everything: MODEL_FAULTS, MODEL_COMMANDS, MODEL_ATTEMPTS, MODEL_HOSTS,
 # MODEL_TRACES and MODEL_SEED set how much.

@@ -8,7 +8,7 @@ use std::{fs, path::Path};
 
 use handover::{
     AttemptId, ConnectionKind, DestinationMessage, Details, Incarnation, Preamble, Prepare,
-    SourceMessage, encode as line,
+    SourceMessage, encode as line, to_details,
 };
 use multifd::{INITIAL_LEN, Layout, Method, PRELUDE_LEN, Prelude, RamHeader};
 use vamoose_codec::{Settings, encoder};
@@ -157,7 +157,7 @@ fn conversations() {
         let lines = messages.iter().map(|message| line(message).expect("short"));
         [&preamble[..], &lines.collect::<Vec<_>>().concat()].concat()
     };
-    let prepare = Prepare::new(details.to_details().expect("they can be written"));
+    let prepare = Prepare::new(to_details(&details).expect("they can be written"));
     let source = [
         SourceMessage::Prepare(prepare),
         SourceMessage::State { len: 0 },

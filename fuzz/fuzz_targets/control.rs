@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use handover::{
     DestinationMessage, FrameError, Lines, PREAMBLE_LEN, Preamble, SourceMessage, encode,
+    from_details, to_details,
 };
 use libfuzzer_sys::fuzz_target;
 use serde::{Serialize, de::DeserializeOwned};
@@ -74,10 +75,10 @@ fn receive(stream: &Arc<Stream>, input: &[u8]) {
         && let Ok(Some(message)) = messages.receive::<SourceMessage>()
     {
         if let SourceMessage::Prepare(prepare) = message
-            && let Ok(details) = PrepareDetails::try_from(prepare.details)
+            && let Ok(details) = from_details::<PrepareDetails>(prepare.details)
         {
-            let sent = details.to_details().expect("what was read can be written");
-            assert_eq!(PrepareDetails::try_from(sent).ok(), Some(details));
+            let sent = to_details(&details).expect("what was read can be written");
+            assert_eq!(from_details(sent).ok(), Some(details));
         }
     }
 }

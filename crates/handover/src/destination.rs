@@ -33,6 +33,7 @@ pub struct Destination {
 /// How far an attempt has come; what the destination's journal remembers of it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "phase", rename_all = "kebab-case")]
+#[allow(missing_docs, reason = "a cause and a reason are texts for people")]
 pub enum DestinationState {
     /// The guest is coming in.
     Receiving,
@@ -46,20 +47,11 @@ pub enum DestinationState {
     /// It has been seen here as it shall be.
     Running,
     /// It was here, or may have been, and its VMM has ended.
-    Ended {
-        /// What is known of the end.
-        cause: String,
-    },
+    Ended { cause: String },
     /// It will never run here. Its VMM is being ended.
-    Aborting {
-        /// Why.
-        cause: String,
-    },
+    Aborting { cause: String },
     /// It has never run here, and its VMM has ended.
-    Aborted {
-        /// Why.
-        cause: String,
-    },
+    Aborted { cause: String },
 }
 
 impl DestinationState {
@@ -74,6 +66,7 @@ impl DestinationState {
 
 /// What happens to a destination.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[allow(missing_docs, reason = "a cause and a reason are texts for people")]
 pub enum DestinationEvent {
     /// A message of the source, on a connection of this attempt.
     Message(SourceMessage),
@@ -83,10 +76,7 @@ pub enum DestinationEvent {
     StillReceiving,
     /// The guest cannot arrive any more, or is not wanted: the connections broke, loading failed, it was cancelled,
     /// the source has sent nothing for too long.
-    Failed {
-        /// Why.
-        cause: String,
-    },
+    Failed { cause: String },
     /// The guest has been seen as it shall be: running, or paused if it was.
     Started {
         /// The VMM's name for its state.
@@ -96,32 +86,17 @@ pub enum DestinationEvent {
     MovedOn,
     /// The guest was not requested to run, or failed in a way that proves it never ran. Also of a VMM that had ended
     /// before [`DestinationAction::Run`] reached it; that it has died is reported behind this.
-    NotStarted {
-        /// Why.
-        cause: String,
-    },
+    NotStarted { cause: String },
     /// The guest was requested to run, or queried, and it is not known whether it runs.
-    Unclear {
-        /// What happened.
-        reason: String,
-    },
+    Unclear { reason: String },
     /// Its VMM has ended; its process is gone, which is proven. While [`DestinationAction::Run`] or
     /// [`DestinationAction::Check`] is being carried out, only that reports what it finds.
-    Died {
-        /// What is known of the end.
-        cause: String,
-    },
+    Died { cause: String },
     /// Its VMM could not be ended, after [`DestinationAction::End`].
-    NotEnded {
-        /// Why.
-        reason: String,
-    },
+    NotEnded { reason: String },
     /// The journal could not be written and has what it had before, and nothing that was to follow
     /// [`DestinationAction::Persist`] has been done.
-    NotPersisted {
-        /// Why.
-        reason: String,
-    },
+    NotPersisted { reason: String },
 }
 
 /// What a destination has to do, in this order.

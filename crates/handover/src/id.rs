@@ -22,7 +22,7 @@ macro_rules! hexadecimal {
     ($name:ident) => {
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+                write!(f, "{:032x}", u128::from_be_bytes(self.0))
             }
         }
 
@@ -59,18 +59,12 @@ hexadecimal!(AttemptId);
 hexadecimal!(Incarnation);
 
 fn parse(text: &str) -> Result<[u8; 16], IdError> {
-    let digits = text.as_bytes();
-    let mut bytes = [0; 16];
-    if digits.len() != 2 * bytes.len() {
+    // A number may have a sign, and fewer digits.
+    if text.len() != 32 || text.starts_with('+') {
         return Err(IdError);
     }
-    for (byte, pair) in bytes.iter_mut().zip(digits.chunks(2)) {
-        for digit in pair {
-            let value = char::from(*digit).to_digit(16).ok_or(IdError)?;
-            *byte = *byte << 4 | u8::try_from(value).map_err(|_| IdError)?;
-        }
-    }
-    Ok(bytes)
+    let number = u128::from_str_radix(text, 16).map_err(|_| IdError)?;
+    Ok(number.to_be_bytes())
 }
 
 #[cfg(test)]

@@ -56,7 +56,7 @@ pub use id::{AttemptId, IdError, Incarnation};
 pub use location::{Decision, GuestLocation};
 pub use message::{
     DestinationMessage, Details, OLDEST_VERSION, Prepare, SourceMessage, VERSION, VersionMismatch,
-    negotiate,
+    from_details, negotiate, to_details,
 };
 pub use preamble::{ConnectionKind, PREAMBLE_LEN, PREAMBLE_MAGIC, Preamble};
 pub use source::{Source, SourceAction, SourceEvent, SourceState};

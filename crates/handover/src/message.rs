@@ -2,10 +2,10 @@
 
 use std::ops::RangeInclusive;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thiserror::Error;
 
-use crate::Incarnation;
+use crate::{FrameError, Incarnation};
 
 /// The newest version of the protocol that this crate has.
 pub const VERSION: u32 = 2;
@@ -16,10 +16,30 @@ pub const OLDEST_VERSION: u32 = 2;
 /// What an engine adds to `prepare` and `prepared`: fields of its own, of which this crate knows nothing.
 pub type Details = serde_json::Map<String, serde_json::Value>;
 
+/// `value`, a structure, as the fields that an engine adds to a message.
+///
+/// # Errors
+/// When it cannot be written as JSON.
+pub fn to_details(value: &impl Serialize) -> Result<Details, FrameError> {
+    Ok(match serde_json::to_value(value)? {
+        serde_json::Value::Object(details) => details,
+        _ => Details::new(),
+    })
+}
+
+/// A structure from the fields that an engine has added to a message.
+///
+/// # Errors
+/// When they are not those of the structure.
+pub fn from_details<T: DeserializeOwned>(details: Details) -> Result<T, FrameError> {
+    Ok(serde_json::from_value(details.into())?)
+}
+
 /// A message of the source.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "kebab-case")]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "a cause and a reason are texts for people")]
 pub enum SourceMessage {
     /// Asks the destination to get ready.
     Prepare(Prepare),
@@ -36,7 +56,6 @@ pub enum SourceMessage {
     /// The guest stays at the source. Behind a `commit` it asks what became of that: a guest that has not begun to run
     /// never will.
     Abort {
-        /// Why.
         #[serde(default)]
         cause: String,
     },
@@ -81,6 +100,7 @@ impl Prepare {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "answer", rename_all = "kebab-case")]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "a cause and a reason are texts for people")]
 pub enum DestinationMessage {
     /// It is not ready yet. Repeated while that takes.
     Preparing,
@@ -95,10 +115,7 @@ pub enum DestinationMessage {
         details: Details,
     },
     /// It will not take this migration.
-    Refused {
-        /// Why.
-        reason: String,
-    },
+    Refused { reason: String },
     /// All pages of a round have been written.
     Synced {
         /// The round's number.
@@ -120,21 +137,14 @@ pub enum DestinationMessage {
     Aborted {
         /// The destination that accepted the attempt.
         incarnation: Incarnation,
-        /// Why.
         cause: String,
     },
     /// It has run here and was sent on to another host.
     MovedOn,
     /// It has run here, or may have, and its VMM has ended: it is not here any more.
-    Ended {
-        /// What is known of the end.
-        cause: String,
-    },
+    Ended { cause: String },
     /// It was requested to run and has not been observed to run yet, or this is not known; ask again.
-    Unclear {
-        /// What happened.
-        reason: String,
-    },
+    Unclear { reason: String },
     /// This destination does not know the attempt, so it cannot report its outcome.
     Unknown {
         /// The destination that answers.

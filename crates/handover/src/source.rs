@@ -29,6 +29,7 @@ pub struct Source {
 /// How far an attempt has come; what the source's journal remembers of it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "phase", rename_all = "kebab-case")]
+#[allow(missing_docs, reason = "a cause and a reason are texts for people")]
 pub enum SourceState {
     /// The guest is the source's, whatever has been sent.
     Moving {
@@ -43,10 +44,7 @@ pub enum SourceState {
         guest_died: bool,
     },
     /// The destination has never run the guest: it resumes here.
-    Returning {
-        /// Why.
-        cause: String,
-    },
+    Returning { cause: String },
     /// Nothing is left to do.
     Over {
         /// Where the guest is.
@@ -65,6 +63,7 @@ impl SourceState {
 
 /// What happens to a source.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[allow(missing_docs, reason = "a cause and a reason are texts for people")]
 pub enum SourceEvent {
     /// A message of the destination, on a connection of this attempt.
     Message(DestinationMessage),
@@ -82,17 +81,11 @@ pub enum SourceEvent {
     /// It is time to ask again: no answer came, or one that is none.
     AskAgain,
     /// This run of the source stops asking: it was cancelled, or the time is over.
-    GaveUp {
-        /// What happened last.
-        cause: String,
-    },
+    GaveUp { cause: String },
     /// The guest has stopped for good and the destination has got all of it.
     Stopped,
     /// The migration has failed or was cancelled before [`SourceEvent::Stopped`].
-    Failed {
-        /// Why.
-        cause: String,
-    },
+    Failed { cause: String },
     /// The source's VMM has ended; its process is gone, which is proven.
     GuestDied {
         /// The guest was paused for the switchover and has not run since.
@@ -101,16 +94,10 @@ pub enum SourceEvent {
     /// The guest runs here, after [`SourceAction::Resume`] or, see [`Source::restore`], without.
     Resumed,
     /// It does not, or this is not known.
-    NotResumed {
-        /// Why.
-        reason: String,
-    },
+    NotResumed { reason: String },
     /// The journal could not be written and has what it had before, and nothing that was to follow
     /// [`SourceAction::Persist`] has been done.
-    NotPersisted {
-        /// Why.
-        reason: String,
-    },
+    NotPersisted { reason: String },
 }
 
 /// What a source has to do, in this order.

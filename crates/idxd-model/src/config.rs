@@ -3,7 +3,7 @@
 use std::{fmt, num::NonZeroU32, sync::Arc, time::Duration};
 
 use super::faults::Faults;
-use idxd::{Kind, Limits, Mode, Operations, opcode};
+use idxd::{Capabilities, Kind, Limits, Mode, Operations, opcode};
 
 /// What a [`Model`](super::Model) is made of.
 #[derive(Clone, Debug)]
@@ -57,9 +57,14 @@ impl Config {
 
     /// The limits of one work queue, to change them.
     pub fn limits_mut(&mut self, device: usize, queue: usize) -> Option<&mut Limits> {
+        self.queue_mut(device, queue).map(|queue| &mut queue.limits)
+    }
+
+    /// One work queue, to change it.
+    pub fn queue_mut(&mut self, device: usize, queue: usize) -> Option<&mut QueueConfig> {
         let device = self.devices.get_mut(device)?;
         let mut queues = device.groups.iter_mut().flat_map(|group| &mut group.queues);
-        queues.nth(queue).map(|queue| &mut queue.limits)
+        queues.nth(queue)
     }
 }
 
@@ -119,11 +124,17 @@ impl DeviceConfig {
             block_on_fault: false,
             operations,
             version: 0x100,
+            capabilities: match kind {
+                Kind::Dsa => Capabilities::FIRST_DSA,
+                Kind::Iaa => Capabilities::FIRST_IAA,
+            },
             numa_node: Some(0),
         };
         let queues = vec![QueueConfig {
             limits,
             priority: 10,
+            ats_disable: false,
+            prs_disable: false,
         }];
         Self {
             kind,
@@ -148,6 +159,12 @@ pub struct QueueConfig {
     pub limits: Limits,
     /// 1 to 15: its share of the engines, against the other queues of its group.
     pub priority: u32,
+    /// Addresses are not translated beforehand (`ats_disable` in sysfs): a write that faults is lost and reported as
+    /// done, which DSA 3.0, 3.13.1, allows.
+    pub ats_disable: bool,
+    /// Page requests are not made (`prs_disable`): what is missing under a record or a batch's list is not waited
+    /// for. Otherwise it is, whatever descriptors ask for (DSA 3.0, 8.1.3).
+    pub prs_disable: bool,
 }
 
 /// How fast a device is. All its engines together share its throughput.

@@ -96,6 +96,23 @@ impl Driver {
         }
     }
 
+    /// Disables a device: what it has been given is done first, and what would never complete is given up.
+    pub(super) fn disable(&self, device: usize) {
+        let mut machine = self.lock();
+        let Some(here) = machine.devices.get_mut(device) else {
+            return;
+        };
+        here.enabled = false;
+        machine.revoke(device);
+        let machine = self.run_out(
+            machine,
+            |machine| machine.has_work(device),
+            |machine| machine.reset(device),
+        );
+        drop(self.until_idle(machine, |_, of| of == device));
+        self.done.notify_all();
+    }
+
     pub(super) fn cpu_time(&self) -> Duration {
         Duration::from_nanos(self.cpu.load(Ordering::Relaxed))
     }
@@ -188,7 +205,27 @@ impl Driver {
     pub(super) fn close(&self, client: usize) {
         let mut machine = self.lock();
         let first = !std::mem::replace(&mut machine.clients[client].closed, true);
-        while machine.clients[client].in_flight > 0 {
+        let machine = self.run_out(
+            machine,
+            |machine| machine.clients[client].in_flight > 0,
+            |machine| machine.abandon(client),
+        );
+        let mut machine = self.until_idle(machine, |of, _| of == client);
+        if first {
+            machine.leave(client);
+        }
+        self.done.notify_all();
+        self.work.notify_all();
+    }
+
+    /// Lets time pass until nothing is `pending` any more. `give_up` is for what never ends.
+    fn run_out<'a>(
+        &'a self,
+        mut machine: MutexGuard<'a, Machine>,
+        pending: impl Fn(&Machine) -> bool,
+        give_up: impl Fn(&mut Machine),
+    ) -> MutexGuard<'a, Machine> {
+        while pending(&machine) {
             if self.time == Time::Virtual && machine.step() {
                 continue;
             }
@@ -199,7 +236,7 @@ impl Driver {
             let going_on = machine.works(|_, _| true) || machine.can_start();
             let next = machine.next_due();
             match (self.time, next) {
-                _ if machine.clients[client].in_flight == 0 => {}
+                _ if !pending(&machine) => {}
                 (Time::Virtual, Some(due)) => machine.clock = machine.clock.max(due),
                 (Time::Real, Some(due)) => {
                     drop(machine);
@@ -214,15 +251,10 @@ impl Driver {
                         .wait(machine)
                         .unwrap_or_else(PoisonError::into_inner);
                 }
-                _ => machine.abandon(client),
+                _ => give_up(&mut machine),
             }
         }
-        let mut machine = self.until_idle(machine, |of, _| of == client);
-        if first {
-            machine.leave(client);
-        }
-        self.done.notify_all();
-        self.work.notify_all();
+        machine
     }
 
     /// Ends the workers.

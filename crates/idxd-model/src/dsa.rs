@@ -12,6 +12,9 @@ use super::{
 };
 use idxd::{Descriptor, Flags, RecordImage, opcode};
 
+/// TRANSL_FETCH of `linux/idxd.h`: has the translations of an area at hand for operations that follow. Version 2 on.
+pub(super) const TRANSLATION_FETCH: u8 = 0x0a;
+
 /// What an operation came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Outcome {
@@ -74,6 +77,7 @@ pub(super) fn execute(descriptor: &Descriptor, memory: &mut dyn Memory, work: &W
         opcode::CREATE_DELTA => create_delta(descriptor, memory),
         opcode::APPLY_DELTA => apply_delta(descriptor, memory),
         opcode::CRC | opcode::COPY_CRC => crc(descriptor, memory),
+        TRANSLATION_FETCH => fetch(descriptor, memory),
         _ => Outcome::status(status::OPCODE),
     };
     if outcome.status == status::SUCCESS && descriptor.flags().has(Flags::CHECK_RESULT) {
@@ -99,9 +103,10 @@ fn pieces(size: usize) -> impl Iterator<Item = (usize, usize)> {
 /// Whether the result is what the descriptor expects (flag CR).
 fn checked(descriptor: &Descriptor, mut outcome: Outcome) -> Outcome {
     let expected = match descriptor.opcode() {
-        // A mask of results: bit N allows result N (assumption 11).
+        // A mask of results: bit N allows result N (assumption 11), which is 2 at most.
         opcode::CREATE_DELTA => descriptor.low(2) >> outcome.result & 1 == 1,
-        _ => descriptor.low(0) & 0xff == u32::from(outcome.result),
+        // The other bits are not looked at: assumption 23.
+        _ => descriptor.low(0) & 1 == u32::from(outcome.result),
     };
     if !expected {
         outcome.status = status::PREDICATE_FALSE;
@@ -191,20 +196,20 @@ fn compare(descriptor: &Descriptor, memory: &mut dyn Memory) -> Outcome {
         );
         let both = two.map_or_else(|fault| fault.done, |()| readable);
         if let Some(differs) = difference(&first[..both], &second[..both]) {
-            return mismatch(at + differs);
+            return compared(Some(at + differs));
         }
         if let Err(fault) = two.and(one) {
             return Outcome::fault(fault, at + both);
         }
     }
-    Outcome::result(0)
+    compared(None)
 }
 
 fn compare_pattern(descriptor: &Descriptor, memory: &mut dyn Memory, work: &Work) -> Outcome {
     let size = length(descriptor);
     let end = match work {
         Work::Oracle(same) if same(descriptor.address_1, descriptor.size) => None,
-        Work::Oracle(_) => Some(mismatch(0)),
+        Work::Oracle(_) => Some(compared(Some(0))),
         Work::Ends if size > 128 => {
             let last = (size - 57) & !7;
             look::<64>(descriptor, memory, 0, 64)
@@ -214,7 +219,7 @@ fn compare_pattern(descriptor: &Descriptor, memory: &mut dyn Memory, work: &Work
             pieces(size).find_map(|(at, length)| look::<PIECE>(descriptor, memory, at, length))
         }
     };
-    end.unwrap_or_else(|| Outcome::result(0))
+    end.unwrap_or_else(|| compared(None))
 }
 
 /// Compares up to `N` bytes from offset `at`, a multiple of eight, with the pattern; returns the outcome if that
@@ -230,34 +235,27 @@ fn look<const N: usize>(
     let read = memory.read(descriptor.address_1.wrapping_add(at as u64), buffer);
     let whole = read.map_or_else(|fault| fault.done, |()| length);
     let pattern = descriptor.address_2.to_le_bytes();
-    let (words, rest) = buffer[..whole].as_chunks();
-    let differs = words
-        .iter()
-        .position(|word| *word != pattern)
-        .or_else(|| (rest != &pattern[..rest.len()]).then_some(words.len()));
-    if let Some(word) = differs {
-        return Some(mismatch(at + word * 8));
+    let (words, _) = buffer[..whole].as_chunks();
+    let word = words.iter().position(|word| *word != pattern);
+    let equal = word.unwrap_or(words.len()) * 8;
+    if let Some(differs) = difference(&buffer[equal..whole], &pattern) {
+        return Some(compared(Some(at + equal + differs)));
     }
     read.err()
         .map(|fault| Outcome::fault(fault, at + fault.done))
 }
 
-/// Where two buffers of one length differ, in the eights that devices are assumed to count in (assumption 10).
+/// The first byte at which two buffers differ, as far as both reach.
 fn difference(first: &[u8], second: &[u8]) -> Option<usize> {
-    if first == second {
-        return None;
-    }
-    first
-        .chunks(8)
-        .zip(second.chunks(8))
-        .position(|(one, two)| one != two)
-        .map(|word| word * 8)
+    let mut bytes = first.iter().zip(second);
+    bytes.position(|(one, two)| one != two)
 }
 
-fn mismatch(at: usize) -> Outcome {
+/// What a comparison reports: the first byte that differs, 0 if none does.
+fn compared(differs: Option<usize>) -> Outcome {
     Outcome {
-        completed: Some(count(at)),
-        ..Outcome::result(1)
+        completed: Some(count(differs.unwrap_or(0))),
+        ..Outcome::result(u8::from(differs.is_some()))
     }
 }
 
@@ -296,23 +294,26 @@ fn create_delta(descriptor: &Descriptor, memory: &mut dyn Memory) -> Outcome {
             entry[..2].copy_from_slice(&u16::try_from(here / 8).unwrap_or(u16::MAX).to_le_bytes());
             entry[2..].copy_from_slice(new);
             if let Err(fault) = memory.write(delta.wrapping_add(u64::from(written)), &entry) {
-                return Outcome {
-                    extra: Some(written),
-                    ..Outcome::fault(fault, here)
-                };
+                return interrupted(fault, here, written);
             }
             written += 10;
         }
         if let Err(fault) = one.and(two) {
-            return Outcome {
-                extra: Some(written),
-                ..Outcome::fault(fault, at + whole)
-            };
+            return interrupted(fault, at + whole, written);
         }
     }
     Outcome {
         extra: Some(written),
         ..Outcome::result(u8::from(written > 0))
+    }
+}
+
+/// A CREATE_DELTA that faulted after `done` bytes of its sources, with so many bytes of delta `written`.
+fn interrupted(fault: Fault, done: usize, written: u32) -> Outcome {
+    Outcome {
+        result: u8::from(written > 0),
+        extra: Some(written),
+        ..Outcome::fault(fault, done)
     }
 }
 
@@ -421,6 +422,20 @@ const CRC32C: [u32; 256] = {
     }
     table
 };
+
+/// Has a look at one byte of every page: that a translation is at hand is not seen otherwise.
+fn fetch(descriptor: &Descriptor, memory: &mut dyn Memory) -> Outcome {
+    let stride = (descriptor.low(1) as usize).max(PIECE);
+    let within = descriptor.address_1 % PIECE as u64;
+    let before = usize::try_from(within).unwrap_or(0);
+    for at in (0..before + length(descriptor)).step_by(stride) {
+        let page = (descriptor.address_1 - within).wrapping_add(at as u64);
+        if let Err(fault) = memory.read(page, &mut [0]) {
+            return Outcome::fault(fault, at.saturating_sub(before));
+        }
+    }
+    Outcome::result(0)
+}
 
 fn length(descriptor: &Descriptor) -> usize {
     usize::try_from(descriptor.size).unwrap_or(usize::MAX)

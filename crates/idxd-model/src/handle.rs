@@ -3,7 +3,9 @@
 use std::{fmt, io, sync::Arc, time::Duration};
 
 use super::{PortalKind, driver::Driver, gone, machine::Denied, nanoseconds};
-use idxd::{Descriptor, Kind, Limits, Mode, Operations, Record, Refusal, Submit, Submitted};
+use idxd::{
+    Capabilities, Descriptor, Kind, Limits, Mode, Operations, Record, Refusal, Submit, Submitted,
+};
 
 pub(super) struct Handle {
     driver: Arc<Driver>,
@@ -104,6 +106,7 @@ impl Refusing {
             block_on_fault: false,
             operations: Operations::default(),
             version: 0,
+            capabilities: Capabilities::default(),
             numa_node: None,
         };
         Self { errno, limits }

@@ -6,31 +6,36 @@
 //!                                          └─► inflate ─┘
 //!       0x10 … 0x30 ◄─┘     0x03 ◄──────────── 0x0a, 0x0b ───────── 0x83 ◄─┘
 //! ```
-//! Structures and codes are those of `linux/idxd.h` and of Intel's QPL. The transfer limit, the opcodes of a work
-//! queue and DRAIN are the scheduler's. The model is of the first version of the device as a migration uses it:
+//! Sources: IAA 2.1, 3.2 to 3.6, 4 and 6. The transfer limit, the opcodes of a work queue and DRAIN are the
+//! scheduler's. The model is of the first generation of the device (7.2.2) as a migration uses it:
 //!
 //! | answered with                    | what                                                                        |
 //! |----------------------------------|-----------------------------------------------------------------------------|
-//! | 0x30 (compression flag)          | 16-bit order, mini-blocks, dictionaries, header generation                  |
-//! | 0x0a, code 22 (bad AECS)         | DECOMPRESS with an AECS to read, or one that would have to be written       |
+//! | 0x30 (compression flag)          | 16-bit order and mini-blocks, which the device has; what later ones have    |
+//! | 0x0a, code 22 (bad AECS)         | an AECS of DECOMPRESS of the second format, or one that drops bytes         |
 //!
-//! Assumed, because no public source states it: a size of zero, and one that no AECS has, is 0x13; a word of
-//! reserved bytes that is not zero is 0x12; flags of CRC64 that do not exist are 0x30; overlap of source and
-//! destination is 0x16; a destination holds what fits when an operation fails; valid bits of the last byte are
-//! counted modulo eight; CRC seeds are finished checksums; without the flush flag whole bytes are written and the
-//! rest is left in the AECS; a COMPRESS that overflows writes no AECS; a suppressed output has the size it would
-//! have had, and the same limit; a stream ends with its last block, whether or not it is to stop there.
+//! Without the flush flag the device leaves a partial word of output in the AECS (6.3.2.1, 6.3.5.1), of up to 64 bits;
+//! the model leaves a partial byte of COMPRESS, and nothing of DECOMPRESS.
+//!
+//! Assumed, because the specification does not state it: a destination holds what fits when an operation fails; an
+//! operation with an analytics error writes no AECS (stated for a COMPRESS that does not fit, 3.4.2); a suppressed
+//! output has the size it would have had, and the same limit; after a stop at the end of a block an AECS goes on with
+//! another header.
 
+mod aecs;
 mod checksum;
 mod deflate;
 mod inflate;
+mod state;
 mod symbols;
 #[cfg(test)]
 mod tests;
 
+use aecs::{Aecs, CompressState, WriteBack};
 use checksum::{crc32, crc64, xor16};
-use deflate::{Codes, Encoder, End, Histogram, Tail, tokenize};
-use inflate::{Ending, Inflated, inflate};
+use deflate::{Encoder, End, Histogram, Tail, tokenize};
+use inflate::{Ending, inflate};
+use state::Saved;
 
 use super::memory::{Fault, Memory};
 use idxd::{Descriptor, Flags, RecordImage, opcode};
@@ -45,13 +50,18 @@ pub(crate) fn execute(descriptor: &Descriptor, memory: &mut dyn Memory) -> Recor
         _ => Err(Failure::Refused(status::OPCODE)),
     };
     match outcome {
-        Ok(report) => report.record(status::SUCCESS, 0),
+        // Nothing is left to be continued (IAA 2.1, 6.2.4).
+        Ok(report) => Report {
+            completed: 0,
+            ..report
+        }
+        .record(status::SUCCESS, 0),
         Err(failure) => failure.record(),
     }
 }
 
 fn nothing(descriptor: &Descriptor) -> Result<Report, Failure> {
-    check_flags(descriptor, 0)?;
+    check_flags(descriptor, RECORD_FLAGS)?;
     check_reserved(
         descriptor.address_1
             | descriptor.address_2
@@ -64,18 +74,18 @@ fn nothing(descriptor: &Descriptor) -> Result<Report, Failure> {
 
 fn compress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<Report, Failure> {
     let flags = CompressFlags::of(descriptor)?;
-    check_flags(descriptor, SECOND_SOURCE_FLAGS | Flags::CRC32C.0)?;
-    check_reserved(descriptor.operands[2])?;
+    check_flags(descriptor, TRANSFER_FLAGS)?;
+    check_reserved(descriptor.high(2).into())?;
     let space = Space::of(descriptor)?;
-    let aecs = Aecs::of(descriptor, CompressState::SIZES)?;
+    let aecs = Aecs::of(descriptor, &CompressState::SIZES)?;
 
     let mut state = match aecs.read {
         Some(address) => CompressState(read(memory, address, aecs.size)?),
-        None => CompressState::empty(),
+        None if flags.statistics => CompressState::empty(),
+        None => return Err(Failure::Flags(aecs::READ_MASK)),
     };
     let input = read(memory, descriptor.address_1, descriptor.size)?;
     let mut report = Report {
-        completed: descriptor.size,
         crc: crc32(is_castagnoli(descriptor), state.crc(), &input),
         xor: xor16(state.xor(), &input),
         ..Report::default()
@@ -88,13 +98,13 @@ fn compress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<Report, 
         if bytes.len() > space.limit() {
             return Err(Failure::of_compress(deflate::Failure::TooLong));
         }
-        memory.write(descriptor.address_2, &bytes)?;
+        write_output(memory, descriptor, &bytes)?;
         report.output = low_32(bytes.len());
     } else {
         let codes = state.codes();
         let mut encoder = Encoder::new(&codes, space.limit());
         let tail = encode(&mut encoder, &state, &input, &flags);
-        memory.write(descriptor.address_2, encoder.output())?;
+        write_output(memory, descriptor, encoder.output())?;
         let tail = tail?;
         report.output = low_32(encoder.output().len());
         report.last_bits = tail.last_bits;
@@ -102,7 +112,7 @@ fn compress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<Report, 
     }
     if let Some((address, WriteBack::Always)) = aecs.write {
         state.set_checksums(report.crc, report.xor);
-        memory.write(address, &state.0)?;
+        write_back(memory, address, state.written(), &report)?;
     }
     Ok(report)
 }
@@ -123,38 +133,54 @@ fn encode(
 
 fn decompress(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<Report, Failure> {
     let flags = DecompressFlags::of(descriptor)?;
-    check_flags(descriptor, SECOND_SOURCE_FLAGS | Flags::CRC32C.0)?;
+    check_flags(descriptor, TRANSFER_FLAGS)?;
     check_reserved(descriptor.operands[2])?;
     let space = Space::of(descriptor)?;
-    let aecs = Aecs::of(descriptor, &DECOMPRESS_AECS_SIZES)?;
-    if let Some(address) = aecs.read {
-        read(memory, address, aecs.size)?;
+    let aecs = Aecs::of(descriptor, &state::SIZES)?;
+
+    let Saved { crc, xor, state } = match aecs.read {
+        Some(address) => {
+            Saved::of(&read(memory, address, aecs.size)?).ok_or_else(Failure::bad_aecs)?
+        }
+        None => Saved::new(),
+    };
+    let input = read(memory, descriptor.address_1, descriptor.size)?;
+    if flags.ending.ignored_bits > 8 * input.len() {
         return Err(Failure::bad_aecs());
     }
-
-    let input = read(memory, descriptor.address_1, descriptor.size)?;
-    let Inflated {
-        output,
-        consumed,
-        result,
-    } = inflate(&input, space.limit(), flags.ending);
+    let inflated =
+        inflate(state, &input, space.limit(), flags.ending).ok_or_else(Failure::bad_aecs)?;
+    let output = inflated.output();
     if !flags.suppress_output {
-        memory.write(descriptor.address_2, &output)?;
+        write_output(memory, descriptor, output)?;
     }
+    let consumed = low_32(inflated.consumed);
     let report = Report {
-        completed: low_32(consumed),
         output: low_32(output.len()),
-        crc: crc32(is_castagnoli(descriptor), 0, &output),
-        xor: xor16(0, &output),
+        crc: crc32(is_castagnoli(descriptor), crc, output),
+        xor: xor16(xor, output),
         ..Report::default()
     };
-    match (result, aecs.write) {
-        (Err(inflate::Failure::Malformed(malformed)), _) => {
-            Err(Failure::Analytics(malformed as u8, report))
-        }
-        (Err(inflate::Failure::TooLong), None) => Err(Failure::Overflow(report)),
-        (Ok(()), None | Some((_, WriteBack::OnOverflow))) => Ok(report),
-        (_, Some(_)) => Err(Failure::bad_aecs()),
+    let result = inflated.result;
+    if let Err(inflate::Failure::Malformed(malformed)) = result {
+        return Err(Failure::Analytics(malformed as u8, report));
+    }
+    if let Some((address, back)) = aecs.write
+        && (back == WriteBack::Always || result.is_err())
+    {
+        let saved = Saved {
+            crc: report.crc,
+            xor: report.xor,
+            state: inflated.into_state(),
+        };
+        write_back(memory, address, &saved.bytes(aecs.size), &report)?;
+    }
+    match result {
+        Ok(()) => Ok(report),
+        Err(_) => Err(Failure::Overflow(Report {
+            completed: consumed,
+            ..report
+        })),
     }
 }
 
@@ -164,12 +190,13 @@ fn checksum(descriptor: &Descriptor, memory: &mut dyn Memory) -> Result<Report, 
     if descriptor.operation_flags & !(INVERT | REFLECT) != 0 {
         return Err(Failure::Refused(status::COMPRESSION_FLAGS));
     }
-    check_flags(descriptor, 0)?;
+    check_flags(descriptor, READ_FLAGS)?;
     check_reserved(descriptor.address_2 | descriptor.operands[0] | descriptor.operands[1])?;
-    check_size(descriptor.size)?;
+    if descriptor.size == 0 {
+        return Err(Failure::Refused(status::SIZE));
+    }
     let input = read(memory, descriptor.address_1, descriptor.size)?;
     Ok(Report {
-        completed: descriptor.size,
         crc64: crc64(
             descriptor.operands[2],
             descriptor.operation_flags & REFLECT != 0,
@@ -193,6 +220,7 @@ mod status {
     pub(super) const OVERLAP: u8 = 0x16;
     pub(super) const ALIGNMENT: u8 = 0x1c;
     pub(super) const COMPRESSION_FLAGS: u8 = 0x30;
+    pub(super) const COMPRESSION_2_FLAGS: u8 = 0x31;
     /// Beside a page fault's: it was a write.
     pub(super) const WRITE: u8 = 0x80;
 }
@@ -207,6 +235,8 @@ mod error {
 /// What an operation reports about itself.
 #[derive(Clone, Copy, Debug, Default)]
 struct Report {
+    /// Bytes of input that were taken where the output is full, bytes of output that were written before a page fault;
+    /// otherwise none is counted (IAA 2.1, 6.2.4).
     completed: u32,
     output: u32,
     last_bits: u8,
@@ -233,7 +263,8 @@ enum Failure {
     Refused(u8),
     /// These flags are not the operation's.
     Flags(u32),
-    Fault(Fault),
+    /// A page is missing, and so many bytes of output have been written.
+    Fault(Fault, u32),
     /// An error code, and how far it went.
     Analytics(u8, Report),
     /// The destination is full.
@@ -262,9 +293,13 @@ impl Failure {
                 record.words[2] = u64::from(wrong);
                 record
             }
-            Self::Fault(fault) => {
+            Self::Fault(fault, completed) => {
                 let write = if fault.write { status::WRITE } else { 0 };
-                let mut record = nothing.record(status::PAGE_FAULT | write, 0);
+                let report = Report {
+                    completed,
+                    ..nothing
+                };
+                let mut record = report.record(status::PAGE_FAULT | write, 0);
                 record.words[1] = fault.address;
                 record
             }
@@ -276,7 +311,7 @@ impl Failure {
 
 impl From<Fault> for Failure {
     fn from(fault: Fault) -> Self {
-        Self::Fault(fault)
+        Self::Fault(fault, 0)
     }
 }
 
@@ -293,6 +328,10 @@ impl CompressFlags {
         let flags = descriptor.operation_flags;
         if flags & !0x1f != 0 {
             return Err(Failure::Refused(status::COMPRESSION_FLAGS));
+        }
+        // All of them are about what only later generations have.
+        if descriptor.low(2) != 0 {
+            return Err(Failure::Refused(status::COMPRESSION_2_FLAGS));
         }
         Ok(Self {
             statistics: flags & 1 << 0 != 0,
@@ -317,17 +356,15 @@ struct DecompressFlags {
 impl DecompressFlags {
     fn of(descriptor: &Descriptor) -> Result<Self, Failure> {
         const ENABLE: u16 = 1 << 0;
-        const IGNORED_HIGH: u16 = 1 << 14;
-        const KNOWN: u16 = 0x1f | 7 << 6 | 1 << 9 | IGNORED_HIGH;
+        const KNOWN: u16 = 0x1f | 7 << 6 | 1 << 9;
         let flags = descriptor.operation_flags;
         if flags & !KNOWN != 0 || flags & ENABLE == 0 {
             return Err(Failure::Refused(status::COMPRESSION_FLAGS));
         }
-        let ignored_high = if flags & IGNORED_HIGH != 0 { 8 } else { 0 };
         Ok(Self {
             suppress_output: flags & 1 << 9 != 0,
             ending: Ending {
-                ignored_bits: usize::from(flags >> 6 & 7) + ignored_high,
+                ignored_bits: usize::from(flags >> 6 & 7),
                 stop: flags & 1 << 2 != 0,
                 check: flags & 1 << 3 != 0,
                 last_block: flags & 1 << 4 != 0,
@@ -342,11 +379,11 @@ struct Space(u32);
 impl Space {
     fn of(descriptor: &Descriptor) -> Result<Self, Failure> {
         let size = descriptor.low(1);
-        check_size(descriptor.size)?;
-        check_size(size)?;
-        let source_end = descriptor.address_1.saturating_add(descriptor.size.into());
-        let end = descriptor.address_2.saturating_add(size.into());
-        if descriptor.address_1 < end && descriptor.address_2 < source_end {
+        if descriptor.size == 0 && size == 0 {
+            return Err(Failure::Refused(status::SIZE));
+        }
+        let source = (descriptor.address_1, descriptor.size);
+        if aecs::overlap(source, (descriptor.address_2, size)) {
             return Err(Failure::Refused(status::OVERLAP));
         }
         Ok(Self(size))
@@ -357,144 +394,17 @@ impl Space {
     }
 }
 
-/// Flags of the second source: whether it is read and written, its steering tag, and the toggle.
-const SECOND_SOURCE_FLAGS: u32 = 0x1f << 16 | Flags::AECS_TOGGLE.0;
+/// Record, interrupt, and the record's traffic class.
+const RECORD_FLAGS: u32 = 0x101c;
+/// And block on fault and the traffic class of the source.
+const READ_FLAGS: u32 = RECORD_FLAGS | 0x0202;
+/// And the other traffic classes, cache, strict ordering and readback of the destination, the second source, and which
+/// CRC.
+const TRANSFER_FLAGS: u32 = READ_FLAGS | 0x6d00 | aecs::FLAGS | Flags::CRC32C.0;
 
-/// Sizes of a DECOMPRESS AECS: without and with history.
-const DECOMPRESS_AECS_SIZES: [u32; 2] = [0x4e0, 0x1500];
-
-/// Where the AECS is. If it is both read and written, there are two, and the toggle selects which is which.
-struct Aecs {
-    size: u32,
-    read: Option<u64>,
-    write: Option<(u64, WriteBack)>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum WriteBack {
-    Always,
-    OnOverflow,
-}
-
-impl Aecs {
-    fn of(descriptor: &Descriptor, sizes: &[u32]) -> Result<Self, Failure> {
-        const READ_MASK: u32 = 3 << 16;
-        const WRITE_MASK: u32 = 3 << 18;
-        let flags = descriptor.flags();
-        let reads = match flags.0 & READ_MASK {
-            0 => false,
-            read if read == Flags::READ_AECS.0 => true,
-            // A second input is not theirs.
-            wrong => return Err(Failure::Flags(wrong)),
-        };
-        let back = match (flags.0 & WRITE_MASK) >> 18 {
-            0 => None,
-            1 => Some(WriteBack::Always),
-            2 => Some(WriteBack::OnOverflow),
-            _ => return Err(Failure::Flags(WRITE_MASK)),
-        };
-        let (first, size) = (descriptor.operands[0], descriptor.high(1));
-        if !reads && back.is_none() {
-            check_reserved(first | u64::from(size))?;
-            return Ok(Self {
-                size,
-                read: None,
-                write: None,
-            });
-        }
-        if !first.is_multiple_of(32) || !size.is_multiple_of(32) {
-            return Err(Failure::Refused(status::ALIGNMENT));
-        }
-        if !sizes.contains(&size) {
-            return Err(Failure::Refused(status::SIZE));
-        }
-        let second = first.wrapping_add(size.into());
-        let (read, write) = match (reads && back.is_some(), flags.has(Flags::AECS_TOGGLE)) {
-            (false, _) => (first, first),
-            (true, false) => (first, second),
-            (true, true) => (second, first),
-        };
-        Ok(Self {
-            size,
-            read: reads.then_some(read),
-            write: back.map(|back| (write, back)),
-        })
-    }
-}
-
-/// A COMPRESS AECS.
-///
-/// ```text
-///  0     4     8          28              32            288              1440        1560
-/// ┌─────┬─────┬──────────┬───────────────┬─────────────┬────────────────┬───────────┬─────┐
-/// │ CRC │ XOR │ reserved │ bits that are │ accumulator │ literals' and  │ distances'│     │
-/// │     │     │          │ accumulated   │ (256 bytes) │ lengths' codes │ codes     │     │
-/// └─────┴─────┴──────────┴───────────────┴─────────────┴────────────────┴───────────┴─────┘
-/// ```
-struct CompressState(Vec<u8>);
-
-impl CompressState {
-    const SIZES: &[u32] = &[1568];
-    const XOR: usize = 4;
-    const BITS: usize = 28;
-    const ACCUMULATOR: std::ops::Range<usize> = 32..288;
-    const LITERALS: usize = 288;
-    const DISTANCES: usize = 1440;
-
-    fn empty() -> Self {
-        Self(vec![0; 1568])
-    }
-
-    fn word(&self, at: usize) -> u32 {
-        let word = self.0.get(at..).and_then(|bytes| bytes.first_chunk());
-        word.map_or(0, |word| u32::from_le_bytes(*word))
-    }
-
-    fn set_word(&mut self, at: usize, word: u32) {
-        if let Some(place) = self.0[at..].first_chunk_mut() {
-            *place = word.to_le_bytes();
-        }
-    }
-
-    fn crc(&self) -> u32 {
-        self.word(0)
-    }
-
-    fn xor(&self) -> u16 {
-        (self.word(Self::XOR) & 0xffff) as u16
-    }
-
-    fn set_checksums(&mut self, crc: u32, xor: u16) {
-        self.set_word(0, crc);
-        self.set_word(Self::XOR, xor.into());
-    }
-
-    /// What comes before the data, and how many bits of it; unless those are more than fit.
-    fn accumulator(&self) -> Option<(&[u8], u32)> {
-        let bits = self.word(Self::BITS);
-        let accumulator = &self.0[Self::ACCUMULATOR];
-        (bits as usize <= 8 * accumulator.len()).then_some((accumulator, bits))
-    }
-
-    fn set_accumulator(&mut self, (byte, bits): (u8, u32)) {
-        self.set_word(Self::BITS, bits);
-        let accumulator = &mut self.0[Self::ACCUMULATOR];
-        accumulator.fill(0);
-        accumulator[0] = byte;
-    }
-
-    fn codes(&self) -> Codes {
-        let words = |from: usize| (from..).step_by(4).map(|at| self.word(at));
-        Codes::new(words(Self::LITERALS), words(Self::DISTANCES))
-    }
-}
-
-/// All flags have to be those of any operation, or of this one.
-fn check_flags(descriptor: &Descriptor, own: u32) -> Result<(), Failure> {
-    /// Block on fault, record, interrupt, steering tag of the record, cache, traffic classes, ordering, readback and
-    /// steering tag of the destination.
-    const COMMON: u32 = 0xff3e;
-    match descriptor.flags().0 & !(COMMON | own) {
+/// The others are reserved.
+fn check_flags(descriptor: &Descriptor, allowed: u32) -> Result<(), Failure> {
+    match descriptor.flags().0 & !allowed {
         0 => Ok(()),
         wrong => Err(Failure::Flags(wrong)),
     }
@@ -504,13 +414,6 @@ fn check_reserved(word: u64) -> Result<(), Failure> {
     match word {
         0 => Ok(()),
         _ => Err(Failure::Refused(status::RESERVED)),
-    }
-}
-
-fn check_size(size: u32) -> Result<(), Failure> {
-    match size {
-        0 => Err(Failure::Refused(status::SIZE)),
-        _ => Ok(()),
     }
 }
 
@@ -529,6 +432,28 @@ fn read(memory: &mut dyn Memory, address: u64, size: u32) -> Result<Vec<u8>, Fau
         memory.read(address.wrapping_add(from as u64), &mut bytes[from..])?;
     }
     Ok(bytes)
+}
+
+fn write_output(
+    memory: &mut dyn Memory,
+    descriptor: &Descriptor,
+    output: &[u8],
+) -> Result<(), Failure> {
+    memory
+        .write(descriptor.address_2, output)
+        .map_err(|fault| Failure::Fault(fault, low_32(fault.done)))
+}
+
+/// Writes an AECS, after all of the output.
+fn write_back(
+    memory: &mut dyn Memory,
+    address: u64,
+    aecs: &[u8],
+    report: &Report,
+) -> Result<(), Failure> {
+    memory
+        .write(address, aecs)
+        .map_err(|fault| Failure::Fault(fault, report.output))
 }
 
 /// A length that a descriptor's 32 bits bound.

@@ -15,8 +15,8 @@
 //! ```
 //!
 //! What goes wrong is in [`Faults`] (by chance), in [`Model::inject`] (exactly there), in [`Model::pages`] (page
-//! faults), and in the methods of [`Model`] for whole queues and devices. What the model assumes of the hardware
-//! without a document as source is listed in [`ASSUMPTIONS`].
+//! faults), and in the methods of [`Model`] for whole queues and devices. What the model assumed of the hardware at
+//! first, and what the specifications say of it, is listed in [`ASSUMPTIONS`].
 //!
 //! What a model cannot show: real speed, ENQCMD under contention, the cost of page faults, stores that become
 //! visible late, effects on caches, and what is undocumented about the hardware.
@@ -70,7 +70,7 @@ use std::{io, sync::Arc, time::Duration};
 
 use thiserror::Error;
 
-pub use assumptions::{ASSUMPTIONS, Assumption, VERSION};
+pub use assumptions::{ASSUMPTIONS, Assumption, Standing, VERSION};
 pub use config::{Config, DeviceConfig, GroupConfig, QueueConfig, Speeds, Work};
 pub use devices::devices;
 pub use faults::{At, Chance, Faults, InjectedFault, On, Order};
@@ -144,7 +144,7 @@ pub struct Statistics {
     pub unrecorded: u64,
     /// Those that never completed, as their device was reset or their queue closed.
     pub aborted: u64,
-    /// Descriptors that a full dedicated queue lost.
+    /// Descriptors that were lost without a refusal: a dedicated queue was full or dead, a shared one got a MOVDIR64B.
     pub dropped: u64,
 }
 
@@ -263,14 +263,20 @@ impl Model {
         }
     }
 
-    /// Disables or resets a device in mid-run: what is outstanding is dropped, its records are never written.
-    /// Handles from before are dead for ever: shared portals report that they are full, dedicated ones lose
-    /// everything, `write` fails.
+    /// Disables a device as an administrator does, and returns when what is outstanding is done; what is stuck is
+    /// dropped. Handles from before are dead for ever: shared queues are full, through a portal and by `write`, and
+    /// dedicated ones lose everything in silence.
     pub fn disable(&self, device: usize) {
+        self.driver.disable(device);
+    }
+
+    /// Resets a device in mid-run, as an error that halts it makes necessary: as [`disable`](Self::disable), but what
+    /// is outstanding is dropped, and its records are never written.
+    pub fn reset(&self, device: usize) {
         self.driver.reset(device, |device| device.enabled = false);
     }
 
-    /// Enables a device again. Its work queues can be opened again.
+    /// Enables a device again, after either. Its work queues can be opened again.
     pub fn enable(&self, device: usize) {
         if let Some(here) = self.driver.lock().devices.get_mut(device) {
             here.enabled = true;
@@ -304,8 +310,8 @@ impl Model {
         }
     }
 
-    /// Whether the device's register of software errors has something: a descriptor was lost, a record could not
-    /// be written. A real device's file becomes readable then.
+    /// Whether the device's register of software errors has something: a dedicated queue was full, a record could
+    /// not be written. A real device's file becomes readable then.
     pub fn error_latched(&self, device: usize) -> bool {
         self.driver
             .lock()

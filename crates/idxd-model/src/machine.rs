@@ -24,12 +24,12 @@ use std::{
 use super::{
     Statistics,
     config::{Config, DeviceConfig},
-    dsa::Outcome,
+    dsa::{Outcome, TRANSLATION_FETCH},
     faults::{Faults, InjectedFault, On, Order, Scripted},
     memory::Pages,
     nanoseconds,
     random::Random,
-    validate::validate,
+    validate::{Invalid, status, validate},
 };
 pub(super) use admission::Denied;
 use batch::Batch;
@@ -86,9 +86,13 @@ pub(super) struct Queue {
     pub(super) full: u32,
     group: usize,
     priority: u32,
+    /// Writes that fault are lost, and nobody is told (ATS is disabled).
+    loses_writes: bool,
+    /// What is missing under records and lists is asked for (PRS is not disabled).
+    requests_pages: bool,
     entries: VecDeque<Unit>,
-    /// What was submitted and is not complete.
-    outstanding: BTreeSet<u64>,
+    /// What was submitted, by which client, and is not complete.
+    outstanding: BTreeMap<u64, usize>,
 }
 
 #[derive(Debug)]
@@ -288,23 +292,32 @@ impl Machine {
         let Some(choice) = self.choose(device, group) else {
             return false;
         };
-        let unit = match choice {
+        let fetched = match choice {
             Choice::Member(batch) => self.next_member(batch),
-            Choice::Queue(queue) => self.devices[device].queues[queue].entries.pop_front(),
+            Choice::Queue(queue) => {
+                let first = self.devices[device].queues[queue].entries.pop_front();
+                first.map(|unit| (unit, self.clock))
+            }
         };
-        let Some(mut unit) = unit else {
+        let Some((mut unit, then)) = fetched else {
             return true;
         };
         self.trace.note([2, self.clock, unit.sequence]);
         unit.fault = self.fault(&unit);
-        let limits = &self.devices[device].queues[unit.queue].limits;
-        let valid = validate(&unit.descriptor, limits, unit.member.is_some());
+        let queue = &self.devices[device].queues[unit.queue];
+        let mut valid = validate(&unit.descriptor, &queue.limits, unit.member.is_some());
+        if queue.loses_writes && unit.descriptor.opcode() == TRANSLATION_FETCH {
+            valid = Err(Invalid {
+                status: status::OPCODE,
+                flags: 0,
+            });
+        }
         if let Err(invalid) = valid {
             let outcome = Outcome {
                 extra: Some(invalid.flags),
                 ..Outcome::status(invalid.status)
             };
-            self.deliver_at(self.clock, unit, What::Complete(outcome.image()));
+            self.deliver_at(then, unit, What::Complete(outcome.image()));
             return true;
         }
         match (unit.descriptor.opcode(), unit.fault) {
@@ -329,7 +342,7 @@ impl Machine {
                 self.check_drains();
             }
             (_, Some(InjectedFault::Late(after))) => {
-                let due = self.clock.saturating_add(nanoseconds(after));
+                let due = then.saturating_add(nanoseconds(after));
                 self.deliver_at(due, unit, What::Work);
             }
             _ => {
@@ -339,7 +352,7 @@ impl Machine {
                 };
                 let took = self.workshop.duration(&unit.descriptor);
                 let pipe = &mut self.devices[device].pipe;
-                *pipe = self.clock.max(*pipe).saturating_add(took);
+                *pipe = then.max(*pipe).saturating_add(took);
                 // Just before never, which is for what has no end.
                 let due = pipe.saturating_add(slow).min(NEVER - 1);
                 self.devices[device].engines[engine].running = Some(Running {
@@ -380,11 +393,13 @@ impl Machine {
     }
 
     fn job_of(&mut self, unit: Unit, done: Option<RecordImage>) -> Job {
-        let Unit { device, queue, .. } = unit;
+        let device = &self.devices[unit.device];
+        let queue = &device.queues[unit.queue];
         Job {
-            kind: self.devices[device].kind,
-            block: self.devices[device].queues[queue].limits.block_on_fault
+            kind: device.kind,
+            block: queue.limits.block_on_fault
                 && unit.descriptor.flags().has(Flags::BLOCK_ON_FAULT),
+            loses_writes: queue.loses_writes,
             random: self.random.next(),
             now: self.clock,
             unit,
@@ -423,6 +438,20 @@ impl Machine {
         }
     }
 
+    /// Whether something that was submitted to a device is not done.
+    pub(super) fn has_work(&self, device: usize) -> bool {
+        let mut clients = self.clients.iter();
+        clients.any(|client| client.device == device && client.in_flight > 0)
+    }
+
+    /// Ends all that clients have with a device: nothing that they submit gets in any more.
+    pub(super) fn revoke(&mut self, device: usize) {
+        for queue in &mut self.devices[device].queues {
+            queue.generation += 1;
+            queue.opened = 0;
+        }
+    }
+
     /// Forgets everything that a device has: no record of it is ever written.
     pub(super) fn reset(&mut self, device: usize) {
         let given = self.remove(|unit| unit.device == device);
@@ -434,12 +463,8 @@ impl Machine {
         {
             client.in_flight = 0;
         }
-        let here = &mut self.devices[device];
-        here.pipe = 0;
-        for queue in &mut here.queues {
-            queue.generation += 1;
-            queue.opened = 0;
-        }
+        self.devices[device].pipe = 0;
+        self.revoke(device);
         self.trace.note([4, self.clock, device as u64]);
     }
 
@@ -471,6 +496,7 @@ impl Machine {
             if self.devices[device].queues[queue]
                 .outstanding
                 .remove(&sequence)
+                .is_some()
             {
                 count += 1;
             }
@@ -638,8 +664,10 @@ impl Device {
             full: 0,
             group,
             priority: queue.priority,
+            loses_writes: queue.ats_disable,
+            requests_pages: !queue.prs_disable,
             entries: VecDeque::new(),
-            outstanding: BTreeSet::new(),
+            outstanding: BTreeMap::new(),
         };
         Self {
             kind: config.kind,

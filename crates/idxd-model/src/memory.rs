@@ -119,6 +119,26 @@ impl Pages {
             .push(Box::new(action));
     }
 
+    /// Asks for what is missing of the pages that `length` bytes from `address` on touch: how long until the last of
+    /// them is there. What never comes is not waited for.
+    pub(crate) fn request(&self, address: u64, length: u64, now: u64) -> u64 {
+        if !self.used.load(Ordering::Acquire) {
+            return 0;
+        }
+        let mut map = self.map.lock().unwrap_or_else(PoisonError::into_inner);
+        let end = address.saturating_add(length).div_ceil(PAGE);
+        let mut longest = 0;
+        for (_, entry) in map.range_mut(address / PAGE..end) {
+            if let State::Resolvable(after) = entry.state {
+                entry.state = State::Resolving(now.saturating_add(after));
+            }
+            if let State::Resolving(at) = entry.state {
+                longest = longest.max(at.saturating_sub(now));
+            }
+        }
+        longest
+    }
+
     /// What an access to the page finds.
     fn access(&self, number: u64, write: bool, now: u64, block: bool) -> Found {
         let mut map = self.map.lock().unwrap_or_else(PoisonError::into_inner);
@@ -192,6 +212,8 @@ pub(super) struct View<'a> {
     pub(super) now: u64,
     /// The operation waits for faults.
     pub(super) block: bool,
+    /// Nobody is told of writes that fault: they are lost, and the operation goes on.
+    pub(super) loses_writes: bool,
     /// A fault that was asked for: from this address on nothing is there, for reads or for writes.
     pub(super) injected: Option<(u64, bool)>,
     /// How long the operation has waited for faults, in nanoseconds.
@@ -215,50 +237,64 @@ impl View<'_> {
         let mut done = 0;
         while done < length {
             let at = address.wrapping_add(done as u64);
-            let fault = Fault {
-                done,
-                address: at,
-                write,
-            };
             let page = usize::try_from(PAGE - at % PAGE).unwrap_or(length);
-            let mut end = length.min(done + page);
-            if mapped {
-                match self.pages.access(at / PAGE, write, self.now, self.block) {
-                    Found::Present => {}
-                    Found::Absent => return Err(fault),
-                    Found::After(wait) => self.stalled = self.stalled.saturating_add(wait),
-                }
+            let end = length.min(done + page);
+            match self.in_page(at, done..end, write, &mut access) {
+                Err(fault) if !(write && self.loses_writes) => return Err(fault),
+                _ => done = end,
             }
-            if self
-                .residency
-                .is_some_and(|pagemap| untouched(pagemap, at / PAGE))
-            {
-                if !self.block {
-                    return Err(fault);
-                }
-                // The access itself lets the kernel map the page.
-                self.stalled = self.stalled.saturating_add(PAGE_REQUEST);
-            }
-            if let Some((bad, of_writes)) = self.injected
-                && of_writes == write
-                && (at..at.saturating_add((end - done) as u64)).contains(&bad)
-            {
-                end = done + usize::try_from(bad - at).unwrap_or(0);
-                if end == done || access(at, done..end) {
-                    return Err(Fault {
-                        done: end,
-                        address: bad,
-                        write,
-                    });
-                }
-                return Err(fault);
-            }
-            if !access(at, done..end) {
-                return Err(fault);
-            }
-            done = end;
         }
         Ok(())
+    }
+
+    /// Does `access` to `range`, which lies in the page of `at`.
+    fn in_page(
+        &mut self,
+        at: u64,
+        range: Range<usize>,
+        write: bool,
+        access: &mut impl FnMut(u64, Range<usize>) -> bool,
+    ) -> Result<(), Fault> {
+        let fault = Fault {
+            done: range.start,
+            address: at,
+            write,
+        };
+        if self.pages.used.load(Ordering::Acquire) {
+            match self.pages.access(at / PAGE, write, self.now, self.block) {
+                Found::Present => {}
+                Found::Absent => return Err(fault),
+                Found::After(wait) => self.stalled = self.stalled.saturating_add(wait),
+            }
+        }
+        if self
+            .residency
+            .is_some_and(|pagemap| untouched(pagemap, at / PAGE))
+        {
+            if !self.block {
+                return Err(fault);
+            }
+            // The access itself lets the kernel map the page.
+            self.stalled = self.stalled.saturating_add(PAGE_REQUEST);
+        }
+        if let Some((bad, of_writes)) = self.injected
+            && of_writes == write
+            && (at..at.saturating_add(range.len() as u64)).contains(&bad)
+        {
+            let end = range.start + usize::try_from(bad - at).unwrap_or(0);
+            return Err(match end == range.start || access(at, range.start..end) {
+                true => Fault {
+                    done: end,
+                    address: bad,
+                    write,
+                },
+                false => fault,
+            });
+        }
+        match access(at, range) {
+            true => Ok(()),
+            false => Err(fault),
+        }
     }
 
     /// Writes a completion record of `length` bytes, so that who sees a status sees the rest too: everything

@@ -4,10 +4,15 @@
 //!   a Portal or a model's queue ──> run ──> a Finding for each Check ──> settled: the model's assumptions
 //! ```
 //! The checks ask questions that harm neither the device nor others who use it: operations of a few pages, mistakes
-//! that have a status of their own, pages that are not there. Each reports what it found, and which of the model's
-//! [assumptions](crate::ASSUMPTIONS) that confirms or refutes. Against a [model](crate::Model) they test the
-//! checks and the model; against hardware, which of the two is right about it. The list follows the tests of the
-//! accel-config project (`dsa_test`, `iaa_test`).
+//! that have a status of their own, pages that are not there. Each reports what it found, the section of the
+//! specification that promises the answer, and which of the model's [assumptions](crate::ASSUMPTIONS) that confirms
+//! or refutes. Against a [model](crate::Model) they test the checks and the model; against hardware, which of the two
+//! is right about it. The list follows the tests of the accel-config project (`dsa_test`, `iaa_test`).
+//!
+//! Sections are those of Intel's Data Streaming Accelerator Architecture Specification, revision 3.0 ("DSA 3.0"), and
+//! In-Memory Analytics Accelerator Architecture Specification, revision 2.1 ("IAA 2.1"). A device may check a
+//! descriptor in any order (DSA 3.0, 5.4; IAA 2.1, 4.1): no check submits one with two mistakes. What a device only
+//! may do is not demanded.
 //!
 //! What a device does wrong is a finding and never a panic; no wait is without a deadline; memory that a device may
 //! still write to is kept until the queue is closed.
@@ -32,7 +37,7 @@ mod rig;
 use std::{fmt, sync::Arc, time::Duration};
 
 use crate::{ASSUMPTIONS, Assumption};
-use idxd::{Kind, Submit};
+use idxd::{Kind, RecordImage, Submit};
 use rig::Rig;
 
 /// How the checks are done.
@@ -64,11 +69,13 @@ pub struct Check {
     pub name: &'static str,
     /// What is expected.
     pub what: &'static str,
+    /// Where the specification promises it, as "DSA 3.0, 8.3.7"; `None` where nothing does.
+    pub section: Option<&'static str>,
     /// The kind of device that it is for; `None` for both.
     pub kind: Option<Kind>,
     /// Numbers of the model's assumptions that it confirms or refutes.
     pub assumptions: &'static [u32],
-    /// The expected answer is not documented: another one is no failure.
+    /// The expected answer is not promised: another one is no failure.
     pub is_open: bool,
     /// It leaves a trace in the device's register of errors, see [`Options::hazards`].
     pub is_hazard: bool,
@@ -110,6 +117,8 @@ pub struct Finding {
     pub check: &'static Check,
     /// What came of it.
     pub verdict: Verdict,
+    /// The last record that it read, on which a difference rests; `None` if it read none.
+    pub record: Option<RecordImage>,
 }
 
 impl Finding {
@@ -146,6 +155,7 @@ pub fn run(submit: Arc<dyn Submit>, options: &Options) -> Vec<Finding> {
         .map(|check| Finding {
             check,
             verdict: check.verdict(&rig),
+            record: rig.last_record(),
         })
         .collect()
 }
@@ -181,7 +191,7 @@ pub fn settled(findings: &[Finding]) -> Vec<Settled> {
                 .iter()
                 .filter(|finding| finding.check.assumptions.contains(&assumption.number));
             let (mut holding, mut refuting) = (Vec::new(), Vec::new());
-            for Finding { check, verdict } in about {
+            for Finding { check, verdict, .. } in about {
                 let list = match verdict {
                     Verdict::Holds => &mut holding,
                     Verdict::Differs { .. } => &mut refuting,
@@ -211,6 +221,7 @@ impl Check {
             number,
             name,
             what,
+            section: None,
             kind: None,
             assumptions: &[],
             is_open: false,
@@ -222,6 +233,12 @@ impl Check {
 
     const fn of(mut self, kind: Kind) -> Self {
         self.kind = Some(kind);
+        self
+    }
+
+    /// Where the specification promises the answer.
+    const fn by(mut self, section: &'static str) -> Self {
+        self.section = Some(section);
         self
     }
 
@@ -246,6 +263,7 @@ impl Check {
     }
 
     fn verdict(&self, rig: &Rig<'_>) -> Verdict {
+        rig.forget_records();
         if self.is_hazard && !rig.options().hazards {
             return skipped("it would leave a trace in the device's register of errors");
         }

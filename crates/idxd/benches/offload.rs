@@ -48,8 +48,8 @@ use std::{
 };
 
 use idxd::{
-    Descriptor, Kind, Limits, Mode, Operations, Queue, Record, Shape, Submit, Submitted, Tuning,
-    dsa,
+    Capabilities, Descriptor, Kind, Limits, Mode, Operations, Queue, Record, Shape, Submit,
+    Submitted, Tuning, dsa,
     offload::{Devices, ZeroScanner},
     opcode,
 };
@@ -236,6 +236,7 @@ impl Immediate {
             block_on_fault: false,
             operations: Operations([u64::MAX; 4]),
             version: 0x100,
+            capabilities: Capabilities::FIRST_DSA,
             numa_node: None,
         };
         Self {

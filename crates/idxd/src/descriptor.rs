@@ -29,7 +29,7 @@ pub struct Descriptor {
     pub address_2: u64,
     /// Bytes to work on, or the number of a batch's descriptors.
     pub size: u32,
-    /// Interrupt handle. Zero: a process has no interrupts.
+    /// Interrupt handle. Zero: a process has no interrupts, and without that flag the field is reserved.
     pub interrupt: u16,
     /// IAA only: flags of the operation.
     pub operation_flags: u16,
@@ -125,15 +125,16 @@ impl Flags {
     pub const CACHE: Self = Self(1 << 8);
     /// Writes are seen in their order.
     pub const STRICT_ORDERING: Self = Self(1 << 13);
-    /// The destination is read back before the record is written.
+    /// The destination is read back before the record is written (Cache Control 2 since DSA 3.0).
     pub const DESTINATION_READBACK: Self = Self(1 << 14);
     /// IAA: the second source is an AECS.
     pub const READ_AECS: Self = Self(1 << 16);
-    /// IAA: the AECS is always written back.
+    /// IAA: the AECS is written in any case, as far as the operation changes it.
     pub const WRITE_AECS: Self = Self(1 << 18);
     /// IAA: CRC-32C in the place of CRC-32.
     pub const CRC32C: Self = Self(1 << 21);
-    /// IAA: which of the two AECS is read, and which is written.
+    /// IAA: the second of the two AECS is the one that is read, and the first the one that is written, also where only
+    /// one of both is done (IAA 2.1, 3.2).
     pub const AECS_TOGGLE: Self = Self(1 << 22);
 
     /// These and `other`.

@@ -12,6 +12,7 @@
 //! `Documentation/ABI/stable/sysfs-driver-dma-idxd`.
 
 mod attributes;
+mod counters;
 mod name;
 mod problem;
 mod report;
@@ -28,8 +29,9 @@ use std::{
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use self::attributes::{Attributes, flag, known, number, operations, or_none, small, text};
-use crate::{Kind, Limits, Mode, Operations, opcode};
+use crate::{Capabilities, Kind, Limits, Mode, Operations, opcode};
 
+pub use counters::{EventLog, OpenFile};
 pub use name::{DeviceName, NameError, QueueName};
 pub use problem::Problem;
 pub use report::{DeviceReport, Hardware, Missing, QueueReport, Report, hardware, report};
@@ -125,7 +127,8 @@ pub struct Device {
     pub gen_cap: Option<u64>,
     /// Capabilities of an IAA of the second version.
     pub iaa_cap: Option<u64>,
-    /// Whether it can work in the address space of a process.
+    /// Whether it can work in the address space of a process. Linux 5.19 to 6.5 shows the kernel's own address space
+    /// here, so that `false` does not mean that it cannot. Only opening a queue is sure.
     pub pasid_enabled: Option<bool>,
     /// Result of the last command to the device: why it could not be enabled.
     pub cmd_status: Option<u32>,
@@ -168,6 +171,10 @@ pub struct WorkQueue {
     pub driver_name: Option<String>,
     /// Its users.
     pub clients: Option<u32>,
+    /// Whether it goes without address translation (ATS): then it can report success though a write faulted.
+    pub ats_disable: Option<bool>,
+    /// Whether it goes without page requests (PRS), hence waits for no page fault.
+    pub prs_disable: Option<bool>,
     /// Where its character device should be, the usual place first.
     pub nodes: Vec<PathBuf>,
     /// What is odd about it, but hinders nothing.
@@ -318,6 +325,8 @@ fn queue(root: &Root, parent: &Path, device: &Device, number: u32) -> WorkQueue 
         has_driver_name: driver_name.is_some(),
         driver_name: driver_name.flatten(),
         clients: a.may("clients", small),
+        ats_disable: a.may("ats_disable", flag),
+        prs_disable: a.may("prs_disable", flag),
         nodes: nodes(root, device.name.kind, &file_name, cdev),
         remarks: Vec::new(),
         limits: limits(a, device),
@@ -384,6 +393,7 @@ fn limits(a: &mut Attributes<'_>, device: &Device) -> Option<Limits> {
         block_on_fault: block_on_fault.unwrap_or(false),
         operations: configured.or(device.op_cap)?,
         version: device.version?,
+        capabilities: Capabilities(device.gen_cap.unwrap_or(0)),
         numa_node: device.numa_node,
     })
 }
@@ -417,8 +427,8 @@ fn obstacle(device: &Device, queue: &WorkQueue) -> Option<Problem> {
         Some(other) => return Some(Problem::QueueState(other.clone())),
         None => return Some(Problem::Missing { attribute: "state" }),
     }
-    if device.pasid_enabled == Some(false) {
-        return Some(Problem::NoUserPasid);
+    if queue.ats_disable == Some(true) {
+        return Some(Problem::AtsDisabled);
     }
     let is_dedicated = queue
         .limits

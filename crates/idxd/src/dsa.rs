@@ -8,13 +8,16 @@
 //!     .blocking_on_fault(false)
 //!     .descriptor();
 //! ```
-//! Addresses are this process's, sizes bytes; `record` is the address of a [`Record`](crate::Record). Source of the
-//! layouts: `struct dsa_hw_desc` of `linux/idxd.h`.
+//! Addresses are this process's, sizes bytes; `record` is the address of a [`Record`](crate::Record). Sources: DSA 3.0,
+//! 8.3; `struct dsa_hw_desc` of `linux/idxd.h`.
 
 use crate::{
-    Descriptor, Flags, opcode,
+    Descriptor, Flags, Limits, opcode,
     operation::{Bare, Nothing, Operation, Reads, Writes},
-    rules::{Aligned, Apart, DeltaSize, Rules, Size, span},
+    rules::{
+        ADDRESS_1, ADDRESS_2, Aligned, Apart, DeltaSize, NEEDS_RECORD, RECORD, Rules, SIZE, Size,
+        TRAFFIC_1, TRAFFIC_2, TRAFFIC_3, span,
+    },
 };
 
 /// Does nothing but write its record: shows that a queue is alive.
@@ -34,12 +37,13 @@ pub const fn batch(list: u64, count: u32, record: u64) -> Operation<Bare> {
     Operation::new(opcode::BATCH, record, descriptor)
 }
 
-/// Completes when all that this process gave the queue before has completed. Not in a batch.
+/// Completes when all that this process gave the queue before has completed; of a dedicated queue, all that it has
+/// (DSA 3.0, 3.12). Not in a batch.
 pub const fn drain(record: u64) -> Operation<Bare> {
     Operation::new(opcode::DRAIN, record, EMPTY)
 }
 
-/// Copies. The areas may overlap, if the device's capabilities allow it (GENCAP bit 1): then the record's
+/// Copies. The areas may overlap, if the device [can do that](crate::Capabilities::overlapping_copy): then the record's
 /// result is from which end a copy that ended with a page fault had begun.
 pub const fn memmove(source: u64, destination: u64, size: u32, record: u64) -> Operation<Writes> {
     Operation::new(opcode::MEMMOVE, record, transfer(source, destination, size))
@@ -71,7 +75,7 @@ pub const fn compare_pattern(
 }
 
 /// CRC-32C of an area, into the record. With a seed of zero that is the usual CRC-32C, and the result of one piece is
-/// the seed of the next: the device inverts both (assumed, after SPDK's `lib/idxd`, whose raw CRC is the complement).
+/// the seed of the next: the device inverts both (DSA 3.0, 8.3.12).
 pub const fn crc(source: u64, size: u32, seed: u32, record: u64) -> Operation<Reads> {
     let descriptor = Descriptor {
         operands: [seed as u64, 0, 0],
@@ -102,7 +106,7 @@ pub const fn copy_crc(copy: CopyCrc, record: u64) -> Operation<Writes> {
     Operation::new(opcode::COPY_CRC, record, descriptor)
 }
 
-/// Which difference is wanted; see [`create_delta`]. All addresses are multiples of 8.
+/// Which difference is wanted; see [`create_delta`]. Both areas begin at multiples of 8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CreateDelta {
     /// What it was.
@@ -113,13 +117,14 @@ pub struct CreateDelta {
     pub size: u32,
     /// Where the delta record goes.
     pub delta: u64,
-    /// Most bytes of the delta record: a multiple of 10, at least 80.
+    /// Most bytes of the delta record: a multiple of 10, at least 80, and no more than the queue takes. None of them
+    /// overlaps with either area.
     pub max_delta_size: u32,
 }
 
 /// Writes the difference of two areas: for each 8-byte word that differs 10 bytes, its index (16 bits) and its new
-/// content. The record's result is 0 if they are equal, 1 if there is a delta, 2 if it does not fit (assumed), and
-/// the record has the delta's size.
+/// content. The record's result is 0 if they are equal, 1 if there is a delta, 2 if it does not fit (DSA 3.0, 8.3.8),
+/// and the record has the delta's size.
 pub const fn create_delta(difference: CreateDelta, record: u64) -> Operation<Writes> {
     let descriptor = Descriptor {
         operands: [difference.delta, difference.max_delta_size as u64, 0],
@@ -128,7 +133,7 @@ pub const fn create_delta(difference: CreateDelta, record: u64) -> Operation<Wri
     Operation::new(opcode::CREATE_DELTA, record, descriptor)
 }
 
-/// Which difference is to be applied; see [`apply_delta`]. Addresses are multiples of 8.
+/// Which difference is to be applied; see [`apply_delta`]. The destination begins at a multiple of 8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ApplyDelta {
     /// The delta record.
@@ -150,52 +155,61 @@ pub const fn apply_delta(difference: ApplyDelta, record: u64) -> Operation<Write
     Operation::new(opcode::APPLY_DELTA, record, descriptor)
 }
 
-/// What a descriptor of `opcode` may hold; `None` for an operation that this crate does not know.
+/// What `descriptor` may hold, by its operation, its flags, and what `limits` says of the device; `None` for an
+/// operation that this crate does not know.
 ///
-/// The flags are those of the masks in Intel's DML. That traffic classes follow the addresses an operation has is
-/// assumed.
-pub const fn rules(opcode: u8) -> Option<Rules> {
-    Some(match opcode {
+/// Flags and fields of DSA 2.0 and 3.0 that no builder here sets are taken as reserved: 16-byte patterns, 64-bit CRCs,
+/// the continuation of batches.
+pub const fn rules(descriptor: &Descriptor, limits: &Limits) -> Option<Rules> {
+    Some(match descriptor.opcode() {
         opcode::NOOP => Rules {
-            flags: RECORD.with(Flags::FENCE),
             in_batch: true,
-            ..NOTHING
+            ..Rules::nothing(RECORD.with(Flags::FENCE))
         },
         opcode::BATCH => Rules {
-            flags: RECORD.with(TRAFFIC_1),
             used: ADDRESS_1 | SIZE,
             size: Size::Descriptors,
             aligned: &[Aligned {
                 byte: 16,
                 multiple: 64,
             }],
-            ..NOTHING
+            ..Rules::nothing(RECORD.with(TRAFFIC_1))
         },
-        // The addresses are read back, where the device can (GENCAP bit 9).
-        opcode::DRAIN => Rules {
-            flags: RECORD.with(TRAFFIC_1).with(TRAFFIC_2),
-            used: ADDRESS_1 | ADDRESS_2,
-            ..NOTHING
-        },
-        opcode::MEMMOVE | opcode::FILL => TRANSFERS,
-        opcode::COMPARE | opcode::COMPARE_PATTERN => Rules {
-            flags: READ_FLAGS.with(TRAFFIC_2).with(Flags::CHECK_RESULT),
-            expected_result: Some(40),
+        opcode::DRAIN => Rules::drain(descriptor, limits),
+        opcode::MEMMOVE => Rules {
+            flags: WRITE_FLAGS.with(TRAFFIC_1),
+            apart: if limits.capabilities.overlapping_copy() {
+                Apart::No
+            } else {
+                Apart::SourceAndDestination
+            },
             ..TRANSFERS
         },
+        opcode::FILL => TRANSFERS,
+        opcode::COMPARE => Rules {
+            flags: COMPARE_FLAGS.with(TRAFFIC_2),
+            ..COMPARES
+        },
+        opcode::COMPARE_PATTERN => COMPARES,
         opcode::CREATE_DELTA => Rules {
-            flags: WRITE_FLAGS.with(TRAFFIC_3).with(Flags::CHECK_RESULT),
-            used: TRANSFER | span(40, 12),
-            expected_result: Some(56),
+            flags: WRITE_FLAGS
+                .with(TRAFFIC_1)
+                .with(TRAFFIC_3)
+                .with(Flags::CHECK_RESULT),
+            needed: NEEDS_RECORD,
+            // With the expected results, which without a check, and beyond three bits, are ignored (8.3.8).
+            used: TRANSFER | span(40, 12) | span(56, 1),
             size: Size::Words,
             delta_size: Some(DeltaSize {
                 operand: 1,
                 least: 80,
             }),
-            aligned: &[WORD_1, WORD_2, WORD_3],
+            apart: Apart::DeltaAndSources,
+            aligned: &[WORD_1, WORD_2, WORDS],
             ..TRANSFERS
         },
         opcode::APPLY_DELTA => Rules {
+            flags: WRITE_FLAGS.with(TRAFFIC_1),
             used: TRANSFER | span(40, 4),
             size: Size::Words,
             delta_size: Some(DeltaSize {
@@ -203,22 +217,46 @@ pub const fn rules(opcode: u8) -> Option<Rules> {
                 least: 10,
             }),
             apart: Apart::DeltaAndDestination,
-            aligned: &[WORD_1, WORD_2],
+            aligned: &[WORD_2, WORDS],
             ..TRANSFERS
         },
-        opcode::CRC => Rules {
-            flags: READ_FLAGS.with(TRAFFIC_3).with(CRC_FLAGS),
-            used: ADDRESS_1 | SIZE | SEED,
-            ..TRANSFERS
-        },
-        opcode::COPY_CRC => Rules {
-            flags: WRITE_FLAGS.with(TRAFFIC_3).with(CRC_FLAGS),
-            used: TRANSFER | SEED,
-            apart: Apart::SourceAndDestination,
-            ..TRANSFERS
-        },
+        opcode::CRC => crc_rules(
+            descriptor,
+            Rules {
+                flags: READ_FLAGS.with(TRAFFIC_1),
+                used: ADDRESS_1 | SIZE,
+                ..TRANSFERS
+            },
+        ),
+        opcode::COPY_CRC => crc_rules(
+            descriptor,
+            Rules {
+                flags: WRITE_FLAGS.with(TRAFFIC_1),
+                apart: Apart::SourceAndDestination,
+                ..TRANSFERS
+            },
+        ),
         _ => return None,
     })
+}
+
+/// `rules` with those for a seed: it stands in the descriptor, or in memory at an address of its own (8.3.12).
+const fn crc_rules(descriptor: &Descriptor, rules: Rules) -> Rules {
+    let (flags, seed) = if descriptor.flags().has(SEED_IN_MEMORY) {
+        (rules.flags.with(TRAFFIC_3), span(48, 8))
+    } else {
+        (rules.flags, span(40, 4))
+    };
+    Rules {
+        flags: flags.with(CRC_FLAGS),
+        needed: NEEDS_RECORD,
+        used: rules.used | seed,
+        aligned: &[Aligned {
+            byte: 48,
+            multiple: 4,
+        }],
+        ..rules
+    }
 }
 
 const EMPTY: Descriptor = transfer(0, 0, 0);
@@ -237,45 +275,36 @@ const fn transfer(address_1: u64, address_2: u64, size: u32) -> Descriptor {
     }
 }
 
-/// Record, interrupt, and the record's steering tag and traffic class: every operation has them.
-const RECORD: Flags = Flags::RECORD_VALID
-    .with(Flags::RECORD_REQUESTED)
-    .with(Flags::INTERRUPT)
-    .with(Flags(1 << 5))
-    .with(Flags(1 << 12));
-const TRAFFIC_1: Flags = Flags(1 << 9);
-const TRAFFIC_2: Flags = Flags(1 << 10);
-const TRAFFIC_3: Flags = Flags(1 << 11);
-/// The seed stands in memory; no inversion or reflection; no reflection of the data.
-const CRC_FLAGS: Flags = Flags(0b111 << 16);
-const READ_FLAGS: Flags = RECORD
-    .with(Flags::FENCE)
-    .with(Flags::BLOCK_ON_FAULT)
-    .with(TRAFFIC_1);
+/// Source and pattern are read, or only sources.
+const READ_FLAGS: Flags = RECORD.with(Flags::FENCE).with(Flags::BLOCK_ON_FAULT);
+/// With a destination, which is the second address.
 const WRITE_FLAGS: Flags = READ_FLAGS
     .with(Flags::CACHE)
     .with(TRAFFIC_2)
     .with(Flags::STRICT_ORDERING)
-    .with(Flags::DESTINATION_READBACK)
-    .with(Flags(1 << 15));
+    .with(Flags::DESTINATION_READBACK);
+const COMPARE_FLAGS: Flags = READ_FLAGS.with(TRAFFIC_1).with(Flags::CHECK_RESULT);
+const SEED_IN_MEMORY: Flags = Flags(1 << 16);
+/// The seed stands in memory; no inversion or reflection; no reflection of the data.
+const CRC_FLAGS: Flags = SEED_IN_MEMORY.with(Flags(0b11 << 17));
 
-const ADDRESS_1: u64 = span(16, 8);
-const ADDRESS_2: u64 = span(24, 8);
-const SIZE: u64 = span(32, 4);
 const TRANSFER: u64 = ADDRESS_1 | ADDRESS_2 | SIZE;
-/// The seed and the address where it may stand instead.
-const SEED: u64 = span(40, 4) | span(48, 8);
 
-const NOTHING: Rules = Rules::nothing(RECORD);
 const TRANSFERS: Rules = Rules {
-    flags: WRITE_FLAGS,
     in_batch: true,
     used: TRANSFER,
     size: Size::Bytes,
-    ..NOTHING
+    ..Rules::nothing(WRITE_FLAGS)
+};
+const COMPARES: Rules = Rules {
+    flags: COMPARE_FLAGS,
+    needed: NEEDS_RECORD,
+    // With the expected result, which without a check, and beyond one bit, is ignored (8.3.6).
+    used: TRANSFER | span(40, 1),
+    ..TRANSFERS
 };
 
-/// Both addresses and the first operand, of deltas.
+/// Both addresses and the size, of deltas. The delta record itself lies anywhere (5.8.1, status 0x1c; 8.3.8, 8.3.9).
 const WORD_1: Aligned = Aligned {
     byte: 16,
     multiple: 8,
@@ -284,7 +313,7 @@ const WORD_2: Aligned = Aligned {
     byte: 24,
     multiple: 8,
 };
-const WORD_3: Aligned = Aligned {
-    byte: 40,
+const WORDS: Aligned = Aligned {
+    byte: 32,
     multiple: 8,
 };

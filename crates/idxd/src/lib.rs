@@ -40,7 +40,7 @@ mod submit;
 mod wait;
 
 pub use descriptor::{Descriptor, Flags, opcode};
-pub use limits::{Kind, Limits, Mode, Operations};
+pub use limits::{Capabilities, Kind, Limits, Mode, Operations};
 pub use queue::{
     InFlight, NotTaken, OpenQueueError, Outcome, Queue, Shape, Slot, Statistics, Tuning,
     Unanswered, Urgency,

@@ -16,7 +16,7 @@
 
 use std::marker::PhantomData;
 
-use crate::{Descriptor, Flags};
+use crate::{Capabilities, Descriptor, Flags};
 
 /// A descriptor and, as a type, the flags that can still be set. It asks for a record in any case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +68,7 @@ impl<Class: Fences> Operation<Class> {
 
 impl<Class: Faults> Operation<Class> {
     /// Waits for page faults, if `waits`, instead of ending with one. A queue that does not have
-    /// [`block_on_fault`](crate::Limits::block_on_fault) refuses this (assumed), so pass on what the queue has.
+    /// [`block_on_fault`](crate::Limits::block_on_fault) refuses this (DSA 3.0, 5.5), so pass on what the queue has.
     pub const fn blocking_on_fault(self, waits: bool) -> Self {
         if waits {
             self.with(Flags::BLOCK_ON_FAULT)
@@ -79,19 +79,25 @@ impl<Class: Faults> Operation<Class> {
 }
 
 impl<Class: Allocates> Operation<Class> {
-    /// Writes to the processor's cache rather than to memory: right when the result is read soon.
-    pub const fn with_cache_control(self) -> Self {
-        self.with(Flags::CACHE)
+    /// Writes to the processor's cache rather than to memory: right when the result is read soon. It is a hint, and
+    /// left out where the device lacks it: there the flag is an error (DSA 3.0, 8.1.3.1; IAA 2.1, 6.1.3).
+    pub const fn with_cache_control(self, device: Capabilities) -> Self {
+        if device.cache_control() {
+            self.with(Flags::CACHE)
+        } else {
+            self
+        }
     }
 }
 
 impl Operation<Writes> {
-    /// What it writes becomes visible in order.
+    /// What it writes becomes visible in order. An error where the device [cannot](Capabilities::strict_ordering).
     pub const fn with_strict_ordering(self) -> Self {
         self.with(Flags::STRICT_ORDERING)
     }
 
-    /// Reads the destination back before it writes the record.
+    /// Reads the destination back before it writes the record. An error where the device
+    /// [cannot](Capabilities::destination_readback).
     pub const fn with_destination_readback(self) -> Self {
         self.with(Flags::DESTINATION_READBACK)
     }

@@ -86,7 +86,11 @@ pub enum OpenError {
     #[error("{} has gone: the work queue was disabled", .0.display())]
     Gone(PathBuf),
     /// The device cannot work in this process's address space.
-    #[error("{}: the kernel cannot give the device this process's address space; it takes intel_iommu=on,sm_on", .0.display())]
+    #[error(
+        "{}: the device cannot use the addresses of processes: VT-d and PASID have to be on in the firmware, and the \
+         kernel has to be started with intel_iommu=on,sm_on",
+        .0.display()
+    )]
     NoAddressSpace(PathBuf),
     /// Another file than the queue's character device.
     #[error("{} is not the work queue's character device", .0.display())]

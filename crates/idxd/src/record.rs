@@ -7,7 +7,8 @@
 //!  IAA  │ status │ error  │          │ bers) completed│                │ output size, CRC …: to 64  │
 //!       └────────┴────────┴──────────┴────────────────┴────────────────┴────────────── … ──────────┘
 //! ```
-//! Source: `linux/idxd.h` (`struct dsa_completion_record`, `struct iax_completion_record`).
+//! Sources: DSA 3.0, 8.2; IAA 2.1, 6.2; `linux/idxd.h` (`struct dsa_completion_record`, `struct
+//! iax_completion_record`).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -77,7 +78,8 @@ impl RecordImage {
         (self.words[0] >> 8 & 0xff) as u8
     }
 
-    /// Bytes that were worked on (input, for IAA), or a batch's descriptors.
+    /// Bytes of an operation that was not completed, or a batch's descriptors: see
+    /// [`DsaOutcome`](crate::status::DsaOutcome::completed) and [`IaaOutcome`](crate::status::IaaOutcome::completed).
     pub const fn completed(&self) -> u32 {
         (self.words[0] >> 32) as u32
     }

@@ -9,8 +9,8 @@
 //! The same byte with and without bit 7 is the same status: comparing it as a whole misses faults on writes. Bit 6 is
 //! masked as well, as Intel's QPL and accel-config do (the uapi header keeps it); no code needs it.
 //!
-//! Sources: `linux/idxd.h` (`enum dsa_completion_status`, `enum iax_completion_status`), and for IAA's error codes
-//! Intel's QPL, as for the page fault of IAA, 0x03, which the header lacks.
+//! Sources: DSA 3.0, 5.8.1, and IAA 2.1, 4.4, whose statuses are DSA's but for its table 4-7. IAA's status 0x34 and
+//! errors 33 and 34 are only in Intel's QPL.
 
 use std::fmt;
 
@@ -21,12 +21,14 @@ use crate::{Flags, RecordImage};
 pub struct DsaOutcome {
     /// How it ended.
     pub status: DsaStatus,
-    /// The page that was missing. Then `result` is only valid for
-    /// a copy: 1 if it had begun at the end, as areas overlap.
+    /// The page that was missing. `result` then is, of a copy, 1 if it had begun at the end, as areas overlap (DSA 3.0,
+    /// 8.3.4), and of a delta's creation 1 if any difference was written (8.3.8); of others it means nothing.
     pub page_fault: Option<PageFault>,
     /// The operation's result: of a comparison 0 for equal and 1 for different, if `status` is a success.
     pub result: u8,
-    /// Bytes that were done before a page fault, or a batch's members that were processed.
+    /// Bytes that were done before a page fault, or a batch's members that were processed. Of a comparison that found a
+    /// difference the offset of that, which for [`compare_pattern`](crate::dsa::compare_pattern) may be a lower one
+    /// (DSA 3.0, 8.3.6 and 8.3.7). Of other operations that are complete 0 (8.2.4).
     pub completed: u32,
     specific: u32,
 }
@@ -102,7 +104,8 @@ pub struct IaaOutcome {
     pub error: Option<AnalyticsError>,
     /// The page that was missing.
     pub page_fault: Option<PageFault>,
-    /// Bytes of input that were consumed.
+    /// 0, but for two cases (IAA 2.1, 6.2.4): at a page fault the bytes of output that were written, and of a
+    /// decompression whose output did not fit the bytes of input that were consumed.
     pub completed: u32,
     /// Bytes of output, the last of which may be partial.
     pub output_size: u32,
@@ -179,7 +182,7 @@ impl fmt::Display for IaaOutcome {
 /// An access that could not be translated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageFault {
-    /// Address that was missing.
+    /// Address that was missing; bits 11:0 may be 0 (DSA 3.0, 8.2.5).
     pub address: u64,
     /// Whether it was to be written.
     pub write: bool,
@@ -211,6 +214,8 @@ pub enum Fault {
     Administrator,
     /// Of the device or the platform: do it elsewhere.
     Device,
+    /// None: an administrator's command ended it. Submit it once more.
+    Interruption,
     /// Not known to this crate.
     Unknown,
 }
@@ -225,6 +230,7 @@ impl fmt::Display for Fault {
             Self::Program => "a bug of the program that built the descriptor",
             Self::Administrator => "the configuration's fault",
             Self::Device => "the device's fault: do it elsewhere",
+            Self::Interruption => "an administrator's command ended it: submit it once more",
             Self::Unknown => "unknown whose fault",
         })
     }
@@ -316,7 +322,7 @@ codes! {
         TrafficClass = 0x1e, Administrator, "the traffic class is configured wrongly";
         ReadbackFault = 0x1f, Memory, "page fault on a readback address";
         HardwareError = 0x20, Device, "hardware error";
-        ReadbackError = 0x21, Device, "hardware error on readback of the destination";
+        WriteError = 0x21, Device, "hardware error on a write, or on readback of the destination";
         TranslationFailed = 0x22, Device, "address translation failed";
         DrainAfterRecordFault = 0x26, Device, "drain after a page fault on a record (event log only)";
         BatchAfterRecordFault = 0x27, Device, "batch after a page fault on a record (event log only)";
@@ -341,7 +347,7 @@ codes! {
         UnsupportedOpcode = 0x10, Administrator, "the queue or device does not have this operation";
         InvalidFlags = 0x11, Program, "flags that the operation or queue does not allow";
         ReservedField = 0x12, Program, "a reserved field is not zero";
-        InvalidSize = 0x13, Program, "a size is zero or more than the queue takes";
+        InvalidSize = 0x13, Program, "a size, or all sizes together, are zero, or one is more than the queue takes";
         Overlap = 0x16, Program, "areas overlap";
         InterruptHandle = 0x19, Program, "invalid interrupt handle";
         RecordFault = 0x1a, Memory, "page fault on the completion record";
@@ -351,13 +357,13 @@ codes! {
         TrafficClass = 0x1e, Administrator, "the traffic class is configured wrongly";
         ReadbackFault = 0x1f, Memory, "page fault on a readback address";
         HardwareError = 0x20, Device, "hardware error";
-        ReadbackError = 0x21, Device, "hardware error on readback of the destination";
+        WriteError = 0x21, Device, "hardware error on a write, or on readback of the destination";
         TranslationFailed = 0x22, Device, "address translation failed";
         PageRequestTimeout = 0x23, Device, "a page request was not answered in time";
         Watchdog = 0x24, Device, "the device's watchdog ended the operation";
         InvalidOperationFlags = 0x30, Program, "invalid flags for (de)compression";
-        InvalidFilterFlags = 0x31, Program, "invalid filter flags";
-        InvalidInputSize = 0x32, Program, "invalid input size";
+        InvalidFilterFlags = 0x31, Program, "invalid filter flags, or second flags for compression";
+        InvalidInputSize = 0x32, Program, "the input's size is not a multiple of its 16-bit words";
         ElementCount = 0x33, Program, "invalid number of elements";
         SourceWidth = 0x34, Program, "invalid width of the source";
         InvertOutput = 0x35, Program, "output that cannot be inverted";
@@ -393,15 +399,33 @@ codes! {
         DistanceTooLarge = 17, Data, "a match reaches further back than the 4 KiB window";
         DistanceBeforeStart = 18, Data, "a match reaches back before the start";
         NoProgress = 19, Device, "input is left, but the engine makes no progress";
+        RunLengthFormat = 20, Data, "a run-length encoded input is damaged or truncated";
+        FilterOverflow = 21, Data, "an element of a filter's output is too wide";
         Aecs = 22, Program, "invalid AECS";
+        TooFewElements = 23, Data, "the first source has fewer elements than expected";
+        TooFewSecondElements = 24, Data, "the second source has fewer elements than expected";
         OutputTooSmall = 25, Data, "the output does not fit, and the operation cannot be resumed";
         DistanceCrossesBlock = 26, Data, "a match reaches back into another mini-block";
         LengthCrossesBlock = 27, Data, "a match reaches into the next mini-block";
         MiniBlockSize = 28, Program, "invalid size of mini-blocks";
         Verification = 29, Device, "the engine's own verification failed";
         SymbolWithoutCode = 30, Program, "the AECS has no code for a symbol of the data";
+        RunLengthWidth = 31, Data, "impossible width of run-length encoded elements";
+        EndedEarly = 32, Data, "the input ends before the expected number of elements";
+        RunLengthCount = 33, Data, "impossible count of run-length encoded elements";
+        ZeroHeader = 34, Data, "invalid header of a zero-compressed input";
         TooManyLiteralCodes = 35, Data, "more than 286 literal codes";
         TooManyDistanceCodes = 36, Data, "more than 30 distance codes";
+        AdministrativeTimeout = 37, Interruption, "over a temporary limit that an administrative command imposed";
+        CryptoFlag = 38, Program, "cryptography that the operation does not have, or an invalid parameter of it";
+        CryptoSize = 39, Program, "fewer than 16 bytes for XTS";
+        TooLongForOnePass = 40, Program, "more than 4 KiB to compress in one pass with a header";
+        EarlyAbort = 41, Data, "compression was ended early, as it makes little difference";
+        NoHeader = 42, Data, "no header can be made, as fewer than 257 literal codes are in use";
+        Linking = 43, Program, "the previous part of an indexed compression was not a multiple of the mini-blocks";
+        HeaderTooLong = 44, Data, "the header that was made does not fit into the AECS";
+        AecsFormat = 45, Program, "the AECS has the format of another generation";
+        InconsistentState = 46, Program, "the AECS holds an inconsistent state";
     }
 }
 

@@ -1,33 +1,43 @@
-//! What a set of processes costs in CPU time between two moments.
+//! What a set of processes or threads costs in CPU time between two moments.
 
 use anyhow::Result;
 
 use crate::proc;
 
-/// CPU time of some processes since the meter was started.
+/// CPU time of some processes or threads since the meter was started.
 #[derive(Debug)]
 pub struct Meter {
-    /// Each process and the CPU seconds it had used at the start.
-    at_start: Vec<(u32, f64)>,
+    /// The `stat` in /proc of each, and the CPU seconds it had used at the start.
+    at_start: Vec<(String, f64)>,
 }
 
 impl Meter {
     /// Notes what the processes have used so far.
     pub fn start(pids: &[u32]) -> Result<Self> {
-        let at_start = pids
-            .iter()
-            .map(|&pid| Ok((pid, proc::cpu_seconds(pid)?)))
-            .collect::<Result<_>>()?;
-        Ok(Self { at_start })
+        Self::of(pids.iter().map(|pid| format!("/proc/{pid}/stat")))
     }
 
-    /// CPU seconds (user and system) since the start, in the order of the pids. A process that has ended still counts
+    /// Notes what these threads of a process have used so far.
+    pub fn of_threads(pid: u32, threads: &[u64]) -> Result<Self> {
+        let stat = |thread| format!("/proc/{pid}/task/{thread}/stat");
+        Self::of(threads.iter().map(stat))
+    }
+
+    fn of(stats: impl Iterator<Item = String>) -> Result<Self> {
+        let at_start = stats.map(|stat| {
+            let seconds = proc::seconds_in(&stat)?;
+            Ok((stat, seconds))
+        });
+        Ok(Self {
+            at_start: at_start.collect::<Result<_>>()?,
+        })
+    }
+
+    /// CPU seconds (user and system) since the start, in the order of the start. A process that has ended still counts
     /// until it is reaped.
     pub fn read(&self) -> Result<Vec<f64>> {
-        self.at_start
-            .iter()
-            .map(|&(pid, before)| Ok(proc::cpu_seconds(pid)? - before))
-            .collect()
+        let used = |(stat, before): &(String, f64)| Ok(proc::seconds_in(stat)? - before);
+        self.at_start.iter().map(used).collect()
     }
 }
 

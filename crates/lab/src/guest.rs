@@ -18,16 +18,16 @@
 //! ```
 
 use std::fs::{self, File};
-use std::io::{BufWriter, Read};
-use std::path::PathBuf;
+use std::io::{BufWriter, Cursor, Write};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use cpio::NewcBuilder as Entry;
 use tempfile::TempDir;
 
-use crate::cpio::Archive;
 use crate::qemu::{Binary, Builder, Qemu};
-use crate::serial::{Log, Serial, Tick};
+use crate::serial::{Log, Serial};
 use crate::{ram, skipped, target_dir};
 
 /// What a guest boots from: a kernel and an initramfs. All guests of a test can share one.
@@ -58,13 +58,13 @@ impl Image {
         if let Some(missing) = missing() {
             bail!("no {}: run scripts/setup guest", missing.display());
         }
-        let dir = tempfile::Builder::new()
-            .prefix("vamoose-")
-            .tempdir()
-            .context("creating a temporary directory")?;
+        let dir = TempDir::with_prefix("vamoose-").context("creating a temporary directory")?;
         let initrd = dir.path().join("initrd");
         let out = BufWriter::new(File::create(&initrd).context("creating the initramfs")?);
-        pack(Archive::new(out), u64::from(content) << 20).context("building the initramfs")?;
+        let entries = entries(u64::from(content) << 20)?;
+        cpio::write_cpio(entries.into_iter(), out)
+            .and_then(|mut out| out.flush())
+            .context("writing the initramfs")?;
         Ok(Self {
             kernel,
             initrd,
@@ -105,9 +105,6 @@ pub struct Guest {
 
 impl Guest {
     /// Starts a machine of [`Image::machine`].
-    ///
-    /// # Errors
-    /// As [`Builder::start`].
     pub fn start(machine: &Builder) -> Result<Self> {
         let mut qemu = machine.start()?;
         let serial = qemu
@@ -121,49 +118,27 @@ impl Guest {
 
     /// Waits until the guest has filled its memory and begun to rewrite it.
     pub fn wait_ready(&self, within: Duration) -> Result<()> {
-        let ready = |log: &Log| {
-            log.lines
-                .iter()
-                .any(|line| line.text == "ready")
-                .then_some(())
-        };
-        self.serial
-            .wait("'ready'", within, ready)
-            .with_context(|| self.stderr())
+        self.wait("'ready'", within, |log| {
+            log.lines.iter().any(|line| line.text == "ready")
+        })
     }
 
     /// Waits for this many more ticks.
-    ///
-    /// # Errors
-    /// As [`Guest::wait_ready`].
     pub fn wait_ticks(&self, count: usize, within: Duration) -> Result<()> {
-        let wanted = self.ticks().len() + count;
-        let enough = |log: &Log| (log.ticks().len() >= wanted).then_some(());
-        self.serial
-            .wait("ticks", within, enough)
-            .with_context(|| self.stderr())
+        let wanted = self.log().ticks().len() + count;
+        self.wait("ticks", within, |log| log.ticks().len() >= wanted)
     }
 
     /// Waits until the guest has verified all its memory `count` more times.
-    ///
-    /// # Errors
-    /// As [`Guest::wait_ready`].
     pub fn wait_rounds(&self, count: usize, within: Duration) -> Result<()> {
         let rounds = |log: &Log| {
-            log.lines
-                .iter()
+            let lines = log.lines.iter();
+            lines
                 .filter(|line| line.text.starts_with("rounds "))
                 .count()
         };
         let wanted = rounds(&self.log()) + count;
-        self.serial.wait("a check of all memory", within, |log| {
-            (rounds(log) >= wanted).then_some(())
-        })
-    }
-
-    /// The ticks so far.
-    pub fn ticks(&self) -> Vec<Tick> {
-        self.log().ticks()
+        self.wait("a check of all memory", within, |log| rounds(log) >= wanted)
     }
 
     /// The output so far.
@@ -177,8 +152,10 @@ impl Guest {
         Ok(self.serial.finish())
     }
 
-    fn stderr(&self) -> String {
-        format!("QEMU says: '{}'", self.qemu.stderr())
+    fn wait(&self, what: &str, within: Duration, is_so: impl Fn(&Log) -> bool) -> Result<()> {
+        self.serial
+            .wait(what, within, is_so)
+            .with_context(|| format!("QEMU says: '{}'", self.qemu.stderr()))
     }
 }
 
@@ -190,28 +167,32 @@ fn missing() -> Option<PathBuf> {
         .find(|path| !path.exists())
 }
 
-fn pack(mut archive: Archive<BufWriter<File>>, content: u64) -> Result<()> {
+/// What is in the initramfs: the guest's program, and `content` bytes of files to fill memory from.
+fn entries(content: u64) -> Result<Vec<(Entry, Cursor<Vec<u8>>)>> {
+    const DIRECTORY: u32 = 0o040_755;
+    const DEVICE: u32 = 0o020_600;
+    const PROGRAM: u32 = 0o100_755;
+    const FILE: u32 = 0o100_644;
+    let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
+    let mut entries = Vec::new();
+    let mut add = |entry: Entry, mode, bytes| entries.push((entry.mode(mode), Cursor::new(bytes)));
     for name in ["bin", "dev", "fill", "proc", "sys"] {
-        archive.directory(name)?;
+        add(Entry::new(name), DIRECTORY, Vec::new());
     }
-    archive.character_device("dev/console", 5, 1)?;
+    let console = Entry::new("dev/console").rdev_major(5).rdev_minor(1);
+    add(console, DEVICE, Vec::new());
     let init = include_bytes!("../guest/init");
-    archive.file("init", 0o755, init.len() as u64, &init[..])?;
+    add(Entry::new("init"), PROGRAM, init.to_vec());
     for (name, source) in [("bin/busybox", "busybox"), ("ticker", "ticker")] {
-        let path = target_dir().join("guest").join(source);
-        let bytes = fs::read(&path).with_context(|| format!("reading {}", path.display()))?;
-        archive.file(name, 0o755, bytes.len() as u64, &bytes[..])?;
+        let bytes = read(&target_dir().join("guest").join(source))?;
+        add(Entry::new(name), PROGRAM, bytes);
     }
-    let mut left = content;
+    let mut left = usize::try_from(content)?;
     for (number, path) in ram::host_files(content)?.iter().enumerate() {
-        let context = || format!("reading {}", path.display());
-        let file = File::open(path).with_context(context)?;
-        let size = file.metadata().with_context(context)?.len().min(left);
-        archive
-            .file(&format!("fill/{number:05}"), 0o644, size, file.take(size))
-            .with_context(context)?;
-        left -= size;
+        let mut bytes = read(path)?;
+        bytes.truncate(left);
+        left -= bytes.len();
+        add(Entry::new(&format!("fill/{number:05}")), FILE, bytes);
     }
-    archive.finish()?;
-    Ok(())
+    Ok(entries)
 }

@@ -2,29 +2,34 @@
 //!
 //! - [`qemu`] finds and runs QEMUs: bare ones whose RAM is a file, and ones with a Linux guest;
 //! - [`qmp`] talks to them, [`guest`] watches a running guest, [`counter`] is the smallest one, [`ram`] makes and compares memory images;
-//! - [`vamoose`] runs the program under test, [`stand_in`] makes the libraries that it finds instead of hardware;
-//! - [`net`] makes a link of a given rate, [`proc`] and [`cpu`] read what processes cost.
+//! - [`vamoose`] runs the program under test, [`stand_in`] makes the libraries that it finds instead of hardware, [`qatzip`] finds
+//!   the real one;
+//! - [`net`] makes a link of a given rate, [`process`] runs and ends processes, [`proc`] and [`cpu`] read what they cost;
+//! - [`watched`] is how threads here wait for one another.
 //!
 //! Everything cleans up after itself on drop: processes are killed and reaped, files and namespaces removed.
 //! `scripts/setup` fetches what this needs; what is missing makes tests skip, loudly (see [`skipped`]).
 
 pub mod counter;
-pub mod cpio;
 pub mod cpu;
 pub mod guest;
 pub mod net;
 pub mod proc;
+pub mod process;
+pub mod qatzip;
 pub mod qemu;
 pub mod qmp;
 pub mod ram;
 pub mod serial;
 pub mod stand_in;
 pub mod vamoose;
+pub mod watched;
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::process::{Command, ExitCode};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 /// Says on the terminal that a test did not run, and why, even where the test harness captures output.
 pub fn skipped(reason: &str) -> Result<()> {
@@ -39,4 +44,28 @@ pub fn skipped(reason: &str) -> Result<()> {
 /// The workspace's `target` directory, where `scripts/setup` puts things, whatever CARGO_TARGET_DIR says.
 pub fn target_dir() -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target"))
+}
+
+/// The exit code of a program of the lab; its error is one line with all causes.
+pub fn exit_code(program: &str, result: Result<()>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{program}: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs a command to its end and gives its output; its failure is an error with what it wrote to stderr.
+pub fn run(command: &mut Command) -> Result<String> {
+    let output = command
+        .output()
+        .with_context(|| format!("running {command:?}"))?;
+    ensure!(
+        output.status.success(),
+        "{command:?} failed: {}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

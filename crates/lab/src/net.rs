@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, Result, bail};
 
-use crate::skipped;
+use crate::{run, skipped};
 
 /// Two namespaces and their link. Dropping it removes all; end what runs in them first.
 #[derive(Debug)]
@@ -20,8 +20,8 @@ pub struct Link {
 /// A network namespace with loopback and one end of the link.
 #[derive(Debug)]
 pub struct Namespace {
+    /// Its name, and that of its end of the link.
     name: String,
-    device: String,
     address: Ipv4Addr,
 }
 
@@ -39,9 +39,9 @@ pub fn available() -> Result<()> {
     if !rustix::process::geteuid().is_root() {
         bail!("network namespaces need root");
     }
-    for (program, package) in [("ip", "iproute2"), ("tc", "iproute2")] {
+    for program in ["ip", "tc"] {
         let found = Command::new(program).arg("-V").output();
-        found.with_context(|| format!("there is no {program}: install {package}"))?;
+        found.with_context(|| format!("there is no {program}: install iproute2"))?;
     }
     // Kernels without namespaces, veth or tbf, and containers that forbid them, show only when one tries.
     Link::new(Some(1_000_000_000)).map(drop)
@@ -69,7 +69,7 @@ impl Link {
         };
         let (a, b) = (&link.source, &link.destination);
         let ends = [
-            "add", &a.device, "netns", &a.name, "type", "veth", "peer", "name", &b.device, "netns",
+            "add", &a.name, "netns", &a.name, "type", "veth", "peer", "name", &b.name, "netns",
             &b.name,
         ];
         run(Command::new("ip").arg("link").args(ends))?;
@@ -105,65 +105,44 @@ impl Namespace {
 
     /// What has gone through this end since the link was made.
     pub fn traffic(&self) -> Result<Traffic> {
-        let statistics = format!("/sys/class/net/{}/statistics", self.device);
-        let files = ["tx_bytes", "rx_bytes"].map(|name| format!("{statistics}/{name}"));
-        let text = run(self.command("cat").args(files))?;
-        let mut numbers = text.lines().map(str::parse);
-        let mut next = || {
-            numbers
-                .next()
-                .context("missing counter")?
-                .context("not a number")
+        let counter = |name: &str| -> Result<u64> {
+            let path = format!("/sys/class/net/{}/statistics/{name}", self.name);
+            let text = run(self.command("cat").arg(path))?;
+            text.trim().parse().context("not a number")
         };
         Ok(Traffic {
-            sent: next()?,
-            received: next()?,
+            sent: counter("tx_bytes")?,
+            received: counter("rx_bytes")?,
         })
     }
 
     fn new(name: String, address: Ipv4Addr) -> Result<Self> {
         run(Command::new("ip").args(["netns", "add", &name]))?;
-        Ok(Self {
-            device: name.clone(),
-            name,
-            address,
-        })
+        Ok(Self { name, address })
     }
 
     fn configure(&self, rate: Option<u64>) -> Result<()> {
-        let Self {
-            name,
-            device,
-            address,
-        } = self;
-        run(Command::new("ip").args([
-            "-n",
-            name,
-            "address",
-            "add",
-            &format!("{address}/24"),
-            "dev",
-            device,
-        ]))?;
-        for device in ["lo", device] {
-            run(Command::new("ip").args(["-n", name, "link", "set", device, "up"]))?;
+        let Self { name, address } = self;
+        let ip = || {
+            let mut ip = Command::new("ip");
+            ip.args(["-n", name]);
+            ip
+        };
+        let address = format!("{address}/24");
+        run(ip().args(["address", "add", &address, "dev", name]))?;
+        for device in ["lo", name] {
+            run(ip().args(["link", "set", device, "up"]))?;
         }
         rate.map_or(Ok(()), |rate| self.shape(rate))
     }
 
     fn shape(&self, rate: u64) -> Result<()> {
-        let Self { name, device, .. } = self;
+        let name = &self.name;
         // 4 ms of the rate, as the kernel's timer is not finer everywhere, and never less than one offloaded segment.
         let burst = (rate / 8 / 250).max(128 << 10).to_string();
-        let queue = ["-n", name, "qdisc", "replace", "dev", device, "root", "tbf"];
-        let shape = [
-            "rate",
-            &format!("{rate}bit"),
-            "burst",
-            &burst,
-            "latency",
-            "50ms",
-        ];
+        let queue = ["-n", name, "qdisc", "replace", "dev", name, "root", "tbf"];
+        let rate = format!("{rate}bit");
+        let shape = ["rate", &rate, "burst", &burst, "latency", "50ms"];
         run(Command::new("tc").args(queue).args(shape))?;
         Ok(())
     }
@@ -174,20 +153,6 @@ impl Drop for Namespace {
         // The device goes with it. Errors are ignored.
         let _ = run(Command::new("ip").args(["netns", "delete", &self.name]));
     }
-}
-
-/// Runs a command to its end and gives its output; its failure is an error with what it wrote to stderr.
-fn run(command: &mut Command) -> Result<String> {
-    let output = command
-        .output()
-        .with_context(|| format!("running {command:?}"))?;
-    if !output.status.success() {
-        bail!(
-            "{command:?} failed: {}",
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
-    }
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 #[cfg(test)]

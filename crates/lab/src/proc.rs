@@ -11,7 +11,7 @@ pub fn cpu_seconds(pid: u32) -> Result<f64> {
 }
 
 /// The same of a process or thread, by the path of its `stat`.
-pub fn seconds_in(path: &str) -> Result<f64> {
+pub(crate) fn seconds_in(path: &str) -> Result<f64> {
     let stat = fs::read_to_string(path).with_context(|| format!("reading {path}"))?;
     let ticks = cpu_ticks(&stat).with_context(|| format!("{path} is not as expected: {stat}"))?;
     Ok(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)

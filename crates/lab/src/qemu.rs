@@ -4,20 +4,20 @@
 //! one that runs a few bytes of *firmware* (see [`crate::counter`]), and one with a *Linux* guest under TCG (see
 //! [`crate::guest`]). RAM is always a file, so that two ends can be compared.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fmt;
 use std::fs::{self, File};
+use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tempfile::TempDir;
 
+use crate::process::{Child, Process, wait_readable};
 use crate::qmp::Qmp;
 use crate::ram::{self, Fill};
 use crate::{proc, skipped, target_dir};
@@ -81,13 +81,9 @@ pub fn available() -> &'static [Binary] {
             .iter()
             .flat_map(std::env::split_paths)
             .collect();
-        for entry in fs::read_dir(target_dir().join("qemu"))
-            .into_iter()
-            .flatten()
-            .flatten()
-        {
-            paths.push(entry.path().join(program));
-        }
+        let fetched = fs::read_dir(target_dir().join("qemu"));
+        let fetched = fetched.into_iter().flatten().flatten();
+        paths.extend(fetched.map(|entry| entry.path().join(program)));
         paths.push(PathBuf::from(program));
         let mut found: Vec<Binary> = paths.into_iter().filter_map(probe).collect();
         // Stable: what was named first stays first among equals.
@@ -113,13 +109,11 @@ pub fn pairs_or_skip() -> Result<Vec<(Binary, Binary)>> {
     for (major, minor) in VERSIONS {
         found.extend(find_or_skip(major, minor)?);
     }
-    let with_all = |from: &Binary| {
-        found
-            .iter()
-            .map(|to| (from.clone(), to.clone()))
-            .collect::<Vec<_>>()
-    };
-    Ok(found.iter().flat_map(with_all).collect())
+    let mut pairs = Vec::new();
+    for from in &found {
+        pairs.extend(found.iter().map(|to| (from.clone(), to.clone())));
+    }
+    Ok(pairs)
 }
 
 /// The newest QEMU there is. When there is none, says loudly that the test is skipped, and gives `None`.
@@ -147,9 +141,7 @@ pub struct Builder {
     binary: Binary,
     machine: Machine,
     ram: u64,
-    cpus: u32,
-    content: Option<(Fill, u64)>,
-    ram_file: Option<PathBuf>,
+    content: (Fill, u64),
     preallocate: bool,
     incoming: bool,
     paused: bool,
@@ -171,12 +163,12 @@ enum Machine {
 impl Builder {
     /// A machine that is nothing but `ram` bytes of memory.
     pub fn bare(binary: &Binary, ram: u64) -> Self {
-        Self::new(binary, Machine::Bare, ram, 1)
+        Self::new(binary, Machine::Bare, ram)
     }
 
     /// A machine of type [`MACHINE`] with `ram` bytes and one CPU under TCG that runs this firmware and nothing else.
     pub fn firmware(binary: &Binary, ram: u64, firmware: &Path) -> Self {
-        Self::new(binary, Machine::Firmware(firmware.to_owned()), ram, 1)
+        Self::new(binary, Machine::Firmware(firmware.to_owned()), ram)
     }
 
     /// A machine of type [`MACHINE`] with `ram` bytes and two CPUs under TCG that boots a Linux kernel.
@@ -192,17 +184,15 @@ impl Builder {
             initrd: initrd.to_owned(),
             command_line: command_line.to_owned(),
         };
-        Self::new(binary, machine, ram, 2)
+        Self::new(binary, machine, ram)
     }
 
-    fn new(binary: &Binary, machine: Machine, ram: u64, cpus: u32) -> Self {
+    fn new(binary: &Binary, machine: Machine, ram: u64) -> Self {
         Self {
             binary: binary.clone(),
             machine,
             ram,
-            cpus,
-            content: None,
-            ram_file: None,
+            content: (Fill::Zero, 0),
             preallocate: false,
             incoming: false,
             paused: false,
@@ -211,21 +201,9 @@ impl Builder {
         }
     }
 
-    /// Virtual CPUs of a Linux machine.
-    pub fn cpus(mut self, cpus: u32) -> Self {
-        self.cpus = cpus;
-        self
-    }
-
     /// What RAM holds at the start, see [`ram::write`]. Nothing (zeros) by default.
     pub fn content(mut self, fill: Fill, seed: u64) -> Self {
-        self.content = Some((fill, seed));
-        self
-    }
-
-    /// Keeps RAM in this file, which stays when QEMU ends. By default it is a temporary one, in memory if there is room.
-    pub fn ram_file(mut self, path: &Path) -> Self {
-        self.ram_file = Some(path.to_owned());
+        self.content = (fill, seed);
         self
     }
 
@@ -287,11 +265,11 @@ impl Builder {
         if !self.ram.is_multiple_of(1 << 20) {
             bail!("{} bytes of RAM are not whole MiB", self.ram);
         }
-        let dir = tempfile::Builder::new()
-            .prefix("vamoose-")
-            .tempdir()
-            .context("creating a temporary directory")?;
-        let (ram, ram_dir) = self.make_ram()?;
+        let dir = TempDir::with_prefix("vamoose-").context("creating a temporary directory")?;
+        let ram_dir = ram_dir(self.ram)?;
+        let ram = ram_dir.path().join("ram");
+        let (fill, seed) = &self.content;
+        ram::write(&ram, self.ram, fill, *seed)?;
         let qmp = listen(&dir.path().join("qmp-lab"))?;
         let serial = listen(&dir.path().join("serial"))?;
         let stderr = dir.path().join("stderr");
@@ -302,45 +280,25 @@ impl Builder {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(output);
-        let child = command
-            .spawn()
-            .with_context(|| format!("starting {}", self.binary.path.display()))?;
-        let mut process = Process {
-            child,
+        let mut qemu = Starting {
+            child: Child::start(&mut command)?,
             stderr: stderr.clone(),
         };
-
-        let qmp = Qmp::greet(process.accept(&qmp, START)?, Some(stderr))?;
+        let qmp = Qmp::greet(qemu.accept(&qmp)?, Some(stderr.clone()))?;
         let serial = match self.machine {
             Machine::Bare | Machine::Firmware(_) => None,
-            Machine::Linux { .. } => Some(process.accept(&serial, START)?),
+            Machine::Linux { .. } => Some(qemu.accept(&serial)?),
         };
         Ok(Qemu {
             qmp,
             version: self.binary.version,
-            process,
+            child: qemu.child,
+            stderr,
             serial,
             ram,
             dir,
             _ram_dir: ram_dir,
         })
-    }
-
-    /// Creates the RAM file, and the directory that owns it if it is a temporary one.
-    fn make_ram(&self) -> Result<(PathBuf, Option<TempDir>)> {
-        let (path, dir) = match &self.ram_file {
-            Some(path) => (path.clone(), None),
-            None => {
-                let dir = ram_dir(self.ram)?;
-                (dir.path().join("ram"), Some(dir))
-            }
-        };
-        let (fill, seed) = self
-            .content
-            .as_ref()
-            .map_or((&Fill::Zero, 0), |(fill, seed)| (fill, *seed));
-        ram::write(&path, self.ram, fill, seed)?;
-        Ok((path, dir))
     }
 
     fn command(&self, dir: &Path, ram: &Path) -> Command {
@@ -354,74 +312,43 @@ impl Builder {
         };
         let megabytes = self.ram >> 20;
         let prealloc = if self.preallocate { "on" } else { "off" };
+        let (dir, ram) = (dir.display(), ram.display());
         command.args(["-nodefaults", "-no-user-config", "-display", "none"]);
         // This one first: then it listens when QEMU has connected to the other one.
-        command
-            .arg("-qmp")
-            .arg(joined("unix:", &dir.join("qmp"), ",server=on,wait=off"));
-        command
-            .arg("-qmp")
-            .arg(joined("unix:", &dir.join("qmp-lab"), ""));
-        let backend = format!(
-            "memory-backend-file,id=mem,size={megabytes}M,share=on,prealloc={prealloc},mem-path="
-        );
-        command
-            .arg("-object")
-            .arg(joined(&backend, ram, ""))
-            .arg("-m")
-            .arg(megabytes.to_string());
+        command.args(["-qmp", &format!("unix:{dir}/qmp,server=on,wait=off")]);
+        command.args(["-qmp", &format!("unix:{dir}/qmp-lab")]);
+        let backend = "memory-backend-file,id=mem,share=on";
+        let backend = format!("{backend},size={megabytes}M,prealloc={prealloc},mem-path={ram}");
+        command.args(["-object", &backend, "-m", &megabytes.to_string()]);
+        let machine = match &self.machine {
+            Machine::Bare => "none",
+            Machine::Firmware(_) | Machine::Linux { .. } => MACHINE,
+        };
+        command.args(["-machine", &format!("{machine},memory-backend=mem")]);
+        command.args(["-no-reboot", "-accel"]);
         match &self.machine {
             Machine::Bare => {
-                command.args(["-machine", "none,memory-backend=mem", "-accel", "tcg", "-S"]);
+                command.arg("tcg");
             }
             Machine::Firmware(path) => {
-                command
-                    .arg("-machine")
-                    .arg(format!("{MACHINE},memory-backend=mem"));
-                command.args([
-                    "-accel",
-                    "tcg,tb-size=4",
-                    "-cpu",
-                    "qemu64,-apic",
-                    "-no-reboot",
-                ]);
-                command.arg("-bios").arg(path);
-                if self.paused {
-                    command.arg("-S");
-                }
+                command.args(["tcg,tb-size=4", "-cpu", "qemu64,-apic", "-bios"]);
+                command.arg(path);
             }
             Machine::Linux {
                 kernel,
                 initrd,
                 command_line,
             } => {
-                command
-                    .arg("-machine")
-                    .arg(format!("{MACHINE},memory-backend=mem"));
                 // The cache for translated code is 1 GiB by default.
-                command.args([
-                    "-accel",
-                    "tcg,thread=multi,tb-size=128",
-                    "-cpu",
-                    "qemu64",
-                    "-no-reboot",
-                ]);
-                command.arg("-smp").arg(self.cpus.to_string());
-                command.arg("-chardev").arg(joined(
-                    "socket,id=serial,path=",
-                    &dir.join("serial"),
-                    "",
-                ));
-                command.args(["-serial", "chardev:serial", "-append", command_line]);
-                command
-                    .arg("-kernel")
-                    .arg(kernel)
-                    .arg("-initrd")
-                    .arg(initrd);
-                if self.paused {
-                    command.arg("-S");
-                }
+                command.args(["tcg,thread=multi,tb-size=128", "-cpu", "qemu64"]);
+                command.args(["-smp", "2", "-serial", "chardev:serial", "-chardev"]);
+                command.arg(format!("socket,id=serial,path={dir}/serial"));
+                command.args(["-append", command_line, "-kernel"]);
+                command.arg(kernel).arg("-initrd").arg(initrd);
             }
+        }
+        if self.paused || matches!(self.machine, Machine::Bare) {
+            command.arg("-S");
         }
         if self.incoming {
             command.args(["-incoming", "defer"]);
@@ -439,17 +366,23 @@ pub struct Qemu {
     /// What runs.
     pub version: Version,
     // Before the directories: the process goes first.
-    process: Process,
+    child: Child,
+    stderr: PathBuf,
     serial: Option<UnixStream>,
     ram: PathBuf,
     dir: TempDir,
-    _ram_dir: Option<TempDir>,
+    _ram_dir: TempDir,
 }
 
 impl Qemu {
     /// The process id of QEMU itself.
     pub fn pid(&self) -> u32 {
-        self.process.child.id()
+        self.child.id()
+    }
+
+    /// The same, for other threads.
+    pub fn process(&self) -> &Process {
+        self.child.process()
     }
 
     /// The file that is the guest's memory.
@@ -469,12 +402,7 @@ impl Qemu {
 
     /// What QEMU has written to stderr so far.
     pub fn stderr(&self) -> String {
-        self.process.stderr()
-    }
-
-    /// CPU seconds (user and system) that QEMU has used.
-    pub fn cpu_seconds(&self) -> Result<f64> {
-        proc::cpu_seconds(self.pid())
+        read_stderr(&self.stderr)
     }
 
     /// QEMU's memory, with what it has touched of the guest's.
@@ -484,17 +412,16 @@ impl Qemu {
 
     /// Waits for QEMU to end by itself.
     pub fn wait_exit(&mut self, within: Duration) -> Result<ExitStatus> {
-        self.process.wait_exit(within)
+        let ended = self.child.wait(within)?;
+        ended.with_context(|| {
+            let stderr = self.stderr();
+            format!("QEMU did not end within {within:?}; it says: {stderr}")
+        })
     }
 
     /// Ends QEMU as a crash would.
     pub fn kill(&mut self) -> Result<()> {
-        self.process.child.kill().context("killing QEMU")?;
-        self.process
-            .child
-            .wait()
-            .context("waiting for QEMU")
-            .map(drop)
+        self.child.kill()
     }
 
     /// The host's end of the guest's serial port, once.
@@ -506,90 +433,38 @@ impl Qemu {
 /// Starting takes longest where all memory is touched first.
 const START: Duration = Duration::from_secs(60);
 
-/// The process, killed on drop.
-#[derive(Debug)]
-struct Process {
+/// A QEMU that does not listen yet.
+struct Starting {
     child: Child,
     stderr: PathBuf,
 }
 
-impl Process {
+impl Starting {
     /// Takes the connection that QEMU makes, unless it ends first.
-    fn accept(&mut self, listener: &UnixListener, within: Duration) -> Result<UnixStream> {
-        let end = self.end()?;
-        let mut fds = [
-            PollFd::new(listener, PollFlags::IN),
-            PollFd::new(&end, PollFlags::IN),
-        ];
-        poll_within(&mut fds, within)?;
-        if !fds[0].revents().is_empty() {
+    fn accept(&mut self, listener: &UnixListener) -> Result<UnixStream> {
+        let files = [listener.as_fd(), self.child.process().as_fd()];
+        let [connects, _] = wait_readable(files, START)?;
+        if connects {
             let (stream, _) = listener
                 .accept()
                 .context("accepting a connection of QEMU's")?;
             return Ok(stream);
         }
-        let ended = self.child.try_wait().context("waiting for QEMU")?;
-        let problem = match ended {
+        let problem = match self.child.wait(Duration::ZERO)? {
             Some(status) => anyhow!("QEMU ended at once ({status})"),
-            None => anyhow!("QEMU did not connect within {within:?}"),
+            None => anyhow!("QEMU did not connect within {START:?}"),
         };
-        Err(problem.context(format!("QEMU says: {}", self.stderr())))
-    }
-
-    fn wait_exit(&mut self, within: Duration) -> Result<ExitStatus> {
-        let end = self.end()?;
-        poll_within(&mut [PollFd::new(&end, PollFlags::IN)], within)?;
-        match self.child.try_wait().context("waiting for QEMU")? {
-            Some(status) => Ok(status),
-            None => bail!(
-                "QEMU did not end within {within:?}; it says: {}",
-                self.stderr()
-            ),
-        }
-    }
-
-    /// A descriptor that is readable once the process has ended.
-    fn end(&self) -> Result<rustix::fd::OwnedFd> {
-        pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty())
-            .context("opening a pidfd of QEMU")
-    }
-
-    fn stderr(&self) -> String {
-        fs::read_to_string(&self.stderr)
-            .unwrap_or_default()
-            .trim()
-            .to_owned()
+        Err(problem.context(format!("QEMU says: {}", read_stderr(&self.stderr))))
     }
 }
 
-impl Drop for Process {
-    fn drop(&mut self) {
-        // Both fail only when there is nothing left to end.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+fn read_stderr(path: &Path) -> String {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    text.trim().to_owned()
 }
 
 fn listen(path: &Path) -> Result<UnixListener> {
     UnixListener::bind(path).with_context(|| format!("listening at {}", path.display()))
-}
-
-fn joined(before: &str, path: &Path, after: &str) -> OsString {
-    [OsStr::new(before), path.as_os_str(), OsStr::new(after)]
-        .into_iter()
-        .collect()
-}
-
-fn poll_within(fds: &mut [PollFd<'_>], within: Duration) -> Result<()> {
-    let deadline = Instant::now() + within;
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = Timespec::try_from(left).context("waiting that long")?;
-        match poll(fds, Some(&left)) {
-            Err(rustix::io::Errno::INTR) => {}
-            result => return result.context("waiting for QEMU").map(drop),
-        }
-    }
 }
 
 /// A directory with room for this much guest memory: in memory if it can be there without hurting, else on disk.
@@ -599,21 +474,13 @@ fn ram_dir(size: u64) -> Result<TempDir> {
     let room =
         rustix::fs::statvfs(shm).map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
     let fits = room > size && proc::available_memory()? > size.saturating_add(RESERVE);
-    let parent = if fits {
-        shm.to_owned()
-    } else {
-        target_dir().join("tmp")
+    let parent = match fits {
+        true => shm.to_owned(),
+        false => target_dir().join("tmp"),
     };
-    fs::create_dir_all(&parent).with_context(|| format!("creating {}", parent.display()))?;
-    let dir = tempfile::Builder::new()
-        .prefix("vamoose-")
-        .tempdir_in(&parent);
-    dir.with_context(|| {
-        format!(
-            "creating a directory for guest memory in {}",
-            parent.display()
-        )
-    })
+    fs::create_dir_all(&parent)
+        .and_then(|()| TempDir::with_prefix_in("vamoose-", &parent))
+        .with_context(|| format!("creating a directory in {}", parent.display()))
 }
 
 #[cfg(test)]

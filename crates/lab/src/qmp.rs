@@ -1,25 +1,24 @@
 //! A small synchronous client for QEMU's control protocol, QMP, with what migrations need.
 //!
 //! Not the client of `vamoose-relay` on purpose: an oracle shares no code with what it tests. One thread uses a connection; events
-//! are queued in order. Every wait has a limit.
+//! are queued in order. Every wait has a limit. All commands fail as [`Qmp::execute`].
 
-use std::collections::VecDeque;
 use std::fs;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 
 /// A connection to one QEMU.
 #[derive(Debug)]
 pub struct Qmp {
-    stream: UnixStream,
+    stream: BufReader<UnixStream>,
     /// Received bytes that are not a whole line yet.
-    buffer: Vec<u8>,
-    events: VecDeque<Event>,
+    line: Vec<u8>,
+    events: Vec<Event>,
     commands: u64,
     /// How long a command may take.
     timeout: Duration,
@@ -36,6 +35,13 @@ pub struct Event {
     pub data: Value,
     /// When QEMU sent it, by its host's wall clock, since 1970.
     pub timestamp: Duration,
+}
+
+/// What a look at QEMU has shown.
+enum Look<T> {
+    Found(T),
+    /// And what there is instead.
+    NotYet(String),
 }
 
 /// No command takes this long unless QEMU hangs.
@@ -56,9 +62,9 @@ impl Qmp {
     /// Leaves negotiation mode on a fresh connection. `stderr` is the file with QEMU's stderr.
     pub(crate) fn greet(stream: UnixStream, stderr: Option<PathBuf>) -> Result<Self> {
         let mut qmp = Self {
-            stream,
-            buffer: Vec::new(),
-            events: VecDeque::new(),
+            stream: BufReader::new(stream),
+            line: Vec::new(),
+            events: Vec::new(),
             commands: 0,
             timeout: COMMAND,
             stderr,
@@ -81,7 +87,7 @@ impl Qmp {
         let id = self.commands;
         let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
         line.push('\n');
-        let sent = self.stream.write_all(line.as_bytes());
+        let sent = self.stream.get_ref().write_all(line.as_bytes());
         sent.map_err(|error| self.with_stderr(anyhow!(error)))
             .with_context(|| format!("sending {command} to QEMU"))?;
         let deadline = Instant::now() + self.timeout;
@@ -90,7 +96,7 @@ impl Qmp {
                 .receive(deadline)
                 .with_context(|| format!("waiting for the answer to {command}"))?;
             if let Some(event) = Event::parse(&message) {
-                self.events.push_back(event);
+                self.events.push(event);
             } else if message["id"] != id {
                 // A late answer to a command that has timed out.
             } else if let Some(error) = message.get("error") {
@@ -113,22 +119,13 @@ impl Qmp {
     ) -> Result<Event> {
         let deadline = Instant::now() + within;
         loop {
-            let position = self
-                .events
-                .iter()
-                .position(|event| event.name == name && fits(&event.data));
-            if let Some(event) = position.and_then(|position| self.events.remove(position)) {
-                return Ok(event);
+            let wanted = |event: &Event| event.name == name && fits(&event.data);
+            if let Some(position) = self.events.iter().position(wanted) {
+                return Ok(self.events.remove(position));
             }
-            if !self
-                .receive_event(deadline)
-                .with_context(|| format!("waiting for the event {name}"))?
-            {
-                let queued: Vec<_> = self
-                    .events
-                    .iter()
-                    .map(|event| event.name.as_str())
-                    .collect();
+            let received = self.receive_event(deadline);
+            if !received.with_context(|| format!("waiting for the event {name}"))? {
+                let queued: Vec<_> = self.events.iter().map(|event| &event.name).collect();
                 bail!("no event {name} within {within:?}; queued events: {queued:?}");
             }
         }
@@ -136,7 +133,7 @@ impl Qmp {
 
     /// Takes all events that have been queued so far, oldest first.
     pub fn take_events(&mut self) -> Vec<Event> {
-        self.events.drain(..).collect()
+        std::mem::take(&mut self.events)
     }
 
     /// Takes all events that QEMU has sent so far, oldest first, also those of a QEMU that has ended since.
@@ -152,9 +149,6 @@ impl Qmp {
     }
 
     /// The guest's state, such as `running`, `paused`, `postmigrate`, `inmigrate`.
-    ///
-    /// # Errors
-    /// As [`Qmp::execute`].
     pub fn query_status(&mut self) -> Result<String> {
         let answer = self.execute("query-status", json!({}))?;
         Ok(answer["status"]
@@ -165,39 +159,26 @@ impl Qmp {
 
     /// Waits until the guest is in this state.
     pub fn wait_status(&mut self, wanted: &str, within: Duration) -> Result<()> {
-        let deadline = Instant::now() + within;
-        loop {
-            let status = self.query_status()?;
-            if status == wanted {
-                return Ok(());
-            }
-            if Instant::now() >= deadline {
-                bail!("the guest is '{status}', and was not '{wanted}' within {within:?}");
-            }
-            self.receive_event(deadline.min(Instant::now() + AGAIN))?;
-        }
+        self.wait(within, |qmp| {
+            let status = qmp.query_status()?;
+            Ok(match status == wanted {
+                true => Look::Found(()),
+                false => Look::NotYet(format!("the guest is '{status}', not '{wanted}'")),
+            })
+        })
     }
 
     /// Lets the guest run.
-    ///
-    /// # Errors
-    /// As [`Qmp::execute`].
     pub fn cont(&mut self) -> Result<()> {
         self.execute("cont", json!({})).map(drop)
     }
 
     /// Pauses the guest.
-    ///
-    /// # Errors
-    /// As [`Qmp::execute`].
     pub fn stop(&mut self) -> Result<()> {
         self.execute("stop", json!({})).map(drop)
     }
 
     /// Switches migration capabilities on or off.
-    ///
-    /// # Errors
-    /// As [`Qmp::execute`].
     pub fn set_capabilities(&mut self, capabilities: &[(&str, bool)]) -> Result<()> {
         let list: Vec<_> = capabilities
             .iter()
@@ -208,35 +189,23 @@ impl Qmp {
     }
 
     /// Sets migration parameters, such as `json!({"multifd-compression": "zstd"})`.
-    ///
-    /// # Errors
-    /// As [`Qmp::execute`].
     pub fn set_parameters(&mut self, parameters: Value) -> Result<()> {
         self.execute("migrate-set-parameters", parameters).map(drop)
     }
 
     /// Switches on what Vamoose wants of both ends: multifd with this many channels, the return path, and events. The
     /// bandwidth limit is lifted.
-    ///
-    /// # Errors
-    /// As [`Qmp::execute`].
     pub fn use_multifd(&mut self, channels: u8) -> Result<()> {
         self.set_capabilities(&[("events", true), ("return-path", true), ("multifd", true)])?;
         self.set_parameters(json!({ "multifd-channels": channels, "max-bandwidth": 1_u64 << 40 }))
     }
 
     /// Starts to migrate to a URI of QEMU's, such as `unix:PATH`; does not wait for the end.
-    ///
-    /// # Errors
-    /// As [`Qmp::execute`].
     pub fn migrate(&mut self, uri: &str) -> Result<()> {
         self.execute("migrate", json!({ "uri": uri })).map(drop)
     }
 
     /// Makes a QEMU that was started with [`crate::qemu::Builder::incoming`] listen at a URI. It does when this returns.
-    ///
-    /// # Errors
-    /// As [`Qmp::execute`].
     pub fn migrate_incoming(&mut self, uri: &str) -> Result<()> {
         self.execute("migrate-incoming", json!({ "uri": uri }))
             .map(drop)
@@ -252,17 +221,11 @@ impl Qmp {
     }
 
     /// Cancels the migration under way; does not wait for the end.
-    ///
-    /// # Errors
-    /// As [`Qmp::execute`].
     pub fn migrate_cancel(&mut self) -> Result<()> {
         self.execute("migrate_cancel", json!({})).map(drop)
     }
 
     /// All that QEMU tells about the current or last migration.
-    ///
-    /// # Errors
-    /// As [`Qmp::execute`].
     pub fn query_migrate(&mut self) -> Result<Value> {
         self.execute("query-migrate", json!({}))
     }
@@ -270,19 +233,16 @@ impl Qmp {
     /// Waits until QEMU has cleaned up after a migration: it says *failed* or *cancelled* before, and neither takes another
     /// one nor bears a change of its capabilities until then.
     pub fn wait_idle(&mut self, within: Duration) -> Result<()> {
-        let deadline = Instant::now() + within;
-        loop {
-            let instances = self.execute("query-yank", json!({}))?;
+        self.wait(within, |qmp| {
+            let instances = qmp.execute("query-yank", json!({}))?;
             let mut instances = instances.as_array().into_iter().flatten();
-            if !instances.any(|instance| instance["type"] == "migration") {
-                return Ok(());
-            }
-            ensure!(
-                Instant::now() < deadline,
-                "a migration has not been cleaned up within {within:?}"
-            );
-            self.receive_event(deadline.min(Instant::now() + AGAIN))?;
-        }
+            Ok(
+                match instances.any(|instance| instance["type"] == "migration") {
+                    false => Look::Found(()),
+                    true => Look::NotYet("a migration has not been cleaned up".to_owned()),
+                },
+            )
+        })
     }
 
     /// Waits until the migration is in one of these states and gives what query-migrate says then.
@@ -291,42 +251,50 @@ impl Qmp {
     /// At once when the migration ends in another state (with QEMU's reason) or QEMU goes (with its stderr), or when the
     /// time is over.
     pub fn wait_migration(&mut self, wanted: &[&str], within: Duration) -> Result<Value> {
-        let deadline = Instant::now() + within;
-        loop {
-            let info = self.query_migrate()?;
+        self.wait(within, |qmp| {
+            let info = qmp.query_migrate()?;
             let status = info["status"].as_str().unwrap_or("none");
             if wanted.contains(&status) {
-                return Ok(info);
+                return Ok(Look::Found(info));
             }
             if matches!(status, "completed" | "failed" | "cancelled") {
                 let reason = info["error-desc"].as_str().unwrap_or("no reason given");
-                return Err(self.with_stderr(anyhow!(
+                return Err(qmp.with_stderr(anyhow!(
                     "the migration {status} ({reason}); wanted: {wanted:?}"
                 )));
             }
-            if Instant::now() >= deadline {
-                return Err(self.with_stderr(anyhow!(
-                    "the migration is not {wanted:?} within {within:?}: {info}"
-                )));
-            }
-            self.receive_event(deadline.min(Instant::now() + AGAIN))?;
-        }
+            let what = format!("the migration is not {wanted:?}: {info}");
+            Ok(Look::NotYet(what))
+        })
     }
 
     /// Waits until a migration that is under way has moved this many bytes of memory.
     pub fn wait_moved(&mut self, bytes: u64, within: Duration) -> Result<()> {
+        self.wait(within, |qmp| {
+            let info = qmp.wait_migration(&["active"], within)?;
+            let moved = info["ram"]["transferred"].as_u64().unwrap_or(0);
+            Ok(match moved >= bytes {
+                true => Look::Found(()),
+                false => Look::NotYet(format!("{moved} of {bytes} bytes have moved")),
+            })
+        })
+    }
+
+    /// Looks again and again, at each event and in between, until there is what is looked for.
+    fn wait<T>(
+        &mut self,
+        within: Duration,
+        look: impl Fn(&mut Self) -> Result<Look<T>>,
+    ) -> Result<T> {
         let deadline = Instant::now() + within;
         loop {
-            let info = self.wait_migration(&["active"], within)?;
-            let moved = info["ram"]["transferred"].as_u64().unwrap_or(0);
-            if moved >= bytes {
-                return Ok(());
-            }
-            ensure!(
-                Instant::now() < deadline,
-                "{moved} of {bytes} bytes have moved within {within:?}"
-            );
-            self.receive_event(deadline.min(Instant::now() + AGAIN))?;
+            match look(self)? {
+                Look::Found(found) => return Ok(found),
+                Look::NotYet(what) if Instant::now() >= deadline => {
+                    return Err(self.with_stderr(anyhow!("{what} (within {within:?})")));
+                }
+                Look::NotYet(_) => self.receive_event(deadline.min(Instant::now() + AGAIN))?,
+            };
         }
     }
 
@@ -334,7 +302,7 @@ impl Qmp {
     fn receive_event(&mut self, deadline: Instant) -> Result<bool> {
         while let Some(message) = self.receive_until(deadline)? {
             if let Some(event) = Event::parse(&message) {
-                self.events.push_back(event);
+                self.events.push(event);
                 return Ok(true);
             }
         }
@@ -349,26 +317,26 @@ impl Qmp {
     /// The next message, or nothing when the deadline passes first.
     fn receive_until(&mut self, deadline: Instant) -> Result<Option<Value>> {
         loop {
-            if let Some(end) = self.buffer.iter().position(|&byte| byte == b'\n') {
-                let line: Vec<_> = self.buffer.drain(..=end).collect();
-                let message = serde_json::from_slice(&line);
-                return message
-                    .with_context(|| format!("not JSON: {}", String::from_utf8_lossy(&line)))
-                    .map(Some);
-            }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Ok(None);
             }
             self.stream
+                .get_ref()
                 .set_read_timeout(Some(left))
                 .context("setting a timeout")?;
-            let mut part = [0; 16 << 10];
-            match self.stream.read(&mut part) {
-                Ok(0) => {
+            // What has come of a line stays in `self.line` when the time is over.
+            match self.stream.read_until(b'\n', &mut self.line) {
+                Ok(_) if self.line.ends_with(b"\n") => {
+                    let line = std::mem::take(&mut self.line);
+                    let message = serde_json::from_slice(&line);
+                    return message
+                        .with_context(|| format!("not JSON: {}", String::from_utf8_lossy(&line)))
+                        .map(Some);
+                }
+                Ok(_) => {
                     return Err(self.with_stderr(anyhow!("QEMU has closed its QMP connection")));
                 }
-                Ok(count) => self.buffer.extend_from_slice(&part[..count]),
                 Err(error)
                     if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
                 Err(error) => return Err(self.with_stderr(anyhow!("reading from QMP: {error}"))),
@@ -407,7 +375,6 @@ impl Event {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{BufRead, BufReader};
     use std::thread;
 
     /// A QMP server that plays back these lines after each line it receives, then closes.

@@ -1,11 +1,12 @@
 //! Guest memory images: files of a given kind of content, and the comparison of two of them.
 
-use std::fmt;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::fs::{self, File};
+use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use fastrand::Rng;
+use thiserror::Error;
 
 /// Bytes in a page of guest memory.
 pub const PAGE: usize = 4096;
@@ -25,25 +26,20 @@ pub enum Fill {
 
 /// Writes an image of `size` bytes; the same seed gives the same image. An existing file is replaced in place.
 pub fn write(path: &Path, size: u64, fill: &Fill, seed: u64) -> Result<()> {
-    let context = || format!("writing the memory image {}", path.display());
-    let mut options = OpenOptions::new();
-    let file = options
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .open(path)
-        .with_context(context)?;
-    file.set_len(size).with_context(context)?;
+    try_write(path, size, fill, seed)
+        .with_context(|| format!("writing the memory image {}", path.display()))
+}
+
+fn try_write(path: &Path, size: u64, fill: &Fill, seed: u64) -> Result<()> {
+    let file = File::create(path)?;
+    file.set_len(size)?;
     let mut out = Image { file, left: size };
+    let mut random = Rng::with_seed(seed);
     match fill {
         Fill::Zero => Ok(()),
-        Fill::Random => out
-            .pages(&mut Noise::new(seed), |noise, page| noise.fill(page))
-            .with_context(context),
-        Fill::Mixed => out
-            .pages(&mut Noise::new(seed), mixed_page)
-            .with_context(context),
-        Fill::Files(paths) => out.files(paths, seed).with_context(context),
+        Fill::Random => out.pages(|page| random.fill(page)),
+        Fill::Mixed => out.pages(|page| mixed_page(&mut random, page)),
+        Fill::Files(paths) => out.files(paths, &mut random),
     }
 }
 
@@ -75,11 +71,16 @@ pub fn host_files(total: u64) -> Result<Vec<PathBuf>> {
 }
 
 /// How two images differ.
-#[derive(Debug)]
+#[derive(Debug, Error)]
 pub enum Mismatch {
     /// Their sizes, in bytes.
+    #[error("the memory images have {0} and {1} bytes")]
     Size(u64, u64),
     /// Their contents.
+    #[error(
+        "{different} of {total} pages differ, the first is page {first} (offset {:#x})",
+        first * PAGE as u64
+    )]
     Pages {
         /// The number of the first page that differs.
         first: u64,
@@ -89,61 +90,47 @@ pub enum Mismatch {
         total: u64,
     },
     /// One of them could not be read.
-    Unreadable(PathBuf, io::Error),
+    #[error("reading {}", .0.display())]
+    Unreadable(PathBuf, #[source] io::Error),
 }
 
-impl fmt::Display for Mismatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Size(a, b) => write!(f, "the memory images have {a} and {b} bytes"),
-            Self::Pages {
-                first,
-                different,
-                total,
-            } => {
-                let offset = first * PAGE as u64;
-                write!(
-                    f,
-                    "{different} of {total} pages differ, the first is page {first} (offset {offset:#x})"
-                )
-            }
-            Self::Unreadable(path, error) => write!(f, "reading {}: {error}", path.display()),
-        }
-    }
-}
-
-impl std::error::Error for Mismatch {}
-
-/// Compares two whole images.
+/// Compares two whole images, of whole pages.
 pub fn compare(a: &Path, b: &Path) -> Result<(), Mismatch> {
-    let (mut a, mut b) = (Reader::open(a)?, Reader::open(b)?);
-    if a.size != b.size {
-        return Err(Mismatch::Size(a.size, b.size));
+    let unreadable = |path: &Path| {
+        let path = path.to_owned();
+        move |error| Mismatch::Unreadable(path.clone(), error)
+    };
+    let (of_a, of_b) = (unreadable(a), unreadable(b));
+    let (a, b) = (File::open(a).map_err(&of_a)?, File::open(b).map_err(&of_b)?);
+    let size = a.metadata().map_err(&of_a)?.len();
+    let other = b.metadata().map_err(&of_b)?.len();
+    if size != other {
+        return Err(Mismatch::Size(size, other));
     }
-    let total = a.size.div_ceil(PAGE as u64);
-    let (mut page, mut first, mut different) = (0, None, 0);
-    while page < total {
-        let (left, right) = (a.next()?, b.next()?);
-        if left == right {
-            page += left.len().div_ceil(PAGE) as u64;
-            continue;
-        }
-        for (left, right) in left.chunks(PAGE).zip(right.chunks(PAGE)) {
-            if left != right {
-                first.get_or_insert(page);
-                different += 1;
-            }
-            page += 1;
+    let mut a = BufReader::with_capacity(BUFFER, a);
+    let mut b = BufReader::with_capacity(BUFFER, b);
+    let (mut left, mut right) = ([0; PAGE], [0; PAGE]);
+    let total = size / PAGE as u64;
+    let (mut first, mut different) = (None, 0);
+    for page in 0..total {
+        a.read_exact(&mut left).map_err(&of_a)?;
+        b.read_exact(&mut right).map_err(&of_b)?;
+        if left != right {
+            first.get_or_insert(page);
+            different += 1;
         }
     }
-    first.map_or(Ok(()), |first| {
-        Err(Mismatch::Pages {
+    match first {
+        None => Ok(()),
+        Some(first) => Err(Mismatch::Pages {
             first,
             different,
             total,
-        })
-    })
+        }),
+    }
 }
+
+const BUFFER: usize = 1 << 20;
 
 /// An image being written.
 struct Image {
@@ -152,18 +139,17 @@ struct Image {
 }
 
 impl Image {
-    fn pages(&mut self, noise: &mut Noise, make: impl Fn(&mut Noise, &mut [u8])) -> Result<()> {
+    fn pages(&mut self, mut make: impl FnMut(&mut [u8])) -> Result<()> {
         let mut buffer = vec![0; BUFFER];
         while self.left > 0 {
             buffer.fill(0);
-            buffer.chunks_mut(PAGE).for_each(|page| make(noise, page));
+            buffer.chunks_mut(PAGE).for_each(&mut make);
             self.put(&buffer)?;
         }
         Ok(())
     }
 
-    fn files(&mut self, paths: &[PathBuf], seed: u64) -> Result<()> {
-        let mut noise = Noise::new(seed);
+    fn files(&mut self, paths: &[PathBuf], random: &mut Rng) -> Result<()> {
         let mut buffer = vec![0; BUFFER];
         while self.left > 0 {
             let before = self.left;
@@ -172,7 +158,7 @@ impl Image {
                 let mut file = File::open(path).with_context(context)?;
                 let length = file.metadata().with_context(context)?.len();
                 // The first half of the file at least is always taken.
-                file.seek(SeekFrom::Start(noise.next() % (length / 2 + 1)))
+                file.seek(SeekFrom::Start(random.u64(..=length / 2)))
                     .with_context(context)?;
                 while self.left > 0 {
                     let read = file.read(&mut buffer).with_context(context)?;
@@ -198,7 +184,7 @@ impl Image {
     }
 }
 
-fn mixed_page(noise: &mut Noise, page: &mut [u8]) {
+fn mixed_page(random: &mut Rng, page: &mut [u8]) {
     const WORDS: [&[u8]; 8] = [
         b"guest ",
         b"memory ",
@@ -209,82 +195,20 @@ fn mixed_page(noise: &mut Noise, page: &mut [u8]) {
         b"to another, ",
         b"and nobody notices.\n",
     ];
-    match noise.next() % 5 {
+    match random.u8(..5) {
         0 => {}
         1 => {
             let mut rest = page;
             while !rest.is_empty() {
-                let [choice, ..] = noise.next().to_le_bytes();
-                let word = WORDS[usize::from(choice) % WORDS.len()];
+                let word = WORDS[random.usize(..WORDS.len())];
                 let count = word.len().min(rest.len());
                 rest[..count].copy_from_slice(&word[..count]);
                 rest = &mut rest[count..];
             }
         }
-        2 => noise.fill(page),
-        3 => {
-            let [byte, ..] = noise.next().to_le_bytes();
-            page.fill(byte);
-        }
-        _ => noise.fill(&mut page[PAGE / 2..]),
-    }
-}
-
-/// Reproducible noise (the splitmix64 sequence).
-struct Noise(u64);
-
-impl Noise {
-    fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn fill(&mut self, bytes: &mut [u8]) {
-        for word in bytes.chunks_mut(8) {
-            word.copy_from_slice(&self.next().to_le_bytes()[..word.len()]);
-        }
-    }
-}
-
-/// An image being read, a buffer at a time.
-struct Reader {
-    path: PathBuf,
-    file: File,
-    size: u64,
-    buffer: Vec<u8>,
-}
-
-const BUFFER: usize = 1 << 20;
-
-impl Reader {
-    fn open(path: &Path) -> Result<Self, Mismatch> {
-        let unreadable = |error| Mismatch::Unreadable(path.to_owned(), error);
-        let file = File::open(path).map_err(unreadable)?;
-        let size = file.metadata().map_err(unreadable)?.len();
-        Ok(Self {
-            path: path.to_owned(),
-            file,
-            size,
-            buffer: Vec::with_capacity(BUFFER),
-        })
-    }
-
-    fn next(&mut self) -> Result<&[u8], Mismatch> {
-        self.buffer.clear();
-        let mut part = (&mut self.file).take(BUFFER as u64);
-        match part.read_to_end(&mut self.buffer) {
-            Ok(0) => Err(io::Error::from(io::ErrorKind::UnexpectedEof)),
-            other => other,
-        }
-        .map_err(|error| Mismatch::Unreadable(self.path.clone(), error))?;
-        Ok(&self.buffer)
+        2 => random.fill(page),
+        3 => page.fill(random.u8(..)),
+        _ => random.fill(&mut page[PAGE / 2..]),
     }
 }
 
@@ -363,7 +287,7 @@ mod tests {
         let b = image(dir.path(), "b", &Fill::Zero, 1);
         fs::copy(&a, &b).unwrap();
         compare(&a, &b).unwrap();
-        let mut file = OpenOptions::new().write(true).open(&b).unwrap();
+        let mut file = File::options().write(true).open(&b).unwrap();
         for page in [300, 301, 767] {
             file.seek(SeekFrom::Start(page * PAGE as u64 + 17)).unwrap();
             file.write_all(&[1, 2, 3]).unwrap();

@@ -2,17 +2,19 @@
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::watched::Watched;
+
 /// Reads a serial port in a thread of its own.
 #[derive(Debug)]
 pub struct Serial {
-    shared: Arc<Shared>,
-    reader: Option<JoinHandle<()>>,
+    log: Arc<Watched<Log>>,
+    reader: JoinHandle<()>,
 }
 
 /// What has come out of a serial port.
@@ -78,11 +80,9 @@ impl Log {
     /// The last few lines, for error messages.
     fn end(&self) -> String {
         let from = self.lines.len().saturating_sub(10);
-        let lines: Vec<_> = self.lines[from..]
-            .iter()
-            .map(|line| line.text.as_str())
-            .collect();
-        format!("{}\n{}", lines.join("\n"), self.tail)
+        let lines = self.lines[from..].iter().map(|line| line.text.as_str());
+        let all: Vec<_> = lines.chain([self.tail.as_str()]).collect();
+        all.join("\n")
     }
 
     fn add(&mut self, bytes: &[u8]) {
@@ -152,15 +152,12 @@ pub fn follow(source: &Log, destination: &Log) -> Result<Continuity> {
     let all: Vec<_> = before.iter().chain(&after).collect();
     for pair in all.windows(2) {
         if pair[1].number != pair[0].number + 1 {
-            let place = format!(
-                "{} ticks at the source, {} at the destination",
+            bail!(
+                "tick {} is followed by tick {} ({} ticks at the source, {} at the destination)",
+                pair[0].number,
+                pair[1].number,
                 before.len(),
                 after.len()
-            );
-            bail!(
-                "tick {} is followed by tick {} ({place})",
-                pair[0].number,
-                pair[1].number
             );
         }
     }
@@ -171,86 +168,51 @@ pub fn follow(source: &Log, destination: &Log) -> Result<Continuity> {
     })
 }
 
-#[derive(Debug, Default)]
-struct Shared {
-    log: Mutex<Log>,
-    changed: Condvar,
-}
-
-impl Shared {
-    fn log(&self) -> MutexGuard<'_, Log> {
-        // A reader that panicked leaves a log that is shorter, not wrong.
-        self.log.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl Serial {
     /// Starts to read.
     pub fn new(mut stream: UnixStream) -> Self {
-        let shared = Arc::new(Shared::default());
-        let theirs = Arc::clone(&shared);
+        let log = Arc::<Watched<Log>>::default();
+        let theirs = Arc::clone(&log);
         let reader = thread::spawn(move || {
             let mut buffer = [0; 4096];
             // An error is an end like any other: QEMU has gone.
             while let Ok(count @ 1..) = stream.read(&mut buffer) {
-                theirs.log().add(&buffer[..count]);
-                theirs.changed.notify_all();
+                theirs.update(|log| log.add(&buffer[..count]));
             }
-            theirs.log().ended = true;
-            theirs.changed.notify_all();
+            theirs.update(|log| log.ended = true);
         });
-        Self {
-            shared,
-            reader: Some(reader),
-        }
+        Self { log, reader }
     }
 
     /// A copy of everything so far.
     pub fn log(&self) -> Log {
-        self.shared.log().clone()
+        self.log.lock().clone()
     }
 
-    /// Waits until `find` finds something in the log.
-    pub fn wait<T>(
-        &self,
-        what: &str,
-        within: Duration,
-        find: impl Fn(&Log) -> Option<T>,
-    ) -> Result<T> {
-        let deadline = Instant::now() + within;
-        let mut log = self.shared.log();
-        loop {
-            if let Some(found) = find(&log) {
-                return Ok(found);
-            }
-            log.check()?;
-            let left = deadline.saturating_duration_since(Instant::now());
-            if log.ended || left.is_zero() {
-                let why = if log.ended {
-                    "QEMU has gone".to_owned()
-                } else {
-                    format!("not within {within:?}")
-                };
-                bail!(
-                    "waiting for {what} of the guest: {why}; its last output:\n{}",
-                    log.end()
-                );
-            }
-            log = self
-                .shared
-                .changed
-                .wait_timeout(log, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+    /// Waits until this is so of the log.
+    pub fn wait(&self, what: &str, within: Duration, is_so: impl Fn(&Log) -> bool) -> Result<()> {
+        let over = |log: &Log| is_so(log) || log.ended || log.check().is_err();
+        self.log.wait(within, |log| over(log).then_some(()));
+        let log = self.log();
+        if is_so(&log) {
+            return Ok(());
         }
+        log.check()?;
+        let why = if log.ended {
+            "QEMU has gone".to_owned()
+        } else {
+            format!("not within {within:?}")
+        };
+        bail!(
+            "waiting for {what} of the guest: {why}; its last output:\n{}",
+            log.end()
+        )
     }
 
     /// Waits until QEMU has closed the port, and gives everything that came out of it. Only for after QEMU's end.
-    pub fn finish(mut self) -> Log {
-        if let Some(reader) = self.reader.take() {
-            let _ = reader.join();
-        }
-        self.log()
+    pub fn finish(self) -> Log {
+        let _ = self.reader.join();
+        self.log.lock().clone()
     }
 }
 
@@ -322,7 +284,7 @@ mod tests {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let serial = Serial::new(ours);
         drop(theirs);
-        let never = serial.wait("nothing", Duration::from_secs(60), |_| None::<()>);
+        let never = serial.wait("nothing", Duration::from_secs(60), |_| false);
         assert!(never.unwrap_err().to_string().contains("gone"));
         assert!(serial.finish().ended);
     }

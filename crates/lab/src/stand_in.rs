@@ -8,9 +8,9 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Result, ensure};
 
-use crate::skipped;
+use crate::{run, skipped};
 
 /// The functions of libqatzip that Vamoose calls, all of which the stand-in has.
 pub const LIBQATZIP_SYMBOLS: [&str; 10] = [
@@ -26,36 +26,35 @@ pub const LIBQATZIP_SYMBOLS: [&str; 10] = [
     "qzClose",
 ];
 
-/// Compiles the stand-in for libqatzip into `folder`, without one of [`LIBQATZIP_SYMBOLS`] if that is wanted, and gives
-/// its path. A process that loads one file twice gets the same switches twice: every test compiles into a folder of its
-/// own.
+/// A function that Vamoose calls where the library has it: the first QATzips do not. The stand-in has it.
+pub const LIBQATZIP_OPTIONAL_SYMBOL: &str = "qzSetLogLevel";
+
+/// Compiles the stand-in for libqatzip into `folder`, without one of these symbols if that is wanted, and gives its path.
+/// A process that loads one file twice gets the same switches twice: every test compiles into a folder of its own.
 pub fn libqatzip(folder: &Path, without: Option<&str>) -> Result<PathBuf> {
     let path = folder.join("libqatzip.so.3");
     let mut compiler = Command::new("cc");
     compiler.args(["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror"]);
     if let Some(symbol) = without {
         ensure!(
-            LIBQATZIP_SYMBOLS.contains(&symbol),
+            symbol == LIBQATZIP_OPTIONAL_SYMBOL || LIBQATZIP_SYMBOLS.contains(&symbol),
             "the stand-in has no {symbol} to leave out"
         );
         // A function with another name is not found.
         compiler.arg(format!("-D{symbol}=without_{symbol}"));
     }
     compiler.arg("-o").arg(&path).arg(SOURCE).arg("-lz");
-    let output = compiler.output().context("cannot run cc")?;
-    if !output.status.success() {
-        bail!(
-            "cc cannot compile {SOURCE}: {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
-    }
+    run(&mut compiler)?;
     Ok(path)
 }
 
 /// As [`libqatzip`]. Where that is not possible for want of a compiler or of zlib, says loudly that the test is
 /// skipped, and gives `None`.
 pub fn libqatzip_or_skip(folder: &Path, without: Option<&str>) -> Result<Option<PathBuf>> {
-    if let Err(error) = compiles_zlib() {
+    // Whether there are a C compiler and zlib's header.
+    let mut compiler = Command::new("cc");
+    compiler.args(["-E", "-include", "zlib.h", "-x", "c", "/dev/null"]);
+    if let Err(error) = run(&mut compiler) {
         skipped(&format!(
             "no stand-in for libqatzip: {error:#}; run scripts/setup build"
         ))?;
@@ -65,16 +64,6 @@ pub fn libqatzip_or_skip(folder: &Path, without: Option<&str>) -> Result<Option<
 }
 
 const SOURCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/stand_in/libqatzip.c");
-
-/// Whether there are a C compiler and zlib's header.
-fn compiles_zlib() -> Result<()> {
-    let output = Command::new("cc")
-        .args(["-E", "-include", "zlib.h", "-x", "c", "/dev/null"])
-        .output()
-        .context("cannot run cc")?;
-    ensure!(output.status.success(), "cc finds no zlib.h");
-    Ok(())
-}
 
 #[cfg(test)]
 mod tests {

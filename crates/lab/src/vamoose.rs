@@ -2,24 +2,24 @@
 
 use std::{
     fs::Permissions,
-    io::{BufRead as _, BufReader, Read},
+    io::{BufRead as _, BufReader, Read as _},
     os::unix::fs::PermissionsExt as _,
-    path::Path,
-    process::{Child, ChildStderr, Command, ExitStatus, Stdio},
-    sync::{Arc, Condvar, Mutex, PoisonError},
+    path::{Path, PathBuf},
+    process::{ChildStderr, Command, ExitStatus, Stdio},
+    sync::Arc,
     thread::{self, JoinHandle},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use anyhow::{Context, Result, bail, ensure};
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    io::Errno,
-    process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
-};
+use anyhow::{Context, Result, ensure};
+use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::proc::{self, Memory};
+use crate::{
+    proc::{self, Memory},
+    process::{Child, Process},
+    watched::Watched,
+};
 
 /// A folder for `--state-dir`, in memory as the default one is: what is measured is not a disk.
 pub fn state_dir() -> Result<TempDir> {
@@ -34,21 +34,32 @@ pub fn state_dir() -> Result<TempDir> {
     .context("creating a state folder")
 }
 
+/// A program under test: `path`, or by default the one of this name beside this program, where cargo puts all of a
+/// workspace.
+pub fn program(path: Option<&Path>, name: &str) -> Result<PathBuf> {
+    let path = match path {
+        Some(path) => path.to_owned(),
+        None => std::env::current_exe()
+            .context("cannot tell where this program is")?
+            .with_file_name(name),
+    };
+    ensure!(
+        path.is_file(),
+        "there is no {}: build it with the same target directory, as the Makefile does, or name another one",
+        path.display()
+    );
+    Ok(path)
+}
+
 /// A running `vamoose`. Killed and reaped on drop.
 pub struct Vamoose {
     child: Child,
-    said: Arc<Said>,
-    reader: Option<JoinHandle<()>>,
+    said: Arc<Watched<Said>>,
+    reader: JoinHandle<()>,
 }
 
 #[derive(Default)]
 struct Said {
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct State {
     lines: Vec<String>,
     ended: bool,
 }
@@ -56,15 +67,14 @@ struct State {
 impl Vamoose {
     /// Starts `command`, a `vamoose` with its arguments.
     pub fn start(command: &mut Command) -> Result<Self> {
-        let mut child = command
+        command
             .env("NO_COLOR", "1")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .with_context(|| format!("cannot start {command:?}"))?;
-        let stderr = child.stderr.take().context("no stderr")?;
-        let said = Arc::new(Said::default());
+            .stderr(Stdio::piped());
+        let mut child = Child::start(command)?;
+        let stderr = child.pipes.stderr.take().context("no stderr")?;
+        let said = Arc::<Watched<Said>>::default();
         let reader = thread::spawn({
             let said = said.clone();
             move || read_lines(stderr, &said)
@@ -72,7 +82,7 @@ impl Vamoose {
         Ok(Self {
             child,
             said,
-            reader: Some(reader),
+            reader,
         })
     }
 
@@ -96,6 +106,11 @@ impl Vamoose {
         self.child.id()
     }
 
+    /// The same, for other threads.
+    pub fn process(&self) -> &Process {
+        self.child.process()
+    }
+
     /// Its memory.
     pub fn memory(&self) -> Result<Memory> {
         proc::memory(self.pid())
@@ -103,109 +118,57 @@ impl Vamoose {
 
     /// Waits for a line with `text` on stderr and returns what follows the text.
     pub fn wait_for(&self, text: &str, within: Duration) -> Result<String> {
-        let deadline = Instant::now() + within;
-        let mut state = self
+        let found = |said: &Said| {
+            let mut rests = said.lines.iter().filter_map(|line| line.split_once(text));
+            rests.next().map(|(_, rest)| rest.trim().to_owned())
+        };
+        let ended = |said: &Said| said.ended.then_some(None);
+        let rest = self
             .said
-            .state
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        loop {
-            let found = state.lines.iter().find_map(|line| line.split_once(text));
-            if let Some((_, rest)) = found {
-                return Ok(rest.trim().to_owned());
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if state.ended || left.is_zero() {
-                bail!(
-                    "vamoose never said `{text}`, but:\n{}",
-                    state.lines.join("\n")
-                );
-            }
-            state = self
-                .said
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
+            .wait(within, |said| found(said).map(Some).or_else(|| ended(said)));
+        rest.flatten()
+            .with_context(|| format!("vamoose never said `{text}`, but:\n{}", self.stderr()))
     }
 
     /// Sends a signal.
     pub fn signal(&self, signal: Signal) -> Result<()> {
-        kill_process(self.raw_pid()?, signal).context("cannot signal vamoose")
+        self.process().signal(signal);
+        Ok(())
     }
 
     /// Ends it as a crash would; nothing of it is left when this returns.
     pub fn kill(&mut self) -> Result<()> {
-        self.child.kill().context("cannot kill vamoose")?;
-        self.child.wait().context("cannot wait for vamoose")?;
-        Ok(())
+        self.child.kill()
     }
 
     /// Whether it has ended.
-    pub fn has_ended(&mut self) -> Result<bool> {
-        Ok(self.child.try_wait()?.is_some())
-    }
-
-    /// Waits for its end, about as long as this; whether it has ended. [`Vamoose::finish`] tells how.
-    pub fn wait_end(&self, within: Duration) -> Result<bool> {
-        let process = pidfd_open(self.raw_pid()?, PidfdFlags::empty())?;
-        let timeout = Timespec::try_from(within)?;
-        match poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&timeout)) {
-            Err(Errno::INTR) => Ok(false),
-            ready => Ok(ready? > 0),
-        }
+    pub fn has_ended(&self) -> Result<bool> {
+        Ok(self.process().has_ended())
     }
 
     /// Waits for its end and returns how it ended, with all it wrote.
     pub fn finish(mut self, within: Duration) -> Result<Ended> {
-        let process = pidfd_open(self.raw_pid()?, PidfdFlags::empty())?;
-        let timeout = Timespec::try_from(within)?;
-        let ready = poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&timeout))?;
-        ensure!(
-            ready > 0,
-            "vamoose still runs after {within:?}; it said:\n{}",
-            self.stderr()
-        );
-        let cpu_seconds = proc::cpu_seconds(self.pid())?;
-        let status = self.child.wait()?;
+        let ended = self.child.finish(within);
+        let (status, cpu_seconds) =
+            ended.with_context(|| format!("vamoose said:\n{}", self.stderr()))?;
         let mut stdout = String::new();
-        if let Some(mut pipe) = self.child.stdout.take() {
+        if let Some(mut pipe) = self.child.pipes.stdout.take() {
             pipe.read_to_string(&mut stdout)?;
         }
-        if let Some(reader) = self.reader.take() {
-            // It ends with the process.
-            let _ = reader.join();
-        }
+        // It ends with the process.
+        let _ = self.reader.join();
+        let stderr = self.said.lock().lines.join("\n");
         Ok(Ended {
             status,
             stdout,
-            stderr: self.stderr(),
+            stderr,
             cpu_seconds,
         })
     }
 
     /// What it has written to stderr so far.
     pub fn stderr(&self) -> String {
-        let state = self
-            .said
-            .state
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        state.lines.join("\n")
-    }
-
-    fn raw_pid(&self) -> Result<Pid> {
-        let pid = i32::try_from(self.pid()).ok().and_then(Pid::from_raw);
-        pid.context("not a process id")
-    }
-}
-
-impl Drop for Vamoose {
-    fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.said.lock().lines.join("\n")
     }
 }
 
@@ -256,14 +219,9 @@ impl Ended {
     }
 }
 
-fn read_lines(stderr: ChildStderr, said: &Said) {
-    for line in BufReader::new(stderr).lines() {
-        let Ok(line) = line else { break };
-        let mut state = said.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.lines.push(line);
-        said.changed.notify_all();
+fn read_lines(stderr: ChildStderr, said: &Watched<Said>) {
+    for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+        said.update(|said| said.lines.push(line));
     }
-    let mut state = said.state.lock().unwrap_or_else(PoisonError::into_inner);
-    state.ended = true;
-    said.changed.notify_all();
+    said.update(|said| said.ended = true);
 }

@@ -1,5 +1,6 @@
 // A stand-in for libqatzip.so.3, for machines without QAT: the same functions, zlib inside, and a switch for everything
-// that can go wrong. It prints nothing. Compiled by lab's module `stand_in`.
+// that can go wrong. It prints nothing. Where it does as the real one does, that is QATzip 1.3.1. Compiled by lab's
+// module `stand_in`.
 //
 // Every switch and every counter is a number with a name, see NUMBERS. A number's first value comes from the
 // environment variable STAND_IN_<name> when the library is loaded; stand_in_set and stand_in_get change and read it
@@ -39,7 +40,8 @@
     X(mallocs) X(frees)                                                                                                \
     X(misuse)                                                                                                          \
     /* What the last session was opened with. */                                                                       \
-    X(seen_init_sw_backup) X(seen_sw_backup) X(seen_level)
+    X(seen_init_sw_backup) X(seen_sw_backup) X(seen_level)                                                             \
+    X(seen_log_level)  /* from 1, so that 0 is none */
 
 enum number {
 #define AS_ENUM(name) name,
@@ -121,6 +123,7 @@ _Static_assert(sizeof(Session) == 40 && sizeof(Params) == 56, "libqatzip's layou
 typedef struct {
     pthread_t owner;
     int is_set_up;
+    int is_broken; // a payload was wrong: none is right any more
     Params params;
 } Inner;
 
@@ -226,14 +229,21 @@ static int read_member(const uint8_t *src, uint32_t *src_len, uint8_t *dst, uint
 
 // --- libqatzip's functions -------------------------------------------------------------------------------------------
 
+int qzSetLogLevel(int level) {
+    numbers[seen_log_level] = level + 1;
+    return 3;
+}
+
+static int lacks_hardware(long stat) { return stat >= NO_HARDWARE && stat <= LOW_MEMORY; }
+
+// The session's status says nothing yet. A later QATzip answers QZ_DUPLICATE once it has found no hardware.
 int qzInit(Session *session, unsigned char sw_backup) {
     numbers[qzInit_calls]++;
     if (!session || session->internal) return misused();
     numbers[seen_init_sw_backup] = sw_backup;
     long stat = numbers[hw_session_stat], code = numbers[qzInit_code];
-    session->hw_session_stat = stat;
     if (code < 0) return (int)code;
-    if (!sw_backup && stat >= NO_HARDWARE && stat <= LOW_MEMORY) return (int)(FIRST_NOSW_CODE - (stat - NO_HARDWARE));
+    if (code == QZ_OK && !sw_backup && lacks_hardware(stat)) return (int)(FIRST_NOSW_CODE - (stat - NO_HARDWARE));
     Inner *inner = calloc(1, sizeof *inner);
     if (!inner) return QZ_FAIL;
     inner->owner = pthread_self();
@@ -265,10 +275,13 @@ int qzSetupSessionDeflate(Session *session, Params *params) {
     if (!inner || inner->is_set_up || !params) return misused();
     numbers[seen_level] = params->level;
     numbers[seen_sw_backup] = params->sw_backup;
-    if (params->level < 1 || params->level > 9 || params->hw_buff_sz == 0) return QZ_PARAMS;
+    if (params->level < 1 || params->level > 12 || params->hw_buff_sz == 0) return QZ_PARAMS;
     if (params->data_format != GZIP && params->data_format != GZIP_WITH_EXTRA_FIELD) return QZ_PARAMS;
     long code = numbers[qzSetupSessionDeflate_code];
     if (code < 0) return (int)code;
+    session->hw_session_stat = numbers[hw_session_stat];
+    if (!params->sw_backup && lacks_hardware(session->hw_session_stat))
+        return (int)(session->hw_session_stat = FIRST_NOSW_CODE);
     inner->params = *params;
     inner->is_set_up = 1;
     return (int)code;
@@ -349,9 +362,11 @@ int qzDecompress(Session *session, const uint8_t *src, uint32_t *src_len, uint8_
     uint32_t len = *src_len, at = 0, written = 0;
     while (at < len) {
         uint32_t taken = len - at, made = *dst_len - written;
-        int result = numbers[strict] && !is_for_hardware(&inner->params, src + at, taken)
+        int result = inner->is_broken ? QZ_DATA_ERROR
+                     : numbers[strict] && !is_for_hardware(&inner->params, src + at, taken)
                          ? QZ_NO_SW_AVAIL
                          : read_member(src + at, &taken, dst + written, &made);
+        inner->is_broken |= result == QZ_DATA_ERROR;
         if (result != QZ_OK) {
             *src_len = at;
             *dst_len = written;

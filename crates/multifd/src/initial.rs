@@ -51,15 +51,12 @@ impl Initial {
     /// check `channel() < number` itself, since QEMU does not.
     pub fn parse(bytes: &[u8; INITIAL_LEN]) -> Result<Self, InitialError> {
         let raw: Raw = zerocopy::transmute!(*bytes);
-        if raw.magic.get() != MAGIC {
-            return Err(InitialError::Magic {
-                found: raw.magic.get(),
-            });
+        let (magic, version) = (raw.magic.get(), raw.version.get());
+        if magic != MAGIC {
+            return Err(InitialError::Magic { found: magic });
         }
-        if raw.version.get() != VERSION {
-            return Err(InitialError::Version {
-                found: raw.version.get(),
-            });
+        if version != VERSION {
+            return Err(InitialError::Version { found: version });
         }
         let announced_channels = (raw.vamoose == VAMOOSE).then_some(raw.channels);
         if let Some(announced) = announced_channels

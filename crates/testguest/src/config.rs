@@ -1,6 +1,6 @@
 //! The configuration of a guest.
 
-use std::{fmt, num::NonZeroU64, ops::Range};
+use std::{num::NonZeroU64, ops::Range};
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -112,25 +112,6 @@ impl Config {
             Kind::Threads => 0,
         };
         reserved..self.memory.len()
-    }
-}
-
-impl fmt::Display for Kind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Kvm => "kvm",
-            Self::Threads => "threads",
-        })
-    }
-}
-
-impl fmt::Display for Pattern {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Sequential => f.write_str("sequential"),
-            Self::Random => f.write_str("random"),
-            Self::HotSet { pages } => write!(f, "hot:{pages}"),
-        }
     }
 }
 

@@ -1,16 +1,13 @@
 //! What is in the memory before a guest writes to it.
 
-use std::{
-    fs::File,
-    io,
-    ops::Range,
-    os::unix::fs::FileExt,
-    path::PathBuf,
-    sync::atomic::{AtomicU64, Ordering},
-    thread,
-};
+use std::{fs::File, io, ops::Range, os::unix::fs::FileExt, path::PathBuf};
 
-use crate::memory::{Memory, PAGE, PAGE_BYTES};
+use fastrand::Rng;
+
+use crate::{
+    memory::{Memory, PAGE, PAGE_BYTES},
+    parallel::{on_all_cpus, pieces},
+};
 
 /// How much is filled at once.
 const CHUNK: usize = 1 << 20;
@@ -63,41 +60,18 @@ fn in_chunks<F>(memory: &Memory, content: F) -> io::Result<()>
 where
     F: Fn(u64, &mut [u8]) -> io::Result<()> + Sync,
 {
-    let chunks: Vec<Range<u64>> = memory
-        .blocks()
-        .iter()
-        .flat_map(|block| {
-            let Range { start, end } = block.range();
-            (start..end)
-                .step_by(CHUNK)
-                .map(move |at| at..end.min(at + CHUNK as u64))
-        })
-        .collect();
-    let next = AtomicU64::new(0);
-    let work = || -> io::Result<()> {
-        let mut buffer = vec![0; CHUNK];
-        while let Some(chunk) = usize::try_from(next.fetch_add(1, Ordering::Relaxed))
-            .ok()
-            .and_then(|index| chunks.get(index))
-        {
-            let len = usize::try_from(chunk.end - chunk.start).map_err(io::Error::other)?;
-            buffer.fill(0);
-            content(chunk.start, &mut buffer[..len])?;
-            if let Some(slice) = memory.slice(chunk.start, len) {
-                slice.copy_from(&buffer[..len]);
-            }
+    let blocks = memory.blocks().iter();
+    let chunks = blocks.flat_map(|block| pieces(block.range(), CHUNK));
+    let fill = |chunk: Range<u64>| {
+        let len = usize::try_from(chunk.end - chunk.start).map_err(io::Error::other)?;
+        let mut buffer = vec![0; len];
+        content(chunk.start, &mut buffer)?;
+        if let Some(slice) = memory.slice(chunk.start, len) {
+            slice.copy_from(&buffer);
         }
         Ok(())
     };
-    let threads = thread::available_parallelism().map_or(1, usize::from);
-    thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        workers.into_iter().try_for_each(|worker| {
-            worker
-                .join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        })
-    })
+    on_all_cpus(chunks.collect(), fill).into_iter().collect()
 }
 
 /// The bytes from `start` of the endless repetition of a file of `len` bytes.
@@ -127,43 +101,31 @@ fn mixed_page(number: u64, page: &mut [u8]) {
         "of ", "value ", "0000", "usr/", "struct ", "i", "page ", "(", ") ", "\n\t", "12", "if ",
         "null ", ".so\0",
     ];
-    let mut random = number.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mut draw = |below: u64| {
-        // xorshift64*
-        random ^= random >> 12;
-        random ^= random << 25;
-        random ^= random >> 27;
-        (random.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % below
-    };
-    match draw(8) {
+    let mut random = Rng::with_seed(number);
+    match random.u8(..8) {
         0 | 1 => {}
         2..=4 => {
             let mut rest = page;
             while !rest.is_empty() {
-                let word = WORDS[usize::try_from(draw(WORDS.len() as u64)).unwrap_or(0)].as_bytes();
+                let word = WORDS[random.usize(..WORDS.len())].as_bytes();
                 let len = word.len().min(rest.len());
                 rest[..len].copy_from_slice(&word[..len]);
                 rest = &mut rest[len..];
             }
         }
         5 | 6 => {
-            let heap = 0x7f00_0000_0000 + (draw(1 << 12) << 24);
+            let heap = 0x7f00_0000_0000 + (random.u64(..1 << 12) << 24);
             for word in page.as_chunks_mut::<8>().0 {
-                let value = match draw(8) {
+                let value = match random.u8(..8) {
                     0..=2 => 0,
-                    3..=5 => heap + draw(1 << 20) * 16,
-                    6 => draw(1000),
-                    _ => draw(1 << 32),
+                    3..=5 => heap + random.u64(..1 << 20) * 16,
+                    6 => random.u64(..1000),
+                    _ => random.u64(..1 << 32),
                 };
                 *word = value.to_le_bytes();
             }
         }
-        _ => {
-            for half in page.as_chunks_mut::<4>().0 {
-                let [a, b, c, d, ..] = draw(1 << 32).to_le_bytes();
-                *half = [a, b, c, d];
-            }
-        }
+        _ => random.fill(page),
     }
 }
 

@@ -10,6 +10,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::{
@@ -80,23 +81,12 @@ pub enum VerifyError {
 
 /// That the memory is what the vCPUs wrote. Equal for a guest that was saved and the one that loaded it, until it
 /// goes on.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Proof {
     /// Writes of pages since the guest began, wherever it was.
     pub writes: u64,
-    /// Bytes of the working set.
-    pub working_set: u64,
-    /// Each vCPU.
-    pub vcpus: Vec<VcpuProof>,
-}
-
-/// One vCPU's part of it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct VcpuProof {
-    /// Its writes of pages.
-    pub writes: u64,
-    /// The sum over its words.
-    pub sum: u64,
+    /// Each vCPU's sum over its words.
+    pub sums: Vec<u64>,
 }
 
 impl Guest {
@@ -105,10 +95,7 @@ impl Guest {
     /// # Errors
     /// When the configuration is wrong, or the host does not have what it needs.
     pub fn new(config: &Config) -> Result<Self, GuestError> {
-        config.check()?;
-        let vm = vm(config)?;
-        let sums = stamp::sums(config);
-        Self::build(config, vm, &sums, false)
+        Self::build(config, false)
     }
 
     /// A guest that waits for the memory and the state of another one. Its memory may be written from here on.
@@ -116,10 +103,7 @@ impl Guest {
     /// # Errors
     /// As [`Guest::new`].
     pub fn incoming(config: &Config) -> Result<Self, GuestError> {
-        config.check()?;
-        let vm = vm(config)?;
-        let sums = vec![0; config.vcpus.into()];
-        Self::build(config, vm, &sums, true)
+        Self::build(config, true)
     }
 
     /// Lets the vCPUs write, for the first time or again.
@@ -148,18 +132,19 @@ impl Guest {
     /// Keeps the vCPUs from running for `percent` of the time, at most 99, in slices of some milliseconds. 0 is
     /// full speed. It is the host's: a state does not have it.
     pub fn throttle(&self, percent: u8) {
-        self.control.set_throttle(percent.min(99));
+        let percent = percent.min(99);
+        self.control.throttle.store(percent, Ordering::Relaxed);
     }
 
     /// What [`throttle`](Self::throttle) has set.
     pub fn throttled(&self) -> u8 {
-        self.control.throttle()
+        self.control.throttle.load(Ordering::Relaxed)
     }
 
     /// Writes of pages since the guest began, wherever it was: up to date when it is paused, and a batch per vCPU behind
     /// when it runs.
     pub fn written(&self) -> u64 {
-        self.control.written()
+        self.control.written.load(Ordering::Relaxed)
     }
 
     /// The state of a paused guest, all but its memory: some 100 bytes, and 500 for each vCPU of a KVM guest.
@@ -170,7 +155,7 @@ impl Guest {
         let _changing = lock(&self.changing);
         self.check_at_rest()?;
         let states: Result<Vec<_>, _> = self.vcpus.iter().map(|vcpu| lock(vcpu).save()).collect();
-        Ok(state::encode(&self.description(), &states?))
+        Ok(state::encode(&state::describe(&self.config), &states?))
     }
 
     /// Takes over the `state` of a guest whose memory has been copied into this one's already. After that this one is paused
@@ -184,7 +169,7 @@ impl Guest {
         if !self.waiting.load(Ordering::Relaxed) {
             return Err(LoadError::NotWaiting);
         }
-        let states = state::decode(state, &self.description())?;
+        let states = state::decode(state, &state::describe(&self.config))?;
         if states.len() != self.vcpus.len() {
             return Err(LoadError::Damaged);
         }
@@ -200,7 +185,7 @@ impl Guest {
             })?;
             writes = writes.wrapping_add(vcpu.progress().writes);
         }
-        self.control.set_written(writes);
+        self.control.written.store(writes, Ordering::Relaxed);
         self.waiting.store(false, Ordering::Relaxed);
         Ok(())
     }
@@ -212,22 +197,19 @@ impl Guest {
     pub fn verify(&self) -> Result<Proof, VerifyError> {
         let _changing = lock(&self.changing);
         self.check_at_rest()?;
-        let mut vcpus = Vec::with_capacity(self.vcpus.len());
         let sums = stamp::sums(&self.config);
-        for (index, (vcpu, memory)) in (0..).zip(self.vcpus.iter().zip(sums)) {
-            let Progress { sum, writes, .. } = lock(vcpu).progress();
-            if memory != sum {
+        let mut writes = 0_u64;
+        for (index, (vcpu, memory)) in (0..).zip(self.vcpus.iter().zip(&sums)) {
+            let progress = lock(vcpu).progress();
+            if *memory != progress.sum {
                 return Err(VerifyError::Sum {
                     vcpu: index,
-                    memory,
-                    register: sum,
+                    memory: *memory,
+                    register: progress.sum,
                 });
             }
-            vcpus.push(VcpuProof { writes, sum });
+            writes = writes.wrapping_add(progress.writes);
         }
-        let writes = vcpus
-            .iter()
-            .fold(0_u64, |writes, vcpu| writes.wrapping_add(vcpu.writes));
         let host = self.written();
         if writes != host {
             return Err(VerifyError::Writes {
@@ -235,12 +217,7 @@ impl Guest {
                 host,
             });
         }
-        let working_set = self.config.working_set();
-        Ok(Proof {
-            writes,
-            working_set: working_set.end - working_set.start,
-            vcpus,
-        })
+        Ok(Proof { writes, sums })
     }
 
     /// What has ended a vCPU, if something has: the others go on until they are paused.
@@ -264,17 +241,21 @@ impl Guest {
         self.vm.as_ref().map_or(&[], Vm::slots)
     }
 
-    fn build(
-        config: &Config,
-        vm: Option<Vm>,
-        sums: &[u64],
-        waiting: bool,
-    ) -> Result<Self, GuestError> {
+    fn build(config: &Config, waiting: bool) -> Result<Self, GuestError> {
+        config.check()?;
+        let vm = match config.kind {
+            Kind::Kvm => Some(Vm::new(&config.memory)?),
+            Kind::Threads => None,
+        };
+        let sums = match waiting {
+            true => vec![0; config.vcpus.into()],
+            false => stamp::sums(config),
+        };
         let vcpus = (0..)
             .zip(sums)
             .map(|(index, sum)| {
                 let course = Course::new(config, index);
-                let progress = Progress::new(&course, index, config.vcpus, *sum);
+                let progress = Progress::new(&course, index, config.vcpus, sum);
                 let vcpu: Box<dyn Vcpu> = match &vm {
                     Some(vm) => vm.vcpu(index, course, &progress)?,
                     None => Box::new(Writer {
@@ -319,10 +300,6 @@ impl Guest {
         Ok(())
     }
 
-    fn description(&self) -> String {
-        state::describe(&self.config)
-    }
-
     fn check_at_rest(&self) -> Result<(), GuestError> {
         if self.is_running() {
             return Err(GuestError::Running);
@@ -345,13 +322,6 @@ impl Drop for Guest {
             // A thread that panicked has said so.
             let _ = thread.join();
         }
-    }
-}
-
-fn vm(config: &Config) -> Result<Option<Vm>, KvmError> {
-    match config.kind {
-        Kind::Kvm => Vm::new(&config.memory).map(Some),
-        Kind::Threads => Ok(None),
     }
 }
 

@@ -107,10 +107,7 @@ global_asm!(
 /// What is missing.
 pub fn kvm_available() -> Result<(), String> {
     open()
-        .and_then(|kvm| {
-            kvm.create_vm()
-                .map_err(|error| KvmError::call("KVM_CREATE_VM", error))
-        })
+        .and_then(|kvm| kvm.create_vm().map_err(KvmError::call("KVM_CREATE_VM")))
         .map(drop)
         .map_err(|error| error.reason())
 }
@@ -188,7 +185,7 @@ impl Vm {
         }
         let fd = open()?
             .create_vm()
-            .map_err(|error| KvmError::call("KVM_CREATE_VM", error))?;
+            .map_err(KvmError::call("KVM_CREATE_VM"))?;
         let vm = Self {
             fd,
             slots: slots(memory),
@@ -216,19 +213,15 @@ impl Vm {
         let fd = self
             .fd
             .create_vcpu(index.into())
-            .map_err(|error| call("KVM_CREATE_VCPU", error))?;
+            .map_err(call("KVM_CREATE_VCPU"))?;
         // Without its CPUID a vCPU has 36 bits of physical addresses.
         let cpuid = open()?
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-            .map_err(|error| call("KVM_GET_SUPPORTED_CPUID", error))?;
-        fd.set_cpuid2(&cpuid)
-            .map_err(|error| call("KVM_SET_CPUID2", error))?;
-        let mut sregs = fd
-            .get_sregs()
-            .map_err(|error| call("KVM_GET_SREGS", error))?;
+            .map_err(call("KVM_GET_SUPPORTED_CPUID"))?;
+        fd.set_cpuid2(&cpuid).map_err(call("KVM_SET_CPUID2"))?;
+        let mut sregs = fd.get_sregs().map_err(call("KVM_GET_SREGS"))?;
         enter_long_mode(&mut sregs);
-        fd.set_sregs(&sregs)
-            .map_err(|error| call("KVM_SET_SREGS", error))?;
+        fd.set_sregs(&sregs).map_err(call("KVM_SET_SREGS"))?;
         Ok(Box::new(KvmVcpu {
             fd,
             regs: registers(&course, progress),
@@ -267,7 +260,7 @@ impl Vm {
         // SAFETY: the slot is a mapping of `self.memory`, all of it, and there are no Rust references to its content.
         // Only vCPUs write to it through KVM, and each of them holds the mapping too.
         unsafe { self.fd.set_user_memory_region(region) }
-            .map_err(|error| KvmError::call("KVM_SET_USER_MEMORY_REGION", error))
+            .map_err(KvmError::call("KVM_SET_USER_MEMORY_REGION"))
     }
 }
 
@@ -276,38 +269,29 @@ impl Vcpu for KvmVcpu {
         self.regs.rcx = writes.into();
         self.fd
             .set_regs(&self.regs)
-            .map_err(|error| KvmError::call("KVM_SET_REGS", error))?;
+            .map_err(KvmError::call("KVM_SET_REGS"))?;
         let exit = loop {
             match self.fd.run() {
                 Ok(VcpuExit::Hlt) => break None,
                 Ok(exit) => break Some(format!("{exit:?}")),
                 // A signal for this thread, nothing for the guest.
                 Err(error) if matches!(error.errno(), INTERRUPTED | AGAIN) => {}
-                Err(error) => return Err(KvmError::call("KVM_RUN", error)),
+                Err(error) => return Err(KvmError::call("KVM_RUN")(error)),
             }
         };
-        self.regs = self
-            .fd
-            .get_regs()
-            .map_err(|error| KvmError::call("KVM_GET_REGS", error))?;
+        self.regs = self.fd.get_regs().map_err(KvmError::call("KVM_GET_REGS"))?;
         let rip = self.regs.rip;
         match exit {
             None if rip == BATCH_ENTRY && self.regs.rcx == 0 => Ok(()),
-            None => Err(KvmError::Exit {
-                exit: "Hlt".to_owned(),
+            exit => Err(KvmError::Exit {
+                exit: exit.unwrap_or("Hlt".to_owned()),
                 rip,
             }),
-            Some(exit) => Err(KvmError::Exit { exit, rip }),
         }
     }
 
     fn progress(&self) -> Progress {
-        Progress {
-            stamp: self.regs.rbx,
-            cursor: self.regs.r12,
-            sum: self.regs.r10,
-            writes: self.regs.r11,
-        }
+        progress(&self.regs)
     }
 
     fn save(&self) -> Result<Vec<u8>, KvmError> {
@@ -323,12 +307,7 @@ impl Vcpu for KvmVcpu {
         let sregs = kvm_sregs::read_from_bytes(rest)
             .map_err(|_| format!("{} bytes of system registers", rest.len()))?;
         // Whatever else is in the registers would be an instruction elsewhere, or writes elsewhere.
-        let progress = Progress {
-            stamp: regs.rbx,
-            cursor: regs.r12,
-            sum: regs.r10,
-            writes: regs.r11,
-        };
+        let progress = progress(&regs);
         let expected = kvm_regs {
             rax: regs.rax,
             rdx: regs.rdx,
@@ -351,9 +330,7 @@ impl Vcpu for KvmVcpu {
 
 impl KvmVcpu {
     fn sregs(&self) -> Result<kvm_sregs, KvmError> {
-        self.fd
-            .get_sregs()
-            .map_err(|error| KvmError::call("KVM_GET_SREGS", error))
+        self.fd.get_sregs().map_err(KvmError::call("KVM_GET_SREGS"))
     }
 }
 
@@ -366,8 +343,9 @@ impl KvmError {
         }
     }
 
-    fn call(call: &'static str, error: kvm_ioctls::Error) -> Self {
-        Self::Call {
+    /// For the error of a system call.
+    fn call(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
+        move |error| Self::Call {
             call,
             source: error.into(),
         }
@@ -381,7 +359,7 @@ const INTERRUPTED: i32 = rustix::io::Errno::INTR.raw_os_error();
 const AGAIN: i32 = rustix::io::Errno::AGAIN.raw_os_error();
 
 fn open() -> Result<Kvm, KvmError> {
-    Kvm::new().map_err(|error| KvmError::call("opening /dev/kvm", error))
+    Kvm::new().map_err(KvmError::call("opening /dev/kvm"))
 }
 
 fn slots(memory: &Memory) -> Vec<Slot> {
@@ -480,6 +458,15 @@ fn enter_long_mode(sregs: &mut kvm_sregs) {
     sregs.efer |= EFER_LME_LMA;
 }
 
+fn progress(regs: &kvm_regs) -> Progress {
+    Progress {
+        stamp: regs.rbx,
+        cursor: regs.r12,
+        sum: regs.r10,
+        writes: regs.r11,
+    }
+}
+
 /// Of a vCPU between two batches.
 fn registers(course: &Course, progress: &Progress) -> kvm_regs {
     kvm_regs {
@@ -575,14 +562,14 @@ mod tests {
                     for writes in [1, 2, 300] {
                         vcpu.run(writes).unwrap();
                         writer.run(writes).unwrap();
-                        assert_eq!(vcpu.progress(), writer.progress(), "{pattern} {vcpus}");
+                        assert_eq!(vcpu.progress(), writer.progress(), "{pattern:?} {vcpus}");
                     }
                 }
                 let words = (0..ours.memory.len()).step_by(8);
                 let different = words
                     .map(|at| (at, ours.memory.load(at), model.memory.load(at)))
                     .find(|(_, a, b)| a != b);
-                assert_eq!(different, None, "{pattern} {vcpus}");
+                assert_eq!(different, None, "{pattern:?} {vcpus}");
             }
         }
     }

@@ -42,13 +42,14 @@ mod guest;
 mod kvm;
 mod memory;
 mod pacer;
+mod parallel;
 mod stamp;
 mod state;
 mod vcpu;
 
 pub use config::{Config, ConfigError, Kind, Pattern};
 pub use fill::{Fill, fill};
-pub use guest::{Guest, GuestError, Proof, VcpuProof, VerifyError};
+pub use guest::{Guest, GuestError, Proof, VerifyError};
 pub use kvm::{KvmError, Slot, kvm_available};
 pub use memory::{Backing, Block, Memory, MemoryError, PAGE};
 pub use state::LoadError;

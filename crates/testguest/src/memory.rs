@@ -124,16 +124,14 @@ impl Memory {
 
     /// `len` bytes from address `start`, as far as they are in one block.
     pub(crate) fn slice(&self, start: u64, len: usize) -> Option<VolatileSlice<'_>> {
-        let block = self.block_at(start)?;
-        let offset = usize::try_from(start - block.start).ok()?;
+        let (block, offset) = self.block_at(start)?;
         block.region.get_slice(offset, len).ok()
     }
 
     /// The word at an address that is a multiple of 8; `None` outside of the memory.
     #[inline]
     pub(crate) fn load(&self, address: u64) -> Option<u64> {
-        let block = self.block_at(address)?;
-        let offset = usize::try_from(address - block.start).ok()?;
+        let (block, offset) = self.block_at(address)?;
         let slice = block.region.as_volatile_slice();
         slice.load(offset, Ordering::Relaxed).ok()
     }
@@ -141,8 +139,7 @@ impl Memory {
     /// Sets the word at an address that is a multiple of 8; `None` outside of the memory.
     #[inline]
     pub(crate) fn store(&self, address: u64, word: u64) -> Option<()> {
-        let block = self.block_at(address)?;
-        let offset = usize::try_from(address - block.start).ok()?;
+        let (block, offset) = self.block_at(address)?;
         let slice = block.region.as_volatile_slice();
         slice.store(word, offset, Ordering::Relaxed).ok()
     }
@@ -152,30 +149,25 @@ impl Memory {
     pub(crate) fn touched(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         let mut parts = Vec::new();
         for block in &self.blocks {
-            let of_block = block.range();
-            let start = range.start.max(of_block.start);
-            let end = range.end.min(of_block.end);
+            let start = range.start.max(block.range().start);
+            let end = range.end.min(block.range().end);
             if start < end {
                 let within = start - block.start..end - block.start;
                 // Without the host's answer everything is read, which is as right.
-                let touched = block
-                    .touched(within.clone())
-                    .unwrap_or_else(|_| vec![within]);
-                parts.extend(
-                    touched
-                        .into_iter()
-                        .map(|part| part.start + block.start..part.end + block.start),
-                );
+                let touched = block.touched(&within).unwrap_or_else(|_| vec![within]);
+                let touched = touched.into_iter();
+                parts.extend(touched.map(|it| it.start + block.start..it.end + block.start));
             }
         }
         parts
     }
 
+    /// The block of an address, and where in it that is.
     #[inline]
-    fn block_at(&self, address: u64) -> Option<&Block> {
-        self.blocks
-            .iter()
-            .find(|block| block.range().contains(&address))
+    fn block_at(&self, address: u64) -> Option<(&Block, usize)> {
+        let mut blocks = self.blocks.iter();
+        let block = blocks.find(|block| block.range().contains(&address))?;
+        Some((block, usize::try_from(address - block.start).ok()?))
     }
 }
 
@@ -195,7 +187,7 @@ impl Block {
         self.start..self.start + self.region.size() as u64
     }
 
-    fn touched(&self, within: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    fn touched(&self, within: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
         match self.region.file_offset() {
             Some(file) => data_of_file(file, within),
             None => {
@@ -231,19 +223,16 @@ fn check_length(name: &str, len: u64, unit: u64) -> Result<u64, MemoryError> {
 }
 
 fn map(name: &str, backing: Backing, bytes: u64) -> Result<Arc<MmapRegion>, MemoryError> {
-    let unit = match backing {
-        Backing::Anonymous | Backing::Memfd => PAGE,
-        Backing::Hugetlb => LARGE_PAGE,
+    let large = MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+    let (unit, memfd) = match backing {
+        Backing::Anonymous => (PAGE, None),
+        Backing::Memfd => (PAGE, Some(MemfdFlags::CLOEXEC)),
+        Backing::Hugetlb => (LARGE_PAGE, Some(MemfdFlags::CLOEXEC | large)),
     };
     check_length(name, bytes, unit)?;
-    let region = match backing {
-        Backing::Anonymous => map_anonymous(bytes),
-        Backing::Memfd => map_memfd(name, MemfdFlags::CLOEXEC, bytes),
-        Backing::Hugetlb => map_memfd(
-            name,
-            MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
-            bytes,
-        ),
+    let region = match memfd {
+        None => map_anonymous(bytes),
+        Some(flags) => map_memfd(name, flags, bytes),
     };
     region.map(Arc::new).map_err(|source| MemoryError::Host {
         name: name.to_owned(),
@@ -274,7 +263,7 @@ fn map_memfd(name: &str, flags: MemfdFlags, bytes: u64) -> io::Result<MmapRegion
 }
 
 /// The parts of a shared mapping that its file has data for.
-fn data_of_file(file: &FileOffset, within: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+fn data_of_file(file: &FileOffset, within: &Range<u64>) -> io::Result<Vec<Range<u64>>> {
     let end = file.start() + within.end;
     let mut parts = Vec::new();
     let mut at = file.start() + within.start;

@@ -1,10 +1,13 @@
 //! Stamps and their sums: what a vCPU does, in Rust. `kvm.rs` has the same in machine code.
 
-use std::{ops::Range, thread};
+use std::ops::Range;
+
+use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::{
     config::{Config, Pattern},
     memory::{Memory, PAGE, PAGE_BYTES},
+    parallel::{on_all_cpus, pieces},
 };
 
 /// Words of 8 bytes in a page.
@@ -30,8 +33,9 @@ pub(crate) struct Course {
     pub(crate) sequential: bool,
 }
 
-/// What does change.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What does change; its bytes are the state of a vCPU that is a thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, Immutable, IntoBytes)]
+#[repr(C)]
 pub(crate) struct Progress {
     /// The last stamp.
     pub(crate) stamp: u64,
@@ -101,61 +105,36 @@ impl Progress {
 
 /// The sum of each vCPU's words over the working set as it is now.
 pub(crate) fn sums(config: &Config) -> Vec<u64> {
+    /// Some milliseconds' work.
+    const SHARE: usize = 16 << 20;
     let parts = config.memory.touched(&config.working_set());
-    let pages: u64 = parts
-        .iter()
-        .map(|part| (part.end - part.start) / PAGE)
-        .sum();
-    let threads = thread::available_parallelism().map_or(1, |n| n.get() as u64);
-    // Not worth a thread: less than some milliseconds.
-    let threads = threads.min(pages >> 12).max(1);
-    let share = pages.div_ceil(threads).max(1);
-    thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads)
-            .map(|index| {
-                let parts = &parts;
-                let mine = index * share..(index + 1) * share;
-                scope.spawn(move || sums_of_pages(config, parts, mine))
-            })
-            .collect();
-        let mut sums = vec![0_u64; usize::from(config.vcpus)];
-        for worker in workers {
-            let partial = worker
-                .join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            for (sum, partial) in sums.iter_mut().zip(partial) {
-                *sum = sum.wrapping_add(partial);
-            }
+    let shares = parts.into_iter().flat_map(|part| pieces(part, SHARE));
+    let mut sums = vec![0_u64; usize::from(config.vcpus)];
+    for partial in on_all_cpus(shares.collect(), |pages| sums_of_pages(config, pages)) {
+        for (sum, partial) in sums.iter_mut().zip(partial) {
+            *sum = sum.wrapping_add(partial);
         }
-        sums
-    })
+    }
+    sums
 }
 
-/// The sums over the pages number `numbers`, counted through all `parts`.
-fn sums_of_pages(config: &Config, parts: &[Range<u64>], numbers: Range<u64>) -> Vec<u64> {
+/// The sums over the pages at these addresses, all of one block.
+fn sums_of_pages(config: &Config, addresses: Range<u64>) -> Vec<u64> {
     let words = usize::try_from(words_per_vcpu(config)).unwrap_or(usize::MAX);
     let mut sums = vec![0_u64; usize::from(config.vcpus)];
     let mut copy = [0_u8; PAGE_BYTES];
-    let mut before = 0;
-    for part in parts {
-        let pages = (part.end - part.start) / PAGE;
-        let first = numbers.start.saturating_sub(before).min(pages);
-        let last = numbers.end.saturating_sub(before).min(pages);
-        before += pages;
-        for page in first..last {
-            let address = part.start + page * PAGE;
-            let Some(slice) = config.memory.slice(address, copy.len()) else {
-                continue;
-            };
-            slice.copy_to(&mut copy);
-            let values = copy.as_chunks().0;
-            let mut weight = address + 1;
-            for (sum, values) in sums.iter_mut().zip(values.chunks(words)) {
-                for value in values {
-                    let value = u64::from_le_bytes(*value);
-                    *sum = sum.wrapping_add(value.wrapping_mul(weight));
-                    weight += 8;
-                }
+    for address in addresses.step_by(PAGE_BYTES) {
+        let Some(slice) = config.memory.slice(address, copy.len()) else {
+            continue;
+        };
+        slice.copy_to(&mut copy);
+        let values = copy.as_chunks().0;
+        let mut weight = address + 1;
+        for (sum, values) in sums.iter_mut().zip(values.chunks(words)) {
+            for value in values {
+                let value = u64::from_le_bytes(*value);
+                *sum = sum.wrapping_add(value.wrapping_mul(weight));
+                weight += 8;
             }
         }
     }

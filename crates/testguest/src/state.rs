@@ -44,7 +44,7 @@ pub enum LoadError {
 pub(crate) fn describe(config: &Config) -> String {
     let Range { start, end } = config.working_set();
     let mut text = format!(
-        "{} vcpus={} pattern={} working-set={start:#x}..{end:#x}",
+        "{:?} vcpus={} pattern={:?} working-set={start:#x}..{end:#x}",
         config.kind, config.vcpus, config.pattern
     );
     for block in config.memory.blocks() {

@@ -8,6 +8,8 @@ use std::{
     time::Instant,
 };
 
+use zerocopy::{FromBytes, IntoBytes};
+
 use crate::{
     kvm::KvmError,
     memory::Memory,
@@ -44,8 +46,10 @@ pub(crate) struct Control {
     vcpus: u8,
     state: Mutex<State>,
     changed: Condvar,
-    throttle: AtomicU8,
-    written: AtomicU64,
+    /// Percent, 0 to 99.
+    pub(crate) throttle: AtomicU8,
+    /// Writes of pages.
+    pub(crate) written: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -112,23 +116,6 @@ impl Control {
         lock(&self.state).failure.clone()
     }
 
-    /// `percent` is 0 to 99.
-    pub(crate) fn set_throttle(&self, percent: u8) {
-        self.throttle.store(percent, Ordering::Relaxed);
-    }
-
-    pub(crate) fn throttle(&self) -> u8 {
-        self.throttle.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn written(&self) -> u64 {
-        self.written.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn set_written(&self, writes: u64) {
-        self.written.store(writes, Ordering::Relaxed);
-    }
-
     fn want(&self, wanted: Wanted) {
         lock(&self.state).wanted = wanted;
         self.changed.notify_all();
@@ -184,7 +171,8 @@ fn batch(
     control
         .written
         .fetch_add(u64::from(writes), Ordering::Relaxed);
-    pacer.ran(started, Instant::now(), control.throttle());
+    let throttle = control.throttle.load(Ordering::Relaxed);
+    pacer.ran(started, Instant::now(), throttle);
     Ok(())
 }
 
@@ -220,32 +208,16 @@ impl Vcpu for Writer {
     }
 
     fn save(&self) -> Result<Vec<u8>, KvmError> {
-        let Progress {
-            stamp,
-            cursor,
-            sum,
-            writes,
-        } = self.progress;
-        Ok([stamp, cursor, sum, writes]
-            .map(u64::to_le_bytes)
-            .as_flattened()
-            .to_vec())
+        Ok(self.progress.as_bytes().to_vec())
     }
 
     fn load(&mut self, state: &[u8]) -> Result<(), String> {
-        let ([stamp, cursor, sum, writes], []) = state.as_chunks() else {
-            return Err(format!("{} bytes instead of 32", state.len()));
-        };
-        let [stamp, cursor, sum, writes] = [*stamp, *cursor, *sum, *writes].map(u64::from_le_bytes);
-        if cursor >= self.course.pages {
-            return Err(format!("page {cursor} of {}", self.course.pages));
+        let progress = Progress::read_from_bytes(state)
+            .map_err(|_| format!("{} bytes instead of 32", state.len()))?;
+        if progress.cursor >= self.course.pages {
+            return Err(format!("page {} of {}", progress.cursor, self.course.pages));
         }
-        self.progress = Progress {
-            stamp,
-            cursor,
-            sum,
-            writes,
-        };
+        self.progress = progress;
         Ok(())
     }
 }

@@ -42,7 +42,7 @@ fn it_writes_in_its_pattern_and_verifies() {
                 run_for(&guest, 5000);
                 let proof = guest.verify().unwrap();
                 assert_eq!(proof.writes, guest.written());
-                assert_eq!(proof.vcpus.len(), usize::from(vcpus));
+                assert_eq!(proof.sums.len(), usize::from(vcpus));
                 let after = pages(&config.memory);
                 let changed: BTreeSet<_> = (0..after.len())
                     .filter(|page| before[*page] != after[*page])
@@ -55,7 +55,7 @@ fn it_writes_in_its_pattern_and_verifies() {
                     Pattern::Random => all.len() * 6 / 10..=all.len(),
                     Pattern::HotSet { .. } => 5..=5,
                 };
-                let what = format!("{kind} {pattern} {vcpus}: {} pages", changed.len());
+                let what = format!("{kind:?} {pattern:?} {vcpus}: {} pages", changed.len());
                 assert!(expected.contains(&changed.len()), "{what}");
                 assert!(changed.first() >= Some(&all.start), "{what}");
                 if pattern == hot(5) {
@@ -82,7 +82,7 @@ fn it_writes_its_working_set_and_nothing_else() {
             .filter(|page| before[*page] != after[*page])
             .collect();
         let expected: Vec<_> = page_numbers(&working_set).collect();
-        assert_eq!(changed, expected, "{kind}");
+        assert_eq!(changed, expected, "{kind:?}");
     }
 }
 
@@ -99,7 +99,7 @@ fn a_paused_guest_does_not_write() {
             let written = guest.written();
             let before = pages(&config.memory);
             thread::yield_now();
-            assert!(before == pages(&config.memory), "{kind}, round {round}");
+            assert!(before == pages(&config.memory), "{kind:?}, round {round}");
             assert_eq!(guest.written(), written);
             assert_eq!(guest.verify().unwrap().writes, written);
         }
@@ -132,7 +132,7 @@ fn it_goes_on_where_memory_and_state_have_been_moved_to() {
                 assert_eq!(
                     proof,
                     guest.verify().unwrap(),
-                    "{kind} {pattern}, hop {hop}"
+                    "{kind:?} {pattern:?}, hop {hop}"
                 );
                 assert_eq!(proof.writes, destination.written());
                 assert!(proof.writes >= writes + 800);
@@ -177,9 +177,9 @@ fn one_page_lost_old_or_elsewhere_is_noticed_at_once_and_later() {
             }
             let destination = Guest::incoming(&there).unwrap();
             destination.load(&guest.save().unwrap()).unwrap();
-            assert!(is_wrong(&destination), "{kind} {how}");
+            assert!(is_wrong(&destination), "{kind:?} {how}");
             run_for(&destination, MEMORY / PAGE);
-            assert!(is_wrong(&destination), "{kind} {how}, later");
+            assert!(is_wrong(&destination), "{kind:?} {how}, later");
             assert_ne!(old, page(&there.memory, 3000));
         }
     }
@@ -200,7 +200,7 @@ fn a_rate_is_not_exceeded() {
             // Each vCPU may be 10 ms behind and catch up, and be in a batch of 5 ms or one write.
             let most = rate as f64 * (started.elapsed().as_secs_f64() + 0.015) + f64::from(vcpus);
             let written = guest.written();
-            assert!(written as f64 <= most, "{kind}: {written} of {most}");
+            assert!(written as f64 <= most, "{kind:?}: {written} of {most}");
             guest.verify().unwrap();
         }
     }

@@ -17,7 +17,7 @@
 
 use std::sync::Arc;
 
-use multifd::{Layout, Method};
+use multifd::Method;
 use tracing::{debug, error, warn};
 
 use crate::{
@@ -137,33 +137,17 @@ impl Guard {
     }
 }
 
-/// Encodes by a device, and in software when need be.
+/// Encodes by a device, and in software when need be: `fallback` and `verifier` are of the device's method.
 pub(crate) struct Accelerated {
-    guard: Guard,
-    device: Box<dyn Device>,
-    fallback: Box<dyn Compress>,
-    verifier: Box<dyn Unpack>,
-    decoded: Vec<u8>,
+    pub(crate) guard: Guard,
+    pub(crate) device: Box<dyn Device>,
+    pub(crate) fallback: Box<dyn Compress>,
+    pub(crate) verifier: Box<dyn Unpack>,
+    /// Room for the pages of a packet.
+    pub(crate) decoded: Vec<u8>,
 }
 
 impl Accelerated {
-    /// `fallback` and `verifier` are software for the device's method.
-    pub(crate) fn new(
-        guard: Guard,
-        device: Box<dyn Device>,
-        fallback: Box<dyn Compress>,
-        verifier: Box<dyn Unpack>,
-        layout: Layout,
-    ) -> Self {
-        Self {
-            guard,
-            device,
-            fallback,
-            verifier,
-            decoded: vec![0; layout.packet_bytes()],
-        }
-    }
-
     /// `None` when software has to do it.
     fn by_device(&mut self, pages: &[u8], out: &mut [u8]) -> Result<Option<usize>, CompressError> {
         let written = self.device.compress(pages, out).and_then(|len| {
@@ -214,29 +198,13 @@ impl Compress for Accelerated {
     }
 }
 
-/// Decodes by a device, and in software when need be.
+/// Decodes by a device, and in software when need be: `fallback` is of the device's method.
 pub(crate) struct AcceleratedUnpack {
-    guard: Guard,
-    device: Box<dyn Device>,
-    fallback: Box<dyn Unpack>,
-    decoded: Vec<u8>,
-}
-
-impl AcceleratedUnpack {
-    /// `fallback` is software for the device's method.
-    pub(crate) fn new(
-        guard: Guard,
-        device: Box<dyn Device>,
-        fallback: Box<dyn Unpack>,
-        layout: Layout,
-    ) -> Self {
-        Self {
-            guard,
-            device,
-            fallback,
-            decoded: vec![0; layout.packet_bytes()],
-        }
-    }
+    pub(crate) guard: Guard,
+    pub(crate) device: Box<dyn Device>,
+    pub(crate) fallback: Box<dyn Unpack>,
+    /// Room for the pages of a packet.
+    pub(crate) decoded: Vec<u8>,
 }
 
 impl Unpack for AcceleratedUnpack {

@@ -6,7 +6,7 @@ use multifd::{Layout, Method};
 
 use crate::{
     DecodeError, Engines, Health,
-    accelerated::AcceleratedUnpack,
+    accelerated::{AcceleratedUnpack, Guard},
     engine::{Decompress, Unpack},
     ffi::zstd as frame,
     methods::{self, Decoding},
@@ -151,12 +151,12 @@ impl Decoder {
         if !accelerator.takes(self.layout) {
             return software;
         }
-        Box::new(AcceleratedUnpack::new(
-            engines.guard(accelerator, method, health),
-            accelerator.device(method, LEVEL_OF_DECODERS, self.layout),
-            software,
-            self.layout,
-        ))
+        Box::new(AcceleratedUnpack {
+            guard: Guard::new(accelerator.name(), method, engines.verify, health.clone()),
+            device: accelerator.device(method, LEVEL_OF_DECODERS, self.layout),
+            fallback: software,
+            decoded: vec![0; self.layout.packet_bytes()],
+        })
     }
 }
 
@@ -266,10 +266,10 @@ fn no_pages(method: Method, payload: &[u8]) -> Result<(), DecodeError> {
 }
 
 /// What is in `slot`, created if there is nothing yet.
-pub(crate) fn existing_or<T>(
+pub(crate) fn existing_or<T, E>(
     slot: &mut Option<T>,
-    create: impl FnOnce() -> Result<T, DecodeError>,
-) -> Result<&mut T, DecodeError> {
+    create: impl FnOnce() -> Result<T, E>,
+) -> Result<&mut T, E> {
     let existing = match slot.take() {
         Some(existing) => existing,
         None => create()?,

@@ -1,7 +1,10 @@
 //! What a compression library, or a device, has to do for us. Everything else (sizes, progress,
 //! fallback, errors that name values) is written once, in `encode`, `decode` and `accelerated`.
 
-use std::ops::RangeInclusive;
+use std::{
+    ops::RangeInclusive,
+    path::{Path, PathBuf},
+};
 
 use idxd::offload::OffloadCounters;
 use multifd::{Layout, Method};
@@ -20,7 +23,6 @@ pub(crate) struct Software {
 
 /// Encodes packets: those of one stream, or each by itself.
 pub(crate) trait Compress: Send {
-    /// Name of the engine.
     fn name(&self) -> &'static str;
 
     /// Writes `pages`, encoded, to the start of `out`, and returns how many bytes that are.
@@ -90,7 +92,6 @@ pub(crate) trait Unpack: Send {
 
 /// Hardware that encodes and decodes the packets of a method, present on this host.
 pub(crate) trait Accelerator: Send + Sync {
-    /// Name of the engine.
     fn name(&self) -> &'static str;
 
     /// Whether it takes guests with this layout.
@@ -103,9 +104,31 @@ pub(crate) trait Accelerator: Send + Sync {
     /// before the first use.
     fn device(&self, method: Method, level: i32, layout: Layout) -> Box<dyn Device>;
 
+    /// The file of the library that drives it, where there is one.
+    fn library(&self) -> Option<&Path> {
+        None
+    }
+
     /// What its devices have done so far, where it counts pages.
     fn work(&self) -> Option<OffloadCounters> {
         None
+    }
+}
+
+/// Why there is no [`Accelerator`].
+#[derive(Clone, Debug)]
+pub(crate) struct Missing {
+    pub(crate) reason: String,
+    /// The file of the library that would drive it, if that is there.
+    pub(crate) library: Option<PathBuf>,
+}
+
+impl From<String> for Missing {
+    fn from(reason: String) -> Self {
+        Self {
+            reason,
+            library: None,
+        }
     }
 }
 

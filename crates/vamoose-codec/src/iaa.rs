@@ -20,17 +20,7 @@
 //!
 //! The level is software's as well: pages that software does are written by qpl's engine for it.
 //!
-//! Ratios and the encoding thread's time for a page, waiting included, with the **model** of an IAA at 4 GB/s and what
-//! it finds for matches, which is not what the hardware finds (`benches/iaa.rs`; 23 and 24 packets of 128 pages from
-//! Silesia and from memory of processes):
-//!
-//! |                 | Silesia          | memory           |
-//! |-----------------|------------------|------------------|
-//! | model, level 0  | 2.295 / 1.06 µs  | 2.144 / 1.05 µs  |
-//! | model, level 1  | 2.647 / 2.47 µs  | 2.195 / 2.21 µs  |
-//! | ISA-L, level 0  | 2.581 / 10.9 µs  | 2.099 / 14.1 µs  |
-//! | libdeflate, 1   | 2.739 / 36.6 µs  | 2.322 / 43.2 µs  |
-//!
+//! docs/engines.md has the figures, by the **model** of an IAA and what it finds for matches (`bench/benches/iaa.rs`).
 //! At level 0 the device is what takes the time. At level 1 it is the making of the code, about 150 µs a packet.
 //!
 //! # Canned mode
@@ -45,6 +35,7 @@ use idxd::offload::{Compressor, Decompressor, Devices, OffloadCounters, Tables};
 use multifd::{Layout, Method};
 
 use crate::{
+    decode::existing_or,
     engine::{Accelerator, CompressError, Device, DeviceError},
     ffi::libdeflate::Inflate,
     libdeflate,
@@ -121,38 +112,14 @@ impl IaaDevice {
         }
         Ok(())
     }
-
-    fn encoding(&self) -> Result<Encoding, DeviceError> {
-        let tables = match self.level {
-            0 => Tables::Fixed,
-            _ => Tables::Learned,
-        };
-        let software = qpl::deflate(self.level).map_err(|reason| failed(&reason))?;
-        Ok(Encoding {
-            compressor: Compressor::new(self.devices.clone(), PAGE_SIZE, self.pages, tables),
-            software,
-        })
-    }
-
-    fn decoding(&self) -> Result<Decoding, DeviceError> {
-        Ok(Decoding {
-            decompressor: Decompressor::new(self.devices.clone(), PAGE_SIZE),
-            software: libdeflate::inflate(Method::Qpl).map_err(|error| failed(&error))?,
-            starts: Vec::with_capacity(self.pages + 1),
-        })
-    }
 }
 
 impl Device for IaaDevice {
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, DeviceError> {
         self.check()?;
-        let mut encoding = match self.encoding.take() {
-            Some(encoding) => encoding,
-            None => self.encoding()?,
-        };
-        let result = encoding.compress(pages, out);
-        self.encoding = Some(encoding);
-        result.map_err(|fault| {
+        let create = || Encoding::new(&self.devices, self.level, self.pages);
+        let encoding = existing_or(&mut self.encoding, create)?;
+        encoding.compress(pages, out).map_err(|fault| {
             failed(&format_args!(
                 "its pages did not become a packet: {fault:?}"
             ))
@@ -161,17 +128,23 @@ impl Device for IaaDevice {
 
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DeviceError> {
         self.check()?;
-        let mut decoding = match self.decoding.take() {
-            Some(decoding) => decoding,
-            None => self.decoding()?,
-        };
-        let result = decoding.unpack(payload, pages);
-        self.decoding = Some(decoding);
-        result
+        let create = || Decoding::new(&self.devices, self.pages);
+        existing_or(&mut self.decoding, create)?.unpack(payload, pages)
     }
 }
 
 impl Encoding {
+    fn new(devices: &Arc<Devices>, level: i32, pages: usize) -> Result<Self, DeviceError> {
+        let tables = match level {
+            0 => Tables::Fixed,
+            _ => Tables::Learned,
+        };
+        Ok(Self {
+            compressor: Compressor::new(devices.clone(), PAGE_SIZE, pages, tables),
+            software: qpl::deflate(level).map_err(|reason| failed(&reason))?,
+        })
+    }
+
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let Self {
             compressor,
@@ -189,7 +162,7 @@ impl Encoding {
                     software.begin(pages).ok()?;
                     begun = true;
                 }
-                software.page(page, room).ok()
+                software.compress(page, room).ok()
             },
             &mut |stream| {
                 let (Ok(()), Some(page)) = (result, rest.next()) else {
@@ -210,6 +183,14 @@ impl Encoding {
 }
 
 impl Decoding {
+    fn new(devices: &Arc<Devices>, pages: usize) -> Result<Self, DeviceError> {
+        Ok(Self {
+            decompressor: Decompressor::new(devices.clone(), PAGE_SIZE),
+            software: libdeflate::inflate(Method::Qpl).map_err(|error| failed(&error))?,
+            starts: Vec::with_capacity(pages + 1),
+        })
+    }
+
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DeviceError> {
         let Self {
             decompressor,

@@ -34,10 +34,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Where to read on: `methods` (the table of methods), [`Settings`] (what can be asked for), [`Registry`] (which engine does it),
-//! `encode` and `decode` (what both sides of every method share: sizes, errors), one module per method
-//! (its format, its engines, and the measurements behind the choice), `accelerated` (what happens when
-//! hardware fails), `ffi` (the only unsafe code).
+//! A method's module has its format, its engines, and the measurements behind the choice.
 
 #![deny(unsafe_code)]
 

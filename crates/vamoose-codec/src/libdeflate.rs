@@ -9,7 +9,6 @@ use crate::{
     ffi::libdeflate::Inflate,
 };
 
-/// Name of the library.
 pub(crate) const NAME: &str = "libdeflate";
 
 /// Reads the streams of `method`.

@@ -17,7 +17,6 @@ use crate::{
 /// The levels that can be set: LZ4's accelerations.
 pub(crate) const LEVELS: RangeInclusive<i32> = 1..=65_537;
 
-/// The engine.
 pub(crate) const ENGINES: &[Software] = &[Software {
     name: "lz4",
     levels: LEVELS,
@@ -43,7 +42,6 @@ impl Compress for Compressor {
     }
 }
 
-/// Decodes packets.
 pub(crate) struct Unpacker;
 
 impl Unpack for Unpacker {
@@ -59,15 +57,7 @@ impl Unpack for Unpacker {
                 method,
                 reason: "invalid LZ4 data, or more than the packet's pages",
             })?;
-        if found != expected {
-            return Err(DecodeError::TooShort {
-                method,
-                payload: payload.len(),
-                found,
-                expected,
-            });
-        }
-        Ok(())
+        DecodeError::check_len(method, payload.len(), found, expected)
     }
 
     /// Any bytes may be an LZ4 block.

@@ -1,16 +1,21 @@
 //! Engine qat: Intel QuickAssist for method qatzip, through libqatzip where the host has that.
 //!
 //! One session per channel and direction, opened by the thread that uses it, at its first packet. A
-//! device that does not answer costs its session, which may not be used again: a new one is opened,
-//! a few times; after that this channel is software's.
+//! packet that fails costs its session, which may not be used again: a new one is opened. That happens
+//! only a few times where a session leaves memory behind, as it does when its device does not answer, or
+//! cannot be opened; after that this channel is software's.
 
-use std::{ffi::OsStr, sync::Arc};
+#[cfg(test)]
+mod tests;
+
+use std::{ffi::OsStr, path::Path, sync::Arc};
 
 use multifd::{Layout, Method};
+use tracing::debug;
 
 use crate::{
-    engine::{Accelerator, Device, DeviceError},
-    ffi::libqatzip::{Code, Failure, Library, NAME as LIBRARY, Session, hardware},
+    engine::{Accelerator, Device, DeviceError, Missing},
+    ffi::libqatzip::{Absent, Code, Failure, Library, NAME as LIBRARY, Session, hardware},
 };
 
 /// The library and the hardware behind it.
@@ -23,16 +28,25 @@ impl Qat {
     pub(crate) const METHODS: &[Method] = &[Method::Qatzip];
 
     /// The host's, or why there is none.
-    pub(crate) fn of_host() -> Result<Self, String> {
+    pub(crate) fn of_host() -> Result<Self, Missing> {
         Self::open(OsStr::new(LIBRARY))
     }
 
     /// With the library `name`, a path or what the system's loader knows.
-    pub(crate) fn open(name: &OsStr) -> Result<Self, String> {
-        let absent = |absent: crate::ffi::libqatzip::Absent| absent.to_string();
-        let library = Arc::new(Library::open(name).map_err(absent)?);
-        hardware(&library).map_err(absent)?;
-        Ok(Self { library })
+    pub(crate) fn open(name: &OsStr) -> Result<Self, Missing> {
+        let library = Library::open(name).map_err(|absent| absent.to_string())?;
+        debug!("{} is loaded", library.file().display());
+        let library = Arc::new(library);
+        match hardware(&library) {
+            Ok(()) => Ok(Self { library }),
+            Err(absent) => {
+                debug!("engine {} is absent: {absent}", Self::NAME);
+                Err(Missing {
+                    reason: absent.to_string(),
+                    library: Some(library.file().to_owned()),
+                })
+            }
+        }
     }
 }
 
@@ -47,20 +61,25 @@ impl Accelerator for Qat {
             level: level.unsigned_abs(),
             layout,
             session: None,
-            opened: 0,
+            lost: 0,
         })
+    }
+
+    fn library(&self) -> Option<&Path> {
+        Some(self.library.file())
     }
 }
 
-/// Sessions that a channel may use up: what an unanswered request may still write to is never freed.
-const MOST_SESSIONS: u32 = 4;
+/// Sessions that a channel may lose: what an unanswered request may still write to is never freed.
+const MOST_LOST: u32 = 4;
 
 struct QatDevice {
     library: Arc<Library>,
     level: u32,
     layout: Layout,
     session: Option<Session>,
-    opened: u32,
+    /// Sessions that have left their memory behind, or were not opened.
+    lost: u32,
 }
 
 impl QatDevice {
@@ -70,21 +89,22 @@ impl QatDevice {
         work: impl FnOnce(&mut Session) -> Result<T, Failure>,
     ) -> Result<T, DeviceError> {
         if self.session.is_none() {
-            if self.opened == MOST_SESSIONS {
+            if self.lost == MOST_LOST {
                 return Err(DeviceError::Failed(format!(
-                    "{MOST_SESSIONS} QAT sessions have been lost"
+                    "{MOST_LOST} QAT sessions have been lost"
                 )));
             }
-            self.opened += 1;
             let (library, level, layout) = (self.library.clone(), self.level, self.layout);
             let opened = Session::open(library, level, layout.packet_bytes(), layout.max_payload());
+            self.lost += u32::from(opened.is_err());
             self.session = Some(opened.map_err(device_error)?);
         }
         let Some(session) = &mut self.session else {
             return Err(DeviceError::Failed("no QAT session".to_owned()));
         };
         let result = work(session);
-        if matches!(result, Err(Failure::Lost | Failure::WrongThread)) {
+        if result.is_err() {
+            self.lost += u32::from(session.leaks());
             self.session = None;
         }
         result.map_err(device_error)
@@ -106,7 +126,11 @@ fn device_error(failure: Failure) -> DeviceError {
     match failure {
         Failure::Code { code, .. } if code == Code::TIMEOUT => DeviceError::TimedOut(reason),
         // Other processes have them all, for the moment.
-        Failure::Code { code, .. } if code == Code::NO_INSTANCE => DeviceError::Busy,
+        Failure::Code { code, .. } | Failure::Absent(Absent::Refused { code, .. })
+            if code == Code::NO_INSTANCE =>
+        {
+            DeviceError::Busy
+        }
         _ => DeviceError::Failed(reason),
     }
 }

@@ -51,7 +51,6 @@ use crate::{
 
 mod member;
 
-/// The levels that can be set.
 pub(crate) const LEVELS: RangeInclusive<i32> = 1..=9;
 
 /// The engines, the better one first.
@@ -61,7 +60,7 @@ pub(crate) const ENGINES: &[Software] = &[
         name: isal::NAME,
         levels: 1..=1,
         compressor: |level| {
-            let level = isal::Level::of_zlib(level).ok_or("not a level of ISA-L")?;
+            let level = isal::Level::of_zlib(level)?;
             let engine = isal::one_shot::OneShot::new(level);
             Ok(Box::new(Members { engine }))
         },
@@ -110,7 +109,6 @@ impl<E: Compress> Members<E> {
     }
 }
 
-/// Decodes packets.
 #[derive(Default)]
 pub(crate) struct Unpacker {
     /// Created by the first packet: to check shapes needs none.
@@ -142,15 +140,7 @@ impl Unpack for Unpacker {
             rest = &rest[member.consumed..];
             found += member.produced;
         }
-        if found < expected {
-            return Err(DecodeError::TooShort {
-                method,
-                payload: payload.len(),
-                found,
-                expected,
-            });
-        }
-        Ok(())
+        DecodeError::check_len(method, payload.len(), found, expected)
     }
 
     /// Whether hardware can have written it: it follows the members by the sizes that they state.

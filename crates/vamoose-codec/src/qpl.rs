@@ -54,7 +54,6 @@ use crate::{
     libdeflate,
 };
 
-/// The levels that can be set.
 pub(crate) const LEVELS: RangeInclusive<i32> = 0..=12;
 
 /// The engines, the better one first.
@@ -78,16 +77,12 @@ pub(crate) const ENGINES: &[Software] = &[
 /// The page size that can be encoded: IAA's window.
 pub(crate) const PAGE_SIZE: usize = 4096;
 
-/// What a library does for a packet.
-pub(crate) trait Deflate: Send {
-    /// Name of the library.
-    fn library(&self) -> &'static str;
-
+/// Writes a packet's streams, one for each page.
+pub(crate) trait Deflate: Compress {
     /// Prepares for the pages of a packet.
-    fn begin(&mut self, pages: &[u8]) -> Result<(), CompressError>;
-
-    /// Writes a stream that holds `page` to the start of `out`.
-    fn page(&mut self, page: &[u8], out: &mut [u8]) -> Result<usize, CompressError>;
+    fn begin(&mut self, _pages: &[u8]) -> Result<(), CompressError> {
+        Ok(())
+    }
 }
 
 /// The library that serves `level`.
@@ -110,21 +105,20 @@ fn packer(level: i32) -> Result<Box<dyn Compress>, &'static str> {
     Ok(Box::new(Packer { deflate }))
 }
 
-/// Encodes packets.
 struct Packer {
     deflate: Box<dyn Deflate>,
 }
 
 impl Compress for Packer {
     fn name(&self) -> &'static str {
-        self.deflate.library()
+        self.deflate.name()
     }
 
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let mut payload = Payload::new(pages.len(), out)?;
         self.deflate.begin(pages)?;
         for page in pages.chunks_exact(PAGE_SIZE) {
-            payload.page(page, |room| self.deflate.page(page, room))?;
+            payload.page(page, |room| self.deflate.compress(page, room))?;
         }
         Ok(payload.written)
     }
@@ -188,16 +182,8 @@ impl<'a> Payload<'a> {
 
 #[cfg(feature = "isal")]
 impl Deflate for isal::learned::Learned {
-    fn library(&self) -> &'static str {
-        isal::NAME
-    }
-
     fn begin(&mut self, pages: &[u8]) -> Result<(), CompressError> {
         self.learn(pages.chunks_exact(PAGE_SIZE).step_by(SAMPLE))
-    }
-
-    fn page(&mut self, page: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
-        self.deflate(page, out)
     }
 }
 
@@ -206,21 +192,8 @@ impl Deflate for isal::learned::Learned {
 #[cfg(feature = "isal")]
 const SAMPLE: usize = 16;
 
-impl Deflate for libdeflate::Deflate {
-    fn library(&self) -> &'static str {
-        libdeflate::NAME
-    }
+impl Deflate for libdeflate::Deflate {}
 
-    fn begin(&mut self, _pages: &[u8]) -> Result<(), CompressError> {
-        Ok(())
-    }
-
-    fn page(&mut self, page: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
-        self.compress(page, out)
-    }
-}
-
-/// Decodes packets.
 pub(crate) struct Unpacker {
     page_size: usize,
     /// Created by the first packet: to check shapes needs none.
@@ -440,7 +413,7 @@ mod tests {
         // A block of one literal and a match of the rest; a block of nothing.
         let mut zeros = vec![0; 100];
         let mut engine = libdeflate::Deflate::new(1).unwrap();
-        let len = engine.page(&[0; PAGE_SIZE], &mut zeros).unwrap();
+        let len = engine.compress(&[0; PAGE_SIZE], &mut zeros).unwrap();
         zeros.truncate(len);
         let len = u32::try_from(len).unwrap();
         let good = payload([len; 2], &[&zeros[..], &zeros].concat());
@@ -487,7 +460,7 @@ mod tests {
             "the deflate data of a page ends before it should"
         );
         let mut more = vec![0; 100];
-        let more_len = engine.page(&[0; PAGE_SIZE + 1], &mut more).unwrap();
+        let more_len = engine.compress(&[0; PAGE_SIZE + 1], &mut more).unwrap();
         let more = payload(
             [len, u32::try_from(more_len).unwrap()],
             &[&zeros[..], &more[..more_len]].concat(),

@@ -18,7 +18,7 @@ use std::{
     error::Error,
     iter,
     ops::RangeInclusive,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, OnceLock},
 };
 
@@ -33,7 +33,7 @@ use crate::{
     accelerated::{Accelerated, Guard, Verify},
     decode,
     encode::COPY,
-    engine::Accelerator,
+    engine::{Accelerator, Missing},
     iaa::Iaa,
     methods,
     qat::Qat,
@@ -88,6 +88,9 @@ pub struct EngineInfo {
     pub hardware: bool,
     /// Why it is absent; `None` if it is there.
     pub absent: Option<String>,
+    /// The file of the library that drives the hardware, if that is loaded, with the version in its name. Not of
+    /// libraries that are part of this program.
+    pub library: Option<PathBuf>,
 }
 
 /// What is chosen for a migration. Cheap to clone.
@@ -96,7 +99,7 @@ pub struct Engines {
     registry: Arc<Registry>,
     settings: Settings,
     accel: Accel,
-    verify: Verify,
+    pub(crate) verify: Verify,
 }
 
 /// A kind of hardware and how to find it.
@@ -110,7 +113,7 @@ struct Hardware {
 }
 
 /// The accelerator, or why it is absent.
-type Opened = Result<Arc<dyn Accelerator>, String>;
+type Opened = Result<Arc<dyn Accelerator>, Missing>;
 
 impl Registry {
     /// The registry of this host, with all of its IAAs' work queues that a process can use.
@@ -154,12 +157,19 @@ impl Registry {
     /// Nothing but QAT, through the libqatzip in `file`, and software.
     pub fn with_libqatzip(file: &Path) -> Self {
         let file = file.to_owned();
+        Self::with_qat(move || Qat::open(file.as_os_str()))
+    }
+
+    /// Nothing but QAT, and software.
+    pub(crate) fn with_qat(
+        open: impl Fn() -> Result<Qat, Missing> + Send + Sync + 'static,
+    ) -> Self {
         Self {
-            hardware: vec![Self::qat(move || Qat::open(file.as_os_str()))],
+            hardware: vec![Self::qat(open)],
         }
     }
 
-    fn qat(open: impl Fn() -> Result<Qat, String> + Send + Sync + 'static) -> Hardware {
+    fn qat(open: impl Fn() -> Result<Qat, Missing> + Send + Sync + 'static) -> Hardware {
         let chosen_by = &[Accel::Auto, Accel::Qat];
         Hardware::new(Qat::NAME, Qat::METHODS, chosen_by, move || {
             Ok(Arc::new(open()?))
@@ -207,7 +217,8 @@ impl Registry {
                 method,
                 levels: levels.clone(),
                 hardware: true,
-                absent: hardware.opened().as_ref().err().cloned(),
+                absent: (hardware.opened().as_ref().err()).map(|missing| missing.reason.clone()),
+                library: hardware.library().map(Path::to_owned),
             }));
             let mut add = |name, levels, absent| {
                 engines.push(EngineInfo {
@@ -216,6 +227,7 @@ impl Registry {
                     levels,
                     hardware: false,
                     absent,
+                    library: None,
                 });
             };
             for (name, levels) in info.engines() {
@@ -269,9 +281,9 @@ impl Registry {
         }
         match hardware.opened() {
             Ok(_) => Ok(()),
-            Err(reason) => Err(SettingsError::EngineAbsent {
+            Err(missing) => Err(SettingsError::EngineAbsent {
                 engine,
-                reason: Absence(reason.clone()),
+                reason: Absence(missing.reason.clone()),
             }),
         }
     }
@@ -349,13 +361,13 @@ impl Engines {
         let accelerator = self.accelerator(method);
         let verifier = accelerator.and_then(|_| decode::unpacker(method, layout).ok());
         let engine = match (accelerator, verifier) {
-            (Some(accelerator), Some(verifier)) => Box::new(Accelerated::new(
-                self.guard(accelerator, method, health),
-                accelerator.device(method, level, layout),
+            (Some(accelerator), Some(verifier)) => Box::new(Accelerated {
+                guard: Guard::new(accelerator.name(), method, self.verify, health.clone()),
+                device: accelerator.device(method, level, layout),
                 fallback,
                 verifier,
-                layout,
-            )),
+                decoded: vec![0; layout.packet_bytes()],
+            }),
             _ => fallback,
         };
         Ok(Encoder::new(method, layout, Some(engine)))
@@ -368,15 +380,6 @@ impl Engines {
 
     pub(crate) fn accelerator(&self, method: Method) -> Option<&Arc<dyn Accelerator>> {
         self.registry.accelerator(method, self.accel)
-    }
-
-    pub(crate) fn guard(
-        &self,
-        accelerator: &Arc<dyn Accelerator>,
-        method: Method,
-        health: &Arc<Health>,
-    ) -> Guard {
-        Guard::new(accelerator.name(), method, self.verify, health.clone())
     }
 }
 
@@ -402,5 +405,12 @@ impl Hardware {
 
     fn opened(&self) -> &Opened {
         self.opened.get_or_init(&self.open)
+    }
+
+    fn library(&self) -> Option<&Path> {
+        match self.opened() {
+            Ok(accelerator) => accelerator.library(),
+            Err(missing) => missing.library.as_deref(),
+        }
     }
 }

@@ -42,7 +42,6 @@ mod pure;
 #[cfg(feature = "isal")]
 use crate::ffi::isal;
 
-/// The levels that can be set.
 pub(crate) const LEVELS: RangeInclusive<i32> = 0..=9;
 
 /// The engines, the better one first.
@@ -52,7 +51,7 @@ pub(crate) const ENGINES: &[Software] = &[
         name: isal::NAME,
         levels: 1..=3,
         compressor: |level| {
-            let level = isal::Level::of_zlib(level).ok_or("not a level of ISA-L")?;
+            let level = isal::Level::of_zlib(level)?;
             Ok(Box::new(WithHeader::new(isal::Deflate::new(level))))
         },
     },

@@ -24,7 +24,6 @@ use crate::{
     ffi::zstd::NO_ROOM,
 };
 
-/// The engine.
 pub(crate) const ENGINES: &[Software] = &[Software {
     name: "zstd",
     levels: i32::MIN..=i32::MAX,
@@ -35,7 +34,6 @@ pub(crate) const ENGINES: &[Software] = &[Software {
 /// more than that could use more.
 const MAX_WINDOW_LOG: u32 = 20;
 
-/// Encodes packets.
 struct Compressor {
     context: CCtx<'static>,
 }
@@ -67,7 +65,6 @@ impl Compress for Compressor {
     }
 }
 
-/// Decodes packets.
 pub(crate) struct Unpacker {
     context: DCtx<'static>,
 }
@@ -89,7 +86,7 @@ impl Unpack for Unpacker {
             .context
             .decompress(pages, payload)
             .map_err(|code| corrupt(get_error_name(code)))?;
-        check_len(payload, found as u64, pages.len())
+        DecodeError::check_len(Method::ZstdFrames, payload.len(), found, pages.len())
     }
 
     fn has_shape(&self, payload: &[u8], pages_len: usize) -> bool {
@@ -118,31 +115,16 @@ fn check(payload: &[u8], expected: usize) -> Result<(), DecodeError> {
         return Err(corrupt("the frame asks for a dictionary"));
     }
     match get_frame_content_size(payload) {
-        Ok(Some(found)) => check_len(payload, found, expected),
+        Ok(Some(found)) => {
+            let found = usize::try_from(found).unwrap_or(usize::MAX);
+            DecodeError::check_len(Method::ZstdFrames, payload.len(), found, expected)
+        }
         _ => Err(corrupt("the frame does not say how much it holds")),
     }
 }
 
 /// What a frame starts with.
 const MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
-
-fn check_len(payload: &[u8], found: u64, expected: usize) -> Result<(), DecodeError> {
-    let (method, payload) = (Method::ZstdFrames, payload.len());
-    match usize::try_from(found) {
-        Ok(found) if found < expected => Err(DecodeError::TooShort {
-            method,
-            payload,
-            found,
-            expected,
-        }),
-        Ok(found) if found == expected => Ok(()),
-        _ => Err(DecodeError::TooLong {
-            method,
-            payload,
-            expected,
-        }),
-    }
-}
 
 fn corrupt(reason: &'static str) -> DecodeError {
     let method = Method::ZstdFrames;

@@ -12,8 +12,7 @@ use anyhow::{Context as _, Result};
 use serde::Serialize;
 use testguest::{Fill, Guest, fill};
 use tracing::warn;
-use vamoose_codec::Settings;
-use vamoose_live::{Destination, DestinationConfig, DestinationGuest, GuestError};
+use vamoose_live::{Destination, DestinationConfig, DestinationGuest, GuestError, Settings};
 
 use crate::{
     cpu::CpuTime,
@@ -66,7 +65,7 @@ fn receive_guest(order: &Order) -> Result<()> {
     if !arrival.settled {
         warn!("the source has not acknowledged that the guest is here");
     }
-    let checksum = guest.verify().map(Into::into);
+    let checksum = guest.verify();
     send(Ok(Arrived {
         checksum: checksum.map_err(|error| vamoose_live::chain(&error)),
         digest: Digest::of(&ram)?,
@@ -75,10 +74,8 @@ fn receive_guest(order: &Order) -> Result<()> {
         copy: arrival.copy,
     }))?;
     let writes = run_briefly(&guest, order.shape.rate)?;
-    let failure = guest
-        .verify()
-        .err()
-        .map(|error| vamoose_live::chain(&error));
+    let failure = guest.verify().err();
+    let failure = failure.map(|error| vamoose_live::chain(&error));
     send(Ok(Resumed { writes, failure }))
 }
 

@@ -1,25 +1,16 @@
 //! Digests of guest memory, piece by piece, so that a difference has a place.
 
-use std::{io, os::unix::fs::FileExt as _};
+use std::{collections::BTreeMap, io, os::unix::fs::FileExt as _};
 
 use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 use vamoose_live::{Ram, RamBlock};
 
-/// Digests of all of a guest's memory: 128 bits for each piece of 1 MiB.
+/// Digests of all of a guest's memory: of each block, by its name, 128 bits for each piece of 1 MiB. In hexadecimal: JSON
+/// has no numbers of this size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Digest {
-    blocks: Vec<BlockDigest>,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct BlockDigest {
-    name: String,
-    len: u64,
-    /// In hexadecimal: JSON has no numbers of this size.
-    pieces: Vec<String>,
-}
+pub(crate) struct Digest(BTreeMap<String, Vec<String>>);
 
 const PIECE: usize = 1 << 20;
 
@@ -38,54 +29,42 @@ impl Digest {
                 })
                 .collect::<io::Result<_>>()
                 .with_context(|| format!("cannot read RAM block `{name}`"))?;
-            let len = block.len() as u64;
-            Ok(BlockDigest { name, len, pieces })
+            Ok((name, pieces))
         });
-        Ok(Self {
-            blocks: blocks.collect::<Result<_>>()?,
-        })
+        Ok(Self(blocks.collect::<Result<_>>()?))
     }
 
     /// Where the memory `there` is another one, in words; `None` if it is the same.
     pub(crate) fn difference(&self, there: &Self) -> Option<String> {
-        let shape = |digest: &Self| -> Vec<_> {
-            let blocks = digest.blocks.iter();
+        let blocks = |digest: &Self| -> Vec<_> {
+            let blocks = digest.0.iter();
             blocks
-                .map(|block| (block.name.clone(), block.len))
+                .map(|(name, pieces)| format!("{name}: {} MiB", pieces.len()))
                 .collect()
         };
-        if shape(self) != shape(there) {
-            return Some(format!(
-                "its blocks are {:?} here and {:?} there",
-                shape(self),
-                shape(there)
-            ));
+        let (ours, theirs) = (blocks(self), blocks(there));
+        if ours != theirs {
+            return Some(format!("its blocks are {ours:?} here and {theirs:?} there"));
         }
-        let differences: Vec<_> = self
-            .blocks
-            .iter()
-            .zip(&there.blocks)
-            .filter_map(|(here, there)| here.difference(there))
+        let both = self.0.iter().zip(there.0.values());
+        let differences: Vec<_> = both
+            .filter_map(|((name, here), there)| difference(name, here, there))
             .collect();
         (!differences.is_empty()).then(|| differences.join(", "))
     }
 }
 
-impl BlockDigest {
-    fn difference(&self, there: &Self) -> Option<String> {
-        let pairs = self.pieces.iter().zip(&there.pieces);
-        let mut differ = (0_usize..)
-            .zip(pairs)
-            .filter_map(|(index, (here, there))| (here != there).then_some(index));
-        let first = differ.next()?;
-        let pieces = 1 + differ.count() + self.pieces.len().abs_diff(there.pieces.len());
-        Some(format!(
-            "{pieces} of {} MiB of `{}` differ, the first at offset {:#x}",
-            self.pieces.len(),
-            self.name,
-            first * PIECE
-        ))
-    }
+/// Where a block is another one, that has as many pieces.
+fn difference(name: &str, here: &[String], there: &[String]) -> Option<String> {
+    let pairs = here.iter().zip(there).enumerate();
+    let mut differ = pairs.filter(|(_, (here, there))| here != there);
+    let (first, _) = differ.next()?;
+    Some(format!(
+        "{} of {} MiB of `{name}` differ, the first at offset {:#x}",
+        1 + differ.count(),
+        here.len(),
+        first * PIECE
+    ))
 }
 
 /// Reads memory at `start` of the block. A file is read as such: through the mapping, reading

@@ -13,7 +13,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use testguest::{Backing, Config, Fill, Guest, Kind, Memory, PAGE, Pattern};
-use vamoose::options::Size;
+use vamoose::options::{Size, as_text};
 use vamoose_live::{Ram, RamBlock};
 
 /// A guest to be made, at the source and at the destination.
@@ -29,6 +29,7 @@ pub(crate) struct Shape {
     pub(crate) hot_set_bytes: u64,
     /// At the end of the memory; `None` is everything.
     pub(crate) working_set_bytes: Option<u64>,
+    #[serde(with = "as_text")]
     pub(crate) rate: Rate,
 }
 
@@ -105,8 +106,7 @@ pub(crate) enum PatternName {
 }
 
 /// How fast it writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rate {
     /// Not at all.
     Idle,
@@ -127,20 +127,6 @@ impl FromStr for Rate {
             .parse()
             .map_err(|_| format!("`{text}` is neither a number of pages per second nor `max`"))?;
         Ok(NonZeroU64::new(pages).map_or(Self::Idle, Self::PagesPerSecond))
-    }
-}
-
-impl TryFrom<String> for Rate {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, Self::Error> {
-        text.parse()
-    }
-}
-
-impl From<Rate> for String {
-    fn from(rate: Rate) -> Self {
-        rate.to_string()
     }
 }
 

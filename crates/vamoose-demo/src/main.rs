@@ -40,8 +40,7 @@ use signal_hook::{
 use testguest::{Backing, Fill, Guest, Kind, fill};
 use tracing::info;
 use vamoose::options::{Hardware, JsonReport, MethodName, Size, refuse_open_address};
-use vamoose_link::Address;
-use vamoose_live::{AutoConverge, GuestLocation, Ram, Source, SourceConfig, SourceError};
+use vamoose_live::{Address, AutoConverge, GuestLocation, Ram, Source, SourceConfig, SourceError};
 
 use crate::{
     digest::Digest,
@@ -50,7 +49,7 @@ use crate::{
     guest::{PatternName, Rate, Shape, parse_fill, parse_ram, ram_of, run_briefly},
     messages::{Arrived, Order, Resumed},
     process::Process,
-    report::{Outcome, Verdict},
+    report::Outcome,
     source::Run,
 };
 
@@ -313,13 +312,9 @@ fn cancelled_by_signals() -> Result<Arc<AtomicBool>> {
 fn moved(guest: &Guest, ram: &Ram, destination: &mut Process) -> Outcome {
     let mut outcome = Outcome {
         status: "completed",
-        error: None,
-        failure: None,
         at: "destination",
         writes: guest.written(),
-        writes_after: 0,
-        verdict: Verdict::default(),
-        arrived: None,
+        ..Outcome::default()
     };
     if let Err(error) = prove(guest, ram, destination, &mut outcome) {
         outcome.verdict.wrong.push(format!("{error:#}"));
@@ -335,7 +330,7 @@ fn moved(guest: &Guest, ram: &Ram, destination: &mut Process) -> Outcome {
 fn prove(guest: &Guest, ram: &Ram, destination: &mut Process, outcome: &mut Outcome) -> Result<()> {
     // The destination reads its memory meanwhile.
     let digest = Digest::of(ram)?;
-    let checksum = guest.verify()?.into();
+    let checksum = guest.verify()?;
     let arrived: Arrived = destination.receive()?;
     outcome.verdict.arrived(&checksum, &digest, &arrived);
     outcome.arrived = Some(arrived);
@@ -362,9 +357,7 @@ fn stayed(error: SourceError, guest: &Guest, rate: Rate, destination: Process) -
         failure: Some(cause.clone()),
         at: if here { "source" } else { "undecided" },
         writes: guest.written(),
-        writes_after: 0,
-        verdict: Verdict::default(),
-        arrived: None,
+        ..Outcome::default()
     };
     if !here {
         return outcome;

@@ -37,7 +37,7 @@ pub(crate) struct Order {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Arrived {
     /// What the guest proves, or why it cannot.
-    pub(crate) checksum: Result<Checksum, String>,
+    pub(crate) checksum: Result<Proof, String>,
     pub(crate) digest: Digest,
     /// Of the whole process, from before the first connection until the guest was handed over.
     pub(crate) cpu_seconds: f64,
@@ -54,22 +54,4 @@ pub(crate) struct Resumed {
     pub(crate) writes: u64,
     /// Why it cannot prove its memory any more.
     pub(crate) failure: Option<String>,
-}
-
-/// What a guest's memory was proven to be.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Checksum {
-    /// Writes since it began.
-    pub(crate) writes: u64,
-    /// Each vCPU's sum over its words.
-    pub(crate) sums: Vec<u64>,
-}
-
-impl From<Proof> for Checksum {
-    fn from(proof: Proof) -> Self {
-        Self {
-            writes: proof.writes,
-            sums: proof.vcpus.iter().map(|vcpu| vcpu.sum).collect(),
-        }
-    }
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::Result;
 use serde_json::{Value, json};
+use testguest::Proof;
 use vamoose::report;
 use vamoose_live::{SourceConfig, ZeroPageDetection};
 
@@ -12,11 +13,12 @@ use crate::{
     digest::Digest,
     dirty_log::LogName,
     guest::Shape,
-    messages::{Arrived, Checksum, Resumed},
+    messages::{Arrived, Resumed},
     source::Run,
 };
 
 /// What became of the guest, as far as it is known.
+#[derive(Default)]
 pub(crate) struct Outcome {
     pub(crate) status: &'static str,
     /// For the report.
@@ -46,7 +48,7 @@ pub(crate) struct Verdict {
 
 impl Verdict {
     /// Compares the guest that was sent, `checksum` and `digest`, with what has arrived.
-    pub(crate) fn arrived(&mut self, checksum: &Checksum, digest: &Digest, arrived: &Arrived) {
+    pub(crate) fn arrived(&mut self, checksum: &Proof, digest: &Digest, arrived: &Arrived) {
         let difference = digest.difference(&arrived.digest);
         self.memory_equal = Some(difference.is_none());
         if let Some(difference) = difference {
@@ -181,15 +183,15 @@ mod tests {
         Digest::of(&ram_of(&memory).unwrap()).unwrap()
     }
 
-    fn checksum(sum: u64) -> Checksum {
-        Checksum {
+    fn checksum(sum: u64) -> Proof {
+        Proof {
             writes: 7,
             sums: vec![sum],
         }
     }
 
     /// The verdict on a guest that arrives with this checksum and memory.
-    fn verdict(there: Result<Checksum, String>, memory: &Fill, failure: Option<&str>) -> Verdict {
+    fn verdict(there: Result<Proof, String>, memory: &Fill, failure: Option<&str>) -> Verdict {
         let mut verdict = Verdict::default();
         let arrived = Arrived {
             checksum: there,

@@ -11,8 +11,9 @@ use std::{
 
 use serde::Serialize;
 use testguest::Guest;
-use vamoose_link::{Address, Snapshot};
-use vamoose_live::{GuestError, Handle, Source, SourceError, SourceGuest, Status, Switchover};
+use vamoose_live::{
+    Address, GuestError, Handle, Snapshot, Source, SourceError, SourceGuest, Status, Switchover,
+};
 
 use crate::cpu::CpuTime;
 use vamoose::progress::{Display, Progress};

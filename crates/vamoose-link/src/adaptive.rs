@@ -39,14 +39,13 @@ mod simulation;
 use std::time::{Duration, Instant};
 
 use multifd::{Layout, Method};
-use rustix::time::{ClockId, clock_gettime};
 use vamoose_codec::{EncodeError, Encoded, Encoder, Settings, encoder};
 
 use self::{
     controller::{Controller, Cost, Sent},
     ladder::{Ladder, RAW, RUNGS},
 };
-use crate::memory::thread_waits;
+use crate::{memory::thread_waits, stats::thread_cpu_time};
 
 /// Chooses a method for each packet of one channel, and encodes it.
 pub struct Adaptive {
@@ -254,7 +253,7 @@ struct Stamp {
 impl Stamp {
     fn now() -> Self {
         Self {
-            cpu: Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default(),
+            cpu: thread_cpu_time(),
             wall: Instant::now(),
         }
     }

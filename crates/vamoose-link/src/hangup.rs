@@ -4,14 +4,14 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
-        Arc, Mutex, OnceLock, PoisonError, Weak,
+        Arc, Mutex, OnceLock, Weak,
         atomic::{AtomicBool, Ordering},
     },
 };
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::{Pacer, Stream};
+use crate::{Pacer, Stream, lock};
 
 /// Shuts every socket of a migration down at once and wakes the threads that poll [`Hangup::as_fd`].
 ///
@@ -56,7 +56,7 @@ impl Hangup {
 
     /// Adds a socket, which is shut down at once if the switch has been thrown already.
     pub fn register(&self, stream: &Arc<Stream>) {
-        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut streams = lock(&self.streams);
         streams.retain(|known| known.strong_count() > 0);
         streams.push(Arc::downgrade(stream));
         // Under the lock, so that a socket is either seen by `hang_up` or sees the flag.
@@ -67,7 +67,7 @@ impl Hangup {
 
     /// Throws the switch. More than once is as good as once.
     pub fn hang_up(&self) {
-        let streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        let streams = lock(&self.streams);
         self.hung_up.store(true, Ordering::Release);
         for stream in streams.iter().filter_map(Weak::upgrade) {
             stream.shut_down();

@@ -21,15 +21,13 @@
 //! Threads and blocking sockets throughout. What blocks can always be ended: by
 //! [`Hangup::hang_up`], which shuts every registered socket down, and by the stall timeout of a
 //! socket, which turns a peer that stops in the middle of a packet, or stops reading, into an error.
-//!
-//! Where to read on: `writer` and `reader` (the path of a packet), `adaptive` (how a method is chosen for each), `zero_copy` (what the kernel holds, and for
-//! how long), `memory` (guest memory in system calls: the only unsafe code).
 
 #![deny(unsafe_code)]
 
 mod adaptive;
 mod address;
 mod chain;
+mod downtime;
 mod hangup;
 mod memory;
 mod method;
@@ -39,12 +37,14 @@ mod peer;
 mod reader;
 mod socket;
 mod stats;
+mod wait;
 mod writer;
 mod zero_copy;
 
 pub use adaptive::Adaptive;
 pub use address::{Address, AddressError};
 pub use chain::chain;
+pub use downtime::{DowntimeParts, millis};
 pub use hangup::{Hangup, HangupGuard};
 pub use method::{MethodChoice, PacketEncoder};
 pub use pace::Pacer;
@@ -53,5 +53,6 @@ pub use peer::{Peer, Peers, peer_of};
 pub use reader::{ChannelReader, CopyPages, ReadError, Received};
 pub use socket::{Listener, SocketError, Stream, dial, is_stall};
 pub use stats::{Snapshot, Stats};
+pub use wait::{left, lock, receive_until, wait_for, wait_until};
 pub use writer::{ChannelWriter, WriteError};
 pub use zero_copy::{ZeroCopyError, check_locked_memory};

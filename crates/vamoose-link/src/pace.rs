@@ -6,6 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::{left, lock};
+
 /// Lets at most a given number of bytes per second through, over all who ask.
 ///
 /// Each caller reserves its bytes and then waits until they are due. What was not used is kept for a few
@@ -40,10 +42,10 @@ impl Pacer {
 
     /// Waits until `bytes` may go out, or the pacer is closed.
     pub fn wait_for(&self, bytes: usize) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         let start = reserve(&mut state, Instant::now(), self.duration_of(bytes));
         while !state.closed {
-            let wait = start.saturating_duration_since(Instant::now());
+            let wait = left(start);
             if wait.is_zero() {
                 return;
             }
@@ -57,13 +59,13 @@ impl Pacer {
 
     /// Counts `bytes` that go out without waiting; those who wait make room for them.
     pub fn charge(&self, bytes: usize) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         reserve(&mut state, Instant::now(), self.duration_of(bytes));
     }
 
     /// Lets all packets through from now on: the migration is over.
     pub fn close(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = lock(&self.state);
         state.closed = true;
         self.changed.notify_all();
     }

@@ -4,27 +4,19 @@ use multifd::{DeviceStateHeader, Layout, PacketKind, RamHeader};
 
 /// One packet between a reader and a writer. Made once, reused for the whole migration.
 pub struct Packet {
-    content: Content,
+    /// The header of device state, passed on as it is, while the packet holds that instead of pages.
+    device_state: Option<Box<DeviceStateHeader>>,
     ram: RamHeader,
     layout: Layout,
     pages: Box<[u8]>,
     state: Vec<u8>,
 }
 
-/// What the packet holds at the moment.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Content {
-    /// Pages of a RAM block, perhaps a SYNC.
-    Ram,
-    /// State of a device, passed on as it is.
-    DeviceState(Box<DeviceStateHeader>),
-}
-
 impl Packet {
     /// An empty RAM packet with room for the pages of a whole packet.
     pub fn new(layout: Layout) -> Self {
         Self {
-            content: Content::Ram,
+            device_state: None,
             ram: RamHeader::new(layout),
             layout,
             pages: vec![0; layout.packet_bytes()].into(),
@@ -34,15 +26,15 @@ impl Packet {
 
     /// Whether the packet holds pages or device state.
     pub fn kind(&self) -> PacketKind {
-        match self.content {
-            Content::Ram => PacketKind::Ram,
-            Content::DeviceState(_) => PacketKind::DeviceState,
+        match self.device_state {
+            None => PacketKind::Ram,
+            Some(_) => PacketKind::DeviceState,
         }
     }
 
-    /// What the packet holds.
-    pub(crate) fn content(&self) -> &Content {
-        &self.content
+    /// The header of device state, if the packet holds that.
+    pub(crate) fn device_state(&self) -> Option<&DeviceStateHeader> {
+        self.device_state.as_deref()
     }
 
     /// The header of a RAM packet; of no meaning while it holds device state.
@@ -102,12 +94,12 @@ impl Packet {
     }
 
     pub(crate) fn set_ram(&mut self) {
-        self.content = Content::Ram;
+        self.device_state = None;
     }
 
     /// Makes this a packet of device state; returns the buffer that its payload belongs into.
     pub(crate) fn set_device_state(&mut self, header: DeviceStateHeader) -> &mut Vec<u8> {
-        self.content = Content::DeviceState(Box::new(header));
+        self.device_state = Some(Box::new(header));
         self.ram.clear();
         self.state.clear();
         &mut self.state

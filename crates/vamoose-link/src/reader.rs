@@ -45,53 +45,34 @@ pub enum Received {
 /// A channel that cannot be read on.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum ReadError {
-    /// The connection broke.
     #[error("cannot read")]
     Io(#[from] io::Error),
-    /// The connection ended within a packet.
     #[error("the stream ended in the middle of a packet's {part}, after {got} of {wanted} bytes")]
     Truncated {
-        /// Which part of the packet.
         part: &'static str,
-        /// Bytes that came.
         got: usize,
-        /// Bytes that were announced.
         wanted: usize,
     },
     /// Nothing came for the stall timeout within a packet.
     #[error("timed out after {seconds} s reading a packet's {part}")]
-    TimedOut {
-        /// Which part of the packet.
-        part: &'static str,
-        /// The stall timeout.
-        seconds: u64,
-    },
+    TimedOut { part: &'static str, seconds: u64 },
     /// A header that no correct sender sends.
     #[error("bad packet")]
     Packet(#[from] PacketError),
-    /// A payload that does not decode to its pages.
     #[error("bad payload of packet {packet_num} (RAM block {block})")]
     Decode {
-        /// The sender's number of the packet.
         packet_num: u64,
-        /// The RAM block.
         block: String,
-        /// What is wrong.
         #[source]
         error: DecodeError,
     },
     /// Device state, where the reader of pages takes none.
     #[error("a packet of device state came on a channel for pages only")]
     DeviceState,
-    /// The memory for a packet's pages is not what its header names.
     #[error("{given} bytes of memory were given for a packet whose pages are {expected} bytes")]
-    Pages {
-        /// Bytes in the slices.
-        given: usize,
-        /// Bytes in the header's normal pages.
-        expected: usize,
-    },
+    Pages { given: usize, expected: usize },
 }
 
 impl ChannelReader {

@@ -46,41 +46,34 @@ pub enum Stream {
 
 /// A socket could not be opened.
 #[derive(Debug, Error)]
-pub enum SocketError {
-    /// Connecting failed.
-    #[error("cannot connect to {address}")]
-    Dial {
-        /// Where to.
-        address: Address,
-        /// Why not.
-        source: io::Error,
-    },
-    /// Listening failed.
-    #[error("cannot listen on {address}")]
-    Listen {
-        /// Where.
-        address: Address,
-        /// Why not.
-        source: io::Error,
-    },
-    /// Accepting a connection failed.
-    #[error("cannot accept a connection on {address}")]
-    Accept {
-        /// Where.
-        address: Address,
-        /// Why not.
-        source: io::Error,
-    },
+#[error("cannot {action} {address}")]
+pub struct SocketError {
+    action: &'static str,
+    /// Where.
+    pub address: Address,
+    /// Why not.
+    pub source: io::Error,
 }
 
 impl SocketError {
+    /// Connecting to `address` failed.
+    pub fn dial(address: &Address, source: io::Error) -> Self {
+        Self::of("connect to", address, source)
+    }
+
+    fn of(action: &'static str, address: &Address, source: io::Error) -> Self {
+        let address = address.clone();
+        Self {
+            action,
+            address,
+            source,
+        }
+    }
+
     /// Whether the system is out of file descriptors or memory, which may pass.
     pub fn is_exhaustion(&self) -> bool {
-        let (Self::Dial { source, .. } | Self::Listen { source, .. } | Self::Accept { source, .. }) =
-            self;
-        let errno = Errno::from_io_error(source);
         matches!(
-            errno,
+            Errno::from_io_error(&self.source),
             Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
         )
     }
@@ -91,10 +84,7 @@ impl SocketError {
 /// # Errors
 /// When there is no listener, or no answer comes in time: a unix socket's listener answers when its queue is not full.
 pub fn dial(address: &Address, timeout: Duration) -> Result<Stream, SocketError> {
-    connect(address, timeout).map_err(|source| SocketError::Dial {
-        address: address.clone(),
-        source,
-    })
+    connect(address, timeout).map_err(|source| SocketError::dial(address, source))
 }
 
 impl Stream {
@@ -211,7 +201,7 @@ impl Stream {
     }
 
     /// The stall timeout; zero if there is none.
-    pub(crate) fn stall_timeout(&self) -> Duration {
+    pub fn stall_timeout(&self) -> Duration {
         let timeout = sockopt::socket_timeout(self, sockopt::Timeout::Recv);
         timeout.ok().flatten().unwrap_or_default()
     }
@@ -328,10 +318,8 @@ impl Listener {
             Address::Unix(path) => listen_unix(path, &peers)
                 .map(|listener| (Kind::Unix(listener, path.clone()), address.clone())),
         };
-        let (kind, address) = listening.map_err(|source| SocketError::Listen {
-            address: address.clone(),
-            source,
-        })?;
+        let (kind, address) =
+            listening.map_err(|source| SocketError::of("listen on", address, source))?;
         Ok(Self {
             kind,
             address,
@@ -357,8 +345,8 @@ impl Listener {
                 Err(error) if is_of_connection(&error) => continue,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
                 Err(source) => {
-                    let address = self.address.clone();
-                    return Err(SocketError::Accept { address, source });
+                    let action = "accept a connection on";
+                    return Err(SocketError::of(action, &self.address, source));
                 }
             };
             if !self.is_welcome(&stream) {

@@ -141,7 +141,7 @@ pub(crate) fn cpu_timed<T>(work: impl FnOnce() -> T) -> (T, Duration) {
     (result, thread_cpu_time().saturating_sub(start))
 }
 
-fn thread_cpu_time() -> Duration {
+pub(crate) fn thread_cpu_time() -> Duration {
     Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
 }
 

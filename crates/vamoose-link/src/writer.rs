@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -12,8 +12,7 @@ use vamoose_codec::{EncodeError, Encoded};
 use vm_memory::VolatileSlice;
 
 use crate::{
-    Pacer, Packet, PacketEncoder, Stats, Stream, ZeroCopyError, is_stall, memory,
-    packet::Content,
+    Pacer, Packet, PacketEncoder, Stats, Stream, ZeroCopyError, is_stall, lock, memory,
     stats::cpu_timed,
     zero_copy::{self, ZeroCopy},
 };
@@ -38,41 +37,23 @@ pub struct ChannelWriter {
 /// A channel that cannot be written on.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum WriteError {
-    /// The connection broke.
     #[error("cannot write")]
     Io(#[source] io::Error),
     /// The peer took nothing for the stall timeout.
     #[error("timed out after {seconds} s: the peer has stopped reading")]
-    TimedOut {
-        /// The stall timeout.
-        seconds: u64,
-    },
-    /// Our encoder failed.
+    TimedOut { seconds: u64 },
     #[error("cannot encode")]
     Encode(#[from] EncodeError),
-    /// What we built is no packet.
     #[error("cannot build the packet")]
     Packet(#[from] PacketError),
-    /// The memory for a packet is not what its header names.
     #[error("{given} bytes of memory were given for a packet whose pages are {expected} bytes")]
-    Pages {
-        /// Bytes in the slices.
-        given: usize,
-        /// Bytes in the header's normal pages.
-        expected: usize,
-    },
-    /// Sends without a copy were not acknowledged for the stall timeout: the kernel has not released their
-    /// pages.
+    Pages { given: usize, expected: usize },
     #[error(
         "timed out after {seconds} s: the peer has stopped reading, the kernel holds the pages of {sends} zero-copy sends"
     )]
-    Held {
-        /// How many sends.
-        sends: u32,
-        /// The stall timeout.
-        seconds: u64,
-    },
+    Held { sends: u32, seconds: u64 },
 }
 
 impl WriteError {
@@ -134,7 +115,7 @@ impl ChannelWriter {
         if method != Method::None {
             return Err(ZeroCopyError::Method { method });
         }
-        let mut turn = self.sender.channel.turn();
+        let mut turn = lock(&self.sender.channel.turn);
         if turn.is_none() {
             *turn = Some(zero_copy::enable(&self.sender.channel.stream)?);
         }
@@ -147,16 +128,12 @@ impl ChannelWriter {
     /// When the connection breaks, or the peer stops reading for the stall timeout. The channel is
     /// of no use any more then.
     pub fn write(&mut self, packet: &mut Packet) -> Result<(), WriteError> {
-        match packet.content() {
-            Content::Ram => {
-                let (header, pages) = packet.ram_parts();
-                self.write_ram(header, Bytes::Own(pages))
-            }
-            Content::DeviceState(header) => {
-                let (header, state) = (header.as_bytes(), Bytes::Own(packet.state()));
-                self.sender.send(header, state).map(drop)
-            }
+        if let Some(header) = packet.device_state() {
+            let (header, state) = (header.as_bytes(), Bytes::Own(packet.state()));
+            return self.sender.send(header, state).map(drop);
         }
+        let (header, pages) = packet.ram_parts();
+        self.write_ram(header, Bytes::Own(pages))
     }
 
     /// Encodes and sends one packet whose normal pages are `pages`, back to back in the order of the header's
@@ -208,7 +185,7 @@ impl ChannelWriter {
     /// then hold pages for as long as it tries to deliver them, and the migration has failed.
     pub fn flush(&mut self) -> Result<(), WriteError> {
         let channel = &self.sender.channel;
-        match channel.turn().as_mut() {
+        match lock(&channel.turn).as_mut() {
             Some(zero_copy) => zero_copy.flush(&*channel.stream, &self.sender.stats),
             None => Ok(()),
         }
@@ -331,7 +308,7 @@ impl Sender {
     }
 
     fn send_now(&self, header: &[u8], payload: Bytes<'_>) -> Result<(), WriteError> {
-        let mut turn = self.channel.turn();
+        let mut turn = lock(&self.channel.turn);
         let stream = &*self.channel.stream;
         let failed = |error| WriteError::of(error, stream.stall_timeout());
         match (payload, turn.as_mut()) {
@@ -356,10 +333,4 @@ struct Channel {
     /// Held while a packet goes out; uncontended on a channel with one writer. With it goes what is known of
     /// zero-copy sends, once they are enabled.
     turn: Mutex<Option<ZeroCopy>>,
-}
-
-impl Channel {
-    fn turn(&self) -> MutexGuard<'_, Option<ZeroCopy>> {
-        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }

@@ -30,7 +30,7 @@ use std::{
 
 use multifd::{Layout, Method};
 use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
+    event::{PollFd, PollFlags},
     io::Errno,
     net::sockopt,
     process::{Resource, getrlimit},
@@ -42,18 +42,17 @@ use vm_memory::VolatileSlice;
 use crate::{
     Stats, Stream, WriteError,
     memory::{self, Left, Notification},
+    wait_until,
 };
 
 /// Why a channel cannot send without a copy.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum ZeroCopyError {
     /// There are no pages to send, only what an encoder makes of them.
     #[error("zero-copy send is for method none, and the method is {method}")]
-    Method {
-        /// The channel's method.
-        method: Method,
-    },
+    Method { method: Method },
     /// Unix sockets copy always.
     #[error("zero-copy send is for TCP, and the channel is a unix socket")]
     NotTcp,
@@ -68,11 +67,8 @@ pub enum ZeroCopyError {
         .needed.div_ceil(1024)
     )]
     LockedMemory {
-        /// The number of channels.
         channels: usize,
-        /// Bytes that can be pinned at a time.
         needed: u64,
-        /// RLIMIT_MEMLOCK, bytes.
         limit: u64,
     },
 }
@@ -316,15 +312,10 @@ impl Kernel for Stream {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         // Errors, which notifications count as, and hang-ups are reported unasked.
         let mut socket = [PollFd::new(self, PollFlags::empty())];
-        let ready = uninterrupted(|| {
-            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            Ok(poll(&mut socket, left.map(timespec).as_ref())?)
-        })?;
-        let events = socket[0].revents();
-        if ready == 0 {
+        if !wait_until(&mut socket, deadline)? {
             return Ok(Wait::TimedOut);
         }
-        if events.contains(PollFlags::ERR) {
+        if socket[0].revents().contains(PollFlags::ERR) {
             // Of the socket's own errors the queue knows nothing.
             sockopt::socket_error(self)??;
             return Ok(Wait::Notified);
@@ -355,13 +346,6 @@ fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
             result => return result,
         }
     }
-}
-
-fn timespec(duration: Duration) -> Timespec {
-    Timespec::try_from(duration).unwrap_or(Timespec {
-        tv_sec: i64::MAX,
-        tv_nsec: 0,
-    })
 }
 
 /// Fewest pages that are sent without a copy.

@@ -10,10 +10,6 @@
 //! The coordinator is the caller's thread: it alone calls the VMM. What happens on channels, on control connections and to
 //! the listener reaches it as an [`Event`]; a call that blocks is ended by hanging up. Where the guest is
 //! [`handover::Destination`] decides, one for each attempt.
-//!
-//! - `coordinator`: the phases. `receiving`: what comes in which order. `inbox`: events and control connections.
-//! - `accept`: new connections. `channel`: a channel's packets. `guest_ram`: where their pages go.
-//! - `past_attempts`: answers for attempts that have failed.
 
 mod accept;
 mod channel;
@@ -204,11 +200,8 @@ enum Event {
         message: SourceMessage,
         stream: Arc<Stream>,
     },
-    /// A channel.
     Channel(Initial, Arc<Stream>),
-    /// A further message.
     Message(u64, SourceMessage),
-    /// The device state.
     State(u64, Vec<u8>),
     /// A control connection has ended.
     Disconnected(u64, Option<DestinationError>),
@@ -216,6 +209,5 @@ enum Event {
     Synced(usize, u64),
     /// A channel has ended.
     Ended(usize, Result<(), ChannelError>),
-    /// The VMM has cancelled.
     Cancelled,
 }

@@ -16,8 +16,8 @@
 //!   QEMU's `query-migrate`.
 //! - [`protocol`]: messages and connections. [`GuestLocation`]: where the guest is when something breaks.
 //!
-//! What a VMM needs of the crates below is re-exported: codecs and engines ([`Engines`], [`Settings`], [`Method`]), addresses
-//! and statistics ([`Address`], [`Snapshot`]), devices ([`Devices`]), and the causes of errors ([`causes`]).
+//! What a VMM needs of the crates below is re-exported: methods and engines ([`MethodChoice`], [`Engines`], [`Registry`],
+//! [`Settings`]), addresses and statistics ([`Address`], [`Snapshot`]), devices ([`Devices`]), and the causes of errors ([`causes`]).
 //!
 //! The log lines of a migration (`tracing`) lie in a span `migration` with the fields `role` and `attempt`.
 //!
@@ -133,18 +133,16 @@ pub use dirty::{
 };
 pub use error::{ChannelError, DestinationError, Mismatch, SourceError};
 pub use guest::{DestinationGuest, GuestError, SourceGuest, Switchover};
+pub use handover::GuestLocation;
+pub use idxd::offload::Devices;
 pub use memory::{Ram, RamBlock, RamError, Region};
+pub use multifd::Method;
 pub use offload::{DsaDetection, OffloadCounters, PageCopy};
 pub use protocol::ProtocolError;
 pub use source::{AutoConverge, CHANNELS, Source, SourceConfig, ZeroPageDetection};
-pub use status::{DowntimeParts, Handle, RamStatus, State, Status};
-pub use vamoose_link::chain;
-
-pub use handover::GuestLocation;
-pub use idxd::offload::Devices;
-pub use multifd::Method;
-pub use vamoose_codec::{Engines, Settings, Verify};
-pub use vamoose_link::{Address, AddressError, Snapshot};
+pub use status::{Handle, RamStatus, State, Status};
+pub use vamoose_codec::{Accel, Engines, Registry, Settings, Verify};
+pub use vamoose_link::{Address, AddressError, DowntimeParts, MethodChoice, Snapshot, chain};
 
 /// The causes of errors, from the crates below.
 pub mod causes {

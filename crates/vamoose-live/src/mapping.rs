@@ -69,7 +69,6 @@ struct Mapping {
     details: Details,
 }
 
-/// Device and inode.
 type FileId = (u32, u32, u64);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

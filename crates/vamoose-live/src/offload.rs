@@ -36,7 +36,8 @@ pub enum PageCopy {
     #[default]
     Cpu,
     /// DSAs and the processor together. It pays with memory that is there already (populated by the VMM, or written
-    /// in an earlier round): a page that was never touched is a fault, and then the processor copies it.
+    /// in an earlier round): a page that was never touched is a fault, then the processor copies it, and a device that
+    /// meets nothing else is left alone for a while.
     Dsa(Arc<Devices>),
 }
 

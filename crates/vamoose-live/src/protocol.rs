@@ -50,17 +50,16 @@ use std::{
 };
 
 use handover::{
-    AttemptId, ConnectionKind, Details, FrameError, Lines, MAX_LINE, PREAMBLE_LEN, PREAMBLE_MAGIC,
-    Preamble, encode,
+    AttemptId, ConnectionKind, FrameError, Lines, MAX_LINE, PREAMBLE_LEN, PREAMBLE_MAGIC, Preamble,
+    encode,
 };
 use multifd::{INITIAL_LEN, Initial, InitialError, Layout, MAGIC};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use serde_json::Value;
 use thiserror::Error;
-use vamoose_link::{Stream, is_stall};
+use vamoose_link::{Stream, is_stall, millis};
 
-use crate::{Ram, SourceConfig, error::Mismatch, source::CHANNELS, status::millis};
+use crate::{Ram, SourceConfig, error::Mismatch, source::CHANNELS};
 
 /// Number of the SYNC that is the last packet of a channel.
 pub const LAST_SYNC: u64 = u64::MAX;
@@ -199,25 +198,6 @@ impl PrepareDetails {
     pub(crate) fn settle_time(&self) -> Duration {
         Duration::from_millis(self.settle_ms)
     }
-
-    /// The details as a part of the message.
-    ///
-    /// # Errors
-    /// When they cannot be written as JSON.
-    pub fn to_details(&self) -> Result<Details, FrameError> {
-        Ok(match serde_json::to_value(self)? {
-            Value::Object(details) => details,
-            _ => Details::new(),
-        })
-    }
-}
-
-impl TryFrom<Details> for PrepareDetails {
-    type Error = FrameError;
-
-    fn try_from(details: Details) -> Result<Self, FrameError> {
-        Ok(serde_json::from_value(Value::Object(details))?)
-    }
 }
 
 /// A control connection that failed, or on which the peer does not follow the protocol.
@@ -252,7 +232,7 @@ pub enum ProtocolError {
 
 impl ProtocolError {
     fn stalled(stream: &Stream) -> Self {
-        let seconds = timeout_seconds(stream);
+        let seconds = stream.stall_timeout().as_secs();
         Self::Stalled { seconds }
     }
 
@@ -263,7 +243,6 @@ impl ProtocolError {
     }
 }
 
-/// Sends a message.
 pub(crate) fn send(stream: &Stream, message: &impl Serialize) -> Result<(), ProtocolError> {
     stream.write_both(&encode(message)?, &[])?;
     Ok(())
@@ -282,7 +261,6 @@ impl Messages {
         Self { stream, lines }
     }
 
-    /// Sends a message to the peer.
     pub(crate) fn send(&self, message: &impl Serialize) -> Result<(), ProtocolError> {
         send(&self.stream, message)
     }
@@ -318,7 +296,7 @@ impl Messages {
                     return Err(ProtocolError::stalled(&self.stream));
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let seconds = timeout_seconds(&self.stream);
+                    let seconds = self.stream.stall_timeout().as_secs();
                     return Err(ProtocolError::TimedOut { seconds });
                 }
                 Err(error) => return Err(error.into()),
@@ -361,15 +339,6 @@ fn read_some(stream: &Stream, buffer: &mut [u8]) -> Result<usize, ProtocolError>
     })
 }
 
-/// The stall timeout of a connection.
-fn timeout_seconds(stream: &Stream) -> u64 {
-    let timeout = match stream {
-        Stream::Tcp(stream) => stream.read_timeout(),
-        Stream::Unix(stream) => stream.read_timeout(),
-    };
-    timeout.ok().flatten().unwrap_or_default().as_secs()
-}
-
 /// An id that no other attempt or process has, and that cannot be guessed.
 pub(crate) fn random_id() -> io::Result<[u8; 16]> {
     let mut bytes = [0; 16];
@@ -381,7 +350,7 @@ pub(crate) fn random_id() -> io::Result<[u8; 16]> {
 mod tests {
     use std::os::unix::net::UnixStream;
 
-    use handover::{DestinationMessage, Prepare, SourceMessage};
+    use handover::{DestinationMessage, Prepare, SourceMessage, from_details, to_details};
     use proptest::{collection::vec, prelude::*};
 
     use super::*;
@@ -421,13 +390,13 @@ mod tests {
     proptest! {
         #[test]
         fn details_arrive(sent in details()) {
-            let prepare = SourceMessage::Prepare(Prepare::new(sent.to_details().unwrap()));
+            let prepare = SourceMessage::Prepare(Prepare::new(to_details(&sent).unwrap()));
             let bytes = encode(&prepare).unwrap();
             let message = received(&bytes, |stream| Messages::new(stream).receive()).unwrap();
             let Some(SourceMessage::Prepare(prepare)) = message else {
                 panic!("not understood");
             };
-            prop_assert_eq!(PrepareDetails::try_from(prepare.details).unwrap(), sent);
+            prop_assert_eq!(from_details::<PrepareDetails>(prepare.details).unwrap(), sent);
         }
 
         #[test]
@@ -493,7 +462,7 @@ mod tests {
         theirs.read_to_end(&mut answer).unwrap_or_default();
         let (len, json) = answer.split_first_chunk().unwrap();
         assert_eq!(u32::from_be_bytes(*len) as usize, json.len());
-        let answer: Value = serde_json::from_slice(json).unwrap();
+        let answer: serde_json::Value = serde_json::from_slice(json).unwrap();
         assert_eq!(answer["say"], "refused");
         assert!(answer["cause"].as_str().unwrap().contains("newer release"));
     }

@@ -10,9 +10,6 @@
 //! The coordinator is the caller's thread: it alone calls the VMM. It waits for events only, from the channel
 //! threads and from the thread that receives from the destination; a call that blocks is ended by hanging up. Where the
 //! guest is in the end [`handover::Source`] decides.
-//!
-//! - `convergence`: when to switch over, and when to throttle. `round`: the pages of a round. `channel`: their packets.
-//! - `link`: the connections. `hand_over`: from the paused guest to the decision where it runs.
 
 mod channel;
 mod config;
@@ -32,7 +29,7 @@ use std::{
 use handover::{AttemptId, Decision, GuestLocation, SourceEvent, SourceState};
 use multifd::Layout;
 use tracing::{debug, info, warn};
-use vamoose_link::{Address, check_locked_memory};
+use vamoose_link::{Address, check_locked_memory, millis};
 
 use crate::{
     Bitmap, DirtyLog, GuestError, Handle, Ram, SourceError, SourceGuest, State, Status, chain,
@@ -40,7 +37,7 @@ use crate::{
     offload::Account,
     present::present,
     protocol::random_id,
-    status::{Shared, Stopwatch, millis},
+    status::{Shared, Stopwatch},
 };
 pub use config::{CHANNELS, SourceConfig, ZeroPageDetection};
 pub use convergence::AutoConverge;
@@ -129,7 +126,7 @@ impl Source {
                 convergence: Convergence::new(&self.config, self.ram.page_size()),
             };
             // Also when the VMM panics: the scope waits for its threads.
-            let _hang_up = self.shared.hang_up_guard();
+            let _hang_up = self.shared.hangup.guard();
             attempt.run(id, destination, scope)
         });
         self.report(result)
@@ -149,7 +146,6 @@ impl Source {
     }
 }
 
-/// The coordinator's state.
 struct Attempt<'a> {
     source: &'a Source,
     guest: &'a mut dyn SourceGuest,
@@ -161,7 +157,6 @@ struct Attempt<'a> {
     logging: bool,
     /// Why the guest could not be resumed.
     not_resumed: Option<GuestError>,
-    /// Number of the last round.
     round: u64,
 }
 
@@ -329,7 +324,7 @@ impl<'a> Attempt<'a> {
 
     fn update_status(&self, dirty: usize) -> Status {
         let shared = &self.source.shared;
-        let (convergence, rates) = (&self.convergence, self.convergence.rates());
+        let (convergence, rates) = (&self.convergence, self.convergence.rates);
         {
             let mut progress = shared.progress();
             progress.count_remaining(dirty, &shared.stats);
@@ -338,14 +333,14 @@ impl<'a> Attempt<'a> {
             status.ram.dirty_pages_rate = whole(rates.dirty_pages);
             status.ram.mbps = rates.wire_bytes * 8.0 / 1e6;
             status.ram.pages_per_second = whole(rates.pages);
-            status.cpu_throttle_percentage = convergence.throttle();
+            status.cpu_throttle_percentage = convergence.throttle;
         }
         shared.status()
     }
 
     fn timed_out(&self) -> SourceError {
         let page_size = self.source.ram.page_size() as u64;
-        let rates = self.convergence.rates();
+        let rates = self.convergence.rates;
         SourceError::TimedOut {
             seconds: self.source.config.timeout.unwrap_or_default().as_secs(),
             remaining: self.source.shared.status().ram.remaining,
@@ -354,13 +349,12 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// The guest runs at the destination.
     fn completed(&mut self) {
         let Some(mut paused) = self.paused else {
             return;
         };
         paused.lap(|parts| &mut parts.commit);
-        let (downtime, parts) = (paused.started.elapsed(), paused.parts);
+        let (downtime, parts) = (paused.total(), paused.parts);
         info!(?downtime, "the guest runs at the destination ({parts})");
         let mut progress = self.source.shared.progress();
         progress.status.downtime = Some(millis(downtime));

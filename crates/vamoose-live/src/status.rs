@@ -1,17 +1,16 @@
 //! The progress of a migration, under the names of QEMU's `query-migrate`.
 
 use std::{
-    fmt,
     num::NonZeroU64,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicU8, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use serde::{Serialize, Serializer};
-use vamoose_link::{Hangup, HangupGuard, Pacer, Snapshot, Stats, Stream};
+use serde::Serialize;
+use vamoose_link::{DowntimeParts, Hangup, Pacer, Snapshot, Stats, lock, millis};
 
 use crate::{OffloadCounters, Ram, offload::Account};
 
@@ -46,35 +45,6 @@ pub struct Status {
     /// Why it failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_desc: Option<String>,
-}
-
-/// The parts of a downtime, which add up to it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct DowntimeParts {
-    /// Pausing the guest, reading the dirty log, and sending the last pages until they are written at the destination.
-    #[serde(serialize_with = "as_millis")]
-    pub last_round: Duration,
-    /// Saving and sending the state of vCPUs and devices.
-    #[serde(serialize_with = "as_millis")]
-    pub device_state: Duration,
-    /// Until the destination has loaded that state.
-    #[serde(serialize_with = "as_millis")]
-    pub load: Duration,
-    /// Handing the guest over, until the destination confirms that it runs.
-    #[serde(serialize_with = "as_millis")]
-    pub commit: Duration,
-}
-
-impl fmt::Display for DowntimeParts {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [last_round, device_state, load, commit] =
-            [self.last_round, self.device_state, self.load, self.commit].map(millis);
-        write!(
-            f,
-            "last round {last_round} ms, device state {device_state} ms, load {load} ms, commit {commit} ms"
-        )
-    }
 }
 
 /// The memory part of a [`Status`].
@@ -149,7 +119,7 @@ pub(crate) struct Shared {
     pub(crate) stats: Arc<Stats>,
     pub(crate) pacer: Option<Arc<Pacer>>,
     pub(crate) zero_page_detection: Option<Account>,
-    hangup: Hangup,
+    pub(crate) hangup: Hangup,
     fate: AtomicU8,
     progress: Mutex<Progress>,
 }
@@ -216,7 +186,7 @@ impl Shared {
 
     /// The coordinator's part of the status, to be changed.
     pub(crate) fn progress(&self) -> MutexGuard<'_, Progress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.progress)
     }
 
     pub(crate) fn status(&self) -> Status {
@@ -240,16 +210,6 @@ impl Shared {
 
     pub(crate) fn is_cancelled(&self) -> bool {
         self.fate.load(Ordering::Acquire) == CANCELLED
-    }
-
-    /// Adds a connection that is to end with the migration.
-    pub(crate) fn register(&self, stream: &Arc<Stream>) {
-        self.hangup.register(stream);
-    }
-
-    /// Ends all calls that block when the result goes.
-    pub(crate) fn hang_up_guard(&self) -> HangupGuard<'_> {
-        self.hangup.guard()
     }
 
     /// Passes the point of no return; false if the migration was cancelled before.
@@ -300,12 +260,9 @@ impl Stopwatch {
         *part(&mut self.parts) += now - self.lap;
         self.lap = now;
     }
-}
 
-fn as_millis<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_u64(millis(*time))
-}
-
-pub(crate) fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+    /// The time until the last lap: the sum of the parts.
+    pub(crate) fn total(&self) -> Duration {
+        self.lap - self.started
+    }
 }

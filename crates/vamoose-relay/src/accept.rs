@@ -4,13 +4,13 @@ use std::{
     collections::VecDeque,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use tracing::warn;
-use vamoose_link::{Listener, SocketError, Stream};
+use vamoose_link::{Listener, SocketError, Stream, lock};
 
 use crate::chain;
 
@@ -98,8 +98,7 @@ impl AcceptQueue {
 
     /// Gives the relay a connection.
     pub fn push(&self, stream: Arc<Stream>) {
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        waiting.push_back(stream);
+        lock(&self.waiting).push_back(stream);
         // Fails only when the counter is full, and then it is readable anyway.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
@@ -113,7 +112,7 @@ impl AsFd for AcceptQueue {
 
 impl Accept for AcceptQueue {
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = lock(&self.waiting);
         let stream = waiting.pop_front();
         if waiting.is_empty() {
             // Resets the counter, so that polling waits again. Nothing to read is just as well.

@@ -78,12 +78,8 @@ impl Dialer {
 
     pub(crate) fn dial(&self, first: &[u8], timeout: Duration) -> Result<Stream, SocketError> {
         let stream = dial(&self.address, timeout)?;
-        stream
-            .write_both(&self.preamble, first)
-            .map_err(|source| SocketError::Dial {
-                address: self.address.clone(),
-                source,
-            })?;
+        let written = stream.write_both(&self.preamble, first);
+        written.map_err(|source| SocketError::dial(&self.address, source))?;
         Ok(stream)
     }
 }

@@ -8,15 +8,15 @@ use std::{
 };
 
 use handover::{
-    AttemptId, ConnectionKind, DestinationMessage, Details, FrameError, Lines, Preamble,
-    SourceMessage, encode,
+    AttemptId, ConnectionKind, DestinationMessage, FrameError, Lines, Preamble, SourceMessage,
+    encode,
 };
 use rustix::event::{PollFd, PollFlags};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thiserror::Error;
-use vamoose_link::{Address, SocketError, Stream, dial};
+use vamoose_link::{Address, SocketError, Stream, dial, wait_until};
 
-use crate::{main_stream::is_transient, wait::wait_until};
+use crate::main_stream::is_transient;
 
 /// What `migrate` asks for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -41,36 +41,19 @@ pub(crate) struct Offer {
     pub(crate) knows_zero_pages: bool,
 }
 
-/// As fields of a message.
-pub(crate) fn to_details(value: &impl Serialize) -> Result<Details, ControlError> {
-    match serde_json::to_value(value).map_err(FrameError::from)? {
-        serde_json::Value::Object(details) => Ok(details),
-        _ => Ok(Details::new()),
-    }
-}
-
-/// From a message's fields.
-pub(crate) fn from_details<T: DeserializeOwned>(details: Details) -> Result<T, ControlError> {
-    Ok(serde_json::from_value(details.into()).map_err(FrameError::from)?)
-}
-
 /// The control connection failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum ControlError {
-    /// The server cannot be reached.
     #[error(transparent)]
     Dial(#[from] SocketError),
-    /// The connection broke.
     #[error("the control connection broke")]
     Broken(#[from] io::Error),
-    /// The peer closed the connection.
     #[error("the control connection was closed by the peer")]
     Closed,
-    /// The peer does not follow the protocol.
     #[error(transparent)]
     Frame(#[from] FrameError),
-    /// No answer in time.
     #[error("no answer from the server in {} s", .0.as_secs())]
     NoAnswer(Duration),
 }
@@ -101,7 +84,6 @@ impl Control {
         }
     }
 
-    /// Sends a message of the source.
     pub(crate) fn send(&self, message: &SourceMessage) -> Result<(), ControlError> {
         Ok(self.stream.write_both(&encode(message)?, &[])?)
     }
@@ -142,7 +124,6 @@ impl Control {
     }
 }
 
-/// Sends a message of the destination.
 pub(crate) fn reply(stream: &Stream, message: &DestinationMessage) -> Result<(), ControlError> {
     Ok(stream.write_both(&encode(message)?, &[])?)
 }

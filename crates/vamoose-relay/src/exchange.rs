@@ -19,11 +19,11 @@
 //! and stream where these are more. More would falsify the bandwidth that the source measures (it
 //! counts what is in the socket as sent) and with it the downtime that it promises.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use multifd::Layout;
-use vamoose_link::Packet;
+use vamoose_link::{Packet, lock};
 
 /// The ends for `readers` readers and for `streams` writers on each of `channels` channels, channel
 /// by channel, and what makes all of them give up.
@@ -80,7 +80,6 @@ pub(crate) enum Work {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Closed;
 
-/// A reader's end.
 #[derive(Clone)]
 pub(crate) struct ReaderEnd {
     free: Receiver<Box<Packet>>,
@@ -113,7 +112,6 @@ impl ReaderEnd {
     }
 }
 
-/// A writer's end.
 #[derive(Clone)]
 pub(crate) struct WriterEnd {
     work: Receiver<Work>,
@@ -130,7 +128,6 @@ impl WriterEnd {
         self.work.recv().map_err(|_| Closed)
     }
 
-    /// Returns a packet that has been sent.
     pub(crate) fn give_back(&self, packet: Box<Packet>) {
         // Holds every packet that exists; the readers may all have ended.
         let _ = self.free.try_send(packet);
@@ -144,7 +141,6 @@ impl WriterEnd {
     }
 }
 
-/// All barriers of an exchange.
 pub(crate) struct Barriers(Vec<Arc<Barrier>>);
 
 impl Barriers {
@@ -184,7 +180,7 @@ impl Barrier {
     /// The lock is not held meanwhile: `complete` may have to wait for a thread that never
     /// comes, and it takes [`Barrier::give_up`] to end that.
     fn wait(&self, complete: impl FnOnce() -> Result<(), Closed>) -> Result<(), Closed> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if state.given_up {
             return Err(Closed);
         }
@@ -192,7 +188,7 @@ impl Barrier {
         if state.arrived == self.parties {
             drop(state);
             let completed = complete();
-            state = self.lock();
+            state = lock(&self.state);
             // None has arrived since: all parties were here.
             state.arrived = 0;
             state.round += 1;
@@ -211,12 +207,8 @@ impl Barrier {
     }
 
     fn give_up(&self) {
-        self.lock().given_up = true;
+        lock(&self.state).given_up = true;
         self.changed.notify_all();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -32,9 +32,9 @@ use rustix::{
     net::{RecvFlags, recv},
 };
 use tracing::{debug, info, warn};
-use vamoose_link::{Hangup, Stream};
+use vamoose_link::{Hangup, Stream, wait_until};
 
-use crate::{Accept, RelayError, accept::Acceptor, chain, wait::wait_until};
+use crate::{Accept, RelayError, accept::Acceptor, chain};
 use opening::Opening;
 
 /// What the source opened.
@@ -88,7 +88,7 @@ pub(crate) fn gather(
         if let Some(main) = gathering.complete(now)? {
             return Ok(gathering.into_multifd(main));
         }
-        if gathering.is_plain(now) {
+        if gathering.plain_at().is_some_and(|at| now >= at) {
             return Ok(gathering.into_opaque("the source uses a single main connection", false));
         }
         gathering.end_waiting(now)?;
@@ -174,13 +174,10 @@ impl Gathering<'_> {
         highest.is_some_and(|(id, _)| usize::from(*id) + 1 == self.channels.len())
     }
 
-    fn is_plain(&self, now: Instant) -> bool {
-        self.expected.is_none()
-            && self.channels.is_empty()
-            && self
-                .main
-                .as_ref()
-                .is_some_and(|(_, came)| now >= *came + PLAIN_AFTER)
+    /// When it is a migration without multifd, unless a channel comes before.
+    fn plain_at(&self) -> Option<Instant> {
+        let (_, came) = self.main.as_ref()?;
+        (self.expected.is_none() && self.channels.is_empty()).then(|| *came + PLAIN_AFTER)
     }
 
     /// Closes connections that have sent nothing for too long, and does not wait for ever for a source that has begun.
@@ -206,15 +203,14 @@ impl Gathering<'_> {
     fn wait(&self, now: Instant) -> Result<(), RelayError> {
         let oldest = self.opening.iter().map(|opening| opening.since).min();
         let incomplete_at = self.began.or(oldest).map(|since| since + self.timeout);
-        let plain_at = match &self.main {
-            Some((_, came)) if self.expected.is_none() && self.channels.is_empty() => {
-                Some(*came + PLAIN_AFTER)
-            }
-            _ => None,
-        };
         // The main stream is readable all the time, so it cannot be polled for more.
         let look_at = (self.main.is_some() && self.expected.is_none()).then(|| now + LOOK_EVERY);
-        let next = [incomplete_at, plain_at, look_at, self.acceptor.again_at()];
+        let next = [
+            incomplete_at,
+            self.plain_at(),
+            look_at,
+            self.acceptor.again_at(),
+        ];
         let mut fds = vec![PollFd::new(self.hangup, PollFlags::IN)];
         fds.extend(self.acceptor.poll_fd());
         let streams = self.opening.iter().map(|opening| &*opening.stream);

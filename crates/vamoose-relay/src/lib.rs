@@ -10,10 +10,8 @@
 //! [`Relay`] moves one migration. [`Server`] and [`Migration`] put two relays between two QEMUs, set
 //! both QEMUs up over QMP and see the migration through to a guest that runs in one place.
 //!
-//! What a relay owes the two QEMUs is written where it is done: the order of connections in
-//! `gather`, the bound on waiting packets in `channels` and `exchange`, the SYNC barrier in `exchange`, the
-//! main stream's order with the SYNCs in `syncs`, the teardown of everything at once in `session`. The log lines of a migration are in one
-//! span, `migration`, with its role (`relay`, `source`, `destination`) and the attempt's id.
+//! ARCHITECTURE.md has the way of a page through the modules. The log lines of a migration are in one span, `migration`,
+//! with its role (`relay`, `source`, `destination`) and the attempt's id.
 
 #![forbid(unsafe_code)]
 
@@ -40,13 +38,12 @@ mod serve;
 mod session;
 mod settle;
 mod syncs;
-mod wait;
 
 pub use accept::{Accept, AcceptQueue};
 pub use attempts::{Attempt, Standing, attempts};
 pub use config::{Config, Dialer, ZeroPages};
 pub use control::ControlError;
-pub use downtime::{DowntimeParts, Switchover};
+pub use downtime::Switchover;
 pub use error::{Direction, RelayError};
 pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;
@@ -58,4 +55,4 @@ pub use qmp::QmpError;
 pub use serve::{ServeError, Server, ServerConfig};
 pub use session::{Outcome, Relay, Summary};
 pub use settle::{SettleError, Settlement, Verdict};
-pub use vamoose_link::chain;
+pub use vamoose_link::{DowntimeParts, chain};

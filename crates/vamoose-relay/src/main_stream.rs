@@ -3,14 +3,14 @@
 use std::{
     io::{self, Read, Write},
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, AtomicU8, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use tracing::warn;
-use vamoose_link::{Pacer, Stats, Stream, is_stall};
+use vamoose_link::{Pacer, Stats, Stream, is_stall, lock};
 
 use crate::{Direction, Outcome, RelayError, return_path::ReturnPath};
 
@@ -34,20 +34,21 @@ impl MainState {
             && (self.return_path.load(Ordering::Acquire) || !self.is_at_end())
     }
 
+    /// Notes a piece of the forward direction, whose end shows how that ended.
+    pub(crate) fn received(&self, piece: &[u8]) {
+        if let Some(last) = piece.last() {
+            self.last_byte.store(*last, Ordering::Release);
+        }
+    }
+
     /// Notes that all that has been received has been sent.
     pub(crate) fn sent(&self) {
-        *self.lock_last_sent() = Some(Instant::now());
+        *lock(&self.last_sent) = Some(Instant::now());
     }
 
     /// When the last bytes were sent to the destination.
     pub(crate) fn last_sent(&self) -> Option<Instant> {
-        *self.lock_last_sent()
-    }
-
-    fn lock_last_sent(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.last_sent
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.last_sent)
     }
 
     /// How a migration ended in which both ends closed the main stream and the destination has not
@@ -82,22 +83,11 @@ pub(crate) trait Witness {
         write(piece)
     }
     /// The same piece has been passed on.
-    fn delivered(&mut self);
+    fn delivered(&mut self) {}
     /// Whether the stream's end is passed on.
     fn ends(&self) -> bool {
         true
     }
-}
-
-/// Remembers how the forward direction of a main stream ended.
-impl Witness for &MainState {
-    fn received(&mut self, piece: &[u8]) {
-        if let Some(last) = piece.last() {
-            self.last_byte.store(*last, Ordering::Release);
-        }
-    }
-
-    fn delivered(&mut self) {}
 }
 
 /// Follows the return path of a main stream; `on_shut` is given the destination's code on loading when the source
@@ -142,8 +132,8 @@ impl<F: FnMut(u32)> Witness for ReturnWitness<'_, F> {
 /// One direction of a main stream.
 pub(crate) struct Pump<'a> {
     pub(crate) direction: Direction,
-    pub(crate) from: &'a Stream,
-    pub(crate) to: &'a Stream,
+    pub(crate) from: Arc<Stream>,
+    pub(crate) to: Arc<Stream>,
     pub(crate) stats: &'a Stats,
     pub(crate) pacer: Option<&'a Pacer>,
     pub(crate) stall_timeout: Duration,

@@ -25,7 +25,7 @@ use std::{
 
 use handover::{
     AttemptId, ConnectionKind, Decision, DestinationMessage, GuestLocation, Prepare, SourceEvent,
-    SourceMessage, SourceState,
+    SourceMessage, SourceState, from_details, to_details,
 };
 use serde_json::{Value, json};
 use tracing::{Span, error_span, info};
@@ -33,7 +33,7 @@ use vamoose_link::{Address, Hangup, Snapshot, Stats};
 
 use crate::{
     Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover, chain,
-    control::{self, Control, Offer, Request, from_details, preamble, to_details},
+    control::{self, Control, ControlError, Offer, Request, preamble},
     journal::{AtSource, Record, now},
 };
 use error::at_source;
@@ -116,7 +116,6 @@ impl Migration<'_> {
         span(attempt).in_scope(|| self.attempt(attempt, &journal, source, start, observe))
     }
 
-    /// A new attempt.
     fn attempt(
         &self,
         attempt: AttemptId,
@@ -170,7 +169,7 @@ impl Migration<'_> {
             page_size: u32::try_from(self.config.layout.page_size()).unwrap_or(u32::MAX),
             method: self.config.method.name().to_owned(),
         };
-        let prepare = Prepare::new(to_details(&request)?);
+        let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
         control.send(&SourceMessage::Prepare(prepare))?;
         let answer = loop {
             match control.receive(PREPARED_WITHIN)? {
@@ -181,7 +180,8 @@ impl Migration<'_> {
         hand_over.control = Some(control);
         match answer {
             DestinationMessage::Prepared { ref details, .. } => {
-                source.zero_pages = self.zero_pages(source, &from_details(details.clone())?)?;
+                let offer = from_details(details.clone()).map_err(ControlError::from)?;
+                source.zero_pages = self.zero_pages(source, &offer)?;
                 hand_over.prepared(answer)
             }
             DestinationMessage::Refused { reason } => Err(Cause::Refused(reason)),
@@ -191,7 +191,7 @@ impl Migration<'_> {
 
     /// How the source is to find zero pages, where it can be set.
     fn zero_pages(&self, source: &SourceQemu, offer: &Offer) -> Result<Option<String>, Cause> {
-        let (ours, theirs) = (source.qemu.version(), &offer.qemu);
+        let (ours, theirs) = (source.qemu.version, &offer.qemu);
         info!("source QEMU {ours}, destination QEMU {theirs}");
         if !source.qemu.knows_zero_pages() {
             return Ok(None);
@@ -274,7 +274,6 @@ impl Migration<'_> {
         Ok((socket, Hangup::new()?))
     }
 
-    /// Draws the conclusion from what the hand-over has decided.
     fn conclude(
         &self,
         hand_over: HandOver<'_>,
@@ -284,11 +283,7 @@ impl Migration<'_> {
         start: Instant,
     ) -> Result<Moved, Failure> {
         let record = &hand_over.entry.record;
-        let failure = |cause| Failure {
-            cause,
-            guest: decision.guest,
-            attempt: Some(record.attempt),
-        };
+        let failure = |cause| Failure::of(record.attempt, cause, decision.guest);
         let mut downtime = None;
         if let Some(source) = source {
             let running = hand_over.running_at.filter(|_| record.side.resume);
@@ -303,9 +298,8 @@ impl Migration<'_> {
                 return Err(failure(Cause::moved_before(record, now)));
             }
             let parts = downtime.zip(ended.switchover);
-            let parts = parts.map(|((stopped, running), switchover)| {
-                DowntimeParts::new(stopped, switchover, running)
-            });
+            let parts =
+                parts.map(|((stopped, running), switchover)| switchover.parts(stopped, running));
             let mut account = ended.account;
             if let (Value::Object(account), Some(parts)) = (&mut account, &parts) {
                 account.insert("downtime-parts".to_owned(), json!(parts));
@@ -369,7 +363,6 @@ impl Moved {
 struct Ended {
     /// Why it failed, where it did before the hand-over.
     cause: Option<Cause>,
-    /// QEMU's account.
     account: Value,
     moved: Snapshot,
     switchover: Option<Switchover>,
@@ -401,7 +394,6 @@ impl Ended {
     }
 }
 
-/// The span of an attempt's log lines.
 fn span(attempt: AttemptId) -> Span {
     error_span!("migration", role = "source", %attempt)
 }

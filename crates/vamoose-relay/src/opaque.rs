@@ -17,14 +17,13 @@ use std::{
 use multifd::MAGIC;
 use rustix::event::{PollFd, PollFlags};
 use tracing::{Span, debug, warn};
-use vamoose_link::Stream;
+use vamoose_link::{Stream, wait_for};
 
 use crate::{
     Direction, Outcome, Relay, RelayError, Summary,
     accept::Acceptor,
     chain,
     main_stream::{MainState, Pump, ReturnWitness, Witness, is_transient},
-    wait::wait_for,
 };
 
 /// Runs the migration to its end: when every connection has ended.
@@ -127,7 +126,6 @@ enum Report {
     Loaded,
     /// The main stream ended; this is what its end means for the migration.
     MainEnded(Result<Outcome, RelayError>),
-    /// A connection broke.
     Failed(RelayError),
 }
 
@@ -178,10 +176,8 @@ impl Connection<'_> {
         });
         let span = Span::current();
         thread::scope(|scope| {
-            let back = scope.spawn(|| {
-                let pump = self.pump(Direction::Back, &far, &self.stream);
-                span.in_scope(|| pump.run(return_witness))
-            });
+            let pump = self.pump(Direction::Back, &far, &self.stream);
+            let back = scope.spawn(move || span.in_scope(|| pump.run(return_witness)));
             let pump = self.pump(Direction::Forward, &self.stream, &far);
             let forward = pump.run(forward_witness);
             if forward.is_err() {
@@ -197,11 +193,11 @@ impl Connection<'_> {
         Ok(())
     }
 
-    fn pump<'s>(&'s self, direction: Direction, from: &'s Stream, to: &'s Stream) -> Pump<'s> {
+    fn pump(&self, direction: Direction, from: &Arc<Stream>, to: &Arc<Stream>) -> Pump<'_> {
         Pump {
             direction,
-            from,
-            to,
+            from: from.clone(),
+            to: to.clone(),
             stats: self.relay.stats,
             pacer: None,
             stall_timeout: self.relay.config.stall_timeout,
@@ -240,15 +236,12 @@ struct Opened<'a> {
 
 impl Witness for Opened<'_> {
     fn received(&mut self, piece: &[u8]) {
-        let mut main = self.main;
-        main.received(piece);
+        self.main.received(piece);
         if std::mem::take(&mut self.at_start) && piece.starts_with(&MAGIC.to_be_bytes()) {
             self.connection
                 .report(Report::Failed(RelayError::LateChannel));
         }
     }
-
-    fn delivered(&mut self) {}
 }
 
 fn wait_for_connection(relay: &Relay<'_>, acceptor: &Acceptor<'_>) {

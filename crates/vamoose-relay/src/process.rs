@@ -35,8 +35,8 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+use vamoose_link::wait_for;
 
-use crate::wait::wait_for;
 pub(crate) use monitor::Monitor;
 use monitor::listening;
 
@@ -71,7 +71,6 @@ impl ProcessId {
     }
 }
 
-/// The process could not be found or ended.
 #[derive(Debug, Error)]
 pub(crate) enum ProcessError {
     /// No process that can be looked at has the monitor.
@@ -107,7 +106,7 @@ fn unreadable(pid: u32, what: &'static str, source: io::Error) -> ProcessError {
 /// The process that serves a monitor.
 #[derive(Debug)]
 pub(crate) struct QemuProcess {
-    id: ProcessId,
+    pub(crate) id: ProcessId,
     pidfd: OwnedFd,
 }
 
@@ -184,11 +183,6 @@ impl QemuProcess {
         Ok(Some(process))
     }
 
-    /// What a journal remembers.
-    pub(crate) fn identity(&self) -> ProcessId {
-        self.id
-    }
-
     /// Whether it has ended, with all its threads.
     pub(crate) fn has_ended(&self) -> Result<bool, ProcessError> {
         self.wait_for_end(Duration::ZERO)
@@ -253,7 +247,7 @@ mod tests {
     #[test]
     fn a_process_is_alive_until_it_has_ended() {
         let (mut child, process) = sleeper();
-        let id = process.identity();
+        let id = process.id;
         assert!(id.is_alive().unwrap() && !process.has_ended().unwrap());
         process.end(LIMIT).unwrap();
         // A zombie first, then gone.
@@ -267,7 +261,7 @@ mod tests {
     #[test]
     fn another_process_with_the_same_number_is_not_it() {
         let (mut child, process) = sleeper();
-        let mut id = process.identity();
+        let mut id = process.id;
         id.start_time -= 1;
         assert!(!id.is_alive().unwrap());
         process.end(LIMIT).unwrap();
@@ -333,7 +327,7 @@ mod tests {
         );
         reap(second);
         let process = QemuProcess::serving(&monitor).unwrap();
-        assert_eq!(process.identity().pid, first.id());
+        assert_eq!(process.id.pid, first.id());
         reap(first);
         assert!(process.has_ended().unwrap());
         let error = QemuProcess::serving(&monitor).unwrap_err();
@@ -356,7 +350,7 @@ mod tests {
         assert!(matches!(error, ProcessError::Several { .. }), "{error}");
         reap(former);
         let process = QemuProcess::serving(&new).unwrap();
-        assert_eq!(process.identity().pid, present.id());
+        assert_eq!(process.id.pid, present.id());
         reap(present);
     }
 
@@ -390,11 +384,11 @@ mod tests {
             thread::sleep(LOOK_AGAIN);
         }
         let process = QemuProcess::serving(&monitor).unwrap();
-        assert_eq!(process.identity().pid, here.id());
+        assert_eq!(process.id.pid, here.id());
         let through = format!("/proc/{}/root{}", elsewhere.id(), path.display());
         let monitor = Monitor::open(Path::new(&through)).unwrap();
         let process = QemuProcess::serving(&monitor).unwrap();
-        assert_eq!(process.identity().pid, elsewhere.id());
+        assert_eq!(process.id.pid, elsewhere.id());
         reap(here);
         reap(elsewhere);
     }

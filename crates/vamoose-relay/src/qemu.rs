@@ -3,7 +3,12 @@
 mod schema;
 mod settings;
 
-use std::{fmt, path::Path, time::Duration};
+use std::{
+    fmt,
+    ops::ControlFlow,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use serde_json::{Value, json};
 use thiserror::Error;
@@ -22,7 +27,7 @@ pub(crate) struct Qemu {
     qmp: Qmp,
     /// `None` while it is not known for certain.
     process: Option<QemuProcess>,
-    version: Version,
+    pub(crate) version: Version,
     schema: Schema,
     /// Capabilities and parameters as they were, to be put back.
     before: Settings,
@@ -48,32 +53,23 @@ impl fmt::Display for Version {
 /// A QEMU that cannot take part in this migration, as it is now.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum QemuError {
-    /// The monitor.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// A capability that this QEMU was built without.
     #[error("this QEMU ({0}) does not have the migration capability `{1}`")]
     NoCapability(Version, &'static str),
-    /// A value that a parameter of this QEMU does not take.
     #[error("this QEMU ({version}) does not have `{value}` for the parameter `{parameter}`")]
     NoValue {
-        /// Its version.
         version: Version,
-        /// The parameter.
         parameter: &'static str,
-        /// The value asked for.
         value: String,
     },
-    /// The guest is in a state that does not fit.
     #[error("the guest is in the state `{state}`, expected {expected}")]
     State {
-        /// QEMU's name of the state.
         state: String,
-        /// What would fit.
         expected: &'static str,
     },
-    /// Something in the guest cannot be migrated.
     #[error("QEMU cannot migrate this guest: {0}")]
     Blocked(String),
     /// TLS between the two QEMUs goes past a relay.
@@ -84,7 +80,6 @@ pub enum QemuError {
     /// The monitor's path leads to another QEMU than before, or that is not known.
     #[error("the monitor belongs to another QEMU than before")]
     Replaced,
-    /// An answer without what it must hold.
     #[error("QEMU's answer to `{0}` lacks `{1}`")]
     Answer(&'static str, &'static str),
 }
@@ -138,11 +133,15 @@ impl MigrationStatus {
     }
 }
 
+/// How often a QEMU is asked while no event comes.
+const ASKING: Duration = Duration::from_millis(20);
 /// How long a QEMU may take to end when it is asked to.
 const QUITTING: Duration = Duration::from_secs(3);
+/// How long a QEMU that has closed its monitor may take to end: it frees the guest's memory.
+pub(crate) const ENDING: Duration = Duration::from_secs(10);
 /// How long a QEMU may take to end when it is killed: all its memory is freed first, and requests to its
 /// storage come back.
-const KILLED: Duration = Duration::from_secs(30);
+pub(crate) const KILLED: Duration = Duration::from_secs(30);
 
 impl Qemu {
     /// Connects to the monitor at `path` and learns what this QEMU can do.
@@ -168,18 +167,12 @@ impl Qemu {
         })
     }
 
-    /// Its version.
-    pub(crate) fn version(&self) -> Version {
-        self.version
-    }
-
     /// The guest's run state, by QEMU's name (`running`, `paused`, `inmigrate`, ...).
     pub(crate) fn state(&mut self) -> Result<String, QemuError> {
         let answer = self.qmp.execute("query-status", json!({}))?;
         text(&answer, "query-status", "status")
     }
 
-    /// The guest's uuid as text.
     pub(crate) fn uuid(&mut self) -> Result<String, QemuError> {
         let answer = self.qmp.execute("query-uuid", json!({}))?;
         text(&answer, "query-uuid", "UUID")
@@ -197,6 +190,34 @@ impl Qemu {
     /// QEMU's account of the migration, as it is.
     pub(crate) fn query_migrate(&mut self) -> Result<Value, QemuError> {
         Ok(self.qmp.execute("query-migrate", json!({}))?)
+    }
+
+    /// Whether its guest was sent away, and has not been continued since.
+    pub(crate) fn has_sent_its_guest(&mut self) -> Result<bool, QemuError> {
+        let state = self.state()?;
+        let status = MigrationStatus::of(&self.query_migrate()?);
+        let stopped_for_good = ["finish-migrate", "postmigrate"];
+        Ok(stopped_for_good.contains(&state.as_str()) && status == MigrationStatus::Completed)
+    }
+
+    /// Asks, at every event and now and then, until `ask` has found what is waited for; an error with the state that
+    /// it returns otherwise, when that is not as `expected` in time.
+    pub(crate) fn ask_until<T>(
+        &mut self,
+        expected: &'static str,
+        within: Duration,
+        mut ask: impl FnMut(&mut Self) -> Result<ControlFlow<T, String>, QemuError>,
+    ) -> Result<T, QemuError> {
+        let deadline = Instant::now() + within;
+        loop {
+            match ask(self)? {
+                ControlFlow::Break(found) => return Ok(found),
+                ControlFlow::Continue(state) if Instant::now() >= deadline => {
+                    return Err(QemuError::State { state, expected });
+                }
+                ControlFlow::Continue(_) => drop(self.next_event(ASKING)?),
+            }
+        }
     }
 
     /// Whether this QEMU understands zero pages in multifd packets (from 9.0 on).
@@ -228,7 +249,6 @@ impl Qemu {
         Ok(())
     }
 
-    /// Refuses a value that a parameter does not take.
     pub(crate) fn check_value(
         &self,
         parameter: &'static str,
@@ -253,14 +273,14 @@ impl Qemu {
     /// The process that this QEMU is, for a journal. An error when it is not certain: it runs in another
     /// pid namespace, or belongs to a user whose processes cannot be looked at.
     pub(crate) fn identity(&mut self) -> Result<ProcessId, ProcessError> {
-        Ok(self.process()?.identity())
+        Ok(self.process()?.id)
     }
 
     /// Connects anew to the same QEMU's monitor.
     pub(crate) fn reconnect(&mut self) -> Result<(), QemuError> {
-        let before = self.process.as_ref().map(QemuProcess::identity);
-        let again = Self::connect(self.qmp.path())?;
-        if before.is_none() || before != again.process.as_ref().map(QemuProcess::identity) {
+        let again = Self::connect(&self.qmp.path)?;
+        let id = |qemu: &Self| qemu.process.as_ref().map(|process| process.id);
+        if id(self).is_none() || id(self) != id(&again) {
             return Err(QemuError::Replaced);
         }
         self.qmp = again.qmp;
@@ -304,7 +324,6 @@ impl Qemu {
         }
     }
 
-    /// The next event, if one comes within `timeout`.
     pub(crate) fn next_event(&mut self, timeout: Duration) -> Result<Option<Event>, QemuError> {
         Ok(self.qmp.next_event(timeout)?)
     }

@@ -13,28 +13,24 @@
 use std::{
     collections::{BTreeSet, VecDeque},
     io::{self, Read, Write},
-    net::Shutdown,
-    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
-use rustix::{
-    io::Errno,
-    net::{
-        self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt, sockopt::Timeout,
-    },
-};
+use rustix::event::{PollFd, PollFlags};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use thiserror::Error;
+use vamoose_link::{Address, Stream, dial, left, wait_until};
 
-use crate::process::{Monitor, ProcessError, QemuProcess};
+use crate::{
+    main_stream::is_transient,
+    process::{Monitor, ProcessError, QemuProcess},
+};
 
-/// A connection to one QEMU's monitor.
 pub(crate) struct Qmp {
-    stream: UnixStream,
-    path: PathBuf,
+    stream: Stream,
+    pub(crate) path: PathBuf,
     monitor: Monitor,
     received: Vec<u8>,
     events: VecDeque<Event>,
@@ -72,8 +68,8 @@ impl Timestamp {
 /// The monitor could not be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum QmpError {
-    /// No process listens there.
     #[error("cannot connect to the QMP socket {0}")]
     Connect(PathBuf, #[source] io::Error),
     /// No greeting came.
@@ -82,41 +78,23 @@ pub enum QmpError {
          and QEMU serves one at a time; start QEMU with a second -qmp socket, for vamoose alone",
         waited.as_secs_f32()
     )]
-    Held {
-        /// The socket.
-        path: PathBuf,
-        /// How long it was waited for.
-        waited: Duration,
-    },
+    Held { path: PathBuf, waited: Duration },
     /// QEMU does not answer: it may be busy or hang, and may still carry out the command.
     #[error("{path}: QEMU did not answer `{command}` in {} s: it is busy, or hangs", waited.as_secs_f32())]
     NoAnswer {
-        /// The socket.
         path: PathBuf,
-        /// What was asked.
         command: String,
-        /// How long it was waited for.
         waited: Duration,
     },
     /// The connection broke. That alone does not prove that QEMU has ended.
     #[error("{0}: the connection to QEMU broke")]
     Broken(PathBuf, #[source] io::Error),
-    /// Not QMP.
     #[error("{path}: QEMU sent what is not QMP: {problem}")]
-    Garbage {
-        /// The socket.
-        path: PathBuf,
-        /// What is wrong.
-        problem: String,
-    },
-    /// QEMU refused a command.
+    Garbage { path: PathBuf, problem: String },
     #[error("{path}: QEMU refused `{command}`: {description}")]
     Refused {
-        /// The socket.
         path: PathBuf,
-        /// The command.
         command: String,
-        /// QEMU's description.
         description: String,
     },
 }
@@ -130,8 +108,6 @@ impl QmpError {
 
 /// Longest time for an answer. QEMU answers at once unless its main loop is busy.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
-/// The kernel's clock ticks no finer.
-const SHORTEST: Duration = Duration::from_millis(1);
 /// Longest line: the schema has about 400 KB.
 const LONGEST_LINE: usize = 16 << 20;
 
@@ -149,9 +125,12 @@ impl Qmp {
             waited: timeout,
         };
         let monitor = Monitor::open(path).map_err(failed)?;
-        let stream = connect(&monitor, timeout)
-            .map_err(failed)?
-            .ok_or_else(held)?;
+        let stream = dial(&Address::Unix(monitor.address()), timeout);
+        let stream = stream.map_err(|error| match error.source.kind() {
+            // The queue of clients that wait for QEMU to accept them stays full.
+            io::ErrorKind::TimedOut => held(),
+            _ => failed(error.source),
+        })?;
         let mut qmp = Self {
             stream,
             path: path.to_owned(),
@@ -171,12 +150,6 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// The monitor's path.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Runs a command and returns its answer.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let id = self.send(command, arguments)?;
         let deadline = Instant::now() + self.timeout;
@@ -208,11 +181,13 @@ impl Qmp {
         let id = self.next_id;
         let mut line = json!({ "execute": command, "arguments": arguments, "id": id }).to_string();
         line.push('\n');
-        self.stream.write_all(line.as_bytes()).map_err(|source| {
-            // Part of the line may be under way, and nothing must continue it.
-            let _ = self.stream.shutdown(Shutdown::Both);
-            self.broken(source)
-        })?;
+        (&self.stream)
+            .write_all(line.as_bytes())
+            .map_err(|source| {
+                // Part of the line may be under way, and nothing must continue it.
+                self.stream.shut_down();
+                self.broken(source)
+            })?;
         self.unanswered.insert(id);
         Ok(id)
     }
@@ -239,7 +214,6 @@ impl Qmp {
         }
     }
 
-    /// The process at the other end.
     pub(crate) fn process(&self) -> Result<QemuProcess, ProcessError> {
         QemuProcess::serving(&self.monitor)
     }
@@ -263,7 +237,7 @@ impl Qmp {
     /// Breaks the connection, as nothing but a fault would.
     #[cfg(test)]
     pub(crate) fn cut(&self) {
-        self.stream.shutdown(Shutdown::Both).unwrap();
+        self.stream.shut_down();
     }
 
     fn queue_event(&mut self, message: Value) -> Result<(), QmpError> {
@@ -284,19 +258,17 @@ impl Qmp {
             if self.received.len() > LONGEST_LINE {
                 return Err(self.garbage("an endless line"));
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
+            if left(deadline).is_zero()
+                || !wait_until(&mut fds, Some(deadline)).map_err(|error| self.broken(error))?
+            {
                 return Ok(None);
             }
-            self.stream
-                .set_read_timeout(Some(left))
-                .map_err(|source| self.broken(source))?;
             let mut piece = [0; 16 * 1024];
-            match self.stream.read(&mut piece) {
+            match (&self.stream).read(&mut piece) {
                 Ok(0) => return Err(self.broken(io::ErrorKind::UnexpectedEof.into())),
                 Ok(read) => self.received.extend_from_slice(&piece[..read]),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if is_transient(&error) => {}
                 Err(error) => return Err(self.broken(error)),
             }
         }
@@ -322,39 +294,18 @@ impl Qmp {
     }
 }
 
-/// Connects; `None` when the queue of clients that wait for QEMU to accept them stays full for so long. A
-/// connect without a bound would wait there for as long as QEMU's present client stays.
-fn connect(monitor: &Monitor, within: Duration) -> io::Result<Option<UnixStream>> {
-    let address = SocketAddrUnix::new(monitor.address())?;
-    let flags = SocketFlags::CLOEXEC;
-    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    let deadline = Instant::now() + within;
-    loop {
-        // It holds for connecting to a unix socket, too. Zero would be for ever.
-        let left = deadline.saturating_duration_since(Instant::now());
-        sockopt::set_socket_timeout(&socket, Timeout::Send, Some(left.max(SHORTEST)))?;
-        match net::connect(&socket, &address) {
-            Ok(()) => break,
-            Err(Errno::AGAIN) => return Ok(None),
-            Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    let stream = UnixStream::from(socket);
-    // For a QEMU that does not read.
-    stream.set_write_timeout(Some(within))?;
-    Ok(Some(stream))
-}
-
 #[cfg(test)]
 mod tests {
     use std::{
         io::{BufRead as _, BufReader},
-        os::unix::net::UnixListener,
+        os::unix::net::{UnixListener, UnixStream},
         thread,
     };
 
-    use rustix::fd::OwnedFd;
+    use rustix::{
+        fd::OwnedFd,
+        net::{self, AddressFamily, SocketAddrUnix, SocketType},
+    };
 
     use super::*;
 

@@ -63,14 +63,12 @@ pub struct ServerConfig {
 /// A server that cannot continue.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum ServeError {
-    /// The socket.
     #[error(transparent)]
     Socket(#[from] SocketError),
-    /// The journal.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// The system refused something that every server needs.
     #[error("cannot wait for connections")]
     Wait(#[from] io::Error),
 }
@@ -116,7 +114,6 @@ impl Server {
     }
 }
 
-/// The span of an attempt's log lines.
 fn span(attempt: AttemptId) -> Span {
     error_span!("migration", role = "destination", %attempt)
 }

@@ -49,32 +49,24 @@ enum Side {
 /// An attempt that cannot be settled.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum SettleError {
-    /// The journal.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// It is not in the journal.
     #[error("attempt {0} is not in this journal")]
     Unknown(AttemptId),
-    /// It needs no settling.
     #[error("attempt {0} is over: {1}")]
     Over(AttemptId, GuestLocation),
-    /// The destination contradicts.
     #[error("the destination answers `{0}`: it decides, run the migration's command again")]
     Contradicted(String),
-    /// The source's QEMU.
     #[error("the source's QEMU at {}", .0.display())]
     Qemu(PathBuf, #[source] QemuError),
-    /// It is another one.
     #[error("{} belongs to another QEMU than the attempt's", .0.display())]
     OtherQemu(PathBuf),
-    /// The server's address in the journal.
     #[error("the server's address in the journal")]
     Address(#[from] AddressError),
-    /// The server on this host could not be asked.
     #[error("the server at {0}")]
     Server(Address, #[source] ControlError),
-    /// The guest is not as it was to be.
     #[error("the guest could not be settled: {0}")]
     Failed(String),
 }

@@ -9,13 +9,13 @@
 //! SYNCs before it. Marks and SYNCs are counted, so it is of no importance which come first.
 
 use std::{
-    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Condvar, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
 use multifd::Layout;
 use tracing::warn;
-use vamoose_link::Stats;
+use vamoose_link::{Stats, lock};
 
 use crate::{
     RelayError,
@@ -62,7 +62,7 @@ impl Syncs {
 
     /// Counts a SYNC that is out on `channel`.
     pub(crate) fn sent(&self, channel: usize) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if let Some(out) = state.out.get_mut(channel) {
             *out += 1;
         }
@@ -74,24 +74,24 @@ impl Syncs {
 
     /// When the last one was sent on its channel.
     pub(crate) fn last(&self) -> Option<Instant> {
-        self.lock().last
+        lock(&self.state).last
     }
 
     /// Whether the main stream waits for a SYNC.
     pub(crate) fn are_awaited(&self) -> bool {
-        self.lock().awaited
+        lock(&self.state).awaited
     }
 
     /// Ends every wait.
     pub(crate) fn give_up(&self) {
-        self.lock().given_up = true;
+        lock(&self.state).given_up = true;
         self.changed.notify_all();
     }
 
     /// Waits until `number` SYNCs are out on all channels, for as long as `moved` changes within
     /// `timeout`.
     fn wait_for(&self, number: u64, timeout: Duration, moved: impl Fn() -> u64) -> Waited {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let mut before = moved();
         let waited = loop {
             if state.given_up {
@@ -114,10 +114,6 @@ impl Syncs {
         };
         state.awaited = false;
         waited
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -174,8 +170,7 @@ impl<'a> BehindSyncs<'a> {
 
 impl Witness for BehindSyncs<'_> {
     fn received(&mut self, piece: &[u8]) {
-        let mut state = self.state;
-        state.received(piece);
+        self.state.received(piece);
     }
 
     fn pass(

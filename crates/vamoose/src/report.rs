@@ -6,8 +6,7 @@ use anyhow::{Context as _, Result};
 use idxd::offload::OffloadCounters;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Serialize, Serializer, ser::SerializeStruct as _};
-use vamoose_link::MethodChoice;
-use vamoose_link::Snapshot;
+use vamoose_link::{MethodChoice, Snapshot, millis};
 use vamoose_relay::{DowntimeParts, Moved, chain};
 
 /// What a migration was and cost. Times are in milliseconds, as QEMU's.
@@ -153,10 +152,6 @@ pub fn write_json(report: &impl Serialize, target: &str) -> Result<()> {
         fs::write(target, text)
     }
     .with_context(|| format!("cannot write the report to {target}"))
-}
-
-pub fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// CPU time of this process, user and system.

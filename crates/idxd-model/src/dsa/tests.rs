@@ -3,7 +3,7 @@
 use idxd::{Descriptor, Flags, opcode};
 use proptest::prelude::*;
 
-use super::{Outcome, execute};
+use super::{Outcome, TRANSLATION_FETCH, execute};
 use crate::{
     config::Work,
     memory::{Pages, View, fake::Fake},
@@ -77,6 +77,7 @@ fn an_overlapping_move_can_be_taken_up_again_after_a_fault() {
             residency: None,
             now: 0,
             block: false,
+            loses_writes: false,
             injected: Some((here(bad), write)),
             stalled: 0,
         };
@@ -136,6 +137,54 @@ fn expected_results_are_checked() {
         on(vec![0; 8], zero).0.status
     };
     assert_eq!((expecting(0), expecting(1)), (1, 2));
+    // Only bit 0 counts.
+    assert_eq!((expecting(0xfe), expecting(0xff)), (1, 2));
+}
+
+#[test]
+fn a_delta_that_faults_reports_whether_any_of_it_was_written() {
+    // Of the second source, the second page is missing. The delta lies before both.
+    let create = |differs: bool| {
+        let mut bytes = vec![0; 1024 + 2 * 4096];
+        bytes[1024 + 4096] = u8::from(differs);
+        let create = Descriptor {
+            address_1: BASE + 1024,
+            address_2: BASE + 1024 + 4096,
+            size: 8192,
+            operands: [BASE, 80, 0],
+            ..plain(opcode::CREATE_DELTA)
+        };
+        on(bytes, create).0
+    };
+    for differs in [false, true] {
+        let outcome = create(differs);
+        assert_eq!((outcome.status, outcome.completed), (3, Some(4096)));
+        assert_eq!(outcome.result, u8::from(differs));
+        assert_eq!(outcome.extra, Some(if differs { 10 } else { 0 }));
+    }
+}
+
+#[test]
+fn translations_of_missing_pages_cannot_be_fetched() {
+    let fetch = |address_1, size, stride| {
+        let fetch = Descriptor {
+            address_1,
+            size,
+            operands: [0, stride, 0],
+            ..plain(TRANSLATION_FETCH)
+        };
+        let outcome = on(vec![0; 3 * 4096], fetch).0;
+        (outcome.status, outcome.completed)
+    };
+    assert_eq!(fetch(BASE, 3 * 4096, 0), (1, None));
+    assert_eq!(fetch(BASE + 100, 3 * 4096 - 100, 64), (1, None));
+    // Its last byte is on the page behind.
+    assert_eq!(
+        fetch(BASE + 100, 3 * 4096 - 99, 0),
+        (3, Some(3 * 4096 - 100))
+    );
+    // With every second page the missing one is not looked at.
+    assert_eq!(fetch(BASE, 4 * 4096, 2 * 4096), (1, None));
 }
 
 proptest! {
@@ -189,7 +238,7 @@ proptest! {
         let (outcome, _) = on(bytes, compare);
         prop_assert_eq!(outcome.status, 1);
         prop_assert_eq!(outcome.result, u8::from(differs.is_some()));
-        prop_assert_eq!(outcome.completed, differs.map(|at| u32::try_from(at & !7).unwrap()));
+        prop_assert_eq!(outcome.completed, Some(u32::try_from(differs.unwrap_or(0)).unwrap()));
     }
 
     #[test]
@@ -205,7 +254,9 @@ proptest! {
             size: u32::try_from(size).unwrap(),
             ..plain(opcode::COMPARE_PATTERN)
         };
-        prop_assert_eq!(on(bytes, compare).0.result, u8::from(differs.is_some()));
+        let (outcome, _) = on(bytes, compare);
+        prop_assert_eq!(outcome.result, u8::from(differs.is_some()));
+        prop_assert_eq!(outcome.completed, Some(u32::try_from(differs.unwrap_or(0)).unwrap()));
     }
 
     #[test]

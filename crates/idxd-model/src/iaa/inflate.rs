@@ -1,12 +1,20 @@
 //! Raw DEFLATE (RFC 1951) as IAA's decompressor reads it: with 4 KiB of history, and its own names for what is
 //! wrong with a stream.
 //!
-//! What RFC 1951 leaves open is assumed: an incomplete code is no error until one of its unused words turns up, and
-//! code lengths may be repeated across the border of the two alphabets.
+//! Code lengths are not repeated across the border of the two alphabets, although RFC 1951 allows that (IAA 2.1, 4.4.2,
+//! error codes 4 and 6). What neither says is assumed: an incomplete code is no error until one of its unused words
+//! turns up.
+//!
+//! Reading begins and ends with a [`State`], so that it can go on where an output was full or an input had ended:
+//!
+//! ```text
+//!   Header ──► Tokens ──► end of block ──► Header, or Ended where it is to stop
+//!         └──► Stored ──┘
+//! ```
 //!
 //! What runs for every token is `inline(always)`: tests are built with few optimisations, which leave it out.
 
-use std::sync::LazyLock;
+use std::{borrow::Cow, sync::LazyLock};
 
 use super::symbols::{
     DISTANCE_RANGES, DISTANCES, END_OF_BLOCK, FIRST_LENGTH, LENGTH_RANGES, LITERALS, WINDOW,
@@ -25,13 +33,82 @@ pub(super) struct Ending {
     pub(super) last_block: bool,
 }
 
+/// How far a stream has been read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct State {
+    pub(super) place: Place,
+    /// Lengths of the current block's codes.
+    pub(super) lengths: CodeLengths,
+    /// What is left of a copy that did not fit: its length and distance.
+    pub(super) copy: (usize, usize),
+    /// Bits that were taken from an input and not read.
+    pub(super) bits: Vec<bool>,
+    /// What copies can reach back to.
+    pub(super) history: Vec<u8>,
+}
+
+/// What comes next in a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// The header of a block.
+    Header,
+    /// Tokens of a block, which is the `last` or not.
+    Tokens { last: bool },
+    /// Bytes of a stored block, so many.
+    Stored { last: bool, left: u16 },
+    /// The header of another stream: reading was to stop.
+    Ended,
+}
+
+/// Lengths of the codes for literals and lengths, then of those for distances: with the two symbols of each that stand
+/// for nothing, but have words in the fixed codes.
+pub(super) type CodeLengths = [u8; FIRST_DISTANCE + 32];
+
+/// Where distances begin.
+const FIRST_DISTANCE: usize = 288;
+
+impl State {
+    /// Before the first bit.
+    pub(super) const fn new() -> Self {
+        Self {
+            place: Place::Header,
+            lengths: [0; _],
+            copy: (0, 0),
+            bits: Vec::new(),
+            history: Vec::new(),
+        }
+    }
+
+    /// The codes for tokens, if there are any and as many words as they need.
+    fn tables(&self) -> Option<(Table, Table)> {
+        let (literals, distances) = self.lengths.split_at(FIRST_DISTANCE);
+        let any = literals.iter().any(|length| *length != 0);
+        any.then(|| Some((Table::new(literals)?, Table::new(distances)?)))?
+    }
+}
+
 /// What became of a stream.
-#[derive(Debug)]
 pub(super) struct Inflated {
-    pub(super) output: Vec<u8>,
-    /// Bytes of the input that were read, the last one perhaps in part.
+    /// History and output.
+    bytes: Vec<u8>,
+    history: usize,
+    state: State,
+    /// Bytes of the input that were taken, of which [`State::bits`] may be left.
     pub(super) consumed: usize,
     pub(super) result: Result<(), Failure>,
+}
+
+impl Inflated {
+    pub(super) fn output(&self) -> &[u8] {
+        &self.bytes[self.history..]
+    }
+
+    /// Where the stream can be gone on with, if it is not malformed.
+    pub(super) fn into_state(mut self) -> State {
+        let old = self.bytes.len().saturating_sub(WINDOW);
+        self.state.history = self.bytes.split_off(old);
+        self.state
+    }
 }
 
 /// Why there is not all of the output.
@@ -43,20 +120,24 @@ pub(super) enum Failure {
     Malformed(Malformed),
 }
 
-/// IAA's error codes for streams; their source is Intel's QPL (`status.h`).
+/// IAA's error codes for streams (IAA 2.1, 4.4.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Malformed {
-    /// The input ends in a block's header.
-    HeaderCut = 1,
+    /// The input ends in a block's header, of which more is there than can be kept for later.
+    HeaderTooLong = 1,
     /// A word that the code for code lengths does not have.
     LengthCode = 2,
-    /// The first code length repeats one before it.
-    NothingToRepeat = 3,
+    /// The first code length repeats one before it, of literals and lengths.
+    FirstLiteralRepeats = 3,
+    /// The same, of distances.
+    FirstDistanceRepeats = 4,
     /// No literal or length has a code.
     NoLiteralCodes = 5,
-    /// More code lengths than announced.
-    TooManyLengths = 7,
+    /// More code lengths than announced, of literals and lengths.
+    LiteralCount = 6,
+    /// The same, of distances.
+    DistanceCount = 7,
     /// More words than there are, in the code for code lengths.
     LengthCodes = 8,
     /// The same, for literals and lengths.
@@ -83,31 +164,86 @@ pub(super) enum Malformed {
     TooManyDistanceCodes = 36,
 }
 
-/// Inflates `input` into at most `limit` bytes.
-pub(super) fn inflate(input: &[u8], limit: usize, ending: Ending) -> Inflated {
+/// Most bits of an input that can be kept for later: as many as an AECS has place for.
+pub(super) const MOST_BITS: usize = 2048;
+
+/// Goes on from `state` with `input`, into at most `limit` bytes. `None` if the state is none that reading can come to.
+pub(super) fn inflate(
+    mut state: State,
+    input: &[u8],
+    limit: usize,
+    ending: Ending,
+) -> Option<Inflated> {
+    let tables = match state.place {
+        Place::Tokens { .. } => Some(state.tables()?),
+        _ => None,
+    };
+    match state.copy {
+        (0, _) => state.copy = (0, 0),
+        (_, distance) if (1..=state.history.len()).contains(&distance) => {}
+        _ => return None,
+    }
+    let history = state.history.len();
+    let kept = state.bits.len().div_ceil(8);
+    let (input, at) = joined(&std::mem::take(&mut state.bits), input);
     let mut inflater = Inflater {
-        input,
-        at: 0,
-        end: (8 * input.len()).saturating_sub(ending.ignored_bits),
-        output: Vec::with_capacity(limit.min(1 << 16)),
-        limit,
+        input: &input,
+        at,
+        end: (8 * input.len())
+            .saturating_sub(ending.ignored_bits)
+            .max(at),
+        output: std::mem::take(&mut state.history),
+        limit: limit + history,
+        tables,
+        block_end: None,
+        state,
     };
     let result = match inflater.blocks(ending) {
         Ok(()) => Ok(()),
         Err(Halt::Failed(failure)) => Err(failure),
-        Err(Halt::Cut) if ending.check => Err(Failure::Malformed(Malformed::NoEnd)),
-        Err(Halt::Cut) => Ok(()),
+        Err(Halt::Cut) if ending.check && !inflater.is_at(ending) => {
+            Err(Failure::Malformed(Malformed::NoEnd))
+        }
+        Err(Halt::Cut) => {
+            inflater.keep(inflater.end);
+            Ok(())
+        }
     };
-    Inflated {
-        output: inflater.output,
-        consumed: inflater.at.div_ceil(8),
-        result,
+    if matches!(inflater.state.place, Place::Ended) || result == Err(Failure::TooLong) {
+        inflater.keep(
+            inflater
+                .end
+                .min(inflater.at.next_multiple_of(8))
+                .max(8 * kept),
+        );
     }
+    let taken = inflater.at + inflater.state.bits.len();
+    Some(Inflated {
+        history,
+        consumed: taken.div_ceil(8).saturating_sub(kept),
+        bytes: inflater.output,
+        state: inflater.state,
+        result,
+    })
+}
+
+/// `bits` and then `bytes`, as bytes, and at which bit they begin.
+fn joined<'a>(bits: &[bool], bytes: &'a [u8]) -> (Cow<'a, [u8]>, usize) {
+    if bits.is_empty() {
+        return (bytes.into(), 0);
+    }
+    let start = bits.len().next_multiple_of(8) - bits.len();
+    let mut joined = vec![0; bits.len().div_ceil(8)];
+    for (at, bit) in (start..).zip(bits) {
+        joined[at / 8] |= u8::from(*bit) << (at % 8);
+    }
+    joined.extend_from_slice(bytes);
+    (joined.into(), start)
 }
 
 /// Why reading stops before its end.
 enum Halt {
-    /// The input ends in a block's data.
+    /// The input ends.
     Cut,
     Failed(Failure),
 }
@@ -123,40 +259,93 @@ struct Inflater<'a> {
     /// Bits that have been read, and how many there are.
     at: usize,
     end: usize,
+    /// History and output, and how long they may get.
     output: Vec<u8>,
     limit: usize,
+    /// Those of the current block, unless they are the fixed ones.
+    tables: Option<(Table, Table)>,
+    /// Whether a block has ended and no other begun; and if so, whether it was the last.
+    block_end: Option<bool>,
+    state: State,
 }
 
 impl Inflater<'_> {
     fn blocks(&mut self, ending: Ending) -> Result<(), Halt> {
-        let mut ended = false;
         loop {
-            if self.at == self.end {
-                return if ended && !ending.last_block {
-                    Ok(())
-                } else {
-                    Err(Halt::Cut)
-                };
-            }
-            let header = self.header(3)?;
-            match header >> 1 {
-                0 => self.stored()?,
-                1 => self.coded(&FIXED.0, &FIXED.1)?,
-                2 => {
-                    let (literals, distances) = self.tables()?;
-                    self.coded(&literals, &distances)?;
+            let last = match self.state.place {
+                Place::Header | Place::Ended => {
+                    self.block_header()?;
+                    self.block_end = None;
+                    continue;
                 }
-                _ => return Err(Malformed::BlockType.into()),
-            }
-            let last = header & 1 == 1;
-            if last || ending.stop && !ending.last_block {
+                Place::Tokens { last } => {
+                    match self.tables.take() {
+                        Some((literals, distances)) => self.coded(&literals, &distances)?,
+                        None => self.coded(&FIXED.0, &FIXED.1)?,
+                    }
+                    last
+                }
+                Place::Stored { last, left } => {
+                    self.stored(last, left)?;
+                    last
+                }
+            };
+            self.state.place = Place::Header;
+            self.block_end = Some(last);
+            if ending.stop && self.is_at(ending) {
+                self.state.place = Place::Ended;
                 return Ok(());
             }
-            ended = true;
         }
     }
 
-    fn stored(&mut self) -> Result<(), Halt> {
+    /// Whether a block has just ended, and such a one as is meant.
+    fn is_at(&self, ending: Ending) -> bool {
+        self.block_end
+            .is_some_and(|last| last || !ending.last_block)
+    }
+
+    /// Takes the bits up to `end` from the input, to be read later.
+    fn keep(&mut self, end: usize) {
+        let bit = |at: usize| self.input[at / 8] >> (at % 8) & 1 == 1;
+        self.state.bits = (self.at..end).map(bit).collect();
+    }
+
+    /// A header, or nothing of it.
+    fn block_header(&mut self) -> Result<(), Halt> {
+        let start = self.at;
+        let result = self.whole_header();
+        if matches!(result, Err(Halt::Cut)) {
+            self.at = start;
+            if self.end - start > MOST_BITS {
+                return Err(Malformed::HeaderTooLong.into());
+            }
+        }
+        result
+    }
+
+    fn whole_header(&mut self) -> Result<(), Halt> {
+        let header = self.header(3)?;
+        let last = header & 1 == 1;
+        self.state.place = match header >> 1 {
+            0 => {
+                let left = self.stored_header()?;
+                Place::Stored { last, left }
+            }
+            1 => {
+                self.state.lengths = FIXED_LENGTHS;
+                Place::Tokens { last }
+            }
+            2 => {
+                self.tables = Some(self.tables()?);
+                Place::Tokens { last }
+            }
+            _ => return Err(Malformed::BlockType.into()),
+        };
+        Ok(())
+    }
+
+    fn stored_header(&mut self) -> Result<u16, Halt> {
         while !self.at.is_multiple_of(8) {
             self.header(1)?;
         }
@@ -164,23 +353,29 @@ impl Inflater<'_> {
         if self.header(16)? != length ^ 0xffff {
             return Err(Malformed::StoredLength.into());
         }
+        Ok((length & 0xffff) as u16)
+    }
+
+    fn stored(&mut self, last: bool, left: u16) -> Result<(), Halt> {
         let from = self.at / 8;
         let there = (self.end - self.at) / 8;
-        let bytes = &self.input[from..from + there.min(length as usize)];
+        let bytes = &self.input[from..from + there.min(usize::from(left))];
         let fits = bytes.len().min(self.limit - self.output.len());
         self.output.extend_from_slice(&bytes[..fits]);
         self.at += 8 * fits;
-        if fits < bytes.len() {
-            return Err(Halt::Failed(Failure::TooLong));
+        let is_full = fits < bytes.len();
+        let left = left - u16::try_from(fits).unwrap_or(left);
+        self.state.place = Place::Stored { last, left };
+        match left {
+            0 => Ok(()),
+            _ if is_full => Err(Halt::Failed(Failure::TooLong)),
+            _ => Err(Halt::Cut),
         }
-        if bytes.len() < length as usize {
-            return Err(Halt::Cut);
-        }
-        Ok(())
     }
 
     /// The tokens of a block.
     fn coded(&mut self, literals: &Table, distances: &Table) -> Result<(), Halt> {
+        self.copy()?;
         loop {
             let bits = self.peek();
             let (symbol, mut used) = self.decode(literals, bits, 0, Malformed::LiteralCode)?;
@@ -214,18 +409,22 @@ impl Inflater<'_> {
             let distance = usize::from(range.base) + extra(bits >> used, range.extra);
             used += u32::from(range.extra);
             self.has(used)?;
-            self.copy(length, distance)?;
+            if distance > WINDOW {
+                return Err(Malformed::BeyondHistory.into());
+            }
+            if distance > self.output.len() {
+                return Err(Malformed::BeforeStart.into());
+            }
             self.at += used as usize;
+            self.state.copy = (length, distance);
+            self.copy()?;
         }
     }
 
-    fn copy(&mut self, length: usize, distance: usize) -> Result<(), Halt> {
-        if distance > WINDOW {
-            return Err(Malformed::BeyondHistory.into());
-        }
-        let Some(from) = self.output.len().checked_sub(distance) else {
-            return Err(Malformed::BeforeStart.into());
-        };
+    /// What is left of a copy, whose distance is not beyond the start.
+    fn copy(&mut self) -> Result<(), Halt> {
+        let (length, distance) = self.state.copy;
+        let from = self.output.len() - distance;
         let fits = length.min(self.limit - self.output.len());
         let mut left = fits;
         while left > 0 {
@@ -234,6 +433,7 @@ impl Inflater<'_> {
             self.output.extend_from_within(from..from + part);
             left -= part;
         }
+        self.state.copy.0 -= fits;
         if fits < length {
             return Err(Halt::Failed(Failure::TooLong));
         }
@@ -260,28 +460,20 @@ impl Inflater<'_> {
         }
         let code = Table::new(&lengths).ok_or(Malformed::LengthCodes)?;
 
-        let mut lengths = [0; LITERALS + DISTANCES];
-        let lengths = &mut lengths[..literals + distances];
-        let mut at = 0;
-        while at < lengths.len() {
-            let (symbol, used) = self.length_symbol(&code)?;
-            self.at += used as usize;
-            let (length, times) = match symbol {
-                16 => {
-                    let before = at.checked_sub(1).ok_or(Malformed::NothingToRepeat)?;
-                    (lengths[before], 3 + self.header(2)?)
-                }
-                17 => (0, 3 + self.header(3)?),
-                18 => (0, 11 + self.header(7)?),
-                length => ((length & 15) as u8, 1),
-            };
-            lengths
-                .get_mut(at..at + times as usize)
-                .ok_or(Malformed::TooManyLengths)?
-                .fill(length);
-            at += times as usize;
-        }
-        let (literals, distances) = lengths.split_at(literals);
+        let mut all: CodeLengths = [0; _];
+        let (of_literals, of_distances) = all.split_at_mut(FIRST_DISTANCE);
+        self.lengths(
+            &code,
+            &mut of_literals[..literals],
+            [Malformed::FirstLiteralRepeats, Malformed::LiteralCount],
+        )?;
+        self.lengths(
+            &code,
+            &mut of_distances[..distances],
+            [Malformed::FirstDistanceRepeats, Malformed::DistanceCount],
+        )?;
+        self.state.lengths = all;
+        let (literals, distances) = self.state.lengths.split_at(FIRST_DISTANCE);
         if literals.iter().all(|length| *length == 0) {
             return Err(Malformed::NoLiteralCodes.into());
         }
@@ -291,22 +483,40 @@ impl Inflater<'_> {
         ))
     }
 
-    /// A symbol of the code for code lengths; where the input ends instead, it ends in a header.
-    fn length_symbol(&self, code: &Table) -> Result<(u16, u32), Halt> {
-        let cut = |halt| match halt {
-            Halt::Cut => Malformed::HeaderCut.into(),
-            failed => failed,
-        };
-        let (symbol, used) = self
-            .decode(code, self.peek(), 0, Malformed::LengthCode)
-            .map_err(cut)?;
-        self.has(used).map_err(cut)?;
-        Ok((symbol, used))
+    /// The lengths of one alphabet's codes. They begin with no repetition and end with none that goes further, which
+    /// are the two errors.
+    fn lengths(
+        &mut self,
+        code: &Table,
+        lengths: &mut [u8],
+        [first, count]: [Malformed; 2],
+    ) -> Result<(), Halt> {
+        let mut at = 0;
+        while at < lengths.len() {
+            let (symbol, used) = self.decode(code, self.peek(), 0, Malformed::LengthCode)?;
+            self.has(used)?;
+            self.at += used as usize;
+            let (length, times) = match symbol {
+                16 => {
+                    let before = at.checked_sub(1).ok_or(first)?;
+                    (lengths[before], 3 + self.header(2)?)
+                }
+                17 => (0, 3 + self.header(3)?),
+                18 => (0, 11 + self.header(7)?),
+                length => ((length & 15) as u8, 1),
+            };
+            lengths
+                .get_mut(at..at + times as usize)
+                .ok_or(count)?
+                .fill(length);
+            at += times as usize;
+        }
+        Ok(())
     }
 
     /// The next `count` bits (at most 16) of a header.
     fn header(&mut self, count: u32) -> Result<u32, Halt> {
-        self.has(count).map_err(|_| Malformed::HeaderCut)?;
+        self.has(count)?;
         let bits = self.peek() & ((1 << count) - 1);
         self.at += count as usize;
         Ok((bits & 0xffff) as u32)
@@ -372,13 +582,25 @@ struct Table {
     symbols: [u16; 288],
 }
 
-/// The codes of blocks of type 1. They are complete; two symbols of each stand for nothing.
+/// The codes of blocks of type 1.
 static FIXED: LazyLock<(Table, Table)> = LazyLock::new(|| {
-    let mut lengths = [8; 288];
-    lengths[144..256].fill(9);
-    lengths[256..280].fill(7);
-    (Table::of(&lengths), Table::of(&[5; 32]))
+    let (literals, distances) = FIXED_LENGTHS.split_at(FIRST_DISTANCE);
+    (Table::of(literals), Table::of(distances))
 });
+
+const FIXED_LENGTHS: CodeLengths = {
+    let mut lengths = [5; _];
+    let mut symbol = 0;
+    while symbol < FIRST_DISTANCE {
+        lengths[symbol] = match symbol {
+            144..256 => 9,
+            256..280 => 7,
+            _ => 8,
+        };
+        symbol += 1;
+    }
+    lengths
+};
 
 impl Table {
     /// The code with words of these `lengths`, unless there are not as many words.

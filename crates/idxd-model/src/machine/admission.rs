@@ -42,15 +42,11 @@ impl Machine {
         }
         let dead = !here.enabled || here.queues[queue].generation != generation;
         let kind = here.kind;
-        if let PortalKind::Write { unsafe_v1 } = portal {
-            if dead {
-                return Err(Denied::Gone);
-            }
-            if !descriptor.record.is_multiple_of(kind.record_alignment())
-                || (descriptor.opcode() == opcode::BATCH && unsafe_v1)
-            {
-                return Err(Denied::Invalid);
-            }
+        if let PortalKind::Write { unsafe_v1 } = portal
+            && (!descriptor.record.is_multiple_of(kind.record_alignment())
+                || (descriptor.opcode() == opcode::BATCH && unsafe_v1))
+        {
+            return Err(Denied::Invalid);
         }
         let here = &mut here.queues[queue];
         match (portal, here.limits.mode) {
@@ -69,14 +65,13 @@ impl Machine {
                     return Err(Denied::Full);
                 }
             }
-            (PortalKind::Movdir, Mode::Shared) => {
-                self.lose(device);
-                return Ok(());
-            }
+            // Posted writes: what is not for the queue is ignored, and only a full one is an error (0x53).
+            (PortalKind::Movdir, Mode::Shared) => return self.lose(),
+            (_, Mode::Dedicated) if dead => return self.lose(),
             (_, Mode::Dedicated) => {
-                if dead || here.entries.len() as u64 >= u64::from(here.limits.size) {
-                    self.lose(device);
-                    return Ok(());
+                if here.entries.len() as u64 >= u64::from(here.limits.size) {
+                    self.devices[device].latched = true;
+                    return self.lose();
                 }
             }
         }
@@ -92,7 +87,7 @@ impl Machine {
         };
         let here = &mut self.devices[device].queues[queue];
         here.entries.push_back(unit);
-        here.outstanding.insert(sequence);
+        here.outstanding.insert(sequence, client);
         self.clients[client].in_flight += 1;
         self.statistics.accepted += 1;
         self.trace.note([1, self.clock, sequence]);
@@ -115,8 +110,8 @@ impl Machine {
         unlucky || taken >= u64::from(queue.limits.threshold)
     }
 
-    fn lose(&mut self, device: usize) {
-        self.devices[device].latched = true;
+    fn lose(&mut self) -> Result<(), Denied> {
         self.statistics.dropped += 1;
+        Ok(())
     }
 }

@@ -1,14 +1,22 @@
 //! Batches: a list in memory whose members are read one by one as engines become free, and a record when all are done.
 
-use super::{Machine, Unit};
-use crate::{dsa::Outcome, faults::InjectedFault, validate::status};
+use super::{Machine, Unit, workshop::read_descriptor};
+use crate::{dsa::Outcome, faults::InjectedFault, memory::View, validate::status};
 use idxd::{Descriptor, Flags};
+
+/// Batches that an engine has in progress at most: several (DSA 3.0, 4.4), but how many is assumed.
+const BATCHES_PER_ENGINE: usize = 4;
+
+/// Bit of GENCAP.
+const BATCH_CONTINUATION: u32 = 15;
 
 /// A batch whose members are read, run or awaited.
 #[derive(Debug)]
 pub(super) struct Batch {
     pub(super) parent: Unit,
     pub(super) group: usize,
+    /// Its device reports in the result that a member failed (GENCAP bit 15; DSA 3.0, 8.3.2).
+    has_result: bool,
     next: u32,
     pub(super) running: u32,
     pub(super) failed: bool,
@@ -26,6 +34,10 @@ impl Machine {
     pub(super) fn open_batch(&mut self, parent: Unit, group: usize) {
         let batch = Batch {
             group,
+            has_result: self.devices[parent.device].queues[parent.queue]
+                .limits
+                .capabilities
+                .has(BATCH_CONTINUATION),
             next: 0,
             running: 0,
             failed: false,
@@ -38,11 +50,13 @@ impl Machine {
         self.batches.insert(batch.parent.sequence, batch);
     }
 
-    /// Reads the next member of a batch from its list; `None` if that ends the batch, or if it has to wait.
-    pub(super) fn next_member(&mut self, id: u64) -> Option<Unit> {
+    /// Reads the next member of a batch from its list, with the time when it has been read; `None` if that ends the
+    /// batch, or if it has to wait.
+    pub(super) fn next_member(&mut self, id: u64) -> Option<(Unit, u64)> {
         let (workshop, sequence, now) = (self.workshop(), self.next_sequence(), self.clock);
         let batch = self.batches.get_mut(&id)?;
-        let index = batch.next;
+        let queue = &self.devices[batch.parent.device].queues[batch.parent.queue];
+        let (index, mut then) = (batch.next, now);
         let descriptor = match batch.fenced.take() {
             Some(fenced) => fenced,
             None => {
@@ -55,12 +69,18 @@ impl Machine {
                     Some(InjectedFault::ListFault(member)) if member == index => Some((at, false)),
                     _ => None,
                 };
-                match workshop.read_descriptor(at, now, injected) {
+                let mut view = View {
+                    injected,
+                    ..workshop.view(now, queue.requests_pages)
+                };
+                let read = read_descriptor(&mut view, at);
+                then = now.saturating_add(view.stalled);
+                match read {
                     Ok(descriptor) => descriptor,
                     Err(fault) => {
                         batch.stopped = Some(Outcome {
                             completed: Some(index),
-                            fault: Some(fault),
+                            fault: Some(fault.address),
                             ..Outcome::status(status::BATCH_LIST_FAULT)
                         });
                         self.check_batch(id);
@@ -91,7 +111,7 @@ impl Machine {
             queue,
             ..
         } = batch.parent;
-        Some(Unit {
+        let unit = Unit {
             sequence,
             client,
             device,
@@ -99,10 +119,11 @@ impl Machine {
             descriptor,
             member: Some((id, index)),
             fault: None,
-        })
+        };
+        Some((unit, then))
     }
 
-    /// Whether a group can begin another batch: each engine reads one list at a time (assumption 21).
+    /// Whether a group can begin another batch (assumption 21).
     pub(super) fn takes_batch(&self, device: usize, group: usize) -> bool {
         let engines = self.devices[device]
             .engines
@@ -112,7 +133,7 @@ impl Machine {
         let open = self.batches.values().filter(|batch| {
             batch.parent.device == device && batch.group == group && batch.is_open()
         });
-        open.count() < engines
+        open.count() < engines * BATCHES_PER_ENGINE
     }
 
     /// Completes a batch of which everything is done.
@@ -161,18 +182,20 @@ impl Batch {
     }
 
     pub(super) fn outcome(&self) -> Outcome {
-        if let Some(stopped) = self.stopped {
-            return stopped;
-        }
         let code = if self.failed {
             status::BATCH_FAILED
         } else {
             status::SUCCESS
         };
-        Outcome {
-            result: u8::from(self.lost),
+        let done = Outcome {
             completed: Some(self.count()),
             ..Outcome::status(code)
+        };
+        // Where the device has none, there is what the kernel makes of a record that was lost.
+        let reports_failure = self.lost || (self.failed && self.has_result);
+        Outcome {
+            result: u8::from(reports_failure),
+            ..self.stopped.unwrap_or(done)
         }
     }
 }

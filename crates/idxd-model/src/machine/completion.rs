@@ -1,8 +1,14 @@
 //! What comes after the work: records, late or lost ones too, and who is notified.
 
 use super::{Machine, NEVER, Unit, batch::Batch};
-use crate::{dsa::Outcome, faults::InjectedFault, nanoseconds, validate::status};
-use idxd::{Flags, Kind, RecordImage, opcode};
+use crate::{
+    dsa::{Outcome, TRANSLATION_FETCH},
+    faults::InjectedFault,
+    memory::{PAGE, View},
+    nanoseconds,
+    validate::status,
+};
+use idxd::{Flags, Kind, Mode, RecordImage, opcode};
 
 /// What happens to a descriptor once its engine is done with it.
 #[derive(Debug)]
@@ -56,7 +62,12 @@ impl Machine {
         let Delivery { unit, what, .. } = self.deliveries.swap_remove(index);
         self.trace.note([5, self.clock, unit.sequence]);
         match what {
-            What::Complete(image) => self.complete(unit, image),
+            What::Complete(image) => match self.record_missing(&unit, image) {
+                0 => self.complete(unit, image),
+                wait => {
+                    self.deliver_at(self.clock.saturating_add(wait), unit, What::Complete(image))
+                }
+            },
             What::Record(image) => {
                 self.write(&unit, image);
                 self.clients[unit.client].in_flight -= 1;
@@ -127,11 +138,13 @@ impl Machine {
         }
     }
 
-    /// Completes the drains before which nothing is outstanding.
+    /// Completes the drains before which nothing is outstanding: in a shared queue, of the same process.
     pub(super) fn check_drains(&mut self) {
         while let Some(index) = self.drains.iter().position(|drain| {
             let queue = &self.devices[drain.device].queues[drain.queue];
-            queue.outstanding.range(..drain.sequence).next().is_none()
+            let is_shared = queue.limits.mode == Mode::Shared;
+            let mut before = queue.outstanding.range(..drain.sequence);
+            before.all(|(_, client)| is_shared && *client != drain.client)
         }) {
             let drain = self.drains.swap_remove(index);
             let image = Outcome {
@@ -143,27 +156,39 @@ impl Machine {
         }
     }
 
+    /// How long the page of a record that is to be written is still missing, if that is waited for.
+    fn record_missing(&self, unit: &Unit, image: RecordImage) -> u64 {
+        let device = &self.devices[unit.device];
+        if !device.queues[unit.queue].requests_pages || !wants_record(unit, image) {
+            return 0;
+        }
+        let (address, length) = (unit.descriptor.record, device.kind.record_alignment());
+        self.workshop.pages.request(address, length, self.clock)
+    }
+
     /// Writes a record, if one is wanted. Whether it is there, or was not wanted.
     fn write(&mut self, unit: &Unit, image: RecordImage) -> bool {
-        let flags = unit.descriptor.flags();
         let kind = self.devices[unit.device].kind;
-        let failed = image.status() != status::SUCCESS;
-        if !flags.has(Flags::RECORD_VALID) {
-            // Errors go to the device's register only.
-            self.devices[unit.device].latched |= failed;
+        if !wants_record(unit, image) {
+            if !unit.descriptor.flags().has(Flags::RECORD_VALID) {
+                // Errors go to the device's register only.
+                self.devices[unit.device].latched |= is_error(image.status());
+            }
             return true;
         }
-        if !failed && !flags.has(Flags::RECORD_REQUESTED) {
-            return true;
-        }
+        // This one is there too (DSA 3.0, 5.4).
+        self.devices[unit.device].latched |= image.status() == status::INTERRUPT_HANDLE;
         let image = self.poisoned(kind, unit, image);
         let bytes = image.words.map(u64::to_le_bytes);
         let length = if kind == Kind::Dsa { 32 } else { 64 };
         let address = unit.descriptor.record;
+        let queue = &self.devices[unit.device].queues[unit.queue];
+        let mut memory = View {
+            loses_writes: queue.loses_writes,
+            ..self.workshop.view(self.clock, queue.requests_pages)
+        };
         let written = address.is_multiple_of(kind.record_alignment())
-            && self
-                .workshop
-                .view(self.clock, false, None)
+            && memory
                 .write_record(address, &bytes.as_flattened()[..length])
                 .is_ok();
         self.devices[unit.device].latched |= !written;
@@ -178,6 +203,11 @@ impl Machine {
             status::PAGE_FAULT | status::PAGE_REQUEST_REFUSED | status::BATCH_LIST_FAULT
         );
         let operation = unit.descriptor.opcode();
+        // As many random numbers whatever the status, which may depend on memory that was given up too early.
+        let is_page_only = self.random.next() & 1 == 0;
+        if fault && is_page_only {
+            image.words[1] &= !(PAGE - 1);
+        }
         let mut undefined = [0u64; 8];
         undefined[0] |= 0xffff_0000;
         undefined[1] = if fault { 0 } else { u64::MAX };
@@ -188,18 +218,17 @@ impl Machine {
         }
         match kind {
             Kind::Dsa => {
-                let counted = fault
-                    || matches!(operation, opcode::BATCH)
-                    || matches!(code, status::DELTA_ORDER | status::DELTA_RANGE)
-                    || (matches!(operation, opcode::COMPARE | opcode::COMPARE_PATTERN)
-                        && image.result() == 1)
-                    || (operation == opcode::CREATE_DELTA && image.result() == 2);
-                if !counted {
+                if !is_counted(operation, code) {
                     undefined[0] |= 0xffff_ffff_0000_0000;
                 }
-                undefined[2] |= match operation {
-                    opcode::CRC | opcode::COPY_CRC | opcode::CREATE_DELTA => 0xffff_ffff_0000_0000,
-                    _ if code == status::FLAGS => 0,
+                let is_summed = match operation {
+                    opcode::CREATE_DELTA => true,
+                    opcode::CRC | opcode::COPY_CRC => !fault || image.completed() > 0,
+                    _ => false,
+                };
+                undefined[2] |= match code {
+                    status::FLAGS => 0,
+                    _ if is_summed && (fault || !is_error(code)) => 0xffff_ffff_0000_0000,
                     _ => u64::MAX,
                 };
                 undefined[3] = u64::MAX;
@@ -218,4 +247,33 @@ impl Machine {
         }
         image
     }
+}
+
+/// Whether a record of DSA has a number of bytes, or of descriptors, that means something (DSA 3.0, 5.4, 8.2.4, 8.3): 0
+/// where all was done and where a check failed.
+fn is_counted(operation: u8, code: u8) -> bool {
+    match operation {
+        opcode::NOOP | opcode::DRAIN | TRANSLATION_FETCH => is_refused(code),
+        _ => code <= status::DELTA_RANGE || is_refused(code),
+    }
+}
+
+/// Whether it is the status of a descriptor that did not pass its checks.
+fn is_refused(code: u8) -> bool {
+    (status::OPCODE..=status::ADDRESS_ALIGNMENT).contains(&code)
+}
+
+/// Whether a record is to be written.
+fn wants_record(unit: &Unit, image: RecordImage) -> bool {
+    let flags = unit.descriptor.flags();
+    flags.has(Flags::RECORD_VALID)
+        && (is_error(image.status()) || flags.has(Flags::RECORD_REQUESTED))
+}
+
+/// Whether a status is reported without being asked for (DSA 3.0, 5.8.1 and 8.1.3: bit 3).
+fn is_error(code: u8) -> bool {
+    !matches!(
+        code,
+        status::SUCCESS | status::PREDICATE_FALSE | status::BATCH_FAILED
+    )
 }

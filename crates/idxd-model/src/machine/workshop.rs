@@ -10,7 +10,7 @@ use crate::{
     dsa::{self, Outcome},
     faults::{At, InjectedFault},
     iaa,
-    memory::{Memory, Pages, View},
+    memory::{Fault, Memory, Pages, View},
     validate::status,
 };
 
@@ -30,6 +30,7 @@ pub(crate) struct Job {
     pub(crate) unit: Unit,
     pub(super) done: Option<RecordImage>,
     pub(super) block: bool,
+    pub(super) loses_writes: bool,
     pub(super) random: u64,
     pub(super) now: u64,
 }
@@ -68,7 +69,11 @@ impl Workshop {
             }
             _ => {}
         }
-        let mut view = self.view(job.now, job.block, injected);
+        let mut view = View {
+            injected,
+            loses_writes: job.loses_writes,
+            ..self.view(job.now, job.block)
+        };
         let mut image = match job.kind {
             Kind::Dsa => dsa::execute(descriptor, &mut view, &self.work).image(),
             Kind::Iaa if matches!(descriptor.opcode(), opcode::NOOP) => {
@@ -76,6 +81,10 @@ impl Workshop {
             }
             Kind::Iaa => iaa::execute(descriptor, &mut view),
         };
+        if job.loses_writes && image.status() == status::PAGE_FAULT {
+            // Nor is it told what is missing for a read (DSA 3.0, 5.8.1).
+            image = Outcome::status(status::HARDWARE_ERROR).image();
+        }
         if refused && image.status() & !status::ON_WRITE == status::PAGE_FAULT {
             image.words[0] += u64::from(status::PAGE_REQUEST_REFUSED - status::PAGE_FAULT);
         }
@@ -102,29 +111,17 @@ impl Workshop {
         u64::try_from(took).unwrap_or(NEVER)
     }
 
-    pub(super) fn view(&self, now: u64, block: bool, injected: Option<(u64, bool)>) -> View<'_> {
+    /// Memory without faults that were asked for, and with all that are reported.
+    pub(super) fn view(&self, now: u64, block: bool) -> View<'_> {
         View {
             pages: &self.pages,
             residency: self.pagemap.as_ref(),
             now,
             block,
-            injected,
+            loses_writes: false,
+            injected: None,
             stalled: 0,
         }
-    }
-
-    /// A member of a batch, or the address where the list faults.
-    pub(super) fn read_descriptor(
-        &self,
-        at: u64,
-        now: u64,
-        injected: Option<(u64, bool)>,
-    ) -> Result<Descriptor, u64> {
-        let mut bytes = [0; 64];
-        self.view(now, false, injected)
-            .read(at, &mut bytes)
-            .map_err(|fault| fault.address)?;
-        Ok(decoded(&bytes))
     }
 
     /// Makes one of the bytes wrong that an operation wrote.
@@ -142,7 +139,7 @@ impl Workshop {
             return;
         }
         let at = descriptor.address_2.wrapping_add(job.random % written);
-        let (mut view, mut byte) = (self.view(job.now, false, None), [0]);
+        let (mut view, mut byte) = (self.view(job.now, false), [0]);
         if view.read(at, &mut byte).is_ok() {
             // What was just written can be written; if not, it is not corrupted.
             let _ = view.write(at, &[byte[0] ^ 0x10]);
@@ -172,7 +169,10 @@ fn place(descriptor: &Descriptor, at: At, write: bool, random: u64) -> Option<(u
     Some((start.wrapping_add(offset), write))
 }
 
-fn decoded(bytes: &[u8; 64]) -> Descriptor {
+/// A member of a batch.
+pub(super) fn read_descriptor(memory: &mut dyn Memory, at: u64) -> Result<Descriptor, Fault> {
+    let mut bytes = [0; 64];
+    memory.read(at, &mut bytes)?;
     let word = |at: usize| {
         let mut word = [0; 8];
         word.copy_from_slice(&bytes[at..at + 8]);
@@ -180,7 +180,7 @@ fn decoded(bytes: &[u8; 64]) -> Descriptor {
     };
     let half =
         |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-    Descriptor {
+    Ok(Descriptor {
         pasid: half(0),
         control: half(4),
         record: word(8),
@@ -190,5 +190,5 @@ fn decoded(bytes: &[u8; 64]) -> Descriptor {
         interrupt: u16::from_le_bytes([bytes[36], bytes[37]]),
         operation_flags: u16::from_le_bytes([bytes[38], bytes[39]]),
         operands: [word(40), word(48), word(56)],
-    }
+    })
 }

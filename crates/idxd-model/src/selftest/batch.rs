@@ -3,6 +3,7 @@
 use super::{
     Check, Ended, Verdict,
     dsa::{failing, holds, noise, size},
+    faults::is_in_hole,
     is_so,
     rig::{Batch, BatchAnswer, Hole, PAGE, Rig, flagged, plain},
     same, skipped,
@@ -16,43 +17,52 @@ const fn check(number: u32, name: &'static str, what: &'static str, run: super::
 }
 
 pub(super) const CHECKS: &[Check] = &[
-    check(50, "batch-of-two", "a batch of two is done", two),
-    check(51, "batch-of-one", "a batch of one is status 0x14", one),
-    check(52, "batch-of-most", "the largest batch is done", most),
+    check(50, "batch-of-two", "a batch of two is done", two).by("DSA 3.0, 8.3.2"),
+    check(
+        51,
+        "batch-of-one",
+        "a batch of one is status 0x14, and done where the device takes such batches",
+        one,
+    )
+    .by("DSA 3.0, 5.8.1 and 9.2.2"),
+    check(52, "batch-of-most", "the largest batch is done", most).by("DSA 3.0, 3.8"),
     check(
         53,
         "batch-too-large",
         "a batch of one more than the largest is status 0x14",
         too_large,
-    ),
+    )
+    .by("DSA 3.0, 5.8.1"),
     check(
         54,
         "batch-list-misaligned",
         "a list at an address that is no multiple of 64 is status 0x18",
         misaligned,
-    ),
+    )
+    .by("DSA 3.0, 5.8.1 and 8.3.2"),
     check(
         55,
         "batch-in-batch",
-        "a batch or a drain inside of a batch is status 0x10",
+        "a drain inside of a batch is status 0x10, and a batch is not done there",
         nested,
     )
-    .settles(&[8])
-    .open(),
+    .by("DSA 3.0, 3.8 and 8.3.3")
+    .settles(&[8]),
     check(
         56,
         "batch-member-fails",
         "a member that fails makes its batch 0x05, and the others are done",
         member_fails,
-    ),
+    )
+    .by("DSA 3.0, 5.8.1 and 8.3.2"),
     check(
         57,
         "batch-predicate-false",
         "a member whose result is not the expected one (0x02) makes its batch 0x05",
         predicate_false,
     )
+    .by("DSA 3.0, 5.8.1, 8.3.2 and 8.3.6")
     .settles(&[7])
-    .open()
     .needs(&[opcode::BATCH, opcode::COMPARE_PATTERN]),
     check(
         58,
@@ -60,23 +70,24 @@ pub(super) const CHECKS: &[Check] = &[
         "a member with a fence sees what those before it have written",
         fence_waits,
     )
+    .by("DSA 3.0, 3.9")
     .needs(&[opcode::BATCH, opcode::MEMMOVE]),
     check(
         59,
         "fence-abandons",
-        "a fence after a failure abandons that member and all after it: no records, and the batch counts those before",
+        "a fence after a failure abandons that member and all after it, and the batch counts those before",
         fence_abandons,
     )
-    .settles(&[6])
-    .open(),
+    .by("DSA 3.0, 3.9 and 8.1.3")
+    .settles(&[6]),
     check(
         60,
         "batch-last",
         "the record of a batch is there only when those of all its members are",
         last,
     )
+    .by("DSA 3.0, 3.8")
     .settles(&[9])
-    .open()
     .needs(&[opcode::BATCH, opcode::COMPARE_PATTERN]),
     check(
         61,
@@ -90,15 +101,24 @@ pub(super) const CHECKS: &[Check] = &[
     check(
         62,
         "batch-list-fault",
-        "a page missing under the list is status 0x06, with the members before it and its address",
+        "a page missing under the list is status 0x06, with its address, and counts the members that were processed",
         list_fault,
-    ),
+    )
+    .by("DSA 3.0, 5.8.1, 8.2.5 and 8.3.2"),
     check(
         63,
         "batch-list-missing",
         "where all of the list is missing, no member is done",
         list_missing,
-    ),
+    )
+    .by("DSA 3.0, 5.8.1 and 8.3.2"),
+    check(
+        64,
+        "batch-result",
+        "a batch says in its result whether a member failed, where the device can continue batches",
+        result,
+    )
+    .by("DSA 3.0, 8.3.2 and 9.2.2"),
 ];
 
 fn noop() -> Descriptor {
@@ -112,6 +132,10 @@ fn two(rig: &Rig<'_>) -> Result<Verdict, Ended> {
 
 fn one(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let answer = rig.ask_batch(Batch::of(vec![noop()]))?;
+    // GENCAP: a batch may have a single member.
+    if rig.limits().capabilities.has(52) {
+        return all_done(&answer, 1);
+    }
     same("status 0x14", answer.parent.to_string())?;
     Ok(Verdict::Holds)
 }
@@ -153,14 +177,25 @@ fn nested(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         size: 2,
         ..plain(opcode::BATCH)
     };
-    for (name, member) in [("batch", batch), ("drain", plain(opcode::DRAIN))] {
-        let answer = rig.ask_batch(Batch::of(vec![noop(), member]))?;
-        same(
-            format!("0x05, 2 completed, members 0x01 0x10 with a {name} inside"),
-            format!("{} with a {name} inside", summary(&answer)?),
-        )?;
-    }
-    Ok(Verdict::Holds)
+    let answer = rig.ask_batch(Batch::of(vec![noop(), plain(opcode::DRAIN)]))?;
+    same(
+        "0x05, 2 completed, members 0x01 0x10 with a drain inside",
+        format!("{} with a drain inside", summary(&answer)?),
+    )?;
+    // That it fails is promised, but not how.
+    let answer = rig.ask_batch(Batch::of(vec![noop(), batch]))?;
+    let found = summary(&answer)?;
+    is_so(
+        parent(&answer.parent.image("0x05")?) == "0x05, 2 completed"
+            && statuses(&answer)[0] == 0x01
+            && statuses(&answer)[1] > 0x01,
+        "0x05, 2 completed, members 0x01 0x10 with a batch inside",
+        format!("{found} with a batch inside"),
+    )?;
+    Ok(match statuses(&answer)[1] {
+        0x10 => Verdict::Holds,
+        _ => Verdict::Found(found),
+    })
 }
 
 fn member_fails(rig: &Rig<'_>) -> Result<Verdict, Ended> {
@@ -202,11 +237,18 @@ fn fence_waits(rig: &Rig<'_>) -> Result<Verdict, Ended> {
 fn fence_abandons(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let members = vec![noop(), failing(), flagged(noop(), Flags::FENCE), noop()];
     let answer = rig.ask_batch(Batch::of(members))?;
-    same(
+    let (found, statuses) = (summary(&answer)?, statuses(&answer));
+    is_so(
+        parent(&answer.parent.image("0x05")?) == "0x05, 2 completed"
+            && statuses[..2] == [0x01, 0x10]
+            && !statuses[2..].contains(&0x01),
         "0x05, 2 completed, members 0x01 0x10 0x00 0x00",
-        summary(&answer)?,
+        &found,
     )?;
-    Ok(Verdict::Holds)
+    Ok(match statuses[2..] == [0, 0] {
+        true => Verdict::Holds,
+        false => Verdict::Found(found),
+    })
 }
 
 fn last(rig: &Rig<'_>) -> Result<Verdict, Ended> {
@@ -267,12 +309,20 @@ fn list_fault(rig: &Rig<'_>) -> Result<Verdict, Ended> {
             ..Batch::of(vec![noop(); before + 3])
         })?;
         let image = answer.parent.image("0x06")?;
-        let found = format!(
-            "{}, fault at {:+}",
-            parent(&image),
-            area.offset_of(image.fault_address())
-        );
-        same(format!("0x06, {before} completed, fault at +4096"), found)?;
+        let done = statuses(&answer).into_iter().filter(|status| *status != 0);
+        let (done, completed) = (done.count(), image.completed() as usize);
+        is_so(
+            image.status() == 0x06
+                && completed == done
+                && completed <= before
+                && is_in_hole(rig, &image, &area),
+            format!("0x06, at most {before} completed, as many records, fault in page {PAGE:+}"),
+            format!(
+                "{}, {done} records, fault at {:+}",
+                parent(&image),
+                area.offset_of(image.fault_address())
+            ),
+        )?;
     }
     Ok(Verdict::Holds)
 }
@@ -284,6 +334,26 @@ fn list_missing(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         ..Batch::of(vec![noop(); 2])
     })?;
     same("0x06, 0 completed", parent(&answer.parent.image("0x06")?))?;
+    Ok(Verdict::Holds)
+}
+
+fn result(rig: &Rig<'_>) -> Result<Verdict, Ended> {
+    if !rig.limits().capabilities.has(15) {
+        return Err(skipped(
+            "the device cannot continue batches (GENCAP bit 15)",
+        ));
+    }
+    for (members, expected) in [
+        (vec![noop(); 2], "0x01, 2 completed, result 0"),
+        (vec![noop(), failing()], "0x05, 2 completed, result 1"),
+    ] {
+        let answer = rig.ask_batch(Batch::of(members))?;
+        let image = answer.parent.image(expected)?;
+        same(
+            expected,
+            format!("{}, result {}", parent(&image), image.result()),
+        )?;
+    }
     Ok(Verdict::Holds)
 }
 
@@ -323,9 +393,16 @@ fn summary(answer: &BatchAnswer) -> Result<String, Ended> {
         "{}, members",
         parent(&answer.parent.image("a batch's record")?)
     );
-    for member in &answer.members {
-        let status = member.map_or(0, |image| image.status());
+    for status in statuses(answer) {
         summary.push_str(&format!(" {status:#04x}"));
     }
     Ok(summary)
+}
+
+/// The members' statuses, 0 where there is no record.
+fn statuses(answer: &BatchAnswer) -> Vec<u8> {
+    let members = answer.members.iter();
+    members
+        .map(|member| member.map_or(0, |image| image.status()))
+        .collect()
 }

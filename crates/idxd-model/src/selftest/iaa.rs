@@ -24,9 +24,10 @@ pub(super) const CHECKS: &[Check] = &[
     check(
         70,
         "fixed-codes",
-        "a page compressed with fixed codes is smaller, and decompressed the same again",
+        "a page compressed with fixed codes is decompressed the same again, and one of zeros is smaller",
         fixed,
     )
+    .by("IAA 2.1, 3.3, 3.4 and 6.4.2")
     .needs(BOTH),
     check(
         71,
@@ -34,6 +35,7 @@ pub(super) const CHECKS: &[Check] = &[
         "a page compressed with codes from its own statistics is decompressed the same again",
         dynamic,
     )
+    .by("IAA 2.1, 3.4 and 3.4.1")
     .needs(BOTH),
     check(
         72,
@@ -41,6 +43,7 @@ pub(super) const CHECKS: &[Check] = &[
         "a stream without a block header is decompressed the same again, with the header put before it",
         canned,
     )
+    .by("IAA 2.1, 3.4")
     .needs(BOTH),
     check(
         73,
@@ -48,13 +51,15 @@ pub(super) const CHECKS: &[Check] = &[
         "bytes of which no three repeat are counted one by one, and no match",
         statistics,
     )
+    .by("IAA 2.1, 3.4.1")
     .needs(&[opcode::COMPRESS]),
     check(
         74,
         "checksums",
-        "compression and decompression say the CRC-32 of the data, and compression how much it read",
+        "compression and decompression say the CRC-32 of the data, and count no bytes when they are done",
         checksums,
     )
+    .by("IAA 2.1, 3.6 and 6.2.4")
     .needs(BOTH),
     check(
         75,
@@ -62,6 +67,7 @@ pub(super) const CHECKS: &[Check] = &[
         "compressed data that does not fit is status 0x0a with error 25",
         compress_overflow,
     )
+    .by("IAA 2.1, 3.4.2 and 4.4.2")
     .needs(&[opcode::COMPRESS]),
     check(
         76,
@@ -69,6 +75,7 @@ pub(super) const CHECKS: &[Check] = &[
         "decompressed data that does not fit is status 0x0b",
         decompress_overflow,
     )
+    .by("IAA 2.1, 4.4.1")
     .needs(&[opcode::DECOMPRESS]),
     check(
         77,
@@ -76,6 +83,7 @@ pub(super) const CHECKS: &[Check] = &[
         "a match that reaches back 4096 bytes is right, and one further is status 0x0a with error 17",
         window,
     )
+    .by("IAA 2.1, 3.3 and 4.4.2")
     .needs(&[opcode::DECOMPRESS]),
     check(
         78,
@@ -83,6 +91,7 @@ pub(super) const CHECKS: &[Check] = &[
         "a stream that ends too early is an error, wherever it does",
         truncated,
     )
+    .by("IAA 2.1, 6.3.2.1")
     .needs(&[opcode::DECOMPRESS]),
     check(
         79,
@@ -90,6 +99,7 @@ pub(super) const CHECKS: &[Check] = &[
         "an undefined block type is status 0x0a with error 13, a stored block with a wrong length error 14",
         block_type,
     )
+    .by("IAA 2.1, 4.4.2")
     .needs(&[opcode::DECOMPRESS]),
     check(
         80,
@@ -97,6 +107,7 @@ pub(super) const CHECKS: &[Check] = &[
         "a symbol for which the AECS has no code is status 0x0a with error 30",
         without_code,
     )
+    .by("IAA 2.1, 4.4.2")
     .needs(&[opcode::COMPRESS]),
     check(
         81,
@@ -104,6 +115,7 @@ pub(super) const CHECKS: &[Check] = &[
         "an AECS at an address that is no multiple of 32 is status 0x1c",
         misaligned,
     )
+    .by("IAA 2.1, 4.4.1 and 6.1.9")
     .needs(&[opcode::COMPRESS]),
     check(
         82,
@@ -111,7 +123,7 @@ pub(super) const CHECKS: &[Check] = &[
         "decompression that is not enabled is status 0x30",
         operation_flags,
     )
-    .open()
+    .by("IAA 2.1, 4.4.1 and 6.3.2.1")
     .needs(&[opcode::DECOMPRESS]),
     check(
         83,
@@ -119,7 +131,7 @@ pub(super) const CHECKS: &[Check] = &[
         "input and output that overlap are status 0x16",
         overlap,
     )
-    .open()
+    .by("IAA 2.1, 4.1 and 6.1.6")
     .needs(&[opcode::DECOMPRESS]),
     check(
         84,
@@ -127,7 +139,7 @@ pub(super) const CHECKS: &[Check] = &[
         "CRC-64 of \"123456789\" is that of ECMA-182, and inverted and reflected that of XZ",
         crc64,
     )
-    .open()
+    .by("IAA 2.1, 3.10.3")
     .needs(&[opcode::CRC64]),
 ];
 
@@ -150,8 +162,8 @@ fn fixed(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     for (name, data) in samples() {
         let stream = compressed(rig, &data, &CompressAecs::fixed(), End::Block)?;
         is_so(
-            stream.len() < data.len().max(16),
-            format!("{name} to become smaller"),
+            name != "zeros" || stream.len() < data.len(),
+            "zeros to become smaller",
             format!("{} bytes", stream.len()),
         )?;
         back(rig, name, &stream, &data)?;
@@ -210,9 +222,9 @@ fn checksums(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     };
     let answer = asked(rig, iaa::compress(compress, 0).into())?;
     same(
-        format!("success (0x01), CRC {crc:#010x}, 9 bytes read"),
+        format!("success (0x01), CRC {crc:#010x}, 0 bytes completed"),
         format!(
-            "{}, CRC {:#010x}, {} bytes read",
+            "{}, CRC {:#010x}, {} bytes completed",
             answer.status, answer.crc, answer.completed
         ),
     )?;
@@ -224,10 +236,10 @@ fn checksums(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     };
     let answer = asked(rig, iaa::decompress(decompress, 0).into())?;
     same(
-        format!("success (0x01), CRC {crc:#010x}, 9 bytes"),
+        format!("success (0x01), CRC {crc:#010x}, 9 bytes, 0 bytes completed"),
         format!(
-            "{}, CRC {:#010x}, {} bytes",
-            answer.status, answer.crc, answer.output_size
+            "{}, CRC {:#010x}, {} bytes, {} bytes completed",
+            answer.status, answer.crc, answer.output_size, answer.completed
         ),
     )?;
     Ok(Verdict::Holds)
@@ -377,7 +389,7 @@ fn crc64(rig: &Rig<'_>) -> Result<Verdict, Ended> {
             size: 9,
             polynomial: 0x42f0_e1eb_a9ea_3693,
             inverted: is_xz,
-            most_significant_first: is_xz,
+            reflected: is_xz,
         };
         let answer = asked(rig, iaa::crc64(crc, 0).into())?;
         let name = if is_xz { "XZ" } else { "ECMA-182" };

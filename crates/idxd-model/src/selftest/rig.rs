@@ -28,6 +28,7 @@ pub(super) struct Rig<'a> {
     areas: RefCell<Vec<Rc<Area>>>,
     records: RefCell<Vec<NonNull<Record>>>,
     state: Cell<State>,
+    last_record: Cell<Option<RecordImage>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -66,7 +67,7 @@ pub(super) struct Batch {
 }
 
 /// Longest real time beyond the timeout by the queue's own clock, which may stand still.
-const REAL: Duration = Duration::from_secs(1);
+const REAL: Duration = Duration::from_secs(5);
 
 /// How long a full queue is left alone between two tries.
 const BETWEEN_TRIES: Duration = Duration::from_micros(10);
@@ -79,6 +80,7 @@ impl<'a> Rig<'a> {
             areas: RefCell::default(),
             records: RefCell::default(),
             state: Cell::new(State::Alive),
+            last_record: Cell::new(None),
         }
     }
 
@@ -90,12 +92,23 @@ impl<'a> Rig<'a> {
         self.options
     }
 
+    /// The last record that was waited for and came since [`forget_records`](Self::forget_records).
+    pub(super) fn last_record(&self) -> Option<RecordImage> {
+        self.last_record.get()
+    }
+
+    pub(super) fn forget_records(&self) {
+        self.last_record.set(None);
+    }
+
     /// Whether the queue still does something, as far as one can know.
     pub(super) fn is_alive(&self) -> bool {
         if self.state.get() == State::Doubtful {
             let alive = self.ask(plain(opcode::NOOP)).is_ok_and(
                 |answer| matches!(answer, Answer::Done(image) if image.status() == SUCCESS),
             );
+            // It is no answer to a check.
+            self.forget_records();
             self.state.set(match alive {
                 true => State::Alive,
                 false => State::Dead,
@@ -220,6 +233,7 @@ impl<'a> Rig<'a> {
         let limit = self.limit();
         loop {
             if let Some(image) = record.image() {
+                self.last_record.set(Some(image));
                 return Answer::Done(image);
             }
             if !limit.is_left(self) {

@@ -117,6 +117,11 @@ fn the_wrong_instruction_gets_nothing_in() {
     let (queue, record) = (model.queue(0, 0, PortalKind::Movdir), Record::default());
     assert_eq!(fill_up(&queue, &record, 1).accepted, 1);
     assert_eq!(wait(&queue, &record, TIMEOUT), None);
+    // It is ignored, and no error.
+    assert_eq!(
+        (model.error_latched(0), model.statistics().dropped),
+        (false, 1)
+    );
     config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
     let model = Model::deterministic(&config);
     let queue = model.queue(0, 0, PortalKind::Enqcmd);
@@ -124,6 +129,26 @@ fn the_wrong_instruction_gets_nothing_in() {
         fill_up(&queue, &record, 1).refusal,
         Some(Refusal::Full)
     ));
+}
+
+#[test]
+fn a_dead_dedicated_queue_ignores_what_comes() {
+    let mut config = Config::dsa();
+    config.limits_mut(0, 0).unwrap().mode = Mode::Dedicated;
+    for portal in [PortalKind::Movdir, PortalKind::Write { unsafe_v1: true }] {
+        for end in [Model::disable, Model::reset] {
+            let model = Model::deterministic(&config);
+            let (queue, record) = (model.queue(0, 0, portal), Record::default());
+            end(&model, 0);
+            let submitted = fill_up(&queue, &record, 3);
+            assert_eq!((submitted.accepted, submitted.refusal.is_none()), (3, true));
+            assert_eq!(
+                (model.error_latched(0), model.statistics().dropped),
+                (false, 3)
+            );
+            assert_eq!(wait(&queue, &record, TIMEOUT), None);
+        }
+    }
 }
 
 #[test]

@@ -177,10 +177,7 @@ fn the_list_faults_at_any_member() {
         let list: Vec<_> = records[..8].iter().map(noop).collect();
         let image = run(&queue, &batch(&list, &records[8]), &records[8]);
         assert_eq!((image.status(), image.completed()), (6, index));
-        assert_eq!(
-            image.fault_address(),
-            list.as_ptr() as u64 + u64::from(index) * 64
-        );
+        assert!(is_at(&image, list.as_ptr() as u64 + u64::from(index) * 64));
         let statuses = records[..8].iter().map(Record::status);
         assert!(
             (0..8)
@@ -287,6 +284,51 @@ fn a_members_lost_record_fails_the_batch() {
 }
 
 #[test]
+fn a_batchs_result_is_that_a_member_failed_where_the_device_says_so() {
+    for (bit, result) in [(0, 0), (1 << 15, 1)] {
+        let mut config = Config::dsa();
+        config.limits_mut(0, 0).unwrap().capabilities.0 |= bit;
+        let model = Model::deterministic(&config);
+        let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(5));
+        let mut list: Vec<_> = records[..4].iter().map(noop).collect();
+        let good = run(&queue, &batch(&list, &records[4]), &records[4]);
+        assert_eq!((good.status(), good.result()), (1, 0));
+        list[1] = descriptor(0x3f, &records[1]);
+        let image = run(&queue, &batch(&list, &records[4]), &records[4]);
+        assert_eq!((image.status(), image.result()), (5, result));
+        // Also where a fence ends it, or its list does.
+        list[2] = with(list[2], Flags::FENCE);
+        let image = run(&queue, &batch(&list, &records[4]), &records[4]);
+        assert_eq!((image.status(), image.result()), (5, result));
+        list[2] = noop(&records[2]);
+        model.inject(On::batch(), 0, 1, InjectedFault::ListFault(3));
+        let image = run(&queue, &batch(&list, &records[4]), &records[4]);
+        assert_eq!((image.status(), image.result()), (6, result));
+    }
+}
+
+#[test]
+fn engines_have_several_batches_in_progress() {
+    let mut config = Config::dsa();
+    config.devices[0].groups[0].engines = 1;
+    let model = Model::deterministic(&config);
+    let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(2));
+    // The first batch waits at its fence for a member that is late; the second one is done meanwhile.
+    model.inject(On::member(0), 0, 1, InjectedFault::Late(TIMEOUT));
+    let nothing = Descriptor::default();
+    let waiting = [nothing, with(nothing, Flags::FENCE)];
+    accepted(&queue, &[batch(&waiting, &records[0])]);
+    assert_eq!(wait(&queue, &records[0], Duration::from_micros(10)), None);
+    let list = [nothing; 2];
+    let second = batch(&list, &records[1]);
+    let status = run(&queue, &second, &records[1]).status();
+    let is_before = records[0].status() == 0 && queue.now() < TIMEOUT;
+    // Nothing is in flight any more when this fails.
+    let of_first = complete(&queue, &records[0]).status();
+    assert_eq!((status, of_first, is_before), (1, 1, true));
+}
+
+#[test]
 fn a_list_that_is_reused_too_early_is_read_as_it_is_then() {
     let model = Model::deterministic(&Config::dsa());
     let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(3));
@@ -313,6 +355,25 @@ fn a_list_that_is_reused_too_early_is_read_as_it_is_then() {
     assert_eq!(single.record, 0);
     assert_eq!(complete(&queue, &records[0]).status(), 1);
     assert_eq!(complete(&queue, &records[2]).status(), 5);
+}
+
+#[test]
+fn a_drain_does_not_wait_for_other_processes_of_a_shared_queue() {
+    let model = Model::deterministic(&Config::dsa());
+    let (ours, other) = (
+        model.queue(0, 0, PortalKind::Enqcmd),
+        model.queue(0, 0, PortalKind::Enqcmd),
+    );
+    let records = records(3);
+    model.inject(On::any(), 0, 1, InjectedFault::Late(Duration::from_secs(1)));
+    accepted(&other, &[noop(&records[0])]);
+    assert_eq!(wait(&other, &records[0], TIMEOUT), None);
+    let drain = |record| descriptor(opcode::DRAIN, record);
+    assert_eq!(run(&ours, &drain(&records[1]), &records[1]).status(), 1);
+    assert_eq!(records[0].status(), 0);
+    // Its own does.
+    assert_eq!(run(&other, &drain(&records[2]), &records[2]).status(), 1);
+    assert_eq!(records[0].status(), 1);
 }
 
 #[test]

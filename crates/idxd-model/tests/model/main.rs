@@ -192,5 +192,11 @@ fn config_with(mut config: Config, change: impl FnOnce(&mut Config)) -> Config {
     config
 }
 
+/// Whether a fault is reported at `address`, exactly or as its page.
+fn is_at(image: &RecordImage, address: u64) -> bool {
+    let found = image.fault_address();
+    found == address || found == address & !(PAGE - 1)
+}
+
 /// Longer than anything healthy takes, in virtual time.
 const TIMEOUT: Duration = Duration::from_millis(10);

@@ -28,7 +28,7 @@ fn a_fault_can_be_at_every_byte_of_a_read_or_a_write() {
             assert_eq!(image.status(), if write { 0x83 } else { 0x03 });
             assert_eq!((image.completed(), image.result()), (byte, 0));
             let start = if write { to.address() } else { from.address() };
-            assert_eq!(image.fault_address(), start + u64::from(byte));
+            assert!(is_at(&image, start + u64::from(byte)));
             let done = to.bytes().iter().filter(|byte| **byte == 7).count();
             assert_eq!(done, byte as usize);
         }
@@ -93,6 +93,113 @@ fn memory_that_the_process_does_not_have_is_a_fault_and_no_crash() {
         let image = run(&queue, &is_zero(address, 64, &record), &record);
         assert_eq!((image.status(), image.completed()), (3, 0));
         assert_eq!(image.fault_address(), address);
+    }
+}
+
+#[test]
+fn a_fault_address_is_that_of_the_byte_or_of_its_page() {
+    let model = Model::deterministic(&Config::dsa());
+    let (queue, memory, record) = (
+        model.queue(0, 0, PortalKind::Enqcmd),
+        Memory::new(1, 0),
+        Record::default(),
+    );
+    let fault = InjectedFault::PageFault {
+        at: At::Byte(1000),
+        write: false,
+        refused: false,
+    };
+    model.inject(On::any(), 0, 64, fault);
+    let zero = is_zero(memory.address(), 4096, &record);
+    let mut offsets: Vec<_> = (0..64)
+        .map(|_| run(&queue, &zero, &record).fault_address() - memory.address())
+        .collect();
+    offsets.sort_unstable();
+    offsets.dedup();
+    assert_eq!(offsets, [0, 1000]);
+}
+
+/// The first queue of a DSA as `change` makes it.
+fn changed(change: impl FnOnce(&mut QueueConfig)) -> Model {
+    let mut config = Config::dsa();
+    change(config.queue_mut(0, 0).unwrap());
+    Model::deterministic(&config)
+}
+
+/// The last 64 bytes of a page, where a record can be. A device writes to them.
+fn record_in(memory: &Memory) -> Descriptor {
+    let unused = Record::default();
+    Descriptor {
+        record: memory.address() + PAGE - 64,
+        ..noop(&unused)
+    }
+}
+
+#[test]
+fn what_is_missing_under_a_record_is_waited_for() {
+    let late = Duration::from_millis(3);
+    for (prs_disable, page, is_written) in [
+        (false, Page::Resolvable(late), true),
+        (true, Page::Resolvable(late), false),
+        (false, Page::Absent, false),
+    ] {
+        let model = changed(|queue| queue.prs_disable = prs_disable);
+        let queue = model.queue(0, 0, PortalKind::Enqcmd);
+        let (memory, never) = (Memory::new(1, 0), Record::default());
+        model.pages().set(memory.address(), 1, page);
+        // It does not ask to wait.
+        accepted(&queue, &[record_in(&memory)]);
+        let status = || memory.bytes()[4096 - 64];
+        assert_eq!(wait(&queue, &never, late / 2), None);
+        assert_eq!(status(), 0);
+        assert_eq!(wait(&queue, &never, late), None);
+        assert_eq!(status(), u8::from(is_written));
+        assert_eq!(model.error_latched(0), !is_written);
+    }
+}
+
+#[test]
+fn what_is_missing_under_a_list_is_waited_for() {
+    let late = Duration::from_millis(3);
+    for (prs_disable, page, status) in [
+        (false, Page::Resolvable(late), 1),
+        (true, Page::Resolvable(late), 6),
+        (false, Page::Absent, 6),
+    ] {
+        let model = changed(|queue| queue.prs_disable = prs_disable);
+        let queue = model.queue(0, 0, PortalKind::Enqcmd);
+        // Descriptors of zeros are NOOPs without records.
+        let (memory, record) = (Memory::new(2, 0), Record::default());
+        model.pages().set(memory.address() + PAGE, 1, page);
+        let parent = Descriptor {
+            address_1: memory.address() + PAGE - 128,
+            size: 4,
+            ..descriptor(opcode::BATCH, &record)
+        };
+        let image = run(&queue, &parent, &record);
+        assert_eq!(image.status(), status);
+        assert_eq!(image.completed(), if status == 1 { 4 } else { 2 });
+        assert_eq!(queue.now() >= late, status == 1);
+    }
+}
+
+#[test]
+fn without_translations_a_write_that_faults_is_lost_and_reported_as_done() {
+    for (ats_disable, status) in [(false, 0x83), (true, 1)] {
+        let model = changed(|queue| queue.ats_disable = ats_disable);
+        let queue = model.queue(0, 0, PortalKind::Enqcmd);
+        let (from, to, record) = (Memory::new(3, 7), Memory::new(3, 0), Record::default());
+        model.pages().set(to.address() + PAGE, 1, Page::ReadOnly);
+        let copy = copy(from.address(), to.address(), 3 << 12, &record);
+        assert_eq!(run(&queue, &copy, &record).status(), status);
+        let bytes = to.bytes();
+        let done = bytes.iter().filter(|byte| **byte == 7).count();
+        assert_eq!(done, if ats_disable { 8192 } else { 4096 });
+        assert_eq!(bytes[4096..8192], [0; 4096]);
+        // What is read is missed all the same, but not what it is.
+        model.pages().set(from.address(), 1, Page::Absent);
+        let status = if ats_disable { 0x20 } else { 3 };
+        assert_eq!(run(&queue, &copy, &record).status(), status);
     }
 }
 
@@ -232,15 +339,15 @@ fn a_record_that_is_not_requested_is_for_errors_only() {
     let model = Model::deterministic(&Config::dsa());
     let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
     let memory = Memory::new(1, 0);
-    let zero = is_zero(memory.address(), 4096, &record);
+    let fill = fill(0, memory.address(), 4096, &record);
     let quiet = Descriptor {
-        control: Descriptor::control_of(zero.opcode(), Flags::RECORD_VALID),
-        ..zero
+        control: Descriptor::control_of(fill.opcode(), Flags::RECORD_VALID),
+        ..fill
     };
     accepted(&queue, &[quiet]);
     assert_eq!(wait(&queue, &record, TIMEOUT), None);
     model.pages().set(memory.address(), 1, Page::Absent);
-    assert_eq!(run(&queue, &quiet, &record).status(), 3);
+    assert_eq!(run(&queue, &quiet, &record).status(), 0x83);
 }
 
 #[test]
@@ -274,7 +381,7 @@ fn memory_changes_under_the_device() {
     let image = run(&queue, &is_zero(memory.address(), 8192, &record), &record);
     assert_eq!(
         (image.status(), image.result(), image.completed()),
-        (1, 1, 8184)
+        (1, 1, 8191)
     );
 }
 

@@ -36,7 +36,7 @@ fn drive(config: &Config, reset: Option<usize>) -> Seen {
     let mut had = vec![false; COUNT];
     for (index, record) in records.iter().enumerate() {
         if reset == Some(index) {
-            model.disable(0);
+            model.reset(0);
         }
         let descriptor = match index % 5 {
             0 => batch(&lists[index], record),
@@ -153,7 +153,7 @@ fn threads_come_to_the_same_end() {
 }
 
 #[test]
-fn threads_leave_memory_alone_once_their_device_is_disabled() {
+fn threads_leave_memory_alone_once_their_device_is_reset() {
     let model = Model::threaded(&Config::dsa());
     for _ in 0..20 {
         let queue = model.queue(0, 0, PortalKind::Enqcmd);
@@ -164,7 +164,7 @@ fn threads_leave_memory_alone_once_their_device_is_disabled() {
             .collect();
         accepted(&queue, &all);
         queue.pause(&records[0], queue.now() + Duration::from_micros(10));
-        model.disable(0);
+        model.reset(0);
         let before: Vec<_> = records.iter().map(Record::status).collect();
         memory.word(0).store(0, Ordering::Relaxed);
         model.enable(0);

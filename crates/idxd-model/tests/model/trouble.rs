@@ -82,7 +82,32 @@ fn the_hardware_and_the_watchdog_report_errors() {
 }
 
 #[test]
-fn a_device_that_is_disabled_in_mid_run_forgets_everything() {
+fn a_device_that_is_disabled_first_does_what_it_has() {
+    for new in [Model::deterministic, Model::timed, Model::threaded] {
+        for portal in [PortalKind::Enqcmd, PortalKind::Write { unsafe_v1: true }] {
+            let model = new(&Config::dsa());
+            let (queue, records) = (model.queue(0, 0, portal), records(17));
+            let late = InjectedFault::Late(Duration::from_millis(5));
+            model.inject(On::any(), 3, 1, late);
+            model.inject(On::any(), 0, 1, InjectedFault::Stuck);
+            accepted(&queue, &records[..16].iter().map(noop).collect::<Vec<_>>());
+            model.disable(0);
+            // All but the one that would never end.
+            let done = records.iter().filter(|record| record.status() == 1).count();
+            assert_eq!((done, model.statistics().aborted), (15, 1));
+            for _ in 0..2 {
+                let refusal = submit(&queue, &[noop(&records[16])]).refusal;
+                assert!(matches!(refusal, Some(Refusal::Full)));
+                model.enable(0);
+            }
+            let again = model.open(0, 0, portal).unwrap();
+            assert_eq!(run(&again, &noop(&records[16]), &records[16]).status(), 1);
+        }
+    }
+}
+
+#[test]
+fn a_device_that_is_reset_in_mid_run_forgets_everything() {
     let portals = [PortalKind::Enqcmd, PortalKind::Write { unsafe_v1: true }];
     for (portal, steps) in portals
         .into_iter()
@@ -98,7 +123,7 @@ fn a_device_that_is_disabled_in_mid_run_forgets_everything() {
         for _ in 0..steps {
             queue.pause(&records[15], Duration::from_secs(1));
         }
-        model.disable(0);
+        model.reset(0);
         let statuses = || records.iter().map(Record::status).collect::<Vec<_>>();
         let before = statuses();
         let bytes = memory.bytes();
@@ -107,13 +132,10 @@ fn a_device_that_is_disabled_in_mid_run_forgets_everything() {
         assert_eq!((statuses(), memory.bytes()[0]), (before, 0));
         drop(bytes);
 
-        // It looks as if it were full, or is an error; also when others use the device again.
+        // It looks as if it were full; also when others use the device again.
         for _ in 0..2 {
             let refusal = submit(&queue, &all).refusal;
-            match portal {
-                PortalKind::Enqcmd => assert!(matches!(refusal, Some(Refusal::Full))),
-                _ => assert!(matches!(refusal, Some(Refusal::System(_)))),
-            }
+            assert!(matches!(refusal, Some(Refusal::Full)));
             if model.open(0, 0, portal).is_err() {
                 let mut limits = queue.limits().clone();
                 limits.max_transfer = 2048;
@@ -341,4 +363,88 @@ fn queues_share_engines_by_their_priority() {
     complete(&queues[0], &one[75]);
     let other = two.iter().filter(|record| record.status() == 1).count();
     assert!((10..50).contains(&other), "{other}");
+}
+
+#[test]
+fn a_batch_that_failed_is_recorded_only_if_that_was_asked_for() {
+    for (flags, status) in [(Flags::RECORD_VALID, 0), (wanted(), 5)] {
+        let model = Model::deterministic(&Config::dsa());
+        let (queue, records) = (model.queue(0, 0, PortalKind::Enqcmd), records(4));
+        let list = [noop(&records[0]), descriptor(0x3f, &records[1])];
+        let batch = batch(&list, &records[2]);
+        let batch = Descriptor {
+            control: Descriptor::control_of(opcode::BATCH, flags),
+            ..batch
+        };
+        accepted(&queue, &[batch]);
+        let drain = descriptor(opcode::DRAIN, &records[3]);
+        assert_eq!(run(&queue, &drain, &records[3]).status(), 1);
+        assert_eq!(records[1].status(), 0x10);
+        assert_eq!(records[2].status(), status);
+        assert!(!model.error_latched(0));
+    }
+}
+
+#[test]
+fn a_descriptor_with_a_misaligned_record_is_discarded() {
+    let model = Model::deterministic(&Config::dsa());
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
+    let (memory, record) = (Memory::new(1, 0), Record::default());
+    let misaligned = Descriptor {
+        record: record.address() + 8,
+        ..fill(!0, memory.address(), 8, &record)
+    };
+    accepted(&queue, &[misaligned]);
+    let drain = descriptor(opcode::DRAIN, &record);
+    assert_eq!(run(&queue, &drain, &record).status(), 1);
+    assert_eq!(memory.bytes()[..8], [0; 8]);
+    assert!(model.error_latched(0));
+}
+
+#[test]
+fn an_interrupt_is_refused_and_known_to_the_device() {
+    let model = Model::deterministic(&Config::dsa());
+    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
+    let interrupting = with(noop(&record), Flags::INTERRUPT);
+    assert_eq!(run(&queue, &interrupting, &record).status(), 0x19);
+    assert!(model.error_latched(0));
+}
+
+#[test]
+fn nothing_is_counted_where_all_is_done_or_nothing() {
+    let model = Model::deterministic(&Config::dsa());
+    let queue = model.queue(0, 0, PortalKind::Enqcmd);
+    let (memory, record) = (Memory::new(2, 0), Record::default());
+    let copy = copy(memory.address(), memory.address() + PAGE, 4096, &record);
+    let fenced = with(copy, Flags::FENCE);
+    for (descriptor, status) in [(copy, 1), (fenced, 0x11)] {
+        for _ in 0..20 {
+            let image = run(&queue, &descriptor, &record);
+            assert_eq!((image.status(), image.completed()), (status, 0));
+        }
+    }
+}
+
+#[test]
+fn translations_are_fetched_only_where_there_are_any() {
+    const FETCH: u8 = 0x0a;
+    for (ats_disable, status) in [(false, 1), (true, 0x10)] {
+        let mut config = Config::dsa();
+        let queue = config.queue_mut(0, 0).unwrap();
+        queue.ats_disable = ats_disable;
+        queue.limits.version = 0x200;
+        queue.limits.operations = queue.limits.operations.with(FETCH);
+        let model = Model::deterministic(&config);
+        let (queue, memory, record) = (
+            model.queue(0, 0, PortalKind::Enqcmd),
+            Memory::new(1, 0),
+            Record::default(),
+        );
+        let fetch = Descriptor {
+            address_1: memory.address(),
+            size: 4096,
+            ..descriptor(FETCH, &record)
+        };
+        assert_eq!(run(&queue, &fetch, &record).status(), status);
+    }
 }

@@ -105,6 +105,27 @@ fn what_faults_the_processor_copies() {
 }
 
 #[test]
+fn a_device_that_only_meets_faults_is_left_alone_until_the_pages_are_there() {
+    let model = Model::deterministic(&Config::dsa());
+    let clock = model.queue(0, 0, PortalKind::Enqcmd);
+    let devices = devices(&model, 1, BATCHES);
+    let mut areas = Areas::new(64);
+    let mut copier = Copier::new(devices.clone());
+    let (start, length) = (areas.moves()[0].destination, 64 * PAGE as u64);
+    model.pages().set(start, length, Page::Absent);
+    for _ in 0..200 {
+        areas.copy(&mut copier, || pass(&clock, Duration::from_micros(1)));
+    }
+    assert!(devices.statistics()[0].batches < 12, "{devices:?}");
+    assert_eq!(devices.work().by_device, 0);
+    model.pages().set(start, length, Page::Present);
+    for _ in 0..200 {
+        areas.copy(&mut copier, || pass(&clock, Duration::from_micros(1)));
+    }
+    assert!(devices.work().by_device > 64, "{devices:?}");
+}
+
+#[test]
 fn a_late_device_never_writes_over_what_is_newer() {
     let late = Duration::from_secs(2);
     for fault in [

@@ -11,7 +11,7 @@ use std::{
 use proptest::{collection::vec, prelude::*};
 
 use super::{compression::inflate, copies::Areas, *};
-use idxd::{Descriptor, Limits, Mode, Operations, Submitted, opcode};
+use idxd::{Capabilities, Descriptor, Limits, Mode, Operations, Submitted, opcode};
 
 #[derive(Debug)]
 struct Noise {
@@ -34,6 +34,7 @@ impl Noise {
             block_on_fault: false,
             operations: Operations([u64::MAX; 4]),
             version: 0x100,
+            capabilities: Capabilities::FIRST_DSA,
             numa_node: None,
         };
         let noise = Arc::new(Self {

@@ -92,18 +92,20 @@ fn a_queue_that_is_always_full_is_seldom_asked() {
 
 #[test]
 fn devices_that_go_away_one_after_the_other_are_not_missed() {
-    let model = Model::deterministic(&Config::devices(Kind::Dsa, 3));
-    let clock = model.queue(0, 0, PortalKind::Enqcmd);
-    let devices = devices(&model, 3, BATCHES);
-    scan(&devices, &clock, 6);
-    model.disable(0);
-    scan(&devices, &clock, 6);
-    model.unplug(1);
-    scan(&devices, &clock, 6);
-    model.fork();
-    scan(&devices, &clock, 6);
-    assert_eq!(sum(devices.work()), 24 * 64);
-    assert!(devices.work().by_device >= 16 * 64, "{:?}", devices.work());
+    for end in [Model::disable, Model::reset] {
+        let model = Model::deterministic(&Config::devices(Kind::Dsa, 3));
+        let clock = model.queue(0, 0, PortalKind::Enqcmd);
+        let devices = devices(&model, 3, BATCHES);
+        scan(&devices, &clock, 6);
+        end(&model, 0);
+        scan(&devices, &clock, 6);
+        model.unplug(1);
+        scan(&devices, &clock, 6);
+        model.fork();
+        scan(&devices, &clock, 6);
+        assert_eq!(sum(devices.work()), 24 * 64);
+        assert!(devices.work().by_device >= 16 * 64, "{:?}", devices.work());
+    }
 }
 
 #[test]

@@ -15,8 +15,9 @@ use super::{
 #[derive(Clone, Copy, Debug)]
 enum Event {
     Nothing,
-    /// A device is reset, or goes away for good.
+    /// A device is reset, disabled, or goes away for good.
     Reset(usize),
+    Disable(usize),
     Unplug(usize),
     /// A queue is full: so often, or for ever.
     Full(usize, u32),
@@ -56,6 +57,7 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         6 => Just(Event::Nothing),
         1 => (0..3usize).prop_map(Event::Reset),
+        1 => (0..3usize).prop_map(Event::Disable),
         1 => (0..3usize).prop_map(Event::Unplug),
         1 => (0..3usize, times).prop_map(|(device, times)| Event::Full(device, times)),
         1 => (0..3usize, 0..200u32).prop_map(|(device, entries)| Event::Occupied(device, entries)),
@@ -97,6 +99,10 @@ impl Event {
         match self {
             Self::Nothing => {}
             Self::Reset(device) => {
+                model.reset(device);
+                model.enable(device);
+            }
+            Self::Disable(device) => {
                 model.disable(device);
                 model.enable(device);
             }
@@ -134,7 +140,10 @@ fn scan(schedule: &Schedule, memory: &Memory) -> Seen {
     };
     for (event, count, meanwhile) in &schedule.calls {
         let addresses = memory.addresses(*count);
+        // To disable a device takes as long as what it has.
+        let before = model.now();
         event.happen(&model, &addresses);
+        passed += model.now() - before;
         let batch = scanner.start(&addresses);
         pages += count;
         let time = Duration::from_micros(*meanwhile);

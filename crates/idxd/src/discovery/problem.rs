@@ -24,12 +24,13 @@ pub enum Problem {
     /// Another driver than `user` has it.
     #[error("driver {0} has it; it has to be user")]
     Driver(String),
-    /// The device cannot work in the address space of a process.
+    /// It goes without address translation: it may report success though a write faulted (DSA 3.0, 3.13.1), and what it
+    /// was to write would be lost.
     #[error(
-        "its device does not know the address spaces of processes (pasid_enabled is 0): VT-d and PASID have to be on \
-         in the firmware, and the kernel has to be started with intel_iommu=on,sm_on"
+        "it can report success for a write that failed, as its attribute ats_disable is 1: set it to 0 while the work \
+         queue is disabled"
     )]
-    NoUserPasid,
+    AtsDisabled,
     /// It is dedicated, and in use.
     #[error("it is dedicated and in use")]
     InUse,
@@ -85,6 +86,7 @@ impl Problem {
             _ if self.needs_setup(queue) => setup_commands(device),
             Self::DeviceState(_) | Self::QueueState(_) => setup::enable(device, queue),
             Self::Denied(path) => setup::permit(path),
+            Self::AtsDisabled => setup::enable_ats(queue),
             _ => Vec::new(),
         }
     }
@@ -102,7 +104,7 @@ impl Problem {
     pub(super) fn is_beyond_setup(&self, queue: &WorkQueue) -> bool {
         match self {
             Self::DeviceState(_) | Self::QueueState(_) => queue.is_configured(),
-            Self::NoUserPasid
+            Self::AtsDisabled
             | Self::NoNode(_)
             | Self::OtherNode(_)
             | Self::Denied(_)

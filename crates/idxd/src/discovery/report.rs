@@ -2,7 +2,10 @@
 
 use std::{fmt, fs, path::Path};
 
-use super::{Device, Problem, QueueName, Root, WorkQueue, entries, scan, setup_commands};
+use super::{
+    Device, EventLog, OpenFile, Problem, QueueName, Root, WorkQueue, counters, entries, scan,
+    setup_commands,
+};
 use crate::{Kind, cpu::Features};
 
 /// What a person wants to know before using the devices of this host.
@@ -37,6 +40,8 @@ pub struct Hardware {
 pub struct DeviceReport {
     /// What sysfs reports.
     pub device: Device,
+    /// Its event log, if it has one.
+    pub event_log: Option<EventLog>,
     /// Its queues, in their order.
     pub queues: Vec<QueueReport>,
     /// The commands, to be given as root, that make a queue for processes; empty if there is one, even if something
@@ -55,6 +60,27 @@ pub struct QueueReport {
     pub problem: Option<Problem>,
     /// The commands, to be given as root, that remove the problem without touching other queues.
     pub remedy: Vec<String>,
+    /// The open files of its character device; none before Linux 6.4.
+    pub files: Vec<OpenFile>,
+}
+
+impl QueueReport {
+    /// Records of its present users that faulted; `None` where no file counts them.
+    pub fn record_faults(&self) -> Option<u64> {
+        sum(self.files.iter().filter_map(|file| file.record_faults))
+    }
+
+    /// Those of them that were lost.
+    pub fn record_fault_failures(&self) -> Option<u64> {
+        sum(self
+            .files
+            .iter()
+            .filter_map(|file| file.record_fault_failures))
+    }
+}
+
+fn sum(counts: impl Iterator<Item = u64>) -> Option<u64> {
+    counts.reduce(u64::saturating_add)
 }
 
 /// What a host lacks.
@@ -70,7 +96,7 @@ pub enum Missing {
     EnqcmdEnabled,
     /// Instruction MOVDIR64B, for dedicated work queues.
     Movdir64b,
-    /// An IOMMU with scalable mode, hence shared virtual addresses.
+    /// Perhaps an IOMMU with scalable mode, hence shared virtual addresses: what the kernel shows is not reliable.
     SharedAddresses,
 }
 
@@ -84,8 +110,9 @@ impl fmt::Display for Missing {
             Self::EnqcmdEnabled => "the kernel has not enabled ENQCMD: it takes Linux 5.18, and intel_iommu=on,sm_on at \
                                     its start",
             Self::Movdir64b => "the processor has no MOVDIR64B: no dedicated work queue can be mapped",
-            Self::SharedAddresses => "the devices cannot use the addresses of processes: VT-d and PASID have to be on in \
-                                      the firmware, and the kernel has to be started with intel_iommu=on,sm_on",
+            Self::SharedAddresses => "perhaps the devices' use of the addresses of processes (pasid_enabled is 0, as \
+                                      it may be on Linux 5.19 to 6.5 anyway): VT-d and PASID have to be on in the \
+                                      firmware, and the kernel has to be started with intel_iommu=on,sm_on",
         })
     }
 }
@@ -94,7 +121,10 @@ impl fmt::Display for Missing {
 pub fn report(root: &Root) -> Report {
     let cpu = Features::of_host(&root.cpuinfo());
     let hardware = hardware(root);
-    let devices: Vec<DeviceReport> = scan(root).into_iter().map(device_report).collect();
+    let devices: Vec<DeviceReport> = scan(root)
+        .into_iter()
+        .map(|device| device_report(root, device))
+        .collect();
     let without_pasid = devices
         .iter()
         .any(|it| it.device.pasid_enabled == Some(false));
@@ -118,7 +148,7 @@ pub fn report(root: &Root) -> Report {
     }
 }
 
-fn device_report(device: Device) -> DeviceReport {
+fn device_report(root: &Root, device: Device) -> DeviceReport {
     let in_use = |queue: &&WorkQueue| queue.clients.is_some_and(|clients| clients > 0);
     let lacks_queue = device.queues.iter().all(|queue| match queue.usable() {
         Ok(_) => false,
@@ -141,9 +171,10 @@ fn device_report(device: Device) -> DeviceReport {
     let queues = device
         .queues
         .iter()
-        .map(|queue| queue_report(&device, queue))
+        .map(|queue| queue_report(root, &device, queue))
         .collect();
     DeviceReport {
+        event_log: counters::event_log(root, &device),
         queues,
         setup,
         disturbed,
@@ -151,7 +182,7 @@ fn device_report(device: Device) -> DeviceReport {
     }
 }
 
-fn queue_report(device: &Device, queue: &WorkQueue) -> QueueReport {
+fn queue_report(root: &Root, device: &Device, queue: &WorkQueue) -> QueueReport {
     let problem = queue.usable().err();
     let remedy = match &problem {
         Some(problem) if !problem.needs_setup(queue) => problem.commands(device, queue),
@@ -161,17 +192,19 @@ fn queue_report(device: &Device, queue: &WorkQueue) -> QueueReport {
         name: queue.name,
         problem,
         remedy,
+        files: counters::open_files(root, queue),
     }
 }
 
 /// The devices' PCI numbers. Source: the kernel's `drivers/dma/idxd/registers.h`.
-const HARDWARE: [(&str, Kind, &str); 6] = [
+const HARDWARE: [(&str, Kind, &str); 7] = [
     ("0x0b25", Kind::Dsa, "Sapphire or Emerald Rapids"),
     ("0x11fb", Kind::Dsa, "Granite Rapids-D"),
     ("0x1212", Kind::Dsa, "Diamond Rapids"),
     ("0x0cfe", Kind::Iaa, "Sapphire or Emerald Rapids"),
     ("0x1216", Kind::Iaa, "Diamond Rapids"),
     ("0xb02d", Kind::Iaa, "Panther Lake"),
+    ("0xfd2d", Kind::Iaa, "Wildcat Lake"),
 ];
 
 /// Devices on the PCI bus, by their addresses.
@@ -224,6 +257,7 @@ impl fmt::Display for DeviceReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             device,
+            event_log,
             queues,
             setup,
             disturbed,
@@ -242,15 +276,33 @@ impl fmt::Display for DeviceReport {
             Some(problem) => writeln!(f, ": {problem}")?,
             None => writeln!(f)?,
         }
-        for QueueReport {
-            name,
-            problem,
-            remedy,
-        } in queues
-        {
+        if let Some(log) = event_log {
+            writeln!(f, "  {log}")?;
+        }
+        for (queue, work_queue) in queues.iter().zip(&device.queues) {
+            let QueueReport {
+                name,
+                problem,
+                remedy,
+                ..
+            } = queue;
             match problem {
                 None => writeln!(f, "  {name} can be used")?,
                 Some(problem) => writeln!(f, "  {name} cannot be used: {problem}")?,
+            }
+            if work_queue.prs_disable == Some(true) {
+                writeln!(
+                    f,
+                    "    it requests no pages (prs_disable): what is not in memory is a fault"
+                )?;
+            }
+            if let Some(faults) = queue.record_faults() {
+                let lost = queue.record_fault_failures().unwrap_or(0);
+                let users = queue.files.len();
+                writeln!(
+                    f,
+                    "    open files: {users}, faults on their records: {faults}, records lost: {lost}"
+                )?;
             }
             for command in remedy {
                 writeln!(f, "    {command}")?;

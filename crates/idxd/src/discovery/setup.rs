@@ -79,6 +79,16 @@ pub(super) fn enable(device: &Device, queue: &WorkQueue) -> Vec<String> {
     commands
 }
 
+/// The commands that switch a queue's address translation on. They end the work of its users.
+pub(super) fn enable_ats(queue: &WorkQueue) -> Vec<String> {
+    let name = queue.name;
+    vec![
+        format!("accel-config disable-wq {name}"),
+        format!("accel-config config-wq {name} --ats-disable=0"),
+        format!("accel-config enable-wq {name}"),
+    ]
+}
+
 /// The commands that let this process's group open `path`. Root needs none.
 pub(super) fn permit(path: &Path) -> Vec<String> {
     if rustix::process::geteuid().is_root() {

@@ -15,9 +15,9 @@ use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use super::{Devices, OffloadCounters, devices::Pending};
 use crate::{
-    Descriptor, Outcome, Slot,
+    Descriptor, InFlight, Outcome, Slot, Urgency,
     iaa::{self, CompressAecs, Histogram},
-    status::{IaaOutcome, IaaStatus},
+    status::{Fault, IaaOutcome, IaaStatus},
 };
 
 /// Which Huffman codes compression uses.
@@ -174,7 +174,9 @@ impl Compressor {
                     aecs,
                     end: iaa::End::Block,
                 };
-                iaa::compress(compress, 0).with_cache_control().descriptor()
+                iaa::compress(compress, 0)
+                    .with_cache_control(slot.limits().capabilities)
+                    .descriptor()
             })
         }
     }
@@ -276,9 +278,20 @@ impl Flights {
     }
 
     /// The outcome of the oldest one, unless it takes too long: then its slot comes back when the device is done with
-    /// it after all.
+    /// it after all. What an administrator's command ended is submitted once more, and no more than once.
     pub(super) fn next(&mut self) -> Option<Outcome> {
-        let Pending { member, mut flight } = self.pending.pop_front()?;
+        let Pending { member, flight } = self.pending.pop_front()?;
+        let outcome = self.wait_for(member, flight)?;
+        if !is_interrupted(&outcome) {
+            return Some(outcome);
+        }
+        let slot = outcome.into_slot()?;
+        // SAFETY: the slot still has the operation that `give` was promised about.
+        let flight = unsafe { slot.submit(1, Urgency::Low) }.ok()?;
+        self.wait_for(member, flight)
+    }
+
+    fn wait_for(&mut self, member: usize, mut flight: InFlight) -> Option<Outcome> {
         let before = self.devices.now(member);
         if flight.is_done() || flight.wait_a_little(before + self.timeout) {
             self.devices.record_success(member);
@@ -289,6 +302,12 @@ impl Flights {
         self.timeout = self.timeout.saturating_sub(waited);
         flight.poll().ok()
     }
+}
+
+/// Whether the operation has to be submitted again (IAA 2.1, 4.4.2: error 0x25).
+fn is_interrupted(outcome: &Outcome) -> bool {
+    let answer = outcome.image(0).as_ref().and_then(IaaOutcome::of);
+    answer.is_some_and(|answer| answer.fault() == Fault::Interruption)
 }
 
 pub(super) fn address(bytes: &[u8]) -> u64 {

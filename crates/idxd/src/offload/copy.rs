@@ -4,11 +4,16 @@
 //! that may still write cannot be ignored: it would write old bytes over newer ones. So this waits for it, and if it
 //! does not answer the work queue is closed, which ends all that was submitted; from then on the processor copies.
 //! Others that use the queue lose what they have in flight, and do it with the processor too.
+//!
+//! Pages that were never touched are faults. To touch them first would not pay: the kernel's zeros are in the
+//! processor's cache by then, where the processor copies faster than it submits. So a device that met nothing but
+//! faults is left alone for a while: the next pages are likely untouched as well. Nor is a copy continued where a fault
+//! ended it: a move is a page, and so is a fault, hence nothing of it was done.
 
 use std::{sync::Arc, time::Duration};
 
 use super::{Devices, OffloadCounters, devices::Pending};
-use crate::{Outcome, Slot, dsa, status::SUCCESS};
+use crate::{InFlight, Outcome, Slot, dsa, status::SUCCESS};
 
 /// Bytes to be copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,15 +89,16 @@ impl Copier {
             overtaken: first as u64,
             ..OffloadCounters::default()
         };
-        let outcome = writing.finish(beginning);
+        let member = writing.member;
+        let (outcome, is_late) = writing.finish(beginning);
         for index in first..moves.len() {
             let status = outcome
                 .as_ref()
                 .map(|outcome| outcome.status_and_result(moves.len() - 1 - index).0);
             match status {
                 Some(SUCCESS) => done.by_device += 1,
-                // All of it: what the device has done of a move does not matter, and faults are rare. Where a record
-                // is lost nothing is written any more either: a batch is complete after its members (assumed).
+                // Where a record is lost nothing is written any more either: a batch is complete after its members (DSA
+                // 3.0, 3.8).
                 Some(_) => {
                     by_processor(index);
                     done.failed += 1;
@@ -102,6 +108,11 @@ impl Copier {
                     done.overtaken += 1;
                 }
             }
+        }
+        if is_late || done.by_device == 0 {
+            self.devices.record_failure(member);
+        } else {
+            self.devices.record_success(member);
         }
         self.devices.counters().add(done);
     }
@@ -114,10 +125,11 @@ unsafe fn give<'a>(devices: &'a Devices, moves: &[Move]) -> Option<Writing<'a>> 
         return None;
     }
     // SAFETY: as the caller promises.
-    let pending = unsafe { devices.give(&mut |slot| fill(slot, moves)) }?;
+    let Pending { member, flight } = unsafe { devices.give(&mut |slot| fill(slot, moves)) }?;
     Some(Writing {
         devices,
-        pending: Some(pending),
+        member,
+        flight: Some(flight),
     })
 }
 
@@ -133,45 +145,38 @@ fn fill(slot: &mut Slot, moves: &[Move]) -> usize {
 /// What a device writes to the caller's memory. It ends before the caller continues, also if that panics.
 struct Writing<'a> {
     devices: &'a Devices,
+    member: usize,
     /// There until it has ended.
-    pending: Option<Pending>,
+    flight: Option<InFlight>,
 }
 
 impl Writing<'_> {
     fn count(&self) -> usize {
-        let pending = self.pending.as_ref();
-        pending.map_or(0, |pending| pending.flight.statuses().len())
+        let flight = self.flight.as_ref();
+        flight.map_or(0, |flight| flight.statuses().len())
     }
 
     fn now(&self) -> Duration {
-        let member = self.pending.as_ref().map(|pending| pending.member);
-        member.map_or(Duration::ZERO, |member| self.devices.now(member))
+        self.devices.now(self.member)
     }
 
     fn is_done(&self) -> bool {
-        self.pending
-            .as_ref()
-            .is_some_and(|pending| pending.flight.is_done())
+        self.flight.as_ref().is_some_and(InFlight::is_done)
     }
 
-    /// The device's answer, if it is there. The processor has worked from `beginning` until now.
-    fn finish(mut self, beginning: Duration) -> Option<Outcome> {
-        let member = self.pending.as_ref()?.member;
+    /// The device's answer, if it is there, and whether it was late. The processor has worked from `beginning` until
+    /// now.
+    fn finish(mut self, beginning: Duration) -> (Option<Outcome>, bool) {
         let waiting = self.now();
         let outcome = self.end();
-        let waited = self.devices.now(member).saturating_sub(waiting);
-        if outcome.is_none() || waited > TOO_LONG.max(waiting.saturating_sub(beginning)) {
-            self.devices.record_failure(member);
-        } else {
-            self.devices.record_success(member);
-        }
-        outcome
+        let waited = self.now().saturating_sub(waiting);
+        let is_late = waited > TOO_LONG.max(waiting.saturating_sub(beginning));
+        (outcome, is_late)
     }
 
     fn end(&mut self) -> Option<Outcome> {
-        let Pending { member, flight } = self.pending.take()?;
-        let deadline = self.devices.now(member) + TIMEOUT;
-        flight.wait_or_close(deadline).ok()
+        let deadline = self.now() + TIMEOUT;
+        self.flight.take()?.wait_or_close(deadline).ok()
     }
 }
 

@@ -5,7 +5,7 @@
 //! the end.
 //!
 //! A stream as long as a page is none, but the page as it is: that no device is asked about, to which it may well look
-//! like a stream.
+//! like a stream. Bytes behind the last block of a stream a device does not notice; the page is right all the same.
 
 use std::sync::Arc;
 
@@ -76,8 +76,7 @@ impl Decompressor {
                 continue;
             } else {
                 let outcome = self.flights.next();
-                let decoded = |outcome| decoded(outcome, stream.len(), size);
-                match outcome.as_ref().and_then(decoded) {
+                match outcome.as_ref().and_then(|outcome| decoded(outcome, size)) {
                     Some(bytes) => {
                         page.copy_from_slice(bytes);
                         done.by_device += 1;
@@ -115,17 +114,17 @@ impl Decompressor {
                     destination_size,
                 };
                 iaa::decompress(decompress, 0)
-                    .with_cache_control()
+                    .with_cache_control(slot.limits().capabilities)
                     .descriptor()
             })
         }
     }
 }
 
-/// A whole page, if that is what the device made of a whole stream.
-fn decoded(outcome: &Outcome, stream_bytes: usize, page_bytes: usize) -> Option<&[u8]> {
+/// A whole page, if that is what the device made of the stream. How much of the stream it took is not known: of an
+/// operation that is complete a record has 0 bytes completed (IAA 2.1, 6.2.4).
+fn decoded(outcome: &Outcome, page_bytes: usize) -> Option<&[u8]> {
     let answer = IaaOutcome::of(&outcome.image(0)?)?;
-    let is_whole = usize::try_from(answer.output_size) == Ok(page_bytes)
-        && usize::try_from(answer.completed) == Ok(stream_bytes);
+    let is_whole = usize::try_from(answer.output_size) == Ok(page_bytes);
     (answer.status == IaaStatus::Success && is_whole).then(|| outcome.buffer(0..page_bytes))?
 }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::*;
-use crate::{Kind, Operations, tree::Tree};
+use crate::{Capabilities, Kind, Operations, tree::Tree};
 
 /// A queue without a device: it answers as configured.
 #[derive(Debug, Default)]
@@ -79,6 +79,7 @@ fn limits() -> Limits {
         block_on_fault: false,
         operations: Operations([0x1_003f_03ff, 0, 0, 0]),
         version: 0x100,
+        capabilities: Capabilities::FIRST_DSA,
         numa_node: None,
     }
 }
@@ -330,4 +331,9 @@ fn errors_of_opening_have_their_names() {
     assert!(matches!(of(Errno::NODEV), OpenError::Gone(_)));
     assert!(matches!(of(Errno::OPNOTSUPP), OpenError::NoAddressSpace(_)));
     assert!(matches!(of(Errno::NOMEM), OpenError::System { .. }));
+    let text = of(Errno::OPNOTSUPP).to_string();
+    assert!(
+        text.contains("PASID") && text.contains("intel_iommu=on,sm_on"),
+        "{text}"
+    );
 }

@@ -7,7 +7,7 @@ use super::{
     flight::{Flight, RECORD},
 };
 use crate::{
-    Descriptor, Record, RecordImage, Refusal, opcode,
+    Descriptor, Limits, Record, RecordImage, Refusal, opcode,
     status::{CODE, SUCCESS},
 };
 
@@ -34,6 +34,11 @@ impl Slot {
     /// its own.
     pub fn capacity(&self) -> usize {
         self.lease.capacity as usize
+    }
+
+    /// What the work queue takes.
+    pub fn limits(&self) -> &Limits {
+        self.lease.queue.device.limits()
     }
 
     /// Which of the queue's slots it is, from zero.
@@ -255,6 +260,12 @@ impl Outcome {
         // SAFETY: mapped as long as the arena, and initialised by the kernel. The slot is this one's alone; every
         // operation that the device began is complete.
         unsafe { buffer.as_ref() }.get(range)
+    }
+
+    /// The slot, as it was submitted: to submit it once more. `None` when a record is lost: then the device may not be
+    /// done with it.
+    pub fn into_slot(self) -> Option<Slot> {
+        (!self.lease.flight.lost).then_some(Slot { lease: self.lease })
     }
 
     fn of(lease: Lease) -> Self {

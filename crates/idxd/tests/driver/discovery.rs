@@ -70,6 +70,7 @@ fn limits_are_those_of_the_queue() {
         block_on_fault: false,
         operations,
         version: 0x100,
+        capabilities: Capabilities::FIRST_DSA,
         numa_node: Some(0),
     };
     assert_eq!(dsa.usable(), Ok(&wanted));
@@ -192,7 +193,6 @@ fn devices_have_obstacles_too() {
             "halted",
             Problem::DeviceState(State::Other("halted".to_owned())),
         ),
-        ("pasid_enabled", "0", Problem::NoUserPasid),
         (
             "version",
             "one",
@@ -208,6 +208,52 @@ fn devices_have_obstacles_too() {
         assert_eq!(problem(&tree, "wq0.0"), wanted);
         assert!(queue(&tree, "wq1.0").usable().is_ok());
     }
+}
+
+#[test]
+fn a_queue_that_may_report_success_for_a_lost_write_is_refused() {
+    let tree = Tree::of(&BOTH);
+    for name in ["dsa0/wq0.0", "iax1/wq1.0"] {
+        tree.set(&format!("{name}/ats_disable"), "0");
+        assert!(queue(&tree, name).usable().is_ok());
+        tree.set(&format!("{name}/ats_disable"), "1");
+        assert_eq!(queue(&tree, name).usable(), Err(Problem::AtsDisabled));
+    }
+    // What it says leads out of it, and takes nothing else away.
+    let text = Problem::AtsDisabled.to_string();
+    assert!(text.contains("ats_disable is 1: set it to 0"), "{text}");
+    let report = report(&tree.root());
+    assert!(report.devices[0].setup.is_empty());
+    assert_eq!(
+        report.devices[0].queues[0].remedy,
+        [
+            "accel-config disable-wq dsa0/wq0.0",
+            "accel-config config-wq dsa0/wq0.0 --ats-disable=0",
+            "accel-config enable-wq dsa0/wq0.0",
+        ]
+    );
+}
+
+#[test]
+fn page_requests_that_are_off_are_shown_and_hinder_nothing() {
+    let tree = Tree::of(&BOTH);
+    tree.set("dsa0/wq0.0/prs_disable", "1");
+    let found = queue(&tree, "wq0.0");
+    assert_eq!(
+        (found.prs_disable, found.usable().is_ok()),
+        (Some(true), true)
+    );
+    assert_eq!(queue(&tree, "wq0.1").prs_disable, None);
+}
+
+#[test]
+fn what_old_kernels_show_of_address_spaces_hinders_nothing() {
+    let tree = Tree::of(&BOTH);
+    tree.set("dsa0/pasid_enabled", "0");
+    assert!(queue(&tree, "wq0.0").usable().is_ok());
+    let report = report(&tree.root());
+    assert!(report.missing.contains(&Missing::SharedAddresses));
+    assert!(Missing::SharedAddresses.to_string().contains("perhaps"));
 }
 
 #[test]
@@ -378,6 +424,7 @@ fn hardware_without_its_driver_is_seen() {
     for (address, vendor, device) in [
         ("0000:6a:01.0", "0x8086", "0x0b25"),
         ("0000:6a:02.0", "0x8086", "0x0cfe"),
+        ("0000:6a:03.0", "0x8086", "0xfd2d"),
         ("0000:00:00.0", "0x1234", "0x0b25"),
     ] {
         let path = root.sys.join("bus/pci/devices").join(address);
@@ -397,7 +444,7 @@ fn hardware_without_its_driver_is_seen() {
         .iter()
         .map(|hardware| hardware.kind)
         .collect();
-    assert_eq!(kinds, BOTH);
+    assert_eq!(kinds, [Kind::Dsa, Kind::Iaa, Kind::Iaa]);
     assert!(report.raw_io);
     assert!(
         !report.missing.contains(&Missing::Hardware) && report.missing.contains(&Missing::Driver)
@@ -568,7 +615,7 @@ proptest! {
             "dsa0/version", "dsa0/state", "dsa0/numa_node", "dsa0/op_cap", "dsa0/gen_cap", "dsa0/max_batch_size",
             "dsa0/max_transfer_size", "dsa0/pasid_enabled", "dsa0/wq0.0/mode", "dsa0/wq0.0/size",
             "dsa0/wq0.0/threshold", "dsa0/wq0.0/type", "dsa0/wq0.0/op_config", "dsa0/wq0.0/max_batch_size",
-            "dsa0/wq0.0/block_on_fault", "dsa0/wq0.0/cdev_minor", "dsa0/wq0.0/group_id",
+            "dsa0/wq0.0/block_on_fault", "dsa0/wq0.0/cdev_minor", "dsa0/wq0.0/group_id", "dsa0/wq0.0/ats_disable",
         ]),
         text in prop_oneof![
             prop::collection::vec(any::<u8>(), 0..80),

@@ -2,7 +2,7 @@ use std::num::NonZeroU32;
 
 use super::expected;
 use idxd::{
-    Kind, Limits, Mode, Operations,
+    Capabilities, Kind, Limits, Mode, Operations,
     rules::{Place, Violation, check},
 };
 use idxd::{dsa::*, operation::*, *};
@@ -111,12 +111,14 @@ fn flags_stand_at_their_bits() {
     let all = memmove(A, B, SIZE, RECORD_ADDRESS)
         .with_fence()
         .blocking_on_fault(true)
-        .with_cache_control()
+        .with_cache_control(Capabilities::FIRST_DSA)
         .with_strict_ordering()
         .with_destination_readback()
         .descriptor();
     assert_eq!(all.bytes()[4..8], [0x0f, 0x61, 0x00, 0x03]);
-    let not = memmove(A, B, SIZE, RECORD_ADDRESS).blocking_on_fault(false);
+    let not = memmove(A, B, SIZE, RECORD_ADDRESS)
+        .blocking_on_fault(false)
+        .with_cache_control(Capabilities::default());
     assert_eq!(not, memmove(A, B, SIZE, RECORD_ADDRESS));
 }
 
@@ -134,6 +136,7 @@ fn limits() -> Limits {
             .into_iter()
             .fold(Operations::default(), |all, opcode| all.with(opcode)),
         version: 0x100,
+        capabilities: Capabilities::FIRST_DSA,
         numa_node: None,
     }
 }
@@ -148,7 +151,7 @@ fn good() -> Vec<Descriptor> {
         operation
             .with_fence()
             .blocking_on_fault(true)
-            .with_cache_control()
+            .with_cache_control(Capabilities::FIRST_DSA)
             .with_strict_ordering()
             .with_destination_readback()
             .into()
@@ -230,22 +233,19 @@ fn every_violation_is_found() {
     let control = Descriptor::control_of(0x42, compare.flags());
     assert_eq!(checked(Descriptor { control, ..compare }), Err(V::Opcode));
 
-    // An expected result needs its flag.
-    let operands = [1, 0, 0];
-    assert_eq!(
-        checked(Descriptor {
-            operands,
-            ..compare
-        }),
-        Err(V::Reserved)
-    );
+    // What result is expected only matters with a flag, and of a comparison only bit 0 does; the rest is ignored
+    // (DSA 3.0, 8.3.6).
     let control = Descriptor::control_of(0x06, compare.flags().with(Flags::CHECK_RESULT));
-    let expecting = Descriptor {
-        operands,
-        control,
-        ..compare
-    };
-    assert_eq!(checked(expecting), Ok(()));
+    for control in [compare.control, control] {
+        for expected in [1, 0xff] {
+            let expecting = Descriptor {
+                operands: [expected, 0, 0],
+                control,
+                ..compare
+            };
+            assert_eq!(checked(expecting), Ok(()));
+        }
+    }
 
     for bad in [
         Descriptor {
@@ -282,6 +282,10 @@ fn every_violation_is_found() {
         assert_eq!(checked(batch(64, count, 0x20).into()), Err(V::Count));
     }
     assert_eq!(checked(batch(32, 2, 0x20).into()), Err(V::ListAlignment));
+    let mut single = limits();
+    single.capabilities = Capabilities(1 << 52);
+    let one = batch(64, 1, 0x20).into();
+    assert_eq!(check(&one, &single, Place::Queue), Ok(()));
     assert_eq!(checked(noop(0x30).into()), Err(V::RecordAlignment));
 
     let mut less = limits();
@@ -317,12 +321,36 @@ fn deltas_have_rules_of_their_own() {
     };
     assert_eq!(with(|_| ()), Ok(()));
     assert_eq!(with(|delta| delta.size += 8), Err(V::Size));
-    assert_eq!(with(|delta| delta.size = 12), Err(V::Size));
+    assert_eq!(with(|delta| delta.size = 12), Err(V::Alignment));
     assert_eq!(with(|delta| delta.max_delta_size = 70), Err(V::DeltaSize));
     assert_eq!(with(|delta| delta.max_delta_size = 85), Err(V::DeltaSize));
+    // More than the queue takes: 2 MiB are not a multiple of 10.
+    assert_eq!(
+        with(|delta| delta.max_delta_size = 2 << 20),
+        Err(V::DeltaSize)
+    );
+    assert_eq!(
+        with(|delta| delta.max_delta_size = 2_097_160),
+        Err(V::DeltaSize)
+    );
     assert_eq!(with(|delta| delta.original += 4), Err(V::Alignment));
     assert_eq!(with(|delta| delta.modified += 4), Err(V::Alignment));
-    assert_eq!(with(|delta| delta.delta += 4), Err(V::Alignment));
+    // The delta record itself may lie anywhere: it is gone on with at multiples of 10.
+    assert_eq!(with(|delta| delta.delta += 10), Ok(()));
+    // The delta record, as large as it may become, and each of the sources.
+    assert_eq!(
+        with(|delta| delta.delta = delta.original - 72),
+        Err(V::Overlap)
+    );
+    assert_eq!(with(|delta| delta.delta = delta.original - 80), Ok(()));
+    assert_eq!(
+        with(|delta| delta.delta = delta.modified + 0x7_fff8),
+        Err(V::Overlap)
+    );
+    assert_eq!(
+        with(|delta| delta.delta = delta.modified + 0x8_0000),
+        Ok(())
+    );
 
     let apply = |delta, delta_size, destination| {
         let apply = ApplyDelta {
@@ -338,5 +366,216 @@ fn deltas_have_rules_of_their_own() {
     assert_eq!(apply(0x1ff8, 10, 0x2000), Err(V::Overlap));
     assert_eq!(apply(0x3000, 10, 0x2000), Ok(()));
     assert_eq!(apply(0x2ff8, 10, 0x2000), Err(V::Overlap));
-    assert_eq!(apply(0x1004, 10, 0x2000), Err(V::Alignment));
+    // Where a page fault had interrupted it.
+    assert_eq!(apply(0x1002, 10, 0x2000), Ok(()));
+    assert_eq!(apply(0x1000, 10, 0x2004), Err(V::Alignment));
+    assert_eq!(apply(0x100_0000, 2_097_160, 0x2000), Err(V::DeltaSize));
+}
+
+/// `descriptor` with these flags and no others.
+fn flagged(descriptor: impl Into<Descriptor>, flags: Flags) -> Descriptor {
+    let descriptor = descriptor.into();
+    Descriptor {
+        control: Descriptor::control_of(descriptor.opcode(), flags),
+        ..descriptor
+    }
+}
+
+#[test]
+fn an_interrupt_handle_needs_its_flag() {
+    let with = |flags: Flags| Descriptor {
+        interrupt: 5,
+        ..flagged(memmove(0x1000, 0x2000, 8, 0x20), flags)
+    };
+    let record = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
+    let checked = |flags| check(&with(flags), &limits(), Place::Queue);
+    assert_eq!(checked(record), Err(Violation::Reserved));
+    assert_eq!(checked(record.with(Flags::INTERRUPT)), Ok(()));
+}
+
+#[test]
+fn what_has_a_result_needs_a_record() {
+    use Violation as V;
+    let create = CreateDelta {
+        original: 0x1000,
+        modified: 0x2000,
+        size: 8,
+        delta: 0x3000,
+        max_delta_size: 80,
+    };
+    let copied = CopyCrc {
+        source: 0x1000,
+        destination: 0x2000,
+        size: 4,
+        seed: 0,
+    };
+    let checked = |descriptor: Descriptor| check(&descriptor, &limits(), Place::Queue);
+    for operation in [
+        compare(0x1000, 0x2000, 8, 0x20).descriptor(),
+        compare_pattern(0x1000, 8, 0, 0x20).descriptor(),
+        create_delta(create, 0x20).descriptor(),
+        crc(0x1000, 4, 0, 0x20).descriptor(),
+        copy_crc(copied, 0x20).descriptor(),
+    ] {
+        let unasked = flagged(operation, Flags::RECORD_VALID);
+        assert_eq!(checked(unasked), Err(V::Flags(Flags::RECORD_REQUESTED)));
+        let without = flagged(operation, Flags::default());
+        assert!(matches!(checked(without), Err(V::Flags(_))));
+    }
+    for operation in [memmove(0x1000, 0x2000, 8, 0x20), fill(0, 0x2000, 8, 0x20)] {
+        assert_eq!(checked(flagged(operation, Flags::RECORD_VALID)), Ok(()));
+        // The address of a record that is not valid has to be zero.
+        let without = flagged(operation, Flags::default());
+        assert_eq!(checked(without), Err(V::Reserved));
+        assert_eq!(
+            checked(Descriptor {
+                record: 0,
+                ..without
+            }),
+            Ok(())
+        );
+        let unasked = flagged(operation, Flags::RECORD_REQUESTED);
+        assert_eq!(checked(unasked), Err(V::Flags(Flags::RECORD_REQUESTED)));
+    }
+    // A drain says somehow that it is complete.
+    let either = Flags::RECORD_REQUESTED.with(Flags::INTERRUPT);
+    let silent = flagged(drain(0x20), Flags::RECORD_VALID);
+    assert_eq!(checked(silent), Err(V::Flags(either)));
+    let interrupts = flagged(drain(0x20), Flags::RECORD_VALID.with(Flags::INTERRUPT));
+    assert_eq!(checked(interrupts), Ok(()));
+}
+
+#[test]
+fn flags_without_a_meaning_are_refused() {
+    let record = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
+    let every = [
+        noop(0x20).descriptor(),
+        batch(64, 2, 0x20).descriptor(),
+        drain(0x20).descriptor(),
+    ]
+    .into_iter()
+    .chain(good());
+    for descriptor in every {
+        for bit in [5, 6, 15, 20, 23] {
+            let odd = flagged(descriptor, record.with(Flags(1 << bit)));
+            let checked = check(&odd, &limits(), Place::Queue);
+            assert_eq!(checked, Err(Violation::Flags(Flags(1 << bit))), "{odd:x?}");
+        }
+    }
+    // Traffic classes are of addresses that are there.
+    let fill = fill(0, 0x2000, 8, 0x20);
+    let pattern = compare_pattern(0x1000, 8, 0, 0x20).descriptor();
+    for (descriptor, bit) in [(fill.descriptor(), 9), (pattern, 10)] {
+        let odd = flagged(descriptor, record.with(Flags(1 << bit)));
+        let checked = check(&odd, &limits(), Place::Queue);
+        assert_eq!(checked, Err(Violation::Flags(Flags(1 << bit))));
+    }
+}
+
+#[test]
+fn what_a_device_lacks_is_refused() {
+    use Violation as V;
+    let with = |capabilities: u64, version: u32| Limits {
+        capabilities: Capabilities(capabilities),
+        version,
+        ..limits()
+    };
+    let (one, two, three) = (Flags::CACHE, Flags::DESTINATION_READBACK, Flags(1 << 5));
+    let both = one.with(two);
+    let (cache, durable, readback) = (1 << 2, 1 << 5, 1 << 8);
+    let record = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
+    for (capabilities, version, flags, invalid) in [
+        (0, 0x100, one, one.0),
+        (cache, 0x100, one, 0),
+        (cache, 0x100, both, two.0),
+        (readback, 0x100, both, one.0),
+        (cache | readback, 0x100, both, 0),
+        (durable | readback, 0x200, three, three.0),
+        (readback, 0x300, three, three.0),
+        (durable, 0x300, three, 0),
+        (durable, 0x300, three.with(two), three.with(two).0),
+        (readback, 0x300, three.with(two), 0),
+        (
+            cache | durable | readback,
+            0x300,
+            three.with(one),
+            three.with(one).0,
+        ),
+        (
+            cache | durable | readback,
+            0x300,
+            three.with(both),
+            three.with(both).0,
+        ),
+    ] {
+        let copy = flagged(memmove(0x1000, 0x2000, 8, 0x20), record.with(flags));
+        let checked = check(&copy, &with(capabilities, version), Place::Queue);
+        let wanted = match invalid {
+            0 => Ok(()),
+            _ => Err(V::Flags(Flags(invalid))),
+        };
+        assert_eq!(checked, wanted, "{capabilities:#x} {version:#x} {flags:x?}");
+    }
+    // Not even the newest controls the cache where nothing is written.
+    let comparison = flagged(compare_pattern(0, 8, 0, 0x20), record.with(three));
+    assert_eq!(
+        check(&comparison, &with(!0, 0x300), Place::Queue),
+        Err(V::Flags(three))
+    );
+
+    let ordered = memmove(0x1000, 0x2000, 8, 0x20)
+        .with_strict_ordering()
+        .into();
+    assert_eq!(
+        check(&ordered, &with(1 << 53, 0x100), Place::Queue),
+        Err(V::Flags(Flags::STRICT_ORDERING))
+    );
+    let overlapping = memmove(0x1000, 0x1004, 8, 0x20).into();
+    assert_eq!(
+        check(&overlapping, &with(0, 0x100), Place::Queue),
+        Err(V::Overlap)
+    );
+    assert_eq!(
+        check(&overlapping, &with(1 << 1, 0x100), Place::Queue),
+        Ok(())
+    );
+
+    let back = Flags(1 << 16);
+    let drains = Descriptor {
+        address_1: 0x1000,
+        ..flagged(drain(0x20), record.with(back))
+    };
+    assert_eq!(
+        check(&drains, &with(0, 0x100), Place::Queue),
+        Err(V::Flags(back))
+    );
+    assert_eq!(check(&drains, &with(1 << 9, 0x100), Place::Queue), Ok(()));
+    let unflagged = flagged(drains, record);
+    assert_eq!(
+        check(&unflagged, &with(1 << 9, 0x100), Place::Queue),
+        Err(V::Reserved)
+    );
+}
+
+#[test]
+fn a_seed_stands_in_one_place() {
+    use Violation as V;
+    let record = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
+    let seeded = |flags: u32, operands| Descriptor {
+        operands,
+        ..flagged(crc(0x1000, 8, 0, 0x20), record.with(Flags(flags)))
+    };
+    let (in_memory, traffic) = (1 << 16, 1 << 11);
+    for (flags, operands, wanted) in [
+        (0, [7, 0, 0], Ok(())),
+        (0, [0, 0x2000, 0], Err(V::Reserved)),
+        (in_memory, [0, 0x2000, 0], Ok(())),
+        (in_memory, [7, 0x2000, 0], Err(V::Reserved)),
+        (in_memory, [0, 0x2002, 0], Err(V::Alignment)),
+        (in_memory | traffic, [0, 0x2000, 0], Ok(())),
+        (traffic, [7, 0, 0], Err(V::Flags(Flags(traffic)))),
+    ] {
+        let checked = check(&seeded(flags, operands), &limits(), Place::Queue);
+        assert_eq!(checked, wanted, "{flags:#x} {operands:x?}");
+    }
 }

@@ -7,13 +7,16 @@
     reason = "a test fails by panicking"
 )]
 
+mod counters;
 mod discovery;
 mod dsa;
 mod huffman;
 mod iaa;
+mod offload;
 mod queue;
 mod shares;
 mod tree;
+mod witness;
 
 /// 64 bytes from what stands at some of their places.
 fn expected(parts: &[(usize, &[u8])]) -> [u8; 64] {

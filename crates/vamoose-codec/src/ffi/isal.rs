@@ -30,13 +30,10 @@ pub(crate) struct Level(u32);
 
 impl Level {
     /// The level that serves zlib's `level`, if there is one; `zlib` has the measurements.
-    pub(crate) fn of_zlib(level: i32) -> Option<Self> {
-        match level {
-            1 => Some(Self(1)),
-            2 => Some(Self(2)),
-            3 => Some(Self(3)),
-            _ => None,
-        }
+    pub(crate) fn of_zlib(level: i32) -> Result<Self, &'static str> {
+        let level = u32::try_from(level).ok();
+        let level = level.filter(|level| (1..=3).contains(level));
+        level.map(Self).ok_or("not a level of ISA-L")
     }
 
     /// Bytes of the level's own buffer that the stream is given: what ISA-L advises.
@@ -49,7 +46,6 @@ impl Level {
     }
 }
 
-/// Name of the library.
 pub(crate) const NAME: &str = "isa-l";
 
 /// One raw deflate stream being written.
@@ -213,7 +209,7 @@ impl Decompress for Inflate {
         // `room <= output.len()` writes until this function returns, and are cleared before it does
         // (rule 2). ISA-L does not write through `next_in`; it reads through `next_out` only what
         // it has written itself during the call. It checks the input, which may be hostile, against
-        // all of these bounds: `tests/bounds.rs` holds it to them.
+        // all of these bounds: `tests/all/bounds.rs` holds it to them.
         let (code, left, room_left, block) = unsafe {
             (*at).next_in = input.as_ptr().cast_mut();
             (*at).avail_in = len;

@@ -7,7 +7,7 @@
 //! 1. **The decompressor is ours alone**: allocated by `new`, freed by `drop`, used through
 //!    `&mut self` in between. libdeflate ties nothing to a thread.
 //! 2. **libdeflate touches the caller's memory during a call only**, within the two lengths it is
-//!    given, whatever the input; `tests/bounds.rs` and `tests/qatzip.rs` check this.
+//!    given, whatever the input; `tests/all/bounds.rs` and `tests/all/qatzip.rs` check this.
 
 use std::ptr::NonNull;
 

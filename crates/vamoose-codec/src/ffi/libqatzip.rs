@@ -5,7 +5,7 @@
 //! [`Session`] compresses and decompresses packets on that. A library, symbol or device that is
 //! missing is [`Absent`], which is no error as long as our own software for the format serves.
 //! The library's own software path is never used: every session is opened without it, and a result
-//! that did not come from hardware is a [`Failure`].
+//! that did not come from hardware is a [`Failure`]. Only tests of this crate allow it (`Provider`).
 //!
 //! Four rules make the unsafe blocks below sound:
 //! 1. **The interface is that of libqatzip.so.3.** Signatures and layouts are written down here
@@ -21,15 +21,19 @@
 //!    reach, and pages of a running guest change under its hands.
 
 #[cfg(test)]
+pub(crate) mod real;
+#[cfg(test)]
 pub(crate) mod stand_in;
 #[cfg(test)]
 mod tests;
 
 use std::{
     ffi::{CStr, OsStr, c_int, c_uint, c_void},
-    fmt,
-    mem::{ManuallyDrop, offset_of},
+    fmt, fs,
+    mem::{ManuallyDrop, MaybeUninit, offset_of},
     ops::RangeInclusive,
+    os::unix::ffi::OsStrExt as _,
+    path::{Path, PathBuf},
     ptr::{self, NonNull},
     sync::Arc,
     thread::{self, ThreadId},
@@ -44,7 +48,11 @@ pub(crate) const NAME: &str = "libqatzip.so.3";
 /// The loaded library, for all threads.
 #[derive(Debug)]
 pub(crate) struct Library {
-    init: unsafe extern "C" fn(*mut QzSession, u8) -> c_int,
+    file: PathBuf,
+    /// Whether it reaches devices through Intel's qatlib, as distributions build it.
+    is_on_qatlib: bool,
+    provider: Provider,
+    init: Init,
     defaults: unsafe extern "C" fn(*mut QzSessionParamsDeflate) -> c_int,
     set_up: unsafe extern "C" fn(*mut QzSession, *mut QzSessionParamsDeflate) -> c_int,
     bound: unsafe extern "C" fn(c_uint, *mut QzSession) -> c_uint,
@@ -77,9 +85,14 @@ impl Library {
         // Rule 2.
         let library = ManuallyDrop::new(library);
         // SAFETY: the fields' types are those of the functions (rule 1).
-        unsafe {
-            Ok(Self {
-                init: symbol(&library, &name, c"qzInit")?,
+        let library = unsafe {
+            let init = symbol(&library, &name, c"qzInit")?;
+            silence(&library, &name);
+            Self {
+                file: file_of(init as *const c_void).unwrap_or_else(|| PathBuf::from(&*name)),
+                is_on_qatlib: is_on_qatlib(&library, &name),
+                provider: Provider::Hardware,
+                init,
                 defaults: symbol(&library, &name, c"qzGetDefaultsDeflate")?,
                 set_up: symbol(&library, &name, c"qzSetupSessionDeflate")?,
                 bound: symbol(&library, &name, c"qzMaxCompressedLength")?,
@@ -89,14 +102,115 @@ impl Library {
                 decompress: symbol(&library, &name, c"qzDecompress")?,
                 tear_down: symbol(&library, &name, c"qzTeardownSession")?,
                 close: symbol(&library, &name, c"qzClose")?,
-            })
+            }
+        };
+        Ok(library)
+    }
+
+    /// The file that it was loaded from, links resolved. The end of its name is all that says which version it is
+    /// (`.3.2.0` is QATzip 1.3.1): on Linux QATzip's functions for that are not implemented (qzGetSoftwareComponent*).
+    pub(crate) fn file(&self) -> &Path {
+        &self.file
+    }
+}
+
+/// Makes the library print nothing: what matters is in its return codes, and those are logged. A library without this
+/// function is an older one.
+///
+/// # Safety
+/// `library` must be libqatzip.
+unsafe fn silence(library: &dl::Library, name: &str) {
+    type SetLogLevel = unsafe extern "C" fn(c_int) -> c_int;
+    // SAFETY: the function's type, by qatzip.h of QATzip 1.3.1; it stores the level and returns the one before.
+    unsafe {
+        if let Ok(set_log_level) = symbol::<SetLogLevel>(library, name, c"qzSetLogLevel") {
+            set_log_level(NO_LOG);
+        }
+    }
+}
+
+/// Whether the library's functions for devices are those of libqat.so, which is qatlib's: the driver that is not
+/// part of Linux has others.
+fn is_on_qatlib(library: &dl::Library, name: &str) -> bool {
+    type Function = unsafe extern "C" fn();
+    // SAFETY: only its address is looked at.
+    let found = unsafe { symbol::<Function>(library, name, c"icp_sal_userIsQatAvailable") };
+    let file = found
+        .ok()
+        .and_then(|function| file_of(function as *const c_void));
+    let name = file.as_deref().and_then(Path::file_name);
+    name.is_some_and(|name| name.as_bytes().starts_with(b"libqat.so."))
+}
+
+/// The file of the library that has something at the address `at`, links resolved.
+fn file_of(at: *const c_void) -> Option<PathBuf> {
+    let mut info = MaybeUninit::<libc::Dl_info>::zeroed();
+    // SAFETY: dladdr takes any address and writes to `info`, for which zero is a valid value; the name that it gives
+    // is the loader's own, which stays as long as the library, so for ever (rule 2: it loads what it needs).
+    let name = unsafe {
+        let found = libc::dladdr(at, info.as_mut_ptr()) != 0;
+        let name = info.assume_init().dli_fname;
+        (found && !name.is_null()).then(|| CStr::from_ptr(name))?
+    };
+    fs::canonicalize(OsStr::from_bytes(name.to_bytes())).ok()
+}
+
+type Init = unsafe extern "C" fn(*mut QzSession, u8) -> c_int;
+
+/// What does the work of a library's sessions.
+#[derive(Clone, Copy, Debug)]
+enum Provider {
+    /// Devices, or nothing.
+    Hardware,
+    /// The library's own software, where there are no devices: for tests of what is written here.
+    #[cfg(test)]
+    Software,
+}
+
+impl Provider {
+    /// `sw_backup`.
+    fn sw_backup(self) -> u8 {
+        match self {
+            Self::Hardware => 0,
+            #[cfg(test)]
+            Self::Software => 1,
+        }
+    }
+
+    /// Whether a session with this `hw_session_stat` is one of its own.
+    fn takes(self, status: Status) -> bool {
+        match self {
+            Self::Hardware => status == Status(0),
+            #[cfg(test)]
+            Self::Software => [0, 11].map(Status).contains(&status),
         }
     }
 }
 
 /// Whether the library finds hardware, and if not, why. Opens the devices and closes them again.
+///
+/// qzInit alone does not tell: later QATzips return "done before" from it once they have found nothing. A session that
+/// can be set up does.
 pub(crate) fn hardware(library: &Arc<Library>) -> Result<(), Absent> {
-    Handle::open(Arc::clone(library)).map(drop)
+    if library.is_on_qatlib && !has_group(Path::new(VFIO)) {
+        return Err(Absent::Unbound);
+    }
+    Handle::open(Arc::clone(library))?.set_up(FASTEST)
+}
+
+/// Where qatlib looks for devices (its qat_mgr_lib.c). Where it finds none there, it prints a line to stderr each time
+/// that it is asked, whatever the log level: so it is not asked.
+const VFIO: &str = "/dev/vfio";
+
+/// Whether `vfio` has a group of devices: they are called by their numbers.
+fn has_group(vfio: &Path) -> bool {
+    let is_group = |name: &OsStr| {
+        name.to_str()
+            .is_some_and(|name| name.parse::<u32>().is_ok())
+    };
+    fs::read_dir(vfio).is_ok_and(|mut entries| {
+        entries.any(|entry| entry.is_ok_and(|entry| is_group(&entry.file_name())))
+    })
 }
 
 /// Why there is no QAT here.
@@ -118,12 +232,20 @@ pub(crate) enum Absent {
         /// What it lacks.
         symbol: String,
     },
-    /// The library found no hardware that it can use.
+    /// No device is where qatlib looks for them.
+    #[error("no QAT device is bound to vfio-pci: {VFIO} has no group of devices")]
+    Unbound,
+    /// The library refused to start, or to set up a session.
+    #[error("libqatzip finds no usable QAT hardware: {call} returns {code}")]
+    Refused {
+        /// The function.
+        call: &'static str,
+        /// What it returned.
+        code: Code,
+    },
+    /// The library has set up a session without hardware.
     #[error("libqatzip finds no usable QAT hardware: {0}")]
     Hardware(Status),
-    /// The library did not start, for a reason other than hardware.
-    #[error("libqatzip does not start: qzInit returns {0}")]
-    Init(Code),
 }
 
 /// Why a session could not be opened, or a packet not be handled. Never a reason to end a
@@ -189,9 +311,9 @@ pub(crate) enum Failure {
     /// The caller used a session on another thread than the one that opened it.
     #[error("a QAT session was used by a thread that did not open it")]
     WrongThread,
-    /// An earlier call on this session ended without an answer from the device.
-    #[error("a QAT session was used after its device had not answered")]
-    Lost,
+    /// An earlier call on this session failed.
+    #[error("a QAT session was used after a call on it had failed")]
+    Spent,
 }
 
 /// What a library function returned, other than 0.
@@ -276,8 +398,18 @@ pub(crate) struct Session {
     plain: Memory,
     packed: Memory,
     handle: Handle,
-    /// Set once a call had no answer.
-    lost: bool,
+    state: State,
+}
+
+/// What has become of a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Ready,
+    /// A call has failed, and what it has left behind would get into the next packet: seen is that after a damaged
+    /// payload every other is refused too.
+    Spent,
+    /// The same, and the device may still be at work.
+    Lost,
 }
 
 // SAFETY: nothing behind the pointers in here is reached from any thread but the one that opened
@@ -312,7 +444,7 @@ impl Session {
             plain: Memory::new(Arc::clone(&library), pages)?,
             packed: Memory::new(library, payload)?,
             handle,
-            lost: false,
+            state: State::Ready,
         })
     }
 
@@ -371,12 +503,17 @@ impl Session {
         self.plain.copy_to(pages)
     }
 
+    /// Whether dropping it leaves its memory behind.
+    pub(crate) fn leaks(&self) -> bool {
+        self.state == State::Lost || self.handle.check().is_err()
+    }
+
     fn check(&self) -> Result<(), Failure> {
         self.handle.check()?;
-        if self.lost {
-            return Err(Failure::Lost);
+        match self.state {
+            State::Ready => Ok(()),
+            State::Spent | State::Lost => Err(Failure::Spent),
         }
-        Ok(())
     }
 
     /// How many bytes a call has made, if it took all that was `given` and made as many as
@@ -390,8 +527,12 @@ impl Session {
     ) -> Result<usize, Failure> {
         let code = Code(answer.code);
         let (taken, made) = (answer.taken, answer.made);
+        if answer.code != 0 && !code.is_settled() {
+            self.state = State::Lost;
+        } else if answer.code != 0 || taken != given || !allowed.contains(&made) {
+            self.state = State::Spent;
+        }
         if answer.code != 0 {
-            self.lost = !code.is_settled();
             return Err(Failure::Code { call, code });
         }
         if taken != given {
@@ -414,7 +555,7 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        if self.lost {
+        if self.state == State::Lost {
             // The device may yet write there: memory that is freed could change under its next owner.
             self.plain.abandoned = true;
             self.packed.abandoned = true;
@@ -447,39 +588,39 @@ impl Handle {
             is_set_up: false,
         };
         // SAFETY: `at` is a session in its initial state, which belongs to this thread from now on.
-        let code = unsafe { (handle.library.init)(handle.at.as_ptr(), WITHOUT_SOFTWARE) };
-        // The status first: it has the reason, where the code only means failure.
-        handle.status()?;
+        let code = unsafe {
+            (handle.library.init)(handle.at.as_ptr(), handle.library.provider.sw_backup())
+        };
         match Code(code) {
             Code(0) | Code::DUPLICATE => Ok(handle),
-            code => Err(Absent::Init(code)),
+            code => Err(Absent::Refused {
+                call: "qzInit",
+                code,
+            }),
         }
     }
 
-    fn set_up(&mut self, level: u32) -> Result<(), Failure> {
-        self.check()?;
+    /// Only for its own thread.
+    fn set_up(&mut self, level: u32) -> Result<(), Absent> {
         let mut params = QzSessionParamsDeflate::default();
         // SAFETY: the function fills in the parameters and knows nothing else.
         let code = unsafe { (self.library.defaults)(&raw mut params) };
         succeeded("qzGetDefaultsDeflate", code)?;
         params.level = level;
-        params.sw_backup = WITHOUT_SOFTWARE;
+        params.sw_backup = self.library.provider.sw_backup();
         params.hw_buff_sz = MEMBER;
         params.data_format = GZIP_WITH_EXTRA_FIELD;
         self.is_set_up = true;
-        // SAFETY: on the thread that opened the session, as `check` has found; the parameters are copied.
+        // SAFETY: on the thread that opened the session, as the caller promises; the parameters are copied.
         let code = unsafe { (self.library.set_up)(self.at.as_ptr(), &raw mut params) };
         succeeded("qzSetupSessionDeflate", code)?;
-        Ok(self.status()?)
-    }
-
-    /// Whether there is hardware behind the session. Only for its own thread.
-    fn status(&self) -> Result<(), Absent> {
         // SAFETY: the session is there for as long as its handle, and the library, which may write
         // to it, does so only when this thread calls it.
-        match unsafe { (*self.at.as_ptr()).hw_session_stat } {
-            0 => Ok(()),
-            other => Err(Absent::Hardware(Status(other))),
+        let status = Status(unsafe { (*self.at.as_ptr()).hw_session_stat });
+        if self.library.provider.takes(status) {
+            Ok(())
+        } else {
+            Err(Absent::Hardware(status))
         }
     }
 
@@ -596,10 +737,10 @@ unsafe fn symbol<F: Copy>(library: &dl::Library, name: &str, symbol: &CStr) -> R
     })
 }
 
-fn succeeded(call: &'static str, code: c_int) -> Result<(), Failure> {
+fn succeeded(call: &'static str, code: c_int) -> Result<(), Absent> {
     match Code(code) {
         Code(0) => Ok(()),
-        code => Err(Failure::Code { call, code }),
+        code => Err(Absent::Refused { call, code }),
     }
 }
 
@@ -611,8 +752,10 @@ fn size(len: usize) -> Result<u32, Failure> {
     })
 }
 
-/// `sw_backup`.
-const WITHOUT_SOFTWARE: u8 = 0;
+/// `QzLogLevel_T`: nothing is printed.
+const NO_LOG: c_int = 0;
+/// The level at which a session is set up to see whether there is hardware.
+const FASTEST: u32 = 1;
 /// `hw_buff_sz`: the most that receivers with hardware take in one gzip member.
 const MEMBER: u32 = 65536;
 /// `data_format`.

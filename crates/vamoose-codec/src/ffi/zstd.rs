@@ -19,10 +19,8 @@
 //! 3. **The caller's slices are touched during a call only.**
 
 use std::{
-    alloc::{alloc_zeroed, dealloc, handle_alloc_error},
     ffi::c_void,
     ptr::{self, NonNull},
-    slice,
 };
 
 use multifd::Method;
@@ -103,7 +101,7 @@ impl Compress {
     #[cfg(test)]
     pub(crate) fn size(&self) -> usize {
         // SAFETY: the context is live.
-        self.ring.len + unsafe { c::ZSTD_sizeof_CCtx(self.context.as_ptr()) }
+        self.ring.bytes.len() + unsafe { c::ZSTD_sizeof_CCtx(self.context.as_ptr()) }
     }
 }
 
@@ -166,7 +164,7 @@ impl Decompress {
             let room = &mut ring.rest()[found..];
             // SAFETY: the context is live, begun and this struct's own. `part` is valid for `needed` reads and
             // `room` for as many writes as it is long. History is read in the ring only (rules 1 and 2). The
-            // input may be hostile: zstd checks it against all of these bounds, and `tests/bounds.rs`
+            // input may be hostile: zstd checks it against all of these bounds, and `tests/all/bounds.rs`
             // holds it to them.
             let code = unsafe {
                 let (dst, capacity) = (room.as_mut_ptr().cast::<c_void>(), room.len());
@@ -191,14 +189,7 @@ impl Decompress {
             }
             _ => return Err(CUT_SHORT),
         }
-        if found < expected {
-            return Err(DecodeError::TooShort {
-                method: METHOD,
-                payload: payload.len(),
-                found,
-                expected,
-            });
-        }
+        DecodeError::check_len(METHOD, payload.len(), found, expected)?;
         let pages = ring.at..ring.at + expected;
         ring.at += expected;
         Ok(&ring.all()[pages])
@@ -229,7 +220,7 @@ impl Decompress {
     /// Bytes allocated.
     #[cfg(test)]
     pub(crate) fn size(&self) -> usize {
-        let ring = self.ring.as_ref().map_or(0, |ring| ring.len);
+        let ring = self.ring.as_ref().map_or(0, |ring| ring.bytes.len());
         // SAFETY: the context is live.
         ring + unsafe { c::ZSTD_sizeof_DCtx(self.context.as_ptr()) }
     }
@@ -244,8 +235,7 @@ impl Drop for Decompress {
 
 /// A run of packets after another, from the start again when no more fits.
 struct Ring {
-    start: NonNull<u8>,
-    len: usize,
+    bytes: NonNull<[u8]>,
     /// Where the next packet goes.
     at: usize,
 }
@@ -254,19 +244,18 @@ struct Ring {
 unsafe impl Send for Ring {}
 
 impl Ring {
-    /// Zeros that cost no memory before they are used. `len` is not 0.
+    /// Zeros that cost no memory before they are used.
     fn new(len: usize) -> Self {
-        let layout = Self::layout(len);
-        // SAFETY: the layout's size is not 0.
-        let Some(start) = NonNull::new(unsafe { alloc_zeroed(layout) }) else {
-            handle_alloc_error(layout)
-        };
-        Self { start, len, at: 0 }
+        let bytes = vec![0; len].into_boxed_slice();
+        Self {
+            bytes: NonNull::from(Box::leak(bytes)),
+            at: 0,
+        }
     }
 
     /// Room for `len` bytes, at the start if it has to be.
     fn make_room(&mut self, len: usize) -> &mut [u8] {
-        if len > self.len - self.at {
+        if len > self.bytes.len() - self.at {
             self.at = 0;
         }
         &mut self.rest()[..len]
@@ -274,27 +263,21 @@ impl Ring {
 
     /// All bytes from where the next packet goes.
     fn rest(&mut self) -> &mut [u8] {
-        let at = self.at;
-        // SAFETY: `len` initialised bytes, owned by this ring; the reference ends before zstd's next call
-        // (rule 1).
-        let all = unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.len) };
-        &mut all[at..]
+        // SAFETY: initialised bytes, owned by this ring; the reference ends before zstd's next call (rule 1).
+        let all = unsafe { self.bytes.as_mut() };
+        &mut all[self.at..]
     }
 
     fn all(&self) -> &[u8] {
         // SAFETY: as in `rest`.
-        unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
-    }
-
-    fn layout(len: usize) -> std::alloc::Layout {
-        std::alloc::Layout::array::<u8>(len.max(1)).unwrap_or(std::alloc::Layout::new::<u8>())
+        unsafe { self.bytes.as_ref() }
     }
 }
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new` with this layout, freed only here.
-        unsafe { dealloc(self.start.as_ptr(), Self::layout(self.len)) };
+        // SAFETY: `new` has leaked this box, and it is made again only here.
+        drop(unsafe { Box::from_raw(self.bytes.as_ptr()) });
     }
 }
 

@@ -7,7 +7,6 @@ use flate2::{Compression, FlushCompress};
 
 use crate::engine::{Compress, CompressError};
 
-/// Name of the library.
 pub(super) const NAME: &str = "zlib-rs";
 
 /// One raw deflate stream being written.

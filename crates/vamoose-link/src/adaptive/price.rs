@@ -208,12 +208,7 @@ impl Price {
     /// Where nothing is encoded only more can be tried, and at the lowest price only less. A trial that was
     /// promising is made again.
     fn next_trial(&self, encoding: Encoding) -> Option<Trial> {
-        let clearly_pays = match encoding {
-            Encoding::Nothing => return (self.price > 1.0).then_some(Trial::Cheaper),
-            Encoding::Pays => false,
-            Encoding::ClearlyPays => true,
-        };
-        if clearly_pays {
+        if encoding != Encoding::Pays {
             return (self.price > 1.0).then_some(Trial::Cheaper);
         }
         Some(match self.trial {

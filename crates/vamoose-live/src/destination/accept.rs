@@ -9,16 +9,13 @@ use std::{
         mpsc::SyncSender,
     },
     thread::{self, Scope},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use handover::SourceMessage;
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    io::Errno,
-};
+use rustix::event::{PollFd, PollFlags};
 use tracing::warn;
-use vamoose_link::{Hangup, Listener, Stream};
+use vamoose_link::{Hangup, Listener, Stream, wait_until};
 
 use super::Event;
 use crate::{
@@ -59,9 +56,8 @@ pub(super) fn run<'scope, 'env: 'scope>(
         if !cancelled {
             fds.push(PollFd::from_borrowed_fd(closing.as_fd(), PollFlags::IN));
         }
-        let pause = Timespec::try_from(BACK_OFF).ok().filter(|_| backs_off);
-        // Interrupted: look again.
-        let _: Result<_, Errno> = poll(&mut fds, pause.as_ref());
+        // A wait that failed is as good as one that timed out.
+        let _ = wait_until(&mut fds, backs_off.then(|| Instant::now() + BACK_OFF));
         if hangup.is_hung_up() {
             return;
         }

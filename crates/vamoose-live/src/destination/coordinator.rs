@@ -10,7 +10,7 @@ use std::{
 
 use handover::{
     AttemptId, DestinationAction, DestinationEvent, DestinationMessage, Details, Prepare,
-    SourceMessage,
+    SourceMessage, from_details,
 };
 use multifd::Layout;
 use tracing::{Span, debug, field, info, warn};
@@ -103,22 +103,22 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
             error
         };
         let protocol = prepare.negotiate().map_err(|error| refuse(error.into()))?;
-        let details = PrepareDetails::try_from(prepare.details)
+        let details: PrepareDetails = from_details(prepare.details)
             .map_err(|error| refuse(ProtocolError::from(error).into()))?;
         let layout = details
-            .check(self.memory.ram())
+            .check(self.memory.ram)
             .map_err(|error| refuse(error.into()))?;
         self.make_zero();
         self.inbox.send(&DestinationMessage::Prepared {
             protocol,
-            incarnation: self.inbox.past.incarnation(),
+            incarnation: self.inbox.past.incarnation,
             details: Details::new(),
         });
         let (blocks, channels) = (details.blocks.len(), details.channels);
         info!("accepted a guest of {blocks} RAM blocks over {channels} channels");
         Ok(Attempt {
             id,
-            machine: self.inbox.past.begin(),
+            machine: handover::Destination::new(self.inbox.past.incarnation),
             details,
             layout,
             start,

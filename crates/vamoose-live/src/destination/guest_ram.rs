@@ -20,7 +20,7 @@ use crate::{
 
 /// The memory that all channels write. Every page of it is either zero or marked as written.
 pub(super) struct GuestRam<'a> {
-    ram: &'a Ram,
+    pub(super) ram: &'a Ram,
     blocks: Vec<Block>,
 }
 
@@ -56,10 +56,6 @@ impl<'a> GuestRam<'a> {
             ram,
             blocks: blocks.collect(),
         }
-    }
-
-    pub(super) fn ram(&self) -> &Ram {
-        self.ram
     }
 
     /// Makes all memory read as zeros, without touching what was never touched, on all processors. Calls `progress`

@@ -12,7 +12,7 @@ use std::{
 
 use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage};
 use tracing::warn;
-use vamoose_link::Stream;
+use vamoose_link::{Stream, receive_until};
 
 use super::{Event, past_attempts::PastAttempts, receiving::refuse_channel};
 use crate::{DestinationError, chain, protocol::send};
@@ -131,15 +131,12 @@ impl<'env> Inbox<'env> {
 
     /// The next event of any attempt; `None` when `deadline` has passed.
     fn wait(&self, deadline: Option<Instant>) -> Result<Option<Event>, DestinationError> {
-        let gone = || DestinationError::System(io::ErrorKind::BrokenPipe.into());
-        let Some(deadline) = deadline else {
-            return self.events.recv().map(Some).map_err(|_| gone());
-        };
-        let left = deadline.saturating_duration_since(Instant::now());
-        match self.events.recv_timeout(left) {
+        match receive_until(&self.events, deadline) {
             Ok(event) => Ok(Some(event)),
             Err(RecvTimeoutError::Timeout) => Ok(None),
-            Err(RecvTimeoutError::Disconnected) => Err(gone()),
+            Err(RecvTimeoutError::Disconnected) => {
+                Err(io::Error::from(io::ErrorKind::BrokenPipe).into())
+            }
         }
     }
 }

@@ -11,7 +11,7 @@ use handover::{
 const MAX: usize = 64;
 
 pub(super) struct PastAttempts {
-    incarnation: Incarnation,
+    pub(super) incarnation: Incarnation,
     attempts: VecDeque<(AttemptId, Destination)>,
 }
 
@@ -22,15 +22,6 @@ impl PastAttempts {
             incarnation,
             attempts,
         }
-    }
-
-    /// The machine of a new attempt.
-    pub(super) fn begin(&self) -> Destination {
-        Destination::new(self.incarnation)
-    }
-
-    pub(super) fn incarnation(&self) -> Incarnation {
-        self.incarnation
     }
 
     pub(super) fn knows(&self, attempt: AttemptId) -> bool {
@@ -98,7 +89,7 @@ mod tests {
     }
 
     fn given_up(past: &PastAttempts) -> Destination {
-        let mut machine = past.begin();
+        let mut machine = Destination::new(past.incarnation);
         for event in [
             DestinationEvent::Failed {
                 cause: "no more".to_owned(),

@@ -12,13 +12,14 @@ use std::{
     io,
     ops::Range,
     os::fd::{AsFd, BorrowedFd},
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
 };
 
 use kvm_bindings::{
     KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
     KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region,
 };
+use vamoose_link::lock;
 
 use super::{Bitmap, DirtyLog, DirtyLogError};
 use crate::{
@@ -136,7 +137,7 @@ impl DirtyLog for KvmDirtyLog {
             if slot.block != block {
                 continue;
             }
-            let mut bitmap = bitmap.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut bitmap = lock(bitmap);
             let read = self.slots.vm.dirty_log(slot.region.slot, &mut bitmap);
             read.map_err(failed("KVM_GET_DIRTY_LOG"))?;
             let shift = slot.pages.start % 64;
@@ -168,7 +169,7 @@ impl DirtyLog for KvmDirtyLog {
             let end = (wanted.end - slot.pages.start)
                 .next_multiple_of(64)
                 .min(slot.pages.len());
-            let mut bitmap = bitmap.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut bitmap = lock(bitmap);
             let cleared = &mut bitmap[..(end - first).div_ceil(64)];
             for (index, word) in cleared.iter_mut().enumerate() {
                 let page = slot.pages.start + first + index * 64;

@@ -13,10 +13,11 @@
 use std::{
     ops::Range,
     os::fd::AsFd,
-    sync::{Mutex, MutexGuard, PoisonError, atomic::Ordering},
+    sync::{Mutex, atomic::Ordering},
 };
 
 use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_DIRTY_GFN_F_MASK};
+use vamoose_link::lock;
 
 use super::{
     Bitmap, DirtyLog, DirtyLogError,
@@ -152,7 +153,7 @@ impl KvmDirtyRing {
     /// # Errors
     /// When KVM fails. The migration has to end.
     pub fn harvest(&self) -> Result<(), DirtyLogError> {
-        self.harvest_into(&mut self.state())
+        self.harvest_into(&mut lock(&self.state))
     }
 
     fn harvest_into(&self, state: &mut State) -> Result<(), DirtyLogError> {
@@ -179,10 +180,6 @@ impl KvmDirtyRing {
         let slot = slots.find(|slot| slot.region.slot == number)?;
         Some((slot.block, &slot.pages))
     }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl DirtyLog for KvmDirtyRing {
@@ -192,7 +189,7 @@ impl DirtyLog for KvmDirtyRing {
     }
 
     fn collect(&self, block: usize, dirty: &mut Bitmap) -> Result<(), DirtyLogError> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         self.harvest_into(&mut state)?;
         if let Some(harvested) = state.dirty.get_mut(block) {
             dirty.add(harvested);
@@ -209,7 +206,7 @@ impl DirtyLog for KvmDirtyRing {
     /// Also empties the rings, so that no vCPU waits for it.
     fn stop(&self) -> Result<(), DirtyLogError> {
         let switched = self.slots.set_logging(false);
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         let harvested = self.harvest_into(&mut state);
         state.dirty.iter_mut().for_each(Bitmap::clear);
         switched.and(harvested)

@@ -13,11 +13,9 @@
 //! - **Everything else**: an entry may be missing because a *written* page was evicted. So `start` marks each
 //!   page without one, which takes 2 MiB of page tables per GiB, and what has lost its mark was written.
 
-use std::{
-    io,
-    ops::Range,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
+use std::{io, ops::Range, sync::Mutex};
+
+use vamoose_link::lock;
 
 use super::{Bitmap, DirtyLog, DirtyLogError};
 use crate::{
@@ -119,15 +117,11 @@ impl UserfaultLog {
             .get(block)
             .map_or(0..0, |block| block.address()..block.address() + block.len())
     }
-
-    fn running(&self) -> MutexGuard<'_, Option<Running>> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl DirtyLog for UserfaultLog {
     fn start(&self) -> Result<(), DirtyLogError> {
-        let mut running = self.running();
+        let mut running = lock(&self.running);
         // The memory can be registered with one userfaultfd only.
         *running = None;
         *running = Some(self.protect()?);
@@ -135,7 +129,7 @@ impl DirtyLog for UserfaultLog {
     }
 
     fn collect(&self, block: usize, dirty: &mut Bitmap) -> Result<(), DirtyLogError> {
-        let mut running = self.running();
+        let mut running = lock(&self.running);
         let Some(Running { written, found, .. }) = running.as_mut() else {
             return Err(DirtyLogError::Setup {
                 log: LOG,
@@ -159,7 +153,7 @@ impl DirtyLog for UserfaultLog {
     }
 
     fn stop(&self) -> Result<(), DirtyLogError> {
-        let Some(running) = self.running().take() else {
+        let Some(running) = lock(&self.running).take() else {
             return Ok(());
         };
         // Closing would do, were there no copy of the file descriptor in a child that has not called exec yet.

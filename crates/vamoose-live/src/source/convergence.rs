@@ -33,7 +33,6 @@ impl Default for AutoConverge {
     }
 }
 
-/// What to do after a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Decision {
     NextRound,
@@ -43,19 +42,18 @@ pub(super) enum Decision {
     Throttle(u8),
     /// Pause the guest and send the rest.
     SwitchOver,
-    /// The time is over.
     GiveUp,
 }
 
-/// Decides for one migration.
 #[derive(Debug)]
 pub(super) struct Convergence {
     page_size: usize,
     downtime_limit: Duration,
     timeout: Option<Duration>,
     auto_converge: Option<AutoConverge>,
-    throttle: u8,
-    rates: Rates,
+    /// Of the guest, in percent.
+    pub(super) throttle: u8,
+    pub(super) rates: Rates,
 }
 
 /// How fast memory moves and how fast the guest writes it, per second.
@@ -138,15 +136,6 @@ impl Convergence {
     pub(super) fn time_for(&self, dirty: usize) -> Option<Duration> {
         let bandwidth = self.rates.page_bytes.max(UNKNOWN_BANDWIDTH);
         Duration::try_from_secs_f64((dirty * self.page_size) as f64 / bandwidth).ok()
-    }
-
-    pub(super) fn rates(&self) -> Rates {
-        self.rates
-    }
-
-    /// The guest's throttle, in percent.
-    pub(super) fn throttle(&self) -> u8 {
-        self.throttle
     }
 
     /// The guest is not to be throttled any more; whether it was.
@@ -298,7 +287,7 @@ mod tests {
     #[test]
     fn only_a_round_that_is_long_enough_is_measured() {
         let mut policy = policy(|_| {});
-        let measured = policy.rates();
+        let measured = policy.rates;
         assert_eq!((measured.page_bytes, measured.wire_bytes), (1e7, 5e6));
         let short = Sent {
             normal_pages: 10,
@@ -306,12 +295,12 @@ mod tests {
             ..ROUND
         };
         policy.round_sent(short, SECOND);
-        assert_eq!(policy.rates().page_bytes, measured.page_bytes);
+        assert_eq!(policy.rates.page_bytes, measured.page_bytes);
         policy.round_sent(ROUND, SECOND * 2);
-        assert_eq!(policy.rates().page_bytes, 5e6);
+        assert_eq!(policy.rates.page_bytes, 5e6);
         // No time at all is no division by zero.
         policy.guest_dirtied(5, Duration::ZERO);
-        assert!(policy.rates().dirty_pages.is_finite());
+        assert!(policy.rates.dirty_pages.is_finite());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::{
 
 use handover::{Decision, DestinationMessage, SourceAction, SourceEvent, SourceMessage};
 use tracing::warn;
-use vamoose_link::SocketError;
+use vamoose_link::{SocketError, left};
 
 use super::{Attempt, link::Link};
 use crate::{
@@ -131,7 +131,7 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
                 self.commits = 0;
                 SourceEvent::Connected
             }
-            Err(SourceError::Dial(SocketError::Dial { source, .. })) if is_refused(&source) => {
+            Err(SourceError::Dial(SocketError { source, .. })) if is_refused(&source) => {
                 self.last = "connection refused".to_owned();
                 SourceEvent::Refused
             }
@@ -145,7 +145,7 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
 
     /// `None` when the settle time is over.
     fn time_left(&self) -> Option<Duration> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
+        let left = left(self.deadline);
         (left > Duration::from_millis(1)).then_some(left)
     }
 

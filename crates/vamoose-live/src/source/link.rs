@@ -6,15 +6,15 @@ use std::{
     net::SocketAddr,
     sync::{
         Arc,
-        mpsc::{self, Receiver, RecvTimeoutError, SyncSender},
+        mpsc::{self, Receiver, SyncSender},
     },
     thread::{self, Scope},
     time::{Duration, Instant},
 };
 
-use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, negotiate};
+use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, negotiate, to_details};
 use multifd::Initial;
-use vamoose_link::{Address, ChannelWriter, SocketError, Stream, dial};
+use vamoose_link::{Address, ChannelWriter, SocketError, Stream, dial, receive_until};
 
 use super::{Source, channel::Channel, round::Round};
 use crate::{
@@ -121,7 +121,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
             config,
             ..
         } = self.source;
-        let details = PrepareDetails::new(ram, *layout, config).to_details();
+        let details = to_details(&PrepareDetails::new(ram, *layout, config));
         let prepare = Prepare::new(details.map_err(ProtocolError::from)?);
         let timeout = config.stall_timeout.max(MIN_PREPARE_TIMEOUT);
         let mut answer = self
@@ -351,14 +351,8 @@ impl<'scope, 'a> Link<'scope, 'a> {
 
     /// The next event; `None` when `deadline` has passed.
     fn next(&self, deadline: Option<Instant>) -> Result<Option<Event>, SourceError> {
-        let event = match [deadline, self.resume_at].into_iter().flatten().min() {
-            None => self.events.recv().map_err(RecvTimeoutError::from),
-            Some(until) => {
-                let left = until.saturating_duration_since(Instant::now());
-                self.events.recv_timeout(left)
-            }
-        };
-        match event {
+        let until = [deadline, self.resume_at].into_iter().flatten().min();
+        match receive_until(&self.events, until) {
             Ok(event) => {
                 if matches!(event, Event::Disconnected(_)) {
                     self.disconnected.set(true);
@@ -423,7 +417,7 @@ fn or_unanswered(error: SourceError) -> SourceError {
 
 fn connect(source: &Source, destination: &Address) -> Result<Arc<Stream>, SocketError> {
     let stream = Arc::new(dial(destination, source.config.stall_timeout)?);
-    source.shared.register(&stream);
+    source.shared.hangup.register(&stream);
     Ok(stream)
 }
 

@@ -9,9 +9,9 @@ use std::{
 use multifd::{INITIAL_LEN, MAGIC};
 use rustix::event::{PollFd, PollFlags};
 use tracing::debug;
-use vamoose_link::Stream;
+use vamoose_link::{Stream, wait_for};
 
-use crate::{RelayError, main_stream::is_transient, wait::wait_for};
+use crate::{RelayError, main_stream::is_transient};
 
 /// A connection, and what has been read of its first bytes.
 pub(super) struct Opening {

@@ -16,7 +16,6 @@ pub(crate) struct Record<S: Side> {
     pub(crate) began: u64,
     /// The guest's name at the destination.
     pub(crate) name: String,
-    /// This side's QEMU.
     pub(crate) qemu: Instance,
     #[serde(flatten)]
     pub(crate) side: S,
@@ -32,13 +31,14 @@ pub(crate) trait Side: Clone + Serialize + DeserializeOwned {
     /// How the names of its files begin.
     const ROLE: &'static str;
 
-    fn is_over(state: &Self::State) -> bool;
+    /// Whether an attempt in this state is over.
+    const IS_OVER: fn(&Self::State) -> bool;
 }
 
 impl<S: Side> Record<S> {
     /// Whether nothing is left to be decided.
     pub(crate) fn is_over(&self) -> bool {
-        S::is_over(&self.state)
+        S::IS_OVER(&self.state)
     }
 }
 
@@ -58,10 +58,7 @@ impl Side for AtSource {
     type State = SourceState;
 
     const ROLE: &'static str = "source";
-
-    fn is_over(state: &SourceState) -> bool {
-        state.is_over()
-    }
+    const IS_OVER: fn(&SourceState) -> bool = SourceState::is_over;
 }
 
 /// What only the destination remembers.
@@ -80,8 +77,5 @@ impl Side for AtDestination {
     type State = DestinationState;
 
     const ROLE: &'static str = "destination";
-
-    fn is_over(state: &DestinationState) -> bool {
-        state.is_over()
-    }
+    const IS_OVER: fn(&DestinationState) -> bool = DestinationState::is_over;
 }

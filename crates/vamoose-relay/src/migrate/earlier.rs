@@ -43,7 +43,7 @@ impl Migration<'_> {
                 ended => Ok(Some(ended)),
             };
         }
-        if !source.has_sent_its_guest().map_err(at_source)? {
+        if !source.qemu.has_sent_its_guest().map_err(at_source)? {
             return Ok(None);
         }
         match known.last() {
@@ -69,11 +69,7 @@ impl Migration<'_> {
             "finishing attempt {} to {} ({}), which an earlier process has begun",
             record.attempt, record.side.to, record.name
         );
-        let unfinished = |cause: Cause, guest| Failure {
-            cause,
-            guest,
-            attempt: Some(record.attempt),
-        };
+        let unfinished = |cause, guest| Failure::of(record.attempt, cause, guest);
         let guest = match &record.state {
             SourceState::Committing { .. } => GuestLocation::InDoubt,
             _ => GuestLocation::Source,
@@ -119,11 +115,7 @@ impl Migration<'_> {
 
     /// What became of a guest that has left this QEMU.
     fn after(&self, journal: &Journal, record: &Record<AtSource>) -> Result<Moved, Failure> {
-        let failure = |cause, guest| Failure {
-            cause,
-            guest,
-            attempt: Some(record.attempt),
-        };
+        let failure = |cause, guest| Failure::of(record.attempt, cause, guest);
         let SourceState::Over { guest, cause } = &record.state else {
             return Err(failure(Cause::NotInJournal, GuestLocation::InDoubt));
         };

@@ -29,32 +29,24 @@ pub struct Failure {
 /// Why a migration did not go through.
 #[derive(Debug, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
 pub enum Cause {
-    /// The user has asked for it.
     #[error("the migration was cancelled")]
     Cancelled,
-    /// The source QEMU.
     #[error("source QEMU")]
     Source(#[from] QemuError),
-    /// The control connection.
     #[error("server")]
     Control(#[from] ControlError),
-    /// The server does not take this migration.
     #[error("the server refuses: {0}")]
     Refused(String),
-    /// An answer to another question.
     #[error("unexpected answer from the server: {0}")]
     Unexpected(String),
-    /// The socket between the source QEMU and its relay.
     #[error(transparent)]
     Socket(#[from] SocketError),
-    /// The system refused something that every migration needs.
     #[error("cannot set up the migration")]
     SetUp(#[from] io::Error),
-    /// The journal.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// The guest stood still for too long.
     #[error("the guest stood still for more than {} s", .0.as_secs_f64())]
     Downtime(Duration),
     /// The source's QEMU has ended, which is proven.
@@ -63,16 +55,12 @@ pub enum Cause {
     /// The guest was sent away before, by an attempt that is over.
     #[error("attempt {attempt} has moved the guest to {to} ({name}){}{now}", if now.is_empty() { "" } else { "; " })]
     MovedBefore {
-        /// The attempt.
         attempt: AttemptId,
-        /// The destination's address.
         to: String,
-        /// The guest's name there.
         name: String,
         /// What is known of it now.
         now: String,
     },
-    /// The guest was sent away by something that left no entry in the journal.
     #[error("the source has sent its guest away in a migration that is not in this journal")]
     NotInJournal,
     /// It broke under way.
@@ -119,6 +107,17 @@ impl Cause {
             to: record.side.to.clone(),
             name: record.name.clone(),
             now: now.into(),
+        }
+    }
+}
+
+impl Failure {
+    /// Of an attempt that has left the guest there.
+    pub(super) fn of(attempt: AttemptId, cause: impl Into<Cause>, guest: GuestLocation) -> Self {
+        Self {
+            cause: cause.into(),
+            guest,
+            attempt: Some(attempt),
         }
     }
 }

@@ -13,7 +13,7 @@ use handover::{
     SourceMessage, SourceState,
 };
 use tracing::{debug, info, warn};
-use vamoose_link::{Address, SocketError};
+use vamoose_link::{Address, SocketError, left};
 
 use super::{Cause, source::SourceQemu};
 use crate::{
@@ -100,7 +100,6 @@ impl<'a> HandOver<'a> {
         self.drive(actions, source)
     }
 
-    /// Takes the destination's `prepared`.
     pub(super) fn prepared(&mut self, message: DestinationMessage) -> Result<(), Cause> {
         let actions = self.machine.handle(SourceEvent::Message(message));
         if actions.contains(&SourceAction::Persist) {
@@ -183,7 +182,7 @@ impl<'a> HandOver<'a> {
                 Err(error) => {
                     let refused = matches!(
                         &error,
-                        ControlError::Dial(SocketError::Dial { source, .. })
+                        ControlError::Dial(SocketError { source, .. })
                             if source.kind() == io::ErrorKind::ConnectionRefused
                     );
                     self.last_problem = chain(&error);
@@ -195,7 +194,6 @@ impl<'a> HandOver<'a> {
         }
     }
 
-    /// Waits for the destination's next message.
     fn next_event(&mut self) -> SourceEvent {
         if let Some(event) = self.given_up() {
             return event;
@@ -286,8 +284,7 @@ impl<'a> HandOver<'a> {
         };
         let deadline = Instant::now() + ABORTED_WITHIN;
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match control.receive(left) {
+            match control.receive(left(deadline)) {
                 Ok(DestinationMessage::Aborted { cause, .. }) => {
                     self.their_cause = Some(cause);
                     return true;

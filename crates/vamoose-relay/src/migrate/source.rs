@@ -1,6 +1,7 @@
 //! The source QEMU, through one attempt.
 
 use std::{
+    ops::ControlFlow,
     path::Path,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
@@ -8,11 +9,12 @@ use std::{
 use handover::SourceEvent;
 use serde_json::json;
 use tracing::warn;
+use vamoose_link::millis;
 
 use super::Cause;
 use crate::{
     Instance, chain,
-    qemu::{MigrationStatus, Qemu, QemuError},
+    qemu::{ENDING, MigrationStatus, Qemu, QemuError},
     qmp::{QmpError, Timestamp},
 };
 
@@ -29,7 +31,6 @@ pub(crate) struct SourceQemu {
     pub(super) zero_pages: Option<String>,
 }
 
-/// When a guest was stopped.
 #[derive(Clone, Copy)]
 pub(super) struct Stopped {
     /// By QEMU's clock, which may be another than the host's if that was set meanwhile.
@@ -40,8 +41,6 @@ pub(super) struct Stopped {
 
 /// How long a source may take to run again after a failure.
 const SETTLING: Duration = Duration::from_secs(10);
-/// How long a QEMU that has closed its monitor may take to end: it frees the guest's memory.
-const ENDING: Duration = Duration::from_secs(10);
 /// How long to wait for an event before looking at the clock and at a cancel.
 pub(super) const EVENT_WAIT: Duration = Duration::from_millis(50);
 
@@ -58,14 +57,6 @@ impl SourceQemu {
             zero_pages: None,
             qemu,
         })
-    }
-
-    /// Whether its guest was sent away, and has not been continued since.
-    pub(super) fn has_sent_its_guest(&mut self) -> Result<bool, QemuError> {
-        let state = self.qemu.state()?;
-        let status = MigrationStatus::of(&self.qemu.query_migrate()?);
-        let stopped_for_good = ["finish-migrate", "postmigrate"];
-        Ok(stopped_for_good.contains(&state.as_str()) && status == MigrationStatus::Completed)
     }
 
     /// Refuses a QEMU that cannot migrate now.
@@ -87,23 +78,19 @@ impl SourceQemu {
 
     /// Waits until a migration that no process drives any more has ended; whether it had completed.
     pub(super) fn wait_until_ended(&mut self) -> Result<bool, QemuError> {
-        let deadline = Instant::now() + SETTLING;
-        loop {
-            if self.has_sent_its_guest()? {
-                return Ok(true);
+        let expected = "a migration that has ended";
+        self.qemu.ask_until(expected, SETTLING, |qemu| {
+            if qemu.has_sent_its_guest()? {
+                return Ok(ControlFlow::Break(true));
             }
-            let account = self.qemu.query_migrate()?;
-            if MigrationStatus::of(&account) != MigrationStatus::Busy {
-                return Ok(false);
-            }
-            if Instant::now() >= deadline {
-                return Err(QemuError::State {
-                    state: format!("migration {}", account["status"]),
-                    expected: "a migration that has ended",
-                });
-            }
-            self.qemu.next_event(EVENT_WAIT)?;
-        }
+            let account = qemu.query_migrate()?;
+            Ok(match MigrationStatus::of(&account) {
+                MigrationStatus::Busy => {
+                    ControlFlow::Continue(format!("migration {}", account["status"]))
+                }
+                _ => ControlFlow::Break(false),
+            })
+        })
     }
 
     /// Takes all events that there are, and waits for a first one; whether one is about the migration.
@@ -166,24 +153,17 @@ impl SourceQemu {
     /// A guest that QEMU itself continues, after a migration that failed, is waited for; one that was sent away
     /// whole stays paused until it is continued.
     fn go_on(&mut self, should_run: bool) -> Result<(), QemuError> {
-        let deadline = Instant::now() + SETTLING;
-        loop {
-            let state = self.qemu.state()?;
-            if !should_run || state == "running" {
-                return Ok(());
+        self.qemu.ask_until("running", SETTLING, |qemu| {
+            let mut state = qemu.state()?;
+            if should_run && state != "running" && qemu.has_sent_its_guest()? {
+                qemu.execute("cont", json!({}))?;
+                state = qemu.state()?;
             }
-            if self.has_sent_its_guest()? {
-                self.qemu.execute("cont", json!({}))?;
-                continue;
-            }
-            if Instant::now() >= deadline {
-                return Err(QemuError::State {
-                    state,
-                    expected: "running",
-                });
-            }
-            self.qemu.next_event(EVENT_WAIT)?;
-        }
+            Ok(match !should_run || state == "running" {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(state),
+            })
+        })
     }
 
     /// The destination announces a guest that it has loaded to the network: this takes its place back.
@@ -211,8 +191,7 @@ impl SourceQemu {
             "max-bandwidth": UNLIMITED,
         });
         if let Some(limit) = downtime_limit {
-            let millis = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
-            parameters["downtime-limit"] = millis.into();
+            parameters["downtime-limit"] = millis(limit).into();
         }
         if let Some(zero_pages) = &self.zero_pages {
             parameters["zero-page-detection"] = zero_pages.as_str().into();

@@ -1,9 +1,6 @@
 //! How a QEMU is set up for a migration through a relay, and put back afterwards.
 
-use std::{
-    collections::BTreeMap,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, ops::ControlFlow, time::Duration};
 
 use serde_json::{Map, Value, json};
 use tracing::debug;
@@ -11,19 +8,14 @@ use tracing::debug;
 use super::{Qemu, QemuError};
 use crate::{chain, qmp::QmpError};
 
-/// Capabilities and parameters of a migration.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Settings {
-    /// Capabilities, on or off.
     pub(crate) capabilities: BTreeMap<String, bool>,
-    /// Parameters by name.
     pub(crate) parameters: Map<String, Value>,
 }
 
 /// How long a QEMU may take to clean up after a migration.
 const CLEANING_UP: Duration = Duration::from_secs(10);
-/// How often a QEMU is asked while no event comes.
-const ASKING: Duration = Duration::from_millis(10);
 /// Capabilities that do not go together with multifd through a relay. They are switched off where
 /// they are on, and put back afterwards.
 const IN_THE_WAY: [&str; 8] = [
@@ -83,25 +75,20 @@ impl Qemu {
     /// that moment: switching multifd off in between aborts QEMU 10.0, and the guest with it (an
     /// assertion in its yank code, seen in one run of fifty). Its yank instance is the last thing to go.
     fn wait_until_idle(&mut self) -> Result<(), QemuError> {
-        let deadline = Instant::now() + CLEANING_UP;
-        loop {
-            let instances = match self.qmp.execute("query-yank", json!({})) {
+        self.ask_until("no migration", CLEANING_UP, |qemu| {
+            let instances = match qemu.qmp.execute("query-yank", json!({})) {
                 // Before 6.0 there was no yank to go wrong.
-                Err(QmpError::Refused { .. }) => return Ok(()),
+                Err(QmpError::Refused { .. }) => return Ok(ControlFlow::Break(())),
                 answer => answer?,
             };
             let mut instances = instances.as_array().into_iter().flatten();
-            if !instances.any(|instance| instance["type"] == "migration") {
-                return Ok(());
-            }
-            if Instant::now() >= deadline {
-                return Err(QemuError::State {
-                    state: "a migration that does not end".to_owned(),
-                    expected: "no migration",
-                });
-            }
-            self.qmp.next_event(ASKING)?;
-        }
+            Ok(
+                match instances.any(|instance| instance["type"] == "migration") {
+                    true => ControlFlow::Continue("a migration that does not end".to_owned()),
+                    false => ControlFlow::Break(()),
+                },
+            )
+        })
     }
 
     fn settings(&mut self) -> Result<Settings, QemuError> {

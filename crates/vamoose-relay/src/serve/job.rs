@@ -4,7 +4,7 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Condvar, Mutex, PoisonError, Weak},
     time::{Duration, Instant},
 };
 
@@ -13,7 +13,7 @@ use handover::{
     DestinationState, SourceMessage,
 };
 use tracing::{debug, info, warn};
-use vamoose_link::{Hangup, Stats, Stream};
+use vamoose_link::{Hangup, Stats, Stream, lock};
 
 use super::qemu::{DestinationQemu, LOADING};
 use crate::{
@@ -22,7 +22,6 @@ use crate::{
     journal::{AtDestination, Entry},
 };
 
-/// One attempt.
 pub(crate) struct Job {
     pub(super) attempt: AttemptId,
     pub(super) name: String,
@@ -74,7 +73,7 @@ impl Job {
 
     /// Goes on with what the journal remembers.
     pub(super) fn go_on(&self) {
-        let mut inner = self.inner();
+        let mut inner = lock(&self.inner);
         let before = inner.machine.state().clone();
         let actions = inner.machine.go_on();
         inner.carry_out(actions);
@@ -102,8 +101,8 @@ impl Job {
             Err(RelayError::Cancelled) => Some("the migration was cancelled".to_owned()),
             Err(error) => Some(chain(&error)),
         };
-        self.lock_transfer().take();
-        let mut inner = self.inner();
+        lock(&self.transfer).take();
+        let mut inner = lock(&self.inner);
         // Whether a loaded guest is the source's or ours does not depend on its connections.
         if let Some(cause) = cause
             && *inner.machine.state() == DestinationState::Receiving
@@ -113,7 +112,6 @@ impl Job {
         }
     }
 
-    /// Takes a data connection.
     pub(super) fn push(&self, stream: Arc<Stream>) {
         match self.transfer() {
             Some(transfer) => transfer.connections.push(stream),
@@ -121,16 +119,14 @@ impl Job {
         }
     }
 
-    /// A control connection of the source.
     pub(super) fn connected(&self, control: &Arc<Stream>) {
-        let mut inner = self.inner();
+        let mut inner = lock(&self.inner);
         inner.controls.push(Arc::downgrade(control));
         inner.source_is_back();
     }
 
-    /// It has ended.
     pub(super) fn disconnected(&self, control: &Arc<Stream>) {
-        let mut inner = self.inner();
+        let mut inner = lock(&self.inner);
         let this = Arc::downgrade(control);
         inner.controls.retain(|other| !other.ptr_eq(&this));
         if !inner.controls.is_empty() {
@@ -159,7 +155,7 @@ impl Job {
         let receiving = |inner: &mut Inner| *inner.machine.state() == DestinationState::Receiving;
         let (mut inner, _) = self
             .changed
-            .wait_timeout_while(self.inner(), LOADING, receiving)
+            .wait_timeout_while(lock(&self.inner), LOADING, receiving)
             .unwrap_or_else(PoisonError::into_inner);
         inner.handle(DestinationEvent::StillReceiving);
     }
@@ -225,24 +221,16 @@ impl Job {
 
     /// How far it has come.
     pub(crate) fn state(&self) -> DestinationState {
-        self.inner().machine.state().clone()
+        lock(&self.inner).machine.state().clone()
     }
 
     fn handle(&self, event: DestinationEvent) {
-        self.inner().handle(event);
+        lock(&self.inner).handle(event);
         self.changed.notify_all();
     }
 
-    fn inner(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn transfer(&self) -> Option<Arc<Transfer>> {
-        self.lock_transfer().clone()
-    }
-
-    fn lock_transfer(&self) -> MutexGuard<'_, Option<Arc<Transfer>>> {
-        self.transfer.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.transfer).clone()
     }
 }
 

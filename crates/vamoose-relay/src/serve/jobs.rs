@@ -3,12 +3,13 @@
 use std::{
     collections::HashMap,
     path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
 use handover::{AttemptId, Destination};
 use tracing::{info, warn};
+use vamoose_link::lock;
 
 use super::{DestinationQemu, Job, setup::PrepareError, span};
 use crate::{
@@ -43,7 +44,7 @@ impl Jobs {
 
     /// Makes a job of what the journal remembers, unless another server has.
     fn restore(&self, record: Record<AtDestination>) -> Option<Arc<Job>> {
-        let mut active = self.active();
+        let mut active = lock(&self.active);
         if let Some(job) = active.get(&record.attempt) {
             return Some(job.clone());
         }
@@ -58,12 +59,12 @@ impl Jobs {
     }
 
     pub(super) fn insert(&self, job: &Arc<Job>) {
-        self.active().insert(job.attempt, job.clone());
+        lock(&self.active).insert(job.attempt, job.clone());
     }
 
     /// The attempt, if something is to be done for it.
     pub(super) fn get(&self, attempt: AttemptId) -> Option<Arc<Job>> {
-        self.active().get(&attempt).cloned()
+        lock(&self.active).get(&attempt).cloned()
     }
 
     /// The attempt, by memory or journal.
@@ -82,7 +83,7 @@ impl Jobs {
 
     /// Refuses a QEMU that takes part in another attempt.
     pub(super) fn check_idle(&self, name: &str) -> Result<(), PrepareError> {
-        let jobs: Vec<_> = self.active().values().cloned().collect();
+        let jobs: Vec<_> = lock(&self.active).values().cloned().collect();
         let mut jobs = jobs.into_iter();
         if jobs.any(|job| job.name == name && !job.is_out_of_the_way()) {
             let name = name.to_owned();
@@ -93,7 +94,7 @@ impl Jobs {
 
     /// Reports orphans, and drops what need not be kept.
     pub(super) fn look_after(&self, orphan_timeout: Duration) {
-        let mut active = self.active();
+        let mut active = lock(&self.active);
         // Over, and used by no connection: a later question is answered from the journal.
         active.retain(|_, job| Arc::strong_count(job) > 1 || !job.is_in_journal());
         for job in active.values() {
@@ -101,14 +102,9 @@ impl Jobs {
         }
     }
 
-    /// Ends all that is still coming in.
     pub(super) fn hang_up(&self) {
-        for job in self.active().values() {
+        for job in lock(&self.active).values() {
             job.hang_up();
         }
-    }
-
-    fn active(&self) -> MutexGuard<'_, HashMap<AttemptId, Arc<Job>>> {
-        self.active.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -18,7 +18,7 @@ use rustix::{
     process::{Resource, getrlimit},
 };
 use tracing::{Span, debug, warn};
-use vamoose_link::{Hangup, Stream};
+use vamoose_link::{Hangup, Stream, wait_for};
 
 use super::{
     Job, ServeError, Server,
@@ -28,7 +28,6 @@ use super::{
 use crate::{
     chain,
     control::{Control, ControlError, reply},
-    wait::wait_for,
 };
 
 /// Most connections at once; more are closed at once. A migration has one for each channel, and two.

@@ -1,6 +1,6 @@
 //! Carries out on a destination's QEMU what crate `handover` decides, and reports the result.
 
-use std::time::{Duration, Instant};
+use std::{ops::ControlFlow, time::Duration};
 
 use handover::DestinationEvent;
 use serde_json::json;
@@ -8,7 +8,7 @@ use tracing::{debug, warn};
 
 use crate::{
     Instance, chain,
-    qemu::{Qemu, QemuError},
+    qemu::{ENDING, KILLED, Qemu, QemuError},
 };
 
 /// A QEMU that takes a guest, connected to or not: its monitor serves one client.
@@ -21,12 +21,6 @@ pub(crate) struct DestinationQemu {
 
 /// How long a QEMU may take from its message that it has everything to a guest that can run.
 pub(super) const LOADING: Duration = Duration::from_secs(30);
-/// How long a QEMU may take to end when it is killed.
-const KILLED: Duration = Duration::from_secs(30);
-/// How long a QEMU that has closed its monitor may take to end: it frees the guest's memory.
-const ENDING: Duration = Duration::from_secs(10);
-/// How often a QEMU is asked while no event comes.
-const ASKING: Duration = Duration::from_millis(20);
 
 /// States of a guest that has not run since it was loaded, and may be continued.
 const WAITING: [&str; 2] = ["paused", "prelaunch"];
@@ -95,7 +89,6 @@ impl DestinationQemu {
         }
     }
 
-    /// Ends it.
     pub(super) fn end(&mut self) -> DestinationEvent {
         if self.instance.has_ended() {
             return died();
@@ -170,22 +163,14 @@ impl DestinationQemu {
     }
 
     fn wait_until_loaded(&mut self) -> Result<String, QemuError> {
-        let deadline = Instant::now() + LOADING;
         self.with_qemu(|qemu| {
-            loop {
+            qemu.ask_until("a loaded guest", LOADING, |qemu| {
                 let state = qemu.state()?;
-                if state != "inmigrate" {
-                    return Ok(state);
-                }
-                if Instant::now() >= deadline {
-                    return Err(QemuError::State {
-                        state,
-                        expected: "a loaded guest",
-                    });
-                }
-                // Any event is a reason to look again.
-                qemu.next_event(ASKING)?;
-            }
+                Ok(match state.as_str() {
+                    "inmigrate" => ControlFlow::Continue(state),
+                    _ => ControlFlow::Break(state),
+                })
+            })
         })
     }
 

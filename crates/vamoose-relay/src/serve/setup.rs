@@ -6,7 +6,10 @@ use std::{
     sync::Arc,
 };
 
-use handover::{AttemptId, Destination, DestinationMessage, DestinationState, Prepare};
+use handover::{
+    AttemptId, Destination, DestinationMessage, DestinationState, FrameError, Prepare,
+    from_details, to_details,
+};
 use multifd::{Layout, Method};
 use serde_json::json;
 use thiserror::Error;
@@ -17,13 +20,12 @@ use vamoose_link::{Address, Hangup};
 use super::{DestinationQemu, Job, Server, job::Transfer};
 use crate::{
     AcceptQueue, Config, Dialer, Instance, JournalError, chain,
-    control::{ControlError, Offer, Request, from_details, to_details},
+    control::{Offer, Request},
     journal::{AtDestination, Record, now},
     qemu::{Qemu, QemuError},
 };
 
 impl Server {
-    /// Makes a QEMU ready.
     pub(super) fn prepare(
         &self,
         attempt: AttemptId,
@@ -51,7 +53,7 @@ impl Server {
             .qmp_dir
             .join(format!("{}.incoming", request.name));
         let offer = to_details(&Offer {
-            qemu: qemu.version().to_string(),
+            qemu: qemu.version.to_string(),
             knows_zero_pages: qemu.knows_zero_pages(),
         })?;
         let instance = Instance::of(&mut qemu, &monitor, request.uuid.clone());
@@ -116,7 +118,6 @@ pub(super) struct Prepared {
     pub(super) config: Config,
 }
 
-/// A migration that will not be taken, and why.
 #[derive(Debug, Error)]
 pub(super) enum PrepareError {
     #[error(transparent)]
@@ -126,7 +127,7 @@ pub(super) enum PrepareError {
     )]
     Method { theirs: String },
     #[error(transparent)]
-    Request(#[from] ControlError),
+    Request(#[from] FrameError),
     #[error(transparent)]
     Layout(#[from] multifd::LayoutError),
     #[error("`{name}` is not a name: letters, digits, - _ and . make one")]

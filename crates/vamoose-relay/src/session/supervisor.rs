@@ -15,22 +15,24 @@ use std::{
 };
 
 use tracing::debug;
-use vamoose_link::Hangup;
+use vamoose_link::{Hangup, receive_until};
 
 use crate::{Direction, Outcome, RelayError, main_stream::MainState, syncs::Syncs};
 
-/// What the threads report.
 pub(crate) enum Report {
-    /// Something broke.
     Failed(RelayError),
     /// The source closed a channel in good order.
-    ChannelRead { channel: usize },
+    ChannelRead {
+        channel: usize,
+    },
     /// Everything that came has been written to a channel.
     ChannelWritten,
     /// One direction of the main stream ended in good order.
     MainEnded(Direction),
     /// The source has been given the destination's message on loading the guest.
-    Shut { code: u32 },
+    Shut {
+        code: u32,
+    },
 }
 
 pub(crate) struct Supervisor<'a> {
@@ -41,7 +43,6 @@ pub(crate) struct Supervisor<'a> {
     phase: Phase,
     /// Readers and writers of channels that have yet to report their end.
     open_channels: usize,
-    /// The first channel that the source closed.
     closed_channel: Option<usize>,
     forward_open: bool,
     back_open: bool,
@@ -97,7 +98,7 @@ impl<'a> Supervisor<'a> {
             {
                 return ended;
             }
-            let ended = match self.next(reports) {
+            let ended = match receive_until(reports, self.deadline) {
                 // Before everything else: what has been delivered has happened, cancelled or not.
                 Ok(Report::Shut { code: 0 }) => {
                     (self.on_loaded)();
@@ -126,15 +127,6 @@ impl<'a> Supervisor<'a> {
             };
             if let Some(ended) = ended {
                 return ended;
-            }
-        }
-    }
-
-    fn next(&self, reports: &Receiver<Report>) -> Result<Report, RecvTimeoutError> {
-        match self.deadline {
-            None => reports.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            Some(deadline) => {
-                reports.recv_timeout(deadline.saturating_duration_since(Instant::now()))
             }
         }
     }
@@ -248,7 +240,7 @@ mod tests {
     /// A main stream on which these bytes came, and these back.
     fn seen(forward: &[u8], back: &[u8]) -> MainState {
         let state = MainState::default();
-        (&mut &state).received(forward);
+        state.received(forward);
         if !back.is_empty() {
             ReturnWitness::new(&state, |_| ()).received(back);
         }

@@ -80,35 +80,33 @@ impl<'scope, 'env> Threads<'scope, 'env> {
             ..
         } = *self.config;
         let behind = BehindSyncs::new(state, self.syncs, self.stats, layout, stall_timeout);
-        let (from, to, stats) = (from.clone(), to.clone(), self.stats);
-        self.spawn(move |report| {
-            let pump = Pump {
-                direction: Direction::Forward,
-                from: &from,
-                to: &to,
-                stats,
-                pacer,
-                stall_timeout,
-            };
-            report(main_ended(&pump, behind));
-        });
+        let pump = self.pump(Direction::Forward, from, to, pacer);
+        self.spawn(move |report| report(main_ended(&pump, behind)));
     }
 
     pub(super) fn return_main(&self, from: &Arc<Stream>, to: &Arc<Stream>, state: &'env MainState) {
-        let (from, to, stats) = (from.clone(), to.clone(), self.stats);
-        let stall_timeout = self.config.stall_timeout;
+        let pump = self.pump(Direction::Back, from, to, None);
         self.spawn(move |report| {
-            let pump = Pump {
-                direction: Direction::Back,
-                from: &from,
-                to: &to,
-                stats,
-                pacer: None,
-                stall_timeout,
-            };
             let witness = ReturnWitness::new(state, |code| report(Report::Shut { code }));
             report(main_ended(&pump, witness));
         });
+    }
+
+    fn pump(
+        &self,
+        direction: Direction,
+        from: &Arc<Stream>,
+        to: &Arc<Stream>,
+        pacer: Option<&'env Pacer>,
+    ) -> Pump<'env> {
+        Pump {
+            direction,
+            from: from.clone(),
+            to: to.clone(),
+            stats: self.stats,
+            pacer,
+            stall_timeout: self.config.stall_timeout,
+        }
     }
 
     fn out(&self, channel: usize) -> Out<'env> {

@@ -72,6 +72,8 @@ struct Probe {
     userfaultfd: Userfaultfd,
     zero_copy: Presence,
     devices: Vec<Device>,
+    /// Why there are none.
+    devices_reason: Option<&'static str>,
     offload: Offload,
     engines: Vec<Engine>,
     qemus: Vec<Qemu>,
@@ -95,6 +97,7 @@ impl Probe {
             qemus: qemu::on_path(std::env::var_os("PATH").as_deref()),
             advice: Advice::measure(&registry, cores),
             cpu,
+            devices_reason: devices.is_empty().then_some(NO_DEVICES),
             devices,
             offload: Offload::probe(root),
         }
@@ -111,8 +114,8 @@ impl Probe {
         lines.put("kvm", &self.kvm);
         lines.put("userfaultfd", &self.userfaultfd);
         lines.put("zero-copy send", &self.zero_copy);
-        if self.devices.is_empty() {
-            lines.put("accelerators", "no QAT, DSA or IAA on PCI");
+        if let Some(reason) = self.devices_reason {
+            lines.put("accelerators", reason);
         }
         for device in &self.devices {
             lines.put("accelerator", device);
@@ -131,6 +134,9 @@ impl Probe {
         lines.0
     }
 }
+
+/// What is said where the bus has no accelerator.
+const NO_DEVICES: &str = "no QAT, DSA or IAA on PCI";
 
 /// Lines of `name  value`, aligned; of several with one name only the first has it.
 #[derive(Default)]
@@ -224,6 +230,12 @@ mod tests {
         for line in ["kernel          unknown", "no QAT, DSA or IAA on PCI"] {
             assert!(text.contains(line), "{text}");
         }
-        assert!(serde_json::to_string(&probe).is_ok());
+        let json = serde_json::to_value(&probe).unwrap();
+        for part in [&json, &json["offload"]] {
+            assert_eq!(part["devices"], serde_json::json!([]));
+        }
+        assert_eq!(json["devices-reason"], NO_DEVICES);
+        let reason = json["offload"]["devices-reason"].as_str().unwrap();
+        assert!(reason.contains("no DSA or IAA on the PCI bus"), "{reason}");
     }
 }

@@ -1,5 +1,6 @@
 //! `vamoose selftest`: whether DSA and IAA, modelled or real, do what the offloads expect of them.
 
+mod host;
 mod report;
 
 use std::{
@@ -15,21 +16,25 @@ use clap::Args;
 use idxd::{
     Submit,
     discovery::{self, QueueName, Root},
-    portal,
+    portal::{self, Way},
 };
 use idxd_model::{
     Config, Model, PortalKind,
     selftest::{self, random},
 };
 
-use self::report::{Report, Tested};
+use self::{
+    host::Host,
+    report::{Report, Tested},
+};
 
 /// Check that DSA and IAA do what offloads expect of them
 ///
 /// Without --hw the devices are models: this tests the checks, the models and the offloads, and is the
-/// same again for the same seed. With --hw the checks are done with the work queues of this host, and
-/// what differs from the models is listed. They harm neither the devices nor others who use them. The
-/// exit code is 0 if nothing differs that is certain.
+/// same again for the same seed. With --hw the checks are done with the work queues of this host, what
+/// differs from the models is listed, and all of it is written to a file that can be sent to the authors.
+/// They harm neither the devices nor others who use them. The exit code is 0 if nothing differs that is
+/// certain.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// Check the work queues of this host, all that can be used (see vamoose probe)
@@ -38,6 +43,9 @@ pub(crate) struct Options {
     /// Check these work queues only
     #[arg(long, value_name = "wqX.Y[,wqX.Y]", requires = "hw", value_parser = queues)]
     path: Option<Queues>,
+    /// With --hw: write the report to this file [default: vamoose-selftest.json]
+    #[arg(long, value_name = "FILE", requires = "hw")]
+    out: Option<PathBuf>,
     /// With --hw: also checks that leave a trace in the device's register of errors
     #[arg(long, requires = "hw")]
     hazards: bool,
@@ -71,12 +79,26 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         ..Report::default()
     };
     if options.hw {
-        report.tested = hardware(options, &Root::default())?;
+        let root = Root::default();
+        report.tested = hardware(options, &root)?;
+        // After the checks: what they did to the queues is seen as well.
+        report.host = Some(Host::of(&root));
     } else {
         report.tested = std::mem::take(&mut report.modelled);
-        report.rounds = Some(random::run(options.seed, options.rounds));
+    }
+    report.rounds = Some(random::run(options.seed, options.rounds));
+    let path = options.out.as_deref().unwrap_or(Path::new(DEFAULT_OUT));
+    if options.hw {
+        write(&report, path).with_context(|| format!("--out {}", path.display()))?;
     }
     print(&report, options.json.as_deref())?;
+    if options.hw {
+        notice(&format!(
+            "the report is in {}: please attach it to an issue at {}/issues\n",
+            path.display(),
+            env!("CARGO_PKG_REPOSITORY")
+        ));
+    }
     let failures = report.failures();
     if failures.is_empty() {
         return Ok(());
@@ -84,18 +106,26 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     bail!("not as it must be: {}", failures.join("; "))
 }
 
+/// Where the report goes unless an option names another file.
+const DEFAULT_OUT: &str = "vamoose-selftest.json";
+
+fn write(report: &Report, path: &Path) -> Result<()> {
+    let text =
+        serde_json::to_string_pretty(&report.json()).context("cannot write the result as JSON")?;
+    fs::write(path, text + "\n")?;
+    Ok(())
+}
+
 fn print(report: &Report, json: Option<&Path>) -> Result<()> {
     let text = match json {
-        Some(path) => {
-            let text = serde_json::to_string_pretty(&report.json())
+        Some(path) if path == Path::new("-") => {
+            serde_json::to_string_pretty(&report.json())
                 .context("cannot write the result as JSON")?
-                + "\n";
-            if path == Path::new("-") {
-                text
-            } else {
-                fs::write(path, text).with_context(|| format!("--json {}", path.display()))?;
-                report.text()
-            }
+                + "\n"
+        }
+        Some(path) => {
+            write(report, path).with_context(|| format!("--json {}", path.display()))?;
+            report.text()
         }
         None => report.text(),
     };
@@ -104,6 +134,11 @@ fn print(report: &Report, json: Option<&Path>) -> Result<()> {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         result => result.context("cannot write to standard output"),
     }
+}
+
+/// Says something beside the result, which may be JSON. Where that cannot be read any more, it is not needed.
+fn notice(text: &str) {
+    let _ = io::stderr().write_all(text.as_bytes());
 }
 
 /// The checks against models of both kinds, as all their users meet them.
@@ -137,7 +172,13 @@ fn models(options: &Options) -> Vec<Tested> {
         config.seed = options.seed;
         let model = Model::deterministic(&config);
         // There are no other users.
-        tested(name.to_owned(), model.queue(0, 0, portal), options, true)
+        tested(
+            name.to_owned(),
+            None,
+            model.queue(0, 0, portal),
+            options,
+            true,
+        )
     })
     .collect()
 }
@@ -176,13 +217,24 @@ fn hardware(options: &Options, root: &Root) -> Result<Vec<Tested>> {
         .map(|queue| {
             let portal = portal::open(queue, root)
                 .with_context(|| format!("cannot test work queue {}", queue.name))?;
-            let name = format!("{}, {:?}", queue.name, portal.way()).to_lowercase();
-            Ok(tested(name, Arc::new(portal), options, options.hazards))
+            let way = match portal.way() {
+                Way::Mapped => "mapped",
+                Way::Written => "written",
+            };
+            let name = format!("{}, {way}", queue.name);
+            let portal = Arc::new(portal);
+            Ok(tested(name, Some(way), portal, options, options.hazards))
         })
         .collect()
 }
 
-fn tested(queue: String, submit: Arc<dyn Submit>, options: &Options, hazards: bool) -> Tested {
+fn tested(
+    queue: String,
+    portal: Option<&'static str>,
+    submit: Arc<dyn Submit>,
+    options: &Options,
+    hazards: bool,
+) -> Tested {
     let kind = submit.limits().kind;
     let options = selftest::Options {
         timeout: Duration::from_millis(options.patience),
@@ -190,6 +242,7 @@ fn tested(queue: String, submit: Arc<dyn Submit>, options: &Options, hazards: bo
     };
     Tested {
         queue,
+        portal,
         kind,
         findings: selftest::run(submit, &options),
     }

@@ -1,5 +1,6 @@
 //! `vamoose probe` on the machine that runs the tests, whatever that is.
 
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use multifd::Method;
@@ -64,6 +65,44 @@ fn the_text_says_what_the_json_says() {
     the_text_follows_from_its_numbers(&shown);
 }
 
+/// With the real libqatzip, and most likely without a device.
+#[test]
+fn the_library_of_qat_is_named_and_does_not_print() {
+    let Some(folder) = lab::qatzip::folder_or_skip().unwrap() else {
+        return;
+    };
+    let file = folder.join("libqatzip.so.3").canonicalize().unwrap();
+    for arguments in [&["probe"][..], &["probe", "--json"]] {
+        let output = Command::new(env!("CARGO_BIN_EXE_vamoose"))
+            .args(arguments)
+            .env("LD_LIBRARY_PATH", &folder)
+            .output()
+            .unwrap();
+        assert!(output.status.success());
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!said.contains("qatzip.c"), "{said}");
+        // Where there are devices for virtual machines and none is a QAT, qatlib says so.
+        if !Path::new("/dev/vfio").exists() {
+            assert_eq!(said, "");
+        }
+        let shown = String::from_utf8(output.stdout).unwrap();
+        if arguments.len() == 1 {
+            let line = shown
+                .lines()
+                .find(|line| line.contains(" qatzip "))
+                .unwrap();
+            assert!(line.contains(file.to_str().unwrap()), "{line}");
+            continue;
+        }
+        let probe: Value = serde_json::from_str(&shown).unwrap();
+        let mut engines = list(&probe, "engines").iter();
+        let qat = engines.find(|engine| engine["name"] == "qat").unwrap();
+        assert_eq!(text(qat, "library"), file.to_str().unwrap());
+        let reason = text(qat, "reason");
+        assert!(reason.contains("QAT device"), "{reason}");
+    }
+}
+
 #[test]
 fn a_reader_that_leaves_is_no_error() {
     let mut child = Command::new(env!("CARGO_BIN_EXE_vamoose"))
@@ -108,6 +147,7 @@ fn every_engine_is_listed(probe: &Value) {
         let reason = text(engine, "reason");
         assert!(!reason.is_empty(), "{engine}");
         assert!(reason.contains(&row.absent.unwrap_or_default()), "{engine}");
+        assert_eq!(engine["library"].is_null(), row.library.is_none());
         let levels = &engine["levels"];
         assert_eq!(levels.is_null(), row.levels.is_none(), "{engine}");
         if let Some(range) = row.levels {

@@ -34,16 +34,32 @@ fn the_json_has_its_keys() {
     assert_eq!(json["seed"], 5);
     assert_eq!(json["rounds"]["rounds"], 2);
     assert_eq!(json["rounds"]["wrong"].as_array().unwrap().len(), 0);
-    for key in ["model-version", "failures", "differences"] {
+    for key in [
+        "report-version",
+        "program-version",
+        "model-version",
+        "failures",
+        "differences",
+    ] {
         assert!(json.get(key).is_some(), "{key}");
     }
+    assert_eq!(json["host"], Value::Null);
     let queues = json["queues"].as_array().unwrap();
     assert_eq!(queues.len(), 5);
     for check in queues
         .iter()
         .flat_map(|queue| queue["checks"].as_array().unwrap())
     {
-        for key in ["number", "name", "what", "assumptions", "open", "result"] {
+        for key in [
+            "number",
+            "name",
+            "what",
+            "section",
+            "assumptions",
+            "open",
+            "result",
+            "record",
+        ] {
             assert!(check.get(key).is_some(), "{key} in {check}");
         }
         let result = check["result"].as_str().unwrap();
@@ -77,8 +93,12 @@ fn a_host_without_work_queues_says_what_is_missing() {
     if Path::new("/sys/bus/dsa/devices").is_dir() {
         return;
     }
-    let output = selftest(&["--hw"]);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("report.json");
+    let output = selftest(&["--hw", "--out", path.to_str().unwrap()]);
     assert!(!output.status.success());
+    // There is nothing to be sent.
+    assert!(!path.exists());
     let said = String::from_utf8(output.stderr).unwrap();
     for part in [
         "no work queue of a DSA or an IAA",
@@ -97,6 +117,7 @@ fn a_host_without_work_queues_says_what_is_missing() {
 fn wrong_options_are_refused() {
     for arguments in [
         &["--path", "wq0.0"][..],
+        &["--out", "report.json"],
         &["--hw", "--path", "wq"],
         &["--patience", "0"],
     ] {

@@ -8,9 +8,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use idxd::shares::{Share, Table, Weight};
+use idxd::shares::{Share, Weight};
 
-use crate::parameters::Parameters;
+use crate::{guest::table, parameters::Parameters};
 
 /// The argument that makes the program a member of a table, to be killed.
 pub(crate) const MEMBER: &str = "--member";
@@ -27,8 +27,9 @@ pub(crate) struct Crash {
 /// Of so many members, the last one is a process of its own, and dies. The others refresh every 50 ms of virtual time.
 pub(crate) fn crash(members: usize) -> Result<Crash> {
     let directory = tempfile::tempdir().context("a directory for the tables of shares")?;
+    let entries = Parameters::default().entries;
     let shares: Vec<Share> = (1..members)
-        .map(|_| Ok(table(directory.path())?.join(Weight::NORMAL)?))
+        .map(|_| Ok(table(directory.path(), 0, entries)?.join(Weight::NORMAL)?))
         .collect::<Result<_>>()?;
     let mut victim = Command::new(std::env::current_exe()?)
         .arg(MEMBER)
@@ -72,14 +73,10 @@ pub(crate) fn crash(members: usize) -> Result<Crash> {
 /// Joins the table in the directory that is the next argument, and waits for the end.
 pub(crate) fn be_a_member(mut arguments: impl Iterator<Item = String>) -> Result<()> {
     let directory = arguments.next().context("which directory?")?;
-    let _share = table(Path::new(&directory))?.join(Weight::NORMAL)?;
+    let _share =
+        table(Path::new(&directory), 0, Parameters::default().entries)?.join(Weight::NORMAL)?;
     println!("joined");
     std::io::stdout().flush()?;
     std::io::stdin().read_line(&mut String::new())?;
     Ok(())
-}
-
-fn table(directory: &Path) -> Result<Table> {
-    let entries = Parameters::default().entries.try_into()?;
-    Ok(Table::open(directory, "wq0.0", entries)?)
 }

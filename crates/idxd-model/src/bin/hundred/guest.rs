@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use idxd::{
     Queue, Shape, Tuning,
     offload::{self, Devices, OffloadCounters, ZeroScanner},
-    shares::{Table, Weight},
+    shares::{Share, Table, Weight},
 };
 
 use crate::{
@@ -68,7 +68,6 @@ pub(crate) struct Guest {
     /// Bytes of the batch before, to be sent.
     unsent: u64,
     seen: OffloadCounters,
-    begin: Picos,
     pub(crate) scans: Vec<Picos>,
     pub(crate) wrong: u64,
 }
@@ -97,11 +96,11 @@ impl Guest {
                 ..Tuning::default()
             };
             let queue = Queue::new(port, shape, tuning)?;
-            let share = match shares {
-                None => None,
-                Some(directory) => Some(table(directory, device, host)?.join(plan.weight)?),
+            let join = |directory: &Path| -> Result<Share> {
+                let table = table(directory, device, host.parameters.entries)?;
+                Ok(table.join(plan.weight)?)
             };
-            Ok((queue, share))
+            Ok((queue, shares.map(join).transpose()?))
         });
         let queues: Vec<_> = queues.collect::<Result<_>>()?;
         let devices = Arc::new(Devices::new(queues, None));
@@ -117,7 +116,6 @@ impl Guest {
             out: VecDeque::new(),
             unsent: 0,
             seen: OffloadCounters::default(),
-            begin,
             scans: Vec::new(),
             wrong: 0,
         })
@@ -191,11 +189,6 @@ impl Guest {
         self.clock.cpu()
     }
 
-    /// From its beginning until now.
-    pub(crate) fn elapsed(&self) -> Picos {
-        self.clock.now() - self.begin
-    }
-
     pub(crate) fn work(&self) -> OffloadCounters {
         self.devices.work()
     }
@@ -216,8 +209,8 @@ fn slots(depth: usize) -> u32 {
     }
 }
 
-/// The table of `device`'s shares, as another process opens it.
-pub(crate) fn table(directory: &Path, device: usize, host: &Host) -> Result<Table> {
-    let entries = host.parameters.entries.try_into().context("no entries")?;
+/// The table of the shares of `device`, a queue of `entries`, as another process opens it.
+pub(crate) fn table(directory: &Path, device: usize, entries: u32) -> Result<Table> {
+    let entries = entries.try_into().context("no entries")?;
     Ok(Table::open(directory, &format!("wq{device}.0"), entries)?)
 }

@@ -23,7 +23,8 @@ use std::{
 };
 
 use idxd::{
-    Descriptor, Kind, Limits, Mode, Operations, Record, Refusal, Submit, Submitted, opcode,
+    Capabilities, Descriptor, Kind, Limits, Mode, Operations, Record, Refusal, Submit, Submitted,
+    opcode,
 };
 
 use crate::guest::Content;
@@ -301,6 +302,7 @@ impl Port {
                 .into_iter()
                 .fold(Operations::default(), |all, one| all.with(one)),
             version: 0x100,
+            capabilities: Capabilities::FIRST_DSA,
             numa_node: None,
         };
         Self {

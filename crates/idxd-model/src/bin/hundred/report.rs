@@ -2,7 +2,7 @@
 
 use std::{fmt::Write, num::NonZeroUsize, sync::Mutex, thread};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use idxd::shares::Weight;
 
 use crate::{
@@ -37,26 +37,18 @@ const MIXES: [u64; 3] = [1000, 500, 100];
 impl Report {
     /// Runs everything; if it is to be `quick`, with little memory, and twenty guests at most.
     pub(crate) fn of(quick: bool) -> Result<Self> {
-        let plans = plans();
-        let scenarios: Vec<Scenario> = plans
-            .iter()
-            .flat_map(|(_, _, rows)| rows.iter().map(|(_, scenario)| scenario.clone()))
-            .map(|scenario| if quick { shortened(scenario) } else { scenario })
+        let mut tables = tables();
+        let mut rows: Vec<_> = tables
+            .iter_mut()
+            .flat_map(|table| &mut table.rows)
             .collect();
-        let mut outcomes = all(&scenarios)?.into_iter();
-        let mut scenarios = scenarios.into_iter();
-        let mut tables = Vec::new();
-        for (title, note, rows) in plans {
-            let rows = rows.into_iter().map(|(label, _)| {
-                Ok(Row {
-                    label,
-                    scenario: scenarios.next().context("a scenario for each row")?,
-                    outcome: outcomes.next().context("an outcome for each row")?,
-                })
-            });
-            let rows = rows.collect::<Result<_>>()?;
-            tables.push(Table { title, note, rows });
+        if quick {
+            for row in &mut rows {
+                row.scenario.guests = row.scenario.guests.min(20);
+                row.scenario.batches = 32;
+            }
         }
+        run_all(rows)?;
         Ok(Self {
             tables,
             crash: crash(4)?,
@@ -119,65 +111,46 @@ impl Report {
     }
 }
 
-type Plan = (&'static str, &'static str, Vec<(String, Scenario)>);
-
-fn plans() -> Vec<Plan> {
-    let by_guests = |zero, sends, memory| {
-        let rows = GUESTS.into_iter().flat_map(move |guests| {
-            WHO.into_iter().map(move |who| {
-                let mut scenario = Scenario::of(who, guests, zero);
-                (scenario.sends, scenario.host.memory) = (sends, memory);
-                (format!("{guests} guests"), scenario)
-            })
-        });
-        rows.collect()
-    };
+fn tables() -> Vec<Table> {
+    let table = |title, note, rows| Table { title, note, rows };
     let limit = Parameters::default().memory;
-    let mut mixes = Vec::new();
-    for (sends, memory) in [(false, None), (false, limit), (true, limit)] {
-        for zero in MIXES {
-            for who in WHO {
-                let mut scenario = Scenario::of(who, 100, zero);
-                (scenario.sends, scenario.host.memory) = (sends, memory);
-                let does = if sends { "send" } else { "scan" };
-                let memory = memory.map_or("unlimited DRAM", |_| "300 GB/s");
-                mixes.push((format!("{does}, {} % zero, {memory}", zero / 10), scenario));
-            }
-        }
-    }
     vec![
-        (
+        table(
             "Only scanning, DRAM without limit",
             "All pages are zero, nothing is sent: each guest wants its verdicts at once.",
             by_guests(1000, false, None),
         ),
-        (
+        table(
             "Only scanning, DRAM of 300 GB/s",
             "The same, with all processors and devices on one memory.",
             by_guests(1000, false, limit),
         ),
-        (
+        table(
             "Sending",
             "Half of the pages are zero; each guest sends the others over its part of a link of 50 GB/s, while the next batch is out.",
             by_guests(500, true, limit),
         ),
-        ("A hundred guests, by what is in their memory", "", mixes),
-        (
+        table(
+            "A hundred guests, by what is in their memory",
+            "",
+            by_content(limit),
+        ),
+        table(
             "A client without a share",
             "20 guests that send, half of their pages zero. A client without a share keeps queues full, with batches of 128 pages.",
             flooded(),
         ),
-        (
+        table(
             "A guest that takes more than others",
             "20 guests that scan, one of which has up to 512 batches out at once. Scan time: of this one; of the rest.",
             greedy(),
         ),
-        (
+        table(
             "Weights",
             "100 guests that scan, each with 16 batches out; ten of them have weight 15, the others 1. Scan time: of the ten; of the rest.",
             weights(),
         ),
-        (
+        table(
             "What it rests on",
             "100 guests, half of their pages zero, without shares; one parameter changed in each row.",
             sensitivity(),
@@ -185,41 +158,73 @@ fn plans() -> Vec<Plan> {
     ]
 }
 
-fn flooded() -> Vec<(String, Scenario)> {
-    let rows = [0, 1, 4, 8].into_iter().flat_map(|flooded| {
-        WHO.into_iter().map(move |who| {
-            let mut scenario = Scenario::of(who, 20, 500);
-            (scenario.sends, scenario.flooded) = (true, flooded);
-            (format!("{flooded} of 8 queues full"), scenario)
-        })
-    });
-    rows.collect()
+/// The same scenario with each of `who`, not run yet.
+fn rows(label: &str, who: &[Who], scenario: &Scenario) -> Vec<Row> {
+    let row = |who: &Who| Row {
+        label: label.to_owned(),
+        scenario: Scenario {
+            who: *who,
+            ..scenario.clone()
+        },
+        outcome: Outcome::default(),
+    };
+    who.iter().map(row).collect()
 }
 
-fn greedy() -> Vec<(String, Scenario)> {
-    let rows = WHO.into_iter().map(|who| {
-        let mut scenario = Scenario::of(who, 20, 1000);
-        scenario.host.memory = None;
-        scenario.batches = 2048;
-        scenario.others = Some((1, 512, Weight::NORMAL));
-        ("one with 512 batches".to_owned(), scenario)
-    });
-    rows.collect()
+fn by_guests(zero_in_1000: u64, sends: bool, memory: Option<u64>) -> Vec<Row> {
+    let of = |guests| {
+        let mut scenario = Scenario::of(Who::Processor, guests, zero_in_1000);
+        (scenario.sends, scenario.host.memory) = (sends, memory);
+        rows(&format!("{guests} guests"), &WHO, &scenario)
+    };
+    GUESTS.into_iter().flat_map(of).collect()
 }
 
-fn weights() -> Vec<(String, Scenario)> {
-    let rows = WHO.into_iter().map(|who| {
-        let mut scenario = Scenario::of(who, 100, 1000);
-        scenario.host.memory = None;
-        scenario.depth = 16;
-        scenario.weight = Weight::MIN;
-        scenario.others = Some((10, 16, Weight::MAX));
-        ("ten with weight 15".to_owned(), scenario)
-    });
-    rows.collect()
+fn by_content(limit: Option<u64>) -> Vec<Row> {
+    let mut all = Vec::new();
+    for (does, sends, memory) in [
+        ("scan", false, None),
+        ("scan", false, limit),
+        ("send", true, limit),
+    ] {
+        for zero in MIXES {
+            let mut scenario = Scenario::of(Who::Processor, 100, zero);
+            (scenario.sends, scenario.host.memory) = (sends, memory);
+            let memory = memory.map_or("unlimited DRAM", |_| "300 GB/s");
+            let label = format!("{does}, {} % zero, {memory}", zero / 10);
+            all.extend(rows(&label, &WHO, &scenario));
+        }
+    }
+    all
 }
 
-fn sensitivity() -> Vec<(String, Scenario)> {
+fn flooded() -> Vec<Row> {
+    let of = |flooded| {
+        let mut scenario = Scenario::of(Who::Processor, 20, 500);
+        (scenario.sends, scenario.flooded) = (true, flooded);
+        rows(&format!("{flooded} of 8 queues full"), &WHO, &scenario)
+    };
+    [0, 1, 4, 8].into_iter().flat_map(of).collect()
+}
+
+fn greedy() -> Vec<Row> {
+    let mut scenario = Scenario::of(Who::Processor, 20, 1000);
+    scenario.host.memory = None;
+    scenario.batches = 2048;
+    scenario.others = Some((1, 512, Weight::NORMAL));
+    rows("one with 512 batches", &WHO, &scenario)
+}
+
+fn weights() -> Vec<Row> {
+    let mut scenario = Scenario::of(Who::Processor, 100, 1000);
+    scenario.host.memory = None;
+    scenario.depth = 16;
+    scenario.weight = Weight::MIN;
+    scenario.others = Some((10, 16, Weight::MAX));
+    rows("ten with weight 15", &WHO, &scenario)
+}
+
+fn sensitivity() -> Vec<Row> {
     type Change = fn(&mut Parameters);
     let changes: [(&str, Change); 9] = [
         ("as above", |_| ()),
@@ -238,41 +243,29 @@ fn sensitivity() -> Vec<(String, Scenario)> {
             host.normal_bytes = PAGE;
         }),
     ];
-    let rows = changes.into_iter().flat_map(|(label, change)| {
-        [false, true].into_iter().flat_map(move |sends| {
-            [Who::Processor, Who::Devices].into_iter().map(move |who| {
-                let mut scenario = Scenario::of(who, 100, 500);
-                scenario.sends = sends;
-                change(&mut scenario.host);
-                let does = if sends { "send" } else { "scan" };
-                (format!("{does}, {label}"), scenario)
-            })
-        })
-    });
-    rows.collect()
-}
-
-fn shortened(mut scenario: Scenario) -> Scenario {
-    scenario.guests = scenario.guests.min(20);
-    scenario.batches = 32;
-    scenario
-}
-
-/// The outcomes of `scenarios`, in their order. Each runs on one thread, from its own seed: how many run at once does
-/// not matter to any.
-fn all(scenarios: &[Scenario]) -> Result<Vec<Outcome>> {
-    let next = Mutex::new(scenarios.iter().enumerate());
-    let outcomes = Mutex::new(vec![None; scenarios.len()]);
-    let work = || -> Result<()> {
-        loop {
-            let Some((index, scenario)) = next.lock().ok().and_then(|mut next| next.next()) else {
-                return Ok(());
-            };
-            let outcome = run(scenario)?;
-            if let Ok(mut outcomes) = outcomes.lock() {
-                outcomes[index] = Some(outcome);
-            }
+    let mut all = Vec::new();
+    for (label, change) in changes {
+        for (does, sends) in [("scan", false), ("send", true)] {
+            let mut scenario = Scenario::of(Who::Processor, 100, 500);
+            scenario.sends = sends;
+            change(&mut scenario.host);
+            let who = [Who::Processor, Who::Devices];
+            all.extend(rows(&format!("{does}, {label}"), &who, &scenario));
         }
+    }
+    all
+}
+
+/// Gives `rows` their outcomes. Each runs on one thread, from its own seed: how many run at once does not matter to
+/// any.
+fn run_all(rows: Vec<&mut Row>) -> Result<()> {
+    let next = Mutex::new(rows.into_iter());
+    let take = || next.lock().ok()?.next();
+    let work = || -> Result<()> {
+        while let Some(row) = take() {
+            row.outcome = run(&row.scenario)?;
+        }
+        Ok(())
     };
     let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get);
     thread::scope(|scope| {
@@ -282,12 +275,7 @@ fn all(scenarios: &[Scenario]) -> Result<Vec<Outcome>> {
                 .join()
                 .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
-    })?;
-    let outcomes = outcomes.into_inner().unwrap_or_default();
-    outcomes
-        .into_iter()
-        .map(|outcome| outcome.context("a scenario was not run"))
-        .collect()
+    })
 }
 
 const HEAD: &str = "# A hundred guests at once: the tables

@@ -73,8 +73,6 @@ pub(crate) struct Outcome {
     pub(crate) cpu_per_gib: f64,
     /// Milliseconds that each guest's scans took, in order.
     pub(crate) scans: Vec<f64>,
-    /// Milliseconds from each guest's beginning to its end, in order.
-    pub(crate) elapsed: Vec<f64>,
     /// Microseconds that each batch's scan took, in order.
     pub(crate) batches: Vec<f64>,
     /// Parts of all pages: judged by a device; given to one in vain.
@@ -201,7 +199,6 @@ fn summary(host: &Host, guests: &[Guest], others: usize) -> Outcome {
         cpu: fraction(cpu, SECOND),
         cpu_per_gib: fraction(cpu, SECOND) / fraction(pages * PAGE, 1 << 30),
         scans: sorted(guests.iter().map(Guest::cpu).collect(), MILLI),
-        elapsed: sorted(guests.iter().map(Guest::elapsed).collect(), MILLI),
         batches: sorted(
             guests
                 .iter()
@@ -278,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_fails_or_is_much_slower_than_the_processor_alone() {
+    fn no_guest_fails_or_is_much_slower_than_the_processor_alone() {
         for zero in [1000, 500, 100] {
             for (sends, flooded) in [(false, 0), (true, 0), (false, 8), (true, 8)] {
                 let alone = short(Who::Processor, zero, sends, flooded);

@@ -11,7 +11,8 @@ use std::{
 };
 
 use idxd::{
-    Descriptor, Kind, Limits, Mode, Operations, Record, Refusal, Submit, Submitted, opcode,
+    Capabilities, Descriptor, Kind, Limits, Mode, Operations, Record, Refusal, Submit, Submitted,
+    opcode,
 };
 
 #[derive(Debug)]
@@ -64,6 +65,7 @@ pub(super) fn shared(threshold: u32, max_batch: u32) -> Limits {
         block_on_fault: false,
         operations: Operations([u64::MAX; 4]),
         version: 0x100,
+        capabilities: Capabilities::FIRST_DSA,
         numa_node: None,
     }
 }

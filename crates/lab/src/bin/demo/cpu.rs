@@ -4,7 +4,7 @@
 //! apart exactly: a QEMU's share is its whole process less its vCPU threads.
 
 use anyhow::{Context, Result};
-use lab::{proc, qemu::Qemu};
+use lab::{cpu, qemu::Qemu};
 use serde_json::json;
 
 /// CPU seconds (user and system).
@@ -29,24 +29,25 @@ impl Cpu {
 /// Started right before a migration and read right after it.
 pub(crate) struct Meter {
     /// The source, the destination and `vamoose serve`.
-    processes: lab::cpu::Meter,
-    source: Vcpus,
-    destination: Vcpus,
+    processes: cpu::Meter,
+    source_vcpus: cpu::Meter,
+    destination_vcpus: cpu::Meter,
 }
 
 impl Meter {
     pub(crate) fn start(source: &mut Qemu, destination: &mut Qemu, server: u32) -> Result<Self> {
         Ok(Self {
-            processes: lab::cpu::Meter::start(&[source.pid(), destination.pid(), server])?,
-            source: Vcpus::of(source)?,
-            destination: Vcpus::of(destination)?,
+            processes: cpu::Meter::start(&[source.pid(), destination.pid(), server])?,
+            source_vcpus: vcpus(source)?,
+            destination_vcpus: vcpus(destination)?,
         })
     }
 
     /// `migrating`: what the process `vamoose migrate` used, which is not there any more.
     pub(crate) fn read(&self, migrating: f64) -> Result<Cpu> {
         let used = self.processes.read()?;
-        let (source, destination) = (self.source.used()?, self.destination.used()?);
+        let source: f64 = self.source_vcpus.read()?.iter().sum();
+        let destination: f64 = self.destination_vcpus.read()?.iter().sum();
         // Clock ticks of threads and processes are rounded apart.
         let rest = |whole: f64, guest: f64| (whole - guest).max(0.0);
         Ok(Cpu {
@@ -59,33 +60,10 @@ impl Meter {
 }
 
 /// The vCPU threads of one QEMU.
-struct Vcpus {
-    /// Their entries in /proc.
-    stats: Vec<String>,
-    at_start: f64,
-}
-
-impl Vcpus {
-    fn of(qemu: &mut Qemu) -> Result<Self> {
-        let pid = qemu.pid();
-        let answer = qemu.qmp.execute("query-cpus-fast", json!({}))?;
-        let cpus = answer.as_array().context("query-cpus-fast gave no list")?;
-        let stats = cpus.iter().map(|cpu| {
-            let thread = cpu["thread-id"].as_u64().context("a vCPU has no thread")?;
-            Ok(format!("/proc/{pid}/task/{thread}/stat"))
-        });
-        let stats: Vec<_> = stats.collect::<Result<_>>()?;
-        Ok(Self {
-            at_start: sum(&stats)?,
-            stats,
-        })
-    }
-
-    fn used(&self) -> Result<f64> {
-        Ok(sum(&self.stats)? - self.at_start)
-    }
-}
-
-fn sum(stats: &[String]) -> Result<f64> {
-    stats.iter().map(|path| proc::seconds_in(path)).sum()
+fn vcpus(qemu: &mut Qemu) -> Result<cpu::Meter> {
+    let answer = qemu.qmp.execute("query-cpus-fast", json!({}))?;
+    let cpus = answer.as_array().context("query-cpus-fast gave no list")?;
+    let threads = cpus.iter().map(|cpu| cpu["thread-id"].as_u64());
+    let threads: Option<Vec<_>> = threads.collect();
+    cpu::Meter::of_threads(qemu.pid(), &threads.context("a vCPU has no thread")?)
 }

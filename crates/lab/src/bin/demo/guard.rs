@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use anyhow::{Context, Result, bail};
-use rustix::fd::OwnedFd;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use lab::process::Process;
+use rustix::process::Signal;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -23,8 +23,7 @@ pub(crate) struct Guard {
 #[derive(Default)]
 struct State {
     interrupted: bool,
-    /// File descriptors, as the number of a process that has ended may be another's now.
-    processes: Vec<OwnedFd>,
+    processes: Vec<Process>,
 }
 
 impl Guard {
@@ -45,12 +44,9 @@ impl Guard {
     }
 
     /// Makes a process known that the story will wait for.
-    pub(crate) fn watch(&self, process: u32) -> Result<()> {
-        let pid = i32::try_from(process).ok().and_then(Pid::from_raw);
-        let pid = pid.context("not a process id")?;
-        let process = pidfd_open(pid, PidfdFlags::empty()).context("opening a pidfd")?;
+    pub(crate) fn watch(&self, process: &Process) -> Result<()> {
         let mut state = lock(&self.state);
-        state.processes.push(process);
+        state.processes.push(process.clone());
         if state.interrupted {
             state.interrupt();
             bail!("interrupted");
@@ -84,8 +80,7 @@ impl State {
     fn interrupt(&mut self) {
         self.interrupted = true;
         for process in &self.processes {
-            // It may have ended by itself.
-            let _ = pidfd_send_signal(process, Signal::KILL);
+            process.signal(Signal::KILL);
         }
     }
 }
@@ -97,6 +92,7 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lab::process::Child;
     use std::os::unix::process::ExitStatusExt;
 
     #[test]
@@ -104,14 +100,14 @@ mod tests {
         let guard = Guard {
             state: Arc::default(),
         };
-        let sleep = || Command::new("sleep").arg("1000").spawn().unwrap();
+        let sleep = || Child::start(Command::new("sleep").arg("1000")).unwrap();
         let mut before = sleep();
-        guard.watch(before.id()).unwrap();
+        guard.watch(before.process()).unwrap();
         assert!(!guard.interrupted());
         lock(&guard.state).interrupt();
-        assert_eq!(before.wait().unwrap().signal(), Some(9));
+        assert_eq!(before.pipes.wait().unwrap().signal(), Some(9));
         let mut after = sleep();
-        assert!(guard.watch(after.id()).is_err() && guard.interrupted());
-        assert_eq!(after.wait().unwrap().signal(), Some(9));
+        assert!(guard.watch(after.process()).is_err() && guard.interrupted());
+        assert_eq!(after.pipes.wait().unwrap().signal(), Some(9));
     }
 }

@@ -55,7 +55,7 @@ impl fmt::Display for Way {
 fn main() -> ExitCode {
     let guard = match Guard::new() {
         Ok(guard) => guard,
-        Err(error) => return failure(&error),
+        Err(error) => return lab::exit_code("demo", Err(error)),
     };
     let told = story(&guard);
     guard.sweep();
@@ -65,8 +65,7 @@ fn main() -> ExitCode {
             // What shells give for a program that SIGINT has ended.
             ExitCode::from(130)
         }
-        Err(error) => failure(&error),
-        Ok(()) => ExitCode::SUCCESS,
+        told => lab::exit_code("\ndemo", told),
     }
 }
 
@@ -96,7 +95,7 @@ fn story(guard: &Guard) -> Result<()> {
     }
 
     step(5, "Compare");
-    screen::table(&runs, stage.describe_measuring());
+    screen::table(&runs, stage.network.describe_measuring());
     conclude(&runs);
     Ok(())
 }
@@ -111,9 +110,4 @@ fn conclude(runs: &[Run]) {
         moves.count(),
         longest.unwrap_or_default().as_millis(),
     ));
-}
-
-fn failure(error: &anyhow::Error) -> ExitCode {
-    eprintln!("\ndemo: {error:#}");
-    ExitCode::FAILURE
 }

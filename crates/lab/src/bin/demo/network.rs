@@ -11,81 +11,72 @@ use lab::qemu::Builder;
 /// Bits per second in each direction.
 const RATE: u64 = 1_000_000_000;
 
-pub(crate) enum Network {
-    Link(Link),
-    /// And why there is no link.
-    Loopback(String),
-}
+pub(crate) struct Network(
+    /// Or why there is none, and both hosts are this one.
+    Result<Link, String>,
+);
 
-/// One of the two hosts.
+/// One of the two hosts: a namespace, or this one.
 #[derive(Clone, Copy)]
-pub(crate) enum Host<'a> {
-    Namespace(&'a Namespace),
-    ThisOne,
-}
+pub(crate) struct Host<'a>(Option<&'a Namespace>);
 
 impl Network {
     pub(crate) fn new() -> Self {
-        match net::available().and_then(|()| Link::new(Some(RATE))) {
-            Ok(link) => Self::Link(link),
-            Err(error) => Self::Loopback(format!("{error:#}")),
-        }
+        let link = net::available().and_then(|()| Link::new(Some(RATE)));
+        Self(link.map_err(|error| format!("{error:#}")))
     }
 
     pub(crate) fn describe(&self) -> String {
-        match self {
-            Self::Link(_) => "two network namespaces, joined by a link of 1 Gbit/s".to_owned(),
-            Self::Loopback(reason) => format!(
+        match &self.0 {
+            Ok(_) => "two network namespaces, joined by a link of 1 Gbit/s".to_owned(),
+            Err(reason) => format!(
                 "LOOPBACK, as fast as the CPU can, as there is no link: {reason}\n\
                  NOTE: total times say little about a real network, and the bytes are those that were reported"
             ),
         }
     }
 
-    pub(crate) fn source(&self) -> Host<'_> {
-        match self {
-            Self::Link(link) => Host::Namespace(&link.source),
-            Self::Loopback(_) => Host::ThisOne,
+    /// What `bytes on the link` means here.
+    pub(crate) fn describe_measuring(&self) -> &'static str {
+        match self.0 {
+            Ok(_) => "counted by the source's network device, with all headers",
+            Err(_) => "as reported (loopback cannot tell; before QEMU 9 stock does not know)",
         }
+    }
+
+    pub(crate) fn source(&self) -> Host<'_> {
+        Host(self.0.as_ref().ok().map(|link| &link.source))
     }
 
     pub(crate) fn destination(&self) -> Host<'_> {
-        match self {
-            Self::Link(link) => Host::Namespace(&link.destination),
-            Self::Loopback(_) => Host::ThisOne,
-        }
+        Host(self.0.as_ref().ok().map(|link| &link.destination))
     }
 
-    /// Bytes that the source has sent over the link so far. Loopback is everybody's: there is no telling.
+    /// Bytes that the source has sent over the link so far. Loopback is shared with other programs: there is no telling.
     pub(crate) fn sent(&self) -> Result<Option<u64>> {
-        match self {
-            Self::Link(link) => Ok(Some(link.source.traffic()?.sent)),
-            Self::Loopback(_) => Ok(None),
-        }
+        let traffic = self.source().0.map(Namespace::traffic).transpose()?;
+        Ok(traffic.map(|traffic| traffic.sent))
     }
 }
 
 impl Host<'_> {
     pub(crate) fn address(self) -> Ipv4Addr {
-        match self {
-            Self::Namespace(namespace) => namespace.address(),
-            Self::ThisOne => Ipv4Addr::LOCALHOST,
-        }
+        self.0.map_or(Ipv4Addr::LOCALHOST, Namespace::address)
     }
 
     /// A command that runs on this host; its process is the program itself.
     pub(crate) fn command(self, program: &Path) -> Command {
-        match self {
-            Self::Namespace(namespace) => namespace.command(program),
-            Self::ThisOne => Command::new(program),
+        match self.0 {
+            Some(namespace) => namespace.command(program),
+            None => Command::new(program),
         }
     }
 
     /// The machine, on this host.
     pub(crate) fn place(self, machine: Builder) -> Builder {
-        match self {
-            Self::Namespace(namespace) => machine.namespace(namespace.name()),
-            Self::ThisOne => machine,
+        match self.0 {
+            Some(namespace) => machine.namespace(namespace.name()),
+            None => machine,
         }
     }
 }

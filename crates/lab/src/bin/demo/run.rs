@@ -1,14 +1,12 @@
 //! One migration of a freshly booted guest, and everything that is measured of it.
 
 use std::fs;
-use std::process::{Child, Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use lab::guest::Guest;
-use lab::proc;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use lab::process::Child;
 use serde_json::{Value, json};
 
 use crate::Way;
@@ -53,10 +51,10 @@ struct Reported {
 impl Stage<'_> {
     /// Boots a guest, moves it and follows it until it has verified all of its memory at its new place.
     pub(crate) fn run(&self, way: Way) -> Result<Run> {
-        self.run_inner(way).with_context(|| way.to_string())
+        self.try_run(way).with_context(|| way.to_string())
     }
 
-    fn run_inner(&self, way: Way) -> Result<Run> {
+    fn try_run(&self, way: Way) -> Result<Run> {
         let (mut source, mut destination) = self.boot(way)?;
         let meter = Meter::start(&mut source.qemu, &mut destination.qemu, self.server.pid())?;
         let sent_before = self.network.sent()?;
@@ -103,7 +101,7 @@ impl Stage<'_> {
     fn boot(&self, way: Way) -> Result<(Guest, Guest)> {
         let start = Instant::now();
         let source = Guest::start(&self.network.source().place(self.machine()))?;
-        self.guard.watch(source.qemu.pid())?;
+        self.guard.watch(source.qemu.process())?;
         // Vamoose continues the guest itself, once the source has stopped for good.
         let waiting = match way {
             Way::Vamoose(_) => self.machine().incoming().paused(),
@@ -111,7 +109,7 @@ impl Stage<'_> {
         };
         let waiting = self.network.destination().place(waiting.preallocate());
         let destination = Guest::start(&waiting)?;
-        self.guard.watch(destination.qemu.pid())?;
+        self.guard.watch(destination.qemu.process())?;
         source.wait_ready(LIMIT)?;
         source.wait_ticks(5, LIMIT)?;
         note(format!(
@@ -129,33 +127,24 @@ impl Stage<'_> {
             .context("linking the destination's monitor")?;
         let report = self.monitors.path().join(format!("{name}.json"));
 
-        let options = [
-            "--to",
-            &self.to,
-            "--name",
-            &name,
-            "--method",
-            method,
-            "--channels",
-            &CHANNELS.to_string(),
-            "--downtime-limit",
-            &DOWNTIME_LIMIT.to_string(),
-        ];
-        note(format!(
-            "$ vamoose migrate --qmp SOCKET {}",
-            options.join(" ")
-        ));
+        let options = format!(
+            "--to {} --name {name} --method {method} --channels {CHANNELS} --downtime-limit {DOWNTIME_LIMIT}",
+            self.to
+        );
+        note(format!("$ vamoose migrate --qmp SOCKET {options}"));
         let mut command = self.network.source().command(&self.vamoose);
         command.args(["migrate", "--qmp"]);
-        command.arg(source.qemu.qmp_socket()).args(options);
+        command.arg(source.qemu.qmp_socket());
+        command.args(options.split(' '));
         command
             .arg("--state-dir")
             .arg(self.state.path().join("here"));
-        let mut migrating = Process::start(command.arg("--json").arg(&report))?;
-        self.guard.watch(migrating.0.id())?;
-        let cpu = migrating
-            .succeed(LIMIT)
-            .with_context(|| format!("vamoose serve says:\n{}", self.server.stderr()))?;
+        command.arg("--json").arg(&report).stdin(Stdio::null());
+        let mut migrating = Child::start(&mut command)?;
+        self.guard.watch(migrating.process())?;
+        let said = || format!("vamoose serve says:\n{}", self.server.stderr());
+        let (status, cpu) = migrating.finish(LIMIT).with_context(said)?;
+        ensure!(status.success(), "vamoose migrate: {status}; {}", said());
 
         let text = fs::read(&report).context("reading the report")?;
         let report: Value = serde_json::from_slice(&text).context("the report is not JSON")?;
@@ -226,41 +215,6 @@ fn fates(source: &mut Guest, destination: &mut Guest) -> String {
 }
 
 fn number(value: &Value, name: &str) -> Result<u64> {
-    value
-        .as_u64()
-        .with_context(|| format!("no {name} reported"))
-}
-
-/// A child that shares this terminal. Killed on drop.
-struct Process(Child);
-
-impl Process {
-    fn start(command: &mut Command) -> Result<Self> {
-        let child = command.stdin(Stdio::null()).spawn();
-        child
-            .map(Self)
-            .with_context(|| format!("starting {command:?}"))
-    }
-
-    /// Waits for its successful end and gives the CPU seconds that it used.
-    fn succeed(&mut self, within: Duration) -> Result<f64> {
-        let end = pidfd_open(Pid::from_child(&self.0), PidfdFlags::empty())?;
-        let timeout = Timespec::try_from(within)?;
-        if poll(&mut [PollFd::new(&end, PollFlags::IN)], Some(&timeout))? == 0 {
-            bail!("vamoose migrate still runs after {within:?}");
-        }
-        // Before it is reaped.
-        let used = proc::cpu_seconds(self.0.id())?;
-        let status = self.0.wait()?;
-        ensure!(status.success(), "vamoose migrate failed ({status})");
-        Ok(used)
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+    let number = value.as_u64();
+    number.with_context(|| format!("no {name} reported"))
 }

@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use lab::guest::{Image, Load};
 use lab::qemu::{self, Binary, Builder};
-use lab::vamoose::{Vamoose, state_dir};
+use lab::vamoose::{Vamoose, program, state_dir};
 use tempfile::TempDir;
 
 use crate::guard::Guard;
@@ -45,7 +45,9 @@ pub(crate) struct Stage<'a> {
 
 impl<'a> Stage<'a> {
     pub(crate) fn set(guard: &'a Guard) -> Result<Self> {
-        let vamoose = find_vamoose()?;
+        // Beside this program, unless $VAMOOSE says otherwise.
+        let vamoose = std::env::var_os("VAMOOSE").map(PathBuf::from);
+        let vamoose = program(vamoose.as_deref(), "vamoose")?;
         let binary = qemu::available().last().cloned();
         let binary = binary.context("there is no QEMU here: run scripts/setup qemu")?;
         note(format!(
@@ -73,7 +75,7 @@ impl<'a> Stage<'a> {
         command.arg("--qmp-dir").arg(monitors.path());
         command.arg("--state-dir").arg(state.path().join("there"));
         let server = Vamoose::start(&mut command)?;
-        guard.watch(server.pid())?;
+        guard.watch(server.process())?;
         let to = server.wait_for("taking migrations on ", Duration::from_secs(20))?;
         note(format!(
             "on the destination host: vamoose serve --listen {to} --qmp-dir DIR"
@@ -95,31 +97,4 @@ impl<'a> Stage<'a> {
     pub(crate) fn machine(&self) -> Builder {
         self.image.machine(&self.binary, RAM, &LOAD)
     }
-
-    /// What `bytes on the link` means here.
-    pub(crate) fn describe_measuring(&self) -> &'static str {
-        match self.network {
-            Network::Link(_) => "counted by the source's network device, with all headers",
-            Network::Loopback(_) => {
-                "as reported (loopback cannot tell; before QEMU 9 stock does not know)"
-            }
-        }
-    }
-}
-
-/// Beside this program, where cargo puts all of a workspace, unless $VAMOOSE says otherwise.
-fn find_vamoose() -> Result<PathBuf> {
-    let path = match std::env::var_os("VAMOOSE") {
-        Some(path) => PathBuf::from(path),
-        None => std::env::current_exe()
-            .context("cannot tell where this program is")?
-            .with_file_name("vamoose"),
-    };
-    if !path.is_file() {
-        bail!(
-            "there is no {}: run `make demo`, or `cargo build --release -p vamoose`, or set VAMOOSE to the program",
-            path.display()
-        );
-    }
-    Ok(path)
 }

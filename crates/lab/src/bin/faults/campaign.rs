@@ -5,17 +5,19 @@ use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
+use clap::builder::PossibleValue;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::fault::{Fault, Kind};
 use crate::live;
 use crate::options::{Engine, Options};
-use crate::program::Program;
 use crate::qemu;
-use crate::report::{Report, Trouble, Violation};
+use crate::report::{Report, Trouble};
+use crate::sandbox;
 use crate::table::Tally;
 
 /// Everything that the jobs share.
@@ -38,13 +40,6 @@ struct State {
     tally: Tally,
     /// The first experiment that could not be made.
     failure: Option<anyhow::Error>,
-}
-
-/// An experiment that is being made.
-struct Begun {
-    number: u64,
-    plan: String,
-    kinds: Vec<Kind>,
 }
 
 /// Makes the experiments that `options` ask for, and prints what they have shown.
@@ -70,12 +65,16 @@ impl<'a> Campaign<'a> {
         println!("seed {}", options.seed);
         let qemu = match options.engine {
             Engine::Live => None,
-            Engine::Qemu | Engine::Both => Some(qemu_setting(options)?),
+            Engine::Qemu | Engine::Both => qemu_setting(options)?,
         };
         let live = match options.engine {
             Engine::Qemu => None,
-            Engine::Live | Engine::Both => Some(live_setting(options)?),
+            Engine::Live | Engine::Both => live_setting(options)?,
         };
+        ensure!(
+            qemu.is_some() || live.is_some(),
+            "no fault of this engine is called so"
+        );
         Ok(Self {
             options,
             qemu,
@@ -91,60 +90,67 @@ impl<'a> Campaign<'a> {
 
     /// One job: one experiment after the other.
     fn work(&self) {
+        let seed = self.options.seed;
         let mut bench = self.qemu.as_ref().map(qemu::Bench::new);
         while let Some(number) = self.next_experiment() {
-            match (&self.qemu, &mut bench, &self.live) {
+            match (&mut bench, &self.live) {
                 // With both engines each has its turn.
-                (qemu, _, Some(live)) if qemu.is_none() || number % 2 == 1 => {
-                    let Some(plan) = live.plan(self.options.seed, number) else {
-                        return;
-                    };
-                    let begun = self.begins(number, &plan, &plan.faults);
-                    self.ends(&begun, live.experiment(&plan));
+                (Some(bench), live) if live.is_none() || number % 2 == 0 => {
+                    let plan = bench.plan(seed, number);
+                    self.experiment(number, &plan, &plan.faults, || bench.experiment(&plan));
                 }
-                (Some(qemu), Some(bench), _) => {
-                    let Some(plan) = qemu.plan(self.options.seed, number) else {
-                        return;
-                    };
-                    let begun = self.begins(number, &plan, &plan.faults);
-                    self.ends(&begun, bench.experiment(&plan));
+                (_, Some(live)) => {
+                    let plan = live.plan(seed, number);
+                    self.experiment(number, &plan, &plan.faults, || live.experiment(&plan));
                 }
-                _ => return,
+                (_, None) => return,
             }
         }
     }
 
-    fn begins(&self, number: u64, plan: &impl Display, faults: &[Fault]) -> Begun {
+    fn experiment(
+        &self,
+        number: u64,
+        plan: &impl Display,
+        faults: &[Fault],
+        make: impl FnOnce() -> Result<Report, Trouble>,
+    ) {
         self.faults.fetch_add(faults.len() as u64, Ordering::SeqCst);
-        Begun {
-            number,
-            plan: plan.to_string(),
-            kinds: faults.iter().map(|fault| fault.kind).collect(),
-        }
-    }
-
-    fn ends(&self, begun: &Begun, result: Result<Report, Trouble>) {
-        match result {
+        match make() {
             _ if self.interrupted.load(Ordering::SeqCst) => {}
             Ok(report) => {
                 let mut state = self.lock();
                 state.tally.add(&report);
                 self.show_progress(state.tally.experiments);
                 if self.options.experiment.is_some() {
-                    println!("{}: {}\n{report:?}", begun.number, begun.plan);
+                    println!("{number}: {plan}\n{report:?}");
                 }
             }
-            Err(Trouble::Violation(violation)) => self.violated(begun, &violation),
-            Err(Trouble::Experiment(error)) => self.failed(begun, error),
+            Err(Trouble::Violation { kind, what, story }) => {
+                let mut state = self.lock();
+                // The others may have run into the same, and one story is enough.
+                if !state.tally.has_violations() || self.options.keep_going {
+                    println!("\nBROKEN: {kind}: {what}");
+                    println!("experiment: {}", self.command(number));
+                    println!("plan: {plan}\n{}\n", story.join("\n"));
+                }
+                state.tally.add_violation(faults, kind, number);
+                if !self.options.keep_going {
+                    self.stop.store(true, Ordering::SeqCst);
+                }
+            }
+            Err(Trouble::Experiment(error)) => {
+                self.stop.store(true, Ordering::SeqCst);
+                let context = format!("experiment {number} could not be made: {plan}");
+                self.lock().failure.get_or_insert(error.context(context));
+            }
         }
     }
 
     fn next_experiment(&self) -> Option<u64> {
+        let minutes = self.options.minutes.unwrap_or(u64::MAX);
         let enough = self.faults.load(Ordering::SeqCst) >= self.options.faults()
-            || self
-                .options
-                .minutes
-                .is_some_and(|minutes| self.begin.elapsed() >= Duration::from_secs(60 * minutes))
+            || self.begin.elapsed().as_secs() / 60 >= minutes
             || self.stop.load(Ordering::SeqCst)
             || self.interrupted.load(Ordering::SeqCst);
         let number = self.next.fetch_add(1, Ordering::SeqCst);
@@ -161,26 +167,12 @@ impl<'a> Campaign<'a> {
         }
     }
 
-    fn violated(&self, begun: &Begun, violation: &Violation) {
-        let mut state = self.lock();
-        // The others may have run into the same, and one story is enough.
-        if !state.tally.has_violations() || self.options.keep_going {
-            println!("\nBROKEN: {}: {}", violation.kind, violation.what);
-            println!("experiment: {}", self.command(begun.number));
-            println!("plan: {}\n{}\n", begun.plan, violation.story.join("\n"));
-        }
-        state
-            .tally
-            .add_violation(&begun.kinds, violation.kind, begun.number);
-        if !self.options.keep_going {
-            self.stop.store(true, Ordering::SeqCst);
-        }
-    }
-
     /// How to make an experiment again.
     fn command(&self, number: u64) -> String {
         let options = self.options;
-        let mut command = format!("faults --seed {} --engine {}", options.seed, options.engine);
+        let engine = options.engine.to_possible_value();
+        let engine = engine.as_ref().map_or("", PossibleValue::get_name);
+        let mut command = format!("faults --seed {} --engine {engine}", options.seed);
         for only in &options.only {
             command += &format!(" --only '{only}'");
         }
@@ -191,15 +183,6 @@ impl<'a> Campaign<'a> {
             command += " --short";
         }
         format!("{command} --experiment {number}")
-    }
-
-    fn failed(&self, begun: &Begun, error: anyhow::Error) {
-        self.stop.store(true, Ordering::SeqCst);
-        let context = format!(
-            "experiment {} could not be made: {}",
-            begun.number, begun.plan
-        );
-        self.lock().failure.get_or_insert(error.context(context));
     }
 
     fn conclude(self) -> Result<()> {
@@ -229,7 +212,12 @@ impl<'a> Campaign<'a> {
     }
 }
 
-fn qemu_setting(options: &Options) -> Result<qemu::Setting> {
+/// What the engine needs, if there is a fault to draw from.
+fn qemu_setting(options: &Options) -> Result<Option<qemu::Setting>> {
+    let kinds = wanted(options, &qemu::KINDS);
+    if kinds.is_empty() {
+        return Ok(None);
+    }
     let mut binaries = lab::qemu::available().to_vec();
     if let Some(versions) = &options.versions {
         binaries.retain(|binary| {
@@ -245,22 +233,28 @@ fn qemu_setting(options: &Options) -> Result<qemu::Setting> {
         .map(|binary| binary.version.to_string())
         .collect();
     println!("QEMU {}", versions.join(", "));
-    let program = Program::at(&options.vamoose()?)?;
-    let kinds = qemu::kinds().filter(|kind| is_wanted(options, *kind, program.checks()));
-    let kinds: Vec<_> = kinds.collect();
-    qemu::Setting::new(program, &binaries, &kinds, options.short)
+    qemu::Setting::new(options.vamoose()?, binaries, kinds, options.short).map(Some)
 }
 
-fn live_setting(options: &Options) -> Result<live::Setting> {
-    let kinds = live::kinds().filter(|kind| is_wanted(options, *kind, false));
-    live::Setting::new(&options.vmm()?, &kinds.collect::<Vec<_>>())
-}
-
-/// All kinds, or those that were named. Bits are flipped where that is noticed, or where that is asked for.
-fn is_wanted(options: &Options, kind: Kind, checks: bool) -> bool {
-    if options.only.is_empty() {
-        return kind != Kind::Flip || checks;
+fn live_setting(options: &Options) -> Result<Option<live::Setting>> {
+    let kinds = wanted(options, &live::KINDS);
+    if kinds.is_empty() {
+        return Ok(None);
     }
-    let mut only = options.only.iter();
-    only.any(|only| kind.name().contains(only.as_str()))
+    live::Setting::new(options.vmm()?, kinds).map(Some)
+}
+
+/// All kinds, or those that were named. Bits are flipped only where that is asked for: nothing detects them. Disks are
+/// full only where there are namespaces.
+fn wanted(options: &Options, kinds: &[(u64, Kind)]) -> Vec<(u64, Kind)> {
+    let is_wanted = |kind: Kind| match kind {
+        Kind::DiskFull(_) if !sandbox::is_inside() => false,
+        _ if options.only.is_empty() => kind != Kind::Flip,
+        _ => {
+            let mut only = options.only.iter();
+            only.any(|only| kind.to_string().contains(only))
+        }
+    };
+    let kinds = kinds.iter().filter(|(_, kind)| is_wanted(*kind));
+    kinds.copied().collect()
 }

@@ -1,42 +1,31 @@
 //! What a command that has ended says about the guest.
 
-use std::fmt;
-
 use serde_json::Value;
+use thiserror::Error;
 
 use lab::vamoose::Ended;
 
 /// Where a command says the guest is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub(crate) enum Claim {
     /// It runs at the destination (or is there, if it was paused): the command succeeded.
+    #[error("moved")]
     Moved,
-    /// It stays at the source.
+    #[error("stays at the source")]
     Source,
     /// An earlier attempt has moved it to where the command says.
+    #[error("was moved before")]
     Elsewhere,
-    /// The command cannot tell.
+    #[error("in doubt")]
     InDoubt,
     /// It has ended.
+    #[error("lost")]
     Lost,
     /// The command failed without a word about the guest.
+    #[error("nothing about the guest")]
     Silent,
-    /// The command was killed.
+    #[error("nothing, it was killed")]
     Killed,
-}
-
-impl fmt::Display for Claim {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Moved => "moved",
-            Self::Source => "stays at the source",
-            Self::Elsewhere => "was moved before",
-            Self::InDoubt => "in doubt",
-            Self::Lost => "lost",
-            Self::Silent => "nothing about the guest",
-            Self::Killed => "nothing, it was killed",
-        })
-    }
 }
 
 impl Claim {

@@ -1,23 +1,19 @@
 //! Disks for journals, which can be full.
 
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
+use lab::run;
 use tempfile::TempDir;
 
 use crate::sandbox;
 
 /// The folder of a journal: a file system of its own, where that can be had, so that it can be full.
 #[derive(Clone)]
-pub(crate) struct Disk(Arc<Folder>);
-
-struct Folder {
-    dir: TempDir,
-    own: bool,
-}
+pub(crate) struct Disk(Arc<TempDir>);
 
 /// Room for the journals of all experiments, and filled in no time.
 const SIZE: &str = "16M";
@@ -26,28 +22,28 @@ const FILLING: &str = "filling";
 impl Disk {
     pub(crate) fn new() -> Result<Self> {
         let dir = TempDir::new().context("creating a folder for a journal")?;
-        let own = sandbox::is_inside();
-        if own {
+        if sandbox::is_inside() {
+            // It goes with the namespace.
             let options = format!("size={SIZE},mode=700");
             let mut mount = Command::new("mount");
             mount.args(["-t", "tmpfs", "-o", &options, "faults"]);
             run(mount.arg(dir.path()))?;
         }
-        Ok(Self(Arc::new(Folder { dir, own })))
+        Ok(Self(Arc::new(dir)))
     }
 
     pub(crate) fn path(&self) -> &Path {
-        self.0.dir.path()
+        self.0.path()
     }
 
     /// Takes all room but for `pages` pages. Without a file system of its own it stays as it is.
     pub(crate) fn fill(&self, pages: u64) -> Result<()> {
-        if !self.0.own {
+        if !sandbox::is_inside() {
             return Ok(());
         }
         let stat = rustix::fs::statvfs(self.path()).context("asking for the room on a disk")?;
         let bytes = stat.f_bavail.saturating_sub(pages) * stat.f_frsize;
-        let file = File::create(self.filling()).context("filling a disk")?;
+        let file = File::create(self.path().join(FILLING)).context("filling a disk")?;
         let flags = rustix::fs::FallocateFlags::empty();
         if bytes > 0 {
             rustix::fs::fallocate(&file, flags, 0, bytes).context("filling a disk")?;
@@ -58,35 +54,6 @@ impl Disk {
     /// Makes the room free again.
     pub(crate) fn free(&self) {
         // It may be free.
-        let _ = fs::remove_file(self.filling());
+        let _ = fs::remove_file(self.path().join(FILLING));
     }
-
-    fn filling(&self) -> PathBuf {
-        self.path().join(FILLING)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        if self.own {
-            // Else it goes with the namespace.
-            let _ = Command::new("umount")
-                .arg("-l")
-                .arg(self.dir.path())
-                .status();
-        }
-    }
-}
-
-fn run(command: &mut Command) -> Result<()> {
-    let output = command
-        .output()
-        .with_context(|| format!("running {command:?}"))?;
-    if !output.status.success() {
-        bail!(
-            "{command:?}: {}",
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
-    }
-    Ok(())
 }

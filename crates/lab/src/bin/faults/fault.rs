@@ -3,19 +3,15 @@
 use std::fmt;
 use std::time::Duration;
 
+use crate::proxy::Point;
 use crate::random::Random;
 
 /// A fault of one kind.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
-    KillSource,
-    KillDestination,
-    KillMigrate,
-    KillServe,
-    FreezeSource,
-    FreezeDestination,
-    FreezeMigrate,
-    FreezeServe,
+    Kill(Role),
+    /// By SIGSTOP.
+    Freeze(Role),
     Interrupt,
     Cut,
     Reset,
@@ -25,50 +21,25 @@ pub(crate) enum Kind {
     Delay,
     Duplicate,
     Flip,
-    DiskFullSource,
-    DiskFullDestination,
-    FilesMigrate,
-    FilesServe,
-    FilesSource,
-    FilesDestination,
+    /// The disk with the journal of a host.
+    DiskFull(Role),
+    /// No more file descriptors.
+    Files(Role),
     RestartDestination,
     SameAgain,
     OtherHost,
 }
 
-impl Kind {
-    /// As the table has it.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::KillSource => "kill source",
-            Self::KillDestination => "kill destination",
-            Self::KillMigrate => "kill migrate",
-            Self::KillServe => "kill serve",
-            Self::FreezeSource => "stop source",
-            Self::FreezeDestination => "stop destination",
-            Self::FreezeMigrate => "stop migrate",
-            Self::FreezeServe => "stop serve",
-            Self::Interrupt => "cancel",
-            Self::Cut => "cut (FIN)",
-            Self::Reset => "cut (RST)",
-            Self::Silence => "silence",
-            Self::BlackHole => "black hole",
-            Self::Refuse => "refuse",
-            Self::Delay => "delay",
-            Self::Duplicate => "duplicate",
-            Self::Flip => "flipped bit",
-            Self::DiskFullSource => "disk full, source",
-            Self::DiskFullDestination => "disk full, dest.",
-            Self::FilesMigrate => "no files, migrate",
-            Self::FilesServe => "no files, serve",
-            Self::FilesSource => "no files, source",
-            Self::FilesDestination => "no files, dest.",
-            Self::RestartDestination => "another destination",
-            Self::SameAgain => "same command twice",
-            Self::OtherHost => "two destinations",
-        }
-    }
+/// A process that takes part in a migration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Role {
+    Source,
+    Destination,
+    Migrate,
+    Serve,
+}
 
+impl Kind {
     /// Whether it harms the link between the hosts.
     pub(crate) fn is_of_link(self) -> bool {
         matches!(
@@ -88,18 +59,11 @@ impl Kind {
         !matches!(self, Self::Interrupt | Self::SameAgain | Self::OtherHost)
     }
 
-    /// Whether it needs a disk that can be full.
-    pub(crate) fn is_of_disk(self) -> bool {
-        matches!(self, Self::DiskFullSource | Self::DiskFullDestination)
-    }
-
     /// Whether it is over as soon as it is done, so that there is nothing to repair.
     fn is_instant(self) -> bool {
         matches!(
             self,
-            Self::KillSource
-                | Self::KillDestination
-                | Self::KillMigrate
+            Self::Kill(Role::Source | Role::Destination | Role::Migrate)
                 | Self::Interrupt
                 | Self::Cut
                 | Self::Reset
@@ -111,26 +75,58 @@ impl Kind {
     }
 }
 
+/// As the table has it.
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match self {
+            Self::Kill(role) => format!("kill {role}"),
+            Self::Freeze(role) => format!("stop {role}"),
+            Self::DiskFull(role) => format!("disk full, {role}"),
+            Self::Files(role) => format!("no files, {role}"),
+            Self::Interrupt => "cancel".to_owned(),
+            Self::Cut => "cut (FIN)".to_owned(),
+            Self::Reset => "cut (RST)".to_owned(),
+            Self::Silence => "silence".to_owned(),
+            Self::BlackHole => "black hole".to_owned(),
+            Self::Refuse => "refuse".to_owned(),
+            Self::Delay => "delay".to_owned(),
+            Self::Duplicate => "duplicate".to_owned(),
+            Self::Flip => "flipped bit".to_owned(),
+            Self::RestartDestination => "another destination".to_owned(),
+            Self::SameAgain => "same command twice".to_owned(),
+            Self::OtherHost => "two destinations".to_owned(),
+        };
+        f.pad(&name)
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Source => "source",
+            Self::Destination => "destination",
+            Self::Migrate => "migrate",
+            Self::Serve => "serve",
+        })
+    }
+}
+
 /// When a fault strikes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Moment {
     /// After this part of the time that a migration takes undisturbed, in thousandths.
     Time(u64),
-    /// When so many bytes of pages have gone to the destination.
-    Bytes(u64),
-    /// When a message of the control connection has come and has not been passed on.
-    Before(&'static str),
-    /// When it has been passed on.
-    After(&'static str),
+    /// When this passes the link.
+    At(Point),
 }
 
 impl fmt::Display for Moment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Time(part) => write!(f, "after {}.{} % of the time", part / 10, part % 10),
-            Self::Bytes(bytes) => write!(f, "after {bytes} bytes of pages"),
-            Self::Before(word) => write!(f, "before `{word}`"),
-            Self::After(word) => write!(f, "after `{word}`"),
+            Self::At(Point::Bytes(bytes)) => write!(f, "after {bytes} bytes of pages"),
+            Self::At(Point::Before(word)) => write!(f, "before `{word}`"),
+            Self::At(Point::After(word)) => write!(f, "after `{word}`"),
         }
     }
 }
@@ -148,7 +144,7 @@ pub(crate) struct Fault {
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.kind.name(), self.moment)?;
+        write!(f, "{} {}", self.kind, self.moment)?;
         if let Some(lasts) = self.lasts {
             write!(f, " for {lasts:?}")?;
         }
@@ -156,30 +152,89 @@ impl fmt::Display for Fault {
     }
 }
 
-impl Fault {
-    /// Draws one of `kinds`, with moments among the messages in `words` and `bytes` of pages.
-    pub(crate) fn draw(
-        random: &mut Random,
-        kinds: &[(u64, Kind)],
-        words: &[&'static str],
-        bytes: u64,
-    ) -> Self {
-        let kind = random.weighted(kinds);
+/// What the faults of an experiment are drawn from.
+#[derive(Clone, Debug)]
+pub(crate) struct Choices {
+    /// The messages of a migration without faults.
+    words: Vec<&'static str>,
+    /// Each with how often it is drawn, of all.
+    kinds: Vec<(u64, Kind)>,
+    /// Fewer than the bytes of pages that are sent.
+    bytes: u64,
+    /// How many of a hundred experiments have two faults.
+    two: u64,
+}
+
+/// Messages at which faults strike, if a migration has them.
+const WORDS: [&str; 14] = [
+    "request:hello",
+    "request:prepare",
+    "request:state",
+    "request:commit",
+    "request:settled",
+    "answer:accepted",
+    "answer:preparing",
+    "answer:prepared",
+    "answer:synced",
+    "answer:loaded",
+    "answer:receiving",
+    "answer:starting",
+    "answer:running",
+    "answer:unclear",
+];
+/// Messages that only a migration in trouble has.
+const AFTER_A_FAULT: [&str; 2] = ["request:abort", "answer:aborted"];
+
+impl Choices {
+    /// With all messages that a migration may have.
+    pub(crate) fn new(kinds: Vec<(u64, Kind)>, bytes: u64, two: u64) -> Self {
+        Self {
+            words: WORDS.to_vec(),
+            kinds,
+            bytes,
+            two,
+        }
+    }
+
+    /// Only with the messages of a migration that has been seen.
+    pub(crate) fn keep(&mut self, words: &[String]) {
+        self.words
+            .retain(|known| words.iter().any(|word| word == known));
+    }
+
+    /// Draws the faults of an experiment.
+    pub(crate) fn draw(&self, random: &mut Random) -> Vec<Fault> {
+        let mut faults = vec![self.draw_one(random, &self.words)];
+        if random.percent(self.two) {
+            let words = [&self.words[..], &AFTER_A_FAULT].concat();
+            faults.push(self.draw_one(random, &words));
+        }
+        faults
+    }
+
+    fn draw_one(&self, random: &mut Random, words: &[&'static str]) -> Fault {
+        let kind = random.weighted(&self.kinds);
         let word = random.choose(words);
         let moment = match random.below(10) {
-            0..3 => Moment::Before(word),
-            3..6 => Moment::After(word),
-            6..8 => Moment::Bytes(random.below(bytes)),
+            0..3 => Moment::At(Point::Before(word)),
+            3..6 => Moment::At(Point::After(word)),
+            6..8 => Moment::At(Point::Bytes(random.below(self.bytes))),
             _ => Moment::Time(random.below(1100)),
         };
         let lasts = draw_time(random);
-        Self {
+        Fault {
             kind,
             moment,
             lasts: (!kind.is_instant()).then_some(lasts),
             detail: random.below(1 << 16),
         }
     }
+}
+
+/// The faults of a plan, in words.
+pub(crate) fn list(faults: &[Fault]) -> String {
+    let faults: Vec<_> = faults.iter().map(Fault::to_string).collect();
+    faults.join("; ")
 }
 
 /// Mostly short; now and then longer than a timeout.
@@ -199,13 +254,13 @@ mod tests {
 
     #[test]
     fn faults_are_drawn_again_from_the_same_seed() {
-        let draw = |number| {
-            let mut random = Random::of_experiment(3, number);
-            let kinds = [(1, Kind::KillSource), (1, Kind::Silence)];
-            Fault::draw(&mut random, &kinds, &["request:commit"], 1000).to_string()
-        };
-        assert_eq!(draw(1), draw(1));
-        let all: std::collections::BTreeSet<_> = (0..50).map(draw).collect();
+        let kinds = vec![(1, Kind::Kill(Role::Source)), (1, Kind::Silence)];
+        let mut choices = Choices::new(kinds, 1000, 25);
+        choices.keep(&["request:commit".to_owned(), "unknown".to_owned()]);
+        let draw = |number| choices.draw(&mut Random::of_experiment(3, number));
+        let first = |number| draw(number)[0].to_string();
+        assert_eq!(first(1), first(1));
+        let all: std::collections::BTreeSet<_> = (0..50).map(first).collect();
         assert!(all.len() > 20);
         assert!(
             all.iter()
@@ -215,5 +270,7 @@ mod tests {
             !all.iter()
                 .any(|fault| fault.starts_with("kill") && fault.contains(" for "))
         );
+        let two = (0..100).filter(|number| draw(*number).len() == 2);
+        assert!((10..40).contains(&two.count()));
     }
 }

@@ -1,24 +1,23 @@
 //! Does the harm, and undoes it: from the threads of the link at a message, or from the stage at a moment.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use lab::process::{Process, now};
+use lab::watched::Watched;
 use rustix::process::{Rlimit, Signal};
 
 use crate::disk::Disk;
-use crate::fault::{Fault, Kind, Moment};
-use crate::process::Process;
-use crate::proxy::{Cut, Link, Point, Way, Which, now};
+use crate::fault::{Fault, Kind, Moment, Role};
+use crate::proxy::{Cut, Link, Way, Which};
 use crate::timeline::clock;
 
-/// What is left to do, and by when.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Deed {
-    /// The fault of this number strikes.
+/// What is left to do about the fault of this number.
+#[derive(Clone, Copy, Debug)]
+enum Deed {
     Strike(usize),
-    /// It is over.
     Repair(usize),
-    /// A fault that only the stage can do: a further command.
+    /// To be done by the stage: a further command.
     Command(usize),
 }
 
@@ -33,15 +32,14 @@ pub(crate) struct Hands {
     pub(crate) source: Process,
     pub(crate) destination: Process,
     /// The source's and the destination's.
-    disks: Option<[Disk; 2]>,
+    pub(crate) disks: Option<[Disk; 2]>,
     /// How the migration is cancelled, if not by a signal to its command.
-    cancel: Option<Cancel>,
-    state: Arc<Mutex<State>>,
-    /// A strike has been done.
-    done: Arc<Condvar>,
+    pub(crate) cancel: Option<Cancel>,
+    pub(crate) state: Arc<Watched<State>>,
 }
 
-struct State {
+#[derive(Default)]
+pub(crate) struct State {
     deeds: Vec<(Instant, Deed)>,
     migrate: Option<Process>,
     serve: Option<Process>,
@@ -59,44 +57,13 @@ struct State {
     story: Vec<(Duration, String)>,
 }
 
+/// A strike takes some seconds at most: those in which a process that was killed dies.
+const STRIKING: Duration = Duration::from_secs(60);
+
 impl Hands {
-    pub(crate) fn new(faults: &[Fault], link: Link, [source, destination]: [Process; 2]) -> Self {
-        Self {
-            faults: Arc::new(faults.to_vec()),
-            link,
-            source,
-            destination,
-            disks: None,
-            cancel: None,
-            state: Arc::new(Mutex::new(State {
-                deeds: Vec::new(),
-                migrate: None,
-                serve: None,
-                limits: Vec::new(),
-                struck: Vec::new(),
-                striking: 0,
-                active: Vec::new(),
-                changed: None,
-                over: false,
-                story: Vec::new(),
-            })),
-            done: Arc::default(),
-        }
-    }
-
-    pub(crate) fn with_disks(mut self, disks: [Disk; 2]) -> Self {
-        self.disks = Some(disks);
-        self
-    }
-
-    pub(crate) fn with_cancel(mut self, cancel: Cancel) -> Self {
-        self.cancel = Some(cancel);
-        self
-    }
-
     /// Makes the commands known, as they are started.
     pub(crate) fn reaches(&self, migrate: Option<Process>, serve: Process) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         state.migrate = migrate;
         state.serve = Some(serve);
     }
@@ -105,25 +72,23 @@ impl Hands {
     pub(crate) fn arm(&self, clean: Duration) {
         let start = Instant::now();
         for (index, fault) in self.faults.iter().enumerate() {
-            let point = match fault.moment {
+            match fault.moment {
                 Moment::Time(part) => {
                     let at = start + clean.mul_f64(part as f64 / 1000.0);
-                    self.lock().deeds.push((at, Deed::Strike(index)));
-                    continue;
+                    self.state.lock().deeds.push((at, Deed::Strike(index)));
                 }
-                Moment::Bytes(bytes) => Point::Bytes(bytes),
-                Moment::Before(word) => Point::Before(word),
-                Moment::After(word) => Point::After(word),
-            };
-            let hands = self.clone();
-            self.link.arm(point, Box::new(move || hands.strike(index)));
+                Moment::At(point) => {
+                    let hands = self.clone();
+                    self.link.arm(point, Box::new(move || hands.strike(index)));
+                }
+            }
         }
     }
 
     /// Does the harm of a fault, now. A fault strikes once, and none when they are over.
-    pub(crate) fn strike(&self, index: usize) {
+    fn strike(&self, index: usize) {
         let fault = &self.faults[index];
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         if state.over || state.struck.iter().any(|(struck, _)| *struck == index) {
             return;
         }
@@ -134,69 +99,67 @@ impl Hands {
         }
         if let Some(lasts) = fault.lasts {
             state.active.push(index);
-            state
-                .deeds
-                .push((Instant::now() + lasts, Deed::Repair(index)));
+            let over = (Instant::now() + lasts, Deed::Repair(index));
+            state.deeds.push(over);
         }
-        let (migrate, serve) = (state.migrate.clone(), state.serve.clone());
         drop(state);
         self.tell(&format!("FAULT {fault}"));
-        self.harm(index, fault, migrate, serve);
-        self.lock().striking -= 1;
-        self.done.notify_all();
+        self.harm(index, fault);
+        self.state.update(|state| state.striking -= 1);
     }
 
-    fn harm(&self, index: usize, fault: &Fault, migrate: Option<Process>, serve: Option<Process>) {
+    fn harm(&self, index: usize, fault: &Fault) {
         let (link, detail) = (&self.link, fault.detail);
-        let signal = |process: &Option<Process>, signal| {
-            if let Some(process) = process {
-                process.signal(signal);
-            }
-        };
         match fault.kind {
-            Kind::KillSource => self.source.kill(),
-            Kind::KillDestination | Kind::RestartDestination => self.destination.kill(),
-            Kind::KillMigrate => drop(migrate.inspect(Process::kill)),
-            Kind::KillServe => drop(serve.inspect(Process::kill)),
-            Kind::FreezeSource => self.source.signal(Signal::STOP),
-            Kind::FreezeDestination => self.destination.signal(Signal::STOP),
-            Kind::FreezeMigrate => signal(&migrate, Signal::STOP),
-            Kind::FreezeServe => signal(&serve, Signal::STOP),
+            Kind::Kill(role) => drop(self.process(role).inspect(Process::kill)),
+            Kind::RestartDestination => self.destination.kill(),
+            Kind::Freeze(role) => self.signal(role, Signal::STOP),
             Kind::Interrupt => match &self.cancel {
                 Some(cancel) => cancel(),
-                None => signal(&migrate, Signal::INT),
+                None => self.signal(Role::Migrate, Signal::INT),
             },
             Kind::Cut => link.cut(which(detail), Cut::Finished),
             Kind::Reset => link.cut(which(detail), Cut::Reset),
             Kind::Silence => link.silence(detail % 3 != 1, detail % 3 != 2),
-            Kind::BlackHole => link.swallow(if detail % 2 == 0 {
-                Way::There
-            } else {
-                Way::Back
-            }),
+            Kind::BlackHole if detail % 2 == 0 => link.swallow(Way::There),
+            Kind::BlackHole => link.swallow(Way::Back),
             Kind::Refuse => link.refuse(),
             Kind::Delay => link.delay(Duration::from_millis(1 + detail % 40)),
             Kind::Duplicate => link.duplicate(which(detail)),
             Kind::Flip => link.flip(detail),
-            Kind::FilesMigrate => self.limit(migrate, detail % 4),
-            Kind::FilesServe => self.limit(serve, detail % 4),
-            Kind::FilesSource => self.limit(Some(self.source.clone()), detail % 4),
-            Kind::FilesDestination => self.limit(Some(self.destination.clone()), detail % 4),
-            Kind::DiskFullSource => self.fill(0, detail % 3),
-            Kind::DiskFullDestination => self.fill(1, detail % 3),
+            Kind::Files(role) => self.limit(role, detail % 4),
+            Kind::DiskFull(Role::Source) => self.fill(0, detail % 3),
+            Kind::DiskFull(_) => self.fill(1, detail % 3),
             Kind::SameAgain | Kind::OtherHost => {
-                self.lock()
-                    .deeds
-                    .push((Instant::now(), Deed::Command(index)));
+                let deed = (Instant::now(), Deed::Command(index));
+                self.state.lock().deeds.push(deed);
             }
         }
     }
 
-    fn limit(&self, process: Option<Process>, more: u64) {
-        let Some(process) = process else { return };
+    /// The process in a role, if it has been started.
+    fn process(&self, role: Role) -> Option<Process> {
+        match role {
+            Role::Source => Some(self.source.clone()),
+            Role::Destination => Some(self.destination.clone()),
+            Role::Migrate => self.state.lock().migrate.clone(),
+            Role::Serve => self.state.lock().serve.clone(),
+        }
+    }
+
+    fn signal(&self, role: Role, signal: Signal) {
+        if let Some(process) = self.process(role) {
+            process.signal(signal);
+        }
+    }
+
+    fn limit(&self, role: Role, more: u64) {
+        let Some(process) = self.process(role) else {
+            return;
+        };
         // One that has ended needs no limit.
         if let Ok(before) = process.limit_files(more) {
-            self.lock().limits.push((process, before));
+            self.state.lock().limits.push((process, before));
         }
     }
 
@@ -208,85 +171,85 @@ impl Hands {
     }
 
     /// Undoes the harm of a fault, as far as it is done here.
-    pub(crate) fn repair(&self, index: usize) {
-        let mut state = self.lock();
-        if !state.active.contains(&index) {
-            return;
-        }
+    fn repair(&self, index: usize) {
+        let mut state = self.state.lock();
         state.active.retain(|active| *active != index);
         state.changed = Some(Instant::now());
-        let (migrate, serve) = (state.migrate.clone(), state.serve.clone());
         let limits = std::mem::take(&mut state.limits);
         drop(state);
-        let fault = &self.faults[index];
-        self.tell(&format!("over: {}", fault.kind.name()));
+        let kind = self.faults[index].kind;
+        self.tell(&format!("over: {kind}"));
         for (process, limit) in limits {
             process.allow_files(limit);
         }
-        let go_on = |process: Option<Process>| {
-            process.inspect(|process| process.signal(Signal::CONT));
-        };
-        match fault.kind {
-            Kind::FreezeSource => self.source.signal(Signal::CONT),
-            Kind::FreezeDestination => self.destination.signal(Signal::CONT),
-            Kind::FreezeMigrate => go_on(migrate),
-            Kind::FreezeServe => go_on(serve),
-            Kind::DiskFullSource | Kind::DiskFullDestination => {
-                self.disks.iter().flatten().for_each(Disk::free);
-            }
+        match kind {
+            Kind::Freeze(role) => self.signal(role, Signal::CONT),
+            Kind::DiskFull(_) => self.disks.iter().flatten().for_each(Disk::free),
             kind if kind.is_of_link() => self.link.repair(),
             _ => {}
         }
     }
 
-    /// No fault strikes from now on, and none is just striking; returns those that are not over.
-    pub(crate) fn finish(&self) -> Vec<usize> {
-        let mut state = self.lock();
-        state.over = true;
-        while state.striking > 0 {
-            state = self
-                .done
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
-        }
+    /// Repairs everything; no fault strikes from now on, and none is just striking. Returns the kinds of faults about
+    /// which the stage has to do the rest.
+    pub(crate) fn finish(&self) -> Vec<Kind> {
+        self.state.lock().over = true;
+        self.state
+            .wait(STRIKING, |state| (state.striking == 0).then_some(()));
+        let mut state = self.state.lock();
         state.deeds.clear();
-        state.active.clone()
+        let active = state.active.clone();
+        drop(state);
+        active.iter().for_each(|index| self.repair(*index));
+        self.kinds(active.iter())
     }
 
-    /// Takes what is to be done by now.
-    pub(crate) fn due(&self) -> Vec<Deed> {
-        let mut state = self.lock();
+    /// Does what is to be done by now. Returns the kinds of faults about which the stage has to do the rest.
+    pub(crate) fn work(&self) -> Vec<Kind> {
+        let mut state = self.state.lock();
         let now = Instant::now();
-        let (due, later) = std::mem::take(&mut state.deeds)
-            .into_iter()
-            .partition::<Vec<_>, _>(|(at, _)| *at <= now);
-        state.deeds = later;
-        due.into_iter().map(|(_, deed)| deed).collect()
+        let due = state.deeds.extract_if(.., |(at, _)| *at <= now);
+        let due: Vec<_> = due.map(|(_, deed)| deed).collect();
+        drop(state);
+        let mut rest = Vec::new();
+        for deed in due {
+            match deed {
+                Deed::Strike(index) => self.strike(index),
+                Deed::Repair(index) => {
+                    self.repair(index);
+                    rest.push(index);
+                }
+                Deed::Command(index) => rest.push(index),
+            }
+        }
+        self.kinds(rest.iter())
+    }
+
+    fn kinds<'a>(&self, indices: impl Iterator<Item = &'a usize>) -> Vec<Kind> {
+        indices.map(|index| self.faults[*index].kind).collect()
     }
 
     pub(crate) fn struck(&self) -> Vec<Kind> {
-        let state = self.lock();
-        let struck = state.struck.iter();
-        struck.map(|(index, _)| self.faults[*index].kind).collect()
+        let state = self.state.lock();
+        self.kinds(state.struck.iter().map(|(index, _)| index))
     }
 
     /// When a fault of this kind struck first.
     pub(crate) fn struck_at(&self, kind: Kind) -> Option<Duration> {
-        let state = self.lock();
+        let state = self.state.lock();
         let mut struck = state.struck.iter();
-        struck
-            .find(|(index, _)| self.faults[*index].kind == kind)
-            .map(|(_, at)| *at)
+        let first = struck.find(|(index, _)| self.faults[*index].kind == kind);
+        first.map(|(_, at)| *at)
     }
 
     /// Whether nothing is broken.
     pub(crate) fn is_whole(&self) -> bool {
-        self.lock().active.is_empty()
+        self.state.lock().active.is_empty()
     }
 
     /// For how long nothing has been broken.
     pub(crate) fn whole_for(&self) -> Duration {
-        let state = self.lock();
+        let state = self.state.lock();
         match state.changed {
             _ if !state.active.is_empty() => Duration::ZERO,
             Some(changed) => changed.elapsed(),
@@ -296,15 +259,18 @@ impl Hands {
 
     /// Adds to the story, which is told if something goes wrong.
     pub(crate) fn tell(&self, what: &str) {
-        self.lock().story.push((now(), what.to_owned()));
+        self.state.lock().story.push((now(), what.to_owned()));
     }
 
-    pub(crate) fn story(&self) -> Vec<(Duration, String)> {
-        self.lock().story.clone()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The story in the order of time, with the link's messages and what else has happened, a line each.
+    pub(crate) fn story(&self, more: Vec<(Duration, String)>) -> Vec<String> {
+        let mut story = [self.state.lock().story.clone(), more].concat();
+        let heard = self.link.heard().into_iter();
+        story.extend(heard.map(|heard| (heard.at, format!("link: {}", heard.word))));
+        story.push((now(), "(now)".to_owned()));
+        story.sort();
+        let line = |(at, what): &(Duration, String)| format!("{} {what}", clock(*at));
+        story.iter().map(line).collect()
     }
 }
 
@@ -317,9 +283,4 @@ fn which(detail: u64) -> Which {
         2 => Which::Data,
         _ => Which::OneOfData(number),
     }
-}
-
-/// A line of a story.
-pub(crate) fn line((at, what): &(Duration, String)) -> String {
-    format!("{} {what}", clock(*at))
 }

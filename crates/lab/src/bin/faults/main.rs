@@ -22,8 +22,6 @@ mod fault;
 mod hands;
 mod live;
 mod options;
-mod process;
-mod program;
 mod proxy;
 mod qemu;
 mod random;
@@ -34,20 +32,10 @@ mod timeline;
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use clap::Parser as _;
 
 fn main() -> ExitCode {
-    match run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("faults: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn run() -> Result<()> {
-    let options = <options::Options as clap::Parser>::parse();
-    sandbox::enter()?;
-    campaign::run(&options)
+    let options = options::Options::parse();
+    let result = sandbox::enter().and_then(|()| campaign::run(&options));
+    lab::exit_code("faults", result)
 }

@@ -1,9 +1,10 @@
 //! The command line.
 
-use std::{fmt, num::NonZeroUsize, path::PathBuf, thread};
+use std::{num::NonZeroUsize, path::PathBuf, thread};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::Result;
 use clap::{Parser, ValueEnum};
+use lab::{process::now, vamoose::program};
 
 /// Break migrations at random moments until an invariant does not hold
 #[derive(Parser, Debug)]
@@ -19,7 +20,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "N", default_value_t = any_seed(), hide_default_value = true)]
     pub(crate) seed: u64,
     /// What is broken
-    #[arg(long, value_enum, default_value_t = Engine::Both)]
+    #[arg(long, value_enum, default_value = "both")]
     pub(crate) engine: Engine,
     /// Versions of QEMU, such as 7.2,10.0 [default: all that are available]
     #[arg(long, value_name = "V", value_delimiter = ',')]
@@ -58,16 +59,6 @@ pub(crate) enum Engine {
     Both,
 }
 
-impl fmt::Display for Engine {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Qemu => "qemu",
-            Self::Live => "live",
-            Self::Both => "both",
-        })
-    }
-}
-
 impl Options {
     /// How many faults are enough.
     pub(crate) fn faults(&self) -> u64 {
@@ -85,34 +76,17 @@ impl Options {
     }
 
     pub(crate) fn vamoose(&self) -> Result<PathBuf> {
-        let program = match &self.vamoose {
-            Some(program) => program.clone(),
-            None => beside("vamoose")?,
-        };
-        ensure!(
-            program.is_file(),
-            "there is no {}: cargo build --release -p vamoose, with the same target directory",
-            program.display()
-        );
-        Ok(program)
+        program(self.vamoose.as_deref(), "vamoose")
     }
 
     pub(crate) fn vmm(&self) -> Result<PathBuf> {
-        match &self.vmm {
-            Some(program) => Ok(program.clone()),
-            None => beside("examples/vmm"),
-        }
+        program(self.vmm.as_deref(), "examples/vmm")
     }
-}
-
-fn beside(name: &str) -> Result<PathBuf> {
-    let this = std::env::current_exe().context("where is this program?")?;
-    Ok(this.with_file_name(name))
 }
 
 /// Of few digits, as people have to type it.
 fn any_seed() -> u64 {
-    u64::from(crate::proxy::now().subsec_micros())
+    u64::from(now().subsec_micros())
 }
 
 #[cfg(test)]

@@ -11,12 +11,14 @@ mod message;
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::os::fd::AsFd;
+use std::sync::{Arc, MutexGuard};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use lab::process::{now, wait_readable};
+use lab::watched::Watched;
 use rustix::fd::OwnedFd;
 use rustix::net::{AddressFamily, SocketType, bind, socket, sockopt};
 
@@ -33,7 +35,7 @@ pub(crate) struct Proxy {
 pub(crate) struct Link(Arc<Shared>);
 
 /// Where in what passes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Point {
     /// So many bytes of pages towards the destination.
     Bytes(u64),
@@ -84,8 +86,7 @@ pub(crate) struct Heard {
 
 struct Shared {
     port: u16,
-    state: Mutex<State>,
-    changed: Condvar,
+    state: Watched<State>,
     /// Keeps the port while no connection is accepted.
     _port: OwnedFd,
 }
@@ -124,8 +125,7 @@ impl Proxy {
         };
         let link = Link(Arc::new(Shared {
             port,
-            state: Mutex::new(state),
-            changed: Condvar::new(),
+            state: Watched::new(state),
             _port: held,
         }));
         let listener = listen(port).context("listening for the proxy")?;
@@ -150,8 +150,7 @@ impl Proxy {
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        self.link.lock().closing = true;
-        self.link.0.changed.notify_all();
+        self.link.0.state.update(|state| state.closing = true);
         self.link.cut(Which::All, Cut::Reset);
         let _ = self.acceptor.take().map(JoinHandle::join);
     }
@@ -188,8 +187,7 @@ impl Link {
 
     /// Cuts everything, and accepts no more connections.
     pub(crate) fn refuse(&self) {
-        self.lock().refusing = true;
-        self.0.changed.notify_all();
+        self.0.state.update(|state| state.refusing = true);
         self.cut(Which::All, Cut::Reset);
     }
 
@@ -213,16 +211,14 @@ impl Link {
 
     /// Everything passes again. Connections from which bytes are missing are cut.
     pub(crate) fn repair(&self) {
-        let mut state = self.lock();
-        let had_hole = state.flow.hole.is_some();
-        state.flow = Flow::default();
-        state.flip = None;
-        state.refusing = false;
-        drop(state);
-        if had_hole {
+        let before = self.0.state.update(|state| {
+            state.flip = None;
+            state.refusing = false;
+            std::mem::take(&mut state.flow)
+        });
+        if before.hole.is_some() {
             self.cut(Which::All, Cut::Reset);
         }
-        self.0.changed.notify_all();
     }
 
     /// The messages so far, oldest first.
@@ -251,24 +247,19 @@ impl Link {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock()
     }
 
     /// Accepts connections until the proxy is dropped.
     fn accept(&self, mut listener: Option<TcpListener>) {
-        loop {
-            let state = self.lock();
-            if state.closing {
-                return;
-            }
-            if state.refusing {
+        while !self.lock().closing {
+            if self.lock().refusing {
                 // What has not been accepted is refused, too.
                 listener = None;
-                let waited = self.0.changed.wait_timeout(state, LOOK);
-                drop(waited);
+                let changed = |state: &State| (state.closing || !state.refusing).then_some(());
+                self.0.state.wait(LOOK, changed);
                 continue;
             }
-            drop(state);
             if listener.is_none() {
                 listener = listen(self.0.port).ok();
             }
@@ -281,37 +272,33 @@ impl Link {
 
     /// Waits until bytes may go on; whether they are to be written at all.
     fn flow(&self, way: Way) -> io::Result<bool> {
-        let mut state = self.lock();
-        loop {
-            if state.closing {
-                return Err(io::ErrorKind::ConnectionAborted.into());
-            }
-            let silent = match way {
-                Way::There => state.flow.silent_there,
-                Way::Back => state.flow.silent_back,
+        let flow = loop {
+            let passes = |state: &State| {
+                let silent = match way {
+                    Way::There => state.flow.silent_there,
+                    Way::Back => state.flow.silent_back,
+                };
+                (state.closing || !silent).then_some(state.flow)
             };
-            if !silent {
-                break;
+            if let Some(flow) = self.0.state.wait(LOOK, passes) {
+                break flow;
             }
-            let waited = self.0.changed.wait_timeout(state, LOOK);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        };
+        if self.lock().closing {
+            return Err(io::ErrorKind::ConnectionAborted.into());
         }
-        let Flow { hole, delay, .. } = state.flow;
-        drop(state);
         // To be late is the fault.
-        thread::sleep(delay);
-        Ok(hole != Some(way))
+        thread::sleep(flow.delay);
+        Ok(flow.hole != Some(way))
     }
 
     /// Does what is to be done at a point.
     fn reach(&self, reached: impl Fn(&Point) -> bool) {
         let mut state = self.lock();
-        let (now, later) = std::mem::take(&mut state.strikes)
-            .into_iter()
-            .partition::<Vec<_>, _>(|(point, _)| reached(point));
-        state.strikes = later;
+        let strikes = state.strikes.extract_if(.., |(point, _)| reached(point));
+        let strikes: Vec<_> = strikes.collect();
         drop(state);
-        for (_, strike) in now {
+        for (_, strike) in strikes {
             strike();
         }
     }
@@ -322,13 +309,6 @@ impl Link {
             word: word.to_owned(),
         });
     }
-}
-
-/// Since 1970, as QEMU tells the time of its events.
-pub(crate) fn now() -> Duration {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default()
 }
 
 /// How often what waits looks whether the proxy is being dropped.
@@ -351,9 +331,7 @@ fn listen(port: u16) -> io::Result<TcpListener> {
 }
 
 fn accept_one(listener: &TcpListener) -> Option<TcpStream> {
-    let wait = Timespec::try_from(LOOK).ok()?;
-    // An interruption is as good as nothing.
-    poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&wait)).ok()?;
+    wait_readable([listener.as_fd()], LOOK).ok()?;
     let (stream, _) = listener.accept().ok()?;
     stream.set_nonblocking(false).ok()?;
     Some(stream)

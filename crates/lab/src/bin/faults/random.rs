@@ -3,39 +3,24 @@
 use std::ops::Range;
 use std::time::Duration;
 
-/// The splitmix64 sequence.
-#[derive(Clone, Debug)]
-pub(crate) struct Random(u64);
+use fastrand::Rng;
+
+pub(crate) struct Random(Rng);
 
 impl Random {
     /// What an experiment draws from: its own sequence, whatever the others draw.
     pub(crate) fn of_experiment(seed: u64, number: u64) -> Self {
-        let mut random = Self(seed);
-        let own = random.next() ^ number.wrapping_mul(GOLDEN);
-        random.0 = own;
-        random.next();
-        random
-    }
-
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(GOLDEN);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        let of_campaign = Rng::with_seed(seed).u64(..);
+        Self(Rng::with_seed(of_campaign ^ number))
     }
 
     /// A number below `limit`; 0 if there is none.
     pub(crate) fn below(&mut self, limit: u64) -> u64 {
-        self.next().checked_rem(limit).unwrap_or(0)
-    }
-
-    pub(crate) fn within(&mut self, range: Range<u64>) -> u64 {
-        range.start + self.below(range.end.saturating_sub(range.start))
+        self.0.u64(..limit.max(1))
     }
 
     pub(crate) fn millis(&mut self, range: Range<u64>) -> Duration {
-        Duration::from_millis(self.within(range))
+        Duration::from_millis(self.0.u64(range))
     }
 
     pub(crate) fn percent(&mut self, chance: u64) -> bool {
@@ -44,7 +29,7 @@ impl Random {
 
     /// One of `choices`, of which there must be one at least.
     pub(crate) fn choose<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[self.index(choices.len())]
+        choices[self.0.usize(..choices.len())]
     }
 
     /// One of `choices`, each as often as its weight says.
@@ -59,13 +44,7 @@ impl Random {
         }
         choices[choices.len() - 1].1
     }
-
-    fn index(&mut self, len: usize) -> usize {
-        usize::try_from(self.below(len as u64)).unwrap_or(0)
-    }
 }
-
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
 #[cfg(test)]
 mod tests {
@@ -73,7 +52,7 @@ mod tests {
 
     #[test]
     fn an_experiment_draws_the_same_again_and_others_do_not() {
-        let draw = |seed, number| Random::of_experiment(seed, number).next();
+        let draw = |seed, number| Random::of_experiment(seed, number).below(u64::MAX);
         assert_eq!(draw(1, 7), draw(1, 7));
         assert_ne!(draw(1, 7), draw(1, 8));
         assert_ne!(draw(1, 7), draw(2, 7));
@@ -90,7 +69,6 @@ mod tests {
             counts[0] > 50 && counts[1] == 0 && counts[2] > 800,
             "{counts:?}"
         );
-        assert!((3..5).contains(&random.within(3..5)));
         assert_eq!(random.below(0), 0);
     }
 }

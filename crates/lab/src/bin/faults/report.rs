@@ -1,16 +1,18 @@
 //! What an experiment has shown.
 
-use std::fmt;
 use std::time::Duration;
 
-use crate::fault::{Fault, Kind};
+use thiserror::Error;
+
+use crate::fault::Kind;
 
 /// An experiment that is over.
 #[derive(Clone, Debug)]
 pub(crate) struct Report {
-    /// Its faults: those that struck, and those whose moment never came.
+    /// Its faults that struck.
     pub(crate) struck: Vec<Kind>,
-    pub(crate) missed: Vec<Kind>,
+    /// How many have not, as their moment never came.
+    pub(crate) missed: usize,
     /// Where the guest was when everything had been repaired.
     pub(crate) ended: Ended,
     /// Whether a command was in doubt for a while.
@@ -18,17 +20,6 @@ pub(crate) struct Report {
     /// Whether the guest has stayed and its destination was not ended, so that it waits for nothing.
     pub(crate) left_over: bool,
     pub(crate) took: Duration,
-}
-
-/// Those of `faults` that did not strike.
-pub(crate) fn missed(faults: &[Fault], struck: &[Kind]) -> Vec<Kind> {
-    let mut missed: Vec<_> = faults.iter().map(|fault| fault.kind).collect();
-    for kind in struck {
-        if let Some(index) = missed.iter().position(|missed| missed == kind) {
-            missed.remove(index);
-        }
-    }
-    missed
 }
 
 /// Where a guest ended.
@@ -42,61 +33,46 @@ pub(crate) enum Ended {
     InDoubt,
 }
 
-/// An invariant that does not hold.
-#[derive(Clone, Debug)]
-pub(crate) struct Violation {
-    pub(crate) kind: Broken,
-    /// What was seen.
-    pub(crate) what: String,
-    /// All that happened.
-    pub(crate) story: Vec<String>,
-}
-
-/// The invariants.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// The invariants, by what is said when they do not hold.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Broken {
-    /// Two guests ran, or one went on with old memory.
+    /// Both run, or one went on with old memory.
+    #[error("two guests")]
     Doubled,
-    /// The guest runs nowhere, and its only copy was not killed.
+    /// And its only copy was not killed.
+    #[error("no guest")]
     Nowhere,
-    /// Memory that is not what it has to be.
+    #[error("wrong memory")]
     Memory,
-    /// A command says what is not true.
+    #[error("a command says what is not true")]
     Untrue,
-    /// Everything is repaired, and a command does not know, or does not end.
+    #[error("in doubt although everything is repaired")]
     InDoubt,
+    #[error("a command does not end")]
     Hangs,
-    /// The migration after a failure fails.
+    #[error("the next migration fails")]
     NextFails,
-    /// A guest that was paused was let run.
+    #[error("a paused guest was let run")]
     Started,
-    /// A process that was not killed has ended.
+    #[error("a process ended by itself")]
     Crash,
-    /// A QEMU that was not stopped does not answer.
+    /// Which was not stopped.
+    #[error("a QEMU does not answer any more")]
     Mute,
 }
 
-impl fmt::Display for Broken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Doubled => "two guests",
-            Self::Nowhere => "no guest",
-            Self::Memory => "wrong memory",
-            Self::Untrue => "a command says what is not true",
-            Self::InDoubt => "in doubt although everything is repaired",
-            Self::Hangs => "a command does not end",
-            Self::NextFails => "the next migration fails",
-            Self::Started => "a paused guest was let run",
-            Self::Mute => "a QEMU does not answer any more",
-            Self::Crash => "a process ended by itself",
-        })
-    }
-}
-
-/// How an experiment goes wrong: by an invariant that does not hold, or because it could not be made.
+/// How an experiment goes wrong.
 #[derive(Debug)]
 pub(crate) enum Trouble {
-    Violation(Violation),
+    /// By an invariant that does not hold.
+    Violation {
+        kind: Broken,
+        /// What was seen.
+        what: String,
+        /// All that happened.
+        story: Vec<String>,
+    },
+    /// Because it could not be made.
     Experiment(anyhow::Error),
 }
 
@@ -106,20 +82,20 @@ impl<E: Into<anyhow::Error>> From<E> for Trouble {
     }
 }
 
-impl Trouble {
-    /// A violation that is reported elsewhere.
-    pub(crate) fn broken(kind: Broken, what: impl Into<String>) -> Self {
-        Self::Violation(Violation {
-            kind,
-            what: what.into(),
-            story: Vec::new(),
-        })
-    }
+/// An invariant that does not hold, whose story is told later.
+pub(crate) fn broken<T>(kind: Broken, what: impl Into<String>) -> Result<T, Trouble> {
+    Err(Trouble::Violation {
+        kind,
+        what: what.into(),
+        story: Vec::new(),
+    })
+}
 
+impl Trouble {
     /// With all that happened.
     pub(crate) fn with_story(self, story: Vec<String>) -> Self {
         match self {
-            Self::Violation(violation) => Self::Violation(Violation { story, ..violation }),
+            Self::Violation { kind, what, .. } => Self::Violation { kind, what, story },
             Self::Experiment(error) => Self::Experiment(error.context(story.join("\n"))),
         }
     }

@@ -24,18 +24,13 @@ pub(crate) fn enter() -> Result<()> {
     if is_inside() {
         return Ok(());
     }
-    let script = format!("mount -t tmpfs faults {SCRATCH} && exec \"$@\"");
-    let Some(mut unshare) = [false, true]
-        .into_iter()
-        .map(unshare)
-        .find(|it| it.1)
-        .map(|it| it.0)
-    else {
+    let Some(as_user) = [false, true].into_iter().find(|as_user| works(*as_user)) else {
         eprintln!("faults: no namespaces here: runs without, and without full disks");
         return Ok(());
     };
+    let script = format!("mount -t tmpfs faults {SCRATCH} && exec \"$@\"");
     let this = std::env::current_exe().context("where is this program?")?;
-    let error = unshare
+    let error = unshare(as_user)
         .args(["sh", "-c", &script, "sh"])
         .arg(this)
         .args(std::env::args_os().skip(1))
@@ -45,19 +40,19 @@ pub(crate) fn enter() -> Result<()> {
     Err(error).context("starting inside namespaces")
 }
 
-/// The command, without what is to run inside, and whether it works.
-fn unshare(as_user: bool) -> (Command, bool) {
-    let command = || {
-        let mut command = Command::new("unshare");
-        if as_user {
-            command.args(["--user", "--map-root-user"]);
-        }
-        command.args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]);
-        command
-    };
-    let tried = command()
-        .args(["mount", "-t", "tmpfs", "faults", SCRATCH])
-        .stderr(Stdio::null())
-        .status();
-    (command(), tried.is_ok_and(|status| status.success()))
+fn works(as_user: bool) -> bool {
+    let mut command = unshare(as_user);
+    command.args(["mount", "-t", "tmpfs", "faults", SCRATCH]);
+    let tried = command.stderr(Stdio::null()).status();
+    tried.is_ok_and(|status| status.success())
+}
+
+/// The command, without what is to run inside.
+fn unshare(as_user: bool) -> Command {
+    let mut command = Command::new("unshare");
+    if as_user {
+        command.args(["--user", "--map-root-user"]);
+    }
+    command.args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]);
+    command
 }

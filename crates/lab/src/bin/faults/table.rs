@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use crate::fault::Kind;
+use crate::fault::{Fault, Kind};
 use crate::report::{Broken, Ended, Report};
 
 /// All experiments so far.
@@ -14,7 +14,7 @@ pub(crate) struct Tally {
     total: Row,
     reasons: BTreeMap<&'static str, u64>,
     violations: BTreeMap<Broken, Vec<u64>>,
-    missed: u64,
+    missed: usize,
     left_over: u64,
     pub(crate) experiments: u64,
 }
@@ -33,7 +33,7 @@ struct Row {
 impl Tally {
     pub(crate) fn add(&mut self, report: &Report) {
         self.experiments += 1;
-        self.missed += report.missed.len() as u64;
+        self.missed += report.missed;
         self.left_over += u64::from(report.left_over);
         if let Ended::Lost(why) = report.ended {
             *self.reasons.entry(why).or_default() += 1;
@@ -44,10 +44,10 @@ impl Tally {
         }
     }
 
-    pub(crate) fn add_violation(&mut self, kinds: &[Kind], broken: Broken, experiment: u64) {
+    pub(crate) fn add_violation(&mut self, faults: &[Fault], broken: Broken, experiment: u64) {
         self.experiments += 1;
-        for kind in kinds {
-            let row = self.rows.entry(*kind).or_default();
+        for fault in faults {
+            let row = self.rows.entry(fault.kind).or_default();
             row.tried += 1;
             row.broken += 1;
         }
@@ -79,40 +79,24 @@ impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let done = (self.tried - self.broken).max(1);
         let seconds = self.time.as_secs_f64() / done as f64;
-        let Self {
-            tried,
-            source,
-            destination,
-            in_doubt,
-            lost,
-            broken,
-            ..
-        } = self;
         write!(
             f,
-            "{tried:>7} {source:>9} {destination:>14} {in_doubt:>10} {lost:>6} {broken:>7} {seconds:>8.2}"
+            "{:>7} {:>9} {:>14} {:>10} {:>6} {:>7} {seconds:>8.2}",
+            self.tried, self.source, self.destination, self.in_doubt, self.lost, self.broken
         )
     }
 }
 
+const HEAD: &str = "\
+fault                    tried at source at destination  in doubt*   lost  broken  seconds";
+
 impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "{:<20} {:>7} {:>9} {:>14} {:>10} {:>6} {:>7} {:>8}",
-            "fault",
-            "tried",
-            "at source",
-            "at destination",
-            "in doubt*",
-            "lost",
-            "broken",
-            "seconds"
-        )?;
+        writeln!(f, "{HEAD}")?;
         for (kind, row) in &self.rows {
-            writeln!(f, "{:<20} {row}", kind.name())?;
+            writeln!(f, "{kind:<22} {row}")?;
         }
-        writeln!(f, "{:<20} {}", "experiments", self.total)?;
+        writeln!(f, "{:<22} {}", "experiments", self.total)?;
         writeln!(
             f,
             "* for a while: by a command that ended when something was still broken"

@@ -5,15 +5,17 @@
 //!  vamoose-demo, source (namespace a) ─────1 Gbit/s─────> its destination process (namespace b)
 //! ```
 
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use lab::net::Link;
 use lab::vamoose::Vamoose;
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::Value;
 
 use crate::options::Options;
-use crate::{interleaved, median};
+use crate::{interleaved, median, or_dash};
 
 /// One guest.
 #[derive(Clone, Copy)]
@@ -23,33 +25,30 @@ pub(crate) struct Case {
     /// What it writes in a second, as a part of what the link carries.
     load: f64,
     /// Options of `vamoose-demo`.
-    how: &'static [&'static str],
+    how: &'static str,
     /// How often it moves, for each round of the others.
     runs: usize,
 }
 
 /// What became of it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) struct Move {
     /// `completed`, or why not.
     pub(crate) status: String,
     /// Milliseconds.
-    pub(crate) downtime: Option<f64>,
+    downtime: Option<f64>,
     /// Milliseconds.
-    pub(crate) total: f64,
+    total_time: f64,
     /// Rounds over the memory.
-    pub(crate) rounds: usize,
+    rounds: usize,
     /// Percent.
-    pub(crate) throttle: f64,
+    throttle_percentage: f64,
     /// Where the guest is in the end, with its checksum right.
     pub(crate) at: String,
 }
 
-/// A case and all its moves.
-pub(crate) struct Measured {
-    pub(crate) case: Case,
-    pub(crate) moves: Vec<Move>,
-}
+pub(crate) type Measured = crate::Measured<Case, Move>;
 
 /// Bits a second.
 const LINK: u64 = 1_000_000_000;
@@ -60,32 +59,27 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// The cases that are wanted.
 pub(crate) fn cases(options: &Options) -> Vec<Case> {
-    let case = |name, load, runs, how| Case {
+    let case = |name, load, runs, how: &'static str| Case {
         name,
         load,
         how,
         runs,
     };
     let all = [
-        case(
-            "live-downtime/20-percent",
-            0.2,
-            20,
-            &["--timeout", "120"][..],
-        ),
+        case("live-downtime/20-percent", 0.2, 20, "--timeout 120"),
         case(
             "live-downtime/3x-auto-converge",
             3.0,
             1,
-            &["--auto-converge", "--timeout", "120"],
+            "--auto-converge --timeout 120",
         ),
         case(
             "live-downtime/3x-auto",
             3.0,
             1,
-            &["--method", "auto", "--timeout", "60"],
+            "--method auto --timeout 60",
         ),
-        case("live-downtime/3x-timeout", 3.0, 1, &["--timeout", "15"]),
+        case("live-downtime/3x-timeout", 3.0, 1, "--timeout 15"),
     ];
     all.into_iter()
         .filter(|case| options.wants(case.name))
@@ -93,49 +87,31 @@ pub(crate) fn cases(options: &Options) -> Vec<Case> {
 }
 
 /// Measures the cases.
-pub(crate) fn measure(cases: &[Case], options: &Options) -> Result<Vec<Measured>> {
+pub(crate) fn measure(cases: Vec<Case>, demo: &Path) -> Result<Vec<Measured>> {
     if cases.is_empty() {
         return Ok(Vec::new());
     }
     let link = Link::new(Some(LINK)).context("a link of 1 Gbit/s")?;
     let mut measured = Vec::new();
     for case in cases {
-        let name = |case: &Case| case.name.to_owned();
-        let results = interleaved(&[*case], case.runs, name, |case| case.run(&link, options))?;
-        measured.push(Measured {
-            case: *case,
-            moves: results.into_iter().flatten().collect(),
-        });
+        let run = |case: &Case| case.run(&link, demo);
+        measured.extend(interleaved(vec![case], case.runs, |case| case.name, run)?);
     }
     Ok(measured)
 }
 
 impl Case {
-    fn run(&self, link: &Link, options: &Options) -> Result<Move> {
+    fn run(&self, link: &Link, demo: &Path) -> Result<Move> {
         let pages = self.load * LINK as f64 / 8.0 / 4096.0;
-        let mut command = link.source.command(options.demo());
+        let mut command = link.source.command(demo);
+        let listen = format!("tcp:{}:0", link.destination.address());
+        let via = format!("ip netns exec {}", link.destination.name());
         command
-            .args([
-                "--guest",
-                "threads",
-                "--ram",
-                RAM,
-                "--json",
-                "-",
-                "--insecure",
-            ])
-            .args([
-                "--rate",
-                &format!("{pages:.0}"),
-                "--downtime-limit",
-                &format!("{LIMIT:.0}"),
-            ])
-            .args(["--listen", &format!("tcp:{}:0", link.destination.address())])
-            .args([
-                "--via",
-                &format!("ip netns exec {}", link.destination.name()),
-            ])
-            .args(self.how);
+            .args(["--guest", "threads", "--ram", RAM, "--json", "-"])
+            .args(["--rate", &format!("{pages:.0}")])
+            .args(["--downtime-limit", &format!("{LIMIT:.0}")])
+            .args(["--insecure", "--listen", &listen, "--via", &via])
+            .args(self.how.split(' '));
         let ended = Vamoose::start(&mut command)?.finish(TIMEOUT)?;
         let report: Value = serde_json::from_str(&ended.stdout)
             .with_context(|| format!("no report of vamoose-demo: {}", ended.stderr))?;
@@ -150,9 +126,9 @@ impl Case {
         Ok(Move {
             status: text(&report["status"]),
             downtime: report["downtime"].as_f64(),
-            total: report["total-time"].as_f64().context("no total-time")?,
+            total_time: report["total-time"].as_f64().context("no total-time")?,
             rounds: report["rounds"].as_array().map_or(0, Vec::len),
-            throttle: report["guest"]["throttle-percentage"]
+            throttle_percentage: report["guest"]["throttle-percentage"]
                 .as_f64()
                 .unwrap_or(0.0),
             at: text(&report["guest"]["at"]),
@@ -167,47 +143,31 @@ fn text(value: &Value) -> String {
 impl Measured {
     /// The longest downtime, if all moves were completed.
     pub(crate) fn worst(&self) -> Option<f64> {
-        let downtimes = self.moves.iter().map(|one| one.downtime);
+        let downtimes = self.rounds.iter().map(|one| one.downtime);
         let all: Option<Vec<f64>> = downtimes.collect();
         all?.into_iter().reduce(f64::max)
     }
 
     /// A row of a table.
     pub(crate) fn row(&self) -> String {
-        let of = |field: fn(&Move) -> Option<f64>| median(self.moves.iter().filter_map(field));
-        let number =
-            |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.0}"));
+        let of = |field: fn(&Move) -> Option<f64>| median(self.rounds.iter().filter_map(field));
+        let number = |value| or_dash(value, 0);
         let ends = |field: fn(&Move) -> &str| {
-            let mut ends: Vec<_> = self.moves.iter().map(field).collect();
+            let mut ends: Vec<_> = self.rounds.iter().map(field).collect();
             ends.dedup();
             ends.join(", ")
         };
         format!(
             "| {} | {} | {} | {} ({}) | {} | {} | {} | {} |\n",
             self.case.name,
-            self.moves.len(),
+            self.rounds.len(),
             ends(|one| &one.status),
             number(of(|one| one.downtime)),
             number(self.worst()),
-            number(of(|one| Some(one.total))),
+            number(of(|one| Some(one.total_time))),
             number(of(|one| Some(one.rounds as f64))),
-            number(of(|one| Some(one.throttle))),
+            number(of(|one| Some(one.throttle_percentage))),
             ends(|one| &one.at),
         )
-    }
-
-    /// All of it.
-    pub(crate) fn json(&self) -> Value {
-        let moves = self.moves.iter().map(|one| {
-            json!({
-                "status": one.status,
-                "downtime": one.downtime,
-                "total-time": one.total,
-                "rounds": one.rounds,
-                "throttle-percentage": one.throttle,
-                "at": one.at,
-            })
-        });
-        json!({ "case": self.case.name, "moves": moves.collect::<Vec<_>>() })
     }
 }

@@ -18,7 +18,8 @@ mod report;
 mod running;
 mod still;
 
-use std::{process::ExitCode, time::Instant};
+use std::process::ExitCode;
+use std::time::Instant;
 
 use anyhow::{Context, Result};
 use clap::Parser as _;
@@ -26,22 +27,14 @@ use lab::{net, qemu};
 use options::Options;
 
 fn main() -> ExitCode {
-    match run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("figures: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    lab::exit_code("figures", run(&Options::parse()))
 }
 
-fn run() -> Result<()> {
-    let options = Options::parse();
-    options.check()?;
+fn run(options: &Options) -> Result<()> {
     let (stills, runnings, lives) = (
-        still::cases(&options),
-        running::cases(&options),
-        live::cases(&options),
+        still::cases(options),
+        running::cases(options),
+        live::cases(options),
     );
     still::check(&stills)?;
     if !(runnings.is_empty() && lives.is_empty()) {
@@ -49,19 +42,18 @@ fn run() -> Result<()> {
     }
     let qemu = qemu::available().last();
     let qemu = qemu.context("there is no QEMU: run scripts/setup qemu")?;
-    let setup = report::SetUp::look(&options, qemu)?;
+    let vamoose = options.vamoose()?;
+    let demo = options.demo(&vamoose)?;
+    let setup = report::SetUp::look(options, qemu, &vamoose)?;
 
     let corpus = options.corpus()?;
-    let still = still::measure(&stills, &options, qemu, &corpus)?;
-    let running = running::measure(&runnings, &options, qemu)?;
-
     let figures = report::Figures {
-        still,
-        running,
-        live: live::measure(&lives, &options)?,
+        still: still::measure(stills, options, qemu, &corpus, &vamoose, &demo)?,
+        running: running::measure(runnings, options, qemu, &vamoose)?,
+        live: live::measure(lives, &demo)?,
     };
 
-    let verdicts = criteria::judge(&figures, &options);
+    let verdicts = criteria::judge(&figures, options);
     print!("{}", report::markdown(&setup, &figures, &verdicts));
     if let Some(path) = &options.json {
         let json = report::json(&setup, &figures, &verdicts);
@@ -71,29 +63,36 @@ fn run() -> Result<()> {
     Ok(())
 }
 
-/// Calls `measure` for every case once per round, each round starting with another case, and gives each case's results.
+/// A case and what each of its rounds has shown.
+struct Measured<C, R> {
+    case: C,
+    rounds: Vec<R>,
+}
+
+/// Calls `measure` for every case once per round, each round starting with another case.
 fn interleaved<C, R>(
-    cases: &[C],
+    cases: Vec<C>,
     rounds: usize,
-    name: impl Fn(&C) -> String,
+    name: impl Fn(&C) -> &'static str,
     mut measure: impl FnMut(&C) -> Result<R>,
-) -> Result<Vec<Vec<R>>> {
-    let mut results: Vec<Vec<R>> = cases.iter().map(|_| Vec::new()).collect();
+) -> Result<Vec<Measured<C, R>>> {
+    let measured = |case| Measured {
+        case,
+        rounds: Vec::new(),
+    };
+    let mut all: Vec<_> = cases.into_iter().map(measured).collect();
     for round in 0..rounds {
-        for step in 0..cases.len() {
-            let at = (round + step) % cases.len();
-            let (case, start) = (&cases[at], Instant::now());
-            let name = name(case);
-            let result = measure(case).with_context(|| format!("{name}, round {}", round + 1))?;
-            eprintln!(
-                "round {} of {rounds}: {name} ({:.0} s)",
-                round + 1,
-                start.elapsed().as_secs_f64()
-            );
-            results[at].push(result);
+        for step in 0..all.len() {
+            let at = (round + step) % all.len();
+            let (case, start) = (&all[at].case, Instant::now());
+            let (name, number) = (name(case), round + 1);
+            let result = measure(case).with_context(|| format!("{name}, round {number}"))?;
+            let seconds = start.elapsed().as_secs_f64();
+            eprintln!("round {number} of {rounds}: {name} ({seconds:.0} s)");
+            all[at].rounds.push(result);
         }
     }
-    Ok(results)
+    Ok(all)
 }
 
 /// The middle one of some values, or the mean of the middle two; `None` when there are none.
@@ -102,6 +101,11 @@ fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let (low, high) = (values.len().checked_sub(1)? / 2, values.len() / 2);
     Some((values[low] + values[high]) / 2.0)
+}
+
+/// A number for a table.
+fn or_dash(value: Option<f64>, digits: usize) -> String {
+    value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
 }
 
 #[cfg(test)]
@@ -120,15 +124,16 @@ mod tests {
     fn every_case_runs_once_a_round_and_the_first_one_changes() {
         let mut order = Vec::new();
         let results = interleaved(
-            &["a", "b"],
+            vec!["a", "b"],
             2,
-            |case| (*case).to_owned(),
+            |case| case,
             |case| {
                 order.push(*case);
                 Ok(order.len())
             },
         );
-        assert_eq!(results.unwrap(), [[1, 4], [2, 3]]);
+        let results: Vec<_> = results.unwrap().into_iter().map(|it| it.rounds).collect();
+        assert_eq!(results, [[1, 4], [2, 3]]);
         assert_eq!(order, ["a", "b", "b", "a"]);
     }
 }

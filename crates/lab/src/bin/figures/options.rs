@@ -1,11 +1,13 @@
 //! The command line, and the data that guests are filled with.
 
 use std::fs;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use lab::ram;
+use lab::vamoose::program;
 use tempfile::TempDir;
 use zstd_safe::get_error_name;
 
@@ -17,8 +19,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SIZE", default_value = "3G", value_parser = size)]
     pub(crate) ram: u64,
     /// Number of rounds, in each of which every case runs once; twice as many and one more for downtimes
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = rounds)]
-    pub(crate) runs: usize,
+    #[arg(long, value_name = "N", default_value = "3")]
+    pub(crate) runs: NonZeroUsize,
     /// Pages that the guest that runs rewrites per second
     #[arg(long, value_name = "N", default_value_t = 4000)]
     pub(crate) dirty_rate: u32,
@@ -26,8 +28,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
     /// Program to measure, with the vamoose-demo beside it [default: those beside this program]
-    #[arg(long, value_name = "PROGRAM", default_value_os_t = beside(), hide_default_value = true)]
-    pub(crate) vamoose: PathBuf,
+    #[arg(long, value_name = "PROGRAM")]
+    vamoose: Option<PathBuf>,
     /// Files that fill the guest, plain or .zst, such as the Silesia corpus [default: files of this host]
     #[arg(long, value_name = "DIR")]
     corpus: Option<PathBuf>,
@@ -44,16 +46,17 @@ pub(crate) struct Corpus {
 }
 
 impl Options {
-    /// Refuses to begin without the programs to measure.
-    pub(crate) fn check(&self) -> Result<()> {
-        for program in [&self.vamoose, &self.demo()] {
-            ensure!(
-                program.is_file(),
-                "there is no {}: cargo build --release -p vamoose -p vamoose-demo, with the same target directory",
-                program.display()
-            );
-        }
-        Ok(())
+    /// The program to measure.
+    pub(crate) fn vamoose(&self) -> Result<PathBuf> {
+        program(self.vamoose.as_deref(), "vamoose")
+    }
+
+    /// The demo beside it.
+    pub(crate) fn demo(&self, vamoose: &Path) -> Result<PathBuf> {
+        program(
+            Some(&vamoose.with_file_name("vamoose-demo")),
+            "vamoose-demo",
+        )
     }
 
     /// Whether a case is wanted.
@@ -67,11 +70,6 @@ impl Options {
             Some(dir) => dir.display().to_string(),
             None => "files of this host".to_owned(),
         }
-    }
-
-    /// The demo of the program under test.
-    pub(crate) fn demo(&self) -> PathBuf {
-        self.vamoose.with_file_name("vamoose-demo")
     }
 
     /// Unpacks the files for the guests.
@@ -121,28 +119,13 @@ fn decompress(packed: &[u8]) -> Result<Vec<u8>> {
     }
 }
 
-fn beside() -> PathBuf {
-    std::env::current_exe()
-        .unwrap_or_default()
-        .with_file_name("vamoose")
-}
-
-fn rounds(text: &str) -> Result<usize> {
-    let rounds = text.parse()?;
-    ensure!(rounds > 0, "0 rounds measure nothing");
-    Ok(rounds)
-}
-
 /// The memory of a guest: a number of bytes with k, M or G.
 fn size(text: &str) -> Result<u64> {
     /// Less is a forgotten unit.
     const MIN: u64 = 1 << 20;
-    let (digits, shift) = match text.char_indices().last() {
-        Some((end, 'k')) => (&text[..end], 10),
-        Some((end, 'M')) => (&text[..end], 20),
-        Some((end, 'G')) => (&text[..end], 30),
-        _ => (text, 0),
-    };
+    let units = [("k", 10), ("M", 20), ("G", 30)];
+    let with_unit = |(unit, shift)| Some((text.strip_suffix(unit)?, shift));
+    let (digits, shift) = units.into_iter().find_map(with_unit).unwrap_or((text, 0));
     let number: u64 = digits
         .parse()
         .with_context(|| format!("`{text}` is not a size such as 512M"))?;

@@ -1,20 +1,23 @@
 //! The figures as Markdown for people, and as JSON for programs.
 
-use std::fmt::Write as _;
 use std::fs;
+use std::num::NonZeroUsize;
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
 use lab::qemu::Binary;
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::criteria::Verdict;
-use crate::live;
 use crate::options::Options;
-use crate::running::{self, Pause};
 use crate::still::{self, Cost};
+use crate::{live, or_dash, running};
 
 /// What was measured on.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) struct SetUp {
     processor: String,
     processors: usize,
@@ -23,7 +26,7 @@ pub(crate) struct SetUp {
     vamoose: String,
     corpus: String,
     ram: u64,
-    runs: usize,
+    runs: NonZeroUsize,
     downtime_runs: usize,
     dirty_rate: u32,
     load_before: String,
@@ -31,16 +34,13 @@ pub(crate) struct SetUp {
 
 impl SetUp {
     /// Looks at this machine.
-    pub(crate) fn look(options: &Options, qemu: &Binary) -> Result<Self> {
+    pub(crate) fn look(options: &Options, qemu: &Binary, vamoose: &Path) -> Result<Self> {
         let information = fs::read_to_string("/proc/cpuinfo").context("reading /proc/cpuinfo")?;
         let model = information
             .lines()
             .find_map(|line| line.strip_prefix("model name")?.split_once(": "));
         let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").context("which kernel?")?;
-        let version = Command::new(&options.vamoose)
-            .arg("--version")
-            .output()
-            .context("which vamoose?")?;
+        let version = lab::run(Command::new(vamoose).arg("--version"))?;
         Ok(Self {
             processor: model
                 .map_or("unknown processor", |(_, model)| model)
@@ -48,7 +48,7 @@ impl SetUp {
             processors: std::thread::available_parallelism()?.get(),
             kernel: kernel.trim().to_owned(),
             qemu: qemu.version.to_string(),
-            vamoose: String::from_utf8_lossy(&version.stdout).trim().to_owned(),
+            vamoose: version.trim().to_owned(),
             corpus: options.corpus_name(),
             ram: options.ram,
             runs: options.runs,
@@ -59,23 +59,22 @@ impl SetUp {
     }
 
     fn markdown(&self) -> String {
-        let Self {
-            processor,
-            processors,
-            kernel,
-            qemu,
-            vamoose,
-            corpus,
-            runs,
-            downtime_runs,
-            dirty_rate,
-            load_before,
-            ..
-        } = self;
-        let (ram, after) = (self.ram >> 20, load());
         format!(
-            "{processors} processors ({processor}), Linux {kernel}, QEMU {qemu}, {vamoose}. Guest that does not run: {ram} MiB, \
-             filled from {corpus}. Guest that runs: {dirty_rate} pages rewritten a second. Medians of {runs} rounds, of downtimes {downtime_runs}; of memory the most. Load average before {load_before}, after {after}.\n"
+            "{} processors ({}), Linux {}, QEMU {}, {}. Guest that does not run: {} MiB, \
+             filled from {}. Guest that runs: {} pages rewritten a second. Medians of {} rounds, \
+             of downtimes {}; of memory the most. Load average before {}, after {}.\n",
+            self.processors,
+            self.processor,
+            self.kernel,
+            self.qemu,
+            self.vamoose,
+            self.ram >> 20,
+            self.corpus,
+            self.dirty_rate,
+            self.runs,
+            self.downtime_runs,
+            self.load_before,
+            load()
         )
     }
 }
@@ -112,13 +111,13 @@ pub(crate) fn markdown(setup: &SetUp, figures: &Figures, verdicts: &[Verdict]) -
     }
     text.push('\n');
     for verdict in verdicts {
-        let (mark, numbers) = match &verdict.found {
-            Some(found) if found.pass => ("PASS", found.numbers.as_str()),
-            Some(found) => ("FAIL", found.numbers.as_str()),
-            None => ("not measured", ""),
+        let mark = match verdict.pass {
+            Some(true) => "PASS",
+            Some(false) => "FAIL",
+            None => "not measured",
         };
-        // Writing to a string cannot fail.
-        let _ = writeln!(text, "- **{mark}** {}: {numbers}", verdict.demand);
+        let found = verdict.found.as_deref().unwrap_or_default();
+        text += &format!("- **{mark}** {}: {found}\n", verdict.demand);
     }
     text
 }
@@ -132,49 +131,29 @@ pub(crate) fn json(setup: &SetUp, figures: &Figures, verdicts: &[Verdict]) -> Va
             "method": case.method,
             "channels": case.channels,
             "ram": case.ram,
-            "median": cost(&measured.cost),
+            "median": cost(&measured.cost()),
             "rounds": measured.rounds.iter().map(cost).collect::<Vec<_>>(),
         })
     });
     let running = figures.running.iter().map(|measured| {
-        json!({
-            "case": measured.case.name,
-            "median": pause(&measured.pause),
-            "rounds": measured.rounds.iter().map(pause).collect::<Vec<_>>(),
-        })
+        let (median, rounds) = (measured.pause(), &measured.rounds);
+        json!({ "case": measured.case.name, "median": median, "rounds": rounds })
     });
-    let verdicts = verdicts.iter().map(|verdict| {
-        let found = verdict.found.as_ref();
-        json!({
-            "demand": verdict.demand,
-            "pass": found.map(|found| found.pass),
-            "found": found.map(|found| &found.numbers),
-        })
-    });
+    let live = figures.live.iter();
+    let live = live.map(|measured| json!({ "case": measured.case.name, "moves": measured.rounds }));
+    let mut setup = json!(setup);
+    setup["load-after"] = load().into();
     json!({
-        "set-up": {
-            "processor": setup.processor,
-            "processors": setup.processors,
-            "kernel": setup.kernel,
-            "qemu": setup.qemu,
-            "vamoose": setup.vamoose,
-            "corpus": setup.corpus,
-            "ram": setup.ram,
-            "runs": setup.runs,
-            "downtime-runs": setup.downtime_runs,
-            "dirty-rate": setup.dirty_rate,
-            "load-before": setup.load_before,
-            "load-after": load(),
-        },
+        "set-up": setup,
         "still": still.collect::<Vec<_>>(),
         "running": running.collect::<Vec<_>>(),
-        "live": figures.live.iter().map(live::Measured::json).collect::<Vec<_>>(),
-        "criteria": verdicts.collect::<Vec<_>>(),
+        "live": live.collect::<Vec<_>>(),
+        "criteria": verdicts,
     })
 }
 
 fn still_row(measured: &still::Measured) -> String {
-    let (case, cost) = (&measured.case, &measured.cost);
+    let (case, cost) = (&measured.case, measured.cost());
     let mib = |bytes: Option<f64>| or_dash(bytes.map(|bytes| bytes / 1_048_576.0), 1);
     format!(
         "| {} | {} | {:.2} | {} | {} | {:.2} | {:.2} | {:.1} | {:.1} | {} | {} |\n",
@@ -193,27 +172,23 @@ fn still_row(measured: &still::Measured) -> String {
 }
 
 fn running_row(measured: &running::Measured) -> String {
-    let pause = &measured.pause;
+    let pause = measured.pause();
     let each = measured
         .rounds
         .iter()
-        .map(|pause| format!("{:.0}", pause.real));
+        .map(|pause| format!("{:.0}", pause.downtime));
     format!(
         "| {} | **{:.0}** ({}) | {:.0} | {:.0} | {} | {:.1} | {:.0} | {:.1} |\n",
         measured.case.name,
-        pause.real,
+        pause.downtime,
         each.collect::<Vec<_>>().join(", "),
-        pause.reported,
-        pause.expected,
-        or_dash(pause.vamoose, 0),
-        pause.total / 1e3,
-        pause.syncs,
-        pause.wire / 1e6,
+        pause.downtime_reported,
+        pause.downtime_expected,
+        or_dash(pause.downtime_vamoose, 0),
+        pause.total_time / 1e3,
+        pause.dirty_sync_count,
+        pause.link_bytes / 1e6,
     )
-}
-
-fn or_dash(value: Option<f64>, digits: usize) -> String {
-    value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
 }
 
 fn cost(cost: &Cost) -> Value {
@@ -228,18 +203,6 @@ fn cost(cost: &Cost) -> Value {
         "seconds": cost.time,
         "wire-bytes": cost.wire,
         "peak-bytes": { "relay-a": cost.peak_a, "relay-b": cost.peak_b },
-    })
-}
-
-fn pause(pause: &Pause) -> Value {
-    json!({
-        "downtime": pause.real,
-        "downtime-reported": pause.reported,
-        "downtime-expected": pause.expected,
-        "downtime-vamoose": pause.vamoose,
-        "total-time": pause.total,
-        "dirty-sync-count": pause.syncs,
-        "link-bytes": pause.wire,
     })
 }
 

@@ -20,6 +20,7 @@ use lab::guest::{Guest, Image, Load};
 use lab::net::{Link, Namespace};
 use lab::qemu::{Binary, Builder};
 use lab::vamoose::{Vamoose, state_dir};
+use serde::Serialize;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -44,30 +45,26 @@ enum Between {
 }
 
 /// How one migration went; times in milliseconds.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) struct Pause {
     /// From STOP at the source to RESUME at the destination.
-    pub(crate) real: f64,
+    pub(crate) downtime: f64,
     /// What the source QEMU says it was.
-    pub(crate) reported: f64,
+    pub(crate) downtime_reported: f64,
     /// What the source QEMU last expected it to be.
-    pub(crate) expected: f64,
+    pub(crate) downtime_expected: f64,
     /// What `vamoose migrate` says it was.
-    pub(crate) vamoose: Option<f64>,
+    pub(crate) downtime_vamoose: Option<f64>,
     /// Of the whole migration.
-    pub(crate) total: f64,
+    pub(crate) total_time: f64,
     /// Rounds over the guest's memory.
-    pub(crate) syncs: f64,
+    pub(crate) dirty_sync_count: f64,
     /// Bytes over the link, headers included.
-    pub(crate) wire: f64,
+    pub(crate) link_bytes: f64,
 }
 
-/// A case and the medians of its rounds.
-pub(crate) struct Measured {
-    pub(crate) case: Case,
-    pub(crate) rounds: Vec<Pause>,
-    pub(crate) pause: Pause,
-}
+pub(crate) type Measured = crate::Measured<Case, Pause>;
 
 /// The guest's memory, in bytes.
 const RAM: u64 = 512 << 20;
@@ -114,27 +111,22 @@ pub(crate) fn cases(options: &Options) -> Vec<Case> {
 /// More than for guests that do not run: a downtime depends on when in its round the source QEMU finds that little enough is
 /// left, and one round over memory more or less is 50 ms.
 pub(crate) fn rounds(options: &Options) -> usize {
-    2 * options.runs + 1
+    2 * options.runs.get() + 1
 }
 
 /// Measures the cases.
-pub(crate) fn measure(cases: &[Case], options: &Options, qemu: &Binary) -> Result<Vec<Measured>> {
+pub(crate) fn measure(
+    cases: Vec<Case>,
+    options: &Options,
+    qemu: &Binary,
+    vamoose: &Path,
+) -> Result<Vec<Measured>> {
     if cases.is_empty() {
         return Ok(Vec::new());
     }
-    let mut lab = Lab::new(qemu, options)?;
-    let results = interleaved(
-        cases,
-        rounds(options),
-        |case| case.name.to_owned(),
-        |case| lab.run(case),
-    )?;
-    let measured = cases.iter().zip(results).map(|(&case, rounds)| Measured {
-        case,
-        pause: medians(&rounds),
-        rounds,
-    });
-    Ok(measured.collect())
+    let mut lab = Lab::new(qemu, options, vamoose)?;
+    let name = |case: &Case| case.name;
+    interleaved(cases, rounds(options), name, |case| lab.run(case))
 }
 
 /// Two hosts and the guest, wherever it is.
@@ -149,7 +141,7 @@ struct Lab<'a> {
 }
 
 impl<'a> Lab<'a> {
-    fn new(qemu: &Binary, options: &'a Options) -> Result<Self> {
+    fn new(qemu: &Binary, options: &Options, vamoose: &'a Path) -> Result<Self> {
         let link = Link::new(Some(LINK))?;
         let image = Image::build(16)?;
         let machine = image.machine(qemu, RAM, &load(options)).preallocate();
@@ -158,7 +150,7 @@ impl<'a> Lab<'a> {
         Ok(Self {
             guest: Some(guest),
             machine,
-            vamoose: &options.vamoose,
+            vamoose,
             at_second: false,
             link,
             _image: image,
@@ -210,8 +202,8 @@ impl Ends<'_> {
             Between::Migrate => self.commands(case.method)?,
         };
         let mut pause = self.watch().with_context(|| helpers.said())?;
-        pause.vamoose = helpers.finish()?;
-        pause.wire = (self.here.traffic()?.sent - sent_before) as f64;
+        pause.downtime_vamoose = helpers.finish()?;
+        pause.link_bytes = (self.here.traffic()?.sent - sent_before) as f64;
         Ok(pause)
     }
 
@@ -262,7 +254,8 @@ impl Ends<'_> {
             let mut command = self.there.command(self.vamoose);
             command.args(["serve", "--insecure", "--listen", &listen, "--qmp-dir"]);
             command.arg(monitors.path());
-            remember_in(&mut command, &state.path().join("there"));
+            // Nothing of a measurement is remembered longer than that.
+            command.arg("--state-dir").arg(state.path().join("there"));
             listening(&mut command, "taking migrations on ")?
         };
         let mut command = self.here.command(self.vamoose);
@@ -273,7 +266,7 @@ impl Ends<'_> {
         command.args(["--downtime-limit", &DOWNTIME_LIMIT.to_string()]);
         command.args(["--channels", &CHANNELS.to_string(), "--qmp"]);
         command.arg(self.source.qemu.qmp_socket());
-        remember_in(&mut command, &state.path().join("here"));
+        command.arg("--state-dir").arg(state.path().join("here"));
         let migration = Vamoose::start(&mut command)?;
         Ok(Helpers {
             ending: vec![migration],
@@ -329,13 +322,12 @@ impl Ends<'_> {
                 .with_context(|| format!("the source QEMU tells no {name}: {account}"))
         };
         Ok(Pause {
-            real: real.as_secs_f64() * 1e3,
-            reported: number(&account["downtime"], "downtime")?,
-            expected,
-            vamoose: None,
-            total: number(&account["total-time"], "total-time")?,
-            syncs: number(&account["ram"]["dirty-sync-count"], "dirty-sync-count")?,
-            wire: 0.0,
+            downtime: real.as_secs_f64() * 1e3,
+            downtime_reported: number(&account["downtime"], "downtime")?,
+            downtime_expected: expected,
+            total_time: number(&account["total-time"], "total-time")?,
+            dirty_sync_count: number(&account["ram"]["dirty-sync-count"], "dirty-sync-count")?,
+            ..Pause::default()
         })
     }
 }
@@ -377,20 +369,19 @@ fn listening(command: &mut Command, announcement: &str) -> Result<(Vamoose, Stri
     Ok((vamoose, address))
 }
 
-fn medians(rounds: &[Pause]) -> Pause {
-    let of = |field: fn(&Pause) -> f64| median(rounds.iter().map(field)).unwrap_or(f64::NAN);
-    Pause {
-        real: of(|pause| pause.real),
-        reported: of(|pause| pause.reported),
-        expected: of(|pause| pause.expected),
-        vamoose: median(rounds.iter().filter_map(|pause| pause.vamoose)),
-        total: of(|pause| pause.total),
-        syncs: of(|pause| pause.syncs),
-        wire: of(|pause| pause.wire),
+impl Measured {
+    /// The medians of its rounds.
+    pub(crate) fn pause(&self) -> Pause {
+        let rounds = &self.rounds;
+        let of = |field: fn(&Pause) -> f64| median(rounds.iter().map(field)).unwrap_or(f64::NAN);
+        Pause {
+            downtime: of(|pause| pause.downtime),
+            downtime_reported: of(|pause| pause.downtime_reported),
+            downtime_expected: of(|pause| pause.downtime_expected),
+            downtime_vamoose: median(rounds.iter().filter_map(|pause| pause.downtime_vamoose)),
+            total_time: of(|pause| pause.total_time),
+            dirty_sync_count: of(|pause| pause.dirty_sync_count),
+            link_bytes: of(|pause| pause.link_bytes),
+        }
     }
-}
-
-/// Nothing of a measurement is remembered longer than that.
-fn remember_in(command: &mut Command, dir: &Path) {
-    command.arg("--state-dir").arg(dir);
 }

@@ -12,20 +12,20 @@
 //! any that is meant to take a guest fast. After each migration the whole RAM of both is compared.
 
 use std::ffi::OsStr;
-use std::io::{BufRead as _, BufReader};
+use std::io::{self, BufRead as _, BufReader};
 use std::net::TcpListener;
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use lab::cpu::Meter;
 use lab::proc;
+use lab::process::Child;
 use lab::qemu::{Binary, Builder, Qemu};
 use lab::ram::{self, Fill};
 use lab::vamoose::Vamoose;
-use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -93,17 +93,12 @@ pub(crate) struct Cost {
     pub(crate) peak_b: Option<f64>,
 }
 
-/// A case and the medians of its rounds.
-pub(crate) struct Measured {
-    pub(crate) case: Case,
-    pub(crate) rounds: Vec<Cost>,
-    pub(crate) cost: Cost,
-}
+pub(crate) type Measured = crate::Measured<Case, Cost>;
 
 /// Channels where the case's name does not say otherwise.
-pub(crate) const CHANNELS: u8 = 2;
+const CHANNELS: u8 = 2;
 
-/// The same content for everybody.
+/// The same content in all cases.
 const SEED: u64 = 1;
 
 const SMALL: u64 = 256 << 20;
@@ -191,30 +186,20 @@ pub(crate) fn check(cases: &[Case]) -> Result<()> {
 
 /// Measures the cases.
 pub(crate) fn measure(
-    cases: &[Case],
+    cases: Vec<Case>,
     options: &Options,
     qemu: &Binary,
     corpus: &Corpus,
+    vamoose: &Path,
+    demo: &Path,
 ) -> Result<Vec<Measured>> {
     let corpus = Fill::Files(corpus.files.clone());
-    let results = interleaved(
-        cases,
-        options.runs,
-        |case| case.name.to_owned(),
-        |case| match case.between {
-            Between::Live => case.run_live(&corpus, &options.demo()),
-            Between::Sockets => case.run_sockets(),
-            Between::Direct | Between::Relay | Between::Pair => {
-                case.run(qemu, &corpus, &options.vamoose)
-            }
-        },
-    )?;
-    let measured = cases.iter().zip(results).map(|(&case, rounds)| Measured {
-        case,
-        cost: medians(&rounds),
-        rounds,
-    });
-    Ok(measured.collect())
+    let run = |case: &Case| match case.between {
+        Between::Live => case.run_live(&corpus, demo),
+        Between::Sockets => case.run_sockets(),
+        Between::Direct | Between::Relay | Between::Pair => case.run(qemu, &corpus, vamoose),
+    };
+    interleaved(cases, options.runs.get(), |case| case.name, run)
 }
 
 impl Cost {
@@ -231,28 +216,23 @@ impl Cost {
 
 impl Case {
     fn run(&self, qemu: &Binary, corpus: &Fill, vamoose: &Path) -> Result<Cost> {
-        let bare = || match self.content {
-            Content::Untouched => Builder::bare(qemu, self.ram),
-            Content::Corpus | Content::Zeros => Builder::bare(qemu, self.ram).preallocate(),
-        };
-        let mut source = match self.content {
-            Content::Corpus => bare().content(corpus.clone(), SEED),
-            Content::Zeros | Content::Untouched => bare(),
+        let mut bare = Builder::bare(qemu, self.ram);
+        if self.content != Content::Untouched {
+            bare = bare.preallocate();
         }
-        .start()?;
-        let mut destination = bare().incoming().start()?;
+        let mut destination = bare.clone().incoming().start()?;
+        if self.content == Content::Corpus {
+            bare = bare.content(corpus.clone(), SEED);
+        }
+        let mut source = bare.start()?;
 
-        let between = if matches!(self.between, Between::Direct) {
-            self.method
-        } else {
-            "none"
+        // What the QEMUs encode and decode themselves.
+        let (encoded, decoded) = match self.between {
+            Between::Direct => (self.method, self.method),
+            Between::Pair => ("none", "none"),
+            _ => ("none", self.method),
         };
-        let decoded = if matches!(self.between, Between::Pair) {
-            "none"
-        } else {
-            self.method
-        };
-        set_up(&mut source, self.channels, between)?;
+        set_up(&mut source, self.channels, encoded)?;
         set_up(&mut destination, self.channels, decoded)?;
         let relays = self.relays(&source, &mut destination, vamoose)?;
 
@@ -267,7 +247,8 @@ impl Case {
             })
             .with_context(|| relays.said())?;
         let cpu = meter.read()?;
-        let (near, far) = relays.finish()?;
+        let near = relays.near.map(Watched::finish).transpose()?;
+        let far = relays.far.map(Watched::finish).transpose()?;
         ram::compare(source.ram(), destination.ram())
             .map_err(|mismatch| anyhow!("the memory is not what it was: {mismatch}"))?;
 
@@ -319,9 +300,8 @@ impl Case {
             "the memory is not what it was: {report}"
         );
         let number = |value: &Value| {
-            value
-                .as_f64()
-                .with_context(|| format!("missing in {report}"))
+            let number = value.as_f64();
+            number.with_context(|| format!("missing in {report}"))
         };
         Ok(Cost {
             source: number(&report["cpu-seconds"]["source"])?,
@@ -335,36 +315,34 @@ impl Case {
     /// As many bytes as the guest has, from nowhere to nowhere.
     fn run_sockets(&self) -> Result<Cost> {
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-        let port = port.to_string();
-        let mut server = Command::new("iperf3")
-            .args(["--server", "--one-off", "--forceflush", "--port", &port])
-            .stdout(Stdio::piped())
-            .spawn()
-            .context("cannot start iperf3")?;
-        let said = server.stdout.take().context("its output is a pipe")?;
-        let mut said = BufReader::new(said).lines();
-        let listens = said.find(|line| {
+        let iperf3 = || {
+            let mut command = Command::new("iperf3");
+            command.args(["--port", &port.to_string()]);
+            command
+        };
+        let mut command = iperf3();
+        command.args(["--server", "--one-off", "--forceflush"]);
+        let mut server = Child::start(command.stdout(Stdio::piped()))?;
+        let said = server.pipes.stdout.take();
+        let mut said = BufReader::new(said.context("its output is a pipe")?).lines();
+        let listens = |line: &io::Result<String>| {
             line.as_ref()
                 .map_or(true, |line| line.contains("listening"))
-        });
-        listens.context("the iperf3 server has ended")??;
+        };
+        said.find(listens)
+            .context("the iperf3 server has ended")??;
         // What it says besides is of no interest, but has to go somewhere.
         let rest = thread::spawn(move || said.count());
         let (bytes, channels) = (self.ram.to_string(), self.channels.to_string());
-        let mut client = Command::new("iperf3")
-            .args(["--client", "127.0.0.1", "--port", &port])
-            .args(["--bytes", &bytes, "--parallel", &channels])
-            .stdout(Stdio::null())
-            .spawn()?;
-        let (source, status) = reap(&mut client)?;
-        if !status.success() {
-            server.kill()?;
-        }
-        let (destination, _) = reap(&mut server)?;
-        ensure!(
-            rest.join().is_ok() && status.success(),
-            "iperf3 failed: {status}"
-        );
+        let mut command = iperf3();
+        command.args(["--client", "127.0.0.1", "--bytes", &bytes]);
+        command
+            .args(["--parallel", &channels])
+            .stdout(Stdio::null());
+        let (status, source) = Child::start(&mut command)?.finish(LIMIT)?;
+        ensure!(status.success(), "iperf3 failed: {status}");
+        let (_, destination) = server.finish(LIMIT)?;
+        ensure!(rest.join().is_ok(), "iperf3's output could not be read");
         Ok(Cost {
             source,
             destination,
@@ -415,18 +393,6 @@ fn set_up(qemu: &mut Qemu, channels: u8, method: &str) -> Result<()> {
     }))
 }
 
-/// Waits for a process; the CPU seconds that it has used.
-fn reap(child: &mut Child) -> Result<(f64, ExitStatus)> {
-    let pid = Pid::from_child(child);
-    // The CPU time of a process can be read until it is reaped.
-    waitid(
-        WaitId::Pid(pid),
-        WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
-    )?;
-    let cpu = proc::cpu_seconds(child.id())?;
-    Ok((cpu, child.wait()?))
-}
-
 struct Relays {
     near: Option<Watched>,
     far: Option<Watched>,
@@ -439,12 +405,6 @@ impl Relays {
         let relays = self.near.iter().chain(&self.far);
         let said = relays.map(|relay| relay.vamoose.stderr());
         format!("relays:\n{}", said.collect::<Vec<_>>().join("\n--\n"))
-    }
-
-    fn finish(self) -> Result<(Option<EndedRelay>, Option<EndedRelay>)> {
-        let near = self.near.map(Watched::finish).transpose()?;
-        let far = self.far.map(Watched::finish).transpose()?;
-        Ok((near, far))
     }
 }
 
@@ -494,19 +454,26 @@ impl Watched {
     }
 }
 
-fn medians(rounds: &[Cost]) -> Cost {
-    let of = |field: fn(&Cost) -> f64| median(rounds.iter().map(field)).unwrap_or(f64::NAN);
-    let maybe = |field: fn(&Cost) -> Option<f64>| median(rounds.iter().filter_map(field));
-    // Of memory the worst counts.
-    let most = |field: fn(&Cost) -> Option<f64>| rounds.iter().filter_map(field).reduce(f64::max);
-    Cost {
-        source: of(|cost| cost.source),
-        relay_a: maybe(|cost| cost.relay_a),
-        relay_b: maybe(|cost| cost.relay_b),
-        destination: of(|cost| cost.destination),
-        time: of(|cost| cost.time),
-        wire: of(|cost| cost.wire),
-        peak_a: most(|cost| cost.peak_a),
-        peak_b: most(|cost| cost.peak_b),
+impl Measured {
+    /// The medians of its rounds.
+    pub(crate) fn cost(&self) -> Cost {
+        let rounds = &self.rounds;
+        let of = |field: fn(&Cost) -> f64| median(rounds.iter().map(field)).unwrap_or(f64::NAN);
+        let maybe = |field: fn(&Cost) -> Option<f64>| median(rounds.iter().filter_map(field));
+        // Of memory the worst counts.
+        let most = |field: fn(&Cost) -> Option<f64>| {
+            let values = rounds.iter().filter_map(field);
+            values.reduce(f64::max)
+        };
+        Cost {
+            source: of(|cost| cost.source),
+            relay_a: maybe(|cost| cost.relay_a),
+            relay_b: maybe(|cost| cost.relay_b),
+            destination: of(|cost| cost.destination),
+            time: of(|cost| cost.time),
+            wire: of(|cost| cost.wire),
+            peak_a: most(|cost| cost.peak_a),
+            peak_b: most(|cost| cost.peak_b),
+        }
     }
 }

@@ -7,8 +7,8 @@ use std::ptr;
 
 use isal_sys::igzip_lib as c;
 
-use super::{Heap, RAW, Zeroable, lend, whole};
-use crate::engine::CompressError;
+use super::{Heap, NAME, RAW, Zeroable, lend, whole};
+use crate::engine::{Compress, CompressError};
 
 /// Makes streams that have nothing to do with each other but their code.
 pub(crate) struct Learned {
@@ -75,10 +75,15 @@ impl Learned {
             _ => Err(CompressError::Refused("no Huffman code for these counts")),
         }
     }
+}
 
-    /// Writes `input`, deflated, to the start of `out`. May need a few bytes more than the result
-    /// has.
-    pub(crate) fn deflate(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
+impl Compress for Learned {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    /// May need a few bytes more than the result has.
+    fn compress(&mut self, input: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
         let at = self.state.as_ptr();
         // SAFETY: `at` points to an initialised state that nothing else refers to (rule 1), whose
         // code is a constant of ISA-L's or was made by `learn`. Level 0 needs no level buffer. All
@@ -133,7 +138,7 @@ mod tests {
         let mut out = vec![0; 2 * LEN];
         let inputs = inputs();
         for input in &inputs {
-            let len = engine.deflate(input, &mut out).unwrap();
+            let len = engine.compress(input, &mut out).unwrap();
             check(&out[..len], input);
         }
         let none: &[Vec<u8>] = &[];
@@ -148,7 +153,7 @@ mod tests {
         ] {
             engine.learn(samples.iter().map(Vec::as_slice)).unwrap();
             for input in inputs.iter().chain(&odd[..3]) {
-                let len = engine.deflate(input, &mut out).unwrap();
+                let len = engine.compress(input, &mut out).unwrap();
                 check(&out[..len], input);
             }
         }
@@ -161,7 +166,7 @@ mod tests {
         let [text, noise, ..] = inputs();
         let mut len_after = |sample: &[u8]| {
             engine.learn([sample].into_iter()).unwrap();
-            engine.deflate(&text, &mut out).unwrap()
+            engine.compress(&text, &mut out).unwrap()
         };
         let (good, bad) = (len_after(&text), len_after(&noise));
         assert!(good < bad, "{good} {bad}");
@@ -176,10 +181,10 @@ mod tests {
             engine.learn([sample.as_slice()].into_iter()).unwrap();
             for input in &inputs {
                 let mut whole = vec![0; 2 * LEN];
-                let needed = engine.deflate(input, &mut whole).unwrap();
+                let needed = engine.compress(input, &mut whole).unwrap();
                 for room in (0..300).chain(needed.saturating_sub(40)..needed + 40) {
                     let mut out = vec![0xa5; room + 256];
-                    match engine.deflate(input, &mut out[..room]) {
+                    match engine.compress(input, &mut out[..room]) {
                         Ok(len) => {
                             assert!(len <= room);
                             check(&out[..len], input);
@@ -191,7 +196,7 @@ mod tests {
                     assert!(out[room..].iter().all(|byte| *byte == 0xa5), "room {room}");
                 }
                 // A failure leaves no traces.
-                let len = engine.deflate(input, &mut whole).unwrap();
+                let len = engine.compress(input, &mut whole).unwrap();
                 check(&whole[..len], input);
             }
         }
@@ -204,7 +209,7 @@ mod tests {
                 let mut out = vec![0; room];
                 let mut engine = Learned::new();
                 engine.learn([input.as_slice()].into_iter()).unwrap();
-                let _ = engine.deflate(&input, &mut out);
+                let _ = engine.compress(&input, &mut out);
                 // SAFETY: the state is initialised and as large as its type.
                 let words = unsafe { super::super::tests::words(engine.state.as_ptr()) };
                 for lent in [input.as_ptr_range(), out.as_ptr_range()] {

@@ -104,12 +104,12 @@ fn every_level_is_told_to_the_library() {
         sizes.push(compress(&mut session, &pages).unwrap().len());
     }
     assert!(sizes[8] < sizes[0], "{sizes:?}");
-    for level in [0, 10] {
+    for level in [0, 13] {
         let library = Arc::clone(&stand_in.library);
         let failure = Session::open(library, level, PAGES, PAYLOAD).err().unwrap();
         let call = "qzSetupSessionDeflate";
         let code = Code(-1);
-        assert_eq!(failure, Failure::Code { call, code });
+        assert_eq!(failure, Failure::Absent(Absent::Refused { call, code }));
     }
     assert!(is_balanced(&stand_in));
 }
@@ -164,6 +164,36 @@ fn a_library_without_one_of_the_functions_is_absent() {
 }
 
 #[test]
+fn the_library_is_told_to_print_nothing_if_it_can_be() {
+    let Some(stand_in) = StandIn::new() else {
+        return;
+    };
+    assert_eq!(stand_in.get("seen_log_level"), 1);
+    let Some(file) = File::new(Some(lab::stand_in::LIBQATZIP_OPTIONAL_SYMBOL)) else {
+        return;
+    };
+    let library = Library::open(file.path.as_os_str()).unwrap();
+    assert_eq!(library.file(), file.path.canonicalize().unwrap());
+    assert_eq!(hardware(&Arc::new(library)), Ok(()));
+}
+
+#[test]
+fn groups_of_vfio_are_numbers() {
+    let folder = tempfile::tempdir().unwrap();
+    let vfio = folder.path();
+    assert!(!has_group(&vfio.join("vfio")));
+    for (name, is_group) in [
+        ("vfio", false),
+        ("devices", false),
+        ("noiommu-0", false),
+        ("17", true),
+    ] {
+        fs::write(vfio.join(name), "").unwrap();
+        assert_eq!(has_group(vfio), is_group, "{name}");
+    }
+}
+
+#[test]
 fn a_library_that_is_another_one_is_absent() {
     // Any process has loaded this one.
     let absent = Library::open(OsStr::new("libc.so.6")).unwrap_err();
@@ -175,23 +205,62 @@ fn hardware_is_absent_with_its_reason() {
     let Some(stand_in) = StandIn::new() else {
         return;
     };
-    let reasons = [
-        (11, "no device"),
-        (12, "no driver"),
-        (13, "no free instance"),
-        (14, "too little memory"),
-        (15, "unknown status"),
-        (-1, "unknown status"),
-    ];
-    for (stat, reason) in reasons {
+    let refused = |call, code| Absent::Refused {
+        call,
+        code: Code(code),
+    };
+    for (stat, at_init, at_set_up) in [
+        (
+            11,
+            refused("qzInit", -101),
+            refused("qzSetupSessionDeflate", -101),
+        ),
+        (
+            12,
+            refused("qzInit", -102),
+            refused("qzSetupSessionDeflate", -101),
+        ),
+        (
+            13,
+            refused("qzInit", -103),
+            refused("qzSetupSessionDeflate", -101),
+        ),
+        (
+            14,
+            refused("qzInit", -104),
+            refused("qzSetupSessionDeflate", -101),
+        ),
+        (
+            15,
+            Absent::Hardware(Status(15)),
+            Absent::Hardware(Status(15)),
+        ),
+        (
+            -1,
+            Absent::Hardware(Status(-1)),
+            Absent::Hardware(Status(-1)),
+        ),
+    ] {
         stand_in.set("hw_session_stat", stat);
-        let absent = hardware(&stand_in.library).unwrap_err();
-        assert_eq!(absent, Absent::Hardware(Status(stat)));
-        let text =
-            format!("libqatzip finds no usable QAT hardware: {reason} (hw_session_stat {stat})");
-        assert_eq!(absent.to_string(), text);
-        assert_eq!(open(&stand_in).err().unwrap(), Failure::Absent(absent));
+        assert_eq!(hardware(&stand_in.library), Err(at_init.clone()));
+        assert_eq!(open(&stand_in).err().unwrap(), Failure::Absent(at_init));
+        // Later libraries say that they have started before.
+        stand_in.set("qzInit_code", Code::DUPLICATE.0.into());
+        assert_eq!(hardware(&stand_in.library), Err(at_set_up.clone()));
+        assert_eq!(open(&stand_in).err().unwrap(), Failure::Absent(at_set_up));
+        stand_in.set("qzInit_code", 0);
     }
+    let text = "libqatzip finds no usable QAT hardware: ";
+    let returns = "qzInit returns -101 (no hardware, and no software either)";
+    assert_eq!(
+        refused("qzInit", -101).to_string(),
+        format!("{text}{returns}")
+    );
+    let stat = "no free instance (hw_session_stat 13)";
+    assert_eq!(
+        Absent::Hardware(Status(13)).to_string(),
+        format!("{text}{stat}")
+    );
     stand_in.set("hw_session_stat", 0);
     assert_eq!(hardware(&stand_in.library), Ok(()));
     assert!(is_balanced(&stand_in));
@@ -228,7 +297,8 @@ fn codes_of_opening_a_session() {
             assert_eq!(hardware(&stand_in.library), Ok(()));
             assert!(compress(&mut open(&stand_in).unwrap(), &[7; 4096]).is_ok());
         } else {
-            let absent = Absent::Init(code);
+            let call = "qzInit";
+            let absent = Absent::Refused { call, code };
             assert_eq!(hardware(&stand_in.library), Err(absent.clone()));
             assert_eq!(open(&stand_in).err().unwrap(), Failure::Absent(absent));
         }
@@ -237,9 +307,9 @@ fn codes_of_opening_a_session() {
         for call in ["qzGetDefaultsDeflate", "qzSetupSessionDeflate"] {
             let switch = format!("{call}_code");
             stand_in.set(&switch, code.0.into());
-            assert_eq!(hardware(&stand_in.library), Ok(()));
-            let failure = open(&stand_in).err().unwrap();
-            assert_eq!(failure, Failure::Code { call, code });
+            let absent = Absent::Refused { call, code };
+            assert_eq!(hardware(&stand_in.library), Err(absent.clone()));
+            assert_eq!(open(&stand_in).err().unwrap(), Failure::Absent(absent));
             stand_in.set(&switch, 0);
         }
     }
@@ -266,21 +336,19 @@ fn codes_of_packets() {
             assert_eq!(run(&mut session), Err(Failure::Code { call, code }));
             stand_in.set(&switch, 0);
 
-            // Only where nothing can come from the device any more may the session be used.
-            let (calls, frees) = (
-                stand_in.get(&format!("{call}_calls")),
-                stand_in.get("frees"),
-            );
-            if [-2, -5, 77, i32::MIN].contains(&code.0) {
-                assert_eq!(run(&mut session), Err(Failure::Lost));
-                assert_eq!(stand_in.get(&format!("{call}_calls")), calls);
-                drop(session);
-                assert_eq!(stand_in.get("frees"), frees);
-            } else {
-                assert_eq!(run(&mut session), Ok(true));
-                drop(session);
-                assert_eq!(stand_in.get("frees"), frees + 2);
-            }
+            // It may have left something behind, so the session is not used again.
+            let calls = stand_in.get(&format!("{call}_calls"));
+            assert_eq!(run(&mut session), Err(Failure::Spent));
+            assert_eq!(stand_in.get(&format!("{call}_calls")), calls);
+
+            // Only where nothing can come from the device any more is its memory freed.
+            let lost = [-2, -5, 77, i32::MIN].contains(&code.0);
+            assert_eq!(session.leaks(), lost, "{code}");
+            let frees = stand_in.get("frees");
+            drop(session);
+            let freed = stand_in.get("frees") - frees;
+            assert_eq!(freed, if lost { 0 } else { 2 }, "{code}");
+            assert_eq!(run(&mut open(&stand_in).unwrap()), Ok(true));
         }
     }
     assert_eq!(stand_in.get("qzInit_calls"), stand_in.get("qzClose_calls"));
@@ -308,19 +376,18 @@ fn calls_fail_only_when_told_to() {
     let Some(stand_in) = StandIn::new() else {
         return;
     };
-    let mut session = open(&stand_in).unwrap();
-    let outcomes = |session: &mut Session| -> Vec<bool> {
-        let run = |_| compress(session, &[1; 4096]).is_ok();
+    let outcomes = || -> Vec<bool> {
+        let run = |_| compress(&mut open(&stand_in).unwrap(), &[1; 4096]).is_ok();
         (0..6).map(run).collect()
     };
     stand_in.set("qzCompress_code", Code::FORCED_SOFTWARE.0.into());
     stand_in.set("qzCompress_first", 2);
     let first_two = [false, false, true, true, true, true];
-    assert_eq!(outcomes(&mut session), first_two);
+    assert_eq!(outcomes(), first_two);
     stand_in.set("qzCompress_first", 0);
     stand_in.set("qzCompress_every", 3);
     let each_third = [true, true, false, true, true, false];
-    assert_eq!(outcomes(&mut session), each_third);
+    assert_eq!(outcomes(), each_third);
 }
 
 #[test]
@@ -400,7 +467,9 @@ fn lengths_that_the_library_claims_are_not_believed() {
             claimed,
             given,
         };
+        let mut session = open(&stand_in).unwrap();
         assert_eq!(compress(&mut session, &pages), Err(failure));
+        assert_eq!(compress(&mut session, &pages), Err(Failure::Spent));
     }
     stand_in.set("qzCompress_src_len", 0);
     let over = i64::from(room - packed) + 1;
@@ -412,7 +481,9 @@ fn lengths_that_the_library_claims_are_not_believed() {
             claimed,
             allowed,
         };
+        let mut session = open(&stand_in).unwrap();
         assert_eq!(compress(&mut session, &pages), Err(failure));
+        assert_eq!(compress(&mut session, &pages), Err(Failure::Spent));
     }
     // A claim that is possible is taken for true; what it adds is none of our secrets.
     stand_in.set("qzCompress_dst_len", over - 1);
@@ -431,10 +502,10 @@ fn lengths_that_the_library_claims_are_not_believed() {
             claimed,
             given,
         };
-        assert_eq!(
-            decompress(&mut session, &payload, pages.len()),
-            Err(failure)
-        );
+        let mut session = open(&stand_in).unwrap();
+        let run = |session: &mut Session| decompress(session, &payload, pages.len());
+        assert_eq!(run(&mut session), Err(failure));
+        assert_eq!(run(&mut session), Err(Failure::Spent));
     }
     stand_in.set("qzDecompress_src_len", 0);
     for (by, claimed) in [
@@ -450,10 +521,10 @@ fn lengths_that_the_library_claims_are_not_believed() {
             claimed,
             allowed,
         };
-        assert_eq!(
-            decompress(&mut session, &payload, pages.len()),
-            Err(failure)
-        );
+        let mut session = open(&stand_in).unwrap();
+        let run = |session: &mut Session| decompress(session, &payload, pages.len());
+        assert_eq!(run(&mut session), Err(failure));
+        assert_eq!(run(&mut session), Err(Failure::Spent));
     }
     stand_in.set("qzDecompress_dst_len", 0);
     assert!(decompress(&mut session, &payload, pages.len()).unwrap() == pages);
@@ -466,9 +537,9 @@ fn payloads_must_become_exactly_the_pages() {
     let Some(stand_in) = StandIn::new() else {
         return;
     };
-    let mut session = open(&stand_in).unwrap();
+    let session = || open(&stand_in).unwrap();
     let pages = pages(PAGES, 6);
-    let payload = compress(&mut session, &pages).unwrap();
+    let payload = compress(&mut session(), &pages).unwrap();
     let call = "qzDecompress";
     for len in [0, 4096, PAGES - 1] {
         let wanted = u32::try_from(len).unwrap();
@@ -477,15 +548,15 @@ fn payloads_must_become_exactly_the_pages() {
             claimed: PAGES.try_into().unwrap(),
             allowed: wanted..=wanted,
         };
-        assert_eq!(decompress(&mut session, &payload, len), Err(failure));
+        assert_eq!(decompress(&mut session(), &payload, len), Err(failure));
     }
-    // Damaged or cut: for the library to find out, without harm to the session.
+    // Damaged or cut: for the library to find out, without harm to another session.
     for payload in [&payload[..payload.len() - 1], &payload[1..], &[0; 4096]] {
         let code = Code::DATA;
         let failure = Failure::Code { call, code };
-        assert_eq!(decompress(&mut session, payload, PAGES), Err(failure));
+        assert_eq!(decompress(&mut session(), payload, PAGES), Err(failure));
     }
-    assert!(decompress(&mut session, &payload, PAGES).unwrap() == pages);
+    assert!(decompress(&mut session(), &payload, PAGES).unwrap() == pages);
 }
 
 #[test]

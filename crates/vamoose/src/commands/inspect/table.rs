@@ -17,6 +17,7 @@ pub(super) struct Table<W: Write> {
     unread: bool,
     started: bool,
     channels: BTreeMap<u8, Sums>,
+    total: Sums,
 }
 
 /// Sums over packets.
@@ -39,6 +40,7 @@ impl<W: Write> Table<W> {
             unread: false,
             started: false,
             channels: BTreeMap::new(),
+            total: Sums::default(),
         }
     }
 
@@ -49,10 +51,9 @@ impl<W: Write> Table<W> {
 
     /// Prints one packet.
     pub(super) fn row(&mut self, channel: u8, packet: &Packet, layout: Layout) -> Result<()> {
-        self.channels
-            .entry(channel)
-            .or_default()
-            .add(packet, layout);
+        let channel_sums = self.channels.entry(channel).or_default();
+        channel_sums.add(packet, layout);
+        self.total.add(packet, layout);
         if !self.started {
             self.started = true;
             self.line(format_args!(
@@ -115,12 +116,10 @@ impl<W: Write> Table<W> {
             "wire-bytes",
             "ratio"
         ))?;
-        let mut total = Sums::default();
         for (channel, sums) in self.channels.clone() {
-            total.merge(sums);
             self.sums(channel, sums)?;
         }
-        self.sums("total", total)?;
+        self.sums("total", self.total)?;
         self.flush()
     }
 
@@ -185,16 +184,5 @@ impl Sums {
         self.zero += packet.ram.zero_offsets().len() as u64;
         self.payload_bytes += packet.payload_len as u64;
         self.page_bytes += (normal * layout.page_size()) as u64;
-    }
-
-    fn merge(&mut self, other: Self) {
-        self.packets += other.packets;
-        self.syncs += other.syncs;
-        self.normal += other.normal;
-        self.zero += other.zero;
-        self.device_states += other.device_states;
-        self.wire_bytes += other.wire_bytes;
-        self.payload_bytes += other.payload_bytes;
-        self.page_bytes += other.page_bytes;
     }
 }

@@ -1,6 +1,6 @@
 //! The registered engines, what they do, and why some are absent.
 
-use std::{collections::BTreeMap, fmt, ops::RangeInclusive};
+use std::{collections::BTreeMap, fmt, ops::RangeInclusive, path::PathBuf};
 
 use multifd::Method;
 use serde::Serialize;
@@ -20,6 +20,8 @@ pub(super) struct Engine {
     present: bool,
     /// Why it is absent, or what it serves.
     reason: String,
+    /// The file of the library that drives the hardware, with the version in its name.
+    library: Option<PathBuf>,
 }
 
 /// The levels that an engine can do.
@@ -68,6 +70,7 @@ fn engine(row: &EngineInfo, has_better: bool, devices: &[Device]) -> Engine {
             }
             .to_owned(),
         },
+        library: row.library.clone(),
     }
 }
 
@@ -110,6 +113,9 @@ impl fmt::Display for Engine {
         let presence = if self.present { "present" } else { "absent" };
         let (name, method, reason) = (self.name, self.method, &self.reason);
         write!(f, "{name:<11}{method:<12}{presence:<9}{reason}")?;
+        if let Some(library) = &self.library {
+            write!(f, "; library {}", library.display())?;
+        }
         match self.levels {
             // The line of hardware is long already.
             Some(_) if self.hardware => Ok(()),

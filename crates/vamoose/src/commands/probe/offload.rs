@@ -1,6 +1,6 @@
 //! DSA and IAA: which work queues this process can use, and what is missing for more.
 
-use idxd::discovery::{self, DeviceReport, QueueReport, Report};
+use idxd::discovery::{self, DeviceReport, OpenFile, QueueReport, Report, WorkQueue};
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 
@@ -45,6 +45,8 @@ impl Serialize for Offload {
             // This process may map the portals of devices that are not safe for processes.
             "raw-io": raw_io,
             "missing": texts(missing),
+            // Why there are no devices.
+            "devices-reason": devices.is_empty().then(|| texts(missing).join("; ")),
             "devices": devices.iter().map(device).collect::<Vec<_>>(),
         })
         .serialize(serializer)
@@ -60,20 +62,42 @@ fn device(report: &DeviceReport) -> Value {
         "state": device.state.as_ref().map(ToString::to_string),
         "numa-node": device.numa_node,
         "problem": device.problem.as_ref().map(ToString::to_string),
-        "queues": report.queues.iter().map(queue).collect::<Vec<_>>(),
+        // Null for a device without one.
+        "event-log": report.event_log.map(|log| json!({
+            "entry-bytes": log.entry_bytes,
+            // Null where the kernel does not use it.
+            "entries": log.entries,
+        })),
+        "queues": device.queues.iter().zip(&report.queues).map(queue).collect::<Vec<_>>(),
         // Commands for root that make a work queue where there is none, and the work queues in use that these remove.
         "setup": report.setup,
         "disturbed": texts(&report.disturbed),
     })
 }
 
-fn queue(report: &QueueReport) -> Value {
+fn queue((queue, report): (&WorkQueue, &QueueReport)) -> Value {
     json!({
         "name": report.name.to_string(),
         "usable": report.problem.is_none(),
         "problem": report.problem.as_ref().map(ToString::to_string),
+        // Null where the kernel or the device does not have these settings.
+        "prs-disable": queue.prs_disable,
+        "ats-disable": queue.ats_disable,
         // Commands for root that solve the problem.
         "remedy": report.remedy,
+        // Faults on completion records of the present users, and those whose records were lost. Null before Linux 6.4.
+        "cr-faults": report.record_faults(),
+        "cr-fault-failures": report.record_fault_failures(),
+        "open-files": report.files.iter().map(open_file).collect::<Vec<_>>(),
+    })
+}
+
+fn open_file(file: &OpenFile) -> Value {
+    json!({
+        "number": file.number,
+        "pid": file.pid,
+        "cr-faults": file.record_faults,
+        "cr-fault-failures": file.record_fault_failures,
     })
 }
 
@@ -104,6 +128,74 @@ mod tests {
 
     #[test]
     fn an_unconfigured_device_comes_with_its_commands() {
+        let (_folder, offload) = dsa0(&[]);
+        let json = serde_json::to_value(&offload).unwrap();
+        let found = &json["devices"][0];
+        assert_eq!(json["devices-reason"], Value::Null);
+        assert_eq!(found["name"], "dsa0");
+        assert_eq!(found["numa-node"], 1);
+        assert_eq!(found["kind"], "dsa");
+        assert_eq!(found["event-log"], Value::Null);
+        let queue = &found["queues"][0];
+        assert_eq!(queue["usable"], false);
+        assert!(queue["problem"].is_string(), "{found}");
+        for key in [
+            "cr-faults",
+            "cr-fault-failures",
+            "prs-disable",
+            "ats-disable",
+        ] {
+            assert_eq!(queue.get(key), Some(&Value::Null), "{found}");
+        }
+        let shown = text(&offload);
+        for part in [
+            "accel-config config-wq",
+            "accel-config enable-wq dsa0/wq0.0",
+        ] {
+            assert!(found["setup"].to_string().contains(part), "{found}");
+            assert!(shown.contains(part), "{shown}");
+        }
+    }
+
+    #[test]
+    fn counts_of_faults_on_records_and_the_event_log_are_shown() {
+        let file = "wq0.0/dsa!wq0.0/file5";
+        let (_folder, offload) = dsa0(&[
+            ("gen_cap", "0x4000"),
+            ("event_log_size", "64"),
+            (&format!("{file}/pid"), "7"),
+            (&format!("{file}/cr_faults"), "3"),
+            ("wq0.0/prs_disable", "1"),
+            (&format!("{file}/cr_fault_failures"), "2"),
+        ]);
+        let json = serde_json::to_value(&offload).unwrap();
+        let found = &json["devices"][0];
+        assert_eq!(
+            found["event-log"],
+            json!({"entry-bytes": 128, "entries": 64})
+        );
+        let queue = &found["queues"][0];
+        assert_eq!(
+            (&queue["cr-faults"], &queue["cr-fault-failures"]),
+            (&json!(3), &json!(2))
+        );
+        assert_eq!(queue["prs-disable"], true);
+        assert_eq!(
+            queue["open-files"],
+            json!([{"number": 5, "pid": 7, "cr-faults": 3, "cr-fault-failures": 2}])
+        );
+        let shown = text(&offload);
+        for part in [
+            "event log of 64 entries, 128 bytes each",
+            "open files: 1, faults on their records: 3, records lost: 2",
+            "prs_disable",
+        ] {
+            assert!(shown.contains(part), "{shown}");
+        }
+    }
+
+    /// A DSA with a work queue that has not been set up, and `more` files.
+    fn dsa0(more: &[(&str, &str)]) -> (tempfile::TempDir, Offload) {
         let device = "sys/bus/dsa/devices/dsa0";
         let files: Vec<(String, &str)> = [
             ("version", "0x100"),
@@ -126,28 +218,15 @@ mod tests {
             ("wq0.0/max_transfer_size", "2097152"),
             ("wq0.0/max_batch_size", "32"),
         ]
-        .map(|(file, text)| (format!("{device}/{file}"), text))
-        .into();
+        .iter()
+        .chain(more)
+        .map(|(file, text)| (format!("{device}/{file}"), *text))
+        .collect();
         let files: Vec<(&str, &str)> = files
             .iter()
             .map(|(file, text)| (file.as_str(), *text))
             .collect();
-        let (_folder, root) = fake::root(&files);
-        let offload = Offload::probe(&root);
-        let json = serde_json::to_value(&offload).unwrap();
-        let found = &json["devices"][0];
-        assert_eq!(found["name"], "dsa0");
-        assert_eq!(found["numa-node"], 1);
-        assert_eq!(found["kind"], "dsa");
-        assert_eq!(found["queues"][0]["usable"], false);
-        assert!(found["queues"][0]["problem"].is_string(), "{found}");
-        let shown = text(&offload);
-        for part in [
-            "accel-config config-wq",
-            "accel-config enable-wq dsa0/wq0.0",
-        ] {
-            assert!(found["setup"].to_string().contains(part), "{found}");
-            assert!(shown.contains(part), "{shown}");
-        }
+        let (folder, root) = fake::root(&files);
+        (folder, Offload::probe(&root))
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::fault::{Fault, Kind};
+use crate::fault::{Choices, Fault, list};
 use crate::random::Random;
 
 /// One experiment.
@@ -15,32 +15,10 @@ pub(crate) struct Plan {
     pub(crate) same_process: bool,
 }
 
-/// What plans are drawn from.
-#[derive(Clone, Debug)]
-pub(crate) struct Choices {
-    /// The messages of a migration without faults.
-    pub(crate) words: Vec<&'static str>,
-    pub(crate) kinds: Vec<(u64, Kind)>,
-}
-
 impl Plan {
     pub(crate) fn draw(seed: u64, number: u64, choices: &Choices) -> Self {
         let mut random = Random::of_experiment(seed, number);
-        let mut faults = vec![Fault::draw(
-            &mut random,
-            &choices.kinds,
-            &choices.words,
-            BYTES,
-        )];
-        if random.percent(30) {
-            let words: Vec<_> = choices
-                .words
-                .iter()
-                .chain(&AFTER_A_FAULT)
-                .copied()
-                .collect();
-            faults.push(Fault::draw(&mut random, &choices.kinds, &words, BYTES));
-        }
+        let faults = choices.draw(&mut random);
         let options = [
             random.choose(&["none", "zstd", "zlib", "lz4"]),
             random.choose(&["1", "2", "4"]),
@@ -65,19 +43,11 @@ impl Plan {
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, fault) in self.faults.iter().enumerate() {
-            write!(f, "{}{fault}", if index == 0 { "" } else { "; " })?;
-        }
-        let next = if self.same_process {
-            "the same process"
-        } else {
-            "another process"
+        let (faults, options) = (list(&self.faults), self.options.join(" "));
+        let next = match self.same_process {
+            true => "the same",
+            false => "another",
         };
-        write!(f, " ({}; the next to {next})", self.options.join(" "))
+        write!(f, "{faults} ({options}; the next to {next} process)")
     }
 }
-
-/// Messages that only a migration in trouble has.
-const AFTER_A_FAULT: [&str; 2] = ["request:abort", "answer:aborted"];
-/// Less than what is sent of 4 MiB of which a quarter is zeros, with the best of the methods.
-const BYTES: u64 = 1500 << 10;

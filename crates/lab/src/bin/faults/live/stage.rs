@@ -5,15 +5,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use serde_json::Value;
 
 use super::plan::Plan;
 use super::vmm::{Vmm, Word};
-use crate::fault::Kind;
-use crate::hands::{Deed, Hands, line};
-use crate::proxy::{Proxy, now};
-use crate::report::{Broken, Ended, Trouble};
-use crate::timeline::{clock, doubled};
+use crate::fault::{Kind, Role};
+use crate::hands::Hands;
+use crate::proxy::Proxy;
+use crate::report::{Broken, Ended, Trouble, broken};
+use crate::timeline::doubled;
 
 pub(crate) struct Stage<'a> {
     plan: &'a Plan,
@@ -47,9 +46,15 @@ impl<'a> Stage<'a> {
             .wait_for(&["runs"], 0, SOON)
             .context("the source does not start")?;
         let proxy = Proxy::new(address(&destination)?.parse()?)?;
-        let processes = [source.process.clone(), destination.process.clone()];
-        let hands = Hands::new(&plan.faults, proxy.link().clone(), processes)
-            .with_cancel(Arc::new(source.teller("cancel")));
+        let hands = Hands {
+            faults: Arc::new(plan.faults.clone()),
+            link: proxy.link().clone(),
+            source: source.process().clone(),
+            destination: destination.process().clone(),
+            disks: None,
+            cancel: Some(Arc::new(source.teller("cancel"))),
+            state: Arc::default(),
+        };
         Ok(Self {
             plan,
             program,
@@ -92,13 +97,13 @@ impl<'a> Stage<'a> {
             .tell(&format!("migrate {}", self.proxy.address()));
         let begin = Instant::now();
         let over = loop {
-            for deed in self.hands.due() {
-                self.perform(deed)?;
+            for kind in self.hands.work() {
+                self.do_rest(kind)?;
             }
             if let Some(over) = self.source.wait_for(&["over"], 0, LOOK) {
                 break Some(over);
             }
-            if self.source.process.has_ended() {
+            if self.source.process().has_ended() {
                 break None;
             }
             if begin.elapsed() > REPAIRED && !self.hands.is_whole() {
@@ -106,16 +111,16 @@ impl<'a> Stage<'a> {
             }
             if begin.elapsed().min(self.hands.whole_for()) > LIMIT {
                 let what = format!("the migration runs on after {LIMIT:?} without a fault");
-                return Err(Trouble::broken(Broken::Hangs, what));
+                return broken(Broken::Hangs, what);
             }
         };
         self.in_doubt = over
             .as_ref()
             .is_some_and(|over| over.message["guest"] == "in-doubt");
         let knows = self.in_doubt && self.hands.whole_for() > KNOWS;
-        let killed = [Kind::KillDestination, Kind::RestartDestination];
+        let killed = [Kind::Kill(Role::Destination), Kind::RestartDestination];
         if knows && !self.struck().iter().any(|kind| killed.contains(kind)) {
-            return Err(Trouble::broken(Broken::InDoubt, "the source is in doubt"));
+            return broken(Broken::InDoubt, "the source is in doubt");
         }
         self.repair_all()?;
         self.expect_no_crash()?;
@@ -130,25 +135,14 @@ impl<'a> Stage<'a> {
         }
     }
 
-    fn perform(&mut self, deed: Deed) -> Result<()> {
-        match deed {
-            Deed::Strike(index) => self.hands.strike(index),
-            Deed::Repair(index) => self.repair(index)?,
-            Deed::Command(_) => {}
-        }
-        Ok(())
-    }
-
     fn repair_all(&mut self) -> Result<()> {
-        for index in self.hands.finish() {
-            self.repair(index)?;
-        }
-        Ok(())
+        let repaired = self.hands.finish();
+        repaired.into_iter().try_for_each(|kind| self.do_rest(kind))
     }
 
-    fn repair(&mut self, index: usize) -> Result<()> {
-        self.hands.repair(index);
-        if self.plan.faults[index].kind == Kind::RestartDestination {
+    /// What only the stage can do at the end of a fault.
+    fn do_rest(&mut self, kind: Kind) -> Result<()> {
+        if kind == Kind::RestartDestination {
             let address = self.start_destination("C")?;
             self.proxy.link().lead_to(address.parse()?);
         }
@@ -167,12 +161,14 @@ impl<'a> Stage<'a> {
     fn expect_no_crash(&self) -> Result<(), Trouble> {
         let struck = self.struck();
         let killed = |kinds: &[Kind]| struck.iter().any(|kind| kinds.contains(kind));
-        let source = !killed(&[Kind::KillSource]);
-        let destination = !killed(&[Kind::KillDestination, Kind::RestartDestination]);
+        let source = !killed(&[Kind::Kill(Role::Source)]);
+        let destination = !killed(&[Kind::Kill(Role::Destination), Kind::RestartDestination]);
         for (vmm, lives) in [(&self.source, source), (&self.destinations[0], destination)] {
-            if lives && vmm.process.has_ended() {
-                let what = format!("{} has ended, but was not killed", vmm.name);
-                return Err(Trouble::broken(Broken::Crash, what));
+            if lives && vmm.process().has_ended() {
+                return broken(
+                    Broken::Crash,
+                    format!("{} has ended, but was not killed", vmm.name),
+                );
             }
         }
         Ok(())
@@ -183,12 +179,11 @@ impl<'a> Stage<'a> {
         self.expect_one()?;
         let said = over.message["guest"].as_str().unwrap_or("?");
         let runs_there = self.destinations.iter().find(|vmm| vmm.life().runs_now());
-        let untrue = |what: String| Err(Trouble::broken(Broken::Untrue, what));
-        let killed = self.destinations[0].process.has_ended();
+        let untrue = |what: String| broken(Broken::Untrue, what);
+        let killed = self.destinations[0].process().has_ended();
         match (said, runs_there) {
             ("destination", Some(there)) => {
-                self.verify(there)?;
-                self.compare(there)?;
+                self.prove(there)?;
                 Ok(Ended::Destination)
             }
             ("destination", None) if killed && self.destinations[0].life().has_run() => {
@@ -201,8 +196,7 @@ impl<'a> Stage<'a> {
             ("lost", None) if killed => Ok(Ended::Lost("its destination was killed")),
             // A side in doubt has paused the guest, and may be wrong about nothing else.
             ("in-doubt", Some(there)) => {
-                self.verify(there)?;
-                self.compare(there)?;
+                self.prove(there)?;
                 Ok(Ended::InDoubt)
             }
             ("in-doubt", None) => Ok(Ended::InDoubt),
@@ -221,17 +215,22 @@ impl<'a> Stage<'a> {
         let Some(there) = self.destinations.iter().find(|vmm| vmm.life().runs_now()) else {
             return Ok(Ended::Lost("its source was killed"));
         };
-        self.verify(there)?;
-        self.compare(there)?;
+        self.prove(there)?;
         Ok(Ended::Destination)
     }
 
     fn expect_one(&self) -> Result<(), Trouble> {
         let lives: Vec<_> = self.all().map(Vmm::life).collect();
         match doubled(&lives) {
-            Some(doubled) => Err(Trouble::broken(Broken::Doubled, doubled.to_string())),
+            Some(doubled) => broken(Broken::Doubled, doubled),
             None => Ok(()),
         }
+    }
+
+    /// The guest that has moved is what it was, and goes on.
+    fn prove(&self, there: &Vmm) -> Result<(), Trouble> {
+        self.verify(there)?;
+        self.compare(there)
     }
 
     /// The guest proves its memory, and goes on.
@@ -240,8 +239,10 @@ impl<'a> Stage<'a> {
         let begin = Instant::now();
         while self.ask_for_proof(vmm)? <= first {
             if begin.elapsed() > SOON {
-                let what = format!("{} runs and does not write", vmm.name);
-                return Err(Trouble::broken(Broken::Nowhere, what));
+                return broken(
+                    Broken::Nowhere,
+                    format!("{} runs and does not write", vmm.name),
+                );
             }
         }
         Ok(())
@@ -260,13 +261,12 @@ impl<'a> Stage<'a> {
                 Ok(answer["writes"].as_u64().unwrap_or(0))
             }
             Some(answer) if answer["say"] == "corrupt" => {
-                let what = format!("{}: {}", vmm.name, answer["cause"]);
-                Err(Trouble::broken(Broken::Memory, what))
+                broken(Broken::Memory, format!("{}: {}", vmm.name, answer["cause"]))
             }
-            answer => {
-                let what = format!("{} was to run, and says {answer:?}", vmm.name);
-                Err(Trouble::broken(Broken::Nowhere, what))
-            }
+            answer => broken(
+                Broken::Nowhere,
+                format!("{} was to run, and says {answer:?}", vmm.name),
+            ),
         }
     }
 
@@ -277,20 +277,24 @@ impl<'a> Stage<'a> {
         if sent.is_some() && sent == came {
             return Ok(());
         }
-        let what = format!("{} has other memory than the source had", there.name);
-        Err(Trouble::broken(Broken::Memory, what))
+        broken(
+            Broken::Memory,
+            format!("{} has other memory than the source had", there.name),
+        )
     }
 
     /// The guest has stayed: the next migration works.
     fn migrate_again(&mut self) -> Result<(), Trouble> {
         let same = self.plan.same_process
             && self.destinations.len() == 1
-            && !self.destinations[0].process.has_ended();
+            && !self.destinations[0].process().has_ended();
         let address = if same {
             address(&self.destinations[0])?
         } else {
             // The one before is not needed any more.
-            self.destinations.iter().for_each(|vmm| vmm.process.kill());
+            self.destinations
+                .iter()
+                .for_each(|vmm| vmm.process().kill());
             self.start_destination("D")?
         };
         self.hands.tell("the next migration");
@@ -298,14 +302,13 @@ impl<'a> Stage<'a> {
         let deadline = Instant::now() + if same { SOON } else { Duration::ZERO };
         while let Err(cause) = self.migrate_to(&address)? {
             if Instant::now() >= deadline {
-                return Err(Trouble::broken(Broken::NextFails, cause));
+                return broken(Broken::NextFails, cause);
             }
         }
         self.hear_all_out();
         self.expect_one()?;
         let there = self.destinations.last().context("no destination")?;
-        self.verify(there)?;
-        self.compare(there)
+        self.prove(there)
     }
 
     /// Migrates with nothing broken; what the source says if it keeps the guest.
@@ -315,8 +318,8 @@ impl<'a> Stage<'a> {
         match self.source.wait_for(&["over"], before, LIMIT) {
             Some(over) if over.message["guest"] == "destination" => Ok(Ok(())),
             Some(over) if over.message["guest"] == "source" => Ok(Err(over.message.to_string())),
-            Some(over) => Err(Trouble::broken(Broken::NextFails, over.message.to_string())),
-            None => Err(Trouble::broken(Broken::Hangs, "the next migration")),
+            Some(over) => broken(Broken::NextFails, over.message.to_string()),
+            None => broken(Broken::Hangs, "the next migration"),
         }
     }
 
@@ -326,27 +329,16 @@ impl<'a> Stage<'a> {
 
     /// Everything that happened, in its order.
     pub(crate) fn story(&self) -> Vec<String> {
-        let mut story = self.hands.story();
-        for heard in self.proxy.link().heard() {
-            story.push((heard.at, format!("link: {}", heard.word)));
-        }
+        let mut story = Vec::new();
         for vmm in self.all() {
-            if let Some(at) = vmm.process.ended_at() {
+            if let Some(at) = vmm.process().ended_at() {
                 story.push((at, format!("{} has ended", vmm.name)));
             }
             for said in vmm.said() {
-                let details = ["guest", "cause", "memory", "writes"].map(|key| &said.message[key]);
-                let details: Vec<_> = details
-                    .into_iter()
-                    .filter(|it| **it != Value::Null)
-                    .collect();
-                story.push((said.at, format!("{}: {} {details:?}", vmm.name, said.word)));
+                story.push((said.at, format!("{}: {}", vmm.name, said.message)));
             }
         }
-        story.sort();
-        let mut lines: Vec<_> = story.iter().map(line).collect();
-        lines.push(format!("(the clock is at {})", clock(now())));
-        lines
+        self.hands.story(story)
     }
 }
 

@@ -2,33 +2,31 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::process::{ChildStdin, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
+use lab::process::{Child, Process};
+use lab::watched::Watched;
 use serde_json::Value;
 
-use crate::process::Process;
 use crate::timeline::Life;
 
 /// A running VMM. Killed and reaped on drop.
 pub(crate) struct Vmm {
     pub(crate) name: String,
-    pub(crate) process: Process,
     child: Child,
     input: Arc<Mutex<ChildStdin>>,
-    said: Arc<Said>,
+    said: Arc<Watched<Said>>,
 }
 
 #[derive(Default)]
 struct Said {
-    words: Mutex<Vec<Word>>,
-    changed: Condvar,
+    words: Vec<Word>,
     /// Nothing more will come.
-    ended: AtomicBool,
+    ended: bool,
 }
 
 /// Something that a VMM has said.
@@ -47,27 +45,30 @@ impl Vmm {
         role: &str,
         options: &[String],
     ) -> Result<Self> {
-        let mut child = Command::new(program)
+        let mut command = Command::new(program);
+        command
             .arg(role)
             .args(options)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .with_context(|| format!("starting {}", program.display()))?;
-        let input = child.stdin.take().context("no stdin")?;
-        let output = child.stdout.take().context("no stdout")?;
-        let said = Arc::new(Said::default());
+            .stderr(Stdio::null());
+        let mut child = Child::start(&mut command)?;
+        let input = child.pipes.stdin.take().context("no stdin")?;
+        let output = child.pipes.stdout.take().context("no stdout")?;
+        let said = Arc::<Watched<Said>>::default();
         let vmm = Self {
             name: name.to_owned(),
-            process: Process::open(child.id())?,
             child,
             input: Arc::new(Mutex::new(input)),
             said: said.clone(),
         };
         // Ends with the process.
-        thread::spawn(move || said.listen(BufReader::new(output)));
+        thread::spawn(move || listen(BufReader::new(output), &said));
         Ok(vmm)
+    }
+
+    pub(crate) fn process(&self) -> &Process {
+        self.child.process()
     }
 
     /// Sends it a command; nothing happens if it has ended.
@@ -83,20 +84,14 @@ impl Vmm {
 
     /// The first of these words that it says behind the first `from` of all; `None` if none comes in time.
     pub(crate) fn wait_for(&self, words: &[&str], from: usize, within: Duration) -> Option<Word> {
-        let deadline = Instant::now() + within;
-        let mut said = self.said.lock();
-        loop {
-            let new = said.iter().skip(from);
-            if let Some(found) = new.clone().find(|word| words.contains(&word.word.as_str())) {
-                return Some(found.clone());
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.said.ended.load(Ordering::SeqCst) {
-                return None;
-            }
-            let waited = self.said.changed.wait_timeout(said, left);
-            said = waited.unwrap_or_else(PoisonError::into_inner).0;
-        }
+        let found = |said: &Said| {
+            let mut new = said.words.iter().skip(from);
+            let found = new
+                .find(|word| words.contains(&word.word.as_str()))
+                .cloned();
+            (found.is_some() || said.ended).then_some(found)
+        };
+        self.said.wait(within, found).flatten()
     }
 
     /// Waits until everything that it has said by now has been heard.
@@ -108,7 +103,7 @@ impl Vmm {
     }
 
     pub(crate) fn said(&self) -> Vec<Word> {
-        self.said.lock().clone()
+        self.said.lock().words.clone()
     }
 
     /// The last time that it said this.
@@ -118,46 +113,20 @@ impl Vmm {
 
     /// When its guest ran.
     pub(crate) fn life(&self) -> Life {
-        let mut life = Life::new(&self.name);
-        for said in self.said() {
-            match said.word.as_str() {
-                "runs" => life.starts(said.at),
-                "stopped" => life.stops(said.at),
-                _ => {}
-            }
-        }
-        if let Some(ended) = self.process.ended_at() {
-            life.stops(ended);
-        }
-        life
+        let said = self.said.lock();
+        let told = said.words.iter().map(|said| (said.word.as_str(), said.at));
+        Life::of(&self.name, told, self.process().ended_at())
     }
 }
 
-impl Drop for Vmm {
-    fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+fn listen(output: impl BufRead, said: &Watched<Said>) {
+    for line in output.lines().map_while(Result::ok) {
+        let message = serde_json::from_str::<Value>(&line).unwrap_or_default();
+        let word = message["say"].as_str().unwrap_or("?").to_owned();
+        let at = Duration::from_micros(message["at"].as_u64().unwrap_or(0));
+        said.update(|said| said.words.push(Word { at, word, message }));
     }
-}
-
-impl Said {
-    fn listen(&self, output: impl BufRead) {
-        for line in output.lines().map_while(Result::ok) {
-            let message = serde_json::from_str::<Value>(&line).unwrap_or_default();
-            let word = message["say"].as_str().unwrap_or("?").to_owned();
-            let at = Duration::from_micros(message["at"].as_u64().unwrap_or(0));
-            self.lock().push(Word { at, word, message });
-            self.changed.notify_all();
-        }
-        let _words = self.lock();
-        self.ended.store(true, Ordering::SeqCst);
-        self.changed.notify_all();
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Word>> {
-        self.words.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+    said.update(|said| said.ended = true);
 }
 
 fn tell(input: &Mutex<ChildStdin>, what: &str) {

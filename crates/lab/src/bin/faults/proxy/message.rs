@@ -5,10 +5,8 @@ use serde_json::Value;
 /// What kind of connection this is, by its first bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Dialect {
-    /// `vamoose migrate`'s: a preamble of 24 bytes, lines of JSON.
+    /// A control connection: a preamble of 24 bytes, lines of JSON.
     Lines,
-    /// That of the crate `live` before it spoke the same: 24 bytes, then lengths and JSON.
-    Lengths,
     /// Anything else: pages.
     Bytes,
 }
@@ -16,27 +14,20 @@ pub(super) enum Dialect {
 impl Dialect {
     /// `None` as long as there are too few bytes to tell.
     pub(super) fn of(first: &[u8]) -> Option<Self> {
-        let may_be = |magic: &[u8]| {
-            let known = first.len().min(magic.len());
-            magic[..known] == first[..known]
-        };
-        if !may_be(MAGIC) && !may_be(OLD_MAGIC) {
+        let known = first.len().min(CONTROL.len());
+        if first[..known] != CONTROL[..known] {
             return Some(Self::Bytes);
         }
-        (first.len() >= PREAMBLE).then(|| match first[MAGIC.len()] {
-            _ if may_be(OLD_MAGIC) => Self::Lengths,
-            b'C' => Self::Lines,
-            _ => Self::Bytes,
-        })
+        (first.len() >= PREAMBLE).then_some(Self::Lines)
     }
 
     pub(super) fn is_control(self) -> bool {
-        self != Self::Bytes
+        self == Self::Lines
     }
 }
 
-const MAGIC: &[u8] = b"VAMOOSE";
-const OLD_MAGIC: &[u8] = b"VLIV";
+/// The magic of Vamoose's connections, and the kind of this one.
+const CONTROL: &[u8] = b"VAMOOSEC";
 const PREAMBLE: usize = 24;
 
 /// A piece of what goes one way over a connection.
@@ -90,39 +81,19 @@ impl Cutter {
                 self.raw -= count;
                 pieces.push(plain(self.collected.drain(..count).collect()));
             }
-            let Some((start, end)) = self.next_message() else {
+            let Some(end) = self.collected.iter().position(|byte| *byte == b'\n') else {
                 return pieces;
             };
-            let bytes: Vec<u8> = self.collected.drain(..end).collect();
-            let message = serde_json::from_slice::<Value>(&bytes[start..]).unwrap_or_default();
-            let word = self.word(&message);
+            let bytes: Vec<u8> = self.collected.drain(..=end).collect();
+            let message = serde_json::from_slice::<Value>(&bytes).unwrap_or_default();
+            let word = message[self.side].as_str();
+            let word = word.map(|word| format!("{}:{word}", self.side));
             if word.as_deref() == Some("request:state") {
                 let len = message["len"].as_u64().unwrap_or(0);
                 self.raw = usize::try_from(len).unwrap_or(0);
             }
             pieces.push(Piece { bytes, word });
         }
-    }
-
-    /// Where the JSON of the next message starts and ends.
-    fn next_message(&self) -> Option<(usize, usize)> {
-        if self.dialect == Dialect::Lines {
-            let end = self.collected.iter().position(|byte| *byte == b'\n')?;
-            return Some((0, end + 1));
-        }
-        let len = u32::from_be_bytes(*self.collected.first_chunk()?);
-        let end = usize::try_from(len).ok()?.checked_add(4)?;
-        (end <= self.collected.len()).then_some((4, end))
-    }
-
-    fn word(&self, message: &Value) -> Option<String> {
-        let key = if self.dialect == Dialect::Lines {
-            self.side
-        } else {
-            "say"
-        };
-        let word = message[key].as_str()?;
-        Some(format!("{}:{word}", self.side))
     }
 
     /// The beginning of a message whose end will not come.
@@ -182,29 +153,5 @@ mod tests {
             bytes.extend(cutter.rest());
             assert_eq!(bytes, said);
         }
-    }
-
-    #[test]
-    fn messages_with_lengths() {
-        let mut said = b"VLIV\0\0\0\x010123456789abcdef".to_vec();
-        for text in [
-            &b"{\"say\":\"hello\"}"[..],
-            b"{\"say\":\"state\",\"len\":2}",
-        ] {
-            said.extend([0, 0, 0, u8::try_from(text.len()).unwrap()]);
-            said.extend(text);
-        }
-        said.extend([0, 0]);
-        assert_eq!(Dialect::of(&said), Some(Dialect::Lengths));
-        let mut cutter = Cutter::of_source(Dialect::Lengths);
-        let pieces = cutter.cut(&said);
-        assert_eq!(words(&pieces), ["-", "request:hello", "request:state", "-"]);
-        assert_eq!(
-            pieces
-                .iter()
-                .flat_map(|piece| piece.bytes.clone())
-                .collect::<Vec<_>>(),
-            said
-        );
     }
 }

@@ -2,17 +2,17 @@
 
 use std::time::Duration;
 
-use anyhow::Result;
+use lab::process::Process;
 use lab::qemu::Qemu;
 use lab::qmp::Event;
 
-use crate::process::Process;
 use crate::timeline::Life;
 
 pub(crate) struct Actor {
     pub(crate) name: String,
     pub(crate) qemu: Qemu,
     pub(crate) process: Process,
+    /// What it has told so far.
     events: Vec<Event>,
 }
 
@@ -34,19 +34,18 @@ const ANSWER: Duration = Duration::from_secs(10);
 const DYING: Duration = Duration::from_secs(1);
 
 impl Actor {
-    pub(crate) fn new(name: &str, mut qemu: Qemu) -> Result<Self> {
-        let process = Process::open(qemu.pid())?;
+    pub(crate) fn new(name: &str, mut qemu: Qemu) -> Self {
         qemu.qmp.set_timeout(ANSWER);
-        Ok(Self {
+        Self {
             name: name.to_owned(),
+            process: qemu.process().clone(),
             qemu,
-            process,
             events: Vec::new(),
-        })
+        }
     }
 
     pub(crate) fn state(&mut self) -> State {
-        if self.has_ended() {
+        if self.process.has_ended() {
             return State::Ended;
         }
         match self.qemu.qmp.query_status() {
@@ -58,36 +57,27 @@ impl Actor {
         }
     }
 
-    pub(crate) fn has_ended(&self) -> bool {
-        self.process.has_ended()
-    }
-
     /// When it ran.
     pub(crate) fn life(&mut self) -> Life {
-        self.listen();
-        Life::of_events(&self.name, &self.events, self.process.ended_at())
+        let (name, ended) = (self.name.clone(), self.process.ended_at());
+        let events = self.events().iter();
+        let told = events.map(|event| (event.name.as_str(), event.timestamp));
+        Life::of(&name, told, ended)
     }
 
     /// When it said that all of the guest had come, if it has.
     pub(crate) fn loaded_at(&mut self) -> Option<Duration> {
-        self.listen();
         let completed =
             |event: &&Event| event.name == "MIGRATION" && event.data["status"] == "completed";
-        self.events
-            .iter()
-            .find(completed)
-            .map(|event| event.timestamp)
+        let event = self.events().iter().find(completed)?;
+        Some(event.timestamp)
     }
 
-    /// What it has told, for the story of an experiment.
+    /// What it has told.
     pub(crate) fn events(&mut self) -> &[Event] {
-        self.listen();
-        &self.events
-    }
-
-    fn listen(&mut self) {
         // The end first: what it had reported by then can still be read.
-        self.has_ended();
+        self.process.has_ended();
         self.events.extend(self.qemu.qmp.drain_events());
+        &self.events
     }
 }

@@ -7,16 +7,16 @@ use super::judge::Holder;
 use super::plan::Then;
 use super::stage::{HOST, OTHER_HOST, SOURCE_HOST, Said, Stage};
 use crate::claim::Claim;
-use crate::report::{Broken, Trouble};
+use crate::report::{Broken, Trouble, broken};
 
 impl Stage<'_> {
     /// The same command again, until it says something definite.
     pub(crate) fn run_until_definite(&mut self) -> Result<(), Trouble> {
         const MOST: usize = 4;
         for _ in 0..MOST {
-            let last = self.said.iter().rev().find(|said| said.to == 1);
+            let last = self.said.iter().rev().find(|said| said.errand.to == 1);
             // There is nothing to be said about a QEMU that is not there.
-            let gone = self.actors[0].has_ended();
+            let gone = self.actors[0].process.has_ended();
             let known =
                 |said: &Said| said.claim.is_definite() || gone && said.claim == Claim::Silent;
             if last.is_some_and(known) {
@@ -24,8 +24,10 @@ impl Stage<'_> {
             }
             self.run(self.first_command("the command run again"))?;
         }
-        let what = format!("the command says nothing definite, run {MOST} times");
-        Err(Trouble::broken(Broken::InDoubt, what))
+        broken(
+            Broken::InDoubt,
+            format!("the command says nothing definite, run {MOST} times"),
+        )
     }
 
     /// What follows from where the guest is.
@@ -64,7 +66,7 @@ impl Stage<'_> {
         let claim = self.run(errand)?;
         if claim != Claim::Moved {
             let what = format!("nothing is broken any more, and the next migration says `{claim}`");
-            return Err(Trouble::broken(Broken::NextFails, what));
+            return broken(Broken::NextFails, what);
         }
         self.expect(&Holder::Actor(to))?;
         if next.old_command {
@@ -82,7 +84,7 @@ impl Stage<'_> {
                 let claim = self.run(errand)?;
                 if claim != Claim::Moved {
                     let what = format!("the guest has moved, and the same command says `{claim}`");
-                    return Err(Trouble::broken(Broken::Untrue, what));
+                    return broken(Broken::Untrue, what);
                 }
                 self.expect(&Holder::Actor(1))
             }
@@ -95,7 +97,7 @@ impl Stage<'_> {
                 if matches!(claim, Claim::Moved | Claim::Source) {
                     let what =
                         format!("the guest has died with B, and the same command says `{claim}`");
-                    return Err(Trouble::broken(Broken::Untrue, what));
+                    return broken(Broken::Untrue, what);
                 }
                 let lives = self.lives();
                 self.check_lives(&lives)
@@ -113,7 +115,7 @@ impl Stage<'_> {
         let claim = self.run(errand)?;
         if claim != Claim::Moved {
             let what = format!("nothing is broken any more, and the move on says `{claim}`");
-            return Err(Trouble::broken(Broken::NextFails, what));
+            return broken(Broken::NextFails, what);
         }
         self.expect(&Holder::Actor(to))?;
         if restart {
@@ -135,8 +137,10 @@ impl Stage<'_> {
         if found == *holder {
             return Ok(());
         }
-        let what = format!("the guest is at {found:?}, and has to be at {holder:?}");
-        Err(Trouble::broken(Broken::Untrue, what))
+        broken(
+            Broken::Untrue,
+            format!("the guest is at {found:?}, and has to be at {holder:?}"),
+        )
     }
 }
 

@@ -2,38 +2,37 @@
 
 use std::fs;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use lab::process::Process;
 use lab::qemu::Qemu;
 use lab::vamoose::Vamoose;
 use tempfile::TempDir;
 
 use crate::disk::Disk;
-use crate::process::Process;
-use crate::program::Program;
 
 pub(crate) struct Host {
-    program: Arc<Program>,
+    program: PathBuf,
     monitors: TempDir,
     disk: Disk,
-    server: Option<Server>,
+    /// And where it listens.
+    server: Option<(Vamoose, SocketAddr)>,
 }
 
-struct Server {
-    vamoose: Vamoose,
-    address: SocketAddr,
-}
+/// Seconds without a byte after which commands give up: short, as most of an experiment is waiting for this.
+pub(crate) const STALL: &str = "2";
 
 /// A server starts at once, unless the machine is very busy.
 const START: Duration = Duration::from_secs(30);
 
 impl Host {
     /// A host whose server has not been started.
-    pub(crate) fn new(program: Arc<Program>) -> Result<Self> {
+    pub(crate) fn new(program: &Path) -> Result<Self> {
         Ok(Self {
-            program,
+            program: program.to_owned(),
             monitors: TempDir::new().context("creating a folder for monitors")?,
             disk: Disk::new()?,
             server: None,
@@ -42,16 +41,21 @@ impl Host {
 
     /// Starts the server, unless it runs.
     pub(crate) fn start(&mut self) -> Result<()> {
-        if self.is_up()? {
+        if self.is_up() {
             return Ok(());
         }
-        let vamoose = self.program.serve(self.monitors.path(), self.disk.path())?;
+        let mut command = Command::new(&self.program);
+        command.args(["serve", "--listen", "tcp:127.0.0.1:0", "--insecure"]);
+        command.args(["--stall-timeout", STALL, "--qmp-dir"]);
+        command.arg(self.monitors.path());
+        command.arg("--state-dir").arg(self.disk.path());
+        let vamoose = Vamoose::start(&mut command)?;
         let address = vamoose.wait_for("taking migrations on ", START)?;
         let address = address
             .trim_start_matches("tcp:")
             .parse()
             .context(address.clone())?;
-        self.server = Some(Server { vamoose, address });
+        self.server = Some((vamoose, address));
         Ok(())
     }
 
@@ -61,27 +65,24 @@ impl Host {
         self.start()
     }
 
-    pub(crate) fn is_up(&self) -> Result<bool> {
-        match &self.server {
-            Some(server) => Ok(!server.vamoose.wait_end(Duration::ZERO)?),
-            None => Ok(false),
-        }
+    pub(crate) fn is_up(&self) -> bool {
+        let server = self.server.as_ref();
+        server.is_some_and(|(vamoose, _)| !vamoose.process().has_ended())
     }
 
     /// Where the server listens.
     pub(crate) fn address(&self) -> Result<SocketAddr> {
-        Ok(self.server()?.address)
+        Ok(self.server()?.1)
     }
 
     pub(crate) fn process(&self) -> Result<Process> {
-        Process::open(self.server()?.vamoose.pid())
+        Ok(self.server()?.0.process().clone())
     }
 
     /// What the server has said so far.
     pub(crate) fn said(&self) -> String {
-        self.server
-            .as_ref()
-            .map_or_else(String::new, |server| server.vamoose.stderr())
+        let server = self.server.as_ref();
+        server.map_or_else(String::new, |(vamoose, _)| vamoose.stderr())
     }
 
     pub(crate) fn disk(&self) -> &Disk {
@@ -100,9 +101,8 @@ impl Host {
         let _ = fs::remove_file(self.monitors.path().join(format!("{name}.qmp")));
     }
 
-    fn server(&self) -> Result<&Server> {
-        self.server
-            .as_ref()
-            .context("the server has not been started")
+    fn server(&self) -> Result<&(Vamoose, SocketAddr)> {
+        let server = self.server.as_ref();
+        server.context("the server has not been started")
     }
 }

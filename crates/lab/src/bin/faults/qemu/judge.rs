@@ -7,8 +7,8 @@ use lab::counter;
 use super::actor::State;
 use super::stage::{Said, Stage};
 use crate::claim::Claim;
-use crate::fault::Kind;
-use crate::report::{Broken, Trouble};
+use crate::fault::{Kind, Role};
+use crate::report::{Broken, Trouble, broken};
 use crate::timeline::{Life, doubled};
 
 /// Who has the guest.
@@ -20,7 +20,7 @@ pub(crate) enum Holder {
     Lost(&'static str),
 }
 
-/// How long things may take to become as they will be, without anybody doing anything any more.
+/// How long things may take to become as they will be, by themselves.
 const SETTLING: Duration = Duration::from_secs(5);
 
 impl Stage<'_> {
@@ -45,12 +45,14 @@ impl Stage<'_> {
 
     /// The source's QEMU ends only if it is killed; the others may be ended by servers.
     fn expect_source(&self) -> Result<(), Trouble> {
-        let killed = self.hands.struck().contains(&Kind::KillSource);
-        if killed || !self.actors[0].has_ended() {
+        let killed = self.hands.struck().contains(&Kind::Kill(Role::Source));
+        if killed || !self.actors[0].process.has_ended() {
             return Ok(());
         }
-        let what = "the source's QEMU has ended, but was not killed";
-        Err(Trouble::broken(Broken::Crash, what))
+        broken(
+            Broken::Crash,
+            "the source's QEMU has ended, but was not killed",
+        )
     }
 
     /// The one that runs.
@@ -64,7 +66,7 @@ impl Stage<'_> {
                 (Some(one), Some(other)) => {
                     let name = |index: usize| self.actors[index].name.clone();
                     let what = format!("{} and {} run", name(one), name(other));
-                    return Err(Trouble::broken(Broken::Doubled, what));
+                    return broken(Broken::Doubled, what);
                 }
                 (None, _) => {}
             }
@@ -74,7 +76,7 @@ impl Stage<'_> {
             if begin.elapsed() > SETTLING {
                 let what =
                     format!("the guest runs nowhere, and its only copy was not killed: {states:?}");
-                return Err(Trouble::broken(Broken::Nowhere, what));
+                return broken(Broken::Nowhere, what);
             }
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -83,22 +85,22 @@ impl Stage<'_> {
     /// The one that has a guest that is paused: by what the commands say, and what the QEMUs do not contradict.
     fn who_holds(&mut self) -> Result<Holder, Trouble> {
         let follow = |holder, said: &Said| match said.claim {
-            Claim::Moved if said.from == holder => said.to,
+            Claim::Moved if said.errand.from == holder => said.errand.to,
             _ => holder,
         };
         let holder = self.said.iter().fold(0, follow);
         match self.actors[holder].state() {
             State::Still(state) if state != "inmigrate" => Ok(Holder::Actor(holder)),
-            State::Running => {
-                let what = format!("{} runs", self.actors[holder].name);
-                Err(Trouble::broken(Broken::Started, what))
-            }
+            State::Running => broken(
+                Broken::Started,
+                format!("{} runs", self.actors[holder].name),
+            ),
             state => match self.may_be_lost() {
                 Some(why) => Ok(Holder::Lost(why)),
-                None => {
-                    let what = format!("{} is {state:?}", self.actors[holder].name);
-                    Err(Trouble::broken(Broken::Nowhere, what))
-                }
+                None => broken(
+                    Broken::Nowhere,
+                    format!("{} is {state:?}", self.actors[holder].name),
+                ),
             },
         }
     }
@@ -107,14 +109,14 @@ impl Stage<'_> {
     fn may_be_lost(&mut self) -> Option<&'static str> {
         let struck = self.hands.struck();
         // After a second fault it may be unknown that it had stopped.
-        let known = struck == [Kind::KillSource] && self.was_whole_at_destination();
-        if struck.contains(&Kind::KillSource) && !known {
+        let known = struck == [Kind::Kill(Role::Source)] && self.was_whole_at_destination();
+        if struck.contains(&Kind::Kill(Role::Source)) && !known {
             return Some("its source was killed");
         }
         let committed = self.heard("request:commit");
         let died = self.actors[1].process.ended_at();
         if let (Some(committed), Some(died)) = (committed, died)
-            && struck.contains(&Kind::KillDestination)
+            && struck.contains(&Kind::Kill(Role::Destination))
             && died + IN_FLIGHT > committed
         {
             return Some("its destination was killed");
@@ -124,7 +126,7 @@ impl Stage<'_> {
 
     /// The source was killed when the destination had all of the guest, and the source had stopped for that.
     fn was_whole_at_destination(&mut self) -> bool {
-        let Some(died) = self.hands.struck_at(Kind::KillSource) else {
+        let Some(died) = self.hands.struck_at(Kind::Kill(Role::Source)) else {
             return false;
         };
         let ran_last = self.actors[0].life().runs.last().copied();
@@ -137,13 +139,13 @@ impl Stage<'_> {
 
     pub(super) fn check_lives(&self, lives: &[Life]) -> Result<(), Trouble> {
         if let Some(doubled) = doubled(lives) {
-            return Err(Trouble::broken(Broken::Doubled, doubled.to_string()));
+            return broken(Broken::Doubled, doubled);
         }
         let ran = lives.iter().find(|life| life.has_run());
         match ran {
             Some(ran) if !self.plan.runs => {
                 let what = format!("{} ran, and the guest was paused at the source", ran.name);
-                Err(Trouble::broken(Broken::Started, what))
+                broken(Broken::Started, what)
             }
             _ => Ok(()),
         }
@@ -151,25 +153,25 @@ impl Stage<'_> {
 
     /// Compares what a command has said with what is so, or was at that time.
     fn check_claim(&self, said: &Said, holder: &Holder, lives: &[Life]) -> Result<(), Trouble> {
-        let (what, claim) = (said.what, said.claim);
-        let untrue = |why: String| {
-            let what = format!("{what} says `{claim}`, and {why}");
-            Err(Trouble::broken(Broken::Untrue, what))
-        };
+        let (what, claim) = (said.errand.what, said.claim);
+        let untrue =
+            |why: String| broken(Broken::Untrue, format!("{what} says `{claim}`, and {why}"));
         let elsewhere = lives
             .iter()
             .enumerate()
-            .find(|(index, life)| *index != said.from && life.has_run_by(said.at));
+            .find(|(index, life)| *index != said.errand.from && life.has_run_by(said.at));
         match claim {
-            Claim::Moved if self.plan.runs && !lives[said.to].runs_at(said.at, IN_FLIGHT) => {
-                let died = self.actors[said.to].process.ended_at();
+            Claim::Moved
+                if self.plan.runs && !lives[said.errand.to].runs_at(said.at, IN_FLIGHT) =>
+            {
+                let died = self.actors[said.errand.to].process.ended_at();
                 if died.is_some_and(|died| self.was_told_before(died)) {
                     return Ok(());
                 }
-                untrue(format!("{} does not run", lives[said.to].name))
+                untrue(format!("{} does not run", lives[said.errand.to].name))
             }
             Claim::Moved => Ok(()),
-            Claim::Source => match (elsewhere, self.actors[said.from].process.ended_at()) {
+            Claim::Source => match (elsewhere, self.actors[said.errand.from].process.ended_at()) {
                 (Some((_, life)), _) => untrue(format!("{} had run by then", life.name)),
                 (None, Some(died)) if died + SURE < said.at => {
                     untrue("the source had ended".to_owned())
@@ -180,10 +182,7 @@ impl Stage<'_> {
                 untrue("it has run nowhere else".to_owned())
             }
             Claim::Lost if matches!(holder, Holder::Actor(_)) => untrue("it is there".to_owned()),
-            Claim::InDoubt if said.whole => {
-                let what = format!("{what} is in doubt");
-                Err(Trouble::broken(Broken::InDoubt, what))
-            }
+            Claim::InDoubt if said.whole => broken(Broken::InDoubt, format!("{what} is in doubt")),
             _ => Ok(()),
         }
     }
@@ -196,17 +195,18 @@ impl Stage<'_> {
 
     /// All memory of the holder is what its counter says, and that has not gone backwards.
     fn check_memory(&mut self, holder: usize) -> Result<(), Trouble> {
-        let wrong = |error: anyhow::Error| Trouble::broken(Broken::Memory, format!("{error:#}"));
         let before = counter::count(self.actors[0].qemu.ram())?;
         if self.plan.runs {
             self.actors[holder].qemu.qmp.stop()?;
         }
-        let at = self.image().check(self.actors[holder].qemu.ram());
         let name = &self.actors[holder].name;
-        let at = at.map_err(|error| wrong(error.context(format!("the memory of {name}"))))?;
+        let at = match self.image().check(self.actors[holder].qemu.ram()) {
+            Ok(at) => at,
+            Err(error) => return broken(Broken::Memory, format!("{name}: {error:#}")),
+        };
         if self.plan.runs && holder != 0 && at < before {
             let what = format!("{name} is at {at}, the source had come to {before}");
-            return Err(Trouble::broken(Broken::Memory, what));
+            return broken(Broken::Memory, what);
         }
         if self.plan.runs {
             self.actors[holder].qemu.qmp.cont()?;
@@ -221,7 +221,7 @@ impl Stage<'_> {
         while counter::count(self.actors[holder].qemu.ram())? <= at {
             if begin.elapsed() > SETTLING {
                 let what = format!("{} runs and does not count", self.actors[holder].name);
-                return Err(Trouble::broken(Broken::Nowhere, what));
+                return broken(Broken::Nowhere, what);
             }
             std::thread::sleep(Duration::from_millis(2));
         }

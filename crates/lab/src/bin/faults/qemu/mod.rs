@@ -13,91 +13,56 @@ mod judge;
 mod plan;
 mod stage;
 
-use std::sync::Arc;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use lab::counter::{self, Image};
 use lab::qemu::Binary;
 
-use crate::fault::Kind;
-use crate::program::Program;
-use crate::report::{Ended, Report, Trouble, missed};
-use crate::sandbox;
+use crate::fault::{Choices, Kind, Role};
+use crate::report::{Ended, Report, Trouble};
 use host::Host;
 use judge::Holder;
-use plan::{CONTENTS, Choices, Plan, RAM};
+use plan::{CONTENTS, Plan, RAM};
 use stage::{Props, Stage, firmware};
 
 /// What all jobs know.
-#[derive(Clone)]
 pub(crate) struct Setting {
-    program: Arc<Program>,
+    program: PathBuf,
     binaries: Vec<Binary>,
     choices: Choices,
+    short: bool,
     clean: Duration,
 }
 
 /// One job's hosts, for one experiment after the other.
-pub(crate) struct Bench {
-    setting: Setting,
+pub(crate) struct Bench<'a> {
+    setting: &'a Setting,
     props: Option<Props>,
 }
-
-/// Messages at which faults strike, if a migration has them.
-const WORDS: [&str; 9] = [
-    "request:prepare",
-    "answer:preparing",
-    "answer:prepared",
-    "answer:loaded",
-    "request:commit",
-    "answer:receiving",
-    "answer:starting",
-    "answer:running",
-    "request:settled",
-];
 
 impl Setting {
     /// Looks how a migration goes without faults.
     pub(crate) fn new(
-        program: Program,
-        binaries: &[Binary],
-        kinds: &[Kind],
+        program: PathBuf,
+        binaries: Vec<Binary>,
+        kinds: Vec<(u64, Kind)>,
         short: bool,
     ) -> Result<Self> {
         let mut setting = Self {
-            program: Arc::new(program),
-            binaries: binaries.to_vec(),
-            choices: Choices {
-                versions: binaries.len(),
-                words: WORDS.to_vec(),
-                kinds: Vec::new(),
-                short,
-            },
+            program,
+            binaries,
+            // Of 1024 pages one in five is zero, and the others hardly compress.
+            choices: Choices::new(kinds, 2 << 20, 25),
+            short,
             clean: Duration::ZERO,
         };
-        let has_disk = sandbox::is_inside();
-        setting.choices.kinds = KINDS
-            .iter()
-            .filter(|(_, kind)| kinds.contains(kind))
-            .filter(|(_, kind)| has_disk || !kind.is_of_disk())
-            .copied()
-            .collect();
-        let (words, clean) = setting
-            .without_faults()
-            .context("a migration without faults")?;
-        setting
-            .choices
-            .words
-            .retain(|known| words.iter().any(|word| word == known));
+        let rehearsed = setting.without_faults();
+        let (words, clean) = rehearsed.context("a migration without faults")?;
+        setting.choices.keep(&words);
         setting.clean = clean;
         Ok(setting)
-    }
-
-    /// The plan of an experiment; `None` if there is no fault to draw from.
-    pub(crate) fn plan(&self, seed: u64, number: u64) -> Option<Plan> {
-        let some = !self.choices.kinds.is_empty();
-        some.then(|| Plan::draw(seed, number, &self.choices))
     }
 
     fn without_faults(&self) -> Result<(Vec<String>, Duration)> {
@@ -117,7 +82,7 @@ impl Setting {
         let folder = tempfile::TempDir::new().context("creating a folder for the firmware")?;
         counter::write_firmware(&firmware(folder.path()))?;
         let images = (0..CONTENTS).map(|content| Image::new(RAM, content));
-        let host = || Host::new(self.program.clone());
+        let host = || Host::new(&self.program);
         Ok(Props {
             program: self.program.clone(),
             binaries: self.binaries.clone(),
@@ -129,12 +94,22 @@ impl Setting {
     }
 }
 
-impl Bench {
-    pub(crate) fn new(setting: &Setting) -> Self {
+impl<'a> Bench<'a> {
+    pub(crate) fn new(setting: &'a Setting) -> Self {
         Self {
-            setting: setting.clone(),
+            setting,
             props: None,
         }
+    }
+
+    pub(crate) fn plan(&self, seed: u64, number: u64) -> Plan {
+        let Setting {
+            binaries,
+            choices,
+            short,
+            ..
+        } = self.setting;
+        Plan::draw(seed, number, choices, binaries.len(), *short)
     }
 
     /// Makes an experiment. After one that went wrong the next one has hosts of its own.
@@ -156,7 +131,7 @@ impl Stage<'_> {
         let holder = played.map_err(|trouble| trouble.with_story(self.story()))?;
         let struck = self.hands.struck();
         Ok(Report {
-            missed: missed(&self.plan.faults, &struck),
+            missed: self.plan.faults.len() - struck.len(),
             struck,
             ended: match holder {
                 Holder::Actor(0) => Ended::Source,
@@ -184,28 +159,23 @@ impl Stage<'_> {
             Ok(Holder::Actor(1)) => Ok(()),
             Ok(other) => bail!("the guest is at {other:?}"),
             Err(Trouble::Experiment(error)) => Err(error),
-            Err(Trouble::Violation(violation)) => {
-                bail!(
-                    "{}: {}\n{}",
-                    violation.kind,
-                    violation.what,
-                    self.story().join("\n")
-                )
+            Err(Trouble::Violation { kind, what, .. }) => {
+                bail!("{kind}: {what}\n{}", self.story().join("\n"))
             }
         }
     }
 }
 
 /// How often each kind of fault is drawn, of all.
-const KINDS: [(u64, Kind); 23] = [
-    (4, Kind::KillSource),
-    (6, Kind::KillDestination),
-    (8, Kind::KillMigrate),
-    (8, Kind::KillServe),
-    (3, Kind::FreezeSource),
-    (4, Kind::FreezeDestination),
-    (4, Kind::FreezeMigrate),
-    (5, Kind::FreezeServe),
+pub(crate) const KINDS: [(u64, Kind); 23] = [
+    (4, Kind::Kill(Role::Source)),
+    (6, Kind::Kill(Role::Destination)),
+    (8, Kind::Kill(Role::Migrate)),
+    (8, Kind::Kill(Role::Serve)),
+    (3, Kind::Freeze(Role::Source)),
+    (4, Kind::Freeze(Role::Destination)),
+    (4, Kind::Freeze(Role::Migrate)),
+    (5, Kind::Freeze(Role::Serve)),
     (6, Kind::Interrupt),
     (7, Kind::Cut),
     (7, Kind::Reset),
@@ -215,15 +185,10 @@ const KINDS: [(u64, Kind); 23] = [
     (3, Kind::Delay),
     (5, Kind::Duplicate),
     (4, Kind::Flip),
-    (4, Kind::DiskFullSource),
-    (4, Kind::DiskFullDestination),
-    (3, Kind::FilesMigrate),
-    (3, Kind::FilesServe),
+    (4, Kind::DiskFull(Role::Source)),
+    (4, Kind::DiskFull(Role::Destination)),
+    (3, Kind::Files(Role::Migrate)),
+    (3, Kind::Files(Role::Serve)),
     (4, Kind::SameAgain),
     (4, Kind::OtherHost),
 ];
-
-/// All kinds of faults of this engine.
-pub(crate) fn kinds() -> impl Iterator<Item = Kind> {
-    KINDS.iter().map(|(_, kind)| *kind)
-}

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::fault::{Fault, Kind};
+use crate::fault::{Choices, Fault, list};
 use crate::random::Random;
 
 /// One experiment.
@@ -47,43 +47,25 @@ pub(crate) struct Next {
     pub(crate) old_command: bool,
 }
 
-/// What plans are drawn from.
-#[derive(Clone, Debug)]
-pub(crate) struct Choices {
-    pub(crate) versions: usize,
-    /// The messages of a migration without faults.
-    pub(crate) words: Vec<&'static str>,
-    pub(crate) kinds: Vec<(u64, Kind)>,
-    /// No command is run again when everything is over.
-    pub(crate) short: bool,
-}
-
 impl Plan {
-    pub(crate) fn draw(seed: u64, number: u64, choices: &Choices) -> Self {
-        let mut random = Random::of_experiment(seed, number);
-        let random = &mut random;
-        let version = |random: &mut Random| {
-            usize::try_from(random.below(choices.versions as u64)).unwrap_or(0)
-        };
-        let versions = [version(random), version(random), version(random)];
-        let mut faults = vec![draw_fault(random, choices, &choices.words)];
-        if random.percent(25) {
-            let words: Vec<_> = choices
-                .words
-                .iter()
-                .chain(&AFTER_A_FAULT)
-                .copied()
-                .collect();
-            faults.push(draw_fault(random, choices, &words));
-        }
+    /// A plan with `versions` QEMUs to choose from; `short`: no command is run again when everything is over.
+    pub(crate) fn draw(
+        seed: u64,
+        number: u64,
+        choices: &Choices,
+        versions: usize,
+        short: bool,
+    ) -> Self {
+        let random = &mut Random::of_experiment(seed, number);
+        let version = |_| usize::try_from(random.below(versions as u64)).unwrap_or(0);
         let mut plan = Self {
             number,
-            versions,
+            versions: [0, 1, 2].map(version),
+            faults: choices.draw(random),
             runs: random.percent(90),
             paused: random.percent(50),
             content: random.below(CONTENTS),
             options: draw_options(random),
-            faults,
             then: random.weighted(&[
                 (50, Then::Nothing),
                 (20, Then::SameCommand),
@@ -97,15 +79,13 @@ impl Plan {
                 old_command: random.percent(30),
             },
         };
-        if choices.short {
+        if short {
             plan.then = Then::Nothing;
             plan.next.old_command = false;
         }
         plan
     }
-}
 
-impl Plan {
     /// The plainest migration.
     pub(crate) fn without_faults() -> Self {
         Self {
@@ -128,14 +108,12 @@ impl Plan {
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, fault) in self.faults.iter().enumerate() {
-            write!(f, "{}{fault}", if index == 0 { "" } else { "; " })?;
-        }
         let guest = if self.runs { "runs" } else { "is paused" };
         let waits = if self.paused { "with -S" } else { "without -S" };
         write!(
             f,
-            " (the guest {guest}, destinations {waits}, {}; then {:?}, {:?})",
+            "{} (the guest {guest}, destinations {waits}, {}; then {:?}, {:?})",
+            list(&self.faults),
             self.options.join(" "),
             self.then,
             self.next
@@ -147,14 +125,6 @@ impl fmt::Display for Plan {
 pub(crate) const CONTENTS: u64 = 4;
 /// Of a guest. Less than one second's traffic at any bandwidth below.
 pub(crate) const RAM: u64 = 4 << 20;
-
-/// Messages that only a migration in trouble has.
-const AFTER_A_FAULT: [&str; 2] = ["request:abort", "answer:aborted"];
-
-fn draw_fault(random: &mut Random, choices: &Choices, words: &[&'static str]) -> Fault {
-    // Of 1024 pages one in five is zero, and the others hardly compress.
-    Fault::draw(random, &choices.kinds, words, 2 << 20)
-}
 
 fn draw_options(random: &mut Random) -> Vec<String> {
     let mut options = Vec::new();
@@ -172,19 +142,14 @@ fn draw_options(random: &mut Random) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fault::{Kind, Role};
 
     #[test]
     fn a_plan_is_drawn_again_from_its_seed() {
-        let choices = Choices {
-            versions: 3,
-            words: vec!["request:commit"],
-            kinds: vec![(1, Kind::KillServe), (1, Kind::Cut)],
-            short: false,
-        };
-        let draw = |number| Plan::draw(7, number, &choices).to_string();
+        let kinds = vec![(1, Kind::Kill(Role::Serve)), (1, Kind::Cut)];
+        let choices = Choices::new(kinds, 1000, 25);
+        let draw = |number| Plan::draw(7, number, &choices, 3, false).to_string();
         assert_eq!(draw(1), draw(1));
         assert_ne!(draw(1), draw(2));
-        let two = (0..100).filter(|number| Plan::draw(7, *number, &choices).faults.len() == 2);
-        assert!((10..40).contains(&two.count()));
     }
 }

@@ -1,28 +1,29 @@
 //! One experiment while it goes on: the QEMUs, the link, the commands, and what is done to them.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use lab::counter::{self, Image};
+use lab::process::{Process, now};
 use lab::qemu::{Binary, Builder};
 use lab::vamoose::Vamoose;
 
 use super::actor::{Actor, State};
-use super::host::Host;
+use super::host::{Host, STALL};
 use super::plan::{Plan, RAM};
 use crate::claim::Claim;
-use crate::fault::Kind;
-use crate::hands::{Deed, Hands, line};
-use crate::process::Process;
-use crate::program::{Migrate, Program};
-use crate::proxy::{Proxy, now};
-use crate::report::{Broken, Trouble};
-use crate::timeline::{Life, clock};
+use crate::fault::{Kind, Role};
+use crate::hands::Hands;
+use crate::proxy::Proxy;
+use crate::report::{Broken, Trouble, broken};
+use crate::timeline::Life;
 
 /// What a job keeps over its experiments.
 pub(crate) struct Props {
-    pub(crate) program: std::sync::Arc<Program>,
+    pub(crate) program: PathBuf,
     pub(crate) binaries: Vec<Binary>,
     pub(crate) firmware: tempfile::TempDir,
     pub(crate) images: Vec<Image>,
@@ -59,7 +60,12 @@ pub(crate) struct Errand {
     /// The actors between which it is to move the guest.
     pub(crate) from: usize,
     pub(crate) to: usize,
-    pub(crate) migrate: Migrate,
+    /// Where it runs.
+    host: usize,
+    /// Where the destination's server listens.
+    server: String,
+    /// Of the guest, at that server.
+    name: String,
 }
 
 /// A command that runs.
@@ -73,10 +79,8 @@ struct Running {
 /// What a command has said at its end.
 #[derive(Clone, Debug)]
 pub(crate) struct Said {
-    pub(crate) what: &'static str,
+    pub(crate) errand: Errand,
     pub(crate) claim: Claim,
-    pub(crate) from: usize,
-    pub(crate) to: usize,
     pub(crate) at: Duration,
     /// Nothing was broken for so long that it has to know.
     pub(crate) whole: bool,
@@ -99,15 +103,21 @@ impl<'a> Stage<'a> {
         }
         let proxy = Proxy::new(props.hosts[HOST].address()?)?;
         let source = props.machine(plan, plan.versions[0]).paused().start()?;
-        let mut source = Actor::new("A", source)?;
+        let mut source = Actor::new("A", source);
         let destination = props.waiting(plan, plan.versions[1], "B")?;
         props.hosts[HOST].knows(&plan.name(), &destination.qemu)?;
         if plan.runs {
             source.qemu.qmp.cont()?;
         }
-        let processes = [source.process.clone(), destination.process.clone()];
-        let disks = [SOURCE_HOST, HOST].map(|host| props.hosts[host].disk().clone());
-        let hands = Hands::new(&plan.faults, proxy.link().clone(), processes).with_disks(disks);
+        let hands = Hands {
+            faults: Arc::new(plan.faults.clone()),
+            link: proxy.link().clone(),
+            source: source.process.clone(),
+            destination: destination.process.clone(),
+            disks: Some([SOURCE_HOST, HOST].map(|host| props.hosts[host].disk().clone())),
+            cancel: None,
+            state: Arc::default(),
+        };
         hands.reaches(None, props.hosts[HOST].process()?);
         Ok(Self {
             plan,
@@ -130,8 +140,8 @@ impl<'a> Stage<'a> {
             .reaches(Some(first), self.props.hosts[HOST].process()?);
         let begin = Instant::now();
         while !self.commands.is_empty() {
-            for deed in self.hands.due() {
-                self.perform(deed)?;
+            for kind in self.hands.work() {
+                self.do_rest(kind)?;
             }
             self.collect_ended()?;
             if begin.elapsed() > REPAIRED && !self.hands.is_whole() {
@@ -171,18 +181,13 @@ impl<'a> Stage<'a> {
         server: String,
         name: &str,
     ) -> Errand {
-        let migrate = Migrate {
-            qmp: self.actors[from].qemu.qmp_socket(),
-            to: server,
-            name: name.to_owned(),
-            state: self.props.hosts[host].disk().path().to_owned(),
-            options: self.plan.options.clone(),
-        };
         Errand {
             what,
             from,
             to,
-            migrate,
+            host,
+            server,
+            name: name.to_owned(),
         }
     }
 
@@ -210,7 +215,7 @@ impl<'a> Stage<'a> {
         for actor in &mut self.actors {
             if actor.state() == State::Mute {
                 let what = format!("{} (QEMU {})", actor.name, actor.qemu.version);
-                return Err(Trouble::broken(Broken::Mute, what));
+                return broken(Broken::Mute, what);
             }
         }
         Ok(())
@@ -222,11 +227,8 @@ impl<'a> Stage<'a> {
 
     /// When the link first saw this message.
     pub(crate) fn heard(&self, word: &str) -> Option<Duration> {
-        let heard = self.proxy.link().heard();
-        heard
-            .iter()
-            .find(|heard| heard.word == word)
-            .map(|heard| heard.at)
+        let mut heard = self.proxy.link().heard().into_iter();
+        heard.find(|heard| heard.word == word).map(|heard| heard.at)
     }
 
     /// The messages of the control connections.
@@ -241,8 +243,15 @@ impl<'a> Stage<'a> {
     }
 
     fn start(&mut self, errand: Errand, whole: bool) -> Result<Process> {
-        let vamoose = self.props.program.migrate(&errand.migrate)?;
-        let process = Process::open(vamoose.pid())?;
+        let mut command = Command::new(&self.props.program);
+        command.args(["migrate", "--json", "-", "--stall-timeout", STALL, "--qmp"]);
+        command.arg(self.actors[errand.from].qemu.qmp_socket());
+        command.args(["--to", &errand.server, "--name", &errand.name]);
+        command.args(&self.plan.options);
+        command.args(["--downtime-max", "5", "--state-dir"]);
+        command.arg(self.props.hosts[errand.host].disk().path());
+        let vamoose = Vamoose::start(&mut command)?;
+        let process = vamoose.process().clone();
         let to = &self.actors[errand.to].name;
         self.hands.tell(&format!("{} starts, to {to}", errand.what));
         self.commands.push(Running {
@@ -253,41 +262,30 @@ impl<'a> Stage<'a> {
         Ok(process)
     }
 
-    fn perform(&mut self, deed: Deed) -> Result<(), Trouble> {
-        match deed {
-            Deed::Strike(index) => self.hands.strike(index),
-            Deed::Repair(index) => self.repair(index)?,
-            Deed::Command(index) => match self.plan.faults[index].kind {
-                Kind::OtherHost => {
-                    let name = self.plan.name();
-                    let to = self.add_waiting(OTHER_HOST, self.plan.versions[2], &name, "C")?;
-                    let address = self.props.address(OTHER_HOST)?;
-                    let what = "the command to another host";
-                    let errand = self.errand(what, [0, to], SOURCE_HOST, address, &name);
-                    self.start(errand, false)?;
-                }
-                _ => {
-                    let errand = self.first_command("the same command meanwhile");
-                    self.start(errand, false)?;
-                }
-            },
-        }
-        Ok(())
-    }
-
-    fn repair(&mut self, index: usize) -> Result<()> {
-        self.hands.repair(index);
-        if self.plan.faults[index].kind == Kind::KillServe {
-            self.restart_server()?;
+    /// What only the stage can do about a fault: at its end, or when it strikes.
+    fn do_rest(&mut self, kind: Kind) -> Result<()> {
+        match kind {
+            Kind::Kill(Role::Serve) => self.restart_server()?,
+            Kind::SameAgain => {
+                let errand = self.first_command("the same command meanwhile");
+                self.start(errand, false)?;
+            }
+            Kind::OtherHost => {
+                let name = self.plan.name();
+                let to = self.add_waiting(OTHER_HOST, self.plan.versions[2], &name, "C")?;
+                let address = self.props.address(OTHER_HOST)?;
+                let what = "the command to another host";
+                let errand = self.errand(what, [0, to], SOURCE_HOST, address, &name);
+                self.start(errand, false)?;
+            }
+            _ => {}
         }
         Ok(())
     }
 
     fn repair_all(&mut self) -> Result<()> {
-        for index in self.hands.finish() {
-            self.repair(index)?;
-        }
-        Ok(())
+        let repaired = self.hands.finish();
+        repaired.into_iter().try_for_each(|kind| self.do_rest(kind))
     }
 
     /// Ends the destination's server, if that has not been done, and starts it anew.
@@ -300,12 +298,11 @@ impl<'a> Stage<'a> {
 
     /// A server that was not killed runs.
     fn expect_servers(&self) -> Result<(), Trouble> {
-        let killed = self.hands.struck().contains(&Kind::KillServe);
+        let killed = self.hands.struck().contains(&Kind::Kill(Role::Serve));
         for host in [HOST, OTHER_HOST] {
             let may_be_dead = host == HOST && killed;
-            if !may_be_dead && !self.props.hosts[host].is_up()? {
-                let what = "a server has ended, but was not killed";
-                return Err(Trouble::broken(Broken::Crash, what));
+            if !may_be_dead && !self.props.hosts[host].is_up() {
+                return broken(Broken::Crash, "a server has ended, but was not killed");
             }
         }
         Ok(())
@@ -314,36 +311,32 @@ impl<'a> Stage<'a> {
     /// Takes what the commands have said that have ended; waits a moment for them.
     fn collect_ended(&mut self) -> Result<(), Trouble> {
         if let Some(first) = self.commands.first() {
-            first.vamoose.wait_end(LOOK)?;
+            first.vamoose.process().wait(LOOK);
         }
-        let mut running = Vec::new();
-        for command in std::mem::take(&mut self.commands) {
-            if command.vamoose.wait_end(Duration::ZERO)? {
-                self.collect(command)?;
-            } else {
-                running.push(command);
-            }
-        }
-        self.commands = running;
-        Ok(())
+        let ended = |command: &mut Running| command.vamoose.process().has_ended();
+        let ended: Vec<_> = self.commands.extract_if(.., ended).collect();
+        ended
+            .into_iter()
+            .try_for_each(|command| self.collect(command))
     }
 
     fn collect(&mut self, command: Running) -> Result<(), Trouble> {
         let at = now();
         let whole = command.whole || self.hands.whole_for() > KNOWS;
-        let Errand { what, from, to, .. } = command.errand;
+        let what = command.errand.what;
         let ended = command.vamoose.finish(LIMIT)?;
         self.outputs
             .push(format!("{what}, {}:\n{}", ended.status, ended.stderr));
-        let claim = Claim::of(&ended).map_err(|contradiction| {
-            Trouble::broken(Broken::Untrue, format!("{what}: {contradiction}"))
-        })?;
+        let claim = match Claim::of(&ended) {
+            Ok(claim) => claim,
+            Err(contradiction) => {
+                return broken(Broken::Untrue, format!("{what}: {contradiction}"));
+            }
+        };
         self.hands.tell(&format!("{what} ends: {claim}"));
         self.said.push(Said {
-            what,
+            errand: command.errand,
             claim,
-            from,
-            to,
             at,
             whole,
         });
@@ -358,25 +351,22 @@ impl<'a> Stage<'a> {
         let (what, said) = (command.errand.what, command.vamoose.stderr());
         self.outputs.push(format!("{what}, which runs on:\n{said}"));
         self.expect_answers()?;
-        let what = format!("{what} runs on after {LIMIT:?} without a fault");
-        Err(Trouble::broken(Broken::Hangs, what))
+        broken(
+            Broken::Hangs,
+            format!("{what} runs on after {LIMIT:?} without a fault"),
+        )
     }
 
     /// Everything that happened, in its order.
     pub(crate) fn story(&mut self) -> Vec<String> {
-        let mut story = self.hands.story();
-        for heard in self.proxy.link().heard() {
-            story.push((heard.at, format!("link: {}", heard.word)));
-        }
+        let mut story = Vec::new();
         for actor in &mut self.actors {
             let name = actor.name.clone();
             if let Some(at) = actor.process.ended_at() {
                 let how = actor.qemu.wait_exit(Duration::ZERO);
                 let how = how.map_or_else(|error| error.to_string(), |how| how.to_string());
-                story.push((
-                    at,
-                    format!("{name} has ended ({how}; {})", actor.qemu.stderr()),
-                ));
+                let what = format!("{name} has ended ({how}; {})", actor.qemu.stderr());
+                story.push((at, what));
             }
             for event in actor.events() {
                 let status = event.data["status"].as_str().unwrap_or_default();
@@ -384,19 +374,15 @@ impl<'a> Stage<'a> {
                 story.push((event.timestamp, what.trim_end().to_owned()));
             }
         }
-        story.sort();
-        let mut lines: Vec<_> = story.iter().map(line).collect();
+        let mut lines = self.hands.story(story);
         for actor in &mut self.actors {
             let (state, version) = (actor.state(), actor.qemu.version);
             lines.push(format!("{} (QEMU {version}): {state:?}", actor.name));
         }
-        lines.push(format!("(the clock is at {})", clock(now())));
         lines.append(&mut self.outputs);
         for (host, name) in [(HOST, "its server"), (OTHER_HOST, "the other server")] {
-            lines.push(format!(
-                "{name}:\n{}",
-                last_lines(&self.props.hosts[host].said())
-            ));
+            let said = self.props.hosts[host].said();
+            lines.push(format!("{name}:\n{}", last_lines(&said)));
         }
         lines
     }
@@ -412,13 +398,11 @@ impl Props {
     /// One that waits for it.
     fn waiting(&self, plan: &Plan, version: usize, label: &str) -> Result<Actor> {
         let firmware = firmware(self.firmware.path());
-        let machine = Builder::firmware(&self.binaries[version], RAM, &firmware).incoming();
-        let machine = if plan.paused {
-            machine.paused()
-        } else {
-            machine
-        };
-        Actor::new(label, machine.start()?)
+        let mut machine = Builder::firmware(&self.binaries[version], RAM, &firmware).incoming();
+        if plan.paused {
+            machine = machine.paused();
+        }
+        Ok(Actor::new(label, machine.start()?))
     }
 
     pub(crate) fn address(&self, host: usize) -> Result<String> {
@@ -433,7 +417,7 @@ impl Plan {
     }
 }
 
-pub(crate) fn firmware(dir: &Path) -> std::path::PathBuf {
+pub(crate) fn firmware(dir: &Path) -> PathBuf {
     dir.join("counter.rom")
 }
 
