@@ -4,7 +4,8 @@
 //! - [`qmp`] talks to them, [`guest`] watches a running guest, [`counter`] is the smallest one, [`ram`] makes and compares memory images;
 //! - [`vamoose`] runs the program under test, [`stand_in`] makes the libraries that it finds instead of hardware, [`qatzip`] finds
 //!   the real one;
-//! - [`net`] makes a link of a given rate, [`process`] runs and ends processes, [`proc`] and [`cpu`] read what they cost;
+//! - [`net`] makes links of given rates that can be pulled, [`middlebox`] breaks connections, [`sockets`] ports and single ones;
+//! - [`process`] runs and ends processes, [`proc`] and [`cpu`] read what they cost;
 //! - [`watched`] is how threads here wait for one another.
 //!
 //! Everything cleans up after itself on drop: processes are killed and reaped, files and namespaces removed.
@@ -13,6 +14,7 @@
 pub mod counter;
 pub mod cpu;
 pub mod guest;
+pub mod middlebox;
 pub mod net;
 pub mod proc;
 pub mod process;
@@ -21,6 +23,7 @@ pub mod qemu;
 pub mod qmp;
 pub mod ram;
 pub mod serial;
+pub mod sockets;
 pub mod stand_in;
 pub mod vamoose;
 pub mod watched;

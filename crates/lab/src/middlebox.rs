@@ -1,0 +1,377 @@
+//! A TCP proxy that breaks what passes through it, under the control of a test.
+//!
+//! ```text
+//!  dialler ──> Middlebox ──> listener      one thread per connection; numbers in order of arrival
+//!               └ apply(All, Reset), apply_at(byte 1000 of connection 2, ...), admit(Refuse), flip(...)
+//! ```
+//! Each change is complete when the call returns: not a byte passes afterwards that should not. So tests need no sleeps: they
+//! say at which byte something breaks, or wait for a number of bytes or connections.
+//!
+//! ```
+//! use std::io::{Read, Write};
+//! use std::net::{TcpListener, TcpStream};
+//! use std::time::Duration;
+//! use lab::middlebox::{Change, Direction, Mark, Middlebox, Which};
+//!
+//! let listener = TcpListener::bind("127.0.0.1:0")?;
+//! let middlebox = Middlebox::new(listener.local_addr()?)?;
+//! let mut dialler = TcpStream::connect(middlebox.address())?;
+//! let (mut accepted, _) = listener.accept()?;
+//!
+//! // The third byte is the last one that passes.
+//! let mark = Mark { connection: 0, direction: Direction::ToListener, bytes: 3 };
+//! middlebox.apply_at(mark, Which::All, Change::Close);
+//! dialler.write_all(b"abcdef")?;
+//! let mut received = String::new();
+//! accepted.read_to_string(&mut received)?;
+//! assert_eq!(received, "abc");
+//! middlebox.wait_for_changes(Duration::from_secs(60))?;
+//! assert_eq!(middlebox.connections()[0].to_listener.passed, 3);
+//! # anyhow::Ok(())
+//! ```
+
+mod connection;
+mod state;
+#[cfg(test)]
+mod tests;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::fd::OwnedFd;
+
+use crate::sockets::{Port, reset};
+use crate::watched::Watched;
+use state::State;
+
+/// A proxy on 127.0.0.1, between a dialler and a listener. Dropping it resets its connections and ends its threads.
+#[derive(Debug)]
+pub struct Middlebox {
+    shared: Arc<Shared>,
+    acceptor: Option<JoinHandle<()>>,
+}
+
+/// What happens to connections to come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Admission {
+    /// Each is joined to one to the listener.
+    #[default]
+    Pass,
+    /// The kernel answers with RST: nobody listens.
+    Refuse,
+    /// Each is accepted, and nothing ever passes: the listener does not learn of it. This holds for good, until it is reset.
+    Silence,
+}
+
+/// Which connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// All that have arrived so far.
+    All,
+    /// The one of this number in order of arrival, from 0.
+    One(usize),
+}
+
+/// Which way bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the dialler to the listener.
+    ToListener,
+    /// From the listener to the dialler.
+    ToDialler,
+}
+
+/// What is done to a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// Both ends get RST. Bytes on their way are dropped.
+    Reset,
+    /// Both ends get FIN behind what has passed. Bytes on their way, and those to come, are dropped.
+    Close,
+    /// In both directions.
+    Flow(Flow),
+    /// In one direction; the other one stays as it is.
+    OneWay(Direction, Flow),
+}
+
+/// What happens to bytes of one direction of a connection, and to the end of its sender.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Flow {
+    /// They pass.
+    #[default]
+    Pass,
+    /// So many of them pass in a second.
+    Slow(u64),
+    /// They wait, and so does the sender's end: a wire that is mended before a time-out.
+    Hold,
+    /// They are dropped, and the sender's end is hidden: a NAT that has lost its table. A direction that has lost bytes never passes
+    /// again.
+    Drop,
+}
+
+/// When so many bytes of a direction of a connection have passed: exactly these, and no more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    /// The number in order of arrival, from 0; it need not have arrived.
+    pub connection: usize,
+    /// Which of its bytes are counted.
+    pub direction: Direction,
+    /// 0 is before the first one.
+    pub bytes: u64,
+}
+
+/// One connection through the middlebox.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Connection {
+    /// Whether it is open.
+    pub status: Status,
+    /// From the dialler to the listener.
+    pub to_listener: Traffic,
+    /// From the listener to the dialler.
+    pub to_dialler: Traffic,
+}
+
+/// Whether a connection is open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// Accepted, and not yet joined to the listener.
+    Dialling,
+    /// Open, as far as the middlebox can know.
+    Open,
+    /// Closed by its ends, or by [`Change::Close`].
+    Closed,
+    /// Reset by one end, by a listener that is not there, or by [`Change::Reset`].
+    Reset,
+}
+
+/// The bytes of one direction of a connection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Passed on. A reset may have overtaken the last of them.
+    pub passed: u64,
+    /// Read, and dropped.
+    pub dropped: u64,
+    /// Bits flipped in what was passed on.
+    pub flipped: u64,
+}
+
+/// A bit that is another one at the receiver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Flipped {
+    /// The number of the connection.
+    pub connection: usize,
+    /// The direction of the byte.
+    pub direction: Direction,
+    /// The number of the byte, from the beginning of the connection.
+    pub byte: u64,
+    /// The bit; 0 is the lowest.
+    pub bit: u8,
+}
+
+impl Middlebox {
+    /// A proxy to whoever listens at `listener`, also if nobody does yet. Everything passes.
+    pub fn new(listener: SocketAddr) -> Result<Self> {
+        let port = Port::new().context("a port for the middlebox")?;
+        port.listen().context("listening for the middlebox")?;
+        let shared = Arc::new(Shared {
+            listener,
+            port,
+            wake: eventfd(0, EventfdFlags::NONBLOCK).context("waking the middlebox")?,
+            state: Watched::default(),
+        });
+        let acceptor = thread::spawn({
+            let shared = shared.clone();
+            move || shared.accept()
+        });
+        Ok(Self {
+            shared,
+            acceptor: Some(acceptor),
+        })
+    }
+
+    /// Where diallers connect to.
+    pub fn address(&self) -> SocketAddr {
+        self.shared.port.address()
+    }
+
+    /// Decides what happens to connections to come.
+    pub fn admit(&self, admission: Admission) -> Result<()> {
+        let mut state = self.shared.state.lock();
+        state.admission = admission;
+        let port = &self.shared.port;
+        match admission {
+            Admission::Refuse => port.refuse().context("refusing connections")?,
+            Admission::Pass | Admission::Silence => port.listen().context("listening again")?,
+        }
+        drop(state);
+        connection::wake(&self.shared.wake);
+        Ok(())
+    }
+
+    /// Changes connections now. Returns how many there were to change.
+    pub fn apply(&self, which: Which, change: Change) -> usize {
+        self.shared.state.update(|state| state.apply(which, change))
+    }
+
+    /// Changes connections at a mark: at once, if that has been passed.
+    pub fn apply_at(&self, mark: Mark, which: Which, change: Change) {
+        self.shared.state.update(|state| {
+            state.planned.push((mark, which, change));
+            state.apply_planned(mark.connection);
+        });
+    }
+
+    /// Flips a bit (0 to 7, the lowest first) of one of the bytes to come in a direction of a connection: byte 0 is the next one.
+    pub fn flip(&self, connection: usize, direction: Direction, byte: u64, bit: u8) -> Result<()> {
+        let flip = |state: &mut State| state.flip(connection, direction, byte, bit);
+        let found = self.shared.state.update(flip);
+        found.with_context(|| format!("there is no connection {connection}"))
+    }
+
+    /// Flips a random bit in one of `every` bytes to come, on average, of all connections in a direction, also those to come. The same
+    /// seed flips the same bits of the same connection.
+    pub fn flip_one_in(&self, direction: Direction, every: u64, seed: u64) {
+        let shared = &self.shared;
+        shared
+            .state
+            .update(|state| state.flip_one_in(direction, every, seed));
+    }
+
+    /// The bits that have been flipped so far.
+    pub fn flips(&self) -> Vec<Flipped> {
+        self.shared.state.lock().flipped.clone()
+    }
+
+    /// The connections that have arrived, in this order.
+    pub fn connections(&self) -> Vec<Connection> {
+        self.shared.state.lock().connections()
+    }
+
+    /// Waits until so many connections have arrived since the beginning, and bytes can pass.
+    pub fn wait_for_connections(&self, count: usize, within: Duration) -> Result<()> {
+        self.wait_until(within, |connections| {
+            let arrived = |it: &&Connection| it.status != Status::Dialling;
+            connections.iter().filter(arrived).count() >= count
+        })
+    }
+
+    /// Waits until so many bytes have passed in a direction, of all connections together.
+    pub fn wait_for_bytes(&self, direction: Direction, bytes: u64, within: Duration) -> Result<()> {
+        self.wait_until(within, |connections| {
+            let passed = connections.iter().map(|it| it.traffic(direction).passed);
+            passed.sum::<u64>() >= bytes
+        })
+    }
+
+    /// Waits until something is so of the connections.
+    pub fn wait_until(
+        &self,
+        within: Duration,
+        is_so: impl Fn(&[Connection]) -> bool,
+    ) -> Result<()> {
+        self.wait(within, |state| is_so(&state.connections()))
+    }
+
+    /// Waits until everything of [`Middlebox::apply_at`] has been done.
+    pub fn wait_for_changes(&self, within: Duration) -> Result<()> {
+        self.wait(within, |state| state.planned.is_empty())
+    }
+
+    fn wait(&self, within: Duration, is_so: impl Fn(&State) -> bool) -> Result<()> {
+        let found = |state: &State| is_so(state).then_some(());
+        if self.shared.state.wait(within, found).is_none() {
+            let state = self.shared.state.lock();
+            let (connections, planned) = (state.connections(), &state.planned);
+            bail!("waited {within:?} in vain: {connections:?}, to be done: {planned:?}");
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Middlebox {
+    fn drop(&mut self) {
+        self.shared.state.update(State::end);
+        connection::wake(&self.shared.wake);
+        // It ends after its connections.
+        let _ = self.acceptor.take().map(JoinHandle::join);
+    }
+}
+
+impl Direction {
+    /// Both.
+    pub const BOTH: [Self; 2] = [Self::ToListener, Self::ToDialler];
+
+    /// The other one.
+    pub fn reverse(self) -> Self {
+        match self {
+            Self::ToListener => Self::ToDialler,
+            Self::ToDialler => Self::ToListener,
+        }
+    }
+}
+
+impl Connection {
+    /// The bytes of a direction.
+    pub fn traffic(&self, direction: Direction) -> Traffic {
+        match direction {
+            Direction::ToListener => self.to_listener,
+            Direction::ToDialler => self.to_dialler,
+        }
+    }
+}
+
+/// What the threads share. Everything is done under the one lock, so that changes are complete when their calls return.
+#[derive(Debug)]
+struct Shared {
+    listener: SocketAddr,
+    port: Port,
+    /// Wakes the acceptor.
+    wake: OwnedFd,
+    state: Watched<State>,
+}
+
+impl Shared {
+    /// Accepts connections until the middlebox is dropped.
+    fn accept(&self) {
+        thread::scope(|scope| {
+            while let Some(refuses) = self.next() {
+                let wake = PollFd::new(&self.wake, PollFlags::IN);
+                let port = PollFd::new(&self.port, PollFlags::IN);
+                // A port that refuses is always ready.
+                let mut files = if refuses {
+                    vec![wake]
+                } else {
+                    vec![wake, port]
+                };
+                // What is ready shows below, and an interruption is as good.
+                let _ = poll(&mut files, None);
+                connection::settle(&self.wake);
+                if let Some(number) = self.accept_one() {
+                    scope.spawn(move || connection::serve(self, number));
+                }
+            }
+        });
+    }
+
+    /// Whether connections are refused, or `None` at the end.
+    fn next(&self) -> Option<bool> {
+        let state = self.state.lock();
+        (!state.is_ending()).then_some(state.admission == Admission::Refuse)
+    }
+
+    /// Accepts a connection, if there is one and it is to be accepted.
+    fn accept_one(&self) -> Option<usize> {
+        self.state.update(|state| {
+            if state.is_ending() || state.admission == Admission::Refuse {
+                return None;
+            }
+            let near = self.port.accept().ok()?;
+            let added = state.add(near);
+            added.inspect_err(|near| reset(near)).ok()
+        })
+    }
+}

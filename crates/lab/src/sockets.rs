@@ -1,0 +1,104 @@
+//! A port that refuses connections and comes back, and how connections are reset.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+
+use rustix::fd::OwnedFd;
+use rustix::net::{
+    AddressFamily, Shutdown, SocketType, bind, connect_unspec, getsockname, listen, shutdown,
+    socket, sockopt,
+};
+
+/// A port of 127.0.0.1 that is kept while it refuses connections: no other process gets it.
+#[derive(Debug)]
+pub struct Port {
+    address: SocketAddr,
+    listener: TcpListener,
+    /// Has chosen the port. A socket whose port the system chose loses it when it stops listening; the listener does not.
+    _held: OwnedFd,
+}
+
+impl Port {
+    /// A port that the system chooses, and that refuses connections.
+    pub fn new() -> io::Result<Self> {
+        let held = bound(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
+        let address = SocketAddr::try_from(getsockname(&held)?)?;
+        let listener = TcpListener::from(bound(address)?);
+        listener.set_nonblocking(true)?;
+        Ok(Self {
+            address,
+            listener,
+            _held: held,
+        })
+    }
+
+    /// Where to connect to.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Takes connections from now on.
+    pub fn listen(&self) -> io::Result<()> {
+        Ok(listen(&self.listener, BACKLOG)?)
+    }
+
+    /// Refuses connections from now on: the kernel answers with RST. Those that were not accepted are reset.
+    pub fn refuse(&self) -> io::Result<()> {
+        match shutdown(&self.listener, Shutdown::Read) {
+            // It refuses already.
+            Ok(()) | Err(rustix::io::Errno::NOTCONN) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// A connection that has come, without waiting for one.
+    pub fn accept(&self) -> io::Result<TcpStream> {
+        self.listener.accept().map(|(stream, _)| stream)
+    }
+}
+
+/// Readable when a connection has come, and always while the port refuses them.
+impl AsFd for Port {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+}
+
+/// Ends a connection with RST, now, whichever threads use it. Bytes that were not sent are dropped.
+pub fn reset(stream: &TcpStream) {
+    // It may have ended already.
+    let _ = connect_unspec(stream);
+}
+
+/// More connections at once than any test makes.
+const BACKLOG: i32 = 128;
+
+fn bound(address: SocketAddr) -> io::Result<OwnedFd> {
+    let socket = socket(AddressFamily::INET, SocketType::STREAM, None)?;
+    // Two sockets may be bound to one port as long as at most one of them listens.
+    sockopt::set_socket_reuseaddr(&socket, true)?;
+    bind(&socket, &address)?;
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+
+    #[test]
+    fn a_port_refuses_and_comes_back() {
+        let port = Port::new().unwrap();
+        for _ in 0..3 {
+            let error = TcpStream::connect(port.address()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+            port.refuse().unwrap();
+            port.listen().unwrap();
+            let mut waiting = TcpStream::connect(port.address()).unwrap();
+            port.refuse().unwrap();
+            let error = waiting.read(&mut [0]).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+        }
+    }
+}
