@@ -371,7 +371,7 @@ impl Shared {
             }
             let near = self.port.accept().ok()?;
             let added = state.add(near);
-            added.inspect_err(|near| reset(near)).ok()
+            added.inspect_err(reset).ok()
         })
     }
 }

@@ -1,31 +1,57 @@
-//! Two hosts and the wire between them: network namespaces joined by a virtual link of a given rate. Needs root.
+//! Two hosts and the wires between them: network namespaces joined by virtual links of given rates, which can be pulled. Needs root.
 
 use std::net::Ipv4Addr;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail};
 
 use crate::{run, skipped};
 
-/// Two namespaces and their link. Dropping it removes all; end what runs in them first.
+/// Two namespaces and their wires. Dropping it removes all; end what runs in them first.
 #[derive(Debug)]
 pub struct Link {
     /// One end.
     pub source: Namespace,
     /// The other end.
     pub destination: Namespace,
+    /// At least one. The addresses of the namespaces are those of the first.
+    ///
+    /// At the source the address that a socket is bound to decides the wire, whichever address of the destination it connects to.
+    /// Without one the destination's address does. Answers come back on the same wire.
+    pub wires: Vec<Wire>,
 }
 
-/// A network namespace with loopback and one end of the link.
+/// A network namespace with loopback and one end of each wire.
 #[derive(Debug)]
 pub struct Namespace {
-    /// Its name, and that of its end of the link.
     name: String,
     address: Ipv4Addr,
 }
 
-/// What has gone through one end of the link, in bytes, with the headers of Ethernet, IP and TCP.
+/// A virtual cable between the namespaces.
+#[derive(Debug)]
+pub struct Wire {
+    /// From 0.
+    number: u8,
+    /// The names of the namespaces.
+    namespaces: [String; 2],
+    /// Whether other wires need to be told from this one.
+    is_one_of_many: bool,
+    shape: Mutex<Shape>,
+}
+
+/// One end of a link or wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// In the namespace of the source.
+    Source,
+    /// In that of the destination.
+    Destination,
+}
+
+/// What has gone through one end of a wire, in bytes, with the headers of Ethernet, IP and TCP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Traffic {
     /// Sent from here.
@@ -49,39 +75,53 @@ pub fn available() -> Result<()> {
 
 /// Makes a link as [`Link::new`]. Where that is not possible, says loudly that the test is skipped, and gives `None`.
 pub fn link_or_skip(rate: Option<u64>) -> Result<Option<Link>> {
-    match available().and_then(|()| Link::new(rate)) {
+    link_of_wires_or_skip(&[rate])
+}
+
+/// Makes a link as [`Link::of_wires`]. Where that is not possible, says loudly that the test is skipped, and gives `None`.
+pub fn link_of_wires_or_skip(rates: &[Option<u64>]) -> Result<Option<Link>> {
+    match available().and_then(|()| Link::of_wires(rates)) {
         Ok(link) => Ok(Some(link)),
         Err(error) => skipped(&format!("no network namespaces: {error:#}")).map(|()| None),
     }
 }
 
 impl Link {
-    /// Makes a link that carries `rate` bits a second in each direction, or as much as the CPU can.
+    /// Makes a link of one wire that carries `rate` bits a second in each direction, or as much as the CPU can.
     pub fn new(rate: Option<u64>) -> Result<Self> {
+        Self::of_wires(&[rate])
+    }
+
+    /// Makes a link of several wires, each of its own rate.
+    pub fn of_wires(rates: &[Option<u64>]) -> Result<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
-        // Names of devices have at most 15 characters; process ids have 7 digits.
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = format!("vm{}-{count}", std::process::id());
         // From here on drop cleans up, however far this gets.
-        let link = Self {
-            source: Namespace::new(format!("{name}a"), Ipv4Addr::new(10, 77, 0, 1))?,
-            destination: Namespace::new(format!("{name}b"), Ipv4Addr::new(10, 77, 0, 2))?,
+        let mut link = Self {
+            source: Namespace::new(format!("{name}a"), address(0, End::Source))?,
+            destination: Namespace::new(format!("{name}b"), address(0, End::Destination))?,
+            wires: Vec::new(),
         };
-        let (a, b) = (&link.source, &link.destination);
-        let ends = [
-            "add", &a.name, "netns", &a.name, "type", "veth", "peer", "name", &b.name, "netns",
-            &b.name,
-        ];
-        run(Command::new("ip").arg("link").args(ends))?;
-        a.configure(rate)?;
-        b.configure(rate)?;
+        let ends = [&link.source, &link.destination];
+        let names = ends.map(|namespace| namespace.name.clone());
+        for (number, rate) in (0..).zip(rates) {
+            let wire = Wire {
+                number,
+                namespaces: names.clone(),
+                is_one_of_many: rates.len() > 1,
+                shape: Mutex::default(),
+            };
+            wire.lay()?;
+            rate.map_or(Ok(()), |rate| wire.set_rate(rate))?;
+            link.wires.push(wire);
+        }
         Ok(link)
     }
 
-    /// Makes the link carry `rate` bits a second from now on, whatever it carried before.
+    /// Makes all wires carry `rate` bits a second from now on, whatever they carried before.
     pub fn set_rate(&self, rate: u64) -> Result<()> {
-        self.source.shape(rate)?;
-        self.destination.shape(rate)
+        self.wires.iter().try_for_each(|wire| wire.set_rate(rate))
     }
 }
 
@@ -91,78 +131,283 @@ impl Namespace {
         &self.name
     }
 
-    /// The address of this end; the other one reaches it there.
+    /// The address of this end of the first wire; the other one reaches it there.
     pub fn address(&self) -> Ipv4Addr {
         self.address
     }
 
     /// A command that will run in this namespace. Its process is the program itself, no wrapper.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
-        let mut command = Command::new("ip");
-        command.args(["netns", "exec", &self.name]).arg(program);
-        command
+        command_in(&self.name, program)
     }
 
-    /// What has gone through this end since the link was made.
+    /// What has gone through this end of the first wire since the link was made.
     pub fn traffic(&self) -> Result<Traffic> {
-        let counter = |name: &str| -> Result<u64> {
-            let path = format!("/sys/class/net/{}/statistics/{name}", self.name);
-            let text = run(self.command("cat").arg(path))?;
-            text.trim().parse().context("not a number")
-        };
-        Ok(Traffic {
-            sent: counter("tx_bytes")?,
-            received: counter("rx_bytes")?,
-        })
+        traffic(&self.name, 0)
     }
 
     fn new(name: String, address: Ipv4Addr) -> Result<Self> {
         run(Command::new("ip").args(["netns", "add", &name]))?;
-        Ok(Self { name, address })
+        let namespace = Self { name, address };
+        namespace.ip(&["link", "set", "lo", "up"])?;
+        Ok(namespace)
     }
 
-    fn configure(&self, rate: Option<u64>) -> Result<()> {
-        let Self { name, address } = self;
-        let ip = || {
-            let mut ip = Command::new("ip");
-            ip.args(["-n", name]);
-            ip
-        };
-        let address = format!("{address}/24");
-        run(ip().args(["address", "add", &address, "dev", name]))?;
-        for device in ["lo", name] {
-            run(ip().args(["link", "set", device, "up"]))?;
+    fn ip(&self, arguments: &[&str]) -> Result<String> {
+        ip(&self.name, arguments)
+    }
+}
+
+impl Wire {
+    /// The address of an end.
+    pub fn address(&self, end: End) -> Ipv4Addr {
+        address(self.number, end)
+    }
+
+    /// Takes the device of an end down, as if the cable was pulled out of it: there the routes are gone and sending is an error;
+    /// the other end has no carrier, and what it sends is lost.
+    pub fn pull(&self, end: End) -> Result<()> {
+        self.ip(end, &["link", "set", &self.device(), "down"])
+    }
+
+    /// Makes up for [`Wire::pull`] at both ends. The first packets may still be lost.
+    pub fn plug(&self) -> Result<()> {
+        for end in End::BOTH {
+            self.bring_up(end)?;
         }
-        rate.map_or(Ok(()), |rate| self.shape(rate))
+        Ok(())
     }
 
-    fn shape(&self, rate: u64) -> Result<()> {
-        let name = &self.name;
-        // 4 ms of the rate, as the kernel's timer is not finer everywhere, and never less than one offloaded segment.
-        let burst = (rate / 8 / 250).max(128 << 10).to_string();
-        let queue = ["-n", name, "qdisc", "replace", "dev", name, "root", "tbf"];
-        let rate = format!("{rate}bit");
-        let shape = ["rate", &rate, "burst", &burst, "latency", "50ms"];
-        run(Command::new("tc").args(queue).args(shape))?;
+    /// Loses everything that an end sends, without a sign at either end. What the other one sends passes.
+    pub fn lose(&self, end: End) -> Result<()> {
+        self.reshape(|shape| shape.loses[end as usize] = true)
+    }
+
+    /// Loses nothing any more.
+    pub fn deliver(&self) -> Result<()> {
+        self.reshape(|shape| shape.loses = [false; 2])
+    }
+
+    /// Makes it carry `rate` bits a second from now on, whatever it carried before.
+    pub fn set_rate(&self, rate: u64) -> Result<()> {
+        self.reshape(|shape| shape.rate = Some(rate))
+    }
+
+    /// What has gone through an end since the wire was made.
+    pub fn traffic(&self, end: End) -> Result<Traffic> {
+        traffic(self.namespace(end), self.number)
+    }
+
+    /// Joins the namespaces.
+    fn lay(&self) -> Result<()> {
+        let device = self.device();
+        let [a, b] = End::BOTH.map(|end| self.hardware_address(end));
+        let [source, destination] = &self.namespaces;
+        let mut ip = Command::new("ip");
+        ip.args(["link", "add", &device, "address", &a, "netns", source]);
+        ip.args(["type", "veth", "peer", "name", &device]);
+        ip.args(["address", &b, "netns", destination]);
+        run(&mut ip)?;
+        for end in End::BOTH {
+            let address = format!("{}/24", self.address(end));
+            self.ip(end, &["address", "add", &address, "dev", &device])?;
+            self.bring_up(end)?;
+        }
+        if self.is_one_of_many {
+            let (address, table) = (self.address(End::Source).to_string(), self.table());
+            let rule = ["rule", "add", "from", &address, "table", &table];
+            self.ip(End::Source, &rule)?;
+            // While the wire is pulled, too: it has no device.
+            let rest = ["route", "add", "unreachable", "default", "table", &table];
+            self.ip(End::Source, &rest)?;
+        }
         Ok(())
+    }
+
+    /// Takes the device up, and gives it what it loses when it is down.
+    fn bring_up(&self, end: End) -> Result<()> {
+        let device = self.device();
+        self.ip(end, &["link", "set", &device, "up"])?;
+        // Otherwise a loss of one direction becomes one of both when the neighbour is asked for next.
+        let peer = self.address(end.other()).to_string();
+        let hardware = self.hardware_address(end.other());
+        let neighbour = [
+            "neighbour",
+            "replace",
+            &peer,
+            "lladdr",
+            &hardware,
+            "nud",
+            "permanent",
+            "dev",
+            &device,
+        ];
+        self.ip(end, &neighbour)?;
+        if end == End::Source && self.is_one_of_many {
+            let table = self.table();
+            let to_peer = ["route", "replace", &peer, "dev", &device, "table", &table];
+            self.ip(end, &to_peer)?;
+            let others = ["route", "replace", NETWORK, "via", &peer, "dev", &device];
+            self.ip(end, &[&others[..], &["table", &table]].concat())?;
+        }
+        Ok(())
+    }
+
+    fn reshape(&self, change: impl FnOnce(&mut Shape)) -> Result<()> {
+        let mut shape = self.shape.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = *shape;
+        change(&mut shape);
+        for end in End::BOTH {
+            let queue = shape.queue(end);
+            if before.queue(end) != queue {
+                self.set_queue(end, queue)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn set_queue(&self, end: End, queue: Queue) -> Result<()> {
+        let (namespace, device) = (self.namespace(end), self.device());
+        let tc = |verb: &str| {
+            let mut tc = Command::new("tc");
+            tc.args(["-n", namespace, "qdisc", verb, "dev", &device, "root"]);
+            tc
+        };
+        match queue {
+            Queue::None => run(&mut tc("delete")),
+            // Every kernel that has queues has this one.
+            Queue::Blackhole => run(tc("replace").arg("blackhole")),
+            Queue::Rate(rate) => {
+                // 4 ms of the rate, as the kernel's timer is not finer everywhere, and never less than one offloaded segment.
+                let burst = (rate / 8 / 250).max(128 << 10).to_string();
+                let rate = format!("{rate}bit");
+                let shape = ["tbf", "rate", &rate, "burst", &burst, "latency", "50ms"];
+                run(tc("replace").args(shape))
+            }
+        }?;
+        Ok(())
+    }
+
+    fn ip(&self, end: End, arguments: &[&str]) -> Result<()> {
+        ip(self.namespace(end), arguments).map(drop)
+    }
+
+    fn namespace(&self, end: End) -> &str {
+        &self.namespaces[end as usize]
+    }
+
+    /// Its name in both namespaces.
+    fn device(&self) -> String {
+        device(self.number)
+    }
+
+    fn hardware_address(&self, end: End) -> String {
+        // Locally administered.
+        format!("02:00:00:00:{:02x}:{:02x}", self.number, end.host())
+    }
+
+    /// The routing table of sockets that are bound to its address.
+    fn table(&self) -> String {
+        format!("{}", 100 + u16::from(self.number))
+    }
+}
+
+impl End {
+    /// Both.
+    pub const BOTH: [Self; 2] = [Self::Source, Self::Destination];
+
+    /// The other one.
+    pub fn other(self) -> Self {
+        match self {
+            Self::Source => Self::Destination,
+            Self::Destination => Self::Source,
+        }
+    }
+
+    /// The last part of its addresses.
+    fn host(self) -> u8 {
+        match self {
+            Self::Source => 1,
+            Self::Destination => 2,
+        }
     }
 }
 
 impl Drop for Namespace {
     fn drop(&mut self) {
-        // The device goes with it. Errors are ignored.
+        // The devices go with it. Errors are ignored.
         let _ = run(Command::new("ip").args(["netns", "delete", &self.name]));
     }
+}
+
+/// How the packets of a wire are queued.
+#[derive(Clone, Copy, Debug, Default)]
+struct Shape {
+    rate: Option<u64>,
+    /// What an end sends is lost.
+    loses: [bool; 2],
+}
+
+/// How the packets that an end sends are queued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Queue {
+    None,
+    Rate(u64),
+    Blackhole,
+}
+
+impl Shape {
+    fn queue(&self, end: End) -> Queue {
+        if self.loses[end as usize] {
+            return Queue::Blackhole;
+        }
+        self.rate.map_or(Queue::None, Queue::Rate)
+    }
+}
+
+/// The network of all wires.
+const NETWORK: &str = "10.77.0.0/16";
+
+fn address(wire: u8, end: End) -> Ipv4Addr {
+    Ipv4Addr::new(10, 77, wire, end.host())
+}
+
+fn device(wire: u8) -> String {
+    format!("wire{wire}")
+}
+
+fn ip(namespace: &str, arguments: &[&str]) -> Result<String> {
+    run(Command::new("ip").args(["-n", namespace]).args(arguments))
+}
+
+fn command_in(namespace: &str, program: impl AsRef<std::ffi::OsStr>) -> Command {
+    let mut command = Command::new("ip");
+    command.args(["netns", "exec", namespace]).arg(program);
+    command
+}
+
+fn traffic(namespace: &str, wire: u8) -> Result<Traffic> {
+    let counter = |name: &str| -> Result<u64> {
+        let path = format!("/sys/class/net/{}/statistics/{name}", device(wire));
+        let text = run(command_in(namespace, "cat").arg(path))?;
+        text.trim().parse().context("not a number")
+    };
+    Ok(Traffic {
+        sent: counter("tx_bytes")?,
+        received: counter("rx_bytes")?,
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{Read, Write};
-    use std::net::{TcpListener, TcpStream};
+    use std::io::{ErrorKind, Read, Write};
+    use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
     use std::os::fd::AsFd;
     use std::time::{Duration, Instant};
 
+    use rustix::io::Errno;
+    use rustix::net::{AddressFamily, SocketType, bind, socket};
     use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
     /// Runs something on a thread in the namespace; what it opens stays there.
@@ -216,5 +461,168 @@ mod tests {
         assert!(std::fs::exists(&path).unwrap());
         drop(link);
         assert!(!std::fs::exists(&path).unwrap());
+    }
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// A connection that the source makes over a wire to an address of the destination: the source's end, and the other.
+    fn connect(link: &Link, wire: &Wire, to: Ipv4Addr) -> [TcpStream; 2] {
+        let listen = || TcpListener::bind((to, 0)).unwrap();
+        let listener = inside(&link.destination, listen);
+        let dialled = inside(&link.source, || {
+            let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+            let from = SocketAddr::from((wire.address(End::Source), 0));
+            bind(&socket, &from).unwrap();
+            rustix::net::connect(&socket, &listener.local_addr().unwrap()).unwrap();
+            TcpStream::from(socket)
+        });
+        let ends = [dialled, listener.accept().unwrap().0];
+        for end in &ends {
+            end.set_read_timeout(Some(LIMIT)).unwrap();
+        }
+        ends
+    }
+
+    fn expect(mut stream: &TcpStream, expected: &[u8]) {
+        let mut read = vec![0; expected.len()];
+        stream.read_exact(&mut read).unwrap();
+        assert!(read == expected);
+    }
+
+    fn expect_nothing(mut stream: &TcpStream) {
+        stream.set_nonblocking(true).unwrap();
+        let error = stream.read(&mut [0]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::WouldBlock);
+        stream.set_nonblocking(false).unwrap();
+    }
+
+    #[test]
+    fn a_pulled_wire_passes_nothing_and_passes_again() {
+        for rate in [None, Some(1_000_000_000)] {
+            let Some(link) = link_or_skip(rate).unwrap() else {
+                return;
+            };
+            let wire = &link.wires[0];
+            let [source, destination] = &connect(&link, wire, wire.address(End::Destination));
+            for end in End::BOTH {
+                wire.pull(end).unwrap();
+                let before = End::BOTH.map(|end| wire.traffic(end).unwrap().received);
+                for mut stream in [source, destination] {
+                    stream.write_all(b"late").unwrap();
+                }
+                let after = End::BOTH.map(|end| wire.traffic(end).unwrap().received);
+                assert_eq!(before, after);
+                expect_nothing(source);
+                expect_nothing(destination);
+                wire.plug().unwrap();
+                expect(source, b"late");
+                expect(destination, b"late");
+            }
+            connect(&link, wire, wire.address(End::Destination));
+        }
+    }
+
+    #[test]
+    fn one_way_is_lost_and_the_other_passes() {
+        for rate in [None, Some(1_000_000_000)] {
+            let Some(link) = link_or_skip(rate).unwrap() else {
+                return;
+            };
+            let wire = &link.wires[0];
+            let [source, destination] = &connect(&link, wire, wire.address(End::Destination));
+            for (end, mut from, mut to) in [
+                (End::Source, source, destination),
+                (End::Destination, destination, source),
+            ] {
+                wire.lose(end).unwrap();
+                from.write_all(b"lost").unwrap();
+                to.write_all(b"passes").unwrap();
+                expect(from, b"passes");
+                expect_nothing(to);
+                // A rate that changes meanwhile counts afterwards.
+                wire.set_rate(2_000_000_000).unwrap();
+                expect_nothing(to);
+                wire.deliver().unwrap();
+                expect(to, b"lost");
+            }
+        }
+    }
+
+    #[test]
+    fn the_address_that_a_socket_is_bound_to_decides_the_wire() {
+        const BYTES: usize = 1 << 20;
+        let Some(link) = link_of_wires_or_skip(&[None, None, None]).unwrap() else {
+            return;
+        };
+        for wire in &link.wires {
+            for target in &link.wires {
+                let traffic = |wire: &Wire| wire.traffic(End::Destination).unwrap();
+                let before: Vec<_> = link.wires.iter().map(traffic).collect();
+                let to = target.address(End::Destination);
+                let [source, destination] = &connect(&link, wire, to);
+                for (mut from, to) in [(source, destination), (destination, source)] {
+                    std::thread::scope(|scope| {
+                        scope.spawn(move || from.write_all(&vec![1; BYTES]).unwrap());
+                        expect(to, &vec![1; BYTES]);
+                    });
+                }
+                for (it, before) in link.wires.iter().zip(before) {
+                    let now = traffic(it);
+                    let is_used = it.number == wire.number;
+                    assert_eq!(now.received - before.received > BYTES as u64, is_used);
+                    assert_eq!(now.sent - before.sent > BYTES as u64, is_used);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn two_wires_carry_independently() {
+        const BYTES: usize = 1 << 20;
+        // A slow wire takes 8 s for what the other one carries at once.
+        let Some(link) = link_of_wires_or_skip(&[Some(1_000_000), None]).unwrap() else {
+            return;
+        };
+        let [slow, fast] = &link.wires[..] else {
+            unreachable!();
+        };
+        let to = slow.address(End::Destination);
+        let (slow_ends, fast_ends) = (connect(&link, slow, to), connect(&link, fast, to));
+        let writers = [&slow_ends, &fast_ends].map(|[from, _]| {
+            let mut from = from.try_clone().unwrap();
+            std::thread::spawn(move || from.write_all(&vec![1; BYTES]))
+        });
+        expect(&fast_ends[1], &vec![1; BYTES]);
+        let received = slow.traffic(End::Destination).unwrap().received;
+        assert!(received < BYTES as u64, "{received}");
+        slow.pull(End::Source).unwrap();
+        let [mut from, to] = fast_ends;
+        from.write_all(b"passes").unwrap();
+        expect(&to, b"passes");
+        // The writer is not waited for, as it may take minutes: it ends with its socket.
+        slow_ends[0].shutdown(Shutdown::Both).unwrap();
+        let _ = writers.map(|writer| writer.join().unwrap());
+    }
+
+    #[test]
+    fn a_socket_bound_to_a_pulled_wire_does_not_take_another() {
+        let Some(link) = link_of_wires_or_skip(&[None, None]).unwrap() else {
+            return;
+        };
+        let [first, second] = &link.wires[..] else {
+            unreachable!();
+        };
+        let to = first.address(End::Destination);
+        let listener = inside(&link.destination, || TcpListener::bind((to, 0)).unwrap());
+        second.pull(End::Source).unwrap();
+        inside(&link.source, || {
+            let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+            let from = SocketAddr::from((second.address(End::Source), 0));
+            bind(&socket, &from).unwrap();
+            let connected = rustix::net::connect(&socket, &listener.local_addr().unwrap());
+            assert_eq!(connected, Err(Errno::HOSTUNREACH));
+        });
+        second.plug().unwrap();
+        connect(&link, second, to);
     }
 }
