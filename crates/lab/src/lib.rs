@@ -4,7 +4,8 @@
 //! - [`qmp`] talks to them, [`guest`] watches a running guest, [`counter`] is the smallest one, [`ram`] makes and compares memory images;
 //! - [`vamoose`] runs the program under test, [`stand_in`] makes the libraries that it finds instead of hardware, [`qatzip`] finds
 //!   the real one;
-//! - [`net`] makes links of given rates that can be pulled, [`middlebox`] breaks connections, [`sockets`] ports and single ones;
+//! - [`net`] makes links of given rates that can be pulled, [`middlebox`] breaks connections, [`sockets`] ports and single ones,
+//!   [`cuts`] is the table of experiments with both;
 //! - [`process`] runs and ends processes, [`proc`] and [`cpu`] read what they cost;
 //! - [`watched`] is how threads here wait for one another.
 //!
@@ -13,6 +14,7 @@
 
 pub mod counter;
 pub mod cpu;
+pub mod cuts;
 pub mod guest;
 pub mod middlebox;
 pub mod net;

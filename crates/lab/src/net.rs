@@ -399,7 +399,7 @@ fn traffic(namespace: &str, wire: u8) -> Result<Traffic> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::io::{ErrorKind, Read, Write};
     use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -466,7 +466,7 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(60);
 
     /// A connection that the source makes over a wire to an address of the destination: the source's end, and the other.
-    fn connect(link: &Link, wire: &Wire, to: Ipv4Addr) -> [TcpStream; 2] {
+    pub(crate) fn connect(link: &Link, wire: &Wire, to: Ipv4Addr) -> [TcpStream; 2] {
         let listen = || TcpListener::bind((to, 0)).unwrap();
         let listener = inside(&link.destination, listen);
         let dialled = inside(&link.source, || {
@@ -483,13 +483,13 @@ mod tests {
         ends
     }
 
-    fn expect(mut stream: &TcpStream, expected: &[u8]) {
+    pub(crate) fn expect(mut stream: &TcpStream, expected: &[u8]) {
         let mut read = vec![0; expected.len()];
         stream.read_exact(&mut read).unwrap();
         assert!(read == expected);
     }
 
-    fn expect_nothing(mut stream: &TcpStream) {
+    pub(crate) fn expect_nothing(mut stream: &TcpStream) {
         stream.set_nonblocking(true).unwrap();
         let error = stream.read(&mut [0]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::WouldBlock);
