@@ -10,7 +10,7 @@ mod connection;
 mod message;
 
 use std::io;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::{Arc, MutexGuard};
 use std::thread::{self, JoinHandle};
@@ -18,9 +18,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use lab::process::{now, wait_readable};
+use lab::sockets::Port;
 use lab::watched::Watched;
-use rustix::fd::OwnedFd;
-use rustix::net::{AddressFamily, SocketType, bind, socket, sockopt};
 
 use connection::Connection;
 
@@ -85,10 +84,8 @@ pub(crate) struct Heard {
 }
 
 struct Shared {
-    port: u16,
+    port: Port,
     state: Watched<State>,
-    /// Keeps the port while no connection is accepted.
-    _port: OwnedFd,
 }
 
 #[derive(Default)]
@@ -118,7 +115,8 @@ struct Flow {
 impl Proxy {
     /// A proxy to the server at `upstream`.
     pub(crate) fn new(upstream: SocketAddr) -> Result<Self> {
-        let (held, port) = hold_port().context("taking a port for the proxy")?;
+        let port = Port::new().context("taking a port for the proxy")?;
+        port.listen().context("listening for the proxy")?;
         let state = State {
             upstream: Some(upstream),
             ..State::default()
@@ -126,12 +124,10 @@ impl Proxy {
         let link = Link(Arc::new(Shared {
             port,
             state: Watched::new(state),
-            _port: held,
         }));
-        let listener = listen(port).context("listening for the proxy")?;
         let acceptor = thread::spawn({
             let link = link.clone();
-            move || link.accept(Some(listener))
+            move || link.accept()
         });
         Ok(Self {
             link,
@@ -140,7 +136,7 @@ impl Proxy {
     }
 
     pub(crate) fn address(&self) -> String {
-        format!("tcp:127.0.0.1:{}", self.link.0.port)
+        format!("tcp:{}", self.link.0.port.address())
     }
 
     pub(crate) fn link(&self) -> &Link {
@@ -187,7 +183,11 @@ impl Link {
 
     /// Cuts everything, and accepts no more connections.
     pub(crate) fn refuse(&self) {
-        self.0.state.update(|state| state.refusing = true);
+        self.0.state.update(|state| {
+            state.refusing = true;
+            // What has not been accepted is refused, too. It cannot fail for a port of our own.
+            let _ = self.0.port.refuse();
+        });
         self.cut(Which::All, Cut::Reset);
     }
 
@@ -213,7 +213,10 @@ impl Link {
     pub(crate) fn repair(&self) {
         let before = self.0.state.update(|state| {
             state.flip = None;
-            state.refusing = false;
+            if std::mem::take(&mut state.refusing) {
+                // As above: the port is still ours.
+                let _ = self.0.port.listen();
+            }
             std::mem::take(&mut state.flow)
         });
         if before.hole.is_some() {
@@ -251,19 +254,12 @@ impl Link {
     }
 
     /// Accepts connections until the proxy is dropped.
-    fn accept(&self, mut listener: Option<TcpListener>) {
+    fn accept(&self) {
         while !self.lock().closing {
             if self.lock().refusing {
-                // What has not been accepted is refused, too.
-                listener = None;
                 let changed = |state: &State| (state.closing || !state.refusing).then_some(());
                 self.0.state.wait(LOOK, changed);
-                continue;
-            }
-            if listener.is_none() {
-                listener = listen(self.0.port).ok();
-            }
-            if let Some(near) = listener.as_ref().and_then(accept_one) {
+            } else if let Some(near) = accept_one(&self.0.port) {
                 let link = self.clone();
                 thread::spawn(move || connection::serve(near, &link));
             }
@@ -314,25 +310,9 @@ impl Link {
 /// How often what waits looks whether the proxy is being dropped.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// A port that refuses connections and that no other process gets.
-fn hold_port() -> Result<(OwnedFd, u16)> {
-    let held = socket(AddressFamily::INET, SocketType::STREAM, None)?;
-    // Then others may bind the same port, as long as this socket does not listen.
-    sockopt::set_socket_reuseaddr(&held, true)?;
-    bind(&held, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))?;
-    let address = SocketAddr::try_from(rustix::net::getsockname(&held)?)?;
-    Ok((held, address.port()))
-}
-
-fn listen(port: u16) -> io::Result<TcpListener> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port))?;
-    listener.set_nonblocking(true)?;
-    Ok(listener)
-}
-
-fn accept_one(listener: &TcpListener) -> Option<TcpStream> {
-    wait_readable([listener.as_fd()], LOOK).ok()?;
-    let (stream, _) = listener.accept().ok()?;
+fn accept_one(port: &Port) -> Option<TcpStream> {
+    wait_readable([port.as_fd()], LOOK).ok()?;
+    let stream = port.accept().ok()?;
     stream.set_nonblocking(false).ok()?;
     Some(stream)
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use rustix::net::connect_unspec;
+use lab::sockets::reset;
 
 use super::message::{Cutter, Dialect, Piece};
 use super::{Cut, Link, Point, Way};
@@ -28,14 +28,14 @@ const MOST_SAID: usize = 8 << 20;
 /// Forwards a connection to the server until one end closes it.
 pub(super) fn serve(mut near: TcpStream, link: &Link) {
     let Some((first, dialect)) = read_first(&mut near) else {
-        abort(&near);
+        reset(&near);
         return;
     };
     let upstream = link.lock().upstream;
     let far = upstream.map(TcpStream::connect);
     let Some(Ok(far)) = far else {
         // The closest thing to a server that is not there.
-        abort(&near);
+        reset(&near);
         return;
     };
     let connection = Arc::new(Connection {
@@ -90,7 +90,7 @@ impl Connection {
     pub(super) fn cut(&self, how: Cut) {
         for end in [&self.near, &self.far] {
             match how {
-                Cut::Reset => abort(end),
+                Cut::Reset => reset(end),
                 // It may have gone already.
                 Cut::Finished => drop(end.shutdown(Shutdown::Both)),
             }
@@ -233,10 +233,4 @@ impl Link {
         let bytes = self.bytes();
         self.reach(|point| matches!(point, Point::Bytes(at) if *at <= bytes));
     }
-}
-
-/// Ends a connection with a reset, also under the hands of those who read or write.
-fn abort(stream: &TcpStream) {
-    // It may have ended already.
-    let _ = connect_unspec(stream);
 }

@@ -1,4 +1,5 @@
 use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::sync::mpsc;
 
 use super::*;
