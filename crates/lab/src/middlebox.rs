@@ -180,7 +180,8 @@ impl Middlebox {
         let shared = Arc::new(Shared {
             listener,
             port,
-            wake: eventfd(0, EventfdFlags::NONBLOCK).context("waking the middlebox")?,
+            wake: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
+                .context("waking the middlebox")?,
             state: Watched::default(),
         });
         let acceptor = thread::spawn({

@@ -6,8 +6,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::fd::OwnedFd;
 use rustix::net::{
-    AddressFamily, Shutdown, SocketType, bind, connect_unspec, getsockname, listen, shutdown,
-    socket, sockopt,
+    AddressFamily, Shutdown, SocketFlags, SocketType, bind, connect_unspec, getsockname, listen,
+    shutdown, socket_with, sockopt,
 };
 
 /// A port of 127.0.0.1 that is kept while it refuses connections: no other process gets it.
@@ -58,6 +58,13 @@ impl Port {
     }
 }
 
+impl Drop for Port {
+    fn drop(&mut self) {
+        // A process that is just being started may still have the socket. Errors are ignored.
+        let _ = self.refuse();
+    }
+}
+
 /// Readable when a connection has come, and always while the port refuses them.
 impl AsFd for Port {
     fn as_fd(&self) -> BorrowedFd<'_> {
@@ -75,7 +82,8 @@ pub fn reset(stream: &TcpStream) {
 const BACKLOG: i32 = 128;
 
 fn bound(address: SocketAddr) -> io::Result<OwnedFd> {
-    let socket = socket(AddressFamily::INET, SocketType::STREAM, None)?;
+    let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
+    let socket = socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
     // Two sockets may be bound to one port as long as at most one of them listens.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     bind(&socket, &address)?;
@@ -100,5 +108,16 @@ mod tests {
             let error = waiting.read(&mut [0]).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
         }
+    }
+
+    #[test]
+    fn a_port_that_is_dropped_refuses_though_another_process_has_its_socket() {
+        let port = Port::new().unwrap();
+        port.listen().unwrap();
+        let _inherited = port.as_fd().try_clone_to_owned().unwrap();
+        let address = port.address();
+        drop(port);
+        let error = TcpStream::connect(address).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
     }
 }

@@ -99,7 +99,7 @@ fn join(shared: &Shared, number: usize) {
             }
             // It was changed meanwhile.
             Ok(far) => match entry.status {
-                Status::Closed => drop(far),
+                Status::Closed => drop(far.shutdown(Shutdown::Both)),
                 Status::Dialling | Status::Open | Status::Reset => reset(&far),
             },
             Err(_) => entry.apply(Change::Reset),

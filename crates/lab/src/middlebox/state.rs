@@ -85,7 +85,7 @@ impl State {
 
     /// Adds a connection that was accepted, and gives its number; gives it back if the system lacks what it needs.
     pub(super) fn add(&mut self, near: TcpStream) -> Result<usize, TcpStream> {
-        let Ok(wake) = eventfd(0, EventfdFlags::NONBLOCK) else {
+        let Ok(wake) = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC) else {
             return Err(near);
         };
         if near
