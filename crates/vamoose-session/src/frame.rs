@@ -1,0 +1,307 @@
+//! What a connection of a session carries behind its handshake: frames.
+//!
+//! ```text
+//!  0  kind     u8    Data, Acknowledge, End, Abort
+//!  1  flags    u8    bit 0: `check` is there, bit 1: `pages` is there
+//!  2  0        u16
+//!  4  length   u32   bytes behind this header: of Data 1 to 1 MiB, of others 0
+//!  8  offset   u64   of the first of these bytes in the stream; of End: the stream's length
+//! 16  received u64   bytes of the other direction that the sender of the frame has
+//! 24  pages    u32   CRC-32C of the guest's pages that these bytes encode
+//! 28  check    u32   CRC-32C of these bytes
+//! 32  0        u32
+//! 36  header   u32   CRC-32C of the 36 bytes before
+//! ```
+//!
+//! Numbers are big-endian. What is 0 must be. A frame goes from one offset to the next without a gap; `End` counts as one
+//! byte, so that it is acknowledged like others. `Acknowledge` tells no more than `received`, which every frame does: it is
+//! the heartbeat of a connection that has nothing to send.
+
+use std::ops::Range;
+
+use thiserror::Error;
+
+/// Length of a frame's header.
+pub const HEADER_LEN: usize = 40;
+
+/// The most bytes in one frame.
+pub const MAX_LEN: usize = 1 << 20;
+
+/// The header of one frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What the frame is for.
+    pub kind: Kind,
+    /// Bytes behind the header.
+    pub len: usize,
+    /// Of the first of these bytes.
+    pub offset: u64,
+    /// How much the sender has received.
+    pub received: u64,
+    /// CRC-32C of the bytes, if they are checked.
+    pub check: Option<u32>,
+    /// CRC-32C of the pages that the bytes encode, if they do.
+    pub pages: Option<u32>,
+}
+
+/// What a frame is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Bytes of the stream.
+    Data,
+    /// Nothing but how much was received.
+    Acknowledge,
+    /// The stream ends here, in this direction.
+    End,
+    /// The sender has given the stream up, in both directions.
+    Abort,
+}
+
+/// A header that no correct sender sends, or that was changed on its way.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum FrameError {
+    #[error(
+        "a frame's header was changed on its way: its checksum is {found:#010x}, not {expected:#010x}"
+    )]
+    Header { found: u32, expected: u32 },
+    #[error("no frame is of kind {0}")]
+    Kind(u8),
+    #[error("a frame has the unknown flags {0:#04x}")]
+    Flags(u8),
+    #[error("bytes of a frame's header that must be 0 are not")]
+    Reserved,
+    #[error("a frame of {0} bytes")]
+    Length(usize),
+    #[error("a frame ends behind the last offset")]
+    Offset,
+}
+
+impl Header {
+    /// A frame without bytes.
+    pub fn empty(kind: Kind, offset: u64, received: u64) -> Self {
+        Self {
+            kind,
+            len: 0,
+            offset,
+            received,
+            check: None,
+            pages: None,
+        }
+    }
+
+    /// The bytes of this header. Its length must be of its kind: 1 to [`MAX_LEN`] for data, else 0.
+    pub fn encode(&self) -> [u8; HEADER_LEN] {
+        let kind = match self.kind {
+            Kind::Data => 1,
+            Kind::Acknowledge => 2,
+            Kind::End => 3,
+            Kind::Abort => 4,
+        };
+        let flag = |is_there, flag| if is_there { flag } else { 0 };
+        let mut bytes = [0; HEADER_LEN];
+        bytes[0] = kind;
+        bytes[1] = flag(self.check.is_some(), CHECK) | flag(self.pages.is_some(), PAGES);
+        // At most MAX_LEN.
+        put(
+            &mut bytes,
+            LEN,
+            u32::try_from(self.len).unwrap_or(u32::MAX).to_be_bytes(),
+        );
+        put(&mut bytes, OFFSET, self.offset.to_be_bytes());
+        put(&mut bytes, RECEIVED, self.received.to_be_bytes());
+        put(&mut bytes, PAGES_CRC, self.pages.unwrap_or(0).to_be_bytes());
+        put(&mut bytes, BYTES_CRC, self.check.unwrap_or(0).to_be_bytes());
+        let crc = crc32c::crc32c(&bytes[..HEADER_CRC.start]);
+        put(&mut bytes, HEADER_CRC, crc.to_be_bytes());
+        bytes
+    }
+
+    /// Reads a header.
+    ///
+    /// # Errors
+    /// [`FrameError::Header`] when its checksum does not fit, any other when a correct peer does not send it.
+    pub fn decode(bytes: &[u8; HEADER_LEN]) -> Result<Self, FrameError> {
+        let expected = crc32c::crc32c(&bytes[..HEADER_CRC.start]);
+        let found = u32::from_be_bytes(take(bytes, HEADER_CRC));
+        if found != expected {
+            return Err(FrameError::Header { found, expected });
+        }
+        let kind = match bytes[0] {
+            1 => Kind::Data,
+            2 => Kind::Acknowledge,
+            3 => Kind::End,
+            4 => Kind::Abort,
+            other => return Err(FrameError::Kind(other)),
+        };
+        let flags = bytes[1];
+        if flags & !(CHECK | PAGES) != 0 {
+            return Err(FrameError::Flags(flags));
+        }
+        if bytes[2..4] != [0; 2] || take(bytes, RESERVED) != [0; 4] {
+            return Err(FrameError::Reserved);
+        }
+        let sum = |field, flag| {
+            let value = u32::from_be_bytes(take(bytes, field));
+            match (flags & flag != 0, value) {
+                (true, _) => Ok(Some(value)),
+                (false, 0) => Ok(None),
+                (false, _) => Err(FrameError::Reserved),
+            }
+        };
+        let len = u32::from_be_bytes(take(bytes, LEN));
+        let len = usize::try_from(len).unwrap_or(usize::MAX);
+        let fits = match kind {
+            Kind::Data => (1..=MAX_LEN).contains(&len),
+            _ => len == 0 && flags == 0,
+        };
+        if !fits {
+            return Err(FrameError::Length(len));
+        }
+        let offset = u64::from_be_bytes(take(bytes, OFFSET));
+        let header = Self {
+            kind,
+            len,
+            offset,
+            received: u64::from_be_bytes(take(bytes, RECEIVED)),
+            check: sum(BYTES_CRC, CHECK)?,
+            pages: sum(PAGES_CRC, PAGES)?,
+        };
+        match offset.checked_add(header.span()) {
+            Some(_) => Ok(header),
+            None => Err(FrameError::Offset),
+        }
+    }
+
+    /// The offset behind the frame.
+    pub fn end(&self) -> u64 {
+        self.offset.saturating_add(self.span())
+    }
+
+    /// What the frame counts in its stream.
+    fn span(&self) -> u64 {
+        match self.kind {
+            Kind::Data => self.len as u64,
+            Kind::End => 1,
+            Kind::Acknowledge | Kind::Abort => 0,
+        }
+    }
+}
+
+const CHECK: u8 = 1;
+const PAGES: u8 = 2;
+
+const LEN: Range<usize> = 4..8;
+const OFFSET: Range<usize> = 8..16;
+const RECEIVED: Range<usize> = 16..24;
+const PAGES_CRC: Range<usize> = 24..28;
+const BYTES_CRC: Range<usize> = 28..32;
+const RESERVED: Range<usize> = 32..36;
+const HEADER_CRC: Range<usize> = 36..40;
+
+fn put<const N: usize>(bytes: &mut [u8; HEADER_LEN], field: Range<usize>, value: [u8; N]) {
+    bytes[field].copy_from_slice(&value);
+}
+
+fn take<const N: usize>(bytes: &[u8; HEADER_LEN], field: Range<usize>) -> [u8; N] {
+    let mut value = [0; N];
+    value.copy_from_slice(&bytes[field]);
+    value
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn headers() -> impl Strategy<Value = Header> {
+        let data = (
+            1..=MAX_LEN,
+            0..u64::MAX - (MAX_LEN as u64),
+            any::<u64>(),
+            any::<[Option<u32>; 2]>(),
+        );
+        let data = data.prop_map(|(len, offset, received, [check, pages])| Header {
+            kind: Kind::Data,
+            len,
+            offset,
+            received,
+            check,
+            pages,
+        });
+        let kinds = prop_oneof![Just(Kind::Acknowledge), Just(Kind::End), Just(Kind::Abort)];
+        let empty = (kinds, 0..u64::MAX, any::<u64>());
+        prop_oneof![
+            data,
+            empty.prop_map(|(kind, offset, received)| Header::empty(kind, offset, received))
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_encoded_decodes(header in headers()) {
+            prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+        }
+
+        #[test]
+        fn what_decodes_is_encoded_the_same(bytes in any::<[u8; HEADER_LEN]>()) {
+            let mut bytes = bytes;
+            let crc = crc32c::crc32c(&bytes[..36]);
+            bytes[36..].copy_from_slice(&crc.to_be_bytes());
+            if let Ok(header) = Header::decode(&bytes) {
+                prop_assert_eq!(header.encode(), bytes);
+            }
+        }
+
+        #[test]
+        fn every_flipped_bit_is_noticed(header in headers(), bit in 0..HEADER_LEN * 8) {
+            let mut bytes = header.encode();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            let is_noticed = matches!(Header::decode(&bytes), Err(FrameError::Header { .. }));
+            prop_assert!(is_noticed);
+        }
+    }
+
+    #[test]
+    fn rules_are_checked_behind_a_right_checksum() {
+        let change = |at: usize, value: u8| {
+            let mut bytes = Header {
+                kind: Kind::Data,
+                len: 1,
+                offset: 0,
+                received: 0,
+                check: None,
+                pages: None,
+            }
+            .encode();
+            bytes[at] = value;
+            let crc = crc32c::crc32c(&bytes[..36]);
+            bytes[36..].copy_from_slice(&crc.to_be_bytes());
+            Header::decode(&bytes)
+        };
+        assert_eq!(change(0, 0), Err(FrameError::Kind(0)));
+        assert_eq!(change(0, 5), Err(FrameError::Kind(5)));
+        assert_eq!(change(0, 2), Err(FrameError::Length(1)));
+        assert_eq!(change(1, 4), Err(FrameError::Flags(4)));
+        assert_eq!(change(3, 1), Err(FrameError::Reserved));
+        assert_eq!(change(35, 1), Err(FrameError::Reserved));
+        assert_eq!(change(31, 1), Err(FrameError::Reserved));
+        assert_eq!(change(7, 0), Err(FrameError::Length(0)));
+        assert_eq!(change(5, 0x20), Err(FrameError::Length((0x20 << 16) + 1)));
+    }
+
+    #[test]
+    fn a_frame_may_end_at_the_last_offset_and_not_behind() {
+        let frame = |len| Header {
+            kind: Kind::Data,
+            len,
+            offset: u64::MAX - 8,
+            received: u64::MAX,
+            check: Some(0),
+            pages: None,
+        };
+        assert_eq!(Header::decode(&frame(8).encode()), Ok(frame(8)));
+        assert_eq!(Header::decode(&frame(9).encode()), Err(FrameError::Offset));
+    }
+}

@@ -1,0 +1,385 @@
+//! The bytes of one direction of a stream that were written and not acknowledged yet: what is sent again on the next
+//! connection.
+
+use std::{collections::VecDeque, mem};
+
+use thiserror::Error;
+
+use crate::frame::{Header, Kind, MAX_LEN};
+
+/// A buffer of a packet's size or larger. It goes from a writer into the window and comes back acknowledged, so that
+/// what is kept need not be copied.
+pub type Buffer = Box<[u8]>;
+
+/// Frames from the first that is not acknowledged to the last that was written.
+#[derive(Debug)]
+pub struct Window {
+    frames: VecDeque<Frame>,
+    /// Where the first frame begins: the peer has all before.
+    acknowledged: u64,
+    /// Where the next frame will begin.
+    next: u64,
+    /// Whether the stream has ended.
+    has_ended: bool,
+    /// Buffers for the next packets, the one used last on top: its bytes may still be in a cache.
+    free: Vec<Buffer>,
+}
+
+/// One frame that can be sent again.
+#[derive(Debug)]
+pub struct Frame {
+    /// Its header; `received` is what it was when the frame was written, 0.
+    pub header: Header,
+    bytes: Bytes,
+}
+
+#[derive(Debug)]
+enum Bytes {
+    Small(Box<[u8]>),
+    /// The first bytes of a packet's buffer.
+    Packet(Buffer),
+    None,
+}
+
+/// Bytes that cannot be written.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum PushError {
+    #[error("a frame has 1 to {MAX_LEN} bytes, not {0}")]
+    Length(usize),
+    #[error("the stream has been ended")]
+    Ended,
+    #[error("a stream has at most 2^64 - 1 bytes")]
+    TooLong,
+}
+
+/// A peer acknowledges what it cannot have.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error(
+    "the peer acknowledges byte {received}, which is no end of a frame between {acknowledged} and {next}"
+)]
+pub struct AcknowledgeError {
+    received: u64,
+    acknowledged: u64,
+    next: u64,
+}
+
+impl Window {
+    /// A window whose stream begins at offset `first`.
+    pub fn new(first: u64) -> Self {
+        Self {
+            frames: VecDeque::new(),
+            acknowledged: first,
+            next: first,
+            has_ended: false,
+            free: Vec::new(),
+        }
+    }
+
+    /// Bytes that are not acknowledged; the stream's end counts as one.
+    pub fn unacknowledged(&self) -> usize {
+        // A window is never larger than memory.
+        usize::try_from(self.next - self.acknowledged).unwrap_or(usize::MAX)
+    }
+
+    /// Whether all that was written has been acknowledged, the stream's end too.
+    pub fn is_empty(&self) -> bool {
+        self.frames.is_empty()
+    }
+
+    /// Where the next frame will begin.
+    pub fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// Whether the stream's end was written.
+    pub fn has_ended(&self) -> bool {
+        self.has_ended
+    }
+
+    /// The last `count` frames.
+    pub fn last(&self, count: usize) -> impl Iterator<Item = &Frame> {
+        self.frames.range(self.frames.len().saturating_sub(count)..)
+    }
+
+    /// All frames.
+    pub fn frames(&self) -> impl Iterator<Item = &Frame> {
+        self.frames.iter()
+    }
+
+    /// Adds a frame with a copy of `bytes`, of which there are 1 to [`MAX_LEN`].
+    ///
+    /// # Errors
+    /// When there are not, or the stream has been ended; nothing was added.
+    pub fn push_copy(&mut self, bytes: &[u8], is_checked: bool) -> Result<(), PushError> {
+        let header = self.header(Kind::Data, bytes.len())?;
+        let check = is_checked.then(|| crc32c::crc32c(bytes));
+        self.push(Header { check, ..header }, Bytes::Small(bytes.into()));
+        Ok(())
+    }
+
+    /// Adds a frame with the first `len` bytes of `buffer`, and leaves another buffer of the same size there.
+    ///
+    /// # Errors
+    /// As [`Window::push_copy`]; `buffer` is what it was.
+    pub fn push_buffer(
+        &mut self,
+        buffer: &mut Buffer,
+        len: usize,
+        sums: Sums,
+    ) -> Result<(), PushError> {
+        if len > buffer.len() {
+            return Err(PushError::Length(len));
+        }
+        let header = self.header(Kind::Data, len)?;
+        let free = match self.free.pop() {
+            Some(free) if free.len() == buffer.len() => free,
+            // The first ones, or of another layout.
+            _ => vec![0; buffer.len()].into(),
+        };
+        let full = mem::replace(buffer, free);
+        let Sums { check, pages } = sums;
+        self.push(
+            Header {
+                check,
+                pages,
+                ..header
+            },
+            Bytes::Packet(full),
+        );
+        Ok(())
+    }
+
+    /// Adds the stream's end.
+    ///
+    /// # Errors
+    /// When it has been ended already.
+    pub fn push_end(&mut self) -> Result<(), PushError> {
+        let header = self.header(Kind::End, 0)?;
+        self.has_ended = true;
+        self.push(header, Bytes::None);
+        Ok(())
+    }
+
+    /// The peer has all bytes before `received`; true if that is news.
+    ///
+    /// # Errors
+    /// When `received` is neither the end of a frame in the window nor what was acknowledged last.
+    pub fn acknowledge(&mut self, received: u64) -> Result<bool, AcknowledgeError> {
+        if received == self.acknowledged {
+            return Ok(false);
+        }
+        let found = (self.frames).binary_search_by_key(&received, |frame| frame.header.end());
+        let last = found.map_err(|_| AcknowledgeError {
+            received,
+            acknowledged: self.acknowledged,
+            next: self.next,
+        })?;
+        for frame in self.frames.drain(..=last) {
+            if let Bytes::Packet(buffer) = frame.bytes {
+                self.free.push(buffer);
+            }
+        }
+        self.acknowledged = received;
+        Ok(true)
+    }
+
+    /// The header of the next frame.
+    fn header(&self, kind: Kind, len: usize) -> Result<Header, PushError> {
+        if self.has_ended {
+            return Err(PushError::Ended);
+        }
+        if kind == Kind::Data && !(1..=MAX_LEN).contains(&len) {
+            return Err(PushError::Length(len));
+        }
+        let mut header = Header::empty(kind, self.next, 0);
+        header.len = len;
+        // Room for the end is left.
+        match self.next.checked_add(len as u64 + 1) {
+            Some(_) => Ok(header),
+            None => Err(PushError::TooLong),
+        }
+    }
+
+    fn push(&mut self, header: Header, bytes: Bytes) {
+        self.next = header.end();
+        self.frames.push_back(Frame { header, bytes });
+    }
+}
+
+/// Checksums of a packet's payload.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sums {
+    /// Of its bytes.
+    pub check: Option<u32>,
+    /// Of the pages that it encodes.
+    pub pages: Option<u32>,
+}
+
+impl Frame {
+    /// The bytes behind the header.
+    pub fn bytes(&self) -> &[u8] {
+        match &self.bytes {
+            Bytes::Small(bytes) => bytes,
+            Bytes::Packet(buffer) => &buffer[..self.header.len.min(buffer.len())],
+            Bytes::None => &[],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Copy(Vec<u8>),
+        Packet(usize),
+        Acknowledge(usize),
+        End,
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let bytes = prop::collection::vec(any::<u8>(), 1..50);
+        let step = prop_oneof![
+            bytes.prop_map(Step::Copy),
+            (1..100usize).prop_map(Step::Packet),
+            (0..6usize).prop_map(Step::Acknowledge),
+            Just(Step::End),
+        ];
+        prop::collection::vec(step, 0..40)
+    }
+
+    proptest! {
+        /// What is kept is what was written and not acknowledged, in order, and nothing else is accepted.
+        #[test]
+        fn a_window_keeps_what_is_not_acknowledged(first in 0u64..1000, steps in steps()) {
+            let mut window = Window::new(first);
+            let mut model: VecDeque<(u64, Vec<u8>)> = VecDeque::new();
+            let (mut next, mut fill) = (first, 0u8);
+            for step in steps {
+                if window.has_ended() && !matches!(step, Step::Acknowledge(_)) {
+                    continue;
+                }
+                match step {
+                    Step::Copy(bytes) => {
+                        window.push_copy(&bytes, true).unwrap();
+                        next += bytes.len() as u64;
+                        model.push_back((next, bytes));
+                    }
+                    Step::Packet(len) => {
+                        fill = fill.wrapping_add(1);
+                        let mut buffer: Buffer = vec![fill; 100].into();
+                        window.push_buffer(&mut buffer, len, Sums::default()).unwrap();
+                        prop_assert_eq!(buffer.len(), 100);
+                        next += len as u64;
+                        model.push_back((next, vec![fill; len]));
+                    }
+                    Step::Acknowledge(count) => {
+                        let count = count.min(model.len());
+                        let gone: Vec<_> = model.drain(..count).collect();
+                        if let Some((end, bytes)) = gone.last() {
+                            if bytes.len() > 1 {
+                                prop_assert!(window.acknowledge(end - 1).is_err());
+                            }
+                            prop_assert_eq!(window.acknowledge(*end), Ok(true));
+                            prop_assert_eq!(window.acknowledge(*end), Ok(false));
+                        }
+                    }
+                    Step::End => {
+                        window.push_end().unwrap();
+                        next += 1;
+                        model.push_back((next, Vec::new()));
+                    }
+                }
+                prop_assert!(window.acknowledge(next + 1).is_err());
+                let kept: Vec<_> = window.frames().map(|frame| (frame.header.end(), frame.bytes().to_vec())).collect();
+                prop_assert_eq!(kept, Vec::from(model.clone()));
+                prop_assert_eq!(window.is_empty(), model.is_empty());
+                prop_assert_eq!(window.next(), next);
+            }
+        }
+    }
+
+    #[test]
+    fn buffers_come_back_when_they_are_acknowledged() {
+        let mut window = Window::new(0);
+        let mut buffer: Buffer = vec![1; 8].into();
+        let first = buffer.as_ptr();
+        window.push_buffer(&mut buffer, 8, Sums::default()).unwrap();
+        assert_ne!(buffer.as_ptr(), first);
+        window.acknowledge(8).unwrap();
+        window.push_buffer(&mut buffer, 8, Sums::default()).unwrap();
+        assert_eq!(buffer.as_ptr(), first);
+    }
+
+    #[test]
+    fn what_was_acknowledged_is_not_taken_back() {
+        let mut window = Window::new(0);
+        window.push_copy(&[1; 4], false).unwrap();
+        window.push_copy(&[1; 4], false).unwrap();
+        window.acknowledge(8).unwrap();
+        assert!(window.acknowledge(4).is_err());
+        assert_eq!(window.acknowledge(8), Ok(false));
+    }
+
+    #[test]
+    fn what_no_frame_can_hold_is_not_written() {
+        let mut window = Window::new(0);
+        let mut buffer: Buffer = vec![1; 8].into();
+        assert_eq!(window.push_copy(&[], false), Err(PushError::Length(0)));
+        let long = vec![0; MAX_LEN + 1];
+        assert_eq!(
+            window.push_copy(&long, false),
+            Err(PushError::Length(MAX_LEN + 1))
+        );
+        let pushed = window.push_buffer(&mut buffer, 9, Sums::default());
+        assert_eq!(pushed, Err(PushError::Length(9)));
+        assert_eq!(*buffer, [1; 8]);
+        assert!(window.is_empty());
+        window.push_end().unwrap();
+        assert_eq!(window.push_copy(&[1], false), Err(PushError::Ended));
+        assert_eq!(window.push_end(), Err(PushError::Ended));
+    }
+
+    /// The offsets' last values: nothing wraps, and the end still fits.
+    #[test]
+    fn a_stream_ends_before_its_offsets_do() {
+        let mut window = Window::new(u64::MAX - 9);
+        window.push_copy(&[1; 8], true).unwrap();
+        assert_eq!(window.next(), u64::MAX - 1);
+        assert_eq!(window.push_copy(&[1], true), Err(PushError::TooLong));
+        window.push_end().unwrap();
+        for frame in window.frames() {
+            assert_eq!(Header::decode(&frame.header.encode()), Ok(frame.header));
+        }
+        assert_eq!(window.acknowledge(u64::MAX), Ok(true));
+        assert!(window.is_empty());
+        assert_eq!(window.unacknowledged(), 0);
+    }
+
+    #[test]
+    fn checksums_are_of_what_was_written() {
+        let mut window = Window::new(0);
+        window.push_copy(b"123456789", true).unwrap();
+        let mut buffer: Buffer = (*b"12345678").into();
+        let sums = Sums {
+            check: Some(1),
+            pages: Some(2),
+        };
+        window.push_buffer(&mut buffer, 4, sums).unwrap();
+        let frames: Vec<_> = window.frames().collect();
+        // The check value of CRC-32C (RFC 3720, appendix B.4, and the catalogue of CRCs).
+        assert_eq!(frames[0].header.check, Some(0xe306_9283));
+        assert_eq!(
+            (frames[1].header.check, frames[1].header.pages),
+            (Some(1), Some(2))
+        );
+        assert_eq!(frames[1].bytes(), b"1234");
+        assert_eq!(window.last(1).count(), 1);
+    }
+}
