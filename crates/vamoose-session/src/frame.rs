@@ -21,6 +21,8 @@ use std::ops::Range;
 
 use thiserror::Error;
 
+use crate::fields::{put, take};
+
 /// Length of a frame's header.
 pub const HEADER_LEN: usize = 40;
 
@@ -198,16 +200,6 @@ const PAGES_CRC: Range<usize> = 24..28;
 const BYTES_CRC: Range<usize> = 28..32;
 const RESERVED: Range<usize> = 32..36;
 const HEADER_CRC: Range<usize> = 36..40;
-
-fn put<const N: usize>(bytes: &mut [u8; HEADER_LEN], field: Range<usize>, value: [u8; N]) {
-    bytes[field].copy_from_slice(&value);
-}
-
-fn take<const N: usize>(bytes: &[u8; HEADER_LEN], field: Range<usize>) -> [u8; N] {
-    let mut value = [0; N];
-    value.copy_from_slice(&bytes[field]);
-    value
-}
 
 #[cfg(test)]
 mod tests {

@@ -15,10 +15,10 @@
 //!
 //! Without TLS the secret keeps out who has not seen the first connection, and nobody else.
 
-use std::ops::Range;
-
 use aws_lc_rs::{constant_time, hmac};
 use thiserror::Error;
+
+use crate::fields::{put, take};
 
 /// The version that this program speaks, and the lowest that it understands.
 pub const VERSION: u16 = 1;
@@ -423,16 +423,6 @@ fn sign(key: &hmac::Key, parts: &[&[u8]]) -> hmac::Tag {
         context.update(part);
     }
     context.sign()
-}
-
-fn put<const N: usize>(bytes: &mut [u8], field: Range<usize>, value: [u8; N]) {
-    bytes[field].copy_from_slice(&value);
-}
-
-fn take<const N: usize>(bytes: &[u8], field: Range<usize>) -> [u8; N] {
-    let mut value = [0; N];
-    value.copy_from_slice(&bytes[field]);
-    value
 }
 
 fn zero(bytes: &[u8]) -> Result<(), HandshakeError> {

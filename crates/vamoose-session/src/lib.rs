@@ -43,6 +43,7 @@
 
 #![forbid(unsafe_code)]
 
+mod fields;
 pub mod frame;
 pub mod handshake;
 pub mod window;

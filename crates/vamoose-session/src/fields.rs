@@ -1,0 +1,15 @@
+//! Fields of messages of fixed length.
+
+use std::ops::Range;
+
+/// Writes a field, which is as long as `value`.
+pub(crate) fn put<const N: usize>(bytes: &mut [u8], field: Range<usize>, value: [u8; N]) {
+    bytes[field].copy_from_slice(&value);
+}
+
+/// Reads a field of `N` bytes.
+pub(crate) fn take<const N: usize>(bytes: &[u8], field: Range<usize>) -> [u8; N] {
+    let mut value = [0; N];
+    value.copy_from_slice(&bytes[field]);
+    value
+}
