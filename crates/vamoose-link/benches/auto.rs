@@ -273,7 +273,7 @@ impl Ends {
         let sender = inside(near, || std::net::TcpStream::connect(target)).expect("a connection");
         let (receiver, _) = listener.accept().expect("it was dialled");
         sender.set_nodelay(true).expect("an option");
-        (Stream::Tcp(sender), Stream::Tcp(receiver))
+        (Stream::from(sender), Stream::from(receiver))
     }
 }
 

@@ -184,7 +184,7 @@ fn send(what: What, mut stream: TcpStream, memory: &mut [u8]) {
     let layout = layout(packet_bytes);
     let settings = Settings::new(Method::None, None).expect("a method");
     let encoder = encoder(&settings, layout).expect("an encoder");
-    let stream = Arc::new(Stream::Tcp(stream));
+    let stream = Arc::new(Stream::from(stream));
     let mut writer = ChannelWriter::new(stream, layout, encoder, None, Arc::default());
     if zero_copy {
         writer
@@ -225,7 +225,7 @@ fn receive(what: What, mut stream: TcpStream, memory: &mut [u8]) {
         }
         What::Packets { bytes, .. } => layout(bytes),
     };
-    let (stream, stats) = (Arc::new(Stream::Tcp(stream)), Arc::new(Stats::default()));
+    let (stream, stats) = (Arc::new(Stream::from(stream)), Arc::new(Stats::default()));
     let mut reader = ChannelReader::new(stream, layout, Decoder::new(layout), stats);
     let memory = VolatileSlice::from(memory);
     let mut header = RamHeader::new(layout);

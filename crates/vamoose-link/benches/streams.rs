@@ -72,7 +72,7 @@ fn run(engines: &Engines, pages: usize, streams: usize) -> Result<Duration> {
     let stats = Arc::new(Stats::default());
     let encoder = || engines.encoder(LAYOUT, stats.health()).expect("an encoder");
     let first = ChannelWriter::new(
-        Arc::new(Stream::Unix(near)),
+        Arc::new(Stream::from(near)),
         LAYOUT,
         encoder(),
         None,

@@ -34,9 +34,13 @@ mod method;
 mod pace;
 mod packet;
 mod peer;
+mod queue;
 mod reader;
+mod session;
 mod socket;
 mod stats;
+mod stream;
+mod tls;
 mod wait;
 mod writer;
 mod zero_copy;
@@ -50,9 +54,22 @@ pub use method::{MethodChoice, PacketEncoder};
 pub use pace::Pacer;
 pub use packet::Packet;
 pub use peer::{Peer, Peers, peer_of};
+pub use queue::PollQueue;
 pub use reader::{ChannelReader, CopyPages, ReadError, Received};
-pub use socket::{Listener, SocketError, Stream, dial, is_stall};
+pub use session::{
+    DialError, Introduced, Path, Resumable, Session, SessionConfig, Sessions, SessionsError,
+    StreamError,
+};
+pub use socket::{Listener, Socket, SocketError, dial, is_stall};
 pub use stats::{Snapshot, Stats};
+pub use stream::Stream;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub use tls::seam as tls_seam;
+pub use tls::{
+    Certificates, Cipher, End, FileFault, Keys, Objection, PublicKey, PublicKeyError, Refusal,
+    Security, TlsError,
+};
 pub use wait::{left, lock, receive_until, wait_for, wait_until};
 pub use writer::{ChannelWriter, WriteError};
 pub use zero_copy::{ZeroCopyError, check_locked_memory};

@@ -27,6 +27,7 @@ use std::{
 use vm_memory::VolatileSlice;
 
 /// What is left of a transfer: some of our own bytes, then foreign memory.
+#[derive(Clone, Copy)]
 pub(crate) struct Left<'a> {
     header: &'a [u8],
     pages: &'a [VolatileSlice<'a>],
@@ -202,6 +203,43 @@ impl<'a> Left<'a> {
     /// Bytes still to go.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// Copies as many of `bytes` to the pages as there is room for; returns how many.
+    pub(crate) fn fill(&self, bytes: &[u8]) -> usize {
+        let mut filled = 0;
+        let mut skip = self.skip;
+        for slice in self.pages {
+            let len = (slice.len() - skip).min(bytes.len() - filled);
+            // Inside the slice, so it cannot fail.
+            if let Ok(slice) = slice.subslice(skip, len) {
+                slice.copy_from(&bytes[filled..filled + len]);
+            }
+            filled += len;
+            skip = 0;
+        }
+        filled
+    }
+
+    /// Shows `each` the first `len` bytes of the pages that are left, as they are in memory now.
+    pub(crate) fn for_each(&self, len: usize, each: &mut dyn FnMut(&[u8])) {
+        let mut piece = [0; 4096];
+        let (mut left, mut skip) = (len, self.skip);
+        for slice in self.pages {
+            let mut rest = (slice.len() - skip).min(left);
+            left -= rest;
+            while rest > 0 {
+                let len = rest.min(piece.len());
+                // Inside the slice, so it cannot fail.
+                if let Ok(slice) = slice.subslice(skip, len) {
+                    slice.copy_to(&mut piece[..len]);
+                }
+                each(&piece[..len]);
+                rest -= len;
+                skip += len;
+            }
+            skip = 0;
+        }
     }
 
     /// Takes off what one call has done, at most [`Left::bytes`].

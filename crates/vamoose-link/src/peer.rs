@@ -13,7 +13,7 @@ use std::{
 
 use rustix::process::geteuid;
 
-use crate::{Stream, memory};
+use crate::{Socket, memory};
 
 /// Who opened a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,10 +31,10 @@ pub enum Peer {
 ///
 /// # Errors
 /// When the system does not provide it, for example without /proc.
-pub fn peer_of(stream: &Stream) -> io::Result<Peer> {
+pub fn peer_of(stream: &Socket) -> io::Result<Peer> {
     match stream {
-        Stream::Unix(stream) => memory::peer_uid(stream.as_fd()).map(Peer::Uid),
-        Stream::Tcp(stream) => peer_of_tcp(stream),
+        Socket::Unix(stream) => memory::peer_uid(stream.as_fd()).map(Peer::Uid),
+        Socket::Tcp(stream) => peer_of_tcp(stream),
     }
 }
 
@@ -176,7 +176,7 @@ mod tests {
         let port = listener.local_addr().unwrap().port();
         let _near = TcpStream::connect((dial, port)).unwrap();
         let (far, _) = listener.accept().unwrap();
-        peer_of(&Stream::Tcp(far)).unwrap()
+        peer_of(&Socket::Tcp(far)).unwrap()
     }
 
     #[test]
@@ -187,7 +187,7 @@ mod tests {
         let listener = UnixListener::bind(folder.path().join("socket")).unwrap();
         let _near = UnixStream::connect(folder.path().join("socket")).unwrap();
         let (far, _) = listener.accept().unwrap();
-        assert_eq!(peer_of(&Stream::Unix(far)).unwrap(), own);
+        assert_eq!(peer_of(&Socket::Unix(far)).unwrap(), own);
     }
 
     #[test]
@@ -210,7 +210,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         drop(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
         let (far, _) = listener.accept().unwrap();
-        assert_eq!(peer_of(&Stream::Tcp(far)).unwrap(), Peer::Unknown);
+        assert_eq!(peer_of(&Socket::Tcp(far)).unwrap(), Peer::Unknown);
     }
 
     #[test]

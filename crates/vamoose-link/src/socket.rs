@@ -3,7 +3,7 @@
 use std::{
     fs,
     io::{self, IoSlice, Read, Write},
-    net::{self, TcpListener, TcpStream, ToSocketAddrs},
+    net::{self, IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
     os::{
         fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd},
         unix::{
@@ -16,6 +16,7 @@ use std::{
 };
 
 use rustix::{
+    event::{PollFd, PollFlags},
     fs::{AtFlags, Mode, OFlags, Uid, chownat, fchmod, open},
     io::Errno,
     net::{
@@ -32,12 +33,13 @@ use crate::{
     Address, Peers,
     memory::{self, Left},
     peer::{Peer, peer_of},
+    wait_for, wait_until,
 };
 
 /// One connection, unix or TCP. Reads and writes go through a shared reference, so that one thread
 /// may read while another writes and a third one shuts the connection down.
 #[derive(Debug)]
-pub enum Stream {
+pub enum Socket {
     /// A TCP connection.
     Tcp(TcpStream),
     /// A unix stream socket.
@@ -83,15 +85,36 @@ impl SocketError {
 ///
 /// # Errors
 /// When there is no listener, or no answer comes in time: a unix socket's listener answers when its queue is not full.
-pub fn dial(address: &Address, timeout: Duration) -> Result<Stream, SocketError> {
+pub fn dial(address: &Address, timeout: Duration) -> Result<Socket, SocketError> {
     connect(address, timeout).map_err(|source| SocketError::dial(address, source))
 }
 
-impl Stream {
+/// As [`dial`], from one of this host's addresses.
+pub(crate) fn dial_from(
+    address: &Address,
+    bind_to: Option<IpAddr>,
+    timeout: Duration,
+) -> Result<Socket, SocketError> {
+    match (address, bind_to) {
+        (Address::Tcp { host, port }, Some(from)) => connect_from(host, *port, from, timeout)
+            .map_err(|source| SocketError::dial(address, source)),
+        _ => dial(address, timeout),
+    }
+}
+
+impl Socket {
     /// Bytes that have been written and that the peer's kernel has not acknowledged; `None` where they are not counted.
     pub(crate) fn queued(&self) -> Option<usize> {
         match self {
             Self::Tcp(stream) => memory::queued(stream.as_fd()),
+            Self::Unix(_) => None,
+        }
+    }
+
+    /// The peer's address; `None` for a process of this host that uses a unix socket.
+    pub(crate) fn peer_ip(&self) -> Option<IpAddr> {
+        match self {
+            Self::Tcp(stream) => stream.peer_addr().ok().map(|peer| peer.ip()),
             Self::Unix(_) => None,
         }
     }
@@ -123,6 +146,28 @@ impl Stream {
         Ok(read)
     }
 
+    /// Reads what has come, at least a byte, or none when the peer has closed the connection. `None` when nothing has
+    /// come by `deadline`.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn read_until(
+        &self,
+        out: &mut [u8],
+        deadline: Option<Instant>,
+    ) -> io::Result<Option<usize>> {
+        loop {
+            // Until something can be read, or the connection has ended.
+            if !wait_until(&mut [PollFd::new(self, PollFlags::IN)], deadline)? {
+                return Ok(None);
+            }
+            match (&mut &*self).read(out) {
+                Err(error) if is_transient(&error) => {}
+                read => return read.map(Some),
+            }
+        }
+    }
+
     /// Writes `head` and then `tail`, in one system call where the socket takes it.
     ///
     /// # Errors
@@ -146,7 +191,7 @@ impl Stream {
     /// takes it. The guest may keep writing them: what arrives is then a mixture of old and new.
     ///
     /// # Errors
-    /// As [`Stream::write_both`].
+    /// As [`Socket::write_both`].
     pub fn send_memory(&self, header: &[u8], pages: &[VolatileSlice<'_>]) -> io::Result<()> {
         let mut left = Left::new(header, pages);
         while left.bytes() > 0 {
@@ -164,7 +209,7 @@ impl Stream {
     /// Returns the bytes read.
     ///
     /// # Errors
-    /// As [`Stream::read_full`].
+    /// As [`Socket::read_full`].
     pub fn receive_memory(&self, pages: &[VolatileSlice<'_>]) -> io::Result<usize> {
         let mut left = Left::new(&[], pages);
         let wanted = left.bytes();
@@ -177,6 +222,35 @@ impl Stream {
             }
         }
         Ok(wanted - left.bytes())
+    }
+
+    /// Writes all of `slices`; `stalled` is asked whenever the kernel takes nothing for a while.
+    pub(crate) fn write_all(
+        &self,
+        mut slices: &mut [IoSlice<'_>],
+        stalled: &mut dyn FnMut() -> io::Result<()>,
+    ) -> io::Result<()> {
+        IoSlice::advance_slices(&mut slices, 0);
+        while !slices.is_empty() {
+            match (&mut &*self).write_vectored(slices) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(bytes) => IoSlice::advance_slices(&mut slices, bytes),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => stalled()?,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets reads and writes come back after `patience` without progress. A connection of a session is judged by what
+    /// comes on it, not by what its kernel acknowledges: a peer may be alive and not reading.
+    pub(crate) fn set_patience(&self, patience: Duration) -> io::Result<()> {
+        self.set_stall_timeout(patience)?;
+        if let Self::Tcp(stream) = self {
+            sockopt::set_tcp_user_timeout(stream, 0)?;
+        }
+        Ok(())
     }
 
     /// Sets the stall timeout: how long a read or write waits for progress of the peer.
@@ -233,17 +307,17 @@ impl Stream {
     }
 }
 
-impl Read for &Stream {
+impl Read for &Socket {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
-            Stream::Tcp(stream) => (&mut &*stream).read(buffer),
-            Stream::Unix(stream) => (&mut &*stream).read(buffer),
+            Socket::Tcp(stream) => (&mut &*stream).read(buffer),
+            Socket::Unix(stream) => (&mut &*stream).read(buffer),
         }
     }
 }
 
 /// A peer that is gone is an error and no SIGPIPE, which would kill a process that has not chosen otherwise: a VMM.
-impl Write for &Stream {
+impl Write for &Socket {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         Ok(send(*self, buffer, SendFlags::NOSIGNAL)?)
     }
@@ -258,7 +332,7 @@ impl Write for &Stream {
     }
 }
 
-impl AsFd for Stream {
+impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Tcp(stream) => stream.as_fd(),
@@ -273,6 +347,13 @@ pub fn is_stall(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+    )
+}
+
+pub(crate) fn is_transient(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
     )
 }
 
@@ -338,7 +419,7 @@ impl Listener {
     ///
     /// # Errors
     /// The system's, for example when out of file descriptors ([`SocketError::is_exhaustion`]).
-    pub fn try_accept(&self) -> Result<Option<Stream>, SocketError> {
+    pub fn try_accept(&self) -> Result<Option<Socket>, SocketError> {
         loop {
             let stream = match self.accept() {
                 Ok(stream) => stream,
@@ -359,14 +440,14 @@ impl Listener {
         }
     }
 
-    fn accept(&self) -> io::Result<Stream> {
+    fn accept(&self) -> io::Result<Socket> {
         Ok(match &self.kind {
-            Kind::Tcp(listener) => Stream::Tcp(listener.accept()?.0),
-            Kind::Unix(listener, _) => Stream::Unix(listener.accept()?.0),
+            Kind::Tcp(listener) => Socket::Tcp(listener.accept()?.0),
+            Kind::Unix(listener, _) => Socket::Unix(listener.accept()?.0),
         })
     }
 
-    fn is_welcome(&self, stream: &Stream) -> bool {
+    fn is_welcome(&self, stream: &Socket) -> bool {
         if self.peers.is_anyone() {
             return true;
         }
@@ -499,23 +580,59 @@ fn open_to(path: &Path, uids: &[u32]) -> io::Result<()> {
     Ok(())
 }
 
-fn connect(address: &Address, timeout: Duration) -> io::Result<Stream> {
+fn connect(address: &Address, timeout: Duration) -> io::Result<Socket> {
     match address {
         Address::Unix(path) => {
             let socket = connect_unix(path, timeout)?;
-            Stream::Unix(socket.into()).made_ready(timeout)
+            Socket::Unix(socket.into()).made_ready(timeout)
         }
         Address::Tcp { host, port } => {
             let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
             for address in (host.as_str(), *port).to_socket_addrs()? {
                 match TcpStream::connect_timeout(&address, timeout) {
-                    Ok(stream) => return Stream::Tcp(stream).made_ready(timeout),
+                    Ok(stream) => return Socket::Tcp(stream).made_ready(timeout),
                     Err(error) => last = error,
                 }
             }
             Err(last)
         }
     }
+}
+
+fn connect_from(host: &str, port: u16, from: IpAddr, timeout: Duration) -> io::Result<Socket> {
+    let mut last = io::Error::new(
+        io::ErrorKind::NotFound,
+        "the name has no address of this family",
+    );
+    for address in (host, port).to_socket_addrs()? {
+        if address.is_ipv4() != from.is_ipv4() {
+            continue;
+        }
+        let family = if from.is_ipv4() {
+            AddressFamily::INET
+        } else {
+            AddressFamily::INET6
+        };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(family, SocketType::STREAM, flags, None)?;
+        bind(&socket, &SocketAddr::new(from, 0))?;
+        match connect_to(&socket, &address) {
+            Ok(()) | Err(Errno::INPROGRESS) => {}
+            Err(error) => {
+                last = error.into();
+                continue;
+            }
+        }
+        if !wait_for(&mut [PollFd::new(&socket, PollFlags::OUT)], timeout)? {
+            last = io::ErrorKind::TimedOut.into();
+            continue;
+        }
+        match sockopt::socket_error(&socket)? {
+            Ok(()) => return Socket::Tcp(socket.into()).made_ready(timeout),
+            Err(error) => last = error.into(),
+        }
+    }
+    Err(last)
 }
 
 /// Where the listener's queue is full, connecting waits for room, and for as long as a write may take.
@@ -557,7 +674,7 @@ mod tests {
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (mut far, _) = listener.accept().unwrap();
         near.set_nonblocking(true).unwrap();
-        let near = Stream::Tcp(near);
+        let near = Socket::Tcp(near);
         assert_eq!(near.queued(), Some(0));
         // Nothing is read, so both buffers fill.
         let bytes = vec![7; 1 << 20];
@@ -575,6 +692,6 @@ mod tests {
         }
 
         let (unix, _peer) = UnixStream::pair().unwrap();
-        assert_eq!(Stream::Unix(unix).queued(), None);
+        assert_eq!(Socket::Unix(unix).queued(), None);
     }
 }

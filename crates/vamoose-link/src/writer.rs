@@ -117,7 +117,8 @@ impl ChannelWriter {
         }
         let mut turn = lock(&self.sender.channel.turn);
         if turn.is_none() {
-            *turn = Some(zero_copy::enable(&self.sender.channel.stream)?);
+            let socket = self.sender.channel.stream.socket();
+            *turn = Some(zero_copy::enable(socket.ok_or(ZeroCopyError::NotTcp)?)?);
         }
         Ok(())
     }
@@ -185,9 +186,9 @@ impl ChannelWriter {
     /// then hold pages for as long as it tries to deliver them, and the migration has failed.
     pub fn flush(&mut self) -> Result<(), WriteError> {
         let channel = &self.sender.channel;
-        match lock(&channel.turn).as_mut() {
-            Some(zero_copy) => zero_copy.flush(&*channel.stream, &self.sender.stats),
-            None => Ok(()),
+        match (lock(&channel.turn).as_mut(), channel.stream.socket()) {
+            (Some(zero_copy), Some(socket)) => zero_copy.flush(socket, &self.sender.stats),
+            _ => Ok(()),
         }
     }
 
@@ -311,9 +312,11 @@ impl Sender {
         let mut turn = lock(&self.channel.turn);
         let stream = &*self.channel.stream;
         let failed = |error| WriteError::of(error, stream.stall_timeout());
-        match (payload, turn.as_mut()) {
-            (Bytes::Guest(pages), Some(zero_copy)) if zero_copy::is_worth_it(payload.len()) => {
-                zero_copy.send(stream, header, pages, &self.stats)?;
+        match (payload, turn.as_mut().zip(stream.socket())) {
+            (Bytes::Guest(pages), Some((zero_copy, socket)))
+                if zero_copy::is_worth_it(payload.len()) =>
+            {
+                zero_copy.send(socket, header, pages, &self.stats)?;
             }
             (Bytes::Guest(pages), _) => {
                 stream.send_memory(header, pages).map_err(failed)?;

@@ -40,7 +40,7 @@ use thiserror::Error;
 use vm_memory::VolatileSlice;
 
 use crate::{
-    Stats, Stream, WriteError,
+    Socket, Stats, WriteError,
     memory::{self, Left, Notification},
     wait_until,
 };
@@ -108,10 +108,10 @@ pub fn check_locked_memory(channels: usize, layout: Layout) -> Result<(), ZeroCo
 }
 
 /// Lets the owner of `stream` send without copies.
-pub(crate) fn enable(stream: &Stream) -> Result<ZeroCopy, ZeroCopyError> {
+pub(crate) fn enable(stream: &Socket) -> Result<ZeroCopy, ZeroCopyError> {
     match stream {
-        Stream::Unix(_) => Err(ZeroCopyError::NotTcp),
-        Stream::Tcp(_) => {
+        Socket::Unix(_) => Err(ZeroCopyError::NotTcp),
+        Socket::Tcp(_) => {
             memory::allow_zero_copy(stream.as_fd()).map_err(ZeroCopyError::Unsupported)?;
             Ok(ZeroCopy::default())
         }
@@ -290,7 +290,7 @@ pub(crate) enum Wait {
     TimedOut,
 }
 
-impl Kernel for Stream {
+impl Kernel for Socket {
     fn send(&self, left: &Left<'_>, how: How) -> io::Result<usize> {
         let flags = match how {
             How::More => libc::MSG_MORE,
@@ -324,7 +324,7 @@ impl Kernel for Stream {
     }
 
     fn stall_timeout(&self) -> Duration {
-        Stream::stall_timeout(self)
+        Socket::stall_timeout(self)
     }
 }
 

@@ -59,7 +59,7 @@ fn too_little_locked_memory_is_said_and_gone_without() {
     let stats = Arc::new(Stats::default());
     let settings = Settings::new(Method::None, None).unwrap();
     let mut writer = ChannelWriter::new(
-        Arc::new(Stream::Tcp(near)),
+        Arc::new(Stream::from(near)),
         LAYOUT,
         encoder(&settings, LAYOUT).unwrap(),
         None,

@@ -358,8 +358,8 @@ mod tests {
     /// What a peer that sends `bytes` and closes is understood as.
     fn received<T>(bytes: &[u8], read: impl FnOnce(Arc<Stream>) -> T) -> T {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        Stream::Unix(theirs).write_both(bytes, &[]).unwrap();
-        read(Arc::new(Stream::Unix(ours)))
+        Stream::from(theirs).write_both(bytes, &[]).unwrap();
+        read(Arc::new(Stream::from(ours)))
     }
 
     fn opening(bytes: &[u8]) -> Result<Opening, ProtocolError> {
@@ -452,7 +452,7 @@ mod tests {
     #[test]
     fn a_source_of_an_old_release_is_refused_in_its_words() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let (ours, mut theirs) = (Stream::Unix(ours), theirs);
+        let (ours, mut theirs) = (Stream::from(ours), theirs);
         let hello = b"VLIV\0\0\0\x01some migration's\0\0\0\x0f{\"say\":\"hello\"}";
         io::Write::write_all(&mut theirs, hello).unwrap();
         assert_eq!(Opening::read(&ours).unwrap(), Opening::Old);
@@ -473,8 +473,8 @@ mod tests {
         // More than the socket takes in one go.
         let (ours, theirs) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
-            scope.spawn(|| Stream::Unix(theirs).write_both(&long, &[]));
-            let mut messages = Messages::new(Arc::new(Stream::Unix(ours)));
+            scope.spawn(|| Stream::from(theirs).write_both(&long, &[]));
+            let mut messages = Messages::new(Arc::new(Stream::from(ours)));
             let long = messages.receive::<SourceMessage>();
             assert!(matches!(
                 long,

@@ -1,16 +1,14 @@
 //! Where a relay's incoming connections come from: a socket of its own, or another thread.
 
 use std::{
-    collections::VecDeque,
-    io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, Mutex},
+    os::fd::AsFd,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use rustix::event::{PollFd, PollFlags};
 use tracing::warn;
-use vamoose_link::{Listener, SocketError, Stream, lock};
+use vamoose_link::{Listener, PollQueue, SocketError, Stream};
 
 use crate::chain;
 
@@ -26,7 +24,7 @@ pub trait Accept: AsFd + Sync {
 
 impl Accept for Listener {
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
-        Ok(Listener::try_accept(self)?.map(Arc::new))
+        Ok(Listener::try_accept(self)?.map(|socket| Arc::new(socket.into())))
     }
 }
 
@@ -78,46 +76,9 @@ impl<'a> Acceptor<'a> {
     }
 }
 
-/// Connections that another thread has accepted and hands over to a relay.
-pub struct AcceptQueue {
-    waiting: Mutex<VecDeque<Arc<Stream>>>,
-    event: OwnedFd,
-}
-
-impl AcceptQueue {
-    /// An empty queue.
-    ///
-    /// # Errors
-    /// When the system is out of file descriptors.
-    pub fn new() -> io::Result<Self> {
-        Ok(Self {
-            waiting: Mutex::default(),
-            event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-        })
-    }
-
-    /// Gives the relay a connection.
-    pub fn push(&self, stream: Arc<Stream>) {
-        lock(&self.waiting).push_back(stream);
-        // Fails only when the counter is full, and then it is readable anyway.
-        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
-    }
-}
-
-impl AsFd for AcceptQueue {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.event.as_fd()
-    }
-}
-
-impl Accept for AcceptQueue {
+/// Connections that another thread has accepted.
+impl Accept for PollQueue<Arc<Stream>> {
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
-        let mut waiting = lock(&self.waiting);
-        let stream = waiting.pop_front();
-        if waiting.is_empty() {
-            // Resets the counter, so that polling waits again. Nothing to read is just as well.
-            let _ = rustix::io::read(&self.event, &mut [0u8; 8]);
-        }
-        Ok(stream)
+        Ok(self.pop())
     }
 }

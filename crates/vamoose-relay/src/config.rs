@@ -77,7 +77,7 @@ impl Dialer {
     }
 
     pub(crate) fn dial(&self, first: &[u8], timeout: Duration) -> Result<Stream, SocketError> {
-        let stream = dial(&self.address, timeout)?;
+        let stream = Stream::from(dial(&self.address, timeout)?);
         let written = stream.write_both(&self.preamble, first);
         written.map_err(|source| SocketError::dial(&self.address, source))?;
         Ok(stream)

@@ -2,7 +2,7 @@
 //! add to `prepare` and `prepared`.
 
 use std::{
-    io::{self, Read},
+    io,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -11,12 +11,9 @@ use handover::{
     AttemptId, ConnectionKind, DestinationMessage, FrameError, Lines, Preamble, SourceMessage,
     encode,
 };
-use rustix::event::{PollFd, PollFlags};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thiserror::Error;
-use vamoose_link::{Address, SocketError, Stream, dial, wait_until};
-
-use crate::main_stream::is_transient;
+use vamoose_link::{Address, SocketError, Stream, dial};
 
 /// What `migrate` asks for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -71,7 +68,7 @@ impl Control {
         attempt: AttemptId,
         timeout: Duration,
     ) -> Result<Self, ControlError> {
-        let stream = dial(address, timeout)?;
+        let stream = Stream::from(dial(address, timeout)?);
         stream.write_both(&preamble(ConnectionKind::Control, attempt), &[])?;
         Ok(Self::new(Arc::new(stream)))
     }
@@ -107,18 +104,11 @@ impl Control {
             if let Some(message) = self.lines.next_message()? {
                 return Ok(message);
             }
-            // Until something can be read, or the connection has ended.
-            let mut fds = [PollFd::new(&*self.stream, PollFlags::IN)];
-            if !wait_until(&mut fds, deadline)? {
-                return Err(ControlError::NoAnswer(within.unwrap_or_default()));
-            }
             let mut piece = [0; 4096];
-            match (&*self.stream).read(&mut piece) {
-                Ok(0) => return Err(ControlError::Closed),
-                Ok(read) => self.lines.push(&piece[..read]),
-                // The time is looked at above.
-                Err(error) if is_transient(&error) => {}
-                Err(error) => return Err(error.into()),
+            match self.stream.read_until(&mut piece, deadline)? {
+                Some(0) => return Err(ControlError::Closed),
+                Some(read) => self.lines.push(&piece[..read]),
+                None => return Err(ControlError::NoAnswer(within.unwrap_or_default())),
             }
         }
     }

@@ -204,7 +204,11 @@ impl Gathering<'_> {
         let oldest = self.opening.iter().map(|opening| opening.since).min();
         let incomplete_at = self.began.or(oldest).map(|since| since + self.timeout);
         // The main stream is readable all the time, so it cannot be polled for more.
-        let look_at = (self.main.is_some() && self.expected.is_none()).then(|| now + LOOK_EVERY);
+        let looks_at_main = self.main.is_some() && self.expected.is_none();
+        // Nor can streams of a session. They are passed on with their first bytes.
+        let is_resumable = |opening: &Opening| opening.stream.socket().is_none();
+        let looks = looks_at_main || self.opening.iter().any(is_resumable);
+        let look_at = looks.then(|| now + LOOK_EVERY);
         let next = [
             incomplete_at,
             self.plain_at(),
@@ -214,7 +218,8 @@ impl Gathering<'_> {
         let mut fds = vec![PollFd::new(self.hangup, PollFlags::IN)];
         fds.extend(self.acceptor.poll_fd());
         let streams = self.opening.iter().map(|opening| &*opening.stream);
-        fds.extend(streams.map(|stream| PollFd::new(stream, PollFlags::IN)));
+        let sockets = streams.filter_map(|stream| stream.socket());
+        fds.extend(sockets.map(|socket| PollFd::new(socket, PollFlags::IN)));
         let next = next.into_iter().flatten().min();
         wait_until(&mut fds, next).map_err(RelayError::SetUp)?;
         if self.hangup.is_hung_up() {
@@ -358,6 +363,10 @@ impl Gathering<'_> {
 
 /// Whether the source has begun to send its section `ram` on the main stream.
 fn has_ram(main: &Stream) -> Result<bool, RelayError> {
+    // The channels of a session are always announced.
+    let Some(main) = main.socket() else {
+        return Ok(false);
+    };
     // Large enough for the setup of devices that come before it.
     let mut bytes = vec![0; 64 * 1024];
     let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;

@@ -39,7 +39,7 @@ mod session;
 mod settle;
 mod syncs;
 
-pub use accept::{Accept, AcceptQueue};
+pub use accept::Accept;
 pub use attempts::{Attempt, Standing, attempts};
 pub use config::{Config, Dialer, ZeroPages};
 pub use control::ControlError;

@@ -21,7 +21,7 @@ use rustix::event::{PollFd, PollFlags};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use thiserror::Error;
-use vamoose_link::{Address, Stream, dial, left, wait_until};
+use vamoose_link::{Address, Socket, dial, left, wait_until};
 
 use crate::{
     main_stream::is_transient,
@@ -29,7 +29,7 @@ use crate::{
 };
 
 pub(crate) struct Qmp {
-    stream: Stream,
+    stream: Socket,
     pub(crate) path: PathBuf,
     monitor: Monitor,
     received: Vec<u8>,

@@ -2,6 +2,7 @@
 
 pub(crate) mod attempts;
 pub(crate) mod inspect;
+pub(crate) mod keys;
 pub(crate) mod migrate;
 pub(crate) mod probe;
 pub(crate) mod relay;

@@ -1,7 +1,10 @@
 //! What a user can do about an error, in terms of the programs' options, which the crates below do not know.
 
+use std::io;
+
 use anyhow::Error;
 use vamoose_codec::{DecodeError, EncodeError, SettingsError};
+use vamoose_link::{FileFault, Objection, Refusal, TlsError};
 use vamoose_relay::{Failure, GuestLocation, RelayError};
 
 /// The hint for the first error of the chain that has one.
@@ -11,6 +14,8 @@ pub fn of(error: &Error) -> Option<String> {
             of_failure(failure)
         } else if let Some(settings) = cause.downcast_ref() {
             of_settings(settings)
+        } else if let Some(tls) = cause.downcast_ref() {
+            of_tls(tls)
         } else if let Some(EncodeError::Distrusted { .. }) = cause.downcast_ref() {
             Some(DISTRUSTED.to_owned())
         } else if let Some(DecodeError::Distrusted { .. }) = cause.downcast_ref() {
@@ -50,6 +55,60 @@ fn of_settings(error: &SettingsError) -> Option<String> {
     }
 }
 
+fn of_tls(error: &TlsError) -> Option<String> {
+    const PEERS_KEY: &str = "`vamoose keys show` on the other host prints its key";
+    const SAME: &str = "use the same of --tls-creds, --keys and --insecure at both ends";
+    let hint = match error {
+        TlsError::File { path, fault } => {
+            let is_key = path.file_name().is_some_and(|name| name == "key");
+            match fault {
+                FileFault::System(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                    "`vamoose keys show` prints the key that is there".to_owned()
+                }
+                FileFault::System(error) if error.kind() == io::ErrorKind::NotFound && is_key => {
+                    "`vamoose keys init` makes a key".to_owned()
+                }
+                FileFault::System(error) if error.kind() == io::ErrorKind::NotFound => {
+                    "--tls-creds takes a directory as QEMU's documentation describes it for TLS; for hosts without an \
+                     authority there is --keys"
+                        .to_owned()
+                }
+                FileFault::NobodyTrusted => {
+                    format!("{PEERS_KEY}: add it to this file, or give it with --peer-key")
+                }
+                FileFault::Mode { .. } => format!("chmod 600 {}", path.display()),
+                _ => return None,
+            }
+        }
+        TlsError::Kind { .. } | TlsError::NotTls { .. } => SAME.to_owned(),
+        TlsError::Refused { reason, .. } => match reason {
+            Refusal::UnknownKey { .. } => {
+                format!(
+                    "{PEERS_KEY}: if it is this one, add it to `trusted`, or give it with --peer-key"
+                )
+            }
+            Refusal::Name { .. } => {
+                "--tls-server-name NAME names the server's certificate if it is not for the address"
+                    .to_owned()
+            }
+            Refusal::NotAllowed { .. } => "--allow PATTERN allows a name".to_owned(),
+            _ => return None,
+        },
+        TlsError::RefusedByPeer { reason, .. } => match reason {
+            Objection::UnknownKey { .. } => {
+                "add this key to `trusted` on the other host, or give it there with --peer-key"
+                    .to_owned()
+            }
+            Objection::NotAllowed { .. } => {
+                "--allow PATTERN allows a name on the other host".to_owned()
+            }
+            _ => return None,
+        },
+        _ => return None,
+    };
+    Some(hint)
+}
+
 #[cfg(test)]
 mod tests {
     use anyhow::Context as _;
@@ -66,5 +125,28 @@ mod tests {
         let error = Err::<(), _>(absent).context("setting up").unwrap_err();
         assert!(of(&error).unwrap().contains("--accel auto"));
         assert_eq!(of(&Error::msg("anything else")), None);
+    }
+
+    #[test]
+    fn ends_that_do_not_trust_each_other_know_what_to_do() {
+        let key = "ed25519:Gb9ECWmEzf6FQbrBZ9w7lshQhqowtrbLDFw4rXAxZuE=";
+        let key = key.parse().unwrap();
+        let peer = vamoose_link::End::Client;
+        let refused = TlsError::Refused {
+            peer,
+            reason: Refusal::UnknownKey { key },
+        };
+        let error = Error::new(refused).context("accepting a session");
+        assert!(of(&error).unwrap().contains("--peer-key"));
+        let objection = TlsError::RefusedByPeer {
+            peer,
+            reason: Objection::UnknownKey { key },
+        };
+        assert!(of(&objection.into()).unwrap().contains("on the other host"));
+        assert!(
+            of(&TlsError::NotTls { peer }.into())
+                .unwrap()
+                .contains("both ends")
+        );
     }
 }

@@ -11,6 +11,7 @@ pub mod hints;
 pub mod options;
 pub mod progress;
 pub mod report;
+pub mod security;
 
 use std::{io::IsTerminal as _, process::ExitCode};
 

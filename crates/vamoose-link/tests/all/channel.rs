@@ -68,7 +68,7 @@ fn build(sent: &Sent, packet: &mut Packet) {
 
 fn pair() -> (Arc<Stream>, Arc<Stream>) {
     let (near, far) = UnixStream::pair().unwrap();
-    (Arc::new(Stream::Unix(near)), Arc::new(Stream::Unix(far)))
+    (Arc::new(Stream::from(near)), Arc::new(Stream::from(far)))
 }
 
 fn writer(stream: Arc<Stream>, method: Method, stats: &Arc<Stats>) -> ChannelWriter {

@@ -10,4 +10,5 @@
 
 mod channel;
 mod memory;
+mod session;
 mod sockets;

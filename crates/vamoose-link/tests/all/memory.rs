@@ -49,18 +49,21 @@ fn connect(transport: Transport, tight: bool) -> (Arc<Stream>, Arc<Stream>) {
     let (near, far) = match transport {
         Transport::Unix => {
             let (near, far) = UnixStream::pair().unwrap();
-            (Stream::Unix(near), Stream::Unix(far))
+            (Stream::from(near), Stream::from(far))
         }
         Transport::Tcp => {
             let listener = TcpListener::bind("127.0.0.1:0").unwrap();
             let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            (Stream::Tcp(near), Stream::Tcp(listener.accept().unwrap().0))
+            (
+                Stream::from(near),
+                Stream::from(listener.accept().unwrap().0),
+            )
         }
     };
     if tight {
         // With less, TCP waits for its timers.
-        sockopt::set_socket_send_buffer_size(&near, 16 << 10).unwrap();
-        sockopt::set_socket_recv_buffer_size(&far, 128 << 10).unwrap();
+        sockopt::set_socket_send_buffer_size(near.socket().unwrap(), 16 << 10).unwrap();
+        sockopt::set_socket_recv_buffer_size(far.socket().unwrap(), 128 << 10).unwrap();
     }
     (Arc::new(near), Arc::new(far))
 }
@@ -518,7 +521,7 @@ fn copies_after_all_are_counted() {
 fn a_flush_ends_at_the_stall_timeout() {
     let guest = guest(&content(10));
     let (near, far) = connect(Transport::Tcp, true);
-    sockopt::set_socket_send_buffer_size(&near, 1 << 20).unwrap();
+    sockopt::set_socket_send_buffer_size(near.socket().unwrap(), 1 << 20).unwrap();
     near.set_stall_timeout(Duration::from_millis(50)).unwrap();
     let mut writer = writer(near, Method::None, &Arc::default());
     writer.enable_zero_copy().unwrap();

@@ -123,7 +123,7 @@ fn a_peer_that_is_gone_is_an_error_and_no_signal() {
     for write in writes {
         let (near, far) = UnixStream::pair().unwrap();
         drop(far);
-        let error = write(&Stream::Unix(near)).unwrap_err();
+        let error = write(&Stream::from(near)).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
     }
 }

@@ -70,7 +70,7 @@ pub(super) fn run<'scope, 'env: 'scope>(
         match listener.try_accept() {
             Ok(Some(stream)) => {
                 number += 1;
-                identify(Arc::new(stream), number, hangup, connections, scope);
+                identify(Arc::new(stream.into()), number, hangup, connections, scope);
                 backs_off = false;
             }
             Ok(None) => backs_off = false,

@@ -213,7 +213,7 @@ mod tests {
                 let channel = channel.parse().unwrap();
                 let initial = Initial::new([7; 16], channel, 3).unwrap();
                 let (stream, _) = UnixStream::pair().unwrap();
-                Event::Channel(initial, Arc::new(Stream::Unix(stream)))
+                Event::Channel(initial, Arc::new(Stream::from(stream)))
             }
             ("a", "-") => Event::Ended(0, Ok(())),
             ("b", "-") => Event::Ended(1, Ok(())),

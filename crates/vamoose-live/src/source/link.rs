@@ -14,7 +14,7 @@ use std::{
 
 use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, negotiate, to_details};
 use multifd::Initial;
-use vamoose_link::{Address, ChannelWriter, SocketError, Stream, dial, receive_until};
+use vamoose_link::{Address, ChannelWriter, Socket, SocketError, Stream, dial, receive_until};
 
 use super::{Source, channel::Channel, round::Round};
 use crate::{
@@ -319,7 +319,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         stream
             .write_both(&Opening::control(self.id), &[])
             .map_err(ProtocolError::from)?;
-        Ok(Messages::new(Arc::new(stream)))
+        Ok(Messages::new(Arc::new(stream.into())))
     }
 
     fn spawn(&self, run: impl FnOnce() + Send + 'scope) -> io::Result<()> {
@@ -416,14 +416,17 @@ fn or_unanswered(error: SourceError) -> SourceError {
 }
 
 fn connect(source: &Source, destination: &Address) -> Result<Arc<Stream>, SocketError> {
-    let stream = Arc::new(dial(destination, source.config.stall_timeout)?);
+    let stream = Arc::new(Stream::from(dial(
+        destination,
+        source.config.stall_timeout,
+    )?));
     source.shared.hangup.register(&stream);
     Ok(stream)
 }
 
 /// That of the addresses of `destination` to which `stream` is connected.
 fn peer_address(stream: &Stream, destination: &Address) -> io::Result<Address> {
-    let Stream::Tcp(stream) = stream else {
+    let Some(Socket::Tcp(stream)) = stream.socket() else {
         return Ok(destination.clone());
     };
     let peer = stream.peer_addr()?;

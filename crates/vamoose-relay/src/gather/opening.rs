@@ -1,17 +1,12 @@
 //! A connection of which it is not known yet what it is.
 
-use std::{
-    io::Read as _,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Instant};
 
 use multifd::{INITIAL_LEN, MAGIC};
-use rustix::event::{PollFd, PollFlags};
 use tracing::debug;
-use vamoose_link::{Stream, wait_for};
+use vamoose_link::Stream;
 
-use crate::{RelayError, main_stream::is_transient};
+use crate::RelayError;
 
 /// A connection, and what has been read of its first bytes.
 pub(super) struct Opening {
@@ -39,15 +34,15 @@ impl Opening {
 
     /// Reads what has come; false when the connection has ended.
     pub(super) fn read(&mut self) -> Result<bool, RelayError> {
-        let mut fds = [PollFd::new(&*self.stream, PollFlags::IN)];
-        if !wait_for(&mut fds, Duration::ZERO).map_err(RelayError::Opening)? {
-            return Ok(true);
-        }
         let wanted = self.wanted();
-        match (&*self.stream).read(&mut self.bytes[self.got..wanted]) {
-            Ok(0) => return Ok(false),
-            Ok(read) => self.got += read,
-            Err(error) if is_transient(&error) => {}
+        let now = Some(Instant::now());
+        match self
+            .stream
+            .read_until(&mut self.bytes[self.got..wanted], now)
+        {
+            Ok(Some(0)) => return Ok(false),
+            Ok(Some(read)) => self.got += read,
+            Ok(None) => {}
             Err(error) => {
                 debug!("a connection failed: {error}");
                 return Ok(false);

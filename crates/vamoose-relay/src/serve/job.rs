@@ -13,11 +13,11 @@ use handover::{
     DestinationState, SourceMessage,
 };
 use tracing::{debug, info, warn};
-use vamoose_link::{Hangup, Stats, Stream, lock};
+use vamoose_link::{Hangup, PollQueue, Stats, Stream, lock};
 
 use super::qemu::{DestinationQemu, LOADING};
 use crate::{
-    AcceptQueue, Config, Dialer, Outcome, Relay, RelayError, chain,
+    Config, Dialer, Outcome, Relay, RelayError, chain,
     control::reply,
     journal::{AtDestination, Entry},
 };
@@ -34,7 +34,7 @@ pub(crate) struct Job {
 /// The connections of an attempt.
 pub(crate) struct Transfer {
     pub(super) hangup: Hangup,
-    pub(super) connections: AcceptQueue,
+    pub(super) connections: PollQueue<Arc<Stream>>,
 }
 
 struct Inner {

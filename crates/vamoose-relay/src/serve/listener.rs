@@ -58,7 +58,7 @@ impl Server {
             }
             self.jobs.look_after(self.config.orphan_timeout);
             match self.listener.try_accept() {
-                Ok(Some(stream)) => self.take_connection(scope, stop, stream),
+                Ok(Some(socket)) => self.take_connection(scope, stop, socket.into()),
                 Ok(None) => {}
                 Err(error) => {
                     // The connection stays in the queue: looking again at once is of no use.

@@ -14,12 +14,11 @@ use multifd::{Layout, Method};
 use serde_json::json;
 use thiserror::Error;
 use tracing::info;
-use vamoose_link::MethodChoice;
-use vamoose_link::{Address, Hangup};
+use vamoose_link::{Address, Hangup, MethodChoice, PollQueue};
 
 use super::{DestinationQemu, Job, Server, job::Transfer};
 use crate::{
-    AcceptQueue, Config, Dialer, Instance, JournalError, chain,
+    Config, Dialer, Instance, JournalError, chain,
     control::{Offer, Request},
     journal::{AtDestination, Record, now},
     qemu::{Qemu, QemuError},
@@ -59,7 +58,7 @@ impl Server {
         let instance = Instance::of(&mut qemu, &monitor, request.uuid.clone());
         let transfer = Transfer {
             hangup: Hangup::new()?,
-            connections: AcceptQueue::new()?,
+            connections: PollQueue::new()?,
         };
         let mut entry = self.jobs.journal.claim(Record {
             attempt,

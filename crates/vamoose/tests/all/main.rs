@@ -13,6 +13,7 @@ mod handover;
 mod host;
 mod hostile;
 mod inspect;
+mod keys;
 mod methods;
 mod migrate;
 mod old_destination;

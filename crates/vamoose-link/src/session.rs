@@ -1,0 +1,251 @@
+//! Sessions between two Vamooses: streams that survive the loss of the connections that carry them.
+//!
+//! The protocol is [`vamoose_session`]'s. Here are its connections, clocks and threads:
+//!
+//! ```text
+//!  client                                    server
+//!  Session::dial ── Paths ── connection ──>  Sessions (accepts, authenticates, attaches)
+//!     open ───────────────── connection ──>     └─ Introduced: a stream of a session
+//!     └ a thread for each stream that is being dialled again; one for each session that looks after its streams
+//! ```
+
+mod connection;
+mod dialer;
+mod incoming;
+mod resumable;
+mod server;
+
+use std::{
+    collections::HashMap,
+    io,
+    net::IpAddr,
+    sync::{
+        Arc, Mutex, Weak,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use vamoose_session::handshake::{Secret, SessionId};
+
+pub use self::{
+    dialer::DialError,
+    resumable::{Resumable, StreamError},
+    server::{Introduced, Sessions, SessionsError},
+};
+use self::{dialer::Paths, resumable::Carried};
+use crate::{Address, Cipher, Security, Stream, lock};
+
+/// Who has sent nothing for this long sends a heartbeat.
+const TICK: Duration = Duration::from_secs(1);
+
+/// A connection on which nothing came for this long is given up.
+const SILENCE: Duration = Duration::from_secs(4);
+
+/// How often whoever waits for a connection looks around.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// How sessions behave.
+#[derive(Clone, Debug)]
+pub struct SessionConfig {
+    /// How the ends authenticate each other.
+    pub security: Security,
+    /// What the client prefers; the server takes it.
+    pub cipher: Cipher,
+    /// Whether frames carry checksums of their bytes. Headers always do.
+    pub check: bool,
+    /// How long a stream may be without progress before it is lost.
+    pub reconnect_timeout: Duration,
+    /// How long a peer may leave bytes unread.
+    pub stall_timeout: Duration,
+    /// The most bytes that may be sent and not acknowledged, in all streams of a session together.
+    pub window: usize,
+}
+
+impl SessionConfig {
+    /// A session of ends that authenticate each other by `security`, everything else by default.
+    pub fn new(security: Security) -> Self {
+        Self {
+            security,
+            cipher: Cipher::default(),
+            check: true,
+            reconnect_timeout: Duration::from_secs(30),
+            stall_timeout: Duration::from_secs(30),
+            window: 64 << 20,
+        }
+    }
+}
+
+/// A way to the peer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Path {
+    /// Where it listens.
+    pub to: Address,
+    /// From which address of this host, if not any.
+    pub bind: Option<IpAddr>,
+}
+
+impl From<Address> for Path {
+    fn from(to: Address) -> Self {
+        Self { to, bind: None }
+    }
+}
+
+/// One end of a session.
+#[derive(Clone)]
+pub struct Session(Arc<Shared>);
+
+/// What streams of a session share.
+pub(crate) struct Shared {
+    secret: Secret,
+    config: SessionConfig,
+    peer: String,
+    streams: Mutex<HashMap<u32, Arc<Carried>>>,
+    next: AtomicU32,
+    reconnects: AtomicU64,
+    role: Role,
+}
+
+enum Role {
+    Client(Paths),
+    Server,
+}
+
+impl Session {
+    /// Begins a session with whoever listens at the paths, tried in their order.
+    ///
+    /// # Errors
+    /// When no path leads to a Vamoose that accepts us.
+    pub fn dial(paths: Vec<Path>, config: SessionConfig) -> Result<(Self, Stream), DialError> {
+        dialer::begin(paths, config)
+    }
+
+    /// Opens another stream; the server learns of it with its first bytes.
+    ///
+    /// # Errors
+    /// When the session's peer cannot be reached within the reconnect timeout, or refuses.
+    pub fn open(&self) -> Result<Stream, DialError> {
+        dialer::open(&self.0)
+    }
+
+    /// Who the peer is: its name or key, or its address where nobody is authenticated.
+    pub fn peer(&self) -> &str {
+        &self.0.peer
+    }
+
+    /// How often a stream went on over another connection.
+    pub fn reconnects(&self) -> u64 {
+        self.0.reconnects.load(Ordering::Relaxed)
+    }
+
+    /// Whether both are ends of one session on this host.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Gives all streams up.
+    pub fn shut_down(&self) {
+        for stream in self.0.streams() {
+            stream.close(StreamError::ShutDown);
+        }
+    }
+
+    /// Waits until the peer has all that was written on streams that were finished; false if that takes too long.
+    pub fn drain(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        for stream in self.0.streams() {
+            while !stream.is_closed() && !stream.is_done() {
+                if Instant::now() > deadline {
+                    return false;
+                }
+                if !stream.collect(LOOK) {
+                    thread::sleep(Duration::from_millis(5));
+                }
+            }
+        }
+        true
+    }
+}
+
+impl Shared {
+    fn new(
+        secret: Secret,
+        config: SessionConfig,
+        peer: String,
+        role: Role,
+    ) -> io::Result<Arc<Self>> {
+        let shared = Arc::new(Self {
+            secret,
+            config,
+            peer,
+            streams: Mutex::default(),
+            next: AtomicU32::new(0),
+            reconnects: AtomicU64::new(0),
+            role,
+        });
+        let watched = Arc::downgrade(&shared);
+        thread::Builder::new().spawn(move || look_after(&watched))?;
+        Ok(shared)
+    }
+
+    fn id(&self) -> SessionId {
+        self.secret.id()
+    }
+
+    fn add(self: &Arc<Self>, number: u32) -> Arc<Carried> {
+        let stream = Arc::new(Carried::new(
+            number,
+            self.clone(),
+            self.config.stall_timeout,
+        ));
+        lock(&self.streams).insert(number, stream.clone());
+        stream
+    }
+
+    fn find(&self, number: u32) -> Option<Arc<Carried>> {
+        lock(&self.streams).get(&number).cloned()
+    }
+
+    fn forget(&self, number: u32) {
+        lock(&self.streams).remove(&number);
+    }
+
+    fn streams(&self) -> Vec<Arc<Carried>> {
+        lock(&self.streams).values().cloned().collect()
+    }
+
+    /// The most bytes that one stream may have unacknowledged.
+    fn stream_window(&self) -> usize {
+        self.config.window / lock(&self.streams).len().max(FEW_STREAMS)
+    }
+
+    fn lost(&self, stream: &Arc<Carried>, path: usize) {
+        if let Role::Client(paths) = &self.role {
+            paths.failed(path);
+            let lost = stream.clone();
+            let dials = thread::Builder::new().spawn(move || dialer::resume(&lost));
+            if let Err(error) = dials {
+                stream.close(StreamError::NoThread {
+                    error: error.kind(),
+                });
+            }
+        }
+    }
+}
+
+/// With fewer streams than these, each still has no more than its part of the window.
+const FEW_STREAMS: usize = 16;
+
+/// Until the session is gone.
+fn look_after(session: &Weak<Shared>) {
+    loop {
+        thread::sleep(LOOK);
+        let Some(session) = session.upgrade() else {
+            return;
+        };
+        for stream in session.streams() {
+            stream.look_after();
+        }
+    }
+}

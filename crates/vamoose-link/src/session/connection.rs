@@ -1,0 +1,317 @@
+//! One connection of a session: a socket, in TLS or not, whose two directions are used by different threads.
+
+use std::{
+    io::{self, IoSlice, Read as _},
+    os::fd::AsFd as _,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags};
+
+use vamoose_session::{frame::HEADER_LEN, handshake::Binding, window::Frame};
+
+use crate::{
+    Socket, left,
+    memory::{self, Left},
+    socket::is_transient,
+    tls::{Body, Opener, Sealer, Secured},
+    wait_for,
+};
+
+/// What both directions share.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    socket: Socket,
+    /// Which of the client's paths it takes; 0 at the server.
+    pub(crate) path: usize,
+    /// For messages: both addresses.
+    pub(crate) name: String,
+    since: Instant,
+    /// When something came last and went last, in milliseconds from `since`.
+    heard: AtomicU64,
+    sent: AtomicU64,
+}
+
+/// A connection on which the session's handshake is under way.
+pub(crate) struct NewConnection {
+    socket: Socket,
+    tls: Option<(Sealer, Opener)>,
+    /// What the handshake is bound to.
+    pub(crate) binding: Binding,
+    /// Who the peer is, where it has proved that.
+    pub(crate) peer: Option<String>,
+    deadline: Instant,
+}
+
+/// The direction to the peer.
+#[derive(Debug)]
+pub(crate) struct Sender {
+    connection: Arc<Connection>,
+    sealer: Option<Sealer>,
+}
+
+/// The direction from the peer.
+pub(crate) struct Receiver {
+    connection: Arc<Connection>,
+    opener: Option<Opener>,
+    /// Read already: a frame's header and what follows it come in one system call.
+    ahead: Box<[u8; AHEAD]>,
+    from: usize,
+    to: usize,
+}
+
+/// More than a packet's header between two frames' headers.
+const AHEAD: usize = 2048;
+
+impl Connection {
+    /// A connection that has just been set up. Reads and writes come back after [`LOOK`](super::LOOK) at the latest,
+    /// to see whether the peer has gone silent.
+    fn new(socket: Socket, path: usize, name: String) -> io::Result<Self> {
+        socket.set_patience(super::LOOK)?;
+        Ok(Self {
+            socket,
+            path,
+            name,
+            since: Instant::now(),
+            heard: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+        })
+    }
+
+    /// Ends both directions, for all threads.
+    pub(crate) fn shut_down(&self) {
+        self.socket.shut_down();
+    }
+
+    /// Ends the direction to the peer, behind what has been sent.
+    pub(crate) fn finish(&self) {
+        self.socket.finish();
+    }
+
+    /// How long nothing has come.
+    pub(crate) fn silent_for(&self) -> Duration {
+        self.passed_since(&self.heard)
+    }
+
+    /// How long nothing has been sent.
+    pub(crate) fn idle_for(&self) -> Duration {
+        self.passed_since(&self.sent)
+    }
+
+    /// Whether the kernel has bytes of the peer within `timeout`.
+    pub(crate) fn is_readable(&self, timeout: Duration) -> bool {
+        self.polls(PollFlags::IN, timeout)
+    }
+
+    /// Whether the kernel takes a small frame at once.
+    pub(crate) fn is_writable(&self) -> bool {
+        self.polls(PollFlags::OUT, Duration::ZERO)
+    }
+
+    fn polls(&self, flags: PollFlags, timeout: Duration) -> bool {
+        wait_for(&mut [PollFd::new(&self.socket, flags)], timeout).unwrap_or(false)
+    }
+
+    fn passed_since(&self, last: &AtomicU64) -> Duration {
+        let last = Duration::from_millis(last.load(Ordering::Relaxed));
+        self.since.elapsed().saturating_sub(last)
+    }
+
+    fn note(&self, last: &AtomicU64) {
+        let now = u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX);
+        last.store(now, Ordering::Relaxed);
+    }
+}
+
+impl NewConnection {
+    /// A connection whose handshake has to be over by `deadline`; `secured` with TLS.
+    pub(crate) fn new(socket: Socket, secured: Option<Secured>, deadline: Instant) -> Self {
+        let (tls, binding, peer) = match secured {
+            None => (None, [0; 32], None),
+            Some(it) => (Some((it.sealer, it.opener)), it.binding, Some(it.peer)),
+        };
+        Self {
+            socket,
+            tls,
+            binding,
+            peer,
+            deadline,
+        }
+    }
+
+    pub(crate) fn send(&mut self, message: &[u8]) -> io::Result<()> {
+        self.limit()?;
+        let mut stalled = || Err(io::ErrorKind::TimedOut.into());
+        match &mut self.tls {
+            None => self
+                .socket
+                .write_all(&mut [IoSlice::new(message)], &mut stalled),
+            Some((sealer, _)) => sealer.send(&self.socket, message, Body::Bytes(&[]), &mut stalled),
+        }
+    }
+
+    pub(crate) fn read_exactly(&mut self, message: &mut [u8]) -> io::Result<()> {
+        let mut filled = 0;
+        while filled < message.len() {
+            self.limit()?;
+            let rest = &mut message[filled..];
+            let read = match &mut self.tls {
+                None => (&self.socket).read(rest),
+                Some((_, opener)) => opener.read(&self.socket, rest),
+            };
+            match read {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => filled += read,
+                // The deadline decides.
+                Err(error) if is_transient(&error) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Both directions, for a stream.
+    pub(crate) fn split(self, path: usize, name: String) -> io::Result<(Receiver, Sender)> {
+        let connection = Arc::new(Connection::new(self.socket, path, name)?);
+        let (sealer, opener) = self.tls.unzip();
+        let receiver = Receiver::new(connection.clone(), opener);
+        Ok((receiver, Sender::new(connection, sealer)))
+    }
+
+    /// Lets no system call take longer than the handshake may.
+    fn limit(&self) -> io::Result<()> {
+        match left(self.deadline) {
+            Duration::ZERO => Err(io::ErrorKind::TimedOut.into()),
+            left => self.socket.set_patience(left.max(Duration::from_millis(1))),
+        }
+    }
+}
+
+impl Sender {
+    fn new(connection: Arc<Connection>, sealer: Option<Sealer>) -> Self {
+        Self { connection, sealer }
+    }
+
+    pub(crate) fn connection(&self) -> &Arc<Connection> {
+        &self.connection
+    }
+
+    /// Sends one or two frames in as few system calls as it takes. `stalled` is asked each time that the kernel takes
+    /// nothing for a while.
+    pub(crate) fn send<'a>(
+        &mut self,
+        frames: impl Iterator<Item = &'a Frame>,
+        received: u64,
+        stalled: &mut dyn FnMut() -> io::Result<()>,
+    ) -> io::Result<()> {
+        let (mut headers, mut bytes) = ([[0; HEADER_LEN]; 2], [[].as_slice(); 2]);
+        let mut count = 0;
+        for frame in frames.take(2) {
+            let mut header = frame.header;
+            header.received = received;
+            headers[count] = header.encode();
+            bytes[count] = frame.bytes();
+            count += 1;
+        }
+        let pieces = [&headers[0], bytes[0], &headers[1], bytes[1]];
+        self.send_pieces(&pieces[..count * 2], stalled)
+    }
+
+    /// Sends the header of a frame that has no bytes.
+    pub(crate) fn send_header(
+        &mut self,
+        header: &[u8; HEADER_LEN],
+        stalled: &mut dyn FnMut() -> io::Result<()>,
+    ) -> io::Result<()> {
+        self.send_pieces(&[header], stalled)
+    }
+
+    fn send_pieces(
+        &mut self,
+        pieces: &[&[u8]],
+        stalled: &mut dyn FnMut() -> io::Result<()>,
+    ) -> io::Result<()> {
+        let socket = &self.connection.socket;
+        match &mut self.sealer {
+            Some(sealer) => sealer.send(socket, &[], Body::Bytes(pieces), stalled)?,
+            None => {
+                let mut slices = [IoSlice::new(&[]); 4];
+                for (slice, piece) in slices.iter_mut().zip(pieces) {
+                    *slice = IoSlice::new(piece);
+                }
+                let len = pieces.len().min(slices.len());
+                socket.write_all(&mut slices[..len], stalled)?;
+            }
+        }
+        self.connection.note(&self.connection.sent);
+        Ok(())
+    }
+}
+
+impl Receiver {
+    fn new(connection: Arc<Connection>, opener: Option<Opener>) -> Self {
+        Self {
+            connection,
+            opener,
+            ahead: Box::new([0; AHEAD]),
+            from: 0,
+            to: 0,
+        }
+    }
+
+    pub(crate) fn connection(&self) -> &Arc<Connection> {
+        &self.connection
+    }
+
+    /// Whether bytes come within `timeout`, as far as can be told without reading.
+    pub(crate) fn has_bytes(&self, timeout: Duration) -> bool {
+        self.from < self.to
+            || self.opener.as_ref().is_some_and(Opener::buffered)
+            || self.connection.is_readable(timeout)
+    }
+
+    /// Reads what has come, at least a byte; 0 when the peer has closed the connection.
+    pub(crate) fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        if self.from == self.to && out.len() < AHEAD {
+            self.to = read(&self.connection, self.opener.as_mut(), &mut self.ahead[..])?;
+            self.from = 0;
+        }
+        if self.from == self.to && out.len() >= AHEAD {
+            return read(&self.connection, self.opener.as_mut(), out);
+        }
+        let len = out.len().min(self.to - self.from);
+        out[..len].copy_from_slice(&self.ahead[self.from..self.from + len]);
+        self.from += len;
+        Ok(len)
+    }
+
+    /// Whether bytes can go from the kernel to a guest's memory, with nobody in between.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.opener.is_none()
+    }
+
+    /// As [`Receiver::read`], into a guest's memory, of a plain connection.
+    pub(crate) fn read_memory(&mut self, left: &Left<'_>) -> io::Result<usize> {
+        if self.from < self.to {
+            let copied = left.fill(&self.ahead[self.from..self.to]);
+            self.from += copied;
+            return Ok(copied);
+        }
+        let read = memory::receive(self.connection.socket.as_fd(), left)?;
+        self.connection.note(&self.connection.heard);
+        Ok(read)
+    }
+}
+
+fn read(connection: &Connection, opener: Option<&mut Opener>, out: &mut [u8]) -> io::Result<usize> {
+    let read = match opener {
+        Some(opener) => opener.read(&connection.socket, out),
+        None => (&connection.socket).read(out),
+    }?;
+    connection.note(&connection.heard);
+    Ok(read)
+}

@@ -1,0 +1,351 @@
+//! The client of a session: connections over its paths, for new streams and for those that lost theirs.
+
+use std::{
+    io,
+    sync::{Arc, Mutex, atomic::Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use thiserror::Error;
+use tracing::{debug, info};
+use vamoose_session::handshake::{
+    ATTACH_LEN, Answer, Attach, HELLO_LEN, HandshakeError, Hello, Intent, Refusal, Secret, Target,
+    Transcript, Welcome,
+};
+use vamoose_session::window::AcknowledgeError;
+
+use super::{
+    Path, Role, Session, SessionConfig, Shared,
+    connection::NewConnection,
+    resumable::{Carried, Resumable, StreamError},
+};
+use crate::{
+    Address, Security, SocketError, Stream, TlsError, chain, left, lock, socket, tls::ClientTerms,
+};
+
+/// A connection of a session could not be made.
+#[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the messages say it")]
+#[non_exhaustive]
+pub enum DialError {
+    #[error("a session needs a path")]
+    NoPath,
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    #[error("cannot speak with {address}")]
+    Io {
+        address: Address,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot speak with {address}")]
+    Handshake {
+        address: Address,
+        #[source]
+        source: HandshakeError,
+    },
+    #[error("cannot go on with {address}")]
+    Acknowledge {
+        address: Address,
+        #[source]
+        source: AcknowledgeError,
+    },
+    #[error(transparent)]
+    Security(TlsError),
+    #[error("cannot speak with {address}")]
+    Tls {
+        address: Address,
+        #[source]
+        source: TlsError,
+    },
+    #[error("the system refused a thread")]
+    System(#[source] io::Error),
+    #[error("the stream has ended")]
+    Ended,
+    #[error("no connection within {seconds} s")]
+    TimedOut { seconds: u64 },
+}
+
+impl DialError {
+    /// Whether the peer's host is there, and nobody listens.
+    pub fn is_connection_refused(&self) -> bool {
+        matches!(self, Self::Socket(error) if error.source.kind() == io::ErrorKind::ConnectionRefused)
+    }
+
+    fn refusal(&self) -> Option<Refusal> {
+        match self {
+            Self::Handshake {
+                source: HandshakeError::Refused(refusal),
+                ..
+            } => Some(*refusal),
+            _ => None,
+        }
+    }
+}
+
+/// The paths of a session, and which of them have failed lately.
+pub(crate) struct Paths {
+    list: Vec<Path>,
+    /// `None` without TLS.
+    terms: Option<ClientTerms>,
+    failed: Mutex<Vec<Option<Instant>>>,
+}
+
+impl Paths {
+    fn new(list: Vec<Path>, config: &SessionConfig) -> Result<Self, DialError> {
+        let terms = match config.security {
+            Security::Insecure => None,
+            _ => Some(
+                config
+                    .security
+                    .client_terms(config.cipher)
+                    .map_err(DialError::Security)?,
+            ),
+        };
+        let failed = Mutex::new(vec![None; list.len()]);
+        Ok(Self {
+            list,
+            terms,
+            failed,
+        })
+    }
+
+    pub(crate) fn failed(&self, path: usize) {
+        if let Some(failed) = lock(&self.failed).get_mut(path) {
+            *failed = Some(Instant::now());
+        }
+    }
+
+    /// All paths, in the order in which a stream should try them: its own first, those that failed lately last.
+    fn order(&self, stream: u32) -> Vec<usize> {
+        let count = self.list.len();
+        let own = usize::try_from(stream).unwrap_or_default() % count.max(1);
+        let mut order: Vec<_> = (0..count).map(|at| (own + at) % count).collect();
+        let failed = lock(&self.failed);
+        order.sort_by_key(|path| failed[*path].is_some_and(|when| when.elapsed() < SHUN));
+        order
+    }
+}
+
+/// How long a path that failed is tried last.
+const SHUN: Duration = Duration::from_secs(5);
+
+/// How long one attempt may take.
+const ATTEMPT: Duration = Duration::from_secs(3);
+
+/// Between two rounds of attempts: the first pause, and the longest.
+const PAUSES: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(1)];
+
+pub(crate) fn begin(
+    list: Vec<Path>,
+    config: SessionConfig,
+) -> Result<(Session, Stream), DialError> {
+    let paths = Paths::new(list, &config)?;
+    let mut last = DialError::NoPath;
+    for path in paths.order(0) {
+        match Greeted::new(&paths, path) {
+            Ok(greeted) => {
+                let secret = greeted.transcript.secret();
+                let peer = greeted.peer();
+                let session = Shared::new(secret, config, peer, Role::Client(paths))
+                    .map_err(DialError::System)?;
+                let stream = session.add(0);
+                greeted.attach(&stream, Intent::Open, Target::New)?;
+                session.next.store(1, Ordering::Relaxed);
+                return Ok((Session(session), Stream::Resumable(Resumable::new(stream))));
+            }
+            Err(error) => {
+                debug!("{}", chain(&error));
+                paths.failed(path);
+                // That nobody listens is only certain if it is so on all paths.
+                if matches!(last, DialError::NoPath) || last.is_connection_refused() {
+                    last = error;
+                }
+            }
+        }
+    }
+    Err(last)
+}
+
+pub(crate) fn open(session: &Arc<Shared>) -> Result<Stream, DialError> {
+    let number = session.next.fetch_add(1, Ordering::Relaxed);
+    let stream = session.add(number);
+    match connect(&stream, Intent::Open) {
+        Ok(()) => Ok(Stream::Resumable(Resumable::new(stream))),
+        Err(error) => {
+            stream.close(StreamError::ShutDown);
+            Err(error)
+        }
+    }
+}
+
+/// Finds another connection for a stream that lost its own, or ends it.
+pub(crate) fn resume(stream: &Arc<Carried>) {
+    let Some((cause, _)) = stream.trouble() else {
+        return;
+    };
+    match connect(stream, Intent::Resume) {
+        Ok(()) => {
+            stream.session().reconnects.fetch_add(1, Ordering::Relaxed);
+        }
+        Err(error) => {
+            debug!("stream {}: {}", stream.number, chain(&error));
+            let seconds = stream.session().config.reconnect_timeout.as_secs();
+            stream.close(match error.refusal() {
+                Some(refusal) => StreamError::Refused { cause, refusal },
+                None => StreamError::Lost { cause, seconds },
+            });
+        }
+    }
+}
+
+/// Tries all paths again and again, for as long as the stream may be without a connection.
+fn connect(stream: &Arc<Carried>, intent: Intent) -> Result<(), DialError> {
+    let session = stream.session();
+    let Role::Client(paths) = &session.role else {
+        return Err(DialError::NoPath);
+    };
+    let limit = session.config.reconnect_timeout;
+    let began = stream
+        .trouble()
+        .map_or_else(Instant::now, |(_, since)| since);
+    let mut pause = PAUSES[0];
+    loop {
+        for path in paths.order(stream.number) {
+            if stream.is_closed() {
+                return Err(DialError::Ended);
+            }
+            let target = Target::Known(session.id());
+            let attached = Greeted::new(paths, path)
+                .and_then(|greeted| greeted.attach(stream, intent, target));
+            match attached {
+                Ok(()) => return Ok(()),
+                Err(error) if error.refusal().is_some_and(|refusal| !refusal.may_pass()) => {
+                    return Err(error);
+                }
+                Err(error @ (DialError::Ended | DialError::Acknowledge { .. })) => {
+                    return Err(error);
+                }
+                Err(error) => {
+                    debug!("stream {}: {}", stream.number, chain(&error));
+                    paths.failed(path);
+                }
+            }
+        }
+        if began.elapsed() + pause > limit {
+            return Err(DialError::TimedOut {
+                seconds: limit.as_secs(),
+            });
+        }
+        thread::sleep(pause);
+        pause = (pause * 2).min(PAUSES[1]);
+    }
+}
+
+/// A connection on which the first two messages have gone.
+struct Greeted {
+    connection: NewConnection,
+    transcript: Transcript,
+    address: Address,
+    path: usize,
+}
+
+impl Greeted {
+    fn new(paths: &Paths, number: usize) -> Result<Self, DialError> {
+        let path = &paths.list[number];
+        let address = path.to.clone();
+        let deadline = Instant::now() + ATTEMPT;
+        let socket = socket::dial_from(&address, path.bind, ATTEMPT)?;
+        let secured = paths.terms.as_ref().map(|terms| {
+            let host = match &address {
+                Address::Tcp { host, .. } => host,
+                Address::Unix(_) => "localhost",
+            };
+            terms.connect(&socket, host, left(deadline))
+        });
+        let secured = secured.transpose().map_err(|source| DialError::Tls {
+            address: address.clone(),
+            source,
+        })?;
+        let mut connection = NewConnection::new(socket, secured, deadline);
+        let failed = |source| DialError::Io {
+            address: address.clone(),
+            source,
+        };
+        let hello = Hello::new(nonce().map_err(failed)?);
+        connection.send(&hello.encode()).map_err(failed)?;
+        let mut bytes = [0; HELLO_LEN];
+        connection.read_exactly(&mut bytes).map_err(failed)?;
+        let answer = Answer::decode(&bytes).and_then(|answer| answer.accepted().map(|_| answer));
+        let answer = answer.map_err(|source| DialError::Handshake {
+            address: address.clone(),
+            source,
+        })?;
+        let transcript = Transcript::new(&hello, &answer, connection.binding);
+        Ok(Self {
+            connection,
+            transcript,
+            address,
+            path: number,
+        })
+    }
+
+    fn peer(&self) -> String {
+        let address = self.address.to_string();
+        match &self.connection.peer {
+            Some(name) => format!("{name} at {address}"),
+            None => address,
+        }
+    }
+
+    /// Makes it the connection of `stream`.
+    fn attach(
+        mut self,
+        stream: &Arc<Carried>,
+        intent: Intent,
+        target: Target,
+    ) -> Result<(), DialError> {
+        let address = self.address;
+        let secret: &Secret = &stream.session().secret;
+        let attaching = stream.attach().ok_or(DialError::Ended)?;
+        let attach = Attach {
+            target,
+            stream: stream.number,
+            intent,
+            received: attaching.received,
+        };
+        let sent = attach.encode(&self.transcript, secret);
+        let failed = |source| DialError::Io {
+            address: address.clone(),
+            source,
+        };
+        self.connection.send(&sent).map_err(failed)?;
+        let mut bytes = [0; ATTACH_LEN];
+        self.connection.read_exactly(&mut bytes).map_err(failed)?;
+        let welcome = Welcome::decode(&bytes, &self.transcript, &sent, secret);
+        let peer_has = welcome.map_err(|source| DialError::Handshake {
+            address: address.clone(),
+            source,
+        })?;
+        attaching
+            .accepts(peer_has)
+            .map_err(|source| DialError::Acknowledge {
+                address: address.clone(),
+                source,
+            })?;
+        let split = self.connection.split(self.path, address.to_string());
+        let (receiver, sender) = split.map_err(failed)?;
+        info!("stream {}: carried by {address}", stream.number);
+        attaching.go_on(receiver, sender);
+        Ok(())
+    }
+}
+
+/// A number that nobody can foresee.
+pub(crate) fn nonce() -> io::Result<[u8; 32]> {
+    let mut nonce = [0; 32];
+    aws_lc_rs::rand::fill(&mut nonce)
+        .map_err(|_| io::Error::other("the system has no random numbers"))?;
+    Ok(nonce)
+}

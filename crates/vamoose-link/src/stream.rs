@@ -1,0 +1,193 @@
+//! A stream of bytes, whatever carries it: what readers and writers of packets and messages use.
+
+use std::{
+    io::{self, IoSlice, Read, Write},
+    net::TcpStream,
+    os::unix::net::UnixStream,
+    time::{Duration, Instant},
+};
+
+use vm_memory::VolatileSlice;
+
+use crate::{Resumable, Socket, StreamError};
+
+/// Bytes in both directions. Reads and writes go through a shared reference, so that one thread may read while
+/// another writes and a third one ends the stream.
+#[derive(Debug)]
+pub enum Stream {
+    /// One connection: of a QEMU, or of a tool on this host.
+    Socket(Socket),
+    /// A stream of a session.
+    Resumable(Resumable),
+}
+
+impl Stream {
+    /// Bytes that have been written and that the peer has not acknowledged; `None` where they are not counted.
+    pub(crate) fn queued(&self) -> Option<usize> {
+        match self {
+            Self::Socket(socket) => socket.queued(),
+            Self::Resumable(stream) => stream.carried().queued(),
+        }
+    }
+
+    /// Ends both directions: calls that read or write this stream return at once.
+    pub fn shut_down(&self) {
+        match self {
+            Self::Socket(socket) => socket.shut_down(),
+            Self::Resumable(stream) => stream.carried().close(StreamError::ShutDown),
+        }
+    }
+
+    /// Ends the direction to the peer; what has been written still arrives.
+    pub fn finish(&self) {
+        match self {
+            Self::Socket(socket) => socket.finish(),
+            Self::Resumable(stream) => stream.carried().finish(),
+        }
+    }
+
+    /// Reads until `buffer` is full, or the peer has ended the stream. Returns the bytes read.
+    ///
+    /// # Errors
+    /// The system's; see [`is_stall`](crate::is_stall) for a peer that sent nothing for the stall timeout.
+    pub fn read_full(&self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Socket(socket) => socket.read_full(buffer),
+            Self::Resumable(stream) => stream.carried().read_full(buffer),
+        }
+    }
+
+    /// Reads what has come, at least a byte, or none when the peer has ended the stream. `None` when nothing has come
+    /// by `deadline`.
+    ///
+    /// # Errors
+    /// The system's, or why the stream is lost.
+    pub fn read_until(
+        &self,
+        out: &mut [u8],
+        deadline: Option<Instant>,
+    ) -> io::Result<Option<usize>> {
+        match self {
+            Self::Socket(socket) => socket.read_until(out, deadline),
+            Self::Resumable(stream) => stream.carried().read_until(out, deadline),
+        }
+    }
+
+    /// Writes `head` and then `tail`.
+    ///
+    /// # Errors
+    /// The system's; see [`is_stall`](crate::is_stall) for a peer that took nothing for the stall timeout.
+    pub fn write_both(&self, head: &[u8], tail: &[u8]) -> io::Result<()> {
+        match self {
+            Self::Socket(socket) => socket.write_both(head, tail),
+            Self::Resumable(stream) => stream.carried().write_both(head, tail),
+        }
+    }
+
+    /// Writes `header` and then `pages`, straight from guest memory. The guest may keep writing them: what
+    /// arrives is then a mixture of old and new.
+    ///
+    /// # Errors
+    /// As [`Stream::write_both`].
+    pub fn send_memory(&self, header: &[u8], pages: &[VolatileSlice<'_>]) -> io::Result<()> {
+        match self {
+            Self::Socket(socket) => socket.send_memory(header, pages),
+            Self::Resumable(stream) => stream.carried().send_memory(header, pages),
+        }
+    }
+
+    /// Reads straight into guest memory until `pages` are full, or the peer has ended the stream. Returns the
+    /// bytes read.
+    ///
+    /// # Errors
+    /// As [`Stream::read_full`].
+    pub fn receive_memory(&self, pages: &[VolatileSlice<'_>]) -> io::Result<usize> {
+        match self {
+            Self::Socket(socket) => socket.receive_memory(pages),
+            Self::Resumable(stream) => stream.carried().receive_memory(pages),
+        }
+    }
+
+    /// Sets the stall timeout: how long a read or write waits for progress of the peer.
+    ///
+    /// # Errors
+    /// When `timeout` is zero.
+    pub fn set_stall_timeout(&self, timeout: Duration) -> io::Result<()> {
+        match self {
+            Self::Socket(socket) => socket.set_stall_timeout(timeout),
+            Self::Resumable(stream) => {
+                stream.carried().set_stall_timeout(timeout);
+                Ok(())
+            }
+        }
+    }
+
+    /// The stall timeout; zero if there is none.
+    pub fn stall_timeout(&self) -> Duration {
+        match self {
+            Self::Socket(socket) => socket.stall_timeout(),
+            Self::Resumable(stream) => stream.carried().stall_timeout(),
+        }
+    }
+
+    /// The connection, if the stream is one.
+    pub fn socket(&self) -> Option<&Socket> {
+        match self {
+            Self::Socket(socket) => Some(socket),
+            Self::Resumable(_) => None,
+        }
+    }
+}
+
+impl From<Socket> for Stream {
+    fn from(socket: Socket) -> Self {
+        Self::Socket(socket)
+    }
+}
+
+impl From<TcpStream> for Stream {
+    fn from(stream: TcpStream) -> Self {
+        Self::Socket(Socket::Tcp(stream))
+    }
+}
+
+impl From<UnixStream> for Stream {
+    fn from(stream: UnixStream) -> Self {
+        Self::Socket(Socket::Unix(stream))
+    }
+}
+
+impl Read for &Stream {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Stream::Socket(socket) => (&mut &*socket).read(buffer),
+            Stream::Resumable(stream) => stream.carried().read(buffer),
+        }
+    }
+}
+
+impl Write for &Stream {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        match self {
+            Stream::Socket(socket) => (&mut &*socket).write(buffer),
+            Stream::Resumable(stream) => {
+                stream.carried().write_both(buffer, &[])?;
+                Ok(buffer.len())
+            }
+        }
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        match self {
+            Stream::Socket(socket) => (&mut &*socket).write_vectored(slices),
+            Stream::Resumable(_) => {
+                let first = slices.iter().find(|slice| !slice.is_empty());
+                first.map_or(Ok(0), |slice| self.write(slice))
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,458 @@
+//! What can go wrong before a connection is secured, in the words of both ends.
+//!
+//! The end that refuses knows why ([`Refusal`]). The other learns of it by a TLS alert, which has room for a number only;
+//! [`Objection`] is what that means for its own certificate or key.
+
+use std::{fmt, io, path::PathBuf, time::Duration};
+
+use rustls::{
+    AlertDescription, CertificateError, PeerIncompatible,
+    pki_types::{ServerName, UnixTime},
+};
+use thiserror::Error;
+
+use super::{PublicKey, PublicKeyError};
+
+/// No secured connection could be made.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum TlsError {
+    /// A file of the certificates or keys cannot be used.
+    #[error("cannot use {}", path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        fault: FileFault,
+    },
+    /// There are neither certificates nor keys.
+    #[error("neither certificates nor keys are configured")]
+    Insecure,
+    /// What is expected of the server is not the name of a host.
+    #[error("`{name}` is no host name or IP address that a certificate could be for")]
+    ServerName {
+        /// The name.
+        name: String,
+    },
+    /// This end refuses the peer.
+    #[error("refusing the {peer}")]
+    Refused {
+        /// The end that is refused.
+        peer: End,
+        /// Why.
+        #[source]
+        reason: Refusal,
+    },
+    /// The peer refuses this end.
+    #[error("the {peer} refuses this {}", peer.other())]
+    RefusedByPeer {
+        /// The end that refuses.
+        peer: End,
+        /// What its alert means.
+        #[source]
+        reason: Objection,
+    },
+    /// One end has certificates and the other has keys.
+    #[error("one end uses certificates and the {peer} keys, or the other way round")]
+    Kind {
+        /// The other end.
+        peer: End,
+    },
+    /// The peer sent something else than TLS.
+    #[error("the {peer} does not speak TLS: it is configured without, or it is not Vamoose")]
+    NotTls {
+        /// Which.
+        peer: End,
+    },
+    /// The peer speaks TLS for another purpose.
+    #[error("the {peer} speaks TLS, but it is not Vamoose")]
+    OtherProtocol {
+        /// Which.
+        peer: End,
+    },
+    /// The peer did not finish the handshake in time.
+    #[error("the {peer} did not finish the TLS handshake within {} s", timeout.as_secs_f32())]
+    TimedOut {
+        /// Which.
+        peer: End,
+        /// Within what.
+        timeout: Duration,
+    },
+    /// The peer sent more than any handshake has.
+    #[error("the {peer} sent more than {limit} bytes before the end of the TLS handshake")]
+    TooLong {
+        /// Which.
+        peer: End,
+        /// How much it may send.
+        limit: usize,
+    },
+    /// The peer has gone.
+    #[error("the {peer} closed the connection during the TLS handshake")]
+    Closed {
+        /// Which.
+        peer: End,
+    },
+    /// The connection failed.
+    #[error("the connection to the {peer} failed during the TLS handshake")]
+    Socket {
+        /// The other end.
+        peer: End,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// Anything else that the protocol knows of.
+    #[error("the TLS handshake with the {peer} failed")]
+    Handshake {
+        /// The other end.
+        peer: End,
+        /// The library's error.
+        source: rustls::Error,
+    },
+}
+
+/// An end of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The one that dialled.
+    Client,
+    /// The one that accepted.
+    Server,
+}
+
+impl End {
+    /// The other one.
+    pub fn other(self) -> Self {
+        match self {
+            Self::Client => Self::Server,
+            Self::Server => Self::Client,
+        }
+    }
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Client => "client",
+            Self::Server => "server",
+        })
+    }
+}
+
+/// Why a file cannot be used.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum FileFault {
+    /// It cannot be read or written.
+    #[error(transparent)]
+    System(#[from] io::Error),
+    /// It is not what its name says.
+    #[error("it holds no {what} in PEM format")]
+    NotPem {
+        /// What it should hold.
+        what: &'static str,
+    },
+    /// Something in it is malformed.
+    #[error("it holds a malformed {what}")]
+    Malformed {
+        /// What.
+        what: &'static str,
+        /// In what way.
+        source: rustls::Error,
+    },
+    /// The key is another one's.
+    #[error("the key in it does not belong to the certificate beside it")]
+    OtherKey,
+    /// Others could use the key.
+    #[error("other users can read it (mode {mode:04o}, 0600 is needed)")]
+    Mode {
+        /// Its permissions.
+        mode: u32,
+    },
+    /// Others could have keys of their own trusted.
+    #[error("other users can write it (mode {mode:04o}, 0644 at most)")]
+    Writable {
+        /// Its permissions.
+        mode: u32,
+    },
+    /// Another user could replace the key.
+    #[error("it belongs to user {owner}")]
+    Owner {
+        /// The user.
+        owner: u32,
+    },
+    /// It is too large to be what its name says.
+    #[error("it has more than {limit} bytes")]
+    TooLarge {
+        /// The most that is read.
+        limit: u64,
+    },
+    /// It lists no key, and none is given otherwise.
+    #[error("no key is trusted")]
+    NobodyTrusted,
+    /// A line is no key.
+    #[error("line {line}")]
+    Line {
+        /// Which, from 1.
+        line: usize,
+        /// Why not.
+        source: PublicKeyError,
+    },
+}
+
+/// Why this end refuses its peer.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// It has shown no certificate.
+    #[error("it has no certificate")]
+    NoCertificate,
+    /// The authority is another one.
+    #[error("its certificate is not signed by the authority in ca-cert.pem")]
+    UnknownAuthority,
+    /// The certificate is too old.
+    #[error("its certificate expired {} ago, by the clock of this host", span(*.seconds))]
+    Expired {
+        /// For how long.
+        seconds: u64,
+    },
+    /// The certificate is too new.
+    #[error("its certificate is not valid for another {}, by the clock of this host", span(*.seconds))]
+    NotYetValid {
+        /// For how much longer.
+        seconds: u64,
+    },
+    /// The certificate is for another server.
+    #[error("its certificate is not for `{expected}` but for {}", list(.presented))]
+    Name {
+        /// The host that was dialled, or the name that was given.
+        expected: String,
+        /// Names in the certificate; the common name does not count.
+        presented: Vec<String>,
+    },
+    /// The certificate is not for this role.
+    #[error("its certificate is not for use by a {role} (extended key usage)")]
+    Purpose {
+        /// The peer's role.
+        role: End,
+    },
+    /// The certificate has been revoked.
+    #[error("its certificate has been revoked (ca-crl.pem)")]
+    Revoked,
+    /// The list of revoked certificates is too old to rely on.
+    #[error("the list of revoked certificates of this host has expired (ca-crl.pem)")]
+    RevocationListExpired,
+    /// The name is not among those that are allowed.
+    #[error("no name of its certificate is allowed: {}", list(.names))]
+    NotAllowed {
+        /// Names in the certificate.
+        names: Vec<String>,
+    },
+    /// The key is not trusted.
+    #[error("its key is not trusted: {key}")]
+    UnknownKey {
+        /// The key.
+        key: PublicKey,
+    },
+    /// Any other fault of a certificate.
+    #[error("its certificate cannot be used")]
+    Certificate(#[source] rustls::Error),
+}
+
+/// Why the peer refuses this end, as far as its alert tells.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Objection {
+    /// The authority is another one.
+    #[error("it does not trust the authority that signed {}, or its list of revoked certificates has expired", certificate.display())]
+    UnknownAuthority {
+        /// Our certificate.
+        certificate: PathBuf,
+    },
+    /// The certificate is too old or too new.
+    #[error("by its clock, {} has expired or is not valid yet", certificate.display())]
+    NotValidNow {
+        /// Our certificate.
+        certificate: PathBuf,
+    },
+    /// The certificate is for another server, or malformed.
+    #[error("{} is not for the name that it dialled", certificate.display())]
+    Name {
+        /// Our certificate.
+        certificate: PathBuf,
+    },
+    /// The certificate is not for this role.
+    #[error("{} is not for use by a {role} (extended key usage)", certificate.display())]
+    Purpose {
+        /// Our certificate.
+        certificate: PathBuf,
+        /// Our role.
+        role: End,
+    },
+    /// The certificate has been revoked.
+    #[error("{} has been revoked", certificate.display())]
+    Revoked {
+        /// Our certificate.
+        certificate: PathBuf,
+    },
+    /// The names in the certificate are not among those that are allowed.
+    #[error("it does not allow the name in {}: {}", certificate.display(), list(.names))]
+    NotAllowed {
+        /// Our certificate.
+        certificate: PathBuf,
+        /// Names in it.
+        names: Vec<String>,
+    },
+    /// The key is not trusted there.
+    #[error("it does not trust the key of this host: {key}")]
+    UnknownKey {
+        /// Our key.
+        key: PublicKey,
+    },
+    /// It wants to see a certificate.
+    #[error("it requires a certificate")]
+    NoCertificate,
+    /// Any other alert.
+    #[error("it sent the TLS alert {0:?}")]
+    Alert(AlertDescription),
+}
+
+/// What this end has shown to its peer.
+#[derive(Clone, Debug)]
+pub(super) enum Shown {
+    Certificate {
+        path: PathBuf,
+        /// Names in it.
+        names: Vec<String>,
+    },
+    Key(PublicKey),
+}
+
+impl TlsError {
+    /// `path` cannot be used.
+    pub(super) fn file(path: impl Into<PathBuf>, fault: impl Into<FileFault>) -> Self {
+        Self::File {
+            path: path.into(),
+            fault: fault.into(),
+        }
+    }
+
+    /// What a rustls error means to the user. `refusal` is what our own verifier has found, `shown` what we have shown.
+    pub(super) fn of(
+        error: rustls::Error,
+        peer: End,
+        refusal: Option<Refusal>,
+        shown: &Shown,
+    ) -> Self {
+        if let Some(reason) = refusal {
+            return Self::Refused { peer, reason };
+        }
+        match error {
+            rustls::Error::InvalidCertificate(error) => {
+                let reason = Refusal::of(error, peer);
+                Self::Refused { peer, reason }
+            }
+            rustls::Error::NoCertificatesPresented => {
+                let reason = Refusal::NoCertificate;
+                Self::Refused { peer, reason }
+            }
+            rustls::Error::PeerIncompatible(
+                PeerIncompatible::IncorrectCertificateTypeExtension
+                | PeerIncompatible::UnsolicitedCertificateTypeExtension,
+            )
+            | rustls::Error::AlertReceived(AlertDescription::HandshakeFailure) => {
+                Self::Kind { peer }
+            }
+            rustls::Error::NoApplicationProtocol
+            | rustls::Error::AlertReceived(AlertDescription::NoApplicationProtocol) => {
+                Self::OtherProtocol { peer }
+            }
+            rustls::Error::AlertReceived(alert) => {
+                let reason = Objection::of(alert, peer, shown);
+                Self::RefusedByPeer { peer, reason }
+            }
+            rustls::Error::InvalidMessage(_) => Self::NotTls { peer },
+            source => Self::Handshake { peer, source },
+        }
+    }
+}
+
+impl Refusal {
+    fn of(error: CertificateError, peer: End) -> Self {
+        use CertificateError as Error;
+        match error {
+            Error::UnknownIssuer => Self::UnknownAuthority,
+            Error::Expired => Self::Expired { seconds: 0 },
+            Error::ExpiredContext { time, not_after } => Self::Expired {
+                seconds: seconds(not_after, time),
+            },
+            Error::NotValidYet => Self::NotYetValid { seconds: 0 },
+            Error::NotValidYetContext { time, not_before } => Self::NotYetValid {
+                seconds: seconds(time, not_before),
+            },
+            Error::NotValidForNameContext {
+                expected,
+                presented,
+            } => Self::Name {
+                expected: match &expected {
+                    ServerName::IpAddress(address) => std::net::IpAddr::from(*address).to_string(),
+                    name => name.to_str().into_owned(),
+                },
+                presented,
+            },
+            Error::InvalidPurpose | Error::InvalidPurposeContext { .. } => {
+                Self::Purpose { role: peer }
+            }
+            Error::Revoked => Self::Revoked,
+            Error::ExpiredRevocationList | Error::ExpiredRevocationListContext { .. } => {
+                Self::RevocationListExpired
+            }
+            error => Self::Certificate(error.into()),
+        }
+    }
+}
+
+impl Objection {
+    fn of(alert: AlertDescription, peer: End, shown: &Shown) -> Self {
+        use AlertDescription as Alert;
+        let (certificate, names) = match shown {
+            Shown::Key(key) if alert == Alert::AccessDenied => {
+                return Self::UnknownKey { key: *key };
+            }
+            Shown::Key(_) => return Self::Alert(alert),
+            Shown::Certificate { path, names } => (path.clone(), names.clone()),
+        };
+        let role = peer.other();
+        match alert {
+            Alert::UnknownCA => Self::UnknownAuthority { certificate },
+            Alert::CertificateExpired => Self::NotValidNow { certificate },
+            Alert::BadCertificate if role == End::Server => Self::Name { certificate },
+            Alert::UnsupportedCertificate => Self::Purpose { certificate, role },
+            Alert::CertificateRevoked => Self::Revoked { certificate },
+            Alert::CertificateRequired => Self::NoCertificate,
+            Alert::AccessDenied => Self::NotAllowed { certificate, names },
+            alert => Self::Alert(alert),
+        }
+    }
+}
+
+fn seconds(from: UnixTime, to: UnixTime) -> u64 {
+    to.as_secs().saturating_sub(from.as_secs())
+}
+
+/// A length of time in its largest unit.
+fn span(seconds: u64) -> String {
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        7200..172_800 => format!("{} h", seconds / 3600),
+        _ => format!("{} days", seconds / 86_400),
+    }
+}
+
+fn list(names: &[String]) -> String {
+    if names.is_empty() {
+        return "none at all".to_owned();
+    }
+    names.join(", ")
+}

@@ -1,0 +1,409 @@
+//! Raw public keys (RFC 7250): each end has a key, and knows the other's, as ssh does. No certificate, no name, no expiry.
+//!
+//! What is trusted is the whole key, of 32 bytes, and no digest of it: it is short enough to be copied by hand.
+
+use std::{
+    fmt,
+    fs::{self, DirBuilder, File, Metadata, OpenOptions},
+    io::{self, Read as _, Write as _},
+    os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _},
+    path::{Path, PathBuf},
+    str::FromStr,
+    sync::Arc,
+};
+
+use aws_lc_rs::signature::{Ed25519KeyPair, KeyPair as _};
+use base64::{
+    Engine as _, alphabet,
+    engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig, general_purpose::STANDARD},
+};
+use rustix::process::geteuid;
+use rustls::{
+    DigitallySignedStruct, DistinguishedName, SignatureScheme,
+    client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+    crypto::{WebPkiSupportedAlgorithms, aws_lc_rs::sign::any_eddsa_type},
+    pki_types::{
+        CertificateDer, PrivatePkcs8KeyDer, ServerName, SubjectPublicKeyInfoDer, UnixTime,
+        pem::PemObject as _,
+    },
+    server::danger::{ClientCertVerified, ClientCertVerifier},
+    sign::CertifiedKey,
+};
+use thiserror::Error;
+
+use super::{
+    FileFault, Keys, TlsError,
+    error::Refusal,
+    terms::{RefusalSlot, refuse},
+};
+
+/// A public key of Ed25519. As text `ed25519:` and 32 bytes in base64.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PublicKey([u8; 32]);
+
+/// A text is no public key.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PublicKeyError {
+    /// It does not begin as one.
+    #[error("a public key begins with `ed25519:`")]
+    Kind,
+    /// What follows is not base64.
+    #[error("a public key is `ed25519:` and 44 characters of base64")]
+    Base64,
+    /// There are too many bytes, or too few.
+    #[error("a public key has 32 bytes, and this one {len}")]
+    Length {
+        /// As many as there are.
+        len: usize,
+    },
+}
+
+impl Keys {
+    /// Makes a key in `directory`, which is made, too, if it is missing. Returns its public half.
+    ///
+    /// # Errors
+    /// When there is a key already, or the file cannot be written.
+    pub fn generate(directory: &Path) -> Result<PublicKey, TlsError> {
+        let path = directory.join(KEY);
+        write_key(directory, &path).map_err(|error| TlsError::file(&path, error))
+    }
+
+    /// The public half of the key in `directory`.
+    ///
+    /// # Errors
+    /// When there is none that can be used.
+    pub fn public_key(directory: &Path) -> Result<PublicKey, TlsError> {
+        Ok(OwnKey::load(&directory.join(KEY))?.public)
+    }
+
+    /// The file that lists the keys to trust.
+    pub fn trusted_file(directory: &Path) -> PathBuf {
+        directory.join(TRUSTED)
+    }
+
+    /// This end's key.
+    pub(super) fn own(&self) -> Result<OwnKey, TlsError> {
+        OwnKey::load(&self.directory.join(KEY))
+    }
+
+    /// All keys that are trusted: at least one.
+    pub(super) fn all_trusted(&self) -> Result<Vec<PublicKey>, TlsError> {
+        let path = Self::trusted_file(&self.directory);
+        let mut trusted = match read_trusted(&path) {
+            Ok(trusted) => trusted,
+            Err(FileFault::System(error)) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+            Err(fault) => return Err(TlsError::file(path, fault)),
+        };
+        trusted.extend_from_slice(&self.trusted);
+        if trusted.is_empty() {
+            return Err(TlsError::file(path, FileFault::NobodyTrusted));
+        }
+        Ok(trusted)
+    }
+}
+
+const KEY: &str = "key";
+const TRUSTED: &str = "trusted";
+
+/// Keys and lists of keys are short: a million bytes hold 20,000 keys.
+const MAX_FILE: u64 = 1 << 20;
+
+/// Complete or not at all: a key that a full disk cut short would look like one that is there.
+fn write_key(directory: &Path, path: &Path) -> io::Result<PublicKey> {
+    let pair = Ed25519KeyPair::generate()
+        .map_err(|_| io::Error::other("the system has no random numbers"))?;
+    let der = pair
+        .to_pkcs8v1()
+        .map_err(|_| io::Error::other("the key cannot be encoded"))?;
+    let public = PublicKey::try_from(pair.public_key().as_ref())
+        .map_err(|error| io::Error::other(error.to_string()))?;
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(directory)?;
+    let unfinished = directory.join(format!(".{KEY}.{}", std::process::id()));
+    let written = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&unfinished)
+        .and_then(|mut file| {
+            file.write_all(pem(der.as_ref()).as_bytes())?;
+            file.sync_all()
+        })
+        // Not renamed: that would replace a key that is there.
+        .and_then(|()| fs::hard_link(&unfinished, path));
+    let removed = fs::remove_file(&unfinished);
+    written.and(removed).map(|()| public)
+}
+
+fn pem(der: &[u8]) -> String {
+    let text = STANDARD.encode(der);
+    let mut lines = "-----BEGIN PRIVATE KEY-----\n".to_owned();
+    let mut rest = text.as_str();
+    while !rest.is_empty() {
+        let (line, after) = rest.split_at(rest.len().min(64));
+        lines.push_str(line);
+        lines.push('\n');
+        rest = after;
+    }
+    lines.push_str("-----END PRIVATE KEY-----\n");
+    lines
+}
+
+/// The key of this end.
+pub(super) struct OwnKey {
+    pub(super) public: PublicKey,
+    pub(super) certified: Arc<CertifiedKey>,
+}
+
+impl OwnKey {
+    fn load(path: &Path) -> Result<Self, TlsError> {
+        Self::read(path).map_err(|fault| TlsError::file(path, fault))
+    }
+
+    fn read(path: &Path) -> Result<Self, FileFault> {
+        const WHAT: &str = "Ed25519 private key";
+        let file = File::open(path)?;
+        let metadata = file.metadata()?;
+        let mode = metadata.mode() & 0o7777;
+        if mode & 0o077 != 0 {
+            return Err(FileFault::Mode { mode });
+        }
+        check_owner(&metadata)?;
+        let text = read_file(file)?;
+        let key = PrivatePkcs8KeyDer::from_pem_slice(&text)
+            .map_err(|_| FileFault::NotPem { what: WHAT })?;
+        let key =
+            any_eddsa_type(&key).map_err(|source| FileFault::Malformed { what: WHAT, source })?;
+        let spki = key
+            .public_key()
+            .ok_or(FileFault::NotPem { what: WHAT })?
+            .into_owned();
+        let public = PublicKey::from_spki(&spki).ok_or(FileFault::NotPem { what: WHAT })?;
+        let shown = vec![CertificateDer::from(spki.to_vec())];
+        let certified = Arc::new(CertifiedKey::new(shown, key));
+        Ok(Self { public, certified })
+    }
+}
+
+fn read_trusted(path: &Path) -> Result<Vec<PublicKey>, FileFault> {
+    let file = File::open(path)?;
+    let metadata = file.metadata()?;
+    let mode = metadata.mode() & 0o7777;
+    if mode & 0o022 != 0 {
+        return Err(FileFault::Writable { mode });
+    }
+    check_owner(&metadata)?;
+    parse_trusted(&read_file(file)?)
+}
+
+/// Whom we trust decides on who has guests: the user of this process and root.
+fn check_owner(metadata: &Metadata) -> Result<(), FileFault> {
+    let owner = metadata.uid();
+    if owner == 0 || owner == geteuid().as_raw() {
+        return Ok(());
+    }
+    Err(FileFault::Owner { owner })
+}
+
+/// A file of certificates, keys or trust.
+pub(super) fn read_file(file: File) -> Result<Vec<u8>, FileFault> {
+    let mut text = Vec::new();
+    file.take(MAX_FILE + 1).read_to_end(&mut text)?;
+    if text.len() as u64 > MAX_FILE {
+        return Err(FileFault::TooLarge { limit: MAX_FILE });
+    }
+    Ok(text)
+}
+
+/// The keys of a list: one a line, with an optional comment behind it; empty lines and those that begin with `#` do not count.
+pub(super) fn parse_trusted(text: &[u8]) -> Result<Vec<PublicKey>, FileFault> {
+    let text = String::from_utf8_lossy(text);
+    let mut keys = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let Some(key) = line.split_whitespace().next() else {
+            continue;
+        };
+        if key.starts_with('#') {
+            continue;
+        }
+        let line = index + 1;
+        keys.push(
+            key.parse()
+                .map_err(|source| FileFault::Line { line, source })?,
+        );
+    }
+    Ok(keys)
+}
+
+/// What precedes the 32 bytes in an Ed25519 key's SubjectPublicKeyInfo (RFC 8410).
+const SPKI_PREFIX: [u8; 12] = [
+    0x30, 0x2a, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x03, 0x21, 0x00,
+];
+
+impl PublicKey {
+    pub(super) fn from_spki(spki: &[u8]) -> Option<Self> {
+        let key = spki.strip_prefix(&SPKI_PREFIX)?;
+        Self::try_from(key).ok()
+    }
+}
+
+impl TryFrom<&[u8]> for PublicKey {
+    type Error = PublicKeyError;
+
+    fn try_from(bytes: &[u8]) -> Result<Self, Self::Error> {
+        let len = bytes.len();
+        let bytes = bytes.try_into();
+        bytes.map(Self).map_err(|_| PublicKeyError::Length { len })
+    }
+}
+
+const PREFIX: &str = "ed25519:";
+
+/// The padding is easily lost when a key is copied.
+const LENIENT: GeneralPurpose = GeneralPurpose::new(
+    &alphabet::STANDARD,
+    GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent),
+);
+
+impl FromStr for PublicKey {
+    type Err = PublicKeyError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let key = text.strip_prefix(PREFIX).ok_or(PublicKeyError::Kind)?;
+        let bytes = LENIENT.decode(key).map_err(|_| PublicKeyError::Base64)?;
+        Self::try_from(&bytes[..])
+    }
+}
+
+impl fmt::Display for PublicKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{PREFIX}{}", STANDARD.encode(self.0))
+    }
+}
+
+impl fmt::Debug for PublicKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Accepts the keys that are trusted, at either end.
+#[derive(Debug)]
+pub(super) struct KeyVerifier {
+    pub(super) trusted: Arc<[PublicKey]>,
+    pub(super) algorithms: WebPkiSupportedAlgorithms,
+    pub(super) refusal: RefusalSlot,
+}
+
+impl KeyVerifier {
+    fn verify(&self, spki: &CertificateDer<'_>) -> Result<(), rustls::Error> {
+        let key = PublicKey::from_spki(spki).ok_or(rustls::CertificateError::BadEncoding)?;
+        if self.trusted.contains(&key) {
+            return Ok(());
+        }
+        Err(refuse(&self.refusal, Refusal::UnknownKey { key }))
+    }
+
+    fn verify_signature(
+        &self,
+        message: &[u8],
+        spki: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        rustls::crypto::verify_tls13_signature_with_raw_key(
+            message,
+            &SubjectPublicKeyInfoDer::from(spki.as_ref()),
+            signature,
+            &self.algorithms,
+        )
+    }
+}
+
+impl ServerCertVerifier for KeyVerifier {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        self.verify(end_entity)?;
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(ONLY_TLS13)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.verify_signature(message, cert, dss)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        vec![SignatureScheme::ED25519]
+    }
+
+    fn requires_raw_public_keys(&self) -> bool {
+        true
+    }
+}
+
+impl ClientCertVerifier for KeyVerifier {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        self.verify(end_entity)?;
+        Ok(ClientCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(ONLY_TLS13)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.verify_signature(message, cert, dss)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        vec![SignatureScheme::ED25519]
+    }
+
+    fn requires_raw_public_keys(&self) -> bool {
+        true
+    }
+}
+
+const ONLY_TLS13: rustls::Error = rustls::Error::PeerIncompatible(
+    rustls::PeerIncompatible::ServerTlsVersionIsDisabledByOurConfig,
+);

@@ -1,0 +1,259 @@
+//! Opens records that have been received.
+//!
+//! ```text
+//! read(2) ─> received ─┬─ the record fits ──> opened straight into the caller's memory
+//!                      └─ it does not ──────> opened in place, handed out in pieces
+//! ```
+//!
+//! The peer is authenticated when this begins, but what is on the wire is not: every byte of a record,
+//! its header included, is authenticated before anything of it is used, and the number of the record is
+//! part of that, so that records are neither missing, nor repeated, nor in another order. Whatever is not in
+//! order ends the connection. There is no change of keys: [`Sealer`](super::Sealer) needs none.
+
+use std::{
+    fmt,
+    io::{self, Read as _},
+    ops::Range,
+};
+
+use rustls::AlertDescription;
+
+use super::record::{
+    ALERT, CLOSE_NOTIFY, DATA, HANDSHAKE, HEADER_LEN, MAX_BODY, MAX_CONTENT, RecordKey, TAG_LEN,
+    authenticated,
+};
+use crate::Socket;
+
+/// The receiving direction of a connection.
+pub(crate) struct Opener {
+    key: RecordKey,
+    received: Vec<u8>,
+    /// What of `received` has not been opened.
+    closed: Range<usize>,
+    /// What of `received` has been opened and not been handed out.
+    opened: Range<usize>,
+    /// Records without content since the last one with some.
+    empty: u32,
+    state: State,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    Open,
+    /// The peer has said that nothing follows.
+    Closed,
+    Broken,
+}
+
+/// What one read(2) takes at most.
+const BUFFER: usize = 256 << 10;
+
+/// Records without content that may follow each other. Nobody needs them, and each costs time.
+const MAX_EMPTY: u32 = 16;
+
+impl Opener {
+    pub(super) fn new(key: RecordKey) -> Self {
+        Self {
+            key,
+            received: vec![0; BUFFER],
+            closed: 0..0,
+            opened: 0..0,
+            empty: 0,
+            state: State::Open,
+        }
+    }
+
+    /// Reads into `out`: at least one byte, or none when the peer has said that nothing follows. What is behind the bytes
+    /// that are returned may have been overwritten.
+    ///
+    /// # Errors
+    /// `WouldBlock` when nothing came for the socket's receive timeout: the call may be repeated. `UnexpectedEof` when the
+    /// connection ended without a word, `InvalidData` when a record has been changed on its way, and the system's. No
+    /// call succeeds after one of these.
+    pub(crate) fn read(&mut self, socket: &Socket, out: &mut [u8]) -> io::Result<usize> {
+        match self.state {
+            State::Open => {}
+            State::Closed => return Ok(0),
+            State::Broken => {
+                let broken = "the connection has failed before";
+                return Err(io::Error::new(io::ErrorKind::NotConnected, broken));
+            }
+        }
+        let read = self.read_open(socket, out);
+        if let Err(error) = &read
+            && error.kind() != io::ErrorKind::WouldBlock
+        {
+            self.state = State::Broken;
+        }
+        read
+    }
+
+    /// Whether [`Opener::read`] has bytes without a system call.
+    pub(crate) fn buffered(&self) -> bool {
+        !self.opened.is_empty() || self.state == State::Open && self.has_record()
+    }
+
+    fn read_open(&mut self, socket: &Socket, out: &mut [u8]) -> io::Result<usize> {
+        if out.is_empty() {
+            return Ok(0);
+        }
+        let mut read = self.hand_out(out);
+        // As many records as there are: a system call less.
+        while read < out.len() && self.state == State::Open {
+            let Some(body) = self.next_record()? else {
+                if read > 0 {
+                    break;
+                }
+                self.receive(socket)?;
+                continue;
+            };
+            read += self.open(body, &mut out[read..])?;
+        }
+        Ok(read)
+    }
+
+    /// Moves opened bytes to `out`.
+    fn hand_out(&mut self, out: &mut [u8]) -> usize {
+        let bytes = self.opened.len().min(out.len());
+        out[..bytes].copy_from_slice(&self.received[self.opened.start..][..bytes]);
+        self.opened.start += bytes;
+        bytes
+    }
+
+    fn has_record(&self) -> bool {
+        // One that is refused is there, too.
+        !matches!(self.peek(), Ok(None))
+    }
+
+    /// The length of the next record's body, if all of it has been received.
+    fn peek(&self) -> io::Result<Option<usize>> {
+        let received = &self.received[self.closed.clone()];
+        let Some(([kind, _, _, high, low], rest)) = received.split_first_chunk() else {
+            return Ok(None);
+        };
+        if *kind != DATA {
+            return Err(malformed("a record without encryption"));
+        }
+        let body = usize::from(u16::from_be_bytes([*high, *low]));
+        if body > MAX_BODY {
+            return Err(malformed("a record that is too long"));
+        }
+        if body <= TAG_LEN {
+            return Err(malformed("a record that is too short"));
+        }
+        Ok((body <= rest.len()).then_some(body))
+    }
+
+    /// As [`Opener::peek`]; of its body, where it is.
+    fn next_record(&mut self) -> io::Result<Option<Range<usize>>> {
+        let Some(len) = self.peek()? else {
+            return Ok(None);
+        };
+        let start = self.closed.start + HEADER_LEN;
+        self.closed.start = start + len;
+        Ok(Some(start..start + len))
+    }
+
+    /// Opens the record at `body` into `out`, or in place if it does not fit. Returns the bytes of `out` that count.
+    fn open(&mut self, body: Range<usize>, out: &mut [u8]) -> io::Result<usize> {
+        let (before, rest) = self.received.split_at_mut(body.start);
+        let (sealed, tag) = rest[..body.len()].split_at_mut(body.len() - TAG_LEN);
+        let header = before.last_chunk::<HEADER_LEN>();
+        let header = authenticated(*header.ok_or_else(|| malformed("a record without header"))?);
+        let (key, nonce) = (self.key.key(), self.key.nonce());
+        let is_direct = sealed.len() <= out.len();
+        let plain = if is_direct {
+            let plain = &mut out[..sealed.len()];
+            key.open_separate_gather(nonce, header, sealed, tag, plain)
+                .map(|()| plain)
+        } else {
+            key.open_in_place_separate_tag(nonce, header, tag, sealed)
+        };
+        let plain = plain.map_err(|_| malformed("a record that has been changed on its way"))?;
+        self.key.advance();
+        // The type is the last byte that is not zero.
+        let len = plain.iter().rposition(|byte| *byte != 0);
+        let len = len.ok_or_else(|| malformed("a record without type"))?;
+        let (kind, content) = (plain[len], &plain[..len]);
+        if len > MAX_CONTENT {
+            return Err(malformed("a record that is too long"));
+        }
+        match kind {
+            DATA => {}
+            ALERT => {
+                let content = content.try_into().ok();
+                self.alert(content)?;
+                return Ok(0);
+            }
+            HANDSHAKE => return Err(malformed("a handshake message on an open connection")),
+            _ => return Err(malformed("a record of unknown type")),
+        }
+        self.count(len)?;
+        if is_direct {
+            return Ok(len);
+        }
+        self.opened = body.start..body.start + len;
+        Ok(self.hand_out(out))
+    }
+
+    fn alert(&mut self, content: Option<[u8; 2]>) -> io::Result<()> {
+        match content {
+            Some([_, CLOSE_NOTIFY]) => {
+                self.state = State::Closed;
+                Ok(())
+            }
+            Some([_, description]) => {
+                let alert = AlertDescription::from(description);
+                Err(io::Error::new(
+                    io::ErrorKind::ConnectionAborted,
+                    format!("the peer sent the TLS alert {alert:?}"),
+                ))
+            }
+            None => Err(malformed("a malformed alert")),
+        }
+    }
+
+    fn count(&mut self, content: usize) -> io::Result<()> {
+        if content > 0 {
+            self.empty = 0;
+            return Ok(());
+        }
+        self.empty += 1;
+        if self.empty > MAX_EMPTY {
+            return Err(malformed("too many records without content"));
+        }
+        Ok(())
+    }
+
+    /// Receives as much as there is. Everything that had been opened has been handed out.
+    fn receive(&mut self, socket: &Socket) -> io::Result<()> {
+        // A part of a record moves to the front: at most one, for each read of many.
+        self.received.copy_within(self.closed.clone(), 0);
+        self.closed = 0..self.closed.len();
+        self.opened = 0..0;
+        let free = &mut self.received[self.closed.end..];
+        loop {
+            match (&mut &*socket).read(free) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(bytes) => {
+                    self.closed.end += bytes;
+                    return Ok(());
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+fn malformed(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("the peer sent {what}"))
+}
+
+impl fmt::Debug for Opener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Opener")
+            .field("records", &self.key.sequence())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,134 @@
+//! Records of TLS 1.3 behind the handshake (RFC 8446, 5): what both directions share.
+//!
+//! ```text
+//! 23 3 3 len  |  sealed: up to 16 KiB of content, its type, zeros as padding  |  tag
+//! └ header, authenticated with it
+//! ```
+
+use aws_lc_rs::{
+    aead::{
+        AES_128_GCM, AES_256_GCM, Aad, Algorithm, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey,
+    },
+    error::Unspecified,
+};
+use rustls::ConnectionTrafficSecrets as Secrets;
+
+use super::Cipher;
+
+pub(super) const HEADER_LEN: usize = 5;
+/// Content of a record.
+pub(super) const MAX_CONTENT: usize = 1 << 14;
+/// What a record may have behind its header.
+pub(super) const MAX_BODY: usize = MAX_CONTENT + 256;
+pub(super) const TAG_LEN: usize = 16;
+
+/// Content types.
+pub(super) const ALERT: u8 = 21;
+pub(super) const HANDSHAKE: u8 = 22;
+pub(super) const DATA: u8 = 23;
+
+pub(super) const CLOSE_NOTIFY: u8 = 0;
+
+/// Whether bytes look like the header of a record of any TLS.
+pub(super) fn is_tls_header(header: &[u8; HEADER_LEN]) -> bool {
+    matches!(header, [20..=23, 3, 0..=4, ..])
+}
+
+/// The header of a record with so many bytes of content, all of it one type, without padding.
+pub(super) fn header(content: usize) -> Option<[u8; HEADER_LEN]> {
+    let body = u16::try_from(content + 1 + TAG_LEN).ok()?;
+    let [high, low] = body.to_be_bytes();
+    Some([DATA, 3, 3, high, low])
+}
+
+/// The key of one direction, and the number of its next record.
+pub(super) struct RecordKey {
+    key: LessSafeKey,
+    iv: [u8; 12],
+    sequence: u64,
+}
+
+impl RecordKey {
+    pub(super) fn new((sequence, secrets): (u64, Secrets)) -> Result<Self, rustls::Error> {
+        let (cipher, key, iv) = match &secrets {
+            Secrets::Aes128Gcm { key, iv } => (Cipher::Aes128Gcm, key, iv),
+            Secrets::Aes256Gcm { key, iv } => (Cipher::Aes256Gcm, key, iv),
+            Secrets::Chacha20Poly1305 { key, iv } => (Cipher::Chacha20Poly1305, key, iv),
+            _ => return Err(unusable()),
+        };
+        let iv = iv.as_ref().try_into().map_err(|_| unusable())?;
+        Self::of(cipher, key.as_ref(), iv, sequence).map_err(|_| unusable())
+    }
+
+    pub(super) fn of(
+        cipher: Cipher,
+        key: &[u8],
+        iv: [u8; 12],
+        sequence: u64,
+    ) -> Result<Self, Unspecified> {
+        let key = UnboundKey::new(cipher.algorithm(), key)?;
+        Ok(Self {
+            key: LessSafeKey::new(key),
+            iv,
+            sequence,
+        })
+    }
+
+    /// How many records there have been.
+    pub(super) fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// Counts a record that has been sealed or opened.
+    pub(super) fn advance(&mut self) {
+        // Either end stops long before that.
+        self.sequence = self.sequence.saturating_add(1);
+    }
+
+    pub(super) fn key(&self) -> &LessSafeKey {
+        &self.key
+    }
+
+    /// The nonce of the next record (RFC 8446, 5.3).
+    pub(super) fn nonce(&self) -> Nonce {
+        let mut nonce = self.iv;
+        for (byte, number) in nonce[4..].iter_mut().zip(self.sequence.to_be_bytes()) {
+            *byte ^= number;
+        }
+        Nonce::assume_unique_for_key(nonce)
+    }
+}
+
+pub(super) fn authenticated(header: [u8; HEADER_LEN]) -> Aad<[u8; HEADER_LEN]> {
+    Aad::from(header)
+}
+
+impl Cipher {
+    pub(super) fn algorithm(self) -> &'static Algorithm {
+        match self {
+            Self::Aes128Gcm => &AES_128_GCM,
+            Self::Aes256Gcm => &AES_256_GCM,
+            Self::Chacha20Poly1305 => &CHACHA20_POLY1305,
+        }
+    }
+}
+
+fn unusable() -> rustls::Error {
+    rustls::Error::General("the record layer cannot use the secrets of the handshake".to_owned())
+}
+
+/// Any record, of content, type and padding as they are in `inner`.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) fn seal_any(key: &mut RecordKey, inner: &[u8]) -> Option<Vec<u8>> {
+    let body = u16::try_from(inner.len() + TAG_LEN).ok()?;
+    let [high, low] = body.to_be_bytes();
+    let header = [DATA, 3, 3, high, low];
+    let mut sealed = inner.to_vec();
+    let aad = authenticated(header);
+    let tag = key
+        .key
+        .seal_in_place_separate_tag(key.nonce(), aad, &mut sealed)
+        .ok()?;
+    key.advance();
+    Some([&header[..], &sealed, tag.as_ref()].concat())
+}

@@ -1,0 +1,317 @@
+//! Seals what is sent into records.
+//!
+//! ```text
+//! head ──────────────────── a record of its own, if much follows: the peer reads it apart, too
+//! pieces of 8 KiB and more ─ sealed from where they are into the batch: no copy
+//! smaller ones, and guest memory ─ copied into the batch until a record is full, sealed there
+//! batch of 8 records ─> write(2)
+//! ```
+//!
+//! Guest memory may change while it is read. It is therefore copied, once, before it is sealed: a cipher that
+//! read it twice would authenticate other bytes than it encrypts.
+//!
+//! A key seals at most [`MAX_RECORDS`]: then [`Sealer::send`] fails, and the connection has to be
+//! replaced by a new one, which a session does by itself. That is 128 GiB, so that one of many handshakes
+//! costs less than a change of keys within the connection would cost in code.
+
+use std::{
+    fmt,
+    io::{self, Write as _},
+};
+
+use vm_memory::VolatileSlice;
+
+use super::record::{
+    ALERT, CLOSE_NOTIFY, DATA, HEADER_LEN, MAX_CONTENT, RecordKey, TAG_LEN, authenticated, header,
+};
+use crate::{Socket, is_stall, memory::total_len};
+
+/// The sending direction of a connection.
+pub(crate) struct Sealer {
+    key: RecordKey,
+    max_records: u64,
+    batch: Vec<u8>,
+    /// Bytes of `batch` that are records.
+    sealed: usize,
+    /// Content of the record behind them, which is not sealed yet.
+    open: usize,
+    /// The peer may have got a part of a record: nothing can follow.
+    is_broken: bool,
+}
+
+/// What follows a head.
+#[derive(Clone, Copy)]
+pub(crate) enum Body<'a> {
+    /// Bytes of our own, in pieces.
+    Bytes(&'a [&'a [u8]]),
+    /// Guest memory, which may be written meanwhile: what arrives is then a mixture of old and new.
+    Guest(&'a [VolatileSlice<'a>]),
+}
+
+/// Full records of AES-GCM under one key: 2^24.5 keep the margin of RFC 8446 (5.5), and this is well below. Others could have
+/// more.
+pub(super) const MAX_RECORDS: u64 = 1 << 23;
+
+/// A batch has so many full records: enough to make the system call cheap, few enough for the second-level cache.
+const RECORDS: usize = 8;
+const FULL_RECORD: usize = HEADER_LEN + MAX_CONTENT + 1 + TAG_LEN;
+
+/// From how many bytes on a piece is worth a record of its own. Below, the record costs more than a copy.
+const DIRECT: usize = 8 << 10;
+
+impl Sealer {
+    pub(super) fn new(key: RecordKey) -> Self {
+        Self {
+            key,
+            max_records: MAX_RECORDS,
+            batch: vec![0; RECORDS * FULL_RECORD],
+            sealed: 0,
+            open: 0,
+            is_broken: false,
+        }
+    }
+
+    /// Seals `head` and then `body`, and writes all of it. `stalled` is called whenever the peer has taken nothing for the
+    /// socket's send timeout, and decides whether to go on.
+    ///
+    /// # Errors
+    /// The system's, or that of `stalled`; `QuotaExceeded` when the key has sealed as many records as it may. No call
+    /// succeeds after one that has failed.
+    pub(crate) fn send(
+        &mut self,
+        socket: &Socket,
+        head: &[u8],
+        body: Body<'_>,
+        stalled: &mut dyn FnMut() -> io::Result<()>,
+    ) -> io::Result<()> {
+        self.unless_broken(|sealer| {
+            let mut out = Out { socket, stalled };
+            sealer.push(&mut out, head)?;
+            if body.len() >= DIRECT {
+                sealer.close_record(DATA)?;
+            }
+            match body {
+                Body::Bytes(pieces) => {
+                    for piece in pieces {
+                        sealer.push(&mut out, piece)?;
+                    }
+                }
+                Body::Guest(slices) => {
+                    for slice in slices {
+                        sealer.push_guest(&mut out, slice)?;
+                    }
+                }
+            }
+            sealer.close_record(DATA)?;
+            sealer.write(&mut out)
+        })
+    }
+
+    /// Tells the peer that nothing follows.
+    ///
+    /// # Errors
+    /// As [`Sealer::send`].
+    pub(crate) fn close(
+        &mut self,
+        socket: &Socket,
+        stalled: &mut dyn FnMut() -> io::Result<()>,
+    ) -> io::Result<()> {
+        const WARNING: u8 = 1;
+        self.unless_broken(|sealer| {
+            let mut out = Out { socket, stalled };
+            sealer.room(&mut out, 2)?;
+            let start = sealer.sealed + HEADER_LEN;
+            sealer.batch[start..][..2].copy_from_slice(&[WARNING, CLOSE_NOTIFY]);
+            sealer.open = 2;
+            sealer.close_record(ALERT)?;
+            sealer.write(&mut out)
+        })?;
+        self.is_broken = true;
+        Ok(())
+    }
+
+    fn unless_broken(&mut self, work: impl FnOnce(&mut Self) -> io::Result<()>) -> io::Result<()> {
+        if self.is_broken {
+            return Err(io::Error::new(
+                io::ErrorKind::NotConnected,
+                "the connection has failed or been closed before",
+            ));
+        }
+        self.is_broken = true;
+        work(self)?;
+        self.is_broken = false;
+        Ok(())
+    }
+
+    fn push(&mut self, out: &mut Out<'_>, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            if bytes.len() >= DIRECT {
+                self.close_record(DATA)?;
+                let (content, rest) = bytes.split_at(bytes.len().min(MAX_CONTENT));
+                self.room(out, content.len())?;
+                self.seal_from(content)?;
+                bytes = rest;
+            } else {
+                self.room(out, 1)?;
+                let free = self.free();
+                let (content, rest) = bytes.split_at(bytes.len().min(free.len()));
+                free[..content.len()].copy_from_slice(content);
+                self.fill(content.len())?;
+                bytes = rest;
+            }
+        }
+        Ok(())
+    }
+
+    fn push_guest(&mut self, out: &mut Out<'_>, slice: &VolatileSlice<'_>) -> io::Result<()> {
+        let mut done = 0;
+        while done < slice.len() {
+            self.room(out, 1)?;
+            let rest = slice.offset(done).map_err(io::Error::other)?;
+            let copied = rest.copy_to(self.free());
+            self.fill(copied)?;
+            done += copied;
+        }
+        Ok(())
+    }
+
+    /// What is left of the record that is being filled.
+    fn free(&mut self) -> &mut [u8] {
+        let start = self.sealed + HEADER_LEN;
+        &mut self.batch[start..][..MAX_CONTENT][self.open..]
+    }
+
+    fn fill(&mut self, bytes: usize) -> io::Result<()> {
+        self.open += bytes;
+        if self.open == MAX_CONTENT {
+            self.close_record(DATA)?;
+        }
+        Ok(())
+    }
+
+    /// Makes room for a record of `content` bytes, and for a full one if more may be added.
+    fn room(&mut self, out: &mut Out<'_>, content: usize) -> io::Result<()> {
+        let needed = if content < DIRECT {
+            FULL_RECORD
+        } else {
+            HEADER_LEN + content + 1 + TAG_LEN
+        };
+        if self.open == 0 && self.batch.len() - self.sealed < needed {
+            self.write(out)?;
+        }
+        Ok(())
+    }
+
+    /// Seals the record that has been filled, if there is one, where it is.
+    fn close_record(&mut self, kind: u8) -> io::Result<()> {
+        if self.open == 0 {
+            return Ok(());
+        }
+        self.check_limit()?;
+        let header = header(self.open).ok_or_else(sealing)?;
+        let (at, content, tail) = split(&mut self.batch[self.sealed..], self.open);
+        at.copy_from_slice(&header);
+        let sealed = self.key.key().seal_in_place_scatter(
+            self.key.nonce(),
+            authenticated(header),
+            content,
+            &[kind],
+            tail,
+        );
+        sealed.map_err(|_| sealing())?;
+        self.key.advance();
+        self.sealed += HEADER_LEN + self.open + 1 + TAG_LEN;
+        self.open = 0;
+        Ok(())
+    }
+
+    /// Seals a record straight from `content`. None is being filled.
+    fn seal_from(&mut self, content: &[u8]) -> io::Result<()> {
+        self.check_limit()?;
+        let header = header(content.len()).ok_or_else(sealing)?;
+        let (at, out, tail) = split(&mut self.batch[self.sealed..], content.len());
+        at.copy_from_slice(&header);
+        let sealed = self.key.key().seal_out_of_place_scatter(
+            self.key.nonce(),
+            authenticated(header),
+            content,
+            out,
+            &[DATA],
+            tail,
+        );
+        sealed.map_err(|_| sealing())?;
+        self.key.advance();
+        self.sealed += HEADER_LEN + content.len() + 1 + TAG_LEN;
+        Ok(())
+    }
+
+    fn check_limit(&self) -> io::Result<()> {
+        if self.key.sequence() < self.max_records {
+            return Ok(());
+        }
+        Err(io::Error::new(
+            io::ErrorKind::QuotaExceeded,
+            "the key of this connection has been used as often as it may: a new connection is needed",
+        ))
+    }
+
+    /// Writes all records.
+    fn write(&mut self, out: &mut Out<'_>) -> io::Result<()> {
+        let mut left = &self.batch[..self.sealed];
+        while !left.is_empty() {
+            match (&mut &*out.socket).write(left) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(bytes) => left = &left[bytes..],
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // Its host's silence has ended the connection: only its process's is left to decide on.
+                Err(error) if is_stall(&error) && error.kind() != io::ErrorKind::TimedOut => {
+                    (out.stalled)()?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        self.sealed = 0;
+        Ok(())
+    }
+
+    /// Lets the key have fewer records than it may.
+    #[cfg(test)]
+    pub(super) fn limit_records(&mut self, max_records: u64) {
+        self.max_records = max_records;
+    }
+}
+
+/// Where records go.
+struct Out<'a> {
+    socket: &'a Socket,
+    stalled: &'a mut dyn FnMut() -> io::Result<()>,
+}
+
+impl Body<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Bytes(pieces) => pieces.iter().map(|piece| piece.len()).sum(),
+            Self::Guest(slices) => total_len(slices),
+        }
+    }
+}
+
+/// The parts of a record: header, content, type and tag.
+fn split(record: &mut [u8], content: usize) -> (&mut [u8], &mut [u8], &mut [u8]) {
+    let (header, rest) = record.split_at_mut(HEADER_LEN);
+    let (content, rest) = rest.split_at_mut(content);
+    (header, content, &mut rest[..1 + TAG_LEN])
+}
+
+/// Lengths are right, so that this cannot happen.
+fn sealing() -> io::Error {
+    io::Error::other("a record could not be sealed")
+}
+
+impl fmt::Debug for Sealer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sealer")
+            .field("records", &self.key.sequence())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,100 @@
+//! Doors to the record layer and the parsers, for fuzz targets and benches alone.
+
+use std::io;
+
+use super::{
+    Body, Cipher, FileFault, Opener, PublicKey, Sealer, keys, names,
+    record::{self, RecordKey, seal_any},
+};
+use crate::Socket;
+
+/// Content of a full record.
+pub const MAX_CONTENT: usize = record::MAX_CONTENT;
+
+/// Seals, with a key that everybody knows.
+#[derive(Debug)]
+pub struct Sealing(Sealer);
+
+/// Opens what [`Sealing`] and [`Forging`] seal.
+#[derive(Debug)]
+pub struct Opening(Opener);
+
+/// Seals what no sealer would.
+pub struct Forging(RecordKey);
+
+impl Sealing {
+    /// A new connection's; `None` never.
+    pub fn new(cipher: Cipher) -> Option<Self> {
+        Some(Self(Sealer::new(key(cipher)?)))
+    }
+
+    /// Sends `head` and `body`.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn send(&mut self, socket: &Socket, head: &[u8], body: &[&[u8]]) -> io::Result<()> {
+        self.0.send(socket, head, Body::Bytes(body), &mut || Ok(()))
+    }
+}
+
+impl Opening {
+    /// A new connection's; `None` never.
+    pub fn new(cipher: Cipher) -> Option<Self> {
+        Some(Self(Opener::new(key(cipher)?)))
+    }
+
+    /// Reads at least one byte, or none at the end.
+    ///
+    /// # Errors
+    /// When a record is not in order, and the system's.
+    pub fn read(&mut self, socket: &Socket, out: &mut [u8]) -> io::Result<usize> {
+        self.0.read(socket, out)
+    }
+
+    /// Whether bytes are there without a system call.
+    pub fn buffered(&self) -> bool {
+        self.0.buffered()
+    }
+}
+
+impl Forging {
+    /// A new connection's; `None` never.
+    pub fn new(cipher: Cipher) -> Option<Self> {
+        key(cipher).map(Self)
+    }
+
+    /// A record of any content, type and padding; `None` if it is longer than a length can say.
+    pub fn record(&mut self, inner: &[u8]) -> Option<Vec<u8>> {
+        seal_any(&mut self.0, inner)
+    }
+}
+
+impl std::fmt::Debug for Forging {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Forging").finish_non_exhaustive()
+    }
+}
+
+/// The keys of a list.
+///
+/// # Errors
+/// When a line is none.
+pub fn parse_trusted(text: &[u8]) -> Result<Vec<PublicKey>, FileFault> {
+    keys::parse_trusted(text)
+}
+
+/// The common name in the subject of a certificate.
+pub fn common_name(subject: &[u8]) -> Option<&str> {
+    names::common_name(subject)
+}
+
+/// Whether `pattern` matches `name`.
+pub fn matches(pattern: &str, name: &str) -> bool {
+    names::matches(pattern, name)
+}
+
+fn key(cipher: Cipher) -> Option<RecordKey> {
+    let key = [1; 32];
+    let len = cipher.algorithm().key_len();
+    RecordKey::of(cipher, &key[..len], [2; 12], 0).ok()
+}

@@ -1,0 +1,343 @@
+//! What an end has read of its certificates or keys, once a session, and makes connections with.
+
+use std::{
+    fmt,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use rustls::{
+    ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection,
+    SupportedCipherSuite,
+    client::{AlwaysResolvesClientRawPublicKeys, Resumption, danger::ServerCertVerifier},
+    crypto::{
+        CryptoProvider,
+        aws_lc_rs::{self, cipher_suite as suite, kx_group},
+    },
+    pki_types::ServerName,
+    server::{
+        AlwaysResolvesServerRawPublicKeys, NoServerSessionStorage, danger::ClientCertVerifier,
+    },
+    sign::{CertifiedKey, SingleCertAndKey},
+    version::TLS13,
+};
+
+use super::{
+    Certificates, Cipher, End, Keys, PublicKey, Security, TlsError,
+    certificates::NameVerifier,
+    error::{Refusal, Shown},
+    handshake::{self, ALPN, Secured},
+    keys::KeyVerifier,
+};
+use crate::Socket;
+
+/// What the end that dials needs.
+#[derive(Clone)]
+pub(crate) struct ClientTerms {
+    provider: Arc<CryptoProvider>,
+    certified: Arc<CertifiedKey>,
+    shown: Shown,
+    server_name: Option<String>,
+    trust: Trust<dyn ServerCertVerifier>,
+}
+
+/// What the end that accepts needs.
+#[derive(Clone)]
+pub(crate) struct ServerTerms {
+    provider: Arc<CryptoProvider>,
+    certified: Arc<CertifiedKey>,
+    shown: Shown,
+    trust: Trust<dyn ClientCertVerifier>,
+}
+
+/// Who is accepted.
+enum Trust<V: ?Sized> {
+    Certificates {
+        verifier: Arc<V>,
+        allow: Arc<[String]>,
+    },
+    Keys(Arc<[PublicKey]>),
+}
+
+/// Why our verifier has refused the peer of one connection: more than rustls' errors have room for.
+pub(super) type RefusalSlot = Arc<OnceLock<Refusal>>;
+
+/// Refuses the peer for a reason of our own. The peer gets the alert `access_denied`.
+pub(super) fn refuse(slot: &RefusalSlot, refusal: Refusal) -> rustls::Error {
+    // A connection has one peer, which is refused once.
+    let _ = slot.set(refusal);
+    rustls::CertificateError::ApplicationVerificationFailure.into()
+}
+
+impl Security {
+    /// Reads what the end that dials needs.
+    ///
+    /// # Errors
+    /// When a file is missing or cannot be used, or there is no security.
+    pub(crate) fn client_terms(&self, cipher: Cipher) -> Result<ClientTerms, TlsError> {
+        let provider = provider(cipher);
+        match self {
+            Self::Insecure => Err(TlsError::Insecure),
+            Self::Certificates(certificates) => {
+                let own = certificates.own(End::Client, &provider)?;
+                Ok(ClientTerms {
+                    trust: Trust::Certificates {
+                        verifier: certificates.server_verifier(&provider)?,
+                        allow: allow(certificates),
+                    },
+                    certified: own.certified,
+                    shown: Shown::Certificate {
+                        path: own.path,
+                        names: own.names,
+                    },
+                    server_name: certificates.server_name.clone(),
+                    provider,
+                })
+            }
+            Self::Keys(keys) => {
+                let (certified, shown, trusted) = read_keys(keys)?;
+                Ok(ClientTerms {
+                    provider,
+                    certified,
+                    shown,
+                    server_name: None,
+                    trust: Trust::Keys(trusted),
+                })
+            }
+        }
+    }
+
+    /// Reads what the end that accepts needs.
+    ///
+    /// # Errors
+    /// As [`Security::client_terms`].
+    pub(crate) fn server_terms(&self, cipher: Cipher) -> Result<ServerTerms, TlsError> {
+        let provider = provider(cipher);
+        match self {
+            Self::Insecure => Err(TlsError::Insecure),
+            Self::Certificates(certificates) => {
+                let own = certificates.own(End::Server, &provider)?;
+                Ok(ServerTerms {
+                    trust: Trust::Certificates {
+                        verifier: certificates.client_verifier(&provider)?,
+                        allow: allow(certificates),
+                    },
+                    certified: own.certified,
+                    shown: Shown::Certificate {
+                        path: own.path,
+                        names: own.names,
+                    },
+                    provider,
+                })
+            }
+            Self::Keys(keys) => {
+                let (certified, shown, trusted) = read_keys(keys)?;
+                Ok(ServerTerms {
+                    provider,
+                    certified,
+                    shown,
+                    trust: Trust::Keys(trusted),
+                })
+            }
+        }
+    }
+}
+
+impl ClientTerms {
+    /// Makes `socket`, which has been dialled, a secured connection to `host`. When this returns, the server has accepted
+    /// this end.
+    ///
+    /// # Errors
+    /// When either end refuses the other, or the handshake does not end within `timeout`.
+    pub(crate) fn connect(
+        &self,
+        socket: &Socket,
+        host: &str,
+        timeout: Duration,
+    ) -> Result<Secured, TlsError> {
+        let refusal = RefusalSlot::default();
+        let connection = self.connection(host, &refusal)?;
+        handshake::run(Connection::Client(connection), socket, timeout)
+            .map_err(|fault| fault.of(End::Server, timeout, refusal.get().cloned(), &self.shown))
+    }
+
+    fn connection(&self, host: &str, refusal: &RefusalSlot) -> Result<ClientConnection, TlsError> {
+        let name = self.name(host)?;
+        let config = self
+            .config(refusal)
+            .map_err(|error| local(error, End::Server))?;
+        ClientConnection::new(Arc::new(config), name).map_err(|error| local(error, End::Server))
+    }
+
+    pub(super) fn config(&self, refusal: &RefusalSlot) -> Result<ClientConfig, rustls::Error> {
+        let builder = ClientConfig::builder_with_provider(self.provider.clone())
+            .with_protocol_versions(&[&TLS13])?
+            .dangerous();
+        let certified = self.certified.clone();
+        let refusal = refusal.clone();
+        let mut config = match &self.trust {
+            Trust::Certificates { verifier, allow } => builder
+                .with_custom_certificate_verifier(Arc::new(NameVerifier {
+                    allow: allow.clone(),
+                    refusal,
+                    inner: verifier.clone(),
+                }))
+                .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(certified))),
+            Trust::Keys(trusted) => builder
+                .with_custom_certificate_verifier(Arc::new(KeyVerifier {
+                    trusted: trusted.clone(),
+                    algorithms: self.provider.signature_verification_algorithms,
+                    refusal,
+                }))
+                .with_client_cert_resolver(Arc::new(AlwaysResolvesClientRawPublicKeys::new(
+                    certified,
+                ))),
+        };
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        config.enable_secret_extraction = true;
+        config.resumption = Resumption::disabled();
+        Ok(config)
+    }
+
+    /// Shows the public key of `other`, without having its secret half.
+    #[cfg(test)]
+    pub(super) fn show_key_of(&mut self, other: &Self) {
+        let shown = other.certified.cert.clone();
+        self.certified = Arc::new(CertifiedKey::new(shown, self.certified.key.clone()));
+    }
+
+    /// The name that the server's certificate must be for. Keys have no names.
+    fn name(&self, host: &str) -> Result<ServerName<'static>, TlsError> {
+        let name = match &self.trust {
+            Trust::Certificates { .. } => self.server_name.as_deref().unwrap_or(host),
+            Trust::Keys(_) => "vamoose",
+        };
+        ServerName::try_from(name.to_owned()).map_err(|_| TlsError::ServerName {
+            name: name.to_owned(),
+        })
+    }
+}
+
+impl ServerTerms {
+    /// Makes `socket`, which has been accepted, a secured connection. When this returns, the client has been told that it
+    /// is welcome.
+    ///
+    /// # Errors
+    /// As [`ClientTerms::connect`].
+    pub(crate) fn accept(&self, socket: &Socket, timeout: Duration) -> Result<Secured, TlsError> {
+        let refusal = RefusalSlot::default();
+        let connection = self
+            .config(&refusal)
+            .and_then(|config| ServerConnection::new(Arc::new(config)))
+            .map_err(|error| local(error, End::Client))?;
+        handshake::run(Connection::Server(connection), socket, timeout)
+            .map_err(|fault| fault.of(End::Client, timeout, refusal.get().cloned(), &self.shown))
+    }
+
+    pub(super) fn config(&self, refusal: &RefusalSlot) -> Result<ServerConfig, rustls::Error> {
+        let builder = ServerConfig::builder_with_provider(self.provider.clone())
+            .with_protocol_versions(&[&TLS13])?;
+        let certified = self.certified.clone();
+        let refusal = refusal.clone();
+        let mut config = match &self.trust {
+            Trust::Certificates { verifier, allow } => builder
+                .with_client_cert_verifier(Arc::new(NameVerifier {
+                    allow: allow.clone(),
+                    refusal,
+                    inner: verifier.clone(),
+                }))
+                .with_cert_resolver(Arc::new(SingleCertAndKey::from(certified))),
+            Trust::Keys(trusted) => builder
+                .with_client_cert_verifier(Arc::new(KeyVerifier {
+                    trusted: trusted.clone(),
+                    algorithms: self.provider.signature_verification_algorithms,
+                    refusal,
+                }))
+                .with_cert_resolver(Arc::new(AlwaysResolvesServerRawPublicKeys::new(certified))),
+        };
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        config.enable_secret_extraction = true;
+        // Tickets would be sent behind the handshake, where only our own record layer reads.
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        Ok(config)
+    }
+}
+
+fn allow(certificates: &Certificates) -> Arc<[String]> {
+    certificates.allow.clone().into()
+}
+
+type ReadKeys = (Arc<CertifiedKey>, Shown, Arc<[PublicKey]>);
+
+fn read_keys(keys: &Keys) -> Result<ReadKeys, TlsError> {
+    let own = keys.own()?;
+    let trusted = keys.all_trusted()?;
+    Ok((own.certified, Shown::Key(own.public), trusted.into()))
+}
+
+/// A connection could not even be begun.
+fn local(source: rustls::Error, peer: End) -> TlsError {
+    TlsError::Handshake { peer, source }
+}
+
+/// Ciphers of TLS 1.3, with `first` in front; a key exchange that a quantum computer does not break, where the peer has it:
+/// what is recorded today is a guest's memory.
+fn provider(first: Cipher) -> Arc<CryptoProvider> {
+    let mut suites = vec![
+        suite::TLS13_AES_128_GCM_SHA256,
+        suite::TLS13_AES_256_GCM_SHA384,
+        suite::TLS13_CHACHA20_POLY1305_SHA256,
+    ];
+    let first = first.suite();
+    suites.retain(|suite| *suite != first);
+    suites.insert(0, first);
+    Arc::new(CryptoProvider {
+        cipher_suites: suites,
+        kx_groups: vec![
+            kx_group::X25519MLKEM768,
+            kx_group::X25519,
+            kx_group::SECP256R1,
+            kx_group::SECP384R1,
+        ],
+        ..aws_lc_rs::default_provider()
+    })
+}
+
+impl Cipher {
+    fn suite(self) -> SupportedCipherSuite {
+        match self {
+            Self::Aes128Gcm => suite::TLS13_AES_128_GCM_SHA256,
+            Self::Aes256Gcm => suite::TLS13_AES_256_GCM_SHA384,
+            Self::Chacha20Poly1305 => suite::TLS13_CHACHA20_POLY1305_SHA256,
+        }
+    }
+}
+
+impl<V: ?Sized> Clone for Trust<V> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Certificates { verifier, allow } => Self::Certificates {
+                verifier: verifier.clone(),
+                allow: allow.clone(),
+            },
+            Self::Keys(trusted) => Self::Keys(trusted.clone()),
+        }
+    }
+}
+
+impl fmt::Debug for ClientTerms {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ClientTerms")
+            .field("shown", &self.shown)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for ServerTerms {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServerTerms")
+            .field("shown", &self.shown)
+            .finish_non_exhaustive()
+    }
+}

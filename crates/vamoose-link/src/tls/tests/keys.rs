@@ -1,0 +1,266 @@
+//! Keys without certificates: files, and ends that do not know each other.
+
+use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
+
+use tempfile::TempDir;
+
+use super::{meet, message};
+use crate::tls::{
+    Cipher, FileFault, Keys, PublicKey, PublicKeyError, Security, TlsError, keys::parse_trusted,
+};
+
+struct Host {
+    directory: TempDir,
+    public: PublicKey,
+}
+
+impl Host {
+    fn new() -> Self {
+        let directory = TempDir::new().unwrap();
+        let public = Keys::generate(directory.path()).unwrap();
+        Self { directory, public }
+    }
+
+    fn knows(&self, key: PublicKey) {
+        let line = format!("# friends\n\n{key} a comment\n");
+        fs::write(Keys::trusted_file(self.directory.path()), line).unwrap();
+    }
+
+    fn security(&self, trusted: &[PublicKey]) -> Security {
+        Security::Keys(Keys {
+            directory: self.directory.path().to_owned(),
+            trusted: trusted.to_vec(),
+        })
+    }
+}
+
+/// What both ends say.
+fn try_both(client: &Security, server: &Security) -> (String, String) {
+    let (connected, accepted) = meet(
+        &client.client_terms(Cipher::default()).unwrap(),
+        &server.server_terms(Cipher::default()).unwrap(),
+        "any host",
+    );
+    (message(connected), message(accepted))
+}
+
+#[test]
+fn hosts_that_know_each_other() {
+    let (client, server) = (Host::new(), Host::new());
+    client.knows(server.public);
+    let (connected, accepted) = meet(
+        &client
+            .security(&[])
+            .client_terms(Cipher::default())
+            .unwrap(),
+        &server
+            .security(&[client.public])
+            .server_terms(Cipher::default())
+            .unwrap(),
+        "any host",
+    );
+    let (connected, accepted) = (connected.unwrap().0, accepted.unwrap().0);
+    assert_eq!(connected.peer, server.public.to_string());
+    assert_eq!(accepted.peer, client.public.to_string());
+    assert_eq!(connected.binding, accepted.binding);
+}
+
+#[test]
+fn a_client_that_is_not_known() {
+    let (client, server, other) = (Host::new(), Host::new(), Host::new());
+    let (at_client, at_server) = try_both(
+        &client.security(&[server.public]),
+        &server.security(&[other.public]),
+    );
+    let key = client.public;
+    assert_eq!(
+        at_client,
+        format!("the server refuses this client: it does not trust the key of this host: {key}")
+    );
+    assert_eq!(
+        at_server,
+        format!("refusing the client: its key is not trusted: {key}")
+    );
+}
+
+#[test]
+fn a_server_that_is_not_known() {
+    let (client, server, other) = (Host::new(), Host::new(), Host::new());
+    let (at_client, at_server) = try_both(
+        &client.security(&[other.public]),
+        &server.security(&[client.public]),
+    );
+    let key = server.public;
+    assert_eq!(
+        at_client,
+        format!("refusing the server: its key is not trusted: {key}")
+    );
+    assert_eq!(
+        at_server,
+        format!("the client refuses this server: it does not trust the key of this host: {key}")
+    );
+}
+
+/// A public key is no secret: showing another one's is not enough.
+#[test]
+fn a_host_that_shows_a_key_which_is_not_its_own() {
+    let (client, server, thief) = (Host::new(), Host::new(), Host::new());
+    let own = Keys::public_key(thief.directory.path()).unwrap();
+    assert_eq!(own, thief.public);
+    let mut terms = thief
+        .security(&[server.public])
+        .client_terms(Cipher::default())
+        .unwrap();
+    terms.show_key_of(
+        &client
+            .security(&[server.public])
+            .client_terms(Cipher::default())
+            .unwrap(),
+    );
+    let server = server.security(&[client.public]);
+    let (connected, accepted) = meet(
+        &terms,
+        &server.server_terms(Cipher::default()).unwrap(),
+        "any host",
+    );
+    assert!(message(accepted).contains("certificate"));
+    assert!(matches!(connected, Err(TlsError::RefusedByPeer { .. })));
+}
+
+#[test]
+fn a_key_is_made_once_and_for_its_owner_only() {
+    let parent = TempDir::new().unwrap();
+    let directory = parent.path().join("a/b");
+    let public = Keys::generate(&directory).unwrap();
+    assert_eq!(Keys::public_key(&directory).unwrap(), public);
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o7777;
+    assert_eq!(mode(&directory), 0o700);
+    assert_eq!(mode(&directory.join("key")), 0o600);
+    let again = Keys::generate(&directory).map(|_| ());
+    assert!(message(again).ends_with("File exists (os error 17)"));
+    assert_eq!(Keys::public_key(&directory).unwrap(), public);
+    // Nothing else is left.
+    assert_eq!(fs::read_dir(&directory).unwrap().count(), 1);
+}
+
+#[test]
+fn keys_that_cannot_be_used() {
+    let host = Host::new();
+    let path = host.directory.path().join("key");
+    let said = || {
+        let text = message(Keys::public_key(host.directory.path()));
+        text.replace(&host.directory.path().display().to_string(), "DIR")
+    };
+    let set_mode = |mode| fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+    for mode in [0o640, 0o604, 0o620] {
+        set_mode(mode);
+        let expected = format!(
+            "cannot use DIR/key: other users can read it (mode {mode:04o}, 0600 is needed)"
+        );
+        assert_eq!(said(), expected);
+    }
+    set_mode(0o400);
+    assert_eq!(said(), "no error");
+    fs::remove_file(&path).unwrap();
+    assert_eq!(
+        said(),
+        "cannot use DIR/key: No such file or directory (os error 2)"
+    );
+    for garbage in [
+        "",
+        "garbage",
+        "-----BEGIN RSA PRIVATE KEY-----\nAAAA\n-----END RSA PRIVATE KEY-----\n",
+    ] {
+        fs::write(&path, garbage).unwrap();
+        set_mode(0o600);
+        assert_eq!(
+            said(),
+            "cannot use DIR/key: it holds no Ed25519 private key in PEM format"
+        );
+    }
+    let another_kind = rcgen::KeyPair::generate().unwrap().serialize_pem();
+    let malformed = "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n";
+    for text in [&another_kind[..], malformed] {
+        fs::write(&path, text).unwrap();
+        let begin = "cannot use DIR/key: it holds a malformed Ed25519 private key: ";
+        assert!(said().starts_with(begin), "{}", said());
+    }
+}
+
+/// As `openssl genpkey -algorithm ed25519` writes it.
+#[test]
+fn a_key_of_another_tool_is_a_key() {
+    let directory = TempDir::new().unwrap();
+    let path = directory.path().join("key");
+    // From RFC 8410, 10.3.
+    let pem = "-----BEGIN PRIVATE KEY-----\n\
+               MC4CAQAwBQYDK2VwBCIEINTuctv5E1hK1bbY8fdp+K06/nwoy/HU++CXqI9EdVhC\n\
+               -----END PRIVATE KEY-----\n";
+    fs::write(&path, pem).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    assert_eq!(
+        Keys::public_key(directory.path()).unwrap().to_string(),
+        "ed25519:Gb9ECWmEzf6FQbrBZ9w7lshQhqowtrbLDFw4rXAxZuE="
+    );
+}
+
+#[test]
+fn lists_of_keys() {
+    let key = Host::new().public;
+    let text = key.to_string();
+    let unpadded = text.trim_end_matches('=');
+    let list = format!("{text}\n# {text}\n\n  {unpadded}\tof host1 \r\n{text}");
+    assert_eq!(parse_trusted(list.as_bytes()).unwrap(), [key; 3]);
+    assert_eq!(parse_trusted(b"").unwrap(), []);
+    for (line, expected) in [
+        (&b"ssh-ed25519 AAAA"[..], PublicKeyError::Kind),
+        (b"ed25519:?", PublicKeyError::Base64),
+        (b"ed25519:\xff", PublicKeyError::Base64),
+        (b"ed25519:AAAA", PublicKeyError::Length { len: 3 }),
+        (b"ed25519:", PublicKeyError::Length { len: 0 }),
+    ] {
+        let list = [b"# one line before\n", line].concat();
+        match parse_trusted(&list) {
+            Err(FileFault::Line { line: 2, source }) => assert_eq!(source, expected),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_list_that_others_can_write_is_not_relied_on() {
+    let (host, other) = (Host::new(), Host::new());
+    host.knows(other.public);
+    let path = Keys::trusted_file(host.directory.path());
+    let said = |mode| {
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        message(host.security(&[]).server_terms(Cipher::default()))
+    };
+    for mode in [0o600, 0o644, 0o444] {
+        assert_eq!(said(mode), "no error");
+    }
+    for mode in [0o664, 0o646] {
+        let end = format!("trusted: other users can write it (mode {mode:04o}, 0644 at most)");
+        assert!(said(mode).ends_with(&end));
+    }
+}
+
+#[test]
+fn a_list_may_be_missing_if_keys_are_given() {
+    let (host, other) = (Host::new(), Host::new());
+    let directory = host.directory.path().display().to_string();
+    let said = |security: &Security| {
+        let terms = security.client_terms(Cipher::default());
+        message(terms).replace(&directory, "DIR")
+    };
+    let nobody = "cannot use DIR/trusted: no key is trusted";
+    assert_eq!(said(&host.security(&[])), nobody);
+    assert_eq!(said(&host.security(&[other.public])), "no error");
+    fs::write(Keys::trusted_file(host.directory.path()), "# nobody yet\n").unwrap();
+    assert_eq!(said(&host.security(&[])), nobody);
+    fs::write(Keys::trusted_file(host.directory.path()), "garbage\n").unwrap();
+    assert_eq!(
+        said(&host.security(&[other.public])),
+        "cannot use DIR/trusted: line 1: a public key begins with `ed25519:`"
+    );
+}

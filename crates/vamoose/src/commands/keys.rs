@@ -1,0 +1,55 @@
+//! `vamoose keys`: the key by which other hosts know this one.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::{Args, Subcommand};
+use vamoose_link::Keys;
+
+use vamoose::security::keys_directory;
+
+/// Make or show the key of this host, for TLS without certificates
+///
+/// Each of two hosts has a key, and trusts the other's: its public half, as `show` prints it, is a line of the other's file
+/// `trusted`, or given with --peer-key.
+#[derive(Args, Debug)]
+pub(crate) struct Options {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Subcommand, Debug)]
+enum Action {
+    /// Make a key, and print its public half
+    Init(Directory),
+    /// Print the public half of the key
+    Show(Directory),
+}
+
+#[derive(Args, Debug)]
+struct Directory {
+    /// Directory of the keys
+    /// [default: /etc/vamoose for root, ~/.config/vamoose for other users]
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+}
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    match &options.action {
+        Action::Init(directory) => {
+            let directory = keys_directory(directory.dir.clone())?;
+            println!("{}", Keys::generate(&directory)?);
+            // Not on standard output, which may be what another host is to trust.
+            eprintln!(
+                "This is the public key of this host. Add it to the file `trusted` on the other host, and the other host's \
+                 to {}; then run `vamoose serve` and `vamoose migrate` with --keys.",
+                Keys::trusted_file(&directory).display()
+            );
+        }
+        Action::Show(directory) => {
+            let directory = keys_directory(directory.dir.clone())?;
+            println!("{}", Keys::public_key(&directory)?);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,190 @@
+//! Options for authentication and encryption between two Vamooses.
+
+use std::{env, ffi::OsString, path::PathBuf};
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+use vamoose_link::{Certificates, Keys, PublicKey, Security};
+
+/// How two Vamooses authenticate each other: exactly one way, the same at both ends.
+#[derive(Args, Clone, Debug)]
+pub struct SecurityOptions {
+    /// Use TLS with the certificates in this directory, named as QEMU names them
+    ///
+    /// ca-cert.pem, with client-cert.pem and client-key.pem at the source and server-cert.pem and server-key.pem at the
+    /// destination, and optionally ca-crl.pem. A directory that QEMU or libvirt uses, like /etc/pki/qemu, works as it is.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["keys", "peer_key", "insecure"])]
+    tls_creds: Option<PathBuf>,
+    /// Accept only peers with such a name in their certificate, with * and ? as wildcards (repeatable)
+    ///
+    /// The common name and the DNS names count. Without patterns, any certificate of the authority is accepted.
+    #[arg(long, value_name = "PATTERN", requires = "tls_creds", conflicts_with_all = ["keys", "peer_key", "insecure"])]
+    allow: Vec<String>,
+    /// Name to expect in the destination's certificate [default: the host of its address]
+    #[arg(long, value_name = "NAME", requires = "tls_creds", conflicts_with_all = ["keys", "peer_key", "insecure"])]
+    tls_server_name: Option<String>,
+    /// Use TLS with the key of this host, and the keys of its peers, in this directory
+    /// [default: /etc/vamoose for root, ~/.config/vamoose for other users]
+    ///
+    /// `vamoose keys init` makes the key. The file `trusted` lists the peers' keys, one a line.
+    #[arg(long, value_name = "DIR", num_args = 0..=1, conflicts_with = "insecure")]
+    keys: Option<Option<PathBuf>>,
+    /// Key to trust besides those in `trusted`, as `vamoose keys show` prints it on the peer (repeatable)
+    #[arg(long, value_name = "KEY", conflicts_with = "insecure")]
+    peer_key: Vec<PublicKey>,
+    /// Use neither authentication nor encryption
+    ///
+    /// Anyone who can reach the address can then read and replace the guest's memory.
+    #[arg(long)]
+    insecure: bool,
+}
+
+impl SecurityOptions {
+    /// The way that was chosen.
+    pub fn security(&self) -> Result<Security> {
+        if self.insecure {
+            return Ok(Security::Insecure);
+        }
+        if let Some(directory) = &self.tls_creds {
+            return Ok(Security::Certificates(Certificates {
+                directory: directory.clone(),
+                allow: self.allow.clone(),
+                server_name: self.tls_server_name.clone(),
+            }));
+        }
+        if self.keys.is_none() && self.peer_key.is_empty() {
+            bail!(
+                "nothing says how the two ends authenticate each other: use --tls-creds DIR (certificates), --keys (a key \
+                 on each host, made by `vamoose keys init`), or --insecure (neither authentication nor encryption)"
+            );
+        }
+        Ok(Security::Keys(Keys {
+            directory: keys_directory(self.keys.clone().flatten())?,
+            trusted: self.peer_key.clone(),
+        }))
+    }
+}
+
+/// Where this user's key is, unless `named` is another place.
+pub fn keys_directory(named: Option<PathBuf>) -> Result<PathBuf> {
+    let is_root = rustix::process::geteuid().is_root();
+    named
+        .or_else(|| default_directory(is_root, &|name| env::var_os(name)))
+        .context("neither XDG_CONFIG_HOME nor HOME is set: name the directory of the keys")
+}
+
+fn default_directory(
+    is_root: bool,
+    variable: &dyn Fn(&str) -> Option<OsString>,
+) -> Option<PathBuf> {
+    if is_root {
+        return Some(PathBuf::from("/etc/vamoose"));
+    }
+    let path = |name| {
+        let path = PathBuf::from(variable(name)?);
+        path.is_absolute().then_some(path)
+    };
+    let config = path("XDG_CONFIG_HOME").or_else(|| Some(path("HOME")?.join(".config")))?;
+    Some(config.join("vamoose"))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Line {
+        #[command(flatten)]
+        security: SecurityOptions,
+    }
+
+    fn parse(words: &[&str]) -> Result<Security> {
+        let words = ["vamoose"].iter().chain(words);
+        Line::try_parse_from(words)?.security.security()
+    }
+
+    const KEY: &str = "ed25519:Gb9ECWmEzf6FQbrBZ9w7lshQhqowtrbLDFw4rXAxZuE=";
+
+    #[test]
+    fn each_way_is_chosen_by_its_option() {
+        assert_eq!(parse(&["--insecure"]).unwrap(), Security::Insecure);
+        let certificates = Certificates {
+            directory: "/etc/pki/qemu".into(),
+            allow: vec!["a*".to_owned(), "b".to_owned()],
+            server_name: Some("host".to_owned()),
+        };
+        let options = [
+            "--tls-creds",
+            "/etc/pki/qemu",
+            "--allow",
+            "a*",
+            "--allow",
+            "b",
+            "--tls-server-name",
+            "host",
+        ];
+        assert_eq!(
+            parse(&options).unwrap(),
+            Security::Certificates(certificates)
+        );
+        let keys = |directory: PathBuf, trusted| Security::Keys(Keys { directory, trusted });
+        let default = || keys_directory(None).unwrap();
+        let key: PublicKey = KEY.parse().unwrap();
+        for (options, expected) in [
+            (&["--keys", "/k"][..], keys("/k".into(), vec![])),
+            (&["--keys"], keys(default(), vec![])),
+            (&["--peer-key", KEY], keys(default(), vec![key])),
+            (
+                &["--keys", "/k", "--peer-key", KEY, "--peer-key", KEY],
+                keys("/k".into(), vec![key, key]),
+            ),
+        ] {
+            assert_eq!(parse(options).unwrap(), expected, "{options:?}");
+        }
+    }
+
+    #[test]
+    fn one_way_has_to_be_chosen() {
+        let none = parse(&[]).unwrap_err().to_string();
+        for way in ["--tls-creds", "--keys", "vamoose keys init", "--insecure"] {
+            assert!(none.contains(way), "{none}");
+        }
+        for options in [
+            &["--insecure", "--keys"][..],
+            &["--insecure", "--tls-creds", "d"],
+            &["--insecure", "--peer-key", KEY],
+            &["--tls-creds", "d", "--keys", "d"],
+            &["--tls-creds", "d", "--peer-key", KEY],
+            &["--allow", "a", "--keys", "d"],
+            &["--tls-server-name", "a", "--insecure"],
+            &["--peer-key", "garbage"],
+        ] {
+            assert!(parse(options).is_err(), "{options:?}");
+        }
+    }
+
+    #[test]
+    fn keys_are_where_configuration_is() {
+        let of = |is_root, variables: &[(&str, &str)]| {
+            let variable = |name: &str| {
+                let found = variables.iter().find(|(known, _)| *known == name);
+                found.map(|(_, value)| OsString::from(value))
+            };
+            default_directory(is_root, &variable)
+        };
+        let home = ("HOME", "/home/me");
+        assert_eq!(of(true, &[home]), Some("/etc/vamoose".into()));
+        assert_eq!(of(false, &[home]), Some("/home/me/.config/vamoose".into()));
+        let config = ("XDG_CONFIG_HOME", "/c");
+        assert_eq!(of(false, &[config, home]), Some("/c/vamoose".into()));
+        // Relative ones do not count, by the specification.
+        let config = ("XDG_CONFIG_HOME", "c");
+        assert_eq!(
+            of(false, &[config, home]),
+            Some("/home/me/.config/vamoose".into())
+        );
+        assert_eq!(of(false, &[]), None);
+    }
+}
