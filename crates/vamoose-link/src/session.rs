@@ -92,6 +92,25 @@ impl From<Address> for Path {
     }
 }
 
+/// Another Vamoose: where it is, and how sessions with it behave.
+#[derive(Clone, Debug)]
+pub struct Remote {
+    /// The ways to it; at least one.
+    pub paths: Vec<Path>,
+    /// How.
+    pub config: SessionConfig,
+}
+
+impl Remote {
+    /// Begins a session.
+    ///
+    /// # Errors
+    /// As [`Session::dial`].
+    pub fn dial(&self) -> Result<(Session, Stream), DialError> {
+        Session::dial(self.paths.clone(), self.config.clone())
+    }
+}
+
 /// One end of a session.
 #[derive(Clone)]
 pub struct Session(Arc<Shared>);
