@@ -35,7 +35,7 @@ pub use self::{
     server::{Introduced, Sessions, SessionsError},
 };
 use self::{dialer::Paths, resumable::Carried};
-use crate::{Address, Cipher, Security, Stream, lock};
+use crate::{Address, AddressError, Cipher, Security, Stream, lock};
 
 /// Who has sent nothing for this long sends a heartbeat.
 const TICK: Duration = Duration::from_secs(1);
@@ -109,6 +109,27 @@ impl Remote {
     pub fn dial(&self) -> Result<(Session, Stream), DialError> {
         Session::dial(self.paths.clone(), self.config.clone())
     }
+
+    /// The first path's address: it names the Vamoose. Empty if there is none.
+    pub fn address(&self) -> String {
+        self.paths
+            .first()
+            .map_or_else(String::new, |path| path.to.to_string())
+    }
+
+    /// The Vamoose that [`address`](Self::address) names: this one, or another one that is spoken with alike.
+    ///
+    /// # Errors
+    /// When it is no address.
+    pub fn at(&self, address: &str) -> Result<Self, AddressError> {
+        if address == self.address() {
+            return Ok(self.clone());
+        }
+        Ok(Self {
+            paths: vec![address.parse::<Address>()?.into()],
+            config: self.config.clone(),
+        })
+    }
 }
 
 /// One end of a session.
@@ -151,6 +172,12 @@ impl Session {
     /// Who the peer is: its name or key, or its address where nobody is authenticated.
     pub fn peer(&self) -> &str {
         &self.0.peer
+    }
+
+    /// Who the peer has proved to be; `None` without authentication.
+    pub fn identity(&self) -> Option<&str> {
+        let is_proved = self.0.config.security != Security::Insecure;
+        is_proved.then_some(&*self.0.peer)
     }
 
     /// How often a stream went on over another connection.

@@ -8,7 +8,7 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags};
 use tracing::warn;
-use vamoose_link::{Listener, PollQueue, SocketError, Stream};
+use vamoose_link::{Listener, PollQueue, Sessions, SocketError, Stream};
 
 use crate::chain;
 
@@ -73,6 +73,15 @@ impl<'a> Acceptor<'a> {
     /// When the pause ends.
     pub(crate) fn again_at(&self) -> Option<Instant> {
         self.again_at
+    }
+}
+
+/// Streams of another relay's session.
+impl Accept for Sessions {
+    fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
+        Ok(self
+            .try_next()
+            .map(|introduced| Arc::new(introduced.stream)))
     }
 }
 

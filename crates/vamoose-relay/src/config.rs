@@ -2,11 +2,14 @@
 
 use std::{
     num::{NonZeroU64, NonZeroUsize},
+    sync::Mutex,
     time::Duration,
 };
 
 use multifd::Layout;
-use vamoose_link::{Address, MethodChoice, SocketError, Stream, dial};
+use vamoose_link::{Address, MethodChoice, Remote, Session, SocketError, Stream, dial, lock};
+
+use crate::RelayError;
 
 /// How a relay works on the pages that cross it.
 #[derive(Clone)]
@@ -59,27 +62,75 @@ pub enum ZeroPages {
 }
 
 /// Opens connections towards the destination.
-#[derive(Clone, Debug)]
 pub struct Dialer {
-    /// Where to.
-    pub address: Address,
-    /// The first bytes of each connection. Empty towards a QEMU.
-    pub preamble: Vec<u8>,
+    to: To,
+    /// The first bytes of each connection. Empty but towards `serve`.
+    preamble: Vec<u8>,
+}
+
+enum To {
+    Socket(Address),
+    Remote(Remote, Mutex<Option<Session>>),
+    Session(Session),
 }
 
 impl Dialer {
-    /// Dials `address` without a preamble.
+    /// To a QEMU, or to a relay that takes plain connections.
     pub fn new(address: Address) -> Self {
+        Self::of(To::Socket(address))
+    }
+
+    /// To another relay, over a session that the first connection begins.
+    pub fn remote(remote: Remote) -> Self {
+        Self::of(To::Remote(remote, Mutex::default()))
+    }
+
+    /// To a server that the session is with; each stream begins with `preamble`.
+    pub(crate) fn session(session: Session, preamble: &[u8]) -> Self {
         Self {
-            address,
-            preamble: Vec::new(),
+            preamble: preamble.to_vec(),
+            ..Self::of(To::Session(session))
         }
     }
 
-    pub(crate) fn dial(&self, first: &[u8], timeout: Duration) -> Result<Stream, SocketError> {
-        let stream = Stream::from(dial(&self.address, timeout)?);
-        let written = stream.write_both(&self.preamble, first);
-        written.map_err(|source| SocketError::dial(&self.address, source))?;
+    fn of(to: To) -> Self {
+        let preamble = Vec::new();
+        Self { to, preamble }
+    }
+
+    /// The session, if there is one.
+    pub fn with(&self) -> Option<Session> {
+        match &self.to {
+            To::Socket(_) => None,
+            To::Remote(_, session) => lock(session).clone(),
+            To::Session(session) => Some(session.clone()),
+        }
+    }
+
+    pub(crate) fn dial(&self, first: &[u8], timeout: Duration) -> Result<Stream, RelayError> {
+        let stream = match &self.to {
+            To::Socket(address) => {
+                let socket = dial(address, timeout)?;
+                let written = socket.write_both(&self.preamble, first);
+                written.map_err(|source| SocketError::dial(address, source))?;
+                return Ok(socket.into());
+            }
+            To::Session(session) => session.open()?,
+            To::Remote(remote, session) => {
+                let mut session = lock(session);
+                match &*session {
+                    Some(session) => session.open()?,
+                    None => {
+                        let (begun, stream) = remote.dial()?;
+                        *session = Some(begun);
+                        stream
+                    }
+                }
+            }
+        };
+        stream
+            .write_both(&self.preamble, first)
+            .map_err(RelayError::Opening)?;
         Ok(stream)
     }
 }

@@ -13,7 +13,7 @@ use handover::{
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thiserror::Error;
-use vamoose_link::{Address, SocketError, Stream, dial};
+use vamoose_link::{DialError, Remote, Session, Stream};
 
 /// What `migrate` asks for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -44,7 +44,7 @@ pub(crate) struct Offer {
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum ControlError {
     #[error(transparent)]
-    Dial(#[from] SocketError),
+    Dial(#[from] DialError),
     #[error("the control connection broke")]
     Broken(#[from] io::Error),
     #[error("the control connection was closed by the peer")]
@@ -57,28 +57,35 @@ pub enum ControlError {
 
 /// One end of a control connection.
 pub(crate) struct Control {
+    /// The source's session; the destination has it from who accepts.
+    session: Option<Session>,
     stream: Arc<Stream>,
     lines: Lines,
 }
 
 impl Control {
-    /// Connects to the server at `address` about an attempt.
-    pub(crate) fn connect(
-        address: &Address,
-        attempt: AttemptId,
-        timeout: Duration,
-    ) -> Result<Self, ControlError> {
-        let stream = Stream::from(dial(address, timeout)?);
+    /// Begins a session with the server about an attempt.
+    pub(crate) fn connect(to: &Remote, attempt: AttemptId) -> Result<Self, ControlError> {
+        let (session, stream) = to.dial()?;
         stream.write_both(&preamble(ConnectionKind::Control, attempt), &[])?;
-        Ok(Self::new(Arc::new(stream)))
+        Ok(Self {
+            session: Some(session),
+            ..Self::new(Arc::new(stream))
+        })
     }
 
     /// Goes on with a connection whose preamble has been read.
     pub(crate) fn new(stream: Arc<Stream>) -> Self {
         Self {
+            session: None,
             stream,
             lines: Lines::default(),
         }
+    }
+
+    /// The session, at the source.
+    pub(crate) fn session(&self) -> Option<&Session> {
+        self.session.as_ref()
     }
 
     pub(crate) fn send(&self, message: &SourceMessage) -> Result<(), ControlError> {

@@ -4,7 +4,7 @@ use std::{fmt, io, time::Duration};
 
 use multifd::InitialError;
 use thiserror::Error;
-use vamoose_link::{ReadError, SocketError, WriteError};
+use vamoose_link::{DialError, ReadError, SocketError, WriteError};
 
 /// Which way the bytes of a connection go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,6 +50,8 @@ pub enum RelayError {
     SetUp(#[source] io::Error),
     #[error(transparent)]
     Socket(#[from] SocketError),
+    #[error(transparent)]
+    Session(#[from] DialError),
     #[error(transparent)]
     Codec(#[from] vamoose_codec::EncodeError),
     #[error(

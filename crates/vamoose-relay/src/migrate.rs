@@ -29,7 +29,7 @@ use handover::{
 };
 use serde_json::{Value, json};
 use tracing::{Span, error_span, info};
-use vamoose_link::{Address, Hangup, Snapshot, Stats};
+use vamoose_link::{Hangup, Remote, Snapshot, Stats};
 
 use crate::{
     Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover, chain,
@@ -47,7 +47,7 @@ pub struct Migration<'a> {
     /// The source QEMU's monitor.
     pub qmp: &'a Path,
     /// The server.
-    pub to: &'a Address,
+    pub to: &'a Remote,
     /// Where attempts are remembered: see [`Journal`].
     pub state_dir: &'a Path,
     /// The waiting QEMU's name at the server.
@@ -133,7 +133,7 @@ impl Migration<'_> {
             name: self.name.to_owned(),
             qemu: source.instance.clone(),
             side: AtSource {
-                to: self.to.to_string(),
+                to: self.to.address(),
                 resume: source.was_running,
                 confirmed: false,
             },
@@ -159,8 +159,7 @@ impl Migration<'_> {
     }
 
     fn prepare(&self, hand_over: &mut HandOver<'_>, source: &mut SourceQemu) -> Result<(), Cause> {
-        let timeout = self.config.stall_timeout;
-        let mut control = Control::connect(self.to, hand_over.attempt(), timeout)?;
+        let mut control = Control::connect(self.to, hand_over.attempt())?;
         let request = Request {
             name: self.name.to_owned(),
             uuid: source.instance.uuid.clone(),
@@ -221,10 +220,12 @@ impl Migration<'_> {
             Ok(ready) => ready,
             Err(cause) => return (None, Ended::failed(cause)),
         };
-        let dialer = Dialer {
-            address: self.to.clone(),
-            preamble: preamble(ConnectionKind::Data, hand_over.attempt()).to_vec(),
+        let session = hand_over.control.as_ref().and_then(Control::session);
+        let Some(session) = session.cloned() else {
+            return (None, Ended::failed(ControlError::Closed.into()));
         };
+        let preamble = preamble(ConnectionKind::Data, hand_over.attempt());
+        let dialer = Dialer::session(session.clone(), &preamble);
         let mut config = self.config.clone();
         config.incoming_channels = Some(self.channels.into());
         config.outgoing_channels = Some(self.channels.into());
@@ -330,12 +331,11 @@ impl Migration<'_> {
 
     /// Whether this is the migration that the attempt was to be.
     fn is_asked_for(&self, record: &Record<AtSource>) -> bool {
-        record.side.to == self.to.to_string() && record.name == self.name
+        record.side.to == self.to.address() && record.name == self.name
     }
 
     fn limits(&self) -> Limits {
         Limits {
-            dial: self.config.stall_timeout,
             downtime: self.downtime_max,
         }
     }

@@ -18,13 +18,21 @@ mod listener;
 mod qemu;
 mod setup;
 
-use std::{fs, io, path::PathBuf, sync::atomic::AtomicUsize, thread, time::Duration};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    sync::atomic::AtomicUsize,
+    thread,
+    time::Duration,
+};
 
 use handover::{AttemptId, Incarnation};
 use thiserror::Error;
 use tracing::{Span, error_span};
 use vamoose_codec::Engines;
-use vamoose_link::{Address, Hangup, Listener, Peers, SocketError};
+use vamoose_link::{
+    Address, Hangup, Listener, Peers, Security, SessionConfig, Sessions, SessionsError, SocketError,
+};
 
 use crate::{Journal, JournalError, control};
 pub(crate) use job::Job;
@@ -32,9 +40,11 @@ use jobs::Jobs;
 use listener::most_connections;
 pub(crate) use qemu::DestinationQemu;
 
-/// Takes migrations on one address, as many at once as come.
+/// Takes migrations, as many at once as come.
 pub struct Server {
-    listener: Listener,
+    sessions: Sessions,
+    /// For this host's commands. Its folder is private.
+    local: Sessions,
     config: ServerConfig,
     incarnation: Incarnation,
     jobs: Jobs,
@@ -52,8 +62,8 @@ pub struct ServerConfig {
     pub state_dir: PathBuf,
     /// What decodes; and encodes for the QEMUs, with method none, for these are set up for no other.
     pub engines: Engines,
-    /// Abort after this long without progress from a peer.
-    pub stall_timeout: Duration,
+    /// How sessions with sources behave.
+    pub sessions: SessionConfig,
     /// Which users of this host may connect.
     pub peers: Peers,
     /// After how long without its source a loaded guest is reported as an orphan.
@@ -69,21 +79,29 @@ pub enum ServeError {
     Socket(#[from] SocketError),
     #[error(transparent)]
     Journal(#[from] JournalError),
+    #[error(transparent)]
+    Sessions(#[from] SessionsError),
     #[error("cannot wait for connections")]
     Wait(#[from] io::Error),
 }
 
 impl Server {
-    /// Listens on `address`.
+    /// Listens on `addresses`.
     ///
     /// # Errors
-    /// When the address is taken or not this host's, or the journal cannot be used.
-    pub fn bind(address: &Address, mut config: ServerConfig) -> Result<Self, ServeError> {
+    /// When an address is taken or not this host's, or the journal, certificates or keys cannot be used.
+    pub fn bind(addresses: &[Address], mut config: ServerConfig) -> Result<Self, ServeError> {
         // The journal compares paths.
         config.qmp_dir = fs::canonicalize(&config.qmp_dir)?;
+        let jobs = Jobs::new(Journal::open(&config.state_dir)?);
+        let stall_timeout = config.sessions.stall_timeout;
+        let listen = |address| Listener::bind_for(address, stall_timeout, config.peers.clone());
+        let listeners = addresses.iter().map(listen).collect::<Result<_, _>>()?;
+        let local = local_listener(&config.state_dir, stall_timeout)?;
         Ok(Self {
-            jobs: Jobs::new(Journal::open(&config.state_dir)?),
-            listener: Listener::bind_for(address, config.stall_timeout, config.peers.clone())?,
+            jobs,
+            sessions: Sessions::new(listeners, config.sessions.clone())?,
+            local: Sessions::new(vec![local], SessionConfig::new(Security::Insecure))?,
             config,
             incarnation: Incarnation(control::random()?),
             connections: AtomicUsize::new(0),
@@ -92,8 +110,16 @@ impl Server {
     }
 
     /// Where it listens.
-    pub fn address(&self) -> &Address {
-        self.listener.address()
+    pub fn addresses(&self) -> impl Iterator<Item = &Address> {
+        self.sessions.addresses()
+    }
+
+    /// Where this host's commands reach it.
+    fn local_address(&self) -> String {
+        let mut addresses = self.local.addresses();
+        addresses
+            .next()
+            .map_or_else(String::new, Address::to_string)
     }
 
     /// Takes migrations until `stop` is thrown; those that are still coming in are ended then, and guests that have
@@ -111,6 +137,18 @@ impl Server {
             self.jobs.hang_up();
             accepted
         })
+    }
+}
+
+/// Listens in the first place that no other server has taken.
+fn local_listener(state_dir: &Path, stall_timeout: Duration) -> Result<Listener, SocketError> {
+    let mut number = 0;
+    loop {
+        let path = state_dir.join(format!("serve-{number}.sock"));
+        match Listener::bind_for(&Address::Unix(path), stall_timeout, Peers::own_and([])) {
+            Err(error) if error.source.kind() == io::ErrorKind::AddrInUse => number += 1,
+            bound => return bound,
+        }
     }
 }
 

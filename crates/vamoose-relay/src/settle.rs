@@ -10,7 +10,7 @@ use handover::{
 };
 use thiserror::Error;
 use tracing::info;
-use vamoose_link::{Address, AddressError};
+use vamoose_link::{AddressError, Remote, Security, SessionConfig};
 
 use crate::{
     Journal, JournalError, chain,
@@ -36,12 +36,13 @@ pub struct Settlement {
     verdict: Verdict,
     source: Option<Entry<AtSource>>,
     destination: Option<Side>,
+    config: Option<SessionConfig>,
 }
 
 /// The destination's side on this host.
 enum Side {
-    /// A server looks after it: at this address.
-    Served(Record<AtDestination>, Address),
+    /// A server looks after it, which is asked on this host.
+    Served(Record<AtDestination>, Remote),
     /// No process drives it.
     Free(Entry<AtDestination>),
 }
@@ -66,7 +67,7 @@ pub enum SettleError {
     #[error("the server's address in the journal")]
     Address(#[from] AddressError),
     #[error("the server at {0}")]
-    Server(Address, #[source] ControlError),
+    Server(String, #[source] ControlError),
     #[error("the guest could not be settled: {0}")]
     Failed(String),
 }
@@ -77,7 +78,8 @@ const ASKING: Duration = Duration::from_secs(5);
 const SETTLING: Duration = Duration::from_secs(60);
 
 impl Settlement {
-    /// Looks what there is to settle. Nothing is done yet.
+    /// Looks what there is to settle. Nothing is done yet. The destination of a guest that is to resume at this host is asked
+    /// as `config` says, if there is one.
     ///
     /// # Errors
     /// When nothing is to be settled, or a process still works at it.
@@ -85,6 +87,7 @@ impl Settlement {
         journal: &Journal,
         attempt: AttemptId,
         verdict: Verdict,
+        config: Option<SessionConfig>,
     ) -> Result<Self, SettleError> {
         let source = journal.find::<AtSource>(attempt)?;
         let destination = journal.find::<AtDestination>(attempt)?;
@@ -113,7 +116,13 @@ impl Settlement {
             destination: destination
                 .map(|record| Side::of(journal, record))
                 .transpose()?,
+            config,
         })
+    }
+
+    /// Whether a destination on another host is to be asked.
+    pub fn asks(&self) -> bool {
+        self.source.is_some() && self.verdict == Verdict::NeverRan
     }
 
     /// What will be done, a sentence each.
@@ -168,7 +177,8 @@ impl Settlement {
             Verdict::NeverRan => {
                 let cause = "settled by hand: it never ran here".to_owned();
                 request(self.destination, SourceMessage::Abort { cause })?;
-                self.source.map_or(Ok(()), take_back)
+                self.source
+                    .map_or(Ok(()), |entry| take_back(entry, self.config))
             }
             Verdict::RunningThere => {
                 self.source.map_or(Ok(()), give_away)?;
@@ -183,8 +193,8 @@ impl Side {
         match journal.claim(record.clone()) {
             Ok(entry) => Ok(Self::Free(entry)),
             Err(JournalError::Driven(_)) => {
-                let address = record.side.server.parse()?;
-                Ok(Self::Served(record, address))
+                let server = remote(&record.side.server, SessionConfig::new(Security::Insecure))?;
+                Ok(Self::Served(record, server))
             }
             Err(error) => Err(error.into()),
         }
@@ -201,9 +211,10 @@ impl Side {
     fn request(self, attempt: AttemptId, message: SourceMessage) -> Result<(), SettleError> {
         let is_commit = matches!(message, SourceMessage::Commit { .. });
         let (done, result) = match self {
-            Self::Served(_, address) => {
-                let answer = ask(&address, attempt, &message, SETTLING);
-                let answer = answer.map_err(|error| SettleError::Server(address, error))?;
+            Self::Served(_, server) => {
+                let answer = ask(&server, attempt, &message, SETTLING);
+                let at = |error| SettleError::Server(server.address(), error);
+                let answer = answer.map_err(at)?;
                 let done = match answer {
                     DestinationMessage::Running { .. } => is_commit,
                     DestinationMessage::Aborted { .. } => !is_commit,
@@ -235,10 +246,12 @@ impl Side {
 }
 
 /// Continues the guest at the source.
-fn take_back(entry: Entry<AtSource>) -> Result<(), SettleError> {
+fn take_back(entry: Entry<AtSource>, config: Option<SessionConfig>) -> Result<(), SettleError> {
     let record = &entry.record;
     let monitor = record.qemu.monitor.clone();
-    if let Ok(to) = record.side.to.parse() {
+    if let Some(config) = config
+        && let Ok(to) = remote(&record.side.to, config)
+    {
         let cause = "settled by hand: the guest stays at the source".to_owned();
         match ask(&to, record.attempt, &SourceMessage::Abort { cause }, ASKING) {
             Ok(
@@ -297,13 +310,21 @@ fn settle(
     Ok(entry.write()?)
 }
 
+fn remote(address: &str, config: SessionConfig) -> Result<Remote, AddressError> {
+    Remote {
+        paths: Vec::new(),
+        config,
+    }
+    .at(address)
+}
+
 fn ask(
-    address: &Address,
+    server: &Remote,
     attempt: AttemptId,
     message: &SourceMessage,
     within: Duration,
 ) -> Result<DestinationMessage, ControlError> {
-    let mut control = Control::connect(address, attempt, ASKING)?;
+    let mut control = Control::connect(server, attempt)?;
     control.send(message)?;
     loop {
         match control.receive(within)? {

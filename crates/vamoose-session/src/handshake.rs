@@ -124,7 +124,9 @@ pub enum Refusal {
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum HandshakeError {
-    #[error("the peer is no Vamoose, or one that uses TLS where we do not")]
+    #[error(
+        "the peer is no Vamoose, or one that uses TLS where this end does not, or an older one"
+    )]
     Magic,
     #[error("the peer's handshake is malformed: {0}")]
     Malformed(&'static str),

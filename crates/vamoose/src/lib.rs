@@ -8,6 +8,7 @@
 
 pub mod devices;
 pub mod hints;
+pub mod link;
 pub mod options;
 pub mod progress;
 pub mod report;

@@ -4,7 +4,7 @@ use std::{env, ffi::OsString, path::PathBuf};
 
 use anyhow::{Context as _, Result, bail};
 use clap::Args;
-use vamoose_link::{Certificates, Keys, PublicKey, Security};
+use vamoose_link::{Address, Certificates, Keys, PublicKey, Security};
 
 /// How two Vamooses authenticate each other: exactly one way, the same at both ends.
 #[derive(Args, Clone, Debug)]
@@ -40,6 +40,29 @@ pub struct SecurityOptions {
 }
 
 impl SecurityOptions {
+    /// The way that was chosen. Sockets of this host need none: their files have permissions.
+    pub fn for_addresses<'a>(
+        &self,
+        addresses: impl IntoIterator<Item = &'a Address>,
+    ) -> Result<Security> {
+        let is_unix = |address: &Address| matches!(address, Address::Unix(_));
+        if !self.is_chosen() && addresses.into_iter().all(is_unix) {
+            return Ok(Security::Insecure);
+        }
+        self.security()
+    }
+
+    /// Whether any way was chosen.
+    pub fn is_chosen(&self) -> bool {
+        let has_keys = self.keys.is_some() || !self.peer_key.is_empty();
+        self.insecure || self.tls_creds.is_some() || has_keys
+    }
+
+    /// Whether neither authentication nor encryption was chosen.
+    pub fn is_insecure(&self) -> bool {
+        self.insecure
+    }
+
     /// The way that was chosen.
     pub fn security(&self) -> Result<Security> {
         if self.insecure {
@@ -52,7 +75,7 @@ impl SecurityOptions {
                 server_name: self.tls_server_name.clone(),
             }));
         }
-        if self.keys.is_none() && self.peer_key.is_empty() {
+        if !self.is_chosen() {
             bail!(
                 "nothing says how the two ends authenticate each other: use --tls-creds DIR (certificates), --keys (a key \
                  on each host, made by `vamoose keys init`), or --insecure (neither authentication nor encryption)"

@@ -71,6 +71,8 @@ struct Link {
     troubled: Option<Instant>,
     /// Where a frame was corrupt last.
     corrupt_at: Option<u64>,
+    /// It has had a connection.
+    was_up: bool,
 }
 
 enum State {
@@ -164,6 +166,7 @@ impl Carried {
                 },
                 troubled: Some(Instant::now()),
                 corrupt_at: None,
+                was_up: false,
             }),
             changed: Condvar::new(),
             acknowledged: AtomicU64::new(0),
@@ -630,6 +633,9 @@ const PIECE: usize = 512 << 10;
 
 const RECHECK: Duration = Duration::from_millis(20);
 
+/// How long the first connection of a stream may take at least.
+const OPENING: Duration = Duration::from_secs(10);
+
 fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
@@ -642,13 +648,17 @@ impl Carried {
         let mut link = lock(&self.link);
         loop {
             let Link {
-                state, troubled, ..
+                state,
+                troubled,
+                was_up,
+                ..
             } = &mut *link;
             match state {
                 State::Up(connection) => return Ok(Some(connection.clone())),
                 State::Closed(error) => return Err(error.to_io()),
                 State::Down { cause } => {
                     let limit = self.session.config.reconnect_timeout;
+                    let limit = if *was_up { limit } else { limit.max(OPENING) };
                     let since = *troubled.get_or_insert_with(Instant::now);
                     let left = limit.saturating_sub(since.elapsed());
                     if left.is_zero() {
@@ -696,6 +706,13 @@ impl Carried {
         connection.shut_down();
         let mut link = lock(&self.link);
         if !matches!(&link.state, State::Up(current) if Arc::ptr_eq(current, connection)) {
+            return;
+        }
+        let limit = self.session.config.reconnect_timeout;
+        if limit.is_zero() {
+            drop(link);
+            let cause = cause.into();
+            self.close(StreamError::Lost { cause, seconds: 0 });
             return;
         }
         link.troubled.get_or_insert_with(Instant::now);
@@ -769,22 +786,11 @@ impl Carried {
 
     /// Regular work: heartbeats, acknowledgements that nobody reads, silence, and the end of what was dropped.
     pub(crate) fn look_after(self: &Arc<Self>) {
-        let connection = match &lock(&self.link).state {
-            State::Up(connection) => Some(connection.clone()),
-            State::Down { .. } => None,
-            State::Closed(_) => return,
-        };
-        let Some(connection) = connection else {
-            // Nobody may be waiting for it; a stream that is lost must be forgotten all the same.
-            let limit = self.session.config.reconnect_timeout;
-            let is_over = lock(&self.link)
-                .troubled
-                .is_some_and(|since| since.elapsed() > limit);
-            if is_over {
-                let _ = self.wait_up(Patience::Stall(None));
-                self.session.forget(self.number);
-            }
-            return;
+        // Nobody may be waiting for it; a stream that is lost must be forgotten all the same.
+        let connection = match self.wait_up(Patience::Until(Some(Instant::now()))) {
+            Ok(Some(connection)) => connection,
+            Ok(None) => return,
+            Err(_) => return self.session.forget(self.number),
         };
         let unread = !self.collect(Duration::ZERO) && connection.is_readable(Duration::ZERO);
         if connection.silent_for() > super::SILENCE && !unread {
@@ -890,6 +896,7 @@ impl Attaching<'_> {
             return;
         }
         link.state = State::Up(connection.clone());
+        link.was_up = true;
         drop(link);
         carried.changed.notify_all();
         // Readers go on meanwhile, so that two ends that both send again do not wait for each other.

@@ -71,6 +71,9 @@ pub(crate) struct AtDestination {
     pub(crate) server: String,
     /// The guest is loaded, and its source has sent nothing for longer than the orphan timeout.
     pub(crate) orphaned: bool,
+    /// Who the source has proved to be: nobody else decides about its guest. `None` without authentication.
+    #[serde(default)]
+    pub(crate) source: Option<String>,
 }
 
 impl Side for AtDestination {

@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use handover::{DestinationMessage, GuestLocation, SourceEvent, SourceMessage, SourceState};
 use serde_json::Value;
 use tracing::info;
-use vamoose_link::{Address, Snapshot};
+use vamoose_link::Snapshot;
 
 use super::{
     Cause, Ended, Failure, Migration, Moved, SourceQemu, at_source,
-    hand_over::{HandOver, Limits, confirm_earlier},
+    hand_over::{HandOver, confirm_earlier},
     span,
 };
 use crate::{
@@ -18,9 +18,6 @@ use crate::{
     control::{Control, ControlError},
     journal::{AtSource, Record},
 };
-
-/// How long to try to reach a destination about an attempt that is over.
-const NOTIFYING: Duration = Duration::from_secs(2);
 
 impl Migration<'_> {
     /// Finishes an attempt of this QEMU that is not over, or reports what became of one whose guest has left. `None` when
@@ -76,7 +73,7 @@ impl Migration<'_> {
         };
         let entry = journal.claim(record.clone());
         let entry = entry.map_err(|error| unfinished(error.into(), guest))?;
-        let to = entry.record.side.to.parse::<Address>();
+        let to = self.to.at(&entry.record.side.to);
         let to = to.map_err(|error| unfinished(Cause::broken(chain(&error)), guest))?;
         let state = entry.record.state.clone();
         let mut attempt = HandOver::new(entry, &to, self.limits(), self.cancel);
@@ -160,7 +157,7 @@ impl Migration<'_> {
     fn ask_after(&self, record: &Record<AtSource>) -> Result<DestinationMessage, ControlError> {
         let resume = record.side.resume;
         let timeout = self.config.stall_timeout;
-        let mut control = Control::connect(self.to, record.attempt, timeout)?;
+        let mut control = Control::connect(self.to, record.attempt)?;
         control.send(&SourceMessage::Commit { resume })?;
         let answer = control.receive(timeout)?;
         // That this is not asked again is best effort, as ever.
@@ -183,11 +180,8 @@ impl Migration<'_> {
 
     /// A destination that could not be notified of a failure may still hold a guest for an attempt that is over.
     pub(super) fn notify_earlier(&self, journal: &Journal) -> Result<(), JournalError> {
-        let to = self.to.to_string();
-        let limits = Limits {
-            dial: NOTIFYING,
-            ..self.limits()
-        };
+        let to = self.to.address();
+        let limits = self.limits();
         for record in journal.records::<AtSource>()? {
             let failed = matches!(
                 record.state,
@@ -200,7 +194,7 @@ impl Migration<'_> {
                 let Ok(entry) = journal.claim(record) else {
                     continue;
                 };
-                if !confirm_earlier(entry, limits, self.cancel) {
+                if !confirm_earlier(entry, self.to, limits, self.cancel) {
                     // It cannot be reached, which the attempt itself will find out.
                     break;
                 }

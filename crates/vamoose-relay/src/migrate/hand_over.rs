@@ -2,7 +2,6 @@
 
 use std::{
     collections::VecDeque,
-    io,
     sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
@@ -13,7 +12,7 @@ use handover::{
     SourceMessage, SourceState,
 };
 use tracing::{debug, info, warn};
-use vamoose_link::{Address, SocketError, left};
+use vamoose_link::{Remote, left};
 
 use super::{Cause, source::SourceQemu};
 use crate::{
@@ -26,7 +25,7 @@ use crate::{
 pub(super) struct HandOver<'a> {
     pub(super) entry: Entry<AtSource>,
     machine: handover::Source,
-    to: &'a Address,
+    to: &'a Remote,
     pub(super) control: Option<Control>,
     limits: Limits,
     cancel: &'a AtomicBool,
@@ -44,7 +43,6 @@ pub(super) struct HandOver<'a> {
 /// How long things may take.
 #[derive(Clone, Copy)]
 pub(super) struct Limits {
-    pub(super) dial: Duration,
     pub(super) downtime: Duration,
 }
 
@@ -60,7 +58,7 @@ impl<'a> HandOver<'a> {
     /// Goes on with what `entry` remembers, or begins.
     pub(super) fn new(
         entry: Entry<AtSource>,
-        to: &'a Address,
+        to: &'a Remote,
         limits: Limits,
         cancel: &'a AtomicBool,
     ) -> Self {
@@ -154,7 +152,7 @@ impl<'a> HandOver<'a> {
 
     fn send(&mut self, message: &SourceMessage) {
         if matches!(message, SourceMessage::Abort { .. }) && self.control.is_none() {
-            self.control = Control::connect(self.to, self.attempt(), self.limits.dial).ok();
+            self.control = Control::connect(self.to, self.attempt()).ok();
         }
         let sent = self.control.as_ref().map(|control| control.send(message));
         if let Some(Err(error)) = sent {
@@ -174,7 +172,7 @@ impl<'a> HandOver<'a> {
                 return event;
             }
             self.warn();
-            match Control::connect(self.to, self.attempt(), self.limits.dial) {
+            match Control::connect(self.to, self.attempt()) {
                 Ok(control) => {
                     self.control = Some(control);
                     return SourceEvent::Connected;
@@ -182,8 +180,7 @@ impl<'a> HandOver<'a> {
                 Err(error) => {
                     let refused = matches!(
                         &error,
-                        ControlError::Dial(SocketError { source, .. })
-                            if source.kind() == io::ErrorKind::ConnectionRefused
+                        ControlError::Dial(error) if error.is_connection_refused()
                     );
                     self.last_problem = chain(&error);
                     if refused {
@@ -310,7 +307,12 @@ impl<'a> HandOver<'a> {
 }
 
 /// Notifies the destination of an earlier attempt that has failed, which could not be reached then.
-pub(super) fn confirm_earlier(entry: Entry<AtSource>, limits: Limits, cancel: &AtomicBool) -> bool {
+pub(super) fn confirm_earlier(
+    entry: Entry<AtSource>,
+    to: &Remote,
+    limits: Limits,
+    cancel: &AtomicBool,
+) -> bool {
     let SourceState::Over {
         guest: GuestLocation::Source,
         cause,
@@ -318,7 +320,7 @@ pub(super) fn confirm_earlier(entry: Entry<AtSource>, limits: Limits, cancel: &A
     else {
         return true;
     };
-    let Ok(to) = entry.record.side.to.parse::<Address>() else {
+    let Ok(to) = to.at(&entry.record.side.to) else {
         return true;
     };
     let mut earlier = HandOver::new(entry, &to, limits, cancel);

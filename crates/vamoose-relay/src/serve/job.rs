@@ -13,7 +13,7 @@ use handover::{
     DestinationState, SourceMessage,
 };
 use tracing::{debug, info, warn};
-use vamoose_link::{Hangup, PollQueue, Stats, Stream, lock};
+use vamoose_link::{Hangup, PollQueue, Session, Stats, Stream, lock};
 
 use super::qemu::{DestinationQemu, LOADING};
 use crate::{
@@ -35,6 +35,8 @@ pub(crate) struct Job {
 pub(crate) struct Transfer {
     pub(super) hangup: Hangup,
     pub(super) connections: PollQueue<Arc<Stream>>,
+    /// All of them are streams of it.
+    pub(super) session: Session,
 }
 
 struct Inner {
@@ -112,10 +114,22 @@ impl Job {
         }
     }
 
-    pub(super) fn push(&self, stream: Arc<Stream>) {
+    /// Takes a data connection, if it belongs to the source's session.
+    pub(super) fn push(&self, stream: Arc<Stream>, session: &Session) {
         match self.transfer() {
-            Some(transfer) => transfer.connections.push(stream),
+            Some(transfer) if transfer.session.is(session) => transfer.connections.push(stream),
+            Some(_) => warn!("{}: a data connection of another session", self.name),
             None => warn!("{}: a data connection after the end", self.name),
+        }
+    }
+
+    /// Whether a peer may decide about the guest: its source may, and who is on this host.
+    pub(super) fn listens_to(&self, session: &Session) -> bool {
+        let inner = lock(&self.inner);
+        let source = inner.entry.record.side.source.as_deref();
+        match (source, session.identity()) {
+            (Some(source), Some(peer)) => source == peer,
+            _ => true,
         }
     }
 

@@ -18,7 +18,7 @@ use rustix::{
     process::{Resource, getrlimit},
 };
 use tracing::{Span, debug, warn};
-use vamoose_link::{Hangup, Stream, wait_for};
+use vamoose_link::{Hangup, Introduced, Session, Stream, wait_for};
 
 use super::{
     Job, ServeError, Server,
@@ -34,7 +34,7 @@ use crate::{
 const MOST_CONNECTIONS: u64 = 4096;
 /// Descriptors that are kept for other things than connections.
 const OTHER_DESCRIPTORS: u64 = 64;
-/// How often leases are looked at, and how long to wait when the system has no descriptors left.
+/// How often leases are looked at.
 const TICK: Duration = Duration::from_secs(1);
 
 impl Server {
@@ -43,33 +43,19 @@ impl Server {
         scope: &'scope Scope<'scope, '_>,
         stop: &'scope Hangup,
     ) -> Result<(), ServeError> {
-        let mut accepts = true;
         loop {
-            let mut fds = vec![PollFd::from_borrowed_fd(stop.as_fd(), PollFlags::IN)];
-            if accepts {
-                fds.push(PollFd::from_borrowed_fd(
-                    self.listener.as_fd(),
-                    PollFlags::IN,
-                ));
-            }
+            let mut fds = [stop.as_fd(), self.sessions.as_fd(), self.local.as_fd()]
+                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             wait_for(&mut fds, TICK)?;
             if stop.is_hung_up() {
                 return Ok(());
             }
             self.jobs.look_after(self.config.orphan_timeout);
-            match self.listener.try_accept() {
-                Ok(Some(socket)) => self.take_connection(scope, stop, socket.into()),
-                Ok(None) => {}
-                Err(error) => {
-                    // The connection stays in the queue: looking again at once is of no use.
-                    if accepts {
-                        warn!("{}; trying again", chain(&error));
-                    }
-                    accepts = false;
-                    continue;
+            for sessions in [&self.sessions, &self.local] {
+                if let Some(introduced) = sessions.try_next() {
+                    self.take_connection(scope, stop, introduced);
                 }
             }
-            accepts = true;
         }
     }
 
@@ -77,16 +63,17 @@ impl Server {
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
         stop: &'scope Hangup,
-        stream: Stream,
+        introduced: Introduced,
     ) {
         let Some(slot) = Slot::take(&self.connections, self.most_connections) else {
             debug!("too many connections: one is closed");
             return;
         };
+        let Introduced { stream, session } = introduced;
         let stream = Arc::new(stream);
         stop.register(&stream);
         let work = move || {
-            self.handle(scope, &stream);
+            self.handle(scope, &stream, &session);
             drop(slot);
         };
         // One client too many must not end the migrations of the others.
@@ -95,7 +82,12 @@ impl Server {
         }
     }
 
-    fn handle<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, stream: &Arc<Stream>) {
+    fn handle<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        stream: &Arc<Stream>,
+        session: &Session,
+    ) {
         let mut bytes = [0; PREAMBLE_LEN];
         let preamble = match stream.read_full(&mut bytes) {
             Ok(PREAMBLE_LEN) => Preamble::parse(&bytes),
@@ -107,9 +99,9 @@ impl Server {
         };
         let _span = span(attempt).entered();
         match kind {
-            ConnectionKind::Control => self.converse(scope, attempt, stream),
+            ConnectionKind::Control => self.converse(scope, attempt, stream, session),
             ConnectionKind::Data => match self.jobs.get(attempt) {
-                Some(job) => job.push(stream.clone()),
+                Some(job) => job.push(stream.clone(), session),
                 None => warn!("a data connection for the unknown attempt {attempt}"),
             },
         }
@@ -121,9 +113,16 @@ impl Server {
         scope: &'scope Scope<'scope, '_>,
         attempt: AttemptId,
         stream: &Arc<Stream>,
+        session: &Session,
     ) {
         let mut control = Control::new(stream.clone());
         let mut job = self.jobs.find(attempt);
+        if job.as_ref().is_some_and(|job| !job.listens_to(session)) {
+            warn!("{} asks about an attempt of another source", session.peer());
+            // Its connection may have gone.
+            let _ = refuse(stream, &PrepareError::OtherSource);
+            return;
+        }
         if let Some(job) = &job {
             job.connected(stream);
         }
@@ -137,7 +136,7 @@ impl Server {
             };
             let answered = match (message, &job) {
                 (SourceMessage::Prepare(prepare), None) => {
-                    self.prepare_and_reply(scope, attempt, &prepare, stream, &mut job)
+                    self.prepare_and_reply(scope, attempt, &prepare, (stream, session), &mut job)
                 }
                 (SourceMessage::Prepare(_), Some(_)) => refuse(stream, &PrepareError::Repeated),
                 (message, Some(job)) => {
@@ -168,7 +167,7 @@ impl Server {
         scope: &'scope Scope<'scope, '_>,
         attempt: AttemptId,
         prepare: &Prepare,
-        stream: &Arc<Stream>,
+        (stream, session): (&Arc<Stream>, &Session),
         job: &mut Option<Arc<Job>>,
     ) -> Result<(), ControlError> {
         let Prepared {
@@ -176,7 +175,7 @@ impl Server {
             job: prepared,
             dialer,
             config,
-        } = match self.prepare(attempt, prepare) {
+        } = match self.prepare(attempt, prepare, session) {
             Ok(prepared) => prepared,
             Err(error) => {
                 warn!("refused: {}", chain(&error));

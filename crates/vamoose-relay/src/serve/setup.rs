@@ -14,7 +14,7 @@ use multifd::{Layout, Method};
 use serde_json::json;
 use thiserror::Error;
 use tracing::info;
-use vamoose_link::{Address, Hangup, MethodChoice, PollQueue};
+use vamoose_link::{Address, Hangup, MethodChoice, PollQueue, Session};
 
 use super::{DestinationQemu, Job, Server, job::Transfer};
 use crate::{
@@ -29,6 +29,7 @@ impl Server {
         &self,
         attempt: AttemptId,
         prepare: &Prepare,
+        session: &Session,
     ) -> Result<Prepared, PrepareError> {
         let protocol = prepare.negotiate()?;
         let request: Request = from_details(prepare.details.clone())?;
@@ -42,7 +43,7 @@ impl Server {
         let mut config = Config::new(self.config.engines.clone());
         config.layout = Layout::new(request.page_size)?;
         config.incoming_channels = Some(request.channels.into());
-        config.stall_timeout = self.config.stall_timeout;
+        config.stall_timeout = self.config.sessions.stall_timeout;
         let monitor = self.monitor(&request.name)?;
         self.jobs.check_idle(&request.name)?;
         let mut qemu = Qemu::connect(&monitor)?;
@@ -59,6 +60,7 @@ impl Server {
         let transfer = Transfer {
             hangup: Hangup::new()?,
             connections: PollQueue::new()?,
+            session: session.clone(),
         };
         let mut entry = self.jobs.journal.claim(Record {
             attempt,
@@ -67,8 +69,9 @@ impl Server {
             qemu: instance.clone(),
             side: AtDestination {
                 incarnation: self.incarnation,
-                server: self.address().to_string(),
+                server: self.local_address(),
                 orphaned: false,
+                source: session.identity().map(str::to_owned),
             },
             state: DestinationState::Receiving,
         })?;
@@ -135,6 +138,8 @@ pub(super) enum PrepareError {
     Busy { name: String },
     #[error("this attempt has been prepared already")]
     Repeated,
+    #[error("this attempt belongs to another source")]
+    OtherSource,
     #[error(transparent)]
     Qemu(#[from] QemuError),
     #[error("the destination's guest has the uuid {here}, the source's {source_uuid}")]

@@ -1,6 +1,7 @@
 //! `vamoose migrate`: drives a source QEMU through a migration.
 
 use std::{
+    net::IpAddr,
     path::PathBuf,
     sync::{Arc, atomic::AtomicBool},
     time::{Duration, Instant},
@@ -16,6 +17,7 @@ use vamoose_link::{Address, Snapshot};
 use vamoose_relay::{Cause, Failure, Migration};
 
 use vamoose::{
+    link::LinkOptions,
     options::{Encoding, JsonReport, StateDir},
     progress::Display,
     report::Report,
@@ -31,9 +33,16 @@ pub(crate) struct Options {
     /// QMP socket of the source QEMU
     #[arg(long, value_name = "SOCKET")]
     qmp: PathBuf,
-    /// Address of `vamoose serve`: tcp:HOST:PORT
-    #[arg(long, value_name = "URI")]
-    to: Address,
+    /// Address of `vamoose serve`: tcp:HOST:PORT; repeat it for further addresses of that host
+    ///
+    /// The data channels are spread over all of them. While one cannot be reached, the others carry everything.
+    #[arg(long, value_name = "URI", required = true)]
+    to: Vec<Address>,
+    /// Address of this host from which to connect, one for each --to and in the same order
+    #[arg(long, value_name = "ADDRESS")]
+    bind: Vec<IpAddr>,
+    #[command(flatten)]
+    link: LinkOptions,
     /// Name of the waiting QEMU, whose QMP socket is NAME.qmp there
     #[arg(long)]
     name: String,
@@ -79,6 +88,9 @@ impl ZeroPageDetection {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let config = options.encoding.config()?;
+    let to = options
+        .link
+        .remote(&options.to, &options.bind, config.stall_timeout)?;
     let method = config.method.clone();
     let cancel = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
@@ -90,7 +102,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let mut last = Snapshot::default();
     let moved = Migration {
         qmp: &options.qmp,
-        to: &options.to,
+        to: &to,
         state_dir: &state_dir,
         name: &options.name,
         channels: options.channels,

@@ -1,6 +1,7 @@
 //! `vamoose relay`: one migration between two sockets.
 
 use std::{
+    net::IpAddr,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -8,11 +9,12 @@ use std::{
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use tracing::info;
-use vamoose_link::{Address, Hangup, Listener, Stats};
-use vamoose_relay::{Dialer, Outcome, Relay, ZeroPages};
+use vamoose_link::{Address, Hangup, Listener, Sessions, Stats};
+use vamoose_relay::{Accept, Dialer, Outcome, Relay, ZeroPages};
 
 use vamoose::{
-    options::{Access, Encoding, JsonReport},
+    link::LinkOptions,
+    options::{Access, Encoding, JsonReport, refuse_open_address},
     report::Report,
 };
 
@@ -28,8 +30,21 @@ pub(crate) struct Options {
     #[arg(long, value_name = "URI")]
     listen: Address,
     /// Address the destination listens on: tcp:HOST:PORT or unix:PATH
-    #[arg(long, value_name = "URI")]
-    connect: Address,
+    ///
+    /// With --session connect, repeat it for further addresses of the other relay's host.
+    #[arg(long, value_name = "URI", required = true)]
+    connect: Vec<Address>,
+    /// Which side is another relay, on another host, instead of a QEMU
+    ///
+    /// The two relays then authenticate each other, encrypt, check what arrives, and survive the loss of connections. The
+    /// other relay needs --session for its other side.
+    #[arg(long, value_enum, value_name = "SIDE")]
+    session: Option<Side>,
+    /// Address of this host from which to connect to the other relay, one for each --connect and in the same order
+    #[arg(long, value_name = "ADDRESS", requires = "session")]
+    bind: Vec<IpAddr>,
+    #[command(flatten)]
+    link: LinkOptions,
     #[command(flatten)]
     encoding: Encoding,
     /// Channels to the destination (its multifd-channels parameter) [default: as incoming]
@@ -50,6 +65,14 @@ pub(crate) struct Options {
     json: JsonReport,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Side {
+    /// Who connects to --listen is `vamoose relay --session connect`
+    Listen,
+    /// At --connect is `vamoose relay --session listen`
+    Connect,
+}
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum ZeroPagesName {
     /// Forward them as they arrive
@@ -66,8 +89,37 @@ enum ZeroPageDetection {
     Cpu,
 }
 
+impl Options {
+    fn dialer(&self, stall_timeout: Duration) -> Result<Dialer> {
+        if self.session == Some(Side::Connect) {
+            let remote = self.link.remote(&self.connect, &self.bind, stall_timeout)?;
+            return Ok(Dialer::remote(remote));
+        }
+        match &self.connect[..] {
+            [address] if self.bind.is_empty() => Ok(Dialer::new(address.clone())),
+            _ => bail!("several addresses to connect to, and --bind, need --session connect"),
+        }
+    }
+
+    fn accept(&self, stall_timeout: Duration) -> Result<Box<dyn Accept>> {
+        let listener = Listener::bind_for(&self.listen, stall_timeout, self.access.peers())?;
+        let address = listener.address().clone();
+        let accept: Box<dyn Accept> = match self.session {
+            Some(Side::Listen) => {
+                let config = self.link.config([&self.listen], stall_timeout)?;
+                Box::new(Sessions::new(vec![listener], config)?)
+            }
+            _ => {
+                refuse_open_address(&self.listen, self.link.security.is_insecure())?;
+                Box::new(listener)
+            }
+        };
+        info!("listening on {address}");
+        Ok(accept)
+    }
+}
+
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let peers = options.access.peers(&options.listen)?;
     let mut config = options.encoding.config()?;
     config.outgoing_channels = options.channels.map(usize::from);
     config.incoming_channels = options.incoming_channels.map(usize::from);
@@ -79,13 +131,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             bail!("--zero-page-detection cpu would undo --zero-pages expand: choose one");
         }
     };
-    let listener = Listener::bind_for(&options.listen, config.stall_timeout, peers)?;
-    info!("listening on {}", listener.address());
+    let dialer = options.dialer(config.stall_timeout)?;
+    let accept = options.accept(config.stall_timeout)?;
     let start = Instant::now();
     let stats = Arc::new(Stats::default());
     let result = Relay {
-        accept: &listener,
-        dialer: &Dialer::new(options.connect.clone()),
+        accept: &*accept,
+        dialer: &dialer,
         config: &config,
         hangup: &Hangup::new()?,
         stats: &stats,

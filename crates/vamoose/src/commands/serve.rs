@@ -13,6 +13,7 @@ use vamoose_codec::Settings;
 use vamoose_link::{Address, Hangup};
 use vamoose_relay::{Server, ServerConfig};
 
+use vamoose::link::LinkOptions;
 use vamoose::options::{Access, Hardware, StallTimeout, StateDir};
 
 /// Accept incoming migrations for QEMUs waiting on this host
@@ -22,9 +23,11 @@ use vamoose::options::{Access, Hardware, StallTimeout, StateDir};
 /// migration fails holds an incomplete guest and is terminated.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
-    /// Address to listen on: tcp:HOST:PORT
-    #[arg(long, value_name = "URI")]
-    listen: Address,
+    /// Address to listen on: tcp:HOST:PORT (repeatable)
+    #[arg(long, value_name = "URI", required = true)]
+    listen: Vec<Address>,
+    #[command(flatten)]
+    link: LinkOptions,
     /// Directory of the QEMUs' QMP sockets, named NAME.qmp
     #[arg(long, value_name = "DIR")]
     qmp_dir: PathBuf,
@@ -44,7 +47,8 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let peers = options.access.peers(&options.listen)?;
+    let stall_timeout = options.stall_timeout.duration();
+    let sessions = options.link.config(&options.listen, stall_timeout)?;
     if !options.qmp_dir.is_dir() {
         bail!(
             "--qmp-dir: {} is not a directory",
@@ -56,12 +60,14 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         qmp_dir: options.qmp_dir.clone(),
         state_dir: options.state_dir.path()?,
         engines,
-        stall_timeout: options.stall_timeout.duration(),
-        peers,
+        sessions,
+        peers: options.access.peers(),
         orphan_timeout: Duration::from_secs(options.orphan_timeout),
     };
     let server = Server::bind(&options.listen, config)?;
-    info!("taking migrations on {}", server.address());
+    for address in server.addresses() {
+        info!("taking migrations on {address}");
+    }
     let stop = Hangup::new()?;
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();

@@ -2,9 +2,10 @@
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
+use vamoose_link::SessionConfig;
 use vamoose_relay::{AttemptId, Journal, Settlement, Verdict};
 
-use vamoose::options::StateDir;
+use vamoose::{options::StateDir, security::SecurityOptions};
 
 /// Decide the outcome of an attempt that is in doubt or orphaned
 ///
@@ -21,6 +22,8 @@ pub(crate) struct Options {
     verdict: Outcome,
     #[command(flatten)]
     state_dir: StateDir,
+    #[command(flatten)]
+    security: SecurityOptions,
     /// Print the steps without taking them
     #[arg(long)]
     dry_run: bool,
@@ -40,12 +43,22 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         Outcome::RunningThere => Verdict::RunningThere,
         Outcome::NeverRan => Verdict::NeverRan,
     };
-    let settlement = Settlement::plan(&journal, options.attempt, verdict)?;
+    let security = options
+        .security
+        .is_chosen()
+        .then(|| options.security.security());
+    let config = security.transpose()?.map(SessionConfig::new);
+    let can_ask = config.is_some();
+    let settlement = Settlement::plan(&journal, options.attempt, verdict, config)?;
     for step in settlement.steps() {
         println!("{step}");
     }
     if options.dry_run {
         return Ok(());
+    }
+    if settlement.asks() && !can_ask {
+        // Says which options there are.
+        options.security.security()?;
     }
     settlement.carry_out()?;
     println!("attempt {} is settled", options.attempt);

@@ -110,7 +110,7 @@ fn settle(state: &Path, attempt: &str, verdict: &str, options: &[&str]) -> Resul
         verdict,
         "--state-dir",
     ]);
-    Vamoose::start(command.arg(state).args(options))?.finish(LIMIT)
+    Vamoose::start(command.arg(state).args(options).arg("--insecure"))?.finish(LIMIT)
 }
 
 #[test]
@@ -245,6 +245,7 @@ fn nothing_is_begun_that_cannot_be_remembered() -> Result<()> {
         "migrate",
         "--to",
         "tcp:127.0.0.1:1",
+        "--insecure",
         "--name",
         "vm",
         "--qmp",
@@ -256,9 +257,9 @@ fn nothing_is_begun_that_cannot_be_remembered() -> Result<()> {
     Ok(())
 }
 
-/// A server of the first release, as far as it matters.
+/// A server from before sessions: it reads a preamble of 24 bytes, and then waits for a line.
 #[test]
-fn an_older_server_is_refused_with_a_reason() -> Result<()> {
+fn an_older_server_is_reported() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
@@ -267,41 +268,26 @@ fn an_older_server_is_refused_with_a_reason() -> Result<()> {
     let address = format!("tcp:{}", listener.local_addr()?);
     thread::spawn(move || -> Result<()> {
         for stream in listener.incoming() {
-            let mut stream = stream?;
-            stream.read_exact(&mut [0; 24])?;
-            let mut line = String::new();
-            BufReader::new(&stream).read_line(&mut line)?;
-            let request: Value = serde_json::from_str(&line)?;
-            // It knew these fields, and answered so.
-            let theirs = request["protocol"].as_u64();
-            let complete = ["name", "uuid", "ram-bytes", "channels", "page-size"]
-                .iter()
-                .all(|field| !request[field].is_null());
-            if request["request"] == "prepare" && complete && theirs != Some(1) {
-                let reason =
-                    "this server speaks version 1 of the control protocol, migrate speaks 2";
-                writeln!(stream, r#"{{"answer":"refused","reason":"{reason}"}}"#)?;
-            }
+            stream?.read_exact(&mut [0; 24])?;
         }
         Ok(())
     });
     let migration = migrate(&guest.qmp_socket(), &address, "vm", &[])?;
-    migration.finish(LIMIT)?.failure("speaks version 1")?;
+    migration.finish(LIMIT)?.failure("cannot speak with tcp:")?;
     Ok(())
 }
 
 #[test]
-fn an_older_source_is_refused_in_its_words() -> Result<()> {
+fn an_older_source_is_reported() -> Result<()> {
     let host = Host::start(&[])?;
     let mut stream = TcpStream::connect(host.address.trim_start_matches("tcp:"))?;
     stream.write_all(b"VAMOOSEC0123456789abcdef")?;
     let prepare = r#"{"request":"prepare","protocol":1,"name":"vm","uuid":"","ram-bytes":1,"channels":2,"page-size":4096,"method":""}"#;
     writeln!(stream, "{prepare}")?;
-    let mut line = String::new();
-    BufReader::new(&stream).read_line(&mut line)?;
-    let answer: Value = serde_json::from_str(&line)?;
-    ensure!(answer["answer"] == "refused", "{answer}");
-    let reason = answer["reason"].as_str().unwrap_or_default();
-    ensure!(reason.contains("the other side 1 to 1"), "{reason}");
+    // Nothing but the end.
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    ensure!(answer.is_empty(), "{answer:?}");
+    host.server.wait_for("or an older one", LIMIT)?;
     Ok(())
 }

@@ -38,7 +38,10 @@ impl Scene {
         host.knows("vm", &destination)?;
         gate.rule(message, Fate::Held);
         let migration = migrate(&source.qmp_socket(), &gate.address, "vm", &[])?;
-        gate.wait_until_held()?;
+        gate.wait_until_held().with_context(|| {
+            let (here, there) = (migration.stderr(), host.server.stderr());
+            format!("migrate:\n{here}\nserve:\n{there}")
+        })?;
         source.qmp.wait_status("postmigrate", LIMIT)?;
         destination.qmp.wait_migration(&["completed"], LIMIT)?;
         Ok(Self {

@@ -280,8 +280,8 @@ fn another_user_of_the_host_is_turned_away() -> Result<()> {
         return lab::skipped("only root can connect as another user");
     }
     let talk = r#"exec 3<>/dev/tcp/127.0.0.1/$0 || exit 1
-        printf 'VAMOOSEC0123456789abcdef{"request":"prepare","protocol":2}\n' >&3
-        read -r line <&3; printf '%s' "$line""#;
+        printf 'VAMOOSE\x01\x00\x01\x00\x01\x00\x00\x00\x00%032d' 0 >&3
+        head -c 7 <&3"#;
     for (options, answered) in [(&[][..], false), (&["--peer-uid", "65534"][..], true)] {
         let host = Host::start(options)?;
         let (_, port) = host.address.rsplit_once(':').context("no port")?;
@@ -290,7 +290,7 @@ fn another_user_of_the_host_is_turned_away() -> Result<()> {
             .output()?;
         let said = String::from_utf8_lossy(&output.stdout);
         ensure!(
-            said.contains("answer") == answered,
+            said.contains("VAMOOSE") == answered,
             "{options:?}: {output:?}"
         );
     }

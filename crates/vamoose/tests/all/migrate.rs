@@ -135,9 +135,19 @@ fn what_cannot_work_is_refused_early() -> Result<()> {
 }
 
 #[test]
-fn only_loopback_without_insecure() -> Result<()> {
+fn nothing_is_insecure_unless_it_is_asked_for() -> Result<()> {
     for arguments in [
         ["serve", "--listen", "tcp:0.0.0.0:0", "--qmp-dir", "/"].as_slice(),
+        &["serve", "--listen", "tcp:127.0.0.1:0", "--qmp-dir", "/"],
+        &[
+            "migrate",
+            "--to",
+            "tcp:127.0.0.1:1",
+            "--name",
+            "vm",
+            "--qmp",
+            "/nowhere",
+        ],
         &[
             "relay",
             "--listen",

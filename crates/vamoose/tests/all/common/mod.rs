@@ -183,7 +183,7 @@ fn serve(
     command.args(["-c", &format!("{limits}; exec \"$0\" \"$@\"")]);
     command.arg(vamoose());
     command.args(["serve", "--listen", "tcp:127.0.0.1:0", "--qmp-dir"]);
-    command.arg(monitors).args(options);
+    command.arg(monitors).args(options).args(link(options));
     remember_in(&mut command, state)?;
     let server = Vamoose::start(&mut command)?;
     let address = server.wait_for("taking migrations on ", LIMIT)?;
@@ -207,9 +207,22 @@ pub(crate) fn migrate_from(
     command.args([
         "migrate", "--json", "-", "--to", to, "--name", name, "--qmp",
     ]);
-    command.arg(qmp).args(options);
+    command.arg(qmp).args(options).args(link(options));
     remember_in(&mut command, state)?;
     Vamoose::start(&mut command)
+}
+
+/// A link in plain text, so that a test's network sees the messages, on which the loss of a connection is noticed at once;
+/// unless the test has chosen another one.
+pub(crate) fn link<'a>(options: &[impl AsRef<str> + 'a]) -> &'static [&'static str] {
+    let chosen = ["--insecure", "--keys", "--peer-key", "--tls-creds"];
+    match options
+        .iter()
+        .any(|option| chosen.contains(&option.as_ref()))
+    {
+        true => &[],
+        false => &["--insecure", "--reconnect-timeout", "0"],
+    }
 }
 
 /// Tells a command where its host keeps what it has to remember, so that no test knows of another.

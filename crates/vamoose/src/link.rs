@@ -1,0 +1,68 @@
+//! Options of the link between two Vamooses.
+
+use std::{net::IpAddr, time::Duration};
+
+use anyhow::{Result, bail};
+use clap::{Args, ValueEnum};
+use vamoose_link::{Address, Path, Remote, SessionConfig};
+
+use crate::security::SecurityOptions;
+
+/// How two Vamooses speak with each other.
+#[derive(Args, Clone, Debug)]
+pub struct LinkOptions {
+    #[command(flatten)]
+    pub security: SecurityOptions,
+    /// Checksums of the pages and of all that is sent; off only to measure what they cost
+    #[arg(long, value_enum, default_value_t = Check::On)]
+    check: Check,
+    /// Give up after this many seconds without a connection; 0 does not survive the loss of one
+    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    reconnect_timeout: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Check {
+    On,
+    Off,
+}
+
+impl LinkOptions {
+    /// Sessions between these addresses and others.
+    pub fn config<'a>(
+        &self,
+        addresses: impl IntoIterator<Item = &'a Address>,
+        stall_timeout: Duration,
+    ) -> Result<SessionConfig> {
+        Ok(SessionConfig {
+            check: self.check == Check::On,
+            reconnect_timeout: Duration::from_secs(self.reconnect_timeout),
+            stall_timeout,
+            ..SessionConfig::new(self.security.for_addresses(addresses)?)
+        })
+    }
+
+    /// The Vamoose at these addresses of one host, which are reached from the addresses `bind`, one for each, or from any.
+    pub fn remote(
+        &self,
+        to: &[Address],
+        bind: &[IpAddr],
+        stall_timeout: Duration,
+    ) -> Result<Remote> {
+        if !bind.is_empty() && bind.len() != to.len() {
+            bail!(
+                "--bind: {} addresses for {} destination addresses: give one for each, in the same order, or none",
+                bind.len(),
+                to.len()
+            );
+        }
+        let paths = to.iter().enumerate().map(|(number, address)| Path {
+            to: address.clone(),
+            bind: bind.get(number).copied(),
+        });
+        Ok(Remote {
+            paths: paths.collect(),
+            config: self.config(to, stall_timeout)?,
+        })
+    }
+}
