@@ -57,7 +57,7 @@ pub use peer::{Peer, Peers, peer_of};
 pub use queue::PollQueue;
 pub use reader::{ChannelReader, CopyPages, ReadError, Received};
 pub use session::{
-    DialError, Introduced, Path, Remote, Resumable, Session, SessionConfig, Sessions,
+    DialError, Introduced, Path, PathStatus, Remote, Resumable, Session, SessionConfig, Sessions,
     SessionsError, StreamError,
 };
 pub use socket::{Listener, Socket, SocketError, dial, is_stall};

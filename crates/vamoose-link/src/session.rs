@@ -17,7 +17,7 @@ mod server;
 
 use std::{
     collections::HashMap,
-    io,
+    fmt, io,
     net::IpAddr,
     sync::{
         Arc, Mutex, Weak,
@@ -132,6 +132,19 @@ impl Remote {
     }
 }
 
+/// What a path of a session has done so far.
+#[derive(Clone, Debug)]
+pub struct PathStatus {
+    /// Which.
+    pub path: Path,
+    /// How many streams it carries now.
+    pub streams: usize,
+    /// Bytes that the peer has received over it.
+    pub delivered: u64,
+    /// How often it failed: connections that were lost, and attempts to make one.
+    pub failures: u64,
+}
+
 /// One end of a session.
 #[derive(Clone)]
 pub struct Session(Arc<Shared>);
@@ -141,6 +154,7 @@ pub(crate) struct Shared {
     secret: Secret,
     config: SessionConfig,
     peer: String,
+    cipher: Option<&'static str>,
     streams: Mutex<HashMap<u32, Arc<Carried>>>,
     next: AtomicU32,
     reconnects: AtomicU64,
@@ -180,6 +194,24 @@ impl Session {
         is_proved.then_some(&*self.0.peer)
     }
 
+    /// The cipher of its connections; `None` without TLS.
+    pub fn cipher(&self) -> Option<&'static str> {
+        self.0.cipher
+    }
+
+    /// Whether what is sent is checked.
+    pub fn is_checked(&self) -> bool {
+        self.0.config.check
+    }
+
+    /// What each path carries, at the client.
+    pub fn paths(&self) -> Vec<PathStatus> {
+        match &self.0.role {
+            Role::Client(paths) => paths.status(&self.0.streams()),
+            Role::Server => Vec::new(),
+        }
+    }
+
     /// How often a stream went on over another connection.
     pub fn reconnects(&self) -> u64 {
         self.0.reconnects.load(Ordering::Relaxed)
@@ -214,17 +246,25 @@ impl Session {
     }
 }
 
+impl fmt::Debug for Session {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "session with {}", self.0.peer)
+    }
+}
+
 impl Shared {
     fn new(
         secret: Secret,
         config: SessionConfig,
         peer: String,
+        cipher: Option<&'static str>,
         role: Role,
     ) -> io::Result<Arc<Self>> {
         let shared = Arc::new(Self {
             secret,
             config,
             peer,
+            cipher,
             streams: Mutex::default(),
             next: AtomicU32::new(0),
             reconnects: AtomicU64::new(0),
@@ -264,6 +304,13 @@ impl Shared {
     /// The most bytes that one stream may have unacknowledged.
     fn stream_window(&self) -> usize {
         self.config.window / lock(&self.streams).len().max(FEW_STREAMS)
+    }
+
+    /// The peer has received so many bytes more, by a path.
+    fn delivered(&self, path: usize, bytes: u64) {
+        if let Role::Client(paths) = &self.role {
+            paths.delivered(path, bytes);
+        }
     }
 
     fn lost(&self, stream: &Arc<Carried>, path: usize) {

@@ -20,6 +20,9 @@ pub trait Accept: AsFd + Sync {
     /// # Errors
     /// When the system refuses.
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError>;
+
+    /// Waits until the peer has what was sent to it, where the process's end would lose it.
+    fn drain(&self, _timeout: Duration) {}
 }
 
 impl Accept for Listener {
@@ -82,6 +85,12 @@ impl Accept for Sessions {
         Ok(self
             .try_next()
             .map(|introduced| Arc::new(introduced.stream)))
+    }
+
+    fn drain(&self, timeout: Duration) {
+        if !Sessions::drain(self, timeout) {
+            warn!("the other relay has not acknowledged the end");
+        }
     }
 }
 

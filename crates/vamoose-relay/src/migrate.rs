@@ -29,7 +29,7 @@ use handover::{
 };
 use serde_json::{Value, json};
 use tracing::{Span, error_span, info};
-use vamoose_link::{Hangup, Remote, Snapshot, Stats};
+use vamoose_link::{Hangup, Remote, Session, Snapshot, Stats};
 
 use crate::{
     Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover, chain,
@@ -76,6 +76,8 @@ pub struct Progress {
     pub source: Value,
     /// What the relay has moved.
     pub moved: Snapshot,
+    /// The session with the server.
+    pub session: Option<Session>,
 }
 
 /// A guest that has moved.
@@ -148,12 +150,14 @@ impl Migration<'_> {
         };
         let decision =
             decision.unwrap_or_else(|| hand_over.finish(ended.event(), Some(&mut source)));
+        let session = hand_over.session();
         let concluded = self.conclude(hand_over, decision, Some(&mut source), ended, start);
         concluded.inspect(|moved| {
             observe(&Progress {
                 status: "completed".to_owned(),
                 source: moved.source.clone(),
                 moved: moved.moved,
+                session,
             });
         })
     }
@@ -220,8 +224,7 @@ impl Migration<'_> {
             Ok(ready) => ready,
             Err(cause) => return (None, Ended::failed(cause)),
         };
-        let session = hand_over.control.as_ref().and_then(Control::session);
-        let Some(session) = session.cloned() else {
+        let Some(session) = hand_over.session() else {
             return (None, Ended::failed(ControlError::Closed.into()));
         };
         let preamble = preamble(ConnectionKind::Data, hand_over.attempt());
@@ -242,7 +245,7 @@ impl Migration<'_> {
         thread::scope(|scope| {
             let relay = scope.spawn(|| span.in_scope(|| relay.relay()));
             let (decision, mut ended) =
-                match self.watch(source, &socket.path, &stats, &hangup, observe) {
+                match self.watch(source, &socket.path, &stats, &session, &hangup, observe) {
                     // The guest is paused: nothing comes before the commit, not even the relay's end.
                     Ok(account) => {
                         let decision = hand_over.finish(SourceEvent::Stopped, Some(source));

@@ -110,8 +110,8 @@ pub enum Refusal {
     Proof,
     #[error("the session's stream has ended there")]
     Ended,
-    #[error("the session has no such stream, or has it already")]
-    Stream,
+    #[error("it speaks TLS only")]
+    Insecure,
     #[error("the connection is authenticated as another peer than the session")]
     OtherPeer,
     #[error("what we have received and what it has sent do not fit")]
@@ -408,7 +408,7 @@ impl Refusal {
         Self::UnknownSession,
         Self::Proof,
         Self::Ended,
-        Self::Stream,
+        Self::Insecure,
         Self::OtherPeer,
         Self::Offset,
     ];

@@ -153,6 +153,7 @@ mod tests {
                 page_bytes: 250,
                 ..Snapshot::default()
             },
+            session: None,
         };
         let state = State::of(&progress);
         assert_eq!(state.percent(), 75);
@@ -167,7 +168,7 @@ mod tests {
         let progress = Progress {
             status: "completed".to_owned(),
             source: json!({ "downtime-parts": { "commit": 8, "load": 25 } }),
-            moved: Snapshot::default(),
+            ..Progress::default()
         };
         let text = State::of(&progress).text(0.0);
         assert!(text.ends_with("round 0, commit 8 ms, load 25 ms"), "{text}");

@@ -1,12 +1,12 @@
 //! The report of a migration: JSON with QEMU's keys where `query-migrate` has them.
 
-use std::{error::Error, fs, io::Write as _, time::Duration};
+use std::{error::Error, fs, io::Write as _, net::IpAddr, time::Duration};
 
 use anyhow::{Context as _, Result};
 use idxd::offload::OffloadCounters;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Serialize, Serializer, ser::SerializeStruct as _};
-use vamoose_link::{MethodChoice, Snapshot, millis};
+use vamoose_link::{MethodChoice, PathStatus, Session, Snapshot, millis};
 use vamoose_relay::{DowntimeParts, Moved, chain};
 
 /// What a migration was and cost. Times are in milliseconds, as QEMU's.
@@ -41,6 +41,37 @@ pub struct Report {
     )]
     pub accelerator: Option<OffloadCounters>,
     pub cpu_seconds: CpuSeconds,
+    /// The session with another Vamoose, if there was one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub link: Option<Link>,
+}
+
+/// The link to another Vamoose.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Link {
+    /// Name or key, and address.
+    pub peer: String,
+    /// The cipher; null without TLS.
+    pub tls: Option<&'static str>,
+    /// Whether pages, and all that was sent, were checked.
+    pub check: bool,
+    /// How often a stream went on over another connection.
+    pub reconnects: u64,
+    pub paths: Vec<PathReport>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct PathReport {
+    pub to: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bind: Option<IpAddr>,
+    /// Streams that it carried at the end.
+    pub streams: usize,
+    /// Bytes that arrived over it.
+    pub delivered_bytes: u64,
+    pub failures: u64,
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -118,7 +149,20 @@ impl Report {
                 decode: moved.decode_time.as_secs_f64(),
                 total: process_cpu_time().as_secs_f64(),
             },
+            link: None,
         }
+    }
+
+    /// Adds what the session knows.
+    pub fn of_link(mut self, session: Option<&Session>) -> Self {
+        self.link = session.map(|session| Link {
+            peer: session.peer().to_owned(),
+            tls: session.cipher(),
+            check: session.is_checked(),
+            reconnects: session.reconnects(),
+            paths: session.paths().into_iter().map(PathReport::of).collect(),
+        });
+        self
     }
 
     /// Makes it the report of a migration that ended by `error`.
@@ -139,6 +183,18 @@ impl Report {
         let duplicate = account["ram"]["duplicate"].as_u64().unwrap_or(0);
         self.ram.duplicate = self.ram.duplicate.max(duplicate);
         self
+    }
+}
+
+impl PathReport {
+    fn of(status: PathStatus) -> Self {
+        Self {
+            to: status.path.to.to_string(),
+            bind: status.path.bind,
+            streams: status.streams,
+            delivered_bytes: status.delivered,
+            failures: status.failures,
+        }
     }
 }
 

@@ -44,6 +44,7 @@ pub(crate) struct NewConnection {
     pub(crate) binding: Binding,
     /// Who the peer is, where it has proved that.
     pub(crate) peer: Option<String>,
+    pub(crate) cipher: Option<&'static str>,
     deadline: Instant,
 }
 
@@ -130,15 +131,21 @@ impl Connection {
 impl NewConnection {
     /// A connection whose handshake has to be over by `deadline`; `secured` with TLS.
     pub(crate) fn new(socket: Socket, secured: Option<Secured>, deadline: Instant) -> Self {
-        let (tls, binding, peer) = match secured {
-            None => (None, [0; 32], None),
-            Some(it) => (Some((it.sealer, it.opener)), it.binding, Some(it.peer)),
+        let (tls, binding, peer, cipher) = match secured {
+            None => (None, [0; 32], None, None),
+            Some(it) => (
+                Some((it.sealer, it.opener)),
+                it.binding,
+                Some(it.peer),
+                Some(it.cipher),
+            ),
         };
         Self {
             socket,
             tls,
             binding,
             peer,
+            cipher,
             deadline,
         }
     }

@@ -2,7 +2,10 @@
 
 use std::{
     io,
-    sync::{Arc, Mutex, atomic::Ordering},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -16,7 +19,7 @@ use vamoose_session::handshake::{
 use vamoose_session::window::AcknowledgeError;
 
 use super::{
-    Path, Role, Session, SessionConfig, Shared,
+    Path, PathStatus, Role, Session, SessionConfig, Shared,
     connection::NewConnection,
     resumable::{Carried, Resumable, StreamError},
 };
@@ -90,6 +93,13 @@ pub(crate) struct Paths {
     /// `None` without TLS.
     terms: Option<ClientTerms>,
     failed: Mutex<Vec<Option<Instant>>>,
+    counters: Vec<Counters>,
+}
+
+#[derive(Default)]
+struct Counters {
+    delivered: AtomicU64,
+    failures: AtomicU64,
 }
 
 impl Paths {
@@ -104,14 +114,45 @@ impl Paths {
             ),
         };
         let failed = Mutex::new(vec![None; list.len()]);
+        let counters = list.iter().map(|_| Counters::default()).collect();
         Ok(Self {
+            counters,
             list,
             terms,
             failed,
         })
     }
 
+    pub(crate) fn status(&self, streams: &[Arc<Carried>]) -> Vec<PathStatus> {
+        let mut status: Vec<_> = self
+            .list
+            .iter()
+            .zip(&self.counters)
+            .map(|(path, counters)| PathStatus {
+                path: path.clone(),
+                streams: 0,
+                delivered: counters.delivered.load(Ordering::Relaxed),
+                failures: counters.failures.load(Ordering::Relaxed),
+            })
+            .collect();
+        for path in streams.iter().filter_map(|stream| stream.path()) {
+            if let Some(status) = status.get_mut(path) {
+                status.streams += 1;
+            }
+        }
+        status
+    }
+
+    pub(crate) fn delivered(&self, path: usize, bytes: u64) {
+        if let Some(counters) = self.counters.get(path) {
+            counters.delivered.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+
     pub(crate) fn failed(&self, path: usize) {
+        if let Some(counters) = self.counters.get(path) {
+            counters.failures.fetch_add(1, Ordering::Relaxed);
+        }
         if let Some(failed) = lock(&self.failed).get_mut(path) {
             *failed = Some(Instant::now());
         }
@@ -147,8 +188,8 @@ pub(crate) fn begin(
         match Greeted::new(&paths, path) {
             Ok(greeted) => {
                 let secret = greeted.transcript.secret();
-                let peer = greeted.peer();
-                let session = Shared::new(secret, config, peer, Role::Client(paths))
+                let (peer, cipher) = (greeted.peer(), greeted.connection.cipher);
+                let session = Shared::new(secret, config, peer, cipher, Role::Client(paths))
                     .map_err(DialError::System)?;
                 let stream = session.add(0);
                 greeted.attach(&stream, Intent::Open, Target::New)?;

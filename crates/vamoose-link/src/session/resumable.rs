@@ -333,8 +333,14 @@ impl Carried {
         let peer_has = incoming.peer_has();
         let mut link = lock(&self.link);
         link.troubled = None;
-        if self.acknowledged.swap(peer_has, Ordering::AcqRel) != peer_has {
+        let before = self.acknowledged.swap(peer_has, Ordering::AcqRel);
+        if before != peer_has {
             self.changed.notify_all();
+            if let Some(receiver) = &incoming.receiver {
+                let path = receiver.connection().path;
+                self.session
+                    .delivered(path, peer_has.saturating_sub(before));
+            }
         }
     }
 
@@ -805,6 +811,14 @@ impl Carried {
         }
         if self.is_dropped.load(Ordering::Acquire) && self.is_done() {
             self.close(StreamError::ShutDown);
+        }
+    }
+
+    /// The path that carries it, if one does.
+    pub(crate) fn path(&self) -> Option<usize> {
+        match &lock(&self.link).state {
+            State::Up(connection) => Some(connection.path),
+            State::Down { .. } | State::Closed(_) => None,
         }
     }
 

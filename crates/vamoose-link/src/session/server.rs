@@ -59,7 +59,8 @@ struct Server {
     sessions: Mutex<HashMap<SessionId, Weak<Shared>>>,
     strangers: Mutex<HashMap<Option<IpAddr>, usize>>,
     introduced: PollQueue<Introduced>,
-    warned: Mutex<Option<Instant>>,
+    /// Since when warnings are counted, and how many there were.
+    warned: Mutex<(Instant, u32)>,
     end: OwnedFd,
 }
 
@@ -83,8 +84,11 @@ const ALL_STREAMS: usize = 4096;
 /// How long a handshake may take, and then a stream's first bytes.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// Who is turned away is reported at most so often: anyone can be turned away.
-const WARN_EVERY: Duration = Duration::from_millis(200);
+/// How long a client that is refused may take to read why.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Warnings a second about who is turned away: anyone can be.
+const WARNINGS: u32 = 10;
 
 impl Sessions {
     /// Accepts sessions on `listeners`.
@@ -98,7 +102,7 @@ impl Sessions {
             sessions: Mutex::default(),
             strangers: Mutex::default(),
             introduced: PollQueue::new()?,
-            warned: Mutex::default(),
+            warned: Mutex::new((Instant::now(), 0)),
             end: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map_err(io::Error::from)?,
         });
@@ -129,6 +133,19 @@ impl Sessions {
         let mut fds = [PollFd::new(&self.server.introduced, PollFlags::IN)];
         wait_for(&mut fds, timeout).ok()?;
         self.try_next()
+    }
+}
+
+impl Sessions {
+    /// Waits until the clients have all that was written on streams that were finished; false if that takes too long.
+    pub fn drain(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let sessions = lock(&self.server.sessions);
+        let sessions: Vec<_> = sessions.values().filter_map(Weak::upgrade).collect();
+        let drained = sessions
+            .into_iter()
+            .map(|it| Session(it).drain(left(deadline)));
+        drained.fold(true, |all, drained| all && drained)
     }
 }
 
@@ -208,7 +225,12 @@ impl Server {
         let address = socket.peer_ip();
         let terms = self.terms()?;
         let secured = terms.map(|terms| terms.accept(&socket, left(deadline)));
-        let mut connection = NewConnection::new(socket, secured.transpose()?, deadline);
+        let secured = secured.transpose().inspect_err(|error| {
+            if matches!(error, TlsError::NotTls { .. }) {
+                refuse_plain(&socket);
+            }
+        })?;
+        let mut connection = NewConnection::new(socket, secured, deadline);
         let mut bytes = [0; HELLO_LEN];
         connection.read_exactly(&mut bytes)?;
         let hello = Hello::decode(&bytes)?;
@@ -220,7 +242,8 @@ impl Server {
         connection.read_exactly(&mut bytes)?;
         let attach = Attach::decode(&bytes)?;
         let peer = connection.peer.clone().unwrap_or_else(|| shown(address));
-        let found = self.find(&attach, &bytes, &transcript, &peer);
+        let peer = (&*peer, connection.cipher);
+        let found = self.find(&attach, &bytes, &transcript, peer);
         let (stream, is_new) = match found {
             Ok(found) => found,
             Err(refusal) => return Err(refuse(connection, &transcript, &bytes, refusal)),
@@ -253,7 +276,7 @@ impl Server {
         attach: &Attach,
         bytes: &[u8; ATTACH_LEN],
         transcript: &Transcript,
-        peer: &str,
+        peer: (&str, Option<&'static str>),
     ) -> Result<(Arc<Carried>, bool), Refusal> {
         let session = match attach.target {
             Target::New => self.begin(transcript, peer)?,
@@ -266,7 +289,7 @@ impl Server {
             return Err(Refusal::Proof);
         }
         // Without TLS a peer has no name: it may come from another address.
-        if !matches!(self.config.security, Security::Insecure) && session.peer != peer {
+        if !matches!(self.config.security, Security::Insecure) && session.peer != peer.0 {
             return Err(Refusal::OtherPeer);
         }
         match (session.find(attach.stream), attach.intent) {
@@ -291,14 +314,18 @@ impl Server {
         }
     }
 
-    fn begin(&self, transcript: &Transcript, peer: &str) -> Result<Arc<Shared>, Refusal> {
+    fn begin(
+        &self,
+        transcript: &Transcript,
+        (peer, cipher): (&str, Option<&'static str>),
+    ) -> Result<Arc<Shared>, Refusal> {
         let mut sessions = lock(&self.sessions);
         sessions.retain(|_, known| known.strong_count() > 0);
         if sessions.len() >= SESSIONS {
             return Err(Refusal::Busy);
         }
         let (secret, config) = (transcript.secret(), self.config.clone());
-        let session = Shared::new(secret, config, peer.to_owned(), Role::Server);
+        let session = Shared::new(secret, config, peer.to_owned(), cipher, Role::Server);
         // There is no thread for it.
         let session = session.map_err(|_| Refusal::Busy)?;
         sessions.insert(session.id(), Arc::downgrade(&session));
@@ -339,11 +366,14 @@ impl Server {
     fn warn(&self, problem: &dyn std::fmt::Display, address: Option<IpAddr>) {
         let from = shown(address);
         let mut warned = lock(&self.warned);
-        if warned.is_some_and(|last| last.elapsed() < WARN_EVERY) {
+        if warned.0.elapsed() > Duration::from_secs(1) {
+            *warned = (Instant::now(), 0);
+        }
+        warned.1 += 1;
+        if warned.1 > WARNINGS {
             debug!("turning away a connection from {from}: {problem}");
             return;
         }
-        *warned = Some(Instant::now());
         warn!("turning away a connection from {from}: {problem}");
     }
 }
@@ -360,6 +390,17 @@ fn refuse(
     let _ = connection.send(&Welcome { outcome }.encode(transcript, attach, None));
     info!("refused: {refusal}");
     TurnedAway::Refused(refusal)
+}
+
+/// Tells a client that speaks without TLS, in case it is a Vamoose.
+fn refuse_plain(socket: &Socket) {
+    let answer = Answer::refuse(Refusal::Insecure).encode();
+    // It may have gone, or be something else that does not care.
+    if socket.set_patience(LINGER).is_ok() && socket.write_both(&answer, &[]).is_ok() {
+        socket.finish();
+        // Closing a socket with unread bytes would destroy the answer.
+        let _ = socket.read_full(&mut [0; 4096]);
+    }
 }
 
 fn shown(address: Option<IpAddr>) -> String {

@@ -12,7 +12,7 @@ use handover::{
     SourceMessage, SourceState,
 };
 use tracing::{debug, info, warn};
-use vamoose_link::{Remote, left};
+use vamoose_link::{Remote, Session, left};
 
 use super::{Cause, source::SourceQemu};
 use crate::{
@@ -76,6 +76,10 @@ impl<'a> HandOver<'a> {
             running_at: None,
             their_cause: None,
         }
+    }
+
+    pub(super) fn session(&self) -> Option<Session> {
+        self.control.as_ref()?.session().cloned()
     }
 
     pub(super) fn attempt(&self) -> AttemptId {

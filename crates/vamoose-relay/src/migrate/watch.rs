@@ -8,7 +8,7 @@ use std::{
 
 use serde_json::{Value, json};
 use tracing::{info, warn};
-use vamoose_link::{Hangup, Stats};
+use vamoose_link::{Hangup, Session, Stats};
 
 use super::{
     Cause, Migration, Progress,
@@ -34,6 +34,7 @@ impl Migration<'_> {
         source: &mut SourceQemu,
         socket: &Path,
         stats: &Stats,
+        session: &Session,
         hangup: &Hangup,
         observe: &mut dyn FnMut(&Progress),
     ) -> Result<Value, Cause> {
@@ -80,6 +81,7 @@ impl Migration<'_> {
                 status: status.to_owned(),
                 moved: stats.snapshot(),
                 source: account.clone(),
+                session: Some(session.clone()),
             });
             match status {
                 "completed" => {

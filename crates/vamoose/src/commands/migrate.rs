@@ -13,13 +13,13 @@ use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
 };
-use vamoose_link::{Address, Snapshot};
+use vamoose_link::Address;
 use vamoose_relay::{Cause, Failure, Migration};
 
 use vamoose::{
     link::LinkOptions,
     options::{Encoding, JsonReport, StateDir},
-    progress::Display,
+    progress::{Display, Progress},
     report::Report,
 };
 
@@ -99,7 +99,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let state_dir = options.state_dir.path()?;
     let start = Instant::now();
     let mut display = Display::on_stderr();
-    let mut last = Snapshot::default();
+    let mut last = Progress::default();
     let moved = Migration {
         qmp: &options.qmp,
         to: &to,
@@ -113,8 +113,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         cancel: &cancel,
     }
     .run(&mut |progress| {
-        last = progress.moved;
         display.show(progress);
+        last = progress.clone();
     });
     display.end();
     let report = match &moved {
@@ -123,10 +123,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         }
         Err(failure) => {
             let elapsed = start.elapsed();
-            Report::new(&method, last, elapsed, Duration::ZERO).failed(status(failure), failure)
+            Report::new(&method, last.moved, elapsed, Duration::ZERO)
+                .failed(status(failure), failure)
         }
     };
-    options.json.write(&report)?;
+    options.json.write(&report.of_link(last.session.as_ref()))?;
     moved?;
     Ok(())
 }

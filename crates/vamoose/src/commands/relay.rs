@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
-use tracing::info;
+use tracing::{info, warn};
 use vamoose_link::{Address, Hangup, Listener, Sessions, Stats};
 use vamoose_relay::{Accept, Dialer, Outcome, Relay, ZeroPages};
 
@@ -144,6 +144,15 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         on_loaded: &|| (),
     }
     .run();
+    if result.is_ok() {
+        accept.drain(config.stall_timeout);
+        if dialer
+            .with()
+            .is_some_and(|session| !session.drain(config.stall_timeout))
+        {
+            warn!("the other relay has not acknowledged the end");
+        }
+    }
     let moved = stats.snapshot();
     let report = match &result {
         Ok(summary) => Report::new(
@@ -155,6 +164,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         Err(error) => Report::new(&config.method, moved, start.elapsed(), Duration::ZERO)
             .failed("failed", error),
     };
+    let report = report.of_link(dialer.with().as_ref());
     options.json.write(&report)?;
     let summary = result?;
     info!(

@@ -14,6 +14,7 @@ mod host;
 mod hostile;
 mod inspect;
 mod keys;
+mod link;
 mod methods;
 mod migrate;
 mod old_destination;
