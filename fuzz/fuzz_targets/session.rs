@@ -7,7 +7,7 @@ use libfuzzer_sys::fuzz_target;
 use vamoose_session::{
     frame::{HEADER_LEN, Header},
     handshake::{ATTACH_LEN, Answer, Attach, HELLO_LEN, Hello, Transcript, Welcome},
-    window::Window,
+    window::{Sums, Window},
 };
 
 fuzz_target!(|input: &[u8]| {
@@ -70,7 +70,7 @@ fn acknowledgements(bytes: &[u8]) {
     let mut window = Window::new(0);
     for pair in bytes.chunks_exact(2) {
         if pair[0] % 2 == 0 {
-            let _ = window.push_copy(&[0; 255][..usize::from(pair[1])], false);
+            let _ = window.push_copy(&[0; 255][..usize::from(pair[1])], Sums::default());
             continue;
         }
         let (before, next) = (window.unacknowledged(), window.next());

@@ -105,7 +105,7 @@ fn run(what: What, packets: usize) -> Cost {
                 let (head, packet) = ([1; HEAD], vec![1; PACKET]);
                 for _ in 0..packets {
                     sealing
-                        .send(&socket, &head, &[&packet])
+                        .send(&socket, &[&head, &packet])
                         .expect("it is read");
                 }
             },

@@ -8,6 +8,7 @@ pub struct Packet {
     device_state: Option<Box<DeviceStateHeader>>,
     ram: RamHeader,
     layout: Layout,
+    /// As long as an encoded payload may be, so that both can be exchanged for the same buffers.
     pages: Box<[u8]>,
     state: Vec<u8>,
 }
@@ -19,7 +20,7 @@ impl Packet {
             device_state: None,
             ram: RamHeader::new(layout),
             layout,
-            pages: vec![0; layout.packet_bytes()].into(),
+            pages: vec![0; layout.max_payload()].into(),
             state: Vec::new(),
         }
     }
@@ -62,6 +63,12 @@ impl Packet {
     pub(crate) fn ram_parts(&mut self) -> (&mut RamHeader, &mut [u8]) {
         let len = self.pages_len();
         (&mut self.ram, &mut self.pages[..len])
+    }
+
+    /// The header, to be changed, the buffer of the normal pages, and their length.
+    pub(crate) fn ram_buffer(&mut self) -> (&mut RamHeader, &mut Box<[u8]>, usize) {
+        let len = self.pages_len();
+        (&mut self.ram, &mut self.pages, len)
     }
 
     /// Writes the zero pages out as normal ones, for a destination that does not know zero pages.

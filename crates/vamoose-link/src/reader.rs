@@ -1,6 +1,7 @@
 //! The receiving end of a data channel: bytes to checked, decoded packets.
 
 use std::{
+    fmt,
     io::{self, Read as _},
     sync::Arc,
 };
@@ -10,10 +11,14 @@ use multifd::{
     PacketKind, Prelude, RamHeader,
 };
 use thiserror::Error;
-use vamoose_codec::{DecodeError, Decoder};
+use vamoose_codec::{DecodeError, Decoder, Framing};
 use vm_memory::VolatileSlice;
 
-use crate::{Packet, Stats, Stream, is_stall, memory, stats::cpu_timed};
+use crate::{
+    Packet, Stats, Stream, is_stall,
+    memory::{self, Left},
+    stats::cpu_timed,
+};
 
 /// Reads the packets of one channel, in their order, and decodes them. The method is taken from
 /// each packet, so a sender may change it at any time.
@@ -61,18 +66,68 @@ pub enum ReadError {
     /// A header that no correct sender sends.
     #[error("bad packet")]
     Packet(#[from] PacketError),
-    #[error("bad payload of packet {packet_num} (RAM block {block})")]
+    #[error("bad payload of {packet}")]
     Decode {
-        packet_num: u64,
-        block: String,
+        packet: PacketName,
         #[source]
         error: DecodeError,
+    },
+    /// The link carried something else than was sent, more than once.
+    #[error("cannot read the payload of {packet}")]
+    Corrupt {
+        packet: PacketName,
+        #[source]
+        error: io::Error,
+    },
+    /// Every byte came as it was sent, and the pages are different all the same.
+    #[error(
+        "the pages of {packet} are not those that were sent: their CRC-32C is {found:#010x} after decoding and was \
+         {sent:#010x} before encoding, though {path} carried the bytes between unchanged; the memory or a processor \
+         of one of the hosts is broken"
+    )]
+    Changed {
+        packet: PacketName,
+        path: String,
+        found: u32,
+        sent: u32,
     },
     /// Device state, where the reader of pages takes none.
     #[error("a packet of device state came on a channel for pages only")]
     DeviceState,
     #[error("{given} bytes of memory were given for a packet whose pages are {expected} bytes")]
     Pages { given: usize, expected: usize },
+}
+
+/// Which packet an error is about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PacketName {
+    /// Its number, in the order of all channels.
+    pub packet_num: u64,
+    /// Its RAM block.
+    pub block: String,
+    /// The first and the last offset of its normal pages in the RAM block, in bytes.
+    pub offsets: Option<(u64, u64)>,
+}
+
+impl PacketName {
+    fn of(header: &RamHeader) -> Self {
+        let offsets = header.normal_offsets().iter().copied();
+        Self {
+            packet_num: header.packet_num,
+            block: header.block.to_string(),
+            offsets: offsets.clone().min().zip(offsets.max()),
+        }
+    }
+}
+
+impl fmt::Display for PacketName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "packet {} (RAM block {}", self.packet_num, self.block)?;
+        if let Some((first, last)) = self.offsets {
+            write!(f, ", pages at {first:#x} to {last:#x}")?;
+        }
+        f.write_str(")")
+    }
 }
 
 impl ChannelReader {
@@ -164,7 +219,54 @@ impl ChannelReader {
     }
 
     /// Reads the payload of a RAM packet and decodes it into the target, which is as long as the packet's pages.
-    fn read_payload(&mut self, header: &RamHeader, target: Target<'_>) -> Result<(), ReadError> {
+    fn read_payload(
+        &mut self,
+        header: &RamHeader,
+        mut target: Target<'_>,
+    ) -> Result<(), ReadError> {
+        let received = self.receive_payload(header, &mut target);
+        let encoded = received.map_err(|error| match error {
+            ReadError::Io(error) if error.kind() == io::ErrorKind::InvalidData => {
+                let packet = PacketName::of(header);
+                ReadError::Corrupt { packet, error }
+            }
+            error => error,
+        })?;
+        let Some(len) = encoded else {
+            return Ok(());
+        };
+        self.decode(header, len, &mut target)?;
+        let Some(sent) = self.stream.pages_sum() else {
+            return Ok(());
+        };
+        if target.sum() == sent {
+            return Ok(());
+        }
+        // Once more, unless decoding has moved on in the stream.
+        let is_independent = vamoose_codec::info(header.method)
+            .is_some_and(|info| matches!(info.framing(), Framing::Packet));
+        if is_independent {
+            self.decode(header, len, &mut target)?;
+        }
+        let found = target.sum();
+        if found == sent {
+            return Ok(());
+        }
+        Err(ReadError::Changed {
+            packet: PacketName::of(header),
+            path: self.stream.carrier(),
+            found,
+            sent,
+        })
+    }
+
+    /// Reads the payload of a RAM packet: to where it belongs, or, if it is encoded, into the buffer for that. Then
+    /// returns its length.
+    fn receive_payload(
+        &mut self,
+        header: &RamHeader,
+        target: &mut Target<'_>,
+    ) -> Result<Option<usize>, ReadError> {
         if header.method == Method::None {
             // The header's check made the payload exactly as long as the pages.
             let (wanted, got) = match target {
@@ -175,7 +277,7 @@ impl ChannelReader {
             };
             complete(&self.stream, got, wanted, "payload")?;
             self.stats.add_received(wanted);
-            return Ok(());
+            return Ok(None);
         }
         let (len, max) = (header.payload_len(), self.payload.len());
         let payload = self.payload.get_mut(..len).ok_or_else(|| {
@@ -185,7 +287,18 @@ impl ChannelReader {
         })?;
         read_part(&self.stream, payload, "payload")?;
         self.stats.add_received(len);
+        Ok(Some(len))
+    }
+
+    /// Decodes the first `len` bytes of the buffer into the target.
+    fn decode(
+        &mut self,
+        header: &RamHeader,
+        len: usize,
+        target: &mut Target<'_>,
+    ) -> Result<(), ReadError> {
         let (decoder, method) = (&mut self.decoder, header.method);
+        let payload = &self.payload[..len];
         let (result, time) = cpu_timed(|| match target {
             Target::Own(pages) => decoder.decode(method, payload, pages),
             Target::Guest(pages, copy) => {
@@ -195,8 +308,7 @@ impl ChannelReader {
             }
         });
         result.map_err(|error| ReadError::Decode {
-            packet_num: header.packet_num,
-            block: header.block.to_string(),
+            packet: PacketName::of(header),
             error,
         })?;
         self.stats.add_decode(time);
@@ -272,6 +384,22 @@ enum Target<'a> {
     Own(&'a mut [u8]),
     /// To slices of the guest's memory; what has been decoded is copied there.
     Guest(&'a [VolatileSlice<'a>], &'a mut CopyPages<'a>),
+}
+
+impl Target<'_> {
+    /// The CRC-32C of the pages as they are there now.
+    fn sum(&self) -> u32 {
+        match self {
+            Self::Own(pages) => crc32c::crc32c(pages),
+            Self::Guest(pages, _) => {
+                let (left, mut sum) = (Left::new(&[], pages), 0);
+                left.for_each(left.bytes(), &mut |bytes| {
+                    sum = crc32c::crc32c_append(sum, bytes);
+                });
+                sum
+            }
+        }
+    }
 }
 
 /// Copies by the processor.

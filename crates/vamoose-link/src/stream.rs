@@ -84,6 +84,49 @@ impl Stream {
         }
     }
 
+    /// Writes a packet: `head`, and the first `len` bytes of `payload`, which may be exchanged for another buffer of the same
+    /// length. `pages` is the checksum of the pages (CRC-32C), where the payload encodes them and
+    /// [`checks_pages`](Self::checks_pages).
+    ///
+    /// # Errors
+    /// As [`Stream::write_both`].
+    pub(crate) fn write_packet(
+        &self,
+        head: &[u8],
+        payload: &mut Box<[u8]>,
+        len: usize,
+        pages: Option<u32>,
+    ) -> io::Result<()> {
+        match self {
+            Self::Socket(socket) => socket.write_both(head, &payload[..len]),
+            Self::Resumable(stream) => stream.carried().write_packet(head, payload, len, pages),
+        }
+    }
+
+    /// Whether packets go with a checksum of the pages that they encode.
+    pub(crate) fn checks_pages(&self) -> bool {
+        match self {
+            Self::Socket(_) => false,
+            Self::Resumable(stream) => stream.carried().is_checked(),
+        }
+    }
+
+    /// The checksum of pages that came with the bytes which were read last.
+    pub(crate) fn pages_sum(&self) -> Option<u32> {
+        match self {
+            Self::Socket(_) => None,
+            Self::Resumable(stream) => stream.carried().pages(),
+        }
+    }
+
+    /// What carries the stream, for messages.
+    pub(crate) fn carrier(&self) -> String {
+        match self {
+            Self::Socket(_) => "a connection".to_owned(),
+            Self::Resumable(stream) => stream.carried().carrier(),
+        }
+    }
+
     /// Writes `header` and then `pages`, straight from guest memory. The guest may keep writing them: what
     /// arrives is then a mixture of old and new.
     ///

@@ -32,11 +32,10 @@ use std::path::PathBuf;
 
 pub use error::{End, FileFault, Objection, Refusal, TlsError};
 pub use keys::{PublicKey, PublicKeyError};
-#[allow(unused_imports, reason = "what a session uses")]
 pub(crate) use {
     handshake::Secured,
     opener::Opener,
-    sealer::{Body, Sealer},
+    sealer::Sealer,
     terms::{ClientTerms, ServerTerms},
 };
 

@@ -1,14 +1,14 @@
 //! The sending end of a data channel: packets to encoded bytes.
 
 use std::{
-    io,
+    io, ptr,
     sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
 use multifd::{Layout, Method, PacketError, RamHeader};
 use thiserror::Error;
-use vamoose_codec::{EncodeError, Encoded};
+use vamoose_codec::EncodeError;
 use vm_memory::VolatileSlice;
 
 use crate::{
@@ -123,18 +123,18 @@ impl ChannelWriter {
         Ok(())
     }
 
-    /// Encodes and sends one packet; its header becomes the one sent.
+    /// Encodes and sends one packet; its header becomes the one sent, and its pages are undefined then.
     ///
     /// # Errors
     /// When the connection breaks, or the peer stops reading for the stall timeout. The channel is
     /// of no use any more then.
     pub fn write(&mut self, packet: &mut Packet) -> Result<(), WriteError> {
         if let Some(header) = packet.device_state() {
-            let (header, state) = (header.as_bytes(), Bytes::Own(packet.state()));
+            let (header, state) = (header.as_bytes(), Payload::Borrowed(packet.state()));
             return self.sender.send(header, state).map(drop);
         }
-        let (header, pages) = packet.ram_parts();
-        self.write_ram(header, Bytes::Own(pages))
+        let (header, pages, len) = packet.ram_buffer();
+        self.write_ram(header, Pages::Own(pages, len))
     }
 
     /// Encodes and sends one packet whose normal pages are `pages`, back to back in the order of the header's
@@ -160,7 +160,7 @@ impl ChannelWriter {
         if given != expected || given > self.sender.layout.packet_bytes() {
             return Err(WriteError::Pages { given, expected });
         }
-        self.write_ram(header, Bytes::Guest(pages))
+        self.write_ram(header, Pages::Guest(pages))
     }
 
     /// Sends a SYNC without pages, and waits until the kernel has released all pages that were sent
@@ -174,7 +174,7 @@ impl ChannelWriter {
         self.header.clear();
         self.sync.write(self.sender.layout, &mut self.header);
         // The pacer lets a SYNC through: others wait for it.
-        self.sender.send_now(&self.header, Bytes::Own(&[]))?;
+        self.sender.send_now(&self.header, Payload::Borrowed(&[]))?;
         self.flush()
     }
 
@@ -200,20 +200,35 @@ impl ChannelWriter {
         }
     }
 
-    fn write_ram(&mut self, header: &mut RamHeader, pages: Bytes<'_>) -> Result<(), WriteError> {
+    fn write_ram(&mut self, header: &mut RamHeader, pages: Pages<'_>) -> Result<(), WriteError> {
         // What was received as one packet, pages and SYNC, leaves as two.
         header.sync = false;
         let page_bytes = pages.len();
         let payload = if page_bytes == 0 || self.encoder.next_is_raw() {
             header.method = self.encoder.method();
-            pages
+            match pages {
+                Pages::Own(buffer, len) => Payload::Buffer(buffer, len, None),
+                // What is sent again must be what was sent.
+                Pages::Guest(slices) if self.sender.channel.stream.socket().is_none() => {
+                    let len = copy_out(slices, &mut self.payload).len();
+                    Payload::Buffer(&mut self.payload, len, None)
+                }
+                Pages::Guest(slices) => Payload::Guest(slices),
+            }
         } else {
+            let is_checked = self.sender.channel.stream.checks_pages();
             let buffers = (&mut self.copy, &mut *self.payload);
-            let (encoded, time) = cpu_timed(|| encode(&mut self.encoder, pages, buffers));
+            let (encoded, time) =
+                cpu_timed(|| encode(&mut self.encoder, &pages, is_checked, buffers));
             self.sender.stats.add_encode(time);
             let encoded = encoded?;
             header.method = encoded.method;
-            Bytes::Own(encoded.payload)
+            match (encoded.len, pages) {
+                (Some(len), _) => Payload::Buffer(&mut self.payload, len, encoded.sum),
+                // What cannot be made smaller stays where it is.
+                (None, Pages::Own(buffer, len)) => Payload::Buffer(buffer, len, None),
+                (None, Pages::Guest(_)) => Payload::Borrowed(&self.copy[..page_bytes]),
+            }
         };
         header.set_payload_len(payload.len(), self.sender.layout)?;
         self.header.clear();
@@ -231,42 +246,87 @@ impl ChannelWriter {
     }
 }
 
+/// What became of a packet's pages.
+struct Encoded {
+    method: Method,
+    /// The length of the payload, in the buffer for it; `None` if the pages are the payload.
+    len: Option<usize>,
+    /// The CRC-32C of the pages, where it was asked for.
+    sum: Option<u32>,
+}
+
 /// Encodes `pages` into the second buffer. A guest's pages are copied first, to where the encoder has its input or
 /// else into the first buffer.
-fn encode<'a>(
+fn encode(
     encoder: &mut PacketEncoder,
-    pages: Bytes<'a>,
-    (copy, out): (&'a mut Vec<u8>, &'a mut [u8]),
-) -> Result<Encoded<'a>, EncodeError> {
-    let slices = match pages {
-        Bytes::Own(pages) => return encoder.encode(pages, out),
-        Bytes::Guest(slices) => slices,
-    };
-    if let PacketEncoder::Fixed(encoder) = encoder
+    pages: &Pages<'_>,
+    is_checked: bool,
+    (copy, out): (&mut Vec<u8>, &mut [u8]),
+) -> Result<Encoded, EncodeError> {
+    let sum_of = |pages: &[u8]| is_checked.then(|| crc32c::crc32c(pages));
+    if let (Pages::Guest(slices), PacketEncoder::Fixed(encoder)) = (pages, &mut *encoder)
         && let Some(buffer) = encoder.input_buffer()
     {
-        let len = copy_out(slices, buffer).len();
-        return encoder.encode_buffered(len, out);
+        let pages = copy_out(slices, buffer);
+        let (len, sum) = (pages.len(), sum_of(pages));
+        let encoded = encoder.encode_buffered(len, out)?;
+        return Ok(Encoded {
+            method: encoded.method,
+            len: Some(encoded.payload.len()),
+            sum,
+        });
     }
-    let len = memory::total_len(slices);
-    if copy.len() < len {
-        copy.resize(len, 0);
+    let pages = match pages {
+        Pages::Own(buffer, len) => &buffer[..*len],
+        Pages::Guest(slices) => {
+            let len = memory::total_len(slices);
+            if copy.len() < len {
+                copy.resize(len, 0);
+            }
+            copy_out(slices, copy)
+        }
+    };
+    let sum = sum_of(pages);
+    let encoded = encoder.encode(pages, out)?;
+    let is_encoded = !ptr::eq(encoded.payload.as_ptr(), pages.as_ptr());
+    Ok(Encoded {
+        method: encoded.method,
+        len: is_encoded.then_some(encoded.payload.len()),
+        sum,
+    })
+}
+
+/// The pages of a packet.
+enum Pages<'a> {
+    /// In a buffer, as many bytes of it.
+    Own(&'a mut Box<[u8]>, usize),
+    /// In the guest's memory.
+    Guest(&'a [VolatileSlice<'a>]),
+}
+
+impl Pages<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Own(_, len) => *len,
+            Self::Guest(slices) => memory::total_len(slices),
+        }
     }
-    encoder.encode(copy_out(slices, copy), out)
 }
 
 /// The bytes behind a header.
-#[derive(Clone, Copy)]
-enum Bytes<'a> {
-    Own(&'a [u8]),
+enum Payload<'a> {
+    Borrowed(&'a [u8]),
+    /// As many bytes of a buffer that may be exchanged for another, and the checksum of the pages that they encode.
+    Buffer(&'a mut Box<[u8]>, usize, Option<u32>),
     /// Pages in the guest's memory.
     Guest(&'a [VolatileSlice<'a>]),
 }
 
-impl Bytes<'_> {
+impl Payload<'_> {
     fn len(&self) -> usize {
         match self {
-            Self::Own(bytes) => bytes.len(),
+            Self::Borrowed(bytes) => bytes.len(),
+            Self::Buffer(_, len, _) => *len,
             Self::Guest(slices) => memory::total_len(slices),
         }
     }
@@ -292,7 +352,7 @@ struct Sender {
 
 impl Sender {
     /// Sends when the pacer allows it. Returns the number of bytes and how long it took, the pacer included.
-    fn send(&self, header: &[u8], payload: Bytes<'_>) -> Result<(usize, Duration), WriteError> {
+    fn send(&self, header: &[u8], payload: Payload<'_>) -> Result<(usize, Duration), WriteError> {
         let start = Instant::now();
         let bytes = header.len() + payload.len();
         if let Some(pacer) = &self.pacer {
@@ -308,24 +368,29 @@ impl Sender {
         is_alone.then(|| self.channel.stream.queued())?
     }
 
-    fn send_now(&self, header: &[u8], payload: Bytes<'_>) -> Result<(), WriteError> {
+    fn send_now(&self, header: &[u8], payload: Payload<'_>) -> Result<(), WriteError> {
         let mut turn = lock(&self.channel.turn);
         let stream = &*self.channel.stream;
         let failed = |error| WriteError::of(error, stream.stall_timeout());
+        let bytes = header.len() + payload.len();
         match (payload, turn.as_mut().zip(stream.socket())) {
-            (Bytes::Guest(pages), Some((zero_copy, socket)))
-                if zero_copy::is_worth_it(payload.len()) =>
+            (Payload::Guest(pages), Some((zero_copy, socket)))
+                if zero_copy::is_worth_it(memory::total_len(pages)) =>
             {
                 zero_copy.send(socket, header, pages, &self.stats)?;
             }
-            (Bytes::Guest(pages), _) => {
+            (Payload::Guest(pages), _) => {
                 stream.send_memory(header, pages).map_err(failed)?;
             }
-            (Bytes::Own(bytes), _) => {
+            (Payload::Borrowed(bytes), _) => {
                 stream.write_both(header, bytes).map_err(failed)?;
             }
+            (Payload::Buffer(buffer, len, pages), _) => {
+                let sent = stream.write_packet(header, buffer, len, pages);
+                sent.map_err(failed)?;
+            }
         }
-        self.stats.add_sent(header.len() + payload.len());
+        self.stats.add_sent(bytes);
         Ok(())
     }
 }

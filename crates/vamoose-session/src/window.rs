@@ -111,10 +111,9 @@ impl Window {
     ///
     /// # Errors
     /// When there are not, or the stream has been ended; nothing was added.
-    pub fn push_copy(&mut self, bytes: &[u8], is_checked: bool) -> Result<(), PushError> {
+    pub fn push_copy(&mut self, bytes: &[u8], sums: Sums) -> Result<(), PushError> {
         let header = self.header(Kind::Data, bytes.len())?;
-        let check = is_checked.then(|| crc32c::crc32c(bytes));
-        self.push(Header { check, ..header }, Bytes::Small(bytes.into()));
+        self.push(sums.on(header), Bytes::Small(bytes.into()));
         Ok(())
     }
 
@@ -138,15 +137,7 @@ impl Window {
             _ => vec![0; buffer.len()].into(),
         };
         let full = mem::replace(buffer, free);
-        let Sums { check, pages } = sums;
-        self.push(
-            Header {
-                check,
-                pages,
-                ..header
-            },
-            Bytes::Packet(full),
-        );
+        self.push(sums.on(header), Bytes::Packet(full));
         Ok(())
     }
 
@@ -207,13 +198,31 @@ impl Window {
     }
 }
 
-/// Checksums of a packet's payload.
+/// Checksums of a frame.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sums {
     /// Of its bytes.
     pub check: Option<u32>,
     /// Of the pages that it encodes.
     pub pages: Option<u32>,
+}
+
+impl Sums {
+    /// Of bytes that are no pages, if they are to be checked at all.
+    pub fn of(bytes: &[u8], is_checked: bool) -> Self {
+        Self {
+            check: is_checked.then(|| crc32c::crc32c(bytes)),
+            pages: None,
+        }
+    }
+
+    fn on(self, header: Header) -> Header {
+        Header {
+            check: self.check,
+            pages: self.pages,
+            ..header
+        }
+    }
 }
 
 impl Frame {
@@ -267,7 +276,7 @@ mod tests {
                 }
                 match step {
                     Step::Copy(bytes) => {
-                        window.push_copy(&bytes, true).unwrap();
+                        window.push_copy(&bytes, Sums::of(&bytes, true)).unwrap();
                         next += bytes.len() as u64;
                         model.push_back((next, bytes));
                     }
@@ -320,8 +329,8 @@ mod tests {
     #[test]
     fn what_was_acknowledged_is_not_taken_back() {
         let mut window = Window::new(0);
-        window.push_copy(&[1; 4], false).unwrap();
-        window.push_copy(&[1; 4], false).unwrap();
+        window.push_copy(&[1; 4], Sums::default()).unwrap();
+        window.push_copy(&[1; 4], Sums::default()).unwrap();
         window.acknowledge(8).unwrap();
         assert!(window.acknowledge(4).is_err());
         assert_eq!(window.acknowledge(8), Ok(false));
@@ -331,10 +340,13 @@ mod tests {
     fn what_no_frame_can_hold_is_not_written() {
         let mut window = Window::new(0);
         let mut buffer: Buffer = vec![1; 8].into();
-        assert_eq!(window.push_copy(&[], false), Err(PushError::Length(0)));
+        assert_eq!(
+            window.push_copy(&[], Sums::default()),
+            Err(PushError::Length(0))
+        );
         let long = vec![0; MAX_LEN + 1];
         assert_eq!(
-            window.push_copy(&long, false),
+            window.push_copy(&long, Sums::default()),
             Err(PushError::Length(MAX_LEN + 1))
         );
         let pushed = window.push_buffer(&mut buffer, 9, Sums::default());
@@ -342,7 +354,10 @@ mod tests {
         assert_eq!(*buffer, [1; 8]);
         assert!(window.is_empty());
         window.push_end().unwrap();
-        assert_eq!(window.push_copy(&[1], false), Err(PushError::Ended));
+        assert_eq!(
+            window.push_copy(&[1], Sums::default()),
+            Err(PushError::Ended)
+        );
         assert_eq!(window.push_end(), Err(PushError::Ended));
     }
 
@@ -350,9 +365,12 @@ mod tests {
     #[test]
     fn a_stream_ends_before_its_offsets_do() {
         let mut window = Window::new(u64::MAX - 9);
-        window.push_copy(&[1; 8], true).unwrap();
+        window.push_copy(&[1; 8], Sums::default()).unwrap();
         assert_eq!(window.next(), u64::MAX - 1);
-        assert_eq!(window.push_copy(&[1], true), Err(PushError::TooLong));
+        assert_eq!(
+            window.push_copy(&[1], Sums::default()),
+            Err(PushError::TooLong)
+        );
         window.push_end().unwrap();
         for frame in window.frames() {
             assert_eq!(Header::decode(&frame.header.encode()), Ok(frame.header));
@@ -365,7 +383,9 @@ mod tests {
     #[test]
     fn checksums_are_of_what_was_written() {
         let mut window = Window::new(0);
-        window.push_copy(b"123456789", true).unwrap();
+        window
+            .push_copy(b"123456789", Sums::of(b"123456789", true))
+            .unwrap();
         let mut buffer: Buffer = (*b"12345678").into();
         let sums = Sums {
             check: Some(1),

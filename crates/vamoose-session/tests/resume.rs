@@ -98,7 +98,7 @@ proptest! {
                     let check = Some(crc32c::crc32c(&bytes));
                     window.push_buffer(&mut buffer, bytes.len(), Sums { check, pages: None }).unwrap();
                 } else {
-                    window.push_copy(&bytes, true).unwrap();
+                    window.push_copy(&bytes, Sums::of(&bytes, true)).unwrap();
                 }
                 written.extend_from_slice(&bytes);
             }

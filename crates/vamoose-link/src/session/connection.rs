@@ -18,7 +18,7 @@ use crate::{
     Socket, left,
     memory::{self, Left},
     socket::is_transient,
-    tls::{Body, Opener, Sealer, Secured},
+    tls::{Opener, Sealer, Secured},
     wait_for,
 };
 
@@ -88,11 +88,6 @@ impl Connection {
         self.socket.shut_down();
     }
 
-    /// Ends the direction to the peer, behind what has been sent.
-    pub(crate) fn finish(&self) {
-        self.socket.finish();
-    }
-
     /// How long nothing has come.
     pub(crate) fn silent_for(&self) -> Duration {
         self.passed_since(&self.heard)
@@ -157,7 +152,7 @@ impl NewConnection {
             None => self
                 .socket
                 .write_all(&mut [IoSlice::new(message)], &mut stalled),
-            Some((sealer, _)) => sealer.send(&self.socket, message, Body::Bytes(&[]), &mut stalled),
+            Some((sealer, _)) => sealer.send(&self.socket, &[message], &mut stalled),
         }
     }
 
@@ -237,6 +232,16 @@ impl Sender {
         self.send_pieces(&[header], stalled)
     }
 
+    /// Ends the direction to the peer, behind what has been sent.
+    pub(crate) fn finish(&mut self) -> io::Result<()> {
+        let socket = &self.connection.socket;
+        if let Some(sealer) = &mut self.sealer {
+            sealer.close(socket, &mut || Err(io::ErrorKind::TimedOut.into()))?;
+        }
+        socket.finish();
+        Ok(())
+    }
+
     fn send_pieces(
         &mut self,
         pieces: &[&[u8]],
@@ -244,7 +249,7 @@ impl Sender {
     ) -> io::Result<()> {
         let socket = &self.connection.socket;
         match &mut self.sealer {
-            Some(sealer) => sealer.send(socket, &[], Body::Bytes(pieces), stalled)?,
+            Some(sealer) => sealer.send(socket, pieces, stalled)?,
             None => {
                 let mut slices = [IoSlice::new(&[]); 4];
                 for (slice, piece) in slices.iter_mut().zip(pieces) {

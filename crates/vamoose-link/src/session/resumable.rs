@@ -404,7 +404,7 @@ impl Carried {
             let mut outgoing = self.room(both.len())?;
             outgoing
                 .window
-                .push_copy(&both, check)
+                .push_copy(&both, Sums::of(&both, check))
                 .map_err(io::Error::other)?;
             return self.send(outgoing, 1);
         }
@@ -415,14 +415,28 @@ impl Carried {
             let mut outgoing = self.room(piece.len())?;
             outgoing
                 .window
-                .push_copy(piece, check)
+                .push_copy(piece, Sums::of(piece, check))
                 .map_err(io::Error::other)?;
             self.send(outgoing, 1)?;
         }
         Ok(())
     }
 
-    /// Writes a packet: `head`, and the first `len` bytes of `payload`, which is exchanged for another buffer.
+    /// Whether packets go with a checksum of their pages.
+    pub(crate) fn is_checked(&self) -> bool {
+        self.session.config.check
+    }
+
+    /// What carries the stream now, or carried it last, for messages.
+    pub(crate) fn carrier(&self) -> String {
+        match &lock(&self.link).state {
+            State::Up(connection) => connection.name.clone(),
+            State::Down { .. } | State::Closed(_) => self.session.peer.clone(),
+        }
+    }
+
+    /// Writes a packet: `head`, and the first `len` bytes of `payload`, which may be exchanged for another buffer of the same
+    /// length. `pages` is the checksum of the pages, where the payload encodes them.
     pub(crate) fn write_packet(
         self: &Arc<Self>,
         head: &[u8],
@@ -442,12 +456,14 @@ impl Carried {
         let mut outgoing = self.room(head.len() + len)?;
         outgoing
             .window
-            .push_copy(head, check)
+            .push_copy(head, Sums::of(head, check))
             .map_err(io::Error::other)?;
-        outgoing
-            .window
-            .push_buffer(payload, len, sums)
-            .map_err(io::Error::other)?;
+        // A buffer is kept as a whole, so that a small payload would take more room than the window counts.
+        let pushed = match len >= SWAP {
+            true => outgoing.window.push_buffer(payload, len, sums),
+            false => outgoing.window.push_copy(&payload[..len], sums),
+        };
+        pushed.map_err(io::Error::other)?;
         self.send(outgoing, 2)
     }
 
@@ -634,6 +650,9 @@ const COLLECT: usize = 256 << 10;
 /// What is copied into one frame together.
 const SMALL: usize = 64 << 10;
 
+/// Payloads from this length on are not copied.
+const SWAP: usize = 128 << 10;
+
 /// What longer writes are cut into.
 const PIECE: usize = 512 << 10;
 
@@ -748,27 +767,29 @@ impl Carried {
         drop(link);
         self.changed.notify_all();
         if let Some(connection) = &connection {
-            let told = is_ours && self.abort();
-            if told {
-                connection.finish();
+            if is_ours {
+                self.abort();
             }
             connection.shut_down();
         }
         self.session.forget(self.number);
     }
 
-    /// Tells the peer that the stream was given up; false if that would take a wait.
-    fn abort(&self) -> bool {
+    /// Tells the peer that the stream was given up, if that takes no wait: else it finds out when it dials.
+    fn abort(&self) {
         let Ok(mut outgoing) = self.outgoing.try_lock() else {
-            return false;
+            return;
         };
         let header = Header::empty(Kind::Abort, outgoing.window.next(), 0);
         let Some(sender) = &mut outgoing.sender else {
-            return false;
+            return;
         };
         let mut stalled = || Err(io::ErrorKind::TimedOut.into());
-        sender.connection().is_writable()
-            && sender.send_header(&header.encode(), &mut stalled).is_ok()
+        let told = sender.connection().is_writable()
+            && sender.send_header(&header.encode(), &mut stalled).is_ok();
+        if told {
+            let _ = sender.finish();
+        }
     }
 
     /// Nobody uses the stream any more: it stays until the peer has what was finished, else it is given up.

@@ -19,12 +19,10 @@ use std::{
     io::{self, Write as _},
 };
 
-use vm_memory::VolatileSlice;
-
 use super::record::{
     ALERT, CLOSE_NOTIFY, DATA, HEADER_LEN, MAX_CONTENT, RecordKey, TAG_LEN, authenticated, header,
 };
-use crate::{Socket, is_stall, memory::total_len};
+use crate::{Socket, is_stall};
 
 /// The sending direction of a connection.
 pub(crate) struct Sealer {
@@ -37,15 +35,6 @@ pub(crate) struct Sealer {
     open: usize,
     /// The peer may have got a part of a record: nothing can follow.
     is_broken: bool,
-}
-
-/// What follows a head.
-#[derive(Clone, Copy)]
-pub(crate) enum Body<'a> {
-    /// Bytes of our own, in pieces.
-    Bytes(&'a [&'a [u8]]),
-    /// Guest memory, which may be written meanwhile: what arrives is then a mixture of old and new.
-    Guest(&'a [VolatileSlice<'a>]),
 }
 
 /// Full records of AES-GCM under one key: 2^24.5 keep the margin of RFC 8446 (5.5), and this is well below. Others could have
@@ -71,7 +60,7 @@ impl Sealer {
         }
     }
 
-    /// Seals `head` and then `body`, and writes all of it. `stalled` is called whenever the peer has taken nothing for the
+    /// Seals `pieces`, which follow each other, and writes all of it. `stalled` is called whenever the peer has taken nothing for the
     /// socket's send timeout, and decides whether to go on.
     ///
     /// # Errors
@@ -80,27 +69,13 @@ impl Sealer {
     pub(crate) fn send(
         &mut self,
         socket: &Socket,
-        head: &[u8],
-        body: Body<'_>,
+        pieces: &[&[u8]],
         stalled: &mut dyn FnMut() -> io::Result<()>,
     ) -> io::Result<()> {
         self.unless_broken(|sealer| {
             let mut out = Out { socket, stalled };
-            sealer.push(&mut out, head)?;
-            if body.len() >= DIRECT {
-                sealer.close_record(DATA)?;
-            }
-            match body {
-                Body::Bytes(pieces) => {
-                    for piece in pieces {
-                        sealer.push(&mut out, piece)?;
-                    }
-                }
-                Body::Guest(slices) => {
-                    for slice in slices {
-                        sealer.push_guest(&mut out, slice)?;
-                    }
-                }
+            for piece in pieces {
+                sealer.push(&mut out, piece)?;
             }
             sealer.close_record(DATA)?;
             sealer.write(&mut out)
@@ -159,18 +134,6 @@ impl Sealer {
                 self.fill(content.len())?;
                 bytes = rest;
             }
-        }
-        Ok(())
-    }
-
-    fn push_guest(&mut self, out: &mut Out<'_>, slice: &VolatileSlice<'_>) -> io::Result<()> {
-        let mut done = 0;
-        while done < slice.len() {
-            self.room(out, 1)?;
-            let rest = slice.offset(done).map_err(io::Error::other)?;
-            let copied = rest.copy_to(self.free());
-            self.fill(copied)?;
-            done += copied;
         }
         Ok(())
     }
@@ -285,15 +248,6 @@ impl Sealer {
 struct Out<'a> {
     socket: &'a Socket,
     stalled: &'a mut dyn FnMut() -> io::Result<()>,
-}
-
-impl Body<'_> {
-    fn len(&self) -> usize {
-        match self {
-            Self::Bytes(pieces) => pieces.iter().map(|piece| piece.len()).sum(),
-            Self::Guest(slices) => total_len(slices),
-        }
-    }
 }
 
 /// The parts of a record: header, content, type and tag.

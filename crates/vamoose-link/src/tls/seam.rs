@@ -3,7 +3,7 @@
 use std::io;
 
 use super::{
-    Body, Cipher, FileFault, Opener, PublicKey, Sealer, keys, names,
+    Cipher, FileFault, Opener, PublicKey, Sealer, keys, names,
     record::{self, RecordKey, seal_any},
 };
 use crate::Socket;
@@ -28,12 +28,12 @@ impl Sealing {
         Some(Self(Sealer::new(key(cipher)?)))
     }
 
-    /// Sends `head` and `body`.
+    /// Sends `pieces`.
     ///
     /// # Errors
     /// The system's.
-    pub fn send(&mut self, socket: &Socket, head: &[u8], body: &[&[u8]]) -> io::Result<()> {
-        self.0.send(socket, head, Body::Bytes(body), &mut || Ok(()))
+    pub fn send(&mut self, socket: &Socket, pieces: &[&[u8]]) -> io::Result<()> {
+        self.0.send(socket, pieces, &mut || Ok(()))
     }
 }
 

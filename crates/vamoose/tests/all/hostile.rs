@@ -217,7 +217,7 @@ fn bad_packets() -> Result<()> {
         (&with_field(324, 5), "offset[0] is 0x5"),
         (
             &packet(Method::Zlib, &[0xaa; 64]),
-            "bad payload of packet 0 (RAM block mem)",
+            "bad payload of packet 0 (RAM block mem, pages at ",
         ),
     ];
     for (bytes, text) in cases {

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     Address, Socket, dial,
-    tls::{Body, Cipher, Keys, Security, TlsError},
+    tls::{Cipher, Keys, Security, TlsError},
 };
 
 #[test]
@@ -46,7 +46,7 @@ fn both_ends_know_each_other_and_share_a_secret() {
             (accepted.sealer, connected.opener, &far, &near),
         ] {
             let (mut from, mut to, mut read) = (from, to, [0; 9]);
-            from.send(near, b"a ", Body::Bytes(&[b"mes", b"sage"]), &mut || Ok(()))
+            from.send(near, &[b"a ", b"mes", b"sage"], &mut || Ok(()))
                 .unwrap();
             assert_eq!(to.read(far, &mut read).unwrap(), 9);
             assert_eq!(&read, b"a message");

@@ -10,7 +10,7 @@ use rustls::{ClientConnection, ServerConnection};
 use super::{LIMIT, authority::Hosts, sockets};
 use crate::{
     Socket,
-    tls::{Body, Cipher, Opener, Sealer, terms::RefusalSlot},
+    tls::{Cipher, Opener, Sealer, terms::RefusalSlot},
 };
 
 const CIPHERS: [Cipher; 3] = [
@@ -33,9 +33,7 @@ fn message(seed: usize) -> Vec<u8> {
 /// Sends one message, receives another, and says good-bye.
 fn ours(sealer: &mut Sealer, opener: &mut Opener, socket: &Socket) {
     let sent = message(1);
-    sealer
-        .send(socket, b"head", Body::Bytes(&[&sent]), &mut go_on)
-        .unwrap();
+    sealer.send(socket, &[b"head", &sent], &mut go_on).unwrap();
     sealer.close(socket, &mut go_on).unwrap();
     let (mut read, mut out) = (Vec::new(), vec![0; 100_000]);
     loop {

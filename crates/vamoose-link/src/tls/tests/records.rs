@@ -7,13 +7,12 @@ use std::{
 };
 
 use proptest::prelude::*;
-use vm_memory::VolatileSlice;
 
 use super::sockets;
 use crate::{
     Socket,
     tls::{
-        Body, Cipher, Opener, Sealer,
+        Cipher, Opener, Sealer,
         record::{ALERT, DATA, HANDSHAKE, HEADER_LEN, MAX_CONTENT, RecordKey, TAG_LEN, seal_any},
     },
 };
@@ -124,7 +123,7 @@ fn heads_and_bodies_of_every_length_arrive() {
                     let (head, first, second) =
                         (&pieces[..head], &pieces[..first], &pieces[7..][..second]);
                     sealer
-                        .send(socket, head, Body::Bytes(&[first, second]), &mut go_on)
+                        .send(socket, &[head, first, second], &mut go_on)
                         .unwrap();
                     expected.extend([head, first, second].concat());
                 }
@@ -147,7 +146,7 @@ fn a_large_packet_is_cut_into_full_records_behind_its_head() {
     let packet = bytes(512 << 10);
     let wire = wire(|sealer, socket| {
         sealer
-            .send(socket, &[1; 1344], Body::Bytes(&[&packet]), &mut go_on)
+            .send(socket, &[&[1; 1344], &packet], &mut go_on)
             .unwrap();
     });
     let lens: Vec<_> = records(&wire).iter().map(ExactSizeIterator::len).collect();
@@ -158,48 +157,11 @@ fn a_large_packet_is_cut_into_full_records_behind_its_head() {
 }
 
 #[test]
-fn guest_memory_arrives() {
-    let mut memory = bytes(1 << 20);
-    let expected = memory.clone();
-    let memory = VolatileSlice::from(&mut memory[..]);
-    // Pages that lie apart, and one huge one.
-    let pages: Vec<_> = (0..8)
-        .map(|page| memory.subslice(page * 8192, 4096).unwrap())
-        .chain([memory.subslice(65536, 983_040).unwrap()])
-        .collect();
-    let (near, far) = sockets();
-    let read = thread::scope(|scope| {
-        let reader = scope.spawn(move || {
-            let mut read = vec![0; 7 + 8 * 4096 + 983_040];
-            let mut opener = Opener::new(key(Cipher::default()));
-            let mut done = 0;
-            while done < read.len() {
-                done += opener.read(&far, &mut read[done..]).unwrap();
-            }
-            read
-        });
-        let mut sealer = sealer(Cipher::default());
-        sealer
-            .send(&near, b"a head.", Body::Guest(&pages), &mut go_on)
-            .unwrap();
-        reader.join().unwrap()
-    });
-    let scattered = (0..8).flat_map(|page| &expected[page * 8192..][..4096]);
-    let all: Vec<u8> = b"a head."
-        .iter()
-        .chain(scattered)
-        .chain(&expected[65536..])
-        .copied()
-        .collect();
-    assert!(read == all);
-}
-
-#[test]
 fn any_changed_bit_is_noticed() {
     let message = bytes(MAX_CONTENT + 100);
     let wire = wire(|sealer, socket| {
         sealer
-            .send(socket, b"head", Body::Bytes(&[&message]), &mut go_on)
+            .send(socket, &[b"head", &message], &mut go_on)
             .unwrap();
         sealer.close(socket, &mut go_on).unwrap();
     });
@@ -236,9 +198,7 @@ fn a_connection_that_is_cut_has_not_ended() {
     let message = bytes(3000);
     let wire = wire(|sealer, socket| {
         for _ in 0..2 {
-            sealer
-                .send(socket, b"", Body::Bytes(&[&message]), &mut go_on)
-                .unwrap();
+            sealer.send(socket, &[&message], &mut go_on).unwrap();
         }
         sealer.close(socket, &mut go_on).unwrap();
     });
@@ -256,9 +216,7 @@ fn a_connection_that_is_cut_has_not_ended() {
 fn records_in_another_order_are_refused() {
     let wire = wire(|sealer, socket| {
         for content in [b"first.", b"second", b"third."] {
-            sealer
-                .send(socket, content, Body::Bytes(&[]), &mut go_on)
-                .unwrap();
+            sealer.send(socket, &[content], &mut go_on).unwrap();
         }
     });
     let records: Vec<_> = records(&wire)
@@ -391,9 +349,7 @@ fn records_are_judged_by_their_headers_first() {
 #[test]
 fn a_read_that_waits_can_be_repeated() {
     let wire = wire(|sealer, socket| {
-        sealer
-            .send(socket, b"a message", Body::Bytes(&[]), &mut go_on)
-            .unwrap();
+        sealer.send(socket, &[b"a message"], &mut go_on).unwrap();
     });
     let (near, far) = sockets();
     far.set_stall_timeout(Duration::from_millis(1)).unwrap();
@@ -421,7 +377,7 @@ fn a_peer_that_takes_nothing_is_left_to_the_caller() {
     let mut sealer = sealer(Cipher::default());
     let message = bytes(4 << 20);
     let mut stalls = 0;
-    let given_up = sealer.send(&near, b"", Body::Bytes(&[&message]), &mut || {
+    let given_up = sealer.send(&near, &[&message], &mut || {
         stalls += 1;
         if stalls < 3 {
             return Ok(());
@@ -431,7 +387,7 @@ fn a_peer_that_takes_nothing_is_left_to_the_caller() {
     assert_eq!(given_up.unwrap_err().to_string(), "enough");
     assert_eq!(stalls, 3);
     // A part of a record may have been written: nothing can follow.
-    let after = sealer.send(&near, b"more", Body::Bytes(&[]), &mut go_on);
+    let after = sealer.send(&near, &[b"more"], &mut go_on);
     assert_eq!(after.unwrap_err().kind(), io::ErrorKind::NotConnected);
     drop(far);
 }
@@ -456,7 +412,7 @@ fn a_stalled_peer_that_goes_on_gets_everything() {
         });
         let mut sealer = sealer(Cipher::default());
         sealer
-            .send(&near, b"", Body::Bytes(&[&message]), &mut || {
+            .send(&near, &[&message], &mut || {
                 let _ = stalled.send(());
                 Ok(())
             })
@@ -471,11 +427,9 @@ fn a_key_has_a_limit_of_records() {
     let mut sealer = sealer(Cipher::default());
     sealer.limit_records(2);
     for _ in 0..2 {
-        sealer
-            .send(&near, b"a", Body::Bytes(&[]), &mut go_on)
-            .unwrap();
+        sealer.send(&near, &[b"a"], &mut go_on).unwrap();
     }
-    let third = sealer.send(&near, b"a", Body::Bytes(&[]), &mut go_on);
+    let third = sealer.send(&near, &[b"a"], &mut go_on);
     assert_eq!(third.unwrap_err().kind(), io::ErrorKind::QuotaExceeded);
 }
 
@@ -489,11 +443,11 @@ fn nonces_differ() {
     }
 }
 
-/// What is sent: heads and bodies, and whether a body is guest memory.
-fn messages() -> impl Strategy<Value = Vec<(usize, Vec<usize>, bool)>> {
+/// What is sent: heads and what follows them.
+fn messages() -> impl Strategy<Value = Vec<(usize, Vec<usize>)>> {
     let len =
         || prop_oneof![4 => 0..200_usize, 2 => 4000..20_000_usize, 1 => 16_000..150_000_usize];
-    let message = (len(), prop::collection::vec(len(), 0..5), any::<bool>());
+    let message = (len(), prop::collection::vec(len(), 0..5));
     prop::collection::vec(message, 1..6)
 }
 
@@ -509,7 +463,7 @@ proptest! {
         let cipher = CIPHERS[cipher];
         let copy = bytes(200_000);
         let mut expected = Vec::new();
-        for (head, pieces, _) in &messages {
+        for (head, pieces) in &messages {
             expected.extend_from_slice(&copy[..*head]);
             for piece in pieces {
                 expected.extend_from_slice(&copy[3..][..*piece]);
@@ -519,18 +473,12 @@ proptest! {
         let opened = thread::scope(|scope| {
             let (messages, copy) = (&messages, &copy);
             scope.spawn(move || {
-                let mut memory = copy.clone();
-                let guest = VolatileSlice::from(&mut memory[..]);
                 let mut sealer = sealer(cipher);
-                for (head, pieces, is_guest) in messages {
+                for (head, pieces) in messages {
                     let head = &copy[..*head];
-                    if *is_guest {
-                        let pieces: Vec<_> = pieces.iter().map(|len| guest.subslice(3, *len).unwrap()).collect();
-                        sealer.send(&near, head, Body::Guest(&pieces), &mut go_on).unwrap();
-                    } else {
-                        let pieces: Vec<_> = pieces.iter().map(|len| &copy[3..][..*len]).collect();
-                        sealer.send(&near, head, Body::Bytes(&pieces), &mut go_on).unwrap();
-                    }
+                    let pieces = pieces.iter().map(|len| &copy[3..][..*len]);
+                    let pieces: Vec<_> = [head].into_iter().chain(pieces).collect();
+                    sealer.send(&near, &pieces, &mut go_on).unwrap();
                 }
                 sealer.close(&near, &mut go_on).unwrap();
             });
