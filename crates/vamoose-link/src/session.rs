@@ -6,12 +6,14 @@
 //!  client                                    server
 //!  Session::dial ── Paths ── connection ──>  Sessions (accepts, authenticates, attaches)
 //!     open ───────────────── connection ──>     └─ Introduced: a stream of a session
-//!     └ a thread for each stream that is being dialled again; one for each session that looks after its streams
+//!     └ a thread for each stream that is being dialled again; one for each session that looks after its streams,
+//!       and one for its paths if there are several
 //! ```
 
 mod connection;
 mod dialer;
 mod incoming;
+mod keeper;
 mod resumable;
 mod server;
 
@@ -272,6 +274,12 @@ impl Shared {
         });
         let watched = Arc::downgrade(&shared);
         thread::Builder::new().spawn(move || look_after(&watched))?;
+        if let Role::Client(paths) = &shared.role
+            && paths.count() > 1
+        {
+            let watched = Arc::downgrade(&shared);
+            thread::Builder::new().spawn(move || keeper::keep(&watched))?;
+        }
         Ok(shared)
     }
 

@@ -21,6 +21,7 @@ use vamoose_session::window::AcknowledgeError;
 use super::{
     Path, PathStatus, Role, Session, SessionConfig, Shared,
     connection::NewConnection,
+    keeper,
     resumable::{Carried, Resumable, StreamError},
 };
 use crate::{
@@ -92,7 +93,7 @@ pub(crate) struct Paths {
     list: Vec<Path>,
     /// `None` without TLS.
     terms: Option<ClientTerms>,
-    failed: Mutex<Vec<Option<Instant>>>,
+    shunned: Mutex<Vec<Option<Shunned>>>,
     counters: Vec<Counters>,
 }
 
@@ -100,6 +101,19 @@ pub(crate) struct Paths {
 struct Counters {
     delivered: AtomicU64,
     failures: AtomicU64,
+}
+
+/// A path that has failed: it is tried last until then.
+#[derive(Clone, Copy)]
+struct Shunned {
+    since: Instant,
+    time: Duration,
+}
+
+impl Shunned {
+    fn is_over(&self) -> bool {
+        self.since.elapsed() >= self.time
+    }
 }
 
 impl Paths {
@@ -113,13 +127,13 @@ impl Paths {
                     .map_err(DialError::Security)?,
             ),
         };
-        let failed = Mutex::new(vec![None; list.len()]);
+        let shunned = Mutex::new(vec![None; list.len()]);
         let counters = list.iter().map(|_| Counters::default()).collect();
         Ok(Self {
             counters,
             list,
             terms,
-            failed,
+            shunned,
         })
     }
 
@@ -153,24 +167,45 @@ impl Paths {
         if let Some(counters) = self.counters.get(path) {
             counters.failures.fetch_add(1, Ordering::Relaxed);
         }
-        if let Some(failed) = lock(&self.failed).get_mut(path) {
-            *failed = Some(Instant::now());
+        if let Some(shunned) = lock(&self.shunned).get_mut(path) {
+            let time = match *shunned {
+                // One failure, of several streams.
+                Some(before) if !before.is_over() => return,
+                // It failed again soon: a path that takes connections and carries nothing must not stop streams often.
+                Some(before) if before.since.elapsed() < 3 * before.time => 2 * before.time,
+                _ => SHUN[0],
+            };
+            *shunned = Some(Shunned {
+                since: Instant::now(),
+                time: time.min(SHUN[1]),
+            });
         }
+    }
+
+    /// Which paths have not failed lately.
+    pub(crate) fn usable(&self) -> Vec<bool> {
+        let shunned = lock(&self.shunned);
+        let usable = |shunned: &Option<Shunned>| shunned.is_none_or(|it| it.is_over());
+        shunned.iter().map(usable).collect()
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.list.len()
     }
 
     /// All paths, in the order in which a stream should try them: its own first, those that failed lately last.
     fn order(&self, stream: u32) -> Vec<usize> {
         let count = self.list.len();
-        let own = usize::try_from(stream).unwrap_or_default() % count.max(1);
+        let own = keeper::own_path(stream, count);
         let mut order: Vec<_> = (0..count).map(|at| (own + at) % count).collect();
-        let failed = lock(&self.failed);
-        order.sort_by_key(|path| failed[*path].is_some_and(|when| when.elapsed() < SHUN));
+        let usable = self.usable();
+        order.sort_by_key(|path| !usable[*path]);
         order
     }
 }
 
-/// How long a path that failed is tried last.
-const SHUN: Duration = Duration::from_secs(5);
+/// How long a path that failed is tried last: the first time, and if it goes on failing.
+const SHUN: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
 
 /// How long one attempt may take.
 const ATTEMPT: Duration = Duration::from_secs(3);
@@ -238,6 +273,32 @@ pub(crate) fn resume(stream: &Arc<Carried>) {
                 None => StreamError::Lost { cause, seconds },
             });
         }
+    }
+}
+
+/// Lets another path carry a stream that has a connection. If the path does not lead to the peer, nothing changes.
+pub(super) fn move_to(stream: &Arc<Carried>, path: usize) {
+    let session = stream.session();
+    let Role::Client(paths) = &session.role else {
+        return;
+    };
+    let greeted = match Greeted::new(paths, path) {
+        Ok(greeted) => greeted,
+        Err(error) => {
+            debug!("stream {}: {}", stream.number, chain(&error));
+            paths.failed(path);
+            return;
+        }
+    };
+    // One that has lost its connection is being dialled.
+    if stream.path().is_none() {
+        return;
+    }
+    let target = Target::Known(session.id());
+    if let Err(error) = greeted.attach(stream, Intent::Resume, target) {
+        debug!("stream {}: {}", stream.number, chain(&error));
+        paths.failed(path);
+        resume(stream);
     }
 }
 

@@ -835,6 +835,11 @@ impl Carried {
         }
     }
 
+    /// Bytes that the peer has received.
+    pub(crate) fn delivered(&self) -> u64 {
+        self.acknowledged.load(Ordering::Relaxed)
+    }
+
     /// The path that carries it, if one does.
     pub(crate) fn path(&self) -> Option<usize> {
         match &lock(&self.link).state {

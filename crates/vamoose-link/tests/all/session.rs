@@ -4,7 +4,7 @@ use std::{
     io::{Read as _, Write as _},
     net::SocketAddr,
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use lab::middlebox::{Admission, Change, Direction, Flow, Mark, Middlebox, Which};
@@ -25,6 +25,7 @@ fn config(security: Security) -> SessionConfig {
 /// A server, and a middlebox before it.
 struct Bench {
     sessions: Sessions,
+    server: SocketAddr,
     middlebox: Middlebox,
 }
 
@@ -35,10 +36,12 @@ impl Bench {
         let Address::Tcp { port, .. } = listener.address() else {
             unreachable!()
         };
-        let middlebox = Middlebox::new(SocketAddr::from(([127, 0, 0, 1], *port))).unwrap();
+        let server = SocketAddr::from(([127, 0, 0, 1], *port));
+        let middlebox = Middlebox::new(server).unwrap();
         let sessions = Sessions::new(vec![listener], config.clone()).unwrap();
         Self {
             sessions,
+            server,
             middlebox,
         }
     }
@@ -48,13 +51,17 @@ impl Bench {
     }
 
     fn path(&self) -> Path {
-        let address = self.middlebox.address();
-        Path::from(format!("tcp:{address}").parse::<Address>().unwrap())
+        path_to(&self.middlebox)
     }
 
     fn next(&self) -> Introduced {
         self.sessions.next(LIMIT).expect("a stream")
     }
+}
+
+fn path_to(middlebox: &Middlebox) -> Path {
+    let address = middlebox.address();
+    Path::from(format!("tcp:{address}").parse::<Address>().unwrap())
 }
 
 fn bytes(len: usize, seed: u64) -> Vec<u8> {
@@ -185,4 +192,52 @@ fn flipped_bits_come_again() {
             let _ = middlebox.flip(last, Direction::ToListener, 70_001, 3);
         }
     });
+}
+
+#[test]
+fn streams_leave_a_path_that_fails_and_come_back_to_it() {
+    let config = config(Security::Insecure);
+    let bench = Bench::new(&config);
+    let other = Middlebox::new(bench.server).unwrap();
+    let paths = vec![bench.path(), path_to(&other)];
+    let (session, first) = Session::dial(paths, config).unwrap();
+    let more = (0..3).map(|_| session.open().unwrap());
+    let near: Vec<_> = [first].into_iter().chain(more).collect();
+    let mut far: Vec<Introduced> = Vec::new();
+    let mut all_carry = |text: &[u8; 4]| {
+        for near in &near {
+            (&*near).write_all(text).unwrap();
+        }
+        while far.len() < near.len() {
+            far.push(bench.next());
+        }
+        for far in &far {
+            let mut read = [0; 4];
+            (&far.stream).read_exact(&mut read).unwrap();
+            assert_eq!(&read, text);
+        }
+    };
+    all_carry(b"both");
+    wait_for_streams(&session, [2, 2]);
+    other.admit(Admission::Refuse).unwrap();
+    other.apply(Which::All, Change::Close);
+    wait_for_streams(&session, [4, 0]);
+    all_carry(b"one.");
+    other.admit(Admission::Pass).unwrap();
+    wait_for_streams(&session, [2, 2]);
+    all_carry(b"back");
+    assert!(session.paths()[1].failures > 0);
+}
+
+/// Waits until each path carries so many streams.
+fn wait_for_streams(session: &Session, expected: [usize; 2]) {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        let streams: Vec<_> = session.paths().iter().map(|path| path.streams).collect();
+        if streams == expected {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{streams:?}, not {expected:?}");
+        thread::sleep(Duration::from_millis(10));
+    }
 }

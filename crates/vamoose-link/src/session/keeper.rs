@@ -1,0 +1,254 @@
+//! Which path carries which stream, at the client: back to a path that has returned, and from slow paths to fast ones.
+//!
+//! ```text
+//!  a path fails ──> its streams go on over the others (dialer) ──> it is tried again after a while ──> they come back
+//!  a stream would get more on another path ──> it moves there, and tries its own again after [`STAY`]
+//! ```
+//! A stream's own path is the one of its number, so that streams are spread evenly to begin with. How much a path delivers is
+//! known from what the peer acknowledges, for streams that are busy.
+
+use std::{
+    collections::HashMap,
+    sync::Weak,
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{LOOK, Role, Shared, dialer};
+
+/// Looks after the paths of a session until it is gone.
+pub(super) fn keep(session: &Weak<Shared>) {
+    let mut keeper = Keeper::new();
+    loop {
+        thread::sleep(LOOK);
+        let Some(session) = session.upgrade() else {
+            return;
+        };
+        let Role::Client(paths) = &session.role else {
+            return;
+        };
+        let streams = session.streams();
+        let carried: Vec<_> = streams
+            .iter()
+            .filter_map(|stream| {
+                Some(Carriage {
+                    stream: stream.number,
+                    path: stream.path()?,
+                    delivered: stream.delivered(),
+                })
+            })
+            .collect();
+        let Some((number, path)) = keeper.next_move(Instant::now(), &carried, &paths.usable())
+        else {
+            continue;
+        };
+        if let Some(stream) = streams.iter().find(|stream| stream.number == number) {
+            dialer::move_to(stream, path);
+        }
+    }
+}
+
+/// Where a stream is.
+#[derive(Clone, Copy, Debug)]
+struct Carriage {
+    stream: u32,
+    path: usize,
+    /// Bytes that the peer has, of all times.
+    delivered: u64,
+}
+
+struct Keeper {
+    /// When the current interval began, and what the peer had of each stream then.
+    since: Option<Instant>,
+    before: HashMap<u32, u64>,
+    /// Streams that are not on their own path because another one is faster, and since when.
+    moved: HashMap<u32, Instant>,
+}
+
+/// Over which time it is counted what a path delivers.
+const INTERVAL: Duration = Duration::from_secs(2);
+
+/// What a stream must have delivered in that time to be counted as busy.
+const BUSY: u64 = 1 << 20;
+
+/// How long a stream stays on a path that is faster than its own before it tries its own again.
+const STAY: Duration = Duration::from_secs(60);
+
+/// By which factor a stream must get more on another path.
+const BETTER: f64 = 1.25;
+
+/// A path that gives a stream so much less than another loses its last one: a SYNC waits for the slowest stream.
+const USELESS: f64 = 8.0;
+
+impl Keeper {
+    fn new() -> Self {
+        Self {
+            since: None,
+            before: HashMap::new(),
+            moved: HashMap::new(),
+        }
+    }
+
+    /// The stream that should be carried by another path, and which.
+    fn next_move(
+        &mut self,
+        now: Instant,
+        streams: &[Carriage],
+        usable: &[bool],
+    ) -> Option<(u32, usize)> {
+        self.moved
+            .retain(|_, since| now.saturating_duration_since(*since) < STAY);
+        let returned = streams.iter().find_map(|it| {
+            let own = own_path(it.stream, usable.len());
+            let is_away = it.path != own && !self.moved.contains_key(&it.stream);
+            (is_away && usable.get(own) == Some(&true)).then_some((it.stream, own))
+        });
+        if returned.is_some() {
+            // What is counted over a move says nothing.
+            self.since = None;
+            return returned;
+        }
+        if (self.since).is_some_and(|since| now.saturating_duration_since(since) < INTERVAL) {
+            return None;
+        }
+        let is_first = self.since.replace(now).is_none();
+        let gained: Vec<_> = streams
+            .iter()
+            .filter_map(|it| {
+                let before = self.before.get(&it.stream)?;
+                let gained = it.delivered.saturating_sub(*before);
+                (gained >= BUSY).then_some((*it, gained))
+            })
+            .collect();
+        self.before = streams.iter().map(|it| (it.stream, it.delivered)).collect();
+        if is_first {
+            return None;
+        }
+        let (stream, to) = faster(&gained, usable)?;
+        if own_path(stream, usable.len()) != to {
+            self.moved.insert(stream, now);
+        }
+        self.since = None;
+        Some((stream, to))
+    }
+}
+
+/// The stream that would get the most more on another path, if any would get enough more.
+fn faster(gained: &[(Carriage, u64)], usable: &[bool]) -> Option<(u32, usize)> {
+    let mut paths = vec![(0_u64, 0_u32); usable.len()];
+    for (it, bytes) in gained {
+        let (sum, streams) = paths.get_mut(it.path)?;
+        *sum += bytes;
+        *streams += 1;
+    }
+    // What a stream gets, and what one more would get.
+    let busy = || (0..).zip(&paths).filter(|(_, (_, streams))| *streams > 0);
+    #[allow(clippy::cast_precision_loss, reason = "rates")]
+    let share = |sum: u64, streams: u32| sum as f64 / f64::from(streams);
+    let (to, more) = busy()
+        .filter(|(path, _)| usable[*path])
+        .map(|(path, (sum, streams))| (path, share(*sum, streams + 1)))
+        .max_by(|a, b| a.1.total_cmp(&b.1))?;
+    let (from, now, streams) = busy()
+        .filter(|(path, _)| *path != to)
+        .map(|(path, (sum, streams))| (path, share(*sum, *streams), *streams))
+        .min_by(|a, b| a.1.total_cmp(&b.1))?;
+    let factor = if streams > 1 { BETTER } else { USELESS };
+    if more < now * factor {
+        return None;
+    }
+    let moved = gained.iter().find(|(it, _)| it.path == from)?;
+    Some((moved.0.stream, to))
+}
+
+/// The path on which a stream begins, of so many.
+pub(super) fn own_path(stream: u32, paths: usize) -> usize {
+    usize::try_from(stream).unwrap_or_default() % paths.max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MB: u64 = 1 << 20;
+
+    /// Streams by the paths that carry them, each with what it has delivered, in megabytes.
+    fn streams(list: &[(usize, u64)]) -> Vec<Carriage> {
+        (0..)
+            .zip(list)
+            .map(|(stream, (path, megabytes))| Carriage {
+                stream,
+                path: *path,
+                delivered: megabytes * MB,
+            })
+            .collect()
+    }
+
+    /// What is moved after two intervals in which the streams went from nothing to what they have.
+    fn moved(list: &[(usize, u64)], usable: &[bool]) -> Option<(u32, usize)> {
+        let mut keeper = Keeper::new();
+        let (begin, list) = (Instant::now(), streams(list));
+        let none: Vec<_> = list
+            .iter()
+            .map(|it| Carriage {
+                delivered: 0,
+                ..*it
+            })
+            .collect();
+        let first = keeper.next_move(begin, &none, usable);
+        first.or_else(|| keeper.next_move(begin + INTERVAL, &list, usable))
+    }
+
+    #[test]
+    fn streams_of_equal_paths_stay() {
+        let even = [(0, 100), (1, 90), (0, 110), (1, 95)];
+        assert_eq!(moved(&even, &[true, true]), None);
+        // Nothing is known of paths without work.
+        assert_eq!(
+            moved(&[(0, 100), (1, 0), (0, 100), (1, 0)], &[true, true]),
+            None
+        );
+    }
+
+    #[test]
+    fn a_stream_goes_back_to_a_path_that_has_returned() {
+        let displaced = [(0, 100), (0, 100), (0, 100), (0, 100)];
+        assert_eq!(moved(&displaced, &[true, false]), None);
+        assert_eq!(moved(&displaced, &[true, true]), Some((1, 1)));
+    }
+
+    #[test]
+    fn streams_leave_a_slow_path_until_it_has_what_it_can_carry() {
+        // 200 and 40: another one gets 66 on the first instead of 20.
+        assert_eq!(
+            moved(&[(0, 100), (1, 20), (0, 100), (1, 20)], &[true, true]),
+            Some((1, 0))
+        );
+        // The last one stays while it is worth something.
+        assert_eq!(moved(&[(0, 100), (1, 60), (0, 100)], &[true, true]), None);
+        let mut keeper = Keeper::new();
+        let (begin, usable) = (Instant::now(), [true, true]);
+        keeper.moved.insert(1, begin);
+        let slow = |megabytes: u64| {
+            streams(&[
+                (0, 90 * megabytes),
+                (0, 90 * megabytes),
+                (0, 90 * megabytes),
+                (1, 2 * megabytes),
+            ])
+        };
+        assert_eq!(keeper.next_move(begin, &slow(0), &usable), None);
+        assert_eq!(
+            keeper.next_move(begin + INTERVAL / 2, &slow(1), &usable),
+            None
+        );
+        assert_eq!(
+            keeper.next_move(begin + INTERVAL, &slow(1), &usable),
+            Some((3, 0))
+        );
+        // After a while its own path is tried again.
+        let all = streams(&[(0, 0), (0, 0), (0, 0), (0, 0)]);
+        assert_eq!(keeper.next_move(begin + STAY / 2, &all, &usable), None);
+        assert_eq!(keeper.next_move(begin + STAY, &all, &usable), Some((1, 1)));
+    }
+}
