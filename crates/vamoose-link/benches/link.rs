@@ -1,11 +1,12 @@
-//! What TLS costs behind the handshake, against the bare cipher and a bare socket.
+//! What the link costs: packets of method none over a plain connection and over sessions, and TLS against the bare cipher.
 //!
 //! ```text
-//! cargo bench -p vamoose-link --bench tls [-- GIB]
+//! cargo bench -p vamoose-link --bench link [-- GIB]
 //! ```
-//! Packets of 512 KiB, each behind a head of 64 bytes, on one connection over loopback TCP, with a thread at either end. The
-//! figures are seconds of CPU for a GiB, each the median and the lowest of rounds that take turns. What TLS
-//! adds is the difference to the bare socket; the cipher's part of it is what `cipher` takes for the same records in place.
+//! Packets of 512 KiB on one connection over loopback TCP, with a thread at either end. The figures are seconds of CPU for a
+//! GiB, each the median and the lowest of rounds that take turns. `packets` go from a writer of packets to a reader, as they do
+//! between relays: first without a session. What TLS adds to them is to be compared with what `cipher` takes for the same
+//! records in place. `TLS` is the records alone, behind heads of 64 bytes, to be compared with the bare socket.
 
 #![allow(
     clippy::expect_used,
@@ -16,17 +17,22 @@
 use std::{
     io::{Read as _, Write as _},
     net::{TcpListener, TcpStream},
+    sync::Arc,
     thread,
     time::Duration,
 };
 
 use aws_lc_rs::aead::{AES_128_GCM, AES_256_GCM, Aad, Algorithm, LessSafeKey, Nonce, UnboundKey};
+use multifd::{BlockName, Layout, Method};
 use rustix::time::{ClockId, clock_gettime};
+use vamoose_codec::{Decoder, Settings, encoder};
 use vamoose_link::{
-    Cipher, Socket,
+    ChannelReader, ChannelWriter, Cipher, Keys, Listener, Packet, Received, Security, Session,
+    SessionConfig, Sessions, Socket, Stats, Stream,
     tls_seam::{MAX_CONTENT, Opening, Sealing},
 };
 
+const LAYOUT: Layout = Layout::X86;
 const PACKET: usize = 512 << 10;
 const HEAD: usize = 64;
 const ROUNDS: usize = 7;
@@ -38,6 +44,14 @@ enum What {
     Socket,
     Cipher(&'static Algorithm),
     Tls(Cipher),
+    Packets(Link),
+}
+
+/// What carries packets.
+#[derive(Clone, Copy)]
+enum Link {
+    Connection,
+    Session { cipher: Option<Cipher>, check: bool },
 }
 
 /// Seconds of CPU of both ends.
@@ -46,7 +60,16 @@ type Cost = [f64; 2];
 fn main() {
     let mut numbers = std::env::args().filter_map(|word| word.parse::<usize>().ok());
     let packets = numbers.next().unwrap_or(1) * (1 << 30) / PACKET;
+    let session = |cipher, check| What::Packets(Link::Session { cipher, check });
+    let (aes_128, aes_256) = (Some(Cipher::Aes128Gcm), Some(Cipher::Aes256Gcm));
     let cases = [
+        ("packets, no session", What::Packets(Link::Connection)),
+        ("packets, plain", session(None, false)),
+        ("packets, plain, checked", session(None, true)),
+        ("packets, AES-128-GCM", session(aes_128, false)),
+        ("packets, 128, checked", session(aes_128, true)),
+        ("packets, AES-256-GCM", session(aes_256, false)),
+        ("packets, 256, checked", session(aes_256, true)),
         ("bare socket", What::Socket),
         ("cipher AES-128-GCM", What::Cipher(&AES_128_GCM)),
         ("TLS AES-128-GCM", What::Tls(Cipher::Aes128Gcm)),
@@ -59,8 +82,8 @@ fn main() {
             costs.push(run(*what, packets));
         }
     }
-    println!("CPU seconds per GiB            median                      lowest");
-    println!("                         send  receive      sum      send  receive      sum");
+    println!("CPU seconds per GiB             median                      lowest");
+    println!("                          send  receive      sum      send  receive      sum");
     let gib = (packets * PACKET) as f64 / f64::from(1 << 30);
     for ((name, _), costs) in cases.iter().zip(&costs) {
         let column = |of: fn(&Cost) -> f64| {
@@ -75,7 +98,7 @@ fn main() {
         ];
         let [send, receive, sum] = columns;
         println!(
-            "{name:<22} {:>6.3}   {:>6.3}   {:>6.3}    {:>6.3}   {:>6.3}   {:>6.3}",
+            "{name:<23} {:>6.3}   {:>6.3}   {:>6.3}    {:>6.3}   {:>6.3}   {:>6.3}",
             send.0, receive.0, sum.0, send.1, receive.1, sum.1
         );
     }
@@ -98,6 +121,11 @@ fn run(what: What, packets: usize) -> Cost {
             },
         ),
         What::Cipher(algorithm) => bare_cipher(algorithm, packets),
+        What::Packets(Link::Connection) => over_socket(
+            move |stream| send_packets(stream.into(), packets),
+            receive_packets,
+        ),
+        What::Packets(Link::Session { cipher, check }) => over_session(cipher, check, packets),
         What::Tls(cipher) => over_socket(
             move |stream| {
                 let socket = Socket::Tcp(stream);
@@ -127,6 +155,68 @@ fn read_full(opening: &mut Opening, socket: &Socket, mut out: &mut [u8]) {
         let read = opening.read(socket, out).expect("it is written");
         out = &mut out[read..];
     }
+}
+
+fn over_session(cipher: Option<Cipher>, check: bool, packets: usize) -> Cost {
+    let directory = tempfile::tempdir().expect("a directory");
+    let security = match cipher {
+        None => Security::Insecure,
+        Some(_) => {
+            let directory = directory.path().to_owned();
+            let key = Keys::generate(&directory).expect("a key");
+            let trusted = vec![key];
+            Security::Keys(Keys { directory, trusted })
+        }
+    };
+    let config = SessionConfig {
+        cipher: cipher.unwrap_or_default(),
+        check,
+        ..SessionConfig::new(security)
+    };
+    let address = "tcp:127.0.0.1:0".parse().expect("an address");
+    let listener = Listener::bind(&address, config.stall_timeout).expect("a port");
+    let path = listener.address().clone().into();
+    let sessions = Sessions::new(vec![listener], config.clone()).expect("it listens");
+    thread::scope(|scope| {
+        let sender = scope.spawn(move || {
+            let (session, stream) = Session::dial(vec![path], config.clone()).expect("it listens");
+            let cost = cpu_time_of(|| send_packets(stream, packets));
+            session.drain(config.stall_timeout);
+            cost
+        });
+        let receiver = scope.spawn(|| {
+            let stream = sessions.next(Duration::from_secs(30)).expect("it dials");
+            cpu_time_of(|| receive_packets(stream.stream))
+        });
+        [sender, receiver].map(|thread| thread.join().expect("it works").as_secs_f64())
+    })
+}
+
+fn send_packets(stream: Stream, packets: usize) {
+    let settings = Settings::new(Method::None, None).expect("it has no level");
+    let encoder = encoder(&settings, LAYOUT).expect("it needs nothing");
+    let stats = Arc::new(Stats::default());
+    let mut writer = ChannelWriter::new(Arc::new(stream), LAYOUT, encoder, None, stats);
+    let offsets: Vec<_> = (0..PACKET as u64).step_by(LAYOUT.page_size()).collect();
+    let mut packet = Packet::new(LAYOUT);
+    packet.ram_mut().block = BlockName::new(b"pc.ram").expect("it is short");
+    packet
+        .ram_mut()
+        .set_pages(&offsets, &[], LAYOUT)
+        .expect("they fit");
+    for _ in 0..packets {
+        packet.pages_mut()[0] = 1;
+        writer.write(&mut packet).expect("it is read");
+    }
+    writer.finish();
+}
+
+fn receive_packets(stream: impl Into<Stream>) {
+    let stats = Arc::new(Stats::default());
+    let stream = Arc::new(stream.into());
+    let mut reader = ChannelReader::new(stream, LAYOUT, Decoder::new(LAYOUT), stats);
+    let mut packet = Packet::new(LAYOUT);
+    while reader.read(&mut packet).expect("it is written") == Received::Packet {}
 }
 
 fn over_socket(

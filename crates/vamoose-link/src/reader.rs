@@ -434,3 +434,134 @@ fn complete(
         Err(error) => Err(error.into()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use multifd::BlockName;
+    use vamoose_codec::{Settings, encoder};
+
+    use super::*;
+    use crate::{Listener, Security, Session, SessionConfig, Sessions};
+
+    const LAYOUT: Layout = Layout::X86;
+
+    /// A stream of a session, and who accepts it with its first bytes.
+    fn dial() -> (Session, Stream, Sessions) {
+        let config = SessionConfig::new(Security::Insecure);
+        let address = "tcp:127.0.0.1:0".parse().unwrap();
+        let listener = Listener::bind(&address, config.stall_timeout).unwrap();
+        let path = listener.address().clone().into();
+        let sessions = Sessions::new(vec![listener], config.clone()).unwrap();
+        let (session, near) = Session::dial(vec![path], config.clone()).unwrap();
+        (session, near, sessions)
+    }
+
+    fn reader(sessions: &Sessions) -> ChannelReader {
+        let stream = sessions.next(Duration::from_secs(60)).unwrap().stream;
+        let (stream, stats) = (Arc::new(stream), Arc::default());
+        ChannelReader::new(stream, LAYOUT, Decoder::new(LAYOUT), stats)
+    }
+
+    /// Sends three pages by `method` with another checksum than theirs.
+    fn send_changed(stream: &Stream, method: Method) {
+        let mut header = RamHeader::new(LAYOUT);
+        header.packet_num = 7;
+        header.block = BlockName::new(b"pc.ram").unwrap();
+        header.method = method;
+        header
+            .set_pages(&[0x5000, 0x3000, 0x9000], &[], LAYOUT)
+            .unwrap();
+        let pages = vec![3; 3 * LAYOUT.page_size()];
+        let settings = Settings::new(method, None).unwrap();
+        let mut payload: Box<[u8]> = vec![0; LAYOUT.max_payload()].into();
+        let mut encoder = encoder(&settings, LAYOUT).unwrap();
+        let len = encoder.encode(&pages, &mut payload).unwrap().payload.len();
+        header.set_payload_len(len, LAYOUT).unwrap();
+        let mut bytes = Vec::new();
+        header.write(LAYOUT, &mut bytes);
+        let changed = crc32c::crc32c(&pages) ^ 1;
+        stream
+            .write_packet(&bytes, &mut payload, len, Some(changed))
+            .unwrap();
+    }
+
+    #[test]
+    fn pages_that_are_not_those_that_were_sent_are_named() {
+        // One that is decoded again, and one whose decoder has moved on.
+        for method in [Method::Lz4, Method::Zstd] {
+            let (_session, near, sessions) = dial();
+            send_changed(&near, method);
+            let mut reader = reader(&sessions);
+            let error = reader.read(&mut Packet::new(LAYOUT)).unwrap_err();
+            let ReadError::Changed { packet, path, .. } = &error else {
+                panic!("{error:?}");
+            };
+            assert_eq!(packet.packet_num, 7);
+            assert_eq!(packet.offsets, Some((0x3000, 0x9000)));
+            assert!(path.contains("127.0.0.1"), "{path}");
+            let text = error.to_string();
+            assert!(
+                text.contains("packet 7 (RAM block pc.ram, pages at 0x3000 to 0x9000)"),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn pages_in_guest_memory_are_checked_where_they_were_written() {
+        let (_session, near, sessions) = dial();
+        send_changed(&near, Method::Lz4);
+        let mut reader = reader(&sessions);
+        let mut header = RamHeader::new(LAYOUT);
+        assert_eq!(reader.read_header(&mut header).unwrap(), Received::Packet);
+        let mut memory = vec![0; 3 * LAYOUT.page_size()];
+        let slices = [VolatileSlice::from(&mut memory[..])];
+        let mut copies = 0;
+        let mut counted = |bytes: &[u8], pages: &[VolatileSlice<'_>]| {
+            copies += 1;
+            copy(bytes, pages);
+        };
+        let error = reader
+            .read_pages_by(&header, &slices, &mut counted)
+            .unwrap_err();
+        assert!(matches!(error, ReadError::Changed { .. }), "{error:?}");
+        assert_eq!(copies, 2);
+    }
+
+    #[test]
+    fn what_was_written_wrongly_once_is_written_again() {
+        let (_session, near, sessions) = dial();
+        let settings = Settings::new(Method::Lz4, None).unwrap();
+        let encoder = encoder(&settings, LAYOUT).unwrap();
+        let stats = Arc::default();
+        let mut writer = crate::ChannelWriter::new(Arc::new(near), LAYOUT, encoder, None, stats);
+        let mut packet = Packet::new(LAYOUT);
+        packet
+            .ram_mut()
+            .set_pages(&[0x5000, 0x3000], &[], LAYOUT)
+            .unwrap();
+        packet.ram_mut().block = BlockName::new(b"pc.ram").unwrap();
+        packet.pages_mut().fill(9);
+        writer.write(&mut packet).unwrap();
+        let mut reader = reader(&sessions);
+        let mut header = RamHeader::new(LAYOUT);
+        assert_eq!(reader.read_header(&mut header).unwrap(), Received::Packet);
+        let mut memory = vec![0; 2 * LAYOUT.page_size()];
+        let slices = [VolatileSlice::from(&mut memory[..])];
+        let mut copies = 0;
+        let mut once_wrong = |bytes: &[u8], pages: &[VolatileSlice<'_>]| {
+            copies += 1;
+            copy(bytes, pages);
+            if copies == 1 {
+                pages[0].copy_from(&[8]);
+            }
+        };
+        reader
+            .read_pages_by(&header, &slices, &mut once_wrong)
+            .unwrap();
+        assert_eq!(copies, 2);
+        assert!(memory.iter().all(|byte| *byte == 9));
+    }
+}
