@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model faults figures
+.PHONY: help setup build demo test model faults figures paths
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -39,3 +39,7 @@ faults: setup  # Break migrations in every way, at random moments, until one goe
 figures: setup # Measure the documentation's figures anew
 	cargo build --release -p vamoose -p vamoose-demo -p lab --bin vamoose --bin vamoose-demo --bin figures
 	"$${CARGO_TARGET_DIR:-target}/release/figures" $(FIGURES)
+
+paths: setup   # Measure what a second path brings
+	cargo build --release -p vamoose -p lab --bin vamoose --bin paths
+	"$${CARGO_TARGET_DIR:-target}/release/paths" $(PATHS)

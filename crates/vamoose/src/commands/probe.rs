@@ -71,6 +71,7 @@ struct Probe {
     kvm: Presence,
     userfaultfd: Userfaultfd,
     zero_copy: Presence,
+    kernel_tls: Presence,
     devices: Vec<Device>,
     /// Why there are none.
     devices_reason: Option<&'static str>,
@@ -93,6 +94,7 @@ impl Probe {
             kvm: system::kvm(root),
             userfaultfd: Userfaultfd::probe(root),
             zero_copy: system::zero_copy(root),
+            kernel_tls: system::kernel_tls(root),
             engines: engines::engines(&registry, &devices),
             qemus: qemu::on_path(std::env::var_os("PATH").as_deref()),
             advice: Advice::measure(&registry, cores),
@@ -114,6 +116,7 @@ impl Probe {
         lines.put("kvm", &self.kvm);
         lines.put("userfaultfd", &self.userfaultfd);
         lines.put("zero-copy send", &self.zero_copy);
+        lines.put("kernel TLS", &self.kernel_tls);
         if let Some(reason) = self.devices_reason {
             lines.put("accelerators", reason);
         }

@@ -123,6 +123,7 @@ fn has_its_keys(probe: &Value) {
         "kvm",
         "userfaultfd",
         "zero-copy",
+        "kernel-tls",
         "devices",
         "offload",
         "engines",

@@ -118,6 +118,22 @@ pub(super) fn zero_copy(root: &Root) -> Presence {
     }
 }
 
+/// TLS in the kernel, as far as it is loaded. It is never needed: sessions seal their records themselves.
+pub(super) fn kernel_tls(root: &Root) -> Presence {
+    const FILE: &str = "proc/sys/net/ipv4/tcp_available_ulp";
+    let present = root
+        .read(FILE)
+        .is_some_and(|list| list.split_ascii_whitespace().any(|name| name == "tls"));
+    Presence {
+        present,
+        usable: present,
+        reason: format!(
+            "{} in /{FILE}; not needed: sessions seal their records themselves",
+            if present { "listed" } else { "not listed" }
+        ),
+    }
+}
+
 /// Memory that this process may lock, in bytes; nothing means without limit.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -252,6 +268,19 @@ mod tests {
             let (_folder, root) = fake::root(&[("proc/sys/kernel/osrelease", release)]);
             let zero_copy = zero_copy(&root);
             assert_eq!(zero_copy.present, present, "{release}: {zero_copy}");
+        }
+    }
+
+    #[test]
+    fn tls_in_the_kernel_is_seen_where_it_is_loaded() {
+        let file = "proc/sys/net/ipv4/tcp_available_ulp";
+        for (list, present) in [
+            ("espintcp mptcp tls\n", true),
+            ("mptcp\n", false),
+            ("", false),
+        ] {
+            let (_folder, root) = fake::root(&[(file, list)]);
+            assert_eq!(kernel_tls(&root).present, present, "{list:?}");
         }
     }
 
