@@ -3,13 +3,18 @@
 use std::{
     io::{Read as _, Write as _},
     net::SocketAddr,
+    os::unix::net::UnixStream,
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
 use lab::middlebox::{Admission, Change, Direction, Flow, Mark, Middlebox, Which};
+use multifd::{BlockName, Layout, Method, PacketKind};
+use vamoose_codec::{Decoder, Settings, encoder};
 use vamoose_link::{
-    Address, Introduced, Keys, Listener, Path, Security, Session, SessionConfig, Sessions, Stream,
+    Address, ChannelReader, ChannelWriter, Introduced, Keys, Listener, Packet, Path, Received,
+    Security, Session, SessionConfig, Sessions, Stream,
 };
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -240,4 +245,106 @@ fn wait_for_streams(session: &Session, expected: [usize; 2]) {
         assert!(Instant::now() < deadline, "{streams:?}, not {expected:?}");
         thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Packets of every method, with device state and SYNCs between them.
+#[test]
+fn packets_of_every_method_survive_resets() {
+    const PACKETS: u64 = 60;
+    for method in METHODS {
+        let config = config(Security::Insecure);
+        let bench = Bench::new(&config);
+        for connection in 0..6 {
+            let mark = Mark {
+                connection,
+                direction: Direction::ToListener,
+                bytes: 150_001 * (connection as u64 + 1),
+            };
+            bench.middlebox.apply_at(mark, Which::All, Change::Reset);
+        }
+        let (session, near) = bench.dial(&config);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut writer = writer(Arc::new(near), method);
+                let (mut packet, mut state) = (Packet::new(LAYOUT), device_state());
+                for number in 0..PACKETS {
+                    fill(&mut packet, number);
+                    writer.write(&mut packet).unwrap();
+                    if number % 7 == 0 {
+                        writer.write(&mut state).unwrap();
+                        writer.write_sync(number).unwrap();
+                    }
+                }
+                writer.finish();
+            });
+            let mut reader = reader(bench.next().stream);
+            let (mut packet, mut expected) = (Packet::new(LAYOUT), Packet::new(LAYOUT));
+            for number in 0..PACKETS {
+                assert_eq!(reader.read(&mut packet).unwrap(), Received::Packet);
+                fill(&mut expected, number);
+                assert!(packet.pages() == expected.pages(), "{method}: {number}");
+                if number % 7 == 0 {
+                    assert_eq!(reader.read(&mut packet).unwrap(), Received::Packet);
+                    assert_eq!(packet.kind(), PacketKind::DeviceState);
+                    assert!(packet.state() == device_state().state());
+                    assert_eq!(reader.read(&mut packet).unwrap(), Received::Packet);
+                    assert!(packet.ram().sync && packet.ram().packet_num == number);
+                }
+            }
+            assert_eq!(reader.read(&mut packet).unwrap(), Received::End);
+        });
+        assert!(session.drain(LIMIT));
+        assert!(session.reconnects() >= 3, "{method}");
+    }
+}
+
+const LAYOUT: Layout = Layout::X86;
+const METHODS: [Method; 7] = [
+    Method::None,
+    Method::Zlib,
+    Method::Zstd,
+    Method::Lz4,
+    Method::ZstdFrames,
+    Method::Qpl,
+    Method::Qatzip,
+];
+
+fn writer(stream: Arc<Stream>, method: Method) -> ChannelWriter {
+    let settings = Settings::new(method, None).unwrap();
+    let encoder = encoder(&settings, LAYOUT).unwrap();
+    ChannelWriter::new(stream, LAYOUT, encoder, None, Arc::default())
+}
+
+fn reader(stream: impl Into<Stream>) -> ChannelReader {
+    let stream = Arc::new(stream.into());
+    ChannelReader::new(stream, LAYOUT, Decoder::new(LAYOUT), Arc::default())
+}
+
+/// Pages of noise and of zeros, differently many for each number.
+fn fill(packet: &mut Packet, number: u64) {
+    let offsets: Vec<_> = (0..1 + number % 128).map(|page| page << 12).collect();
+    let header = packet.ram_mut();
+    header.block = BlockName::new(b"pc.ram").unwrap();
+    header.packet_num = number;
+    header.set_pages(&offsets, &[], LAYOUT).unwrap();
+    let mut noise = fastrand::Rng::with_seed(number);
+    for page in packet.pages_mut().chunks_mut(4096) {
+        let (first, second) = page.split_at_mut(2048);
+        noise.fill(first);
+        second.fill(0);
+    }
+}
+
+/// A packet of device state, as it comes from a QEMU.
+fn device_state() -> Packet {
+    let mut bytes = vec![b'd'; 276 + 300_000];
+    bytes[..12].copy_from_slice(&[0x11, 0x22, 0x33, 0x44, 0, 0, 0, 1, 0, 0, 0, 0x40]);
+    bytes[272..276].copy_from_slice(&300_000_u32.to_be_bytes());
+    let (mut near, far) = UnixStream::pair().unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| near.write_all(&bytes).unwrap());
+        let mut packet = Packet::new(LAYOUT);
+        assert_eq!(reader(far).read(&mut packet).unwrap(), Received::Packet);
+        packet
+    })
 }
