@@ -181,11 +181,13 @@ impl Answer {
     /// Chooses the highest version that both speak.
     pub fn to(hello: &Hello, nonce: Nonce) -> Self {
         let common = hello.highest.min(VERSION);
-        let outcome = match common >= hello.lowest.max(LOWEST) {
-            true => Ok(common),
-            false => Err(Refusal::Version),
-        };
-        Self { outcome, nonce }
+        match common >= hello.lowest.max(LOWEST) {
+            true => Self {
+                outcome: Ok(common),
+                nonce,
+            },
+            false => Self::refuse(Refusal::Version),
+        }
     }
 
     /// An answer that takes the connection no further.
@@ -561,10 +563,10 @@ mod tests {
         };
         assert_eq!(Answer::to(&hello(1, 9), [0; 32]).accepted(), Ok(VERSION));
         let refused = Err(HandshakeError::Refused(Refusal::Version));
-        assert_eq!(
-            Answer::to(&hello(VERSION + 1, 9), [0; 32]).accepted(),
-            refused
-        );
+        let answer = Answer::to(&hello(VERSION + 1, 9), [1; 32]);
+        assert_eq!(answer.accepted(), refused);
+        // The client can read why.
+        assert_eq!(Answer::decode(&answer.encode()), Ok(answer));
         assert!(Hello::decode(&hello(2, 1).encode()).is_err());
         assert!(Hello::decode(&hello(0, 1).encode()).is_err());
     }
