@@ -268,9 +268,10 @@ pub(crate) fn resume(stream: &Arc<Carried>) {
         Err(error) => {
             debug!("stream {}: {}", stream.number, chain(&error));
             let seconds = stream.session().config.reconnect_timeout.as_secs();
-            stream.close(match error.refusal() {
-                Some(refusal) => StreamError::Refused { cause, refusal },
-                None => StreamError::Lost { cause, seconds },
+            stream.close(match (error.refusal(), error) {
+                (Some(refusal), _) => StreamError::Refused { cause, refusal },
+                (_, DialError::Acknowledge { source, .. }) => StreamError::Acknowledge(source),
+                _ => StreamError::Lost { cause, seconds },
             });
         }
     }
