@@ -247,6 +247,18 @@ impl Middlebox {
         self.shared.state.lock().flipped.clone()
     }
 
+    /// Keeps what passes from now on.
+    pub fn record(&self) {
+        self.shared.state.update(|state| state.records = true);
+    }
+
+    /// What has passed in a direction of a connection while it was kept, as its sender wrote it: before bits were flipped.
+    pub fn recorded(&self, connection: usize, direction: Direction) -> Vec<u8> {
+        let state = self.shared.state.lock();
+        let entry = state.entries.get(connection);
+        entry.map_or_else(Vec::new, |entry| entry.lane_of(direction).record.clone())
+    }
+
     /// The connections that have arrived, in this order.
     pub fn connections(&self) -> Vec<Connection> {
         self.shared.state.lock().connections()

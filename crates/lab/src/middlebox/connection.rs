@@ -190,6 +190,7 @@ impl Pump {
             };
             match written {
                 Ok(count) => {
+                    state.record(number, self.direction, &head[..count]);
                     self.waiting.start += count;
                     state.count_passed(number, self.direction, count);
                 }

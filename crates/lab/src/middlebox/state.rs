@@ -23,6 +23,8 @@ pub(super) struct State {
     /// What is to be done when a mark is passed.
     pub(super) planned: Vec<(Mark, Which, Change)>,
     pub(super) flipped: Vec<Flipped>,
+    /// Whether what passes is kept.
+    pub(super) records: bool,
     /// Which bits of connections to come are flipped, per direction: one in so many, by a seed.
     random: [Option<(u64, u64)>; 2],
 }
@@ -47,6 +49,8 @@ pub(super) struct Lane {
     /// Nothing passes any more, as bytes are missing.
     lost: bool,
     traffic: Traffic,
+    /// What has passed since it is kept.
+    pub(super) record: Vec<u8>,
     /// When the next byte may pass, if they are slow.
     pub(super) ready_at: Option<Instant>,
     /// Byte and bit.
@@ -188,6 +192,14 @@ impl State {
         let limits = [slice, flip, mark].into_iter().flatten();
         let limits = limits.map(|limit| usize::try_from(limit).unwrap_or(bytes));
         limits.fold(bytes, usize::min)
+    }
+
+    /// Keeps bytes that have passed, as their sender wrote them.
+    pub(super) fn record(&mut self, connection: usize, direction: Direction, bytes: &[u8]) {
+        if self.records {
+            let lane = self.entries[connection].lane(direction);
+            lane.record.extend_from_slice(bytes);
+        }
     }
 
     /// Counts bytes that have passed, and does what is planned there.

@@ -447,12 +447,15 @@ fn chosen_bits_are_flipped() {
     for direction in Direction::BOTH {
         let bench = Bench::new(2);
         bench.passes(1, direction);
+        bench.middlebox.record();
         for (byte, bit) in [(2, 0), (5, 7), (5, 1)] {
             bench.middlebox.flip(1, direction, byte, bit).unwrap();
         }
         let (mut from, to) = bench.ends(1, direction);
         from.write_all(&[0; 9]).unwrap();
         expect(to, &[0, 0, 1, 0, 0, 0x82, 0, 0, 0]);
+        assert_eq!(bench.middlebox.recorded(1, direction), [0; 9]);
+        assert_eq!(bench.middlebox.recorded(0, direction), []);
         bench.passes(0, direction);
         bench.passes(1, direction);
         let flipped = [(8, 0), (11, 7), (11, 1)].map(|(byte, bit)| Flipped {
