@@ -9,6 +9,8 @@
 )]
 
 mod channel;
+mod hostile;
+mod log;
 mod memory;
 mod session;
 mod sockets;
