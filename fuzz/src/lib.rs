@@ -88,7 +88,7 @@ pub fn hear(input: &[u8], read: impl FnOnce(Arc<Stream>)) {
             // Fails when the reader has refused something and left.
             let _ = peer.write_all(input);
         });
-        let stream = Arc::new(Stream::Unix(ours));
+        let stream = Arc::new(Stream::from(ours));
         read(stream.clone());
         stream.shut_down();
     });

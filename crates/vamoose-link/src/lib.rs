@@ -56,6 +56,9 @@ pub use packet::Packet;
 pub use peer::{Peer, Peers, peer_of};
 pub use queue::PollQueue;
 pub use reader::{ChannelReader, CopyPages, ReadError, Received};
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub use session::seam as session_seam;
 pub use session::{
     DialError, Introduced, Path, PathStatus, Remote, Resumable, Session, SessionConfig, Sessions,
     SessionsError, StreamError,

@@ -15,6 +15,8 @@ mod dialer;
 mod incoming;
 mod keeper;
 mod resumable;
+#[cfg(feature = "fuzzing")]
+pub mod seam;
 mod server;
 
 use std::{
