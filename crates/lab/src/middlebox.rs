@@ -233,6 +233,11 @@ impl Middlebox {
         found.with_context(|| format!("there is no connection {connection}"))
     }
 
+    /// Flips a bit of the byte behind a mark, if that has not been passed.
+    pub fn flip_at(&self, mark: Mark, bit: u8) {
+        self.shared.state.update(|state| state.flip_at(mark, bit));
+    }
+
     /// Flips a random bit in one of `every` bytes to come, on average, of all connections in a direction, also those to come. The same
     /// seed flips the same bits of the same connection.
     pub fn flip_one_in(&self, direction: Direction, every: u64, seed: u64) {

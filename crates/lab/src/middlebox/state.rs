@@ -23,6 +23,8 @@ pub(super) struct State {
     /// What is to be done when a mark is passed.
     pub(super) planned: Vec<(Mark, Which, Change)>,
     pub(super) flipped: Vec<Flipped>,
+    /// Which bits of connections that have not arrived are flipped.
+    flips: Vec<(Mark, u8)>,
     /// Whether what passes is kept.
     pub(super) records: bool,
     /// Which bits of connections to come are flipped, per direction: one in so many, by a seed.
@@ -118,6 +120,13 @@ impl State {
             wake: Arc::new(wake),
             lanes,
         });
+        for (mark, bit) in self
+            .flips
+            .extract_if(.., |(mark, _)| mark.connection == number)
+        {
+            let lane = self.entries[number].lane(mark.direction);
+            lane.flips.push((mark.bytes, bit));
+        }
         Ok(number)
     }
 
@@ -163,6 +172,13 @@ impl State {
         lane.flips
             .push((lane.traffic.passed.saturating_add(byte), bit % 8));
         Some(())
+    }
+
+    pub(super) fn flip_at(&mut self, mark: Mark, bit: u8) {
+        match self.entries.get_mut(mark.connection) {
+            Some(entry) => entry.lane(mark.direction).flips.push((mark.bytes, bit % 8)),
+            None => self.flips.push((mark, bit % 8)),
+        }
     }
 
     pub(super) fn flip_one_in(&mut self, direction: Direction, every: u64, seed: u64) {
@@ -309,7 +325,10 @@ impl Lane {
     /// The next byte of which a bit is flipped.
     fn next_flip(&self) -> Option<u64> {
         let random = self.random.as_ref().map(|random| random.next.0);
-        self.flips.iter().map(|(byte, _)| *byte).chain(random).min()
+        let chosen = self.flips.iter().map(|(byte, _)| *byte);
+        // What has passed is as it was.
+        let to_come = chosen.filter(|byte| *byte >= self.traffic.passed);
+        to_come.chain(random).min()
     }
 
     /// Which bits of the next byte are flipped.

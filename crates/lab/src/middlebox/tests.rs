@@ -455,7 +455,7 @@ fn chosen_bits_are_flipped() {
         from.write_all(&[0; 9]).unwrap();
         expect(to, &[0, 0, 1, 0, 0, 0x82, 0, 0, 0]);
         assert_eq!(bench.middlebox.recorded(1, direction), [0; 9]);
-        assert_eq!(bench.middlebox.recorded(0, direction), []);
+        assert!(bench.middlebox.recorded(0, direction).is_empty());
         bench.passes(0, direction);
         bench.passes(1, direction);
         let flipped = [(8, 0), (11, 7), (11, 1)].map(|(byte, bit)| Flipped {
@@ -467,6 +467,29 @@ fn chosen_bits_are_flipped() {
         assert_eq!(bench.middlebox.flips(), flipped);
         assert_eq!(bench.traffic(1, direction).flipped, 3);
         assert!(bench.middlebox.flip(2, direction, 0, 0).is_err());
+    }
+}
+
+#[test]
+fn bits_of_connections_to_come_are_flipped() {
+    for direction in Direction::BOTH {
+        let mut bench = Bench::new(1);
+        let mark = |connection, bytes| Mark {
+            connection,
+            direction,
+            bytes,
+        };
+        bench.middlebox.flip_at(mark(1, 2), 3);
+        bench.middlebox.flip_at(mark(2, 0), 0);
+        bench.passes(0, direction);
+        bench.connect();
+        let (mut from, to) = bench.ends(1, direction);
+        from.write_all(&[0; 4]).unwrap();
+        expect(to, &[0, 0, 8, 0]);
+        // Too late.
+        bench.middlebox.flip_at(mark(1, 3), 0);
+        bench.passes(1, direction);
+        assert_eq!(bench.middlebox.flips().len(), 1);
     }
 }
 
