@@ -69,8 +69,8 @@ struct Link {
     state: State,
     /// Since when there was no progress; `None` while all is well.
     troubled: Option<Instant>,
-    /// Where a frame was corrupt last.
-    corrupt_at: Option<u64>,
+    /// Where a frame was corrupt last: what had been received, and acknowledged by the peer.
+    corrupt_at: Option<(u64, u64)>,
     /// It has had a connection.
     was_up: bool,
 }
@@ -713,7 +713,12 @@ impl Carried {
             Failure::Connection(error) => self.lost(connection, chain(&error).to_string()),
             Failure::Protocol(violation) => self.close(StreamError::Violation(violation)),
             Failure::Corrupt(corruption) => {
-                let at = self.received.load(Ordering::Acquire);
+                // A peer that only acknowledges stays at its offset: then these tell whether it is the same frame again.
+                let acknowledged = match corruption {
+                    Corruption::Header(_) => self.acknowledged.load(Ordering::Acquire),
+                    Corruption::Bytes { .. } => 0,
+                };
+                let at = (self.received.load(Ordering::Acquire), acknowledged);
                 let was_at = lock(&self.link).corrupt_at.replace(at);
                 if was_at == Some(at) {
                     let path = connection.name.clone();

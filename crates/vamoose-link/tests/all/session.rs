@@ -89,7 +89,17 @@ fn transfers(len: usize, meanwhile: impl Fn(&Bench) + Send + Sync) {
 }
 
 fn transfers_by(config: &SessionConfig, len: usize, meanwhile: &(impl Fn(&Bench) + Send + Sync)) {
+    transfers_prepared(config, len, |_| (), meanwhile);
+}
+
+fn transfers_prepared(
+    config: &SessionConfig,
+    len: usize,
+    prepare: impl FnOnce(&Middlebox),
+    meanwhile: &(impl Fn(&Bench) + Send + Sync),
+) {
     let bench = Bench::new(config);
+    prepare(&bench.middlebox);
     let sent = bytes(len, 1);
     let (session, stream) = bench.dial(config);
     thread::scope(|scope| {
@@ -198,6 +208,27 @@ fn flipped_bits_come_again() {
         }
     });
 }
+
+/// The other end of a channel sends nothing but acknowledgements: its offset stays the same.
+#[test]
+fn acknowledgements_that_are_changed_now_and_then_are_no_reason_to_end() {
+    let config = config(Security::Insecure);
+    transfers_prepared(
+        &config,
+        32 << 20,
+        |middlebox| {
+            for connection in 0..5 {
+                let mark = Mark {
+                    connection,
+                    direction: Direction::ToDialler,
+                    // The third frame behind the handshake.
+                    bytes: 112 + 2 * 40 + 20,
+                };
+                middlebox.flip_at(mark, 1);
+            }
+        },
+        &|_| (),
+    );
 
 #[test]
 fn streams_leave_a_path_that_fails_and_come_back_to_it() {
