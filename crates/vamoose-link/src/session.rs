@@ -221,6 +221,11 @@ impl Session {
         self.0.reconnects.load(Ordering::Relaxed)
     }
 
+    /// How long a stream may be without a connection.
+    pub fn reconnect_timeout(&self) -> Duration {
+        self.0.config.reconnect_timeout
+    }
+
     /// Whether both are ends of one session on this host.
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -235,18 +240,10 @@ impl Session {
 
     /// Waits until the peer has all that was written on streams that were finished; false if that takes too long.
     pub fn drain(&self, timeout: Duration) -> bool {
-        let deadline = Instant::now() + timeout;
-        for stream in self.0.streams() {
-            while !stream.is_closed() && !stream.is_done() {
-                if Instant::now() > deadline {
-                    return false;
-                }
-                if !stream.collect(LOOK) {
-                    thread::sleep(Duration::from_millis(5));
-                }
-            }
-        }
-        true
+        let began = Instant::now();
+        let streams = self.0.streams();
+        let left = || timeout.saturating_sub(began.elapsed());
+        streams.iter().all(|stream| stream.drain(left()))
     }
 }
 

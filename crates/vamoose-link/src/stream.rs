@@ -46,6 +46,15 @@ impl Stream {
         }
     }
 
+    /// Waits until the peer has all that was written, where the end of the stream here would lose it: in a session. False if
+    /// that takes too long.
+    pub fn drain(&self, timeout: Duration) -> bool {
+        match self {
+            Self::Socket(_) => true,
+            Self::Resumable(stream) => stream.carried().drain(timeout),
+        }
+    }
+
     /// Reads until `buffer` is full, or the peer has ended the stream. Returns the bytes read.
     ///
     /// # Errors

@@ -118,7 +118,7 @@ impl ChannelWriter {
         let mut turn = lock(&self.sender.channel.turn);
         if turn.is_none() {
             let socket = self.sender.channel.stream.socket();
-            *turn = Some(zero_copy::enable(socket.ok_or(ZeroCopyError::NotTcp)?)?);
+            *turn = Some(zero_copy::enable(socket.ok_or(ZeroCopyError::Session)?)?);
         }
         Ok(())
     }

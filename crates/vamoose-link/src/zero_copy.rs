@@ -56,6 +56,12 @@ pub enum ZeroCopyError {
     /// Unix sockets copy always.
     #[error("zero-copy send is for TCP, and the channel is a unix socket")]
     NotTcp,
+    /// What a session sends again must be what it has sent, so it keeps copies.
+    #[error(
+        "zero-copy send is for plain connections, and the channel is a stream of a session, which keeps copies of what it sends: \
+         use a session without zero-copy send, or plain connections"
+    )]
+    Session,
     /// A kernel without it (before 4.14).
     #[error("this kernel does not do zero-copy send (SO_ZEROCOPY)")]
     Unsupported(#[source] io::Error),

@@ -17,6 +17,7 @@ use std::{
         Arc, Condvar, Mutex, MutexGuard, TryLockError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
+    thread,
     time::{Duration, Instant},
 };
 
@@ -184,8 +185,7 @@ impl Carried {
         if out.is_empty() {
             return Ok(0);
         }
-        let stalls_at = Instant::now().checked_add(self.stall_timeout());
-        self.receive(&mut Target::Own(out), Patience::Stall(stalls_at))
+        self.receive(&mut Target::Own(out), Patience::Stall(None))
     }
 
     /// As [`read`](Self::read), but `None` when nothing has come by `deadline`.
@@ -220,8 +220,7 @@ impl Carried {
         let mut left = Left::new(&[], pages);
         let wanted = left.bytes();
         while left.bytes() > 0 {
-            let stalls_at = Instant::now().checked_add(self.stall_timeout());
-            if self.receive(&mut Target::Guest(&mut left), Patience::Stall(stalls_at))? == 0 {
+            if self.receive(&mut Target::Guest(&mut left), Patience::Stall(None))? == 0 {
                 break;
             }
         }
@@ -235,8 +234,7 @@ impl Carried {
 
     /// Waits until whole bytes can be read without waiting, or the stream has ended.
     pub(crate) fn wait_for_first(self: &Arc<Self>) -> io::Result<()> {
-        let stalls_at = Instant::now().checked_add(self.stall_timeout());
-        self.receive(&mut Target::Own(&mut []), Patience::Stall(stalls_at))
+        self.receive(&mut Target::Own(&mut []), Patience::Stall(None))
             .map(drop)
     }
 
@@ -248,6 +246,12 @@ impl Carried {
         loop {
             let Some(connection) = self.wait_up(patience)? else {
                 return Err(io::ErrorKind::WouldBlock.into());
+            };
+            let patience = match patience {
+                Patience::Stall(_) => {
+                    Patience::Stall(Instant::now().checked_add(self.stall_timeout()))
+                }
+                until => until,
             };
             let mut incoming = lock(&self.incoming);
             let failure = match self.receive_from(&mut incoming, target, patience) {
@@ -624,7 +628,7 @@ impl Carried {
 /// How long a reader waits for bytes; for ever where no end is set.
 #[derive(Clone, Copy)]
 enum Patience {
-    /// Then the peer has stalled. A stream that waits for a connection has not.
+    /// Then the peer has stalled. It is set once there is a connection: a peer without one has not.
     Stall(Option<Instant>),
     /// Then the reader has something else to do.
     Until(Option<Instant>),
@@ -808,8 +812,24 @@ impl Carried {
         }
     }
 
+    /// Waits until the peer has all that was written, or the stream has ended; false if that takes too long.
+    pub(crate) fn drain(self: &Arc<Self>, timeout: Duration) -> bool {
+        let began = Instant::now();
+        while !self.is_closed() && !self.is_done() {
+            let left = timeout.saturating_sub(began.elapsed());
+            if left.is_zero() {
+                return false;
+            }
+            // Another thread reads it, or it has no connection.
+            if !self.collect(left.min(super::LOOK)) {
+                thread::sleep(Duration::from_millis(5));
+            }
+        }
+        true
+    }
+
     /// Whether the peer has all that was written.
-    pub(crate) fn is_done(&self) -> bool {
+    fn is_done(&self) -> bool {
         let mut outgoing = lock(&self.outgoing);
         let acknowledged = self.acknowledged.load(Ordering::Acquire);
         let _ = outgoing.window.acknowledge(acknowledged);
