@@ -195,6 +195,34 @@ fn a_stream_survives_half_open_connections() {
     }
 }
 
+/// It has the whole stall timeout once there is a connection again, however long that took.
+#[test]
+fn a_peer_without_a_connection_has_not_stalled() {
+    const STALL: Duration = Duration::from_secs(5);
+    let config = config(Security::Insecure);
+    let bench = Bench::new(&config);
+    let (session, stream) = bench.dial(&config);
+    (&stream).write_all(b"a").unwrap();
+    let there = bench.next().stream;
+    there.set_stall_timeout(STALL).unwrap();
+    let mut byte = [0];
+    (&there).read_exact(&mut byte).unwrap();
+    thread::scope(|scope| {
+        let reader = scope.spawn(|| there.read_full(&mut [0]));
+        bench.middlebox.admit(Admission::Refuse).unwrap();
+        bench.middlebox.apply(Which::All, Change::Reset);
+        thread::sleep(STALL + Duration::from_secs(1));
+        bench.middlebox.admit(Admission::Pass).unwrap();
+        while session.reconnects() == 0 {
+            thread::yield_now();
+        }
+        // Longer than a reader waits before it looks around.
+        thread::sleep(Duration::from_secs(1));
+        (&stream).write_all(b"b").unwrap();
+        assert_eq!(reader.join().unwrap().unwrap(), 1);
+    });
+}
+
 #[test]
 fn flipped_bits_come_again() {
     transfers(32 << 20, |bench| {
