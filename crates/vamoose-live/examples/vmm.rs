@@ -2,9 +2,12 @@
 //! its own, which can be killed. Its guest is a few threads that write memory and can prove what they wrote.
 //!
 //! ```text
-//!  vmm source      METHOD CHANNELS RATE    makes a guest and lets it run; to stdin: `migrate ADDRESS`, `cancel`, `verify`
-//!  vmm destination METHOD CHANNELS RATE    says where it listens, and takes a guest; to stdin: `verify`
+//!  vmm source      METHOD CHANNELS RATE LINK    makes a guest and lets it run; to stdin: `migrate ADDRESS`, `cancel`, `verify`
+//!  vmm destination METHOD CHANNELS RATE LINK    says where it listens, and takes a guest; to stdin: `verify`
 //! ```
+//! LINK is for sessions `--keys DIR` (this host's key, and those it trusts), with `--peer-key KEY` for each other one to trust, or
+//! `--insecure` (neither authentication nor encryption); or `--plain`, for plain connections.
+//!
 //! Both tell on standard output, in lines of JSON, when their guest begins to run, when it has stopped, what its memory was at
 //! the switchover, and what has become of a migration. The end of standard input ends them.
 
@@ -21,8 +24,10 @@ use std::{
 use serde_json::{Value, json};
 use testguest::{Backing, Config, Fill, Guest, Kind, Memory, fill};
 use vamoose_live::{
-    Destination, DestinationConfig, DestinationGuest, Engines, GuestError, Handle, Method, Ram,
-    RamBlock, Settings, Source, SourceConfig, SourceError, SourceGuest, UserfaultLog, chain,
+    Acceptor, Address, Destination, DestinationConfig, DestinationGuest, Engines, GuestError,
+    Handle, Keys, Listener, Method, PublicKey, Ram, RamBlock, Remote, Security, SessionConfig,
+    Sessions, Settings, Source, SourceConfig, SourceError, SourceGuest, Transport, UserfaultLog,
+    chain,
 };
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
@@ -31,17 +36,45 @@ fn main() -> Result<()> {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let words: Vec<_> = arguments.iter().map(String::as_str).collect();
     match words[..] {
-        ["source", method, channels, rate] => be_source(&Shape::parse(method, channels, rate)?),
-        ["destination", method, channels, rate] => {
-            be_destination(&Shape::parse(method, channels, rate)?)
+        ["source", method, channels, rate, ref link @ ..] => {
+            be_source(&Shape::parse(method, channels, rate)?, link_of(link)?)
         }
-        _ => Err("usage: vmm source|destination METHOD CHANNELS RATE".into()),
+        ["destination", method, channels, rate, ref link @ ..] => {
+            be_destination(&Shape::parse(method, channels, rate)?, link_of(link)?)
+        }
+        _ => Err(USAGE.into()),
     }
+}
+
+const USAGE: &str = "usage: vmm source|destination METHOD CHANNELS RATE --plain | --insecure | --keys DIR [--peer-key KEY]...";
+
+/// How sessions behave; `None` for plain connections.
+fn link_of(words: &[&str]) -> Result<Option<SessionConfig>> {
+    let security = match words {
+        ["--plain"] => return Ok(None),
+        ["--insecure"] => Security::Insecure,
+        ["--keys", directory, more @ ..] => {
+            let more = more.chunks(2).map(|option| match option {
+                ["--peer-key", key] => Ok(key.parse::<PublicKey>()?),
+                _ => Err(USAGE.into()),
+            });
+            Security::Keys(Keys {
+                directory: directory.into(),
+                trusted: more.collect::<Result<_>>()?,
+            })
+        }
+        _ => return Err(USAGE.into()),
+    };
+    Ok(Some(SessionConfig {
+        reconnect_timeout: RECONNECT_TIMEOUT,
+        ..SessionConfig::new(security)
+    }))
 }
 
 /// Shorter than a person would have it, as the campaign waits for it.
 const STALL_TIMEOUT: Duration = Duration::from_secs(2);
 const SETTLE_TIME: Duration = Duration::from_secs(6);
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(6);
 /// Enough for some packets on every channel.
 const RAM: u64 = 4 << 20;
 
@@ -81,7 +114,7 @@ fn memory() -> Result<(Memory, Ram)> {
     Ok((memory, ram))
 }
 
-fn be_source(shape: &Shape) -> Result<()> {
+fn be_source(shape: &Shape, link: Option<SessionConfig>) -> Result<()> {
     let (memory, ram) = memory()?;
     fill(&memory, &Fill::Mixed)?;
     let guest = Guest::new(&shape.config(memory))?;
@@ -96,10 +129,17 @@ fn be_source(shape: &Shape) -> Result<()> {
                 ("migrate", address) => {
                     let source = source(shape, &ram)?;
                     *lock(&current) = Some(source.handle());
-                    let (guest, ram, address) = (&guest, &ram, address.parse()?);
+                    let (guest, ram, address) = (&guest, &ram, address.parse::<Address>()?);
+                    let to = match &link {
+                        None => Transport::Plain(address),
+                        Some(config) => Transport::Session(Remote {
+                            paths: vec![address.into()],
+                            config: config.clone(),
+                        }),
+                    };
                     scope.spawn(move || {
                         let mut here = Here { guest, ram };
-                        let result = source.run(&address, &mut here);
+                        let result = source.run(&to, &mut here);
                         tell(&verdict(result.err()));
                     });
                 }
@@ -164,15 +204,17 @@ impl SourceGuest for Here<'_> {
     }
 }
 
-fn be_destination(shape: &Shape) -> Result<()> {
+fn be_destination(shape: &Shape, link: Option<SessionConfig>) -> Result<()> {
     let (memory, ram) = memory()?;
-    let config = || {
-        let mut config = DestinationConfig::new(shape.engines.clone());
-        config.stall_timeout = STALL_TIMEOUT;
-        config
+    let mut config = DestinationConfig::new(shape.engines.clone());
+    config.stall_timeout = STALL_TIMEOUT;
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse()?, STALL_TIMEOUT)?;
+    let listening = json!({ "say": "listening", "address": listener.address().to_string() });
+    let acceptor = match link {
+        None => Acceptor::Plain(listener),
+        Some(config) => Acceptor::Sessions(Sessions::new(vec![listener], config)?),
     };
-    let mut destination = Destination::bind(&"tcp:127.0.0.1:0".parse()?, ram.clone(), config())?;
-    let listening = json!({ "say": "listening", "address": destination.address().to_string() });
+    let mut destination = Destination::new(acceptor, ram.clone(), config)?;
     tell(&listening);
     let arrived = Mutex::new(None);
     thread::scope(|scope| {

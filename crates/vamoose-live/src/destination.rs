@@ -12,6 +12,7 @@
 //! [`handover::Destination`] decides, one for each attempt.
 
 mod accept;
+mod acceptor;
 mod channel;
 mod coordinator;
 mod guest_ram;
@@ -30,13 +31,14 @@ use handover::{AttemptId, Incarnation, SourceMessage};
 use multifd::Initial;
 use tracing::field;
 use vamoose_codec::Engines;
-use vamoose_link::{Address, Hangup, Listener, Snapshot, Stream};
+use vamoose_link::{Address, Hangup, Session, Snapshot, Stream};
 
 use crate::{
     ChannelError, DestinationError, DestinationGuest, OffloadCounters, PageCopy, Ram,
     offload::Account, protocol::random_id, spans::in_span,
 };
 use accept::Connections;
+pub use acceptor::Acceptor;
 use coordinator::Coordinator;
 use guest_ram::GuestRam;
 use inbox::Inbox;
@@ -44,7 +46,7 @@ use past_attempts::PastAttempts;
 
 /// Waits for a guest.
 pub struct Destination {
-    listener: Listener,
+    acceptor: Acceptor,
     ram: Ram,
     config: DestinationConfig,
     closing: Arc<Hangup>,
@@ -116,17 +118,17 @@ pub struct Arrival {
 const QUEUE: usize = 64;
 
 impl Destination {
-    /// Listens on `address` for a guest whose memory is `ram`.
+    /// Waits at `acceptor` for a guest whose memory is `ram`.
     ///
     /// # Errors
-    /// When the address is taken or not this host's, or the system is out of something.
-    pub fn bind(
-        address: &Address,
+    /// When the system is out of something.
+    pub fn new(
+        acceptor: Acceptor,
         ram: Ram,
         config: DestinationConfig,
     ) -> Result<Self, DestinationError> {
         Ok(Self {
-            listener: Listener::bind(address, config.stall_timeout)?,
+            acceptor,
             ram,
             config,
             closing: Arc::new(Hangup::new()?),
@@ -135,9 +137,9 @@ impl Destination {
         })
     }
 
-    /// Where it listens, with the port that the system chose.
-    pub fn address(&self) -> &Address {
-        self.listener.address()
+    /// Where it listens, with the ports that the system chose.
+    pub fn addresses(&self) -> Vec<&Address> {
+        self.acceptor.addresses()
     }
 
     /// Ends it from another thread.
@@ -164,6 +166,7 @@ impl Destination {
         let connections = Connections {
             events: events_in.clone(),
             max_state: self.config.max_state,
+            stall_timeout: self.config.stall_timeout,
             unidentified: Arc::new(AtomicUsize::new(0)),
         };
         thread::scope(|scope| {
@@ -182,13 +185,21 @@ impl Destination {
             };
             // Also when the VMM panics: the scope waits for its threads.
             let _hang_up = hangup.guard();
-            let (listener, hangup, closing) = (&self.listener, &hangup, &self.closing);
+            let (acceptor, hangup, closing) = (&self.acceptor, &hangup, &self.closing);
             scope.spawn(in_span(move || {
-                accept::run(listener, hangup, closing, &connections, scope);
+                accept::run(acceptor, hangup, closing, &connections, scope);
             }));
             coordinator.run(guest)
         })
     }
+}
+
+/// A connection of a source.
+#[derive(Clone)]
+struct Connection {
+    stream: Arc<Stream>,
+    /// That it is a stream of.
+    session: Option<Session>,
 }
 
 /// What the coordinator waits for. Control connections have numbers.
@@ -198,9 +209,9 @@ enum Event {
         number: u64,
         attempt: AttemptId,
         message: SourceMessage,
-        stream: Arc<Stream>,
+        connection: Connection,
     },
-    Channel(Initial, Arc<Stream>),
+    Channel(Initial, Connection),
     Message(u64, SourceMessage),
     State(u64, Vec<u8>),
     /// A control connection has ended.

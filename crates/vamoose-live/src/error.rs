@@ -7,7 +7,7 @@ use idxd::offload::WrongVerdict;
 use multifd::{InitialError, LayoutError, PacketError};
 use thiserror::Error;
 use vamoose_codec::EncodeError;
-use vamoose_link::{ReadError, SocketError, WriteError, ZeroCopyError, chain};
+use vamoose_link::{DialError, ReadError, SocketError, WriteError, ZeroCopyError, chain};
 
 use crate::{DirtyLogError, GuestError, ProtocolError};
 
@@ -29,6 +29,8 @@ pub enum SourceError {
     Encoder(#[from] EncodeError),
     #[error("cannot reach the destination")]
     Dial(#[from] SocketError),
+    #[error("no session with the destination")]
+    Session(#[from] DialError),
     #[error("cannot open a channel")]
     Channels(#[from] InitialError),
     #[error("the destination refuses the guest: {cause}")]
@@ -37,7 +39,7 @@ pub enum SourceError {
     #[error("the destination has failed: {cause}")]
     Destination { cause: String },
     #[error(
-        "the destination has closed the control connection without an answer: it has ended, or is of an older release (install the same release of vamoose on both hosts)"
+        "the destination has closed the control connection without an answer: it has ended, expects a session, or is of an older release (install the same release of vamoose on both hosts)"
     )]
     Unanswered,
     #[error("the destination has chosen a version of the protocol that was not offered")]

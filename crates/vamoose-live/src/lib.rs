@@ -14,23 +14,32 @@
 //! - [`SourceGuest`] and [`DestinationGuest`]: what the VMM does: pause, resume, save, load.
 //! - [`Source`] and [`Destination`]: one migration. [`Handle`] watches and cancels it, [`Status`] has the names of
 //!   QEMU's `query-migrate`.
+//! - [`Transport`] and [`Acceptor`]: how the two reach each other, over sessions or plain connections.
 //! - [`protocol`]: messages and connections. [`GuestLocation`]: where the guest is when something breaks.
 //!
 //! What a VMM needs of the crates below is re-exported: methods and engines ([`MethodChoice`], [`Engines`], [`Registry`],
-//! [`Settings`]), addresses and statistics ([`Address`], [`Snapshot`]), devices ([`Devices`]), and the causes of errors ([`causes`]).
+//! [`Settings`]), sessions, addresses and statistics ([`Sessions`], [`Address`], [`Snapshot`]), devices ([`Devices`]), and the causes of errors ([`causes`]).
 //!
 //! The log lines of a migration (`tracing`) lie in a span `migration` with the fields `role` and `attempt`.
 //!
+//! # Connections
+//! A migration goes over a session ([`Transport::Session`], [`Acceptor::Sessions`]): the two ends authenticate each other,
+//! by keys ([`Keys`]) or certificates ([`Certificates`]), all is encrypted and checked, and connections that are lost are made
+//! again, for [`SessionConfig::reconnect_timeout`]. Pages have a checksum of their own, from before they are encoded to after
+//! they are decoded. Plain sockets ([`Transport::Plain`], [`Acceptor::Plain`]) have nothing of that. They are for zero-copy
+//! send, which a session cannot do: what it sends again must be what it has sent.
+//!
 //! # Example
 //! A VMM whose guest is a counter in its memory, and whose device state is that counter's address. The source
-//! and the destination would be two processes.
+//! and the destination would be two processes, on two hosts with a key each.
 //!
 //! ```
-//! use std::{sync::Arc, thread};
+//! use std::{sync::Arc, thread, time::Duration};
 //!
 //! use vamoose_live::{
-//!     Destination, DestinationConfig, DestinationGuest, Engines, GuestError, Method, Ram, RamBlock,
-//!     Settings, SharedBitmap, Source, SourceConfig, SourceGuest,
+//!     Acceptor, Destination, DestinationConfig, DestinationGuest, Engines, GuestError, Keys, Listener,
+//!     Method, Ram, RamBlock, Remote, Security, SessionConfig, Sessions, Settings, SharedBitmap, Source,
+//!     SourceConfig, SourceGuest, Transport,
 //! };
 //! use vm_memory::{Bytes, MmapRegion};
 //!
@@ -83,13 +92,21 @@
 //!     }
 //! }
 //! # fn main() -> Result<(), GuestError> {
+//! # let directory = tempfile::tempdir()?;
+//! // As `vamoose keys init` does. Each side is told the other's public key.
+//! let (near, far) = (directory.path().join("near"), directory.path().join("far"));
+//! let (near_key, far_key) = (Keys::generate(&near)?, Keys::generate(&far)?);
+//! let security = |directory, key| Security::Keys(Keys { directory, trusted: vec![key] });
 //! let engines = Engines::software(Settings::new(Method::Zstd, Some(1))?);
 //!
-//! // The destination: listens, and runs the guest when it has arrived.
+//! // The destination: accepts sessions, and runs the guest when it has arrived.
 //! let mut there = Vm::new()?;
+//! let listener = Listener::bind(&"tcp:127.0.0.1:0".parse()?, Duration::from_secs(15))?;
+//! let address = listener.address().clone();
+//! let sessions = Sessions::new(vec![listener], SessionConfig::new(security(far, near_key)))?;
 //! let config = DestinationConfig::new(engines.clone());
-//! let mut destination = Destination::bind(&"tcp:127.0.0.1:0".parse()?, there.ram.clone(), config)?;
-//! let address = destination.address().clone();
+//! let mut destination =
+//!     Destination::new(Acceptor::Sessions(sessions), there.ram.clone(), config)?;
 //! let arriving = thread::spawn(move || destination.run(&mut there).map(|_| there));
 //!
 //! // The source.
@@ -97,7 +114,11 @@
 //! (here.runs, here.counter_at) = (true, 0x5000);
 //! here.set_counter(42)?;
 //! let source = Source::new(here.ram.clone(), here.log.clone(), SourceConfig::new(engines))?;
-//! let status = source.run(&address, &mut here)?;
+//! let to = Transport::Session(Remote {
+//!     paths: vec![address.into()],
+//!     config: SessionConfig::new(security(near, far_key)),
+//! });
+//! let status = source.run(&to, &mut here)?;
 //! println!("moved {} bytes, downtime {:?} ms", status.ram.transferred, status.downtime);
 //!
 //! let there = arriving.join().unwrap()?;
@@ -126,7 +147,7 @@ mod sys;
 #[cfg(test)]
 mod test_ram;
 
-pub use destination::{Arrival, Destination, DestinationConfig, DestinationHandle};
+pub use destination::{Acceptor, Arrival, Destination, DestinationConfig, DestinationHandle};
 pub use dirty::{
     Bitmap, DirtyLog, DirtyLogError, KvmDirtyLog, KvmDirtyRing, KvmRings, KvmSlot, Merged,
     SharedBitmap, UserfaultLog,
@@ -139,10 +160,13 @@ pub use memory::{Ram, RamBlock, RamError, Region};
 pub use multifd::Method;
 pub use offload::{DsaDetection, OffloadCounters, PageCopy};
 pub use protocol::ProtocolError;
-pub use source::{AutoConverge, CHANNELS, Source, SourceConfig, ZeroPageDetection};
+pub use source::{AutoConverge, CHANNELS, Source, SourceConfig, Transport, ZeroPageDetection};
 pub use status::{Handle, RamStatus, State, Status};
 pub use vamoose_codec::{Accel, Engines, Registry, Settings, Verify};
-pub use vamoose_link::{Address, AddressError, DowntimeParts, MethodChoice, Snapshot, chain};
+pub use vamoose_link::{
+    Address, AddressError, Certificates, Cipher, DowntimeParts, Keys, Listener, MethodChoice, Path,
+    PublicKey, Remote, Security, Session, SessionConfig, Sessions, Snapshot, chain,
+};
 
 /// The causes of errors, from the crates below.
 pub mod causes {
@@ -150,5 +174,7 @@ pub mod causes {
     pub use idxd::offload::WrongVerdict;
     pub use multifd::{InitialError, LayoutError, PacketError};
     pub use vamoose_codec::{DecodeError, EncodeError};
-    pub use vamoose_link::{ReadError, SocketError, WriteError, ZeroCopyError};
+    pub use vamoose_link::{
+        DialError, ReadError, SessionsError, SocketError, TlsError, WriteError, ZeroCopyError,
+    };
 }

@@ -1,6 +1,7 @@
 //! What the live engine adds to [`handover`]'s protocol: how connections begin, and a description of the guest.
 //!
-//! There is one **control** connection, and one connection for each **channel**, which carries multifd packets:
+//! There is one **control** connection, and one connection for each **channel**, which carries multifd packets. They are streams of
+//! one session, or plain sockets:
 //!
 //! ```text
 //!  control:  handover's preamble, which names the attempt, then its messages: lines of JSON
@@ -263,6 +264,10 @@ impl Messages {
 
     pub(crate) fn send(&self, message: &impl Serialize) -> Result<(), ProtocolError> {
         send(&self.stream, message)
+    }
+
+    pub(crate) fn stream(&self) -> &Arc<Stream> {
+        &self.stream
     }
 
     /// Receives a message, however long it takes to arrive; `None` when the connection has ended.

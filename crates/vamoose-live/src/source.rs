@@ -19,6 +19,7 @@ mod link;
 #[cfg(feature = "bench")]
 mod normal_page_ratio;
 mod round;
+mod transport;
 
 use std::{
     sync::{Arc, atomic::AtomicU64},
@@ -29,14 +30,14 @@ use std::{
 use handover::{AttemptId, Decision, GuestLocation, SourceEvent, SourceState};
 use multifd::Layout;
 use tracing::{debug, info, warn};
-use vamoose_link::{Address, check_locked_memory, millis};
+use vamoose_link::{ZeroCopyError, check_locked_memory, millis};
 
 use crate::{
     Bitmap, DirtyLog, GuestError, Handle, Ram, SourceError, SourceGuest, State, Status, chain,
     mapping::backings,
     offload::Account,
     present::present,
-    protocol::random_id,
+    protocol::{Messages, random_id},
     status::{Shared, Stopwatch},
 };
 pub use config::{CHANNELS, SourceConfig, ZeroPageDetection};
@@ -45,6 +46,7 @@ use convergence::{Convergence, Decision as Next, Sent};
 use hand_over::HandOver;
 use link::{Link, RoundEnd};
 use round::Round;
+pub use transport::Transport;
 
 /// Migrates a guest away.
 pub struct Source {
@@ -92,18 +94,23 @@ impl Source {
         Handle(self.shared.clone())
     }
 
-    /// Migrates `guest` to the [`Destination`](crate::Destination) that listens on `destination`. When this
+    /// Migrates `guest` to the [`Destination`](crate::Destination) that `destination` leads to. When this
     /// returns a status the guest runs there.
     ///
     /// # Errors
+    /// Zero-copy send over a session is refused: see [`SourceConfig::zero_copy`].
     /// [`SourceError::guest`] returns where the guest is after an error: here, running as before, with
     /// very few exceptions. Another migration may be tried at once.
     pub fn run(
         self,
-        destination: &Address,
+        destination: &Transport,
         guest: &mut dyn SourceGuest,
     ) -> Result<Status, SourceError> {
         self.shared.progress().start = Instant::now();
+        let is_plain = matches!(destination, Transport::Plain(_));
+        if self.config.zero_copy && !is_plain {
+            return self.report(Err(ZeroCopyError::Session.into()));
+        }
         let id = match random_id() {
             Ok(id) => AttemptId(id),
             Err(error) => return self.report(Err(error.into())),
@@ -112,7 +119,7 @@ impl Source {
         let _entered = span.enter();
         let result = thread::scope(|scope| {
             let mut machine = handover::Source::new(true);
-            if self.config.direct_link {
+            if self.config.direct_link && is_plain {
                 machine = machine.direct();
             }
             let mut attempt = Attempt {
@@ -164,7 +171,7 @@ impl<'a> Attempt<'a> {
     fn run<'scope>(
         &mut self,
         id: AttemptId,
-        destination: &Address,
+        destination: &Transport,
         scope: &'scope thread::Scope<'scope, 'a>,
     ) -> Result<(), SourceError> {
         let mut link = Link::connect(self.source, id, destination, scope)
@@ -178,13 +185,15 @@ impl<'a> Attempt<'a> {
                 cause: chain(error),
             },
         };
-        let decision = HandOver::new(self, &link).run(event);
-        if decision.guest == GuestLocation::Destination {
+        let (decision, control) = HandOver::new(self, &link).run(event);
+        let is_there = decision.guest == GuestLocation::Destination;
+        if is_there {
             self.completed();
         } else {
             self.end_throttle();
         }
         self.stop_logging();
+        link.finish(control.as_ref().map(Messages::stream), is_there);
         self.result(decision, failure)
     }
 

@@ -3,14 +3,14 @@
 use std::{
     num::NonZeroU64,
     sync::{
-        Arc, Mutex, MutexGuard,
+        Arc, Mutex, MutexGuard, OnceLock,
         atomic::{AtomicU8, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use serde::Serialize;
-use vamoose_link::{DowntimeParts, Hangup, Pacer, Snapshot, Stats, lock, millis};
+use vamoose_link::{DowntimeParts, Hangup, Pacer, Session, Snapshot, Stats, lock, millis};
 
 use crate::{OffloadCounters, Ram, offload::Account};
 
@@ -107,6 +107,11 @@ impl Handle {
         self.0.stats.snapshot()
     }
 
+    /// The session with the destination, once there is one: who it is, how it is encrypted, how often it was lost.
+    pub fn session(&self) -> Option<Session> {
+        self.0.session.get().cloned()
+    }
+
     /// Cancels: the guest resumes at the source. False if it is too late because the destination was requested
     /// to run the guest, or the migration is over.
     pub fn cancel(&self) -> bool {
@@ -120,6 +125,8 @@ pub(crate) struct Shared {
     pub(crate) pacer: Option<Arc<Pacer>>,
     pub(crate) zero_page_detection: Option<Account>,
     pub(crate) hangup: Hangup,
+    /// Of the first control connection, and all that is sent of the guest.
+    pub(crate) session: OnceLock<Session>,
     fate: AtomicU8,
     progress: Mutex<Progress>,
 }
@@ -174,6 +181,7 @@ impl Shared {
             pacer,
             zero_page_detection: None,
             hangup,
+            session: OnceLock::new(),
             fate: AtomicU8::new(OPEN),
             progress: Mutex::new(Progress {
                 status,
@@ -224,6 +232,10 @@ impl Shared {
         let cancelled = self.decide(CANCELLED);
         if cancelled {
             self.hangup.hang_up();
+            // A stream that is being opened is not known to the hangup.
+            if let Some(session) = self.session.get() {
+                session.shut_down();
+            }
         }
         cancelled || self.is_cancelled()
     }

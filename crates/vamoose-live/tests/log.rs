@@ -7,12 +7,13 @@ use std::{
     io::{self, Write},
     sync::{Arc, Mutex},
     thread,
+    time::Duration,
 };
 
 use tracing_subscriber::filter::LevelFilter;
 use vamoose_live::{
-    Destination, DestinationConfig, DestinationGuest, Engines, GuestError, Method, Ram, RamBlock,
-    Settings, SharedBitmap, Source, SourceConfig, SourceGuest,
+    Acceptor, Destination, DestinationConfig, DestinationGuest, Engines, GuestError, Listener,
+    Method, Ram, RamBlock, Settings, SharedBitmap, Source, SourceConfig, SourceGuest, Transport,
 };
 use vm_memory::MmapRegion;
 
@@ -70,15 +71,17 @@ fn every_line_names_the_side_and_the_attempt() {
         .with_writer(move || writer.clone())
         .init();
     let engines = Engines::software(Settings::new(Method::Zstd, None).unwrap());
-    let listen = "tcp:127.0.0.1:0".parse().unwrap();
+    let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), Duration::from_secs(60));
+    let listener = listener.unwrap();
+    let to = Transport::Plain(listener.address().clone());
+    let acceptor = Acceptor::Plain(listener);
     let config = DestinationConfig::new(engines.clone());
-    let mut destination = Destination::bind(&listen, ram(), config).unwrap();
-    let address = destination.address().clone();
+    let mut destination = Destination::new(acceptor, ram(), config).unwrap();
     let arriving = thread::spawn(move || destination.run(&mut Vm).unwrap());
     let here = ram();
     let bitmap = Arc::new(SharedBitmap::new(&here));
     let source = Source::new(here, bitmap, SourceConfig::new(engines)).unwrap();
-    source.run(&address, &mut Vm).unwrap();
+    source.run(&to, &mut Vm).unwrap();
     arriving.join().unwrap();
 
     let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();

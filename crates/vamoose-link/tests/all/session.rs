@@ -257,6 +257,7 @@ fn acknowledgements_that_are_changed_now_and_then_are_no_reason_to_end() {
         },
         &|_| (),
     );
+}
 
 #[test]
 fn streams_leave_a_path_that_fails_and_come_back_to_it() {

@@ -15,9 +15,9 @@ use std::{
 use handover::SourceMessage;
 use rustix::event::{PollFd, PollFlags};
 use tracing::warn;
-use vamoose_link::{Hangup, Listener, Stream, wait_until};
+use vamoose_link::{Hangup, wait_until};
 
-use super::Event;
+use super::{Acceptor, Connection, Event};
 use crate::{
     DestinationError, chain,
     protocol::{Messages, Opening, ProtocolError, refuse_old},
@@ -36,12 +36,13 @@ pub(super) struct Connections {
     pub(super) events: SyncSender<Event>,
     /// Most bytes of device state.
     pub(super) max_state: u64,
+    pub(super) stall_timeout: Duration,
     pub(super) unidentified: Arc<AtomicUsize>,
 }
 
 /// Accepts connections until `hangup` ends the attempt, or `closing` all attempts.
 pub(super) fn run<'scope, 'env: 'scope>(
-    listener: &'env Listener,
+    acceptor: &'env Acceptor,
     hangup: &'env Hangup,
     closing: &Hangup,
     connections: &Connections,
@@ -51,7 +52,7 @@ pub(super) fn run<'scope, 'env: 'scope>(
     loop {
         let mut fds = vec![PollFd::from_borrowed_fd(hangup.as_fd(), PollFlags::IN)];
         if !backs_off {
-            fds.push(PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN));
+            fds.push(PollFd::from_borrowed_fd(acceptor.as_fd(), PollFlags::IN));
         }
         if !cancelled {
             fds.push(PollFd::from_borrowed_fd(closing.as_fd(), PollFlags::IN));
@@ -67,10 +68,12 @@ pub(super) fn run<'scope, 'env: 'scope>(
             // The source of a guest that runs here already has to be answered.
             continue;
         }
-        match listener.try_accept() {
-            Ok(Some(stream)) => {
+        match acceptor.try_accept() {
+            Ok(Some((stream, session))) => {
                 number += 1;
-                identify(Arc::new(stream.into()), number, hangup, connections, scope);
+                let stream = Arc::new(stream);
+                let connection = Connection { stream, session };
+                identify(connection, number, hangup, connections, scope);
                 backs_off = false;
             }
             Ok(None) => backs_off = false,
@@ -87,7 +90,7 @@ pub(super) fn run<'scope, 'env: 'scope>(
 
 /// Receives from a connection on a thread of its own: an idle peer delays no other.
 fn identify<'scope>(
-    stream: Arc<Stream>,
+    connection: Connection,
     number: u64,
     hangup: &Hangup,
     connections: &Connections,
@@ -98,10 +101,10 @@ fn identify<'scope>(
         warn!("too many connections without a first message: one is refused");
         return;
     }
-    hangup.register(&stream);
+    hangup.register(&connection.stream);
     let serve = {
         let connections = connections.clone();
-        in_span(move || connections.serve(stream, number))
+        in_span(move || connections.serve(connection, number))
     };
     if let Err(error) = thread::Builder::new().spawn_scoped(scope, serve) {
         connections.unidentified.fetch_sub(1, Ordering::Relaxed);
@@ -110,8 +113,8 @@ fn identify<'scope>(
 }
 
 impl Connections {
-    fn serve(&self, stream: Arc<Stream>, number: u64) {
-        let opened = open(stream, number);
+    fn serve(&self, connection: Connection, number: u64) {
+        let opened = self.open(connection, number);
         self.unidentified.fetch_sub(1, Ordering::Relaxed);
         match opened {
             Err(error) => warn!("a connection was ignored: {}", chain(&error)),
@@ -122,6 +125,34 @@ impl Connections {
                 {
                     self.receive(number, messages);
                 }
+            }
+        }
+    }
+
+    /// Reads a connection's first bytes, and the first message of a control connection.
+    fn open(
+        &self,
+        connection: Connection,
+        number: u64,
+    ) -> Result<(Event, Option<Messages>), ProtocolError> {
+        let stream = &connection.stream;
+        stream.set_stall_timeout(self.stall_timeout)?;
+        match Opening::read(stream)? {
+            Opening::Channel(initial) => Ok((Event::Channel(initial, connection), None)),
+            Opening::Control(attempt) => {
+                let mut messages = Messages::new(stream.clone());
+                let message = messages.receive_soon()?.ok_or(ProtocolError::Cut)?;
+                let event = Event::Connected {
+                    number,
+                    attempt,
+                    message,
+                    connection,
+                };
+                Ok((event, Some(messages)))
+            }
+            Opening::Old => {
+                refuse_old(stream)?;
+                Err(ProtocolError::Old)
             }
         }
     }
@@ -153,28 +184,6 @@ impl Connections {
         match result {
             Ok(state) => Event::State(number, state),
             Err(error) => Event::Disconnected(number, Some(error)),
-        }
-    }
-}
-
-/// Reads a connection's first bytes, and the first message of a control connection.
-fn open(stream: Arc<Stream>, number: u64) -> Result<(Event, Option<Messages>), ProtocolError> {
-    match Opening::read(&stream)? {
-        Opening::Channel(initial) => Ok((Event::Channel(initial, stream), None)),
-        Opening::Control(attempt) => {
-            let mut messages = Messages::new(stream.clone());
-            let message = messages.receive_soon()?.ok_or(ProtocolError::Cut)?;
-            let event = Event::Connected {
-                number,
-                attempt,
-                message,
-                stream,
-            };
-            Ok((event, Some(messages)))
-        }
-        Opening::Old => {
-            refuse_old(&stream)?;
-            Err(ProtocolError::Old)
         }
     }
 }

@@ -160,11 +160,12 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
     fn receive(&mut self, attempt: &Attempt) -> Result<Vec<u8>, DestinationError> {
         let channels = attempt.details.channels;
         let timeout = self.config.stall_timeout;
-        let connected_by = Instant::now() + timeout;
+        let timeout = timeout.saturating_add(self.inbox.reconnect_timeout());
+        let connected_by = Instant::now().checked_add(timeout);
         let mut receiving = Receiving::new(channels);
         loop {
             let arrived = receiving.connected();
-            let Some(event) = self.inbox.next(attempt.id, arrived.map(|_| connected_by))? else {
+            let Some(event) = self.inbox.next(attempt.id, arrived.and(connected_by))? else {
                 return Err(DestinationError::Channels {
                     arrived: arrived.unwrap_or_default(),
                     channels: channels.into(),

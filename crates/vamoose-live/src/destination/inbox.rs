@@ -3,24 +3,23 @@
 use std::{
     collections::HashMap,
     io,
-    sync::{
-        Arc,
-        mpsc::{Receiver, RecvTimeoutError},
-    },
+    sync::mpsc::{Receiver, RecvTimeoutError},
     time::{Duration, Instant},
 };
 
 use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage};
 use tracing::warn;
-use vamoose_link::{Stream, receive_until};
+use vamoose_link::{Session, Stream, receive_until};
 
-use super::{Event, past_attempts::PastAttempts, receiving::refuse_channel};
+use super::{Connection, Event, past_attempts::PastAttempts, receiving::refuse_channel};
 use crate::{DestinationError, chain, protocol::send};
 
 pub(super) struct Inbox<'env> {
     events: Receiver<Event>,
     /// The control connections of the current attempt: one, and more if it was lost.
-    controls: HashMap<u64, Arc<Stream>>,
+    controls: HashMap<u64, Connection>,
+    /// The session of its first one.
+    session: Option<Session>,
     pub(super) past: &'env mut PastAttempts,
 }
 
@@ -30,6 +29,7 @@ impl<'env> Inbox<'env> {
         Self {
             events,
             controls,
+            session: None,
             past,
         }
     }
@@ -45,18 +45,19 @@ impl<'env> Inbox<'env> {
                     number,
                     attempt,
                     message: SourceMessage::Prepare(prepare),
-                    stream,
+                    connection,
                 }) if !self.past.knows(attempt) => {
-                    self.controls.insert(number, stream);
+                    self.session.clone_from(&connection.session);
+                    self.controls.insert(number, connection);
                     return Ok((attempt, prepare));
                 }
                 Some(Event::Connected {
                     attempt,
                     message,
-                    stream,
+                    connection,
                     ..
-                }) => self.answer(attempt, message, &stream),
-                Some(Event::Channel(_, stream)) => refuse_channel(&stream),
+                }) => self.answer(attempt, message, &connection.stream),
+                Some(Event::Channel(_, connection)) => refuse_channel(&connection.stream),
                 Some(Event::Cancelled) => return Err(DestinationError::Cancelled),
                 _ => {}
             }
@@ -75,16 +76,22 @@ impl<'env> Inbox<'env> {
                     number,
                     attempt,
                     message,
-                    stream,
+                    connection,
                 }) => {
-                    if attempt == current {
-                        self.controls.insert(number, stream);
+                    if attempt != current {
+                        self.answer(attempt, message, &connection.stream);
+                    } else if self.is_of_source(&connection) {
+                        self.controls.insert(number, connection);
                         return Ok(Some(Event::Message(number, message)));
+                    } else {
+                        warn!("refusing another peer than the source of attempt {current}");
+                        connection.stream.shut_down();
                     }
-                    self.answer(attempt, message, &stream);
                 }
-                Some(Event::Channel(initial, stream)) if initial.uuid() != current.0 => {
-                    refuse_channel(&stream);
+                Some(Event::Channel(initial, connection))
+                    if initial.uuid() != current.0 || !self.is_in_session(&connection) =>
+                {
+                    refuse_channel(&connection.stream);
                 }
                 Some(
                     Event::Message(number, _)
@@ -98,12 +105,33 @@ impl<'env> Inbox<'env> {
 
     /// Sends `message` on all control connections of the attempt. If it does not arrive, the source asks again.
     pub(super) fn send(&self, message: &DestinationMessage) {
-        for control in self.controls.values() {
-            if let Err(error) = send(control, message) {
+        for Connection { stream, .. } in self.controls.values() {
+            if let Err(error) = send(stream, message) {
                 warn!("cannot send {message:?} to the source: {}", chain(&error));
                 // Its thread reports that it has ended.
-                control.shut_down();
+                stream.shut_down();
             }
+        }
+    }
+
+    /// How much longer than over plain connections a message of the source may take.
+    pub(super) fn reconnect_timeout(&self) -> Duration {
+        let session = self.session.as_ref();
+        session.map_or(Duration::ZERO, Session::reconnect_timeout)
+    }
+
+    /// Whether the connection's peer may decide about the guest: if there is authentication, the peer that offered it may.
+    fn is_of_source(&self, connection: &Connection) -> bool {
+        let source = self.session.as_ref().and_then(Session::identity);
+        let peer = connection.session.as_ref().and_then(Session::identity);
+        source == peer
+    }
+
+    /// Whether the connection is of the session in which the guest was offered.
+    fn is_in_session(&self, connection: &Connection) -> bool {
+        match (&self.session, &connection.session) {
+            (Some(session), Some(other)) => session.is(other),
+            (session, other) => session.is_none() && other.is_none(),
         }
     }
 
@@ -114,8 +142,8 @@ impl<'env> Inbox<'env> {
 
     /// What is sent from now on fails after `timeout`.
     pub(super) fn limit_sending(&self, timeout: Duration) {
-        for control in self.controls.values() {
-            let _ = control.set_stall_timeout(timeout);
+        for Connection { stream, .. } in self.controls.values() {
+            let _ = stream.set_stall_timeout(timeout);
         }
     }
 

@@ -75,8 +75,8 @@ impl Receiving {
     /// When the source does not follow the protocol, aborts, or a connection has failed.
     pub(super) fn handle(self, event: Event) -> Result<(Self, Option<Action>), DestinationError> {
         match (self, event) {
-            (Self::Connecting(streams), Event::Channel(initial, stream)) => {
-                connected(streams, initial.channel(), stream)
+            (Self::Connecting(streams), Event::Channel(initial, connection)) => {
+                connected(streams, initial.channel(), connection.stream)
             }
             (Self::Rounds { complete, channels }, Event::Synced(channel, round))
                 if round == complete + 1 && !channels[channel].synced =>
@@ -185,8 +185,8 @@ pub(super) fn unexpected(event: Event) -> Result<(), DestinationError> {
         Event::State(..) => out_of_turn("state".to_owned()),
         Event::Disconnected(_, why) => Err(why.unwrap_or(DestinationError::ControlEnded)),
         Event::Cancelled => Err(DestinationError::Cancelled),
-        Event::Channel(_, stream) => {
-            refuse_channel(&stream);
+        Event::Channel(_, connection) => {
+            refuse_channel(&connection.stream);
             Ok(())
         }
     }
@@ -204,6 +204,7 @@ mod tests {
     use multifd::Initial;
 
     use super::*;
+    use crate::destination::Connection;
 
     /// Events, in short. Of two channels, a and b.
     fn event(name: &str) -> Event {
@@ -213,7 +214,9 @@ mod tests {
                 let channel = channel.parse().unwrap();
                 let initial = Initial::new([7; 16], channel, 3).unwrap();
                 let (stream, _) = UnixStream::pair().unwrap();
-                Event::Channel(initial, Arc::new(Stream::from(stream)))
+                let stream = Arc::new(Stream::from(stream));
+                let session = None;
+                Event::Channel(initial, Connection { stream, session })
             }
             ("a", "-") => Event::Ended(0, Ok(())),
             ("b", "-") => Event::Ended(1, Ok(())),

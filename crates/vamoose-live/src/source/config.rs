@@ -17,7 +17,8 @@ pub struct SourceConfig {
     pub channels: u8,
     /// Most bytes of pages in a packet: a power of two from 64 KiB to 4 MiB.
     pub packet_bytes: u32,
-    /// Whether pages are sent with MSG_ZEROCOPY; for method none over TCP only.
+    /// Whether pages are sent with MSG_ZEROCOPY, for method none, over plain TCP connections. A session keeps copies of what it
+    /// sends, to send it again: both together are refused ([`ZeroCopyError::Session`](crate::causes::ZeroCopyError::Session)).
     pub zero_copy: bool,
     /// What looks for zero pages.
     pub zero_page_detection: ZeroPageDetection,
@@ -37,12 +38,14 @@ pub struct SourceConfig {
     pub auto_converge: Option<AutoConverge>,
     /// Abort after this time without progress from the destination.
     pub stall_timeout: Duration,
-    /// How long to ask where the guest is, if the connection is lost during the hand-over.
+    /// How long to ask where the guest is, if the connection is lost during the hand-over and, over a session, does not come
+    /// back at once.
     pub settle_time: Duration,
     /// The VMM guarantees that nothing between the two processes can accept, close or refuse a connection in the
     /// destination's name: no tunnel, no proxy, no address translation. Then a destination that has
     /// closed its connections and refuses new ones has ended: the guest resumes here if it had not begun to run there.
-    /// Otherwise such a guest stays paused and [in doubt](SourceError::InDoubt), for an operator to decide.
+    /// Otherwise such a guest stays paused and [in doubt](SourceError::InDoubt), for an operator to decide. For plain
+    /// connections only: how those of a session end is not known here.
     pub direct_link: bool,
 }
 

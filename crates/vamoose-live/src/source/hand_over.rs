@@ -52,8 +52,9 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
         }
     }
 
-    /// Reports `event`, and all that follows from it until it is decided where the guest is.
-    pub(super) fn run(mut self, event: SourceEvent) -> Decision {
+    /// Reports `event`, and all that follows from it until it is decided where the guest is. Returns the control connection, too,
+    /// if it is not the link's.
+    pub(super) fn run(mut self, event: SourceEvent) -> (Decision, Option<Messages>) {
         let mut actions = VecDeque::from(self.attempt.machine.handle(event));
         loop {
             let event = match actions.pop_front() {
@@ -65,7 +66,7 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
                 }
                 Some(SourceAction::Dial) => self.dial(),
                 Some(SourceAction::Resume) => self.attempt.resume(),
-                Some(SourceAction::Decide(decision)) => return decision,
+                Some(SourceAction::Decide(decision)) => return (decision, self.redialled),
                 None => self.receive(),
             };
             actions.extend(self.attempt.machine.handle(event));

@@ -3,7 +3,6 @@
 use std::{
     cell::Cell,
     io,
-    net::SocketAddr,
     sync::{
         Arc,
         mpsc::{self, Receiver, SyncSender},
@@ -14,9 +13,10 @@ use std::{
 
 use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, negotiate, to_details};
 use multifd::Initial;
-use vamoose_link::{Address, ChannelWriter, Socket, SocketError, Stream, dial, receive_until};
+use tracing::warn;
+use vamoose_link::{ChannelWriter, Stream, receive_until};
 
-use super::{Source, channel::Channel, round::Round};
+use super::{Source, Transport, channel::Channel, round::Round, transport::Way};
 use crate::{
     SourceError,
     protocol::{Messages, Opening, PrepareDetails, ProtocolError, send},
@@ -26,8 +26,8 @@ use crate::{
 pub(super) struct Link<'scope, 'a> {
     source: &'a Source,
     scope: &'scope Scope<'scope, 'a>,
-    /// The address of the control connection's peer: a name may be resolved to another one the next time.
-    destination: Address,
+    /// To the destination.
+    way: Way,
     id: AttemptId,
     control: Arc<Stream>,
     events: Receiver<Event>,
@@ -86,10 +86,15 @@ impl<'scope, 'a> Link<'scope, 'a> {
     pub(super) fn connect(
         source: &'a Source,
         id: AttemptId,
-        destination: &Address,
+        destination: &Transport,
         scope: &'scope Scope<'scope, 'a>,
     ) -> Result<Self, SourceError> {
-        let control = connect(source, destination)?;
+        let (way, control) = destination.begin(source.config.stall_timeout)?;
+        if let Way::Session(session, _) = &way {
+            // The first and only one.
+            let _ = source.shared.session.set(session.clone());
+        }
+        let control = register(source, control)?;
         control
             .write_both(&Opening::control(id), &[])
             .map_err(ProtocolError::from)?;
@@ -97,9 +102,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         let link = Self {
             source,
             scope,
-            // An error: the connection was closed.
-            destination: peer_address(&control, destination)
-                .map_err(|_| SourceError::Unanswered)?,
+            way,
             id,
             control: control.clone(),
             events,
@@ -123,7 +126,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         } = self.source;
         let details = to_details(&PrepareDetails::new(ram, *layout, config));
         let prepare = Prepare::new(details.map_err(ProtocolError::from)?);
-        let timeout = config.stall_timeout.max(MIN_PREPARE_TIMEOUT);
+        let timeout = self.timeout(config.stall_timeout.max(MIN_PREPARE_TIMEOUT));
         let mut answer = self
             .send(&SourceMessage::Prepare(prepare))
             .and_then(|()| self.receive("accepted the guest", timeout))
@@ -189,7 +192,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         }
         let sent = stats.snapshot().wire_bytes - sent_before;
         let drain_time = drain_time(self.rounds.len(), sent, began.elapsed());
-        let timeout = self.source.config.stall_timeout + drain_time;
+        let timeout = self.timeout(self.source.config.stall_timeout + drain_time);
         let message = self.receive("received a round", timeout)?;
         match is_synced(&message) {
             true => Ok(RoundEnd::Synced),
@@ -235,7 +238,8 @@ impl<'scope, 'a> Link<'scope, 'a> {
     /// Waits until the destination has loaded the device state.
     pub(super) fn wait_for_loaded(&mut self) -> Result<(), SourceError> {
         if self.device_state != DeviceState::Loaded {
-            match self.receive("loaded the guest", self.source.config.stall_timeout)? {
+            let timeout = self.timeout(self.source.config.stall_timeout);
+            match self.receive("loaded the guest", timeout)? {
                 DestinationMessage::Loaded => self.device_state = DeviceState::Loaded,
                 message => return Err(unexpected(message)),
             }
@@ -253,9 +257,9 @@ impl<'scope, 'a> Link<'scope, 'a> {
         what: &'static str,
         timeout: Duration,
     ) -> Result<DestinationMessage, SourceError> {
-        let deadline = Instant::now() + timeout;
+        let deadline = Instant::now().checked_add(timeout);
         loop {
-            match self.next(Some(deadline))? {
+            match self.next(deadline)? {
                 Some(Event::Message(message)) => return Ok(message),
                 Some(Event::Sent) => {}
                 Some(event) => unexpected_event(event)?,
@@ -279,7 +283,10 @@ impl<'scope, 'a> Link<'scope, 'a> {
     pub(super) fn explain(&self, error: SourceError) -> SourceError {
         let of_connection = matches!(
             error,
-            SourceError::Channel { .. } | SourceError::Control(_) | SourceError::ControlEnded
+            SourceError::Channel { .. }
+                | SourceError::Control(_)
+                | SourceError::ControlEnded
+                | SourceError::Session(_)
         );
         if !of_connection || self.disconnected.get() || self.source.shared.is_cancelled() {
             return error;
@@ -310,16 +317,35 @@ impl<'scope, 'a> Link<'scope, 'a> {
         if sent.is_ok() || self.device_state == DeviceState::Unsent {
             return sent;
         }
-        Ok(self.dial_again(FAILURE_TIMEOUT)?.send(abort)?)
+        let again = self.dial_again(FAILURE_TIMEOUT)?;
+        again.send(abort)?;
+        finish(again.stream(), FAILURE_TIMEOUT);
+        Ok(())
+    }
+
+    /// Waits until the destination has what was sent on `control`, the last control connection, or the link's own.
+    pub(super) fn finish(&self, control: Option<&Arc<Stream>>, is_over: bool) {
+        // A destination that has the guest waits for its source's last word.
+        let timeout = match is_over {
+            true => self.timeout(FAILURE_TIMEOUT),
+            false => FAILURE_TIMEOUT,
+        };
+        finish(control.unwrap_or(&self.control), timeout);
     }
 
     /// Another control connection of this attempt.
     pub(super) fn dial_again(&self, timeout: Duration) -> Result<Messages, SourceError> {
-        let stream = dial(&self.destination, timeout)?;
+        let stream = self.way.open_anew(timeout)?;
+        stream.set_stall_timeout(timeout)?;
         stream
             .write_both(&Opening::control(self.id), &[])
             .map_err(ProtocolError::from)?;
-        Ok(Messages::new(Arc::new(stream.into())))
+        Ok(Messages::new(Arc::new(stream)))
+    }
+
+    /// How long to wait for what takes `timeout` at most while the connection is there.
+    fn timeout(&self, timeout: Duration) -> Duration {
+        timeout.saturating_add(self.way.reconnect_timeout())
     }
 
     fn spawn(&self, run: impl FnOnce() + Send + 'scope) -> io::Result<()> {
@@ -331,7 +357,8 @@ impl<'scope, 'a> Link<'scope, 'a> {
         let source = self.source;
         let config = &source.config;
         let opening = Initial::new(self.id.0, number, config.channels.into())?.to_bytes();
-        let stream = connect(source, &self.destination)?;
+        let stream = self.way.open(config.stall_timeout)?;
+        let stream = register(source, stream)?;
         stream
             .write_both(&opening, &[])
             .map_err(ProtocolError::from)?;
@@ -415,29 +442,20 @@ fn or_unanswered(error: SourceError) -> SourceError {
     }
 }
 
-fn connect(source: &Source, destination: &Address) -> Result<Arc<Stream>, SocketError> {
-    let stream = Arc::new(Stream::from(dial(
-        destination,
-        source.config.stall_timeout,
-    )?));
+/// Lets the source's options apply to `stream`, and its end end it.
+fn register(source: &Source, stream: Stream) -> io::Result<Arc<Stream>> {
+    stream.set_stall_timeout(source.config.stall_timeout)?;
+    let stream = Arc::new(stream);
     source.shared.hangup.register(&stream);
     Ok(stream)
 }
 
-/// That of the addresses of `destination` to which `stream` is connected.
-fn peer_address(stream: &Stream, destination: &Address) -> io::Result<Address> {
-    let Some(Socket::Tcp(stream)) = stream.socket() else {
-        return Ok(destination.clone());
-    };
-    let peer = stream.peer_addr()?;
-    let host = match peer {
-        SocketAddr::V6(peer) if peer.scope_id() != 0 => {
-            format!("{}%{}", peer.ip(), peer.scope_id())
-        }
-        peer => peer.ip().to_string(),
-    };
-    let port = peer.port();
-    Ok(Address::Tcp { host, port })
+/// Ends a control connection, and waits until the destination has what was sent on it.
+fn finish(control: &Stream, timeout: Duration) {
+    control.finish();
+    if !control.drain(timeout) {
+        warn!("the destination has not acknowledged the last message");
+    }
 }
 
 fn send_state(control: &Stream, state: &[u8]) -> Result<(), ProtocolError> {

@@ -12,8 +12,11 @@ use std::{
 };
 
 use crate::common::{
-    Here, MIB, Rig, Rng, Shape, Stage, Step, There, Watchdog, lock, migrate, move_guest,
-    move_in_the_end, nothing_to_migrate, proxy::opening, source_config, until_one_arrives,
+    Here, MIB, Rig, Rng, Shape, Stage, Step, There, Watchdog, address_of, lock, migrate,
+    move_guest, move_in_the_end, nothing_to_migrate, plain,
+    proxy::opening,
+    sessions::{Hosts, acceptor_for, way_to},
+    source_config, until_one_arrives,
 };
 use multifd::Method;
 use vamoose_live::{DestinationError, GuestLocation, Handle, SourceError, State, Switchover};
@@ -99,8 +102,9 @@ fn cancelled(shape: &Shape, when: When, rng: &mut Rng) {
         }
         Ok(())
     };
-    let mut destination = stage.destination(|_| {});
-    let address = destination.address().clone();
+    let hosts = rng.chance(50).then(Hosts::new);
+    let mut destination = stage.destination_at(acceptor_for(hosts.as_ref()), |_| {});
+    let to = way_to(hosts.as_ref(), &destination);
     if matches!(when, When::AtOnce) {
         cancel(&handle);
     }
@@ -131,7 +135,7 @@ fn cancelled(shape: &Shape, when: When, rng: &mut Rng) {
                 _ => Switchover::Force,
             }
         });
-        let result = source.run(&address, &mut rounds.hooked(at_step));
+        let result = source.run(&to, &mut rounds.hooked(at_step));
         over.store(true, Ordering::SeqCst);
         canceller.join().unwrap();
         assert!(!handle.cancel(), "it is over");
@@ -139,7 +143,7 @@ fn cancelled(shape: &Shape, when: When, rng: &mut Rng) {
             Ok(_) => stage.expect_there(),
             Err(_) => {
                 stage.expect_here();
-                move_in_the_end(&stage, &address);
+                move_in_the_end(&stage, &to);
                 stage.expect_there();
             }
         }
@@ -210,7 +214,7 @@ fn a_source_that_waits_for_an_answer_is_cancelled() {
             assert!(handle.cancel());
             drop(connection);
         });
-        source.run(&address.parse().unwrap(), &mut Here::new(&stage))
+        source.run(&plain(&address.parse().unwrap()), &mut Here::new(&stage))
     });
     assert!(matches!(result, Err(SourceError::Cancelled)));
     stage.expect_here();
@@ -227,7 +231,7 @@ fn a_destination_that_waits_is_cancelled() {
     for connects in [false, true] {
         let _watchdog = Watchdog::new(format!("cancel a waiting destination, {connects}"));
         let mut destination = stage.destination(|_| {});
-        let (host, port) = crate::common::socket_address(destination.address());
+        let (host, port) = crate::common::socket_address(&address_of(&destination));
         let mut source = std::net::TcpStream::connect((host, port)).unwrap();
         if connects {
             std::io::Write::write_all(&mut source, &opening([7; 16])).unwrap();

@@ -8,7 +8,7 @@ use std::{
     process::{self, Child, Command, Stdio},
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, Ordering},
         mpsc::{self, Receiver},
     },
     thread,
@@ -16,18 +16,18 @@ use std::{
 };
 
 use crate::common::{
-    Here, Hook, MIB, Outcome, Rig, Rng, Shape, Stage, Step, There, Watchdog, engines, lock,
-    loopback, migrate, move_guest, move_in_the_end, nothing_to_migrate,
+    Here, Hook, MIB, Outcome, Rig, Rng, Shape, Stage, Step, There, Watchdog, address_of, engines,
+    in_parallel, listen, lock, loopback, migrate, move_guest, move_in_the_end, nothing_to_migrate,
+    plain,
     proxy::{Action, Point, Proxy, ask, settle},
     source_config, until_one_arrives,
 };
 use multifd::Method;
 use rustix::process::{Resource, Rlimit, setrlimit};
 use testguest::Guest;
-use vamoose_link::Address;
 use vamoose_live::{
-    Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError, GuestLocation,
-    SourceError, Switchover, chain,
+    Address, Destination, DestinationConfig, DestinationError, DestinationGuest, GuestError,
+    GuestLocation, SourceError, Switchover, chain,
 };
 
 /// For how long a source asks, and a destination waits for its word. Long enough for a busy host to get an
@@ -50,7 +50,7 @@ fn survive(
 ) -> Result<(), SourceError> {
     let stage = Stage::new(shape);
     let mut destination = stage.destination(|_| {});
-    let address = destination.address().clone();
+    let address = address_of(&destination);
     let proxy = proxy(&address);
     let hook = || -> Hook<'_> {
         Box::new(|step| {
@@ -66,7 +66,7 @@ fn survive(
             until_one_arrives(&mut destination, &mut there)
         });
         let mut here = Here::new(&stage).hooked(hook()).switching(in_round_three);
-        let result = stage.source(config).run(proxy.address(), &mut here);
+        let result = stage.source(config).run(&plain(proxy.address()), &mut here);
         match &result {
             Ok(_) => {
                 stage.expect_there();
@@ -76,7 +76,7 @@ fn survive(
             Err(error) => {
                 assert_eq!(error.guest(), GuestLocation::Source, "{error}");
                 stage.expect_here();
-                move_in_the_end(&stage, &address);
+                move_in_the_end(&stage, &plain(&address));
                 stage.expect_there();
             }
         }
@@ -105,24 +105,6 @@ fn shape_for(rng: &mut Rng) -> Option<Shape> {
         rate: rng.pick(&[Some(1_000), Some(10_000)]),
         ..Shape::default()
     })
-}
-
-/// Runs them a few at a time: most of what they do is wait.
-fn in_parallel(runs: u64, run: impl Fn(u64) + Sync) {
-    let next = AtomicU64::new(0);
-    thread::scope(|scope| {
-        for _ in 0..4 {
-            scope.spawn(|| {
-                loop {
-                    let number = next.fetch_add(1, Ordering::Relaxed);
-                    if number >= runs {
-                        return;
-                    }
-                    run(number);
-                }
-            });
-        }
-    });
 }
 
 #[test]
@@ -280,12 +262,14 @@ fn a_source_that_was_not_heard_to_the_end_is_answered() {
     let _watchdog = Watchdog::new("settled is lost".to_owned());
     let stage = Stage::new(&Shape::default());
     let mut destination = stage.destination(|_| {});
-    let address = destination.address().clone();
+    let address = address_of(&destination);
     let proxy = Proxy::new(&address, Point::Before("settled"), Action::CutControl);
     thread::scope(|scope| {
         let arriving = scope.spawn(|| destination.run(&mut There::new(&stage)));
         let source = stage.source(source_config(Method::None));
-        source.run(proxy.address(), &mut Here::new(&stage)).unwrap();
+        source
+            .run(&plain(proxy.address()), &mut Here::new(&stage))
+            .unwrap();
         stage.expect_there();
         for _ in 0..3 {
             assert_eq!(ask(&address, proxy.id()), "running");
@@ -312,7 +296,7 @@ fn a_link_that_is_gone_for_good_leaves_the_guest_in_doubt() {
         let (point, way) = (points[run / 2], ways[run % 2]);
         let stage = Stage::new(&shape);
         let mut destination = stage.destination(|_| {});
-        let address = destination.address().clone();
+        let address = address_of(&destination);
         let proxy = Proxy::new(&address, point, way);
         let mut config = source_config(Method::None);
         config.settle_time = Duration::from_secs(2);
@@ -322,7 +306,7 @@ fn a_link_that_is_gone_for_good_leaves_the_guest_in_doubt() {
                 assert_ne!(step, Step::TakeBack, "nobody knows where the guest is");
                 Ok(())
             });
-            let error = stage.source(config).run(proxy.address(), &mut here);
+            let error = stage.source(config).run(&plain(proxy.address()), &mut here);
             let error = error.unwrap_err();
             assert!(matches!(error, SourceError::InDoubt { .. }), "{error}");
             assert_eq!(error.guest(), GuestLocation::InDoubt);
@@ -427,7 +411,7 @@ fn a_guest_that_cannot_run_is_taken_back_over_a_broken_link() {
     let stage = Stage::new(&Shape::default());
     let mut destination = stage.destination(|_| {});
     let cut = (Point::Before("aborted"), Action::CutAll);
-    let proxy = Proxy::new(destination.address(), cut.0, cut.1);
+    let proxy = Proxy::new(&address_of(&destination), cut.0, cut.1);
     thread::scope(|scope| {
         let arriving = scope.spawn(|| {
             let mut there = There::new(&stage).hooked(|step| match step {
@@ -437,7 +421,7 @@ fn a_guest_that_cannot_run_is_taken_back_over_a_broken_link() {
             destination.run(&mut there)
         });
         let source = stage.source(source_config(Method::None));
-        let told = source.run(proxy.address(), &mut Here::new(&stage));
+        let told = source.run(&plain(proxy.address()), &mut Here::new(&stage));
         let told = told.unwrap_err();
         assert!(
             matches!(&told, SourceError::Destination { cause } if cause.ends_with("no CPU left")),
@@ -511,9 +495,9 @@ fn destination_process() {
     let shape = Shape::default();
     let (memory, ram) = shape.memory();
     let config = DestinationConfig::new(engines(Method::None));
-    let listen = env::var(LISTEN).unwrap().parse().unwrap();
-    let mut destination = Destination::bind(&listen, ram, config).unwrap();
-    println!("\n@{}", destination.address());
+    let address: Address = env::var(LISTEN).unwrap().parse().unwrap();
+    let mut destination = Destination::new(listen(&address), ram, config).unwrap();
+    println!("\n@{}", address_of(&destination));
     let mut vmm = Alone {
         config: shape.config(memory),
         guest: None,
@@ -660,7 +644,7 @@ fn migrate_to_a_process(
             at_step(&remote, step);
             Ok(())
         });
-        let result = source.run(&address, &mut here);
+        let result = source.run(&plain(&address), &mut here);
         over.store(true, Ordering::SeqCst);
         result.map(drop)
     });
@@ -784,7 +768,7 @@ fn another_process_at_the_destinations_address_does_not_answer_for_it() {
         });
         let mut here = Here::new(&stage).hooked(not_taken_back);
         let source = stage.source(source_config(Method::None));
-        let error = source.run(proxy.address(), &mut here).unwrap_err();
+        let error = source.run(&plain(proxy.address()), &mut here).unwrap_err();
         assert!(matches!(error, SourceError::InDoubt { .. }), "{error}");
         drop(second.join().unwrap());
     });
@@ -800,7 +784,7 @@ fn a_proxy_that_is_gone_is_no_proof_that_the_destination_is() {
     let _watchdog = Watchdog::new("the proxy is gone".to_owned());
     let stage = Stage::new(&Shape::default());
     let mut destination = stage.destination(|_| {});
-    let address = destination.address().clone();
+    let address = address_of(&destination);
     let proxy = Proxy::new(&address, Point::After("commit"), Action::Vanish);
     let mut config = source_config(Method::None);
     config.settle_time = Duration::from_secs(2);
@@ -808,7 +792,7 @@ fn a_proxy_that_is_gone_is_no_proof_that_the_destination_is() {
         let arriving = scope.spawn(|| destination.run(&mut There::new(&stage)));
         let mut here = Here::new(&stage).hooked(not_taken_back);
         let source = stage.source(config);
-        let error = source.run(proxy.address(), &mut here).unwrap_err();
+        let error = source.run(&plain(proxy.address()), &mut here).unwrap_err();
         assert!(matches!(error, SourceError::InDoubt { .. }), "{error}");
         settle(&address, proxy.id());
         arriving.join().unwrap().unwrap();
@@ -842,7 +826,7 @@ fn a_destination_that_is_out_of_descriptors_for_a_while_answers_afterwards() {
             remote.tell("feed");
         });
         let source = stage.source(source_config(Method::None));
-        let result = source.run(proxy.address(), &mut Here::new(&stage));
+        let result = source.run(&plain(proxy.address()), &mut Here::new(&stage));
         over.store(true, Ordering::SeqCst);
         result.unwrap();
     });

@@ -11,8 +11,10 @@ use std::{
 };
 
 use crate::common::{
-    Here, PAGE, Rng, Shape, Stage, There, Watchdog, lock, migrate, nothing_to_migrate,
+    Here, PAGE, Rng, Shape, Stage, There, Watchdog, address_of, listen, lock, loopback, migrate,
+    nothing_to_migrate, plain,
     proxy::{ABORT, COMMIT, SETTLED, message, name_of, opening, read_line},
+    sessions::Hosts,
     socket_address, source_config,
 };
 use handover::{FrameError, MAX_LINE};
@@ -278,7 +280,7 @@ fn hostile_source_within(
     let _watchdog = Watchdog::new(name.to_owned());
     let there = ram();
     let mut destination = destination_within(stall_timeout, &there);
-    let address = destination.address().clone();
+    let address = address_of(&destination);
     let mut vmm = Vmm::default();
     let (error, (mut peer, told)) = thread::scope(|scope| {
         let serving = scope.spawn(|| destination.run(&mut vmm).unwrap_err());
@@ -311,12 +313,12 @@ fn destination_within(stall_timeout: Duration, there: &Ram) -> Destination {
     let mut config = vamoose_live::DestinationConfig::new(crate::common::engines(Method::None));
     config.stall_timeout = stall_timeout;
     config.max_state = 1000;
-    Destination::bind(&crate::common::loopback(), there.clone(), config).unwrap()
+    Destination::new(listen(&loopback()), there.clone(), config).unwrap()
 }
 
 /// The destination takes the guest of a right source, all of whose pages are something else than before.
 fn serve_a_right_one(destination: &mut Destination, there: &Ram) -> Arrival {
-    let address = destination.address().clone();
+    let address = address_of(destination);
     let mut to = Vmm::default();
     let arrival = thread::scope(|scope| {
         let serving = scope.spawn(|| destination.run(&mut to));
@@ -332,7 +334,7 @@ fn ignored_source(name: &str, play: impl FnOnce(&Address)) {
     let _watchdog = Watchdog::new(name.to_owned());
     let there = ram();
     let mut destination = destination_within(STALL, &there);
-    let address = destination.address().clone();
+    let address = address_of(&destination);
     let mut to = Vmm::default();
     thread::scope(|scope| {
         let serving = scope.spawn(|| destination.run(&mut to));
@@ -347,7 +349,7 @@ fn ignored_source(name: &str, play: impl FnOnce(&Address)) {
 fn move_right_one(address: &Address, there: &Ram) {
     let (here, source) = source(|_| {});
     let mut from = Vmm::default();
-    source.run(address, &mut from).unwrap();
+    source.run(&plain(address), &mut from).unwrap();
     assert!(!from.runs);
     crate::common::expect_equal(&here, there);
 }
@@ -524,7 +526,7 @@ fn attempts_that_are_over_and_unknown_ones_are_answered_for() {
     let _watchdog = Watchdog::new("attempts that are over".to_owned());
     let there = ram();
     let mut destination = destination_of(&there);
-    let address = destination.address().clone();
+    let address = address_of(&destination);
     let mut vmm = Vmm::default();
     let incarnation = thread::scope(|scope| {
         let serving = scope.spawn(|| destination.run(&mut vmm));
@@ -573,7 +575,7 @@ fn another_destination_at_the_same_address_is_another_one() {
     let there = ram();
     let incarnations = [(); 2].map(|()| {
         let mut destination = destination_of(&there);
-        let address = destination.address().clone();
+        let address = address_of(&destination);
         thread::scope(|scope| {
             let serving = scope.spawn(|| destination.run(&mut Vmm::default()));
             let incarnation = Peer::opened(&address).prepare(PREPARE);
@@ -590,7 +592,7 @@ fn a_destination_takes_one_guest() {
     let _watchdog = Watchdog::new("one guest".to_owned());
     let there = ram();
     let mut destination = destination_of(&there);
-    let address = destination.address().clone();
+    let address = address_of(&destination);
     serve_a_right_one(&mut destination, &there);
     let mut before = vec![0; LOW];
     let memory = there.blocks()[0].memory();
@@ -778,7 +780,7 @@ fn a_source_that_comes_back_is_served() {
     let _watchdog = Watchdog::new("comes back".to_owned());
     let there = ram();
     let mut destination = destination_of(&there);
-    let address = destination.address().clone();
+    let address = address_of(&destination);
     let mut vmm = Vmm::default();
     let arrival = thread::scope(|scope| {
         let serving = scope.spawn(|| destination.run(&mut vmm));
@@ -811,7 +813,7 @@ fn a_source_that_comes_back_is_served() {
 fn a_guest_that_is_not_to_run_is_not_resumed() {
     let _watchdog = Watchdog::new("not to run".to_owned());
     let mut destination = destination_of(&ram());
-    let address = destination.address().clone();
+    let address = address_of(&destination);
     let mut vmm = Vmm::default();
     let arrival = thread::scope(|scope| {
         let serving = scope.spawn(|| destination.run(&mut vmm));
@@ -837,7 +839,7 @@ fn words_of_another_attempt_are_not_taken_for_the_current_one() {
     let _watchdog = Watchdog::new("another attempt".to_owned());
     let there = ram();
     let mut destination = destination_of(&there);
-    let address = destination.address().clone();
+    let address = address_of(&destination);
     let mut vmm = Vmm::default();
     let arrival = thread::scope(|scope| {
         let serving = scope.spawn(|| destination.run(&mut vmm));
@@ -928,6 +930,61 @@ fn channels_that_were_not_announced() {
             |error| matches!(error, DestinationError::ChannelNumber { channel } if *channel == number),
         );
     }
+}
+
+/// A trusted peer that is not the source of an attempt has no part in it, and channels belong to the session of their control
+/// connection.
+#[test]
+fn streams_of_other_sessions_and_peers_are_refused() {
+    let _watchdog = Watchdog::new("streams of other sessions".to_owned());
+    let (mut hosts, mut others) = (Hosts::new(), Hosts::new());
+    hosts.befriend(&mut others);
+    let there = ram();
+    let config = vamoose_live::DestinationConfig::new(crate::common::engines(Method::None));
+    let mut destination = Destination::new(hosts.acceptor(), there, config).unwrap();
+    let address = address_of(&destination);
+    let open = |hosts: &Hosts, bytes: &[u8]| {
+        let (session, stream) = hosts.remote(&address).dial().unwrap();
+        stream.write_both(bytes, &[]).unwrap();
+        (session, stream)
+    };
+    let expect_refused = |stream: &vamoose_link::Stream| {
+        let mut answer = [0];
+        let read = stream.read_full(&mut answer);
+        assert!(!matches!(read, Ok(1)), "it got an answer");
+    };
+    thread::scope(|scope| {
+        let serving = scope.spawn(|| destination.run(&mut Vmm::default()));
+        let prepare = [opening(ID), message(PREPARE)].concat();
+        let (session, control) = open(&hosts, &prepare);
+        while name_of(&read_line(&mut &control).unwrap()) != "prepared" {}
+        // The same host, but another session.
+        let (_session, channel) = open(&hosts, &channel_opening(ID, 0));
+        expect_refused(&channel);
+        // Another host.
+        for word in [ABORT, COMMIT] {
+            let bytes = [opening(ID), message(word)].concat();
+            let (_session, stream) = open(&others, &bytes);
+            expect_refused(&stream);
+        }
+        // That was no end of the attempt: its own channels are taken.
+        let channels = [0, 1].map(|number| {
+            let channel = session.open().unwrap();
+            let bytes = [channel_opening(ID, number), sync(1)].concat();
+            channel.write_both(&bytes, &[]).unwrap();
+            channel
+        });
+        assert_eq!(name_of(&read_line(&mut &control).unwrap()), "synced");
+        // The source may come again in another session, as when it asks after a cut.
+        let abort = [opening(ID), message(ABORT)].concat();
+        let (_session, _control) = open(&hosts, &abort);
+        let error = serving.join().unwrap().unwrap_err();
+        assert!(
+            matches!(&error, DestinationError::Aborted { cause } if cause == "no more"),
+            "{error}"
+        );
+        drop(channels);
+    });
 }
 
 #[test]
@@ -1207,7 +1264,7 @@ fn strangers_do_not_disturb() {
         ..Shape::default()
     });
     let mut destination = stage.destination(|_| {});
-    let address = socket_address(destination.address());
+    let address = socket_address(&address_of(&destination));
     let strangers = Mutex::new(Vec::new());
     let disturb = || {
         for bytes in [
@@ -1425,7 +1482,9 @@ fn hostile_destination_of(
     };
     let result = thread::scope(|scope| {
         scope.spawn(move || play(listener));
-        source.run(&address.parse().unwrap(), &mut vmm).map(drop)
+        source
+            .run(&plain(&address.parse().unwrap()), &mut vmm)
+            .map(drop)
     });
     let location = result.as_ref().err().map(SourceError::guest);
     assert_eq!(
@@ -1440,11 +1499,11 @@ fn hostile_destination_of(
         let mut destination = destination_of(&there);
         let log = Arc::new(SharedBitmap::new(&here));
         let source = Source::new(here.clone(), log, source_config(Method::Lz4)).unwrap();
-        let address = destination.address().clone();
+        let address = address_of(&destination);
         let mut to = Vmm::default();
         thread::scope(|scope| {
             let serving = scope.spawn(|| destination.run(&mut to).map(drop));
-            source.run(&address, &mut vmm).unwrap();
+            source.run(&plain(&address), &mut vmm).unwrap();
             serving.join().unwrap().unwrap();
         });
         crate::common::expect_equal(&here, &there);
@@ -1719,7 +1778,9 @@ fn a_destination_that_is_not_there() {
     drop(listener);
     let (_, source) = source(|_| {});
     let mut vmm = Vmm::default();
-    let error = source.run(&address.parse().unwrap(), &mut vmm).unwrap_err();
+    let error = source
+        .run(&plain(&address.parse().unwrap()), &mut vmm)
+        .unwrap_err();
     assert!(matches!(error, SourceError::Dial(_)), "{error}");
     assert!(vmm.calls.is_empty());
 }

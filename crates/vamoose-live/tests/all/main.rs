@@ -15,4 +15,5 @@ mod cancel;
 mod dsa;
 mod faults;
 mod hostile;
+mod link;
 mod migrate;

@@ -8,8 +8,11 @@ use std::{
 };
 
 use crate::common::{
-    Here, MIB, Outcome, PAGE, Rig, Rng, Shape, Stage, There, Watchdog, by_dsas, dsas, engines,
-    expect_equal, lock, loopback, migrate, move_guest, nothing_to_migrate, snapshot::Snapshot,
+    Here, MIB, Outcome, PAGE, Rig, Rng, Shape, Stage, There, Watchdog, address_of, by_dsas, dsas,
+    engines, expect_equal, listen, lock, loopback, migrate, migrate_over, move_guest,
+    nothing_to_migrate, plain,
+    sessions::{Hosts, acceptor_for, way_to},
+    snapshot::Snapshot,
     source_config, source_config_by,
 };
 use idxd_model::{Config, Model};
@@ -88,7 +91,12 @@ fn any_guest_migrates_with(method: &MethodChoice) {
         config.downtime_limit = Duration::from_millis(rng.pick(&[1, 30, 300]));
         config.max_bandwidth = rng.chance(20).then(|| NonZeroU64::new(64 * MIB).unwrap());
         let rounds = 1 + rng.below(4);
-        let context = format!("{shape:?}, {} channels, {rounds} rounds", config.channels);
+        let hosts = rng.chance(50).then(Hosts::new);
+        let context = format!(
+            "{shape:?}, {} channels, {rounds} rounds, a session: {}",
+            config.channels,
+            hosts.is_some()
+        );
 
         let stage = Stage::new(&shape);
         let memory_is_zero = rng.chance(50);
@@ -96,16 +104,17 @@ fn any_guest_migrates_with(method: &MethodChoice) {
             litter(&stage.there, &mut rng);
         }
         let punch_holes = rng.chance(70);
-        let mut destination = stage.destination(|config| {
+        let mut destination = stage.destination_at(acceptor_for(hosts.as_ref()), |config| {
             (config.memory_is_zero, config.punch_holes) = (memory_is_zero, punch_holes);
         });
+        let to = way_to(hosts.as_ref(), &destination);
         let mut here = Here::new(&stage).switching({
             let stage = stage.clone();
             move |status| disturb(&stage, &mut rng, status, rounds)
         });
         let mut there = There::new(&stage);
         let source = stage.source(config);
-        let outcome = migrate(source, &mut here, &mut destination, &mut there);
+        let outcome = migrate_over(&to, source, &mut here, &mut destination, &mut there);
         let (status, arrival) = outcome.expect_done();
         assert_eq!(status.status, State::Completed, "{context}");
         assert!(status.ram.dirty_sync_count > rounds, "{context}");
@@ -509,8 +518,9 @@ fn pages_become_zero(backing: Backing, change: impl Fn(&Ram, std::ops::Range<usi
         let source = Source::new(here.clone(), log.clone(), config).unwrap();
         let mut decisions = DestinationConfig::new(engines(Method::None));
         decisions.punch_holes = punch_holes;
-        let mut destination = Destination::bind(&loopback(), there.clone(), decisions).unwrap();
-        let address = destination.address().clone();
+        let mut destination =
+            Destination::new(listen(&loopback()), there.clone(), decisions).unwrap();
+        let address = address_of(&destination);
         // A single page, some, and so many that a hole is worth it; after the first round and after the second.
         let ranges = [vec![5..6, 100..400], vec![7..9, 450..512]];
         let mut vmm = Plain {
@@ -537,7 +547,7 @@ fn pages_become_zero(backing: Backing, change: impl Fn(&Ram, std::ops::Range<usi
         });
         std::thread::scope(|scope| {
             let arriving = scope.spawn(|| destination.run(&mut expect).map(drop));
-            source.run(&address, &mut vmm).unwrap();
+            source.run(&plain(&address), &mut vmm).unwrap();
             arriving.join().unwrap().unwrap();
         });
         assert!(*lock(&compared));
@@ -584,8 +594,8 @@ fn memory_that_a_snapshot_fills_when_it_is_touched_arrives() {
     let log = Arc::new(SharedBitmap::new(&here));
     let source = Source::new(here.clone(), log.clone(), source_config(Method::None)).unwrap();
     let decisions = DestinationConfig::new(engines(Method::None));
-    let mut destination = Destination::bind(&loopback(), there.clone(), decisions).unwrap();
-    let address = destination.address().clone();
+    let mut destination = Destination::new(listen(&loopback()), there.clone(), decisions).unwrap();
+    let address = address_of(&destination);
     let mut vmm = Plain {
         log,
         round: |_: &SharedBitmap, _| Switchover::Force,
@@ -598,7 +608,7 @@ fn memory_that_a_snapshot_fills_when_it_is_touched_arrives() {
     std::thread::scope(|scope| {
         scope.spawn(|| snapshot.serve());
         let arriving = scope.spawn(|| destination.run(&mut expect).map(drop));
-        let moved = source.run(&address, &mut vmm);
+        let moved = source.run(&plain(&address), &mut vmm);
         snapshot.stop();
         moved.unwrap();
         arriving.join().unwrap().unwrap();

@@ -14,6 +14,7 @@
 )]
 
 pub(crate) mod proxy;
+pub(crate) mod sessions;
 pub(crate) mod snapshot;
 
 use std::{
@@ -35,11 +36,11 @@ use multifd::Method;
 use rustix::fs::{MemfdFlags, memfd_create};
 use testguest::{Backing, Config, Fill, Guest, Kind, Memory, Pattern, kvm_available};
 use vamoose_codec::{Engines, Settings, Verify};
-use vamoose_link::{Address, MethodChoice};
 use vamoose_live::{
-    Arrival, Destination, DestinationConfig, DestinationError, DestinationGuest, DirtyLog,
-    DsaDetection, GuestError, GuestLocation, KvmDirtyLog, KvmSlot, Ram, RamBlock, Source,
-    SourceConfig, SourceError, SourceGuest, Status, Switchover, UserfaultLog, ZeroPageDetection,
+    Acceptor, Address, Arrival, Destination, DestinationConfig, DestinationError, DestinationGuest,
+    DirtyLog, DsaDetection, GuestError, GuestLocation, KvmDirtyLog, KvmSlot, Listener,
+    MethodChoice, Ram, RamBlock, Source, SourceConfig, SourceError, SourceGuest, Status,
+    Switchover, Transport, UserfaultLog, ZeroPageDetection,
 };
 use vm_memory::{FileOffset, MmapRegion};
 
@@ -231,9 +232,18 @@ impl Stage {
 
     /// A destination for the guest, with `settings` applied to its defaults.
     pub(crate) fn destination(&self, settings: impl FnOnce(&mut DestinationConfig)) -> Destination {
+        self.destination_at(listen(&loopback()), settings)
+    }
+
+    /// The same, at `acceptor`.
+    pub(crate) fn destination_at(
+        &self,
+        acceptor: Acceptor,
+        settings: impl FnOnce(&mut DestinationConfig),
+    ) -> Destination {
         let mut config = DestinationConfig::new(engines(Method::None));
         settings(&mut config);
-        Destination::bind(&loopback(), self.there.clone(), config).unwrap()
+        Destination::new(acceptor, self.there.clone(), config).unwrap()
     }
 
     /// A source for the guest.
@@ -476,17 +486,28 @@ impl Outcome {
     }
 }
 
-/// Runs one migration, the destination on a thread of its own.
+/// Runs one migration over plain connections, the destination on a thread of its own.
 pub(crate) fn migrate(
     source: Source,
     here: &mut Here<'_>,
     destination: &mut Destination,
     there: &mut There<'_>,
 ) -> Outcome {
-    let address = destination.address().clone();
+    let to = plain(&address_of(destination));
+    migrate_over(&to, source, here, destination, there)
+}
+
+/// The same to `destination`, to which `to` leads.
+pub(crate) fn migrate_over(
+    to: &Transport,
+    source: Source,
+    here: &mut Here<'_>,
+    destination: &mut Destination,
+    there: &mut There<'_>,
+) -> Outcome {
     thread::scope(|scope| {
         let arriving = scope.spawn(move || destination.run(there));
-        let source = source.run(&address, here);
+        let source = source.run(to, here);
         Outcome {
             source,
             destination: arriving.join().unwrap(),
@@ -509,11 +530,11 @@ pub(crate) fn move_guest(stage: &Arc<Stage>, config: SourceConfig) -> (Status, A
 
 /// Tries to move the guest to a destination that has seen failures, until it accepts. It may be waiting for the
 /// word of the last source still, for no longer than the settle time.
-pub(crate) fn move_in_the_end(stage: &Arc<Stage>, address: &Address) {
+pub(crate) fn move_in_the_end(stage: &Arc<Stage>, to: &Transport) {
     loop {
         let mut config = source_config(Method::Zstd);
         config.settle_time = Duration::from_secs(60);
-        match stage.source(config).run(address, &mut Here::new(stage)) {
+        match stage.source(config).run(to, &mut Here::new(stage)) {
             Ok(_) => return,
             Err(error) => {
                 assert_eq!(error.guest(), GuestLocation::Source, "{error}");
@@ -521,6 +542,7 @@ pub(crate) fn move_in_the_end(stage: &Arc<Stage>, address: &Address) {
                     matches!(
                         error,
                         SourceError::Unanswered
+                            | SourceError::Session(_)
                             | SourceError::ControlEnded
                             | SourceError::Control(_)
                             | SourceError::Channel { .. }
@@ -551,6 +573,24 @@ pub(crate) fn until_one_arrives(
             "a guest that did not arrive has run: {errors:?}"
         );
     }
+}
+
+/// Runs them a few at a time: most of what they do is wait.
+pub(crate) fn in_parallel(runs: u64, run: impl Fn(u64) + Sync) {
+    let next = AtomicU64::new(0);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                loop {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    if number >= runs {
+                        return;
+                    }
+                    run(number);
+                }
+            });
+        }
+    });
 }
 
 /// The first `count` devices of `model`, for batches of pages.
@@ -593,6 +633,20 @@ pub(crate) fn source_config_by(method: impl Into<MethodChoice>) -> SourceConfig 
     config.downtime_max = 4 * HANGS;
     config.stall_timeout = 4 * HANGS;
     config
+}
+
+/// A listener for plain connections.
+pub(crate) fn listen(address: &Address) -> Acceptor {
+    Acceptor::Plain(Listener::bind(address, HANGS).unwrap())
+}
+
+/// Plain connections to `address`.
+pub(crate) fn plain(address: &Address) -> Transport {
+    Transport::Plain(address.clone())
+}
+
+pub(crate) fn address_of(destination: &Destination) -> Address {
+    destination.addresses()[0].clone()
 }
 
 pub(crate) fn loopback() -> Address {

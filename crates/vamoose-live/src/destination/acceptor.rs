@@ -1,0 +1,42 @@
+//! Where a destination's connections come from.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use vamoose_link::{Address, Introduced, Listener, Session, Sessions, SocketError, Stream};
+
+/// What accepts the connections of a [`Destination`](crate::Destination). Its sources have to use the same
+/// [`Transport`](crate::Transport).
+pub enum Acceptor {
+    /// Streams of sessions with sources that are trusted.
+    Sessions(Sessions),
+    /// Plain connections, of anyone who can open one.
+    Plain(Listener),
+}
+
+impl Acceptor {
+    /// A connection that waits, and the session that it belongs to.
+    pub(super) fn try_accept(&self) -> Result<Option<(Stream, Option<Session>)>, SocketError> {
+        Ok(match self {
+            Self::Sessions(sessions) => sessions
+                .try_next()
+                .map(|Introduced { stream, session }| (stream, Some(session))),
+            Self::Plain(listener) => listener.try_accept()?.map(|socket| (socket.into(), None)),
+        })
+    }
+
+    pub(super) fn addresses(&self) -> Vec<&Address> {
+        match self {
+            Self::Sessions(sessions) => sessions.addresses().collect(),
+            Self::Plain(listener) => vec![listener.address()],
+        }
+    }
+}
+
+impl AsFd for Acceptor {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Sessions(sessions) => sessions.as_fd(),
+            Self::Plain(listener) => listener.as_fd(),
+        }
+    }
+}
