@@ -3,10 +3,7 @@
 //! The engine's `resume` does not let the guest run yet: first its memory is read, as it arrived. So the downtime that the source
 //! reports is the engine's, without the reading, and without waking the vCPUs, which takes microseconds.
 
-use std::{
-    io::{self, Write as _},
-    process, thread,
-};
+use std::io::{self, Write as _};
 
 use anyhow::{Context as _, Result};
 use serde::Serialize;
@@ -19,6 +16,7 @@ use crate::{
     digest::Digest,
     dsa::Queues,
     guest::{ram_of, run_briefly},
+    link::{OwnKey, end_with_the_source},
     messages::{Arrived, Order, Resumed},
 };
 
@@ -27,23 +25,15 @@ pub(crate) fn run() -> Result<()> {
     io::stdin()
         .read_line(&mut line)
         .context("cannot read the order")?;
-    let order = serde_json::from_str(&line)
+    let order: Order = serde_json::from_str(&line)
         .context("this command is started by vamoose-demo, not by hand")?;
-    end_with_the_source();
+    let own_key = order.link.own_key()?;
+    end_with_the_source(own_key.as_ref());
     // The source prints an error for the user.
-    receive_guest(&order).or_else(|error| send::<()>(Err(format!("{error:#}"))))
+    receive_guest(&order, own_key.as_ref()).or_else(|error| send::<()>(Err(format!("{error:#}"))))
 }
 
-/// Ends this process when the source has ended, in whatever way.
-fn end_with_the_source() {
-    thread::spawn(|| {
-        // An error is the end, too.
-        let _ = io::copy(&mut io::stdin(), &mut io::sink());
-        process::exit(1);
-    });
-}
-
-fn receive_guest(order: &Order) -> Result<()> {
+fn receive_guest(order: &Order, own_key: Option<&OwnKey>) -> Result<()> {
     let memory = order.shape.memory()?;
     if order.prealloc {
         fill(&memory, &Fill::Zero).context("cannot populate the memory")?;
@@ -56,8 +46,11 @@ fn receive_guest(order: &Order) -> Result<()> {
     // it is ever sent as zeros.
     config.memory_is_zero = true;
     config.copy = Queues::copy(order.copy.as_ref(), &order.hardware)?;
-    let mut destination = Destination::bind(&order.listen.parse()?, ram.clone(), config)?;
-    send(Ok(destination.address().to_string()))?;
+    let (acceptor, listening) = order
+        .link
+        .listen(&order.listen, own_key, config.stall_timeout)?;
+    let mut destination = Destination::new(acceptor, ram.clone(), config)?;
+    send(Ok(listening))?;
 
     let before = CpuTime::now();
     let arrival = destination.run(&mut Incoming(&guest))?;

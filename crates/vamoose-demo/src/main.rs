@@ -19,6 +19,7 @@ mod digest;
 mod dirty_log;
 mod dsa;
 mod guest;
+mod link;
 mod messages;
 mod process;
 mod report;
@@ -39,7 +40,7 @@ use signal_hook::{
 };
 use testguest::{Backing, Fill, Guest, Kind, fill};
 use tracing::info;
-use vamoose::options::{Hardware, JsonReport, MethodName, Size, refuse_open_address};
+use vamoose::options::{Hardware, JsonReport, MethodName, Size};
 use vamoose_live::{Address, AutoConverge, GuestLocation, Ram, Source, SourceConfig, SourceError};
 
 use crate::{
@@ -47,6 +48,7 @@ use crate::{
     dirty_log::LogName,
     dsa::DsaOptions,
     guest::{PatternName, Rate, Shape, parse_fill, parse_ram, ram_of, run_briefly},
+    link::{Link, LinkOptions, Listening},
     messages::{Arrived, Order, Resumed},
     process::Process,
     report::Outcome,
@@ -75,9 +77,8 @@ struct Options {
     /// program at the same path)
     #[arg(long, value_name = "COMMAND")]
     via: Option<String>,
-    /// Allow a non-local listen address without authentication or encryption
-    #[arg(long)]
-    insecure: bool,
+    #[command(flatten)]
+    link: LinkOptions,
     #[command(flatten)]
     json: JsonReport,
 }
@@ -142,8 +143,8 @@ struct MigrationOptions {
     /// Maximum size of the pages in a packet: a power of two, 64k to 4M
     #[arg(long, default_value = "512k", value_name = "SIZE")]
     packet_size: Size,
-    /// Send pages without copying them, for method none
-    #[arg(long)]
+    /// Send pages without copying them, for method none and plain connections
+    #[arg(long, requires = "plain")]
     zero_copy: bool,
     /// How the source finds what the guest writes [default: kvm for a KVM guest, else userfaultfd]
     #[arg(long, value_enum)]
@@ -179,7 +180,8 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<()> {
-    let order = options.order()?;
+    let (link, own_key) = options.link.link()?;
+    let order = options.order(link)?;
     let mut config = options.migration.config()?;
     // Over one loopback; what a command leads through is not known.
     config.direct_link = options.via.is_none();
@@ -191,15 +193,17 @@ fn run(options: &Options) -> Result<()> {
     let ram = ram_of(guest.memory())?;
     let log = dirty_log::open(dirty_log, &guest, &ram)?;
     let source = Source::new(ram.clone(), log, config.clone())?;
-    let address: String = destination.receive()?;
+    let there: Listening = destination.receive()?;
     info!(
-        "the destination, process {}, listens on {address}",
-        destination.id()
+        "the destination, process {}, listens on {}",
+        destination.id(),
+        there.address
     );
+    let to = order.link.to(&there, own_key.as_ref())?;
     if shape.rate != Rate::Idle {
         guest.resume()?;
     }
-    let (run, result) = source::migrate(source, &address.parse()?, &guest, &cancel);
+    let (run, result) = source::migrate(source, &to, &guest, &cancel);
     let outcome = match result {
         Ok(()) => moved(&guest, &ram, &mut destination),
         Err(error) => stayed(error, &guest, shape.rate, destination),
@@ -217,8 +221,7 @@ fn run(options: &Options) -> Result<()> {
 
 impl Options {
     /// What the destination is to do; everything in it has been checked.
-    fn order(&self) -> Result<Order> {
-        refuse_open_address(&self.listen, self.insecure)?;
+    fn order(&self, link: Link) -> Result<Order> {
         let migration = &self.migration;
         migration.dsa.check(migration.method != MethodName::NONE)?;
         Ok(Order {
@@ -227,6 +230,7 @@ impl Options {
             hardware: migration.hardware.clone(),
             copy: migration.dsa.copy(migration.pages()),
             listen: self.listen.to_string(),
+            link,
         })
     }
 }
@@ -390,6 +394,13 @@ fn summarise(run: &Run, shape: &Shape, outcome: &Outcome) {
         moved.wire_bytes >> 20,
         moved.page_bytes as f64 / moved.wire_bytes.max(1) as f64,
     );
+    if let Some(session) = &run.session {
+        info!(
+            "the link: {}, {} reconnects",
+            session.cipher().unwrap_or("not encrypted"),
+            session.reconnects()
+        );
+    }
     let yes = |holds| if holds { "yes" } else { "NO" };
     info!(
         "all {} MiB of memory equal: {}; checksum holds: {} ({} pages written before, {} after)",

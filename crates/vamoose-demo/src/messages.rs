@@ -3,8 +3,9 @@
 //!
 //! ```text
 //!  source                                            destination
-//!     ── Order (the guest's shape, where to listen) ──> makes memory and guest
-//!     <───────────────────────── the listen address ──
+//!     ── Order (the guest's shape, where to listen, ─>  makes memory, guest and key
+//!              its public key)
+//!     <───────── Listening (address, its public key) ──
 //!     ══ the migration, over the network ════════════>  the guest is loaded, but does not run yet
 //!     <── Arrived (checksum, digest of all memory, CPU time)
 //!     <── Resumed (its writes) ───────────────────────  it has run, was paused and verified again
@@ -18,7 +19,7 @@ use testguest::Proof;
 use vamoose::options::Hardware;
 use vamoose_live::OffloadCounters;
 
-use crate::{digest::Digest, dsa::Queues, guest::Shape};
+use crate::{digest::Digest, dsa::Queues, guest::Shape, link::Link};
 
 /// What the destination is to do.
 #[derive(Debug, Serialize, Deserialize)]
@@ -31,6 +32,7 @@ pub(crate) struct Order {
     /// What copies decoded pages, if not the CPU.
     pub(crate) copy: Option<Queues>,
     pub(crate) listen: String,
+    pub(crate) link: Link,
 }
 
 /// The guest as it arrived, before it has run.

@@ -90,7 +90,7 @@ pub(crate) fn json(
     let millis = Duration::from_millis;
     let setup_time = millis(status.setup_time);
     let common = report::Report::new(&config.method, moved, millis(status.total_time), setup_time);
-    let mut report = serde_json::to_value(common)?;
+    let mut report = serde_json::to_value(common.of_link(run.session.as_ref()))?;
     let arrived = outcome.arrived.as_ref();
     set(
         &mut report,

@@ -12,7 +12,8 @@ use std::{
 use serde::Serialize;
 use testguest::Guest;
 use vamoose_live::{
-    Address, GuestError, Handle, Snapshot, Source, SourceError, SourceGuest, Status, Switchover,
+    GuestError, Handle, Session, Snapshot, Source, SourceError, SourceGuest, Status, Switchover,
+    Transport,
 };
 
 use crate::cpu::CpuTime;
@@ -28,6 +29,7 @@ pub(crate) struct Run {
     pub(crate) cpu_time: Duration,
     /// Of the vCPUs meanwhile.
     pub(crate) vcpu_time: Option<Duration>,
+    pub(crate) session: Option<Session>,
 }
 
 /// A round over the guest's memory, or the last one, of the paused guest.
@@ -43,11 +45,11 @@ pub(crate) struct Round {
     pub(crate) dirty_pages: u64,
 }
 
-/// Migrates `guest` to the destination that listens on `to`, until `cancel` is set. A guest that is not `running` does not begin to
+/// Migrates `guest` to the destination that `to` leads to, until `cancel` is set. A guest that is not `running` does not begin to
 /// run because of it.
 pub(crate) fn migrate(
     source: Source,
-    to: &Address,
+    to: &Transport,
     guest: &Guest,
     cancel: &AtomicBool,
 ) -> (Run, Result<(), SourceError>) {
@@ -78,6 +80,7 @@ pub(crate) fn migrate(
         rounds: outgoing.rounds,
         cpu_time: after.without_vcpus(before),
         vcpu_time: after.of_vcpus(before),
+        session: handle.session(),
     };
     (run, result)
 }
@@ -106,6 +109,7 @@ fn progress(handle: &Handle) -> Progress {
         status: source["status"].as_str().unwrap_or_default().to_owned(),
         source,
         moved: handle.moved(),
+        session: handle.session(),
     }
 }
 

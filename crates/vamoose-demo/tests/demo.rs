@@ -204,6 +204,7 @@ fn zero_copy_over_loopback_copies_and_says_so() -> Result<()> {
         "--ram=16M",
         "--guest=threads",
         "--channels=1",
+        "--plain",
         "--zero-copy",
         "--json=-",
     ])?;
@@ -223,6 +224,22 @@ fn zero_copy_over_loopback_copies_and_says_so() -> Result<()> {
         number(&report["ram"], "dirty-sync-missed-zero-copy"),
         missed
     );
+    Ok(())
+}
+
+#[test]
+fn the_report_describes_the_link() -> Result<()> {
+    let options = ["--ram=16M", "--guest=threads"];
+    let report = |more| demo(&[&options[..], more].concat());
+    let secure = report(&[])?;
+    let link = &secure["link"];
+    assert!(link["tls"].is_string() && link["check"] == true, "{link}");
+    assert!(link["reconnects"].is_u64(), "{link}");
+    let peer = link["peer"].as_str().unwrap();
+    assert!(peer.contains("ed25519:"), "{link}");
+    let insecure = report(&["--insecure"])?;
+    assert!(insecure["link"]["tls"].is_null() && insecure["link"]["check"] == true);
+    assert!(report(&["--plain"])?["link"].is_null());
     Ok(())
 }
 
@@ -264,7 +281,12 @@ fn modelled_dsas_look_for_zero_pages_and_copy() -> Result<()> {
 #[test]
 fn options_that_cannot_be_are_refused() -> Result<()> {
     for (options, words) in [
-        (&["--zero-copy", "--method=zstd"][..], "--zero-copy"),
+        (
+            &["--zero-copy", "--plain", "--method=zstd"][..],
+            "--zero-copy",
+        ),
+        (&["--zero-copy"], "--plain"),
+        (&["--plain", "--insecure"], "--insecure"),
         (&["--ram=5000"], "--ram"),
         (&["--ram=0"], "--ram"),
         (&["--ram=2048"], "append a unit"),
@@ -295,7 +317,6 @@ fn options_that_cannot_be_are_refused() -> Result<()> {
         ),
         (&["--dirty-log=kvm"], "--dirty-log kvm"),
         (&["--fill=/does/not/exist"], "--fill /does/not/exist"),
-        (&["--listen=tcp:0.0.0.0:0"], "--insecure"),
         (&["--via=/does/not/exist"], "/does/not/exist"),
         (&["--via=false"], "has ended"),
     ] {
@@ -323,7 +344,8 @@ fn another_command_starts_the_destination() -> Result<()> {
 
 #[test]
 fn a_killed_destination_leaves_the_guest_at_the_source() -> Result<()> {
-    let demo = start(&ENDLESS)?;
+    // Over a session it might come back.
+    let demo = start(&[&ENDLESS[..], &["--reconnect-timeout=1"]].concat())?;
     let destination = destination(&demo)?;
     demo.wait_for("active, ", LIMIT)?;
     kill_process(destination, Signal::KILL)?;

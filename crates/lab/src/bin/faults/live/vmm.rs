@@ -49,6 +49,8 @@ impl Vmm {
         command
             .arg(role)
             .args(options)
+            // The proxy reads the messages.
+            .arg("--plain")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null());
