@@ -18,7 +18,7 @@ build: setup   # Build target/release/vamoose and vamoose-demo
 	cargo build --release -p vamoose $(if $(filter x86_64,$(shell uname -m)),-p vamoose-demo)
 
 # One command for both programs: they share the dependencies, and the demo finds vamoose beside itself.
-demo: setup    # Move a running guest between two QEMUs, prove it, compare with stock QEMU (two minutes)
+demo: setup    # Move a running guest between two QEMUs, pull the cable meanwhile, prove it, compare with stock QEMU (two minutes)
 	cargo build --release -p vamoose -p lab --bin vamoose --bin demo
 	"$${CARGO_TARGET_DIR:-target}/release/demo"
 

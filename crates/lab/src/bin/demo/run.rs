@@ -9,12 +9,14 @@ use lab::guest::Guest;
 use lab::process::Child;
 use serde_json::{Value, json};
 
-use crate::Way;
 use crate::cpu::{Cpu, Meter};
+use crate::cut;
+use crate::hold::Hold;
 use crate::proof::Life;
 use crate::screen::note;
 use crate::stage::Stage;
 use crate::witness::Witness;
+use crate::{METHOD, Way};
 
 /// In every way.
 const CHANNELS: u8 = 2;
@@ -29,7 +31,7 @@ pub(crate) struct Run {
     pub(crate) way: Way,
     /// From the command until the guest ran at the destination.
     pub(crate) total: Duration,
-    /// As the source QEMU reports it.
+    /// As it is reported, without [`Run::held`].
     pub(crate) downtime: Duration,
     /// Over the link, where that is known.
     pub(crate) link_bytes: Option<u64>,
@@ -37,6 +39,8 @@ pub(crate) struct Run {
     pub(crate) page_bytes: u64,
     pub(crate) cpu: Cpu,
     pub(crate) life: Life,
+    /// For how long the guest waited at the destination, until all of its memory had been compared.
+    pub(crate) held: Duration,
 }
 
 /// What the programs say themselves.
@@ -46,6 +50,7 @@ struct Reported {
     page_bytes: u64,
     /// CPU seconds of `vamoose migrate`.
     migrating: f64,
+    held: Duration,
 }
 
 impl Stage<'_> {
@@ -56,14 +61,15 @@ impl Stage<'_> {
 
     fn try_run(&self, way: Way) -> Result<Run> {
         let (mut source, mut destination) = self.boot(way)?;
-        let meter = Meter::start(&mut source.qemu, &mut destination.qemu, self.server.pid())?;
+        let server = self.server(way).vamoose.pid();
+        let meter = Meter::start(&mut source.qemu, &mut destination.qemu, server)?;
         let sent_before = self.network.sent()?;
 
         let witness = Witness::start();
         let start = Instant::now();
         let moved = match way {
-            Way::Vamoose(method) => self.by_vamoose(method, &source, &destination),
-            Way::Stock(method) => self.by_qemu(method, &mut source, &mut destination),
+            Way::Stock => self.by_qemu(&mut source, &mut destination),
+            _ => self.by_vamoose(way, &source, &destination),
         };
         let total = start.elapsed();
         let reported = moved.with_context(|| fates(&mut source, &mut destination))?;
@@ -94,6 +100,7 @@ impl Stage<'_> {
                 start,
                 witness.finish(),
             )?,
+            held: reported.held,
         })
     }
 
@@ -104,8 +111,8 @@ impl Stage<'_> {
         self.guard.watch(source.qemu.process())?;
         // Vamoose continues the guest itself, once the source has stopped for good.
         let waiting = match way {
-            Way::Vamoose(_) => self.machine().incoming().paused(),
-            Way::Stock(_) => self.machine().incoming(),
+            Way::Stock => self.machine().incoming(),
+            _ => self.machine().incoming().paused(),
         };
         let waiting = self.network.destination().place(waiting.preallocate());
         let destination = Guest::start(&waiting)?;
@@ -120,36 +127,65 @@ impl Stage<'_> {
     }
 
     /// Its progress is shown as a user would see it.
-    fn by_vamoose(&self, method: &str, source: &Guest, destination: &Guest) -> Result<Reported> {
-        let name = format!("guest-{method}");
-        let link = self.monitors.path().join(format!("{name}.qmp"));
-        std::os::unix::fs::symlink(destination.qemu.qmp_socket(), link)
-            .context("linking the destination's monitor")?;
-        let report = self.monitors.path().join(format!("{name}.json"));
+    fn by_vamoose(&self, way: Way, source: &Guest, destination: &Guest) -> Result<Reported> {
+        let server = self.server(way);
+        let name = format!("{way:?}").to_lowercase();
+        let monitor = server.monitors.path().join(format!("{name}.qmp"));
+        let socket = destination.qemu.qmp_socket();
+        let memory = [&source.qemu, &destination.qemu].map(|qemu| qemu.ram().to_owned());
+        let (cable, hold) = if way == Way::Cut {
+            let cable = self.network.cable(&server.to)?;
+            let hold = Hold::start(self.guard, &monitor, &socket, memory)?;
+            (Some(cable), Some(hold))
+        } else {
+            std::os::unix::fs::symlink(socket, monitor)
+                .context("linking the destination's monitor")?;
+            (None, None)
+        };
+        let report = server.monitors.path().join(format!("{name}.json"));
 
+        let to = match &cable {
+            Some(cable) => cable.address(&server.to),
+            None => server.to.clone(),
+        };
         let options = format!(
-            "--to {} --name {name} --method {method} --channels {CHANNELS} --downtime-limit {DOWNTIME_LIMIT}",
-            self.to
+            "--to {to} --name {name} --method {METHOD} --channels {CHANNELS} --downtime-limit {DOWNTIME_LIMIT}"
         );
-        note(format!("$ vamoose migrate --qmp SOCKET {options}"));
         let mut command = self.network.source().command(&self.vamoose);
         command.args(["migrate", "--qmp"]);
         command.arg(source.qemu.qmp_socket());
+        let security = if way == Way::Plain {
+            command.arg("--insecure");
+            "--insecure"
+        } else {
+            command.arg("--keys").arg(&self.keys.source);
+            "--keys DIR"
+        };
+        note(format!(
+            "$ vamoose migrate --qmp SOCKET {security} {options}"
+        ));
         command.args(options.split(' '));
-        command
-            .arg("--state-dir")
-            .arg(self.state.path().join("here"));
+        command.arg("--state-dir").arg(self.state.path());
         command.arg("--json").arg(&report).stdin(Stdio::null());
         let mut migrating = Child::start(&mut command)?;
         self.guard.watch(migrating.process())?;
-        let said = || format!("vamoose serve says:\n{}", self.server.stderr());
+        let said = || format!("vamoose serve says:\n{}", server.vamoose.stderr());
+        if let Some(cable) = &cable {
+            cut::pull_and_plug(cable, migrating.process(), source).with_context(said)?;
+        }
         let (status, cpu) = migrating.finish(LIMIT).with_context(said)?;
         ensure!(status.success(), "vamoose migrate: {status}; {}", said());
 
         let text = fs::read(&report).context("reading the report")?;
         let report: Value = serde_json::from_slice(&text).context("the report is not JSON")?;
+        if cable.is_some() {
+            cut::show(&report["link"])?;
+        }
+        let held = hold.map_or(Ok(Duration::ZERO), Hold::finish)?;
+        let downtime = Duration::from_millis(number(&report["downtime"], "downtime")?);
         Ok(Reported {
-            downtime: Duration::from_millis(number(&report["downtime"], "downtime")?),
+            held,
+            downtime: downtime.saturating_sub(held),
             wire_bytes: Some(number(&report["wire-bytes"], "wire-bytes")?),
             page_bytes: number(&report["page-bytes"], "page-bytes")?,
             migrating: cpu,
@@ -157,17 +193,12 @@ impl Stage<'_> {
     }
 
     /// QEMU to QEMU. The destination is not told to wait (no -S), which is the fastest way that it has.
-    fn by_qemu(
-        &self,
-        method: &str,
-        source: &mut Guest,
-        destination: &mut Guest,
-    ) -> Result<Reported> {
+    fn by_qemu(&self, source: &mut Guest, destination: &mut Guest) -> Result<Reported> {
         for qmp in [&mut source.qemu.qmp, &mut destination.qemu.qmp] {
             qmp.use_multifd(CHANNELS)?;
             // The level is 1 by default, as Vamoose's.
             qmp.set_parameters(json!({
-                "multifd-compression": method, "downtime-limit": DOWNTIME_LIMIT
+                "multifd-compression": METHOD, "downtime-limit": DOWNTIME_LIMIT
             }))?;
         }
         let address = self.network.destination().address();
@@ -188,6 +219,7 @@ impl Stage<'_> {
             },
             page_bytes: number(&ram["normal-bytes"], "normal-bytes")?,
             migrating: 0.0,
+            held: Duration::ZERO,
         })
     }
 }

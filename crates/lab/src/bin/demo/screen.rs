@@ -26,9 +26,9 @@ pub(crate) fn note(text: impl Display) {
 /// All runs side by side.
 pub(crate) fn table(runs: &[Run], measuring: &str) {
     const MIB: f64 = (1 << 20) as f64;
-    say("                   total  downtime  tick gap     link  ratio     CPU seconds");
+    say("                    total  downtime  tick gap     link  ratio     CPU seconds");
     say(
-        "                       s        ms        ms      MiB         source  vamoose  dest.    all   (guest)",
+        "                        s        ms        ms      MiB         source  vamoose  dest.    all   (guest)",
     );
     for run in runs {
         let cpu = &run.cpu;
@@ -40,7 +40,7 @@ pub(crate) fn table(runs: &[Run], measuring: &str) {
             None => ("?".to_owned(), "?".to_owned()),
         };
         say(format!(
-            "   {:<13} {:>7.1} {:>9} {:>9} {link:>8} {ratio:>6} {:>8.2} {:>8.2} {:>6.2} {:>6.2} {:>9.2}",
+            "   {:<14} {:>7.1} {:>9} {:>9} {link:>8} {ratio:>6} {:>8.2} {:>8.2} {:>6.2} {:>6.2} {:>9.2}",
             run.way.to_string(),
             run.total.as_secs_f64(),
             run.downtime.as_millis(),
@@ -58,9 +58,11 @@ pub(crate) fn table(runs: &[Run], measuring: &str) {
          tick gap: measured, last tick at the source to first at the destination; ticks come every 100 ms.\n\
          link: bytes to the destination, {measuring}. ratio: pages sent / link.\n\
          CPU seconds: of the migration; the guest itself (vCPU threads of both QEMUs) is shown apart.\n\
-         All: 2 channels, level 1, downtime limit 300 ms, return path, destination memory preallocated.\n\
-         vamoose: destination with -S, continued once the source has stopped for good.\n\
-         stock: destination without -S, so that the guest goes on as soon as it has arrived.\n\
+         All: zstd, 2 channels, level 1, downtime limit 300 ms, return path, destination memory preallocated.\n\
+         The cable stayed plugged in all of these; the move whose cable was pulled is not among them.\n\
+         vamoose: destination with -S, continued once the source has stopped for good; pages and all that was sent\n\
+         are checked by CRC-32C. TLS: authenticated and encrypted. plain: neither, for a fair comparison with\n\
+         stock: plain TCP; destination without -S, so that the guest goes on as soon as it has arrived.\n\
          One run each on {}: a picture, not a benchmark.",
         machine()
     ));

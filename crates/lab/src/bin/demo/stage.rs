@@ -1,6 +1,8 @@
-//! What all runs share: the programs, the network, the guest's image and `vamoose serve` on the destination host.
+//! What all runs share: the programs, the network, the keys, the guest's image and `vamoose serve` on the destination host.
 
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -9,6 +11,7 @@ use lab::qemu::{self, Binary, Builder};
 use lab::vamoose::{Vamoose, program, state_dir};
 use tempfile::TempDir;
 
+use crate::Way;
 use crate::guard::Guard;
 use crate::network::Network;
 use crate::screen::note;
@@ -32,15 +35,31 @@ pub(crate) struct Stage<'a> {
     binary: Binary,
     pub(crate) vamoose: PathBuf,
     image: Image,
-    /// Before what it uses: it goes first.
-    pub(crate) server: Vamoose,
-    /// Where `server` listens.
-    pub(crate) to: String,
-    /// The folder in which `server` finds the monitors of QEMUs by name.
-    pub(crate) monitors: TempDir,
-    /// Where both hosts remember attempts, in a folder each.
+    /// Before what they use: they go first.
+    secure: Server,
+    plain: Server,
+    /// The source host's.
     pub(crate) state: TempDir,
+    pub(crate) keys: Keys,
     pub(crate) network: Network,
+}
+
+/// A `vamoose serve` on the destination host.
+pub(crate) struct Server {
+    pub(crate) vamoose: Vamoose,
+    /// Where it listens.
+    pub(crate) to: String,
+    /// The folder in which it finds the monitors of QEMUs by name.
+    pub(crate) monitors: TempDir,
+    /// Where it remembers attempts.
+    _state: TempDir,
+}
+
+/// Of two hosts that trust each other, a folder each.
+pub(crate) struct Keys {
+    _dir: TempDir,
+    pub(crate) source: PathBuf,
+    pub(crate) destination: PathBuf,
 }
 
 impl<'a> Stage<'a> {
@@ -64,37 +83,90 @@ impl<'a> Stage<'a> {
             LOAD.fill,
             LOAD.rate,
         ));
-
-        let monitors = TempDir::new().context("creating a temporary directory")?;
-        let state = state_dir()?;
-        let host = network.destination();
-        let mut command = host.command(&vamoose);
-        // The namespace's address is not a loopback one, but the link is private.
-        command.args(["serve", "--insecure", "--listen"]);
-        command.arg(format!("tcp:{}:0", host.address()));
-        command.arg("--qmp-dir").arg(monitors.path());
-        command.arg("--state-dir").arg(state.path().join("there"));
-        let server = Vamoose::start(&mut command)?;
-        guard.watch(server.process())?;
-        let to = server.wait_for("taking migrations on ", Duration::from_secs(20))?;
+        let keys = Keys::make(&vamoose)?;
+        let folder = keys.destination.to_string_lossy();
+        let secure = Server::start(guard, &network, &vamoose, &["--keys", &folder])?;
         note(format!(
-            "on the destination host: vamoose serve --listen {to} --qmp-dir DIR"
+            "on the destination host: vamoose serve --keys DIR --listen {} --qmp-dir DIR",
+            secure.to
+        ));
+        let plain = Server::start(guard, &network, &vamoose, &["--insecure"])?;
+        note(format!(
+            "and, for the comparison with stock QEMU: vamoose serve --insecure --listen {} --qmp-dir DIR",
+            plain.to
         ));
         Ok(Self {
             guard,
             binary,
             vamoose,
             image,
-            server,
-            to,
-            monitors,
-            state,
+            secure,
+            plain,
+            state: state_dir()?,
+            keys,
             network,
         })
+    }
+
+    /// The one that takes guests that move in this way. A stock QEMU needs none.
+    pub(crate) fn server(&self, way: Way) -> &Server {
+        match way {
+            Way::Cut | Way::Tls => &self.secure,
+            Way::Plain | Way::Stock => &self.plain,
+        }
     }
 
     /// The guest's machine, the same at both ends.
     pub(crate) fn machine(&self) -> Builder {
         self.image.machine(&self.binary, RAM, &LOAD)
+    }
+}
+
+impl Server {
+    fn start(guard: &Guard, network: &Network, vamoose: &Path, security: &[&str]) -> Result<Self> {
+        let monitors = TempDir::new().context("creating a temporary directory")?;
+        let state = state_dir()?;
+        let host = network.destination();
+        let mut command = host.command(vamoose);
+        command.arg("serve").args(security).arg("--listen");
+        command.arg(format!("tcp:{}:0", host.address()));
+        command.arg("--qmp-dir").arg(monitors.path());
+        command.arg("--state-dir").arg(state.path());
+        let vamoose = Vamoose::start(&mut command)?;
+        guard.watch(vamoose.process())?;
+        let to = vamoose.wait_for("taking migrations on ", Duration::from_secs(20))?;
+        Ok(Self {
+            vamoose,
+            to,
+            monitors,
+            _state: state,
+        })
+    }
+}
+
+impl Keys {
+    /// Makes a key for each host, and has each trust the other's.
+    fn make(vamoose: &Path) -> Result<Self> {
+        let dir = TempDir::new().context("creating a temporary directory")?;
+        let [source, destination] = ["source", "destination"].map(|host| dir.path().join(host));
+        let key = |directory: &Path| {
+            let mut command = Command::new(vamoose);
+            lab::run(command.args(["keys", "init", "--dir"]).arg(directory))
+        };
+        for (host, other) in [(&source, &destination), (&destination, &source)] {
+            let key = key(host)?;
+            note(format!(
+                "$ vamoose keys init --dir DIR  ->  {}",
+                key.trim_end()
+            ));
+            fs::create_dir_all(other).context("creating a folder for keys")?;
+            fs::write(other.join("trusted"), key).context("trusting a key")?;
+        }
+        note("the source host and the destination host have a key each, and trust each other's");
+        Ok(Self {
+            _dir: dir,
+            source,
+            destination,
+        })
     }
 }
