@@ -244,15 +244,13 @@ fn live_setting(options: &Options) -> Result<Option<live::Setting>> {
     live::Setting::new(options.vmm()?, kinds).map(Some)
 }
 
-/// All kinds, or those that were named. Bits are flipped only where that is asked for: nothing detects them. Disks are
-/// full only where there are namespaces.
+/// All kinds, or those that were named. Disks are full only where there are namespaces.
 fn wanted(options: &Options, kinds: &[(u64, Kind)]) -> Vec<(u64, Kind)> {
     let is_wanted = |kind: Kind| match kind {
         Kind::DiskFull(_) if !sandbox::is_inside() => false,
-        _ if options.only.is_empty() => kind != Kind::Flip,
         _ => {
             let mut only = options.only.iter();
-            only.any(|only| kind.to_string().contains(only))
+            only.len() == 0 || only.any(|only| kind.to_string().contains(only))
         }
     };
     let kinds = kinds.iter().filter(|(_, kind)| is_wanted(*kind));

@@ -1,7 +1,7 @@
 //! The link between two hosts: every connection goes through here, and here it breaks.
 //!
 //! ```text
-//!  migrate ──> Proxy ──> serve     passes bytes, the control connection's message by message
+//!  migrate ──> Proxy ──> serve     passes the bytes of sessions without TLS, the control connection's message by message
 //!               │
 //!               └ a Strike at a Point: done while the bytes at that point wait
 //! ```

@@ -49,8 +49,7 @@ impl Vmm {
         command
             .arg(role)
             .args(options)
-            // The proxy reads the messages.
-            .arg("--plain")
+            .arg("--insecure")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null());

@@ -3,34 +3,34 @@
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use lab::sockets::reset;
 
-use super::message::{Cutter, Dialect, Piece};
+use super::message::{Cutter, Kind, Piece};
 use super::{Cut, Link, Point, Way};
 
 /// A connection that is open at both ends, or was.
 pub(super) struct Connection {
     near: TcpStream,
     far: TcpStream,
-    dialect: Dialect,
+    /// Which of its session it carries, once that has been said.
+    stream: OnceLock<u32>,
     /// What went to the destination, in case it is to be said again.
     said: Mutex<Vec<u8>>,
     ended: AtomicBool,
 }
 
+/// The stream of the control connection: it begins the session.
+const CONTROL: u32 = 0;
+
 /// How much of a connection can be said again.
 const MOST_SAID: usize = 8 << 20;
 
 /// Forwards a connection to the server until one end closes it.
-pub(super) fn serve(mut near: TcpStream, link: &Link) {
-    let Some((first, dialect)) = read_first(&mut near) else {
-        reset(&near);
-        return;
-    };
+pub(super) fn serve(near: TcpStream, link: &Link) {
     let upstream = link.lock().upstream;
     let far = upstream.map(TcpStream::connect);
     let Some(Ok(far)) = far else {
@@ -41,7 +41,7 @@ pub(super) fn serve(mut near: TcpStream, link: &Link) {
     let connection = Arc::new(Connection {
         near,
         far,
-        dialect,
+        stream: OnceLock::new(),
         said: Mutex::default(),
         ended: AtomicBool::new(false),
     });
@@ -54,33 +54,17 @@ pub(super) fn serve(mut near: TcpStream, link: &Link) {
     }
     let back = thread::spawn({
         let (connection, link) = (connection.clone(), link.clone());
-        move || connection.carry(Way::Back, Vec::new(), &link)
+        move || connection.carry(Way::Back, &link)
     });
-    connection.carry(Way::There, first, link);
+    connection.carry(Way::There, link);
     // It ends with its connection.
     let _ = back.join();
     connection.ended.store(true, Ordering::SeqCst);
 }
 
-/// Reads until it is known what the connection is for.
-fn read_first(near: &mut TcpStream) -> Option<(Vec<u8>, Dialect)> {
-    let mut first = Vec::new();
-    loop {
-        if let Some(dialect) = Dialect::of(&first).filter(|_| !first.is_empty()) {
-            return Some((first, dialect));
-        }
-        let mut part = [0; 64];
-        match near.read(&mut part) {
-            Ok(count @ 1..) => first.extend_from_slice(&part[..count]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            _ => return None,
-        }
-    }
-}
-
 impl Connection {
     pub(super) fn is_control(&self) -> bool {
-        self.dialect.is_control()
+        self.stream.get() == Some(&CONTROL)
     }
 
     pub(super) fn has_ended(&self) -> bool {
@@ -113,12 +97,13 @@ impl Connection {
     }
 
     /// Passes on what goes one way, to its end; the other way may go on.
-    fn carry(&self, way: Way, first: Vec<u8>, link: &Link) {
-        let (from, to, mut cutter) = match way {
-            Way::There => (&self.near, &self.far, Cutter::of_source(self.dialect)),
-            Way::Back => (&self.far, &self.near, Cutter::of_destination(self.dialect)),
+    fn carry(&self, way: Way, link: &Link) {
+        let (from, to) = match way {
+            Way::There => (&self.near, &self.far),
+            Way::Back => (&self.far, &self.near),
         };
-        let carried = self.carry_all(way, first, &mut cutter, link, from, to);
+        let mut cutter = Cutter::new(way);
+        let carried = self.carry_all(way, &mut cutter, link, from, to);
         // A silence hides an end too, and so does a black hole.
         if !link.flow(way).is_ok_and(|passes| passes) {
             return;
@@ -137,38 +122,44 @@ impl Connection {
     fn carry_all(
         &self,
         way: Way,
-        first: Vec<u8>,
         cutter: &mut Cutter,
         link: &Link,
         mut from: &TcpStream,
         to: &TcpStream,
     ) -> io::Result<()> {
         let mut buffer = vec![0; 64 << 10];
-        let mut bytes = first;
         loop {
-            for piece in cutter.cut(&bytes) {
-                self.pass(way, &piece, link, to)?;
-            }
             match from.read(&mut buffer) {
                 Ok(0) => return Ok(()),
-                Ok(count) => bytes = buffer[..count].to_vec(),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => bytes.clear(),
+                Ok(count) => cutter.add(&buffer[..count]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
+            }
+            while let Some(piece) = cutter.next(self.is_control()) {
+                self.pass(way, &piece, link, to)?;
             }
         }
     }
 
     fn pass(&self, way: Way, piece: &Piece, link: &Link, to: &TcpStream) -> io::Result<()> {
-        match &piece.word {
-            Some(word) => {
-                link.on_message(word);
-                link.reach(|point| matches!(point, Point::Before(before) if before == word));
-                self.write(way, &piece.bytes, link, to)?;
-                link.reach(|point| matches!(point, Point::After(after) if after == word));
-                Ok(())
+        let words = match &piece.kind {
+            Kind::Bytes => return self.pass_bytes(way, &piece.bytes, link, to),
+            Kind::Handshake => &[][..],
+            Kind::Attach(stream) => {
+                self.stream.get_or_init(|| *stream);
+                &[]
             }
-            None => self.pass_bytes(way, &piece.bytes, link, to),
+            Kind::Messages(words) => words,
+        };
+        for word in words {
+            link.on_message(word);
+            link.reach(|point| matches!(point, Point::Before(before) if before == word));
         }
+        self.write(way, &piece.bytes, link, to)?;
+        for word in words {
+            link.reach(|point| matches!(point, Point::After(after) if after == word));
+        }
+        Ok(())
     }
 
     /// Passes bytes on, and strikes at the very byte.

@@ -25,6 +25,9 @@ pub(crate) struct Host {
 /// Seconds without a byte after which commands give up: short, as most of an experiment is waiting for this.
 pub(crate) const STALL: &str = "2";
 
+/// Seconds for which both ends wait for another connection: longer than most faults last. A command may want none.
+pub(crate) const RECONNECT: &str = "3";
+
 /// A server starts at once, unless the machine is very busy.
 const START: Duration = Duration::from_secs(30);
 
@@ -46,6 +49,7 @@ impl Host {
         }
         let mut command = Command::new(&self.program);
         command.args(["serve", "--listen", "tcp:127.0.0.1:0", "--insecure"]);
+        command.args(["--reconnect-timeout", RECONNECT]);
         command.args(["--stall-timeout", STALL, "--qmp-dir"]);
         command.arg(self.monitors.path());
         command.arg("--state-dir").arg(self.disk.path());

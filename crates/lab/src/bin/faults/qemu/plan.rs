@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::host::RECONNECT;
 use crate::fault::{Choices, Fault, list};
 use crate::random::Random;
 
@@ -133,6 +134,8 @@ fn draw_options(random: &mut Random) -> Vec<String> {
     };
     option("--method", random.choose(&["none", "zstd", "zlib", "lz4"]));
     option("--channels", random.choose(&["1", "2", "4"]));
+    // Without another connection every fault of the link ends the migration; with one, it goes on or ends later.
+    option("--reconnect-timeout", random.choose(&["0", RECONNECT]));
     if let Some(rate) = random.weighted(&[(60, None), (20, Some("16M")), (20, Some("4M"))]) {
         option("--max-bandwidth", rate);
     }

@@ -247,6 +247,8 @@ impl<'a> Stage<'a> {
         command.args(["migrate", "--json", "-", "--stall-timeout", STALL, "--qmp"]);
         command.arg(self.actors[errand.from].qemu.qmp_socket());
         command.args(["--to", &errand.server, "--name", &errand.name]);
+        // The proxy reads what goes over the link.
+        command.arg("--insecure");
         command.args(&self.plan.options);
         command.args(["--downtime-max", "5", "--state-dir"]);
         command.arg(self.props.hosts[errand.host].disk().path());
