@@ -283,6 +283,8 @@ impl Case {
         let mut command = Command::new(demo);
         command
             .args(["--guest", "threads", "--rate", "1", "--json", "-"])
+            // As the QEMUs that this is compared with.
+            .arg("--insecure")
             .args(["--method", self.method, "--ram", &self.ram.to_string()])
             .args(["--channels", &self.channels.to_string()])
             .arg("--fill")
