@@ -144,7 +144,8 @@ impl Stage<'_> {
     }
 }
 
-/// Servers end a QEMU that will not get its guest, and wait for it to quit by itself first.
-const ENDED_BY_THEN: Duration = Duration::from_secs(1);
+/// Servers end a QEMU that will not get its guest: when no other connection has come in [`RECONNECT`](super::host::RECONNECT)
+/// seconds, and it has not quit by itself.
+const ENDED_BY_THEN: Duration = Duration::from_secs(5);
 /// A death need not have been noticed at once.
 const DEAD_FOR_CERTAIN: Duration = Duration::from_millis(50);
