@@ -353,12 +353,10 @@ fn frames_that_break_the_protocol_end_their_stream() {
     for (told, bytes) in breaches {
         let (mut stranger, stream) = bench.introduced_stranger();
         stranger.socket.write_all(&bytes).unwrap();
-        let error = loop {
-            match stream.read_until(&mut [0; 8], None) {
-                Ok(Some(0)) => break writes_until_it_fails(&stream),
-                Ok(read) => panic!("{told}: {read:?}"),
-                Err(error) => break error,
-            }
+        let error = match stream.read_until(&mut [0; 8], None) {
+            Ok(Some(0)) => writes_until_it_fails(&stream),
+            Ok(read) => panic!("{told}: {read:?}"),
+            Err(error) => error,
         };
         assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{told}: {error}");
         let found = stream_error(&error);
