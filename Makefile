@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model faults figures paths
+.PHONY: help setup build demo test model flips cuts faults figures paths
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -31,6 +31,14 @@ test: setup    # Run all tests
 # MODEL_TRACES and MODEL_SEED set how much.
 model: setup   # Explore the model of the hand-over further (some minutes)
 	cargo test -p handover --test model -- --ignored
+
+# FLIPS and FLIPS_SEED set how many and which.
+flips: setup   # Flip 10,000 bits on the link between two Vamooses (some minutes)
+	cargo test -p vamoose-link --test all flips -- --include-ignored --nocapture
+
+cuts: setup    # Cut the link in every phase of migrations (CUTS="--table full --jobs 4")
+	cargo build --release -p vamoose -p lab --bin vamoose --bin cuts
+	"$${CARGO_TARGET_DIR:-target}/release/cuts" $(CUTS)
 
 faults: setup  # Break migrations in every way, at random moments, until one goes wrong (FAULTS="--faults 2000 --seed 1")
 	cargo build --release -p vamoose -p lab -p vamoose-live --bin vamoose --bin faults --example vmm

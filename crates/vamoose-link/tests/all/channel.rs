@@ -23,10 +23,10 @@ const METHODS: [Method; 7] = [
 
 /// What a packet is made of: the kind of each normal page, the number of zero pages, a SYNC behind it.
 #[derive(Clone, Debug)]
-struct Sent {
-    pages: Vec<u8>,
-    zero: usize,
-    sync: bool,
+pub(crate) struct Sent {
+    pub(crate) pages: Vec<u8>,
+    pub(crate) zero: usize,
+    pub(crate) sync: bool,
 }
 
 fn sent() -> impl Strategy<Value = Sent> {
@@ -38,7 +38,7 @@ fn sent() -> impl Strategy<Value = Sent> {
 }
 
 /// A page by a kind: all alike, text-like or noise.
-fn page(kind: u8) -> Vec<u8> {
+pub(crate) fn page(kind: u8) -> Vec<u8> {
     let mut state = u32::from(kind) + 1;
     let mut noise = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -51,7 +51,7 @@ fn page(kind: u8) -> Vec<u8> {
     }
 }
 
-fn build(sent: &Sent, packet: &mut Packet) {
+pub(crate) fn build(sent: &Sent, packet: &mut Packet) {
     let count = sent.pages.len() + sent.zero;
     let offsets = (0..count as u64)
         .map(|page| page * 4096)

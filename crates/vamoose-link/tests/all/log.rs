@@ -32,6 +32,11 @@ pub(crate) fn wait_for(begin: &str, part: &str) {
     }
 }
 
+/// Whether a message has this in it.
+pub(crate) fn has(part: &str) -> bool {
+    lines().lock().iter().any(|line| line.contains(part))
+}
+
 fn lines() -> &'static Watched<Vec<String>> {
     static LINES: OnceLock<Watched<Vec<String>>> = OnceLock::new();
     LINES.get_or_init(|| {

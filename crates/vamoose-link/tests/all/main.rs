@@ -9,6 +9,7 @@
 )]
 
 mod channel;
+mod flips;
 mod hostile;
 mod log;
 mod memory;
