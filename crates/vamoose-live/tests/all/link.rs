@@ -129,7 +129,7 @@ fn connections_are_reset_again_and_again() {
         };
         thread::scope(|scope| {
             scope.spawn(|| {
-                for bytes in (1..6).map(|times| times * MIB / 2) {
+                for bytes in (1..6).map(|times| times * MIB / 4) {
                     let to_listener = Direction::ToListener;
                     middlebox
                         .wait_for_bytes(to_listener, bytes, Duration::from_secs(300))
