@@ -77,6 +77,22 @@ impl DialError {
         matches!(self, Self::Socket(error) if error.source.kind() == io::ErrorKind::ConnectionRefused)
     }
 
+    /// Whether nobody has answered in time.
+    fn is_timeout(&self) -> bool {
+        let is_timeout = |error: &io::Error| {
+            matches!(
+                error.kind(),
+                io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock
+            )
+        };
+        match self {
+            Self::Socket(error) => is_timeout(&error.source),
+            Self::Io { source, .. } => is_timeout(source),
+            Self::Tls { source, .. } => matches!(source, TlsError::TimedOut { .. }),
+            _ => false,
+        }
+    }
+
     fn refusal(&self) -> Option<Refusal> {
         match self {
             Self::Handshake {
@@ -207,8 +223,10 @@ impl Paths {
 /// How long a path that failed is tried last: the first time, and if it goes on failing.
 const SHUN: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
 
-/// How long one attempt may take.
+/// How long one attempt may take: when there may be another path, or another attempt; and the last one of a session that has not
+/// begun, whose peer may be a host under load.
 const ATTEMPT: Duration = Duration::from_secs(3);
+const LAST_ATTEMPT: Duration = Duration::from_secs(15);
 
 /// Between two rounds of attempts: the first pause, and the longest.
 const PAUSES: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(1)];
@@ -219,8 +237,16 @@ pub(crate) fn begin(
 ) -> Result<(Session, Stream), DialError> {
     let paths = Paths::new(list, &config)?;
     let mut last = DialError::NoPath;
-    for path in paths.order(0) {
-        match Greeted::new(&paths, path) {
+    let order = paths.order(0);
+    let attempts = [ATTEMPT, LAST_ATTEMPT].map(|timeout| (timeout, order.clone()));
+    let attempts = attempts
+        .into_iter()
+        .flat_map(|(timeout, order)| order.into_iter().map(move |path| (timeout, path)));
+    for (timeout, path) in attempts {
+        if timeout == LAST_ATTEMPT && !last.is_timeout() {
+            break;
+        }
+        match Greeted::new(&paths, path, timeout) {
             Ok(greeted) => {
                 let secret = greeted.transcript.secret();
                 let (peer, cipher) = (greeted.peer(), greeted.connection.cipher);
@@ -235,7 +261,10 @@ pub(crate) fn begin(
                 debug!("{}", chain(&error));
                 paths.failed(path);
                 // That nobody listens is only certain if it is so on all paths.
-                if matches!(last, DialError::NoPath) || last.is_connection_refused() {
+                if matches!(last, DialError::NoPath)
+                    || last.is_connection_refused()
+                    || last.is_timeout()
+                {
                     last = error;
                 }
             }
@@ -283,7 +312,7 @@ pub(super) fn move_to(stream: &Arc<Carried>, path: usize) {
     let Role::Client(paths) = &session.role else {
         return;
     };
-    let greeted = match Greeted::new(paths, path) {
+    let greeted = match Greeted::new(paths, path, ATTEMPT) {
         Ok(greeted) => greeted,
         Err(error) => {
             debug!("stream {}: {}", stream.number, chain(&error));
@@ -320,7 +349,7 @@ fn connect(stream: &Arc<Carried>, intent: Intent) -> Result<(), DialError> {
                 return Err(DialError::Ended);
             }
             let target = Target::Known(session.id());
-            let attached = Greeted::new(paths, path)
+            let attached = Greeted::new(paths, path, ATTEMPT)
                 .and_then(|greeted| greeted.attach(stream, intent, target));
             match attached {
                 Ok(()) => return Ok(()),
@@ -355,11 +384,11 @@ struct Greeted {
 }
 
 impl Greeted {
-    fn new(paths: &Paths, number: usize) -> Result<Self, DialError> {
+    fn new(paths: &Paths, number: usize, timeout: Duration) -> Result<Self, DialError> {
         let path = &paths.list[number];
         let address = path.to.clone();
-        let deadline = Instant::now() + ATTEMPT;
-        let socket = socket::dial_from(&address, path.bind, ATTEMPT)?;
+        let deadline = Instant::now() + timeout;
+        let socket = socket::dial_from(&address, path.bind, timeout)?;
         let secured = paths.terms.as_ref().map(|terms| {
             let host = match &address {
                 Address::Tcp { host, .. } => host,
