@@ -161,6 +161,9 @@ impl Job {
         if matches!(message, SourceMessage::Abort { .. }) {
             self.hang_up();
         }
+        if is_commit {
+            lock(&self.inner).notice_end_after_start();
+        }
         self.handle(DestinationEvent::Message(message));
         if !is_commit {
             return;
@@ -213,10 +216,7 @@ impl Job {
         let Ok(mut inner) = self.inner.try_lock() else {
             return false;
         };
-        if !inner.machine.is_over() && inner.qemu.has_ended() {
-            let cause = "its QEMU has ended".to_owned();
-            inner.handle(DestinationEvent::Died { cause });
-        }
+        inner.notice_end();
         inner.machine.is_over()
     }
 
@@ -254,6 +254,21 @@ impl Inner {
         let actions = self.machine.handle(event);
         self.carry_out(actions);
         self.report(&before);
+    }
+
+    /// Nothing more can become of the attempt if its QEMU is proven to have ended.
+    fn notice_end(&mut self) {
+        if !self.machine.is_over() && self.qemu.has_ended() {
+            let cause = "its QEMU has ended".to_owned();
+            self.handle(DestinationEvent::Died { cause });
+        }
+    }
+
+    /// Whom an earlier server has told to continue the guest cannot be asked whether it did, once it has ended.
+    fn notice_end_after_start(&mut self) {
+        if matches!(self.machine.state(), DestinationState::Starting { .. }) {
+            self.notice_end();
+        }
     }
 
     fn carry_out(&mut self, first: Vec<DestinationAction>) {

@@ -168,6 +168,30 @@ fn a_destination_that_dies_before_the_commit() -> Result<()> {
     Ok(())
 }
 
+/// The destination's QEMU has been told to go on, and ends while no server runs: the guest may have run. The next server says
+/// so instead of being unable to tell for ever.
+#[test]
+fn a_destination_that_dies_between_two_servers() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut scene = Scene::start(&binary)?;
+    // It does not answer the server.
+    scene.destination.process().signal(Signal::STOP);
+    scene.gate.rule(Message::Answer("starting"), Fate::Held);
+    scene.gate.release(Fate::Passes);
+    scene.gate.wait_until_held()?;
+    scene.host.server.kill()?;
+    scene.destination.kill()?;
+    scene.host.restart()?;
+    scene.gate.lead_to(&scene.host.address);
+    scene.gate.release(Fate::CutBefore);
+    let ended = scene.migration.finish(LIMIT)?;
+    ended.failure("the guest has ended")?;
+    ensure!(scene.source.qmp.query_status()? == "postmigrate");
+    Ok(())
+}
+
 /// Ctrl-C at this point comes too late.
 #[test]
 fn a_cancel_that_comes_too_late() -> Result<()> {
