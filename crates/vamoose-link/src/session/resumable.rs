@@ -462,8 +462,8 @@ impl Carried {
             .window
             .push_copy(head, Sums::of(head, check))
             .map_err(io::Error::other)?;
-        // A buffer is kept as a whole, so that a small payload would take more memory than the window counts.
-        let pushed = match len >= SWAP {
+        // A buffer is kept as a whole, so that a small payload would take more room than the window counts: twice at most.
+        let pushed = match len >= SWAP && len >= payload.len() / 2 {
             true => outgoing.window.push_buffer(payload, len, sums),
             false => outgoing.window.push_copy(&payload[..len], sums),
         };
@@ -654,8 +654,8 @@ const COLLECT: usize = 256 << 10;
 /// What is copied into one frame together.
 const SMALL: usize = 64 << 10;
 
-/// Payloads from this length on are not copied: half of a packet, so that buffers hold twice what the window counts at most.
-const SWAP: usize = 256 << 10;
+/// Payloads from this length on are not copied.
+const SWAP: usize = 128 << 10;
 
 /// What longer writes are cut into.
 const PIECE: usize = 512 << 10;
