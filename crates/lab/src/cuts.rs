@@ -456,6 +456,9 @@ const LENGTHS: [Duration; 4] = [
 /// The length of the quick experiments.
 const QUICK: Duration = Duration::from_secs(1);
 
+/// How long a link that breaks again and again is put up with: longer than any timeout.
+const MINUTE: Duration = Duration::from_secs(60);
+
 /// How often connections are reset by [`Kind::ResetsFor`].
 const AGAIN: Duration = Duration::from_millis(300);
 
@@ -472,6 +475,7 @@ fn kinds() -> Vec<Kind> {
             Kind::Pulled(lasts),
         ]);
     }
+    kinds.push(Kind::ResetsFor(MINUTE));
     kinds
 }
 
@@ -514,7 +518,7 @@ mod tests {
     #[test]
     fn the_table_is_complete_and_names_are_unique() {
         let rows: Vec<_> = Table::Full.rows().collect();
-        assert_eq!(rows.len(), 5 * (3 + 4 * 6) * 2);
+        assert_eq!(rows.len(), 5 * (3 + 4 * 6 + 1) * 2);
         let names: BTreeSet<_> = rows.iter().map(Row::to_string).collect();
         assert_eq!(names.len(), rows.len());
         assert!(names.contains("switchover: silent for 0.1 s, one path"));

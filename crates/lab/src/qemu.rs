@@ -29,7 +29,7 @@ pub const MACHINE: &str = "pc-i440fx-7.2";
 pub const VERSIONS: [(u32, u32); 3] = [(7, 2), (10, 0), (11, 1)];
 
 /// A version of QEMU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
     /// 10 in 10.0.2.
     pub major: u32,
