@@ -23,6 +23,7 @@ use std::{
     collections::HashMap,
     fmt, io,
     net::IpAddr,
+    ptr,
     sync::{
         Arc, Mutex, Weak,
         atomic::{AtomicU32, AtomicU64, Ordering},
@@ -161,6 +162,8 @@ pub(crate) struct Shared {
     cipher: Option<&'static str>,
     streams: Mutex<HashMap<u32, Arc<Carried>>>,
     next: AtomicU32,
+    /// Held while a stream is opened: their numbers go up.
+    opening: Mutex<()>,
     reconnects: AtomicU64,
     role: Role,
 }
@@ -268,6 +271,7 @@ impl Shared {
             cipher,
             streams: Mutex::default(),
             next: AtomicU32::new(0),
+            opening: Mutex::default(),
             reconnects: AtomicU64::new(0),
             role,
         });
@@ -300,8 +304,12 @@ impl Shared {
         lock(&self.streams).get(&number).cloned()
     }
 
-    fn forget(&self, number: u32) {
-        lock(&self.streams).remove(&number);
+    fn forget(&self, stream: &Carried) {
+        let mut streams = lock(&self.streams);
+        let found = streams.get(&stream.number);
+        if found.is_some_and(|found| ptr::eq(&**found, stream)) {
+            streams.remove(&stream.number);
+        }
     }
 
     fn streams(&self) -> Vec<Arc<Carried>> {

@@ -226,7 +226,7 @@ const SHUN: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
 /// How long one attempt may take: when there may be another path, or another attempt; and the last one of a session that has not
 /// begun, whose peer may be a host under load.
 const ATTEMPT: Duration = Duration::from_secs(3);
-const LAST_ATTEMPT: Duration = Duration::from_secs(15);
+const LAST_ATTEMPT: Duration = Duration::from_secs(10);
 
 /// Between two rounds of attempts: the first pause, and the longest.
 const PAUSES: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(1)];
@@ -238,12 +238,13 @@ pub(crate) fn begin(
     let paths = Paths::new(list, &config)?;
     let mut last = DialError::NoPath;
     let order = paths.order(0);
+    let mut has_timed_out = false;
     let attempts = [ATTEMPT, LAST_ATTEMPT].map(|timeout| (timeout, order.clone()));
     let attempts = attempts
         .into_iter()
         .flat_map(|(timeout, order)| order.into_iter().map(move |path| (timeout, path)));
     for (timeout, path) in attempts {
-        if timeout == LAST_ATTEMPT && !last.is_timeout() {
+        if timeout == LAST_ATTEMPT && !has_timed_out {
             break;
         }
         match Greeted::new(&paths, path, timeout) {
@@ -261,10 +262,8 @@ pub(crate) fn begin(
                 debug!("{}", chain(&error));
                 paths.failed(path);
                 // That nobody listens is only certain if it is so on all paths.
-                if matches!(last, DialError::NoPath)
-                    || last.is_connection_refused()
-                    || last.is_timeout()
-                {
+                has_timed_out |= error.is_timeout();
+                if matches!(last, DialError::NoPath) || last.is_connection_refused() {
                     last = error;
                 }
             }
@@ -274,6 +273,7 @@ pub(crate) fn begin(
 }
 
 pub(crate) fn open(session: &Arc<Shared>) -> Result<Stream, DialError> {
+    let _turn = lock(&session.opening);
     let number = session.next.fetch_add(1, Ordering::Relaxed);
     let stream = session.add(number);
     match connect(&stream, Intent::Open) {
@@ -294,6 +294,7 @@ pub(crate) fn resume(stream: &Arc<Carried>) {
         Ok(()) => {
             stream.session().reconnects.fetch_add(1, Ordering::Relaxed);
         }
+        Err(DialError::Ended) => give_up(stream),
         Err(error) => {
             debug!("stream {}: {}", stream.number, chain(&error));
             let seconds = stream.session().config.reconnect_timeout.as_secs();
@@ -302,6 +303,21 @@ pub(crate) fn resume(stream: &Arc<Carried>) {
                 (_, DialError::Acknowledge { source, .. }) => StreamError::Acknowledge(source),
                 _ => StreamError::Lost { cause, seconds },
             });
+        }
+    }
+}
+
+/// Tells the peer that a stream was given up which has no connection on which it could be told: once on each path.
+fn give_up(stream: &Carried) {
+    let session = stream.session();
+    let Role::Client(paths) = &session.role else {
+        return;
+    };
+    for path in paths.order(stream.number) {
+        let told = Greeted::new(paths, path, ATTEMPT).and_then(|greeted| greeted.abort(stream));
+        match told {
+            Ok(()) => return,
+            Err(error) => debug!("stream {}: {}", stream.number, chain(&error)),
         }
     }
 }
@@ -429,6 +445,22 @@ impl Greeted {
             Some(name) => format!("{name} at {address}"),
             None => address,
         }
+    }
+
+    /// Says on it that `stream` was given up. The answer is a refusal either way.
+    fn abort(mut self, stream: &Carried) -> Result<(), DialError> {
+        let session = stream.session();
+        let attach = Attach {
+            target: Target::Known(session.id()),
+            stream: stream.number,
+            intent: Intent::Abort,
+            received: 0,
+        };
+        let sent = attach.encode(&self.transcript, &session.secret);
+        let mut told = self.connection.send(&sent);
+        told = told.and_then(|()| self.connection.read_exactly(&mut [0; ATTACH_LEN]));
+        let address = self.address;
+        told.map_err(|source| DialError::Io { address, source })
     }
 
     /// Makes it the connection of `stream`.

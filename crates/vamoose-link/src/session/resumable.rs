@@ -74,6 +74,8 @@ struct Link {
     corrupt_at: Option<(u64, u64)>,
     /// It has had a connection.
     was_up: bool,
+    /// Another connection is taking the place of the last.
+    is_attaching: bool,
 }
 
 enum State {
@@ -168,6 +170,7 @@ impl Carried {
                 troubled: Some(Instant::now()),
                 corrupt_at: None,
                 was_up: false,
+                is_attaching: false,
             }),
             changed: Condvar::new(),
             acknowledged: AtomicU64::new(0),
@@ -298,7 +301,10 @@ impl Carried {
             };
             // Reads of the socket come back at long intervals only.
             if let Patience::Until(_) = patience
-                && !incoming.has_bytes(patience.left().min(super::LOOK))
+                && !incoming.has_bytes(match is_announced {
+                    true => super::LOOK,
+                    false => patience.left().min(super::LOOK),
+                })
             {
                 stalled()?;
                 continue;
@@ -368,11 +374,14 @@ impl Carried {
                 &header.encode(),
                 &mut || Err(io::ErrorKind::TimedOut.into()),
             );
-        let connection = sender.connection().clone();
-        drop(outgoing);
         match result {
             Ok(()) => self.told.store(received, Ordering::Relaxed),
-            Err(error) => connection_failed(&connection, &error),
+            Err(error) => {
+                let connection = sender.connection();
+                debug!("{}: {error}", connection.name);
+                // Nothing may follow a part of a frame. Whoever reads learns of it.
+                connection.shut_down();
+            }
         }
     }
 
@@ -490,7 +499,7 @@ impl Carried {
     /// The outgoing half, once there is room for `len` bytes.
     fn room(self: &Arc<Self>, len: usize) -> io::Result<MutexGuard<'_, Outgoing>> {
         let limit = self.session.stream_window();
-        let mut mark = (self.acknowledged.load(Ordering::Acquire), Instant::now());
+        let mut mark = self.mark();
         loop {
             if let State::Closed(error) = &lock(&self.link).state {
                 return Err(error.to_io());
@@ -539,9 +548,14 @@ impl Carried {
             return Ok(());
         };
         let connection = sender.connection().clone();
+        let mut mark = self.mark();
         let result = sender.send(window.last(count), received, &mut || {
-            self.blocked(&connection)
+            self.blocked(&connection, &mut mark)
         });
+        // Nothing may follow a part of a frame.
+        if result.is_err() {
+            connection.shut_down();
+        }
         drop(outgoing);
         match result {
             Ok(()) => self.told.store(received, Ordering::Relaxed),
@@ -550,12 +564,29 @@ impl Carried {
         Ok(())
     }
 
-    /// The kernel has taken nothing for a while: whether to go on.
-    fn blocked(self: &Arc<Self>, connection: &Arc<Connection>) -> io::Result<()> {
+    /// What the peer has, and now.
+    fn mark(&self) -> (u64, Instant) {
+        (self.acknowledged.load(Ordering::Acquire), Instant::now())
+    }
+
+    /// The kernel has taken nothing for a while: whether to go on. `mark` is when the peer had something new last.
+    fn blocked(
+        self: &Arc<Self>,
+        connection: &Arc<Connection>,
+        mark: &mut (u64, Instant),
+    ) -> io::Result<()> {
         if !self.is_carried_by(connection) {
             return Err(io::ErrorKind::NotConnected.into());
         }
         self.collect(Duration::ZERO);
+        let (now, patience) = (self.mark(), self.stall_timeout());
+        if now.0 != mark.0 {
+            *mark = now;
+        } else if mark.1.elapsed() > patience {
+            let seconds = patience.as_secs();
+            self.close(StreamError::Stalled { seconds });
+            return Err(io::ErrorKind::TimedOut.into());
+        }
         match connection.silent_for() > super::SILENCE && !connection.is_readable(Duration::ZERO) {
             true => Err(io::ErrorKind::TimedOut.into()),
             false => Ok(()),
@@ -585,7 +616,11 @@ impl Carried {
                 return true;
             }
             wait = Duration::ZERO;
-            let mut stalled = || Err(Failure::Stalled);
+            // What has come of a frame that nobody reads is not kept: it comes again.
+            let mut stalled = || match is_dropped {
+                true => Err(Failure::Connection(io::ErrorKind::TimedOut.into())),
+                false => Err(Failure::Stalled),
+            };
             let mut nowhere = [0; 4096];
             let mut target = Target::Own(&mut nowhere);
             // Nobody reads any more: what still comes is dropped.
@@ -680,6 +715,7 @@ impl Carried {
                 state,
                 troubled,
                 was_up,
+                is_attaching,
                 ..
             } = &mut *link;
             match state {
@@ -687,7 +723,11 @@ impl Carried {
                 State::Closed(error) => return Err(error.to_io()),
                 State::Down { cause } => {
                     let limit = self.session.config.reconnect_timeout;
-                    let limit = if *was_up { limit } else { limit.max(OPENING) };
+                    let limit = if *was_up && !*is_attaching {
+                        limit
+                    } else {
+                        limit.max(OPENING)
+                    };
                     let since = *troubled.get_or_insert_with(Instant::now);
                     let left = limit.saturating_sub(since.elapsed());
                     if left.is_zero() {
@@ -781,7 +821,7 @@ impl Carried {
             }
             connection.shut_down();
         }
-        self.session.forget(self.number);
+        self.session.forget(self);
     }
 
     /// Tells the peer that the stream was given up, if that takes no wait: else it finds out when it dials.
@@ -842,7 +882,7 @@ impl Carried {
         let connection = match self.wait_up(Patience::Until(Some(Instant::now()))) {
             Ok(Some(connection)) => connection,
             Ok(None) => return,
-            Err(_) => return self.session.forget(self.number),
+            Err(_) => return self.session.forget(self),
         };
         let unread = !self.collect(Duration::ZERO) && connection.is_readable(Duration::ZERO);
         if connection.silent_for() > super::SILENCE && !unread {
@@ -907,6 +947,10 @@ impl Carried {
     /// Begins to put another connection in the place of the one there is, if there is one: from here on nothing more is
     /// received, so that what the peer is told stays true. `None` if the stream has ended.
     pub(crate) fn attach(self: &Arc<Self>) -> Option<Attaching<'_>> {
+        // Whoever still sends again on the old one would keep its turn until it is found silent.
+        if let State::Up(old) = &lock(&self.link).state {
+            old.shut_down();
+        }
         let turn = lock(&self.attaching);
         let mut link = lock(&self.link);
         match &link.state {
@@ -920,6 +964,7 @@ impl Carried {
             }
             State::Down { .. } => {}
         }
+        link.is_attaching = true;
         drop(link);
         let mut incoming = lock(&self.incoming);
         incoming.replace(None);
@@ -939,6 +984,12 @@ pub(crate) struct Attaching<'a> {
     carried: &'a Arc<Carried>,
     pub(crate) received: u64,
     _turn: MutexGuard<'a, ()>,
+}
+
+impl Drop for Attaching<'_> {
+    fn drop(&mut self) {
+        lock(&self.carried.link).is_attaching = false;
+    }
 }
 
 impl Attaching<'_> {
@@ -966,6 +1017,7 @@ impl Attaching<'_> {
         carried.changed.notify_all();
         // Readers go on meanwhile, so that two ends that both send again do not wait for each other.
         let mut frames = outgoing.window.frames();
+        let mut mark = carried.mark();
         let mut result = Ok(());
         while result.is_ok() {
             let mut next = frames.by_ref().take(1).peekable();
@@ -973,19 +1025,18 @@ impl Attaching<'_> {
                 break;
             }
             let received = carried.received.load(Ordering::Acquire);
-            result = sender.send(next, received, &mut || carried.blocked(&connection));
+            result = sender.send(next, received, &mut || {
+                carried.blocked(&connection, &mut mark)
+            });
         }
         drop(frames);
+        if result.is_err() {
+            connection.shut_down();
+        }
         outgoing.sender = Some(sender);
         drop(outgoing);
         if let Err(error) = result {
             carried.failed(&connection, Failure::Connection(error));
         }
     }
-}
-
-fn connection_failed(connection: &Connection, error: &io::Error) {
-    debug!("{}: {error}", connection.name);
-    // Whoever reads from it learns of it.
-    connection.shut_down();
 }

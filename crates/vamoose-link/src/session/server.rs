@@ -54,7 +54,7 @@ pub struct Introduced {
 
 /// What the threads share.
 struct Server {
-    listeners: Vec<Listener>,
+    addresses: Vec<Address>,
     config: SessionConfig,
     sessions: Mutex<HashMap<SessionId, Weak<Shared>>>,
     strangers: Mutex<HashMap<Option<IpAddr>, usize>>,
@@ -77,6 +77,9 @@ const BURST: u32 = 128;
 /// How many sessions there may be.
 const SESSIONS: usize = 1024;
 
+/// How many of them with one peer, so that it alone does not keep the others out.
+const OF_ONE_PEER: usize = 512;
+
 /// How many streams a session may have, and all together.
 const STREAMS: u32 = 512;
 const ALL_STREAMS: usize = 4096;
@@ -97,7 +100,7 @@ impl Sessions {
     /// When certificates or keys cannot be used, or the system is out of file descriptors or threads.
     pub fn new(listeners: Vec<Listener>, config: SessionConfig) -> Result<Self, SessionsError> {
         let server = Arc::new(Server {
-            listeners,
+            addresses: listeners.iter().map(|it| it.address().clone()).collect(),
             config,
             sessions: Mutex::default(),
             strangers: Mutex::default(),
@@ -110,7 +113,8 @@ impl Sessions {
         server.terms()?;
         let acceptor = thread::Builder::new().spawn({
             let server = server.clone();
-            move || server.accept()
+            // Handshakes may outlive the listeners.
+            move || server.accept(&listeners)
         })?;
         Ok(Self {
             server,
@@ -120,7 +124,7 @@ impl Sessions {
 
     /// The addresses that it listens on.
     pub fn addresses(&self) -> impl Iterator<Item = &Address> {
-        self.server.listeners.iter().map(Listener::address)
+        self.server.addresses.iter()
     }
 
     /// A stream that was opened, if one waits.
@@ -140,8 +144,11 @@ impl Sessions {
     /// Waits until the clients have all that was written on streams that were finished; false if that takes too long.
     pub fn drain(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
-        let sessions = lock(&self.server.sessions);
-        let sessions: Vec<_> = sessions.values().filter_map(Weak::upgrade).collect();
+        // Not locked while waiting: who has lost its connection must find its session.
+        let sessions: Vec<_> = lock(&self.server.sessions)
+            .values()
+            .filter_map(Weak::upgrade)
+            .collect();
         // All of them: the last may need no time.
         let drained = sessions
             .into_iter()
@@ -175,21 +182,18 @@ pub enum SessionsError {
 }
 
 impl Server {
-    fn accept(self: &Arc<Self>) {
+    fn accept(self: &Arc<Self>, listeners: &[Listener]) {
         let mut pace = Pace::new();
         loop {
             let mut fds = vec![PollFd::new(&self.end, PollFlags::IN)];
-            let listeners = self.listeners.iter();
-            fds.extend(listeners.map(|listener| PollFd::new(listener, PollFlags::IN)));
+            let polled = listeners.iter();
+            fds.extend(polled.map(|listener| PollFd::new(listener, PollFlags::IN)));
             if wait_until(&mut fds, None).is_err() || fds[0].revents().contains(PollFlags::IN) {
                 return;
             }
-            for listener in &self.listeners {
+            for listener in listeners {
                 match listener.try_accept() {
-                    Ok(Some(socket)) => {
-                        pace.keep();
-                        self.admit(socket);
-                    }
+                    Ok(Some(socket)) => self.admit(socket, &mut pace),
                     Ok(None) => {}
                     Err(error) => {
                         warn!("{}; trying again", chain(&error));
@@ -200,12 +204,14 @@ impl Server {
         }
     }
 
-    fn admit(self: &Arc<Self>, socket: Socket) {
+    fn admit(self: &Arc<Self>, socket: Socket, pace: &mut Pace) {
         let address = socket.peer_ip();
+        // Who is refused for its address costs the others no time.
         let Some(stranger) = Stranger::admit(self, address) else {
             self.warn(&"too many connections are in their handshake", address);
             return;
         };
+        pace.keep();
         let greet = move || {
             let done = stranger.server.shake_hands(socket);
             let server = stranger.server.clone();
@@ -293,6 +299,7 @@ impl Server {
         if !matches!(self.config.security, Security::Insecure) && session.peer != peer.0 {
             return Err(Refusal::OtherPeer);
         }
+        let _turn = lock(&session.opening);
         match (session.find(attach.stream), attach.intent) {
             (Some(stream), Intent::Open | Intent::Resume) => Ok((stream, false)),
             (Some(stream), Intent::Abort) => {
@@ -322,7 +329,9 @@ impl Server {
     ) -> Result<Arc<Shared>, Refusal> {
         let mut sessions = lock(&self.sessions);
         sessions.retain(|_, known| known.strong_count() > 0);
-        if sessions.len() >= SESSIONS {
+        let known = sessions.values().filter_map(Weak::upgrade);
+        let of_peer = known.filter(|session| session.peer == peer).count();
+        if sessions.len() >= SESSIONS || of_peer >= OF_ONE_PEER {
             return Err(Refusal::Busy);
         }
         let (secret, config) = (transcript.secret(), self.config.clone());
@@ -400,7 +409,10 @@ fn refuse_plain(socket: &Socket) {
     if socket.set_patience(LINGER).is_ok() && socket.write_both(&answer, &[]).is_ok() {
         socket.finish();
         // Closing a socket with unread bytes would destroy the answer.
-        let _ = socket.read_full(&mut [0; 4096]);
+        let end = Instant::now() + LINGER;
+        while let Ok(Some(1..)) = socket.read_until(&mut [0; 4096], Some(end))
+            && Instant::now() < end
+        {}
     }
 }
 

@@ -1,6 +1,11 @@
 //! The worst moment for a cut: the source has stopped for good, and the destination has not been
 //! continued. The guest may be late, but it must run once.
 
+use std::{
+    fs, thread,
+    time::{Duration, Instant},
+};
+
 use crate::common::{
     Host, LIMIT, MIB, bare_pair,
     gate::{Fate, Gate, Message},
@@ -178,9 +183,8 @@ fn a_destination_that_dies_between_two_servers() -> Result<()> {
     let mut scene = Scene::start(&binary)?;
     // It does not answer the server.
     scene.destination.process().signal(Signal::STOP);
-    scene.gate.rule(Message::Answer("starting"), Fate::Held);
     scene.gate.release(Fate::Passes);
-    scene.gate.wait_until_held()?;
+    wait_until_written(&scene.host, "\"starting\"")?;
     scene.host.server.kill()?;
     scene.destination.kill()?;
     scene.host.restart()?;
@@ -190,6 +194,21 @@ fn a_destination_that_dies_between_two_servers() -> Result<()> {
     ended.failure("the guest has ended")?;
     ensure!(scene.source.qmp.query_status()? == "postmigrate");
     Ok(())
+}
+
+/// Waits until the host has a record with this text.
+fn wait_until_written(host: &Host, text: &str) -> Result<()> {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        for entry in fs::read_dir(host.state_dir())? {
+            // One that is being written has another name by now.
+            if fs::read_to_string(entry?.path()).is_ok_and(|record| record.contains(text)) {
+                return Ok(());
+            }
+        }
+        ensure!(Instant::now() < deadline, "no record has {text}");
+        thread::sleep(Duration::from_millis(5));
+    }
 }
 
 /// Ctrl-C at this point comes too late.
