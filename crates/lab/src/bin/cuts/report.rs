@@ -32,9 +32,17 @@ impl Line {
             Err(_) => true,
             Ok(found) => match &found.end {
                 End::Moved { .. } => false,
-                End::Stayed { .. } => found.cut_after.is_none() || self.must_move(),
+                End::Stayed { why } => {
+                    found.cut_after.is_none() || self.must_move() && !self.stood_still(why)
+                }
             },
         }
+    }
+
+    /// The source of a small guest may believe that all has been sent, stop it, and wait for the cut to end.
+    fn stood_still(&self, why: &str) -> bool {
+        let lasts = self.plan.row.kind.lasts().unwrap_or_default();
+        why.contains("stood still") && lasts > Duration::from_secs(10)
     }
 
     /// A migration survives a cut that is shorter than its timeouts: 30 s for the link, and 10 s of downtime.

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use lab::{
     counter::{self, Image},
     cuts::{self, Experiment, Phase},
@@ -133,9 +133,10 @@ impl Studio {
         let network = Network::new(self, plan)?;
         let mut stage = Stage::new(self, &plan.setting, &network)?;
         let ended = stage.migrate(None)?;
+        let stderr = ended.stderr.clone();
         let end = stage.judge(&self.image, ended, None)?;
         let End::Moved { downtime, .. } = end else {
-            anyhow::bail!("a migration without a cut failed");
+            bail!("a migration without a cut failed: {}", stderr.trim());
         };
         let mut uncut = self.uncut.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(*uncut.entry(key).or_insert(downtime))
@@ -369,6 +370,8 @@ impl<'a> Stage<'a> {
             }
             // Nothing has begun there.
             Ok(status) if status == "inmigrate" => {}
+            // A whole guest is neither run nor ended there before somebody knows: the command says so (docs/hand-over.md).
+            Ok(status) if status == "paused" && ended.stderr.contains("has not confirmed") => {}
             // The server ends what will not be a guest, as soon as it knows.
             _ => drop(there.wait_exit(LIMIT).context(told.clone())?),
         }
