@@ -128,7 +128,8 @@ impl Options {
             let of_running = matches!(row.phase, Phase::LaterRound | Phase::Switchover);
             let suits = |at: &&usize| !of_running || binaries[**at].version.major >= 8;
             let qemus: Vec<_> = qemus.iter().filter(suits).collect();
-            let qemu = qemus.get(one_of(qemus.len(), number));
+            // Rows take turns with one path and both: each of them gets everything.
+            let qemu = qemus.get(one_of(qemus.len(), number + number / 4));
             let qemu = **qemu.context("no such QEMU: run scripts/setup qemu")?;
             Ok(Plan {
                 number,
@@ -138,7 +139,7 @@ impl Options {
                     method: self.method[one_of(self.method.len(), number)].clone(),
                     qemu,
                     version: binaries[qemu].version,
-                    security: self.security[one_of(self.security.len(), number)],
+                    security: self.security[one_of(self.security.len(), number + number / 2)],
                 },
             })
         })
