@@ -1035,8 +1035,10 @@ impl Attaching<'_> {
         }
         outgoing.sender = Some(sender);
         drop(outgoing);
-        if let Err(error) = result {
-            carried.failed(&connection, Failure::Connection(error));
+        match result {
+            // Where nothing was to be sent again, too, the peer sees that the connection works.
+            Ok(()) => carried.tell(),
+            Err(error) => carried.failed(&connection, Failure::Connection(error)),
         }
     }
 }

@@ -259,6 +259,39 @@ fn acknowledgements_that_are_changed_now_and_then_are_no_reason_to_end() {
     );
 }
 
+/// Nobody writes, and no connection lives until a heartbeat is due: that each is welcomed and brings a frame is progress.
+#[test]
+fn an_idle_stream_survives_resets_for_longer_than_the_reconnect_timeout() {
+    let config = SessionConfig {
+        reconnect_timeout: Duration::from_secs(2),
+        ..config(Security::Insecure)
+    };
+    let bench = Bench::new(&config);
+    let (_session, stream) = bench.dial(&config);
+    (&stream).write_all(b"x").unwrap();
+    let there = bench.next();
+    (&there.stream).read_exact(&mut [0; 1]).unwrap();
+    thread::scope(|scope| {
+        let reading = [&stream, &there.stream].map(|mut end| {
+            scope.spawn(move || {
+                let mut read = [0; 5];
+                end.read_exact(&mut read).map(|()| read)
+            })
+        });
+        // The pace of the experiment, less than that of heartbeats.
+        for _ in 0..20 {
+            thread::sleep(Duration::from_millis(300));
+            bench.middlebox.apply(Which::All, Change::Reset);
+        }
+        for mut end in [&stream, &there.stream] {
+            end.write_all(b"there").unwrap();
+        }
+        for read in reading {
+            assert_eq!(&read.join().unwrap().unwrap(), b"there");
+        }
+    });
+}
+
 #[test]
 fn streams_leave_a_path_that_fails_and_come_back_to_it() {
     let config = config(Security::Insecure);
