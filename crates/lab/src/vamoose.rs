@@ -1,7 +1,7 @@
 //! Runs `vamoose` as a user would, as a process, and reads what it says.
 
 use std::{
-    fs::Permissions,
+    fs::{self, Permissions},
     io::{BufRead as _, BufReader, Read as _},
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
@@ -49,6 +49,39 @@ pub fn program(path: Option<&Path>, name: &str) -> Result<PathBuf> {
         path.display()
     );
     Ok(path)
+}
+
+/// Keys of two hosts that trust each other, made by `vamoose keys init`.
+pub struct Keys {
+    _dir: TempDir,
+    /// The folder of the source host, for `--keys`.
+    pub source: PathBuf,
+    /// That of the destination host.
+    pub destination: PathBuf,
+    /// The public keys, the source's first.
+    pub public: [String; 2],
+}
+
+impl Keys {
+    /// Makes them by `program`, a `vamoose`.
+    pub fn make(program: &Path) -> Result<Self> {
+        let dir = TempDir::new().context("creating a folder for keys")?;
+        let [source, destination] = ["source", "destination"].map(|host| dir.path().join(host));
+        let init = |folder: &Path| {
+            let mut command = Command::new(program);
+            crate::run(command.args(["keys", "init", "--dir"]).arg(folder))
+        };
+        let public = [init(&source)?, init(&destination)?];
+        for (folder, key) in [(&destination, &public[0]), (&source, &public[1])] {
+            fs::write(folder.join("trusted"), key).context("trusting a key")?;
+        }
+        Ok(Self {
+            _dir: dir,
+            source,
+            destination,
+            public,
+        })
+    }
 }
 
 /// A running `vamoose`. Killed and reaped on drop.

@@ -6,9 +6,7 @@
 //! Random pages by method none, so that the wires are the limit. Times are those of the report, medians of rounds that take turns.
 //! After each migration the whole RAM of both is compared. Needs root, for network namespaces.
 
-use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -16,7 +14,7 @@ use clap::Parser;
 use lab::net::{self, End, Link};
 use lab::qemu::{self, Builder};
 use lab::ram::{self, Fill};
-use lab::vamoose::{Vamoose, program, state_dir};
+use lab::vamoose::{Keys, Vamoose, program, state_dir};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -140,35 +138,25 @@ fn migrate(options: &Options, rates: &[u64]) -> Result<Value> {
 struct Security {
     source: Vec<String>,
     destination: Vec<String>,
-    _keys: TempDir,
+    _keys: Option<Keys>,
 }
 
 impl Security {
     fn new(vamoose: &Path, with_keys: bool) -> Result<Self> {
-        let keys = TempDir::new()?;
         if !with_keys {
             let insecure = || vec!["--insecure".to_owned()];
             return Ok(Self {
                 source: insecure(),
                 destination: insecure(),
-                _keys: keys,
+                _keys: None,
             });
         }
-        let [source, destination] = ["source", "destination"].map(|host| keys.path().join(host));
-        for (host, other) in [(&source, &destination), (&destination, &source)] {
-            let key = lab::run(
-                Command::new(vamoose)
-                    .args(["keys", "init", "--dir"])
-                    .arg(host),
-            )?;
-            fs::create_dir_all(other)?;
-            fs::write(other.join("trusted"), key)?;
-        }
+        let keys = Keys::make(vamoose)?;
         let options = |host: &Path| vec!["--keys".to_owned(), host.display().to_string()];
         Ok(Self {
-            source: options(&source),
-            destination: options(&destination),
-            _keys: keys,
+            source: options(&keys.source),
+            destination: options(&keys.destination),
+            _keys: Some(keys),
         })
     }
 }

@@ -10,8 +10,8 @@ use vamoose_link::{
     ChannelReader, ChannelWriter, Packet, ReadError, Received, Stats, Stream, WriteError,
 };
 
-const LAYOUT: Layout = Layout::X86;
-const METHODS: [Method; 7] = [
+pub(crate) const LAYOUT: Layout = Layout::X86;
+pub(crate) const METHODS: [Method; 7] = [
     Method::None,
     Method::Zlib,
     Method::Zstd,

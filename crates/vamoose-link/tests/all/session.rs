@@ -10,12 +10,14 @@ use std::{
 };
 
 use lab::middlebox::{Admission, Change, Direction, Flow, Mark, Middlebox, Which};
-use multifd::{BlockName, Layout, Method, PacketKind};
+use multifd::{BlockName, Method, PacketKind};
 use vamoose_codec::{Decoder, Settings, encoder};
 use vamoose_link::{
     Address, ChannelReader, ChannelWriter, Introduced, Keys, Listener, Packet, Path, Received,
     Security, Session, SessionConfig, Sessions, Stream,
 };
+
+use crate::channel::{LAYOUT, METHODS};
 
 const LIMIT: Duration = Duration::from_secs(120);
 
@@ -390,17 +392,6 @@ fn packets_of_every_method_survive_resets() {
         assert!(session.reconnects() >= 3, "{method}");
     }
 }
-
-const LAYOUT: Layout = Layout::X86;
-const METHODS: [Method; 7] = [
-    Method::None,
-    Method::Zlib,
-    Method::Zstd,
-    Method::Lz4,
-    Method::ZstdFrames,
-    Method::Qpl,
-    Method::Qatzip,
-];
 
 fn writer(stream: Arc<Stream>, method: Method) -> ChannelWriter {
     let settings = Settings::new(method, None).unwrap();

@@ -1,16 +1,15 @@
 //! The link between two hosts: authenticated, encrypted, and lost again and again in the middle of migrations.
 
-use std::{net::SocketAddr, path::PathBuf, process::Command, time::Duration};
+use std::{net::SocketAddr, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use lab::{
     middlebox::{Admission, Change, Direction, Flow, Middlebox, Which},
     qemu::{self, Binary, Qemu},
     ram,
-    vamoose::Vamoose,
+    vamoose::{Keys, Vamoose},
 };
 use serde_json::Value;
-use tempfile::TempDir;
 
 use crate::common::{
     Host, LIMIT, MIB, bare_pair, expect_equal,
@@ -19,43 +18,20 @@ use crate::common::{
 };
 
 /// Keys of two hosts that know each other.
-struct TwoHosts {
-    _dir: TempDir,
-    near: PathBuf,
-    far: PathBuf,
-}
+struct TwoHosts(Keys);
 
 impl TwoHosts {
     fn new() -> Result<Self> {
-        let dir = tempfile::tempdir()?;
-        let (near, far) = (dir.path().join("near"), dir.path().join("far"));
-        let (near_key, far_key) = (init_keys(&near)?, init_keys(&far)?);
-        std::fs::write(near.join("trusted"), far_key)?;
-        std::fs::write(far.join("trusted"), near_key)?;
-        Ok(Self {
-            _dir: dir,
-            near,
-            far,
-        })
+        Keys::make(vamoose()).map(Self)
     }
 
     fn near(&self) -> [&str; 2] {
-        ["--keys", self.near.to_str().unwrap_or_default()]
+        ["--keys", self.0.source.to_str().unwrap_or_default()]
     }
 
     fn far(&self) -> [&str; 2] {
-        ["--keys", self.far.to_str().unwrap_or_default()]
+        ["--keys", self.0.destination.to_str().unwrap_or_default()]
     }
-}
-
-/// Makes a key, and returns its public half as a line.
-fn init_keys(directory: &std::path::Path) -> Result<String> {
-    let mut command = Command::new(vamoose());
-    command.args(["keys", "init", "--dir"]).arg(directory);
-    Ok(Vamoose::start(&mut command)?
-        .finish(LIMIT)?
-        .success()?
-        .stdout)
 }
 
 const RAM: u64 = 64 * MIB;
@@ -214,7 +190,7 @@ fn who_is_not_trusted_is_refused_with_a_reason_at_both_ends() -> Result<()> {
     let (mut source, destination) = bare_pair(&binary, &binary, 4 * MIB)?;
     source.qmp.cont()?;
     host.knows("vm", &destination)?;
-    let far_key = std::fs::read_to_string(hosts.near.join("trusted"))?;
+    let far_key = std::fs::read_to_string(hosts.0.source.join("trusted"))?;
     let unknown = [&others.near()[..], &["--peer-key", far_key.trim()]].concat();
     for (options, here, there) in [
         (

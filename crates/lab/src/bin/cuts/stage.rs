@@ -2,7 +2,6 @@
 
 use std::{
     collections::HashMap,
-    fs,
     net::SocketAddr,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
@@ -19,7 +18,7 @@ use lab::{
     middlebox::Middlebox,
     net::{End as WireEnd, Link},
     qemu::{self, Binary, Builder, Qemu},
-    vamoose::{Vamoose, program, state_dir},
+    vamoose::{Keys, Vamoose, program, state_dir},
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -32,7 +31,7 @@ pub(crate) struct Studio {
     binaries: Vec<Binary>,
     firmware: TempDir,
     image: Image,
-    keys: TempDir,
+    keys: Keys,
     options: [String; 4],
     /// The downtimes of migrations without a cut.
     uncut: Mutex<HashMap<(Setting, bool), Option<Duration>>>,
@@ -76,7 +75,7 @@ impl Studio {
         let firmware = TempDir::new().context("creating a folder")?;
         counter::write_firmware(&firmware.path().join("counter.rom"))?;
         let program = program(options.vamoose.as_deref(), "vamoose")?;
-        let keys = two_hosts(&program)?;
+        let keys = Keys::make(&program)?;
         let number = |number: std::num::NonZeroUsize| number.to_string();
         Ok(Self {
             program,
@@ -174,7 +173,7 @@ impl Network {
             .arg(monitors.path())
             .arg("--state-dir")
             .arg(state.path());
-        command.args(studio.security(&plan.setting, "far"));
+        command.args(security(&plan.setting, &studio.keys.destination));
         let server = Vamoose::start(&mut command)?;
         let address = server.wait_for("taking migrations on tcp:", LIMIT)?;
         let address: SocketAddr = address.parse().context("the server's address")?;
@@ -273,7 +272,7 @@ impl<'a> Stage<'a> {
         command
             .args(["--method", &setting.method])
             .args(&studio.options);
-        command.args(studio.security(setting, "near"));
+        command.args(security(setting, &studio.keys.source));
         command.arg("--state-dir").arg(state.path());
         Ok(Self {
             source,
@@ -428,27 +427,10 @@ fn last(qemu: &mut Qemu, name: &str) -> Result<Duration> {
     Ok(found.with_context(|| format!("no event {name}"))?.timestamp)
 }
 
-impl Studio {
-    /// The options of one of the hosts.
-    fn security(&self, setting: &Setting, host: &str) -> Vec<PathBuf> {
-        match setting.security {
-            Security::Insecure => vec!["--insecure".into()],
-            Security::Keys => vec!["--keys".into(), self.keys.path().join(host)],
-        }
+/// The options of the host whose keys are in the folder `keys`.
+fn security(setting: &Setting, keys: &Path) -> Vec<PathBuf> {
+    match setting.security {
+        Security::Insecure => vec!["--insecure".into()],
+        Security::Keys => vec!["--keys".into(), keys.to_owned()],
     }
-}
-
-/// Keys of two hosts that trust each other, in the folders `near` and `far`.
-fn two_hosts(program: &Path) -> Result<TempDir> {
-    let keys = TempDir::new().context("creating a folder for keys")?;
-    let [near, far] = ["near", "far"].map(|host| keys.path().join(host));
-    let init = |folder: &Path| {
-        let mut command = Command::new(program);
-        command.args(["keys", "init", "--dir"]).arg(folder);
-        lab::run(&mut command)
-    };
-    let (near_key, far_key) = (init(&near)?, init(&far)?);
-    fs::write(near.join("trusted"), far_key)?;
-    fs::write(far.join("trusted"), near_key)?;
-    Ok(keys)
 }

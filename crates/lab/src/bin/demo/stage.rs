@@ -1,14 +1,12 @@
 //! What all runs share: the programs, the network, the keys, the guest's image and `vamoose serve` on the destination host.
 
-use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use lab::guest::{Image, Load};
 use lab::qemu::{self, Binary, Builder};
-use lab::vamoose::{Vamoose, program, state_dir};
+use lab::vamoose::{Keys, Vamoose, program, state_dir};
 use tempfile::TempDir;
 
 use crate::Way;
@@ -55,13 +53,6 @@ pub(crate) struct Server {
     _state: TempDir,
 }
 
-/// Of two hosts that trust each other, a folder each.
-pub(crate) struct Keys {
-    _dir: TempDir,
-    pub(crate) source: PathBuf,
-    pub(crate) destination: PathBuf,
-}
-
 impl<'a> Stage<'a> {
     pub(crate) fn set(guard: &'a Guard) -> Result<Self> {
         // Beside this program, unless $VAMOOSE says otherwise.
@@ -84,6 +75,13 @@ impl<'a> Stage<'a> {
             LOAD.rate,
         ));
         let keys = Keys::make(&vamoose)?;
+        for key in &keys.public {
+            note(format!(
+                "$ vamoose keys init --dir DIR  ->  {}",
+                key.trim_end()
+            ));
+        }
+        note("the source host and the destination host have a key each, and trust each other's");
         let folder = keys.destination.to_string_lossy();
         let secure = Server::start(guard, &network, &vamoose, &["--keys", &folder])?;
         note(format!(
@@ -140,33 +138,6 @@ impl Server {
             to,
             monitors,
             _state: state,
-        })
-    }
-}
-
-impl Keys {
-    /// Makes a key for each host, and has each trust the other's.
-    fn make(vamoose: &Path) -> Result<Self> {
-        let dir = TempDir::new().context("creating a temporary directory")?;
-        let [source, destination] = ["source", "destination"].map(|host| dir.path().join(host));
-        let key = |directory: &Path| {
-            let mut command = Command::new(vamoose);
-            lab::run(command.args(["keys", "init", "--dir"]).arg(directory))
-        };
-        for (host, other) in [(&source, &destination), (&destination, &source)] {
-            let key = key(host)?;
-            note(format!(
-                "$ vamoose keys init --dir DIR  ->  {}",
-                key.trim_end()
-            ));
-            fs::create_dir_all(other).context("creating a folder for keys")?;
-            fs::write(other.join("trusted"), key).context("trusting a key")?;
-        }
-        note("the source host and the destination host have a key each, and trust each other's");
-        Ok(Self {
-            _dir: dir,
-            source,
-            destination,
         })
     }
 }
