@@ -53,15 +53,18 @@ impl Image {
     /// Builds an initramfs with `content` MiB of this machine's files to fill memory from. A guest needs about twice that
     /// beside what it fills, and 100 MiB for itself.
     pub fn build(content: u32) -> Result<Self> {
-        let parts = target_dir().join("guest");
-        let kernel = parts.join("vmlinuz");
         if let Some(missing) = missing() {
             bail!("no {}: run scripts/setup guest", missing.display());
         }
+        Self::of(entries(u64::from(content) << 20)?)
+    }
+
+    /// Of what is in the initramfs.
+    pub(crate) fn of(entries: Vec<(Entry, Cursor<Vec<u8>>)>) -> Result<Self> {
+        let kernel = target_dir().join("guest/vmlinuz");
         let dir = TempDir::with_prefix("vamoose-").context("creating a temporary directory")?;
         let initrd = dir.path().join("initrd");
         let out = BufWriter::new(File::create(&initrd).context("creating the initramfs")?);
-        let entries = entries(u64::from(content) << 20)?;
         cpio::write_cpio(entries.into_iter(), out)
             .and_then(|mut out| out.flush())
             .context("writing the initramfs")?;
@@ -84,14 +87,19 @@ impl Image {
         Self::build(content).map(Some)
     }
 
+    /// A machine with `ram` bytes that boots this image, with these parameters for what is in it.
+    pub(crate) fn boot(&self, binary: &Binary, ram: u64, parameters: &str) -> Builder {
+        // loglevel: kernel messages would get between the lines. panic: with -no-reboot it ends QEMU, which is noticed.
+        let options = "console=ttyS0 quiet loglevel=2 panic=-1 mitigations=off";
+        let command_line = format!("{options} {parameters}");
+        Builder::linux(binary, ram, &self.kernel, &self.initrd, &command_line)
+    }
+
     /// A machine with `ram` bytes that boots this image and runs the load. The two ends of a migration need the same.
     pub fn machine(&self, binary: &Binary, ram: u64, load: &Load) -> Builder {
         let Load { fill, hot, rate } = load;
-        // loglevel: kernel messages would get between the ticks. panic: with -no-reboot it ends QEMU, which is noticed.
-        let command_line = format!(
-            "console=ttyS0 quiet loglevel=2 panic=-1 mitigations=off vamoose.fill={fill} vamoose.hot={hot} vamoose.rate={rate}"
-        );
-        Builder::linux(binary, ram, &self.kernel, &self.initrd, &command_line)
+        let parameters = format!("vamoose.fill={fill} vamoose.hot={hot} vamoose.rate={rate}");
+        self.boot(binary, ram, &parameters)
     }
 }
 
@@ -167,12 +175,13 @@ fn missing() -> Option<PathBuf> {
         .find(|path| !path.exists())
 }
 
+pub(crate) const DIRECTORY: u32 = 0o040_755;
+pub(crate) const DEVICE: u32 = 0o020_600;
+pub(crate) const PROGRAM: u32 = 0o100_755;
+const FILE: u32 = 0o100_644;
+
 /// What is in the initramfs: the guest's program, and `content` bytes of files to fill memory from.
 fn entries(content: u64) -> Result<Vec<(Entry, Cursor<Vec<u8>>)>> {
-    const DIRECTORY: u32 = 0o040_755;
-    const DEVICE: u32 = 0o020_600;
-    const PROGRAM: u32 = 0o100_755;
-    const FILE: u32 = 0o100_644;
     let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
     let mut entries = Vec::new();
     let mut add = |entry: Entry, mode, bytes| entries.push((entry.mode(mode), Cursor::new(bytes)));

@@ -1,7 +1,7 @@
 //! The laboratory: QEMUs, guests and networks for the tests, the demo and the benchmarks. Internal only.
 //!
 //! - [`qemu`] finds and runs QEMUs: bare ones whose RAM is a file, and ones with a Linux guest;
-//! - [`qmp`] talks to them, [`guest`] watches a running guest, [`counter`] is the smallest one, [`ram`] makes and compares memory images;
+//! - [`qmp`] talks to them, [`guest`] watches a running guest, [`program`] is one with a real program in it, [`counter`] is the smallest one, [`ram`] makes and compares memory images;
 //! - [`vamoose`] runs the program under test, [`stand_in`] makes the libraries that it finds instead of hardware, [`qatzip`] finds
 //!   the real one;
 //! - [`net`] makes links of given rates that can be pulled, [`middlebox`] breaks connections, [`sockets`] ports and single ones,
@@ -20,6 +20,7 @@ pub mod middlebox;
 pub mod net;
 pub mod proc;
 pub mod process;
+pub mod program;
 pub mod qatzip;
 pub mod qemu;
 pub mod qmp;

@@ -1,12 +1,18 @@
 //! Two hosts and the wires between them: network namespaces joined by virtual links of given rates, which can be pulled. Needs root.
 
+mod lan;
+
+use std::fs::File;
 use std::net::Ipv4Addr;
+use std::os::fd::AsFd as _;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
+pub use self::lan::Lan;
 use crate::{run, skipped};
 
 /// Two namespaces and their wires. Dropping it removes all; end what runs in them first.
@@ -139,6 +145,14 @@ impl Namespace {
     /// A command that will run in this namespace. Its process is the program itself, no wrapper.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         command_in(&self.name, program)
+    }
+
+    /// Takes the calling thread into this namespace: sockets that it opens are there.
+    pub fn enter(&self) -> Result<()> {
+        let file = File::open(format!("/run/netns/{}", self.name));
+        let file = file.context("opening the network namespace")?;
+        move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))
+            .context("entering the network namespace")
     }
 
     /// What has gone through this end of the first wire since the link was made.
@@ -403,19 +417,16 @@ pub(crate) mod tests {
     use super::*;
     use std::io::{ErrorKind, Read, Write};
     use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-    use std::os::fd::AsFd;
     use std::time::{Duration, Instant};
 
     use rustix::io::Errno;
     use rustix::net::{AddressFamily, SocketType, bind, socket};
-    use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
     /// Runs something on a thread in the namespace; what it opens stays there.
     fn inside<T: Send>(namespace: &Namespace, what: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let run = || {
-                let file = std::fs::File::open(format!("/run/netns/{}", namespace.name())).unwrap();
-                move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network)).unwrap();
+                namespace.enter().unwrap();
                 what()
             };
             scope.spawn(run).join().unwrap()

@@ -1,0 +1,173 @@
+//! The ways to move a guest.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+use lab::guest::Guest;
+use lab::net::Namespace;
+use lab::vamoose::{Vamoose, state_dir};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::Conditions;
+
+/// A way to move a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Contender {
+    /// Stock QEMU, multifd, not compressed
+    StockNone,
+    /// Stock QEMU, multifd with zstd
+    StockZstd,
+    /// Stock QEMU, one channel with XBZRLE
+    StockXbzrle,
+    /// Stock QEMU, multifd, not compressed, with auto-converge
+    StockConverge,
+    /// `vamoose migrate` without delta
+    VamooseNoDelta,
+    /// `vamoose migrate` with its defaults
+    Vamoose,
+}
+
+const CHANNELS: u8 = 2;
+/// As large as Vamoose's page cache is by default.
+const XBZRLE_CACHE: u64 = 256 << 20;
+
+impl Contender {
+    pub(crate) fn name(self) -> String {
+        let value = self.to_possible_value();
+        value.map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+
+    /// Starts a migration of the guest at the source to the other QEMU, which waits for it.
+    pub(crate) fn start(
+        self,
+        [source, destination]: [&mut Guest; 2],
+        [here, there]: [&Namespace; 2],
+        conditions: &Conditions,
+    ) -> Result<Helpers> {
+        // Whatever the migration before has left.
+        for guest in [&mut *source, &mut *destination] {
+            self.set_up(guest, conditions)?;
+        }
+        let options: &[&str] = match self {
+            Self::VamooseNoDelta => &["--delta", "off"],
+            Self::Vamoose => &[],
+            _ => {
+                let address = there.address();
+                let qmp = &mut destination.qemu.qmp;
+                qmp.migrate_incoming(&format!("tcp:{address}:0"))?;
+                let port = qmp.incoming_port()?;
+                source.qemu.qmp.migrate(&format!("tcp:{address}:{port}"))?;
+                return Ok(Helpers::None);
+            }
+        };
+        Helpers::commands([source, destination], [here, there], conditions, options)
+    }
+
+    fn set_up(self, guest: &mut Guest, conditions: &Conditions) -> Result<()> {
+        let is_xbzrle = self == Self::StockXbzrle;
+        let qmp = &mut guest.qemu.qmp;
+        qmp.use_multifd(CHANNELS)?;
+        qmp.set_capabilities(&[
+            ("multifd", !is_xbzrle),
+            ("xbzrle", is_xbzrle),
+            ("auto-converge", self == Self::StockConverge),
+        ])?;
+        let compression = match self {
+            Self::StockZstd => "zstd",
+            _ => "none",
+        };
+        qmp.set_parameters(json!({
+            "multifd-compression": compression,
+            "multifd-zstd-level": 1,
+            "xbzrle-cache-size": XBZRLE_CACHE,
+            "downtime-limit": conditions.downtime_limit,
+        }))
+    }
+}
+
+/// What runs beside the QEMUs.
+pub(crate) enum Helpers {
+    None,
+    Commands(Box<Commands>),
+}
+
+pub(crate) struct Commands {
+    migrate: Vamoose,
+    serve: Vamoose,
+    _folders: (TempDir, TempDir),
+}
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+impl Helpers {
+    fn commands(
+        [source, destination]: [&mut Guest; 2],
+        [here, there]: [&Namespace; 2],
+        conditions: &Conditions,
+        options: &[&str],
+    ) -> Result<Self> {
+        let monitors = TempDir::new().context("creating a temporary directory")?;
+        let state = state_dir()?;
+        let monitor = monitors.path().join("guest.qmp");
+        std::os::unix::fs::symlink(destination.qemu.qmp_socket(), monitor)
+            .context("linking the monitor")?;
+        let folder = |name: &str| -> PathBuf { state.path().join(name) };
+        let mut serve = there.command(&conditions.vamoose);
+        let listen = format!("tcp:{}:0", there.address());
+        serve.args(["serve", "--insecure", "--listen", &listen, "--qmp-dir"]);
+        serve.arg(monitors.path());
+        serve.arg("--state-dir").arg(folder("there"));
+        let serve = Vamoose::start(&mut serve)?;
+        let address = serve.wait_for("taking migrations on ", LIMIT)?;
+        let mut migrate = here.command(&conditions.vamoose);
+        migrate.args(["migrate", "--insecure", "--json", "-", "--name", "guest"]);
+        migrate.args(["--to", &address, "--channels", &CHANNELS.to_string()]);
+        let limit = conditions.downtime_limit.to_string();
+        migrate.args(["--downtime-limit", &limit]).args(options);
+        migrate.arg("--qmp").arg(source.qemu.qmp_socket());
+        migrate.arg("--state-dir").arg(folder("here"));
+        Ok(Self::Commands(Box::new(Commands {
+            migrate: Vamoose::start(&mut migrate)?,
+            serve,
+            _folders: (monitors, state),
+        })))
+    }
+
+    /// Gives the migration up.
+    pub(crate) fn cancel(self, source: &mut Guest) -> Result<()> {
+        match self {
+            Self::None => source.qemu.qmp.migrate_cancel()?,
+            Self::Commands(commands) => {
+                commands.migrate.signal(Signal::INT)?;
+                commands.migrate.finish(LIMIT)?;
+            }
+        }
+        source.qemu.qmp.wait_idle(LIMIT)
+    }
+
+    /// Waits until they have done everything; gives the report, if there is one.
+    pub(crate) fn finish(self) -> Result<Option<Value>> {
+        match self {
+            Self::None => Ok(None),
+            Self::Commands(commands) => {
+                let ended = commands.migrate.finish(LIMIT)?.success()?;
+                Ok(Some(serde_json::from_str(&ended.stdout)?))
+            }
+        }
+    }
+
+    /// For error messages.
+    pub(crate) fn said(&self) -> String {
+        match self {
+            Self::None => String::new(),
+            Self::Commands(commands) => {
+                let said = [&commands.migrate, &commands.serve].map(Vamoose::stderr);
+                format!("vamoose says:\n{}", said.join("\n--\n"))
+            }
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! What runs in the guest, and who uses it.
+
+use anyhow::Result;
+use clap::ValueEnum;
+use lab::guest::{Image, Load};
+use lab::net::Namespace;
+use lab::program::Program;
+use lab::qemu::{Binary, Builder};
+
+use crate::clients::Clients;
+use crate::pgbench::Pgbench;
+use crate::redis::{Mix, Redis};
+
+/// A guest that is in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Workload {
+    /// Redis: SET of random values of 300 bytes
+    RedisRandom,
+    /// Redis: half reads, half updates of a field of a record (YCSB A)
+    RedisA,
+    /// Redis: 95 % reads, 5 % updates (YCSB B)
+    RedisB,
+    /// Redis: half reads, half reads with an update afterwards (YCSB F)
+    RedisF,
+    /// PostgreSQL: the transactions of pgbench (TPC-B)
+    Pgbench,
+    /// A compiler, which compiles one file after the other
+    Compile,
+    /// A program that writes pages three times as fast as the link carries them
+    Writer,
+}
+
+/// Of the guest, in bytes.
+const RAM: u64 = 1 << 30;
+
+impl Workload {
+    pub(crate) fn name(self) -> String {
+        let value = self.to_possible_value();
+        value.map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+
+    /// What a sample of the clients is, for the table.
+    pub(crate) fn unit(self) -> &'static str {
+        match self {
+            Self::Pgbench => "transactions",
+            Self::Compile => "files",
+            Self::Writer => "ticks",
+            _ => "requests",
+        }
+    }
+
+    /// What the guest boots from, and the machine.
+    pub(crate) fn machine(self, binary: &Binary, rate: u64) -> Result<(Image, Builder)> {
+        let program = match self {
+            Self::RedisRandom | Self::RedisA | Self::RedisB | Self::RedisF => Program::Redis,
+            Self::Pgbench => Program::Postgres,
+            Self::Compile => Program::Compiler,
+            Self::Writer => {
+                let image = Image::build(16)?;
+                let load = Load {
+                    fill: 384,
+                    hot: 256,
+                    rate: u32::try_from(3 * rate / 8 / 4096)?,
+                };
+                let machine = image.machine(binary, RAM, &load);
+                return Ok((image, machine));
+            }
+        };
+        let image = program.image()?;
+        let machine = program.machine(&image, binary, RAM);
+        Ok((image, machine))
+    }
+
+    /// The clients, at work; `None` where the guest's serial port tells what it does.
+    pub(crate) fn clients(self, network: &Namespace) -> Result<Option<Box<dyn Clients>>> {
+        Ok(Some(match self {
+            Self::RedisRandom => Box::new(Redis::start(network, Mix::RANDOM)?),
+            Self::RedisA => Box::new(Redis::start(network, Mix::A)?),
+            Self::RedisB => Box::new(Redis::start(network, Mix::B)?),
+            Self::RedisF => Box::new(Redis::start(network, Mix::F)?),
+            Self::Pgbench => Box::new(Pgbench::start(network)?),
+            Self::Compile | Self::Writer => return Ok(None),
+        }))
+    }
+
+    /// Whether a line of the guest's serial port shows that it has done something.
+    pub(crate) fn is_sign(self, line: &str) -> bool {
+        match self {
+            Self::Compile => line.starts_with("compiled "),
+            Self::Writer => line.starts_with("tick "),
+            _ => false,
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! Linux guests that run real programs: Redis, PostgreSQL, or a compiler without end. `scripts/setup workloads` fetches them.
+//! The guest's script is `guest/workload`. Under TCG; the network is [`Lan`](crate::net::Lan).
+
+use std::fs;
+use std::io::Cursor;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use cpio::NewcBuilder as Entry;
+
+use crate::guest::{DEVICE, DIRECTORY, Image, PROGRAM};
+use crate::net::Lan;
+use crate::qemu::{Binary, Builder};
+use crate::target_dir;
+
+/// What runs in the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Program {
+    /// On port 6379.
+    Redis,
+    /// On port 5432, without a password, as `postgres`.
+    Postgres,
+    /// gcc, which compiles one file after the other; each is a line `compiled N` on the serial port.
+    Compiler,
+}
+
+impl Program {
+    /// What a guest with this program boots from.
+    pub fn image(self) -> Result<Image> {
+        let tree = target_dir().join("workloads").join(self.name());
+        let guest = target_dir().join("guest");
+        ensure!(
+            tree.is_dir() && guest.join("drivers").is_dir(),
+            "no {}: run scripts/setup guest workloads",
+            tree.display()
+        );
+        let mut content = Content::default();
+        content.add_tree(&tree, "")?;
+        content.add_tree(&guest.join("drivers"), "drivers")?;
+        for name in ["bin", "dev", "etc", "proc", "sys"] {
+            content.add(name, DIRECTORY, Vec::new());
+        }
+        let console = Entry::new("dev/console").rdev_major(5).rdev_minor(1);
+        content.0.push((console.mode(DEVICE), Cursor::default()));
+        let script = include_bytes!("../guest/workload");
+        content.add("init", PROGRAM, script.to_vec());
+        let source = include_bytes!("../guest/compile.c");
+        content.add("compile.c", PROGRAM, source.to_vec());
+        let busybox = fs::read(guest.join("busybox")).context("reading busybox")?;
+        content.add("bin/busybox", PROGRAM, busybox);
+        Image::of(content.0)
+    }
+
+    /// A machine with `ram` bytes that runs this program, on the [`Lan`].
+    pub fn machine(self, image: &Image, binary: &Binary, ram: u64) -> Builder {
+        let parameters = format!("vamoose.workload={}", self.name());
+        Lan::connect(image.boot(binary, ram, &parameters))
+    }
+
+    /// Of its tree, and of the function in the guest's script.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Redis => "redis",
+            Self::Postgres => "postgres",
+            Self::Compiler => "compile",
+        }
+    }
+}
+
+/// What is in an initramfs.
+#[derive(Default)]
+struct Content(Vec<(Entry, Cursor<Vec<u8>>)>);
+
+impl Content {
+    fn add(&mut self, name: &str, mode: u32, bytes: Vec<u8>) {
+        self.0
+            .push((Entry::new(name).mode(mode), Cursor::new(bytes)));
+    }
+
+    /// Adds the folder and all below it; links are not followed, there are none.
+    fn add_tree(&mut self, folder: &Path, name: &str) -> Result<()> {
+        if !name.is_empty() {
+            self.add(name, DIRECTORY, Vec::new());
+        }
+        let context = || format!("reading {}", folder.display());
+        let mut below: Vec<_> = fs::read_dir(folder)
+            .and_then(Iterator::collect)
+            .with_context(context)?;
+        below.sort_by_key(fs::DirEntry::file_name);
+        for entry in below {
+            let (path, file_name) = (entry.path(), entry.file_name());
+            let file_name = file_name.to_str().with_context(context)?;
+            let name = match name {
+                "" => file_name.to_owned(),
+                _ => format!("{name}/{file_name}"),
+            };
+            let metadata = entry.metadata().with_context(context)?;
+            if metadata.is_dir() {
+                self.add_tree(&path, &name)?;
+            } else {
+                let bytes = fs::read(&path).with_context(context)?;
+                self.add(
+                    &name,
+                    0o100_000 | metadata.permissions().mode() & 0o777,
+                    bytes,
+                );
+            }
+        }
+        Ok(())
+    }
+}
