@@ -4,11 +4,11 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips cuts faults figures paths
+.PHONY: help setup build demo test model flips cuts faults figures paths workloads
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
-		printf '  make %-8s  %s\n' "$$target" "$$text"; \
+		printf '  make %-9s  %s\n' "$$target" "$$text"; \
 	done
 
 setup:         # Fetch compilers, Rust, QEMUs, a test guest and libqatzip
@@ -51,3 +51,8 @@ figures: setup # Measure the documentation's figures anew
 paths: setup   # Measure what a second path brings
 	cargo build --release -p vamoose -p lab --bin vamoose --bin paths
 	"$${CARGO_TARGET_DIR:-target}/release/paths" $(PATHS)
+
+workloads: setup # Move guests in which Redis, PostgreSQL and a compiler run (an hour; WORKLOADS="--runs 1 --workload redis-a")
+	scripts/setup workloads
+	cargo build --release -p vamoose -p lab --bin vamoose --bin workloads
+	"$${CARGO_TARGET_DIR:-target}/release/workloads" $(WORKLOADS)

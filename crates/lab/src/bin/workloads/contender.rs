@@ -70,8 +70,10 @@ impl Contender {
     fn set_up(self, guest: &mut Guest, conditions: &Conditions) -> Result<()> {
         let is_xbzrle = self == Self::StockXbzrle;
         let qmp = &mut guest.qemu.qmp;
-        qmp.use_multifd(CHANNELS)?;
+        // In one command: QEMU has multifd and XBZRLE only one at a time.
         qmp.set_capabilities(&[
+            ("events", true),
+            ("return-path", true),
             ("multifd", !is_xbzrle),
             ("xbzrle", is_xbzrle),
             ("auto-converge", self == Self::StockConverge),
@@ -81,6 +83,8 @@ impl Contender {
             _ => "none",
         };
         qmp.set_parameters(json!({
+            "max-bandwidth": 1_u64 << 40,
+            "multifd-channels": CHANNELS,
             "multifd-compression": compression,
             "multifd-zstd-level": 1,
             "xbzrle-cache-size": XBZRLE_CACHE,
@@ -147,6 +151,14 @@ impl Helpers {
             }
         }
         source.qemu.qmp.wait_idle(LIMIT)
+    }
+
+    /// Whether one has ended that should not before the migration has.
+    pub(crate) fn have_ended(&self) -> Result<bool> {
+        match self {
+            Self::None => Ok(false),
+            Self::Commands(commands) => commands.migrate.has_ended(),
+        }
     }
 
     /// Waits until they have done everything; gives the report, if there is one.

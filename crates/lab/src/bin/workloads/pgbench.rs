@@ -3,7 +3,7 @@
 use std::fs;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result, ensure};
@@ -27,7 +27,7 @@ pub(crate) struct Pgbench {
 
 const CLIENTS: &str = "4";
 /// Of the tables: 100,000 accounts each.
-const SCALE: &str = "15";
+const SCALE: &str = "8";
 const LIMIT: Duration = Duration::from_secs(60);
 
 impl Pgbench {
@@ -56,6 +56,7 @@ impl Pgbench {
             "--log-prefix",
             &prefix,
         ]);
+        pgbench.stdout(Stdio::null()).stderr(Stdio::null());
         Ok(Self {
             child: Child::start(pgbench.arg("postgres"))?,
             logs,

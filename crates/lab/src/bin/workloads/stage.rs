@@ -14,7 +14,7 @@ use serde_json::Value;
 
 use crate::Conditions;
 use crate::clients::{Clients, Sample};
-use crate::contender::Contender;
+use crate::contender::{Contender, Helpers};
 use crate::workload::Workload;
 
 /// Everything that a workload's migrations need.
@@ -106,7 +106,7 @@ impl<'a> Stage<'a> {
             throttle: 0,
             report: None,
         };
-        let watched = migration.watch(&mut source, self.conditions.limit);
+        let watched = migration.watch(&mut source, &helpers, self.conditions.limit);
         migration.to = Instant::now();
         match watched.with_context(|| helpers.said())? {
             Watched::Completed => {
@@ -170,23 +170,32 @@ enum Watched {
 
 impl Migration {
     /// Follows the source's account to the end.
-    fn watch(&mut self, source: &mut Guest, limit: Duration) -> Result<Watched> {
+    fn watch(&mut self, source: &mut Guest, helpers: &Helpers, limit: Duration) -> Result<Watched> {
+        // Until then, QEMU tells of the one before.
+        let mut has_begun = false;
         loop {
+            let have_ended = helpers.have_ended()?;
             let account = source.qemu.qmp.query_migrate()?;
             let rounds = account["ram"]["dirty-sync-count"].as_u64();
             let throttle = account["cpu-throttle-percentage"].as_u64();
             match account["status"].as_str() {
-                // Without a downtime it is the migration that the guest came with: the next has not begun.
+                // Without a downtime it is the migration that the guest came with.
                 Some("completed") if account["downtime"].is_u64() => {
                     self.rounds = rounds.unwrap_or(0);
                     return Ok(Watched::Completed);
                 }
-                Some("failed" | "cancelled") => bail!("the migration failed: {account}"),
+                Some("failed" | "cancelled") if has_begun => {
+                    bail!("the migration failed: {account}")
+                }
                 Some("active") => {
+                    has_begun = true;
                     self.rounds = rounds.unwrap_or(self.rounds);
                     self.throttle = self.throttle.max(throttle.unwrap_or(0));
                 }
                 _ => {}
+            }
+            if have_ended {
+                bail!("vamoose has ended, the migration has not: {account}");
             }
             if self.from.elapsed() > limit {
                 return Ok(Watched::TookTooLong);
