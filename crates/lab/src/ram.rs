@@ -22,6 +22,8 @@ pub enum Fill {
     Mixed,
     /// The contents of these files, over and over, each time round from another place in them.
     Files(Vec<PathBuf>),
+    /// This, but with so many percent of the pages zero, in runs of a quarter of a MiB that are evenly spread.
+    WithZeros(u8, Box<Fill>),
 }
 
 /// Writes an image of `size` bytes; the same seed gives the same image. An existing file is replaced in place.
@@ -40,7 +42,27 @@ fn try_write(path: &Path, size: u64, fill: &Fill, seed: u64) -> Result<()> {
         Fill::Random => out.pages(|page| random.fill(page)),
         Fill::Mixed => out.pages(|page| mixed_page(&mut random, page)),
         Fill::Files(paths) => out.files(paths, &mut random),
+        Fill::WithZeros(percent, of) => {
+            try_write(path, size, of, seed)?;
+            zero_runs(path, size, *percent)
+        }
     }
+}
+
+/// Overwrites so many percent of an image with zeros.
+fn zero_runs(path: &Path, size: u64, percent: u8) -> Result<()> {
+    const RUN: usize = 256 << 10;
+    let zeros = [0; RUN];
+    let mut image = File::options().write(true).open(path)?;
+    let due = |runs: u64| runs * u64::from(percent.min(100)) / 100;
+    for run in (0..size.div_ceil(RUN as u64)).filter(|&run| due(run + 1) > due(run)) {
+        let start = run * RUN as u64;
+        image.seek(SeekFrom::Start(start))?;
+        let file = image.try_clone()?;
+        let left = size - start;
+        Image { file, left }.put(&zeros)?;
+    }
+    Ok(())
 }
 
 /// Files of this machine with realistic content (libraries, programs, texts), about `total` bytes of them in all, in the
@@ -278,6 +300,22 @@ mod tests {
             .filter(|page| page.iter().all(|&byte| byte == 0))
             .count();
         assert!(zero > 100 && zero < 300, "{zero} of 768");
+    }
+
+    #[test]
+    fn so_many_percent_of_the_pages_are_zero() {
+        let dir = tempfile::tempdir().unwrap();
+        for percent in [0, 10, 50, 100] {
+            let fill = Fill::WithZeros(percent, Box::new(Fill::Random));
+            let path = dir.path().join("a");
+            write(&path, 100 << 20, &fill, 1).unwrap();
+            let bytes = fs::read(&path).unwrap();
+            let pages = bytes.chunks(PAGE);
+            let zero = pages
+                .filter(|page| page.iter().all(|&byte| byte == 0))
+                .count();
+            assert_eq!(zero, 25600 * usize::from(percent) / 100);
+        }
     }
 
     #[test]

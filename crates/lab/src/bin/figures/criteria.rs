@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use crate::links;
 use crate::live;
 use crate::options::Options;
 use crate::or_dash;
@@ -18,10 +19,10 @@ pub(crate) struct Verdict {
 }
 
 /// Whether what was measured meets the demand, and the numbers.
-type Found = (bool, String);
+pub(crate) type Found = (bool, String);
 
 impl Verdict {
-    fn new(demand: impl Into<String>, found: Option<Found>) -> Self {
+    pub(crate) fn new(demand: impl Into<String>, found: Option<Found>) -> Self {
         let (pass, found) = found.unzip();
         Self {
             demand: demand.into(),
@@ -37,6 +38,7 @@ pub(crate) fn judge(figures: &Figures, options: &Options) -> Vec<Verdict> {
         still,
         running,
         live,
+        links,
     } = figures;
     let cost = |name: &str| {
         let case = still.iter().find(|measured| measured.case.name == name);
@@ -133,6 +135,7 @@ pub(crate) fn judge(figures: &Figures, options: &Options) -> Vec<Verdict> {
         }
     }
     verdicts.extend(live.iter().map(of_live));
+    verdicts.extend(links::judge(links));
     verdicts
 }
 

@@ -6,12 +6,14 @@
 //! ```
 //!
 //! Cases `cpu/...`, `memory/...` and `live/...` move a guest that does not run (module [`still`]), `downtime/...` one
-//! that does (module [`running`]), `live-downtime/...` one of the crate `live` (module [`live`]). Each case runs once per round, in an order that turns by one from round to round, and
+//! that does (module [`running`]), `live-downtime/...` one of the crate `live` (module [`live`]), and `links/...`, where named, a still one
+//! over links of given rates (module [`links`]). Each case runs once per round, in an order that turns by one from round to round, and
 //! counts with the median of its rounds (more of them for downtimes, which vary most): on a shared machine only what was
 //! measured side by side can be compared.
 //! `docs/figures/README.md` tells how to read the result.
 
 mod criteria;
+mod links;
 mod live;
 mod options;
 mod report;
@@ -31,13 +33,14 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<()> {
-    let (stills, runnings, lives) = (
+    let (stills, runnings, lives, linked) = (
         still::cases(options),
         running::cases(options),
         live::cases(options),
+        links::cases(options),
     );
     still::check(&stills)?;
-    if !(runnings.is_empty() && lives.is_empty()) {
+    if !(runnings.is_empty() && lives.is_empty() && linked.is_empty()) {
         net::available()?;
     }
     let qemu = qemu::available().last();
@@ -51,6 +54,7 @@ fn run(options: &Options) -> Result<()> {
         still: still::measure(stills, options, qemu, &corpus, &vamoose, &demo)?,
         running: running::measure(runnings, options, qemu, &vamoose)?,
         live: live::measure(lives, &demo)?,
+        links: links::measure(linked, options, qemu, &corpus, &vamoose)?,
     };
 
     let verdicts = criteria::judge(&figures, options);
@@ -73,7 +77,7 @@ struct Measured<C, R> {
 fn interleaved<C, R>(
     cases: Vec<C>,
     rounds: usize,
-    name: impl Fn(&C) -> &'static str,
+    name: impl Fn(&C) -> &str,
     mut measure: impl FnMut(&C) -> Result<R>,
 ) -> Result<Vec<Measured<C, R>>> {
     let measured = |case| Measured {

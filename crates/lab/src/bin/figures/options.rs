@@ -15,7 +15,7 @@ use zstd_safe::get_error_name;
 #[derive(Parser, Debug)]
 #[command(name = "figures", max_term_width = 100)]
 pub(crate) struct Options {
-    /// Memory of the large guest that does not run
+    /// Memory of the large guest that does not run; a third of it and less on links
     #[arg(long, value_name = "SIZE", default_value = "3G", value_parser = size)]
     pub(crate) ram: u64,
     /// Number of rounds, in each of which every case runs once; twice as many and one more for downtimes
@@ -34,6 +34,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "DIR")]
     corpus: Option<PathBuf>,
     /// Only cases whose name contains this, such as cpu/ or downtime/direct-none (repeatable)
+    ///
+    /// Cases links/... run only when they are named.
     #[arg(long, value_name = "NAME")]
     only: Vec<String>,
 }
@@ -62,6 +64,17 @@ impl Options {
     /// Whether a case is wanted.
     pub(crate) fn wants(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|only| name.contains(only))
+    }
+
+    /// Whether a case that takes long is wanted.
+    pub(crate) fn names(&self, name: &str) -> bool {
+        !self.only.is_empty() && self.wants(name)
+    }
+
+    /// What the guests' content is called in names of cases.
+    pub(crate) fn content_name(&self) -> &str {
+        let folder = self.corpus.as_deref().and_then(Path::file_name);
+        folder.and_then(|name| name.to_str()).unwrap_or("files")
     }
 
     /// Where the guests' content comes from, for the report.

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::criteria::Verdict;
 use crate::options::Options;
 use crate::still::{self, Cost};
-use crate::{live, or_dash, running};
+use crate::{links, live, or_dash, running};
 
 /// What was measured on.
 #[derive(Serialize)]
@@ -84,6 +84,7 @@ pub(crate) struct Figures {
     pub(crate) still: Vec<still::Measured>,
     pub(crate) running: Vec<running::Measured>,
     pub(crate) live: Vec<live::Measured>,
+    pub(crate) links: Vec<links::Measured>,
 }
 
 /// Tables and verdicts.
@@ -92,6 +93,7 @@ pub(crate) fn markdown(setup: &SetUp, figures: &Figures, verdicts: &[Verdict]) -
         still,
         running,
         live,
+        links,
     } = figures;
     let mut text = setup.markdown();
     if !still.is_empty() {
@@ -108,6 +110,10 @@ pub(crate) fn markdown(setup: &SetUp, figures: &Figures, verdicts: &[Verdict]) -
         text += "\n| case | runs | ended | downtime ms, median (worst) | total ms | rounds | throttle % | guest at |\n";
         text += "|---|---|---|---|---|---|---|---|\n";
         text.extend(live.iter().map(live::Measured::row));
+    }
+    if !links.is_empty() {
+        text += links::HEADER;
+        text.extend(links.iter().map(links::Measured::row));
     }
     text.push('\n');
     for verdict in verdicts {
@@ -141,6 +147,9 @@ pub(crate) fn json(setup: &SetUp, figures: &Figures, verdicts: &[Verdict]) -> Va
     });
     let live = figures.live.iter();
     let live = live.map(|measured| json!({ "case": measured.case.name, "moves": measured.rounds }));
+    let links = figures.links.iter();
+    let links =
+        links.map(|measured| json!({ "case": measured.case.name, "moves": measured.rounds }));
     let mut setup = json!(setup);
     setup["load-after"] = load().into();
     json!({
@@ -148,6 +157,7 @@ pub(crate) fn json(setup: &SetUp, figures: &Figures, verdicts: &[Verdict]) -> Va
         "still": still.collect::<Vec<_>>(),
         "running": running.collect::<Vec<_>>(),
         "live": live.collect::<Vec<_>>(),
+        "links": links.collect::<Vec<_>>(),
         "criteria": verdicts,
     })
 }

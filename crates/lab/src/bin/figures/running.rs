@@ -126,8 +126,12 @@ pub(crate) fn measure(
         return Ok(Vec::new());
     }
     let mut lab = Lab::new(qemu, options, vamoose)?;
-    let name = |case: &Case| case.name;
-    interleaved(cases, rounds(options), name, |case| lab.run(case))
+    interleaved(
+        cases,
+        rounds(options),
+        |case| case.name,
+        |case| lab.run(case),
+    )
 }
 
 /// Two hosts and the guest, wherever it is.
@@ -363,7 +367,7 @@ impl Helpers {
 }
 
 /// Starts a `vamoose` that says where it listens.
-fn listening(command: &mut Command, announcement: &str) -> Result<(Vamoose, String)> {
+pub(crate) fn listening(command: &mut Command, announcement: &str) -> Result<(Vamoose, String)> {
     let vamoose = Vamoose::start(command)?;
     let address = vamoose.wait_for(announcement, LIMIT)?;
     Ok((vamoose, address))
