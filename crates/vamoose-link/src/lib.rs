@@ -26,6 +26,7 @@
 
 mod adaptive;
 mod address;
+mod backlog;
 mod chain;
 mod downtime;
 mod hangup;

@@ -22,6 +22,7 @@ use std::{
     io, mem,
     os::fd::{AsRawFd, BorrowedFd},
     ptr,
+    time::Duration,
 };
 
 use vm_memory::VolatileSlice;
@@ -93,6 +94,61 @@ pub(crate) fn queued(socket: BorrowedFd<'_>) -> Option<usize> {
     } else {
         None
     }
+}
+
+/// How far a TCP connection has got (tcp_info, tcp(7)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TcpProgress {
+    /// Bytes that the peer's kernel has acknowledged.
+    pub(crate) acknowledged: u64,
+    /// For how long there was something to send, or to be acknowledged.
+    pub(crate) busy: Duration,
+}
+
+/// How far a TCP connection has got; `None` where the kernel does not tell, before Linux 4.10.
+pub(crate) fn tcp_progress(socket: BorrowedFd<'_>) -> Option<TcpProgress> {
+    /// Where these are in the structure, which the C libraries do not have to their end.
+    const BYTES_ACKED: usize = 120;
+    const BUSY_TIME: usize = 168;
+    let mut info = [0_u8; BUSY_TIME + 8];
+    let mut len = libc::socklen_t::try_from(info.len()).ok()?;
+    // SAFETY: The kernel writes at most `len` bytes, which is the length of `info`, and `len` itself, during the call (3).
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            info.as_mut_ptr().cast(),
+            &raw mut len,
+        )
+    };
+    let is_complete = result == 0 && usize::try_from(len) == Ok(info.len());
+    let number = |at: usize| {
+        let bytes = info.get(at..at + 8)?.try_into().ok()?;
+        Some(u64::from_ne_bytes(bytes))
+    };
+    let progress = TcpProgress {
+        acknowledged: number(BYTES_ACKED)?,
+        busy: Duration::from_micros(number(BUSY_TIME)?),
+    };
+    is_complete.then_some(progress)
+}
+
+/// Lets a TCP socket take no more than about so many bytes beyond those that it can send at once; whether it will.
+pub(crate) fn bound_unsent(socket: BorrowedFd<'_>, bytes: u32) -> bool {
+    const LEN: libc::socklen_t = 4;
+    const { assert!(size_of::<u32>() == LEN as usize) };
+    // SAFETY: The option's value is an int of `LEN` bytes, read during the call.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_NOTSENT_LOWAT,
+            ptr::from_ref(&bytes).cast(),
+            LEN,
+        )
+    };
+    result == 0
 }
 
 /// The user at the other end of a unix socket, as of when it connected. (Not by rustix, whose process id must not

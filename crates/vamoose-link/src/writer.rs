@@ -12,7 +12,9 @@ use vamoose_codec::EncodeError;
 use vm_memory::VolatileSlice;
 
 use crate::{
-    Pacer, Packet, PacketEncoder, Stats, Stream, ZeroCopyError, is_stall, lock, memory,
+    Pacer, Packet, PacketEncoder, Stats, Stream, ZeroCopyError,
+    backlog::Backlog,
+    is_stall, lock, memory,
     stats::cpu_timed,
     zero_copy::{self, ZeroCopy},
 };
@@ -77,7 +79,10 @@ impl ChannelWriter {
         pacer: Option<Arc<Pacer>>,
         stats: Arc<Stats>,
     ) -> Self {
-        let turn = Mutex::default();
+        let turn = Mutex::new(Turn {
+            backlog: Backlog::new(),
+            zero_copy: None,
+        });
         let sender = Sender {
             channel: Arc::new(Channel { stream, turn }),
             stats,
@@ -116,9 +121,9 @@ impl ChannelWriter {
             return Err(ZeroCopyError::Method { method });
         }
         let mut turn = lock(&self.sender.channel.turn);
-        if turn.is_none() {
+        if turn.zero_copy.is_none() {
             let socket = self.sender.channel.stream.socket();
-            *turn = Some(zero_copy::enable(socket.ok_or(ZeroCopyError::Session)?)?);
+            turn.zero_copy = Some(zero_copy::enable(socket.ok_or(ZeroCopyError::Session)?)?);
         }
         Ok(())
     }
@@ -186,7 +191,8 @@ impl ChannelWriter {
     /// then hold pages for as long as it tries to deliver them, and the migration has failed.
     pub fn flush(&mut self) -> Result<(), WriteError> {
         let channel = &self.sender.channel;
-        match (lock(&channel.turn).as_mut(), channel.stream.socket()) {
+        let mut turn = lock(&channel.turn);
+        match (turn.zero_copy.as_mut(), channel.stream.socket()) {
             (Some(zero_copy), Some(socket)) => zero_copy.flush(socket, &self.sender.stats),
             _ => Ok(()),
         }
@@ -373,7 +379,11 @@ impl Sender {
         let stream = &*self.channel.stream;
         let failed = |error| WriteError::of(error, stream.stall_timeout());
         let bytes = header.len() + payload.len();
-        match (payload, turn.as_mut().zip(stream.socket())) {
+        let socket = stream.socket();
+        if let Some(socket) = socket {
+            turn.backlog.bound(socket);
+        }
+        match (payload, turn.zero_copy.as_mut().zip(socket)) {
             (Payload::Guest(pages), Some((zero_copy, socket)))
                 if zero_copy::is_worth_it(memory::total_len(pages)) =>
             {
@@ -398,7 +408,13 @@ impl Sender {
 /// What the writers of a channel share.
 struct Channel {
     stream: Arc<Stream>,
-    /// Held while a packet goes out; uncontended on a channel with one writer. With it goes what is known of
-    /// zero-copy sends, once they are enabled.
-    turn: Mutex<Option<ZeroCopy>>,
+    /// Held while a packet goes out; uncontended on a channel with one writer.
+    turn: Mutex<Turn>,
+}
+
+/// What is known of a connection by who sends on it.
+struct Turn {
+    backlog: Backlog,
+    /// Once zero-copy sends are enabled.
+    zero_copy: Option<ZeroCopy>,
 }

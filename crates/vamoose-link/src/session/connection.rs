@@ -15,7 +15,9 @@ use rustix::event::{PollFd, PollFlags};
 use vamoose_session::{frame::HEADER_LEN, handshake::Binding, window::Frame};
 
 use crate::{
-    Socket, left,
+    Socket,
+    backlog::Backlog,
+    left,
     memory::{self, Left},
     socket::is_transient,
     tls::{Opener, Sealer, Secured},
@@ -53,6 +55,7 @@ pub(crate) struct NewConnection {
 pub(crate) struct Sender {
     connection: Arc<Connection>,
     sealer: Option<Sealer>,
+    backlog: Backlog,
 }
 
 /// The direction from the peer.
@@ -195,7 +198,11 @@ impl NewConnection {
 
 impl Sender {
     fn new(connection: Arc<Connection>, sealer: Option<Sealer>) -> Self {
-        Self { connection, sealer }
+        Self {
+            connection,
+            sealer,
+            backlog: Backlog::new(),
+        }
     }
 
     pub(crate) fn connection(&self) -> &Arc<Connection> {
@@ -248,6 +255,7 @@ impl Sender {
         stalled: &mut dyn FnMut() -> io::Result<()>,
     ) -> io::Result<()> {
         let socket = &self.connection.socket;
+        self.backlog.bound(socket);
         match &mut self.sealer {
             Some(sealer) => sealer.send(socket, pieces, stalled)?,
             None => {

@@ -1,0 +1,250 @@
+//! What waits in a connection's send buffer, bounded in time rather than in bytes.
+//!
+//! ```text
+//!  written ──> [ not sent yet ] ──> [ in flight ] ──> peer
+//!               25 ms of the link    what its rate and delay need: the congestion control's
+//! ```
+//!
+//! The kernel lets a send buffer grow to megabytes, which are seconds of a slow link. A source takes for sent what it has
+//! written: it would think the link faster than it is, and pause its guest while all of that has yet to go. Several
+//! connections that share a link each have their part of it, so that the bounds of all add up to the same time.
+//!
+//! The bound is the kernel's own (`TCP_NOTSENT_LOWAT`), set now and then from the rate that it counts itself. It concerns nothing
+//! that is in flight, so that it cannot keep a long link from being full.
+
+use std::{
+    os::fd::AsFd as _,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    Socket,
+    memory::{self, TcpProgress},
+};
+
+/// Keeps the bound of one connection right.
+#[derive(Debug)]
+pub(crate) struct Backlog {
+    next_look: Option<Instant>,
+    bound: Bound,
+}
+
+/// The time that may wait. Longer than it takes to encode a packet of a link that is not much faster than the encoder, so
+/// that the link has something to do meanwhile.
+const TIME: Duration = Duration::from_millis(25);
+
+/// How often to look.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+impl Backlog {
+    /// Of a connection that has just been made.
+    pub(crate) fn new() -> Self {
+        Self {
+            next_look: None,
+            bound: Bound::default(),
+        }
+    }
+
+    /// To be called before each packet that is written to `socket`, always the same.
+    pub(crate) fn bound(&mut self, socket: &Socket) {
+        let Socket::Tcp(stream) = socket else {
+            return;
+        };
+        let now = Instant::now();
+        if self.next_look.is_some_and(|next| now < next) {
+            return;
+        }
+        self.next_look = now.checked_add(LOOK_EVERY);
+        // An older kernel has the buffer that it has.
+        if let Some(progress) = memory::tcp_progress(stream.as_fd())
+            && let Some(bytes) = self.bound.after(progress)
+        {
+            memory::bound_unsent(stream.as_fd(), bytes);
+        }
+    }
+}
+
+/// The rule, without a socket.
+#[derive(Debug, Default)]
+struct Bound {
+    last: Option<TcpProgress>,
+    /// Bytes per second, once known.
+    rate: Option<f64>,
+    /// As it was set last.
+    bytes: u32,
+}
+
+/// Before the rate is known.
+const FIRST: u32 = 128 << 10;
+
+/// On the slowest links: some segments.
+const LEAST: u32 = 16 << 10;
+
+/// A rate is measured over this time at least in which the connection had something to send.
+const LEAST_BUSY: Duration = Duration::from_millis(20);
+
+impl Bound {
+    /// The bytes that may wait from now on, if that is another number.
+    fn after(&mut self, now: TcpProgress) -> Option<u32> {
+        let last = *self.last.get_or_insert(now);
+        let busy = now.busy.saturating_sub(last.busy);
+        if busy >= LEAST_BUSY {
+            let acknowledged = now.acknowledged.saturating_sub(last.acknowledged);
+            let rate = acknowledged as f64 / busy.as_secs_f64();
+            // A link that has become faster is used at once; one that is slower for a moment need not have become it.
+            self.rate = Some(match self.rate {
+                Some(before) if rate < before => (before + rate) / 2.0,
+                _ => rate,
+            });
+            self.last = Some(now);
+        }
+        let bytes = self.rate.map_or(FIRST, wanted);
+        let is_news = bytes.abs_diff(self.bytes) > self.bytes / 8;
+        is_news.then(|| {
+            self.bytes = bytes;
+            bytes
+        })
+    }
+}
+
+#[allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a rate is positive, and the cast saturates"
+)]
+fn wanted(rate: f64) -> u32 {
+    // The kernel doubles it.
+    ((rate * TIME.as_secs_f64()) as u32).clamp(LEAST, u32::MAX / 4)
+}
+
+#[cfg(test)]
+#[allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "bytes of a model"
+)]
+mod tests {
+    use std::{
+        io::Write as _,
+        net::{TcpListener, TcpStream},
+    };
+
+    use super::*;
+
+    /// Bytes that a socket takes while nobody reads, and how many of them it holds then.
+    fn fill(bound: impl FnOnce(&Socket)) -> usize {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let _far = listener.accept().unwrap();
+        near.set_nonblocking(true).unwrap();
+        let near = Socket::Tcp(near);
+        bound(&near);
+        let piece = vec![0; 1 << 20];
+        while (&mut &near).write(&piece).is_ok() {}
+        near.queued().unwrap()
+    }
+
+    #[test]
+    fn a_socket_holds_no_more_than_it_may() {
+        let bounded = fill(|socket| Backlog::new().bound(socket));
+        // And a segment that was begun.
+        let most = FIRST as usize + (128 << 10);
+        assert!(bounded <= most, "{bounded}");
+        assert!(fill(|_| ()) > most, "the test shows nothing");
+    }
+
+    /// A link of so many bytes per second after a delay, and a sender that fills whatever is allowed.
+    struct Simulated {
+        rate: f64,
+        bound: Bound,
+        now: Duration,
+        acknowledged: f64,
+        unsent: f64,
+        /// The longest that the last byte of what was unsent has had to wait, since the last change of the rate.
+        longest: f64,
+    }
+
+    impl Simulated {
+        fn new(rate: f64) -> Self {
+            Self {
+                rate,
+                bound: Bound::default(),
+                now: Duration::ZERO,
+                acknowledged: 0.0,
+                unsent: 0.0,
+                longest: 0.0,
+            }
+        }
+
+        /// Lets the sender offer at most `offered` bytes per second for a time.
+        fn run(&mut self, time: Duration, offered: f64) {
+            let end = self.now + time;
+            while self.now < end {
+                let progress = TcpProgress {
+                    acknowledged: self.acknowledged as u64,
+                    busy: self.now,
+                };
+                let _ = self.bound.after(progress);
+                let step = LOOK_EVERY.as_secs_f64();
+                // The buffer is refilled many times between two looks.
+                let sent = (offered.min(self.rate)) * step;
+                self.unsent = match offered > self.rate {
+                    true => f64::from(self.bound.bytes),
+                    false => 0.0,
+                };
+                self.longest = self.longest.max(self.unsent / self.rate);
+                self.acknowledged += sent;
+                self.now += LOOK_EVERY;
+            }
+        }
+    }
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn what_waits_is_bounded_in_time_from_10_megabits_on() {
+        for rate in [1.25e6, 12.5e6, 125e6, 1.25e9, 12.5e9] {
+            let mut link = Simulated::new(rate);
+            link.run(SECOND, f64::INFINITY);
+            link.longest = 0.0;
+            link.run(SECOND, f64::INFINITY);
+            assert!(link.longest <= 0.026, "{} s at {rate}", link.longest);
+            // And as much as keeps the link busy.
+            assert!(link.longest >= 0.02, "{} s at {rate}", link.longest);
+        }
+    }
+
+    #[test]
+    fn the_bound_follows_the_link() {
+        let mut link = Simulated::new(125e6);
+        link.run(SECOND, f64::INFINITY);
+        link.rate = 12.5e6;
+        link.run(SECOND, f64::INFINITY);
+        link.longest = 0.0;
+        link.run(SECOND, f64::INFINITY);
+        assert!(link.longest <= 0.029, "{} s", link.longest);
+        link.rate = 125e6;
+        link.run(2 * LOOK_EVERY, f64::INFINITY);
+        assert!(f64::from(link.bound.bytes) >= 0.02 * 125e6);
+    }
+
+    #[test]
+    fn a_connection_without_work_tells_nothing() {
+        let mut bound = Bound::default();
+        let at = |acknowledged, busy| TcpProgress {
+            acknowledged,
+            busy: Duration::from_millis(busy),
+        };
+        assert_eq!(bound.after(at(0, 0)), Some(FIRST));
+        assert_eq!(bound.after(at(100, 1)), None);
+        assert_eq!(bound.after(at(200, 19)), None);
+        assert_eq!(bound.after(at(2_000_000, 20)), Some(2_500_000));
+        assert_eq!(bound.after(at(2_000_000, 20)), None);
+    }
+
+    #[test]
+    fn the_slowest_link_gets_some_segments() {
+        assert_eq!(wanted(0.0), LEAST);
+        assert_eq!(wanted(f64::INFINITY), u32::MAX / 4);
+    }
+}
