@@ -77,6 +77,11 @@ impl Options {
         folder.and_then(|name| name.to_str()).unwrap_or("files")
     }
 
+    /// Whether only some cases are wanted.
+    pub(crate) fn is_choosy(&self) -> bool {
+        !self.only.is_empty()
+    }
+
     /// Where the guests' content comes from, for the report.
     pub(crate) fn corpus_name(&self) -> String {
         match &self.corpus {

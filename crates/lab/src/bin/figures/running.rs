@@ -1,15 +1,16 @@
-//! A guest that runs: how long it stands still when it moves over a link of 1 Gbit/s.
+//! A guest that runs: how long it stands still when it moves, over links from 10 Mbit/s to one that only the CPU limits.
 //!
 //! ```text
 //!       namespace here                                                namespace there
-//!  direct   source QEMU ─────────────────────1 Gbit/s─────────────────> destination QEMU
+//!  direct   source QEMU ───────────────────the link───────────────────> destination QEMU
+//!  relay    source QEMU ─unix─> vamoose relay ────────────────────────> destination QEMU, which decodes
 //!  relays   source QEMU ─unix─> vamoose relay ───────> vamoose relay ─unix─> destination QEMU
 //!  migrate  source QEMU ─unix─> vamoose migrate ─────> vamoose serve ─unix─> destination QEMU
 //! ```
 //!
 //! The downtime is what a guest's users see: from the source QEMU's event STOP to the destination's RESUME, both stamped by
 //! the same clock. With `direct` and `relays` the destination starts the guest by itself; `migrate` makes it wait for
-//! its word. One guest serves for all: it moves on from case to case, to and fro, and checks its memory after each.
+//! its word. One guest serves for all cases of a link: it moves on from case to case, to and fro, and checks its memory after each.
 //! Vamoose, too, speaks without TLS here (`--insecure`), as the QEMUs do; the session's checksums are on.
 
 use std::path::Path;
@@ -35,12 +36,23 @@ pub(crate) struct Case {
     pub(crate) name: &'static str,
     method: &'static str,
     between: Between,
+    link: Speed,
+}
+
+/// How fast the link is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Speed {
+    M10,
+    M100,
+    G1,
+    Open,
 }
 
 /// What is between the QEMUs.
 #[derive(Clone, Copy)]
 enum Between {
     Direct,
+    Relay,
     Relays,
     Migrate,
 }
@@ -67,46 +79,92 @@ pub(crate) struct Pause {
 
 pub(crate) type Measured = crate::Measured<Case, Pause>;
 
-/// The guest's memory, in bytes.
-const RAM: u64 = 512 << 20;
+impl Speed {
+    const ALL: [Self; 4] = [Self::M10, Self::M100, Self::G1, Self::Open];
 
-/// What the guest does. Its hot part is more than the link carries within the downtime limit, so that the limit decides when
-/// the source stops it: whatever falsifies the source's idea of its bandwidth shows.
-fn load(options: &Options) -> Load {
-    Load {
-        fill: 300,
-        hot: 64,
-        rate: options.dirty_rate,
+    /// Bits per second, if anything but the CPU is the limit.
+    fn rate(self) -> Option<u64> {
+        match self {
+            Self::M10 => Some(10_000_000),
+            Self::M100 => Some(100_000_000),
+            Self::G1 => Some(1_000_000_000),
+            Self::Open => None,
+        }
+    }
+
+    /// The guest's memory, in bytes.
+    fn ram(self) -> u64 {
+        match self {
+            Self::M10 => 128 << 20,
+            Self::M100 => 256 << 20,
+            Self::G1 | Self::Open => 512 << 20,
+        }
+    }
+
+    /// What the guest does. Its hot part is more than the link carries within the downtime limit, so that the limit decides when
+    /// the source stops it: whatever falsifies the source's idea of its bandwidth shows.
+    fn load(self, options: &Options) -> Load {
+        let (fill, hot, rate) = match self {
+            Self::M10 => (16, 8, 120),
+            Self::M100 => (64, 24, 1200),
+            Self::G1 | Self::Open => (300, 64, options.dirty_rate),
+        };
+        Load { fill, hot, rate }
     }
 }
-
-/// Bits per second.
-const LINK: u64 = 1_000_000_000;
 
 /// Milliseconds.
 const DOWNTIME_LIMIT: u64 = 300;
 
 const CHANNELS: u8 = 2;
-const LIMIT: Duration = Duration::from_secs(120);
+const LIMIT: Duration = Duration::from_secs(300);
 
-/// The cases that are wanted.
+/// The cases that are wanted; those of a link of 10 Mbit/s, which take minutes each, only by their name.
 pub(crate) fn cases(options: &Options) -> Vec<Case> {
-    let case = |name, between, method| Case {
+    let case = |link, name, between, method| Case {
         name,
         method,
         between,
+        link,
     };
+    let (direct, relay) = (Between::Direct, Between::Relay);
+    let (relays, migrate) = (Between::Relays, Between::Migrate);
     let all = [
-        case("downtime/direct-none", Between::Direct, "none"),
-        case("downtime/relays-none", Between::Relays, "none"),
-        case("downtime/migrate-none", Between::Migrate, "none"),
-        case("downtime/direct-zstd", Between::Direct, "zstd"),
-        case("downtime/relays-zstd", Between::Relays, "zstd"),
-        case("downtime/migrate-zstd", Between::Migrate, "zstd"),
+        case(Speed::M10, "downtime-10M/direct-none", direct, "none"),
+        case(Speed::M10, "downtime-10M/migrate-none", migrate, "none"),
+        case(Speed::M10, "downtime-10M/direct-zstd", direct, "zstd"),
+        case(Speed::M10, "downtime-10M/relay-zstd", relay, "zstd"),
+        case(Speed::M10, "downtime-10M/relays-zstd", relays, "zstd"),
+        case(Speed::M10, "downtime-10M/migrate-zstd", migrate, "zstd"),
+        case(Speed::M10, "downtime-10M/relays-auto", relays, "auto"),
+        case(Speed::M10, "downtime-10M/migrate-auto", migrate, "auto"),
+        case(Speed::M100, "downtime-100M/direct-none", direct, "none"),
+        case(Speed::M100, "downtime-100M/relays-none", relays, "none"),
+        case(Speed::M100, "downtime-100M/migrate-none", migrate, "none"),
+        case(Speed::M100, "downtime-100M/direct-zstd", direct, "zstd"),
+        case(Speed::M100, "downtime-100M/relay-zstd", relay, "zstd"),
+        case(Speed::M100, "downtime-100M/relays-zstd", relays, "zstd"),
+        case(Speed::M100, "downtime-100M/migrate-zstd", migrate, "zstd"),
+        case(Speed::M100, "downtime-100M/relays-auto", relays, "auto"),
+        case(Speed::M100, "downtime-100M/migrate-auto", migrate, "auto"),
+        case(Speed::G1, "downtime/direct-none", direct, "none"),
+        case(Speed::G1, "downtime/relays-none", relays, "none"),
+        case(Speed::G1, "downtime/migrate-none", migrate, "none"),
+        case(Speed::G1, "downtime/direct-zstd", direct, "zstd"),
+        case(Speed::G1, "downtime/relay-zstd", relay, "zstd"),
+        case(Speed::G1, "downtime/relays-zstd", relays, "zstd"),
+        case(Speed::G1, "downtime/migrate-zstd", migrate, "zstd"),
+        case(Speed::G1, "downtime/relays-auto", relays, "auto"),
+        case(Speed::G1, "downtime/migrate-auto", migrate, "auto"),
+        case(Speed::Open, "downtime-open/direct-none", direct, "none"),
+        case(Speed::Open, "downtime-open/relays-none", relays, "none"),
+        case(Speed::Open, "downtime-open/migrate-none", migrate, "none"),
+        case(Speed::Open, "downtime-open/relays-zstd", relays, "zstd"),
+        case(Speed::Open, "downtime-open/migrate-auto", migrate, "auto"),
     ];
-    all.into_iter()
-        .filter(|case| options.wants(case.name))
-        .collect()
+    let is_wanted =
+        |case: &Case| options.wants(case.name) && (case.link != Speed::M10 || options.is_choosy());
+    all.into_iter().filter(is_wanted).collect()
 }
 
 /// More than for guests that do not run: a downtime depends on when in its round the source QEMU finds that little enough is
@@ -122,16 +180,22 @@ pub(crate) fn measure(
     qemu: &Binary,
     vamoose: &Path,
 ) -> Result<Vec<Measured>> {
-    if cases.is_empty() {
-        return Ok(Vec::new());
+    let mut measured = Vec::new();
+    for link in Speed::ALL {
+        let of_link = |case: &&Case| case.link == link;
+        let cases: Vec<_> = cases.iter().filter(of_link).copied().collect();
+        if cases.is_empty() {
+            continue;
+        }
+        let mut lab = Lab::new(qemu, link, options, vamoose)?;
+        measured.extend(interleaved(
+            cases,
+            rounds(options),
+            |case| case.name,
+            |case| lab.run(case),
+        )?);
     }
-    let mut lab = Lab::new(qemu, options, vamoose)?;
-    interleaved(
-        cases,
-        rounds(options),
-        |case| case.name,
-        |case| lab.run(case),
-    )
+    Ok(measured)
 }
 
 /// Two hosts and the guest, wherever it is.
@@ -146,10 +210,11 @@ struct Lab<'a> {
 }
 
 impl<'a> Lab<'a> {
-    fn new(qemu: &Binary, options: &Options, vamoose: &'a Path) -> Result<Self> {
-        let link = Link::new(Some(LINK))?;
+    fn new(qemu: &Binary, speed: Speed, options: &Options, vamoose: &'a Path) -> Result<Self> {
+        let link = Link::new(speed.rate())?;
         let image = Image::build(16)?;
-        let machine = image.machine(qemu, RAM, &load(options)).preallocate();
+        let machine = image.machine(qemu, speed.ram(), &speed.load(options));
+        let machine = machine.preallocate();
         let guest = Guest::start(&machine.clone().namespace(link.source.name()))?;
         guest.wait_ready(LIMIT)?;
         Ok(Self {
@@ -203,6 +268,7 @@ impl Ends<'_> {
         self.source.qemu.qmp.take_events();
         let helpers = match case.between {
             Between::Direct => self.direct(case.method)?,
+            Between::Relay => self.relay(case.method)?,
             Between::Relays => self.relays(case.method)?,
             Between::Migrate => self.commands(case.method)?,
         };
@@ -221,6 +287,27 @@ impl Ends<'_> {
         let source = &mut self.source.qemu.qmp;
         source.migrate(&format!("tcp:{address}:{port}"))?;
         Ok(Helpers::default())
+    }
+
+    fn relay(&mut self, method: &str) -> Result<Helpers> {
+        self.set_up_both("none")?;
+        let destination = &mut self.destination.qemu.qmp;
+        destination.set_parameters(json!({ "multifd-compression": method }))?;
+        let address = self.there.address();
+        destination.migrate_incoming(&format!("tcp:{address}:0"))?;
+        let port = destination.incoming_port()?;
+        let (near, address) = {
+            let listen = format!("unix:{}", self.source.qemu.socket("out").display());
+            let mut command = self.here.command(self.vamoose);
+            command.args(["relay", "--method", method, "--listen", &listen]);
+            let to = format!("tcp:{address}:{port}");
+            listening(command.args(["--connect", &to]), "listening on ")?
+        };
+        self.source.qemu.qmp.migrate(&address)?;
+        Ok(Helpers {
+            ending: vec![near],
+            ..Helpers::default()
+        })
     }
 
     fn relays(&mut self, method: &str) -> Result<Helpers> {
