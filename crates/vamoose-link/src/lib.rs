@@ -51,6 +51,7 @@ pub use address::{Address, AddressError};
 pub use chain::chain;
 pub use downtime::{DowntimeParts, millis};
 pub use hangup::{Hangup, HangupGuard};
+pub use memory::populate;
 pub use method::{MethodChoice, PacketEncoder};
 pub use pace::Pacer;
 pub use packet::Packet;

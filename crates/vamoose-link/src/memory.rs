@@ -78,7 +78,8 @@ pub(crate) fn receive(socket: BorrowedFd<'_>, left: &Left<'_>) -> io::Result<usi
     usize::try_from(received).map_err(|_| io::Error::last_os_error())
 }
 
-/// Bytes that a TCP socket holds: written, and not acknowledged yet (SIOCOUTQ, tcp(7)).
+/// Bytes that a socket holds: written, and not acknowledged (TCP) or not read yet (unix) by the peer (SIOCOUTQ, tcp(7);
+/// a unix socket counts what they take in the kernel).
 pub(crate) fn queued(socket: BorrowedFd<'_>) -> Option<usize> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: The request, SIOCOUTQ by its other name, writes an int to the address that it is given.
@@ -149,6 +150,28 @@ pub(crate) fn bound_unsent(socket: BorrowedFd<'_>, bytes: u32) -> bool {
         )
     };
     result == 0
+}
+
+/// Has the system provide the memory of `slice` for writing, before it is written: where it cannot (a full file system, no
+/// huge page left), this is an error, and the write would be a SIGBUS. Since Linux 5.14; `EINVAL` before.
+///
+/// # Errors
+/// The system's.
+pub fn populate(slice: &VolatileSlice<'_>) -> io::Result<()> {
+    let guard = slice.ptr_guard_mut();
+    // SAFETY: This changes no byte of the memory, which is there (1); the system takes the address as data (2).
+    let result = unsafe {
+        libc::madvise(
+            guard.as_ptr().cast(),
+            slice.len(),
+            libc::MADV_POPULATE_WRITE,
+        )
+    };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 /// The user at the other end of a unix socket, as of when it connected. (Not by rustix, whose process id must not

@@ -24,8 +24,8 @@ use crate::{
 /// each packet, so a sender may change it at any time.
 ///
 /// [`read`](ChannelReader::read) reads whole packets. To have the pages in guest memory, read the header first
-/// ([`read_header`](ChannelReader::read_header)), find out where they belong, and then read them to there
-/// ([`read_pages`](ChannelReader::read_pages)).
+/// ([`read_header`](ChannelReader::read_header), or [`read_start`](ChannelReader::read_start) where there may be device
+/// state), find out where they belong, and then read them to there ([`read_pages`](ChannelReader::read_pages)).
 pub struct ChannelReader {
     stream: Arc<Stream>,
     stats: Arc<Stats>,
@@ -150,6 +150,19 @@ impl ChannelReader {
     /// When the connection breaks or stalls in mid-packet, or the sender's bytes are wrong. The
     /// channel is of no use any more then, and the content of `packet` undefined.
     pub fn read(&mut self, packet: &mut Packet) -> Result<Received, ReadError> {
+        let received = self.read_start(packet)?;
+        if received == Received::Packet && packet.kind() == PacketKind::Ram {
+            self.read_rest(packet)?;
+        }
+        Ok(received)
+    }
+
+    /// As [`ChannelReader::read`], but of a RAM packet no more than the header. Unless that has no normal pages,
+    /// [`ChannelReader::read_rest`] or [`ChannelReader::read_pages`] must come next.
+    ///
+    /// # Errors
+    /// As [`ChannelReader::read`].
+    pub fn read_start(&mut self, packet: &mut Packet) -> Result<Received, ReadError> {
         // No packet is shorter than that, of either kind.
         let shortest = DEVICE_STATE_HEADER_LEN.min(self.layout.ram_header_len());
         let Some((prelude, got)) = self.begin(shortest)? else {
@@ -159,12 +172,19 @@ impl ChannelReader {
             PacketKind::Ram => {
                 packet.set_ram();
                 self.finish_header(prelude, got, packet.ram_mut())?;
-                let (header, pages) = packet.ram_parts();
-                self.read_payload(header, Target::Own(pages))?;
             }
             PacketKind::DeviceState => self.read_device_state(prelude, got, packet)?,
         }
         Ok(Received::Packet)
+    }
+
+    /// Reads the pages of the packet whose header was read last into `packet`.
+    ///
+    /// # Errors
+    /// As [`ChannelReader::read`].
+    pub fn read_rest(&mut self, packet: &mut Packet) -> Result<(), ReadError> {
+        let (header, pages) = packet.ram_parts();
+        self.read_payload(header, Target::Own(pages))
     }
 
     /// Reads the header of the next packet, waiting for it as [`ChannelReader::read`] does. Unless it has

@@ -111,6 +111,15 @@ impl Socket {
         }
     }
 
+    /// Whether the peer's process has read everything that was written; `None` where that cannot be seen: not over a unix
+    /// socket. True also when it has closed the connection.
+    pub(crate) fn is_read(&self) -> Option<bool> {
+        match self {
+            Self::Tcp(_) => None,
+            Self::Unix(stream) => Some(memory::queued(stream.as_fd())? == 0),
+        }
+    }
+
     /// The peer's address; `None` for a process of this host that uses a unix socket.
     pub(crate) fn peer_ip(&self) -> Option<IpAddr> {
         match self {

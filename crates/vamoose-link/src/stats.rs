@@ -106,7 +106,8 @@ impl Stats {
         add(&self.syncs, 1);
     }
 
-    pub(crate) fn add_packet(&self, normal: usize, zero: usize, page_bytes: usize) {
+    /// Counts a packet of pages that has got to where it belongs.
+    pub fn add_packet(&self, normal: usize, zero: usize, page_bytes: usize) {
         add(&self.packets, 1);
         add(&self.normal_pages, normal);
         add(&self.zero_pages, zero);

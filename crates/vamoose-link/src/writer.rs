@@ -7,6 +7,7 @@ use std::{
 };
 
 use multifd::{Layout, Method, PacketError, RamHeader};
+use rustix::event::{PollFd, PollFlags};
 use thiserror::Error;
 use vamoose_codec::EncodeError;
 use vm_memory::VolatileSlice;
@@ -16,6 +17,7 @@ use crate::{
     backlog::Backlog,
     is_stall, lock, memory,
     stats::cpu_timed,
+    wait_for,
     zero_copy::{self, ZeroCopy},
 };
 
@@ -174,13 +176,49 @@ impl ChannelWriter {
     /// # Errors
     /// As [`ChannelWriter::write`] and [`ChannelWriter::flush`].
     pub fn write_sync(&mut self, packet_num: u64) -> Result<(), WriteError> {
-        self.sync.sync = true;
-        self.sync.packet_num = packet_num;
-        self.header.clear();
-        self.sync.write(self.sender.layout, &mut self.header);
-        // The pacer lets a SYNC through: others wait for it.
-        self.sender.send_now(&self.header, Payload::Borrowed(&[]))?;
+        self.write_empty(true, packet_num)?;
         self.flush()
+    }
+
+    /// Sends a packet without pages, and waits until the peer has begun to read it: so it has finished with everything
+    /// before it. This can be seen over a unix socket alone.
+    ///
+    /// The peer may take as long as it likes while it has no reason to read on, which `is_due` tells, and the stall
+    /// timeout from then on.
+    ///
+    /// # Errors
+    /// As [`ChannelWriter::write`], and over anything else than a unix socket.
+    pub fn wait_for_reader(
+        &mut self,
+        packet_num: u64,
+        is_due: &dyn Fn() -> bool,
+    ) -> Result<(), WriteError> {
+        self.write_empty(false, packet_num)?;
+        let stream = &self.sender.channel.stream;
+        let socket = stream.socket().ok_or_else(cannot_be_seen)?;
+        let timeout = match stream.stall_timeout() {
+            Duration::ZERO => Duration::MAX,
+            timeout => timeout,
+        };
+        let (mut pause, mut due) = (SHORTEST_PAUSE, None);
+        loop {
+            let is_read = socket.is_read().ok_or_else(cannot_be_seen)?;
+            let wait = if is_read { Duration::ZERO } else { pause };
+            // No event is asked for: what comes all the same is the end of the connection, at which the kernel
+            // discards what was not read.
+            let mut end = [PollFd::new(socket, PollFlags::empty())];
+            if wait_for(&mut end, wait).map_err(WriteError::Io)? {
+                return Err(WriteError::Io(io::ErrorKind::BrokenPipe.into()));
+            }
+            if is_read {
+                return Ok(());
+            }
+            pause = (pause * 2).min(LONGEST_PAUSE);
+            if is_due() && due.get_or_insert_with(Instant::now).elapsed() >= timeout {
+                let seconds = timeout.as_secs();
+                return Err(WriteError::TimedOut { seconds });
+            }
+        }
     }
 
     /// Waits until the kernel has released all pages that were sent without a copy: the peer's kernel has
@@ -204,6 +242,15 @@ impl ChannelWriter {
         if let Some(channel) = Arc::into_inner(self.sender.channel) {
             channel.stream.finish();
         }
+    }
+
+    fn write_empty(&mut self, sync: bool, packet_num: u64) -> Result<(), WriteError> {
+        self.sync.sync = sync;
+        self.sync.packet_num = packet_num;
+        self.header.clear();
+        self.sync.write(self.sender.layout, &mut self.header);
+        // The pacer lets a SYNC through: others wait for it.
+        self.sender.send_now(&self.header, Payload::Borrowed(&[]))
     }
 
     fn write_ram(&mut self, header: &mut RamHeader, pages: Pages<'_>) -> Result<(), WriteError> {
@@ -250,6 +297,14 @@ impl ChannelWriter {
         }
         Ok(())
     }
+}
+
+/// How long to wait before looking again whether the peer has read: no event tells.
+const SHORTEST_PAUSE: Duration = Duration::from_micros(20);
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+
+fn cannot_be_seen() -> WriteError {
+    WriteError::Io(io::ErrorKind::Unsupported.into())
 }
 
 /// What became of a packet's pages.
