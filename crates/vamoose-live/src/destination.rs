@@ -17,7 +17,7 @@ mod channel;
 mod coordinator;
 mod guest_ram;
 mod inbox;
-mod parallel;
+mod make_zero;
 mod past_attempts;
 mod receiving;
 
@@ -42,6 +42,7 @@ pub use acceptor::Acceptor;
 use coordinator::Coordinator;
 use guest_ram::GuestRam;
 use inbox::Inbox;
+use make_zero::MakeZero;
 use past_attempts::PastAttempts;
 
 /// Waits for a guest.
@@ -147,7 +148,8 @@ impl Destination {
         DestinationHandle(self.closing.clone())
     }
 
-    /// Waits for a source, receives its guest and resumes `guest`. Returns when the source has acknowledged that:
+    /// Waits for a source, receives its guest and resumes `guest`. Guest memory is made zero meanwhile: it belongs to the migration
+    /// from here on. Returns when the source has acknowledged that:
     /// call it on a thread of its own, and keep the process until it returns.
     ///
     /// # Errors
@@ -174,6 +176,7 @@ impl Destination {
                 config: &self.config,
                 memory: &memory,
                 arrived: &mut self.arrived,
+                make_zero: (!self.config.memory_is_zero).then(|| MakeZero::start(&memory, scope)),
                 inbox: Inbox::new(events, &mut self.past),
                 events_in,
                 scope,

@@ -4,17 +4,20 @@
 //! A page's bit means that the page may have changed since the migration last read it. The order of calls:
 //!
 //! ```text
-//!  start ── collect ── clear, read, send ── collect ── clear, read, send ── … ── stop
-//!             │          │
-//!             │          └ by page, always before the page is read
-//!             └ adds the pages written so far to the caller's bitmap
+//!  start ── watch, read, send ── collect ── clear, read, send ── collect ── clear, read, send ── … ── stop
+//!             │                    │          │
+//!             │                    │          └ by page, always before the page is read
+//!             │                    └ adds the pages written so far to the caller's bitmap
+//!             └ by page, once, before it is read for the first time
 //! ```
 //!
-//! - Only the migration clears, only between [`start`](DirtyLog::start) and [`stop`](DirtyLog::stop), and a page
+//! - Only the migration watches and clears, only between [`start`](DirtyLog::start) and [`stop`](DirtyLog::stop), and a page
 //!   only **before** it reads the page. A write that comes between is then in what was read, or shows again;
 //!   a bit cleared after reading would lose it.
 //! - A log may clear in [`collect`](DirtyLog::collect) already, where its mechanism reads and clears at once. What it
 //!   returned is then in the caller's hands alone.
+//! - Large memory is watched and cleared in windows of up to 1 GiB, by several threads at once, while the guest runs and other
+//!   windows are read. So `start` should be short, and leave to `watch` what takes a time for each page.
 //! - A component whose writes a log does not see (device emulation with KVM's log, a vhost-user process
 //!   with this process's page tables) has to mark the page in a log of its own **after** the write;
 //!   [`Merged`] makes one log of several.
@@ -23,18 +26,20 @@
 //!   page, because its destination knows none. So no failure can lose a page, however it came about.
 
 mod bitmap;
+mod collect;
 mod kvm;
 mod kvm_ring;
 mod merged;
 mod shared;
 mod userfaultfd;
 
-use std::io;
+use std::{io, ops::Range};
 
 use thiserror::Error;
 
 pub use bitmap::Bitmap;
-pub(crate) use bitmap::pages_in;
+pub(crate) use bitmap::{ones, pages_in, set_pages};
+pub(crate) use collect::collect;
 pub use kvm::{KvmDirtyLog, KvmSlot};
 pub use kvm_ring::{KvmDirtyRing, KvmRings};
 pub use merged::Merged;
@@ -45,17 +50,40 @@ pub use userfaultfd::UserfaultLog;
 ///
 /// All methods may be called from several threads at once; see the [module](self) for what may be called when.
 pub trait DirtyLog: Send + Sync {
-    /// Begins to log: every page written from here on is found. What was written before is not.
+    /// Begins to log. Of each page, what is written from its [`watch`](DirtyLog::watch) on is found.
     ///
     /// # Errors
     /// When the mechanism cannot be set up.
     fn start(&self) -> Result<(), DirtyLogError>;
 
-    /// Adds the pages of `block` that were written to `dirty`, which has a bit for each of its pages.
+    /// From here on, each of `pages` of `block` that is written is found. What was written before need not be. The first of
+    /// them is a multiple of 64, and so is the end, unless it is that of the block. Called once for each page after
+    /// `start`, before the page is read, and before the first [`collect`](DirtyLog::collect).
+    ///
+    /// # Errors
+    /// When the mechanism fails. The migration has to end.
+    fn watch(&self, block: usize, pages: Range<usize>) -> Result<(), DirtyLogError> {
+        let _ = (block, pages);
+        Ok(())
+    }
+
+    /// How many pages of a block one call of [`collect`](DirtyLog::collect) is about, so that several threads can each
+    /// do a part: a multiple of 64. By default all of a block, for mechanisms that have no other way.
+    fn pages_per_collect(&self) -> usize {
+        usize::MAX
+    }
+
+    /// Sets in `dirty` the bits of the pages of `block` that were written, and leaves the other bits as they are. The first bit
+    /// is page `first_page`, a multiple of [`pages_per_collect`](DirtyLog::pages_per_collect).
     ///
     /// # Errors
     /// When the mechanism fails. Pages may be lost then: the migration has to end.
-    fn collect(&self, block: usize, dirty: &mut Bitmap) -> Result<(), DirtyLogError>;
+    fn collect(
+        &self,
+        block: usize,
+        first_page: usize,
+        dirty: &mut [u64],
+    ) -> Result<(), DirtyLogError>;
 
     /// Clears the pages of `block` whose bits are set in `words`, of which the first bit is page
     /// `first_page`, a multiple of 64: the next write to each of them shows again.
@@ -70,6 +98,9 @@ pub trait DirtyLog: Send + Sync {
     /// When the mechanism cannot be taken down.
     fn stop(&self) -> Result<(), DirtyLogError>;
 }
+
+/// Memory of one call of [`DirtyLog::collect`] where it can be divided: a multiple of every size of huge pages.
+const COLLECT_BYTES: usize = 1 << 30;
 
 /// A dirty log that cannot be trusted any more, or never came about.
 #[derive(Debug, Error)]

@@ -138,6 +138,7 @@ mod guest;
 mod mapping;
 mod memory;
 mod offload;
+mod parallel;
 mod present;
 pub mod protocol;
 mod source;

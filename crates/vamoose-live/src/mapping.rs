@@ -47,11 +47,31 @@ pub(crate) fn backings(ram: &Ram) -> Vec<Backing> {
     blocks.map(|block| mappings.backing(block)).collect()
 }
 
-/// Whether all of `block` is private memory without a file. Independent of who fills it, and costs little.
-pub(crate) fn is_anonymous(block: &RamBlock) -> io::Result<bool> {
+/// Whether a block is private memory without a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Anonymous {
+    /// Not all of it.
+    No,
+    /// In pages of the base size, that the kernel may join and split.
+    BasePages,
+    /// At least some of it in huge pages of a fixed size.
+    HugePages,
+}
+
+/// Whether `block` is private memory without a file. Independent of who fills it, and costs little.
+pub(crate) fn anonymous(block: &RamBlock) -> io::Result<Anonymous> {
     let mappings = Mappings::read("/proc/self/maps")?;
-    let mut parts = mappings.of(block).unwrap_or_default().iter();
-    Ok(block.file().is_none() && parts.len() > 0 && parts.all(|part| part.kind == Kind::Anonymous))
+    let parts = mappings.of(block).unwrap_or_default();
+    let anonymous = |part: &Mapping| part.kind == Kind::Anonymous;
+    if block.file().is_some() || parts.is_empty() || !parts.iter().all(anonymous) {
+        return Ok(Anonymous::No);
+    }
+    // Private memory of huge pages has a file inside of the kernel.
+    let has_file = |part: &Mapping| part.file != (0, 0, 0);
+    Ok(match parts.iter().any(has_file) {
+        true => Anonymous::HugePages,
+        false => Anonymous::BasePages,
+    })
 }
 
 /// Mappings of this process, in the order of their addresses.
@@ -164,7 +184,6 @@ impl Mapping {
         );
         let kind = match permissions.as_bytes().last()? {
             b's' => shared(file, fields),
-            // Private memory of huge pages has a file inside of the kernel.
             b'p' if inode == 0 || fields.next() == Some("/anon_hugepage") => Kind::Anonymous,
             _ => Kind::Other,
         };
@@ -397,12 +416,14 @@ e000-f000 rw-s 00000000 00:01 4714 [anon_shmem:guest]
         ]));
         for (ram, expected) in expected {
             assert_eq!(backings(&ram), [expected], "{ram:?}");
-            let anonymous = matches!(expected, Backing::Anonymous { .. });
-            assert_eq!(
-                is_anonymous(&ram.blocks()[0]).unwrap(),
-                anonymous,
-                "{ram:?}"
-            );
+            let anonymity = match expected {
+                Backing::Anonymous {
+                    page_size: HUGE_PAGE,
+                } => Anonymous::HugePages,
+                Backing::Anonymous { .. } => Anonymous::BasePages,
+                _ => Anonymous::No,
+            };
+            assert_eq!(anonymous(&ram.blocks()[0]).unwrap(), anonymity, "{ram:?}");
         }
     }
 }

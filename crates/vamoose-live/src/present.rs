@@ -10,7 +10,14 @@
 //! | filled when it is touched, by a userfaultfd or the VMM | nothing | everything |
 //! | anything else | nothing | everything |
 
-use std::{io, ops::Range};
+use std::{
+    io,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+};
 
 use rustix::{
     fs::{SeekFrom, seek},
@@ -19,84 +26,132 @@ use rustix::{
 use vm_memory::FileOffset;
 
 use crate::{
-    Bitmap, RamBlock,
+    Ram, RamBlock,
+    dirty::{ones, set_pages},
     mapping::Backing,
     sys::pagemap::{Found, PRESENT, Pagemap, Query, SWAPPED, ZERO},
 };
 
-/// The pages of `block`, which is memory of the kind `backing`, that may hold something other than zeros. All of them
-/// if there is no way to know.
-///
-/// A page that is written for the first time while this looks is in the result or not; the dirty log, which has
-/// to be started before, has it.
-pub(crate) fn present(block: &RamBlock, backing: Backing, page_size: usize) -> Bitmap {
-    let pages = block.len() / page_size;
-    let asked = match (backing, block.file()) {
-        (Backing::Anonymous { .. }, _) => in_page_tables(block, page_size),
-        // In tmpfs the pages that are mapped are the file. Elsewhere the answer may come from a server or a disk
-        // without the latest writes; hugetlbfs has no answer.
-        (Backing::SharedFile, Some(file)) => in_file(file, pages, page_size),
-        _ => Ok(whole(pages)),
-    };
-    asked.unwrap_or_else(|error| {
-        tracing::warn!(
-            block = %block.name(), %error,
-            "cannot tell which pages were ever touched: all are read"
-        );
-        whole(pages)
-    })
+/// Finds memory that was touched.
+pub(crate) struct Touched {
+    backings: Vec<Backing>,
+    untouched: Arc<AtomicU64>,
+    /// A failure has been reported: all the others would be the same.
+    reported: AtomicBool,
 }
 
-fn whole(pages: usize) -> Bitmap {
-    let mut bitmap = Bitmap::new(pages);
-    bitmap.set_range(0, pages);
-    bitmap
+impl Touched {
+    /// For memory whose blocks have these backings.
+    pub(crate) fn new(backings: Vec<Backing>) -> Self {
+        Self {
+            backings,
+            untouched: Arc::default(),
+            reported: AtomicBool::new(false),
+        }
+    }
+
+    /// Counts the pages that were looked for and never touched.
+    pub(crate) fn untouched(&self) -> &Arc<AtomicU64> {
+        &self.untouched
+    }
+
+    /// Which of `pages` of block `index` of `ram` may hold something other than zeros, a bit for each; all of them if
+    /// there is no way to know.
+    ///
+    /// A page that is written for the first time while this looks is in the result or not; the dirty log, which has
+    /// to watch it before, has it.
+    pub(crate) fn find(&self, ram: &Ram, index: usize, pages: Range<usize>) -> Vec<u64> {
+        let (block, page_size) = (&ram.blocks()[index], ram.page_size());
+        let mut words = vec![0; pages.len().div_ceil(64)];
+        let backing = self.backings.get(index).unwrap_or(&Backing::Other);
+        let asked = match (backing, block.file()) {
+            (Backing::Anonymous { .. }, _) => in_page_tables(block, &pages, page_size, &mut words),
+            // In tmpfs the pages that are mapped are the file. Elsewhere the answer may come from a server or a disk
+            // without the latest writes; hugetlbfs has no answer.
+            (Backing::SharedFile, Some(file)) => in_file(file, &pages, page_size, &mut words),
+            _ => {
+                set_pages(&mut words, 0..pages.len());
+                Ok(())
+            }
+        };
+        if let Err(error) = asked {
+            if !self.reported.swap(true, Ordering::Relaxed) {
+                tracing::warn!(
+                    block = %block.name(), %error,
+                    "cannot tell which pages were ever touched: all are read"
+                );
+            }
+            set_pages(&mut words, 0..pages.len());
+        }
+        let untouched = pages.len() - ones(&words);
+        self.untouched
+            .fetch_add(untouched as u64, Ordering::Relaxed);
+        words
+    }
 }
 
-fn in_page_tables(block: &RamBlock, page_size: usize) -> io::Result<Bitmap> {
+fn in_page_tables(
+    block: &RamBlock,
+    pages: &Range<usize>,
+    page_size: usize,
+    words: &mut [u64],
+) -> io::Result<()> {
     let pagemap = Pagemap::open()?;
-    match by_scan(&pagemap, block, page_size) {
+    let start = block.address() + pages.start * page_size;
+    let addresses = start..start + pages.len() * page_size;
+    match by_scan(&pagemap, addresses.clone(), page_size, words) {
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
-            by_entries(&pagemap, block, page_size)
+            by_entries(&pagemap, addresses, page_size, words)
         }
         scanned => scanned,
     }
 }
 
-fn by_scan(pagemap: &Pagemap, block: &RamBlock, page_size: usize) -> io::Result<Bitmap> {
-    let mut present = Bitmap::new(block.len() / page_size);
+fn by_scan(
+    pagemap: &Pagemap,
+    addresses: Range<usize>,
+    page_size: usize,
+    words: &mut [u64],
+) -> io::Result<()> {
     let query = Query {
         any: PRESENT | SWAPPED,
         none: ZERO,
         ..Query::default()
     };
-    let addresses = addresses(block);
     let start = addresses.start;
     pagemap.scan(addresses, query, &mut Found::new(), |run| {
-        present.set_range((run.start - start) / page_size, run.len() / page_size);
-    })?;
-    Ok(present)
+        let page = |address| (address - start) / page_size;
+        set_pages(words, page(run.start)..page(run.end));
+    })
 }
 
-fn by_entries(pagemap: &Pagemap, block: &RamBlock, page_size: usize) -> io::Result<Bitmap> {
-    let mut present = Bitmap::new(block.len() / page_size);
-    let addresses = addresses(block);
+fn by_entries(
+    pagemap: &Pagemap,
+    addresses: Range<usize>,
+    page_size: usize,
+    words: &mut [u64],
+) -> io::Result<()> {
     let start = addresses.start;
     pagemap.populated(addresses, page_size, |page| {
-        present.set((page.start - start) / page_size);
-    })?;
-    Ok(present)
+        let page = (page.start - start) / page_size;
+        set_pages(words, page..page + 1);
+    })
 }
 
 /// Moves the position of the file, which means nothing to a file that is mapped.
-fn in_file(file: &FileOffset, pages: usize, page_size: usize) -> io::Result<Bitmap> {
-    let mut present = Bitmap::new(pages);
+fn in_file(
+    file: &FileOffset,
+    pages: &Range<usize>,
+    page_size: usize,
+    words: &mut [u64],
+) -> io::Result<()> {
+    let start = file.start() + (pages.start * page_size) as u64;
+    let end = start + (pages.len() * page_size) as u64;
     let page = |offset: u64| {
-        let page = (offset - file.start()) / page_size as u64;
-        usize::try_from(page).unwrap_or(pages).min(pages)
+        let page = (offset - start) / page_size as u64;
+        usize::try_from(page).unwrap_or(usize::MAX)
     };
-    let end = file.start() + (pages * page_size) as u64;
-    let mut offset = file.start();
+    let mut offset = start;
     while offset < end {
         let data = match seek(file.file(), SeekFrom::Data(offset)) {
             Ok(data) => data,
@@ -109,16 +164,12 @@ fn in_file(file: &FileOffset, pages: usize, page_size: usize) -> io::Result<Bitm
             break;
         }
         // To the end of the page that the last byte is in: a file's blocks may be smaller than pages.
-        let until = page(hole.saturating_add(page_size as u64 - 1));
-        present.set_range(page(data), until - page(data));
+        let until = page(hole.min(end).saturating_add(page_size as u64 - 1));
+        set_pages(words, page(data)..until.min(pages.len()));
         // A hole right where there was data is a race with another thread that punches it: continue behind it.
         offset = hole.max(data + 1);
     }
-    Ok(present)
-}
-
-fn addresses(block: &RamBlock) -> Range<usize> {
-    block.address()..block.address() + block.len()
+    Ok(())
 }
 
 #[cfg(test)]
@@ -132,7 +183,7 @@ mod tests {
     use vm_memory::{Bytes, MmapRegion, VolatileSlice, mmap::MmapRegionBuilder};
 
     use super::*;
-    use crate::{Ram, Region, mapping, sys::userfaultfd::Userfaultfd};
+    use crate::{Region, dirty::pages_in, mapping, sys::userfaultfd::Userfaultfd};
 
     /// Not a multiple of 64, and enough for several page tables.
     const PAGES: usize = 5000;
@@ -141,13 +192,13 @@ mod tests {
     #[test]
     fn anonymous_memory_has_what_was_written() {
         let block = anonymous();
-        assert_eq!(found(&block).count(), 0);
+        assert_eq!(found(&block).len(), 0);
         // An untouched page that was looked for is still untouched, and one that was read holds zeros.
         read(&block, 17);
         read(&block, 3000);
-        assert_eq!(found(&block).count(), 0);
+        assert_eq!(found(&block).len(), 0);
         WRITTEN.iter().for_each(|&page| write(&block, page));
-        assert!(found(&block).iter().eq(WRITTEN));
+        assert!(found(&block).into_iter().eq(WRITTEN));
     }
 
     #[test]
@@ -155,29 +206,31 @@ mod tests {
         let block = anonymous();
         WRITTEN.iter().for_each(|&page| write(&block, page));
         let pagemap = Pagemap::open().unwrap();
-        let entries = by_entries(&pagemap, &block, page_size()).unwrap();
-        assert_eq!(entries, by_scan(&pagemap, &block, page_size()).unwrap());
+        let entries =
+            || pages_found(|words| by_entries(&pagemap, addresses(&block), page_size(), words));
+        let scanned = pages_found(|words| by_scan(&pagemap, addresses(&block), page_size(), words));
+        assert_eq!(entries(), scanned);
         // It cannot identify the shared page of zeros, and is on the safe side.
         read(&block, 17);
-        assert!(by_entries(&pagemap, &block, page_size()).unwrap().get(17));
+        assert!(entries().contains(&17));
     }
 
     #[test]
     fn a_memfd_has_what_anybody_wrote() {
         let file = memfd();
         let (block, elsewhere) = (map(&file, libc::MAP_SHARED), map(&file, libc::MAP_SHARED));
-        assert_eq!(found(&block).count(), 0);
+        assert_eq!(found(&block).len(), 0);
         for (nth, &page) in WRITTEN.iter().enumerate() {
             write([&block, &elsewhere][nth % 2], page);
         }
-        assert!(found(&block).iter().eq(WRITTEN));
+        assert!(found(&block).into_iter().eq(WRITTEN));
         // Written without a mapping: right before the block in its file, its tenth page, right behind it.
         for page in [2, 3 + 10, 3 + PAGES] {
             rustix::io::pwrite(file.file(), &[1], (page * page_size()) as u64).unwrap();
         }
         let mut expected = WRITTEN.to_vec();
         expected.insert(2, 10);
-        assert!(found(&block).iter().eq(expected));
+        assert!(found(&block).into_iter().eq(expected));
     }
 
     #[test]
@@ -189,7 +242,7 @@ mod tests {
             map(&memfd(), libc::MAP_PRIVATE),
             ram_block(shared_without_a_file.build().unwrap()),
         ] {
-            assert_eq!(found(&block).count(), PAGES);
+            assert_eq!(found(&block).len(), PAGES);
         }
     }
 
@@ -206,7 +259,7 @@ mod tests {
         for block in [anonymous(), map(&memfd(), libc::MAP_SHARED)] {
             let registered = userfaultfd.register_missing(addresses(&block));
             registered.unwrap();
-            assert_eq!(found(&block).count(), PAGES);
+            assert_eq!(found(&block).len(), PAGES);
         }
     }
 
@@ -230,7 +283,7 @@ mod tests {
 
         let region = Lazy(MmapRegion::new(PAGES * page_size()).unwrap());
         let block = RamBlock::new("lazy", Arc::new(region)).unwrap();
-        assert_eq!(found(&block).count(), PAGES);
+        assert_eq!(found(&block).len(), PAGES);
     }
 
     /// The answer of a file system that is asked byte by byte, not page by page.
@@ -239,17 +292,40 @@ mod tests {
         let file = File::from(memfd_create("short", MemfdFlags::CLOEXEC).unwrap());
         ftruncate(&file, 1).unwrap();
         rustix::io::pwrite(&file, &[1], 0).unwrap();
-        let data = in_file(&FileOffset::new(file, 0), 3, page_size()).unwrap();
-        assert!(data.iter().eq([0]));
+        let file = FileOffset::new(file, 0);
+        let data = pages_found(|words| in_file(&file, &(0..3), page_size(), words));
+        assert_eq!(data, [0]);
     }
 
     fn anonymous() -> RamBlock {
         ram_block(MmapRegion::new(PAGES * page_size()).unwrap())
     }
 
-    fn found(block: &RamBlock) -> Bitmap {
+    /// Looks for all of it at once and in parts, which is the same.
+    fn found(block: &RamBlock) -> Vec<usize> {
         let ram = Ram::new(vec![block.clone()]).unwrap();
-        present(block, mapping::backings(&ram)[0], page_size())
+        let touched = Touched::new(mapping::backings(&ram));
+        let find = |pages: Range<usize>| {
+            let words = touched.find(&ram, 0, pages.clone());
+            assert_eq!(words.len(), pages.len().div_ceil(64));
+            pages_in(pages.start, &words).collect::<Vec<_>>()
+        };
+        let all = find(0..PAGES);
+        let untouched = touched.untouched().load(Ordering::Relaxed);
+        assert_eq!(untouched, (PAGES - all.len()) as u64);
+        let parts = [0..64, 64..2048, 2048..PAGES].into_iter().flat_map(find);
+        assert!(parts.eq(all.iter().copied()));
+        all
+    }
+
+    fn pages_found(find: impl FnOnce(&mut [u64]) -> io::Result<()>) -> Vec<usize> {
+        let mut words = [0; PAGES.div_ceil(64)];
+        find(&mut words).unwrap();
+        pages_in(0, &words).collect()
+    }
+
+    fn addresses(block: &RamBlock) -> Range<usize> {
+        block.address()..block.address() + block.len()
     }
 
     /// A block that begins at the fourth page of its file, which continues behind it.

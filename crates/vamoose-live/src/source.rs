@@ -34,9 +34,11 @@ use vamoose_link::{ZeroCopyError, check_locked_memory, millis};
 
 use crate::{
     Bitmap, DirtyLog, GuestError, Handle, Ram, SourceError, SourceGuest, State, Status, chain,
+    dirty::collect,
     mapping::backings,
     offload::Account,
-    present::present,
+    parallel,
+    present::Touched,
     protocol::{Messages, random_id},
     status::{Shared, Stopwatch},
 };
@@ -45,7 +47,7 @@ pub use convergence::AutoConverge;
 use convergence::{Convergence, Decision as Next, Sent};
 use hand_over::HandOver;
 use link::{Link, RoundEnd};
-use round::Round;
+use round::{Pages, Round};
 pub use transport::Transport;
 
 /// Migrates a guest away.
@@ -216,7 +218,7 @@ impl<'a> Attempt<'a> {
         source.log.start()?;
         self.logging = true;
         // Only now: what is written from here on is in the log, whether it was there before or not.
-        let mut dirty = self.written_memory();
+        let mut pages = Pages::Touched(Touched::new(backings(&source.ram)));
         let start = {
             let mut progress = source.shared.progress();
             progress.status.status = State::Active;
@@ -227,15 +229,15 @@ impl<'a> Attempt<'a> {
         let deadline = timeout.and_then(|timeout| start.checked_add(timeout));
         loop {
             let began = Instant::now();
-            if self.send(link, dirty, deadline)? == RoundEnd::TooLate {
+            if self.send(link, pages, deadline)? == RoundEnd::TooLate {
                 return Err(self.timed_out());
             }
-            dirty = self.collect()?;
-            let pages = count(&dirty);
-            self.convergence.guest_dirtied(pages, began.elapsed());
-            let status = self.update_status(pages);
+            let dirty = self.collect(self.no_pages(), source.config.channels.into())?;
+            let left = count(&dirty);
+            self.convergence.guest_dirtied(left, began.elapsed());
+            let status = self.update_status(left);
             let wish = self.guest.switchover(&status);
-            match self.convergence.decide(pages, wish, start.elapsed()) {
+            match self.convergence.decide(left, wish, start.elapsed()) {
                 Next::SwitchOver => return Ok(dirty),
                 Next::GiveUp => return Err(self.timed_out()),
                 Next::NextRound => {}
@@ -248,6 +250,7 @@ impl<'a> Attempt<'a> {
                     self.guest.throttle(percent);
                 }
             }
+            pages = Pages::Written(dirty);
         }
     }
 
@@ -273,11 +276,9 @@ impl<'a> Attempt<'a> {
         let state = self.guest.save();
         let state = state.map_err(|error| guest_error("save the state of", error))?;
         paused.lap(|parts| &mut parts.device_state);
-        let mut dirty = self.collect()?;
-        for (dirty, rest) in dirty.iter_mut().zip(&rest) {
-            dirty.add(rest);
-        }
-        self.send(link, dirty, None)?;
+        // The guest does not need its processors now.
+        let dirty = self.collect(rest, parallel::processors())?;
+        self.send(link, Pages::Last(dirty), None)?;
         link.end_channels();
         paused.lap(|parts| &mut parts.last_round);
         link.send_state(state)?;
@@ -288,47 +289,50 @@ impl<'a> Attempt<'a> {
         Ok(())
     }
 
-    /// Sends the pages of `dirty` and waits until they are written at the destination.
+    /// Sends `pages` and waits until they are written at the destination.
     fn send(
         &mut self,
         link: &Link<'_, '_>,
-        dirty: Vec<Bitmap>,
+        pages: Pages,
         deadline: Option<Instant>,
     ) -> Result<RoundEnd, SourceError> {
-        let stats = &self.source.shared.stats;
-        let pages = count(&dirty);
-        self.source.shared.progress().count_remaining(pages, stats);
+        let Source {
+            ram,
+            config,
+            shared,
+            ..
+        } = self.source;
+        let (stats, count) = (&shared.stats, pages.count(ram));
+        {
+            let mut progress = shared.progress();
+            progress.count_remaining(count, stats);
+            if let Pages::Touched(touched) = &pages {
+                progress.untouched = touched.untouched().clone();
+            }
+        }
         self.round += 1;
         let (before, began) = (stats.snapshot(), Instant::now());
-        let end = link.send_round(Round::new(self.round, dirty), deadline)?;
+        let round = Round::new(self.round, pages, ram, config.channels.into());
+        let end = link.send_round(round, deadline)?;
         stats.add_sync();
         let (sent, took) = (Sent::between(&before, &stats.snapshot()), began.elapsed());
         self.convergence.round_sent(sent, took);
-        debug!(round = self.round, pages, ?took, "round sent");
+        debug!(round = self.round, pages = count, ?took, "round sent");
         Ok(end)
     }
 
-    /// What was written since it was last read.
-    fn collect(&self) -> Result<Vec<Bitmap>, SourceError> {
+    /// Adds to `dirty`, a bitmap for each block, what was written since it was last read, on up to so many threads.
+    fn collect(&self, mut dirty: Vec<Bitmap>, threads: usize) -> Result<Vec<Bitmap>, SourceError> {
         let source = self.source;
-        let blocks = 0..source.ram.blocks().len();
-        let dirty = blocks.map(|block| {
-            let mut dirty = Bitmap::new(source.ram.pages(block));
-            source.log.collect(block, &mut dirty)?;
-            Ok(dirty)
-        });
-        let dirty = dirty.collect::<Result<_, SourceError>>()?;
+        collect(source.log.as_ref(), &mut dirty, threads)?;
         source.shared.progress().status.ram.dirty_sync_count += 1;
         Ok(dirty)
     }
 
-    /// All pages that may hold something: those that were never touched are zeros at the destination too.
-    fn written_memory(&self) -> Vec<Bitmap> {
+    fn no_pages(&self) -> Vec<Bitmap> {
         let ram = &self.source.ram;
-        let blocks = ram.blocks().iter().zip(backings(ram));
-        blocks
-            .map(|(block, backing)| present(block, backing, ram.page_size()))
-            .collect()
+        let blocks = 0..ram.blocks().len();
+        blocks.map(|block| Bitmap::new(ram.pages(block))).collect()
     }
 
     fn update_status(&self, dirty: usize) -> Status {

@@ -4,7 +4,7 @@ use std::{
     num::NonZeroU64,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock,
-        atomic::{AtomicU8, Ordering},
+        atomic::{AtomicU8, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -137,6 +137,8 @@ pub(crate) struct Progress {
     pub(crate) start: Instant,
     /// Pages that had been sent when `status.ram.remaining` was counted.
     pages_sent: u64,
+    /// Pages of those that are found never to have been touched, and not sent.
+    pub(crate) untouched: Arc<AtomicU64>,
     over: bool,
 }
 
@@ -153,6 +155,7 @@ impl Progress {
     pub(crate) fn count_remaining(&mut self, pages: usize, stats: &Stats) {
         self.status.ram.remaining = pages as u64 * self.status.ram.page_size;
         self.pages_sent = pages_sent(&stats.snapshot());
+        self.untouched = Arc::default();
     }
 }
 
@@ -187,6 +190,7 @@ impl Shared {
                 status,
                 start: Instant::now(),
                 pages_sent: 0,
+                untouched: Arc::default(),
                 over: false,
             }),
         })
@@ -204,10 +208,12 @@ impl Shared {
             status.total_time = millis(progress.start.elapsed());
         }
         let moved = self.stats.snapshot();
-        let sent = pages_sent(&moved).saturating_sub(progress.pages_sent) * status.ram.page_size;
+        let done = pages_sent(&moved).saturating_sub(progress.pages_sent)
+            + progress.untouched.load(Ordering::Relaxed);
+        let done = done * status.ram.page_size;
         drop(progress);
         status.zero_page_detection = self.zero_page_detection.as_ref().map(Account::read);
-        status.ram.remaining = status.ram.remaining.saturating_sub(sent);
+        status.ram.remaining = status.ram.remaining.saturating_sub(done);
         status.ram.transferred = moved.wire_bytes;
         status.ram.duplicate = moved.zero_pages;
         status.ram.normal = moved.normal_pages;

@@ -14,6 +14,20 @@ pub(crate) fn anonymous(len: usize) -> Ram {
     ram("ram", map(len, flags).unwrap())
 }
 
+/// Blocks of these lengths.
+pub(crate) fn blocks(lens: impl Iterator<Item = usize>) -> Ram {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let blocks = lens.enumerate().map(|(number, len)| {
+        RamBlock::new(&format!("ram{number}"), Arc::new(map(len, flags).unwrap())).unwrap()
+    });
+    Ram::new(blocks.collect()).unwrap()
+}
+
+/// Addresses only: memory of any length, of which few pages are touched.
+pub(crate) fn reserved(len: usize) -> Ram {
+    blocks(std::iter::once(len))
+}
+
 pub(crate) fn shared_anonymous(len: usize) -> Ram {
     let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
     ram("shared anonymous", map(len, flags).unwrap())

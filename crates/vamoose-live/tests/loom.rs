@@ -39,7 +39,7 @@ impl Guest {
     /// One round: collects, and reads what was written.
     fn sync(&self, mirror: &mut Mirror) {
         let mut dirty = Bitmap::new(self.pages.len());
-        self.log.collect(0, &mut dirty).unwrap();
+        dirty.change(|words| self.log.collect(0, 0, words)).unwrap();
         for page in dirty.iter() {
             mirror.0[page] = self.pages[page].load(Ordering::Relaxed);
         }
@@ -108,7 +108,9 @@ fn a_mark_publishes_the_write_before_it() {
             })
         });
         let mut dirty = Bitmap::new(2);
-        guest.log.collect(0, &mut dirty).unwrap();
+        dirty
+            .change(|words| guest.log.collect(0, 0, words))
+            .unwrap();
         for page in dirty.iter() {
             assert_ne!(guest.pages[page].load(Ordering::Relaxed), 0, "page {page}");
         }

@@ -20,6 +20,7 @@ use super::{
     Arrival, DestinationConfig, Event, channel,
     guest_ram::GuestRam,
     inbox::Inbox,
+    make_zero::MakeZero,
     receiving::{Action, Receiving, unexpected},
 };
 use crate::{
@@ -46,6 +47,8 @@ pub(super) struct Coordinator<'scope, 'env> {
     pub(super) config: &'env DestinationConfig,
     pub(super) memory: &'env GuestRam<'env>,
     pub(super) arrived: &'env mut bool,
+    /// Until a source has made an offer.
+    pub(super) make_zero: Option<MakeZero<'env>>,
     pub(super) inbox: Inbox<'env>,
     pub(super) events_in: SyncSender<Event>,
     pub(super) scope: &'scope Scope<'scope, 'env>,
@@ -108,7 +111,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         let layout = details
             .check(self.memory.ram)
             .map_err(|error| refuse(error.into()))?;
-        self.make_zero();
+        self.finish_making_zero();
         self.inbox.send(&DestinationMessage::Prepared {
             protocol,
             incarnation: self.inbox.past.incarnation,
@@ -127,13 +130,11 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         })
     }
 
-    /// Makes all memory read as zeros, as a source does not send what was never touched. Meanwhile the source is sent
+    /// Waits until all memory reads as zeros, as a source does not send what was never touched. Meanwhile the source is sent
     /// `preparing` every second.
-    fn make_zero(&self) {
-        if !self.config.memory_is_zero {
-            let report = || self.inbox.send(&DestinationMessage::Preparing);
-            report();
-            self.memory.make_zero(&report);
+    fn finish_making_zero(&mut self) {
+        if let Some(make_zero) = self.make_zero.take() {
+            make_zero.wait(&|| self.inbox.send(&DestinationMessage::Preparing));
         }
     }
 

@@ -3,18 +3,18 @@
 use std::{
     ops::Range,
     sync::atomic::{AtomicU64, Ordering},
-    thread,
-    time::Duration,
 };
 
 use multifd::RamHeader;
 use vm_memory::{Bytes, VolatileSlice};
 
-use super::parallel::{self, Heartbeat};
+use super::make_zero::Progress;
 use crate::{
-    Bitmap, ChannelError, Ram, RamBlock,
-    mapping::{Backing, backings},
-    present::present,
+    ChannelError, Ram, RamBlock,
+    dirty::pages_in,
+    mapping::backings,
+    parallel,
+    present::Touched,
     sys::memory::{Punch, is_zero},
 };
 
@@ -22,13 +22,13 @@ use crate::{
 pub(super) struct GuestRam<'a> {
     pub(super) ram: &'a Ram,
     blocks: Vec<Block>,
+    touched: Touched,
 }
 
 /// What is known of a RAM block.
 struct Block {
     /// Bit by bit the pages that were written as normal pages.
     written: Box<[AtomicU64]>,
-    backing: Backing,
     /// How memory is given back, if that is allowed.
     punch: Option<Punch>,
 }
@@ -36,62 +36,45 @@ struct Block {
 /// Runs of at least so many bytes that become zero are given back to the system.
 const MIN_HOLE: usize = 256 << 10;
 
-/// What a thread reads at a time: short enough to report progress often, even of memory that is swapped out.
-const CHUNK: usize = 16 << 20;
+/// Bytes that a thread looks through at a time.
+const PART: usize = 256 << 20;
 
-/// How often to report progress.
-const HEARTBEAT: Duration = Duration::from_secs(1);
+/// Pages after which it reports progress: often enough even for memory that is swapped out.
+const STEP: usize = 4096;
 
 impl<'a> GuestRam<'a> {
     pub(super) fn new(ram: &'a Ram, punch_holes: bool) -> Self {
-        let blocks = backings(ram).into_iter().enumerate();
+        let backings = backings(ram);
+        let blocks = backings.iter().enumerate();
         let blocks = blocks.map(|(index, backing)| Block {
             written: (0..ram.pages(index).div_ceil(64))
                 .map(|_| AtomicU64::new(0))
                 .collect(),
-            backing,
-            punch: Punch::of(backing).filter(|_| punch_holes),
+            punch: Punch::of(*backing).filter(|_| punch_holes),
         });
         Self {
             ram,
             blocks: blocks.collect(),
+            touched: Touched::new(backings),
         }
     }
 
-    /// Makes all memory read as zeros, without touching what was never touched, on all processors. Calls `progress`
-    /// about every second meanwhile.
-    ///
-    /// Before the first call it has to find what was touched: up to 15 s per TiB of pages of 4 KiB.
-    pub(super) fn make_zero(&self, progress: &dyn Fn()) {
-        self.make_zero_by(&Heartbeat::new(HEARTBEAT, progress));
-    }
-
-    fn make_zero_by(&self, heartbeat: &Heartbeat<'_>) {
-        let mut chunks = Vec::new();
-        let mut present = Vec::with_capacity(self.blocks.len());
-        for index in 0..self.blocks.len() {
-            let found = self.present(index);
-            let any = |pages: &Range<usize>| found.iter_in(pages.clone()).next().is_some();
-            chunks.extend(self.chunks(index).filter(any).map(|pages| (index, pages)));
-            present.push(found);
-            heartbeat.beat();
-        }
-        let threads = thread::available_parallelism().map_or(1, usize::from);
-        parallel::each(chunks.len(), threads, heartbeat, &|chunk| {
-            let (index, pages) = &chunks[chunk];
-            self.make_pages_zero(*index, present[*index].iter_in(pages.clone()));
+    /// Makes all memory read as zeros, without touching what was never touched, on all processors; until `progress` says
+    /// that it is not needed any more.
+    pub(super) fn make_zero(&self, progress: &Progress) {
+        let parts: Vec<_> = (0..self.blocks.len())
+            .flat_map(|index| self.parts(index).map(move |pages| (index, pages)))
+            .collect();
+        parallel::each(parts.len(), parallel::processors(), &|part| {
+            let (index, pages) = &parts[part];
+            self.make_part_zero(*index, pages.clone(), progress);
         });
     }
 
-    fn present(&self, index: usize) -> Bitmap {
-        let block = &self.ram.blocks()[index];
-        present(block, self.blocks[index].backing, self.page_size())
-    }
-
     /// The pages of block `index` in ranges that do not share huge pages, so that these can be given back.
-    fn chunks(&self, index: usize) -> impl Iterator<Item = Range<usize>> {
+    fn parts(&self, index: usize) -> impl Iterator<Item = Range<usize>> {
         let (block, page_size) = (&self.ram.blocks()[index], self.page_size());
-        let size = self.blocks[index].punch.map_or(0, Punch::unit).max(CHUNK);
+        let size = self.blocks[index].punch.map_or(0, Punch::unit).max(PART);
         let (first, end) = (block.address(), block.address() + block.len());
         let mut start = first;
         std::iter::from_fn(move || {
@@ -102,10 +85,17 @@ impl<'a> GuestRam<'a> {
         })
     }
 
-    fn make_pages_zero(&self, index: usize, pages: impl Iterator<Item = usize>) {
+    fn make_part_zero(&self, index: usize, pages: Range<usize>, progress: &Progress) {
+        if !progress.step() {
+            return;
+        }
+        let touched = self.touched.find(self.ram, index, pages.clone());
         let (memory, page_size) = (self.ram.blocks()[index].memory(), self.page_size());
         let mut run = 0..0;
-        for page in pages {
+        for (nth, page) in pages_in(pages.start, &touched).enumerate() {
+            if nth % STEP == STEP - 1 && !progress.step() {
+                return;
+            }
             let offset = page * page_size;
             let Ok(slice) = memory.subslice(offset, page_size) else {
                 break;
@@ -260,6 +250,13 @@ mod tests {
         bytes
     }
 
+    fn touched(guest_ram: &GuestRam<'_>) -> usize {
+        let words = guest_ram
+            .touched
+            .find(guest_ram.ram, 0, 0..guest_ram.ram.pages(0));
+        pages_in(0, &words).count()
+    }
+
     fn header(block: &str, normal: &[u64], zero: &[u64]) -> RamHeader {
         let mut header = RamHeader::new(Layout::X86);
         header.block = multifd::BlockName::new(block.as_bytes()).unwrap();
@@ -274,7 +271,7 @@ mod tests {
             for page in (3..300).chain([500, 999]) {
                 fill(&ram, page, 7);
             }
-            GuestRam::new(&ram, punch_holes).make_zero(&|| {});
+            GuestRam::new(&ram, punch_holes).make_zero(&Progress::default());
             assert!(bytes(&ram).iter().all(|byte| *byte == 0));
         }
     }
@@ -286,7 +283,7 @@ mod tests {
             let guest_ram = GuestRam::new(&ram, punch_holes);
             let offsets: Vec<u64> = (0..128).map(|page| page * PAGE as u64).collect();
             guest_ram.zero(0, &offsets);
-            assert_eq!(guest_ram.present(0).count(), 0);
+            assert_eq!(touched(&guest_ram), 0);
             for page in 0..128 {
                 fill(&ram, page, 7);
             }
@@ -300,30 +297,36 @@ mod tests {
     }
 
     #[test]
-    fn memory_becomes_zero_in_chunks_with_reports_of_progress() {
-        let ram = ram(3 * CHUNK / PAGE);
+    fn memory_becomes_zero_in_parts() {
+        let ram = ram(3 * PART / PAGE);
         let pages = ram.pages(0);
-        let (beats, guest_ram) = (std::cell::Cell::new(0), GuestRam::new(&ram, true));
-        let report = || beats.set(beats.get() + 1);
-        for filled in [vec![], vec![0, pages / 2, pages - 1], (0..pages).collect()] {
+        let guest_ram = GuestRam::new(&ram, true);
+        for filled in [
+            vec![],
+            vec![0, pages / 2, pages - 1],
+            (0..2 * STEP).collect(),
+        ] {
             filled.iter().for_each(|page| fill(&ram, *page, 7));
-            beats.set(0);
-            guest_ram.make_zero_by(&Heartbeat::new(Duration::ZERO, &report));
-            assert!(bytes(&ram).iter().all(|byte| *byte == 0));
-            // Of the one block, and of chunks that this thread got.
-            assert!(beats.get() > 0);
+            guest_ram.make_zero(&Progress::default());
+            for page in filled {
+                let memory = ram.blocks()[0]
+                    .memory()
+                    .subslice(page * PAGE, PAGE)
+                    .unwrap();
+                assert!(is_zero(&memory), "page {page}");
+            }
         }
     }
 
     #[test]
-    fn chunks_are_the_whole_block() {
-        for len in [1, CHUNK / PAGE, 3 * CHUNK / PAGE + 5] {
+    fn parts_are_the_whole_block() {
+        for len in [1, PART / PAGE, 3 * PART / PAGE + 5] {
             let ram = ram(len);
             let guest_ram = GuestRam::new(&ram, true);
             let mut next = 0;
-            for pages in guest_ram.chunks(0) {
+            for pages in guest_ram.parts(0) {
                 assert!(
-                    pages.start == next && pages.len() <= CHUNK / PAGE,
+                    pages.start == next && pages.len() <= PART / PAGE,
                     "{pages:?}"
                 );
                 next = pages.end;
@@ -337,7 +340,7 @@ mod tests {
         for ram in test_ram::in_huge_pages(2 * test_ram::HUGE_PAGE) {
             (0..1024).for_each(|page| fill(&ram, page, 7));
             assert_eq!(huge_pages(&ram), 2);
-            GuestRam::new(&ram, true).make_zero(&|| {});
+            GuestRam::new(&ram, true).make_zero(&Progress::default());
             assert_eq!(huge_pages(&ram), 0, "{ram:?}");
         }
     }
@@ -349,7 +352,7 @@ mod tests {
                 let blocks = rustix::fs::fstat(file.file()).unwrap().st_blocks;
                 usize::try_from(blocks).unwrap() * 512 / test_ram::HUGE_PAGE
             }
-            None => GuestRam::new(ram, true).present(0).count() * PAGE / test_ram::HUGE_PAGE,
+            None => touched(&GuestRam::new(ram, true)) * PAGE / test_ram::HUGE_PAGE,
         }
     }
 
@@ -406,7 +409,7 @@ mod tests {
         for page in RUNS.into_iter().flatten() {
             fill(ram, page, 9);
         }
-        GuestRam::new(ram, true).make_zero(&|| {});
+        GuestRam::new(ram, true).make_zero(&Progress::default());
         let stale = bytes(ram).iter().position(|byte| *byte != 0);
         assert_eq!(stale.map(|at| at / PAGE), None, "a page is not zero");
     }

@@ -33,6 +33,18 @@ impl Bitmap {
         &self.words
     }
 
+    /// Changes the words, as [`collect`](super::DirtyLog::collect) does; bits beyond the last page are ignored.
+    pub fn change<T>(&mut self, change: impl FnOnce(&mut [u64]) -> T) -> T {
+        let result = change(&mut self.words);
+        self.trim();
+        result
+    }
+
+    /// The words to be changed; [`trim`](Bitmap::trim) them afterwards.
+    pub(crate) fn words_mut(&mut self) -> &mut [u64] {
+        &mut self.words
+    }
+
     /// Sets `page`, if there is such a page.
     pub fn set(&mut self, page: usize) {
         if page < self.pages {
@@ -43,27 +55,7 @@ impl Bitmap {
     /// Sets `count` pages from `first` on, as far as there are such pages.
     pub fn set_range(&mut self, first: usize, count: usize) {
         let end = first.saturating_add(count).min(self.pages);
-        let mut page = first;
-        while page < end {
-            let until = end.min((page / 64 + 1) * 64);
-            let ones = u64::MAX >> (64 - (until - page));
-            self.words[page / 64] |= ones << (page % 64);
-            page = until;
-        }
-    }
-
-    /// Adds the pages that are set in `words`, of which the first bit is page `first_page`, a multiple of 64.
-    pub fn add_words(&mut self, first_page: usize, words: &[u64]) {
-        let first = first_page / 64;
-        for (mine, added) in self.words.iter_mut().skip(first).zip(words) {
-            *mine |= added;
-        }
-        self.trim();
-    }
-
-    /// Adds the pages of `other`, a bitmap of the same pages.
-    pub fn add(&mut self, other: &Self) {
-        self.add_words(0, &other.words);
+        set_pages(&mut self.words, first..end);
     }
 
     /// Whether `page` is set.
@@ -73,10 +65,7 @@ impl Bitmap {
 
     /// How many pages are set.
     pub fn count(&self) -> usize {
-        self.words
-            .iter()
-            .map(|word| word.count_ones() as usize)
-            .sum()
+        ones(&self.words)
     }
 
     /// Unsets all pages.
@@ -89,20 +78,31 @@ impl Bitmap {
         pages_in(0, &self.words)
     }
 
-    /// The pages of `range` that are set, in their order.
-    pub(crate) fn iter_in(&self, range: Range<usize>) -> impl Iterator<Item = usize> {
-        let words = range.start / 64..range.end.min(self.pages).div_ceil(64);
-        let (first, words) = (words.start * 64, self.words.get(words).unwrap_or_default());
-        pages_in(first, words).filter(move |page| range.contains(page))
-    }
-
-    fn trim(&mut self) {
+    /// Unsets bits beyond the last page.
+    pub(crate) fn trim(&mut self) {
         let used = self.pages % 64;
         if used > 0
             && let Some(last) = self.words.last_mut()
         {
             *last &= u64::MAX >> (64 - used);
         }
+    }
+}
+
+/// How many pages are set in `words`.
+pub(crate) fn ones(words: &[u64]) -> usize {
+    words.iter().map(|word| word.count_ones() as usize).sum()
+}
+
+/// Sets the bits of `pages`, as far as there are such bits.
+pub(crate) fn set_pages(words: &mut [u64], pages: Range<usize>) {
+    let end = pages.end.min(words.len() * 64);
+    let mut page = pages.start;
+    while page < end {
+        let until = end.min((page / 64 + 1) * 64);
+        let ones = u64::MAX >> (64 - (until - page));
+        words[page / 64] |= ones << (page % 64);
+        page = until;
     }
 }
 
@@ -134,8 +134,7 @@ mod tests {
             pages in 1..500_usize,
             single in vec(0..600_usize, 0..40),
             ranges in vec((0..600_usize, 0..200_usize), 0..4),
-            words in vec(any::<u64>(), 0..4),
-            first_word in 0..9_usize,
+            words in vec(any::<u64>(), 0..9),
         ) {
             let (mut bitmap, mut model) = (Bitmap::new(pages), BTreeSet::new());
             for &page in &single {
@@ -146,9 +145,9 @@ mod tests {
                 bitmap.set_range(first, count);
                 model.extend(first..first + count);
             }
-            bitmap.add_words(first_word * 64, &words);
+            bitmap.change(|mine| mine.iter_mut().zip(&words).for_each(|(mine, word)| *mine |= word));
             for (index, word) in words.iter().enumerate() {
-                model.extend((0..64).filter(|bit| word >> bit & 1 == 1).map(|bit| (first_word + index) * 64 + bit));
+                model.extend((0..64).filter(|bit| word >> bit & 1 == 1).map(|bit| index * 64 + bit));
             }
             model.retain(|&page| page < pages);
             prop_assert!(bitmap.iter().eq(model.iter().copied()));

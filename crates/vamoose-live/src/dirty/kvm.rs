@@ -5,8 +5,9 @@
 //! before its turn comes is sent once and faults once. Without it, KVM reads, clears and protects all at once
 //! in `collect`.
 //!
-//! KVM_DIRTY_LOG_INITIALLY_SET is left alone: in its first bitmap everything is dirty, which the
-//! migration knows, and pages that were never touched would count as written.
+//! With KVM_DIRTY_LOG_INITIALLY_SET (Linux 5.7), `start` protects nothing: in KVM's bitmap every page is dirty, and
+//! `watch` clears and protects window by window. Without it, KVM protects all of the guest's memory in `start`, under the lock
+//! that the guest's own page faults take: seconds per TiB.
 
 use std::{
     io,
@@ -16,12 +17,12 @@ use std::{
 };
 
 use kvm_bindings::{
-    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
-    KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region,
+    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_INITIALLY_SET,
+    KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region,
 };
 use vamoose_link::lock;
 
-use super::{Bitmap, DirtyLog, DirtyLogError};
+use super::{DirtyLog, DirtyLogError};
 use crate::{
     Ram,
     sys::kvm::{Vm, VmWithSlots},
@@ -59,7 +60,8 @@ pub struct KvmDirtyLog {
     slots: Slots,
     /// A bitmap for each slot, to read from KVM and to pass to it.
     bitmaps: Vec<Mutex<Vec<u64>>>,
-    manual: bool,
+    /// What is enabled of KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2; nothing: pages are cleared in `collect`.
+    manual: u32,
 }
 
 pub(super) const LOG: &str = "KVM";
@@ -91,48 +93,57 @@ impl KvmDirtyLog {
         Ok(Self {
             bitmaps: slots.slots.iter().map(bitmap).collect(),
             slots,
-            manual: capability & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE != 0,
+            manual: manual(capability),
         })
     }
 
     /// The same, but pages are cleared when they are collected, as where KVM cannot do otherwise.
     #[must_use]
     pub fn clearing_in_collect(self) -> Self {
-        Self {
-            manual: false,
-            ..self
-        }
+        Self { manual: 0, ..self }
     }
 
     /// Whether pages stay dirty until [`clear`](DirtyLog::clear), which is what KVM does since Linux 5.1.
     pub fn clears_manually(&self) -> bool {
-        self.manual
+        self.manual != 0
     }
 
-    fn set_manual(&self, on: bool) -> Result<(), DirtyLogError> {
-        if !self.manual {
+    fn set_manual(&self, flags: u32) -> Result<(), DirtyLogError> {
+        if !self.clears_manually() {
             return Ok(());
         }
-        let flags = if on {
-            KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE
-        } else {
-            0
-        };
         let vm = self.slots.vm.vm();
         vm.enable_capability(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, flags.into())
             .map_err(failed("KVM_ENABLE_CAP"))
     }
 }
 
+/// What to enable of what KVM has.
+fn manual(capability: u32) -> u32 {
+    match capability & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE {
+        0 => 0,
+        enable => enable | capability & KVM_DIRTY_LOG_INITIALLY_SET,
+    }
+}
+
 impl DirtyLog for KvmDirtyLog {
     fn start(&self) -> Result<(), DirtyLogError> {
-        self.set_manual(true)?;
+        self.set_manual(self.manual)?;
         // Off first: a bitmap that the VMM or an earlier attempt has left goes away with it.
         self.slots.set_logging(false)?;
         self.slots.set_logging(true)
     }
 
-    fn collect(&self, block: usize, dirty: &mut Bitmap) -> Result<(), DirtyLogError> {
+    fn watch(&self, block: usize, pages: Range<usize>) -> Result<(), DirtyLogError> {
+        self.clear_where(block, &pages, |page| bits_of(&pages, page))
+    }
+
+    fn collect(
+        &self,
+        block: usize,
+        first_page: usize,
+        dirty: &mut [u64],
+    ) -> Result<(), DirtyLogError> {
         for (slot, bitmap) in self.slots.slots.iter().zip(&self.bitmaps) {
             if slot.block != block {
                 continue;
@@ -140,26 +151,36 @@ impl DirtyLog for KvmDirtyLog {
             let mut bitmap = lock(bitmap);
             let read = self.slots.vm.dirty_log(slot.region.slot, &mut bitmap);
             read.map_err(failed("KVM_GET_DIRTY_LOG"))?;
-            let shift = slot.pages.start % 64;
-            if shift == 0 {
-                dirty.add_words(slot.pages.start, &bitmap);
-                continue;
-            }
             for (index, &word) in bitmap.iter().enumerate().filter(|&(_, &word)| word != 0) {
-                let first = slot.pages.start - shift + index * 64;
-                dirty.add_words(first, &[word << shift, word >> (64 - shift)]);
+                add(dirty, first_page, slot.pages.start + index * 64, word);
             }
         }
         Ok(())
     }
 
     fn clear(&self, block: usize, first_page: usize, words: &[u64]) -> Result<(), DirtyLogError> {
-        if !self.manual {
+        let pages = first_page..first_page + words.len() * 64;
+        self.clear_where(block, &pages, |page| window(words, first_page, page))
+    }
+
+    fn stop(&self) -> Result<(), DirtyLogError> {
+        self.slots.set_logging(false).and(self.set_manual(0))
+    }
+}
+
+impl KvmDirtyLog {
+    /// Clears, of `pages` of `block`, those whose bits are set in `word`, which has the 64 pages from its argument on.
+    fn clear_where(
+        &self,
+        block: usize,
+        pages: &Range<usize>,
+        word: impl Fn(usize) -> u64,
+    ) -> Result<(), DirtyLogError> {
+        if !self.clears_manually() {
             return Ok(());
         }
         for (slot, bitmap) in self.slots.slots.iter().zip(&self.bitmaps) {
-            let wanted = first_page.max(slot.pages.start)
-                ..(first_page + words.len() * 64).min(slot.pages.end);
+            let wanted = pages.start.max(slot.pages.start)..pages.end.min(slot.pages.end);
             if slot.block != block || wanted.is_empty() {
                 continue;
             }
@@ -171,9 +192,8 @@ impl DirtyLog for KvmDirtyLog {
                 .min(slot.pages.len());
             let mut bitmap = lock(bitmap);
             let cleared = &mut bitmap[..(end - first).div_ceil(64)];
-            for (index, word) in cleared.iter_mut().enumerate() {
-                let page = slot.pages.start + first + index * 64;
-                *word = window(words, first_page, page);
+            for (index, cleared) in cleared.iter_mut().enumerate() {
+                *cleared = word(slot.pages.start + first + index * 64);
             }
             if cleared.iter().all(|&word| word == 0) {
                 continue;
@@ -188,9 +208,33 @@ impl DirtyLog for KvmDirtyLog {
         }
         Ok(())
     }
+}
 
-    fn stop(&self) -> Result<(), DirtyLogError> {
-        self.slots.set_logging(false).and(self.set_manual(false))
+/// Those of the 64 pages from `page` on that are in `pages`.
+fn bits_of(pages: &Range<usize>, page: usize) -> u64 {
+    let (start, end) = (pages.start.max(page), pages.end.min(page + 64));
+    match end.checked_sub(start) {
+        None | Some(0) => 0,
+        Some(count) => u64::MAX >> (64 - count) << (start - page),
+    }
+}
+
+/// Sets in `dirty`, whose first bit is page `first`, a multiple of 64, the bits of `word`, which has the 64 pages from `page` on.
+/// Pages outside of it are ignored.
+fn add(dirty: &mut [u64], first: usize, page: usize, word: u64) {
+    let shift = page % 64;
+    let mut set = |index: Option<usize>, bits: u64| {
+        if let Some(dirty) = index.and_then(|index| dirty.get_mut(index)) {
+            *dirty |= bits;
+        }
+    };
+    let index = (page / 64).checked_sub(first / 64);
+    set(index, word << shift);
+    if shift > 0 {
+        set(
+            (page / 64 + 1).checked_sub(first / 64),
+            word >> (64 - shift),
+        );
     }
 }
 
@@ -323,5 +367,43 @@ pub(super) fn failed(call: &'static str) -> impl FnOnce(io::Error) -> DirtyLogEr
         log: LOG,
         call,
         source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::{collection::vec, prelude::*};
+
+    use super::*;
+    use crate::dirty::pages_in;
+
+    proptest! {
+        /// A slot's words and a block's lie apart by any number of pages.
+        #[test]
+        fn words_are_moved_between_slot_and_block(
+            words in vec(any::<u64>(), 0..6),
+            first_word in 0..4_usize,
+            slot in 0..300_usize,
+            range in (0..500_usize, 0..300_usize),
+        ) {
+            let first = first_word * 64;
+            // Of the block, as the slot sees it.
+            for page in (slot..600).step_by(64) {
+                let mut expected = pages_in(first, &words)
+                    .filter_map(|set| set.checked_sub(page).filter(|bit| *bit < 64));
+                prop_assert!(pages_in(0, &[window(&words, first, page)]).eq(expected.by_ref()));
+            }
+            // Of the slot, as the block has it.
+            let mut dirty = [0; 8];
+            for (index, word) in words.iter().enumerate() {
+                add(&mut dirty, first, slot + index * 64, *word);
+            }
+            let expected = pages_in(slot, &words).filter(|page| (first..first + 8 * 64).contains(page));
+            prop_assert!(pages_in(first, &dirty).eq(expected));
+            // A range.
+            let pages = range.0..range.0 + range.1;
+            let expected = (slot..slot + 64).filter(|page| pages.contains(page));
+            prop_assert!(pages_in(slot, &[bits_of(&pages, slot)]).eq(expected));
+        }
     }
 }

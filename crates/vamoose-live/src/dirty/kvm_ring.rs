@@ -188,12 +188,21 @@ impl DirtyLog for KvmDirtyRing {
         self.slots.set_logging(true)
     }
 
-    fn collect(&self, block: usize, dirty: &mut Bitmap) -> Result<(), DirtyLogError> {
+    fn collect(
+        &self,
+        block: usize,
+        first_page: usize,
+        dirty: &mut [u64],
+    ) -> Result<(), DirtyLogError> {
         let mut state = lock(&self.state);
         self.harvest_into(&mut state)?;
         if let Some(harvested) = state.dirty.get_mut(block) {
-            dirty.add(harvested);
-            harvested.clear();
+            harvested.change(|harvested| {
+                let harvested = harvested.iter_mut().skip(first_page / 64);
+                for (dirty, harvested) in dirty.iter_mut().zip(harvested) {
+                    *dirty |= std::mem::take(harvested);
+                }
+            });
         }
         Ok(())
     }

@@ -1,8 +1,8 @@
 //! One dirty log of several, each of which sees writes that the others do not.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
-use super::{Bitmap, DirtyLog, DirtyLogError};
+use super::{DirtyLog, DirtyLogError};
 
 /// Several dirty logs of the same memory as one: a page is dirty if it is in one of them.
 pub struct Merged {
@@ -31,10 +31,27 @@ impl DirtyLog for Merged {
         Ok(())
     }
 
-    fn collect(&self, block: usize, dirty: &mut Bitmap) -> Result<(), DirtyLogError> {
+    fn watch(&self, block: usize, pages: Range<usize>) -> Result<(), DirtyLogError> {
         self.logs
             .iter()
-            .try_for_each(|log| log.collect(block, dirty))
+            .try_for_each(|log| log.watch(block, pages.clone()))
+    }
+
+    /// The most of all of them: those that can do with less are given several parts at once.
+    fn pages_per_collect(&self) -> usize {
+        let pages = self.logs.iter().map(|log| log.pages_per_collect());
+        pages.max().unwrap_or(usize::MAX)
+    }
+
+    fn collect(
+        &self,
+        block: usize,
+        first_page: usize,
+        dirty: &mut [u64],
+    ) -> Result<(), DirtyLogError> {
+        self.logs
+            .iter()
+            .try_for_each(|log| log.collect(block, first_page, dirty))
     }
 
     fn clear(&self, block: usize, first_page: usize, words: &[u64]) -> Result<(), DirtyLogError> {

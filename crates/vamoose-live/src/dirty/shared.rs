@@ -7,7 +7,7 @@
 //! OR and a swap of the same word have an order: the swap either comes after the mark, and then
 //! the data is seen by the thread that swapped, or before it, and then the mark stays.
 
-use super::{Bitmap, DirtyLog, DirtyLogError};
+use super::{COLLECT_BYTES, DirtyLog, DirtyLogError};
 use crate::Ram;
 
 #[cfg(feature = "loom")]
@@ -84,11 +84,21 @@ impl DirtyLog for SharedBitmap {
         Ok(())
     }
 
-    fn collect(&self, block: usize, dirty: &mut Bitmap) -> Result<(), DirtyLogError> {
-        for (index, word) in self.pages(block).iter().enumerate() {
+    fn pages_per_collect(&self) -> usize {
+        COLLECT_BYTES / usize::try_from(self.page_size).unwrap_or(1)
+    }
+
+    fn collect(
+        &self,
+        block: usize,
+        first_page: usize,
+        dirty: &mut [u64],
+    ) -> Result<(), DirtyLogError> {
+        let words = self.pages(block).iter().skip(first_page / 64);
+        for (dirty, word) in dirty.iter_mut().zip(words) {
             let taken = take(word);
             if taken != 0 {
-                dirty.add_words(index * 64, &[taken]);
+                *dirty |= taken;
             }
         }
         Ok(())

@@ -9,18 +9,24 @@
 //!
 //! - **Private anonymous**: a page without an entry in the page tables holds zeros, so only pages with one count, and no
 //!   entries are made for the rest. A page that is read before it is ever written (then it maps the shared page of zeros)
-//!   is found once although nothing changed.
+//!   is found once although nothing changed. It is protected in `watch`, by the threads that read it.
 //! - **Everything else**: an entry may be missing because a *written* page was evicted. So `start` marks each
 //!   page without one, which takes 2 MiB of page tables per GiB, and what has lost its mark was written.
+//!
+//! # Short calls
+//! While the kernel protects a range, it takes the range out of the tables of every KVM guest that maps it, and guests
+//! wait that touch any of it. So it is asked for a [part](STEP) at a time.
 
-use std::{io, ops::Range, sync::Mutex};
+use std::{
+    io,
+    ops::Range,
+    sync::{PoisonError, RwLock},
+};
 
-use vamoose_link::lock;
-
-use super::{Bitmap, DirtyLog, DirtyLogError};
+use super::{COLLECT_BYTES, DirtyLog, DirtyLogError, set_pages};
 use crate::{
     Ram,
-    mapping::is_anonymous,
+    mapping::{Anonymous, anonymous},
     sys::{
         pagemap::{Found, PRESENT, Pagemap, Query, SWAPPED, WRITTEN},
         userfaultfd::Userfaultfd,
@@ -51,19 +57,33 @@ use crate::{
 pub struct UserfaultLog {
     ram: Ram,
     pagemap: Pagemap,
-    running: Mutex<Option<Running>>,
+    /// Written by `start` and `stop` only.
+    running: RwLock<Option<Running>>,
 }
 
 /// What there is between `start` and `stop`.
 #[derive(Debug)]
 struct Running {
     userfaultfd: Userfaultfd,
-    /// Of each block, what makes a page a written one.
-    written: Vec<Query>,
-    found: Found,
+    blocks: Vec<Kind>,
+}
+
+/// How the pages of a block are protected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// In `watch`: private anonymous memory in pages of the base size, also as transparent huge pages.
+    Watched,
+    /// In `start`. Huge pages cannot be protected in parts, so that windows of any size would not do.
+    Protected {
+        /// Whether pages without an entry hold zeros.
+        anonymous: bool,
+    },
 }
 
 const LOG: &str = "userfaultfd";
+
+/// Bytes of a call that protects memory: some milliseconds, where all of it was written.
+const STEP: usize = 64 << 20;
 
 impl UserfaultLog {
     /// A log for `ram`, of which it keeps the mappings alive.
@@ -79,36 +99,79 @@ impl UserfaultLog {
         Ok(Self {
             ram: ram.clone(),
             pagemap,
-            running: Mutex::new(None),
+            running: RwLock::new(None),
         })
     }
 
-    fn protect(&self) -> Result<Running, DirtyLogError> {
+    fn register(&self) -> Result<Running, DirtyLogError> {
         let mut running = Running {
             userfaultfd: open_userfaultfd()?,
-            written: Vec::with_capacity(self.ram.blocks().len()),
-            found: Found::new(),
+            blocks: Vec::with_capacity(self.ram.blocks().len()),
         };
         for (index, block) in self.ram.blocks().iter().enumerate() {
-            let anonymous = is_anonymous(block).map_err(failed("reading /proc/self/maps"))?;
+            let anonymous = anonymous(block).map_err(failed("reading /proc/self/maps"))?;
             let addresses = self.addresses(index);
             let registered = running.userfaultfd.register(addresses.clone());
             registered.map_err(failed(
                 "UFFDIO_REGISTER (EBUSY: another userfaultfd has this memory)",
             ))?;
-            let query = written(anonymous);
-            if anonymous {
-                let ignored = self
-                    .pagemap
-                    .scan(addresses, query, &mut running.found, drop);
-                ignored.map_err(failed("PAGEMAP_SCAN"))?;
-            } else {
-                let protected = running.userfaultfd.write_protect(addresses);
-                protected.map_err(failed("UFFDIO_WRITEPROTECT"))?;
+            let kind = match anonymous {
+                Anonymous::BasePages => Kind::Watched,
+                Anonymous::HugePages => Kind::Protected { anonymous: true },
+                Anonymous::No => Kind::Protected { anonymous: false },
+            };
+            match kind {
+                Kind::Watched => {}
+                Kind::Protected { anonymous: true } => self.protect(kind, addresses, drop)?,
+                Kind::Protected { anonymous: false } => {
+                    for part in steps(addresses, kind.step()) {
+                        let protected = running.userfaultfd.write_protect(part);
+                        protected.map_err(failed("UFFDIO_WRITEPROTECT"))?;
+                    }
+                }
             }
-            running.written.push(query);
+            running.blocks.push(kind);
         }
         Ok(running)
+    }
+
+    /// Protects the pages of `addresses`, and calls `each` with the addresses of those that were not.
+    fn protect(
+        &self,
+        kind: Kind,
+        addresses: Range<usize>,
+        mut each: impl FnMut(Range<usize>),
+    ) -> Result<(), DirtyLogError> {
+        let mut found = Found::new();
+        for part in steps(addresses, kind.step()) {
+            let scanned = self
+                .pagemap
+                .scan(part, kind.written(), &mut found, &mut each);
+            scanned.map_err(failed("PAGEMAP_SCAN"))?;
+        }
+        Ok(())
+    }
+
+    /// How `block` is protected, if there is such a block.
+    fn kind(&self, block: usize) -> Result<Option<Kind>, DirtyLogError> {
+        let running = self.running.read().unwrap_or_else(PoisonError::into_inner);
+        match running.as_ref() {
+            Some(running) => Ok(running.blocks.get(block).copied()),
+            None => Err(DirtyLogError::Setup {
+                log: LOG,
+                reason: "collected before it was started".into(),
+            }),
+        }
+    }
+
+    /// Of the pages of `block`, as far as there are such.
+    fn addresses_of(&self, block: usize, pages: Range<usize>) -> Range<usize> {
+        let (all, page_size) = (self.addresses(block), self.ram.page_size());
+        let address = |page: usize| {
+            let offset = page.saturating_mul(page_size);
+            all.start.saturating_add(offset).min(all.end)
+        };
+        address(pages.start)..address(pages.end)
     }
 
     fn addresses(&self, block: usize) -> Range<usize> {
@@ -121,30 +184,42 @@ impl UserfaultLog {
 
 impl DirtyLog for UserfaultLog {
     fn start(&self) -> Result<(), DirtyLogError> {
-        let mut running = lock(&self.running);
+        let mut running = self.running.write().unwrap_or_else(PoisonError::into_inner);
         // The memory can be registered with one userfaultfd only.
         *running = None;
-        *running = Some(self.protect()?);
+        *running = Some(self.register()?);
         Ok(())
     }
 
-    fn collect(&self, block: usize, dirty: &mut Bitmap) -> Result<(), DirtyLogError> {
-        let mut running = lock(&self.running);
-        let Some(Running { written, found, .. }) = running.as_mut() else {
-            return Err(DirtyLogError::Setup {
-                log: LOG,
-                reason: "collected before it was started".into(),
-            });
-        };
-        let Some(&query) = written.get(block) else {
+    fn watch(&self, block: usize, pages: Range<usize>) -> Result<(), DirtyLogError> {
+        match self.kind(block)? {
+            Some(kind @ Kind::Watched) => self.protect(kind, self.addresses_of(block, pages), drop),
+            _ => Ok(()),
+        }
+    }
+
+    fn pages_per_collect(&self) -> usize {
+        COLLECT_BYTES / self.ram.page_size()
+    }
+
+    fn collect(
+        &self,
+        block: usize,
+        first_page: usize,
+        dirty: &mut [u64],
+    ) -> Result<(), DirtyLogError> {
+        let Some(kind) = self.kind(block)? else {
             return Ok(());
         };
-        let (addresses, page_size) = (self.addresses(block), self.ram.page_size());
-        let start = addresses.start;
-        let scanned = self.pagemap.scan(addresses, query, found, |run| {
-            dirty.set_range((run.start - start) / page_size, run.len() / page_size);
-        });
-        scanned.map_err(failed("PAGEMAP_SCAN"))
+        let pages = first_page..first_page.saturating_add(dirty.len() * 64);
+        let addresses = self.addresses_of(block, pages);
+        let (start, page_size) = (addresses.start, self.ram.page_size());
+        self.protect(kind, addresses, |run| {
+            set_pages(
+                dirty,
+                (run.start - start) / page_size..(run.end - start) / page_size,
+            );
+        })
     }
 
     /// `collect` has cleared already.
@@ -153,12 +228,13 @@ impl DirtyLog for UserfaultLog {
     }
 
     fn stop(&self) -> Result<(), DirtyLogError> {
-        let Some(running) = lock(&self.running).take() else {
+        let mut running = self.running.write().unwrap_or_else(PoisonError::into_inner);
+        let Some(running) = running.take() else {
             return Ok(());
         };
         // Closing would do, were there no copy of the file descriptor in a child that has not called exec yet.
         let mut result = Ok(());
-        for index in 0..running.written.len() {
+        for index in 0..running.blocks.len() {
             let ended = running.userfaultfd.unregister(self.addresses(index));
             result = result.and(ended);
         }
@@ -166,14 +242,36 @@ impl DirtyLog for UserfaultLog {
     }
 }
 
-/// What to look for in a block, see the [module](self).
-fn written(anonymous: bool) -> Query {
-    Query {
-        all: WRITTEN,
-        any: if anonymous { PRESENT | SWAPPED } else { 0 },
-        write_protect: true,
-        ..Query::default()
+impl Kind {
+    /// What makes a page a written one, see the [module](self).
+    fn written(self) -> Query {
+        let anonymous = self != Self::Protected { anonymous: false };
+        Query {
+            all: WRITTEN,
+            any: if anonymous { PRESENT | SWAPPED } else { 0 },
+            write_protect: true,
+            ..Query::default()
+        }
     }
+
+    /// Bytes of a call: whole huge pages, of whatever size.
+    fn step(self) -> usize {
+        match self {
+            Self::Watched => STEP,
+            Self::Protected { .. } => COLLECT_BYTES,
+        }
+    }
+}
+
+/// `addresses` in parts that end at multiples of `step`.
+fn steps(addresses: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut start = addresses.start;
+    std::iter::from_fn(move || {
+        let end = addresses.end.min((start / step + 1) * step);
+        let part = start..end;
+        start = end;
+        (!part.is_empty()).then_some(part)
+    })
 }
 
 fn open_userfaultfd() -> Result<Userfaultfd, DirtyLogError> {
@@ -203,5 +301,31 @@ fn failed(call: &'static str) -> impl FnOnce(io::Error) -> DirtyLogError {
         log: LOG,
         call,
         source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_short_and_cut_no_huge_page() {
+        for (addresses, ends) in [
+            (0x1000..0x1000, &[][..]),
+            (0x1000..0x3000, &[0x3000]),
+            (0x1000..0x4000, &[0x4000]),
+            (0x3000..0x9000, &[0x4000, 0x8000, 0x9000]),
+        ] {
+            let mut next = addresses.start;
+            for (part, end) in steps(addresses.clone(), 0x4000).zip(ends) {
+                assert_eq!(part, next..*end);
+                next = *end;
+            }
+            assert_eq!(next, addresses.end);
+            assert_eq!(steps(addresses, 0x4000).count(), ends.len());
+        }
+        for kind in [Kind::Watched, Kind::Protected { anonymous: true }] {
+            assert!(kind.step().is_multiple_of(2 << 20));
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! A channel's thread: pages out of guest memory, into packets, onto the socket.
 //!
 //! ```text
-//!   chunks ── clear, collect ──> [filling] ── full: start the scan ──> [scanned] ── finish the scan ──> encode, send
+//!   chunks ── collect pages ──> [filling] ── full: start the scan ──> [scanned] ── finish the scan ──> encode, send
 //! ```
 //! The scan for zero pages of a packet is under way while the packet before it is encoded and sent: a device that scans
 //! has that time. At a SYNC no page is left in either batch.
@@ -73,9 +73,8 @@ impl<'a> Channel<'a> {
 
     /// Sends what this channel gets of `round`, and the SYNC behind it.
     pub(super) fn send(&mut self, round: &Round) -> Result<(), SourceError> {
-        while let Some(chunk) = round.take() {
-            // Before any of the pages is read: what is written from now on shows again.
-            self.log.clear(chunk.block, chunk.first_page, chunk.words)?;
+        let mut share = round.share(self.ram, self.log);
+        while let Some(chunk) = share.next()? {
             self.send_chunk(chunk)?;
         }
         self.turn_over()?;

@@ -20,17 +20,18 @@ mod model;
 
 use std::{
     fs::File,
+    ops::Range,
     os::fd::AsRawFd,
     sync::{Arc, Mutex},
 };
 
-use model::{Fixture, Place, Write, collected, write};
+use model::{Fixture, Place, Write, collected, start, write};
 use rustix::{
     fs::{MemfdFlags, ftruncate, memfd_create},
     mm::{Advice, madvise},
     param::page_size,
 };
-use vamoose_live::{Bitmap, DirtyLog, DirtyLogError, Ram, RamBlock, SharedBitmap, UserfaultLog};
+use vamoose_live::{DirtyLog, DirtyLogError, Ram, RamBlock, SharedBitmap, UserfaultLog};
 use vm_memory::{
     FileOffset, MmapRegion,
     mmap::{MmapRegionBuilder, MmapRegionError},
@@ -181,6 +182,7 @@ mod kvm {
         let (mut fixture, log) = guest.with_rings(&rings, move || {
             count.fetch_add(1, Ordering::Relaxed);
         });
+        // Rings have nothing to watch.
         log.start().unwrap();
         for page in 0..PAGES {
             fixture.write(0, Place { block: 2, page }, 7);
@@ -318,7 +320,7 @@ fn userfaultfd_of_huge_pages() {
     };
     let ram = Ram::new(vec![RamBlock::new("huge", Arc::new(region)).unwrap()]).unwrap();
     let log = UserfaultLog::new(&ram).unwrap();
-    log.start().unwrap();
+    start(&ram, &log);
     assert_eq!(collected(&ram, &log, 0).count(), 0, "nobody wrote");
     let in_huge_page = HUGE / ram.page_size();
     write(
@@ -345,7 +347,7 @@ fn a_transparent_huge_page_is_logged_by_its_pages() {
     advise(&ram, Advice::LinuxHugepage);
     touch_all(&ram, 0);
     let log = UserfaultLog::new(&ram).unwrap();
-    log.start().unwrap();
+    start(&ram, &log);
     for page in [2000, 2001, 3333] {
         assert_eq!(collected(&ram, &log, 0).count(), 0);
         write(&ram, Place { block: 0, page }, 1);
@@ -363,7 +365,7 @@ fn memory_that_was_never_touched_is_quiet_until_it_is_written() {
     const PAGES: usize = 100_000;
     for ram in [anonymous(&[PAGES]), mapped(&memfds(&[PAGES]))] {
         let log = UserfaultLog::new(&ram).unwrap();
-        log.start().unwrap();
+        start(&ram, &log);
         assert_eq!(collected(&ram, &log, 0).count(), 0);
         let written = [0, 1, 512, 700, PAGES - 1];
         for page in written {
@@ -383,7 +385,7 @@ fn what_the_kernel_writes_for_the_process_is_found_by_userfaultfd() {
     for ram in [anonymous(&[8]), mapped(&memfds(&[8]))] {
         touch_all(&ram, 0);
         let log = UserfaultLog::new(&ram).unwrap();
-        log.start().unwrap();
+        start(&ram, &log);
         let page = ram.page_size();
         let source = File::from(memfd_create("source", MemfdFlags::CLOEXEC).unwrap());
         ftruncate(&source, 2 * page as u64).unwrap();
@@ -408,7 +410,7 @@ fn a_written_page_that_was_evicted_is_found_by_userfaultfd() {
     }
     let ram = mapped(&memfds(&[8]));
     let log = UserfaultLog::new(&ram).unwrap();
-    log.start().unwrap();
+    start(&ram, &log);
     write(&ram, Place { block: 0, page: 5 }, 1);
     advise(&ram, Advice::LinuxDontNeed);
     assert!(collected(&ram, &log, 0).iter().eq([5]));
@@ -428,7 +430,7 @@ fn userfaultfd_refuses_memory_that_another_has() {
     first.start().unwrap();
     assert!(matches!(second.start(), Err(DirtyLogError::System { .. })));
     assert!(matches!(
-        second.collect(0, &mut Bitmap::new(4)),
+        second.collect(0, 0, &mut [0]),
         Err(DirtyLogError::Setup { .. })
     ));
     first.stop().unwrap();
@@ -465,6 +467,7 @@ fn marks_are_of_all_pages_that_bytes_lie_in_and_of_no_others() {
 /// Writes in a log of its own what it is asked to do, and fails where it is set to.
 struct Recording {
     name: &'static str,
+    pages_per_collect: usize,
     fails: Option<&'static str>,
     calls: Arc<Mutex<Vec<String>>>,
 }
@@ -489,7 +492,13 @@ impl DirtyLog for Recording {
     fn start(&self) -> Result<(), DirtyLogError> {
         self.call("start")
     }
-    fn collect(&self, _: usize, _: &mut Bitmap) -> Result<(), DirtyLogError> {
+    fn watch(&self, _: usize, _: Range<usize>) -> Result<(), DirtyLogError> {
+        self.call("watch")
+    }
+    fn pages_per_collect(&self) -> usize {
+        self.pages_per_collect
+    }
+    fn collect(&self, _: usize, _: usize, _: &mut [u64]) -> Result<(), DirtyLogError> {
         self.call("collect")
     }
     fn clear(&self, _: usize, _: usize, _: &[u64]) -> Result<(), DirtyLogError> {
@@ -521,16 +530,29 @@ fn merged_logs_are_all_stopped_whatever_fails() {
 
 #[test]
 fn a_failure_of_one_log_is_one_of_the_merged() {
-    let (merged, _) = recorded([None, None, Some("collect clear")]);
-    assert!(merged.collect(0, &mut Bitmap::new(1)).is_err());
+    let (merged, _) = recorded([None, None, Some("watch collect clear")]);
+    assert!(merged.watch(0, 0..1).is_err());
+    assert!(merged.collect(0, 0, &mut [0]).is_err());
     assert!(merged.clear(0, 0, &[1]).is_err());
+}
+
+#[test]
+fn merged_logs_are_collected_in_the_largest_parts() {
+    let (merged, _) = recorded([None; 3]);
+    assert_eq!(merged.pages_per_collect(), 256);
 }
 
 fn recorded(fails: [Option<&'static str>; 3]) -> (vamoose_live::Merged, Arc<Mutex<Vec<String>>>) {
     let calls = Arc::new(Mutex::new(Vec::new()));
-    let logs = ["a", "b", "c"].into_iter().zip(fails).map(|(name, fails)| {
+    let logs = [("a", 64), ("b", 256), ("c", 128)].into_iter().zip(fails);
+    let logs = logs.map(|((name, pages_per_collect), fails)| {
         let calls = Arc::clone(&calls);
-        Arc::new(Recording { name, fails, calls }) as Arc<dyn DirtyLog>
+        Arc::new(Recording {
+            name,
+            pages_per_collect,
+            fails,
+            calls,
+        }) as Arc<dyn DirtyLog>
     });
     (vamoose_live::Merged::new(logs.collect()), calls)
 }

@@ -114,7 +114,7 @@ pub(crate) fn no_write_is_lost(mut fixture: Fixture) {
                 }
             });
         }
-        log.start().unwrap();
+        start(ram, &**log);
         let mut copy = Copy::of_all(ram);
         let mut rounds = 0;
         while rounds < ROUNDS || written.load(Ordering::Relaxed) < WRITES {
@@ -132,7 +132,7 @@ pub(crate) fn no_write_is_lost(mut fixture: Fixture) {
 /// One page at a time, with nothing else going on that could have it found by chance.
 fn a_page_shows_again_whenever_it_is_written(mut fixture: Fixture) {
     let log = Arc::clone(&fixture.log);
-    log.start().unwrap();
+    start(&fixture.ram, &*log);
     for block in fixture.blocks.clone() {
         let last = fixture.ram.pages(block) - 1;
         for page in [0, last / 2, last] {
@@ -169,7 +169,7 @@ fn a_log_begins_afresh(mut fixture: Fixture) {
     let mut stamp = 0;
     for collects in [true, false, true] {
         edges.iter().for_each(|&place| write(place, stamp));
-        log.start().unwrap();
+        start(ram, &**log);
         for block in blocks.clone() {
             assert_eq!(
                 collected(ram, &**log, block).count(),
@@ -189,9 +189,9 @@ fn a_log_begins_afresh(mut fixture: Fixture) {
     }
     // A VMM may stop what is not running, and start what is.
     log.stop().unwrap();
-    log.start().unwrap();
+    start(ram, &**log);
     edges.iter().for_each(|&place| write(place, stamp));
-    log.start().unwrap();
+    start(ram, &**log);
     for block in blocks.clone() {
         assert_eq!(
             collected(ram, &**log, block).count(),
@@ -263,7 +263,7 @@ fn follow(fixture: &mut Fixture, steps: &[Step]) -> Result<(), TestCaseError> {
         }
         Ok(())
     };
-    log.start().unwrap();
+    start(ram, &**log);
     for (stamp, step) in (0..).zip(steps) {
         match step {
             Step::Write(pages) => {
@@ -370,10 +370,22 @@ pub(crate) fn offset_in_page(page_size: usize, stamp: u64) -> usize {
     (stamp as usize % (page_size / 8)) * 8
 }
 
+/// Starts the log, and watches all memory, in several windows.
+pub(crate) fn start(ram: &Ram, log: &dyn DirtyLog) {
+    const WINDOW: usize = 192;
+    log.start().unwrap();
+    for block in 0..ram.blocks().len() {
+        let pages = ram.pages(block);
+        for first in (0..pages).step_by(WINDOW) {
+            log.watch(block, first..pages.min(first + WINDOW)).unwrap();
+        }
+    }
+}
+
 /// What the log reports now.
 pub(crate) fn collected(ram: &Ram, log: &dyn DirtyLog, block: usize) -> Bitmap {
     let mut dirty = Bitmap::new(ram.pages(block));
-    log.collect(block, &mut dirty).unwrap();
+    dirty.change(|words| log.collect(block, 0, words)).unwrap();
     dirty
 }
 

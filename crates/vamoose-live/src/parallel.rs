@@ -1,0 +1,69 @@
+//! Work that is done in parts, by several threads.
+
+use std::{
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+};
+
+use crate::spans::in_span;
+
+/// Calls `work` with each number below `parts`, on up to `threads` threads. The caller's is one of them, and does
+/// everything where no other can be had.
+pub(crate) fn each(parts: usize, threads: usize, work: &(dyn Fn(usize) + Sync)) {
+    let next = AtomicUsize::new(0);
+    // This only divides the parts; the end of the scope orders the rest.
+    let take = || Some(next.fetch_add(1, Ordering::Relaxed)).filter(|part| *part < parts);
+    let run = || std::iter::from_fn(take).for_each(work);
+    thread::scope(|scope| {
+        for _ in 1..threads.min(parts) {
+            let builder = thread::Builder::new().name("vamoose-part".into());
+            if let Err(error) = builder.spawn_scoped(scope, in_span(run)) {
+                tracing::debug!(%error, "no more threads: fewer do the work");
+                break;
+            }
+        }
+        run();
+    });
+}
+
+/// As many threads as this process has processors.
+pub(crate) fn processors() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::{Barrier, Mutex, mpsc},
+        time::Duration,
+    };
+
+    use super::*;
+
+    #[test]
+    fn each_part_is_done_once() {
+        for threads in [0, 1, 3] {
+            for parts in [0, 1, 2, 100] {
+                let done = Mutex::new(Vec::new());
+                each(parts, threads, &|part| done.lock().unwrap().push(part));
+                let mut done = done.into_inner().unwrap();
+                done.sort_unstable();
+                assert!(done.into_iter().eq(0..parts), "{threads} threads");
+            }
+        }
+    }
+
+    #[test]
+    fn parts_are_done_at_the_same_time() {
+        let (done_in, done) = mpsc::channel();
+        // On a thread that is left behind if the parts wait for each other in vain.
+        thread::spawn(move || {
+            let meet = Barrier::new(2);
+            each(2, 2, &|_| {
+                meet.wait();
+            });
+            done_in.send(()).unwrap();
+        });
+        done.recv_timeout(Duration::from_secs(60)).unwrap();
+    }
+}
