@@ -183,6 +183,7 @@ mod tests {
                 let progress = TcpProgress {
                     acknowledged: self.acknowledged as u64,
                     busy: self.now,
+                    round_trip: Duration::ZERO,
                 };
                 let _ = self.bound.after(progress);
                 let step = LOOK_EVERY.as_secs_f64();
@@ -234,6 +235,7 @@ mod tests {
         let at = |acknowledged, busy| TcpProgress {
             acknowledged,
             busy: Duration::from_millis(busy),
+            round_trip: Duration::ZERO,
         };
         assert_eq!(bound.after(at(0, 0)), Some(FIRST));
         assert_eq!(bound.after(at(100, 1)), None);

@@ -104,11 +104,14 @@ pub(crate) struct TcpProgress {
     pub(crate) acknowledged: u64,
     /// For how long there was something to send, or to be acknowledged.
     pub(crate) busy: Duration,
+    /// From a byte's departure to its acknowledgement, smoothed.
+    pub(crate) round_trip: Duration,
 }
 
 /// How far a TCP connection has got; `None` where the kernel does not tell, before Linux 4.10.
 pub(crate) fn tcp_progress(socket: BorrowedFd<'_>) -> Option<TcpProgress> {
     /// Where these are in the structure, which the C libraries do not have to their end.
+    const RTT: usize = 68;
     const BYTES_ACKED: usize = 120;
     const BUSY_TIME: usize = 168;
     let mut info = [0_u8; BUSY_TIME + 8];
@@ -128,7 +131,9 @@ pub(crate) fn tcp_progress(socket: BorrowedFd<'_>) -> Option<TcpProgress> {
         let bytes = info.get(at..at + 8)?.try_into().ok()?;
         Some(u64::from_ne_bytes(bytes))
     };
+    let round_trip = u32::from_ne_bytes(info.get(RTT..RTT + 4)?.try_into().ok()?);
     let progress = TcpProgress {
+        round_trip: Duration::from_micros(round_trip.into()),
         acknowledged: number(BYTES_ACKED)?,
         busy: Duration::from_micros(number(BUSY_TIME)?),
     };

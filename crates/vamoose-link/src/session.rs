@@ -219,6 +219,13 @@ impl Session {
         }
     }
 
+    /// The longest round trip of its connections, as TCP has it; zero if none tells.
+    pub fn round_trip(&self) -> Duration {
+        let streams = self.0.streams();
+        let trips = streams.iter().filter_map(|stream| stream.round_trip());
+        trips.max().unwrap_or_default()
+    }
+
     /// How often a stream went on over another connection.
     pub fn reconnects(&self) -> u64 {
         self.0.reconnects.load(Ordering::Relaxed)

@@ -120,6 +120,16 @@ impl Socket {
         }
     }
 
+    /// From a byte's departure to its acknowledgement, where that is known.
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        match self {
+            Self::Tcp(stream) => {
+                memory::tcp_progress(stream.as_fd()).map(|progress| progress.round_trip)
+            }
+            Self::Unix(_) => None,
+        }
+    }
+
     /// The peer's address; `None` for a process of this host that uses a unix socket.
     pub(crate) fn peer_ip(&self) -> Option<IpAddr> {
         match self {

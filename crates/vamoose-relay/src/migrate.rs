@@ -12,6 +12,7 @@
 mod earlier;
 mod error;
 mod hand_over;
+mod remainder;
 mod socket;
 mod source;
 mod watch;

@@ -226,6 +226,16 @@ impl Qemu {
             .parameter_takes("zero-page-detection", "multifd")
     }
 
+    /// Whether migrations have this parameter.
+    pub(crate) fn has_parameter(&self, name: &str) -> bool {
+        self.schema.has_parameter(name)
+    }
+
+    /// A parameter as it was before [`Qemu::set_up`], if it is a number.
+    pub(crate) fn parameter_before(&self, name: &str) -> Option<u64> {
+        self.before.parameters.get(name)?.as_u64()
+    }
+
     /// Refuses a QEMU that could not migrate `with` these settings.
     pub(crate) fn check(&mut self, with: &[&'static str]) -> Result<(), QemuError> {
         for capability in with {

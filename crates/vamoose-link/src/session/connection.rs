@@ -91,6 +91,11 @@ impl Connection {
         self.socket.shut_down();
     }
 
+    /// From a byte's departure to its acknowledgement.
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        self.socket.round_trip()
+    }
+
     /// How long nothing has come.
     pub(crate) fn silent_for(&self) -> Duration {
         self.passed_since(&self.heard)

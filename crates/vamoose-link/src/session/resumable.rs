@@ -448,6 +448,14 @@ impl Carried {
         }
     }
 
+    /// The round trip of the connection that carries the stream now.
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        match &lock(&self.link).state {
+            State::Up(connection) => connection.round_trip(),
+            State::Down { .. } | State::Closed(_) => None,
+        }
+    }
+
     /// Writes a packet: `head`, and the first `len` bytes of `payload`, which may be exchanged for another buffer of the same
     /// length. `pages` is the checksum of the pages, where the payload encodes them.
     pub(crate) fn write_packet(

@@ -8,10 +8,10 @@ use std::{
 
 use handover::SourceEvent;
 use serde_json::json;
-use tracing::warn;
+use tracing::{debug, warn};
 use vamoose_link::millis;
 
-use super::Cause;
+use super::{Cause, remainder::Allowed};
 use crate::{
     Instance, chain,
     qemu::{ENDING, MigrationStatus, Qemu, QemuError},
@@ -29,6 +29,8 @@ pub(crate) struct SourceQemu {
     pub(super) stopped: Option<Stopped>,
     /// Value for `zero-page-detection`, where QEMU knows it.
     pub(super) zero_pages: Option<String>,
+    /// In milliseconds, once it is set up.
+    downtime_limit: Option<u64>,
 }
 
 #[derive(Clone, Copy)]
@@ -55,6 +57,7 @@ impl SourceQemu {
             was_running: qemu.state()? == "running",
             stopped: None,
             zero_pages: None,
+            downtime_limit: None,
             qemu,
         })
     }
@@ -191,13 +194,40 @@ impl SourceQemu {
             "max-bandwidth": UNLIMITED,
         });
         if let Some(limit) = downtime_limit {
-            parameters["downtime-limit"] = millis(limit).into();
+            parameters[DOWNTIME_LIMIT] = millis(limit).into();
         }
         if let Some(zero_pages) = &self.zero_pages {
             parameters["zero-page-detection"] = zero_pages.as_str().into();
         }
         let mandatory = ["multifd", "return-path"];
-        self.qemu.set_up(&mandatory, &["events"], parameters)
+        self.qemu.set_up(&mandatory, &["events"], parameters)?;
+        let limit = downtime_limit.map(millis);
+        self.downtime_limit = limit.or_else(|| self.qemu.parameter_before(DOWNTIME_LIMIT));
+        Ok(())
+    }
+
+    /// The downtime limit of this migration; `None` where somebody has told QEMU what bandwidth to assume.
+    pub(super) fn downtime_limit(&self) -> Option<Duration> {
+        let assumed = self.qemu.parameter_before(BANDWIDTH).unwrap_or_default();
+        let limit = self.downtime_limit.filter(|_| assumed == 0);
+        limit.map(Duration::from_millis)
+    }
+
+    /// Tells QEMU how much may be left when it stops the guest.
+    pub(super) fn allow(&mut self, allowed: Allowed) -> Result<(), QemuError> {
+        let parameters = match self.qemu.has_parameter(BANDWIDTH) {
+            true => json!({ BANDWIDTH: allowed.bandwidth() }),
+            false => json!({ DOWNTIME_LIMIT: allowed.downtime_limit() }),
+        };
+        debug!("telling the source {parameters}");
+        match self.qemu.execute("migrate-set-parameters", parameters) {
+            // Then it goes by its own estimate.
+            Err(error) if error.is_refusal() => {
+                debug!("{}", chain(&error));
+                Ok(())
+            }
+            result => result,
+        }
     }
 }
 
@@ -212,6 +242,10 @@ impl Stopped {
         Self { at, noticed }
     }
 }
+
+const DOWNTIME_LIMIT: &str = "downtime-limit";
+/// What QEMU assumes when it decides whether to stop the guest, in place of what it measures (from 8.2 on).
+const BANDWIDTH: &str = "avail-switchover-bandwidth";
 
 /// A bandwidth beyond every link, bytes per second.
 const UNLIMITED: u64 = 1 << 40;

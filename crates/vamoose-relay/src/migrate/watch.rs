@@ -12,6 +12,7 @@ use vamoose_link::{Hangup, Session, Stats};
 
 use super::{
     Cause, Migration, Progress,
+    remainder::Remainder,
     source::{EVENT_WAIT, SourceQemu},
 };
 use crate::{chain, qemu::QemuError};
@@ -45,6 +46,9 @@ impl Migration<'_> {
         source.qemu.execute("migrate", json!({ "uri": uri }))?;
         let mut stopping = None;
         let mut asked = None;
+        let mut remainder = source
+            .downtime_limit()
+            .map(|limit| Remainder::new(limit, self.channels, self.config.layout));
         loop {
             if stopping.is_none() {
                 stopping = self.reason_to_stop(source);
@@ -77,9 +81,15 @@ impl Migration<'_> {
                 account => account?,
             };
             let status = account["status"].as_str().unwrap_or("none");
+            let moved = stats.snapshot();
+            if let (Some(remainder), "active") = (&mut remainder, status)
+                && let Some(allowed) = remainder.after(Instant::now(), moved, session.round_trip())
+            {
+                source.allow(allowed)?;
+            }
             observe(&Progress {
                 status: status.to_owned(),
-                moved: stats.snapshot(),
+                moved,
                 source: account.clone(),
                 session: Some(session.clone()),
             });

@@ -52,6 +52,10 @@ impl Schema {
         self.capabilities.iter().any(|known| known == name)
     }
 
+    pub(super) fn has_parameter(&self, name: &str) -> bool {
+        self.parameters.contains_key(name)
+    }
+
     pub(super) fn parameter_takes(&self, parameter: &str, value: &str) -> bool {
         self.parameters
             .get(parameter)
@@ -83,6 +87,7 @@ mod tests {
         assert!(schema.parameter_takes("multifd-compression", "zstd"));
         assert!(!schema.parameter_takes("multifd-compression", "qpl"));
         assert!(!schema.parameter_takes("zero-page-detection", "multifd"));
+        assert!(schema.has_parameter("downtime-limit") && !schema.has_parameter("cpu-throttle"));
         assert!(!Schema::new(Value::Null).has_capability("multifd"));
     }
 }
