@@ -1,8 +1,8 @@
-//! A guest of the crate `live` that writes while it moves over a link of 1 Gbit/s: for how long it stands still, and what becomes of
+//! A guest of the crate `live` that writes while it moves over a link, of 1 Gbit/s or slower: for how long it stands still, and what becomes of
 //! one that writes faster than the link.
 //!
 //! ```text
-//!  vamoose-demo, source (namespace a) ─────1 Gbit/s─────> its destination process (namespace b)
+//!  vamoose-demo, source (namespace a) ─────the link─────> its destination process (namespace b)
 //! ```
 
 use std::path::Path;
@@ -24,6 +24,9 @@ pub(crate) struct Case {
     pub(crate) name: &'static str,
     /// What it writes in a second, as a part of what the link carries.
     load: f64,
+    /// Bits a second.
+    link: u64,
+    ram: &'static str,
     /// Options of `vamoose-demo`.
     how: &'static str,
     /// How often it moves, for each round of the others.
@@ -50,11 +53,8 @@ pub(crate) struct Move {
 
 pub(crate) type Measured = crate::Measured<Case, Move>;
 
-/// Bits a second.
-const LINK: u64 = 1_000_000_000;
 /// The limit of the downtime, in milliseconds.
 pub(crate) const LIMIT: f64 = 300.0;
-const RAM: &str = "512M";
 const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// The cases that are wanted.
@@ -62,6 +62,8 @@ pub(crate) fn cases(options: &Options) -> Vec<Case> {
     let case = |name, load, runs, how: &'static str| Case {
         name,
         load,
+        link: 1_000_000_000,
+        ram: "512M",
         how,
         runs,
     };
@@ -80,6 +82,16 @@ pub(crate) fn cases(options: &Options) -> Vec<Case> {
             "--method auto --timeout 60",
         ),
         case("live-downtime/3x-timeout", 3.0, 1, "--timeout 15"),
+        Case {
+            link: 100_000_000,
+            ram: "128M",
+            ..case("live-downtime-100M/60-percent", 0.6, 5, "--timeout 120")
+        },
+        Case {
+            link: 10_000_000,
+            ram: "16M",
+            ..case("live-downtime-10M/60-percent", 0.6, 5, "--timeout 120")
+        },
     ];
     all.into_iter()
         .filter(|case| options.wants(case.name))
@@ -91,9 +103,10 @@ pub(crate) fn measure(cases: Vec<Case>, demo: &Path) -> Result<Vec<Measured>> {
     if cases.is_empty() {
         return Ok(Vec::new());
     }
-    let link = Link::new(Some(LINK)).context("a link of 1 Gbit/s")?;
+    let link = Link::new(None).context("a link")?;
     let mut measured = Vec::new();
     for case in cases {
+        link.set_rate(case.link)?;
         let run = |case: &Case| case.run(&link, demo);
         measured.extend(interleaved(vec![case], case.runs, |case| case.name, run)?);
     }
@@ -102,12 +115,12 @@ pub(crate) fn measure(cases: Vec<Case>, demo: &Path) -> Result<Vec<Measured>> {
 
 impl Case {
     fn run(&self, link: &Link, demo: &Path) -> Result<Move> {
-        let pages = self.load * LINK as f64 / 8.0 / 4096.0;
+        let pages = self.load * self.link as f64 / 8.0 / 4096.0;
         let mut command = link.source.command(demo);
         let listen = format!("tcp:{}:0", link.destination.address());
         let via = format!("ip netns exec {}", link.destination.name());
         command
-            .args(["--guest", "threads", "--ram", RAM, "--json", "-"])
+            .args(["--guest", "threads", "--ram", self.ram, "--json", "-"])
             .args(["--rate", &format!("{pages:.0}")])
             .args(["--downtime-limit", &format!("{LIMIT:.0}")])
             .args(["--insecure", "--listen", &listen, "--via", &via])
