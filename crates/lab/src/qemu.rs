@@ -2,7 +2,7 @@
 //!
 //! Three kinds of machine: a *bare* one, without CPU or firmware, whose whole content is a RAM file (migrates in milliseconds),
 //! one that runs a few bytes of *firmware* (see [`crate::counter`]), and one with a *Linux* guest under TCG (see
-//! [`crate::guest`]). RAM is always a file, so that two ends can be compared.
+//! [`crate::guest`]). RAM is a file, so that two ends can be compared; or memory of another kind, see [`Backend`].
 
 use std::ffi::OsString;
 use std::fmt;
@@ -142,11 +142,25 @@ pub struct Builder {
     machine: Machine,
     ram: u64,
     content: (Fill, u64),
+    backend: Backend,
     preallocate: bool,
     incoming: bool,
     paused: bool,
     namespace: Option<String>,
     arguments: Vec<OsString>,
+}
+
+/// What a guest's RAM is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// A file that is shared, with the content of [`Builder::content`]. Everything else begins with zeros.
+    File,
+    /// A memfd.
+    Memfd,
+    /// A memfd of huge pages.
+    HugeMemfd,
+    /// Memory of the process alone, which nobody else can look at.
+    Private,
 }
 
 #[derive(Clone, Debug)]
@@ -193,6 +207,7 @@ impl Builder {
             machine,
             ram,
             content: (Fill::Zero, 0),
+            backend: Backend::File,
             preallocate: false,
             incoming: false,
             paused: false,
@@ -204,6 +219,12 @@ impl Builder {
     /// What RAM holds at the start, see [`ram::write`]. Nothing (zeros) by default.
     pub fn content(mut self, fill: Fill, seed: u64) -> Self {
         self.content = (fill, seed);
+        self
+    }
+
+    /// What RAM is made of, a file by default.
+    pub fn backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
         self
     }
 
@@ -289,6 +310,11 @@ impl Builder {
             Machine::Bare | Machine::Firmware(_) => None,
             Machine::Linux { .. } => Some(qemu.accept(&serial)?),
         };
+        let ram = match self.backend {
+            Backend::File => ram,
+            Backend::Memfd | Backend::HugeMemfd => memfd(qemu.child.id())?,
+            Backend::Private => PathBuf::from("/nonexistent"),
+        };
         Ok(Qemu {
             qmp,
             version: self.binary.version,
@@ -317,8 +343,15 @@ impl Builder {
         // This one first: then it listens when QEMU has connected to the other one.
         command.args(["-qmp", &format!("unix:{dir}/qmp,server=on,wait=off")]);
         command.args(["-qmp", &format!("unix:{dir}/qmp-lab")]);
-        let backend = "memory-backend-file,id=mem,share=on";
-        let backend = format!("{backend},size={megabytes}M,prealloc={prealloc},mem-path={ram}");
+        let backend = match self.backend {
+            Backend::File => format!("memory-backend-file,share=on,mem-path={ram}"),
+            Backend::Memfd => "memory-backend-memfd,share=on".to_owned(),
+            Backend::HugeMemfd => {
+                "memory-backend-memfd,share=on,hugetlb=on,hugetlbsize=2M".to_owned()
+            }
+            Backend::Private => "memory-backend-ram".to_owned(),
+        };
+        let backend = format!("{backend},id=mem,size={megabytes}M,prealloc={prealloc}");
         command.args(["-object", &backend, "-m", &megabytes.to_string()]);
         let machine = match &self.machine {
             Machine::Bare => "none",
@@ -385,7 +418,7 @@ impl Qemu {
         self.child.process()
     }
 
-    /// The file that is the guest's memory.
+    /// The file that is the guest's memory; of a memfd, as long as QEMU runs.
     pub fn ram(&self) -> &Path {
         &self.ram
     }
@@ -428,6 +461,18 @@ impl Qemu {
     pub(crate) fn take_serial(&mut self) -> Option<UnixStream> {
         self.serial.take()
     }
+}
+
+/// The memfd that a QEMU has its RAM in.
+fn memfd(pid: u32) -> Result<PathBuf> {
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let path = entry?.path();
+        let is_it = |to: &PathBuf| to.to_string_lossy().contains("memfd:memory-backend");
+        if fs::read_link(&path).as_ref().is_ok_and(is_it) {
+            return Ok(path);
+        }
+    }
+    bail!("process {pid} has no memfd for RAM")
 }
 
 /// Starting takes longest where all memory is touched first.

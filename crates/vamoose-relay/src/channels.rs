@@ -4,6 +4,7 @@
 //!  as many out as in:   [ read, decode, encode, write ]                  one thread a channel
 //!  otherwise:           [ read, decode ] ─> exchange ─> [ encode, write ]  one thread a channel and side
 //!  several streams:     [ read, decode ] ─> exchange ─> [ encode, write ]  one thread a stream on the way out
+//!  placement:           [ read, decode into QEMU's memory; SYNCs and the rest: write ]  one thread a channel
 //! ```
 //!
 //! One thread for both sides is cheaper: a packet leaves from the cache that it has come into, no thread is
@@ -17,6 +18,7 @@ use vamoose_link::{ChannelReader, ChannelWriter, Packet, ReadError, Received, St
 use crate::{
     Config, RelayError, ZeroPages,
     exchange::{Closed, ReaderEnd, Work, WriterEnd},
+    placement::{PlaceError, Placement},
     syncs::Syncs,
 };
 
@@ -45,6 +47,61 @@ pub(crate) fn pass_on(
         }
         if let Some(packet_num) = arrived.sync {
             send_sync(writer, packet_num, out).map_err(write)?;
+        }
+    }
+    Ok(())
+}
+
+/// Takes one channel's packets to another one, in their order, but those of pages that can be placed to where these belong;
+/// until the source ends the channel. The rules are those of module `placement`.
+pub(crate) fn place(
+    reader: &mut ChannelReader,
+    writer: &mut ChannelWriter,
+    placement: &Placement,
+    config: &Config,
+    out: Out<'_>,
+) -> Result<(), RelayError> {
+    let mut packet = Packet::new(config.layout);
+    let mut pages = Vec::with_capacity(config.layout.page_count());
+    let channel = out.channel;
+    let read = |error| RelayError::SourceChannel(channel, error);
+    let write = |error| RelayError::DestinationChannel(channel, error);
+    let place = |error| match error {
+        PlaceError::Read(error) => read(error),
+        error => RelayError::Placement(channel, error),
+    };
+    let mut syncs = 0;
+    // The last SYNC, until it is known that QEMU has gone on from there.
+    let mut behind = None;
+    while reader.read_start(&mut packet).map_err(read)? == Received::Packet {
+        let block = match packet.kind() {
+            PacketKind::Ram if !packet.ram().is_empty() => placement.block(&packet.ram().block),
+            _ => None,
+        };
+        let header = packet.ram();
+        let sync = header.sync.then_some(header.packet_num);
+        if let Some(block) = block {
+            if let Some(packet_num) = behind.take() {
+                let is_due = || out.syncs.is_marked(syncs);
+                writer.wait_for_reader(packet_num, &is_due).map_err(write)?;
+            }
+            let placed = placement.place(block, header, reader, &mut pages);
+            placed.map_err(place)?;
+            let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());
+            out.stats
+                .add_packet(normal, zero, normal * config.layout.page_size());
+        } else if packet.kind() == PacketKind::DeviceState {
+            writer.write(&mut packet).map_err(write)?;
+        } else {
+            reader.read_rest(&mut packet).map_err(read)?;
+            if arrived(&mut packet, config.zero_pages).has_content {
+                writer.write(&mut packet).map_err(write)?;
+            }
+        }
+        if let Some(packet_num) = sync {
+            send_sync(writer, packet_num, out).map_err(write)?;
+            syncs += 1;
+            behind = Some(packet_num);
         }
     }
     Ok(())
@@ -127,14 +184,19 @@ fn receive(
     packet: &mut Packet,
     zero_pages: ZeroPages,
 ) -> Result<Option<Arrived>, ReadError> {
-    if reader.read(packet)? == Received::End {
-        return Ok(None);
-    }
+    Ok(match reader.read(packet)? {
+        Received::Packet => Some(arrived(packet, zero_pages)),
+        Received::End => None,
+    })
+}
+
+/// What a packet asks for that has been received.
+fn arrived(packet: &mut Packet, zero_pages: ZeroPages) -> Arrived {
     if packet.kind() == PacketKind::DeviceState {
-        return Ok(Some(Arrived {
+        return Arrived {
             has_content: true,
             sync: None,
-        }));
+        };
     }
     match zero_pages {
         ZeroPages::Pass => {}
@@ -142,10 +204,10 @@ fn receive(
         ZeroPages::Detect => packet.detect_zero_pages(),
     }
     let header = packet.ram();
-    Ok(Some(Arrived {
+    Arrived {
         has_content: !header.is_empty(),
         sync: header.sync.then_some(header.packet_num),
-    }))
+    }
 }
 
 fn pass_sync(end: &ReaderEnd, sync: Option<u64>) -> Result<(), Closed> {

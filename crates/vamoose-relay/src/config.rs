@@ -2,14 +2,14 @@
 
 use std::{
     num::{NonZeroU64, NonZeroUsize},
-    sync::Mutex,
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
 use multifd::Layout;
 use vamoose_link::{Address, MethodChoice, Remote, Session, SocketError, Stream, dial, lock};
 
-use crate::RelayError;
+use crate::{Placement, RelayError};
 
 /// How a relay works on the pages that cross it.
 #[derive(Clone)]
@@ -31,6 +31,9 @@ pub struct Config {
     /// Packets encoded in parallel per channel, for engines with a latency. More than 1 has an effect only
     /// where the method's packets are independent (auto, lz4, zstd-frames, qpl, qatzip).
     pub streams: NonZeroUsize,
+    /// The destination's memory, where its pages are written by the relay. It has an effect with as many channels out as in
+    /// and a single stream.
+    pub placement: Option<Arc<Placement>>,
 }
 
 impl Config {
@@ -45,6 +48,7 @@ impl Config {
             stall_timeout: Duration::from_secs(15),
             zero_pages: ZeroPages::Pass,
             streams: NonZeroUsize::MIN,
+            placement: None,
         }
     }
 }

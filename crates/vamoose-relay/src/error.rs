@@ -6,6 +6,8 @@ use multifd::InitialError;
 use thiserror::Error;
 use vamoose_link::{DialError, ReadError, SocketError, WriteError};
 
+use crate::PlaceError;
+
 /// Which way the bytes of a connection go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
@@ -73,6 +75,8 @@ pub enum RelayError {
     SourceChannel(usize, #[source] ReadError),
     #[error("destination, channel {0}")]
     DestinationChannel(usize, #[source] WriteError),
+    #[error("channel {0}: cannot write to the destination's memory")]
+    Placement(usize, #[source] PlaceError),
     #[error("the source closed channel {0} while its main stream goes on")]
     ChannelClosed(usize),
     #[error("main stream, {}: cannot read from the {}", .0, .0.sender())]

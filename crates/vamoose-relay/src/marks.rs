@@ -137,6 +137,11 @@ impl Marks {
         self.state = State::Over;
     }
 
+    /// Whether there are no more marks, or they are not found any more.
+    pub(crate) fn are_over(&self) -> bool {
+        matches!(self.state, State::Over)
+    }
+
     fn is_mark(&mut self, what: Number, value: u64) -> bool {
         match (what, value) {
             (Number::Record, FLUSH) => {

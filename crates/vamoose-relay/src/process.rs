@@ -90,6 +90,8 @@ pub(crate) enum ProcessError {
     },
     #[error("cannot list processes, is /proc mounted?")]
     NoProc(#[source] io::Error),
+    #[error("process {0} has ended")]
+    Ended(u32),
     #[error("cannot end process {0}, end it by hand")]
     Kill(u32, #[source] io::Error),
     #[error(

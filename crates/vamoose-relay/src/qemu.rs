@@ -1,5 +1,6 @@
 //! A QEMU as migration sees it: what it is, what it can do, how it is set up and put back.
 
+mod ram_blocks;
 mod schema;
 mod settings;
 
@@ -19,6 +20,7 @@ use crate::{
     process::{ProcessError, ProcessId, QemuProcess},
     qmp::{Event, Qmp, QmpError},
 };
+pub(crate) use ram_blocks::RamBlock;
 use schema::Schema;
 use settings::Settings;
 

@@ -34,7 +34,7 @@ use vamoose_link::{
     Address, Hangup, Listener, Peers, Security, SessionConfig, Sessions, SessionsError, SocketError,
 };
 
-use crate::{Journal, JournalError, control};
+use crate::{Journal, JournalError, PlacementMode, control};
 pub(crate) use job::Job;
 use jobs::Jobs;
 use listener::most_connections;
@@ -62,6 +62,8 @@ pub struct ServerConfig {
     pub state_dir: PathBuf,
     /// What decodes; and encodes for the QEMUs, with method none, for these are set up for no other.
     pub engines: Engines,
+    /// Whether pages are written into the memory of the QEMUs.
+    pub placement: PlacementMode,
     /// How sessions with sources behave.
     pub sessions: SessionConfig,
     /// Which users of this host may connect.

@@ -21,7 +21,7 @@ use std::{
 };
 
 use multifd::{Initial, MAIN_MAGIC};
-use tracing::{debug, error_span, info};
+use tracing::{debug, error_span, info, warn};
 use vamoose_codec::Framing;
 use vamoose_link::{ChannelReader, ChannelWriter, Hangup, Pacer, Stats, Stream};
 
@@ -221,6 +221,9 @@ impl Relay<'_> {
         let loaded = Cell::new(None);
         let on_loaded = || {
             loaded.set(Some(Instant::now()));
+            if let Some(placement) = &self.config.placement {
+                placement.close();
+            }
             (self.on_loaded)();
         };
         let outcome = thread::scope(|scope| {
@@ -236,6 +239,11 @@ impl Relay<'_> {
                     threads.pass_on(channel, reader, writer);
                 }
             } else {
+                if self.config.placement.is_some() {
+                    warn!(
+                        "sending pages to QEMU: the channels out are not those in, or have several streams"
+                    );
+                }
                 let (reader_ends, writer_ends, all) =
                     exchange(incoming, outgoing, streams, *layout);
                 barriers = Some(all);

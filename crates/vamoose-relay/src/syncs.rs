@@ -32,6 +32,8 @@ pub(crate) struct Syncs {
 struct State {
     out: Vec<u64>,
     last: Option<Instant>,
+    /// Marks that are out on the main stream.
+    marked: u64,
     awaited: bool,
     given_up: bool,
 }
@@ -53,6 +55,7 @@ impl Syncs {
             state: Mutex::new(State {
                 out: vec![0; channels],
                 last: None,
+                marked: 0,
                 awaited: false,
                 given_up: false,
             }),
@@ -70,6 +73,15 @@ impl Syncs {
         if state.awaited {
             self.changed.notify_all();
         }
+    }
+
+    /// Whether the destination has the mark that belongs to SYNC `number`, so that it goes on when it has that SYNC.
+    pub(crate) fn is_marked(&self, number: u64) -> bool {
+        lock(&self.state).marked >= number
+    }
+
+    fn mark(&self, number: u64) {
+        lock(&self.state).marked = number;
     }
 
     /// When the last one was sent on its channel.
@@ -184,10 +196,19 @@ impl Witness for BehindSyncs<'_> {
             self.found += 1;
             // Without its last byte it is no mark.
             write(&piece[written..followed - 1])?;
+            self.syncs.mark(self.found - 1);
             written = followed - 1;
             self.wait()?;
         }
-        write(&piece[written..])
+        write(&piece[written..])?;
+        // Where marks cannot be told any more, none is waited for.
+        let marked = if self.marks.are_over() {
+            u64::MAX
+        } else {
+            self.found
+        };
+        self.syncs.mark(marked);
+        Ok(())
     }
 
     fn delivered(&mut self) {

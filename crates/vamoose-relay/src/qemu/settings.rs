@@ -91,7 +91,7 @@ impl Qemu {
         })
     }
 
-    fn settings(&mut self) -> Result<Settings, QemuError> {
+    pub(super) fn settings(&mut self) -> Result<Settings, QemuError> {
         let capabilities = self.qmp.execute("query-migrate-capabilities", json!({}))?;
         let capabilities = capabilities.as_array().into_iter().flatten();
         let capabilities = capabilities.filter_map(|entry| {

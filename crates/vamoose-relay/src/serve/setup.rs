@@ -18,7 +18,7 @@ use vamoose_link::{Address, Hangup, MethodChoice, PollQueue, Session};
 
 use super::{DestinationQemu, Job, Server, job::Transfer};
 use crate::{
-    Config, Dialer, Instance, JournalError, chain,
+    Config, Dialer, Instance, JournalError, NotPlaced, Placement, PlacementMode, chain,
     control::{Offer, Request},
     journal::{AtDestination, Record, now},
     qemu::{Qemu, QemuError},
@@ -48,6 +48,7 @@ impl Server {
         self.jobs.check_idle(&request.name)?;
         let mut qemu = Qemu::connect(&monitor)?;
         check(&mut qemu, &request)?;
+        config.placement = self.placement(&mut qemu, &request.name, config.layout)?;
         let incoming = self
             .config
             .qmp_dir
@@ -100,6 +101,32 @@ impl Server {
         })
     }
 
+    /// The memory of the QEMU, if pages are to be written there.
+    fn placement(
+        &self,
+        qemu: &mut Qemu,
+        name: &str,
+        layout: Layout,
+    ) -> Result<Option<Arc<Placement>>, PrepareError> {
+        match Placement::find(qemu, self.config.placement, layout) {
+            Ok(placement) => {
+                info!(
+                    "{name}: writing pages into QEMU's memory: {}",
+                    placement.names()
+                );
+                Ok(Some(Arc::new(placement)))
+            }
+            Err(NotPlaced::Off) => Ok(None),
+            Err(reason) if self.config.placement == PlacementMode::On => {
+                Err(PrepareError::NotPlaced(reason))
+            }
+            Err(reason) => {
+                info!("{name}: sending pages to QEMU: {}", chain(&reason));
+                Ok(None)
+            }
+        }
+    }
+
     /// The monitor of the QEMU called `name`; the name comes from a peer and must stay in its folder.
     fn monitor(&self, name: &str) -> Result<PathBuf, PrepareError> {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
@@ -146,6 +173,8 @@ pub(super) enum PrepareError {
     Uuid { source_uuid: String, here: String },
     #[error("the destination's guest has {here} bytes of RAM, the source's {at_source}")]
     Ram { at_source: u64, here: u64 },
+    #[error("pages cannot be written into the memory of its QEMU, as --placement on demands")]
+    NotPlaced(#[source] NotPlaced),
     #[error(transparent)]
     Journal(#[from] JournalError),
     #[error("the system refused")]

@@ -55,16 +55,22 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         mut writer: ChannelWriter,
     ) {
         let (config, out) = (self.config, self.out(channel));
-        self.spawn(
-            move |report| match channels::pass_on(&mut reader, &mut writer, config, out) {
+        self.spawn(move |report| {
+            let passed = match &config.placement {
+                None => channels::pass_on(&mut reader, &mut writer, config, out),
+                Some(placement) => {
+                    channels::place(&mut reader, &mut writer, placement, config, out)
+                }
+            };
+            match passed {
                 Ok(()) => {
                     writer.finish();
                     report(Report::ChannelRead { channel });
                     report(Report::ChannelWritten);
                 }
                 Err(error) => report(Report::Failed(error)),
-            },
-        );
+            }
+        });
     }
 
     pub(super) fn forward_main(

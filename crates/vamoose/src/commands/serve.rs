@@ -14,7 +14,7 @@ use vamoose_link::{Address, Hangup};
 use vamoose_relay::{Server, ServerConfig};
 
 use vamoose::link::LinkOptions;
-use vamoose::options::{Access, Hardware, StallTimeout, StateDir};
+use vamoose::options::{Access, Hardware, PlacementName, StallTimeout, StateDir};
 
 /// Accept incoming migrations for QEMUs waiting on this host
 ///
@@ -42,6 +42,11 @@ pub(crate) struct Options {
     /// An orphaned guest is neither run nor terminated: `vamoose attempts` lists it.
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     orphan_timeout: u64,
+    /// Write pages straight into the memory of QEMUs
+    ///
+    /// Of guests whose memory is shared (share=on of memory-backend-memfd or memory-backend-file), in QEMU 8.0 and later.
+    #[arg(long, value_enum, default_value_t, value_name = "MODE")]
+    placement: PlacementName,
     #[command(flatten)]
     access: Access,
 }
@@ -60,6 +65,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         qmp_dir: options.qmp_dir.clone(),
         state_dir: options.state_dir.path()?,
         engines,
+        placement: options.placement.into(),
         sessions,
         peers: options.access.peers(),
         orphan_timeout: Duration::from_secs(options.orphan_timeout),

@@ -18,6 +18,7 @@ mod link;
 mod methods;
 mod migrate;
 mod old_destination;
+mod placement;
 mod probe;
 mod relay;
 mod running;

@@ -4,6 +4,7 @@
 //!  direct        source QEMU ───────────────────────tcp──────────────────────> destination QEMU
 //!  relay         source QEMU ──unix──> relay A ──────tcp─────────────────────> destination QEMU
 //!  pair          source QEMU ──unix──> relay A ──────tcp──────> relay B ─unix─> destination QEMU
+//!  placed        the same, and relay B writes the pages into the memory of the destination QEMU
 //!  live          vamoose-demo, source ───────────────tcp──────> vamoose-demo, destination
 //!  sockets       iperf3, client ─────────────────────tcp──────> iperf3, server: what the kernel takes for as many bytes
 //! ```
@@ -55,6 +56,7 @@ enum Between {
     Direct,
     Relay,
     Pair,
+    Placed,
     /// No QEMU: the crate `live` on both sides.
     Live,
     /// No migration: bytes through as many sockets.
@@ -144,6 +146,20 @@ pub(crate) fn cases(options: &Options) -> Vec<Case> {
             channels: 16,
             ..case("memory/pair-zstd-16ch", Between::Pair, "zstd")
         },
+        case("placement/sent-none", Between::Pair, "none"),
+        case("placement/placed-none", Between::Placed, "none"),
+        case("placement/sent-lz4", Between::Pair, "lz4"),
+        case("placement/placed-lz4", Between::Placed, "lz4"),
+        case("placement/sent-zstd", Between::Pair, "zstd"),
+        case("placement/placed-zstd", Between::Placed, "zstd"),
+        of(
+            Content::Zeros,
+            case("placement/sent-zeros", Between::Pair, "none"),
+        ),
+        of(
+            Content::Zeros,
+            case("placement/placed-zeros", Between::Placed, "none"),
+        ),
         case("live/sockets", Between::Sockets, "none"),
         case("live/qemu-none", Between::Direct, "none"),
         case("live/none", Between::Live, "none"),
@@ -197,7 +213,9 @@ pub(crate) fn measure(
     let run = |case: &Case| match case.between {
         Between::Live => case.run_live(&corpus, demo),
         Between::Sockets => case.run_sockets(),
-        Between::Direct | Between::Relay | Between::Pair => case.run(qemu, &corpus, vamoose),
+        Between::Direct | Between::Relay | Between::Pair | Between::Placed => {
+            case.run(qemu, &corpus, vamoose)
+        }
     };
     interleaved(cases, options.runs.get(), |case| case.name, run)
 }
@@ -229,7 +247,7 @@ impl Case {
         // What the QEMUs encode and decode themselves.
         let (encoded, decoded) = match self.between {
             Between::Direct => (self.method, self.method),
-            Between::Pair => ("none", "none"),
+            Between::Pair | Between::Placed => ("none", "none"),
             _ => ("none", self.method),
         };
         set_up(&mut source, self.channels, encoded)?;
@@ -361,10 +379,16 @@ impl Case {
             far: None,
             address: String::new(),
         };
-        if matches!(self.between, Between::Pair) {
+        if matches!(self.between, Between::Pair | Between::Placed) {
             let inside = format!("unix:{}", destination.socket("in").display());
             destination.qmp.migrate_incoming(&inside)?;
-            let (far, address) = Watched::start(vamoose, "tcp:127.0.0.1:0", &inside, &[])?;
+            let qmp = destination.qmp_socket();
+            let qmp = qmp.to_str().context("a path in another encoding")?;
+            let placement: &[_] = match self.between {
+                Between::Placed => &["--qmp", qmp, "--placement", "on"],
+                _ => &[],
+            };
+            let (far, address) = Watched::start(vamoose, "tcp:127.0.0.1:0", &inside, placement)?;
             relays.far = Some(far);
             relays.address = address;
         } else {

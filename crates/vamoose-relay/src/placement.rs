@@ -1,0 +1,312 @@
+//! Placement: a relay writes pages into the memory of its destination QEMU itself, instead of sending them to it.
+//!
+//! ```text
+//!  source ─> channel ─> relay ──── pages of shared RAM blocks ───> mapping ═══ memory of QEMU
+//!                         │                                                      ▲
+//!                         └─ SYNCs, pages of other blocks, device state ─> QEMU ─┘ main stream
+//! ```
+//!
+//! It needs a RAM block that is a file or memfd mapped shared (`share=on`), as guests with vhost-user devices
+//! have. `find` finds these blocks of a QEMU, `block` is the memory of one; the thread of a channel is in `channels`.
+//!
+//! # Why the memory is right
+//!
+//! QEMU's own rule is: a page that came behind SYNC n of its channel is written when the main thread has passed mark n of
+//! the main stream, and before the channel's SYNC n+1 counts. The main thread passes mark n when SYNC n of every channel has
+//! come. The relay keeps to the same rule, so that whatever QEMU orders is ordered the same way:
+//!
+//! - **Not before mark n.** Behind a SYNC nothing is placed until QEMU has read something on that channel that was sent
+//!   behind it, an empty packet ([`ChannelWriter::wait_for_reader`](vamoose_link::ChannelWriter::wait_for_reader)): its
+//!   thread of the channel stops at a SYNC until the main thread has passed the mark. So pages and zero pages on the main
+//!   stream (sources before 9.0, `zero-page-detection=legacy`) are written in their turn. And the first page comes behind
+//!   the first SYNC, when QEMU has compared the list of RAM blocks with its own.
+//! - **Before SYNC n+1.** The thread that places a channel's pages sends its SYNCs, in the order in which they came.
+//! - **Not behind the end.** When QEMU reports that it has loaded the guest, [`Placement::close`] waits for pages under way,
+//!   of which a correct source has none, and every later one is an error.
+//!
+//! Zero pages: QEMU clears only pages that it has received itself, so those of a placed block are written here, and are
+//! not sent to it. Nothing is assumed of what the memory holds at the start: a page is left alone if it is a hole of its
+//! file or all zeros, and becomes zeros otherwise.
+//!
+//! # What is left to QEMU
+//!
+//! | | |
+//! |---|---|
+//! | private memory, ROMs, video memory, blocks whose length may change | their packets are sent to QEMU as ever |
+//! | QEMU before 8.0 | does not report addresses: nothing is placed |
+//! | a destination that is not on a unix socket, other numbers of channels in and out, `--streams` | nothing is placed |
+//! | postcopy, COLO, `mapped-ram`, `x-ignore-shared` | nothing is placed: QEMU keeps account of pages there |
+//! | memory that is not there yet, and a relay in another control group than QEMU | not by `auto`: it would count as the relay's |
+//!
+//! QEMU's account of received pages is for postcopy and for zero pages in packets, which it does not get here. Devices (VFIO,
+//! vhost-user) see the memory as they do without placement: it is the same memory. KVM, and translated code of TCG,
+//! have not seen it yet. If the migration fails, what was placed is in a QEMU that will never run this guest.
+//!
+//! Pages go through a mapping of this process, which ends with the migration; what was written counts as resident memory of
+//! both processes until then. That memory is missing (a full file
+//! system, no huge page left) is an error of the migration. **Who can truncate the file can end this process** (SIGBUS), as
+//! it can QEMU; memfds of QEMU are sealed against that.
+
+mod block;
+mod find;
+
+use std::{
+    path::Path,
+    sync::{PoisonError, RwLock, RwLockReadGuard},
+};
+
+use multifd::{BlockName, Layout, RamHeader};
+use thiserror::Error;
+use vamoose_link::{ChannelReader, ReadError};
+use vm_memory::VolatileSlice;
+
+use crate::qemu::Qemu;
+use block::Block;
+pub use find::NotPlaced;
+
+/// Whether pages are placed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PlacementMode {
+    /// Where it is possible.
+    #[default]
+    Auto,
+    /// A QEMU whose memory cannot be written is refused.
+    On,
+    /// Never.
+    Off,
+}
+
+/// The memory of a QEMU that can be written from here.
+pub struct Placement {
+    blocks: Vec<Block>,
+    /// Locked for reading while pages are being written; true when none may be any more.
+    closed: RwLock<bool>,
+}
+
+/// A packet that was not placed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum PlaceError {
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    #[error(
+        "the source sent a page at offset {offset:#x} of RAM block {block}, which has {len:#x} bytes"
+    )]
+    Offset {
+        offset: u64,
+        block: String,
+        len: usize,
+    },
+    #[error("the source sent pages after the destination had loaded the guest")]
+    Loaded,
+    #[error("the system does not provide the destination's memory (RAM block {block})")]
+    Memory {
+        block: String,
+        #[source]
+        error: std::io::Error,
+    },
+}
+
+impl Placement {
+    /// Finds the memory of the QEMU whose monitor is at `path`.
+    ///
+    /// # Errors
+    /// Why its pages are not placed.
+    pub fn of(path: &Path, mode: PlacementMode, layout: Layout) -> Result<Self, NotPlaced> {
+        Self::find(&mut Qemu::connect(path)?, mode, layout)
+    }
+
+    /// The blocks whose pages are placed, for a message.
+    pub fn names(&self) -> String {
+        let names = self.blocks.iter().map(|block| block.name.to_string());
+        names.collect::<Vec<_>>().join(", ")
+    }
+
+    /// The block, if its pages are placed.
+    pub(crate) fn block(&self, name: &BlockName) -> Option<&Block> {
+        self.blocks.iter().find(|block| block.name == *name)
+    }
+
+    /// Reads the pages of a packet, whose header was read last, into `block`, and makes its zero pages zeros.
+    pub(crate) fn place<'a>(
+        &'a self,
+        block: &'a Block,
+        header: &RamHeader,
+        reader: &mut ChannelReader,
+        pages: &mut Vec<VolatileSlice<'a>>,
+    ) -> Result<(), PlaceError> {
+        let closed = self.lock();
+        if *closed {
+            return Err(PlaceError::Loaded);
+        }
+        block.provide(header.normal_offsets(), pages)?;
+        if !pages.is_empty() {
+            reader.read_pages(header, pages)?;
+        }
+        block.clear(header.zero_offsets())
+    }
+
+    /// Ends it: nothing is written any more when this returns.
+    pub(crate) fn close(&self) {
+        *self.closed.write().unwrap_or_else(PoisonError::into_inner) = true;
+    }
+
+    fn lock(&self) -> RwLockReadGuard<'_, bool> {
+        self.closed.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{Read as _, Write as _},
+        os::unix::net::UnixStream,
+        sync::Arc,
+        thread,
+    };
+
+    use rustix::net::{RecvFlags, recv};
+    use vamoose_codec::{Decoder, Engines, Settings};
+    use vamoose_link::{ChannelWriter, Stats};
+
+    use super::*;
+    use crate::{
+        Config, RelayError,
+        channels::{self, Out},
+        syncs::Syncs,
+    };
+
+    const LAYOUT: Layout = Layout::X86;
+    const PAGE: usize = 4096;
+
+    fn placement() -> Placement {
+        Placement {
+            blocks: vec![block::tests::block(&[1; 4 * PAGE])],
+            closed: RwLock::new(false),
+        }
+    }
+
+    /// A packet with one page of sevens and one of zeros.
+    fn pages(name: &[u8]) -> Vec<u8> {
+        let mut header = RamHeader::new(LAYOUT);
+        header.block = BlockName::new(name).unwrap();
+        header.set_pages(&[0x1000], &[0x3000], LAYOUT).unwrap();
+        header.set_payload_len(PAGE, LAYOUT).unwrap();
+        let mut bytes = Vec::new();
+        header.write(LAYOUT, &mut bytes);
+        bytes.extend([7; PAGE]);
+        bytes
+    }
+
+    fn sync() -> Vec<u8> {
+        let mut header = RamHeader::new(LAYOUT);
+        header.sync = true;
+        let mut bytes = Vec::new();
+        header.write(LAYOUT, &mut bytes);
+        bytes
+    }
+
+    /// Runs a channel whose source sends `packets`, beside `qemu`, which has the other end.
+    fn run(
+        placement: &Placement,
+        packets: &[Vec<u8>],
+        qemu: impl FnOnce(UnixStream) + Send,
+    ) -> Result<(), RelayError> {
+        let (mut source, incoming) = UnixStream::pair().unwrap();
+        let (outgoing, destination) = UnixStream::pair().unwrap();
+        let config = Config::new(Engines::software(Settings::default()));
+        let stats = Arc::<Stats>::default();
+        let mut reader = ChannelReader::new(
+            Arc::new(incoming.into()),
+            LAYOUT,
+            Decoder::new(LAYOUT),
+            stats.clone(),
+        );
+        let mut writer = ChannelWriter::new(
+            Arc::new(outgoing.into()),
+            LAYOUT,
+            config.method.encoder(LAYOUT, stats.health()).unwrap(),
+            None,
+            stats.clone(),
+        );
+        let syncs = Syncs::new(1);
+        thread::scope(|scope| {
+            scope.spawn(|| qemu(destination));
+            source.write_all(&packets.concat()).unwrap();
+            drop(source);
+            let out = Out {
+                channel: 0,
+                stats: &stats,
+                syncs: &syncs,
+            };
+            let placed = channels::place(&mut reader, &mut writer, placement, &config, out);
+            drop(writer);
+            placed
+        })
+    }
+
+    fn content(placement: &Placement) -> Vec<u8> {
+        let content = block::tests::content(&placement.blocks[0]);
+        content.chunks(PAGE).map(|page| page[5]).collect()
+    }
+
+    fn read_header(qemu: &mut UnixStream) -> Vec<u8> {
+        let mut header = vec![0; LAYOUT.ram_header_len()];
+        qemu.read_exact(&mut header).unwrap();
+        header
+    }
+
+    #[test]
+    fn behind_a_sync_nothing_is_placed_before_qemu_reads_on() {
+        let placement = placement();
+        run(&placement, &[sync(), pages(b"mem")], |mut qemu| {
+            assert_eq!(read_header(&mut qemu), sync());
+            // A packet behind the SYNC is there, and has not been read.
+            let mut first = [0; 4];
+            recv(&qemu, &mut first, RecvFlags::PEEK).unwrap();
+            assert_eq!(content(&placement), [1, 1, 1, 1]);
+            read_header(&mut qemu);
+            let nothing = qemu.read(&mut first).unwrap();
+            assert_eq!(nothing, 0);
+        })
+        .unwrap();
+        assert_eq!(content(&placement), [1, 7, 1, 0]);
+    }
+
+    #[test]
+    fn a_qemu_that_closes_has_not_read() {
+        let placement = placement();
+        let error = run(&placement, &[sync(), pages(b"mem")], |mut qemu| {
+            read_header(&mut qemu);
+        });
+        assert!(
+            matches!(error, Err(RelayError::DestinationChannel(0, _))),
+            "{error:?}"
+        );
+        assert_eq!(content(&placement), [1, 1, 1, 1]);
+    }
+
+    #[test]
+    fn pages_of_other_blocks_are_sent_to_qemu() {
+        let placement = placement();
+        run(&placement, &[pages(b"vga"), sync()], |mut qemu| {
+            let mut bytes = vec![0; pages(b"vga").len()];
+            qemu.read_exact(&mut bytes).unwrap();
+            assert_eq!(bytes, pages(b"vga"));
+            assert_eq!(read_header(&mut qemu), sync());
+        })
+        .unwrap();
+        assert_eq!(content(&placement), [1, 1, 1, 1]);
+    }
+
+    #[test]
+    fn a_loaded_guest_is_not_written() {
+        let placement = placement();
+        placement.close();
+        let error = run(&placement, &[pages(b"mem")], drop);
+        let is_refused = matches!(error, Err(RelayError::Placement(0, PlaceError::Loaded)));
+        assert!(is_refused, "{error:?}");
+        assert_eq!(content(&placement), [1, 1, 1, 1]);
+    }
+}

@@ -1,0 +1,309 @@
+//! Finds the shared memory of a QEMU:
+//!
+//! ```text
+//!  monitor: RAM block, address ── /proc/PID/maps ─> shared mapping of a file, at an offset
+//!                                                    │ device and inode
+//!  /proc/PID/fd/N ─────────── is the same file as ───┘ ── opened anew and mapped here
+//! ```
+//!
+//! So nothing is concluded from names, and an `offset=` of the backend is in the mapping.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::unix::fs::{FileTypeExt as _, MetadataExt as _},
+    path::Path,
+    sync::RwLock,
+};
+
+use multifd::{BlockName, Layout};
+use rustix::fs::{fstatfs, major, minor};
+use thiserror::Error;
+use tracing::debug;
+
+use super::{Placement, PlacementMode, block::Block};
+use crate::{
+    chain,
+    process::ProcessError,
+    qemu::{Qemu, QemuError, RamBlock},
+};
+
+/// Why the pages of a QEMU are not placed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum NotPlaced {
+    #[error("it is switched off")]
+    Off,
+    #[error(transparent)]
+    Qemu(#[from] QemuError),
+    #[error("cannot look at the process: {0}")]
+    Process(String),
+    #[error("cannot read {path}")]
+    Unreadable {
+        path: String,
+        #[source]
+        error: io::Error,
+    },
+    #[error("this QEMU does not report where its memory is (from 8.0 on it does)")]
+    NoAddresses,
+    #[error("the guest's pages are smaller than this host's")]
+    PageSize,
+    #[error("its capability `{0}` is on")]
+    Capability(String),
+    #[error("none of its memory is shared (share=on)")]
+    NotShared,
+    #[error("its memory (RAM block {block}) cannot be mapped here")]
+    Refused {
+        block: String,
+        #[source]
+        error: io::Error,
+    },
+    #[error("this kernel cannot provide memory in advance (Linux 5.14 can)")]
+    Kernel(#[source] io::Error),
+    #[error(
+        "its memory is not preallocated and would count as that of this process's control group"
+    )]
+    ControlGroup,
+}
+
+impl From<ProcessError> for NotPlaced {
+    fn from(error: ProcessError) -> Self {
+        Self::Process(chain(&error))
+    }
+}
+
+/// From linux/magic.h.
+const HUGETLBFS_MAGIC: rustix::fs::FsWord = 0x9584_58f6;
+
+/// Capabilities with which QEMU keeps account of the pages that it has received, or does not take them from channels.
+const NOT_WITH: [&str; 4] = ["postcopy-ram", "x-colo", "x-ignore-shared", "mapped-ram"];
+
+impl Placement {
+    /// Finds the memory of `qemu`, whose guest has pages as in `layout`.
+    pub(crate) fn find(
+        qemu: &mut Qemu,
+        mode: PlacementMode,
+        layout: Layout,
+    ) -> Result<Self, NotPlaced> {
+        if mode == PlacementMode::Off {
+            return Err(NotPlaced::Off);
+        }
+        if let Some(name) = qemu.first_capability_on(&NOT_WITH)? {
+            return Err(NotPlaced::Capability(name.to_owned()));
+        }
+        if layout.page_size() < rustix::param::page_size() {
+            return Err(NotPlaced::PageSize);
+        }
+        let listed = qemu.ram_blocks()?;
+        if listed.is_empty() {
+            return Err(NotPlaced::NoAddresses);
+        }
+        let blocks = qemu.look_at_process(|process| find(process, &listed, mode, layout))??;
+        if blocks.is_empty() {
+            return Err(NotPlaced::NotShared);
+        }
+        Ok(Self {
+            blocks,
+            closed: RwLock::new(false),
+        })
+    }
+}
+
+fn find(
+    process: &Path,
+    listed: &[RamBlock],
+    mode: PlacementMode,
+    layout: Layout,
+) -> Result<Vec<Block>, NotPlaced> {
+    let maps = read(&process.join("maps"))?;
+    let mappings = maps.lines().filter_map(Mapping::parse).collect::<Vec<_>>();
+    let counts_as_ours = mode == PlacementMode::Auto && is_in_another_group(process);
+    let mut blocks = Vec::new();
+    for block in listed {
+        let (Some(memory), Ok(name)) = (
+            Mapping::of(&mappings, block),
+            BlockName::new(block.name.as_bytes()),
+        ) else {
+            debug!("RAM block {}: not shared, or not whole", block.name);
+            continue;
+        };
+        let refused = |error| NotPlaced::Refused {
+            block: block.name.clone(),
+            error,
+        };
+        let file = memory.open(process).map_err(refused)?;
+        if counts_as_ours && !is_preallocated(&file).map_err(refused)? {
+            return Err(NotPlaced::ControlGroup);
+        }
+        let len =
+            usize::try_from(block.total).map_err(|_| refused(io::ErrorKind::InvalidData.into()))?;
+        let block = Block::map(name, file, memory.offset, len, layout);
+        let block = block.map_err(|error| refused(io::Error::other(error)))?;
+        block.check_kernel().map_err(NotPlaced::Kernel)?;
+        blocks.push(block);
+    }
+    Ok(blocks)
+}
+
+/// A shared mapping of a file that can be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Mapping {
+    start: u64,
+    end: u64,
+    /// Where in the file it begins.
+    offset: u64,
+    device: (u32, u32),
+    inode: u64,
+}
+
+impl Mapping {
+    /// From a line of /proc/PID/maps: `START-END rw-s OFFSET MAJOR:MINOR INODE PATH`.
+    fn parse(line: &str) -> Option<Self> {
+        let mut fields = line.split_ascii_whitespace();
+        let (start, end) = fields.next()?.split_once('-')?;
+        let access = fields.next()?.as_bytes();
+        let offset = fields.next()?;
+        let (major, minor) = fields.next()?.split_once(':')?;
+        let inode = fields.next()?.parse().ok()?;
+        let long = |text| u64::from_str_radix(text, 16).ok();
+        let short = |text| u32::from_str_radix(text, 16).ok();
+        let mapping = Self {
+            start: long(start)?,
+            end: long(end)?,
+            offset: long(offset)?,
+            device: (short(major)?, short(minor)?),
+            inode,
+        };
+        let is_shared = matches!(access, [b'r', b'w', _, b's']);
+        (is_shared && inode != 0 && mapping.start < mapping.end).then_some(mapping)
+    }
+
+    /// The mapping of the whole block, which may be in several pieces; `None` if it is not of that kind.
+    fn of(mappings: &[Self], block: &RamBlock) -> Option<Self> {
+        let end = block.address.checked_add(block.total)?;
+        if !block.writable || block.used != block.total || block.total == 0 {
+            return None;
+        }
+        let at = |address| {
+            let mut mappings = mappings.iter().copied();
+            mappings.find(|mapping| (mapping.start..mapping.end).contains(&address))
+        };
+        let mut whole = at(block.address)?.from(block.address);
+        while whole.end < end {
+            let next = at(whole.end)?;
+            let is_same = (next.device, next.inode) == (whole.device, whole.inode);
+            let follows = next.from(whole.end).offset == whole.offset + (whole.end - whole.start);
+            if !is_same || !follows {
+                return None;
+            }
+            whole.end = next.end;
+        }
+        Some(Self { end, ..whole })
+    }
+
+    /// What of it begins at `address`, which is in it.
+    fn from(self, address: u64) -> Self {
+        Self {
+            start: address,
+            offset: self.offset + (address - self.start),
+            ..self
+        }
+    }
+
+    /// Opens its file through a descriptor of the process.
+    fn open(self, process: &Path) -> io::Result<File> {
+        for entry in fs::read_dir(process.join("fd"))? {
+            let path = entry?.path();
+            // Closed meanwhile, or of a kind that has no file.
+            let Ok(file) = fs::metadata(&path) else {
+                continue;
+            };
+            let device = (major(file.dev()), minor(file.dev()));
+            let is_device = file.file_type().is_char_device() || file.file_type().is_block_device();
+            if (device, file.ino()) == (self.device, self.inode) && !is_device {
+                return OpenOptions::new().read(true).write(true).open(path);
+            }
+        }
+        Err(io::Error::new(
+            io::ErrorKind::NotFound,
+            "no descriptor of the process leads to the file",
+        ))
+    }
+}
+
+/// Whether memory that this process provides counts as another group's than QEMU's. If in doubt, yes.
+fn is_in_another_group(process: &Path) -> bool {
+    let group = |process: &Path| fs::read(process.join("cgroup")).ok();
+    let own = group(Path::new("/proc/self"));
+    own.is_none() || own != group(process)
+}
+
+/// Whether all of the file's memory is there. Huge pages do not count as a group's.
+fn is_preallocated(file: &File) -> io::Result<bool> {
+    let metadata = file.metadata()?;
+    let is_huge = fstatfs(file)?.f_type == HUGETLBFS_MAGIC;
+    Ok(is_huge || metadata.blocks().saturating_mul(512) >= metadata.len())
+}
+
+fn read(path: &Path) -> Result<String, NotPlaced> {
+    fs::read_to_string(path).map_err(|error| NotPlaced::Unreadable {
+        path: path.display().to_string(),
+        error,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAPS: &str = "\
+7f1edb000000-7f1edb001000 rw-p 00000000 00:00 0 
+7f1edbfff000-7f1eddfff000 rw-s 00001000 00:01 1055                       /memfd:memory-backend-memfd (deleted)
+7f1eddfff000-7f1edffff000 rw-s 02001000 00:01 1055                       /memfd:memory-backend-memfd (deleted)
+7f1edffff000-7f1ee0fff000 rw-s 00000000 00:01 1056                       /memfd:memory-backend-memfd (deleted)
+7f1f24600000-7f1f24640000 rw-p 00000000 00:00 0 
+7f1f25000000-7f1f25100000 r--s 00000000 00:1b 7                          /dev/shm/rom
+7f1f26000000-7f1f26100000 rw-p 00000000 00:1b 8                          /dev/shm/private
+";
+
+    fn found(address: u64, len: u64) -> Option<Mapping> {
+        let mappings = MAPS.lines().filter_map(Mapping::parse).collect::<Vec<_>>();
+        let block = RamBlock {
+            name: "mem".to_owned(),
+            used: len,
+            total: len,
+            address,
+            writable: true,
+        };
+        Mapping::of(&mappings, &block)
+    }
+
+    #[test]
+    fn a_block_in_pieces_is_one_mapping() {
+        let whole = found(0x7f1e_dbff_f000, 64 << 20).unwrap();
+        assert_eq!(
+            (whole.device, whole.inode, whole.offset),
+            ((0, 1), 1055, 0x1000)
+        );
+        let part = found(0x7f1e_dbff_f000 + 0x3000, 0x5000).unwrap();
+        assert_eq!((part.offset, part.end - part.start), (0x4000, 0x5000));
+    }
+
+    #[test]
+    fn what_is_not_shared_as_a_whole_is_not_found() {
+        // Private memory, before and behind; two files; read-only; a private mapping of a file; nothing.
+        for (address, len) in [
+            (0x7f1e_db00_0000, 0x1000),
+            (0x7f1e_dbff_f000, 65 << 20),
+            (0x7f1e_ddff_f000, 48 << 20),
+            (0x7f1f_2500_0000, 0x1000),
+            (0x7f1f_2600_0000, 0x1000),
+            (0x7f1f_2700_0000, 0x1000),
+            (u64::MAX, 0x1000),
+            (0x7f1e_dbff_f000, 0),
+        ] {
+            assert_eq!(found(address, len), None, "{address:#x}, {len:#x}");
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Pages that are written straight into the destination QEMU's memory: the whole RAM is compared, over several rounds, with
+//! every kind of memory and every way in which a source sends zero pages.
+
+use std::fs;
+
+use crate::common::{Host, LIMIT, MIB, expect_equal, incoming, listen_address, set_up, vamoose};
+use anyhow::{Context as _, Result, ensure};
+use lab::{
+    guest::{Guest, Image, Load},
+    qemu::{self, Backend, Binary, Builder},
+    ram::{self, Fill},
+    serial,
+    vamoose::Vamoose,
+};
+use serde_json::{Value, json};
+
+const RAM: u64 = 32 * MIB;
+const METHODS: [&str; 4] = ["lz4", "zstd", "none", "qpl"];
+/// What the server says of a QEMU whose memory it writes.
+const PLACED: &str = "writing pages into QEMU's memory: mem";
+
+fn source(binary: &Binary, to: &Binary) -> Builder {
+    Builder::bare(binary, RAM)
+        .content(Fill::Mixed, 1)
+        .peer(to.version)
+}
+
+fn destination(binary: &Binary, from: &Binary) -> Builder {
+    Builder::bare(binary, RAM).peer(from.version).incoming()
+}
+
+/// QEMU reports where its memory is from 8.0 on.
+fn can_be_placed(binary: &Binary) -> bool {
+    binary.version.major >= 8
+}
+
+/// Moves a guest that stands still, and says what the server had to say.
+fn moves(from: &Builder, to: &Builder, serve: &[&str], migrate: &[&str]) -> Result<String> {
+    let host = Host::start(serve)?;
+    let (source, destination) = (from.start()?, to.start()?);
+    host.knows("vm", &destination)?;
+    let migration = host.migrate(&source, "vm", migrate)?;
+    let ended = migration.finish(LIMIT)?.success();
+    ended.with_context(|| format!("serve:\n{}", host.server.stderr()))?;
+    ram::compare(source.ram(), destination.ram())
+        .with_context(|| format!("serve:\n{}", host.server.stderr()))?;
+    Ok(host.server.stderr())
+}
+
+#[test]
+fn between_all_versions() -> Result<()> {
+    let backends = [Backend::File, Backend::Memfd].into_iter().cycle();
+    let cases = qemu::pairs_or_skip()?.into_iter().zip(backends);
+    for (((from, to), backend), method) in cases.zip(METHODS.into_iter().cycle()) {
+        let (source, destination) = (source(&from, &to), destination(&to, &from).backend(backend));
+        let said = moves(&source, &destination, &[], &["--method", method])
+            .with_context(|| format!("{} to {}, {method}", from.version, to.version))?;
+        ensure!(said.contains(PLACED) == can_be_placed(&to), "{said}");
+        ensure!(
+            can_be_placed(&to) || said.contains("sending pages to QEMU: this QEMU does not report"),
+            "{said}"
+        );
+    }
+    Ok(())
+}
+
+/// Nothing is assumed of what the memory holds: zero pages become zeros, by whichever way they come.
+#[test]
+fn into_memory_that_is_not_empty() -> Result<()> {
+    for (from, to) in qemu::pairs_or_skip()? {
+        let source = source(&from, &to);
+        let destination = destination(&to, &from).content(Fill::Random, 2);
+        if can_be_placed(&to) {
+            moves(&source, &destination, &["--placement", "on"], &[])
+                .with_context(|| format!("{} to {}", from.version, to.version))?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn into_preallocated_memory_with_any_zero_page_detection() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    for (backend, zero_pages) in [
+        (Backend::Memfd, "none"),
+        (Backend::Memfd, "multifd"),
+        (Backend::File, "legacy"),
+    ] {
+        let destination = destination(&binary, &binary).backend(backend).preallocate();
+        let options = ["--zero-page-detection", zero_pages, "--method", "lz4"];
+        let serve = ["--placement", "on"];
+        moves(&source(&binary, &binary), &destination, &serve, &options)
+            .with_context(|| zero_pages)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn into_huge_pages() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let free = fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+    let free: u64 = free.unwrap_or_default().trim().parse().unwrap_or_default();
+    if free * 2 * MIB < RAM {
+        return lab::skipped("no huge pages: echo 32 > /proc/sys/vm/nr_hugepages");
+    }
+    for (preallocate, method) in [(false, "lz4"), (true, "none")] {
+        let mut to = destination(&binary, &binary).backend(Backend::HugeMemfd);
+        if preallocate {
+            to = to.preallocate();
+        }
+        let said = moves(
+            &source(&binary, &binary),
+            &to,
+            &["--placement", "on"],
+            &["--method", method],
+        )?;
+        ensure!(said.contains(PLACED), "{said}");
+    }
+    Ok(())
+}
+
+/// A guest of zeros does not make the destination allocate memory.
+#[test]
+fn zero_pages_take_no_memory() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let host = Host::start(&["--placement", "on"])?;
+    let source = Builder::bare(&binary, RAM).start()?;
+    let destination = destination(&binary, &binary).start()?;
+    host.knows("vm", &destination)?;
+    host.migrate(&source, "vm", &[])?.finish(LIMIT)?.success()?;
+    let blocks = std::os::unix::fs::MetadataExt::blocks(&fs::metadata(destination.ram())?);
+    ensure!(blocks == 0, "{blocks} blocks");
+    Ok(())
+}
+
+#[test]
+fn what_is_asked_for_is_done_or_refused() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let from = source(&binary, &binary);
+    let said = moves(
+        &from,
+        &destination(&binary, &binary),
+        &["--placement", "off"],
+        &[],
+    )?;
+    ensure!(!said.contains(PLACED), "{said}");
+
+    let mut source = from.start()?;
+    let private = destination(&binary, &binary).backend(Backend::Private);
+    let mut private = private.start()?;
+    let insists = Host::start(&["--placement", "on"])?;
+    insists.knows("vm", &private)?;
+    let refused = insists.migrate(&source, "vm", &[])?.finish(LIMIT)?;
+    refused.failure("none of its memory is shared")?;
+    ensure!(private.qmp.query_status()? == "inmigrate");
+
+    let host = Host::start(&[])?;
+    host.knows("vm", &private)?;
+    host.migrate(&source, "vm", &[])?.finish(LIMIT)?.success()?;
+    let said = host.server.stderr();
+    ensure!(said.contains("sending pages to QEMU: none of"), "{said}");
+    source.qmp.wait_status("postmigrate", LIMIT)
+}
+
+const LOAD: Load = Load {
+    fill: 128,
+    hot: 24,
+    rate: 3000,
+};
+
+/// A running guest through two relays, the second of which writes its memory, over several rounds; the destination
+/// waits, so that both memories can be compared.
+fn a_running_guest(
+    from: &Binary,
+    to: &Binary,
+    method: &str,
+    backend: Backend,
+    parameters: Value,
+) -> Result<()> {
+    let Some(image) = Image::build_or_skip(16)? else {
+        return Ok(());
+    };
+    let machine = |binary| image.machine(binary, 320 * MIB, &LOAD);
+    let mut source = Guest::start(&machine(from))?;
+    let mut destination = Guest::start(&machine(to).backend(backend).incoming().paused())?;
+    source.wait_ready(LIMIT)?;
+    source.wait_ticks(5, LIMIT)?;
+
+    set_up(&mut destination.qemu, 2, "none")?;
+    let connect = incoming(&mut destination.qemu, false)?;
+    let qmp = destination.qemu.qmp_socket();
+    let qmp = qmp.to_str().context("a path in another encoding")?;
+    let options = ["--qmp", qmp, "--placement", "on"];
+    let (far, between) = Vamoose::relay(vamoose(), "tcp:127.0.0.1:0", &connect, &options)?;
+    let listen = listen_address(&source.qemu, "out", false);
+    let options = ["--method", method, "--max-bandwidth", "60M"];
+    let (near, address) = Vamoose::relay(vamoose(), &listen, &between, &options)?;
+    set_up(&mut source.qemu, 2, "none")?;
+    source.qemu.qmp.set_parameters(parameters)?;
+    source.qemu.qmp.migrate(&address)?;
+    let account = expect_equal(&mut source.qemu, &mut destination.qemu, &[&near, &far])?;
+    let rounds = account["ram"]["dirty-sync-count"].as_u64();
+    ensure!(rounds >= Some(3), "{account}");
+    near.finish(LIMIT)?.success()?;
+    far.finish(LIMIT)?.success()?;
+
+    destination.qemu.qmp.cont()?;
+    destination.wait_ticks(5, LIMIT)?;
+    destination.wait_rounds(2, LIMIT)?;
+    serial::follow(&source.finish()?, &destination.finish()?)?;
+    Ok(())
+}
+
+#[test]
+fn a_running_guest_with_zero_pages_in_packets() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let parameters = json!({ "downtime-limit": 40, "zero-page-detection": "multifd" });
+    a_running_guest(&binary, &binary, "lz4", Backend::Memfd, parameters)
+}
+
+/// These zero pages are QEMU's to write, while pages of the next round come.
+#[test]
+fn a_running_guest_with_zero_pages_on_the_main_stream() -> Result<()> {
+    let Some(binary) = qemu::find_or_skip(10, 0)? else {
+        return Ok(());
+    };
+    let parameters = json!({ "downtime-limit": 40, "zero-page-detection": "legacy" });
+    a_running_guest(&binary, &binary, "zstd", Backend::File, parameters)
+}
+
+#[test]
+fn a_running_guest_from_one_version_to_another() -> Result<()> {
+    let (Some(old), Some(new)) = (qemu::find_or_skip(10, 0)?, qemu::newest_or_skip()?) else {
+        return Ok(());
+    };
+    let parameters = json!({ "downtime-limit": 40 });
+    a_running_guest(&old, &new, "none", Backend::File, parameters)
+}
