@@ -116,7 +116,10 @@ fn round_trips() {
 
 /// SYNC, pages, SYNC with pages, device state, SYNC, for each method.
 fn channels() {
-    for method in Method::ALL.into_iter().filter(|m| *m != Method::Uadk) {
+    for method in Method::ALL {
+        if vamoose_codec::info(method).is_none() {
+            continue;
+        }
         let settings = Settings::new(method, None).expect("a default level");
         let mut encoder = encoder(&settings, LAYOUT).expect("memory");
         let mut input = ram(&[], &[], Method::None, &[], true);

@@ -40,6 +40,7 @@
 
 mod accelerated;
 mod decode;
+pub mod delta;
 mod encode;
 mod engine;
 mod error;

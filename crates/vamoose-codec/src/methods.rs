@@ -105,7 +105,9 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             uses_isal: true,
             decoding: Decoding::Packets(|layout| Ok(Box::new(qpl::Unpacker::new(layout)))),
         },
-        Method::Uadk => return None,
+        // Neither is a way to encode pages by itself: nobody has the one's library, and the other is around another
+        // method, see `delta`.
+        Method::Uadk | Method::Delta => return None,
         Method::Qatzip => MethodInfo {
             packets: "gzip members of 64 KiB, as Intel's QAT does it",
             decoded_by: DecodedBy::SomeQemu,

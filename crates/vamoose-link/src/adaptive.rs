@@ -110,6 +110,23 @@ impl Adaptive {
         encoded
     }
 
+    /// As [`encode`](Self::encode), of pages of which some are differences to earlier versions. They take another method than
+    /// other pages, and tell nothing of them.
+    pub(crate) fn encode_differences<'a>(
+        &mut self,
+        pages: &'a [u8],
+        out: &'a mut [u8],
+    ) -> Result<Encoded<'a>, EncodeError> {
+        let start = Stamp::now();
+        let rung = Ladder::for_differences(self.controller.plan().rung);
+        let encoded = self.encoders.encode(rung, pages, out);
+        self.controller.left_out();
+        self.last_encoded = Stamp::now();
+        self.waits = thread_waits();
+        self.encoding += start.until(self.last_encoded).1;
+        encoded.map(|(encoded, _)| encoded)
+    }
+
     /// Learns how long the channel took for the last packet: `wire_bytes` bytes, header included, for
     /// `page_bytes` bytes of pages. `took` is wall time, and waiting for a limited bandwidth is in it: a
     /// limit is as good as a slow link. `queued` are the bytes that the channel's socket still holds, if known.

@@ -28,6 +28,7 @@ mod adaptive;
 mod address;
 mod backlog;
 mod chain;
+mod delta;
 mod downtime;
 mod hangup;
 mod memory;
@@ -49,6 +50,10 @@ mod zero_copy;
 pub use adaptive::Adaptive;
 pub use address::{Address, AddressError};
 pub use chain::chain;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub use delta::seam as delta_seam;
+pub use delta::{DeltaError, DeltaReceiver, DeltaSender};
 pub use downtime::{DowntimeParts, millis};
 pub use hangup::{Hangup, HangupGuard};
 pub use memory::populate;

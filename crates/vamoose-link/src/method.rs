@@ -61,6 +61,20 @@ impl MethodChoice {
         }
     }
 
+    /// Whether packets of this method may hold differences: they are independent, and only another Vamoose
+    /// understands them.
+    pub fn takes_differences(&self) -> bool {
+        match self {
+            Self::Fixed(engines) => {
+                matches!(
+                    engines.settings().method(),
+                    Method::Lz4 | Method::ZstdFrames
+                )
+            }
+            Self::Adaptive(_) => true,
+        }
+    }
+
     /// How the packets of a channel depend on each other.
     pub fn framing(&self) -> Framing {
         match self {
@@ -113,6 +127,18 @@ impl PacketEncoder {
         match self {
             Self::Fixed(encoder) => encoder.method() == Method::None,
             Self::Adaptive(adaptive) => adaptive.next_is_raw(),
+        }
+    }
+
+    /// As [`encode`](Self::encode), of pages of which some are differences.
+    pub(crate) fn encode_differences<'a>(
+        &mut self,
+        pages: &'a [u8],
+        out: &'a mut [u8],
+    ) -> Result<Encoded<'a>, EncodeError> {
+        match self {
+            Self::Fixed(encoder) => encoder.encode(pages, out),
+            Self::Adaptive(adaptive) => adaptive.encode_differences(pages, out),
         }
     }
 

@@ -15,7 +15,9 @@ use vamoose_codec::{DecodeError, Decoder, Framing};
 use vm_memory::VolatileSlice;
 
 use crate::{
-    Packet, Stats, Stream, is_stall,
+    DeltaError, DeltaReceiver, Packet, Stats, Stream,
+    delta::{self, Incoming},
+    is_stall,
     memory::{self, Left},
     stats::cpu_timed,
 };
@@ -31,6 +33,7 @@ pub struct ChannelReader {
     stats: Arc<Stats>,
     layout: Layout,
     decoder: Decoder,
+    delta: Option<Incoming>,
     header: Vec<u8>,
     payload: Vec<u8>,
 }
@@ -71,6 +74,13 @@ pub enum ReadError {
         packet: PacketName,
         #[source]
         error: DecodeError,
+    },
+    /// Differences to other pages cannot be made pages again.
+    #[error("bad differences in {packet}")]
+    Delta {
+        packet: PacketName,
+        #[source]
+        error: DeltaError,
     },
     /// The link carried something else than was sent, more than once.
     #[error("cannot read the payload of {packet}")]
@@ -138,9 +148,21 @@ impl ChannelReader {
             stats,
             layout,
             decoder,
+            delta: None,
             header: vec![0; layout.ram_header_len().max(DEVICE_STATE_HEADER_LEN)],
             payload: vec![0; layout.max_payload()],
         }
+    }
+
+    /// Takes packets with differences to pages in `slots`, which all channels of a migration share.
+    pub fn take_differences(&mut self, slots: Arc<DeltaReceiver>) {
+        self.delta = Some(Incoming::from_slots(slots, self.layout));
+    }
+
+    /// Takes packets with differences to what is in the guest's memory, where their pages go
+    /// ([`read_pages`](Self::read_pages)): nobody else may write there.
+    pub fn take_differences_in_place(&mut self) {
+        self.delta = Some(Incoming::in_place(self.layout));
     }
 
     /// Reads the next packet into `packet`, waiting for it as long as it takes; once it has begun
@@ -255,6 +277,9 @@ impl ChannelReader {
         let Some(len) = encoded else {
             return Ok(());
         };
+        if header.method == Method::Delta {
+            return self.restore(header, len, &mut target);
+        }
         self.decode(header, len, &mut target)?;
         let Some(sent) = self.stream.pages_sum() else {
             return Ok(());
@@ -268,7 +293,11 @@ impl ChannelReader {
         if is_independent {
             self.decode(header, len, &mut target)?;
         }
-        let found = target.sum();
+        self.compare(header, target.sum(), sent)
+    }
+
+    /// Compares the checksum of a packet's pages with the one that was sent.
+    fn compare(&self, header: &RamHeader, found: u32, sent: u32) -> Result<(), ReadError> {
         if found == sent {
             return Ok(());
         }
@@ -278,6 +307,51 @@ impl ChannelReader {
             found,
             sent,
         })
+    }
+
+    /// Decodes the first `len` bytes of the buffer, among which are differences, and has the pages in the target.
+    fn restore(
+        &mut self,
+        header: &RamHeader,
+        len: usize,
+        target: &mut Target<'_>,
+    ) -> Result<(), ReadError> {
+        let refused = |error| ReadError::Delta {
+            packet: PacketName::of(header),
+            error,
+        };
+        let delta = self.delta.as_mut();
+        let delta = delta.ok_or_else(|| refused(DeltaError::Unexpected))?;
+        let sent = self.stream.pages_sum();
+        let sent = sent.ok_or_else(|| refused(DeltaError::Unchecked))?;
+        let (decoder, payload) = (&mut self.decoder, &self.payload[..len]);
+        let (restored, time) = cpu_timed(|| {
+            let mut to = match target {
+                Target::Own(pages) => delta::Target::Own(pages),
+                Target::Guest(pages, _) => delta::Target::Guest(pages),
+            };
+            delta.decode(decoder, payload, &mut to, sent)
+        });
+        self.stats.add_decode(time);
+        match restored {
+            Ok(()) => {}
+            Err(delta::Failure::Changed(found)) => return self.compare(header, found, sent),
+            Err(delta::Failure::Delta(error)) => return Err(refused(error)),
+            Err(delta::Failure::Decode(error)) => {
+                let packet = PacketName::of(header);
+                return Err(ReadError::Decode { packet, error });
+            }
+        }
+        let Target::Guest(pages, copy) = target else {
+            return Ok(());
+        };
+        copy(delta.decoded(), pages);
+        if target.sum() != sent
+            && let Target::Guest(pages, copy) = target
+        {
+            copy(delta.decoded(), pages);
+        }
+        self.compare(header, target.sum(), sent)
     }
 
     /// Reads the payload of a RAM packet: to where it belongs, or, if it is encoded, into the buffer for that. Then

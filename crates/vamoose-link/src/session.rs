@@ -66,6 +66,8 @@ pub struct SessionConfig {
     pub stall_timeout: Duration,
     /// The most bytes that may be sent and not acknowledged, in all streams of a session together.
     pub window: usize,
+    /// The most bytes for pages that were sent or received, for differences to them; 0 for none.
+    pub page_cache: usize,
 }
 
 impl SessionConfig {
@@ -78,6 +80,7 @@ impl SessionConfig {
             reconnect_timeout: Duration::from_secs(30),
             stall_timeout: Duration::from_secs(30),
             window: 64 << 20,
+            page_cache: 256 << 20,
         }
     }
 }
@@ -160,6 +163,8 @@ pub(crate) struct Shared {
     config: SessionConfig,
     peer: String,
     cipher: Option<&'static str>,
+    /// The server's memory for versions of pages, at the client; `None` where it takes no differences to them.
+    offered: Option<usize>,
     streams: Mutex<HashMap<u32, Arc<Carried>>>,
     next: AtomicU32,
     /// Held while a stream is opened: their numbers go up.
@@ -180,6 +185,11 @@ impl Session {
     /// When no path leads to a Vamoose that accepts us.
     pub fn dial(paths: Vec<Path>, config: SessionConfig) -> Result<(Self, Stream), DialError> {
         dialer::begin(paths, config)
+    }
+
+    /// That a stream is one of.
+    pub(crate) fn of(stream: &Resumable) -> Self {
+        Self(stream.carried().session().clone())
     }
 
     /// Opens another stream; the server learns of it with its first bytes.
@@ -209,6 +219,18 @@ impl Session {
     /// Whether what is sent is checked.
     pub fn is_checked(&self) -> bool {
         self.0.config.check
+    }
+
+    /// The memory for versions of pages that both ends have, at the client; `None` where the server takes no differences to
+    /// pages, or their checksums are missing.
+    pub fn page_cache(&self) -> Option<usize> {
+        let both = self.0.config.page_cache.min(self.0.offered?);
+        self.0.config.check.then_some(both)
+    }
+
+    /// How it behaves.
+    pub fn config(&self) -> &SessionConfig {
+        &self.0.config
     }
 
     /// What each path carries, at the client.
@@ -269,13 +291,14 @@ impl Shared {
         config: SessionConfig,
         peer: String,
         cipher: Option<&'static str>,
-        role: Role,
+        (role, offered): (Role, Option<usize>),
     ) -> io::Result<Arc<Self>> {
         let shared = Arc::new(Self {
             secret,
             config,
             peer,
             cipher,
+            offered,
             streams: Mutex::default(),
             next: AtomicU32::new(0),
             opening: Mutex::default(),

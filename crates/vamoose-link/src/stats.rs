@@ -26,6 +26,10 @@ pub struct Stats {
     page_bytes: AtomicU64,
     encode_nanos: AtomicU64,
     decode_nanos: AtomicU64,
+    delta_pages: AtomicU64,
+    delta_page_bytes: AtomicU64,
+    delta_wire_bytes: AtomicU64,
+    delta_cache_bytes: AtomicU64,
     zero_copy_sends: AtomicU64,
     copied_sends: AtomicU64,
     missed_zero_copy: AtomicU64,
@@ -52,6 +56,14 @@ pub struct Snapshot {
     pub encode_time: Duration,
     /// CPU time spent decoding.
     pub decode_time: Duration,
+    /// Normal pages that were sent as the difference to an earlier version.
+    pub delta_pages: u64,
+    /// Bytes of the pages in the packets with such pages.
+    pub delta_page_bytes: u64,
+    /// Bytes of these packets' payloads.
+    pub delta_wire_bytes: u64,
+    /// Bytes of pages that are kept for differences to them.
+    pub delta_cache_bytes: u64,
     /// Sends of pages that were to go without a copy. A packet is one, or several where the socket took it in
     /// parts.
     pub zero_copy_sends: u64,
@@ -79,6 +91,10 @@ impl Stats {
             page_bytes: read(&self.page_bytes),
             encode_time: Duration::from_nanos(read(&self.encode_nanos)),
             decode_time: Duration::from_nanos(read(&self.decode_nanos)),
+            delta_pages: read(&self.delta_pages),
+            delta_page_bytes: read(&self.delta_page_bytes),
+            delta_wire_bytes: read(&self.delta_wire_bytes),
+            delta_cache_bytes: read(&self.delta_cache_bytes),
             zero_copy_sends: read(&self.zero_copy_sends),
             copied_sends: read(&self.copied_sends),
             missed_zero_copy: read(&self.missed_zero_copy),
@@ -116,6 +132,18 @@ impl Stats {
 
     pub(crate) fn add_encode(&self, time: Duration) {
         add_time(&self.encode_nanos, time);
+    }
+
+    pub(crate) fn add_differences(&self, pages: usize, page_bytes: usize, payload_bytes: usize) {
+        if pages > 0 {
+            add(&self.delta_pages, pages);
+            add(&self.delta_page_bytes, page_bytes);
+            add(&self.delta_wire_bytes, payload_bytes);
+        }
+    }
+
+    pub(crate) fn set_kept(&self, bytes: u64) {
+        self.delta_cache_bytes.store(bytes, Ordering::Relaxed);
     }
 
     pub(crate) fn add_zero_copy_send(&self) {

@@ -9,7 +9,7 @@ use std::{
 
 use vm_memory::VolatileSlice;
 
-use crate::{Resumable, Socket, StreamError};
+use crate::{Resumable, Session, Socket, StreamError};
 
 /// Bytes in both directions. Reads and writes go through a shared reference, so that one thread may read while
 /// another writes and a third one ends the stream.
@@ -179,6 +179,14 @@ impl Stream {
         match self {
             Self::Socket(socket) => socket.stall_timeout(),
             Self::Resumable(stream) => stream.carried().stall_timeout(),
+        }
+    }
+
+    /// The session that the stream is one of.
+    pub fn session(&self) -> Option<Session> {
+        match self {
+            Self::Socket(_) => None,
+            Self::Resumable(stream) => Some(Session::of(stream)),
         }
     }
 

@@ -2,7 +2,10 @@
 
 use std::{
     io, ptr,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -13,8 +16,9 @@ use vamoose_codec::EncodeError;
 use vm_memory::VolatileSlice;
 
 use crate::{
-    Pacer, Packet, PacketEncoder, Stats, Stream, ZeroCopyError,
+    DeltaSender, Pacer, Packet, PacketEncoder, Stats, Stream, ZeroCopyError,
     backlog::Backlog,
+    delta::Outgoing,
     is_stall, lock, memory,
     stats::cpu_timed,
     wait_for,
@@ -30,6 +34,7 @@ use crate::{
 pub struct ChannelWriter {
     sender: Sender,
     encoder: PacketEncoder,
+    delta: Option<Outgoing>,
     sync: RamHeader,
     header: Vec<u8>,
     /// An encoded payload.
@@ -86,7 +91,11 @@ impl ChannelWriter {
             zero_copy: None,
         });
         let sender = Sender {
-            channel: Arc::new(Channel { stream, turn }),
+            channel: Arc::new(Channel {
+                stream,
+                turn,
+                epoch: AtomicU64::new(0),
+            }),
             stats,
             pacer,
             layout,
@@ -105,6 +114,7 @@ impl ChannelWriter {
         Self {
             sender,
             encoder,
+            delta: None,
             sync: RamHeader::new(layout),
             header: Vec::with_capacity(layout.ram_header_len()),
             payload: vec![0; layout.max_payload()].into(),
@@ -128,6 +138,12 @@ impl ChannelWriter {
             turn.zero_copy = Some(zero_copy::enable(socket.ok_or(ZeroCopyError::Session)?)?);
         }
         Ok(())
+    }
+
+    /// Sends pages as the difference to what `cache` holds, where that pays, from now on. All writers of a migration need the
+    /// same cache, and the receiver one of its own ([`ChannelReader::take_differences`](crate::ChannelReader::take_differences)).
+    pub fn send_differences(&mut self, cache: Arc<DeltaSender>) {
+        self.delta = Some(Outgoing::new(cache));
     }
 
     /// Encodes and sends one packet; its header becomes the one sent, and its pages are undefined then.
@@ -177,6 +193,8 @@ impl ChannelWriter {
     /// As [`ChannelWriter::write`] and [`ChannelWriter::flush`].
     pub fn write_sync(&mut self, packet_num: u64) -> Result<(), WriteError> {
         self.write_empty(true, packet_num)?;
+        // Before any writer of the channel goes on.
+        self.sender.channel.epoch.fetch_add(1, Ordering::Relaxed);
         self.flush()
     }
 
@@ -253,11 +271,25 @@ impl ChannelWriter {
         self.sender.send_now(&self.header, Payload::Borrowed(&[]))
     }
 
-    fn write_ram(&mut self, header: &mut RamHeader, pages: Pages<'_>) -> Result<(), WriteError> {
+    fn write_ram(
+        &mut self,
+        header: &mut RamHeader,
+        mut pages: Pages<'_>,
+    ) -> Result<(), WriteError> {
         // What was received as one packet, pages and SYNC, leaves as two.
         header.sync = false;
         let page_bytes = pages.len();
-        let payload = if page_bytes == 0 || self.encoder.next_is_raw() {
+        let is_raw = page_bytes == 0 || self.encoder.next_is_raw();
+        let epoch = self.sender.channel.epoch.load(Ordering::Relaxed);
+        let delta = match &mut self.delta {
+            Some(delta) if is_raw => {
+                delta.pass_by(header);
+                None
+            }
+            Some(delta) => delta.plan(header, epoch).then_some(delta),
+            None => None,
+        };
+        let payload = if is_raw {
             header.method = self.encoder.method();
             match pages {
                 Pages::Own(buffer, len) => Payload::Buffer(buffer, len, None),
@@ -271,10 +303,20 @@ impl ChannelWriter {
         } else {
             let is_checked = self.sender.channel.stream.checks_pages();
             let buffers = (&mut self.copy, &mut *self.payload);
-            let (encoded, time) =
-                cpu_timed(|| encode(&mut self.encoder, &pages, is_checked, buffers));
-            self.sender.stats.add_encode(time);
+            let stats = &self.sender.stats;
+            let (encoded, time) = cpu_timed(|| match delta {
+                Some(delta) => {
+                    stats.set_kept(delta.kept_bytes());
+                    encode_differences(&mut self.encoder, delta, &mut pages, buffers)
+                }
+                None => encode(&mut self.encoder, &pages, is_checked, buffers),
+            });
+            stats.add_encode(time);
             let encoded = encoded?;
+            if encoded.method == Method::Delta {
+                let payload_len = encoded.len.unwrap_or(page_bytes);
+                stats.add_differences(encoded.differences, page_bytes, payload_len);
+            }
             header.method = encoded.method;
             match (encoded.len, pages) {
                 (Some(len), _) => Payload::Buffer(&mut self.payload, len, encoded.sum),
@@ -314,6 +356,8 @@ struct Encoded {
     len: Option<usize>,
     /// The CRC-32C of the pages, where it was asked for.
     sum: Option<u32>,
+    /// Pages that go as differences.
+    differences: usize,
 }
 
 /// Encodes `pages` into the second buffer. A guest's pages are copied first, to where the encoder has its input or
@@ -335,6 +379,7 @@ fn encode(
             method: encoded.method,
             len: Some(encoded.payload.len()),
             sum,
+            differences: 0,
         });
     }
     let pages = match pages {
@@ -347,13 +392,53 @@ fn encode(
             copy_out(slices, copy)
         }
     };
-    let sum = sum_of(pages);
+    encode_all(encoder, pages, sum_of(pages), out)
+}
+
+/// Encodes `pages`, some of which become differences, into the second buffer. A guest's pages are copied to the first
+/// buffer first.
+fn encode_differences(
+    encoder: &mut PacketEncoder,
+    delta: &mut Outgoing,
+    pages: &mut Pages<'_>,
+    (copy, out): (&mut Vec<u8>, &mut [u8]),
+) -> Result<Encoded, EncodeError> {
+    let pages = match pages {
+        Pages::Own(buffer, len) => &mut buffer[..*len],
+        Pages::Guest(slices) => {
+            let len = memory::total_len(slices);
+            if copy.len() < len {
+                copy.resize(len, 0);
+            }
+            copy_out(slices, copy);
+            &mut copy[..len]
+        }
+    };
+    let sum = Some(crc32c::crc32c(pages));
+    match delta.encode(encoder, pages, out)? {
+        Some(made) => Ok(Encoded {
+            method: Method::Delta,
+            len: Some(made.len),
+            sum,
+            differences: made.differences,
+        }),
+        None => encode_all(encoder, pages, sum, out),
+    }
+}
+
+fn encode_all(
+    encoder: &mut PacketEncoder,
+    pages: &[u8],
+    sum: Option<u32>,
+    out: &mut [u8],
+) -> Result<Encoded, EncodeError> {
     let encoded = encoder.encode(pages, out)?;
     let is_encoded = !ptr::eq(encoded.payload.as_ptr(), pages.as_ptr());
     Ok(Encoded {
         method: encoded.method,
         len: is_encoded.then_some(encoded.payload.len()),
         sum,
+        differences: 0,
     })
 }
 
@@ -465,6 +550,9 @@ struct Channel {
     stream: Arc<Stream>,
     /// Held while a packet goes out; uncontended on a channel with one writer.
     turn: Mutex<Turn>,
+    /// SYNCs that were written. The packets of the channel's other writers are out then, and the next ones are given to them
+    /// later: they need no order here.
+    epoch: AtomicU64,
 }
 
 /// What is known of a connection by who sends on it.

@@ -3,7 +3,7 @@
 //! ```text
 //! client                                              server
 //!   Hello:   lowest and highest version, nonce ──────>
-//!            <────── Answer: version or refusal, nonce
+//!            <────── Answer: version or refusal, nonce, memory for versions of pages
 //!   Attach:  session, stream, what it has, proof ────>
 //!            <────── Welcome: what it has, proof; or refusal
 //! ```
@@ -21,8 +21,12 @@ use thiserror::Error;
 use crate::fields::{put, take};
 
 /// The version that this program speaks, and the lowest that it understands.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 const LOWEST: u16 = 1;
+
+/// From this version on packets may hold differences to pages that were sent before, and the server says how much memory
+/// it has for them.
+pub const DIFFERENCES: u16 = 2;
 
 /// Length of [`Hello`] and [`Answer`].
 pub const HELLO_LEN: usize = 48;
@@ -51,6 +55,7 @@ pub struct Hello {
 pub struct Answer {
     outcome: Result<u16, Refusal>,
     nonce: Nonce,
+    page_cache: u16,
 }
 
 /// What the client wants the connection to be.
@@ -185,8 +190,17 @@ impl Answer {
             true => Self {
                 outcome: Ok(common),
                 nonce,
+                page_cache: 0,
             },
             false => Self::refuse(Refusal::Version),
+        }
+    }
+
+    /// The same from a server that keeps versions of pages in so many MiB, where the version has differences.
+    pub fn with_page_cache(self, page_cache: u16) -> Self {
+        match self.outcome {
+            Ok(DIFFERENCES..) => Self { page_cache, ..self },
+            _ => self,
         }
     }
 
@@ -195,6 +209,7 @@ impl Answer {
         Self {
             outcome: Err(refusal),
             nonce: [0; 32],
+            page_cache: 0,
         }
     }
 
@@ -207,6 +222,7 @@ impl Answer {
         let mut bytes = [0; HELLO_LEN];
         bytes[..8].copy_from_slice(MAGIC);
         put(&mut bytes, 8..10, version.to_be_bytes());
+        put(&mut bytes, 10..12, self.page_cache.to_be_bytes());
         put(&mut bytes, 12..16, status.to_be_bytes());
         put(&mut bytes, 16..48, self.nonce);
         bytes
@@ -220,8 +236,11 @@ impl Answer {
         if bytes[..8] != *MAGIC {
             return Err(HandshakeError::Magic);
         }
-        zero(&bytes[10..12])?;
         let version = u16::from_be_bytes(take(bytes, 8..10));
+        if version < DIFFERENCES {
+            zero(&bytes[10..12])?;
+        }
+        let page_cache = u16::from_be_bytes(take(bytes, 10..12));
         let nonce = take(bytes, 16..48);
         let outcome = match (version, u32::from_be_bytes(take(bytes, 12..16))) {
             (LOWEST..=VERSION, 0) => Ok(version),
@@ -231,7 +250,16 @@ impl Answer {
             }
             _ => return Err(HandshakeError::Malformed("its version")),
         };
-        Ok(Self { outcome, nonce })
+        Ok(Self {
+            outcome,
+            nonce,
+            page_cache,
+        })
+    }
+
+    /// The server's memory for versions of pages, in MiB; `None` where the version has no differences.
+    pub fn page_cache(&self) -> Option<u16> {
+        matches!(self.outcome, Ok(DIFFERENCES..)).then_some(self.page_cache)
     }
 
     /// The version to speak.
@@ -466,7 +494,11 @@ mod tests {
     fn messages_round_trip() {
         let hello = Hello::new([1; 32]);
         assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
-        for answer in [Answer::to(&hello, [2; 32]), Answer::refuse(Refusal::Busy)] {
+        for answer in [
+            Answer::to(&hello, [2; 32]),
+            Answer::to(&hello, [2; 32]).with_page_cache(256),
+            Answer::refuse(Refusal::Busy),
+        ] {
             assert_eq!(Answer::decode(&answer.encode()), Ok(answer));
         }
         let Ends { transcript, secret } = ends();

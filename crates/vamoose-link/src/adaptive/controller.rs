@@ -167,6 +167,11 @@ impl Controller {
         self.looked_at(cost, true);
     }
 
+    /// The packet goes in a way that is none of the plan's.
+    pub(super) fn left_out(&mut self) {
+        self.exempt = true;
+    }
+
     /// Both rungs of the plan's probe have encoded the packet.
     pub(super) fn probed(&mut self, rungs: [usize; 2], costs: [Cost; 2]) {
         self.ladder.compared(rungs, costs);

@@ -80,6 +80,9 @@ const START: [(Method, Option<i32>, f64, f64); RUNGS] = [
     (Method::ZstdFrames, Some(6), 9.0, 0.31),
 ];
 
+/// LZ4 as it finds the most.
+const FAST: usize = 2;
+
 /// The first rung of zstd with its match finder in full.
 const ZSTD: usize = 4;
 
@@ -101,6 +104,12 @@ impl Ladder {
     pub(super) fn codec(rung: usize) -> (Method, Option<i32>) {
         let (method, level, ..) = START[rung];
         (method, level)
+    }
+
+    /// What encodes differences where other pages go by this rung: they are mostly zeros, of which LZ4 makes little in no
+    /// time, and zstd on slow links less.
+    pub(super) fn for_differences(rung: usize) -> usize {
+        if rung < ZSTD { FAST } else { ZSTD }
     }
 
     /// A quick rung that finds something to save where this one does.

@@ -251,8 +251,9 @@ pub(crate) fn begin(
             Ok(greeted) => {
                 let secret = greeted.transcript.secret();
                 let (peer, cipher) = (greeted.peer(), greeted.connection.cipher);
-                let session = Shared::new(secret, config, peer, cipher, Role::Client(paths))
-                    .map_err(DialError::System)?;
+                let role = (Role::Client(paths), greeted.page_cache);
+                let session =
+                    Shared::new(secret, config, peer, cipher, role).map_err(DialError::System)?;
                 let stream = session.add(0);
                 greeted.attach(&stream, Intent::Open, Target::New)?;
                 session.next.store(1, Ordering::Relaxed);
@@ -397,6 +398,8 @@ struct Greeted {
     transcript: Transcript,
     address: Address,
     path: usize,
+    /// The server's memory for versions of pages, if it takes differences to them.
+    page_cache: Option<usize>,
 }
 
 impl Greeted {
@@ -436,6 +439,9 @@ impl Greeted {
             transcript,
             address,
             path: number,
+            page_cache: answer
+                .page_cache()
+                .map(|mebibytes| usize::from(mebibytes) << 20),
         })
     }
 

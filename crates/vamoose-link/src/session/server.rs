@@ -241,7 +241,7 @@ impl Server {
         let mut bytes = [0; HELLO_LEN];
         connection.read_exactly(&mut bytes)?;
         let hello = Hello::decode(&bytes)?;
-        let answer = Answer::to(&hello, nonce()?);
+        let answer = Answer::to(&hello, nonce()?).with_page_cache(self.page_cache());
         connection.send(&answer.encode())?;
         answer.accepted()?;
         let transcript = Transcript::new(&hello, &answer, connection.binding);
@@ -335,11 +335,22 @@ impl Server {
             return Err(Refusal::Busy);
         }
         let (secret, config) = (transcript.secret(), self.config.clone());
-        let session = Shared::new(secret, config, peer.to_owned(), cipher, Role::Server);
+        let session = Shared::new(
+            secret,
+            config,
+            peer.to_owned(),
+            cipher,
+            (Role::Server, None),
+        );
         // There is no thread for it.
         let session = session.map_err(|_| Refusal::Busy)?;
         sessions.insert(session.id(), Arc::downgrade(&session));
         Ok(session)
+    }
+
+    /// In MiB.
+    fn page_cache(&self) -> u16 {
+        u16::try_from(self.config.page_cache >> 20).unwrap_or(u16::MAX)
     }
 
     fn streams(&self) -> usize {

@@ -9,6 +9,7 @@
 )]
 
 mod channel;
+mod delta;
 mod flips;
 mod hostile;
 mod log;

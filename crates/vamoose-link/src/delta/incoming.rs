@@ -1,0 +1,172 @@
+//! A reader's side of the cache: packets with differences, restored.
+
+use std::sync::Arc;
+
+use multifd::{Layout, Method};
+use vamoose_codec::{
+    DecodeError, Decoder,
+    delta::{Mark, read_table, restore},
+};
+use vm_memory::VolatileSlice;
+
+use super::{DeltaError, DeltaReceiver};
+
+/// What one reader needs for differences.
+pub(crate) struct Incoming {
+    versions: Versions,
+    page_size: usize,
+    marks: Vec<Mark>,
+    /// Pages that go to the guest's memory once they are right; of one of them what is there now.
+    scratch: Vec<u8>,
+    page: Vec<u8>,
+}
+
+/// Where the versions are that differences are to.
+enum Versions {
+    Slots(Arc<DeltaReceiver>),
+    /// In the guest's memory, where the pages go.
+    Memory,
+}
+
+/// Where a packet's pages go.
+pub(crate) enum Target<'a> {
+    Own(&'a mut [u8]),
+    Guest(&'a [VolatileSlice<'a>]),
+}
+
+/// A packet whose pages could not be restored.
+pub(crate) enum Failure {
+    Decode(DecodeError),
+    Delta(DeltaError),
+    /// They are not those with the checksum that was sent: this is theirs.
+    Changed(u32),
+}
+
+impl From<DecodeError> for Failure {
+    fn from(error: DecodeError) -> Self {
+        Self::Decode(error)
+    }
+}
+
+impl From<DeltaError> for Failure {
+    fn from(error: DeltaError) -> Self {
+        Self::Delta(error)
+    }
+}
+
+impl Incoming {
+    /// For packets whose differences are to pages in slots.
+    pub(crate) fn from_slots(slots: Arc<DeltaReceiver>, layout: Layout) -> Self {
+        Self::of(Versions::Slots(slots), layout)
+    }
+
+    /// For packets whose differences are to what is in the guest's memory.
+    pub(crate) fn in_place(layout: Layout) -> Self {
+        Self::of(Versions::Memory, layout)
+    }
+
+    fn of(versions: Versions, layout: Layout) -> Self {
+        Self {
+            versions,
+            page_size: layout.page_size(),
+            marks: Vec::with_capacity(layout.page_count()),
+            scratch: Vec::new(),
+            page: Vec::new(),
+        }
+    }
+
+    /// Decodes a packet and restores its pages, which have the checksum `sum`, to where they go. What pages are compared
+    /// with stays as it is until they are known to be right: so once more is harmless.
+    pub(crate) fn decode(
+        &mut self,
+        decoder: &mut Decoder,
+        payload: &[u8],
+        target: &mut Target<'_>,
+        sum: u32,
+    ) -> Result<(), Failure> {
+        let len = match target {
+            Target::Own(pages) => pages.len(),
+            Target::Guest(slices) => crate::memory::total_len(slices),
+        };
+        self.marks.clear();
+        self.marks.resize(len / self.page_size, Mark::Plain);
+        let (method, payload) = read_table(payload, &mut self.marks)?;
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let restored = match target {
+            Target::Own(pages) => self.restore(decoder, (method, payload), pages, None, sum),
+            Target::Guest(slices) => {
+                scratch.resize(len, 0);
+                let memory = Some(&**slices);
+                self.restore(decoder, (method, payload), &mut scratch, memory, sum)
+            }
+        };
+        self.scratch = scratch;
+        restored
+    }
+
+    /// The pages that were [decoded](Self::decode) for the guest's memory.
+    pub(crate) fn decoded(&self) -> &[u8] {
+        &self.scratch
+    }
+
+    fn restore(
+        &mut self,
+        decoder: &mut Decoder,
+        (method, payload): (Method, &[u8]),
+        pages: &mut [u8],
+        memory: Option<&[VolatileSlice<'_>]>,
+        sum: u32,
+    ) -> Result<(), Failure> {
+        let mut found = 0;
+        for _ in 0..ATTEMPTS {
+            decoder.decode(method, payload, pages)?;
+            match (&self.versions, memory) {
+                (Versions::Slots(slots), _) => slots.restore(&self.marks, pages)?,
+                (Versions::Memory, Some(memory)) => {
+                    restore_in_place(&self.marks, &mut self.page, pages, memory, self.page_size)?;
+                }
+                (Versions::Memory, None) => return Err(DeltaError::Unexpected.into()),
+            }
+            found = crc32c::crc32c(pages);
+            if found == sum {
+                if let Versions::Slots(slots) = &self.versions {
+                    slots.keep(&self.marks, pages)?;
+                }
+                return Ok(());
+            }
+        }
+        Err(Failure::Changed(found))
+    }
+}
+
+/// How often a packet is decoded whose pages turn out wrong.
+const ATTEMPTS: usize = 2;
+
+/// Makes pages of the differences among `pages`, to what is in `memory`: slices of whole pages, in the same order.
+fn restore_in_place(
+    marks: &[Mark],
+    before: &mut Vec<u8>,
+    pages: &mut [u8],
+    memory: &[VolatileSlice<'_>],
+    page_size: usize,
+) -> Result<(), DeltaError> {
+    before.resize(page_size, 0);
+    let (mut slices, mut skip) = (memory.iter(), 0);
+    let mut slice = slices.next();
+    for (mark, page) in marks.iter().zip(pages.chunks_exact_mut(page_size)) {
+        while slice.is_some_and(|slice| skip >= slice.len()) {
+            (slice, skip) = (slices.next(), 0);
+        }
+        let here = slice.and_then(|slice| slice.subslice(skip, page_size).ok());
+        skip += page_size;
+        match mark {
+            Mark::Plain => {}
+            Mark::InPlace => {
+                here.ok_or(DeltaError::Unexpected)?.copy_to(&mut before[..]);
+                restore(page, before);
+            }
+            Mark::Store(_) | Mark::Difference(_) => return Err(DeltaError::Unexpected),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,281 @@
+//! A model of both ends: channels with several writers, packets that overtake each other, sockets that hold a few of them,
+//! and more pages than slots. Whatever is done in whatever order, pages arrive as they were sent, both caches are the same,
+//! and somebody can always go on.
+
+use std::collections::VecDeque;
+
+use multifd::{BlockName, Layout, RamHeader};
+use proptest::{collection::vec, prelude::*};
+use vamoose_codec::delta::Mark;
+
+use super::{DeltaError, DeltaReceiver, DeltaSender, SLOT_OVERHEAD, sender::Planned};
+
+const PAGE: usize = 1024;
+
+fn layout() -> Layout {
+    let layout = Layout::new(u32::try_from(PAGE).unwrap()).unwrap();
+    layout.with_packet_bytes(64 << 10).unwrap()
+}
+
+/// What a socket carries.
+enum Wire {
+    Packet(Packet),
+    Sync,
+}
+
+struct Packet {
+    marks: Vec<Mark>,
+    /// As they go over the wire.
+    pages: Vec<u8>,
+    /// As they are.
+    sent: Vec<u8>,
+}
+
+/// A packet that a writer is at.
+enum Work {
+    Planned(Vec<Planned>, Vec<u8>),
+    Made(Packet),
+}
+
+struct Channel {
+    /// The rounds' packets, of page numbers, that are left for it.
+    rounds: VecDeque<VecDeque<Vec<u64>>>,
+    epoch: u64,
+    writers: Vec<Option<Work>>,
+    socket: VecDeque<Wire>,
+}
+
+struct World {
+    sender: DeltaSender,
+    receiver: DeltaReceiver,
+    memory: Vec<Vec<u8>>,
+    channels: Vec<Channel>,
+    differences: usize,
+}
+
+/// Packets that a socket holds.
+const SOCKET: usize = 3;
+
+impl World {
+    fn new(pages: usize, slots: usize, channels: usize, writers: usize) -> Self {
+        let bytes = slots * (PAGE + SLOT_OVERHEAD);
+        let channel = || Channel {
+            rounds: VecDeque::new(),
+            epoch: 0,
+            writers: (0..writers).map(|_| None).collect(),
+            socket: VecDeque::new(),
+        };
+        Self {
+            sender: DeltaSender::new(bytes, layout()),
+            // What has not come yet is reported at once.
+            receiver: DeltaReceiver::new(bytes, layout(), std::time::Duration::ZERO),
+            memory: (0..pages)
+                .map(|page| vec![u8::try_from(page % 251).unwrap(); PAGE])
+                .collect(),
+            channels: (0..channels).map(|_| channel()).collect(),
+            differences: 0,
+        }
+    }
+
+    /// Does something on this channel, if there is something to be done: `at` chooses what.
+    fn step(&mut self, channel: usize, at: usize) -> bool {
+        let writers = self.channels[channel].writers.len();
+        match at % (writers + 1) {
+            0 => self.receive(channel),
+            writer => self.write(channel, writer - 1),
+        }
+    }
+
+    fn write(&mut self, number: usize, writer: usize) -> bool {
+        let channel = &mut self.channels[number];
+        match channel.writers[writer].take() {
+            None => {
+                let Some(round) = channel.rounds.front_mut() else {
+                    return false;
+                };
+                let Some(pages) = round.pop_front() else {
+                    let is_last = channel.writers.iter().all(Option::is_none);
+                    if !is_last || channel.socket.len() >= SOCKET {
+                        return false;
+                    }
+                    channel.rounds.pop_front();
+                    channel.epoch += 1;
+                    channel.socket.push_back(Wire::Sync);
+                    return true;
+                };
+                let mut header = RamHeader::new(layout());
+                header.block = BlockName::new(b"ram").unwrap();
+                let offsets: Vec<u64> = pages.iter().map(|page| page * PAGE as u64).collect();
+                header.set_pages(&offsets, &[], layout()).unwrap();
+                let mut plan = Vec::new();
+                self.sender.plan(&header, channel.epoch, &mut plan);
+                let pages = pages
+                    .iter()
+                    .map(|page| &self.memory[usize::try_from(*page).unwrap()][..]);
+                let bytes = pages.collect::<Vec<_>>().concat();
+                channel.writers[writer] = Some(Work::Planned(plan, bytes));
+            }
+            Some(Work::Planned(plan, mut pages)) => {
+                let (sent, mut marks) = (pages.clone(), Vec::new());
+                self.sender.prepare(&plan, &mut pages, &mut marks);
+                if sent[0] % 3 == 0 {
+                    self.sender.undo(&plan, &mut pages, &mut marks);
+                    assert_eq!(pages, sent);
+                }
+                self.sender.finish(&plan);
+                channel.writers[writer] = Some(Work::Made(Packet { marks, pages, sent }));
+            }
+            Some(Work::Made(packet)) if channel.socket.len() < SOCKET => {
+                channel.socket.push_back(Wire::Packet(packet));
+            }
+            waiting => {
+                channel.writers[writer] = waiting;
+                return false;
+            }
+        }
+        true
+    }
+
+    fn receive(&mut self, number: usize) -> bool {
+        let socket = &mut self.channels[number].socket;
+        let Some(Wire::Packet(packet)) = socket.front() else {
+            return socket.pop_front().is_some();
+        };
+        let mut pages = packet.pages.clone();
+        match self.receiver.restore(&packet.marks, &mut pages) {
+            Err(DeltaError::Missing { .. }) => return false,
+            restored => restored.unwrap(),
+        }
+        assert_eq!(pages, packet.sent);
+        self.receiver.keep(&packet.marks, &pages).unwrap();
+        let is_difference = |mark: &&Mark| matches!(mark, Mark::Difference(_));
+        self.differences += packet.marks.iter().filter(is_difference).count();
+        socket.pop_front();
+        true
+    }
+
+    /// Until nothing is left, as `choices` say and then in turn.
+    fn run(&mut self, choices: &[(usize, usize)]) {
+        for (channel, at) in choices {
+            self.step(channel % self.channels.len(), *at);
+        }
+        loop {
+            let mut goes_on = false;
+            for channel in 0..self.channels.len() {
+                for at in 0..=self.channels[channel].writers.len() {
+                    goes_on |= self.step(channel, at);
+                }
+            }
+            if !goes_on {
+                break;
+            }
+        }
+        for channel in &self.channels {
+            assert!(
+                channel.rounds.is_empty() && channel.socket.is_empty(),
+                "all wait"
+            );
+        }
+        let all = self.sender.all();
+        assert_eq!(self.receiver.all(all.len()), all);
+    }
+}
+
+/// A round of a guest: bytes that it has changed by now, and the packets of each channel.
+type Round = (Vec<(usize, usize, u8)>, Vec<Vec<Vec<u64>>>);
+
+const PAGES: usize = 24;
+
+fn round() -> impl Strategy<Value = Round> {
+    let changes = vec((0..PAGES, 0..PAGE, any::<u8>()), 0..40);
+    let packet = vec(0..PAGES as u64, 1..12);
+    (changes, vec(vec(packet, 0..4), 3))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Also of a source that sends a page several times in a round.
+    #[test]
+    fn both_ends_keep_the_same_and_nobody_waits_for_ever(
+        rounds in vec(round(), 1..8),
+        slots in 1..40_usize,
+        channels in 1..=3_usize,
+        writers in 1..=3_usize,
+        choices in vec((0..3_usize, 0..4_usize), 0..400),
+    ) {
+        let mut world = World::new(PAGES, slots, channels, writers);
+        let mut choices = choices.chunks(60);
+        for (changes, packets) in rounds {
+            for (page, at, byte) in changes {
+                world.memory[page][at] = byte;
+            }
+            for (channel, packets) in world.channels.iter_mut().zip(packets) {
+                channel.rounds.push_back(packets.into());
+            }
+            // Some of it now; the rest is mixed with the rounds behind.
+            for (channel, at) in choices.next().unwrap_or_default() {
+                world.step(channel % channels, *at);
+            }
+        }
+        world.run(&choices.next().unwrap_or_default().to_vec());
+    }
+}
+
+/// A round in which each page is sent once, on channels in turn.
+fn send_all(world: &mut World, pages: std::ops::Range<u64>) {
+    let pages: Vec<u64> = pages.collect();
+    let channels = world.channels.len();
+    for (number, channel) in world.channels.iter_mut().enumerate() {
+        let packets = pages.chunks(8).enumerate();
+        let mine = packets.filter(|(index, _)| index % channels == number);
+        channel
+            .rounds
+            .push_back(mine.map(|(_, pages)| pages.to_vec()).collect());
+    }
+    for page in pages {
+        world.memory[usize::try_from(page).unwrap()][7] += 1;
+    }
+    world.run(&[]);
+}
+
+#[test]
+fn a_page_goes_as_a_difference_from_the_third_time_on() {
+    let mut world = World::new(64, 64, 2, 2);
+    for (round, differences) in [0, 0, 64, 128].into_iter().enumerate() {
+        send_all(&mut world, 0..64);
+        // A third of the packets are undone, those whose first page's first byte says so.
+        assert!(world.differences <= differences, "round {round}");
+        assert_eq!(world.differences > 0, round >= 2);
+    }
+}
+
+#[test]
+fn with_more_pages_than_slots_the_slots_keep_theirs() {
+    let mut world = World::new(200, 40, 2, 1);
+    for _ in 0..6 {
+        send_all(&mut world, 0..200);
+    }
+    // Four rounds, without the packets that were undone: not one here and there.
+    assert!(world.differences > 60, "{}", world.differences);
+}
+
+#[test]
+fn slots_of_pages_that_do_not_come_any_more_are_used_again() {
+    let mut world = World::new(200, 40, 1, 1);
+    for _ in 0..4 {
+        send_all(&mut world, 0..40);
+    }
+    // The first of the others come together with a few of before.
+    for (other, rounds) in [(30..70, 8), (120..160, 80)] {
+        let before = world.differences;
+        for _ in 0..rounds {
+            send_all(&mut world, other.clone());
+        }
+        assert!(
+            world.differences > before + 60,
+            "{before}, {}",
+            world.differences
+        );
+    }
+}

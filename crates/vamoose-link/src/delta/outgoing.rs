@@ -1,0 +1,147 @@
+//! A writer's side of the cache: which pages of a packet go as differences, and the packet's payload.
+
+use std::sync::Arc;
+
+use multifd::{Method, RamHeader};
+use vamoose_codec::{
+    EncodeError,
+    delta::{Mark, table_len, write_table},
+};
+
+use super::{DeltaSender, sender::Planned};
+use crate::PacketEncoder;
+
+/// What one writer needs for differences.
+pub(crate) struct Outgoing {
+    cache: Arc<DeltaSender>,
+    plan: Vec<Planned>,
+    marks: Vec<Mark>,
+    sample: Sample,
+}
+
+/// A payload with a table.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Made {
+    pub(crate) len: usize,
+    /// Pages that go as differences.
+    pub(crate) differences: usize,
+}
+
+impl Outgoing {
+    pub(crate) fn new(cache: Arc<DeltaSender>) -> Self {
+        Self {
+            cache,
+            plan: Vec::new(),
+            marks: Vec::new(),
+            sample: Sample::default(),
+        }
+    }
+
+    /// Bytes of pages that are kept.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        self.cache.kept_bytes()
+    }
+
+    /// Whether there are pages in the packet that are kept, in the `epoch` of its channel. Then it must be
+    /// [encoded](Self::encode) next.
+    pub(crate) fn plan(&mut self, header: &RamHeader, epoch: u64) -> bool {
+        self.cache.plan(header, epoch, &mut self.plan);
+        !self.plan.is_empty()
+    }
+
+    /// A packet goes without being looked at.
+    pub(crate) fn pass_by(&self, header: &RamHeader) {
+        self.cache.pass_by(header);
+    }
+
+    /// Encodes the planned packet's `pages`, some of which become differences, to the beginning of `out`. `None` if they are
+    /// to go as any other packet's.
+    pub(crate) fn encode(
+        &mut self,
+        encoder: &mut PacketEncoder,
+        pages: &mut [u8],
+        out: &mut [u8],
+    ) -> Result<Option<Made>, EncodeError> {
+        let Self {
+            cache, plan, marks, ..
+        } = self;
+        cache.prepare(plan, pages, marks);
+        if !self
+            .sample
+            .pays(cache, plan, (pages, marks), encoder, out)?
+        {
+            cache.undo(plan, pages, marks);
+        }
+        let made = match marks.iter().all(|mark| *mark == Mark::Plain) {
+            true => Ok(None),
+            false => encode(encoder, pages, marks, out).map(Some),
+        };
+        // Whatever became of it: without this packet there is no migration.
+        cache.finish(plan);
+        made
+    }
+}
+
+fn encode(
+    encoder: &mut PacketEncoder,
+    pages: &[u8],
+    marks: &[Mark],
+    out: &mut [u8],
+) -> Result<Made, EncodeError> {
+    let (table, room) = out.split_at_mut(table_len(marks.len()));
+    let is_difference = |mark: &&Mark| matches!(mark, Mark::Difference(_) | Mark::InPlace);
+    let differences = marks.iter().filter(is_difference).count();
+    let encoded = match differences {
+        0 => encoder.encode(pages, room),
+        _ => encoder.encode_differences(pages, room),
+    }?;
+    write_table(marks, encoded.method, table)?;
+    let mut len = table.len() + encoded.payload.len();
+    if encoded.method == Method::None {
+        room[..pages.len()].copy_from_slice(pages);
+        len = table.len() + pages.len();
+    }
+    Ok(Made { len, differences })
+}
+
+/// Finds out on a part of a packet whether its differences are smaller than its pages.
+#[derive(Default)]
+struct Sample {
+    differences: Vec<u8>,
+    pages: Vec<u8>,
+}
+
+/// Pages in a sample: as many as there are neighbours in what changes together.
+const SAMPLE: usize = 4;
+
+impl Sample {
+    fn pays(
+        &mut self,
+        cache: &DeltaSender,
+        plan: &[Planned],
+        (pages, marks): (&[u8], &[Mark]),
+        encoder: &mut PacketEncoder,
+        out: &mut [u8],
+    ) -> Result<bool, EncodeError> {
+        self.differences.clear();
+        self.pages.clear();
+        let step = plan.len().div_ceil(SAMPLE);
+        cache.sample((plan, pages, marks), step, &mut |difference, page| {
+            self.differences.extend_from_slice(difference);
+            self.pages.extend_from_slice(page);
+        });
+        // Next to nothing is left of it.
+        let changed = self.differences.iter().filter(|byte| **byte != 0).count();
+        if changed <= self.differences.len() / CLEARLY {
+            return Ok(true);
+        }
+        let mut size = |pages: &[u8]| {
+            let encoded = encoder.encode_differences(pages, &mut *out)?;
+            Ok::<usize, EncodeError>(encoded.payload.len())
+        };
+        Ok(size(&self.differences)? < size(&self.pages)?)
+    }
+}
+
+/// A difference of which no more than one in so many bytes is left is smaller than what any encoder makes of pages.
+const CLEARLY: usize = 32;

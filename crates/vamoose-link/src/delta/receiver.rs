@@ -1,0 +1,215 @@
+//! The receiver's cache: what packets have put into its slots.
+
+use std::{
+    sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
+    time::{Duration, Instant},
+};
+
+use multifd::Layout;
+use thiserror::Error;
+use vamoose_codec::delta::{Mark, Touch, restore};
+
+use super::slots;
+use crate::{Stream, lock};
+
+/// The pages that one end of a session has received and keeps, shared by all channels of a migration.
+pub struct DeltaReceiver {
+    page_size: usize,
+    limit: usize,
+    /// Without a touch of any slot for this long, a version never comes.
+    patience: Duration,
+    slots: OnceLock<Box<[Mutex<Slot>]>>,
+    progress: Mutex<Progress>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Slot {
+    version: u32,
+    /// Empty until something is put there.
+    content: Box<[u8]>,
+}
+
+/// What ends waits.
+#[derive(Default)]
+struct Progress {
+    /// Packets whose touches were carried out.
+    packets: u64,
+    given_up: bool,
+}
+
+/// A packet with differences that cannot be restored.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum DeltaError {
+    #[error("the peer sends differences to versions that this end does not keep")]
+    Unexpected,
+    #[error("the peer sends differences without a checksum of the pages")]
+    Unchecked,
+    #[error("the peer names slot {slot}, and there are {limit}")]
+    Slot { slot: u32, limit: usize },
+    #[error("the peer means version {version} of slot {slot}, which has version {found}")]
+    Passed { slot: u32, version: u32, found: u32 },
+    #[error("the peer sends a difference to slot {slot}, in which there is nothing")]
+    Empty { slot: u32 },
+    #[error("version {version} of slot {slot} has not come, and no other for {seconds} s")]
+    Missing {
+        slot: u32,
+        version: u32,
+        seconds: u64,
+    },
+    #[error("the migration has ended")]
+    Ended,
+}
+
+impl DeltaReceiver {
+    /// A cache of `bytes`. A packet waits for those before it, on other channels, as long as some of them come within
+    /// `patience`.
+    pub fn new(bytes: usize, layout: Layout, patience: Duration) -> Self {
+        Self {
+            page_size: layout.page_size(),
+            limit: slots(bytes, layout),
+            patience,
+            slots: OnceLock::new(),
+            progress: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// For what comes on `stream` and others of its session, if differences may.
+    pub fn of(stream: &Stream, layout: Layout) -> Option<Self> {
+        let session = stream.session()?;
+        let config = session.config();
+        // A connection that is lost may take as long to come back.
+        let patience = stream.stall_timeout() + config.reconnect_timeout;
+        config
+            .check
+            .then(|| Self::new(config.page_cache, layout, patience))
+    }
+
+    /// Ends every wait: a packet that is waited for will never come.
+    pub fn give_up(&self) {
+        self.progress().given_up = true;
+        self.changed.notify_all();
+    }
+
+    /// Makes pages of the differences among `pages`, when the packets before have been carried out. The slots stay as they
+    /// are, so that it can be done again with the same packet.
+    pub(crate) fn restore(&self, marks: &[Mark], pages: &mut [u8]) -> Result<(), DeltaError> {
+        for (mark, page) in marks.iter().zip(pages.chunks_exact_mut(self.page_size)) {
+            match *mark {
+                Mark::Plain => {}
+                Mark::InPlace => return Err(DeltaError::Unexpected),
+                Mark::Store(touch) => self.wait_for(touch)?,
+                Mark::Difference(touch) => {
+                    self.wait_for(touch)?;
+                    let slot = lock(self.slot(touch)?);
+                    if slot.content.is_empty() {
+                        return Err(DeltaError::Empty { slot: touch.slot });
+                    }
+                    restore(page, &slot.content);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts the pages of a packet into their slots, once they are known to be right.
+    pub(crate) fn keep(&self, marks: &[Mark], pages: &[u8]) -> Result<(), DeltaError> {
+        for (mark, page) in marks.iter().zip(pages.chunks_exact(self.page_size)) {
+            let (Mark::Store(touch) | Mark::Difference(touch)) = *mark else {
+                continue;
+            };
+            let mut slot = lock(self.slot(touch)?);
+            // Another packet with the same touch, or another touch in this one.
+            if slot.version != touch.version {
+                return Err(passed(touch, &slot));
+            }
+            match slot.content.is_empty() {
+                true => slot.content = page.into(),
+                false => slot.content.copy_from_slice(page),
+            }
+            slot.version = touch.version.wrapping_add(1);
+        }
+        self.progress().packets += 1;
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// The versions of the first `count` slots, and what is in them.
+    #[cfg(test)]
+    pub(super) fn all(&self, count: usize) -> Vec<(u32, Vec<u8>)> {
+        let slots = self.slots.get().map_or(&[][..], |slots| &slots[..count]);
+        let slots = slots.iter().map(|slot| {
+            let slot = lock(slot);
+            (slot.version, slot.content.to_vec())
+        });
+        slots.collect()
+    }
+
+    fn wait_for(&self, touch: Touch) -> Result<(), DeltaError> {
+        if self.is_there(touch)? {
+            return Ok(());
+        }
+        let mut progress = self.progress();
+        let mut since = (progress.packets, Instant::now());
+        loop {
+            if progress.given_up {
+                return Err(DeltaError::Ended);
+            }
+            // With the lock: who changes a slot takes it afterwards, and wakes us up.
+            if self.is_there(touch)? {
+                return Ok(());
+            }
+            if progress.packets != since.0 {
+                since = (progress.packets, Instant::now());
+            }
+            let left = self.patience.saturating_sub(since.1.elapsed());
+            if left.is_zero() {
+                return Err(DeltaError::Missing {
+                    slot: touch.slot,
+                    version: touch.version,
+                    seconds: self.patience.as_secs(),
+                });
+            }
+            let waited = self.changed.wait_timeout(progress, left);
+            progress = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Whether the slot has the version; an error if it will never have it again.
+    fn is_there(&self, touch: Touch) -> Result<bool, DeltaError> {
+        let slot = lock(self.slot(touch)?);
+        match touch.version.wrapping_sub(slot.version) {
+            0 => Ok(true),
+            // As many touches ahead as there cannot be, in a packet that comes at all.
+            ahead if ahead < u32::MAX / 2 => Ok(false),
+            _ => Err(passed(touch, &slot)),
+        }
+    }
+
+    fn slot(&self, touch: Touch) -> Result<&Mutex<Slot>, DeltaError> {
+        let (slot, limit) = (touch.slot, self.limit);
+        let index = usize::try_from(slot).unwrap_or(usize::MAX);
+        if index >= limit {
+            return Err(DeltaError::Slot { slot, limit });
+        }
+        let slots = self
+            .slots
+            .get_or_init(|| (0..limit).map(|_| Mutex::default()).collect());
+        Ok(&slots[index])
+    }
+
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        lock(&self.progress)
+    }
+}
+
+fn passed(touch: Touch, slot: &Slot) -> DeltaError {
+    DeltaError::Passed {
+        slot: touch.slot,
+        version: touch.version,
+        found: slot.version,
+    }
+}

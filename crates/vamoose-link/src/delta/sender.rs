@@ -1,0 +1,359 @@
+//! The sender's cache: which page is in which slot, and what was put there last.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Mutex, OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use multifd::{Layout, RamHeader};
+use vamoose_codec::delta::{Mark, Touch, difference};
+
+use super::{sent::Sent, slots};
+use crate::{Session, lock};
+
+/// The pages that one end of a session has sent and keeps, shared by all channels of a migration.
+pub struct DeltaSender {
+    page_size: usize,
+    limit: usize,
+    holds: Holds,
+    index: Mutex<Index>,
+    /// By slot.
+    contents: OnceLock<Box<[Mutex<Content>]>>,
+    kept: AtomicU64,
+}
+
+/// What is in a slot. Empty until it is used.
+type Content = Box<[u8]>;
+
+/// What the receiver has of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holds {
+    /// What is in the same slot of its own cache.
+    Slots,
+    /// What was sent last: it writes to the guest's memory, and takes the version from there.
+    Memory,
+}
+
+/// What a packet does with the slot of one of its pages.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Planned {
+    /// Of the packet's normal pages.
+    page: usize,
+    touch: Touch,
+    /// There is a version of this page in the slot.
+    has_version: bool,
+}
+
+/// Pages by slot, and slots by page.
+#[derive(Default)]
+struct Index {
+    sent: Sent,
+    slot_of: HashMap<Page, u32>,
+    slots: Vec<Slot>,
+    /// Of no page.
+    free: Vec<u32>,
+    /// Where the search for a slot begins.
+    hand: usize,
+    /// Counts the guest's rounds, roughly: a page that was touched in this one is touched again.
+    round: u64,
+}
+
+/// Number of the RAM block, and of the page in it.
+type Page = (u32, u64);
+
+struct Slot {
+    page: Page,
+    version: u32,
+    /// When it was touched last, by SYNCs and by rounds.
+    epoch: u64,
+    round: u64,
+    /// A packet that touches it is being made.
+    is_busy: bool,
+}
+
+/// Slots that are looked at to find one whose page has not come for a while.
+const LOOK_AT: usize = 4;
+
+/// Rounds in which a page has not come before its slot may be used for another one. So where more pages change than there are
+/// slots, the slots keep theirs.
+const ROUNDS: u64 = 2;
+
+/// The same by SYNCs, of which an old QEMU sends many in a round, for a guest none of whose pages comes again.
+const EPOCHS: u64 = 64;
+
+/// A page in which more of the words have changed goes as it is: the difference would be no smaller.
+const DENSE: usize = 2;
+
+impl DeltaSender {
+    /// A cache of `bytes`, where the receiver has one that is not smaller.
+    pub fn new(bytes: usize, layout: Layout) -> Self {
+        Self::of(Holds::Slots, bytes, layout)
+    }
+
+    /// A cache of `bytes` for a receiver that has the pages in the guest's memory.
+    pub fn in_place(bytes: usize, layout: Layout) -> Self {
+        Self::of(Holds::Memory, bytes, layout)
+    }
+
+    /// For what is sent over `session`, where its server takes differences and both ends keep pages.
+    pub fn over(session: &Session, layout: Layout) -> Option<Self> {
+        let bytes = session.page_cache()?;
+        (slots(bytes, layout) > 0).then(|| Self::new(bytes, layout))
+    }
+
+    /// The same for a receiver that has the pages in the guest's memory.
+    pub fn in_place_over(session: &Session, layout: Layout) -> Option<Self> {
+        session.page_cache()?;
+        let bytes = session.config().page_cache;
+        (slots(bytes, layout) > 0).then(|| Self::in_place(bytes, layout))
+    }
+
+    fn of(holds: Holds, bytes: usize, layout: Layout) -> Self {
+        Self {
+            page_size: layout.page_size(),
+            limit: slots(bytes, layout),
+            holds,
+            index: Mutex::default(),
+            contents: OnceLock::new(),
+            kept: AtomicU64::new(0),
+        }
+    }
+
+    /// Bytes of pages that are kept.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        self.kept.load(Ordering::Relaxed)
+    }
+
+    /// Decides which of a packet's pages go into slots, in the `epoch` of its channel. If there are none, the packet goes as if
+    /// there were no cache; otherwise its pages must be [prepared](Self::prepare).
+    pub(crate) fn plan(&self, header: &RamHeader, epoch: u64, plan: &mut Vec<Planned>) {
+        plan.clear();
+        let mut index = lock(&self.index);
+        let Some(block) = index.sent.block(&header.block) else {
+            return;
+        };
+        if self.holds == Holds::Memory {
+            for offset in header.zero_offsets() {
+                index.forget((block, offset / self.page_size as u64));
+            }
+        }
+        for (number, offset) in header.normal_offsets().iter().enumerate() {
+            let page = (block, offset / self.page_size as u64);
+            if !index.sent.insert(page.0, page.1) {
+                continue;
+            }
+            match index.touch(page, epoch, self.limit) {
+                Some((touch, has_version)) => plan.push(Planned {
+                    page: number,
+                    touch,
+                    has_version,
+                }),
+                None if self.holds == Holds::Memory => index.forget(page),
+                None => {}
+            }
+        }
+    }
+
+    /// The pages of a packet go another way than through [`prepare`](Self::prepare).
+    pub(crate) fn pass_by(&self, header: &RamHeader) {
+        let mut index = lock(&self.index);
+        let Some(block) = index.sent.block(&header.block) else {
+            return;
+        };
+        let offsets = [header.normal_offsets(), header.zero_offsets()];
+        for offset in offsets.into_iter().flatten() {
+            let page = (block, offset / self.page_size as u64);
+            if self.holds == Holds::Memory {
+                index.forget(page);
+            }
+        }
+        for offset in header.normal_offsets() {
+            index.sent.insert(block, offset / self.page_size as u64);
+        }
+    }
+
+    /// Puts the planned ones of `pages` into their slots, and makes differences of those that have changed little. `marks`
+    /// becomes what all of them are then.
+    pub(crate) fn prepare(&self, plan: &[Planned], pages: &mut [u8], marks: &mut Vec<Mark>) {
+        marks.clear();
+        marks.resize(pages.len() / self.page_size, Mark::Plain);
+        for planned in plan {
+            let start = planned.page * self.page_size;
+            let page = &mut pages[start..start + self.page_size];
+            let mut kept = lock(self.content(planned.touch.slot));
+            let mut mark = Mark::Store(planned.touch);
+            if kept.is_empty() {
+                *kept = page.into();
+                self.kept.fetch_add(page.len() as u64, Ordering::Relaxed);
+            } else if planned.has_version {
+                match difference(page, &mut kept) > self.page_size / 8 / DENSE {
+                    true => page.copy_from_slice(&kept),
+                    false => mark = self.difference(planned.touch),
+                }
+            } else {
+                kept.copy_from_slice(page);
+            }
+            marks[planned.page] = match (mark, self.holds) {
+                (Mark::Store(_), Holds::Memory) => Mark::Plain,
+                (mark, _) => mark,
+            };
+        }
+    }
+
+    /// Makes pages of the differences again, which [`prepare`](Self::prepare) has made.
+    pub(crate) fn undo(&self, plan: &[Planned], pages: &mut [u8], marks: &mut [Mark]) {
+        for planned in plan {
+            let mark = &mut marks[planned.page];
+            if *mark == self.difference(planned.touch) {
+                let start = planned.page * self.page_size;
+                let kept = lock(self.content(planned.touch.slot));
+                pages[start..start + self.page_size].copy_from_slice(&kept);
+                *mark = match self.holds {
+                    Holds::Slots => Mark::Store(planned.touch),
+                    Holds::Memory => Mark::Plain,
+                };
+            }
+        }
+    }
+
+    /// Shows `each` the differences among the planned pages, every `step`-th of them, with the pages themselves.
+    pub(crate) fn sample(
+        &self,
+        (plan, pages, marks): (&[Planned], &[u8], &[Mark]),
+        step: usize,
+        each: &mut dyn FnMut(&[u8], &[u8]),
+    ) {
+        let differences = plan
+            .iter()
+            .filter(|planned| marks[planned.page] == self.difference(planned.touch));
+        for planned in differences.step_by(step.max(1)) {
+            let start = planned.page * self.page_size;
+            let kept = lock(self.content(planned.touch.slot));
+            each(&pages[start..start + self.page_size], &kept);
+        }
+    }
+
+    /// The packet has been made: others may touch its slots.
+    pub(crate) fn finish(&self, plan: &[Planned]) {
+        let mut index = lock(&self.index);
+        for planned in plan {
+            index.slot(planned.touch.slot).is_busy = false;
+        }
+    }
+
+    /// The versions of all slots that are used, and what is in them.
+    #[cfg(test)]
+    pub(super) fn all(&self) -> Vec<(u32, Vec<u8>)> {
+        let index = lock(&self.index);
+        let slots = (0..).zip(&index.slots);
+        let content = |slot| lock(self.content(slot)).to_vec();
+        slots
+            .map(|(number, slot)| (slot.version, content(number)))
+            .collect()
+    }
+
+    fn difference(&self, touch: Touch) -> Mark {
+        match self.holds {
+            Holds::Slots => Mark::Difference(touch),
+            Holds::Memory => Mark::InPlace,
+        }
+    }
+
+    /// What is in a slot; only a packet that touches it asks, one at a time.
+    fn content(&self, slot: u32) -> &Mutex<Content> {
+        let contents = self
+            .contents
+            .get_or_init(|| (0..self.limit).map(|_| Mutex::default()).collect());
+        &contents[slot as usize]
+    }
+}
+
+impl Index {
+    /// Touches the slot of a page, or one that it gets; returns whether there is a version of it. `None` where it may not be
+    /// touched now, or there is no slot.
+    fn touch(&mut self, page: Page, epoch: u64, limit: usize) -> Option<(Touch, bool)> {
+        let known = self.slot_of.get(&page).copied();
+        let number = match known {
+            Some(number) => number,
+            None => self.slot_for(page, epoch, limit)?,
+        };
+        let mut round = self.round;
+        let slot = self.slot(number);
+        if known.is_some() {
+            if slot.is_busy || slot.epoch >= epoch {
+                return None;
+            }
+            round += u64::from(slot.round == round);
+        }
+        let version = slot.version;
+        slot.version = version.wrapping_add(1);
+        slot.is_busy = true;
+        (slot.epoch, slot.round) = (epoch, round);
+        self.round = round;
+        let slot = number;
+        Some((Touch { slot, version }, known.is_some()))
+    }
+
+    /// A slot for a page that has none.
+    fn slot_for(&mut self, page: Page, epoch: u64, limit: usize) -> Option<u32> {
+        let number = if let Some(number) = self.free(epoch) {
+            number
+        } else if self.slots.len() < limit {
+            self.slots.push(Slot {
+                page,
+                version: 0,
+                epoch,
+                round: self.round,
+                is_busy: false,
+            });
+            u32::try_from(self.slots.len() - 1).ok()?
+        } else {
+            let number = self.unused(epoch)?;
+            let before = self.slot(number).page;
+            self.slot_of.remove(&before);
+            number
+        };
+        self.slot(number).page = page;
+        self.slot_of.insert(page, number);
+        Some(number)
+    }
+
+    /// A slot of no page.
+    fn free(&mut self, epoch: u64) -> Option<u32> {
+        let last = self.free.len().saturating_sub(LOOK_AT);
+        let found = self.free[last..].iter().position(|free| {
+            let slot = &self.slots[*free as usize];
+            !slot.is_busy && slot.epoch < epoch
+        })?;
+        Some(self.free.swap_remove(last + found))
+    }
+
+    /// A slot whose page has not come for some rounds.
+    fn unused(&mut self, epoch: u64) -> Option<u32> {
+        let round = self.round;
+        for _ in 0..LOOK_AT.min(self.slots.len()) {
+            let number = self.hand;
+            self.hand = (number + 1) % self.slots.len();
+            let slot = &self.slots[number];
+            let is_unused = slot.round + ROUNDS <= round || slot.epoch + EPOCHS <= epoch;
+            if !slot.is_busy && slot.epoch < epoch && is_unused {
+                return u32::try_from(number).ok();
+            }
+        }
+        None
+    }
+
+    /// Nothing is known of the page any more.
+    fn forget(&mut self, page: Page) {
+        if let Some(number) = self.slot_of.remove(&page) {
+            self.free.push(number);
+        }
+    }
+
+    fn slot(&mut self, number: u32) -> &mut Slot {
+        &mut self.slots[number as usize]
+    }
+}
