@@ -218,7 +218,7 @@ proptest! {
                 world.step(channel % channels, *at);
             }
         }
-        world.run(&choices.next().unwrap_or_default().to_vec());
+        world.run(choices.next().unwrap_or_default());
     }
 }
 
