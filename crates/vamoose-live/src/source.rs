@@ -215,10 +215,10 @@ impl<'a> Attempt<'a> {
     /// Rounds until it is time to pause the guest; returns the pages that are dirty then.
     fn precopy(&mut self, link: &Link<'_, '_>) -> Result<Vec<Bitmap>, SourceError> {
         let source = self.source;
+        // Before the log, which may register the memory with a userfaultfd of its own.
+        let mut pages = Pages::Touched(Touched::new(backings(&source.ram)));
         source.log.start()?;
         self.logging = true;
-        // Only now: what is written from here on is in the log, whether it was there before or not.
-        let mut pages = Pages::Touched(Touched::new(backings(&source.ram)));
         let start = {
             let mut progress = source.shared.progress();
             progress.status.status = State::Active;

@@ -1,4 +1,4 @@
-//! System calls for which there is no crate: userfaultfd's asynchronous write protection, PAGEMAP_SCAN, KVM's
+//! System calls for which there is no crate: userfaultfd's asynchronous write protection, PAGEMAP_SCAN, PROCMAP_QUERY, KVM's
 //! dirty logs on file descriptors of the VMM. Also what reads and gives back guest memory by address.
 
 #![allow(
@@ -9,6 +9,7 @@
 pub(crate) mod kvm;
 pub(crate) mod memory;
 pub(crate) mod pagemap;
+pub(crate) mod procmap;
 pub(crate) mod userfaultfd;
 
 use std::{
