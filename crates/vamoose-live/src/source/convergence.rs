@@ -69,8 +69,9 @@ pub(super) struct Rates {
     last_normal: u64,
 }
 
-/// Less than this in a round is no measure of the link: it fits into the sockets' buffers.
+/// Less than this in a shorter round is no measure of the link: round trips and scheduling decide how long it takes.
 const MIN_SAMPLE: u64 = 4 << 20;
+const MIN_SAMPLE_TIME: Duration = Duration::from_millis(200);
 
 /// Bytes per second, until a round was long enough to measure: a tenth of a slow link, so that a guest is not paused for
 /// a guess.
@@ -97,7 +98,8 @@ impl Convergence {
         let seconds = took.as_secs_f64().max(1e-6);
         let rates = &mut self.rates;
         rates.last_normal = sent.normal_pages;
-        if sent.page_bytes >= MIN_SAMPLE || rates.page_bytes == 0.0 && sent.page_bytes > 0 {
+        let is_measure = sent.page_bytes >= MIN_SAMPLE || took >= MIN_SAMPLE_TIME;
+        if sent.page_bytes > 0 && (is_measure || rates.page_bytes == 0.0) {
             rates.page_bytes = sent.page_bytes as f64 / seconds;
             rates.wire_bytes = sent.wire_bytes as f64 / seconds;
             rates.pages = (sent.normal_pages + sent.zero_pages) as f64 / seconds;
@@ -294,8 +296,13 @@ mod tests {
             page_bytes: MIN_SAMPLE - 1,
             ..ROUND
         };
-        policy.round_sent(short, SECOND);
+        policy.round_sent(short, MIN_SAMPLE_TIME - Duration::from_millis(1));
         assert_eq!(policy.rates.page_bytes, measured.page_bytes);
+        // On a slow link a round is long for all that: what is written again and again may be harder to encode than the rest.
+        policy.round_sent(short, SECOND);
+        assert_eq!(policy.rates.page_bytes, short.page_bytes as f64);
+        policy.round_sent(Sent::default(), SECOND);
+        assert_eq!(policy.rates.page_bytes, short.page_bytes as f64);
         policy.round_sent(ROUND, SECOND * 2);
         assert_eq!(policy.rates.page_bytes, 5e6);
         // No time at all is no division by zero.
