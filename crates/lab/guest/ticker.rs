@@ -6,7 +6,7 @@
 //! `corrupt ...` when memory does not hold what was written to it, `fatal ...` when the program cannot go on.
 //!
 //! Parameters, on the kernel's command line: `vamoose.fill=MIB` of memory in all, `vamoose.hot=MIB` of it to rewrite,
-//! `vamoose.rate=PAGES` rewritten a second.
+//! `vamoose.rate=PAGES` rewritten a second, `vamoose.change=WORDS` of 8 bytes in each of them, or all where it is not given.
 //!
 //! Built by `scripts/setup guest` with rustc alone, so it uses nothing but std.
 
@@ -52,6 +52,7 @@ struct Parameters {
     fill: usize,
     hot: usize,
     rate: usize,
+    change: usize,
 }
 
 impl Parameters {
@@ -65,10 +66,15 @@ impl Parameters {
                 .map_err(|error| io::Error::other(format!("{name}: {error}")))
         };
         let (fill, hot) = (value("vamoose.fill")?, value("vamoose.hot")?);
+        let change = match value("vamoose.change")? {
+            0 => PAGE / 8,
+            change => change,
+        };
         Ok(Self {
             fill,
             hot: hot.min(fill),
             rate: value("vamoose.rate")?,
+            change,
         })
     }
 }
@@ -83,6 +89,8 @@ struct Memory {
     /// The checksum of each cold page.
     sums: Vec<u64>,
     rate: usize,
+    /// Words of a hot page that change.
+    change: usize,
 }
 
 impl Memory {
@@ -92,8 +100,8 @@ impl Memory {
         let mut bytes = vec![0; (hot + cold + 1) * PAGE];
         let start = bytes.as_ptr().align_offset(PAGE);
         let (written, rest) = bytes[start..].split_at_mut(hot * PAGE);
-        for page in written.chunks_exact_mut(PAGE) {
-            fill_page(page, 0);
+        for (page, counter) in written.chunks_exact_mut(PAGE).zip(UNCHANGED..) {
+            fill_page(page, counter, PAGE / 8);
         }
         let filled = &mut rest[..cold * PAGE];
         copy_files(filled)?;
@@ -101,9 +109,10 @@ impl Memory {
         Ok(Self {
             bytes,
             start,
-            counters: vec![0; hot],
+            counters: (UNCHANGED..).take(hot).collect(),
             sums,
             rate: parameters.rate,
+            change: parameters.change,
         })
     }
 
@@ -142,14 +151,15 @@ impl Memory {
         let at = self.start + index * PAGE;
         let page = &mut self.bytes[at..at + PAGE];
         let mut expected = [0; PAGE];
-        fill_page(&mut expected, self.counters[index]);
+        fill_page(&mut expected, UNCHANGED + index as u64, PAGE / 8);
+        fill_page(&mut expected, self.counters[index], self.change);
         if page != expected {
             println!(
                 "corrupt hot page {index}: not what was written with counter {}",
                 self.counters[index]
             );
         }
-        fill_page(page, counter);
+        fill_page(page, counter, self.change);
         self.counters[index] = counter;
     }
 
@@ -165,17 +175,20 @@ impl Memory {
     }
 }
 
-/// Half of the page is noise, half is a repeated word: it compresses, but not to nothing.
-fn fill_page(page: &mut [u8], counter: u64) {
+/// The first page is filled with this counter, the next with the next one.
+const UNCHANGED: u64 = 1 << 40;
+
+/// Half of the page is noise, half is a repeated word: it compresses, but not to nothing. Only the first `words` are written.
+fn fill_page(page: &mut [u8], counter: u64, words: usize) {
     let (noise, text) = page.split_at_mut(PAGE / 2);
     let mut state = counter.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    for word in noise.chunks_exact_mut(8) {
+    for word in noise.chunks_exact_mut(8).take(words) {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
         word.copy_from_slice(&state.to_le_bytes());
     }
-    for word in text.chunks_exact_mut(8) {
+    for word in text.chunks_exact_mut(8).take(words.saturating_sub(PAGE / 16)) {
         word.copy_from_slice(&counter.to_le_bytes());
     }
 }

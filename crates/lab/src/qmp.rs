@@ -280,6 +280,18 @@ impl Qmp {
         })
     }
 
+    /// Waits until a migration has begun this round over the guest's memory, or has completed.
+    pub fn wait_rounds(&mut self, rounds: u64, within: Duration) -> Result<()> {
+        self.wait(within, |qmp| {
+            let info = qmp.wait_migration(&["active", "device", "completed"], within)?;
+            let begun = info["ram"]["dirty-sync-count"].as_u64().unwrap_or(0);
+            Ok(match begun >= rounds || info["status"] == "completed" {
+                true => Look::Found(()),
+                false => Look::NotYet(format!("{begun} of {rounds} rounds have begun")),
+            })
+        })
+    }
+
     /// Looks again and again, at each event and in between, until there is what is looked for.
     fn wait<T>(
         &mut self,

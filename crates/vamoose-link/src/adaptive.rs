@@ -62,10 +62,16 @@ pub struct Adaptive {
     waits: u64,
     /// Time of encoding since the last packet was out.
     encoding: Duration,
+    /// The packet under way holds differences.
+    is_left_out: bool,
 }
 
 /// Bytes of pages in a sample: enough for both codecs to find what there is, and a thirtieth of a packet.
 const SAMPLE: usize = 16 << 10;
+
+/// CPU time of a sender for a byte of pages that go as differences, in nanoseconds (`benches/delta.rs`, which shows that of
+/// both ends).
+const DIFFERENCE: f64 = 0.6;
 
 /// Pieces of a sample.
 const PIECES: usize = 4;
@@ -83,6 +89,7 @@ impl Adaptive {
             last_encoded: now,
             waits: thread_waits(),
             encoding: Duration::ZERO,
+            is_left_out: false,
         }
     }
 
@@ -110,20 +117,22 @@ impl Adaptive {
         encoded
     }
 
-    /// As [`encode`](Self::encode), of pages of which some are differences to earlier versions. They take another method than
-    /// other pages, and tell nothing of them.
+    /// Whether differences to earlier versions of pages are faster than these pages as they are, though the next packet goes
+    /// raw.
+    pub(crate) fn prefers_differences(&self) -> bool {
+        self.controller.link_is_slower_than(DIFFERENCE)
+    }
+
+    /// As [`encode`](Self::encode), of pages of which some are differences to earlier versions: by another method than other
+    /// pages. What becomes of them tells nothing of the others, and they hardly load the link.
     pub(crate) fn encode_differences<'a>(
         &mut self,
         pages: &'a [u8],
         out: &'a mut [u8],
     ) -> Result<Encoded<'a>, EncodeError> {
-        let start = Stamp::now();
+        self.is_left_out = true;
         let rung = Ladder::for_differences(self.controller.plan().rung);
         let encoded = self.encoders.encode(rung, pages, out);
-        self.controller.left_out();
-        self.last_encoded = Stamp::now();
-        self.waits = thread_waits();
-        self.encoding += start.until(self.last_encoded).1;
         encoded.map(|(encoded, _)| encoded)
     }
 
@@ -138,6 +147,13 @@ impl Adaptive {
         queued: Option<usize>,
     ) {
         let now = Stamp::now();
+        if std::mem::take(&mut self.is_left_out) {
+            self.controller.left_out();
+            self.encoding = Duration::ZERO;
+            self.waits = thread_waits();
+            (self.last_sent, self.last_encoded) = (now, now);
+            return;
+        }
         let (_, elapsed) = self.last_sent.until(now);
         let (cpu, _) = self.last_encoded.until(now);
         let before = std::mem::replace(&mut self.waits, thread_waits());

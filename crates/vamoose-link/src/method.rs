@@ -130,6 +130,15 @@ impl PacketEncoder {
         }
     }
 
+    /// Whether pages of the next packet go as differences where there are any, though it [goes raw](Self::next_is_raw)
+    /// otherwise.
+    pub(crate) fn prefers_differences(&self) -> bool {
+        match self {
+            Self::Fixed(_) => false,
+            Self::Adaptive(adaptive) => adaptive.prefers_differences(),
+        }
+    }
+
     /// As [`encode`](Self::encode), of pages of which some are differences.
     pub(crate) fn encode_differences<'a>(
         &mut self,

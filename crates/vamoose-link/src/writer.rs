@@ -282,13 +282,14 @@ impl ChannelWriter {
         let is_raw = page_bytes == 0 || self.encoder.next_is_raw();
         let epoch = self.sender.channel.epoch.load(Ordering::Relaxed);
         let delta = match &mut self.delta {
-            Some(delta) if is_raw => {
+            Some(delta) if is_raw && (page_bytes == 0 || !self.encoder.prefers_differences()) => {
                 delta.pass_by(header);
                 None
             }
             Some(delta) => delta.plan(header, epoch).then_some(delta),
             None => None,
         };
+        let is_raw = is_raw && delta.is_none();
         let payload = if is_raw {
             header.method = self.encoder.method();
             match pages {

@@ -34,13 +34,18 @@ pub struct Config {
     /// The destination's memory, where its pages are written by the relay. It has an effect with as many channels out as in
     /// and a single stream.
     pub placement: Option<Arc<Placement>>,
+    /// Whether pages that were sent before go as differences where that pays: over a session whose server keeps them too,
+    /// by methods whose packets may hold them.
+    pub delta: bool,
 }
 
 impl Config {
     /// A relay that passes pages on by `method`, everything else by default.
     pub fn new(method: impl Into<MethodChoice>) -> Self {
+        let method = method.into();
         Self {
-            method: method.into(),
+            delta: matches!(method, MethodChoice::Adaptive(_)),
+            method,
             layout: Layout::X86,
             incoming_channels: None,
             outgoing_channels: None,

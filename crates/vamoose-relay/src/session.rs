@@ -23,7 +23,9 @@ use std::{
 use multifd::{Initial, MAIN_MAGIC};
 use tracing::{debug, error_span, info, warn};
 use vamoose_codec::Framing;
-use vamoose_link::{ChannelReader, ChannelWriter, Hangup, Pacer, Stats, Stream};
+use vamoose_link::{
+    ChannelReader, ChannelWriter, DeltaReceiver, DeltaSender, Hangup, Pacer, Stats, Stream,
+};
 
 use crate::{
     Accept, Config, Dialer, RelayError,
@@ -163,6 +165,19 @@ impl Relay<'_> {
         }
     }
 
+    /// What is kept of the pages that are sent, where differences to them are of use.
+    fn sent_pages(&self) -> Option<Arc<DeltaSender>> {
+        if !self.config.delta || !self.config.method.takes_differences() {
+            return None;
+        }
+        let session = self.dialer.with()?;
+        let cache = DeltaSender::over(&session, self.config.layout);
+        if cache.is_none() {
+            info!("pages that are sent again go as a whole: one of both ends keeps none");
+        }
+        cache.map(Arc::new)
+    }
+
     /// The writers of all channels: those of the first, then those of the next.
     fn writers(
         &self,
@@ -180,6 +195,11 @@ impl Relay<'_> {
                 writers.push(first.sibling(encoder()?));
             }
             writers.push(first);
+        }
+        if let Some(cache) = self.sent_pages() {
+            for writer in &mut writers {
+                writer.send_differences(cache.clone());
+            }
         }
         Ok(writers)
     }
@@ -210,9 +230,16 @@ impl Relay<'_> {
         let pacer = max_bandwidth.map(|rate| Arc::new(Pacer::new(rate)));
         let streams = self.streams();
         let writers = self.writers(destination.channels, streams, pacer.as_ref())?;
+        let first = source.channels.first();
+        let kept = first.and_then(|stream| DeltaReceiver::of(stream, *layout));
+        let kept = kept.map(Arc::new);
         let readers = source.channels.into_iter().map(|stream| {
             let decoder = method.engines().decoder(*layout, self.stats.health());
-            ChannelReader::new(stream, *layout, decoder, self.stats.clone())
+            let mut reader = ChannelReader::new(stream, *layout, decoder, self.stats.clone());
+            if let Some(kept) = &kept {
+                reader.take_differences(kept.clone());
+            }
+            reader
         });
         let mut barriers = None;
         let (report, reports) = channel();
@@ -267,6 +294,9 @@ impl Relay<'_> {
             syncs.give_up();
             if let Some(barriers) = &barriers {
                 barriers.give_up();
+            }
+            if let Some(kept) = &kept {
+                kept.give_up();
             }
             if let Some(pacer) = &pacer {
                 pacer.close();

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use vamoose_link::{Address, Path, Remote, SessionConfig};
 
-use crate::security::SecurityOptions;
+use crate::{options::Size, security::SecurityOptions};
 
 /// How two Vamooses speak with each other.
 #[derive(Args, Clone, Debug)]
@@ -19,6 +19,11 @@ pub struct LinkOptions {
     /// Give up after this many seconds without a connection; 0 does not survive the loss of one
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     reconnect_timeout: u64,
+    /// Memory at each end for pages that were sent before, to send what has changed in them; 0 for none
+    ///
+    /// For each migration, as much of it as is used. What the other end has counts, if it has less.
+    #[arg(long, default_value = "256M", value_name = "SIZE")]
+    page_cache: Size,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -38,6 +43,7 @@ impl LinkOptions {
             check: self.check == Check::On,
             reconnect_timeout: Duration::from_secs(self.reconnect_timeout),
             stall_timeout,
+            page_cache: usize::try_from(self.page_cache.0).unwrap_or(usize::MAX),
             ..SessionConfig::new(self.security.for_addresses(addresses)?)
         })
     }

@@ -31,6 +31,11 @@ pub struct Encoding {
     pub method: MethodName,
     #[arg(long, allow_negative_numbers = true, value_name = "N", help = level_help())]
     pub level: Option<i32>,
+    /// Pages that were sent before as the difference to that, where it is smaller [default: on with method auto]
+    ///
+    /// Over a session, by methods auto, lz4 and zstd-frames. See --page-cache.
+    #[arg(long, value_enum)]
+    pub delta: Option<Switch>,
     #[command(flatten)]
     pub hardware: Hardware,
     #[arg(long, default_value = "1", value_name = "N", help = streams_help())]
@@ -61,13 +66,32 @@ impl Encoding {
         if self.streams.get() > MAX_STREAMS {
             bail!("--streams {}: the maximum is {MAX_STREAMS}", self.streams);
         }
+        if self.delta == Some(Switch::On) && !method.takes_differences() {
+            bail!(
+                "--delta on: packets of method {} cannot hold differences; those of {}, {} and {} can",
+                method.name(),
+                MethodChoice::ADAPTIVE,
+                Method::Lz4,
+                Method::ZstdFrames
+            );
+        }
         let mut config = Config::new(method);
+        if let Some(delta) = self.delta {
+            config.delta = delta == Switch::On;
+        }
         config.streams = self.streams;
         config.layout = Layout::new(page_size).context("--page-size")?;
         config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
         config.stall_timeout = self.stall_timeout.duration();
         Ok(config)
     }
+}
+
+/// An option that is on or off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Switch {
+    On,
+    Off,
 }
 
 /// The levels of all methods.

@@ -30,6 +30,8 @@ pub struct Report {
     pub wire_bytes: u64,
     pub page_bytes: u64,
     pub zero_pages: u64,
+    /// Pages that went as differences.
+    pub delta: Delta,
     /// Packets that software did instead of a device.
     pub fallbacks: u64,
     /// Packets of a device that software has checked.
@@ -44,6 +46,19 @@ pub struct Report {
     /// The session with another Vamoose, if there was one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub link: Option<Link>,
+}
+
+/// What differences to pages that were sent before have saved.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Delta {
+    /// Pages that were sent as differences.
+    pub pages: u64,
+    /// Bytes of the pages of their packets, and of what was sent for them.
+    pub page_bytes: u64,
+    pub wire_bytes: u64,
+    /// Bytes of pages that were kept for them.
+    pub cache_bytes: u64,
 }
 
 /// The link to another Vamoose.
@@ -141,6 +156,12 @@ impl Report {
             wire_bytes: moved.wire_bytes,
             page_bytes: moved.page_bytes,
             zero_pages: moved.zero_pages,
+            delta: Delta {
+                pages: moved.delta_pages,
+                page_bytes: moved.delta_page_bytes,
+                wire_bytes: moved.delta_wire_bytes,
+                cache_bytes: moved.delta_cache_bytes,
+            },
             fallbacks: moved.engines.fallbacks,
             verified: moved.engines.checked,
             accelerator: method.engines().device_work(),

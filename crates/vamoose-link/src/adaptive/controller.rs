@@ -167,9 +167,16 @@ impl Controller {
         self.looked_at(cost, true);
     }
 
-    /// The packet goes in a way that is none of the plan's.
+    /// A packet went out that tells nothing of the others.
     pub(super) fn left_out(&mut self) {
-        self.exempt = true;
+        self.link.paused();
+        self.price.paused();
+    }
+
+    /// Whether the link takes more time for a byte than a thread that takes `cost` of a core for it.
+    pub(super) fn link_is_slower_than(&self, cost: f64) -> bool {
+        let thread = cost * self.stretch * self.price.now();
+        self.link.time().is_some_and(|link| link > thread)
     }
 
     /// Both rungs of the plan's probe have encoded the packet.

@@ -279,3 +279,49 @@ fn slots_of_pages_that_do_not_come_any_more_are_used_again() {
         );
     }
 }
+
+/// One packet of page 0 through the cache of a sender whose receiver has pages in the guest's memory.
+fn mark_of(sender: &DeltaSender, epoch: u64, page: &[u8]) -> (Mark, Vec<u8>) {
+    let (mut plan, mut marks, mut bytes) = (Vec::new(), Vec::new(), page.to_vec());
+    sender.plan(&header(&[0], &[]), epoch, &mut plan);
+    sender.prepare(&plan, &mut bytes, &mut marks);
+    sender.finish(&plan);
+    (marks[0], bytes)
+}
+
+fn header(normal: &[u64], zero: &[u64]) -> RamHeader {
+    let mut header = RamHeader::new(layout());
+    header.block = BlockName::new(b"ram").unwrap();
+    header.set_pages(normal, zero, layout()).unwrap();
+    header
+}
+
+#[test]
+fn where_the_guests_memory_is_the_version_other_ways_are_not_forgotten() {
+    let sender = DeltaSender::in_place(1 << 20, layout());
+    let (old, new) = (vec![7; PAGE], [vec![8; 16], vec![7; PAGE - 16]].concat());
+    let mut epoch = 0;
+    let mut next = |page: &[u8]| {
+        epoch += 1;
+        mark_of(&sender, epoch, page)
+    };
+    assert_eq!(next(&old), (Mark::Plain, old.clone()));
+    assert_eq!(next(&old), (Mark::Plain, old.clone()));
+    let (mark, difference) = next(&new);
+    assert_eq!(mark, Mark::InPlace);
+    assert!(difference[16..].iter().all(|byte| *byte == 0));
+    // Sent without a copy, and as a zero page in packets that are looked at and that are not.
+    sender.pass_by(&header(&[0], &[]));
+    assert_eq!(next(&old).0, Mark::Plain);
+    assert_eq!(next(&new).0, Mark::InPlace);
+    sender.pass_by(&header(&[], &[0]));
+    assert_eq!(next(&old).0, Mark::Plain);
+    assert_eq!(next(&new).0, Mark::InPlace);
+    sender.plan(&header(&[], &[0]), 100, &mut Vec::new());
+    assert_eq!(next(&old).0, Mark::Plain);
+    // Twice in an epoch: what was sent second is not what is kept.
+    let twice = next(&new);
+    assert_eq!(twice.0, Mark::InPlace);
+    assert_eq!(mark_of(&sender, 9, &old), (Mark::Plain, old.clone()));
+    assert_eq!(mark_of(&sender, 1000, &new).0, Mark::Plain);
+}

@@ -16,7 +16,7 @@ use vamoose_relay::{Accept, Dialer, NotPlaced, Outcome, Placement, Relay, ZeroPa
 
 use vamoose::{
     link::LinkOptions,
-    options::{Access, Encoding, JsonReport, PlacementName, refuse_open_address},
+    options::{Access, Encoding, JsonReport, PlacementName, Switch, refuse_open_address},
     report::Report,
 };
 
@@ -165,6 +165,11 @@ impl Options {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let mut config = options.encoding.config()?;
+    if options.encoding.delta == Some(Switch::On) && options.session != Some(Side::Connect) {
+        bail!(
+            "--delta on: only another relay keeps pages to which there are differences; this needs --session connect"
+        );
+    }
     config.outgoing_channels = options.channels.map(usize::from);
     config.incoming_channels = options.incoming_channels.map(usize::from);
     config.zero_pages = match (options.zero_pages, options.zero_page_detection) {
