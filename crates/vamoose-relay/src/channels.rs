@@ -78,15 +78,15 @@ pub(crate) fn place(
             PacketKind::Ram if !packet.ram().is_empty() => placement.block(&packet.ram().block),
             _ => None,
         };
-        let header = packet.ram();
-        let sync = header.sync.then_some(header.packet_num);
+        let sync = packet.ram().sync.then_some(packet.ram().packet_num);
         if let Some(block) = block {
             if let Some(packet_num) = behind.take() {
                 let is_due = || out.syncs.is_marked(syncs);
                 writer.wait_for_reader(packet_num, &is_due).map_err(write)?;
             }
-            let placed = placement.place(block, header, reader, &mut pages);
+            let placed = placement.place(block, &mut packet, reader, &mut pages);
             placed.map_err(place)?;
+            let header = packet.ram();
             let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());
             out.stats
                 .add_packet(normal, zero, normal * config.layout.page_size());

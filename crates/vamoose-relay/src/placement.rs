@@ -1,7 +1,7 @@
 //! Placement: a relay writes pages into the memory of its destination QEMU itself, instead of sending them to it.
 //!
 //! ```text
-//!  source ─> channel ─> relay ──── pages of shared RAM blocks ───> mapping ═══ memory of QEMU
+//!  source ─> channel ─> relay ──── pages of shared RAM blocks ───> file ══════ memory of QEMU
 //!                         │                                                      ▲
 //!                         └─ SYNCs, pages of other blocks, device state ─> QEMU ─┘ main stream
 //! ```
@@ -25,8 +25,9 @@
 //!   of which a correct source has none, and every later one is an error.
 //!
 //! Zero pages: QEMU clears only pages that it has received itself, so those of a placed block are written here, and are
-//! not sent to it. Nothing is assumed of what the memory holds at the start: a page is left alone if it is a hole of its
-//! file or all zeros, and becomes zeros otherwise.
+//! not sent to it. One that was not written in this migration is zeros if the file has no name (a memfd, or unlinked), for then
+//! QEMU has made it: QEMU takes the same for granted of all memory. Of a file with a name nothing is assumed: a page is
+//! left alone if it is a hole or all zeros, and becomes zeros otherwise.
 //!
 //! # What is left to QEMU
 //!
@@ -42,10 +43,8 @@
 //! vhost-user) see the memory as they do without placement: it is the same memory. KVM, and translated code of TCG,
 //! have not seen it yet. If the migration fails, what was placed is in a QEMU that will never run this guest.
 //!
-//! Pages go through a mapping of this process, which ends with the migration; what was written counts as resident memory of
-//! both processes until then. That memory is missing (a full file
-//! system, no huge page left) is an error of the migration. **Who can truncate the file can end this process** (SIGBUS), as
-//! it can QEMU; memfds of QEMU are sealed against that.
+//! That memory is missing (a full file system, no huge page left) is an error of the migration. **Who can truncate a file of
+//! huge pages can end this process** (SIGBUS), as it can QEMU; memfds of QEMU are sealed against that.
 
 mod block;
 mod find;
@@ -55,9 +54,9 @@ use std::{
     sync::{PoisonError, RwLock, RwLockReadGuard},
 };
 
-use multifd::{BlockName, Layout, RamHeader};
+use multifd::{BlockName, Layout};
 use thiserror::Error;
-use vamoose_link::{ChannelReader, ReadError};
+use vamoose_link::{ChannelReader, Packet, ReadError};
 use vm_memory::VolatileSlice;
 
 use crate::qemu::Qemu;
@@ -132,7 +131,7 @@ impl Placement {
     pub(crate) fn place<'a>(
         &'a self,
         block: &'a Block,
-        header: &RamHeader,
+        packet: &mut Packet,
         reader: &mut ChannelReader,
         pages: &mut Vec<VolatileSlice<'a>>,
     ) -> Result<(), PlaceError> {
@@ -140,11 +139,7 @@ impl Placement {
         if *closed {
             return Err(PlaceError::Loaded);
         }
-        block.provide(header.normal_offsets(), pages)?;
-        if !pages.is_empty() {
-            reader.read_pages(header, pages)?;
-        }
-        block.clear(header.zero_offsets())
+        block.place(packet, reader, pages)
     }
 
     /// Ends it: nothing is written any more when this returns.
@@ -166,6 +161,7 @@ mod tests {
         thread,
     };
 
+    use multifd::RamHeader;
     use rustix::net::{RecvFlags, recv};
     use vamoose_codec::{Decoder, Engines, Settings};
     use vamoose_link::{ChannelWriter, Stats};

@@ -1,114 +1,160 @@
-//! The memory of a RAM block, mapped a second time.
+//! The memory of a RAM block, as the file that QEMU has it in.
+//!
+//! Pages are written to the file by system calls: in memory of 4 KiB pages that costs less than faults of a second mapping
+//! would, and no fault can end this process. Huge pages cannot be written so: they are mapped, and provided before.
 
 use std::{
     fs::File,
     io,
     ops::Range,
-    os::unix::fs::FileExt as _,
+    os::unix::fs::{FileExt as _, MetadataExt as _},
     sync::atomic::{AtomicU64, Ordering},
 };
 
 use multifd::{BlockName, Layout};
 use rustix::{
-    fs::{SeekFrom, seek},
+    fs::{FsWord, SeekFrom, fstatfs, seek},
     io::Errno,
 };
-use vamoose_link::populate;
-use vm_memory::{
-    FileOffset, MmapRegion, VolatileMemory as _, VolatileSlice, mmap::MmapRegionError,
-};
+use vamoose_link::{ChannelReader, Packet, populate};
+use vm_memory::{FileOffset, MmapRegion, VolatileMemory as _, VolatileSlice};
 
 use super::PlaceError;
 
 /// A RAM block of QEMU's.
 pub(crate) struct Block {
     pub(super) name: BlockName,
-    memory: MmapRegion,
-    /// Bit by bit the pages whose memory is known to be there: they were written through this mapping.
-    there: Box<[AtomicU64]>,
-    page_size: usize,
-    /// What it is mapped from, and where in it the block begins.
+    /// What it is in, where it begins there, and its length.
     file: File,
     start: u64,
+    len: usize,
+    page_size: usize,
+    /// A mapping of huge pages.
+    huge: Option<MmapRegion>,
+    /// The file has no name, so QEMU has made it: it was zeros when the migration began.
+    is_fresh: bool,
+    /// Bit by bit the pages that were written as normal pages, and have not become zeros since.
+    written: Box<[AtomicU64]>,
 }
 
 impl Block {
     /// The block `name` at `start` of `file`, `len` bytes.
-    pub(super) fn map(
+    pub(super) fn open(
         name: BlockName,
         file: File,
         start: u64,
         len: usize,
         layout: Layout,
-    ) -> Result<Self, MmapRegionError> {
-        let for_mapping = file.try_clone().map_err(MmapRegionError::Mmap)?;
+    ) -> io::Result<Self> {
         let page_size = layout.page_size();
+        let huge = match fstatfs(&file)?.f_type {
+            HUGETLBFS => Some(map(&file, start, len)?),
+            _ => None,
+        };
         Ok(Self {
             name,
-            memory: MmapRegion::from_file(FileOffset::new(for_mapping, start), len)?,
-            there: (0..len.div_ceil(page_size).div_ceil(64))
-                .map(|_| AtomicU64::new(0))
-                .collect(),
-            page_size,
+            is_fresh: file.metadata()?.nlink() == 0,
             file,
             start,
+            len,
+            page_size,
+            huge,
+            written: (0..len.div_ceil(page_size).div_ceil(64))
+                .map(|_| AtomicU64::new(0))
+                .collect(),
         })
     }
 
-    /// Whether the system can provide memory in advance.
-    pub(super) fn check_kernel(&self) -> io::Result<()> {
-        // Of no byte: it is refused only if it is not known.
-        let nothing = self.memory.get_slice(0, 0).map_err(io::Error::other)?;
-        populate(&nothing)
+    /// Whether all of its memory is there. Huge pages are reserved.
+    pub(super) fn is_preallocated(&self) -> io::Result<bool> {
+        let metadata = self.file.metadata()?;
+        let allocated = metadata.blocks().saturating_mul(512);
+        Ok(self.huge.is_some() || allocated >= metadata.len())
     }
 
-    /// Finds the memory of the pages at `offsets`, into `pages`, and makes sure that there is some.
-    pub(super) fn provide<'a>(
+    /// Reads the normal pages of `packet`, whose header was read last, to where they belong; makes its zero pages zeros.
+    pub(super) fn place<'a>(
         &'a self,
-        offsets: &[u64],
+        packet: &mut Packet,
+        reader: &mut ChannelReader,
         pages: &mut Vec<VolatileSlice<'a>>,
     ) -> Result<(), PlaceError> {
-        pages.clear();
-        for run in self.runs(offsets) {
-            let (run, is_there) = run?;
-            let slice = self.slice(&run)?;
-            if !is_there {
-                self.populate(&run, &slice)?;
+        let normal = packet.ram().normal_offsets();
+        match &self.huge {
+            _ if normal.is_empty() => {}
+            Some(memory) => {
+                pages.clear();
+                for run in self.runs(normal) {
+                    pages.push(self.provide(memory, &run?)?);
+                }
+                reader.read_pages(packet.ram(), pages)?;
             }
-            pages.push(slice);
+            None => {
+                reader.read_rest(packet)?;
+                self.write(packet.ram().normal_offsets(), packet.pages())?;
+            }
+        }
+        for offset in packet.ram().normal_offsets() {
+            self.set_written(*offset, true);
+        }
+        self.clear(packet.ram().zero_offsets())
+    }
+
+    fn write(&self, offsets: &[u64], pages: &[u8]) -> Result<(), PlaceError> {
+        let mut rest = pages;
+        for run in self.runs(offsets) {
+            let (run, _) = run?;
+            let (bytes, behind) = rest.split_at(run.len().min(rest.len()));
+            self.write_run(&run, bytes)?;
+            rest = behind;
         }
         Ok(())
     }
 
+    fn write_run(&self, run: &Range<usize>, bytes: &[u8]) -> Result<(), PlaceError> {
+        let written = self.file.write_all_at(bytes, self.start + run.start as u64);
+        written.map_err(|error| self.missing(error))
+    }
+
+    /// The memory of a run in huge pages, which is there.
+    fn provide<'a>(
+        &self,
+        memory: &'a MmapRegion,
+        (run, is_written): &(Range<usize>, bool),
+    ) -> Result<VolatileSlice<'a>, PlaceError> {
+        let slice = memory.get_slice(run.start, run.len());
+        let slice = slice.map_err(|error| self.missing(io::Error::other(error)))?;
+        if !is_written {
+            populate(&slice).map_err(|error| self.missing(error))?;
+        }
+        Ok(slice)
+    }
+
     /// Makes the pages at `offsets` zeros, without touching those that are.
-    pub(super) fn clear(&self, offsets: &[u64]) -> Result<(), PlaceError> {
+    fn clear(&self, offsets: &[u64]) -> Result<(), PlaceError> {
         for run in self.runs(offsets) {
-            let (run, is_there) = run?;
-            if !is_there && self.is_hole(&run) {
+            let (run, is_written) = run?;
+            if !is_written && (self.is_fresh || self.is_hole(&run)) {
                 continue;
             }
             for start in run.step_by(self.page_size) {
                 let page = start..start + self.page_size;
-                if !self.is_zero(&page, is_there)? {
-                    self.write_zeros(&page, is_there)?;
+                if is_written || !self.is_zero(&page)? {
+                    self.write_zeros(&page, is_written)?;
+                    self.set_written(start as u64, false);
                 }
             }
         }
         Ok(())
     }
 
-    /// By the file, not the mapping, where memory may not be there: a look at a page must not provide some.
-    fn is_zero(&self, page: &Range<usize>, is_there: bool) -> Result<bool, PlaceError> {
+    fn is_zero(&self, page: &Range<usize>) -> Result<bool, PlaceError> {
         let mut buffer = [0; PIECE];
         for piece in pieces(page) {
             let content = &mut buffer[..piece.len()];
-            if is_there {
-                self.slice(&piece)?.copy_to(content);
-            } else {
-                let at = self.start + piece.start as u64;
-                let read = self.file.read_exact_at(content, at);
-                read.map_err(|error| self.missing(error))?;
-            }
+            let at = self.start + piece.start as u64;
+            let read = self.file.read_exact_at(content, at);
+            read.map_err(|error| self.missing(error))?;
             if !vamoose_codec::is_zero(content) {
                 return Ok(false);
             }
@@ -116,12 +162,13 @@ impl Block {
         Ok(true)
     }
 
-    fn write_zeros(&self, page: &Range<usize>, is_there: bool) -> Result<(), PlaceError> {
-        if !is_there {
-            self.populate(page, &self.slice(page)?)?;
-        }
+    fn write_zeros(&self, page: &Range<usize>, is_written: bool) -> Result<(), PlaceError> {
         for piece in pieces(page) {
-            self.slice(&piece)?.copy_from(&ZEROS[..piece.len()]);
+            let zeros = &ZEROS[..piece.len()];
+            match &self.huge {
+                None => self.write_run(&piece, zeros)?,
+                Some(memory) => self.provide(memory, &(piece, is_written))?.copy_from(zeros),
+            }
         }
         Ok(())
     }
@@ -134,7 +181,7 @@ impl Block {
         }
     }
 
-    /// The pages at `offsets` as runs of bytes that lie together, each with whether its memory is known to be there.
+    /// The pages at `offsets` as runs of bytes that lie together, each with whether its pages were written.
     fn runs<'a>(
         &'a self,
         offsets: &'a [u64],
@@ -147,55 +194,45 @@ impl Block {
                 Ok(page) => page,
                 Err(error) => return Some(Err(error)),
             };
-            let is_there = self.is_there(&run);
+            let is_written = self.is_written(run.start);
             while let Some((next, behind)) = rest.split_first()
                 && *next == run.end as u64
                 && let Ok(page) = self.page(*next)
-                && self.is_there(&page) == is_there
+                && self.is_written(page.start) == is_written
             {
                 run.end = page.end;
                 rest = behind;
             }
-            Some(Ok((run, is_there)))
+            Some(Ok((run, is_written)))
         })
     }
 
     /// The page at `offset`, which a source has named.
     fn page(&self, offset: u64) -> Result<Range<usize>, PlaceError> {
-        let len = self.memory.size();
         let start = usize::try_from(offset).ok();
         let page = start.and_then(|start| Some(start..start.checked_add(self.page_size)?));
-        page.filter(|page| page.end <= len)
+        page.filter(|page| page.end <= self.len)
             .ok_or_else(|| PlaceError::Offset {
                 offset,
                 block: self.name.to_string(),
-                len,
+                len: self.len,
             })
     }
 
-    fn slice(&self, run: &Range<usize>) -> Result<VolatileSlice<'_>, PlaceError> {
-        let slice = self.memory.get_slice(run.start, run.len());
-        slice.map_err(|error| self.missing(io::Error::other(error)))
-    }
-
-    fn populate(&self, run: &Range<usize>, slice: &VolatileSlice<'_>) -> Result<(), PlaceError> {
-        populate(slice).map_err(|error| self.missing(error))?;
-        for page in run.clone().step_by(self.page_size) {
-            let (word, bit) = self.bit(page);
-            // Orders nothing: a SYNC is between two packets that name the same page.
-            word.fetch_or(bit, Ordering::Relaxed);
-        }
-        Ok(())
-    }
-
-    fn is_there(&self, page: &Range<usize>) -> bool {
-        let (word, bit) = self.bit(page.start);
-        word.load(Ordering::Relaxed) & bit != 0
-    }
-
-    fn bit(&self, start: usize) -> (&AtomicU64, u64) {
+    fn is_written(&self, start: usize) -> bool {
         let page = start / self.page_size;
-        (&self.there[page / 64], 1 << (page % 64))
+        self.written[page / 64].load(Ordering::Relaxed) & (1 << (page % 64)) != 0
+    }
+
+    /// Of a page of this block. Orders nothing: there is a SYNC between two packets that name the same page.
+    fn set_written(&self, offset: u64, is_written: bool) {
+        let page = usize::try_from(offset).unwrap_or(usize::MAX) / self.page_size;
+        let (word, bit) = (&self.written[page / 64], 1 << (page % 64));
+        if is_written {
+            word.fetch_or(bit, Ordering::Relaxed);
+        } else {
+            word.fetch_and(!bit, Ordering::Relaxed);
+        }
     }
 
     fn missing(&self, error: io::Error) -> PlaceError {
@@ -204,6 +241,17 @@ impl Block {
             error,
         }
     }
+}
+
+/// From linux/magic.h.
+const HUGETLBFS: FsWord = 0x9584_58f6;
+
+fn map(file: &File, start: u64, len: usize) -> io::Result<MmapRegion> {
+    let at = FileOffset::new(file.try_clone()?, start);
+    let memory = MmapRegion::from_file(at, len).map_err(io::Error::other)?;
+    // Of no byte: this is refused only if the kernel does not know it.
+    populate(&memory.get_slice(0, 0).map_err(io::Error::other)?)?;
+    Ok(memory)
 }
 
 /// `page` in pieces that are compared and cleared at once.
@@ -229,7 +277,8 @@ pub(crate) mod tests {
 
     /// A block of a file that holds `content`.
     pub(crate) fn block(content: &[u8]) -> Block {
-        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        let file = file.as_file().try_clone().unwrap();
         file.set_len(START + content.len() as u64).unwrap();
         for (page, content) in content.chunks(PAGE).enumerate() {
             if content.iter().any(|byte| *byte != 0) {
@@ -238,12 +287,18 @@ pub(crate) mod tests {
             }
         }
         let name = BlockName::new(b"mem").unwrap();
-        Block::map(name, file, START, content.len(), Layout::X86).unwrap()
+        let len = content.len();
+        let block = Block::open(name, file, START, len, Layout::X86).unwrap();
+        // By its name, were the file not gone again.
+        Block {
+            is_fresh: false,
+            ..block
+        }
     }
 
     /// What the file holds.
     pub(crate) fn content(block: &Block) -> Vec<u8> {
-        let mut content = vec![0; block.memory.size()];
+        let mut content = vec![0; block.len];
         block.file.read_exact_at(&mut content, START).unwrap();
         content
     }
@@ -253,12 +308,10 @@ pub(crate) mod tests {
     }
 
     fn write(block: &Block, offsets: &[u64], byte: u8) {
-        let mut slices = Vec::new();
-        block.provide(offsets, &mut slices).unwrap();
-        let len: usize = slices.iter().map(VolatileSlice::len).sum();
-        assert_eq!(len, offsets.len() * PAGE);
-        for slice in slices {
-            slice.copy_from(&vec![byte; slice.len()]);
+        let pages = vec![byte; offsets.len() * PAGE];
+        block.write(offsets, &pages).unwrap();
+        for offset in offsets {
+            block.set_written(*offset, true);
         }
     }
 
@@ -280,11 +333,13 @@ pub(crate) mod tests {
     proptest! {
         #[test]
         fn the_file_is_what_was_written(
-            before in vec(0..3_u8, PAGES),
+            before in prop_oneof![vec(0..3_u8, PAGES), Just(vec![0; PAGES])],
+            is_fresh: bool,
             steps in vec(step(), 1..20),
         ) {
             let mut model: Vec<u8> = before.iter().flat_map(|byte| [*byte; PAGE]).collect();
-            let block = block(&model);
+            let is_fresh = is_fresh && before.iter().all(|byte| *byte == 0);
+            let block = Block { is_fresh, ..block(&model) };
             for step in steps {
                 let (offsets, byte) = match &step {
                     Step::Write(offsets, byte) => {
@@ -327,9 +382,8 @@ pub(crate) mod tests {
     fn a_page_outside_is_refused() {
         let block = block(&[0; 2 * PAGE]);
         for offset in [0x2000, u64::MAX - 0xfff, 1 << 63] {
-            let mut slices = Vec::new();
             for result in [
-                block.provide(&[0x1000, offset], &mut slices),
+                block.write(&[0x1000, offset], &[1; 2 * PAGE]),
                 block.clear(&[offset]),
             ] {
                 assert!(

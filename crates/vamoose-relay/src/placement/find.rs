@@ -3,7 +3,7 @@
 //! ```text
 //!  monitor: RAM block, address ── /proc/PID/maps ─> shared mapping of a file, at an offset
 //!                                                    │ device and inode
-//!  /proc/PID/fd/N ─────────── is the same file as ───┘ ── opened anew and mapped here
+//!  /proc/PID/fd/N ─────────── is the same file as ───┘ ── opened anew
 //! ```
 //!
 //! So nothing is concluded from names, and an `offset=` of the backend is in the mapping.
@@ -17,7 +17,7 @@ use std::{
 };
 
 use multifd::{BlockName, Layout};
-use rustix::fs::{fstatfs, major, minor};
+use rustix::fs::{major, minor};
 use thiserror::Error;
 use tracing::debug;
 
@@ -53,14 +53,12 @@ pub enum NotPlaced {
     Capability(String),
     #[error("none of its memory is shared (share=on)")]
     NotShared,
-    #[error("its memory (RAM block {block}) cannot be mapped here")]
+    #[error("its memory (RAM block {block}) cannot be opened")]
     Refused {
         block: String,
         #[source]
         error: io::Error,
     },
-    #[error("this kernel cannot provide memory in advance (Linux 5.14 can)")]
-    Kernel(#[source] io::Error),
     #[error(
         "its memory is not preallocated and would count as that of this process's control group"
     )]
@@ -72,9 +70,6 @@ impl From<ProcessError> for NotPlaced {
         Self::Process(chain(&error))
     }
 }
-
-/// From linux/magic.h.
-const HUGETLBFS_MAGIC: rustix::fs::FsWord = 0x9584_58f6;
 
 /// Capabilities with which QEMU keeps account of the pages that it has received, or does not take them from channels.
 const NOT_WITH: [&str; 4] = ["postcopy-ram", "x-colo", "x-ignore-shared", "mapped-ram"];
@@ -133,14 +128,12 @@ fn find(
             error,
         };
         let file = memory.open(process).map_err(refused)?;
-        if counts_as_ours && !is_preallocated(&file).map_err(refused)? {
-            return Err(NotPlaced::ControlGroup);
-        }
         let len =
             usize::try_from(block.total).map_err(|_| refused(io::ErrorKind::InvalidData.into()))?;
-        let block = Block::map(name, file, memory.offset, len, layout);
-        let block = block.map_err(|error| refused(io::Error::other(error)))?;
-        block.check_kernel().map_err(NotPlaced::Kernel)?;
+        let block = Block::open(name, file, memory.offset, len, layout).map_err(refused)?;
+        if counts_as_ours && !block.is_preallocated().map_err(refused)? {
+            return Err(NotPlaced::ControlGroup);
+        }
         blocks.push(block);
     }
     Ok(blocks)
@@ -237,13 +230,6 @@ fn is_in_another_group(process: &Path) -> bool {
     let group = |process: &Path| fs::read(process.join("cgroup")).ok();
     let own = group(Path::new("/proc/self"));
     own.is_none() || own != group(process)
-}
-
-/// Whether all of the file's memory is there. Huge pages do not count as a group's.
-fn is_preallocated(file: &File) -> io::Result<bool> {
-    let metadata = file.metadata()?;
-    let is_huge = fstatfs(file)?.f_type == HUGETLBFS_MAGIC;
-    Ok(is_huge || metadata.blocks().saturating_mul(512) >= metadata.len())
 }
 
 fn read(path: &Path) -> Result<String, NotPlaced> {
