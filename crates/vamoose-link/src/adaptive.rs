@@ -22,6 +22,8 @@
 //! # What could go wrong
 //! - The link changes: its rate is known from the last few waits and from what the socket holds, see `link`.
 //! - The data changes: rungs are measured whenever they are used, and their neighbours now and then.
+//! - A higher rung saves little for much CPU time, which the guest, QEMU and other migrations could use: it has to be worth
+//!   it, see `ladder`.
 //! - There is nothing to save: a sample of the packet is tried first, and after several such packets only
 //!   one in a few is looked at.
 //! - It is not the link that is slow but the receiver, or encoding takes the cores from other work:

@@ -313,7 +313,7 @@ impl Controller {
             self.turn = *near.start();
         }
         let costs = |rung| self.ladder.rung(rung).cost * super::PACKET * self.stretch;
-        if costs(known) + costs(self.turn) > self.allowance || self.unseen > 0 {
+        if costs(known) + costs(self.turn) > self.allowance || self.hopeless_row > 0 {
             return None;
         }
         let probe = [known, self.turn];

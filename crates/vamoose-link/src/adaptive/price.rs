@@ -5,8 +5,8 @@
 //! slower link, and so on down. So the thread's time has a price: it is multiplied with it before it is
 //! compared with the link's, and at a price of 4 the thread may be busy a quarter of the time at most.
 //!
-//! The price is found by trial: for a period nothing is encoded, or as at a higher price or a lower one,
-//! and the bytes of pages that went out are compared with those of the periods before and after. Where no
+//! The price is found by trial: for a period packets are encoded as at a higher price or a lower one, and
+//! the bytes of pages that went out are compared with those of the periods before and after. Where no
 //! other work suffers from encoding, the right price is 1, and it is never lower.
 //!
 //! ```text
@@ -49,8 +49,6 @@ pub(super) enum Encoding {
 /// What to compare with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Trial {
-    /// Nothing is encoded at all: the clearest answer.
-    Raw,
     Dearer,
     Cheaper,
 }
@@ -93,14 +91,12 @@ const LOSS: f64 = 0.03;
 const MOST_WAIT: f64 = 32.0;
 const LEAST_WAIT: f64 = 3.0;
 
-/// What a trial multiplies the price with, or divides it by.
-const STEP: f64 = 4.0;
+/// What a trial multiplies the price with, or divides it by. A trial of a link that is slow indeed costs little, then, and chance
+/// does little harm.
+const STEP: f64 = 2.0;
 
 /// Highest price: encoding has stopped long before.
 const MOST: f64 = 256.0;
-
-/// A price at which nothing is encoded on any link.
-const TOO_DEAR: f64 = 1e9;
 
 /// Gain, as a logarithm, that is believed at once unless the data alone makes such a difference, and that
 /// is believed when it comes twice.
@@ -114,12 +110,12 @@ const OTHER_LINK: f64 = 3.0;
 const UNEQUAL: f64 = 0.35;
 
 impl Price {
-    /// Tries raw packets as soon as there is something to compare them with.
+    /// Tries a higher price as soon as there is something to compare it with.
     pub(super) fn new() -> Self {
         Self {
             price: 1.0,
             phase: Phase::Normal,
-            trial: Trial::Dearer,
+            trial: Trial::Cheaper,
             wait: 0.0,
             promise: false,
             period: Period::default(),
@@ -132,7 +128,6 @@ impl Price {
     /// The price for the next packet.
     pub(super) fn now(&self) -> f64 {
         match (self.phase, self.trial) {
-            (Phase::Trial, Trial::Raw) => TOO_DEAR,
             (Phase::Trial, Trial::Dearer) => self.price * STEP,
             (Phase::Trial, Trial::Cheaper) => self.price / STEP,
             _ => self.price,
@@ -213,10 +208,8 @@ impl Price {
         }
         Some(match self.trial {
             Trial::Cheaper if self.promise && self.price > 1.0 => Trial::Cheaper,
-            trial if self.promise && trial != Trial::Cheaper => trial,
-            Trial::Raw if self.price > 1.0 => Trial::Cheaper,
-            Trial::Raw | Trial::Cheaper => Trial::Dearer,
-            Trial::Dearer => Trial::Raw,
+            Trial::Dearer if !self.promise && self.price > 1.0 => Trial::Cheaper,
+            _ => Trial::Dearer,
         })
     }
 
@@ -244,7 +237,7 @@ impl Price {
         if believed {
             let price = match self.trial {
                 Trial::Cheaper => self.price / STEP,
-                Trial::Raw | Trial::Dearer => self.price * STEP,
+                Trial::Dearer => self.price * STEP,
             };
             self.price = price.clamp(1.0, MOST);
             self.found_at = None;
@@ -279,9 +272,7 @@ mod tests {
     #[test]
     fn encoding_that_hurts_becomes_dear() {
         let mut price = Price::new();
-        run(&mut price, Encoding::Pays, |now| {
-            if now < 16.0 { 0.5 } else { 1.0 }
-        });
+        run(&mut price, Encoding::Pays, |now| now.min(16.0).powf(0.2));
         assert!(price.price >= 16.0, "{}", price.price);
     }
 

@@ -4,6 +4,9 @@
 //! data ─> encode ─> copy ─> [ socket's buffer ] ═ link ═> [ buffer ] ─> read ─> decode ─> pages
 //!         └─── sender's thread ───┘                                └─ receiver's thread ─┘
 //!            cores of the source                        those of the destination, or the same
+//!
+//! between QEMUs:
+//! QEMU ─> [ buffer ] ─> read ─> encode ─> … ─> decode ─> write ─> [ buffer ] ─> QEMU ─> pages
 //! ```
 //! Threads that have work share their cores evenly, channels that have bytes share the link evenly. What
 //! rungs cost and save on the simulated data is not what [`Ladder`](super::ladder::Ladder) starts with.
@@ -16,7 +19,7 @@
     reason = "bytes and nanoseconds of a simulation are far from the limits"
 )]
 
-use std::{collections::VecDeque, time::Duration};
+use std::{collections::VecDeque, fmt, time::Duration};
 
 use super::{
     controller::{Controller, Cost, Sent},
@@ -40,7 +43,26 @@ struct World {
     tells: bool,
     /// Nanoseconds of the receiver for each byte of pages, beside reading and decoding.
     touching: f64,
+    /// Whether QEMUs are at both ends, each with a thread for each channel, and all threads have cores by turns, as a scheduler
+    /// gives them.
+    qemus: bool,
+    /// Threads of others that always want a core.
+    others: usize,
+    /// What encoding takes beside [`ENCODING`], by LZ4 and by zstd.
+    slower: [f64; 2],
     data: Data,
+}
+
+impl World {
+    /// Nanoseconds per byte of pages for a rung, for the packet of that number.
+    fn encoding(&self, rung: usize, number: usize) -> f64 {
+        let [lz4, zstd] = self.slower;
+        let varies = match self.qemus {
+            true => [0.8, 1.1, 1.0, 1.3, 0.8][number * 3 % 5],
+            false => 1.0,
+        };
+        ENCODING[rung] * if rung < 3 { lz4 } else { zstd } * varies
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +78,7 @@ enum Data {
 impl Data {
     /// Size by each rung, of the packet of that number.
     fn size(self, rung: usize, number: usize) -> f64 {
-        const TEXT: [f64; RUNGS] = [1.0, 0.46, 0.385, 0.32, 0.26, 0.24, 0.23];
+        const TEXT: [f64; RUNGS] = [1.0, 0.46, 0.385, 0.32, 0.26, 0.24];
         if rung == RAW {
             return 1.0;
         }
@@ -75,11 +97,18 @@ impl Data {
 }
 
 /// Nanoseconds per byte of pages, of one core.
-const ENCODING: [f64; RUNGS] = [0.0, 0.75, 1.2, 1.8, 2.3, 3.4, 8.0];
-const DECODING: [f64; RUNGS] = [0.0, 0.22, 0.23, 0.5, 0.7, 0.7, 0.7];
+const ENCODING: [f64; RUNGS] = [0.0, 0.75, 1.2, 1.8, 2.3, 3.4];
+const DECODING: [f64; RUNGS] = [0.0, 0.22, 0.23, 0.5, 0.7, 0.7];
 /// Nanoseconds per byte on the wire.
 const SENDING: f64 = 0.2;
 const RECEIVING: f64 = 0.25;
+
+/// Nanoseconds of a QEMU for each byte of pages, and of a relay to read or write it beside that QEMU.
+const QEMU: f64 = 0.3;
+const PASSING: f64 = 0.15;
+
+/// Bytes in the buffer between a QEMU and a relay.
+const INSIDE: f64 = 212e3;
 
 /// Which rung a channel takes.
 enum Choice {
@@ -105,6 +134,9 @@ struct Channel {
     debt: f64,
     /// Part of the time for which the thread has a core.
     speed: f64,
+    /// Bytes of pages between the source QEMU and the sender, and between the receiver and the destination QEMU.
+    read_ahead: f64,
+    written: f64,
     // What the controller will receive.
     rung: usize,
     begun: f64,
@@ -116,6 +148,8 @@ struct Channel {
 
 #[derive(Clone, Copy, Debug)]
 enum Sender {
+    /// Bytes of pages left to read.
+    Read(f64),
     /// Nanoseconds of work left.
     Encode(f64),
     /// Wire bytes left to hand to the socket, and all of them.
@@ -127,6 +161,8 @@ enum Receiver {
     Read,
     /// Nanoseconds of work left, and the pages that are done then.
     Decode(f64, f64),
+    /// Bytes of pages left to write.
+    Write(f64),
 }
 
 struct Simulation {
@@ -134,6 +170,9 @@ struct Simulation {
     channels: Vec<Channel>,
     now: f64,
     arrived: f64,
+    /// Nanoseconds of cores that all threads have used.
+    cpu: f64,
+    turns: Turns,
 }
 
 impl Simulation {
@@ -148,7 +187,14 @@ impl Simulation {
             channels: channels.collect(),
             now: 0.0,
             arrived: 0.0,
+            cpu: 0.0,
+            turns: Turns::default(),
         }
+    }
+
+    /// CPU time of all threads, in nanoseconds per byte of pages that has arrived.
+    fn cpu_per_byte(&self) -> f64 {
+        self.cpu / self.arrived
     }
 
     /// Bytes of pages per nanosecond over so many seconds.
@@ -180,26 +226,80 @@ impl Simulation {
             self.channels[index].near -= moved;
             self.channels[index].far += moved;
         }
-        let near: usize = self
-            .channels
-            .iter()
-            .filter(|c| c.sender_has_work(&world))
-            .count();
-        let far: usize = self
-            .channels
-            .iter()
-            .filter(|c| c.receiver_has_work())
-            .count();
-        let speed = |threads: usize| (world.cores as f64 / threads as f64).min(1.0);
-        let (near_speed, far_speed) = match world.shared_cores {
-            true => (speed(near + far), speed(near + far)),
-            false => (speed(near), speed(far)),
+        let runs = match world.qemus {
+            true => self.turns.give(&world, step, &self.channels),
+            false => shares(&world, &self.channels),
         };
-        for channel in &mut self.channels {
-            channel.send(&world, self.now, step, near_speed);
-            self.arrived += channel.receive(step * far_speed);
+        for (channel, [producer, sender, receiver, consumer]) in self.channels.iter_mut().zip(runs)
+        {
+            self.cpu += channel.produce(&world, step * producer);
+            self.cpu += channel.send(&world, self.now, step, sender);
+            let (received, cpu) = channel.receive(&world, step * receiver);
+            self.cpu += cpu;
+            let (arrived, cpu) = channel.consume(&world, received, step * consumer);
+            self.arrived += arrived;
+            self.cpu += cpu;
         }
         self.now += step;
+    }
+}
+
+/// For each channel the part of a step for which its threads have a core: source QEMU, sender, receiver, destination QEMU.
+type Runs = Vec<[f64; 4]>;
+
+/// Threads share cores evenly.
+fn shares(world: &World, channels: &[Channel]) -> Runs {
+    let busy = |threads: [usize; 2]| -> usize {
+        let of =
+            |channel: &Channel| threads.map(|thread| usize::from(channel.has_work(world)[thread]));
+        channels
+            .iter()
+            .map(|channel| of(channel).iter().sum::<usize>())
+            .sum()
+    };
+    let speed = |threads: usize| (world.cores as f64 / threads as f64).min(1.0);
+    let (near, far) = (busy([0, 1]), busy([2, 3]));
+    let [near, far] = match world.shared_cores {
+        true => [speed(near + far); 2],
+        false => [speed(near), speed(far)],
+    };
+    vec![[near, near, far, far]; channels.len()]
+}
+
+/// Threads have cores by turns: who has had least goes first, and keeps its core for a while.
+#[derive(Default)]
+struct Turns {
+    /// Nanoseconds that each thread has had, and whether it has a core.
+    threads: Vec<(f64, bool)>,
+}
+
+/// How long a thread keeps its core while it has work, and how much less than others one that wakes up counts to have had.
+const TURN: f64 = 3e6;
+const BONUS: f64 = 1e6;
+
+impl Turns {
+    fn give(&mut self, world: &World, step: f64, channels: &[Channel]) -> Runs {
+        let wants = channels.iter().flat_map(|channel| channel.has_work(world));
+        let wants: Vec<_> = wants.chain(vec![true; world.others]).collect();
+        self.threads.resize(wants.len(), (0.0, false));
+        let had = |(had, has): (f64, bool)| if has { had - TURN } else { had };
+        let awake = self.threads.iter().zip(&wants).filter(|(_, wants)| **wants);
+        let least = awake
+            .map(|(thread, _)| thread.0)
+            .fold(f64::INFINITY, f64::min);
+        let mut order: Vec<_> = (0..wants.len()).filter(|thread| wants[*thread]).collect();
+        for thread in &mut self.threads {
+            thread.0 = thread.0.max(least - BONUS);
+        }
+        order.sort_by(|a, b| had(self.threads[*a]).total_cmp(&had(self.threads[*b])));
+        order.truncate(world.cores);
+        for (number, thread) in self.threads.iter_mut().enumerate() {
+            thread.1 = order.contains(&number);
+            thread.0 += if thread.1 { step } else { 0.0 };
+        }
+        let runs = self.threads.chunks_exact(4).take(channels.len());
+        runs.map(|run| [0, 1, 2, 3].map(|thread| if run[thread].1 { 1.0 } else { 0.0 }))
+            .collect()
     }
 }
 
@@ -216,6 +316,8 @@ impl Channel {
             receiver: Receiver::Read,
             debt: 0.0,
             speed: 1.0,
+            read_ahead: 0.0,
+            written: 0.0,
             rung: RAW,
             begun: 0.0,
             cpu: 0.0,
@@ -225,8 +327,19 @@ impl Channel {
         }
     }
 
+    /// Which threads have work: source QEMU, sender, receiver, destination QEMU.
+    fn has_work(&self, world: &World) -> [bool; 4] {
+        [
+            world.qemus && self.read_ahead < INSIDE,
+            self.sender_has_work(world),
+            self.receiver_has_work(world),
+            world.qemus && self.written > 0.0,
+        ]
+    }
+
     fn sender_has_work(&self, world: &World) -> bool {
         match self.sender {
+            Sender::Read(_) => !world.qemus || self.read_ahead > 0.0,
             Sender::Encode(_) => true,
             Sender::Send(..) => !self.is_stuck(world),
         }
@@ -241,16 +354,55 @@ impl Channel {
         }
     }
 
-    fn receiver_has_work(&self) -> bool {
-        matches!(self.receiver, Receiver::Decode(..)) || self.far > 1.0
+    fn receiver_has_work(&self, world: &World) -> bool {
+        match self.receiver {
+            Receiver::Read => self.far > 1.0,
+            Receiver::Decode(..) => true,
+            Receiver::Write(_) => !world.qemus || self.written < INSIDE,
+        }
+    }
+
+    /// Does what the source QEMU's thread does; returns the CPU time.
+    fn produce(&mut self, world: &World, left: f64) -> f64 {
+        if !world.qemus {
+            return 0.0;
+        }
+        let bytes = f64::min(left / QEMU, INSIDE - self.read_ahead);
+        self.read_ahead += bytes;
+        bytes * QEMU
+    }
+
+    /// Does what the destination QEMU's thread does; returns the bytes of pages that have arrived there, and the CPU time.
+    fn consume(&mut self, world: &World, received: f64, left: f64) -> (f64, f64) {
+        if !world.qemus {
+            return (received, 0.0);
+        }
+        let read = f64::min(self.written, left / QEMU);
+        self.written -= read;
+        (read, read * QEMU)
     }
 
     /// Does what the sender's thread does in a step in which it has a core for a part of the time.
-    fn send(&mut self, world: &World, now: f64, step: f64, speed: f64) {
+    /// Returns the CPU time.
+    fn send(&mut self, world: &World, now: f64, step: f64, speed: f64) -> f64 {
         let mut left = step * speed;
-        self.speed = speed;
+        if self.sender_has_work(world) {
+            self.speed += (speed - self.speed) * (step / 20e6).min(1.0);
+        }
         while left > 1e-6 {
             match self.sender {
+                Sender::Read(_) if !world.qemus => self.has_read(now + step - left / speed),
+                Sender::Read(bytes) => {
+                    let read = f64::min(bytes, left / PASSING).min(self.read_ahead);
+                    self.read_ahead -= read;
+                    left -= read * PASSING;
+                    self.sender = Sender::Read(bytes - read);
+                    if bytes - read <= 1e-6 {
+                        self.has_read(now + step - left / speed);
+                    } else if self.read_ahead <= 1e-6 {
+                        break;
+                    }
+                }
                 Sender::Encode(work) if work > left => {
                     self.sender = Sender::Encode(work - left);
                     self.cpu += left;
@@ -264,7 +416,7 @@ impl Channel {
                 Sender::Send(bytes, all) => {
                     if self.is_stuck(world) {
                         (self.waits, self.blocked) = (true, true);
-                        return;
+                        break;
                     }
                     self.waits = false;
                     let now_sent = bytes.min(left / SENDING).min(world.buffer - self.near);
@@ -279,6 +431,7 @@ impl Channel {
                 }
             }
         }
+        step * speed - left
     }
 
     /// Chooses for the next packet and begins to encode it.
@@ -297,7 +450,7 @@ impl Channel {
         let mut work = 0.0;
         if let (Choice::Auto(controller), Some(rungs)) = (&mut self.choice, probe) {
             let costs = rungs.map(|rung| {
-                let cpu = ENCODING[rung] * page_bytes;
+                let cpu = world.encoding(rung, self.number) * page_bytes;
                 work += cpu;
                 cost(cpu, cpu / self.speed, world.data.size(rung, self.number))
             });
@@ -305,29 +458,34 @@ impl Channel {
         }
         let hopeless = rung != RAW && world.data.is_hopeless(rung, self.number);
         self.rung = if hopeless { RAW } else { rung };
+        let encoding = |rung| world.encoding(rung, self.number);
         work += match &self.choice {
             // LZ4 and zstd hurry over what they find nothing in.
-            Choice::Fixed(rung) | Choice::Mix(_, rung, _) if hopeless => 0.4 * ENCODING[*rung],
+            Choice::Fixed(rung) | Choice::Mix(_, rung, _) if hopeless => 0.4 * encoding(*rung),
             Choice::Auto(_) if rung != RAW => {
-                0.03 * ENCODING[FIRST] + if hopeless { 0.0 } else { ENCODING[rung] }
+                0.03 * encoding(FIRST) + if hopeless { 0.0 } else { encoding(rung) }
             }
-            _ => ENCODING[rung],
+            _ => encoding(rung),
         } * page_bytes;
         self.encoded = (work, now);
-        self.cpu = 0.0;
-        self.begun = now;
-        self.sender = Sender::Encode(work);
+        self.sender = Sender::Read(page_bytes);
         if let (Choice::Auto(controller), true) = (&mut self.choice, hopeless) {
-            let cpu = 0.03 * ENCODING[FIRST] * page_bytes;
+            let cpu = 0.03 * world.encoding(FIRST, self.number) * page_bytes;
             controller.gave_up(cost(cpu, cpu / self.speed, 1.0));
         }
+    }
+
+    fn has_read(&mut self, now: f64) {
+        self.cpu = 0.0;
+        self.begun = now;
+        self.sender = Sender::Encode(self.encoded.0);
     }
 
     fn has_encoded(&mut self, world: &World, now: f64) {
         let size = world.data.size(self.rung, self.number);
         if let (Choice::Auto(controller), true) = (&mut self.choice, self.rung != RAW) {
             // Of a probe's time only the encoding's share.
-            let cpu = ENCODING[self.rung] * PACKET as f64;
+            let cpu = world.encoding(self.rung, self.number) * PACKET as f64;
             let wall = cpu * ((now - self.begun) / self.encoded.0.max(1.0)).max(1.0);
             controller.encoded(cost(cpu, wall, size));
         }
@@ -356,27 +514,39 @@ impl Channel {
         self.last_out = now;
     }
 
-    /// Does the receiver's work; returns the bytes of pages that have arrived.
-    fn receive(&mut self, mut left: f64) -> f64 {
-        let mut arrived = 0.0;
+    /// Does the receiver's work; returns the bytes of pages that have arrived, and the CPU time.
+    fn receive(&mut self, world: &World, time: f64) -> (f64, f64) {
+        let (mut arrived, mut left) = (0.0, time);
         while left > 1e-6 {
             match self.receiver {
                 Receiver::Decode(work, pages) if work <= left => {
                     left -= work;
                     arrived += pages;
-                    self.receiver = Receiver::Read;
+                    self.receiver = Receiver::Write(pages);
+                }
+                Receiver::Write(_) if !world.qemus => self.receiver = Receiver::Read,
+                Receiver::Write(bytes) => {
+                    let written = f64::min(bytes, left / PASSING).min(INSIDE - self.written);
+                    self.written += written;
+                    left -= written * PASSING;
+                    self.receiver = Receiver::Write(bytes - written);
+                    if bytes - written <= 1e-6 {
+                        self.receiver = Receiver::Read;
+                    } else if self.written >= INSIDE - 1e-6 {
+                        break;
+                    }
                 }
                 Receiver::Decode(work, pages) => {
                     self.receiver = Receiver::Decode(work - left, pages);
-                    return arrived;
+                    left = 0.0;
                 }
                 Receiver::Read => {
                     let Some((wire, pages, decoding)) = self.packets.front_mut() else {
-                        return arrived;
+                        break;
                     };
                     let read = f64::min(*wire, self.far).min(left / RECEIVING);
                     if read <= 0.0 {
-                        return arrived;
+                        break;
                     }
                     self.far -= read;
                     *wire -= read;
@@ -388,7 +558,7 @@ impl Channel {
                 }
             }
         }
-        arrived
+        (arrived, time - left)
     }
 }
 
@@ -419,6 +589,9 @@ const TEXT_AT_25: World = World {
     buffer: 2e6,
     tells: true,
     touching: 0.0,
+    qemus: false,
+    others: 0,
+    slower: [1.0, 1.0],
     data: Data::Text,
 };
 
@@ -583,4 +756,135 @@ fn follow(world: World, before: f64, after: f64) {
         share >= 0.9,
         "{share:.2} of rung {rung}: {before:?} to {after:?}"
     );
+}
+
+/// All of a migration on two cores: both QEMUs, both relays, the kernel. LZ4 is slower and zstd faster than the ladder's first
+/// estimates.
+const ONE_MACHINE: World = World {
+    shared_cores: true,
+    qemus: true,
+    slower: [1.4, 0.9],
+    ..TEXT_AT_25
+};
+
+/// Also with others that take most of the cores, and from the beginning: the first seconds are all of a small guest's migration.
+#[test]
+fn auto_keeps_up_where_everything_shares_the_cores() {
+    for data in [Data::Text, Data::Memory, Data::Noise] {
+        for (link, seconds) in [(0.1, 4.0), (1.0, 2.0), (10.0, 1.0), (f64::INFINITY, 1.0)] {
+            for others in [0, 3] {
+                let world = World {
+                    link: link * GBIT,
+                    others,
+                    data,
+                    ..ONE_MACHINE
+                };
+                let row = Row::of(world, seconds);
+                assert!(row.first >= 0.87 && row.then >= 0.9, "{row}: {world:?}");
+            }
+        }
+    }
+}
+
+/// Zstd at level 1 is what stock QEMU has.
+#[test]
+fn a_slow_link_is_no_reason_to_burn_the_cores() {
+    for data in [Data::Text, Data::Memory, Data::Mixed] {
+        let world = World {
+            link: 0.1 * GBIT,
+            data,
+            ..ONE_MACHINE
+        };
+        let mut zstd = Simulation::new(world, || Choice::Fixed(4));
+        zstd.run(4.0);
+        let row = Row::of(world, 4.0);
+        assert!(row.cpu < 1.35 * zstd.cpu_per_byte(), "{row}");
+    }
+}
+
+/// Auto's goodput as a part of the best rung's, in the first seconds and in those after them, and the CPU time of all threads in
+/// nanoseconds per byte of pages; the same of every rung.
+struct Row {
+    first: f64,
+    then: f64,
+    cpu: f64,
+    rungs: Vec<(f64, f64)>,
+}
+
+impl Row {
+    fn of(world: World, seconds: f64) -> Self {
+        let rungs = (0..RUNGS).map(|rung| {
+            let mut simulation = Simulation::new(world, || Choice::Fixed(rung));
+            (simulation.run(seconds), simulation.cpu_per_byte())
+        });
+        let rungs: Vec<_> = rungs.collect();
+        let best = rungs.iter().map(|rung| rung.0).fold(0.0, f64::max);
+        let mut simulation = Simulation::new(world, auto);
+        let [first, then] = [(); 2].map(|()| simulation.run(seconds) / best);
+        let cpu = simulation.cpu_per_byte();
+        Self {
+            first,
+            then,
+            cpu,
+            rungs,
+        }
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:.2} then {:.2} ({:.1})",
+            self.first, self.then, self.cpu
+        )?;
+        for (goodput, cpu) in &self.rungs {
+            write!(f, " | {:.0} ({cpu:.1})", goodput * 1e3)?;
+        }
+        Ok(())
+    }
+}
+
+#[test]
+#[ignore = "prints a table for people"]
+fn table() {
+    let worlds = [
+        ("one machine", ONE_MACHINE),
+        (
+            "one machine, loaded",
+            World {
+                others: 3,
+                ..ONE_MACHINE
+            },
+        ),
+        (
+            "two hosts",
+            World {
+                slower: [1.4, 0.9],
+                ..TEXT_AT_25
+            },
+        ),
+    ];
+    println!("auto / best rung at first, then (CPU ns/B of pages) | MB/s of each rung (CPU ns/B)");
+    for (name, world) in worlds {
+        for data in [Data::Text, Data::Memory, Data::Mixed, Data::Noise] {
+            for (link, seconds) in [
+                (0.01, 20.0),
+                (0.1, 6.0),
+                (1.0, 2.0),
+                (10.0, 2.0),
+                (f64::INFINITY, 2.0),
+            ] {
+                let world = World {
+                    link: link * GBIT,
+                    data,
+                    ..world
+                };
+                println!(
+                    "{name}, {data:?}, {link} Gbit/s: {}",
+                    Row::of(world, seconds)
+                );
+            }
+        }
+    }
 }
