@@ -37,10 +37,13 @@ impl DirtyLog for Merged {
             .try_for_each(|log| log.watch(block, pages.clone()))
     }
 
-    /// The most of all of them: those that can do with less are given several parts at once.
+    /// The most of all of them, so that those that can do with less are given several parts at once; all of a block where
+    /// that is no whole number of parts.
     fn pages_per_collect(&self) -> usize {
-        let pages = self.logs.iter().map(|log| log.pages_per_collect());
-        pages.max().unwrap_or(usize::MAX)
+        let pages = || self.logs.iter().map(|log| log.pages_per_collect());
+        let most = pages().max().unwrap_or(usize::MAX);
+        let fits = pages().all(|pages| pages > 0 && most.is_multiple_of(pages));
+        if fits { most } else { usize::MAX }
     }
 
     fn collect(
@@ -67,5 +70,47 @@ impl DirtyLog for Merged {
             result = result.and(log.stop());
         }
         result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Can be collected in parts of so many pages.
+    struct Parts(usize);
+
+    impl DirtyLog for Parts {
+        fn start(&self) -> Result<(), DirtyLogError> {
+            Ok(())
+        }
+
+        fn pages_per_collect(&self) -> usize {
+            self.0
+        }
+
+        fn collect(&self, _: usize, _: usize, _: &mut [u64]) -> Result<(), DirtyLogError> {
+            Ok(())
+        }
+
+        fn clear(&self, _: usize, _: usize, _: &[u64]) -> Result<(), DirtyLogError> {
+            Ok(())
+        }
+
+        fn stop(&self) -> Result<(), DirtyLogError> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_part_is_one_of_every_log() {
+        let parts = |each: &[usize]| {
+            let log = |pages: &usize| Arc::new(Parts(*pages)) as Arc<dyn DirtyLog>;
+            Merged::new(each.iter().map(log).collect()).pages_per_collect()
+        };
+        assert_eq!(parts(&[64, 256]), 256);
+        assert_eq!(parts(&[192, 256]), usize::MAX);
+        assert_eq!(parts(&[64, usize::MAX]), usize::MAX);
+        assert_eq!(parts(&[]), usize::MAX);
     }
 }
