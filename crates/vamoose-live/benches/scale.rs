@@ -7,8 +7,9 @@
 //! not there, `mapped` ones are all the kernel's shared page of zeros, so that the page tables are those of a guest
 //! that has touched everything in pages of 4 KiB (2 GiB of them for a TiB, on either side).
 //!
-//! - `kvm`: a log that counts calls, and makes up what was written: 512 pages in a row of each GiB during the first round,
-//!   64 during the second, 16 before the guest is paused. KVM interrupts every vCPU for each call that clears.
+//! - `kvm`: a log that counts calls, and makes up what was written: 512 pages of each GiB during the first round, 64 during the
+//!   second, 16 before the guest is paused; in a row, or if `mapped` as far apart as can be. KVM interrupts every vCPU
+//!   for each call that clears.
 //! - `userfaultfd`: the real log; nobody writes.
 //!
 //! CPU is of the whole process, its peak memory without page tables.
@@ -83,7 +84,10 @@ fn main() {
 
 fn run(gib: usize, mapped: bool, userfaultfd: bool) {
     let (here, there) = (ram(gib, mapped), ram(gib, mapped));
-    let counting = Arc::new(Log::default());
+    let counting = Arc::new(Log {
+        apart: mapped,
+        ..Log::default()
+    });
     let log: Arc<dyn DirtyLog> = match userfaultfd {
         true => Arc::new(UserfaultLog::new(&here).expect("userfaultfd")),
         false => counting.clone(),
@@ -158,6 +162,8 @@ fn ram(gib: usize, mapped: bool) -> Ram {
 /// Makes up what the guest has written.
 #[derive(Default)]
 struct Log {
+    /// The pages lie apart.
+    apart: bool,
     watches: AtomicUsize,
     clears: AtomicUsize,
     collects: AtomicUsize,
@@ -177,8 +183,13 @@ impl DirtyLog for Log {
         let round = self.collects.fetch_add(1, Ordering::Relaxed);
         let pages = [512, 64, 16][round.min(2)];
         for gib in dirty.chunks_mut((1 << 18) / 64) {
-            let words = gib.iter_mut().take(usize::div_ceil(pages, 64));
-            words.for_each(|word| *word |= u64::MAX >> (64 - pages.min(64)));
+            for page in 0..pages {
+                let page = match self.apart {
+                    true => page * ((1 << 18) / pages),
+                    false => page,
+                };
+                gib[page / 64] |= 1 << (page % 64);
+            }
         }
         Ok(())
     }
