@@ -195,7 +195,9 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
 
     fn start_channel(&self, layout: Layout, number: usize, stream: Arc<Stream>) -> io::Result<()> {
         let decoder = self.config.engines.decoder(layout, self.stats.health());
-        let reader = ChannelReader::new(stream, layout, decoder, self.stats.clone());
+        let mut reader = ChannelReader::new(stream, layout, decoder, self.stats.clone());
+        // Nobody else writes the guest's memory before it runs here.
+        reader.take_differences_in_place();
         let (memory, events) = (self.memory, self.events_in.clone());
         let copy = &self.config.copy;
         let receive = in_span(move || {

@@ -13,6 +13,10 @@ use crate::{DsaDetection, SourceError};
 pub struct SourceConfig {
     /// How pages are encoded.
     pub method: MethodChoice,
+    /// Whether pages that were sent before go as differences where that pays: over a session with checksums, by methods
+    /// [whose packets may hold them](MethodChoice::takes_differences). The source keeps what it has sent in at most the
+    /// session's [page cache](vamoose_link::SessionConfig::page_cache); the destination has it in the guest's memory.
+    pub delta: bool,
     /// Channels, 1 to 64.
     pub channels: u8,
     /// Most bytes of pages in a packet: a power of two from 64 KiB to 4 MiB.
@@ -67,8 +71,10 @@ pub const CHANNELS: RangeInclusive<u8> = 1..=64;
 impl SourceConfig {
     /// Sends by `method` over two channels, everything else by default.
     pub fn new(method: impl Into<MethodChoice>) -> Self {
+        let method = method.into();
         Self {
-            method: method.into(),
+            delta: matches!(method, MethodChoice::Adaptive(_)),
+            method,
             channels: 2,
             packet_bytes: PACKET_BYTES,
             zero_copy: false,
@@ -91,6 +97,10 @@ impl SourceConfig {
         if !CHANNELS.contains(&self.channels) {
             let (channels, min, max) = (self.channels, CHANNELS.start(), CHANNELS.end());
             return refuse(format!("{channels} channels: the range is {min} to {max}"));
+        }
+        if self.delta && !self.method.takes_differences() {
+            let name = self.method.name();
+            return refuse(format!("differences: packets of method {name} hold none"));
         }
         #[cfg(feature = "bench")]
         if self.normal_page_ratio > 100 {

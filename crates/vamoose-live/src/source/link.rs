@@ -14,7 +14,7 @@ use std::{
 use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, negotiate, to_details};
 use multifd::Initial;
 use tracing::warn;
-use vamoose_link::{ChannelWriter, Stream, receive_until};
+use vamoose_link::{ChannelWriter, DeltaSender, Stream, receive_until};
 
 use super::{Source, Transport, channel::Channel, round::Round, transport::Way};
 use crate::{
@@ -143,8 +143,12 @@ impl<'scope, 'a> Link<'scope, 'a> {
 
     pub(super) fn open_channels(&mut self) -> Result<(), SourceError> {
         let source = self.source;
+        let sent_pages = self.sent_pages();
         for number in 0..source.config.channels {
-            let writer = self.open_channel(number)?;
+            let mut writer = self.open_channel(number)?;
+            if let Some(sent_pages) = &sent_pages {
+                writer.send_differences(sent_pages.clone());
+            }
             // The coordinator waits for the round before.
             let (rounds_in, rounds) = mpsc::sync_channel(1);
             let events = self.events_in.clone();
@@ -155,6 +159,15 @@ impl<'scope, 'a> Link<'scope, 'a> {
             self.rounds.push(rounds_in);
         }
         Ok(())
+    }
+
+    /// What is kept of the pages that are sent, where differences to them are of use.
+    fn sent_pages(&self) -> Option<Arc<DeltaSender>> {
+        let Way::Session(session, _) = &self.way else {
+            return None;
+        };
+        let cache = DeltaSender::in_place_over(session, self.source.layout);
+        cache.filter(|_| self.source.config.delta).map(Arc::new)
     }
 
     /// From now on no wait lasts beyond `resume_at`; without one, for as long as it takes.

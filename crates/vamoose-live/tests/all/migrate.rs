@@ -78,6 +78,7 @@ fn any_guest_migrates_with(method: &MethodChoice) {
     if rigs.is_empty() {
         return;
     }
+    let mut differences = 0;
     for run in 0..RUNS {
         let mut rng = Rng::new(run);
         let turn = usize::try_from(run).unwrap();
@@ -92,6 +93,7 @@ fn any_guest_migrates_with(method: &MethodChoice) {
         config.max_bandwidth = rng.chance(20).then(|| NonZeroU64::new(64 * MIB).unwrap());
         let rounds = 1 + rng.below(4);
         let hosts = rng.chance(50).then(Hosts::new);
+        config.delta = method.takes_differences() && rng.chance(70);
         let context = format!(
             "{shape:?}, {} channels, {rounds} rounds, a session: {}",
             config.channels,
@@ -114,10 +116,12 @@ fn any_guest_migrates_with(method: &MethodChoice) {
         });
         let mut there = There::new(&stage);
         let source = stage.source(config);
+        let handle = source.handle();
         let outcome = migrate_over(&to, source, &mut here, &mut destination, &mut there);
         let (status, arrival) = outcome.expect_done();
         assert_eq!(status.status, State::Completed, "{context}");
         assert!(status.ram.dirty_sync_count > rounds, "{context}");
+        differences += handle.moved().delta_pages;
         // All but the device state.
         let (sent, received) = (status.ram.transferred, arrival.moved.received_bytes);
         assert!(
@@ -125,6 +129,11 @@ fn any_guest_migrates_with(method: &MethodChoice) {
             "{sent} and {received} bytes, {context}"
         );
         stage.expect_there();
+    }
+    if !method.takes_differences() {
+        assert_eq!(differences, 0);
+    } else if method.name() != MethodChoice::ADAPTIVE {
+        assert!(differences > 0);
     }
 }
 
