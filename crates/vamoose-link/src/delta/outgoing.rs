@@ -7,6 +7,7 @@ use vamoose_codec::{
     EncodeError,
     delta::{Mark, table_len, write_table},
 };
+use vamoose_session::frame::MAX_LEN;
 
 use super::{DeltaSender, sender::Planned};
 use crate::PacketEncoder;
@@ -76,6 +77,12 @@ impl Outgoing {
             true => Ok(None),
             false => encode(encoder, pages, marks, out).map(Some),
         };
+        let made = made.map(|made| {
+            made.filter(|made| made.len <= MOST_CHECKED).or_else(|| {
+                cache.undo(plan, pages, marks);
+                None
+            })
+        });
         // Whatever became of it: without this packet there is no migration.
         cache.finish(plan);
         made
@@ -103,6 +110,10 @@ fn encode(
     }
     Ok(Made { len, differences })
 }
+
+/// Longer payloads go without a checksum of their pages. Only packets of a VMM can be that long
+/// ([`DeltaSender::over`] sees to it), and their pages can always go as they are.
+pub(super) const MOST_CHECKED: usize = MAX_LEN;
 
 /// Finds out on a part of a packet whether its differences are smaller than its pages.
 #[derive(Default)]
@@ -145,3 +156,43 @@ impl Sample {
 
 /// A difference of which no more than one in so many bytes is left is smaller than what any encoder makes of pages.
 const CLEARLY: usize = 32;
+
+#[cfg(test)]
+mod tests {
+    use multifd::{BlockName, Layout};
+    use vamoose_codec::{Settings, encoder};
+
+    use super::*;
+
+    #[test]
+    fn what_would_go_without_a_checksum_goes_as_it_is() {
+        let layout = Layout::X86.with_packet_bytes(4 << 20).unwrap();
+        let mut header = RamHeader::new(layout);
+        header.block = BlockName::new(b"ram").unwrap();
+        let offsets: Vec<_> = (0..1024).map(|page| page << 12).collect();
+        header.set_pages(&offsets, &[], layout).unwrap();
+        let settings = Settings::new(Method::Lz4, None).unwrap();
+        let mut encoder = encoder(&settings, layout).unwrap().into();
+        let mut outgoing = Outgoing::new(Arc::new(DeltaSender::in_place(16 << 20, layout)));
+        let mut out = vec![0; layout.max_payload()];
+        // In the third round most pages have changed altogether, in the fourth nothing has.
+        for (epoch, changed) in [(1, 0), (2, 0), (3, 700), (4, 700)] {
+            let noise = |seed| {
+                let mut random = fastrand::Rng::with_seed(seed);
+                (0..4 << 20).map(move |_| random.u8(..))
+            };
+            let mut sent: Vec<u8> = noise(1).collect();
+            let others = sent[..changed << 12].iter_mut().zip(noise(2));
+            others.for_each(|(byte, other)| *byte = other);
+            let mut pages = sent.clone();
+            assert_eq!(outgoing.plan(&header, epoch), epoch > 1);
+            if epoch > 1 {
+                let made = outgoing.encode(&mut encoder, &mut pages, &mut out);
+                let made = made.unwrap();
+                assert_eq!(made.is_some(), epoch == 4);
+                assert_eq!(pages == sent, made.is_none());
+                assert!(made.is_none_or(|made| made.len <= MOST_CHECKED));
+            }
+        }
+    }
+}

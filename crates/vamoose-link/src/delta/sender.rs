@@ -9,9 +9,9 @@ use std::{
 };
 
 use multifd::{Layout, RamHeader};
-use vamoose_codec::delta::{Mark, Touch, difference};
+use vamoose_codec::delta::{Mark, Touch, difference, table_len};
 
-use super::{sent::Sent, slots};
+use super::{outgoing::MOST_CHECKED, sent::Sent, slots};
 use crate::{Session, lock};
 
 /// The pages that one end of a session has sent and keeps, shared by all channels of a migration.
@@ -59,6 +59,8 @@ struct Index {
     hand: usize,
     /// Counts the guest's rounds, roughly: a page that was touched in this one is touched again.
     round: u64,
+    /// Pages that wanted a slot in this round and got none.
+    vain: usize,
 }
 
 /// Number of the RAM block, and of the page in it.
@@ -81,8 +83,9 @@ const LOOK_AT: usize = 4;
 /// slots, the slots keep theirs.
 const ROUNDS: u64 = 2;
 
-/// The same by SYNCs, of which an old QEMU sends many in a round, for a guest none of whose pages comes again.
-const EPOCHS: u64 = 64;
+/// So many times as many pages as there are slots want one in vain, and none of those in slots comes again: then it is
+/// another round, too.
+const VAIN: usize = 8;
 
 /// A page in which more of the words have changed goes as it is: the difference would be no smaller.
 const DENSE: usize = 2;
@@ -101,7 +104,9 @@ impl DeltaSender {
     /// For what is sent over `session`, where its server takes differences and both ends keep pages.
     pub fn over(session: &Session, layout: Layout) -> Option<Self> {
         let bytes = session.page_cache()?;
-        (slots(bytes, layout) > 0).then(|| Self::new(bytes, layout))
+        let longest = table_len(layout.page_count()) + layout.packet_bytes();
+        let is_of_use = slots(bytes, layout) > 0 && longest <= MOST_CHECKED;
+        is_of_use.then(|| Self::new(bytes, layout))
     }
 
     /// The same for a receiver that has the pages in the guest's memory.
@@ -280,19 +285,21 @@ impl Index {
             Some(number) => number,
             None => self.slot_for(page, epoch, limit)?,
         };
-        let mut round = self.round;
-        let slot = self.slot(number);
         if known.is_some() {
+            let slot = &self.slots[number as usize];
             if slot.is_busy || slot.epoch >= epoch {
                 return None;
             }
-            round += u64::from(slot.round == round);
+            if slot.round == self.round {
+                self.next_round();
+            }
         }
+        let round = self.round;
+        let slot = self.slot(number);
         let version = slot.version;
         slot.version = version.wrapping_add(1);
         slot.is_busy = true;
         (slot.epoch, slot.round) = (epoch, round);
-        self.round = round;
         let slot = number;
         Some((Touch { slot, version }, known.is_some()))
     }
@@ -338,12 +345,20 @@ impl Index {
             let number = self.hand;
             self.hand = (number + 1) % self.slots.len();
             let slot = &self.slots[number];
-            let is_unused = slot.round + ROUNDS <= round || slot.epoch + EPOCHS <= epoch;
-            if !slot.is_busy && slot.epoch < epoch && is_unused {
+            if !slot.is_busy && slot.epoch < epoch && slot.round + ROUNDS <= round {
                 return u32::try_from(number).ok();
             }
         }
+        self.vain += 1;
+        if self.vain > VAIN * self.slots.len() {
+            self.next_round();
+        }
         None
+    }
+
+    fn next_round(&mut self) {
+        self.round += 1;
+        self.vain = 0;
     }
 
     /// Nothing is known of the page any more.

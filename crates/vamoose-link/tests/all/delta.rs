@@ -5,6 +5,7 @@ use std::{sync::Arc, thread, time::Duration};
 
 use lab::middlebox::{Change, Direction, Middlebox, Which};
 use multifd::{BlockName, Layout, Method};
+use proptest::{collection::vec, prelude::*};
 use vamoose_codec::{Decoder, Settings, encoder};
 use vamoose_link::{
     Address, ChannelReader, ChannelWriter, DeltaReceiver, DeltaSender, Listener, Packet,
@@ -252,4 +253,31 @@ fn there_are_no_differences_without_a_cache_or_checksums() {
         assert_eq!((sent.delta_pages, sent.delta_cache_bytes), (0, 0));
     }
     assert!(DeltaSender::over(&Ends::new(config(), config()).session, Layout::X86).is_some());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// What the fuzz target looks for, from where it gets far.
+    #[test]
+    fn any_packets_of_a_peer_are_restored_or_refused(
+        packets in vec((0..4_u8, vec((0..14_u32, 0..3_u32), 1..5), vec(any::<u8>(), 0..200)), 1..8),
+    ) {
+        let packets = packets.into_iter().map(|(method, marks, rest)| {
+            let mut payload = vec![method, 0, 0, 0];
+            for (place, version) in &marks {
+                payload.extend_from_slice(&place.to_be_bytes());
+                payload.extend_from_slice(&version.to_be_bytes());
+            }
+            let table = payload.len();
+            payload.extend_from_slice(&rest);
+            if method == 0 {
+                payload.resize(table + marks.len() * PAGE, 7);
+            }
+            (marks.len(), payload)
+        });
+        let packets: Vec<_> = packets.collect();
+        let packets: Vec<_> = packets.iter().map(|(count, payload)| (*count, &payload[..])).collect();
+        vamoose_link::delta_seam::receive(LAYOUT, &packets);
+    }
 }
