@@ -152,7 +152,9 @@ fn an_old_source() -> Result<()> {
     source.qemu.qmp.wait_migration(&["completed"], LIMIT)?;
     let report = near.finish(LIMIT)?.success()?.stdout;
     far.finish(LIMIT)?.success()?;
-    expect_differences(&serde_json::from_str(&report)?)?;
+    // How many depends on its rounds.
+    let report: Value = serde_json::from_str(&report)?;
+    ensure!(report["delta"]["pages"].as_u64() > Some(0), "{report}");
     destination.qemu.qmp.cont()?;
     destination.wait_ticks(5, LIMIT)
 }
