@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips cuts faults figures paths workloads
+.PHONY: help setup build demo test model flips cuts faults figures paths updates workloads
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -47,6 +47,10 @@ faults: setup  # Break migrations in every way, at random moments, until one goe
 figures: setup # Measure the documentation's figures anew
 	cargo build --release -p vamoose -p vamoose-demo -p lab --bin vamoose --bin vamoose-demo --bin figures
 	"$${CARGO_TARGET_DIR:-target}/release/figures" $(FIGURES)
+
+updates: setup   # Measure what differences save for a guest that updates memory in place
+	cargo build --release -p vamoose -p lab --bin vamoose --bin updates
+	"$${CARGO_TARGET_DIR:-target}/release/updates" $(UPDATES)
 
 paths: setup   # Measure what a second path brings
 	cargo build --release -p vamoose -p lab --bin vamoose --bin paths
