@@ -345,8 +345,11 @@ impl Index {
             let number = self.hand;
             self.hand = (number + 1) % self.slots.len();
             let slot = &self.slots[number];
-            if !slot.is_busy && slot.epoch < epoch && slot.round + ROUNDS <= round {
-                return u32::try_from(number).ok();
+            let number = u32::try_from(number).ok()?;
+            // One of no page is among the free ones, and is taken from there.
+            let has_page = self.slot_of.get(&slot.page) == Some(&number);
+            if has_page && !slot.is_busy && slot.epoch < epoch && slot.round + ROUNDS <= round {
+                return Some(number);
             }
         }
         self.vain += 1;
@@ -370,5 +373,78 @@ impl Index {
 
     fn slot(&mut self, number: u32) -> &mut Slot {
         &mut self.slots[number as usize]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use multifd::BlockName;
+    use vamoose_codec::delta::restore;
+
+    use super::*;
+
+    const PAGE: usize = 4096;
+
+    fn header(pages: &[usize], zero: &[usize]) -> RamHeader {
+        let mut header = RamHeader::new(Layout::X86);
+        header.block = BlockName::new(b"ram").unwrap();
+        let offsets = |pages: &[usize]| pages.iter().map(|page| (page * PAGE) as u64).collect();
+        let [normal, zero]: [Vec<u64>; 2] = [offsets(pages), offsets(zero)];
+        header.set_pages(&normal, &zero, Layout::X86).unwrap();
+        header
+    }
+
+    /// A sender, and the memory of a receiver that restores pages in place.
+    struct InPlace {
+        sender: DeltaSender,
+        received: Vec<Vec<u8>>,
+    }
+
+    impl InPlace {
+        /// Sends pages as a writer does; the receiver must have them then.
+        fn send(&mut self, now: &[Vec<u8>], epoch: u64, pages: &[usize]) {
+            let (mut plan, mut marks) = (Vec::new(), Vec::new());
+            self.sender.plan(&header(pages, &[]), epoch, &mut plan);
+            let mut bytes = pages
+                .iter()
+                .map(|page| &now[*page][..])
+                .collect::<Vec<_>>()
+                .concat();
+            self.sender.prepare(&plan, &mut bytes, &mut marks);
+            self.sender.finish(&plan);
+            for ((page, mark), bytes) in pages.iter().zip(&marks).zip(bytes.chunks(PAGE)) {
+                let mut bytes = bytes.to_vec();
+                if *mark == Mark::InPlace {
+                    restore(&mut bytes, &self.received[*page]);
+                }
+                assert!(bytes == now[*page], "page {page} in epoch {epoch}");
+                self.received[*page] = bytes;
+            }
+        }
+    }
+
+    /// Also where pages come twice in an epoch, so that free slots cannot be used yet.
+    #[test]
+    fn a_slot_is_of_one_page() {
+        let bytes = 6 * (PAGE + super::super::SLOT_OVERHEAD);
+        let mut ends = InPlace {
+            sender: DeltaSender::in_place(bytes, Layout::X86),
+            received: vec![vec![0; PAGE]; 20],
+        };
+        let mut now: Vec<_> = (0..20).map(|page| vec![page; PAGE]).collect();
+        ends.send(&now, 0, &(0..20).collect::<Vec<_>>());
+        ends.send(&now, 1, &[0, 1, 2, 3, 4, 5]);
+        // The slot of page 0 is free.
+        ends.sender.plan(&header(&[], &[0]), 2, &mut Vec::new());
+        ends.received[0].fill(0);
+        ends.send(&now, 80, &[1, 2, 3, 4]);
+        // Those of these are, too.
+        ends.send(&now, 80, &[1, 2, 3, 4]);
+        ends.send(&now, 80, &[10]);
+        ends.send(&now, 81, &[11, 12, 13, 14, 15]);
+        for page in &mut now[10..16] {
+            page[7] += 1;
+        }
+        ends.send(&now, 82, &[10, 11, 12, 13, 14, 15]);
     }
 }

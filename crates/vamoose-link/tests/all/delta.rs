@@ -281,3 +281,13 @@ proptest! {
         vamoose_link::delta_seam::receive(LAYOUT, &packets);
     }
 }
+
+#[test]
+fn the_sender_decides_about_checksums() {
+    let far = SessionConfig {
+        check: false,
+        ..config()
+    };
+    let sent = run(&Ends::new(config(), far), || fixed(Method::Lz4), |_| {});
+    assert!(sent.normal_pages > 0);
+}
