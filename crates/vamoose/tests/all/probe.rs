@@ -183,7 +183,7 @@ fn every_method_is_measured(advice: &Value) {
     }
 }
 
-/// time = max(bytes / ratio / link, bytes / (cores x speed))
+/// time = max(bytes / ratio / link, CPU time / cores), CPU time = QEMU to vamoose + encoding + sending / ratio
 fn times_follow_the_rule(link: &Value, advice: &Value, cores: f64) {
     let methods = list(advice, "methods");
     let candidates = list(link, "candidates");
@@ -192,7 +192,9 @@ fn times_follow_the_rule(link: &Value, advice: &Value, cores: f64) {
         let of = methods.iter().find(|of| label(of) == label(one)).unwrap();
         let bytes_on_link = GIB / number(of, "ratio");
         let on_link = bytes_on_link / (number(link, "gbit-per-second") * 125e6);
-        let on_cores = GIB / (cores * number(of, "bytes-per-second"));
+        let hops = number(&advice["hops"], "from-qemu")
+            + number(&advice["hops"], "sending") / number(of, "ratio");
+        let on_cores = (hops + GIB / number(of, "bytes-per-second")) / cores;
         assert!(near(number(one, "seconds-on-link"), on_link), "{one}");
         assert!(near(number(one, "seconds-on-cores"), on_cores), "{one}");
         let time = number(one, "seconds-per-gib");

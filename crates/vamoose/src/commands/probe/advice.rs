@@ -1,15 +1,19 @@
 //! Which method migrates memory fastest over which link, by measuring the engines on this host.
 //!
-//! A migration is as fast as the slower of its two stages: bytes leave the link at `link x ratio`
-//! and the encoders at `cores x speed`, both counted in page bytes:
+//! A migration is as fast as the slower of its two stages: the link carries `link x ratio`, and the cores of the source's host
+//! encode and pass on what they can, both counted in page bytes:
 //!
 //! ```text
-//!  time = max(bytes / ratio / link, bytes / (cores x speed))
+//!  time = max(bytes / ratio / link, bytes x CPU time / cores)
+//!  CPU time of a byte = QEMU to vamoose + encoding + sending / ratio
 //! ```
+//! QEMU's socket and the sending are measured on this host, too: see [`hops`].
+//!
 //! Times within 15 % of the best count as equal, as measurements and guests differ by as much: of
 //! those the method that takes the least CPU time is advised. Dirty rounds, zero pages and
 //! the far side's decoding (as fast as encoding or faster; its cores are not known here) are left out.
 
+mod hops;
 mod measure;
 mod sample;
 
@@ -18,7 +22,10 @@ use std::sync::Arc;
 use serde::Serialize;
 use vamoose_codec::Registry;
 
-use self::measure::{FarSide, Measured, Unmeasured};
+use self::{
+    hops::Hops,
+    measure::{FarSide, Measured, Unmeasured},
+};
 use super::Lines;
 
 /// The measured methods and the best of them for each link.
@@ -29,9 +36,17 @@ pub(super) struct Advice {
     sample: &'static str,
     /// Cores that the advice counts on.
     cores: usize,
+    hops: Hops,
     methods: Vec<Measured>,
     unmeasured: Vec<Unmeasured>,
     links: Vec<Link>,
+}
+
+/// What this host has for a migration beside the engines.
+#[derive(Clone, Copy)]
+struct Host {
+    cores: usize,
+    hops: Hops,
 }
 
 /// What to use on a link.
@@ -71,12 +86,15 @@ impl Advice {
     /// Measures the engines, and advises for `cores` at work.
     pub(super) fn measure(registry: &Arc<Registry>, cores: usize) -> Self {
         let (methods, unmeasured) = measure::measure_all(registry);
+        let hops = Hops::measure();
+        let host = Host { cores, hops };
         Self {
             sample: sample::DESCRIPTION,
             cores,
+            hops,
             links: LINKS
                 .into_iter()
-                .filter_map(|gbits| Link::new(&methods, gbits, cores))
+                .filter_map(|gbits| Link::new(&methods, gbits, host))
                 .collect(),
             methods,
             unmeasured,
@@ -86,13 +104,25 @@ impl Advice {
     pub(super) fn describe(&self, lines: &mut Lines) {
         lines.put("sample", self.sample);
         self.describe_methods(lines);
+        lines.put("sockets", self.hops);
         self.describe_times(lines);
         lines.put(
             "rule",
-            "time = max(bytes / ratio / link, bytes / (cores x speed)); within 15 %, the method with less CPU time",
+            "time = max(bytes / ratio / link, CPU time / cores); within 15 %, the method with less CPU time",
+        );
+        lines.put(
+            "rule",
+            "CPU time = QEMU to vamoose + encoding + sending / ratio",
         );
         for link in &self.links {
             link.describe(lines);
+        }
+    }
+
+    fn host(&self) -> Host {
+        Host {
+            cores: self.cores,
+            hops: self.hops,
         }
     }
 
@@ -152,7 +182,7 @@ impl Advice {
                 format_args!(
                     "{:<12}{:>11.3}{times}",
                     label(measured.method, measured.level),
-                    seconds_on_cores(measured, self.cores),
+                    seconds_on_cores(measured, self.host()),
                 ),
             );
         }
@@ -161,8 +191,8 @@ impl Advice {
 
 impl Link {
     /// `None` without methods.
-    fn new(methods: &[Measured], gbit_per_second: u32, cores: usize) -> Option<Self> {
-        let candidate = |measured: &Measured| Candidate::new(measured, gbit_per_second, cores);
+    fn new(methods: &[Measured], gbit_per_second: u32, host: Host) -> Option<Self> {
+        let candidate = |measured: &Measured| Candidate::new(measured, gbit_per_second, host);
         let stock: Vec<_> = methods
             .iter()
             .filter(|measured| measured.understood_by == FarSide::AnyQemu)
@@ -202,9 +232,9 @@ impl Link {
 }
 
 impl Candidate {
-    fn new(measured: &Measured, gbit_per_second: u32, cores: usize) -> Self {
+    fn new(measured: &Measured, gbit_per_second: u32, host: Host) -> Self {
         let seconds_on_link = seconds_on_link(measured, gbit_per_second);
-        let seconds_on_cores = seconds_on_cores(measured, cores);
+        let seconds_on_cores = seconds_on_cores(measured, host);
         Self {
             method: measured.method,
             level: measured.level,
@@ -244,8 +274,9 @@ fn seconds_on_link(measured: &Measured, gbit_per_second: u32) -> f64 {
     GIB / measured.ratio / (f64::from(gbit_per_second) * 1e9 / 8.0)
 }
 
-fn seconds_on_cores(measured: &Measured, cores: usize) -> f64 {
-    GIB / (cores as f64 * measured.bytes_per_second)
+fn seconds_on_cores(measured: &Measured, host: Host) -> f64 {
+    let encoding = GIB / measured.bytes_per_second;
+    (host.hops.seconds_per_gib(measured.ratio) + encoding) / host.cores as f64
 }
 
 const GIB: f64 = (1u64 << 30) as f64;
@@ -277,6 +308,12 @@ mod tests {
         }
     }
 
+    /// Sockets cost nothing.
+    fn host(cores: usize) -> Host {
+        let hops = Hops::default();
+        Host { cores, hops }
+    }
+
     fn methods() -> [Measured; 3] {
         [
             measured("none", 10_000.0, 1.0),
@@ -288,7 +325,7 @@ mod tests {
     #[test]
     fn slow_links_get_the_best_ratio_and_fast_ones_the_fastest_encoder() {
         let pick = |gbits, cores| {
-            let link = Link::new(&methods(), gbits, cores).unwrap();
+            let link = Link::new(&methods(), gbits, host(cores)).unwrap();
             (link.best.method, link.best.limited_by)
         };
         // 125 MB/s x 4 = 500 MB/s, which 10 cores encode and 2 do not.
@@ -299,22 +336,34 @@ mod tests {
         assert_eq!(pick(10, 2), ("quick", "cores"));
         assert_eq!(pick(100, 2), ("none", "link"));
         assert_eq!(pick(100, 1), ("none", "cores"));
-        assert!(Link::new(&[], 1, 1).is_none());
+        assert!(Link::new(&[], 1, host(1)).is_none());
     }
 
     #[test]
     fn the_time_is_that_of_the_slower_stage() {
-        let link = Link::new(&[measured("none", 1000.0, 1.0)], 1, 1).unwrap();
+        let link = Link::new(&[measured("none", 1000.0, 1.0)], 1, host(1)).unwrap();
         assert!((link.best.seconds_on_link - 1.073_741_824 * 8.0).abs() < 1e-9);
         assert!((link.best.seconds_on_cores - 1.073_741_824).abs() < 1e-9);
         assert_eq!(link.best.seconds_per_gib, link.best.seconds_on_link);
     }
 
     #[test]
+    fn sockets_take_the_cores_too() {
+        let hops = Hops {
+            from_qemu: Some(0.5),
+            sending: Some(0.4),
+        };
+        let host = Host { cores: 2, hops };
+        let seconds = |ratio| seconds_on_cores(&measured("quick", 1_073.741_824, ratio), host);
+        assert!((seconds(1.0) - 0.95).abs() < 1e-9);
+        assert!((seconds(2.0) - 0.85).abs() < 1e-9);
+    }
+
+    #[test]
     fn equal_times_go_to_the_method_that_costs_less() {
         let pick = |ratio| {
             let methods = [measured("dense", 500.0, ratio), methods()[2].clone()];
-            Link::new(&methods, 1, 2).unwrap().best.method
+            Link::new(&methods, 1, host(2)).unwrap().best.method
         };
         assert_eq!(pick(2.29), "quick");
         assert_eq!(pick(2.31), "dense");
@@ -322,7 +371,7 @@ mod tests {
 
     #[test]
     fn what_only_vamoose_understands_has_a_stock_alternative() {
-        let link = Link::new(&methods(), 10, 2).unwrap();
+        let link = Link::new(&methods(), 10, host(2)).unwrap();
         assert_eq!(link.best.method, "quick");
         assert_eq!(link.stock.as_ref().unwrap().method, "none");
         let mut lines = Lines::default();
@@ -330,7 +379,9 @@ mod tests {
         assert!(lines.0.contains("stock QEMU: none"), "{}", lines.0);
         // The same one is not printed twice.
         let mut lines = Lines::default();
-        Link::new(&methods(), 100, 2).unwrap().describe(&mut lines);
+        Link::new(&methods(), 100, host(2))
+            .unwrap()
+            .describe(&mut lines);
         assert!(!lines.0.contains("stock QEMU"), "{}", lines.0);
     }
 
@@ -340,6 +391,7 @@ mod tests {
         let advice = Advice {
             sample: "",
             cores: 1,
+            hops: Hops::default(),
             methods: Vec::new(),
             unmeasured: vec![Unmeasured {
                 method: "qatzip",
