@@ -129,9 +129,9 @@ struct GuestOptions {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Migration")]
 struct MigrationOptions {
-    /// Encoding of pages towards the destination
-    #[arg(long, value_enum, default_value_t = MethodName::NONE)]
-    method: MethodName,
+    /// Encoding of pages towards the destination [default: auto, with --zero-copy none]
+    #[arg(long, value_enum)]
+    method: Option<MethodName>,
     /// Level of the method [default: 1]
     #[arg(long, allow_negative_numbers = true, value_name = "N")]
     level: Option<i32>,
@@ -223,7 +223,9 @@ impl Options {
     /// What the destination is to do; everything in it has been checked.
     fn order(&self, link: Link) -> Result<Order> {
         let migration = &self.migration;
-        migration.dsa.check(migration.method != MethodName::NONE)?;
+        migration
+            .dsa
+            .check(migration.method() != MethodName::NONE)?;
         Ok(Order {
             shape: self.guest.shape()?,
             prealloc: self.guest.prealloc,
@@ -262,10 +264,10 @@ impl GuestOptions {
 
 impl MigrationOptions {
     fn config(&self) -> Result<SourceConfig> {
-        if self.zero_copy && self.method != MethodName::NONE {
+        if self.zero_copy && self.method() != MethodName::NONE {
             bail!("--zero-copy needs --method none: compressed pages are copies");
         }
-        let mut config = SourceConfig::new(self.method.choose(self.level, &self.hardware)?);
+        let mut config = SourceConfig::new(self.method().choose(self.level, &self.hardware)?);
         config.channels = self.channels;
         config.packet_bytes = u32::try_from(self.packet_size.0).unwrap_or(u32::MAX);
         config.zero_copy = self.zero_copy;
@@ -277,6 +279,13 @@ impl MigrationOptions {
         config.timeout = self.timeout.map(Duration::from_secs);
         config.auto_converge = self.auto_converge.then(AutoConverge::default);
         Ok(config)
+    }
+
+    fn method(&self) -> MethodName {
+        self.method.unwrap_or(match self.zero_copy {
+            true => MethodName::NONE,
+            false => MethodName::Auto,
+        })
     }
 
     /// Maximum number of pages in a packet.

@@ -19,7 +19,8 @@ const LIMIT: Duration = Duration::from_secs(120);
 const MIB: u64 = 1 << 20;
 
 /// A guest that cannot leave: it writes all of its memory faster than the link moves it.
-const ENDLESS: [&str; 8] = [
+const ENDLESS: [&str; 9] = [
+    "--method=none",
     "--ram=16M",
     "--fill=zero",
     "--guest=threads",
@@ -310,7 +311,10 @@ fn options_that_cannot_be_are_refused() -> Result<()> {
             &["--zero-page-detection=dsa", "--dsa-path=models"],
             "--dsa-path",
         ),
-        (&["--copy=dsa", "--dsa-path=model"], "--copy dsa"),
+        (
+            &["--copy=dsa", "--dsa-path=model", "--method=none"],
+            "--copy dsa",
+        ),
         (
             &["--copy=dsa", "--method=lz4", "--dsa-path=wq77.7"],
             "vamoose probe",

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use multifd::{Layout, Method};
-use vamoose_codec::{EncodeError, Encoded, Encoder, Engines, Framing, Health};
+use vamoose_codec::{EncodeError, Encoded, Encoder, Engines, Framing, Health, Settings};
 
 use crate::adaptive::Adaptive;
 
@@ -101,6 +101,13 @@ impl MethodChoice {
     }
 }
 
+impl Default for MethodChoice {
+    /// The adaptive method, in software.
+    fn default() -> Self {
+        Self::Adaptive(Engines::software(Settings::default()))
+    }
+}
+
 impl From<Engines> for MethodChoice {
     fn from(engines: Engines) -> Self {
         Self::Fixed(engines)
@@ -170,7 +177,7 @@ mod tests {
 
     #[test]
     fn the_adaptive_method_has_a_name_of_its_own_and_no_level() {
-        let adaptive = MethodChoice::Adaptive(Engines::software(Default::default()));
+        let adaptive = MethodChoice::default();
         assert_eq!((adaptive.name(), adaptive.level()), ("auto", None));
         assert_eq!(adaptive.framing(), Framing::Packet);
         // A name must not mean two things in reports, or to `serve`.

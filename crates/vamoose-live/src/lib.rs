@@ -38,7 +38,7 @@
 //!
 //! use vamoose_live::{
 //!     Acceptor, Destination, DestinationConfig, DestinationGuest, Engines, GuestError, Keys, Listener,
-//!     Method, Ram, RamBlock, Remote, Security, SessionConfig, Sessions, Settings, SharedBitmap, Source,
+//!     Ram, RamBlock, Remote, Security, SessionConfig, Sessions, Settings, SharedBitmap, Source,
 //!     SourceConfig, SourceGuest, Transport,
 //! };
 //! use vm_memory::{Bytes, MmapRegion};
@@ -97,14 +97,13 @@
 //! let (near, far) = (directory.path().join("near"), directory.path().join("far"));
 //! let (near_key, far_key) = (Keys::generate(&near)?, Keys::generate(&far)?);
 //! let security = |directory, key| Security::Keys(Keys { directory, trusted: vec![key] });
-//! let engines = Engines::software(Settings::new(Method::Zstd, Some(1))?);
 //!
 //! // The destination: accepts sessions, and runs the guest when it has arrived.
 //! let mut there = Vm::new()?;
 //! let listener = Listener::bind(&"tcp:127.0.0.1:0".parse()?, Duration::from_secs(15))?;
 //! let address = listener.address().clone();
 //! let sessions = Sessions::new(vec![listener], SessionConfig::new(security(far, near_key)))?;
-//! let config = DestinationConfig::new(engines.clone());
+//! let config = DestinationConfig::new(Engines::software(Settings::default()));
 //! let mut destination =
 //!     Destination::new(Acceptor::Sessions(sessions), there.ram.clone(), config)?;
 //! let arriving = thread::spawn(move || destination.run(&mut there).map(|_| there));
@@ -113,7 +112,7 @@
 //! let mut here = Vm::new()?;
 //! (here.runs, here.counter_at) = (true, 0x5000);
 //! here.set_counter(42)?;
-//! let source = Source::new(here.ram.clone(), here.log.clone(), SourceConfig::new(engines))?;
+//! let source = Source::new(here.ram.clone(), here.log.clone(), SourceConfig::default())?;
 //! let to = Transport::Session(Remote {
 //!     paths: vec![address.into()],
 //!     config: SessionConfig::new(security(near, far_key)),

@@ -26,9 +26,9 @@ use crate::{devices::DevicePath, report::write_json};
 /// How pages cross the link.
 #[derive(Args, Clone, Debug)]
 pub struct Encoding {
-    /// Encoding of pages towards the destination
-    #[arg(long, value_enum, default_value_t = MethodName::NONE)]
-    pub method: MethodName,
+    /// Encoding of pages towards the destination [default: auto towards another vamoose, otherwise none]
+    #[arg(long, value_enum)]
+    method: Option<MethodName>,
     #[arg(long, allow_negative_numbers = true, value_name = "N", help = level_help())]
     pub level: Option<i32>,
     /// Pages that were sent before as the difference to that, where it is smaller [default: on with method auto]
@@ -51,9 +51,13 @@ pub struct Encoding {
 }
 
 impl Encoding {
-    /// The relay that these options describe.
-    pub fn config(&self) -> Result<Config> {
-        let method = self.method.choose(self.level, &self.hardware)?;
+    /// The relay that these options describe; without a method, with this one.
+    pub fn config(&self, default: MethodName) -> Result<Config> {
+        let name = self.method.unwrap_or(default);
+        let method = name.choose(self.level, &self.hardware)?;
+        if self.method.is_none() {
+            tracing::info!("method {}, as no --method is given", method.name());
+        }
         let page_size = u32::try_from(self.page_size.0).unwrap_or(u32::MAX);
         if self.streams > NonZeroUsize::MIN && method.framing() == Framing::Stream {
             bail!(
@@ -291,6 +295,7 @@ pub enum MethodName {
 }
 
 impl MethodName {
+    /// Nothing is encoded: what every destination understands.
     pub const NONE: Self = Self::Fixed(Method::None);
 
     /// The method at the level that was given, if one was, by the engines of `hardware`.
@@ -305,7 +310,9 @@ impl MethodName {
                 Ok(MethodChoice::Adaptive(engines))
             }
             (Self::Auto, Some(level)) => {
-                bail!("--level {level}: method auto chooses its levels itself")
+                bail!(
+                    "--level {level}: method auto chooses its levels itself: name another --method"
+                )
             }
         }
     }
@@ -510,6 +517,31 @@ mod tests {
         <Line as clap::Parser>::try_parse_from(words)
             .unwrap()
             .hardware
+    }
+
+    #[test]
+    fn without_a_method_the_destination_decides() {
+        #[derive(clap::Parser)]
+        struct Line {
+            #[command(flatten)]
+            encoding: Encoding,
+        }
+        let name = |options: &[&str], default| {
+            let words = ["vamoose"].iter().chain(options);
+            let line = <Line as clap::Parser>::try_parse_from(words).unwrap();
+            line.encoding
+                .config(default)
+                .map(|config| config.method.name())
+        };
+        assert_eq!(name(&[], MethodName::Auto).unwrap(), "auto");
+        assert_eq!(name(&[], MethodName::NONE).unwrap(), "none");
+        let lz4 = ["--method", "lz4", "--level", "8"];
+        assert_eq!(name(&lz4, MethodName::Auto).unwrap(), "lz4");
+        let refused = name(&["--level", "3"], MethodName::Auto).unwrap_err();
+        assert!(
+            refused.to_string().contains("another --method"),
+            "{refused}"
+        );
     }
 
     fn settings(method: Method) -> Settings {

@@ -68,6 +68,13 @@ pub enum ZeroPageDetection {
 /// How many channels a migration may have.
 pub const CHANNELS: RangeInclusive<u8> = 1..=64;
 
+impl Default for SourceConfig {
+    /// Sends by the adaptive method, encoded in software, over two channels.
+    fn default() -> Self {
+        Self::new(MethodChoice::default())
+    }
+}
+
 impl SourceConfig {
     /// Sends by `method` over two channels, everything else by default.
     pub fn new(method: impl Into<MethodChoice>) -> Self {

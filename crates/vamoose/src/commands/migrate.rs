@@ -18,7 +18,7 @@ use vamoose_relay::{Cause, Failure, Migration};
 
 use vamoose::{
     link::LinkOptions,
-    options::{Encoding, JsonReport, StateDir},
+    options::{Encoding, JsonReport, MethodName, StateDir},
     progress::{Display, Progress},
     report::Report,
 };
@@ -87,7 +87,7 @@ impl ZeroPageDetection {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let config = options.encoding.config()?;
+    let config = options.encoding.config(MethodName::Auto)?;
     let to = options
         .link
         .remote(&options.to, &options.bind, config.stall_timeout)?;

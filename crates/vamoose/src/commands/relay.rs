@@ -16,7 +16,9 @@ use vamoose_relay::{Accept, Dialer, NotPlaced, Outcome, Placement, Relay, ZeroPa
 
 use vamoose::{
     link::LinkOptions,
-    options::{Access, Encoding, JsonReport, PlacementName, Switch, refuse_open_address},
+    options::{
+        Access, Encoding, JsonReport, MethodName, PlacementName, Switch, refuse_open_address,
+    },
     report::Report,
 };
 
@@ -107,6 +109,14 @@ enum ZeroPageDetection {
 }
 
 impl Options {
+    /// The best that whoever is at the other end is sure to understand.
+    fn default_method(&self) -> MethodName {
+        match self.session {
+            Some(Side::Connect) => MethodName::Auto,
+            _ => MethodName::NONE,
+        }
+    }
+
     fn dialer(&self, stall_timeout: Duration) -> Result<Dialer> {
         if self.session == Some(Side::Connect) {
             let remote = self.link.remote(&self.connect, &self.bind, stall_timeout)?;
@@ -164,7 +174,7 @@ impl Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let mut config = options.encoding.config()?;
+    let mut config = options.encoding.config(options.default_method())?;
     if options.encoding.delta == Some(Switch::On) && options.session != Some(Side::Connect) {
         bail!(
             "--delta on: only another relay keeps pages to which there are differences; this needs --session connect"

@@ -45,7 +45,7 @@ enum Way {
     Stock,
 }
 
-/// How pages are encoded, in all of them.
+/// How a stock QEMU encodes pages: its best. Vamoose has its default.
 const METHOD: &str = "zstd";
 
 impl fmt::Display for Way {

@@ -149,7 +149,7 @@ impl Stage<'_> {
             None => server.to.clone(),
         };
         let options = format!(
-            "--to {to} --name {name} --method {METHOD} --channels {CHANNELS} --downtime-limit {DOWNTIME_LIMIT}"
+            "--to {to} --name {name} --channels {CHANNELS} --downtime-limit {DOWNTIME_LIMIT}"
         );
         let mut command = self.network.source().command(&self.vamoose);
         command.args(["migrate", "--qmp"]);

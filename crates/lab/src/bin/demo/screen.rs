@@ -58,7 +58,8 @@ pub(crate) fn table(runs: &[Run], measuring: &str) {
          tick gap: measured, last tick at the source to first at the destination; ticks come every 100 ms.\n\
          link: bytes to the destination, {measuring}. ratio: pages sent / link.\n\
          CPU seconds: of the migration; the guest itself (vCPU threads of both QEMUs) is shown apart.\n\
-         All: zstd, 2 channels, level 1, downtime limit 300 ms, return path, destination memory preallocated.\n\
+         Stock QEMU: zstd, level 1. vamoose: its default, method auto.\n\
+         All: 2 channels, downtime limit 300 ms, return path, destination memory preallocated.\n\
          The cable stayed plugged in all of these; the move whose cable was pulled is not among them.\n\
          vamoose: destination with -S, continued once the source has stopped for good; pages and all that was sent\n\
          are checked by CRC-32C. TLS: authenticated and encrypted. plain: neither, for a fair comparison with\n\

@@ -208,8 +208,17 @@ pub(crate) fn migrate_from(
         "migrate", "--json", "-", "--to", to, "--name", name, "--qmp",
     ]);
     command.arg(qmp).args(options).args(link(options));
+    command.args(encoding(options));
     remember_in(&mut command, state)?;
     Vamoose::start(&mut command)
+}
+
+/// Pages as they are, so that a test's bandwidth decides how long a migration takes; unless the test has chosen a method.
+fn encoding(options: &[&str]) -> &'static [&'static str] {
+    match options.contains(&"--method") {
+        true => &[],
+        false => &["--method", "none"],
+    }
 }
 
 /// A link in plain text, so that a test's network sees the messages, on which the loss of a connection is noticed at once;
