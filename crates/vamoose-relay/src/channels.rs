@@ -80,11 +80,15 @@ pub(crate) fn place(
         };
         let sync = packet.ram().sync.then_some(packet.ram().packet_num);
         if let Some(block) = block {
+            if syncs == 0 {
+                return Err(place(PlaceError::TooEarly));
+            }
             if let Some(packet_num) = behind.take() {
                 let is_due = || out.syncs.is_marked(syncs);
                 writer.wait_for_reader(packet_num, &is_due).map_err(write)?;
             }
-            let placed = placement.place(block, &mut packet, reader, &mut pages);
+            let others = out.syncs.main_has_pages();
+            let placed = placement.place(block, &mut packet, reader, &mut pages, others);
             placed.map_err(place)?;
             let header = packet.ram();
             let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());

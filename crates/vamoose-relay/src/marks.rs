@@ -26,6 +26,8 @@ pub(crate) struct Marks {
     unlisted: u64,
     /// The source sends FLUSH, so EOS is no mark.
     flushes: bool,
+    /// There was a page with content.
+    pages: bool,
 }
 
 enum State {
@@ -83,6 +85,7 @@ impl Marks {
             section: Section::Start,
             unlisted: 0,
             flushes: false,
+            pages: false,
         }
     }
 
@@ -137,6 +140,11 @@ impl Marks {
         self.state = State::Over;
     }
 
+    /// Whether there may have been pages with content: there were some, or the stream is not understood.
+    pub(crate) fn may_have_pages(&self) -> bool {
+        self.pages || self.are_over()
+    }
+
     /// Whether there are no more marks, or they are not found any more.
     pub(crate) fn are_over(&self) -> bool {
         matches!(self.state, State::Over)
@@ -186,8 +194,13 @@ impl Marks {
             }
             ZERO => Number::ZeroName.collect(),
             ZERO_IN_SAME_BLOCK => Number::Record.behind(1),
-            PAGE => Number::PageName.collect(),
-            PAGE_IN_SAME_BLOCK => Number::Record.behind(self.page_size),
+            PAGE | PAGE_IN_SAME_BLOCK => {
+                self.pages = true;
+                match flags {
+                    PAGE => Number::PageName.collect(),
+                    _ => Number::Record.behind(self.page_size),
+                }
+            }
             FLUSH => Number::Record.collect(),
             // Device state is all that comes behind the last one.
             EOS if self.section == Section::End => State::Over,
@@ -323,6 +336,19 @@ mod tests {
                 assert_eq!(marks([&main[..]]).len(), syncs, "{folder} {channel}");
             }
         }
+    }
+
+    #[test]
+    fn pages_on_the_main_stream_are_noticed() {
+        let main = recorded("qemu-10.0.2-none", "main.bin.zst");
+        let mut marks = Marks::new(Layout::X86);
+        let start = marks.next(&main).unwrap();
+        assert!(!marks.may_have_pages());
+        // A record in place of what follows the footer: a part of the section, and a page.
+        let footer = &main[start..start + 5];
+        let part = [&[0x02][..], &footer[1..], &(0x1000 | PAGE).to_be_bytes()].concat();
+        assert_eq!(marks.next(&[footer, &part].concat()), None);
+        assert!(marks.may_have_pages());
     }
 
     #[test]

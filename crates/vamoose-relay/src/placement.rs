@@ -18,16 +18,17 @@
 //! - **Not before mark n.** Behind a SYNC nothing is placed until QEMU has read something on that channel that was sent
 //!   behind it, an empty packet ([`ChannelWriter::wait_for_reader`](vamoose_link::ChannelWriter::wait_for_reader)): its
 //!   thread of the channel stops at a SYNC until the main thread has passed the mark. So pages and zero pages on the main
-//!   stream (sources before 9.0, `zero-page-detection=legacy`) are written in their turn. And the first page comes behind
-//!   the first SYNC, when QEMU has compared the list of RAM blocks with its own.
+//!   stream (sources before 9.0, `zero-page-detection=legacy`) are written in their turn. And the first page has to come behind
+//!   the first SYNC: then QEMU has compared the list of RAM blocks with its own.
 //! - **Before SYNC n+1.** The thread that places a channel's pages sends its SYNCs, in the order in which they came.
 //! - **Not behind the end.** When QEMU reports that it has loaded the guest, [`Placement::close`] waits for pages under way,
 //!   of which a correct source has none, and every later one is an error.
 //!
 //! Zero pages: QEMU clears only pages that it has received itself, so those of a placed block are written here, and are
 //! not sent to it. One that was not written in this migration is zeros if the file has no name (a memfd, or unlinked), for then
-//! QEMU has made it: QEMU takes the same for granted of all memory. Of a file with a name nothing is assumed: a page is
-//! left alone if it is a hole or all zeros, and becomes zeros otherwise.
+//! QEMU has made it: QEMU takes the same for granted of all memory. Of a file with a name nothing is assumed, nor of any
+//! once there were pages with content on the main stream, which no known source sends beside channels: a page is left
+//! alone if it is a hole or all zeros, and becomes zeros otherwise.
 //!
 //! # What is left to QEMU
 //!
@@ -36,6 +37,7 @@
 //! | private memory, ROMs, video memory, blocks whose length may change | their packets are sent to QEMU as ever |
 //! | QEMU before 8.0 | does not report addresses: nothing is placed |
 //! | a destination that is not on a unix socket, other numbers of channels in and out, `--streams` | nothing is placed |
+//! | guests with smaller pages than the host's | nothing is placed |
 //! | postcopy, COLO, `mapped-ram`, `x-ignore-shared` | nothing is placed: QEMU keeps account of pages there |
 //! | memory that is not there yet, and a relay in another control group than QEMU | not by `auto`: it would count as the relay's |
 //!
@@ -64,10 +66,9 @@ use block::Block;
 pub use find::NotPlaced;
 
 /// Whether pages are placed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlacementMode {
     /// Where it is possible.
-    #[default]
     Auto,
     /// A QEMU whose memory cannot be written is refused.
     On,
@@ -97,6 +98,8 @@ pub enum PlaceError {
         block: String,
         len: usize,
     },
+    #[error("the source sent pages before its first SYNC")]
+    TooEarly,
     #[error("the source sent pages after the destination had loaded the guest")]
     Loaded,
     #[error("the system does not provide the destination's memory (RAM block {block})")]
@@ -127,19 +130,22 @@ impl Placement {
         self.blocks.iter().find(|block| block.name == *name)
     }
 
-    /// Reads the pages of a packet, whose header was read last, into `block`, and makes its zero pages zeros.
+    /// Reads the pages of a packet, whose header was read last, into `block`, and makes its zero pages zeros. QEMU may have
+    /// written some itself if `main_has_pages`.
     pub(crate) fn place<'a>(
         &'a self,
         block: &'a Block,
         packet: &mut Packet,
         reader: &mut ChannelReader,
         pages: &mut Vec<VolatileSlice<'a>>,
+        main_has_pages: bool,
     ) -> Result<(), PlaceError> {
         let closed = self.lock();
         if *closed {
             return Err(PlaceError::Loaded);
         }
-        block.place(packet, reader, pages)
+        block.place(packet, reader, pages)?;
+        block.clear(packet.ram().zero_offsets(), main_has_pages)
     }
 
     /// Ends it: nothing is written any more when this returns.
@@ -297,10 +303,23 @@ mod tests {
     }
 
     #[test]
+    fn before_the_first_sync_nothing_is_placed() {
+        let placement = placement();
+        let error = run(&placement, &[pages(b"mem")], drop);
+        let is_refused = matches!(error, Err(RelayError::Placement(0, PlaceError::TooEarly)));
+        assert!(is_refused, "{error:?}");
+        assert_eq!(content(&placement), [1, 1, 1, 1]);
+    }
+
+    #[test]
     fn a_loaded_guest_is_not_written() {
         let placement = placement();
         placement.close();
-        let error = run(&placement, &[pages(b"mem")], drop);
+        let error = run(&placement, &[sync(), pages(b"mem")], |mut qemu| {
+            read_header(&mut qemu);
+            read_header(&mut qemu);
+            assert_eq!(qemu.read(&mut [0]).unwrap(), 0);
+        });
         let is_refused = matches!(error, Err(RelayError::Placement(0, PlaceError::Loaded)));
         assert!(is_refused, "{error:?}");
         assert_eq!(content(&placement), [1, 1, 1, 1]);

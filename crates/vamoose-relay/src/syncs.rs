@@ -34,6 +34,8 @@ struct State {
     last: Option<Instant>,
     /// Marks that are out on the main stream.
     marked: u64,
+    /// Pages with content may have gone out there.
+    main_has_pages: bool,
     awaited: bool,
     given_up: bool,
 }
@@ -56,6 +58,7 @@ impl Syncs {
                 out: vec![0; channels],
                 last: None,
                 marked: 0,
+                main_has_pages: false,
                 awaited: false,
                 given_up: false,
             }),
@@ -78,6 +81,17 @@ impl Syncs {
     /// Whether the destination has the mark that belongs to SYNC `number`, so that it goes on when it has that SYNC.
     pub(crate) fn is_marked(&self, number: u64) -> bool {
         lock(&self.state).marked >= number
+    }
+
+    /// Whether pages with content may have gone out on the main stream, before a mark that is out.
+    pub(crate) fn main_has_pages(&self) -> bool {
+        lock(&self.state).main_has_pages
+    }
+
+    fn note_pages(&self, marks: &Marks) {
+        if marks.may_have_pages() {
+            lock(&self.state).main_has_pages = true;
+        }
     }
 
     fn mark(&self, number: u64) {
@@ -194,12 +208,14 @@ impl Witness for BehindSyncs<'_> {
         while let Some(end) = self.marks.next(&piece[followed..]) {
             followed += end;
             self.found += 1;
+            self.syncs.note_pages(&self.marks);
             // Without its last byte it is no mark.
             write(&piece[written..followed - 1])?;
             self.syncs.mark(self.found - 1);
             written = followed - 1;
             self.wait()?;
         }
+        self.syncs.note_pages(&self.marks);
         write(&piece[written..])?;
         // Where marks cannot be told any more, none is waited for.
         let marked = if self.marks.are_over() {

@@ -440,10 +440,9 @@ impl fmt::Display for Size {
 }
 
 /// How pages get into the destination's QEMU.
-#[derive(Clone, Copy, Debug, Default, ValueEnum)]
+#[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum PlacementName {
     /// Where it is possible
-    #[default]
     Auto,
     /// Or refuse the migration
     On,

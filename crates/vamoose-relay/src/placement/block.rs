@@ -72,7 +72,7 @@ impl Block {
         Ok(self.huge.is_some() || allocated >= metadata.len())
     }
 
-    /// Reads the normal pages of `packet`, whose header was read last, to where they belong; makes its zero pages zeros.
+    /// Reads the normal pages of `packet`, whose header was read last, to where they belong.
     pub(super) fn place<'a>(
         &'a self,
         packet: &mut Packet,
@@ -97,7 +97,7 @@ impl Block {
         for offset in packet.ram().normal_offsets() {
             self.set_written(*offset, true);
         }
-        self.clear(packet.ram().zero_offsets())
+        Ok(())
     }
 
     fn write(&self, offsets: &[u64], pages: &[u8]) -> Result<(), PlaceError> {
@@ -130,11 +130,13 @@ impl Block {
         Ok(slice)
     }
 
-    /// Makes the pages at `offsets` zeros, without touching those that are.
-    fn clear(&self, offsets: &[u64]) -> Result<(), PlaceError> {
+    /// Makes the pages at `offsets` zeros, without touching those that are. Others may have written some if
+    /// `is_shared`.
+    pub(super) fn clear(&self, offsets: &[u64], is_shared: bool) -> Result<(), PlaceError> {
+        let is_fresh = self.is_fresh && !is_shared;
         for run in self.runs(offsets) {
             let (run, is_written) = run?;
-            if !is_written && (self.is_fresh || self.is_hole(&run)) {
+            if !is_written && (is_fresh || self.is_hole(&run)) {
                 continue;
             }
             for start in run.step_by(self.page_size) {
@@ -347,7 +349,7 @@ pub(crate) mod tests {
                         (offsets, *byte)
                     }
                     Step::Clear(offsets) => {
-                        block.clear(offsets).unwrap();
+                        block.clear(offsets, false).unwrap();
                         (offsets, 0)
                     }
                 };
@@ -363,7 +365,7 @@ pub(crate) mod tests {
     #[test]
     fn clearing_what_was_never_written_takes_no_memory() {
         let block = block(&[0; 4 * PAGE]);
-        block.clear(&[0, 0x1000, 0x3000]).unwrap();
+        block.clear(&[0, 0x1000, 0x3000], false).unwrap();
         assert_eq!(allocated(&block), 0);
         write(&block, &[0x1000], 7);
         assert_eq!(allocated(&block), PAGE as u64);
@@ -374,8 +376,21 @@ pub(crate) mod tests {
         let mut before = vec![0; 2 * PAGE];
         before[2 * PAGE - 1] = 1;
         let block = block(&before);
-        block.clear(&[0x1000]).unwrap();
+        block.clear(&[0x1000], false).unwrap();
         assert!(content(&block).iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn what_others_may_have_written_is_looked_at() {
+        let is_fresh = true;
+        let block = Block {
+            is_fresh,
+            ..block(&[1; PAGE])
+        };
+        block.clear(&[0], false).unwrap();
+        assert_eq!(content(&block)[0], 1);
+        block.clear(&[0], true).unwrap();
+        assert_eq!(content(&block)[0], 0);
     }
 
     #[test]
@@ -384,7 +399,7 @@ pub(crate) mod tests {
         for offset in [0x2000, u64::MAX - 0xfff, 1 << 63] {
             for result in [
                 block.write(&[0x1000, offset], &[1; 2 * PAGE]),
-                block.clear(&[offset]),
+                block.clear(&[offset], false),
             ] {
                 assert!(
                     matches!(result, Err(PlaceError::Offset { .. })),

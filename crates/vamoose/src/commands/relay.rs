@@ -73,7 +73,7 @@ pub(crate) struct Options {
     #[arg(
         long,
         value_enum,
-        default_value_t,
+        default_value_t = PlacementName::Auto,
         value_name = "MODE",
         requires = "qmp"
     )]

@@ -45,7 +45,7 @@ pub(crate) struct Options {
     /// Write pages straight into the memory of QEMUs
     ///
     /// Of guests whose memory is shared (share=on of memory-backend-memfd or memory-backend-file), in QEMU 8.0 and later.
-    #[arg(long, value_enum, default_value_t, value_name = "MODE")]
+    #[arg(long, value_enum, default_value_t = PlacementName::Off, value_name = "MODE")]
     placement: PlacementName,
     #[command(flatten)]
     access: Access,

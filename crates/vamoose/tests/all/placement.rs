@@ -53,7 +53,8 @@ fn between_all_versions() -> Result<()> {
     let cases = qemu::pairs_or_skip()?.into_iter().zip(backends);
     for (((from, to), backend), method) in cases.zip(METHODS.into_iter().cycle()) {
         let (source, destination) = (source(&from, &to), destination(&to, &from).backend(backend));
-        let said = moves(&source, &destination, &[], &["--method", method])
+        let serve = ["--placement", "auto"];
+        let said = moves(&source, &destination, &serve, &["--method", method])
             .with_context(|| format!("{} to {}, {method}", from.version, to.version))?;
         ensure!(said.contains(PLACED) == can_be_placed(&to), "{said}");
         ensure!(
@@ -152,6 +153,8 @@ fn what_is_asked_for_is_done_or_refused() -> Result<()> {
         &[],
     )?;
     ensure!(!said.contains(PLACED), "{said}");
+    let said = moves(&from, &destination(&binary, &binary), &[], &[])?;
+    ensure!(!said.contains(PLACED), "{said}");
 
     let mut source = from.start()?;
     let private = destination(&binary, &binary).backend(Backend::Private);
@@ -162,7 +165,7 @@ fn what_is_asked_for_is_done_or_refused() -> Result<()> {
     refused.failure("none of its memory is shared")?;
     ensure!(private.qmp.query_status()? == "inmigrate");
 
-    let host = Host::start(&[])?;
+    let host = Host::start(&["--placement", "auto"])?;
     host.knows("vm", &private)?;
     host.migrate(&source, "vm", &[])?.finish(LIMIT)?.success()?;
     let said = host.server.stderr();
