@@ -10,6 +10,7 @@ use lab::{
     vamoose::Vamoose,
 };
 use serde_json::{Value, json};
+use std::time::Instant;
 
 const LOAD: Load = Load {
     fill: 128,
@@ -168,6 +169,50 @@ fn a_running_guest_through_migrate_and_serve() -> Result<()> {
         "{report}"
     );
     expect_alive(source, destination)
+}
+
+/// While it moves the source has another idea of what may be left than before and afterwards.
+fn is_told(binary: &Binary, parameter: &str) -> Result<()> {
+    let Some((mut source, destination)) = guests(binary, binary)? else {
+        return Ok(());
+    };
+    source.qemu.qmp.stop()?;
+    let host = Host::start(&[])?;
+    host.knows("vm", &destination.qemu)?;
+    let value = |source: &mut Guest| -> Result<Value> {
+        let qmp = &mut source.qemu.qmp;
+        let all = qmp.execute("query-migrate-parameters", json!({}))?;
+        Ok(all[parameter].clone())
+    };
+    let before = value(&mut source)?;
+    let options = ["--method", "none", "--max-bandwidth", BANDWIDTH];
+    let migration = host.migrate(&source.qemu, "vm", &options)?;
+    let deadline = Instant::now() + LIMIT;
+    while value(&mut source)? == before {
+        ensure!(Instant::now() < deadline, "{parameter} stays {before}");
+    }
+    migration.finish(LIMIT)?.success()?;
+    ensure!(
+        value(&mut source)? == before,
+        "{parameter} was not put back"
+    );
+    Ok(())
+}
+
+#[test]
+fn the_source_is_told_how_much_may_be_left() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    is_told(&binary, "avail-switchover-bandwidth")
+}
+
+#[test]
+fn an_old_source_is_told_how_much_may_be_left() -> Result<()> {
+    let Some(binary) = qemu::find_or_skip(7, 2)? else {
+        return Ok(());
+    };
+    is_told(&binary, "downtime-limit")
 }
 
 /// The same without `-S` at the destination: the server prevents it from starting by itself.
