@@ -75,6 +75,10 @@ pub enum RelayError {
     SourceChannel(usize, #[source] ReadError),
     #[error("destination, channel {0}")]
     DestinationChannel(usize, #[source] WriteError),
+    #[error(
+        "pages cannot be written into the destination's memory: the channels out are not those in, or have several streams"
+    )]
+    NotPlaced,
     #[error("channel {0}: cannot write to the destination's memory")]
     Placement(usize, #[source] PlaceError),
     #[error("the source closed channel {0} while its main stream goes on")]

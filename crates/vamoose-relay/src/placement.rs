@@ -79,6 +79,8 @@ pub enum PlacementMode {
 /// The memory of a QEMU that can be written from here.
 pub struct Placement {
     blocks: Vec<Block>,
+    /// Without it there is to be no migration.
+    pub(crate) is_demanded: bool,
     /// Locked for reading while pages are being written; true when none may be any more.
     closed: RwLock<bool>,
 }
@@ -185,6 +187,7 @@ mod tests {
     fn placement() -> Placement {
         Placement {
             blocks: vec![block::tests::block(&[1; 4 * PAGE])],
+            is_demanded: false,
             closed: RwLock::new(false),
         }
     }

@@ -227,6 +227,14 @@ impl Relay<'_> {
             engine = method.engine(),
             "relaying a multifd migration"
         );
+        let is_one_to_one = incoming == outgoing && self.streams() == 1;
+        match &self.config.placement {
+            Some(placement) if !is_one_to_one && placement.is_demanded => {
+                return Err(RelayError::NotPlaced);
+            }
+            Some(_) if !is_one_to_one => warn!("sending pages to QEMU: {}", RelayError::NotPlaced),
+            _ => {}
+        }
         let pacer = max_bandwidth.map(|rate| Arc::new(Pacer::new(rate)));
         let streams = self.streams();
         let writers = self.writers(destination.channels, streams, pacer.as_ref())?;
@@ -261,16 +269,11 @@ impl Relay<'_> {
                 syncs: &syncs,
                 config: self.config,
             };
-            if incoming == outgoing && streams == 1 {
+            if is_one_to_one {
                 for (channel, (reader, writer)) in readers.zip(writers).enumerate() {
                     threads.pass_on(channel, reader, writer);
                 }
             } else {
-                if self.config.placement.is_some() {
-                    warn!(
-                        "sending pages to QEMU: the channels out are not those in, or have several streams"
-                    );
-                }
                 let (reader_ends, writer_ends, all) =
                     exchange(incoming, outgoing, streams, *layout);
                 barriers = Some(all);

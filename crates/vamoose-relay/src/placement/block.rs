@@ -31,6 +31,8 @@ pub(crate) struct Block {
     page_size: usize,
     /// A mapping of huge pages.
     huge: Option<MmapRegion>,
+    /// Of pages that were never written the file says so. A disk or a server may not know yet what was.
+    has_holes: bool,
     /// The file has no name, so QEMU has made it: it was zeros when the migration began.
     is_fresh: bool,
     /// Bit by bit the pages that were written as normal pages, and have not become zeros since.
@@ -47,7 +49,8 @@ impl Block {
         layout: Layout,
     ) -> io::Result<Self> {
         let page_size = layout.page_size();
-        let huge = match fstatfs(&file)?.f_type {
+        let kind = fstatfs(&file)?.f_type;
+        let huge = match kind {
             HUGETLBFS => Some(map(&file, start, len)?),
             _ => None,
         };
@@ -59,6 +62,7 @@ impl Block {
             len,
             page_size,
             huge,
+            has_holes: kind == TMPFS,
             written: (0..len.div_ceil(page_size).div_ceil(64))
                 .map(|_| AtomicU64::new(0))
                 .collect(),
@@ -175,8 +179,11 @@ impl Block {
         Ok(())
     }
 
-    /// Whether the file has nothing there, so that it reads as zeros. (Huge pages have no holes that could be seen.)
+    /// Whether the file has nothing there, so that it reads as zeros.
     fn is_hole(&self, run: &Range<usize>) -> bool {
+        if !self.has_holes {
+            return false;
+        }
         match seek(&self.file, SeekFrom::Data(self.start + run.start as u64)) {
             Ok(data) => data >= self.start + run.end as u64,
             Err(error) => error == Errno::NXIO,
@@ -247,6 +254,7 @@ impl Block {
 
 /// From linux/magic.h.
 const HUGETLBFS: FsWord = 0x9584_58f6;
+const TMPFS: FsWord = 0x0102_1994;
 
 fn map(file: &File, start: u64, len: usize) -> io::Result<MmapRegion> {
     let at = FileOffset::new(file.try_clone()?, start);

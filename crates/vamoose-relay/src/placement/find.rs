@@ -11,13 +11,13 @@
 use std::{
     fs::{self, File, OpenOptions},
     io,
-    os::unix::fs::{FileTypeExt as _, MetadataExt as _},
+    os::{fd::AsRawFd as _, unix::fs::MetadataExt as _},
     path::Path,
     sync::RwLock,
 };
 
 use multifd::{BlockName, Layout};
-use rustix::fs::{major, minor};
+use rustix::fs::{Mode, OFlags, major, minor};
 use thiserror::Error;
 use tracing::debug;
 
@@ -100,6 +100,7 @@ impl Placement {
         }
         Ok(Self {
             blocks,
+            is_demanded: mode == PlacementMode::On,
             closed: RwLock::new(false),
         })
     }
@@ -207,14 +208,17 @@ impl Mapping {
     /// Opens its file through a descriptor of the process.
     fn open(self, process: &Path) -> io::Result<File> {
         for entry in fs::read_dir(process.join("fd"))? {
-            let path = entry?.path();
+            let flags = OFlags::PATH | OFlags::CLOEXEC;
             // Closed meanwhile, or of a kind that has no file.
-            let Ok(file) = fs::metadata(&path) else {
+            let Ok(found) = rustix::fs::open(entry?.path(), flags, Mode::empty()) else {
                 continue;
             };
+            // The process may put another file there at any time: what was looked at is opened.
+            let found = File::from(found);
+            let file = found.metadata()?;
             let device = (major(file.dev()), minor(file.dev()));
-            let is_device = file.file_type().is_char_device() || file.file_type().is_block_device();
-            if (device, file.ino()) == (self.device, self.inode) && !is_device {
+            if file.is_file() && (device, file.ino()) == (self.device, self.inode) {
+                let path = format!("/proc/self/fd/{}", found.as_raw_fd());
                 return OpenOptions::new().read(true).write(true).open(path);
             }
         }
