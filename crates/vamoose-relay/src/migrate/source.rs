@@ -200,17 +200,22 @@ impl SourceQemu {
             parameters["zero-page-detection"] = zero_pages.as_str().into();
         }
         let mandatory = ["multifd", "return-path"];
+        let takes_bandwidth = self.qemu.has_parameter(BANDWIDTH);
+        if takes_bandwidth {
+            // An earlier attempt may have left its own there, if it was killed.
+            parameters[BANDWIDTH] = 0.into();
+        }
         self.qemu.set_up(&mandatory, &["events"], parameters)?;
-        let limit = downtime_limit.map(millis);
-        self.downtime_limit = limit.or_else(|| self.qemu.parameter_before(DOWNTIME_LIMIT));
+        let as_it_was = || self.qemu.parameter_before(DOWNTIME_LIMIT);
+        // Where the limit itself is lowered, what is there may be what an earlier attempt has left.
+        let as_it_was = || as_it_was().filter(|_| takes_bandwidth);
+        self.downtime_limit = downtime_limit.map(millis).or_else(as_it_was);
         Ok(())
     }
 
-    /// The downtime limit of this migration; `None` where somebody has told QEMU what bandwidth to assume.
+    /// The downtime limit of this migration, if it is known.
     pub(super) fn downtime_limit(&self) -> Option<Duration> {
-        let assumed = self.qemu.parameter_before(BANDWIDTH).unwrap_or_default();
-        let limit = self.downtime_limit.filter(|_| assumed == 0);
-        limit.map(Duration::from_millis)
+        self.downtime_limit.map(Duration::from_millis)
     }
 
     /// Tells QEMU how much may be left when it stops the guest.
@@ -221,14 +226,18 @@ impl SourceQemu {
         };
         debug!("telling the source {parameters}");
         match self.qemu.execute("migrate-set-parameters", parameters) {
-            // Then it goes by its own estimate.
-            Err(error) if error.is_refusal() => {
+            // Then it goes by its own estimate, or is busy with the switchover.
+            Err(error) if error.is_refusal() || is_no_answer(&error) => {
                 debug!("{}", chain(&error));
                 Ok(())
             }
             result => result,
         }
     }
+}
+
+fn is_no_answer(error: &QemuError) -> bool {
+    matches!(error, QemuError::Qmp(error) if error.is_no_answer())
 }
 
 impl Stopped {

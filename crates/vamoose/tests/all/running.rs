@@ -185,7 +185,8 @@ fn is_told(binary: &Binary, parameter: &str) -> Result<()> {
         Ok(all[parameter].clone())
     };
     let before = value(&mut source)?;
-    let options = ["--method", "none", "--max-bandwidth", BANDWIDTH];
+    let mut options = vec!["--method", "none", "--max-bandwidth", BANDWIDTH];
+    options.extend(["--downtime-limit", "300"]);
     let migration = host.migrate(&source.qemu, "vm", &options)?;
     let deadline = Instant::now() + LIMIT;
     while value(&mut source)? == before {
@@ -205,6 +206,25 @@ fn the_source_is_told_how_much_may_be_left() -> Result<()> {
         return Ok(());
     };
     is_told(&binary, "avail-switchover-bandwidth")
+}
+
+/// What a migration that was killed has left is not taken for somebody's wish.
+#[test]
+fn a_bandwidth_that_was_left_there_is_not_used() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let Some((mut source, destination)) = guests(&binary, &binary)? else {
+        return Ok(());
+    };
+    let qmp = &mut source.qemu.qmp;
+    // By it no guest would ever be stopped.
+    qmp.set_parameters(json!({ "avail-switchover-bandwidth": 1 }))?;
+    let host = Host::start(&[])?;
+    host.knows("vm", &destination.qemu)?;
+    let migration = host.migrate(&source.qemu, "vm", &[])?;
+    migration.finish(LIMIT)?.success()?;
+    expect_alive(source, destination)
 }
 
 #[test]
