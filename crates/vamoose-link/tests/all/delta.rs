@@ -1,7 +1,11 @@
 //! Pages that are sent again and again, over several channels of a session: they arrive as they were sent, in few bytes,
 //! whatever happens to the connections.
 
-use std::{sync::Arc, thread, time::Duration};
+use std::{
+    sync::{Arc, Barrier},
+    thread,
+    time::Duration,
+};
 
 use lab::middlebox::{Change, Direction, Middlebox, Which};
 use multifd::{BlockName, Layout, Method};
@@ -88,12 +92,13 @@ fn pages(channel: usize, round: usize) -> Vec<u64> {
     mine.map(|page| page * PAGE as u64).collect()
 }
 
+/// Sends one channel's part; as a source does, all channels begin a round together.
 fn send(
     stream: Arc<Stream>,
     channel: usize,
     encoder: PacketEncoder,
     cache: Option<Arc<DeltaSender>>,
-    stats: &Arc<Stats>,
+    (stats, begin): (&Arc<Stats>, &Barrier),
 ) {
     let mut writer = ChannelWriter::new(stream, LAYOUT, encoder, None, stats.clone());
     if let Some(cache) = cache {
@@ -102,6 +107,7 @@ fn send(
     let mut packet = Packet::new(LAYOUT);
     for round in 0..ROUNDS {
         let memory = memory(round);
+        begin.wait();
         for offsets in pages(channel, round).chunks(100) {
             packet.ram_mut().clear();
             packet.ram_mut().block = BlockName::new(b"ram").unwrap();
@@ -143,10 +149,11 @@ fn run(
     let stats = Arc::<Stats>::default();
     let sender = DeltaSender::over(&ends.session, LAYOUT).map(Arc::new);
     let receiver = DeltaReceiver::of(&ends.far[0], LAYOUT).map(Arc::new);
+    let begin = Barrier::new(CHANNELS);
     thread::scope(|scope| {
         for (channel, stream) in ends.near.iter().enumerate() {
-            let (encoder, sender, stats) = (encoder(), sender.clone(), &stats);
-            scope.spawn(move || send(stream.clone(), channel, encoder, sender, stats));
+            let (encoder, sender, shared) = (encoder(), sender.clone(), (&stats, &begin));
+            scope.spawn(move || send(stream.clone(), channel, encoder, sender, shared));
         }
         for stream in &ends.far {
             let decoder = Decoder::new(LAYOUT);

@@ -548,11 +548,13 @@ fn a_flush_ends_at_the_stall_timeout() {
 #[test]
 fn a_flush_ends_when_the_connection_is_shut_down() {
     let guest = guest(&content(9));
-    let memory = guest.as_volatile_slice();
+    // No more than a socket takes at once: nobody reads.
+    let few = 0..8;
+    let memory = guest.get_slice(0, few.len() * PAGE).unwrap();
     let (near, far) = connect(Transport::Tcp, false);
     let mut writer = writer(near.clone(), Method::None, &Arc::default());
     writer.enable_zero_copy().unwrap();
-    let mut header = header(&(0..PAGES).collect::<Vec<_>>());
+    let mut header = header(&few.collect::<Vec<_>>());
     writer.write_memory(&mut header, &[memory]).unwrap();
     near.shut_down();
     // On loopback the pages are copied as they arrive, so that both is right: all of it has, or not.
