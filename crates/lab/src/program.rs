@@ -1,5 +1,5 @@
 //! Linux guests that run real programs: Redis, PostgreSQL, or a compiler without end. `scripts/setup workloads` fetches them.
-//! The guest's script is `guest/workload`. Under TCG; the network is [`Lan`](crate::net::Lan).
+//! The guest's script is `guest/workload`. Under TCG; the network is [`Lan`].
 
 use std::fs;
 use std::io::Cursor;
