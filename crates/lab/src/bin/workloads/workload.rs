@@ -28,6 +28,8 @@ pub(crate) enum Workload {
     Compile,
     /// A program that writes pages three times as fast as the link carries them
     Writer,
+    /// The same, which changes only the first 40 of the 512 words of a page, as programs do that update memory in place
+    Updates,
 }
 
 /// Of the guest, in bytes.
@@ -44,7 +46,7 @@ impl Workload {
         match self {
             Self::Pgbench => "transactions",
             Self::Compile => "files",
-            Self::Writer => "ticks",
+            Self::Writer | Self::Updates => "ticks",
             _ => "requests",
         }
     }
@@ -55,14 +57,17 @@ impl Workload {
             Self::RedisRandom | Self::RedisA | Self::RedisB | Self::RedisF => Program::Redis,
             Self::Pgbench => Program::Postgres,
             Self::Compile => Program::Compiler,
-            Self::Writer => {
+            Self::Writer | Self::Updates => {
                 let image = Image::build(16)?;
                 let load = Load {
                     fill: 384,
-                    hot: 256,
+                    hot: 192,
                     rate: u32::try_from(3 * rate / 8 / 4096)?,
                 };
-                let machine = image.machine(binary, RAM, &load);
+                let machine = match self {
+                    Self::Updates => image.machine_of_updates(binary, RAM, &load, 40),
+                    _ => image.machine(binary, RAM, &load),
+                };
                 return Ok((image, machine));
             }
         };
@@ -79,7 +84,7 @@ impl Workload {
             Self::RedisB => Box::new(Redis::start(network, Mix::B)?),
             Self::RedisF => Box::new(Redis::start(network, Mix::F)?),
             Self::Pgbench => Box::new(Pgbench::start(network)?),
-            Self::Compile | Self::Writer => return Ok(None),
+            Self::Compile | Self::Writer | Self::Updates => return Ok(None),
         }))
     }
 
@@ -87,7 +92,7 @@ impl Workload {
     pub(crate) fn is_sign(self, line: &str) -> bool {
         match self {
             Self::Compile => line.starts_with("compiled "),
-            Self::Writer => line.starts_with("tick "),
+            Self::Writer | Self::Updates => line.starts_with("tick "),
             _ => false,
         }
     }
