@@ -346,12 +346,14 @@ impl ChannelReader {
             return Ok(());
         };
         copy(delta.decoded(), pages);
-        if target.sum() != sent
+        let mut found = target.sum();
+        if found != sent
             && let Target::Guest(pages, copy) = target
         {
             copy(delta.decoded(), pages);
+            found = target.sum();
         }
-        self.compare(header, target.sum(), sent)
+        self.compare(header, found, sent)
     }
 
     /// Reads the payload of a RAM packet: to where it belongs, or, if it is encoded, into the buffer for that. Then
