@@ -3,7 +3,7 @@
 use std::{
     fs::{self, Permissions},
     io::{BufRead as _, BufReader, Read as _},
-    os::unix::fs::PermissionsExt as _,
+    os::unix::fs::{PermissionsExt as _, symlink},
     path::{Path, PathBuf},
     process::{ChildStderr, Command, ExitStatus, Stdio},
     sync::Arc,
@@ -16,8 +16,10 @@ use rustix::process::Signal;
 use tempfile::TempDir;
 
 use crate::{
+    net::Namespace,
     proc::{self, Memory},
     process::{Child, Process},
+    qemu::Qemu,
     watched::Watched,
 };
 
@@ -83,6 +85,58 @@ impl Keys {
         })
     }
 }
+
+/// A `vamoose serve` for one destination QEMU, without authentication. Nothing of it is remembered longer than it lives.
+pub struct Server {
+    serve: Vamoose,
+    address: String,
+    /// Where it finds the QEMU, and what it and the source remember.
+    _monitors: TempDir,
+    state: TempDir,
+}
+
+impl Server {
+    /// Starts it in the namespace `host`, where the QEMU is.
+    pub fn start(program: &Path, host: &Namespace, destination: &Qemu) -> Result<Self> {
+        let monitors = TempDir::new().context("creating a temporary directory")?;
+        let state = state_dir()?;
+        let monitor = monitors.path().join(GUEST).with_extension("qmp");
+        symlink(destination.qmp_socket(), monitor).context("linking the monitor")?;
+        let mut command = host.command(program);
+        let listen = format!("tcp:{}:0", host.address());
+        command.args(["serve", "--insecure", "--listen", &listen, "--qmp-dir"]);
+        command.arg(monitors.path());
+        command.arg("--state-dir").arg(state.path().join("there"));
+        let serve = Vamoose::start(&mut command)?;
+        let address = serve.wait_for("taking migrations on ", Duration::from_secs(60))?;
+        Ok(Self {
+            serve,
+            address,
+            _monitors: monitors,
+            state,
+        })
+    }
+
+    /// A `vamoose migrate` from the namespace `host` to it, with the program's defaults.
+    pub fn migrate(&self, program: &Path, host: &Namespace, source: &Qemu) -> Command {
+        let mut command = host.command(program);
+        command.args(["migrate", "--insecure", "--name", GUEST]);
+        command.args(["--to", &self.address]);
+        command.arg("--qmp").arg(source.qmp_socket());
+        command
+            .arg("--state-dir")
+            .arg(self.state.path().join("here"));
+        command
+    }
+
+    /// The process.
+    pub fn process(&self) -> &Vamoose {
+        &self.serve
+    }
+}
+
+/// What the guest of a [`Server`] is called.
+const GUEST: &str = "guest";
 
 /// A running `vamoose`. Killed and reaped on drop.
 pub struct Vamoose {

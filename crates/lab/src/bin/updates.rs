@@ -14,10 +14,9 @@ use clap::Parser;
 use lab::guest::{Guest, Image, Load};
 use lab::net::{self, Link};
 use lab::qemu::{self, Builder};
-use lab::vamoose::{Vamoose, program, state_dir};
+use lab::vamoose::{Server, Vamoose, program};
 use rustix::process::Signal;
 use serde_json::Value;
-use tempfile::TempDir;
 
 /// Measure what differences save for a guest that updates its memory in place
 #[derive(Parser, Debug)]
@@ -107,42 +106,10 @@ fn migrate(
     let waiting = machine.clone().incoming().paused().namespace(there.name());
     let destination = Guest::start(&waiting)?;
     let vamoose = program(None, "vamoose")?;
-    let (monitors, state) = (TempDir::new()?, state_dir()?);
-    let monitor = monitors.path().join("guest.qmp");
-    std::os::unix::fs::symlink(destination.qemu.qmp_socket(), monitor)?;
-    let mut command = there.command(&vamoose);
-    let listen = format!("tcp:{}:0", there.address());
-    command.args(["serve", "--insecure", "--listen", &listen, "--qmp-dir"]);
-    command
-        .arg(monitors.path())
-        .arg("--state-dir")
-        .arg(state.path().join("there"));
-    let server = Vamoose::start(&mut command)?;
-    let address = server.wait_for("taking migrations on ", LIMIT)?;
-    let mut command = here.command(&vamoose);
-    command.args([
-        "migrate",
-        "--insecure",
-        "--json",
-        "-",
-        "--name",
-        "guest",
-        "--to",
-        &address,
-    ]);
-    command.args([
-        "--method",
-        method,
-        "--delta",
-        delta,
-        "--downtime-limit",
-        "300",
-        "--qmp",
-    ]);
-    command
-        .arg(source.qemu.qmp_socket())
-        .arg("--state-dir")
-        .arg(state.path().join("here"));
+    let server = Server::start(&vamoose, there, &destination.qemu)?;
+    let mut command = server.migrate(&vamoose, here, &source.qemu);
+    command.args(["--json", "-", "--downtime-limit", "300"]);
+    command.args(["--method", method, "--delta", delta]);
     let migration = Vamoose::start(&mut command)?;
     if !migration.process().wait(Duration::from_secs(options.limit)) {
         migration.signal(Signal::INT)?;

@@ -21,10 +21,9 @@ use anyhow::{Context, Result, bail};
 use lab::guest::{Guest, Image, Load};
 use lab::net::{Link, Namespace};
 use lab::qemu::{Binary, Builder};
-use lab::vamoose::{Vamoose, state_dir};
+use lab::vamoose::{Server, Vamoose};
 use serde::Serialize;
 use serde_json::{Value, json};
-use tempfile::TempDir;
 
 use crate::options::Options;
 use crate::{interleaved, median};
@@ -334,35 +333,16 @@ impl Ends<'_> {
     }
 
     fn commands(&mut self, method: &str) -> Result<Helpers> {
-        let (monitors, state) = (
-            TempDir::new().context("creating a temporary directory")?,
-            state_dir()?,
-        );
-        let monitor = monitors.path().join("guest.qmp");
-        std::os::unix::fs::symlink(self.destination.qemu.qmp_socket(), monitor)
-            .context("linking the monitor")?;
-        let (server, address) = {
-            let listen = format!("tcp:{}:0", self.there.address());
-            let mut command = self.there.command(self.vamoose);
-            command.args(["serve", "--insecure", "--listen", &listen, "--qmp-dir"]);
-            command.arg(monitors.path());
-            // Nothing of a measurement is remembered longer than that.
-            command.arg("--state-dir").arg(state.path().join("there"));
-            listening(&mut command, "taking migrations on ")?
-        };
-        let mut command = self.here.command(self.vamoose);
-        command.args(["migrate", "--insecure", "--json", "-", "--name", "guest"]);
-        command.args(["--to", &address]);
-        command.args(["--method", method, "--zero-page-detection", "multifd"]);
+        let server = Server::start(self.vamoose, self.there, &self.destination.qemu)?;
+        let mut command = server.migrate(self.vamoose, self.here, &self.source.qemu);
+        command.args(["--json", "-", "--method", method]);
+        command.args(["--zero-page-detection", "multifd"]);
         command.args(["--downtime-limit", &DOWNTIME_LIMIT.to_string()]);
-        command.args(["--channels", &CHANNELS.to_string(), "--qmp"]);
-        command.arg(self.source.qemu.qmp_socket());
-        command.arg("--state-dir").arg(state.path().join("here"));
+        command.args(["--channels", &CHANNELS.to_string()]);
         let migration = Vamoose::start(&mut command)?;
         Ok(Helpers {
             ending: vec![migration],
             server: Some(server),
-            _folders: Some((monitors, state)),
         })
     }
 
@@ -428,13 +408,15 @@ impl Ends<'_> {
 struct Helpers {
     /// Those that end with it, the one that reports first.
     ending: Vec<Vamoose>,
-    server: Option<Vamoose>,
-    _folders: Option<(TempDir, TempDir)>,
+    server: Option<Server>,
 }
 
 impl Helpers {
     fn said(&self) -> String {
-        let all = self.ending.iter().chain(&self.server);
+        let all = self
+            .ending
+            .iter()
+            .chain(self.server.as_ref().map(Server::process));
         let said: Vec<_> = all.map(Vamoose::stderr).collect();
         format!("vamoose says:\n{}", said.join("\n--\n"))
     }

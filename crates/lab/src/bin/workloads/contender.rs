@@ -1,16 +1,14 @@
 //! The ways to move a guest.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::ValueEnum;
 use lab::guest::Guest;
 use lab::net::Namespace;
-use lab::vamoose::{Vamoose, state_dir};
+use lab::vamoose::{Server, Vamoose};
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use tempfile::TempDir;
 
 use crate::Conditions;
 
@@ -101,8 +99,7 @@ pub(crate) enum Helpers {
 
 pub(crate) struct Commands {
     migrate: Vamoose,
-    serve: Vamoose,
-    _folders: (TempDir, TempDir),
+    server: Server,
 }
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -114,30 +111,14 @@ impl Helpers {
         conditions: &Conditions,
         options: &[&str],
     ) -> Result<Self> {
-        let monitors = TempDir::new().context("creating a temporary directory")?;
-        let state = state_dir()?;
-        let monitor = monitors.path().join("guest.qmp");
-        std::os::unix::fs::symlink(destination.qemu.qmp_socket(), monitor)
-            .context("linking the monitor")?;
-        let folder = |name: &str| -> PathBuf { state.path().join(name) };
-        let mut serve = there.command(&conditions.vamoose);
-        let listen = format!("tcp:{}:0", there.address());
-        serve.args(["serve", "--insecure", "--listen", &listen, "--qmp-dir"]);
-        serve.arg(monitors.path());
-        serve.arg("--state-dir").arg(folder("there"));
-        let serve = Vamoose::start(&mut serve)?;
-        let address = serve.wait_for("taking migrations on ", LIMIT)?;
-        let mut migrate = here.command(&conditions.vamoose);
-        migrate.args(["migrate", "--insecure", "--json", "-", "--name", "guest"]);
-        migrate.args(["--to", &address, "--channels", &CHANNELS.to_string()]);
+        let server = Server::start(&conditions.vamoose, there, &destination.qemu)?;
+        let mut migrate = server.migrate(&conditions.vamoose, here, &source.qemu);
+        migrate.args(["--json", "-", "--channels", &CHANNELS.to_string()]);
         let limit = conditions.downtime_limit.to_string();
         migrate.args(["--downtime-limit", &limit]).args(options);
-        migrate.arg("--qmp").arg(source.qemu.qmp_socket());
-        migrate.arg("--state-dir").arg(folder("here"));
         Ok(Self::Commands(Box::new(Commands {
             migrate: Vamoose::start(&mut migrate)?,
-            serve,
-            _folders: (monitors, state),
+            server,
         })))
     }
 
@@ -177,7 +158,7 @@ impl Helpers {
         match self {
             Self::None => String::new(),
             Self::Commands(commands) => {
-                let said = [&commands.migrate, &commands.serve].map(Vamoose::stderr);
+                let said = [&commands.migrate, commands.server.process()].map(Vamoose::stderr);
                 format!("vamoose says:\n{}", said.join("\n--\n"))
             }
         }

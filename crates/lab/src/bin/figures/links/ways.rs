@@ -1,16 +1,14 @@
 //! How a migration begins, and what is between its QEMUs.
 
-use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use lab::net::Link;
 use lab::qemu::Qemu;
-use lab::vamoose::{Vamoose, state_dir};
+use lab::vamoose::{Server, Vamoose};
 use serde_json::json;
-use tempfile::TempDir;
 
 use super::Way;
 use crate::running::listening;
@@ -28,8 +26,7 @@ pub(super) struct Ends<'a> {
 pub(super) struct Helpers {
     /// Those that end with it.
     ending: Vec<Vamoose>,
-    server: Option<Vamoose>,
-    _folders: Option<(TempDir, TempDir)>,
+    server: Option<Server>,
 }
 
 const CHANNELS: u8 = 2;
@@ -81,29 +78,12 @@ impl Ends<'_> {
     }
 
     fn migrate(&mut self) -> Result<Helpers> {
-        let (monitors, state) = (
-            TempDir::new().context("creating a temporary directory")?,
-            state_dir()?,
-        );
-        symlink(
-            self.destination.qmp_socket(),
-            monitors.path().join("guest.qmp"),
-        )
-        .context("linking the monitor")?;
-        let listen = format!("tcp:{}:0", self.link.destination.address());
-        let mut command = self.link.destination.command(self.vamoose);
-        command.args(["serve", "--insecure", "--listen", &listen, "--qmp-dir"]);
-        command.arg(monitors.path());
-        command.arg("--state-dir").arg(state.path().join("there"));
-        let (server, address) = listening(&mut command, "taking migrations on ")?;
-        let mut command = self.link.source.command(self.vamoose);
-        command.args(["migrate", "--insecure", "--name", "guest", "--to", &address]);
-        command.arg("--qmp").arg(self.source.qmp_socket());
-        command.arg("--state-dir").arg(state.path().join("here"));
+        let there = &self.link.destination;
+        let server = Server::start(self.vamoose, there, self.destination)?;
+        let mut command = server.migrate(self.vamoose, &self.link.source, self.source);
         Ok(Helpers {
             ending: vec![Vamoose::start(&mut command)?],
             server: Some(server),
-            _folders: Some((monitors, state)),
         })
     }
 
@@ -123,7 +103,10 @@ impl Ends<'_> {
 
 impl Helpers {
     pub(super) fn said(&self) -> String {
-        let all = self.ending.iter().chain(&self.server);
+        let all = self
+            .ending
+            .iter()
+            .chain(self.server.as_ref().map(Server::process));
         let said: Vec<_> = all.map(Vamoose::stderr).collect();
         format!("vamoose says:\n{}", said.join("\n--\n"))
     }
@@ -135,7 +118,7 @@ impl Helpers {
             seconds += vamoose.finish(LIMIT)?.success()?.cpu_seconds;
         }
         if let Some(server) = self.server {
-            seconds += lab::proc::cpu_seconds(server.pid())?;
+            seconds += lab::proc::cpu_seconds(server.process().pid())?;
         }
         Ok(seconds)
     }
