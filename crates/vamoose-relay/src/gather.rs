@@ -81,6 +81,8 @@ pub(crate) fn gather(
     };
     loop {
         gathering.accept_all()?;
+        // Before waiting: streams of a session come with their first bytes.
+        gathering.read_openings()?;
         if gathering.opening.iter().any(Opening::is_tls) {
             return Ok(gathering.into_opaque("it is TLS", true));
         }
@@ -93,7 +95,6 @@ pub(crate) fn gather(
         }
         gathering.end_waiting(now)?;
         gathering.wait(now)?;
-        gathering.read_openings()?;
     }
 }
 
