@@ -75,3 +75,24 @@ pub fn run(command: &mut Command) -> Result<String> {
     );
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
+
+/// The middle one of some values, or the mean of the middle two; `None` when there are none.
+pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    values.sort_by(f64::total_cmp);
+    let (low, high) = (values.len().checked_sub(1)? / 2, values.len() / 2);
+    Some((values[low] + values[high]) / 2.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_in_the_middle() {
+        assert_eq!(median([]), None);
+        assert_eq!(median([3.0]), Some(3.0));
+        assert_eq!(median([3.0, 1.0, 9.0]), Some(3.0));
+        assert_eq!(median([4.0, 1.0, 9.0, 2.0]), Some(3.0));
+    }
+}

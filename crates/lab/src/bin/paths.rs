@@ -52,7 +52,7 @@ fn main() -> Result<()> {
     for _ in 0..options.runs {
         for ((rates, times), shares) in CASES.iter().zip(&mut times).zip(&mut shares) {
             let report = migrate(&options, rates).with_context(|| format!("{rates:?} Mbit/s"))?;
-            times.push(report["total-time"].as_u64().context("a time")?);
+            times.push(report["total-time"].as_f64().context("a time")? / 1e3);
             *shares = delivered(&report);
         }
     }
@@ -65,18 +65,16 @@ fn main() -> Result<()> {
     );
     println!("| wires, Mbit/s | seconds | times one wire | delivered by each, MiB |");
     println!("|---|---|---|---|");
-    let one = median(&mut times[0]);
-    for ((rates, mut times), shares) in CASES.iter().zip(times).zip(shares) {
+    let one = middle(&times[0]);
+    for ((rates, times), shares) in CASES.iter().zip(&times).zip(shares) {
         let rates: Vec<_> = rates.iter().map(u64::to_string).collect();
-        let time = median(&mut times);
-        let (lowest, highest) = (times[0], times[times.len() - 1]);
+        let time = middle(times);
+        let lowest = times.iter().copied().fold(f64::INFINITY, f64::min);
+        let highest = times.iter().copied().fold(0.0, f64::max);
         println!(
-            "| {} | {} ({} to {}) | {:.2} | {shares} |",
+            "| {} | {time:.2} ({lowest:.2} to {highest:.2}) | {:.2} | {shares} |",
             rates.join(" + "),
-            seconds(time),
-            seconds(lowest),
-            seconds(highest),
-            ratio(one, time),
+            one / time,
         );
     }
     Ok(())
@@ -169,16 +167,6 @@ fn delivered(report: &Value) -> String {
     each.join(" + ")
 }
 
-fn median(values: &mut [u64]) -> u64 {
-    values.sort_unstable();
-    values[values.len() / 2]
-}
-
-fn seconds(milliseconds: u64) -> String {
-    format!("{}.{:02}", milliseconds / 1000, milliseconds % 1000 / 10)
-}
-
-#[allow(clippy::cast_precision_loss, reason = "milliseconds")]
-fn ratio(one: u64, other: u64) -> f64 {
-    one as f64 / other as f64
+fn middle(times: &[f64]) -> f64 {
+    lab::median(times.iter().copied()).unwrap_or(f64::NAN)
 }

@@ -21,13 +21,14 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use lab::cpu::Meter;
+use lab::median;
 use lab::net::Link;
 use lab::qemu::{Binary, Builder};
 use lab::ram::{self, Fill};
 use serde::Serialize;
 
+use crate::interleaved;
 use crate::options::{Corpus, Options};
-use crate::{interleaved, median};
 pub(crate) use criteria::judge;
 use ways::Ends;
 

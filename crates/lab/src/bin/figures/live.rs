@@ -9,13 +9,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use lab::median;
 use lab::net::Link;
 use lab::vamoose::Vamoose;
 use serde::Serialize;
 use serde_json::Value;
 
 use crate::options::Options;
-use crate::{interleaved, median, or_dash};
+use crate::{interleaved, or_dash};
 
 /// One guest.
 #[derive(Clone, Copy)]

@@ -99,14 +99,6 @@ fn interleaved<C, R>(
     Ok(all)
 }
 
-/// The middle one of some values, or the mean of the middle two; `None` when there are none.
-fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
-    let mut values: Vec<f64> = values.into_iter().collect();
-    values.sort_by(f64::total_cmp);
-    let (low, high) = (values.len().checked_sub(1)? / 2, values.len() / 2);
-    Some((values[low] + values[high]) / 2.0)
-}
-
 /// A number for a table.
 fn or_dash(value: Option<f64>, digits: usize) -> String {
     value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
@@ -115,14 +107,6 @@ fn or_dash(value: Option<f64>, digits: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_median_is_in_the_middle() {
-        assert_eq!(median([]), None);
-        assert_eq!(median([3.0]), Some(3.0));
-        assert_eq!(median([3.0, 1.0, 9.0]), Some(3.0));
-        assert_eq!(median([4.0, 1.0, 9.0, 2.0]), Some(3.0));
-    }
 
     #[test]
     fn every_case_runs_once_a_round_and_the_first_one_changes() {

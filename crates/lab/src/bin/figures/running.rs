@@ -19,14 +19,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use lab::guest::{Guest, Image, Load};
+use lab::median;
 use lab::net::{Link, Namespace};
 use lab::qemu::{Binary, Builder};
 use lab::vamoose::{Server, Vamoose};
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use crate::interleaved;
 use crate::options::Options;
-use crate::{interleaved, median};
 
 /// One way to move the guest.
 #[derive(Clone, Copy)]

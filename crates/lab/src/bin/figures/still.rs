@@ -5,7 +5,7 @@
 //!  relay         source QEMU ──unix──> relay A ──────tcp─────────────────────> destination QEMU
 //!  pair          source QEMU ──unix──> relay A ──────tcp──────> relay B ─unix─> destination QEMU
 //!  placed        the same, and relay B writes the pages into the memory of the destination QEMU
-//!  live          vamoose-demo, source ───────────────tcp──────> vamoose-demo, destination
+//!  live          vamoose-demo, source ───────────────tcp──────> vamoose-demo, destination; plain, or over a session
 //!  sockets       iperf3, client ─────────────────────tcp──────> iperf3, server: what the kernel takes for as many bytes
 //! ```
 //!
@@ -22,6 +22,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use lab::cpu::Meter;
+use lab::median;
 use lab::proc;
 use lab::process::Child;
 use lab::qemu::{Binary, Builder, Qemu};
@@ -30,8 +31,8 @@ use lab::vamoose::Vamoose;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::interleaved;
 use crate::options::{Corpus, Options};
-use crate::{interleaved, median};
 
 /// One way to move the guest.
 #[derive(Clone, Copy)]
@@ -57,8 +58,10 @@ enum Between {
     Relay,
     Pair,
     Placed,
-    /// No QEMU: the crate `live` on both sides.
+    /// No QEMU: the crate `live` on both sides, over plain connections as QEMUs have them.
     Live,
+    /// The same over a session, which checks and keeps what it sends, without TLS.
+    LiveSession,
     /// No migration: bytes through as many sockets.
     Sockets,
 }
@@ -163,6 +166,7 @@ pub(crate) fn cases(options: &Options) -> Vec<Case> {
         case("live/sockets", Between::Sockets, "none"),
         case("live/qemu-none", Between::Direct, "none"),
         case("live/none", Between::Live, "none"),
+        case("live/session-none", Between::LiveSession, "none"),
         case("live/qemu-zstd", Between::Direct, "zstd"),
         case("live/zstd", Between::Live, "zstd"),
         case("live/qemu-zlib", Between::Direct, "zlib"),
@@ -211,7 +215,8 @@ pub(crate) fn measure(
 ) -> Result<Vec<Measured>> {
     let corpus = Fill::Files(corpus.files.clone());
     let run = |case: &Case| match case.between {
-        Between::Live => case.run_live(&corpus, demo),
+        Between::Live => case.run_live(&corpus, demo, "--plain"),
+        Between::LiveSession => case.run_live(&corpus, demo, "--insecure"),
         Between::Sockets => case.run_sockets(),
         Between::Direct | Between::Relay | Between::Pair | Between::Placed => {
             case.run(qemu, &corpus, vamoose)
@@ -287,7 +292,7 @@ impl Case {
     }
 
     /// A guest of the crate `live`, with the same bytes in its memory, which it hardly writes.
-    fn run_live(&self, corpus: &Fill, demo: &Path) -> Result<Cost> {
+    fn run_live(&self, corpus: &Fill, demo: &Path, link: &str) -> Result<Cost> {
         let folder = TempDir::new_in("/dev/shm").context("a folder for the memory image")?;
         let image = folder.path().join("ram");
         let fill = match self.content {
@@ -301,8 +306,7 @@ impl Case {
         let mut command = Command::new(demo);
         command
             .args(["--guest", "threads", "--rate", "1", "--json", "-"])
-            // As the QEMUs that this is compared with.
-            .arg("--insecure")
+            .arg(link)
             .args(["--method", self.method, "--ram", &self.ram.to_string()])
             .args(["--channels", &self.channels.to_string()])
             .arg("--fill")

@@ -139,10 +139,9 @@ fn spread(values: Vec<f64>, digits: usize) -> String {
 /// The median, the least and the most; not numbers if there are none.
 fn quantiles(mut values: Vec<f64>) -> (f64, f64, f64) {
     values.sort_by(f64::total_cmp);
-    let at = |at: usize| values.get(at).copied().unwrap_or(f64::NAN);
-    let count = values.len();
-    let middle = (at(count.saturating_sub(1) / 2) + at(count / 2)) / 2.0;
-    (middle, at(0), at(count.saturating_sub(1)))
+    let of = |value: Option<f64>| value.unwrap_or(f64::NAN);
+    let (least, most) = (values.first().copied(), values.last().copied());
+    (of(lab::median(values)), of(least), of(most))
 }
 
 #[cfg(test)]

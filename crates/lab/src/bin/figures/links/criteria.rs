@@ -1,8 +1,9 @@
 //! What is demanded of method auto, and of the program's defaults, on each link.
 
+use lab::median;
+
 use super::{Case, Data, Measured, Rate, Way};
 use crate::criteria::{Found, Verdict};
-use crate::median;
 
 /// The most time that auto may take beside the best fixed method of the same two relays: in the median round, and in nine of ten.
 const MOST: f64 = 1.1;
