@@ -18,6 +18,10 @@
 //! The first time a page is sent it is not kept: a bit remembers that it was. What is kept need not be what was sent
 //! last: a page may go any other way at any time, and both caches stay as they are.
 //!
+//! A server offers the memory of its slots when a session begins. A VMM's destination needs none, it has the versions in the
+//! guest's memory (**in place**). That is not part of the offer: a source sends such differences only to a destination that
+//! has accepted its guest in the VMMs' own protocol, which nobody with slots speaks.
+//!
 //! # Why both have the same
 //! A **touch** is a page that is put into a slot, and a slot's version is the number of its touches. The sender touches a
 //! slot under its lock, one packet at a time, and the packet says on which version it did. The receiver carries a touch
@@ -37,7 +41,7 @@
 //!   with it the migration.
 //!
 //! A reader that waits holds a packet, as one that waits for its socket does, and no lock. What ends its wait otherwise
-//! is the end of the migration, or that no packet with touches was carried out for long.
+//! is the end of the migration, or that no packet at all came for long, on any channel.
 
 mod incoming;
 #[cfg(test)]

@@ -447,6 +447,9 @@ impl ChannelReader {
         read_part(&self.stream, &mut bytes[got..], "header")?;
         header.parse(prelude, &bytes[PRELUDE_LEN..], self.layout)?;
         self.stats.add_received(bytes.len());
+        if let Some(delta) = &self.delta {
+            delta.note_arrival();
+        }
         Ok(())
     }
 
@@ -624,6 +627,18 @@ mod tests {
             .unwrap_err();
         assert!(matches!(error, ReadError::Changed { .. }), "{error:?}");
         assert_eq!(copies, 2);
+    }
+
+    #[test]
+    fn every_packet_is_an_arrival_for_those_who_wait_for_versions() {
+        let (_session, near, sessions) = dial();
+        send_changed(&near, Method::Lz4);
+        let mut reader = reader(&sessions);
+        let slots = Arc::new(DeltaReceiver::new(1 << 20, LAYOUT, Duration::ZERO));
+        reader.take_differences(slots.clone());
+        // One without differences.
+        reader.read_start(&mut Packet::new(LAYOUT)).unwrap();
+        assert_eq!(slots.arrived(), 1);
     }
 
     #[test]

@@ -75,6 +75,13 @@ impl Incoming {
         }
     }
 
+    /// A packet has come, with differences or without.
+    pub(crate) fn note_arrival(&self) {
+        if let Versions::Slots(slots) = &self.versions {
+            slots.note_arrival();
+        }
+    }
+
     /// Decodes a packet and restores its pages, which have the checksum `sum`, to where they go. What pages are compared
     /// with stays as it is until they are known to be right: so once more is harmless.
     pub(crate) fn decode(

@@ -1,7 +1,10 @@
 //! The receiver's cache: what packets have put into its slots.
 
 use std::{
-    sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{
+        Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -16,10 +19,12 @@ use crate::{Stream, lock};
 pub struct DeltaReceiver {
     page_size: usize,
     limit: usize,
-    /// Without a touch of any slot for this long, a version never comes.
+    /// When no packet has come for this long, a version never comes.
     patience: Duration,
     slots: OnceLock<Box<[Mutex<Slot>]>>,
-    progress: Mutex<Progress>,
+    /// Packets that have come, of any kind, on all channels.
+    arrived: AtomicU64,
+    has_given_up: Mutex<bool>,
     changed: Condvar,
 }
 
@@ -30,12 +35,10 @@ struct Slot {
     content: Box<[u8]>,
 }
 
-/// What ends waits.
-#[derive(Default)]
-struct Progress {
-    /// Packets whose touches were carried out.
-    packets: u64,
-    given_up: bool,
+/// Since when no packet has come, as a wait has seen it.
+struct Silence {
+    arrived: u64,
+    since: Instant,
 }
 
 /// A packet with differences that cannot be restored.
@@ -53,7 +56,7 @@ pub enum DeltaError {
     Passed { slot: u32, version: u32, found: u32 },
     #[error("the peer sends a difference to slot {slot}, in which there is nothing")]
     Empty { slot: u32 },
-    #[error("version {version} of slot {slot} has not come, and no other for {seconds} s")]
+    #[error("version {version} of slot {slot} has not come, and no packet for {seconds} s")]
     Missing {
         slot: u32,
         version: u32,
@@ -64,7 +67,7 @@ pub enum DeltaError {
 }
 
 impl DeltaReceiver {
-    /// A cache of `bytes`. A packet waits for those before it, on other channels, as long as some of them come within
+    /// A cache of `bytes`. A packet waits for those before it, on other channels, as long as any come within
     /// `patience`.
     pub fn new(bytes: usize, layout: Layout, patience: Duration) -> Self {
         Self {
@@ -72,7 +75,8 @@ impl DeltaReceiver {
             limit: slots(bytes, layout),
             patience,
             slots: OnceLock::new(),
-            progress: Mutex::default(),
+            arrived: AtomicU64::new(0),
+            has_given_up: Mutex::default(),
             changed: Condvar::new(),
         }
     }
@@ -89,8 +93,13 @@ impl DeltaReceiver {
 
     /// Ends every wait: a packet that is waited for will never come.
     pub fn give_up(&self) {
-        self.progress().given_up = true;
+        *self.has_given_up() = true;
         self.changed.notify_all();
+    }
+
+    /// A packet has come, with touches or without: those that are waited for may be behind many like it.
+    pub(crate) fn note_arrival(&self) {
+        self.arrived.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Makes pages of the differences among `pages`, when the packets before have been carried out. The slots stay as they
@@ -131,7 +140,8 @@ impl DeltaReceiver {
             }
             slot.version = touch.version.wrapping_add(1);
         }
-        self.progress().packets += 1;
+        // With the lock: who waits has looked before, or is woken up.
+        drop(self.has_given_up());
         self.changed.notify_all();
         Ok(())
     }
@@ -151,20 +161,17 @@ impl DeltaReceiver {
         if self.is_there(touch)? {
             return Ok(());
         }
-        let mut progress = self.progress();
-        let mut since = (progress.packets, Instant::now());
+        let mut has_given_up = self.has_given_up();
+        let mut silence = Silence::new(self.arrived(), Instant::now());
         loop {
-            if progress.given_up {
+            if *has_given_up {
                 return Err(DeltaError::Ended);
             }
             // With the lock: who changes a slot takes it afterwards, and wakes us up.
             if self.is_there(touch)? {
                 return Ok(());
             }
-            if progress.packets != since.0 {
-                since = (progress.packets, Instant::now());
-            }
-            let left = self.patience.saturating_sub(since.1.elapsed());
+            let left = silence.left(self.patience, self.arrived(), Instant::now());
             if left.is_zero() {
                 return Err(DeltaError::Missing {
                     slot: touch.slot,
@@ -172,8 +179,8 @@ impl DeltaReceiver {
                     seconds: self.patience.as_secs(),
                 });
             }
-            let waited = self.changed.wait_timeout(progress, left);
-            progress = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let waited = self.changed.wait_timeout(has_given_up, left);
+            has_given_up = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -200,8 +207,26 @@ impl DeltaReceiver {
         Ok(&slots[index])
     }
 
-    fn progress(&self) -> MutexGuard<'_, Progress> {
-        lock(&self.progress)
+    fn has_given_up(&self) -> MutexGuard<'_, bool> {
+        lock(&self.has_given_up)
+    }
+
+    pub(crate) fn arrived(&self) -> u64 {
+        self.arrived.load(Ordering::Relaxed)
+    }
+}
+
+impl Silence {
+    fn new(arrived: u64, since: Instant) -> Self {
+        Self { arrived, since }
+    }
+
+    /// What is left of `patience`, all of it if packets have come meanwhile.
+    fn left(&mut self, patience: Duration, arrived: u64, now: Instant) -> Duration {
+        if arrived != self.arrived {
+            *self = Self::new(arrived, now);
+        }
+        patience.saturating_sub(now - self.since)
     }
 }
 
@@ -210,5 +235,26 @@ fn passed(touch: Touch, slot: &Slot) -> DeltaError {
         slot: touch.slot,
         version: touch.version,
         found: slot.version,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patience_begins_anew_with_every_packet() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut silence = Silence::new(3, start);
+        let mut left = |arrived, seconds| {
+            let left = silence.left(Duration::from_secs(60), arrived, at(seconds));
+            left.as_secs()
+        };
+        assert_eq!(left(3, 20), 40);
+        assert_eq!(left(4, 50), 60);
+        assert_eq!(left(4, 100), 10);
+        assert_eq!(left(9, 200), 60);
+        assert_eq!(left(9, 300), 0);
     }
 }
