@@ -87,17 +87,20 @@ impl Image {
         Self::build(content).map(Some)
     }
 
+    /// The kernel and the initramfs, for who starts QEMU otherwise.
+    pub fn files(&self) -> [&Path; 2] {
+        [&self.kernel, &self.initrd]
+    }
+
     /// A machine with `ram` bytes that boots this image, with these parameters for what is in it.
     pub(crate) fn boot(&self, binary: &Binary, ram: u64, parameters: &str) -> Builder {
-        let command_line = format!("{QUIET} {parameters}");
+        let command_line = command_line(parameters);
         Builder::linux(binary, ram, &self.kernel, &self.initrd, &command_line)
     }
 
     /// A machine with `ram` bytes that boots this image and runs the load. The two ends of a migration need the same.
     pub fn machine(&self, binary: &Binary, ram: u64, load: &Load) -> Builder {
-        let Load { fill, hot, rate } = load;
-        let parameters = format!("vamoose.fill={fill} vamoose.hot={hot} vamoose.rate={rate}");
-        self.boot(binary, ram, &parameters)
+        self.boot(binary, ram, &load.parameters())
     }
 
     /// The same, which changes only the first `words` of 8 bytes in each page that it rewrites.
@@ -108,12 +111,25 @@ impl Image {
         load: &Load,
         words: u32,
     ) -> Builder {
-        let Load { fill, hot, rate } = load;
-        let parameters = format!(
-            "vamoose.fill={fill} vamoose.hot={hot} vamoose.rate={rate} vamoose.change={words}"
-        );
+        let parameters = format!("{} vamoose.change={words}", load.parameters());
         self.boot(binary, ram, &parameters)
     }
+}
+
+impl Load {
+    /// The kernel's command line of a guest with this load.
+    pub fn command_line(&self) -> String {
+        command_line(&self.parameters())
+    }
+
+    fn parameters(&self) -> String {
+        let Self { fill, hot, rate } = self;
+        format!("vamoose.fill={fill} vamoose.hot={hot} vamoose.rate={rate}")
+    }
+}
+
+fn command_line(parameters: &str) -> String {
+    format!("{QUIET} {parameters}")
 }
 
 /// loglevel: kernel messages would get between the lines. panic: with -no-reboot it ends QEMU, which is noticed.
@@ -142,27 +158,17 @@ impl Guest {
 
     /// Waits until the guest has filled its memory and begun to rewrite it.
     pub fn wait_ready(&self, within: Duration) -> Result<()> {
-        self.wait("'ready'", within, |log| {
-            log.lines.iter().any(|line| line.text == "ready")
-        })
+        self.explain(self.serial.wait_ready(within))
     }
 
     /// Waits for this many more ticks.
     pub fn wait_ticks(&self, count: usize, within: Duration) -> Result<()> {
-        let wanted = self.log().ticks().len() + count;
-        self.wait("ticks", within, |log| log.ticks().len() >= wanted)
+        self.explain(self.serial.wait_ticks(count, within))
     }
 
     /// Waits until the guest has verified all its memory `count` more times.
     pub fn wait_rounds(&self, count: usize, within: Duration) -> Result<()> {
-        let rounds = |log: &Log| {
-            let lines = log.lines.iter();
-            lines
-                .filter(|line| line.text.starts_with("rounds "))
-                .count()
-        };
-        let wanted = rounds(&self.log()) + count;
-        self.wait("a check of all memory", within, |log| rounds(log) >= wanted)
+        self.explain(self.serial.wait_rounds(count, within))
     }
 
     /// The output so far.
@@ -176,10 +182,8 @@ impl Guest {
         Ok(self.serial.finish())
     }
 
-    fn wait(&self, what: &str, within: Duration, is_so: impl Fn(&Log) -> bool) -> Result<()> {
-        self.serial
-            .wait(what, within, is_so)
-            .with_context(|| format!("QEMU says: '{}'", self.qemu.stderr()))
+    fn explain(&self, waited: Result<()>) -> Result<()> {
+        waited.with_context(|| format!("QEMU says: '{}'", self.qemu.stderr()))
     }
 }
 

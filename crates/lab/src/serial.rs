@@ -189,6 +189,31 @@ impl Serial {
         self.log.lock().clone()
     }
 
+    /// Waits until the guest has filled its memory and begun to rewrite it.
+    pub fn wait_ready(&self, within: Duration) -> Result<()> {
+        self.wait("'ready'", within, |log| {
+            log.lines.iter().any(|line| line.text == "ready")
+        })
+    }
+
+    /// Waits for this many more ticks.
+    pub fn wait_ticks(&self, count: usize, within: Duration) -> Result<()> {
+        let wanted = self.log().ticks().len() + count;
+        self.wait("ticks", within, |log| log.ticks().len() >= wanted)
+    }
+
+    /// Waits until the guest has verified all its memory `count` more times.
+    pub fn wait_rounds(&self, count: usize, within: Duration) -> Result<()> {
+        let rounds = |log: &Log| {
+            let lines = log.lines.iter();
+            lines
+                .filter(|line| line.text.starts_with("rounds "))
+                .count()
+        };
+        let wanted = rounds(&self.log()) + count;
+        self.wait("a check of all memory", within, |log| rounds(log) >= wanted)
+    }
+
     /// Waits until this is so of the log.
     pub fn wait(&self, what: &str, within: Duration, is_so: impl Fn(&Log) -> bool) -> Result<()> {
         let over = |log: &Log| is_so(log) || log.ended || log.check().is_err();
