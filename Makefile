@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips cuts faults figures paths updates workloads
+.PHONY: help setup build demo test model flips cuts faults figures paths updates workloads libvirt
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -60,3 +60,8 @@ workloads: setup # Move guests in which Redis, PostgreSQL and a compiler run (an
 	scripts/setup workloads
 	cargo build --release -p vamoose -p lab --bin vamoose --bin workloads
 	"$${CARGO_TARGET_DIR:-target}/release/workloads" $(WORKLOADS)
+
+libvirt: setup   # Move guests between two hosts with virsh, in every way (half an hour; LIBVIRT="--way relays --only abort")
+	scripts/setup libvirt
+	cargo build --release -p vamoose -p lab --bin vamoose --bin libvirt
+	"$${CARGO_TARGET_DIR:-target}/release/libvirt" $(LIBVIRT)

@@ -4,6 +4,7 @@
 //! - [`qmp`] talks to them, [`guest`] watches a running guest, [`program`] is one with a real program in it, [`counter`] is the smallest one, [`ram`] makes and compares memory images;
 //! - [`vamoose`] runs the program under test, [`stand_in`] makes the libraries that it finds instead of hardware, [`qatzip`] finds
 //!   the real one;
+//! - [`libvirt`] makes two hosts of libvirt, as administrators have them;
 //! - [`net`] makes links of given rates that can be pulled, [`middlebox`] breaks connections, [`sockets`] ports and single ones,
 //!   [`cuts`] is the table of experiments with both;
 //! - [`process`] runs and ends processes, [`proc`] and [`cpu`] read what they cost;
@@ -16,6 +17,7 @@ pub mod counter;
 pub mod cpu;
 pub mod cuts;
 pub mod guest;
+pub mod libvirt;
 pub mod middlebox;
 pub mod net;
 pub mod proc;

@@ -1,0 +1,214 @@
+//! The rows of the matrix.
+
+use lab::libvirt::{Generation, Way};
+
+/// One way to call `virsh migrate`, and what happens meanwhile.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
+    pub(crate) flags: &'static [&'static str],
+    pub(crate) event: Event,
+    /// What both ends must know.
+    needs: Needs,
+}
+
+/// What happens during a migration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Event {
+    /// Nothing.
+    None,
+    /// The guest was paused before.
+    Paused,
+    /// The guest continues at the destination before all of its memory is there.
+    Postcopy,
+    /// The guest has a disk that goes with it.
+    Storage,
+    /// The guest moves to and fro, ten times in all.
+    ToAndFro,
+    /// `virsh domjobabort`.
+    Abort(Phase),
+    /// Something dies.
+    Kill(Victim, Phase),
+}
+
+/// When it happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// As soon as libvirt knows of the migration.
+    Setup,
+    /// Some of the memory has been sent for the first time.
+    FirstRound,
+    /// All of it has.
+    LaterRound,
+}
+
+/// Who dies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Victim {
+    NearRelay,
+    FarRelay,
+    DestinationQemu,
+    DestinationLibvirtd,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Needs {
+    Nothing,
+    /// Compression by QEMU itself, which libvirt knows since 9.4.
+    Compression,
+    /// Relays on the way.
+    Relays,
+    /// Bytes that reach QEMU by libvirt's own address alone.
+    Direct,
+}
+
+const PARALLEL: &[&str] = &["--parallel"];
+
+/// Slow enough for something to happen: the guest writes more than this, so that it does not end either.
+const SLOW: &[&str] = &["--parallel", "--bandwidth", "12"];
+
+const fn case(name: &'static str, flags: &'static [&'static str], event: Event) -> Case {
+    Case {
+        name,
+        flags,
+        event,
+        needs: Needs::Nothing,
+    }
+}
+
+impl Case {
+    /// Whether it can be tried.
+    pub(crate) fn suits(&self, generation: &Generation, way: Way) -> bool {
+        match self.needs {
+            Needs::Nothing => true,
+            Needs::Compression => generation.has_compression(),
+            Needs::Relays => way == Way::Relays,
+            Needs::Direct => way == Way::Direct,
+        }
+    }
+
+    const fn needs(self, needs: Needs) -> Self {
+        Self { needs, ..self }
+    }
+}
+
+pub(crate) const CASES: &[Case] = &[
+    case("plain", &[], Event::None),
+    case("parallel", PARALLEL, Event::None),
+    case("p2p", &["--p2p"], Event::None),
+    case("parallel, p2p", &["--p2p", "--parallel"], Event::None),
+    case(
+        "parallel, 4 connections",
+        &["--parallel", "--parallel-connections", "4"],
+        Event::None,
+    ),
+    case(
+        "parallel, 8 connections",
+        &["--parallel", "--parallel-connections", "8"],
+        Event::None,
+    ),
+    case(
+        "parallel, zstd of QEMU",
+        &["--parallel", "--compressed", "--comp-methods", "zstd"],
+        Event::None,
+    )
+    .needs(Needs::Compression),
+    case(
+        "parallel, zlib of QEMU",
+        &["--parallel", "--compressed", "--comp-methods", "zlib"],
+        Event::None,
+    )
+    .needs(Needs::Compression),
+    case("parallel, paused guest", PARALLEL, Event::Paused),
+    case("paused guest", &[], Event::Paused),
+    case(
+        "post-copy",
+        &["--postcopy", "--postcopy-bandwidth", "0"],
+        Event::Postcopy,
+    ),
+    case(
+        "parallel, copied storage",
+        &["--parallel", "--copy-storage-all"],
+        Event::Storage,
+    )
+    .needs(Needs::Direct),
+    case("TLS of libvirt", &["--tls"], Event::None),
+    case(
+        "parallel, TLS of libvirt",
+        &["--parallel", "--tls"],
+        Event::None,
+    ),
+    case(
+        "parallel, bandwidth",
+        &["--parallel", "--bandwidth", "60"],
+        Event::None,
+    ),
+    case(
+        "parallel, auto-converge",
+        &["--parallel", "--auto-converge"],
+        Event::None,
+    ),
+    case("parallel, to and fro", PARALLEL, Event::ToAndFro),
+    case("abort in setup", SLOW, Event::Abort(Phase::Setup)),
+    case(
+        "abort in the first round",
+        SLOW,
+        Event::Abort(Phase::FirstRound),
+    ),
+    case(
+        "abort in a later round",
+        SLOW,
+        Event::Abort(Phase::LaterRound),
+    ),
+    case(
+        "source's relay killed in setup",
+        SLOW,
+        Event::Kill(Victim::NearRelay, Phase::Setup),
+    )
+    .needs(Needs::Relays),
+    case(
+        "source's relay killed in the first round",
+        SLOW,
+        Event::Kill(Victim::NearRelay, Phase::FirstRound),
+    )
+    .needs(Needs::Relays),
+    case(
+        "source's relay killed in a later round",
+        SLOW,
+        Event::Kill(Victim::NearRelay, Phase::LaterRound),
+    )
+    .needs(Needs::Relays),
+    case(
+        "destination's relay killed in setup",
+        SLOW,
+        Event::Kill(Victim::FarRelay, Phase::Setup),
+    )
+    .needs(Needs::Relays),
+    case(
+        "destination's relay killed in the first round",
+        SLOW,
+        Event::Kill(Victim::FarRelay, Phase::FirstRound),
+    )
+    .needs(Needs::Relays),
+    case(
+        "destination's relay killed in a later round",
+        SLOW,
+        Event::Kill(Victim::FarRelay, Phase::LaterRound),
+    )
+    .needs(Needs::Relays),
+    case(
+        "destination's QEMU killed in the first round",
+        SLOW,
+        Event::Kill(Victim::DestinationQemu, Phase::FirstRound),
+    ),
+    case(
+        "destination's QEMU killed in a later round",
+        SLOW,
+        Event::Kill(Victim::DestinationQemu, Phase::LaterRound),
+    ),
+    case(
+        "destination's libvirtd killed in the first round",
+        SLOW,
+        Event::Kill(Victim::DestinationLibvirtd, Phase::FirstRound),
+    ),
+];

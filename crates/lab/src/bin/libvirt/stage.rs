@@ -1,0 +1,382 @@
+//! One migration and what is found behind it.
+
+use std::{
+    fs::{self, File},
+    path::PathBuf,
+    process::Command,
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use lab::{
+    guest::{Image, Load},
+    libvirt::{Domain, Ended, Generation, Hosts, LIMIT, Passage, Virsh, Way},
+    ram::{self, Fill},
+    vamoose::{Keys, program},
+};
+
+use crate::{
+    case::{Case, Event, Phase, Victim},
+    options::Options,
+};
+
+/// What all cases need.
+pub(crate) struct Stage {
+    vamoose: PathBuf,
+    keys: Keys,
+    image: Image,
+}
+
+/// How a case went, in words.
+pub(crate) struct Found {
+    pub(crate) ended: String,
+    pub(crate) guest: String,
+}
+
+/// Bits a second between the hosts.
+const RATE: u64 = 1_000_000_000;
+
+const RAM: u32 = 256;
+
+/// Rewrites little enough for every migration to end by itself.
+const QUIET: Load = Load {
+    fill: 64,
+    hot: 8,
+    rate: 500,
+};
+
+/// Rewrites more than a slow migration sends.
+const BUSY: Load = Load {
+    fill: 64,
+    hot: 32,
+    rate: 6000,
+};
+
+const DISK: u64 = 64 << 20;
+
+impl Stage {
+    pub(crate) fn new(options: &Options) -> Result<Self> {
+        let vamoose = program(options.vamoose.as_deref(), "vamoose")?;
+        Ok(Self {
+            keys: Keys::make(&vamoose)?,
+            image: Image::build(16)?,
+            vamoose,
+        })
+    }
+
+    /// Runs a case on hosts of its own.
+    pub(crate) fn run(&self, generation: &Generation, way: Way, case: &Case) -> Result<Found> {
+        let hosts = Hosts::start(generation, &self.image, RATE)?;
+        if case.flags.contains(&"--tls") {
+            certify(&hosts)?;
+        }
+        let has_disk = case.event == Event::Storage;
+        if has_disk {
+            make_disks(&hosts)?;
+        }
+        let load = match case.event {
+            Event::Abort(_) | Event::Kill(..) => &BUSY,
+            _ => &QUIET,
+        };
+        let mut domain = Domain::start(&hosts, &self.image, RAM, load, has_disk)?;
+        let found = self.migrate(&hosts, &mut domain, way, case);
+        found.map_err(|error| {
+            let tail = |host: &lab::libvirt::Host| {
+                let log = host.log();
+                let mut last = log.lines().rev().take(4).collect::<Vec<_>>();
+                last.reverse();
+                format!("{}: {}", host.name, last.join(" / "))
+            };
+            let [first, second] = &hosts.hosts;
+            error.context(format!("libvirt says: {} {}", tail(first), tail(second)))
+        })
+    }
+
+    fn migrate(
+        &self,
+        hosts: &Hosts,
+        domain: &mut Domain<'_>,
+        way: Way,
+        case: &Case,
+    ) -> Result<Found> {
+        match case.event {
+            Event::None => self.moves(hosts, domain, way, case, "running"),
+            Event::Paused => {
+                domain.at().of(hosts).virsh(["suspend", GUEST])?.success()?;
+                let found = self.moves(hosts, domain, way, case, "paused")?;
+                domain.resume()?;
+                Ok(found)
+            }
+            Event::Storage => {
+                let found = self.moves(hosts, domain, way, case, "running")?;
+                let [first, second] = hosts.hosts.each_ref().map(|host| host.path(DISK_PATH));
+                ram::compare(&first, &second).context("the disks")?;
+                Ok(found)
+            }
+            Event::ToAndFro => {
+                let mut took = Duration::ZERO;
+                for number in 1..=10 {
+                    let passage = self.prepare(hosts, domain, way)?;
+                    let virsh = start(hosts, domain, &passage, case.flags)?;
+                    let ended = finish(virsh, &passage)?;
+                    let context = || format!("migration {number}: {}", said(&passage));
+                    expect_success(&ended).with_context(context)?;
+                    took += ended.took;
+                    domain.has_moved("running").with_context(context)?;
+                }
+                Ok(Found {
+                    ended: format!("10 completed, {:.1} s in all", took.as_secs_f64()),
+                    guest: format!("runs on {}", domain.at()),
+                })
+            }
+            Event::Postcopy => {
+                let passage = self.prepare(hosts, domain, way)?;
+                let virsh = start(hosts, domain, &passage, case.flags)?;
+                wait_for(hosts, domain, &virsh, Phase::Setup)?;
+                let host = domain.at().of(hosts);
+                // Refused before there is a migration, and when it has ended.
+                while !virsh.has_ended() {
+                    if host.virsh(["migrate-postcopy", GUEST])?.is_success {
+                        break;
+                    }
+                }
+                let ended = finish(virsh, &passage)?;
+                expect_success(&ended).with_context(|| said(&passage))?;
+                domain.has_moved("running")?;
+                Ok(found(&ended, domain))
+            }
+            Event::Abort(phase) => {
+                let passage = self.prepare(hosts, domain, way)?;
+                let virsh = start(hosts, domain, &passage, case.flags)?;
+                wait_for(hosts, domain, &virsh, phase)?;
+                let host = domain.at().of(hosts);
+                host.virsh(["domjobabort", GUEST])?.success()?;
+                self.has_failed(hosts, domain, way, virsh, &passage)
+            }
+            Event::Kill(victim, phase) => {
+                let mut passage = self.prepare(hosts, domain, way)?;
+                let virsh = start(hosts, domain, &passage, case.flags)?;
+                wait_for(hosts, domain, &virsh, phase)?;
+                let far = domain.at().other().of(hosts);
+                match victim {
+                    Victim::NearRelay => passage.relays[0].kill()?,
+                    Victim::FarRelay => passage.relays[1].kill()?,
+                    Victim::DestinationQemu => far.kill("libvirt/qemu/web1.pid")?,
+                    Victim::DestinationLibvirtd => {
+                        far.kill("libvirtd.pid")?;
+                        let ended = finish(virsh, &passage)?;
+                        far.start_libvirtd()?;
+                        return self.has_stayed(hosts, domain, way, &ended);
+                    }
+                }
+                self.has_failed(hosts, domain, way, virsh, &passage)
+            }
+        }
+    }
+
+    fn prepare(&self, hosts: &Hosts, domain: &Domain<'_>, way: Way) -> Result<Passage> {
+        way.prepare(hosts, domain.at(), &self.vamoose, &self.keys)
+    }
+
+    fn moves(
+        &self,
+        hosts: &Hosts,
+        domain: &mut Domain<'_>,
+        way: Way,
+        case: &Case,
+        state: &str,
+    ) -> Result<Found> {
+        let passage = self.prepare(hosts, domain, way)?;
+        let virsh = start(hosts, domain, &passage, case.flags)?;
+        let ended = finish(virsh, &passage)?;
+        expect_success(&ended).with_context(|| said(&passage))?;
+        domain.has_moved(state)?;
+        for relay in passage.relays {
+            relay.finish(LIMIT)?.success()?;
+        }
+        Ok(found(&ended, domain))
+    }
+
+    fn has_failed(
+        &self,
+        hosts: &Hosts,
+        domain: &mut Domain<'_>,
+        way: Way,
+        virsh: Virsh,
+        passage: &Passage,
+    ) -> Result<Found> {
+        let ended = finish(virsh, passage)?;
+        self.has_stayed(hosts, domain, way, &ended)
+            .with_context(|| said(passage))
+    }
+
+    /// The guest has stayed, and can be moved now.
+    fn has_stayed(
+        &self,
+        hosts: &Hosts,
+        domain: &mut Domain<'_>,
+        way: Way,
+        ended: &Ended,
+    ) -> Result<Found> {
+        ensure!(!ended.is_success, "virsh says that the guest has moved");
+        domain.has_stayed()?;
+        let found = Found {
+            ended: format!("{} ({:.1} s)", ended.reason(), ended.took.as_secs_f64()),
+            guest: format!("runs on {}; moves later", domain.at()),
+        };
+        let passage = self.prepare(hosts, domain, way)?;
+        let virsh = start(hosts, domain, &passage, &["--parallel"])?;
+        let ended = finish(virsh, &passage)?;
+        expect_success(&ended).with_context(|| format!("the next one: {}", said(&passage)))?;
+        domain.has_moved("running").context("the next one")?;
+        Ok(found)
+    }
+}
+
+const GUEST: &str = "web1";
+
+const DISK_PATH: &str = "var/lib/disk";
+
+/// Starts `virsh migrate` to the other host.
+fn start(hosts: &Hosts, domain: &Domain<'_>, passage: &Passage, flags: &[&str]) -> Result<Virsh> {
+    let to = domain.at().other().of(hosts);
+    let uri = format!("qemu+tcp://{}/system", to.name);
+    let own = ["migrate", "--live", GUEST, &uri];
+    let arguments = passage.arguments.iter().map(String::as_str);
+    let all = own.into_iter().chain(arguments);
+    let all = all.chain(flags.iter().copied());
+    domain.at().of(hosts).start_virsh(all)
+}
+
+/// Waits for `virsh`, which must not hang, whatever happened.
+fn finish(virsh: Virsh, passage: &Passage) -> Result<Ended> {
+    virsh.finish(LIMIT).with_context(|| said(passage))
+}
+
+fn expect_success(ended: &Ended) -> Result<()> {
+    ensure!(ended.is_success, "virsh failed: {}", ended.reason());
+    Ok(())
+}
+
+fn found(ended: &Ended, domain: &Domain<'_>) -> Found {
+    Found {
+        ended: format!("completed ({:.1} s)", ended.took.as_secs_f64()),
+        guest: format!("is on {}", domain.at()),
+    }
+}
+
+fn said(passage: &Passage) -> String {
+    let said = passage.relays.iter().map(|relay| relay.stderr());
+    format!("relays: {}", said.collect::<Vec<_>>().join(" -- "))
+}
+
+/// Waits until a migration is in this phase, as libvirt accounts for it.
+fn wait_for(hosts: &Hosts, domain: &Domain<'_>, virsh: &Virsh, phase: Phase) -> Result<()> {
+    let host = domain.at().of(hosts);
+    let start = Instant::now();
+    loop {
+        ensure!(start.elapsed() < LIMIT, "the phase {phase:?} never came");
+        ensure!(!virsh.has_ended(), "virsh ended before phase {phase:?}");
+        // Nothing tells a phase: it has to be asked for.
+        let info = host.virsh(["domjobinfo", GUEST])?;
+        if is_in(&info.stdout, phase) {
+            return Ok(());
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn is_in(info: &str, phase: Phase) -> bool {
+    let value = |name: &str| {
+        let mut lines = info.lines().filter_map(|line| line.split_once(':'));
+        let (_, value) = lines.find(|(key, _)| *key == name)?;
+        Some(value.trim())
+    };
+    let number = |name: &str| value(name)?.split(' ').next()?.parse::<f64>().ok();
+    let is_active = value("Operation") == Some("Outgoing migration");
+    let rounds = number("Iteration").unwrap_or(0.0);
+    // In units that virsh chooses: from 10 MiB on.
+    let processed = value("Memory processed").is_some_and(|it| {
+        it.ends_with("MiB") && number("Memory processed").is_some_and(|it| it >= 10.0)
+    });
+    is_active
+        && match phase {
+            Phase::Setup => true,
+            Phase::FirstRound => processed,
+            Phase::LaterRound => rounds >= 2.0,
+        }
+}
+
+/// Different content of both disks, which only the copy makes equal.
+fn make_disks(hosts: &Hosts) -> Result<()> {
+    let [first, second] = hosts.hosts.each_ref().map(|host| host.path(DISK_PATH));
+    ram::write(&first, DISK, &Fill::Random, 1)?;
+    File::create(second)?.set_len(DISK)?;
+    Ok(())
+}
+
+/// Makes a certificate for each host, by the hosts' own certtool, where QEMU looks for them.
+fn certify(hosts: &Hosts) -> Result<()> {
+    let [first, _] = &hosts.hosts;
+    let here = first.path("etc/host");
+    let template = |name: &str, text: &str| fs::write(here.join(name), text);
+    template(
+        "ca",
+        "cn = \"lab\"\nca\ncert_signing_key\nexpiration_days = 2\n",
+    )?;
+    let certtool = |arguments: &[&str]| -> Result<()> {
+        let mut command: Command = first.command("certtool");
+        lab::run(command.args(arguments)).map(drop)
+    };
+    let (ca_key, ca) = ("/etc/host/ca-key.pem", "/etc/host/ca-cert.pem");
+    let key = |path: &str| certtool(&["--generate-privkey", "--ecc", "--outfile", path]);
+    key(ca_key)?;
+    certtool(&[
+        "--generate-self-signed",
+        "--load-privkey",
+        ca_key,
+        "--template",
+        "/etc/host/ca",
+        "--outfile",
+        ca,
+    ])?;
+    for host in &hosts.hosts {
+        let text = format!(
+            "cn = \"{name}\"\ndns_name = \"{name}\"\nip_address = \"{at}\"\nip_address = \"127.0.0.1\"\n\
+             tls_www_server\ntls_www_client\nsigning_key\nencryption_key\nexpiration_days = 2\n",
+            name = host.name,
+            at = host.address
+        );
+        template("host", &text)?;
+        let (own_key, own) = ("/etc/host/key.pem", "/etc/host/cert.pem");
+        key(own_key)?;
+        certtool(&[
+            "--generate-certificate",
+            "--load-privkey",
+            own_key,
+            "--load-ca-privkey",
+            ca_key,
+            "--load-ca-certificate",
+            ca,
+            "--template",
+            "/etc/host/host",
+            "--outfile",
+            own,
+        ])?;
+        let folder = host.path("etc/pki/qemu");
+        fs::create_dir_all(&folder)?;
+        for (from, to) in [
+            ("ca-cert.pem", "ca-cert.pem"),
+            ("cert.pem", "server-cert.pem"),
+            ("cert.pem", "client-cert.pem"),
+            ("key.pem", "server-key.pem"),
+            ("key.pem", "client-key.pem"),
+        ] {
+            if fs::copy(here.join(from), folder.join(to)).is_err() {
+                bail!("certtool has made no {from}");
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,103 @@
+//! Two hosts on which libvirt runs guests, as administrators have them: each with a file system, processes and a network of
+//! its own, and a wire between. Needs root, and `scripts/setup libvirt`.
+//!
+//! ```text
+//!  host1: virsh ─> libvirtd ─> QEMU ──── 192.0.2.1 ═══ wire ═══ 192.0.2.2 ──── QEMU <─ libvirtd  :host2
+//!                                │ serial port                    │ serial port
+//!                                └────────── the lab: Domain ─────┘
+//! ```
+//! A [`Host`] is the namespaces (mount, PID, UTS, network) of a process 1, `libvirt/host.sh`, which ends with the host, and
+//! everything in it with that. A [`Domain`] is a guest whose life is followed over both hosts, see [`crate::guest`].
+
+mod domain;
+mod host;
+mod way;
+
+use std::{fs, path::PathBuf};
+
+use anyhow::{Context, Result};
+
+pub use self::{
+    domain::{Domain, LIMIT, Where},
+    host::{Ended, Host, Virsh},
+    way::{Passage, Way},
+};
+use crate::{guest::Image, net, net::Link, skipped, target_dir};
+
+/// The versions of libvirt that `scripts/setup libvirt` fetches, oldest first.
+pub const GENERATIONS: [&str; 2] = ["9.0", "11.3"];
+
+/// A libvirt that was fetched, with its QEMU: the root of a host.
+#[derive(Clone, Debug)]
+pub struct Generation {
+    /// Its version, one of [`GENERATIONS`].
+    pub version: &'static str,
+    root: PathBuf,
+}
+
+impl Generation {
+    /// Whether its QEMU compresses on multifd's channels by itself, so that a destination decodes it.
+    pub fn has_compression(&self) -> bool {
+        self.version != GENERATIONS[0]
+    }
+}
+
+/// All that were fetched. Says loudly which are missing.
+pub fn available_or_skip() -> Result<Vec<Generation>> {
+    let mut found = Vec::new();
+    if let Err(error) = net::available() {
+        skipped(&format!("no hosts of libvirt: {error:#}"))?;
+        return Ok(found);
+    }
+    for version in GENERATIONS {
+        match fs::canonicalize(target_dir().join("libvirt").join(version)) {
+            Ok(root) => found.push(Generation { version, root }),
+            Err(_) => skipped(&format!("no libvirt {version}, run scripts/setup libvirt"))?,
+        }
+    }
+    Ok(found)
+}
+
+/// Two hosts of the same generation. Dropping them ends all that runs there.
+#[derive(Debug)]
+pub struct Hosts {
+    /// Where guests start, and the other one.
+    pub hosts: [Host; 2],
+    /// What their libvirts are.
+    pub generation: Generation,
+    // Behind the hosts, whose processes are in its namespaces.
+    link: Link,
+}
+
+impl Hosts {
+    /// Starts both, with what guests of `image` need, and a wire of `rate` bits a second between.
+    pub fn start(generation: &Generation, image: &Image, rate: u64) -> Result<Self> {
+        let link = Link::new(Some(rate))?;
+        let names = [(&link.source, "host1"), (&link.destination, "host2")];
+        let all = names.map(|(network, name)| (network.address(), name));
+        let folders = image.files().map(|file| file.parent());
+        let folders = folders
+            .into_iter()
+            .collect::<Option<Vec<_>>>()
+            .context("a kernel without a folder")?;
+        let start = |number: usize| {
+            let (network, name) = names[number];
+            Host::start(&generation.root, network, name, &all, &folders)
+                .with_context(|| format!("starting {name} with libvirt {}", generation.version))
+        };
+        let hosts = [start(0)?, start(1)?];
+        for host in &hosts {
+            host.wait_ready()?;
+        }
+        Ok(Self {
+            hosts,
+            generation: generation.clone(),
+            link,
+        })
+    }
+
+    /// The wire.
+    pub fn link(&self) -> &Link {
+        &self.link
+    }
+}

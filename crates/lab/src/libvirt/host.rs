@@ -1,0 +1,298 @@
+//! A host: its file system, its processes, and `virsh` there.
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader, Read as _},
+    net::Ipv4Addr,
+    os::unix::{fs::symlink, net::UnixListener},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use tempfile::TempDir;
+
+use super::LIMIT;
+use crate::{net::Namespace, process::Child, serial::Serial};
+
+/// One of two hosts. Dropping it ends all that runs there.
+#[derive(Debug)]
+pub struct Host {
+    /// What it is called, for libvirt too.
+    pub name: &'static str,
+    /// Where the other host reaches it.
+    pub address: Ipv4Addr,
+    /// What `unshare` is called from outside: with it goes process 1 of the host, and all others with that.
+    _all: Child,
+    /// Process 1 of the host, as it is called from outside.
+    init: u32,
+    network: String,
+    serial: UnixListener,
+    folder: TempDir,
+}
+
+const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/libvirt/host.sh");
+
+/// What runs on a host. Libvirt is the one of Debian 12 with everything in one daemon, and its newer versions still have it.
+const START: &str = "export PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C
+busybox mkdir -p /run/libvirt /var/log/libvirt/qemu
+virtlogd -d
+libvirtd --listen -d
+while :; do busybox sleep 3600; done
+";
+
+/// Guests are those of a lab: they run as root, and nothing guards the host from them.
+const QEMU_CONF: &str = r#"
+user = "root"
+group = "root"
+dynamic_ownership = 0
+security_driver = "none"
+namespaces = []
+cgroup_controllers = []
+default_tls_x509_verify = 1
+"#;
+
+const USERS: [(&str, &str); 2] = [
+    (
+        "passwd",
+        "root:x:0:0::/:/bin/sh\nlibvirt-qemu:x:64055:64055::/:/bin/false\n",
+    ),
+    (
+        "group",
+        "root:x:0:\nlibvirt-qemu:x:64055:\nlibvirt:x:64056:\nkvm:x:64057:\n",
+    ),
+];
+
+/// Where libvirtd listens for `virsh`.
+const SOCKET: &str = "run/libvirt/libvirt-sock";
+
+impl Host {
+    /// Starts a host in `network`, which knows the names of `all`; `libraries` are there as they are here.
+    pub(super) fn start(
+        root: &Path,
+        network: &Namespace,
+        name: &'static str,
+        all: &[(Ipv4Addr, &str)],
+        libraries: &[&Path],
+    ) -> Result<Self> {
+        let folder = TempDir::with_prefix("vamoose-").context("creating a temporary directory")?;
+        furnish(folder.path(), name, all).context("making the file system of a host")?;
+        let serial = UnixListener::bind(folder.path().join("run/serial"))?;
+        serial.set_nonblocking(true)?;
+        let mut command = network.command("unshare");
+        command.args(["--mount", "--pid", "--uts", "--fork", "--kill-child"]);
+        command.args(["sh", SCRIPT]).arg(root).arg(folder.path());
+        command.arg(name).args(libraries);
+        let output = fs::File::create(folder.path().join("stderr"))?;
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(output);
+        let mut all = Child::start(&mut command)?;
+        let mut line = String::new();
+        let stdout = all.pipes.stdout.take().context("no stdout")?;
+        BufReader::new(stdout).read_line(&mut line)?;
+        let said = || fs::read_to_string(folder.path().join("stderr")).unwrap_or_default();
+        let init = line.trim().parse();
+        let init = init.with_context(|| format!("the host did not start: {}", said()))?;
+        Ok(Self {
+            name,
+            address: network.address(),
+            _all: all,
+            init,
+            network: network.name().to_owned(),
+            serial,
+            folder,
+        })
+    }
+
+    /// Waits until libvirt answers.
+    pub(super) fn wait_ready(&self) -> Result<()> {
+        let socket = self.path(SOCKET);
+        let start = Instant::now();
+        // The daemon makes it itself; from then on it answers, when it is ready.
+        while !socket.exists() {
+            ensure!(
+                start.elapsed() < LIMIT,
+                "libvirtd of {} did not start: {}",
+                self.name,
+                self.log()
+            );
+            thread::sleep(Duration::from_millis(20));
+        }
+        self.virsh(["version"])?.success()?;
+        Ok(())
+    }
+
+    /// A program in the host's network with the file system of the lab.
+    pub fn outside(&self, program: &Path) -> Command {
+        let mut command = Command::new("ip");
+        command
+            .args(["netns", "exec", &self.network])
+            .arg(program)
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// A program of the host's file system, in its network. Its process is the program itself.
+    pub fn command(&self, program: &str) -> Command {
+        let mut command = Command::new("nsenter");
+        command.args(["--target", &self.init.to_string()]);
+        command.args(["--mount", "--uts", "--net", "--root", "--wd=/", program]);
+        command.env("LC_ALL", "C").stdin(Stdio::null());
+        command
+    }
+
+    /// Runs `virsh` to its end, for [`LIMIT`] at most.
+    pub fn virsh<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Result<Ended> {
+        self.start_virsh(arguments)?.finish(LIMIT)
+    }
+
+    /// Starts `virsh`.
+    pub fn start_virsh<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Result<Virsh> {
+        let mut command = self.command("virsh");
+        command.args(arguments);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        Ok(Virsh {
+            start: Instant::now(),
+            child: Child::start(&mut command)?,
+        })
+    }
+
+    /// Kills the process that a file in `/run` names, as a crash would.
+    pub fn kill(&self, pid_file: &str) -> Result<()> {
+        let kill = format!("kill -9 $(busybox cat /run/{pid_file})");
+        let mut command = Command::new("nsenter");
+        command.args(["--target", &self.init.to_string(), "--mount", "--pid"]);
+        command.args(["--root", "--wd=/", "/bin/busybox", "sh", "-c", &kill]);
+        crate::run(&mut command).map(drop)
+    }
+
+    /// Starts libvirtd after [`Host::kill`], and waits until it answers.
+    pub fn start_libvirtd(&self) -> Result<()> {
+        fs::remove_file(self.path(SOCKET)).context("removing the socket of who was killed")?;
+        let mut command = Command::new("nsenter");
+        command.args(["--target", &self.init.to_string(), "--mount", "--uts"]);
+        command.args(["--net", "--pid", "--root", "--wd=/"]);
+        command.args(["libvirtd", "--listen", "-d"]);
+        crate::run(&mut command)?;
+        self.wait_ready()
+    }
+
+    /// The file that the host has at `/path`, of those that are its own: in `/etc`, `/run` and `/var`.
+    pub fn path(&self, path: &str) -> PathBuf {
+        self.folder.path().join(path)
+    }
+
+    /// What libvirt has logged.
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.path("var/log/libvirtd.log")).unwrap_or_default()
+    }
+
+    /// The serial port of the QEMU that was started last, if one was since the last call.
+    pub(super) fn serial(&self) -> Result<Option<Serial>> {
+        let mut last = None;
+        loop {
+            match self.serial.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(false)?;
+                    last = Some(Serial::new(stream));
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(last),
+                Err(error) => return Err(error).context("accepting a serial port"),
+            }
+        }
+    }
+}
+
+fn furnish(folder: &Path, name: &str, all: &[(Ipv4Addr, &str)]) -> Result<()> {
+    for below in ["etc/libvirt", "etc/host", "run", "var/log", "var/lib"] {
+        fs::create_dir_all(folder.join(below))?;
+    }
+    symlink("/run", folder.join("var/run"))?;
+    let etc = folder.join("etc");
+    for (file, text) in USERS {
+        fs::write(etc.join(file), text)?;
+    }
+    let hosts = all.iter().map(|(at, name)| format!("{at} {name}\n"));
+    let hosts = hosts.collect::<String>();
+    fs::write(etc.join("hosts"), format!("127.0.0.1 localhost\n{hosts}"))?;
+    fs::write(etc.join("host/start"), START)?;
+    fs::write(etc.join("libvirt/qemu.conf"), QEMU_CONF)?;
+    let number = all.iter().position(|(_, other)| *other == name);
+    let number = number.context("a host that does not know itself")?;
+    fs::write(
+        etc.join("libvirt/libvirtd.conf"),
+        format!(
+            "listen_tls = 0\nlisten_tcp = 1\nauth_tcp = \"none\"\nauth_unix_rw = \"none\"\n\
+             host_uuid = \"00000000-0000-4000-8000-00000000000{number}\"\n\
+             log_outputs = \"2:file:/var/log/libvirtd.log\"\n"
+        ),
+    )?;
+    Ok(())
+}
+
+/// A running `virsh`. Killed and reaped on drop.
+#[derive(Debug)]
+pub struct Virsh {
+    start: Instant,
+    child: Child,
+}
+
+impl Virsh {
+    /// Whether it has ended.
+    pub fn has_ended(&self) -> bool {
+        self.child.process().has_ended()
+    }
+
+    /// Waits for its end.
+    pub fn finish(mut self, within: Duration) -> Result<Ended> {
+        let Some(status) = self.child.wait(within)? else {
+            bail!("virsh hangs: it still runs after {within:?}");
+        };
+        let took = self.start.elapsed();
+        let (mut stdout, mut stderr) = (String::new(), String::new());
+        if let Some(mut pipe) = self.child.pipes.stdout.take() {
+            pipe.read_to_string(&mut stdout)?;
+        }
+        if let Some(mut pipe) = self.child.pipes.stderr.take() {
+            pipe.read_to_string(&mut stderr)?;
+        }
+        Ok(Ended {
+            is_success: status.success(),
+            took,
+            stdout,
+            stderr,
+        })
+    }
+}
+
+/// A `virsh` that has ended.
+#[derive(Clone, Debug)]
+pub struct Ended {
+    /// Whether it did what it was asked to.
+    pub is_success: bool,
+    /// How long it ran.
+    pub took: Duration,
+    /// What it printed.
+    pub stdout: String,
+    /// What it complained of.
+    pub stderr: String,
+}
+
+impl Ended {
+    /// Passes only what ended with success, and gives what it printed.
+    pub fn success(self) -> Result<String> {
+        ensure!(self.is_success, "virsh failed: {}", self.reason());
+        Ok(self.stdout)
+    }
+
+    /// What it complained of, on one line.
+    pub fn reason(&self) -> String {
+        let lines = self.stderr.lines().map(str::trim);
+        let lines = lines.filter(|line| !line.is_empty());
+        lines.collect::<Vec<_>>().join("; ")
+    }
+}
