@@ -153,7 +153,8 @@ pub struct Builder {
 /// What a guest's RAM is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
-    /// A file that is shared, with the content of [`Builder::content`]. Everything else begins with zeros.
+    /// A file that is shared, with the content of [`Builder::content`], or made by QEMU if that is zeros. Everything else
+    /// begins with zeros.
     File,
     /// A memfd.
     Memfd,
@@ -290,7 +291,9 @@ impl Builder {
         let ram_dir = ram_dir(self.ram)?;
         let ram = ram_dir.path().join("ram");
         let (fill, seed) = &self.content;
-        ram::write(&ram, self.ram, fill, *seed)?;
+        if self.backend == Backend::File && !matches!(fill, Fill::Zero) {
+            ram::write(&ram, self.ram, fill, *seed)?;
+        }
         let qmp = listen(&dir.path().join("qmp-lab"))?;
         let serial = listen(&dir.path().join("serial"))?;
         let stderr = dir.path().join("stderr");

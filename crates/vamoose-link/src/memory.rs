@@ -179,9 +179,9 @@ pub fn populate(slice: &VolatileSlice<'_>) -> io::Result<()> {
     }
 }
 
-/// The user at the other end of a unix socket, as of when it connected. (Not by rustix, whose process id must not
-/// be 0, and that it is where the peer is in another namespace.)
-pub(crate) fn peer_uid(socket: BorrowedFd<'_>) -> io::Result<u32> {
+/// User and process at the other end of a unix socket, as of when it connected or began to listen. (Not by rustix, whose
+/// process id must not be 0, and that it is where the peer is in another namespace.)
+pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
     let mut credentials = libc::ucred {
         pid: 0,
         uid: 0,
@@ -202,7 +202,7 @@ pub(crate) fn peer_uid(socket: BorrowedFd<'_>) -> io::Result<u32> {
         )
     };
     if result == 0 {
-        Ok(credentials.uid)
+        Ok(credentials)
     } else {
         Err(io::Error::last_os_error())
     }

@@ -33,7 +33,10 @@ pub enum Peer {
 /// When the system does not provide it, for example without /proc.
 pub fn peer_of(stream: &Socket) -> io::Result<Peer> {
     match stream {
-        Socket::Unix(stream) => memory::peer_uid(stream.as_fd()).map(Peer::Uid),
+        Socket::Unix(stream) => {
+            let peer = memory::peer_credentials(stream.as_fd())?;
+            Ok(Peer::Uid(peer.uid))
+        }
         Socket::Tcp(stream) => peer_of_tcp(stream),
     }
 }

@@ -138,6 +138,18 @@ impl Socket {
         }
     }
 
+    /// The process at the other end of a unix socket: the one that called `connect` or `listen`. `None` where that is not
+    /// known, or is in another pid namespace.
+    pub fn peer_pid(&self) -> Option<u32> {
+        match self {
+            Self::Tcp(_) => None,
+            Self::Unix(stream) => {
+                let peer = memory::peer_credentials(stream.as_fd()).ok()?;
+                u32::try_from(peer.pid).ok().filter(|pid| *pid != 0)
+            }
+        }
+    }
+
     /// Ends both directions: calls that read or write this connection return at once.
     pub fn shut_down(&self) {
         self.shut(net::Shutdown::Both);

@@ -62,14 +62,10 @@ pub(crate) fn place(
     out: Out<'_>,
 ) -> Result<(), RelayError> {
     let mut packet = Packet::new(config.layout);
-    let mut pages = Vec::with_capacity(config.layout.page_count());
     let channel = out.channel;
     let read = |error| RelayError::SourceChannel(channel, error);
     let write = |error| RelayError::DestinationChannel(channel, error);
-    let place = |error| match error {
-        PlaceError::Read(error) => read(error),
-        error => RelayError::Placement(channel, error),
-    };
+    let place = |error| RelayError::Placement(channel, error);
     let mut syncs = 0;
     // The last SYNC, until it is known that QEMU has gone on from there.
     let mut behind = None;
@@ -87,8 +83,10 @@ pub(crate) fn place(
                 let is_due = || out.syncs.is_marked(syncs);
                 writer.wait_for_reader(packet_num, &is_due).map_err(write)?;
             }
+            // Not by `place`: who closes the placement waits for what is being written, not for the source.
+            reader.read_rest(&mut packet).map_err(read)?;
             let others = out.syncs.main_has_pages();
-            let placed = placement.place(block, &mut packet, reader, &mut pages, others);
+            let placed = placement.place(block, &packet, others);
             placed.map_err(place)?;
             let header = packet.ram();
             let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());

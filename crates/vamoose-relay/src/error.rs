@@ -79,6 +79,11 @@ pub enum RelayError {
         "pages cannot be written into the destination's memory: the channels out are not those in, or have several streams"
     )]
     NotPlaced,
+    #[error(
+        "pages cannot be written into the destination's memory: nothing proves that the QEMU of the monitor is the one that \
+         listens for the migration"
+    )]
+    OtherQemu,
     #[error("channel {0}: cannot write to the destination's memory")]
     Placement(usize, #[source] PlaceError),
     #[error("the source closed channel {0} while its main stream goes on")]

@@ -25,10 +25,10 @@
 //!   of which a correct source has none, and every later one is an error.
 //!
 //! Zero pages: QEMU clears only pages that it has received itself, so those of a placed block are written here, and are
-//! not sent to it. One that was not written in this migration is zeros if the file has no name (a memfd, or unlinked), for then
-//! QEMU has made it: QEMU takes the same for granted of all memory. Of a file with a name nothing is assumed, nor of any
-//! once there were pages with content on the main stream, which no known source sends beside channels: a page is left
-//! alone if it is a hole or all zeros, and becomes zeros otherwise.
+//! not sent to it. One that was not written in this migration is zeros if QEMU has made the file: it has no name (a memfd, or
+//! unlinked), or is younger than QEMU's process. QEMU takes the same for granted of all memory. Of other files nothing
+//! is assumed, nor of any once there were pages with content on the main stream, which no known source sends beside
+//! channels: a page is left alone if it is a hole or all zeros, and becomes zeros otherwise.
 //!
 //! # What is left to QEMU
 //!
@@ -37,6 +37,7 @@
 //! | private memory, ROMs, video memory, blocks whose length may change | their packets are sent to QEMU as ever |
 //! | QEMU before 8.0 | does not report addresses: nothing is placed |
 //! | a destination that is not on a unix socket, other numbers of channels in and out, `--streams` | nothing is placed |
+//! | a monitor whose process is not the one that listens, by the credentials of its socket | nothing is placed |
 //! | guests with smaller pages than the host's | nothing is placed |
 //! | postcopy, COLO, `mapped-ram`, `x-ignore-shared` | nothing is placed: QEMU keeps account of pages there |
 //! | memory that is not there yet, and a relay in another control group than QEMU | not by `auto`: it would count as the relay's |
@@ -58,10 +59,9 @@ use std::{
 
 use multifd::{BlockName, Layout};
 use thiserror::Error;
-use vamoose_link::{ChannelReader, Packet, ReadError};
-use vm_memory::VolatileSlice;
+use vamoose_link::{Packet, Socket, Stream};
 
-use crate::qemu::Qemu;
+use crate::{process::ProcessId, qemu::Qemu};
 use block::Block;
 pub use find::NotPlaced;
 
@@ -78,6 +78,8 @@ pub enum PlacementMode {
 
 /// The memory of a QEMU that can be written from here.
 pub struct Placement {
+    /// Whose memory it is.
+    process: ProcessId,
     blocks: Vec<Block>,
     /// Without it there is to be no migration.
     pub(crate) is_demanded: bool,
@@ -90,8 +92,6 @@ pub struct Placement {
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum PlaceError {
-    #[error(transparent)]
-    Read(#[from] ReadError),
     #[error(
         "the source sent a page at offset {offset:#x} of RAM block {block}, which has {len:#x} bytes"
     )]
@@ -132,22 +132,28 @@ impl Placement {
         self.blocks.iter().find(|block| block.name == *name)
     }
 
-    /// Reads the pages of a packet, whose header was read last, into `block`, and makes its zero pages zeros. QEMU may have
-    /// written some itself if `main_has_pages`.
-    pub(crate) fn place<'a>(
-        &'a self,
-        block: &'a Block,
-        packet: &mut Packet,
-        reader: &mut ChannelReader,
-        pages: &mut Vec<VolatileSlice<'a>>,
+    /// Whether `stream` is a connection to the QEMU whose memory it is.
+    pub(crate) fn is_behind(&self, stream: &Stream) -> bool {
+        let peer = stream.socket().and_then(Socket::peer_pid);
+        // Still alive, so that no other process has had its number.
+        peer == Some(self.process.pid) && matches!(self.process.is_alive(), Ok(true))
+    }
+
+    /// Writes the pages of a packet into `block`, and makes its zero pages zeros. QEMU may have written some itself if
+    /// `main_has_pages`.
+    pub(crate) fn place(
+        &self,
+        block: &Block,
+        packet: &Packet,
         main_has_pages: bool,
     ) -> Result<(), PlaceError> {
         let closed = self.lock();
         if *closed {
             return Err(PlaceError::Loaded);
         }
-        block.place(packet, reader, pages)?;
-        block.clear(packet.ram().zero_offsets(), main_has_pages)
+        let header = packet.ram();
+        block.write(header.normal_offsets(), packet.pages())?;
+        block.clear(header.zero_offsets(), main_has_pages)
     }
 
     /// Ends it: nothing is written any more when this returns.
@@ -165,14 +171,16 @@ mod tests {
     use std::{
         io::{Read as _, Write as _},
         os::unix::net::UnixStream,
-        sync::Arc,
+        sync::{Arc, mpsc},
         thread,
+        time::Duration,
     };
 
     use multifd::RamHeader;
+    use rustix::io::ioctl_fionread;
     use rustix::net::{RecvFlags, recv};
     use vamoose_codec::{Decoder, Engines, Settings};
-    use vamoose_link::{ChannelWriter, Stats};
+    use vamoose_link::{ChannelReader, ChannelWriter, Stats};
 
     use super::*;
     use crate::{
@@ -183,9 +191,14 @@ mod tests {
 
     const LAYOUT: Layout = Layout::X86;
     const PAGE: usize = 4096;
+    const LIMIT: Duration = Duration::from_secs(60);
 
     fn placement() -> Placement {
         Placement {
+            process: ProcessId {
+                pid: std::process::id(),
+                start_time: 0,
+            },
             blocks: vec![block::tests::block(&[1; 4 * PAGE])],
             is_demanded: false,
             closed: RwLock::new(false),
@@ -194,13 +207,17 @@ mod tests {
 
     /// A packet with one page of sevens and one of zeros.
     fn pages(name: &[u8]) -> Vec<u8> {
+        pages_of(name, 7)
+    }
+
+    fn pages_of(name: &[u8], byte: u8) -> Vec<u8> {
         let mut header = RamHeader::new(LAYOUT);
         header.block = BlockName::new(name).unwrap();
         header.set_pages(&[0x1000], &[0x3000], LAYOUT).unwrap();
         header.set_payload_len(PAGE, LAYOUT).unwrap();
         let mut bytes = Vec::new();
         header.write(LAYOUT, &mut bytes);
-        bytes.extend([7; PAGE]);
+        bytes.extend([byte; PAGE]);
         bytes
     }
 
@@ -212,42 +229,65 @@ mod tests {
         bytes
     }
 
+    /// A channel through a relay.
+    struct Channel {
+        incoming: Arc<UnixStream>,
+        reader: ChannelReader,
+        writer: ChannelWriter,
+        config: Config,
+        stats: Arc<Stats>,
+    }
+
+    /// The source's end of a channel, what is between, and QEMU's end.
+    fn channel() -> (UnixStream, Channel, UnixStream) {
+        let (source, incoming) = UnixStream::pair().unwrap();
+        let (outgoing, qemu) = UnixStream::pair().unwrap();
+        let config = Config::new(Engines::software(Settings::default()));
+        let stats = Arc::<Stats>::default();
+        let encoder = config.method.encoder(LAYOUT, stats.health()).unwrap();
+        let kept = Arc::new(incoming.try_clone().unwrap());
+        let outgoing = Arc::new(outgoing.into());
+        let decoder = Decoder::new(LAYOUT);
+        let channel = Channel {
+            incoming: kept,
+            reader: ChannelReader::new(Arc::new(incoming.into()), LAYOUT, decoder, stats.clone()),
+            writer: ChannelWriter::new(outgoing, LAYOUT, encoder, None, stats.clone()),
+            config,
+            stats,
+        };
+        (source, channel, qemu)
+    }
+
+    impl Channel {
+        fn run(
+            mut self,
+            placement: &Placement,
+            syncs: &Syncs,
+            channel: usize,
+        ) -> Result<(), RelayError> {
+            let stats = &self.stats;
+            let out = Out {
+                channel,
+                stats,
+                syncs,
+            };
+            let (reader, writer) = (&mut self.reader, &mut self.writer);
+            channels::place(reader, writer, placement, &self.config, out)
+        }
+    }
+
     /// Runs a channel whose source sends `packets`, beside `qemu`, which has the other end.
     fn run(
         placement: &Placement,
         packets: &[Vec<u8>],
         qemu: impl FnOnce(UnixStream) + Send,
     ) -> Result<(), RelayError> {
-        let (mut source, incoming) = UnixStream::pair().unwrap();
-        let (outgoing, destination) = UnixStream::pair().unwrap();
-        let config = Config::new(Engines::software(Settings::default()));
-        let stats = Arc::<Stats>::default();
-        let mut reader = ChannelReader::new(
-            Arc::new(incoming.into()),
-            LAYOUT,
-            Decoder::new(LAYOUT),
-            stats.clone(),
-        );
-        let mut writer = ChannelWriter::new(
-            Arc::new(outgoing.into()),
-            LAYOUT,
-            config.method.encoder(LAYOUT, stats.health()).unwrap(),
-            None,
-            stats.clone(),
-        );
-        let syncs = Syncs::new(1);
+        let (mut source, channel, destination) = channel();
         thread::scope(|scope| {
             scope.spawn(|| qemu(destination));
             source.write_all(&packets.concat()).unwrap();
             drop(source);
-            let out = Out {
-                channel: 0,
-                stats: &stats,
-                syncs: &syncs,
-            };
-            let placed = channels::place(&mut reader, &mut writer, placement, &config, out);
-            drop(writer);
-            placed
+            channel.run(placement, &Syncs::new(1), 0)
         })
     }
 
@@ -277,6 +317,86 @@ mod tests {
         })
         .unwrap();
         assert_eq!(content(&placement), [1, 7, 1, 0]);
+    }
+
+    /// Channel 0 is a round ahead: its page goes to the same place as one of channel 1 that is late.
+    #[test]
+    fn a_round_is_placed_when_all_channels_have_ended_the_one_before() {
+        let placement = placement();
+        let syncs = Syncs::new(2);
+        let (mut early, ahead, mut qemu_ahead) = channel();
+        let (mut late, behind, mut qemu_behind) = channel();
+        early
+            .write_all(&[sync(), sync(), pages(b"mem")].concat())
+            .unwrap();
+        late.write_all(&sync()).unwrap();
+        thread::scope(|scope| {
+            let ahead = scope.spawn(|| ahead.run(&placement, &syncs, 0));
+            let behind = scope.spawn(|| behind.run(&placement, &syncs, 1));
+            // QEMU goes on from a SYNC when it has it from both.
+            assert_eq!(read_header(&mut qemu_ahead), sync());
+            assert_eq!(read_header(&mut qemu_behind), sync());
+            assert_eq!(read_header(&mut qemu_ahead), sync());
+            recv(&qemu_ahead, &mut [0; 4], RecvFlags::PEEK).unwrap();
+            assert_eq!(content(&placement), [1, 1, 1, 1]);
+            late.write_all(&[pages_of(b"mem", 5), sync()].concat())
+                .unwrap();
+            let empty = read_header(&mut qemu_behind);
+            assert_ne!(empty, sync());
+            // With the SYNC what came before it is there.
+            assert_eq!(read_header(&mut qemu_behind), sync());
+            assert_eq!(content(&placement), [1, 5, 1, 0]);
+            read_header(&mut qemu_ahead);
+            drop((early, late));
+            ahead.join().unwrap().unwrap();
+            behind.join().unwrap().unwrap();
+        });
+        assert_eq!(content(&placement), [1, 7, 1, 0]);
+    }
+
+    #[test]
+    fn a_source_that_stops_in_mid_packet_does_not_keep_it_from_closing() {
+        let placement = placement();
+        let syncs = Syncs::new(1);
+        let (mut source, channel, mut qemu) = channel();
+        let incoming = channel.incoming.clone();
+        let bytes = [sync(), pages(b"mem")].concat();
+        let (begin, end) = bytes.split_at(bytes.len() - 1);
+        source.write_all(begin).unwrap();
+        let (tell, told) = mpsc::channel();
+        thread::scope(|scope| {
+            let running = scope.spawn(|| channel.run(&placement, &syncs, 0));
+            read_header(&mut qemu);
+            read_header(&mut qemu);
+            // Until it waits for the last byte.
+            while ioctl_fionread(&incoming).unwrap() > 0 {
+                thread::yield_now();
+            }
+            scope.spawn(|| {
+                placement.close();
+                tell.send(()).unwrap();
+            });
+            let closed = told.recv_timeout(LIMIT);
+            source.write_all(end).unwrap();
+            assert_eq!(closed, Ok(()));
+            let error = running.join().unwrap();
+            let is_refused = matches!(error, Err(RelayError::Placement(0, PlaceError::Loaded)));
+            assert!(is_refused, "{error:?}");
+        });
+        assert_eq!(content(&placement), [1, 1, 1, 1]);
+    }
+
+    #[test]
+    fn only_a_connection_to_its_own_process_counts() {
+        let mut placement = placement();
+        let (stream, _) = UnixStream::pair().unwrap();
+        let stream = Stream::from(stream);
+        // A process that began at another time has had this number.
+        assert!(!placement.is_behind(&stream));
+        placement.process = ProcessId::of(std::process::id()).unwrap();
+        assert!(placement.is_behind(&stream));
+        placement.process = ProcessId::of(1).unwrap();
+        assert!(!placement.is_behind(&stream));
     }
 
     #[test]

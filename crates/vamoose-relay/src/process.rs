@@ -24,7 +24,7 @@ use std::{
     fs, io,
     path::PathBuf,
     thread,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use rustix::{
@@ -32,6 +32,7 @@ use rustix::{
     fd::OwnedFd,
     io::Errno,
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+    time::{ClockId, clock_gettime},
 };
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -53,6 +54,20 @@ pub struct ProcessId {
 }
 
 impl ProcessId {
+    /// The process that has this number now.
+    #[cfg(test)]
+    pub(crate) fn of(pid: u32) -> Option<Self> {
+        Some(QemuProcess::open(pid).ok()??.id)
+    }
+
+    /// A moment soon after its start, by this host's clock as it is set now. Nothing if that cannot be told.
+    pub(crate) fn started(self) -> Option<SystemTime> {
+        let tick = 1000 / rustix::param::clock_ticks_per_second().max(1);
+        let start = Duration::from_millis(self.start_time.checked_add(1)?.checked_mul(tick)?);
+        let now = Duration::try_from(clock_gettime(ClockId::Boottime)).ok()?;
+        SystemTime::now().checked_sub(now.checked_sub(start)?)
+    }
+
     /// Whether this very process has not ended; false is proof that it has, with all its threads. A
     /// process whose parent has not asked for its exit code (a zombie) has ended. An error proves nothing.
     pub(crate) fn is_alive(self) -> Result<bool, ProcessError> {

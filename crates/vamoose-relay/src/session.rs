@@ -28,7 +28,7 @@ use vamoose_link::{
 };
 
 use crate::{
-    Accept, Config, Dialer, RelayError,
+    Accept, Config, Dialer, Placement, RelayError,
     downtime::Switchover,
     exchange::exchange,
     gather::{Arrival, Connections, gather},
@@ -178,6 +178,30 @@ impl Relay<'_> {
         cache.map(Arc::new)
     }
 
+    /// The memory that the pages go to, if it is that of the QEMU at the other end of `destination`.
+    fn placement(
+        &self,
+        is_one_to_one: bool,
+        destination: &Connections,
+    ) -> Result<Option<&Placement>, RelayError> {
+        let Some(placement) = self.config.placement.as_deref() else {
+            return Ok(None);
+        };
+        let mut connections = destination.channels.iter().chain([&destination.main]);
+        let obstacle = if !is_one_to_one {
+            RelayError::NotPlaced
+        } else if !connections.all(|stream| placement.is_behind(stream)) {
+            RelayError::OtherQemu
+        } else {
+            return Ok(Some(placement));
+        };
+        if placement.is_demanded {
+            return Err(obstacle);
+        }
+        warn!("sending pages to QEMU: {obstacle}");
+        Ok(None)
+    }
+
     /// The writers of all channels: those of the first, then those of the next.
     fn writers(
         &self,
@@ -228,13 +252,7 @@ impl Relay<'_> {
             "relaying a multifd migration"
         );
         let is_one_to_one = incoming == outgoing && self.streams() == 1;
-        match &self.config.placement {
-            Some(placement) if !is_one_to_one && placement.is_demanded => {
-                return Err(RelayError::NotPlaced);
-            }
-            Some(_) if !is_one_to_one => warn!("sending pages to QEMU: {}", RelayError::NotPlaced),
-            _ => {}
-        }
+        let placement = self.placement(is_one_to_one, &destination)?;
         let pacer = max_bandwidth.map(|rate| Arc::new(Pacer::new(rate)));
         let streams = self.streams();
         let writers = self.writers(destination.channels, streams, pacer.as_ref())?;
@@ -256,7 +274,7 @@ impl Relay<'_> {
         let loaded = Cell::new(None);
         let on_loaded = || {
             loaded.set(Some(Instant::now()));
-            if let Some(placement) = &self.config.placement {
+            if let Some(placement) = placement {
                 placement.close();
             }
             (self.on_loaded)();
@@ -268,6 +286,7 @@ impl Relay<'_> {
                 stats: self.stats,
                 syncs: &syncs,
                 config: self.config,
+                placement,
             };
             if is_one_to_one {
                 for (channel, (reader, writer)) in readers.zip(writers).enumerate() {

@@ -16,8 +16,8 @@ use rustix::{
     fs::{FsWord, SeekFrom, fstatfs, seek},
     io::Errno,
 };
-use vamoose_link::{ChannelReader, Packet, populate};
-use vm_memory::{FileOffset, MmapRegion, VolatileMemory as _, VolatileSlice};
+use vamoose_link::populate;
+use vm_memory::{FileOffset, MmapRegion, VolatileMemory as _};
 
 use super::PlaceError;
 
@@ -33,7 +33,7 @@ pub(crate) struct Block {
     huge: Option<MmapRegion>,
     /// Of pages that were never written the file says so. A disk or a server may not know yet what was.
     has_holes: bool,
-    /// The file has no name, so QEMU has made it: it was zeros when the migration began.
+    /// QEMU has made the file: it was zeros when the migration began.
     is_fresh: bool,
     /// Bit by bit the pages that were written as normal pages, and have not become zeros since.
     written: Box<[AtomicU64]>,
@@ -56,7 +56,7 @@ impl Block {
         };
         Ok(Self {
             name,
-            is_fresh: file.metadata()?.nlink() == 0,
+            is_fresh: false,
             file,
             start,
             len,
@@ -69,6 +69,11 @@ impl Block {
         })
     }
 
+    /// The same, of a file that QEMU has made.
+    pub(super) fn fresh(self, is_fresh: bool) -> Self {
+        Self { is_fresh, ..self }
+    }
+
     /// Whether all of its memory is there. Huge pages are reserved.
     pub(super) fn is_preallocated(&self) -> io::Result<bool> {
         let metadata = self.file.metadata()?;
@@ -76,62 +81,33 @@ impl Block {
         Ok(self.huge.is_some() || allocated >= metadata.len())
     }
 
-    /// Reads the normal pages of `packet`, whose header was read last, to where they belong.
-    pub(super) fn place<'a>(
-        &'a self,
-        packet: &mut Packet,
-        reader: &mut ChannelReader,
-        pages: &mut Vec<VolatileSlice<'a>>,
-    ) -> Result<(), PlaceError> {
-        let normal = packet.ram().normal_offsets();
-        match &self.huge {
-            _ if normal.is_empty() => {}
-            Some(memory) => {
-                pages.clear();
-                for run in self.runs(normal) {
-                    pages.push(self.provide(memory, &run?)?);
-                }
-                reader.read_pages(packet.ram(), pages)?;
-            }
-            None => {
-                reader.read_rest(packet)?;
-                self.write(packet.ram().normal_offsets(), packet.pages())?;
-            }
+    /// Writes `pages` to `offsets`, in this order.
+    pub(super) fn write(&self, offsets: &[u64], pages: &[u8]) -> Result<(), PlaceError> {
+        let mut rest = pages;
+        for run in self.runs(offsets) {
+            let (run, is_written) = run?;
+            let (bytes, behind) = rest.split_at(run.len().min(rest.len()));
+            self.write_run(&run, is_written, bytes)?;
+            rest = behind;
         }
-        for offset in packet.ram().normal_offsets() {
+        for offset in offsets {
             self.set_written(*offset, true);
         }
         Ok(())
     }
 
-    fn write(&self, offsets: &[u64], pages: &[u8]) -> Result<(), PlaceError> {
-        let mut rest = pages;
-        for run in self.runs(offsets) {
-            let (run, _) = run?;
-            let (bytes, behind) = rest.split_at(run.len().min(rest.len()));
-            self.write_run(&run, bytes)?;
-            rest = behind;
-        }
-        Ok(())
-    }
-
-    fn write_run(&self, run: &Range<usize>, bytes: &[u8]) -> Result<(), PlaceError> {
-        let written = self.file.write_all_at(bytes, self.start + run.start as u64);
-        written.map_err(|error| self.missing(error))
-    }
-
-    /// The memory of a run in huge pages, which is there.
-    fn provide<'a>(
+    /// Writes `bytes` to `run`, all of whose pages were written before, or none.
+    fn write_run(
         &self,
-        memory: &'a MmapRegion,
-        (run, is_written): &(Range<usize>, bool),
-    ) -> Result<VolatileSlice<'a>, PlaceError> {
-        let slice = memory.get_slice(run.start, run.len());
-        let slice = slice.map_err(|error| self.missing(io::Error::other(error)))?;
-        if !is_written {
-            populate(&slice).map_err(|error| self.missing(error))?;
-        }
-        Ok(slice)
+        run: &Range<usize>,
+        is_written: bool,
+        bytes: &[u8],
+    ) -> Result<(), PlaceError> {
+        let written = match &self.huge {
+            None => self.file.write_all_at(bytes, self.start + run.start as u64),
+            Some(memory) => write_huge(memory, run, is_written, bytes),
+        };
+        written.map_err(|error| self.missing(error))
     }
 
     /// Makes the pages at `offsets` zeros, without touching those that are. Others may have written some if
@@ -143,40 +119,41 @@ impl Block {
             if !is_written && (is_fresh || self.is_hole(&run)) {
                 continue;
             }
-            for start in run.step_by(self.page_size) {
-                let page = start..start + self.page_size;
-                if is_written || !self.is_zero(&page)? {
-                    self.write_zeros(&page, is_written)?;
-                    self.set_written(start as u64, false);
+            if is_written {
+                self.write_zeros(&run, true)?;
+                for page in run.step_by(self.page_size) {
+                    self.set_written(page as u64, false);
+                }
+            } else {
+                self.clear_what_is_not_zero(&run)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Of pages that were not written: they are looked at.
+    fn clear_what_is_not_zero(&self, run: &Range<usize>) -> Result<(), PlaceError> {
+        let mut buffer = [0; PIECE];
+        for piece in pieces(run, PIECE) {
+            let content = &mut buffer[..piece.len()];
+            let at = self.start + piece.start as u64;
+            let read = self.file.read_exact_at(content, at);
+            read.map_err(|error| self.missing(error))?;
+            if vamoose_codec::is_zero(content) {
+                continue;
+            }
+            for (page, content) in pieces(&piece, SMALL_PAGE).zip(content.chunks(SMALL_PAGE)) {
+                if !vamoose_codec::is_zero(content) {
+                    self.write_zeros(&page, false)?;
                 }
             }
         }
         Ok(())
     }
 
-    fn is_zero(&self, page: &Range<usize>) -> Result<bool, PlaceError> {
-        let mut buffer = [0; PIECE];
-        for piece in pieces(page) {
-            let content = &mut buffer[..piece.len()];
-            let at = self.start + piece.start as u64;
-            let read = self.file.read_exact_at(content, at);
-            read.map_err(|error| self.missing(error))?;
-            if !vamoose_codec::is_zero(content) {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    fn write_zeros(&self, page: &Range<usize>, is_written: bool) -> Result<(), PlaceError> {
-        for piece in pieces(page) {
-            let zeros = &ZEROS[..piece.len()];
-            match &self.huge {
-                None => self.write_run(&piece, zeros)?,
-                Some(memory) => self.provide(memory, &(piece, is_written))?.copy_from(zeros),
-            }
-        }
-        Ok(())
+    fn write_zeros(&self, run: &Range<usize>, is_written: bool) -> Result<(), PlaceError> {
+        let mut pieces = pieces(run, PIECE);
+        pieces.try_for_each(|piece| self.write_run(&piece, is_written, &ZEROS[..piece.len()]))
     }
 
     /// Whether the file has nothing there, so that it reads as zeros.
@@ -264,15 +241,33 @@ fn map(file: &File, start: u64, len: usize) -> io::Result<MmapRegion> {
     Ok(memory)
 }
 
-/// `page` in pieces that are compared and cleared at once.
-fn pieces(page: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
-    let end = page.end;
-    let starts = page.clone().step_by(PIECE);
-    starts.map(move |start| start..end.min(start + PIECE))
+/// Writes to huge pages, whose memory is there when they were written before.
+fn write_huge(
+    memory: &MmapRegion,
+    run: &Range<usize>,
+    is_written: bool,
+    bytes: &[u8],
+) -> io::Result<()> {
+    let slice = memory.get_slice(run.start, run.len());
+    let slice = slice.map_err(io::Error::other)?;
+    if !is_written {
+        populate(&slice)?;
+    }
+    slice.copy_from(bytes);
+    Ok(())
 }
 
-const PIECE: usize = 4096;
-const ZEROS: [u8; PIECE] = [0; PIECE];
+/// `run` in pieces of `len` bytes, the last one perhaps shorter.
+fn pieces(run: &Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    let end = run.end;
+    let starts = run.clone().step_by(len);
+    starts.map(move |start| start..end.min(start + len))
+}
+
+/// What is looked at, or becomes zeros, at once: little enough for a processor's cache.
+const PIECE: usize = 64 << 10;
+const SMALL_PAGE: usize = 4096;
+static ZEROS: [u8; PIECE] = [0; PIECE];
 
 #[cfg(test)]
 pub(crate) mod tests {
@@ -298,12 +293,7 @@ pub(crate) mod tests {
         }
         let name = BlockName::new(b"mem").unwrap();
         let len = content.len();
-        let block = Block::open(name, file, START, len, Layout::X86).unwrap();
-        // By its name, were the file not gone again.
-        Block {
-            is_fresh: false,
-            ..block
-        }
+        Block::open(name, file, START, len, Layout::X86).unwrap()
     }
 
     /// What the file holds.
@@ -320,9 +310,6 @@ pub(crate) mod tests {
     fn write(block: &Block, offsets: &[u64], byte: u8) {
         let pages = vec![byte; offsets.len() * PAGE];
         block.write(offsets, &pages).unwrap();
-        for offset in offsets {
-            block.set_written(*offset, true);
-        }
     }
 
     #[derive(Clone, Debug)]
@@ -349,7 +336,7 @@ pub(crate) mod tests {
         ) {
             let mut model: Vec<u8> = before.iter().flat_map(|byte| [*byte; PAGE]).collect();
             let is_fresh = is_fresh && before.iter().all(|byte| *byte == 0);
-            let block = Block { is_fresh, ..block(&model) };
+            let block = block(&model).fresh(is_fresh);
             for step in steps {
                 let (offsets, byte) = match &step {
                     Step::Write(offsets, byte) => {
@@ -390,11 +377,7 @@ pub(crate) mod tests {
 
     #[test]
     fn what_others_may_have_written_is_looked_at() {
-        let is_fresh = true;
-        let block = Block {
-            is_fresh,
-            ..block(&[1; PAGE])
-        };
+        let block = block(&[1; PAGE]).fresh(true);
         block.clear(&[0], false).unwrap();
         assert_eq!(content(&block)[0], 1);
         block.clear(&[0], true).unwrap();

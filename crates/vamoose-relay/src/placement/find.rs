@@ -14,6 +14,7 @@ use std::{
     os::{fd::AsRawFd as _, unix::fs::MetadataExt as _},
     path::Path,
     sync::RwLock,
+    time::SystemTime,
 };
 
 use multifd::{BlockName, Layout};
@@ -51,6 +52,8 @@ pub enum NotPlaced {
     PageSize,
     #[error("its capability `{0}` is on")]
     Capability(String),
+    #[error("it is not set up yet (its capability `multifd` is off)")]
+    NotSetUp,
     #[error("none of its memory is shared (share=on)")]
     NotShared,
     #[error("its memory (RAM block {block}) cannot be opened")]
@@ -75,7 +78,7 @@ impl From<ProcessError> for NotPlaced {
 const NOT_WITH: [&str; 4] = ["postcopy-ram", "x-colo", "x-ignore-shared", "mapped-ram"];
 
 impl Placement {
-    /// Finds the memory of `qemu`, whose guest has pages as in `layout`.
+    /// Finds the memory of `qemu`, which has been set up for the migration and whose guest has pages as in `layout`.
     pub(crate) fn find(
         qemu: &mut Qemu,
         mode: PlacementMode,
@@ -87,6 +90,9 @@ impl Placement {
         if let Some(name) = qemu.first_capability_on(&NOT_WITH)? {
             return Err(NotPlaced::Capability(name.to_owned()));
         }
+        if qemu.first_capability_on(&["multifd"])?.is_none() {
+            return Err(NotPlaced::NotSetUp);
+        }
         if layout.page_size() < rustix::param::page_size() {
             return Err(NotPlaced::PageSize);
         }
@@ -94,11 +100,18 @@ impl Placement {
         if listed.is_empty() {
             return Err(NotPlaced::NoAddresses);
         }
-        let blocks = qemu.look_at_process(|process| find(process, &listed, mode, layout))??;
+        let process = qemu.identity()?;
+        let wanted = Wanted {
+            mode,
+            layout,
+            since: process.started(),
+        };
+        let blocks = qemu.look_at_process(|process| find(process, &listed, &wanted))??;
         if blocks.is_empty() {
             return Err(NotPlaced::NotShared);
         }
         Ok(Self {
+            process,
             blocks,
             is_demanded: mode == PlacementMode::On,
             closed: RwLock::new(false),
@@ -106,15 +119,18 @@ impl Placement {
     }
 }
 
-fn find(
-    process: &Path,
-    listed: &[RamBlock],
+/// Which memory is looked for.
+struct Wanted {
     mode: PlacementMode,
     layout: Layout,
-) -> Result<Vec<Block>, NotPlaced> {
+    /// When its process had started.
+    since: Option<SystemTime>,
+}
+
+fn find(process: &Path, listed: &[RamBlock], wanted: &Wanted) -> Result<Vec<Block>, NotPlaced> {
     let maps = read(&process.join("maps"))?;
     let mappings = maps.lines().filter_map(Mapping::parse).collect::<Vec<_>>();
-    let counts_as_ours = mode == PlacementMode::Auto && is_in_another_group(process);
+    let counts_as_ours = wanted.mode == PlacementMode::Auto && is_in_another_group(process);
     let mut blocks = Vec::new();
     for block in listed {
         let (Some(memory), Ok(name)) = (
@@ -131,7 +147,9 @@ fn find(
         let file = memory.open(process).map_err(refused)?;
         let len =
             usize::try_from(block.total).map_err(|_| refused(io::ErrorKind::InvalidData.into()))?;
-        let block = Block::open(name, file, memory.offset, len, layout).map_err(refused)?;
+        let is_fresh = is_fresh(&file, wanted.since).map_err(refused)?;
+        let block = Block::open(name, file, memory.offset, len, wanted.layout);
+        let block = block.map_err(refused)?.fresh(is_fresh);
         if counts_as_ours && !block.is_preallocated().map_err(refused)? {
             return Err(NotPlaced::ControlGroup);
         }
@@ -229,6 +247,14 @@ impl Mapping {
     }
 }
 
+/// Whether the file was made by the process that began at `since`, so that it was zeros: it has no name (a memfd), or was
+/// made after that.
+fn is_fresh(file: &File, since: Option<SystemTime>) -> io::Result<bool> {
+    let file = file.metadata()?;
+    let is_younger = since.is_some_and(|since| file.created().is_ok_and(|made| made > since));
+    Ok(file.nlink() == 0 || is_younger)
+}
+
 /// Whether memory that this process provides counts as another group's than QEMU's. If in doubt, yes.
 fn is_in_another_group(process: &Path) -> bool {
     let group = |process: &Path| fs::read(process.join("cgroup")).ok();
@@ -246,6 +272,7 @@ fn read(path: &Path) -> Result<String, NotPlaced> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::process::ProcessId;
 
     const MAPS: &str = "\
 7f1edb000000-7f1edb001000 rw-p 00000000 00:00 0 
@@ -267,6 +294,19 @@ mod tests {
             writable: true,
         };
         Mapping::of(&mappings, &block)
+    }
+
+    #[test]
+    fn a_file_is_fresh_that_has_no_name_or_is_younger_than_its_process() {
+        let since = ProcessId::of(std::process::id()).unwrap().started();
+        assert!(since.is_some());
+        let young = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        assert!(is_fresh(young.as_file(), since).unwrap());
+        // By a process that began behind it, or of which that is not known.
+        assert!(!is_fresh(young.as_file(), Some(SystemTime::now())).unwrap());
+        assert!(!is_fresh(young.as_file(), None).unwrap());
+        let nameless = tempfile::tempfile_in("/dev/shm").unwrap();
+        assert!(is_fresh(&nameless, None).unwrap());
     }
 
     #[test]

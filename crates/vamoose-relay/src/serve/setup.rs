@@ -48,7 +48,6 @@ impl Server {
         self.jobs.check_idle(&request.name)?;
         let mut qemu = Qemu::connect(&monitor)?;
         check(&mut qemu, &request)?;
-        config.placement = self.placement(&mut qemu, &request.name, config.layout)?;
         let incoming = self
             .config
             .qmp_dir
@@ -77,11 +76,14 @@ impl Server {
             state: DestinationState::Receiving,
         })?;
         entry.write()?;
-        if let Err(error) = set_up(&mut qemu, request.channels, &incoming) {
-            let cause = chain(&error);
-            entry.record.state = DestinationState::Aborted { cause };
-            entry.write()?;
-            return Err(error.into());
+        match self.set_up(&mut qemu, &request, config.layout, &incoming) {
+            Ok(placement) => config.placement = placement,
+            Err(error) => {
+                let cause = chain(&error);
+                entry.record.state = DestinationState::Aborted { cause };
+                entry.write()?;
+                return Err(error);
+            }
         }
         let qemu = DestinationQemu::new(instance, Some(qemu));
         let machine = Destination::new(self.incarnation);
@@ -99,6 +101,32 @@ impl Server {
             dialer: Dialer::new(Address::Unix(incoming)),
             config,
         })
+    }
+
+    /// Makes the QEMU listen for its relay at `incoming`, and not start by itself. Returns its memory, if pages are to be
+    /// written there.
+    fn set_up(
+        &self,
+        qemu: &mut Qemu,
+        request: &Request,
+        layout: Layout,
+        incoming: &Path,
+    ) -> Result<Option<Arc<Placement>>, PrepareError> {
+        let parameters =
+            json!({ "multifd-channels": request.channels, "multifd-compression": "none" });
+        // late-block-activate: the disks stay the source's until the commit.
+        let optional = ["late-block-activate", "events"];
+        qemu.set_up(&["multifd", "return-path"], &optional, parameters)?;
+        // Behind that: it goes by the capabilities with which the migration runs.
+        let placement = self.placement(qemu, &request.name, layout);
+        let ready = placement.and_then(|placement| {
+            listen(qemu, incoming)?;
+            Ok(placement)
+        });
+        if ready.is_err() {
+            qemu.put_back();
+        }
+        ready
     }
 
     /// The memory of the QEMU, if pages are to be written there.
@@ -210,19 +238,9 @@ fn check(qemu: &mut Qemu, request: &Request) -> Result<(), PrepareError> {
     Ok(())
 }
 
-/// Makes the QEMU listen for its relay at `incoming`, and not start by itself.
-fn set_up(qemu: &mut Qemu, channels: u8, incoming: &Path) -> Result<(), QemuError> {
-    let parameters = json!({ "multifd-channels": channels, "multifd-compression": "none" });
-    // late-block-activate: the disks stay the source's until the commit.
-    let optional = ["late-block-activate", "events"];
-    qemu.set_up(&["multifd", "return-path"], &optional, parameters)?;
+fn listen(qemu: &mut Qemu, incoming: &Path) -> Result<(), QemuError> {
     // In this state `stop` means: do not start when everything is loaded, as -S does.
-    let listening = qemu.execute("stop", json!({})).and_then(|()| {
-        let uri = format!("unix:{}", incoming.display());
-        qemu.execute("migrate-incoming", json!({ "uri": uri }))
-    });
-    if listening.is_err() {
-        qemu.put_back();
-    }
-    listening
+    qemu.execute("stop", json!({}))?;
+    let uri = format!("unix:{}", incoming.display());
+    qemu.execute("migrate-incoming", json!({ "uri": uri }))
 }

@@ -10,7 +10,7 @@ use vamoose_link::{ChannelReader, ChannelWriter, Pacer, Stats, Stream};
 
 use super::supervisor::Report;
 use crate::{
-    Config, Direction, channels,
+    Config, Direction, Placement, channels,
     channels::Out,
     exchange::{ReaderEnd, WriterEnd},
     main_stream::{MainState, Pump, ReturnWitness, Witness},
@@ -24,6 +24,7 @@ pub(super) struct Threads<'scope, 'env> {
     pub(super) stats: &'env Arc<Stats>,
     pub(super) syncs: &'env Syncs,
     pub(super) config: &'env Config,
+    pub(super) placement: Option<&'env Placement>,
 }
 
 impl<'scope, 'env> Threads<'scope, 'env> {
@@ -54,13 +55,12 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         mut reader: ChannelReader,
         mut writer: ChannelWriter,
     ) {
-        let (config, out) = (self.config, self.out(channel));
+        let (config, placement, out) = (self.config, self.placement, self.out(channel));
         self.spawn(move |report| {
-            let passed = match &config.placement {
-                None => channels::pass_on(&mut reader, &mut writer, config, out),
-                Some(placement) => {
-                    channels::place(&mut reader, &mut writer, placement, config, out)
-                }
+            let (from, to) = (&mut reader, &mut writer);
+            let passed = match placement {
+                Some(placement) => channels::place(from, to, placement, config, out),
+                None => channels::pass_on(from, to, config, out),
             };
             match passed {
                 Ok(()) => {

@@ -173,6 +173,61 @@ fn what_is_asked_for_is_done_or_refused() -> Result<()> {
     source.qmp.wait_status("postmigrate", LIMIT)
 }
 
+/// What counts is how the QEMU is when the migration runs.
+#[test]
+fn a_capability_that_the_server_switches_off_is_not_in_the_way() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let (source, mut to) = (
+        source(&binary, &binary).start()?,
+        destination(&binary, &binary).start()?,
+    );
+    to.qmp.set_capabilities(&[("mapped-ram", true)])?;
+    let host = Host::start(&["--placement", "on"])?;
+    host.knows("vm", &to)?;
+    host.migrate(&source, "vm", &[])?.finish(LIMIT)?.success()?;
+    Ok(ram::compare(source.ram(), to.ram())?)
+}
+
+/// The monitor is another QEMU's than the one that listens.
+#[test]
+fn the_memory_of_another_qemu_is_left_alone() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    for placement in ["auto", "on"] {
+        let mut source = source(&binary, &binary).start()?;
+        let (mut to, mut other) = (
+            destination(&binary, &binary).start()?,
+            destination(&binary, &binary).start()?,
+        );
+        for qemu in [&mut source, &mut to, &mut other] {
+            set_up(qemu, 2, "none")?;
+        }
+        let connect = incoming(&mut to, false)?;
+        let qmp = other.qmp_socket();
+        let qmp = qmp.to_str().context("a path in another encoding")?;
+        let options = ["--qmp", qmp, "--placement", placement];
+        let listen = listen_address(&source, "out", false);
+        let (relay, address) = Vamoose::relay(vamoose(), &listen, &connect, &options)?;
+        source.qmp.migrate(&address)?;
+        let ended = relay.finish(LIMIT)?;
+        let reason = "nothing proves that the QEMU of the monitor is the one that listens";
+        if placement == "on" {
+            ended.failure(reason)?;
+            source.qmp.wait_migration(&["failed"], LIMIT)?;
+        } else {
+            ensure!(ended.stderr.contains(reason), "{}", ended.stderr);
+            ended.success()?;
+            ram::compare(source.ram(), to.ram())?;
+        }
+        let blocks = std::os::unix::fs::MetadataExt::blocks(&fs::metadata(other.ram())?);
+        ensure!(blocks == 0, "{blocks} blocks");
+    }
+    Ok(())
+}
+
 const LOAD: Load = Load {
     fill: 128,
     hot: 24,
