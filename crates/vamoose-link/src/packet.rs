@@ -65,6 +65,12 @@ impl Packet {
         (&mut self.ram, &mut self.pages[..len])
     }
 
+    /// The header, to be changed, and room for the payload as it is on its way, in place of the pages.
+    pub(crate) fn encoded(&mut self) -> (&mut RamHeader, &mut [u8]) {
+        let len = self.ram.payload_len();
+        (&mut self.ram, &mut self.pages[..len])
+    }
+
     /// The header, to be changed, the buffer of the normal pages, and their length.
     pub(crate) fn ram_buffer(&mut self) -> (&mut RamHeader, &mut Box<[u8]>, usize) {
         let len = self.pages_len();

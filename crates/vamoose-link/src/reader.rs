@@ -209,6 +209,20 @@ impl ChannelReader {
         self.read_payload(header, Target::Own(pages))
     }
 
+    /// Reads the payload of the packet whose header was read last into `packet` as it is, for
+    /// [`ChannelWriter::write_encoded`](crate::ChannelWriter::write_encoded). Nothing decodes it here, so what is checked is
+    /// that the bytes came as they were sent, and not that they are the pages.
+    ///
+    /// # Errors
+    /// As [`ChannelReader::read`].
+    pub fn read_encoded(&mut self, packet: &mut Packet) -> Result<(), ReadError> {
+        let (header, payload) = packet.encoded();
+        let read = read_part(&self.stream, payload, "payload");
+        read.map_err(|error| corrupt(header, error))?;
+        self.stats.add_received(payload.len());
+        Ok(())
+    }
+
     /// Reads the header of the next packet, waiting for it as [`ChannelReader::read`] does. Unless it has
     /// no normal pages, [`ChannelReader::read_pages`] must come next.
     ///
@@ -267,13 +281,7 @@ impl ChannelReader {
         mut target: Target<'_>,
     ) -> Result<(), ReadError> {
         let received = self.receive_payload(header, &mut target);
-        let encoded = received.map_err(|error| match error {
-            ReadError::Io(error) if error.kind() == io::ErrorKind::InvalidData => {
-                let packet = PacketName::of(header);
-                ReadError::Corrupt { packet, error }
-            }
-            error => error,
-        })?;
+        let encoded = received.map_err(|error| corrupt(header, error))?;
         let Some(len) = encoded else {
             return Ok(());
         };
@@ -508,6 +516,17 @@ fn copy(bytes: &[u8], pages: &[VolatileSlice<'_>]) {
         let (bytes, behind) = rest.split_at(slice.len());
         slice.copy_from(bytes);
         rest = behind;
+    }
+}
+
+/// What it means that the payload of `header` could not be read.
+fn corrupt(header: &RamHeader, error: ReadError) -> ReadError {
+    match error {
+        ReadError::Io(error) if error.kind() == io::ErrorKind::InvalidData => {
+            let packet = PacketName::of(header);
+            ReadError::Corrupt { packet, error }
+        }
+        error => error,
     }
 }
 

@@ -160,6 +160,22 @@ impl ChannelWriter {
         self.write_ram(header, Pages::Own(pages, len))
     }
 
+    /// Sends one packet as it came ([`ChannelReader::read_encoded`](crate::ChannelReader::read_encoded)), but for a SYNC in it.
+    ///
+    /// # Errors
+    /// As [`ChannelWriter::write`].
+    pub fn write_encoded(&mut self, packet: &mut Packet) -> Result<(), WriteError> {
+        let (header, payload) = packet.encoded();
+        header.sync = false;
+        self.header.clear();
+        header.write(self.sender.layout, &mut self.header);
+        self.sender.send(&self.header, Payload::Borrowed(payload))?;
+        let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());
+        let page_bytes = normal * self.sender.layout.page_size();
+        self.sender.stats.add_packet(normal, zero, page_bytes);
+        Ok(())
+    }
+
     /// Encodes and sends one packet whose normal pages are `pages`, back to back in the order of the header's
     /// offsets; `header` becomes the one sent. A slice may be a page or any run of bytes.
     ///

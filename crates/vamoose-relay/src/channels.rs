@@ -4,6 +4,7 @@
 //!  as many out as in:   [ read, decode, encode, write ]                  one thread a channel
 //!  otherwise:           [ read, decode ] ─> exchange ─> [ encode, write ]  one thread a channel and side
 //!  several streams:     [ read, decode ] ─> exchange ─> [ encode, write ]  one thread a stream on the way out
+//!  QEMU decodes:        [ read, write ]                                  one thread a channel
 //!  placement:           [ read, decode into QEMU's memory; SYNCs and the rest: write ]  one thread a channel
 //! ```
 //!
@@ -12,7 +13,7 @@
 //! behind it on its channel, and that every channel has reached its SYNC is for the destination to
 //! wait for, as it does without a relay.
 
-use multifd::PacketKind;
+use multifd::{Method, PacketKind};
 use vamoose_link::{ChannelReader, ChannelWriter, Packet, ReadError, Received, Stats, WriteError};
 
 use crate::{
@@ -44,6 +45,38 @@ pub(crate) fn pass_on(
     while let Some(arrived) = receive(reader, &mut packet, config.zero_pages).map_err(read)? {
         if arrived.has_content {
             writer.write(&mut packet).map_err(write)?;
+        }
+        if let Some(packet_num) = arrived.sync {
+            send_sync(writer, packet_num, out).map_err(write)?;
+        }
+    }
+    Ok(())
+}
+
+/// As [`pass_on`], of packets that all are encoded by `method`, to a QEMU that decodes them: what they hold is not
+/// looked at. A decoder keeps what came before, so it has to be the same one from the first packet to the last.
+pub(crate) fn pass_encoded(
+    reader: &mut ChannelReader,
+    writer: &mut ChannelWriter,
+    method: Method,
+    config: &Config,
+    out: Out<'_>,
+) -> Result<(), RelayError> {
+    let mut packet = Packet::new(config.layout);
+    let channel = out.channel;
+    let read = |error| RelayError::SourceChannel(channel, error);
+    let write = |error| RelayError::DestinationChannel(channel, error);
+    while reader.read_start(&mut packet).map_err(read)? == Received::Packet {
+        let arrived = arrived(&mut packet, ZeroPages::Pass);
+        if packet.kind() == PacketKind::DeviceState {
+            writer.write(&mut packet).map_err(write)?;
+        } else if arrived.has_content {
+            let sent = packet.ram().method;
+            if sent != method {
+                return Err(RelayError::OtherMethod(channel, sent, method));
+            }
+            reader.read_encoded(&mut packet).map_err(read)?;
+            writer.write_encoded(&mut packet).map_err(write)?;
         }
         if let Some(packet_num) = arrived.sync {
             send_sync(writer, packet_num, out).map_err(write)?;

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use multifd::Layout;
+use multifd::{Layout, Method};
 use vamoose_link::{Address, MethodChoice, Remote, Session, SocketError, Stream, dial, lock};
 
 use crate::{Placement, RelayError};
@@ -34,6 +34,9 @@ pub struct Config {
     /// The destination's memory, where its pages are written by the relay. It has an effect with as many channels out as in
     /// and a single stream.
     pub placement: Option<Arc<Placement>>,
+    /// The method of all packets, where they go to a destination QEMU as they come: it decodes them itself. With as many
+    /// channels out as in and a single stream.
+    pub(crate) passed: Option<Method>,
     /// Whether pages that were sent before go as differences where that pays: over a session whose server keeps them too,
     /// by methods whose packets may hold them.
     pub delta: bool,
@@ -54,6 +57,7 @@ impl Config {
             zero_pages: ZeroPages::Pass,
             streams: NonZeroUsize::MIN,
             placement: None,
+            passed: None,
         }
     }
 }

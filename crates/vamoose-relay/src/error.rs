@@ -2,7 +2,7 @@
 
 use std::{fmt, io, time::Duration};
 
-use multifd::InitialError;
+use multifd::{InitialError, Method};
 use thiserror::Error;
 use vamoose_link::{DialError, ReadError, SocketError, WriteError};
 
@@ -84,6 +84,8 @@ pub enum RelayError {
          listens for the migration"
     )]
     OtherQemu,
+    #[error("source, channel {0}: a packet is of method {1}, and {2} was announced")]
+    OtherMethod(usize, Method, Method),
     #[error("channel {0}: cannot write to the destination's memory")]
     Placement(usize, #[source] PlaceError),
     #[error("the source closed channel {0} while its main stream goes on")]

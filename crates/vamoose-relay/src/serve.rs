@@ -64,6 +64,8 @@ pub struct ServerConfig {
     pub engines: Engines,
     /// Whether pages are written into the memory of the QEMUs.
     pub placement: PlacementMode,
+    /// Whether a QEMU that knows zstd decodes it itself. Checksums of the pages are not compared then.
+    pub qemu_decodes: bool,
     /// How sessions with sources behave.
     pub sessions: SessionConfig,
     /// Which users of this host may connect.

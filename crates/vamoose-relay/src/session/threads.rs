@@ -58,9 +58,10 @@ impl<'scope, 'env> Threads<'scope, 'env> {
         let (config, placement, out) = (self.config, self.placement, self.out(channel));
         self.spawn(move |report| {
             let (from, to) = (&mut reader, &mut writer);
-            let passed = match placement {
-                Some(placement) => channels::place(from, to, placement, config, out),
-                None => channels::pass_on(from, to, config, out),
+            let passed = match (placement, config.passed) {
+                (Some(placement), _) => channels::place(from, to, placement, config, out),
+                (None, Some(method)) => channels::pass_encoded(from, to, method, config, out),
+                (None, None) => channels::pass_on(from, to, config, out),
             };
             match passed {
                 Ok(()) => {

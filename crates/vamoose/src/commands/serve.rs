@@ -3,7 +3,7 @@
 use std::{path::PathBuf, thread, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     iterator::Signals,
@@ -47,8 +47,19 @@ pub(crate) struct Options {
     /// Of guests whose memory is shared (share=on of memory-backend-memfd or memory-backend-file), in QEMU 8.0 and later.
     #[arg(long, value_enum, default_value_t = PlacementName::Off, value_name = "MODE")]
     placement: PlacementName,
+    /// Who decodes pages of method zstd, where the QEMU knows it and --placement is not on
+    #[arg(long, value_enum, default_value_t = Decoder::Vamoose, value_name = "DECODER")]
+    decoder: Decoder,
     #[command(flatten)]
     access: Access,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Decoder {
+    /// This server, which compares the checksums of the pages
+    Vamoose,
+    /// The QEMU, for less CPU time: what is checked is that its input is what was sent
+    Qemu,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
@@ -66,6 +77,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         state_dir: options.state_dir.path()?,
         engines,
         placement: options.placement.into(),
+        qemu_decodes: options.decoder == Decoder::Qemu,
         sessions,
         peers: options.access.peers(),
         orphan_timeout: Duration::from_secs(options.orphan_timeout),

@@ -7,6 +7,7 @@ mod common;
 
 mod attempts;
 mod commit;
+mod decoder;
 mod delta;
 mod engines;
 mod faults;
