@@ -14,6 +14,7 @@
 //! price   ──┬──────┘      └──────┬── …
 //!           before  trial  after
 //! ```
+//! A price that changes nothing proves nothing: the next one to be tried is higher.
 
 use super::{link::Link, packets};
 
@@ -22,6 +23,8 @@ pub(super) struct Price {
     price: f64,
     phase: Phase,
     trial: Trial,
+    /// What a trial of a higher price multiplies it with.
+    step: f64,
     /// Periods to wait until the next trial.
     wait: f64,
     /// Gain of the last trial, if it was a small one that may be chance.
@@ -91,9 +94,10 @@ const LOSS: f64 = 0.03;
 const MOST_WAIT: f64 = 32.0;
 const LEAST_WAIT: f64 = 3.0;
 
-/// What a trial multiplies the price with, or divides it by. A trial of a link that is slow indeed costs little, then, and chance
-/// does little harm.
+/// The step of a first trial: one of a link that is slow indeed costs little, then, and chance does little harm. Where a dearer
+/// price made no difference, since all goes by the same rung still, the next step is twice as large, up to the most.
 const STEP: f64 = 2.0;
+const MOST_STEP: f64 = 16.0;
 
 /// Highest price: encoding has stopped long before.
 const MOST: f64 = 256.0;
@@ -116,6 +120,7 @@ impl Price {
             price: 1.0,
             phase: Phase::Normal,
             trial: Trial::Cheaper,
+            step: STEP,
             wait: 0.0,
             promise: false,
             period: Period::default(),
@@ -128,7 +133,7 @@ impl Price {
     /// The price for the next packet.
     pub(super) fn now(&self) -> f64 {
         match (self.phase, self.trial) {
-            (Phase::Trial, Trial::Dearer) => self.price * STEP,
+            (Phase::Trial, Trial::Dearer) => self.price * self.step,
             (Phase::Trial, Trial::Cheaper) => self.price / STEP,
             _ => self.price,
         }
@@ -237,10 +242,17 @@ impl Price {
         if believed {
             let price = match self.trial {
                 Trial::Cheaper => self.price / STEP,
-                Trial::Dearer => self.price * STEP,
+                Trial::Dearer => self.price * self.step,
             };
             self.price = price.clamp(1.0, MOST);
             self.found_at = None;
+        }
+        if self.trial == Trial::Dearer {
+            self.step = match gain.abs() < SMALL_GAIN {
+                true => (self.step * STEP).min(MOST_STEP),
+                false if self.promise => self.step,
+                false => STEP,
+            };
         }
         self.wait = match believed || self.promise {
             true => 0.0,
@@ -273,6 +285,16 @@ mod tests {
     fn encoding_that_hurts_becomes_dear() {
         let mut price = Price::new();
         run(&mut price, Encoding::Pays, |now| now.min(16.0).powf(0.2));
+        assert!(price.price >= 16.0, "{}", price.price);
+    }
+
+    /// As long as all goes by the same rung.
+    #[test]
+    fn encoding_that_hurts_becomes_dear_where_small_steps_make_no_difference() {
+        let mut price = Price::new();
+        run(&mut price, Encoding::Pays, |now| {
+            if now < 16.0 { 0.5 } else { 1.0 }
+        });
         assert!(price.price >= 16.0, "{}", price.price);
     }
 
