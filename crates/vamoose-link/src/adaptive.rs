@@ -178,21 +178,28 @@ impl Adaptive {
         out: &'a mut [u8],
     ) -> Result<Encoded<'a>, EncodeError> {
         let plan = self.controller.plan();
-        if let Some(rungs) = plan.probe {
-            let costs = [
-                self.encoders.encode(rungs[0], pages, out)?.1,
-                self.encoders.encode(rungs[1], pages, out)?.1,
-            ];
-            self.controller.probed(rungs, costs);
-        }
         if plan.rung == RAW {
+            if let Some(rungs) = plan.probe {
+                let costs = [
+                    self.encoders.encode(rungs[0], pages, out)?.1,
+                    self.encoders.encode(rungs[1], pages, out)?.1,
+                ];
+                self.controller.probed(rungs, costs);
+            }
             return Ok(raw(pages));
         }
         if let Some(cost) = self.sample_is_hopeless(plan.rung, pages)? {
             self.controller.gave_up(cost);
             return Ok(raw(pages));
         }
+        let other = match plan.probe {
+            Some([_, other]) => Some((other, self.encoders.encode(other, pages, out)?.1)),
+            None => None,
+        };
         let (encoded, cost) = self.encoders.encode(plan.rung, pages, out)?;
+        if let Some((other, found)) = other {
+            self.controller.probed([plan.rung, other], [cost, found]);
+        }
         match encoded.method {
             Method::None => self.controller.gave_up(cost),
             _ => self.controller.encoded(cost),

@@ -18,7 +18,8 @@ use super::{
 pub(super) struct Plan {
     /// The rung to encode it with.
     pub(super) rung: usize,
-    /// Two rungs to try on it beforehand, only to see how the second compares with the first.
+    /// Two rungs to try on it, only to see how the second compares with the first: which is the rung to encode it with, unless
+    /// that does nothing.
     pub(super) probe: Option<[usize; 2]>,
 }
 
@@ -92,7 +93,7 @@ const STRETCH_MEMORY: f64 = 20e6;
 /// A channel starts with so many packets of this rung, until it feels the link. What fills the buffers of a
 /// slow link first takes it a second to carry; on a fast link the guess costs some milliseconds.
 const FIRST_GUESS: usize = 4;
-const GUESSES: u32 = 16;
+const GUESSES: u32 = 8;
 
 /// Encoding clearly pays where by arithmetic it makes the link so much faster than raw packets, and a byte
 /// of pages still takes so many nanoseconds: no receiver is so slow, unless its cores are shared as the
@@ -182,9 +183,11 @@ impl Controller {
     /// Both rungs of the plan's probe have encoded the packet.
     pub(super) fn probed(&mut self, rungs: [usize; 2], costs: [Cost; 2]) {
         self.ladder.compared(rungs, costs);
-        for cost in costs {
+        // The packet needs the encoding of its own rung anyway, and [`encoded`](Self::encoded) counts it.
+        let extra = usize::from(self.plan.rung != RAW);
+        for cost in &costs[extra..] {
             self.allowance -= nanos(cost.wall);
-            self.has_run(cost);
+            self.has_run(*cost);
         }
     }
 
@@ -301,19 +304,26 @@ impl Controller {
             self.exempt = true;
             rung = RAW;
         }
-        let probe = self.next_probe();
+        let probe = self.next_probe(rung);
         Plan { rung, probe }
     }
 
-    /// A rung next to those of the mix, if there is time to see what it does.
-    fn next_probe(&mut self) -> Option<[usize; 2]> {
-        let known = self.mix.high.max(FIRST);
+    /// A rung next to those of the mix, if there is time to see what it does beside `rung`.
+    fn next_probe(&mut self, rung: usize) -> Option<[usize; 2]> {
         let near = self.mix.low.max(FIRST + 1) - 1..=(self.mix.high + 2).min(RUNGS - 1);
+        let known = match rung {
+            RAW => self.mix.high.max(FIRST),
+            rung => rung,
+        };
+        if self.turn == known {
+            self.turn += 1;
+        }
         if !near.contains(&self.turn) {
-            self.turn = *near.start();
+            self.turn = *near.start() + usize::from(*near.start() == known);
         }
         let costs = |rung| self.ladder.rung(rung).cost * super::PACKET * self.stretch;
-        if costs(known) + costs(self.turn) > self.allowance || self.hopeless_row > 0 {
+        let extra = costs(self.turn) + if rung == RAW { costs(known) } else { 0.0 };
+        if extra > self.allowance || self.hopeless_row > 0 {
             return None;
         }
         let probe = [known, self.turn];

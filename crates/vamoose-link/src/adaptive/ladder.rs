@@ -1,5 +1,12 @@
 //! The rungs that the adaptive method chooses from, what each costs and saves on this data and machine, and which two of
 //! them to mix.
+//!
+//! ```text
+//! cost of a rung    = its own part · pace      pace   of this core and data
+//! saving of a rung  = its own part · ease      ease   how easily this data becomes smaller
+//! ```
+//! Every packet tells of pace and ease, whichever rung it goes by, since data changes from file to file. The part of a rung
+//! changes by comparisons alone, in which one packet goes by two rungs: packets of different data tell nothing of it.
 
 use multifd::Method;
 
@@ -12,7 +19,14 @@ pub(super) struct Rung {
     pub(super) cost: f64,
     /// Bytes of payload per byte of pages.
     pub(super) size: f64,
-    /// How much is known of it: packets, up to [`MEMORY`]; 0 where it is an estimate from other data.
+}
+
+/// What a rung costs and saves beside the others.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    cost: f64,
+    saving: f64,
+    /// Packets that were compared, up to [`COMPARED`].
     known: f64,
 }
 
@@ -64,7 +78,11 @@ impl Terms {
 
 /// The rungs, faster ones first.
 pub(super) struct Ladder {
-    rungs: [Rung; RUNGS],
+    parts: [Part; RUNGS],
+    pace: f64,
+    ease: f64,
+    /// Packets that were measured, up to [`MEMORY`].
+    known: f64,
 }
 
 pub(super) const RUNGS: usize = 6;
@@ -92,8 +110,11 @@ const FAST: usize = 2;
 /// The first rung of zstd with its match finder in full.
 const ZSTD: usize = 4;
 
-/// Packets over which an estimate is smoothed.
+/// Packets over which pace and ease are smoothed.
 const MEMORY: f64 = 48.0;
+
+/// Packets over which comparisons are.
+const COMPARED: f64 = 12.0;
 
 /// How much faster a migration has to become for more CPU time, as a quotient of logarithms: for twice the CPU time it has to
 /// take a tenth less.
@@ -105,11 +126,14 @@ const ELSEWHERE: f64 = 1.2;
 impl Ladder {
     pub(super) fn new() -> Self {
         Self {
-            rungs: START.map(|(_, _, cost, size)| Rung {
+            parts: START.map(|(_, _, cost, size)| Part {
                 cost,
-                size,
+                saving: 1.0 - size,
                 known: 0.0,
             }),
+            pace: 1.0,
+            ease: 1.0,
+            known: 0.0,
         }
     }
 
@@ -130,31 +154,30 @@ impl Ladder {
         if rung < ZSTD { FIRST } else { ZSTD }
     }
 
-    pub(super) fn rung(&self, rung: usize) -> &Rung {
-        &self.rungs[rung]
+    pub(super) fn rung(&self, rung: usize) -> Rung {
+        let part = self.parts[rung];
+        match rung {
+            RAW => Rung {
+                cost: 0.0,
+                size: 1.0,
+            },
+            _ => Rung {
+                cost: (part.cost * self.pace).max(LEAST_COST),
+                size: (1.0 - part.saving * self.ease).clamp(LEAST_SIZE, MOST_SIZE),
+            },
+        }
     }
 
-    /// A packet went by `rung`. What that changes for a rung that is well known it changes for all, by the same factor: other
-    /// data, or a core of another speed. Of one that is little known it corrects the estimate, and those of rungs that have
-    /// never been used.
+    /// A packet went by `rung`.
     pub(super) fn measured(&mut self, rung: usize, cost: Cost) {
         let (Some(found), true) = (PerByte::of(cost), rung != RAW) else {
             return;
         };
-        let before = self.rungs[rung];
-        self.rungs[rung].learn(found.cost, found.size, found.packets);
-        let now = self.rungs[rung];
-        let slower = now.cost / before.cost;
-        let saving = (1.0 - now.size) / (1.0 - before.size);
-        for (index, other) in self.rungs.iter_mut().enumerate() {
-            if index != rung && index != RAW {
-                let is_new = other.known == 0.0;
-                let part = if is_new { 1.0 } else { before.known / MEMORY };
-                other.cost *= slower.powf(part);
-                let saved = (1.0 - other.size) * saving.powf(part);
-                other.size = (1.0 - saved).clamp(LEAST_SIZE, MOST_SIZE);
-            }
-        }
+        self.known = (self.known + found.packets).min(MEMORY);
+        let weight = (found.packets / self.known).min(1.0);
+        let part = self.parts[rung];
+        self.pace += (found.cost / part.cost - self.pace) * weight;
+        self.ease += ((1.0 - found.size) / part.saving - self.ease) * weight;
     }
 
     /// The same packet went by both rungs: how the second compares with the first.
@@ -162,18 +185,23 @@ impl Ladder {
         let [Some(first), Some(second)] = costs.map(PerByte::of) else {
             return;
         };
-        let base = self.rungs[known];
-        let cost = base.cost * second.cost / first.cost;
-        // A difference and no quotient: packets in which there is little to save must not count more.
-        let size = base.size + second.size - first.size;
-        self.rungs[other].learn(cost, size, second.packets);
+        let base = self.parts[known];
+        let part = &mut self.parts[other];
+        // Packets in which there is little to save must not count as much.
+        let saved = 1.0 - first.size;
+        let counts = second.packets * saved;
+        part.known = (part.known + counts).min(COMPARED);
+        let weight = (counts / part.known).min(1.0);
+        part.cost += (base.cost * second.cost / first.cost - part.cost) * weight;
+        let saving = base.saving * (1.0 - second.size) / saved;
+        part.saving += (saving.max(LEAST_SAVING) - part.saving) * weight;
     }
 
     /// The mix that keeps the link busy with as few bytes as the thread has time for: where the time of
     /// the link and the time of the thread, times the load, meet. Rungs that are not worth their CPU time are none of it.
     pub(super) fn best_mix(&self, terms: &Terms) -> Mix {
-        let wire = |rung: usize| terms.wire(self.rungs[rung].size);
-        let encoding = |rung: usize| (1.0 - terms.hopeless) * self.rungs[rung].cost;
+        let wire = |rung: usize| terms.wire(self.rung(rung).size);
+        let encoding = |rung: usize| (1.0 - terms.hopeless) * self.rung(rung).cost;
         let surplus = |rung: usize| {
             let cpu = terms.copying * wire(rung) + encoding(rung);
             terms.link * wire(rung) - terms.load * (terms.other + terms.stretch * cpu)
@@ -203,26 +231,17 @@ impl Ladder {
     /// The rung above `low` that saves the most for its time, if one saves anything. The rungs found so
     /// are the convex hull: mixes of others are beaten by mixes of these.
     pub(super) fn next_on_hull(&self, low: usize) -> Option<usize> {
-        let from = self.rungs[low];
-        let slope = |to: &Rung| (from.size - to.size) / (to.cost - from.cost).max(LEAST_COST);
+        let from = self.rung(low);
+        let slope = |to: Rung| (from.size - to.size) / (to.cost - from.cost).max(LEAST_COST);
         (low + 1..RUNGS)
-            .filter(|high| self.rungs[*high].size < from.size)
-            .max_by(|a, b| slope(&self.rungs[*a]).total_cmp(&slope(&self.rungs[*b])))
-    }
-}
-
-impl Rung {
-    /// Smooths over the last packets; the first replaces what was only an estimate.
-    fn learn(&mut self, cost: f64, size: f64, packets: f64) {
-        self.known = (self.known + packets).min(MEMORY);
-        let weight = (packets / self.known).min(1.0);
-        self.cost += (cost.max(LEAST_COST) - self.cost) * weight;
-        self.size += (size.clamp(LEAST_SIZE, MOST_SIZE) - self.size) * weight;
+            .filter(|high| self.rung(*high).size < from.size)
+            .max_by(|a, b| slope(self.rung(*a)).total_cmp(&slope(self.rung(*b))))
     }
 }
 
 /// Bounds of what is believed, so that every quotient exists.
 const LEAST_COST: f64 = 0.01;
+const LEAST_SAVING: f64 = 0.005;
 const LEAST_SIZE: f64 = 0.001;
 const MOST_SIZE: f64 = 0.995;
 
@@ -311,7 +330,7 @@ mod tests {
     fn in_a_mix_link_and_thread_take_the_same_time() {
         let mix = mix_at(1.0);
         let ladder = Ladder::new();
-        let both = |of: fn(&Rung) -> f64| {
+        let both = |of: fn(Rung) -> f64| {
             (1.0 - mix.share) * of(ladder.rung(mix.low)) + mix.share * of(ladder.rung(mix.high))
         };
         let (size, cost) = (both(|rung| rung.size), both(|rung| rung.cost));
@@ -337,7 +356,7 @@ mod tests {
     #[test]
     fn other_data_changes_what_is_expected_of_every_rung() {
         let mut ladder = Ladder::new();
-        let before = *ladder.rung(4);
+        let before = ladder.rung(4);
         for _ in 0..100 {
             ladder.measured(FIRST, cost(2000, PAGES * 9 / 10));
         }
@@ -345,5 +364,38 @@ mod tests {
         assert!(after.size > 1.5 * before.size, "{after:?}");
         assert!(after.cost > 2.0 * before.cost, "{after:?}");
         assert!(ladder.rung(RAW).size >= 1.0);
+    }
+
+    /// Files of all kinds, one after the other, by two rungs in turns: what is expected of the others stays in order.
+    #[test]
+    fn data_that_changes_tells_nothing_of_the_rungs_that_have_no_part_in_it() {
+        let mut ladder = Ladder::new();
+        let mut random = 1_u64;
+        let (mut ease, mut left) = (1.0, 0);
+        for _ in 0..2000 {
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
+            let dice = random >> 60;
+            if left == 0 {
+                (ease, left) = ([0.3, 1.4, 0.8, 1.1][usize::try_from(dice % 4).unwrap()], 20);
+            }
+            left -= 1;
+            let rung = if dice < 8 { 1 } else { 4 };
+            let (saving, micros) = if rung == 1 { (0.45, 400) } else { (0.65, 1200) };
+            let size = 1.0 - ease * saving;
+            #[allow(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                clippy::cast_precision_loss,
+                reason = "bytes of a packet"
+            )]
+            let payload = (PAGES as f64 * size) as usize;
+            ladder.measured(rung, cost(micros, payload));
+            let sizes: Vec<_> = (RAW..RUNGS).map(|rung| ladder.rung(rung).size).collect();
+            assert!(sizes.is_sorted_by(|a, b| a >= b), "{sizes:?}");
+            let saved = (1.0 - sizes[5]) / (1.0 - sizes[4]);
+            assert!((1.0..1.1).contains(&saved), "{sizes:?}");
+        }
     }
 }

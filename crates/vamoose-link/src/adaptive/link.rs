@@ -120,9 +120,10 @@ impl Link {
     }
 
     /// Whether the sender has had to wait since it began, or paused: the next wait measures how long, unless more bytes
-    /// went out since than any buffer explains.
+    /// went out since than its buffer explains.
     pub(super) fn is_felt(&self) -> bool {
-        self.span.is_some_and(|span| span.bytes < MOST_QUANTUM)
+        self.span
+            .is_some_and(|span| span.bytes < 2.0 * self.quantum)
     }
 
     /// See the module.
