@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips cuts faults figures paths updates workloads libvirt
+.PHONY: help setup build demo test model flips cuts faults figures paths workloads libvirt
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -48,15 +48,11 @@ figures: setup # Measure the documentation's figures anew
 	cargo build --release -p vamoose -p vamoose-demo -p lab --bin vamoose --bin vamoose-demo --bin figures
 	"$${CARGO_TARGET_DIR:-target}/release/figures" $(FIGURES)
 
-updates: setup   # Measure what differences save for a guest that updates memory in place
-	cargo build --release -p vamoose -p lab --bin vamoose --bin updates
-	"$${CARGO_TARGET_DIR:-target}/release/updates" $(UPDATES)
-
 paths: setup   # Measure what a second path brings
 	cargo build --release -p vamoose -p lab --bin vamoose --bin paths
 	"$${CARGO_TARGET_DIR:-target}/release/paths" $(PATHS)
 
-workloads: setup # Move guests in which Redis, PostgreSQL and a compiler run (an hour; WORKLOADS="--runs 1 --workload redis-a")
+workloads: setup # Move busy guests: Redis, PostgreSQL, a compiler, programs that write memory (WORKLOADS="--runs 1 --workload redis-a")
 	scripts/setup workloads
 	cargo build --release -p vamoose -p lab --bin vamoose --bin workloads
 	"$${CARGO_TARGET_DIR:-target}/release/workloads" $(WORKLOADS)

@@ -6,7 +6,8 @@
 //! `corrupt ...` when memory does not hold what was written to it, `fatal ...` when the program cannot go on.
 //!
 //! Parameters, on the kernel's command line: `vamoose.fill=MIB` of memory in all, `vamoose.hot=MIB` of it to rewrite,
-//! `vamoose.rate=PAGES` rewritten a second, `vamoose.change=WORDS` of 8 bytes in each of them, or all where it is not given.
+//! `vamoose.rate=PAGES` rewritten a second, `vamoose.change=WORDS` of 8 bytes in each of them, or all where it is not given;
+//! with `vamoose.change=counters` each second word is four counters, to which something is added.
 //!
 //! Built by `scripts/setup guest` with rustc alone, so it uses nothing but std.
 
@@ -52,23 +53,49 @@ struct Parameters {
     fill: usize,
     hot: usize,
     rate: usize,
-    change: usize,
+    change: Change,
+}
+
+/// What changes in a hot page.
+#[derive(Clone, Copy)]
+enum Change {
+    First(usize),
+    Counters,
+}
+
+impl Change {
+    /// What is in a hot page before it is rewritten for the first time.
+    fn begin(self, page: &mut [u8], index: usize) {
+        match self {
+            Self::First(_) => fill_page(page, UNCHANGED + index as u64, PAGE / 8),
+            // Nothing of it can be compressed.
+            Self::Counters => {
+                for (word, number) in page.chunks_exact_mut(8).zip((index * PAGE) as u64..) {
+                    let noise = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                    word.copy_from_slice(&noise.to_le_bytes());
+                }
+            }
+        }
+    }
 }
 
 impl Parameters {
     fn read() -> io::Result<Self> {
         let line = fs::read_to_string("/proc/cmdline")?;
+        let word = |name: &str| {
+            line.split_whitespace()
+                .find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
+        };
         let value = |name: &str| {
-            let word = line
-                .split_whitespace()
-                .find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
-            word.map_or(Ok(0), str::parse)
+            word(name)
+                .map_or(Ok(0), str::parse)
                 .map_err(|error| io::Error::other(format!("{name}: {error}")))
         };
         let (fill, hot) = (value("vamoose.fill")?, value("vamoose.hot")?);
-        let change = match value("vamoose.change")? {
-            0 => PAGE / 8,
-            change => change,
+        let change = match word("vamoose.change") {
+            None => Change::First(PAGE / 8),
+            Some("counters") => Change::Counters,
+            Some(_) => Change::First(value("vamoose.change")?),
         };
         Ok(Self {
             fill,
@@ -84,13 +111,12 @@ struct Memory {
     bytes: Vec<u8>,
     /// Where the first whole page starts in `bytes`.
     start: usize,
-    /// What each hot page was last written with.
+    /// What each hot page was last written with; how often, if it is counters.
     counters: Vec<u64>,
     /// The checksum of each cold page.
     sums: Vec<u64>,
     rate: usize,
-    /// Words of a hot page that change.
-    change: usize,
+    change: Change,
 }
 
 impl Memory {
@@ -100,16 +126,20 @@ impl Memory {
         let mut bytes = vec![0; (hot + cold + 1) * PAGE];
         let start = bytes.as_ptr().align_offset(PAGE);
         let (written, rest) = bytes[start..].split_at_mut(hot * PAGE);
-        for (page, counter) in written.chunks_exact_mut(PAGE).zip(UNCHANGED..) {
-            fill_page(page, counter, PAGE / 8);
+        for (index, page) in written.chunks_exact_mut(PAGE).enumerate() {
+            parameters.change.begin(page, index);
         }
         let filled = &mut rest[..cold * PAGE];
         copy_files(filled)?;
         let sums = filled.chunks_exact(PAGE).map(sum).collect();
+        let counters = match parameters.change {
+            Change::First(_) => (UNCHANGED..).take(hot).collect(),
+            Change::Counters => vec![0; hot],
+        };
         Ok(Self {
             bytes,
             start,
-            counters: (UNCHANGED..).take(hot).collect(),
+            counters,
             sums,
             rate: parameters.rate,
             change: parameters.change,
@@ -151,16 +181,25 @@ impl Memory {
         let at = self.start + index * PAGE;
         let page = &mut self.bytes[at..at + PAGE];
         let mut expected = [0; PAGE];
-        fill_page(&mut expected, UNCHANGED + index as u64, PAGE / 8);
-        fill_page(&mut expected, self.counters[index], self.change);
-        if page != expected {
-            println!(
-                "corrupt hot page {index}: not what was written with counter {}",
-                self.counters[index]
-            );
+        self.change.begin(&mut expected, index);
+        let written = self.counters[index];
+        match self.change {
+            Change::First(words) => fill_page(&mut expected, written, words),
+            Change::Counters => count(&mut expected, written),
         }
-        fill_page(page, counter, self.change);
-        self.counters[index] = counter;
+        if page != expected {
+            println!("corrupt hot page {index}: not what was written with counter {written}");
+        }
+        self.counters[index] = match self.change {
+            Change::First(words) => {
+                fill_page(page, counter, words);
+                counter
+            }
+            Change::Counters => {
+                count(page, 1);
+                written + 1
+            }
+        };
     }
 
     fn verify(&mut self, index: usize) {
@@ -188,8 +227,23 @@ fn fill_page(page: &mut [u8], counter: u64, words: usize) {
         state ^= state << 17;
         word.copy_from_slice(&state.to_le_bytes());
     }
-    for word in text.chunks_exact_mut(8).take(words.saturating_sub(PAGE / 16)) {
+    for word in text
+        .chunks_exact_mut(8)
+        .take(words.saturating_sub(PAGE / 16))
+    {
         word.copy_from_slice(&counter.to_le_bytes());
+    }
+}
+
+/// Adds to the counters of a page, `times` times: one to three to each.
+fn count(page: &mut [u8], times: u64) {
+    for (number, word) in page.chunks_exact_mut(16).enumerate() {
+        for (lane, counter) in word[8..].chunks_exact_mut(2).enumerate() {
+            let amount = (1 + (number * 31 + lane * 17) / 7 % 3) as u16;
+            let value = u16::from_le_bytes([counter[0], counter[1]]);
+            let value = value.wrapping_add((times as u16).wrapping_mul(amount));
+            counter.copy_from_slice(&value.to_le_bytes());
+        }
     }
 }
 

@@ -49,6 +49,17 @@ pub struct Load {
     pub rate: u32,
 }
 
+/// What changes in a page that a guest rewrites.
+#[derive(Clone, Copy, Debug)]
+pub enum Pattern {
+    /// Everything.
+    All,
+    /// The first so many words of 8 bytes.
+    First(u32),
+    /// Every second word: four counters, to each of which one to three is added.
+    Counters,
+}
+
 impl Image {
     /// Builds an initramfs with `content` MiB of this machine's files to fill memory from. A guest needs about twice that
     /// beside what it fills, and 100 MiB for itself.
@@ -100,18 +111,23 @@ impl Image {
 
     /// A machine with `ram` bytes that boots this image and runs the load. The two ends of a migration need the same.
     pub fn machine(&self, binary: &Binary, ram: u64, load: &Load) -> Builder {
-        self.boot(binary, ram, &load.parameters())
+        self.machine_that_writes(binary, ram, load, Pattern::All)
     }
 
-    /// The same, which changes only the first `words` of 8 bytes in each page that it rewrites.
-    pub fn machine_of_updates(
+    /// The same, which does not change all of a page that it rewrites.
+    pub fn machine_that_writes(
         &self,
         binary: &Binary,
         ram: u64,
         load: &Load,
-        words: u32,
+        pattern: Pattern,
     ) -> Builder {
-        let parameters = format!("{} vamoose.change={words}", load.parameters());
+        let pattern = match pattern {
+            Pattern::All => String::new(),
+            Pattern::First(words) => format!(" vamoose.change={words}"),
+            Pattern::Counters => " vamoose.change=counters".to_owned(),
+        };
+        let parameters = format!("{}{pattern}", load.parameters());
         self.boot(binary, ram, &parameters)
     }
 }

@@ -230,6 +230,26 @@ impl Qmp {
         self.execute("query-migrate", json!({}))
     }
 
+    /// Has QEMU count the pages that the guest changes within some time, on a sample of them.
+    pub fn begin_dirty_rate(&mut self, time: Duration) -> Result<()> {
+        // Of each GiB; by default 512.
+        let arguments = json!({ "calc-time": time.as_secs(), "sample-pages": 8192 });
+        self.execute("calc-dirty-rate", arguments).map(drop)
+    }
+
+    /// How many MiB a second it has counted.
+    pub fn dirty_rate(&mut self, within: Duration) -> Result<u64> {
+        self.wait(within, |qmp| {
+            let info = qmp.execute("query-dirty-rate", json!({}))?;
+            Ok(
+                match (info["status"].as_str(), info["dirty-rate"].as_u64()) {
+                    (Some("measured"), Some(rate)) => Look::Found(rate),
+                    _ => Look::NotYet(format!("the dirty rate is not measured: {info}")),
+                },
+            )
+        })
+    }
+
     /// Waits until QEMU has cleaned up after a migration: it says *failed* or *cancelled* before, and neither takes another
     /// one nor bears a change of its capabilities until then.
     pub fn wait_idle(&mut self, within: Duration) -> Result<()> {

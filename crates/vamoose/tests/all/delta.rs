@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 
 use anyhow::{Context as _, Result, ensure};
 use lab::{
-    guest::{Guest, Image, Load},
+    guest::{Guest, Image, Load, Pattern},
     middlebox::{Change, Direction, Middlebox, Which},
     qemu::{self, Binary, Builder},
     serial,
@@ -41,7 +41,7 @@ fn guests(from: &Binary, to: &Binary, change: u32) -> Result<Option<(Guest, Gues
 }
 
 fn machine(image: &Image, binary: &Binary, change: u32) -> Builder {
-    image.machine_of_updates(binary, 256 * MIB, &LOAD, change)
+    image.machine_that_writes(binary, 256 * MIB, &LOAD, Pattern::First(change))
 }
 
 /// Ticks on without a gap in the numbers, with its memory right.

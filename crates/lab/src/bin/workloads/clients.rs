@@ -23,15 +23,15 @@ pub(crate) struct Sample {
 }
 
 /// What the samples of a span of time say.
-#[derive(Clone, Copy, Debug, Default, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Service {
     /// Samples per second.
     pub(crate) rate: f64,
-    /// Latencies in milliseconds: half, and all but one of a hundred, are shorter.
-    pub(crate) p50: f64,
-    pub(crate) p99: f64,
+    /// Latencies in milliseconds, if there are any: half, and all but one of a hundred, are shorter.
+    pub(crate) p50: Option<f64>,
+    pub(crate) p99: Option<f64>,
     /// The longest one, in milliseconds.
-    pub(crate) longest: f64,
+    pub(crate) longest: Option<f64>,
 }
 
 impl Service {
@@ -43,7 +43,7 @@ impl Service {
         let seconds = (to - from).as_secs_f64();
         let of_hundred = |part: usize| {
             let at = (millis.len() * part / 100).min(millis.len().saturating_sub(1));
-            millis.get(at).copied().unwrap_or(f64::NAN)
+            millis.get(at).copied()
         };
         Self {
             rate: millis.len() as f64 / seconds,
@@ -73,9 +73,9 @@ mod tests {
         let middle = span(100, 200);
         assert_eq!(
             (middle.p50, middle.p99, middle.longest),
-            (150.0, 199.0, 199.0)
+            (Some(150.0), Some(199.0), Some(199.0))
         );
         assert!((middle.rate - 1000.0).abs() < 1e-6);
-        assert!(span(300, 400).p50.is_nan());
+        assert_eq!(span(300, 400).p50, None);
     }
 }

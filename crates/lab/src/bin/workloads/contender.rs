@@ -8,12 +8,14 @@ use lab::guest::Guest;
 use lab::net::Namespace;
 use lab::vamoose::{Server, Vamoose};
 use rustix::process::Signal;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::Conditions;
 
 /// A way to move a guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) enum Contender {
     /// Stock QEMU, multifd, not compressed
     StockNone,
@@ -23,9 +25,9 @@ pub(crate) enum Contender {
     StockXbzrle,
     /// Stock QEMU, multifd, not compressed, with auto-converge
     StockConverge,
-    /// `vamoose migrate` without delta
+    /// `vamoose migrate` without differences
     VamooseNoDelta,
-    /// `vamoose migrate` with its defaults
+    /// `vamoose migrate` with differences, as by default
     Vamoose,
 }
 
@@ -50,9 +52,9 @@ impl Contender {
         for guest in [&mut *source, &mut *destination] {
             self.set_up(guest, conditions)?;
         }
-        let options: &[&str] = match self {
-            Self::VamooseNoDelta => &["--delta", "off"],
-            Self::Vamoose => &[],
+        let delta = match self {
+            Self::VamooseNoDelta => "off",
+            Self::Vamoose => "on",
             _ => {
                 let address = there.address();
                 let qmp = &mut destination.qemu.qmp;
@@ -62,7 +64,7 @@ impl Contender {
                 return Ok(Helpers::None);
             }
         };
-        Helpers::commands([source, destination], [here, there], conditions, options)
+        Helpers::commands([source, destination], [here, there], conditions, delta)
     }
 
     fn set_up(self, guest: &mut Guest, conditions: &Conditions) -> Result<()> {
@@ -86,7 +88,7 @@ impl Contender {
             "multifd-compression": compression,
             "multifd-zstd-level": 1,
             "xbzrle-cache-size": XBZRLE_CACHE,
-            "downtime-limit": conditions.downtime_limit,
+            "downtime-limit": conditions.terms.downtime_limit,
         }))
     }
 }
@@ -109,13 +111,17 @@ impl Helpers {
         [source, destination]: [&mut Guest; 2],
         [here, there]: [&Namespace; 2],
         conditions: &Conditions,
-        options: &[&str],
+        delta: &str,
     ) -> Result<Self> {
+        let terms = &conditions.terms;
         let server = Server::start(&conditions.vamoose, there, &destination.qemu)?;
         let mut migrate = server.migrate(&conditions.vamoose, here, &source.qemu);
         migrate.args(["--json", "-", "--channels", &CHANNELS.to_string()]);
-        let limit = conditions.downtime_limit.to_string();
-        migrate.args(["--downtime-limit", &limit]).args(options);
+        migrate.args(["--downtime-limit", &terms.downtime_limit.to_string()]);
+        migrate.args(["--method", &terms.method, "--delta", delta]);
+        if let Some(size) = &terms.page_cache {
+            migrate.args(["--page-cache", size]);
+        }
         Ok(Self::Commands(Box::new(Commands {
             migrate: Vamoose::start(&mut migrate)?,
             server,

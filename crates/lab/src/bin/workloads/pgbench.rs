@@ -27,7 +27,7 @@ pub(crate) struct Pgbench {
 
 const CLIENTS: &str = "4";
 /// Of the tables: 100,000 accounts each.
-const SCALE: &str = "8";
+const SCALE: &str = "4";
 const LIMIT: Duration = Duration::from_secs(60);
 
 impl Pgbench {

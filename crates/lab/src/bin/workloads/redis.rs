@@ -29,10 +29,10 @@ pub(crate) struct Mix {
 }
 
 impl Mix {
-    pub(crate) const RANDOM: Self = Self::ycsb(400_000, true, 0, false);
-    pub(crate) const A: Self = Self::ycsb(100_000, false, 50, false);
-    pub(crate) const B: Self = Self::ycsb(100_000, false, 95, false);
-    pub(crate) const F: Self = Self::ycsb(100_000, false, 50, true);
+    pub(crate) const RANDOM: Self = Self::ycsb(150_000, true, 0, false);
+    pub(crate) const A: Self = Self::ycsb(40_000, false, 50, false);
+    pub(crate) const B: Self = Self::ycsb(40_000, false, 95, false);
+    pub(crate) const F: Self = Self::ycsb(40_000, false, 50, true);
 
     const fn ycsb(records: u32, is_random: bool, reads: u32, reads_first: bool) -> Self {
         Self {

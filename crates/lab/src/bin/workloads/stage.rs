@@ -42,30 +42,43 @@ pub(crate) struct Migration {
     pub(crate) from: Instant,
     pub(crate) to: Instant,
     /// From STOP at the source to RESUME at the destination, in milliseconds.
-    pub(crate) downtime: f64,
+    pub(crate) downtime: Option<f64>,
     /// Rounds over memory.
     pub(crate) rounds: u64,
     /// Sent over the link, headers included.
     pub(crate) bytes: u64,
     /// The most that auto-converge has throttled the guest, in percent.
     pub(crate) throttle: u64,
+    /// MiB of memory that the guest changed in a second, before.
+    pub(crate) dirty_rate: u64,
     /// That of `vamoose migrate`.
     pub(crate) report: Option<Value>,
 }
 
-/// How long a guest is left alone before each migration, and between two of them.
-pub(crate) const REST: Duration = Duration::from_secs(5);
+/// Where a guest has just arrived, QEMU must translate all of its code again, which slows it down.
+const SETTLE: Duration = Duration::from_secs(2);
+
+/// Then it is left alone so long before it is moved on.
+pub(crate) const REST: Duration = Duration::from_secs(3);
+
+/// How long clients work before they are looked at: PostgreSQL still writes its tables then.
+const WARM_UP: Duration = Duration::from_secs(5);
+
+/// Part of [`REST`] in which the guest's changes are counted.
+const DIRTY_TIME: Duration = Duration::from_secs(1);
 
 const LIMIT: Duration = Duration::from_secs(180);
 
 impl<'a> Stage<'a> {
     pub(crate) fn set(workload: Workload, conditions: &'a Conditions) -> Result<Self> {
-        let link = Link::new(Some(conditions.rate))?;
+        let rate = conditions.terms.rate * 1_000_000;
+        let link = Link::new(Some(rate))?;
         let lan = Lan::new(&link)?;
-        let (image, machine) = workload.machine(&conditions.qemu, conditions.rate)?;
+        let (image, machine) = workload.machine(&conditions.qemu, rate)?;
         let guest = Guest::start(&machine.clone().namespace(link.source.name()))?;
         guest.wait_ready(LIMIT)?;
         let clients = workload.clients(&lan.clients)?;
+        thread::sleep(WARM_UP);
         Ok(Self {
             workload,
             conditions,
@@ -89,7 +102,10 @@ impl<'a> Stage<'a> {
         }
         let incoming = self.machine.clone().incoming().preallocate();
         let mut destination = Guest::start(&incoming.namespace(hosts[1].name()))?;
+        thread::sleep(SETTLE);
+        source.qemu.qmp.begin_dirty_rate(DIRTY_TIME)?;
         thread::sleep(REST);
+        let dirty_rate = source.qemu.qmp.dirty_rate(LIMIT)?;
         let sent_before = hosts[0].traffic()?.sent;
         source.qemu.qmp.take_events();
         let from = Instant::now();
@@ -100,20 +116,21 @@ impl<'a> Stage<'a> {
             is_cancelled: false,
             from,
             to: from,
-            downtime: f64::NAN,
+            downtime: None,
             rounds: 0,
             bytes: 0,
             throttle: 0,
+            dirty_rate,
             report: None,
         };
-        let watched = migration.watch(&mut source, &helpers, self.conditions.limit);
+        let watched = migration.watch(&mut source, &helpers, self.limit());
         migration.to = Instant::now();
         match watched.with_context(|| helpers.said())? {
             Watched::Completed => {
                 let resumed = destination.qemu.qmp.wait_event("RESUME", |_| true, LIMIT)?;
                 let stopped = source.qemu.qmp.wait_event("STOP", |_| true, LIMIT)?;
                 let downtime = resumed.timestamp.saturating_sub(stopped.timestamp);
-                migration.downtime = downtime.as_secs_f64() * 1e3;
+                migration.downtime = Some(downtime.as_secs_f64() * 1e3);
                 migration.report = helpers.finish()?;
                 mem::swap(&mut source, &mut destination);
                 self.is_there = !self.is_there;
@@ -134,6 +151,10 @@ impl<'a> Stage<'a> {
         Ok(migration)
     }
 
+    fn limit(&self) -> Duration {
+        Duration::from_secs(self.conditions.terms.limit)
+    }
+
     /// Ends the clients and the guest; gives what the clients have noticed.
     pub(crate) fn end(mut self) -> Result<Vec<Sample>> {
         thread::sleep(REST);
@@ -142,7 +163,12 @@ impl<'a> Stage<'a> {
             None => Vec::new(),
         };
         let guest = self.guest.take().context("the guest is lost")?;
-        self.logs.push(guest.finish()?);
+        if self.workload.checks_itself() {
+            guest.wait_rounds(1, LIMIT)?;
+        }
+        let log = guest.finish()?;
+        log.check()?;
+        self.logs.push(log);
         Ok(match of_clients.is_empty() {
             true => self.signs(),
             false => of_clients,
@@ -211,11 +237,10 @@ impl Migration {
 
 impl fmt::Display for Migration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (seconds, downtime) = (self.seconds(), self.downtime);
-        let megabytes = self.bytes / 1_000_000;
-        match self.is_cancelled {
-            true => write!(f, "cancelled after {seconds:.0} s and {megabytes} MB"),
-            false => write!(
+        let (seconds, megabytes) = (self.seconds(), self.bytes / 1_000_000);
+        match self.downtime {
+            None => write!(f, "cancelled after {seconds:.0} s and {megabytes} MB"),
+            Some(downtime) => write!(
                 f,
                 "{seconds:.1} s, {megabytes} MB, downtime {downtime:.0} ms"
             ),
