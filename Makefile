@@ -52,7 +52,7 @@ paths: setup   # Measure what a second path brings
 	cargo build --release -p vamoose -p lab --bin vamoose --bin paths
 	"$${CARGO_TARGET_DIR:-target}/release/paths" $(PATHS)
 
-workloads: setup # Move busy guests: Redis, PostgreSQL, a compiler, programs that write memory (WORKLOADS="--runs 1 --workload redis-a")
+workloads: setup # Move busy guests: Redis, PostgreSQL, a compiler, programs that write memory (an hour; WORKLOADS="--runs 1 --workload redis-a")
 	scripts/setup workloads
 	cargo build --release -p vamoose -p lab --bin vamoose --bin workloads
 	"$${CARGO_TARGET_DIR:-target}/release/workloads" $(WORKLOADS)
