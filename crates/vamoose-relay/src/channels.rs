@@ -258,3 +258,63 @@ fn send_sync(writer: &mut ChannelWriter, packet_num: u64, out: Out<'_>) -> Resul
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{Read as _, Write as _},
+        os::unix::net::UnixStream,
+        sync::Arc,
+    };
+
+    use multifd::{BlockName, RamHeader};
+    use vamoose_codec::{Decoder, Engines, Settings};
+
+    use super::*;
+
+    /// A packet with a page whose payload is no encoding of anything.
+    fn packet(method: Method, config: &Config) -> Vec<u8> {
+        let layout = config.layout;
+        let mut header = RamHeader::new(layout);
+        header.method = method;
+        header.block = BlockName::new(b"mem").unwrap();
+        header.set_pages(&[0x1000], &[0x3000], layout).unwrap();
+        header.set_payload_len(5, layout).unwrap();
+        let mut bytes = Vec::new();
+        header.write(layout, &mut bytes);
+        bytes.extend(b"bytes");
+        bytes
+    }
+
+    /// QEMU is set up for one method, and decodes whatever it gets by that.
+    #[test]
+    fn packets_are_passed_as_they_came_if_they_are_of_the_announced_method() {
+        let (mut source, incoming) = UnixStream::pair().unwrap();
+        let (outgoing, mut qemu) = UnixStream::pair().unwrap();
+        let config = Config::new(Engines::software(Settings::default()));
+        let stats = Arc::<Stats>::default();
+        let (layout, decoder) = (config.layout, Decoder::new(config.layout));
+        let encoder = config.method.encoder(layout, stats.health()).unwrap();
+        let (incoming, outgoing) = (Arc::new(incoming.into()), Arc::new(outgoing.into()));
+        let mut reader = ChannelReader::new(incoming, layout, decoder, stats.clone());
+        let mut writer = ChannelWriter::new(outgoing, layout, encoder, None, stats.clone());
+        let good = packet(Method::Zstd, &config);
+        let bad = packet(Method::Zlib, &config);
+        source.write_all(&[&good[..], &bad].concat()).unwrap();
+        let out = Out {
+            channel: 0,
+            stats: &stats,
+            syncs: &Syncs::new(1),
+        };
+        let passed = pass_encoded(&mut reader, &mut writer, Method::Zstd, &config, out);
+        let is_refused = matches!(
+            passed,
+            Err(RelayError::OtherMethod(0, Method::Zlib, Method::Zstd))
+        );
+        assert!(is_refused, "{passed:?}");
+        drop(writer);
+        let mut sent = Vec::new();
+        qemu.read_to_end(&mut sent).unwrap();
+        assert_eq!(sent, good);
+    }
+}
