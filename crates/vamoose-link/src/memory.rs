@@ -20,7 +20,7 @@
 
 use std::{
     io, mem,
-    os::fd::{AsRawFd, BorrowedFd},
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd as _, OwnedFd, RawFd},
     ptr,
     time::Duration,
 };
@@ -177,6 +177,20 @@ pub fn populate(slice: &VolatileSlice<'_>) -> io::Result<()> {
     } else {
         Err(io::Error::last_os_error())
     }
+}
+
+/// Takes over a descriptor that whoever started this process has passed to it.
+///
+/// # Errors
+/// When there is no open file of this number.
+pub(crate) fn passed(number: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: fcntl takes any number, and fails for one that is no open file.
+    let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 0) };
+    if copy < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made it, so nobody else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
 
 /// User and process at the other end of a unix socket, as of when it connected or began to listen. (Not by rustix, whose

@@ -88,15 +88,36 @@ impl Peers {
 
 const ROOT: u32 = 0;
 
+/// The inode of the other end's socket, if that is a TCP socket on this host: what /proc/PID/fd names it by.
+///
+/// # Errors
+/// As [`peer_of`].
+pub fn peer_inode(stream: &Socket) -> io::Result<Option<u64>> {
+    match stream {
+        Socket::Unix(_) => Ok(None),
+        Socket::Tcp(stream) => Ok(other_end(stream)?.map(|owner| owner.inode)),
+    }
+}
+
 fn peer_of_tcp(stream: &TcpStream) -> io::Result<Peer> {
-    let (near, far) = (
-        canonical(stream.local_addr()?),
-        canonical(stream.peer_addr()?),
-    );
+    let (near, far) = ends(stream)?;
     // Who connects to one of this host's own addresses does it from that address.
     if !far.ip().is_loopback() && far.ip() != near.ip() {
         return Ok(Peer::Remote);
     }
+    let owner = other_end(stream)?;
+    Ok(owner.map_or(Peer::Unknown, |owner| Peer::Uid(owner.uid)))
+}
+
+/// Our address, and the peer's.
+fn ends(stream: &TcpStream) -> io::Result<(SocketAddr, SocketAddr)> {
+    let (near, far) = (stream.local_addr()?, stream.peer_addr()?);
+    Ok((canonical(near), canonical(far)))
+}
+
+/// The other end of a connection, where that is a socket on this host.
+fn other_end(stream: &TcpStream) -> io::Result<Option<Owner>> {
+    let (near, far) = ends(stream)?;
     // A socket of IPv6 may have a peer of IPv4 (::ffff:127.0.0.1), and either may be in the other's table.
     for table in ["/proc/net/tcp", "/proc/net/tcp6"] {
         let file = match File::open(table) {
@@ -105,26 +126,33 @@ fn peer_of_tcp(stream: &TcpStream) -> io::Result<Peer> {
             file => file?,
         };
         for line in BufReader::new(file).lines() {
-            if let Some(uid) = owner(&line?, far, near) {
-                return Ok(Peer::Uid(uid));
+            if let Some(owner) = owner(&line?, far, near) {
+                return Ok(Some(owner));
             }
         }
     }
-    Ok(Peer::Unknown)
+    Ok(None)
+}
+
+/// A socket, as the tables have it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Owner {
+    uid: u32,
+    inode: u64,
 }
 
 fn canonical(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 
-/// The user of the established connection from `near` to `far`, if it is in this line of /proc/net/tcp or tcp6:
+/// Who has the established connection from `near` to `far`, if it is in this line of /proc/net/tcp or tcp6:
 ///
 /// ```text
 /// sl: local_address:port rem_address:port state queues timer retransmits uid timeout inode ...
 /// ```
 ///
 /// One that its process has closed belongs to no process and is listed as root's, so only those that are established count.
-fn owner(line: &str, near: SocketAddr, far: SocketAddr) -> Option<u32> {
+fn owner(line: &str, near: SocketAddr, far: SocketAddr) -> Option<Owner> {
     let mut fields = line.split_ascii_whitespace().skip(1);
     let ends = [fields.next()?, fields.next()?];
     if fields.next()? != ESTABLISHED {
@@ -137,7 +165,7 @@ fn owner(line: &str, near: SocketAddr, far: SocketAddr) -> Option<u32> {
     let uid = fields.next()?.parse().ok()?;
     // Of no process, if 0.
     let inode: u64 = fields.nth(1)?.parse().ok()?;
-    (inode != 0).then_some(uid)
+    (inode != 0).then_some(Owner { uid, inode })
 }
 
 const ESTABLISHED: &str = "01";
@@ -194,6 +222,15 @@ mod tests {
     }
 
     #[test]
+    fn a_peers_socket_is_known_by_its_inode() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (far, _) = listener.accept().unwrap();
+        let inode = peer_inode(&Socket::Tcp(far)).unwrap();
+        assert_eq!(inode, Some(rustix::fs::fstat(&near).unwrap().st_ino));
+    }
+
+    #[test]
     fn a_peer_of_either_family_is_known() {
         // Some machines have no IPv6.
         if TcpListener::bind("[::1]:0").is_err() {
@@ -226,17 +263,19 @@ mod tests {
             "127.0.0.1:8080".parse().unwrap(),
             "127.0.0.1:50000".parse().unwrap(),
         );
+        let found = Owner {
+            uid: 1000,
+            inode: 4711,
+        };
         for line in [v4, v6] {
-            assert_eq!(owner(line, near, far), Some(1000));
+            assert_eq!(owner(line, near, far), Some(found));
             assert_eq!(owner(line, far, near), None);
             assert_eq!(owner(&line.replace(" 01 ", " 06 "), near, far), None);
             assert_eq!(owner(&line.replace("4711", "0"), near, far), None);
             for length in 0..line.len() - 10 {
                 // Nothing that is cut off is misread.
-                assert!(matches!(
-                    owner(&line[..length], near, far),
-                    None | Some(1000)
-                ));
+                let cut = owner(&line[..length], near, far);
+                assert!(cut.is_none_or(|owner| owner.uid == 1000));
             }
         }
         assert_eq!(

@@ -5,7 +5,7 @@ use std::{
     io::{self, IoSlice, Read, Write},
     net::{self, IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
     os::{
-        fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd, RawFd},
         unix::{
             fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _},
             net::{UnixListener, UnixStream},
@@ -440,6 +440,31 @@ impl Listener {
         })
     }
 
+    /// Listens on a TCP socket that whoever started this process has passed to it, for `peers` only. The descriptor itself
+    /// stays open, so that the socket does when the listener is dropped.
+    ///
+    /// # Errors
+    /// When the number is not that of a listening TCP socket.
+    pub fn passed(number: RawFd, stall_timeout: Duration, peers: Peers) -> io::Result<Self> {
+        let socket = memory::passed(number)?;
+        if !sockopt::socket_acceptconn(&socket)? {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let listener = TcpListener::from(socket);
+        listener.set_nonblocking(true)?;
+        let bound = listener.local_addr()?;
+        let address = Address::Tcp {
+            host: bound.ip().to_string(),
+            port: bound.port(),
+        };
+        Ok(Self {
+            kind: Kind::Tcp(listener),
+            address,
+            stall_timeout,
+            peers,
+        })
+    }
+
     /// Where this listens, with the port that the system chose.
     pub fn address(&self) -> &Address {
         &self.address
@@ -698,6 +723,27 @@ mod tests {
     use std::thread;
 
     use super::*;
+
+    #[test]
+    fn a_socket_that_was_passed_is_listened_on() {
+        let made = TcpListener::bind("127.0.0.1:0").unwrap();
+        let number = made.as_raw_fd();
+        let listener = Listener::passed(number, Duration::from_secs(1), Peers::anyone()).unwrap();
+        let address = made.local_addr().unwrap();
+        let port = address.port();
+        let expected = format!("tcp:127.0.0.1:{port}");
+        assert_eq!(listener.address().to_string(), expected);
+        let dialled = TcpStream::connect(address).unwrap();
+        wait_for(
+            &mut [PollFd::new(&listener, PollFlags::IN)],
+            Duration::from_secs(60),
+        )
+        .unwrap();
+        assert!(listener.try_accept().unwrap().is_some());
+        for wrong in [dialled.as_raw_fd(), RawFd::MAX] {
+            assert!(Listener::passed(wrong, Duration::from_secs(1), Peers::anyone()).is_err());
+        }
+    }
 
     #[test]
     fn a_tcp_socket_tells_what_it_holds_and_a_unix_socket_does_not() {

@@ -56,6 +56,8 @@ pub struct Introduced {
 struct Server {
     addresses: Vec<Address>,
     config: SessionConfig,
+    /// Of the next connections.
+    security: Mutex<Security>,
     sessions: Mutex<HashMap<SessionId, Weak<Shared>>>,
     strangers: Mutex<HashMap<Option<IpAddr>, usize>>,
     introduced: PollQueue<Introduced>,
@@ -101,6 +103,7 @@ impl Sessions {
     pub fn new(listeners: Vec<Listener>, config: SessionConfig) -> Result<Self, SessionsError> {
         let server = Arc::new(Server {
             addresses: listeners.iter().map(|it| it.address().clone()).collect(),
+            security: Mutex::new(config.security.clone()),
             config,
             sessions: Mutex::default(),
             strangers: Mutex::default(),
@@ -125,6 +128,18 @@ impl Sessions {
     /// The addresses that it listens on.
     pub fn addresses(&self) -> impl Iterator<Item = &Address> {
         self.server.addresses.iter()
+    }
+
+    /// Authenticates by this from now on. Sessions that have begun go on, if their connections still fit.
+    ///
+    /// # Errors
+    /// When certificates or keys cannot be used; then nothing changes.
+    pub fn set_security(&self, security: Security) -> Result<(), SessionsError> {
+        if security != Security::Insecure {
+            security.server_terms(self.server.config.cipher)?;
+        }
+        *lock(&self.server.security) = security;
+        Ok(())
     }
 
     /// A stream that was opened, if one waits.
@@ -296,7 +311,7 @@ impl Server {
             return Err(Refusal::Proof);
         }
         // Without TLS a peer has no name: it may come from another address.
-        if !matches!(self.config.security, Security::Insecure) && session.peer != peer.0 {
+        if session.config.security != Security::Insecure && session.peer != peer.0 {
             return Err(Refusal::OtherPeer);
         }
         let _turn = lock(&session.opening);
@@ -334,7 +349,11 @@ impl Server {
         if sessions.len() >= SESSIONS || of_peer >= OF_ONE_PEER {
             return Err(Refusal::Busy);
         }
-        let (secret, config) = (transcript.secret(), self.config.clone());
+        let config = SessionConfig {
+            security: lock(&self.security).clone(),
+            ..self.config.clone()
+        };
+        let secret = transcript.secret();
         let session = Shared::new(
             secret,
             config,
@@ -378,7 +397,8 @@ impl Server {
 
     /// Certificates and keys as they are now, so that those which are replaced count at once.
     fn terms(&self) -> Result<Option<ServerTerms>, TlsError> {
-        match &self.config.security {
+        let security = lock(&self.security).clone();
+        match security {
             Security::Insecure => Ok(None),
             security => security.server_terms(self.config.cipher).map(Some),
         }
