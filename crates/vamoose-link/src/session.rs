@@ -166,6 +166,8 @@ pub(crate) struct Shared {
     secret: Secret,
     config: SessionConfig,
     peer: String,
+    /// What the peer has proved to be.
+    identity: Option<String>,
     cipher: Option<&'static str>,
     /// The server's memory for versions of pages, at the client; `None` where it takes no differences to them.
     offered: Option<usize>,
@@ -209,10 +211,9 @@ impl Session {
         &self.0.peer
     }
 
-    /// Who the peer has proved to be; `None` without authentication.
+    /// Who the peer has proved to be, by its key or the first name in its certificate; `None` without authentication.
     pub fn identity(&self) -> Option<&str> {
-        let is_proved = self.0.config.security != Security::Insecure;
-        is_proved.then_some(&*self.0.peer)
+        self.0.identity.as_deref()
     }
 
     /// The cipher of its connections; `None` without TLS.
@@ -293,7 +294,7 @@ impl Shared {
     fn new(
         secret: Secret,
         config: SessionConfig,
-        peer: String,
+        (peer, identity): (String, Option<String>),
         cipher: Option<&'static str>,
         (role, offered): (Role, Option<usize>),
     ) -> io::Result<Arc<Self>> {
@@ -301,6 +302,7 @@ impl Shared {
             secret,
             config,
             peer,
+            identity,
             cipher,
             offered,
             streams: Mutex::default(),

@@ -250,7 +250,8 @@ pub(crate) fn begin(
         match Greeted::new(&paths, path, timeout) {
             Ok(greeted) => {
                 let secret = greeted.transcript.secret();
-                let (peer, cipher) = (greeted.peer(), greeted.connection.cipher);
+                let peer = (greeted.peer(), greeted.connection.peer.clone());
+                let cipher = greeted.connection.cipher;
                 let role = (Role::Client(paths), greeted.page_cache);
                 let session =
                     Shared::new(secret, config, peer, cipher, role).map_err(DialError::System)?;

@@ -354,10 +354,12 @@ impl Server {
             ..self.config.clone()
         };
         let secret = transcript.secret();
+        let is_proved = config.security != Security::Insecure;
+        let identity = is_proved.then(|| peer.to_owned());
         let session = Shared::new(
             secret,
             config,
-            peer.to_owned(),
+            (peer.to_owned(), identity),
             cipher,
             (Role::Server, None),
         );
