@@ -2,12 +2,14 @@
 
 use std::{
     num::{NonZeroU64, NonZeroUsize},
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, OnceLock},
     time::Duration,
 };
 
 use multifd::{Layout, Method};
-use vamoose_link::{Address, MethodChoice, Remote, Session, SocketError, Stream, dial, lock};
+use vamoose_link::{
+    Address, MethodChoice, Remote, Session, Socket, SocketError, Stream, dial, lock,
+};
 
 use crate::{Placement, RelayError};
 
@@ -83,9 +85,15 @@ pub struct Dialer {
 
 enum To {
     Socket(Address),
+    /// The first connection has been made already.
+    Dialled(Mutex<Option<Socket>>, Address),
     Remote(Remote, Mutex<Option<Session>>),
     Session(Session),
+    Announced(Announce, OnceLock<Session>),
 }
+
+/// Begins a session, or says why the peer does not want it.
+type Announce = Box<dyn Fn() -> Result<Session, RelayError> + Send + Sync>;
 
 impl Dialer {
     /// To a QEMU, or to a relay that takes plain connections.
@@ -106,6 +114,19 @@ impl Dialer {
         }
     }
 
+    /// To a QEMU that a first connection has been made to.
+    pub(crate) fn dialled(first: Socket, address: Address) -> Self {
+        Self::of(To::Dialled(Mutex::new(Some(first)), address))
+    }
+
+    /// To another gateway, which `announce` asks before the first connection; each stream begins with `preamble`.
+    pub(crate) fn announced(announce: Announce, preamble: &[u8]) -> Self {
+        Self {
+            preamble: preamble.to_vec(),
+            ..Self::of(To::Announced(announce, OnceLock::new()))
+        }
+    }
+
     fn of(to: To) -> Self {
         let preamble = Vec::new();
         Self { to, preamble }
@@ -114,21 +135,31 @@ impl Dialer {
     /// The session, if there is one.
     pub fn with(&self) -> Option<Session> {
         match &self.to {
-            To::Socket(_) => None,
+            To::Socket(_) | To::Dialled(..) => None,
             To::Remote(_, session) => lock(session).clone(),
             To::Session(session) => Some(session.clone()),
+            To::Announced(_, session) => session.get().cloned(),
         }
     }
 
     pub(crate) fn dial(&self, first: &[u8], timeout: Duration) -> Result<Stream, RelayError> {
         let stream = match &self.to {
-            To::Socket(address) => {
-                let socket = dial(address, timeout)?;
-                let written = socket.write_both(&self.preamble, first);
-                written.map_err(|source| SocketError::dial(address, source))?;
-                return Ok(socket.into());
+            To::Socket(address) => return self.dial_qemu(None, address, first, timeout),
+            To::Dialled(socket, address) => {
+                let dialled = lock(socket).take();
+                return self.dial_qemu(dialled, address, first, timeout);
             }
             To::Session(session) => session.open()?,
+            To::Announced(announce, session) => {
+                let session = match session.get() {
+                    Some(session) => session,
+                    None => {
+                        let begun = announce()?;
+                        session.get_or_init(|| begun)
+                    }
+                };
+                session.open()?
+            }
             To::Remote(remote, session) => {
                 let mut session = lock(session);
                 match &*session {
@@ -145,5 +176,21 @@ impl Dialer {
             .write_both(&self.preamble, first)
             .map_err(RelayError::Opening)?;
         Ok(stream)
+    }
+
+    fn dial_qemu(
+        &self,
+        dialled: Option<Socket>,
+        address: &Address,
+        first: &[u8],
+        timeout: Duration,
+    ) -> Result<Stream, RelayError> {
+        let socket = match dialled {
+            Some(socket) => socket,
+            None => dial(address, timeout)?,
+        };
+        let written = socket.write_both(&self.preamble, first);
+        written.map_err(|source| SocketError::dial(address, source))?;
+        Ok(socket.into())
     }
 }

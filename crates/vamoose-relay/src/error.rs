@@ -6,7 +6,7 @@ use multifd::{InitialError, Method};
 use thiserror::Error;
 use vamoose_link::{DialError, ReadError, SocketError, WriteError};
 
-use crate::PlaceError;
+use crate::{PlaceError, gateway::AnnounceError};
 
 /// Which way the bytes of a connection go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +54,8 @@ pub enum RelayError {
     Socket(#[from] SocketError),
     #[error(transparent)]
     Session(#[from] DialError),
+    #[error(transparent)]
+    Announce(#[from] AnnounceError),
     #[error(transparent)]
     Codec(#[from] vamoose_codec::EncodeError),
     #[error(

@@ -8,7 +8,8 @@
 //! ```
 //!
 //! [`Relay`] moves one migration. [`Server`] and [`Migration`] put two relays between two QEMUs, set
-//! both QEMUs up over QMP and see the migration through to a guest that runs in one place.
+//! both QEMUs up over QMP and see the migration through to a guest that runs in one place. [`Gateway`] stands between two
+//! hosts for all migrations of those who drive their QEMUs themselves.
 //!
 //! ARCHITECTURE.md has the way of a page through the modules. The log lines of a migration are in one span, `migration`,
 //! with its role (`relay`, `source`, `destination`) and the attempt's id.
@@ -23,6 +24,7 @@ mod control;
 mod downtime;
 mod error;
 mod exchange;
+mod gateway;
 mod gather;
 mod instance;
 mod journal;
@@ -46,6 +48,7 @@ pub use config::{Config, Dialer, ZeroPages};
 pub use control::ControlError;
 pub use downtime::Switchover;
 pub use error::{Direction, RelayError};
+pub use gateway::{AnnounceError, Gateway, GatewayConfig, GatewayError, GatewayPeer};
 pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;
 pub use journal::{Journal, JournalError};

@@ -1,0 +1,300 @@
+//! A gateway between two hosts: whoever migrates a guest by its QEMU alone (libvirt, for one) gains what two Vamooses have.
+//!
+//! ```text
+//!  QEMU ── alias of the peer, port P ──> gateway ══ a session for each migration ══> gateway ── own alias, port P ──> QEMU
+//! ```
+//!
+//! On every host each peer has an address of the host's own, its *alias*; the ports at which QEMUs wait are the same on all.
+//! The gateway listens at all of them. [`first`] looks at what connects, [`sorting`] decides what a port carries, [`door`]
+//! is a migration from this host, [`visit`] one to it. Two gateways agree on a migration before any of its bytes are
+//! taken: [`announce`] draws it. Migrations in plain text go through a [`Relay`](crate::Relay) at each end;
+//! everything else (NBD, TLS of QEMU's own) goes as bytes, over the same session ([`pipe`]).
+//!
+//! A thread accepts for this host, another one for the sessions of others, and every migration has its own.
+
+mod account;
+mod announce;
+mod config;
+mod door;
+mod first;
+mod front;
+mod guest;
+mod pipe;
+mod slots;
+mod sorting;
+mod visit;
+
+use std::{
+    collections::HashMap,
+    io,
+    net::SocketAddr,
+    os::fd::AsFd as _,
+    sync::{Arc, Mutex},
+    thread::{self, Scope},
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags};
+use thiserror::Error;
+use tracing::{error_span, warn};
+use vamoose_link::{
+    Address, Hangup, Introduced, Listener, Sessions, SessionsError, SocketError, Stream, lock,
+    wait_for,
+};
+
+pub use announce::AnnounceError;
+pub use config::{GatewayConfig, GatewayPeer};
+use door::Door;
+use first::First;
+use front::Front;
+use visit::{Admission, Visit};
+
+/// Moves migrations between this host and its peers, as many at once as there are.
+pub struct Gateway {
+    config: Mutex<Arc<GatewayConfig>>,
+    sessions: Sessions,
+    front: Front,
+    /// Migrations from this host, by the address at which they came.
+    doors: Mutex<HashMap<SocketAddr, Arc<Door>>>,
+    /// Migrations to this host.
+    visits: Mutex<Vec<Arc<Visit>>>,
+    admission: Admission,
+    /// Thrown when no further migrations are taken, and when those that there are have to end.
+    drain: Hangup,
+    stop: Hangup,
+}
+
+/// A gateway that cannot start, or continue.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum GatewayError {
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    #[error(transparent)]
+    Sessions(#[from] SessionsError),
+    #[error("cannot wait for connections")]
+    Wait(#[from] io::Error),
+}
+
+/// How often it is looked whether all migrations have ended.
+const TICK: Duration = Duration::from_millis(200);
+
+impl Gateway {
+    /// Listens for other gateways, and at the aliases of the peers. Of `passed`, sockets that listen already, it takes those at
+    /// addresses that it needs.
+    ///
+    /// # Errors
+    /// When an address is taken or not this host's, or certificates or keys cannot be used.
+    pub fn bind(config: GatewayConfig, mut passed: Vec<Listener>) -> Result<Self, GatewayError> {
+        let patience = config.sessions.stall_timeout;
+        let listen = |address: &Address| {
+            let found = passed.iter().position(|it| it.address() == address);
+            match found {
+                Some(at) => Ok(passed.swap_remove(at)),
+                None => Listener::bind(address, patience),
+            }
+        };
+        let listeners = config.listen.iter().map(listen);
+        let listeners = listeners.collect::<Result<_, _>>()?;
+        Ok(Self {
+            sessions: Sessions::new(listeners, config.sessions.clone())?,
+            front: Front::new(&config, passed)?,
+            config: Mutex::new(Arc::new(config)),
+            doors: Mutex::default(),
+            visits: Mutex::default(),
+            admission: Admission::default(),
+            drain: Hangup::new()?,
+            stop: Hangup::new()?,
+        })
+    }
+
+    /// Where other gateways reach it.
+    pub fn addresses(&self) -> impl Iterator<Item = &Address> {
+        self.sessions.addresses()
+    }
+
+    /// Works by another configuration from now on. Migrations under way go on as they began; where other gateways reach
+    /// this one stays.
+    ///
+    /// # Errors
+    /// As [`Gateway::bind`]; then nothing changes.
+    pub fn reload(&self, config: GatewayConfig) -> Result<(), GatewayError> {
+        self.sessions
+            .set_security(config.sessions.security.clone())?;
+        let before = lock(&self.config).clone();
+        if let Err(error) = self.front.listen(&config) {
+            let restored = self.sessions.set_security(before.sessions.security.clone());
+            if let Err(error) = restored {
+                warn!(
+                    "cannot go back to the security before: {}",
+                    crate::chain(&error)
+                );
+            }
+            return Err(error.into());
+        }
+        *lock(&self.config) = Arc::new(config);
+        Ok(())
+    }
+
+    /// Takes no further migrations; when those under way have ended, [`run`](Self::run) returns.
+    pub fn drain(&self) {
+        self.admission.close();
+        self.drain.hang_up();
+    }
+
+    /// Ends migrations under way.
+    pub fn stop(&self) {
+        self.drain();
+        self.stop.hang_up();
+    }
+
+    /// Moves migrations until it is drained or stopped.
+    ///
+    /// # Errors
+    /// When the system refuses to wait for connections.
+    pub fn run(&self) -> Result<(), GatewayError> {
+        thread::scope(|scope| {
+            let accepts = scope.spawn(|| self.accept_visits(scope));
+            let accepted = self.accept_here(scope);
+            // Not before the deadline of the drain, or when all have ended.
+            self.stop();
+            self.hang_up_all();
+            let visits = accepts.join();
+            accepted.and(visits.unwrap_or(Ok(())))
+        })
+    }
+
+    /// Takes connections of this host's QEMUs.
+    fn accept_here<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+    ) -> Result<(), GatewayError> {
+        let (mut deadline, mut fresh) = (None, Vec::new());
+        loop {
+            for (at, stream, first) in self.front.wait(&mut fresh, &self.drain, TICK)? {
+                self.offer(scope, at, stream, first);
+            }
+            if !self.drain.is_hung_up() {
+                continue;
+            }
+            let timeout = lock(&self.config).drain_timeout;
+            let deadline = *deadline.get_or_insert_with(|| Instant::now() + timeout);
+            if self.stop.is_hung_up() || self.is_idle() {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                let seconds = timeout.as_secs();
+                warn!("migrations under way have not ended in {seconds} s: they are ended now");
+                return Ok(());
+            }
+        }
+    }
+
+    /// Gives a connection to the migration that it belongs to, or begins one.
+    fn offer<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        at: SocketAddr,
+        stream: Arc<Stream>,
+        first: First,
+    ) {
+        let mut doors = lock(&self.doors);
+        if let Some(door) = doors.get(&at) {
+            return door.push(stream, first);
+        }
+        if self.drain.is_hung_up() {
+            return warn!("{at}: a connection is closed: this gateway is about to end");
+        }
+        let config = lock(&self.config).clone();
+        let Some(peer) = config.behind(at.ip()) else {
+            // It has just been removed from the configuration.
+            return;
+        };
+        let (slots, outgoing) = (self.admission.slots.clone(), config.outgoing.clone());
+        let door = match Door::new(peer.clone(), at.port(), outgoing, slots) {
+            Ok(door) => Arc::new(door),
+            Err(error) => return warn!("{at}: a connection is closed: {error}"),
+        };
+        door.push(stream, first);
+        let (begun, span) = (
+            door.clone(),
+            error_span!("migration", to = peer.name, port = at.port()),
+        );
+        let work = move || span.in_scope(|| self.run_door(scope, at, &begun));
+        match thread::Builder::new().spawn_scoped(scope, work) {
+            Ok(_) => drop(doors.insert(at, door)),
+            Err(error) => warn!("{at}: a connection is closed: no thread can be started: {error}"),
+        }
+    }
+
+    fn run_door<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        at: SocketAddr,
+        door: &Arc<Door>,
+    ) {
+        let closing = door.run();
+        let mut doors = lock(&self.doors);
+        let leftover = door.leftover();
+        doors.remove(&at);
+        drop(doors);
+        for (stream, first) in leftover {
+            self.offer(scope, at, stream, first);
+        }
+        closing.finish();
+    }
+
+    /// Takes the sessions of other gateways.
+    fn accept_visits<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+    ) -> Result<(), GatewayError> {
+        loop {
+            let mut fds = [self.stop.as_fd(), self.sessions.as_fd()]
+                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            wait_for(&mut fds, TICK)?;
+            if self.stop.is_hung_up() {
+                return Ok(());
+            }
+            while let Some(introduced) = self.sessions.try_next() {
+                self.take(scope, introduced);
+            }
+        }
+    }
+
+    fn take<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, introduced: Introduced) {
+        let Introduced { stream, session } = introduced;
+        let (mut visits, stream) = (lock(&self.visits), Arc::new(stream));
+        if let Some(visit) = visits.iter().find(|visit| visit.is_of(&session)) {
+            return visit.push(stream);
+        }
+        let visit = match Visit::new(session) {
+            Ok(visit) => Arc::new(visit),
+            Err(error) => return warn!("a session is closed: {error}"),
+        };
+        let (begun, config) = (visit.clone(), lock(&self.config).clone());
+        let span = error_span!("migration", role = "destination");
+        let work = move || {
+            span.in_scope(|| begun.run(stream, &config, &self.admission));
+            lock(&self.visits).retain(|other| !Arc::ptr_eq(other, &begun));
+        };
+        match thread::Builder::new().spawn_scoped(scope, work) {
+            Ok(_) => visits.push(visit),
+            Err(error) => warn!("a session is closed: no thread can be started: {error}"),
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        lock(&self.doors).is_empty() && lock(&self.visits).is_empty()
+    }
+
+    fn hang_up_all(&self) {
+        for door in lock(&self.doors).values() {
+            door.hang_up();
+        }
+        for visit in lock(&self.visits).iter() {
+            visit.hang_up();
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! The line in the journal that every migration through a gateway ends with.
+
+use std::{
+    fmt,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use tracing::{info, warn};
+use vamoose_link::Stats;
+
+use crate::{Outcome, RelayError, Summary, chain};
+
+/// A migration, for its line.
+pub(super) struct Account {
+    /// `to kvm2` or `from kvm1`.
+    pub(super) with: String,
+    pub(super) port: u16,
+    /// The guest's name, where it is known.
+    pub(super) guest: Option<String>,
+    pub(super) began: Instant,
+    pub(super) stats: Arc<Stats>,
+}
+
+/// How it ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Ending {
+    /// The destination has confirmed that it has loaded the guest.
+    Loaded,
+    /// Everything was delivered, without a confirmation.
+    Unconfirmed,
+    /// Its connections ended in good order; what they were is not known here.
+    Passed,
+    /// Before any of its bytes were taken.
+    Refused(String),
+    Failed(String),
+}
+
+impl Account {
+    pub(super) fn write(&self, ending: &Ending) {
+        match ending {
+            Ending::Refused(_) | Ending::Failed(_) => warn!("{}", self.line(ending)),
+            _ => info!("{}", self.line(ending)),
+        }
+    }
+
+    fn line(&self, ending: &Ending) -> String {
+        let guest = match &self.guest {
+            Some(name) => format!("guest {name}"),
+            None => "guest of unknown name".to_owned(),
+        };
+        let moved = self.stats.snapshot();
+        let [before, after] = [moved.received_bytes, moved.wire_bytes].map(Size);
+        let took = Seconds(self.began.elapsed());
+        let (with, port) = (&self.with, self.port);
+        format!("{guest} {with}, port {port}: {ending}; {before} as {after} in {took}")
+    }
+}
+
+impl Ending {
+    pub(super) fn of_relay(result: Result<Summary, RelayError>) -> Self {
+        match result {
+            Ok(summary) => match summary.outcome {
+                Outcome::Loaded => Self::Loaded,
+                Outcome::Unconfirmed => Self::Unconfirmed,
+            },
+            Err(RelayError::Announce(error)) => Self::Refused(chain(&error)),
+            Err(error) => Self::Failed(chain(&error)),
+        }
+    }
+
+    pub(super) fn of_pipes(result: Result<(), RelayError>) -> Self {
+        match result {
+            Ok(()) => Self::Passed,
+            Err(RelayError::Announce(error)) => Self::Refused(chain(&error)),
+            Err(error) => Self::Failed(chain(&error)),
+        }
+    }
+
+    /// What the other gateway is told.
+    pub(super) fn error(&self) -> Option<String> {
+        match self {
+            Self::Loaded | Self::Unconfirmed | Self::Passed => None,
+            Self::Refused(reason) | Self::Failed(reason) => Some(reason.clone()),
+        }
+    }
+
+    /// Adds what the other gateway says of its end: the reason is often there.
+    pub(super) fn with_peers(self, theirs: Option<String>) -> Self {
+        match (self, theirs) {
+            (Self::Failed(ours), Some(theirs)) => {
+                Self::Failed(format!("{ours}; the other gateway: {theirs}"))
+            }
+            (ending, _) => ending,
+        }
+    }
+}
+
+impl fmt::Display for Ending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Loaded => write!(f, "loaded"),
+            Self::Unconfirmed => write!(f, "delivered, without a confirmation"),
+            Self::Passed => write!(f, "passed through to its end"),
+            Self::Refused(reason) => write!(f, "refused: {reason}"),
+            Self::Failed(reason) => write!(f, "failed: {reason}"),
+        }
+    }
+}
+
+struct Size(u64);
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.1} MiB", self.0 as f64 / f64::from(1 << 20))
+    }
+}
+
+struct Seconds(Duration);
+
+impl fmt::Display for Seconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.2} s", self.0.as_secs_f64())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_says_who_where_how_and_how_much() {
+        let account = Account {
+            with: "to kvm2".to_owned(),
+            port: 49_152,
+            guest: Some("web1".to_owned()),
+            began: Instant::now(),
+            stats: Arc::default(),
+        };
+        account.stats.add_received(3 << 20);
+        account.stats.add_sent(1 << 19);
+        let failed = Ending::Failed("cut".to_owned()).with_peers(Some("no QEMU".to_owned()));
+        for (ending, text) in [
+            (Ending::Loaded, "loaded"),
+            (failed, "failed: cut; the other gateway: no QEMU"),
+            (Ending::Refused("full".to_owned()), "refused: full"),
+            (
+                Ending::Passed.with_peers(Some("x".to_owned())),
+                "passed through to its end",
+            ),
+        ] {
+            let line = account.line(&ending);
+            let expected =
+                format!("guest web1 to kvm2, port 49152: {text}; 3.0 MiB as 0.5 MiB in ");
+            assert!(line.starts_with(&expected), "{line}");
+        }
+    }
+}

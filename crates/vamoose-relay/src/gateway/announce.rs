@@ -1,0 +1,286 @@
+//! What two gateways say about a migration, on the first stream of its session.
+//!
+//! ```text
+//!  source's gateway                                       destination's gateway
+//!   Announce { port, guest } ──────────────────────────>  dials its QEMU at that port
+//!                            <──────────────────────────  Accepted, or Refused { reason }
+//!   further streams, each with a byte of its kind first: M = a connection of a migration, O = any other
+//!                            <──────────────────────────  Spoke: the QEMU has sent something, and we nothing
+//!   Ended { error }          <─────────────────────────>  Ended { error }
+//! ```
+//!
+//! Messages are lines of JSON, as on the control connections of crate `handover`. Fields that are not known are ignored.
+
+use std::{
+    io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use handover::{FrameError, Lines, encode};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+use vamoose_link::{DialError, Session, Stream};
+
+use super::GatewayPeer;
+
+/// What gateways say.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Message {
+    /// A migration to the QEMU that waits at this port.
+    Announce {
+        /// Of this protocol.
+        version: u32,
+        port: u16,
+        /// The guest's name, where it is known.
+        #[serde(default)]
+        guest: Option<String>,
+    },
+    Accepted,
+    Refused {
+        reason: String,
+    },
+    Spoke,
+    Ended {
+        error: Option<String>,
+    },
+}
+
+/// Of the messages and their order.
+pub(super) const VERSION: u32 = 1;
+
+/// The first byte of a stream: a connection of a migration, or one whose bytes are passed on.
+pub(super) const MIGRATION: u8 = b'M';
+pub(super) const OPAQUE: u8 = b'O';
+
+/// How long a gateway may take to answer: it dials a QEMU of its own host.
+const ANSWER: Duration = Duration::from_secs(10);
+
+/// How long the peer may take to say how its side ended.
+const GOODBYE: Duration = Duration::from_secs(3);
+
+/// No migration may begin.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum AnnounceError {
+    #[error("the gateway of {peer} cannot be reached")]
+    Dial {
+        peer: String,
+        #[source]
+        source: DialError,
+    },
+    #[error(
+        "who answers for {peer} has proved to be {shown}: its `to` or its `key` is another host's"
+    )]
+    OtherHost { peer: String, shown: String },
+    #[error("{peer} refuses: {reason}")]
+    Refused { peer: String, reason: String },
+    #[error("there are {most} migrations to {peer} already, as many as its `migrations` allows")]
+    Busy { peer: String, most: usize },
+    #[error("no agreement with the gateway of {peer}")]
+    Conversation {
+        peer: String,
+        #[source]
+        source: ConversationError,
+    },
+}
+
+/// The stream on which gateways converse failed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum ConversationError {
+    #[error("the stream broke")]
+    Broken(#[from] io::Error),
+    #[error("it has closed the stream")]
+    Closed,
+    #[error("it has ended the migration: {}", .0.as_deref().unwrap_or("without an error"))]
+    Ended(Option<String>),
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    #[error("nothing came in {} s", .0.as_secs())]
+    Silent(Duration),
+    #[error("it says something else than was asked")]
+    OutOfTurn,
+}
+
+/// Asks a peer's gateway for a migration.
+pub(super) fn announce(
+    peer: &GatewayPeer,
+    port: u16,
+    guest: Option<String>,
+) -> Result<(Session, Conversation), AnnounceError> {
+    let name = || peer.name.clone();
+    let dialled = peer.remote.dial();
+    let (session, stream) = dialled.map_err(|source| AnnounceError::Dial {
+        peer: name(),
+        source,
+    })?;
+    if peer.identity.as_deref() != session.identity() {
+        let shown = session.peer().to_owned();
+        let peer = name();
+        return Err(AnnounceError::OtherHost { peer, shown });
+    }
+    let failed = |source| AnnounceError::Conversation {
+        peer: name(),
+        source,
+    };
+    let mut conversation = Conversation::new(Arc::new(stream));
+    let announcement = Message::Announce {
+        version: VERSION,
+        port,
+        guest,
+    };
+    conversation.send(&announcement).map_err(failed)?;
+    match conversation.receive(ANSWER).map_err(failed)? {
+        Message::Accepted => Ok((session, conversation)),
+        Message::Refused { reason } => Err(AnnounceError::Refused {
+            peer: name(),
+            reason: shown(&reason),
+        }),
+        _ => Err(failed(ConversationError::OutOfTurn)),
+    }
+}
+
+/// One end of the stream.
+pub(super) struct Conversation {
+    stream: Arc<Stream>,
+    lines: Lines,
+    /// How the peer's side ended, when it has said so.
+    theirs: Option<Option<String>>,
+}
+
+impl Conversation {
+    pub(super) fn new(stream: Arc<Stream>) -> Self {
+        Self {
+            stream,
+            lines: Lines::default(),
+            theirs: None,
+        }
+    }
+
+    pub(super) fn send(&self, message: &Message) -> Result<(), ConversationError> {
+        Ok(self.stream.write_both(&encode(message)?, &[])?)
+    }
+
+    /// Waits for the next message. That the peer's side has ended is an error.
+    pub(super) fn receive(&mut self, within: Duration) -> Result<Message, ConversationError> {
+        let received = self.receive_until(Instant::now() + within)?;
+        received.ok_or(ConversationError::Silent(within))
+    }
+
+    /// The next message, if one has come.
+    pub(super) fn poll(&mut self) -> Result<Option<Message>, ConversationError> {
+        self.receive_until(Instant::now())
+    }
+
+    /// Says how it ended here, and waits for what the peer says of its end: an error, if there was one.
+    pub(super) fn end(&mut self, error: Option<String>) -> Option<String> {
+        // Who has gone does not need to know.
+        if self.send(&Message::Ended { error }).is_ok() {
+            self.stream.finish();
+        }
+        let deadline = Instant::now() + GOODBYE;
+        while self.theirs.is_none() && matches!(self.receive_until(deadline), Ok(Some(_))) {}
+        self.theirs.take().flatten()
+    }
+
+    fn receive_until(&mut self, deadline: Instant) -> Result<Option<Message>, ConversationError> {
+        loop {
+            match self.lines.next_message()? {
+                Some(Message::Ended { error }) => {
+                    let error = error.as_deref().map(shown);
+                    self.theirs = Some(error.clone());
+                    return Err(ConversationError::Ended(error));
+                }
+                Some(message) => return Ok(Some(message)),
+                None => {}
+            }
+            let mut piece = [0; 4096];
+            match self.stream.read_until(&mut piece, Some(deadline))? {
+                Some(0) => return Err(ConversationError::Closed),
+                Some(read) => self.lines.push(&piece[..read]),
+                None => return Ok(None),
+            }
+        }
+    }
+}
+
+/// What a peer says, for a line of the journal: short, and without control characters.
+pub(super) fn shown(text: &str) -> String {
+    let printable = text
+        .chars()
+        .map(|it| if it.is_control() { '?' } else { it });
+    printable.take(MOST_CHARACTERS).collect()
+}
+
+const MOST_CHARACTERS: usize = 1000;
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::net::UnixStream, thread};
+
+    use super::*;
+
+    fn pair() -> [Conversation; 2] {
+        let (near, far) = UnixStream::pair().unwrap();
+        [near, far].map(|end| Conversation::new(Arc::new(end.into())))
+    }
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn messages_arrive_whole_and_in_order() {
+        let [mut near, mut far] = pair();
+        let call = Message::Announce {
+            version: VERSION,
+            port: 49_152,
+            guest: Some("web1".to_owned()),
+        };
+        assert!(far.poll().unwrap().is_none());
+        near.send(&call).unwrap();
+        assert_eq!(far.receive(LIMIT).unwrap(), call);
+        let ends = thread::spawn(move || near.end(Some("why".to_owned())));
+        let ended = far.receive(LIMIT).unwrap_err();
+        assert_eq!(ended.to_string(), "it has ended the migration: why");
+        assert_eq!(far.end(None).as_deref(), Some("why"));
+        assert_eq!(ends.join().unwrap(), None);
+    }
+
+    /// The wire format, which older and newer gateways have to understand.
+    #[test]
+    fn messages_stay_as_they_are() {
+        let (version, port, guest) = (1, 7, None);
+        let reason = "r".to_owned();
+        for (text, message) in [
+            (
+                r#"{"announce":{"version":1,"port":7,"guest":null}}"#,
+                Message::Announce {
+                    version,
+                    port,
+                    guest,
+                },
+            ),
+            (r#""accepted""#, Message::Accepted),
+            (r#"{"refused":{"reason":"r"}}"#, Message::Refused { reason }),
+            (r#""spoke""#, Message::Spoke),
+            (
+                r#"{"ended":{"error":null}}"#,
+                Message::Ended { error: None },
+            ),
+        ] {
+            assert_eq!(serde_json::to_string(&message).unwrap(), text);
+            assert_eq!(serde_json::from_str::<Message>(text).unwrap(), message);
+        }
+        let newer = r#"{"announce":{"version":2,"port":7,"colour":"red"}}"#;
+        assert!(serde_json::from_str::<Message>(newer).is_ok());
+    }
+
+    #[test]
+    fn what_a_peer_says_is_fit_for_a_line() {
+        assert_eq!(shown("a\nb\x1b[31m"), "a?b?[31m");
+        assert_eq!(shown(&"x".repeat(5000)).len(), MOST_CHARACTERS);
+    }
+}

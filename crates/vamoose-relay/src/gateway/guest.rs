@@ -1,0 +1,72 @@
+//! The name of the guest whose QEMU has opened a connection: for the journal, where it can be found.
+//!
+//! /proc/net/tcp has the socket's number, /proc/PID/fd the process that has it open, and /proc/PID/cmdline the name that
+//! whoever started QEMU has given the guest (`-name guest=NAME`, or `-name NAME`). The files of other users' processes
+//! can only be read with CAP_SYS_PTRACE: without, the guest has no name.
+
+use std::{fs, path::Path};
+
+use vamoose_link::{Stream, peer_inode};
+
+use super::announce::shown;
+
+/// The name of the guest at the other end.
+pub(super) fn name_of(stream: &Stream) -> Option<String> {
+    let inode = peer_inode(stream.socket()?).ok()??;
+    let socket = format!("socket:[{inode}]");
+    let processes = fs::read_dir("/proc").ok()?.flatten();
+    let mut named = processes.filter_map(|process| {
+        let path = process.path();
+        let name = name_in(&fs::read(path.join("cmdline")).ok()?)?;
+        has_open(&path, &socket).then_some(name)
+    });
+    named.next()
+}
+
+/// Whether the process has the socket open.
+fn has_open(process: &Path, socket: &str) -> bool {
+    let Ok(files) = fs::read_dir(process.join("fd")) else {
+        return false;
+    };
+    let mut links = files
+        .flatten()
+        .filter_map(|file| fs::read_link(file.path()).ok());
+    links.any(|link| link.as_os_str() == socket)
+}
+
+/// The guest's name on a command line, whose arguments end with zeros.
+fn name_in(command_line: &[u8]) -> Option<String> {
+    let mut arguments = command_line.split(|byte| *byte == 0);
+    arguments.find(|argument| *argument == b"-name" || *argument == b"--name")?;
+    let value = String::from_utf8_lossy(arguments.next()?).into_owned();
+    let mut parts = value.split(',');
+    let name = parts.find_map(|part| match part.split_once('=') {
+        None => Some(part),
+        Some(("guest", name)) => Some(name),
+        Some(_) => None,
+    })?;
+    (!name.is_empty()).then(|| shown(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_found_on_command_lines() {
+        for (line, name) in [
+            (
+                &b"qemu\0-name\0guest=web1,debug-threads=on\0-S\0"[..],
+                Some("web1"),
+            ),
+            (b"qemu\0-name\0web1,process=x\0", Some("web1")),
+            (b"qemu\0-name\0debug-threads=on,guest=a b\0", Some("a b")),
+            (b"qemu\0-S\0", None),
+            (b"qemu\0-name", None),
+            (b"qemu\0-name\0guest=\0", None),
+            (b"", None),
+        ] {
+            assert_eq!(name_in(line).as_deref(), name);
+        }
+    }
+}

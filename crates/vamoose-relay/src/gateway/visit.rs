@@ -1,0 +1,327 @@
+//! A migration to this host: a session that another gateway has begun, from its announcement to its end.
+//!
+//! The waiting QEMU is dialled before the announcement is accepted, and that connection is the migration's first: QEMU takes
+//! a connection that is closed again for a failed migration.
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags};
+use tracing::{debug, info, warn};
+use vamoose_link::{
+    Address, Hangup, PollQueue, Session, Socket, SocketError, Stats, Stream, dial, lock, wait_for,
+};
+
+use super::{
+    GatewayConfig,
+    account::{Account, Ending},
+    announce::{Conversation, MIGRATION, Message, OPAQUE, VERSION, shown},
+    first::peek,
+    pipe::{Open, Pipes},
+    slots::{Slot, Slots, Way},
+};
+use crate::{Accept, Config, Dialer, Relay, RelayError, chain};
+
+/// A session of another gateway's.
+pub(super) struct Visit {
+    session: Session,
+    /// Streams, each with its kind.
+    came: PollQueue<(Arc<Stream>, u8)>,
+    /// The first of them, until its kind has been acted upon.
+    first: Mutex<Option<Arc<Stream>>>,
+    hangup: Hangup,
+}
+
+/// Whether migrations from other hosts are let in.
+#[derive(Default)]
+pub(super) struct Admission {
+    pub(super) slots: Arc<Slots>,
+    is_closed: AtomicBool,
+}
+
+/// What was announced, and can be received.
+struct Admitted {
+    from: String,
+    port: u16,
+    guest: Option<String>,
+    at: Address,
+    qemu: Socket,
+    _slot: Slot,
+}
+
+/// How long a gateway may take to its announcement.
+const ANNOUNCEMENT: Duration = Duration::from_secs(10);
+
+/// How long a QEMU of this host may take to be connected to.
+const DIAL: Duration = Duration::from_secs(3);
+
+/// How often the conversation with the other gateway is looked at while nothing else happens.
+const TICK: Duration = Duration::from_millis(20);
+
+/// How long the peer may take to acknowledge the last bytes.
+const DRAIN: Duration = Duration::from_secs(5);
+
+impl Visit {
+    pub(super) fn new(session: Session) -> io::Result<Self> {
+        Ok(Self {
+            session,
+            came: PollQueue::new()?,
+            first: Mutex::default(),
+            hangup: Hangup::new()?,
+        })
+    }
+
+    /// Whether a stream of `session` belongs to it.
+    pub(super) fn is_of(&self, session: &Session) -> bool {
+        self.session.is(session)
+    }
+
+    /// Takes a stream, whose first byte tells what it is.
+    pub(super) fn push(&self, stream: Arc<Stream>) {
+        let mut kind = [0];
+        // It has been introduced, so the byte is there.
+        let read = stream.read_until(&mut kind, Some(Instant::now() + Duration::from_secs(1)));
+        match (read, kind) {
+            (Ok(Some(1)), [MIGRATION | OPAQUE]) => {
+                self.hangup.register(&stream);
+                self.came.push((stream, kind[0]));
+            }
+            _ => warn!("{}: a stream of an unknown kind", self.session.peer()),
+        }
+    }
+
+    pub(super) fn hang_up(&self) {
+        self.hangup.hang_up();
+    }
+
+    /// Receives what the first stream announces.
+    pub(super) fn run(&self, first: Arc<Stream>, config: &GatewayConfig, admission: &Admission) {
+        let mut conversation = Conversation::new(first);
+        let announced = match conversation.receive(ANNOUNCEMENT) {
+            Ok(announced) => announced,
+            Err(error) => {
+                let peer = self.session.peer();
+                warn!("{peer} announces nothing: {}", chain(&error));
+                return self.session.shut_down();
+            }
+        };
+        match self.admit(announced, config, admission) {
+            Ok(admitted) => self.receive(conversation, admitted, &config.incoming),
+            Err(reason) => {
+                // Who asked may have gone.
+                let _ = conversation.send(&Message::Refused { reason });
+                self.session.drain(DRAIN);
+                self.session.shut_down();
+            }
+        }
+    }
+
+    /// Connects to the QEMU, or says why not.
+    fn admit(
+        &self,
+        announced: Message,
+        config: &GatewayConfig,
+        admission: &Admission,
+    ) -> Result<Admitted, String> {
+        let shown_peer = self.session.peer();
+        let Message::Announce {
+            version,
+            port,
+            guest,
+        } = announced
+        else {
+            return Err("nothing was announced".to_owned());
+        };
+        let refused = |reason: String| {
+            warn!("{shown_peer}, port {port}: refused: {reason}");
+            reason
+        };
+        if version < VERSION {
+            return Err(refused(format!(
+                "version {version} of the protocol is too old"
+            )));
+        }
+        if admission.is_closed() {
+            return Err(refused("this gateway is about to end".to_owned()));
+        }
+        let peer = config.who_is(self.session.identity(), shown_peer);
+        let peer = peer.ok_or_else(|| refused(format!("{shown_peer} is none of its peers")))?;
+        let at = config.waiting_at(port).ok_or_else(|| {
+            let (first, last) = (config.ports.start(), config.ports.end());
+            refused(format!("QEMUs wait at ports {first} to {last} here"))
+        })?;
+        let slot = admission.slots.take(Way::From, &peer.name, peer.migrations);
+        let slot = slot.ok_or_else(|| {
+            let most = peer.migrations;
+            refused(format!(
+                "there are {most} migrations from there already, as many as its `migrations` allows"
+            ))
+        })?;
+        let qemu = dial(&at, DIAL).and_then(|qemu| {
+            let patience = qemu.set_stall_timeout(config.incoming.stall_timeout);
+            patience.map_err(|source| SocketError::dial(&at, source))?;
+            Ok(qemu)
+        });
+        let qemu = qemu.map_err(|error| refused(chain(&error)))?;
+        Ok(Admitted {
+            from: peer.name.clone(),
+            port,
+            guest: guest.as_deref().map(shown),
+            at,
+            qemu,
+            _slot: slot,
+        })
+    }
+
+    fn receive(&self, mut conversation: Conversation, admitted: Admitted, config: &Config) {
+        let account = Account {
+            with: format!("from {}", admitted.from),
+            port: admitted.port,
+            guest: admitted.guest.clone(),
+            began: Instant::now(),
+            stats: Arc::default(),
+        };
+        let ending = match self.begin(&mut conversation, &admitted.qemu) {
+            Ok(MIGRATION) => self.relay(admitted, config, &account.stats),
+            Ok(_) => self.pass(&mut conversation, admitted, config, &account.stats),
+            Err(reason) => Ending::Failed(reason),
+        };
+        self.hangup.hang_up();
+        let theirs = conversation.end(ending.error());
+        self.session.drain(DRAIN);
+        self.session.shut_down();
+        account.write(&ending.with_peers(theirs));
+    }
+
+    /// Accepts the announcement, and waits for the first stream: its kind.
+    fn begin(&self, conversation: &mut Conversation, qemu: &Socket) -> Result<u8, String> {
+        let broke = |error| format!("nothing was sent: {}", chain(&error));
+        conversation.send(&Message::Accepted).map_err(broke)?;
+        let mut has_spoken = false;
+        loop {
+            if let Some((stream, kind)) = self.came.pop() {
+                *lock(&self.first) = Some(stream);
+                return Ok(kind);
+            }
+            match peek(qemu, &mut [0]) {
+                None => return Err("the waiting QEMU has closed the connection".to_owned()),
+                Some(1) if !has_spoken => {
+                    has_spoken = true;
+                    conversation.send(&Message::Spoke).map_err(broke)?;
+                }
+                Some(_) => {}
+            }
+            conversation.poll().map_err(broke)?;
+            let mut fds = [self.came.as_fd(), self.hangup.as_fd(), qemu.as_fd()]
+                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            // What the QEMU has sent stays where it is.
+            let polled = if has_spoken { 2 } else { 3 };
+            wait_for(&mut fds[..polled], TICK).map_err(|error| error.to_string())?;
+            if self.hangup.is_hung_up() {
+                return Err(RelayError::Cancelled.to_string());
+            }
+        }
+    }
+
+    fn relay(&self, admitted: Admitted, config: &Config, stats: &Arc<Stats>) -> Ending {
+        let relay = Relay {
+            accept: self,
+            dialer: &Dialer::dialled(admitted.qemu, admitted.at),
+            config,
+            hangup: &self.hangup,
+            stats,
+            on_loaded: &|| (),
+        };
+        Ending::of_relay(relay.relay())
+    }
+
+    fn pass(
+        &self,
+        conversation: &mut Conversation,
+        admitted: Admitted,
+        config: &Config,
+        stats: &Arc<Stats>,
+    ) -> Ending {
+        let pipes = Pipes {
+            stats,
+            hangup: &self.hangup,
+            config,
+        };
+        let passed = thread::scope(|scope| {
+            let mut open = Open::new(scope, pipes);
+            let passed = self.pass_all(conversation, admitted, &mut open);
+            if passed.is_err() {
+                self.hangup.hang_up();
+            }
+            passed.and_then(|()| open.verdict())
+        });
+        Ending::of_pipes(passed)
+    }
+
+    fn pass_all(
+        &self,
+        conversation: &mut Conversation,
+        admitted: Admitted,
+        open: &mut Open<'_, '_>,
+    ) -> Result<(), RelayError> {
+        let (from, port) = (&admitted.from, admitted.port);
+        info!("from {from}, port {port}: passing bytes through as they are");
+        let mut qemu = Some(admitted.qemu);
+        // Until the other gateway says that there will be no further connection, or has gone.
+        let mut has_ended = false;
+        loop {
+            while let Some(stream) = self.try_accept()? {
+                let to = qemu.take().map_or_else(|| dial(&admitted.at, DIAL), Ok)?;
+                open.add(stream, Arc::new(to.into()));
+            }
+            if open.is_over() && has_ended {
+                return Ok(());
+            }
+            if let Err(error) = conversation.poll() {
+                debug!("{}", chain(&error));
+                has_ended = true;
+            }
+            let mut fds = [self.came.as_fd(), self.hangup.as_fd()]
+                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            wait_for(&mut fds, TICK).map_err(RelayError::SetUp)?;
+            if self.hangup.is_hung_up() {
+                return Err(RelayError::Cancelled);
+            }
+        }
+    }
+}
+
+/// The streams of the migration, for a relay.
+impl Accept for Visit {
+    fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
+        if let Some(first) = lock(&self.first).take() {
+            return Ok(Some(first));
+        }
+        Ok(self.came.pop().map(|(stream, _)| stream))
+    }
+}
+
+impl AsFd for Visit {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.came.as_fd()
+    }
+}
+
+impl Admission {
+    /// Lets nobody in any more.
+    pub(super) fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
+    }
+
+    fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::Acquire)
+    }
+}
