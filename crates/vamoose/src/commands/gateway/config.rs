@@ -1,0 +1,410 @@
+//! The gateway's configuration file.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    net::IpAddr,
+    ops::RangeInclusive,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::{Context as _, Error, Result, bail, ensure};
+use clap::ValueEnum as _;
+use serde::Deserialize;
+use vamoose_codec::Settings;
+use vamoose_link::{
+    Address, Certificates, Keys, MethodChoice, Path as LinkPath, Peers, PublicKey, Remote,
+    Security, SessionConfig,
+};
+use vamoose_relay::{Config, GatewayConfig, GatewayPeer};
+
+use vamoose::{
+    options::{Hardware, MethodName, Size},
+    security::keys_directory,
+};
+
+/// As it is written; docs/gateway.md explains every key.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(super) struct File {
+    listen: Vec<String>,
+    alias: IpAddr,
+    #[serde(default = "libvirts_ports")]
+    ports: String,
+    #[serde(default)]
+    users: Option<Vec<String>>,
+    #[serde(default)]
+    keys: Option<PathBuf>,
+    #[serde(default)]
+    tls_creds: Option<PathBuf>,
+    #[serde(default)]
+    insecure: bool,
+    #[serde(default)]
+    method: Option<String>,
+    #[serde(default)]
+    level: Option<i32>,
+    #[serde(default)]
+    page_cache: Option<String>,
+    #[serde(default = "half_a_minute")]
+    reconnect_timeout: u64,
+    #[serde(default = "a_quarter_minute")]
+    stall_timeout: u64,
+    peers: BTreeMap<String, Peer>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct Peer {
+    alias: IpAddr,
+    to: Vec<String>,
+    #[serde(default)]
+    bind: Vec<IpAddr>,
+    #[serde(default)]
+    key: Option<PublicKeyText>,
+    #[serde(default)]
+    certificate: Option<String>,
+    #[serde(default = "sixteen")]
+    migrations: usize,
+    #[serde(default)]
+    max_bandwidth: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(try_from = "String")]
+struct PublicKeyText(PublicKey);
+
+impl TryFrom<String> for PublicKeyText {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let key: Result<PublicKey, _> = text.parse();
+        key.map(Self).map_err(|error| format!("`{text}`: {error}"))
+    }
+}
+
+fn libvirts_ports() -> String {
+    "49152-49215".to_owned()
+}
+
+fn half_a_minute() -> u64 {
+    30
+}
+
+fn a_quarter_minute() -> u64 {
+    15
+}
+
+fn sixteen() -> usize {
+    16
+}
+
+/// Whom distributions let QEMU run as under libvirt.
+const USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
+
+impl File {
+    pub(super) fn read(path: &Path) -> Result<Self> {
+        let text = fs::read_to_string(path);
+        let text = text.with_context(|| format!("cannot read {}", path.display()))?;
+        toml::from_str(&text).with_context(|| path.display().to_string())
+    }
+
+    /// What the gateway is told, with these devices.
+    pub(super) fn into_config(
+        self,
+        hardware: &Hardware,
+        drain_timeout: Duration,
+    ) -> Result<GatewayConfig> {
+        let mut outgoing = Config::new(self.method()?.choose(self.level, hardware)?);
+        let restores = hardware.engines(Settings::default())?;
+        let mut incoming = Config::new(MethodChoice::Fixed(restores));
+        ensure!(self.stall_timeout > 0, "stall-timeout: at least 1 s");
+        let stall_timeout = Duration::from_secs(self.stall_timeout);
+        (outgoing.stall_timeout, incoming.stall_timeout) = (stall_timeout, stall_timeout);
+        let listen: Vec<_> = self
+            .listen
+            .iter()
+            .map(|text| address(text))
+            .collect::<Result<_>>()?;
+        ensure!(!listen.is_empty(), "listen: other gateways need an address");
+        let peers = self.peers.iter().map(|(name, peer)| {
+            let peer = self.peer(name, peer);
+            peer.map(Arc::new).with_context(|| format!("peer {name}"))
+        });
+        let config = GatewayConfig {
+            peers: peers.collect::<Result<_>>()?,
+            listen,
+            alias: self.alias,
+            ports: ports(&self.ports).context("ports")?,
+            users: users(self.users.as_deref()).context("users")?,
+            outgoing,
+            incoming,
+            sessions: self.sessions(self.security(None)?)?,
+            drain_timeout,
+        };
+        distinct(&config)?;
+        Ok(config)
+    }
+
+    fn method(&self) -> Result<MethodName> {
+        let Some(name) = &self.method else {
+            return Ok(MethodName::Auto);
+        };
+        let method = MethodName::from_str(name, false);
+        method.map_err(|_| Error::msg(format!("method: there is no `{name}`")))
+    }
+
+    fn peer(&self, name: &str, peer: &Peer) -> Result<GatewayPeer> {
+        ensure!(!peer.to.is_empty(), "to: an address is needed");
+        ensure!(peer.migrations > 0, "migrations: at least 1");
+        if !peer.bind.is_empty() && peer.bind.len() != peer.to.len() {
+            bail!("bind: one for each address of `to`, or none");
+        }
+        let paths = peer.to.iter().enumerate().map(|(at, to)| {
+            let bind = peer.bind.get(at).copied();
+            Ok(LinkPath {
+                to: address(to)?,
+                bind,
+            })
+        });
+        let max_bandwidth = peer.max_bandwidth.as_deref().map(|text| {
+            let size: Size = text.parse().map_err(Error::msg)?;
+            size.rate()
+        });
+        Ok(GatewayPeer {
+            name: name.to_owned(),
+            alias: peer.alias,
+            remote: Remote {
+                paths: paths.collect::<Result<_>>()?,
+                config: self.sessions(self.security(Some((name, peer)))?)?,
+            },
+            identity: self.identity(name, peer),
+            migrations: peer.migrations,
+            max_bandwidth: max_bandwidth.transpose().context("max-bandwidth")?,
+        })
+    }
+
+    fn identity(&self, name: &str, peer: &Peer) -> Option<String> {
+        if self.insecure {
+            return None;
+        }
+        match &self.tls_creds {
+            Some(_) => Some(certificate_name(name, peer)),
+            None => peer.key.map(|key| key.0.to_string()),
+        }
+    }
+
+    /// How one peer is authenticated, or who dials.
+    fn security(&self, only: Option<(&str, &Peer)>) -> Result<Security> {
+        let peers = || match only {
+            Some(it) => vec![it],
+            None => self
+                .peers
+                .iter()
+                .map(|(name, peer)| (&**name, peer))
+                .collect(),
+        };
+        if self.insecure {
+            ensure!(
+                self.keys.is_none() && self.tls_creds.is_none(),
+                "insecure: neither keys nor tls-creds have an effect then"
+            );
+            return Ok(Security::Insecure);
+        }
+        if let Some(directory) = &self.tls_creds {
+            ensure!(self.keys.is_none(), "keys and tls-creds: choose one");
+            return Ok(Security::Certificates(Certificates {
+                directory: directory.clone(),
+                allow: peers()
+                    .into_iter()
+                    .map(|(name, peer)| certificate_name(name, peer))
+                    .collect(),
+                server_name: only.map(|(name, peer)| certificate_name(name, peer)),
+            }));
+        }
+        let trusted = peers().into_iter().map(|(name, peer)| {
+            let key = peer.key.map(|key| key.0);
+            key.with_context(|| {
+                format!("peer {name}: its key is missing; `vamoose keys show` prints it there")
+            })
+        });
+        Ok(Security::Keys(Keys {
+            directory: keys_directory(self.keys.clone())?,
+            trusted: trusted.collect::<Result<_>>()?,
+        }))
+    }
+
+    fn sessions(&self, security: Security) -> Result<SessionConfig> {
+        let mut sessions = SessionConfig::new(security);
+        sessions.reconnect_timeout = Duration::from_secs(self.reconnect_timeout);
+        sessions.stall_timeout = Duration::from_secs(self.stall_timeout);
+        if let Some(text) = &self.page_cache {
+            let size: Size = text.parse().map_err(Error::msg).context("page-cache")?;
+            sessions.page_cache = usize::try_from(size.0).unwrap_or(usize::MAX);
+        }
+        Ok(sessions)
+    }
+}
+
+fn certificate_name(name: &str, peer: &Peer) -> String {
+    peer.certificate.clone().unwrap_or_else(|| name.to_owned())
+}
+
+/// `HOST:PORT`, with or without `tcp:` before it.
+fn address(text: &str) -> Result<Address> {
+    let whole = match text.starts_with("tcp:") || text.starts_with("unix:") {
+        true => text.to_owned(),
+        false => format!("tcp:{text}"),
+    };
+    Ok(whole.parse()?)
+}
+
+fn ports(text: &str) -> Result<RangeInclusive<u16>> {
+    let parsed = text.split_once('-').and_then(|(first, last)| {
+        let ports: RangeInclusive<u16> = first.trim().parse().ok()?..=last.trim().parse().ok()?;
+        (*ports.start() > 0 && !ports.is_empty()).then_some(ports)
+    });
+    parsed.with_context(|| format!("`{text}` is no range: write FIRST-LAST"))
+}
+
+/// Whose connections are taken, besides root's and our own user's. Those who are named have to exist.
+fn users(named: Option<&[String]>) -> Result<Peers> {
+    let known = fs::read_to_string("/etc/passwd").context("cannot read /etc/passwd")?;
+    let uid = |name: &str| name.parse().ok().or_else(|| uid_in(&known, name));
+    let Some(named) = named else {
+        return Ok(Peers::own_and(USERS.into_iter().filter_map(uid)));
+    };
+    let uids = named.iter().map(|name| {
+        uid(name).with_context(|| format!("there is no `{name}` in /etc/passwd: give a number"))
+    });
+    Ok(Peers::own_and(uids.collect::<Result<Vec<_>>>()?))
+}
+
+fn uid_in(passwd: &str, name: &str) -> Option<u32> {
+    passwd.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next()? == name).then(|| fields.nth(1)?.parse().ok())?
+    })
+}
+
+/// An alias stands for one host, and so does a key.
+fn distinct(config: &GatewayConfig) -> Result<()> {
+    for (at, peer) in config.peers.iter().enumerate() {
+        let name = &peer.name;
+        ensure!(
+            peer.alias != config.alias,
+            "peer {name}: {} is this host's own alias",
+            peer.alias
+        );
+        for other in &config.peers[..at] {
+            let same = match () {
+                () if other.alias == peer.alias => "alias",
+                () if other.identity.is_some() && other.identity == peer.identity => "key",
+                () => continue,
+            };
+            bail!("peers {} and {name} have the same {same}", other.name);
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    const KEY: &str = "ed25519:Gb9ECWmEzf6FQbrBZ9w7lshQhqowtrbLDFw4rXAxZuE=";
+
+    fn hardware() -> Hardware {
+        #[derive(Parser)]
+        struct Line {
+            #[command(flatten)]
+            hardware: Hardware,
+        }
+        Line::parse_from(["vamoose"]).hardware
+    }
+
+    fn load(text: &str) -> Result<GatewayConfig> {
+        let file: File = toml::from_str(text)?;
+        file.into_config(&hardware(), Duration::from_secs(1))
+    }
+
+    /// What docs/gateway.md shows.
+    fn short() -> String {
+        format!(
+            "listen = [\"10.0.0.1:4440\"]\nalias = \"127.77.0.1\"\n\
+             peers.kvm2 = {{ alias = \"127.77.0.2\", to = [\"10.0.0.2:4440\"], key = \"{KEY}\" }}\n"
+        )
+    }
+
+    #[test]
+    fn three_lines_are_enough() {
+        let config = load(&short()).unwrap();
+        assert_eq!(config.ports, 49_152..=49_215);
+        assert_eq!(config.outgoing.method.name(), "auto");
+        assert_eq!(config.incoming.method.name(), "none");
+        let peer = &config.peers[0];
+        assert_eq!(peer.name, "kvm2");
+        assert_eq!(peer.identity.as_deref(), Some(KEY));
+        assert_eq!(peer.remote.paths[0].to.to_string(), "tcp:10.0.0.2:4440");
+        let Security::Keys(keys) = &config.sessions.security else {
+            panic!("{:?}", config.sessions.security);
+        };
+        assert_eq!(keys.trusted, [KEY.parse().unwrap()]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let with = |line: &str| format!("{line}\n{}", short());
+        let second = |rest: &str| format!("{}peers.kvm3 = {{ {rest} }}\n", short());
+        let other = "key = \"ed25519:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\"";
+        for (text, problem) in [
+            (with("portz = \"1-2\""), "portz"),
+            (with("ports = \"2-1\""), "no range"),
+            (with("ports = \"0-1\""), "no range"),
+            (with("method = \"zip\""), "there is no `zip`"),
+            (
+                with("users = [\"nobody-of-this-name\"]"),
+                "nobody-of-this-name",
+            ),
+            (with("insecure = true\nkeys = \"/k\""), "insecure"),
+            (short().replace(", key", ", kay"), "kay"),
+            (short().replace(KEY, "ed25519:x"), "ed25519:x"),
+            (short().replace("127.77.0.2", "127.77.0.1"), "own alias"),
+            (
+                short().replace("10.0.0.2:4440", "10.0.0.2"),
+                "port is missing",
+            ),
+            (
+                second("alias = \"127.77.0.3\", to = [\"h:1\"]"),
+                "peer kvm3: its key is missing",
+            ),
+            (
+                second(&format!("alias = \"127.77.0.2\", to = [\"h:1\"], {other}")),
+                "same alias",
+            ),
+            (
+                second(&format!(
+                    "alias = \"127.77.0.3\", to = [\"h:1\"], key = \"{KEY}\""
+                )),
+                "same key",
+            ),
+            (
+                second(&format!("alias = \"127.77.0.3\", to = [], {other}")),
+                "an address is needed",
+            ),
+        ] {
+            let error = format!("{:#}", load(&text).map(drop).unwrap_err());
+            assert!(error.contains(problem), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn users_are_found_by_name() {
+        let passwd = "root:x:0:0:root:/root:/bin/sh\nlibvirt-qemu:x:64055:994::/:/bin/false\n";
+        assert_eq!(uid_in(passwd, "libvirt-qemu"), Some(64_055));
+        assert_eq!(uid_in(passwd, "libvirt"), None);
+    }
+}
