@@ -40,6 +40,11 @@ impl Generation {
     pub fn has_compression(&self) -> bool {
         self.version != GENERATIONS[0]
     }
+
+    /// Whether its QEMU, as a source, loses writes of a guest that runs, see docs/qemu.md.
+    pub fn loses_writes(&self) -> bool {
+        self.version == GENERATIONS[0]
+    }
 }
 
 /// All that were fetched. Says loudly which are missing.
