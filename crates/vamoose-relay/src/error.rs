@@ -108,4 +108,7 @@ pub enum RelayError {
     /// A multifd channel came in what seemed a migration without multifd: the number of channels must be configured.
     #[error("a multifd channel came after the migration had been taken for one without multifd")]
     LateChannel,
+    /// A connection of another migration.
+    #[error("it begins another migration, while one is under way")]
+    Busy,
 }

@@ -8,7 +8,8 @@
 //! ```text
 //! number of channels known (configured or announced):  done when main and all of them are there
 //! unknown, channels there when `ram` is on the main:    done when the backlog is empty
-//! unknown, no channel a second after main came:        a migration without multifd
+//! unknown, no connection when `ram` is on the main:     a migration without multifd, if the source is on this host
+//! unknown, no channel a second after main came:        what seems one: on a link a channel may be late
 //! first bytes 0x16 0x03 (TLS) on any connection:        all is passed through
 //! ```
 //!
@@ -16,7 +17,7 @@
 //! is identified by its first bytes, a connection that is neither is closed**, and the relay keeps waiting; one
 //! that sends nothing is closed later, too. But a protocol error of a source that has begun is an error.
 
-mod opening;
+pub(crate) mod opening;
 
 use std::{
     collections::BTreeMap,
@@ -32,7 +33,7 @@ use rustix::{
     net::{RecvFlags, recv},
 };
 use tracing::{debug, info, warn};
-use vamoose_link::{Hangup, Stream, wait_until};
+use vamoose_link::{Hangup, Peer, Stream, peer_of, wait_until};
 
 use crate::{Accept, RelayError, accept::Acceptor, chain};
 use opening::Opening;
@@ -41,15 +42,30 @@ use opening::Opening;
 pub(crate) enum Arrival {
     /// A multifd migration: main stream (its first four bytes, [`MAIN_MAGIC`], are read already)
     /// and the channels by their ids.
-    Multifd { source: Connections, uuid: [u8; 16] },
+    Multifd {
+        source: Connections,
+        uuid: [u8; 16],
+        /// Connections that have sent nothing: one may be for post-copy.
+        silent: Vec<Opening>,
+    },
     /// Something whose bytes can only be passed on.
     Opaque {
         why: &'static str,
         /// Connections in the order in which they came, with the bytes read already.
         opened: Vec<(Arc<Stream>, Vec<u8>)>,
-        /// Behind TLS, where the client of each connection sends first.
-        is_tls: bool,
+        kind: Opaque,
     },
+}
+
+/// What is known of a migration that is passed through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Opaque {
+    /// Behind TLS, where the client of each connection sends first.
+    Tls,
+    /// It has no channels.
+    Single,
+    /// None has come in time.
+    PerhapsSingle,
 }
 
 /// The connections of a multifd migration to one of its sides.
@@ -84,14 +100,19 @@ pub(crate) fn gather(
         // Before waiting: streams of a session come with their first bytes.
         gathering.read_openings()?;
         if gathering.opening.iter().any(Opening::is_tls) {
-            return Ok(gathering.into_opaque("it is TLS", true));
+            return Ok(gathering.into_opaque("it is TLS", Opaque::Tls));
         }
         let now = Instant::now();
         if let Some(main) = gathering.complete(now)? {
             return Ok(gathering.into_multifd(main));
         }
+        if gathering.has_no_channels()? {
+            let why = "the source uses a single main connection";
+            return Ok(gathering.into_opaque(why, Opaque::Single));
+        }
         if gathering.plain_at().is_some_and(|at| now >= at) {
-            return Ok(gathering.into_opaque("the source uses a single main connection", false));
+            let why = "no channel has come beside the main connection";
+            return Ok(gathering.into_opaque(why, Opaque::PerhapsSingle));
         }
         gathering.end_waiting(now)?;
         gathering.wait(now)?;
@@ -173,6 +194,23 @@ impl Gathering<'_> {
     fn ids_are_contiguous(&self) -> bool {
         let highest = self.channels.last_key_value();
         highest.is_some_and(|(id, _)| usize::from(*id) + 1 == self.channels.len())
+    }
+
+    /// Whether the source opens no channels: `ram` is on the main stream, and they would have come before. From another host
+    /// they may have been overtaken.
+    fn has_no_channels(&mut self) -> Result<bool, RelayError> {
+        if self.expected.is_some() || !self.channels.is_empty() {
+            return Ok(false);
+        }
+        let main = self.main.as_ref().map(|(main, _)| main.clone());
+        let Some(main) = main.filter(|main| is_near(main)) else {
+            return Ok(false);
+        };
+        // In this order: what the main stream shows holds for connections that came before.
+        Ok(has_ram(&main)? && {
+            self.accept_all()?;
+            self.opening.is_empty()
+        })
     }
 
     /// When it is a migration without multifd, unless a channel comes before.
@@ -333,12 +371,13 @@ impl Gathering<'_> {
                 channels: self.channels.into_values().collect(),
             },
             uuid: self.uuid.unwrap_or_default(),
+            silent: self.opening,
         }
     }
 
     /// Without silent connections from before a main stream in plain text: what belongs to it comes behind it. Behind
     /// TLS they may be about to send.
-    fn into_opaque(self, why: &'static str, is_tls: bool) -> Arrival {
+    fn into_opaque(self, why: &'static str, kind: Opaque) -> Arrival {
         let came = self.main.as_ref().map(|(_, came)| *came);
         let main = self
             .main
@@ -357,9 +396,15 @@ impl Gathering<'_> {
         Arrival::Opaque {
             why,
             opened: main.into_iter().chain(opening).collect(),
-            is_tls,
+            kind,
         }
     }
+}
+
+/// Whether the other end is on this host.
+fn is_near(main: &Stream) -> bool {
+    let peer = main.socket().map(peer_of);
+    peer.is_some_and(|peer| peer.is_ok_and(|peer| peer != Peer::Remote))
 }
 
 /// Whether the source has begun to send its section `ram` on the main stream.

@@ -28,6 +28,7 @@ mod gateway;
 mod gather;
 mod instance;
 mod journal;
+mod late;
 mod main_stream;
 mod marks;
 mod migrate;

@@ -2,10 +2,12 @@
 //!
 //! Each connection of the source becomes one to the destination, in the same order. A connection
 //! of a TLS migration always sends first and is dialled then; a plain one that comes behind the
-//! main stream (postcopy preemption) may stay idle for long and is dialled at once.
+//! main stream (postcopy preemption) may stay idle for long and is dialled at once; if it begins a migration
+//! of its own, or the destination does not take it, it is turned away.
 
 use std::{
     io::Read,
+    mem,
     sync::{
         Arc,
         mpsc::{Sender, channel},
@@ -14,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use multifd::MAGIC;
+use multifd::{MAGIC, MAIN_MAGIC};
 use rustix::event::{PollFd, PollFlags};
 use tracing::{Span, debug, warn};
 use vamoose_link::{Stream, wait_for};
@@ -23,6 +25,7 @@ use crate::{
     Direction, Outcome, Relay, RelayError, Summary,
     accept::Acceptor,
     chain,
+    gather::Opaque,
     main_stream::{MainState, Pump, ReturnWitness, Witness, is_transient},
 };
 
@@ -30,9 +33,10 @@ use crate::{
 pub(crate) fn pass_through(
     relay: &Relay<'_>,
     opened: Vec<(Arc<Stream>, Vec<u8>)>,
-    is_tls: bool,
+    kind: Opaque,
     start: Instant,
 ) -> Result<Summary, RelayError> {
+    let is_tls = kind == Opaque::Tls;
     let (report, reports) = channel();
     let mut open = 0;
     let mut loaded = false;
@@ -50,8 +54,8 @@ pub(crate) fn pass_through(
                         relay,
                         stream,
                         first,
-                        is_tls,
-                        is_main: is_first && !is_tls,
+                        kind,
+                        is_first,
                         report: report.clone(),
                     };
                     let span = Span::current();
@@ -84,10 +88,10 @@ pub(crate) fn pass_through(
                     return Err(RelayError::Cancelled);
                 }
                 if open == 0 {
-                    return Ok(if loaded {
-                        Outcome::Loaded
-                    } else {
-                        Outcome::Unconfirmed
+                    return Ok(match loaded {
+                        true => Outcome::Loaded,
+                        false if is_tls => Outcome::Unseen,
+                        false => Outcome::Unconfirmed,
                     });
                 }
                 wait_for_connection(relay, &acceptor);
@@ -133,15 +137,15 @@ struct Connection<'a> {
     relay: &'a Relay<'a>,
     stream: Arc<Stream>,
     first: Vec<u8>,
-    is_tls: bool,
-    /// A main stream in plain text, on whose return path the destination sends.
-    is_main: bool,
+    kind: Opaque,
+    /// In plain text it is the main stream, on whose return path the destination sends.
+    is_first: bool,
     report: Sender<Report>,
 }
 
 impl Connection<'_> {
     fn run(mut self) {
-        if self.first.is_empty() && self.is_tls {
+        if self.first.is_empty() && self.kind == Opaque::Tls {
             match self.read_first() {
                 Ok(first) => self.first = first,
                 Err(stranger) => {
@@ -155,9 +159,24 @@ impl Connection<'_> {
         }
         let end = match self.pass() {
             Ok(()) => Report::Ended,
+            Err(error) if self.is_foreign(&error) => {
+                warn!("turning away a connection: {}", chain(&error));
+                Report::Ended
+            }
             Err(error) => Report::Failed(error),
         };
         self.report(end);
+    }
+
+    /// Whether a connection that fails like this is none of the migration's.
+    fn is_foreign(&self, error: &RelayError) -> bool {
+        let is_refused = matches!(error, RelayError::Socket(_) | RelayError::Session(_));
+        let is_late = !self.is_first && self.kind != Opaque::Tls;
+        matches!(error, RelayError::Busy) || is_late && is_refused
+    }
+
+    fn is_main(&self) -> bool {
+        self.is_first && self.kind != Opaque::Tls
     }
 
     fn pass(&mut self) -> Result<(), RelayError> {
@@ -166,11 +185,11 @@ impl Connection<'_> {
         let main = MainState::default();
         let forward_witness = Opened {
             main: &main,
-            connection: self,
+            kind: self.kind,
             at_start: self.first.is_empty(),
         };
         let return_witness = ReturnWitness::new(&main, |code| match code {
-            _ if !self.is_main => {}
+            _ if !self.is_main() => {}
             0 => self.report(Report::Loaded),
             code => self.report(Report::Failed(RelayError::Refused(code))),
         });
@@ -187,7 +206,7 @@ impl Connection<'_> {
             // A thread that panicked has no verdict to add.
             forward.and(back.join().unwrap_or(Ok(())))
         })?;
-        if self.is_main {
+        if self.is_main() {
             self.report(Report::MainEnded(main.verdict()));
         }
         Ok(())
@@ -230,17 +249,31 @@ impl Connection<'_> {
 /// Looks at how a connection goes forward.
 struct Opened<'a> {
     main: &'a MainState,
-    connection: &'a Connection<'a>,
+    kind: Opaque,
     at_start: bool,
 }
 
 impl Witness for Opened<'_> {
     fn received(&mut self, piece: &[u8]) {
         self.main.received(piece);
-        if std::mem::take(&mut self.at_start) && piece.starts_with(&MAGIC.to_be_bytes()) {
-            self.connection
-                .report(Report::Failed(RelayError::LateChannel));
+    }
+
+    fn pass(
+        &mut self,
+        piece: &[u8],
+        write: &dyn Fn(&[u8]) -> Result<(), RelayError>,
+    ) -> Result<(), RelayError> {
+        if mem::take(&mut self.at_start) {
+            let is_channel = piece.starts_with(&MAGIC.to_be_bytes());
+            match self.kind {
+                Opaque::PerhapsSingle if is_channel => return Err(RelayError::LateChannel),
+                _ if is_channel || piece.starts_with(&MAIN_MAGIC.to_be_bytes()) => {
+                    return Err(RelayError::Busy);
+                }
+                _ => {}
+            }
         }
+        write(piece)
     }
 }
 

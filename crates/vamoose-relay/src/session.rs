@@ -21,7 +21,7 @@ use std::{
 };
 
 use multifd::{Initial, MAIN_MAGIC};
-use tracing::{debug, error_span, info, warn};
+use tracing::{Span, debug, error_span, info, warn};
 use vamoose_codec::Framing;
 use vamoose_link::{
     ChannelReader, ChannelWriter, DeltaReceiver, DeltaSender, Hangup, Pacer, Stats, Stream,
@@ -31,7 +31,8 @@ use crate::{
     Accept, Config, Dialer, Placement, RelayError,
     downtime::Switchover,
     exchange::exchange,
-    gather::{Arrival, Connections, gather},
+    gather::{Arrival, Connections, gather, opening::Opening},
+    late,
     main_stream::MainState,
     opaque,
     syncs::Syncs,
@@ -63,6 +64,8 @@ pub enum Outcome {
     /// Everything was delivered without an error, but there is no return path (or it cannot be read) on which
     /// the destination could have confirmed it.
     Unconfirmed,
+    /// All that came was passed on, behind QEMU's TLS: whether it was a guest only the QEMUs know.
+    Unseen,
 }
 
 /// A migration that went through.
@@ -101,19 +104,19 @@ impl Relay<'_> {
         )?;
         let start = Instant::now();
         match arrival {
-            Arrival::Multifd { source, uuid } => {
+            Arrival::Multifd {
+                source,
+                uuid,
+                silent,
+            } => {
                 let destination = self.dial_all(source.channels.len(), uuid);
                 let destination =
                     destination.inspect_err(|_| self.let_source_set_up(&source.channels))?;
-                self.relay_pages(start, source, destination)
+                self.relay_pages(start, source, destination, silent)
             }
-            Arrival::Opaque {
-                why,
-                opened,
-                is_tls,
-            } => {
+            Arrival::Opaque { why, opened, kind } => {
                 info!("passing the migration through unchanged: {why}");
-                opaque::pass_through(self, opened, is_tls, start)
+                opaque::pass_through(self, opened, kind, start)
             }
         }
     }
@@ -233,6 +236,7 @@ impl Relay<'_> {
         start: Instant,
         source: Connections,
         destination: Connections,
+        silent: Vec<Opening>,
     ) -> Result<Summary, RelayError> {
         let setup_time = start.elapsed();
         let incoming = source.channels.len();
@@ -308,6 +312,8 @@ impl Relay<'_> {
             threads.return_main(far, near, &main_state);
             // From here on only the threads can report, so their end is seen as well.
             drop(threads);
+            let span = Span::current();
+            scope.spawn(move || span.in_scope(|| late::attend(self, silent)));
             let ends = incoming + outgoing * streams;
             let supervisor = Supervisor::new(&main_state, &syncs, *stall_timeout, ends, &on_loaded);
             let outcome = supervisor.run(&reports, self.hangup);

@@ -9,11 +9,11 @@ use vamoose_link::Stream;
 use crate::RelayError;
 
 /// A connection, and what has been read of its first bytes.
-pub(super) struct Opening {
-    pub(super) stream: Arc<Stream>,
-    pub(super) bytes: [u8; INITIAL_LEN],
-    pub(super) got: usize,
-    pub(super) since: Instant,
+pub(crate) struct Opening {
+    pub(crate) stream: Arc<Stream>,
+    pub(crate) bytes: [u8; INITIAL_LEN],
+    pub(crate) got: usize,
+    pub(crate) since: Instant,
 }
 
 /// The length of the magic that every connection begins with.
@@ -23,7 +23,7 @@ const MAGIC_LEN: usize = 4;
 const TLS: [u8; 2] = [0x16, 3];
 
 impl Opening {
-    pub(super) fn new(stream: Arc<Stream>) -> Self {
+    pub(crate) fn new(stream: Arc<Stream>) -> Self {
         Self {
             stream,
             bytes: [0; INITIAL_LEN],
@@ -33,7 +33,7 @@ impl Opening {
     }
 
     /// Reads what has come; false when the connection has ended.
-    pub(super) fn read(&mut self) -> Result<bool, RelayError> {
+    pub(crate) fn read(&mut self) -> Result<bool, RelayError> {
         let wanted = self.wanted();
         let now = Some(Instant::now());
         match self
@@ -52,25 +52,25 @@ impl Opening {
     }
 
     /// Whether all bytes have come that identify it.
-    pub(super) fn is_complete(&self) -> bool {
+    pub(crate) fn is_complete(&self) -> bool {
         self.got == self.wanted() && !self.is_tls()
     }
 
-    pub(super) fn is_tls(&self) -> bool {
+    pub(crate) fn is_tls(&self) -> bool {
         self.got >= TLS.len() && self.bytes.starts_with(&TLS)
     }
 
-    pub(super) fn magic(&self) -> Option<[u8; MAGIC_LEN]> {
+    pub(crate) fn magic(&self) -> Option<[u8; MAGIC_LEN]> {
         let magic = self.bytes.first_chunk().copied();
         magic.filter(|_| self.got >= MAGIC_LEN)
     }
 
-    pub(super) fn is_channel(&self) -> bool {
+    pub(crate) fn is_channel(&self) -> bool {
         self.magic() == Some(MAGIC.to_be_bytes())
     }
 
     /// Bytes that identify it.
-    pub(super) fn wanted(&self) -> usize {
+    pub(crate) fn wanted(&self) -> usize {
         if self.is_channel() {
             INITIAL_LEN
         } else {

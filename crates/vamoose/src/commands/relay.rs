@@ -232,6 +232,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         match summary.outcome {
             Outcome::Loaded => "the destination has loaded the guest",
             Outcome::Unconfirmed => "delivered, unconfirmed",
+            Outcome::Unseen =>
+                "passed on behind TLS; whether a guest has moved only the QEMUs know",
         },
         report.ram.normal,
         report.zero_pages,

@@ -235,7 +235,7 @@ fn passed_through(from: &Binary, to: &Binary) -> Result<()> {
         .qmp
         .set_capabilities(&[("events", true), ("return-path", true)])?;
     source.qmp.migrate(&address)?;
-    relay.wait_for("passing the migration through unchanged", LIMIT)?;
+    relay.wait_for("the source uses a single main connection", LIMIT)?;
     expect_equal(&mut source, &mut destination, &[&relay])?;
     relay.finish(LIMIT)?.success()?;
     Ok(())
