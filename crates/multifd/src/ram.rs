@@ -20,6 +20,9 @@ pub struct RamHeader {
     pub sync: bool,
     /// How the payload is encoded; without meaning in a packet without pages.
     pub method: Method,
+    /// How the source's QEMU had encoded the pages, where a relay between says it to another one. QEMU neither sends it nor
+    /// reads it: it is in what its header leaves unused.
+    pub origin: Option<Method>,
     /// The source's running number of the packet, over all channels.
     pub packet_num: u64,
     /// The RAM block whose pages these are.
@@ -36,6 +39,7 @@ impl RamHeader {
         Self {
             sync: false,
             method: Method::None,
+            origin: None,
             packet_num: 0,
             block: BlockName::default(),
             payload_len: 0,
@@ -103,6 +107,7 @@ impl RamHeader {
         }
         self.sync = prelude.sync;
         self.method = prelude.method;
+        self.origin = origin(read_u32(rest, at::ORIGIN));
         self.packet_num = read_u64(rest, at::PACKET_NUM);
         self.block = block;
         self.payload_len = payload_len;
@@ -131,7 +136,9 @@ impl RamHeader {
         out.extend_from_slice(&field(self.payload_len()));
         out.extend_from_slice(&self.packet_num.to_be_bytes());
         out.extend_from_slice(&field(self.zero_offsets().len()));
-        out.extend_from_slice(&[0; 4 + 3 * 8]);
+        let origin = self.origin.map_or(0, |method| method.bits() | ORIGIN_KNOWN);
+        out.extend_from_slice(&origin.to_be_bytes());
+        out.extend_from_slice(&[0; 3 * 8]);
         out.extend_from_slice(&self.block.0);
         for offset in &self.offsets {
             out.extend_from_slice(&offset.to_be_bytes());
@@ -142,6 +149,7 @@ impl RamHeader {
     /// Removes all pages and the SYNC.
     pub fn clear(&mut self) {
         self.sync = false;
+        self.origin = None;
         self.offsets.clear();
         self.normal = 0;
         self.payload_len = 0;
@@ -316,11 +324,21 @@ mod at {
     pub(super) const NEXT_PACKET_SIZE: usize = 8;
     pub(super) const PACKET_NUM: usize = 12;
     pub(super) const ZERO_PAGES: usize = 20;
+    pub(super) const ORIGIN: usize = 24;
     pub(super) const BLOCK_NAME: usize = 52;
     pub(super) const OFFSETS: usize = BLOCK_NAME + super::BLOCK_NAME_LEN;
 }
 
 const _: () = assert!(at::OFFSETS + PRELUDE_LEN == RAM_HEADER_FIXED_LEN);
+
+/// Beside the method's bits, none of which it is.
+const ORIGIN_KNOWN: u32 = 1;
+
+/// What an unused field says about the origin: nothing, if it has a value that no Vamoose writes.
+fn origin(field: u32) -> Option<Method> {
+    let method = Method::from_flags(field & !ORIGIN_KNOWN).ok()?;
+    (field == method.bits() | ORIGIN_KNOWN && method.is_stock()).then_some(method)
+}
 
 /// The payload's length: `next_packet_size` where there are normal pages. Where there are none, 7.2
 /// leaves a stale size in the field.
@@ -387,6 +405,27 @@ mod tests {
         let (prelude, rest) = bytes.split_first_chunk().unwrap();
         header.parse(Prelude::parse(prelude)?, rest, LAYOUT)?;
         Ok(header)
+    }
+
+    #[test]
+    fn the_origin_is_where_qemu_has_nothing() {
+        for origin in [
+            None,
+            Some(Method::None),
+            Some(Method::Zlib),
+            Some(Method::Zstd),
+        ] {
+            let mut header = sample();
+            header.origin = origin;
+            let mut bytes = Vec::new();
+            header.write(Layout::X86, &mut bytes);
+            let field = read_u32(&bytes, PRELUDE_LEN + at::ORIGIN);
+            assert_eq!(field == 0, origin.is_none());
+            assert_eq!(super::origin(field), origin);
+        }
+        for foreign in [2, 4, 0x3f, 0x41, 0x0f01, 0x1_0001, u32::MAX] {
+            assert_eq!(super::origin(foreign), None, "{foreign:#x}");
+        }
     }
 
     fn sample() -> RamHeader {

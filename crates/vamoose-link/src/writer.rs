@@ -1,7 +1,7 @@
 //! The sending end of a data channel: packets to encoded bytes.
 
 use std::{
-    io, ptr,
+    io, mem, ptr,
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
@@ -12,7 +12,7 @@ use std::{
 use multifd::{Layout, Method, PacketError, RamHeader};
 use rustix::event::{PollFd, PollFlags};
 use thiserror::Error;
-use vamoose_codec::EncodeError;
+use vamoose_codec::{EncodeError, Engines, Settings};
 use vm_memory::VolatileSlice;
 
 use crate::{
@@ -35,6 +35,8 @@ pub struct ChannelWriter {
     sender: Sender,
     encoder: PacketEncoder,
     delta: Option<Outgoing>,
+    /// Until the first pages come, which decide.
+    restores: bool,
     sync: RamHeader,
     header: Vec<u8>,
     /// An encoded payload.
@@ -115,6 +117,7 @@ impl ChannelWriter {
             sender,
             encoder,
             delta: None,
+            restores: false,
             sync: RamHeader::new(layout),
             header: Vec::with_capacity(layout.ram_header_len()),
             payload: vec![0; layout.max_payload()].into(),
@@ -144,6 +147,12 @@ impl ChannelWriter {
     /// same cache, and the receiver one of its own ([`ChannelReader::take_differences`](crate::ChannelReader::take_differences)).
     pub fn send_differences(&mut self, cache: Arc<DeltaSender>) {
         self.delta = Some(Outgoing::new(cache));
+    }
+
+    /// Sends pages by the method that they had at the source's QEMU, where that is known (over a session), and not by the
+    /// encoder's. The channel must have no other writer.
+    pub fn restore(&mut self) {
+        self.restores = true;
     }
 
     /// Encodes and sends one packet; its header becomes the one sent, and its pages are undefined then.
@@ -294,6 +303,9 @@ impl ChannelWriter {
     ) -> Result<(), WriteError> {
         // What was received as one packet, pages and SYNC, leaves as two.
         header.sync = false;
+        if !header.is_empty() {
+            self.follow_origin(header)?;
+        }
         let page_bytes = pages.len();
         let is_raw = page_bytes == 0 || self.encoder.next_is_raw();
         let epoch = self.sender.channel.epoch.load(Ordering::Relaxed);
@@ -353,6 +365,27 @@ impl ChannelWriter {
         );
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
             adaptive.observe(wire_bytes, page_bytes, took, self.sender.queued());
+        }
+        Ok(())
+    }
+}
+
+impl ChannelWriter {
+    /// Another Vamoose is told what a QEMU has sent; a QEMU gets what that one has sent, if that is asked for. What software
+    /// cannot encode goes by the encoder's method.
+    fn follow_origin(&mut self, header: &mut RamHeader) -> Result<(), WriteError> {
+        let origin = header.origin.take();
+        if self.sender.channel.stream.socket().is_none() {
+            let came = Some(header.method).filter(|method| method.is_stock());
+            header.origin = origin.or(came);
+        }
+        if !mem::take(&mut self.restores) {
+            return Ok(());
+        }
+        let settings = origin.and_then(|origin| Settings::new(origin, None).ok());
+        if let Some(settings) = settings {
+            let (layout, health) = (self.sender.layout, self.sender.stats.health());
+            self.encoder = Engines::software(settings).encoder(layout, health)?.into();
         }
         Ok(())
     }

@@ -18,6 +18,9 @@ use crate::{Placement, RelayError};
 pub struct Config {
     /// Method and level on the outgoing channels, and what encodes and decodes.
     pub method: MethodChoice,
+    /// Whether pages leave by the method by which the source's QEMU sent them instead, where the relay before this one tells
+    /// it: what libvirt sets at one QEMU, it sets at the other.
+    pub restore: bool,
     /// Page size of the guest.
     pub layout: Layout,
     /// How many channels the source opens, where the caller knows.
@@ -51,6 +54,7 @@ impl Config {
         Self {
             delta: matches!(method, MethodChoice::Adaptive(_)),
             method,
+            restore: false,
             layout: Layout::X86,
             incoming_channels: None,
             outgoing_channels: None,

@@ -162,6 +162,10 @@ impl Relay<'_> {
 
     /// Streams of each outgoing channel.
     fn streams(&self) -> usize {
+        // The method that is restored may be one of a stream.
+        if self.config.restore {
+            return 1;
+        }
         match self.config.method.framing() {
             Framing::Packet => self.config.streams.get(),
             Framing::Stream => 1,
@@ -222,6 +226,9 @@ impl Relay<'_> {
                 writers.push(first.sibling(encoder()?));
             }
             writers.push(first);
+        }
+        if self.config.restore {
+            writers.iter_mut().for_each(ChannelWriter::restore);
         }
         if let Some(cache) = self.sent_pages() {
             for writer in &mut writers {

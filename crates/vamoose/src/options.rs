@@ -26,7 +26,7 @@ use crate::{devices::DevicePath, report::write_json};
 /// How pages cross the link.
 #[derive(Args, Clone, Debug)]
 pub struct Encoding {
-    /// Encoding of pages towards the destination [default: auto towards another vamoose, otherwise none]
+    /// Encoding of pages towards the destination [default: auto towards another vamoose; from one, as the source's QEMU sent them; otherwise none]
     #[arg(long, value_enum)]
     method: Option<MethodName>,
     #[arg(long, allow_negative_numbers = true, value_name = "N", help = level_help())]
@@ -51,6 +51,11 @@ pub struct Encoding {
 }
 
 impl Encoding {
+    /// Whether a method was named.
+    pub fn has_method(&self) -> bool {
+        self.method.is_some()
+    }
+
     /// The relay that these options describe; without a method, with this one.
     pub fn config(&self, default: MethodName) -> Result<Config> {
         let name = self.method.unwrap_or(default);

@@ -180,6 +180,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             "--delta on: only another relay keeps pages to which there are differences; this needs --session connect"
         );
     }
+    config.restore = options.session == Some(Side::Listen) && !options.encoding.has_method();
+    if config.restore {
+        info!("where the other relay tells it: the method by which the source's QEMU sends");
+    }
     config.outgoing_channels = options.channels.map(usize::from);
     config.incoming_channels = options.incoming_channels.map(usize::from);
     config.zero_pages = match (options.zero_pages, options.zero_page_detection) {

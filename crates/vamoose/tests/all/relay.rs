@@ -122,6 +122,35 @@ fn a_pair_of_relays() -> Result<()> {
     Ok(())
 }
 
+/// libvirt gives both QEMUs the same settings: the destination expects what the source sent, whatever was between.
+#[test]
+fn a_pair_restores_the_method_of_the_source() -> Result<()> {
+    let Some(qemu) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    for method in METHODS {
+        restored(&qemu, method).context(method)?;
+    }
+    Ok(())
+}
+
+fn restored(qemu: &Binary, method: &str) -> Result<()> {
+    let (mut source, mut destination) = bare_pair(qemu, qemu, 16 * MIB)?;
+    set_up(&mut destination, 2, method)?;
+    let connect = incoming(&mut destination, false)?;
+    let options = ["--insecure", "--session", "listen", "--channels", "2"];
+    let (far, between) = Vamoose::relay(vamoose(), "tcp:127.0.0.1:0", &connect, &options)?;
+    let listen = listen_address(&source, "out", false);
+    let options = ["--insecure", "--session", "connect", "--channels", "3"];
+    let (near, address) = Vamoose::relay(vamoose(), &listen, &between, &options)?;
+    set_up(&mut source, 2, method)?;
+    source.qmp.migrate(&address)?;
+    expect_equal(&mut source, &mut destination, &[&near, &far])?;
+    near.finish(LIMIT)?.success()?;
+    far.finish(LIMIT)?.success()?;
+    Ok(())
+}
+
 #[test]
 fn a_pair_of_relays_between_old_and_new() -> Result<()> {
     for (from, to) in qemu::pairs_or_skip()? {
