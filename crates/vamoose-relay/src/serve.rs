@@ -21,9 +21,9 @@ mod setup;
 use std::{
     fs, io,
     path::{Path, PathBuf},
-    sync::atomic::AtomicUsize,
+    sync::{OnceLock, atomic::AtomicUsize},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use handover::{AttemptId, Incarnation};
@@ -51,6 +51,8 @@ pub struct Server {
     /// Connections that are open, and how many may be.
     connections: AtomicUsize,
     most_connections: usize,
+    /// Until when migrations under way may finish, once no further ones are taken.
+    draining: OnceLock<Instant>,
 }
 
 /// How.
@@ -110,6 +112,7 @@ impl Server {
             incarnation: Incarnation(control::random()?),
             connections: AtomicUsize::new(0),
             most_connections: most_connections(),
+            draining: OnceLock::new(),
         })
     }
 
@@ -126,8 +129,13 @@ impl Server {
             .map_or_else(String::new, Address::to_string)
     }
 
-    /// Takes migrations until `stop` is thrown; those that are still coming in are ended then, and guests that have
-    /// been loaded wait for the server to be started again.
+    /// Takes no further migrations. [`Server::run`] returns when those under way have finished, `within` this time.
+    pub fn drain(&self, within: Duration) {
+        self.draining.get_or_init(|| Instant::now() + within);
+    }
+
+    /// Takes migrations until `stop` is thrown, or [`Server::drain`] is called; those that are still coming in at the
+    /// end are ended, and guests that have been loaded wait for the server to be started again.
     ///
     /// # Errors
     /// When the journal cannot be read, or the system refuses to wait for connections.

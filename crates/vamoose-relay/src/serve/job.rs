@@ -177,6 +177,15 @@ impl Job {
         inner.handle(DestinationEvent::StillReceiving);
     }
 
+    /// Whether memory comes in, or its source has a connection: it closes that when it has all its answers.
+    pub(super) fn is_under_way(&self) -> bool {
+        // Locked means that something is being done with it.
+        let Ok(inner) = self.inner.try_lock() else {
+            return true;
+        };
+        !inner.controls.is_empty() || self.transfer().is_some()
+    }
+
     /// Ends the connections: nothing more comes in.
     pub(super) fn hang_up(&self) {
         if let Some(transfer) = self.transfer() {

@@ -102,6 +102,11 @@ impl Jobs {
         }
     }
 
+    /// Whether any source is at work on its attempt.
+    pub(super) fn are_under_way(&self) -> bool {
+        lock(&self.active).values().any(|job| job.is_under_way())
+    }
+
     pub(super) fn hang_up(&self) {
         for job in lock(&self.active).values() {
             job.hang_up();

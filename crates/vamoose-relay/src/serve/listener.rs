@@ -7,7 +7,7 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
     thread::{self, Scope},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use handover::{
@@ -34,7 +34,7 @@ use crate::{
 const MOST_CONNECTIONS: u64 = 4096;
 /// Descriptors that are kept for other things than connections.
 const OTHER_DESCRIPTORS: u64 = 64;
-/// How often leases are looked at.
+/// How often leases are looked at, and whether a server that drains is done.
 const TICK: Duration = Duration::from_secs(1);
 
 impl Server {
@@ -50,6 +50,11 @@ impl Server {
             if stop.is_hung_up() {
                 return Ok(());
             }
+            if self.has_drained() {
+                // Threads of connections that nobody needs any more wait for their peers.
+                stop.hang_up();
+                return Ok(());
+            }
             self.jobs.look_after(self.config.orphan_timeout);
             for sessions in [&self.sessions, &self.local] {
                 if let Some(introduced) = sessions.try_next() {
@@ -57,6 +62,17 @@ impl Server {
                 }
             }
         }
+    }
+
+    fn has_drained(&self) -> bool {
+        let Some(&until) = self.draining.get() else {
+            return false;
+        };
+        let is_late = Instant::now() >= until;
+        if is_late {
+            warn!("migrations under way have not finished in time and are aborted");
+        }
+        is_late || !self.jobs.are_under_way()
     }
 
     fn take_connection<'scope>(

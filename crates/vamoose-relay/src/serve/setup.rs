@@ -31,6 +31,9 @@ impl Server {
         prepare: &Prepare,
         session: &Session,
     ) -> Result<Prepared, PrepareError> {
+        if self.draining.get().is_some() {
+            return Err(PrepareError::Draining);
+        }
         let protocol = prepare.negotiate()?;
         let request: Request = from_details(prepare.details.clone())?;
         let method = request.method.as_str();
@@ -199,6 +202,8 @@ pub(super) enum PrepareError {
     Layout(#[from] multifd::LayoutError),
     #[error("`{name}` is not a name: letters, digits, - _ and . make one")]
     Name { name: String },
+    #[error("this server is about to end: try again when it has been started anew")]
+    Draining,
     #[error("{name}: another migration to this QEMU is under way")]
     Busy { name: String },
     #[error("this attempt has been prepared already")]

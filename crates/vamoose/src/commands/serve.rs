@@ -20,7 +20,8 @@ use vamoose::options::{Access, Hardware, PlacementName, StallTimeout, StateDir};
 ///
 /// Start each QEMU like the source's, with -incoming defer and -S (without -S, vamoose turns its automatic start off) and
 /// its QMP socket at DIR/NAME.qmp; `vamoose migrate --name NAME` on the source host moves a guest into it. A QEMU whose
-/// migration fails holds an incomplete guest and is terminated.
+/// migration fails holds an incomplete guest and is terminated. Told to end (Ctrl-C, SIGTERM), it lets migrations under way
+/// finish; told again, it aborts them.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// Address to listen on: tcp:HOST:PORT (repeatable)
@@ -50,6 +51,9 @@ pub(crate) struct Options {
     /// Who decodes pages of method zstd, where the QEMU knows it and --placement is not on
     #[arg(long, value_enum, default_value_t = Decoder::Vamoose, value_name = "DECODER")]
     decoder: Decoder,
+    /// How many seconds migrations under way have to finish when the server is told to end
+    #[arg(long, default_value_t = 300, value_name = "SECONDS")]
+    drain_timeout: u64,
     #[command(flatten)]
     access: Access,
 }
@@ -91,7 +95,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let handle = signals.handle();
     thread::scope(|scope| {
         scope.spawn(|| {
-            if signals.forever().next().is_some() {
+            let mut told = signals.forever();
+            if told.next().is_some() {
+                info!("no further migrations are taken; those under way finish");
+                server.drain(Duration::from_secs(options.drain_timeout));
+            }
+            if told.next().is_some() {
                 info!("stopping; migrations under way are aborted");
                 stop.hang_up();
             }

@@ -104,6 +104,37 @@ fn a_commit_whose_connection_is_cut_behind_it() -> Result<()> {
     scene.expect_moved()
 }
 
+/// What is under way finishes, what is new is refused with the reason.
+#[test]
+fn a_server_that_is_told_to_end_meanwhile() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let Scene {
+        host,
+        gate,
+        mut source,
+        mut destination,
+        migration,
+    } = Scene::start(&binary)?;
+    host.server.signal(Signal::TERM)?;
+    host.server.wait_for("no further migrations", LIMIT)?;
+    let (mut stays, waiting) = bare_pair(&binary, &binary, 16 * MIB)?;
+    stays.qmp.cont()?;
+    host.knows("late", &waiting)?;
+    host.migrate(&stays, "late", &[])?
+        .finish(LIMIT)?
+        .failure("this server is about to end")?;
+    ensure!(stays.qmp.query_status()? == "running");
+    gate.release(Fate::Passes);
+    migration.finish(LIMIT)?.success()?;
+    destination.qmp.wait_status("running", LIMIT)?;
+    source.qmp.wait_status("postmigrate", LIMIT)?;
+    host.server.finish(LIMIT)?.success()?;
+    ram::compare(source.ram(), destination.ram())?;
+    Ok(())
+}
+
 /// The answer takes longer than `migrate` waits for one.
 #[test]
 fn an_answer_that_is_late() -> Result<()> {

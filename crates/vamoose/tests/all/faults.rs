@@ -232,7 +232,11 @@ struct Driven {
 
 impl Driven {
     fn start(binary: &Binary) -> Result<Self> {
-        let host = Host::start(&["--stall-timeout", "3"])?;
+        Self::start_at(binary, &["--stall-timeout", "3"])
+    }
+
+    fn start_at(binary: &Binary, server_options: &[&str]) -> Result<Self> {
+        let host = Host::start(server_options)?;
         let (mut source, mut destination) = bare_pair(binary, binary, RAM)?;
         source.qmp.cont()?;
         host.knows("vm", &destination)?;
@@ -270,11 +274,26 @@ fn serve_killed() -> Result<()> {
 }
 
 #[test]
-fn serve_told_to_stop() -> Result<()> {
+fn serve_told_to_stop_twice() -> Result<()> {
     migrate_recovers(|driven| {
-        driven.host.server.signal(Signal::TERM)?;
-        driven.host.server.wait_for("stopping", LIMIT).map(drop)
+        let server = &driven.host.server;
+        server.signal(Signal::TERM)?;
+        server.wait_for("no further migrations", LIMIT)?;
+        server.signal(Signal::TERM)?;
+        server.wait_for("stopping", LIMIT).map(drop)
     })
+}
+
+#[test]
+fn serve_told_to_stop_at_once() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let driven = Driven::start_at(&binary, &["--drain-timeout", "0"])?;
+    driven.host.server.signal(Signal::TERM)?;
+    let ended = driven.migration.finish(LIMIT)?;
+    ended.failure("the guest stays at the source")?;
+    driven.host.server.finish(LIMIT)?.success().map(drop)
 }
 
 #[test]
