@@ -421,10 +421,10 @@ mod tests {
             header.write(Layout::X86, &mut bytes);
             let field = read_u32(&bytes, PRELUDE_LEN + at::ORIGIN);
             assert_eq!(field == 0, origin.is_none());
-            assert_eq!(super::origin(field), origin);
+            assert_eq!(origin(field), origin);
         }
         for foreign in [2, 4, 0x3f, 0x41, 0x0f01, 0x1_0001, u32::MAX] {
-            assert_eq!(super::origin(foreign), None, "{foreign:#x}");
+            assert_eq!(origin(foreign), None, "{foreign:#x}");
         }
     }
 

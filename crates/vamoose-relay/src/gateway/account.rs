@@ -63,6 +63,7 @@ impl Ending {
             Ok(summary) => match summary.outcome {
                 Outcome::Loaded => Self::Loaded,
                 Outcome::Unconfirmed => Self::Unconfirmed,
+                Outcome::Unseen => Self::Passed,
             },
             Err(RelayError::Announce(error)) => Self::Refused(chain(&error)),
             Err(error) => Self::Failed(chain(&error)),

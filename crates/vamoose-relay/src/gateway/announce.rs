@@ -69,7 +69,7 @@ pub enum AnnounceError {
     Dial {
         peer: String,
         #[source]
-        source: DialError,
+        source: Box<DialError>,
     },
     #[error(
         "who answers for {peer} has proved to be {shown}: its `to` or its `key` is another host's"
@@ -116,7 +116,7 @@ pub(super) fn announce(
     let dialled = peer.remote.dial();
     let (session, stream) = dialled.map_err(|source| AnnounceError::Dial {
         peer: name(),
-        source,
+        source: Box::new(source),
     })?;
     if peer.identity.as_deref() != session.identity() {
         let shown = session.peer().to_owned();
