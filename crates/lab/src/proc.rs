@@ -1,6 +1,6 @@
-//! CPU time and memory of any process, from /proc.
+//! CPU time, memory and threads of any process, from /proc.
 
-use std::fs;
+use std::{fs, path::Path};
 
 use anyhow::{Context, Result};
 
@@ -36,6 +36,21 @@ pub fn memory(pid: u32) -> Result<Memory> {
     let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
     parse_memory(&status)
         .with_context(|| format!("no memory figures in {path}: has the process ended?"))
+}
+
+/// What each thread of a process does (R: runs or wants to, S: sleeps, D: waits for storage) and where in the kernel it
+/// waits, for a message about a process that does not react.
+pub fn threads(pid: u32) -> String {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task"));
+    let about = |task: &Path| {
+        let stat = fs::read_to_string(task.join("stat")).ok()?;
+        let (name, rest) = stat.split_once('(')?.1.rsplit_once(") ")?;
+        let place = fs::read_to_string(task.join("wchan")).unwrap_or_default();
+        Some(format!("{name}: {} {place}", rest.get(..1)?))
+    };
+    let tasks = tasks.into_iter().flatten().flatten();
+    let threads = tasks.filter_map(|task| about(&task.path()));
+    threads.collect::<Vec<_>>().join(", ")
 }
 
 /// Memory that the machine could still give out without swapping, in bytes.
@@ -80,6 +95,12 @@ mod tests {
         let stat = "42 (a) b (c) S 1 2 3 4 5 6 7 8 9 10 110 23 0 0 20 0 1 0";
         assert_eq!(cpu_ticks(stat), Some(133));
         assert_eq!(cpu_ticks("42 (a) S 1 2"), None);
+    }
+
+    #[test]
+    fn a_thread_that_runs_is_told() {
+        let told = threads(std::process::id());
+        assert!(told.contains(": R "), "{told}");
     }
 
     #[test]

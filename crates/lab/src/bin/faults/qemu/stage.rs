@@ -214,7 +214,9 @@ impl<'a> Stage<'a> {
     pub(crate) fn expect_answers(&mut self) -> Result<(), Trouble> {
         for actor in &mut self.actors {
             if actor.state() == State::Mute {
-                let what = format!("{} (QEMU {})", actor.name, actor.qemu.version);
+                // Hangs, or has had no processor?
+                let threads = lab::proc::threads(actor.qemu.pid());
+                let what = format!("{} (QEMU {}; {threads})", actor.name, actor.qemu.version);
                 return broken(Broken::Mute, what);
             }
         }
