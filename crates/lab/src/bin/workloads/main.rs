@@ -68,7 +68,7 @@ struct Options {
     /// Page cache of Vamoose [default: its own]
     #[arg(long, value_name = "SIZE")]
     page_cache: Option<String>,
-    /// QEMU to measure with [default: the newest]
+    /// QEMU to measure with; 7.2 loses writes of busy guests under TCG [default: the newest]
     #[arg(long, value_name = "VERSION")]
     qemu: Option<String>,
     /// Program to measure [default: the one beside this program]
