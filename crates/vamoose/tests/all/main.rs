@@ -16,6 +16,7 @@ mod host;
 mod hostile;
 mod inspect;
 mod keys;
+mod libvirt;
 mod link;
 mod methods;
 mod migrate;
