@@ -11,6 +11,7 @@ mod decoder;
 mod delta;
 mod engines;
 mod faults;
+mod gateway;
 mod handover;
 mod host;
 mod hostile;

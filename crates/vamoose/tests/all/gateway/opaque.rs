@@ -1,0 +1,103 @@
+//! What is no migration passes as it is: NBD, where the server speaks first, TLS, RPC.
+
+use std::{
+    io::{Read as _, Write as _},
+    net::{Shutdown, TcpListener, TcpStream},
+    thread,
+};
+
+use anyhow::{Result, ensure};
+
+use super::{Hosts, PORT, PORTS};
+use crate::common::LIMIT;
+
+/// What waits at a port of the far host, instead of a QEMU.
+fn waiting(hosts: &Hosts, port: u16) -> Result<TcpListener> {
+    Ok(TcpListener::bind((hosts.far.own, port))?)
+}
+
+fn connect(hosts: &Hosts, port: u16) -> Result<TcpStream> {
+    let stream = TcpStream::connect((hosts.near.door, port))?;
+    stream.set_read_timeout(Some(LIMIT))?;
+    Ok(stream)
+}
+
+fn read(mut stream: &TcpStream, length: usize) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; length];
+    stream.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+#[test]
+fn a_server_that_speaks_first_is_heard() -> Result<()> {
+    let hosts = Hosts::start()?;
+    let listener = waiting(&hosts, PORT)?;
+    // One after the other, and two at once.
+    let clients = [connect(&hosts, PORT)?, connect(&hosts, PORT)?];
+    for client in &clients {
+        let (mut server, _) = listener.accept()?;
+        server.write_all(b"NBDMAGIC")?;
+        drop(server);
+        // Which of them it was is not said.
+        let _ = client;
+    }
+    for mut client in &clients {
+        ensure!(read(client, 8)? == b"NBDMAGIC");
+        ensure!(client.read(&mut [0])? == 0);
+    }
+    drop(clients);
+    hosts
+        .near
+        .says("passing bytes through as they are, encrypted: the destination speaks first")?;
+    hosts.near.says("port 49152: passed through to its end; ")?;
+    hosts.far.says("port 49152: passed through to its end; ")?;
+    Ok(())
+}
+
+#[test]
+fn bytes_of_all_kinds_arrive_both_ways_and_so_does_each_end() -> Result<()> {
+    const BYTES: usize = 8 << 20;
+    let hosts = Hosts::start()?;
+    let listener = waiting(&hosts, PORT)?;
+    for first in [&b"\x16\x03\x01\x02\x00"[..], b"RPC!", b"x", b"QE"] {
+        let mut client = connect(&hosts, PORT)?;
+        client.write_all(first)?;
+        let (mut server, _) = listener.accept()?;
+        ensure!(read(&server, first.len())? == first);
+        let bytes: Vec<_> = (0..BYTES).map(|at| (at % 251) as u8).collect();
+        let (sent, back) = (bytes.clone(), bytes.clone());
+        let mut writes = client.try_clone()?;
+        let writer = thread::spawn(move || {
+            writes.write_all(&sent)?;
+            writes.shutdown(Shutdown::Write)
+        });
+        ensure!(read(&server, BYTES)? == bytes);
+        ensure!(server.read(&mut [0])? == 0);
+        writer.join().unwrap()?;
+        // One direction has ended, the other one has not.
+        let writer = thread::spawn(move || server.write_all(&back));
+        ensure!(read(&client, BYTES)? == bytes);
+        ensure!(client.read(&mut [0])? == 0);
+        writer.join().unwrap()?;
+    }
+    hosts.near.says("encrypted: it is TLS")?;
+    Ok(())
+}
+
+#[test]
+fn a_connection_that_nobody_waits_for_is_closed() -> Result<()> {
+    let hosts = Hosts::start()?;
+    for first in [&b""[..], b"RPC!"] {
+        let mut client = connect(&hosts, PORTS[1])?;
+        client.write_all(first)?;
+        // Closed, or reset, as what it sent has not been read.
+        ensure!(!matches!(client.read(&mut [0]), Ok(1..)));
+    }
+    hosts
+        .near
+        .says("port 49155: refused: other refuses: cannot connect to tcp:")?;
+    hosts
+        .far
+        .says("port 49155: refused: cannot connect to tcp:")?;
+    Ok(())
+}

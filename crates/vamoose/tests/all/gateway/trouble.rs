@@ -1,0 +1,210 @@
+//! Refusals, strangers, ends of gateways, and changes of their configuration.
+
+use std::{
+    io::{Read as _, Write as _},
+    net::{SocketAddr, TcpStream},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use lab::{
+    middlebox::{Change, Direction, Middlebox, Which},
+    qemu::{self, Binary, Qemu},
+};
+use rustix::process::Signal;
+use serde_json::json;
+
+use super::{Host, Hosts, PORT, PORTS};
+use crate::common::{LIMIT, MIB, bare_pair, set_up};
+
+/// Slow enough for things to happen meanwhile: seconds.
+const SLOW: u64 = 3 * MIB;
+
+/// A migration that is on its way, slowly.
+fn under_way(hosts: &Hosts, qemu: &Binary, port: u16) -> Result<(Qemu, Qemu)> {
+    let (mut source, destination) = hosts.pair(qemu, qemu, port, 2)?;
+    source.qmp.cont()?;
+    source
+        .qmp
+        .set_parameters(json!({ "max-bandwidth": SLOW }))?;
+    hosts.near.sends(&mut source, port)?;
+    source.qmp.wait_moved(2 * MIB, LIMIT)?;
+    Ok((source, destination))
+}
+
+/// The guest runs at the source, and can be moved again.
+fn moves_after_all(hosts: &Hosts, qemu: &Binary, source: &mut Qemu, port: u16) -> Result<()> {
+    source.qmp.wait_migration(&["failed"], LIMIT)?;
+    source.qmp.wait_status("running", LIMIT)?;
+    source.qmp.wait_idle(LIMIT)?;
+    let (_, mut destination) = bare_pair(qemu, qemu, 16 * MIB)?;
+    set_up(&mut destination, 2, "none")?;
+    hosts.far.receives(&mut destination, port)?;
+    set_up(source, 2, "none")?;
+    source.qmp.take_events();
+    hosts.near.sends(source, port)?;
+    hosts.expect_moved(source, &mut destination)
+}
+
+#[test]
+fn a_migration_that_nobody_waits_for_is_refused_with_the_reason() -> Result<()> {
+    let Some(qemu) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let hosts = Hosts::start()?;
+    let (mut source, _destination) = hosts.pair(&qemu, &qemu, PORT, 2)?;
+    source.qmp.cont()?;
+    hosts.near.sends(&mut source, PORTS[1])?;
+    source.qmp.wait_migration(&["failed"], LIMIT)?;
+    let line = hosts
+        .near
+        .says("port 49155: refused: other refuses: cannot connect to tcp:")?;
+    ensure!(line.contains("refused"), "{line}");
+    moves_after_all(&hosts, &qemu, &mut source, PORTS[1])
+}
+
+#[test]
+fn a_peer_that_is_not_there_yet_is_named_and_may_come_later() -> Result<()> {
+    let Some(qemu) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut hosts = Hosts::start()?;
+    hosts.far.gateway.kill()?;
+    let (mut source, _) = bare_pair(&qemu, &qemu, 16 * MIB)?;
+    set_up(&mut source, 2, "none")?;
+    source.qmp.cont()?;
+    hosts.near.sends(&mut source, PORT)?;
+    source.qmp.wait_migration(&["failed"], LIMIT)?;
+    hosts
+        .near
+        .says("refused: the gateway of other cannot be reached: cannot connect to tcp:")?;
+    hosts.far.restart()?;
+    moves_after_all(&hosts, &qemu, &mut source, PORT)
+}
+
+#[test]
+fn more_migrations_than_are_allowed_are_refused() -> Result<()> {
+    let Some(qemu) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let hosts = Hosts::with("", ", migrations = 1", &[])?;
+    let (mut first, mut there) = under_way(&hosts, &qemu, PORT)?;
+    let (mut second, _waits) = hosts.pair(&qemu, &qemu, PORTS[1], 2)?;
+    hosts.near.sends(&mut second, PORTS[1])?;
+    second.qmp.wait_migration(&["failed"], LIMIT)?;
+    hosts
+        .near
+        .says("port 49155: refused: there are 1 migrations to other already")?;
+    hosts.expect_moved(&mut first, &mut there)
+}
+
+#[test]
+fn strangers_change_nothing() -> Result<()> {
+    let Some(qemu) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let hosts = Hosts::start()?;
+    let (mut source, mut destination) = hosts.pair(&qemu, &qemu, PORT, 4)?;
+    let knock = || TcpStream::connect((hosts.near.door, PORT));
+    for _ in 0..300 {
+        drop(knock()?);
+    }
+    // Gateways of others are not let in; nor is garbage.
+    for address in [hosts.near.own, hosts.far.own] {
+        let mut stranger = TcpStream::connect((address, 4440))?;
+        stranger.write_all(b"GET / HTTP/1.1\r\n\r\n")?;
+        stranger.set_read_timeout(Some(LIMIT))?;
+        let _ = stranger.read_to_end(&mut Vec::new());
+    }
+    source
+        .qmp
+        .set_parameters(json!({ "max-bandwidth": SLOW }))?;
+    hosts.near.sends(&mut source, PORT)?;
+    destination.qmp.wait_migration(&["active"], LIMIT)?;
+    let mut silent = Vec::new();
+    for at in 0..100 {
+        let mut stranger = knock()?;
+        match at % 3 {
+            0 => drop(stranger),
+            // It may have been turned away already.
+            1 => drop(stranger.write_all(b"GET / HTTP/1.1\r\n\r\n")),
+            _ => silent.push(stranger),
+        }
+    }
+    hosts.expect_moved(&mut source, &mut destination)?;
+    let said = hosts.near.gateway.stderr();
+    ensure!(!said.contains("failed"), "{said}");
+    Ok(())
+}
+
+#[test]
+fn a_migration_survives_the_loss_of_all_its_connections() -> Result<()> {
+    let Some(qemu) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let middlebox = std::cell::OnceCell::new();
+    let through = |to: &str| {
+        let made = Middlebox::new(to.parse::<SocketAddr>()?)?;
+        let address = made.address().to_string();
+        let _ = middlebox.set(made);
+        Ok(address)
+    };
+    let hosts = Hosts::through("method = \"none\"", "", &[], Some(&through))?;
+    let (mut source, mut destination) = under_way(&hosts, &qemu, PORT)?;
+    let middlebox = middlebox.get().context("no middlebox")?;
+    for mebibytes in [4, 8] {
+        middlebox.wait_for_bytes(Direction::ToListener, mebibytes << 20, LIMIT)?;
+        ensure!(middlebox.apply(Which::All, Change::Reset) > 0);
+    }
+    hosts.expect_moved(&mut source, &mut destination)
+}
+
+#[test]
+fn a_configuration_is_read_again_and_a_wrong_one_changes_nothing() -> Result<()> {
+    let Some(qemu) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let mut hosts = Hosts::start()?;
+    let (mut source, mut destination) = under_way(&hosts, &qemu, PORT)?;
+    let reload = |host: &Host, text: &str| -> Result<()> {
+        host.setting.write(text)?;
+        host.gateway.signal(Signal::HUP)
+    };
+    reload(&hosts.near, "listen = 7")?;
+    hosts
+        .near
+        .says("the configuration before stays in force: ")?;
+    let [door, ..] = super::addresses();
+    let text = hosts
+        .near
+        .setting
+        .text
+        .replace(&hosts.near.door.to_string(), &door.to_string());
+    reload(&hosts.near, &text)?;
+    hosts.near.says("the configuration has been read again")?;
+    ensure!(TcpStream::connect((hosts.near.door, PORTS[1])).is_err());
+    hosts.near.door = door;
+    // What was under way went on, and what comes takes the other way.
+    hosts.expect_moved(&mut source, &mut destination)?;
+    let (mut source, mut destination) = hosts.pair(&qemu, &qemu, PORTS[1], 2)?;
+    hosts.near.sends(&mut source, PORTS[1])?;
+    hosts.expect_moved(&mut source, &mut destination)
+}
+
+#[test]
+fn migrations_that_do_not_finish_in_time_are_ended() -> Result<()> {
+    let Some(qemu) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let hosts = Hosts::with("", "", &["--drain-timeout", "0"])?;
+    let (mut source, _destination) = under_way(&hosts, &qemu, PORT)?;
+    hosts.near.gateway.signal(Signal::TERM)?;
+    source.qmp.wait_migration(&["failed"], LIMIT)?;
+    source.qmp.wait_status("running", LIMIT)?;
+    let ended = hosts.near.gateway.finish(LIMIT)?.success()?;
+    ensure!(
+        ended.stderr.contains("failed: the migration was cancelled"),
+        "{}",
+        ended.stderr
+    );
+    Ok(())
+}
