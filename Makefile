@@ -4,11 +4,11 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips cuts faults figures paths workloads libvirt
+.PHONY: help setup build demo test model flips cuts faults figures paths workloads libvirt package package-compare package-test
 
 help:          # Show these targets
-	@sed -n 's/^\([a-z]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
-		printf '  make %-9s  %s\n' "$$target" "$$text"; \
+	@sed -n 's/^\([a-z-]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
+		printf '  make %-15s  %s\n' "$$target" "$$text"; \
 	done
 
 setup:         # Fetch compilers, Rust, QEMUs, a test guest and libqatzip
@@ -61,3 +61,13 @@ libvirt: setup   # Move guests between two hosts with virsh, in every way (half 
 	scripts/setup libvirt
 	cargo build --release -p vamoose -p lab --bin vamoose --bin libvirt
 	"$${CARGO_TARGET_DIR:-target}/release/libvirt" $(LIBVIRT)
+
+package: setup # Build target/package/vamoose_VERSION_amd64.deb, and the RPM where there is rpmbuild
+	scripts/package
+
+package-compare: setup # Build the package in two folders, and compare byte by byte
+	scripts/package compare
+
+# Root; needs Debian's packages debootstrap and systemd-container.
+package-test: package # Install, upgrade and remove the package in a fresh Debian that systemd boots
+	scripts/package-test

@@ -5,6 +5,7 @@ pub(crate) mod gateway;
 pub(crate) mod inspect;
 pub(crate) mod keys;
 pub(crate) mod migrate;
+pub(crate) mod pages;
 pub(crate) mod probe;
 pub(crate) mod relay;
 pub(crate) mod selftest;

@@ -8,7 +8,7 @@ mod commands;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 
 /// Fast live migration of virtual machines, between unmodified QEMUs.
 #[derive(Parser)]
@@ -30,6 +30,8 @@ enum Command {
     Inspect(commands::inspect::Options),
     Probe(commands::probe::Options),
     Selftest(commands::selftest::Options),
+    #[command(hide = true)]
+    Pages(commands::pages::Options),
 }
 
 fn main() -> ExitCode {
@@ -45,5 +47,6 @@ fn main() -> ExitCode {
         Command::Inspect(options) => commands::inspect::run(&options),
         Command::Probe(options) => commands::probe::run(&options),
         Command::Selftest(options) => commands::selftest::run(&options),
+        Command::Pages(options) => commands::pages::run(&options, Cli::command()),
     })
 }
