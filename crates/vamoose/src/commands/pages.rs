@@ -24,12 +24,13 @@ pub(crate) fn run(options: &Options, mut program: Command) -> Result<()> {
     for dir in [&man, &completions] {
         fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
     }
+    clap_mangen::generate_to(without_help(program.clone()), &man)
+        .with_context(|| format!("cannot write into {}", man.display()))?;
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
         generate_to(shell, &mut program, "vamoose", &completions)
             .with_context(|| format!("cannot write into {}", completions.display()))?;
     }
-    clap_mangen::generate_to(without_help(program), &man)
-        .with_context(|| format!("cannot write into {}", man.display()))
+    Ok(())
 }
 
 /// Without the command `help`, whose pages would say nothing.
