@@ -409,19 +409,19 @@ mod tests {
 
     #[test]
     fn the_origin_is_where_qemu_has_nothing() {
-        for origin in [
+        for sent in [
             None,
             Some(Method::None),
             Some(Method::Zlib),
             Some(Method::Zstd),
         ] {
             let mut header = sample();
-            header.origin = origin;
+            header.origin = sent;
             let mut bytes = Vec::new();
             header.write(Layout::X86, &mut bytes);
             let field = read_u32(&bytes, PRELUDE_LEN + at::ORIGIN);
-            assert_eq!(field == 0, origin.is_none());
-            assert_eq!(origin(field), origin);
+            assert_eq!(field == 0, sent.is_none());
+            assert_eq!(origin(field), sent);
         }
         for foreign in [2, 4, 0x3f, 0x41, 0x0f01, 0x1_0001, u32::MAX] {
             assert_eq!(origin(foreign), None, "{foreign:#x}");

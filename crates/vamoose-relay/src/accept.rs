@@ -21,6 +21,11 @@ pub trait Accept: AsFd + Sync {
     /// When the system refuses.
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError>;
 
+    /// Whether every connection that had come when this was first asked has been given out by `try_accept`, or is next.
+    fn is_settled(&self) -> bool {
+        true
+    }
+
     /// Waits until the peer has what was sent to it, where the process's end would lose it.
     fn drain(&self, _timeout: Duration) {}
 }
@@ -65,6 +70,11 @@ impl<'a> Acceptor<'a> {
             }
             taken => taken,
         }
+    }
+
+    /// Whether every connection that had come when this was first asked has been given out, or is next.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.accept.is_settled()
     }
 
     /// What to poll for connections, unless it is time to pause.

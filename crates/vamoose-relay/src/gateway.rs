@@ -212,7 +212,8 @@ impl Gateway {
             return;
         };
         let (slots, outgoing) = (self.admission.slots.clone(), config.outgoing.clone());
-        let door = match Door::new(peer.clone(), at.port(), outgoing, slots) {
+        let rounds = self.front.rounds().clone();
+        let door = match Door::new(peer.clone(), at, outgoing, slots, rounds) {
             Ok(door) => Arc::new(door),
             Err(error) => return warn!("{at}: a connection is closed: {error}"),
         };

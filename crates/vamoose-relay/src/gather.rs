@@ -175,7 +175,7 @@ impl Gathering<'_> {
             Some(expected) => self.channels.len() == expected,
             // In this order: what the main stream shows holds for connections that came before.
             None => {
-                has_ram(&main)? && {
+                has_ram(&main)? && self.acceptor.is_settled() && {
                     self.accept_all()?;
                     self.only_strangers_are_missing(now) && self.ids_are_contiguous()
                 }
@@ -207,7 +207,7 @@ impl Gathering<'_> {
             return Ok(false);
         };
         // In this order: what the main stream shows holds for connections that came before.
-        Ok(has_ram(&main)? && {
+        Ok(has_ram(&main)? && self.acceptor.is_settled() && {
             self.accept_all()?;
             self.opening.is_empty()
         })

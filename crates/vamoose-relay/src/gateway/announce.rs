@@ -77,7 +77,7 @@ pub enum AnnounceError {
     OtherHost { peer: String, shown: String },
     #[error("{peer} refuses: {reason}")]
     Refused { peer: String, reason: String },
-    #[error("there are {most} migrations to {peer} already, as many as its `migrations` allows")]
+    #[error("{peer} has as many migrations as its `migrations` allows: {most}")]
     Busy { peer: String, most: usize },
     #[error("no agreement with the gateway of {peer}")]
     Conversation {

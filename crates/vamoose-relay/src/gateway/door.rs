@@ -10,9 +10,10 @@
 use std::{
     collections::VecDeque,
     io,
+    net::SocketAddr,
     os::fd::{AsFd, BorrowedFd},
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicUsize, Ordering},
     },
     thread,
@@ -28,6 +29,7 @@ use super::{
     account::{Account, Ending},
     announce::{AnnounceError, Conversation, MIGRATION, Message, OPAQUE, announce},
     first::{First, Look, look},
+    front::Rounds,
     guest,
     pipe::{Open, Pipes},
     slots::{Slot, Slots, Way},
@@ -38,9 +40,12 @@ use crate::{Accept, Config, Dialer, Relay, RelayError};
 /// What connects to one port of a peer's alias.
 pub(super) struct Door {
     peer: Arc<GatewayPeer>,
-    port: u16,
+    at: SocketAddr,
     config: Config,
     slots: Arc<Slots>,
+    /// Of those who accept what comes here, and how many were done when it was first asked whether that is all.
+    rounds: Arc<Rounds>,
+    asked: OnceLock<u64>,
     came: PollQueue<(Arc<Stream>, First)>,
     /// How many of them there are.
     waiting: AtomicUsize,
@@ -71,16 +76,19 @@ const MOST_WAITING: usize = 512;
 impl Door {
     pub(super) fn new(
         peer: Arc<GatewayPeer>,
-        port: u16,
+        at: SocketAddr,
         mut config: Config,
         slots: Arc<Slots>,
+        rounds: Arc<Rounds>,
     ) -> io::Result<Self> {
         config.max_bandwidth = peer.max_bandwidth.or(config.max_bandwidth);
         Ok(Self {
             peer,
-            port,
+            at,
             config,
             slots,
+            rounds,
+            asked: OnceLock::new(),
             came: PollQueue::new()?,
             waiting: AtomicUsize::new(0),
             carries: Mutex::default(),
@@ -134,7 +142,7 @@ impl Door {
             ending,
             account: Account {
                 with: format!("to {}", self.peer.name),
-                port: self.port,
+                port: self.at.port(),
                 guest: lock(&self.guest).take(),
                 began,
                 stats,
@@ -239,7 +247,7 @@ impl Door {
             most: peer.migrations,
         })?;
         let guest = lock(&self.guest).clone();
-        let (session, conversation) = announce(peer, self.port, guest)?;
+        let (session, conversation) = announce(peer, self.at.port(), guest)?;
         *announced = Some(Announced {
             session: session.clone(),
             conversation,
@@ -263,7 +271,7 @@ impl Door {
     }
 
     fn pass(&self, why: &'static str, stats: &Arc<Stats>) -> Ending {
-        let (peer, port) = (&self.peer.name, self.port);
+        let (peer, port) = (&self.peer.name, self.at.port());
         info!("to {peer}, port {port}: passing bytes through as they are, encrypted: {why}");
         let pipes = Pipes {
             stats,
@@ -310,6 +318,11 @@ impl Accept for Door {
             warn!("turning away a connection that is none of the migration's");
         }
         Ok(None)
+    }
+
+    fn is_settled(&self) -> bool {
+        let asked = *self.asked.get_or_init(|| self.rounds.done());
+        self.rounds.have_passed(asked, self.at)
     }
 }
 

@@ -1,9 +1,13 @@
 //! Where this host's QEMUs connect: the aliases of the peers, at every port. What connects is looked at before it goes on.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
+    io,
     net::SocketAddr,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -27,8 +31,18 @@ pub(super) struct Front {
     users: Mutex<Peers>,
     /// Listened already when this process was started.
     passed: Mutex<Vec<Listener>>,
-    /// Wakes who waits when there are other listeners.
-    changed: PollQueue<()>,
+    rounds: Arc<Rounds>,
+}
+
+/// How far whoever accepts has got. A round accepts all that has come, and hands on what has begun.
+pub(super) struct Rounds {
+    /// Those that are done, of those that could accept all.
+    done: AtomicU64,
+    could_not_accept: AtomicBool,
+    /// Where connections had come after the last one that had not begun.
+    held: Mutex<HashSet<SocketAddr>>,
+    /// Begins the next one at once.
+    wake: PollQueue<()>,
 }
 
 /// A connection of which it is not known yet what it is.
@@ -54,10 +68,14 @@ impl Front {
             listeners: Mutex::default(),
             users: Mutex::new(config.users.clone()),
             passed: Mutex::new(passed),
-            changed: PollQueue::new()?,
+            rounds: Arc::new(Rounds::new()?),
         };
         front.listen(config)?;
         Ok(front)
+    }
+
+    pub(super) fn rounds(&self) -> &Arc<Rounds> {
+        &self.rounds
     }
 
     /// Listens where `config` says, and nowhere else.
@@ -73,7 +91,7 @@ impl Front {
         }
         *listeners = next;
         *lock(&self.users) = config.users.clone();
-        self.changed.push(());
+        self.rounds.wake();
         Ok(())
     }
 
@@ -89,13 +107,15 @@ impl Front {
         }
     }
 
-    /// Waits for connections that begin; for `time` at most, and not longer when `wake` is thrown.
+    /// Waits for connections that begin; for `time` at most, and not longer when `wake` is thrown. Those of the round before
+    /// have been handed on.
     pub(super) fn wait(
         &self,
         fresh: &mut Vec<Fresh>,
         wake: &Hangup,
         time: Duration,
     ) -> Result<Vec<Begun>, GatewayError> {
+        self.rounds.end(fresh);
         let listeners: Vec<_> = lock(&self.listeners)
             .iter()
             .map(|(at, listener)| (*at, listener.clone()))
@@ -108,7 +128,7 @@ impl Front {
         let ready = {
             let polled = open.iter().map(|(_, it)| PollFd::new(&**it, PollFlags::IN));
             let mut fds: Vec<_> = polled.collect();
-            fds.push(PollFd::new(&self.changed, PollFlags::IN));
+            fds.push(PollFd::new(&self.rounds.wake, PollFlags::IN));
             fds.extend(
                 fresh
                     .iter()
@@ -125,7 +145,7 @@ impl Front {
             let ready = polled.filter(|(fd, _)| !fd.revents().is_empty());
             ready.map(|(_, listener)| listener).collect::<Vec<_>>()
         };
-        self.changed.pop();
+        self.rounds.wake.pop();
         for (at, listener) in ready {
             self.accept(*at, listener, fresh);
         }
@@ -144,6 +164,7 @@ impl Front {
                 Ok(None) => return,
                 Err(error) => {
                     warn!("{}; trying again", chain(&error));
+                    self.rounds.could_not_accept.store(true, Ordering::Relaxed);
                     return thread::sleep(PAUSE);
                 }
             }
@@ -161,6 +182,47 @@ impl Front {
     }
 }
 
+impl Rounds {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            done: AtomicU64::new(0),
+            could_not_accept: AtomicBool::new(false),
+            held: Mutex::default(),
+            wake: PollQueue::new()?,
+        })
+    }
+
+    /// How many are done.
+    pub(super) fn done(&self) -> u64 {
+        self.done.load(Ordering::Acquire)
+    }
+
+    /// Whether all has been handed on that had come at `at` when `done` rounds were done. If not, the next round begins at once.
+    pub(super) fn have_passed(&self, done: u64, at: SocketAddr) -> bool {
+        let held = lock(&self.held);
+        // The round that was under way may have accepted before that; the one behind it has not.
+        let have = self.done() >= done + 2 && !held.contains(&at);
+        if !have {
+            self.wake();
+        }
+        have
+    }
+
+    fn wake(&self) {
+        self.wake.push(());
+    }
+
+    fn end(&self, fresh: &[Fresh]) {
+        let mut held = lock(&self.held);
+        held.clear();
+        held.extend(fresh.iter().map(|it| it.at));
+        let could_not = self.could_not_accept.swap(false, Ordering::Relaxed);
+        if !could_not && fresh.len() < MOST_FRESH {
+            self.done.fetch_add(1, Ordering::Release);
+        }
+    }
+}
+
 /// Takes out those that have begun, and drops those that have ended without a byte.
 fn take_begun(fresh: &mut Vec<Fresh>) -> Vec<Begun> {
     let mut begun = Vec::new();
@@ -172,4 +234,34 @@ fn take_begun(fresh: &mut Vec<Fresh>) -> Vec<Begun> {
         }
     }
     begun
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn all_has_been_handed_on_after_a_whole_round() {
+        let rounds = Rounds::new().unwrap();
+        let at = |port| SocketAddr::from(([127, 0, 0, 2], port));
+        let fresh = |port| Fresh {
+            at: at(port),
+            socket: Socket::Unix(UnixStream::pair().unwrap().0),
+            since: Instant::now(),
+        };
+        let asked = rounds.done();
+        assert!(!rounds.have_passed(asked, at(1)));
+        rounds.end(&[]);
+        assert!(!rounds.have_passed(asked, at(1)));
+        rounds.could_not_accept.store(true, Ordering::Relaxed);
+        rounds.end(&[]);
+        assert!(!rounds.have_passed(asked, at(1)));
+        rounds.end(&[fresh(1)]);
+        assert!(!rounds.have_passed(asked, at(1)));
+        assert!(rounds.have_passed(asked, at(2)));
+        rounds.end(&[fresh(2)]);
+        assert!(rounds.have_passed(asked, at(1)));
+    }
 }

@@ -59,7 +59,7 @@ impl Hosts {
 
     /// With further lines in the near gateway's configuration, further keys of its peer, and options.
     fn with(lines: &str, keys: &str, options: &[&'static str]) -> Result<Self> {
-        Self::through(lines, keys, options, None)
+        Self::through(lines, keys, options, |far| Ok(far.to_owned()))
     }
 
     /// As [`with`](Self::with); `to` is where the near gateway reaches the other.
@@ -67,7 +67,7 @@ impl Hosts {
         lines: &str,
         of_peer: &str,
         options: &[&'static str],
-        to: Option<&dyn Fn(&str) -> Result<String>>,
+        to: impl FnOnce(&str) -> Result<String>,
     ) -> Result<Self> {
         let keys = Keys::make(vamoose())?;
         let [near, near_door, far, far_door] = addresses();
@@ -90,10 +90,7 @@ impl Hosts {
         let [near_key, far_key] = &keys.public;
         let far_to = format!("{near}:4440");
         let far = host(far, far_door, &keys.destination, near_key, &far_to, "", "")?;
-        let mut near_to = format!("{}:4440", far.own);
-        if let Some(to) = to {
-            near_to = to(&near_to)?;
-        }
+        let near_to = to(&format!("{}:4440", far.own))?;
         let near = host(
             near,
             near_door,

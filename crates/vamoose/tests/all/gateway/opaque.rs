@@ -64,7 +64,7 @@ fn bytes_of_all_kinds_arrive_both_ways_and_so_does_each_end() -> Result<()> {
         client.write_all(first)?;
         let (mut server, _) = listener.accept()?;
         ensure!(read(&server, first.len())? == first);
-        let bytes: Vec<_> = (0..BYTES).map(|at| (at % 251) as u8).collect();
+        let bytes: Vec<_> = (0..=250).cycle().take(BYTES).collect();
         let (sent, back) = (bytes.clone(), bytes.clone());
         let mut writes = client.try_clone()?;
         let writer = thread::spawn(move || {

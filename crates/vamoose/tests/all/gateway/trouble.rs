@@ -93,7 +93,7 @@ fn more_migrations_than_are_allowed_are_refused() -> Result<()> {
     second.qmp.wait_migration(&["failed"], LIMIT)?;
     hosts
         .near
-        .says("port 49155: refused: there are 1 migrations to other already")?;
+        .says("port 49155: refused: other has as many migrations")?;
     hosts.expect_moved(&mut first, &mut there)
 }
 
@@ -141,16 +141,14 @@ fn a_migration_survives_the_loss_of_all_its_connections() -> Result<()> {
     let Some(qemu) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    let middlebox = std::cell::OnceCell::new();
+    let mut middlebox = None;
     let through = |to: &str| {
-        let made = Middlebox::new(to.parse::<SocketAddr>()?)?;
-        let address = made.address().to_string();
-        let _ = middlebox.set(made);
-        Ok(address)
+        let made = middlebox.insert(Middlebox::new(to.parse::<SocketAddr>()?)?);
+        Ok(made.address().to_string())
     };
-    let hosts = Hosts::through("method = \"none\"", "", &[], Some(&through))?;
+    let hosts = Hosts::through("method = \"none\"", "", &[], through)?;
     let (mut source, mut destination) = under_way(&hosts, &qemu, PORT)?;
-    let middlebox = middlebox.get().context("no middlebox")?;
+    let middlebox = middlebox.context("no middlebox")?;
     for mebibytes in [4, 8] {
         middlebox.wait_for_bytes(Direction::ToListener, mebibytes << 20, LIMIT)?;
         ensure!(middlebox.apply(Which::All, Change::Reset) > 0);
@@ -206,5 +204,55 @@ fn migrations_that_do_not_finish_in_time_are_ended() -> Result<()> {
         "{}",
         ended.stderr
     );
+    Ok(())
+}
+#[test]
+fn a_gateway_that_dies_ends_its_migrations_and_the_next_one_takes_others() -> Result<()> {
+    let Some(qemu) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    for kills_near in [true, false] {
+        let mut hosts = Hosts::with("reconnect-timeout = 2", "", &[])?;
+        let (mut source, mut destination) = under_way(&hosts, &qemu, PORT)?;
+        let victim = |hosts: &mut Hosts| -> Result<()> {
+            let host = if kills_near {
+                &mut hosts.near
+            } else {
+                &mut hosts.far
+            };
+            host.restart()
+        };
+        victim(&mut hosts)?;
+        source.qmp.wait_migration(&["failed"], LIMIT)?;
+        if !kills_near {
+            hosts.near.says("port 49152: failed: ")?;
+            destination.wait_exit(LIMIT)?;
+        }
+        drop(destination);
+        moves_after_all(&hosts, &qemu, &mut source, PORTS[1])
+            .with_context(|| format!("the near one was killed: {kills_near}"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_gateway_that_is_to_end_lets_migrations_finish() -> Result<()> {
+    let Some(qemu) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    for ends_near in [true, false] {
+        let hosts = Hosts::start()?;
+        let (mut source, mut destination) = under_way(&hosts, &qemu, PORT)?;
+        let host = if ends_near { &hosts.near } else { &hosts.far };
+        host.gateway.signal(Signal::TERM)?;
+        host.says("no further migrations are taken")?;
+        let (mut late, _waits) = hosts.pair(&qemu, &qemu, PORTS[1], 2)?;
+        hosts.near.sends(&mut late, PORTS[1])?;
+        late.qmp.wait_migration(&["failed"], LIMIT)?;
+        hosts.expect_moved(&mut source, &mut destination)?;
+        let Hosts { near, far, .. } = hosts;
+        let ended = if ends_near { near } else { far }.gateway.finish(LIMIT)?;
+        ensure!(ended.success()?.stderr.contains("loaded; "));
+    }
     Ok(())
 }
