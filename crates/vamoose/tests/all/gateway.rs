@@ -109,9 +109,21 @@ impl Hosts {
 
     /// A source, and a destination that waits at `port` of the far host.
     fn pair(&self, from: &Binary, to: &Binary, port: u16, channels: u8) -> Result<(Qemu, Qemu)> {
+        self.pair_with(from, to, port, channels, "none")
+    }
+
+    /// The same, with a method of QEMU's own.
+    fn pair_with(
+        &self,
+        from: &Binary,
+        to: &Binary,
+        port: u16,
+        channels: u8,
+        method: &str,
+    ) -> Result<(Qemu, Qemu)> {
         let (mut source, mut destination) = bare_pair(from, to, 16 * MIB)?;
         for qemu in [&mut source, &mut destination] {
-            set_up(qemu, channels, "none")?;
+            set_up(qemu, channels, method)?;
         }
         self.far.receives(&mut destination, port)?;
         Ok((source, destination))
@@ -227,6 +239,23 @@ fn old_and_new_qemus() -> Result<()> {
         hosts
             .expect_moved(&mut source, &mut destination)
             .with_context(|| format!("{} to {}", from.version, to.version))?;
+    }
+    Ok(())
+}
+
+/// As libvirt sets them up for `--compressed`.
+#[test]
+fn qemus_that_compress_by_themselves_get_what_they_expect() -> Result<()> {
+    let Some(qemu) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let hosts = Hosts::start()?;
+    for method in ["zlib", "zstd"] {
+        let (mut source, mut destination) = hosts.pair_with(&qemu, &qemu, PORT, 2, method)?;
+        hosts.near.sends(&mut source, PORT)?;
+        hosts
+            .expect_moved(&mut source, &mut destination)
+            .with_context(|| method.to_owned())?;
     }
     Ok(())
 }

@@ -119,6 +119,7 @@ impl File {
         let mut outgoing = Config::new(self.method()?.choose(self.level, hardware)?);
         let restores = hardware.engines(Settings::default())?;
         let mut incoming = Config::new(MethodChoice::Fixed(restores));
+        incoming.restore = true;
         ensure!(self.stall_timeout > 0, "stall-timeout: at least 1 s");
         let stall_timeout = Duration::from_secs(self.stall_timeout);
         (outgoing.stall_timeout, incoming.stall_timeout) = (stall_timeout, stall_timeout);
