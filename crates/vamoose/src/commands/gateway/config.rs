@@ -356,6 +356,18 @@ mod tests {
         assert_eq!(keys.trusted, [KEY.parse().unwrap()]);
     }
 
+    /// When its lines are taken into use.
+    #[test]
+    fn the_packages_example_is_right() {
+        let example = include_str!("../../../../../packaging/gateway.toml");
+        let setting = |line: &str| Some(line.strip_prefix('#')?.to_owned() + "\n");
+        let settings = example.lines().filter_map(setting);
+        let settings: String = settings.filter(|line| !line.starts_with(' ')).collect();
+        let config = load(&settings.replace("ed25519:KEY_OF_192.0.2.20", KEY)).unwrap();
+        assert_eq!(config.peers[0].name, "kvm2");
+        assert_eq!(config.listen[0].to_string(), "tcp:192.0.2.10:4440");
+    }
+
     #[test]
     fn what_is_wrong_is_said() {
         let with = |line: &str| format!("{line}\n{}", short());
