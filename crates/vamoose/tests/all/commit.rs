@@ -232,8 +232,10 @@ fn wait_until_written(host: &Host, text: &str) -> Result<()> {
     let deadline = Instant::now() + LIMIT;
     loop {
         for entry in fs::read_dir(host.state_dir())? {
-            // One that is being written has another name by now.
-            if fs::read_to_string(entry?.path()).is_ok_and(|record| record.contains(text)) {
+            let path = entry?.path();
+            // One that is being written has another name: it may never become a record.
+            let is_record = path.extension().is_some_and(|it| it == "json");
+            if is_record && fs::read_to_string(path).is_ok_and(|record| record.contains(text)) {
                 return Ok(());
             }
         }
