@@ -173,12 +173,10 @@ impl Gathering<'_> {
         };
         let is_complete = match self.expected {
             Some(expected) => self.channels.len() == expected,
-            // In this order: what the main stream shows holds for connections that came before.
             None => {
-                has_ram(&main)? && self.acceptor.is_settled() && {
-                    self.accept_all()?;
-                    self.only_strangers_are_missing(now) && self.ids_are_contiguous()
-                }
+                self.all_have_come(&main)?
+                    && self.only_strangers_are_missing(now)
+                    && self.ids_are_contiguous()
             }
         };
         Ok(is_complete.then_some(main))
@@ -206,11 +204,17 @@ impl Gathering<'_> {
         let Some(main) = main.filter(|main| is_near(main)) else {
             return Ok(false);
         };
+        Ok(self.all_have_come(&main)? && self.opening.is_empty())
+    }
+
+    /// Whether `ram` is on the main stream and all connections that came before that have been accepted.
+    fn all_have_come(&mut self, main: &Stream) -> Result<bool, RelayError> {
         // In this order: what the main stream shows holds for connections that came before.
-        Ok(has_ram(&main)? && self.acceptor.is_settled() && {
+        let have_come = has_ram(main)? && self.acceptor.is_settled();
+        if have_come {
             self.accept_all()?;
-            self.opening.is_empty()
-        })
+        }
+        Ok(have_come)
     }
 
     /// When it is a migration without multifd, unless a channel comes before.

@@ -21,11 +21,8 @@ use tracing::{Span, debug, info, warn};
 use vamoose_link::{Stream, wait_until};
 
 use crate::{
-    Direction, Relay, RelayError,
-    accept::Acceptor,
-    chain,
-    gather::opening::Opening,
-    main_stream::{Pump, Witness},
+    Relay, RelayError, accept::Acceptor, chain, gather::opening::Opening,
+    main_stream::pass_both_ways,
 };
 
 /// Attends to them, and to those that were there before and have sent nothing, until the migration ends.
@@ -141,30 +138,8 @@ fn pass(relay: &Relay<'_>, near: &Arc<Stream>, first: [u8; 4]) {
     info!("passing a channel for post-copy on");
     relay.stats.add_received(first.len());
     relay.stats.add_sent(first.len());
-    let pump = |direction, from: &Arc<Stream>, to: &Arc<Stream>| {
-        let pump = Pump {
-            direction,
-            from: from.clone(),
-            to: to.clone(),
-            stats: relay.stats,
-            pacer: None,
-            stall_timeout: relay.config.stall_timeout,
-        };
-        if let Err(error) = pump.run(Unseen) {
-            debug!("a channel for post-copy broke: {}", chain(&error));
-            from.shut_down();
-            to.shut_down();
-        }
-    };
-    thread::scope(|scope| {
-        scope.spawn(|| pump(Direction::Back, &far, near));
-        pump(Direction::Forward, near, &far);
-    });
-}
-
-/// Looks at nothing.
-struct Unseen;
-
-impl Witness for Unseen {
-    fn received(&mut self, _piece: &[u8]) {}
+    let stall_timeout = relay.config.stall_timeout;
+    if let Err(error) = pass_both_ways(near, &far, relay.stats, stall_timeout) {
+        debug!("a channel for post-copy broke: {}", chain(&error));
+    }
 }

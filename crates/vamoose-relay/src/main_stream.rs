@@ -6,6 +6,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU8, Ordering},
     },
+    thread,
     time::{Duration, Instant},
 };
 
@@ -176,6 +177,44 @@ impl Pump<'_> {
             false => RelayError::MainWrite(self.direction, error),
         })
     }
+}
+
+/// Passes two connections on to each other, as bytes that nobody looks at. If one direction breaks, so does the other.
+pub(crate) fn pass_both_ways(
+    near: &Arc<Stream>,
+    far: &Arc<Stream>,
+    stats: &Stats,
+    stall_timeout: Duration,
+) -> Result<(), RelayError> {
+    let one_way = |direction, from: &Arc<Stream>, to: &Arc<Stream>| {
+        let pump = Pump {
+            direction,
+            from: from.clone(),
+            to: to.clone(),
+            stats,
+            pacer: None,
+            stall_timeout,
+        };
+        let passed = pump.run(Unseen);
+        if passed.is_err() {
+            from.shut_down();
+            to.shut_down();
+        }
+        passed
+    };
+    thread::scope(|scope| {
+        let back = scope.spawn(|| one_way(Direction::Back, far, near));
+        let forward = one_way(Direction::Forward, near, far);
+        // A thread that panicked has no error to add.
+        forward.and(back.join().unwrap_or(Ok(())))
+    })
+}
+
+/// Looks at nothing.
+struct Unseen;
+
+impl Witness for Unseen {
+    fn received(&mut self, _: &[u8]) {}
 }
 
 /// Large enough for a migration without multifd to be cheap.

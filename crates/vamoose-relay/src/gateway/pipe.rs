@@ -5,16 +5,13 @@ use std::{
         Arc,
         mpsc::{Receiver, Sender, channel},
     },
-    thread::{self, Scope},
+    thread::Scope,
 };
 
 use tracing::Span;
 use vamoose_link::{Hangup, Stats, Stream};
 
-use crate::{
-    Direction, RelayError,
-    main_stream::{Pump, Witness},
-};
+use crate::{RelayError, main_stream::pass_both_ways};
 
 /// How connections are passed on.
 #[derive(Clone, Copy)]
@@ -54,7 +51,8 @@ impl<'scope, 'env> Open<'scope, 'env> {
         self.count += 1;
         let (pipes, report, span) = (self.pipes, self.report.clone(), Span::current());
         self.scope.spawn(move || {
-            let passed = span.in_scope(|| pipes.pass(&from, &to));
+            let stall_timeout = pipes.config.stall_timeout;
+            let passed = span.in_scope(|| pass_both_ways(&from, &to, pipes.stats, stall_timeout));
             drop((from, to));
             // The receiver may have seen enough and be gone.
             let _ = report.send(passed);
@@ -76,41 +74,4 @@ impl<'scope, 'env> Open<'scope, 'env> {
     pub(super) fn verdict(self) -> Result<(), RelayError> {
         self.error.map_or(Ok(()), Err)
     }
-}
-
-impl Pipes<'_> {
-    fn pass(&self, from: &Arc<Stream>, to: &Arc<Stream>) -> Result<(), RelayError> {
-        thread::scope(|scope| {
-            let one_way = |direction, from: &Arc<Stream>, to: &Arc<Stream>| {
-                let passed = self.pump(direction, from, to).run(Unseen);
-                if passed.is_err() {
-                    from.shut_down();
-                    to.shut_down();
-                }
-                passed
-            };
-            let back = scope.spawn(move || one_way(Direction::Back, to, from));
-            let forward = one_way(Direction::Forward, from, to);
-            // A thread that panicked has no error to add.
-            forward.and(back.join().unwrap_or(Ok(())))
-        })
-    }
-
-    fn pump(&self, direction: Direction, from: &Arc<Stream>, to: &Arc<Stream>) -> Pump<'_> {
-        Pump {
-            direction,
-            from: from.clone(),
-            to: to.clone(),
-            stats: self.stats,
-            pacer: None,
-            stall_timeout: self.config.stall_timeout,
-        }
-    }
-}
-
-/// Nothing is looked at.
-struct Unseen;
-
-impl Witness for Unseen {
-    fn received(&mut self, _: &[u8]) {}
 }
