@@ -129,9 +129,12 @@ impl Migration<'_> {
 }
 
 fn stop(source: &mut SourceQemu, cause: &Cause, hangup: &Hangup) -> Result<(), Cause> {
+    if !matches!(cause, Cause::Cancelled) {
+        // With the guest stopped, a QEMU whose write of device state blocks does not answer its monitor either.
+        hangup.hang_up();
+    }
     let cancelled = source.qemu.execute("migrate_cancel", json!({}));
-    if !matches!(cause, Cause::Cancelled) || cancelled.is_err() {
-        // A source that waits for the destination with the guest stopped is not to wait any longer.
+    if cancelled.is_err() {
         hangup.hang_up();
     }
     match cancelled {
