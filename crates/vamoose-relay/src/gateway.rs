@@ -5,7 +5,8 @@
 //! ```
 //!
 //! On every host each peer has an address of the host's own, its *alias*; the ports at which QEMUs wait are the same on all.
-//! The gateway listens at all of them. [`first`] looks at what connects, [`sorting`] decides what a port carries, [`door`]
+//! The gateway listens at all of them, and at the sockets of *streams*, which lead to sockets of the peers.
+//! [`first`] looks at what connects, [`sorting`] decides what a port carries, [`door`]
 //! is a migration from this host, [`visit`] one to it. Two gateways agree on a migration before any of its bytes are
 //! taken: [`announce`] draws it. Migrations in plain text go through a [`Relay`](crate::Relay) at each end;
 //! everything else (NBD, TLS of QEMU's own) goes as bytes, over the same session ([`pipe`]).
@@ -20,6 +21,7 @@ mod first;
 mod front;
 mod guest;
 mod pipe;
+mod place;
 mod slots;
 mod sorting;
 mod visit;
@@ -27,7 +29,6 @@ mod visit;
 use std::{
     collections::HashMap,
     io,
-    net::SocketAddr,
     os::fd::AsFd as _,
     sync::{Arc, Mutex},
     thread::{self, Scope},
@@ -43,10 +44,11 @@ use vamoose_link::{
 };
 
 pub use announce::AnnounceError;
-pub use config::{GatewayConfig, GatewayPeer};
+pub use config::{GatewayConfig, GatewayPeer, GatewayStream};
 use door::Door;
 use first::First;
 use front::Front;
+use place::Place;
 use visit::{Admission, Visit};
 
 /// Moves migrations between this host and its peers, as many at once as there are.
@@ -54,8 +56,8 @@ pub struct Gateway {
     config: Mutex<Arc<GatewayConfig>>,
     sessions: Sessions,
     front: Front,
-    /// Migrations from this host, by the address at which they came.
-    doors: Mutex<HashMap<SocketAddr, Arc<Door>>>,
+    /// Migrations from this host, by where they came.
+    doors: Mutex<HashMap<Place, Arc<Door>>>,
     /// Migrations to this host.
     visits: Mutex<Vec<Arc<Visit>>>,
     admission: Admission,
@@ -195,7 +197,7 @@ impl Gateway {
     fn offer<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
-        at: SocketAddr,
+        at: Place,
         stream: Arc<Stream>,
         first: First,
     ) {
@@ -207,22 +209,23 @@ impl Gateway {
             return warn!("{at}: a connection is closed: this gateway is about to end");
         }
         let config = lock(&self.config).clone();
-        let Some(peer) = config.behind(at.ip()) else {
+        let Some(peer) = config.behind(&at) else {
             // It has just been removed from the configuration.
             return;
         };
         let (slots, outgoing) = (self.admission.slots.clone(), config.outgoing.clone());
         let rounds = self.front.rounds().clone();
-        let door = match Door::new(peer.clone(), at, outgoing, slots, rounds) {
+        let door = match Door::new(peer.clone(), at.clone(), outgoing, slots, rounds) {
             Ok(door) => Arc::new(door),
             Err(error) => return warn!("{at}: a connection is closed: {error}"),
         };
         door.push(stream, first);
         let (begun, span) = (
             door.clone(),
-            error_span!("migration", to = peer.name, port = at.port()),
+            error_span!("migration", to = peer.name, at = %at.target()),
         );
-        let work = move || span.in_scope(|| self.run_door(scope, at, &begun));
+        let place = at.clone();
+        let work = move || span.in_scope(|| self.run_door(scope, &place, &begun));
         match thread::Builder::new().spawn_scoped(scope, work) {
             Ok(_) => drop(doors.insert(at, door)),
             Err(error) => warn!("{at}: a connection is closed: no thread can be started: {error}"),
@@ -232,16 +235,16 @@ impl Gateway {
     fn run_door<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
-        at: SocketAddr,
+        at: &Place,
         door: &Arc<Door>,
     ) {
         let closing = door.run();
         let mut doors = lock(&self.doors);
         let leftover = door.leftover();
-        doors.remove(&at);
+        doors.remove(at);
         drop(doors);
         for (stream, first) in leftover {
-            self.offer(scope, at, stream, first);
+            self.offer(scope, at.clone(), stream, first);
         }
         closing.finish();
     }

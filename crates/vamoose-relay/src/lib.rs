@@ -49,7 +49,9 @@ pub use config::{Config, Dialer, ZeroPages};
 pub use control::ControlError;
 pub use downtime::Switchover;
 pub use error::{Direction, RelayError};
-pub use gateway::{AnnounceError, Gateway, GatewayConfig, GatewayError, GatewayPeer};
+pub use gateway::{
+    AnnounceError, Gateway, GatewayConfig, GatewayError, GatewayPeer, GatewayStream,
+};
 pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;
 pub use journal::{Journal, JournalError};

@@ -9,13 +9,14 @@ use std::{
 use tracing::{info, warn};
 use vamoose_link::Stats;
 
+use super::place::Target;
 use crate::{Outcome, RelayError, Summary, chain};
 
 /// A migration, for its line.
 pub(super) struct Account {
     /// `to kvm2` or `from kvm1`.
     pub(super) with: String,
-    pub(super) port: u16,
+    pub(super) target: Target,
     /// The guest's name, where it is known.
     pub(super) guest: Option<String>,
     pub(super) began: Instant,
@@ -52,8 +53,8 @@ impl Account {
         let moved = self.stats.snapshot();
         let [before, after] = [moved.received_bytes, moved.wire_bytes].map(Size);
         let took = Seconds(self.began.elapsed());
-        let (with, port) = (&self.with, self.port);
-        format!("{guest} {with}, port {port}: {ending}; {before} as {after} in {took}")
+        let (with, target) = (&self.with, &self.target);
+        format!("{guest} {with}, {target}: {ending}; {before} as {after} in {took}")
     }
 }
 
@@ -133,7 +134,7 @@ mod tests {
     fn a_line_says_who_where_how_and_how_much() {
         let account = Account {
             with: "to kvm2".to_owned(),
-            port: 49_152,
+            target: Target::Port(49_152),
             guest: Some("web1".to_owned()),
             began: Instant::now(),
             stats: Arc::default(),

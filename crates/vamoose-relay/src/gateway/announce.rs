@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  source's gateway                                       destination's gateway
-//!   Announce { port, guest } ──────────────────────────>  dials its QEMU at that port
+//!   Announce { port, guest } ──────────────────────────>  dials its QEMU at that port, or what the stream leads to
 //!                            <──────────────────────────  Accepted, or Refused { reason }
 //!   further streams, each with a byte of its kind first: M = a connection of a migration, O = any other
 //!                            <──────────────────────────  Spoke: the QEMU has sent something, and we nothing
@@ -22,17 +22,21 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vamoose_link::{DialError, Session, Stream};
 
-use super::GatewayPeer;
+use super::{GatewayPeer, place::Target};
 
 /// What gateways say.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Message {
-    /// A migration to the QEMU that waits at this port.
+    /// A migration to the QEMU that waits at this port, or whatever goes to a stream.
     Announce {
         /// Of this protocol.
         version: u32,
+        /// 0 with a stream: gateways that know of none refuse it.
         port: u16,
+        /// The stream's name.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stream: Option<String>,
         /// The guest's name, where it is known.
         #[serde(default)]
         guest: Option<String>,
@@ -109,7 +113,7 @@ pub enum ConversationError {
 /// Asks a peer's gateway for a migration.
 pub(super) fn announce(
     peer: &GatewayPeer,
-    port: u16,
+    target: &Target,
     guest: Option<String>,
 ) -> Result<(Session, Conversation), AnnounceError> {
     let name = || peer.name.clone();
@@ -128,9 +132,11 @@ pub(super) fn announce(
         source,
     };
     let mut conversation = Conversation::new(Arc::new(stream));
+    let (port, stream) = target.to_announce();
     let announcement = Message::Announce {
         version: VERSION,
         port,
+        stream,
         guest,
     };
     conversation.send(&announcement).map_err(failed)?;
@@ -237,6 +243,7 @@ mod tests {
         let call = Message::Announce {
             version: VERSION,
             port: 49_152,
+            stream: None,
             guest: Some("web1".to_owned()),
         };
         assert!(far.poll().unwrap().is_none());
@@ -253,6 +260,7 @@ mod tests {
     #[test]
     fn messages_stay_as_they_are() {
         let (version, port, guest) = (1, 7, None);
+        let stream = Some("s".to_owned());
         let reason = "r".to_owned();
         for (text, message) in [
             (
@@ -260,6 +268,16 @@ mod tests {
                 Message::Announce {
                     version,
                     port,
+                    stream: None,
+                    guest: guest.clone(),
+                },
+            ),
+            (
+                r#"{"announce":{"version":1,"port":0,"stream":"s","guest":null}}"#,
+                Message::Announce {
+                    version,
+                    port: 0,
+                    stream,
                     guest,
                 },
             ),

@@ -1,7 +1,7 @@
 //! What a gateway is told.
 
 use std::{
-    collections::BTreeSet,
+    collections::HashMap,
     net::{IpAddr, SocketAddr},
     num::NonZeroU64,
     ops::RangeInclusive,
@@ -11,6 +11,7 @@ use std::{
 
 use vamoose_link::{Address, Peers, Remote, SessionConfig};
 
+use super::place::{Place, Target};
 use crate::Config;
 
 /// How a gateway works.
@@ -18,12 +19,15 @@ use crate::Config;
 pub struct GatewayConfig {
     /// Where other gateways reach this one.
     pub listen: Vec<Address>,
-    /// Where this host's QEMUs wait for migrations: the only address that is dialled for another gateway.
-    pub alias: IpAddr,
+    /// Where this host's QEMUs wait for migrations, if they do. Besides it, only addresses of streams are dialled for
+    /// another gateway.
+    pub alias: Option<IpAddr>,
     /// The ports at which they wait, on any host.
     pub ports: RangeInclusive<u16>,
     /// The other hosts.
     pub peers: Vec<Arc<GatewayPeer>>,
+    /// Sockets at both ends that are connected by name.
+    pub streams: Vec<GatewayStream>,
     /// Whose connections are taken at the aliases of other hosts.
     pub users: Peers,
     /// What is done with the pages of migrations from this host.
@@ -42,7 +46,7 @@ pub struct GatewayPeer {
     /// What the operator calls it.
     pub name: String,
     /// The address of this host that stands for it: who connects there reaches the QEMU that waits at the same port on the peer.
-    pub alias: IpAddr,
+    pub alias: Option<IpAddr>,
     /// Its gateway.
     pub remote: Remote,
     /// What it has to prove to be: its key, or a name in its certificate. `None` without authentication.
@@ -53,20 +57,48 @@ pub struct GatewayPeer {
     pub max_bandwidth: Option<NonZeroU64>,
 }
 
+/// A socket here, and one at a peer, for the connections of a program that finds its own way there: who connects to one
+/// reaches what listens on the other. Both hosts know it by its name, and each only its own addresses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GatewayStream {
+    /// The same on both hosts.
+    pub name: Arc<str>,
+    /// The peer, by its name: where connections go, and the only one from which they come.
+    pub peer: String,
+    /// Where programs of this host connect, if they do.
+    pub listen: Option<Address>,
+    /// What is connected to here for the peer, if it may.
+    pub to: Option<Address>,
+}
+
 impl GatewayConfig {
-    /// The addresses at which sources of migrations connect.
-    pub(super) fn doors(&self) -> BTreeSet<SocketAddr> {
-        let aliases = self.peers.iter().map(|peer| peer.alias);
-        let at = |alias| {
+    /// Where sources of migrations connect, and the addresses.
+    pub(super) fn places(&self) -> HashMap<Place, Address> {
+        let aliases = self.peers.iter().filter_map(|peer| peer.alias);
+        let ports = aliases.flat_map(|alias| {
             let ports = self.ports.clone();
-            ports.map(move |port| SocketAddr::new(alias, port))
-        };
-        aliases.flat_map(at).collect()
+            ports.map(move |port| {
+                let place = Place::Port(SocketAddr::new(alias, port));
+                let host = alias.to_string();
+                (place, Address::Tcp { host, port })
+            })
+        });
+        let streams = self.streams.iter().filter_map(|stream| {
+            let listen = stream.listen.clone()?;
+            Some((Place::Stream(stream.name.clone()), listen))
+        });
+        ports.chain(streams).collect()
     }
 
-    /// The peer that an alias stands for.
-    pub(super) fn behind(&self, alias: IpAddr) -> Option<&Arc<GatewayPeer>> {
-        self.peers.iter().find(|peer| peer.alias == alias)
+    /// The peer that a place leads to.
+    pub(super) fn behind(&self, place: &Place) -> Option<&Arc<GatewayPeer>> {
+        match place {
+            Place::Port(at) => self.peers.iter().find(|it| it.alias == Some(at.ip())),
+            Place::Stream(name) => {
+                let stream = self.streams.iter().find(|it| it.name == *name)?;
+                self.peers.iter().find(|it| it.name == stream.peer)
+            }
+        }
     }
 
     /// The peer that has proved to be `identity`. Without authentication, whoever comes from its address.
@@ -82,10 +114,23 @@ impl GatewayConfig {
         self.peers.iter().find(is_it)
     }
 
-    /// Where the QEMU waits whose port this is; `None` if it is not one at which QEMUs wait.
-    pub(super) fn waiting_at(&self, port: u16) -> Option<Address> {
-        let host = self.alias.to_string();
-        let is_there = self.ports.contains(&port);
-        is_there.then_some(Address::Tcp { host, port })
+    /// What `peer` may be connected to by this target, or why there is nothing.
+    pub(super) fn waiting_at(&self, target: &Target, peer: &str) -> Result<Address, String> {
+        match target {
+            Target::Port(port) => {
+                let alias = self.alias.ok_or("no QEMUs wait for migrations here")?;
+                let (first, last) = (self.ports.start(), self.ports.end());
+                if !self.ports.contains(port) {
+                    return Err(format!("QEMUs wait at ports {first} to {last} here"));
+                }
+                let (host, port) = (alias.to_string(), *port);
+                Ok(Address::Tcp { host, port })
+            }
+            Target::Stream(name) => {
+                let is_it = |it: &&GatewayStream| it.name == *name && it.peer == peer;
+                let to = self.streams.iter().find(is_it).and_then(|it| it.to.clone());
+                to.ok_or_else(|| format!("there is no stream {name} from {peer} to here"))
+            }
+        }
     }
 }

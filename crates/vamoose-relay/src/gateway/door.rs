@@ -1,4 +1,4 @@
-//! A migration from this host: what connects to one port of a peer's alias, from the first connection to the last one's end.
+//! A migration from this host: what connects to one place, from the first connection to the last one's end.
 //!
 //! ```text
 //!  sort        what the connections are                        (module sorting)
@@ -10,7 +10,6 @@
 use std::{
     collections::VecDeque,
     io,
-    net::SocketAddr,
     os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc, Mutex, OnceLock,
@@ -32,15 +31,16 @@ use super::{
     front::Rounds,
     guest,
     pipe::{Open, Pipes},
+    place::Place,
     slots::{Slot, Slots, Way},
     sorting::{Action, Carries, Event},
 };
 use crate::{Accept, Config, Dialer, Relay, RelayError};
 
-/// What connects to one port of a peer's alias.
+/// What connects to one place: a port of a peer's alias, or a stream's socket.
 pub(super) struct Door {
     peer: Arc<GatewayPeer>,
-    at: SocketAddr,
+    at: Place,
     config: Config,
     slots: Arc<Slots>,
     /// Of those who accept what comes here, and how many were done when it was first asked whether that is all.
@@ -76,7 +76,7 @@ const MOST_WAITING: usize = 512;
 impl Door {
     pub(super) fn new(
         peer: Arc<GatewayPeer>,
-        at: SocketAddr,
+        at: Place,
         mut config: Config,
         slots: Arc<Slots>,
         rounds: Arc<Rounds>,
@@ -142,7 +142,7 @@ impl Door {
             ending,
             account: Account {
                 with: format!("to {}", self.peer.name),
-                port: self.at.port(),
+                target: self.at.target(),
                 guest: lock(&self.guest).take(),
                 began,
                 stats,
@@ -247,7 +247,7 @@ impl Door {
             most: peer.migrations,
         })?;
         let guest = lock(&self.guest).clone();
-        let (session, conversation) = announce(peer, self.at.port(), guest)?;
+        let (session, conversation) = announce(peer, &self.at.target(), guest)?;
         *announced = Some(Announced {
             session: session.clone(),
             conversation,
@@ -271,8 +271,8 @@ impl Door {
     }
 
     fn pass(&self, why: &'static str, stats: &Arc<Stats>) -> Ending {
-        let (peer, port) = (&self.peer.name, self.at.port());
-        info!("to {peer}, port {port}: passing bytes through as they are, encrypted: {why}");
+        let (peer, target) = (&self.peer.name, self.at.target());
+        info!("to {peer}, {target}: passing bytes through as they are, encrypted: {why}");
         let pipes = Pipes {
             stats,
             hangup: &self.hangup,
@@ -322,7 +322,7 @@ impl Accept for Door {
 
     fn is_settled(&self) -> bool {
         let asked = *self.asked.get_or_init(|| self.rounds.done());
-        self.rounds.have_passed(asked, self.at)
+        self.rounds.have_passed(asked, &self.at)
     }
 }
 

@@ -1,9 +1,8 @@
-//! Where this host's QEMUs connect: the aliases of the peers, at every port. What connects is looked at before it goes on.
+//! Where this host's QEMUs connect: the aliases of the peers, at every port, and the sockets of streams. What connects is looked at before it goes on.
 
 use std::{
     collections::{HashMap, HashSet},
     io,
-    net::SocketAddr,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -22,12 +21,13 @@ use vamoose_link::{
 use super::{
     GatewayConfig, GatewayError,
     first::{First, Look, SILENCE, look},
+    place::Place,
 };
 use crate::chain;
 
-/// Listens at the aliases.
+/// Listens there.
 pub(super) struct Front {
-    listeners: Mutex<HashMap<SocketAddr, Arc<Listener>>>,
+    listeners: Mutex<HashMap<Place, Arc<Listener>>>,
     users: Mutex<Peers>,
     /// Listened already when this process was started.
     passed: Mutex<Vec<Listener>>,
@@ -40,20 +40,20 @@ pub(super) struct Rounds {
     done: AtomicU64,
     could_not_accept: AtomicBool,
     /// Where connections had come after the last one that had not begun.
-    held: Mutex<HashSet<SocketAddr>>,
+    held: Mutex<HashSet<Place>>,
     /// Begins the next one at once.
     wake: PollQueue<()>,
 }
 
 /// A connection of which it is not known yet what it is.
 pub(super) struct Fresh {
-    at: SocketAddr,
+    at: Place,
     socket: Socket,
     since: Instant,
 }
 
 /// A connection, where it came, and what it begins with.
-pub(super) type Begun = (SocketAddr, Arc<Stream>, First);
+pub(super) type Begun = (Place, Arc<Stream>, First);
 
 /// Most connections of which it is not known yet what they are: more than the migrations of a host begin at once. Further ones
 /// wait in the queues of their sockets.
@@ -82,10 +82,11 @@ impl Front {
     pub(super) fn listen(&self, config: &GatewayConfig) -> Result<(), SocketError> {
         let mut listeners = lock(&self.listeners);
         let mut next = HashMap::new();
-        for at in config.doors() {
-            let listener = match listeners.get(&at) {
+        for (at, address) in config.places() {
+            let known = listeners.get(&at).filter(|it| *it.address() == address);
+            let listener = match known {
                 Some(known) => known.clone(),
-                None => Arc::new(self.bind(at, config.outgoing.stall_timeout)?),
+                None => Arc::new(self.bind(&address, config)?),
             };
             next.insert(at, listener);
         }
@@ -95,15 +96,16 @@ impl Front {
         Ok(())
     }
 
-    fn bind(&self, at: SocketAddr, stall_timeout: Duration) -> Result<Listener, SocketError> {
-        let address = Address::Tcp {
-            host: at.ip().to_string(),
-            port: at.port(),
-        };
+    fn bind(&self, address: &Address, config: &GatewayConfig) -> Result<Listener, SocketError> {
+        let patience = config.outgoing.stall_timeout;
         let mut passed = lock(&self.passed);
-        match passed.iter().position(|it| *it.address() == address) {
+        match passed.iter().position(|it| it.address() == address) {
             Some(found) => Ok(passed.swap_remove(found)),
-            None => Listener::bind(&address, stall_timeout),
+            None if matches!(address, Address::Unix(_)) => {
+                Listener::bind_for(address, patience, config.users.clone())
+            }
+            // Who connects is looked up once it is known that something came.
+            None => Listener::bind(address, patience),
         }
     }
 
@@ -118,7 +120,7 @@ impl Front {
         self.rounds.end(fresh);
         let listeners: Vec<_> = lock(&self.listeners)
             .iter()
-            .map(|(at, listener)| (*at, listener.clone()))
+            .map(|(at, listener)| (at.clone(), listener.clone()))
             .collect();
         let open = if fresh.len() < MOST_FRESH {
             &listeners[..]
@@ -147,16 +149,16 @@ impl Front {
         };
         self.rounds.wake.pop();
         for (at, listener) in ready {
-            self.accept(*at, listener, fresh);
+            self.accept(at, listener, fresh);
         }
         Ok(take_begun(fresh))
     }
 
-    fn accept(&self, at: SocketAddr, listener: &Listener, fresh: &mut Vec<Fresh>) {
+    fn accept(&self, at: &Place, listener: &Listener, fresh: &mut Vec<Fresh>) {
         loop {
             match listener.try_accept() {
                 Ok(Some(socket)) if self.is_welcome(at, &socket) => fresh.push(Fresh {
-                    at,
+                    at: at.clone(),
                     socket,
                     since: Instant::now(),
                 }),
@@ -171,7 +173,7 @@ impl Front {
         }
     }
 
-    fn is_welcome(&self, at: SocketAddr, socket: &Socket) -> bool {
+    fn is_welcome(&self, at: &Place, socket: &Socket) -> bool {
         match peer_of(socket) {
             Ok(peer) if lock(&self.users).allow(peer) => return true,
             Ok(Peer::Uid(uid)) => warn!("{at}: turning away user {uid}, who is none of `users`"),
@@ -198,10 +200,10 @@ impl Rounds {
     }
 
     /// Whether all has been handed on that had come at `at` when `done` rounds were done. If not, the next round begins at once.
-    pub(super) fn have_passed(&self, done: u64, at: SocketAddr) -> bool {
+    pub(super) fn have_passed(&self, done: u64, at: &Place) -> bool {
         let held = lock(&self.held);
         // The round that was under way may have accepted before that; the one behind it has not.
-        let have = self.done() >= done + 2 && !held.contains(&at);
+        let have = self.done() >= done + 2 && !held.contains(at);
         if !have {
             self.wake();
         }
@@ -215,7 +217,7 @@ impl Rounds {
     fn end(&self, fresh: &[Fresh]) {
         let mut held = lock(&self.held);
         held.clear();
-        held.extend(fresh.iter().map(|it| it.at));
+        held.extend(fresh.iter().map(|it| it.at.clone()));
         let could_not = self.could_not_accept.swap(false, Ordering::Relaxed);
         if !could_not && fresh.len() < MOST_FRESH {
             self.done.fetch_add(1, Ordering::Release);
@@ -245,23 +247,23 @@ mod tests {
     #[test]
     fn all_has_been_handed_on_after_a_whole_round() {
         let rounds = Rounds::new().unwrap();
-        let at = |port| SocketAddr::from(([127, 0, 0, 2], port));
+        let at = |port| Place::Port(([127, 0, 0, 2], port).into());
         let fresh = |port| Fresh {
             at: at(port),
             socket: Socket::Unix(UnixStream::pair().unwrap().0),
             since: Instant::now(),
         };
         let asked = rounds.done();
-        assert!(!rounds.have_passed(asked, at(1)));
+        assert!(!rounds.have_passed(asked, &at(1)));
         rounds.end(&[]);
-        assert!(!rounds.have_passed(asked, at(1)));
+        assert!(!rounds.have_passed(asked, &at(1)));
         rounds.could_not_accept.store(true, Ordering::Relaxed);
         rounds.end(&[]);
-        assert!(!rounds.have_passed(asked, at(1)));
+        assert!(!rounds.have_passed(asked, &at(1)));
         rounds.end(&[fresh(1)]);
-        assert!(!rounds.have_passed(asked, at(1)));
-        assert!(rounds.have_passed(asked, at(2)));
+        assert!(!rounds.have_passed(asked, &at(1)));
+        assert!(rounds.have_passed(asked, &at(2)));
         rounds.end(&[fresh(2)]);
-        assert!(rounds.have_passed(asked, at(1)));
+        assert!(rounds.have_passed(asked, &at(1)));
     }
 }

@@ -1,6 +1,6 @@
 //! The name of the guest whose QEMU has opened a connection: for the journal, where it can be found.
 //!
-//! /proc/net/tcp has the socket's number, /proc/PID/fd the process that has it open, and /proc/PID/cmdline the name that
+//! A unix socket tells the process that has connected. For TCP, /proc/net/tcp has the socket's number, /proc/PID/fd the process that has it open, and /proc/PID/cmdline the name that
 //! whoever started QEMU has given the guest (`-name guest=NAME`, or `-name NAME`). The files of other users' processes
 //! can only be read with CAP_SYS_PTRACE: without, the guest has no name.
 
@@ -12,7 +12,11 @@ use super::announce::shown;
 
 /// The name of the guest at the other end.
 pub(super) fn name_of(stream: &Stream) -> Option<String> {
-    let inode = peer_inode(stream.socket()?).ok()??;
+    let socket = stream.socket()?;
+    if let Some(pid) = socket.peer_pid() {
+        return name_in(&fs::read(format!("/proc/{pid}/cmdline")).ok()?);
+    }
+    let inode = peer_inode(socket).ok()??;
     let socket = format!("socket:[{inode}]");
     let processes = fs::read_dir("/proc").ok()?.flatten();
     let mut named = processes.filter_map(|process| {

@@ -26,6 +26,7 @@ use super::{
     announce::{Conversation, MIGRATION, Message, OPAQUE, VERSION, shown},
     first::peek,
     pipe::{Open, Pipes},
+    place::Target,
     slots::{Slot, Slots, Way},
 };
 use crate::{Accept, Config, Dialer, Relay, RelayError, chain};
@@ -50,7 +51,7 @@ pub(super) struct Admission {
 /// What was announced, and can be received.
 struct Admitted {
     from: String,
-    port: u16,
+    target: Target,
     guest: Option<String>,
     at: Address,
     qemu: Socket,
@@ -135,13 +136,15 @@ impl Visit {
         let Message::Announce {
             version,
             port,
+            stream,
             guest,
         } = announced
         else {
             return Err("nothing was announced".to_owned());
         };
+        let target = Target::announced(port, stream.as_deref());
         let refused = |reason: String| {
-            warn!("{shown_peer}, port {port}: refused: {reason}");
+            warn!("{shown_peer}, {target}: refused: {reason}");
             reason
         };
         if version < VERSION {
@@ -154,10 +157,7 @@ impl Visit {
         }
         let peer = config.who_is(self.session.identity(), shown_peer);
         let peer = peer.ok_or_else(|| refused(format!("{shown_peer} is none of its peers")))?;
-        let at = config.waiting_at(port).ok_or_else(|| {
-            let (first, last) = (config.ports.start(), config.ports.end());
-            refused(format!("QEMUs wait at ports {first} to {last} here"))
-        })?;
+        let at = config.waiting_at(&target, &peer.name).map_err(refused)?;
         let slot = admission.slots.take(Way::From, &peer.name, peer.migrations);
         let slot = slot.ok_or_else(|| {
             let most = peer.migrations;
@@ -173,7 +173,7 @@ impl Visit {
         let qemu = qemu.map_err(|error| refused(chain(&error)))?;
         Ok(Admitted {
             from: peer.name.clone(),
-            port,
+            target,
             guest: guest.as_deref().map(shown),
             at,
             qemu,
@@ -184,7 +184,7 @@ impl Visit {
     fn receive(&self, mut conversation: Conversation, admitted: Admitted, config: &Config) {
         let account = Account {
             with: format!("from {}", admitted.from),
-            port: admitted.port,
+            target: admitted.target.clone(),
             guest: admitted.guest.clone(),
             began: Instant::now(),
             stats: Arc::default(),
@@ -272,8 +272,8 @@ impl Visit {
         admitted: Admitted,
         open: &mut Open<'_, '_>,
     ) -> Result<(), RelayError> {
-        let (from, port) = (&admitted.from, admitted.port);
-        info!("from {from}, port {port}: passing bytes through as they are");
+        let (from, target) = (&admitted.from, &admitted.target);
+        info!("from {from}, {target}: passing bytes through as they are");
         let mut qemu = Some(admitted.qemu);
         // Until the other gateway says that there will be no further connection, or has gone.
         let mut has_ended = false;

@@ -18,7 +18,7 @@ use vamoose_link::{
     Address, Certificates, Keys, MethodChoice, Path as LinkPath, Peers, PublicKey, Remote,
     Security, SessionConfig,
 };
-use vamoose_relay::{Config, GatewayConfig, GatewayPeer};
+use vamoose_relay::{Config, GatewayConfig, GatewayPeer, GatewayStream};
 
 use vamoose::{
     options::{Hardware, MethodName, Size},
@@ -29,8 +29,10 @@ use vamoose::{
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) struct File {
+    #[serde(default)]
     listen: Vec<String>,
-    alias: IpAddr,
+    #[serde(default)]
+    alias: Option<IpAddr>,
     #[serde(default = "libvirts_ports")]
     ports: String,
     #[serde(default)]
@@ -51,13 +53,17 @@ pub(super) struct File {
     reconnect_timeout: u64,
     #[serde(default = "a_quarter_minute")]
     stall_timeout: u64,
+    #[serde(default)]
     peers: BTreeMap<String, Peer>,
+    #[serde(default)]
+    streams: BTreeMap<String, Stream>,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Peer {
-    alias: IpAddr,
+    #[serde(default)]
+    alias: Option<IpAddr>,
     to: Vec<String>,
     #[serde(default)]
     bind: Vec<IpAddr>,
@@ -69,6 +75,16 @@ struct Peer {
     migrations: usize,
     #[serde(default)]
     max_bandwidth: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+struct Stream {
+    peer: String,
+    #[serde(default)]
+    listen: Option<String>,
+    #[serde(default)]
+    to: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
@@ -116,6 +132,17 @@ impl File {
         hardware: &Hardware,
         drain_timeout: Duration,
     ) -> Result<GatewayConfig> {
+        ensure!(
+            !self.listen.is_empty(),
+            "listen: other gateways need an address"
+        );
+        ensure!(!self.peers.is_empty(), "peers: there are none");
+        let config = self.common(hardware, drain_timeout)?;
+        check(&config)?;
+        Ok(config)
+    }
+
+    fn common(&self, hardware: &Hardware, drain_timeout: Duration) -> Result<GatewayConfig> {
         let mut outgoing = Config::new(self.method()?.choose(self.level, hardware)?);
         let restores = hardware.engines(Settings::default())?;
         let mut incoming = Config::new(MethodChoice::Fixed(restores));
@@ -128,13 +155,17 @@ impl File {
             .iter()
             .map(|text| address(text))
             .collect::<Result<_>>()?;
-        ensure!(!listen.is_empty(), "listen: other gateways need an address");
         let peers = self.peers.iter().map(|(name, peer)| {
             let peer = self.peer(name, peer);
             peer.map(Arc::new).with_context(|| format!("peer {name}"))
         });
-        let config = GatewayConfig {
+        let streams = self.streams.iter().map(|(name, it)| {
+            let stream = self.stream(name, it);
+            stream.with_context(|| format!("stream {name}"))
+        });
+        Ok(GatewayConfig {
             peers: peers.collect::<Result<_>>()?,
+            streams: streams.collect::<Result<_>>()?,
             listen,
             alias: self.alias,
             ports: ports(&self.ports).context("ports")?,
@@ -143,9 +174,7 @@ impl File {
             incoming,
             sessions: self.sessions(self.security(None)?)?,
             drain_timeout,
-        };
-        distinct(&config)?;
-        Ok(config)
+        })
     }
 
     fn method(&self) -> Result<MethodName> {
@@ -157,7 +186,6 @@ impl File {
     }
 
     fn peer(&self, name: &str, peer: &Peer) -> Result<GatewayPeer> {
-        ensure!(!peer.to.is_empty(), "to: an address is needed");
         ensure!(peer.migrations > 0, "migrations: at least 1");
         if !peer.bind.is_empty() && peer.bind.len() != peer.to.len() {
             bail!("bind: one for each address of `to`, or none");
@@ -183,6 +211,28 @@ impl File {
             identity: self.identity(name, peer),
             migrations: peer.migrations,
             max_bandwidth: max_bandwidth.transpose().context("max-bandwidth")?,
+        })
+    }
+
+    fn stream(&self, name: &str, stream: &Stream) -> Result<GatewayStream> {
+        let peer = &stream.peer;
+        ensure!(self.peers.contains_key(peer), "there is no peer {peer}");
+        ensure!(
+            stream.listen.is_some() || stream.to.is_some(),
+            "`listen` is needed where connections begin, `to` where they lead"
+        );
+        let local = |text: &Option<String>| {
+            let address = text.as_deref().map(address).transpose()?;
+            if let Some(address) = &address {
+                ensure!(address.is_local(), "{address} is not this host's alone");
+            }
+            Ok(address)
+        };
+        Ok(GatewayStream {
+            name: name.into(),
+            peer: peer.clone(),
+            listen: local(&stream.listen).context("listen")?,
+            to: local(&stream.to).context("to")?,
         })
     }
 
@@ -289,18 +339,33 @@ fn uid_in(passwd: &str, name: &str) -> Option<u32> {
     })
 }
 
-/// An alias stands for one host, and so does a key.
-fn distinct(config: &GatewayConfig) -> Result<()> {
+/// An alias stands for one host, and so does a key. A host without one is reached by streams alone.
+fn check(config: &GatewayConfig) -> Result<()> {
     for (at, peer) in config.peers.iter().enumerate() {
         let name = &peer.name;
         ensure!(
-            peer.alias != config.alias,
-            "peer {name}: {} is this host's own alias",
-            peer.alias
+            !peer.remote.paths.is_empty(),
+            "peer {name}: to: an address is needed"
         );
+        if let Some(alias) = peer.alias {
+            ensure!(
+                peer.alias != config.alias,
+                "peer {name}: {alias} is this host's own alias"
+            );
+            ensure!(
+                config.alias.is_some(),
+                "peer {name} has an alias: this host needs one, too"
+            );
+        } else {
+            let has_stream = config.streams.iter().any(|it| it.peer == *name);
+            ensure!(
+                has_stream,
+                "peer {name}: it has neither an alias nor a stream"
+            );
+        }
         for other in &config.peers[..at] {
             let same = match () {
-                () if other.alias == peer.alias => "alias",
+                () if other.alias.is_some() && other.alias == peer.alias => "alias",
                 () if other.identity.is_some() && other.identity == peer.identity => "key",
                 () => continue,
             };
@@ -408,10 +473,44 @@ mod tests {
                 second(&format!("alias = \"127.77.0.3\", to = [], {other}")),
                 "an address is needed",
             ),
+            (
+                short().replace("alias = \"127.77.0.1\"\n", ""),
+                "this host needs one, too",
+            ),
+            (
+                second(&format!("to = [\"h:1\"], {other}")),
+                "neither an alias nor a stream",
+            ),
+            (
+                with("streams.x = { peer = \"kvm9\", to = \"unix:/x\" }"),
+                "stream x: there is no peer kvm9",
+            ),
+            (
+                with("streams.x = { peer = \"kvm2\" }"),
+                "stream x: `listen`",
+            ),
+            (
+                with("streams.x = { peer = \"kvm2\", to = \"10.0.0.9:1\" }"),
+                "not this host's alone",
+            ),
         ] {
             let error = format!("{:#}", load(&text).map(drop).unwrap_err());
             assert!(error.contains(problem), "{text}: {error}");
         }
+    }
+
+    /// What docs/cloud-hypervisor.md shows.
+    #[test]
+    fn a_host_with_streams_alone_needs_no_alias() {
+        let text = short()
+            .replace("alias = \"127.77.0.1\"\n", "")
+            .replace("alias = \"127.77.0.2\", ", "");
+        let text = format!("{text}streams.x = {{ peer = \"kvm2\", listen = \"unix:/x\" }}\n");
+        let config = load(&text).unwrap();
+        let stream = &config.streams[0];
+        assert_eq!((&*stream.name, &*stream.peer), ("x", "kvm2"));
+        assert_eq!(stream.listen, Some("unix:/x".parse().unwrap()));
+        assert_eq!(stream.to, None);
     }
 
     #[test]

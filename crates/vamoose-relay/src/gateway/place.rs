@@ -1,0 +1,68 @@
+//! Where migrations begin on this host, and what they are to on the other.
+
+use std::{fmt, net::SocketAddr, sync::Arc};
+
+use super::announce::shown;
+
+/// Where sources of migrations connect.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Place {
+    /// A port of a peer's alias.
+    Port(SocketAddr),
+    /// The socket of a stream, by the stream's name.
+    Stream(Arc<str>),
+}
+
+/// What a migration is to, by what both hosts call it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Target {
+    /// The QEMU that waits at this port.
+    Port(u16),
+    /// What the destination's configuration has for the stream of this name.
+    Stream(Arc<str>),
+}
+
+impl Place {
+    pub(super) fn target(&self) -> Target {
+        match self {
+            Self::Port(at) => Target::Port(at.port()),
+            Self::Stream(name) => Target::Stream(name.clone()),
+        }
+    }
+}
+
+impl Target {
+    /// As another gateway announces it.
+    pub(super) fn announced(port: u16, stream: Option<&str>) -> Self {
+        match stream {
+            Some(name) => Self::Stream(shown(name).into()),
+            None => Self::Port(port),
+        }
+    }
+
+    /// Port and stream, for an announcement.
+    pub(super) fn to_announce(&self) -> (u16, Option<String>) {
+        match self {
+            Self::Port(port) => (*port, None),
+            Self::Stream(name) => (0, Some(name.to_string())),
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Port(at) => at.fmt(f),
+            Self::Stream(name) => write!(f, "stream {name}"),
+        }
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Port(port) => write!(f, "port {port}"),
+            Self::Stream(name) => write!(f, "stream {name}"),
+        }
+    }
+}

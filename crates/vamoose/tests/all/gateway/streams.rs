@@ -1,0 +1,186 @@
+//! Streams: unix sockets at both ends, for a VMM whose migrations are connections of its own.
+
+use std::{
+    io::{Read as _, Write as _},
+    net::SocketAddr,
+    os::unix::net::{UnixListener, UnixStream},
+    path::Path,
+    thread,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use lab::{
+    middlebox::{Change, Middlebox, Which},
+    qemu,
+    ram::Fill,
+};
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+use super::{Host, Hosts};
+use crate::common::{LIMIT, MIB, set_up};
+
+/// Adds lines to a host's configuration while its gateway runs.
+fn add(host: &Host, lines: &str) -> Result<()> {
+    host.setting
+        .write(&format!("{}{lines}", host.setting.text))?;
+    host.gateway.signal(Signal::HUP)?;
+    host.says("the configuration has been read again")?;
+    Ok(())
+}
+
+/// A stream in a configuration, with what it listens on and leads to.
+fn stream(folder: &TempDir, listen: Option<&str>, to: Option<&str>) -> String {
+    let unix = |key: &str, name: Option<&str>| {
+        let path = name.map(|name| folder.path().join(name));
+        path.map_or_else(String::new, |path| {
+            format!(", {key} = \"unix:{}\"", path.display())
+        })
+    };
+    let (listen, to) = (unix("listen", listen), unix("to", to));
+    format!("streams.vm1 = {{ peer = \"other\"{listen}{to} }}\n")
+}
+
+const BLOCKS: u32 = 24;
+const BLOCK: usize = 512 << 10;
+
+/// Bytes that differ from block to block, and within one.
+fn block(number: u32) -> Vec<u8> {
+    let mut state = number;
+    let bytes = std::iter::from_fn(|| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        Some(state.to_be_bytes()[0])
+    });
+    bytes.take(BLOCK).collect()
+}
+
+/// Sends as Cloud Hypervisor does: a command with its data, whose answer comes before the next one. In the middle of some, `cut`.
+fn send(path: &Path, cut: impl Fn() -> Result<()>) -> Result<()> {
+    let mut stream = UnixStream::connect(path)?;
+    stream.set_read_timeout(Some(LIMIT))?;
+    for number in 0..BLOCKS {
+        let block = block(number);
+        let (first, rest) = block.split_at(BLOCK / 2);
+        stream.write_all(first)?;
+        if number % 8 == 4 {
+            cut()?;
+        }
+        stream.write_all(rest)?;
+        let mut answer = [0; 4];
+        stream.read_exact(&mut answer)?;
+        ensure!(answer == number.to_be_bytes(), "block {number}");
+    }
+    Ok(())
+}
+
+fn receive(listener: &UnixListener) -> Result<()> {
+    let (mut stream, _) = listener.accept()?;
+    for number in 0..BLOCKS {
+        let mut bytes = vec![0; BLOCK];
+        stream.read_exact(&mut bytes)?;
+        ensure!(bytes == block(number), "block {number}");
+        stream.write_all(&number.to_be_bytes())?;
+    }
+    ensure!(stream.read(&mut [0])? == 0);
+    Ok(())
+}
+
+#[test]
+fn a_vmms_migration_passes_both_ways_though_its_connections_are_cut() -> Result<()> {
+    let mut there = None;
+    let hosts = Hosts::through("", "", &[], |to| {
+        let made = there.insert(Middlebox::new(to.parse::<SocketAddr>()?)?);
+        Ok(made.address().to_string())
+    })?;
+    let there = there.context("no middlebox")?;
+    let back = Middlebox::new(SocketAddr::from((hosts.near.own, 4440)))?;
+    let folder = TempDir::new()?;
+    let direct = format!("to = [\"{}:4440\"]", hosts.near.own);
+    let through = format!("to = [\"{}\"]", back.address());
+    let both = |host: &str| {
+        let (listen, to) = (format!("{host}-in"), format!("{host}-out"));
+        stream(&folder, Some(&listen), Some(&to))
+    };
+    add(&hosts.near, &both("near"))?;
+    let far = hosts.far.setting.text.replace(&direct, &through);
+    ensure!(far != hosts.far.setting.text);
+    hosts.far.setting.write(&(far + &both("far")))?;
+    hosts.far.gateway.signal(Signal::HUP)?;
+    hosts.far.says("the configuration has been read again")?;
+
+    for (from, to, middlebox) in [
+        ("near-in", "far-out", &there),
+        ("far-in", "near-out", &back),
+    ] {
+        let listener = UnixListener::bind(folder.path().join(to))?;
+        let receiver = thread::spawn(move || receive(&listener));
+        send(&folder.path().join(from), || {
+            ensure!(middlebox.apply(Which::All, Change::Reset) > 0);
+            Ok(())
+        })?;
+        receiver.join().unwrap()?;
+    }
+    for host in [&hosts.near, &hosts.far] {
+        host.says("to other, stream vm1: passed through to its end; ")?;
+        host.says("from other, stream vm1: passed through to its end; ")?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_qemu_that_connects_to_a_stream_migrates_as_over_a_port() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let hosts = Hosts::start()?;
+    let folder = TempDir::new()?;
+    add(&hosts.near, &stream(&folder, Some("near"), None))?;
+    add(&hosts.far, &stream(&folder, None, Some("far")))?;
+    let mut source = qemu::Builder::bare(&binary, 16 * MIB)
+        .content(Fill::Mixed, 1)
+        .argument("-name")
+        .argument("guest=web1")
+        .start()?;
+    let mut destination = qemu::Builder::bare(&binary, 16 * MIB).incoming().start()?;
+    for qemu in [&mut source, &mut destination] {
+        set_up(qemu, 3, "none")?;
+    }
+    let unix = |name: &str| format!("unix:{}", folder.path().join(name).display());
+    destination.qmp.migrate_incoming(&unix("far"))?;
+    source.qmp.migrate(&unix("near"))?;
+    hosts.expect_moved(&mut source, &mut destination)?;
+    let line = hosts
+        .near
+        .says("guest web1 to other, stream vm1: loaded; ")?;
+    let sizes: Vec<f64> = line
+        .split_whitespace()
+        .filter_map(|word| word.parse().ok())
+        .collect();
+    ensure!(sizes[0] > sizes[1] && sizes[1] > 0.0, "{line}");
+    Ok(())
+}
+
+#[test]
+fn a_stream_leads_only_where_the_other_host_lets_it() -> Result<()> {
+    let hosts = Hosts::start()?;
+    let folder = TempDir::new()?;
+    add(&hosts.near, &stream(&folder, Some("near"), None))?;
+    let is_closed = || -> Result<()> {
+        let mut client = UnixStream::connect(folder.path().join("near"))?;
+        client.set_read_timeout(Some(LIMIT))?;
+        client.write_all(b"QEMU is not here")?;
+        // Closed, or reset, as what it sent has not been read.
+        ensure!(!matches!(client.read(&mut [0]), Ok(1..)));
+        Ok(())
+    };
+    is_closed()?;
+    hosts
+        .near
+        .says("stream vm1: refused: other refuses: there is no stream vm1 from other to here")?;
+    add(&hosts.far, &stream(&folder, None, Some("nobody")))?;
+    is_closed()?;
+    hosts
+        .far
+        .says("stream vm1: refused: cannot connect to unix:")?;
+    Ok(())
+}
