@@ -20,6 +20,7 @@ mod door;
 mod first;
 mod front;
 mod guest;
+mod kubevirt;
 mod pipe;
 mod place;
 mod slots;
@@ -48,6 +49,7 @@ pub use config::{GatewayConfig, GatewayPeer, GatewayStream};
 use door::Door;
 use first::First;
 use front::Front;
+pub use kubevirt::{KubeVirt, KubeVirtConfig};
 use place::Place;
 use visit::{Admission, Visit};
 

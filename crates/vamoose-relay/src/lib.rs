@@ -50,7 +50,8 @@ pub use control::ControlError;
 pub use downtime::Switchover;
 pub use error::{Direction, RelayError};
 pub use gateway::{
-    AnnounceError, Gateway, GatewayConfig, GatewayError, GatewayPeer, GatewayStream,
+    AnnounceError, Gateway, GatewayConfig, GatewayError, GatewayPeer, GatewayStream, KubeVirt,
+    KubeVirtConfig,
 };
 pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;

@@ -1,9 +1,14 @@
 //! `vamoose gateway`: all migrations between this host and others, for whoever drives the QEMUs.
 
 mod config;
+mod kubevirt;
 mod systemd;
 
-use std::{path::PathBuf, thread, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
@@ -13,7 +18,7 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{error, info};
-use vamoose_relay::{Gateway, GatewayConfig};
+use vamoose_relay::{Gateway, GatewayConfig, KubeVirtConfig};
 
 use self::config::File;
 use vamoose::options::Hardware;
@@ -31,20 +36,35 @@ pub(crate) struct Options {
     /// How many seconds migrations under way have to finish after SIGTERM
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
     drain_timeout: u64,
+    /// Instead of all migrations, take those for which KubeVirt's virt-handler asks on this unix socket: see docs/kubevirt.md
+    #[arg(long, value_name = "SOCKET")]
+    kubevirt: Option<PathBuf>,
     #[command(flatten)]
     hardware: Hardware,
 }
 
 impl Options {
     fn load(&self) -> Result<GatewayConfig> {
-        let drain_timeout = Duration::from_secs(self.drain_timeout);
         let file = File::read(&self.config)?;
-        let config = file.into_config(&self.hardware, drain_timeout);
+        let config = file.into_config(&self.hardware, self.drain_timeout());
         config.with_context(|| self.config.display().to_string())
+    }
+
+    fn load_kubevirt(&self, control: &Path) -> Result<KubeVirtConfig> {
+        let file = File::read(&self.config)?;
+        let config = file.into_kubevirt(control, &self.hardware, self.drain_timeout());
+        config.with_context(|| self.config.display().to_string())
+    }
+
+    fn drain_timeout(&self) -> Duration {
+        Duration::from_secs(self.drain_timeout)
     }
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
+    if let Some(control) = &options.kubevirt {
+        return kubevirt::run(options, control);
+    }
     raise_descriptors();
     let config = options.load()?;
     let passed = systemd::passed_listeners(config.sessions.stall_timeout)?;
@@ -58,7 +78,15 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     info!("ready for migrations to {}", peers.join(", "));
     systemd::notify("READY=1");
     thread::scope(|scope| {
-        scope.spawn(|| obey(&mut signals, &gateway, options));
+        scope.spawn(|| {
+            let reload = || reload(&gateway, options);
+            obey(
+                &mut signals,
+                &|| gateway.drain(),
+                &|| gateway.stop(),
+                &reload,
+            );
+        });
         let served = gateway.run();
         handle.close();
         served
@@ -67,20 +95,20 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-fn obey(signals: &mut Signals, gateway: &Gateway, options: &Options) {
+fn obey(signals: &mut Signals, drain: &dyn Fn(), stop: &dyn Fn(), reload: &dyn Fn()) {
     let mut is_draining = false;
     for signal in signals.forever() {
         match signal {
-            SIGHUP => reload(gateway, options),
+            SIGHUP => reload(),
             _ if is_draining => {
                 info!("ending migrations under way");
-                gateway.stop();
+                stop();
             }
             _ => {
                 is_draining = true;
                 systemd::notify("STOPPING=1");
+                drain();
                 info!("no further migrations are taken; those under way finish");
-                gateway.drain();
             }
         }
     }

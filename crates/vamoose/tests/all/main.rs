@@ -17,6 +17,7 @@ mod host;
 mod hostile;
 mod inspect;
 mod keys;
+mod kubevirt;
 mod libvirt;
 mod link;
 mod methods;

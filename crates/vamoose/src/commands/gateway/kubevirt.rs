@@ -1,0 +1,38 @@
+//! `vamoose gateway --kubevirt`: gateways by key, in the place of the proxies of KubeVirt's virt-handler.
+
+use std::{path::Path, thread};
+
+use anyhow::{Context as _, Result};
+use signal_hook::{
+    consts::{SIGHUP, SIGINT, SIGTERM},
+    iterator::Signals,
+};
+use tracing::info;
+use vamoose_relay::KubeVirt;
+
+use super::{Options, obey, raise_descriptors, systemd};
+
+pub(super) fn run(options: &Options, control: &Path) -> Result<()> {
+    raise_descriptors();
+    let kubevirt = KubeVirt::bind(options.load_kubevirt(control)?)?;
+    let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot catch signals")?;
+    let handle = signals.handle();
+    info!("ready for requests on {}", control.display());
+    systemd::notify("READY=1");
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let reload = || info!("certificates are read again whenever a key is started");
+            obey(
+                &mut signals,
+                &|| kubevirt.drain(),
+                &|| kubevirt.stop(),
+                &reload,
+            );
+        });
+        let served = kubevirt.run();
+        handle.close();
+        served
+    })?;
+    info!("ended");
+    Ok(())
+}
