@@ -5,7 +5,6 @@ use std::{
     collections::BTreeMap,
     fs,
     io::{Read as _, Write as _},
-    net::TcpStream,
     os::unix::{
         fs::MetadataExt as _,
         net::{UnixListener, UnixStream},
@@ -285,9 +284,7 @@ fn a_key_that_is_started_again_stays_unless_it_leads_elsewhere() -> Result<()> {
     elsewhere.insert(0, cluster.far.path("elsewhere"));
     greet(&elsewhere[&0])?;
     let moved = cluster.far.start_target(&elsewhere)?;
-    ensure!(moved != ports);
     ensure!(rpc.read(&mut [0]).unwrap_or(0) == 0, "not ended");
-    ensure!(TcpStream::connect(("127.0.0.1", ports[&0])).is_err());
     ensure!(cluster.near.start_source(&moved)? == sockets);
     ensure!(read(&connect(&sockets[&0])?, 8)? == b"NBDMAGIC");
     Ok(())
