@@ -53,6 +53,8 @@ pub use kubevirt::{KubeVirt, KubeVirtConfig};
 use place::Place;
 use visit::{Admission, Visit};
 
+use crate::UnderWay;
+
 /// Moves migrations between this host and its peers, as many at once as there are.
 pub struct Gateway {
     config: Mutex<Arc<GatewayConfig>>,
@@ -139,6 +141,15 @@ impl Gateway {
         }
         *lock(&self.config) = Arc::new(config);
         Ok(())
+    }
+
+    /// What is under way, in both directions.
+    pub fn under_way(&self) -> Vec<UnderWay> {
+        let doors: Vec<_> = lock(&self.doors).values().cloned().collect();
+        let visits = lock(&self.visits).clone();
+        let leaving = doors.iter().map(|door| door.under_way());
+        let coming = visits.iter().filter_map(|visit| visit.under_way());
+        leaving.chain(coming).collect()
     }
 
     /// Takes no further migrations; when those under way have ended, [`run`](Self::run) returns.

@@ -42,6 +42,7 @@ mod serve;
 mod session;
 mod settle;
 mod syncs;
+mod under_way;
 
 pub use accept::Accept;
 pub use attempts::{Attempt, Standing, attempts};
@@ -64,4 +65,5 @@ pub use qmp::QmpError;
 pub use serve::{ServeError, Server, ServerConfig};
 pub use session::{Outcome, Relay, Summary};
 pub use settle::{SettleError, Settlement, Verdict};
+pub use under_way::{Role, UnderWay, WatchError, Watchable, under_way};
 pub use vamoose_link::{DowntimeParts, chain};

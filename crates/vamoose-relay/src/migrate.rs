@@ -79,6 +79,8 @@ pub struct Progress {
     pub moved: Snapshot,
     /// The session with the server.
     pub session: Option<Session>,
+    /// For how long the guest has been paused for the switchover.
+    pub stopped_for: Duration,
 }
 
 /// A guest that has moved.
@@ -159,6 +161,7 @@ impl Migration<'_> {
                 source: moved.source.clone(),
                 moved: moved.moved,
                 session,
+                stopped_for: moved.downtime.unwrap_or_default(),
             });
         })
     }

@@ -34,7 +34,7 @@ use vamoose_link::{
     Address, Hangup, Listener, Peers, Security, SessionConfig, Sessions, SessionsError, SocketError,
 };
 
-use crate::{Journal, JournalError, PlacementMode, control};
+use crate::{Journal, JournalError, PlacementMode, UnderWay, control};
 pub(crate) use job::Job;
 use jobs::Jobs;
 use listener::most_connections;
@@ -119,6 +119,11 @@ impl Server {
     /// Where it listens.
     pub fn addresses(&self) -> impl Iterator<Item = &Address> {
         self.sessions.addresses()
+    }
+
+    /// What comes in.
+    pub fn under_way(&self) -> Vec<UnderWay> {
+        self.jobs.under_way()
     }
 
     /// Where this host's commands reach it.

@@ -13,6 +13,7 @@ pub mod options;
 pub mod progress;
 pub mod report;
 pub mod security;
+pub mod watchable;
 
 use std::{io::IsTerminal as _, process::ExitCode};
 

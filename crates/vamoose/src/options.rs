@@ -488,6 +488,15 @@ impl StateDir {
             runtime.context("XDG_RUNTIME_DIR is not set: name a directory with --state-dir")?;
         Ok(dir.join("vamoose"))
     }
+
+    /// The folder, and where the package has the gateway be found.
+    pub fn watched(&self) -> Result<Vec<PathBuf>> {
+        let mut dirs = vec![self.path()?];
+        if self.state_dir.is_none() {
+            dirs.push(PathBuf::from("/run/vamoose-gateway"));
+        }
+        Ok(dirs)
+    }
 }
 
 #[cfg(test)]

@@ -153,7 +153,7 @@ mod tests {
                 page_bytes: 250,
                 ..Snapshot::default()
             },
-            session: None,
+            ..Progress::default()
         };
         let state = State::of(&progress);
         assert_eq!(state.percent(), 75);

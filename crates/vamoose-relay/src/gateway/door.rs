@@ -35,7 +35,7 @@ use super::{
     slots::{Slot, Slots, Way},
     sorting::{Action, Carries, Event},
 };
-use crate::{Accept, Config, Dialer, Relay, RelayError};
+use crate::{Accept, Config, Dialer, Relay, RelayError, Role, UnderWay};
 
 /// What connects to one place: a port of a peer's alias, or a stream's socket.
 pub(super) struct Door {
@@ -54,6 +54,8 @@ pub(super) struct Door {
     held: Mutex<VecDeque<Arc<Stream>>>,
     announced: Mutex<Option<Announced>>,
     guest: Mutex<Option<String>>,
+    began: Instant,
+    stats: Arc<Stats>,
     hangup: Hangup,
 }
 
@@ -95,6 +97,8 @@ impl Door {
             held: Mutex::default(),
             announced: Mutex::default(),
             guest: Mutex::default(),
+            began: Instant::now(),
+            stats: Arc::default(),
             hangup: Hangup::new()?,
         })
     }
@@ -118,6 +122,18 @@ impl Door {
         self.hangup.hang_up();
     }
 
+    pub(super) fn under_way(&self) -> UnderWay {
+        let peer = self.peer.name.clone();
+        let moved = self.stats.snapshot();
+        let carries = *lock(&self.carries);
+        UnderWay {
+            name: lock(&self.guest).clone(),
+            target: Some(self.at.target().to_string()),
+            method: (carries == Carries::Migration).then(|| self.config.method.name().to_owned()),
+            ..UnderWay::new("gateway", Role::Source, peer, self.began, &moved)
+        }
+    }
+
     /// Connections that came too late for what the port carried: those of what it carries next, if that has begun.
     pub(super) fn leftover(&self) -> Vec<(Arc<Stream>, First)> {
         let is_migration = *lock(&self.carries) == Carries::Migration;
@@ -128,7 +144,7 @@ impl Door {
 
     /// Runs to the end of what the port carries.
     pub(super) fn run(self: &Arc<Self>) -> Closing {
-        let (began, stats) = (Instant::now(), Arc::<Stats>::default());
+        let (began, stats) = (self.began, self.stats.clone());
         let ending = match self.sort() {
             Ok(Carries::Opaque(why)) => Some(self.pass(why, &stats)),
             Ok(Carries::Migration) => Some(self.relay(&stats)),

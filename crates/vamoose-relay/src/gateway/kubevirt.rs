@@ -31,6 +31,7 @@ use vamoose_link::{
 };
 
 use super::{Gateway, GatewayConfig, GatewayError, GatewayPeer, GatewayStream};
+use crate::UnderWay;
 
 /// What [`KubeVirt`] works by.
 #[derive(Clone)]
@@ -186,6 +187,13 @@ impl KubeVirt {
         })
     }
 
+    /// What is under way, through all slots.
+    pub fn under_way(&self) -> Vec<UnderWay> {
+        let running = lock(&self.running);
+        let slots = running.values().flat_map(|it| &it.slots);
+        slots.flat_map(|slot| slot.gateway.under_way()).collect()
+    }
+
     /// Starts nothing any more; when migrations under way have ended, [`run`](Self::run) returns.
     pub fn drain(&self) {
         self.drain.hang_up();
@@ -280,11 +288,10 @@ impl KubeVirt {
             }
             _ => drop(running.remove(&id)),
         }
-        let started = match &asked {
+        let (answer, slots) = match &asked {
             Asked::Target(target) => self.start_target(target)?,
             Asked::Source(source) => self.start_source(source)?,
         };
-        let (answer, slots) = started;
         info!("{} {}: started", id.0.name(), id.1);
         let begun = Running {
             asked,

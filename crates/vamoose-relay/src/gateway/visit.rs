@@ -29,7 +29,7 @@ use super::{
     place::Target,
     slots::{Slot, Slots, Way},
 };
-use crate::{Accept, Config, Dialer, Relay, RelayError, chain};
+use crate::{Accept, Config, Dialer, Relay, RelayError, Role, UnderWay, chain};
 
 /// A session of another gateway's.
 pub(super) struct Visit {
@@ -38,7 +38,18 @@ pub(super) struct Visit {
     came: PollQueue<(Arc<Stream>, u8)>,
     /// The first of them, until its kind has been acted upon.
     first: Mutex<Option<Arc<Stream>>>,
+    /// For those who watch: who it is from and what it is, once that is known.
+    watched: Mutex<Option<Watched>>,
+    stats: Arc<Stats>,
     hangup: Hangup,
+}
+
+#[derive(Clone)]
+struct Watched {
+    from: String,
+    target: Target,
+    guest: Option<String>,
+    began: Instant,
 }
 
 /// Whether migrations from other hosts are let in.
@@ -76,7 +87,19 @@ impl Visit {
             session,
             came: PollQueue::new()?,
             first: Mutex::default(),
+            watched: Mutex::default(),
+            stats: Arc::default(),
             hangup: Hangup::new()?,
+        })
+    }
+
+    pub(super) fn under_way(&self) -> Option<UnderWay> {
+        let it = lock(&self.watched).clone()?;
+        let moved = self.stats.snapshot();
+        Some(UnderWay {
+            name: it.guest,
+            target: Some(it.target.to_string()),
+            ..UnderWay::new("gateway", Role::Destination, it.from, it.began, &moved)
         })
     }
 
@@ -187,8 +210,14 @@ impl Visit {
             target: admitted.target.clone(),
             guest: admitted.guest.clone(),
             began: Instant::now(),
-            stats: Arc::default(),
+            stats: self.stats.clone(),
         };
+        *lock(&self.watched) = Some(Watched {
+            from: admitted.from.clone(),
+            target: admitted.target.clone(),
+            guest: admitted.guest.clone(),
+            began: account.began,
+        });
         let ending = match self.begin(&mut conversation, &admitted.qemu) {
             Ok(MIGRATION) => self.relay(admitted, config, &account.stats),
             Ok(_) => self.pass(&mut conversation, admitted, config, &account.stats),

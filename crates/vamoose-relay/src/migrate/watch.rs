@@ -87,19 +87,22 @@ impl Migration<'_> {
             {
                 source.allow(allowed)?;
             }
+            if status == "completed" {
+                // Among them, when it stopped. The guest is paused: nothing is waited for.
+                source.take_events(Duration::ZERO)?;
+            }
             observe(&Progress {
                 status: status.to_owned(),
                 moved,
                 source: account.clone(),
                 session: Some(session.clone()),
+                stopped_for: source.stopped_for(),
             });
             match status {
                 "completed" => {
                     if stopping.is_some() {
                         warn!("too late to cancel: the guest has been sent");
                     }
-                    // Among them, when it stopped. The guest is paused: nothing is waited for.
-                    source.take_events(Duration::ZERO)?;
                     return Ok(account);
                 }
                 // A source that is cancelled sometimes calls it a failure.

@@ -17,7 +17,7 @@ use vamoose_link::{Hangup, PollQueue, Session, Stats, Stream, lock};
 
 use super::qemu::{DestinationQemu, LOADING};
 use crate::{
-    Config, Dialer, Outcome, Relay, RelayError, chain,
+    Config, Dialer, Outcome, Relay, RelayError, Role, UnderWay, chain,
     control::reply,
     journal::{AtDestination, Entry},
 };
@@ -37,6 +37,8 @@ pub(crate) struct Transfer {
     pub(super) connections: PollQueue<Arc<Stream>>,
     /// All of them are streams of it.
     pub(super) session: Session,
+    pub(super) began: Instant,
+    pub(super) stats: Arc<Stats>,
 }
 
 struct Inner {
@@ -93,7 +95,7 @@ impl Job {
             dialer,
             config,
             hangup: &transfer.hangup,
-            stats: &Arc::new(Stats::default()),
+            stats: &transfer.stats,
             on_loaded: &|| self.handle(DestinationEvent::Loaded),
         }
         .relay();
@@ -184,6 +186,17 @@ impl Job {
             return true;
         };
         !inner.controls.is_empty() || self.transfer().is_some()
+    }
+
+    /// The memory that comes in, if it does.
+    pub(super) fn under_way(&self) -> Option<UnderWay> {
+        let transfer = self.transfer()?;
+        let (peer, moved) = (transfer.session.peer(), transfer.stats.snapshot());
+        let role = Role::Destination;
+        Some(UnderWay {
+            name: Some(self.name.clone()),
+            ..UnderWay::new("serve", role, peer.to_owned(), transfer.began, &moved)
+        })
     }
 
     /// Ends the connections: nothing more comes in.

@@ -13,7 +13,7 @@ use vamoose_link::lock;
 
 use super::{DestinationQemu, Job, setup::PrepareError, span};
 use crate::{
-    Journal, JournalError, chain,
+    Journal, JournalError, UnderWay, chain,
     journal::{AtDestination, Record},
 };
 
@@ -105,6 +105,11 @@ impl Jobs {
     /// Whether any source is at work on its attempt.
     pub(super) fn are_under_way(&self) -> bool {
         lock(&self.active).values().any(|job| job.is_under_way())
+    }
+
+    pub(super) fn under_way(&self) -> Vec<UnderWay> {
+        let jobs: Vec<_> = lock(&self.active).values().cloned().collect();
+        jobs.iter().filter_map(|job| job.under_way()).collect()
     }
 
     pub(super) fn hang_up(&self) {

@@ -4,6 +4,7 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::Arc,
+    time::Instant,
 };
 
 use handover::{
@@ -64,6 +65,8 @@ impl Server {
             hangup: Hangup::new()?,
             connections: PollQueue::new()?,
             session: session.clone(),
+            began: Instant::now(),
+            stats: Arc::default(),
         };
         let mut entry = self.jobs.journal.claim(Record {
             attempt,

@@ -1,4 +1,6 @@
-//! `vamoose attempts`: the journal of this host's migrations.
+//! `vamoose attempts`: the journal of this host's migrations, and what is under way.
+
+mod watch;
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -16,12 +18,18 @@ use vamoose::{options::StateDir, report::write_json};
 pub(crate) struct Options {
     #[command(flatten)]
     state_dir: StateDir,
-    /// Print JSON
+    /// Print JSON; with --watch, a line every second
     #[arg(long)]
     json: bool,
+    /// Show what `migrate`, `serve` and `gateway` have under way instead, every second: bytes and rate on the wire, and progress
+    #[arg(long)]
+    watch: bool,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
+    if options.watch {
+        return watch::run(&options.state_dir.watched()?, options.json);
+    }
     let journal = Journal::open(&options.state_dir.path()?)?;
     let attempts = vamoose_relay::attempts(&journal)?;
     if options.json {

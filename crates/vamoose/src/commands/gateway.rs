@@ -18,10 +18,10 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{error, info};
-use vamoose_relay::{Gateway, GatewayConfig, KubeVirtConfig};
+use vamoose_relay::{Gateway, GatewayConfig, KubeVirtConfig, Watchable};
 
 use self::config::File;
-use vamoose::options::Hardware;
+use vamoose::{options::Hardware, watchable};
 
 /// Pass all migrations between this host and others on, compressed and encrypted
 ///
@@ -36,6 +36,9 @@ pub(crate) struct Options {
     /// How many seconds migrations under way have to finish after SIGTERM
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
     drain_timeout: u64,
+    /// Directory in which `vamoose attempts --watch` finds this gateway
+    #[arg(long, value_name = "DIR")]
+    state_dir: Option<PathBuf>,
     /// Instead of all migrations, take those for which KubeVirt's virt-handler asks on this unix socket: see docs/kubevirt.md
     #[arg(long, value_name = "SOCKET")]
     kubevirt: Option<PathBuf>,
@@ -56,6 +59,10 @@ impl Options {
         config.with_context(|| self.config.display().to_string())
     }
 
+    fn watchable(&self) -> Option<Watchable> {
+        watchable::bind(self.state_dir.as_deref()?)
+    }
+
     fn drain_timeout(&self) -> Duration {
         Duration::from_secs(self.drain_timeout)
     }
@@ -69,6 +76,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let config = options.load()?;
     let passed = systemd::passed_listeners(config.sessions.stall_timeout)?;
     let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
+    let watchable = options.watchable();
     let gateway = Gateway::bind(config, passed)?;
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();
@@ -78,6 +86,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     info!("ready for migrations to {}", peers.join(", "));
     systemd::notify("READY=1");
     thread::scope(|scope| {
+        let _end = watchable::serve(scope, watchable.as_ref(), || gateway.under_way());
         scope.spawn(|| {
             let reload = || reload(&gateway, options);
             obey(

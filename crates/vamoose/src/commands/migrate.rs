@@ -3,7 +3,8 @@
 use std::{
     net::IpAddr,
     path::PathBuf,
-    sync::{Arc, atomic::AtomicBool},
+    sync::{Arc, Mutex, atomic::AtomicBool},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -13,14 +14,15 @@ use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
 };
-use vamoose_link::Address;
-use vamoose_relay::{Cause, Failure, Migration};
+use vamoose_link::{Address, lock, millis};
+use vamoose_relay::{Cause, Failure, Migration, Role, UnderWay};
 
 use vamoose::{
     link::LinkOptions,
     options::{Encoding, JsonReport, MethodName, StateDir},
     progress::{Display, Progress},
     report::Report,
+    watchable,
 };
 
 /// Migrate a running guest to a QEMU that waits behind `vamoose serve`
@@ -100,7 +102,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let start = Instant::now();
     let mut display = Display::on_stderr();
     let mut last = Progress::default();
-    let moved = Migration {
+    let watched = Mutex::new(None);
+    let watchable = watchable::bind(&state_dir);
+    let migration = Migration {
         qmp: &options.qmp,
         to: &to,
         state_dir: &state_dir,
@@ -111,10 +115,15 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         downtime_max: Duration::from_secs(options.downtime_max),
         zero_page_detection: options.zero_page_detection.map(ZeroPageDetection::name),
         cancel: &cancel,
-    }
-    .run(&mut |progress| {
-        display.show(progress);
-        last = progress.clone();
+    };
+    let moved = thread::scope(|scope| {
+        let list = || lock(&watched).iter().map(Watched::now).collect();
+        let _end = watchable::serve(scope, watchable.as_ref(), list);
+        migration.run(&mut |progress| {
+            display.show(progress);
+            *lock(&watched) = Some(Watched::of(progress, options, method.name(), start));
+            last = progress.clone();
+        })
     });
     display.end();
     let report = match &moved {
@@ -130,6 +139,45 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     options.json.write(&report.of_link(last.session.as_ref()))?;
     moved?;
     Ok(())
+}
+
+/// For those who watch.
+struct Watched {
+    under_way: UnderWay,
+    began: Instant,
+    paused_since: Option<Instant>,
+}
+
+impl Watched {
+    fn of(progress: &Progress, options: &Options, method: &str, began: Instant) -> Self {
+        let ram = |key: &str| progress.source["ram"][key].as_u64();
+        let peer = options
+            .to
+            .first()
+            .map_or_else(String::new, Address::to_string);
+        let paused_since = Instant::now().checked_sub(progress.stopped_for);
+        Self {
+            under_way: UnderWay {
+                name: Some(options.name.clone()),
+                status: Some(progress.status.clone()),
+                method: Some(method.to_owned()),
+                rounds: ram("dirty-sync-count"),
+                remaining: ram("remaining"),
+                total: ram("total"),
+                ..UnderWay::new("migrate", Role::Source, peer, began, &progress.moved)
+            },
+            began,
+            paused_since: paused_since.filter(|_| !progress.stopped_for.is_zero()),
+        }
+    }
+
+    fn now(&self) -> UnderWay {
+        UnderWay {
+            total_time: millis(self.began.elapsed()),
+            downtime: self.paused_since.map(|since| millis(since.elapsed())),
+            ..self.under_way.clone()
+        }
+    }
 }
 
 /// QEMU's migration status for the failure.

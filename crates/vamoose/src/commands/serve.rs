@@ -15,6 +15,7 @@ use vamoose_relay::{Server, ServerConfig};
 
 use vamoose::link::LinkOptions;
 use vamoose::options::{Access, Hardware, PlacementName, StallTimeout, StateDir};
+use vamoose::watchable;
 
 /// Accept incoming migrations for QEMUs waiting on this host
 ///
@@ -86,6 +87,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         peers: options.access.peers(),
         orphan_timeout: Duration::from_secs(options.orphan_timeout),
     };
+    let watchable = watchable::bind(&config.state_dir);
     let server = Server::bind(&options.listen, config)?;
     for address in server.addresses() {
         info!("taking migrations on {address}");
@@ -94,6 +96,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();
     thread::scope(|scope| {
+        let _end = watchable::serve(scope, watchable.as_ref(), || server.under_way());
         scope.spawn(|| {
             let mut told = signals.forever();
             if told.next().is_some() {

@@ -28,16 +28,16 @@ use crate::common::{LIMIT, MIB, bare_pair, expect_equal, set_up, vamoose};
 
 /// The ports at which QEMUs wait.
 const PORTS: [u16; 2] = [49_152, 49_155];
-const PORT: u16 = PORTS[0];
+pub(crate) const PORT: u16 = PORTS[0];
 
 /// Two hosts that trust each other, with a gateway on each.
-struct Hosts {
-    near: Host,
-    far: Host,
+pub(crate) struct Hosts {
+    pub(crate) near: Host,
+    pub(crate) far: Host,
     _keys: Keys,
 }
 
-struct Host {
+pub(crate) struct Host {
     gateway: Vamoose,
     /// What stands for the other host here.
     door: Ipv4Addr,
@@ -59,7 +59,7 @@ impl Hosts {
     }
 
     /// With further lines in the near gateway's configuration, further keys of its peer, and options.
-    fn with(lines: &str, keys: &str, options: &[&'static str]) -> Result<Self> {
+    pub(crate) fn with(lines: &str, keys: &str, options: &[&'static str]) -> Result<Self> {
         Self::through(lines, keys, options, |far| Ok(far.to_owned()))
     }
 
@@ -162,13 +162,13 @@ impl Host {
     }
 
     /// Lets a destination wait for its migration at this port.
-    fn receives(&self, destination: &mut Qemu, port: u16) -> Result<()> {
+    pub(crate) fn receives(&self, destination: &mut Qemu, port: u16) -> Result<()> {
         let at = format!("tcp:{}:{port}", self.own);
         destination.qmp.migrate_incoming(&at)
     }
 
     /// Migrates a guest to the other host's QEMU at this port.
-    fn sends(&self, source: &mut Qemu, port: u16) -> Result<()> {
+    pub(crate) fn sends(&self, source: &mut Qemu, port: u16) -> Result<()> {
         source.qmp.migrate(&format!("tcp:{}:{port}", self.door))
     }
 

@@ -28,3 +28,4 @@ mod probe;
 mod relay;
 mod running;
 mod selftest;
+mod watch;

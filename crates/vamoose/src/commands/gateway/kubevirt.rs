@@ -8,18 +8,21 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::info;
+use vamoose::watchable;
 use vamoose_relay::KubeVirt;
 
 use super::{Options, obey, raise_descriptors, systemd};
 
 pub(super) fn run(options: &Options, control: &Path) -> Result<()> {
     raise_descriptors();
+    let watchable = options.watchable();
     let kubevirt = KubeVirt::bind(options.load_kubevirt(control)?)?;
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();
     info!("ready for requests on {}", control.display());
     systemd::notify("READY=1");
     thread::scope(|scope| {
+        let _end = watchable::serve(scope, watchable.as_ref(), || kubevirt.under_way());
         scope.spawn(|| {
             let reload = || info!("certificates are read again whenever a key is started");
             obey(

@@ -1,0 +1,268 @@
+//! What is under way on this host, for who watches: every process that moves guests answers at a socket of its own, in a folder
+//! that all of them know. A socket whose process has gone answers nobody.
+
+use std::{
+    fmt::Debug,
+    fs::{self, DirBuilder},
+    io::{self, Read as _},
+    os::unix::fs::DirBuilderExt as _,
+    path::{Path, PathBuf},
+    process,
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+use tracing::debug;
+use vamoose_link::{
+    Address, Hangup, HangupGuard, Listener, Snapshot, Socket, SocketError, chain, dial, millis,
+    wait_until,
+};
+
+/// A migration under way. What a process cannot know is `None`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct UnderWay {
+    /// Which command moves it: `migrate`, `serve` or `gateway`.
+    pub by: String,
+    /// Whether the guest leaves this host or comes to it.
+    pub role: Role,
+    /// The guest's name.
+    pub name: Option<String>,
+    /// The other host.
+    pub peer: String,
+    /// Of a gateway: the port or stream.
+    pub target: Option<String>,
+    /// QEMU's name for the state.
+    pub status: Option<String>,
+    /// Encoding of pages towards the other host.
+    pub method: Option<String>,
+    /// Since the beginning, in milliseconds.
+    pub total_time: u64,
+    /// Bytes between the QEMU of this host and the process.
+    pub guest_bytes: u64,
+    /// Bytes between the hosts.
+    pub wire_bytes: u64,
+    /// Rounds over the guest's memory.
+    pub rounds: Option<u64>,
+    /// Bytes of memory that are not sent yet.
+    pub remaining: Option<u64>,
+    /// Bytes of all memory.
+    pub total: Option<u64>,
+    /// For how many milliseconds the guest has been paused.
+    pub downtime: Option<u64>,
+}
+
+impl UnderWay {
+    /// What the counters of a relay say.
+    pub fn new(by: &str, role: Role, peer: String, began: Instant, moved: &Snapshot) -> Self {
+        let (guest_bytes, wire_bytes) = match role {
+            Role::Source => (moved.received_bytes, moved.wire_bytes),
+            Role::Destination => (moved.wire_bytes, moved.received_bytes),
+        };
+        Self {
+            by: by.to_owned(),
+            role,
+            name: None,
+            peer,
+            target: None,
+            status: None,
+            method: None,
+            total_time: millis(began.elapsed()),
+            guest_bytes,
+            wire_bytes,
+            rounds: (moved.syncs > 0).then_some(moved.syncs),
+            remaining: None,
+            total: None,
+            downtime: None,
+        }
+    }
+
+    /// What tells it from others, and orders them.
+    pub fn key(&self) -> impl Ord + Debug {
+        let it = self;
+        (&it.name, &it.by, it.role, &it.peer, &it.target)
+    }
+}
+
+/// Which end of a migration a host is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[allow(missing_docs, reason = "the names say it")]
+pub enum Role {
+    Source,
+    Destination,
+}
+
+/// Where whoever watches finds this process.
+pub struct Watchable {
+    listener: Listener,
+    end: Hangup,
+}
+
+/// Nobody can watch.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum WatchError {
+    #[error("cannot use the folder {}", .0.display())]
+    Folder(PathBuf, #[source] io::Error),
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    #[error("the system is out of file descriptors")]
+    System(#[from] io::Error),
+}
+
+/// How long either side may take for what is a few kilobytes.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Longest answer that is read: of more migrations than a host has.
+const LONGEST: u64 = 4 << 20;
+
+const PREFIX: &str = "under-way-";
+const SUFFIX: &str = ".sock";
+
+impl Watchable {
+    /// Listens in the folder `dir`, which is made if it is not there.
+    ///
+    /// # Errors
+    /// When it cannot be used.
+    pub fn bind(dir: &Path) -> Result<Self, WatchError> {
+        let mut builder = DirBuilder::new();
+        let made = builder.recursive(true).mode(0o700).create(dir);
+        made.map_err(|error| WatchError::Folder(dir.to_owned(), error))?;
+        let path = dir.join(format!("{PREFIX}{}{SUFFIX}", process::id()));
+        Ok(Self {
+            listener: Listener::bind(&Address::Unix(path), PATIENCE)?,
+            end: Hangup::new()?,
+        })
+    }
+
+    /// Answers with what `list` says, until the guard of [`ends_with`](Self::ends_with) is dropped.
+    pub fn serve(&self, list: &dyn Fn() -> Vec<UnderWay>) {
+        loop {
+            let mut fds = [
+                PollFd::new(&self.end, PollFlags::IN),
+                PollFd::new(&self.listener, PollFlags::IN),
+            ];
+            if let Err(error) = wait_until(&mut fds, None) {
+                return debug!("nobody can watch any more: {error}");
+            }
+            if self.end.is_hung_up() {
+                return;
+            }
+            let answered = match self.listener.try_accept() {
+                Ok(Some(socket)) => answer(&socket, &list()),
+                Ok(None) => Ok(()),
+                Err(error) => Err(io::Error::other(error)),
+            };
+            if let Err(error) = answered {
+                debug!("who watches got no answer: {error}");
+            }
+        }
+    }
+
+    /// [`serve`](Self::serve) returns when this is dropped.
+    pub fn ends_with(&self) -> HangupGuard<'_> {
+        self.end.guard()
+    }
+}
+
+fn answer(socket: &Socket, list: &[UnderWay]) -> io::Result<()> {
+    socket.write_both(&serde_json::to_vec(list)?, &[])
+}
+
+/// All that is under way, of the processes that are found in the folder `dir`; nothing if it is not there.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn under_way(dir: &Path) -> Result<Vec<UnderWay>, WatchError> {
+    let failed = |error| WatchError::Folder(dir.to_owned(), error);
+    let files = match fs::read_dir(dir) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        files => files.map_err(failed)?,
+    };
+    let mut all = Vec::new();
+    for file in files {
+        let path = file.map_err(failed)?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let pid = name
+            .strip_prefix(PREFIX)
+            .and_then(|it| it.strip_suffix(SUFFIX));
+        let Some(pid) = pid.map(str::to_owned) else {
+            continue;
+        };
+        match ask(&path) {
+            Ok(list) => all.extend(list),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                debug!("process {pid} has gone: {error}");
+                // Not of one that is about to listen. Whoever may not remove it leaves it to who may.
+                if !Path::new("/proc").join(&pid).exists() {
+                    let _ = fs::remove_file(&path);
+                }
+            }
+            Err(error) => debug!("process {pid} does not answer: {error}"),
+        }
+    }
+    all.sort_by(|one, other| one.key().cmp(&other.key()));
+    Ok(all)
+}
+
+fn ask(path: &Path) -> io::Result<Vec<UnderWay>> {
+    let socket = dial(&Address::Unix(path.to_owned()), PATIENCE)
+        .map_err(|error| io::Error::new(error.source.kind(), chain(&error)))?;
+    let mut text = Vec::new();
+    (&socket).take(LONGEST).read_to_end(&mut text)?;
+    Ok(serde_json::from_slice(&text)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::net::UnixListener, thread};
+
+    use super::*;
+
+    fn moving(name: &str) -> UnderWay {
+        let moved = Snapshot::default();
+        UnderWay {
+            name: Some(name.to_owned()),
+            total_time: 0,
+            ..UnderWay::new("x", Role::Source, "kvm2".to_owned(), Instant::now(), &moved)
+        }
+    }
+
+    #[test]
+    fn processes_are_found_while_they_live() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(under_way(&dir.path().join("none")).unwrap(), []);
+        // Of a process that was killed, whose number no other one has.
+        let stale = dir.path().join(format!("{PREFIX}4194305{SUFFIX}"));
+        drop(UnixListener::bind(&stale).unwrap());
+        let watchable = Watchable::bind(dir.path()).unwrap();
+        thread::scope(|scope| {
+            let _end = watchable.ends_with();
+            scope.spawn(|| watchable.serve(&|| vec![moving("b"), moving("a")]));
+            for _ in 0..2 {
+                let found = under_way(dir.path()).unwrap();
+                assert_eq!(found, [moving("a"), moving("b")]);
+            }
+        });
+        assert!(!stale.exists());
+        drop(watchable);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn bytes_on_the_wire_are_those_between_the_hosts() {
+        let moved = Snapshot {
+            received_bytes: 5,
+            wire_bytes: 3,
+            ..Snapshot::default()
+        };
+        for (role, guest, wire) in [(Role::Source, 5, 3), (Role::Destination, 3, 5)] {
+            let it = UnderWay::new("x", role, "kvm2".to_owned(), Instant::now(), &moved);
+            assert_eq!((it.guest_bytes, it.wire_bytes), (guest, wire));
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! `vamoose attempts --watch`: what is under way, until the command is ended.
+
+use std::{
+    collections::HashMap,
+    io::{self, IsTerminal as _, Write as _},
+    path::PathBuf,
+    thread,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use anyhow::Result;
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+use vamoose_link::millis;
+use vamoose_relay::{Role, UnderWay, under_way};
+
+const EVERY: Duration = Duration::from_secs(1);
+
+pub(super) fn run(dirs: &[PathBuf], json: bool) -> Result<()> {
+    let mut rates = Rates::default();
+    let mut screen = io::stdout().is_terminal().then(Screen::new);
+    loop {
+        let mut all = Vec::new();
+        for dir in dirs {
+            all.extend(under_way(dir)?);
+        }
+        let all = rates.of(all, Instant::now());
+        let printed = match &mut screen {
+            _ if json => print_json(all),
+            Some(screen) => {
+                screen.show(&all);
+                Ok(())
+            }
+            None => print(&all),
+        };
+        match printed {
+            // Whoever read it has seen enough.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
+            printed => printed?,
+        }
+        thread::sleep(EVERY);
+    }
+}
+
+/// A migration, and how fast it is.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Shown {
+    #[serde(flatten)]
+    under_way: UnderWay,
+    wire_bytes_per_second: u64,
+}
+
+#[derive(Serialize)]
+struct Line {
+    /// In milliseconds since the epoch.
+    time: u64,
+    migrations: Vec<Shown>,
+}
+
+fn print_json(migrations: Vec<Shown>) -> io::Result<()> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let time = millis(now.unwrap_or_default());
+    let mut line = serde_json::to_vec(&Line { time, migrations })?;
+    line.push(b'\n');
+    io::stdout().write_all(&line)
+}
+
+fn print(all: &[Shown]) -> io::Result<()> {
+    let mut out = io::stdout();
+    texts(all)
+        .iter()
+        .try_for_each(|text| writeln!(out, "{text}"))
+}
+
+/// A line for each migration on a terminal, which stays where it is.
+struct Screen {
+    lines: MultiProgress,
+    bars: Vec<ProgressBar>,
+}
+
+impl Screen {
+    fn new() -> Self {
+        let lines = MultiProgress::with_draw_target(ProgressDrawTarget::stdout());
+        let bars = Vec::new();
+        Self { lines, bars }
+    }
+
+    fn show(&mut self, all: &[Shown]) {
+        let texts = texts(all);
+        while self.bars.len() < texts.len() {
+            let bar = self.lines.add(ProgressBar::no_length());
+            // The template is a constant: without it the line is longer, not wrong.
+            if let Ok(style) = ProgressStyle::with_template("{msg}") {
+                bar.set_style(style);
+            }
+            self.bars.push(bar);
+        }
+        for bar in self.bars.drain(texts.len()..) {
+            bar.finish_and_clear();
+            self.lines.remove(&bar);
+        }
+        for (bar, text) in self.bars.iter().zip(texts) {
+            bar.set_message(text);
+        }
+    }
+}
+
+fn texts(all: &[Shown]) -> Vec<String> {
+    match all {
+        [] => vec!["nothing is under way".to_owned()],
+        all => all.iter().map(text).collect(),
+    }
+}
+
+fn text(shown: &Shown) -> String {
+    let it = &shown.under_way;
+    let mebibytes = |bytes: u64| bytes >> 20;
+    let name = it.name.as_deref().unwrap_or("(unknown)");
+    let way = match it.role {
+        Role::Source => "to",
+        Role::Destination => "from",
+    };
+    let target = it.target.as_deref().map(|it| format!(", {it}"));
+    let status = it.status.as_deref().map(|it| format!(", {it}"));
+    let method = it.method.as_deref().map(|it| format!(" by {it}"));
+    let rounds = it.rounds.map(|it| format!(", round {it}"));
+    let remaining = it
+        .remaining
+        .map(|it| format!(", {} MiB left", mebibytes(it)));
+    let downtime = it.downtime.map(|it| format!(", paused for {it} ms"));
+    let or_nothing = Option::unwrap_or_default;
+    format!(
+        "{name} {way} {}{} ({}){}: {} MiB as {} MiB{} in {} s, {} MiB/s on the wire{}{}{}",
+        it.peer,
+        or_nothing(target),
+        it.by,
+        or_nothing(status),
+        mebibytes(it.guest_bytes),
+        mebibytes(it.wire_bytes),
+        or_nothing(method),
+        it.total_time / 1000,
+        mebibytes(shown.wire_bytes_per_second),
+        or_nothing(rounds),
+        or_nothing(remaining),
+        or_nothing(downtime),
+    )
+}
+
+/// How many bytes each migration had moved when it was last looked at.
+#[derive(Default)]
+struct Rates(HashMap<String, (Instant, u64)>);
+
+impl Rates {
+    /// The rate since then; over a migration's whole time when it is looked at first.
+    fn of(&mut self, all: Vec<UnderWay>, now: Instant) -> Vec<Shown> {
+        let before = std::mem::take(&mut self.0);
+        let shown = all.into_iter().map(|under_way| {
+            let key = format!("{:?}", under_way.key());
+            let bytes = under_way.wire_bytes;
+            let (time, moved) = match before.get(&key) {
+                Some((then, moved)) => (now.duration_since(*then), bytes.saturating_sub(*moved)),
+                None => (Duration::from_millis(under_way.total_time), bytes),
+            };
+            self.0.insert(key, (now, bytes));
+            Shown {
+                under_way,
+                wire_bytes_per_second: moved.saturating_mul(1000) / millis(time).max(1),
+            }
+        });
+        shown.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vamoose_link::Snapshot;
+
+    use super::*;
+
+    fn moving(wire_bytes: u64) -> UnderWay {
+        let (now, peer) = (Instant::now(), "kvm2".to_owned());
+        UnderWay {
+            name: Some("web1".to_owned()),
+            guest_bytes: 900 << 20,
+            wire_bytes,
+            total_time: 2_000,
+            ..UnderWay::new("gateway", Role::Source, peer, now, &Snapshot::default())
+        }
+    }
+
+    #[test]
+    fn a_rate_is_that_since_the_last_look() {
+        let (mut rates, start) = (Rates::default(), Instant::now());
+        for (seconds, moved, rate) in [(0, 100, 50), (2, 500, 200), (3, 500, 0), (4, 400, 0)] {
+            let now = start + Duration::from_secs(seconds);
+            let shown = rates.of(vec![moving(moved)], now);
+            assert_eq!(shown[0].wire_bytes_per_second, rate, "{seconds} s");
+        }
+        rates.of(Vec::new(), start);
+        assert!(rates.0.is_empty());
+    }
+
+    #[test]
+    fn a_line_has_what_is_known() {
+        let known = |under_way| {
+            text(&Shown {
+                under_way,
+                wire_bytes_per_second: 150 << 20,
+            })
+        };
+        assert_eq!(
+            known(moving(300 << 20)),
+            "web1 to kvm2 (gateway): 900 MiB as 300 MiB in 2 s, 150 MiB/s on the wire"
+        );
+        let all = UnderWay {
+            name: None,
+            role: Role::Destination,
+            target: Some("port 49152".to_owned()),
+            status: Some("active".to_owned()),
+            method: Some("auto".to_owned()),
+            rounds: Some(3),
+            remaining: Some(7 << 20),
+            downtime: Some(12),
+            ..moving(300 << 20)
+        };
+        assert_eq!(
+            known(all),
+            "(unknown) from kvm2, port 49152 (gateway), active: 900 MiB as 300 MiB by auto in 2 s, 150 MiB/s on the wire, \
+             round 3, 7 MiB left, paused for 12 ms"
+        );
+    }
+}

@@ -1,0 +1,29 @@
+//! Lets `vamoose attempts --watch` find a command that moves guests.
+
+use std::{path::Path, thread::Scope};
+
+use tracing::warn;
+use vamoose_link::HangupGuard;
+use vamoose_relay::{UnderWay, WatchError, Watchable, chain};
+
+/// Where it is found, in this folder. No migration fails because nobody can watch it.
+pub fn bind(dir: &Path) -> Option<Watchable> {
+    let refused = |error: &WatchError| {
+        warn!(
+            "`vamoose attempts --watch` will not see this: {}",
+            chain(error)
+        );
+    };
+    Watchable::bind(dir).inspect_err(refused).ok()
+}
+
+/// Answers with what `list` says until the guard is dropped.
+pub fn serve<'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    watchable: Option<&'scope Watchable>,
+    list: impl Fn() -> Vec<UnderWay> + Send + 'scope,
+) -> Option<HangupGuard<'scope>> {
+    let watchable = watchable?;
+    scope.spawn(move || watchable.serve(&list));
+    Some(watchable.ends_with())
+}
