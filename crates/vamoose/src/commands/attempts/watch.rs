@@ -130,7 +130,7 @@ fn text(shown: &Shown) -> String {
         .map(|it| format!(", {} MiB left", mebibytes(it)));
     let downtime = it.downtime.map(|it| format!(", paused for {it} ms"));
     let or_nothing = Option::unwrap_or_default;
-    format!(
+    let line = format!(
         "{name} {way} {}{} ({}){}: {} MiB as {} MiB{} in {} s, {} MiB/s on the wire{}{}{}",
         it.peer,
         or_nothing(target),
@@ -144,7 +144,9 @@ fn text(shown: &Shown) -> String {
         or_nothing(rounds),
         or_nothing(remaining),
         or_nothing(downtime),
-    )
+    );
+    // Some of it is what others say.
+    line.replace(char::is_control, "?")
 }
 
 /// How many bytes each migration had moved when it was last looked at.
@@ -214,7 +216,7 @@ mod tests {
             "web1 to kvm2 (gateway): 900 MiB as 300 MiB in 2 s, 150 MiB/s on the wire"
         );
         let all = UnderWay {
-            name: None,
+            name: Some("\x1b".to_owned()),
             role: Role::Destination,
             target: Some("port 49152".to_owned()),
             status: Some("active".to_owned()),
@@ -226,7 +228,7 @@ mod tests {
         };
         assert_eq!(
             known(all),
-            "(unknown) from kvm2, port 49152 (gateway), active: 900 MiB as 300 MiB by auto in 2 s, 150 MiB/s on the wire, \
+            "? from kvm2, port 49152 (gateway), active: 900 MiB as 300 MiB by auto in 2 s, 150 MiB/s on the wire, \
              round 3, 7 MiB left, paused for 12 ms"
         );
     }
