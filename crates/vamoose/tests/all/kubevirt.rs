@@ -5,6 +5,7 @@ use std::{
     collections::BTreeMap,
     fs,
     io::{Read as _, Write as _},
+    net::SocketAddr,
     os::unix::{
         fs::MetadataExt as _,
         net::{UnixListener, UnixStream},
@@ -16,6 +17,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use lab::{
+    middlebox::{Change, Middlebox, Which},
     qemu::{self, Builder},
     ram::Fill,
     vamoose::Vamoose,
@@ -306,6 +308,26 @@ fn a_gateway_that_died_leaves_nothing_in_the_way_of_the_next() -> Result<()> {
     let mut rpc = connect(&sockets[&0])?;
     rpc.write_all(b"again")?;
     ensure!(read(&rpc, 5)? == b"again");
+    Ok(())
+}
+
+#[test]
+fn libvirts_connection_survives_the_loss_of_those_between_the_nodes() -> Result<()> {
+    let cluster = Cluster::start()?;
+    let waiting = BTreeMap::from([(0, cluster.far.path("target-0"))]);
+    echo(&waiting[&0])?;
+    let ports = cluster.far.start_target(&waiting)?;
+    let middlebox = Middlebox::new(SocketAddr::from(([127, 0, 0, 1], ports[&0])))?;
+    let through = BTreeMap::from([(0, middlebox.address().port())]);
+    let sockets = cluster.near.start_source(&through)?;
+    let mut rpc = connect(&sockets[&0])?;
+    for word in [b"one", b"two", b"six"] {
+        rpc.write_all(word)?;
+        ensure!(read(&rpc, 3)? == word);
+        ensure!(middlebox.apply(Which::All, Change::Reset) > 0);
+    }
+    rpc.write_all(b"end")?;
+    ensure!(read(&rpc, 3)? == b"end");
     Ok(())
 }
 
