@@ -30,7 +30,7 @@ fn add(host: &Host, lines: &str) -> Result<()> {
 }
 
 /// A stream in a configuration, with what it listens on and leads to.
-fn stream(folder: &TempDir, listen: Option<&str>, to: Option<&str>) -> String {
+fn stream(folder: &TempDir, stream: &str, listen: Option<&str>, to: Option<&str>) -> String {
     let unix = |key: &str, name: Option<&str>| {
         let path = name.map(|name| folder.path().join(name));
         path.map_or_else(String::new, |path| {
@@ -38,7 +38,7 @@ fn stream(folder: &TempDir, listen: Option<&str>, to: Option<&str>) -> String {
         })
     };
     let (listen, to) = (unix("listen", listen), unix("to", to));
-    format!("streams.vm1 = {{ peer = \"other\"{listen}{to} }}\n")
+    format!("streams.{stream} = {{ peer = \"other\"{listen}{to} }}\n")
 }
 
 const BLOCKS: u32 = 24;
@@ -99,7 +99,7 @@ fn a_vmms_migration_passes_both_ways_though_its_connections_are_cut() -> Result<
     let through = format!("to = [\"{}\"]", back.address());
     let both = |host: &str| {
         let (listen, to) = (format!("{host}-in"), format!("{host}-out"));
-        stream(&folder, Some(&listen), Some(&to))
+        stream(&folder, "vm1", Some(&listen), Some(&to))
     };
     add(&hosts.near, &both("near"))?;
     let far = hosts.far.setting.text.replace(&direct, &through);
@@ -134,8 +134,8 @@ fn a_qemu_that_connects_to_a_stream_migrates_as_over_a_port() -> Result<()> {
     };
     let hosts = Hosts::start()?;
     let folder = TempDir::new()?;
-    add(&hosts.near, &stream(&folder, Some("near"), None))?;
-    add(&hosts.far, &stream(&folder, None, Some("far")))?;
+    add(&hosts.near, &stream(&folder, "vm1", Some("near"), None))?;
+    add(&hosts.far, &stream(&folder, "vm1", None, Some("far")))?;
     let mut source = qemu::Builder::bare(&binary, 16 * MIB)
         .content(Fill::Mixed, 1)
         .argument("-name")
@@ -160,27 +160,42 @@ fn a_qemu_that_connects_to_a_stream_migrates_as_over_a_port() -> Result<()> {
     Ok(())
 }
 
+/// Of nobody.
+const KEY: &str = "ed25519:Gb9ECWmEzf6FQbrBZ9w7lshQhqowtrbLDFw4rXAxZuE=";
+
 #[test]
 fn a_stream_leads_only_where_the_other_host_lets_it() -> Result<()> {
     let hosts = Hosts::start()?;
     let folder = TempDir::new()?;
-    add(&hosts.near, &stream(&folder, Some("near"), None))?;
-    let is_closed = || -> Result<()> {
-        let mut client = UnixStream::connect(folder.path().join("near"))?;
+    let first = stream(&folder, "vm1", Some("first"), None);
+    let second = stream(&folder, "vm2", Some("second"), None);
+    add(&hosts.near, &(first + &second))?;
+    let is_closed = |name: &str| -> Result<()> {
+        let mut client = UnixStream::connect(folder.path().join(name))?;
         client.set_read_timeout(Some(LIMIT))?;
         client.write_all(b"QEMU is not here")?;
         // Closed, or reset, as what it sent has not been read.
         ensure!(!matches!(client.read(&mut [0]), Ok(1..)));
         Ok(())
     };
-    is_closed()?;
+    is_closed("first")?;
     hosts
         .near
         .says("stream vm1: refused: other refuses: there is no stream vm1 from other to here")?;
-    add(&hosts.far, &stream(&folder, None, Some("nobody")))?;
-    is_closed()?;
+
+    // Neither does one from a third host, nor is there anybody behind the second.
+    let anothers = UnixListener::bind(folder.path().join("another"))?;
+    anothers.set_nonblocking(true)?;
+    let third = format!("peers.third = {{ to = [\"127.0.0.1:1\"], key = \"{KEY}\" }}\n");
+    let from_third =
+        stream(&folder, "vm1", None, Some("another")).replace("\"other\"", "\"third\"");
+    let far = third + &from_third + &stream(&folder, "vm2", None, Some("nobody"));
+    add(&hosts.far, &far)?;
+    is_closed("first")?;
+    ensure!(anothers.accept().is_err());
+    is_closed("second")?;
     hosts
         .far
-        .says("stream vm1: refused: cannot connect to unix:")?;
+        .says("stream vm2: refused: cannot connect to unix:")?;
     Ok(())
 }
