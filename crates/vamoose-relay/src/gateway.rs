@@ -53,7 +53,7 @@ pub use kubevirt::{KubeVirt, KubeVirtConfig};
 use place::Place;
 use visit::{Admission, Visit};
 
-use crate::UnderWay;
+use crate::{Observer, UnderWay};
 
 /// Moves migrations between this host and its peers, as many at once as there are.
 pub struct Gateway {
@@ -65,6 +65,7 @@ pub struct Gateway {
     /// Migrations to this host.
     visits: Mutex<Vec<Arc<Visit>>>,
     admission: Admission,
+    observer: Arc<dyn Observer>,
     /// Thrown when no further migrations are taken, and when those that there are have to end.
     drain: Hangup,
     stop: Hangup,
@@ -110,9 +111,17 @@ impl Gateway {
             doors: Mutex::default(),
             visits: Mutex::default(),
             admission: Admission::default(),
+            observer: Arc::new(()),
             drain: Hangup::new()?,
             stop: Hangup::new()?,
         })
+    }
+
+    /// Tells `observer` of its migrations.
+    #[must_use]
+    pub fn observed_by(mut self, observer: Arc<dyn Observer>) -> Self {
+        self.observer = observer;
+        self
     }
 
     /// Where other gateways reach it.
@@ -227,8 +236,8 @@ impl Gateway {
             return;
         };
         let (slots, outgoing) = (self.admission.slots.clone(), config.outgoing.clone());
-        let rounds = self.front.rounds().clone();
-        let door = match Door::new(peer.clone(), at.clone(), outgoing, slots, rounds) {
+        let (observer, rounds) = (self.observer.clone(), self.front.rounds().clone());
+        let door = match Door::new(peer.clone(), at.clone(), outgoing, slots, observer, rounds) {
             Ok(door) => Arc::new(door),
             Err(error) => return warn!("{at}: a connection is closed: {error}"),
         };
@@ -286,7 +295,7 @@ impl Gateway {
         if let Some(visit) = visits.iter().find(|visit| visit.is_of(&session)) {
             return visit.push(stream);
         }
-        let visit = match Visit::new(session) {
+        let visit = match Visit::new(session, self.observer.clone()) {
             Ok(visit) => Arc::new(visit),
             Err(error) => return warn!("a session is closed: {error}"),
         };

@@ -21,7 +21,7 @@ mod setup;
 use std::{
     fs, io,
     path::{Path, PathBuf},
-    sync::{OnceLock, atomic::AtomicUsize},
+    sync::{Arc, OnceLock, atomic::AtomicUsize},
     thread,
     time::{Duration, Instant},
 };
@@ -34,7 +34,7 @@ use vamoose_link::{
     Address, Hangup, Listener, Peers, Security, SessionConfig, Sessions, SessionsError, SocketError,
 };
 
-use crate::{Journal, JournalError, PlacementMode, UnderWay, control};
+use crate::{Journal, JournalError, Observer, PlacementMode, UnderWay, control};
 pub(crate) use job::Job;
 use jobs::Jobs;
 use listener::most_connections;
@@ -48,6 +48,7 @@ pub struct Server {
     config: ServerConfig,
     incarnation: Incarnation,
     jobs: Jobs,
+    observer: Arc<dyn Observer>,
     /// Connections that are open, and how many may be.
     connections: AtomicUsize,
     most_connections: usize,
@@ -109,11 +110,19 @@ impl Server {
             sessions: Sessions::new(listeners, config.sessions.clone())?,
             local: Sessions::new(vec![local], SessionConfig::new(Security::Insecure))?,
             config,
+            observer: Arc::new(()),
             incarnation: Incarnation(control::random()?),
             connections: AtomicUsize::new(0),
             most_connections: most_connections(),
             draining: OnceLock::new(),
         })
+    }
+
+    /// Tells `observer` of its migrations.
+    #[must_use]
+    pub fn observed_by(mut self, observer: Arc<dyn Observer>) -> Self {
+        self.observer = observer;
+        self
     }
 
     /// Where it listens.

@@ -1,33 +1,25 @@
 //! The line in the journal that every migration through a gateway ends with.
 
-use std::{
-    fmt,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{fmt, time::Duration};
 
 use tracing::{info, warn};
-use vamoose_link::Stats;
 
 use super::place::Target;
-use crate::{Outcome, RelayError, Summary, chain};
+use crate::{EndKind, Outcome, RelayError, Summary, Switchover, Way, chain, observer::Observation};
 
 /// A migration, for its line.
 pub(super) struct Account {
-    /// `to kvm2` or `from kvm1`.
-    pub(super) with: String,
+    pub(super) observation: Observation,
     pub(super) target: Target,
     /// The guest's name, where it is known.
     pub(super) guest: Option<String>,
-    pub(super) began: Instant,
-    pub(super) stats: Arc<Stats>,
 }
 
 /// How it ended.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(super) enum Ending {
     /// The destination has confirmed that it has loaded the guest.
-    Loaded,
+    Loaded(Option<Switchover>),
     /// Everything was delivered, without a confirmation.
     Unconfirmed,
     /// Its connections ended in good order; what they were is not known here.
@@ -38,10 +30,20 @@ pub(super) enum Ending {
 }
 
 impl Account {
-    pub(super) fn write(&self, ending: &Ending) {
+    /// `reconnects` is of its session.
+    pub(super) fn write(self, ending: &Ending, reconnects: u64) {
+        let line = self.line(ending);
+        let (guest, migration) = (self.guest.as_deref(), self.observation.migration.clone());
+        let switchover = match ending {
+            Ending::Loaded(switchover) => *switchover,
+            _ => None,
+        };
+        // Who has read the line finds it counted.
+        self.observation.end(ending.kind(), switchover, reconnects);
+        let (peer, outcome) = (&*migration.peer, ending.kind().name());
         match ending {
-            Ending::Refused(_) | Ending::Failed(_) => warn!("{}", self.line(ending)),
-            _ => info!("{}", self.line(ending)),
+            Ending::Refused(_) | Ending::Failed(_) => warn!(guest, peer, outcome, "{line}"),
+            _ => info!(guest, peer, outcome, "{line}"),
         }
     }
 
@@ -50,11 +52,16 @@ impl Account {
             Some(name) => format!("guest {name}"),
             None => "guest of unknown name".to_owned(),
         };
-        let moved = self.stats.snapshot();
+        let migration = &self.observation.migration;
+        let moved = migration.stats.snapshot();
         let [before, after] = [moved.received_bytes, moved.wire_bytes].map(Size);
-        let took = Seconds(self.began.elapsed());
-        let (with, target) = (&self.with, &self.target);
-        format!("{guest} {with}, {target}: {ending}; {before} as {after} in {took}")
+        let took = Seconds(migration.began.elapsed());
+        let (peer, target) = (&migration.peer, &self.target);
+        let way = match migration.way {
+            Way::To => "to",
+            Way::From => "from",
+        };
+        format!("{guest} {way} {peer}, {target}: {ending}; {before} as {after} in {took}")
     }
 }
 
@@ -62,7 +69,7 @@ impl Ending {
     pub(super) fn of_relay(result: Result<Summary, RelayError>) -> Self {
         match result {
             Ok(summary) => match summary.outcome {
-                Outcome::Loaded => Self::Loaded,
+                Outcome::Loaded => Self::Loaded(summary.switchover),
                 Outcome::Unconfirmed => Self::Unconfirmed,
                 Outcome::Unseen => Self::Passed,
             },
@@ -79,10 +86,20 @@ impl Ending {
         }
     }
 
+    fn kind(&self) -> EndKind {
+        match self {
+            Self::Loaded(_) => EndKind::Loaded,
+            Self::Unconfirmed => EndKind::Unconfirmed,
+            Self::Passed => EndKind::Passed,
+            Self::Refused(_) => EndKind::Refused,
+            Self::Failed(_) => EndKind::Failed,
+        }
+    }
+
     /// What the other gateway is told.
     pub(super) fn error(&self) -> Option<String> {
         match self {
-            Self::Loaded | Self::Unconfirmed | Self::Passed => None,
+            Self::Loaded(_) | Self::Unconfirmed | Self::Passed => None,
             Self::Refused(reason) | Self::Failed(reason) => Some(reason.clone()),
         }
     }
@@ -101,7 +118,7 @@ impl Ending {
 impl fmt::Display for Ending {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Loaded => write!(f, "loaded"),
+            Self::Loaded(_) => write!(f, "loaded"),
             Self::Unconfirmed => write!(f, "delivered, without a confirmation"),
             Self::Passed => write!(f, "passed through to its end"),
             Self::Refused(reason) => write!(f, "refused: {reason}"),
@@ -128,22 +145,26 @@ impl fmt::Display for Seconds {
 
 #[cfg(test)]
 mod tests {
+    use std::{sync::Arc, time::Instant};
+
+    use vamoose_link::Stats;
+
     use super::*;
+    use crate::Observer;
 
     #[test]
     fn a_line_says_who_where_how_and_how_much() {
+        let (nobody, stats): (Arc<dyn Observer>, _) = (Arc::new(()), Arc::<Stats>::default());
+        stats.add_received(3 << 20);
+        stats.add_sent(1 << 19);
         let account = Account {
-            with: "to kvm2".to_owned(),
+            observation: Observation::begin(&nobody, Way::To, "kvm2", Instant::now(), stats),
             target: Target::Port(49_152),
             guest: Some("web1".to_owned()),
-            began: Instant::now(),
-            stats: Arc::default(),
         };
-        account.stats.add_received(3 << 20);
-        account.stats.add_sent(1 << 19);
         let failed = Ending::Failed("cut".to_owned()).with_peers(Some("no QEMU".to_owned()));
         for (ending, text) in [
-            (Ending::Loaded, "loaded"),
+            (Ending::Loaded(None), "loaded"),
             (failed, "failed: cut; the other gateway: no QEMU"),
             (Ending::Refused("full".to_owned()), "refused: full"),
             (

@@ -32,10 +32,12 @@ use super::{
     guest,
     pipe::{Open, Pipes},
     place::Place,
-    slots::{Slot, Slots, Way},
+    slots::{Slot, Slots},
     sorting::{Action, Carries, Event},
 };
-use crate::{Accept, Config, Dialer, Relay, RelayError, Role, UnderWay};
+use crate::{
+    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, Way, observer::Observation,
+};
 
 /// What connects to one place: a port of a peer's alias, or a stream's socket.
 pub(super) struct Door {
@@ -43,6 +45,7 @@ pub(super) struct Door {
     at: Place,
     config: Config,
     slots: Arc<Slots>,
+    observer: Arc<dyn Observer>,
     /// Of those who accept what comes here, and how many were done when it was first asked whether that is all.
     rounds: Arc<Rounds>,
     asked: OnceLock<u64>,
@@ -81,6 +84,7 @@ impl Door {
         at: Place,
         mut config: Config,
         slots: Arc<Slots>,
+        observer: Arc<dyn Observer>,
         rounds: Arc<Rounds>,
     ) -> io::Result<Self> {
         config.max_bandwidth = peer.max_bandwidth.or(config.max_bandwidth);
@@ -89,6 +93,7 @@ impl Door {
             at,
             config,
             slots,
+            observer,
             rounds,
             asked: OnceLock::new(),
             came: PollQueue::new()?,
@@ -144,25 +149,29 @@ impl Door {
 
     /// Runs to the end of what the port carries.
     pub(super) fn run(self: &Arc<Self>) -> Closing {
-        let (began, stats) = (self.began, self.stats.clone());
-        let ending = match self.sort() {
-            Ok(Carries::Opaque(why)) => Some(self.pass(why, &stats)),
-            Ok(Carries::Migration) => Some(self.relay(&stats)),
+        let sorted = self.sort();
+        let begin = || {
+            let (peer, stats) = (&*self.peer.name, self.stats.clone());
+            Observation::begin(&self.observer, Way::To, peer, self.began, stats)
+        };
+        let ended = match sorted {
+            Ok(Carries::Opaque(why)) => Some((begin(), self.pass(why))),
+            Ok(Carries::Migration) => Some((begin(), self.relay())),
             Ok(Carries::Undecided) => None,
-            Err(error) => Some(Ending::of_pipes(Err(error))),
+            Err(error) => Some((begin(), Ending::of_pipes(Err(error)))),
         };
         self.hangup.hang_up();
         lock(&self.held).clear();
         Closing {
             announced: lock(&self.announced).take(),
-            ending,
-            account: Account {
-                with: format!("to {}", self.peer.name),
-                target: self.at.target(),
-                guest: lock(&self.guest).take(),
-                began,
-                stats,
-            },
+            ended: ended.map(|(observation, ending)| {
+                let account = Account {
+                    observation,
+                    target: self.at.target(),
+                    guest: lock(&self.guest).take(),
+                };
+                (account, ending)
+            }),
         }
     }
 
@@ -272,7 +281,7 @@ impl Door {
         Ok(session)
     }
 
-    fn relay(self: &Arc<Self>, stats: &Arc<Stats>) -> Ending {
+    fn relay(self: &Arc<Self>) -> Ending {
         let door = self.clone();
         let dialer = Dialer::announced(Box::new(move || door.announce()), &[MIGRATION]);
         let relay = Relay {
@@ -280,17 +289,17 @@ impl Door {
             dialer: &dialer,
             config: &self.config,
             hangup: &self.hangup,
-            stats,
+            stats: &self.stats,
             on_loaded: &|| (),
         };
         Ending::of_relay(relay.relay())
     }
 
-    fn pass(&self, why: &'static str, stats: &Arc<Stats>) -> Ending {
+    fn pass(&self, why: &'static str) -> Ending {
         let (peer, target) = (&self.peer.name, self.at.target());
         info!("to {peer}, {target}: passing bytes through as they are, encrypted: {why}");
         let pipes = Pipes {
-            stats,
+            stats: &self.stats,
             hangup: &self.hangup,
             config: &self.config,
         };
@@ -351,24 +360,25 @@ impl AsFd for Door {
 /// A migration whose connections have ended: what is left to be said.
 pub(super) struct Closing {
     announced: Option<Announced>,
-    ending: Option<Ending>,
-    account: Account,
+    ended: Option<(Account, Ending)>,
 }
 
 impl Closing {
     /// Exchanges the last words with the peer's gateway, and writes the line in the journal.
     pub(super) fn finish(self) {
-        let error = self.ending.as_ref().and_then(Ending::error);
+        let ending = self.ended.as_ref().map(|(_, ending)| ending);
+        let (error, mut reconnects) = (ending.and_then(Ending::error), 0);
         let theirs = self.announced.and_then(|mut announced| {
             let theirs = announced.conversation.end(error);
             if !announced.session.drain(DRAIN) {
                 warn!("the other gateway has not acknowledged the end");
             }
+            reconnects = announced.session.reconnects();
             announced.session.shut_down();
             theirs
         });
-        if let Some(ending) = self.ending {
-            self.account.write(&ending.with_peers(theirs));
+        if let Some((account, ending)) = self.ended {
+            account.write(&ending.with_peers(theirs), reconnects);
         }
     }
 }

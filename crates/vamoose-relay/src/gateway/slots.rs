@@ -7,15 +7,11 @@ use std::{
 
 use vamoose_link::lock;
 
+use crate::Way;
+
 /// Those that there are: to each peer, and from each.
 #[derive(Default)]
 pub(super) struct Slots(Mutex<HashMap<(Way, String), usize>>);
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Way {
-    To,
-    From,
-}
 
 /// One of them. Dropping it makes room.
 pub(super) struct Slot {

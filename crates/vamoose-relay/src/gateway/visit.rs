@@ -27,9 +27,12 @@ use super::{
     first::peek,
     pipe::{Open, Pipes},
     place::Target,
-    slots::{Slot, Slots, Way},
+    slots::{Slot, Slots},
 };
-use crate::{Accept, Config, Dialer, Relay, RelayError, Role, UnderWay, chain};
+use crate::{
+    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, Way, chain,
+    observer::Observation,
+};
 
 /// A session of another gateway's.
 pub(super) struct Visit {
@@ -42,6 +45,7 @@ pub(super) struct Visit {
     watched: Mutex<Option<Watched>>,
     stats: Arc<Stats>,
     hangup: Hangup,
+    observer: Arc<dyn Observer>,
 }
 
 #[derive(Clone)]
@@ -82,7 +86,7 @@ const TICK: Duration = Duration::from_millis(20);
 const DRAIN: Duration = Duration::from_secs(5);
 
 impl Visit {
-    pub(super) fn new(session: Session) -> io::Result<Self> {
+    pub(super) fn new(session: Session, observer: Arc<dyn Observer>) -> io::Result<Self> {
         Ok(Self {
             session,
             came: PollQueue::new()?,
@@ -90,6 +94,7 @@ impl Visit {
             watched: Mutex::default(),
             stats: Arc::default(),
             hangup: Hangup::new()?,
+            observer,
         })
     }
 
@@ -140,6 +145,9 @@ impl Visit {
         match self.admit(announced, config, admission) {
             Ok(admitted) => self.receive(conversation, admitted, &config.incoming),
             Err(reason) => {
+                let peer = config.who_is(self.session.identity(), self.session.peer());
+                let peer = peer.map_or("", |peer| &peer.name);
+                Observation::refused(&self.observer, Way::From, peer);
                 // Who asked may have gone.
                 let _ = conversation.send(&Message::Refused { reason });
                 self.session.drain(DRAIN);
@@ -205,29 +213,29 @@ impl Visit {
     }
 
     fn receive(&self, mut conversation: Conversation, admitted: Admitted, config: &Config) {
+        let (began, stats) = (Instant::now(), self.stats.clone());
+        let from = &*admitted.from;
         let account = Account {
-            with: format!("from {}", admitted.from),
+            observation: Observation::begin(&self.observer, Way::From, from, began, stats),
             target: admitted.target.clone(),
             guest: admitted.guest.clone(),
-            began: Instant::now(),
-            stats: self.stats.clone(),
         };
         *lock(&self.watched) = Some(Watched {
             from: admitted.from.clone(),
             target: admitted.target.clone(),
             guest: admitted.guest.clone(),
-            began: account.began,
+            began,
         });
         let ending = match self.begin(&mut conversation, &admitted.qemu) {
-            Ok(MIGRATION) => self.relay(admitted, config, &account.stats),
-            Ok(_) => self.pass(&mut conversation, admitted, config, &account.stats),
+            Ok(MIGRATION) => self.relay(admitted, config),
+            Ok(_) => self.pass(&mut conversation, admitted, config),
             Err(reason) => Ending::Failed(reason),
         };
         self.hangup.hang_up();
         let theirs = conversation.end(ending.error());
         self.session.drain(DRAIN);
         self.session.shut_down();
-        account.write(&ending.with_peers(theirs));
+        account.write(&ending.with_peers(theirs), self.session.reconnects());
     }
 
     /// Accepts the announcement, and waits for the first stream: its kind.
@@ -260,27 +268,21 @@ impl Visit {
         }
     }
 
-    fn relay(&self, admitted: Admitted, config: &Config, stats: &Arc<Stats>) -> Ending {
+    fn relay(&self, admitted: Admitted, config: &Config) -> Ending {
         let relay = Relay {
             accept: self,
             dialer: &Dialer::dialled(admitted.qemu, admitted.at),
             config,
             hangup: &self.hangup,
-            stats,
+            stats: &self.stats,
             on_loaded: &|| (),
         };
         Ending::of_relay(relay.relay())
     }
 
-    fn pass(
-        &self,
-        conversation: &mut Conversation,
-        admitted: Admitted,
-        config: &Config,
-        stats: &Arc<Stats>,
-    ) -> Ending {
+    fn pass(&self, conversation: &mut Conversation, admitted: Admitted, config: &Config) -> Ending {
         let pipes = Pipes {
-            stats,
+            stats: &self.stats,
             hangup: &self.hangup,
             config,
         };

@@ -17,9 +17,10 @@ use vamoose_link::{Hangup, PollQueue, Session, Stats, Stream, lock};
 
 use super::qemu::{DestinationQemu, LOADING};
 use crate::{
-    Config, Dialer, Outcome, Relay, RelayError, Role, UnderWay, chain,
+    Config, Dialer, EndKind, Observer, Outcome, Relay, RelayError, Role, UnderWay, Way, chain,
     control::reply,
     journal::{AtDestination, Entry},
+    observer::Observation,
 };
 
 pub(crate) struct Job {
@@ -86,10 +87,13 @@ impl Job {
     }
 
     /// Runs the relay to the waiting QEMU, to its end.
-    pub(super) fn receive(&self, dialer: &Dialer, config: &Config) {
+    pub(super) fn receive(&self, dialer: &Dialer, config: &Config, observer: &Arc<dyn Observer>) {
         let Some(transfer) = self.transfer() else {
             return;
         };
+        let (stats, session) = (transfer.stats.clone(), &transfer.session);
+        let peer = session.identity().unwrap_or_default();
+        let observation = Observation::begin(observer, Way::From, peer, transfer.began, stats);
         let result = Relay {
             accept: &transfer.connections,
             dialer,
@@ -99,6 +103,8 @@ impl Job {
             on_loaded: &|| self.handle(DestinationEvent::Loaded),
         }
         .relay();
+        let switchover = result.as_ref().ok().and_then(|summary| summary.switchover);
+        observation.end(EndKind::of(&result), switchover, session.reconnects());
         let cause = match result {
             Ok(summary) if summary.outcome == Outcome::Loaded => None,
             Ok(_) => Some("the source has no return path".to_owned()),
@@ -354,13 +360,31 @@ impl Inner {
         let name = &self.entry.record.name;
         match self.machine.state() {
             now if now == before => {}
-            DestinationState::Loaded => info!("{name}: loaded, waiting for the commit"),
-            DestinationState::Running => info!("{name}: committed, the guest is here"),
+            DestinationState::Loaded => {
+                info!(
+                    guest = name,
+                    outcome = "loaded",
+                    "{name}: loaded, waiting for the commit"
+                );
+            }
+            DestinationState::Running => {
+                info!(
+                    guest = name,
+                    outcome = "running",
+                    "{name}: committed, the guest is here"
+                );
+            }
             DestinationState::Ended { cause } => warn!("{name}: the guest was here: {cause}"),
             DestinationState::Aborting { cause } => {
                 warn!("{name}: migration failed, and its QEMU cannot be ended: {cause}");
             }
-            DestinationState::Aborted { cause } => warn!("{name}: migration failed: {cause}"),
+            DestinationState::Aborted { cause } => {
+                warn!(
+                    guest = name,
+                    outcome = "failed",
+                    "{name}: migration failed: {cause}"
+                );
+            }
             DestinationState::Receiving | DestinationState::Starting { .. } => {}
         }
     }

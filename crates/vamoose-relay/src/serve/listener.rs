@@ -26,8 +26,9 @@ use super::{
     span,
 };
 use crate::{
-    chain,
+    Way, chain,
     control::{Control, ControlError, reply},
+    observer::Observation,
 };
 
 /// Most connections at once; more are closed at once. A migration has one for each channel, and two.
@@ -195,12 +196,15 @@ impl Server {
             Ok(prepared) => prepared,
             Err(error) => {
                 warn!("refused: {}", chain(&error));
+                let peer = session.identity().unwrap_or_default();
+                Observation::refused(&self.observer, Way::From, peer);
                 return refuse(stream, &error);
             }
         };
         prepared.connected(stream);
         let (receiver, span) = (prepared.clone(), Span::current());
-        let work = move || span.in_scope(|| receiver.receive(&dialer, &config));
+        let observer = self.observer.clone();
+        let work = move || span.in_scope(|| receiver.receive(&dialer, &config, &observer));
         let started = thread::Builder::new().spawn_scoped(scope, work);
         let job = job.insert(prepared);
         if let Err(error) = started {

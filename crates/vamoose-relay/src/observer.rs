@@ -1,0 +1,149 @@
+//! What a gateway or a server tells of its migrations to whoever keeps account of them.
+//!
+//! The counters are those that the data path has anyway: an observer reads them whenever it likes, and nothing waits for it
+//! but the beginning and the end of a migration.
+
+use std::{sync::Arc, time::Instant};
+
+use vamoose_link::Stats;
+
+use crate::{Outcome, RelayError, Summary, Switchover};
+
+/// Hears of every migration. `()` does not listen.
+pub trait Observer: Send + Sync {
+    /// One has begun.
+    fn begun(&self, migration: &Arc<Observed>);
+    /// One that had begun has ended.
+    fn ended(&self, migration: &Arc<Observed>, end: End);
+}
+
+/// A migration.
+#[derive(Debug)]
+pub struct Observed {
+    /// Whether the guest leaves this host or comes to it.
+    pub way: Way,
+    /// The other host, by the name in the configuration or by what it has proved to be; empty where neither is known.
+    pub peer: String,
+    /// When its first connection came.
+    pub began: Instant,
+    /// Its counters.
+    pub stats: Arc<Stats>,
+}
+
+/// Seen from this host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[allow(missing_docs, reason = "named after what is there")]
+pub enum Way {
+    To,
+    From,
+}
+
+/// How a migration ended.
+#[derive(Clone, Copy, Debug)]
+pub struct End {
+    /// The outcome.
+    pub kind: EndKind,
+    /// When the steps of the switchover were done, where that was seen.
+    pub switchover: Option<Switchover>,
+    /// How often a connection to the other host was replaced.
+    pub reconnects: u64,
+}
+
+/// The outcome of a migration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum EndKind {
+    /// The destination has confirmed that it has loaded the guest.
+    Loaded,
+    /// Everything was delivered, without a confirmation.
+    Unconfirmed,
+    /// Its connections ended in good order; what they were is not known here.
+    Passed,
+    /// Before any of its bytes were taken.
+    Refused,
+    /// After that.
+    Failed,
+}
+
+impl EndKind {
+    /// All there are.
+    pub const ALL: [Self; 5] = [
+        Self::Loaded,
+        Self::Unconfirmed,
+        Self::Passed,
+        Self::Refused,
+        Self::Failed,
+    ];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Loaded => "loaded",
+            Self::Unconfirmed => "unconfirmed",
+            Self::Passed => "passed",
+            Self::Refused => "refused",
+            Self::Failed => "failed",
+        }
+    }
+
+    pub(crate) fn of(result: &Result<Summary, RelayError>) -> Self {
+        match result {
+            Ok(summary) => match summary.outcome {
+                Outcome::Loaded => Self::Loaded,
+                Outcome::Unconfirmed => Self::Unconfirmed,
+                Outcome::Unseen => Self::Passed,
+            },
+            Err(RelayError::Announce(_)) => Self::Refused,
+            Err(_) => Self::Failed,
+        }
+    }
+}
+
+impl Observer for () {
+    fn begun(&self, _: &Arc<Observed>) {}
+    fn ended(&self, _: &Arc<Observed>, _: End) {}
+}
+
+/// A migration that its observer knows of.
+pub(crate) struct Observation {
+    pub(crate) migration: Arc<Observed>,
+    observer: Arc<dyn Observer>,
+}
+
+impl Observation {
+    pub(crate) fn begin(
+        observer: &Arc<dyn Observer>,
+        way: Way,
+        peer: impl Into<String>,
+        began: Instant,
+        stats: Arc<Stats>,
+    ) -> Self {
+        let peer = peer.into();
+        let migration = Arc::new(Observed {
+            way,
+            peer,
+            began,
+            stats,
+        });
+        observer.begun(&migration);
+        let observer = observer.clone();
+        Self {
+            migration,
+            observer,
+        }
+    }
+
+    /// One that ends where it begins.
+    pub(crate) fn refused(observer: &Arc<dyn Observer>, way: Way, peer: impl Into<String>) {
+        let observation = Self::begin(observer, way, peer, Instant::now(), Arc::default());
+        observation.end(EndKind::Refused, None, 0);
+    }
+
+    pub(crate) fn end(self, kind: EndKind, switchover: Option<Switchover>, reconnects: u64) {
+        let end = End {
+            kind,
+            switchover,
+            reconnects,
+        };
+        self.observer.ended(&self.migration, end);
+    }
+}
