@@ -173,7 +173,7 @@ struct MigrationOptions {
 
 fn main() -> ExitCode {
     let options = Options::parse();
-    vamoose::program("vamoose-demo", || match options.command {
+    vamoose::program("vamoose-demo", None, || match options.command {
         Some(Command::Destination) => destination::run(),
         None => run(&options),
     })
