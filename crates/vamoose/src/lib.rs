@@ -10,6 +10,7 @@ pub mod devices;
 pub mod hints;
 pub mod link;
 pub mod log;
+pub mod metrics;
 pub mod options;
 pub mod progress;
 pub mod report;

@@ -31,7 +31,7 @@ use vamoose_link::{
 };
 
 use super::{Gateway, GatewayConfig, GatewayError, GatewayPeer, GatewayStream};
-use crate::UnderWay;
+use crate::{Observer, UnderWay};
 
 /// What [`KubeVirt`] works by.
 #[derive(Clone)]
@@ -51,6 +51,7 @@ pub struct KubeVirt {
     config: KubeVirtConfig,
     control: Listener,
     running: Mutex<HashMap<(Side, String), Running>>,
+    observer: Arc<dyn Observer>,
     drain: Hangup,
     stop: Hangup,
 }
@@ -183,8 +184,16 @@ impl KubeVirt {
             running: Mutex::default(),
             drain: Hangup::new()?,
             stop: Hangup::new()?,
+            observer: Arc::new(()),
             config,
         })
+    }
+
+    /// Tells `observer` of its migrations.
+    #[must_use]
+    pub fn observed_by(mut self, observer: Arc<dyn Observer>) -> Self {
+        self.observer = observer;
+        self
     }
 
     /// What is under way, through all slots.
@@ -311,7 +320,7 @@ impl KubeVirt {
                 host: self.config.listen.to_string(),
                 port: 0,
             });
-            let slot = Slot::start(config, &asked.key, *number)?;
+            let slot = Slot::start(config, self.observer.clone(), &asked.key, *number)?;
             let port = slot.port().ok_or(SlotError::Nowhere);
             ports.insert(*number, port.map_err(|it| it.of(*number))?);
             slots.push(slot);
@@ -330,7 +339,12 @@ impl KubeVirt {
             let stream = self.stream(&asked.key, *number, Some(&path), None);
             let mut config = self.gateway(node, stream);
             config.users = Peers::own_and([asked.user]);
-            slots.push(Slot::start(config, &asked.key, *number)?);
+            slots.push(Slot::start(
+                config,
+                self.observer.clone(),
+                &asked.key,
+                *number,
+            )?);
             sockets.insert(*number, path);
         }
         Ok((Answer::Sockets(sockets), slots))
@@ -456,9 +470,15 @@ impl SlotError {
 }
 
 impl Slot {
-    fn start(config: GatewayConfig, key: &str, slot: u16) -> Result<Self, RequestError> {
+    fn start(
+        config: GatewayConfig,
+        observer: Arc<dyn Observer>,
+        key: &str,
+        slot: u16,
+    ) -> Result<Self, RequestError> {
         let started = || {
-            let gateway = Arc::new(Gateway::bind(config, Vec::new())?);
+            let gateway = Gateway::bind(config, Vec::new())?.observed_by(observer);
+            let gateway = Arc::new(gateway);
             let (runs, span) = (gateway.clone(), error_span!("slot", key, number = slot));
             let work = move || {
                 if let Err(error) = span.in_scope(|| runs.run()) {

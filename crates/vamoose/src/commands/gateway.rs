@@ -6,6 +6,7 @@ mod systemd;
 
 use std::{
     path::{Path, PathBuf},
+    sync::Arc,
     thread,
     time::Duration,
 };
@@ -18,10 +19,15 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{error, info};
+use vamoose_link::Address;
 use vamoose_relay::{Gateway, GatewayConfig, KubeVirtConfig, Watchable};
 
 use self::config::File;
-use vamoose::{options::Hardware, watchable};
+use vamoose::{
+    metrics::{self, Counts, MetricsOption},
+    options::Hardware,
+    watchable,
+};
 
 /// Pass all migrations between this host and others on, compressed and encrypted
 ///
@@ -43,20 +49,32 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SOCKET")]
     kubevirt: Option<PathBuf>,
     #[command(flatten)]
+    metrics: MetricsOption,
+    #[command(flatten)]
     hardware: Hardware,
 }
 
 impl Options {
     fn load(&self) -> Result<GatewayConfig> {
-        let file = File::read(&self.config)?;
+        self.interpret(File::read(&self.config)?)
+    }
+
+    fn interpret(&self, file: File) -> Result<GatewayConfig> {
         let config = file.into_config(&self.hardware, self.drain_timeout());
         config.with_context(|| self.config.display().to_string())
     }
 
-    fn load_kubevirt(&self, control: &Path) -> Result<KubeVirtConfig> {
-        let file = File::read(&self.config)?;
+    fn interpret_kubevirt(&self, file: File, control: &Path) -> Result<KubeVirtConfig> {
         let config = file.into_kubevirt(control, &self.hardware, self.drain_timeout());
         config.with_context(|| self.config.display().to_string())
+    }
+
+    /// Where to answer with metrics.
+    fn metrics(&self, file: &File) -> Result<Option<Address>> {
+        match &self.metrics.metrics {
+            Some(address) => Ok(Some(address.clone())),
+            None => file.metrics(),
+        }
     }
 
     fn watchable(&self) -> Option<Watchable> {
@@ -73,11 +91,16 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         return kubevirt::run(options, control);
     }
     raise_descriptors();
-    let config = options.load()?;
+    let file = File::read(&options.config)?;
+    let metrics = options.metrics(&file)?;
+    let config = options.interpret(file)?;
     let passed = systemd::passed_listeners(config.sessions.stall_timeout)?;
     let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
+    let counts = Arc::<Counts>::default();
+    counts.expect(peers.iter().map(String::as_str));
     let watchable = options.watchable();
-    let gateway = Gateway::bind(config, passed)?;
+    let gateway = Gateway::bind(config, passed)?.observed_by(counts.clone());
+    let _metrics = metrics.map(|at| metrics::serve(&at, &counts)).transpose()?;
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();
     for address in gateway.addresses() {
@@ -88,7 +111,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     thread::scope(|scope| {
         let _end = watchable::serve(scope, watchable.as_ref(), || gateway.under_way());
         scope.spawn(|| {
-            let reload = || reload(&gateway, options);
+            let reload = || reload(&gateway, options, &counts);
             obey(
                 &mut signals,
                 &|| gateway.drain(),
@@ -124,9 +147,15 @@ fn obey(signals: &mut Signals, drain: &dyn Fn(), stop: &dyn Fn(), reload: &dyn F
 }
 
 /// What is wrong in the new configuration leaves the old one in force.
-fn reload(gateway: &Gateway, options: &Options) {
-    let loaded = options.load();
-    match loaded.and_then(|config| Ok(gateway.reload(config)?)) {
+fn reload(gateway: &Gateway, options: &Options, counts: &Counts) {
+    let reload = || {
+        let config = options.load()?;
+        let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
+        gateway.reload(config)?;
+        counts.expect(peers.iter().map(String::as_str));
+        anyhow::Ok(())
+    };
+    match reload() {
         Ok(()) => info!("the configuration has been read again"),
         Err(error) => error!("the configuration before stays in force: {error:#}"),
     }

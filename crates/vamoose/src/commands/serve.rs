@@ -1,6 +1,6 @@
 //! `vamoose serve`: accepts migrations on the destination host.
 
-use std::{path::PathBuf, thread, time::Duration};
+use std::{path::PathBuf, sync::Arc, thread, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum};
@@ -14,6 +14,7 @@ use vamoose_link::{Address, Hangup};
 use vamoose_relay::{Server, ServerConfig};
 
 use vamoose::link::LinkOptions;
+use vamoose::metrics::{self, Counts, MetricsOption};
 use vamoose::options::{Access, Hardware, PlacementName, StallTimeout, StateDir};
 use vamoose::watchable;
 
@@ -56,6 +57,8 @@ pub(crate) struct Options {
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
     drain_timeout: u64,
     #[command(flatten)]
+    metrics: MetricsOption,
+    #[command(flatten)]
     access: Access,
 }
 
@@ -87,8 +90,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         peers: options.access.peers(),
         orphan_timeout: Duration::from_secs(options.orphan_timeout),
     };
+    let counts = Arc::<Counts>::default();
     let watchable = watchable::bind(&config.state_dir);
-    let server = Server::bind(&options.listen, config)?;
+    let server = Server::bind(&options.listen, config)?.observed_by(counts.clone());
+    let metrics = options.metrics.metrics.as_ref();
+    let _metrics = metrics.map(|at| metrics::serve(at, &counts)).transpose()?;
     for address in server.addresses() {
         info!("taking migrations on {address}");
     }

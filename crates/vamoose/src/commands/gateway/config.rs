@@ -54,6 +54,8 @@ pub(super) struct File {
     #[serde(default = "a_quarter_minute")]
     stall_timeout: u64,
     #[serde(default)]
+    metrics: Option<String>,
+    #[serde(default)]
     peers: BTreeMap<String, Peer>,
     #[serde(default)]
     streams: BTreeMap<String, Stream>,
@@ -139,6 +141,12 @@ impl File {
         let text = fs::read_to_string(path);
         let text = text.with_context(|| format!("cannot read {}", path.display()))?;
         toml::from_str(&text).with_context(|| path.display().to_string())
+    }
+
+    /// Where to answer with metrics.
+    pub(super) fn metrics(&self) -> Result<Option<Address>> {
+        let parsed = self.metrics.as_deref().map(address);
+        parsed.transpose().context("metrics")
     }
 
     /// What the gateway is told, with these devices.

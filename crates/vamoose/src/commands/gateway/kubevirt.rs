@@ -1,6 +1,6 @@
 //! `vamoose gateway --kubevirt`: gateways by key, in the place of the proxies of KubeVirt's virt-handler.
 
-use std::{path::Path, thread};
+use std::{path::Path, sync::Arc, thread};
 
 use anyhow::{Context as _, Result};
 use signal_hook::{
@@ -8,15 +8,23 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::info;
-use vamoose::watchable;
+use vamoose::{
+    metrics::{self, Counts},
+    watchable,
+};
 use vamoose_relay::KubeVirt;
 
-use super::{Options, obey, raise_descriptors, systemd};
+use super::{File, Options, obey, raise_descriptors, systemd};
 
 pub(super) fn run(options: &Options, control: &Path) -> Result<()> {
     raise_descriptors();
     let watchable = options.watchable();
-    let kubevirt = KubeVirt::bind(options.load_kubevirt(control)?)?;
+    let file = File::read(&options.config)?;
+    let metrics = options.metrics(&file)?;
+    let config = options.interpret_kubevirt(file, control)?;
+    let counts = Arc::<Counts>::default();
+    let kubevirt = KubeVirt::bind(config)?.observed_by(counts.clone());
+    let _metrics = metrics.map(|at| metrics::serve(&at, &counts)).transpose()?;
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot catch signals")?;
     let handle = signals.handle();
     info!("ready for requests on {}", control.display());
