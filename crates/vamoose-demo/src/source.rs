@@ -103,13 +103,16 @@ fn watch(handle: &Handle, cancel: &AtomicBool, ended: &Receiver<()>) {
 }
 
 fn progress(handle: &Handle) -> Progress {
+    let status = handle.status();
+    let stopped_for = Duration::from_millis(status.downtime.unwrap_or_default());
     // Plain numbers and strings: this cannot fail.
-    let source = serde_json::to_value(handle.status()).unwrap_or_default();
+    let source = serde_json::to_value(status).unwrap_or_default();
     Progress {
         status: source["status"].as_str().unwrap_or_default().to_owned(),
         source,
         moved: handle.moved(),
         session: handle.session(),
+        stopped_for,
     }
 }
 
