@@ -11,7 +11,7 @@ use std::{
 use clap::ValueEnum;
 use rustix::{
     fs::{MemfdFlags, SeekFrom},
-    mm::{MapFlags, ProtFlags},
+    mm::{Advice, MapFlags, ProtFlags, madvise},
 };
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -244,7 +244,18 @@ fn map(name: &str, backing: Backing, bytes: u64) -> Result<Arc<MmapRegion>, Memo
 
 fn map_anonymous(bytes: u64) -> io::Result<MmapRegion> {
     let size = usize::try_from(bytes).map_err(io::Error::other)?;
-    MmapRegion::new(size).map_err(io::Error::other)
+    let region = MmapRegion::new(size).map_err(io::Error::other)?;
+    advise_huge_pages(&region);
+    Ok(region)
+}
+
+/// As QEMU has its memory, where the host leaves the choice to the process. A kernel without them refuses.
+#[allow(unsafe_code, reason = "madvise(2)")]
+fn advise_huge_pages(region: &MmapRegion) {
+    // SAFETY: the range is exactly the mapping, which lives as long as `region`, and the advice changes no content.
+    let advised = unsafe { madvise(region.as_ptr().cast(), region.size(), Advice::LinuxHugepage) };
+    // Memory of small pages does as well.
+    let _ = advised;
 }
 
 fn map_memfd(name: &str, flags: MemfdFlags, bytes: u64) -> io::Result<MmapRegion> {
