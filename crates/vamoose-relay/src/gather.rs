@@ -138,13 +138,20 @@ struct Gathering<'a> {
     expected: Option<usize>,
     timeout: Duration,
     opening: Vec<Opening>,
-    main: Option<(Arc<Stream>, Instant)>,
+    main: Option<Main>,
     /// Since when the section `ram` is on the main stream.
     ram_seen: Option<Instant>,
     channels: BTreeMap<u8, Arc<Stream>>,
     uuid: Option<[u8; 16]>,
     /// When the first of the source's connections introduced itself.
     began: Option<Instant>,
+}
+
+struct Main {
+    stream: Arc<Stream>,
+    /// When it connected, and when its first bytes were there: other connections may come between.
+    connected: Instant,
+    began: Instant,
 }
 
 impl Gathering<'_> {
@@ -167,7 +174,7 @@ impl Gathering<'_> {
             let problem = format!("id {id}, but there are {expected} channels");
             return Err(RelayError::ChannelIds(problem));
         }
-        let main = self.main.as_ref().map(|(main, _)| main.clone());
+        let main = self.main.as_ref().map(|main| main.stream.clone());
         let Some(main) = main.filter(|_| !self.channels.is_empty()) else {
             return Ok(None);
         };
@@ -200,7 +207,7 @@ impl Gathering<'_> {
         if self.expected.is_some() || !self.channels.is_empty() {
             return Ok(false);
         }
-        let main = self.main.as_ref().map(|(main, _)| main.clone());
+        let main = self.main.as_ref().map(|main| main.stream.clone());
         let Some(main) = main.filter(|main| is_near(main)) else {
             return Ok(false);
         };
@@ -219,8 +226,8 @@ impl Gathering<'_> {
 
     /// When it is a migration without multifd, unless a channel comes before.
     fn plain_at(&self) -> Option<Instant> {
-        let (_, came) = self.main.as_ref()?;
-        (self.expected.is_none() && self.channels.is_empty()).then(|| *came + PLAIN_AFTER)
+        let began = self.main.as_ref()?.began;
+        (self.expected.is_none() && self.channels.is_empty()).then(|| began + PLAIN_AFTER)
     }
 
     /// Closes connections that have sent nothing for too long, and does not wait for ever for a source that has begun.
@@ -319,7 +326,11 @@ impl Gathering<'_> {
                 debug!("the main stream has come");
                 let now = Instant::now();
                 self.began.get_or_insert(now);
-                self.main = Some((opening.stream, now));
+                self.main = Some(Main {
+                    stream: opening.stream,
+                    connected: opening.since,
+                    began: now,
+                });
                 Ok(())
             }
             Some(MAGIC) => self.add_channel(opening),
@@ -382,15 +393,16 @@ impl Gathering<'_> {
     /// Without silent connections from before a main stream in plain text: what belongs to it comes behind it. Behind
     /// TLS they may be about to send.
     fn into_opaque(self, why: &'static str, kind: Opaque) -> Arrival {
-        let came = self.main.as_ref().map(|(_, came)| *came);
+        let connected = self.main.as_ref().map(|main| main.connected);
         let main = self
             .main
-            .map(|(stream, _)| (stream, MAIN_MAGIC.to_be_bytes().to_vec()));
+            .map(|main| (main.stream, MAIN_MAGIC.to_be_bytes().to_vec()));
         let opening = self
             .opening
             .into_iter()
             .filter(|opening| {
-                let is_stranger = opening.got == 0 && came.is_some_and(|at| opening.since < at);
+                let is_stranger =
+                    opening.got == 0 && connected.is_some_and(|at| opening.since < at);
                 if is_stranger {
                     warn!("turning away a connection that has not introduced itself");
                 }

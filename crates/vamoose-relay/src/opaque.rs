@@ -1,8 +1,8 @@
 //! Passes a migration through unchanged: without multifd, or behind TLS.
 //!
-//! Each connection of the source becomes one to the destination, in the same order. A connection
-//! of a TLS migration always sends first and is dialled then; a plain one that comes behind the
-//! main stream (postcopy preemption) may stay idle for long and is dialled at once; if it begins a migration
+//! Each connection of the source becomes one to the destination. A connection of a TLS migration always sends
+//! first and is dialled then. Plain ones are dialled at once, one after the other, because a QEMU takes the first to come for the main stream:
+//! one that comes behind that (postcopy preemption) may stay idle for long; if it begins a migration
 //! of its own, or the destination does not take it, it is turned away.
 
 use std::{
@@ -58,8 +58,9 @@ pub(crate) fn pass_through(
                         is_first,
                         report: report.clone(),
                     };
+                    let far = (!is_tls).then(|| connection.dial());
                     let span = Span::current();
-                    scope.spawn(move || span.in_scope(|| connection.run()));
+                    scope.spawn(move || span.in_scope(|| connection.run(far)));
                 }
                 setup_time.get_or_insert_with(|| start.elapsed());
                 for end in reports.try_iter() {
@@ -144,7 +145,8 @@ struct Connection<'a> {
 }
 
 impl Connection<'_> {
-    fn run(mut self) {
+    /// `far` is its connection to the destination, if it has been dialled.
+    fn run(mut self, far: Option<Result<Arc<Stream>, RelayError>>) {
         if self.first.is_empty() && self.kind == Opaque::Tls {
             match self.read_first() {
                 Ok(first) => self.first = first,
@@ -157,7 +159,8 @@ impl Connection<'_> {
             }
             self.report(Report::Began);
         }
-        let end = match self.pass() {
+        let far = far.unwrap_or_else(|| self.dial());
+        let end = match far.and_then(|far| self.pass(&far)) {
             Ok(()) => Report::Ended,
             Err(error) if self.is_foreign(&error) => {
                 warn!("turning away a connection: {}", chain(&error));
@@ -179,9 +182,13 @@ impl Connection<'_> {
         self.is_first && self.kind != Opaque::Tls
     }
 
-    fn pass(&mut self) -> Result<(), RelayError> {
+    fn dial(&self) -> Result<Arc<Stream>, RelayError> {
         let far = self.relay.dial_one(&self.first)?;
         self.relay.stats.add_sent(self.first.len());
+        Ok(far)
+    }
+
+    fn pass(&self, far: &Arc<Stream>) -> Result<(), RelayError> {
         let main = MainState::default();
         let forward_witness = Opened {
             main: &main,
@@ -195,9 +202,9 @@ impl Connection<'_> {
         });
         let span = Span::current();
         thread::scope(|scope| {
-            let pump = self.pump(Direction::Back, &far, &self.stream);
+            let pump = self.pump(Direction::Back, far, &self.stream);
             let back = scope.spawn(move || span.in_scope(|| pump.run(return_witness)));
-            let pump = self.pump(Direction::Forward, &self.stream, &far);
+            let pump = self.pump(Direction::Forward, &self.stream, far);
             let forward = pump.run(forward_witness);
             if forward.is_err() {
                 far.shut_down();

@@ -336,6 +336,25 @@ fn another_migration_while_one_is_passed_through() -> Result<()> {
     Ok(())
 }
 
+/// Without multifd, QEMU (8.0 to 10.0) opens the channel for pages that the destination misses before it sends the first bytes of the main
+/// stream, and sends nothing on it. The destination takes the first connection for the main stream.
+#[test]
+fn a_channel_for_post_copy_before_the_first_bytes() -> Result<()> {
+    let stage = Stage::new(&[])?;
+    let mut main = stage.open(&[])?;
+    let mut near = stage.open(&[])?;
+    main.write_all(&main_stream())?;
+    let mut first = vec![0; main_stream().len()];
+    let mut destination = stage.accept()?;
+    destination.read_exact(&mut first)?;
+    ensure!(first == main_stream(), "{first:?}");
+    let mut far = stage.accept()?;
+    near.write_all(b"page")?;
+    far.read_exact(&mut first[..4])?;
+    ensure!(first.starts_with(b"page"), "{first:?}");
+    Ok(())
+}
+
 /// The channel on which a source (QEMU 10.1 and later) sends pages that the destination misses comes late, and has no magic.
 #[test]
 fn a_channel_for_post_copy() -> Result<()> {
