@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 use tracing::warn;
 use vamoose_link::{Listener, PollQueue, Sessions, SocketError, Stream};
 
-use crate::chain;
+use crate::{chain, config::RELAYED};
 
 /// A source of connections that can be polled.
 pub trait Accept: AsFd + Sync {
@@ -92,9 +92,15 @@ impl<'a> Acceptor<'a> {
 /// Streams of another relay's session.
 impl Accept for Sessions {
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
-        Ok(self
-            .try_next()
-            .map(|introduced| Arc::new(introduced.stream)))
+        while let Some(introduced) = self.try_next() {
+            let (stream, mut kind) = (introduced.stream, [0]);
+            // It has been introduced, so the byte is there.
+            match stream.read_until(&mut kind, Some(Instant::now() + PAUSE)) {
+                Ok(Some(1)) if kind == [RELAYED] => return Ok(Some(Arc::new(stream))),
+                _ => warn!("turning away a stream that no relay of this version has opened"),
+            }
+        }
+        Ok(None)
     }
 
     fn drain(&self, timeout: Duration) {

@@ -99,6 +99,10 @@ enum To {
 /// Begins a session, or says why the peer does not want it.
 type Announce = Box<dyn Fn() -> Result<Session, RelayError> + Send + Sync>;
 
+/// What each stream from relay to relay begins with: a session tells of a stream with its first byte, and a
+/// connection of QEMU's may have none for long.
+pub(crate) const RELAYED: u8 = b'r';
+
 impl Dialer {
     /// To a QEMU, or to a relay that takes plain connections.
     pub fn new(address: Address) -> Self {
@@ -107,7 +111,10 @@ impl Dialer {
 
     /// To another relay, over a session that the first connection begins.
     pub fn remote(remote: Remote) -> Self {
-        Self::of(To::Remote(remote, Mutex::default()))
+        Self {
+            preamble: vec![RELAYED],
+            ..Self::of(To::Remote(remote, Mutex::default()))
+        }
     }
 
     /// To a server that the session is with; each stream begins with `preamble`.

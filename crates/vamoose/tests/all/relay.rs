@@ -270,6 +270,46 @@ fn passed_through(from: &Binary, to: &Binary) -> Result<()> {
     Ok(())
 }
 
+/// With a connection of its own for pages that are asked for, which may say nothing for as long as the migration takes.
+#[test]
+fn post_copy_through_a_pair() -> Result<()> {
+    for (from, to) in qemu::pairs_or_skip()? {
+        // QEMU 7.2 was the first to have one, and libvirt left it alone there.
+        if from.version == to.version && from.version.major >= 8 {
+            post_copy(&from).with_context(|| from.version.to_string())?;
+        }
+    }
+    Ok(())
+}
+
+fn post_copy(qemu: &Binary) -> Result<()> {
+    let (mut source, mut destination) = bare_pair(qemu, qemu, 16 * MIB)?;
+    let capabilities = [
+        ("events", true),
+        ("return-path", true),
+        ("postcopy-ram", true),
+        ("postcopy-preempt", true),
+    ];
+    source.qmp.set_capabilities(&capabilities)?;
+    destination.qmp.set_capabilities(&capabilities)?;
+    let connect = incoming(&mut destination, false)?;
+    let options = ["--insecure", "--session", "listen"];
+    let (far, between) = Vamoose::relay(vamoose(), "tcp:127.0.0.1:0", &connect, &options)?;
+    let listen = listen_address(&source, "out", false);
+    let options = ["--insecure", "--session", "connect"];
+    let (near, address) = Vamoose::relay(vamoose(), &listen, &between, &options)?;
+    source
+        .qmp
+        .set_parameters(json!({ "max-bandwidth": 4 * MIB }))?;
+    source.qmp.migrate(&address)?;
+    source.qmp.wait_moved(MIB, LIMIT)?;
+    source.qmp.execute("migrate-start-postcopy", json!({}))?;
+    expect_equal(&mut source, &mut destination, &[&near, &far])?;
+    near.finish(LIMIT)?.success()?;
+    far.finish(LIMIT)?.success()?;
+    Ok(())
+}
+
 /// Without a return path there is no confirmation: the relay delivers everything all the same.
 #[test]
 fn without_a_return_path() -> Result<()> {
