@@ -4,7 +4,7 @@
 //!  QEMU ── alias of the peer, port P ──> gateway ══ a session for each migration ══> gateway ── own alias, port P ──> QEMU
 //! ```
 //!
-//! On every host each peer has an address of the host's own, its *alias*; the ports at which QEMUs wait are the same on all.
+//! On every host each peer has an address of the host's own, its *alias*; QEMUs wait at the same ports of it as on the peer.
 //! The gateway listens at all of them, and at the sockets of *streams*, which lead to sockets of the peers.
 //! [`first`] looks at what connects, [`sorting`] decides what a port carries, [`door`]
 //! is a migration from this host, [`visit`] one to it. Two gateways agree on a migration before any of its bytes are

@@ -22,7 +22,8 @@ pub struct GatewayConfig {
     /// Where this host's QEMUs wait for migrations, if they do. Besides it, only addresses of streams are dialled for
     /// another gateway.
     pub alias: Option<IpAddr>,
-    /// The ports at which they wait, on any host.
+    /// The ports at which they wait. libvirt takes a port only if nobody listens there, at whichever address of its host: the
+    /// peers' ports have to be others.
     pub ports: RangeInclusive<u16>,
     /// The other hosts.
     pub peers: Vec<Arc<GatewayPeer>>,
@@ -47,6 +48,8 @@ pub struct GatewayPeer {
     pub name: String,
     /// The address of this host that stands for it: who connects there reaches the QEMU that waits at the same port on the peer.
     pub alias: Option<IpAddr>,
+    /// The ports at which QEMUs wait there.
+    pub ports: RangeInclusive<u16>,
     /// Its gateway.
     pub remote: Remote,
     /// What it has to prove to be: its key, or a name in its certificate. `None` without authentication.
@@ -74,10 +77,12 @@ pub struct GatewayStream {
 impl GatewayConfig {
     /// Where sources of migrations connect, and the addresses.
     pub(super) fn places(&self) -> HashMap<Place, Address> {
-        let aliases = self.peers.iter().filter_map(|peer| peer.alias);
-        let ports = aliases.flat_map(|alias| {
-            let ports = self.ports.clone();
-            ports.map(move |port| {
+        let aliases = self
+            .peers
+            .iter()
+            .filter_map(|peer| Some((peer.alias?, &peer.ports)));
+        let ports = aliases.flat_map(|(alias, ports)| {
+            ports.clone().map(move |port| {
                 let place = Place::Port(SocketAddr::new(alias, port));
                 let host = alias.to_string();
                 (place, Address::Tcp { host, port })
@@ -88,6 +93,15 @@ impl GatewayConfig {
             Some((Place::Stream(stream.name.clone()), listen))
         });
         ports.chain(streams).collect()
+    }
+
+    /// Peers at whose ports QEMUs of this host may wait as well: where libvirt chooses ports, it finds none.
+    pub fn peers_with_own_ports(&self) -> impl Iterator<Item = &GatewayPeer> {
+        let (own, has_alias) = (&self.ports, self.alias.is_some());
+        let overlap =
+            |its: &RangeInclusive<u16>| its.start() <= own.end() && own.start() <= its.end();
+        let peers = self.peers.iter().map(|peer| &**peer);
+        peers.filter(move |peer| has_alias && peer.alias.is_some() && overlap(&peer.ports))
     }
 
     /// The peer that a place leads to.

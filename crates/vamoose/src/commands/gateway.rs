@@ -18,7 +18,7 @@ use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     iterator::Signals,
 };
-use tracing::{error, info};
+use tracing::{error, info, warn};
 use vamoose_link::Address;
 use vamoose_relay::{Gateway, GatewayConfig, KubeVirtConfig, Watchable};
 
@@ -61,7 +61,14 @@ impl Options {
 
     fn interpret(&self, file: File) -> Result<GatewayConfig> {
         let config = file.into_config(&self.hardware, self.drain_timeout());
-        config.with_context(|| self.config.display().to_string())
+        let config = config.with_context(|| self.config.display().to_string())?;
+        for peer in config.peers_with_own_ports() {
+            let name = &peer.name;
+            warn!(
+                "peer {name} has ports of this host: libvirt here finds no free port for a migration to it"
+            );
+        }
+        Ok(config)
     }
 
     fn interpret_kubevirt(&self, file: File, control: &Path) -> Result<KubeVirtConfig> {

@@ -81,12 +81,11 @@ impl Hosts {
                     to: &str,
                     lines: &str,
                     of_peer: &str| {
+            let ports = format!("ports = \"{}-{}\"", PORTS[0], PORTS[1]);
+            let peer = peer.split_whitespace().next().unwrap_or_default();
             let text = format!(
-                "{lines}\nlisten = [\"{own}:4440\"]\nalias = \"{own}\"\nports = \"{}-{}\"\nkeys = {key:?}\n\
-                 peers.other = {{ alias = \"{door}\", to = [\"{to}\"], key = \"{}\"{of_peer} }}\n",
-                PORTS[0],
-                PORTS[1],
-                peer.split_whitespace().next().unwrap_or_default(),
+                "{lines}\nlisten = [\"{own}:4440\"]\nalias = \"{own}\"\n{ports}\nkeys = {key:?}\n\
+                 peers.other = {{ alias = \"{door}\", {ports}, to = [\"{to}\"], key = \"{peer}\"{of_peer} }}\n",
             );
             Host::start(own, door, text, options)
         };

@@ -33,8 +33,8 @@ pub(super) struct File {
     listen: Vec<String>,
     #[serde(default)]
     alias: Option<IpAddr>,
-    #[serde(default = "libvirts_ports")]
-    ports: String,
+    #[serde(default)]
+    ports: Option<String>,
     #[serde(default)]
     users: Option<Vec<String>>,
     #[serde(default)]
@@ -68,6 +68,8 @@ pub(super) struct File {
 struct Peer {
     #[serde(default)]
     alias: Option<IpAddr>,
+    #[serde(default)]
+    ports: Option<String>,
     to: Vec<String>,
     #[serde(default)]
     bind: Vec<IpAddr>,
@@ -115,10 +117,6 @@ impl TryFrom<String> for PublicKeyText {
         let key: Result<PublicKey, _> = text.parse();
         key.map(Self).map_err(|error| format!("`{text}`: {error}"))
     }
-}
-
-fn libvirts_ports() -> String {
-    "49152-49215".to_owned()
 }
 
 fn half_a_minute() -> u64 {
@@ -193,6 +191,7 @@ impl File {
         }
         let peer = Peer {
             alias: None,
+            ports: None,
             to: Vec::new(),
             bind: Vec::new(),
             key: node.key,
@@ -240,7 +239,7 @@ impl File {
             streams: streams.collect::<Result<_>>()?,
             listen,
             alias: self.alias,
-            ports: ports(&self.ports).context("ports")?,
+            ports: ports(self.ports.as_deref(), self.alias)?,
             users: users(self.users.as_deref()).context("users")?,
             outgoing,
             incoming,
@@ -276,6 +275,7 @@ impl File {
         Ok(GatewayPeer {
             name: name.to_owned(),
             alias: peer.alias,
+            ports: ports(peer.ports.as_deref(), peer.alias)?,
             remote: Remote {
                 paths: paths.collect::<Result<_>>()?,
                 config: self.sessions(self.security(Some((name, peer)))?)?,
@@ -383,12 +383,29 @@ fn address(text: &str) -> Result<Address> {
     Ok(whole.parse()?)
 }
 
-fn ports(text: &str) -> Result<RangeInclusive<u16>> {
+/// Those that are written, or those of the host with this alias.
+fn ports(text: Option<&str>, alias: Option<IpAddr>) -> Result<RangeInclusive<u16>> {
+    let Some(text) = text else {
+        return Ok(ports_of(alias));
+    };
     let parsed = text.split_once('-').and_then(|(first, last)| {
         let ports: RangeInclusive<u16> = first.trim().parse().ok()?..=last.trim().parse().ok()?;
         (*ports.start() > 0 && !ports.is_empty()).then_some(ports)
     });
-    parsed.with_context(|| format!("`{text}` is no range: write FIRST-LAST"))
+    parsed.with_context(|| format!("ports: `{text}` is no range: write FIRST-LAST"))
+}
+
+/// Each host has ports of its own: 64 by the last number of its alias, 1 to 255; those of 1 are libvirt's own default.
+fn ports_of(alias: Option<IpAddr>) -> RangeInclusive<u16> {
+    const FIRST: u16 = 49_152;
+    const COUNT: u16 = 64;
+    let last = match alias {
+        Some(IpAddr::V4(alias)) => alias.octets()[3],
+        Some(IpAddr::V6(alias)) => alias.octets()[15],
+        None => 1,
+    };
+    let first = FIRST + COUNT * u16::from(last.wrapping_sub(1));
+    first..=first + (COUNT - 1)
 }
 
 /// Whose connections are taken, besides root's and our own user's. Those who are named have to exist.
@@ -485,12 +502,39 @@ mod tests {
         assert_eq!(config.incoming.method.name(), "none");
         let peer = &config.peers[0];
         assert_eq!(peer.name, "kvm2");
+        assert_eq!(peer.ports, 49_216..=49_279);
         assert_eq!(peer.identity.as_deref(), Some(KEY));
         assert_eq!(peer.remote.paths[0].to.to_string(), "tcp:10.0.0.2:4440");
         let Security::Keys(keys) = &config.sessions.security else {
             panic!("{:?}", config.sessions.security);
         };
         assert_eq!(keys.trusted, [KEY.parse().unwrap()]);
+    }
+
+    #[test]
+    fn each_host_has_ports_of_its_own() {
+        for (alias, expected) in [
+            ("127.77.0.1", 49_152..=49_215),
+            ("127.77.3.255", 65_408..=65_471),
+            ("127.77.0.0", 65_472..=65_535),
+            ("fd00::3", 49_280..=49_343),
+        ] {
+            assert_eq!(ports_of(Some(alias.parse().unwrap())), expected, "{alias}");
+        }
+        let same = short().replace("to = [", "ports = \"49200-49300\", to = [");
+        let config = load(&same).unwrap();
+        let same: Vec<_> = config
+            .peers_with_own_ports()
+            .map(|peer| &peer.name)
+            .collect();
+        assert_eq!(same, ["kvm2"]);
+        assert!(
+            load(&short())
+                .unwrap()
+                .peers_with_own_ports()
+                .next()
+                .is_none()
+        );
     }
 
     /// When its lines are taken into use.

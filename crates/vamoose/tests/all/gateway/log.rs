@@ -58,10 +58,10 @@ fn a_service_writes_records_with_fields() -> Result<()> {
     let journal = UnixDatagram::bind(path("journal/socket"))?;
     journal.set_read_timeout(Some(LIMIT))?;
     let [own, door, other, _] = addresses();
+    let ports = format!("ports = \"{}-{}\"", PORTS[0], PORTS[1]);
     let text = format!(
-        "insecure = true\nlisten = [\"{own}:4440\"]\nalias = \"{own}\"\nports = \"{}-{}\"\n\
-         peers.other = {{ alias = \"{door}\", to = [\"{other}:4440\"] }}\n",
-        PORTS[0], PORTS[1],
+        "insecure = true\nlisten = [\"{own}:4440\"]\nalias = \"{own}\"\n{ports}\n\
+         peers.other = {{ alias = \"{door}\", {ports}, to = [\"{other}:4440\"] }}\n",
     );
     fs::write(path("gateway.toml"), text)?;
     let _gateway = service(folder.path(), &["gateway", "--config", "gateway.toml"])?;
