@@ -20,7 +20,7 @@ use anyhow::{Context, Result};
 pub use self::{
     domain::{Domain, LIMIT, Where},
     host::{Ended, Host, Virsh},
-    way::{Passage, Way},
+    way::{Passage, Way, alias},
 };
 use crate::{guest::Image, net, net::Link, skipped, target_dir};
 
@@ -70,13 +70,15 @@ pub struct Hosts {
     pub hosts: [Host; 2],
     /// What their libvirts are.
     pub generation: Generation,
+    /// What is between their QEMUs.
+    pub way: Way,
     // Behind the hosts, whose processes are in its namespaces.
     link: Link,
 }
 
 impl Hosts {
-    /// Starts both, with what guests of `image` need, and a wire of `rate` bits a second between.
-    pub fn start(generation: &Generation, image: &Image, rate: u64) -> Result<Self> {
+    /// Starts both, set up for `way`, with what guests of `image` need and a wire of `rate` bits a second between.
+    pub fn start(generation: &Generation, way: Way, image: &Image, rate: u64) -> Result<Self> {
         let link = Link::new(Some(rate))?;
         let names = [(&link.source, "host1"), (&link.destination, "host2")];
         let all = names.map(|(network, name)| (network.address(), name));
@@ -85,18 +87,20 @@ impl Hosts {
             .into_iter()
             .collect::<Option<Vec<_>>>()
             .context("a kernel without a folder")?;
-        let start = |number: usize| {
-            let (network, name) = names[number];
-            Host::start(&generation.root, network, name, &all, &folders)
+        let start = |at: Where| {
+            let (network, name) = names[at as usize];
+            let qemu_conf = way.qemu_conf(at);
+            Host::start(&generation.root, network, name, &all, &folders, &qemu_conf)
                 .with_context(|| format!("starting {name} with libvirt {}", generation.version))
         };
-        let hosts = [start(0)?, start(1)?];
+        let hosts = [start(Where::First)?, start(Where::Second)?];
         for host in &hosts {
             host.wait_ready()?;
         }
         Ok(Self {
             hosts,
             generation: generation.clone(),
+            way,
             link,
         })
     }

@@ -16,6 +16,9 @@ pub(super) const NAME: &str = "web1";
 /// Longer than anything may take on a machine that is very busy.
 pub const LIMIT: Duration = Duration::from_secs(120);
 
+/// What virsh says of a guest that a host does not know: already when it looks, or not until it asks.
+const GONE: [&str; 2] = ["failed to get domain", "Domain not found"];
+
 /// On which of two hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Where {
@@ -95,7 +98,7 @@ impl<'a> Domain<'a> {
         let ended = at.of(self.hosts).virsh(["domstate", NAME])?;
         match ended.is_success {
             true => Ok(Some(ended.stdout.trim().to_owned())),
-            false if ended.stderr.contains("failed to get domain") => Ok(None),
+            false if GONE.iter().any(|text| ended.stderr.contains(text)) => Ok(None),
             false => bail!("virsh domstate: {}", ended.reason()),
         }
     }

@@ -69,16 +69,18 @@ const USERS: [(&str, &str); 2] = [
 const SOCKET: &str = "run/libvirt/libvirt-sock";
 
 impl Host {
-    /// Starts a host in `network`, which knows the names of `all`; `libraries` are there as they are here.
+    /// Starts a host in `network`, which knows the names of `all`; `libraries` are there as they are here. `qemu_conf` is added to
+    /// that file.
     pub(super) fn start(
         root: &Path,
         network: &Namespace,
         name: &'static str,
         all: &[(Ipv4Addr, &str)],
         libraries: &[&Path],
+        qemu_conf: &str,
     ) -> Result<Self> {
         let folder = TempDir::with_prefix("vamoose-").context("creating a temporary directory")?;
-        furnish(folder.path(), name, all).context("making the file system of a host")?;
+        furnish(folder.path(), name, all, qemu_conf).context("making the file system of a host")?;
         let serial = UnixListener::bind(folder.path().join("run/serial"))?;
         serial.set_nonblocking(true)?;
         let mut command = network.command("unshare");
@@ -207,7 +209,7 @@ impl Host {
     }
 }
 
-fn furnish(folder: &Path, name: &str, all: &[(Ipv4Addr, &str)]) -> Result<()> {
+fn furnish(folder: &Path, name: &str, all: &[(Ipv4Addr, &str)], qemu_conf: &str) -> Result<()> {
     for below in ["etc/libvirt", "etc/host", "run", "var/log", "var/lib"] {
         fs::create_dir_all(folder.join(below))?;
     }
@@ -220,7 +222,10 @@ fn furnish(folder: &Path, name: &str, all: &[(Ipv4Addr, &str)]) -> Result<()> {
     let hosts = hosts.collect::<String>();
     fs::write(etc.join("hosts"), format!("127.0.0.1 localhost\n{hosts}"))?;
     fs::write(etc.join("host/start"), START)?;
-    fs::write(etc.join("libvirt/qemu.conf"), QEMU_CONF)?;
+    fs::write(
+        etc.join("libvirt/qemu.conf"),
+        format!("{QEMU_CONF}{qemu_conf}"),
+    )?;
     let number = all.iter().position(|(_, other)| *other == name);
     let number = number.context("a host that does not know itself")?;
     fs::write(

@@ -1,8 +1,9 @@
 //! Which way a guest's memory takes from host to host.
 
-use std::{fmt, path::Path, time::Duration};
+use std::{fmt, fs, net::Ipv4Addr, path::Path, time::Duration};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use tempfile::TempDir;
 
 use super::{Hosts, Where};
 use crate::vamoose::{Keys, Vamoose};
@@ -15,6 +16,25 @@ pub enum Way {
     /// Two relays with a session, started for each migration. libvirt makes the destination's QEMU listen at an address of
     /// loopback, and the source's dial the same: there the relay of its own host listens.
     Relays,
+    /// A gateway on each host, for all migrations. Nobody but the hosts' qemu.conf knows of it.
+    Gateways,
+}
+
+impl Way {
+    /// What qemu.conf says of it, on this host.
+    pub(super) fn qemu_conf(self, host: Where) -> String {
+        match self {
+            Self::Direct | Self::Relays => String::new(),
+            Self::Gateways => {
+                let (alias, first) = (alias(host), 49_152 + 64 * host as u16);
+                format!(
+                    "migration_address = \"{alias}\"\nmigration_host = \"{alias}\"\n\
+                     migration_port_min = {first}\nmigration_port_max = {}\n",
+                    first + 63
+                )
+            }
+        }
+    }
 }
 
 impl fmt::Display for Way {
@@ -22,63 +42,151 @@ impl fmt::Display for Way {
         f.write_str(match self {
             Self::Direct => "direct",
             Self::Relays => "relays",
+            Self::Gateways => "gateways",
         })
     }
 }
 
-/// A way that is ready for one migration.
-pub struct Passage {
-    /// What `virsh migrate` is told of it.
-    pub arguments: Vec<String>,
-    /// The programs on the way: at the source, and at the destination.
-    pub relays: Vec<Vamoose>,
+/// What stands for a host behind gateways.
+pub fn alias(host: Where) -> Ipv4Addr {
+    match host {
+        Where::First => Ipv4Addr::new(127, 77, 0, 1),
+        Where::Second => Ipv4Addr::new(127, 77, 0, 2),
+    }
+}
+
+/// The programs between the QEMUs of two hosts, for one migration after the other. Those that run end when it is dropped.
+pub struct Passage<'a> {
+    hosts: &'a Hosts,
+    program: &'a Path,
+    keys: &'a Keys,
+    /// By host. What was killed stays, for what it has said.
+    running: [Option<Vamoose>; 2],
+    configuration: TempDir,
 }
 
 /// In network namespaces of their own, hosts have all ports for themselves. This one is none that libvirt chooses.
 const PORT: u16 = 49300;
 
+/// Where the other host's gateway is reached.
+const GATEWAY: u16 = 4440;
+
 const LIMIT: Duration = Duration::from_secs(60);
 
-impl Way {
-    /// Makes it ready for a migration from a host; `program` is a `vamoose`, and `keys` are those of the two hosts.
-    pub fn prepare(
-        self,
-        hosts: &Hosts,
-        from: Where,
-        program: &Path,
-        keys: &Keys,
-    ) -> Result<Passage> {
-        if self == Self::Direct {
-            return Ok(Passage {
-                arguments: Vec::new(),
-                relays: Vec::new(),
-            });
+impl<'a> Passage<'a> {
+    /// `program` is a `vamoose`, and `keys` are those of the two hosts.
+    pub fn new(hosts: &'a Hosts, program: &'a Path, keys: &'a Keys) -> Result<Self> {
+        Ok(Self {
+            hosts,
+            program,
+            keys,
+            running: [None, None],
+            configuration: TempDir::new().context("creating a folder for configurations")?,
+        })
+    }
+
+    /// Makes it ready for a migration from a host: what `virsh migrate` has to be told.
+    pub fn prepare(&mut self, from: Where) -> Result<Vec<String>> {
+        match self.hosts.way {
+            Way::Direct => Ok(Vec::new()),
+            Way::Relays => self.start_relays(from),
+            Way::Gateways => {
+                for host in [Where::First, Where::Second] {
+                    self.ensure_gateway(host)?;
+                }
+                Ok(Vec::new())
+            }
         }
-        let (near, far) = (from.of(hosts), from.other().of(hosts));
+    }
+
+    /// Kills the program of a host, as a crash would.
+    pub fn kill(&mut self, host: Where) -> Result<()> {
+        let program = self.running[host as usize].as_mut();
+        program.context("nothing is between the QEMUs")?.kill()
+    }
+
+    /// What ends with a migration has to end, with success: its guest has moved.
+    pub fn finish(&mut self) -> Result<()> {
+        if self.hosts.way != Way::Relays {
+            return Ok(());
+        }
+        for relay in self.running.iter_mut().filter_map(Option::take) {
+            relay.finish(LIMIT)?.success()?;
+        }
+        Ok(())
+    }
+
+    /// What ends with a migration is ended: it failed, and may not have reached them.
+    pub fn end(&mut self) {
+        if self.hosts.way == Way::Relays {
+            self.running = [None, None];
+        }
+    }
+
+    /// What its programs have said.
+    pub fn said(&self) -> String {
+        let running = self.running.iter().flatten();
+        let said = running.map(Vamoose::stderr).collect::<Vec<_>>();
+        format!("{}: {}", self.hosts.way, said.join(" -- "))
+    }
+
+    fn start_relays(&mut self, from: Where) -> Result<Vec<String>> {
+        let (near, far) = (from.of(self.hosts), from.other().of(self.hosts));
         let local = format!("tcp:127.0.0.1:{PORT}");
-        let (near_keys, far_keys) = match from {
-            Where::First => (&keys.source, &keys.destination),
-            Where::Second => (&keys.destination, &keys.source),
-        };
-        let mut command = far.outside(program);
+        let mut command = far.outside(self.program);
         command.args(["relay", "--session", "listen", "--connect", &local]);
         command.args(["--listen", &format!("tcp:{}:0", far.address), "--keys"]);
-        let far = Vamoose::start(command.arg(far_keys))?;
+        let far = Vamoose::start(command.arg(self.keys_of(from.other())))?;
         let between = far.wait_for("listening on ", LIMIT)?;
-        let mut command = near.outside(program);
+        let mut command = near.outside(self.program);
         command.args(["relay", "--session", "connect", "--listen", &local]);
         command.args(["--connect", &between, "--keys"]);
-        let near = Vamoose::start(command.arg(near_keys))?;
+        let near = Vamoose::start(command.arg(self.keys_of(from)))?;
         near.wait_for("listening on ", LIMIT)?;
+        self.running[from as usize] = Some(near);
+        self.running[from.other() as usize] = Some(far);
         let arguments = [
             "--listen-address".to_owned(),
             "127.0.0.1".to_owned(),
             "--migrateuri".to_owned(),
             format!("tcp://127.0.0.1:{PORT}"),
         ];
-        Ok(Passage {
-            arguments: arguments.into(),
-            relays: vec![near, far],
-        })
+        Ok(arguments.into())
+    }
+
+    /// Starts the gateway of a host, if it does not run: for the first time, or after it was killed.
+    fn ensure_gateway(&mut self, host: Where) -> Result<()> {
+        if let Some(gateway) = &self.running[host as usize]
+            && !gateway.has_ended()?
+        {
+            return Ok(());
+        }
+        let (own, peer) = (host.of(self.hosts), host.other().of(self.hosts));
+        let key = &self.keys.public[host.other() as usize];
+        let key = key.split_whitespace().next().context("a key")?;
+        let text = format!(
+            "listen = [\"{}:{GATEWAY}\"]\nalias = \"{}\"\nkeys = {:?}\n\
+             peers.{} = {{ alias = \"{}\", to = [\"{}:{GATEWAY}\"], key = \"{key}\" }}\n",
+            own.address,
+            alias(host),
+            self.keys_of(host),
+            peer.name,
+            alias(host.other()),
+            peer.address,
+        );
+        let file = self.configuration.path().join(own.name);
+        fs::write(&file, text).context("configuring a gateway")?;
+        let mut command = own.outside(self.program);
+        let gateway = Vamoose::start(command.args(["gateway", "--config"]).arg(file))?;
+        gateway.wait_for("ready for migrations", LIMIT)?;
+        self.running[host as usize] = Some(gateway);
+        Ok(())
+    }
+
+    fn keys_of(&self, host: Where) -> &Path {
+        match host {
+            Where::First => &self.keys.source,
+            Where::Second => &self.keys.destination,
+        }
     }
 }

@@ -45,8 +45,8 @@ pub(crate) enum Phase {
 /// Who dies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Victim {
-    NearRelay,
-    FarRelay,
+    NearProgram,
+    FarProgram,
     DestinationQemu,
     DestinationLibvirtd,
 }
@@ -56,10 +56,10 @@ enum Needs {
     Nothing,
     /// Compression by QEMU itself, which libvirt knows since 9.4.
     Compression,
-    /// Relays on the way.
-    Relays,
-    /// Bytes that reach QEMU by libvirt's own address alone.
-    Direct,
+    /// A program on the way.
+    Programs,
+    /// A way that takes all connections from QEMU to QEMU.
+    AllConnections,
 }
 
 const PARALLEL: &[&str] = &["--parallel"];
@@ -82,8 +82,8 @@ impl Case {
         match self.needs {
             Needs::Nothing => true,
             Needs::Compression => generation.has_compression(),
-            Needs::Relays => way == Way::Relays,
-            Needs::Direct => way == Way::Direct,
+            Needs::Programs => way != Way::Direct,
+            Needs::AllConnections => way != Way::Relays,
         }
     }
 
@@ -131,7 +131,7 @@ pub(crate) const CASES: &[Case] = &[
         &["--parallel", "--copy-storage-all"],
         Event::Storage,
     )
-    .needs(Needs::Direct),
+    .needs(Needs::AllConnections),
     case("TLS of libvirt", &["--tls"], Event::None),
     case(
         "parallel, TLS of libvirt",
@@ -161,41 +161,41 @@ pub(crate) const CASES: &[Case] = &[
         Event::Abort(Phase::LaterRound),
     ),
     case(
-        "source's relay killed in setup",
+        "source's relay or gateway killed in setup",
         SLOW,
-        Event::Kill(Victim::NearRelay, Phase::Setup),
+        Event::Kill(Victim::NearProgram, Phase::Setup),
     )
-    .needs(Needs::Relays),
+    .needs(Needs::Programs),
     case(
-        "source's relay killed in the first round",
+        "source's relay or gateway killed in the first round",
         SLOW,
-        Event::Kill(Victim::NearRelay, Phase::FirstRound),
+        Event::Kill(Victim::NearProgram, Phase::FirstRound),
     )
-    .needs(Needs::Relays),
+    .needs(Needs::Programs),
     case(
-        "source's relay killed in a later round",
+        "source's relay or gateway killed in a later round",
         SLOW,
-        Event::Kill(Victim::NearRelay, Phase::LaterRound),
+        Event::Kill(Victim::NearProgram, Phase::LaterRound),
     )
-    .needs(Needs::Relays),
+    .needs(Needs::Programs),
     case(
-        "destination's relay killed in setup",
+        "destination's relay or gateway killed in setup",
         SLOW,
-        Event::Kill(Victim::FarRelay, Phase::Setup),
+        Event::Kill(Victim::FarProgram, Phase::Setup),
     )
-    .needs(Needs::Relays),
+    .needs(Needs::Programs),
     case(
-        "destination's relay killed in the first round",
+        "destination's relay or gateway killed in the first round",
         SLOW,
-        Event::Kill(Victim::FarRelay, Phase::FirstRound),
+        Event::Kill(Victim::FarProgram, Phase::FirstRound),
     )
-    .needs(Needs::Relays),
+    .needs(Needs::Programs),
     case(
-        "destination's relay killed in a later round",
+        "destination's relay or gateway killed in a later round",
         SLOW,
-        Event::Kill(Victim::FarRelay, Phase::LaterRound),
+        Event::Kill(Victim::FarProgram, Phase::LaterRound),
     )
-    .needs(Needs::Relays),
+    .needs(Needs::Programs),
     case(
         "destination's QEMU killed in the first round",
         SLOW,
@@ -207,7 +207,7 @@ pub(crate) const CASES: &[Case] = &[
         Event::Kill(Victim::DestinationQemu, Phase::LaterRound),
     ),
     case(
-        "destination's libvirtd killed in the first round",
+        "destination's libvirtd killed in the first round, aborted",
         SLOW,
         Event::Kill(Victim::DestinationLibvirtd, Phase::FirstRound),
     ),

@@ -20,7 +20,7 @@ pub(crate) struct Options {
         long,
         value_enum,
         value_delimiter = ',',
-        default_value = "direct,relays"
+        default_value = "direct,relays,gateways"
     )]
     way: Vec<WayName>,
     /// Use only cases whose name contains this, such as `parallel` (repeatable: any of them)
@@ -38,6 +38,7 @@ pub(crate) struct Options {
 enum WayName {
     Direct,
     Relays,
+    Gateways,
 }
 
 impl Options {
@@ -56,6 +57,7 @@ impl Options {
         self.way.iter().map(|name| match name {
             WayName::Direct => Way::Direct,
             WayName::Relays => Way::Relays,
+            WayName::Gateways => Way::Gateways,
         })
     }
 

@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use lab::{
     guest::{Image, Load},
-    libvirt::{Domain, Ended, Generation, Hosts, LIMIT, Passage, Virsh, Way},
+    libvirt::{self, Domain, Ended, Generation, Hosts, LIMIT, Passage, Virsh, Way, Where},
     ram::{self, Fill},
     vamoose::{Keys, program},
 };
@@ -67,7 +67,8 @@ impl Stage {
 
     /// Runs a case on hosts of its own.
     pub(crate) fn run(&self, generation: &Generation, way: Way, case: &Case) -> Result<Found> {
-        let hosts = Hosts::start(generation, &self.image, RATE)?;
+        let hosts = Hosts::start(generation, way, &self.image, RATE)?;
+        let mut passage = Passage::new(&hosts, &self.vamoose, &self.keys)?;
         if case.flags.contains(&"--tls") {
             certify(&hosts)?;
         }
@@ -80,9 +81,9 @@ impl Stage {
             _ => &QUIET,
         };
         let mut domain = Domain::start(&hosts, &self.image, RAM, load, has_disk)?;
-        let found = self.migrate(&hosts, &mut domain, way, case);
+        let found = migrate(&hosts, &mut domain, &mut passage, case);
         found.map_err(|error| {
-            let tail = |host: &lab::libvirt::Host| {
+            let tail = |host: &libvirt::Host| {
                 let log = host.log();
                 let lines = log.lines().rev().filter(|line| !line.contains("/dev/kvm"));
                 let mut last = lines.take(4).collect::<Vec<_>>();
@@ -93,167 +94,154 @@ impl Stage {
             error.context(format!("libvirt says: {} {}", tail(first), tail(second)))
         })
     }
+}
 
-    fn migrate(
-        &self,
-        hosts: &Hosts,
-        domain: &mut Domain<'_>,
-        way: Way,
-        case: &Case,
-    ) -> Result<Found> {
-        match case.event {
-            Event::None => self.moves(hosts, domain, way, case, "running"),
-            Event::Paused => {
-                domain.at().of(hosts).virsh(["suspend", GUEST])?.success()?;
-                let found = self.moves(hosts, domain, way, case, "paused")?;
-                domain.resume()?;
-                Ok(found)
-            }
-            Event::Storage => {
-                let found = self.moves(hosts, domain, way, case, "running")?;
-                let [first, second] = hosts.hosts.each_ref().map(|host| host.path(DISK_PATH));
-                ram::compare(&first, &second).context("the disks")?;
-                Ok(found)
-            }
-            Event::ToAndFro => {
-                let mut took = Duration::ZERO;
-                for number in 1..=10 {
-                    let passage = self.prepare(hosts, domain, way)?;
-                    let virsh = start(hosts, domain, &passage, case.flags)?;
-                    let ended = finish(virsh, &passage)?;
-                    let context = || format!("migration {number}: {}", said(&passage));
-                    expect_success(&ended).with_context(context)?;
-                    took += ended.took;
-                    domain.has_moved("running").with_context(context)?;
-                }
-                Ok(Found {
-                    ended: format!("10 completed, {:.1} s in all", took.as_secs_f64()),
-                    guest: format!("runs on {}", domain.at()),
-                })
-            }
-            Event::Postcopy => {
-                let passage = self.prepare(hosts, domain, way)?;
-                let virsh = start(hosts, domain, &passage, case.flags)?;
-                wait_for(hosts, domain, &virsh, Phase::Setup)?;
-                let host = domain.at().of(hosts);
-                // Refused before there is a migration, and when it has ended.
-                while !virsh.has_ended() {
-                    if host.virsh(["migrate-postcopy", GUEST])?.is_success {
-                        break;
-                    }
-                }
-                let ended = finish(virsh, &passage)?;
-                expect_success(&ended).with_context(|| said(&passage))?;
-                domain.has_moved("running")?;
-                Ok(found(&ended, domain))
-            }
-            Event::Abort(phase) => {
-                let passage = self.prepare(hosts, domain, way)?;
-                let virsh = start(hosts, domain, &passage, case.flags)?;
-                wait_for(hosts, domain, &virsh, phase)?;
-                let host = domain.at().of(hosts);
-                host.virsh(["domjobabort", GUEST])?.success()?;
-                self.has_failed(hosts, domain, way, virsh, passage)
-            }
-            Event::Kill(victim, phase) => {
-                let mut passage = self.prepare(hosts, domain, way)?;
-                let virsh = start(hosts, domain, &passage, case.flags)?;
-                wait_for(hosts, domain, &virsh, phase)?;
-                let far = domain.at().other().of(hosts);
-                match victim {
-                    Victim::NearRelay => passage.relays[0].kill()?,
-                    Victim::FarRelay => passage.relays[1].kill()?,
-                    Victim::DestinationQemu => far.kill("libvirt/qemu/web1.pid")?,
-                    Victim::DestinationLibvirtd => {
-                        far.kill("libvirtd.pid")?;
-                        let ended = finish(virsh, &passage)?;
-                        far.start_libvirtd()?;
-                        drop(passage);
-                        return self.has_stayed(hosts, domain, way, &ended);
-                    }
-                }
-                self.has_failed(hosts, domain, way, virsh, passage)
-            }
-        }
-    }
-
-    fn prepare(&self, hosts: &Hosts, domain: &Domain<'_>, way: Way) -> Result<Passage> {
-        way.prepare(hosts, domain.at(), &self.vamoose, &self.keys)
-    }
-
-    fn moves(
-        &self,
-        hosts: &Hosts,
-        domain: &mut Domain<'_>,
-        way: Way,
-        case: &Case,
-        state: &str,
-    ) -> Result<Found> {
-        let passage = self.prepare(hosts, domain, way)?;
-        let virsh = start(hosts, domain, &passage, case.flags)?;
-        let ended = finish(virsh, &passage)?;
-        expect_success(&ended).with_context(|| said(&passage))?;
-        domain.has_moved(state)?;
-        for relay in passage.relays {
-            relay.finish(LIMIT)?.success()?;
-        }
-        Ok(found(&ended, domain))
-    }
-
-    fn has_failed(
-        &self,
-        hosts: &Hosts,
-        domain: &mut Domain<'_>,
-        way: Way,
-        virsh: Virsh,
-        passage: Passage,
-    ) -> Result<Found> {
-        let ended = finish(virsh, &passage)?;
-        let said = said(&passage);
-        // Those that the migration never reached still wait for it, where the next ones are to be.
-        drop(passage);
-        self.has_stayed(hosts, domain, way, &ended).context(said)
-    }
-
-    /// The guest has stayed, and can be moved now.
-    fn has_stayed(
-        &self,
-        hosts: &Hosts,
-        domain: &mut Domain<'_>,
-        way: Way,
-        ended: &Ended,
-    ) -> Result<Found> {
-        ensure!(!ended.is_success, "virsh says that the guest has moved");
-        domain.has_stayed()?;
-        let found = Found {
-            ended: format!("{} ({:.1} s)", ended.reason(), ended.took.as_secs_f64()),
-            guest: format!("runs on {}; moves later", domain.at()),
-        };
-        self.moves_later(hosts, domain, way)
-            .context("the next migration")?;
-        Ok(found)
-    }
-
-    /// A source before QEMU 8 loses writes of a busy guest by itself (docs/qemu.md), so it is paused there.
-    fn moves_later(&self, hosts: &Hosts, domain: &mut Domain<'_>, way: Way) -> Result<()> {
-        let state = match hosts.generation.loses_writes() {
-            true => {
-                let host = domain.at().of(hosts);
-                host.virsh(["suspend", GUEST])?.success()?;
-                "paused"
-            }
-            false => "running",
-        };
-        let passage = self.prepare(hosts, domain, way)?;
-        let virsh = start(hosts, domain, &passage, &["--parallel"])?;
-        let ended = finish(virsh, &passage)?;
-        expect_success(&ended).with_context(|| said(&passage))?;
-        domain.has_moved(state)?;
-        if state == "paused" {
+fn migrate(
+    hosts: &Hosts,
+    domain: &mut Domain<'_>,
+    passage: &mut Passage<'_>,
+    case: &Case,
+) -> Result<Found> {
+    match case.event {
+        Event::None => moves(hosts, domain, passage, case, "running"),
+        Event::Paused => {
+            domain.at().of(hosts).virsh(["suspend", GUEST])?.success()?;
+            let found = moves(hosts, domain, passage, case, "paused")?;
             domain.resume()?;
+            Ok(found)
         }
-        Ok(())
+        Event::Storage => {
+            let found = moves(hosts, domain, passage, case, "running")?;
+            let [first, second] = hosts.hosts.each_ref().map(|host| host.path(DISK_PATH));
+            ram::compare(&first, &second).context("the disks")?;
+            Ok(found)
+        }
+        Event::ToAndFro => {
+            let mut took = Duration::ZERO;
+            for number in 1..=10 {
+                let context = || format!("migration {number}");
+                let virsh = start(hosts, domain, passage, case.flags)?;
+                let ended = has_succeeded(virsh, passage).with_context(context)?;
+                took += ended.took;
+                domain.has_moved("running").with_context(context)?;
+                passage.end();
+            }
+            Ok(Found {
+                ended: format!("10 completed, {:.1} s in all", took.as_secs_f64()),
+                guest: format!("runs on {}", domain.at()),
+            })
+        }
+        Event::Postcopy => {
+            let virsh = start(hosts, domain, passage, case.flags)?;
+            wait_for(hosts, domain, &virsh, Phase::Setup)?;
+            let host = domain.at().of(hosts);
+            // Refused before there is a migration, and when it has ended.
+            while !virsh.has_ended() {
+                if host.virsh(["migrate-postcopy", GUEST])?.is_success {
+                    break;
+                }
+            }
+            let ended = has_succeeded(virsh, passage)?;
+            domain.has_moved("running")?;
+            Ok(found(&ended, domain))
+        }
+        Event::Abort(phase) => {
+            let virsh = start(hosts, domain, passage, case.flags)?;
+            wait_for(hosts, domain, &virsh, phase)?;
+            let host = domain.at().of(hosts);
+            host.virsh(["domjobabort", GUEST])?.success()?;
+            has_failed(hosts, domain, passage, virsh)
+        }
+        Event::Kill(victim, phase) => {
+            let virsh = start(hosts, domain, passage, case.flags)?;
+            wait_for(hosts, domain, &virsh, phase)?;
+            let far = domain.at().other().of(hosts);
+            match victim {
+                Victim::NearProgram => passage.kill(domain.at())?,
+                Victim::FarProgram => passage.kill(domain.at().other())?,
+                Victim::DestinationQemu => far.kill("libvirt/qemu/web1.pid")?,
+                Victim::DestinationLibvirtd => {
+                    far.kill("libvirtd.pid")?;
+                    // libvirt waits on: the QEMUs are still there.
+                    let host = domain.at().of(hosts);
+                    host.virsh(["domjobabort", GUEST])?.success()?;
+                    let ended = finish(virsh, passage)?;
+                    far.start_libvirtd()?;
+                    // It finds what was to become the guest, and ends it.
+                    let start = Instant::now();
+                    while domain.state(domain.at().other())?.is_some() {
+                        ensure!(start.elapsed() < LIMIT, "the guest stays on both hosts");
+                        thread::sleep(Duration::from_millis(20));
+                    }
+                    passage.end();
+                    return has_stayed(hosts, domain, passage, &ended);
+                }
+            }
+            has_failed(hosts, domain, passage, virsh)
+        }
     }
+}
+
+fn moves(
+    hosts: &Hosts,
+    domain: &mut Domain<'_>,
+    passage: &mut Passage<'_>,
+    case: &Case,
+    state: &str,
+) -> Result<Found> {
+    let virsh = start(hosts, domain, passage, case.flags)?;
+    let ended = has_succeeded(virsh, passage)?;
+    domain.has_moved(state)?;
+    passage.finish()?;
+    Ok(found(&ended, domain))
+}
+
+fn has_failed(
+    hosts: &Hosts,
+    domain: &mut Domain<'_>,
+    passage: &mut Passage<'_>,
+    virsh: Virsh,
+) -> Result<Found> {
+    let ended = finish(virsh, passage)?;
+    let said = passage.said();
+    passage.end();
+    has_stayed(hosts, domain, passage, &ended).context(said)
+}
+
+/// The guest has stayed, and can be moved now.
+fn has_stayed(
+    hosts: &Hosts,
+    domain: &mut Domain<'_>,
+    passage: &mut Passage<'_>,
+    ended: &Ended,
+) -> Result<Found> {
+    ensure!(!ended.is_success, "virsh says that the guest has moved");
+    domain.has_stayed()?;
+    let found = Found {
+        ended: format!("{} ({:.1} s)", ended.reason(), ended.took.as_secs_f64()),
+        guest: format!("runs on {}; moves later", domain.at()),
+    };
+    moves_later(hosts, domain, passage).context("the next migration")?;
+    Ok(found)
+}
+
+/// A source before QEMU 8 loses writes of a busy guest by itself (docs/qemu.md), so it is paused there.
+fn moves_later(hosts: &Hosts, domain: &mut Domain<'_>, passage: &mut Passage<'_>) -> Result<()> {
+    let state = match hosts.generation.loses_writes() {
+        true => {
+            let host = domain.at().of(hosts);
+            host.virsh(["suspend", GUEST])?.success()?;
+            "paused"
+        }
+        false => "running",
+    };
+    let virsh = start(hosts, domain, passage, &["--parallel"])?;
+    has_succeeded(virsh, passage)?;
+    domain.has_moved(state)?;
+    if state == "paused" {
+        domain.resume()?;
+    }
+    Ok(())
 }
 
 const GUEST: &str = "web1";
@@ -261,24 +249,35 @@ const GUEST: &str = "web1";
 const DISK_PATH: &str = "var/lib/disk";
 
 /// Starts `virsh migrate` to the other host.
-fn start(hosts: &Hosts, domain: &Domain<'_>, passage: &Passage, flags: &[&str]) -> Result<Virsh> {
+fn start(
+    hosts: &Hosts,
+    domain: &Domain<'_>,
+    passage: &mut Passage<'_>,
+    flags: &[&str],
+) -> Result<Virsh> {
     let to = domain.at().other().of(hosts);
     let uri = format!("qemu+tcp://{}/system", to.name);
     let own = ["migrate", "--live", GUEST, &uri];
-    let arguments = passage.arguments.iter().map(String::as_str);
-    let all = own.into_iter().chain(arguments);
+    let arguments = passage.prepare(domain.at())?;
+    let all = own.into_iter().chain(arguments.iter().map(String::as_str));
     let all = all.chain(flags.iter().copied());
     domain.at().of(hosts).start_virsh(all)
 }
 
 /// Waits for `virsh`, which must not hang, whatever happened.
-fn finish(virsh: Virsh, passage: &Passage) -> Result<Ended> {
-    virsh.finish(LIMIT).with_context(|| said(passage))
+fn finish(virsh: Virsh, passage: &Passage<'_>) -> Result<Ended> {
+    virsh.finish(LIMIT).with_context(|| passage.said())
 }
 
-fn expect_success(ended: &Ended) -> Result<()> {
-    ensure!(ended.is_success, "virsh failed: {}", ended.reason());
-    Ok(())
+fn has_succeeded(virsh: Virsh, passage: &Passage<'_>) -> Result<Ended> {
+    let ended = finish(virsh, passage)?;
+    ensure!(
+        ended.is_success,
+        "virsh failed: {}; {}",
+        ended.reason(),
+        passage.said()
+    );
+    Ok(ended)
 }
 
 fn found(ended: &Ended, domain: &Domain<'_>) -> Found {
@@ -286,11 +285,6 @@ fn found(ended: &Ended, domain: &Domain<'_>) -> Found {
         ended: format!("completed ({:.1} s)", ended.took.as_secs_f64()),
         guest: format!("is on {}", domain.at()),
     }
-}
-
-fn said(passage: &Passage) -> String {
-    let said = passage.relays.iter().map(|relay| relay.stderr());
-    format!("relays: {}", said.collect::<Vec<_>>().join(" -- "))
 }
 
 /// Waits until a migration is in this phase, as libvirt accounts for it.
@@ -352,7 +346,7 @@ fn certify(hosts: &Hosts) -> Result<()> {
         lab::run(command.args(arguments)).map(drop)
     };
     let (ca_key, ca) = ("/etc/host/ca-key.pem", "/etc/host/ca-cert.pem");
-    let key = |path: &str| certtool(&["--generate-privkey", "--ecc", "--outfile", path]);
+    let key = |path: &str| certtool(&["--generate-privkey", "--rsa", "--outfile", path]);
     key(ca_key)?;
     certtool(&[
         "--generate-self-signed",
@@ -363,12 +357,15 @@ fn certify(hosts: &Hosts) -> Result<()> {
         "--outfile",
         ca,
     ])?;
-    for host in &hosts.hosts {
+    for at in [Where::First, Where::Second] {
+        let host = at.of(hosts);
         let text = format!(
             "cn = \"{name}\"\ndns_name = \"{name}\"\nip_address = \"{at}\"\nip_address = \"127.0.0.1\"\n\
+             ip_address = \"{alias}\"\n\
              tls_www_server\ntls_www_client\nsigning_key\nencryption_key\nexpiration_days = 2\n",
             name = host.name,
-            at = host.address
+            at = host.address,
+            alias = libvirt::alias(at),
         );
         template("host", &text)?;
         let (own_key, own) = ("/etc/host/key.pem", "/etc/host/cert.pem");
