@@ -53,10 +53,14 @@ fn value(metrics: &str, sample: &str) -> Result<f64> {
 
 /// Waits until a sample has this value.
 fn wait_for(at: &str, sample: &str, expected: f64) -> Result<()> {
+    wait_until(at, sample, |found| found == expected)
+}
+
+fn wait_until(at: &str, sample: &str, is_it: impl Fn(f64) -> bool) -> Result<()> {
     let deadline = Instant::now() + LIMIT;
     loop {
         let metrics = get(at, "/metrics")?;
-        if value(&metrics, sample).is_ok_and(|found| found == expected) {
+        if value(&metrics, sample).is_ok_and(&is_it) {
             return Ok(());
         }
         ensure!(Instant::now() < deadline, "{sample}: {metrics}");
@@ -130,7 +134,8 @@ fn a_migration_under_way_is_counted() -> Result<()> {
     let in_flight = format!("vamoose_migrations_in_flight{with}");
     wait_for(&at, &in_flight, 1.0)?;
     let guest = format!("vamoose_migration_guest_bytes_total{with}");
-    ensure!(value(&get(&at, "/metrics")?, &guest)? > 0.0);
+    // What QEMU has sent may still be on its way.
+    wait_until(&at, &guest, |it| it > 0.0)?;
     source.qmp.set_parameters(limit(0))?;
     hosts.expect_moved(&mut source, &mut destination)?;
     wait_for(&at, &in_flight, 0.0)

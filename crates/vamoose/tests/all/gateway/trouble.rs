@@ -27,9 +27,20 @@ fn under_way(hosts: &Hosts, qemu: &Binary, port: u16) -> Result<(Qemu, Qemu)> {
     source
         .qmp
         .set_parameters(json!({ "max-bandwidth": SLOW }))?;
+    source
+        .qmp
+        .set_capabilities(&[("pause-before-switchover", true)])?;
     hosts.near.sends(&mut source, port)?;
     source.qmp.wait_moved(2 * MIB, LIMIT)?;
     Ok((source, destination))
+}
+
+/// Lets what is under way end, and expects it to have moved its guest.
+fn expect_end(hosts: &Hosts, source: &mut Qemu, destination: &mut Qemu) -> Result<()> {
+    source.qmp.wait_migration(&["pre-switchover"], LIMIT)?;
+    let state = json!({ "state": "pre-switchover" });
+    source.qmp.execute("migrate-continue", state)?;
+    hosts.expect_moved(source, destination)
 }
 
 /// The guest runs at the source, and can be moved again.
@@ -41,6 +52,9 @@ fn moves_after_all(hosts: &Hosts, qemu: &Binary, source: &mut Qemu, port: u16) -
     set_up(&mut destination, 2, "none")?;
     hosts.far.receives(&mut destination, port)?;
     set_up(source, 2, "none")?;
+    source
+        .qmp
+        .set_capabilities(&[("pause-before-switchover", false)])?;
     source.qmp.take_events();
     hosts.near.sends(source, port)?;
     hosts.expect_moved(source, &mut destination)
@@ -95,7 +109,7 @@ fn more_migrations_than_are_allowed_are_refused() -> Result<()> {
     hosts
         .near
         .says("port 49155: refused: other has as many migrations")?;
-    hosts.expect_moved(&mut first, &mut there)
+    expect_end(&hosts, &mut first, &mut there)
 }
 
 #[test]
@@ -154,7 +168,7 @@ fn a_migration_survives_the_loss_of_all_its_connections() -> Result<()> {
         middlebox.wait_for_bytes(Direction::ToListener, mebibytes << 20, LIMIT)?;
         ensure!(middlebox.apply(Which::All, Change::Reset) > 0);
     }
-    hosts.expect_moved(&mut source, &mut destination)
+    expect_end(&hosts, &mut source, &mut destination)
 }
 
 #[test]
@@ -186,7 +200,7 @@ fn a_configuration_is_read_again_and_a_wrong_one_changes_nothing() -> Result<()>
     }
     hosts.near.door = door;
     // What was under way went on, and what comes takes the other way.
-    hosts.expect_moved(&mut source, &mut destination)?;
+    expect_end(&hosts, &mut source, &mut destination)?;
     let (mut source, mut destination) = hosts.pair(&qemu, &qemu, PORTS[1], 2)?;
     hosts.near.sends(&mut source, PORTS[1])?;
     hosts.expect_moved(&mut source, &mut destination)
@@ -253,7 +267,7 @@ fn a_gateway_that_is_to_end_lets_migrations_finish() -> Result<()> {
         let (mut late, _waits) = hosts.pair(&qemu, &qemu, PORTS[1], 2)?;
         hosts.near.sends(&mut late, PORTS[1])?;
         late.qmp.wait_migration(&["failed"], LIMIT)?;
-        hosts.expect_moved(&mut source, &mut destination)?;
+        expect_end(&hosts, &mut source, &mut destination)?;
         let Hosts { near, far, .. } = hosts;
         let ended = if ends_near { near } else { far }.gateway.finish(LIMIT)?;
         ensure!(ended.success()?.stderr.contains("loaded; "));
