@@ -13,6 +13,7 @@
 mod case;
 mod options;
 mod stage;
+mod times;
 
 use std::process::ExitCode;
 
@@ -28,6 +29,9 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<()> {
+    if let Some(rounds) = options.times {
+        return times::run(options, rounds);
+    }
     let generations = options.generations()?;
     let stage = Stage::new(options)?;
     let mut wrong = 0;

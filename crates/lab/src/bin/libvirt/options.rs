@@ -4,7 +4,10 @@ use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
 use clap::{Parser, ValueEnum};
-use lab::libvirt::{self, Generation, Way};
+use lab::{
+    libvirt::{self, Generation, Way},
+    vamoose,
+};
 
 use crate::case::Case;
 
@@ -29,9 +32,12 @@ pub(crate) struct Options {
     /// How often each case is run
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) repeat: u32,
+    /// Instead of the cases, measure how long migrations take, in so many rounds
+    #[arg(long, value_name = "ROUNDS")]
+    pub(crate) times: Option<u32>,
     /// Program to test [default: the one beside this program]
     #[arg(long, value_name = "PROGRAM")]
-    pub(crate) vamoose: Option<PathBuf>,
+    vamoose: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -42,6 +48,10 @@ enum WayName {
 }
 
 impl Options {
+    pub(crate) fn program(&self) -> Result<PathBuf> {
+        vamoose::program(self.vamoose.as_deref(), "vamoose")
+    }
+
     pub(crate) fn generations(&self) -> Result<Vec<Generation>> {
         let mut found = libvirt::available_or_skip()?;
         let is_wanted = |it: &Generation| self.versions.iter().any(|name| name == it.version);

@@ -13,7 +13,7 @@ use lab::{
     guest::{Image, Load},
     libvirt::{self, Domain, Ended, Generation, Hosts, LIMIT, Passage, Virsh, Way, Where},
     ram::{self, Fill},
-    vamoose::{Keys, program},
+    vamoose::Keys,
 };
 
 use crate::{
@@ -35,7 +35,7 @@ pub(crate) struct Found {
 }
 
 /// Bits a second between the hosts.
-const RATE: u64 = 1_000_000_000;
+pub(crate) const RATE: u64 = 1_000_000_000;
 
 const RAM: u32 = 256;
 
@@ -57,7 +57,7 @@ const DISK: u64 = 64 << 20;
 
 impl Stage {
     pub(crate) fn new(options: &Options) -> Result<Self> {
-        let vamoose = program(options.vamoose.as_deref(), "vamoose")?;
+        let vamoose = options.program()?;
         Ok(Self {
             keys: Keys::make(&vamoose)?,
             image: Image::build(16)?,
@@ -244,12 +244,12 @@ fn moves_later(hosts: &Hosts, domain: &mut Domain<'_>, passage: &mut Passage<'_>
     Ok(())
 }
 
-const GUEST: &str = "web1";
+pub(crate) const GUEST: &str = "web1";
 
 const DISK_PATH: &str = "var/lib/disk";
 
 /// Starts `virsh migrate` to the other host.
-fn start(
+pub(crate) fn start(
     hosts: &Hosts,
     domain: &Domain<'_>,
     passage: &mut Passage<'_>,
@@ -269,7 +269,7 @@ fn finish(virsh: Virsh, passage: &Passage<'_>) -> Result<Ended> {
     virsh.finish(LIMIT).with_context(|| passage.said())
 }
 
-fn has_succeeded(virsh: Virsh, passage: &Passage<'_>) -> Result<Ended> {
+pub(crate) fn has_succeeded(virsh: Virsh, passage: &Passage<'_>) -> Result<Ended> {
     let ended = finish(virsh, passage)?;
     ensure!(
         ended.is_success,
@@ -303,13 +303,20 @@ fn wait_for(hosts: &Hosts, domain: &Domain<'_>, virsh: &Virsh, phase: Phase) -> 
     }
 }
 
+/// A number that `virsh domjobinfo` has printed, without its unit.
+pub(crate) fn number_in(info: &str, name: &str) -> Option<f64> {
+    value_in(info, name)?.split(' ').next()?.parse().ok()
+}
+
+fn value_in<'a>(info: &'a str, name: &str) -> Option<&'a str> {
+    let mut lines = info.lines().filter_map(|line| line.split_once(':'));
+    let (_, value) = lines.find(|(key, _)| *key == name)?;
+    Some(value.trim())
+}
+
 fn is_in(info: &str, phase: Phase) -> bool {
-    let value = |name: &str| {
-        let mut lines = info.lines().filter_map(|line| line.split_once(':'));
-        let (_, value) = lines.find(|(key, _)| *key == name)?;
-        Some(value.trim())
-    };
-    let number = |name: &str| value(name)?.split(' ').next()?.parse::<f64>().ok();
+    let value = |name: &str| value_in(info, name);
+    let number = |name: &str| number_in(info, name);
     let is_active = value("Operation") == Some("Outgoing migration");
     let rounds = number("Iteration").unwrap_or(0.0);
     // In units that virsh chooses: from 10 MiB on.

@@ -1,0 +1,115 @@
+//! How long `virsh migrate` takes: directly and through gateways, in turns, over a link of 1 Gbit/s.
+
+use anyhow::{Context, Result};
+use lab::{
+    guest::{Image, Load},
+    libvirt::{Domain, Hosts, Passage, Way},
+    median,
+    vamoose::Keys,
+};
+
+use crate::{
+    options::Options,
+    stage::{self, GUEST, RATE},
+};
+
+struct Contender {
+    name: &'static str,
+    way: Way,
+    flags: &'static [&'static str],
+    /// Whether QEMU has to compress.
+    compresses: bool,
+}
+
+const CONTENDERS: [Contender; 3] = [
+    Contender {
+        name: "direct",
+        way: Way::Direct,
+        flags: &["--parallel"],
+        compresses: false,
+    },
+    Contender {
+        name: "direct, zstd of QEMU",
+        way: Way::Direct,
+        flags: &["--parallel", "--compressed", "--comp-methods", "zstd"],
+        compresses: true,
+    },
+    Contender {
+        name: "gateways, auto, TLS",
+        way: Way::Gateways,
+        flags: &["--parallel"],
+        compresses: false,
+    },
+];
+
+/// MiB.
+const RAM: u32 = 1024;
+
+const LOAD: Load = Load {
+    fill: 700,
+    hot: 8,
+    rate: 500,
+};
+
+/// Seconds of `virsh`, and milliseconds of downtime as libvirt says.
+struct Took {
+    seconds: f64,
+    downtime: f64,
+}
+
+pub(crate) fn run(options: &Options, rounds: u32) -> Result<()> {
+    let vamoose = options.program()?;
+    let (keys, image) = (Keys::make(&vamoose)?, Image::build(16)?);
+    println!("| libvirt | | virsh, s | downtime, ms |\n|---|---|---|---|");
+    for generation in options.generations()? {
+        let can = |it: &&Contender| !it.compresses || generation.has_compression();
+        let contenders: Vec<_> = CONTENDERS.iter().filter(can).collect();
+        let mut took: Vec<Vec<Took>> = contenders.iter().map(|_| Vec::new()).collect();
+        for round in 0..rounds as usize {
+            for turn in 0..contenders.len() {
+                let at = (round + turn) % contenders.len();
+                let hosts = Hosts::start(&generation, contenders[at].way, &image, RATE)?;
+                let mut passage = Passage::new(&hosts, &vamoose, &keys)?;
+                let found = migrate(&hosts, &mut passage, &image, contenders[at].flags);
+                took[at].push(found.with_context(|| contenders[at].name)?);
+            }
+        }
+        for (contender, took) in contenders.iter().zip(&took) {
+            let seconds = spread(took.iter().map(|it| it.seconds), 2);
+            let downtime = spread(took.iter().map(|it| it.downtime), 0);
+            let (version, name) = (generation.version, contender.name);
+            println!("| {version} | {name} | {seconds} | {downtime} |");
+        }
+    }
+    Ok(())
+}
+
+fn migrate(
+    hosts: &Hosts,
+    passage: &mut Passage<'_>,
+    image: &Image,
+    flags: &[&str],
+) -> Result<Took> {
+    let mut domain = Domain::start(hosts, image, RAM, &LOAD, false)?;
+    let virsh = stage::start(hosts, &domain, passage, flags)?;
+    let ended = stage::has_succeeded(virsh, passage)?;
+    domain.has_moved("running")?;
+    let at = domain.at().of(hosts);
+    let info = at.virsh(["domjobinfo", GUEST, "--completed"])?.success()?;
+    let downtime = stage::number_in(&info, "Total downtime").context("no downtime")?;
+    Ok(Took {
+        seconds: ended.took.as_secs_f64(),
+        downtime,
+    })
+}
+
+/// The median, and the least and the most.
+fn spread(values: impl Iterator<Item = f64> + Clone, digits: usize) -> String {
+    let (least, most) = values
+        .clone()
+        .fold((f64::MAX, 0.0_f64), |(least, most), it| {
+            (least.min(it), most.max(it))
+        });
+    let middle = median(values).unwrap_or(f64::NAN);
+    format!("{middle:.digits$} ({least:.digits$}-{most:.digits$})")
+}
