@@ -22,7 +22,7 @@ const SLOW: u64 = 3 * MIB;
 
 /// A migration that is on its way, slowly.
 fn under_way(hosts: &Hosts, qemu: &Binary, port: u16) -> Result<(Qemu, Qemu)> {
-    let (mut source, destination) = hosts.pair(qemu, qemu, port, 2)?;
+    let (mut source, mut destination) = hosts.pair(qemu, qemu, port, 2)?;
     source.qmp.cont()?;
     source
         .qmp
@@ -32,6 +32,8 @@ fn under_way(hosts: &Hosts, qemu: &Binary, port: u16) -> Result<(Qemu, Qemu)> {
         .set_capabilities(&[("pause-before-switchover", true)])?;
     hosts.near.sends(&mut source, port)?;
     source.qmp.wait_moved(2 * MIB, LIMIT)?;
+    // What the source has moved may be in the buffers of sockets: this is what both gateways have taken.
+    destination.qmp.wait_migration(&["active"], LIMIT)?;
     Ok((source, destination))
 }
 
