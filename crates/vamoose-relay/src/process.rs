@@ -65,7 +65,8 @@ impl ProcessId {
         let tick = 1000 / rustix::param::clock_ticks_per_second().max(1);
         let start = Duration::from_millis(self.start_time.checked_add(1)?.checked_mul(tick)?);
         let now = Duration::try_from(clock_gettime(ClockId::Boottime)).ok()?;
-        SystemTime::now().checked_sub(now.checked_sub(start)?)
+        // The tick after its start may not have come yet.
+        SystemTime::now().checked_sub(now.saturating_sub(start))
     }
 
     /// Whether this very process has not ended; false is proof that it has, with all its threads. A
@@ -243,6 +244,7 @@ fn start_time(stat: &[u8]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use std::{
+        collections::BTreeSet,
         ffi::OsStr,
         os::unix::net::UnixListener,
         path::Path,
@@ -266,6 +268,7 @@ mod tests {
         let (mut child, process) = sleeper();
         let id = process.id;
         assert!(id.is_alive().unwrap() && !process.has_ended().unwrap());
+        assert!(id.started().unwrap() <= SystemTime::now());
         process.end(LIMIT).unwrap();
         // A zombie first, then gone.
         for _ in 0..2 {
@@ -332,23 +335,42 @@ mod tests {
         child.wait().unwrap();
     }
 
+    /// Waits until exactly these serve the monitor, and asserts that they do. Whatever another test
+    /// starts has this process's sockets as well, from its fork to its exec.
+    fn assert_served_by(monitor: &Monitor, holders: &[&Child]) {
+        let wanted = holders
+            .iter()
+            .map(|child| child.id())
+            .collect::<BTreeSet<_>>();
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let found = match QemuProcess::serving(monitor) {
+                Ok(process) => BTreeSet::from([process.id.pid]),
+                Err(ProcessError::Several { pids, .. }) => BTreeSet::from_iter(pids),
+                Err(ProcessError::NotFound(_)) => BTreeSet::new(),
+                Err(error) => panic!("{error}"),
+            };
+            if found == wanted {
+                return;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "{found:?} serve it, not {wanted:?}"
+            );
+            thread::sleep(LOOK_AGAIN);
+        }
+    }
+
     #[test]
     fn who_has_the_socket_serves_the_monitor_if_it_is_one_process() {
         let dir = tempfile::tempdir().unwrap();
         let (listener, monitor) = listen(dir.path());
         let (first, second) = (holder(&listener), holder(&listener));
-        let error = QemuProcess::serving(&monitor).unwrap_err();
-        assert!(
-            matches!(&error, ProcessError::Several { pids, .. } if pids.len() == 2),
-            "{error}"
-        );
+        assert_served_by(&monitor, &[&first, &second]);
         reap(second);
-        let process = QemuProcess::serving(&monitor).unwrap();
-        assert_eq!(process.id.pid, first.id());
+        assert_served_by(&monitor, &[&first]);
         reap(first);
-        assert!(process.has_ended().unwrap());
-        let error = QemuProcess::serving(&monitor).unwrap_err();
-        assert!(matches!(error, ProcessError::NotFound(_)), "{error}");
+        assert_served_by(&monitor, &[]);
     }
 
     /// One path, two sockets: what was there before, and what is there now.
@@ -360,14 +382,11 @@ mod tests {
         fs::rename(dir.path().join("qmp"), dir.path().join("away")).unwrap();
         let (new_listener, new) = listen(dir.path());
         let present = holder(&new_listener);
-        let error = QemuProcess::serving(&old).unwrap_err();
-        assert!(matches!(error, ProcessError::NotFound(_)), "{error}");
+        assert_served_by(&old, &[]);
         // The former one's path leads to the present socket, too.
-        let error = QemuProcess::serving(&new).unwrap_err();
-        assert!(matches!(error, ProcessError::Several { .. }), "{error}");
+        assert_served_by(&new, &[&former, &present]);
         reap(former);
-        let process = QemuProcess::serving(&new).unwrap();
-        assert_eq!(process.id.pid, present.id());
+        assert_served_by(&new, &[&present]);
         reap(present);
     }
 
@@ -400,12 +419,10 @@ mod tests {
             assert!(Instant::now() < deadline);
             thread::sleep(LOOK_AGAIN);
         }
-        let process = QemuProcess::serving(&monitor).unwrap();
-        assert_eq!(process.id.pid, here.id());
+        assert_served_by(&monitor, &[&here]);
         let through = format!("/proc/{}/root{}", elsewhere.id(), path.display());
         let monitor = Monitor::open(Path::new(&through)).unwrap();
-        let process = QemuProcess::serving(&monitor).unwrap();
-        assert_eq!(process.id.pid, elsewhere.id());
+        assert_served_by(&monitor, &[&elsewhere]);
         reap(here);
         reap(elsewhere);
     }
@@ -415,8 +432,7 @@ mod tests {
     fn this_process_is_nobody_to_be_ended() {
         let dir = tempfile::tempdir().unwrap();
         let (_listener, monitor) = listen(dir.path());
-        let error = QemuProcess::serving(&monitor).unwrap_err();
-        assert!(matches!(error, ProcessError::NotFound(_)), "{error}");
+        assert_served_by(&monitor, &[]);
     }
 
     #[test]
