@@ -59,6 +59,10 @@ pub(super) type Begun = (Place, Arc<Stream>, First);
 /// wait in the queues of their sockets.
 const MOST_FRESH: usize = 1024;
 
+/// Most connections that wait in the queue of a listening socket, unless net.core.somaxconn has been raised: once that many have
+/// been accepted, so has all that was there before. Whoever connects without end does not hold up the others.
+const QUEUE: usize = 4096;
+
 /// For the system to have file descriptors again.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -151,18 +155,17 @@ impl Front {
         for (at, listener) in ready {
             self.accept(at, listener, fresh);
         }
-        Ok(take_begun(fresh))
+        Ok(self.take_begun(fresh))
     }
 
     fn accept(&self, at: &Place, listener: &Listener, fresh: &mut Vec<Fresh>) {
-        loop {
+        for _ in 0..QUEUE {
             match listener.try_accept() {
-                Ok(Some(socket)) if self.is_welcome(at, &socket) => fresh.push(Fresh {
+                Ok(Some(socket)) => fresh.push(Fresh {
                     at: at.clone(),
                     socket,
                     since: Instant::now(),
                 }),
-                Ok(Some(_)) => {}
                 Ok(None) => return,
                 Err(error) => {
                     warn!("{}; trying again", chain(&error));
@@ -171,6 +174,23 @@ impl Front {
                 }
             }
         }
+    }
+
+    /// Takes out those that have begun and are welcome, and drops those that have ended without a byte. Who a stranger is takes
+    /// long to find out where there are many, so it is not asked of those that come and go.
+    fn take_begun(&self, fresh: &mut Vec<Fresh>) -> Vec<Begun> {
+        let mut begun = Vec::new();
+        for it in std::mem::take(fresh) {
+            match look(&it.socket, it.since.elapsed() >= SILENCE) {
+                Look::Is(first) if self.is_welcome(&it.at, &it.socket) => {
+                    begun.push((it.at, Arc::new(it.socket.into()), first));
+                }
+                Look::Is(_) => {}
+                Look::NotYet => fresh.push(it),
+                Look::Gone => debug!("{}: a connection was closed before its first byte", it.at),
+            }
+        }
+        begun
     }
 
     fn is_welcome(&self, at: &Place, socket: &Socket) -> bool {
@@ -223,19 +243,6 @@ impl Rounds {
             self.done.fetch_add(1, Ordering::Release);
         }
     }
-}
-
-/// Takes out those that have begun, and drops those that have ended without a byte.
-fn take_begun(fresh: &mut Vec<Fresh>) -> Vec<Begun> {
-    let mut begun = Vec::new();
-    for it in std::mem::take(fresh) {
-        match look(&it.socket, it.since.elapsed() >= SILENCE) {
-            Look::Is(first) => begun.push((it.at, Arc::new(it.socket.into()), first)),
-            Look::NotYet => fresh.push(it),
-            Look::Gone => debug!("{}: a connection was closed before its first byte", it.at),
-        }
-    }
-    begun
 }
 
 #[cfg(test)]
