@@ -171,7 +171,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::qemu::available;
+    use crate::qemu::{available, kvm_or_skip};
 
     const MIB: u64 = 1 << 20;
 
@@ -181,15 +181,19 @@ mod tests {
         let firmware = dir.path().join("firmware");
         write_firmware(&firmware).unwrap();
         let image = Image::new(2 * MIB, 1).unwrap();
-        for binary in available() {
-            let machine = machine(binary, 2 * MIB, &firmware, 1);
-            let mut qemu = machine.paused().start().unwrap();
+        let tcg = |binary| machine(binary, 2 * MIB, &firmware, 1).paused();
+        let mut machines: Vec<_> = available().iter().map(tcg).collect();
+        if kvm_or_skip().unwrap() {
+            machines.extend(machines.clone().into_iter().map(Builder::kvm));
+        }
+        for machine in machines {
+            let mut qemu = machine.start().unwrap();
             assert_eq!(image.check(qemu.ram()).unwrap(), 0);
             qemu.qmp.cont().unwrap();
             let start = Instant::now();
             // Further than once round all its pages.
             while !(150..1 << 20).contains(&count(qemu.ram()).unwrap()) {
-                assert!(start.elapsed() < Duration::from_secs(60), "{binary:?}");
+                assert!(start.elapsed() < Duration::from_secs(60), "{machine:?}");
                 std::thread::sleep(Duration::from_millis(10));
             }
             qemu.qmp.stop().unwrap();

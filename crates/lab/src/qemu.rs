@@ -125,6 +125,15 @@ pub fn newest_or_skip() -> Result<Option<Binary>> {
     Ok(found)
 }
 
+/// Whether QEMUs can use KVM. When they cannot, says loudly what is skipped.
+pub fn kvm_or_skip() -> Result<bool> {
+    let opened = File::options().read(true).write(true).open("/dev/kvm");
+    if let Err(error) = &opened {
+        skipped(&format!("no KVM: /dev/kvm: {error}"))?;
+    }
+    Ok(opened.is_ok())
+}
+
 fn probe(path: PathBuf) -> Option<Binary> {
     let output = Command::new(&path)
         .arg("--version")
@@ -146,6 +155,7 @@ pub struct Builder {
     preallocate: bool,
     incoming: bool,
     paused: bool,
+    kvm: bool,
     namespace: Option<String>,
     arguments: Vec<OsString>,
 }
@@ -181,7 +191,7 @@ impl Builder {
         Self::new(binary, Machine::Bare, ram)
     }
 
-    /// A machine of type [`MACHINE`] with `ram` bytes and one CPU under TCG that runs this firmware and nothing else.
+    /// A machine of type [`MACHINE`] with `ram` bytes and one CPU that runs this firmware and nothing else.
     pub fn firmware(binary: &Binary, ram: u64, firmware: &Path) -> Self {
         Self::new(binary, Machine::Firmware(firmware.to_owned()), ram)
     }
@@ -212,6 +222,7 @@ impl Builder {
             preallocate: false,
             incoming: false,
             paused: false,
+            kvm: false,
             namespace: None,
             arguments: Vec::new(),
         }
@@ -244,6 +255,13 @@ impl Builder {
     /// Does not let the guest run before [`Qmp::cont`], not even after an incoming migration. Bare machines never run.
     pub fn paused(mut self) -> Self {
         self.paused = true;
+        self
+    }
+
+    /// Runs a firmware machine under KVM instead of TCG. Linux does not boot under a KVM that emulates instruction by
+    /// instruction, as in many a machine that is virtual itself; firmware runs under any.
+    pub fn kvm(mut self) -> Self {
+        self.kvm = true;
         self
     }
 
@@ -367,7 +385,8 @@ impl Builder {
                 command.arg("tcg");
             }
             Machine::Firmware(path) => {
-                command.args(["tcg,tb-size=4", "-cpu", "qemu64,-apic", "-bios"]);
+                let accelerator = if self.kvm { "kvm" } else { "tcg,tb-size=4" };
+                command.args([accelerator, "-cpu", "qemu64,-apic", "-bios"]);
                 command.arg(path);
             }
             Machine::Linux {

@@ -1,13 +1,18 @@
 //! Pages that are written straight into the destination QEMU's memory: the whole RAM is compared, over several rounds, with
 //! every kind of memory and every way in which a source sends zero pages.
 
-use std::fs;
+use std::{
+    fs,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
 
 use crate::common::{Host, LIMIT, MIB, expect_equal, incoming, listen_address, set_up, vamoose};
 use anyhow::{Context as _, Result, ensure};
 use lab::{
+    counter,
     guest::{Guest, Image, Load},
-    qemu::{self, Backend, Binary, Builder},
+    qemu::{self, Backend, Binary, Builder, Qemu},
     ram::{self, Fill},
     serial,
     vamoose::Vamoose,
@@ -103,11 +108,9 @@ fn into_huge_pages() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    let free = fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
-    let free: u64 = free.unwrap_or_default().trim().parse().unwrap_or_default();
-    if free * 2 * MIB < RAM {
-        return lab::skipped("no huge pages: echo 32 > /proc/sys/vm/nr_hugepages");
-    }
+    let Some(_huge_pages) = huge_pages()? else {
+        return Ok(());
+    };
     for (preallocate, method) in [(false, "lz4"), (true, "none")] {
         let mut to = destination(&binary, &binary).backend(Backend::HugeMemfd);
         if preallocate {
@@ -122,6 +125,19 @@ fn into_huge_pages() -> Result<()> {
         ensure!(said.contains(PLACED), "{said}");
     }
     Ok(())
+}
+
+/// Enough of them for one guest, which nobody else takes meanwhile. When there are not, says loudly what is skipped.
+fn huge_pages() -> Result<Option<MutexGuard<'static, ()>>> {
+    static ONE_GUEST: Mutex<()> = Mutex::new(());
+    let guard = ONE_GUEST.lock().unwrap_or_else(PoisonError::into_inner);
+    let free = fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+    let free: u64 = free.unwrap_or_default().trim().parse().unwrap_or_default();
+    if free * 2 * MIB < RAM {
+        lab::skipped("no huge pages: echo 32 > /proc/sys/vm/nr_hugepages")?;
+        return Ok(None);
+    }
+    Ok(Some(guard))
 }
 
 /// A guest of zeros does not make the destination allocate memory.
@@ -234,8 +250,7 @@ const LOAD: Load = Load {
     rate: 3000,
 };
 
-/// A running guest through two relays, the second of which writes its memory, over several rounds; the destination
-/// waits, so that both memories can be compared.
+/// A running guest through two relays, the second of which writes its memory.
 fn a_running_guest(
     from: &Binary,
     to: &Binary,
@@ -252,28 +267,47 @@ fn a_running_guest(
     source.wait_ready(LIMIT)?;
     source.wait_ticks(5, LIMIT)?;
 
-    set_up(&mut destination.qemu, 2, "none")?;
-    let connect = incoming(&mut destination.qemu, false)?;
-    let qmp = destination.qemu.qmp_socket();
-    let qmp = qmp.to_str().context("a path in another encoding")?;
-    let options = ["--qmp", qmp, "--placement", "on"];
-    let (far, between) = Vamoose::relay(vamoose(), "tcp:127.0.0.1:0", &connect, &options)?;
-    let listen = listen_address(&source.qemu, "out", false);
-    let options = ["--method", method, "--max-bandwidth", "60M"];
-    let (near, address) = Vamoose::relay(vamoose(), &listen, &between, &options)?;
-    set_up(&mut source.qemu, 2, "none")?;
-    source.qemu.qmp.set_parameters(parameters)?;
-    source.qemu.qmp.migrate(&address)?;
-    let account = expect_equal(&mut source.qemu, &mut destination.qemu, &[&near, &far])?;
-    let rounds = account["ram"]["dirty-sync-count"].as_u64();
-    ensure!(rounds >= Some(3), "{account}");
-    near.finish(LIMIT)?.success()?;
-    far.finish(LIMIT)?.success()?;
-
+    through_relays(
+        &mut source.qemu,
+        &mut destination.qemu,
+        "on",
+        method,
+        "60M",
+        parameters,
+    )?;
     destination.qemu.qmp.cont()?;
     destination.wait_ticks(5, LIMIT)?;
     destination.wait_rounds(2, LIMIT)?;
     serial::follow(&source.finish()?, &destination.finish()?)?;
+    Ok(())
+}
+
+/// Over several rounds; the destination waits, so that both memories can be compared.
+fn through_relays(
+    source: &mut Qemu,
+    destination: &mut Qemu,
+    placement: &str,
+    method: &str,
+    bandwidth: &str,
+    parameters: Value,
+) -> Result<()> {
+    set_up(destination, 2, "none")?;
+    let connect = incoming(destination, false)?;
+    let qmp = destination.qmp_socket();
+    let qmp = qmp.to_str().context("a path in another encoding")?;
+    let options = ["--qmp", qmp, "--placement", placement];
+    let (far, between) = Vamoose::relay(vamoose(), "tcp:127.0.0.1:0", &connect, &options)?;
+    let listen = listen_address(source, "out", false);
+    let options = ["--method", method, "--max-bandwidth", bandwidth];
+    let (near, address) = Vamoose::relay(vamoose(), &listen, &between, &options)?;
+    set_up(source, 2, "none")?;
+    source.qmp.set_parameters(parameters)?;
+    source.qmp.migrate(&address)?;
+    let account = expect_equal(source, destination, &[&near, &far])?;
+    let rounds = account["ram"]["dirty-sync-count"].as_u64();
+    ensure!(rounds >= Some(3), "{account}");
+    near.finish(LIMIT)?.success()?;
+    far.finish(LIMIT)?.success()?;
     Ok(())
 }
 
@@ -303,4 +337,49 @@ fn a_running_guest_from_one_version_to_another() -> Result<()> {
     };
     let parameters = json!({ "downtime-limit": 40 });
     a_running_guest(&old, &new, "none", Backend::File, parameters)
+}
+
+/// A guest under KVM that writes, between all versions and into every kind of memory: what its memory has to be follows from
+/// how far it has counted, on either host.
+#[test]
+fn a_running_guest_under_kvm() -> Result<()> {
+    if !qemu::kvm_or_skip()? {
+        return Ok(());
+    }
+    let dir = tempfile::tempdir()?;
+    let firmware = dir.path().join("firmware");
+    counter::write_firmware(&firmware)?;
+    let start = counter::Image::new(RAM, 1)?;
+    let huge_pages = huge_pages()?;
+    let mut backends = vec![Backend::Memfd, Backend::File];
+    backends.extend(huge_pages.is_some().then_some(Backend::HugeMemfd));
+    let backends = backends.into_iter().cycle();
+    let cases = qemu::pairs_or_skip()?.into_iter().zip(backends);
+    for (((from, to), backend), method) in cases.zip(METHODS.into_iter().cycle()) {
+        let machine = |binary| Builder::firmware(binary, RAM, &firmware).kvm();
+        let mut source = machine(&from).content(Fill::Mixed, 1).start()?;
+        let waits = machine(&to).backend(backend).incoming().paused();
+        let mut destination = waits.start()?;
+        let parameters = json!({ "downtime-limit": 1 });
+        through_relays(
+            &mut source,
+            &mut destination,
+            "auto",
+            method,
+            "40M",
+            parameters,
+        )
+        .with_context(|| format!("{} to {}, {method}, {backend:?}", from.version, to.version))?;
+        let left = start.check(source.ram())?;
+        destination.qmp.cont()?;
+        let deadline = Instant::now() + LIMIT;
+        // Once round all the pages that it writes.
+        while counter::count(destination.ram())? < left + 128 {
+            ensure!(Instant::now() < deadline, "the guest does not go on");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        destination.qmp.stop()?;
+        start.check(destination.ram())?;
+    }
+    Ok(())
 }
