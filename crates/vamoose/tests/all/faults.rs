@@ -335,8 +335,9 @@ fn a_destination_that_waits_for_a_sync() -> Result<()> {
         let mut destination = machine.incoming().start()?;
         host.knows("vm", &destination)?;
         // All of it fits into the relays, so the end of the round is at the destination long before
-        // the pages are.
-        let migration = host.migrate(&source, "vm", &["--max-bandwidth", "32k"])?;
+        // the pages are. The guest stands still meanwhile, longer than it may by default.
+        let options = ["--max-bandwidth", "32k", "--downtime-max", "100"];
+        let migration = host.migrate(&source, "vm", &options)?;
         migration.wait_for("100%", LIMIT)?;
         migration.signal(Signal::INT)?;
         migration
