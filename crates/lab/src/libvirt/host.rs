@@ -193,6 +193,12 @@ impl Host {
         fs::read_to_string(self.path("var/log/libvirtd.log")).unwrap_or_default()
     }
 
+    /// What the guest's QEMU has said, and how it ended, in the words of libvirt.
+    pub fn log_of_guest(&self) -> String {
+        let path = format!("var/log/libvirt/qemu/{}.log", super::domain::NAME);
+        fs::read_to_string(self.path(&path)).unwrap_or_default()
+    }
+
     /// The serial port of the QEMU that was started last, if one was since the last call.
     pub(super) fn serial(&self) -> Result<Option<Serial>> {
         let mut last = None;

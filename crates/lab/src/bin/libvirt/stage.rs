@@ -83,17 +83,21 @@ impl Stage {
         let mut domain = Domain::start(&hosts, &self.image, RAM, load, has_disk)?;
         let found = migrate(&hosts, &mut domain, &mut passage, case);
         found.map_err(|error| {
-            let tail = |host: &libvirt::Host| {
-                let log = host.log();
-                let lines = log.lines().rev().filter(|line| !line.contains("/dev/kvm"));
-                let mut last = lines.take(4).collect::<Vec<_>>();
-                last.reverse();
-                format!("{}: {}", host.name, last.join(" / "))
-            };
-            let [first, second] = &hosts.hosts;
-            error.context(format!("libvirt says: {} {}", tail(first), tail(second)))
+            let said = hosts.hosts.each_ref().map(|host| {
+                let (libvirt, qemu) = (tail(&host.log()), tail(&host.log_of_guest()));
+                format!("{}: {libvirt}; its QEMU: {qemu}", host.name)
+            });
+            error.context(format!("libvirt says: {}", said.join(" ")))
         })
     }
+}
+
+/// The end of a log, on one line.
+fn tail(log: &str) -> String {
+    let lines = log.lines().rev().filter(|line| !line.contains("/dev/kvm"));
+    let mut last = lines.take(4).collect::<Vec<_>>();
+    last.reverse();
+    last.join(" / ")
 }
 
 fn migrate(
