@@ -77,8 +77,8 @@ pub use stream::Stream;
 #[doc(hidden)]
 pub use tls::seam as tls_seam;
 pub use tls::{
-    Certificates, Cipher, End, FileFault, Keys, Objection, PublicKey, PublicKeyError, Refusal,
-    Security, TlsError,
+    Certificates, Cipher, End, FileFault, Keys, Objection, OneTimeKey, PublicKey, PublicKeyError,
+    Refusal, Security, TlsError,
 };
 pub use wait::{left, lock, receive_until, wait_for, wait_until};
 pub use writer::{ChannelWriter, WriteError};

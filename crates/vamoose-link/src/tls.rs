@@ -31,7 +31,7 @@ mod tests;
 use std::path::PathBuf;
 
 pub use error::{End, FileFault, Objection, Refusal, TlsError};
-pub use keys::{PublicKey, PublicKeyError};
+pub use keys::{OneTimeKey, PublicKey, PublicKeyError};
 pub(crate) use {
     handshake::Secured,
     opener::Opener,
@@ -48,6 +48,13 @@ pub enum Security {
     Certificates(Certificates),
     /// By public keys that each end knows of the other.
     Keys(Keys),
+    /// By keys that both ends have for this once, and have told each other.
+    OneTime {
+        /// This end's.
+        own: OneTimeKey,
+        /// The public half of the other's.
+        peer: PublicKey,
+    },
 }
 
 /// Certificates in a directory, with the file names that QEMU and libvirt use: `ca-cert.pem`, `ca-crl.pem` (optional), and

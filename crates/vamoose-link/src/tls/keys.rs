@@ -12,7 +12,10 @@ use std::{
     sync::Arc,
 };
 
-use aws_lc_rs::signature::{Ed25519KeyPair, KeyPair as _};
+use aws_lc_rs::{
+    pkcs8::Document,
+    signature::{Ed25519KeyPair, KeyPair as _},
+};
 use base64::{
     Engine as _, alphabet,
     engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig, general_purpose::STANDARD},
@@ -103,19 +106,66 @@ impl Keys {
     }
 }
 
+const PRIVATE_KEY: &str = "Ed25519 private key";
 const KEY: &str = "key";
 const TRUSTED: &str = "trusted";
 
 /// Keys and lists of keys are short: a million bytes hold 20,000 keys.
 const MAX_FILE: u64 = 1 << 20;
 
-/// Complete or not at all: a key that a full disk cut short would look like one that is there.
-fn write_key(directory: &Path, path: &Path) -> io::Result<PublicKey> {
+/// A key of this process alone, which no file has.
+#[derive(Clone)]
+pub struct OneTimeKey(Arc<OwnKey>);
+
+impl OneTimeKey {
+    /// Makes one.
+    ///
+    /// # Errors
+    /// When the system has no random numbers.
+    pub fn generate() -> io::Result<Self> {
+        let pair = generate()?;
+        let der = PrivatePkcs8KeyDer::from(pair.as_ref().to_vec());
+        let own = OwnKey::new(&der).map_err(|fault| io::Error::other(fault.to_string()))?;
+        Ok(Self(Arc::new(own)))
+    }
+
+    /// Its public half, for the other end.
+    pub fn public(&self) -> PublicKey {
+        self.0.public
+    }
+
+    pub(super) fn certified(&self) -> Arc<CertifiedKey> {
+        self.0.certified.clone()
+    }
+}
+
+impl PartialEq for OneTimeKey {
+    fn eq(&self, other: &Self) -> bool {
+        self.public() == other.public()
+    }
+}
+
+impl Eq for OneTimeKey {}
+
+impl fmt::Debug for OneTimeKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "OneTimeKey({})", self.public())
+    }
+}
+
+/// As PKCS#8.
+fn generate() -> io::Result<Document> {
     let pair = Ed25519KeyPair::generate()
         .map_err(|_| io::Error::other("the system has no random numbers"))?;
-    let der = pair
-        .to_pkcs8v1()
-        .map_err(|_| io::Error::other("the key cannot be encoded"))?;
+    pair.to_pkcs8v1()
+        .map_err(|_| io::Error::other("the key cannot be encoded"))
+}
+
+/// Complete or not at all: a key that a full disk cut short would look like one that is there.
+fn write_key(directory: &Path, path: &Path) -> io::Result<PublicKey> {
+    let der = generate()?;
+    let pair = Ed25519KeyPair::from_pkcs8(der.as_ref())
+        .map_err(|error| io::Error::other(error.to_string()))?;
     let public = PublicKey::try_from(pair.public_key().as_ref())
         .map_err(|error| io::Error::other(error.to_string()))?;
     DirBuilder::new()
@@ -164,7 +214,6 @@ impl OwnKey {
     }
 
     fn read(path: &Path) -> Result<Self, FileFault> {
-        const WHAT: &str = "Ed25519 private key";
         let file = File::open(path)?;
         let metadata = file.metadata()?;
         let mode = metadata.mode() & 0o7777;
@@ -174,14 +223,20 @@ impl OwnKey {
         check_owner(&metadata)?;
         let text = read_file(file)?;
         let key = PrivatePkcs8KeyDer::from_pem_slice(&text)
-            .map_err(|_| FileFault::NotPem { what: WHAT })?;
-        let key =
-            any_eddsa_type(&key).map_err(|source| FileFault::Malformed { what: WHAT, source })?;
+            .map_err(|_| FileFault::NotPem { what: PRIVATE_KEY })?;
+        Self::new(&key)
+    }
+
+    fn new(key: &PrivatePkcs8KeyDer<'_>) -> Result<Self, FileFault> {
+        let key = any_eddsa_type(key).map_err(|source| FileFault::Malformed {
+            what: PRIVATE_KEY,
+            source,
+        })?;
         let spki = key
             .public_key()
-            .ok_or(FileFault::NotPem { what: WHAT })?
+            .ok_or(FileFault::NotPem { what: PRIVATE_KEY })?
             .into_owned();
-        let public = PublicKey::from_spki(&spki).ok_or(FileFault::NotPem { what: WHAT })?;
+        let public = PublicKey::from_spki(&spki).ok_or(FileFault::NotPem { what: PRIVATE_KEY })?;
         let shown = vec![CertificateDer::from(spki.to_vec())];
         let certified = Arc::new(CertifiedKey::new(shown, key));
         Ok(Self { public, certified })

@@ -23,7 +23,7 @@ use rustls::{
 };
 
 use super::{
-    Certificates, Cipher, End, Keys, PublicKey, Security, TlsError,
+    Certificates, Cipher, End, Keys, OneTimeKey, PublicKey, Security, TlsError,
     certificates::NameVerifier,
     error::{Refusal, Shown},
     handshake::{self, ALPN, Secured},
@@ -94,16 +94,8 @@ impl Security {
                     provider,
                 })
             }
-            Self::Keys(keys) => {
-                let (certified, shown, trusted) = read_keys(keys)?;
-                Ok(ClientTerms {
-                    provider,
-                    certified,
-                    shown,
-                    server_name: None,
-                    trust: Trust::Keys(trusted),
-                })
-            }
+            Self::Keys(keys) => Ok(ClientTerms::by_keys(provider, read_keys(keys)?)),
+            Self::OneTime { own, peer } => Ok(ClientTerms::by_keys(provider, one_time(own, *peer))),
         }
     }
 
@@ -130,20 +122,23 @@ impl Security {
                     provider,
                 })
             }
-            Self::Keys(keys) => {
-                let (certified, shown, trusted) = read_keys(keys)?;
-                Ok(ServerTerms {
-                    provider,
-                    certified,
-                    shown,
-                    trust: Trust::Keys(trusted),
-                })
-            }
+            Self::Keys(keys) => Ok(ServerTerms::by_keys(provider, read_keys(keys)?)),
+            Self::OneTime { own, peer } => Ok(ServerTerms::by_keys(provider, one_time(own, *peer))),
         }
     }
 }
 
 impl ClientTerms {
+    fn by_keys(provider: Arc<CryptoProvider>, keys: ReadKeys) -> Self {
+        Self {
+            provider,
+            certified: keys.certified,
+            shown: keys.shown,
+            server_name: None,
+            trust: Trust::Keys(keys.trusted),
+        }
+    }
+
     /// Makes `socket`, which has been dialled, a secured connection to `host`. When this returns, the server has accepted
     /// this end.
     ///
@@ -219,6 +214,15 @@ impl ClientTerms {
 }
 
 impl ServerTerms {
+    fn by_keys(provider: Arc<CryptoProvider>, keys: ReadKeys) -> Self {
+        Self {
+            provider,
+            certified: keys.certified,
+            shown: keys.shown,
+            trust: Trust::Keys(keys.trusted),
+        }
+    }
+
     /// Makes `socket`, which has been accepted, a secured connection. When this returns, the client has been told that it
     /// is welcome.
     ///
@@ -268,12 +272,27 @@ fn allow(certificates: &Certificates) -> Arc<[String]> {
     certificates.allow.clone().into()
 }
 
-type ReadKeys = (Arc<CertifiedKey>, Shown, Arc<[PublicKey]>);
+struct ReadKeys {
+    certified: Arc<CertifiedKey>,
+    shown: Shown,
+    trusted: Arc<[PublicKey]>,
+}
 
 fn read_keys(keys: &Keys) -> Result<ReadKeys, TlsError> {
     let own = keys.own()?;
-    let trusted = keys.all_trusted()?;
-    Ok((own.certified, Shown::Key(own.public), trusted.into()))
+    Ok(ReadKeys {
+        certified: own.certified,
+        shown: Shown::Key(own.public),
+        trusted: keys.all_trusted()?.into(),
+    })
+}
+
+fn one_time(own: &OneTimeKey, peer: PublicKey) -> ReadKeys {
+    ReadKeys {
+        certified: own.certified(),
+        shown: Shown::Key(own.public()),
+        trusted: [peer].into(),
+    }
 }
 
 /// A connection could not even be begun.

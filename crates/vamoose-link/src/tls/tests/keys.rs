@@ -6,7 +6,8 @@ use tempfile::TempDir;
 
 use super::{meet, message};
 use crate::tls::{
-    Cipher, FileFault, Keys, PublicKey, PublicKeyError, Security, TlsError, keys::parse_trusted,
+    Cipher, FileFault, Keys, OneTimeKey, PublicKey, PublicKeyError, Security, TlsError,
+    keys::parse_trusted,
 };
 
 struct Host {
@@ -63,6 +64,32 @@ fn hosts_that_know_each_other() {
     assert_eq!(connected.peer, server.public.to_string());
     assert_eq!(accepted.peer, client.public.to_string());
     assert_eq!(connected.binding, accepted.binding);
+}
+
+#[test]
+fn keys_for_once_are_those_of_this_end_and_no_other() {
+    let [client, server, other] = [(); 3].map(|()| OneTimeKey::generate().unwrap());
+    let once = |own: &OneTimeKey, peer: &OneTimeKey| Security::OneTime {
+        own: own.clone(),
+        peer: peer.public(),
+    };
+    let (connected, accepted) = meet(
+        &once(&client, &server)
+            .client_terms(Cipher::default())
+            .unwrap(),
+        &once(&server, &client)
+            .server_terms(Cipher::default())
+            .unwrap(),
+        "any host",
+    );
+    assert_eq!(connected.unwrap().0.peer, server.public().to_string());
+    assert_eq!(accepted.unwrap().0.peer, client.public().to_string());
+    let (_, at_server) = try_both(&once(&client, &server), &once(&server, &other));
+    let key = client.public();
+    assert_eq!(
+        at_server,
+        format!("refusing the client: its key is not trusted: {key}")
+    );
 }
 
 #[test]
