@@ -4,6 +4,7 @@ pub(crate) mod attempts;
 pub(crate) mod gateway;
 pub(crate) mod inspect;
 pub(crate) mod keys;
+pub(crate) mod libvirt;
 pub(crate) mod migrate;
 pub(crate) mod pages;
 pub(crate) mod probe;

@@ -163,7 +163,12 @@ pub struct Access {
 impl Access {
     /// Who may connect.
     pub fn peers(&self) -> Peers {
-        Peers::own_and(self.peer_uid.iter().copied())
+        self.peers_besides([])
+    }
+
+    /// Who may connect, with others that are allowed to anyway.
+    pub fn peers_besides(&self, others: impl IntoIterator<Item = u32>) -> Peers {
+        Peers::own_and(self.peer_uid.iter().copied().chain(others))
     }
 }
 
@@ -236,6 +241,21 @@ impl DeviceShares {
     pub fn of_devices(&self) -> Option<(PathBuf, Weight)> {
         let directory = self.device_shares.clone()?;
         Some((directory, Weight::new(self.priority)))
+    }
+}
+
+/// As without any option.
+impl Default for Hardware {
+    fn default() -> Self {
+        Self {
+            accel: Accel::Auto,
+            iaa_path: DevicePath::AUTO,
+            shares: DeviceShares {
+                device_shares: None,
+                priority: 4,
+            },
+            verify: Verify::Sample,
+        }
     }
 }
 

@@ -29,6 +29,8 @@ use vamoose::{
     watchable,
 };
 
+pub(crate) use self::config::{qemu_users, uid};
+
 /// Pass all migrations between this host and others on, compressed and encrypted
 ///
 /// Runs until it is told to end. Whoever migrates a guest (libvirt, for example) has QEMU connect to an address of this host that
@@ -132,6 +134,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     })?;
     info!("ended");
     Ok(())
+}
+
+/// What a gateway with this file does.
+pub(crate) fn configuration(file: &Path) -> Result<GatewayConfig> {
+    let config = File::read(file)?.into_config(&Hardware::default(), Duration::ZERO);
+    config.with_context(|| file.display().to_string())
 }
 
 fn obey(signals: &mut Signals, drain: &dyn Fn(), stop: &dyn Fn(), reload: &dyn Fn()) {

@@ -1,14 +1,18 @@
 //! `virsh migrate` between two hosts of libvirt through relays and through gateways, and cancelled in the middle. `make libvirt`
-//! does more.
+//! does more. And what sets libvirt up for it.
 
-use std::time::Instant;
+use std::{
+    env, fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, time::Instant,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use lab::{
     guest::{Image, Load},
-    libvirt::{self, Domain, Ended, Generation, Hosts, Passage, Way},
-    vamoose::Keys,
+    libvirt::{self, Domain, Ended, Generation, Hosts, Passage, Way, Where},
+    vamoose::{Keys, Vamoose},
 };
+use rustix::process::Signal;
+use tempfile::TempDir;
 
 use crate::common::{LIMIT, vamoose};
 
@@ -32,13 +36,27 @@ fn a_guest_moves_through_gateways_and_stays_when_it_is_cancelled() -> Result<()>
     with_all_generations(Way::Gateways)
 }
 
+#[test]
+fn a_guest_moves_by_one_command_and_stays_when_it_is_cancelled() -> Result<()> {
+    in_all_generations(by_one_command)
+}
+
+#[test]
+fn libvirt_is_set_up_for_gateways() -> Result<()> {
+    in_all_generations(set_up)
+}
+
 fn with_all_generations(way: Way) -> Result<()> {
+    in_all_generations(|generation| cancelled_and_moved(generation, way))
+}
+
+fn in_all_generations(test: impl Fn(&Generation) -> Result<()>) -> Result<()> {
     if Image::build_or_skip(1)?.is_none() {
         return Ok(());
     }
     for generation in libvirt::available_or_skip()? {
         let context = || format!("libvirt {}", generation.version);
-        cancelled_and_moved(&generation, way).with_context(context)?;
+        test(&generation).with_context(context)?;
     }
     Ok(())
 }
@@ -84,4 +102,137 @@ fn migrate(arguments: &[String]) -> Vec<&str> {
     let command = ["migrate", "--live", "web1", "qemu+tcp://host2/system"];
     let arguments = arguments.iter().map(String::as_str);
     command.into_iter().chain(arguments).collect()
+}
+
+/// Between hosts that nothing has been set up on.
+fn by_one_command(generation: &Generation) -> Result<()> {
+    let image = Image::build(8)?;
+    let hosts = Hosts::start(generation, Way::Direct, &image, 1_000_000_000)?;
+    let mut domain = Domain::start(&hosts, &image, 192, &LOAD, false)?;
+    let tools = Tools::of(&hosts)?;
+    let host = &hosts.hosts[0];
+    let slow = Vamoose::start(tools.migrate(&hosts).args(["--max-bandwidth", "4M"]))?;
+    let start = Instant::now();
+    // Nothing tells that it has begun.
+    while !host
+        .virsh(["domjobinfo", "web1"])?
+        .stdout
+        .contains("Outgoing")
+    {
+        ensure!(
+            start.elapsed() < LIMIT,
+            "it did not begin: {}",
+            slow.stderr()
+        );
+        ensure!(!slow.has_ended()?, "{}", slow.stderr());
+    }
+    slow.signal(Signal::INT)?;
+    slow.finish(LIMIT)?.failure("cancelled")?;
+    domain.has_stayed()?;
+    // QEMU 7.2 loses writes of a guest that runs.
+    host.virsh(["suspend", "web1"])?.success()?;
+    let moved = Vamoose::start(&mut tools.migrate(&hosts))?.finish(LIMIT)?;
+    moved.success()?;
+    domain.has_moved("paused")?;
+    domain.resume()?;
+    let absent = Vamoose::start(&mut tools.migrate(&hosts))?.finish(LIMIT)?;
+    absent.failure("failed to get domain 'web1'")?;
+    Ok(())
+}
+
+/// Behind it, qemu.conf alone leads a migration through the gateways.
+fn set_up(generation: &Generation) -> Result<()> {
+    let (image, keys) = (Image::build(8)?, Keys::make(vamoose())?);
+    let mut hosts = Hosts::start(generation, Way::Direct, &image, 1_000_000_000)?;
+    let tools = Tools::of(&hosts)?;
+    for (at, other) in [(Where::First, Where::Second), (Where::Second, Where::First)] {
+        let host = at.of(&hosts);
+        let config = tools.folder.path().join("gateway.toml");
+        let text = format!(
+            "listen = [\"{}:4440\"]\nalias = \"{}\"\ninsecure = true\n\
+             peers.localhost = {{ alias = \"{}\", to = [\"{}:4440\"] }}\n",
+            host.address,
+            libvirt::alias(at),
+            libvirt::alias(other),
+            other.of(&hosts).address
+        );
+        fs::write(&config, text)?;
+        let qemu_conf = host.path("etc/libvirt/qemu.conf");
+        let before = fs::read_to_string(&qemu_conf)?;
+        let setup = |more: &[&str]| {
+            let mut command = host.outside(vamoose());
+            command.args(["libvirt", "setup", "--config"]).arg(&config);
+            command.arg("--qemu-conf").arg(&qemu_conf).args(more);
+            Vamoose::start(command.env("PATH", &tools.path))?.finish(LIMIT)
+        };
+        setup(&[])?.failure("4 problems")?;
+        ensure!(fs::read_to_string(&qemu_conf)? == before, "it has written");
+        let said = setup(&["--write"])?.success()?.stdout;
+        ensure!(said.contains("restart virtqemud"), "{said}");
+        ensure!(
+            said.contains(&format!("ok: libvirt {}", generation.version)),
+            "{said}"
+        );
+        let written = fs::read_to_string(&qemu_conf)?;
+        ensure!(written.starts_with(&before), "{written}");
+        let again = setup(&["--write"])?.success()?.stdout;
+        ensure!(again.contains("already"), "{again}");
+        host.kill("libvirtd.pid")?;
+        host.start_libvirtd()?;
+    }
+    hosts.way = Way::Gateways;
+    let mut domain = Domain::start(&hosts, &image, 192, &LOAD, false)?;
+    hosts.hosts[0].virsh(["suspend", "web1"])?.success()?;
+    let mut passage = Passage::new(&hosts, vamoose(), &keys)?;
+    let arguments = passage.prepare(domain.at())?;
+    let arguments = [migrate(&arguments), vec!["--parallel"]].concat();
+    hosts.hosts[0].virsh(arguments)?.success()?;
+    domain.has_moved("paused")?;
+    domain.resume()?;
+    ensure!(passage.said().contains("guest web1"), "{}", passage.said());
+    Ok(())
+}
+
+/// Programs that a host of the lab has in other namespaces than `vamoose`.
+struct Tools {
+    folder: TempDir,
+    path: String,
+    ssh: String,
+}
+
+impl Tools {
+    fn of(hosts: &Hosts) -> Result<Self> {
+        let folder = TempDir::new()?;
+        let [first, second] = &hosts.hosts;
+        script(&folder.path().join("virsh"), "", &first.command("virsh"))?;
+        let ssh = folder.path().join("ssh");
+        // Its first argument is the host.
+        script(&ssh, "shift", &second.outside(Path::new("env")))?;
+        let others = env::var("PATH").unwrap_or_default();
+        Ok(Self {
+            path: format!("{}:{others}", folder.path().display()),
+            ssh: ssh.display().to_string(),
+            folder,
+        })
+    }
+
+    fn migrate(&self, hosts: &Hosts) -> Command {
+        let [first, second] = &hosts.hosts;
+        let mut command = first.outside(vamoose());
+        command.args(["libvirt", "migrate", "web1", second.name]);
+        command.args(["--desturi", "qemu+tcp://host2/system", "--ssh", &self.ssh]);
+        command.args(["--address", &second.address.to_string()]);
+        command.arg("--remote-vamoose").arg(vamoose());
+        command.env("PATH", &self.path);
+        command
+    }
+}
+
+fn script(path: &Path, before: &str, command: &Command) -> Result<()> {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    let words = words.map(|word| format!("'{}' ", word.to_string_lossy()));
+    let words: String = words.collect();
+    fs::write(path, format!("#!/bin/sh\n{before}\nexec {words} \"$@\"\n"))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
+    Ok(())
 }

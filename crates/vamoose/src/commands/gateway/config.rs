@@ -408,12 +408,29 @@ fn ports_of(alias: Option<IpAddr>) -> RangeInclusive<u16> {
     first..=first + (COUNT - 1)
 }
 
+/// Whom QEMU runs as, of those that exist.
+pub(crate) fn qemu_users() -> Result<Vec<u32>> {
+    let known = passwd()?;
+    Ok(USERS
+        .into_iter()
+        .filter_map(|it| uid_in(&known, it))
+        .collect())
+}
+
+/// The number of a user, by its name or itself.
+pub(crate) fn uid(user: &str) -> Option<u32> {
+    let by_name = || uid_in(&passwd().ok()?, user);
+    user.parse().ok().or_else(by_name)
+}
+
+fn passwd() -> Result<String> {
+    fs::read_to_string("/etc/passwd").context("cannot read /etc/passwd")
+}
+
 /// Whose connections are taken, besides root's and our own user's. Those who are named have to exist.
 fn users(named: Option<&[String]>) -> Result<Peers> {
-    let known = fs::read_to_string("/etc/passwd").context("cannot read /etc/passwd")?;
-    let uid = |name: &str| name.parse().ok().or_else(|| uid_in(&known, name));
     let Some(named) = named else {
-        return Ok(Peers::own_and(USERS.into_iter().filter_map(uid)));
+        return Ok(Peers::own_and(qemu_users()?));
     };
     let uids = named.iter().map(|name| {
         uid(name).with_context(|| format!("there is no `{name}` in /etc/passwd: give a number"))

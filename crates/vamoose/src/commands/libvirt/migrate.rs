@@ -1,0 +1,358 @@
+//! `vamoose libvirt migrate`: one guest between two hosts that are not set up for it.
+//!
+//! ```text
+//!  virsh ── migrate ──> libvirt ─> QEMU ─ 127.0.0.1:PORT ─> relay, in this process
+//!                                                             ║ one-time keys
+//!  ssh HOST vamoose libvirt receive ────────────────────────> relay ─ 127.0.0.1:PORT ─> QEMU of HOST
+//! ```
+
+use std::{
+    io::{self, BufRead as _, BufReader, IsTerminal as _, Write as _},
+    ops::Range,
+    process::{self, Child, ChildStdin, Command, ExitStatus, Stdio},
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, RecvTimeoutError},
+    },
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use clap::Args;
+use signal_hook::{
+    consts::{SIGINT, SIGTERM},
+    iterator::Signals,
+};
+use tracing::info;
+use vamoose_link::{Address, Hangup, Listener, OneTimeKey, Remote, Security, SessionConfig};
+use vamoose_relay::{Config, Dialer, Relay, RelayError, Summary};
+
+use super::{
+    receive::{MARK, Ready, Request, at},
+    virsh,
+};
+use crate::commands::gateway;
+use vamoose::options::{Access, Encoding, MethodName};
+
+/// Migrate a running guest to another host of libvirt, which needs nothing but ssh and this program
+///
+/// Relays of both hosts, with keys that are made for this once, carry the guest's memory; they end with it. Ctrl-C cancels: the
+/// guest keeps running here.
+#[derive(Args, Debug)]
+pub(super) struct Options {
+    /// Name of the guest
+    domain: String,
+    /// The other host, as ssh knows it
+    host: String,
+    /// Where libvirt of this host finds the other one [default: qemu+ssh://HOST/system]
+    #[arg(long, value_name = "URI")]
+    desturi: Option<String>,
+    /// Command that runs a command on a host, with its options
+    #[arg(long, default_value = "ssh", value_name = "COMMAND")]
+    ssh: String,
+    /// This program on the other host
+    #[arg(long, default_value = "vamoose", value_name = "PATH")]
+    remote_vamoose: String,
+    /// Address of the other host for the guest's memory [default: where ssh has reached it]
+    #[arg(long, value_name = "ADDRESS")]
+    address: Option<String>,
+    /// Port of the other host for the guest's memory, if not any
+    #[arg(
+        long,
+        default_value_t = 0,
+        hide_default_value = true,
+        value_name = "PORT"
+    )]
+    port: u16,
+    /// Number of data channels
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u8).range(1..))]
+    channels: u8,
+    #[command(flatten)]
+    encoding: Encoding,
+    #[command(flatten)]
+    access: Access,
+    /// Further options for `virsh migrate`, such as --persistent or --timeout 60
+    #[arg(last = true, value_name = "VIRSH_OPTION")]
+    virsh_options: Vec<String>,
+}
+
+pub(super) fn run(options: &Options) -> Result<()> {
+    let (domain, host) = (&*options.domain, &*options.host);
+    ensure!(!host.starts_with('-'), "{host} is no name of a host");
+    let state = virsh::state(domain).context("on this host")?;
+    ensure!(
+        ["running", "paused"].contains(&&*state),
+        "on this host, {domain} is {state}: only a guest that runs, or is paused, can be migrated live"
+    );
+    let config = options.encoding.config(MethodName::Auto)?;
+    let own = OneTimeKey::generate()?;
+    let mut listeners = listeners(options, config.stall_timeout)?;
+    let request = Request {
+        key: own.public().to_string(),
+        ports: listeners.iter().map(|(port, _)| *port).collect(),
+        listen: options.port,
+        page_size: u32::try_from(options.encoding.page_size.0)?,
+        stall_timeout: config.stall_timeout.as_secs(),
+    };
+    let (far, ready) = Far::start(options, &request)?;
+    let chosen = listeners.iter().position(|(port, _)| *port == ready.port);
+    let chosen =
+        chosen.with_context(|| format!("{host} has chosen a port that is none of ours"))?;
+    let (port, listener) = listeners.swap_remove(chosen);
+    drop(listeners);
+    let peer = ready
+        .key
+        .parse()
+        .with_context(|| format!("the key of {host}"))?;
+    let session = SessionConfig {
+        stall_timeout: config.stall_timeout,
+        ..SessionConfig::new(Security::OneTime { own, peer })
+    };
+    let name = host.rsplit('@').next().unwrap_or(host).to_owned();
+    let to = Address::Tcp {
+        host: options.address.clone().or(ready.address).unwrap_or(name),
+        port: ready.listen,
+    };
+    let remote = Remote {
+        paths: vec![to.into()],
+        config: session,
+    };
+    let moved = relayed(options, port, &listener, remote, &config);
+    match moved {
+        Ok(summary) => {
+            far.finish()?;
+            info!(
+                "{domain} has moved to {host} in {:.1} s",
+                summary.total_time.as_secs_f64()
+            );
+            Ok(())
+        }
+        Err(error) => {
+            far.end();
+            let state = virsh::state(domain);
+            Err(error.context(match state {
+                Ok(state) => format!("{domain} has not moved to {host}: here it is {state}"),
+                Err(_) => format!("{domain} is not known here any more: look for it on {host}"),
+            }))
+        }
+    }
+}
+
+/// Runs `virsh migrate` through a relay in this process. Cancelled by a signal.
+fn relayed(
+    options: &Options,
+    port: u16,
+    listener: &Listener,
+    remote: Remote,
+    config: &Config,
+) -> Result<Summary> {
+    let (hangup, stats, dialer) = (Hangup::new()?, Arc::default(), Dialer::remote(remote));
+    let relay = Relay {
+        accept: listener,
+        dialer: &dialer,
+        config,
+        hangup: &hangup,
+        stats: &stats,
+        on_loaded: &|| (),
+    };
+    let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot catch signals")?;
+    let handle = signals.handle();
+    let mut virsh = options.virsh(port).spawn().map_err(virsh::cannot_run)?;
+    thread::scope(|scope| {
+        let relay = scope.spawn(|| relay.run());
+        let (send, events) = mpsc::channel();
+        scope.spawn({
+            let send = send.clone();
+            // Nobody listens any more behind virsh's end.
+            move || {
+                signals
+                    .forever()
+                    .for_each(|_| drop(send.send(Event::Signal)))
+            }
+        });
+        scope.spawn(move || send.send(Event::Ended(virsh.wait())));
+        let ended = wait(&events, &options.domain);
+        handle.close();
+        if !matches!(&ended, Ok((status, _)) if status.success()) {
+            hangup.hang_up();
+        }
+        let relayed = relay.join();
+        let (status, was_cancelled) = ended?;
+        let relayed: Result<Summary, RelayError> = match relayed {
+            Ok(relayed) => relayed,
+            Err(_) => bail!("the relay of this host has ended by a panic"),
+        };
+        if status.success() {
+            let summary =
+                relayed.context("the guest has moved, but the relay of this host failed")?;
+            if let Some(session) = dialer.with() {
+                session.drain(config.stall_timeout);
+            }
+            return Ok(summary);
+        }
+        match relayed {
+            _ if was_cancelled => bail!("cancelled"),
+            Err(error) if !matches!(error, RelayError::Cancelled) => Err(error)
+                .context("virsh migrate failed, see above, and so did the relay of this host"),
+            _ => bail!("virsh migrate failed, see above"),
+        }
+    })
+}
+
+enum Event {
+    Signal,
+    Ended(io::Result<ExitStatus>),
+}
+
+/// Waits for the end of `virsh migrate`, and cancels the migration at a signal. The second is whether it did.
+fn wait(events: &Receiver<Event>, domain: &str) -> Result<(ExitStatus, bool)> {
+    const AGAIN: Duration = Duration::from_millis(200);
+    let mut is_cancelled = false;
+    loop {
+        let event = match is_cancelled {
+            false => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            true => events.recv_timeout(AGAIN),
+        };
+        match event {
+            Ok(Event::Ended(status)) => {
+                return Ok((status.context("waiting for virsh")?, is_cancelled));
+            }
+            Ok(Event::Signal) => is_cancelled = true,
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => bail!("nobody waits for virsh"),
+        }
+        // Refused as long as there is nothing to cancel, and when it has been.
+        let _ = virsh::output(["domjobabort", "--domain", domain]);
+    }
+}
+
+impl Options {
+    fn virsh(&self, port: u16) -> Command {
+        let mut command = virsh::command();
+        let (channels, uri) = (self.channels.to_string(), self.desturi());
+        let at = format!("tcp://127.0.0.1:{port}");
+        command.args(["migrate", "--live", "--parallel", "--parallel-connections"]);
+        command.args([&channels, "--listen-address", "127.0.0.1", "--migrateuri"]);
+        command.arg(at);
+        if io::stderr().is_terminal() {
+            command.arg("--verbose");
+        }
+        command.args(&self.virsh_options);
+        command.args(["--domain", &self.domain, "--desturi", &uri]);
+        command
+    }
+
+    fn desturi(&self) -> String {
+        let default = || format!("qemu+ssh://{}/system", self.host);
+        self.desturi.clone().unwrap_or_else(default)
+    }
+}
+
+/// Sockets for this host's QEMU, and their ports, of which the other host takes one: none that libvirt chooses, nor the system
+/// for connections.
+fn listeners(options: &Options, stall_timeout: Duration) -> Result<Vec<(u16, Listener)>> {
+    const PORTS: Range<u16> = 20_000..32_000;
+    const ENOUGH: usize = 8;
+    let peers = options.access.peers_besides(gateway::qemu_users()?);
+    // Migrations that begin at once begin at different ones.
+    let before = process::id() as usize % PORTS.len();
+    let ports = PORTS.cycle().skip(before).take(PORTS.len());
+    let bound = ports.filter_map(|port| {
+        let listener = Listener::bind_for(&at(port), stall_timeout, peers.clone()).ok()?;
+        Some((port, listener))
+    });
+    let bound: Vec<_> = bound.take(ENOUGH).collect();
+    ensure!(
+        !bound.is_empty(),
+        "on this host, none of the ports {PORTS:?} is free"
+    );
+    Ok(bound)
+}
+
+/// `vamoose libvirt receive` on the other host. It ends when this is dropped.
+struct Far<'a> {
+    host: &'a str,
+    child: Child,
+    /// Open as long as it is to run.
+    stdin: ChildStdin,
+}
+
+impl<'a> Far<'a> {
+    fn start(options: &'a Options, request: &Request) -> Result<(Self, Ready)> {
+        let host = &*options.host;
+        let ssh = options.ssh.split_whitespace();
+        let program = options.ssh.split_whitespace().next();
+        let program = program.context("--ssh: a command is needed")?;
+        let mut command = Command::new("sh");
+        // Ctrl-C is for the migration: it ends in order, and ssh with it.
+        command.args(["-c", "trap '' INT; exec \"$@\"", "sh"]);
+        command.args(ssh).arg(host);
+        command.args([&options.remote_vamoose, "libvirt", "receive"]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command
+            .stderr(Stdio::piped())
+            .spawn()
+            .context("cannot run sh")?;
+        let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let (Some(stdin), Some(stdout), Some(stderr)) = pipes else {
+            bail!("{program} has no pipes");
+        };
+        let name = host.to_owned();
+        // It ends with the child.
+        thread::spawn(move || {
+            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                eprintln!("{name}: {line}");
+            }
+        });
+        let mut far = Self { host, child, stdin };
+        // If it has ended, the answer is missing, too.
+        let _ = writeln!(far.stdin, "{}", serde_json::to_string(request)?);
+        let mut lines = BufReader::new(stdout).lines().map_while(Result::ok);
+        let ready = lines.find_map(|line| line.strip_prefix(MARK).map(str::to_owned));
+        let Some(ready) = ready else {
+            let status = far.child.wait().context("waiting for ssh")?;
+            bail!(far.reason(status, options));
+        };
+        let ready = serde_json::from_str(&ready);
+        let ready =
+            ready.with_context(|| format!("the vamoose of {host} is of another version"))?;
+        Ok((far, ready))
+    }
+
+    /// Why it has not even begun.
+    fn reason(&self, status: ExitStatus, options: &Options) -> String {
+        let (host, vamoose) = (self.host, &options.remote_vamoose);
+        match status.code() {
+            Some(255) => format!("cannot reach {host} by `{}`, see above", options.ssh),
+            Some(126 | 127) => format!(
+                "`{}` is not here, or `{vamoose}` is not on {host}: install it there, or tell where it is by --remote-vamoose",
+                options.ssh
+            ),
+            _ => format!(
+                "`{vamoose}` failed on {host} ({status}), see above: is it of the same version?"
+            ),
+        }
+    }
+
+    /// Without its standard input, it ends.
+    fn end(self) {
+        let Self {
+            mut child, stdin, ..
+        } = self;
+        drop(stdin);
+        // Nothing depends on how.
+        let _ = child.wait();
+    }
+
+    /// Waits until it has ended by itself: its guest has loaded.
+    fn finish(mut self) -> Result<()> {
+        let status = self.child.wait().context("waiting for ssh")?;
+        let host = self.host;
+        ensure!(
+            status.success(),
+            "the relay of {host} failed ({status}), see above"
+        );
+        Ok(())
+    }
+}

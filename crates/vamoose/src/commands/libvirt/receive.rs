@@ -1,0 +1,151 @@
+//! The other end of `vamoose libvirt migrate`, which starts this over ssh: a relay for one migration, which nothing of remains.
+//!
+//! ```text
+//!  migrate                                     receive, on the other host
+//!     Request, a line ───── its stdin ────────────>  takes a port at which its QEMU can wait, and listens for the relay
+//!     Ready, a line behind MARK <── its stdout ────
+//!     the end of stdin ─────────────────────────> ends
+//! ```
+
+use std::{
+    env,
+    io::{self, BufRead as _, Read as _, Write as _},
+    net::{Ipv4Addr, TcpListener},
+    process,
+    sync::Arc,
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context as _, Error, Result, bail};
+use multifd::Layout;
+use serde::{Deserialize, Serialize};
+use vamoose_codec::Settings;
+use vamoose_link::{
+    Address, Hangup, Listener, MethodChoice, OneTimeKey, Peers, PublicKey, Security, SessionConfig,
+    Sessions,
+};
+use vamoose_relay::{Config, Dialer, Relay};
+
+use vamoose::options::Hardware;
+
+/// What the source's host asks for.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Request {
+    /// Its key.
+    pub(super) key: String,
+    /// Ports of loopback that are its own there.
+    pub(super) ports: Vec<u16>,
+    /// Where to listen for it; 0 for any port.
+    pub(super) listen: u16,
+    pub(super) page_size: u32,
+    /// Seconds.
+    pub(super) stall_timeout: u64,
+}
+
+/// What it gets.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Ready {
+    pub(super) key: String,
+    /// Of loopback: the one of its ports that is free here, too.
+    pub(super) port: u16,
+    /// Where the relay listens.
+    pub(super) listen: u16,
+    /// Where ssh has reached this host.
+    pub(super) address: Option<String>,
+}
+
+/// Before the line with [`Ready`]: shells have their own things to say.
+pub(super) const MARK: &str = "vamoose-ready ";
+
+pub(super) fn run() -> Result<()> {
+    let mut line = String::new();
+    io::stdin().lock().read_line(&mut line)?;
+    let request: Request = serde_json::from_str(&line)
+        .context("`vamoose libvirt migrate` of another version has started this")?;
+    let stall_timeout = Duration::from_secs(request.stall_timeout);
+    let own = OneTimeKey::generate()?;
+    let peer: PublicKey = request.key.parse()?;
+    let key = own.public().to_string();
+    let listener = listen(request.listen, stall_timeout)?;
+    let &Address::Tcp { port: listen, .. } = listener.address() else {
+        bail!("a TCP socket without a port");
+    };
+    let sessions = SessionConfig {
+        stall_timeout,
+        ..SessionConfig::new(Security::OneTime { own, peer })
+    };
+    let accept = Sessions::new(vec![listener], sessions)?;
+    let port = free(&request.ports).context("none of the source's ports is free on this host")?;
+    let restores = Hardware::default().engines(Settings::default())?;
+    let mut config = Config::new(MethodChoice::Fixed(restores));
+    config.restore = true;
+    config.layout = Layout::new(request.page_size)?;
+    config.stall_timeout = stall_timeout;
+    let ready = Ready {
+        key,
+        port,
+        listen,
+        address: reached_at(),
+    };
+    println!("{MARK}{}", serde_json::to_string(&ready)?);
+    io::stdout().flush()?;
+    let hangup = Hangup::new()?;
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            // Nothing more comes: the other end, or ssh, has ended.
+            let _ = io::stdin().lock().read_to_end(&mut Vec::new());
+            hangup.hang_up();
+        });
+        let result = Relay {
+            accept: &accept,
+            dialer: &Dialer::new(at(port)),
+            config: &config,
+            hangup: &hangup,
+            stats: &Arc::default(),
+            on_loaded: &|| (),
+        }
+        .run();
+        match result {
+            Ok(_) => {
+                accept.drain(stall_timeout);
+                // The other thread reads on until the other end has ended, too.
+                process::exit(0);
+            }
+            // Whoever has hung up knows.
+            Err(_) if hangup.is_hung_up() => Ok(()),
+            Err(error) => {
+                eprintln!("vamoose: {:#}", Error::from(error));
+                process::exit(1);
+            }
+        }
+    })
+}
+
+/// Where QEMUs and relays meet.
+pub(super) fn at(port: u16) -> Address {
+    Address::Tcp {
+        host: Ipv4Addr::LOCALHOST.to_string(),
+        port,
+    }
+}
+
+/// Everywhere: who may connect is a matter of keys.
+fn listen(port: u16, stall_timeout: Duration) -> Result<Listener> {
+    let bind = |host: &str| {
+        let host = host.to_owned();
+        Listener::bind_for(&Address::Tcp { host, port }, stall_timeout, Peers::anyone())
+    };
+    Ok(bind("::").or_else(|_| bind("0.0.0.0"))?)
+}
+
+fn free(ports: &[u16]) -> Option<u16> {
+    let is_free = |port: &u16| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok();
+    ports.iter().copied().find(is_free)
+}
+
+/// sshd tells: the client's address and port, and its own.
+fn reached_at() -> Option<String> {
+    let connection = env::var("SSH_CONNECTION").ok()?;
+    connection.split(' ').nth(2).map(str::to_owned)
+}
