@@ -288,11 +288,13 @@ mod tests {
     use super::*;
 
     fn problems(findings: &[Finding]) -> Vec<&str> {
-        let problem = |it| match it {
-            &Finding::Problem(ref text) => Some(&**text),
-            Finding::Fine(_) | Finding::Note(_) => None,
-        };
-        findings.iter().filter_map(problem).collect()
+        let mut problems = Vec::new();
+        for finding in findings {
+            if let Finding::Problem(text) = finding {
+                problems.push(&**text);
+            }
+        }
+        problems
     }
 
     #[test]
