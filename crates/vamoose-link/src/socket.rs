@@ -558,6 +558,8 @@ impl Drop for Listener {
 fn listen_tcp(host: &str, port: u16) -> io::Result<(Kind, Address)> {
     let host = if host.is_empty() { "::" } else { host };
     let listener = TcpListener::bind((host, port))?;
+    // The standard library has a queue of 128: behind a burst of others, clients would wait for seconds to be let in.
+    listen(&listener, BACKLOG)?;
     listener.set_nonblocking(true)?;
     let address = Address::Tcp {
         host: host.to_owned(),
@@ -743,6 +745,21 @@ mod tests {
         for wrong in [dialled.as_raw_fd(), RawFd::MAX] {
             assert!(Listener::passed(wrong, Duration::from_secs(1), Peers::anyone()).is_err());
         }
+    }
+
+    #[test]
+    fn a_burst_of_connections_waits_in_the_queue() {
+        let address = Address::Tcp {
+            host: "127.0.0.1".to_owned(),
+            port: 0,
+        };
+        let listener = Listener::bind(&address, Duration::from_secs(1)).unwrap();
+        let Address::Tcp { port, .. } = *listener.address() else {
+            panic!("it is TCP");
+        };
+        let address = SocketAddr::from(([127, 0, 0, 1], port));
+        let connect = |_| TcpStream::connect_timeout(&address, Duration::from_secs(20)).unwrap();
+        let _clients: Vec<_> = (0..300).map(connect).collect();
     }
 
     #[test]
