@@ -1,12 +1,13 @@
 //! The server of sessions: accepts connections, and attaches each to its stream.
 //!
 //! ```text
-//! listener ─> pace ─> admission ─> TLS ─> Hello, Attach ─┬─ new stream ──> first bytes ─> PollQueue
-//!             (rate)  (how many)   (who)   (which stream) └─ known stream: goes on
+//! listener ─> admission ─> pace ─> TLS ─> Hello, Attach ─┬─ new stream ──> first bytes ─> PollQueue
+//!             (how many)  (rate)   (who)   (which stream) └─ known stream: goes on
 //! ```
 //!
 //! Until it has proved that it belongs to a session, a connection costs a thread and a few KiB, for a limited time, and
-//! there are [`STRANGERS`] at most, [`OF_ONE_ADDRESS`] of them from one address.
+//! there are [`STRANGERS`] at most, [`OF_ONE_ADDRESS`] of them from one address. Those that are not admitted, send nothing or
+//! close at once take no turn of the rate: nobody waits behind them.
 
 use std::{
     collections::HashMap,
@@ -18,7 +19,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use rustix::{
+    event::{EventfdFlags, PollFd, PollFlags, eventfd},
+    net::{RecvFlags, recv},
+};
 use thiserror::Error;
 use tracing::{debug, info, warn};
 use vamoose_session::handshake::{
@@ -61,6 +65,7 @@ struct Server {
     sessions: Mutex<HashMap<SessionId, Weak<Shared>>>,
     strangers: Mutex<HashMap<Option<IpAddr>, usize>>,
     introduced: PollQueue<Introduced>,
+    pace: Pace,
     /// Since when warnings are counted, and how many there were.
     warned: Mutex<(Instant, u32)>,
     end: OwnedFd,
@@ -108,6 +113,7 @@ impl Sessions {
             sessions: Mutex::default(),
             strangers: Mutex::default(),
             introduced: PollQueue::new()?,
+            pace: Pace::new(),
             warned: Mutex::new((Instant::now(), 0)),
             end: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map_err(io::Error::from)?,
@@ -198,7 +204,6 @@ pub enum SessionsError {
 
 impl Server {
     fn accept(self: &Arc<Self>, listeners: &[Listener]) {
-        let mut pace = Pace::new();
         loop {
             let mut fds = vec![PollFd::new(&self.end, PollFlags::IN)];
             let polled = listeners.iter();
@@ -208,7 +213,7 @@ impl Server {
             }
             for listener in listeners {
                 match listener.try_accept() {
-                    Ok(Some(socket)) => self.admit(socket, &mut pace),
+                    Ok(Some(socket)) => self.admit(socket),
                     Ok(None) => {}
                     Err(error) => {
                         warn!("{}; trying again", chain(&error));
@@ -219,14 +224,12 @@ impl Server {
         }
     }
 
-    fn admit(self: &Arc<Self>, socket: Socket, pace: &mut Pace) {
+    fn admit(self: &Arc<Self>, socket: Socket) {
         let address = socket.peer_ip();
-        // Who is refused for its address costs the others no time.
         let Some(stranger) = Stranger::admit(self, address) else {
             self.warn(&"too many connections are in their handshake", address);
             return;
         };
-        pace.keep();
         let greet = move || {
             let done = stranger.server.shake_hands(socket);
             let server = stranger.server.clone();
@@ -245,6 +248,8 @@ impl Server {
     fn shake_hands(&self, socket: Socket) -> Result<Option<Arc<Carried>>, TurnedAway> {
         let deadline = Instant::now() + HANDSHAKE;
         let address = socket.peer_ip();
+        wait_for_client(&socket, deadline)?;
+        self.pace.keep();
         let terms = self.terms()?;
         let secured = terms.map(|terms| terms.accept(&socket, left(deadline)));
         let secured = secured.transpose().inspect_err(|error| {
@@ -421,6 +426,18 @@ impl Server {
     }
 }
 
+/// Waits until the client has sent something: only then does its handshake cost more than waiting.
+fn wait_for_client(socket: &Socket, deadline: Instant) -> io::Result<()> {
+    let mut fds = [PollFd::new(socket, PollFlags::IN)];
+    if !wait_until(&mut fds, Some(deadline))? {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    match recv(socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT)? {
+        (_, 0) => Err(io::ErrorKind::UnexpectedEof.into()),
+        _ => Ok(()),
+    }
+}
+
 /// Tells the client why its connection goes no further.
 fn refuse(
     mut connection: NewConnection,
@@ -487,22 +504,24 @@ impl Drop for Stranger {
 
 /// Keeps handshakes at their rate.
 struct Pace {
-    due: Instant,
+    due: Mutex<Instant>,
 }
 
 impl Pace {
     fn new() -> Self {
-        Self {
-            due: Instant::now(),
-        }
+        let due = Mutex::new(Instant::now());
+        Self { due }
     }
 
     /// Waits until the next handshake may begin.
-    fn keep(&mut self) {
+    fn keep(&self) {
         let gap = Duration::from_secs(1) / RATE;
         let now = Instant::now();
-        self.due = self.due.max(now) + gap;
-        let ahead = self.due.duration_since(now);
+        let ahead = {
+            let mut due = lock(&self.due);
+            *due = due.max(now) + gap;
+            due.duration_since(now)
+        };
         thread::sleep(ahead.saturating_sub(gap * BURST));
     }
 }
