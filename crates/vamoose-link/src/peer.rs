@@ -4,7 +4,7 @@
 //! can connect, and so can a guest behind QEMU's user-mode network.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashMap, HashSet},
     fs::File,
     io::{self, BufRead as _, BufReader},
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream},
@@ -32,13 +32,29 @@ pub enum Peer {
 /// # Errors
 /// When the system does not provide it, for example without /proc.
 pub fn peer_of(stream: &Socket) -> io::Result<Peer> {
-    match stream {
-        Socket::Unix(stream) => {
-            let peer = memory::peer_credentials(stream.as_fd())?;
-            Ok(Peer::Uid(peer.uid))
-        }
-        Socket::Tcp(stream) => peer_of_tcp(stream),
-    }
+    let peers = peers_of([stream])?;
+    Ok(peers.first().copied().unwrap_or(Peer::Unknown))
+}
+
+/// The same of several, in their order. The system's tables of connections are read once for all: that takes long where
+/// there are many.
+///
+/// # Errors
+/// As [`peer_of`].
+pub fn peers_of<'a>(streams: impl IntoIterator<Item = &'a Socket>) -> io::Result<Vec<Peer>> {
+    let known = streams.into_iter().map(Known::of).collect::<Vec<_>>();
+    let ends = known.iter().filter_map(|it| match it {
+        Known::Peer(_) => None,
+        Known::Ends(ends) => Some(*ends),
+    });
+    let owners = other_ends(ends.collect())?;
+    let peers = known.into_iter().map(|it| match it {
+        Known::Peer(peer) => peer,
+        Known::Ends(ends) => owners
+            .get(&ends)
+            .map_or(Peer::Unknown, |owner| Peer::Uid(owner.uid)),
+    });
+    Ok(peers.collect())
 }
 
 /// Which users on this host may connect. Other hosts are not judged here: that is for the address to decide on which
@@ -95,43 +111,90 @@ const ROOT: u32 = 0;
 pub fn peer_inode(stream: &Socket) -> io::Result<Option<u64>> {
     match stream {
         Socket::Unix(_) => Ok(None),
-        Socket::Tcp(stream) => Ok(other_end(stream)?.map(|owner| owner.inode)),
+        Socket::Tcp(stream) => {
+            let owners = other_ends([Ends::of(stream)?].into())?;
+            Ok(owners.into_values().next().map(|owner| owner.inode))
+        }
     }
 }
 
-fn peer_of_tcp(stream: &TcpStream) -> io::Result<Peer> {
-    let (near, far) = ends(stream)?;
-    // Who connects to one of this host's own addresses does it from that address.
-    if !far.ip().is_loopback() && far.ip() != near.ip() {
-        return Ok(Peer::Remote);
+/// What a socket itself tells of its peer.
+enum Known {
+    Peer(Peer),
+    /// It is for the system's tables to say.
+    Ends(Ends),
+}
+
+impl Known {
+    fn of(stream: &Socket) -> Self {
+        // One that has gone again has no peer any more.
+        Self::try_of(stream).unwrap_or(Self::Peer(Peer::Unknown))
     }
-    let owner = other_end(stream)?;
-    Ok(owner.map_or(Peer::Unknown, |owner| Peer::Uid(owner.uid)))
+
+    fn try_of(stream: &Socket) -> io::Result<Self> {
+        let stream = match stream {
+            Socket::Unix(stream) => {
+                let peer = memory::peer_credentials(stream.as_fd())?;
+                return Ok(Self::Peer(Peer::Uid(peer.uid)));
+            }
+            Socket::Tcp(stream) => stream,
+        };
+        let ends = Ends::of(stream)?;
+        let (near, far) = (ends.near.ip(), ends.far.ip());
+        // Who connects to one of this host's own addresses does it from that address.
+        match far.is_loopback() || far == near {
+            true => Ok(Self::Ends(ends)),
+            false => Ok(Self::Peer(Peer::Remote)),
+        }
+    }
 }
 
-/// Our address, and the peer's.
-fn ends(stream: &TcpStream) -> io::Result<(SocketAddr, SocketAddr)> {
-    let (near, far) = (stream.local_addr()?, stream.peer_addr()?);
-    Ok((canonical(near), canonical(far)))
+/// The addresses of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Ends {
+    near: SocketAddr,
+    far: SocketAddr,
 }
 
-/// The other end of a connection, where that is a socket on this host.
-fn other_end(stream: &TcpStream) -> io::Result<Option<Owner>> {
-    let (near, far) = ends(stream)?;
+impl Ends {
+    fn of(stream: &TcpStream) -> io::Result<Self> {
+        Ok(Self {
+            near: canonical(stream.local_addr()?),
+            far: canonical(stream.peer_addr()?),
+        })
+    }
+}
+
+/// The other ends of connections, of those where that is a socket on this host.
+fn other_ends(mut wanted: HashSet<Ends>) -> io::Result<HashMap<Ends, Owner>> {
+    let mut found = HashMap::new();
     // A socket of IPv6 may have a peer of IPv4 (::ffff:127.0.0.1), and either may be in the other's table.
     for table in ["/proc/net/tcp", "/proc/net/tcp6"] {
+        if wanted.is_empty() {
+            break;
+        }
         let file = match File::open(table) {
             // Without IPv6.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             file => file?,
         };
         for line in BufReader::new(file).lines() {
-            if let Some(owner) = owner(&line?, far, near) {
-                return Ok(Some(owner));
+            let Some((near, far, owner)) = owner(&line?) else {
+                continue;
+            };
+            // Seen from its peer.
+            if let Some(ends) = wanted.take(&Ends {
+                near: far,
+                far: near,
+            }) {
+                found.insert(ends, owner);
+                if wanted.is_empty() {
+                    break;
+                }
             }
         }
     }
-    Ok(None)
+    Ok(found)
 }
 
 /// A socket, as the tables have it.
@@ -145,27 +208,25 @@ fn canonical(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 
-/// Who has the established connection from `near` to `far`, if it is in this line of /proc/net/tcp or tcp6:
+/// The addresses, its own first, of an established connection in a line of /proc/net/tcp or tcp6, and who has it:
 ///
 /// ```text
 /// sl: local_address:port rem_address:port state queues timer retransmits uid timeout inode ...
 /// ```
 ///
 /// One that its process has closed belongs to no process and is listed as root's, so only those that are established count.
-fn owner(line: &str, near: SocketAddr, far: SocketAddr) -> Option<Owner> {
+fn owner(line: &str) -> Option<(SocketAddr, SocketAddr, Owner)> {
     let mut fields = line.split_ascii_whitespace().skip(1);
     let ends = [fields.next()?, fields.next()?];
     if fields.next()? != ESTABLISHED {
         return None;
     }
-    if parse_address(ends[0])? != near || parse_address(ends[1])? != far {
-        return None;
-    }
+    let (near, far) = (parse_address(ends[0])?, parse_address(ends[1])?);
     let mut fields = fields.skip(3);
     let uid = fields.next()?.parse().ok()?;
     // Of no process, if 0.
     let inode: u64 = fields.nth(1)?.parse().ok()?;
-    (inode != 0).then_some(Owner { uid, inode })
+    (inode != 0).then_some((near, far, Owner { uid, inode }))
 }
 
 const ESTABLISHED: &str = "01";
@@ -244,6 +305,24 @@ mod tests {
         assert_eq!(peer("::", "::ffff:127.0.0.1"), own);
     }
 
+    #[test]
+    fn peers_are_known_in_their_order() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let dial = || {
+            let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            (near, Socket::Tcp(listener.accept().unwrap().0))
+        };
+        let (_first, one) = dial();
+        let (closed, two) = dial();
+        drop(closed);
+        let (_third, three) = dial();
+        let four = Socket::Unix(UnixStream::pair().unwrap().0);
+        let own = Peer::Uid(geteuid().as_raw());
+        let peers = peers_of([&one, &two, &three, &four]).unwrap();
+        assert_eq!(peers, [own, Peer::Unknown, own, own]);
+        assert_eq!(peers_of([]).unwrap(), []);
+    }
+
     /// The system lists it as root's.
     #[test]
     fn a_peer_that_has_closed_is_not_taken_for_root() {
@@ -268,20 +347,16 @@ mod tests {
             inode: 4711,
         };
         for line in [v4, v6] {
-            assert_eq!(owner(line, near, far), Some(found));
-            assert_eq!(owner(line, far, near), None);
-            assert_eq!(owner(&line.replace(" 01 ", " 06 "), near, far), None);
-            assert_eq!(owner(&line.replace("4711", "0"), near, far), None);
+            assert_eq!(owner(line), Some((near, far, found)));
+            assert_eq!(owner(&line.replace(" 01 ", " 06 ")), None);
+            assert_eq!(owner(&line.replace("4711", "0")), None);
             for length in 0..line.len() - 10 {
                 // Nothing that is cut off is misread.
-                let cut = owner(&line[..length], near, far);
-                assert!(cut.is_none_or(|owner| owner.uid == 1000));
+                let cut = owner(&line[..length]);
+                assert!(cut.is_none_or(|(.., owner)| owner.uid == 1000));
             }
         }
-        assert_eq!(
-            owner("  sl  local_address rem_address   st", near, far),
-            None
-        );
+        assert_eq!(owner("  sl  local_address rem_address   st"), None);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use std::{
 use rustix::event::{PollFd, PollFlags};
 use tracing::{debug, warn};
 use vamoose_link::{
-    Address, Hangup, Listener, Peer, Peers, PollQueue, Socket, SocketError, Stream, lock, peer_of,
+    Address, Hangup, Listener, Peer, Peers, PollQueue, Socket, SocketError, Stream, lock, peers_of,
     wait_for,
 };
 
@@ -177,26 +177,34 @@ impl Front {
     }
 
     /// Takes out those that have begun and are welcome, and drops those that have ended without a byte. Who a stranger is takes
-    /// long to find out where there are many, so it is not asked of those that come and go.
+    /// long to find out where there are many, so it is asked once for all, and not of those that come and go.
     fn take_begun(&self, fresh: &mut Vec<Fresh>) -> Vec<Begun> {
         let mut begun = Vec::new();
         for it in std::mem::take(fresh) {
             match look(&it.socket, it.since.elapsed() >= SILENCE) {
-                Look::Is(first) if self.is_welcome(&it.at, &it.socket) => {
-                    begun.push((it.at, Arc::new(it.socket.into()), first));
-                }
-                Look::Is(_) => {}
+                Look::Is(first) => begun.push((it, first)),
                 Look::NotYet => fresh.push(it),
                 Look::Gone => debug!("{}: a connection was closed before its first byte", it.at),
             }
         }
-        begun
+        let peers = peers_of(begun.iter().map(|(it, _)| &it.socket));
+        let peers = peers.unwrap_or_else(|error| {
+            warn!("cannot tell who connects: {error}; all are turned away");
+            Vec::new()
+        });
+        let judged = begun.into_iter().zip(peers);
+        let welcome = judged.filter(|((it, _), peer)| self.is_welcome(&it.at, *peer));
+        welcome
+            .map(|((it, first), _)| (it.at, Arc::new(it.socket.into()), first))
+            .collect()
     }
 
-    fn is_welcome(&self, at: &Place, socket: &Socket) -> bool {
-        match peer_of(socket) {
-            Ok(peer) if lock(&self.users).allow(peer) => return true,
-            Ok(Peer::Uid(uid)) => warn!("{at}: turning away user {uid}, who is none of `users`"),
+    fn is_welcome(&self, at: &Place, peer: Peer) -> bool {
+        if lock(&self.users).allow(peer) {
+            return true;
+        }
+        match peer {
+            Peer::Uid(uid) => warn!("{at}: turning away user {uid}, who is none of `users`"),
             // Mostly one that has been closed already.
             unknown => debug!("{at}: turning away a connection: {unknown:?}"),
         }
