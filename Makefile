@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips cuts faults figures paths workloads libvirt package package-compare package-test
+.PHONY: help setup build demo test model flips load cuts faults figures paths workloads libvirt package package-compare package-test
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z-]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -35,6 +35,10 @@ model: setup   # Explore the model of the hand-over further (some minutes)
 # FLIPS and FLIPS_SEED set how many and which.
 flips: setup   # Flip 10,000 bits on the link between two Vamooses (some minutes)
 	cargo test -p vamoose-link --test all flips -- --include-ignored --nocapture
+
+# LOAD_MIGRATIONS and LOAD_STRANGERS set how many: 64 and 10000. As root, for strangers of another user.
+load: setup    # Many migrations at once through two gateways, while strangers connect without end (3 GiB of memory)
+	cargo test --release -p vamoose --test all gateway::load -- --ignored --nocapture
 
 cuts: setup    # Cut the link in every phase of migrations (CUTS="--table full --jobs 4")
 	cargo build --release -p vamoose -p lab --bin vamoose --bin cuts
