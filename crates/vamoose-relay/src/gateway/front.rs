@@ -1,8 +1,8 @@
 //! Where this host's QEMUs connect: the aliases of the peers, at every port, and the sockets of streams. What connects is looked at before it goes on.
 
 use std::{
-    collections::{HashMap, HashSet},
-    io,
+    collections::HashMap,
+    io, mem,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -34,13 +34,15 @@ pub(super) struct Front {
     rounds: Arc<Rounds>,
 }
 
-/// How far whoever accepts has got. A round accepts all that has come, and hands on what has begun.
+/// How far whoever accepts has got. A round accepts what has come, and hands on what has begun.
 pub(super) struct Rounds {
-    /// Those that are done, of those that could accept all.
+    /// Those that are done, of those that could accept.
     done: AtomicU64,
     could_not_accept: AtomicBool,
-    /// Where connections had come after the last one that had not begun.
-    held: Mutex<HashSet<Place>>,
+    /// Where more had come than the last round accepted, and the last one that accepted all there.
+    behind: Mutex<HashMap<Place, u64>>,
+    /// Where connections have not been handed on: all that came before this round began has been.
+    held: Mutex<HashMap<Place, u64>>,
     /// Begins the next one at once.
     wake: PollQueue<()>,
 }
@@ -50,18 +52,16 @@ pub(super) struct Fresh {
     at: Place,
     socket: Socket,
     since: Instant,
+    /// In which it was accepted.
+    round: u64,
 }
 
 /// A connection, where it came, and what it begins with.
 pub(super) type Begun = (Place, Arc<Stream>, First);
 
 /// Most connections of which it is not known yet what they are: more than the migrations of a host begin at once. Further ones
-/// wait in the queues of their sockets.
+/// wait in the queues of their sockets. Who floods one place does not hold up the others: each has its share of a round.
 const MOST_FRESH: usize = 1024;
-
-/// Most connections that wait in the queue of a listening socket, unless net.core.somaxconn has been raised: once that many have
-/// been accepted, so has all that was there before. Whoever connects without end does not hold up the others.
-const QUEUE: usize = 4096;
 
 /// For the system to have file descriptors again.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -126,9 +126,11 @@ impl Front {
             .iter()
             .map(|(at, listener)| (at.clone(), listener.clone()))
             .collect();
-        let open = if fresh.len() < MOST_FRESH {
+        let room = MOST_FRESH.saturating_sub(fresh.len());
+        let open = if room > 0 {
             &listeners[..]
         } else {
+            self.rounds.could_not_accept();
             &[]
         };
         let ready = {
@@ -149,38 +151,60 @@ impl Front {
             wait_for(&mut fds, late.min().unwrap_or(time).min(time))?;
             let polled = fds.iter().zip(open);
             let ready = polled.filter(|(fd, _)| !fd.revents().is_empty());
-            ready.map(|(_, listener)| listener).collect::<Vec<_>>()
+            ready.map(|(_, place)| place).collect::<Vec<_>>()
         };
         self.rounds.wake.pop();
-        for (at, listener) in ready {
-            self.accept(at, listener, fresh);
+        if room > 0 {
+            self.accept(&ready, room, fresh);
         }
         Ok(self.take_begun(fresh))
     }
 
-    fn accept(&self, at: &Place, listener: &Listener, fresh: &mut Vec<Fresh>) {
-        for _ in 0..QUEUE {
+    fn accept(&self, ready: &[&(Place, Arc<Listener>)], room: usize, fresh: &mut Vec<Fresh>) {
+        let share = (room / ready.len().max(1)).max(1);
+        let mut behind = lock(&self.rounds.behind);
+        let before = mem::take(&mut *behind);
+        for (at, listener) in ready {
+            if !self.accept_at(at, listener, share, fresh) {
+                let last = before.get(at).copied();
+                behind.insert(at.clone(), last.unwrap_or(self.rounds.done()));
+            }
+        }
+    }
+
+    /// Whether all were accepted.
+    fn accept_at(
+        &self,
+        at: &Place,
+        listener: &Listener,
+        most: usize,
+        fresh: &mut Vec<Fresh>,
+    ) -> bool {
+        for _ in 0..most {
             match listener.try_accept() {
                 Ok(Some(socket)) => fresh.push(Fresh {
                     at: at.clone(),
                     socket,
                     since: Instant::now(),
+                    round: self.rounds.done() + 1,
                 }),
-                Ok(None) => return,
+                Ok(None) => return true,
                 Err(error) => {
                     warn!("{}; trying again", chain(&error));
-                    self.rounds.could_not_accept.store(true, Ordering::Relaxed);
-                    return thread::sleep(PAUSE);
+                    self.rounds.could_not_accept();
+                    thread::sleep(PAUSE);
+                    return false;
                 }
             }
         }
+        false
     }
 
     /// Takes out those that have begun and are welcome, and drops those that have ended without a byte. Who a stranger is takes
     /// long to find out where there are many, so it is asked once for all, and not of those that come and go.
     fn take_begun(&self, fresh: &mut Vec<Fresh>) -> Vec<Begun> {
         let mut begun = Vec::new();
-        for it in std::mem::take(fresh) {
+        for it in mem::take(fresh) {
             match look(&it.socket, it.since.elapsed() >= SILENCE) {
                 Look::Is(first) => begun.push((it, first)),
                 Look::NotYet => fresh.push(it),
@@ -217,6 +241,7 @@ impl Rounds {
         Ok(Self {
             done: AtomicU64::new(0),
             could_not_accept: AtomicBool::new(false),
+            behind: Mutex::default(),
             held: Mutex::default(),
             wake: PollQueue::new()?,
         })
@@ -229,9 +254,9 @@ impl Rounds {
 
     /// Whether all has been handed on that had come at `at` when `done` rounds were done. If not, the next round begins at once.
     pub(super) fn have_passed(&self, done: u64, at: &Place) -> bool {
-        let held = lock(&self.held);
+        let until = lock(&self.held).get(at).copied();
         // The round that was under way may have accepted before that; the one behind it has not.
-        let have = self.done() >= done + 2 && !held.contains(at);
+        let have = until.unwrap_or(self.done()) >= done + 2;
         if !have {
             self.wake();
         }
@@ -242,12 +267,19 @@ impl Rounds {
         self.wake.push(());
     }
 
+    fn could_not_accept(&self) {
+        self.could_not_accept.store(true, Ordering::Relaxed);
+    }
+
     fn end(&self, fresh: &[Fresh]) {
         let mut held = lock(&self.held);
-        held.clear();
-        held.extend(fresh.iter().map(|it| it.at.clone()));
-        let could_not = self.could_not_accept.swap(false, Ordering::Relaxed);
-        if !could_not && fresh.len() < MOST_FRESH {
+        held.clone_from(&lock(&self.behind));
+        for it in fresh {
+            // What came before the round before has been accepted in that one.
+            let until = held.entry(it.at.clone()).or_insert(u64::MAX);
+            *until = (*until).min(it.round.saturating_sub(1));
+        }
+        if !self.could_not_accept.swap(false, Ordering::Relaxed) {
             self.done.fetch_add(1, Ordering::Release);
         }
     }
@@ -259,26 +291,52 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn all_has_been_handed_on_after_a_whole_round() {
-        let rounds = Rounds::new().unwrap();
-        let at = |port| Place::Port(([127, 0, 0, 2], port).into());
-        let fresh = |port| Fresh {
+    fn at(port: u16) -> Place {
+        Place::Port(([127, 0, 0, 2], port).into())
+    }
+
+    fn fresh(rounds: &Rounds, port: u16) -> Fresh {
+        Fresh {
             at: at(port),
             socket: Socket::Unix(UnixStream::pair().unwrap().0),
             since: Instant::now(),
-        };
+            round: rounds.done() + 1,
+        }
+    }
+
+    #[test]
+    fn all_has_been_handed_on_after_a_whole_round() {
+        let rounds = Rounds::new().unwrap();
         let asked = rounds.done();
         assert!(!rounds.have_passed(asked, &at(1)));
         rounds.end(&[]);
         assert!(!rounds.have_passed(asked, &at(1)));
-        rounds.could_not_accept.store(true, Ordering::Relaxed);
+        rounds.could_not_accept();
         rounds.end(&[]);
         assert!(!rounds.have_passed(asked, &at(1)));
-        rounds.end(&[fresh(1)]);
+        let silent = [fresh(&rounds, 1)];
+        rounds.end(&silent);
         assert!(!rounds.have_passed(asked, &at(1)));
         assert!(rounds.have_passed(asked, &at(2)));
-        rounds.end(&[fresh(2)]);
+        rounds.end(&silent);
+        assert!(!rounds.have_passed(asked, &at(1)));
+        // That one has begun; others have come, but later.
+        rounds.end(&[fresh(&rounds, 1), fresh(&rounds, 2)]);
+        assert!(rounds.have_passed(asked, &at(1)));
+    }
+
+    #[test]
+    fn where_more_had_come_than_a_round_accepts_the_next_ones_count() {
+        let rounds = Rounds::new().unwrap();
+        let asked = rounds.done();
+        lock(&rounds.behind).insert(at(1), rounds.done());
+        for _ in 0..3 {
+            rounds.end(&[]);
+        }
+        assert!(!rounds.have_passed(asked, &at(1)));
+        assert!(rounds.have_passed(asked, &at(2)));
+        lock(&rounds.behind).clear();
+        rounds.end(&[]);
         assert!(rounds.have_passed(asked, &at(1)));
     }
 }
