@@ -23,6 +23,8 @@ mod guest;
 mod kubevirt;
 mod pipe;
 mod place;
+#[cfg(feature = "fuzzing")]
+pub mod seam;
 mod slots;
 mod sorting;
 mod visit;

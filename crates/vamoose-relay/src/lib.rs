@@ -51,6 +51,9 @@ pub use config::{Config, Dialer, ZeroPages};
 pub use control::ControlError;
 pub use downtime::Switchover;
 pub use error::{Direction, RelayError};
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub use gateway::seam as gateway_seam;
 pub use gateway::{
     AnnounceError, Gateway, GatewayConfig, GatewayError, GatewayPeer, GatewayStream, KubeVirt,
     KubeVirtConfig,

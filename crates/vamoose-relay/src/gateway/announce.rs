@@ -228,7 +228,62 @@ const MOST_CHARACTERS: usize = 1000;
 mod tests {
     use std::{os::unix::net::UnixStream, thread};
 
+    use proptest::{collection::vec, option, prelude::*};
+
     use super::*;
+
+    fn any_message() -> impl Strategy<Value = Message> {
+        let text = any::<String>;
+        let announced = (
+            any::<u32>(),
+            any::<u16>(),
+            option::of(text()),
+            option::of(text()),
+        );
+        prop_oneof![
+            announced.prop_map(|(version, port, stream, guest)| Message::Announce {
+                version,
+                port,
+                stream,
+                guest,
+            }),
+            Just(Message::Accepted),
+            text().prop_map(|reason| Message::Refused { reason }),
+            Just(Message::Spoke),
+            option::of(text()).prop_map(|error| Message::Ended { error }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn messages_arrive_in_any_pieces(
+            sent in vec(any_message(), 0..5),
+            pieces in vec(1_usize..50, 1..10),
+        ) {
+            let bytes: Vec<_> = sent.iter().flat_map(|it| encode(it).unwrap()).collect();
+            let (mut lines, mut received, mut left) = (Lines::default(), Vec::new(), &bytes[..]);
+            for size in pieces.iter().cycle() {
+                if left.is_empty() {
+                    break;
+                }
+                let (piece, rest) = left.split_at(left.len().min(*size));
+                lines.push(piece);
+                left = rest;
+                while let Some(message) = lines.next_message::<Message>().unwrap() {
+                    received.push(message);
+                }
+            }
+            prop_assert_eq!(received, sent);
+            prop_assert!(!lines.is_in_message());
+        }
+
+        #[test]
+        fn whatever_a_peer_says_is_fit_for_a_line(text in any::<String>()) {
+            let shown = shown(&text);
+            prop_assert!(!shown.contains(char::is_control));
+            prop_assert!(shown.chars().count() <= MOST_CHARACTERS);
+        }
+    }
 
     fn pair() -> [Conversation; 2] {
         let (near, far) = UnixStream::pair().unwrap();
