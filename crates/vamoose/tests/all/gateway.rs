@@ -7,6 +7,7 @@ mod load;
 mod log;
 mod metrics;
 mod opaque;
+mod service;
 mod streams;
 mod trouble;
 
