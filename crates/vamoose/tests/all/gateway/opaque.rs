@@ -2,11 +2,12 @@
 
 use std::{
     io::{Read as _, Write as _},
-    net::{Shutdown, TcpListener, TcpStream},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
     thread,
 };
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
+use lab::middlebox::{Change, Direction, Mark, Middlebox, Which};
 
 use super::{Hosts, PORT, PORTS};
 use crate::common::LIMIT;
@@ -99,5 +100,84 @@ fn a_connection_that_nobody_waits_for_is_closed() -> Result<()> {
     hosts
         .far
         .says("port 49155: refused: cannot connect to tcp:")?;
+    Ok(())
+}
+
+/// Bytes that cannot be compressed, nor be taken for others.
+fn random(mut state: u64, length: usize) -> Vec<u8> {
+    let bytes = std::iter::from_fn(|| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        Some(state.to_be_bytes()[0])
+    });
+    bytes.take(length).collect()
+}
+
+/// Where the link is cut: behind so many bytes of a connection.
+fn mark(connection: usize, direction: Direction, bytes: u64) -> Mark {
+    Mark {
+        connection,
+        direction,
+        bytes,
+    }
+}
+
+#[test]
+fn bytes_both_ways_survive_cuts_of_the_link() -> Result<()> {
+    const BYTES: usize = 8 << 20;
+    const GREETING: &[u8] = b"NBDMAGIC";
+    let mut middlebox = None;
+    let hosts = Hosts::through("", "", &[], |to| {
+        let made = middlebox.insert(Middlebox::new(to.parse::<SocketAddr>()?)?);
+        Ok(made.address().to_string())
+    })?;
+    let middlebox = middlebox.context("no middlebox")?;
+    // The first one is for what the gateways say, the second one for the bytes; then each is dialled again.
+    let first = mark(1, Direction::ToListener, 1 << 20);
+    let second = [2, 3].map(|connection| mark(connection, Direction::ToDialler, 2 << 20));
+    for mark in [first].into_iter().chain(second) {
+        middlebox.apply_at(mark, Which::All, Change::Reset);
+    }
+    let listener = waiting(&hosts, PORT)?;
+    let client = connect(&hosts, PORT)?;
+    let (mut server, _) = listener.accept()?;
+    server.set_read_timeout(Some(LIMIT))?;
+    server.write_all(GREETING)?;
+    ensure!(read(&client, GREETING.len())? == GREETING);
+    let (there, back) = (random(1, BYTES), random(2, BYTES));
+    let send = |mut stream: &TcpStream, bytes: &[u8]| {
+        stream.write_all(bytes)?;
+        stream.shutdown(Shutdown::Write)
+    };
+    let (client, server) = (&client, &server);
+    thread::scope(|scope| {
+        let writers = [
+            scope.spawn(|| send(client, &there)),
+            scope.spawn(|| send(server, &back)),
+        ];
+        let came_back = scope.spawn(|| read(client, BYTES));
+        ensure!(read(server, BYTES)? == there);
+        ensure!(came_back.join().unwrap()? == back);
+        for writer in writers {
+            writer.join().unwrap()?;
+        }
+        anyhow::Ok(())
+    })?;
+    for mut end in [client, server] {
+        ensure!(end.read(&mut [0])? == 0);
+    }
+    let connections = middlebox.connections();
+    ensure!(
+        connections[1].to_listener.passed == first.bytes,
+        "{connections:?}"
+    );
+    let is_cut = |mark: &Mark| {
+        let connection = connections.get(mark.connection);
+        connection.is_some_and(|it| it.to_dialler.passed == mark.bytes)
+    };
+    ensure!(second.iter().any(is_cut), "{connections:?}");
+    hosts.near.says("port 49152: passed through to its end; ")?;
+    hosts.far.says("port 49152: passed through to its end; ")?;
     Ok(())
 }
