@@ -9,7 +9,8 @@
 //! number of channels known (configured or announced):  done when main and all of them are there
 //! unknown, channels there when `ram` is on the main:    done when the backlog is empty
 //! unknown, no connection when `ram` is on the main:     a migration without multifd, if the source is on this host
-//! unknown, no channel a second after main came:        what seems one: on a link a channel may be late
+//! unknown, no channel a second after main came:        what seems one: on a link a channel may be late. Of a source on this
+//!                                                      host it is half of the timeout, for mains that hide `ram`
 //! first bytes 0x16 0x03 (TLS) on any connection:        all is passed through
 //! ```
 //!
@@ -119,8 +120,8 @@ pub(crate) fn gather(
     }
 }
 
-/// How long after the main stream's first bytes a first channel may still come, where it is not known whether there
-/// will be one.
+/// How long after the main stream's first bytes a first channel may still come from another host, where it is not known
+/// whether there will be one.
 const PLAIN_AFTER: Duration = Duration::from_secs(1);
 
 /// How long after the section `ram` the first bytes of a channel may still come: the source sent them long before.
@@ -152,6 +153,8 @@ struct Main {
     /// When it connected, and when its first bytes were there: other connections may come between.
     connected: Instant,
     began: Instant,
+    /// Whether the source is on this host.
+    is_near: bool,
 }
 
 impl Gathering<'_> {
@@ -207,8 +210,8 @@ impl Gathering<'_> {
         if self.expected.is_some() || !self.channels.is_empty() {
             return Ok(false);
         }
-        let main = self.main.as_ref().map(|main| main.stream.clone());
-        let Some(main) = main.filter(|main| is_near(main)) else {
+        let near = self.main.as_ref().filter(|main| main.is_near);
+        let Some(main) = near.map(|main| main.stream.clone()) else {
             return Ok(false);
         };
         Ok(self.all_have_come(&main)? && self.opening.is_empty())
@@ -226,8 +229,13 @@ impl Gathering<'_> {
 
     /// When it is a migration without multifd, unless a channel comes before.
     fn plain_at(&self) -> Option<Instant> {
-        let began = self.main.as_ref()?.began;
-        (self.expected.is_none() && self.channels.is_empty()).then(|| began + PLAIN_AFTER)
+        let main = self.main.as_ref()?;
+        let after = match main.is_near {
+            // `ram` tells, unless so much comes before it that it is not seen. On a busy host a second is not enough.
+            true => PLAIN_AFTER.max(self.timeout / 2),
+            false => PLAIN_AFTER,
+        };
+        (self.expected.is_none() && self.channels.is_empty()).then(|| main.began + after)
     }
 
     /// Closes connections that have sent nothing for too long, and does not wait for ever for a source that has begun.
@@ -327,6 +335,7 @@ impl Gathering<'_> {
                 let now = Instant::now();
                 self.began.get_or_insert(now);
                 self.main = Some(Main {
+                    is_near: is_near(&opening.stream),
                     stream: opening.stream,
                     connected: opening.since,
                     began: now,
