@@ -37,7 +37,7 @@ flips: setup   # Flip 10,000 bits on the link between two Vamooses (some minutes
 	cargo test -p vamoose-link --test all flips -- --include-ignored --nocapture
 
 # LOAD_MIGRATIONS and LOAD_STRANGERS set how many: 64 and 10000. As root, for strangers of another user.
-load: setup    # Many migrations at once through two gateways, while strangers connect without end (3 GiB of memory)
+load: setup    # Many migrations at once through two gateways, among as many strangers as can come (3 GiB of memory)
 	cargo test --release -p vamoose --test all gateway::load -- --ignored --nocapture
 
 cuts: setup    # Cut the link in every phase of migrations (CUTS="--table full --jobs 4")

@@ -1,4 +1,4 @@
-//! Many migrations at once, while strangers connect without end: no guest is lost, and no byte of any.
+//! Many migrations at once, among many strangers who connect as fast as they can: no guest is lost, and no byte of any.
 //!
 //! Strangers come to the aliases as a user who is not welcome, and to the port of the link as a host that has no key. They are of
 //! three kinds: those that close at once, those that send garbage, and those that stay and are silent.
@@ -8,10 +8,7 @@ use std::{
     io::Write as _,
     net::{Ipv4Addr, SocketAddr, TcpStream},
     ops::RangeInclusive,
-    sync::{
-        Barrier,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
+    sync::Barrier,
     thread,
     time::Instant,
 };
@@ -44,11 +41,7 @@ const STRANGER: u32 = 65_534;
 
 #[test]
 fn migrations_at_once_among_strangers() -> Result<()> {
-    let Some(cost) = run(8, 500)? else {
-        return Ok(());
-    };
-    ensure!(cost.strangers >= 500, "{}", cost.strangers);
-    Ok(())
+    run(8, 500).map(drop)
 }
 
 /// `make load`: LOAD_MIGRATIONS at once, among LOAD_STRANGERS.
@@ -114,18 +107,14 @@ fn run(migrations: u16, strangers: usize) -> Result<Option<Cost>> {
         .collect::<Result<Vec<_>>>()?;
     let gateways = [&hosts.near.gateway, &hosts.far.gateway];
     let meter = Meter::start(&gateways.map(|gateway| gateway.pid()))?;
-    let (came, enough) = (AtomicUsize::new(0), AtomicBool::new(false));
     // A quarter of them are there before the first migration.
     let begun = Barrier::new(3);
     let seconds = thread::scope(|scope| {
         let spawn = |places: Vec<SocketAddr>| {
-            let (came, enough, begun) = (&came, &enough, &begun);
             let strangers = Strangers {
                 places,
-                least: strangers / 2,
-                came,
-                enough,
-                begun,
+                number: strangers / 2,
+                begun: &begun,
             };
             scope.spawn(move || strangers.come())
         };
@@ -136,7 +125,6 @@ fn run(migrations: u16, strangers: usize) -> Result<Option<Cost>> {
         let since = Instant::now();
         let moved = move_all(&hosts, &mut guests, &ports);
         let seconds = since.elapsed().as_secs_f64();
-        enough.store(true, Ordering::Relaxed);
         for place in places {
             place
                 .join()
@@ -145,7 +133,7 @@ fn run(migrations: u16, strangers: usize) -> Result<Option<Cost>> {
         moved.map(|()| seconds)
     })?;
     Ok(Some(Cost {
-        strangers: came.into_inner(),
+        strangers,
         seconds,
         cpu: meter.read()?,
         peaks: [gateways[0].memory()?.peak, gateways[1].memory()?.peak],
@@ -214,10 +202,7 @@ fn move_all(hosts: &Hosts, guests: &mut [(Qemu, Qemu)], ports: &RangeInclusive<u
 /// Those that come to some places, one after the other as fast as they can.
 struct Strangers<'a> {
     places: Vec<SocketAddr>,
-    /// How many at least; they go on to come until it is `enough`.
-    least: usize,
-    came: &'a AtomicUsize,
-    enough: &'a AtomicBool,
+    number: usize,
     begun: &'a Barrier,
 }
 
@@ -226,10 +211,10 @@ impl Strangers<'_> {
         // Of this thread alone.
         let uid = Uid::from_raw(STRANGER);
         let changed = set_thread_res_uid(uid, uid, uid);
-        let (mut silent, mut number) = (VecDeque::new(), 0);
+        let (mut silent, mut came) = (VecDeque::new(), 0);
         let mut come = |at: &SocketAddr| -> Result<()> {
             let mut stranger = TcpStream::connect_timeout(at, LIMIT)?;
-            match number % 3 {
+            match came % 3 {
                 0 => drop(stranger),
                 // It may have been turned away already.
                 1 => drop(stranger.write_all(b"GET / HTTP/1.1\r\n\r\n")),
@@ -238,22 +223,16 @@ impl Strangers<'_> {
             if silent.len() > SILENT {
                 silent.pop_front();
             }
-            number += 1;
-            self.came.fetch_add(1, Ordering::Relaxed);
+            came += 1;
             Ok(())
         };
         let mut places = self.places.iter().cycle();
         let mut next = || places.next().context("no place");
-        let first = (0..self.least / 4).try_for_each(|_| come(next()?));
+        let first = (0..self.number / 4).try_for_each(|_| come(next()?));
         // Whoever waits has to go on, whatever has happened.
         self.begun.wait();
         changed?;
         first?;
-        let rest = self.least - self.least / 4;
-        (0..rest).try_for_each(|_| come(next()?))?;
-        while !self.enough.load(Ordering::Relaxed) && self.least > 0 {
-            come(next()?)?;
-        }
-        Ok(())
+        (self.number / 4..self.number).try_for_each(|_| come(next()?))
     }
 }
