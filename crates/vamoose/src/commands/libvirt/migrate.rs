@@ -356,3 +356,75 @@ impl<'a> Far<'a> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use clap::Parser;
+    use tempfile::TempDir;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    /// Why the other host's relay does not start, by an `ssh` that does this.
+    fn complaint(ssh: &str) -> String {
+        let folder = TempDir::new().unwrap();
+        let script = folder.path().join("ssh");
+        fs::write(&script, ssh).unwrap();
+        complaint_of(&format!("sh {}", script.display()))
+    }
+
+    fn complaint_of(ssh: &str) -> String {
+        let words = ["x", "web1", "kvm2", "--ssh", ssh];
+        let words = words.into_iter().chain(["--remote-vamoose", "/no/vamoose"]);
+        let options = Line::parse_from(words).options;
+        let request = Request {
+            key: String::new(),
+            ports: vec![20_000],
+            listen: 0,
+            page_size: 4096,
+            stall_timeout: 1,
+        };
+        let started = Far::start(&options, &request);
+        format!("{:#}", started.err().unwrap())
+    }
+
+    #[test]
+    fn a_host_that_ssh_does_not_reach() {
+        let said = complaint("exit 255");
+        assert!(said.starts_with("cannot reach kvm2 by `sh "), "{said}");
+    }
+
+    #[test]
+    fn a_host_without_vamoose() {
+        let said = complaint("shift; exec \"$@\"");
+        let found = said.contains("`/no/vamoose` is not on kvm2: install it there");
+        assert!(found && said.contains("--remote-vamoose"), "{said}");
+    }
+
+    #[test]
+    fn a_command_for_ssh_that_is_not_here() {
+        let said = complaint_of("no-such-ssh -q");
+        assert!(said.starts_with("`no-such-ssh -q` is not here"), "{said}");
+    }
+
+    #[test]
+    fn a_vamoose_that_fails_there_or_answers_something_else() {
+        let said = complaint("exit 3");
+        assert!(
+            said.starts_with("`/no/vamoose` failed on kvm2 (exit status: 3)"),
+            "{said}"
+        );
+        let said = complaint(&format!("echo '{MARK}[1]'"));
+        assert!(
+            said.starts_with("the vamoose of kvm2 is of another version"),
+            "{said}"
+        );
+    }
+}

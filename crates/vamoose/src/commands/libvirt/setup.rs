@@ -309,4 +309,49 @@ mod tests {
         assert!(problems(&say("11.3.0", "11.1.0"))[0].contains("update libvirt"));
         assert!(problems(&of_versions("")).is_empty());
     }
+
+    /// Another user's, where that can be.
+    #[test]
+    fn a_file_that_is_replaced_keeps_owner_and_mode() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("qemu.conf");
+        fs::write(&path, "before").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o640)).unwrap();
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::chown(&path, Some(4711), Some(4712)).unwrap();
+        }
+        let of = |path: &Path| {
+            let it = fs::metadata(path).unwrap();
+            (it.uid(), it.gid(), it.mode() & 0o7777)
+        };
+        let before = of(&path);
+        replace(&path, "after").unwrap();
+        assert_eq!(of(&path), before);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "after");
+        let backup = folder.path().join("qemu.conf.before-vamoose");
+        assert_eq!(fs::read_to_string(&backup).unwrap(), "before");
+        // It may hold passwords.
+        assert_eq!(of(&backup).2, 0o600);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn qemus_that_encrypt_by_themselves_are_noted() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("gateway.toml");
+        let text = "insecure = true\nlisten = [\"127.0.0.1:4440\"]\nalias = \"127.77.0.1\"\n\
+             peers.kvm2 = { alias = \"127.77.0.2\", to = [\"127.0.0.1:4441\"] }\n";
+        fs::write(&file, text).unwrap();
+        let config = gateway::configuration(&file).unwrap();
+        for (line, is_noted) in [
+            ("migrate_tls_force = 1", true),
+            ("migrate_tls_force = 0", false),
+            ("# migrate_tls_force = 1", false),
+        ] {
+            let conf = QemuConf::parse(line).unwrap();
+            let findings = of_qemu_conf(&conf, &[], false, &config);
+            let is_it = |it: &Finding| matches!(it, Finding::Note(text) if text.starts_with("migrate_tls_force is on"));
+            assert_eq!(findings.iter().any(is_it), is_noted, "{line}");
+        }
+    }
 }

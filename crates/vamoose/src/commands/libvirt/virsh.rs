@@ -35,3 +35,20 @@ pub(super) fn cannot_run(error: io::Error) -> Error {
         false => "cannot run virsh",
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_to_be_installed() {
+        let missing = Command::new("/no/virsh").output().unwrap_err();
+        let said = cannot_run(missing).to_string();
+        assert_eq!(
+            said,
+            "virsh is missing on this host: install libvirt-clients"
+        );
+        let not_executable = Command::new("/etc/passwd").output().unwrap_err();
+        assert_eq!(cannot_run(not_executable).to_string(), "cannot run virsh");
+    }
+}
