@@ -4,7 +4,7 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips cuts faults figures paths workloads libvirt package package-compare package-test
+.PHONY: help setup build demo test model flips cuts faults figures paths workloads libvirt package package-compare package-test first-migration
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z-]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -71,3 +71,7 @@ package-compare: setup # Build the package in two folders, and compare byte by b
 # Root; needs Debian's packages debootstrap and systemd-container.
 package-test: package # Install, upgrade and remove the package in a fresh Debian that systemd boots
 	scripts/package-test
+
+# Root; needs Debian's packages debootstrap, systemd-container, openssh-client, cpio and tcpdump.
+first-migration: package # From two fresh Debians to a migration by virsh: type docs/install.md's commands, count, and time them
+	scripts/first-migration
