@@ -81,6 +81,6 @@ package-compare: setup # Build the package in two folders, and compare byte by b
 package-test: package # Install, upgrade and remove the package in a fresh Debian that systemd boots
 	scripts/package-test
 
-# Root; needs Debian's packages debootstrap, systemd-container, openssh-client and cpio.
-first-migration: package # Type docs/install.md's commands on two fresh Debians, up to the first migration by virsh
+# Root; needs Debian's packages debootstrap, systemd-container, openssh-client, cpio and tcpdump.
+first-migration: package # From two fresh Debians to a migration by virsh: type docs/install.md's commands, count, and time them
 	scripts/first-migration

@@ -25,7 +25,7 @@
 //! - A higher rung saves little for much CPU time, which the guest, QEMU and other migrations could use: it has to be worth
 //!   it, see `ladder`.
 //! - There is nothing to save: a sample of the packet is tried first, and after several such packets only
-//!   one in a few is looked at.
+//!   one in a few is looked at. Where packets go raw, samples tell when there is something to save again.
 //! - It is not the link that is slow but the receiver, or encoding takes the cores from other work:
 //!   then all of this makes things worse, and trials find out, see `price`.
 //!
@@ -45,7 +45,7 @@ use vamoose_codec::{EncodeError, Encoded, Encoder, Settings, encoder};
 
 use self::{
     controller::{Controller, Cost, Sent},
-    ladder::{Ladder, RAW, RUNGS},
+    ladder::{FIRST, Ladder, RAW, RUNGS},
 };
 use crate::{memory::thread_waits, stats::thread_cpu_time};
 
@@ -99,7 +99,7 @@ impl Adaptive {
     /// After `true`, [`encode`](Self::encode) need not be called for that packet.
     pub(crate) fn next_is_raw(&self) -> bool {
         let plan = self.controller.plan();
-        plan.rung == RAW && plan.probe.is_none()
+        plan.rung == RAW && plan.probe.is_none() && !plan.look
     }
 
     /// As [`Encoder::encode`], by the method that serves this packet best.
@@ -185,11 +185,19 @@ impl Adaptive {
                     self.encoders.encode(rungs[1], pages, out)?.1,
                 ];
                 self.controller.probed(rungs, costs);
+            } else if plan.look
+                && let Some((_, cost)) = self.encode_sample(FIRST, pages)?
+            {
+                self.controller.looked(cost);
             }
             return Ok(raw(pages));
         }
-        if let Some(cost) = self.sample_is_hopeless(plan.rung, pages)? {
-            self.controller.gave_up(cost);
+        if let Some((Method::None, cost)) = self.encode_sample(Ladder::quick(plan.rung), pages)? {
+            self.controller.gave_up(Cost {
+                page_bytes: pages.len(),
+                payload_bytes: pages.len(),
+                ..cost
+            });
             return Ok(raw(pages));
         }
         let other = match plan.probe {
@@ -207,12 +215,12 @@ impl Adaptive {
         Ok(encoded)
     }
 
-    /// What encoding a sample cost, if there is nothing to save in it.
-    fn sample_is_hopeless(
+    /// What becomes of a sample of a packet; `None` of small packets.
+    fn encode_sample(
         &mut self,
         rung: usize,
         pages: &[u8],
-    ) -> Result<Option<Cost>, EncodeError> {
+    ) -> Result<Option<(Method, Cost)>, EncodeError> {
         if pages.len() < 4 * SAMPLE {
             return Ok(None);
         }
@@ -225,15 +233,10 @@ impl Adaptive {
         {
             to.copy_from_slice(&from[..piece]);
         }
-        let quick = Ladder::quick(rung);
-        let (encoded, cost) = self
+        let sample = self
             .encoders
-            .encode(quick, &self.sample, &mut self.sample_out)?;
-        Ok((encoded.method == Method::None).then_some(Cost {
-            page_bytes: pages.len(),
-            payload_bytes: pages.len(),
-            ..cost
-        }))
+            .encode(rung, &self.sample, &mut self.sample_out)?;
+        Ok(Some((sample.0.method, sample.1)))
     }
 }
 

@@ -21,6 +21,8 @@ pub(super) struct Plan {
     /// Two rungs to try on it, only to see how the second compares with the first: which is the rung to encode it with, unless
     /// that does nothing.
     pub(super) probe: Option<[usize; 2]>,
+    /// Whether to try the first rung on a sample of a packet that goes raw, to see whether it still should.
+    pub(super) look: bool,
 }
 
 /// An encoding that was done.
@@ -73,12 +75,16 @@ pub(super) struct Controller {
     debt: f64,
     /// Time that probes may take, and whose turn it is.
     allowance: f64,
+    /// Time that looks at samples may take.
+    looking: f64,
     turn: usize,
     plan: Plan,
     /// How many more packets are sent on the guess that the link is slow.
     guesses: u32,
     /// Whether the packet under way is none of the mix's.
     exempt: bool,
+    /// Full packets that went raw since one was encoded or probed.
+    unknown: f64,
 }
 
 /// Packets over which times are smoothed.
@@ -109,6 +115,10 @@ const PROBING: f64 = 0.01;
 
 /// Most time for probes that is kept for later, in nanoseconds: no more than the slowest needs.
 const MOST_ALLOWANCE: f64 = 30e6;
+
+/// The same of looks at samples of packets that go raw; the most is enough for some of them.
+const LOOKING: f64 = 0.003;
+const MOST_LOOKING: f64 = 100e3;
 
 /// After so many packets in a row in which nothing can be saved one is left out between any two that are
 /// looked at, after twice as many two, up to the most: looking costs as much as a tenth of sending.
@@ -141,13 +151,16 @@ impl Controller {
             mix: Mix::all(FIRST_GUESS),
             debt: 0.0,
             allowance: 0.0,
+            looking: 0.0,
             turn: FIRST,
             plan: Plan {
                 rung: FIRST_GUESS,
                 probe: None,
+                look: false,
             },
             guesses: GUESSES,
             exempt: false,
+            unknown: 0.0,
         }
     }
 
@@ -158,7 +171,7 @@ impl Controller {
 
     /// The packet was encoded by the plan's rung.
     pub(super) fn encoded(&mut self, cost: Cost) {
-        self.ladder.measured(self.plan.rung, cost);
+        self.ladder.measured(self.plan.rung, cost, 0.0);
         self.looked_at(cost, false);
     }
 
@@ -183,12 +196,25 @@ impl Controller {
     /// Both rungs of the plan's probe have encoded the packet.
     pub(super) fn probed(&mut self, rungs: [usize; 2], costs: [Cost; 2]) {
         self.ladder.compared(rungs, costs);
+        if self.is_left_raw() {
+            // Nobody else tells whether the data has become better.
+            self.ladder.measured(rungs[0], costs[0], self.unknown);
+            self.unknown = 0.0;
+        }
         // The packet needs the encoding of its own rung anyway, and [`encoded`](Self::encoded) counts it.
         let extra = usize::from(self.plan.rung != RAW);
         for cost in &costs[extra..] {
             self.allowance -= nanos(cost.wall);
             self.has_run(*cost);
         }
+    }
+
+    /// The first rung has encoded a sample of a packet that goes raw.
+    pub(super) fn looked(&mut self, sample: Cost) {
+        self.ladder.measured(FIRST, sample, self.unknown);
+        self.unknown = 0.0;
+        self.looking -= nanos(sample.wall);
+        self.has_run(sample);
     }
 
     /// The packet is out.
@@ -219,7 +245,12 @@ impl Controller {
             let encoding = self.encoding();
             self.price.sent(wire, pages, elapsed, &self.link, encoding);
         }
+        self.unknown = match self.is_left_raw() {
+            true => self.unknown + packets(pages),
+            false => 0.0,
+        };
         self.allowance = (self.allowance + PROBING * elapsed).min(MOST_ALLOWANCE);
+        self.looking = (self.looking + LOOKING * elapsed).min(MOST_LOOKING);
         self.settle_debt(pages);
         if !self.link.is_felt() {
             self.guesses = self.guesses.saturating_sub(1);
@@ -249,6 +280,11 @@ impl Controller {
                 cpu / STRETCH_MEMORY,
             );
         }
+    }
+
+    /// Whether all packets go raw because of what is known of the data. Before the link is felt they do whatever the data is.
+    fn is_left_raw(&self) -> bool {
+        self.mix.high == RAW && self.link.time().is_some()
     }
 
     fn settle_debt(&mut self, pages: f64) {
@@ -305,7 +341,9 @@ impl Controller {
             rung = RAW;
         }
         let probe = self.next_probe(rung);
-        Plan { rung, probe }
+        let sample = self.ladder.rung(FIRST).cost * bytes(super::SAMPLE) * self.stretch;
+        let look = self.is_left_raw() && probe.is_none() && sample <= self.looking;
+        Plan { rung, probe, look }
     }
 
     /// A rung next to those of the mix, if there is time to see what it does beside `rung`.

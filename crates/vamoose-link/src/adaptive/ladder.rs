@@ -5,7 +5,8 @@
 //! cost of a rung    = its own part · pace      pace   of this core and data
 //! saving of a rung  = its own part · ease      ease   how easily this data becomes smaller
 //! ```
-//! Every packet tells of pace and ease, whichever rung it goes by, since data changes from file to file. The part of a rung
+//! Every packet that is encoded tells of pace and ease, whichever rung it goes by, since data changes from file to file; where
+//! packets go as they are, those tell of it on which rungs are compared. The part of a rung
 //! changes by comparisons alone, in which one packet goes by two rungs: packets of different data tell nothing of it.
 
 use multifd::Method;
@@ -168,13 +169,14 @@ impl Ladder {
         }
     }
 
-    /// A packet went by `rung`.
-    pub(super) fn measured(&mut self, rung: usize, cost: Cost) {
+    /// A packet went by `rung`, and speaks for so many full packets before it of which nothing is known.
+    pub(super) fn measured(&mut self, rung: usize, cost: Cost, unknown: f64) {
         let (Some(found), true) = (PerByte::of(cost), rung != RAW) else {
             return;
         };
-        self.known = (self.known + found.packets).min(MEMORY);
-        let weight = (found.packets / self.known).min(1.0);
+        let counts = found.packets + unknown;
+        self.known = (self.known + counts).min(MEMORY);
+        let weight = (counts / self.known).min(1.0);
         let part = self.parts[rung];
         self.pace += (found.cost / part.cost - self.pace) * weight;
         self.ease += ((1.0 - found.size) / part.saving - self.ease) * weight;
@@ -358,7 +360,7 @@ mod tests {
         let mut ladder = Ladder::new();
         let before = ladder.rung(4);
         for _ in 0..100 {
-            ladder.measured(FIRST, cost(2000, PAGES * 9 / 10));
+            ladder.measured(FIRST, cost(2000, PAGES * 9 / 10), 0.0);
         }
         let after = ladder.rung(4);
         assert!(after.size > 1.5 * before.size, "{after:?}");
@@ -391,7 +393,7 @@ mod tests {
                 reason = "bytes of a packet"
             )]
             let payload = (PAGES as f64 * size) as usize;
-            ladder.measured(rung, cost(micros, payload));
+            ladder.measured(rung, cost(micros, payload), 0.0);
             let sizes: Vec<_> = (RAW..RUNGS).map(|rung| ladder.rung(rung).size).collect();
             assert!(sizes.is_sorted_by(|a, b| a >= b), "{sizes:?}");
             let saved = (1.0 - sizes[5]) / (1.0 - sizes[4]);

@@ -22,7 +22,8 @@
 use std::{collections::VecDeque, fmt, time::Duration};
 
 use super::{
-    controller::{Controller, Cost, Sent},
+    SAMPLE,
+    controller::{Controller, Cost, Plan, Sent},
     ladder::{FIRST, RAW, RUNGS},
 };
 
@@ -75,7 +76,12 @@ enum Data {
     Mixed,
     /// Files of all kinds and lengths, each of many packets.
     Files,
+    /// A packed kernel and its packed files, as a guest that has booted has at the beginning, then text.
+    Booted,
 }
+
+/// Packets of a kernel of [`Data::Booted`].
+const KERNEL: usize = 14;
 
 /// Packets of each of [`Data::Files`], and its size beside text's.
 const FILES: [(usize, f64); 7] = [
@@ -98,7 +104,8 @@ impl Data {
         match self {
             Self::Noise => 1.0,
             Self::Mixed if (number / 8).is_multiple_of(2) => 1.0,
-            Self::Text | Self::Mixed => TEXT[rung],
+            Self::Booted if number < KERNEL => [1.0, 0.98, 0.97, 0.96, 0.945, 0.94][rung],
+            Self::Text | Self::Mixed | Self::Booted => TEXT[rung],
             Self::Memory => [0.1, 0.35, 0.6, 0.9, 1.3, 1.7, 2.0][number * 5 % 7] * TEXT[rung],
             Self::Files => {
                 let mut left = number % FILES.iter().map(|file| file.0).sum::<usize>();
@@ -459,15 +466,18 @@ impl Channel {
     /// Chooses for the next packet and begins to encode it.
     fn begin(&mut self, world: &World, now: f64) {
         let page_bytes = PACKET as f64;
-        let (rung, probe) = match &mut self.choice {
-            Choice::Fixed(rung) => (*rung, None),
+        let (rung, probe, look) = match &mut self.choice {
+            Choice::Fixed(rung) => (*rung, None, false),
             Choice::Mix(low, high, share) => {
                 self.debt += *share;
                 let owed = self.debt > 0.5;
                 self.debt -= f64::from(u8::from(owed));
-                (if owed { *high } else { *low }, None)
+                (if owed { *high } else { *low }, None, false)
             }
-            Choice::Auto(controller) => (controller.plan().rung, controller.plan().probe),
+            Choice::Auto(controller) => {
+                let Plan { rung, probe, look } = controller.plan();
+                (rung, probe, look)
+            }
         };
         let (mut work, planned) = (0.0, rung);
         if let (Choice::Auto(controller), Some(rungs)) = (&mut self.choice, probe) {
@@ -477,6 +487,16 @@ impl Channel {
                 cost(cpu, cpu / self.speed, world.data.size(rung, self.number))
             });
             controller.probed(rungs, costs);
+        }
+        if let (Choice::Auto(controller), true) = (&mut self.choice, look) {
+            let cpu = world.encoding(FIRST, self.number) * SAMPLE as f64;
+            work += cpu;
+            let payload = (SAMPLE as f64 * world.data.size(FIRST, self.number)) as usize;
+            controller.looked(Cost {
+                page_bytes: SAMPLE,
+                payload_bytes: payload,
+                ..cost(cpu, cpu / self.speed, 1.0)
+            });
         }
         let hopeless = rung != RAW && world.data.is_hopeless(rung, self.number);
         self.rung = if hopeless { RAW } else { rung };
@@ -971,6 +991,24 @@ fn a_short_migration_has_the_right_rung_soon() {
             };
             let row = Row::of(world, seconds);
             assert!(row.first >= least, "{row}: {world:?}");
+        }
+    }
+}
+
+/// What hardly becomes smaller at first is no reason to send all that follows as it is.
+#[test]
+fn data_that_begins_badly_is_encoded_once_it_pays() {
+    for (link, seconds) in [(0.1, 4.0), (1.0, 2.0), (5.0, 2.0)] {
+        for tells in [true, false] {
+            let world = World {
+                link: link * GBIT,
+                buffer: 0.4e6,
+                tells,
+                data: Data::Booted,
+                ..ONE_MACHINE
+            };
+            let row = Row::of(world, seconds);
+            assert!(row.first >= 0.85 && row.then >= 0.95, "{row}: {world:?}");
         }
     }
 }
