@@ -4,7 +4,8 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips load cuts faults figures paths workloads libvirt package package-compare package-test
+.PHONY: help setup build demo test model flips load cuts faults figures paths workloads libvirt package package-rpm package-image \
+	package-compare package-test first-migration
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z-]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -66,8 +67,16 @@ libvirt: setup   # Move guests between two hosts with virsh, in every way (half 
 	cargo build --release -p vamoose -p lab --bin vamoose --bin libvirt
 	"$${CARGO_TARGET_DIR:-target}/release/libvirt" $(LIBVIRT)
 
-package: setup # Build target/package/vamoose_VERSION_amd64.deb, and the RPM where there is rpmbuild
+package: setup # Build target/package/vamoose_VERSION_amd64.deb
 	scripts/package
+
+# Needs Debian's package rpm.
+package-rpm: package # Build the RPM of the same files, and check it
+	scripts/package rpm
+
+# Root; needs Debian's packages buildah and debootstrap.
+package-image: package # Build the container image on a fresh Debian, and run it
+	scripts/package-image
 
 package-compare: setup # Build the package in two folders, and compare byte by byte
 	scripts/package compare
@@ -75,3 +84,7 @@ package-compare: setup # Build the package in two folders, and compare byte by b
 # Root; needs Debian's packages debootstrap and systemd-container.
 package-test: package # Install, upgrade and remove the package in a fresh Debian that systemd boots
 	scripts/package-test
+
+# Root; needs Debian's packages debootstrap, systemd-container, openssh-client, cpio and tcpdump.
+first-migration: package # From two fresh Debians to a migration by virsh: type docs/install.md's commands, count, and time them
+	scripts/first-migration
