@@ -1,8 +1,10 @@
 //! What a set of processes or threads costs in CPU time between two moments.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use serde_json::json;
 
 use crate::proc;
+use crate::qemu::Qemu;
 
 /// CPU time of some processes or threads since the meter was started.
 #[derive(Debug)]
@@ -38,6 +40,36 @@ impl Meter {
     pub fn read(&self) -> Result<Vec<f64>> {
         let used = |(stat, before): &(String, f64)| Ok(proc::seconds_in(stat)? - before);
         self.at_start.iter().map(used).collect()
+    }
+}
+
+/// What a migration costs in a QEMU, apart from the guest that runs meanwhile: the guest is emulated by vCPU threads and the
+/// migration is done by others, so it is the whole process less its vCPU threads.
+#[derive(Debug)]
+pub struct QemuMeter {
+    process: Meter,
+    vcpus: Meter,
+}
+
+impl QemuMeter {
+    /// Notes what the QEMU has used so far.
+    pub fn start(qemu: &mut Qemu) -> Result<Self> {
+        let answer = qemu.qmp.execute("query-cpus-fast", json!({}))?;
+        let cpus = answer.as_array().context("query-cpus-fast gave no list")?;
+        let threads = cpus.iter().map(|cpu| cpu["thread-id"].as_u64());
+        let threads: Option<Vec<_>> = threads.collect();
+        Ok(Self {
+            process: Meter::start(&[qemu.pid()])?,
+            vcpus: Meter::of_threads(qemu.pid(), &threads.context("a vCPU has no thread")?)?,
+        })
+    }
+
+    /// CPU seconds since the start: of the migration, and of the guest.
+    pub fn read(&self) -> Result<(f64, f64)> {
+        let guest: f64 = self.vcpus.read()?.iter().sum();
+        let whole: f64 = self.process.read()?.iter().sum();
+        // Clock ticks of threads and processes are rounded apart.
+        Ok(((whole - guest).max(0.0), guest))
     }
 }
 

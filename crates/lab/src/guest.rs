@@ -61,6 +61,11 @@ pub enum Pattern {
 }
 
 impl Image {
+    /// Whether `scripts/setup guest` has fetched what images are built of.
+    pub fn is_there() -> bool {
+        missing().is_none()
+    }
+
     /// Builds an initramfs with `content` MiB of this machine's files to fill memory from. A guest needs about twice that
     /// beside what it fills, and 100 MiB for itself.
     pub fn build(content: u32) -> Result<Self> {

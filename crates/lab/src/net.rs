@@ -2,14 +2,14 @@
 
 mod lan;
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::net::Ipv4Addr;
 use std::os::fd::AsFd as _;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 pub use self::lan::Lan;
@@ -66,6 +66,26 @@ pub struct Traffic {
     pub received: u64,
 }
 
+/// What the namespace in which a process is has sent over its links so far, in bytes, with all headers.
+///
+/// # Errors
+/// When the process has ended, or is in the host's own namespace, whose traffic is everybody's.
+pub fn sent_by(process: u32) -> Result<u64> {
+    let of = |process: &str| fs::read_link(format!("/proc/{process}/ns/net"));
+    ensure!(
+        of(&process.to_string())? != of("self")?,
+        "process {process} is in no namespace of its own"
+    );
+    let devices = fs::read_to_string(format!("/proc/{process}/net/dev"))?;
+    // Two lines of headings; of each device 8 columns of what was received, then what was sent.
+    let sent = |line: &str| {
+        let (device, columns) = line.split_once(':')?;
+        let bytes = columns.split_ascii_whitespace().nth(8)?;
+        (device.trim() != "lo").then(|| bytes.parse::<u64>().ok())?
+    };
+    Ok(devices.lines().filter_map(sent).sum())
+}
+
 /// Whether links can be made here.
 pub fn available() -> Result<()> {
     if !rustix::process::geteuid().is_root() {
@@ -96,6 +116,19 @@ impl Link {
     /// Makes a link of one wire that carries `rate` bits a second in each direction, or as much as the CPU can.
     pub fn new(rate: Option<u64>) -> Result<Self> {
         Self::of_wires(&[rate])
+    }
+
+    /// No link: both ends are this host, on its loopback device. Needs no rights.
+    pub fn loopback() -> Self {
+        let host = || Namespace {
+            name: String::new(),
+            address: Ipv4Addr::LOCALHOST,
+        };
+        Self {
+            source: host(),
+            destination: host(),
+            wires: Vec::new(),
+        }
     }
 
     /// Makes a link of several wires, each of its own rate.
@@ -132,7 +165,7 @@ impl Link {
 }
 
 impl Namespace {
-    /// The name, as for `ip netns exec`.
+    /// The name, as for `ip netns exec`; empty where it is this host's own, see [`Link::loopback`].
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -149,6 +182,9 @@ impl Namespace {
 
     /// Takes the calling thread into this namespace: sockets that it opens are there.
     pub fn enter(&self) -> Result<()> {
+        if self.name.is_empty() {
+            return Ok(());
+        }
         let file = File::open(format!("/run/netns/{}", self.name));
         let file = file.context("opening the network namespace")?;
         move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))
@@ -349,8 +385,10 @@ impl End {
 
 impl Drop for Namespace {
     fn drop(&mut self) {
-        // The devices go with it. Errors are ignored.
-        let _ = run(Command::new("ip").args(["netns", "delete", &self.name]));
+        if !self.name.is_empty() {
+            // The devices go with it. Errors are ignored.
+            let _ = run(Command::new("ip").args(["netns", "delete", &self.name]));
+        }
     }
 }
 
@@ -395,6 +433,9 @@ fn ip(namespace: &str, arguments: &[&str]) -> Result<String> {
 }
 
 fn command_in(namespace: &str, program: impl AsRef<std::ffi::OsStr>) -> Command {
+    if namespace.is_empty() {
+        return Command::new(program);
+    }
     let mut command = Command::new("ip");
     command.args(["netns", "exec", namespace]).arg(program);
     command

@@ -26,12 +26,18 @@ pub enum Program {
 }
 
 impl Program {
+    /// Whether `scripts/setup guest workloads` has fetched it.
+    pub fn is_there(self) -> bool {
+        let tree = target_dir().join("workloads").join(self.name());
+        tree.is_dir() && target_dir().join("guest/drivers").is_dir()
+    }
+
     /// What a guest with this program boots from.
     pub fn image(self) -> Result<Image> {
         let tree = target_dir().join("workloads").join(self.name());
         let guest = target_dir().join("guest");
         ensure!(
-            tree.is_dir() && guest.join("drivers").is_dir(),
+            self.is_there(),
             "no {}: run scripts/setup guest workloads",
             tree.display()
         );

@@ -267,7 +267,7 @@ impl Builder {
 
     /// Runs QEMU in a network namespace, see [`crate::net::Namespace::name`].
     pub fn namespace(mut self, name: &str) -> Self {
-        self.namespace = Some(name.to_owned());
+        self.namespace = (!name.is_empty()).then(|| name.to_owned());
         self
     }
 

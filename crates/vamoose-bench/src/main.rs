@@ -1,8 +1,238 @@
-//! `vamoose bench`: moves guests by Vamoose and by stock QEMU on this host, and makes tables and plots of it.
+//! `vamoose bench`: moves guests by Vamoose and by stock QEMU on this host, side by side, and makes tables and plots of it.
+//!
+//! ```text
+//!  scenarios (TOML) ─> cells ─> plan: rounds, side by side ─> measure ─> results.jsonl ─> report.md, results.csv, report.html
+//! ```
 
 #![forbid(unsafe_code)]
 
+mod clients;
+mod corpus;
+mod machine;
+mod measure;
+mod needs;
+mod plan;
 mod record;
+mod results;
 mod scenario;
 
-fn main() {}
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context, Result, ensure};
+use clap::{Args, Parser, Subcommand};
+use lab::qemu;
+use lab::vamoose::program;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+
+use corpus::Corpus;
+use measure::Host;
+use needs::Found;
+use plan::Plan;
+use record::Machine;
+use results::Results;
+use scenario::{Contender, Scenario, Size};
+
+/// Measure migrations by Vamoose beside stock QEMU's on this host
+///
+/// All migrations are real, and a figure is kept only if the guest arrived whole: its RAM is compared, or the guest, which
+/// runs on, has checked it. Results are added to a folder; the same command goes on where an interrupted one was.
+#[derive(Parser, Debug)]
+#[command(
+    name = "vamoose-bench",
+    version,
+    max_term_width = 100,
+    args_conflicts_with_subcommands = true
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    run: RunOptions,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// List the scenarios
+    List,
+}
+
+#[derive(Args, Debug)]
+struct RunOptions {
+    /// Scenarios: names of `vamoose bench list`, dirty-N for N pages a second, or files NAME.toml [default: idle, silesia,
+    /// half-zero, zero and links]
+    #[arg(value_name = "SCENARIO")]
+    scenarios: Vec<String>,
+    /// Measure less: one round, small guests, the first guest and number of channels of each scenario (five minutes on two
+    /// processors)
+    #[arg(long)]
+    quick: bool,
+    /// Folder of results
+    #[arg(long, value_name = "DIR", default_value = "vamoose-bench")]
+    out: PathBuf,
+    /// Number of rounds [default: the scenario's]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: Option<u32>,
+    /// Most memory of guests that do not run [default: a quarter of what is free]
+    #[arg(long, value_name = "SIZE")]
+    ram: Option<Size>,
+    /// Only these contenders, such as `qemu zstd` or `migrate auto` (repeatable)
+    #[arg(long, value_name = "CONTENDER")]
+    contender: Vec<Contender>,
+    /// Files that fill memory, plain or .zst [default: the Silesia corpus if it was fetched, else files of this host]
+    #[arg(long, value_name = "DIR")]
+    corpus: Option<PathBuf>,
+    /// QEMU to measure with [default: the newest]
+    #[arg(long, value_name = "VERSION")]
+    qemu: Option<String>,
+    /// Program to measure, with the vamoose-demo beside it [default: the one beside this program]
+    #[arg(long, value_name = "PROGRAM")]
+    vamoose: Option<PathBuf>,
+}
+
+/// Without names.
+const DEFAULT: [&str; 5] = ["idle", "silesia", "half-zero", "zero", "links"];
+
+/// How long a link takes for a guest that does not run and is not compressed, at most.
+const SECONDS: u64 = 20;
+
+/// With --quick.
+const QUICK_SECONDS: u64 = 4;
+const QUICK_RAM: u64 = 256 << 20;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let ended = match &cli.command {
+        Some(Command::List) => list(),
+        None => run(&cli.run),
+    };
+    lab::exit_code("vamoose-bench", ended)
+}
+
+fn list() -> Result<()> {
+    for (name, scenario) in Scenario::built_in()? {
+        println!("{name:12} {}", scenario.about);
+    }
+    Ok(())
+}
+
+fn run(options: &RunOptions) -> Result<()> {
+    let qemu = qemu_of(options)?;
+    let vamoose = program(options.vamoose.as_deref(), "vamoose")?;
+    let demo = vamoose.with_file_name("vamoose-demo");
+    let found = Found::look(&demo);
+    let host = Host {
+        qemu,
+        vamoose,
+        demo,
+        corpus: Corpus::open(options.corpus.as_deref())?,
+        has_links: found.has_links(),
+    };
+    let scenarios = options.scenarios()?;
+    let machine = Machine::look(&host)?;
+    let mut results = Results::open(&options.out, &machine)?;
+    let mut plan = Plan::new();
+    for (name, scenario) in &scenarios {
+        let cells = options.cells(name, scenario, &found);
+        let (cells, missing) = found.sort(cells);
+        for (it, count) in &missing {
+            eprintln!("{name}: {}", it.line(*count));
+        }
+        plan.add(cells, options.rounds_of(scenario));
+    }
+    options.keep_scenarios(results.folder())?;
+    let stop = Arc::<AtomicBool>::default();
+    for signal in [SIGINT, SIGTERM] {
+        flag::register(signal, stop.clone()).context("cannot catch signals")?;
+    }
+    plan.carry_out(&host, &mut results, &stop)
+}
+
+fn qemu_of(options: &RunOptions) -> Result<qemu::Binary> {
+    let wanted = options.qemu.as_deref().unwrap_or("");
+    let fits = |binary: &&qemu::Binary| binary.version.to_string().starts_with(wanted);
+    let found = qemu::available().iter().rfind(fits);
+    let found = found.with_context(|| {
+        format!("there is no QEMU {wanted}: apt install qemu-system-x86, or scripts/setup qemu")
+    });
+    found.cloned()
+}
+
+impl RunOptions {
+    /// Those that are asked for, with the names that they have in results.
+    fn scenarios(&self) -> Result<Vec<(String, Scenario)>> {
+        let names = match &self.scenarios[..] {
+            [] => DEFAULT.map(str::to_owned).to_vec(),
+            names => names.to_vec(),
+        };
+        let mut all = Vec::new();
+        for name in names {
+            let named = match file_name(&name) {
+                Some((path, stem)) => {
+                    let text =
+                        fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
+                    (stem.to_owned(), Scenario::parse(&text).context(name)?)
+                }
+                None => (name.clone(), Scenario::named(&name)?),
+            };
+            all.push(named);
+        }
+        Ok(all)
+    }
+
+    fn cells(&self, name: &str, scenario: &Scenario, found: &Found) -> Vec<record::Cell> {
+        let mut scenario = scenario.clone();
+        let mut ram = self.ram.map_or(found.most_ram(), |size| size.0);
+        let mut seconds = SECONDS;
+        if self.quick {
+            scenario.guests.truncate(1);
+            scenario.channels.truncate(1);
+            ram = ram.min(QUICK_RAM);
+            seconds = QUICK_SECONDS;
+        }
+        let mut cells = scenario.cells(name, ram, seconds);
+        let is_wanted = |cell: &record::Cell| {
+            self.contender.is_empty() || self.contender.contains(&cell.contender)
+        };
+        cells.retain(is_wanted);
+        cells
+    }
+
+    fn rounds_of(&self, scenario: &Scenario) -> u32 {
+        let usual = if self.quick { 1 } else { scenario.rounds };
+        self.rounds.unwrap_or(usual)
+    }
+
+    /// The user's own scenarios, beside their results: the report needs them.
+    fn keep_scenarios(&self, folder: &Path) -> Result<()> {
+        for name in &self.scenarios {
+            if let Some((path, stem)) = file_name(name) {
+                let kept = folder.join(stem).with_extension("toml");
+                let text = fs::read(path).with_context(|| format!("reading {name}"))?;
+                let is_other = fs::read(&kept).is_ok_and(|before| before != text);
+                ensure!(
+                    !is_other,
+                    "{} was another scenario: choose another --out, or another name",
+                    kept.display()
+                );
+                fs::write(&kept, text).with_context(|| format!("writing {}", kept.display()))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Of a scenario that is a file: its path, and what it is called in results.
+fn file_name(name: &str) -> Option<(&Path, &str)> {
+    let path = Path::new(name);
+    let is_file = path
+        .extension()
+        .is_some_and(|extension| extension == "toml");
+    is_file
+        .then(|| path.file_stem()?.to_str())?
+        .map(|stem| (path, stem))
+}

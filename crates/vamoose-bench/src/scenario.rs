@@ -31,7 +31,7 @@ pub(crate) struct Scenario {
     pub(crate) links: Vec<Rate>,
     #[serde(default = "two_channels")]
     pub(crate) channels: Vec<u8>,
-    /// Of the guest. A slow link gets a smaller one: see [`Rate::most_ram`].
+    /// Of the guest. A slow link gets a smaller one: see [`Scenario::cells`].
     pub(crate) ram: Size,
     /// Milliseconds.
     #[serde(default = "downtime_limit")]
@@ -182,7 +182,23 @@ const WORKLOADS: [(&str, Workload); 10] = [
 ];
 
 /// The scenarios that the program brings along.
-const BUILT_IN: [(&str, &str); 0] = [];
+const BUILT_IN: [(&str, &str); 15] = [
+    ("idle", include_str!("../scenarios/idle.toml")),
+    ("silesia", include_str!("../scenarios/silesia.toml")),
+    ("half-zero", include_str!("../scenarios/half-zero.toml")),
+    ("zero", include_str!("../scenarios/zero.toml")),
+    ("links", include_str!("../scenarios/links.toml")),
+    ("slow-links", include_str!("../scenarios/slow-links.toml")),
+    ("cpu", include_str!("../scenarios/cpu.toml")),
+    ("dirty-N", include_str!("../scenarios/dirty.toml")),
+    ("busy", include_str!("../scenarios/busy.toml")),
+    ("redis", include_str!("../scenarios/redis.toml")),
+    ("postgres", include_str!("../scenarios/postgres.toml")),
+    ("table-a", include_str!("../scenarios/table-a.toml")),
+    ("table-b", include_str!("../scenarios/table-b.toml")),
+    ("table-c", include_str!("../scenarios/table-c.toml")),
+    ("table-d", include_str!("../scenarios/table-d.toml")),
+];
 
 fn two_channels() -> Vec<u8> {
     vec![2]
@@ -236,8 +252,9 @@ impl Scenario {
         Ok(scenario)
     }
 
-    /// Its cells, those of one guest and link beside one another. `ram` is the most that a guest may have.
-    pub(crate) fn cells(&self, name: &str, ram: u64) -> Vec<Cell> {
+    /// Its cells, those of one guest and link beside one another. `ram` is the most that a guest may have that does not run,
+    /// and the link carries it within so many seconds.
+    pub(crate) fn cells(&self, name: &str, ram: u64, seconds: u64) -> Vec<Cell> {
         let mut cells = Vec::new();
         for guest in &self.guests {
             for link in &self.links {
@@ -249,7 +266,7 @@ impl Scenario {
                         channels: *channels,
                         contender: contender.clone(),
                         ram: match guest {
-                            Guest::Still(_) => self.ram.0.min(ram).min(link.most_ram()),
+                            Guest::Still(_) => self.ram.0.min(ram).min(link.carries(seconds)),
                             // Its programs need what they need.
                             Guest::Running(_) => self.ram.0,
                         },
@@ -264,14 +281,16 @@ impl Scenario {
 }
 
 impl Rate {
-    /// The memory of a guest that does not run, at most: the link carries it in 20 s.
-    fn most_ram(self) -> u64 {
+    /// Bytes in so many seconds, in steps of 16 MiB.
+    fn carries(self, seconds: u64) -> u64 {
         let rate = match self {
             Self::Open => return u64::MAX,
             Self::Constant(rate) => rate,
             Self::Changing => 300_000_000,
         };
-        (rate / 8 * 20).next_multiple_of(16 << 20)
+        (rate / 8)
+            .saturating_mul(seconds)
+            .next_multiple_of(16 << 20)
     }
 
     /// At the beginning.
@@ -479,7 +498,7 @@ mod tests {
     #[test]
     fn a_scenario_is_all_combinations() {
         let scenario = Scenario::parse(TEXT).unwrap();
-        let cells = scenario.cells("test", 512 << 20);
+        let cells = scenario.cells("test", 512 << 20, 20);
         assert_eq!(cells.len(), 2 * 2 * 2);
         assert_eq!(cells[1].contender.options, ["--delta", "off"]);
         // As much as 100 Mbit/s carry in 20 s, as much as there may be, and what a guest needs that runs.

@@ -1,8 +1,13 @@
-//! What clients of a guest tell.
+//! Clients of the programs in a guest, and what they tell.
+
+pub(crate) mod pgbench;
+pub(crate) mod redis;
 
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+
+use crate::record::Service;
 
 /// Clients at work.
 pub(crate) trait Clients {
@@ -20,18 +25,6 @@ pub(crate) struct Sample {
     pub(crate) at: Instant,
     /// How long it took.
     pub(crate) latency: Duration,
-}
-
-/// What the samples of a span of time say.
-#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Service {
-    /// Samples per second.
-    pub(crate) rate: f64,
-    /// Latencies in milliseconds, if there are any: half, and all but one of a hundred, are shorter.
-    pub(crate) p50: Option<f64>,
-    pub(crate) p99: Option<f64>,
-    /// The longest one, in milliseconds.
-    pub(crate) longest: Option<f64>,
 }
 
 impl Service {

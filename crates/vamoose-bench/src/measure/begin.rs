@@ -1,0 +1,228 @@
+//! How a migration begins, and what is between its QEMUs.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use lab::net::Namespace;
+use lab::proc;
+use lab::qemu::Qemu;
+use lab::vamoose::{Ended, Server, Vamoose};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::MOMENTS;
+use crate::record::Cell;
+use crate::scenario::Who;
+
+/// One migration's two ends.
+pub(super) struct Ends<'a> {
+    pub(super) source: &'a mut Qemu,
+    pub(super) destination: &'a mut Qemu,
+    pub(super) here: &'a Namespace,
+    pub(super) there: &'a Namespace,
+    pub(super) vamoose: &'a Path,
+}
+
+/// The Vamooses of one migration.
+#[derive(Default)]
+pub(super) struct Helpers {
+    /// Beside the source; ends with the migration.
+    near: Option<Vamoose>,
+    /// Beside the destination.
+    far: Option<Vamoose>,
+    server: Option<Server>,
+    peaks: [Option<u64>; 2],
+}
+
+/// What they were in the end.
+pub(super) struct Finished {
+    /// CPU seconds beside the source and beside the destination.
+    pub(super) cpu: [f64; 2],
+    /// The most memory of both, in bytes.
+    pub(super) peaks: [Option<u64>; 2],
+    /// Of the one beside the source.
+    pub(super) report: Option<Value>,
+}
+
+/// As large as Vamoose's page cache is by default.
+const XBZRLE_CACHE: u64 = 256 << 20;
+
+impl Ends<'_> {
+    /// Sets up what there is, and starts to move the guest.
+    pub(super) fn begin(mut self, cell: &Cell) -> Result<Helpers> {
+        match cell.contender.who {
+            Who::Relay => self.relay(cell),
+            Who::Pair => self.pair(cell),
+            Who::Migrate => self.migrate(cell),
+            Who::Qemu | Who::Live | Who::Sockets => self.stock(cell),
+        }
+    }
+
+    fn stock(&mut self, cell: &Cell) -> Result<Helpers> {
+        self.set_up(cell, [&cell.contender.method; 2])?;
+        let address = self.listen_openly()?;
+        self.source.qmp.migrate(&address)?;
+        Ok(Helpers::default())
+    }
+
+    fn relay(&mut self, cell: &Cell) -> Result<Helpers> {
+        self.set_up(cell, ["none", &cell.contender.method])?;
+        let to = self.listen_openly()?;
+        let (near, address) = self.near_relay(cell, &to, &[])?;
+        self.source.qmp.migrate(&address)?;
+        Ok(Helpers {
+            near: Some(near),
+            ..Helpers::default()
+        })
+    }
+
+    fn pair(&mut self, cell: &Cell) -> Result<Helpers> {
+        self.set_up(cell, ["none"; 2])?;
+        let inside = format!("unix:{}", self.destination.socket("in").display());
+        self.destination.qmp.migrate_incoming(&inside)?;
+        let mut command = self.there.command(self.vamoose);
+        command.args(["relay", "--insecure", "--session", "listen"]);
+        command.args(["--connect", &inside]);
+        let listen = format!("tcp:{}:0", self.there.address());
+        let (far, to) = listening(command.args(["--listen", &listen]))?;
+        let (near, address) = self.near_relay(cell, &to, &["--session", "connect"])?;
+        self.source.qmp.migrate(&address)?;
+        Ok(Helpers {
+            near: Some(near),
+            far: Some(far),
+            ..Helpers::default()
+        })
+    }
+
+    fn migrate(&mut self, cell: &Cell) -> Result<Helpers> {
+        let server = Server::start(self.vamoose, self.there, self.destination)?;
+        let mut command = server.migrate(self.vamoose, self.here, self.source);
+        let contender = &cell.contender;
+        command.args(["--json", "-", "--method", &contender.method]);
+        command.args(["--channels", &cell.channels.to_string()]);
+        command.args(["--downtime-limit", &cell.downtime_limit.to_string()]);
+        Ok(Helpers {
+            near: Some(Vamoose::start(command.args(&contender.options))?),
+            server: Some(server),
+            ..Helpers::default()
+        })
+    }
+
+    /// Lets the destination QEMU listen on the link; gives its address.
+    fn listen_openly(&mut self) -> Result<String> {
+        let address = self.there.address();
+        let qmp = &mut self.destination.qmp;
+        qmp.migrate_incoming(&format!("tcp:{address}:0"))?;
+        Ok(format!("tcp:{address}:{}", qmp.incoming_port()?))
+    }
+
+    fn near_relay(&self, cell: &Cell, to: &str, session: &[&str]) -> Result<(Vamoose, String)> {
+        let contender = &cell.contender;
+        let listen = format!("unix:{}", self.source.socket("out").display());
+        let mut command = self.here.command(self.vamoose);
+        command.args(["relay", "--insecure", "--json", "-", "--listen", &listen]);
+        command.args(["--connect", to, "--method", &contender.method]);
+        listening(command.args(session).args(&contender.options))
+    }
+
+    /// What `vamoose migrate` does by itself: `methods` are what the QEMUs encode and decode.
+    fn set_up(&mut self, cell: &Cell, methods: [&str; 2]) -> Result<()> {
+        for (qemu, method) in [&mut *self.source, self.destination]
+            .into_iter()
+            .zip(methods)
+        {
+            let is_xbzrle = method == "xbzrle";
+            // In one command: QEMU has multifd and XBZRLE only one at a time.
+            qemu.qmp.set_capabilities(&[
+                ("events", true),
+                ("return-path", true),
+                ("multifd", !is_xbzrle),
+                ("xbzrle", is_xbzrle),
+                ("auto-converge", method == "auto-converge"),
+            ])?;
+            let compression = match method {
+                "zlib" | "zstd" => method,
+                _ => "none",
+            };
+            qemu.qmp.set_parameters(json!({
+                "max-bandwidth": 1_u64 << 40,
+                "multifd-channels": cell.channels,
+                "multifd-compression": compression,
+                "multifd-zlib-level": 1,
+                "multifd-zstd-level": 1,
+                "xbzrle-cache-size": XBZRLE_CACHE,
+                "downtime-limit": cell.downtime_limit,
+            }))?;
+        }
+        Ok(())
+    }
+}
+
+impl Helpers {
+    /// Looks at their memory: afterwards it is too late.
+    pub(super) fn look(&mut self) {
+        let far = self.far.as_ref();
+        let far = far.or(self.server.as_ref().map(Server::process));
+        for (peak, vamoose) in self.peaks.iter_mut().zip([self.near.as_ref(), far]) {
+            // None once it has ended.
+            let memory = vamoose.and_then(|vamoose| vamoose.memory().ok());
+            *peak = (*peak).max(memory.map(|memory| memory.peak));
+        }
+    }
+
+    /// Whether one has ended that should not before the migration has.
+    pub(super) fn have_ended(&self) -> Result<bool> {
+        let near = self.near.as_ref();
+        near.map_or(Ok(false), Vamoose::has_ended)
+    }
+
+    /// Waits until they have done everything.
+    pub(super) fn finish(self) -> Result<Finished> {
+        let finish = |vamoose: Option<Vamoose>| {
+            let ended = vamoose.map(|vamoose| vamoose.finish(MOMENTS)?.success());
+            ended.transpose()
+        };
+        let (near, far) = (finish(self.near)?, finish(self.far)?);
+        let seconds = |ended: &Option<Ended>| ended.as_ref().map_or(0.0, |it| it.cpu_seconds);
+        let mut cpu = [seconds(&near), seconds(&far)];
+        if let Some(server) = &self.server {
+            cpu[1] += proc::cpu_seconds(server.process().pid())?;
+        }
+        let report = near.filter(|near| !near.stdout.is_empty());
+        let report = report.map(|near| serde_json::from_str(&near.stdout));
+        Ok(Finished {
+            cpu,
+            peaks: self.peaks,
+            report: report.transpose().context("Vamoose's report")?,
+        })
+    }
+
+    /// Gives the migration up; the guest runs at the source.
+    pub(super) fn cancel(self, source: &mut Qemu) -> Result<()> {
+        match (&self.server, self.near) {
+            (Some(_), Some(migrate)) => {
+                migrate.signal(Signal::INT)?;
+                migrate.finish(MOMENTS)?;
+            }
+            // Relays end with their connections.
+            _ => source.qmp.migrate_cancel()?,
+        }
+        source.qmp.wait_idle(MOMENTS)
+    }
+
+    /// For error messages.
+    pub(super) fn said(&self) -> String {
+        let server = self.server.as_ref().map(Server::process);
+        let all = self.near.iter().chain(&self.far).chain(server);
+        let said: Vec<_> = all.map(Vamoose::stderr).collect();
+        format!("vamoose says:\n{}", said.join("\n--\n"))
+    }
+}
+
+/// Starts a relay, and waits until it listens; gives its address.
+fn listening(command: &mut Command) -> Result<(Vamoose, String)> {
+    let vamoose = Vamoose::start(command)?;
+    let address = vamoose.wait_for("listening on ", MOMENTS)?;
+    Ok((vamoose, address))
+}

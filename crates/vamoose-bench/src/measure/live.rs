@@ -1,0 +1,97 @@
+//! A guest of the crate for VMMs, with the same bytes in its memory, which it hardly writes.
+
+use std::ffi::OsStr;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use lab::ram;
+use lab::vamoose::Vamoose;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::Host;
+use super::still::SEED;
+use crate::record::{Cell, Cpu, Figures, Outcome, Record};
+use crate::scenario::{Content, Guest};
+
+/// Makes and compares the memory too.
+const MOST: Duration = Duration::from_secs(300);
+
+pub(super) fn measure(host: &Host, cell: &Cell, round: u32) -> Result<Record> {
+    let Guest::Still(content) = cell.guest else {
+        bail!("{} runs in a QEMU", cell.guest);
+    };
+    let folder = TempDir::new_in("/dev/shm").context("a folder for the memory image")?;
+    let image = folder.path().join("ram");
+    let fill = match host.corpus.fill(content) {
+        Some(fill) => {
+            ram::write(&image, cell.ram, &fill, SEED)?;
+            image.as_os_str()
+        }
+        None if content == Content::Untouched => OsStr::new("untouched"),
+        None => OsStr::new("zero"),
+    };
+    let link = host.link(cell.link)?;
+    let contender = &cell.contender;
+    let mut command = link.source.command(&host.demo);
+    command.args(["--guest", "threads", "--rate", "1", "--json", "-"]);
+    command.args([
+        "--method",
+        &contender.method,
+        "--ram",
+        &cell.ram.to_string(),
+    ]);
+    command.args(["--channels", &cell.channels.to_string()]);
+    command.args(["--downtime-limit", &cell.downtime_limit.to_string()]);
+    command.args(["--timeout", &cell.timeout.to_string()]);
+    command.args(["--listen", &format!("tcp:{}:0", link.destination.address())]);
+    if host.has_links {
+        command.args([
+            "--via",
+            &format!("ip netns exec {}", link.destination.name()),
+        ]);
+    }
+    if !contender.options.iter().any(|option| option == "--plain") {
+        command.arg("--insecure");
+    }
+    if content != Content::Untouched {
+        command.arg("--prealloc");
+    }
+    command.arg("--fill").arg(fill).args(&contender.options);
+    let sent_before = link.source.traffic().ok();
+    let ended = Vamoose::start(&mut command)?.finish(MOST)?.success()?;
+    let sent = sent_before.and_then(|before| Some(link.source.traffic().ok()?.sent - before.sent));
+    let report: Value = serde_json::from_str(&ended.stdout).context("vamoose-demo's report")?;
+    ensure!(
+        report["memory-equal"] == true,
+        "the memory is not what it was: {report}"
+    );
+    let number = |value: &Value| {
+        let number = value.as_f64();
+        number.with_context(|| format!("missing in {report}"))
+    };
+    Ok(Record {
+        cell: cell.clone(),
+        round,
+        outcome: Outcome::Equal,
+        figures: Figures {
+            seconds: number(&report["total-time"])? / 1e3,
+            downtime_reported: report["downtime"].as_f64(),
+            rounds: report["rounds"]
+                .as_array()
+                .map(|rounds| rounds.len() as u64),
+            wire_bytes: report["wire-bytes"].as_u64(),
+            link_bytes: sent,
+            normal_pages: report["ram"]["normal"].as_u64(),
+            zero_pages: report["ram"]["duplicate"].as_u64(),
+            cpu: Cpu {
+                sender: number(&report["cpu-seconds"]["source"])?,
+                receiver: number(&report["cpu-seconds"]["destination"])?,
+                ..Cpu::default()
+            },
+            ..Figures::default()
+        },
+        timeline: Vec::new(),
+        service: None,
+    })
+}

@@ -1,0 +1,127 @@
+//! A guest that does not run: its whole RAM is compared afterwards.
+//!
+//! Both QEMUs have touched all their memory before: the source as a guest that has run for a while, the destination as any
+//! that is meant to take a guest fast.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use lab::cpu::QemuMeter;
+use lab::net::Link;
+use lab::qemu::Builder;
+use lab::ram;
+
+use super::begin::Ends;
+use super::{Host, MOMENTS, watch};
+use crate::record::{Cell, Cpu, Figures, Outcome, Record};
+use crate::scenario::{Content, Guest, Rate};
+
+/// The same content in all cells.
+pub(super) const SEED: u64 = 1;
+
+/// When a link that changes does so, and to how many bits a second.
+const CHANGES: [(Duration, u64); 2] = [
+    (Duration::from_secs(3), 1_000_000_000),
+    (Duration::from_millis(4500), 100_000_000),
+];
+
+pub(super) fn measure(host: &Host, cell: &Cell, round: u32) -> Result<Record> {
+    let Guest::Still(content) = cell.guest else {
+        bail!("{} runs", cell.guest);
+    };
+    let link = host.link(cell.link)?;
+    let (here, there) = (&link.source, &link.destination);
+    let mut bare = Builder::bare(&host.qemu, cell.ram);
+    if content != Content::Untouched {
+        bare = bare.preallocate();
+    }
+    let mut destination = bare.clone().incoming().namespace(there.name()).start()?;
+    if let Some(fill) = host.corpus.fill(content) {
+        bare = bare.content(fill, SEED);
+    }
+    let mut source = bare.namespace(here.name()).start()?;
+
+    let meters = [
+        QemuMeter::start(&mut source)?,
+        QemuMeter::start(&mut destination)?,
+    ];
+    let sent_before = here.traffic().ok();
+    let ends = Ends {
+        source: &mut source,
+        destination: &mut destination,
+        here,
+        there,
+        vamoose: &host.vamoose,
+    };
+    let mut helpers = ends.begin(cell)?;
+    let mut changes = Changes::of(&link, cell.link);
+    let seen = watch::watch(&mut source, &mut helpers, cell, |elapsed| {
+        changes.at(elapsed)
+    });
+    let seen = seen.with_context(|| helpers.said())?;
+    if seen.account.is_none() {
+        helpers.cancel(&mut source)?;
+        return Ok(Record {
+            cell: cell.clone(),
+            round,
+            outcome: Outcome::Cancelled,
+            figures: Figures {
+                seconds: seen.seconds,
+                ..Figures::default()
+            },
+            timeline: seen.timeline,
+            service: None,
+        });
+    }
+    destination
+        .qmp
+        .wait_migration(&["completed"], MOMENTS)
+        .with_context(|| helpers.said())?;
+    let [(source_cpu, _), (destination_cpu, _)] = [meters[0].read()?, meters[1].read()?];
+    let finished = helpers.finish()?;
+    let sent = sent_before.and_then(|before| Some(here.traffic().ok()?.sent - before.sent));
+    ram::compare(source.ram(), destination.ram())
+        .map_err(|mismatch| anyhow!("the memory is not what it was: {mismatch}"))?;
+    let mut figures = watch::figures(&seen, &finished)?;
+    figures.link_bytes = sent;
+    figures.cpu = Cpu {
+        source: source_cpu,
+        sender: finished.cpu[0],
+        receiver: finished.cpu[1],
+        destination: destination_cpu,
+    };
+    Ok(Record {
+        cell: cell.clone(),
+        round,
+        outcome: Outcome::Equal,
+        figures,
+        timeline: seen.timeline,
+        service: None,
+    })
+}
+
+/// What the link will carry, as time goes by.
+struct Changes<'a> {
+    link: &'a Link,
+    left: &'static [(Duration, u64)],
+}
+
+impl<'a> Changes<'a> {
+    fn of(link: &'a Link, rate: Rate) -> Self {
+        let left: &[_] = match rate {
+            Rate::Changing => &CHANGES,
+            _ => &[],
+        };
+        Self { link, left }
+    }
+
+    fn at(&mut self, elapsed: Duration) -> Result<()> {
+        while let [(when, rate), left @ ..] = self.left
+            && elapsed >= *when
+        {
+            self.link.set_rate(*rate)?;
+            self.left = left;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,170 @@
+//! What a run needs of this host, and the command that installs what is not there.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use lab::guest::Image;
+use lab::{net, proc};
+
+use crate::record::Cell;
+use crate::scenario::{Guest, Rate, Who};
+
+/// What there is.
+pub(crate) struct Found {
+    /// Why no links can be made, if so.
+    links: Result<(), String>,
+    iperf3: bool,
+    demo: bool,
+    guest: bool,
+    /// Bytes.
+    memory: u64,
+    shared_memory: bool,
+}
+
+/// What is missing, and how to get it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Missing {
+    what: String,
+    remedy: &'static str,
+}
+
+impl Found {
+    /// Looks.
+    pub(crate) fn look(demo: &Path) -> Self {
+        let iperf3 = Command::new("iperf3")
+            .arg("--version")
+            .stdout(Stdio::null())
+            .status();
+        Self {
+            links: net::available().map_err(|error| format!("{error:#}")),
+            iperf3: iperf3.is_ok_and(|status| status.success()),
+            demo: demo.is_file(),
+            guest: Image::is_there(),
+            memory: proc::available_memory().unwrap_or(0),
+            shared_memory: Path::new("/dev/shm").is_dir(),
+        }
+    }
+
+    pub(crate) fn has_links(&self) -> bool {
+        self.links.is_ok()
+    }
+
+    /// The most memory of a guest that does not run: there are two of them, and the rest of the host wants some.
+    pub(crate) fn most_ram(&self) -> u64 {
+        (self.memory / 4) >> 20 << 20
+    }
+
+    /// Splits cells into those that can be measured, and what the others miss, with their number.
+    pub(crate) fn sort(&self, cells: Vec<Cell>) -> (Vec<Cell>, BTreeMap<Missing, usize>) {
+        let mut missing = BTreeMap::new();
+        let mut can = cells;
+        can.retain(|cell| match self.missing(cell) {
+            Some(it) => {
+                *missing.entry(it).or_default() += 1;
+                false
+            }
+            None => true,
+        });
+        (can, missing)
+    }
+
+    fn missing(&self, cell: &Cell) -> Option<Missing> {
+        let missing = |what: &str, remedy| {
+            let what = what.to_owned();
+            Some(Missing { what, remedy })
+        };
+        if !self.shared_memory {
+            return missing("/dev/shm", "mount -t tmpfs tmpfs /dev/shm");
+        }
+        if let Err(why) = &self.links
+            && (cell.link != Rate::Open || has_clients(cell))
+        {
+            return Some(Missing {
+                what: format!("links of given rates ({why})"),
+                remedy: "run it as root, with Debian's package iproute2",
+            });
+        }
+        match cell.contender.who {
+            Who::Sockets if !self.iperf3 => return missing("iperf3", "apt install iperf3"),
+            Who::Live if !self.demo => {
+                return missing(
+                    "vamoose-demo beside this program",
+                    "cargo build --release -p vamoose-demo",
+                );
+            }
+            _ => {}
+        }
+        if let Guest::Running(workload) = cell.guest {
+            if !self.guest {
+                return missing("a kernel for guests", "scripts/setup guest");
+            }
+            let program = workload.program();
+            if program.is_some_and(|program| !program.is_there()) {
+                return missing("the guests' programs", "scripts/setup guest workloads");
+            }
+            if matches!(cell.contender.who, Who::Live | Who::Sockets) {
+                return missing(
+                    &format!("a way to move {} by `{}`", cell.guest, cell.contender),
+                    "choose another contender: it has no QEMU",
+                );
+            }
+        }
+        if cell.ram.saturating_mul(2) > self.memory {
+            return Some(Missing {
+                what: format!("memory for two guests of {} MiB", cell.ram >> 20),
+                remedy: "--ram SIZE makes guests that do not run smaller",
+            });
+        }
+        None
+    }
+}
+
+impl Missing {
+    /// A line for the user.
+    pub(crate) fn line(&self, cells: usize) -> String {
+        let Self { what, remedy } = self;
+        format!("not here: {what}; without it {cells} cells are left out ({remedy})")
+    }
+}
+
+fn has_clients(cell: &Cell) -> bool {
+    matches!(cell.guest, Guest::Running(workload) if workload.program().is_some())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scenario::Scenario;
+
+    fn cells() -> Vec<Cell> {
+        let scenario = "about = ''\nguests = ['zero', 'idle']\nlinks = ['open', '1G']\nram = '64M'\nrounds = 1\n\
+            contenders = ['qemu none', 'sockets']";
+        Scenario::parse(scenario)
+            .unwrap()
+            .cells("test", 1 << 30, 20)
+    }
+
+    #[test]
+    fn what_is_missing_is_named_once_and_the_rest_is_measured() {
+        let found = Found {
+            links: Err("no root".to_owned()),
+            iperf3: false,
+            demo: true,
+            guest: true,
+            memory: 1 << 30,
+            shared_memory: true,
+        };
+        let (can, missing) = found.sort(cells());
+        let can: Vec<_> = can.iter().map(|cell| cell.guest.to_string()).collect();
+        assert_eq!(can, ["zero", "idle"]);
+        let lines: Vec<_> = missing.iter().map(|(it, cells)| it.line(*cells)).collect();
+        assert_eq!(
+            lines,
+            [
+                "not here: iperf3; without it 2 cells are left out (apt install iperf3)",
+                "not here: links of given rates (no root); without it 4 cells are left out (run it as root, with Debian's package iproute2)",
+            ]
+        );
+    }
+}

@@ -1,0 +1,185 @@
+//! A folder of results: `results.jsonl`, to which each migration is added as soon as it is known, and `machine.json`.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::record::{Cell, Machine, Outcome, Record};
+
+/// A folder that results are added to.
+pub(crate) struct Results {
+    folder: PathBuf,
+    file: File,
+    /// Of each cell: how many rounds there are, and how many of them were cancelled.
+    made: HashMap<Cell, (u32, u32)>,
+}
+
+const LINES: &str = "results.jsonl";
+const MACHINE: &str = "machine.json";
+
+impl Results {
+    /// Opens a folder, a new one or one of an earlier run on the same machine.
+    pub(crate) fn open(folder: &Path, machine: &Machine) -> Result<Self> {
+        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        let path = folder.join(MACHINE);
+        if path.exists() {
+            ensure!(
+                read_machine(folder)?.is_same(machine),
+                "{} has results of another machine, QEMU or Vamoose, which cannot be compared: choose another --out",
+                folder.display()
+            );
+        } else {
+            let text = format!("{:#}\n", serde_json::to_value(machine)?);
+            fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+        }
+        let file = File::options()
+            .append(true)
+            .create(true)
+            .open(folder.join(LINES))
+            .with_context(|| format!("opening {LINES} in {}", folder.display()))?;
+        let mut results = Self {
+            folder: folder.to_owned(),
+            file,
+            made: HashMap::new(),
+        };
+        for record in read(folder)? {
+            results.count(&record);
+        }
+        Ok(results)
+    }
+
+    /// Where they are.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Rounds of a cell that are there.
+    pub(crate) fn rounds(&self, cell: &Cell) -> u32 {
+        self.made.get(cell).map_or(0, |(rounds, _)| *rounds)
+    }
+
+    /// Those of them that took too long.
+    pub(crate) fn cancelled(&self, cell: &Cell) -> u32 {
+        self.made.get(cell).map_or(0, |(_, cancelled)| *cancelled)
+    }
+
+    /// Adds one.
+    pub(crate) fn add(&mut self, record: &Record) -> Result<()> {
+        let line = serde_json::to_string(record)? + "\n";
+        self.file
+            .write_all(line.as_bytes())
+            .with_context(|| format!("writing {LINES} in {}", self.folder.display()))?;
+        self.count(record);
+        Ok(())
+    }
+
+    fn count(&mut self, record: &Record) {
+        let (rounds, cancelled) = self.made.entry(record.cell.clone()).or_default();
+        *rounds += 1;
+        *cancelled += u32::from(record.outcome == Outcome::Cancelled);
+    }
+}
+
+/// All results in a folder. A last line that an interruption has left half written is none.
+pub(crate) fn read(folder: &Path) -> Result<Vec<Record>> {
+    let path = folder.join(LINES);
+    let file = File::open(&path).with_context(|| format!("no results: {}", path.display()))?;
+    let mut records = Vec::new();
+    let mut broken = None;
+    for (number, line) in BufReader::new(file).lines().enumerate() {
+        let line = line.with_context(|| format!("reading {}", path.display()))?;
+        if let Some(error) = broken.take() {
+            return Err(error);
+        }
+        match serde_json::from_str(&line) {
+            Ok(record) => records.push(record),
+            Err(error) => {
+                let place = format!("{}, line {}", path.display(), number + 1);
+                broken = Some(anyhow::Error::new(error).context(place));
+            }
+        }
+    }
+    Ok(records)
+}
+
+/// The machine of a folder of results.
+pub(crate) fn read_machine(folder: &Path) -> Result<Machine> {
+    let path = folder.join(MACHINE);
+    let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+    serde_json::from_str(&text).with_context(|| path.display().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::record::Figures;
+    use crate::scenario::Scenario;
+
+    fn machine() -> Machine {
+        Machine {
+            processor: "A".to_owned(),
+            processors: 2,
+            memory: 1 << 30,
+            kernel: "6.1".to_owned(),
+            qemu: "11.1.3".to_owned(),
+            vamoose: "vamoose 0.1.0".to_owned(),
+            corpus: "files".to_owned(),
+            command: "vamoose bench".to_owned(),
+            date: "2026-11-25".to_owned(),
+            load: "0.1".to_owned(),
+        }
+    }
+
+    fn record(outcome: Outcome, round: u32) -> Record {
+        let scenario = "about = ''\nguests = ['zero']\nlinks = ['open']\nram = '1G'\nrounds = 1\ncontenders = ['qemu none']";
+        let cells = Scenario::parse(scenario)
+            .unwrap()
+            .cells("test", 1 << 30, 20);
+        Record {
+            cell: cells[0].clone(),
+            round,
+            outcome,
+            figures: Figures::default(),
+            timeline: Vec::new(),
+            service: None,
+        }
+    }
+
+    #[test]
+    fn what_is_there_counts_even_if_the_last_line_is_broken() {
+        let dir = TempDir::new().unwrap();
+        let mut results = Results::open(dir.path(), &machine()).unwrap();
+        let first = record(Outcome::Equal, 1);
+        results.add(&first).unwrap();
+        results.add(&record(Outcome::Cancelled, 2)).unwrap();
+        results.file.write_all(b"{\"cell\":").unwrap();
+        let again = Results::open(dir.path(), &machine()).unwrap();
+        assert_eq!(again.rounds(&first.cell), 2);
+        assert_eq!(again.cancelled(&first.cell), 1);
+        assert_eq!(read(dir.path()).unwrap()[0], first);
+    }
+
+    #[test]
+    fn results_of_two_machines_are_not_mixed() {
+        let dir = TempDir::new().unwrap();
+        drop(Results::open(dir.path(), &machine()).unwrap());
+        let other = Machine {
+            qemu: "10.0.2".to_owned(),
+            ..machine()
+        };
+        let error = Results::open(dir.path(), &other).err().unwrap();
+        assert!(error.to_string().contains("another machine"), "{error}");
+        // When and how they were made may differ.
+        let later = Machine {
+            date: "2026-11-26".to_owned(),
+            command: "vamoose bench zero".to_owned(),
+            ..machine()
+        };
+        assert!(Results::open(dir.path(), &later).is_ok());
+    }
+}
