@@ -4,8 +4,8 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips load cuts faults figures paths workloads libvirt package package-rpm package-image \
-	package-compare package-test first-migration
+.PHONY: help setup build demo test model flips load cuts faults bench paths libvirt package package-rpm package-image package-compare \
+	package-test first-migration
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z-]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -49,18 +49,13 @@ faults: setup  # Break migrations in every way, at random moments, until one goe
 	cargo build --release -p vamoose -p lab -p vamoose-live --bin vamoose --bin faults --example vmm
 	"$${CARGO_TARGET_DIR:-target}/release/faults" $(FAULTS)
 
-figures: setup # Measure the documentation's figures anew
-	cargo build --release -p vamoose -p vamoose-demo -p lab --bin vamoose --bin vamoose-demo --bin figures
-	"$${CARGO_TARGET_DIR:-target}/release/figures" $(FIGURES)
+bench: setup   # Measure Vamoose beside stock QEMU on this host (minutes; BENCH="silesia links --out DIR"; make bench BENCH=list)
+	cargo build --release -p vamoose -p vamoose-demo -p vamoose-bench
+	"$${CARGO_TARGET_DIR:-target}/release/vamoose" bench $(or $(BENCH),--quick)
 
 paths: setup   # Measure what a second path brings
 	cargo build --release -p vamoose -p lab --bin vamoose --bin paths
 	"$${CARGO_TARGET_DIR:-target}/release/paths" $(PATHS)
-
-workloads: setup # Move busy guests: Redis, PostgreSQL, a compiler, programs that write memory (an hour; WORKLOADS="--runs 1 --workload redis-a")
-	scripts/setup workloads
-	cargo build --release -p vamoose -p lab --bin vamoose --bin workloads
-	"$${CARGO_TARGET_DIR:-target}/release/workloads" $(WORKLOADS)
 
 libvirt: setup   # Move guests between two hosts with virsh, in every way (half an hour; LIBVIRT="--way relays --only abort")
 	scripts/setup libvirt

@@ -510,9 +510,9 @@ pub(crate) mod tests {
             return;
         };
         let path = format!("/run/netns/{}", link.source.name());
-        assert!(std::fs::exists(&path).unwrap());
+        assert!(fs::exists(&path).unwrap());
         drop(link);
-        assert!(!std::fs::exists(&path).unwrap());
+        assert!(!fs::exists(&path).unwrap());
     }
 
     const LIMIT: Duration = Duration::from_secs(60);
