@@ -13,6 +13,7 @@ mod measure;
 mod needs;
 mod plan;
 mod record;
+mod report;
 mod results;
 mod scenario;
 
@@ -59,6 +60,12 @@ struct Cli {
 enum Command {
     /// List the scenarios
     List,
+    /// Write the report of a run again: report.md, report.html, results.csv and plots
+    Report {
+        /// Folder of results
+        #[arg(value_name = "DIR")]
+        dir: PathBuf,
+    },
 }
 
 #[derive(Args, Debug)]
@@ -108,6 +115,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let ended = match &cli.command {
         Some(Command::List) => list(),
+        Some(Command::Report { dir }) => report::write(dir),
         None => run(&cli.run),
     };
     lab::exit_code("vamoose-bench", ended)
@@ -149,7 +157,12 @@ fn run(options: &RunOptions) -> Result<()> {
     for signal in [SIGINT, SIGTERM] {
         flag::register(signal, stop.clone()).context("cannot catch signals")?;
     }
-    plan.carry_out(&host, &mut results, &stop)
+    let ended = plan.carry_out(&host, &mut results, &stop);
+    if results.is_any() {
+        report::write(results.folder())?;
+        eprintln!("{}", results.folder().join("report.html").display());
+    }
+    ended
 }
 
 fn qemu_of(options: &RunOptions) -> Result<qemu::Binary> {

@@ -56,6 +56,11 @@ impl Results {
         &self.folder
     }
 
+    /// Whether there are any.
+    pub(crate) fn is_any(&self) -> bool {
+        !self.made.is_empty()
+    }
+
     /// Rounds of a cell that are there.
     pub(crate) fn rounds(&self, cell: &Cell) -> u32 {
         self.made.get(cell).map_or(0, |(rounds, _)| *rounds)
