@@ -1,1 +1,523 @@
+//! A run as it may be, for tests: times of `links` as they were measured once, and two guests that run, with made-up timelines.
+//!
+//! `REPORT_EXAMPLE=DIR cargo test -p vamoose-bench example` leaves its report in DIR, to be looked at.
 
+use std::collections::BTreeMap;
+use std::f64::consts::PI;
+
+use proptest::prelude::*;
+use roxmltree::{Document, ParsingOptions};
+use tempfile::TempDir;
+
+use super::results::Results;
+use super::*;
+use crate::record::{Cell, Cpu, Figures, Latency, Moment, Outcome, Record, Service, Services};
+
+/// Contender; then for 100 Mbit/s, 1 Gbit/s, 10 Gbit/s and the open link: median, least, most, CPU seconds, downtime.
+const LINKS: &[(&str, [[f64; 5]; 4])] = &[
+    (
+        "qemu none",
+        [
+            [30.38, 30.38, 30.38, 0.6, 454.0],
+            [8.10, 8.10, 8.11, 0.6, 269.0],
+            [0.81, 0.81, 0.81, 1.0, 242.0],
+            [0.38, 0.37, 0.43, 0.6, 264.0],
+        ],
+    ),
+    (
+        "qemu zlib",
+        [
+            [8.94, 8.94, 8.98, 4.2, 209.0],
+            [5.66, 5.15, 5.70, 10.9, 65.0],
+            [5.44, 5.28, 5.50, 10.6, 50.0],
+            [5.30, 5.22, 5.68, 10.3, 73.0],
+        ],
+    ),
+    (
+        "qemu zstd",
+        [
+            [7.94, 7.94, 7.95, 1.3, 151.0],
+            [2.09, 2.09, 2.11, 3.2, 66.0],
+            [1.54, 1.47, 1.62, 3.0, 36.0],
+            [1.56, 1.52, 1.62, 3.0, 26.0],
+        ],
+    ),
+    (
+        "pair none",
+        [
+            [30.39, 30.39, 30.39, 1.2, 349.0],
+            [8.11, 8.11, 8.11, 1.6, 285.0],
+            [0.82, 0.82, 0.83, 1.5, 258.0],
+            [0.63, 0.52, 0.66, 1.2, 264.0],
+        ],
+    ),
+    (
+        "pair lz4",
+        [
+            [11.88, 11.88, 11.88, 1.5, 222.0],
+            [3.12, 3.12, 3.13, 3.0, 241.0],
+            [1.25, 1.21, 1.38, 2.5, 240.0],
+            [1.33, 1.25, 1.35, 2.6, 260.0],
+        ],
+    ),
+    (
+        "pair zstd",
+        [
+            [7.98, 7.98, 7.99, 1.8, 1135.0],
+            [2.11, 2.11, 2.12, 3.7, 241.0],
+            [1.72, 1.63, 1.81, 3.4, 233.0],
+            [1.71, 1.64, 1.79, 3.4, 239.0],
+        ],
+    ),
+    (
+        "pair auto",
+        [
+            [7.55, 7.52, 7.59, 2.3, 422.0],
+            [2.19, 2.14, 2.31, 3.8, 281.0],
+            [0.84, 0.83, 0.84, 1.5, 266.0],
+            [0.64, 0.55, 0.73, 1.2, 266.0],
+        ],
+    ),
+    (
+        "migrate auto",
+        [
+            [7.55, 7.51, 7.59, 2.3, 278.0],
+            [2.23, 2.18, 2.33, 3.9, 210.0],
+            [0.83, 0.82, 0.84, 1.6, 211.0],
+            [0.66, 0.65, 0.71, 1.3, 193.0],
+        ],
+    ),
+];
+
+const TABLE: &str = r#"
+    about = "Redis under load"
+    guests = ["redis-b"]
+    links = ["1G"]
+    ram = "1G"
+    rounds = 3
+    contenders = ["qemu none"]
+    [published]
+    about = "A paper <of others>, on two Xeons with 100 GbE"
+    columns = ["method", "total time, s", "downtime, ms"]
+    rows = [["none", "16", "303"], ["zlib | QAT", "9.1", "210"]]
+"#;
+
+fn cell(scenario: &str, guest: &str, link: &str, channels: u8, contender: &str) -> Cell {
+    Cell {
+        scenario: scenario.to_owned(),
+        guest: guest.parse().unwrap(),
+        link: link.parse().unwrap(),
+        channels,
+        contender: contender.parse().unwrap(),
+        ram: 1 << 30,
+        downtime_limit: 300,
+        timeout: 120,
+    }
+}
+
+fn links() -> Vec<Record> {
+    let mut records = Vec::new();
+    for (link, name) in ["100M", "1G", "10G", "open"].into_iter().enumerate() {
+        for (contender, cells) in LINKS {
+            let [median, least, most, cpu, downtime] = cells[link];
+            for (round, seconds) in (1..).zip([median, least, most]) {
+                records.push(Record {
+                    cell: cell("links", "silesia", name, 2, contender),
+                    round,
+                    outcome: Outcome::Equal,
+                    figures: Figures {
+                        seconds,
+                        downtime_reported: Some(downtime),
+                        rounds: Some(2),
+                        wire_bytes: Some(250_000_000),
+                        link_bytes: Some(262_000_000),
+                        normal_pages: Some(235_930),
+                        zero_pages: Some(26_214),
+                        cpu: Cpu {
+                            source: cpu * 0.2,
+                            sender: cpu * 0.5,
+                            receiver: cpu * 0.2,
+                            destination: cpu * 0.1,
+                        },
+                        peak_sender: (!contender.starts_with("qemu")).then_some(9 << 20),
+                        ..Figures::default()
+                    },
+                    timeline: Vec::new(),
+                    service: None,
+                });
+            }
+        }
+    }
+    records
+}
+
+/// Guests that run; the last contender never gets its guest moved.
+fn running() -> Vec<Record> {
+    let contenders = [
+        ("qemu none", 14.2, 297.0, 499.0),
+        ("qemu zstd", 6.8, 129.0, 171.0),
+        ("qemu auto-converge", 21.0, 301.0, 640.0),
+        ("migrate none", 13.9, 230.0, 498.0),
+        ("migrate lz4", 7.4, 140.0, 260.0),
+        ("migrate auto", 6.4, 126.0, 169.0),
+        ("migrate auto --delta off", 6.6, 131.0, 172.0),
+        ("qemu xbzrle", 60.0, 0.0, 0.0),
+    ];
+    let mut records = Vec::new();
+    for channels in [2, 4] {
+        for (contender, seconds, downtime, megabytes) in contenders {
+            for round in 1..=3 {
+                let is_moved = contender != "qemu xbzrle";
+                let seconds =
+                    seconds * (1.0 + f64::from(round) / 60.0) / f64::from(channels).powf(0.2);
+                let vamoose = contender.starts_with("migrate");
+                let parts = [
+                    ("commit", 8.0),
+                    ("load", 25.0),
+                    ("last-round", downtime - 45.0),
+                    ("device-state", 12.0),
+                ];
+                let parts = parts.map(|(name, part)| (name.to_owned(), part));
+                records.push(Record {
+                    cell: cell("redis", "redis-b", "1G", channels, contender),
+                    round,
+                    outcome: if is_moved {
+                        Outcome::Served
+                    } else {
+                        Outcome::Cancelled
+                    },
+                    figures: Figures {
+                        seconds,
+                        downtime: is_moved.then_some(downtime + f64::from(round)),
+                        downtime_reported: is_moved.then_some(downtime),
+                        downtime_parts: if vamoose {
+                            parts.into()
+                        } else {
+                            BTreeMap::new()
+                        },
+                        rounds: Some(5),
+                        link_bytes: Some((megabytes * 1e6) as u64),
+                        wire_bytes: Some((megabytes * 0.97e6) as u64),
+                        cpu: Cpu {
+                            source: 1.2,
+                            sender: if vamoose { 2.6 } else { 0.0 },
+                            receiver: 0.8,
+                            destination: 0.6,
+                        },
+                        throttle: (contender == "qemu auto-converge").then_some(40),
+                        dirty_rate: Some(62),
+                        ..Figures::default()
+                    },
+                    timeline: timeline(seconds, megabytes),
+                    service: Some(services(seconds, downtime)),
+                });
+            }
+        }
+    }
+    records
+}
+
+fn timeline(seconds: f64, megabytes: f64) -> Vec<Moment> {
+    let moments = (0..=60).map(|at| {
+        let part = f64::from(at) / 60.0;
+        Moment {
+            milliseconds: (seconds * part * 1e3) as u64,
+            sent_bytes: (megabytes * 1e6 * (part + (part * 6.0 * PI).sin() * 0.02)) as u64,
+            remaining_bytes: (1e9 * (1.0 - (part * 5.0).fract() * 0.8)
+                / (1.0 + (part * 5.0).floor() * 3.0)) as u64,
+            rounds: 1 + (part * 5.0) as u64,
+            dirty_pages_rate: (15_000.0 * (1.0 + 0.3 * (part * 20.0).sin())) as u64,
+        }
+    });
+    moments.collect()
+}
+
+fn services(seconds: f64, downtime: f64) -> Services {
+    let service = |rate, p99, longest| Service {
+        rate,
+        p50: Some(0.4),
+        p99: Some(p99),
+        longest: Some(longest),
+    };
+    let end = (seconds * 1e3) as i64;
+    let latencies = (-100..end / 20 + 50).map(|at| Latency {
+        at: at * 20,
+        milliseconds: match at * 20 {
+            at if at >= end - 20 && at < end => downtime + 12.0,
+            0.. => 2.0 + (at % 7) as f64 * 0.6,
+            _ => 0.9 + (at % 5).abs() as f64 * 0.1,
+        },
+    });
+    Services {
+        unit: "requests".to_owned(),
+        before: service(21_400.0, 1.3, 4.0),
+        during: service(14_100.0, 5.2, downtime + 12.0),
+        latencies: latencies.collect(),
+    }
+}
+
+fn machine() -> Machine {
+    Machine {
+        processor: "Intel(R) Xeon(R) & <others>".to_owned(),
+        processors: 2,
+        memory: 8 << 30,
+        kernel: "6.18.0".to_owned(),
+        qemu: "11.1.3".to_owned(),
+        vamoose: "0.1.0".to_owned(),
+        corpus: "Silesia".to_owned(),
+        command: "vamoose bench links redis --out example".to_owned(),
+        date: "2026-11-25".to_owned(),
+        load: "0.10 0.20 0.30".to_owned(),
+    }
+}
+
+/// Leaves a run in `dir`, as the measuring part does.
+fn run(dir: &Path, records: &[Record]) {
+    let lines = records
+        .iter()
+        .map(|record| serde_json::to_string(record).unwrap() + "\n");
+    fs::write(dir.join("results.jsonl"), lines.collect::<String>()).unwrap();
+    fs::write(
+        dir.join("machine.json"),
+        serde_json::to_string(&machine()).unwrap(),
+    )
+    .unwrap();
+    fs::write(dir.join("redis.toml"), TABLE).unwrap();
+}
+
+fn parse(text: &str) -> Document<'_> {
+    let options = ParsingOptions {
+        allow_dtd: true,
+        ..ParsingOptions::default()
+    };
+    Document::parse_with_options(text, options).unwrap()
+}
+
+/// Of SVG as of HTML: it can be parsed, numbers are numbers, ids are there once, and each plot has a title and a description.
+fn check(text: &str) {
+    let document = parse(text);
+    assert!(!text.contains("NaN") && !text.contains("inf\"") && !text.contains("inf,"));
+    let mut ids: Vec<_> = document
+        .descendants()
+        .filter_map(|node| node.attribute("id"))
+        .collect();
+    let count = ids.len();
+    ids.sort_unstable();
+    ids.dedup();
+    assert_eq!(ids.len(), count);
+    for svg in document
+        .descendants()
+        .filter(|node| node.has_tag_name(("http://www.w3.org/2000/svg", "svg")))
+    {
+        let label = svg.attribute("aria-labelledby").unwrap();
+        assert!(label.split(' ').all(|id| ids.binary_search(&id).is_ok()));
+    }
+    let is_foreign = |name: &str| ["script", "link", "img", "iframe"].contains(&name);
+    assert!(
+        !document
+            .descendants()
+            .any(|node| is_foreign(node.tag_name().name()))
+    );
+}
+
+#[test]
+fn the_example_has_all_that_a_report_has() {
+    let folder = TempDir::new().unwrap();
+    let wanted = std::env::var_os("REPORT_EXAMPLE").map(std::path::PathBuf::from);
+    let dir = wanted.as_deref().unwrap_or(folder.path());
+    let records: Vec<_> = links().into_iter().chain(running()).collect();
+    run(dir, &records);
+    write(dir).unwrap();
+
+    let page = fs::read_to_string(dir.join("report.html")).unwrap();
+    check(&page);
+    let document = parse(&page);
+    let count = |name: &str| {
+        document
+            .descendants()
+            .filter(|node| node.tag_name().name() == name)
+            .count()
+    };
+    // Machine; five groups with verdicts; published figures.
+    assert_eq!(count("table"), 1 + 5 * 2 + 1);
+    // Time and CPU of each group; timeline and latency of the default and of stock QEMU's best.
+    assert_eq!(count("figure"), 5 * 2 + 2 * 2);
+    for plot in fs::read_dir(dir.join("plots")).unwrap() {
+        check(&fs::read_to_string(plot.unwrap().path()).unwrap());
+    }
+
+    let text = fs::read_to_string(dir.join("report.md")).unwrap();
+    let has = |line: &str| assert!(text.contains(line), "{line} is not in\n{text}");
+    has("vamoose bench links redis --out example");
+    has("### silesia, 1024 MiB, over 1 Gbit/s\n");
+    has("| **migrate auto** | 2 | 2.23 (2.18–2.33) |");
+    has(
+        "| 2 | migrate auto | 2.23 (2.18–2.33) | qemu zstd 2.09 (2.09–2.11) | 1.067 | **falls short: slower** |",
+    );
+    // Without a fixed method of `migrate`, a pair's.
+    has(
+        "| 2 | migrate auto | 2.23 (2.18–2.33) | pair zstd 2.11 (2.11–2.12) | 1.057 | holds: within 10 % |",
+    );
+    has("last-round 81.0 + device-state 12.0 + load 25.0 + commit 8.00");
+    has("cancelled 3 of 3");
+    has("zlib \\| QAT");
+    has("on their hardware");
+    has(
+        "is not slower than stock QEMU's best method in 3 of 6 comparisons. Where it falls short is marked below.",
+    );
+    let links = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("![")?.split_once("]("))
+        .map(|(_, to)| to);
+    let mut links = links
+        .map(|to| dir.join(to.trim_end_matches(')')))
+        .peekable();
+    assert!(links.peek().is_some() && links.all(|file| file.is_file()));
+
+    let csv = fs::read_to_string(dir.join("results.csv")).unwrap();
+    assert_eq!(csv.lines().count(), records.len() + 1);
+    let columns = csv.lines().map(|line| line.split(',').count());
+    assert!(columns.into_iter().all(|columns| columns == 39));
+}
+
+#[test]
+fn a_column_without_a_value_is_left_out() {
+    let records = links()
+        .into_iter()
+        .filter(|record| record.cell.link.to_string() == "1G");
+    let results = Results::new(machine(), records.collect(), |_| Ok(None)).unwrap();
+    let table = Table::of(&results.scenarios[0].groups[0]);
+    let has = |name: &str| table.columns.iter().any(|column| column == name);
+    assert!(has("seconds") && has("reported, ms") && !has("downtime, ms") && !has("throttle, %"));
+}
+
+#[test]
+fn a_default_that_is_cancelled_falls_short_though_its_other_rounds_are_fast() {
+    let mut records = running();
+    let mut own = records
+        .iter_mut()
+        .filter(|record| record.cell.contender.to_string() == "migrate auto");
+    own.next().unwrap().outcome = Outcome::Cancelled;
+    let results = Results::new(machine(), records, |_| Ok(None)).unwrap();
+    let verdicts = verdict::table(&results.scenarios[0].groups[0]).unwrap();
+    assert_eq!(
+        verdicts.rows[0].cells[5],
+        "falls short: cancelled more often"
+    );
+    assert_eq!(verdicts.rows[0].tone, Tone::Short);
+    assert_eq!(verdicts.rows[2].cells[5], "holds: not slower");
+}
+
+#[test]
+fn what_cannot_be_read_is_named() {
+    let dir = TempDir::new().unwrap();
+    let error = |dir: &Path| format!("{:#}", write(dir).unwrap_err());
+    assert!(error(dir.path()).contains("machine.json: is this the folder of a run?"));
+    run(dir.path(), &running());
+    let file = dir.path().join("results.jsonl");
+    let lines = fs::read_to_string(&file).unwrap();
+    fs::write(&file, format!("{}\n\n{{", lines.lines().next().unwrap())).unwrap();
+    assert!(error(dir.path()).contains("results.jsonl: line 3 is no result"));
+}
+
+fn number() -> impl Strategy<Value = f64> {
+    prop_oneof![Just(0.0), 0.0..1e3f64, any::<f64>().prop_map(f64::abs)]
+}
+
+fn any_record() -> impl Strategy<Value = Record> {
+    let contenders = proptest::sample::select(vec![
+        "qemu none",
+        "qemu zstd",
+        "pair auto",
+        "migrate auto",
+        "migrate lz4",
+        "sockets",
+        "live none --<&\"x",
+    ]);
+    let outcomes = [
+        Outcome::Equal,
+        Outcome::Checked,
+        Outcome::Served,
+        Outcome::Cancelled,
+        Outcome::Bytes,
+    ];
+    let looks =
+        proptest::collection::vec((any::<u32>(), any::<u64>(), any::<u64>(), 0..9u64), 0..6);
+    let latencies = proptest::collection::vec((any::<i64>(), number()), 0..6);
+    let options = (
+        contenders,
+        1..4u8,
+        any::<String>(),
+        proptest::sample::select(outcomes.to_vec()),
+    );
+    let figures = (
+        number(),
+        proptest::option::of(number()),
+        proptest::option::of(any::<u64>()),
+        number(),
+        number(),
+    );
+    (options, figures, looks, latencies).prop_map(|(options, figures, looks, latencies)| {
+        let (contender, channels, scenario, outcome) = options;
+        let (seconds, downtime, bytes, cpu, rate) = figures;
+        let service = Service {
+            rate,
+            p50: downtime,
+            p99: downtime,
+            longest: None,
+        };
+        Record {
+            cell: cell(&scenario, "dirty-7", "changing", channels, contender),
+            round: 1,
+            outcome,
+            figures: Figures {
+                seconds,
+                downtime,
+                downtime_parts: [(scenario.clone(), rate)].into(),
+                wire_bytes: bytes,
+                zero_pages: bytes,
+                cpu: Cpu {
+                    source: cpu,
+                    receiver: rate,
+                    ..Cpu::default()
+                },
+                ..Figures::default()
+            },
+            timeline: looks
+                .into_iter()
+                .map(|(at, sent_bytes, remaining_bytes, rounds)| Moment {
+                    milliseconds: at.into(),
+                    sent_bytes,
+                    remaining_bytes,
+                    rounds,
+                    dirty_pages_rate: sent_bytes,
+                })
+                .collect(),
+            service: Some(Services {
+                unit: scenario,
+                before: service,
+                during: service,
+                latencies: latencies
+                    .into_iter()
+                    .map(|(at, milliseconds)| Latency { at, milliseconds })
+                    .collect(),
+            }),
+        }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn whatever_was_measured_the_report_is_well_formed(records in proptest::collection::vec(any_record(), 0..12)) {
+        let results = Results::new(machine(), records, |_| Ok(None)).unwrap();
+        let plots = plots::of(&results);
+        check(&html::of(&results, &plots));
+        for plot in plots.values().flatten() {
+            check(&plot.svg.standalone());
+        }
+        let markdown = markdown::of(&results, &plots);
+        prop_assert!(!markdown.contains("NaN") && !markdown.contains("| inf"));
+    }
+}
