@@ -8,6 +8,8 @@ pub(super) const HOW: &str = "Figures are medians of the rounds, with the least 
     equal afterwards ends the run and gives no figure. Vamoose's default (`migrate auto`, or `pair auto` where that was not measured, \
     without options) is in bold.";
 
+pub(super) const CELLS: &str = "Medians of the rounds (least–most); bold: Vamoose's default";
+
 pub(super) const VERDICTS: &str =
     "Vamoose's default beside stock QEMU's fastest method, and beside its own fastest fixed method";
 

@@ -52,9 +52,9 @@ const HEAD: f64 = 26.0;
 const POINTS: usize = 480;
 
 /// Draws panels under each other.
-pub(crate) fn over_time(title: &str, description: &str, charts: &[Chart], marks: &Marks) -> Svg {
+pub(crate) fn over_time(title: &str, note: &str, charts: &[Chart], marks: &Marks) -> Svg {
     let count = charts.len() as f64;
-    let mut svg = Svg::new(WIDTH, count * (PANEL + HEAD) + 40.0, title, description);
+    let mut svg = Svg::new(WIDTH, count * (PANEL + HEAD) + 40.0, title, note);
     let times = charts
         .iter()
         .flat_map(|chart| &chart.series)

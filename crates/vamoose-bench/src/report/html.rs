@@ -31,10 +31,7 @@ fn of_section(page: &mut Page, at: usize, section: &Section, plots: &Plots) {
     }
     for (number, group) in section.groups.iter().enumerate() {
         page.heading(3, &format!("{}-{number}", id(at)), &group.same.title());
-        page.table(
-            &format!("{}: {}", section.name, group.same.title()),
-            &Table::of(group),
-        );
+        page.table(about::CELLS, &Table::of(group));
         if let Some(verdicts) = verdict::table(group) {
             page.table(about::VERDICTS, &verdicts);
         }

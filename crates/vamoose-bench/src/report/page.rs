@@ -25,10 +25,10 @@ pre{background:var(--panel);border:1px solid var(--grid);border-radius:6px;paddi
 .scroll{overflow-x:auto;margin:.75rem 0}.scroll:focus-visible{outline:2px solid var(--c2)}\
 table{border-collapse:collapse;font-size:.86rem;font-variant-numeric:tabular-nums}\
 caption{text-align:left;color:var(--soft);padding:.25rem 0}\
-th,td{border-bottom:1px solid var(--grid);padding:.3rem .6rem;text-align:left;vertical-align:top}\
-thead th{background:var(--panel);vertical-align:bottom;font-weight:600;min-width:4.2rem}\
+th,td{border-bottom:1px solid var(--grid);padding:.3rem .45rem;text-align:left;vertical-align:top}\
+thead th{background:var(--panel);vertical-align:bottom;font-weight:600}\
 tbody th{font-weight:400;white-space:nowrap;position:sticky;left:0;background:var(--ground);min-width:8rem}\
-td{min-width:3.5rem}tr.default th,tr.default td{font-weight:600}tr.short td,tr.short th{background:var(--bad)}\
+td{min-width:3rem}td:last-child{min-width:6rem}.spread{white-space:nowrap;color:var(--soft);font-size:.92em;font-weight:400}tr.default th,tr.default td{font-weight:600}tr.short td,tr.short th{background:var(--bad)}\
 tr.short td:last-child{color:var(--mark);font-weight:600}\
 .plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,27rem),1fr));gap:1rem;align-items:start;margin:1rem 0}\
 figure{margin:0;border:1px solid var(--grid);border-radius:6px;padding:.75rem;min-width:0}\
@@ -113,11 +113,8 @@ impl Page {
                 Tone::Short => "<tr class=\"short\">",
             };
             for (at, cell) in line.cells.iter().enumerate() {
-                let cell = Escaped(cell);
-                let _ = match at {
-                    0 => write!(text, "<th scope=\"row\">{cell}</th>"),
-                    _ => write!(text, "<td>{cell}</td>"),
-                };
+                let name = if at == 0 { "th scope=\"row\"" } else { "td" };
+                let _ = write!(text, "<{name}>{}</{}>", with_spread(cell), &name[..2]);
             }
             text += "</tr>";
         }
@@ -138,7 +135,7 @@ impl Page {
                 "<figure>{}<figcaption><strong>{}</strong>{}</figcaption></figure>\n",
                 svg.inline(&format!("plot{}", self.plots)),
                 Escaped(svg.title()),
-                Escaped(svg.description())
+                Escaped(svg.note())
             );
         }
         if !text.is_empty() {
@@ -160,4 +157,17 @@ impl Page {
         // Cannot fail: it is written into memory.
         let _ = writeln!(self.body, "{text}");
     }
+}
+
+/// A spread in brackets stays together, and behind its median.
+fn with_spread(cell: &str) -> String {
+    let spread = |(before, bracket): (&'_ str, &'_ str)| {
+        let (spread, behind) = bracket.split_once(')')?;
+        spread.contains('–').then(|| {
+            let [before, spread, behind] = [before, spread, behind].map(Escaped);
+            format!("{before} <span class=\"spread\">({spread})</span>{behind}")
+        })
+    };
+    let parts = cell.split_once(" (").and_then(spread);
+    parts.unwrap_or_else(|| Escaped(cell).to_string())
 }

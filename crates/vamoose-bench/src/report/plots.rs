@@ -88,15 +88,15 @@ fn times(group: &Group) -> Option<Svg> {
     let most = times.iter().flatten().map(|time| time.most);
     let widest = rows
         .iter()
-        .map(|row| text_width(&row.label()))
+        .map(|row| text_width(&group.label(row)))
         .fold(0.0, f64::max);
     let left = widest.min(MOST_LABEL) + 12.0;
     let scale = Scale::over(most.chain([0.0]), (left, WIDTH - ROOM));
     times.iter().flatten().next()?;
 
     let told = rows.iter().zip(&times).map(|(row, time)| match time {
-        Some(time) => format!("{} {} s", row.label(), full(*time)),
-        None => format!("{} was cancelled", row.label()),
+        Some(time) => format!("{} {} s", group.label(row), full(*time)),
+        None => format!("{} was cancelled", group.label(row)),
     });
     let told = told.collect::<Vec<_>>().join("; ");
     let height = TOP + rows.len() as f64 * BAR + 36.0;
@@ -105,11 +105,9 @@ fn times(group: &Group) -> Option<Svg> {
         WIDTH,
         height,
         &title,
-        &format!(
-            "{told}. {}",
-            "Bars are medians, lines the least and the most of the rounds."
-        ),
+        "Bars are medians, lines the least and the most of the rounds.",
     );
+    svg.tell(&told);
     let bottom = height - 36.0;
     for tick in scale.ticks(5) {
         let x = scale.place(tick);
@@ -124,14 +122,14 @@ fn times(group: &Group) -> Option<Svg> {
     );
     let mut top = TOP;
     for (row, time) in rows.into_iter().zip(times) {
-        let (middle, name) = (top + BAR / 2.0, cut(&row.label(), MOST_LABEL));
+        let (middle, name) = (top + BAR / 2.0, cut(&group.label(row), MOST_LABEL));
         let is_default = verdict::is_default(&row.cell.contender);
         let weight = if is_default { "strong" } else { "name" };
         svg.text(weight, Anchor::End, (left - 6.0, middle + 4.0), &name);
         if let Some(time) = time {
             let [end, least, most] =
                 [time.median, time.least, time.most].map(|time| scale.place(time));
-            let tip = format!("{}: {} s", row.label(), full(time));
+            let tip = format!("{}: {} s", group.label(row), full(time));
             let size = (end - left, BAR - 5.0);
             svg.rect(
                 &format!("c{}", colour(row.cell.contender.who)),
@@ -195,7 +193,7 @@ fn pareto(group: &Group) -> Option<Svg> {
     let y = scale(points.iter().map(|(_, (_, y))| *y).collect(), (bottom, top));
     let front = front(&points.iter().map(|(_, point)| *point).collect::<Vec<_>>());
 
-    let on_front: Vec<_> = front.iter().map(|at| points[*at].0.label()).collect();
+    let on_front: Vec<_> = front.iter().map(|at| group.label(points[*at].0)).collect();
     let told = format!(
         "Further down and further left is better. Not beaten in both by another: {}.",
         on_front.join("; ")
@@ -246,7 +244,7 @@ fn pareto(group: &Group) -> Option<Svg> {
         let who = row.cell.contender.who;
         let tip = format!(
             "{}: {} s, {} CPU-s",
-            row.label(),
+            group.label(row),
             short(point.0),
             short(point.1)
         );
@@ -268,41 +266,40 @@ fn pareto(group: &Group) -> Option<Svg> {
         .collect();
     for at in front.iter().copied().chain(rest) {
         let (row, point) = points[at];
-        let several = group.channels().len() > 1;
-        let name = if several {
-            row.label()
-        } else {
-            row.cell.contender.to_string()
-        };
+        let name = group.label(row);
         let width = text_width(&name);
         let (x, y) = place(point);
+        let (start, middle, end) = (Anchor::Start, Anchor::Middle, Anchor::End);
         let candidates = [
-            (x + 9.0, y + 4.0),
-            (x - 9.0 - width, y + 4.0),
-            (x - width / 2.0, y - 10.0),
-            (x - width / 2.0, y + 20.0),
-            (x + 7.0, y - 7.0),
-            (x + 7.0, y + 16.0),
-            (x - 7.0 - width, y - 7.0),
-            (x - 7.0 - width, y + 16.0),
+            (start, 9.0, 4.0),
+            (end, -9.0, 4.0),
+            (middle, 0.0, -10.0),
+            (middle, 0.0, 20.0),
+            (start, 7.0, -7.0),
+            (start, 7.0, 16.0),
+            (end, -7.0, -7.0),
+            (end, -7.0, 16.0),
         ];
-        let free = candidates.into_iter().find_map(|(x, y)| {
-            let area = [x, y - 10.0, x + width, y + 3.0];
-            let is_inside = area[0] >= left + 2.0
-                && area[2] <= WIDTH - 2.0
+        let free = candidates.into_iter().find_map(|(anchor, dx, dy)| {
+            let (x, y) = (x + dx, y + dy);
+            let from = match anchor {
+                Anchor::Start => x,
+                Anchor::Middle => x - width / 2.0,
+                Anchor::End => x - width,
+            };
+            let area = [from, y - 10.0, from + width, y + 3.0];
+            let is_inside = from >= left + 2.0
+                && from + width <= WIDTH - 2.0
                 && area[1] >= top
                 && area[3] <= bottom - 1.0;
             let is_free = taken.iter().all(|other| !overlap(&area, other));
-            (is_inside && is_free).then_some((area, (x, y)))
+            (is_inside && is_free).then_some((area, anchor, (x, y)))
         });
-        if let Some((area, at)) = free {
+        if let Some((area, anchor, at)) = free {
             taken.push(area);
-            let weight = if verdict::is_default(&row.cell.contender) {
-                "strong"
-            } else {
-                "name"
-            };
-            svg.text(weight, Anchor::Start, at, &name);
+            let is_default = verdict::is_default(&row.cell.contender);
+            let weight = if is_default { "strong" } else { "name" };
+            svg.text(weight, anchor, at, &name);
         }
     }
     Some(svg)

@@ -186,6 +186,14 @@ impl Group {
         }
     }
 
+    /// A row's name: contender, and channels if they differ.
+    pub(super) fn label(&self, row: &Row) -> String {
+        match self.channels().len() {
+            1 => row.cell.contender.to_string(),
+            _ => row.label(),
+        }
+    }
+
     /// Numbers of channels, without repetition.
     pub(super) fn channels(&self) -> Vec<u8> {
         let mut all: Vec<u8> = self.rows.iter().map(|row| row.cell.channels).collect();

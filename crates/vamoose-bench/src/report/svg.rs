@@ -13,8 +13,10 @@ pub(crate) struct Svg {
     width: f64,
     height: f64,
     title: String,
-    /// For those who do not see it: what it shows.
-    description: String,
+    /// What to know about it, beneath the plot.
+    note: String,
+    /// What it shows, for those who do not see it.
+    told: String,
     body: String,
 }
 
@@ -55,12 +57,13 @@ svg .l0{stroke:var(--c0)}svg .l1{stroke:var(--c1)}svg .l2{stroke:var(--c2)}svg .
 svg .l5{stroke:var(--c5)}svg .l0{stroke-dasharray:5 2}";
 
 impl Svg {
-    pub(crate) fn new(width: f64, height: f64, title: &str, description: &str) -> Self {
+    pub(crate) fn new(width: f64, height: f64, title: &str, note: &str) -> Self {
         Self {
             width,
             height,
             title: title.to_owned(),
-            description: description.to_owned(),
+            note: note.to_owned(),
+            told: String::new(),
             body: String::new(),
         }
     }
@@ -69,8 +72,13 @@ impl Svg {
         &self.title
     }
 
-    pub(crate) fn description(&self) -> &str {
-        &self.description
+    pub(crate) fn note(&self) -> &str {
+        &self.note
+    }
+
+    /// Adds what the plot shows, in words.
+    pub(crate) fn tell(&mut self, told: &str) {
+        told.clone_into(&mut self.told);
     }
 
     /// `tip` is what the mark says under the pointer, here and below.
@@ -161,12 +169,16 @@ impl Svg {
 
     fn render(&self, id: &str, style: &str) -> String {
         let [width, height] = [self.width, self.height].map(Number);
-        let (title, description) = (Escaped(&self.title), Escaped(&self.description));
+        let (title, note, told) = (
+            Escaped(&self.title),
+            Escaped(&self.note),
+            Escaped(&self.told),
+        );
         let id = Escaped(id);
         format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" \
              role=\"img\" aria-labelledby=\"{id}-title {id}-desc\"><title id=\"{id}-title\">{title}</title>\
-             <desc id=\"{id}-desc\">{description}</desc>{style}{}</svg>\n",
+             <desc id=\"{id}-desc\">{note} {told}</desc>{style}{}</svg>\n",
             self.body
         )
     }
@@ -180,9 +192,9 @@ impl Svg {
     }
 }
 
-/// How wide a text is, about: fonts differ.
+/// How wide a text is at most, about: fonts differ.
 pub(crate) fn text_width(text: &str) -> f64 {
-    text.chars().count() as f64 * 6.4
+    text.chars().count() as f64 * 7.1
 }
 
 /// A text that may hold anything, for SVG and HTML.

@@ -72,17 +72,17 @@ static COLUMNS: [Column; 26] = [
     Column {
         name: "rounds",
         meaning: "rounds over the guest's memory",
-        value: |row| text(row.spread(|record| record.figures.rounds.map(float))),
+        value: |row| count(row.spread(|record| record.figures.rounds.map(float))),
     },
     Column {
         name: "throttle, %",
         meaning: "the most by which auto-converge slowed the guest",
-        value: |row| text(row.spread(|record| record.figures.throttle.map(float))),
+        value: |row| count(row.spread(|record| record.figures.throttle.map(float))),
     },
     Column {
         name: "guest writes, MiB/s",
         meaning: "memory that the guest changed in a second, before the migration",
-        value: |row| text(row.spread(|record| record.figures.dirty_rate.map(float))),
+        value: |row| count(row.spread(|record| record.figures.dirty_rate.map(float))),
     },
     Column {
         name: "wire, MB",
@@ -97,27 +97,27 @@ static COLUMNS: [Column; 26] = [
     Column {
         name: "guest, MB/s",
         meaning: "the guest's memory divided by the total time",
-        value: |row| text(row.spread(guest_rate)),
+        value: |row| middle(row.spread(guest_rate)),
     },
     Column {
         name: "link, Mbit/s",
         meaning: "bits over the link (where those are not known: on the wire) divided by the total time",
-        value: |row| text(row.spread(link_rate)),
+        value: |row| middle(row.spread(link_rate)),
     },
     Column {
         name: "pages/s",
         meaning: "pages, zero pages among them, divided by the total time",
-        value: |row| text(row.spread(pages_rate)),
+        value: |row| middle(row.spread(pages_rate)),
     },
     Column {
         name: "CPU-s send",
         meaning: "CPU seconds of the source's host: QEMU and Vamoose",
-        value: |row| text(row.spread(|record| cpu(record, record.figures.cpu.sending()))),
+        value: |row| middle(row.spread(|record| cpu(record, record.figures.cpu.sending()))),
     },
     Column {
         name: "CPU-s receive",
         meaning: "CPU seconds of the destination's host: QEMU and Vamoose",
-        value: |row| text(row.spread(|record| cpu(record, record.figures.cpu.receiving()))),
+        value: |row| middle(row.spread(|record| cpu(record, record.figures.cpu.receiving()))),
     },
     Column {
         name: "CPU-s total",
@@ -127,27 +127,27 @@ static COLUMNS: [Column; 26] = [
     Column {
         name: "CPU-s/GiB",
         meaning: "CPU seconds of both hosts for each GiB of the guest's memory",
-        value: |row| text(row.spread(cpu_by_memory)),
+        value: |row| middle(row.spread(cpu_by_memory)),
     },
     Column {
         name: "send CPU, %",
         meaning: "CPU seconds of the source's host divided by the total time: 100 is one core",
-        value: |row| text(row.spread(|record| share(record, record.figures.cpu.sending()))),
+        value: |row| middle(row.spread(|record| share(record, record.figures.cpu.sending()))),
     },
     Column {
         name: "receive CPU, %",
         meaning: "the same of the destination's host",
-        value: |row| text(row.spread(|record| share(record, record.figures.cpu.receiving()))),
+        value: |row| middle(row.spread(|record| share(record, record.figures.cpu.receiving()))),
     },
     Column {
         name: "peak send, MiB",
         meaning: "the most memory of Vamoose at the source",
-        value: |row| text(row.spread(|record| record.figures.peak_sender.map(mebi))),
+        value: |row| middle(row.spread(|record| record.figures.peak_sender.map(mebi))),
     },
     Column {
         name: "peak receive, MiB",
         meaning: "the same at the destination",
-        value: |row| text(row.spread(|record| record.figures.peak_receiver.map(mebi))),
+        value: |row| middle(row.spread(|record| record.figures.peak_receiver.map(mebi))),
     },
     Column {
         name: "clients, answers/s",
@@ -244,6 +244,22 @@ pub(super) fn cpu_total(record: &Record) -> Option<f64> {
 
 fn text(spread: Option<Spread>) -> Option<String> {
     spread.map(full)
+}
+
+/// Of what is derived from other columns: its spread is theirs.
+fn middle(spread: Option<Spread>) -> Option<String> {
+    spread.map(|spread| short(spread.median))
+}
+
+/// Of what is counted.
+fn count(spread: Option<Spread>) -> Option<String> {
+    let spread = spread?;
+    let [median, least, most] = [spread.median, spread.least, spread.most];
+    Some(if least < most {
+        format!("{median} ({least}–{most})")
+    } else {
+        median.to_string()
+    })
 }
 
 fn seconds(row: &Row) -> Option<String> {

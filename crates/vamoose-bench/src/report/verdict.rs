@@ -73,7 +73,7 @@ pub(super) fn table(group: &Group) -> Option<Table> {
         "seconds",
         "beside",
         "ratio",
-        "not slower than stock; within 10 % of its own best",
+        "requirement",
     ]);
     for verdict in of(group) {
         for comparison in [verdict.stock, verdict.fixed].into_iter().flatten() {
