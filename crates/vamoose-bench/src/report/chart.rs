@@ -93,7 +93,7 @@ fn panel(svg: &mut Svg, chart: &Chart, marks: &Marks, time: Scale, top: f64) {
     let scale = if chart.is_logarithmic {
         Scale::logarithmic(values, (bottom, top))
     } else {
-        Scale::over(values.chain([0.0]), (bottom, top))
+        Scale::over(values.chain([0.0]), (bottom, top)).with_room(1.08)
     };
     svg.text("strong", Anchor::Start, (4.0, top - 10.0), chart.name);
     legend(svg, chart, top - 10.0);

@@ -358,7 +358,7 @@ fn the_example_has_all_that_a_report_has() {
     has(
         "| 2 | migrate auto | 2.23 (2.18–2.33) | pair zstd 2.11 (2.11–2.12) | 1.057 | holds: within 10 % |",
     );
-    has("last-round 81.0 + device-state 12.0 + load 25.0 + commit 8.00");
+    has("| 81\u{a0}+\u{a0}12\u{a0}+\u{a0}25\u{a0}+\u{a0}8 |");
     has("cancelled 3 of 3");
     has("zlib \\| QAT");
     has("on their hardware");

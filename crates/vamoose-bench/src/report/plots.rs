@@ -81,7 +81,7 @@ fn times(group: &Group) -> Option<Svg> {
     /// At the right, for the figure.
     const ROOM: f64 = 48.0;
     /// At the left, for the name: longer ones are cut.
-    const MOST_LABEL: f64 = 190.0;
+    const MOST_LABEL: f64 = 222.0;
     let mut rows: Vec<&Row> = group.rows.iter().collect();
     rows.sort_by(|one, other| one.cell.contender.cmp(&other.cell.contender));
     let times: Vec<Option<Spread>> = rows.iter().map(|row| row.seconds()).collect();
@@ -264,6 +264,15 @@ fn pareto(group: &Group) -> Option<Svg> {
             [x - 6.0, y - 6.0, x + 6.0, y + 6.0]
         })
         .collect();
+    taken.extend(line.windows(2).map(|ends| {
+        let ((x, y), (to_x, to_y)) = (ends[0], ends[1]);
+        [
+            x.min(to_x),
+            y.min(to_y) - 1.0,
+            x.max(to_x),
+            y.max(to_y) + 1.0,
+        ]
+    }));
     for at in front.iter().copied().chain(rest) {
         let (row, point) = points[at];
         let name = group.label(row);

@@ -267,7 +267,8 @@ impl Spread {
         let mut values: Vec<f64> = values.into_iter().filter(|v| v.is_finite()).collect();
         values.sort_by(f64::total_cmp);
         Some(Self {
-            median: lab::median(values.iter().copied())?,
+            // The sum of two may be too much.
+            median: lab::median(values.iter().copied()).filter(|median| median.is_finite())?,
             least: *values.first()?,
             most: *values.last()?,
         })

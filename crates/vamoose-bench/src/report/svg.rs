@@ -54,7 +54,7 @@ svg .round{stroke:var(--soft);stroke-dasharray:1 3;fill:none}svg .edge{stroke:va
 svg .c0{fill:var(--c0)}svg .c1{fill:var(--c1)}svg .c2{fill:var(--c2)}svg .c3{fill:var(--c3)}svg .c4{fill:var(--c4)}svg .c5{fill:var(--c5)}\
 svg .l0,svg .l1,svg .l2,svg .l3,svg .l4,svg .l5{fill:none;stroke-width:1.75;stroke-linejoin:round}\
 svg .l0{stroke:var(--c0)}svg .l1{stroke:var(--c1)}svg .l2{stroke:var(--c2)}svg .l3{stroke:var(--c3)}svg .l4{stroke:var(--c4)}\
-svg .l5{stroke:var(--c5)}svg .l0{stroke-dasharray:5 2}";
+svg .l5{stroke:var(--c5)}";
 
 impl Svg {
     pub(crate) fn new(width: f64, height: f64, title: &str, note: &str) -> Self {

@@ -66,7 +66,7 @@ static COLUMNS: [Column; 26] = [
     },
     Column {
         name: "parts, ms",
-        meaning: "what the downtime consists of, as Vamoose reports it: medians of each part",
+        meaning: "what the downtime consists of, as Vamoose reports it: last round + device state + load + commit, a median of each",
         value: parts,
     },
     Column {
@@ -110,32 +110,32 @@ static COLUMNS: [Column; 26] = [
         value: |row| middle(row.spread(pages_rate)),
     },
     Column {
-        name: "CPU-s send",
+        name: "CPU send, s",
         meaning: "CPU seconds of the source's host: QEMU and Vamoose",
         value: |row| middle(row.spread(|record| cpu(record, record.figures.cpu.sending()))),
     },
     Column {
-        name: "CPU-s receive",
+        name: "CPU receive, s",
         meaning: "CPU seconds of the destination's host: QEMU and Vamoose",
         value: |row| middle(row.spread(|record| cpu(record, record.figures.cpu.receiving()))),
     },
     Column {
-        name: "CPU-s total",
+        name: "CPU total, s",
         meaning: "both",
         value: |row| text(row.spread(|record| cpu(record, record.figures.cpu.total()))),
     },
     Column {
-        name: "CPU-s/GiB",
+        name: "CPU, s/GiB",
         meaning: "CPU seconds of both hosts for each GiB of the guest's memory",
         value: |row| middle(row.spread(cpu_by_memory)),
     },
     Column {
-        name: "send CPU, %",
+        name: "CPU send, %",
         meaning: "CPU seconds of the source's host divided by the total time: 100 is one core",
         value: |row| middle(row.spread(|record| share(record, record.figures.cpu.sending()))),
     },
     Column {
-        name: "receive CPU, %",
+        name: "CPU receive, %",
         meaning: "the same of the destination's host",
         value: |row| middle(row.spread(|record| share(record, record.figures.cpu.receiving()))),
     },
@@ -275,23 +275,16 @@ fn seconds(row: &Row) -> Option<String> {
 }
 
 fn parts(row: &Row) -> Option<String> {
-    let mut names: Vec<&String> = Vec::new();
-    for name in row.moved().flat_map(|r| r.figures.downtime_parts.keys()) {
-        if !names.contains(&name) {
-            names.push(name);
-        }
-    }
-    names.sort_by_key(|name| ORDER.iter().position(|known| known == name));
-    let parts = names.into_iter().filter_map(|name| {
-        let part = row.spread(|record| record.figures.downtime_parts.get(name).copied())?;
-        Some(format!("{name} {}", short(part.median)))
-    });
-    let parts: Vec<_> = parts.collect();
-    (!parts.is_empty()).then(|| parts.join(" + "))
+    /// One after the other.
+    const PARTS: [&str; 4] = ["last-round", "device-state", "load", "commit"];
+    let part = |name: &str| row.spread(|record| record.figures.downtime_parts.get(name).copied());
+    let parts = PARTS.map(|name| part(name).map(|part| format!("{:.0}", part.median)));
+    parts.iter().any(Option::is_some).then(|| {
+        parts
+            .map(|part| part.unwrap_or_else(|| ABSENT.to_owned()))
+            .join("\u{a0}+\u{a0}")
+    })
 }
-
-/// The parts of a downtime, one after the other.
-const ORDER: [&str; 4] = ["last-round", "device-state", "load", "commit"];
 
 fn services(row: &Row, value: impl Fn(&Service) -> Option<f64>) -> Option<String> {
     let before = row.spread(|record| value(&record.service.as_ref()?.before));
