@@ -78,16 +78,15 @@ impl Plan {
 impl Group {
     /// What is not in the results, in its order.
     fn turns(&self, results: &Results) -> Vec<(Cell, u32)> {
-        let count = self.cells.len();
-        let order = (0..self.rounds as usize).flat_map(|round| {
-            let at = (0..count).map(move |step| (round + step) % count);
-            at.map(move |index| (index, round))
+        let order = (0..self.rounds).zip(0_usize..).flat_map(|(round, first)| {
+            let (before, from) = self.cells.split_at(first % self.cells.len());
+            let order = from.iter().chain(before);
+            order.map(move |cell| (cell, round + 1))
         });
-        let turns = order.map(|(index, round)| (&self.cells[index], round as u32 + 1));
         let is_left = |(cell, round): &(&Cell, u32)| {
             *round > results.rounds(cell) && results.cancelled(cell) < GIVE_UP
         };
-        let left = turns.filter(is_left);
+        let left = order.filter(is_left);
         left.map(|(cell, round)| (cell.clone(), round)).collect()
     }
 }

@@ -13,6 +13,11 @@ mod about;
 mod chart;
 mod csv;
 #[cfg(test)]
+#[allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "an example's figures are small"
+)]
 mod example;
 mod html;
 mod markdown;

@@ -58,7 +58,7 @@ pub(super) fn watch(
             }
             _ => false,
         };
-        if (has_begun || is_over) && (look % stride == 0 || is_over) {
+        if is_over || has_begun && look % stride == 0 {
             let sent =
                 sent_before.and_then(|before| Some(net::sent_by(source.pid()).ok()? - before));
             seen.timeline.push(moment(elapsed, &account, sent));

@@ -130,9 +130,9 @@ impl Page {
         let mut text = String::new();
         for svg in plots {
             self.plots += 1;
-            let _ = write!(
+            let _ = writeln!(
                 text,
-                "<figure>{}<figcaption><strong>{}</strong>{}</figcaption></figure>\n",
+                "<figure>{}<figcaption><strong>{}</strong>{}</figcaption></figure>",
                 svg.inline(&format!("plot{}", self.plots)),
                 Escaped(svg.title()),
                 Escaped(svg.note())

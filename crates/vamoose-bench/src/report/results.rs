@@ -7,6 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use crate::record::{Cell, Machine, Outcome, Record};
+use crate::results;
 use crate::scenario::{Guest, Published, Rate, Scenario};
 
 /// A run.
@@ -56,19 +57,9 @@ pub(super) struct Spread {
 
 impl Results {
     pub(super) fn read(dir: &Path) -> Result<Self> {
-        let machine = serde_json::from_str(&load(&dir.join("machine.json"))?)
-            .context("machine.json is not of this program")?;
-        let lines = load(&dir.join("results.jsonl"))?;
-        let records: Result<Vec<Record>> = lines
-            .lines()
-            .enumerate()
-            .filter(|(_, line)| !line.trim().is_empty())
-            .map(|(number, line)| {
-                serde_json::from_str(line)
-                    .with_context(|| format!("results.jsonl: line {} is no result", number + 1))
-            })
-            .collect();
-        Self::new(machine, records?, |name| scenario(dir, name))
+        let machine = results::read_machine(dir)?;
+        let records = results::read(dir)?;
+        Self::new(machine, records, |name| scenario(dir, name))
     }
 
     /// `scenario` finds a definition by its name.
