@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::{self, File};
-use std::io::{BufRead as _, BufReader, Write as _};
+use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
@@ -35,11 +35,20 @@ impl Results {
             let text = format!("{:#}\n", serde_json::to_value(machine)?);
             fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         }
-        let file = File::options()
-            .append(true)
-            .create(true)
-            .open(folder.join(LINES))
-            .with_context(|| format!("opening {LINES} in {}", folder.display()))?;
+        let path = folder.join(LINES);
+        let open = || {
+            let mut file = File::options()
+                .read(true)
+                .append(true)
+                .create(true)
+                .open(&path)?;
+            let mut text = String::new();
+            file.read_to_string(&mut text)?;
+            // What an interruption has left half written would spoil the next line.
+            file.set_len(whole(&text) as u64)?;
+            io::Result::Ok(file)
+        };
+        let file = open().with_context(|| format!("opening {}", path.display()))?;
         let mut results = Self {
             folder: folder.to_owned(),
             file,
@@ -90,31 +99,37 @@ impl Results {
 
 /// All results in a folder. A last line that an interruption has left half written is none.
 pub(crate) fn read(folder: &Path) -> Result<Vec<Record>> {
-    let path = folder.join(LINES);
-    let file = File::open(&path).with_context(|| format!("no results: {}", path.display()))?;
-    let mut records = Vec::new();
-    let mut broken = None;
-    for (number, line) in BufReader::new(file).lines().enumerate() {
-        let line = line.with_context(|| format!("reading {}", path.display()))?;
-        if let Some(error) = broken.take() {
-            return Err(error);
-        }
-        match serde_json::from_str(&line) {
-            Ok(record) => records.push(record),
-            Err(error) => {
-                let place = format!("{}, line {}", path.display(), number + 1);
-                broken = Some(anyhow::Error::new(error).context(place));
-            }
-        }
-    }
-    Ok(records)
+    let text = load(folder, LINES)?;
+    let lines = text[..whole(&text)].lines().zip(1..);
+    let parse = |(line, number)| {
+        serde_json::from_str(line).with_context(|| {
+            format!(
+                "{LINES} in {}: line {number} is no result",
+                folder.display()
+            )
+        })
+    };
+    lines.map(parse).collect()
 }
 
 /// The machine of a folder of results.
 pub(crate) fn read_machine(folder: &Path) -> Result<Machine> {
-    let path = folder.join(MACHINE);
-    let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
-    serde_json::from_str(&text).with_context(|| path.display().to_string())
+    let text = load(folder, MACHINE)?;
+    serde_json::from_str(&text)
+        .with_context(|| format!("{MACHINE} in {} is not of this program", folder.display()))
+}
+
+fn load(folder: &Path, name: &str) -> Result<String> {
+    let path = folder.join(name);
+    fs::read_to_string(&path).with_context(|| {
+        let path = path.display();
+        format!("cannot read {path}: is this the folder of a run?")
+    })
+}
+
+/// Bytes of whole lines.
+fn whole(text: &str) -> usize {
+    text.rfind('\n').map_or(0, |end| end + 1)
 }
 
 #[cfg(test)]
@@ -163,10 +178,15 @@ mod tests {
         results.add(&first).unwrap();
         results.add(&record(Outcome::Cancelled, 2)).unwrap();
         results.file.write_all(b"{\"cell\":").unwrap();
+        assert_eq!(read(dir.path()).unwrap().len(), 2);
         let again = Results::open(dir.path(), &machine()).unwrap();
         assert_eq!(again.rounds(&first.cell), 2);
         assert_eq!(again.cancelled(&first.cell), 1);
-        assert_eq!(read(dir.path()).unwrap()[0], first);
+        let mut results = again;
+        let last = record(Outcome::Equal, 3);
+        results.add(&last).unwrap();
+        let all = read(dir.path()).unwrap();
+        assert_eq!((&all[0], &all[2]), (&first, &last));
     }
 
     #[test]
