@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use multifd::Method;
 use rustix::time::{ClockId, clock_gettime};
 use vamoose_codec::{Health, Tally};
 
@@ -33,6 +34,7 @@ pub struct Stats {
     zero_copy_sends: AtomicU64,
     copied_sends: AtomicU64,
     missed_zero_copy: AtomicU64,
+    method_packets: [AtomicU64; Method::ALL.len()],
 }
 
 /// The counters at one moment.
@@ -73,6 +75,8 @@ pub struct Snapshot {
     /// Flushes of a channel that found that none of the sends before them went without a copy. This is QEMU's
     /// `dirty-sync-missed-zero-copy`: it is counted once a SYNC and channel.
     pub missed_zero_copy: u64,
+    /// Packets with normal pages, by their method: in the order of [`Method::ALL`].
+    pub method_packets: [u64; Method::ALL.len()],
     /// How the hardware engines did.
     pub engines: Tally,
 }
@@ -98,6 +102,7 @@ impl Stats {
             zero_copy_sends: read(&self.zero_copy_sends),
             copied_sends: read(&self.copied_sends),
             missed_zero_copy: read(&self.missed_zero_copy),
+            method_packets: self.method_packets.each_ref().map(read),
             engines: self.health.tally(),
         }
     }
@@ -128,6 +133,14 @@ impl Stats {
         add(&self.normal_pages, normal);
         add(&self.zero_pages, zero);
         add(&self.page_bytes, page_bytes);
+    }
+
+    /// Counts a packet with normal pages that was sent by `method`.
+    pub(crate) fn add_method(&self, method: Method) {
+        let counters = Method::ALL.iter().zip(&self.method_packets);
+        for (_, counter) in counters.filter(|(known, _)| **known == method) {
+            add(counter, 1);
+        }
     }
 
     pub(crate) fn add_encode(&self, time: Duration) {

@@ -182,6 +182,9 @@ impl ChannelWriter {
         let (normal, zero) = (header.normal_offsets().len(), header.zero_offsets().len());
         let page_bytes = normal * self.sender.layout.page_size();
         self.sender.stats.add_packet(normal, zero, page_bytes);
+        if normal > 0 {
+            self.sender.stats.add_method(header.method);
+        }
         Ok(())
     }
 
@@ -363,6 +366,9 @@ impl ChannelWriter {
             header.zero_offsets().len(),
             page_bytes,
         );
+        if page_bytes > 0 {
+            self.sender.stats.add_method(header.method);
+        }
         if let PacketEncoder::Adaptive(adaptive) = &mut self.encoder {
             adaptive.observe(wire_bytes, page_bytes, took, self.sender.queued());
         }

@@ -1,6 +1,7 @@
 //! One module a command.
 
 pub(crate) mod attempts;
+pub(crate) mod bench;
 pub(crate) mod gateway;
 pub(crate) mod inspect;
 pub(crate) mod keys;

@@ -15,6 +15,7 @@ pub mod options;
 pub mod progress;
 pub mod report;
 pub mod security;
+pub mod timeline;
 pub mod watchable;
 
 use std::process::ExitCode;

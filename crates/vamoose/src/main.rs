@@ -35,6 +35,8 @@ enum Command {
     Inspect(commands::inspect::Options),
     Probe(commands::probe::Options),
     Selftest(commands::selftest::Options),
+    Bench(commands::bench::BenchOptions),
+    Report(commands::bench::ReportOptions),
     #[command(hide = true)]
     Pages(commands::pages::Options),
 }
@@ -53,6 +55,8 @@ fn main() -> ExitCode {
         Command::Inspect(options) => commands::inspect::run(&options),
         Command::Probe(options) => commands::probe::run(&options),
         Command::Selftest(options) => commands::selftest::run(&options),
+        Command::Bench(options) => commands::bench::bench(&options),
+        Command::Report(options) => commands::bench::report(&options),
         Command::Pages(options) => commands::pages::run(&options, Cli::command()),
     })
 }

@@ -9,6 +9,8 @@ use serde::{Serialize, Serializer, ser::SerializeStruct as _};
 use vamoose_link::{MethodChoice, PathStatus, Session, Snapshot, millis};
 use vamoose_relay::{DowntimeParts, Moved, chain};
 
+use crate::timeline::{Sample, Timeline};
+
 /// What a migration was and cost. Times are in milliseconds, as QEMU's.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -46,6 +48,9 @@ pub struct Report {
     /// The session with another Vamoose, if there was one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub link: Option<Link>,
+    /// What went on, in order; only of a migration that was watched.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub timeline: Vec<Sample>,
 }
 
 /// What differences to pages that were sent before have saved.
@@ -171,6 +176,7 @@ impl Report {
                 total: process_cpu_time().as_secs_f64(),
             },
             link: None,
+            timeline: Vec::new(),
         }
     }
 
@@ -183,6 +189,12 @@ impl Report {
             reconnects: session.reconnects(),
             paths: session.paths().into_iter().map(PathReport::of).collect(),
         });
+        self
+    }
+
+    /// Adds what was observed.
+    pub fn of_timeline(mut self, timeline: Timeline) -> Self {
+        self.timeline = timeline.into_samples();
         self
     }
 

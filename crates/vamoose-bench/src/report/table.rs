@@ -51,7 +51,7 @@ static COLUMNS: [Column; 26] = [
     },
     Column {
         name: "seconds",
-        meaning: "total time of the migration; `>` marks one that was cancelled after that time",
+        meaning: "total time of the migration; one with > was cancelled after that time",
         value: seconds,
     },
     Column {

@@ -22,6 +22,7 @@ use vamoose::{
     options::{Encoding, JsonReport, MethodName, StateDir},
     progress::{Display, Progress},
     report::Report,
+    timeline::Timeline,
     watchable,
 };
 
@@ -102,6 +103,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let start = Instant::now();
     let mut display = Display::on_stderr();
     let mut last = Progress::default();
+    let mut timeline = Timeline::default();
     let watched = Mutex::new(None);
     let watchable = watchable::bind(&state_dir);
     let migration = Migration {
@@ -121,6 +123,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let _end = watchable::serve(scope, watchable.as_ref(), list);
         migration.run(&mut |progress| {
             display.show(progress);
+            timeline.add(start.elapsed(), progress);
             *lock(&watched) = Some(Watched::of(progress, options, method.name(), start));
             last = progress.clone();
         })
@@ -136,7 +139,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
                 .failed(status(failure), failure)
         }
     };
-    options.json.write(&report.of_link(last.session.as_ref()))?;
+    let report = report.of_link(last.session.as_ref());
+    options.json.write(&report.of_timeline(timeline))?;
     moved?;
     Ok(())
 }

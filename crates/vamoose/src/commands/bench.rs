@@ -1,0 +1,106 @@
+//! `vamoose bench` and `vamoose report`: the program `vamoose-bench` does the work.
+//!
+//! It measures, draws, and starts QEMUs; most hosts need none of it, so it is a program of its own.
+
+use std::{
+    env,
+    ffi::OsString,
+    os::unix::process::CommandExt as _,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context as _, Result};
+use clap::Args;
+
+/// Measure migrations by Vamoose beside stock QEMU's on this host
+///
+/// Starts the program vamoose-bench, which lies beside this one or in PATH; `vamoose bench --help` shows its options.
+#[derive(Args, Debug)]
+#[command(disable_help_flag = true)]
+pub(crate) struct BenchOptions {
+    /// Arguments of vamoose-bench
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "ARGUMENT"
+    )]
+    arguments: Vec<OsString>,
+}
+
+/// Show what went on in a migration: a summary, and a page with plots
+///
+/// Starts the program vamoose-bench, which lies beside this one or in PATH.
+#[derive(Args, Debug)]
+pub(crate) struct ReportOptions {
+    /// What `vamoose migrate --json FILE` has written
+    file: PathBuf,
+    /// Page to write [default: FILE with the ending .html]
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+}
+
+const PROGRAM: &str = "vamoose-bench";
+
+pub(crate) fn bench(options: &BenchOptions) -> Result<()> {
+    become_program(&options.arguments)
+}
+
+pub(crate) fn report(options: &ReportOptions) -> Result<()> {
+    let mut arguments = vec!["timeline".into(), options.file.clone().into()];
+    if let Some(html) = &options.html {
+        arguments.extend(["--html".into(), html.clone().into()]);
+    }
+    become_program(&arguments)
+}
+
+/// Does not return if the program can be started.
+fn become_program(arguments: &[OsString]) -> Result<()> {
+    let own = env::current_exe().ok();
+    let path = env::var_os("PATH").unwrap_or_default();
+    let program = find(own.as_deref(), env::split_paths(&path)).with_context(|| {
+        format!(
+            "there is no program {PROGRAM} beside vamoose or in PATH: build it from Vamoose's sources by \
+             `cargo build --release -p {PROGRAM}`, and copy target/release/{PROGRAM} there"
+        )
+    })?;
+    let failure = Command::new(&program).args(arguments).exec();
+    Err(failure).with_context(|| format!("cannot start {}", program.display()))
+}
+
+/// Beside the program `own`, or in one of `folders`.
+fn find(own: Option<&Path>, folders: impl Iterator<Item = PathBuf>) -> Option<PathBuf> {
+    let beside = own.and_then(Path::parent).map(Path::to_owned);
+    // An entry that is not absolute would be found from where the user happens to be.
+    let folders = folders.filter(|folder| folder.is_absolute());
+    let mut programs = beside
+        .into_iter()
+        .chain(folders)
+        .map(|folder| folder.join(PROGRAM));
+    programs.find(|program| program.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn the_program_beside_this_one_comes_first() -> Result<()> {
+        let [beside, other] = [tempfile::tempdir()?, tempfile::tempdir()?];
+        let own = beside.path().join("vamoose");
+        let found = || {
+            find(
+                Some(&own),
+                [PathBuf::from("."), other.path().into()].into_iter(),
+            )
+        };
+        assert_eq!(found(), None);
+        fs::write(other.path().join(PROGRAM), "")?;
+        assert_eq!(found(), Some(other.path().join(PROGRAM)));
+        fs::write(beside.path().join(PROGRAM), "")?;
+        assert_eq!(found(), Some(beside.path().join(PROGRAM)));
+        Ok(())
+    }
+}

@@ -1,0 +1,139 @@
+//! What went on in a migration: a sample of its progress a few times a second, for the report.
+//!
+//! A migration may take hours. When there are [`MOST`] samples, every other is given up, and from then on half as many are kept.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use multifd::Method;
+use serde::Serialize;
+use vamoose_link::{Session, millis};
+
+use crate::progress::Progress;
+
+/// The samples of a migration.
+#[derive(Debug, Default)]
+pub struct Timeline {
+    samples: Vec<Sample>,
+    /// The newest, where it came too soon after the last that was kept.
+    newest: Option<Sample>,
+    /// Milliseconds between those that are kept, at least.
+    interval: u64,
+}
+
+/// How far a migration was. Numbers are those since its beginning; absent is what the source QEMU had not reported.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Sample {
+    /// Since the command was given.
+    pub milliseconds: u64,
+    /// QEMU's name for the state.
+    pub status: String,
+    pub wire_bytes: u64,
+    pub page_bytes: u64,
+    pub zero_pages: u64,
+    /// Bytes of guest memory that are still to be sent.
+    pub remaining: Option<u64>,
+    pub dirty_sync_count: Option<u64>,
+    /// Pages a second that the guest writes.
+    pub dirty_pages_rate: Option<u64>,
+    /// Packets with pages, by the method that each was sent with.
+    pub packets: BTreeMap<&'static str, u64>,
+    pub reconnects: u64,
+    /// For how many milliseconds the guest has been paused for the switchover.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused: Option<u64>,
+}
+
+const MOST: usize = 1000;
+/// Milliseconds between two samples, at first.
+const INTERVAL: u64 = 100;
+
+impl Timeline {
+    /// Adds how far it is `since` the beginning.
+    pub fn add(&mut self, since: Duration, progress: &Progress) {
+        self.push(Sample::of(millis(since), progress));
+    }
+
+    /// All that is kept, the newest among it.
+    pub fn into_samples(self) -> Vec<Sample> {
+        self.samples.into_iter().chain(self.newest).collect()
+    }
+
+    fn push(&mut self, sample: Sample) {
+        self.interval = self.interval.max(INTERVAL);
+        let due = |last: &Sample| sample.milliseconds >= last.milliseconds + self.interval;
+        if !self.samples.last().is_none_or(due) {
+            self.newest = Some(sample);
+            return;
+        }
+        self.newest = None;
+        self.samples.push(sample);
+        if self.samples.len() >= MOST {
+            let mut is_kept = false;
+            self.samples.retain(|_| {
+                is_kept = !is_kept;
+                is_kept
+            });
+            self.interval *= 2;
+        }
+    }
+}
+
+impl Sample {
+    fn of(milliseconds: u64, progress: &Progress) -> Self {
+        let ram = |key: &str| progress.source["ram"][key].as_u64();
+        let moved = &progress.moved;
+        let packets = Method::ALL.iter().zip(moved.method_packets);
+        let packets = packets.filter(|(_, count)| *count > 0);
+        Self {
+            milliseconds,
+            status: progress.status.clone(),
+            wire_bytes: moved.wire_bytes,
+            page_bytes: moved.page_bytes,
+            zero_pages: moved.zero_pages,
+            remaining: ram("remaining"),
+            dirty_sync_count: ram("dirty-sync-count"),
+            dirty_pages_rate: ram("dirty-pages-rate"),
+            packets: packets
+                .map(|(method, count)| (method.name(), count))
+                .collect(),
+            reconnects: progress.session.as_ref().map_or(0, Session::reconnects),
+            paused: Some(millis(progress.stopped_for)).filter(|paused| *paused > 0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn however_long_it_takes_few_samples_are_kept_and_the_first_and_last_among_them(
+            steps in proptest::collection::vec(0..400u64, 1..6000),
+        ) {
+            let mut timeline = Timeline::default();
+            let mut now = 0;
+            for step in &steps {
+                now += step;
+                timeline.push(Sample::of(now, &Progress::default()));
+                prop_assert!(timeline.samples.len() < MOST);
+            }
+            let samples = timeline.into_samples();
+            prop_assert!(samples.is_sorted_by_key(|sample| sample.milliseconds));
+            prop_assert_eq!(samples.first().map(|sample| sample.milliseconds), Some(steps[0]));
+            prop_assert_eq!(samples.last().map(|sample| sample.milliseconds), Some(now));
+        }
+    }
+
+    #[test]
+    fn packets_are_named_by_their_method() {
+        let mut progress = Progress::default();
+        progress.moved.method_packets[0] = 7;
+        let sample = Sample::of(0, &progress);
+        assert_eq!(sample.packets, [("none", 7)].into());
+        assert_eq!((sample.remaining, sample.paused), (None, None));
+    }
+}
