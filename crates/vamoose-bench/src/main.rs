@@ -16,6 +16,7 @@ mod record;
 mod report;
 mod results;
 mod scenario;
+mod timeline;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -65,6 +66,14 @@ enum Command {
         /// Folder of results
         #[arg(value_name = "DIR")]
         dir: PathBuf,
+    },
+    /// Show what went on in a migration (`vamoose report`)
+    Timeline {
+        /// What `vamoose migrate --json FILE` has written
+        file: PathBuf,
+        /// Page to write [default: FILE with the ending .html]
+        #[arg(long, value_name = "FILE")]
+        html: Option<PathBuf>,
     },
 }
 
@@ -116,6 +125,7 @@ fn main() -> ExitCode {
     let ended = match &cli.command {
         Some(Command::List) => list(),
         Some(Command::Report { dir }) => report::write(dir),
+        Some(Command::Timeline { file, html }) => timeline::write(file, html.as_deref()),
         None => run(&cli.run),
     };
     lab::exit_code("vamoose-bench", ended)

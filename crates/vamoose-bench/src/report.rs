@@ -10,7 +10,7 @@
 //! and the most, a migration that was cancelled is shown as such, and where Vamoose is behind, the report says so.
 
 mod about;
-mod chart;
+pub(crate) mod chart;
 mod csv;
 #[cfg(test)]
 #[allow(
@@ -18,14 +18,14 @@ mod csv;
     clippy::cast_sign_loss,
     reason = "an example's figures are small"
 )]
-mod example;
+pub(crate) mod example;
 mod html;
 mod markdown;
-mod page;
-mod plots;
+pub(crate) mod page;
+pub(crate) mod plots;
 mod results;
-mod svg;
-mod table;
+pub(crate) mod svg;
+pub(crate) mod table;
 mod verdict;
 
 use std::fs;

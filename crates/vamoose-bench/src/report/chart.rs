@@ -63,6 +63,10 @@ pub(crate) fn over_time(title: &str, note: &str, charts: &[Chart], marks: &Marks
         .map(|(time, _)| *time)
         .chain(marks.paused.map(|(_, to)| to));
     let time = Scale::over(times.chain([0.0, marks.until]), (LEFT, RIGHT));
+    for (at, name) in &marks.events {
+        let at = (time.place(*at) + 3.0, HEAD + 11.0);
+        svg.text("soft", Anchor::Start, at, name);
+    }
     let mut top = HEAD;
     for chart in charts {
         panel(&mut svg, chart, marks, time, top);
@@ -118,14 +122,8 @@ fn panel(svg: &mut Svg, chart: &Chart, marks: &Marks, time: Scale, top: f64) {
             (time.place(*round), bottom),
         );
     }
-    for (at, name) in &marks.events {
+    for (at, _) in &marks.events {
         svg.line("edge", (time.place(*at), top), (time.place(*at), bottom));
-        svg.text(
-            "soft",
-            Anchor::Start,
-            (time.place(*at) + 3.0, top + 11.0),
-            name,
-        );
     }
     for series in &chart.series {
         let points = thinned(&series.points);

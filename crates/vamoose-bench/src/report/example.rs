@@ -294,7 +294,7 @@ fn parse(text: &str) -> Document<'_> {
 }
 
 /// Of SVG as of HTML: it can be parsed, numbers are numbers, ids are there once, and each plot has a title and a description.
-fn check(text: &str) {
+pub(crate) fn check(text: &str) {
     let document = parse(text);
     assert!(!text.contains("NaN") && !text.contains("inf\"") && !text.contains("inf,"));
     let mut ids: Vec<_> = document

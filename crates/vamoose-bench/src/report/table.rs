@@ -34,6 +34,9 @@ struct Column {
     value: fn(&Row) -> Option<String>,
 }
 
+/// What a downtime consists of, in this order.
+pub(crate) const PARTS: [&str; 4] = ["last-round", "device-state", "load", "commit"];
+
 /// What is not known.
 const ABSENT: &str = "–";
 
@@ -219,7 +222,7 @@ impl Column {
 }
 
 /// A number with as many digits as mean something.
-pub(super) fn short(value: f64) -> String {
+pub(crate) fn short(value: f64) -> String {
     match value.abs() {
         size if size >= 99.95 || value == 0.0 => format!("{value:.0}"),
         size if size >= 9.995 => format!("{value:.1}"),
@@ -275,8 +278,6 @@ fn seconds(row: &Row) -> Option<String> {
 }
 
 fn parts(row: &Row) -> Option<String> {
-    /// One after the other.
-    const PARTS: [&str; 4] = ["last-round", "device-state", "load", "commit"];
     let part = |name: &str| row.spread(|record| record.figures.downtime_parts.get(name).copied());
     let parts = PARTS.map(|name| part(name).map(|part| format!("{:.0}", part.median)));
     parts.iter().any(Option::is_some).then(|| {
