@@ -6,6 +6,7 @@
 mod common;
 
 mod attempts;
+mod bench;
 mod commit;
 mod decoder;
 mod delta;
