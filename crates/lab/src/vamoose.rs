@@ -98,6 +98,16 @@ pub struct Server {
 impl Server {
     /// Starts it in the namespace `host`, where the QEMU is.
     pub fn start(program: &Path, host: &Namespace, destination: &Qemu) -> Result<Self> {
+        Self::start_with(program, host, destination, &[])
+    }
+
+    /// The same, with further options.
+    pub fn start_with(
+        program: &Path,
+        host: &Namespace,
+        destination: &Qemu,
+        options: &[String],
+    ) -> Result<Self> {
         let monitors = TempDir::new().context("creating a temporary directory")?;
         let state = state_dir()?;
         let monitor = monitors.path().join(GUEST).with_extension("qmp");
@@ -107,6 +117,7 @@ impl Server {
         command.args(["serve", "--insecure", "--listen", &listen, "--qmp-dir"]);
         command.arg(monitors.path());
         command.arg("--state-dir").arg(state.path().join("there"));
+        command.args(options);
         let serve = Vamoose::start(&mut command)?;
         let address = serve.wait_for("taking migrations on ", Duration::from_secs(60))?;
         Ok(Self {

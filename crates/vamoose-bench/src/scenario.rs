@@ -11,7 +11,7 @@
 //! ```
 //!
 //! Every combination of guest, link, channels and contender is a cell. Words behind a contender's method are options of the
-//! program that it runs.
+//! program that it runs beside the source; those behind `|` of the one beside the destination (`pair none | --placement on`).
 
 use std::fmt;
 use std::str::FromStr;
@@ -130,8 +130,10 @@ pub(crate) struct Size(pub(crate) u64);
 pub(crate) struct Contender {
     pub(crate) who: Who,
     pub(crate) method: String,
-    /// Options of the program.
+    /// Options of the program beside the source.
     pub(crate) options: Vec<String>,
+    /// Options of the program beside the destination.
+    pub(crate) far_options: Vec<String>,
 }
 
 /// The ways to attach. `QEMU` is always an unmodified one.
@@ -182,7 +184,7 @@ const WORKLOADS: [(&str, Workload); 10] = [
 ];
 
 /// The scenarios that the program brings along.
-const BUILT_IN: [(&str, &str); 15] = [
+const BUILT_IN: [(&str, &str); 16] = [
     ("idle", include_str!("../scenarios/idle.toml")),
     ("silesia", include_str!("../scenarios/silesia.toml")),
     ("half-zero", include_str!("../scenarios/half-zero.toml")),
@@ -192,6 +194,7 @@ const BUILT_IN: [(&str, &str); 15] = [
     ("cpu", include_str!("../scenarios/cpu.toml")),
     ("dirty-N", include_str!("../scenarios/dirty.toml")),
     ("busy", include_str!("../scenarios/busy.toml")),
+    ("placement", include_str!("../scenarios/placement.toml")),
     ("redis", include_str!("../scenarios/redis.toml")),
     ("postgres", include_str!("../scenarios/postgres.toml")),
     ("table-a", include_str!("../scenarios/table-a.toml")),
@@ -376,15 +379,26 @@ impl FromStr for Guest {
     }
 }
 
+impl Contender {
+    /// Whether its programs run without further options.
+    pub(crate) fn has_defaults(&self) -> bool {
+        self.options.is_empty() && self.far_options.is_empty()
+    }
+}
+
 impl fmt::Display for Contender {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(name_of(&WHO, &self.who))?;
         if self.who != Who::Sockets {
             write!(f, " {}", self.method)?;
         }
-        self.options
-            .iter()
-            .try_for_each(|option| write!(f, " {option}"))
+        for option in &self.options {
+            write!(f, " {option}")?;
+        }
+        if self.far_options.is_empty() {
+            return Ok(());
+        }
+        write!(f, " | {}", self.far_options.join(" "))
     }
 }
 
@@ -392,7 +406,9 @@ impl FromStr for Contender {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let mut words = text.split_whitespace();
+        let (near, far) = text.split_once('|').unwrap_or((text, ""));
+        let far_options: Vec<_> = far.split_whitespace().map(str::to_owned).collect();
+        let mut words = near.split_whitespace();
         let who = find(&WHO, words.next().unwrap_or_default());
         let who = who.with_context(|| {
             let known = WHO.map(|(name, _)| name).join(", ");
@@ -413,10 +429,15 @@ impl FromStr for Contender {
                 known.join(", ")
             );
         }
+        ensure!(
+            far_options.is_empty() || matches!(who, Who::Pair | Who::Migrate),
+            "`{text}`: only pair and migrate have a Vamoose beside the destination"
+        );
         Ok(Self {
             who,
             method: method.to_owned(),
             options,
+            far_options,
         })
     }
 }
@@ -534,7 +555,12 @@ mod tests {
                 .iter()
                 .all(|text| text.parse::<Guest>().unwrap().to_string() == *text)
         );
-        let contenders = ["sockets", "qemu none", "live none --dsa model"];
+        let contenders = [
+            "sockets",
+            "qemu none",
+            "live none --copy dsa",
+            "pair none | --placement on",
+        ];
         let back = |text: &str| text.parse::<Contender>().unwrap().to_string();
         assert!(contenders.iter().all(|text| back(text) == *text));
     }

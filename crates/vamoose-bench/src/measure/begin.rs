@@ -84,6 +84,11 @@ impl Ends<'_> {
         let mut command = self.there.command(self.vamoose);
         command.args(["relay", "--insecure", "--session", "listen"]);
         command.args(["--connect", &inside]);
+        if !cell.contender.far_options.is_empty() {
+            // Placement needs to know where the guest's memory is.
+            command.arg("--qmp").arg(self.destination.qmp_socket());
+            command.args(&cell.contender.far_options);
+        }
         let listen = format!("tcp:{}:0", self.there.address());
         let (far, to) = listening(command.args(["--listen", &listen]))?;
         let (near, address) = self.near_relay(cell, &to, &["--session", "connect"])?;
@@ -96,7 +101,8 @@ impl Ends<'_> {
     }
 
     fn migrate(&mut self, cell: &Cell) -> Result<Helpers> {
-        let server = Server::start(self.vamoose, self.there, self.destination)?;
+        let options = &cell.contender.far_options;
+        let server = Server::start_with(self.vamoose, self.there, self.destination, options)?;
         let mut command = server.migrate(self.vamoose, self.here, self.source);
         let contender = &cell.contender;
         command.args(["--json", "-", "--method", &contender.method]);

@@ -139,7 +139,7 @@ pub(super) fn default<'a>(rows: &[&'a Row]) -> Option<&'a Row> {
 /// Whether it is what users get who set nothing.
 pub(super) fn is_default(contender: &Contender) -> bool {
     let is_two = matches!(contender.who, Who::Migrate | Who::Pair);
-    is_two && contender.method == "auto" && contender.options.is_empty()
+    is_two && contender.method == "auto" && contender.has_defaults()
 }
 
 /// The row of the least median time, of those whose migrations went through; where none has only such, of all.
@@ -152,7 +152,7 @@ pub(super) fn fastest<'a>(rows: impl Iterator<Item = &'a Row>) -> Option<(&'a Ro
 }
 
 fn is_fixed(contender: &Contender, who: Who) -> bool {
-    contender.who == who && contender.method != "auto" && contender.options.is_empty()
+    contender.who == who && contender.method != "auto" && contender.has_defaults()
 }
 
 impl Requirement {
