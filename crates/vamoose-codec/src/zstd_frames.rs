@@ -2,7 +2,7 @@
 //!
 //! What zstd finds, in packets that are independent of each other: their levels may differ, and a
 //! channel may have several streams. It pays for that with the history of the packets before, which is
-//! half a percent of the bytes at level 1 and two at level 3 (docs/figures). A frame states how many bytes of pages it holds and has no checksum. A packet in
+//! half a percent of the bytes at level 1 and two at level 3 (docs/results/parts.md). A frame states how many bytes of pages it holds and has no checksum. A packet in
 //! which zstd finds next to nothing goes raw, as method none.
 //!
 //! # Memory

@@ -3,7 +3,7 @@
 //! ```text
 //!  cargo run --release -p idxd-model --bin hundred -- [--quick] [DIRECTORY]
 //! ```
-//! Writes `hundred-guests.md` (tables) and `hundred-guests.svg` to DIRECTORY, `docs/figures` by default; with `--quick` it
+//! Writes `hundred-guests.md` (tables) and `hundred-guests.svg` to DIRECTORY, `docs/results` by default; with `--quick` it
 //! prints the tables of a run a hundred times shorter, and writes nothing. It takes a minute or two, and gives the
 //! same figures each time and everywhere: the only clocks are the guests' own. Every figure is one of the
 //! [model](host), with these [parameters]. `docs/hundred-guests.md` explains them.
@@ -22,7 +22,7 @@ use anyhow::{Context, Result, bail};
 
 fn main() -> Result<()> {
     let mut quick = false;
-    let mut directory = PathBuf::from("docs/figures");
+    let mut directory = PathBuf::from("docs/results");
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
