@@ -153,6 +153,11 @@ impl Dialer {
         }
     }
 
+    /// Whether the other end is a relay that has to find out what migration it is, over a session.
+    pub(crate) fn is_to_relay(&self) -> bool {
+        matches!(self.to, To::Remote(..) | To::Announced(..))
+    }
+
     pub(crate) fn dial(&self, first: &[u8], timeout: Duration) -> Result<Stream, RelayError> {
         let stream = match &self.to {
             To::Socket(address) => return self.dial_qemu(None, address, first, timeout),

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  gather      the source's connections            (module gather)
-//!  dial        main stream first, with its first bytes; then the channels
+//!  dial        main stream and channels, with their first bytes
 //!  move        a thread per channel and direction  (threads); this thread waits for their reports (supervisor)
 //!  tear down   every connection at once, whatever happened
 //! ```
@@ -127,20 +127,32 @@ impl Relay<'_> {
         Ok(stream)
     }
 
-    /// Main stream first and with its first bytes: a destination QEMU takes the first connection
-    /// for it (7.2), or waits in its main loop for any connection's first bytes (10.0).
+    /// To a QEMU the main stream first, with its first bytes: it takes the first connection for it (7.2), or waits in its main
+    /// loop for any connection's first bytes (10.0). To another relay last: once that has the main stream, it takes a
+    /// migration for one without channels unless one comes soon.
     fn dial_all(&self, incoming: usize, uuid: [u8; 16]) -> Result<Connections, RelayError> {
         let number = self.config.outgoing_channels.unwrap_or(incoming);
-        let main = self.dial_one(&MAIN_MAGIC.to_be_bytes())?;
-        self.stats.add_sent(size_of_val(&MAIN_MAGIC));
-        let channels = (0..number).map(|id| {
-            // An id that does not fit a byte is refused by its number, which does not either.
-            let id = u8::try_from(id).unwrap_or(u8::MAX);
-            let initial = Initial::new(uuid, id, number)?.to_bytes();
-            self.stats.add_sent(initial.len());
-            self.dial_one(&initial)
-        });
-        let channels = channels.collect::<Result<_, _>>()?;
+        let dial_main = || {
+            self.stats.add_sent(size_of_val(&MAIN_MAGIC));
+            self.dial_one(&MAIN_MAGIC.to_be_bytes())
+        };
+        let dial_channels = || {
+            let channels = (0..number).map(|id| {
+                // An id that does not fit a byte is refused by its number, which does not either.
+                let id = u8::try_from(id).unwrap_or(u8::MAX);
+                let initial = Initial::new(uuid, id, number)?.to_bytes();
+                self.stats.add_sent(initial.len());
+                self.dial_one(&initial)
+            });
+            channels.collect::<Result<_, RelayError>>()
+        };
+        if self.dialer.is_to_relay() {
+            let channels = dial_channels()?;
+            let main = dial_main()?;
+            return Ok(Connections { main, channels });
+        }
+        let main = dial_main()?;
+        let channels = dial_channels()?;
         Ok(Connections { main, channels })
     }
 
