@@ -62,6 +62,10 @@ libvirt: setup   # Move guests between two hosts with virsh, in every way (half 
 	cargo build --release -p vamoose -p lab --bin vamoose --bin libvirt
 	"$${CARGO_TARGET_DIR:-target}/release/libvirt" $(LIBVIRT)
 
+book:          # Build the handbook, docs/, into target/book
+	scripts/setup build
+	scripts/book
+
 package: setup # Build target/package/vamoose_VERSION_amd64.deb
 	scripts/package
 
