@@ -10,6 +10,7 @@ mod bench;
 mod commit;
 mod decoder;
 mod delta;
+mod docs;
 mod engines;
 mod faults;
 mod gateway;
