@@ -1,0 +1,56 @@
+//! Empties a rack of a thousand hosts, and then all racks one after the other, in virtual time, and prints how long that takes
+//! and how long the decisions take on this machine:
+//!
+//! ```text
+//! cargo run --release -p evacuation --example evacuate
+//! ```
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a simulation that goes wrong panics"
+)]
+
+mod simulator;
+
+use simulator::{Found, GIB, MIB, Scenario};
+
+const SCENARIO: Scenario = Scenario {
+    hosts: 1000,
+    rack: 20,
+    guests: 30,
+    parallel: 4,
+    // 25 and 100 Gbit/s, less what others need.
+    host_bandwidth: 2800 * MIB,
+    bandwidth: 11_000 * MIB,
+    failures: 10,
+};
+
+const SEED: u64 = 1;
+
+fn main() {
+    println!(
+        "| emptied | guests | tries | memory, GiB | sent, GiB | bytes/limit, s | took, s | ratio | plan, ms | decisions, ms |\n\
+         |---|---|---|---|---|---|---|---|---|---|"
+    );
+    print("20 of 1,000 hosts", &SCENARIO.empty_one_rack(SEED));
+    print("1,000 hosts, 20 at once", &SCENARIO.empty_all(SEED));
+}
+
+fn print(name: &str, found: &Found) {
+    assert_eq!(found.moved, found.guests, "guests were left");
+    assert!(found.most_used <= 1.0, "more than the limit was used");
+    let seconds = [found.bound, found.took].map(|it| it.as_secs_f64());
+    println!(
+        "| {name} | {} | {} | {} | {} | {:.0} | {:.0} | {:.2} | {:.1} | {:.1} |",
+        found.guests,
+        found.tries,
+        found.memory / GIB,
+        found.sent / GIB as f64,
+        seconds[0],
+        seconds[1],
+        seconds[1] / seconds[0],
+        found.planning.as_secs_f64() * 1e3,
+        found.scheduling.as_secs_f64() * 1e3,
+    );
+}

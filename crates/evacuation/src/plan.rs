@@ -1,0 +1,202 @@
+//! Which guest moves where, and which cannot.
+
+use std::{cmp::Reverse, fmt};
+
+use thiserror::Error;
+
+use crate::{Fleet, Guest, GuestId, HostId};
+
+/// The plan of an evacuation. The same fleet has the same plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// The moves in the order in which they begin, the largest guests first.
+    pub moves: Vec<Move>,
+    /// The guests that cannot move.
+    pub stays: Vec<(GuestId, Hindrance)>,
+    /// Bytes that are free on each host behind all moves.
+    free: Vec<u64>,
+}
+
+/// A guest and where it goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// The guest.
+    pub guest: GuestId,
+    /// Its destination.
+    pub to: HostId,
+}
+
+/// Why a guest cannot move.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum Hindrance {
+    /// Because of what it is.
+    #[error("{}", .0.join("; "))]
+    Obstacles(Vec<String>),
+    /// Because no destination takes it.
+    #[error("no destination takes it: {}", list(.0))]
+    NoDestination(Vec<Refused>),
+}
+
+/// A destination that does not take a guest.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{host}: {why}")]
+pub struct Refused {
+    /// Its name.
+    pub host: String,
+    /// Why it does not.
+    pub why: Refusal,
+}
+
+/// Why a destination does not take a guest.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum Refusal {
+    /// The caller's reason.
+    #[error("{0}")]
+    Barred(String),
+    /// The guest has more CPUs.
+    #[error("it has {host} CPUs, the guest {guest}")]
+    Cpus {
+        /// CPUs of the guest.
+        guest: u32,
+        /// CPUs of the host.
+        host: u32,
+    },
+    /// The guest has more memory than is left.
+    #[error("{} are left of its memory, the guest needs {}", Mib(*.free), Mib(*.needed))]
+    Memory {
+        /// Bytes that the guest needs.
+        needed: u64,
+        /// Bytes that are left.
+        free: u64,
+    },
+}
+
+impl Plan {
+    /// Plans.
+    pub fn new(fleet: &Fleet) -> Self {
+        let spread = Self::placed(fleet, Preference::Spread);
+        if spread.left_over(fleet) == 0 {
+            return spread;
+        }
+        // What is spread evenly leaves no room for the last large ones.
+        let tight = Self::placed(fleet, Preference::Tight);
+        match tight.left_over(fleet) < spread.left_over(fleet) {
+            true => tight,
+            false => spread,
+        }
+    }
+
+    pub(crate) fn free(&self) -> &[u64] {
+        &self.free
+    }
+
+    fn placed(fleet: &Fleet, preference: Preference) -> Self {
+        let free = fleet.hosts().iter().map(|host| host.memory_free).collect();
+        let mut plan = Self {
+            moves: Vec::new(),
+            stays: Vec::new(),
+            free,
+        };
+        let mut guests: Vec<_> = fleet.guest_ids().collect();
+        guests.sort_by_key(|&id| (Reverse(fleet.guest(id).memory), id));
+        for id in guests {
+            let guest = fleet.guest(id);
+            if !guest.obstacles.is_empty() {
+                let why = Hindrance::Obstacles(guest.obstacles.clone());
+                plan.stays.push((id, why));
+                continue;
+            }
+            match choose(fleet, guest, &plan.free, preference) {
+                Some(to) => {
+                    plan.free[to.0] -= guest.memory;
+                    plan.moves.push(Move { guest: id, to });
+                }
+                None => {
+                    let why = refusals(fleet, guest, &plan.free);
+                    plan.stays.push((id, Hindrance::NoDestination(why)));
+                }
+            }
+        }
+        plan
+    }
+
+    /// Bytes of the guests that found no destination.
+    fn left_over(&self, fleet: &Fleet) -> u128 {
+        let stays = self.stays.iter();
+        let without = stays.filter(|(_, why)| matches!(why, Hindrance::NoDestination(_)));
+        // A guest without memory counts, too.
+        without
+            .map(|(id, _)| u128::from(fleet.guest(*id).memory) + 1)
+            .sum()
+    }
+}
+
+/// Which of the hosts with enough memory is chosen.
+#[derive(Clone, Copy)]
+enum Preference {
+    /// The one with the most left.
+    Spread,
+    /// The one with the least left.
+    Tight,
+}
+
+fn choose(fleet: &Fleet, guest: &Guest, free: &[u64], preference: Preference) -> Option<HostId> {
+    let takes = |host: &HostId| refusal(fleet, guest, *host, free[host.0]).is_none();
+    let hosts = fleet.destinations().iter().copied().filter(takes);
+    match preference {
+        Preference::Spread => hosts.min_by_key(|host| (Reverse(free[host.0]), *host)),
+        Preference::Tight => hosts.min_by_key(|host| (free[host.0], *host)),
+    }
+}
+
+fn refusals(fleet: &Fleet, guest: &Guest, free: &[u64]) -> Vec<Refused> {
+    let hosts = fleet.destinations().iter();
+    let refused = hosts.filter_map(|&host| {
+        Some(Refused {
+            host: fleet.host(host).name.clone(),
+            why: refusal(fleet, guest, host, free[host.0])?,
+        })
+    });
+    refused.collect()
+}
+
+/// Why a host with so many bytes left does not take a guest.
+pub(crate) fn refusal(fleet: &Fleet, guest: &Guest, host: HostId, free: u64) -> Option<Refusal> {
+    let cpus = fleet.host(host).cpus;
+    if let Some(why) = guest.barred.get(&host) {
+        Some(Refusal::Barred(why.clone()))
+    } else if guest.cpus > cpus {
+        Some(Refusal::Cpus {
+            guest: guest.cpus,
+            host: cpus,
+        })
+    } else if guest.memory > free {
+        Some(Refusal::Memory {
+            needed: guest.memory,
+            free,
+        })
+    } else {
+        None
+    }
+}
+
+/// The first of them: there may be a thousand.
+fn list(refused: &[Refused]) -> String {
+    const SHOWN: usize = 3;
+    let shown = refused.iter().take(SHOWN).map(Refused::to_string);
+    let mut text = shown.collect::<Vec<_>>().join("; ");
+    match refused.len().saturating_sub(SHOWN) {
+        0 if refused.is_empty() => text.push_str("there is none"),
+        0 => {}
+        more => text.push_str(&format!("; and {more} more")),
+    }
+    text
+}
+
+struct Mib(u64);
+
+impl fmt::Display for Mib {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} MiB", self.0 >> 20)
+    }
+}

@@ -1,0 +1,472 @@
+//! When each migration begins, how fast it may be, and what becomes of those that fail.
+
+mod task;
+
+use std::{
+    num::{NonZeroU64, NonZeroUsize},
+    time::Duration,
+};
+
+use thiserror::Error;
+
+use self::task::{Cancelled, Running, State, Task};
+pub use self::task::{Outcome, Stay};
+use crate::{Fleet, GuestId, HostId, Plan, plan, shares};
+
+/// What migrations together may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Migrations at once from a host.
+    pub per_source: NonZeroUsize,
+    /// Migrations at once to a host.
+    pub per_destination: NonZeroUsize,
+    /// Bytes a second of all migrations.
+    pub bandwidth: Option<u64>,
+    /// Rates are multiples of this, and at least this.
+    pub rate_unit: NonZeroU64,
+    /// Further tries of a guest behind the first one.
+    pub retries: u32,
+    /// How long a guest waits before its second try; twice as long before each further one.
+    pub backoff: Duration,
+    /// How long a try may take.
+    pub timeout: Option<Duration>,
+}
+
+/// A limit that lets nothing pass.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error(
+    "a bandwidth of {limit} bytes a second for {what} is less than {unit}, the least that a migration can be given"
+)]
+pub struct LimitsError {
+    /// What is limited.
+    pub what: String,
+    /// The limit.
+    pub limit: u64,
+    /// The unit of rates.
+    pub unit: u64,
+}
+
+/// What the caller has to do, in the order in which it gets them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Start a migration.
+    Start {
+        /// The guest.
+        guest: GuestId,
+        /// Its destination.
+        to: HostId,
+        /// Bytes a second, if anything limits it.
+        rate: Option<u64>,
+    },
+    /// Change the rate of a migration.
+    SetRate {
+        /// The guest.
+        guest: GuestId,
+        /// Bytes a second.
+        rate: u64,
+    },
+    /// Cancel a migration. Its end is awaited as that of any other.
+    Cancel {
+        /// The guest.
+        guest: GuestId,
+    },
+}
+
+/// What has happened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// Nothing but time.
+    Tick,
+    /// A migration tells how fast its guest writes.
+    DirtyRate {
+        /// The guest.
+        guest: GuestId,
+        /// Bytes a second.
+        rate: u64,
+    },
+    /// A migration is over, in whatever way.
+    Ended(End),
+    /// No more migrations are wanted.
+    Stop(Stop),
+}
+
+/// How a migration has ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct End {
+    /// The guest.
+    pub guest: GuestId,
+    /// Where both hosts say that it is.
+    pub at: At,
+    /// What the migration itself returned.
+    pub result: Result<(), Failure>,
+}
+
+/// Where a guest runs, observed when no migration of it is under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum At {
+    /// At the source alone.
+    Source,
+    /// At the destination alone.
+    Destination,
+    /// At both.
+    Both,
+    /// At neither.
+    Neither,
+    /// A host does not answer.
+    Unknown,
+}
+
+/// Why a migration failed.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{reason}")]
+pub struct Failure {
+    /// Whether another try makes sense.
+    pub kind: FailureKind,
+    /// In words.
+    pub reason: String,
+}
+
+/// Whether another try makes sense.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FailureKind {
+    /// Somebody has cancelled it.
+    Cancelled,
+    /// It may succeed later, or elsewhere.
+    Temporary,
+    /// It fails again.
+    Permanent,
+}
+
+/// What becomes of migrations that are under way when no more are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stop {
+    /// They end as they do.
+    Finish,
+    /// They are cancelled.
+    Cancel,
+}
+
+/// Carries a plan out.
+#[derive(Clone, Debug)]
+pub struct Scheduler<'a> {
+    fleet: &'a Fleet,
+    limits: Limits,
+    /// By guest.
+    tasks: Vec<Task>,
+    /// Those that have no outcome yet, in the order in which they begin.
+    open: Vec<GuestId>,
+    /// By host: bytes that are neither used nor reserved.
+    free: Vec<u64>,
+    /// By host: migrations from it and to it.
+    busy: Vec<[usize; 2]>,
+    stop: Option<Stop>,
+}
+
+impl<'a> Scheduler<'a> {
+    /// Nothing has begun yet: that is for [`Event::Tick`].
+    ///
+    /// # Errors
+    /// If a limit is below the unit of rates.
+    pub fn new(fleet: &'a Fleet, plan: &Plan, limits: Limits) -> Result<Self, LimitsError> {
+        let all = [("all migrations", limits.bandwidth)].into_iter();
+        let hosts = fleet.hosts().iter();
+        let guests = fleet.guests().iter();
+        let all = all
+            .chain(hosts.map(|it| (&*it.name, it.bandwidth)))
+            .chain(guests.map(|it| (&*it.name, it.bandwidth)));
+        for (what, limit) in all {
+            if let Some(limit) = limit.filter(|limit| *limit < limits.rate_unit.get()) {
+                return Err(LimitsError {
+                    what: what.to_owned(),
+                    limit,
+                    unit: limits.rate_unit.get(),
+                });
+            }
+        }
+        // The plan names each guest once; one that it does not name stays.
+        let mut tasks: Vec<_> = fleet.guests().iter().map(Task::unplanned).collect();
+        for (guest, why) in &plan.stays {
+            tasks[guest.0].state = State::Done(Outcome::Stays(Stay::Hindered(why.clone())));
+        }
+        for step in &plan.moves {
+            tasks[step.guest.0].state = State::Waiting {
+                to: step.to,
+                until: Duration::ZERO,
+            };
+        }
+        Ok(Self {
+            fleet,
+            limits,
+            tasks,
+            open: plan.moves.iter().map(|step| step.guest).collect(),
+            free: plan.free().to_vec(),
+            busy: vec![[0, 0]; fleet.hosts().len()],
+            stop: None,
+        })
+    }
+
+    /// What is to be done now that `event` has happened. `now` never goes back.
+    pub fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
+        match event {
+            Event::Tick => {}
+            Event::DirtyRate { guest, rate } => self.tasks[guest.0].dirty_rate = Some(rate),
+            Event::Ended(end) => self.ended(now, end),
+            Event::Stop(stop) => self.stop = self.stop.max(Some(stop)),
+        }
+        let mut actions = self.cancellations(now);
+        match self.stop {
+            None => {
+                let started = self.admit(now);
+                self.share(&started, &mut actions);
+            }
+            Some(_) => {
+                self.drop_waiting();
+                self.share(&[], &mut actions);
+            }
+        }
+        actions
+    }
+
+    /// When something is to be done without an event before: a tick is wanted then.
+    pub fn wake(&self, now: Duration) -> Option<Duration> {
+        let times = self.open.iter().filter_map(|guest| {
+            match &self.tasks[guest.0].state {
+                // What waits longer waits for the end of another one.
+                State::Waiting { until, .. } => (*until > now).then_some(*until),
+                State::Running(running) if running.cancelled.is_none() => {
+                    Some(running.since + self.limits.timeout?)
+                }
+                State::Running(_) | State::Done(_) => None,
+            }
+        });
+        times.min()
+    }
+
+    /// Whether all guests have an outcome.
+    pub fn is_done(&self) -> bool {
+        self.open.is_empty()
+    }
+
+    /// What became of a guest, if that is known.
+    pub fn outcome(&self, guest: GuestId) -> Option<&Outcome> {
+        match &self.tasks[guest.0].state {
+            State::Done(outcome) => Some(outcome),
+            State::Waiting { .. } | State::Running(_) => None,
+        }
+    }
+
+    /// How often a guest's migration was started.
+    pub fn tries(&self, guest: GuestId) -> u32 {
+        self.tasks[guest.0].tries
+    }
+
+    /// The migrations that are under way: guest and destination.
+    pub fn running(&self) -> impl Iterator<Item = (GuestId, HostId)> {
+        let open = self.open.iter();
+        open.filter_map(|guest| Some((*guest, self.tasks[guest.0].running()?.to)))
+    }
+
+    fn ended(&mut self, now: Duration, end: End) {
+        let task = &mut self.tasks[end.guest.0];
+        let Some(running) = task.running().copied() else {
+            // Of a migration that was not started.
+            return;
+        };
+        let to = running.to;
+        let guest = self.fleet.guest(end.guest);
+        let [from, _] = &mut self.busy[guest.host.0];
+        *from -= 1;
+        let [_, into] = &mut self.busy[to.0];
+        *into -= 1;
+        let stays = match end.at {
+            At::Destination => return self.close(end.guest, Outcome::Moved { to }),
+            At::Both | At::Neither | At::Unknown => {
+                let reason = end.result.err().map(|failure| failure.reason);
+                let at = end.at;
+                return self.close(end.guest, Outcome::InDoubt { to, at, reason });
+            }
+            At::Source => task.stays(running, end.result, &self.limits),
+        };
+        self.free[to.0] += guest.memory;
+        match stays {
+            Ok(failure) => {
+                let next = self.next_destination(end.guest).unwrap_or(to);
+                self.free[next.0] -= guest.memory;
+                let task = &mut self.tasks[end.guest.0];
+                let doublings = task.tries.saturating_sub(1).min(16);
+                let until = now + self.limits.backoff * (1 << doublings);
+                task.last = Some(failure);
+                task.state = State::Waiting { to: next, until };
+            }
+            Err(stay) => self.close(end.guest, Outcome::Stays(stay)),
+        }
+    }
+
+    fn close(&mut self, guest: GuestId, outcome: Outcome) {
+        self.tasks[guest.0].state = State::Done(outcome);
+        self.open.retain(|other| *other != guest);
+    }
+
+    /// Where a guest has failed least often; of those, the one with the most memory left.
+    fn next_destination(&self, id: GuestId) -> Option<HostId> {
+        let guest = self.fleet.guest(id);
+        let free = |host: HostId| self.free[host.0];
+        let hosts = self.fleet.destinations().iter().copied();
+        let takes = |host: &HostId| plan::refusal(self.fleet, guest, *host, free(*host)).is_none();
+        let failed = |host: HostId| {
+            let failed = self.tasks[id.0].failed_at.iter();
+            failed.filter(|other| **other == host).count()
+        };
+        hosts
+            .filter(takes)
+            .min_by_key(|host| (failed(*host), std::cmp::Reverse(free(*host)), *host))
+    }
+
+    fn cancellations(&mut self, now: Duration) -> Vec<Action> {
+        let mut actions = Vec::new();
+        for &guest in &self.open {
+            let State::Running(running) = &mut self.tasks[guest.0].state else {
+                continue;
+            };
+            let is_late = |limit| now.saturating_sub(running.since) >= limit;
+            let why = if self.stop == Some(Stop::Cancel) {
+                Cancelled::Stopped
+            } else if self.limits.timeout.is_some_and(is_late) {
+                Cancelled::TimedOut
+            } else {
+                continue;
+            };
+            if running.cancelled.replace(why).is_none() {
+                actions.push(Action::Cancel { guest });
+            }
+        }
+        actions
+    }
+
+    fn drop_waiting(&mut self) {
+        for guest in std::mem::take(&mut self.open) {
+            let task = &mut self.tasks[guest.0];
+            if let State::Waiting { to, .. } = task.state {
+                self.free[to.0] += self.fleet.guest(guest).memory;
+                let stay = match task.last.take() {
+                    Some(failure) => Stay::Failed(failure),
+                    None => Stay::NotStarted,
+                };
+                task.state = State::Done(Outcome::Stays(stay));
+            } else {
+                self.open.push(guest);
+            }
+        }
+    }
+
+    /// Starts whatever can be started: in order, except for those that have to wait for a slot or for bandwidth.
+    fn admit(&mut self, now: Duration) -> Vec<GuestId> {
+        let mut started = Vec::new();
+        // Between the same hosts, a later one finds no more than an earlier one.
+        let mut narrow = Vec::new();
+        for guest in self.open.clone() {
+            let State::Waiting { to, until } = self.tasks[guest.0].state else {
+                continue;
+            };
+            let from = self.fleet.guest(guest).host;
+            let is_free = self.busy[from.0][0] < self.limits.per_source.get()
+                && self.busy[to.0][1] < self.limits.per_destination.get();
+            if until > now || !is_free || narrow.contains(&(from, to)) {
+                continue;
+            }
+            if !self.has_bandwidth_for(guest, to) {
+                narrow.push((from, to));
+                continue;
+            }
+            self.busy[from.0][0] += 1;
+            self.busy[to.0][1] += 1;
+            let task = &mut self.tasks[guest.0];
+            task.tries += 1;
+            task.state = State::Running(Running {
+                to,
+                since: now,
+                rate: None,
+                cancelled: None,
+            });
+            started.push(guest);
+        }
+        started
+    }
+
+    /// Whether everyone still has what it needs if this one runs, too. A migration that runs alone has what there is.
+    fn has_bandwidth_for(&self, guest: GuestId, to: HostId) -> bool {
+        let mut running: Vec<_> = self.running().collect();
+        if running.is_empty() {
+            return true;
+        }
+        running.push((guest, to));
+        let rates = self.rates(&running);
+        let unit = self.limits.rate_unit.get();
+        running
+            .iter()
+            .zip(rates)
+            .all(|(one, rate)| rate.is_none_or(|rate| rate >= unit && rate > self.writes(*one)))
+    }
+
+    /// Bytes a second that a guest writes, if they can be outrun: else it is of no use to keep bandwidth for it.
+    fn writes(&self, (guest, to): (GuestId, HostId)) -> u64 {
+        let Some(writes) = self.tasks[guest.0].dirty_rate else {
+            return 0;
+        };
+        let alone = self.rates(&[(guest, to)]).first().copied().flatten();
+        match alone.is_some_and(|alone| alone <= writes) {
+            true => 0,
+            false => writes,
+        }
+    }
+
+    /// The fair rates of these migrations.
+    fn rates(&self, running: &[(GuestId, HostId)]) -> Vec<Option<u64>> {
+        let unit = self.limits.rate_unit.get();
+        let (mut limits, mut hosts) = (Vec::new(), vec![[None; 2]; self.busy.len()]);
+        let mut limit = |bytes: u64| {
+            limits.push(bytes / unit);
+            limits.len() - 1
+        };
+        let all = self.limits.bandwidth.map(&mut limit);
+        let flows: Vec<_> = running
+            .iter()
+            .map(|&(guest, to)| {
+                let guest = self.fleet.guest(guest);
+                let own = guest.bandwidth.map(&mut limit);
+                let mut of_host = |host: HostId, direction: usize| {
+                    let bytes = self.fleet.host(host).bandwidth?;
+                    Some(*hosts[host.0][direction].get_or_insert_with(|| limit(bytes)))
+                };
+                let (from, into) = (of_host(guest.host, 0), of_host(to, 1));
+                [all, own, from, into].into_iter().flatten().collect()
+            })
+            .collect();
+        let rates = shares::fair(&limits, &flows);
+        rates.into_iter().map(|rate| Some(rate? * unit)).collect()
+    }
+
+    /// Gives all that run their rates: first those that become slower, then those that start, then those that become faster.
+    fn share(&mut self, started: &[GuestId], actions: &mut Vec<Action>) {
+        let running: Vec<_> = self.running().collect();
+        let rates = self.rates(&running);
+        let (mut starts, mut faster) = (Vec::new(), Vec::new());
+        for ((guest, to), rate) in running.into_iter().zip(rates) {
+            let State::Running(running) = &mut self.tasks[guest.0].state else {
+                continue;
+            };
+            let before = std::mem::replace(&mut running.rate, rate);
+            if started.contains(&guest) {
+                starts.push(Action::Start { guest, to, rate });
+            } else if let Some(rate) = rate.filter(|rate| before != Some(*rate)) {
+                let change = Action::SetRate { guest, rate };
+                match before.is_some_and(|before| before < rate) {
+                    true => faster.push(change),
+                    false => actions.push(change),
+                }
+            }
+        }
+        actions.append(&mut starts);
+        actions.append(&mut faster);
+    }
+}

@@ -1,0 +1,134 @@
+//! One guest of a schedule.
+
+use std::time::Duration;
+
+use thiserror::Error;
+
+use super::{At, Failure, FailureKind, Limits};
+use crate::{Guest, Hindrance, HostId};
+
+#[derive(Clone, Debug)]
+pub(super) struct Task {
+    pub(super) state: State,
+    pub(super) tries: u32,
+    pub(super) failed_at: Vec<HostId>,
+    /// How the last try failed.
+    pub(super) last: Option<Failure>,
+    pub(super) dirty_rate: Option<u64>,
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum State {
+    Waiting {
+        to: HostId,
+        /// It does not start before.
+        until: Duration,
+    },
+    Running(Running),
+    Done(Outcome),
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Running {
+    pub(super) to: HostId,
+    pub(super) since: Duration,
+    pub(super) rate: Option<u64>,
+    pub(super) cancelled: Option<Cancelled>,
+}
+
+/// Why this scheduler has cancelled a migration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cancelled {
+    Stopped,
+    TimedOut,
+}
+
+/// What became of a guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It runs at its destination.
+    Moved {
+        /// The destination.
+        to: HostId,
+    },
+    /// It is where it was.
+    Stays(Stay),
+    /// Nobody knows where it runs, or it runs twice. An operator has to look.
+    InDoubt {
+        /// Where it was to go.
+        to: HostId,
+        /// What was observed.
+        at: At,
+        /// How its migration failed, if it did.
+        reason: Option<String>,
+    },
+}
+
+/// Why a guest stays.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum Stay {
+    /// It cannot move.
+    #[error("{0}")]
+    Hindered(Hindrance),
+    /// The plan does not name it.
+    #[error("it was not planned for")]
+    Unplanned,
+    /// The evacuation was stopped before its turn.
+    #[error("stopped before its turn")]
+    NotStarted,
+    /// The evacuation was stopped, and its migration cancelled.
+    #[error("cancelled")]
+    Cancelled,
+    /// Its last try failed.
+    #[error("{0}")]
+    Failed(Failure),
+}
+
+impl Task {
+    pub(super) fn unplanned(guest: &Guest) -> Self {
+        Self {
+            state: State::Done(Outcome::Stays(Stay::Unplanned)),
+            tries: 0,
+            failed_at: Vec::new(),
+            last: None,
+            dirty_rate: guest.dirty_rate,
+        }
+    }
+
+    pub(super) fn running(&self) -> Option<&Running> {
+        match &self.state {
+            State::Running(running) => Some(running),
+            State::Waiting { .. } | State::Done(_) => None,
+        }
+    }
+
+    /// Its migration has ended, and it is still at the source: how that failed, if it is to be tried again, or why it stays.
+    pub(super) fn stays(
+        &mut self,
+        running: Running,
+        result: Result<(), Failure>,
+        limits: &Limits,
+    ) -> Result<Failure, Stay> {
+        let failure = match (running.cancelled, result) {
+            (Some(Cancelled::Stopped), _) => return Err(Stay::Cancelled),
+            (Some(Cancelled::TimedOut), _) => Failure {
+                kind: FailureKind::Temporary,
+                reason: format!(
+                    "cancelled, as it had not ended after {} s",
+                    limits.timeout.unwrap_or_default().as_secs()
+                ),
+            },
+            (None, Ok(())) => Failure {
+                kind: FailureKind::Temporary,
+                reason: "its migration ended with success, but it is still at the source"
+                    .to_owned(),
+            },
+            (None, Err(failure)) => failure,
+        };
+        self.failed_at.push(running.to);
+        match failure.kind {
+            FailureKind::Temporary if self.tries <= limits.retries => Ok(failure),
+            _ => Err(Stay::Failed(failure)),
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! What a plan promises.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use evacuation::{Fleet, FleetError, Guest, GuestId, Hindrance, Host, HostId, Plan, Refusal};
+use proptest::prelude::*;
+
+use crate::strategies::fleet;
+
+proptest! {
+    #[test]
+    fn each_guest_is_named_once_and_no_host_is_given_more_than_it_has(fleet in fleet()) {
+        let plan = Plan::new(&fleet);
+        prop_assert_eq!(&plan, &Plan::new(&fleet));
+        let named = plan.moves.iter().map(|step| step.guest);
+        let mut named: Vec<_> = named.chain(plan.stays.iter().map(|(guest, _)| *guest)).collect();
+        named.sort();
+        prop_assert_eq!(named, (0..fleet.guests().len()).map(GuestId).collect::<Vec<_>>());
+        let mut taken = BTreeMap::<HostId, u64>::new();
+        for step in &plan.moves {
+            let guest = fleet.guest(step.guest);
+            *taken.entry(step.to).or_default() += guest.memory;
+            prop_assert!(fleet.destinations().contains(&step.to));
+            prop_assert!(guest.cpus <= fleet.host(step.to).cpus);
+            prop_assert!(guest.obstacles.is_empty() && !guest.barred.contains_key(&step.to));
+        }
+        for (host, taken) in &taken {
+            prop_assert!(*taken <= fleet.host(*host).memory_free);
+        }
+        let sizes: Vec<_> = plan.moves.iter().map(|step| fleet.guest(step.guest).memory).collect();
+        prop_assert!(sizes.is_sorted_by(|one, next| one >= next), "{sizes:?}");
+        for (guest, why) in &plan.stays {
+            let Hindrance::NoDestination(refused) = why else { continue };
+            let hosts: BTreeSet<_> = refused.iter().map(|it| &it.host).collect();
+            let all = fleet.destinations().iter().map(|host| &fleet.host(*host).name);
+            prop_assert_eq!(hosts, all.collect::<BTreeSet<_>>());
+            // No host that takes it has room for it now.
+            for host in fleet.destinations() {
+                let (guest, host_is) = (fleet.guest(*guest), fleet.host(*host));
+                let left = host_is.memory_free - taken.get(host).unwrap_or(&0);
+                let takes = guest.cpus <= host_is.cpus && !guest.barred.contains_key(host);
+                prop_assert!(!takes || guest.memory > left);
+            }
+        }
+    }
+}
+
+#[test]
+fn large_ones_find_room_where_small_ones_are_put_together() {
+    // Spread evenly, they leave room for no further 5.
+    let fleet = Fleet::new(
+        vec![host("old", 0), host("a", 10), host("b", 6)],
+        vec![guest("small", 5), guest("large", 6), guest("middle", 5)],
+        vec![HostId(1), HostId(2)],
+    );
+    let plan = Plan::new(&fleet.unwrap());
+    assert_eq!(plan.stays, []);
+    let order = plan.moves.iter().map(|step| (step.guest.0, step.to.0));
+    assert_eq!(order.collect::<Vec<_>>(), [(1, 2), (0, 1), (2, 1)]);
+}
+
+#[test]
+fn reasons_are_those_of_each_destination() {
+    const MIB: u64 = 1 << 20;
+    let mut large = guest("large", 9 * MIB);
+    large.cpus = 4;
+    large.barred.insert(HostId(2), "another CPU".to_owned());
+    let mut pinned = guest("pinned", 1);
+    pinned.obstacles = vec!["a device".to_owned(), "a disk".to_owned()];
+    let mut hosts = vec![
+        host("old", 0),
+        host("a", 8 * MIB),
+        host("b", 0),
+        host("c", 99 * MIB),
+    ];
+    hosts[3].cpus = 2;
+    let fleet = Fleet::new(hosts, vec![pinned, large], [1, 2, 3].map(HostId).to_vec()).unwrap();
+    let plan = Plan::new(&fleet);
+    let [(_, large), (_, pinned)] = &plan.stays[..] else {
+        panic!("{plan:?}");
+    };
+    assert_eq!(pinned.to_string(), "a device; a disk");
+    let Hindrance::NoDestination(refused) = large else {
+        panic!("{large:?}");
+    };
+    assert_eq!(refused[2].why, Refusal::Cpus { guest: 4, host: 2 });
+    assert_eq!(
+        large.to_string(),
+        "no destination takes it: a: 8 MiB are left of its memory, the guest needs 9 MiB; b: another CPU; c: it has 2 \
+         CPUs, the guest 4"
+    );
+}
+
+#[test]
+fn fleets_that_contradict_themselves_are_refused() {
+    let hosts = || vec![host("a", 0), host("b", 0)];
+    let fleet = |guests, to| Fleet::new(hosts(), guests, to).unwrap_err();
+    let twice = fleet(Vec::new(), vec![HostId(1), HostId(1)]);
+    assert_eq!(twice, FleetError::Twice("b".to_owned()));
+    let at = fleet(vec![guest("g", 1)], vec![HostId(0)]);
+    assert!(matches!(at, FleetError::AtDestination { .. }), "{at}");
+    let none = fleet(Vec::new(), vec![HostId(2)]);
+    assert!(matches!(none, FleetError::NoSuchHost { .. }), "{none}");
+}
+
+fn host(name: &str, memory_free: u64) -> Host {
+    Host {
+        name: name.to_owned(),
+        memory_free,
+        cpus: 8,
+        bandwidth: None,
+    }
+}
+
+fn guest(name: &str, memory: u64) -> Guest {
+    Guest {
+        name: name.to_owned(),
+        host: HostId(0),
+        memory,
+        cpus: 1,
+        dirty_rate: None,
+        bandwidth: None,
+        obstacles: Vec::new(),
+        barred: BTreeMap::new(),
+    }
+}
