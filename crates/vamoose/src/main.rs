@@ -29,6 +29,7 @@ enum Command {
     Migrate(commands::migrate::Options),
     Gateway(commands::gateway::Options),
     Libvirt(commands::libvirt::Options),
+    Evacuate(commands::evacuate::Options),
     Attempts(commands::attempts::Options),
     Settle(commands::settle::Options),
     Keys(commands::keys::Options),
@@ -42,6 +43,10 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    if let Some(error) = commands::evacuate::shield() {
+        eprintln!("vamoose: cannot run ssh: {error}");
+        return ExitCode::FAILURE;
+    }
     let cli = Cli::parse();
     vamoose::program("vamoose", cli.log_format, || match cli.command {
         Command::Relay(options) => commands::relay::run(&options),
@@ -49,6 +54,7 @@ fn main() -> ExitCode {
         Command::Migrate(options) => commands::migrate::run(&options),
         Command::Gateway(options) => commands::gateway::run(&options),
         Command::Libvirt(options) => commands::libvirt::run(&options),
+        Command::Evacuate(options) => commands::evacuate::run(&options),
         Command::Attempts(options) => commands::attempts::run(&options),
         Command::Settle(options) => commands::settle::run(&options),
         Command::Keys(options) => commands::keys::run(&options),

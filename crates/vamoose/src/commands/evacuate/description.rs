@@ -1,0 +1,212 @@
+//! What a guest's description says of its migration: what is in the way, and what CPU the destination has to have.
+
+use roxmltree::{Document, Node};
+
+use super::libvirt::Cpu;
+
+/// What matters of a guest's description.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Description {
+    /// What is in the way of any migration.
+    pub(super) obstacles: Vec<String>,
+    pub(super) cpu: WantedCpu,
+}
+
+/// What CPU a destination has to have.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) enum WantedCpu {
+    Any,
+    /// All of the host's.
+    OfHost,
+    /// One that its hypervisor can make.
+    Made(Cpu),
+}
+
+/// Where the images of disks are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Storage {
+    /// Files and block devices are those of one host.
+    Local,
+    /// They are the same on all hosts.
+    Shared,
+    /// They are copied.
+    Copied,
+}
+
+impl Description {
+    pub(super) fn parse(xml: &str, storage: Storage) -> Result<Self, roxmltree::Error> {
+        let document = Document::parse(xml)?;
+        let domain = document.root_element();
+        Ok(Self {
+            obstacles: obstacles(domain, storage),
+            cpu: cpu(domain),
+        })
+    }
+}
+
+/// The host's own CPU, of its capabilities.
+pub(super) fn host_cpu(capabilities: &str) -> Option<String> {
+    let document = Document::parse(capabilities).ok()?;
+    let host = child(document.root_element(), "host")?;
+    let cpu = child(host, "cpu")?;
+    Some(capabilities[cpu.range()].to_owned())
+}
+
+/// What tells hosts apart, of their capabilities.
+pub(super) fn host_uuid(capabilities: &str) -> Option<String> {
+    let document = Document::parse(capabilities).ok()?;
+    let uuid = child(child(document.root_element(), "host")?, "uuid")?;
+    uuid.text().map(str::to_owned)
+}
+
+fn cpu(domain: Node<'_, '_>) -> WantedCpu {
+    let Some(cpu) = child(domain, "cpu") else {
+        return WantedCpu::Any;
+    };
+    if matches!(cpu.attribute("mode"), Some("host-passthrough" | "maximum")) {
+        // An emulated CPU has nothing of the host's.
+        return match domain.attribute("type") {
+            Some("kvm") => WantedCpu::OfHost,
+            _ => WantedCpu::Any,
+        };
+    }
+    let Some(kind) = child(domain, "os").and_then(|os| child(os, "type")) else {
+        return WantedCpu::Any;
+    };
+    let attribute = |of: Node<'_, '_>, name| of.attribute(name).unwrap_or_default().to_owned();
+    WantedCpu::Made(Cpu {
+        xml: domain.document().input_text()[cpu.range()].to_owned(),
+        arch: attribute(kind, "arch"),
+        machine: attribute(kind, "machine"),
+        kind: attribute(domain, "type"),
+    })
+}
+
+fn obstacles(domain: Node<'_, '_>, storage: Storage) -> Vec<String> {
+    let devices = child(domain, "devices");
+    let devices = devices.iter().flat_map(|devices| devices.children());
+    devices
+        .filter_map(|device| match device.tag_name().name() {
+            "disk" if storage == Storage::Local => local_disk(device),
+            "hostdev" => passed_through(device),
+            "interface" if device.attribute("type") == Some("hostdev") => passed_through(device),
+            "filesystem" => Some(format!(
+                "a folder of its host is shared with it ({})",
+                child(device, "target")
+                    .and_then(|it| it.attribute("dir"))
+                    .unwrap_or("no name")
+            )),
+            _ => None,
+        })
+        .collect()
+}
+
+fn local_disk(disk: Node<'_, '_>) -> Option<String> {
+    let source = child(disk, "source")?;
+    let file = ["file", "dev", "dir"]
+        .iter()
+        .find_map(|name| source.attribute(*name))?;
+    let target = child(disk, "target").and_then(|target| target.attribute("dev"));
+    Some(format!(
+        "disk {} is {file}: --shared-storage tells that all hosts have the same there, --copy-storage copies it",
+        target.unwrap_or("without a name")
+    ))
+}
+
+/// A device that can be taken away for the migration, as another one stands in for it, is none in the way.
+fn passed_through(device: Node<'_, '_>) -> Option<String> {
+    let teaming = child(device, "teaming").and_then(|it| it.attribute("type"));
+    if teaming == Some("transient") {
+        return None;
+    }
+    let kind = device.attribute("type").unwrap_or("of an unknown kind");
+    let address = child(device, "source").and_then(|source| child(source, "address"));
+    let number = |name: &str| {
+        let digits = address?.attribute(name)?.trim_start_matches("0x");
+        u32::from_str_radix(digits, 16).ok()
+    };
+    let at = [
+        number("domain"),
+        number("bus"),
+        number("slot"),
+        number("function"),
+    ];
+    Some(match at {
+        [Some(domain), Some(bus), Some(slot), Some(function)] => {
+            format!(
+                "a device of its host is passed through: {domain:04x}:{bus:02x}:{slot:02x}.{function}"
+            )
+        }
+        _ => format!("a device of its host is passed through ({kind})"),
+    })
+}
+
+fn child<'a, 'input>(of: Node<'a, 'input>, name: &str) -> Option<Node<'a, 'input>> {
+    of.children().find(|child| child.has_tag_name(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DOMAIN: &str = "<domain type='kvm'><name>web1</name>
+        <os><type arch='x86_64' machine='pc-q35-7.2'>hvm</type></os>
+        <cpu mode='custom' match='exact'><model fallback='forbid'>Skylake-Client</model></cpu>
+        <devices>
+          <disk type='file' device='disk'><source file='/images/a' index='1'/><target dev='vda'/></disk>
+          <disk type='network' device='disk'><source protocol='rbd' name='pool/b'/><target dev='vdb'/></disk>
+          <disk type='file' device='cdrom'><target dev='sda'/></disk>
+          <hostdev mode='subsystem' type='pci' managed='yes'>
+            <source><address domain='0x0000' bus='0x3b' slot='0x02' function='0x1'/></source>
+          </hostdev>
+          <hostdev mode='subsystem' type='usb'><source/></hostdev>
+          <interface type='hostdev'><teaming type='transient' persistent='ua-0'/></interface>
+          <interface type='network'/>
+          <filesystem type='mount'><source dir='/srv'/><target dir='share'/></filesystem>
+        </devices></domain>";
+
+    #[test]
+    fn what_is_in_the_way_is_named() {
+        let obstacles = |storage| Description::parse(DOMAIN, storage).unwrap().obstacles;
+        let [disk, pci, usb, folder] = &obstacles(Storage::Local)[..] else {
+            panic!("{:?}", obstacles(Storage::Local));
+        };
+        assert!(
+            disk.starts_with("disk vda is /images/a: --shared-storage"),
+            "{disk}"
+        );
+        assert_eq!(pci, "a device of its host is passed through: 0000:3b:02.1");
+        assert_eq!(usb, "a device of its host is passed through (usb)");
+        assert_eq!(folder, "a folder of its host is shared with it (share)");
+        for storage in [Storage::Shared, Storage::Copied] {
+            assert_eq!(obstacles(storage).len(), 3);
+        }
+    }
+
+    #[test]
+    fn a_destination_has_to_have_the_cpu() {
+        let cpu = |xml: &str| Description::parse(xml, Storage::Local).unwrap().cpu;
+        let WantedCpu::Made(made) = cpu(DOMAIN) else {
+            panic!("{:?}", cpu(DOMAIN));
+        };
+        assert_eq!((&*made.machine, &*made.kind), ("pc-q35-7.2", "kvm"));
+        assert!(made.xml.starts_with("<cpu mode='custom'") && made.xml.ends_with("</cpu>"));
+        assert_eq!(
+            cpu("<domain type='kvm'><cpu mode='host-passthrough'/></domain>"),
+            WantedCpu::OfHost
+        );
+        assert_eq!(
+            cpu("<domain type='qemu'><cpu mode='maximum'/></domain>"),
+            WantedCpu::Any
+        );
+        assert_eq!(cpu("<domain/>"), WantedCpu::Any);
+        let host =
+            host_cpu("<capabilities><host><cpu><arch>x86_64</arch></cpu></host></capabilities>");
+        assert_eq!(host.as_deref(), Some("<cpu><arch>x86_64</arch></cpu>"));
+    }
+
+    #[test]
+    fn what_is_no_description_is_an_error() {
+        assert!(Description::parse("<domain>", Storage::Local).is_err());
+    }
+}

@@ -1,0 +1,491 @@
+//! Carries the plan out: a thread for each migration, and one that asks how they are and does what the scheduler says.
+
+use std::{
+    collections::BTreeMap,
+    sync::mpsc::{self, Receiver, RecvTimeoutError, Sender},
+    thread::{self, Scope},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use evacuation::{
+    Action, At, End, Event, Failure, FailureKind, GuestId, HostId, Outcome, Plan, Scheduler, Stay,
+    Stop,
+};
+use signal_hook::{
+    consts::{SIGINT, SIGTERM},
+    iterator::Signals,
+};
+use tracing::{debug, error, info, warn};
+
+use super::{
+    Options,
+    display::Display,
+    libvirt::{Domain, Kind, Migration, State},
+    place::{Lease, Place},
+    survey::{Known, SOURCE, Survey},
+};
+
+/// How often migrations are asked how they are.
+const POLL: Duration = Duration::from_millis(250);
+
+/// How long both hosts have to agree where a guest is, behind the end of its migration.
+const SETTLE: Duration = Duration::from_secs(30);
+
+/// What became of the guests.
+pub(super) struct Ended {
+    /// By guest.
+    pub(super) guests: Vec<Moved>,
+    pub(super) was_stopped: bool,
+    pub(super) took: Duration,
+}
+
+/// What became of a guest, and what that took.
+#[derive(Clone, Debug)]
+pub(super) struct Moved {
+    pub(super) outcome: Outcome,
+    pub(super) tries: u32,
+    pub(super) account: Account,
+}
+
+/// What is accounted of a guest.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Account {
+    began: Option<Instant>,
+    /// From the start of the first try to the end of the last one.
+    pub(super) took: Duration,
+    /// Of the last try.
+    pub(super) bytes: u64,
+    pub(super) downtime_ms: Option<u64>,
+    /// What the host says of it that has it.
+    pub(super) state: Option<&'static str>,
+    /// How much of the memory is at the destination, of the last try.
+    pub(super) done: u64,
+}
+
+/// Moves the guests.
+pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<Ended> {
+    let scheduler = Scheduler::new(&survey.fleet, plan, options.limits())?;
+    let mut signals = Signals::new([SIGINT, SIGTERM]).context("cannot catch signals")?;
+    let handle = signals.handle();
+    let (send, messages) = mpsc::channel();
+    let mut drive = Drive {
+        options,
+        survey,
+        scheduler,
+        start: Instant::now(),
+        running: BTreeMap::new(),
+        accounts: vec![Account::default(); survey.fleet.guests().len()],
+        stop: None,
+        monitor: None,
+        display: Display::on_stderr(survey, plan),
+    };
+    thread::scope(|scope| {
+        let signalled = send.clone();
+        scope.spawn(move || {
+            // Nobody listens any more behind the end.
+            signals
+                .forever()
+                .for_each(|_| drop(signalled.send(Message::Signal)));
+        });
+        let done = drive.until_done(scope, &send, &messages);
+        handle.close();
+        done
+    })?;
+    drive.display.end();
+    let guests = drive
+        .accounts
+        .into_iter()
+        .enumerate()
+        .map(|(guest, account)| {
+            let guest = GuestId(guest);
+            let unplanned = Outcome::Stays(Stay::Unplanned);
+            Moved {
+                outcome: drive.scheduler.outcome(guest).cloned().unwrap_or(unplanned),
+                tries: drive.scheduler.tries(guest),
+                account,
+            }
+        });
+    Ok(Ended {
+        guests: guests.collect(),
+        was_stopped: drive.stop.is_some(),
+        took: drive.start.elapsed(),
+    })
+}
+
+enum Message {
+    Signal,
+    Ended(Box<Finished>),
+}
+
+/// A migration that has ended.
+struct Finished {
+    end: End,
+    state: Option<State>,
+    downtime_ms: Option<u64>,
+    bytes: Option<u64>,
+}
+
+struct Drive<'a> {
+    options: &'a Options,
+    survey: &'a Survey,
+    scheduler: Scheduler<'a>,
+    start: Instant,
+    running: BTreeMap<GuestId, Running>,
+    accounts: Vec<Account>,
+    stop: Option<Stop>,
+    /// To the source.
+    monitor: Option<Lease<'a>>,
+    display: Display,
+}
+
+/// A migration under way.
+#[derive(Clone, Copy)]
+struct Running {
+    to: HostId,
+    /// Bytes a second that it is to have, if that is not what it has.
+    rate: Option<u64>,
+    is_cancelled: bool,
+}
+
+impl<'a> Drive<'a> {
+    fn until_done<'scope>(
+        &mut self,
+        scope: &'scope Scope<'scope, 'a>,
+        send: &Sender<Message>,
+        messages: &Receiver<Message>,
+    ) -> Result<()>
+    where
+        'a: 'scope,
+    {
+        let mut event = Event::Tick;
+        loop {
+            let now = self.start.elapsed();
+            for action in self.scheduler.handle(now, event) {
+                self.act(scope, send, action);
+            }
+            if self.scheduler.is_done() {
+                return Ok(());
+            }
+            event = match messages.recv_timeout(POLL) {
+                Ok(Message::Ended(finished)) => self.finished(*finished),
+                Ok(Message::Signal) => self.signalled(),
+                Err(RecvTimeoutError::Timeout) => {
+                    for (guest, rate) in self.poll() {
+                        let now = self.start.elapsed();
+                        let event = Event::DirtyRate { guest, rate };
+                        for action in self.scheduler.handle(now, event) {
+                            self.act(scope, send, action);
+                        }
+                    }
+                    Event::Tick
+                }
+                Err(RecvTimeoutError::Disconnected) => bail!("nobody carries the migrations out"),
+            };
+        }
+    }
+
+    fn act<'scope>(
+        &mut self,
+        scope: &'scope Scope<'scope, 'a>,
+        send: &Sender<Message>,
+        action: Action,
+    ) where
+        'a: 'scope,
+    {
+        match action {
+            Action::Start { guest, to, rate } => {
+                let account = &mut self.accounts[guest.0];
+                account.began.get_or_insert_with(Instant::now);
+                (account.done, account.bytes) = (0, 0);
+                let running = Running {
+                    to,
+                    rate: None,
+                    is_cancelled: false,
+                };
+                self.running.insert(guest, running);
+                let job = Job::new(self.options, self.survey, guest, to, rate);
+                let tries = self.scheduler.tries(guest);
+                let again = if tries > 1 {
+                    format!(", try {tries}")
+                } else {
+                    String::new()
+                };
+                self.display
+                    .note(|| info!("{} moves to {}{again}", job.name, job.to.name));
+                let send = send.clone();
+                // The receiver outlives it.
+                scope.spawn(move || drop(send.send(Message::Ended(Box::new(job.run(guest))))));
+            }
+            Action::SetRate { guest, rate } => {
+                if let Some(running) = self.running.get_mut(&guest) {
+                    running.rate = Some(rate);
+                }
+                self.ask(guest);
+            }
+            Action::Cancel { guest } => {
+                if let Some(running) = self.running.get_mut(&guest) {
+                    running.is_cancelled = true;
+                }
+                self.ask(guest);
+            }
+        }
+    }
+
+    /// No new ones at the first signal, none at all from the second one on.
+    fn signalled(&mut self) -> Event {
+        let stop = match self.stop {
+            None => Stop::Finish,
+            Some(_) => Stop::Cancel,
+        };
+        if self.stop != Some(stop) {
+            let running = self.running.len();
+            self.display.note(|| match stop {
+                Stop::Finish => warn!(
+                    "no further guests; {running} migrations are under way and end first, or are cancelled by another signal"
+                ),
+                Stop::Cancel => warn!("cancelling {running} migrations"),
+            });
+        }
+        self.stop = Some(stop);
+        Event::Stop(stop)
+    }
+
+    fn finished(&mut self, finished: Finished) -> Event {
+        let Finished {
+            end,
+            state,
+            downtime_ms,
+            bytes,
+        } = finished;
+        let guest = end.guest;
+        let to = self.running.remove(&guest).map(|running| running.to);
+        let account = &mut self.accounts[guest.0];
+        account.took = account
+            .began
+            .map_or(Duration::ZERO, |began| began.elapsed());
+        account.state = state.map(State::name);
+        account.downtime_ms = downtime_ms;
+        account.bytes = bytes.unwrap_or(account.bytes);
+        account.done = 0;
+        let is = self.survey.fleet.guest(guest);
+        let (name, took) = (&is.name, account.took.as_secs_f64());
+        let to = to.map_or("?", |to| &self.survey.places[to.0].name);
+        let why = match &end.result {
+            Ok(()) => String::new(),
+            Err(failure) => format!(": {failure}"),
+        };
+        self.display.note(|| match end.at {
+            At::Destination => info!("{name} has moved to {to} in {took:.1} s"),
+            At::Source => warn!("{name} has not moved to {to}{why}"),
+            at => error!("{name} IS IN DOUBT, {}{why}", in_doubt(at, to)),
+        });
+        if end.at == At::Destination {
+            self.display.moved(is.memory);
+        }
+        Event::Ended(end)
+    }
+
+    /// Asks all migrations how they are, and returns how fast guests write.
+    fn poll(&mut self) -> Vec<(GuestId, u64)> {
+        let guests: Vec<_> = self.running.keys().copied().collect();
+        let rates = guests.iter().map(|guest| Some((*guest, self.ask(*guest)?)));
+        let rates: Vec<_> = rates.collect();
+        let done = guests.iter().map(|guest| self.accounts[guest.0].done).sum();
+        self.display.show(done, self.running.len());
+        rates.into_iter().flatten().collect()
+    }
+
+    /// Asks how a migration is, and does what is due to it. Nothing depends on the answer: a guest that is gone has moved.
+    fn ask(&mut self, guest: GuestId) -> Option<u64> {
+        if self.monitor.as_ref().is_none_or(|it| !it.is_alive()) {
+            self.monitor = self.survey.places[SOURCE.0].connect().ok();
+        }
+        let uuid = &self.survey.known[guest.0].uuid;
+        let domain = self.monitor.as_ref()?.domain(uuid).ok()??;
+        let job = domain.job().ok()?;
+        let running = self.running.get_mut(&guest)?;
+        // Refused as long as there is nothing to cancel, and when it has been; the rate that a migration starts with would replace
+        // one that is set before.
+        if !job.is_active {
+            return None;
+        }
+        if running.is_cancelled {
+            if let Err(error) = domain.abort() {
+                debug!("{}: {error}", domain.name());
+            }
+        } else if job.processed > 0
+            && let Some(rate) = running.rate
+            && domain.set_rate(mib(rate)).is_ok()
+        {
+            running.rate = None;
+        }
+        let account = &mut self.accounts[guest.0];
+        account.bytes = account.bytes.max(job.processed);
+        if job.processed > 0 {
+            let memory = self.survey.fleet.guest(guest).memory;
+            account.done = memory.saturating_sub(job.remaining);
+        }
+        (job.dirty_rate > 0).then_some(job.dirty_rate)
+    }
+}
+
+pub(super) fn in_doubt(at: At, to: &str) -> String {
+    match at {
+        At::Both => format!("IT IS ACTIVE ON ITS HOST AND ON {to}: one of them has to end"),
+        At::Neither => format!("it is active neither on its host nor on {to}"),
+        At::Unknown | At::Source | At::Destination => {
+            format!("its host and {to} could not both be asked")
+        }
+    }
+}
+
+/// libvirt's unit of rates.
+fn mib(rate: u64) -> u64 {
+    rate >> 20
+}
+
+/// One try of one guest.
+struct Job<'a> {
+    name: &'a str,
+    known: &'a Known,
+    from: &'a Place,
+    to: &'a Place,
+    migration: Migration,
+    is_by_host: bool,
+}
+
+impl<'a> Job<'a> {
+    fn new(
+        options: &Options,
+        survey: &'a Survey,
+        guest: GuestId,
+        to: HostId,
+        rate: Option<u64>,
+    ) -> Self {
+        let known = &survey.known[guest.0];
+        Self {
+            name: &survey.fleet.guest(guest).name,
+            known,
+            from: &survey.places[SOURCE.0],
+            to: &survey.places[to.0],
+            migration: Migration {
+                is_persistent: known.is_persistent,
+                rate: rate.map(mib),
+                ..options.migration()
+            },
+            is_by_host: options.p2p,
+        }
+    }
+
+    fn run(&self, guest: GuestId) -> Finished {
+        let result = match self.begin() {
+            Ok(result) => result,
+            // Nothing has begun: the guest is where it was.
+            Err(error) => {
+                let reason = format!("{error:#}");
+                let kind = FailureKind::Temporary;
+                let end = End {
+                    guest,
+                    at: At::Source,
+                    result: Err(Failure { kind, reason }),
+                };
+                return Finished {
+                    end,
+                    state: None,
+                    downtime_ms: None,
+                    bytes: None,
+                };
+            }
+        };
+        let (at, domain, state) = self.observe();
+        let job = match at {
+            At::Destination => domain.and_then(|it| it.completed_job().ok()),
+            _ => None,
+        };
+        // One that was shut off meanwhile is in no doubt.
+        let at = match (&result, at) {
+            (Err(failure), At::Neither) if failure.reason == ENDED => At::Source,
+            _ => at,
+        };
+        Finished {
+            end: End { guest, at, result },
+            state,
+            downtime_ms: job.and_then(|job| job.downtime_ms),
+            bytes: job.map(|job| job.processed),
+        }
+    }
+
+    /// Migrates it, and returns what that returned; an error if it did not begin.
+    fn begin(&self) -> Result<std::result::Result<(), Failure>> {
+        let (from, to) = (self.from.connect()?, self.to.connect()?);
+        let domain = from.domain(&self.known.uuid)?;
+        let domain = match domain {
+            Some(domain) if domain.state()?.is_active() => domain,
+            _ => {
+                return Ok(Err(Failure {
+                    kind: FailureKind::Permanent,
+                    reason: ENDED.to_owned(),
+                }));
+            }
+        };
+        let migrated = match self.is_by_host {
+            true => domain.migrate_by_host(&self.to.uri, &self.migration),
+            false => domain.migrate(&to, &self.migration),
+        };
+        Ok(migrated.map_err(|error| Failure {
+            kind: match error.kind() {
+                Kind::Aborted => FailureKind::Cancelled,
+                Kind::Permanent => FailureKind::Permanent,
+                Kind::NoDomain | Kind::Other => FailureKind::Temporary,
+            },
+            reason: error.to_string(),
+        }))
+    }
+
+    /// Asks both hosts where the guest is, until both answer and nothing is under way any more.
+    fn observe(&self) -> (At, Option<Domain>, Option<State>) {
+        let start = Instant::now();
+        loop {
+            let found = [self.from, self.to].map(|place| active(place, &self.known.uuid));
+            let is_last = start.elapsed() >= SETTLE;
+            let is_settled = |of: &Active| !of.state.is_migrating() || is_last;
+            match found {
+                [Ok(Some(it)), Ok(None)] if is_settled(&it) => {
+                    return (At::Source, Some(it.domain), Some(it.state));
+                }
+                [Ok(None), Ok(Some(it))] if is_settled(&it) => {
+                    return (At::Destination, Some(it.domain), Some(it.state));
+                }
+                [Ok(Some(_)), Ok(Some(_))] if is_last => return (At::Both, None, None),
+                [Ok(None), Ok(None)] if is_last => return (At::Neither, None, None),
+                [Err(error), _] | [_, Err(error)] if is_last => {
+                    warn!("{}: {error:#}", self.name);
+                    return (At::Unknown, None, None);
+                }
+                _ => thread::sleep(POLL),
+            }
+        }
+    }
+}
+
+/// Why the migration of a guest that was shut off meanwhile does not begin.
+const ENDED: &str = "it does not run any more";
+
+/// A guest that has a process on a host.
+struct Active {
+    domain: Domain,
+    state: State,
+}
+
+fn active(place: &Place, uuid: &str) -> Result<Option<Active>> {
+    let Some(domain) = place.connect()?.domain(uuid)? else {
+        return Ok(None);
+    };
+    let state = match domain.state() {
+        Ok(state) => state,
+        Err(error) if error.kind() == Kind::NoDomain => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    Ok(state.is_active().then_some(Active { domain, state }))
+}

@@ -1,0 +1,265 @@
+//! What there is: the guests of the host, the hosts that are to take them, and what is in the way.
+
+use std::collections::{BTreeMap, HashMap};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use evacuation::{Fleet, Guest, Host, HostId};
+use tracing::{info, warn};
+
+use super::{
+    Options,
+    description::{self, Description, WantedCpu},
+    libvirt::{self, Domain, Kind},
+    place::{Lease, Place},
+};
+
+/// The host to be emptied; all others are destinations.
+pub(super) const SOURCE: HostId = HostId(0);
+
+/// What was found.
+pub(super) struct Survey {
+    /// By host of the fleet.
+    pub(super) places: Vec<Place>,
+    pub(super) fleet: Fleet,
+    /// By guest of the fleet.
+    pub(super) known: Vec<Known>,
+    /// Guests that do not run, and so are not moved.
+    pub(super) shut_off: usize,
+}
+
+/// What else there is to know of a guest.
+#[derive(Clone, Debug)]
+pub(super) struct Known {
+    pub(super) uuid: String,
+    pub(super) is_persistent: bool,
+}
+
+impl Survey {
+    /// Asks all hosts.
+    pub(super) fn make(options: &Options) -> Result<Self> {
+        let source = Place::new(&options.host);
+        let of_source = source.connect()?.capabilities()?;
+        let mut places = vec![source];
+        let mut others = Vec::new();
+        for text in &options.to {
+            let place = Place::new(text);
+            match Destination::ask(&place) {
+                Ok(found) => {
+                    let is_source = description::host_uuid(&found.capabilities)
+                        == description::host_uuid(&of_source);
+                    ensure!(
+                        !is_source,
+                        "{} is the host that is to be emptied",
+                        place.name
+                    );
+                    others.push(found);
+                    places.push(place);
+                }
+                Err(error) => warn!("nothing moves to {}: {error:#}", place.name),
+            }
+        }
+        ensure!(!others.is_empty(), "no destination can be reached");
+        let (found, shut_off) = Guests::of(options, &places, &others, &of_source)?;
+        for name in &options.guests {
+            expect(name, options, &found, &others)?;
+        }
+        let (guests, known) = found.into_iter().unzip();
+        let source = Host {
+            name: places[SOURCE.0].name.clone(),
+            memory_free: 0,
+            cpus: 0,
+            bandwidth: None,
+        };
+        let hosts = others.into_iter().map(|it| it.host);
+        let hosts: Vec<_> = [source].into_iter().chain(hosts).collect();
+        let to = (1..hosts.len()).map(HostId).collect();
+        Ok(Self {
+            fleet: Fleet::new(hosts, guests, to)?,
+            places,
+            known,
+            shut_off,
+        })
+    }
+}
+
+/// A guest that was named is on the host, or has moved before.
+fn expect(
+    name: &str,
+    options: &Options,
+    found: &[(Guest, Known)],
+    destinations: &[Destination],
+) -> Result<()> {
+    if found.iter().any(|(guest, _)| guest.name == name) {
+        return Ok(());
+    }
+    let has = |it: &&Destination| it.guests.iter().any(|it| it.is_active && it.name == name);
+    match destinations.iter().find(has) {
+        Some(destination) => info!("{name} is on {} already", destination.host.name),
+        None => bail!("no guest {name} runs on {}", options.host),
+    }
+    Ok(())
+}
+
+/// A host that is to take guests.
+struct Destination {
+    host: Host,
+    capabilities: String,
+    guests: Vec<Resident>,
+}
+
+/// A guest that is there already.
+struct Resident {
+    name: String,
+    uuid: String,
+    is_active: bool,
+}
+
+impl Destination {
+    fn ask(place: &Place) -> Result<Self> {
+        let connection = place.connect()?;
+        let node = connection.node()?;
+        let (mut guests, mut promised) = (Vec::new(), 0_u64);
+        for domain in connection.domains()? {
+            let is_active = domain.state()?.is_active();
+            if is_active {
+                promised = promised.saturating_add(domain.memory()?);
+            }
+            guests.push(Resident {
+                name: domain.name(),
+                uuid: domain.uuid()?,
+                is_active,
+            });
+        }
+        // What guests there have not touched yet is free now, but not theirs to lose.
+        let memory_free = node.available.min(node.memory.saturating_sub(promised));
+        Ok(Self {
+            host: Host {
+                name: place.name.clone(),
+                memory_free,
+                cpus: node.cpus,
+                bandwidth: None,
+            },
+            capabilities: connection.capabilities()?,
+            guests,
+        })
+    }
+}
+
+/// Collects the guests of the source.
+struct Guests<'a> {
+    options: &'a Options,
+    source_cpu: Option<String>,
+    destinations: Vec<(&'a Destination, Lease<'a>)>,
+    /// Whether a destination, by its index, has a CPU: many guests have the same.
+    cpus: HashMap<(usize, WantedCpu), bool>,
+    found: Vec<(Guest, Known)>,
+    shut_off: usize,
+}
+
+impl<'a> Guests<'a> {
+    /// The guests of the first place, and how many more of them are shut off.
+    fn of(
+        options: &'a Options,
+        places: &'a [Place],
+        destinations: &'a [Destination],
+        capabilities: &str,
+    ) -> Result<(Vec<(Guest, Known)>, usize)> {
+        let mut guests = Self {
+            options,
+            source_cpu: description::host_cpu(capabilities),
+            destinations: Vec::new(),
+            cpus: HashMap::new(),
+            found: Vec::new(),
+            shut_off: 0,
+        };
+        for (place, destination) in places[1..].iter().zip(destinations) {
+            guests.destinations.push((destination, place.connect()?));
+        }
+        for domain in places[SOURCE.0].connect()?.domains()? {
+            match guests.add(&domain) {
+                // It has ended meanwhile.
+                Err(error) if error.kind() == Kind::NoDomain => {}
+                added => added.with_context(|| format!("asking for {}", domain.name()))?,
+            }
+        }
+        Ok((guests.found, guests.shut_off))
+    }
+
+    fn add(&mut self, domain: &Domain) -> libvirt::Result<()> {
+        let (name, state) = (domain.name(), domain.state()?);
+        if !self.options.wants(&name) {
+            return Ok(());
+        }
+        if !state.is_active() {
+            self.shut_off += 1;
+            return Ok(());
+        }
+        let mut obstacles = Vec::new();
+        if !state.runs() && !state.is_paused_by_user() {
+            obstacles.push(format!("it is {}", state.name()));
+        }
+        if domain.job()?.is_active {
+            let job = "libvirt has a job for it under way, such as a migration that somebody else has started";
+            obstacles.push(job.to_owned());
+        }
+        let uuid = domain.uuid()?;
+        let mut barred = BTreeMap::new();
+        match Description::parse(&domain.description()?, self.options.storage()) {
+            Ok(mut description) => {
+                obstacles.append(&mut description.obstacles);
+                for at in 0..self.destinations.len() {
+                    if let Some(why) = self.bar(at, &name, &uuid, &description.cpu) {
+                        barred.insert(HostId(at + 1), why);
+                    }
+                }
+            }
+            Err(error) => obstacles.push(format!("its description cannot be read: {error}")),
+        }
+        let guest = Guest {
+            name,
+            host: SOURCE,
+            memory: domain.memory()?,
+            cpus: domain.cpus()?,
+            dirty_rate: None,
+            bandwidth: None,
+            obstacles,
+            barred,
+        };
+        let known = Known {
+            uuid,
+            is_persistent: domain.is_persistent()?,
+        };
+        self.found.push((guest, known));
+        Ok(())
+    }
+
+    /// Why a guest cannot move to this destination.
+    fn bar(&mut self, at: usize, name: &str, uuid: &str, cpu: &WantedCpu) -> Option<String> {
+        let (destination, connection) = self.destinations.get(at)?;
+        for other in &destination.guests {
+            if other.uuid == uuid && other.is_active {
+                return Some(
+                    "the same guest is active there, too: find out which one is right".to_owned(),
+                );
+            }
+            if other.name == name && other.uuid != uuid {
+                return Some("it has another guest of this name".to_owned());
+            }
+        }
+        let source_cpu = self.source_cpu.as_deref();
+        let ask = || {
+            let found = match cpu {
+                WantedCpu::Any => Ok(true),
+                WantedCpu::OfHost => source_cpu.map_or(Ok(true), |it| connection.has_cpu(it)),
+                WantedCpu::Made(cpu) => connection.can_make_cpu(cpu),
+            };
+            // A libvirt that cannot tell finds out when it is to take the guest.
+            found.unwrap_or_else(|error| {
+                warn!("{} cannot compare CPUs: {error}", destination.host.name);
+                true
+            })
+        };
+        let has_cpu = *self.cpus.entry((at, cpu.clone())).or_insert_with(ask);
+        (!has_cpu).then(|| "its CPU lacks something that the guest has".to_owned())
+    }
+}
