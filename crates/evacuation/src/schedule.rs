@@ -22,8 +22,10 @@ pub struct Limits {
     pub per_destination: NonZeroUsize,
     /// Bytes a second of all migrations.
     pub bandwidth: Option<u64>,
-    /// Rates are multiples of this, and at least this.
+    /// Rates are multiples of this.
     pub rate_unit: NonZeroU64,
+    /// Bytes a second that migrations have at least, but for one that runs alone: what runs slower is not worth a slot.
+    pub least_rate: u64,
     /// Further tries of a guest behind the first one.
     pub retries: u32,
     /// How long a guest waits before its second try; twice as long before each further one.
@@ -401,22 +403,23 @@ impl<'a> Scheduler<'a> {
         }
         running.push((guest, to));
         let rates = self.rates(&running);
-        let unit = self.limits.rate_unit.get();
-        running
-            .iter()
-            .zip(rates)
-            .all(|(one, rate)| rate.is_none_or(|rate| rate >= unit && rate > self.writes(*one)))
+        let mut all = running.iter().zip(rates);
+        all.all(|(one, rate)| rate.is_none_or(|rate| rate >= self.needed(*one)))
     }
 
-    /// Bytes a second that a guest writes, if they can be outrun: else it is of no use to keep bandwidth for it.
-    fn writes(&self, (guest, to): (GuestId, HostId)) -> u64 {
-        let Some(writes) = self.tasks[guest.0].dirty_rate else {
-            return 0;
-        };
-        let alone = self.rates(&[(guest, to)]).first().copied().flatten();
-        match alone.is_some_and(|alone| alone <= writes) {
-            true => 0,
-            false => writes,
+    /// The bytes a second that a migration has to have: the least rate, and more than its guest writes; but no more than it would
+    /// have alone.
+    fn needed(&self, (guest, to): (GuestId, HostId)) -> u64 {
+        let is = self.fleet.guest(guest);
+        let hosts = [is.host, to].map(|host| self.fleet.host(host).bandwidth);
+        let limits = [self.limits.bandwidth, is.bandwidth, hosts[0], hosts[1]];
+        let unit = self.limits.rate_unit.get();
+        let alone = limits.into_iter().flatten().min().unwrap_or(u64::MAX) / unit * unit;
+        let least = self.limits.least_rate.max(unit).min(alone);
+        match self.tasks[guest.0].dirty_rate {
+            // One that cannot be outrun needs no bandwidth that others can use.
+            Some(writes) if writes < alone => least.max(writes + 1),
+            _ => least,
         }
     }
 

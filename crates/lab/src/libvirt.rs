@@ -9,15 +9,20 @@
 //! A [`Host`] is the namespaces (mount, PID, UTS, network) of a process 1, `libvirt/host.sh`, which ends with the host, and
 //! everything in it with that. A [`Domain`] is a guest whose life is followed over both hosts, see [`crate::guest`].
 
+mod crowd;
 mod domain;
 mod host;
 mod way;
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context, Result};
 
 pub use self::{
+    crowd::{Crowd, Member},
     domain::{Domain, LIMIT, Where},
     host::{Ended, Host, Virsh},
     way::{Passage, Way, alias},
@@ -79,18 +84,28 @@ pub struct Hosts {
 impl Hosts {
     /// Starts both, set up for `way`, with what guests of `image` need and a wire of `rate` bits a second between.
     pub fn start(generation: &Generation, way: Way, image: &Image, rate: u64) -> Result<Self> {
-        let link = Link::new(Some(rate))?;
-        let names = [(&link.source, "host1"), (&link.destination, "host2")];
-        let all = names.map(|(network, name)| (network.address(), name));
         let folders = image.files().map(|file| file.parent());
         let folders = folders
             .into_iter()
             .collect::<Option<Vec<_>>>()
             .context("a kernel without a folder")?;
+        Self::with_folders(generation, way, &folders, rate)
+    }
+
+    /// The same with these folders, which are at the same path there as here.
+    pub fn with_folders(
+        generation: &Generation,
+        way: Way,
+        folders: &[&Path],
+        rate: u64,
+    ) -> Result<Self> {
+        let link = Link::new(Some(rate))?;
+        let names = [(&link.source, "host1"), (&link.destination, "host2")];
+        let all = names.map(|(network, name)| (network.address(), name));
         let start = |at: Where| {
             let (network, name) = names[at as usize];
             let qemu_conf = way.qemu_conf(at);
-            Host::start(&generation.root, network, name, &all, &folders, &qemu_conf)
+            Host::start(&generation.root, network, name, &all, folders, &qemu_conf)
                 .with_context(|| format!("starting {name} with libvirt {}", generation.version))
         };
         let hosts = [start(Where::First)?, start(Where::Second)?];

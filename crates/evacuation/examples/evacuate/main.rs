@@ -42,7 +42,7 @@ fn print(name: &str, found: &Found) {
     assert!(found.most_used <= 1.0, "more than the limit was used");
     let seconds = [found.bound, found.took].map(|it| it.as_secs_f64());
     println!(
-        "| {name} | {} | {} | {} | {} | {:.0} | {:.0} | {:.2} | {:.1} | {:.1} |",
+        "| {name} | {} | {} | {} | {:.0} | {:.0} | {:.0} | {:.2} | {:.1} | {:.1} |",
         found.guests,
         found.tries,
         found.memory / GIB,

@@ -148,6 +148,7 @@ impl Scenario {
             per_destination: slots,
             bandwidth: Some(self.bandwidth),
             rate_unit: NonZeroU64::new(MIB).unwrap(),
+            least_rate: 5 * MIB,
             retries: 3,
             backoff: Duration::from_secs(5),
             timeout: None,

@@ -51,16 +51,17 @@ fn limits() -> impl Strategy<Value = Limits> {
         1..4_usize,
         1..4_usize,
         bandwidth,
-        1..=10_u64,
+        (1..=10_u64, 0..40_u64),
         0..3_u32,
         option::of(5..40_u64),
     )
         .prop_map(
-            |(source, destination, bandwidth, unit, retries, timeout)| Limits {
+            |(source, destination, bandwidth, (unit, least_rate), retries, timeout)| Limits {
                 per_source: NonZeroUsize::new(source).unwrap(),
                 per_destination: NonZeroUsize::new(destination).unwrap(),
                 bandwidth,
                 rate_unit: NonZeroU64::new(unit).unwrap(),
+                least_rate,
                 retries,
                 backoff: Duration::from_secs(4),
                 timeout: timeout.map(Duration::from_secs),
@@ -359,6 +360,31 @@ fn a_busy_guest_gets_what_it_needs_to_end() {
 }
 
 #[test]
+fn no_more_run_than_have_the_least_rate() {
+    let fleet = small();
+    let guests = vec![fleet.guests()[0].clone(); 4];
+    let fleet = Fleet::new(
+        fleet.hosts().to_vec(),
+        guests,
+        fleet.destinations().to_vec(),
+    );
+    let fleet = fleet.unwrap();
+    let plan = Plan::new(&fleet);
+    for (bandwidth, started) in [(14, 2), (15, 3), (4, 1)] {
+        let limits = Limits {
+            per_source: NonZeroUsize::new(4).unwrap(),
+            per_destination: NonZeroUsize::new(4).unwrap(),
+            bandwidth: Some(bandwidth),
+            least_rate: 5,
+            ..one_at_once()
+        };
+        let mut scheduler = Scheduler::new(&fleet, &plan, limits).unwrap();
+        let actions = scheduler.handle(Duration::ZERO, Event::Tick);
+        assert_eq!(actions.len(), started);
+    }
+}
+
+#[test]
 fn a_limit_below_the_unit_is_refused() {
     let fleet = small();
     let limits = Limits {
@@ -414,6 +440,7 @@ fn one_at_once() -> Limits {
         per_destination: NonZeroUsize::MIN,
         bandwidth: None,
         rate_unit: NonZeroU64::MIN,
+        least_rate: 1,
         retries: 2,
         backoff: Duration::from_secs(4),
         timeout: None,

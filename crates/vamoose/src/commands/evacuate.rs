@@ -126,6 +126,9 @@ fn say_shut_off(survey: &Survey) {
 /// libvirt's unit of rates, MiB a second.
 const RATE_UNIT: NonZeroU64 = NonZeroU64::MIN.saturating_add((1 << 20) - 1);
 
+/// A QEMU of today sends a packet of 512 KiB at least, ten times a second, whatever its limit.
+const LEAST_RATE: u64 = 5 << 20;
+
 impl Options {
     fn wants(&self, name: &str) -> bool {
         let is_one_of = |names: &[String]| names.iter().any(|other| other == name);
@@ -146,6 +149,7 @@ impl Options {
             per_destination: self.parallel,
             bandwidth: self.bandwidth.map(|rate| rate.0),
             rate_unit: RATE_UNIT,
+            least_rate: LEAST_RATE,
             retries: self.retries,
             backoff: Duration::from_secs(self.backoff),
             timeout: self.timeout.map(Duration::from_secs),

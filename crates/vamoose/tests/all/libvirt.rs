@@ -1,6 +1,8 @@
 //! `virsh migrate` between two hosts of libvirt through relays and through gateways, and cancelled in the middle. `make libvirt`
 //! does more. And what sets libvirt up for it.
 
+mod evacuate;
+
 use std::{
     env, fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, time::Instant,
 };

@@ -1,0 +1,292 @@
+//! `vamoose evacuate` from one host to the other through gateways: within its limits, interrupted and continued, with a guest
+//! that cannot move and one that moves at the second try.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    os::unix::process::CommandExt as _,
+    process::Command,
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use lab::{
+    libvirt::{Crowd, Generation, Member, Passage, Way, Where},
+    vamoose::{Ended, Keys, Vamoose},
+};
+use rustix::process::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use super::in_all_generations;
+use crate::common::{LIMIT, MIB, vamoose};
+
+/// Bytes in a guest's memory that have to be sent.
+const CONTENT: u64 = 24 * MIB;
+
+const GUESTS: usize = 10;
+
+/// Its disk is on no other host.
+const LOCAL: &str = "local";
+
+/// What its QEMU reads at the start is missing on the other host at first.
+const LATE: &str = "late";
+
+const LATE_FILE: &str = "/var/lib/late";
+
+#[test]
+fn a_host_is_emptied_through_gateways_whatever_comes_between() -> Result<()> {
+    in_all_generations(emptied)
+}
+
+fn emptied(generation: &Generation) -> Result<()> {
+    let keys = Keys::make(vamoose())?;
+    let crowd = Crowd::hosts(generation, Way::Gateways, vamoose(), CONTENT, 1_000_000_000)?;
+    let mut passage = Passage::new(&crowd.hosts, vamoose(), &keys)?;
+    passage.prepare(Where::First)?;
+    let evacuation = Evacuation::of(&crowd)?;
+    evacuation.is_planned()?;
+    evacuation.is_stopped().with_context(|| passage.said())?;
+    evacuation.is_cancelled().with_context(|| passage.said())?;
+    evacuation.is_continued().with_context(|| passage.said())?;
+    for name in &evacuation.movable {
+        let guest = format!("guest {name}");
+        ensure!(passage.said().contains(&guest), "{guest} took another way");
+    }
+    Ok(())
+}
+
+struct Evacuation<'a> {
+    crowd: &'a Crowd,
+    movable: BTreeSet<String>,
+}
+
+impl<'a> Evacuation<'a> {
+    fn of(crowd: &'a Crowd) -> Result<Self> {
+        let first = Where::First.of(&crowd.hosts);
+        fs::create_dir_all(first.path("var/lib"))?;
+        fs::File::create(first.path("var/lib/disk"))?.set_len(MIB)?;
+        fs::File::create(first.path(&LATE_FILE[1..]))?.set_len(MIB)?;
+        let mut movable = BTreeSet::from([LATE.to_owned()]);
+        for number in 0..GUESTS {
+            let name = format!("web{number}");
+            crowd.start(&Member {
+                is_persistent: number % 2 == 0,
+                ..Member::plain(&name)
+            })?;
+            movable.insert(name);
+        }
+        crowd.start(&Member {
+            disk: Some("/var/lib/disk"),
+            ..Member::plain(LOCAL)
+        })?;
+        crowd.start(&Member {
+            content: Some(LATE_FILE),
+            ..Member::plain(LATE)
+        })?;
+        let evacuation = Self { crowd, movable };
+        evacuation.expect_moved(&BTreeSet::new())?;
+        Ok(evacuation)
+    }
+
+    fn command(&self, arguments: &[&str]) -> Result<Command> {
+        let program = vamoose().to_str().context("the name of a folder")?;
+        let mut command = Where::First.of(&self.crowd.hosts).command(program);
+        command.args(["evacuate", "localhost", "--to", "qemu+tcp://host2/system"]);
+        command.args(["--backoff", "1", "--json", "/etc/host/report"]);
+        command.args(arguments);
+        Ok(command)
+    }
+
+    fn start(&self, arguments: &[&str]) -> Result<Vamoose> {
+        Vamoose::start(&mut self.command(arguments)?)
+    }
+
+    fn report(&self) -> Result<Report> {
+        let host = Where::First.of(&self.crowd.hosts);
+        let text = fs::read_to_string(host.path("etc/host/report"))?;
+        Report::parse(&text).with_context(|| text.clone())
+    }
+
+    /// These guests run on the other host and nowhere else, and all others on the first one.
+    fn expect_moved(&self, moved: &BTreeSet<String>) -> Result<()> {
+        let mut stay: BTreeSet<_> = self.movable.difference(moved).cloned().collect();
+        stay.insert(LOCAL.to_owned());
+        self.crowd.expect(Where::First, &stay)?;
+        self.crowd.expect(Where::Second, moved)
+    }
+
+    /// Only said.
+    fn is_planned(&self) -> Result<()> {
+        let ended = self.start(&["--dry-run"])?.finish(LIMIT)?;
+        let said = ended.failure("1 guests cannot move")?.stdout;
+        for name in &self.movable {
+            let line = said.lines().find(|line| line.starts_with(name.as_str()));
+            ensure!(
+                line.is_some_and(|line| line.ends_with("-> host2")),
+                "{said}"
+            );
+        }
+        ensure!(said.contains("stays: disk vda is /var/lib/disk"), "{said}");
+        self.expect_moved(&BTreeSet::new())
+    }
+
+    /// Two at once and no faster than allowed; those under way at the signal move, and no others.
+    fn is_stopped(&self) -> Result<()> {
+        const RATE: u64 = 16 * MIB;
+        let run = self.start(&["--bandwidth", "16M", "--parallel", "2", "--except", LATE])?;
+        run.wait_for("has moved to ", LIMIT)?;
+        run.signal(Signal::INT)?;
+        let ended = run.finish(LIMIT)?.failure("stopped: ")?;
+        let first = ended.stderr.find(" cannot move: disk vda");
+        ensure!(
+            first < ended.stderr.find(" moves to host2"),
+            "{}",
+            ended.stderr
+        );
+        let (most, started) = at_once(&ended);
+        ensure!(most == 2, "{most} at once: {}", ended.stderr);
+        let report = self.report()?;
+        let moved = report.names("moved");
+        ensure!(report.status == "stopped", "{}", report.status);
+        ensure!(moved == started, "{moved:?} instead of {started:?}");
+        ensure!(moved.len() < GUESTS, "it was not stopped");
+        // A busy machine only makes it slower. At such rates QEMU's packets are large beside what it may send in 100 ms.
+        let least = report.bytes as f64 / RATE as f64 * 0.6;
+        let took = report.took.as_secs_f64();
+        ensure!(took >= least && report.bytes >= CONTENT, "{report:?}");
+        self.expect_moved(&moved)
+    }
+
+    /// At the second signal those under way end, too.
+    fn is_cancelled(&self) -> Result<()> {
+        let before = self.crowd_on_second()?;
+        let run = self.start(&["--bandwidth", "10M", "--parallel", "2", "--except", LATE])?;
+        run.wait_for(" moves to ", LIMIT)?;
+        run.signal(Signal::INT)?;
+        run.wait_for("no further guests", LIMIT)?;
+        run.signal(Signal::INT)?;
+        run.finish(LIMIT)?.failure("stopped: 0 of ")?;
+        let report = self.report()?;
+        ensure!(report.reason_of("cancelled").len() == 2, "{report:?}");
+        self.expect_moved(&before)
+    }
+
+    /// All others move, one of them at the second try.
+    fn is_continued(&self) -> Result<()> {
+        let run = self.start(&["--parallel", "3", "--retries", "100"])?;
+        run.wait_for(&format!("{LATE} has not moved to host2"), LIMIT)?;
+        let late = Where::Second.of(&self.crowd.hosts).path(&LATE_FILE[1..]);
+        fs::create_dir_all(late.parent().context("a folder")?)?;
+        fs::File::create(late)?.set_len(MIB)?;
+        let ended = run.finish(LIMIT)?.failure("guests have moved")?;
+        let report = self.report()?;
+        ensure!(report.status == "incomplete", "{}", ended.stderr);
+        ensure!(
+            report.guests[LATE]["tries"].as_u64() >= Some(2),
+            "{report:?}"
+        );
+        let stay = report.names("stays");
+        ensure!(
+            stay == BTreeSet::from([LOCAL.to_owned()]),
+            "{}",
+            ended.stderr
+        );
+        ensure!(
+            report
+                .reason(LOCAL)
+                .starts_with("disk vda is /var/lib/disk")
+        );
+        self.expect_moved(&self.movable)?;
+        let again = self.start(&["--except", LOCAL])?.finish(LIMIT)?;
+        again.success().map(drop)
+    }
+
+    fn crowd_on_second(&self) -> Result<BTreeSet<String>> {
+        let host = Where::Second.of(&self.crowd.hosts);
+        let names = host.virsh(["list", "--name"])?.success()?;
+        Ok(names.split_whitespace().map(str::to_owned).collect())
+    }
+}
+
+/// The most migrations at once, and all guests that were started, by what was said in order.
+fn at_once(ended: &Ended) -> (usize, BTreeSet<String>) {
+    let (mut now, mut most, mut started) = (BTreeSet::new(), 0, BTreeSet::new());
+    for line in ended.stderr.lines() {
+        let name = |end: &str| line.split_once(end)?.0.split_whitespace().last();
+        if let Some(name) = name(" moves to ") {
+            now.insert(name);
+            started.insert(name.to_owned());
+        } else if let Some(name) = name(" has moved to ") {
+            now.remove(name);
+        }
+        most = most.max(now.len());
+    }
+    (most, started)
+}
+
+#[derive(Debug)]
+struct Report {
+    status: String,
+    took: Duration,
+    bytes: u64,
+    guests: BTreeMap<String, Value>,
+}
+
+impl Report {
+    fn parse(text: &str) -> Result<Self> {
+        let report: Value = serde_json::from_str(text)?;
+        let guests = report["guests"].as_array().context("guests")?;
+        let name = |guest: &Value| guest["name"].as_str().unwrap_or_default().to_owned();
+        Ok(Self {
+            status: report["status"].as_str().context("status")?.to_owned(),
+            took: Duration::from_millis(report["total-time"].as_u64().context("total-time")?),
+            bytes: guests
+                .iter()
+                .filter_map(|guest| guest["bytes"].as_u64())
+                .sum(),
+            guests: guests
+                .iter()
+                .map(|guest| (name(guest), guest.clone()))
+                .collect(),
+        })
+    }
+
+    fn names(&self, outcome: &str) -> BTreeSet<String> {
+        let has = |guest: &Value| guest["outcome"] == outcome;
+        let guests = self.guests.iter().filter(|(_, guest)| has(guest));
+        guests.map(|(name, _)| name.clone()).collect()
+    }
+
+    fn reason(&self, name: &str) -> &str {
+        self.guests[name]["reason"].as_str().unwrap_or_default()
+    }
+
+    fn reason_of(&self, reason: &str) -> Vec<&String> {
+        let names = self.guests.keys();
+        names.filter(|name| self.reason(name) == reason).collect()
+    }
+}
+
+/// Ctrl-C is for this program, and not for the ssh that libvirt starts in its place.
+#[test]
+fn ssh_ignores_the_signal_that_stops_an_evacuation() -> Result<()> {
+    let folder = TempDir::new()?;
+    super::script(
+        &folder.path().join("ssh"),
+        "grep SigIgn /proc/$$/status",
+        Command::new("echo").arg("arguments:"),
+    )?;
+    let mut command = Command::new(vamoose());
+    command.arg0("/proc/self/exe").args(["-T", "host"]);
+    let output = command
+        .env("PATH", format!("{}:/usr/bin:/bin", folder.path().display()))
+        .output()?;
+    let said = String::from_utf8(output.stdout)?;
+    let ignored = said.split_whitespace().nth(1).context("no mask")?;
+    let ignored = u64::from_str_radix(ignored, 16)?;
+    let interrupt = 1 << (Signal::INT.as_raw() - 1);
+    ensure!(ignored & interrupt != 0, "{said}");
+    ensure!(said.ends_with("arguments: -T host\n"), "{said}");
+    Ok(())
+}
