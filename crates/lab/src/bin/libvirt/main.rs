@@ -11,6 +11,7 @@
 //! - `virsh` has ended, and the next migration goes through, where the guest stayed.
 
 mod case;
+mod evacuate;
 mod options;
 mod stage;
 mod times;
@@ -31,6 +32,9 @@ fn main() -> ExitCode {
 fn run(options: &Options) -> Result<()> {
     if let Some(rounds) = options.times {
         return times::run(options, rounds);
+    }
+    if let Some(guests) = options.evacuate {
+        return evacuate::run(options, guests);
     }
     let generations = options.generations()?;
     let stage = Stage::new(options)?;

@@ -35,6 +35,9 @@ pub(crate) struct Options {
     /// Instead of the cases, measure how long migrations take, in so many rounds
     #[arg(long, value_name = "ROUNDS")]
     pub(crate) times: Option<u32>,
+    /// Instead of the cases, move so many guests by `vamoose evacuate`
+    #[arg(long, value_name = "GUESTS")]
+    pub(crate) evacuate: Option<u32>,
     /// Program to test [default: the one beside this program]
     #[arg(long, value_name = "PROGRAM")]
     vamoose: Option<PathBuf>,
