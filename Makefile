@@ -57,7 +57,7 @@ paths: setup   # Measure what a second path brings
 	cargo build --release -p vamoose -p lab --bin vamoose --bin paths
 	"$${CARGO_TARGET_DIR:-target}/release/paths" $(PATHS)
 
-libvirt: setup   # Move guests between two hosts with virsh, in every way (half an hour; LIBVIRT="--way relays --only abort")
+libvirt: setup   # Move guests between two hosts with virsh, in every way (half an hour; LIBVIRT="--way relays --only abort", or "--evacuate 100")
 	scripts/setup libvirt
 	cargo build --release -p vamoose -p lab --bin vamoose --bin libvirt
 	"$${CARGO_TARGET_DIR:-target}/release/libvirt" $(LIBVIRT)

@@ -32,7 +32,9 @@ const NAME: &str = "libvirt.so.0";
 
 /// It cannot be loaded.
 #[derive(Clone, Debug, Error)]
-#[error("cannot load {NAME} of libvirt's client library: {0}")]
+#[error(
+    "libvirt's client library cannot be loaded ({0}): Debian has it in libvirt0, Fedora in libvirt-libs"
+)]
 pub(super) struct Absent(String);
 
 /// A call of libvirt failed.

@@ -173,11 +173,13 @@ impl<'a> Evacuation<'a> {
         self.expect_moved(&before)
     }
 
-    /// All others move, one of them at the second try.
+    /// All others move, by their host itself; one of them, which is paused, not at the first try.
     fn is_continued(&self) -> Result<()> {
-        let run = self.start(&["--parallel", "3", "--retries", "100"])?;
+        let [first, second] = &self.crowd.hosts.hosts;
+        first.virsh(["suspend", LATE])?.success()?;
+        let run = self.start(&["--p2p", "--parallel", "3", "--retries", "100"])?;
         run.wait_for(&format!("{LATE} has not moved to host2"), LIMIT)?;
-        let late = Where::Second.of(&self.crowd.hosts).path(&LATE_FILE[1..]);
+        let late = second.path(&LATE_FILE[1..]);
         fs::create_dir_all(late.parent().context("a folder")?)?;
         fs::File::create(late)?.set_len(MIB)?;
         let ended = run.finish(LIMIT)?.failure("guests have moved")?;
@@ -198,6 +200,8 @@ impl<'a> Evacuation<'a> {
                 .reason(LOCAL)
                 .starts_with("disk vda is /var/lib/disk")
         );
+        ensure!(report.guests[LATE]["state"] == "paused", "{report:?}");
+        second.virsh(["resume", LATE])?.success()?;
         self.expect_moved(&self.movable)?;
         let again = self.start(&["--except", LOCAL])?.finish(LIMIT)?;
         again.success().map(drop)
