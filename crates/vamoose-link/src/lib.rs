@@ -67,8 +67,8 @@ pub use reader::{ChannelReader, CopyPages, ReadError, Received};
 #[doc(hidden)]
 pub use session::seam as session_seam;
 pub use session::{
-    DialError, Introduced, Path, PathStatus, Remote, Resumable, Session, SessionConfig, Sessions,
-    SessionsError, StreamError,
+    DialError, Introduced, LinkFaults, Path, PathStatus, Remote, Resumable, Session, SessionConfig,
+    Sessions, SessionsError, StreamError,
 };
 pub use socket::{Listener, Socket, SocketError, dial, is_stall};
 pub use stats::{Snapshot, Stats};

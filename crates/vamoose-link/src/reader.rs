@@ -309,6 +309,7 @@ impl ChannelReader {
         if found == sent {
             return Ok(());
         }
+        self.stats.add_changed_packet();
         Err(ReadError::Changed {
             packet: PacketName::of(header),
             path: self.stream.carrier(),

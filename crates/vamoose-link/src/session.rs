@@ -176,7 +176,17 @@ pub(crate) struct Shared {
     /// Held while a stream is opened: their numbers go up.
     opening: Mutex<()>,
     reconnects: AtomicU64,
+    corrupt_frames: AtomicU64,
     role: Role,
+}
+
+/// What has gone wrong on the link of a session, and was mended.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LinkFaults {
+    /// How often a stream went on over another connection.
+    pub reconnects: u64,
+    /// Frames that came without the checksum of their bytes.
+    pub corrupt_frames: u64,
 }
 
 enum Role {
@@ -258,6 +268,14 @@ impl Session {
         self.0.reconnects.load(Ordering::Relaxed)
     }
 
+    /// What has gone wrong on the link so far.
+    pub fn faults(&self) -> LinkFaults {
+        LinkFaults {
+            reconnects: self.reconnects(),
+            corrupt_frames: self.0.corrupt_frames.load(Ordering::Relaxed),
+        }
+    }
+
     /// How long a stream may be without a connection.
     pub fn reconnect_timeout(&self) -> Duration {
         self.0.config.reconnect_timeout
@@ -309,6 +327,7 @@ impl Shared {
             next: AtomicU32::new(0),
             opening: Mutex::default(),
             reconnects: AtomicU64::new(0),
+            corrupt_frames: AtomicU64::new(0),
             role,
         });
         let watched = Arc::downgrade(&shared);

@@ -35,6 +35,7 @@ pub struct Stats {
     copied_sends: AtomicU64,
     missed_zero_copy: AtomicU64,
     method_packets: [AtomicU64; Method::ALL.len()],
+    changed_packets: AtomicU64,
 }
 
 /// The counters at one moment.
@@ -77,6 +78,8 @@ pub struct Snapshot {
     pub missed_zero_copy: u64,
     /// Packets with normal pages, by their method: in the order of [`Method::ALL`].
     pub method_packets: [u64; Method::ALL.len()],
+    /// Packets whose pages were not, after decoding, what was sent: each ends its migration.
+    pub changed_packets: u64,
     /// How the hardware engines did.
     pub engines: Tally,
 }
@@ -103,6 +106,7 @@ impl Stats {
             copied_sends: read(&self.copied_sends),
             missed_zero_copy: read(&self.missed_zero_copy),
             method_packets: self.method_packets.each_ref().map(read),
+            changed_packets: read(&self.changed_packets),
             engines: self.health.tally(),
         }
     }
@@ -110,6 +114,11 @@ impl Stats {
     /// What the migration's encoders and decoders report to.
     pub fn health(&self) -> &Arc<Health> {
         &self.health
+    }
+
+    /// Counts a packet whose pages were changed on their way.
+    pub(crate) fn add_changed_packet(&self) {
+        self.changed_packets.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts bytes that came in.

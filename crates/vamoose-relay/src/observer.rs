@@ -5,7 +5,7 @@
 
 use std::{sync::Arc, time::Instant};
 
-use vamoose_link::Stats;
+use vamoose_link::{LinkFaults, Stats};
 
 use crate::{Outcome, RelayError, Summary, Switchover};
 
@@ -45,8 +45,8 @@ pub struct End {
     pub kind: EndKind,
     /// When the steps of the switchover were done, where that was seen.
     pub switchover: Option<Switchover>,
-    /// How often a connection to the other host was replaced.
-    pub reconnects: u64,
+    /// What went wrong on the link to the other host.
+    pub faults: LinkFaults,
 }
 
 /// The outcome of a migration.
@@ -135,14 +135,14 @@ impl Observation {
     /// One that ends where it begins.
     pub(crate) fn refused(observer: &Arc<dyn Observer>, way: Way, peer: impl Into<String>) {
         let observation = Self::begin(observer, way, peer, Instant::now(), Arc::default());
-        observation.end(EndKind::Refused, None, 0);
+        observation.end(EndKind::Refused, None, LinkFaults::default());
     }
 
-    pub(crate) fn end(self, kind: EndKind, switchover: Option<Switchover>, reconnects: u64) {
+    pub(crate) fn end(self, kind: EndKind, switchover: Option<Switchover>, faults: LinkFaults) {
         let end = End {
             kind,
             switchover,
-            reconnects,
+            faults,
         };
         self.observer.ended(&self.migration, end);
     }

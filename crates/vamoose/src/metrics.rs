@@ -58,6 +58,7 @@ struct Count {
     done: Moved,
     ends: [u64; EndKind::ALL.len()],
     reconnects: u64,
+    corrupt_frames: u64,
     duration: Histogram,
     switchover: Histogram,
 }
@@ -76,6 +77,7 @@ struct Moved {
     accelerated: u64,
     fallbacks: u64,
     wrong: u64,
+    changed_packets: u64,
 }
 
 /// Answers at `address` from now on.
@@ -128,7 +130,8 @@ impl Observer for Counts {
         count.live.retain(|other| !Arc::ptr_eq(other, migration));
         count.done.add(&migration.stats.snapshot());
         count.ends[end.kind as usize] += 1;
-        count.reconnects += end.reconnects;
+        count.reconnects += end.faults.reconnects;
+        count.corrupt_frames += end.faults.corrupt_frames;
         if end.kind != EndKind::Refused {
             let took = migration.began.elapsed();
             count.duration.observe(took.as_secs_f64());
@@ -151,6 +154,7 @@ impl Default for Count {
             done: Moved::default(),
             ends: Default::default(),
             reconnects: 0,
+            corrupt_frames: 0,
             // Half a second to a bit more than an hour, and 2 ms to 16 s.
             duration: Histogram::new(exponential_buckets(0.5, 2.0, 14)),
             switchover: Histogram::new(exponential_buckets(0.002, 2.0, 14)),
@@ -171,6 +175,7 @@ impl Moved {
         self.accelerated += snapshot.engines.accelerated;
         self.fallbacks += snapshot.engines.fallbacks;
         self.wrong += snapshot.engines.wrong;
+        self.changed_packets += snapshot.changed_packets;
     }
 }
 
@@ -285,6 +290,18 @@ impl Collector for Counts {
             counts
                 .iter()
                 .map(|(host, count)| (labels(host, None), count.reconnects)),
+        )?;
+        out.counter(
+            "vamoose_session_check_failures",
+            "What did not have the checksum that was sent with it",
+            None,
+            moved.iter().flat_map(|(host, moved)| {
+                let frames = counts.get(host).map_or(0, |count| count.corrupt_frames);
+                [
+                    (labels(host, label("check", "frame")), frames),
+                    (labels(host, label("check", "pages")), moved.changed_packets),
+                ]
+            }),
         )?;
         out.histogram(
             "vamoose_migration_duration",

@@ -765,6 +765,8 @@ impl Carried {
             Failure::Connection(error) => self.lost(connection, chain(&error).to_string()),
             Failure::Protocol(violation) => self.close(StreamError::Violation(violation)),
             Failure::Corrupt(corruption) => {
+                let frames = &self.session().corrupt_frames;
+                frames.fetch_add(1, Ordering::Relaxed);
                 // A peer that only acknowledges stays at its offset: then these tell whether it is the same frame again.
                 let acknowledged = match corruption {
                     Corruption::Header(_) => self.acknowledged.load(Ordering::Acquire),

@@ -13,8 +13,8 @@ use lab::middlebox::{Admission, Change, Direction, Flow, Mark, Middlebox, Which}
 use multifd::{BlockName, Method, PacketKind};
 use vamoose_codec::{Decoder, Settings, encoder};
 use vamoose_link::{
-    Address, ChannelReader, ChannelWriter, Introduced, Keys, Listener, Packet, Path, Received,
-    Security, Session, SessionConfig, Sessions, Stream,
+    Address, ChannelReader, ChannelWriter, Introduced, Keys, LinkFaults, Listener, Packet, Path,
+    Received, Security, Session, SessionConfig, Sessions, Stream,
 };
 
 use crate::channel::{LAYOUT, METHODS};
@@ -99,7 +99,7 @@ fn transfers_prepared(
     len: usize,
     prepare: impl FnOnce(&Middlebox),
     meanwhile: &(impl Fn(&Bench) + Send + Sync),
-) {
+) -> LinkFaults {
     let bench = Bench::new(config);
     prepare(&bench.middlebox);
     let sent = bytes(len, 1);
@@ -137,6 +137,7 @@ fn transfers_prepared(
         assert_eq!(&answer, b"all there");
     });
     assert!(session.drain(LIMIT));
+    session.faults()
 }
 
 #[test]
@@ -243,7 +244,7 @@ fn flipped_bits_come_again() {
 #[test]
 fn acknowledgements_that_are_changed_now_and_then_are_no_reason_to_end() {
     let config = config(Security::Insecure);
-    transfers_prepared(
+    let faults = transfers_prepared(
         &config,
         32 << 20,
         |middlebox| {
@@ -259,6 +260,7 @@ fn acknowledgements_that_are_changed_now_and_then_are_no_reason_to_end() {
         },
         &|_| (),
     );
+    assert!((1..=5).contains(&faults.corrupt_frames), "{faults:?}");
 }
 
 /// Nobody writes, and no connection lives until a heartbeat is due: that each is welcomed and brings a frame is progress.

@@ -4,6 +4,8 @@ use std::{fmt, time::Duration};
 
 use tracing::{info, warn};
 
+use vamoose_link::LinkFaults;
+
 use super::place::Target;
 use crate::{EndKind, Outcome, RelayError, Summary, Switchover, Way, chain, observer::Observation};
 
@@ -30,8 +32,8 @@ pub(super) enum Ending {
 }
 
 impl Account {
-    /// `reconnects` is of its session.
-    pub(super) fn write(self, ending: &Ending, reconnects: u64) {
+    /// `faults` are those of its session.
+    pub(super) fn write(self, ending: &Ending, faults: LinkFaults) {
         let line = self.line(ending);
         let (guest, migration) = (self.guest.as_deref(), self.observation.migration.clone());
         let switchover = match ending {
@@ -39,7 +41,7 @@ impl Account {
             _ => None,
         };
         // Who has read the line finds it counted.
-        self.observation.end(ending.kind(), switchover, reconnects);
+        self.observation.end(ending.kind(), switchover, faults);
         let (peer, outcome) = (&*migration.peer, ending.kind().name());
         match ending {
             Ending::Refused(_) | Ending::Failed(_) => warn!(guest, peer, outcome, "{line}"),

@@ -21,7 +21,9 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags};
 use tracing::{debug, info, warn};
-use vamoose_link::{Hangup, PollQueue, Session, SocketError, Stats, Stream, lock, wait_for};
+use vamoose_link::{
+    Hangup, LinkFaults, PollQueue, Session, SocketError, Stats, Stream, lock, wait_for,
+};
 
 use super::{
     GatewayPeer,
@@ -367,18 +369,18 @@ impl Closing {
     /// Exchanges the last words with the peer's gateway, and writes the line in the journal.
     pub(super) fn finish(self) {
         let ending = self.ended.as_ref().map(|(_, ending)| ending);
-        let (error, mut reconnects) = (ending.and_then(Ending::error), 0);
+        let (error, mut faults) = (ending.and_then(Ending::error), LinkFaults::default());
         let theirs = self.announced.and_then(|mut announced| {
             let theirs = announced.conversation.end(error);
             if !announced.session.drain(DRAIN) {
                 warn!("the other gateway has not acknowledged the end");
             }
-            reconnects = announced.session.reconnects();
+            faults = announced.session.faults();
             announced.session.shut_down();
             theirs
         });
         if let Some((account, ending)) = self.ended {
-            account.write(&ending.with_peers(theirs), reconnects);
+            account.write(&ending.with_peers(theirs), faults);
         }
     }
 }

@@ -235,7 +235,7 @@ impl Visit {
         let theirs = conversation.end(ending.error());
         self.session.drain(DRAIN);
         self.session.shut_down();
-        account.write(&ending.with_peers(theirs), self.session.reconnects());
+        account.write(&ending.with_peers(theirs), self.session.faults());
     }
 
     /// Accepts the announcement, and waits for the first stream: its kind.

@@ -104,7 +104,7 @@ impl Job {
         }
         .relay();
         let switchover = result.as_ref().ok().and_then(|summary| summary.switchover);
-        observation.end(EndKind::of(&result), switchover, session.reconnects());
+        observation.end(EndKind::of(&result), switchover, session.faults());
         let cause = match result {
             Ok(summary) if summary.outcome == Outcome::Loaded => None,
             Ok(_) => Some("the source has no return path".to_owned()),
