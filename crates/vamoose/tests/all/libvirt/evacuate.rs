@@ -6,7 +6,7 @@ use std::{
     fs,
     os::unix::process::CommandExt as _,
     process::Command,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, ensure};
@@ -49,6 +49,7 @@ fn emptied(generation: &Generation) -> Result<()> {
     evacuation.is_planned()?;
     evacuation.is_stopped().with_context(|| passage.said())?;
     evacuation.is_cancelled().with_context(|| passage.said())?;
+    evacuation.is_killed().with_context(|| passage.said())?;
     evacuation.is_continued().with_context(|| passage.said())?;
     for name in &evacuation.movable {
         let guest = format!("guest {name}");
@@ -171,6 +172,23 @@ impl<'a> Evacuation<'a> {
         let report = self.report()?;
         ensure!(report.reason_of("cancelled").len() == 2, "{report:?}");
         self.expect_moved(&before)
+    }
+
+    /// Without the process, libvirt cancels what it has under way.
+    fn is_killed(&self) -> Result<()> {
+        let before = self.crowd_on_second()?;
+        let mut run = self.start(&["--bandwidth", "10M", "--parallel", "2", "--except", LATE])?;
+        run.wait_for(" moves to ", LIMIT)?;
+        let start = Instant::now();
+        // Until it is really under way.
+        while self.crowd_on_second()? == before {
+            ensure!(start.elapsed() < LIMIT, "nothing is under way");
+        }
+        run.kill()?;
+        while let Err(error) = self.expect_moved(&before) {
+            ensure!(start.elapsed() < LIMIT, "{error:#}");
+        }
+        Ok(())
     }
 
     /// All others move, by their host itself; one of them, which is paused, not at the first try.
