@@ -29,10 +29,10 @@ impl Corpus {
         let silesia = lab::target_dir().join("corpus/silesia");
         let (folder, name) = match folder {
             Some(folder) => (folder.to_owned(), folder.display().to_string()),
-            None if silesia.is_dir() => (silesia, "the Silesia corpus".to_owned()),
+            None if silesia.is_dir() => (silesia, "files of the Silesia corpus".to_owned()),
             None => {
                 return Ok(Self {
-                    name: "files of this host, as there is no Silesia corpus".to_owned(),
+                    name: "files of this host, for want of the Silesia corpus".to_owned(),
                     files: ram::host_files(SAMPLE)?,
                     _unpacked: None,
                 });
