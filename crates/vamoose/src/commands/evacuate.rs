@@ -32,6 +32,7 @@ use vamoose::options::{JsonReport, Size};
 /// Guests that cannot move are named, with the reasons, before anything starts; the others move. Ctrl-C: no further guests start,
 /// and those under way end first; a second time cancels them. The same command continues with the guests that are still on the host.
 #[derive(Args, Debug)]
+#[command(override_usage = "vamoose evacuate [OPTIONS] <HOST> --to <HOST>...")]
 pub(crate) struct Options {
     /// Host to be emptied: its name for ssh, `localhost`, or a URI of libvirt
     host: String,

@@ -24,7 +24,7 @@ pub(crate) fn run(options: &Options, guests: u32) -> Result<()> {
     let vamoose = options.program()?;
     let keys = Keys::make(&vamoose)?;
     println!(
-        "| libvirt | guests | took, s | migrations, s | downtime, ms | tries |\n|---|---|---|---|---|---|"
+        "| libvirt | guests | took, s | each migration, s | downtime, ms | tries |\n|---|---|---|---|---|---|"
     );
     for generation in options.generations()? {
         let context = || format!("libvirt {}", generation.version);

@@ -318,6 +318,7 @@ impl<'a> Drive<'a> {
             && let Some(rate) = running.rate
             && domain.set_rate(mib(rate)).is_ok()
         {
+            debug!("{}: {} MiB/s", domain.name(), mib(rate));
             running.rate = None;
         }
         let account = &mut self.accounts[guest.0];
