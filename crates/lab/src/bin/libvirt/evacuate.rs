@@ -68,7 +68,7 @@ fn evacuate(generation: &Generation, vamoose: &Path, keys: &Keys, guests: u32) -
     let spread = |key: &str, unit: f64, digits: usize| {
         let values: Vec<f64> = values(key);
         let most = values.iter().copied().fold(0.0, f64::max) / unit;
-        let middle = median(values.into_iter()).unwrap_or(f64::NAN) / unit;
+        let middle = median(values).unwrap_or(f64::NAN) / unit;
         format!("{middle:.digits$} (at most {most:.digits$})")
     };
     let took = report["total-time"].as_f64().context("no total-time")? / 1e3;
