@@ -40,6 +40,11 @@ impl Place {
         }
     }
 
+    /// Whether each host finds itself by its URI.
+    pub(super) fn is_local(&self) -> bool {
+        self.uri.contains(":///")
+    }
+
     /// A connection that nobody else uses: libvirt serves only a few calls of one at once, and migrations are long ones.
     pub(super) fn connect(&self) -> Result<Lease<'_>> {
         let idle = mem::take(&mut *lock(&self.idle));

@@ -39,19 +39,25 @@ impl Survey {
     pub(super) fn make(options: &Options) -> Result<Self> {
         let source = Place::new(&options.host);
         let of_source = source.connect()?.capabilities()?;
+        let mut uuids = vec![description::host_uuid(&of_source)];
         let mut places = vec![source];
         let mut others = Vec::new();
         for text in &options.to {
             let place = Place::new(text);
+            ensure!(
+                !options.p2p || !place.is_local(),
+                "with --p2p the host itself connects to {}, which there is another host: name it otherwise",
+                place.uri
+            );
             match Destination::ask(&place) {
                 Ok(found) => {
-                    let is_source = description::host_uuid(&found.capabilities)
-                        == description::host_uuid(&of_source);
-                    ensure!(
-                        !is_source,
-                        "{} is the host that is to be emptied",
-                        place.name
-                    );
+                    // A host under two names would have its memory given away twice.
+                    let uuid = description::host_uuid(&found.capabilities);
+                    let same = uuids.iter().position(|it| uuid.is_some() && *it == uuid);
+                    if let Some(same) = same {
+                        bail!("{} and {} are the same host", places[same].uri, place.uri);
+                    }
+                    uuids.push(uuid);
                     others.push(found);
                     places.push(place);
                 }
