@@ -1,6 +1,6 @@
 //! What went on in a migration: a sample of its progress a few times a second, for the report.
 //!
-//! A migration may take hours. When there are [`MOST`] samples, every other is given up, and from then on half as many are kept.
+//! A migration may take hours. When there are a thousand samples, every other is given up, and from then on half as many are kept.
 
 use std::{collections::BTreeMap, time::Duration};
 
