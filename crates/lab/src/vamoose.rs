@@ -86,39 +86,35 @@ impl Keys {
     }
 }
 
-/// A `vamoose serve` for one destination QEMU, without authentication. Nothing of it is remembered longer than it lives.
+/// A `vamoose serve` for one destination QEMU. Nothing of it is remembered longer than it lives.
 pub struct Server {
     serve: Vamoose,
-    address: String,
+    /// Where sources reach it.
+    pub address: String,
     /// Where it finds the QEMU, and what it and the source remember.
     _monitors: TempDir,
     state: TempDir,
 }
 
 impl Server {
-    /// Starts it in the namespace `host`, where the QEMU is.
-    pub fn start(program: &Path, host: &Namespace, destination: &Qemu) -> Result<Self> {
-        Self::start_with(program, host, destination, &[])
-    }
-
-    /// The same, with further options.
-    pub fn start_with(
+    /// Starts it with these options in the namespace `host`, where the QEMU of the monitor is. Without keys among the options
+    /// there is no authentication.
+    pub fn start(
         program: &Path,
         host: &Namespace,
-        destination: &Qemu,
+        monitor: &Path,
         options: &[String],
     ) -> Result<Self> {
         let monitors = TempDir::new().context("creating a temporary directory")?;
         let state = state_dir()?;
-        let monitor = monitors.path().join(GUEST).with_extension("qmp");
-        symlink(destination.qmp_socket(), monitor).context("linking the monitor")?;
+        let name = monitors.path().join(GUEST).with_extension("qmp");
+        symlink(monitor, name).context("linking the monitor")?;
         let mut command = host.command(program);
         let listen = format!("tcp:{}:0", host.address());
-        command.args(["serve", "--insecure", "--listen", &listen, "--qmp-dir"]);
+        command.args(["serve", "--listen", &listen, "--qmp-dir"]);
         command.arg(monitors.path());
         command.arg("--state-dir").arg(state.path().join("there"));
-        command.args(options);
-        let serve = Vamoose::start(&mut command)?;
+        let serve = Vamoose::start(with_options(&mut command, options))?;
         let address = serve.wait_for("taking migrations on ", Duration::from_secs(60))?;
         Ok(Self {
             serve,
@@ -128,15 +124,21 @@ impl Server {
         })
     }
 
-    /// A `vamoose migrate` from the namespace `host` to it, with the program's defaults.
-    pub fn migrate(&self, program: &Path, host: &Namespace, source: &Qemu) -> Command {
+    /// A `vamoose migrate` from the namespace `host` to it, with the program's defaults and these options.
+    pub fn migrate(
+        &self,
+        program: &Path,
+        host: &Namespace,
+        source: &Qemu,
+        options: &[String],
+    ) -> Command {
         let mut command = host.command(program);
-        command.args(["migrate", "--insecure", "--name", GUEST]);
-        command.args(["--to", &self.address]);
+        command.args(["migrate", "--name", GUEST, "--to", &self.address]);
         command.arg("--qmp").arg(source.qmp_socket());
         command
             .arg("--state-dir")
             .arg(self.state.path().join("here"));
+        with_options(&mut command, options);
         command
     }
 
@@ -144,6 +146,13 @@ impl Server {
     pub fn process(&self) -> &Vamoose {
         &self.serve
     }
+}
+
+fn with_options<'a>(command: &'a mut Command, options: &[String]) -> &'a mut Command {
+    if !options.iter().any(|option| option == "--keys") {
+        command.arg("--insecure");
+    }
+    command.args(options)
 }
 
 /// What the guest of a [`Server`] is called.
@@ -165,13 +174,17 @@ struct Said {
 impl Vamoose {
     /// Starts `command`, a `vamoose` with its arguments.
     pub fn start(command: &mut Command) -> Result<Self> {
-        command
-            .env("NO_COLOR", "1")
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
-        let mut child = Child::start(command)?;
-        let stderr = child.pipes.stderr.take().context("no stderr")?;
+        Self::spawn(command.env("NO_COLOR", "1").stderr(Stdio::piped()))
+    }
+
+    /// The same, which shows what it says on stderr, as to a user, instead of telling it here.
+    pub fn show(command: &mut Command) -> Result<Self> {
+        Self::spawn(command.stderr(Stdio::inherit()))
+    }
+
+    fn spawn(command: &mut Command) -> Result<Self> {
+        let mut child = Child::start(command.stdin(Stdio::null()).stdout(Stdio::piped()))?;
+        let stderr = child.pipes.stderr.take();
         let said = Arc::<Watched<Said>>::default();
         let reader = thread::spawn({
             let said = said.clone();
@@ -317,8 +330,9 @@ impl Ended {
     }
 }
 
-fn read_lines(stderr: ChildStderr, said: &Watched<Said>) {
-    for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+fn read_lines(stderr: Option<ChildStderr>, said: &Watched<Said>) {
+    let lines = stderr.map(|stderr| BufReader::new(stderr).lines());
+    for line in lines.into_iter().flatten().map_while(Result::ok) {
         said.update(|said| said.lines.push(line));
     }
     said.update(|said| said.ended = true);

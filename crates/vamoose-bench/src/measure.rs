@@ -12,8 +12,9 @@
 //! `══` is a session with its checksums, without TLS, as stock QEMU uses none here. All processes and the link share the
 //! processors of this host.
 
-mod begin;
+pub(crate) mod begin;
 mod live;
+pub(crate) mod moving;
 mod running;
 mod sockets;
 mod still;

@@ -16,12 +16,16 @@ use crate::record::Cell;
 use crate::scenario::Who;
 
 /// One migration's two ends.
-pub(super) struct Ends<'a> {
-    pub(super) source: &'a mut Qemu,
-    pub(super) destination: &'a mut Qemu,
-    pub(super) here: &'a Namespace,
-    pub(super) there: &'a Namespace,
-    pub(super) vamoose: &'a Path,
+pub(crate) struct Ends<'a> {
+    pub(crate) source: &'a mut Qemu,
+    pub(crate) destination: &'a mut Qemu,
+    pub(crate) here: &'a Namespace,
+    pub(crate) there: &'a Namespace,
+    pub(crate) vamoose: &'a Path,
+    /// For `migrate`, where there is one already.
+    pub(crate) server: Option<Server>,
+    /// Whether the user sees what the one beside the source says.
+    pub(crate) is_shown: bool,
 }
 
 /// The Vamooses of one migration.
@@ -50,7 +54,7 @@ const XBZRLE_CACHE: u64 = 256 << 20;
 
 impl Ends<'_> {
     /// Sets up what there is, and starts to move the guest.
-    pub(super) fn begin(mut self, cell: &Cell) -> Result<Helpers> {
+    pub(super) fn begin(&mut self, cell: &Cell) -> Result<Helpers> {
         match cell.contender.who {
             Who::Relay => self.relay(cell),
             Who::Pair => self.pair(cell),
@@ -101,15 +105,24 @@ impl Ends<'_> {
     }
 
     fn migrate(&mut self, cell: &Cell) -> Result<Helpers> {
-        let options = &cell.contender.far_options;
-        let server = Server::start_with(self.vamoose, self.there, self.destination, options)?;
-        let mut command = server.migrate(self.vamoose, self.here, self.source);
         let contender = &cell.contender;
+        let server = match self.server.take() {
+            Some(server) => server,
+            None => {
+                let monitor = self.destination.qmp_socket();
+                Server::start(self.vamoose, self.there, &monitor, &contender.far_options)?
+            }
+        };
+        let mut command = server.migrate(self.vamoose, self.here, self.source, &contender.options);
         command.args(["--json", "-", "--method", &contender.method]);
         command.args(["--channels", &cell.channels.to_string()]);
         command.args(["--downtime-limit", &cell.downtime_limit.to_string()]);
+        let near = match self.is_shown {
+            true => Vamoose::show(&mut command)?,
+            false => Vamoose::start(&mut command)?,
+        };
         Ok(Helpers {
-            near: Some(Vamoose::start(command.args(&contender.options))?),
+            near: Some(near),
             server: Some(server),
             ..Helpers::default()
         })

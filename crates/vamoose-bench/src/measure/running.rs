@@ -11,8 +11,7 @@ use std::mem;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
-use lab::cpu::QemuMeter;
+use anyhow::{Context, Result, ensure};
 use lab::guest::{Guest, Image, Load, Pattern};
 use lab::net::{Lan, Link};
 use lab::program::Program;
@@ -20,13 +19,13 @@ use lab::qemu::{Binary, Builder};
 use lab::serial::Log;
 
 use super::begin::Ends;
-use super::{Host, MOMENTS, watch};
+use super::{Host, MOMENTS, moving};
 use crate::clients::{
     Clients, Sample,
     pgbench::Pgbench,
     redis::{Mix, Redis},
 };
-use crate::record::{Cell, Cpu, Figures, Latency, Outcome, Record, Service, Services};
+use crate::record::{Cell, Latency, Outcome, Record, Service, Services};
 use crate::scenario::{Rate, Who, Workload};
 
 /// Everything that a guest's migrations need.
@@ -111,63 +110,26 @@ impl<'a> Running<'a> {
         source.qemu.qmp.begin_dirty_rate(DIRTY_TIME)?;
         thread::sleep(REST);
         let dirty_rate = source.qemu.qmp.dirty_rate(MOMENTS)?;
-        source.qemu.qmp.take_events();
-        let meters = [
-            QemuMeter::start(&mut source.qemu)?,
-            QemuMeter::start(&mut destination.qemu)?,
-        ];
-        let sent_before = hosts[0].traffic().ok();
-        let from = Instant::now();
         let ends = Ends {
             source: &mut source.qemu,
             destination: &mut destination.qemu,
             here: hosts[0],
             there: hosts[1],
             vamoose: &self.host.vamoose,
+            server: None,
+            is_shown: false,
         };
-        let mut helpers = ends.begin(cell)?;
-        let seen = watch::watch(&mut source.qemu, &mut helpers, cell, |_| Ok(()));
-        let seen = seen.with_context(|| helpers.said())?;
-        let to = Instant::now();
-        let (mut figures, outcome);
-        if seen.account.is_some() {
-            let resumed = destination
-                .qemu
-                .qmp
-                .wait_event("RESUME", |_| true, MOMENTS)?;
-            let stopped = source.qemu.qmp.wait_event("STOP", |_| true, MOMENTS)?;
-            let used = [meters[0].read()?.0, meters[1].read()?.0];
-            let finished = helpers.finish()?;
-            figures = watch::figures(&seen, &finished)?;
-            let downtime = resumed.timestamp.saturating_sub(stopped.timestamp);
-            figures.downtime = Some(downtime.as_secs_f64() * 1e3);
-            figures.cpu = Cpu {
-                source: used[0],
-                sender: finished.cpu[0],
-                receiver: finished.cpu[1],
-                destination: used[1],
-            };
-            outcome = match self.workload.program() {
-                Some(_) => Outcome::Served,
-                None => Outcome::Checked,
-            };
+        let mut moved = moving::migrate(ends, cell, |_| Ok(()))?;
+        moved.figures.dirty_rate = Some(dirty_rate);
+        let outcome = match (moved.is_there, self.workload.program()) {
+            (false, _) => Outcome::Cancelled,
+            (true, Some(_)) => Outcome::Served,
+            (true, None) => Outcome::Checked,
+        };
+        if moved.is_there {
             mem::swap(&mut source, &mut destination);
             self.is_there = !self.is_there;
-        } else {
-            outcome = Outcome::Cancelled;
-            helpers.cancel(&mut source.qemu)?;
-            figures = Figures {
-                seconds: seen.seconds,
-                throttle: Some(seen.throttle).filter(|throttle| *throttle > 0),
-                ..Figures::default()
-            };
-            if source.qemu.qmp.query_status()? != "running" {
-                bail!("the guest does not run after a cancelled migration");
-            }
         }
-        figures.dirty_rate = Some(dirty_rate);
-        figures.link_bytes =
-            sent_before.and_then(|before| Some(hosts[0].traffic().ok()?.sent - before.sent));
         // Now the one that the guest has left, or has not reached.
         self.logs.push(destination.finish()?);
         if outcome == Outcome::Checked {
@@ -180,11 +142,11 @@ impl<'a> Running<'a> {
             cell: cell.clone(),
             round,
             outcome,
-            figures,
-            timeline: seen.timeline,
+            figures: moved.figures,
+            timeline: moved.timeline,
             service: None,
         };
-        self.records.push((record, [from, to]));
+        self.records.push((record, moved.span));
         Ok(())
     }
 

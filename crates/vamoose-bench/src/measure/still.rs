@@ -5,15 +5,14 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
-use lab::cpu::QemuMeter;
+use anyhow::{Result, anyhow, bail};
 use lab::net::Link;
 use lab::qemu::Builder;
 use lab::ram;
 
 use super::begin::Ends;
-use super::{Host, MOMENTS, watch};
-use crate::record::{Cell, Cpu, Figures, Outcome, Record};
+use super::{Host, moving};
+use crate::record::{Cell, Outcome, Record};
 use crate::scenario::{Content, Guest, Rate};
 
 /// The same content in all cells.
@@ -41,61 +40,30 @@ pub(super) fn measure(host: &Host, cell: &Cell, round: u32) -> Result<Record> {
     }
     let mut source = bare.namespace(here.name()).start()?;
 
-    let meters = [
-        QemuMeter::start(&mut source)?,
-        QemuMeter::start(&mut destination)?,
-    ];
-    let sent_before = here.traffic().ok();
+    let mut changes = Changes::of(&link, cell.link);
     let ends = Ends {
         source: &mut source,
         destination: &mut destination,
         here,
         there,
         vamoose: &host.vamoose,
+        server: None,
+        is_shown: false,
     };
-    let mut helpers = ends.begin(cell)?;
-    let mut changes = Changes::of(&link, cell.link);
-    let seen = watch::watch(&mut source, &mut helpers, cell, |elapsed| {
-        changes.at(elapsed)
-    });
-    let seen = seen.with_context(|| helpers.said())?;
-    if seen.account.is_none() {
-        helpers.cancel(&mut source)?;
-        return Ok(Record {
-            cell: cell.clone(),
-            round,
-            outcome: Outcome::Cancelled,
-            figures: Figures {
-                seconds: seen.seconds,
-                ..Figures::default()
-            },
-            timeline: seen.timeline,
-            service: None,
-        });
+    let moved = moving::migrate(ends, cell, |elapsed| changes.at(elapsed))?;
+    if moved.is_there {
+        ram::compare(source.ram(), destination.ram())
+            .map_err(|mismatch| anyhow!("the memory is not what it was: {mismatch}"))?;
     }
-    destination
-        .qmp
-        .wait_migration(&["completed"], MOMENTS)
-        .with_context(|| helpers.said())?;
-    let [(source_cpu, _), (destination_cpu, _)] = [meters[0].read()?, meters[1].read()?];
-    let finished = helpers.finish()?;
-    let sent = sent_before.and_then(|before| Some(here.traffic().ok()?.sent - before.sent));
-    ram::compare(source.ram(), destination.ram())
-        .map_err(|mismatch| anyhow!("the memory is not what it was: {mismatch}"))?;
-    let mut figures = watch::figures(&seen, &finished)?;
-    figures.link_bytes = sent;
-    figures.cpu = Cpu {
-        source: source_cpu,
-        sender: finished.cpu[0],
-        receiver: finished.cpu[1],
-        destination: destination_cpu,
-    };
     Ok(Record {
         cell: cell.clone(),
         round,
-        outcome: Outcome::Equal,
-        figures,
-        timeline: seen.timeline,
+        outcome: match moved.is_there {
+            true => Outcome::Equal,
+            false => Outcome::Cancelled,
+        },
+        figures: moved.figures,
+        timeline: moved.timeline,
         service: None,
     })
 }
