@@ -18,10 +18,10 @@ setup:         # Fetch compilers, Rust, QEMUs, a test guest and libqatzip
 build: setup   # Build target/release/vamoose and vamoose-demo
 	cargo build --release -p vamoose $(if $(filter x86_64,$(shell uname -m)),-p vamoose-demo)
 
-# One command for both programs: they share the dependencies, and the demo finds vamoose beside itself.
+# One command for both programs: they share the dependencies, and one finds the other beside itself.
 demo: setup    # Move a running guest between two QEMUs, pull the cable meanwhile, prove it, compare with stock QEMU (two minutes)
-	cargo build --release -p vamoose -p lab --bin vamoose --bin demo
-	"$${CARGO_TARGET_DIR:-target}/release/demo"
+	cargo build --release -p vamoose -p vamoose-bench
+	"$${CARGO_TARGET_DIR:-target}/release/vamoose" bench demo
 
 # What a machine cannot test is printed as SKIPPED; with VAMOOSE_NO_SKIP=1 it is an error. Tests wait more than they compute
 # (for QEMUs, for timeouts): three for each processor keep it busy.

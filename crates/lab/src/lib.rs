@@ -1,4 +1,4 @@
-//! The laboratory: QEMUs, guests and networks for the tests, the demo and the benchmarks. Internal only.
+//! The laboratory: QEMUs, guests and networks for the tests and the benchmarks. Internal only.
 //!
 //! - [`qemu`] finds and runs QEMUs: bare ones whose RAM is a file, and ones with a Linux guest;
 //! - [`qmp`] talks to them, [`guest`] watches a running guest, [`program`] is one with a real program in it, [`counter`] is the smallest one, [`ram`] makes and compares memory images;

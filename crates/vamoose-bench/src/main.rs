@@ -8,6 +8,7 @@
 
 mod clients;
 mod corpus;
+mod demo;
 mod machine;
 mod measure;
 mod needs;
@@ -67,6 +68,15 @@ enum Command {
         #[arg(value_name = "DIR")]
         dir: PathBuf,
     },
+    /// Move a running guest, pull the cable meanwhile, and prove that it lost nothing (two minutes)
+    Demo {
+        /// Program to show [default: the one beside this program]
+        #[arg(long, value_name = "PROGRAM")]
+        vamoose: Option<PathBuf>,
+    },
+    /// Stand before a monitor, for the demo
+    #[command(hide = true)]
+    HoldMonitor { at: PathBuf, monitor: PathBuf },
     /// Show what went on in a migration (`vamoose report`)
     Timeline {
         /// What `vamoose migrate --json FILE` has written
@@ -125,6 +135,8 @@ fn main() -> ExitCode {
     let ended = match &cli.command {
         Some(Command::List) => list(),
         Some(Command::Report { dir }) => report::write(dir),
+        Some(Command::Demo { vamoose }) => return demo::run(vamoose.as_deref()),
+        Some(Command::HoldMonitor { at, monitor }) => demo::hold::serve(at, monitor),
         Some(Command::Timeline { file, html }) => timeline::write(file, html.as_deref()),
         None => run(&cli.run),
     };

@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::io::{self, Write as _};
 use std::thread;
 
-use crate::run::Run;
+use super::run::Run;
 
 pub(crate) fn say(text: impl Display) {
     // print macros panic when the reader has gone.
@@ -31,30 +31,34 @@ pub(crate) fn table(runs: &[Run], measuring: &str) {
         "                        s        ms        ms      MiB         source  vamoose  dest.    all   (guest)",
     );
     for run in runs {
-        let cpu = &run.cpu;
-        let (link, ratio) = match run.link_bytes {
-            Some(bytes) => (
-                format!("{:.0}", bytes as f64 / MIB),
-                format!("{:.2}", run.page_bytes as f64 / bytes.max(1) as f64),
-            ),
-            None => ("?".to_owned(), "?".to_owned()),
+        let Run { figures, .. } = run;
+        let bytes = figures.link_bytes.or(figures.wire_bytes);
+        let link = bytes.map(|bytes| bytes as f64 / MIB);
+        let pages = figures
+            .normal_pages
+            .map(|pages| (pages * 4096) as f64 / MIB);
+        let ratio = pages.zip(link).map(|(pages, link)| pages / link);
+        let known = |value: Option<f64>, digits| {
+            value.map_or_else(|| "?".to_owned(), |value| format!("{value:.digits$}"))
         };
+        let (link, ratio) = (known(link, 0), known(ratio, 2));
+        let cpu = &figures.cpu;
         say(format!(
             "   {:<14} {:>7.1} {:>9} {:>9} {link:>8} {ratio:>6} {:>8.2} {:>8.2} {:>6.2} {:>6.2} {:>9.2}",
             run.way.to_string(),
-            run.total.as_secs_f64(),
+            figures.seconds,
             run.downtime.as_millis(),
             run.life.continuity.gap().as_millis(),
             cpu.source,
-            cpu.vamoose,
+            cpu.sender + cpu.receiver,
             cpu.destination,
-            cpu.migration(),
-            cpu.guest,
+            cpu.total(),
+            run.guest_cpu,
         ));
     }
     say("");
     note(format!(
-        "total: from the command until the guest runs at the destination. downtime: as reported.\n\
+        "total: as the source QEMU counts it. downtime: from the guest's stop to its start, by one clock.\n\
          tick gap: measured, last tick at the source to first at the destination; ticks come every 100 ms.\n\
          link: bytes to the destination, {measuring}. ratio: pages sent / link.\n\
          CPU seconds: of the migration; the guest itself (vCPU threads of both QEMUs) is shown apart.\n\

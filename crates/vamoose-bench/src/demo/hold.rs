@@ -21,10 +21,10 @@ use anyhow::{Context, Result, ensure};
 use lab::process::Child;
 use lab::ram;
 
-use crate::guard::Guard;
+use super::guard::Guard;
 
-/// The argument with which this program is the process in between.
-pub(crate) const ARGUMENT: &str = "hold-monitor";
+/// The subcommand with which this program is the process in between.
+const COMMAND: &str = "hold-monitor";
 
 /// A guest that will be held back. The process in between ends on drop.
 pub(crate) struct Hold {
@@ -42,7 +42,7 @@ impl Hold {
     ) -> Result<Self> {
         let program = std::env::current_exe().context("cannot tell where this program is")?;
         let mut command = Command::new(program);
-        command.arg(ARGUMENT).args([at, monitor]);
+        command.arg(COMMAND).args([at, monitor]);
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = Child::start(&mut command)?;
         guard.watch(child.process())?;

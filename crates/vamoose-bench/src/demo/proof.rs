@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use lab::serial::{self, Continuity, Log};
 
-use crate::Way;
-use crate::run::Run;
-use crate::screen::note;
-use crate::stage::FILLED;
+use super::Way;
+use super::run::Run;
+use super::screen::note;
+use super::stage::FILLED;
 
 /// From one tick to the next on a machine with nothing else to do.
 const TICK: Duration = Duration::from_millis(100);
@@ -56,7 +56,7 @@ pub(crate) fn check(run: &Run) -> Result<()> {
     ] {
         ensure!(
             silence <= allowed,
-            "{}: the guest was silent for {silence:.0?} {place}, the reported downtime of {:.0?} allows {allowed:.0?}",
+            "{}: the guest was silent for {silence:.0?} {place}, the downtime of {:.0?} allows {allowed:.0?}",
             run.way,
             run.downtime,
         );
@@ -83,7 +83,7 @@ pub(crate) fn show(run: &Run) -> Result<()> {
         continuity.ticks, continuity.last.number, continuity.first.number,
     ));
     note(format!(
-        "between these two: {} ms, with a reported downtime of {} ms, both without the {} ms of that comparison",
+        "between these two: {} ms, with a downtime of {} ms, both without the {} ms of that comparison",
         silence(run).as_millis(),
         run.downtime.as_millis(),
         run.held.as_millis(),

@@ -1,4 +1,4 @@
-//! `make demo`: moves a Linux guest that runs and writes memory between two unmodified QEMUs with Vamoose, over a link of
+//! `vamoose bench demo`, `make demo`: moves a Linux guest that runs and writes memory between two unmodified QEMUs with Vamoose, over a link of
 //! 1 Gbit/s whose cable is pulled in the middle, and proves that the guest lost nothing. Then moves the same guest over
 //! the whole link, with Vamoose and without, and compares these.
 //!
@@ -10,10 +10,9 @@
 //!
 //! Where network namespaces cannot be made (not root, a restricted container) both ends talk over loopback.
 
-mod cpu;
 mod cut;
 mod guard;
-mod hold;
+pub(crate) mod hold;
 mod network;
 mod proof;
 mod run;
@@ -48,6 +47,16 @@ enum Way {
 /// How a stock QEMU encodes pages: its best. Vamoose has its default.
 const METHOD: &str = "zstd";
 
+impl Way {
+    /// As it is told.
+    fn security(self) -> &'static str {
+        match self {
+            Self::Cut | Self::Tls => "--keys DIR",
+            Self::Plain | Self::Stock => "--insecure",
+        }
+    }
+}
+
 impl fmt::Display for Way {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -59,19 +68,13 @@ impl fmt::Display for Way {
     }
 }
 
-fn main() -> ExitCode {
-    let arguments: Vec<_> = std::env::args_os().collect();
-    if let [_, what, at, monitor] = &arguments[..]
-        && what == hold::ARGUMENT
-    {
-        let served = hold::serve(Path::new(at), Path::new(monitor));
-        return lab::exit_code("demo, before a monitor", served);
-    }
+/// Tells the story, with this `vamoose` or the one beside this program.
+pub(crate) fn run(vamoose: Option<&Path>) -> ExitCode {
     let guard = match Guard::new() {
         Ok(guard) => guard,
         Err(error) => return lab::exit_code("demo", Err(error)),
     };
-    let told = story(&guard);
+    let told = story(&guard, vamoose);
     guard.sweep();
     match told {
         Err(_) if guard.interrupted() => {
@@ -84,11 +87,11 @@ fn main() -> ExitCode {
 }
 
 /// Everything that the story starts and makes is removed when this returns, however it does.
-fn story(guard: &Guard) -> Result<()> {
+fn story(guard: &Guard, vamoose: Option<&Path>) -> Result<()> {
     say("Vamoose: a running guest moves between two unmodified QEMUs");
 
     step(1, "Set the stage");
-    let stage = Stage::set(guard)?;
+    let stage = Stage::set(guard, vamoose)?;
 
     step(
         2,

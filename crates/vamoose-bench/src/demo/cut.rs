@@ -1,0 +1,98 @@
+//! The cable is pulled in the middle of a migration, and plugged again.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use lab::serial::Log;
+use serde_json::Value;
+
+use super::network::Cable;
+use super::screen::note;
+
+/// For how long the cable is pulled. Longer than TCP or QEMU would hide: Vamoose gives connections up that are silent for 4 s.
+pub(crate) const LASTS: Duration = Duration::from_secs(5);
+
+/// When so much has gone to the destination; about a third of a migration.
+const AFTER: u64 = 128 * MIB;
+const MIB: u64 = 1 << 20;
+
+/// What befalls the cable.
+pub(crate) struct Cut<'a> {
+    cable: &'a Cable<'a>,
+    state: State,
+}
+
+/// With the bytes that had been sent when it began.
+enum State {
+    Plugged(u64),
+    Pulled(u64, Instant),
+    PluggedAgain([Instant; 2]),
+}
+
+impl<'a> Cut<'a> {
+    pub(crate) fn new(cable: &'a Cable<'a>) -> Result<Self> {
+        let state = State::Plugged(cable.sent()?);
+        Ok(Self { cable, state })
+    }
+
+    /// Pulls or plugs the cable when it is time. To be called again and again while the guest moves.
+    pub(crate) fn look(&mut self) -> Result<()> {
+        match self.state {
+            State::Plugged(before) => {
+                let sent = self.cable.sent()?.saturating_sub(before);
+                if sent >= AFTER {
+                    self.cable.pull().context("pulling the cable")?;
+                    self.state = State::Pulled(self.cable.sent()?, Instant::now());
+                    note(format!(
+                        "--- {} MiB have gone over the cable, and now it is pulled ---",
+                        sent / MIB
+                    ));
+                }
+            }
+            State::Pulled(before, at) if at.elapsed() >= LASTS => {
+                let crossed = self.cable.sent()? - before;
+                ensure!(
+                    crossed == 0,
+                    "{crossed} bytes crossed a cable that was pulled"
+                );
+                self.cable.plug().context("plugging the cable")?;
+                self.state = State::PluggedAgain([at, Instant::now()]);
+                let lasted = at.elapsed().as_secs_f64();
+                note(format!(
+                    "--- plugged again after {lasted:.1} s: {crossed} bytes crossed meanwhile ---"
+                ));
+            }
+            State::Pulled(..) | State::PluggedAgain(_) => {}
+        }
+        Ok(())
+    }
+
+    /// How the guest and the migration took it, by the source's serial port and the report.
+    pub(crate) fn show(&self, source: &Log, report: Option<&Value>) -> Result<()> {
+        let span = match self.state {
+            State::Plugged(_) => bail!("it ended before {} MiB were sent", AFTER / MIB),
+            State::Pulled(..) => bail!("it ended while the cable was pulled"),
+            State::PluggedAgain([pulled, plugged]) => pulled..plugged,
+        };
+        let ticks = source.ticks();
+        let ticks = ticks.iter().filter(|tick| span.contains(&tick.at)).count();
+        ensure!(
+            ticks > 0,
+            "the guest stood still while the cable was pulled"
+        );
+        let link = &report.context("no report")?["link"];
+        let reconnects = link["reconnects"]
+            .as_u64()
+            .context("no reconnects reported")?;
+        let cipher = link["tls"].as_str().context("the link was without TLS")?;
+        let peer = link["peer"].as_str().context("no peer reported")?;
+        ensure!(reconnects > 0, "the migration went on without reconnecting");
+        ensure!(link["check"] == true, "the pages were not checked");
+        note(format!(
+            "while it was pulled the guest ticked {ticks} times at the source\n\
+             the migration went on: {reconnects} times a stream reconnected, and went on from where it had been cut\n\
+             link: {cipher}, peer {peer}; pages and all that was sent were checked by CRC-32C"
+        ));
+        Ok(())
+    }
+}

@@ -1,0 +1,202 @@
+//! One migration of a freshly booted guest, and everything that is measured of it.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use lab::guest::Guest;
+use lab::vamoose::Server;
+
+use super::cut::Cut;
+use super::hold::Hold;
+use super::network::RATE;
+use super::proof::Life;
+use super::screen::note;
+use super::stage::{LOAD, RAM, Stage};
+use super::witness::Witness;
+use super::{METHOD, Way};
+use crate::measure::begin::Ends;
+use crate::measure::moving::{self, Moved};
+use crate::record::{Cell, Figures};
+use crate::scenario::{Contender, Guest as Kind, Rate, Who, Workload};
+
+/// Nothing takes this long unless something hangs.
+const LIMIT: Duration = Duration::from_secs(180);
+
+/// A migration that was successful.
+#[derive(Debug)]
+pub(crate) struct Run {
+    pub(crate) way: Way,
+    pub(crate) figures: Figures,
+    /// From the guest's stop to its start, without [`Run::held`].
+    pub(crate) downtime: Duration,
+    /// CPU seconds of the guest, in both QEMUs.
+    pub(crate) guest_cpu: f64,
+    pub(crate) life: Life,
+    /// For how long the guest waited at the destination, until all of its memory had been compared.
+    pub(crate) held: Duration,
+}
+
+impl Stage<'_> {
+    /// Boots a guest, moves it and follows it until it has verified all of its memory at its new place.
+    pub(crate) fn run(&self, way: Way) -> Result<Run> {
+        self.try_run(way).with_context(|| way.to_string())
+    }
+
+    fn try_run(&self, way: Way) -> Result<Run> {
+        let (mut source, mut destination) = self.boot(way)?;
+        let witness = Witness::start();
+        let moved = self.migrate(way, &mut source, &mut destination);
+        let (moved, held) = moved.with_context(|| fates(&mut source, &mut destination))?;
+        ensure!(moved.is_there, "it took longer than {LIMIT:?}");
+        let downtime = moved.figures.downtime.context("no downtime measured")?;
+        let downtime = Duration::from_secs_f64(downtime / 1e3).saturating_sub(held);
+        note(format!(
+            "{way}: moved in {:.1} s, downtime {} ms; now the guest verifies its memory",
+            moved.figures.seconds,
+            downtime.as_millis()
+        ));
+        expect_status(&mut source, "postmigrate").context("source")?;
+        expect_status(&mut destination, "running").context("destination")?;
+        // The first round may have begun at the source; the second one is all of memory after the move.
+        destination.wait_rounds(2, LIMIT)?;
+        Ok(Run {
+            way,
+            figures: moved.figures,
+            downtime,
+            guest_cpu: moved.guest_cpu,
+            life: Life::of(
+                &source.finish()?,
+                &destination.finish()?,
+                moved.span[0],
+                witness.finish(),
+            )?,
+            held,
+        })
+    }
+
+    /// A source whose guest is at work and a destination that waits.
+    fn boot(&self, way: Way) -> Result<(Guest, Guest)> {
+        let start = Instant::now();
+        let link = &self.network.link;
+        let source = Guest::start(&self.machine().namespace(link.source.name()))?;
+        self.guard.watch(source.qemu.process())?;
+        // Vamoose continues the guest itself, once the source has stopped for good.
+        let waiting = match way {
+            Way::Stock => self.machine().incoming(),
+            _ => self.machine().incoming().paused(),
+        };
+        let waiting = waiting.namespace(link.destination.name());
+        let destination = Guest::start(&waiting.preallocate())?;
+        self.guard.watch(destination.qemu.process())?;
+        source.wait_ready(LIMIT)?;
+        source.wait_ticks(5, LIMIT)?;
+        note(format!(
+            "{way}: the guest has booted and filled its memory ({:.1} s)",
+            start.elapsed().as_secs_f64()
+        ));
+        Ok((source, destination))
+    }
+
+    /// Gives the time for which the guest was held back, too.
+    fn migrate(
+        &self,
+        way: Way,
+        source: &mut Guest,
+        destination: &mut Guest,
+    ) -> Result<(Moved, Duration)> {
+        let cell = self.cell(way);
+        let link = &self.network.link;
+        let monitor = destination.qemu.qmp_socket();
+        let hold = if way == Way::Cut {
+            let at = destination.qemu.socket("held");
+            let memory = [&source.qemu, &destination.qemu].map(|qemu| qemu.ram().to_owned());
+            Some((Hold::start(self.guard, &at, &monitor, memory)?, at))
+        } else {
+            None
+        };
+        let (mut server, mut cable) = (None, None);
+        if way != Way::Stock {
+            let monitor = hold.as_ref().map_or(&monitor, |(_, at)| at);
+            let options = &cell.contender.far_options;
+            let mut started = Server::start(&self.vamoose, &link.destination, monitor, options)?;
+            let to = started.address.clone();
+            if way == Way::Cut {
+                let pulled = self.network.cable(&to)?;
+                started.address = pulled.address(&to);
+                cable = Some(pulled);
+            }
+            let security = way.security();
+            note(format!(
+                "there$ vamoose serve {security} --listen {to} --qmp-dir DIR\n\
+                 here$  vamoose migrate --qmp SOCKET {security} --to {} --name guest --channels {} --downtime-limit {}",
+                started.address, cell.channels, cell.downtime_limit
+            ));
+            server = Some(started);
+        }
+        let mut cut = cable.as_ref().map(Cut::new).transpose()?;
+        let ends = Ends {
+            source: &mut source.qemu,
+            destination: &mut destination.qemu,
+            here: &link.source,
+            there: &link.destination,
+            vamoose: &self.vamoose,
+            server,
+            is_shown: true,
+        };
+        let moved = moving::migrate(ends, &cell, |_| cut.as_mut().map_or(Ok(()), Cut::look))?;
+        if let Some(cut) = cut {
+            cut.show(&source.log(), moved.report.as_ref())?;
+        }
+        let held = hold.map_or(Ok(Duration::ZERO), |(hold, _)| hold.finish())?;
+        Ok((moved, held))
+    }
+
+    fn cell(&self, way: Way) -> Cell {
+        let keys = |folder: &Path| match way {
+            Way::Cut | Way::Tls => vec!["--keys".to_owned(), folder.display().to_string()],
+            Way::Plain | Way::Stock => Vec::new(),
+        };
+        let (who, method) = match way {
+            Way::Stock => (Who::Qemu, METHOD),
+            _ => (Who::Migrate, "auto"),
+        };
+        Cell {
+            scenario: "demo".to_owned(),
+            guest: Kind::Running(Workload::Dirty(LOAD.rate)),
+            link: Rate::Constant(RATE),
+            channels: 2,
+            contender: Contender {
+                who,
+                method: method.to_owned(),
+                options: keys(&self.keys.source),
+                far_options: keys(&self.keys.destination),
+            },
+            ram: RAM,
+            downtime_limit: 300,
+            timeout: LIMIT.as_secs(),
+        }
+    }
+}
+
+fn expect_status(guest: &mut Guest, wanted: &str) -> Result<()> {
+    let status = guest.qemu.qmp.query_status()?;
+    ensure!(status == wanted, "is '{status}' instead of '{wanted}'");
+    Ok(())
+}
+
+/// What has become of the QEMUs of a migration that failed.
+fn fates(source: &mut Guest, destination: &mut Guest) -> String {
+    let fate = |guest: &mut Guest| {
+        let fate = match guest.qemu.wait_exit(Duration::from_millis(500)) {
+            Ok(status) => format!("has ended ({status})"),
+            Err(_) => "runs".to_owned(),
+        };
+        format!("{fate} {}", guest.qemu.stderr()).trim().to_owned()
+    };
+    format!(
+        "the source QEMU {}; the destination QEMU {}",
+        fate(source),
+        fate(destination)
+    )
+}
