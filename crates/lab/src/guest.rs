@@ -22,7 +22,7 @@ use std::io::{BufWriter, Cursor, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use cpio::NewcBuilder as Entry;
 use tempfile::TempDir;
 
@@ -36,6 +36,17 @@ pub struct Image {
     kernel: PathBuf,
     initrd: PathBuf,
     _dir: TempDir,
+}
+
+/// What an image is built of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Of Linux.
+    Kernel,
+    /// A static one.
+    Busybox,
+    /// The program in the guest.
+    Ticker,
 }
 
 /// What the program in the guest does.
@@ -61,23 +72,21 @@ pub enum Pattern {
 }
 
 impl Image {
-    /// Whether `scripts/setup guest` has fetched what images are built of.
-    pub fn is_there() -> bool {
-        missing().is_none()
+    /// What is not there of what images are built of.
+    pub fn missing() -> Option<Part> {
+        let parts = [Part::Kernel, Part::Busybox, Part::Ticker];
+        parts.into_iter().find(|part| part.find().is_none())
     }
 
     /// Builds an initramfs with `content` MiB of this machine's files to fill memory from. A guest needs about twice that
     /// beside what it fills, and 100 MiB for itself.
     pub fn build(content: u32) -> Result<Self> {
-        if let Some(missing) = missing() {
-            bail!("no {}: run scripts/setup guest", missing.display());
-        }
         Self::of(entries(u64::from(content) << 20)?)
     }
 
     /// Of what is in the initramfs.
     pub(crate) fn of(entries: Vec<(Entry, Cursor<Vec<u8>>)>) -> Result<Self> {
-        let kernel = target_dir().join("guest/vmlinuz");
+        let kernel = Part::Kernel.path()?;
         let dir = TempDir::with_prefix("vamoose-").context("creating a temporary directory")?;
         let initrd = dir.path().join("initrd");
         let out = BufWriter::new(File::create(&initrd).context("creating the initramfs")?);
@@ -96,7 +105,7 @@ impl Image {
     /// # Errors
     /// As [`Image::build`], and when skipping is forbidden, see [`skipped`].
     pub fn build_or_skip(content: u32) -> Result<Option<Self>> {
-        if missing().is_some() {
+        if Self::missing().is_some() {
             skipped("no kernel for test guests, run scripts/setup guest")?;
             return Ok(None);
         }
@@ -209,12 +218,60 @@ impl Guest {
     }
 }
 
-fn missing() -> Option<PathBuf> {
-    let parts = target_dir().join("guest");
-    ["vmlinuz", "busybox", "ticker"]
-        .iter()
-        .map(|name| parts.join(name))
-        .find(|path| !path.exists())
+impl Part {
+    /// That of `scripts/setup guest`, or else the host's own, if there is one that can be used.
+    fn find(self) -> Option<PathBuf> {
+        let ours = target_dir().join("guest").join(self.name());
+        if ours.exists() {
+            return Some(ours);
+        }
+        let host: &[_] = match self {
+            Self::Kernel => &["/vmlinuz", "/boot/vmlinuz"],
+            Self::Busybox => &["/bin/busybox"],
+            Self::Ticker => &[],
+        };
+        let can_be_used = |path: &&Path| match self {
+            Self::Busybox => is_static(path).unwrap_or(false),
+            // Some distributions keep it for root.
+            _ => File::open(path).is_ok(),
+        };
+        let found = host.iter().map(Path::new).find(can_be_used);
+        found.map(Path::to_owned)
+    }
+
+    /// # Errors
+    /// When there is none.
+    pub(crate) fn path(self) -> Result<PathBuf> {
+        self.find()
+            .with_context(|| format!("no {} for guests: run scripts/setup guest", self.name()))
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Kernel => "vmlinuz",
+            Self::Busybox => "busybox",
+            Self::Ticker => "ticker",
+        }
+    }
+}
+
+/// Whether a program of 64 bits needs no loader: the guest has none.
+fn is_static(program: &Path) -> Result<bool> {
+    // The lower half of a part's type.
+    const INTERPRETER: u16 = 3;
+    let bytes = fs::read(program)?;
+    let number = |at: usize| -> Result<u16> {
+        let bytes = bytes.get(at..at + 2).context("not a program")?;
+        Ok(u16::from_le_bytes(bytes.try_into()?))
+    };
+    // The table of its parts is right behind the header.
+    let (size, count) = (usize::from(number(54)?), usize::from(number(56)?));
+    for part in 0..count {
+        if number(64 + part * size)? == INTERPRETER {
+            return Ok(false);
+        }
+    }
+    Ok(bytes.starts_with(b"\x7fELF\x02"))
 }
 
 pub(crate) const DIRECTORY: u32 = 0o040_755;
@@ -234,8 +291,8 @@ fn entries(content: u64) -> Result<Vec<(Entry, Cursor<Vec<u8>>)>> {
     add(console, DEVICE, Vec::new());
     let init = include_bytes!("../guest/init");
     add(Entry::new("init"), PROGRAM, init.to_vec());
-    for (name, source) in [("bin/busybox", "busybox"), ("ticker", "ticker")] {
-        let bytes = read(&target_dir().join("guest").join(source))?;
+    for (name, part) in [("bin/busybox", Part::Busybox), ("ticker", Part::Ticker)] {
+        let bytes = read(&part.path()?)?;
         add(Entry::new(name), PROGRAM, bytes);
     }
     let mut left = usize::try_from(content)?;
@@ -246,4 +303,20 @@ fn entries(content: u64) -> Result<Vec<(Entry, Cursor<Vec<u8>>)>> {
         add(Entry::new(&format!("fill/{number:05}")), FILE, bytes);
     }
     Ok(entries)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_with_a_loader_are_not_static() {
+        assert!(!is_static(Path::new("/bin/sh")).unwrap());
+        assert!(is_static(Path::new("/dev/null")).is_err());
+        let ticker = target_dir().join("guest/ticker");
+        if !ticker.exists() {
+            return skipped("no ticker, run scripts/setup guest").unwrap();
+        }
+        assert!(is_static(&ticker).unwrap());
+    }
 }

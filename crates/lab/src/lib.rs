@@ -49,9 +49,14 @@ pub fn skipped(reason: &str) -> Result<()> {
     Ok(())
 }
 
-/// The workspace's `target` directory, where `scripts/setup` puts things, whatever CARGO_TARGET_DIR says.
+/// Where the things of `scripts/setup` are: the workspace's `target`, whatever CARGO_TARGET_DIR says. `scripts/package` builds
+/// with `VAMOOSE_TARGET`, the folder of what a package has of them; at run time it is another such folder.
 pub fn target_dir() -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../target"))
+    const BUILT_FOR: &str = match option_env!("VAMOOSE_TARGET") {
+        Some(folder) => folder,
+        None => concat!(env!("CARGO_MANIFEST_DIR"), "/../../target"),
+    };
+    std::env::var_os("VAMOOSE_TARGET").map_or_else(|| BUILT_FOR.into(), PathBuf::from)
 }
 
 /// The exit code of a program of the lab; its error is one line with all causes.

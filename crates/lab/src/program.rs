@@ -9,7 +9,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use cpio::NewcBuilder as Entry;
 
-use crate::guest::{DEVICE, DIRECTORY, Image, PROGRAM};
+use crate::guest::{DEVICE, DIRECTORY, Image, PROGRAM, Part};
 use crate::net::Lan;
 use crate::qemu::{Binary, Builder};
 use crate::target_dir;
@@ -53,7 +53,7 @@ impl Program {
         content.add("init", PROGRAM, script.to_vec());
         let source = include_bytes!("../guest/compile.c");
         content.add("compile.c", PROGRAM, source.to_vec());
-        let busybox = fs::read(guest.join("busybox")).context("reading busybox")?;
+        let busybox = fs::read(Part::Busybox.path()?).context("reading busybox")?;
         content.add("bin/busybox", PROGRAM, busybox);
         Image::of(content.0)
     }

@@ -543,10 +543,9 @@ fn ram_dir(size: u64) -> Result<TempDir> {
     let fits = room > size && proc::available_memory()? > size.saturating_add(RESERVE);
     let parent = match fits {
         true => shm.to_owned(),
-        false => target_dir().join("tmp"),
+        false => PathBuf::from("/var/tmp"),
     };
-    fs::create_dir_all(&parent)
-        .and_then(|()| TempDir::with_prefix_in("vamoose-", &parent))
+    TempDir::with_prefix_in("vamoose-", &parent)
         .with_context(|| format!("creating a directory in {}", parent.display()))
 }
 

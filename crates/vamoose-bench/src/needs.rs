@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use lab::guest::Image;
+use lab::guest::{Image, Part};
 use lab::{net, proc};
 
 use crate::record::Cell;
@@ -16,7 +16,8 @@ pub(crate) struct Found {
     links: Result<(), String>,
     iperf3: bool,
     demo: bool,
-    guest: bool,
+    /// What guests that run lack.
+    guest: Option<Part>,
     /// Bytes.
     memory: u64,
     shared_memory: bool,
@@ -29,6 +30,11 @@ pub(crate) struct Missing {
     remedy: &'static str,
 }
 
+const KERNEL: &str = "apt install linux-image-amd64, or scripts/setup guest";
+const BUSYBOX: &str = "apt install busybox-static, or scripts/setup guest";
+const WORKLOADS: &str = "scripts/setup guest workloads, in Vamoose's sources; a program that was not built there finds them by \
+    VAMOOSE_TARGET=SOURCES/target";
+
 impl Found {
     /// Looks.
     pub(crate) fn look(demo: &Path) -> Self {
@@ -40,7 +46,7 @@ impl Found {
             links: net::available().map_err(|error| format!("{error:#}")),
             iperf3: iperf3.is_ok_and(|status| status.success()),
             demo: demo.is_file(),
-            guest: Image::is_there(),
+            guest: Image::missing(),
             memory: proc::available_memory().unwrap_or(0),
             shared_memory: Path::new("/dev/shm").is_dir(),
         }
@@ -96,12 +102,15 @@ impl Found {
             _ => {}
         }
         if let Guest::Running(workload) = cell.guest {
-            if !self.guest {
-                return missing("a kernel for guests", "scripts/setup guest");
+            match self.guest {
+                Some(Part::Kernel) => return missing("a kernel for guests", KERNEL),
+                Some(Part::Busybox) => return missing("a static busybox for guests", BUSYBOX),
+                Some(Part::Ticker) => return missing("the guests' ticker", "scripts/setup guest"),
+                None => {}
             }
             let program = workload.program();
             if program.is_some_and(|program| !program.is_there()) {
-                return missing("the guests' programs", "scripts/setup guest workloads");
+                return missing("the guests' programs", WORKLOADS);
             }
             if matches!(cell.contender.who, Who::Live | Who::Sockets) {
                 return missing(
@@ -151,7 +160,7 @@ mod tests {
             links: Err("no root".to_owned()),
             iperf3: false,
             demo: true,
-            guest: true,
+            guest: None,
             memory: 1 << 30,
             shared_memory: true,
         };
