@@ -66,7 +66,7 @@ book:          # Build the handbook, docs/, into target/book
 	scripts/setup build
 	scripts/book
 
-package: setup # Build target/package/vamoose_VERSION_amd64.deb
+package: setup # Build target/package/vamoose_VERSION_amd64.deb and vamoose-bench_VERSION_amd64.deb
 	scripts/package
 
 # Needs Debian's package rpm.

@@ -60,8 +60,8 @@ fn become_program(arguments: &[OsString]) -> Result<()> {
     let path = env::var_os("PATH").unwrap_or_default();
     let program = find(own.as_deref(), env::split_paths(&path)).with_context(|| {
         format!(
-            "there is no program {PROGRAM} beside vamoose or in PATH: build it from Vamoose's sources by \
-             `cargo build --release -p {PROGRAM}`, and copy target/release/{PROGRAM} there"
+            "there is no program {PROGRAM} beside vamoose or in PATH: install the package {PROGRAM}, or build it by \
+             `cargo build --release -p {PROGRAM}` from Vamoose's sources, and copy target/release/{PROGRAM} there"
         )
     })?;
     let failure = Command::new(&program).args(arguments).exec();
