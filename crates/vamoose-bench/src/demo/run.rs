@@ -28,6 +28,8 @@ const LIMIT: Duration = Duration::from_secs(180);
 pub(crate) struct Run {
     pub(crate) way: Way,
     pub(crate) figures: Figures,
+    /// From the command until the guest ran at the destination.
+    pub(crate) total: Duration,
     /// From the guest's stop to its start, without [`Run::held`].
     pub(crate) downtime: Duration,
     /// CPU seconds of the guest, in both QEMUs.
@@ -49,11 +51,13 @@ impl Stage<'_> {
         let moved = self.migrate(way, &mut source, &mut destination);
         let (moved, held) = moved.with_context(|| fates(&mut source, &mut destination))?;
         ensure!(moved.is_there, "it took longer than {LIMIT:?}");
+        let [start, end] = moved.span;
+        let total = end - start;
         let downtime = moved.figures.downtime.context("no downtime measured")?;
         let downtime = Duration::from_secs_f64(downtime / 1e3).saturating_sub(held);
         note(format!(
             "{way}: moved in {:.1} s, downtime {} ms; now the guest verifies its memory",
-            moved.figures.seconds,
+            total.as_secs_f64(),
             downtime.as_millis()
         ));
         expect_status(&mut source, "postmigrate").context("source")?;
@@ -63,12 +67,13 @@ impl Stage<'_> {
         Ok(Run {
             way,
             figures: moved.figures,
+            total,
             downtime,
             guest_cpu: moved.guest_cpu,
             life: Life::of(
                 &source.finish()?,
                 &destination.finish()?,
-                moved.span[0],
+                start,
                 witness.finish(),
             )?,
             held,

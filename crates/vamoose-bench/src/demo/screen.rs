@@ -46,7 +46,7 @@ pub(crate) fn table(runs: &[Run], measuring: &str) {
         say(format!(
             "   {:<14} {:>7.1} {:>9} {:>9} {link:>8} {ratio:>6} {:>8.2} {:>8.2} {:>6.2} {:>6.2} {:>9.2}",
             run.way.to_string(),
-            figures.seconds,
+            run.total.as_secs_f64(),
             run.downtime.as_millis(),
             run.life.continuity.gap().as_millis(),
             cpu.source,
@@ -58,7 +58,8 @@ pub(crate) fn table(runs: &[Run], measuring: &str) {
     }
     say("");
     note(format!(
-        "total: as the source QEMU counts it. downtime: from the guest's stop to its start, by one clock.\n\
+        "total: from the command until the guest runs at the destination.\n\
+         downtime: from the guest's stop to its start, by one clock.\n\
          tick gap: measured, last tick at the source to first at the destination; ticks come every 100 ms.\n\
          link: bytes to the destination, {measuring}. ratio: pages sent / link.\n\
          CPU seconds: of the migration; the guest itself (vCPU threads of both QEMUs) is shown apart.\n\

@@ -17,7 +17,7 @@ pub(crate) struct Moved {
     pub(crate) is_there: bool,
     pub(crate) figures: Figures,
     pub(crate) timeline: Vec<Moment>,
-    /// From the command until it was over.
+    /// From the command until the guest had arrived, or was given up.
     pub(crate) span: [Instant; 2],
     /// What Vamoose says of it, if it was there.
     pub(crate) report: Option<Value>,
@@ -49,10 +49,10 @@ pub(crate) fn migrate(
     let mut helpers = ends.begin(cell)?;
     let seen = watch::watch(ends.source, &mut helpers, cell, meanwhile);
     let mut seen = seen.with_context(|| helpers.said())?;
-    moved.span[1] = Instant::now();
     moved.timeline = std::mem::take(&mut seen.timeline);
     if seen.account.is_some() {
         let arrived = arrival(&mut ends, cell).with_context(|| helpers.said())?;
+        moved.span[1] = Instant::now();
         let [(source, before), (destination, after)] = [meters[0].read()?, meters[1].read()?];
         let finished = helpers.finish()?;
         moved.is_there = true;
@@ -67,6 +67,7 @@ pub(crate) fn migrate(
         };
         moved.report = finished.report;
     } else {
+        moved.span[1] = Instant::now();
         helpers.cancel(ends.source)?;
         moved.figures.seconds = seen.seconds;
         moved.figures.throttle = Some(seen.throttle).filter(|throttle| *throttle > 0);
