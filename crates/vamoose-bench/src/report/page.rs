@@ -34,9 +34,10 @@ tr.short td:last-child{color:var(--mark);font-weight:600}\
 figure{margin:0;border:1px solid var(--grid);border-radius:6px;padding:.75rem;min-width:0}\
 figure svg{display:block;width:100%;height:auto;max-width:40rem;margin:auto}\
 figcaption{font-size:.82rem;color:var(--soft);margin-top:.5rem}figcaption strong{color:var(--ink);display:block}\
+summary{cursor:pointer;width:fit-content;color:var(--soft);font-size:.86rem}\
 @page{size:A4 landscape;margin:12mm}\
 @media print{body{max-width:none;padding:0;font-size:9.5pt}table{font-size:6.4pt}th,td{padding:1.5pt 2.5pt;min-width:0!important}\
-.scroll{overflow:visible}tbody th{position:static;white-space:normal}figure,tr{break-inside:avoid}h2,h3{break-after:avoid}\
+.scroll{overflow:visible}details::details-content{content-visibility:visible;block-size:auto}summary{list-style:none}tbody th{position:static;white-space:normal}figure,tr{break-inside:avoid}h2,h3{break-after:avoid}\
 .plots{grid-template-columns:1fr 1fr}figure svg{max-width:11.5cm}*{print-color-adjust:exact;-webkit-print-color-adjust:exact}}";
 
 impl Page {
@@ -123,6 +124,16 @@ impl Page {
             "<div class=\"scroll\" role=\"region\" tabindex=\"0\" aria-label=\"{caption}\"><table><caption>{caption}</caption>\
              <thead><tr>{text}</tbody></table></div>"
         ));
+    }
+
+    /// The same, which is seen when it is opened, and in print.
+    pub(crate) fn folded_table(&mut self, summary: &str, caption: &str, table: &Table) {
+        self.add(format_args!(
+            "<details><summary>{}</summary>",
+            Escaped(summary)
+        ));
+        self.table(caption, table);
+        self.add(format_args!("</details>"));
     }
 
     /// Plots, as many beside each other as there is room for.
