@@ -8,7 +8,7 @@ pub(super) const HOW: &str = "Figures are medians of the rounds, with the least 
     equal afterwards ends the run and gives no figure. Vamoose's default (`migrate auto`, or `pair auto` where that was not measured, \
     without options) is in bold.";
 
-pub(super) const CELLS: &str = "Medians of the rounds (least–most); bold: Vamoose's default";
+pub(super) const CELLS: &str = "Medians of the rounds (least–most), Vamoose's default in bold";
 
 pub(super) const OTHERS: &str = "The other columns";
 

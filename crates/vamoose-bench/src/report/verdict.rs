@@ -78,8 +78,8 @@ fn of(group: &Group) -> Vec<Verdict<'_>> {
 /// As a table, with a row for each comparison; `None` if there is none.
 pub(super) fn table(group: &Group) -> Option<Table> {
     let mut table = Table::new([
-        "channels",
         "default",
+        "channels",
         "CPU, s/GiB",
         "beside",
         "its CPU, s/GiB",
@@ -91,8 +91,8 @@ pub(super) fn table(group: &Group) -> Option<Table> {
         let comparisons = [verdict.stock, verdict.thrifty, verdict.fixed];
         for comparison in comparisons.into_iter().flatten() {
             let cells = [
-                default.cell.channels.to_string(),
                 named(default),
+                default.cell.channels.to_string(),
                 median(default, table::cpu_by_memory),
                 named(comparison.with),
                 median(comparison.with, table::cpu_by_memory),
@@ -127,7 +127,7 @@ pub(super) fn overview(results: &Results) -> Option<Table> {
                 let both = |value| {
                     let [theirs, ours] =
                         [stock.with, verdict.default].map(|row| median(row, value));
-                    format!("{theirs}, {ours}")
+                    format!("{theirs},\u{a0}{ours}")
                 };
                 let short = verdict.shortfalls();
                 let cells = [
