@@ -17,6 +17,7 @@ use lab::guest::{Guest, Image, Load, Pattern};
 use lab::net::{Lan, Link};
 use lab::program::Program;
 use lab::qemu::{Binary, Builder};
+use lab::qmp::Event;
 use lab::serial::Log;
 
 use super::begin::Ends;
@@ -117,7 +118,6 @@ impl<'a> Running<'a> {
             QemuMeter::start(&mut destination.qemu)?,
         ];
         let sent_before = hosts[0].traffic().ok();
-        let from = Instant::now();
         let ends = Ends {
             source: &mut source.qemu,
             destination: &mut destination.qemu,
@@ -135,12 +135,14 @@ impl<'a> Running<'a> {
                 .qemu
                 .qmp
                 .wait_event("RESUME", |_| true, MOMENTS)?;
-            let stopped = source.qemu.qmp.wait_event("STOP", |_| true, MOMENTS)?;
+            // QEMU has said it before it said that the migration is completed.
+            let stopped = last_stop(&source.qemu.qmp.drain_events(), resumed.timestamp)?;
             let used = [meters[0].read()?.0, meters[1].read()?.0];
             let finished = helpers.finish()?;
             figures = watch::figures(&seen, &finished)?;
-            let downtime = resumed.timestamp.saturating_sub(stopped.timestamp);
-            figures.downtime = Some(downtime.as_secs_f64() * 1e3);
+            figures.downtime = Some((resumed.timestamp - stopped).as_secs_f64() * 1e3);
+            let stopped = stopped.checked_sub(seen.began_at);
+            figures.stopped = stopped.map(|stopped| stopped.as_secs_f64() * 1e3);
             figures.cpu = Cpu {
                 source: used[0],
                 sender: finished.cpu[0],
@@ -184,7 +186,7 @@ impl<'a> Running<'a> {
             timeline: seen.timeline,
             service: None,
         };
-        self.records.push((record, [from, to]));
+        self.records.push((record, [seen.began, to]));
         Ok(())
     }
 
@@ -223,6 +225,19 @@ impl<'a> Running<'a> {
         };
         times.windows(2).map(sample).collect()
     }
+}
+
+/// When the guest stopped for good, of what its source has said. It may have stopped before, and gone on when the end of a
+/// migration was put off: it was not down in between.
+fn last_stop(said: &[Event], resumed: Duration) -> Result<Duration> {
+    let stops = said.iter().filter(|event| event.name == "STOP");
+    let stop = stops.map(|event| event.timestamp).max();
+    let stop = stop.context("the source did not say that it stopped the guest")?;
+    ensure!(
+        stop <= resumed,
+        "the source stopped the guest at {stop:?}, after it ran at the destination, from {resumed:?}"
+    );
+    Ok(stop)
 }
 
 /// What samples tell of the time around a migration.
@@ -325,5 +340,34 @@ impl Workload {
             Self::Compile => line.starts_with("compiled "),
             _ => self.program().is_none() && line.starts_with("tick "),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    #[test]
+    fn the_downtime_begins_with_the_last_stop() {
+        let event = |name: &str, millis| Event {
+            name: name.to_owned(),
+            data: Value::Null,
+            timestamp: Duration::from_millis(millis),
+        };
+        let resumed = Duration::from_millis(900);
+        let said = [
+            event("STOP", 100),
+            event("RESUME", 200),
+            event("STOP", 700),
+            event("MIGRATION", 800),
+        ];
+        let stop = last_stop(&said, resumed).unwrap();
+        assert_eq!(stop, Duration::from_millis(700));
+        let error = last_stop(&said[1..2], resumed).unwrap_err();
+        assert!(error.to_string().contains("did not say"), "{error}");
+        let both = last_stop(&[event("STOP", 901)], resumed).unwrap_err();
+        assert!(both.to_string().contains("after it ran"), "{both}");
     }
 }

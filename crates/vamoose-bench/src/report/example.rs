@@ -189,6 +189,8 @@ fn running() -> Vec<Record> {
                     figures: Figures {
                         seconds,
                         downtime: is_moved.then_some(downtime + f64::from(round)),
+                        // Of some it is not known, as of all that were measured earlier.
+                        stopped: (is_moved && vamoose).then_some(seconds * 1e3 - downtime - 2.0),
                         downtime_reported: is_moved.then_some(downtime),
                         downtime_parts: if vamoose {
                             parts.into()
@@ -369,6 +371,12 @@ fn the_example_has_all_that_a_report_has() {
     has("\n\n<details>\n<summary>The other columns</summary>\n\n| contender | channels | rounds |");
     has("| 81\u{a0}+\u{a0}12\u{a0}+\u{a0}25\u{a0}+\u{a0}8 |");
     has("cancelled 3 of 3");
+    let plot = |name: &str| {
+        let file = format!("plots/redis-redis-b-1G-1024M-300ms-timeline-{name}.svg");
+        fs::read_to_string(dir.join(file)).unwrap()
+    };
+    assert!(plot("qemu-zstd-4-ch").contains("drawn at the end"));
+    assert!(plot("migrate-auto-4-ch").contains("(shaded). <"));
     has("zlib \\| QAT");
     has("on their hardware");
     has(
@@ -386,7 +394,7 @@ fn the_example_has_all_that_a_report_has() {
     let csv = fs::read_to_string(dir.join("results.csv")).unwrap();
     assert_eq!(csv.lines().count(), records.len() + 1);
     let columns = csv.lines().map(|line| line.split(',').count());
-    assert!(columns.into_iter().all(|columns| columns == 39));
+    assert!(columns.into_iter().all(|columns| columns == 40));
 }
 
 #[test]
