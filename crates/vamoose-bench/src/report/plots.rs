@@ -49,7 +49,7 @@ fn of_group(group: &Group) -> Vec<(String, Svg)> {
     plots.extend(times(group).map(|svg| ("time".to_owned(), svg)));
     plots.extend(pareto(group).map(|svg| ("cpu".to_owned(), svg)));
     let shown: Vec<_> = worth_a_look(group);
-    let until = shown.iter().map(|(_, record)| record.figures.seconds);
+    let until = shown.iter().map(|(_, record)| end(record));
     let until = until.fold(0.0, f64::max);
     for (row, record) in &shown {
         let svg = timeline(row, record, until);
@@ -437,12 +437,9 @@ fn latencies(row: &Row, record: &Record) -> Option<Svg> {
         is_logarithmic: true,
     };
     let marks = Marks {
-        until: record.figures.seconds,
+        until: end(record),
         paused: paused(record),
-        events: vec![
-            (0.0, "begins".to_owned()),
-            (record.figures.seconds, "ends".to_owned()),
-        ],
+        events: vec![(0.0, "begins".to_owned()), (end(record), "ends".to_owned())],
         ..Marks::default()
     };
     let longest = |longest: Option<f64>| longest.map_or("–".to_owned(), short);
@@ -466,11 +463,19 @@ fn latencies(row: &Row, record: &Record) -> Option<Svg> {
 /// From when to when the guest stood still, in seconds since the beginning.
 fn paused(record: &Record) -> Option<(f64, f64)> {
     let downtime = table::downtime(record)? / 1e3;
-    let end = record.figures.seconds;
     if let Some(stopped) = record.figures.stopped {
         return Some((stopped / 1e3, stopped / 1e3 + downtime));
     }
+    let end = end(record);
     (downtime > 0.0 && downtime <= end).then_some((end - downtime, end))
+}
+
+/// In seconds since the beginning. The total time is QEMU's own, which begins later where Vamoose sets up first.
+fn end(record: &Record) -> f64 {
+    let last = record.timeline.last();
+    last.map_or(record.figures.seconds, |moment| {
+        seconds(moment.milliseconds)
+    })
 }
 
 fn pause_told(record: &Record) -> String {
