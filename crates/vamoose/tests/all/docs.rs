@@ -1,7 +1,11 @@
 //! The documentation does not rot: links lead somewhere, the handbook has every page of docs/, commands are those of this program,
-//! and quoted messages are in the sources.
+//! and quoted messages are in the sources. `docs/commands.rs` types the commands.
 //!
 //! What is read of Markdown is what these files use: fences, code spans, headings with `#`, inline links and tables.
+
+mod commands;
+mod guest;
+mod hosts;
 
 use std::{
     collections::BTreeMap,
