@@ -70,7 +70,7 @@ fn commands_are_those_of_this_program() {
     let mut wrong = Vec::new();
     for (page, text) in &*PAGES {
         let blocks = fences(text).into_iter();
-        let scripts = blocks.filter(|block| block.language == "sh");
+        let scripts = blocks.filter(|block| ["sh", "console"].contains(&block.language.as_str()));
         for line in scripts.flat_map(|block| command_lines(&block.text)) {
             for command in commands(&line) {
                 count += 1;

@@ -17,7 +17,7 @@ use tempfile::TempDir;
 
 use super::{
     Fence, PAGES, fences, guest,
-    hosts::{Host, Hosts, Terminal, share_disk},
+    hosts::{Host, Hosts, PLACEHOLDERS, Terminal, share_disk},
     read, root,
 };
 use crate::{
@@ -180,6 +180,15 @@ fn every_command_is_run_or_says_why_not() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn what_is_replaced_is_somewhere() {
+    let all: Vec<String> = PAGES.values().flat_map(|text| commands(text)).collect();
+    for (placeholder, _) in PLACEHOLDERS {
+        let has_it = |command: &String| command.contains(placeholder);
+        assert!(all.iter().any(has_it), "no command has {placeholder}");
+    }
 }
 
 fn elsewhere(page: &str, command: &str) -> Option<usize> {

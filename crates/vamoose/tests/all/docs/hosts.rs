@@ -23,7 +23,7 @@ use super::guest;
 use crate::common::{LIMIT, vamoose};
 
 /// What stands for something else here, and what for.
-const PLACEHOLDERS: [(&str, &str); 4] = [
+pub(super) const PLACEHOLDERS: [(&str, &str); 4] = [
     // A machine of CI may have no KVM.
     ("accel=kvm -cpu host", "accel=tcg -cpu max"),
     ("tcp:DESTINATION:", "tcp:192.0.2.20:"),
