@@ -91,7 +91,7 @@ const ELSEWHERE: &[(&str, &str, Where)] = &[
     (
         "docs/hundred-guests.md",
         "cargo run --release",
-        Where::Nobody("it takes minutes; the tests of idxd-model simulate fewer guests"),
+        Where::Nobody("it takes minutes; the gate has it with --quick"),
     ),
     ("docs/install.md", "apt install", FIRST),
     ("docs/install.md", "runuser -u", FIRST),
