@@ -65,6 +65,8 @@ pub(crate) struct Figures {
     pub(crate) seconds: f64,
     /// From the guest's stop to its start at the destination, both by one clock, in milliseconds; only of guests that run.
     pub(crate) downtime: Option<f64>,
+    /// When the guest stopped, in milliseconds since the beginning.
+    pub(crate) stopped: Option<f64>,
     /// What the source QEMU reports, in milliseconds.
     pub(crate) downtime_reported: Option<f64>,
     /// What Vamoose says that it consists of, in milliseconds.

@@ -39,7 +39,8 @@ fn of_failure(failure: &Failure) -> Option<String> {
         format!(
             "run the same command again to finish the migration, and do not continue the guest by hand on either host \
              before. If the destination is gone for good, check there whether the guest runs, then: \
-             vamoose settle --attempt {attempt} --as running-there|never-ran"
+             vamoose settle --attempt {attempt} --as running-there|never-ran, \
+             with --keys or what this command had instead"
         )
     })
 }

@@ -51,8 +51,7 @@ impl Stage<'_> {
         let moved = self.migrate(way, &mut source, &mut destination);
         let (moved, held) = moved.with_context(|| fates(&mut source, &mut destination))?;
         ensure!(moved.is_there, "it took longer than {LIMIT:?}");
-        let [start, end] = moved.span;
-        let total = end - start;
+        let total = moved.span[1] - moved.commanded;
         let downtime = moved.figures.downtime.context("no downtime measured")?;
         let downtime = Duration::from_secs_f64(downtime / 1e3).saturating_sub(held);
         note(format!(
@@ -73,7 +72,7 @@ impl Stage<'_> {
             life: Life::of(
                 &source.finish()?,
                 &destination.finish()?,
-                start,
+                moved.commanded,
                 witness.finish(),
             )?,
             held,

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use lab::cpu::QemuMeter;
+use lab::qmp::Event;
 use serde_json::Value;
 
 use super::begin::Ends;
@@ -17,7 +18,9 @@ pub(crate) struct Moved {
     pub(crate) is_there: bool,
     pub(crate) figures: Figures,
     pub(crate) timeline: Vec<Moment>,
-    /// From the command until the guest had arrived, or was given up.
+    /// When the command was given.
+    pub(crate) commanded: Instant,
+    /// From the beginning, to which the times of a record refer, until the guest had arrived, or was given up.
     pub(crate) span: [Instant; 2],
     /// What Vamoose says of it, if it was there.
     pub(crate) report: Option<Value>,
@@ -35,6 +38,7 @@ pub(crate) fn migrate(
         is_there: false,
         figures: Figures::default(),
         timeline: Vec::new(),
+        commanded: Instant::now(),
         span: [Instant::now(); 2],
         report: None,
         guest_cpu: 0.0,
@@ -45,10 +49,11 @@ pub(crate) fn migrate(
         QemuMeter::start(ends.destination)?,
     ];
     let sent_before = ends.here.traffic().ok();
-    moved.span[0] = Instant::now();
+    moved.commanded = Instant::now();
     let mut helpers = ends.begin(cell)?;
     let seen = watch::watch(ends.source, &mut helpers, cell, meanwhile);
     let mut seen = seen.with_context(|| helpers.said())?;
+    moved.span[0] = seen.began;
     moved.timeline = std::mem::take(&mut seen.timeline);
     if seen.account.is_some() {
         let arrived = arrival(&mut ends, cell).with_context(|| helpers.said())?;
@@ -58,7 +63,11 @@ pub(crate) fn migrate(
         moved.is_there = true;
         moved.guest_cpu = before + after;
         moved.figures = watch::figures(&seen, &finished)?;
-        moved.figures.downtime = arrived.map(|downtime| downtime.as_secs_f64() * 1e3);
+        if let Some([stopped, resumed]) = arrived {
+            moved.figures.downtime = Some((resumed - stopped).as_secs_f64() * 1e3);
+            let stopped = stopped.checked_sub(seen.began_at);
+            moved.figures.stopped = stopped.map(|stopped| stopped.as_secs_f64() * 1e3);
+        }
         moved.figures.cpu = Cpu {
             source,
             sender: finished.cpu[0],
@@ -82,14 +91,57 @@ pub(crate) fn migrate(
     Ok(moved)
 }
 
-/// Waits until the guest has arrived; gives the downtime of one that runs, from stop to start by this host's clock.
-fn arrival(ends: &mut Ends<'_>, cell: &Cell) -> Result<Option<Duration>> {
+/// Waits until the guest has arrived; of one that runs, gives when it stopped and when it ran on, by this host's clock.
+fn arrival(ends: &mut Ends<'_>, cell: &Cell) -> Result<Option<[Duration; 2]>> {
     let (source, destination) = (&mut ends.source.qmp, &mut ends.destination.qmp);
     if matches!(cell.guest, Guest::Still(_)) {
         destination.wait_migration(&["completed"], MOMENTS)?;
         return Ok(None);
     }
     let resumed = destination.wait_event("RESUME", |_| true, MOMENTS)?;
-    let stopped = source.wait_event("STOP", |_| true, MOMENTS)?;
-    Ok(Some(resumed.timestamp.saturating_sub(stopped.timestamp)))
+    // QEMU has said it before it said that the migration is completed.
+    let stopped = last_stop(&source.drain_events(), resumed.timestamp)?;
+    Ok(Some([stopped, resumed.timestamp]))
+}
+
+/// When the guest stopped for good, of what its source has said. It may have stopped before, and gone on when the end of a
+/// migration was put off: it was not down in between.
+fn last_stop(said: &[Event], resumed: Duration) -> Result<Duration> {
+    let stops = said.iter().filter(|event| event.name == "STOP");
+    let stop = stops.map(|event| event.timestamp).max();
+    let stop = stop.context("the source did not say that it stopped the guest")?;
+    ensure!(
+        stop <= resumed,
+        "the source stopped the guest at {stop:?}, after it ran at the destination, from {resumed:?}"
+    );
+    Ok(stop)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    #[test]
+    fn the_downtime_begins_with_the_last_stop() {
+        let event = |name: &str, millis| Event {
+            name: name.to_owned(),
+            data: Value::Null,
+            timestamp: Duration::from_millis(millis),
+        };
+        let resumed = Duration::from_millis(900);
+        let said = [
+            event("STOP", 100),
+            event("RESUME", 200),
+            event("STOP", 700),
+            event("MIGRATION", 800),
+        ];
+        let stop = last_stop(&said, resumed).unwrap();
+        assert_eq!(stop, Duration::from_millis(700));
+        let error = last_stop(&said[1..2], resumed).unwrap_err();
+        assert!(error.to_string().contains("did not say"), "{error}");
+        let both = last_stop(&[event("STOP", 901)], resumed).unwrap_err();
+        assert!(both.to_string().contains("after it ran"), "{both}");
+    }
 }

@@ -1,7 +1,7 @@
 //! Follows a migration to its end.
 
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use lab::net;
@@ -12,8 +12,11 @@ use super::begin::{Finished, Helpers};
 use crate::record::{Cell, Figures, Moment};
 
 /// What was seen.
-#[derive(Default)]
 pub(super) struct Watched {
+    /// The beginning, to which all times of the record refer.
+    pub(super) began: Instant,
+    /// The same by the wall clock, which QEMU's events have: since 1970.
+    pub(super) began_at: Duration,
     /// The source QEMU's, of a migration that was completed; `None` where it takes too long.
     pub(super) account: Option<Value>,
     pub(super) timeline: Vec<Moment>,
@@ -34,9 +37,15 @@ pub(super) fn watch(
     cell: &Cell,
     mut meanwhile: impl FnMut(Duration) -> Result<()>,
 ) -> Result<Watched> {
-    let start = Instant::now();
     let sent_before = net::sent_by(source.pid()).ok();
-    let mut seen = Watched::default();
+    let mut seen = Watched {
+        began: Instant::now(),
+        began_at: SystemTime::now().duration_since(UNIX_EPOCH)?,
+        account: None,
+        timeline: Vec::new(),
+        throttle: 0,
+        seconds: 0.0,
+    };
     let mut stride = 1;
     // Until then, QEMU tells of the one before.
     let mut has_begun = false;
@@ -44,7 +53,7 @@ pub(super) fn watch(
         let have_ended = helpers.have_ended()?;
         helpers.look();
         let account = source.qmp.query_migrate()?;
-        let elapsed = start.elapsed();
+        let elapsed = seen.began.elapsed();
         seen.seconds = elapsed.as_secs_f64();
         let throttle = account["cpu-throttle-percentage"].as_u64();
         seen.throttle = seen.throttle.max(throttle.unwrap_or(0));

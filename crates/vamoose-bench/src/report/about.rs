@@ -8,10 +8,16 @@ pub(super) const HOW: &str = "Figures are medians of the rounds, with the least 
     equal afterwards ends the run and gives no figure. Vamoose's default (`migrate auto`, or `pair auto` where that was not measured, \
     without options) is in bold.";
 
-pub(super) const CELLS: &str = "Medians of the rounds (least–most); bold: Vamoose's default";
+pub(super) const CELLS: &str = "Medians of the rounds (least–most), Vamoose's default in bold";
 
-pub(super) const VERDICTS: &str =
-    "Vamoose's default beside stock QEMU's fastest method, and beside its own fastest fixed method";
+pub(super) const OTHERS: &str = "The other columns";
+
+/// Above all that is compared, in one table.
+pub(super) const OVERVIEW: &str = "Vamoose's default beside stock QEMU's fastest method. The ratio is of the seconds; downtime \
+    and CPU seconds are of the first and of the second";
+
+pub(super) const VERDICTS: &str = "Vamoose's default beside stock QEMU's fastest method, beside its method of the least CPU \
+    where that is another, and beside Vamoose's own fastest fixed method";
 
 /// Above the figures of others.
 pub(super) const PUBLISHED: &str = "Published: their authors' figures, on their hardware";

@@ -6,7 +6,7 @@ use crate::record::{Record, Service};
 /// A column, and its value of a migration.
 type Column = (&'static str, fn(&Record) -> String);
 
-const COLUMNS: [Column; 39] = [
+const COLUMNS: [Column; 40] = [
     ("scenario", |r| r.cell.scenario.clone()),
     ("guest", |r| r.cell.guest.to_string()),
     ("link", |r| r.cell.link.to_string()),
@@ -20,6 +20,7 @@ const COLUMNS: [Column; 39] = [
     }),
     ("seconds", |r| r.figures.seconds.to_string()),
     ("downtime_ms", |r| known(r.figures.downtime)),
+    ("stopped_ms", |r| known(r.figures.stopped)),
     ("downtime_reported_ms", |r| {
         known(r.figures.downtime_reported)
     }),

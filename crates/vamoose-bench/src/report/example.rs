@@ -189,6 +189,8 @@ fn running() -> Vec<Record> {
                     figures: Figures {
                         seconds,
                         downtime: is_moved.then_some(downtime + f64::from(round)),
+                        // Of some it is not known, as of all that were measured earlier.
+                        stopped: (is_moved && vamoose).then_some(seconds * 1e3 - downtime - 2.0),
                         downtime_reported: is_moved.then_some(downtime),
                         downtime_parts: if vamoose {
                             parts.into()
@@ -338,8 +340,8 @@ fn the_example_has_all_that_a_report_has() {
             .filter(|node| node.tag_name().name() == name)
             .count()
     };
-    // Machine; five groups with verdicts; published figures.
-    assert_eq!(count("table"), 1 + 5 * 2 + 1);
+    // Machine, overview; five groups with verdicts, of two tables each; published figures.
+    assert_eq!(count("table"), 2 + 5 * 3 + 1);
     // Time and CPU of each group; timeline and latency of the default and of stock QEMU's best.
     assert_eq!(count("figure"), 5 * 2 + 2 * 2);
     for plot in fs::read_dir(dir.join("plots")).unwrap() {
@@ -352,14 +354,29 @@ fn the_example_has_all_that_a_report_has() {
     has("### silesia, 1024 MiB, over 1 Gbit/s\n");
     has("| **migrate auto** | 2 | 2.23 (2.18–2.33) |");
     has(
-        "| 2 | migrate auto | 2.23 (2.18–2.33) | qemu zstd 2.09 (2.09–2.11) | 1.067 | **falls short: slower** |",
+        "| migrate auto 2.23 (2.18–2.33) | 2 | 3.90 | qemu zstd 2.09 (2.09–2.11) | 3.20 | 1.067 | **falls short: slower** |",
+    );
+    // Stock QEMU's best in time is not its best in CPU.
+    has(
+        "| migrate auto 2.23 (2.18–2.33) | 2 | 3.90 | qemu none 8.10 (8.10–8.11) | 0.60 | 0.275 | none: stock QEMU's least CPU |",
     );
     // Without a fixed method of `migrate`, a pair's.
     has(
-        "| 2 | migrate auto | 2.23 (2.18–2.33) | pair zstd 2.11 (2.11–2.12) | 1.057 | holds: within 10 % |",
+        "| migrate auto 2.23 (2.18–2.33) | 2 | 3.90 | pair zstd 2.11 (2.11–2.12) | 3.70 | 1.057 | holds: within 10 % |",
     );
+    has(
+        "| links | silesia, 1024 MiB, over 1 Gbit/s | 2 | qemu zstd 2.09 (2.09–2.11) | migrate auto 2.23 (2.18–2.33) | 1.067 \
+         | 66.0,\u{a0}210 | 3.20,\u{a0}3.90 | **falls short: slower** |",
+    );
+    has("\n\n<details>\n<summary>The other columns</summary>\n\n| contender | channels | rounds |");
     has("| 81\u{a0}+\u{a0}12\u{a0}+\u{a0}25\u{a0}+\u{a0}8 |");
     has("cancelled 3 of 3");
+    let plot = |name: &str| {
+        let file = format!("plots/redis-redis-b-1G-1024M-300ms-timeline-{name}.svg");
+        fs::read_to_string(dir.join(file)).unwrap()
+    };
+    assert!(plot("qemu-zstd-4-ch").contains("drawn at the end"));
+    assert!(plot("migrate-auto-4-ch").contains("(shaded). <"));
     has("zlib \\| QAT");
     has("on their hardware");
     has(
@@ -377,18 +394,30 @@ fn the_example_has_all_that_a_report_has() {
     let csv = fs::read_to_string(dir.join("results.csv")).unwrap();
     assert_eq!(csv.lines().count(), records.len() + 1);
     let columns = csv.lines().map(|line| line.split(',').count());
-    assert!(columns.into_iter().all(|columns| columns == 39));
+    assert!(columns.into_iter().all(|columns| columns == 40));
 }
 
 #[test]
-fn a_column_without_a_value_is_left_out() {
-    let records = links()
-        .into_iter()
-        .filter(|record| record.cell.link.to_string() == "1G");
-    let results = Results::new(machine(), records.collect(), |_| Ok(None)).unwrap();
-    let table = Table::of(&results.scenarios[0].groups[0]);
-    let has = |name: &str| table.columns.iter().any(|column| column == name);
-    assert!(has("seconds") && has("reported, ms") && !has("downtime, ms") && !has("throttle, %"));
+fn a_column_is_in_one_of_two_tables_and_in_none_without_a_value() {
+    let tables = |records: Vec<Record>| {
+        let results = Results::new(machine(), records, |_| Ok(None)).unwrap();
+        let group = &results.scenarios[0].groups[0];
+        [Table::first(group), Table::second(group)].map(|table| table.columns.join("|"))
+    };
+    let [first, second] = tables(links());
+    assert_eq!(
+        first,
+        "contender|channels|seconds|reported, ms|wire, MB|link, Mbit/s|CPU, s/GiB|peak, MiB|proof"
+    );
+    assert!(second.starts_with("contender|channels|rounds|link, MB|"));
+    assert!(!second.contains("throttle"));
+    // What is measured replaces what is reported.
+    let [first, second] = tables(running());
+    assert_eq!(
+        first,
+        "contender|channels|seconds|downtime, ms|wire, MB|link, Mbit/s|CPU, s/GiB|p99, ms|proof"
+    );
+    assert!(second.starts_with("contender|channels|reported, ms|parts, ms|rounds|throttle, %|"));
 }
 
 #[test]
@@ -401,11 +430,11 @@ fn a_default_that_is_cancelled_falls_short_though_its_other_rounds_are_fast() {
     let results = Results::new(machine(), records, |_| Ok(None)).unwrap();
     let verdicts = verdict::table(&results.scenarios[0].groups[0]).unwrap();
     assert_eq!(
-        verdicts.rows[0].cells[5],
+        verdicts.rows[0].cells[6],
         "falls short: cancelled more often"
     );
     assert_eq!(verdicts.rows[0].tone, Tone::Short);
-    assert_eq!(verdicts.rows[2].cells[5], "holds: not slower");
+    assert_eq!(verdicts.rows[2].cells[6], "holds: not slower");
 }
 
 #[test]

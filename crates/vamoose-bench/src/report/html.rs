@@ -13,6 +13,9 @@ pub(super) fn of(results: &Results, plots: &Plots) -> String {
     for line in verdict::summary(results) {
         page.strong(&line);
     }
+    if let Some(overview) = verdict::overview(results) {
+        page.table(about::OVERVIEW, &overview);
+    }
     page.paragraph(&about::HOW.replace('`', ""));
     let link = |(at, section): (usize, &Section)| (id(at), section.name.clone());
     page.contents(results.scenarios.iter().enumerate().map(link));
@@ -31,10 +34,11 @@ fn of_section(page: &mut Page, at: usize, section: &Section, plots: &Plots) {
     }
     for (number, group) in section.groups.iter().enumerate() {
         page.heading(3, &format!("{}-{number}", id(at)), &group.same.title());
-        page.table(about::CELLS, &Table::of(group));
         if let Some(verdicts) = verdict::table(group) {
             page.table(about::VERDICTS, &verdicts);
         }
+        page.table(about::CELLS, &Table::first(group));
+        page.folded_table(about::OTHERS, about::CELLS, &Table::second(group));
         let plots = plots.get(&(section.name.clone(), group.same));
         page.plots(plots.into_iter().flatten().map(|plot| &plot.svg));
     }

@@ -15,7 +15,11 @@ pub(super) fn of(results: &Results, plots: &Plots) -> String {
     for line in verdict::summary(results) {
         text += &format!("\n- **{}**", escaped(&line));
     }
-    text += &format!("\n\n{}\n", about::HOW);
+    if let Some(overview) = verdict::overview(results) {
+        let (caption, table) = (about::OVERVIEW, table_of(&overview));
+        text += &format!("\n\n{caption}:\n\n{table}");
+    }
+    text += &format!("\n{}\n", about::HOW);
     for section in &results.scenarios {
         text += &format!("\n## {}\n", escaped(&section.name));
         if let Some(about) = &section.about {
@@ -52,14 +56,18 @@ pub(super) fn of(results: &Results, plots: &Plots) -> String {
 }
 
 fn of_group(group: &Group) -> String {
-    let mut text = format!(
-        "\n### {}\n\n{}",
-        escaped(&group.same.title()),
-        table_of(&Table::of(group))
-    );
+    let mut text = format!("\n### {}\n", escaped(&group.same.title()));
     if let Some(verdicts) = verdict::table(group) {
         text += &format!("\n{}:\n\n{}", about::VERDICTS, table_of(&verdicts));
     }
+    text += &format!("\n{}:\n\n", about::CELLS);
+    text += &table_of(&Table::first(group));
+    // A table is one only between blank lines.
+    text += &format!(
+        "\n<details>\n<summary>{}</summary>\n\n{}\n</details>\n",
+        about::OTHERS,
+        table_of(&Table::second(group))
+    );
     text
 }
 

@@ -22,9 +22,9 @@ font:1rem/1.5 system-ui,sans-serif;overflow-wrap:break-word}\
 h1{font-size:1.7rem;line-height:1.2;margin:1rem 0}h2{font-size:1.35rem;margin:2.5rem 0 .5rem;border-top:1px solid var(--grid);padding-top:1rem}\
 h3{font-size:1.08rem;margin:1.75rem 0 .5rem}p,ul{max-width:75ch}a{color:var(--c2)}\
 pre{background:var(--panel);border:1px solid var(--grid);border-radius:6px;padding:.6rem .8rem;white-space:pre-wrap;overflow-wrap:anywhere}\
-.scroll{overflow-x:auto;margin:.75rem 0}.scroll:focus-visible{outline:2px solid var(--c2)}\
+.scroll{overflow-x:auto;margin:0 0 .75rem}.scroll:focus-visible{outline:2px solid var(--c2)}\
 table{border-collapse:collapse;font-size:.86rem;font-variant-numeric:tabular-nums}\
-caption{text-align:left;color:var(--soft);padding:.25rem 0}\
+.caption{font-size:.86rem;color:var(--soft);margin:.75rem 0 .25rem}\
 th,td{border-bottom:1px solid var(--grid);padding:.3rem .45rem;text-align:left;vertical-align:top}\
 thead th{background:var(--panel);vertical-align:bottom;font-weight:600}\
 tbody th{font-weight:400;white-space:nowrap;position:sticky;left:0;background:var(--ground);min-width:8rem}\
@@ -34,9 +34,11 @@ tr.short td:last-child{color:var(--mark);font-weight:600}\
 figure{margin:0;border:1px solid var(--grid);border-radius:6px;padding:.75rem;min-width:0}\
 figure svg{display:block;width:100%;height:auto;max-width:40rem;margin:auto}\
 figcaption{font-size:.82rem;color:var(--soft);margin-top:.5rem}figcaption strong{color:var(--ink);display:block}\
+summary{cursor:pointer;width:fit-content;color:var(--soft);font-size:.86rem}\
+@media(max-width:40rem){tbody th{white-space:normal;min-width:6rem}}\
 @page{size:A4 landscape;margin:12mm}\
-@media print{body{max-width:none;padding:0;font-size:9.5pt}table{font-size:6.4pt}th,td{padding:1.5pt 2.5pt;min-width:0!important}\
-.scroll{overflow:visible}tbody th{position:static;white-space:normal}figure,tr{break-inside:avoid}h2,h3{break-after:avoid}\
+@media print{body{max-width:none;padding:0;font-size:9.5pt}table{font-size:7.2pt}summary,.caption{font-size:8pt}th,td{padding:1.5pt 2.5pt;min-width:0!important}\
+.scroll{overflow:visible}details::details-content{content-visibility:visible;block-size:auto}summary{list-style:none}tbody th{position:static;white-space:normal}figure,tr{break-inside:avoid}h2,h3,.caption{break-after:avoid}\
 .plots{grid-template-columns:1fr 1fr}figure svg{max-width:11.5cm}*{print-color-adjust:exact;-webkit-print-color-adjust:exact}}";
 
 impl Page {
@@ -120,9 +122,19 @@ impl Page {
         }
         let caption = Escaped(caption);
         self.add(format_args!(
-            "<div class=\"scroll\" role=\"region\" tabindex=\"0\" aria-label=\"{caption}\"><table><caption>{caption}</caption>\
-             <thead><tr>{text}</tbody></table></div>"
+            "<p class=\"caption\">{caption}</p><div class=\"scroll\" role=\"region\" tabindex=\"0\" aria-label=\"{caption}\">\
+             <table><thead><tr>{text}</tbody></table></div>"
         ));
+    }
+
+    /// The same, which is seen when it is opened, and in print.
+    pub(crate) fn folded_table(&mut self, summary: &str, caption: &str, table: &Table) {
+        self.add(format_args!(
+            "<details><summary>{}</summary>",
+            Escaped(summary)
+        ));
+        self.table(caption, table);
+        self.add(format_args!("</details>"));
     }
 
     /// Plots, as many beside each other as there is room for.

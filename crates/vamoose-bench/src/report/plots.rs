@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::chart::{Chart, Marks, Scale, Series, WIDTH, label, over_time};
 use super::results::{Group, Results, Row, Same, Spread};
 use super::svg::{Anchor, Shape, Svg, text_width};
-use super::table::{cpu_total, full, short};
+use super::table::{self, cpu_total, full, short};
 use super::verdict;
 use crate::record::{Moment, Record};
 use crate::scenario::Who;
@@ -19,8 +19,8 @@ pub(super) struct Plot {
     pub(super) svg: Svg,
 }
 
-/// Where a guest's downtime is drawn, in the reports of a run.
-const AT_THE_END: &str = "The downtime is known by its length, and drawn at the end.";
+/// Where a downtime is drawn of which it is not known when it began.
+const AT_THE_END: &str = " It is known by its length, and drawn at the end.";
 
 pub(super) fn of(results: &Results) -> Plots {
     let sections = results.scenarios.iter();
@@ -49,7 +49,7 @@ fn of_group(group: &Group) -> Vec<(String, Svg)> {
     plots.extend(times(group).map(|svg| ("time".to_owned(), svg)));
     plots.extend(pareto(group).map(|svg| ("cpu".to_owned(), svg)));
     let shown: Vec<_> = worth_a_look(group);
-    let until = shown.iter().map(|(_, record)| record.figures.seconds);
+    let until = shown.iter().map(|(_, record)| end(record));
     let until = until.fold(0.0, f64::max);
     for (row, record) in &shown {
         let svg = timeline(row, record, until);
@@ -437,12 +437,9 @@ fn latencies(row: &Row, record: &Record) -> Option<Svg> {
         is_logarithmic: true,
     };
     let marks = Marks {
-        until: record.figures.seconds,
+        until: end(record),
         paused: paused(record),
-        events: vec![
-            (0.0, "begins".to_owned()),
-            (record.figures.seconds, "ends".to_owned()),
-        ],
+        events: vec![(0.0, "begins".to_owned()), (end(record), "ends".to_owned())],
         ..Marks::default()
     };
     let longest = |longest: Option<f64>| longest.map_or("–".to_owned(), short);
@@ -463,24 +460,33 @@ fn latencies(row: &Row, record: &Record) -> Option<Svg> {
     Some(over_time(&title, &told, &[chart], &marks))
 }
 
+/// From when to when the guest stood still, in seconds since the beginning.
 fn paused(record: &Record) -> Option<(f64, f64)> {
-    let downtime = record
-        .figures
-        .downtime
-        .or(record.figures.downtime_reported)?
-        / 1e3;
-    let end = record.figures.seconds;
+    let downtime = table::downtime(record)? / 1e3;
+    if let Some(stopped) = record.figures.stopped {
+        return Some((stopped / 1e3, stopped / 1e3 + downtime));
+    }
+    let end = end(record);
     (downtime > 0.0 && downtime <= end).then_some((end - downtime, end))
 }
 
+/// In seconds since the beginning. The total time is QEMU's own, which begins later where Vamoose sets up first.
+fn end(record: &Record) -> f64 {
+    let last = record.timeline.last();
+    last.map_or(record.figures.seconds, |moment| {
+        seconds(moment.milliseconds)
+    })
+}
+
 fn pause_told(record: &Record) -> String {
-    match paused(record) {
-        Some((from, to)) => format!(
-            "Downtime {} ms (shaded). {AT_THE_END}",
-            short((to - from) * 1e3)
-        ),
-        None => String::new(),
-    }
+    let Some((from, to)) = paused(record) else {
+        return String::new();
+    };
+    let place = match record.figures.stopped {
+        Some(_) => "",
+        None => AT_THE_END,
+    };
+    format!("Downtime {} ms (shaded).{place}", short((to - from) * 1e3))
 }
 
 /// Megabits a second, from milliseconds and bytes so far. Looks that are close together are taken as one.

@@ -1,4 +1,5 @@
-//! Tables: that of a group has a row for each cell, and of the columns those in which something is known.
+//! Tables: those of a group have a row for each cell, and of the columns those in which something is known. A reader decides by the few
+//! columns of the first; the second has the others.
 
 use super::results::{Group, Row, Spread};
 use super::verdict;
@@ -31,146 +32,190 @@ struct Column {
     name: &'static str,
     /// What the figures are, in a sentence.
     meaning: &'static str,
+    place: Place,
     value: fn(&Row) -> Option<String>,
+}
+
+/// In which of a group's two tables a column is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// What tells the rows apart.
+    Both,
+    First,
+    /// In the first where no row of the group has the column before it, which says the same more truly.
+    Instead,
+    Second,
 }
 
 /// What a downtime consists of, in this order.
 pub(crate) const PARTS: [&str; 4] = ["last-round", "device-state", "load", "commit"];
 
 /// What is not known.
-const ABSENT: &str = "–";
+pub(super) const ABSENT: &str = "–";
 
 /// All that there may be.
-static COLUMNS: [Column; 26] = [
+static COLUMNS: [Column; 27] = [
     Column {
         name: "contender",
         meaning: "who moved the guest, by which method and with which options",
+        place: Place::Both,
         value: |row| Some(row.cell.contender.to_string()),
     },
     Column {
         name: "channels",
         meaning: "data channels (connections)",
+        place: Place::Both,
         value: |row| Some(row.cell.channels.to_string()),
     },
     Column {
         name: "seconds",
         meaning: "total time of the migration; one with > was cancelled after that time",
+        place: Place::First,
         value: seconds,
     },
     Column {
         name: "downtime, ms",
         meaning: "from the guest's stop to its start at the destination, by one clock",
+        place: Place::First,
         value: |row| text(row.spread(|record| record.figures.downtime)),
     },
     Column {
         name: "reported, ms",
         meaning: "the downtime that the source QEMU reports",
+        place: Place::Instead,
         value: |row| text(row.spread(|record| record.figures.downtime_reported)),
     },
     Column {
         name: "parts, ms",
         meaning: "what the downtime consists of, as Vamoose reports it: last round + device state + load + commit, a median of each",
+        place: Place::Second,
         value: parts,
     },
     Column {
         name: "rounds",
         meaning: "rounds over the guest's memory",
+        place: Place::Second,
         value: |row| count(row.spread(|record| record.figures.rounds.map(float))),
     },
     Column {
         name: "throttle, %",
         meaning: "the most by which auto-converge slowed the guest",
+        place: Place::Second,
         value: |row| count(row.spread(|record| record.figures.throttle.map(float))),
     },
     Column {
         name: "guest writes, MiB/s",
         meaning: "memory that the guest changed in a second, before the migration",
+        place: Place::Second,
         value: |row| count(row.spread(|record| record.figures.dirty_rate.map(float))),
     },
     Column {
         name: "wire, MB",
         meaning: "bytes between the hosts, as the sender counts them, in 10^6",
+        place: Place::First,
         value: |row| text(row.spread(|record| record.figures.wire_bytes.map(mega))),
     },
     Column {
         name: "link, MB",
         meaning: "bytes over the link, headers of TCP and IP included, in 10^6",
+        place: Place::Second,
         value: |row| text(row.spread(|record| record.figures.link_bytes.map(mega))),
     },
     Column {
         name: "guest, MB/s",
         meaning: "the guest's memory divided by the total time",
+        place: Place::Second,
         value: |row| middle(row.spread(guest_rate)),
     },
     Column {
         name: "link, Mbit/s",
         meaning: "bits over the link (where those are not known: on the wire) divided by the total time",
+        place: Place::First,
         value: |row| middle(row.spread(link_rate)),
     },
     Column {
         name: "pages/s",
         meaning: "pages, zero pages among them, divided by the total time",
+        place: Place::Second,
         value: |row| middle(row.spread(pages_rate)),
     },
     Column {
         name: "CPU send, s",
         meaning: "CPU seconds of the source's host: QEMU and Vamoose",
+        place: Place::Second,
         value: |row| middle(row.spread(|record| cpu(record, record.figures.cpu.sending()))),
     },
     Column {
         name: "CPU receive, s",
         meaning: "CPU seconds of the destination's host: QEMU and Vamoose",
+        place: Place::Second,
         value: |row| middle(row.spread(|record| cpu(record, record.figures.cpu.receiving()))),
     },
     Column {
         name: "CPU total, s",
         meaning: "both",
+        place: Place::Second,
         value: |row| text(row.spread(|record| cpu(record, record.figures.cpu.total()))),
     },
     Column {
         name: "CPU, s/GiB",
         meaning: "CPU seconds of both hosts for each GiB of the guest's memory",
+        place: Place::First,
         value: |row| middle(row.spread(cpu_by_memory)),
     },
     Column {
         name: "CPU send, %",
         meaning: "CPU seconds of the source's host divided by the total time: 100 is one core",
+        place: Place::Second,
         value: |row| middle(row.spread(|record| share(record, record.figures.cpu.sending()))),
     },
     Column {
         name: "CPU receive, %",
         meaning: "the same of the destination's host",
+        place: Place::Second,
         value: |row| middle(row.spread(|record| share(record, record.figures.cpu.receiving()))),
+    },
+    Column {
+        name: "peak, MiB",
+        meaning: "the most memory of Vamoose, at the end where it had more",
+        place: Place::First,
+        value: |row| middle(row.spread(|record| peak(record).map(mebi))),
     },
     Column {
         name: "peak send, MiB",
         meaning: "the most memory of Vamoose at the source",
+        place: Place::Second,
         value: |row| middle(row.spread(|record| record.figures.peak_sender.map(mebi))),
     },
     Column {
         name: "peak receive, MiB",
         meaning: "the same at the destination",
+        place: Place::Second,
         value: |row| middle(row.spread(|record| record.figures.peak_receiver.map(mebi))),
     },
     Column {
         name: "clients, answers/s",
         meaning: "what the guest's clients got: before the migration → through it",
+        place: Place::Second,
         value: |row| services(row, |service| Some(service.rate)),
     },
     Column {
         name: "p99, ms",
         meaning: "latency of the slowest hundredth of the answers: before → through the migration",
+        place: Place::First,
         value: |row| services(row, |service| service.p99),
     },
     Column {
         name: "longest, ms",
         meaning: "the longest latency: before → through the migration",
+        place: Place::Second,
         value: |row| services(row, |service| service.longest),
     },
     Column {
         name: "proof",
         meaning: "equal: the whole memory of both ends was compared; checked: the guest, which runs on, has verified its memory; \
                   served: a real program ran on, without a wrong answer; cancelled: took too long, and runs at the source",
+        place: Place::First,
         value: |row| Some(row.proof()),
     },
 ];
@@ -190,9 +235,31 @@ impl Table {
         });
     }
 
-    pub(super) fn of(group: &Group) -> Self {
-        let columns = COLUMNS.iter().filter(|column| column.is_known(group));
-        let columns: Vec<_> = columns.collect();
+    /// What a reader decides by.
+    pub(super) fn first(group: &Group) -> Self {
+        Self::with(group, |column, before| match column.place {
+            Place::Both | Place::First => true,
+            Place::Instead => before.is_some_and(|before| !before.is_known(group)),
+            Place::Second => false,
+        })
+    }
+
+    /// The others.
+    pub(super) fn second(group: &Group) -> Self {
+        Self::with(group, |column, before| match column.place {
+            Place::Both | Place::Second => true,
+            Place::Instead => before.is_some_and(|before| before.is_known(group)),
+            Place::First => false,
+        })
+    }
+
+    /// `is_in` is asked of a column and the one before it.
+    fn with(group: &Group, is_in: impl Fn(&Column, Option<&Column>) -> bool) -> Self {
+        let before = [None].into_iter().chain(COLUMNS.iter().map(Some));
+        let columns = COLUMNS.iter().zip(before);
+        let columns = columns.filter(|(column, before)| is_in(column, *before));
+        let columns = columns.map(|(column, _)| column);
+        let columns: Vec<_> = columns.filter(|column| column.is_known(group)).collect();
         let mut table = Self::new(columns.iter().map(|column| column.name));
         for row in &group.rows {
             let is_default = verdict::is_default(&row.cell.contender);
@@ -240,6 +307,17 @@ pub(super) fn full(spread: Spread) -> String {
     format!("{median} ({least}–{most})")
 }
 
+/// As short.
+pub(super) fn median(spread: Spread) -> String {
+    short(spread.median)
+}
+
+/// Of a running guest by one clock; of others, which notice none, what QEMU reports. In milliseconds.
+pub(super) fn downtime(record: &Record) -> Option<f64> {
+    let figures = &record.figures;
+    figures.downtime.or(figures.downtime_reported)
+}
+
 /// CPU seconds of both hosts; `None` where none were counted.
 pub(super) fn cpu_total(record: &Record) -> Option<f64> {
     cpu(record, record.figures.cpu.total())
@@ -251,7 +329,7 @@ fn text(spread: Option<Spread>) -> Option<String> {
 
 /// Of what is derived from other columns: its spread is theirs.
 fn middle(spread: Option<Spread>) -> Option<String> {
-    spread.map(|spread| short(spread.median))
+    spread.map(median)
 }
 
 /// Of what is counted.
@@ -321,8 +399,12 @@ fn cpu(record: &Record, seconds: f64) -> Option<f64> {
     (record.figures.cpu.total() > 0.0).then_some(seconds)
 }
 
-fn cpu_by_memory(record: &Record) -> Option<f64> {
+pub(super) fn cpu_by_memory(record: &Record) -> Option<f64> {
     Some(cpu_total(record)? / (record.cell.ram as f64 / f64::from(1 << 30)))
+}
+
+fn peak(record: &Record) -> Option<u64> {
+    record.figures.peak_sender.max(record.figures.peak_receiver)
 }
 
 fn share(record: &Record, seconds: f64) -> Option<f64> {

@@ -26,16 +26,16 @@ use serde_json::Value;
 const COMMIT: Message = Message::Request("commit");
 
 /// A guest that has left A, and B has not been sent `cont`: `migrate` was killed, and the network is cut.
-struct Scene {
+pub(crate) struct Scene {
     b: Host,
     gate: Gate,
-    at_a: Qemu,
+    pub(crate) at_a: Qemu,
     at_b: Qemu,
-    attempt: String,
+    pub(crate) attempt: String,
 }
 
 impl Scene {
-    fn start(binary: &Binary, options: &[&str]) -> Result<Self> {
+    pub(crate) fn start(binary: &Binary, options: &[&str]) -> Result<Self> {
         let b = Host::start(options)?;
         let gate = Gate::start(&b.address)?;
         let mut at_a = Builder::bare(binary, 4 * MIB)
@@ -67,7 +67,7 @@ impl Scene {
         })
     }
 
-    fn state_of_a(&self) -> PathBuf {
+    pub(crate) fn state_of_a(&self) -> PathBuf {
         self.at_a.qmp_socket().with_file_name("state")
     }
 

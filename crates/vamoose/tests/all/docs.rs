@@ -1,7 +1,11 @@
 //! The documentation does not rot: links lead somewhere, the handbook has every page of docs/, commands are those of this program,
-//! and quoted messages are in the sources.
+//! and quoted messages are in the sources. `docs/commands.rs` types the commands.
 //!
 //! What is read of Markdown is what these files use: fences, code spans, headings with `#`, inline links and tables.
+
+mod commands;
+mod guest;
+mod hosts;
 
 use std::{
     collections::BTreeMap,
@@ -66,7 +70,7 @@ fn commands_are_those_of_this_program() {
     let mut wrong = Vec::new();
     for (page, text) in &*PAGES {
         let blocks = fences(text).into_iter();
-        let scripts = blocks.filter(|block| block.language == "sh");
+        let scripts = blocks.filter(|block| ["sh", "console"].contains(&block.language.as_str()));
         for line in scripts.flat_map(|block| command_lines(&block.text)) {
             for command in commands(&line) {
                 count += 1;
