@@ -238,10 +238,8 @@ impl Controller {
                 true => (took - cpu * self.stretch).max(0.0),
                 false => 0.0,
             };
-            self.link.sent(wire, elapsed, waited);
-            if let Some(queued) = sent.queued {
-                self.link.holds(bytes(queued), wire, elapsed, waited);
-            }
+            self.link
+                .sent(wire, elapsed, waited, sent.queued.map(bytes));
             let encoding = self.encoding();
             self.price.sent(wire, pages, elapsed, &self.link, encoding);
         }

@@ -29,6 +29,8 @@ pub(super) struct Link {
     far_off: i32,
     /// Bytes that the socket held after the last packet, if known.
     queued: Option<f64>,
+    /// The most that it has ever held.
+    most_held: f64,
     drain: Drain,
     /// Drains in a row that were far off, above zero if the link had become slower.
     far_drains: i32,
@@ -68,6 +70,9 @@ impl Drain {
 /// A drain is at least so long, in nanoseconds and in packets: windows open by leaps.
 const LEAST_DRAIN: f64 = 60e6;
 const LEAST_DRAINED: u32 = 4;
+
+/// The same of the first drain, in nanoseconds: it tells the rate until there is a span.
+const FIRST_DRAIN: f64 = 5e6;
 
 /// By how much a link that was idle is taken to be faster.
 const IDLE_GROWTH: f64 = 2.0;
@@ -109,6 +114,7 @@ impl Link {
             growth: FIRST_GROWTH,
             far_off: 0,
             queued: None,
+            most_held: 0.0,
             drain: Drain::NONE,
             far_drains: 0,
         }
@@ -139,11 +145,8 @@ impl Link {
         self.drain = Drain::NONE;
     }
 
-    /// The packet that was [`sent`](Self::sent) last is out, and the socket still holds so many bytes.
-    pub(super) fn holds(&mut self, queued: f64, bytes: f64, time: f64, waited: f64) {
-        let Some(before) = self.queued.replace(queued) else {
-            return;
-        };
+    /// The same, where the socket tells what it held before and holds now.
+    fn drains(&mut self, bytes: f64, before: f64, queued: f64, time: f64, waited: f64) {
         let drain = &mut self.drain;
         drain.packets += 1;
         drain.bytes += bytes + before - queued;
@@ -151,10 +154,20 @@ impl Link {
         drain.waited += waited;
         drain.idle &= queued <= bytes;
         drain.busy &= queued > bytes;
-        if drain.time > LEAST_DRAIN && drain.packets >= LEAST_DRAINED {
+        let least = match self.time {
+            Some(_) => LEAST_DRAIN,
+            None => FIRST_DRAIN,
+        };
+        if drain.time > least && drain.packets >= LEAST_DRAINED {
             let drain = std::mem::replace(&mut self.drain, Drain::NONE);
-            if let Some(link) = self.time {
-                self.has_drained(link, drain);
+            match self.time {
+                Some(link) => self.has_drained(link, drain),
+                // Better a rough rate now than megabytes of raw packets until it is exact.
+                None if drain.busy => {
+                    self.time = Some(drain.time / drain.bytes.max(1.0));
+                    (self.span, self.free) = (None, (0.0, 0.0));
+                }
+                None => {}
             }
         }
     }
@@ -179,14 +192,20 @@ impl Link {
         }
     }
 
-    /// So many bytes went out in the time since those before, of which the sender has waited for a part.
-    pub(super) fn sent(&mut self, bytes: f64, time: f64, waited: f64) {
+    /// So many bytes went out in the time since those before, of which the sender has waited for a part. `queued` are those that
+    /// the socket still holds, if known.
+    pub(super) fn sent(&mut self, bytes: f64, time: f64, waited: f64, queued: Option<f64>) {
+        let before = std::mem::replace(&mut self.queued, queued);
+        let held = queued.unwrap_or(0.0);
+        // What a buffer that grows has taken, the link has not.
+        let gone = bytes - (held - self.most_held).max(0.0);
+        self.most_held = self.most_held.max(held);
         if let Some(span) = &mut self.span {
-            span.bytes += bytes;
+            span.bytes += gone;
             span.time += time;
             span.waited += waited;
         }
-        self.free.0 += bytes;
+        self.free.0 += gone;
         self.free.1 += time - waited;
         if self
             .time
@@ -201,6 +220,9 @@ impl Link {
             && self.surplus(link) > 1.5 * self.quantum
         {
             self.has_grown(link);
+        }
+        if let (Some(before), Some(queued)) = (before, queued) {
+            self.drains(bytes, before, queued, time, waited);
         }
     }
 
@@ -268,10 +290,10 @@ mod tests {
         let (bytes, work, mut left) = (100e3, 8e3, seconds * 1e9);
         while left > 0.0 {
             for _ in 0..4 {
-                link.sent(bytes, work, 0.0);
+                link.sent(bytes, work, 0.0, None);
             }
             let all = 5.0 * bytes / rate;
-            link.sent(bytes, all - 4.0 * work, all - 5.0 * work);
+            link.sent(bytes, all - 4.0 * work, all - 5.0 * work, None);
             left -= all;
         }
     }
@@ -291,6 +313,46 @@ mod tests {
     }
 
     #[test]
+    fn what_the_socket_holds_tells_the_rate_before_the_first_wait() {
+        let (mut link, rate, bytes, each) = (Link::new(), 0.0625, 150e3, 1.5e6);
+        for packet in 1..=8 {
+            let queued = bytes + f64::from(packet) * (bytes - rate * each);
+            link.sent(bytes, each, 0.0, Some(queued));
+        }
+        let found = 1.0 / link.time().unwrap();
+        assert!((found / rate - 1.0).abs() < 0.05, "{found}");
+    }
+
+    #[test]
+    fn a_socket_that_empties_itself_tells_no_rate() {
+        let mut link = Link::new();
+        for _ in 0..8 {
+            link.sent(150e3, 1.5e6, 0.0, Some(100e3));
+        }
+        assert_eq!(link.time(), None);
+    }
+
+    /// As a kernel's buffer does, once raw packets come after small ones.
+    #[test]
+    fn a_buffer_that_grows_is_not_taken_for_a_faster_link() {
+        let (mut link, rate, mut queued) = (Link::new(), 0.0625, 0.4e6);
+        let mut send = |bytes: f64, each: f64, count: usize, link: &mut Link| {
+            for _ in 0..count {
+                queued += bytes - rate * each;
+                link.sent(bytes, each, 0.0, Some(queued));
+            }
+        };
+        send(90e3, 1.4e6, 50, &mut link);
+        let before = link.time().unwrap();
+        send(500e3, 1.6e6, 6, &mut link);
+        assert!(
+            link.time().unwrap() > 0.9 * before,
+            "{before} {link:?}",
+            link = link.time()
+        );
+    }
+
+    #[test]
     fn a_slower_link_is_followed() {
         let mut link = Link::new();
         send_over(&mut link, 1.25, 1.0);
@@ -305,12 +367,12 @@ mod tests {
         let before = rate(&link);
         let mut sent = 0.0;
         while link.time().is_some_and(|time| 1.0 / time < 1.4 * before) {
-            link.sent(100e3, 100e3, 0.0);
+            link.sent(100e3, 100e3, 0.0, None);
             sent += 100e3;
         }
         assert!(sent < 4.0 * MOST_QUANTUM, "noticed after {sent} bytes");
         for _ in 0..100_000 {
-            link.sent(100e3, 1e3, 0.0);
+            link.sent(100e3, 1e3, 0.0, None);
         }
         assert_eq!(link.time(), None);
     }
@@ -322,8 +384,7 @@ mod tests {
         let (bytes, each, mut queued, mut left) = (100e3, 15e6, 4e6, seconds * 1e9);
         while left > 0.0 {
             queued = f64::max(queued + bytes - rate * each, 0.9 * bytes);
-            link.sent(bytes, each, 0.0);
-            link.holds(queued, bytes, each, 0.0);
+            link.sent(bytes, each, 0.0, Some(queued));
             left -= each;
         }
         link
@@ -347,16 +408,16 @@ mod tests {
     #[test]
     fn a_link_is_felt_from_the_first_wait_to_a_pause() {
         let mut link = Link::new();
-        link.sent(100e3, 1e6, 0.0);
+        link.sent(100e3, 1e6, 0.0, None);
         assert!(!link.is_felt());
-        link.sent(100e3, 1e6, 0.5e6);
+        link.sent(100e3, 1e6, 0.5e6, None);
         assert!(link.is_felt());
         link.paused();
         assert!(!link.is_felt());
-        link.sent(100e3, 1e6, 0.5e6);
+        link.sent(100e3, 1e6, 0.5e6, None);
         assert!(link.is_felt());
         for _ in 0..40 {
-            link.sent(100e3, 1e6, 0.0);
+            link.sent(100e3, 1e6, 0.0, None);
         }
         assert!(!link.is_felt());
     }

@@ -882,20 +882,24 @@ struct Row {
 
 impl Row {
     fn of(world: World, seconds: f64) -> Self {
-        let rungs = (0..RUNGS).map(|rung| {
-            let mut simulation = Simulation::new(world, || Choice::Fixed(rung));
-            (simulation.run(seconds), simulation.cpu_per_byte())
+        let run = |choice: &dyn Fn() -> Choice| {
+            let mut simulation = Simulation::new(world, choice);
+            let [first, then] = [(); 2].map(|()| simulation.run(seconds));
+            (first, then, simulation.cpu_per_byte())
+        };
+        let rungs: Vec<_> = (0..RUNGS)
+            .map(|rung| run(&|| Choice::Fixed(rung)))
+            .collect();
+        // The data of the two times differ.
+        let best = rungs.iter().fold((0.0, 0.0), |best, rung| {
+            (f64::max(best.0, rung.0), f64::max(best.1, rung.1))
         });
-        let rungs: Vec<_> = rungs.collect();
-        let best = rungs.iter().map(|rung| rung.0).fold(0.0, f64::max);
-        let mut simulation = Simulation::new(world, auto);
-        let [first, then] = [(); 2].map(|()| simulation.run(seconds) / best);
-        let cpu = simulation.cpu_per_byte();
+        let (first, then, cpu) = run(&auto);
         Self {
-            first,
-            then,
+            first: first / best.0,
+            then: then / best.1,
             cpu,
-            rungs,
+            rungs: rungs.iter().map(|rung| (rung.0, rung.2)).collect(),
         }
     }
 }
@@ -969,7 +973,10 @@ fn on_a_slow_link_nothing_but_the_best_rung_goes_out_whatever_comes() {
             ..ONE_MACHINE
         };
         let row = Row::of(world, 8.0);
-        assert!(row.first >= 0.94 && row.then >= 0.98, "{row}");
+        assert!(
+            row.first >= if tells { 0.98 } else { 0.94 } && row.then >= 0.98,
+            "{row}"
+        );
     }
 }
 
@@ -978,7 +985,7 @@ fn on_a_slow_link_nothing_but_the_best_rung_goes_out_whatever_comes() {
 fn a_short_migration_has_the_right_rung_soon() {
     for data in [Data::Text, Data::Memory, Data::Files] {
         for (link, seconds, least) in [
-            (0.1, 2.0, 0.96),
+            (0.1, 2.0, 0.98),
             (1.0, 1.0, 0.92),
             (10.0, 0.6, 0.98),
             (f64::INFINITY, 0.6, 0.96),
