@@ -54,6 +54,8 @@ struct Drain {
     idle: bool,
     /// Whether some of them had not left, ever: then it had something to do all the time.
     busy: bool,
+    /// Whether so many had not left that it is not for a delayed acknowledgement.
+    deep: bool,
 }
 
 impl Drain {
@@ -64,6 +66,7 @@ impl Drain {
         waited: 0.0,
         idle: true,
         busy: true,
+        deep: true,
     };
 }
 
@@ -73,6 +76,9 @@ const LEAST_DRAINED: u32 = 4;
 
 /// The same of the first drain, in nanoseconds: it tells the rate until there is a span.
 const FIRST_DRAIN: f64 = 5e6;
+
+/// Earlier bytes in the socket that are the link's doing: more than wait for a receiver's thread to have a core.
+const DEEP: f64 = 400e3;
 
 /// By how much a link that was idle is taken to be faster.
 const IDLE_GROWTH: f64 = 2.0;
@@ -154,6 +160,7 @@ impl Link {
         drain.waited += waited;
         drain.idle &= queued <= bytes;
         drain.busy &= queued > bytes;
+        drain.deep &= queued > bytes + DEEP;
         let least = match self.time {
             Some(_) => LEAST_DRAIN,
             None => FIRST_DRAIN,
@@ -163,7 +170,7 @@ impl Link {
             match self.time {
                 Some(link) => self.has_drained(link, drain),
                 // Better a rough rate now than megabytes of raw packets until it is exact.
-                None if drain.busy => {
+                None if drain.deep => {
                     self.time = Some(drain.time / drain.bytes.max(1.0));
                     (self.span, self.free) = (None, (0.0, 0.0));
                 }
@@ -316,7 +323,7 @@ mod tests {
     fn what_the_socket_holds_tells_the_rate_before_the_first_wait() {
         let (mut link, rate, bytes, each) = (Link::new(), 0.0625, 150e3, 1.5e6);
         for packet in 1..=8 {
-            let queued = bytes + f64::from(packet) * (bytes - rate * each);
+            let queued = bytes + DEEP + f64::from(packet) * (bytes - rate * each);
             link.sent(bytes, each, 0.0, Some(queued));
         }
         let found = 1.0 / link.time().unwrap();
