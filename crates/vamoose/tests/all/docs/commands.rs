@@ -101,6 +101,11 @@ const ELSEWHERE: &[(&str, &str, Where)] = &[
     ("docs/install.md", "virsh migrate", FIRST),
     (
         "docs/install.md",
+        "vamoose bench",
+        Where::Make("package-test"),
+    ),
+    (
+        "docs/install.md",
         "systemctl enable",
         Where::Make("package-test"),
     ),
