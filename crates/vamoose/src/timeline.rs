@@ -69,6 +69,7 @@ impl Timeline {
         self.newest = None;
         self.samples.push(sample);
         if self.samples.len() >= MOST {
+            self.newest = self.samples.pop();
             let mut is_kept = false;
             self.samples.retain(|_| {
                 is_kept = !is_kept;
@@ -126,6 +127,18 @@ mod tests {
             prop_assert_eq!(samples.first().map(|sample| sample.milliseconds), Some(steps[0]));
             prop_assert_eq!(samples.last().map(|sample| sample.milliseconds), Some(now));
         }
+    }
+
+    #[test]
+    fn the_newest_sample_stays_when_every_other_is_given_up() {
+        let mut timeline = Timeline::default();
+        for step in 1..=MOST as u64 {
+            timeline.push(Sample::of(step * INTERVAL, &Progress::default()));
+        }
+        let samples = timeline.into_samples();
+        let last = samples.last().map(|sample| sample.milliseconds);
+        assert_eq!(last, Some(MOST as u64 * INTERVAL));
+        assert_eq!(samples.len(), MOST / 2 + 1);
     }
 
     #[test]
