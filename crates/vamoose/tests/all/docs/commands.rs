@@ -397,7 +397,8 @@ mod scenes {
         moves(&hosts, &serve, &script.next("vamoose migrate")?)?;
         hosts.source.run(&script.next("vamoose report")?)?;
         let html = fs::read_to_string(hosts.source.home("web1.html"))?;
-        ensure!(html.contains("<svg"), "no plot: {html}");
+        // This guest moves in too short a time for the samples of a plot.
+        ensure!(html.contains("<td>completed</td>"), "{html}");
         Ok(Played::ToTheEnd)
     }
 
