@@ -67,11 +67,6 @@ pub(super) fn watch(
             }
             _ => false,
         };
-        if is_over || has_begun && look % stride == 0 {
-            let sent =
-                sent_before.and_then(|before| Some(net::sent_by(source.pid()).ok()? - before));
-            seen.timeline.push(moment(elapsed, &account, sent));
-        }
         if seen.timeline.len() >= MOST_MOMENTS {
             let mut is_kept = false;
             seen.timeline.retain(|_| {
@@ -79,6 +74,11 @@ pub(super) fn watch(
                 is_kept
             });
             stride *= 2;
+        }
+        if is_over || has_begun && look % stride == 0 {
+            let sent =
+                sent_before.and_then(|before| Some(net::sent_by(source.pid()).ok()? - before));
+            seen.timeline.push(moment(elapsed, &account, sent));
         }
         if is_over {
             seen.account = Some(account);
