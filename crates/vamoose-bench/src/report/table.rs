@@ -155,7 +155,7 @@ static COLUMNS: [Column; 27] = [
         name: "CPU total, s",
         meaning: "both",
         place: Place::Second,
-        value: |row| text(row.spread(|record| cpu(record, record.figures.cpu.total()))),
+        value: |row| text(row.spread(cpu_total)),
     },
     Column {
         name: "CPU, s/GiB",
