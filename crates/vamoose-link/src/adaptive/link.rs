@@ -11,7 +11,8 @@
 //! that has not waited for longer than a quantum explains has a faster link than it thinks.
 //!
 //! On a slow link that takes a while: buffers hold what it carries in a second. Where the socket reports how many bytes it
-//! still holds, those that have gone are known without a wait, and a link that has become faster shows at once.
+//! still holds, those that have gone are known without a wait: the rate of a new link shows before the first one, and a link
+//! that has become faster at once.
 
 /// The rate of the link.
 pub(super) struct Link {
@@ -151,54 +152,6 @@ impl Link {
         self.drain = Drain::NONE;
     }
 
-    /// The same, where the socket tells what it held before and holds now.
-    fn drains(&mut self, bytes: f64, before: f64, queued: f64, time: f64, waited: f64) {
-        let drain = &mut self.drain;
-        drain.packets += 1;
-        drain.bytes += bytes + before - queued;
-        drain.time += time;
-        drain.waited += waited;
-        drain.idle &= queued <= bytes;
-        drain.busy &= queued > bytes;
-        drain.deep &= queued > bytes + DEEP;
-        let least = match self.time {
-            Some(_) => LEAST_DRAIN,
-            None => FIRST_DRAIN,
-        };
-        if drain.time > least && drain.packets >= LEAST_DRAINED {
-            let drain = std::mem::replace(&mut self.drain, Drain::NONE);
-            match self.time {
-                Some(link) => self.has_drained(link, drain),
-                // Better a rough rate now than megabytes of raw packets until it is exact.
-                None if drain.deep => {
-                    self.time = Some(drain.time / drain.bytes.max(1.0));
-                    (self.span, self.free) = (None, (0.0, 0.0));
-                }
-                None => {}
-            }
-        }
-    }
-
-    fn has_drained(&mut self, link: f64, drain: Drain) {
-        let found = drain.time / drain.bytes.max(1.0);
-        // A link that was idle at times may be any faster than that, but no slower.
-        let is_told = match found > link {
-            true => drain.busy && found > SLOW,
-            false => link > SLOW,
-        };
-        let change = if is_told { found / link } else { 1.0 };
-        self.far_drains = far_in_a_row(self.far_drains, change);
-        if drain.idle && drain.waited < LEAST_WAIT * drain.time {
-            if link > SLOW {
-                self.paused();
-                self.time = Some(link.min(found) / IDLE_GROWTH);
-            }
-        } else if self.far_drains.abs() >= 2 {
-            self.time = Some(found);
-            (self.span, self.free) = (None, (0.0, 0.0));
-        }
-    }
-
     /// So many bytes went out in the time since those before, of which the sender has waited for a part. `queued` are those that
     /// the socket still holds, if known.
     pub(super) fn sent(&mut self, bytes: f64, time: f64, waited: f64, queued: Option<f64>) {
@@ -231,6 +184,58 @@ impl Link {
         if let (Some(before), Some(queued)) = (before, queued) {
             self.drains(bytes, before, queued, time, waited);
         }
+    }
+
+    /// The same, where the socket tells what it held before and holds now.
+    fn drains(&mut self, bytes: f64, before: f64, queued: f64, time: f64, waited: f64) {
+        let drain = &mut self.drain;
+        drain.packets += 1;
+        drain.bytes += bytes + before - queued;
+        drain.time += time;
+        drain.waited += waited;
+        drain.idle &= queued <= bytes;
+        drain.busy &= queued > bytes;
+        drain.deep &= queued > bytes + DEEP;
+        let least = match self.time {
+            Some(_) => LEAST_DRAIN,
+            None => FIRST_DRAIN,
+        };
+        if drain.time > least && drain.packets >= LEAST_DRAINED {
+            let drain = std::mem::replace(&mut self.drain, Drain::NONE);
+            self.has_drained(drain);
+        }
+    }
+
+    fn has_drained(&mut self, drain: Drain) {
+        let found = drain.time / drain.bytes.max(1.0);
+        let Some(link) = self.time else {
+            // Better a rough rate now than megabytes of raw packets until it is exact.
+            if drain.deep {
+                self.restart_at(found);
+            }
+            return;
+        };
+        // A link that was idle at times may be any faster than that, but no slower.
+        let is_told = match found > link {
+            true => drain.busy && found > SLOW,
+            false => link > SLOW,
+        };
+        let change = if is_told { found / link } else { 1.0 };
+        self.far_drains = far_in_a_row(self.far_drains, change);
+        if drain.idle && drain.waited < LEAST_WAIT * drain.time {
+            if link > SLOW {
+                self.paused();
+                self.time = Some(link.min(found) / IDLE_GROWTH);
+            }
+        } else if self.far_drains.abs() >= 2 {
+            self.restart_at(found);
+        }
+    }
+
+    /// The link has this time, whatever waits have told before.
+    fn restart_at(&mut self, found: f64) {
+        self.time = Some(found);
+        (self.span, self.free) = (None, (0.0, 0.0));
     }
 
     /// Bytes that went out since the last wait beyond what the link has taken.
