@@ -218,8 +218,11 @@ impl Script {
     }
 
     /// Has a scene type all of it, unless it is skipped.
-    fn play(mut self, scene: fn(&mut Self) -> Result<Played>) -> Result<()> {
-        match scene(&mut self).with_context(|| format!("typing {}", self.page))? {
+    fn play(mut self, scene: fn(&mut Self, Hosts) -> Result<Played>) -> Result<()> {
+        let Some(hosts) = Hosts::start_or_skip()? else {
+            return Ok(());
+        };
+        match scene(&mut self, hosts).with_context(|| format!("typing {}", self.page))? {
             Played::Skipped => Ok(()),
             Played::ToTheEnd => {
                 ensure!(
@@ -257,10 +260,7 @@ mod scenes {
     use super::*;
 
     /// Everything by the page, from the keys to the guest that goes on; then the same command again.
-    pub(super) fn two_hosts(script: &mut Script) -> Result<Played> {
-        let Some(mut hosts) = Hosts::start_or_skip()? else {
-            return Ok(Played::Skipped);
-        };
+    pub(super) fn two_hosts(script: &mut Script, mut hosts: Hosts) -> Result<Played> {
         share_disk(&hosts)?;
         hosts.make_keys(&script.next("vamoose keys init")?)?;
         hosts.source.run(&script.next("echo ")?)?;
@@ -300,22 +300,13 @@ mod scenes {
         Ok(Played::ToTheEnd)
     }
 
-    pub(super) fn the_readme(script: &mut Script) -> Result<Played> {
-        let Some(mut hosts) = Hosts::start_or_skip()? else {
-            return Ok(Played::Skipped);
-        };
+    pub(super) fn the_readme(script: &mut Script, mut hosts: Hosts) -> Result<Played> {
         hosts.make_keys(&script.next("vamoose keys init")?)?;
         let serve = start_server(&hosts, &script.next("vamoose serve")?)?;
         moves(&hosts, &serve, &script.next("vamoose migrate")?)?;
         drop(serve);
 
-        let mut pair = Pair::start(&hosts)?;
-        set_up(&mut pair.destination, 4, "zstd")?;
-        pair.destination
-            .qmp
-            .migrate_incoming("tcp:192.0.2.20:4444")?;
-        let relay = start_relay(&hosts.source, &script.next("vamoose relay --listen")?)?;
-        pair.migrate_through("unix:/run/out.sock", [relay])?;
+        relays_to_stock(&hosts, &script.next("vamoose relay --listen")?)?;
 
         let mut pair = Pair::start(&hosts)?;
         set_up(&mut pair.destination, 4, "none")?;
@@ -332,10 +323,7 @@ mod scenes {
         Ok(Played::ToTheEnd)
     }
 
-    pub(super) fn install(script: &mut Script) -> Result<Played> {
-        let Some(mut hosts) = Hosts::start_or_skip()? else {
-            return Ok(Played::Skipped);
-        };
+    pub(super) fn install(script: &mut Script, mut hosts: Hosts) -> Result<Played> {
         hosts.make_keys(&script.next("vamoose keys init")?)?;
         let trust = script.next("echo ")?;
         hosts.source.run(&trust)?;
@@ -345,10 +333,7 @@ mod scenes {
         Ok(Played::ToTheEnd)
     }
 
-    pub(super) fn the_link(script: &mut Script) -> Result<Played> {
-        let Some(mut hosts) = Hosts::start_or_skip()? else {
-            return Ok(Played::Skipped);
-        };
+    pub(super) fn the_link(script: &mut Script, mut hosts: Hosts) -> Result<Played> {
         hosts.make_keys(&script.next("vamoose keys init")?)?;
         hosts.source.run(&script.next("vamoose keys show | ssh")?)?;
         // The same in the other direction, for which there is no ssh here.
@@ -358,11 +343,8 @@ mod scenes {
         Ok(Played::ToTheEnd)
     }
 
-    pub(super) fn methods(script: &mut Script) -> Result<Played> {
+    pub(super) fn methods(script: &mut Script, mut hosts: Hosts) -> Result<Played> {
         let folder = TempDir::new()?;
-        let Some(mut hosts) = Hosts::start_or_skip()? else {
-            return Ok(Played::Skipped);
-        };
         if stand_in::libqatzip_or_skip(folder.path(), None)?.is_none() {
             return Ok(Played::Skipped);
         }
@@ -370,13 +352,7 @@ mod scenes {
         let serve = start_server(&hosts, SERVE)?;
         moves(&hosts, &serve, &script.next("vamoose migrate")?)?;
 
-        let mut pair = Pair::start(&hosts)?;
-        set_up(&mut pair.destination, 4, "zstd")?;
-        pair.destination
-            .qmp
-            .migrate_incoming("tcp:192.0.2.20:4444")?;
-        let relay = start_relay(&hosts.source, &script.next("vamoose relay")?)?;
-        pair.migrate_through("unix:/run/out.sock", [relay])?;
+        relays_to_stock(&hosts, &script.next("vamoose relay")?)?;
 
         let qat = format!("export LD_LIBRARY_PATH={}\n", folder.path().display());
         let probe = hosts
@@ -388,10 +364,7 @@ mod scenes {
         Ok(Played::ToTheEnd)
     }
 
-    pub(super) fn reading_a_report(script: &mut Script) -> Result<Played> {
-        let Some(mut hosts) = Hosts::start_or_skip()? else {
-            return Ok(Played::Skipped);
-        };
+    pub(super) fn reading_a_report(script: &mut Script, mut hosts: Hosts) -> Result<Played> {
         trust_each_other(&mut hosts)?;
         let serve = start_server(&hosts, SERVE)?;
         moves(&hosts, &serve, &script.next("vamoose migrate")?)?;
@@ -403,10 +376,7 @@ mod scenes {
     }
 
     /// As libvirt does with these addresses: the destination listens at the one that the source dials.
-    pub(super) fn relays_for_libvirt(script: &mut Script) -> Result<Played> {
-        let Some(mut hosts) = Hosts::start_or_skip()? else {
-            return Ok(Played::Skipped);
-        };
+    pub(super) fn relays_for_libvirt(script: &mut Script, mut hosts: Hosts) -> Result<Played> {
         trust_each_other(&mut hosts)?;
         let mut pair = Pair::start(&hosts)?;
         set_up(&mut pair.destination, 4, "none")?;
@@ -418,19 +388,13 @@ mod scenes {
         Ok(Played::ToTheEnd)
     }
 
-    pub(super) fn choosing(script: &mut Script) -> Result<Played> {
-        let Some(hosts) = Hosts::start_or_skip()? else {
-            return Ok(Played::Skipped);
-        };
+    pub(super) fn choosing(script: &mut Script, hosts: Hosts) -> Result<Played> {
         let probe = hosts.source.run(&script.next("vamoose probe")?)?;
         ensure!(probe.stdout.contains("Gbit/s"), "{}", probe.stdout);
         Ok(Played::ToTheEnd)
     }
 
-    pub(super) fn accelerators(script: &mut Script) -> Result<Played> {
-        let Some(hosts) = Hosts::start_or_skip()? else {
-            return Ok(Played::Skipped);
-        };
+    pub(super) fn accelerators(script: &mut Script, hosts: Hosts) -> Result<Played> {
         let selftest = hosts.source.run(&script.next("vamoose selftest")?)?;
         ensure!(selftest.stdout.contains("all right"), "{}", selftest.stdout);
         // cargo builds it with the whole workspace.
@@ -447,10 +411,7 @@ mod scenes {
         Ok(Played::ToTheEnd)
     }
 
-    pub(super) fn wire(script: &mut Script) -> Result<Played> {
-        let Some(hosts) = Hosts::start_or_skip()? else {
-            return Ok(Played::Skipped);
-        };
+    pub(super) fn wire(script: &mut Script, hosts: Hosts) -> Result<Played> {
         for channel in 0..2 {
             let recorded = format!("testdata/vectors/qemu-10.0.2-zstd/channel{channel}.bin.zst");
             // It unpacks what is packed, whatever its name is.
@@ -462,8 +423,8 @@ mod scenes {
         Ok(Played::ToTheEnd)
     }
 
-    pub(super) fn failure(script: &mut Script) -> Result<Played> {
-        in_doubt(|host, scene| {
+    pub(super) fn failure(script: &mut Script, hosts: Hosts) -> Result<Played> {
+        in_doubt(&hosts, |host, scene| {
             let id = format!("--attempt {}", scene.attempt);
             let mut next = |begin: &str| -> Result<String> {
                 let command = script.next(begin)?;
@@ -479,8 +440,8 @@ mod scenes {
         })
     }
 
-    pub(super) fn hand_over(script: &mut Script) -> Result<Played> {
-        in_doubt(|host, scene| {
+    pub(super) fn hand_over(script: &mut Script, hosts: Hosts) -> Result<Played> {
+        in_doubt(&hosts, |host, scene| {
             let listed = host.run(&script.next("vamoose attempts")?)?.stdout;
             ensure!(listed.contains(&scene.attempt), "{listed}");
             ensure!(listed.contains("in doubt"), "{listed}");
@@ -499,10 +460,7 @@ fn trust_each_other(hosts: &mut Hosts) -> Result<()> {
 }
 
 /// A host with a guest in doubt.
-fn in_doubt(test: impl FnOnce(&Host, &mut Scene) -> Result<()>) -> Result<Played> {
-    let Some(hosts) = Hosts::start_or_skip()? else {
-        return Ok(Played::Skipped);
-    };
+fn in_doubt(hosts: &Hosts, test: impl FnOnce(&Host, &mut Scene) -> Result<()>) -> Result<Played> {
     let mut scene = Scene::start(&hosts.source.qemu, &[])?;
     hosts.source.run("vamoose keys init")?;
     fs::rename(scene.state_of_a(), hosts.source.path("run/vamoose"))?;
@@ -520,6 +478,17 @@ fn start_relay(host: &Host, command: &str) -> Result<Terminal> {
     let relay = host.start(command)?;
     relay.wait_for("listening on ")?;
     Ok(relay)
+}
+
+/// The command's relay moves all memory to a stock QEMU.
+fn relays_to_stock(hosts: &Hosts, command: &str) -> Result<()> {
+    let mut pair = Pair::start(hosts)?;
+    set_up(&mut pair.destination, 4, "zstd")?;
+    pair.destination
+        .qmp
+        .migrate_incoming("tcp:192.0.2.20:4444")?;
+    let relay = start_relay(&hosts.source, command)?;
+    pair.migrate_through("unix:/run/out.sock", [relay])
 }
 
 /// The command moves all memory from `/run/vms/web1.qmp` of one host to that of the other.
