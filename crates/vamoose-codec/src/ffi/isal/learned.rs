@@ -61,6 +61,8 @@ impl Learned {
             // earlier samples, is cleared before it is read.
             unsafe { c::isal_update_histogram(sample.as_ptr().cast_mut(), len, counts) };
         }
+        // SAFETY: `counts` is as above; the reference goes before anything else uses it.
+        bound(unsafe { &mut *counts });
         // SAFETY: `at` is as above, and the two parts of it that are given do not overlap. The code
         // has a word for every literal, length and distance, whatever was counted, none longer than
         // the writer can put down at once. The stream is between two calls, where its code may
@@ -99,6 +101,36 @@ impl Compress for Learned {
 }
 
 const TOO_LONG: &str = "more than 2 GiB";
+
+/// Makes what is rare so frequent that a symbol takes at most [`LOOK_UP`] bits with its extra bits; with unusual counts,
+/// a few take one more.
+///
+/// Every symbol has to have a word, as the pages that are not samples may have any of them. Without this most words
+/// would be longer: those of literals that no sample has, and those of lengths with extra bits. QPL's software prepares
+/// tables for each page, in a time that grows with the square of the number of long words.
+fn bound(counts: &mut c::isal_huff_histogram) {
+    let scale = |counts: &mut [u64], look_up: u32, extra_bits: fn(usize) -> usize| {
+        let all = counts.iter().sum::<u64>().max(1);
+        for (symbol, count) in counts.iter_mut().enumerate() {
+            // Three quarters for what was counted: if all else is rare, it takes 514 words of 4096.
+            let share = (*count * 3) << (look_up - 2);
+            *count = share.max(all << extra_bits(symbol));
+        }
+    };
+    scale(&mut counts.lit_len_histogram, LOOK_UP, |symbol| {
+        match symbol {
+            // From here on four symbols each have one extra bit more (RFC 1951, 3.2.5); the last has none.
+            265..285 => (symbol - 261) / 4,
+            _ => 0,
+        }
+    });
+    scale(&mut counts.dist_histogram, LOOK_UP_DISTANCE, |_| 0);
+}
+
+/// Bits of literals and lengths, extra bits included, and of distances, without them, that QPL and ISA-L look up at
+/// first.
+const LOOK_UP: u32 = 12;
+const LOOK_UP_DISTANCE: u32 = 10;
 
 #[cfg(test)]
 mod tests {
@@ -171,6 +203,32 @@ mod tests {
         let (good, bad) = (len_after(&text), len_after(&noise));
         assert!(good < bad, "{good} {bad}");
         assert!(len_after(&text).abs_diff(good) < 16, "counts are left over");
+    }
+
+    #[test]
+    fn hardly_a_word_is_longer_than_what_decoders_look_up() {
+        let inputs = inputs();
+        let none: &[Vec<u8>] = &[];
+        for samples in [
+            none,
+            &inputs[..1],
+            &inputs[1..2],
+            &inputs[2..3],
+            &inputs[4..],
+            &inputs,
+        ] {
+            let mut engine = Learned::new();
+            engine.learn(samples.iter().map(Vec::as_slice)).unwrap();
+            // SAFETY: the code is initialised, and nothing writes to it.
+            let code = unsafe { &(*engine.state.as_ptr()).code };
+            // Entries of the lengths of matches have their number of bits, extra ones included, in their low five.
+            let lengths = code.len_table.iter().map(|entry| entry & 0x1f);
+            let literals = code.lit_table_sizes.iter().map(|bits| (*bits).into());
+            let words: Vec<u32> = literals.chain(lengths).collect();
+            assert!(words.iter().all(|bits| (1..=LOOK_UP + 1).contains(bits)));
+            let long = words.iter().filter(|bits| **bits > LOOK_UP).count();
+            assert!(long * 10 < words.len(), "{long} of {}", words.len());
+        }
     }
 
     #[test]
