@@ -3,7 +3,8 @@
 //! One session per channel and direction, opened by the thread that uses it, at its first packet. A
 //! packet that fails costs its session, which may not be used again: a new one is opened. That happens
 //! only a few times where a session leaves memory behind, as it does when its device does not answer, or
-//! cannot be opened; after that this channel is software's.
+//! cannot be opened; after that this channel is software's. Where others have all instances of the devices, a
+//! session is as good as before, and one that cannot be opened is tried again.
 
 #[cfg(test)]
 mod tests;
@@ -15,7 +16,7 @@ use tracing::debug;
 
 use crate::{
     engine::{Accelerator, Device, DeviceError, Missing},
-    ffi::libqatzip::{Absent, Code, Failure, Library, NAME as LIBRARY, Session, hardware},
+    ffi::libqatzip::{Absent, Code, Failure, Library, NAME as LIBRARY, Session, Status, hardware},
 };
 
 /// The library and the hardware behind it.
@@ -96,14 +97,15 @@ impl QatDevice {
             }
             let (library, level, layout) = (self.library.clone(), self.level, self.layout);
             let opened = Session::open(library, level, layout.packet_bytes(), layout.max_payload());
-            self.lost += u32::from(opened.is_err());
-            self.session = Some(opened.map_err(device_error)?);
+            let opened = opened.map_err(device_error);
+            self.lost += u32::from(matches!(&opened, Err(error) if *error != DeviceError::Busy));
+            self.session = Some(opened?);
         }
         let Some(session) = &mut self.session else {
             return Err(DeviceError::Failed("no QAT session".to_owned()));
         };
         let result = work(session);
-        if result.is_err() {
+        if !session.is_ready() {
             self.lost += u32::from(session.leaks());
             self.session = None;
         }
@@ -131,6 +133,7 @@ fn device_error(failure: Failure) -> DeviceError {
         {
             DeviceError::Busy
         }
+        Failure::Absent(Absent::Hardware(Status::NO_INSTANCE)) => DeviceError::Busy,
         _ => DeviceError::Failed(reason),
     }
 }

@@ -198,15 +198,19 @@ pub(crate) fn hardware(library: &Arc<Library>) -> Result<(), Absent> {
     Handle::open(Arc::clone(library))?.set_up(FASTEST)
 }
 
-/// Where qatlib looks for devices (its qat_mgr_lib.c). Where it finds none there, it prints a line to stderr each time
+/// Where qatlib looks for devices (its vfio_mgr_lib.c). Where it finds none there, it prints a line to stderr each time
 /// that it is asked, whatever the log level: so it is not asked.
 const VFIO: &str = "/dev/vfio";
+
+/// How the name of a group begins whose devices are not behind an IOMMU.
+const NO_IOMMU: &str = "noiommu-";
 
 /// Whether `vfio` has a group of devices: they are called by their numbers.
 fn has_group(vfio: &Path) -> bool {
     let is_group = |name: &OsStr| {
-        name.to_str()
-            .is_some_and(|name| name.parse::<u32>().is_ok())
+        let name = name.to_str().unwrap_or_default();
+        let number = name.strip_prefix(NO_IOMMU).unwrap_or(name);
+        number.parse::<u32>().is_ok()
     };
     fs::read_dir(vfio).is_ok_and(|mut entries| {
         entries.any(|entry| entry.is_ok_and(|entry| is_group(&entry.file_name())))
@@ -349,6 +353,12 @@ impl Code {
             Self::NO_INSTANCE => "no free instance, and no software either",
             Self(-104) => "too little memory, and no software either",
             Self(-105) => "not for hardware, and no software either",
+            Self(-116) => "a format that the device does not have, and no software either",
+            Self(-117) => "failed after the device was done",
+            Self(-118) => "too little memory for metadata",
+            Self(-119) => "metadata of a block that there is not",
+            Self(-200) => "not supported",
+            Self(status @ (11..=16 | 100)) => Status(status.into()).meaning(),
             _ => "unknown code",
         }
     }
@@ -357,7 +367,8 @@ impl Code {
     fn is_settled(self) -> bool {
         matches!(
             self.0,
-            1 | 2 | -1 | -3 | -4 | -100 | -105..=-101 // All of the known ones but -2 and -5.
+            // All of the known ones but -2 and -5.
+            1 | 2 | 11..=16 | 100 | -1 | -3 | -4 | -100 | -105..=-101 | -119..=-116 | -200
         )
     }
 }
@@ -373,16 +384,27 @@ impl fmt::Display for Code {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Status(pub(crate) i64);
 
-impl fmt::Display for Status {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let meaning = match self.0 {
+impl Status {
+    /// Others have all instances of the devices.
+    pub(crate) const NO_INSTANCE: Self = Self(13);
+
+    fn meaning(self) -> &'static str {
+        match self.0 {
             11 => "no device",
             12 => "no driver",
             13 => "no free instance",
             14 => "too little memory",
+            15 => "too little memory for results",
+            16 => "a format that the device does not have",
+            100 => "not opened",
             _ => "unknown status",
-        };
-        write!(f, "{meaning} (hw_session_stat {})", self.0)
+        }
+    }
+}
+
+impl fmt::Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} (hw_session_stat {})", self.meaning(), self.0)
     }
 }
 
@@ -503,6 +525,11 @@ impl Session {
         self.plain.copy_to(pages)
     }
 
+    /// Whether it can be used for the next packet.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.check().is_ok()
+    }
+
     /// Whether dropping it leaves its memory behind.
     pub(crate) fn leaks(&self) -> bool {
         self.state == State::Lost || self.handle.check().is_err()
@@ -527,7 +554,9 @@ impl Session {
     ) -> Result<usize, Failure> {
         let code = Code(answer.code);
         let (taken, made) = (answer.taken, answer.made);
-        if answer.code != 0 && !code.is_settled() {
+        if code == Code::NO_INSTANCE {
+            // Nothing has begun, and the library tries again at the next call.
+        } else if answer.code != 0 && !code.is_settled() {
             self.state = State::Lost;
         } else if answer.code != 0 || taken != given || !allowed.contains(&made) {
             self.state = State::Spent;
