@@ -85,7 +85,6 @@ enum {
     QZ_FAIL = -2,
     QZ_BUF_ERROR = -3,
     QZ_DATA_ERROR = -4,
-    QZ_NO_SW_AVAIL = -105,
 };
 
 enum { NO_HARDWARE = 11, LOW_MEMORY = 14, FIRST_NOSW_CODE = -101 };
@@ -205,7 +204,7 @@ static int write_member(const Params *params, const uint8_t *src, uint32_t len, 
     return QZ_OK;
 }
 
-// Whether hardware would take the member that starts here. That it refuses others is known; with which code is a guess.
+// Whether hardware would take the member that starts here.
 static int is_for_hardware(const Params *params, const uint8_t *src, uint32_t len) {
     return len >= GZIP_HEADER + EXTRA && memcmp(src, header_start, sizeof header_start) == 0 &&
            memcmp(src + GZIP_HEADER, extra_start, sizeof extra_start) == 0 &&
@@ -364,7 +363,7 @@ int qzDecompress(Session *session, const uint8_t *src, uint32_t *src_len, uint8_
         uint32_t taken = len - at, made = *dst_len - written;
         int result = inner->is_broken ? QZ_DATA_ERROR
                      : numbers[strict] && !is_for_hardware(&inner->params, src + at, taken)
-                         ? QZ_NO_SW_AVAIL
+                         ? QZ_FAIL
                          : read_member(src + at, &taken, dst + written, &made);
         inner->is_broken |= result == QZ_DATA_ERROR;
         if (result != QZ_OK) {

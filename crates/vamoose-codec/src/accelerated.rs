@@ -7,6 +7,7 @@
 //!            software fallback <───┴─────────────────────┴─ wrong ──> the device is off from now on
 //! ```
 //!
+//! - A packet to decode that is not in the shape that devices write goes to software, and is no failure.
 //! - A failure costs the device that packet; a row of failures costs it the rest of the migration, for
 //!   a device that times out at every packet would stall it.
 //! - A full queue is no failure: the next packet is offered again.
@@ -81,9 +82,9 @@ impl Guard {
         }
     }
 
-    /// Whether to ask the device for the next packet; if not, that is counted.
-    fn asks(&self) -> bool {
-        let asks = !self.health.is_off();
+    /// Whether to ask the device for the next packet, if it is one for it; if not, that is counted.
+    fn asks(&self, is_for_it: bool) -> bool {
+        let asks = is_for_it && !self.health.is_off();
         if !asks {
             self.health.add_fallback();
         }
@@ -189,7 +190,7 @@ impl Compress for Accelerated {
     }
 
     fn compress(&mut self, pages: &[u8], out: &mut [u8]) -> Result<usize, CompressError> {
-        if self.guard.asks()
+        if self.guard.asks(true)
             && let Some(len) = self.by_device(pages, out)?
         {
             return Ok(len);
@@ -209,7 +210,8 @@ pub(crate) struct AcceleratedUnpack {
 
 impl Unpack for AcceleratedUnpack {
     fn unpack(&mut self, payload: &[u8], pages: &mut [u8]) -> Result<(), DecodeError> {
-        if !self.guard.asks() {
+        // Peers without a device may write what none can read, and that is no failure of this one.
+        if !self.guard.asks(self.has_shape(payload, pages.len())) {
             return self.fallback.unpack(payload, pages);
         }
         if let Err(failure) = self.device.unpack(payload, pages) {

@@ -38,7 +38,7 @@ use std::ops::RangeInclusive;
 
 use multifd::Method;
 
-use self::member::{Header, MOST_SOURCE};
+use self::member::{Header, LEAST_SOURCE, MOST_SOURCE};
 #[cfg(feature = "isal")]
 use crate::ffi::isal;
 use crate::{
@@ -143,14 +143,14 @@ impl Unpack for Unpacker {
         DecodeError::check_len(method, payload.len(), found, expected)
     }
 
-    /// Whether hardware can have written it: it follows the members by the sizes that they state.
+    /// Whether hardware can have written it, and therefore read it: it follows the members by the sizes that they state.
     fn has_shape(&self, payload: &[u8], pages_len: usize) -> bool {
         let (mut rest, mut left) = (payload, pages_len);
         while left > 0 {
             let Some((source, after)) = member::skip(rest) else {
                 return false;
             };
-            if source == 0 || source > left.min(MOST_SOURCE) {
+            if !(LEAST_SOURCE..=left.min(MOST_SOURCE)).contains(&source) {
                 return false;
             }
             left -= source;
@@ -289,8 +289,17 @@ mod tests {
         assert!(unpacker.has_shape(&member(65_536), 65_536));
         assert!(!unpacker.has_shape(&member(65_537), 65_537));
         assert!(!unpacker.has_shape(&member(0), 0));
-        let padded = [member(0), member(4096)].concat();
-        assert!(!unpacker.has_shape(&padded, 4096));
+        for little in [0, 1023] {
+            let padded = [member(little), member(4096)].concat();
+            assert!(!unpacker.has_shape(&padded, 4096 + little as usize));
+        }
+        // More deflated data than QATzip has room for: empty blocks that are not the last.
+        for (len, fits) in [(74_752, true), (74_753, false)] {
+            let size = u32::try_from(len).unwrap();
+            let stream = [&member::header(4096, size)[..], &vec![0; len]].concat();
+            let stream = [&stream[..], &member::trailer(0, 4096)].concat();
+            assert_eq!(unpacker.has_shape(&stream, 4096), fits);
+        }
     }
 
     #[test]

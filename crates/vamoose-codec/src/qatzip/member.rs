@@ -3,6 +3,12 @@
 /// Most bytes of pages in a member that hardware takes.
 pub(super) const MOST_SOURCE: usize = 64 * 1024;
 
+/// Bytes of pages in a member that QATzip does not leave to its software: its threshold, where it is not set.
+pub(super) const LEAST_SOURCE: usize = 1024;
+
+/// Most bytes of deflated data that QATzip has room for.
+const MOST_DEFLATE: usize = MOST_SOURCE / 8 * 9 + 1024;
+
 /// How every member of QATzip begins: its header up to the two sizes.
 const START: [u8; 16] = [
     0x1f, 0x8b, DEFLATE, EXTRA, 0, 0, 0, 0, 0, 0xff, 12, 0, b'Q', b'Z', 8, 0,
@@ -41,7 +47,7 @@ pub(super) fn begins(input: &[u8]) -> bool {
 }
 
 /// The source size of the member at the start of `input`, and what follows the member, if that has
-/// exactly the form of those that are sent. The data is not looked at.
+/// exactly the form of those that hardware writes. The data is not looked at.
 pub(super) fn skip(input: &[u8]) -> Option<(usize, &[u8])> {
     let (start, rest) = input.split_first_chunk()?;
     let (sizes, body) = rest.split_first_chunk()?;
@@ -49,7 +55,8 @@ pub(super) fn skip(input: &[u8]) -> Option<(usize, &[u8])> {
     let (trailer, after) = body.get(sizes.deflate..)?.split_first_chunk()?;
     let in_trailer = Trailer::read(*trailer).source;
     let same = usize::try_from(in_trailer) == Ok(sizes.source);
-    (*start == START && same).then_some((sizes.source, after))
+    let fits = sizes.deflate <= MOST_DEFLATE;
+    (*start == START && same && fits).then_some((sizes.source, after))
 }
 
 /// A member's header.

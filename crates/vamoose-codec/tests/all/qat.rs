@@ -3,6 +3,7 @@
 
 use std::{
     ffi::{CString, c_char, c_long},
+    io::Write as _,
     path::PathBuf,
     sync::Arc,
 };
@@ -20,7 +21,7 @@ const LAYOUT: Layout = Layout::X86;
 const PACKETS: u64 = 6;
 
 /// A libqatzip of a test's own.
-struct StandIn {
+pub(crate) struct StandIn {
     file: PathBuf,
     library: Library,
     _folder: tempfile::TempDir,
@@ -40,7 +41,7 @@ impl StandIn {
         })
     }
 
-    fn with(switches: &[(&str, i64)]) -> Option<Self> {
+    pub(crate) fn with(switches: &[(&str, i64)]) -> Option<Self> {
         let stand_in = Self::new()?;
         for (name, value) in switches {
             stand_in.set(name, *value);
@@ -58,7 +59,7 @@ impl StandIn {
         }
     }
 
-    fn get(&self, name: &str) -> i64 {
+    pub(crate) fn get(&self, name: &str) -> i64 {
         let name = CString::new(name).unwrap();
         // SAFETY: the C file defines it with this signature.
         unsafe {
@@ -68,7 +69,7 @@ impl StandIn {
         }
     }
 
-    fn choose(&self, level: i32, verify: Verify) -> Result<Engines, SettingsError> {
+    pub(crate) fn choose(&self, level: i32, verify: Verify) -> Result<Engines, SettingsError> {
         let settings = Settings::new(Method::Qatzip, Some(level)).unwrap();
         Arc::new(Registry::with_libqatzip(&self.file)).choose(settings, Accel::Qat, verify)
     }
@@ -151,7 +152,7 @@ fn the_level_reaches_the_device() {
 #[test]
 fn every_return_code_costs_the_packet_and_nothing_more() {
     for code in [
-        1, 2, -1, -2, -3, -4, -5, -100, -101, -102, -103, -104, -105, 77,
+        1, 2, 16, 100, -1, -2, -3, -4, -5, -100, -101, -102, -103, -104, -105, -116, -119, -200, 77,
     ] {
         let Some(stand_in) = StandIn::with(&[
             ("qzCompress_code", code),
@@ -168,6 +169,94 @@ fn every_return_code_costs_the_packet_and_nothing_more() {
             );
             assert_eq!(tally.wrong, 0, "{code}");
         }
+    }
+}
+
+/// What a QEMU without QAT sends, one member of 512 KiB by QATzip's software, and other gzips.
+#[test]
+fn a_packet_that_no_device_writes_does_not_reach_the_device() {
+    let Some(stand_in) = StandIn::with(&[("strict", 1)]) else {
+        return;
+    };
+    let engines = stand_in.choose(1, Verify::Off).unwrap();
+    let health = Arc::new(Health::default());
+    let mut decoder = engines.decoder(LAYOUT, &health);
+    let sent = pages::pages(Kind::Text, 1, 128);
+    let mut decode = |payload: &[u8]| {
+        let mut received = vec![0xee; sent.len()];
+        let result = decoder.decode(Method::Qatzip, payload, &mut received);
+        assert!(result.is_ok() && received == sent, "{result:?}");
+    };
+    let gzip = |members: usize| {
+        let parts = sent.chunks(sent.len() / members).map(|part| {
+            let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+            gzip.write_all(part).unwrap();
+            gzip.finish().unwrap()
+        });
+        parts.collect::<Vec<_>>().concat()
+    };
+    // More often than a device may fail, and a channel lose sessions.
+    for _ in 0..10 {
+        for payload in [with_extra_field(&gzip(1), sent.len()), gzip(1), gzip(8)] {
+            decode(&payload);
+        }
+    }
+    assert_eq!(stand_in.get("qzDecompress_calls"), 0);
+    // The device still has all that is for it.
+    let mut encoder = engines.encoder(LAYOUT, &Arc::default()).unwrap();
+    let mut room = vec![0; LAYOUT.max_payload()];
+    decode(encoder.encode(&sent, &mut room).unwrap().payload);
+    let tally = health.tally();
+    assert_eq!((tally.accelerated, tally.fallbacks), (1, 30));
+    drop((decoder, encoder));
+    assert_eq!(stand_in.get("mallocs"), stand_in.get("frees"));
+}
+
+/// A gzip of one member as QATzip heads it.
+fn with_extra_field(gzip: &[u8], source: usize) -> Vec<u8> {
+    let body = &gzip[10..];
+    let size = |len: usize| u32::try_from(len).unwrap().to_le_bytes();
+    let sizes = [size(source), size(body.len() - 8)].concat();
+    let header = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff\x0c\0QZ\x08\0";
+    [&header[..], &sizes, body].concat()
+}
+
+#[test]
+fn a_session_outlives_a_device_without_a_free_instance() {
+    let Some(stand_in) = StandIn::with(&[
+        ("qzCompress_code", -103),
+        ("qzCompress_every", 2),
+        ("qzDecompress_code", -103),
+        ("qzDecompress_every", 2),
+    ]) else {
+        return;
+    };
+    for tally in stand_in.send(Verify::Off) {
+        assert!(tally.accelerated >= PACKETS / 2 && sum(tally) == PACKETS);
+    }
+    // One when the device was looked for, and one in each direction.
+    assert_eq!(stand_in.get("qzInit_calls"), 3);
+}
+
+#[test]
+fn a_session_that_finds_no_free_instance_is_opened_later() {
+    for (switch, code) in [("qzInit_code", -103), ("hw_session_stat", 13)] {
+        let Some(stand_in) = StandIn::new() else {
+            return;
+        };
+        let engines = stand_in.choose(1, Verify::Off).unwrap();
+        let health = Arc::new(Health::default());
+        let mut encoder = engines.encoder(LAYOUT, &health).unwrap();
+        let mut room = vec![0; LAYOUT.max_payload()];
+        let sent = pages::pages(Kind::Text, 1, 128);
+        stand_in.set(switch, code);
+        for _ in 0..40 {
+            encoder.encode(&sent, &mut room).unwrap();
+        }
+        stand_in.set(switch, 0);
+        encoder.encode(&sent, &mut room).unwrap();
+        let tally = health.tally();
+        assert_eq!((tally.accelerated, tally.fallbacks), (1, 40), "{switch}");
     }
 }
 

@@ -1,12 +1,12 @@
 //! Recorded migrations of real QEMUs: we decode them to the source's RAM, and stock decoders decode
 //! what we make of them.
 
-use std::{fs, path::PathBuf};
+use std::{fs, path::PathBuf, sync::Arc};
 
 use multifd::{INITIAL_LEN, Layout, Method, PRELUDE_LEN, Prelude, RamHeader};
-use vamoose_codec::{Decoder, Settings, encoder};
+use vamoose_codec::{Decoder, Health, Settings, Verify, encoder};
 
-use crate::common::oracle;
+use crate::{common::oracle, qat::StandIn};
 
 const LAYOUT: Layout = Layout::X86;
 const RAM_LEN: usize = 4 << 20;
@@ -37,6 +37,28 @@ fn every_recorded_migration_decodes_to_the_sources_ram() {
         assert!(methods_seen > 0, "{folder} holds no pages");
         assert!(ram == image, "{folder}: RAM differs");
     }
+}
+
+/// The QEMU that was recorded had no QAT: hardware refuses what its QATzip wrote, and is not asked.
+#[test]
+fn a_qat_is_spared_what_qatzips_software_has_written() {
+    let Some(stand_in) = StandIn::with(&[("strict", 1)]) else {
+        return;
+    };
+    let engines = stand_in.choose(1, Verify::Off).unwrap();
+    let health = Arc::new(Health::default());
+    let mut decoders = [(); 2].map(|()| engines.decoder(LAYOUT, &health));
+    let mut packets = 0;
+    let ram = replay("qemu-10.0.2-qatzip", |channel, packet, pages| {
+        packets += 1;
+        decoders[channel]
+            .decode(packet.header.method, &packet.payload, pages)
+            .unwrap();
+    });
+    assert!(ram == read("ram.img"));
+    assert_eq!(stand_in.get("qzDecompress_calls"), 0);
+    let tally = health.tally();
+    assert_eq!((tally.accelerated, tally.fallbacks), (0, packets));
 }
 
 #[test]
