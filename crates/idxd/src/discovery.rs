@@ -229,7 +229,8 @@ impl WorkQueue {
     }
 
     /// What a mapped portal takes: batches too, where the kernel hides that opcode of all queues of a device because of
-    /// write(2) alone (the driver's `op_cap_show_common`).
+    /// write(2) alone (the driver's `op_cap_show_common`). It hides whether the administrator has left that opcode out
+    /// as well, so the portal has to try.
     pub(crate) fn limits_mapped(&self, mut limits: Limits) -> Limits {
         if self.hides_batch && limits.max_batch.is_some() {
             limits.operations = limits.operations.with(opcode::BATCH);

@@ -182,27 +182,44 @@ impl Portal {
         })
     }
 
-    /// Whether the queue does a NOOP.
+    /// Whether the queue does a NOOP; and a batch, where it seems to take any: its administrator may have left out that
+    /// opcode, and attributes do not always tell.
     fn probe(&mut self, queue: QueueName, timeout: Duration) -> Result<(), OpenError> {
+        match self.ask(Question::of(opcode::NOOP), timeout) {
+            Answer::Status(SUCCESS) => {}
+            answer => return Err(self.failed(queue, answer)),
+        }
+        if self.limits.max_batch.is_some() {
+            match self.ask(Question::batch(), timeout) {
+                Answer::Status(SUCCESS) => {}
+                Answer::Status(_) | Answer::Refused(Refusal::Invalid) => {
+                    self.limits = self.limits.clone().without_batches();
+                }
+                answer => return Err(self.failed(queue, answer)),
+            }
+        }
+        Ok(())
+    }
+
+    fn ask(&mut self, question: Box<Question>, timeout: Duration) -> Answer {
         let transport = self
             .transport
             .get_mut()
             .unwrap_or_else(PoisonError::into_inner);
-        let Some(transport) = transport else {
-            return Err(OpenError::NoAnswer(queue));
-        };
-        let refusal = match ask(&**transport, opcode::NOOP, &self.waiting, timeout) {
-            Answer::Status(SUCCESS) => return Ok(()),
-            Answer::Status(status) => return Err(OpenError::Broken { queue, status }),
-            Answer::Refused(refusal) => refusal,
-            Answer::None => {
-                // It would not answer to DRAIN either.
-                self.drains = false;
-                return Err(OpenError::NoAnswer(queue));
-            }
-        };
-        self.drains = false;
-        Err(OpenError::Refused { queue, refusal })
+        match transport {
+            Some(transport) => ask(&**transport, question, &self.waiting, timeout),
+            None => Answer::None,
+        }
+    }
+
+    fn failed(&mut self, queue: QueueName, answer: Answer) -> OpenError {
+        // What answers nothing would not answer to DRAIN either.
+        self.drains = matches!(answer, Answer::Status(_));
+        match answer {
+            Answer::Status(status) => OpenError::Broken { queue, status },
+            Answer::Refused(refusal) => OpenError::Refused { queue, refusal },
+            Answer::None => OpenError::NoAnswer(queue),
+        }
     }
 }
 
@@ -257,7 +274,7 @@ impl Submit for Portal {
             // The kernel drains when the last copy of the file goes, and a child that is about to execute another
             // program may have one for a moment. So the device is asked first. Without an answer the kernel's
             // draining has to do.
-            ask(&**open, opcode::DRAIN, &self.waiting, DRAIN);
+            ask(&**open, Question::of(opcode::DRAIN), &self.waiting, DRAIN);
         }
         *transport = None;
     }
@@ -291,39 +308,78 @@ impl fmt::Debug for Portal {
 /// Status of a descriptor that was done.
 const SUCCESS: u8 = 1;
 
-/// How a queue answers a descriptor without operands.
+/// A descriptor without operands, and all that the device may read and write because of it.
+#[derive(Default)]
+struct Question {
+    record: Record,
+    descriptor: Descriptor,
+    /// A batch's, with their records.
+    members: [Descriptor; 2],
+    records: [Record; 2],
+}
+
+/// How a queue answers.
 enum Answer {
     Status(u8),
     Refused(Refusal),
     None,
 }
 
-/// Submits a descriptor without operands, again and again while the queue is full, and waits for its record.
-fn ask(transport: &dyn Transport, opcode: u8, waiting: &Waiting, timeout: Duration) -> Answer {
-    let deadline = waiting.now() + timeout;
-    let record = Box::new(Record::default());
+impl Question {
+    fn of(opcode: u8) -> Box<Self> {
+        let mut question = Box::<Self>::default();
+        question.descriptor = without_operands(opcode, &question.record);
+        question
+    }
+
+    /// As few NOOPs as every device takes in a batch.
+    fn batch() -> Box<Self> {
+        let mut question = Self::of(opcode::BATCH);
+        for (member, record) in question.members.iter_mut().zip(&question.records) {
+            *member = without_operands(opcode::NOOP, record);
+        }
+        question.descriptor.address_1 = question.members.as_ptr().expose_provenance() as u64;
+        question.descriptor.size = 2;
+        question
+    }
+}
+
+fn without_operands(opcode: u8, record: &Record) -> Descriptor {
     let flags = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
-    let descriptor = Descriptor {
+    Descriptor {
         control: Descriptor::control_of(opcode, flags),
         record: record.address(),
         ..Descriptor::default()
-    };
+    }
+}
+
+/// Submits a question, again and again while the queue is full, and waits for its record.
+fn ask(
+    transport: &dyn Transport,
+    question: Box<Question>,
+    waiting: &Waiting,
+    timeout: Duration,
+) -> Answer {
+    let deadline = waiting.now() + timeout;
+    let Question {
+        record, descriptor, ..
+    } = &*question;
     loop {
-        // SAFETY: it writes to the record alone, which goes only when it is complete, and else never.
-        let submitted = unsafe { transport.submit(std::slice::from_ref(&descriptor)) };
+        // SAFETY: the device touches the question alone, which goes only when it is complete, and else never.
+        let submitted = unsafe { transport.submit(std::slice::from_ref(descriptor)) };
         match submitted.refusal {
             _ if submitted.accepted > 0 => break,
-            Some(Refusal::Full) if waiting.now() < deadline => waiting.pause(&record, deadline),
+            Some(Refusal::Full) if waiting.now() < deadline => waiting.pause(record, deadline),
             refusal => return Answer::Refused(refusal.unwrap_or(Refusal::Full)),
         }
     }
     while record.status() == 0 {
         if waiting.now() >= deadline {
-            // The device may write it at any time to come: 64 bytes are the price.
-            Box::leak(record);
+            // The device may come to it at any time: some hundred bytes are the price.
+            Box::leak(question);
             return Answer::None;
         }
-        waiting.pause(&record, deadline);
+        waiting.pause(record, deadline);
     }
     Answer::Status(record.status())
 }
@@ -409,13 +465,16 @@ fn open_error(path: PathBuf, error: Errno) -> OpenError {
 
 impl Limits {
     /// The same queue through write(2), which takes no batches for a device of the first version.
-    fn written(mut self) -> Self {
-        if self.version <= 0x100 {
-            self.operations = self.operations.without(opcode::BATCH);
+    fn written(self) -> Self {
+        match self.version > 0x100 && self.operations.has(opcode::BATCH) {
+            true => self,
+            false => self.without_batches(),
         }
-        if !self.operations.has(opcode::BATCH) {
-            self.max_batch = None;
-        }
+    }
+
+    fn without_batches(mut self) -> Self {
+        self.operations = self.operations.without(opcode::BATCH);
+        self.max_batch = None;
         self
     }
 }

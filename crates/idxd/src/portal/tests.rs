@@ -181,6 +181,25 @@ fn a_probe_has_every_outcome() {
 }
 
 #[test]
+fn a_queue_that_does_no_batch_goes_without() {
+    let most_batch = |statuses: &[u8]| {
+        let fake = Arc::new(Fake::default());
+        fake.statuses.lock().unwrap().extend(statuses);
+        let mut portal = portal(&fake);
+        portal.probe(QUEUE, Duration::from_secs(3600)).unwrap();
+        let limits = portal.limits();
+        assert_eq!(
+            limits.max_batch.is_some(),
+            limits.operations.has(opcode::BATCH)
+        );
+        limits.max_batch
+    };
+    assert_eq!(most_batch(&[1, 1]), limits().max_batch);
+    // Its administrator has left that opcode out, which the kernel's attributes hide.
+    assert_eq!(most_batch(&[1, 0x10]), None);
+}
+
+#[test]
 fn a_forked_child_touches_nothing() {
     let fake = Arc::new(Fake::default());
     let portal = portal(&fake);
