@@ -2,6 +2,8 @@
 
 mod host;
 mod report;
+#[cfg(test)]
+mod tests;
 
 use std::{
     fs,
@@ -15,8 +17,8 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use idxd::{
     Submit,
-    discovery::{self, QueueName, Root},
-    portal::{self, Way},
+    discovery::{self, QueueName, Root, WorkQueue},
+    portal::{self, OpenError, Way},
 };
 use idxd_model::{
     Config, Model, PortalKind,
@@ -25,7 +27,7 @@ use idxd_model::{
 
 use self::{
     host::Host,
-    report::{Report, Tested},
+    report::{Report, Tested, Untested},
 };
 
 /// Check that DSA and IAA do what offloads expect of them
@@ -33,8 +35,8 @@ use self::{
 /// Without --hw the devices are models: this tests the checks, the models and the offloads, and is the
 /// same again for the same seed. With --hw the checks are done with the work queues of this host, what
 /// differs from the models is listed, and all of it is written to a file that can be sent to the authors.
-/// They harm neither the devices nor others who use them. The exit code is 0 if nothing differs that is
-/// certain.
+/// They harm neither the devices nor others who use them. The exit code is 0 if all work queues to be checked
+/// can be opened, and nothing differs that is certain.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// Check the work queues of this host, all that can be used (see vamoose probe)
@@ -72,21 +74,12 @@ fn queues(text: &str) -> Result<Queues, discovery::NameError> {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let mut report = Report {
-        hardware: options.hw,
-        seed: options.seed,
-        modelled: models(options),
-        ..Report::default()
-    };
-    if options.hw {
-        let root = Root::default();
-        report.tested = hardware(options, &root)?;
-        // After the checks: what they did to the queues is seen as well.
-        report.host = Some(Host::of(&root));
-    } else {
-        report.tested = std::mem::take(&mut report.modelled);
-    }
-    report.rounds = Some(random::run(options.seed, options.rounds));
+    let root = Root::default();
+    let report = report(options, &root, |queue| {
+        let portal = portal::open(queue, &root)?;
+        let way = portal.way();
+        Ok((Arc::new(portal), way))
+    })?;
     let path = options.out.as_deref().unwrap_or(Path::new(DEFAULT_OUT));
     if options.hw {
         write(&report, path).with_context(|| format!("--out {}", path.display()))?;
@@ -105,6 +98,32 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     bail!("not as it must be: {}", failures.join("; "))
 }
+
+/// Makes the checks. Work queues of the machine under `root` are opened by `open`.
+fn report(
+    options: &Options,
+    root: &Root,
+    open: impl Fn(&WorkQueue) -> Result<Opened, OpenError>,
+) -> Result<Report> {
+    let mut report = Report {
+        hardware: options.hw,
+        seed: options.seed,
+        modelled: models(options),
+        ..Report::default()
+    };
+    if options.hw {
+        hardware(&mut report, options, root, open)?;
+        // After the checks: what they did to the queues is seen as well.
+        report.host = Some(Host::of(root));
+    } else {
+        report.tested = std::mem::take(&mut report.modelled);
+    }
+    report.rounds = Some(random::run(options.seed, options.rounds));
+    Ok(report)
+}
+
+/// An open work queue.
+type Opened = (Arc<dyn Submit>, Way);
 
 /// Where the report goes unless an option names another file.
 const DEFAULT_OUT: &str = "vamoose-selftest.json";
@@ -183,10 +202,19 @@ fn models(options: &Options) -> Vec<Tested> {
     .collect()
 }
 
-/// The checks against this host's work queues.
-fn hardware(options: &Options, root: &Root) -> Result<Vec<Tested>> {
+/// The checks against the work queues of the machine under `root`. One that cannot be opened does not keep others from
+/// being checked.
+fn hardware(
+    report: &mut Report,
+    options: &Options,
+    root: &Root,
+    open: impl Fn(&WorkQueue) -> Result<Opened, OpenError>,
+) -> Result<()> {
     let devices = discovery::scan(root);
     let all = || devices.iter().flat_map(|device| &device.queues);
+    let unusable = || {
+        all().filter_map(|queue| Some((queue.name.to_string(), queue.usable().err()?.to_string())))
+    };
     let chosen: Vec<_> = match &options.path {
         None => all().filter(|queue| queue.usable().is_ok()).collect(),
         Some(Queues(names)) => names
@@ -201,31 +229,42 @@ fn hardware(options: &Options, root: &Root) -> Result<Vec<Tested>> {
             .collect::<Result<_>>()?,
     };
     if chosen.is_empty() {
-        let report = discovery::report(root);
-        let mut why: Vec<String> = report.missing.iter().map(ToString::to_string).collect();
-        why.extend(all().filter_map(|queue| {
-            let problem = queue.usable().err()?;
-            Some(format!("{} cannot be used: {problem}", queue.name))
-        }));
+        let found = discovery::report(root);
+        let mut why: Vec<String> = found.missing.iter().map(ToString::to_string).collect();
+        why.extend(unusable().map(|(queue, why)| format!("{queue} cannot be used: {why}")));
         bail!(
             "no work queue of a DSA or an IAA can be used on this host: {}; vamoose probe shows how to set one up",
             why.join("; ")
         );
     }
-    chosen
-        .into_iter()
-        .map(|queue| {
-            let portal = portal::open(queue, root)
-                .with_context(|| format!("cannot test work queue {}", queue.name))?;
-            let way = match portal.way() {
-                Way::Mapped => "mapped",
-                Way::Written => "written",
-            };
-            let name = format!("{}, {way}", queue.name);
-            let portal = Arc::new(portal);
-            Ok(tested(name, Some(way), portal, options, options.hazards))
-        })
-        .collect()
+    if options.path.is_none() {
+        report
+            .untested
+            .extend(unusable().map(|(queue, why)| Untested {
+                queue,
+                why,
+                is_failure: false,
+            }));
+    }
+    for queue in chosen {
+        match open(queue) {
+            Ok((submit, way)) => {
+                let way = match way {
+                    Way::Mapped => "mapped",
+                    Way::Written => "written",
+                };
+                let name = format!("{}, {way}", queue.name);
+                let tested = tested(name, Some(way), submit, options, options.hazards);
+                report.tested.push(tested);
+            }
+            Err(error) => report.untested.push(Untested {
+                queue: queue.name.to_string(),
+                why: format!("{:#}", anyhow::Error::from(error)),
+                is_failure: true,
+            }),
+        }
+    }
+    Ok(())
 }
 
 fn tested(

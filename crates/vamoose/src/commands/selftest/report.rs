@@ -12,6 +12,8 @@ pub(super) struct Report {
     pub(super) hardware: bool,
     pub(super) seed: u64,
     pub(super) tested: Vec<Tested>,
+    /// Work queues of the machine that were not tested.
+    pub(super) untested: Vec<Untested>,
     /// The same checks against models, where the tested ones are none.
     pub(super) modelled: Vec<Tested>,
     pub(super) rounds: Option<Rounds>,
@@ -29,6 +31,16 @@ pub(super) struct Tested {
     pub(super) findings: Vec<Finding>,
 }
 
+/// A work queue without findings.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Untested {
+    pub(super) queue: String,
+    pub(super) why: String,
+    /// It should have been tested.
+    pub(super) is_failure: bool,
+}
+
 impl Report {
     /// What makes the run a failure.
     pub(super) fn failures(&self) -> Vec<String> {
@@ -40,6 +52,10 @@ impl Report {
             .filter(|(_, finding)| finding.is_failure())
             .map(|(tested, finding)| format!("{} of {}", finding.check.name, tested.queue))
             .collect();
+        let unopened = self.untested.iter().filter(|queue| queue.is_failure);
+        failures.extend(unopened.map(|Untested { queue, why, .. }| {
+            format!("work queue {queue} could not be opened: {why}")
+        }));
         failures.extend(self.rounds.iter().flat_map(|rounds| rounds.wrong.clone()));
         failures
     }
@@ -98,6 +114,9 @@ impl Report {
                 }
             }
             text.push('\n');
+        }
+        for Untested { queue, why, .. } in &self.untested {
+            text.push_str(&format!("{queue}\n  not tested: {why}\n\n"));
         }
         text.push_str("? the expected answer is not promised: another one is no failure\n\n");
         let whose = match self.hardware {
@@ -186,6 +205,7 @@ impl Report {
                 .iter()
                 .map(|tested| JsonQueue::of(tested, self.hardware))
                 .collect(),
+            untested: &self.untested,
             assumptions: self.settled().iter().map(JsonAssumption::of).collect(),
             differences: self.differences(),
             rounds: self.rounds.as_ref().map(JsonRounds::of),
@@ -219,6 +239,7 @@ struct Json<'a> {
     passed: bool,
     failures: Vec<String>,
     queues: Vec<JsonQueue>,
+    untested: &'a [Untested],
     assumptions: Vec<JsonAssumption>,
     differences: Vec<Difference>,
     rounds: Option<JsonRounds>,
@@ -359,7 +380,7 @@ impl JsonRounds {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::{fs, path::Path, time::Duration};
 
     use idxd::discovery::Root;
@@ -369,7 +390,7 @@ mod tests {
     use super::*;
 
     /// A machine with one DSA, whose names must not get into a report.
-    fn machine(folder: &Path) -> Host {
+    pub(in super::super) fn machine(folder: &Path) -> Host {
         for (file, text) in [
             ("proc/sys/kernel/osrelease", "6.12.9-amd64\n"),
             ("proc/sys/kernel/hostname", "secret-host\n"),
@@ -433,6 +454,7 @@ mod tests {
                 tested(&Config::iaa(), "iax1/wq1.0"),
             ],
             modelled: vec![tested(&Config::dsa(), "DSA model, ENQCMD")],
+            untested: Vec::new(),
             rounds: Some(selftest::random::run(7, 1)),
             host: Some(machine(folder)),
         };
