@@ -79,6 +79,12 @@ pub enum QemuError {
         "the parameter `tls-creds` is set: QEMU would encrypt what the relay has to read; clear it"
     )]
     Tls,
+    #[error("the migration capability `{name}` is on: {why}; switch it off")]
+    Capability { name: String, why: &'static str },
+    #[error(
+        "the parameter `mode` is `{0}`: QEMU would not send the guest as a live migration does; set it to `normal`"
+    )]
+    Mode(String),
     /// The monitor's path leads to another QEMU than before, or that is not known.
     #[error("the monitor belongs to another QEMU than before")]
     Replaced,
@@ -251,14 +257,7 @@ impl Qemu {
             let reasons = reasons.iter().filter_map(Value::as_str);
             return Err(QemuError::Blocked(reasons.collect::<Vec<_>>().join("; ")));
         }
-        let parameters = self.qmp.execute("query-migrate-parameters", json!({}))?;
-        if parameters["tls-creds"]
-            .as_str()
-            .is_some_and(|id| !id.is_empty())
-        {
-            return Err(QemuError::Tls);
-        }
-        Ok(())
+        self.settings()?.check()
     }
 
     pub(crate) fn check_value(

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, ops::ControlFlow, time::Duration};
 
 use serde_json::{Map, Value, json};
-use tracing::debug;
+use tracing::{debug, info};
 
 use super::{Qemu, QemuError};
 use crate::{chain, qmp::QmpError};
@@ -16,18 +16,89 @@ pub(crate) struct Settings {
 
 /// How long a QEMU may take to clean up after a migration.
 const CLEANING_UP: Duration = Duration::from_secs(10);
-/// Capabilities that do not go together with multifd through a relay. They are switched off where
-/// they are on, and put back afterwards.
-const IN_THE_WAY: [&str; 8] = [
-    "postcopy-ram",
-    "xbzrle",
-    "compress",
-    "rdma-pin-all",
-    "zero-copy-send",
-    "background-snapshot",
-    "mapped-ram",
-    "pause-before-switchover",
+
+/// What a capability that is on means for a migration through a relay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Meaning {
+    /// It does no harm, or is what is asked for.
+    Harmless,
+    /// It does not go together with multifd through a relay, or the guest could not come back: it is switched off, and put
+    /// back afterwards.
+    InTheWay,
+    /// Whoever has switched it on wants another migration than this one.
+    Refused(&'static str),
+}
+
+use Meaning::{Harmless, InTheWay, Refused};
+
+/// All that QEMUs have, from 7.2 to 11.1.
+const CAPABILITIES: [(&str, Meaning); 24] = [
+    ("auto-converge", Harmless),
+    ("background-snapshot", InTheWay),
+    (
+        "block",
+        Refused("QEMU would send the disks along, but not through a relay"),
+    ),
+    ("compress", InTheWay),
+    ("dirty-bitmaps", Harmless),
+    ("dirty-limit", Harmless),
+    ("events", Harmless),
+    ("late-block-activate", Harmless),
+    ("mapped-ram", InTheWay),
+    ("multifd", Harmless),
+    ("pause-before-switchover", InTheWay),
+    ("postcopy-blocktime", Harmless),
+    // Not without the next one, in the same command.
+    ("postcopy-preempt", InTheWay),
+    ("postcopy-ram", InTheWay),
+    ("rdma-pin-all", InTheWay),
+    // The guest could not resume at the source.
+    ("release-ram", InTheWay),
+    ("return-path", Harmless),
+    ("switchover-ack", Harmless),
+    ("validate-uuid", Harmless),
+    ("x-colo", Refused("the guest would be kept at both ends")),
+    (
+        "x-ignore-shared",
+        Refused("shared memory of the guest would not be sent"),
+    ),
+    ("xbzrle", InTheWay),
+    ("zero-blocks", Harmless),
+    ("zero-copy-send", InTheWay),
 ];
+
+/// Of a capability that is not among these.
+const UNKNOWN: Meaning = Refused("this release of Vamoose does not know it");
+
+impl Settings {
+    /// Refuses settings with which a success would not be true.
+    pub(super) fn check(&self) -> Result<(), QemuError> {
+        for (name, meaning) in self.switched_on() {
+            if let Refused(why) = meaning {
+                let name = name.to_owned();
+                return Err(QemuError::Capability { name, why });
+            }
+        }
+        let text = |name: &str| self.parameters.get(name).and_then(Value::as_str);
+        if text("tls-creds").is_some_and(|id| !id.is_empty()) {
+            return Err(QemuError::Tls);
+        }
+        match text("mode") {
+            None | Some("normal") => Ok(()),
+            Some(mode) => Err(QemuError::Mode(mode.to_owned())),
+        }
+    }
+
+    fn switched_on(&self) -> impl Iterator<Item = (&str, Meaning)> {
+        let on = self.capabilities.iter().filter(|(_, on)| **on);
+        on.map(|(name, _)| (name.as_str(), meaning(name)))
+    }
+}
+
+fn meaning(capability: &str) -> Meaning {
+    let known = CAPABILITIES.iter().find(|(name, _)| *name == capability);
+    known.map_or(UNKNOWN, |(_, meaning)| *meaning)
+}
 
 impl Qemu {
     /// Sets this QEMU up for multifd through a relay with `parameters`, and remembers how it was.
@@ -41,10 +112,10 @@ impl Qemu {
         self.wait_until_idle()?;
         self.before = self.settings()?;
         let mut wanted = Settings::default();
-        for name in IN_THE_WAY {
-            if self.before.capabilities.get(name) == Some(&true) {
-                wanted.capabilities.insert(name.to_owned(), false);
-            }
+        let on = self.before.switched_on();
+        for (name, _) in on.filter(|(_, meaning)| *meaning == InTheWay) {
+            info!("the migration capability `{name}` is switched off for this migration");
+            wanted.capabilities.insert(name.to_owned(), false);
         }
         let known = |name: &&&str| self.schema.has_capability(name);
         for name in mandatory.iter().chain(optional.iter().filter(known)) {
@@ -134,5 +205,54 @@ impl Qemu {
                 .execute("migrate-set-parameters", Value::Object(parameters))?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lab::qemu::{Builder, available, newest_or_skip};
+
+    use super::*;
+
+    fn with(capabilities: &[&str], parameters: Value) -> Settings {
+        let capabilities = capabilities.iter().map(|name| ((*name).to_owned(), true));
+        Settings {
+            capabilities: capabilities.collect(),
+            parameters: parameters.as_object().cloned().unwrap_or_default(),
+        }
+    }
+
+    /// Every QEMU's list, so that a new capability is decided about and not overlooked.
+    #[test]
+    fn every_capability_is_known() {
+        if newest_or_skip().unwrap().is_none() {
+            return;
+        }
+        for binary in available() {
+            let qemu = Builder::bare(binary, 1 << 20).start().unwrap();
+            let mut qemu = Qemu::connect(&qemu.qmp_socket()).unwrap();
+            let settings = qemu.settings().unwrap();
+            assert!(settings.check().is_ok());
+            for name in settings.capabilities.keys() {
+                assert_ne!(meaning(name), UNKNOWN, "{}: {name}", binary.version);
+            }
+        }
+    }
+
+    #[test]
+    fn what_would_make_a_success_untrue_is_refused() {
+        for name in ["x-ignore-shared", "block", "x-colo", "of-a-later-qemu"] {
+            let refused = with(&[name], Value::Null).check();
+            assert!(
+                matches!(refused, Err(QemuError::Capability { .. })),
+                "{name}"
+            );
+        }
+        for mode in ["cpr-reboot", "cpr-transfer", "cpr-exec"] {
+            let refused = with(&[], json!({ "mode": mode })).check();
+            assert!(matches!(refused, Err(QemuError::Mode(_))), "{mode}");
+        }
+        let fine = with(&["postcopy-ram", "multifd"], json!({ "mode": "normal" }));
+        assert!(fine.check().is_ok());
     }
 }

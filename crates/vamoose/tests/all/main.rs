@@ -30,4 +30,5 @@ mod probe;
 mod relay;
 mod running;
 mod selftest;
+mod settings;
 mod watch;
