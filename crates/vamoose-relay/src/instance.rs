@@ -69,6 +69,11 @@ impl Instance {
         }
     }
 
+    /// Whether no other process can have taken the place of its monitor: what is there is the socket that it made, or nothing.
+    pub(crate) fn has_its_place(&self) -> bool {
+        SocketFile::at(&self.monitor).is_none_or(|file| self.socket == Some(file))
+    }
+
     /// Kills it, without its monitor, and waits until it has ended.
     pub(crate) fn end(&self, within: Duration) -> Result<(), ProcessError> {
         match self.process {
@@ -119,12 +124,13 @@ mod tests {
         let path = dir.path().join("qmp");
         let listener = UnixListener::bind(&path).unwrap();
         let first = at(&path, None);
-        assert!(first.is_same(&at(&path, None)));
+        assert!(first.is_same(&at(&path, None)) && first.has_its_place());
         drop(listener);
         fs::remove_file(&path).unwrap();
+        assert!(first.has_its_place());
         assert!(!first.is_same(&at(&path, None)) && !at(&path, None).is_same(&at(&path, None)));
         let _listener = UnixListener::bind(&path).unwrap();
-        assert!(!first.is_same(&at(&path, None)));
+        assert!(!first.is_same(&at(&path, None)) && !first.has_its_place());
     }
 
     #[test]

@@ -110,7 +110,7 @@ impl Migration<'_> {
         journal.clean_up::<AtSource>();
         let mut source = match SourceQemu::connect(self.qmp) {
             Ok(source) => source,
-            Err(error) => return self.without_source(&journal, error.into()),
+            Err(error) => return self.without_source(&journal, error),
         };
         if let Some(ended) = self.finish_earlier(&journal, &mut source)? {
             return ended;

@@ -5,7 +5,7 @@ mod schema;
 mod settings;
 
 use std::{
-    fmt,
+    fmt, io,
     ops::ControlFlow,
     path::Path,
     time::{Duration, Instant},
@@ -96,6 +96,12 @@ impl QemuError {
     /// Whether QEMU is there and has refused, so that nothing has changed.
     pub(crate) fn is_refusal(&self) -> bool {
         matches!(self, Self::Qmp(QmpError::Refused { .. }))
+    }
+
+    /// Whether no process listens at the monitor's path.
+    pub(crate) fn is_nobody_there(&self) -> bool {
+        let gone = [io::ErrorKind::NotFound, io::ErrorKind::ConnectionRefused];
+        matches!(self, Self::Qmp(QmpError::Connect(_, error)) if gone.contains(&error.kind()))
     }
 }
 

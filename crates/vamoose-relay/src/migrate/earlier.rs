@@ -17,6 +17,7 @@ use crate::{
     Journal, JournalError, chain,
     control::{Control, ControlError},
     journal::{AtSource, Record},
+    qemu::QemuError,
 };
 
 impl Migration<'_> {
@@ -165,16 +166,22 @@ impl Migration<'_> {
         Ok(answer)
     }
 
-    /// A QEMU that cannot be reached may have ended in the middle of an attempt, or after it.
-    pub(super) fn without_source(&self, journal: &Journal, cause: Cause) -> Result<Moved, Failure> {
+    /// A QEMU that cannot be reached may have ended in the middle of an attempt, or after it. Not so if another one has its
+    /// place, which the attempts of the first one say nothing about.
+    pub(super) fn without_source(
+        &self,
+        journal: &Journal,
+        error: QemuError,
+    ) -> Result<Moved, Failure> {
         let known = journal.records::<AtSource>().map_err(at_source)?;
+        let nobody_listens = error.is_nobody_there();
         let last = known
             .iter()
             .rfind(|record| record.qemu.monitor == self.qmp && record.qemu.has_ended());
-        match last {
+        match last.filter(|record| nobody_listens || record.qemu.has_its_place()) {
             Some(record) if !record.is_over() => self.go_on(journal, record, None),
             Some(record) if has_left(record) => self.after(journal, record),
-            _ => Err(at_source(cause)),
+            _ => Err(at_source(error)),
         }
     }
 
