@@ -42,6 +42,7 @@ pub use error::{Cause, Failure};
 use hand_over::{HandOver, Limits};
 use socket::Socket;
 pub(crate) use source::SourceQemu;
+use watch::Beside;
 
 /// One migration to be driven.
 pub struct Migration<'a> {
@@ -248,24 +249,30 @@ impl Migration<'_> {
         let span = Span::current();
         thread::scope(|scope| {
             let relay = scope.spawn(|| span.in_scope(|| relay.relay()));
-            let (decision, mut ended) =
-                match self.watch(source, &socket.path, &stats, &session, &hangup, observe) {
-                    // The guest is paused: nothing comes before the commit, not even the relay's end.
-                    Ok(account) => {
-                        let decision = hand_over.finish(SourceEvent::Stopped, Some(source));
-                        let ended = Ended {
-                            account,
-                            ..Ended::default()
-                        };
-                        (Some(decision), ended)
-                    }
-                    Err(cause) if source.has_ended_by(&cause) => {
-                        let stopped = source.stopped.is_some();
-                        let decision = hand_over.finish(SourceEvent::GuestDied { stopped }, None);
-                        (Some(decision), Ended::failed(Cause::SourceEnded))
-                    }
-                    Err(cause) => (None, Ended::failed(cause)),
-                };
+            let beside = Beside {
+                socket: &socket.path,
+                stats: &stats,
+                session: &session,
+                hangup: &hangup,
+                has_ended: &|| relay.is_finished(),
+            };
+            let (decision, mut ended) = match self.watch(source, &beside, observe) {
+                // The guest is paused: nothing comes before the commit, not even the relay's end.
+                Ok(account) => {
+                    let decision = hand_over.finish(SourceEvent::Stopped, Some(source));
+                    let ended = Ended {
+                        account,
+                        ..Ended::default()
+                    };
+                    (Some(decision), ended)
+                }
+                Err(cause) if source.has_ended_by(&cause) => {
+                    let stopped = source.stopped.is_some();
+                    let decision = hand_over.finish(SourceEvent::GuestDied { stopped }, None);
+                    (Some(decision), Ended::failed(Cause::SourceEnded))
+                }
+                Err(cause) => (None, Ended::failed(cause)),
+            };
             if ended.cause.is_some() {
                 hangup.hang_up();
             }

@@ -22,6 +22,16 @@ const ASK_EVERY: Duration = Duration::from_millis(200);
 /// How long a QEMU may take to cancel before its connections are closed.
 const CANCELLING: Duration = Duration::from_secs(5);
 
+/// The relay beside the source.
+pub(super) struct Beside<'a> {
+    /// Where it takes the source's connections.
+    pub(super) socket: &'a Path,
+    pub(super) stats: &'a Stats,
+    pub(super) session: &'a Session,
+    pub(super) hangup: &'a Hangup,
+    pub(super) has_ended: &'a dyn Fn() -> bool,
+}
+
 /// Why a migration is being stopped from here.
 struct Stop {
     cause: Cause,
@@ -29,39 +39,37 @@ struct Stop {
 }
 
 impl Migration<'_> {
-    /// Has the source migrate to its relay at `socket`, until it reports how that ended; QEMU's account if it completed.
+    /// Has the source migrate to its relay, until it reports how that ended; QEMU's account if it completed.
     pub(super) fn watch(
         &self,
         source: &mut SourceQemu,
-        socket: &Path,
-        stats: &Stats,
-        session: &Session,
-        hangup: &Hangup,
+        relay: &Beside<'_>,
         observe: &mut dyn FnMut(&Progress),
     ) -> Result<Value, Cause> {
         if self.is_cancelled() {
             return Err(Cause::Cancelled);
         }
-        let uri = format!("unix:{}", socket.display());
+        let uri = format!("unix:{}", relay.socket.display());
         source.qemu.execute("migrate", json!({ "uri": uri }))?;
         let mut stopping = None;
         let mut asked = None;
+        let mut without_relay = None;
         let mut remainder = source
             .downtime_limit()
             .map(|limit| Remainder::new(limit, self.channels, self.config.layout));
         loop {
             if stopping.is_none() {
-                stopping = self.reason_to_stop(source);
+                stopping = self.reason_to_stop(source, without_relay);
                 if let Some(Stop { cause, .. }) = &stopping {
                     info!("{cause}");
-                    stop(source, cause, hangup)?;
+                    stop(source, cause, relay.hangup)?;
                 }
             }
             if let Some(Stop { since, .. }) = &stopping
                 && since.elapsed() > CANCELLING
             {
                 // The sockets are its last hold on the guest.
-                hangup.hang_up();
+                relay.hangup.hang_up();
             }
             // A QEMU that neither cancels nor completes has had time enough.
             let overdue = |stop: &mut Stop| stop.since.elapsed() > 4 * CANCELLING;
@@ -81,9 +89,10 @@ impl Migration<'_> {
                 account => account?,
             };
             let status = account["status"].as_str().unwrap_or("none");
-            let moved = stats.snapshot();
+            let moved = relay.stats.snapshot();
             if let (Some(remainder), "active") = (&mut remainder, status)
-                && let Some(allowed) = remainder.after(Instant::now(), moved, session.round_trip())
+                && let Some(allowed) =
+                    remainder.after(Instant::now(), moved, relay.session.round_trip())
             {
                 source.allow(allowed)?;
             }
@@ -95,7 +104,7 @@ impl Migration<'_> {
                 status: status.to_owned(),
                 moved,
                 source: account.clone(),
-                session: Some(session.clone()),
+                session: Some(relay.session.clone()),
                 stopped_for: source.stopped_for(),
             });
             match status {
@@ -111,14 +120,20 @@ impl Migration<'_> {
                 }
                 _ => {}
             }
+            // A source that waits for a SYNC to be sent does not notice that nobody takes it any more.
+            if (relay.has_ended)() || relay.hangup.is_hung_up() {
+                without_relay.get_or_insert_with(Instant::now);
+            }
         }
     }
 
-    fn reason_to_stop(&self, source: &SourceQemu) -> Option<Stop> {
+    fn reason_to_stop(&self, source: &SourceQemu, without_relay: Option<Instant>) -> Option<Stop> {
         let cause = if self.is_cancelled() {
             Cause::Cancelled
         } else if source.stopped_for() > self.downtime_max {
             Cause::Downtime(self.downtime_max)
+        } else if without_relay.is_some_and(|since| since.elapsed() > CANCELLING) {
+            Cause::broken("the relay has ended, and the source QEMU has not noticed")
         } else {
             return None;
         };

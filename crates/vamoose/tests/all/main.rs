@@ -28,6 +28,7 @@ mod old_destination;
 mod placement;
 mod probe;
 mod relay;
+mod relay_end;
 mod replaced;
 mod running;
 mod selftest;

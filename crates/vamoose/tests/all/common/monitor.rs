@@ -131,15 +131,15 @@ fn contains(line: &[u8], text: &str) -> bool {
         .any(|window| window == text.as_bytes())
 }
 
-/// Passes lines on, each after `before`, until one side closes; then both are closed.
-fn pass_lines(from: &UnixStream, mut to: &UnixStream, before: impl Fn(&[u8])) {
+/// Passes lines on, each as `before` leaves it, until one side closes; then both are closed.
+pub(crate) fn pass_lines(from: &UnixStream, mut to: &UnixStream, before: impl Fn(&mut Vec<u8>)) {
     let mut lines = BufReader::new(from);
     let mut line = Vec::new();
     while lines
         .read_until(b'\n', &mut line)
         .is_ok_and(|read| read > 0)
     {
-        before(&line);
+        before(&mut line);
         if to.write_all(&line).is_err() {
             break;
         }
