@@ -36,6 +36,9 @@ pub(crate) struct Offer {
     /// The waiting QEMU's version.
     pub(crate) qemu: String,
     pub(crate) knows_zero_pages: bool,
+    /// A suspended guest arrives suspended, and can be woken; false where an older release does not say so.
+    #[serde(default)]
+    pub(crate) keeps_suspended: bool,
 }
 
 /// The control connection failed.

@@ -190,6 +190,7 @@ impl Migration<'_> {
             DestinationMessage::Prepared { ref details, .. } => {
                 let offer = from_details(details.clone()).map_err(ControlError::from)?;
                 source.zero_pages = self.zero_pages(source, &offer)?;
+                source.check_suspended(&offer)?;
                 hand_over.prepared(answer)
             }
             DestinationMessage::Refused { reason } => Err(Cause::Refused(reason)),

@@ -85,6 +85,11 @@ pub enum QemuError {
         "the parameter `mode` is `{0}`: QEMU would not send the guest as a live migration does; set it to `normal`"
     )]
     Mode(String),
+    /// Before 9.0.
+    #[error(
+        "the guest is suspended (ACPI S3), and QEMU {0} would not carry that along: wake it up (`system_wakeup`) first"
+    )]
+    Suspended(String),
     /// The monitor's path leads to another QEMU than before, or that is not known.
     #[error("the monitor belongs to another QEMU than before")]
     Replaced,
@@ -248,6 +253,12 @@ impl Qemu {
     /// A parameter as it was before [`Qemu::set_up`], if it is a number.
     pub(crate) fn parameter_before(&self, name: &str) -> Option<u64> {
         self.before.parameters.get(name)?.as_u64()
+    }
+
+    /// Whether a suspended guest (ACPI S3) stays suspended when it is migrated, and can be woken (from 9.0 on): an older source
+    /// wakes it in the middle of that, and at an older destination its clocks stand still for good.
+    pub(crate) fn keeps_suspended(&self) -> bool {
+        self.version >= Version(9, 0, 0)
     }
 
     /// Refuses a QEMU that could not migrate `with` these settings.

@@ -14,6 +14,7 @@ use vamoose_link::millis;
 use super::{Cause, remainder::Allowed};
 use crate::{
     Instance, chain,
+    control::Offer,
     qemu::{ENDING, MigrationStatus, Qemu, QemuError},
     qmp::{QmpError, Timestamp},
 };
@@ -31,6 +32,9 @@ pub(crate) struct SourceQemu {
     pub(super) zero_pages: Option<String>,
     /// In milliseconds, once it is set up.
     downtime_limit: Option<u64>,
+    is_suspended: bool,
+    /// The version of a QEMU of this migration that does not carry along that a guest is suspended.
+    loses_suspended: Option<String>,
 }
 
 #[derive(Clone, Copy)]
@@ -41,6 +45,8 @@ pub(super) struct Stopped {
     noticed: Instant,
 }
 
+/// States of a guest that goes on at the destination: one that is suspended waits to be woken, and some clocks of it go on.
+const ALIVE: [&str; 2] = ["running", "suspended"];
 /// How long a source may take to run again after a failure.
 const SETTLING: Duration = Duration::from_secs(10);
 /// How long to wait for an event before looking at the clock and at a cancel.
@@ -51,15 +57,37 @@ impl SourceQemu {
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let mut qemu = Qemu::connect(path)?;
         let uuid = qemu.uuid()?;
+        let state = qemu.state()?;
         Ok(Self {
             instance: Instance::of(&mut qemu, path, uuid),
             ram_bytes: qemu.ram_bytes()?,
-            was_running: qemu.state()? == "running",
+            was_running: ALIVE.contains(&state.as_str()),
             stopped: None,
             zero_pages: None,
             downtime_limit: None,
+            is_suspended: state == "suspended",
+            loses_suspended: None,
             qemu,
         })
+    }
+
+    /// Refuses a guest that is suspended, unless both QEMUs carry that along.
+    pub(super) fn check_suspended(&mut self, offer: &Offer) -> Result<(), QemuError> {
+        self.loses_suspended = match (self.qemu.keeps_suspended(), offer.keeps_suspended) {
+            (true, true) => None,
+            (false, _) => Some(self.qemu.version.to_string()),
+            (true, false) => Some(offer.qemu.clone()),
+        };
+        self.suspended_in_vain().map_or(Ok(()), Err)
+    }
+
+    /// What is wrong with a guest that has suspended itself.
+    pub(super) fn suspended_in_vain(&self) -> Option<QemuError> {
+        let version = self.loses_suspended.as_ref();
+        version
+            .filter(|_| self.is_suspended)
+            .cloned()
+            .map(QemuError::Suspended)
     }
 
     /// Refuses a QEMU that cannot migrate now.
@@ -104,6 +132,8 @@ impl SourceQemu {
             match event.name.as_str() {
                 "STOP" => self.stopped = Some(Stopped::by(event.timestamp)),
                 "RESUME" => self.stopped = None,
+                "SUSPEND" => self.is_suspended = true,
+                "WAKEUP" => self.is_suspended = false,
                 "MIGRATION" => is_news = true,
                 _ => {}
             }
@@ -158,11 +188,11 @@ impl SourceQemu {
     fn go_on(&mut self, should_run: bool) -> Result<(), QemuError> {
         self.qemu.ask_until("running", SETTLING, |qemu| {
             let mut state = qemu.state()?;
-            if should_run && state != "running" && qemu.has_sent_its_guest()? {
+            if should_run && !ALIVE.contains(&state.as_str()) && qemu.has_sent_its_guest()? {
                 qemu.execute("cont", json!({}))?;
                 state = qemu.state()?;
             }
-            Ok(match !should_run || state == "running" {
+            Ok(match !should_run || ALIVE.contains(&state.as_str()) {
                 true => ControlFlow::Break(()),
                 false => ControlFlow::Continue(state),
             })

@@ -132,6 +132,8 @@ impl Migration<'_> {
             Cause::Cancelled
         } else if source.stopped_for() > self.downtime_max {
             Cause::Downtime(self.downtime_max)
+        } else if let Some(error) = source.suspended_in_vain() {
+            error.into()
         } else if without_relay.is_some_and(|since| since.elapsed() > CANCELLING) {
             Cause::broken("the relay has ended, and the source QEMU has not noticed")
         } else {

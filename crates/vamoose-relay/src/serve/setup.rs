@@ -59,6 +59,7 @@ impl Server {
         let offer = to_details(&Offer {
             qemu: qemu.version.to_string(),
             knows_zero_pages: qemu.knows_zero_pages(),
+            keeps_suspended: qemu.keeps_suspended(),
         })?;
         let instance = Instance::of(&mut qemu, &monitor, request.uuid.clone());
         let transfer = Transfer {

@@ -33,4 +33,5 @@ mod replaced;
 mod running;
 mod selftest;
 mod settings;
+mod suspended;
 mod watch;
