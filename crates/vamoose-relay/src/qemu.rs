@@ -1,5 +1,6 @@
 //! A QEMU as migration sees it: what it is, what it can do, how it is set up and put back.
 
+mod disks;
 mod ram_blocks;
 mod schema;
 mod settings;
@@ -90,6 +91,10 @@ pub enum QemuError {
         "the guest is suspended (ACPI S3), and QEMU {0} would not carry that along: wake it up (`system_wakeup`) first"
     )]
     Suspended(String),
+    #[error("the image of `{0}` cannot be activated: another process probably uses it")]
+    Inactive(String),
+    #[error("cannot make a socket")]
+    Listener(#[source] io::Error),
     /// The monitor's path leads to another QEMU than before, or that is not known.
     #[error("the monitor belongs to another QEMU than before")]
     Replaced,

@@ -12,12 +12,17 @@
 
 use std::{
     collections::{BTreeSet, VecDeque},
-    io::{self, Read, Write},
+    io::{self, IoSlice, Read, Write},
+    mem::MaybeUninit,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::{
+    event::{PollFd, PollFlags},
+    fd::BorrowedFd,
+    net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},
+};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use thiserror::Error;
@@ -152,6 +157,24 @@ impl Qmp {
 
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let id = self.send(command, arguments)?;
+        self.wait_for_answer(id, command)
+    }
+
+    /// Hands QEMU a file, which it knows by `name` from then on.
+    pub(crate) fn give(&mut self, name: &str, file: BorrowedFd<'_>) -> Result<(), QmpError> {
+        // The file comes with the byte that is sent with it: QEMU skips space between commands.
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let files = [file];
+        control.push(SendAncillaryMessage::ScmRights(&files));
+        let flags = SendFlags::NOSIGNAL;
+        sendmsg(&self.stream, &[IoSlice::new(b" ")], &mut control, flags)
+            .map_err(|error| self.broken(error.into()))?;
+        self.execute("getfd", json!({ "fdname": name }))?;
+        Ok(())
+    }
+
+    fn wait_for_answer(&mut self, id: u64, command: &str) -> Result<Value, QmpError> {
         let deadline = Instant::now() + self.timeout;
         loop {
             let Some(mut message) = self.read_message(deadline)? else {

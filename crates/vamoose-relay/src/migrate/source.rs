@@ -184,12 +184,15 @@ impl SourceQemu {
     }
 
     /// A guest that QEMU itself continues, after a migration that failed, is waited for; one that was sent away
-    /// whole stays paused until it is continued.
+    /// whole stays paused until it is continued, and without its disks until these are taken back.
     fn go_on(&mut self, should_run: bool) -> Result<(), QemuError> {
         self.qemu.ask_until("running", SETTLING, |qemu| {
             let mut state = qemu.state()?;
-            if should_run && !ALIVE.contains(&state.as_str()) && qemu.has_sent_its_guest()? {
-                qemu.execute("cont", json!({}))?;
+            if !ALIVE.contains(&state.as_str()) && qemu.has_sent_its_guest()? {
+                match should_run {
+                    true => qemu.execute("cont", json!({}))?,
+                    false => qemu.activate_disks()?,
+                }
                 state = qemu.state()?;
             }
             Ok(match !should_run || ALIVE.contains(&state.as_str()) {

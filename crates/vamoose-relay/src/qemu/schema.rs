@@ -1,11 +1,12 @@
-//! What a QEMU's schema has on migration: its capabilities, and the values of its parameters.
+//! What a QEMU's schema has: its commands, its capabilities of migration, and the values of its parameters.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-/// What `query-qmp-schema` has on migration.
+/// What matters of `query-qmp-schema`.
 pub(super) struct Schema {
+    commands: BTreeSet<String>,
     capabilities: Vec<String>,
     /// Parameters whose values are an enumeration, with the values.
     parameters: BTreeMap<String, Vec<String>>,
@@ -18,6 +19,10 @@ impl Schema {
         let types = entries
             .filter_map(|entry| Some((entry["name"].as_str()?, entry)))
             .collect::<BTreeMap<_, _>>();
+        let commands = types
+            .iter()
+            .filter(|(_, entry)| entry["meta-type"] == "command");
+        let commands = commands.map(|(name, _)| (*name).to_owned()).collect();
         let entry = |name: &Value| types.get(name.as_str()?).copied();
         let members = |name: &Value| {
             let list = entry(name).and_then(|object| object["members"].as_array());
@@ -43,9 +48,14 @@ impl Schema {
             })
             .collect();
         Self {
+            commands,
             capabilities,
             parameters,
         }
+    }
+
+    pub(super) fn has_command(&self, name: &str) -> bool {
+        self.commands.contains(name)
     }
 
     pub(super) fn has_capability(&self, name: &str) -> bool {
@@ -83,6 +93,7 @@ mod tests {
                 { "name": "multifd-compression", "type": "5" }, { "name": "downtime-limit", "type": "int" }] },
             { "name": "5", "meta-type": "enum", "values": ["none", "zstd"] },
         ]));
+        assert!(schema.has_command("migrate-set-parameters") && !schema.has_command("1"));
         assert!(schema.has_capability("multifd") && !schema.has_capability("rdma"));
         assert!(schema.parameter_takes("multifd-compression", "zstd"));
         assert!(!schema.parameter_takes("multifd-compression", "qpl"));

@@ -52,8 +52,14 @@ impl DestinationQemu {
         if state == SENT_ON {
             return DestinationEvent::MovedOn;
         }
-        if HERE.contains(&state.as_str()) || !resume {
+        if HERE.contains(&state.as_str()) {
             return self.started(state);
+        }
+        if !resume {
+            return match self.with_qemu(Qemu::activate_disks) {
+                Ok(()) => self.started(state),
+                Err(error) => self.not_started(&error),
+            };
         }
         if !WAITING.contains(&state.as_str()) {
             return unclear(format!("the guest is in the state `{state}`"));
@@ -253,6 +259,9 @@ mod tests {
             let command = request["execute"].as_str().unwrap().to_owned();
             let answer = match command.as_str() {
                 "query-version" => json!({ "qemu": { "major": 10, "minor": 0, "micro": 0 } }),
+                "query-qmp-schema" => {
+                    json!([{ "name": "blockdev-set-active", "meta-type": "command" }])
+                }
                 "query-status" => json!({ "status": state }),
                 "cont" => match after {
                     Some(after) => {
@@ -287,7 +296,9 @@ mod tests {
         let state = "paused".to_owned();
         assert_eq!(guest.run(false), DestinationEvent::Started { state });
         drop(guest);
-        assert!(!fake.told().contains(&"cont".to_owned()));
+        let told = fake.told();
+        assert!(!told.contains(&"cont".to_owned()));
+        assert!(told.contains(&"blockdev-set-active".to_owned()));
     }
 
     /// However often it is asked.
