@@ -18,7 +18,11 @@ pub mod security;
 pub mod timeline;
 pub mod watchable;
 
-use std::process::ExitCode;
+use std::{
+    fmt::Display,
+    io::{self, Write as _},
+    process::ExitCode,
+};
 
 use self::log::LogFormat;
 
@@ -32,9 +36,14 @@ pub fn program(
     let Err(error) = log::start(format).and_then(|()| run()) else {
         return ExitCode::SUCCESS;
     };
-    eprintln!("{name}: {error:#}");
+    say(format_args!("{name}: {error:#}"));
     if let Some(hint) = hints::of(&error) {
-        eprintln!("  hint: {hint}");
+        say(format_args!("  hint: {hint}"));
     }
     ExitCode::FAILURE
+}
+
+/// Writes a line on standard error. A terminal or a pipe that is gone ends nothing, unlike with `eprintln`.
+pub fn say(line: impl Display) {
+    let _ = writeln!(io::stderr(), "{line}");
 }

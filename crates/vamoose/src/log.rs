@@ -74,6 +74,8 @@ where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
     let lines = layer().with_writer(writer).with_ansi(is_terminal);
+    // They would be written where nothing can be written, which panics.
+    let lines = lines.log_internal_errors(false);
     lines.with_target(false).fmt_fields(Plain).boxed()
 }
 
@@ -84,6 +86,7 @@ where
     layer()
         .json()
         .with_writer(writer)
+        .log_internal_errors(false)
         .with_span_list(false)
         .boxed()
 }

@@ -51,7 +51,7 @@ impl Display {
             bar.set_message(text);
         } else if is_due {
             self.last_line = Some(Instant::now());
-            eprintln!("{:>3}% {text}", state.percent());
+            crate::say(format_args!("{:>3}% {text}", state.percent()));
         }
     }
 

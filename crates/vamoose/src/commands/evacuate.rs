@@ -103,7 +103,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     say_shut_off(&survey);
     let ended = drive::run(options, &survey, &plan)?;
     let report = Report::of(&survey, &ended);
-    report.lines().for_each(|line| eprintln!("{line}"));
+    report.lines().for_each(vamoose::say);
     options.json.write(&report)?;
     let (all, moved) = (report.guests.len(), report.count("moved"));
     match (report.count("in-doubt"), report.status) {

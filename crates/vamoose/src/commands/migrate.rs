@@ -1,9 +1,14 @@
 //! `vamoose migrate`: drives a source QEMU through a migration.
 
 use std::{
+    ffi::c_int,
+    fs,
     net::IpAddr,
     path::PathBuf,
-    sync::{Arc, Mutex, atomic::AtomicBool},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -11,7 +16,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 use signal_hook::{
-    consts::{SIGINT, SIGTERM},
+    consts::{SIGHUP, SIGINT, SIGTERM},
     flag,
 };
 use vamoose_link::{Address, lock, millis};
@@ -28,9 +33,9 @@ use vamoose::{
 
 /// Migrate a running guest to a QEMU that waits behind `vamoose serve`
 ///
-/// Ctrl-C cancels: the guest keeps running here. Once the source is paused for good and the server cannot be reached, this
-/// command keeps asking for the outcome. If it is killed meanwhile, run the same command again: it continues the
-/// attempt, or reports what became of the guest.
+/// Ctrl-C cancels, as does the end of its terminal: the guest keeps running here. Once the source is paused for good and the
+/// server cannot be reached, this command keeps asking for the outcome. If it is killed meanwhile, run the same command
+/// again: it continues the attempt, or reports what became of the guest.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// QMP socket of the source QEMU
@@ -96,8 +101,15 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         .remote(&options.to, &options.bind, config.stall_timeout)?;
     let method = config.method.clone();
     let cancel = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        flag::register(signal, cancel.clone()).context("cannot catch signals")?;
+    let lost_terminal = Arc::new(AtomicBool::new(false));
+    for (signal, flag) in [
+        (SIGINT, &cancel),
+        (SIGTERM, &cancel),
+        (SIGHUP, &lost_terminal),
+    ] {
+        if !is_ignored(signal) {
+            flag::register(signal, flag.clone()).context("cannot catch signals")?;
+        }
     }
     let state_dir = options.state_dir.path()?;
     let start = Instant::now();
@@ -122,6 +134,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let list = || lock(&watched).iter().map(Watched::now).collect();
         let _end = watchable::serve(scope, watchable.as_ref(), list);
         migration.run(&mut |progress| {
+            // Nothing is observed during the commit, which goes through without a terminal.
+            if lost_terminal.load(Ordering::Relaxed) {
+                cancel.store(true, Ordering::Relaxed);
+            }
             display.show(progress);
             timeline.add(start.elapsed(), progress);
             *lock(&watched) = Some(Watched::of(progress, options, method.name(), start));
@@ -143,6 +159,14 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     options.json.write(&report.of_timeline(timeline))?;
     moved?;
     Ok(())
+}
+
+/// Whether this command was started with the signal ignored, as by `nohup`.
+fn is_ignored(signal: c_int) -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
 /// For those who watch.

@@ -35,4 +35,5 @@ mod running;
 mod selftest;
 mod settings;
 mod suspended;
+mod terminal;
 mod watch;

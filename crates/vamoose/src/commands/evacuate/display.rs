@@ -72,7 +72,7 @@ impl Display {
         } else if self.last_line.elapsed() >= LINE_EVERY {
             self.last_line = Instant::now();
             let percent = u128::from(position) * 100 / u128::from(self.total);
-            eprintln!("{percent:>3}% {text}");
+            vamoose::say(format_args!("{percent:>3}% {text}"));
         }
     }
 
