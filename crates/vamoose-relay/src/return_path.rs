@@ -113,6 +113,18 @@ mod tests {
         }
     }
 
+    /// A destination acknowledges the switchover once, or once for each of its devices.
+    #[test]
+    fn acknowledgements_of_the_switchover_are_passed_over() {
+        let acknowledged = [0, 7, 0, 0];
+        for count in 0..4 {
+            let mut path = ReturnPath::default();
+            let bytes = [&PONG[..], &acknowledged.repeat(count), &PONG, &SHUT_OK].concat();
+            let found = bytes.iter().filter_map(|byte| path.feed(&[*byte]));
+            assert_eq!(found.collect::<Vec<_>>(), [0], "{count}");
+        }
+    }
+
     #[test]
     fn a_shut_inside_another_message_is_not_one() {
         let mut path = ReturnPath::default();

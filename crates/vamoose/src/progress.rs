@@ -63,6 +63,12 @@ impl Display {
     }
 }
 
+/// Bytes that the source has still to send: from 11.1 on all of them, devices included; before, those of guest memory.
+pub fn remaining(source: &Value) -> Option<u64> {
+    let all = source["remaining"].as_u64();
+    all.or_else(|| source["ram"]["remaining"].as_u64())
+}
+
 /// What is worth showing.
 struct State<'a> {
     status: &'a str,
@@ -82,7 +88,7 @@ impl<'a> State<'a> {
         Self {
             status: &progress.status,
             total: number("total"),
-            remaining: number("remaining"),
+            remaining: remaining(&progress.source).unwrap_or(0),
             rounds: number("dirty-sync-count"),
             expected_downtime: progress.source["expected-downtime"].as_u64(),
             downtime_parts: &progress.source["downtime-parts"],
@@ -161,6 +167,14 @@ mod tests {
             state.text(2_097_152.0),
             "active, 2 MiB/s on the wire, ratio 2.50, round 2, expected downtime 300 ms"
         );
+    }
+
+    #[test]
+    fn what_devices_have_still_to_send_is_not_left_out() {
+        let older = json!({ "ram": { "total": 4096, "remaining": 1024 } });
+        let newer = json!({ "ram": { "total": 4096, "remaining": 0 }, "remaining": 2048 });
+        let left = [Value::Null, older, newer].map(|source| remaining(&source));
+        assert_eq!(left, [None, Some(1024), Some(2048)]);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use multifd::Method;
 use serde::Serialize;
 use vamoose_link::{Session, millis};
 
-use crate::progress::Progress;
+use crate::progress::{Progress, remaining};
 
 /// The samples of a migration.
 #[derive(Debug, Default)]
@@ -31,7 +31,7 @@ pub struct Sample {
     pub wire_bytes: u64,
     pub page_bytes: u64,
     pub zero_pages: u64,
-    /// Bytes of guest memory that are still to be sent.
+    /// Bytes that are still to be sent, see [`remaining`].
     pub remaining: Option<u64>,
     pub dirty_sync_count: Option<u64>,
     /// Pages a second that the guest writes.
@@ -92,7 +92,7 @@ impl Sample {
             wire_bytes: moved.wire_bytes,
             page_bytes: moved.page_bytes,
             zero_pages: moved.zero_pages,
-            remaining: ram("remaining"),
+            remaining: remaining(&progress.source),
             dirty_sync_count: ram("dirty-sync-count"),
             dirty_pages_rate: ram("dirty-pages-rate"),
             packets: packets

@@ -25,7 +25,7 @@ use vamoose_relay::{Cause, Failure, Migration, Role, UnderWay};
 use vamoose::{
     link::LinkOptions,
     options::{Encoding, JsonReport, MethodName, StateDir},
-    progress::{Display, Progress},
+    progress::{Display, Progress, remaining},
     report::Report,
     timeline::Timeline,
     watchable,
@@ -190,7 +190,7 @@ impl Watched {
                 status: Some(progress.status.clone()),
                 method: Some(method.to_owned()),
                 rounds: ram("dirty-sync-count"),
-                remaining: ram("remaining"),
+                remaining: remaining(&progress.source),
                 total: ram("total"),
                 ..UnderWay::new("migrate", Role::Source, peer, began, &progress.moved)
             },
