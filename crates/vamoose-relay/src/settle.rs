@@ -1,6 +1,7 @@
 //! A person's decision on an attempt that nothing else can decide.
 //!
-//! The person has looked at the destination. It is asked all the same where it can be: its answer counts more.
+//! The person has looked at the destination. It is asked all the same: its answer counts more, and a refusal or silence is
+//! none. Only the person can say that there is nobody left to be asked.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -13,7 +14,7 @@ use tracing::info;
 use vamoose_link::{AddressError, Remote, Security, SessionConfig};
 
 use crate::{
-    Journal, JournalError, chain,
+    Journal, JournalError,
     control::{Control, ControlError},
     journal::{AtDestination, AtSource, Entry, Record},
     migrate::SourceQemu,
@@ -60,6 +61,9 @@ pub enum SettleError {
     Over(AttemptId, GuestLocation),
     #[error("the destination answers `{0}`: it decides, run the migration's command again")]
     Contradicted(String),
+    /// It may run the guest.
+    #[error("the destination {0} cannot be asked whether it has the guest")]
+    NotAsked(String, #[source] ControlError),
     #[error("the source's QEMU at {}", .0.display())]
     Qemu(PathBuf, #[source] QemuError),
     #[error("{} belongs to another QEMU than the attempt's", .0.display())]
@@ -72,14 +76,12 @@ pub enum SettleError {
     Failed(String),
 }
 
-/// How long a destination may take to contradict.
-const ASKING: Duration = Duration::from_secs(5);
 /// How long a server may take to end its QEMU, or to continue it.
 const SETTLING: Duration = Duration::from_secs(60);
 
 impl Settlement {
     /// Looks what there is to settle. Nothing is done yet. The destination of a guest that is to resume at this host is asked
-    /// as `config` says, if there is one.
+    /// as `config` says; not if there is none, for a destination that is gone for good.
     ///
     /// # Errors
     /// When nothing is to be settled, or a process still works at it.
@@ -134,11 +136,13 @@ impl Settlement {
         match self.verdict {
             Verdict::NeverRan => {
                 if let Some(record) = source {
-                    steps.push(format!(
-                        "tell the destination {} ({}), if it can be reached, that the guest stays here; stop if it \
-                         has run there",
-                        record.side.to, record.name
-                    ));
+                    if self.config.is_some() {
+                        steps.push(format!(
+                            "tell the destination {} ({}) that the guest stays here; stop if it has run there, or \
+                             does not answer",
+                            record.side.to, record.name
+                        ));
+                    }
                     let what = if record.side.resume {
                         "continue the guest"
                     } else {
@@ -249,19 +253,24 @@ impl Side {
 fn take_back(entry: Entry<AtSource>, config: Option<SessionConfig>) -> Result<(), SettleError> {
     let record = &entry.record;
     let monitor = record.qemu.monitor.clone();
-    if let Some(config) = config
-        && let Ok(to) = remote(&record.side.to, config)
-    {
+    if let Some(config) = config {
+        let to = remote(&record.side.to, config)?;
         let cause = "settled by hand: the guest stays at the source".to_owned();
-        match ask(&to, record.attempt, &SourceMessage::Abort { cause }, ASKING) {
-            Ok(
-                answer @ (DestinationMessage::Running { .. }
-                | DestinationMessage::MovedOn
-                | DestinationMessage::Ended { .. }
-                | DestinationMessage::Unclear { .. }),
-            ) => return Err(SettleError::Contradicted(format!("{answer:?}"))),
-            Ok(answer) => info!("the destination answers {answer:?}"),
-            Err(error) => info!("the destination cannot be asked: {}", chain(&error)),
+        let answer = ask(
+            &to,
+            record.attempt,
+            &SourceMessage::Abort { cause },
+            SETTLING,
+        );
+        match answer.map_err(|error| SettleError::NotAsked(record.side.to.clone(), error))? {
+            answer @ (DestinationMessage::Running { .. }
+            | DestinationMessage::MovedOn
+            | DestinationMessage::Ended { .. }
+            | DestinationMessage::Refused { .. }
+            | DestinationMessage::Unclear { .. }) => {
+                return Err(SettleError::Contradicted(format!("{answer:?}")));
+            }
+            answer => info!("the destination answers {answer:?}"),
         }
     }
     let mut source =

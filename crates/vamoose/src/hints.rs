@@ -5,13 +5,15 @@ use std::io;
 use anyhow::Error;
 use vamoose_codec::{DecodeError, EncodeError, SettingsError};
 use vamoose_link::{FileFault, Objection, Refusal, TlsError};
-use vamoose_relay::{Failure, GuestLocation, RelayError};
+use vamoose_relay::{Failure, GuestLocation, RelayError, SettleError};
 
 /// The hint for the first error of the chain that has one.
 pub fn of(error: &Error) -> Option<String> {
     error.chain().find_map(|cause| {
         if let Some(failure) = cause.downcast_ref() {
             of_failure(failure)
+        } else if let Some(SettleError::NotAsked(..)) = cause.downcast_ref() {
+            Some(NOT_ASKED.to_owned())
         } else if let Some(settings) = cause.downcast_ref() {
             of_settings(settings)
         } else if let Some(tls) = cause.downcast_ref() {
@@ -31,6 +33,8 @@ pub fn of(error: &Error) -> Option<String> {
     })
 }
 
+const NOT_ASKED: &str =
+    "make sure that the guest does not run there. If that host is gone for good: --unreachable";
 const DISTRUSTED: &str = "a device is broken: use --accel none, or --verify all";
 
 fn of_failure(failure: &Failure) -> Option<String> {
@@ -40,7 +44,7 @@ fn of_failure(failure: &Failure) -> Option<String> {
             "run the same command again to finish the migration, and do not continue the guest by hand on either host \
              before. If the destination is gone for good, check there whether the guest runs, then: \
              vamoose settle --attempt {attempt} --as running-there|never-ran, \
-             with --keys or what this command had instead"
+             with --keys or what this command had instead, or with --unreachable"
         )
     })
 }

@@ -11,7 +11,7 @@ use vamoose::{options::StateDir, security::SecurityOptions};
 ///
 /// Check the destination first. Run this on the host where `vamoose attempts` lists the attempt: at the source to resume or
 /// give up the paused guest, at the destination to resume or terminate the loaded one. Each step is printed before it is
-/// taken. If the destination can be reached and contradicts, its answer prevails.
+/// taken. The destination is asked before a guest resumes at the source: its answer prevails.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// Id of the attempt, from `vamoose attempts`
@@ -24,6 +24,9 @@ pub(crate) struct Options {
     state_dir: StateDir,
     #[command(flatten)]
     security: SecurityOptions,
+    /// Resume the guest at the source without asking the destination, whose host is gone for good
+    #[arg(long)]
+    unreachable: bool,
     /// Print the steps without taking them
     #[arg(long)]
     dry_run: bool,
@@ -43,12 +46,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         Outcome::RunningThere => Verdict::RunningThere,
         Outcome::NeverRan => Verdict::NeverRan,
     };
-    let security = options
-        .security
-        .is_chosen()
-        .then(|| options.security.security());
+    let may_ask = options.security.is_chosen() && !options.unreachable;
+    let security = may_ask.then(|| options.security.security());
     let config = security.transpose()?.map(SessionConfig::new);
-    let can_ask = config.is_some();
     let settlement = Settlement::plan(&journal, options.attempt, verdict, config)?;
     for step in settlement.steps() {
         println!("{step}");
@@ -56,7 +56,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if options.dry_run {
         return Ok(());
     }
-    if settlement.asks() && !can_ask {
+    if settlement.asks() && !may_ask && !options.unreachable {
         // Says which options there are.
         options.security.security()?;
     }

@@ -129,7 +129,15 @@ fn a_person_takes_the_guest_back() -> Result<()> {
     ensure!(plan.success()?.stdout.contains("continue the guest at"));
     ensure!(scene.at_a.qmp.query_status()? == "postmigrate");
 
-    settle(&scene.state_of_a(), &scene.attempt, "never-ran", &[])?.success()?;
+    // A destination that does not answer does not agree.
+    let silent = settle(&scene.state_of_a(), &scene.attempt, "never-ran", &[])?;
+    let silent = silent.failure("cannot be asked whether it has the guest")?;
+    silent.failure("--unreachable")?;
+    ensure!(scene.at_a.qmp.query_status()? == "postmigrate");
+    ensure!(Scene::standing(&scene.state_of_a())? == "in-doubt");
+
+    let gone = ["--unreachable"];
+    settle(&scene.state_of_a(), &scene.attempt, "never-ran", &gone)?.success()?;
     scene.at_a.qmp.wait_status("running", LIMIT)?;
     ensure!(Scene::standing(&scene.state_of_a())? == "at-source");
     let over = settle(&scene.state_of_a(), &scene.attempt, "running-there", &[])?;
