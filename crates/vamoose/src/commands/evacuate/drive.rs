@@ -404,10 +404,18 @@ impl<'a> Job<'a> {
             At::Destination => domain.and_then(|it| it.completed_job().ok()),
             _ => None,
         };
-        // One that was shut off meanwhile is in no doubt.
+        // One that has ended meanwhile is in no doubt, and does not come back for another try.
         let at = match (&result, at) {
             (Err(failure), At::Neither) if failure.reason == ENDED => At::Source,
             _ => at,
+        };
+        let has_ended = |state: &State| at == At::Source && state.has_ended();
+        let result = match state.filter(has_ended) {
+            Some(state) => Err(Failure {
+                kind: FailureKind::Permanent,
+                reason: format!("{ENDED}: {}", state.name()),
+            }),
+            None => result,
         };
         Finished {
             end: End { guest, at, result },
@@ -450,7 +458,7 @@ impl<'a> Job<'a> {
         loop {
             let found = [self.from, self.to].map(|place| active(place, &self.known.uuid));
             let is_last = start.elapsed() >= SETTLE;
-            let is_settled = |of: &Active| !of.state.is_migrating() || is_last;
+            let is_settled = |of: &Found| !of.state.is_migrating() || is_last;
             match found {
                 [Ok(Some(it)), Ok(None)] if is_settled(&it) => {
                     return (At::Source, Some(it.domain), Some(it.state));
@@ -459,7 +467,13 @@ impl<'a> Job<'a> {
                     return (At::Destination, Some(it.domain), Some(it.state));
                 }
                 [Ok(Some(_)), Ok(Some(_))] if is_last => return (At::Both, None, None),
-                [Ok(None), Ok(None)] if is_last => return (At::Neither, None, None),
+                [Ok(None), Ok(None)] if is_last => {
+                    let [from, to] = [self.from, self.to].map(|it| known(it, &self.known.uuid));
+                    let [from, to] =
+                        [from, to].map(|known| known.ok().flatten().map(|it| it.state));
+                    let (at, state) = ended(from, to);
+                    return (at, None, state);
+                }
                 [Err(error), _] | [_, Err(error)] if is_last => {
                     warn!("{}: {error:#}", self.name);
                     return (At::Unknown, None, None);
@@ -473,20 +487,64 @@ impl<'a> Job<'a> {
 /// Why the migration of a guest that was shut off meanwhile does not begin.
 const ENDED: &str = "it does not run any more";
 
-/// A guest that has a process on a host.
-struct Active {
+/// Where a guest that runs nowhere has ended, by what libvirt remembers of it on both hosts: it does of persistent ones.
+fn ended(from: Option<State>, to: Option<State>) -> (At, Option<State>) {
+    match (from, to) {
+        (Some(here), _) if here.has_ended() => (At::Source, from),
+        (Some(here), Some(there)) if here.has_left() && there.has_ended() => (At::Destination, to),
+        _ => (At::Neither, None),
+    }
+}
+
+/// A guest that a host knows.
+struct Found {
     domain: Domain,
     state: State,
 }
 
-fn active(place: &Place, uuid: &str) -> Result<Option<Active>> {
+/// The guest, if it has a process there.
+fn active(place: &Place, uuid: &str) -> Result<Option<Found>> {
+    Ok(known(place, uuid)?.filter(|it| it.state.is_active()))
+}
+
+fn known(place: &Place, uuid: &str) -> Result<Option<Found>> {
     let Some(domain) = place.connect()?.domain(uuid)? else {
         return Ok(None);
     };
-    let state = match domain.state() {
-        Ok(state) => state,
-        Err(error) if error.kind() == Kind::NoDomain => return Ok(None),
-        Err(error) => return Err(error.into()),
-    };
-    Ok(state.is_active().then_some(Active { domain, state }))
+    match domain.state() {
+        Ok(state) => Ok(Some(Found { domain, state })),
+        Err(error) if error.kind() == Kind::NoDomain => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHUT_OFF: i32 = 5;
+
+    /// By libvirt's numbers of the reason for which a guest is shut off.
+    #[test]
+    fn a_guest_that_has_ended_is_in_no_doubt() {
+        let state = |reason| Some(State::new(SHUT_OFF, reason));
+        for (from, to, at) in [
+            // Shut down, destroyed, crashed, saved; whatever its last end at the other host was.
+            (state(1), None, At::Source),
+            (state(2), state(1), At::Source),
+            (state(3), None, At::Source),
+            (state(5), None, At::Source),
+            // It has migrated, and was shut down there.
+            (state(4), state(1), At::Destination),
+            // It has migrated, and the other host knows nothing of it, or only of an older time.
+            (state(4), None, At::Neither),
+            (state(4), state(0), At::Neither),
+            // The source has failed, or nothing is known.
+            (state(6), state(1), At::Neither),
+            (state(0), None, At::Neither),
+            (None, state(1), At::Neither),
+        ] {
+            assert_eq!(ended(from, to).0, at, "{from:?}, {to:?}");
+        }
+    }
 }

@@ -477,6 +477,17 @@ impl State {
     /// Of paused ones.
     const BY_USER: c_int = 1;
     const MIGRATING: c_int = 2;
+    /// Of those that are shut off.
+    const SHUT_DOWN: c_int = 1;
+    const DESTROYED: c_int = 2;
+    const HAS_CRASHED: c_int = 3;
+    const MIGRATED: c_int = 4;
+    const SAVED: c_int = 5;
+
+    #[cfg(test)]
+    pub(super) fn new(state: c_int, reason: c_int) -> Self {
+        Self { state, reason }
+    }
 
     /// Whether it has a process.
     pub(super) fn is_active(self) -> bool {
@@ -497,6 +508,22 @@ impl State {
         (self.state, self.reason) == (Self::PAUSED, Self::MIGRATING)
     }
 
+    /// Whether it ran on this host and has ended there.
+    pub(super) fn has_ended(self) -> bool {
+        let ends = [
+            Self::SHUT_DOWN,
+            Self::DESTROYED,
+            Self::HAS_CRASHED,
+            Self::SAVED,
+        ];
+        self.state == Self::SHUT_OFF && ends.contains(&self.reason)
+    }
+
+    /// Whether it has left this host for another.
+    pub(super) fn has_left(self) -> bool {
+        (self.state, self.reason) == (Self::SHUT_OFF, Self::MIGRATED)
+    }
+
     pub(super) fn name(self) -> &'static str {
         match (self.state, self.reason) {
             (Self::RUNNING | Self::BLOCKED, _) => "running",
@@ -507,6 +534,10 @@ impl State {
             (Self::PAUSED, 10) => "paused, as it has crashed",
             (Self::PAUSED, 12 | 13) => "paused in a post-copy migration",
             (Self::PAUSED, _) => "paused for another reason",
+            (Self::SHUT_OFF, Self::SHUT_DOWN) => "shut down",
+            (Self::SHUT_OFF, Self::DESTROYED) => "destroyed",
+            (Self::SHUT_OFF | Self::CRASHED, Self::HAS_CRASHED) => "crashed",
+            (Self::SHUT_OFF, Self::SAVED) => "saved",
             (Self::SHUT_OFF, _) => "shut off",
             (Self::CRASHED, _) => "crashed",
             (Self::SUSPENDED, _) => "suspended",

@@ -47,6 +47,7 @@ fn emptied(generation: &Generation) -> Result<()> {
     passage.prepare(Where::First)?;
     let evacuation = Evacuation::of(&crowd)?;
     evacuation.is_planned()?;
+    evacuation.is_without_one_that_ends()?;
     evacuation.is_stopped().with_context(|| passage.said())?;
     evacuation.is_cancelled().with_context(|| passage.said())?;
     evacuation.is_killed().with_context(|| passage.said())?;
@@ -151,6 +152,35 @@ impl<'a> Evacuation<'a> {
             );
         }
         ensure!(said.contains("stays: disk vda is /var/lib/disk"), "{said}");
+        self.expect_moved(&BTreeSet::new())
+    }
+
+    /// A guest that is ended while it moves is in no doubt: libvirt knows why it is shut off.
+    fn is_without_one_that_ends(&self) -> Result<()> {
+        const SHORT: &str = "short";
+        self.crowd.start(&Member {
+            is_persistent: true,
+            ..Member::plain(SHORT)
+        })?;
+        let run = self.start(&["--guest", SHORT, "--bandwidth", "1M"])?;
+        run.wait_for(" moves to ", LIMIT)?;
+        let start = Instant::now();
+        // Until it is really under way.
+        while self.crowd_on_second()?.is_empty() {
+            ensure!(start.elapsed() < LIMIT, "nothing is under way");
+        }
+        let first = Where::First.of(&self.crowd.hosts);
+        first.virsh(["destroy", SHORT])?.success()?;
+        let ended = run.finish(LIMIT)?;
+        let report = self.report()?;
+        let reason = report.reason(SHORT);
+        ensure!(
+            reason == "it does not run any more: destroyed",
+            "{reason}: {}",
+            ended.stderr
+        );
+        ended.failure("has not moved to host2: it does not run any more: destroyed")?;
+        first.virsh(["undefine", SHORT])?.success()?;
         self.expect_moved(&BTreeSet::new())
     }
 
