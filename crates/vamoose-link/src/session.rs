@@ -10,6 +10,7 @@
 //!       and one for its paths if there are several
 //! ```
 
+mod admission;
 mod connection;
 mod dialer;
 mod incoming;

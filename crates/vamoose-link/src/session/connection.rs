@@ -27,7 +27,7 @@ use crate::{
 /// What both directions share.
 #[derive(Debug)]
 pub(crate) struct Connection {
-    socket: Socket,
+    socket: Arc<Socket>,
     /// Which of the client's paths it takes; 0 at the server.
     pub(crate) path: usize,
     /// For messages: both addresses.
@@ -40,7 +40,7 @@ pub(crate) struct Connection {
 
 /// A connection on which the session's handshake is under way.
 pub(crate) struct NewConnection {
-    socket: Socket,
+    socket: Arc<Socket>,
     tls: Option<(Sealer, Opener)>,
     /// What the handshake is bound to.
     pub(crate) binding: Binding,
@@ -74,7 +74,7 @@ const AHEAD: usize = 2048;
 impl Connection {
     /// A connection that has just been set up. Reads and writes come back after [`LOOK`](super::LOOK) at the latest,
     /// to see whether the peer has gone silent.
-    fn new(socket: Socket, path: usize, name: String) -> io::Result<Self> {
+    fn new(socket: Arc<Socket>, path: usize, name: String) -> io::Result<Self> {
         socket.set_patience(super::LOOK)?;
         Ok(Self {
             socket,
@@ -117,7 +117,7 @@ impl Connection {
     }
 
     fn polls(&self, flags: PollFlags, timeout: Duration) -> bool {
-        wait_for(&mut [PollFd::new(&self.socket, flags)], timeout).unwrap_or(false)
+        wait_for(&mut [PollFd::new(&*self.socket, flags)], timeout).unwrap_or(false)
     }
 
     fn passed_since(&self, last: &AtomicU64) -> Duration {
@@ -133,7 +133,11 @@ impl Connection {
 
 impl NewConnection {
     /// A connection whose handshake has to be over by `deadline`; `secured` with TLS.
-    pub(crate) fn new(socket: Socket, secured: Option<Secured>, deadline: Instant) -> Self {
+    pub(crate) fn new(
+        socket: impl Into<Arc<Socket>>,
+        secured: Option<Secured>,
+        deadline: Instant,
+    ) -> Self {
         let (tls, binding, peer, cipher) = match secured {
             None => (None, [0; 32], None, None),
             Some(it) => (
@@ -144,7 +148,7 @@ impl NewConnection {
             ),
         };
         Self {
-            socket,
+            socket: socket.into(),
             tls,
             binding,
             peer,
@@ -170,7 +174,7 @@ impl NewConnection {
             self.limit()?;
             let rest = &mut message[filled..];
             let read = match &mut self.tls {
-                None => (&self.socket).read(rest),
+                None => (&*self.socket).read(rest),
                 Some((_, opener)) => opener.read(&self.socket, rest),
             };
             match read {
@@ -246,7 +250,7 @@ impl Sender {
 
     /// Ends the direction to the peer, behind what has been sent.
     pub(crate) fn finish(&mut self) -> io::Result<()> {
-        let socket = &self.connection.socket;
+        let socket = &*self.connection.socket;
         if let Some(sealer) = &mut self.sealer {
             sealer.close(socket, &mut || Err(io::ErrorKind::TimedOut.into()))?;
         }
@@ -259,7 +263,7 @@ impl Sender {
         pieces: &[&[u8]],
         stalled: &mut dyn FnMut() -> io::Result<()>,
     ) -> io::Result<()> {
-        let socket = &self.connection.socket;
+        let socket = &*self.connection.socket;
         self.backlog.bound(socket);
         match &mut self.sealer {
             Some(sealer) => sealer.send(socket, pieces, stalled)?,
@@ -335,7 +339,7 @@ impl Receiver {
 fn read(connection: &Connection, opener: Option<&mut Opener>, out: &mut [u8]) -> io::Result<usize> {
     let read = match opener {
         Some(opener) => opener.read(&connection.socket, out),
-        None => (&connection.socket).read(out),
+        None => (&*connection.socket).read(out),
     }?;
     connection.note(&connection.heard);
     Ok(read)

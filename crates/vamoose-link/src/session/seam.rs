@@ -1,13 +1,15 @@
-//! A door to the receiving half of a stream, for fuzz targets alone.
+//! Doors to the receiving half of a stream and to the admission of strangers, for fuzz targets and benches alone.
 
 use std::{
     io,
+    net::IpAddr,
     time::{Duration, Instant},
 };
 
 use vm_memory::VolatileSlice;
 
 use super::{
+    admission::{Admission, network},
     connection::NewConnection,
     incoming::{Event, Failure, Incoming, Target},
 };
@@ -98,5 +100,33 @@ fn describe(failure: Failure) -> String {
         Failure::Protocol(violation) => violation.to_string(),
         Failure::Absent => "no connection".to_owned(),
         Failure::Stalled => "nothing came".to_owned(),
+    }
+}
+
+/// Who is in his handshake, without connections.
+pub struct Strangers(Admission<bool>);
+
+impl Strangers {
+    /// Places for so many.
+    pub fn new(limit: usize) -> Self {
+        Self(Admission::new(limit))
+    }
+
+    /// Whether a connection from this address gets in, which has sent something or not. Whose place it gets, leaves at once.
+    pub fn admit(&mut self, from: IpAddr, has_sent: bool) -> bool {
+        let admitted = self.0.admit(network(Some(from)), has_sent, |sent| *sent);
+        let Some(admitted) = admitted else {
+            return false;
+        };
+        if admitted.evicted.is_some() {
+            // Its number is not one of a place any more.
+            self.0.leave(u64::MAX);
+        }
+        true
+    }
+
+    /// How much is kept: places, and networks.
+    pub fn kept(&self) -> (usize, usize) {
+        self.0.kept()
     }
 }

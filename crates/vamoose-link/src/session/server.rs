@@ -6,15 +6,15 @@
 //! ```
 //!
 //! Until it has proved that it belongs to a session, a connection costs a thread and a few KiB, for a limited time, and
-//! there are [`STRANGERS`] at most, [`OF_ONE_ADDRESS`] of them from one address. Those that are not admitted, send nothing or
-//! close at once take no turn of the rate: nobody waits behind them.
+//! there are [`STRANGERS`] at most (`admission.rs` says who gives his place up for whom). Those that are not admitted, send
+//! nothing or close at once take no turn of the rate: nobody waits behind them.
 
 use std::{
     collections::HashMap,
     io,
     net::IpAddr,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{Arc, Mutex, Weak, atomic::Ordering},
+    sync::{Arc, Condvar, Mutex, PoisonError, Weak, atomic::Ordering},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -32,6 +32,7 @@ use vamoose_session::handshake::{
 
 use super::{
     Role, Session, SessionConfig, Shared, StreamError,
+    admission::{Admission, network},
     connection::NewConnection,
     dialer::nonce,
     resumable::{Carried, Resumable},
@@ -60,10 +61,13 @@ pub struct Introduced {
 struct Server {
     addresses: Vec<Address>,
     config: SessionConfig,
+    limits: Limits,
     /// Of the next connections.
     security: Mutex<Security>,
     sessions: Mutex<HashMap<SessionId, Weak<Shared>>>,
-    strangers: Mutex<HashMap<Option<IpAddr>, usize>>,
+    strangers: Mutex<Admission<Arc<Socket>>>,
+    /// A stranger has left.
+    left: Condvar,
     introduced: PollQueue<Introduced>,
     pace: Pace,
     /// Since when warnings are counted, and how many there were.
@@ -74,22 +78,24 @@ struct Server {
 /// How many connections may be in their handshake at once.
 const STRANGERS: usize = 512;
 
-/// How many of them from one address, so that one host alone does not keep the others out.
-const OF_ONE_ADDRESS: usize = 256;
-
 /// Handshakes a second, once as many have gone without a pause as a migration needs.
 const RATE: u32 = 256;
 const BURST: u32 = 128;
 
-/// How many sessions there may be.
-const SESSIONS: usize = 1024;
-
-/// How many of them with one peer, so that it alone does not keep the others out.
-const OF_ONE_PEER: usize = 512;
-
-/// How many streams a session may have, and all together.
+/// How many streams a session may have.
 const STREAMS: u32 = 512;
-const ALL_STREAMS: usize = 4096;
+
+/// How many sessions there may be, and streams of all of them. [`has_share`] says how many of them one peer may have.
+#[derive(Clone, Copy)]
+struct Limits {
+    sessions: usize,
+    streams: usize,
+}
+
+const LIMITS: Limits = Limits {
+    sessions: 1024,
+    streams: 4096,
+};
 
 /// How long a handshake may take, and then a stream's first bytes.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -106,12 +112,22 @@ impl Sessions {
     /// # Errors
     /// When certificates or keys cannot be used, or the system is out of file descriptors or threads.
     pub fn new(listeners: Vec<Listener>, config: SessionConfig) -> Result<Self, SessionsError> {
+        Self::limited(listeners, config, LIMITS)
+    }
+
+    fn limited(
+        listeners: Vec<Listener>,
+        config: SessionConfig,
+        limits: Limits,
+    ) -> Result<Self, SessionsError> {
         let server = Arc::new(Server {
             addresses: listeners.iter().map(|it| it.address().clone()).collect(),
             security: Mutex::new(config.security.clone()),
             config,
+            limits,
             sessions: Mutex::default(),
-            strangers: Mutex::default(),
+            strangers: Mutex::new(Admission::new(STRANGERS)),
+            left: Condvar::new(),
             introduced: PollQueue::new()?,
             pace: Pace::new(),
             warned: Mutex::new((Instant::now(), 0)),
@@ -226,17 +242,22 @@ impl Server {
 
     fn admit(self: &Arc<Self>, socket: Socket) {
         let address = socket.peer_ip();
-        let Some(stranger) = Stranger::admit(self, address) else {
+        let socket = Arc::new(socket);
+        let Some(stranger) = Stranger::admit(self, &socket) else {
             self.warn(&"too many connections are in their handshake", address);
             return;
         };
         let greet = move || {
-            let done = stranger.server.shake_hands(socket);
+            let done = stranger.server.shake_hands(&stranger, socket);
             let server = stranger.server.clone();
+            let is_evicted = stranger.is_evicted();
             drop(stranger);
             match done {
                 Ok(Some(opened)) => server.introduce(opened),
                 Ok(None) => {}
+                Err(_) if is_evicted => {
+                    server.warn(&"its place went to another connection", address)
+                }
                 Err(error) => server.warn(&chain(&error), address),
             }
         };
@@ -245,11 +266,16 @@ impl Server {
         }
     }
 
-    fn shake_hands(&self, socket: Socket) -> Result<Option<Arc<Carried>>, TurnedAway> {
+    fn shake_hands(
+        &self,
+        stranger: &Stranger,
+        socket: Arc<Socket>,
+    ) -> Result<Option<Arc<Carried>>, TurnedAway> {
         let deadline = Instant::now() + HANDSHAKE;
         let address = socket.peer_ip();
         wait_for_client(&socket, deadline)?;
-        self.pace.keep();
+        stranger.has_spoken();
+        self.pace.keep(&socket)?;
         let terms = self.terms()?;
         let secured = terms.map(|terms| terms.accept(&socket, left(deadline)));
         let secured = secured.transpose().inspect_err(|error| {
@@ -257,6 +283,9 @@ impl Server {
                 refuse_plain(&socket);
             }
         })?;
+        if secured.is_some() {
+            stranger.is_known();
+        }
         let mut connection = NewConnection::new(socket, secured, deadline);
         let mut bytes = [0; HELLO_LEN];
         connection.read_exactly(&mut bytes)?;
@@ -275,6 +304,7 @@ impl Server {
             Ok(found) => found,
             Err(refusal) => return Err(refuse(connection, &transcript, &bytes, refusal)),
         };
+        stranger.is_known();
         let session = stream.session().clone();
         let attaching = stream.attach();
         let fits = match &attaching {
@@ -332,13 +362,28 @@ impl Server {
                 if !(next..STREAMS).contains(&attach.stream) {
                     return Err(Refusal::Ended);
                 }
-                if self.streams() >= ALL_STREAMS {
-                    return Err(Refusal::Busy);
-                }
+                let stream = self.add(&session, attach.stream)?;
                 session.next.store(attach.stream + 1, Ordering::Relaxed);
-                Ok((session.add(attach.stream), true))
+                Ok((stream, true))
             }
             (None, _) => Err(Refusal::Ended),
+        }
+    }
+
+    /// Adds a stream to `session`, if its peer may have another one.
+    fn add(&self, session: &Arc<Shared>, number: u32) -> Result<Arc<Carried>, Refusal> {
+        let sessions = lock(&self.sessions);
+        let (mut all, mut of_peer) = (0, 0);
+        for other in sessions.values().filter_map(Weak::upgrade) {
+            let count = other.streams().len();
+            all += count;
+            if other.peer == session.peer {
+                of_peer += count;
+            }
+        }
+        match has_share(of_peer, all, self.limits.streams) {
+            true => Ok(session.add(number)),
+            false => Err(Refusal::Busy),
         }
     }
 
@@ -351,7 +396,7 @@ impl Server {
         sessions.retain(|_, known| known.strong_count() > 0);
         let known = sessions.values().filter_map(Weak::upgrade);
         let of_peer = known.filter(|session| session.peer == peer).count();
-        if sessions.len() >= SESSIONS || of_peer >= OF_ONE_PEER {
+        if !has_share(of_peer, sessions.len(), self.limits.sessions) {
             return Err(Refusal::Busy);
         }
         let config = SessionConfig {
@@ -377,12 +422,6 @@ impl Server {
     /// In MiB.
     fn page_cache(&self) -> u16 {
         u16::try_from(self.config.page_cache >> 20).unwrap_or(u16::MAX)
-    }
-
-    fn streams(&self) -> usize {
-        let sessions = lock(&self.sessions);
-        let sessions = sessions.values().filter_map(Weak::upgrade);
-        sessions.map(|session| session.streams().len()).sum()
     }
 
     /// Passes a new stream on when its first bytes are there.
@@ -426,16 +465,28 @@ impl Server {
     }
 }
 
+/// Whether a peer that has so many of all may have one more: as many as it leaves to the others. So nobody has more than half, and
+/// there is always something left for who comes next.
+fn has_share(of_peer: usize, all: usize, limit: usize) -> bool {
+    of_peer < limit.saturating_sub(all)
+}
+
 /// Waits until the client has sent something: only then does its handshake cost more than waiting.
 fn wait_for_client(socket: &Socket, deadline: Instant) -> io::Result<()> {
     let mut fds = [PollFd::new(socket, PollFlags::IN)];
     if !wait_until(&mut fds, Some(deadline))? {
         return Err(io::ErrorKind::TimedOut.into());
     }
-    match recv(socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT)? {
-        (_, 0) => Err(io::ErrorKind::UnexpectedEof.into()),
-        _ => Ok(()),
+    match has_sent(socket)? {
+        true => Ok(()),
+        false => Err(io::ErrorKind::UnexpectedEof.into()),
     }
+}
+
+/// Whether bytes wait there: false at their end.
+fn has_sent(socket: &Socket) -> io::Result<bool> {
+    let (_, len) = recv(socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
+    Ok(len > 0)
 }
 
 /// Tells the client why its connection goes no further.
@@ -470,35 +521,50 @@ fn shown(address: Option<IpAddr>) -> String {
     address.map_or_else(|| "this host".to_owned(), |address| address.to_string())
 }
 
-/// A connection that has not proved anything yet.
+/// The place of a connection that is in its handshake.
 struct Stranger {
     server: Arc<Server>,
-    address: Option<IpAddr>,
+    number: u64,
 }
 
 impl Stranger {
-    fn admit(server: &Arc<Server>, address: Option<IpAddr>) -> Option<Self> {
-        let mut strangers = lock(&server.strangers);
-        let all: usize = strangers.values().sum();
-        let of_address = strangers.entry(address).or_default();
-        if all >= STRANGERS || *of_address >= OF_ONE_ADDRESS {
-            return None;
+    /// Takes one, if there is one or another connection can give its own up.
+    fn admit(server: &Arc<Server>, socket: &Arc<Socket>) -> Option<Self> {
+        let from = network(socket.peer_ip());
+        let has_spoken = |socket: &Arc<Socket>| has_sent(socket).unwrap_or(false);
+        let strangers = lock(&server.strangers);
+        // Those that have given their places up leave at once, if they get to run.
+        let waited = server
+            .left
+            .wait_timeout_while(strangers, LINGER, |it| it.is_crowded());
+        let mut strangers = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let admitted = strangers.admit(from, socket.clone(), has_spoken)?;
+        drop(strangers);
+        if let Some(evicted) = admitted.evicted {
+            evicted.shut_down();
         }
-        *of_address += 1;
         let server = server.clone();
-        Some(Self { server, address })
+        let number = admitted.number;
+        Some(Self { server, number })
+    }
+
+    fn has_spoken(&self) {
+        lock(&self.server.strangers).has_spoken(self.number);
+    }
+
+    fn is_known(&self) {
+        lock(&self.server.strangers).is_known(self.number);
+    }
+
+    fn is_evicted(&self) -> bool {
+        lock(&self.server.strangers).is_evicted(self.number)
     }
 }
 
 impl Drop for Stranger {
     fn drop(&mut self) {
-        let mut strangers = lock(&self.server.strangers);
-        if let Some(count) = strangers.get_mut(&self.address) {
-            *count -= 1;
-            if *count == 0 {
-                strangers.remove(&self.address);
-            }
-        }
+        lock(&self.server.strangers).leave(self.number);
+        self.server.left.notify_one();
     }
 }
 
@@ -513,16 +579,20 @@ impl Pace {
         Self { due }
     }
 
-    /// Waits until the next handshake may begin.
-    fn keep(&self) {
+    /// Waits until the next handshake may begin: that of `socket`, unless it is shut down meanwhile. Then its turn is another one's.
+    fn keep(&self, socket: &Socket) -> io::Result<()> {
         let gap = Duration::from_secs(1) / RATE;
-        let now = Instant::now();
-        let ahead = {
+        let turn = {
             let mut due = lock(&self.due);
-            *due = due.max(now) + gap;
-            due.duration_since(now)
+            *due = due.max(Instant::now()) + gap;
+            *due
         };
-        thread::sleep(ahead.saturating_sub(gap * BURST));
+        let begin = turn.checked_sub(gap * BURST).unwrap_or(turn);
+        if wait_until(&mut [PollFd::new(socket, PollFlags::empty())], Some(begin))? {
+            *lock(&self.due) -= gap;
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        Ok(())
     }
 }
 
@@ -537,4 +607,82 @@ enum TurnedAway {
     Handshake(#[from] HandshakeError),
     #[error("it was told: {0}")]
     Refused(Refusal),
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+    use crate::{DialError, session::Path};
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn shares_of_a_limit() {
+        for (of_peer, all, limit, expected) in [
+            (0, 0, 8, true),
+            (3, 3, 8, true),
+            (4, 4, 8, false),
+            // One that comes later.
+            (0, 4, 8, true),
+            (1, 5, 8, true),
+            (2, 6, 8, false),
+            (0, 7, 8, true),
+            (0, 8, 8, false),
+            (0, 9, 8, false),
+        ] {
+            assert_eq!(
+                has_share(of_peer, all, limit),
+                expected,
+                "{of_peer} of {all}"
+            );
+        }
+    }
+
+    #[test]
+    fn one_peer_does_not_take_all_streams() {
+        let limits = Limits {
+            sessions: 8,
+            streams: 8,
+        };
+        let config = SessionConfig {
+            stall_timeout: LIMIT,
+            // Who is refused once is refused.
+            reconnect_timeout: Duration::ZERO,
+            ..SessionConfig::new(Security::Insecure)
+        };
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), LIMIT).unwrap();
+        let to = listener.address().clone();
+        let sessions = Sessions::limited(vec![listener], config.clone(), limits).unwrap();
+        let mut all = Vec::new();
+        // Without keys a peer is known by its address.
+        let mut opened = |last: u8| {
+            let bind = Some(IpAddr::from([127, 0, 0, last]));
+            let to = to.clone();
+            let (session, first) = Session::dial(vec![Path { to, bind }], config.clone())?;
+            (&first).write_all(b"here").unwrap();
+            all.push((session.clone(), first, sessions.next(LIMIT).unwrap()));
+            let mut count = 1;
+            while let Ok(stream) = session.open() {
+                (&stream).write_all(b"here").unwrap();
+                all.push((session.clone(), stream, sessions.next(LIMIT).unwrap()));
+                count += 1;
+            }
+            Ok::<_, DialError>(count)
+        };
+        assert_eq!(opened(1).unwrap(), 4);
+        let error = opened(1).unwrap_err();
+        let busy = matches!(
+            error,
+            DialError::Handshake {
+                source: HandshakeError::Refused(Refusal::Busy),
+                ..
+            }
+        );
+        assert!(busy, "{error:?}");
+        // Others still have some, each.
+        assert_eq!(opened(2).unwrap(), 2);
+        assert_eq!(opened(3).unwrap(), 1);
+    }
 }

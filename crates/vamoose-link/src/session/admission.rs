@@ -1,0 +1,362 @@
+//! Who may be in his handshake: so many connections and no more, whoever wants in.
+//!
+//! Connections are counted by the network that they come from: an IPv4 address, a /64 of IPv6 (what one host is given), or
+//! this host's unix sockets. Where all places are taken, one is made, in this order:
+//!
+//! 1. the oldest connection that has sent nothing, of the network that has the most;
+//! 2. the oldest one of that network, whatever it has sent, if it has more than the newcomer's would have;
+//! 3. the oldest one that has sent nothing, of any network.
+//!
+//! So one network alone never keeps the others out, and silent connections keep nobody out, however many hosts they are from.
+//! Who has proved his identity keeps his place. What is kept is bounded by the number of places: of those that are turned
+//! away, nothing is.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    net::{IpAddr, Ipv6Addr},
+};
+
+/// The places, taken by connections of which `T` is kept.
+pub(crate) struct Admission<T> {
+    limit: usize,
+    /// By their numbers: the oldest first.
+    places: BTreeMap<u64, Place<T>>,
+    /// How many places each network has whose connections are not known yet. One that has none is not in it.
+    networks: HashMap<Network, usize>,
+    /// Connections that had to give their places up, and have not noticed yet.
+    leaving: usize,
+    next: u64,
+}
+
+/// What counts as one: `None` is this host.
+pub(crate) type Network = Option<IpAddr>;
+
+/// The network of an address.
+pub(crate) fn network(address: Option<IpAddr>) -> Network {
+    Some(match address?.to_canonical() {
+        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & NETWORK).into(),
+        address => address,
+    })
+}
+
+const NETWORK: u128 = !0 << 64;
+
+struct Place<T> {
+    network: Network,
+    kept: T,
+    state: State,
+}
+
+/// How far a connection has come.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum State {
+    Silent,
+    HasSpoken,
+    IsKnown,
+}
+
+/// So many connections at most may have given their places up and not noticed yet: each still has a thread.
+const LEAVING: usize = 64;
+
+/// A connection was let in.
+pub(crate) struct Admitted<T> {
+    /// Its number.
+    pub(crate) number: u64,
+    /// What was kept of the one whose place it got.
+    pub(crate) evicted: Option<T>,
+}
+
+impl<T> Admission<T> {
+    /// So many places.
+    pub(crate) fn new(limit: usize) -> Self {
+        Self {
+            limit,
+            places: BTreeMap::new(),
+            networks: HashMap::new(),
+            leaving: 0,
+            next: 0,
+        }
+    }
+
+    /// Lets a connection from `network` in, if there is a place for it or one can be made. `has_spoken` is asked of those that have
+    /// sent nothing, as far as is known here.
+    pub(crate) fn admit(
+        &mut self,
+        network: Network,
+        kept: T,
+        has_spoken: impl Fn(&T) -> bool,
+    ) -> Option<Admitted<T>> {
+        let evicted = match self.places.len() < self.limit {
+            true => None,
+            false if self.is_crowded() => return None,
+            false => {
+                let number = self.victim(network, has_spoken)?;
+                self.leaving += 1;
+                self.remove(number)
+            }
+        };
+        let number = self.next;
+        self.next += 1;
+        *self.networks.entry(network).or_default() += 1;
+        let state = State::Silent;
+        let place = Place {
+            network,
+            kept,
+            state,
+        };
+        self.places.insert(number, place);
+        Some(Admitted { number, evicted })
+    }
+
+    /// The connection has sent something.
+    pub(crate) fn has_spoken(&mut self, number: u64) {
+        self.advance(number, State::HasSpoken);
+    }
+
+    /// The connection's peer has proved who it is: it keeps its place.
+    pub(crate) fn is_known(&mut self, number: u64) {
+        self.advance(number, State::IsKnown);
+    }
+
+    /// Whether nobody gives his place up before others have left.
+    pub(crate) fn is_crowded(&self) -> bool {
+        self.leaving >= LEAVING
+    }
+
+    /// Whether the connection had to give its place up.
+    pub(crate) fn is_evicted(&self, number: u64) -> bool {
+        !self.places.contains_key(&number)
+    }
+
+    /// The connection is not in its handshake any more.
+    pub(crate) fn leave(&mut self, number: u64) {
+        if self.remove(number).is_none() {
+            self.leaving = self.leaving.saturating_sub(1);
+        }
+    }
+
+    /// How much is kept: places, and networks.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn kept(&self) -> (usize, usize) {
+        (self.places.len(), self.networks.len())
+    }
+
+    fn victim(&mut self, newcomer: Network, has_spoken: impl Fn(&T) -> bool) -> Option<u64> {
+        let most = self.networks.values().copied().max().unwrap_or_default();
+        let count = |network| self.networks.get(&network).copied().unwrap_or_default();
+        let is_fair = count(newcomer) + 1 < most;
+        let mut oldest = None;
+        let mut silent = None;
+        for (number, place) in &mut self.places {
+            let is_of_most = count(place.network) == most;
+            if place.state == State::Silent {
+                if !has_spoken(&place.kept) {
+                    if is_of_most {
+                        return Some(*number);
+                    }
+                    silent = silent.or(Some(*number));
+                    continue;
+                }
+                place.state = State::HasSpoken;
+            }
+            if is_of_most && place.state == State::HasSpoken {
+                oldest = oldest.or(Some(*number));
+            }
+        }
+        oldest.filter(|_| is_fair).or(silent)
+    }
+
+    fn remove(&mut self, number: u64) -> Option<T> {
+        let place = self.places.remove(&number)?;
+        if place.state != State::IsKnown {
+            self.discount(place.network);
+        }
+        Some(place.kept)
+    }
+
+    fn advance(&mut self, number: u64, state: State) {
+        let Some(place) = self.places.get_mut(&number) else {
+            return;
+        };
+        if state > place.state {
+            place.state = state;
+            let network = place.network;
+            if state == State::IsKnown {
+                self.discount(network);
+            }
+        }
+    }
+
+    fn discount(&mut self, network: Network) {
+        if let Some(count) = self.networks.get_mut(&network) {
+            *count -= 1;
+            if *count == 0 {
+                self.networks.remove(&network);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMIT: usize = 6;
+
+    /// What a connection has sent is kept of it.
+    type Places = Admission<bool>;
+
+    fn host(last: u8) -> Network {
+        network(Some(IpAddr::from([192, 0, 2, last])))
+    }
+
+    /// Connections from these hosts, in this order, and what each has sent: `-` nothing, `+` something, `!` a proof of who it is.
+    fn filled(hosts: &[(u8, char)]) -> Places {
+        let mut places = Places::new(LIMIT);
+        for (number, (from, sent)) in (0..).zip(hosts) {
+            let admitted = places.admit(host(*from), *sent != '-', |sent| *sent);
+            assert_eq!(admitted.unwrap().number, number);
+            if *sent == '!' {
+                places.is_known(number);
+            }
+        }
+        places
+    }
+
+    /// Which connection gives its place up.
+    fn evicted_by(places: &mut Places, newcomer: u8) -> Option<u64> {
+        let before: Vec<_> = places.places.keys().copied().collect();
+        places.admit(host(newcomer), false, |sent| *sent)?;
+        before.into_iter().find(|number| places.is_evicted(*number))
+    }
+
+    #[test]
+    fn who_gives_his_place_up() {
+        let cases: &[(&str, &[(u8, char)], u8, Option<u64>)] = &[
+            (
+                "the oldest silent one",
+                &[(1, '-'), (1, '-'), (2, '-'), (3, '-'), (4, '-'), (5, '-')],
+                9,
+                Some(0),
+            ),
+            (
+                "of the network with the most",
+                &[(1, '-'), (2, '+'), (2, '-'), (2, '-'), (3, '-'), (4, '-')],
+                9,
+                Some(2),
+            ),
+            (
+                "also for one of its own",
+                &[(1, '-'), (2, '+'), (2, '-'), (2, '-'), (3, '-'), (4, '-')],
+                2,
+                Some(2),
+            ),
+            (
+                "one that has sent something, of many",
+                &[(1, '-'), (2, '+'), (2, '+'), (2, '+'), (3, '-'), (4, '-')],
+                9,
+                Some(1),
+            ),
+            (
+                "but not for one of its own",
+                &[(1, '+'), (2, '+'), (2, '+'), (2, '+'), (3, '+'), (4, '+')],
+                2,
+                None,
+            ),
+            (
+                "nor for one that would have as many",
+                &[(1, '+'), (1, '+'), (2, '+'), (2, '+'), (3, '+'), (3, '+')],
+                1,
+                None,
+            ),
+            (
+                "another silent one",
+                &[(1, '-'), (2, '+'), (2, '+'), (2, '+'), (3, '-'), (4, '-')],
+                2,
+                Some(0),
+            ),
+            (
+                "one each",
+                &[(1, '+'), (2, '+'), (3, '-'), (4, '-'), (5, '+'), (6, '+')],
+                9,
+                Some(2),
+            ),
+            (
+                "one each, all have spoken",
+                &[(1, '+'), (2, '+'), (3, '+'), (4, '+'), (5, '+'), (6, '+')],
+                9,
+                None,
+            ),
+            (
+                "nobody who is known",
+                &[(1, '!'), (1, '!'), (1, '!'), (1, '!'), (1, '!'), (1, '!')],
+                9,
+                None,
+            ),
+            (
+                "nor does he count",
+                &[(1, '!'), (1, '!'), (1, '!'), (2, '+'), (2, '+'), (3, '+')],
+                9,
+                Some(3),
+            ),
+        ];
+        for (name, hosts, newcomer, expected) in cases {
+            let mut places = filled(hosts);
+            assert_eq!(evicted_by(&mut places, *newcomer), *expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn networks_of_addresses() {
+        let of = |text: &str| network(Some(text.parse().unwrap()));
+        for (one, other, is_same) in [
+            ("192.0.2.1", "192.0.2.1", true),
+            ("192.0.2.1", "192.0.2.2", false),
+            ("192.0.2.1", "::ffff:192.0.2.1", true),
+            ("::ffff:192.0.2.1", "::ffff:192.0.2.2", false),
+            ("2001:db8::1", "2001:db8::ffff:ffff:ffff:ffff", true),
+            ("2001:db8::1", "2001:db8:0:1::1", false),
+        ] {
+            assert_eq!(of(one) == of(other), is_same, "{one} {other}");
+        }
+        assert_ne!(of("127.0.0.1"), network(None));
+    }
+
+    /// Whatever happens, in whatever order.
+    #[test]
+    fn what_is_kept_is_bounded() {
+        let mut random = fastrand::Rng::with_seed(3);
+        let mut places = Admission::new(LIMIT);
+        let mut alive: Vec<u64> = Vec::new();
+        for step in 0..100_000u32 {
+            let number = (!alive.is_empty()).then(|| random.usize(..alive.len()));
+            match (random.u8(..8), number) {
+                (0, Some(at)) => places.leave(alive.swap_remove(at)),
+                (1, Some(at)) => places.has_spoken(alive[at]),
+                (2, Some(at)) if random.u8(..8) == 0 => places.is_known(alive[at]),
+                _ => {
+                    let from = match random.bool() {
+                        true => host(random.u8(..4)),
+                        false => network(Some(Ipv6Addr::from_bits(u128::from(step) << 64).into())),
+                    };
+                    let admitted = places.admit(from, random.bool(), |sent| *sent);
+                    alive.extend(admitted.map(|it| it.number));
+                }
+            }
+            let (kept, networks) = places.kept();
+            assert!(kept <= LIMIT && networks <= kept);
+            assert!(alive.len() <= LIMIT + LEAVING);
+            let counted: usize = places.networks.values().sum();
+            let unknown = places
+                .places
+                .values()
+                .filter(|it| it.state != State::IsKnown);
+            assert_eq!(counted, unknown.count());
+        }
+        for number in alive {
+            places.leave(number);
+        }
+        assert_eq!(places.kept(), (0, 0));
+        assert_eq!(places.leaving, 0);
+    }
+}
