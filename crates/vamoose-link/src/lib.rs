@@ -29,6 +29,7 @@ mod address;
 mod backlog;
 mod chain;
 mod delta;
+mod dial;
 mod downtime;
 mod hangup;
 mod memory;
@@ -54,6 +55,7 @@ pub use chain::chain;
 #[doc(hidden)]
 pub use delta::seam as delta_seam;
 pub use delta::{DeltaError, DeltaReceiver, DeltaSender};
+pub use dial::dial;
 pub use downtime::{DowntimeParts, millis};
 pub use hangup::{Hangup, HangupGuard};
 pub use memory::populate;
@@ -70,7 +72,7 @@ pub use session::{
     DialError, Introduced, LinkFaults, Path, PathStatus, Remote, Resumable, Session, SessionConfig,
     Sessions, SessionsError, StreamError,
 };
-pub use socket::{Listener, Socket, SocketError, dial, is_stall};
+pub use socket::{Listener, Socket, SocketError, is_stall};
 pub use stats::{Snapshot, Stats};
 pub use stream::Stream;
 #[cfg(feature = "fuzzing")]

@@ -3,9 +3,9 @@
 use std::{
     fs,
     io::{self, IoSlice, Read, Write},
-    net::{self, IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs},
+    net::{self, IpAddr, TcpListener, TcpStream},
     os::{
-        fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd, RawFd},
+        fd::{AsFd, AsRawFd as _, BorrowedFd, RawFd},
         unix::{
             fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _},
             net::{UnixListener, UnixStream},
@@ -33,7 +33,7 @@ use crate::{
     Address, Peers,
     memory::{self, Left},
     peer::{Peer, peer_of},
-    wait_for, wait_until,
+    wait_until,
 };
 
 /// One connection, unix or TCP. Reads and writes go through a shared reference, so that one thread
@@ -78,27 +78,6 @@ impl SocketError {
             Errno::from_io_error(&self.source),
             Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
         )
-    }
-}
-
-/// Connects to `address` within `timeout`; the same time is the connection's stall timeout.
-///
-/// # Errors
-/// When there is no listener, or no answer comes in time: a unix socket's listener answers when its queue is not full.
-pub fn dial(address: &Address, timeout: Duration) -> Result<Socket, SocketError> {
-    connect(address, timeout).map_err(|source| SocketError::dial(address, source))
-}
-
-/// As [`dial`], from one of this host's addresses.
-pub(crate) fn dial_from(
-    address: &Address,
-    bind_to: Option<IpAddr>,
-    timeout: Duration,
-) -> Result<Socket, SocketError> {
-    match (address, bind_to) {
-        (Address::Tcp { host, port }, Some(from)) => connect_from(host, *port, from, timeout)
-            .map_err(|source| SocketError::dial(address, source)),
-        _ => dial(address, timeout),
     }
 }
 
@@ -320,7 +299,7 @@ impl Socket {
     }
 
     /// Sets a new connection up.
-    fn made_ready(self, timeout: Duration) -> io::Result<Self> {
+    pub(crate) fn made_ready(self, timeout: Duration) -> io::Result<Self> {
         match &self {
             Self::Tcp(stream) => {
                 stream.set_nonblocking(false)?;
@@ -638,93 +617,12 @@ fn open_to(path: &Path, uids: &[u32]) -> io::Result<()> {
     Ok(())
 }
 
-fn connect(address: &Address, timeout: Duration) -> io::Result<Socket> {
-    match address {
-        Address::Unix(path) => {
-            let socket = connect_unix(path, timeout)?;
-            Socket::Unix(socket.into()).made_ready(timeout)
-        }
-        Address::Tcp { host, port } => {
-            let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-            for address in (host.as_str(), *port).to_socket_addrs()? {
-                match TcpStream::connect_timeout(&address, timeout) {
-                    Ok(stream) => return Socket::Tcp(stream).made_ready(timeout),
-                    Err(error) => last = error,
-                }
-            }
-            Err(last)
-        }
-    }
-}
-
-fn connect_from(host: &str, port: u16, from: IpAddr, timeout: Duration) -> io::Result<Socket> {
-    let mut last = io::Error::new(
-        io::ErrorKind::NotFound,
-        "the name has no address of this family",
-    );
-    for address in (host, port).to_socket_addrs()? {
-        if address.is_ipv4() != from.is_ipv4() {
-            continue;
-        }
-        let family = if from.is_ipv4() {
-            AddressFamily::INET
-        } else {
-            AddressFamily::INET6
-        };
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket = socket_with(family, SocketType::STREAM, flags, None)?;
-        bind(&socket, &SocketAddr::new(from, 0))?;
-        match connect_to(&socket, &address) {
-            Ok(()) | Err(Errno::INPROGRESS) => {}
-            Err(error) => {
-                last = error.into();
-                continue;
-            }
-        }
-        if !wait_for(&mut [PollFd::new(&socket, PollFlags::OUT)], timeout)? {
-            last = io::ErrorKind::TimedOut.into();
-            continue;
-        }
-        match sockopt::socket_error(&socket)? {
-            Ok(()) => return Socket::Tcp(socket.into()).made_ready(timeout),
-            Err(error) => last = error.into(),
-        }
-    }
-    Err(last)
-}
-
-/// Where the listener's queue is full, connecting waits for room, and for as long as a write may take.
-fn connect_unix(path: &Path, timeout: Duration) -> io::Result<OwnedFd> {
-    let socket = socket_with(
-        AddressFamily::UNIX,
-        SocketType::STREAM,
-        SocketFlags::CLOEXEC,
-        None,
-    )?;
-    let address = SocketAddrUnix::new(path)?;
-    let start = Instant::now();
-    loop {
-        let left = timeout.saturating_sub(start.elapsed());
-        // 0 would be for ever.
-        let left = left.max(Duration::from_millis(1));
-        sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(left))?;
-        match connect_to(&socket, &address) {
-            Ok(()) => return Ok(socket),
-            Err(Errno::INTR) if start.elapsed() < timeout => {}
-            Err(Errno::INTR | Errno::AGAIN) => {
-                let problem = "its listener takes no connections: the queue is full";
-                return Err(io::Error::new(io::ErrorKind::TimedOut, problem));
-            }
-            Err(error) => return Err(error.into()),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::thread;
+    use std::{net::SocketAddr, thread};
 
     use super::*;
+    use crate::wait_for;
 
     #[test]
     fn a_socket_that_was_passed_is_listened_on() {

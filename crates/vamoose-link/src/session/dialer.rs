@@ -25,7 +25,8 @@ use super::{
     resumable::{Carried, Resumable, StreamError},
 };
 use crate::{
-    Address, Security, SocketError, Stream, TlsError, chain, left, lock, socket, tls::ClientTerms,
+    Address, Security, SocketError, Stream, TlsError, chain, dial::Destination, left, lock,
+    tls::ClientTerms,
 };
 
 /// A connection of a session could not be made.
@@ -107,6 +108,8 @@ impl DialError {
 /// The paths of a session, and which of them have failed lately.
 pub(crate) struct Paths {
     list: Vec<Path>,
+    /// Where each of them leads.
+    destinations: Vec<Destination>,
     /// `None` without TLS.
     terms: Option<ClientTerms>,
     shunned: Mutex<Vec<Option<Shunned>>>,
@@ -145,8 +148,10 @@ impl Paths {
         };
         let shunned = Mutex::new(vec![None; list.len()]);
         let counters = list.iter().map(|_| Counters::default()).collect();
+        let destinations = list.iter().map(|path| Destination::new(path.to.clone()));
         Ok(Self {
             counters,
+            destinations: destinations.collect(),
             list,
             terms,
             shunned,
@@ -408,7 +413,7 @@ impl Greeted {
         let path = &paths.list[number];
         let address = path.to.clone();
         let deadline = Instant::now() + timeout;
-        let socket = socket::dial_from(&address, path.bind, timeout)?;
+        let socket = paths.destinations[number].dial(path.bind, timeout)?;
         let secured = paths.terms.as_ref().map(|terms| {
             let host = match &address {
                 Address::Tcp { host, .. } => host,
@@ -519,4 +524,44 @@ pub(crate) fn nonce() -> io::Result<[u8; 32]> {
     let mut nonce = [0; 32];
     rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty())?;
     Ok(nonce)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        net::{SocketAddr, TcpListener, TcpStream},
+        os::fd::OwnedFd,
+    };
+
+    use rustix::net::listen;
+
+    use super::*;
+    use crate::{Listener, Sessions};
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// Where nothing answers, beside an address where a server does.
+    #[test]
+    fn there_is_time_for_a_handshake_behind_an_address_that_is_dead() {
+        let config = SessionConfig::new(Security::Insecure);
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), LIMIT).unwrap();
+        let Address::Tcp { port, .. } = *listener.address() else {
+            panic!("it is TCP");
+        };
+        let _sessions = Sessions::new(vec![listener], config.clone()).unwrap();
+        let dead = TcpListener::bind("127.0.0.1:0").unwrap();
+        listen(&dead, 0).unwrap();
+        let first = dead.local_addr().unwrap();
+        let mut queue: Vec<OwnedFd> = Vec::new();
+        while let Ok(socket) = TcpStream::connect_timeout(&first, Duration::from_millis(300)) {
+            queue.push(socket.into());
+        }
+
+        let name: Address = "tcp:somewhere:4440".parse().unwrap();
+        let second = SocketAddr::from(([127, 0, 0, 1], port));
+        let mut paths = Paths::new(vec![name.clone().into()], &config).unwrap();
+        paths.destinations = vec![Destination::by(name, move |_, _| Ok(vec![first, second]))];
+        let greeted = Greeted::new(&paths, 0, ATTEMPT);
+        assert!(greeted.is_ok(), "{:?}", greeted.err());
+    }
 }
