@@ -21,6 +21,7 @@ mod keys;
 mod names;
 mod opener;
 mod record;
+mod revocation;
 mod sealer;
 #[cfg(feature = "fuzzing")]
 pub mod seam;

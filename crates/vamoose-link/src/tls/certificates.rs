@@ -1,6 +1,7 @@
 //! Certificates in files that are named as QEMU and libvirt name them.
 
 use std::{
+    fmt,
     fs::File,
     io,
     path::{Path, PathBuf},
@@ -9,17 +10,14 @@ use std::{
 
 use rustls::{
     CertificateError, DigitallySignedStruct, DistinguishedName, RootCertStore, SignatureScheme,
-    client::{
-        WebPkiServerVerifier,
-        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
-    },
+    client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
     crypto::CryptoProvider,
     pki_types::{
         CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName, UnixTime,
         pem::PemObject,
     },
     server::{
-        VerifierBuilderError, WebPkiClientVerifier,
+        VerifierBuilderError,
         danger::{ClientCertVerified, ClientCertVerifier},
     },
     sign::CertifiedKey,
@@ -30,6 +28,7 @@ use super::{
     error::Refusal,
     keys::read_file,
     names,
+    revocation::{self, Chains},
     terms::{RefusalSlot, refuse},
 };
 
@@ -71,38 +70,22 @@ impl Certificates {
         })
     }
 
-    /// What verifies the chain and name of a server's certificate.
-    pub(super) fn server_verifier(
+    /// What judges the chain and name of a server's certificate.
+    pub(super) fn server_chains(
         &self,
         provider: &Arc<CryptoProvider>,
-    ) -> Result<Arc<dyn ServerCertVerifier>, TlsError> {
-        let mut builder =
-            WebPkiServerVerifier::builder_with_provider(self.roots()?, provider.clone());
-        if let Some(list) = self.revoked()? {
-            // As elsewhere, authorities without a list have revoked nothing; a list that is too old is not relied on.
-            builder = builder
-                .with_crls([list])
-                .allow_unknown_revocation_status()
-                .enforce_revocation_expiration();
-        }
-        let verifier = builder.build().map_err(|error| self.unusable(error))?;
-        Ok(verifier)
+    ) -> Result<Chains<dyn ServerCertVerifier>, TlsError> {
+        Chains::of_servers(self.roots()?, self.revoked()?, provider)
+            .map_err(|error| self.unusable(error))
     }
 
-    /// What verifies the chain of a client's certificate.
-    pub(super) fn client_verifier(
+    /// What judges the chain of a client's certificate.
+    pub(super) fn client_chains(
         &self,
         provider: &Arc<CryptoProvider>,
-    ) -> Result<Arc<dyn ClientCertVerifier>, TlsError> {
-        let mut builder =
-            WebPkiClientVerifier::builder_with_provider(self.roots()?, provider.clone());
-        if let Some(list) = self.revoked()? {
-            builder = builder
-                .with_crls([list])
-                .allow_unknown_revocation_status()
-                .enforce_revocation_expiration();
-        }
-        builder.build().map_err(|error| self.unusable(error))
+    ) -> Result<Chains<dyn ClientCertVerifier>, TlsError> {
+        Chains::of_clients(self.roots()?, self.revoked()?, provider)
+            .map_err(|error| self.unusable(error))
     }
 
     fn roots(&self) -> Result<Arc<RootCertStore>, TlsError> {
@@ -117,11 +100,15 @@ impl Certificates {
         Ok(Arc::new(roots))
     }
 
-    fn revoked(&self) -> Result<Option<CertificateRevocationListDer<'static>>, TlsError> {
+    /// None if there is no file.
+    fn revoked(&self) -> Result<Vec<CertificateRevocationListDer<'static>>, TlsError> {
         let path = self.directory.join(REVOKED);
-        match parse(&path, "revocation list") {
-            Ok(list) => Ok(Some(list)),
-            Err(FileFault::System(error)) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        let read = || revocation::parse(&read_file(File::open(&path)?)?);
+        match read() {
+            Ok(lists) => Ok(lists),
+            Err(FileFault::System(error)) if error.kind() == io::ErrorKind::NotFound => {
+                Ok(Vec::new())
+            }
             Err(fault) => Err(TlsError::file(path, fault)),
         }
     }
@@ -154,20 +141,27 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
 }
 
 fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
-    parse(path, "private key").map_err(|fault| TlsError::file(path, fault))
+    let what = "private key";
+    let read = || {
+        let text = read_file(File::open(path)?)?;
+        PrivateKeyDer::from_pem_slice(&text).map_err(|_| FileFault::NotPem { what })
+    };
+    read().map_err(|fault| TlsError::file(path, fault))
 }
 
-fn parse<T: PemObject>(path: &Path, what: &'static str) -> Result<T, FileFault> {
-    let text = read_file(File::open(path)?)?;
-    T::from_pem_slice(&text).map_err(|_| FileFault::NotPem { what })
-}
-
-/// Accepts what `inner` accepts, if one of the names in it is allowed.
-#[derive(Debug)]
+/// Accepts a certificate whose chain is in order, if one of the names in it is allowed.
 pub(super) struct NameVerifier<V: ?Sized> {
     pub(super) allow: Arc<[String]>,
     pub(super) refusal: RefusalSlot,
-    pub(super) inner: Arc<V>,
+    pub(super) chains: Arc<Chains<V>>,
+}
+
+impl<V: ?Sized> fmt::Debug for NameVerifier<V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NameVerifier")
+            .field("allow", &self.allow)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<V: ?Sized> NameVerifier<V> {
@@ -207,10 +201,10 @@ impl ServerCertVerifier for NameVerifier<dyn ServerCertVerifier> {
         ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        let verified = self
-            .inner
-            .verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
-            .map_err(of_chain)?;
+        let verified = self.chains.verify(|verifier| {
+            verifier.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
+        });
+        let verified = verified.map_err(of_chain)?;
         self.verify(end_entity)?;
         Ok(verified)
     }
@@ -221,7 +215,9 @@ impl ServerCertVerifier for NameVerifier<dyn ServerCertVerifier> {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.inner.verify_tls12_signature(message, cert, dss)
+        self.chains
+            .plain()
+            .verify_tls12_signature(message, cert, dss)
     }
 
     fn verify_tls13_signature(
@@ -230,17 +226,19 @@ impl ServerCertVerifier for NameVerifier<dyn ServerCertVerifier> {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.inner.verify_tls13_signature(message, cert, dss)
+        self.chains
+            .plain()
+            .verify_tls13_signature(message, cert, dss)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.inner.supported_verify_schemes()
+        self.chains.plain().supported_verify_schemes()
     }
 }
 
 impl ClientCertVerifier for NameVerifier<dyn ClientCertVerifier> {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.inner.root_hint_subjects()
+        self.chains.plain().root_hint_subjects()
     }
 
     fn verify_client_cert(
@@ -250,9 +248,9 @@ impl ClientCertVerifier for NameVerifier<dyn ClientCertVerifier> {
         now: UnixTime,
     ) -> Result<ClientCertVerified, rustls::Error> {
         let verified = self
-            .inner
-            .verify_client_cert(end_entity, intermediates, now)
-            .map_err(of_chain)?;
+            .chains
+            .verify(|verifier| verifier.verify_client_cert(end_entity, intermediates, now));
+        let verified = verified.map_err(of_chain)?;
         self.verify(end_entity)?;
         Ok(verified)
     }
@@ -263,7 +261,9 @@ impl ClientCertVerifier for NameVerifier<dyn ClientCertVerifier> {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.inner.verify_tls12_signature(message, cert, dss)
+        self.chains
+            .plain()
+            .verify_tls12_signature(message, cert, dss)
     }
 
     fn verify_tls13_signature(
@@ -272,10 +272,12 @@ impl ClientCertVerifier for NameVerifier<dyn ClientCertVerifier> {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        self.inner.verify_tls13_signature(message, cert, dss)
+        self.chains
+            .plain()
+            .verify_tls13_signature(message, cert, dss)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.inner.supported_verify_schemes()
+        self.chains.plain().supported_verify_schemes()
     }
 }

@@ -152,6 +152,12 @@ pub enum FileFault {
         /// What it should hold.
         what: &'static str,
     },
+    /// There is more in it, which cannot be read.
+    #[error("it holds something else than {what} in PEM format")]
+    Remainder {
+        /// What it should hold.
+        what: &'static str,
+    },
     /// Something in it is malformed.
     #[error("it holds a malformed {what}")]
     Malformed {
@@ -242,6 +248,11 @@ pub enum Refusal {
     /// The list of revoked certificates is too old to rely on.
     #[error("the list of revoked certificates of this host has expired (ca-crl.pem)")]
     RevocationListExpired,
+    /// Whether the certificate has been revoked is not known.
+    #[error(
+        "ca-crl.pem has no list of revoked certificates of the authority that signed its certificate, or of one above"
+    )]
+    NoRevocationList,
     /// The name is not among those that are allowed.
     #[error("no name of its certificate is allowed: {}", list(.names))]
     NotAllowed {
@@ -264,7 +275,7 @@ pub enum Refusal {
 #[non_exhaustive]
 pub enum Objection {
     /// The authority is another one.
-    #[error("it does not trust the authority that signed {}, or its list of revoked certificates has expired", certificate.display())]
+    #[error("it does not trust the authority that signed {}, or has no current list of the certificates that were revoked", certificate.display())]
     UnknownAuthority {
         /// Our certificate.
         certificate: PathBuf,
@@ -407,6 +418,7 @@ impl Refusal {
             Error::ExpiredRevocationList | Error::ExpiredRevocationListContext { .. } => {
                 Self::RevocationListExpired
             }
+            Error::UnknownRevocationStatus => Self::NoRevocationList,
             error => Self::Certificate(error.into()),
         }
     }

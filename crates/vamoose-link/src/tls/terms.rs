@@ -28,6 +28,7 @@ use super::{
     error::{Refusal, Shown},
     handshake::{self, ALPN, Secured},
     keys::KeyVerifier,
+    revocation::Chains,
 };
 use crate::Socket;
 
@@ -53,7 +54,7 @@ pub(crate) struct ServerTerms {
 /// Who is accepted.
 enum Trust<V: ?Sized> {
     Certificates {
-        verifier: Arc<V>,
+        chains: Arc<Chains<V>>,
         allow: Arc<[String]>,
     },
     Keys(Arc<[PublicKey]>),
@@ -82,7 +83,7 @@ impl Security {
                 let own = certificates.own(End::Client, &provider)?;
                 Ok(ClientTerms {
                     trust: Trust::Certificates {
-                        verifier: certificates.server_verifier(&provider)?,
+                        chains: certificates.server_chains(&provider)?.into(),
                         allow: allow(certificates),
                     },
                     certified: own.certified,
@@ -111,7 +112,7 @@ impl Security {
                 let own = certificates.own(End::Server, &provider)?;
                 Ok(ServerTerms {
                     trust: Trust::Certificates {
-                        verifier: certificates.client_verifier(&provider)?,
+                        chains: certificates.client_chains(&provider)?.into(),
                         allow: allow(certificates),
                     },
                     certified: own.certified,
@@ -171,11 +172,11 @@ impl ClientTerms {
         let certified = self.certified.clone();
         let refusal = refusal.clone();
         let mut config = match &self.trust {
-            Trust::Certificates { verifier, allow } => builder
+            Trust::Certificates { chains, allow } => builder
                 .with_custom_certificate_verifier(Arc::new(NameVerifier {
                     allow: allow.clone(),
                     refusal,
-                    inner: verifier.clone(),
+                    chains: chains.clone(),
                 }))
                 .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(certified))),
             Trust::Keys(trusted) => builder
@@ -244,11 +245,11 @@ impl ServerTerms {
         let certified = self.certified.clone();
         let refusal = refusal.clone();
         let mut config = match &self.trust {
-            Trust::Certificates { verifier, allow } => builder
+            Trust::Certificates { chains, allow } => builder
                 .with_client_cert_verifier(Arc::new(NameVerifier {
                     allow: allow.clone(),
                     refusal,
-                    inner: verifier.clone(),
+                    chains: chains.clone(),
                 }))
                 .with_cert_resolver(Arc::new(SingleCertAndKey::from(certified))),
             Trust::Keys(trusted) => builder
@@ -336,8 +337,8 @@ impl Cipher {
 impl<V: ?Sized> Clone for Trust<V> {
     fn clone(&self) -> Self {
         match self {
-            Self::Certificates { verifier, allow } => Self::Certificates {
-                verifier: verifier.clone(),
+            Self::Certificates { chains, allow } => Self::Certificates {
+                chains: chains.clone(),
                 allow: allow.clone(),
             },
             Self::Keys(trusted) => Self::Keys(trusted.clone()),

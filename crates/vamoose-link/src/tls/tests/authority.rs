@@ -42,11 +42,28 @@ impl Authority {
     }
 
     pub(super) fn named(name: &str) -> Self {
+        Self::of(name, KeyPair::generate().unwrap())
+    }
+
+    /// With a key of its own kind.
+    pub(super) fn of(name: &str, key: KeyPair) -> Self {
+        Self(CertifiedIssuer::self_signed(Self::params(name), key).unwrap())
+    }
+
+    /// One below this one, with a certificate of the number `serial`.
+    pub(super) fn intermediate(&self, serial: u64) -> Self {
+        let mut params = Self::params("intermediate");
+        params.serial_number = Some(SerialNumber::from(serial));
+        let key = KeyPair::generate().unwrap();
+        Self(CertifiedIssuer::signed_by(params, key, &self.0).unwrap())
+    }
+
+    fn params(name: &str) -> CertificateParams {
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
-        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+        params
     }
 
     pub(super) fn pem(&self) -> String {
@@ -88,6 +105,11 @@ impl Authority {
 
     /// Writes `ca-crl.pem`, which revokes `serial` and is replaced in the year `until`.
     pub(super) fn revoke(&self, directory: &Path, serial: u64, until: i32) {
+        fs::write(directory.join("ca-crl.pem"), self.list(serial, until)).unwrap();
+    }
+
+    /// The list that revokes `serial` and is replaced in the year `until`.
+    pub(super) fn list(&self, serial: u64, until: i32) -> String {
         let list = CertificateRevocationListParams {
             this_update: date_time_ymd(2020, 1, 1),
             next_update: date_time_ymd(until, 1, 1),
@@ -101,8 +123,7 @@ impl Authority {
             }],
             key_identifier_method: KeyIdMethod::Sha256,
         };
-        let list = list.signed_by(&self.0).unwrap();
-        fs::write(directory.join("ca-crl.pem"), list.pem().unwrap()).unwrap();
+        list.signed_by(&self.0).unwrap().pem().unwrap()
     }
 }
 

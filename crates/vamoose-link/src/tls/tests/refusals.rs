@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-use rcgen::ExtendedKeyUsagePurpose as Purpose;
+use rcgen::{ExtendedKeyUsagePurpose as Purpose, KeyPair, PKCS_ED25519};
 use rustls::{ClientConfig, ClientConnection, Connection, version::TLS13};
 
 use super::{
@@ -58,8 +58,8 @@ fn a_client_of_another_authority() {
         other.issue(hosts.client.path(), "client", &Leaf::default());
         expect(
             &hosts,
-            "the server refuses this client: it does not trust the authority that signed CLIENT/client-cert.pem, or its \
-             list of revoked certificates has expired",
+            "the server refuses this client: it does not trust the authority that signed CLIENT/client-cert.pem, or has \
+             no current list of the certificates that were revoked",
             "refusing the client: its certificate is not signed by the authority in ca-cert.pem",
         );
     }
@@ -74,8 +74,8 @@ fn a_server_of_another_authority() {
         expect(
             &hosts,
             "refusing the server: its certificate is not signed by the authority in ca-cert.pem",
-            "the client refuses this server: it does not trust the authority that signed SERVER/server-cert.pem, or its \
-             list of revoked certificates has expired",
+            "the client refuses this server: it does not trust the authority that signed SERVER/server-cert.pem, or has \
+             no current list of the certificates that were revoked",
         );
     }
 }
@@ -252,9 +252,141 @@ fn a_list_of_others_that_are_revoked() {
     hosts.authority.revoke(hosts.server.path(), 8, 2021);
     expect(
         &hosts,
-        "the server refuses this client: it does not trust the authority that signed CLIENT/client-cert.pem, or its list \
-         of revoked certificates has expired",
+        "the server refuses this client: it does not trust the authority that signed CLIENT/client-cert.pem, or has no \
+         current list of the certificates that were revoked",
         "refusing the client: the list of revoked certificates of this host has expired (ca-crl.pem)",
+    );
+}
+
+/// As while one authority takes the place of another: mostly by the same name.
+#[test]
+fn what_either_of_two_authorities_has_revoked() {
+    let another_kind = || KeyPair::generate_for(&PKCS_ED25519).unwrap();
+    for (names, authorities) in [
+        ("of two names", ["old", "new"].map(Authority::named)),
+        ("of one name", ["authority"; 2].map(Authority::named)),
+        (
+            "of one name, with keys of two kinds",
+            [Authority::new(), Authority::of("authority", another_kind())],
+        ),
+    ] {
+        let hosts = Hosts::new();
+        let both = |of: &dyn Fn(&Authority) -> String| authorities.each_ref().map(of).concat();
+        let server = hosts.server.path();
+        fs::write(server.join("ca-cert.pem"), both(&Authority::pem)).unwrap();
+        fs::write(server.join("ca-crl.pem"), both(&|it| it.list(8, 3000))).unwrap();
+        for authority in &authorities {
+            let client = |serial| {
+                let leaf = Leaf {
+                    serial,
+                    ..Leaf::default()
+                };
+                authority.issue(hosts.client.path(), "client", &leaf);
+                refused(&hosts, "127.0.0.1")
+            };
+            assert_eq!(client(7).1, "no error", "{names}");
+            assert_eq!(
+                client(8).1,
+                "refusing the client: its certificate has been revoked (ca-crl.pem)",
+                "{names}"
+            );
+        }
+    }
+}
+
+#[test]
+fn an_authority_without_a_list() {
+    let hosts = Hosts::new();
+    let other = Authority::named("other");
+    other.revoke(hosts.server.path(), 8, 3000);
+    expect(
+        &hosts,
+        "the server refuses this client: it does not trust the authority that signed CLIENT/client-cert.pem, or has no \
+         current list of the certificates that were revoked",
+        "refusing the client: ca-crl.pem has no list of revoked certificates of the authority that signed its \
+         certificate, or of one above",
+    );
+}
+
+/// Each has to say that it has not withdrawn the one below.
+#[test]
+fn authorities_below_others() {
+    let hosts = Hosts::new();
+    let root = &hosts.authority;
+    let middle = root.intermediate(5);
+    middle.issue(hosts.client.path(), "client", &Leaf::default());
+    let own = hosts.client.path().join("client-cert.pem");
+    let chain = fs::read_to_string(&own).unwrap() + &middle.pem();
+    fs::write(own, chain).unwrap();
+    let said = |lists: &[String]| {
+        fs::write(hosts.server.path().join("ca-crl.pem"), lists.concat()).unwrap();
+        refused(&hosts, "127.0.0.1").1
+    };
+    let unknown = "refusing the client: ca-crl.pem has no list of revoked certificates of the authority that signed its \
+                   certificate, or of one above";
+    let revoked = "refusing the client: its certificate has been revoked (ca-crl.pem)";
+    assert_eq!(said(&[middle.list(8, 3000)]), unknown);
+    assert_eq!(said(&[root.list(8, 3000)]), unknown);
+    assert_eq!(
+        said(&[root.list(8, 3000), middle.list(8, 3000)]),
+        "no error"
+    );
+    assert_eq!(said(&[root.list(8, 3000), middle.list(7, 3000)]), revoked);
+    assert_eq!(said(&[root.list(5, 3000), middle.list(8, 3000)]), revoked);
+}
+
+/// Where a list is replaced by writing the next one behind it.
+#[test]
+fn several_lists_of_one_authority() {
+    let hosts = Hosts::new();
+    let list = |serial, until| hosts.authority.list(serial, until);
+    let said = |lists: &[String]| {
+        fs::write(hosts.server.path().join("ca-crl.pem"), lists.concat()).unwrap();
+        refused(&hosts, "127.0.0.1").1
+    };
+    let revoked = "refusing the client: its certificate has been revoked (ca-crl.pem)";
+    assert_eq!(said(&[list(8, 3000), list(7, 3000)]), revoked);
+    assert_eq!(said(&[list(7, 3000), list(8, 3000)]), revoked);
+    assert_eq!(said(&[list(8, 2021), list(7, 3000)]), revoked);
+    assert_eq!(said(&[list(8, 2021), list(9, 3000)]), "no error");
+}
+
+#[test]
+fn lists_that_cannot_be_read_to_their_end() {
+    let hosts = Hosts::new();
+    let list = hosts.authority.list(8, 3000);
+    let said = |text: String| {
+        fs::write(hosts.server.path().join("ca-crl.pem"), text).unwrap();
+        let directory = hosts.server.path().display().to_string();
+        let terms = hosts.server_security().server_terms(Cipher::default());
+        message(terms).replace(&directory, "DIR")
+    };
+    let (begin, end) = list.split_at(list.len() / 2);
+    let other =
+        "cannot use DIR/ca-crl.pem: it holds something else than revocation lists in PEM format";
+    for text in [
+        // Two files, of which the first ends without a line break.
+        format!("{}{list}", list.trim_end()),
+        format!("{list}garbage"),
+        format!("{list}{end}"),
+        format!("{list}{}", hosts.authority.pem()),
+    ] {
+        assert_eq!(said(text), other);
+    }
+    let none = "cannot use DIR/ca-crl.pem: it holds no revocation list in PEM format";
+    for text in [String::new(), format!("{list}{begin}"), begin.to_owned()] {
+        assert_eq!(said(text), none);
+    }
+    let malformed = "-----BEGIN X509 CRL-----\nAAAA\n-----END X509 CRL-----\n";
+    let malformed = said(format!("{list}{malformed}"));
+    let begin = "cannot use DIR/ca-crl.pem: it holds a malformed revocation list: ";
+    assert!(malformed.starts_with(begin), "{malformed}");
+    // As openssl and certtool write it.
+    assert_eq!(
+        said(format!(
+            "A list\n  of none\n{list}\n\nAnother\n{list} \r\n\n"
+        )),
+        "no error"
     );
 }
 

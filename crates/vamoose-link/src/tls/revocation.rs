@@ -1,0 +1,191 @@
+//! Which certificates the authorities have withdrawn: the lists in `ca-crl.pem`.
+//!
+//! Once there is that file, what it does not say is not believed: every authority in a peer's chain, from its issuer to the root,
+//! needs a list there that is current. A certificate that any current list of its authority names is revoked. (QEMU and
+//! GnuTLS take an authority without a list for one that has revoked nothing.)
+//!
+//! Authorities may have the same name, as an old one and the one that takes its place mostly have, and one authority may have
+//! several lists. webpki takes the first list with the name of a certificate's issuer, whoever has signed it. So each list is
+//! asked alone, and then those that were signed by the chain's authorities, together.
+
+use std::sync::Arc;
+
+use rustls::{
+    CertificateError, Error, RootCertStore,
+    client::{WebPkiServerVerifier, danger::ServerCertVerifier},
+    crypto::CryptoProvider,
+    pki_types::{CertificateRevocationListDer, pem::PemObject as _},
+    server::{VerifierBuilderError, WebPkiClientVerifier, danger::ClientCertVerifier},
+};
+
+use super::FileFault;
+
+/// Judges chains of certificates. `V` is rustls' verifier of one of the two roles.
+pub(super) struct Chains<V: ?Sized> {
+    builder: Builder<V>,
+    /// Without any list.
+    plain: Arc<V>,
+    /// Each list, and what asks it alone.
+    lists: Vec<(List, Arc<V>)>,
+}
+
+type List = CertificateRevocationListDer<'static>;
+
+struct Builder<V: ?Sized> {
+    roots: Arc<RootCertStore>,
+    provider: Arc<CryptoProvider>,
+    build: fn(&Self, &[List], Unknown) -> Result<Arc<V>, VerifierBuilderError>,
+}
+
+/// What a certificate is whose authority has no list.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Unknown {
+    Valid,
+    Refused,
+}
+
+impl Chains<dyn ServerCertVerifier> {
+    /// For servers' certificates. Without lists none is revoked.
+    pub(super) fn of_servers(
+        roots: Arc<RootCertStore>,
+        lists: Vec<List>,
+        provider: &Arc<CryptoProvider>,
+    ) -> Result<Self, VerifierBuilderError> {
+        Self::new(roots, lists, provider, |builder, lists, unknown| {
+            let (roots, provider) = (builder.roots.clone(), builder.provider.clone());
+            let verifier = WebPkiServerVerifier::builder_with_provider(roots, provider)
+                .with_crls(lists.iter().cloned())
+                .enforce_revocation_expiration();
+            let verifier = match unknown {
+                Unknown::Valid => verifier.allow_unknown_revocation_status(),
+                Unknown::Refused => verifier,
+            };
+            Ok(verifier.build()?)
+        })
+    }
+}
+
+impl Chains<dyn ClientCertVerifier> {
+    /// For clients' certificates. Without lists none is revoked.
+    pub(super) fn of_clients(
+        roots: Arc<RootCertStore>,
+        lists: Vec<List>,
+        provider: &Arc<CryptoProvider>,
+    ) -> Result<Self, VerifierBuilderError> {
+        Self::new(roots, lists, provider, |builder, lists, unknown| {
+            let (roots, provider) = (builder.roots.clone(), builder.provider.clone());
+            let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider)
+                .with_crls(lists.iter().cloned())
+                .enforce_revocation_expiration();
+            let verifier = match unknown {
+                Unknown::Valid => verifier.allow_unknown_revocation_status(),
+                Unknown::Refused => verifier,
+            };
+            verifier.build()
+        })
+    }
+}
+
+impl<V: ?Sized> Chains<V> {
+    fn new(
+        roots: Arc<RootCertStore>,
+        lists: Vec<List>,
+        provider: &Arc<CryptoProvider>,
+        build: fn(&Builder<V>, &[List], Unknown) -> Result<Arc<V>, VerifierBuilderError>,
+    ) -> Result<Self, VerifierBuilderError> {
+        let provider = provider.clone();
+        let builder = Builder {
+            roots,
+            provider,
+            build,
+        };
+        let plain = builder.with(&[], Unknown::Valid)?;
+        let lists = lists.into_iter().map(|list| {
+            let alone = builder.with(std::slice::from_ref(&list), Unknown::Valid)?;
+            Ok((list, alone))
+        });
+        Ok(Self {
+            lists: lists.collect::<Result<_, VerifierBuilderError>>()?,
+            plain,
+            builder,
+        })
+    }
+
+    /// What verifies signatures, and no chains.
+    pub(super) fn plain(&self) -> &V {
+        &self.plain
+    }
+
+    /// Judges a chain by `verify`, which lets a verifier look at it.
+    pub(super) fn verify<T>(&self, verify: impl Fn(&V) -> Result<T, Error>) -> Result<T, Error> {
+        if self.lists.is_empty() {
+            return verify(&self.plain);
+        }
+        // Signatures that are found wrong from here on are those of lists.
+        verify(&self.plain)?;
+        let mut current = Vec::new();
+        let mut unknown = CertificateError::UnknownRevocationStatus;
+        for (list, alone) in &self.lists {
+            match verify(alone) {
+                Ok(_) => current.push(list.clone()),
+                // Of another authority with the same name.
+                Err(
+                    Error::InvalidCertRevocationList(_)
+                    | Error::InvalidCertificate(
+                        CertificateError::BadSignature
+                        | CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext {
+                            ..
+                        },
+                    ),
+                ) => {}
+                Err(Error::InvalidCertificate(
+                    expired @ (CertificateError::ExpiredRevocationList
+                    | CertificateError::ExpiredRevocationListContext { .. }),
+                )) => unknown = expired,
+                Err(error) => return Err(error),
+            }
+        }
+        // A verifier without any list would ask for none.
+        if current.is_empty() {
+            return Err(unknown.into());
+        }
+        let all = self.builder.with(&current, Unknown::Refused);
+        let all = all.map_err(|error| Error::General(error.to_string()))?;
+        verify(&all).map_err(|error| match error {
+            Error::InvalidCertificate(CertificateError::UnknownRevocationStatus) => unknown.into(),
+            error => error,
+        })
+    }
+}
+
+impl<V: ?Sized> Builder<V> {
+    fn with(&self, lists: &[List], unknown: Unknown) -> Result<Arc<V>, VerifierBuilderError> {
+        (self.build)(self, lists, unknown)
+    }
+}
+
+/// All lists in a file, at least one, and nothing else: what is not read revokes nothing. Text between them is not part of them, as
+/// tools write it before a list.
+pub(super) fn parse(text: &[u8]) -> Result<Vec<List>, FileFault> {
+    let none = || FileFault::NotPem {
+        what: "revocation list",
+    };
+    let lists: Vec<_> = List::pem_slice_iter(text)
+        .collect::<Result<_, _>>()
+        .map_err(|_| none())?;
+    if lists.is_empty() {
+        return Err(none());
+    }
+    let text = String::from_utf8_lossy(text);
+    let count = |mark| text.matches(mark).count();
+    let rest = text.rsplit(END).next().unwrap_or_default();
+    let is_all = [count("-----BEGIN "), count("-----END ")] == [lists.len(); 2];
+    match is_all && rest.trim().is_empty() {
+        true => Ok(lists),
+        false => Err(FileFault::Remainder {
+            what: "revocation lists",
+        }),
+    }
+}
+
+const END: &str = "-----END X509 CRL-----";
