@@ -91,10 +91,14 @@ fn is_data(inner: &[u8]) -> bool {
 
 fn trusted(text: &[u8]) {
     if let Ok(keys) = parse_trusted(text) {
-        let list: Vec<_> = keys.iter().map(|key| format!("{key} again\n")).collect();
+        let line = |(key, hosts): &(PublicKey, Vec<String>)| match &hosts[..] {
+            [] => format!("{key} again\n"),
+            hosts => format!("{key} hosts={} again\n", hosts.join(",")),
+        };
+        let list: Vec<_> = keys.iter().map(line).collect();
         let again = parse_trusted(list.concat().as_bytes());
         assert_eq!(again.expect("it is a list"), keys);
-        for key in keys {
+        for (key, _) in keys {
             assert_eq!(key.to_string().parse::<PublicKey>(), Ok(key));
         }
     }

@@ -80,7 +80,7 @@ pub use stream::Stream;
 pub use tls::seam as tls_seam;
 pub use tls::{
     Certificates, Cipher, End, FileFault, Keys, Objection, OneTimeKey, PublicKey, PublicKeyError,
-    Refusal, Security, TlsError,
+    Refusal, Security, TlsError, TrustedError,
 };
 pub use wait::{left, lock, receive_until, wait_for, wait_until};
 pub use writer::{ChannelWriter, WriteError};

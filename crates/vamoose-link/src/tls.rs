@@ -32,7 +32,7 @@ mod tests;
 use std::path::PathBuf;
 
 pub use error::{End, FileFault, Objection, Refusal, TlsError};
-pub use keys::{OneTimeKey, PublicKey, PublicKeyError};
+pub use keys::{OneTimeKey, PublicKey, PublicKeyError, TrustedError};
 pub(crate) use {
     handshake::Secured,
     opener::Opener,
@@ -72,12 +72,15 @@ pub struct Certificates {
 }
 
 /// Raw public keys (RFC 7250) in a directory: `key`, an Ed25519 key (PKCS#8, PEM), which only its owner may read, and
-/// `trusted`, a line `ed25519:BASE64 [comment]` for each peer.
+/// `trusted`, a line `ed25519:BASE64 [hosts=PATTERN,PATTERN...] [comment]` for each peer.
+///
+/// A host that is dialled must have a key whose line names it, if one does; otherwise one whose line names no hosts. Who dials here may
+/// have any key of the list: his address proves nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Keys {
     /// Where the files are.
     pub directory: PathBuf,
-    /// Further keys to trust. With at least one, `trusted` may be missing.
+    /// The only keys to trust: with at least one, the file `trusted` does not count.
     pub trusted: Vec<PublicKey>,
 }
 

@@ -89,8 +89,12 @@ fn of_tls(error: &TlsError) -> Option<String> {
         TlsError::Refused { reason, .. } => match reason {
             Refusal::UnknownKey { .. } => {
                 format!(
-                    "{PEERS_KEY}: if it is this one, add it to `trusted`, or give it with --peer-key"
+                    "{PEERS_KEY}: if it is this one, add it to `trusted`, or give it with --peer-key, beside which `trusted` does \
+                     not count"
                 )
+            }
+            Refusal::OtherHost { host, .. } => {
+                format!("{PEERS_KEY}: if it is this one, write hosts={host} behind it in `trusted`")
             }
             Refusal::Name { .. } => {
                 "--tls-server-name NAME names the server's certificate if it is not for the address"

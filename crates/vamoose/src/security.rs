@@ -12,7 +12,8 @@ pub struct SecurityOptions {
     /// Use TLS with the certificates in this directory, named as QEMU names them
     ///
     /// ca-cert.pem, with client-cert.pem and client-key.pem at the source and server-cert.pem and server-key.pem at the
-    /// destination, and optionally ca-crl.pem. A directory that QEMU or libvirt uses, like /etc/pki/qemu, works as it is.
+    /// destination, and optionally ca-crl.pem: if it is there, it must have a current list of each authority. A directory that
+    /// QEMU or libvirt uses, like /etc/pki/qemu, works as it is otherwise.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["keys", "peer_key", "insecure"])]
     tls_creds: Option<PathBuf>,
     /// Accept only peers with such a name in their certificate, with * and ? as wildcards (repeatable)
@@ -26,10 +27,11 @@ pub struct SecurityOptions {
     /// Use TLS with the key of this host, and the keys of its peers, in this directory
     /// [default: /etc/vamoose for root, ~/.config/vamoose for other users]
     ///
-    /// `vamoose keys init` makes the key. The file `trusted` lists the peers' keys, one a line.
+    /// `vamoose keys init` makes the key. The file `trusted` lists the peers' keys, one a line; hosts=NAME,NAME... behind a key says
+    /// which hosts have it.
     #[arg(long, value_name = "DIR", num_args = 0..=1, conflicts_with = "insecure")]
     keys: Option<Option<PathBuf>>,
-    /// Key to trust besides those in `trusted`, as `vamoose keys show` prints it on the peer (repeatable)
+    /// Key to trust, and no other, whatever is in `trusted`; as `vamoose keys show` prints it on the peer (repeatable)
     #[arg(long, value_name = "KEY", conflicts_with = "insecure")]
     peer_key: Vec<PublicKey>,
     /// Use neither authentication nor encryption

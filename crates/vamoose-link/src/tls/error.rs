@@ -11,7 +11,7 @@ use rustls::{
 };
 use thiserror::Error;
 
-use super::{PublicKey, PublicKeyError};
+use super::{PublicKey, TrustedError};
 
 /// No secured connection could be made.
 #[derive(Debug, Error)]
@@ -196,13 +196,13 @@ pub enum FileFault {
     /// It lists no key, and none is given otherwise.
     #[error("no key is trusted")]
     NobodyTrusted,
-    /// A line is no key.
+    /// A line is no key, or says of it what is not known.
     #[error("line {line}")]
     Line {
         /// Which, from 1.
         line: usize,
         /// Why not.
-        source: PublicKeyError,
+        source: TrustedError,
     },
 }
 
@@ -264,6 +264,14 @@ pub enum Refusal {
     UnknownKey {
         /// The key.
         key: PublicKey,
+    },
+    /// The key is one of other hosts.
+    #[error("its key is not trusted as that of `{host}`: {key}")]
+    OtherHost {
+        /// The key.
+        key: PublicKey,
+        /// The host that was dialled.
+        host: String,
     },
     /// Any other fault of a certificate.
     #[error("its certificate cannot be used")]

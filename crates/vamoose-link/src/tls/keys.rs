@@ -6,6 +6,7 @@ use std::{
     fmt,
     fs::{self, DirBuilder, File, Metadata, OpenOptions},
     io::{self, Read as _, Write as _},
+    net::IpAddr,
     os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     str::FromStr,
@@ -37,6 +38,7 @@ use thiserror::Error;
 use super::{
     FileFault, Keys, TlsError,
     error::Refusal,
+    names,
     terms::{RefusalSlot, refuse},
 };
 
@@ -91,14 +93,16 @@ impl Keys {
     }
 
     /// All keys that are trusted: at least one.
-    pub(super) fn all_trusted(&self) -> Result<Vec<PublicKey>, TlsError> {
+    pub(super) fn all_trusted(&self) -> Result<Vec<Trusted>, TlsError> {
+        if !self.trusted.is_empty() {
+            return Ok(self.trusted.iter().copied().map(Trusted::from).collect());
+        }
         let path = Self::trusted_file(&self.directory);
-        let mut trusted = match read_trusted(&path) {
+        let trusted = match read_trusted(&path) {
             Ok(trusted) => trusted,
             Err(FileFault::System(error)) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             Err(fault) => return Err(TlsError::file(path, fault)),
         };
-        trusted.extend_from_slice(&self.trusted);
         if trusted.is_empty() {
             return Err(TlsError::file(path, FileFault::NobodyTrusted));
         }
@@ -243,7 +247,7 @@ impl OwnKey {
     }
 }
 
-fn read_trusted(path: &Path) -> Result<Vec<PublicKey>, FileFault> {
+fn read_trusted(path: &Path) -> Result<Vec<Trusted>, FileFault> {
     let file = File::open(path)?;
     let metadata = file.metadata()?;
     let mode = metadata.mode() & 0o7777;
@@ -273,24 +277,80 @@ pub(super) fn read_file(file: File) -> Result<Vec<u8>, FileFault> {
     Ok(text)
 }
 
-/// The keys of a list: one a line, with an optional comment behind it; empty lines and those that begin with `#` do not count.
-pub(super) fn parse_trusted(text: &[u8]) -> Result<Vec<PublicKey>, FileFault> {
-    let text = String::from_utf8_lossy(text);
-    let mut keys = Vec::new();
-    for (index, line) in text.lines().enumerate() {
-        let Some(key) = line.split_whitespace().next() else {
-            continue;
-        };
-        if key.starts_with('#') {
-            continue;
-        }
-        let line = index + 1;
-        keys.push(
-            key.parse()
-                .map_err(|source| FileFault::Line { line, source })?,
-        );
+/// A key that is trusted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Trusted {
+    pub(super) key: PublicKey,
+    /// Patterns of the hosts that have it, as they are dialled; none if nobody has said.
+    pub(super) hosts: Vec<String>,
+}
+
+impl Trusted {
+    /// Whether it is said to be the key of `host`.
+    fn is_of(&self, host: &str) -> bool {
+        let address = |text: &str| text.parse::<IpAddr>().ok();
+        let is_same = |pattern| address(pattern).is_some_and(|it| address(host) == Some(it));
+        let mut patterns = self.hosts.iter();
+        patterns.any(|pattern| names::matches(pattern, host) || is_same(pattern))
     }
-    Ok(keys)
+}
+
+impl From<PublicKey> for Trusted {
+    fn from(key: PublicKey) -> Self {
+        let hosts = Vec::new();
+        Self { key, hosts }
+    }
+}
+
+/// A line of `trusted` is malformed.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TrustedError {
+    /// It does not begin with a key.
+    #[error(transparent)]
+    Key(#[from] PublicKeyError),
+    /// It says something of the key that is not known here. To ignore it could mean to trust the key too far.
+    #[error("`{word}` is not known: behind a key stands hosts=NAME,NAME... or a comment")]
+    Option {
+        /// What it says.
+        word: String,
+    },
+    /// It names hosts, and there is none.
+    #[error("hosts= names no host")]
+    NoHost,
+}
+
+/// The keys of a list, one a line. Behind it may stand `hosts=` and patterns with commas between them, and then a comment. Empty lines
+/// and those that begin with `#` do not count.
+pub(super) fn parse_trusted(text: &[u8]) -> Result<Vec<Trusted>, FileFault> {
+    let text = String::from_utf8_lossy(text);
+    let lines = text.lines().zip(1..);
+    let lines =
+        lines.filter(|(line, _)| !matches!(line.trim_start().chars().next(), None | Some('#')));
+    let trusted = lines
+        .map(|(text, line)| parse_line(text).map_err(|source| FileFault::Line { line, source }));
+    trusted.collect()
+}
+
+fn parse_line(line: &str) -> Result<Trusted, TrustedError> {
+    let mut words = line.split_whitespace();
+    let key: PublicKey = words.next().unwrap_or_default().parse()?;
+    match words
+        .next()
+        .and_then(|word| Some((word, word.split_once('=')?)))
+    {
+        None => Ok(key.into()),
+        Some((_, ("hosts", hosts))) => {
+            let hosts: Vec<_> = hosts.split(',').map(str::to_owned).collect();
+            match hosts.iter().any(String::is_empty) {
+                true => Err(TrustedError::NoHost),
+                false => Ok(Trusted { key, hosts }),
+            }
+        }
+        Some((word, _)) => Err(TrustedError::Option {
+            word: word.to_owned(),
+        }),
+    }
 }
 
 /// What precedes the 32 bytes in an Ed25519 key's SubjectPublicKeyInfo (RFC 8410).
@@ -348,7 +408,9 @@ impl fmt::Debug for PublicKey {
 /// Accepts the keys that are trusted, at either end.
 #[derive(Debug)]
 pub(super) struct KeyVerifier {
-    pub(super) trusted: Arc<[PublicKey]>,
+    pub(super) trusted: Arc<[Trusted]>,
+    /// The host that was dialled. One that has dialled may be any.
+    pub(super) host: Option<String>,
     pub(super) algorithms: WebPkiSupportedAlgorithms,
     pub(super) refusal: RefusalSlot,
 }
@@ -356,10 +418,26 @@ pub(super) struct KeyVerifier {
 impl KeyVerifier {
     fn verify(&self, spki: &CertificateDer<'_>) -> Result<(), rustls::Error> {
         let key = PublicKey::from_spki(spki).ok_or(rustls::CertificateError::BadEncoding)?;
-        if self.trusted.contains(&key) {
-            return Ok(());
+        if !self.trusted.iter().any(|it| it.key == key) {
+            return Err(refuse(&self.refusal, Refusal::UnknownKey { key }));
         }
-        Err(refuse(&self.refusal, Refusal::UnknownKey { key }))
+        match &self.host {
+            Some(host) if !self.is_of(&key, host) => {
+                let host = host.clone();
+                Err(refuse(&self.refusal, Refusal::OtherHost { key, host }))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether `host` may have the key: one that is named has the keys of its own, and the others have those of nobody.
+    fn is_of(&self, key: &PublicKey, host: &str) -> bool {
+        let is_named = self.trusted.iter().any(|it| it.is_of(host));
+        let counts = |it: &&Trusted| match is_named {
+            true => it.is_of(host),
+            false => it.hosts.is_empty(),
+        };
+        self.trusted.iter().filter(counts).any(|it| it.key == *key)
     }
 
     fn verify_signature(

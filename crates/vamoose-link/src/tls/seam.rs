@@ -75,12 +75,13 @@ impl std::fmt::Debug for Forging {
     }
 }
 
-/// The keys of a list.
+/// The keys of a list, and the hosts that they are of.
 ///
 /// # Errors
 /// When a line is none.
-pub fn parse_trusted(text: &[u8]) -> Result<Vec<PublicKey>, FileFault> {
-    keys::parse_trusted(text)
+pub fn parse_trusted(text: &[u8]) -> Result<Vec<(PublicKey, Vec<String>)>, FileFault> {
+    let trusted = keys::parse_trusted(text)?.into_iter();
+    Ok(trusted.map(|it| (it.key, it.hosts)).collect())
 }
 
 /// The common name in the subject of a certificate.

@@ -27,7 +27,7 @@ use super::{
     certificates::NameVerifier,
     error::{Refusal, Shown},
     handshake::{self, ALPN, Secured},
-    keys::KeyVerifier,
+    keys::{KeyVerifier, Trusted},
     revocation::Chains,
 };
 use crate::Socket;
@@ -57,7 +57,7 @@ enum Trust<V: ?Sized> {
         chains: Arc<Chains<V>>,
         allow: Arc<[String]>,
     },
-    Keys(Arc<[PublicKey]>),
+    Keys(Arc<[Trusted]>),
 }
 
 /// Why our verifier has refused the peer of one connection: more than rustls' errors have room for.
@@ -160,12 +160,16 @@ impl ClientTerms {
     fn connection(&self, host: &str, refusal: &RefusalSlot) -> Result<ClientConnection, TlsError> {
         let name = self.name(host)?;
         let config = self
-            .config(refusal)
+            .config(host, refusal)
             .map_err(|error| local(error, End::Server))?;
         ClientConnection::new(Arc::new(config), name).map_err(|error| local(error, End::Server))
     }
 
-    pub(super) fn config(&self, refusal: &RefusalSlot) -> Result<ClientConfig, rustls::Error> {
+    pub(super) fn config(
+        &self,
+        host: &str,
+        refusal: &RefusalSlot,
+    ) -> Result<ClientConfig, rustls::Error> {
         let builder = ClientConfig::builder_with_provider(self.provider.clone())
             .with_protocol_versions(&[&TLS13])?
             .dangerous();
@@ -182,6 +186,7 @@ impl ClientTerms {
             Trust::Keys(trusted) => builder
                 .with_custom_certificate_verifier(Arc::new(KeyVerifier {
                     trusted: trusted.clone(),
+                    host: Some(host.to_owned()),
                     algorithms: self.provider.signature_verification_algorithms,
                     refusal,
                 }))
@@ -255,6 +260,7 @@ impl ServerTerms {
             Trust::Keys(trusted) => builder
                 .with_client_cert_verifier(Arc::new(KeyVerifier {
                     trusted: trusted.clone(),
+                    host: None,
                     algorithms: self.provider.signature_verification_algorithms,
                     refusal,
                 }))
@@ -276,7 +282,7 @@ fn allow(certificates: &Certificates) -> Arc<[String]> {
 struct ReadKeys {
     certified: Arc<CertifiedKey>,
     shown: Shown,
-    trusted: Arc<[PublicKey]>,
+    trusted: Arc<[Trusted]>,
 }
 
 fn read_keys(keys: &Keys) -> Result<ReadKeys, TlsError> {
@@ -292,7 +298,7 @@ fn one_time(own: &OneTimeKey, peer: PublicKey) -> ReadKeys {
     ReadKeys {
         certified: own.certified(),
         shown: Shown::Key(own.public()),
-        trusted: [peer].into(),
+        trusted: [peer.into()].into(),
     }
 }
 

@@ -11,7 +11,7 @@ use vamoose::security::keys_directory;
 /// Make or show the key of this host, for TLS without certificates
 ///
 /// Each of two hosts has a key, and trusts the other's: its public half, as `show` prints it, is a line of the other's file
-/// `trusted`, or given with --peer-key.
+/// `trusted`, where hosts=NAME,NAME... may stand behind it, or given with --peer-key, which counts alone.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     #[command(subcommand)]

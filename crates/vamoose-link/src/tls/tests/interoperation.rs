@@ -90,7 +90,7 @@ fn with_a_client_of_rustls() {
         let hosts = Hosts::new();
         let (near, far) = sockets();
         let client = hosts.client_terms(cipher);
-        let config = client.config(&RefusalSlot::default()).unwrap();
+        let config = client.config("127.0.0.1", &RefusalSlot::default()).unwrap();
         thread::scope(|scope| {
             scope.spawn(move || {
                 let name = "127.0.0.1".try_into().unwrap();
@@ -118,7 +118,7 @@ fn a_change_of_keys_is_refused() {
     let hosts = Hosts::new();
     let (near, far) = sockets();
     let client = hosts.client_terms(Cipher::default());
-    let config = client.config(&RefusalSlot::default()).unwrap();
+    let config = client.config("127.0.0.1", &RefusalSlot::default()).unwrap();
     thread::scope(|scope| {
         scope.spawn(move || {
             let name = "127.0.0.1".try_into().unwrap();

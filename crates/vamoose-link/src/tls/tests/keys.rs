@@ -7,7 +7,7 @@ use tempfile::TempDir;
 use super::{meet, message};
 use crate::tls::{
     Cipher, FileFault, Keys, OneTimeKey, PublicKey, PublicKeyError, Security, TlsError,
-    keys::parse_trusted,
+    keys::{Trusted, parse_trusted},
 };
 
 struct Host {
@@ -23,8 +23,11 @@ impl Host {
     }
 
     fn knows(&self, key: PublicKey) {
-        let line = format!("# friends\n\n{key} a comment\n");
-        fs::write(Keys::trusted_file(self.directory.path()), line).unwrap();
+        self.lists(&format!("# friends\n\n{key} a comment\n"));
+    }
+
+    fn lists(&self, text: &str) {
+        fs::write(Keys::trusted_file(self.directory.path()), text).unwrap();
     }
 
     fn security(&self, trusted: &[PublicKey]) -> Security {
@@ -126,6 +129,88 @@ fn a_server_that_is_not_known() {
         at_server,
         format!("the client refuses this server: it does not trust the key of this host: {key}")
     );
+}
+
+/// Keys that are given count alone: who is trusted otherwise cannot stand in for their host.
+#[test]
+fn keys_that_are_given_take_the_place_of_the_list() {
+    let (client, server, other) = (Host::new(), Host::new(), Host::new());
+    client.knows(other.public);
+    other.knows(client.public);
+    let (at_client, _) = try_both(&client.security(&[server.public]), &other.security(&[]));
+    let key = other.public;
+    assert_eq!(
+        at_client,
+        format!("refusing the server: its key is not trusted: {key}")
+    );
+    let (_, at_server) = try_both(&other.security(&[]), &client.security(&[server.public]));
+    assert_eq!(
+        at_server,
+        format!("refusing the client: its key is not trusted: {key}")
+    );
+}
+
+/// As known_hosts has them: who is trusted as one host cannot stand in for another.
+#[test]
+fn keys_of_hosts_that_are_named() {
+    let (client, server, other) = (Host::new(), Host::new(), Host::new());
+    let trusts = |lines: &[String]| {
+        client.lists(&lines.join("\n"));
+        client
+            .security(&[])
+            .client_terms(Cipher::default())
+            .unwrap()
+    };
+    let (key, others) = (server.public, other.public);
+    let accepts = server.security(&[client.public]);
+    let accepts = accepts.server_terms(Cipher::default()).unwrap();
+    for (lines, host, is_trusted) in [
+        (vec![format!("{key}")], "kvm2", true),
+        (vec![format!("{key} hosts=kvm2,192.0.2.20")], "kvm2", true),
+        (vec![format!("{key} hosts=kvm2,192.0.2.20")], "KVM2", true),
+        (
+            vec![format!("{key} hosts=kvm2,192.0.2.20")],
+            "192.0.2.20",
+            true,
+        ),
+        (
+            vec![format!("{key} hosts=kvm2,192.0.2.20")],
+            "192.0.2.2",
+            false,
+        ),
+        (vec![format!("{key} hosts=kvm*")], "kvm3", true),
+        (vec![format!("{key} hosts=fd00:0::2")], "fd00::2", true),
+        (vec![format!("{key} hosts=kvm3")], "kvm2", false),
+        // A host that is named has its own keys alone.
+        (
+            vec![format!("{others} hosts=kvm2"), format!("{key}")],
+            "kvm2",
+            false,
+        ),
+        (
+            vec![format!("{others} hosts=kvm2"), format!("{key}")],
+            "kvm3",
+            true,
+        ),
+        (
+            vec![format!("{others} hosts=kvm2"), format!("{key} hosts=kvm2")],
+            "kvm2",
+            true,
+        ),
+    ] {
+        let (connected, _) = meet(&trusts(&lines), &accepts, host);
+        let expected = match is_trusted {
+            true => "no error".to_owned(),
+            false => {
+                format!("refusing the server: its key is not trusted as that of `{host}`: {key}")
+            }
+        };
+        assert_eq!(message(connected), expected, "{lines:?} {host}");
+    }
+    // Who dials may come from anywhere.
+    server.lists(&format!("{} hosts=kvm1", client.public));
+    let (_, accepted) = try_both(&client.security(&[key]), &server.security(&[]));
+    assert_eq!(accepted, "no error");
 }
 
 /// A public key is no secret: showing another one's is not enough.
@@ -237,8 +322,13 @@ fn lists_of_keys() {
     let text = key.to_string();
     let unpadded = text.trim_end_matches('=');
     let list = format!("{text}\n# {text}\n\n  {unpadded}\tof host1 \r\n{text}");
-    assert_eq!(parse_trusted(list.as_bytes()).unwrap(), [key; 3]);
+    let trusted = parse_trusted(list.as_bytes()).unwrap();
+    assert_eq!(trusted, [(); 3].map(|()| Trusted::from(key)));
     assert_eq!(parse_trusted(b"").unwrap(), []);
+    let list = format!("{text} hosts=kvm2,192.0.2.*  a comment\n{text} of hosts=kvm2\n");
+    let hosts = ["kvm2", "192.0.2.*"].map(str::to_owned).to_vec();
+    let named = Trusted { key, hosts };
+    assert_eq!(parse_trusted(list.as_bytes()).unwrap(), [named, key.into()]);
     for (line, expected) in [
         (&b"ssh-ed25519 AAAA"[..], PublicKeyError::Kind),
         (b"ed25519:?", PublicKeyError::Base64),
@@ -248,9 +338,22 @@ fn lists_of_keys() {
     ] {
         let list = [b"# one line before\n", line].concat();
         match parse_trusted(&list) {
-            Err(FileFault::Line { line: 2, source }) => assert_eq!(source, expected),
+            Err(FileFault::Line { line: 2, source }) => assert_eq!(source, expected.into()),
             other => panic!("{other:?}"),
         }
+    }
+    // What narrows a key down and is not understood.
+    for (rest, expected) in [
+        ("hosts=", "hosts= names no host"),
+        ("hosts=a,,b", "hosts= names no host"),
+        (
+            "host=a",
+            "`host=a` is not known: behind a key stands hosts=NAME,NAME... or a comment",
+        ),
+    ] {
+        let fault = parse_trusted(format!("{text} {rest}").as_bytes()).unwrap_err();
+        let source = std::error::Error::source(&fault).unwrap().to_string();
+        assert_eq!(source, expected);
     }
 }
 
@@ -287,7 +390,8 @@ fn a_list_may_be_missing_if_keys_are_given() {
     assert_eq!(said(&host.security(&[])), nobody);
     fs::write(Keys::trusted_file(host.directory.path()), "garbage\n").unwrap();
     assert_eq!(
-        said(&host.security(&[other.public])),
+        said(&host.security(&[])),
         "cannot use DIR/trusted: line 1: a public key begins with `ed25519:`"
     );
+    assert_eq!(said(&host.security(&[other.public])), "no error");
 }
