@@ -97,9 +97,9 @@ fn sockets(count: u32) {
         }
         Instant::now()
     };
-    let before = resident();
     let mut times = Vec::new();
     let mut filled = refill(&mut held);
+    let before = resident();
     for number in 0..count {
         // Handshakes end after ten seconds.
         if filled.elapsed() > Duration::from_secs(8) {

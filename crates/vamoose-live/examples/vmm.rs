@@ -5,7 +5,7 @@
 //!  vmm source      METHOD CHANNELS RATE LINK    makes a guest and lets it run; to stdin: `migrate ADDRESS`, `cancel`, `verify`
 //!  vmm destination METHOD CHANNELS RATE LINK    says where it listens, and takes a guest; to stdin: `verify`
 //! ```
-//! LINK is for sessions `--keys DIR` (this host's key, and those it trusts), with `--peer-key KEY` for each other one to trust, or
+//! LINK is for sessions `--keys DIR` (this host's key, and those it trusts; only those of `--peer-key KEY`, if given), or
 //! `--insecure` (neither authentication nor encryption); or `--plain`, for plain connections.
 //!
 //! Both tell on standard output, in lines of JSON, when their guest begins to run, when it has stopped, what its memory was at

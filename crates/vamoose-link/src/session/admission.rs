@@ -23,6 +23,8 @@ pub(crate) struct Admission<T> {
     places: BTreeMap<u64, Place<T>>,
     /// How many places each network has whose connections are not known yet. One that has none is not in it.
     networks: HashMap<Network, usize>,
+    /// How many have sent nothing, as far as is known here.
+    silent: usize,
     /// Connections that had to give their places up, and have not noticed yet.
     leaving: usize,
     next: u64,
@@ -73,6 +75,7 @@ impl<T> Admission<T> {
             limit,
             places: BTreeMap::new(),
             networks: HashMap::new(),
+            silent: 0,
             leaving: 0,
             next: 0,
         }
@@ -98,6 +101,7 @@ impl<T> Admission<T> {
         let number = self.next;
         self.next += 1;
         *self.networks.entry(network).or_default() += 1;
+        self.silent += 1;
         let state = State::Silent;
         let place = Place {
             network,
@@ -145,6 +149,9 @@ impl<T> Admission<T> {
         let most = self.networks.values().copied().max().unwrap_or_default();
         let count = |network| self.networks.get(&network).copied().unwrap_or_default();
         let is_fair = count(newcomer) + 1 < most;
+        if self.silent == 0 && !is_fair {
+            return None;
+        }
         let mut oldest = None;
         let mut silent = None;
         for (number, place) in &mut self.places {
@@ -158,6 +165,7 @@ impl<T> Admission<T> {
                     continue;
                 }
                 place.state = State::HasSpoken;
+                self.silent -= 1;
             }
             if is_of_most && place.state == State::HasSpoken {
                 oldest = oldest.or(Some(*number));
@@ -168,6 +176,7 @@ impl<T> Admission<T> {
 
     fn remove(&mut self, number: u64) -> Option<T> {
         let place = self.places.remove(&number)?;
+        self.silent -= usize::from(place.state == State::Silent);
         if place.state != State::IsKnown {
             self.discount(place.network);
         }
@@ -179,6 +188,7 @@ impl<T> Admission<T> {
             return;
         };
         if state > place.state {
+            self.silent -= usize::from(place.state == State::Silent);
             place.state = state;
             let network = place.network;
             if state == State::IsKnown {
@@ -352,6 +362,9 @@ mod tests {
                 .values()
                 .filter(|it| it.state != State::IsKnown);
             assert_eq!(counted, unknown.count());
+            let silent = places.places.values();
+            let silent = silent.filter(|it| it.state == State::Silent);
+            assert_eq!(places.silent, silent.count());
         }
         for number in alive {
             places.leave(number);
