@@ -269,12 +269,14 @@ mod tests {
         Silent,
     }
 
+    /// Which address answers and when, or what is said.
+    type Reached = Result<(usize, u64), ErrorKind>;
+
     #[test]
     fn the_time_is_divided_among_those_that_are_left() {
         use Host::{Answers, Refuses, Silent};
         const TIME: u64 = 12;
-        // Which one answers and when, or what is said.
-        let cases: &[(&[Host], Result<(usize, u64), ErrorKind>)] = &[
+        let cases: &[(&[Host], Reached)] = &[
             (&[Answers(5)], Ok((0, 5))),
             (&[Answers(12)], Ok((0, 12))),
             (&[Answers(13)], Err(ErrorKind::TimedOut)),

@@ -191,7 +191,7 @@ pub struct LinkFaults {
 }
 
 enum Role {
-    Client(Paths),
+    Client(Box<Paths>),
     Server,
 }
 

@@ -240,9 +240,12 @@ mod tests {
         before.into_iter().find(|number| places.is_evicted(*number))
     }
 
+    /// A name, who is there, who comes, and who gives his place up.
+    type Case = (&'static str, &'static [(u8, char)], u8, Option<u64>);
+
     #[test]
     fn who_gives_his_place_up() {
-        let cases: &[(&str, &[(u8, char)], u8, Option<u64>)] = &[
+        let cases: &[Case] = &[
             (
                 "the oldest silent one",
                 &[(1, '-'), (1, '-'), (2, '-'), (3, '-'), (4, '-'), (5, '-')],

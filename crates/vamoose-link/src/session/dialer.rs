@@ -257,7 +257,7 @@ pub(crate) fn begin(
                 let secret = greeted.transcript.secret();
                 let peer = (greeted.peer(), greeted.connection.peer.clone());
                 let cipher = greeted.connection.cipher;
-                let role = (Role::Client(paths), greeted.page_cache);
+                let role = (Role::Client(Box::new(paths)), greeted.page_cache);
                 let session =
                     Shared::new(secret, config, peer, cipher, role).map_err(DialError::System)?;
                 let stream = session.add(0);

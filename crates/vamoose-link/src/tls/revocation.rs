@@ -34,8 +34,10 @@ type List = CertificateRevocationListDer<'static>;
 struct Builder<V: ?Sized> {
     roots: Arc<RootCertStore>,
     provider: Arc<CryptoProvider>,
-    build: fn(&Self, &[List], Unknown) -> Result<Arc<V>, VerifierBuilderError>,
+    build: Build<V>,
 }
+
+type Build<V> = fn(&Builder<V>, &[List], Unknown) -> Result<Arc<V>, VerifierBuilderError>;
 
 /// What a certificate is whose authority has no list.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -91,7 +93,7 @@ impl<V: ?Sized> Chains<V> {
         roots: Arc<RootCertStore>,
         lists: Vec<List>,
         provider: &Arc<CryptoProvider>,
-        build: fn(&Builder<V>, &[List], Unknown) -> Result<Arc<V>, VerifierBuilderError>,
+        build: Build<V>,
     ) -> Result<Self, VerifierBuilderError> {
         let provider = provider.clone();
         let builder = Builder {
