@@ -44,7 +44,7 @@ pub enum DestinationState {
         /// Whether it shall run; it stays paused otherwise.
         resume: bool,
     },
-    /// It has been seen here as it shall be.
+    /// It has been seen here: continued, or paused if it was.
     Running,
     /// It was here, or may have been, and its VMM has ended.
     Ended { cause: String },
@@ -77,7 +77,8 @@ pub enum DestinationEvent {
     /// The guest cannot arrive any more, or is not wanted: the connections broke, loading failed, it was cancelled,
     /// the source has sent nothing for too long.
     Failed { cause: String },
-    /// The guest has been seen as it shall be: running, or paused if it was.
+    /// The guest has been seen here, continued, or paused if it was. What has stopped it since it was continued (a full
+    /// disk, a panic) does not matter: it has run.
     Started {
         /// The VMM's name for its state.
         state: String,
@@ -107,7 +108,7 @@ pub enum DestinationAction {
     Persist,
     /// Send this on every control connection of this attempt. That it was sent means nothing.
     Send(DestinationMessage),
-    /// Continue the guest, unless it runs; if `resume`, as a running one. Check whether it runs, and report
+    /// Give the guest what belongs to it (its disks) and, if `resume`, continue it, unless that was done. Look at it, and report
     /// [`DestinationEvent::Started`], `MovedOn`, `NotStarted`, `Unclear` or `Died`.
     Run {
         /// Whether it shall run.

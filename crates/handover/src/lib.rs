@@ -25,12 +25,17 @@
 //!   attempts that it knows, by memory or journal, and answers [`unknown`](DestinationMessage::Unknown) otherwise; its
 //!   [`Incarnation`], given with `prepared`, is repeated in `aborted`, so that another process at the same address cannot
 //!   abort in its place.
+//! - **Nothing but a `commit` that was sent puts the guest in doubt.** A guest that somebody pauses, whose VMM ends, or that
+//!   cannot be continued is where it was. What a process has not seen itself (a VMM that has sent its guest by the
+//!   time it is asked) is [for a person to confirm](GuestLocation::Unconfirmed): another tool may have moved it.
+//! - **The guest goes on as its owner has it**, running or paused, at whichever end it is, and with its disks.
 //! - **The absence of an answer is no answer.** A connection that closes, one that is refused and a timeout leave the
 //!   guest [in doubt](GuestLocation::InDoubt), unless the embedding program declares that the two processes are
 //!   connected [directly](Source::direct).
 //! - **The journal comes first.** [`SourceAction::Persist`] and [`DestinationAction::Persist`] stand before the
 //!   message or the command that depends on them. A restarted process restores its machines and continues.
-//! - **`running` is an observation**, made for each answer; a request to run is none.
+//! - **`running` is an observation**, made for each answer: of a guest that has been continued, or was to stay paused, and is here
+//!   in whatever state it is by now. A request to run is none.
 //!
 //! # Use
 //! [`Source`] and [`Destination`] take events and return actions, to be carried out in their order. Both are plain
@@ -59,4 +64,4 @@ pub use message::{
     from_details, negotiate, to_details,
 };
 pub use preamble::{ConnectionKind, PREAMBLE_LEN, PREAMBLE_MAGIC, Preamble};
-pub use source::{Source, SourceAction, SourceEvent, SourceState};
+pub use source::{LastSeen, Source, SourceAction, SourceEvent, SourceState};

@@ -14,11 +14,17 @@ pub enum GuestLocation {
     Destination,
     /// It was handed over to the destination, and has been sent on from there since.
     MovedOn,
-    /// Paused at the source, and perhaps running at the destination. Only the destination's answer, or a person who
-    /// has looked there, can decide.
+    /// Not at the source any more, and never handed over: its VMM has ended while no process followed it, or another tool has
+    /// moved it. The destination may still hold a paused copy, which nothing but a person's word continues.
+    Gone,
+    /// Paused at the source, which has sent all of it: in this attempt, and then it may be committed, or for somebody else, who
+    /// has it. Only a person can tell. No `commit` has been sent.
+    Unconfirmed,
+    /// Paused at the source, and perhaps running at the destination, to which a `commit` has been sent. Only the destination's
+    /// answer, or a person who has looked there, can decide.
     InDoubt,
-    /// It has ended: with the source before it was handed over, or with the destination afterwards. The source may
-    /// still hold a paused copy, of the moment of the hand-over.
+    /// It has ended: with the source before it was handed over, or with the destination afterwards. The other side may
+    /// still hold a paused copy, of the moment of the hand-over, which nothing but a person's word continues.
     Lost,
 }
 
@@ -28,6 +34,12 @@ impl fmt::Display for GuestLocation {
             Self::Source => "the guest stays at the source",
             Self::Destination => "the guest is at the destination",
             Self::MovedOn => "the guest has moved on from the destination",
+            Self::Gone => {
+                "the guest is not at the source any more: it has ended there, or another tool has moved it"
+            }
+            Self::Unconfirmed => {
+                "that no other tool has moved the guest from the source has to be confirmed"
+            }
             Self::InDoubt => {
                 "the guest is paused at the source and may be running at the destination"
             }

@@ -127,7 +127,7 @@ pub enum DestinationMessage {
     Receiving,
     /// The guest is about to run here.
     Starting,
-    /// The guest has been seen here as it shall be.
+    /// The guest has been seen here: continued, or paused if it was.
     Running {
         /// The name that the VMM has for its state.
         #[serde(default)]

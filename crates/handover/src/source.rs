@@ -5,8 +5,11 @@
 //!  Moving ─────────────────────────────> Committing ────────────────> Over(Destination)
 //!    │ Failed, Cancelled                     │ │ └── ended, moved-on ──> Over(Lost), Over(MovedOn)
 //!    │                                       │ └── aborted ─> Returning ── Resumed ─> Over(Source)
-//!    └─> Over(Source), or Over(Lost)         └─ anything else: still Committing, decided InDoubt
+//!    └─> Returning, or Over(Lost)            └─ anything else: still Committing, decided InDoubt
 //! ```
+//!
+//! Only a `commit` that was sent is evidence that the guest may be elsewhere: [`SourceState::guest`] has it in one place, and
+//! nothing but Committing is in doubt.
 
 use serde::{Deserialize, Serialize};
 
@@ -59,6 +62,27 @@ impl SourceState {
     pub fn is_over(&self) -> bool {
         matches!(self, Self::Over { .. })
     }
+
+    /// Where the guest is, as far as this is known: until a `commit` may have been sent, at the source.
+    pub fn guest(&self) -> GuestLocation {
+        match self {
+            Self::Moving { .. } | Self::Returning { .. } => GuestLocation::Source,
+            Self::Committing { .. } => GuestLocation::InDoubt,
+            Self::Over { guest, .. } => *guest,
+        }
+    }
+}
+
+/// What a guest did last, of which nothing is left but perhaps the destination's copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LastSeen {
+    /// It ran at the source until it ended: what the destination has is incomplete, or older.
+    Running,
+    /// It stood still, for the switchover or because its owner had paused it, and has not run since the
+    /// migration began to send it: if the destination has all of it, that is the guest.
+    Stopped,
+    /// No process has followed it.
+    Unknown,
 }
 
 /// What happens to a source.
@@ -82,16 +106,27 @@ pub enum SourceEvent {
     AskAgain,
     /// This run of the source stops asking: it was cancelled, or the time is over.
     GaveUp { cause: String },
-    /// The guest has stopped for good and the destination has got all of it.
+    /// The guest's owner, or its VMM, has paused it or let it go on; this is not the switchover. As it is now it shall be at
+    /// the end, here or there.
+    Wanted {
+        /// Whether it runs.
+        running: bool,
+    },
+    /// The guest has stopped for good and the destination has got all of it, in the migration of this attempt: a process
+    /// has followed that to its end, or a person vouches for it.
     Stopped,
+    /// By its VMM the guest has stopped for good and has been sent, but no process of this attempt has seen that. It may have
+    /// gone on meanwhile, and have been moved by another tool.
+    FoundSent,
     /// The migration has failed or was cancelled before [`SourceEvent::Stopped`].
     Failed { cause: String },
     /// The source's VMM has ended; its process is gone, which is proven.
     GuestDied {
-        /// The guest was paused for the switchover and has not run since.
-        stopped: bool,
+        /// How it was before.
+        last: LastSeen,
     },
-    /// The guest runs here, after [`SourceAction::Resume`] or, see [`Source::restore`], without.
+    /// The guest is here as it was, after [`SourceAction::Resume`]: it runs if it ran. Or it runs here, see [`Source::restore`],
+    /// without that.
     Resumed,
     /// It does not, or this is not known.
     NotResumed { reason: String },
@@ -111,14 +146,15 @@ pub enum SourceAction {
     Send(SourceMessage),
     /// Open a new connection of this attempt, after a while, and report it.
     Dial,
-    /// Continue the guest here, as it was before, and report the result.
+    /// Give the guest back to its owner here, as [`Source::resume`] has it: running with everything that belongs to it, or
+    /// paused with everything that belongs to it. Report the result.
     Resume,
     /// This run is over. [`GuestLocation::InDoubt`] may be asked about again by another run.
     Decide(Decision),
 }
 
 impl Source {
-    /// A new attempt. `resume` is whether the guest shall run at the destination: as it did at the source.
+    /// A new attempt. `resume` is whether the guest shall run: as it does at the source, see [`SourceEvent::Wanted`].
     pub fn new(resume: bool) -> Self {
         Self {
             message_lost: false,
@@ -126,9 +162,11 @@ impl Source {
         }
     }
 
-    /// Goes on from a journal. If its state is not over, look at the guest first:
-    /// - It has ended: report [`SourceEvent::GuestDied`]. What it did last is not known, so `stopped` is false.
-    /// - Moving: report [`SourceEvent::Stopped`] or [`SourceEvent::Failed`].
+    /// Goes on from a journal: from its state and [`Source::resume`]. If the state is not over, look at the guest first:
+    /// - It has ended: report [`SourceEvent::GuestDied`]. What it did last is [unknown](LastSeen::Unknown).
+    /// - Moving: report [`SourceEvent::Failed`], or [`SourceEvent::FoundSent`] if its VMM has sent it, or [`SourceEvent::Stopped`] if
+    ///   a person vouches that this was the attempt's own migration.
+    /// - Returning, and its VMM has sent it: report [`SourceEvent::FoundSent`], unless a person vouches likewise.
     /// - Committing, and it runs, by an earlier process or a person's hand: report [`SourceEvent::Resumed`].
     ///
     /// Then, if that gave nothing to do, [`Source::go_on`].
@@ -156,6 +194,11 @@ impl Source {
     /// How far it has come, for the journal.
     pub fn state(&self) -> &SourceState {
         &self.state
+    }
+
+    /// Whether the guest shall run, for the journal.
+    pub fn resume(&self) -> bool {
+        self.resume
     }
 
     /// What to do after [`Source::restore`].
@@ -202,22 +245,44 @@ impl Source {
                 DestinationMessage::Aborted { cause, .. }
                 | DestinationMessage::Refused { reason: cause },
             ) => self.fail(cause),
+            SourceEvent::Wanted { running } => {
+                self.resume = running;
+                vec![SourceAction::Persist]
+            }
             SourceEvent::Stopped => self.commit(incarnation, false),
-            SourceEvent::GuestDied { stopped: true } if incarnation.is_some() => {
-                self.commit(incarnation, true)
-            }
-            SourceEvent::GuestDied { .. } => {
-                let cause = "the source's VMM has ended".to_owned();
-                let abort = abort(&cause);
-                let mut actions = self.over(GuestLocation::Lost, Some(cause), []);
-                actions.insert(0, abort);
-                actions
-            }
+            SourceEvent::FoundSent => unconfirmed(),
+            SourceEvent::GuestDied { last } => self.died(last, incarnation),
             SourceEvent::Failed { cause }
             | SourceEvent::GaveUp { cause }
             | SourceEvent::NotPersisted { reason: cause } => self.fail(cause),
             _ => Vec::new(),
         }
+    }
+
+    /// Nothing runs the guest, and nothing will by itself: the destination has had no `commit`.
+    fn died(&mut self, last: LastSeen, incarnation: Option<Incarnation>) -> Vec<SourceAction> {
+        let cause = "the source's VMM has ended".to_owned();
+        match last {
+            LastSeen::Stopped if incarnation.is_some() => self.commit(incarnation, true),
+            LastSeen::Unknown if incarnation.is_some() => {
+                self.end_without_word(GuestLocation::Gone, cause)
+            }
+            _ => {
+                let abort = abort(&cause);
+                let mut actions = self.over(GuestLocation::Lost, Some(cause), []);
+                actions.insert(0, abort);
+                actions
+            }
+        }
+    }
+
+    /// The destination is told nothing: what it has may be all that is left, for a person to decide about. An incomplete
+    /// guest ends there by itself.
+    fn end_without_word(&mut self, guest: GuestLocation, cause: String) -> Vec<SourceAction> {
+        let cause = format!(
+            "{cause}; if it ended in the switchover, the destination has all of the guest and keeps it, paused"
+        );
+        self.over(guest, Some(cause), [])
     }
 
     fn commit(&mut self, incarnation: Option<Incarnation>, guest_died: bool) -> Vec<SourceAction> {
@@ -273,8 +338,10 @@ impl Source {
                 self.message_lost = true;
                 in_doubt(cause)
             }
-            // Of the entry that `commit` depends on: it has not been sent. The only copy may be the destination's then.
-            SourceEvent::NotPersisted { reason } if guest_died => in_doubt(reason),
+            // Of the entry that `commit` depends on: it has not been sent.
+            SourceEvent::NotPersisted { reason } if guest_died => {
+                self.end_without_word(GuestLocation::Lost, reason)
+            }
             SourceEvent::NotPersisted { reason } => self.fail(reason),
             SourceEvent::GuestDied { .. } => {
                 // Found out again when this is restored, so the journal need not know.
@@ -288,9 +355,11 @@ impl Source {
                 self.runs_here = true;
                 vec![SourceAction::Dial]
             }
-            SourceEvent::Stopped | SourceEvent::Failed { .. } | SourceEvent::NotResumed { .. } => {
-                Vec::new()
-            }
+            SourceEvent::Wanted { .. }
+            | SourceEvent::Stopped
+            | SourceEvent::FoundSent
+            | SourceEvent::Failed { .. }
+            | SourceEvent::NotResumed { .. } => Vec::new(),
         }
     }
 
@@ -351,9 +420,21 @@ impl Source {
                 let abort = abort(&cause);
                 self.over(GuestLocation::Source, Some(cause), [abort, SETTLED])
             }
-            SourceEvent::NotResumed { reason } => in_doubt(format!(
-                "{cause}; then the guest could not be resumed: {reason}"
-            )),
+            // It is here and nowhere else. Another run tries again.
+            SourceEvent::NotResumed { reason } => vec![SourceAction::Decide(Decision {
+                guest: GuestLocation::Source,
+                cause: Some(format!(
+                    "{cause}; then the guest could not be resumed: {reason}"
+                )),
+            })],
+            SourceEvent::FoundSent => unconfirmed(),
+            SourceEvent::Wanted { running } => {
+                self.resume = running;
+                Vec::new()
+            }
+            SourceEvent::GuestDied {
+                last: LastSeen::Unknown,
+            } => self.over(GuestLocation::Gone, Some(cause), []),
             SourceEvent::GuestDied { .. } => self.over(GuestLocation::Lost, Some(cause), []),
             // The guest resumes all the same: a run that comes later finds it running.
             SourceEvent::NotPersisted { .. } => vec![SourceAction::Resume],
@@ -391,6 +472,14 @@ const SETTLED: SourceAction = SourceAction::Send(SourceMessage::Settled);
 fn abort(cause: &str) -> SourceAction {
     let cause = cause.to_owned();
     SourceAction::Send(SourceMessage::Abort { cause })
+}
+
+fn unconfirmed() -> Vec<SourceAction> {
+    let cause = "the source's VMM has sent the guest, and it is not recorded that it did so for this attempt";
+    vec![SourceAction::Decide(Decision {
+        guest: GuestLocation::Unconfirmed,
+        cause: Some(cause.to_owned()),
+    })]
 }
 
 fn in_doubt(cause: String) -> Vec<SourceAction> {
@@ -516,31 +605,37 @@ mod tests {
 
     #[test]
     fn a_source_that_dies_when_all_has_been_sent_commits() {
-        let died = |stopped| SourceEvent::GuestDied { stopped };
+        let died = |last| SourceEvent::GuestDied { last };
         let mut source = Source::new(true);
         follow(
             &mut source,
             [
                 (prepared(), "persist"),
-                (died(true), "persist, send commit"),
+                (died(LastSeen::Stopped), "persist, send commit"),
             ],
         );
         for (event, actions) in [
             (running(), "persist, send settled, decide destination"),
             (aborted(ACCEPTED), "persist, decide lost"),
             // The only copy may be the destination's, to which nothing has been sent.
-            (not_persisted(), "decide in doubt"),
+            (not_persisted(), "persist, decide lost"),
         ] {
             follow(&mut source.clone(), [(event, actions)]);
         }
         let lost = "send abort, persist, decide lost";
-        follow(&mut Source::new(true), [(died(true), lost)]);
-        follow(
-            &mut Source::new(true),
-            [(prepared(), "persist"), (died(false), lost)],
-        );
+        for last in [LastSeen::Stopped, LastSeen::Unknown] {
+            follow(&mut Source::new(true), [(died(last), lost)]);
+        }
+        for (last, actions) in [
+            (LastSeen::Running, lost),
+            // Nobody has seen it: what the destination has is not to be ended.
+            (LastSeen::Unknown, "persist, decide gone"),
+        ] {
+            let told = [(prepared(), "persist"), (died(last), actions)];
+            follow(&mut Source::new(true), told);
+        }
         let lost = [
-            (died(true), ""),
+            (died(LastSeen::Stopped), ""),
             (aborted(ACCEPTED), "persist, decide lost"),
         ];
         follow(&mut committing(), lost);
@@ -556,10 +651,10 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_cannot_go_on_is_in_doubt() {
+    fn a_guest_that_cannot_go_on_is_at_the_source_all_the_same() {
         let reason = String::new();
         let told = [
-            (SourceEvent::NotResumed { reason }, "decide in doubt"),
+            (SourceEvent::NotResumed { reason }, "decide source"),
             (not_persisted(), "resume"),
             (
                 SourceEvent::Resumed,
@@ -568,8 +663,51 @@ mod tests {
             (not_persisted(), "decide source"),
         ];
         follow(&mut returning(), told);
-        let died = SourceEvent::GuestDied { stopped: true };
-        follow(&mut returning(), [(died, "persist, decide lost")]);
+        for (last, actions) in [
+            (LastSeen::Stopped, "persist, decide lost"),
+            // Another tool may have moved it when it had gone on.
+            (LastSeen::Unknown, "persist, decide gone"),
+        ] {
+            follow(
+                &mut returning(),
+                [(SourceEvent::GuestDied { last }, actions)],
+            );
+        }
+    }
+
+    #[test]
+    fn a_guest_that_is_found_sent_needs_a_word() {
+        let moving = SourceState::Moving {
+            incarnation: Some(ACCEPTED),
+        };
+        for state in [moving.clone(), returning().state] {
+            let mut source = Source::restore(state, true);
+            let found = (SourceEvent::FoundSent, "decide unconfirmed");
+            follow(&mut source, [found.clone(), found]);
+        }
+        let mut source = Source::restore(moving, true);
+        follow(
+            &mut source,
+            [(SourceEvent::Stopped, "persist, send commit")],
+        );
+    }
+
+    #[test]
+    fn nothing_is_in_doubt_but_a_commit() {
+        let over = |guest| SourceState::Over { guest, cause: None };
+        for (state, guest) in [
+            (
+                SourceState::Moving {
+                    incarnation: Some(ACCEPTED),
+                },
+                GuestLocation::Source,
+            ),
+            (returning().state, GuestLocation::Source),
+            (COMMITTING, GuestLocation::InDoubt),
+            (over(GuestLocation::Lost), GuestLocation::Lost),
+        ] {
+            assert_eq!(state.guest(), guest, "{state:?}");
+        }
     }
 
     #[test]
@@ -611,9 +749,25 @@ mod tests {
     #[test]
     fn a_paused_guest_stays_paused() {
         let mut source = Source::new(false);
-        let resume = false;
-        let commit = SourceAction::Send(SourceMessage::Commit { resume });
-        assert!(source.handle(SourceEvent::Stopped).contains(&commit));
+        let commit = |resume| SourceAction::Send(SourceMessage::Commit { resume });
+        assert!(source.handle(SourceEvent::Stopped).contains(&commit(false)));
+        // As its owner has it at the end.
+        for wishes in [vec![false], vec![false, true], vec![true, false]] {
+            let mut source = Source::new(true);
+            follow(&mut source, [(prepared(), "persist")]);
+            for running in &wishes {
+                follow(
+                    &mut source,
+                    [(SourceEvent::Wanted { running: *running }, "persist")],
+                );
+            }
+            let last = *wishes.last().unwrap();
+            assert_eq!(source.resume(), last);
+            assert!(source.handle(SourceEvent::Stopped).contains(&commit(last)));
+            // Too late.
+            follow(&mut source, [(SourceEvent::Wanted { running: !last }, "")]);
+            assert_eq!(source.resume(), last);
+        }
     }
 
     fn committing() -> Source {
@@ -659,6 +813,8 @@ mod tests {
                 GuestLocation::InDoubt => "decide in doubt",
                 GuestLocation::MovedOn => "decide moved on",
                 GuestLocation::Lost => "decide lost",
+                GuestLocation::Gone => "decide gone",
+                GuestLocation::Unconfirmed => "decide unconfirmed",
             },
         });
         told.collect::<Vec<_>>().join(", ")

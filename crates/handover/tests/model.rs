@@ -5,22 +5,27 @@
 //! VMMs as `migrate`, `serve` and the VMMs of `live` do. A person runs commands, old ones too. Processes carry out one
 //! action after another and may be killed between any two of them, and be started again; VMMs may die, refuse, or not
 //! answer; connections may break with bytes under way, which then arrive late or never; journals may be unwritable or
-//! gone; the guest may be sent on from the destination. [`world`] defines what there is, [`step`] what may happen.
+//! gone; the guest may be paused and continued by its owner, be stopped by something after it was continued, be sent on from the
+//! destination, or be moved by another tool. [`world`] defines what there is, [`step`] what may happen.
 //!
 //! # What never happens
 //! - I1: two VMMs run the guest, or one runs a copy that is older than what has run elsewhere.
 //! - I2: a command reports a guest at the destination that has not been seen there, at the source where it does not run,
-//!   or lost while it runs. A destination sends *running* without a look.
+//!   or lost while it runs, or in doubt without a commit. A destination sends *running* without a look.
 //! - I3: no VMM runs the guest once nothing fails any more: processes are started again, everything is delivered, the
 //!   same command is run again. This is tried in every state. It excuses only what is unknowable: all copies are gone,
 //!   or a VMM or its journal has ended between the order to run and the look ([`repair`]).
 //! - I4: *aborted* is believed from another incarnation than the one that accepted.
-//! - I5: *aborted* or *ended* is sent of a VMM that is still there; a VMM is ended that has the guest.
-//! - I6: a guest that its owner has paused is requested to run.
+//! - I5: *aborted* or *ended* is sent of a VMM that is still there; a VMM is ended that has the guest; a destination is told
+//!   to give up the only copy.
+//! - I6: a guest that its owner has paused is requested to run, or one that shall run is left paused.
+//! - I7: two VMMs have the guest's disks, or one is reported to have the guest that does not have its disks.
 //!
 //! # What the model takes for granted, and every driver has to see to
 //! - A new attempt begins only when the journal has no other of this VMM that is not over.
 //! - One driver at a time has a VMM.
+//! - A driver knows of a pause before the switchover that follows it.
+//! - A VMM that is asked to pause a guest that it has sent, or to migrate it, refuses: only whoever continues it can.
 //! - A server makes a VMM run only if that has loaded the guest and not sent it on. One that is found dead before it
 //!   was requested to is `NotStarted`; its death is reported besides, but not during a request or a look.
 //! - A server writes down that it receives before it sends *prepared*.
@@ -28,8 +33,9 @@
 //! - A message for which there is no connection is reported as `Closed`, incomplete.
 //!
 //! # Not in the model
-//! Two drivers at once, a person's word (`settle`), versions, an answer to an order that takes effect long after it was
-//! given up, and a host that starts anew: its guests and its journal end together.
+//! Two drivers at once, a person's word (`settle`; but for the word that nobody else has moved the guest, which is true),
+//! versions, an answer to an order that takes effect long after it was given up, an owner who pauses the guest at the
+//! destination before that has seen it run, and a host that starts anew: its guests and its journal end together.
 //!
 //! `make model` explores more, by `MODEL_FAULTS`, `MODEL_COMMANDS`, `MODEL_ATTEMPTS`, `MODEL_HOSTS`, `MODEL_TRACES` and
 //! `MODEL_SEED`.
@@ -88,6 +94,43 @@ fn a_guest_that_its_owner_paused() {
     never_goes_wrong(Scene {
         name: "QEMUs, a paused guest",
         resume: false,
+        ..QEMU
+    });
+}
+
+#[test]
+fn a_guest_that_is_paused_and_continued() {
+    for resume in [true, false] {
+        never_goes_wrong(Scene {
+            name: "QEMUs, paused and continued by others",
+            resume,
+            bounds: Bounds::any(2, 3)
+                .with(Fault::Owner, 2)
+                .with(Fault::Repeat, 0),
+            ..QEMU
+        });
+    }
+}
+
+#[test]
+fn a_guest_that_is_continued_and_stops() {
+    never_goes_wrong(Scene {
+        name: "QEMUs, stops by itself",
+        bounds: Bounds::any(2, 3)
+            .with(Fault::Halt, 1)
+            .with(Fault::Repeat, 0),
+        ..QEMU
+    });
+}
+
+/// What a command finds sent may be another tool's doing: it asks for a word.
+#[test]
+fn a_guest_that_another_tool_moves() {
+    never_goes_wrong(Scene {
+        name: "QEMUs, moved by another tool",
+        bounds: Bounds::any(2, 3)
+            .with(Fault::Moved, 1)
+            .with(Fault::Repeat, 0),
         ..QEMU
     });
 }
@@ -186,20 +229,6 @@ fn more_of_everything() {
         let seed = setting("MODEL_SEED", 2);
         never_goes_wrong_at_random(scene, seed, setting("MODEL_TRACES", 200_000));
     }
-}
-
-/// By the journal the guest has not been handed over, but by its VMM a migration has completed: that it was
-/// another tool's cannot be seen. A stale copy that waits at the old destination is started.
-#[test]
-fn what_another_tool_moves_is_beyond_the_journal() {
-    let bounds = [(Fault::Kill, 1), (Fault::Failure, 1), (Fault::Moved, 1)];
-    let scene = Scene {
-        name: "moved by another tool",
-        bounds: Bounds::these(2, bounds),
-        ..QEMU
-    };
-    let property = "I1 never two that run";
-    expect(&exhaust(scene, Some(property)).found, property);
 }
 
 /// A fix taken out, and the model finds what it was for.
@@ -382,6 +411,100 @@ mod mutants {
         caught(scene, Mutant::CommitsWithoutALook, "I1 never two that run");
     }
 
+    #[test]
+    fn h1_a_paused_guest_does_not_get_its_disks() {
+        let scene = Scene {
+            resume: false,
+            bounds: Bounds::these(1, []),
+            ..QEMU
+        };
+        caught(scene, Mutant::PausedWithoutDisks, HAS_DISKS);
+    }
+
+    #[test]
+    fn h1_a_destination_takes_the_disks_before_the_commit() {
+        let scene = Scene {
+            resume: false,
+            bounds: Bounds::these(1, [(Fault::Kill, 1)]),
+            ..QEMU
+        };
+        caught(
+            scene,
+            Mutant::TakesDisksEarly,
+            "I7 never two that have the disks",
+        );
+    }
+
+    #[test]
+    fn h3_a_pause_is_taken_for_the_switchover() {
+        let scene = Scene {
+            bounds: Bounds::these(2, [(Fault::Owner, 1)]),
+            ..QEMU
+        };
+        caught(scene, Mutant::WaitsForRunning, super::explore::NEVER_NONE);
+    }
+
+    #[test]
+    fn h3_a_pause_is_forgotten() {
+        for resume in [true, false] {
+            let scene = Scene {
+                resume,
+                bounds: Bounds::these(1, [(Fault::Owner, 1)]),
+                ..QEMU
+            };
+            caught(scene, Mutant::ForgetsThePause, "I6 runs as it did before");
+        }
+    }
+
+    #[test]
+    fn h4_a_guest_that_has_ended_is_in_doubt() {
+        let scene = Scene {
+            bounds: Bounds::these(2, [(Fault::Kill, 1), (Fault::Death, 1)]),
+            ..QEMU
+        };
+        let doubt = "I2 in doubt: a commit was sent";
+        caught(scene, Mutant::DoubtsTheDead, doubt);
+    }
+
+    #[test]
+    fn h4_the_destination_is_told_to_give_up_the_only_copy() {
+        let scene = Scene {
+            bounds: Bounds::these(2, [(Fault::Kill, 1), (Fault::Death, 1)]),
+            ..QEMU
+        };
+        let ended = "I5 the only copy is not ended";
+        caught(scene, Mutant::AbortsForTheDead, ended);
+    }
+
+    #[test]
+    fn h5_a_guest_that_was_continued_and_stopped_is_unclear() {
+        let scene = Scene {
+            bounds: Bounds::these(1, [(Fault::Halt, 1)]),
+            ..QEMU
+        };
+        caught(scene, Mutant::DoubtsTheHalted, super::explore::NEVER_NONE);
+    }
+
+    #[test]
+    fn h6_a_paused_guest_comes_back_without_its_disks() {
+        let scene = Scene {
+            resume: false,
+            bounds: Bounds::these(1, [(Fault::Failure, 1)]),
+            ..QEMU
+        };
+        caught(scene, Mutant::ReturnsWithoutDisks, HAS_DISKS);
+    }
+
+    #[test]
+    fn h8_a_guest_that_another_tool_has_moved_is_taken_for_ones_own() {
+        let faults = [(Fault::Kill, 1), (Fault::Failure, 1), (Fault::Moved, 1)];
+        let scene = Scene {
+            bounds: Bounds::these(2, faults),
+            ..QEMU
+        };
+        caught(scene, Mutant::TakesForItsOwn, "I1 never two that run");
+    }
+
     /// None of them is found where the machines are used as they are meant to be.
     #[test]
     fn without_a_mutant_nothing_is_found() {
@@ -390,6 +513,8 @@ mod mutants {
             super::never_goes_wrong(Scene { bounds, ..scene });
         }
     }
+
+    const HAS_DISKS: &str = "I7 who has the guest has its disks";
 
     fn caught(scene: Scene, mutant: Mutant, property: &'static str) {
         let mutant = Some(mutant);
@@ -409,7 +534,10 @@ fn never_goes_wrong_at_random(scene: Scene, seed: u64, traces: u32) {
     let scene = Scene {
         hosts: if scene.engine == Engine::Qemu { 2 } else { 1 },
         attempts: 6,
-        bounds: Bounds::any(200, 250),
+        bounds: Bounds::any(200, 250)
+            .with(Fault::Owner, 20)
+            .with(Fault::Halt, 5)
+            .with(Fault::Moved, 1),
         ..scene
     };
     tell_first(wander(scene, seed, traces, 2000).as_slice());

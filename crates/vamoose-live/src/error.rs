@@ -104,10 +104,10 @@ pub enum SourceError {
 
 impl SourceError {
     /// Where the guest is. In doubt and lost it is paused at the source, for the VMM to decide: the error states what
-    /// is known.
+    /// is known. It is paused there, too, if it could not be [resumed](Self::NotResumed), but runs nowhere else.
     pub fn guest(&self) -> GuestLocation {
         match self {
-            Self::InDoubt { .. } | Self::NotResumed { .. } => GuestLocation::InDoubt,
+            Self::InDoubt { .. } => GuestLocation::InDoubt,
             Self::Lost { .. } => GuestLocation::Lost,
             _ => GuestLocation::Source,
         }

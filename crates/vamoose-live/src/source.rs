@@ -435,7 +435,10 @@ impl<'a> Attempt<'a> {
             GuestLocation::Destination | GuestLocation::MovedOn => return Ok(()),
             GuestLocation::Source => failure.unwrap_or(SourceError::Destination { cause }),
             GuestLocation::InDoubt => SourceError::InDoubt { cause },
-            GuestLocation::Lost => SourceError::Lost { cause },
+            // An attempt is never taken up again: what only that can find does not come.
+            GuestLocation::Lost | GuestLocation::Gone | GuestLocation::Unconfirmed => {
+                SourceError::Lost { cause }
+            }
         })
     }
 }

@@ -52,6 +52,8 @@ pub enum Standing {
     AtDestination,
     /// It is over: the guest has ended.
     Lost,
+    /// It is over: the guest has ended at the source, or another tool has moved it.
+    Gone,
 }
 
 /// All attempts, the oldest first.
@@ -128,7 +130,8 @@ fn over(guest: GuestLocation) -> Standing {
     match guest {
         GuestLocation::Source => Standing::AtSource,
         GuestLocation::Destination | GuestLocation::MovedOn => Standing::AtDestination,
-        GuestLocation::InDoubt => Standing::InDoubt,
+        GuestLocation::InDoubt | GuestLocation::Unconfirmed => Standing::InDoubt,
         GuestLocation::Lost => Standing::Lost,
+        GuestLocation::Gone => Standing::Gone,
     }
 }

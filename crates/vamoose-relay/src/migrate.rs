@@ -65,6 +65,8 @@ pub struct Migration<'a> {
     /// How the source finds zero pages (`none`, `legacy`, `multifd`); the best that both QEMUs know
     /// if `None`.
     pub zero_page_detection: Option<&'a str>,
+    /// An attempt of which a person vouches that what the source QEMU has sent was sent for it, and not for another tool.
+    pub confirm: Option<AttemptId>,
     /// Set to cancel.
     pub cancel: &'a AtomicBool,
 }
@@ -257,7 +259,7 @@ impl Migration<'_> {
                 hangup: &hangup,
                 has_ended: &|| relay.is_finished(),
             };
-            let (decision, mut ended) = match self.watch(source, &beside, observe) {
+            let (decision, mut ended) = match self.watch(hand_over, source, &beside, observe) {
                 // The guest is paused: nothing comes before the commit, not even the relay's end.
                 Ok(account) => {
                     let decision = hand_over.finish(SourceEvent::Stopped, Some(source));
@@ -268,8 +270,8 @@ impl Migration<'_> {
                     (Some(decision), ended)
                 }
                 Err(cause) if source.has_ended_by(&cause) => {
-                    let stopped = source.stopped.is_some();
-                    let decision = hand_over.finish(SourceEvent::GuestDied { stopped }, None);
+                    let last = source.last_seen();
+                    let decision = hand_over.finish(SourceEvent::GuestDied { last }, None);
                     (Some(decision), Ended::failed(Cause::SourceEnded))
                 }
                 Err(cause) => (None, Ended::failed(cause)),
@@ -304,14 +306,15 @@ impl Migration<'_> {
         if let Some(source) = source {
             let running = hand_over.running_at.filter(|_| record.side.resume);
             downtime = source.stopped.map(|stopped| stopped.at).zip(running);
-            if decision.guest != GuestLocation::InDoubt {
-                source.qemu.put_back();
-            }
+            source.qemu.put_back();
         }
         if decision.guest == GuestLocation::Destination {
             if !self.is_asked_for(record) {
                 let now = "that attempt has just been finished";
                 return Err(failure(Cause::moved_before(record, now)));
+            }
+            if let Some(state) = hand_over.stands_still_there() {
+                return Err(failure(Cause::StandsStill(state)));
             }
             let parts = downtime.zip(ended.switchover);
             let parts =

@@ -80,6 +80,12 @@ pub enum QemuError {
         "the parameter `tls-creds` is set: QEMU would encrypt what the relay has to read; clear it"
     )]
     Tls,
+    /// QEMU takes it for sent, and refuses to send it once more.
+    #[error(
+        "QEMU has sent this guest before and does not send it again until it has run: if no other tool has moved it since, continue \
+         it (`cont`), and pause it again (`stop`) if it is to be moved paused"
+    )]
+    SentBefore,
     #[error("the migration capability `{name}` is on: {why}; switch it off")]
     Capability { name: String, why: &'static str },
     #[error(
@@ -197,6 +203,17 @@ impl Qemu {
         text(&answer, "query-status", "status")
     }
 
+    /// The same, unless QEMU takes longer than `timeout`, as one that is busy may.
+    pub(crate) fn state_within(&mut self, timeout: Duration) -> Result<Option<String>, QemuError> {
+        let usual = self.qmp.set_timeout(timeout);
+        let state = self.state();
+        self.qmp.set_timeout(usual);
+        match state {
+            Err(QemuError::Qmp(error)) if error.is_no_answer() => Ok(None),
+            state => state.map(Some),
+        }
+    }
+
     pub(crate) fn uuid(&mut self) -> Result<String, QemuError> {
         let answer = self.qmp.execute("query-uuid", json!({}))?;
         text(&answer, "query-uuid", "UUID")
@@ -220,8 +237,7 @@ impl Qemu {
     pub(crate) fn has_sent_its_guest(&mut self) -> Result<bool, QemuError> {
         let state = self.state()?;
         let status = MigrationStatus::of(&self.query_migrate()?);
-        let stopped_for_good = ["finish-migrate", "postmigrate"];
-        Ok(stopped_for_good.contains(&state.as_str()) && status == MigrationStatus::Completed)
+        Ok(is_switchover(&state) && status == MigrationStatus::Completed)
     }
 
     /// Asks, at every event and now and then, until `ask` has found what is waited for; an error with the state that
@@ -360,6 +376,12 @@ impl Qemu {
     pub(crate) fn next_event(&mut self, timeout: Duration) -> Result<Option<Event>, QemuError> {
         Ok(self.qmp.next_event(timeout)?)
     }
+}
+
+/// Whether a guest in this state was stopped to be sent away. In every other state it runs, or its owner, QEMU or the guest itself
+/// has paused it.
+pub(crate) fn is_switchover(state: &str) -> bool {
+    ["finish-migrate", "postmigrate"].contains(&state)
 }
 
 fn text(answer: &Value, command: &'static str, field: &'static str) -> Result<String, QemuError> {

@@ -51,6 +51,8 @@ pub(crate) struct Event {
     /// QEMU's name for it, such as `STOP`.
     #[serde(rename = "event")]
     pub(crate) name: String,
+    #[serde(default)]
+    pub(crate) data: Value,
     /// When, by the clock of QEMU's host.
     pub(crate) timestamp: Timestamp,
 }
@@ -158,6 +160,11 @@ impl Qmp {
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let id = self.send(command, arguments)?;
         self.wait_for_answer(id, command)
+    }
+
+    /// From now on QEMU has this time for an answer; returns the time that it had.
+    pub(crate) fn set_timeout(&mut self, timeout: Duration) -> Duration {
+        std::mem::replace(&mut self.timeout, timeout)
     }
 
     /// Hands QEMU a file, which it knows by `name` from then on.

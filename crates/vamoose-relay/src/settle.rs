@@ -29,6 +29,8 @@ pub enum Verdict {
     RunningThere,
     /// It has never run at the destination.
     NeverRan,
+    /// Another tool has moved it from the source.
+    MovedElsewhere,
 }
 
 /// An attempt to be settled, and how.
@@ -124,7 +126,8 @@ impl Settlement {
 
     /// Whether a destination on another host is to be asked.
     pub fn asks(&self) -> bool {
-        self.source.is_some() && self.verdict == Verdict::NeverRan
+        let source = self.source.as_ref().map(|entry| &entry.record.qemu);
+        self.verdict == Verdict::NeverRan && source.is_some_and(|qemu| !qemu.has_ended())
     }
 
     /// What will be done, a sentence each.
@@ -135,7 +138,12 @@ impl Settlement {
         let mut steps = Vec::new();
         match self.verdict {
             Verdict::NeverRan => {
-                if let Some(record) = source {
+                if let Some(record) = source.filter(|record| record.qemu.has_ended()) {
+                    let monitor = record.qemu.monitor.display();
+                    steps.push(format!(
+                        "record that the guest has ended with the QEMU at {monitor}"
+                    ));
+                } else if let Some(record) = source {
                     if self.config.is_some() {
                         steps.push(format!(
                             "tell the destination {} ({}) that the guest stays here; stop if it has run there, or \
@@ -152,6 +160,17 @@ impl Settlement {
                 }
                 steps.extend(
                     there.map(|there| format!("end the QEMU at {there}, which holds the guest")),
+                );
+            }
+            Verdict::MovedElsewhere => {
+                steps.extend(source.map(|record| {
+                    let monitor = record.qemu.monitor.display();
+                    format!(
+                        "leave the guest's copy at {monitor} paused for good, to be ended by hand"
+                    )
+                }));
+                steps.extend(
+                    there.map(|there| format!("end the QEMU at {there}, which holds an old copy")),
                 );
             }
             Verdict::RunningThere => {
@@ -185,8 +204,19 @@ impl Settlement {
                     .map_or(Ok(()), |entry| take_back(entry, self.config))
             }
             Verdict::RunningThere => {
-                self.source.map_or(Ok(()), give_away)?;
+                self.source.map_or(Ok(()), |entry| {
+                    let decision = "it runs at the destination";
+                    give_away(entry, GuestLocation::Destination, decision)
+                })?;
                 request(self.destination, SourceMessage::Commit { resume: true })
+            }
+            Verdict::MovedElsewhere => {
+                self.source.map_or(Ok(()), |entry| {
+                    let decision = "another tool has moved it";
+                    give_away(entry, GuestLocation::Gone, decision)
+                })?;
+                let cause = "settled by hand: another tool has moved it".to_owned();
+                request(self.destination, SourceMessage::Abort { cause })
             }
         }
     }
@@ -252,6 +282,14 @@ impl Side {
 /// Continues the guest at the source.
 fn take_back(entry: Entry<AtSource>, config: Option<SessionConfig>) -> Result<(), SettleError> {
     let record = &entry.record;
+    if record.qemu.has_ended() {
+        // Its only copy may be the destination's, which is left alone.
+        return settle(
+            entry,
+            GuestLocation::Lost,
+            "it never ran at the destination, and the source's QEMU has ended",
+        );
+    }
     let monitor = record.qemu.monitor.clone();
     if let Some(config) = config {
         let to = remote(&record.side.to, config)?;
@@ -289,8 +327,12 @@ fn take_back(entry: Entry<AtSource>, config: Option<SessionConfig>) -> Result<()
     )
 }
 
-/// The guest is the destination's.
-fn give_away(entry: Entry<AtSource>) -> Result<(), SettleError> {
+/// The guest is not the source's any more.
+fn give_away(
+    entry: Entry<AtSource>,
+    guest: GuestLocation,
+    decision: &str,
+) -> Result<(), SettleError> {
     let qemu = &entry.record.qemu;
     // A QEMU that runs the guest itself is proof of the contrary.
     if let Ok(source) = SourceQemu::connect(&qemu.monitor)
@@ -300,11 +342,7 @@ fn give_away(entry: Entry<AtSource>) -> Result<(), SettleError> {
         let reason = format!("the guest runs at {}", qemu.monitor.display());
         return Err(SettleError::Failed(reason));
     }
-    settle(
-        entry,
-        GuestLocation::Destination,
-        "it runs at the destination",
-    )
+    settle(entry, guest, decision)
 }
 
 fn settle(

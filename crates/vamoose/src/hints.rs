@@ -5,7 +5,7 @@ use std::io;
 use anyhow::Error;
 use vamoose_codec::{DecodeError, EncodeError, SettingsError};
 use vamoose_link::{FileFault, Objection, Refusal, TlsError};
-use vamoose_relay::{Failure, GuestLocation, RelayError, SettleError};
+use vamoose_relay::{Cause, Failure, GuestLocation, RelayError, SettleError};
 
 /// The hint for the first error of the chain that has one.
 pub fn of(error: &Error) -> Option<String> {
@@ -38,15 +38,39 @@ const NOT_ASKED: &str =
 const DISTRUSTED: &str = "a device is broken: use --accel none, or --verify all";
 
 fn of_failure(failure: &Failure) -> Option<String> {
+    if let Cause::StandsStill(state) = &failure.cause {
+        return Some(of_state(state));
+    }
     let attempt = failure.attempt?;
-    (failure.guest == GuestLocation::InDoubt).then(|| {
-        format!(
+    match failure.guest {
+        GuestLocation::InDoubt => Some(format!(
             "run the same command again to finish the migration, and do not continue the guest by hand on either host \
              before. If the destination is gone for good, check there whether the guest runs, then: \
              vamoose settle --attempt {attempt} --as running-there|never-ran, \
              with --keys or what this command had instead, or with --unreachable"
-        )
-    })
+        )),
+        GuestLocation::Unconfirmed => Some(format!(
+            "if nobody has migrated the guest with another tool since, run the same command with --confirm {attempt} to finish \
+             the migration. If somebody has: vamoose settle --attempt {attempt} --as moved-elsewhere"
+        )),
+        GuestLocation::Gone => Some(format!(
+            "if `vamoose attempts` on the destination's host has the attempt as orphaned, its QEMU holds all of the guest, paused. \
+             If the guest runs nowhere else: vamoose settle --attempt {attempt} --as running-there|never-ran there"
+        )),
+        _ => None,
+    }
+}
+
+/// What a guest needs that was continued at the destination and has been stopped there, by QEMU's name for its state.
+fn of_state(state: &str) -> String {
+    let remedy = match state {
+        "io-error" => {
+            "its storage has failed or is full: repair that, then continue it there (`cont`, `virsh resume`)"
+        }
+        "shutdown" => "it has powered off",
+        _ => "look at QEMU's log there; it goes on only when it is reset (`system_reset`)",
+    };
+    format!("the migration is over. At the destination: {remedy}")
 }
 
 fn of_settings(error: &SettingsError) -> Option<String> {

@@ -8,7 +8,7 @@ use stateright::{Checker, Expectation, HasDiscoveries, Model, Property};
 use crate::{
     repair::Repairs,
     step::{Side, Step},
-    world::{Attempt, Bounds, FAULTS, Now, Scene, SourceVmm, Vmm, World, Wrong},
+    world::{Attempt, Bounds, FAULTS, Now, Scene, SourceVmm, World, Wrong},
 };
 
 /// A scene, for the checker.
@@ -66,7 +66,11 @@ impl Model for Stage {
             never!("I4 aborted: by who accepted", StrangerBelieved),
             never!("I5 aborted, ended: its VMM has ended", SaidTooSoon),
             never!("I5 no VMM is ended that has the guest", EndedRunning),
+            never!("I2 in doubt: a commit was sent", DoubtWithoutCommit),
+            never!("I5 the only copy is not ended", OnlyCopyEnded),
             never!("I6 runs as it did before", RunsUnasked),
+            never!("I7 never two that have the disks", TwoDisks),
+            never!("I7 who has the guest has its disks", NoDisks),
             // That the model is about something.
             Property::sometimes(STORIES[3], |_, world: &World| {
                 world.now.driver.is_none() && world.has_record(GuestLocation::Destination)
@@ -83,7 +87,7 @@ impl Model for Stage {
             }),
             Property::sometimes(STORIES[4], |_, world: &World| {
                 matches!(world.now.source, SourceVmm::Dead { .. })
-                    && world.now.attempts.iter().any(|a| a.vmm == Vmm::Runs)
+                    && world.now.attempts.iter().any(|a| a.vmm.has_guest())
             }),
             Property::sometimes(STORIES[2], |_, world: &World| {
                 world.now.elsewhere && world.now.unfinished().is_some()

@@ -98,10 +98,11 @@ impl Now {
         }
         self.deliver()
             .or_else(|| self.at_the_destination())
-            .or_else(|| self.at_the_source())
+            .or_else(|| self.at_the_source(scene))
             .or_else(|| {
                 let again = self.driver.is_none() && !self.is_settled();
-                (again && self.takes_commands(scene)).then_some(Step::Command { to: self.to })
+                let (to, confirm) = (self.to, self.may_be_confirmed());
+                (again && self.takes_commands(scene)).then_some(Step::Command { to, confirm })
             })
     }
 
@@ -138,7 +139,10 @@ impl Now {
             })
     }
 
-    fn at_the_source(&self) -> Option<Step> {
+    fn at_the_source(&self, scene: &Scene) -> Option<Step> {
+        if self.sees_source(scene).is_some() {
+            return Some(Step::Look);
+        }
         match self.source {
             SourceVmm::Migrating(attempt) if self.has_data_path(attempt.into()) => {
                 return Some(Step::AllSent(attempt.into()));
@@ -152,9 +156,6 @@ impl Now {
             Doing::Dialing => return Some(Step::Dial),
             Doing::Resuming => return Some(Step::Resume(Outcome::Works)),
             Doing::Nothing => {}
-        }
-        if self.sees_source().is_some() {
-            return Some(Step::Look);
         }
         let committing = matches!(driver.machine.state(), SourceState::Committing { .. });
         let early = false;

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 
 use handover::{
     Destination, DestinationAction, DestinationEvent, DestinationMessage, DestinationState,
-    Details, GuestLocation, Prepare, Source, SourceAction, SourceEvent, SourceMessage, SourceState,
-    VERSION,
+    Details, GuestLocation, LastSeen, Prepare, Source, SourceAction, SourceEvent, SourceMessage,
+    SourceState, VERSION,
 };
 
 use crate::world::{
@@ -18,6 +18,8 @@ pub(crate) enum Step {
     /// A person runs `migrate` to this host.
     Command {
         to: u8,
+        /// And vouches that nobody else has moved the guest, which is so.
+        confirm: bool,
     },
     /// A person interrupts it.
     GiveUp,
@@ -79,6 +81,10 @@ pub(crate) enum Step {
     MoveByOthers,
     /// A person who sees that the destination does not run the guest continues it at the source.
     ContinueByHand,
+    /// The guest's owner pauses it at the source, or lets it go on.
+    Owner,
+    /// Something stops a guest that was continued at the destination.
+    Halts(usize),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,6 +122,8 @@ impl Step {
             Self::SendOn(_) => Some(Fault::SentOn),
             Self::MoveByOthers => Some(Fault::Moved),
             Self::ContinueByHand => Some(Fault::Hand),
+            Self::Owner => Some(Fault::Owner),
+            Self::Halts(_) => Some(Fault::Halt),
             Self::StartServer { forget: true, .. } => Some(Fault::Forget),
             _ => None,
         }
@@ -141,7 +149,7 @@ impl World {
         } else {
             now.person(scene, self.left.commands, steps);
             now.driver(scene, steps);
-            now.source_vmm(steps);
+            now.source_vmm(scene, steps);
             now.network(scene, steps);
             for attempt in 0..now.attempts.len() {
                 now.destination(scene, attempt, steps);
@@ -225,7 +233,13 @@ impl Now {
             }
             Some(_) => {}
             None if commands > 0 && self.takes_commands(scene) => {
-                steps.extend((0..scene.hosts).map(|to| Step::Command { to }));
+                let hosts = 0..scene.hosts;
+                let confirm = false;
+                steps.extend(hosts.clone().map(|to| Step::Command { to, confirm }));
+                if self.may_be_confirmed() {
+                    let confirm = true;
+                    steps.extend(hosts.map(|to| Step::Command { to, confirm }));
+                }
             }
             None => {}
         }
@@ -243,6 +257,12 @@ impl Now {
             Engine::Live { .. } => self.source == SourceVmm::Runs && self.may_begin(scene),
             Engine::Qemu => is_quiet && (self.unfinished().is_some() || self.may_begin(scene)),
         }
+    }
+
+    /// What the source's VMM has sent was sent for the attempt that is not over.
+    pub(crate) fn may_be_confirmed(&self) -> bool {
+        let unfinished = self.unfinished().map(index);
+        unfinished.is_some_and(|attempt| self.source == SourceVmm::Stopped(attempt))
     }
 
     fn may_begin(&self, scene: &Scene) -> bool {
@@ -272,7 +292,7 @@ impl Now {
             }
             Doing::Nothing => {}
         }
-        if self.sees_source().is_some() {
+        if self.sees_source(scene).is_some() {
             steps.push(Step::Look);
         }
         let connection = self.connections.iter().find(|c| c.open);
@@ -291,19 +311,28 @@ impl Now {
     }
 
     /// What the driver sees of its own VMM.
-    pub(crate) fn sees_source(&self) -> Option<SourceEvent> {
+    pub(crate) fn sees_source(&self, scene: &Scene) -> Option<SourceEvent> {
         let driver = self.driver.as_ref()?;
         let cause = String::new();
         match (driver.machine.state(), self.source) {
-            (SourceState::Moving { .. }, SourceVmm::Dead { stopped }) => {
-                Some(SourceEvent::GuestDied { stopped })
+            (SourceState::Moving { .. }, SourceVmm::Dead { last }) => {
+                Some(SourceEvent::GuestDied { last })
             }
             (
                 SourceState::Committing {
                     guest_died: false, ..
                 },
-                SourceVmm::Dead { stopped },
-            ) => Some(SourceEvent::GuestDied { stopped }),
+                SourceVmm::Dead { last },
+            ) => Some(SourceEvent::GuestDied { last }),
+            (SourceState::Moving { .. }, SourceVmm::Runs | SourceVmm::Migrating(_))
+                if self.has_news_of_owner(scene) =>
+            {
+                let running = self.wanted;
+                Some(match scene.mutant {
+                    Some(Mutant::WaitsForRunning) => SourceEvent::Failed { cause },
+                    _ => SourceEvent::Wanted { running },
+                })
+            }
             (
                 SourceState::Moving {
                     incarnation: Some(_),
@@ -320,7 +349,13 @@ impl Now {
         }
     }
 
-    fn source_vmm(&self, steps: &mut Vec<Step>) {
+    /// The driver does not know yet what the guest's owner wants.
+    fn has_news_of_owner(&self, scene: &Scene) -> bool {
+        let differs = |driver: &Driver| driver.machine.resume() != self.wanted;
+        self.driver.as_ref().is_some_and(differs) && scene.mutant != Some(Mutant::ForgetsThePause)
+    }
+
+    fn source_vmm(&self, scene: &Scene, steps: &mut Vec<Step>) {
         if !matches!(self.source, SourceVmm::Dead { .. }) {
             steps.push(Step::SourceDies);
         }
@@ -328,7 +363,9 @@ impl Now {
             SourceVmm::Migrating(attempt) => {
                 let attempt = usize::from(attempt);
                 if self.has_data_path(attempt) {
-                    steps.push(Step::AllSent(attempt));
+                    if !self.has_news_of_owner(scene) {
+                        steps.push(Step::AllSent(attempt));
+                    }
                     steps.push(Step::MigrationFails { by_itself: true });
                 } else {
                     steps.push(Step::MigrationFails { by_itself: false });
@@ -339,11 +376,17 @@ impl Now {
                 let by_itself = self.driver.is_some();
                 steps.push(Step::MigrationFails { by_itself });
             }
-            SourceVmm::Runs if self.driver.is_none() => steps.push(Step::MoveByOthers),
+            // Nobody else can migrate a guest under a driver, and a paused one is nobody's to move.
+            SourceVmm::Runs if self.driver.is_none() && self.wanted => {
+                steps.push(Step::MoveByOthers);
+            }
             SourceVmm::Stopped(_) if self.driver.is_none() && self.looks_unused() => {
                 steps.push(Step::ContinueByHand);
             }
             _ => {}
+        }
+        if matches!(self.source, SourceVmm::Runs | SourceVmm::Migrating(_)) {
+            steps.push(Step::Owner);
         }
     }
 
@@ -409,9 +452,12 @@ impl Now {
     fn destination(&self, scene: &Scene, index: usize, steps: &mut Vec<Step>) {
         let attempt = &self.attempts[index];
         if scene.engine == Engine::Qemu
-            && matches!(attempt.vmm, Vmm::Receiving | Vmm::Loaded | Vmm::Runs)
+            && (matches!(attempt.vmm, Vmm::Receiving | Vmm::Loaded) || attempt.vmm.has_guest())
         {
             steps.push(Step::CopyDies(index));
+        }
+        if attempt.vmm == Vmm::Runs && self.wanted && scene.engine == Engine::Qemu {
+            steps.push(Step::Halts(index));
         }
         if attempt.vmm == Vmm::Runs && !self.elsewhere && scene.engine == Engine::Qemu {
             steps.push(Step::SendOn(index));
@@ -485,7 +531,7 @@ impl Attempt {
 impl Now {
     fn apply(&mut self, scene: &Scene, step: Step) {
         match step {
-            Step::Command { to } => self.command(scene, to),
+            Step::Command { to, confirm } => self.command(scene, to, confirm),
             Step::GiveUp => {
                 self.loses_word(scene);
                 let cause = String::new();
@@ -498,7 +544,7 @@ impl Now {
             Step::KillServer { host, complete } => self.kill_server(scene, host, complete),
             Step::StartServer { host, forget } => self.start_server(scene, host, forget),
             Step::SourceDies => self.source_dies(scene),
-            Step::CopyDies(attempt) => self.attempts[attempt].vmm = Vmm::Dead,
+            Step::CopyDies(attempt) => self.dies(attempt),
             Step::Hear => self.hear(scene),
             Step::Serve(connection) => self.serve(scene, connection),
             Step::Cut { lost, complete } => self.cut(lost, complete, scene),
@@ -515,22 +561,39 @@ impl Now {
                 self.happens_there(attempt, DestinationEvent::StillReceiving);
             }
             Step::Look => {
-                if let Some(event) = self.sees_source() {
+                if let Some(event) = self.sees_source(scene) {
+                    let unknown = SourceEvent::GuestDied {
+                        last: LastSeen::Unknown,
+                    };
+                    self.unknowable |= event == unknown && !self.really_lost();
                     self.happens(event);
                 }
             }
-            Step::Resume(outcome) => self.resume(outcome),
+            Step::Resume(outcome) => self.resume(scene, outcome),
             Step::AllSent(attempt) => {
                 self.source = SourceVmm::Switching(index(attempt));
+                // Before the end of the stream.
+                self.source_disks = false;
+                // It has run until now, and that is what has been sent.
+                let wanted = self.wanted;
+                if let Some(driver) = self.driver.as_mut().filter(|_| wanted) {
+                    driver.continued = false;
+                }
                 self.attempts[attempt].vmm = Vmm::Loaded;
                 self.attempts[attempt].stale = false;
+                if scene.mutant == Some(Mutant::TakesDisksEarly) {
+                    self.takes_disks(Some(attempt));
+                }
             }
             Step::Stop => {
                 if let SourceVmm::Switching(attempt) = self.source {
                     self.source = SourceVmm::Stopped(attempt);
                 }
             }
-            Step::MigrationFails { .. } => self.runs_here(),
+            Step::MigrationFails { .. } => {
+                self.runs_here();
+                self.takes_disks(None);
+            }
             Step::SeesLoaded(attempt) => self.happens_there(attempt, DestinationEvent::Loaded),
             Step::SeesDeath(attempt) => self.ended(attempt),
             Step::Fails { attempt, .. } => {
@@ -540,12 +603,25 @@ impl Now {
             Step::Operate(attempt, outcome) => self.operate(scene, attempt, outcome),
             Step::SendOn(attempt) => {
                 self.attempts[attempt].vmm = Vmm::SentOn;
+                self.attempts[attempt].disks = false;
                 self.attempts[attempt].stale = true;
                 self.elsewhere = true;
             }
-            Step::ContinueByHand => self.runs_here(),
+            Step::ContinueByHand => {
+                self.wanted = true;
+                self.runs_here();
+                self.takes_disks(None);
+            }
+            Step::Owner => {
+                self.wanted = !self.wanted;
+                if self.wanted {
+                    self.ages();
+                }
+            }
+            Step::Halts(attempt) => self.attempts[attempt].vmm = Vmm::Halted,
             Step::MoveByOthers => {
                 self.source = SourceVmm::Stopped(u8::MAX);
+                self.source_disks = false;
                 self.elsewhere = true;
                 self.source_stale = true;
                 for attempt in &mut self.attempts {
@@ -558,9 +634,8 @@ impl Now {
 
 /// The source's side.
 impl Now {
-    fn command(&mut self, scene: &Scene, to: u8) {
+    fn command(&mut self, scene: &Scene, to: u8, confirm: bool) {
         self.to = to;
-        let resume = scene.resume || scene.mutant == Some(Mutant::AssumesThatItRan);
         if let Some(machine) = self.kept.take() {
             let queue = machine.go_on().into();
             let attempt = index(self.attempts.len() - 1);
@@ -574,14 +649,31 @@ impl Now {
         let Some(state) = self.attempts[attempt].record.clone() else {
             return;
         };
+        let assumes = scene.mutant == Some(Mutant::AssumesThatItRan);
+        let resume = self.attempts[attempt].resume || assumes;
         let mut machine = Source::restore(state.clone(), resume);
+        let vouches = confirm || scene.mutant == Some(Mutant::TakesForItsOwn);
         let seen = match (&state, self.source) {
             (_, SourceVmm::Dead { .. }) => {
+                let doubts = scene.mutant == Some(Mutant::DoubtsTheDead);
                 if !matches!(state, SourceState::Committing { .. }) {
                     // A complete copy may be at the destination: it was not observed that the guest had stopped.
                     self.unknowable |= !self.really_lost();
+                    if doubts {
+                        self.reported(GuestLocation::InDoubt, attempt, false);
+                        return;
+                    }
                 }
-                Some(SourceEvent::GuestDied { stopped: false })
+                let last = match scene.mutant {
+                    Some(Mutant::AbortsForTheDead) => LastSeen::Running,
+                    _ => LastSeen::Unknown,
+                };
+                Some(SourceEvent::GuestDied { last })
+            }
+            (SourceState::Moving { .. } | SourceState::Returning { .. }, SourceVmm::Stopped(_))
+                if !vouches =>
+            {
+                Some(SourceEvent::FoundSent)
             }
             (SourceState::Moving { .. }, SourceVmm::Stopped(_)) => Some(SourceEvent::Stopped),
             (SourceState::Moving { .. }, _) => {
@@ -617,6 +709,7 @@ impl Now {
             machine,
             queue,
             doing: Doing::Nothing,
+            continued: false,
         });
     }
 
@@ -629,9 +722,11 @@ impl Now {
         self.attempts.push(Attempt {
             host: to,
             record: None,
+            resume: self.wanted,
             journal: None,
             job: None,
             vmm: Vmm::Waiting,
+            disks: false,
             stale: false,
             ran: false,
             seen: false,
@@ -640,7 +735,7 @@ impl Now {
             unrecorded: false,
             accepted_by: None,
         });
-        let mut machine = Source::new(scene.resume);
+        let mut machine = Source::new(self.wanted);
         let trusts = scene.mutant == Some(Mutant::TrustsProxies);
         if trusts || scene.engine == (Engine::Live { direct: true }) {
             machine = machine.direct();
@@ -684,6 +779,7 @@ impl Now {
                     && matches!(state, SourceState::Committing { .. });
                 if write && !skips && scene.engine == Engine::Qemu {
                     self.attempts[attempt].record = Some(plain::record(state.clone()));
+                    self.attempts[attempt].resume = driver.machine.resume();
                 }
                 let begins = matches!(
                     state,
@@ -703,7 +799,7 @@ impl Now {
             SourceAction::Resume => driver.doing = Doing::Resuming,
             SourceAction::Decide(decision) => {
                 let machine = driver.machine.clone();
-                self.reported(decision.guest, attempt);
+                self.reported(decision.guest, attempt, machine.state().is_over());
                 self.driver = None;
                 self.hang_up();
                 if decision.guest == GuestLocation::InDoubt && scene.engine != Engine::Qemu {
@@ -715,6 +811,15 @@ impl Now {
 
     fn say(&mut self, message: SourceMessage) {
         let message = plain::up(message);
+        if matches!(message, SourceMessage::Abort { .. })
+            && matches!(self.source, SourceVmm::Dead { .. })
+            && let Some(driver) = &self.driver
+        {
+            let copy = &self.attempts[usize::from(driver.attempt)];
+            if copy.vmm == Vmm::Loaded && !copy.stale {
+                self.fail(Wrong::OnlyCopyEnded);
+            }
+        }
         if let Some(connection) = self.connections.iter_mut().find(|c| c.open) {
             if connection.gone.is_none() {
                 connection.up.push_back(message);
@@ -742,6 +847,9 @@ impl Now {
                 }
                 if let Some(driver) = &mut self.driver {
                     driver.queue.clear();
+                }
+                if matches!(self.source, SourceVmm::Dead { .. }) {
+                    self.unknowable |= !self.really_lost();
                 }
                 self.happens(SourceEvent::NotPersisted { reason });
             }
@@ -772,8 +880,8 @@ impl Now {
         self.driver = None;
         self.hang_up();
         if scene.engine == Engine::Qemu {
-            if let SourceVmm::Dead { stopped } = &mut self.source {
-                *stopped = false;
+            if let SourceVmm::Dead { last } = &mut self.source {
+                *last = LastSeen::Unknown;
             }
         } else {
             self.source_dies(scene);
@@ -781,10 +889,14 @@ impl Now {
     }
 
     fn source_dies(&mut self, scene: &Scene) {
-        let seen = self.driver.is_some();
-        let stopped =
-            seen && matches!(self.source, SourceVmm::Switching(_) | SourceVmm::Stopped(_));
-        self.source = SourceVmm::Dead { stopped };
+        let ran = matches!(self.source, SourceVmm::Runs | SourceVmm::Migrating(_)) && self.wanted;
+        let last = match &self.driver {
+            Some(_) if ran => LastSeen::Running,
+            Some(driver) if !driver.continued => LastSeen::Stopped,
+            _ => LastSeen::Unknown,
+        };
+        self.source = SourceVmm::Dead { last };
+        self.source_disks = false;
         if scene.engine != Engine::Qemu {
             // Nobody is left who could commit.
             self.driver = None;
@@ -897,17 +1009,21 @@ impl Now {
         self.happens(SourceEvent::Connected);
     }
 
-    fn resume(&mut self, outcome: Outcome) {
+    fn resume(&mut self, scene: &Scene, outcome: Outcome) {
         self.take_driver_doing();
-        if let SourceVmm::Dead { stopped } = self.source {
+        if let SourceVmm::Dead { last } = self.source {
             self.unknowable |= !self.really_lost();
-            self.happens(SourceEvent::GuestDied { stopped });
+            self.happens(SourceEvent::GuestDied { last });
             return;
         }
+        let waits = scene.mutant == Some(Mutant::WaitsForRunning) && !self.wanted;
         if matches!(outcome, Outcome::Works | Outcome::Mute { effect: true }) {
             self.runs_here();
+            if scene.mutant != Some(Mutant::ReturnsWithoutDisks) || self.wanted {
+                self.takes_disks(None);
+            }
         }
-        self.happens(if outcome == Outcome::Works {
+        self.happens(if outcome == Outcome::Works && !waits {
             SourceEvent::Resumed
         } else {
             let reason = String::new();
@@ -964,7 +1080,7 @@ impl Now {
             DestinationAction::Send(message) => self.say_there(scene, index, message),
             DestinationAction::Run { resume } => {
                 job.doing = Some(Operation::Run { resume });
-                if resume != scene.resume {
+                if resume != self.wanted {
                     self.fail(Wrong::RunsUnasked);
                 }
             }
@@ -1052,6 +1168,7 @@ impl Now {
                     if matches!(self.attempts[attempt].vmm, Vmm::Loaded | Vmm::SentOn) =>
                 {
                     self.runs_there(attempt);
+                    self.takes_disks(Some(attempt));
                     self.attempts[attempt].seen = true;
                     self.attempts[attempt].fresh = true;
                     let state = String::new();
@@ -1118,6 +1235,7 @@ impl Now {
                 continue;
             }
             attempt.vmm = Vmm::Dead;
+            attempt.disks = false;
             let starting = job.is_some_and(|job| {
                 matches!(job.machine.state(), DestinationState::Starting { .. })
                     && !job
@@ -1190,10 +1308,13 @@ impl Now {
         };
         let text = String::new;
         let event = match (doing, vmm, outcome) {
-            (Operation::Run { .. }, Vmm::Loaded | Vmm::Runs, Outcome::Works) => {
+            (Operation::Run { resume }, Vmm::Loaded | Vmm::Runs | Vmm::Halted, Outcome::Works) => {
                 job.doing = Some(Operation::Watch);
                 if vmm == Vmm::Loaded {
                     self.runs_there(index);
+                    if resume || scene.mutant != Some(Mutant::PausedWithoutDisks) {
+                        self.takes_disks(Some(index));
+                    }
                 }
                 return;
             }
@@ -1202,6 +1323,7 @@ impl Now {
             {
                 job.doing = Some(Operation::Watch);
                 self.runs_there(index);
+                self.takes_disks(Some(index));
                 return;
             }
             (
@@ -1213,6 +1335,7 @@ impl Now {
                 job.unsure = true;
                 if effect {
                     self.runs_there(index);
+                    self.takes_disks(Some(index));
                 }
                 DestinationEvent::Unclear { reason: text() }
             }
@@ -1221,7 +1344,12 @@ impl Now {
             (Operation::Run { .. }, Vmm::Loaded, Outcome::Refused) => {
                 DestinationEvent::NotStarted { cause: text() }
             }
-            (Operation::Watch | Operation::Check, Vmm::Runs, Outcome::Works) => {
+            (Operation::Watch | Operation::Check, Vmm::Halted, Outcome::Works)
+                if scene.mutant == Some(Mutant::DoubtsTheHalted) =>
+            {
+                DestinationEvent::Unclear { reason: text() }
+            }
+            (Operation::Watch | Operation::Check, Vmm::Runs | Vmm::Halted, Outcome::Works) => {
                 attempt.seen = true;
                 attempt.fresh = true;
                 DestinationEvent::Started { state: text() }
@@ -1231,11 +1359,11 @@ impl Now {
                 return;
             }
             (Operation::End, _, Outcome::Works) => {
-                if matches!(vmm, Vmm::Runs | Vmm::SentOn) {
+                if vmm.has_guest() || vmm == Vmm::SentOn {
                     self.fail(Wrong::EndedRunning);
                 }
+                self.dies(index);
                 let attempt = &mut self.attempts[index];
-                attempt.vmm = Vmm::Dead;
                 attempt.put_down = !attempt.unrecorded;
                 self.ended(index);
                 return;

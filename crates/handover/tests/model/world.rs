@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use handover::{
     Destination, DestinationAction, DestinationMessage, DestinationState, GuestLocation,
-    Incarnation, Source, SourceAction, SourceMessage, SourceState,
+    Incarnation, LastSeen, Source, SourceAction, SourceMessage, SourceState,
 };
 
 /// What is explored.
@@ -16,7 +16,7 @@ pub(crate) struct Scene {
     pub(crate) hosts: u8,
     /// Attempts that may be begun.
     pub(crate) attempts: usize,
-    /// Whether the guest runs before the first attempt; its owner has paused it otherwise.
+    /// Whether the guest runs at the beginning; its owner has paused it otherwise.
     pub(crate) resume: bool,
     /// What may happen, how often.
     pub(crate) bounds: Bounds,
@@ -65,6 +65,24 @@ pub(crate) enum Mutant {
     RunsWhatWasSentOn,
     /// A command that is run again sends `commit` without a look at the source's own VMM.
     CommitsWithoutALook,
+    /// H3: every pause is taken for the switchover, after which the guest runs again or cannot be continued.
+    WaitsForRunning,
+    /// H4: a VMM that has ended while nobody followed leaves the guest in doubt.
+    DoubtsTheDead,
+    /// H4, the other way: the destination is told to give up what may be the only copy.
+    AbortsForTheDead,
+    /// H5: a guest that was continued and has stopped since is unclear.
+    DoubtsTheHalted,
+    /// H1: a guest that is to stay paused does not get its disks at the destination.
+    PausedWithoutDisks,
+    /// H1, the other way: a destination takes the disks when it has loaded the guest.
+    TakesDisksEarly,
+    /// H6: a paused guest that comes back does not get its disks.
+    ReturnsWithoutDisks,
+    /// H8: what a VMM is found to have sent is taken for the attempt's own doing.
+    TakesForItsOwn,
+    /// The owner's wish of the beginning is what counts at the end.
+    ForgetsThePause,
 }
 
 /// What is never to happen.
@@ -76,7 +94,7 @@ pub(crate) enum Wrong {
     StaleRuns,
     /// I2: reported at the destination, where it has not been seen as it shall be, or while it runs at the source.
     NotAtDestination,
-    /// I2: reported at the source, which does not have it.
+    /// I2: reported at the source, which does not have it, or gone from there, and it is there.
     NotAtSource,
     /// I2: reported lost, and it runs.
     NotLost,
@@ -88,8 +106,16 @@ pub(crate) enum Wrong {
     SaidTooSoon,
     /// I5: a VMM is ended in which the guest runs.
     EndedRunning,
+    /// I2: reported in doubt, and no commit was written down.
+    DoubtWithoutCommit,
+    /// I5: a destination is told to give up the only copy.
+    OnlyCopyEnded,
     /// I6: a paused guest is requested to run, or a running one to stay paused.
     RunsUnasked,
+    /// I7: two VMMs have the disks.
+    TwoDisks,
+    /// I7: who is reported to have the guest does not have its disks.
+    NoDisks,
 }
 
 /// Events that cost: their number is what bounds an exploration.
@@ -117,9 +143,13 @@ pub(crate) enum Fault {
     Moved,
     /// A person continues the guest at the source by hand.
     Hand,
+    /// The guest's owner pauses it at the source, or lets it go on; or its VMM does.
+    Owner,
+    /// A guest that was continued at the destination stops by itself.
+    Halt,
 }
 
-pub(crate) const FAULTS: [(Fault, &str); 11] = [
+pub(crate) const FAULTS: [(Fault, &str); 13] = [
     (Fault::Kill, "kills"),
     (Fault::Death, "deaths"),
     (Fault::Cut, "cuts"),
@@ -131,6 +161,8 @@ pub(crate) const FAULTS: [(Fault, &str); 11] = [
     (Fault::Forget, "lost journals"),
     (Fault::Moved, "moved by others"),
     (Fault::Hand, "continued by hand"),
+    (Fault::Owner, "pauses by others"),
+    (Fault::Halt, "halts"),
 ];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -144,11 +176,13 @@ pub(crate) struct Bounds {
 }
 
 impl Bounds {
-    /// Any `faults`, but what others do to the source's VMM behind the journal's back.
+    /// Any `faults`, but what others do to the guest and its VMMs.
     pub(crate) const fn any(commands: u8, faults: u8) -> Self {
         let mut each = [faults; FAULTS.len()];
         each[Fault::Moved as usize] = 0;
         each[Fault::Hand as usize] = 0;
+        each[Fault::Owner as usize] = 0;
+        each[Fault::Halt as usize] = 0;
         Self {
             commands,
             faults,
@@ -196,6 +230,10 @@ pub(crate) struct Now {
     pub(crate) source: SourceVmm,
     /// The guest has run elsewhere since it ran at the source.
     pub(crate) source_stale: bool,
+    /// The source's VMM has the guest's disks.
+    pub(crate) source_disks: bool,
+    /// The guest's owner wants it to run.
+    pub(crate) wanted: bool,
     pub(crate) driver: Option<Driver>,
     /// What a VMM that migrates itself remembers of an attempt that is in doubt.
     pub(crate) kept: Option<Box<Source>>,
@@ -221,14 +259,15 @@ pub(crate) struct Now {
 pub(crate) enum SourceVmm {
     /// Has the guest, as its owner wants it: running, or paused.
     Runs,
+    /// Still as its owner wants it.
     Migrating(u8),
     /// All has been sent; may still go back by itself.
     Switching(u8),
     /// Paused for good.
     Stopped(u8),
     Dead {
-        /// A driver has seen that it was paused for the switchover and has not run since.
-        stopped: bool,
+        /// What a driver that is there has seen of the guest before.
+        last: LastSeen,
     },
 }
 
@@ -242,6 +281,8 @@ pub(crate) struct Driver {
     /// Actions to be carried out.
     pub(crate) queue: VecDeque<SourceAction>,
     pub(crate) doing: Doing,
+    /// The guest may have begun to run again since this driver follows it.
+    pub(crate) continued: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -257,12 +298,16 @@ pub(crate) struct Attempt {
     pub(crate) host: u8,
     /// The source's journal.
     pub(crate) record: Option<SourceState>,
+    /// What that has on whether the guest shall run.
+    pub(crate) resume: bool,
     /// The destination's journal, with the incarnation that accepted.
     pub(crate) journal: Option<(Incarnation, DestinationState)>,
     /// The destination's process, while it is up and knows the attempt.
     pub(crate) job: Option<Job>,
     /// The VMM at the destination.
     pub(crate) vmm: Vmm,
+    /// It has the guest's disks.
+    pub(crate) disks: bool,
     /// The guest has run elsewhere since this copy was made.
     pub(crate) stale: bool,
     /// The guest has run here.
@@ -285,8 +330,16 @@ pub(crate) enum Vmm {
     Loaded,
     /// Has the guest, as it was at the source: running, or paused.
     Runs,
+    /// Has the guest, which was continued and has been stopped by something.
+    Halted,
     SentOn,
     Dead,
+}
+
+impl Vmm {
+    pub(crate) fn has_guest(self) -> bool {
+        matches!(self, Self::Runs | Self::Halted)
+    }
 }
 
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -330,6 +383,8 @@ impl World {
             now: Now {
                 source: SourceVmm::Runs,
                 source_stale: false,
+                source_disks: true,
+                wanted: scene.resume,
                 driver: None,
                 kept: None,
                 to: 0,
@@ -360,7 +415,7 @@ impl Now {
     /// How many VMMs have the guest as it shall be.
     pub(crate) fn running(&self) -> usize {
         let here = matches!(self.source, SourceVmm::Runs | SourceVmm::Migrating(_));
-        let there = self.attempts.iter().filter(|a| a.vmm == Vmm::Runs).count();
+        let there = self.attempts.iter().filter(|a| a.vmm.has_guest()).count();
         usize::from(here) + there + usize::from(self.elsewhere)
     }
 
@@ -370,7 +425,7 @@ impl Now {
         let there = self
             .attempts
             .iter()
-            .any(|a| matches!(a.vmm, Vmm::Loaded | Vmm::Runs) && !a.stale);
+            .any(|a| (a.vmm == Vmm::Loaded || a.vmm.has_guest()) && !a.stale);
         !here && !there && !self.elsewhere
     }
 
@@ -390,13 +445,39 @@ impl Now {
         self.begins(was_stale);
     }
 
-    /// The guest runs at the source again.
+    /// The guest is the source's again, and runs if its owner wants that.
     pub(crate) fn runs_here(&mut self) {
         self.source = SourceVmm::Runs;
-        for other in &mut self.attempts {
-            other.stale |= other.vmm != Vmm::Waiting;
-        }
+        self.ages();
         self.begins(self.source_stale);
+    }
+
+    /// The guest may run at the source: no copy counts any more.
+    pub(crate) fn ages(&mut self) {
+        for copy in &mut self.attempts {
+            copy.stale |= copy.vmm != Vmm::Waiting;
+        }
+        if let Some(driver) = &mut self.driver {
+            driver.continued = true;
+        }
+    }
+
+    /// The source's VMM takes the guest's disks, or that of an attempt.
+    pub(crate) fn takes_disks(&mut self, attempt: Option<usize>) {
+        match attempt {
+            None => self.source_disks = true,
+            Some(attempt) => self.attempts[attempt].disks = true,
+        }
+        let there = self.attempts.iter().filter(|a| a.disks).count();
+        if usize::from(self.source_disks) + there + usize::from(self.elsewhere) > 1 {
+            self.fail(Wrong::TwoDisks);
+        }
+    }
+
+    /// The VMM of an attempt ends.
+    pub(crate) fn dies(&mut self, attempt: usize) {
+        self.attempts[attempt].vmm = Vmm::Dead;
+        self.attempts[attempt].disks = false;
     }
 
     fn begins(&mut self, stale: bool) {
@@ -411,22 +492,31 @@ impl Now {
         }
     }
 
-    /// What a run of the source reports at its end.
-    pub(crate) fn reported(&mut self, guest: GuestLocation, attempt: usize) {
+    /// What a run of the source reports at its end; `over`: and it has nothing left to do.
+    pub(crate) fn reported(&mut self, guest: GuestLocation, attempt: usize, over: bool) {
         let attempt = &self.attempts[attempt];
         match guest {
             GuestLocation::Destination => {
                 let here = matches!(self.source, SourceVmm::Runs | SourceVmm::Migrating(_));
+                let no_disks = attempt.vmm.has_guest() && !attempt.disks;
                 if !attempt.seen || here {
                     self.fail(Wrong::NotAtDestination);
                 }
+                if no_disks {
+                    self.fail(Wrong::NoDisks);
+                }
             }
             GuestLocation::Source => {
-                // It may have died since.
-                if !matches!(self.source, SourceVmm::Runs | SourceVmm::Dead { .. })
-                    || self.source_stale
-                {
+                // It may have died since. One that could not be continued stays to be.
+                let is_there = match self.source {
+                    SourceVmm::Runs | SourceVmm::Dead { .. } => true,
+                    _ => !over,
+                };
+                if !is_there || self.source_stale {
                     self.fail(Wrong::NotAtSource);
+                }
+                if over && self.source == SourceVmm::Runs && !self.source_disks {
+                    self.fail(Wrong::NoDisks);
                 }
             }
             GuestLocation::Lost => {
@@ -436,11 +526,23 @@ impl Now {
                 }
             }
             GuestLocation::MovedOn => {
-                if !attempt.ran || attempt.vmm == Vmm::Runs {
+                if !attempt.ran || attempt.vmm.has_guest() {
                     self.fail(Wrong::NotAtDestination);
                 }
             }
-            GuestLocation::InDoubt => {}
+            GuestLocation::InDoubt => {
+                // A VMM that migrates itself has no journal.
+                let record = attempt.record.as_ref();
+                if record.is_some_and(|record| record.guest() != GuestLocation::InDoubt) {
+                    self.fail(Wrong::DoubtWithoutCommit);
+                }
+            }
+            GuestLocation::Gone => {
+                if !matches!(self.source, SourceVmm::Dead { .. }) {
+                    self.fail(Wrong::NotAtSource);
+                }
+            }
+            GuestLocation::Unconfirmed => {}
         }
     }
 
@@ -468,10 +570,13 @@ impl Now {
     /// What a reader of a trace wants to see: each thing with its state.
     pub(crate) fn tell(&self) -> Vec<String> {
         let stale = |stale: bool| if stale { ", stale" } else { "" };
+        let disks = |disks: bool| if disks { ", with the disks" } else { "" };
         let mut told = vec![format!(
-            "source: {:?}{}",
+            "source: {:?}{}{}{}",
             self.source,
-            stale(self.source_stale)
+            stale(self.source_stale),
+            disks(self.source_disks),
+            if self.wanted { "" } else { ", to be paused" },
         )];
         if let Some(driver) = &self.driver {
             let (attempt, state) = (driver.attempt, driver.machine.state());
@@ -485,8 +590,9 @@ impl Now {
         for (number, attempt) in self.attempts.iter().enumerate() {
             let (host, vmm) = (attempt.host, attempt.vmm);
             told.push(format!(
-                "#{number} on host {host}: {vmm:?}{}",
-                stale(attempt.stale)
+                "#{number} on host {host}: {vmm:?}{}{}",
+                stale(attempt.stale),
+                disks(attempt.disks)
             ));
             if let Some(job) = &attempt.job {
                 let state = job.machine.state();

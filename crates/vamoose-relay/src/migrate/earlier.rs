@@ -3,14 +3,16 @@
 
 use std::time::{Duration, Instant};
 
-use handover::{DestinationMessage, GuestLocation, SourceEvent, SourceMessage, SourceState};
+use handover::{
+    DestinationMessage, GuestLocation, LastSeen, SourceEvent, SourceMessage, SourceState,
+};
 use serde_json::Value;
 use tracing::info;
 use vamoose_link::Snapshot;
 
 use super::{
     Cause, Ended, Failure, Migration, Moved, SourceQemu, at_source,
-    hand_over::{HandOver, confirm_earlier},
+    hand_over::{HandOver, confirm_earlier, stands_still},
     span,
 };
 use crate::{
@@ -33,8 +35,16 @@ impl Migration<'_> {
         let known: Vec<_> = known.iter().filter(of_this).collect();
         if let Some(unfinished) = known.iter().find(|record| !record.is_over()) {
             let result = self.go_on(journal, unfinished, Some(source));
+            let now = journal.find::<AtSource>(unfinished.attempt);
+            let is_over = now
+                .map_err(at_source)?
+                .is_some_and(|record| record.is_over());
             return match result {
-                Err(failure) if failure.guest == GuestLocation::Source && !self.is_cancelled() => {
+                Err(failure)
+                    if failure.guest == GuestLocation::Source
+                        && is_over
+                        && !self.is_cancelled() =>
+                {
                     info!("an earlier attempt is over: {}", chain(&failure));
                     Ok(None)
                 }
@@ -45,10 +55,14 @@ impl Migration<'_> {
             return Ok(None);
         }
         match known.last() {
-            Some(record) => Ok(Some(self.after(journal, record))),
-            None => Err(Failure {
+            Some(record) if record.state.guest() != GuestLocation::Source => {
+                Ok(Some(self.after(journal, record)))
+            }
+            // It came back, paused as its owner had it.
+            Some(record) if !record.side.resume => Err(at_source(QemuError::SentBefore)),
+            _ => Err(Failure {
                 cause: Cause::NotInJournal,
-                guest: GuestLocation::InDoubt,
+                guest: GuestLocation::Gone,
                 attempt: None,
             }),
         }
@@ -68,35 +82,32 @@ impl Migration<'_> {
             record.attempt, record.side.to, record.name
         );
         let unfinished = |cause, guest| Failure::of(record.attempt, cause, guest);
-        let guest = match &record.state {
-            SourceState::Committing { .. } => GuestLocation::InDoubt,
-            _ => GuestLocation::Source,
-        };
+        let guest = record.state.guest();
         let entry = journal.claim(record.clone());
         let entry = entry.map_err(|error| unfinished(error.into(), guest))?;
         let to = self.to.at(&entry.record.side.to);
         let to = to.map_err(|error| unfinished(Cause::broken(chain(&error)), guest))?;
         let state = entry.record.state.clone();
         let mut attempt = HandOver::new(entry, &to, self.limits(), self.cancel);
-        // What has become of the guest meanwhile.
+        // What has become of the guest meanwhile. A QEMU that has sent it may have done so for another tool, when it had gone on.
+        let is_vouched_for = self.confirm == Some(record.attempt);
         let event = match (state, source.as_deref_mut()) {
-            // It is not known whether the guest had stopped when its QEMU ended.
+            (_, None) => Some(SourceEvent::GuestDied {
+                last: LastSeen::Unknown,
+            }),
             (
-                SourceState::Moving {
-                    incarnation: Some(_),
-                },
-                None,
+                state @ (SourceState::Moving { .. } | SourceState::Returning { .. }),
+                Some(source),
             ) => {
-                return Err(unfinished(Cause::SourceEnded, GuestLocation::InDoubt));
-            }
-            (_, None) => Some(SourceEvent::GuestDied { stopped: false }),
-            (SourceState::Moving { .. }, Some(source)) => {
                 let completed = source.wait_until_ended();
-                match completed.map_err(|error| unfinished(error.into(), guest))? {
-                    true => Some(SourceEvent::Stopped),
-                    false => Some(SourceEvent::Failed {
+                let completed = completed.map_err(|error| unfinished(error.into(), guest))?;
+                match (completed, state) {
+                    (true, _) if !is_vouched_for => Some(SourceEvent::FoundSent),
+                    (true, SourceState::Moving { .. }) => Some(SourceEvent::Stopped),
+                    (false, SourceState::Moving { .. }) => Some(SourceEvent::Failed {
                         cause: "the process that drove the migration was ended".to_owned(),
                     }),
+                    _ => None,
                 }
             }
             (SourceState::Committing { .. }, Some(source)) if source.was_running => {
@@ -118,11 +129,22 @@ impl Migration<'_> {
             return Err(failure(Cause::NotInJournal, GuestLocation::InDoubt));
         };
         let before = |now: String| Cause::moved_before(record, now);
+        if *guest == GuestLocation::Gone {
+            return Err(failure(
+                Cause::broken(cause.clone().unwrap_or_default()),
+                *guest,
+            ));
+        }
         if *guest != GuestLocation::Destination || !self.is_asked_for(record) {
             return Err(failure(before(cause.clone().unwrap_or_default()), *guest));
         }
         let entry = journal.claim(record.clone()).map_err(at_source)?;
         Err(match self.ask_after(&entry.record) {
+            Ok(DestinationMessage::Running { state })
+                if record.side.resume && stands_still(&state) =>
+            {
+                failure(Cause::StandsStill(state), *guest)
+            }
             Ok(DestinationMessage::Running { state }) => {
                 info!(
                     "{}: attempt {} has moved the guest to {}, where it is {state}",
@@ -211,10 +233,7 @@ impl Migration<'_> {
     }
 }
 
-/// Whether the guest was handed over.
+/// Whether the guest was handed over, or has ended.
 fn has_left(record: &Record<AtSource>) -> bool {
-    let SourceState::Over { guest, .. } = &record.state else {
-        return false;
-    };
-    matches!(guest, GuestLocation::Destination | GuestLocation::MovedOn)
+    record.is_over() && record.state.guest() != GuestLocation::Source
 }

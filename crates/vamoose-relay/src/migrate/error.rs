@@ -63,6 +63,9 @@ pub enum Cause {
     },
     #[error("the source has sent its guest away in a migration that is not in this journal")]
     NotInJournal,
+    /// It was continued at the destination, and something has stopped it since.
+    #[error("it was continued there, and something has stopped it since: it is `{0}`")]
+    StandsStill(String),
     /// It broke under way.
     #[error("{}{}", reports.join("; "), if relay.is_some() { "; the relay reports" } else { "" })]
     Broken {
@@ -78,6 +81,7 @@ fn what(cause: &Cause) -> &'static str {
     match cause {
         Cause::Cancelled => "the guest was not migrated",
         Cause::MovedBefore { .. } => "nothing was migrated",
+        Cause::StandsStill(_) => "the guest has moved, and does not run",
         _ => "the migration failed",
     }
 }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use handover::{
-    AttemptId, Decision, DestinationMessage, GuestLocation, SourceAction, SourceEvent,
+    AttemptId, Decision, DestinationMessage, GuestLocation, LastSeen, SourceAction, SourceEvent,
     SourceMessage, SourceState,
 };
 use tracing::{debug, info, warn};
@@ -36,8 +36,12 @@ pub(super) struct HandOver<'a> {
     last_problem: String,
     /// When the destination reported that the guest runs.
     pub(super) running_at: Option<Instant>,
+    /// And in what state it was then, by the name that the destination's QEMU has for it.
+    their_state: Option<String>,
     /// Why the destination has aborted.
     pub(super) their_cause: Option<String>,
+    /// The destination has been told to abort.
+    has_aborted: bool,
 }
 
 /// How long things may take.
@@ -74,7 +78,9 @@ impl<'a> HandOver<'a> {
             unclear_since: None,
             last_problem: String::new(),
             running_at: None,
+            their_state: None,
             their_cause: None,
+            has_aborted: false,
         }
     }
 
@@ -110,6 +116,23 @@ impl<'a> HandOver<'a> {
         Ok(())
     }
 
+    /// Takes down whether the guest is to run, when that has changed.
+    pub(super) fn note_wish(&mut self, running: bool) -> Result<(), Cause> {
+        if self.machine.resume() != running {
+            let actions = self.machine.handle(SourceEvent::Wanted { running });
+            if actions.contains(&SourceAction::Persist) {
+                self.persist()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The state of a guest that was continued at the destination, if something has stopped it since.
+    pub(super) fn stands_still_there(&self) -> Option<String> {
+        let state = self.their_state.as_deref()?;
+        (self.machine.resume() && stands_still(state)).then(|| state.to_owned())
+    }
+
     fn drive(&mut self, first: Vec<SourceAction>, mut source: Option<&mut SourceQemu>) -> Decision {
         let mut actions = VecDeque::from(first);
         loop {
@@ -129,8 +152,10 @@ impl<'a> HandOver<'a> {
                 }
                 Some(SourceAction::Dial) => self.dial(),
                 Some(SourceAction::Resume) => match source.as_deref_mut() {
-                    Some(source) => source.resume(self.entry.record.side.resume),
-                    None => SourceEvent::GuestDied { stopped: true },
+                    Some(source) => source.resume(self.machine.resume()),
+                    None => SourceEvent::GuestDied {
+                        last: LastSeen::Stopped,
+                    },
                 },
                 Some(SourceAction::Decide(decision)) => return self.decide(decision),
                 // An answer is waited for.
@@ -140,7 +165,7 @@ impl<'a> HandOver<'a> {
                 // Nothing that happens would change anything; another run looks again.
                 None => {
                     return Decision {
-                        guest: GuestLocation::InDoubt,
+                        guest: self.machine.state().guest(),
                         cause: Some(self.last_problem.clone()),
                     };
                 }
@@ -151,12 +176,16 @@ impl<'a> HandOver<'a> {
 
     fn persist(&mut self) -> Result<(), JournalError> {
         self.entry.record.state = self.machine.state().clone();
+        self.entry.record.side.resume = self.machine.resume();
         self.entry.write()
     }
 
     fn send(&mut self, message: &SourceMessage) {
-        if matches!(message, SourceMessage::Abort { .. }) && self.control.is_none() {
-            self.control = Control::connect(self.to, self.attempt()).ok();
+        if matches!(message, SourceMessage::Abort { .. }) {
+            self.has_aborted = true;
+            if self.control.is_none() {
+                self.control = Control::connect(self.to, self.attempt()).ok();
+            }
         }
         let sent = self.control.as_ref().map(|control| control.send(message));
         if let Some(Err(error)) = sent {
@@ -215,7 +244,10 @@ impl<'a> HandOver<'a> {
 
     fn answered(&mut self, message: DestinationMessage) -> SourceEvent {
         match &message {
-            DestinationMessage::Running { .. } => self.running_at = Some(Instant::now()),
+            DestinationMessage::Running { state } => {
+                self.running_at = Some(Instant::now());
+                self.their_state = Some(state.clone());
+            }
             DestinationMessage::Aborted { cause, .. } => self.their_cause = Some(cause.clone()),
             DestinationMessage::Receiving => return SourceEvent::AskAgain,
             DestinationMessage::Unclear { reason } | DestinationMessage::Refused { reason } => {
@@ -253,7 +285,8 @@ impl<'a> HandOver<'a> {
     }
 
     fn decide(&mut self, decision: Decision) -> Decision {
-        if matches!(decision.guest, GuestLocation::Source | GuestLocation::Lost)
+        if self.has_aborted
+            && matches!(decision.guest, GuestLocation::Source | GuestLocation::Lost)
             && !self.entry.record.side.confirmed
         {
             self.confirm_abort();
@@ -308,6 +341,19 @@ impl<'a> HandOver<'a> {
             }
         }
     }
+}
+
+/// Whether a guest in this state, by QEMU's name, runs no more although it was continued: its disk is full, it has panicked, it
+/// has powered off. Not if a person has paused it.
+pub(super) fn stands_still(state: &str) -> bool {
+    let stopped = [
+        "io-error",
+        "internal-error",
+        "guest-panicked",
+        "watchdog",
+        "shutdown",
+    ];
+    stopped.contains(&state)
 }
 
 /// Notifies the destination of an earlier attempt that has failed, which could not be reached then.

@@ -6,16 +6,16 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use handover::SourceEvent;
+use handover::{LastSeen, SourceEvent};
 use serde_json::json;
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 use vamoose_link::millis;
 
 use super::{Cause, remainder::Allowed};
 use crate::{
     Instance, chain,
     control::Offer,
-    qemu::{ENDING, MigrationStatus, Qemu, QemuError},
+    qemu::{ENDING, MigrationStatus, Qemu, QemuError, is_switchover},
     qmp::{QmpError, Timestamp},
 };
 
@@ -26,8 +26,12 @@ pub(crate) struct SourceQemu {
     pub(super) ram_bytes: u64,
     /// Whether the guest ran when the attempt began.
     pub(crate) was_running: bool,
+    /// Whether the guest is to run, as its owner has it by now: a pause that is not the switchover's counts, whoever it is by.
+    pub(super) is_wanted: bool,
     /// When the guest was stopped for the switchover.
     pub(super) stopped: Option<Stopped>,
+    /// The guest may have run since its migration began to send it.
+    has_gone_on: bool,
     /// Value for `zero-page-detection`, where QEMU knows it.
     pub(super) zero_pages: Option<String>,
     /// In milliseconds, once it is set up.
@@ -47,6 +51,8 @@ pub(super) struct Stopped {
 
 /// States of a guest that goes on at the destination: one that is suspended waits to be woken, and some clocks of it go on.
 const ALIVE: [&str; 2] = ["running", "suspended"];
+/// How long QEMU may take to tell why the guest has stopped: in the switchover it may have no time for that.
+const LOOKING: Duration = Duration::from_secs(1);
 /// How long a source may take to run again after a failure.
 const SETTLING: Duration = Duration::from_secs(10);
 /// How long to wait for an event before looking at the clock and at a cancel.
@@ -58,11 +64,14 @@ impl SourceQemu {
         let mut qemu = Qemu::connect(path)?;
         let uuid = qemu.uuid()?;
         let state = qemu.state()?;
+        let was_running = ALIVE.contains(&state.as_str());
         Ok(Self {
             instance: Instance::of(&mut qemu, path, uuid),
             ram_bytes: qemu.ram_bytes()?,
-            was_running: ALIVE.contains(&state.as_str()),
+            was_running,
+            is_wanted: was_running,
             stopped: None,
+            has_gone_on: false,
             zero_pages: None,
             downtime_limit: None,
             is_suspended: state == "suspended",
@@ -100,6 +109,9 @@ impl SourceQemu {
                 expected: "a guest that is not being migrated",
             });
         }
+        if is_switchover(&state) {
+            return Err(QemuError::SentBefore);
+        }
         self.qemu.check(&["multifd", "return-path"])?;
         match zero_page_detection {
             Some(value) => self.qemu.check_value("zero-page-detection", value),
@@ -126,19 +138,58 @@ impl SourceQemu {
 
     /// Takes all events that there are, and waits for a first one; whether one is about the migration.
     pub(super) fn take_events(&mut self, mut wait: Duration) -> Result<bool, QemuError> {
-        let mut is_news = false;
+        let (mut is_news, mut stopped) = (false, false);
         while let Some(event) = self.qemu.next_event(wait)? {
             wait = Duration::ZERO;
             match event.name.as_str() {
-                "STOP" => self.stopped = Some(Stopped::by(event.timestamp)),
-                "RESUME" => self.stopped = None,
+                "STOP" => {
+                    self.stopped = Some(Stopped::by(event.timestamp));
+                    stopped = true;
+                }
+                "RESUME" => {
+                    self.stopped = None;
+                    stopped = false;
+                    self.is_wanted = true;
+                    self.has_gone_on = true;
+                }
                 "SUSPEND" => self.is_suspended = true,
                 "WAKEUP" => self.is_suspended = false,
-                "MIGRATION" => is_news = true,
+                "MIGRATION" => {
+                    is_news = true;
+                    let ends = ["failed", "cancelled"];
+                    self.has_gone_on |= ends.iter().any(|end| event.data["status"] == *end);
+                }
                 _ => {}
             }
         }
+        if stopped {
+            self.find_out_why_it_stopped()?;
+        }
         Ok(is_news)
+    }
+
+    /// The switchover is not all that stops a guest: another monitor's `stop` does, and a full disk, or a guest that panics. By
+    /// the state that QEMU is in behind the event they can be told apart.
+    fn find_out_why_it_stopped(&mut self) -> Result<(), QemuError> {
+        match self.qemu.state_within(LOOKING)? {
+            Some(state) if !is_switchover(&state) => {
+                info!("the guest was paused, not by the migration: it is `{state}` and moves so");
+                self.stopped = None;
+                self.is_wanted = false;
+            }
+            // QEMU has no time in the switchover only.
+            _ => self.has_gone_on = false,
+        }
+        Ok(())
+    }
+
+    /// What the guest did last, by the events that have come.
+    pub(super) fn last_seen(&self) -> LastSeen {
+        match (self.is_wanted && self.stopped.is_none(), self.has_gone_on) {
+            (true, _) => LastSeen::Running,
+            (false, false) => LastSeen::Stopped,
+            (false, true) => LastSeen::Unknown,
+        }
     }
 
     /// How long the guest has been standing still for the switchover.
@@ -161,7 +212,7 @@ impl SourceQemu {
         true
     }
 
-    /// Continues the guest here as it was, whatever has been done to it.
+    /// Gives the guest back to its owner here, whatever has been done to it.
     pub(crate) fn resume(&mut self, should_run: bool) -> SourceEvent {
         let resumed = self.go_on(should_run).or_else(|error| {
             // A monitor that broke may be had again.
@@ -176,29 +227,30 @@ impl SourceQemu {
                 self.announce();
                 SourceEvent::Resumed
             }
-            Err(_) if self.qemu.is_dead(ENDING) => SourceEvent::GuestDied { stopped: false },
+            Err(_) if self.qemu.is_dead(ENDING) => SourceEvent::GuestDied {
+                last: self.last_seen(),
+            },
             Err(error) => SourceEvent::NotResumed {
                 reason: chain(&error),
             },
         }
     }
 
-    /// A guest that QEMU itself continues, after a migration that failed, is waited for; one that was sent away
-    /// whole stays paused until it is continued, and without its disks until these are taken back.
+    /// After a migration that failed QEMU itself continues the guest, which is waited for, or leaves it as its owner has paused
+    /// it. One that was sent away whole stays paused, and without its disks, until these are taken back.
     fn go_on(&mut self, should_run: bool) -> Result<(), QemuError> {
-        self.qemu.ask_until("running", SETTLING, |qemu| {
-            let mut state = qemu.state()?;
-            if !ALIVE.contains(&state.as_str()) && qemu.has_sent_its_guest()? {
+        let expected = "a guest that is its owner's";
+        self.qemu.ask_until(expected, SETTLING, |qemu| {
+            let state = qemu.state()?;
+            if is_switchover(&state) && qemu.has_sent_its_guest()? {
                 match should_run {
                     true => qemu.execute("cont", json!({}))?,
                     false => qemu.activate_disks()?,
                 }
-                state = qemu.state()?;
+            } else if state == "finish-migrate" {
+                return Ok(ControlFlow::Continue(state));
             }
-            Ok(match !should_run || ALIVE.contains(&state.as_str()) {
-                true => ControlFlow::Break(()),
-                false => ControlFlow::Continue(state),
-            })
+            Ok(ControlFlow::Break(()))
         })
     }
 

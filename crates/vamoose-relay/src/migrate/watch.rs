@@ -12,6 +12,7 @@ use vamoose_link::{Hangup, Session, Stats};
 
 use super::{
     Cause, Migration, Progress,
+    hand_over::HandOver,
     remainder::Remainder,
     source::{EVENT_WAIT, SourceQemu},
 };
@@ -42,6 +43,7 @@ impl Migration<'_> {
     /// Has the source migrate to its relay, until it reports how that ended; QEMU's account if it completed.
     pub(super) fn watch(
         &self,
+        hand_over: &mut HandOver<'_>,
         source: &mut SourceQemu,
         relay: &Beside<'_>,
         observe: &mut dyn FnMut(&Progress),
@@ -49,6 +51,8 @@ impl Migration<'_> {
         if self.is_cancelled() {
             return Err(Cause::Cancelled);
         }
+        // A pause from before is none of the switchover's.
+        source.take_events(Duration::ZERO)?;
         let uri = format!("unix:{}", relay.socket.display());
         source.qemu.execute("migrate", json!({ "uri": uri }))?;
         let mut stopping = None;
@@ -77,6 +81,7 @@ impl Migration<'_> {
                 return Err(cause);
             }
             let is_news = source.take_events(EVENT_WAIT)?;
+            hand_over.note_wish(source.is_wanted)?;
             if !is_news && asked.is_some_and(|asked: Instant| asked.elapsed() < ASK_EVERY) {
                 continue;
             }
@@ -99,6 +104,7 @@ impl Migration<'_> {
             if status == "completed" {
                 // Among them, when it stopped. The guest is paused: nothing is waited for.
                 source.take_events(Duration::ZERO)?;
+                hand_over.note_wish(source.is_wanted)?;
             }
             observe(&Progress {
                 status: status.to_owned(),

@@ -25,7 +25,7 @@ pub(super) const LOADING: Duration = Duration::from_secs(30);
 /// States of a guest that has not run since it was loaded, and may be continued.
 const WAITING: [&str; 2] = ["paused", "prelaunch"];
 /// States of a guest that runs here; in the last one it may be on its way to another host.
-const HERE: [&str; 3] = ["running", "suspended", "finish-migrate"];
+const RUNS: [&str; 3] = ["running", "suspended", "finish-migrate"];
 /// State of a guest that has been sent on from here.
 const SENT_ON: &str = "postmigrate";
 
@@ -52,17 +52,15 @@ impl DestinationQemu {
         if state == SENT_ON {
             return DestinationEvent::MovedOn;
         }
-        if HERE.contains(&state.as_str()) {
+        if RUNS.contains(&state.as_str()) {
             return self.started(state);
         }
-        if !resume {
+        if !resume || !WAITING.contains(&state.as_str()) {
+            // To stay paused; or it has been continued, and something has stopped it since.
             return match self.with_qemu(Qemu::activate_disks) {
                 Ok(()) => self.started(state),
                 Err(error) => self.not_started(&error),
             };
-        }
-        if !WAITING.contains(&state.as_str()) {
-            return unclear(format!("the guest is in the state `{state}`"));
         }
         let told = self.with_qemu(|qemu| qemu.execute("cont", json!({})));
         match told {
@@ -112,13 +110,11 @@ impl DestinationQemu {
         }
     }
 
-    /// The state of a guest that has been sent `cont`, once it runs.
+    /// The state of a guest that has been continued: QEMU has accepted `cont`, so that it has run, whatever has stopped it since.
     fn look(&mut self) -> DestinationEvent {
         match self.with_qemu(Qemu::state) {
-            Ok(state) if HERE.contains(&state.as_str()) => self.started(state),
-            Ok(state) => unclear(format!(
-                "the guest was told to go on and is in the state `{state}`"
-            )),
+            Ok(state) if state == SENT_ON => DestinationEvent::MovedOn,
+            Ok(state) => self.started(state),
             Err(error) => self.lost_sight(&error),
         }
     }
@@ -303,15 +299,12 @@ mod tests {
 
     /// However often it is asked.
     #[test]
-    fn a_guest_that_was_told_to_run_and_does_not_is_unclear() {
+    fn a_guest_that_was_continued_has_started_whatever_has_stopped_it() {
         for after in ["internal-error", "guest-panicked", "io-error", "shutdown"] {
             let (_fake, mut guest) = Fake::start(Some(after));
             for _ in 0..3 {
-                let event = guest.run(true);
-                assert!(
-                    matches!(&event, DestinationEvent::Unclear { reason } if reason.contains(after)),
-                    "{event:?}"
-                );
+                let state = after.to_owned();
+                assert_eq!(guest.run(true), DestinationEvent::Started { state });
             }
         }
     }

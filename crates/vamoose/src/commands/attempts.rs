@@ -77,6 +77,7 @@ fn standing(standing: Standing) -> &'static str {
         Standing::AtSource => "at source",
         Standing::AtDestination => "at destination",
         Standing::Lost => "lost",
+        Standing::Gone => "gone",
     }
 }
 

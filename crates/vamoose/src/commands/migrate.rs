@@ -20,7 +20,7 @@ use signal_hook::{
     flag,
 };
 use vamoose_link::{Address, lock, millis};
-use vamoose_relay::{Cause, Failure, Migration, Role, UnderWay};
+use vamoose_relay::{AttemptId, Cause, Failure, Migration, Role, UnderWay};
 
 use vamoose::{
     link::LinkOptions,
@@ -65,6 +65,11 @@ pub(crate) struct Options {
     /// Abort after this many seconds of downtime: the guest resumes here
     #[arg(long, default_value_t = 10, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     downtime_max: u64,
+    /// Finish this attempt although no process has seen its source send the guest: no other tool has moved the guest since
+    ///
+    /// Only for an attempt of which an earlier run says that it has to be confirmed.
+    #[arg(long, value_name = "ID")]
+    confirm: Option<AttemptId>,
     #[command(flatten)]
     state_dir: StateDir,
     /// Zero-page detection of the source QEMU [default: the best that both QEMUs support]
@@ -128,6 +133,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         downtime_limit: options.downtime_limit.map(Duration::from_millis),
         downtime_max: Duration::from_secs(options.downtime_max),
         zero_page_detection: options.zero_page_detection.map(ZeroPageDetection::name),
+        confirm: options.confirm,
         cancel: &cancel,
     };
     let moved = thread::scope(|scope| {

@@ -38,6 +38,8 @@ enum Outcome {
     RunningThere,
     /// The guest has never run at the destination: it resumes at the source
     NeverRan,
+    /// Another tool has moved the guest from the source: its copies here are given up
+    MovedElsewhere,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
@@ -45,6 +47,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let verdict = match options.verdict {
         Outcome::RunningThere => Verdict::RunningThere,
         Outcome::NeverRan => Verdict::NeverRan,
+        Outcome::MovedElsewhere => Verdict::MovedElsewhere,
     };
     let may_ask = options.security.is_chosen() && !options.unreachable;
     let security = may_ask.then(|| options.security.security());

@@ -12,7 +12,9 @@ use std::{
 use crate::common::{
     Host, LIMIT, MIB,
     gate::{Fate, Gate, Message},
-    migrate, vamoose,
+    migrate,
+    monitor::SilentMonitor,
+    vamoose,
 };
 use anyhow::{Context as _, Result, ensure};
 use lab::{
@@ -195,6 +197,175 @@ fn what_was_settled_at_the_source_is_not_asked_about() -> Result<()> {
     Ok(())
 }
 
+/// `migrate` is killed while memory moves, and the guest powers off: it has not been handed over, so nothing is in doubt.
+#[test]
+fn a_guest_that_ends_when_nobody_follows_it_is_not_in_doubt() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    for settled in [true, false] {
+        let b = Host::start(&[])?;
+        let mut at_a = Builder::bare(&binary, 4 * MIB)
+            .content(Fill::Mixed, 1)
+            .start()?;
+        at_a.qmp.cont()?;
+        let at_b = Builder::bare(&binary, 4 * MIB).incoming().start()?;
+        b.knows("vm", &at_b)?;
+        let mut slow = b.migrate(&at_a, "vm", &["--max-bandwidth", "16k"])?;
+        slow.wait_for("active", LIMIT)?;
+        slow.kill()?;
+        at_a.kill()?;
+        let state = at_a.qmp_socket().with_file_name("state");
+        let list = attempts(&state)?;
+        let attempt = list[0]["attempt"].as_str().context("no attempt")?;
+        let standing = if settled {
+            settle(&state, attempt, "never-ran", &[])?.success()?;
+            "lost"
+        } else {
+            let again = b.migrate(&at_a, "vm", &[])?.finish(LIMIT)?;
+            again.failure("the guest is not at the source any more")?;
+            "gone"
+        };
+        ensure!(Scene::standing(&state)? == standing);
+        let again = b.migrate(&at_a, "vm", &[])?.finish(LIMIT)?;
+        ensure!(
+            !again.stderr.contains("stays at the source"),
+            "{}",
+            again.stderr
+        );
+    }
+    Ok(())
+}
+
+/// As before, but the destination has all of it: that is left for a person, who continues it.
+#[test]
+fn what_may_be_the_only_copy_is_left_alone() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let b = Host::start(&[])?;
+    let gate = Gate::start(&b.address)?;
+    let mut at_a = Builder::bare(&binary, 4 * MIB)
+        .content(Fill::Mixed, 1)
+        .start()?;
+    at_a.qmp.cont()?;
+    let mut at_b = Builder::bare(&binary, 4 * MIB).incoming().start()?;
+    b.knows("vm", &at_b)?;
+    gate.rule(Message::Loaded, Fate::Held);
+    let mut migration = migrate(&at_a.qmp_socket(), &gate.address, "vm", &[])?;
+    gate.wait_until_held()?;
+    b.server.wait_for("loaded", LIMIT)?;
+    migration.signal(Signal::STOP)?;
+    at_a.kill()?;
+    migration.kill()?;
+    gate.release(Fate::CutBefore);
+    let again = migrate(&at_a.qmp_socket(), &gate.address, "vm", &[])?.finish(LIMIT)?;
+    let again = again.failure("the guest is not at the source any more")?;
+    ensure!(
+        again.stderr.contains("--as running-there"),
+        "{}",
+        again.stderr
+    );
+    ensure!(at_b.qmp.query_status()? == "paused");
+    let list = attempts(&b.state_dir())?;
+    let attempt = list[0]["attempt"].as_str().context("no attempt")?;
+    settle(&b.state_dir(), attempt, "running-there", &[])?.success()?;
+    at_b.qmp.wait_status("running", LIMIT)
+}
+
+/// `migrate` to B is killed while memory moves, and another tool moves the guest to C. The old command does not take that for
+/// its own.
+#[test]
+fn what_another_tool_has_moved_is_not_committed() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let b = Host::start(&[])?;
+    let gate = Gate::start(&b.address)?;
+    let mut at_a = Builder::bare(&binary, 4 * MIB)
+        .content(Fill::Mixed, 1)
+        .start()?;
+    at_a.qmp.cont()?;
+    let mut at_b = Builder::bare(&binary, 4 * MIB).incoming().start()?;
+    b.knows("vm", &at_b)?;
+    gate.rule(Message::Loaded, Fate::Held);
+    let mut migration = migrate(&at_a.qmp_socket(), &gate.address, "vm", &[])?;
+    gate.wait_until_held()?;
+    b.server.wait_for("loaded", LIMIT)?;
+    migration.kill()?;
+    gate.release(Fate::CutBefore);
+    // QEMU notices, and goes on.
+    at_a.qmp.wait_migration(&["failed"], LIMIT)?;
+    at_a.qmp.wait_status("running", LIMIT)?;
+    let mut at_c = Builder::bare(&binary, 4 * MIB).incoming().start()?;
+    at_c.qmp.use_multifd(2)?;
+    let to_c = format!("unix:{}", at_c.socket("in").display());
+    at_c.qmp.migrate_incoming(&to_c)?;
+    at_a.qmp.migrate(&to_c)?;
+    at_a.qmp.wait_migration(&["completed"], LIMIT)?;
+    at_c.qmp.wait_migration(&["completed"], LIMIT)?;
+    at_c.qmp.cont()?;
+
+    let again = migrate(&at_a.qmp_socket(), &gate.address, "vm", &[])?.finish(LIMIT)?;
+    let states = [&mut at_a, &mut at_b, &mut at_c].map(|qemu| qemu.qmp.query_status());
+    let runs = states.iter().flatten().filter(|state| *state == "running");
+    ensure!(
+        runs.count() == 1,
+        "{states:?}; migrate said:\n{}",
+        again.stderr
+    );
+    let again = again.failure("has to be confirmed")?;
+    ensure!(again.stderr.contains("--confirm"), "{}", again.stderr);
+
+    let state = at_a.qmp_socket().with_file_name("state");
+    let list = attempts(&state)?;
+    let attempt = list[0]["attempt"].as_str().context("no attempt")?;
+    settle(&state, attempt, "moved-elsewhere", &[])?.success()?;
+    ensure!(Scene::standing(&state)? == "gone");
+    settle(&b.state_dir(), attempt, "moved-elsewhere", &[])?.success()?;
+    at_b.wait_exit(LIMIT)?;
+    ensure!(at_c.qmp.query_status()? == "running");
+    Ok(())
+}
+
+/// `migrate` is killed when its QEMU has completed and before it knows that: a person's word finishes the migration.
+#[test]
+fn a_migration_that_completed_unseen_is_finished_by_a_word() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    let b = Host::start(&[])?;
+    let mut at_a = Builder::bare(&binary, 16 * MIB)
+        .content(Fill::Random, 1)
+        .start()?;
+    at_a.qmp.cont()?;
+    let mut at_b = Builder::bare(&binary, 16 * MIB).incoming().start()?;
+    b.knows("vm", &at_b)?;
+    let monitor = SilentMonitor::before(&at_a.qmp_socket())?;
+    let slow = ["--max-bandwidth", "4M", "--downtime-limit", "10"];
+    let mut migration = migrate(&monitor.path(), &b.address, "vm", &slow)?;
+    migration.wait_for("active", LIMIT)?;
+    monitor.fall_silent_at("query-migrate");
+    at_a.qmp.wait_status("postmigrate", LIMIT)?;
+    at_b.qmp.wait_migration(&["completed"], LIMIT)?;
+    migration.kill()?;
+    monitor.wait_until_it_talks()?;
+
+    let again = migrate(&monitor.path(), &b.address, "vm", &[])?.finish(LIMIT)?;
+    let again = again.failure("has to be confirmed")?;
+    ensure!(at_b.qmp.query_status()? == "paused");
+    let state = monitor.path().with_file_name("state");
+    let list = attempts(&state)?;
+    let attempt = list[0]["attempt"].as_str().context("no attempt")?;
+    let word = ["--confirm", attempt];
+    ensure!(again.stderr.contains(&word.join(" ")), "{}", again.stderr);
+    migrate(&monitor.path(), &b.address, "vm", &word)?
+        .finish(LIMIT)?
+        .success()?;
+    at_b.qmp.wait_status("running", LIMIT)?;
+    Ok(ram::compare(at_a.ram(), at_b.ram())?)
+}
+
 /// Reported, not killed, not run; and the source may come back.
 #[test]
 fn an_orphan_waits_for_its_source() -> Result<()> {
@@ -219,11 +390,11 @@ fn a_server_that_is_started_again_ends_half_a_guest() -> Result<()> {
         return Ok(());
     };
     let mut b = Host::start(&[])?;
-    let mut at_a = Builder::bare(&binary, 4 * MIB)
+    let mut at_a = Builder::bare(&binary, 16 * MIB)
         .content(Fill::Mixed, 1)
         .start()?;
     at_a.qmp.cont()?;
-    let mut at_b = Builder::bare(&binary, 4 * MIB).incoming().start()?;
+    let mut at_b = Builder::bare(&binary, 16 * MIB).incoming().start()?;
     b.knows("vm", &at_b)?;
     let slow = b.migrate(&at_a, "vm", &["--max-bandwidth", "16k"])?;
     slow.wait_for("active", LIMIT)?;
@@ -244,7 +415,7 @@ fn nothing_is_begun_that_cannot_be_remembered() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    let mut guest = Builder::bare(&binary, 4 * MIB).start()?;
+    let mut guest = Builder::bare(&binary, 16 * MIB).start()?;
     let dir = tempfile::tempdir()?;
     let file = dir.path().join("file");
     std::fs::write(&file, "")?;
@@ -271,7 +442,7 @@ fn an_older_server_is_reported() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    let guest = Builder::bare(&binary, 4 * MIB).start()?;
+    let guest = Builder::bare(&binary, 16 * MIB).start()?;
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = format!("tcp:{}", listener.local_addr()?);
     thread::spawn(move || -> Result<()> {

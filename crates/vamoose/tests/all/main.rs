@@ -25,6 +25,7 @@ mod link;
 mod methods;
 mod migrate;
 mod old_destination;
+mod owner;
 mod paused;
 mod placement;
 mod probe;

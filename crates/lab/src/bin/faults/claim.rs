@@ -18,6 +18,9 @@ pub(crate) enum Claim {
     Elsewhere,
     #[error("in doubt")]
     InDoubt,
+    /// It wants a word that nobody else has moved it.
+    #[error("to be confirmed")]
+    Unconfirmed,
     /// It has ended.
     #[error("lost")]
     Lost,
@@ -63,7 +66,10 @@ impl Claim {
 
     /// Whether there is no need to ask again.
     pub(crate) fn is_definite(self) -> bool {
-        !matches!(self, Self::InDoubt | Self::Silent | Self::Killed)
+        !matches!(
+            self,
+            Self::InDoubt | Self::Unconfirmed | Self::Silent | Self::Killed
+        )
     }
 
     fn of_report(report: &Value) -> Option<Self> {
@@ -85,7 +91,7 @@ impl Claim {
     }
 }
 
-const PHRASES: [(&str, Claim); 9] = [
+const PHRASES: [(&str, Claim); 11] = [
     ("has moved the guest to", Claim::Elsewhere),
     ("the guest has moved on", Claim::Elsewhere),
     ("the guest stays at the source", Claim::Source),
@@ -93,6 +99,8 @@ const PHRASES: [(&str, Claim); 9] = [
     ("the guest is at the destination", Claim::Moved),
     ("the guest is paused at the source", Claim::InDoubt),
     ("may be running at the destination", Claim::InDoubt),
+    ("has to be confirmed", Claim::Unconfirmed),
+    ("the guest is not at the source any more", Claim::Lost),
     ("and the guest with it", Claim::Lost),
     ("the guest has ended", Claim::Lost),
 ];

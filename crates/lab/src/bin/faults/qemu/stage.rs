@@ -44,6 +44,8 @@ pub(crate) struct Stage<'a> {
     pub(crate) actors: Vec<Actor>,
     pub(crate) hands: Hands,
     pub(crate) said: Vec<Said>,
+    /// The attempt of which a command wants a word that nobody else has moved the guest.
+    confirmed: Option<String>,
     /// The guest has stayed, and its destination has not been ended.
     pub(crate) left_over: bool,
     /// Before the commands' proxies: they use them.
@@ -125,6 +127,7 @@ impl<'a> Stage<'a> {
             actors: vec![source, destination],
             hands,
             said: Vec::new(),
+            confirmed: None,
             left_over: false,
             commands: Vec::new(),
             proxy,
@@ -252,6 +255,9 @@ impl<'a> Stage<'a> {
         // The proxy reads what goes over the link.
         command.arg("--insecure");
         command.args(&self.plan.options);
+        if let Some(attempt) = &self.confirmed {
+            command.args(["--confirm", attempt]);
+        }
         command.args(["--downtime-max", "5", "--state-dir"]);
         command.arg(self.props.hosts[errand.host].disk().path());
         let vamoose = Vamoose::start(&mut command)?;
@@ -338,6 +344,12 @@ impl<'a> Stage<'a> {
             }
         };
         self.hands.tell(&format!("{what} ends: {claim}"));
+        if claim == Claim::Unconfirmed {
+            // Nobody uses another tool here.
+            let hint = ended.stderr.split("--confirm ").nth(1);
+            let attempt = hint.and_then(|hint| hint.split_whitespace().next());
+            self.confirmed = attempt.map(str::to_owned);
+        }
         self.said.push(Said {
             errand: command.errand,
             claim,
