@@ -35,7 +35,8 @@
 //! # Not in the model
 //! Two drivers at once, a person's word (`settle`; but for the word that nobody else has moved the guest, which is true),
 //! versions, an answer to an order that takes effect long after it was given up, an owner who pauses the guest at the
-//! destination before that has seen it run, and a host that starts anew: its guests and its journal end together.
+//! destination before that has seen it run, another tool that moves a guest which came back while the journal could not be
+//! written, and a host that starts anew: its guests and its journal end together.
 //!
 //! `make model` explores more, by `MODEL_FAULTS`, `MODEL_COMMANDS`, `MODEL_ATTEMPTS`, `MODEL_HOSTS`, `MODEL_TRACES` and
 //! `MODEL_SEED`.

@@ -377,7 +377,12 @@ impl Now {
                 steps.push(Step::MigrationFails { by_itself });
             }
             // Nobody else can migrate a guest under a driver, and a paused one is nobody's to move.
-            SourceVmm::Runs if self.driver.is_none() && self.wanted => {
+            SourceVmm::Runs
+                if scene.engine == Engine::Qemu
+                    && self.driver.is_none()
+                    && self.wanted
+                    && !self.is_committing() =>
+            {
                 steps.push(Step::MoveByOthers);
             }
             SourceVmm::Stopped(_) if self.driver.is_none() && self.looks_unused() => {
@@ -388,6 +393,14 @@ impl Now {
         if matches!(self.source, SourceVmm::Runs | SourceVmm::Migrating(_)) {
             steps.push(Step::Owner);
         }
+    }
+
+    /// By the journal a `commit` may have been sent. If the guest runs at the source, the journal could not be written.
+    fn is_committing(&self) -> bool {
+        let record = self
+            .unfinished()
+            .map(|attempt| &self.attempts[attempt].record);
+        matches!(record, Some(Some(SourceState::Committing { .. })))
     }
 
     /// No destination runs the guest, has been requested to, or will be.
@@ -802,7 +815,7 @@ impl Now {
                 self.reported(decision.guest, attempt, machine.state().is_over());
                 self.driver = None;
                 self.hang_up();
-                if decision.guest == GuestLocation::InDoubt && scene.engine != Engine::Qemu {
+                if !machine.state().is_over() && scene.engine != Engine::Qemu {
                     self.kept = Some(Box::new(machine));
                 }
             }

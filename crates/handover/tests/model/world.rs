@@ -96,7 +96,7 @@ pub(crate) enum Wrong {
     NotAtDestination,
     /// I2: reported at the source, which does not have it, or gone from there, and it is there.
     NotAtSource,
-    /// I2: reported lost, and it runs.
+    /// I2: reported lost or gone, and it runs at a destination.
     NotLost,
     /// I2: the destination sends *running* without a look since it last did.
     SaidUnseen,
@@ -235,7 +235,7 @@ pub(crate) struct Now {
     /// The guest's owner wants it to run.
     pub(crate) wanted: bool,
     pub(crate) driver: Option<Driver>,
-    /// What a VMM that migrates itself remembers of an attempt that is in doubt.
+    /// What a VMM that migrates itself remembers of an attempt that is not over.
     pub(crate) kept: Option<Box<Source>>,
     /// Where the last command went.
     pub(crate) to: u8,
@@ -537,9 +537,14 @@ impl Now {
                     self.fail(Wrong::DoubtWithoutCommit);
                 }
             }
+            // Not lost for sure, but no destination of these attempts has it, or will have it.
             GuestLocation::Gone => {
+                self.declared_lost = true;
                 if !matches!(self.source, SourceVmm::Dead { .. }) {
                     self.fail(Wrong::NotAtSource);
+                }
+                if self.attempts.iter().any(|a| a.vmm.has_guest()) {
+                    self.fail(Wrong::NotLost);
                 }
             }
             GuestLocation::Unconfirmed => {}

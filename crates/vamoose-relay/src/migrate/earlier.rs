@@ -129,7 +129,7 @@ impl Migration<'_> {
             return Err(failure(Cause::NotInJournal, GuestLocation::InDoubt));
         };
         let before = |now: String| Cause::moved_before(record, now);
-        if *guest == GuestLocation::Gone {
+        if matches!(guest, GuestLocation::Gone | GuestLocation::Lost) {
             return Err(failure(
                 Cause::broken(cause.clone().unwrap_or_default()),
                 *guest,

@@ -172,6 +172,8 @@ impl SourceQemu {
     /// the state that QEMU is in behind the event they can be told apart.
     fn find_out_why_it_stopped(&mut self) -> Result<(), QemuError> {
         match self.qemu.state_within(LOOKING)? {
+            // It goes on already, as an event will tell.
+            Some(state) if ALIVE.contains(&state.as_str()) => self.stopped = None,
             Some(state) if !is_switchover(&state) => {
                 info!("the guest was paused, not by the migration: it is `{state}` and moves so");
                 self.stopped = None;

@@ -43,7 +43,7 @@ impl DestinationQemu {
         self.instance.has_ended()
     }
 
-    /// Continues the loaded guest, unless it runs, and checks whether it runs.
+    /// Continues the loaded guest, unless that was done, or gives it its disks if it is to stay paused; and looks at it.
     pub(super) fn run(&mut self, resume: bool) -> DestinationEvent {
         let state = match self.wait_until_loaded() {
             Ok(state) => state,
