@@ -4,15 +4,11 @@ use std::{
     fs,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
-    time::Duration,
 };
 
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    process::{ProcessError, ProcessId},
-    qemu::Qemu,
-};
+use crate::{process::ProcessId, qemu::Qemu};
 
 /// One QEMU, from its start to its end. Another one that is started later on the same monitor's path is another.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,14 +68,6 @@ impl Instance {
     /// Whether no other process can have taken the place of its monitor: what is there is the socket that it made, or nothing.
     pub(crate) fn has_its_place(&self) -> bool {
         SocketFile::at(&self.monitor).is_none_or(|file| self.socket == Some(file))
-    }
-
-    /// Kills it, without its monitor, and waits until it has ended.
-    pub(crate) fn end(&self, within: Duration) -> Result<(), ProcessError> {
-        match self.process {
-            Some(process) => process.end(within),
-            None => Err(ProcessError::NotFound(self.monitor.clone())),
-        }
     }
 
     #[cfg(test)]
@@ -145,6 +133,5 @@ mod tests {
         assert!(process(1).is_same(&process(1)) && !process(1).is_same(&process(2)));
         // No process has ever started that early.
         assert!(process(1).has_ended() && !at(&path, None).has_ended());
-        assert!(at(&path, None).end(Duration::ZERO).is_err());
     }
 }

@@ -17,7 +17,11 @@
 //!
 //! A program that forwards a monitor (`socat`) would be taken for QEMU: give Vamoose the monitor
 //! that QEMU itself opened or was handed.
+//!
+//! Where many users may put monitors into one folder, none of them may lead a guest to the QEMU of another one: the monitor's file
+//! has to belong to root, to the user of this process, or to the one that QEMU runs as, and so has a link that leads to it.
 
+mod lookup;
 mod monitor;
 
 use std::{
@@ -98,6 +102,18 @@ pub(crate) enum ProcessError {
     NotFound(PathBuf),
     #[error("cannot tell which process serves the monitor {}: {pids:?} all listen there", monitor.display())]
     Several { monitor: PathBuf, pids: Vec<u32> },
+    /// Somebody else has put the monitor there.
+    #[error(
+        "the monitor {} was put there by user {owner}, while process {pid}, which serves it, is of user {user}: only root, the \
+         user of this program and that of the QEMU may do that",
+        monitor.display()
+    )]
+    Foreign {
+        monitor: PathBuf,
+        owner: u32,
+        pid: u32,
+        user: u32,
+    },
     #[error("cannot read what the system knows of process {pid} ({what})")]
     Unreadable {
         pid: u32,
@@ -125,6 +141,8 @@ fn unreadable(pid: u32, what: &'static str, source: io::Error) -> ProcessError {
 #[derive(Debug)]
 pub(crate) struct QemuProcess {
     pub(crate) id: ProcessId,
+    /// Whom it runs as.
+    user: u32,
     pidfd: OwnedFd,
 }
 
@@ -187,8 +205,10 @@ impl QemuProcess {
             Err(error) => return Err(unreadable(pid, "pidfd_open", error.into())),
         };
         let stat = fs::read(format!("/proc/{pid}/stat"));
+        let status = fs::read(format!("/proc/{pid}/status"));
         let mut process = Self {
             id: ProcessId { pid, start_time: 0 },
+            user: 0,
             pidfd,
         };
         // Read before this question, so it is of the process that the pidfd stands for.
@@ -198,7 +218,23 @@ impl QemuProcess {
         let stat = stat.map_err(|error| unreadable(pid, "stat", error))?;
         process.id.start_time = start_time(&stat)
             .ok_or_else(|| unreadable(pid, "stat", io::ErrorKind::InvalidData.into()))?;
+        let status = status.map_err(|error| unreadable(pid, "status", error))?;
+        process.user = effective_user(&status)
+            .ok_or_else(|| unreadable(pid, "status", io::ErrorKind::InvalidData.into()))?;
         Ok(Some(process))
+    }
+
+    /// Refuses a monitor that somebody else has put there.
+    pub(crate) fn check_owner(&self, monitor: &Monitor) -> Result<(), ProcessError> {
+        match monitor.foreign_owner(self.user) {
+            None => Ok(()),
+            Some(owner) => Err(ProcessError::Foreign {
+                monitor: monitor.path.clone(),
+                owner,
+                pid: self.id.pid,
+                user: self.user,
+            }),
+        }
     }
 
     /// Whether it has ended, with all its threads.
@@ -241,12 +277,24 @@ fn start_time(stat: &[u8]) -> Option<u64> {
     rest.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
+/// The second number of /proc/PID/status's line `Uid:`. The owner of /proc/PID itself is root where a process has changed its user.
+fn effective_user(status: &[u8]) -> Option<u32> {
+    let mut lines = status.split(|byte| *byte == b'\n');
+    let users = lines.find_map(|line| line.strip_prefix(b"Uid:"))?;
+    let mut users = str::from_utf8(users).ok()?.split_ascii_whitespace();
+    users.nth(1)?.parse().ok()
+}
+
 #[cfg(test)]
 mod tests {
     use std::{
         collections::BTreeSet,
         ffi::OsStr,
-        os::unix::net::UnixListener,
+        os::unix::{
+            fs::{chown, lchown, symlink},
+            net::UnixListener,
+            process::CommandExt as _,
+        },
         path::Path,
         process::{Child, Command},
     };
@@ -427,6 +475,51 @@ mod tests {
         reap(elsewhere);
     }
 
+    /// The first of these users, with a socket of the second one's, or behind a link of the third one's.
+    #[test]
+    fn a_monitor_that_another_user_has_put_there_is_not_its_servers() {
+        if !rustix::process::geteuid().is_root() {
+            return lab::skipped("not root: no other users").unwrap();
+        }
+        let (user, other) = (65_534, 65_533);
+        for (server, file, link, foreign) in [
+            (user, user, user, None),
+            (user, 0, 0, None),
+            (0, 0, 0, None),
+            (user, 0, user, None),
+            (user, other, other, Some(other)),
+            (user, user, other, Some(other)),
+            (user, other, 0, Some(other)),
+            (0, user, 0, Some(user)),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let (listener, _) = listen(dir.path());
+            let at = dir.path().join("link");
+            symlink("qmp", &at).unwrap();
+            chown(dir.path().join("qmp"), Some(file), None).unwrap();
+            lchown(&at, Some(link), None).unwrap();
+            let socket = OwnedFd::from(listener.try_clone().unwrap());
+            let mut command = Command::new("sleep");
+            let process = command
+                .arg("1000")
+                .uid(server)
+                .stdin(socket)
+                .spawn()
+                .unwrap();
+            let monitor = Monitor::open(&at).unwrap();
+            assert_served_by(&monitor, &[&process]);
+            let found = QemuProcess::serving(&monitor).unwrap();
+            match (found.check_owner(&monitor), foreign) {
+                (Ok(()), None) => {}
+                (Err(ProcessError::Foreign { owner, user, .. }), Some(foreign)) => {
+                    assert_eq!((owner, user), (foreign, server));
+                }
+                (checked, _) => panic!("{server}, {file}, {link}: {checked:?}"),
+            }
+            reap(process);
+        }
+    }
+
     /// A test's own server must not end the test.
     #[test]
     fn this_process_is_nobody_to_be_ended() {
@@ -440,5 +533,12 @@ mod tests {
         let stat = b"42 (a) b (c) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20";
         assert_eq!(start_time(stat), Some(4711));
         assert_eq!(start_time(b"42 (a) S 1 2"), None);
+    }
+
+    #[test]
+    fn a_process_runs_as_its_effective_user() {
+        let status = b"Name:\tUid:\nUmask:\t0022\nUid:\t1\t22\t3\t4\nGid:\t5\t6\t7\t8\n";
+        assert_eq!(effective_user(status), Some(22));
+        assert_eq!(effective_user(b"Name:\tqemu\n"), None);
     }
 }

@@ -325,6 +325,11 @@ impl Qemu {
         Ok(self.process()?.id)
     }
 
+    /// Refuses a QEMU that is not known for certain, and a monitor that somebody else has put there.
+    pub(crate) fn check_owner(&mut self) -> Result<(), ProcessError> {
+        known(&self.qmp, &mut self.process)?.check_owner(self.qmp.monitor())
+    }
+
     /// Connects anew to the same QEMU's monitor.
     pub(crate) fn reconnect(&mut self) -> Result<(), QemuError> {
         let again = Self::connect(&self.qmp.path)?;
@@ -367,10 +372,7 @@ impl Qemu {
     }
 
     fn process(&mut self) -> Result<&QemuProcess, ProcessError> {
-        match &mut self.process {
-            Some(process) => Ok(process),
-            unknown => Ok(unknown.insert(self.qmp.process()?)),
-        }
+        known(&self.qmp, &mut self.process)
     }
 
     pub(crate) fn next_event(&mut self, timeout: Duration) -> Result<Option<Event>, QemuError> {
@@ -382,6 +384,17 @@ impl Qemu {
 /// has paused it.
 pub(crate) fn is_switchover(state: &str) -> bool {
     ["finish-migrate", "postmigrate"].contains(&state)
+}
+
+/// The process, which may not have been known before.
+fn known<'a>(
+    qmp: &Qmp,
+    process: &'a mut Option<QemuProcess>,
+) -> Result<&'a QemuProcess, ProcessError> {
+    match process {
+        Some(process) => Ok(process),
+        unknown => Ok(unknown.insert(qmp.process()?)),
+    }
 }
 
 fn text(answer: &Value, command: &'static str, field: &'static str) -> Result<String, QemuError> {

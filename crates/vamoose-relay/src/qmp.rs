@@ -248,6 +248,10 @@ impl Qmp {
         QemuProcess::serving(&self.monitor)
     }
 
+    pub(crate) fn monitor(&self) -> &Monitor {
+        &self.monitor
+    }
+
     /// The next event, if one comes within `timeout`.
     pub(crate) fn next_event(&mut self, timeout: Duration) -> Result<Option<Event>, QmpError> {
         let deadline = Instant::now() + timeout;

@@ -20,6 +20,7 @@ mod setup;
 
 use std::{
     fs, io,
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     sync::{Arc, OnceLock, atomic::AtomicUsize},
     thread,
@@ -27,6 +28,7 @@ use std::{
 };
 
 use handover::{AttemptId, Incarnation};
+use rustix::fs::Mode;
 use thiserror::Error;
 use tracing::{Span, error_span};
 use vamoose_codec::Engines;
@@ -88,6 +90,11 @@ pub enum ServeError {
     Journal(#[from] JournalError),
     #[error(transparent)]
     Sessions(#[from] SessionsError),
+    #[error(
+        "the monitors in {} can be replaced by users who do not own them: take the right to write there from others, or give \
+         the folder a sticky bit (chmod +t)", .0.display()
+    )]
+    Shared(PathBuf),
     #[error("cannot wait for connections")]
     Wait(#[from] io::Error),
 }
@@ -100,6 +107,9 @@ impl Server {
     pub fn bind(addresses: &[Address], mut config: ServerConfig) -> Result<Self, ServeError> {
         // The journal compares paths.
         config.qmp_dir = fs::canonicalize(&config.qmp_dir)?;
+        if is_shared(&config.qmp_dir)? {
+            return Err(ServeError::Shared(config.qmp_dir));
+        }
         let jobs = Jobs::new(Journal::open(&config.state_dir)?);
         let stall_timeout = config.sessions.stall_timeout;
         let listen = |address| Listener::bind_for(address, stall_timeout, config.peers.clone());
@@ -164,6 +174,12 @@ impl Server {
             accepted
         })
     }
+}
+
+/// Whether users may remove and rename each other's files there.
+fn is_shared(dir: &Path) -> io::Result<bool> {
+    let mode = Mode::from_raw_mode(fs::metadata(dir)?.mode());
+    Ok(mode.intersects(Mode::WGRP | Mode::WOTH) && !mode.contains(Mode::SVTX))
 }
 
 /// Listens in the first place that no other server has taken.

@@ -9,10 +9,15 @@ use std::{
 };
 
 use rustix::{
-    fd::{AsFd, AsRawFd as _, OwnedFd},
-    fs::{CWD, Mode, OFlags, ResolveFlags, fstat, open, openat2},
+    fd::{AsFd as _, AsRawFd as _, OwnedFd},
+    fs::{AtFlags, CWD, Mode, OFlags, fstat, open, statat},
     io::Errno,
+    process::geteuid,
 };
+
+use super::lookup::{entry, in_root};
+
+const ROOT: u32 = 0;
 
 /// The file of a monitor's socket, whatever its path leads to later.
 #[derive(Debug)]
@@ -21,15 +26,19 @@ pub(crate) struct Monitor {
     /// Where the path led to: links followed.
     resolved: PathBuf,
     file: OwnedFd,
+    /// Whose file it is, and whose link leads there, if one does.
+    owners: BTreeSet<u32>,
 }
 
 impl Monitor {
     /// The socket at `path`.
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
+        let link = statat(CWD, path, AtFlags::SYMLINK_NOFOLLOW)?;
         let file = open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
         let mut monitor = Self {
             path: path.to_owned(),
             resolved: PathBuf::new(),
+            owners: BTreeSet::from([link.st_uid, fstat(&file)?.st_uid]),
             file,
         };
         monitor.resolved = fs::read_link(monitor.address())?;
@@ -43,6 +52,13 @@ impl Monitor {
 
     pub(super) fn name(&self) -> &OsStr {
         self.resolved.file_name().unwrap_or_default()
+    }
+
+    /// Who has put it there, if that is neither root, nor the user of this process, nor `user`, whom its server runs as.
+    pub(super) fn foreign_owner(&self, user: u32) -> Option<u32> {
+        let trusted = [ROOT, geteuid().as_raw(), user];
+        let mut owners = self.owners.iter().copied();
+        owners.find(|owner| !trusted.contains(owner))
     }
 
     /// Whether this process has one of the `listening` sockets, and that one is this file.
@@ -62,14 +78,13 @@ impl Monitor {
     fn is_at(&self, pid: u32, path: &Path) -> bool {
         let seen = if path.is_absolute() {
             let root = directory(&format!("/proc/{pid}/root"));
-            root.and_then(|root| at(&root, path, ResolveFlags::IN_ROOT))
+            root.and_then(|root| in_root(root.as_fd(), path))
         } else {
-            directory(&format!("/proc/{pid}/cwd"))
-                .and_then(|here| at(&here, path, ResolveFlags::empty()))
+            directory(&format!("/proc/{pid}/cwd")).and_then(|here| entry(here, path))
         };
         let seen = match seen {
             // It may have changed its root after it had opened the monitor.
-            Err(Errno::NOENT) => at(CWD, path, ResolveFlags::empty()),
+            Err(Errno::NOENT) => entry(CWD, path),
             seen => seen,
         };
         let identity = |file: &OwnedFd| fstat(file).map(|stat| (stat.st_dev, stat.st_ino));
@@ -83,12 +98,6 @@ impl Monitor {
 fn directory(path: &str) -> Result<OwnedFd, Errno> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     open(path, flags, Mode::empty())
-}
-
-fn at(directory: impl AsFd, path: &Path, resolve: ResolveFlags) -> Result<OwnedFd, Errno> {
-    // What was bound is not a link itself.
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    openat2(directory, path, flags, Mode::empty(), resolve)
 }
 
 /// Sockets that listen on a path with this last part, in the network namespaces of these processes:

@@ -238,14 +238,15 @@ impl Job {
         );
     }
 
-    /// Whether its QEMU is free for another attempt: this one is over, also because the QEMU has ended meanwhile.
+    /// Whether its QEMU is free for another attempt: this one is over, also because the QEMU has ended meanwhile, or it is about
+    /// another QEMU, which is not there any more.
     pub(super) fn is_out_of_the_way(&self) -> bool {
         // Locked means that something is being done with it.
         let Ok(mut inner) = self.inner.try_lock() else {
             return false;
         };
         inner.notice_end();
-        inner.machine.is_over()
+        inner.machine.is_over() || inner.qemu.is_gone()
     }
 
     /// Whether all that is known of it is in the journal, and nothing is left to be done. What could not be written

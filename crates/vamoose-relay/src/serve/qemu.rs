@@ -43,6 +43,11 @@ impl DestinationQemu {
         self.instance.has_ended()
     }
 
+    /// Whether another QEMU may use the path of its monitor.
+    pub(super) fn is_gone(&self) -> bool {
+        self.instance.is_gone()
+    }
+
     /// Continues the loaded guest, unless that was done, or gives it its disks if it is to stay paused; and looks at it.
     pub(super) fn run(&mut self, resume: bool) -> DestinationEvent {
         let state = match self.wait_until_loaded() {
@@ -97,9 +102,13 @@ impl DestinationQemu {
         if self.instance.has_ended() {
             return died();
         }
-        let ended = match &mut self.qemu {
-            Some(qemu) => qemu.end().map_err(|error| chain(&error)),
-            None => self.instance.end(KILLED).map_err(|error| chain(&error)),
+        let ended = match (&self.qemu, self.instance.process) {
+            (None, Some(process)) => process.end(KILLED).map_err(|error| chain(&error)),
+            // Which process it is may be told by now.
+            _ => match self.with_qemu(|qemu| Ok(qemu.end())) {
+                Ok(ended) => ended.map_err(|error| chain(&error)),
+                Err(error) => Err(chain(&error)),
+            },
         };
         match ended {
             Ok(()) => {

@@ -22,6 +22,7 @@ use crate::{
     Config, Dialer, Instance, JournalError, NotPlaced, Placement, PlacementMode, chain,
     control::{Offer, Request},
     journal::{AtDestination, Record, now},
+    process::ProcessError,
     qemu::{Qemu, QemuError},
 };
 
@@ -52,6 +53,8 @@ impl Server {
         self.jobs.check_idle(&request.name)?;
         let mut qemu = Qemu::connect(&monitor)?;
         check(&mut qemu, &request)?;
+        // It holds half a guest if the migration fails, and has to be ended then, with proof.
+        qemu.check_owner().map_err(PrepareError::Unidentified)?;
         let incoming = self
             .config
             .qmp_dir
@@ -216,6 +219,8 @@ pub(super) enum PrepareError {
     OtherSource,
     #[error(transparent)]
     Qemu(#[from] QemuError),
+    #[error("its QEMU is not known well enough to end it, should the migration fail")]
+    Unidentified(#[source] ProcessError),
     #[error("the destination's guest has the uuid {here}, the source's {source_uuid}")]
     Uuid { source_uuid: String, here: String },
     #[error("the destination's guest has {here} bytes of RAM, the source's {at_source}")]

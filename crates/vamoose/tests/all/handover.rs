@@ -2,6 +2,7 @@
 //! can connect, and where `migrate` reports it.
 
 use std::{
+    fs,
     io::Read as _,
     os::unix::net::{UnixListener, UnixStream},
 };
@@ -19,6 +20,7 @@ use lab::{
     vamoose::{Ended, Vamoose},
 };
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 use tempfile::TempDir;
 
 const RAM: u64 = 4 * MIB;
@@ -120,6 +122,52 @@ impl Scene {
         self.gate.release(Fate::CutBefore);
         Ok(())
     }
+}
+
+/// A server has written down which QEMU it is about, but not which process that is, and was killed. The next one ends that QEMU, if
+/// it is there, and takes a guest for another one by its name.
+#[test]
+fn a_qemu_whose_process_is_not_known_is_in_nobodys_way() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    for is_there in [true, false] {
+        let mut b = Host::start(&[])?;
+        let (mut at_a, mut at_b) = (guest(&binary)?, waiting(&binary)?);
+        b.knows("vm", &at_b)?;
+        let first = b.migrate(&at_a, "vm", &SLOW)?;
+        first.wait_for("active", LIMIT)?;
+        b.server.kill()?;
+        let first = first.finish(LIMIT)?;
+        first.failure("the guest stays at the source")?;
+        forget_processes(&b)?;
+        if !is_there {
+            at_b.kill()?;
+        }
+        b.restart()?;
+        at_b.wait_exit(LIMIT)?;
+        b.forgets("vm")?;
+        let mut again = waiting(&binary)?;
+        b.knows("vm", &again)?;
+        b.migrate(&at_a, "vm", &[])?.finish(LIMIT)?.success()?;
+        expect_runs_only("B", [("A", &mut at_a), ("B", &mut again)])?;
+    }
+    Ok(())
+}
+
+/// Leaves all that the host's journal has but the processes of QEMUs.
+fn forget_processes(host: &Host) -> Result<()> {
+    for file in fs::read_dir(host.state_dir())? {
+        let path = file?.path();
+        if path.extension().is_none_or(|extension| extension != "json") {
+            continue;
+        }
+        let mut record: Value = serde_json::from_slice(&fs::read(&path)?)?;
+        let process = record.pointer_mut("/qemu/process");
+        *process.context("a record without a process")? = Value::Null;
+        fs::write(&path, record.to_string())?;
+    }
+    Ok(())
 }
 
 /// A guest that did not get to B went to C. The old command to B does not wake it up at A.
@@ -507,7 +555,7 @@ fn a_destination_by_another_name_is_ended() -> Result<()> {
         .argument("web1,process=web1")
         .incoming()
         .start()?;
-    let name = std::fs::read_to_string(format!("/proc/{}/comm", at_b.pid()))?;
+    let name = fs::read_to_string(format!("/proc/{}/comm", at_b.pid()))?;
     ensure!(name == "web1\n", "{name}");
     b.knows("vm", &at_b)?;
     let migration = b.migrate(&at_a, "vm", &SLOW)?;

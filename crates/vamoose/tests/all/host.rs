@@ -1,10 +1,10 @@
 //! What others on the two hosts may do to them: connect without end, use up descriptors, plant links, choose names.
 
 use std::{
-    fs,
+    fs::{self, Permissions},
     io::Write as _,
     net::TcpStream,
-    os::unix::fs::{FileTypeExt as _, MetadataExt as _, chown, symlink},
+    os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _, chown, symlink},
     path::Path,
     process::Command,
     sync::atomic::{AtomicBool, Ordering},
@@ -15,13 +15,14 @@ use std::{
 use crate::common::{
     Host, LIMIT, MIB,
     gate::{Fate, Gate, Message},
-    migrate, migrate_from,
+    migrate, migrate_from, vamoose,
 };
 use anyhow::{Context as _, Result, ensure};
 use lab::{
     proc,
     qemu::{self, Binary, Builder, Qemu},
     ram::{self, Fill},
+    vamoose::Vamoose,
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -269,6 +270,51 @@ fn replace_sockets(folder: &Path, over: &AtomicBool) -> Result<()> {
                 fs::rename(again, path)?;
             }
         }
+    }
+    Ok(())
+}
+
+/// A server of another pid namespace cannot tell which process a QEMU is, and so could not end it: it takes no guest for it.
+#[test]
+fn a_qemu_that_could_not_be_ended_takes_no_guest() -> Result<()> {
+    let Some(binary) = qemu::newest_or_skip()? else {
+        return Ok(());
+    };
+    if !geteuid().is_root() {
+        return lab::skipped("not root: no pid namespaces");
+    }
+    let apart = r#"exec unshare --pid --fork --kill-child --mount-proc "$0" "$@""#;
+    let host = Host::start_under(apart, &[])?;
+    let (mut source, mut destination) = (guest(&binary)?, waiting(&binary)?);
+    host.knows("vm", &destination)?;
+    // However often.
+    for _ in 0..2 {
+        let ended = host.migrate(&source, "vm", &[])?.finish(LIMIT)?;
+        ended.failure("cannot tell which process serves the monitor")?;
+        ensure!(source.qmp.query_status()? == "running");
+        ensure!(destination.qmp.query_status()? == "inmigrate");
+    }
+    Ok(())
+}
+
+/// Monitors in one folder are their users': nobody puts another one in a place of theirs.
+#[test]
+fn a_folder_of_many_users_needs_a_sticky_bit() -> Result<()> {
+    let folder = TempDir::new()?;
+    let serve = |mode: u32| -> Result<Vamoose> {
+        fs::set_permissions(folder.path(), Permissions::from_mode(mode))?;
+        let mut command = Command::new(vamoose());
+        command.args(["serve", "--insecure", "--listen", "tcp:127.0.0.1:0"]);
+        command.arg("--qmp-dir").arg(folder.path());
+        command.arg("--state-dir").arg(folder.path().join("state"));
+        Vamoose::start(&mut command)
+    };
+    for mode in [0o770, 0o777, 0o702] {
+        let ended = serve(mode)?.finish(LIMIT)?;
+        ended.failure("can be replaced by users who do not own them")?;
+    }
+    for mode in [0o1770, 0o1777, 0o755] {
+        serve(mode)?.wait_for("taking migrations on ", LIMIT)?;
     }
     Ok(())
 }

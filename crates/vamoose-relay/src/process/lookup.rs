@@ -1,0 +1,136 @@
+//! Paths as another process sees them.
+//!
+//! openat2 could do this (`RESOLVE_IN_ROOT`), but systemd's RestrictSUIDSGID= has it refused: the filter of system calls cannot see
+//! the mode that openat2 is called with.
+
+use std::{
+    ffi::{OsStr, OsString},
+    os::unix::ffi::OsStringExt as _,
+    path::{Component, Path},
+};
+
+use rustix::{
+    fd::{AsFd, BorrowedFd, OwnedFd},
+    fs::{FileType, Mode, OFlags, fstat, openat, readlinkat},
+    io::Errno,
+};
+
+/// As many as the kernel follows.
+const MOST_LINKS: usize = 40;
+
+/// The file that an absolute `path` leads to for a process with this `root`: links are followed there, and none leads out of it. The
+/// last part is not followed, for what was bound is not a link itself.
+pub(super) fn in_root(root: BorrowedFd<'_>, path: &Path) -> Result<OwnedFd, Errno> {
+    // The folders from the root on to where the path has led.
+    let mut way = Vec::new();
+    let mut ahead = Vec::new();
+    push_parts(&mut ahead, path);
+    let mut links = 0;
+    while let Some(part) = ahead.pop() {
+        match part {
+            Part::Root => way.clear(),
+            // The root's parent is the root.
+            Part::Parent => drop(way.pop()),
+            Part::Name(name) => {
+                let file = entry(way.last().map_or(root, OwnedFd::as_fd), &name)?;
+                let is_link = FileType::from_raw_mode(fstat(&file)?.st_mode) == FileType::Symlink;
+                if !is_link || ahead.is_empty() {
+                    way.push(file);
+                    continue;
+                }
+                links += 1;
+                if links > MOST_LINKS {
+                    return Err(Errno::LOOP);
+                }
+                let target = OsString::from_vec(readlinkat(&file, "", Vec::new())?.into_bytes());
+                push_parts(&mut ahead, Path::new(&target));
+            }
+        }
+    }
+    way.pop().ok_or(Errno::INVAL)
+}
+
+/// A file of this folder; a link itself, not where it leads.
+pub(super) fn entry(folder: impl AsFd, name: impl AsRef<Path>) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    openat(folder, name.as_ref(), flags, Mode::empty())
+}
+
+enum Part {
+    Root,
+    Parent,
+    Name(OsString),
+}
+
+/// The first part on top.
+fn push_parts(ahead: &mut Vec<Part>, path: &Path) {
+    ahead.extend(path.components().rev().filter_map(|part| match part {
+        Component::RootDir => Some(Part::Root),
+        Component::ParentDir => Some(Part::Parent),
+        Component::Normal(name) => Some(Part::Name(OsStr::to_owned(name))),
+        Component::CurDir | Component::Prefix(_) => None,
+    }));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs,
+        os::unix::fs::{MetadataExt as _, symlink},
+    };
+
+    use rustix::fs::open;
+
+    use super::*;
+
+    /// What `path` leads to in a root whose folder `vms` has a file `qmp`, and whose parent has another one.
+    fn look(links: &[(&str, &str)], path: &str) -> Result<&'static str, Errno> {
+        let outside = tempfile::tempdir().unwrap();
+        let root = outside.path().join("root");
+        for (folder, name) in [(outside.path(), "outside"), (&root, "inside")] {
+            fs::create_dir_all(folder.join("vms")).unwrap();
+            fs::write(folder.join("vms/qmp"), name).unwrap();
+        }
+        for (at, to) in links {
+            // What leads to the root of all leads out of this one.
+            let to = to.replace("OUTSIDE", outside.path().to_str().unwrap());
+            symlink(to, root.join(at)).unwrap();
+        }
+        let root = open(&root, OFlags::PATH | OFlags::DIRECTORY, Mode::empty()).unwrap();
+        let found = fstat(in_root(root.as_fd(), Path::new(path))?).unwrap();
+        let is = |name: &str| {
+            let file = fs::metadata(outside.path().join(name)).unwrap();
+            (file.dev(), file.ino()) == (found.st_dev, found.st_ino)
+        };
+        Ok(match (is("root/vms/qmp"), is("vms/qmp")) {
+            (true, _) => "inside",
+            (_, true) => "outside",
+            _ => "another",
+        })
+    }
+
+    #[test]
+    fn no_path_leads_out_of_the_root() {
+        assert_eq!(look(&[], "/vms/qmp"), Ok("inside"));
+        assert_eq!(look(&[], "/vms/../../vms/./qmp"), Ok("inside"));
+        assert_eq!(look(&[("run", "/vms")], "/run/qmp"), Ok("inside"));
+        assert_eq!(look(&[("run", "../vms")], "/run/qmp"), Ok("inside"));
+        let chain = [("a", "vms/../b"), ("b", "/vms/.")];
+        assert_eq!(look(&chain, "/a/qmp"), Ok("inside"));
+        let out = look(&[("run", "OUTSIDE/vms")], "/run/qmp");
+        assert_eq!(out, Err(Errno::NOENT));
+    }
+
+    #[test]
+    fn the_last_part_is_not_followed() {
+        assert_eq!(look(&[("link", "vms/qmp")], "/link"), Ok("another"));
+    }
+
+    #[test]
+    fn what_leads_nowhere_is_an_error() {
+        assert_eq!(look(&[("a", "b"), ("b", "a")], "/a/qmp"), Err(Errno::LOOP));
+        assert_eq!(look(&[], "/vms/qmp/qmp"), Err(Errno::NOTDIR));
+        assert_eq!(look(&[], "/vms/none"), Err(Errno::NOENT));
+        assert_eq!(look(&[], "/"), Err(Errno::INVAL));
+    }
+}
