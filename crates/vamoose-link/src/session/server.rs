@@ -147,6 +147,17 @@ impl Sessions {
         })
     }
 
+    /// Whether sessions could be authenticated by this.
+    ///
+    /// # Errors
+    /// When certificates or keys cannot be used.
+    pub fn check(config: &SessionConfig) -> Result<(), SessionsError> {
+        if config.security != Security::Insecure {
+            config.security.server_terms(config.cipher)?;
+        }
+        Ok(())
+    }
+
     /// The addresses that it listens on.
     pub fn addresses(&self) -> impl Iterator<Item = &Address> {
         self.server.addresses.iter()

@@ -19,7 +19,7 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{error, info, warn};
-use vamoose_link::Address;
+use vamoose_link::{Address, Sessions};
 use vamoose_relay::{Gateway, GatewayConfig, KubeVirtConfig, Watchable};
 
 use self::config::File;
@@ -41,6 +41,9 @@ pub(crate) struct Options {
     /// Configuration, in TOML: see docs/gateway.md
     #[arg(long, default_value = "/etc/vamoose/gateway.toml", value_name = "FILE")]
     config: PathBuf,
+    /// Check the configuration, with its keys or certificates, and exit
+    #[arg(long, conflicts_with = "kubevirt")]
+    check: bool,
     /// How many seconds migrations under way have to finish after SIGTERM
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
     drain_timeout: u64,
@@ -99,6 +102,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if let Some(control) = &options.kubevirt {
         return kubevirt::run(options, control);
     }
+    if options.check {
+        return check(options);
+    }
     raise_descriptors();
     let file = File::read(&options.config)?;
     let metrics = options.metrics(&file)?;
@@ -134,6 +140,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     })?;
     info!("ended");
     Ok(())
+}
+
+/// What a gateway that reads the file again would find wrong.
+fn check(options: &Options) -> Result<()> {
+    let file = File::read(&options.config)?;
+    options.metrics(&file)?;
+    Ok(Sessions::check(&options.interpret(file)?.sessions)?)
 }
 
 /// What a gateway with this file does.

@@ -3,6 +3,7 @@
 use std::{
     io::{Read as _, Write as _},
     net::{SocketAddr, TcpStream},
+    process::Command,
     time::Instant,
 };
 
@@ -15,7 +16,7 @@ use rustix::process::Signal;
 use serde_json::json;
 
 use super::{Host, Hosts, PORT, PORTS};
-use crate::common::{LIMIT, MIB, bare_pair, set_up};
+use crate::common::{LIMIT, MIB, bare_pair, set_up, vamoose};
 
 /// Slow enough for things to happen meanwhile: seconds.
 const SLOW: u64 = 3 * MIB;
@@ -171,6 +172,33 @@ fn a_migration_survives_the_loss_of_all_its_connections() -> Result<()> {
         ensure!(middlebox.apply(Which::All, Change::Reset) > 0);
     }
     expect_end(&hosts, &mut source, &mut destination)
+}
+
+/// Before it is read again, and while the gateway that is to read it runs.
+#[test]
+fn a_configuration_is_checked() -> Result<()> {
+    let hosts = Hosts::start()?;
+    let setting = &hosts.near.setting;
+    let check = |text: &str| -> Result<(bool, String)> {
+        setting.write(text)?;
+        let mut command = Command::new(vamoose());
+        command.args(["gateway", "--check", "--config"]);
+        let output = command.arg(setting.path()).output()?;
+        Ok((output.status.success(), String::from_utf8(output.stderr)?))
+    };
+    let (passes, said) = check(&setting.text)?;
+    ensure!(passes, "{said}");
+    let wrong = [
+        setting.text.replace("listen", "lissten"),
+        setting.text.replace("keys = \"", "keys = \"/nowhere"),
+        format!("metrics = \"nowhere\"\n{}", setting.text),
+        "listen = [".to_owned(),
+    ];
+    for text in wrong {
+        let (passes, said) = check(&text)?;
+        ensure!(!passes && said.contains("vamoose: "), "{text}\n{said}");
+    }
+    Ok(())
 }
 
 #[test]
