@@ -1,15 +1,21 @@
 //! `vamoose pages`: manual pages and completions, from the same definitions as `--help`. For packages.
 //!
 //! ```text
-//!  DIR/man/vamoose.1, vamoose-serve.1, ...
+//!  DIR/man/vamoose.1, vamoose-migrate.1, ..., vamoose-serve.8, gateway.toml.5
 //!  DIR/completions/vamoose.bash, _vamoose, vamoose.fish
 //! ```
 
-use std::{fs, path::PathBuf};
+mod gateway_toml;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context as _, Result};
 use clap::{Args, Command};
 use clap_complete::{Shell, generate_to};
+use clap_mangen::Man;
 
 /// Write manual pages and completions for shells
 #[derive(Args, Debug)]
@@ -19,18 +25,45 @@ pub(crate) struct Options {
     out: PathBuf,
 }
 
+/// Those that run until they are told to end: their pages are in section 8, all others in 1.
+const DAEMONS: [&str; 2] = ["vamoose-gateway", "vamoose-serve"];
+
 pub(crate) fn run(options: &Options, mut program: Command) -> Result<()> {
     let [man, completions] = ["man", "completions"].map(|name| options.out.join(name));
     for dir in [&man, &completions] {
         fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
     }
-    clap_mangen::generate_to(without_help(program.clone()), &man)
-        .with_context(|| format!("cannot write into {}", man.display()))?;
+    let mut documented = without_help(program.clone());
+    documented.build();
+    write_pages(&documented, &man)?;
+    write(&man.join("gateway.toml.5"), &gateway_toml::page())?;
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
         generate_to(shell, &mut program, "vamoose", &completions)
             .with_context(|| format!("cannot write into {}", completions.display()))?;
     }
     Ok(())
+}
+
+/// One of each command, in their sections.
+fn write_pages(command: &Command, man: &Path) -> Result<()> {
+    for command in command.get_subcommands().filter(|it| !it.is_hide_set()) {
+        write_pages(command, man)?;
+    }
+    let name = command.get_display_name().unwrap_or(command.get_name());
+    let section = if DAEMONS.contains(&name) { "8" } else { "1" };
+    let page = Man::new(command.clone()).section(section);
+    let mut text = Vec::new();
+    page.render(&mut text)?;
+    let mut text = String::from_utf8(text)?;
+    // A page says of all commands below its own that they are in its section.
+    for daemon in DAEMONS.map(|name| name.replace('-', "\\-")) {
+        text = text.replace(&format!("{daemon}(1)"), &format!("{daemon}(8)"));
+    }
+    write(&man.join(page.get_filename()), &text)
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Without the command `help`, whose pages would say nothing.
