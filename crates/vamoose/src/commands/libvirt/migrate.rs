@@ -72,7 +72,7 @@ pub(super) struct Options {
     encoding: Encoding,
     #[command(flatten)]
     access: Access,
-    /// Further options for `virsh migrate`, such as --persistent or --timeout 60
+    /// Further options for `virsh migrate`, such as --persistent or --timeout 60; disks are not copied
     #[arg(last = true, value_name = "VIRSH_OPTION")]
     virsh_options: Vec<String>,
 }
@@ -80,6 +80,7 @@ pub(super) struct Options {
 pub(super) fn run(options: &Options) -> Result<()> {
     let (domain, host) = (&*options.domain, &*options.host);
     ensure!(!host.starts_with('-'), "{host} is no name of a host");
+    check_storage(&options.virsh_options)?;
     let state = virsh::state(domain).context("on this host")?;
     ensure!(
         ["running", "paused"].contains(&&*state),
@@ -137,6 +138,20 @@ pub(super) fn run(options: &Options) -> Result<()> {
             }))
         }
     }
+}
+
+/// libvirt has QEMU connect to the host of the guest's memory for the disks as well. That is 127.0.0.1 here, where this host's own
+/// disks would be written to, and not those of the other one.
+fn check_storage(virsh_options: &[String]) -> Result<()> {
+    const STORAGE: [&str; 3] = ["--copy-storage", "--migrate-disks", "--disks-"];
+    let copies = |option: &&String| STORAGE.iter().any(|it| option.starts_with(it));
+    if let Some(option) = virsh_options.iter().find(copies) {
+        bail!(
+            "{option}: disks cannot be copied by this command, only memory: libvirt would connect to 127.0.0.1 of this host for \
+             them and overwrite its disks. Share them between both hosts, or use gateways, through which they are copied"
+        );
+    }
+    Ok(())
 }
 
 /// Runs `virsh migrate` through a relay in this process. Cancelled by a signal.
@@ -393,6 +408,29 @@ mod tests {
         };
         let started = Far::start(&options, &request);
         format!("{:#}", started.err().unwrap())
+    }
+
+    /// Before anything is asked or started.
+    #[test]
+    fn disks_are_not_copied_onto_those_of_this_host() {
+        for option in [
+            "--copy-storage-all",
+            "--copy-storage-inc",
+            "--copy-storage-synchronous-writes",
+            "--copy-storage-all=yes",
+            "--migrate-disks=vda",
+            "--disks-port",
+            "--disks-uri=tcp://kvm2:10809",
+        ] {
+            let words = ["x", "web1", "kvm2", "--", "--persistent", option];
+            let refused = run(&Line::parse_from(words).options)
+                .unwrap_err()
+                .to_string();
+            let start = format!("{option}: disks cannot be copied by this command");
+            assert!(refused.starts_with(&start), "{refused}");
+        }
+        let others = ["--persistent", "--timeout", "60"].map(str::to_owned);
+        assert!(check_storage(&others).is_ok());
     }
 
     #[test]
