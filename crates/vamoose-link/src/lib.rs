@@ -62,7 +62,7 @@ pub use memory::populate;
 pub use method::{MethodChoice, PacketEncoder};
 pub use pace::Pacer;
 pub use packet::Packet;
-pub use peer::{Peer, Peers, peer_inode, peer_of, peers_of};
+pub use peer::{Peer, Peers, all_has_come, peer_inode, peer_of};
 pub use queue::PollQueue;
 pub use reader::{ChannelReader, CopyPages, ReadError, Received};
 #[cfg(feature = "fuzzing")]

@@ -8,11 +8,14 @@
 //! ```text
 //! number of channels known (configured or announced):  done when main and all of them are there
 //! unknown, channels there when `ram` is on the main:    done when the backlog is empty
-//! unknown, no connection when `ram` is on the main:     a migration without multifd, if the source is on this host
+//! unknown, no channel when `ram` is on the main:        a migration without multifd, if the source is on this host
 //! unknown, no channel a second after main came:        what seems one: on a link a channel may be late. Of a source on this
 //!                                                      host it is half of the timeout, for mains that hide `ram`
 //! first bytes 0x16 0x03 (TLS) on any connection:        all is passed through
 //! ```
+//!
+//! A connection that is silent when `ram` is on the main stream is no channel: a channel has sent its SYNC by then. It may be for
+//! post-copy: sources of machine types before 8.0 open that one at the beginning. Nothing is known of it until a page is asked for.
 //!
 //! Others may connect as well: port scanners, a client with the wrong address. **Until a main stream or a channel
 //! is identified by its first bytes, a connection that is neither is closed**, and the relay keeps waiting; one
@@ -34,7 +37,7 @@ use rustix::{
     net::{RecvFlags, recv},
 };
 use tracing::{debug, info, warn};
-use vamoose_link::{Hangup, Peer, Stream, peer_of, wait_until};
+use vamoose_link::{Hangup, Peer, Stream, all_has_come, peer_of, wait_until};
 
 use crate::{Accept, RelayError, accept::Acceptor, chain};
 use opening::Opening;
@@ -107,7 +110,7 @@ pub(crate) fn gather(
         if let Some(main) = gathering.complete(now)? {
             return Ok(gathering.into_multifd(main));
         }
-        if gathering.has_no_channels()? {
+        if gathering.has_no_channels(now)? {
             let why = "the source uses a single main connection";
             return Ok(gathering.into_opaque(why, Opaque::Single));
         }
@@ -124,7 +127,8 @@ pub(crate) fn gather(
 /// whether there will be one.
 const PLAIN_AFTER: Duration = Duration::from_secs(1);
 
-/// How long after the section `ram` the first bytes of a channel may still come: the source sent them long before.
+/// How long after the section `ram` the first bytes of a channel may still come, where it is not known whether they are under way: the
+/// source sent them long before.
 const SILENT_AFTER: Duration = Duration::from_secs(1);
 
 /// How often the main stream is looked at for its section `ram`, which is milliseconds away.
@@ -185,7 +189,7 @@ impl Gathering<'_> {
             Some(expected) => self.channels.len() == expected,
             None => {
                 self.all_have_come(&main)?
-                    && self.only_strangers_are_missing(now)
+                    && self.only_silent_ones_are_left(now)?
                     && self.ids_are_contiguous()
             }
         };
@@ -193,10 +197,18 @@ impl Gathering<'_> {
     }
 
     /// Whether no connection can be another channel, now that the section `ram` is on the main stream.
-    fn only_strangers_are_missing(&mut self, now: Instant) -> bool {
+    fn only_silent_ones_are_left(&mut self, now: Instant) -> Result<bool, RelayError> {
         let seen = *self.ram_seen.get_or_insert(now);
-        let is_silent = |opening: &Opening| opening.got == 0 && now >= seen + SILENT_AFTER;
-        self.opening.iter().all(is_silent)
+        let has_come = |opening: &Opening| {
+            let socket = opening.stream.socket();
+            socket.is_some_and(|socket| all_has_come(socket).unwrap_or(false))
+        };
+        if now < seen + SILENT_AFTER && !self.opening.iter().all(has_come) {
+            return Ok(false);
+        }
+        // It may have come since it was last looked.
+        self.read_openings()?;
+        Ok(self.opening.iter().all(|opening| opening.got == 0))
     }
 
     fn ids_are_contiguous(&self) -> bool {
@@ -206,7 +218,7 @@ impl Gathering<'_> {
 
     /// Whether the source opens no channels: `ram` is on the main stream, and they would have come before. From another host
     /// they may have been overtaken.
-    fn has_no_channels(&mut self) -> Result<bool, RelayError> {
+    fn has_no_channels(&mut self, now: Instant) -> Result<bool, RelayError> {
         if self.expected.is_some() || !self.channels.is_empty() {
             return Ok(false);
         }
@@ -214,7 +226,9 @@ impl Gathering<'_> {
         let Some(main) = near.map(|main| main.stream.clone()) else {
             return Ok(false);
         };
-        Ok(self.all_have_come(&main)? && self.opening.is_empty())
+        Ok(self.all_have_come(&main)?
+            && self.only_silent_ones_are_left(now)?
+            && self.channels.is_empty())
     }
 
     /// Whether `ram` is on the main stream and all connections that came before that have been accepted.

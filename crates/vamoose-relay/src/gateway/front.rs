@@ -14,7 +14,7 @@ use std::{
 use rustix::event::{PollFd, PollFlags};
 use tracing::{debug, warn};
 use vamoose_link::{
-    Address, Hangup, Listener, Peer, Peers, PollQueue, Socket, SocketError, Stream, lock, peers_of,
+    Address, Hangup, Listener, Peer, Peers, PollQueue, Socket, SocketError, Stream, lock, peer_of,
     wait_for,
 };
 
@@ -200,37 +200,35 @@ impl Front {
         false
     }
 
-    /// Takes out those that have begun and are welcome, and drops those that have ended without a byte. Who a stranger is takes
-    /// long to find out where there are many, so it is asked once for all, and not of those that come and go.
+    /// Takes out those that have begun and are welcome, and drops those that have ended without a byte.
     fn take_begun(&self, fresh: &mut Vec<Fresh>) -> Vec<Begun> {
         let mut begun = Vec::new();
         for it in mem::take(fresh) {
             match look(&it.socket, it.since.elapsed() >= SILENCE) {
-                Look::Is(first) => begun.push((it, first)),
+                Look::Is(first) if self.is_welcome(&it.at, peer_of(&it.socket)) => {
+                    begun.push((it.at, Arc::new(it.socket.into()), first));
+                }
+                Look::Is(_) => {}
                 Look::NotYet => fresh.push(it),
                 Look::Gone => debug!("{}: a connection was closed before its first byte", it.at),
             }
         }
-        let peers = peers_of(begun.iter().map(|(it, _)| &it.socket));
-        let peers = peers.unwrap_or_else(|error| {
-            warn!("cannot tell who connects: {error}; all are turned away");
-            Vec::new()
-        });
-        let judged = begun.into_iter().zip(peers);
-        let welcome = judged.filter(|((it, _), peer)| self.is_welcome(&it.at, *peer));
-        welcome
-            .map(|((it, first), _)| (it.at, Arc::new(it.socket.into()), first))
-            .collect()
+        begun
     }
 
-    fn is_welcome(&self, at: &Place, peer: Peer) -> bool {
-        if lock(&self.users).allow(peer) {
-            return true;
-        }
+    /// Whether it is a connection of this host, and of one of `users`.
+    fn is_welcome(&self, at: &Place, peer: io::Result<Peer>) -> bool {
         match peer {
-            Peer::Uid(uid) => warn!("{at}: turning away user {uid}, who is none of `users`"),
+            Ok(Peer::Remote) => {
+                warn!("{at}: turning away another host: only this one's QEMUs connect here")
+            }
+            Ok(peer) if lock(&self.users).allow(peer) => return true,
+            Ok(Peer::Uid(uid)) => warn!("{at}: turning away user {uid}, who is none of `users`"),
             // Mostly one that has been closed already.
-            unknown => debug!("{at}: turning away a connection: {unknown:?}"),
+            Ok(Peer::Unknown) => debug!("{at}: turning away a connection: nobody has it open"),
+            Err(error) => {
+                warn!("{at}: turning away a connection: cannot tell whose it is: {error}")
+            }
         }
         false
     }
@@ -302,6 +300,23 @@ mod tests {
             since: Instant::now(),
             round: rounds.done() + 1,
         }
+    }
+
+    /// Whatever address it listens at.
+    #[test]
+    fn only_users_of_this_host_are_welcome() {
+        let front = Front {
+            listeners: Mutex::default(),
+            users: Mutex::new(Peers::own_and([4711])),
+            passed: Mutex::default(),
+            rounds: Arc::new(Rounds::new().unwrap()),
+        };
+        let is_welcome = |peer| front.is_welcome(&at(1), peer);
+        assert!(is_welcome(Ok(Peer::Uid(4711))));
+        assert!(!is_welcome(Ok(Peer::Uid(4712))));
+        assert!(!is_welcome(Ok(Peer::Remote)));
+        assert!(!is_welcome(Ok(Peer::Unknown)));
+        assert!(!is_welcome(Err(io::ErrorKind::Unsupported.into())));
     }
 
     #[test]
