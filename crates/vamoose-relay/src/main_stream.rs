@@ -10,7 +10,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tracing::warn;
 use vamoose_link::{Pacer, Stats, Stream, is_stall, lock};
 
 use crate::{Direction, Outcome, RelayError, return_path::ReturnPath};
@@ -58,10 +57,6 @@ impl MainState {
         if self.is_broken_off() {
             return Err(RelayError::MainClosed(Direction::Forward));
         }
-        warn!(
-            "everything was delivered, but without a return path it is not confirmed that the \
-             destination has loaded the guest: set the return-path capability on the source"
-        );
         Ok(Outcome::Unconfirmed)
     }
 

@@ -103,7 +103,7 @@ impl Relay<'_> {
             self.hangup,
         )?;
         let start = Instant::now();
-        match arrival {
+        let summary = match arrival {
             Arrival::Multifd {
                 source,
                 uuid,
@@ -118,7 +118,14 @@ impl Relay<'_> {
                 info!("passing the migration through unchanged: {why}");
                 opaque::pass_through(self, opened, kind, start)
             }
+        }?;
+        if summary.outcome == Outcome::Unconfirmed {
+            warn!(
+                "everything was delivered, but without a return path it is not confirmed that the \
+                 destination has loaded the guest: set the return-path capability on the source"
+            );
         }
+        Ok(summary)
     }
 
     pub(crate) fn dial_one(&self, first: &[u8]) -> Result<Arc<Stream>, RelayError> {
