@@ -447,12 +447,14 @@ fn uid_in(passwd: &str, name: &str) -> Option<u32> {
 
 /// An alias stands for one host, and so does a key. A host without one is reached by streams alone.
 fn check(config: &GatewayConfig) -> Result<()> {
+    check_loopback(config.alias)?;
     for (at, peer) in config.peers.iter().enumerate() {
         let name = &peer.name;
         ensure!(
             !peer.remote.paths.is_empty(),
             "peer {name}: to: an address is needed"
         );
+        check_loopback(peer.alias).with_context(|| format!("peer {name}"))?;
         if let Some(alias) = peer.alias {
             ensure!(
                 peer.alias != config.alias,
@@ -477,6 +479,17 @@ fn check(config: &GatewayConfig) -> Result<()> {
             };
             bail!("peers {} and {name} have the same {same}", other.name);
         }
+    }
+    Ok(())
+}
+
+/// Whoever reaches an alias reaches QEMUs that wait for a migration, and take it from anybody.
+fn check_loopback(alias: Option<IpAddr>) -> Result<()> {
+    if let Some(alias) = alias {
+        ensure!(
+            alias.is_loopback(),
+            "alias: other hosts can reach {alias}: choose an address in 127.0.0.0/8"
+        );
     }
     Ok(())
 }
@@ -584,6 +597,14 @@ mod tests {
             (short().replace(", key", ", kay"), "kay"),
             (short().replace(KEY, "ed25519:x"), "ed25519:x"),
             (short().replace("127.77.0.2", "127.77.0.1"), "own alias"),
+            (
+                short().replace("127.77.0.1", "10.0.0.1"),
+                "alias: other hosts can reach 10.0.0.1",
+            ),
+            (
+                short().replace("127.77.0.2", "0.0.0.0"),
+                "peer kvm2: alias: other hosts can reach 0.0.0.0",
+            ),
             (
                 short().replace("10.0.0.2:4440", "10.0.0.2"),
                 "port is missing",
