@@ -58,7 +58,9 @@ impl Jobs {
         Some(job)
     }
 
+    /// Takes up a new one. The journal grows by it, so what need not be remembered any more is forgotten now.
     pub(super) fn insert(&self, job: &Arc<Job>) {
+        self.journal.clean_up::<AtDestination>();
         lock(&self.active).insert(job.attempt, job.clone());
     }
 
@@ -116,5 +118,60 @@ impl Jobs {
         for job in lock(&self.active).values() {
             job.hang_up();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use handover::{DestinationState, Incarnation};
+
+    use super::*;
+    use crate::{Instance, journal::now};
+
+    fn record(byte: u8, began: u64, state: DestinationState) -> Record<AtDestination> {
+        Record {
+            attempt: AttemptId([byte; 16]),
+            began,
+            name: "vm".to_owned(),
+            qemu: Instance::unknown(Path::new("/nowhere")),
+            side: AtDestination {
+                incarnation: Incarnation([7; 16]),
+                server: String::new(),
+                orphaned: false,
+                source: None,
+            },
+            state,
+        }
+    }
+
+    /// Not only at the start: a server runs for months.
+    #[test]
+    fn a_new_attempt_lets_the_journal_forget_old_ones() {
+        let dir = tempfile::tempdir().unwrap();
+        let jobs = Jobs::new(Journal::open(&dir.path().join("state")).unwrap());
+        for (byte, began, state) in [
+            (1, 1, DestinationState::Running),
+            (2, now(), DestinationState::Running),
+            (3, 1, DestinationState::Loaded),
+        ] {
+            let entry = jobs.journal.claim(record(byte, began, state)).unwrap();
+            entry.write().unwrap();
+        }
+        let entry = jobs
+            .journal
+            .claim(record(4, now(), DestinationState::Receiving))
+            .unwrap();
+        entry.write().unwrap();
+        let machine = Destination::new(Incarnation([7; 16]));
+        let qemu = DestinationQemu::new(entry.record.qemu.clone(), None);
+        jobs.insert(&Arc::new(Job::new(machine, entry, qemu, None)));
+        let left = jobs.journal.records::<AtDestination>().unwrap();
+        let mut left: Vec<_> = left.iter().map(|record| record.attempt.0[0]).collect();
+        left.sort_unstable();
+        assert_eq!(left, [2, 3, 4]);
+        assert_eq!(
+            std::fs::read_dir(dir.path().join("state")).unwrap().count(),
+            2 * left.len()
+        );
     }
 }
