@@ -33,6 +33,7 @@ use std::{
     collections::HashMap,
     io,
     os::fd::AsFd as _,
+    panic::{self, AssertUnwindSafe},
     sync::{Arc, Mutex},
     thread::{self, Scope},
     time::{Duration, Instant},
@@ -40,7 +41,7 @@ use std::{
 
 use rustix::event::{PollFd, PollFlags};
 use thiserror::Error;
-use tracing::{error_span, warn};
+use tracing::{error, error_span, warn};
 use vamoose_link::{
     Address, Hangup, Introduced, Listener, Sessions, SessionsError, SocketError, Stream, lock,
     wait_for,
@@ -84,10 +85,15 @@ pub enum GatewayError {
     Sessions(#[from] SessionsError),
     #[error("cannot wait for connections")]
     Wait(#[from] io::Error),
+    #[error("a bug of the gateway has ended the thread that takes {0}: start it again")]
+    Panicked(&'static str),
 }
 
 /// How often it is looked whether all migrations have ended.
 const TICK: Duration = Duration::from_millis(200);
+
+/// Of the thread of one migration, which has panicked: the place has been reported.
+const BUG: &str = "a bug of the gateway has ended this migration: its connections are closed";
 
 impl Gateway {
     /// Listens for other gateways, and at the aliases of the peers. Of `passed`, sockets that listen already, it takes those at
@@ -178,16 +184,38 @@ impl Gateway {
     /// Moves migrations until it is drained or stopped.
     ///
     /// # Errors
-    /// When the system refuses to wait for connections.
+    /// When the system refuses to wait for connections, or one of its own threads has panicked: migrations under way have finished
+    /// then, as when it is drained.
     pub fn run(&self) -> Result<(), GatewayError> {
         thread::scope(|scope| {
-            let accepts = scope.spawn(|| self.accept_visits(scope));
-            let accepted = self.accept_here(scope);
+            let visits = || self.guard("migrations to this host", || self.accept_visits(scope));
+            let accepts = scope.spawn(visits);
+            let accepted = self.guard("migrations from this host", || self.accept_here(scope));
+            let mut deadline = None;
+            while matches!(accepted, Err(GatewayError::Panicked(_)))
+                && !self.has_drained(&mut deadline)
+            {
+                thread::sleep(TICK);
+            }
             // Not before the deadline of the drain, or when all have ended.
             self.stop();
             self.hang_up_all();
             let visits = accepts.join();
             accepted.and(visits.unwrap_or(Ok(())))
+        })
+    }
+
+    /// Does what the gateway cannot be without. If that panics, no further migrations are taken.
+    fn guard(
+        &self,
+        takes: &'static str,
+        work: impl FnOnce() -> Result<(), GatewayError>,
+    ) -> Result<(), GatewayError> {
+        panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
+            let error = GatewayError::Panicked(takes);
+            error!("{error}; no further migrations are taken, those under way finish");
+            self.drain();
+            Err(error)
         })
     }
 
@@ -201,20 +229,25 @@ impl Gateway {
             for (at, stream, first) in self.front.wait(&mut fresh, &self.drain, TICK)? {
                 self.offer(scope, at, stream, first);
             }
-            if !self.drain.is_hung_up() {
-                continue;
-            }
-            let timeout = lock(&self.config).drain_timeout;
-            let deadline = *deadline.get_or_insert_with(|| Instant::now() + timeout);
-            if self.stop.is_hung_up() || self.is_idle() {
-                return Ok(());
-            }
-            if Instant::now() >= deadline {
-                let seconds = timeout.as_secs();
-                warn!("migrations under way have not ended in {seconds} s: they are ended now");
+            if self.drain.is_hung_up() && self.has_drained(&mut deadline) {
                 return Ok(());
             }
         }
+    }
+
+    /// Whether all migrations have ended since it is being drained, or have to.
+    fn has_drained(&self, deadline: &mut Option<Instant>) -> bool {
+        let timeout = lock(&self.config).drain_timeout;
+        let deadline = *deadline.get_or_insert_with(|| Instant::now() + timeout);
+        if self.stop.is_hung_up() || self.is_idle() {
+            return true;
+        }
+        let is_late = Instant::now() >= deadline;
+        if is_late {
+            let seconds = timeout.as_secs();
+            warn!("migrations under way have not ended in {seconds} s: they are ended now");
+        }
+        is_late
     }
 
     /// Gives a connection to the migration that it belongs to, or begins one.
@@ -262,7 +295,11 @@ impl Gateway {
         at: &Place,
         door: &Arc<Door>,
     ) {
-        let closing = door.run();
+        let closing = panic::catch_unwind(AssertUnwindSafe(|| door.run()));
+        if closing.is_err() {
+            error!("{BUG}");
+            door.hang_up();
+        }
         let mut doors = lock(&self.doors);
         let leftover = door.leftover();
         doors.remove(at);
@@ -270,7 +307,9 @@ impl Gateway {
         for (stream, first) in leftover {
             self.offer(scope, at.clone(), stream, first);
         }
-        closing.finish();
+        if let Ok(closing) = closing {
+            closing.finish();
+        }
     }
 
     /// Takes the sessions of other gateways.
@@ -304,7 +343,13 @@ impl Gateway {
         let (begun, config) = (visit.clone(), lock(&self.config).clone());
         let span = error_span!("migration", role = "destination");
         let work = move || {
-            span.in_scope(|| begun.run(stream, &config, &self.admission));
+            span.in_scope(|| {
+                let run = AssertUnwindSafe(|| begun.run(stream, &config, &self.admission));
+                if panic::catch_unwind(run).is_err() {
+                    error!("{BUG}");
+                    begun.hang_up();
+                }
+            });
             lock(&self.visits).retain(|other| !Arc::ptr_eq(other, &begun));
         };
         match thread::Builder::new().spawn_scoped(scope, work) {
@@ -324,5 +369,108 @@ impl Gateway {
         for visit in lock(&self.visits).iter() {
             visit.hang_up();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{Read as _, Write as _},
+        net::{IpAddr, Ipv4Addr, TcpStream},
+        sync::atomic::{AtomicUsize, Ordering},
+    };
+
+    use multifd::{MAIN_MAGIC, Method};
+    use vamoose_codec::{Engines, Settings};
+    use vamoose_link::{MethodChoice, Peers, Remote, Security, SessionConfig};
+
+    use super::*;
+    use crate::{Config, End, Observed};
+
+    /// Panics whenever a migration begins.
+    #[derive(Default)]
+    struct Faulty(AtomicUsize);
+
+    impl Observer for Faulty {
+        fn begun(&self, _: &Arc<Observed>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            panic!("as a test wants it");
+        }
+
+        fn ended(&self, _: &Arc<Observed>, _: End) {}
+    }
+
+    /// A gateway with one door, to a peer that is not there.
+    fn gateway() -> (Gateway, (IpAddr, u16)) {
+        let alias = IpAddr::V4(Ipv4Addr::new(127, 0, 0, 2));
+        let at = "tcp:127.0.0.2:0".parse().unwrap();
+        let listener = Listener::bind(&at, Duration::from_secs(60)).unwrap();
+        let Address::Tcp { port, .. } = *listener.address() else {
+            unreachable!();
+        };
+        let none = Engines::software(Settings::new(Method::None, None).unwrap());
+        let config = Config::new(MethodChoice::Fixed(none));
+        let sessions = SessionConfig::new(Security::Insecure);
+        let peer = GatewayPeer {
+            name: "other".to_owned(),
+            alias: Some(alias),
+            ports: port..=port,
+            remote: Remote {
+                paths: vec!["tcp:127.0.0.1:1".parse::<Address>().unwrap().into()],
+                config: sessions.clone(),
+            },
+            identity: None,
+            migrations: 1,
+            max_bandwidth: None,
+        };
+        let config = GatewayConfig {
+            listen: vec!["tcp:127.0.0.1:0".parse().unwrap()],
+            alias: None,
+            ports: 1..=1,
+            peers: vec![Arc::new(peer)],
+            streams: Vec::new(),
+            users: Peers::own_and([]),
+            outgoing: config.clone(),
+            incoming: config,
+            sessions,
+            drain_timeout: Duration::from_secs(60),
+        };
+        (
+            Gateway::bind(config, vec![listener]).unwrap(),
+            (alias, port),
+        )
+    }
+
+    #[test]
+    fn a_migration_whose_thread_panics_leaves_its_port_to_the_next_one() {
+        let (gateway, door) = gateway();
+        let faulty = Arc::<Faulty>::default();
+        let gateway = gateway.observed_by(faulty.clone());
+        thread::scope(|scope| {
+            let runs = scope.spawn(|| gateway.run());
+            let closed = [(), ()].map(|()| {
+                let mut source = TcpStream::connect(door).unwrap();
+                source.write_all(&MAIN_MAGIC.to_be_bytes()).unwrap();
+                let limit = Some(Duration::from_secs(60));
+                source.set_read_timeout(limit).unwrap();
+                source.read(&mut [0])
+            });
+            gateway.drain();
+            runs.join().unwrap().unwrap();
+            for closed in closed {
+                let reset = io::ErrorKind::ConnectionReset;
+                assert!(closed.map_or_else(|error| error.kind() == reset, |read| read == 0));
+            }
+        });
+        assert_eq!(faulty.0.load(Ordering::Relaxed), 2);
+    }
+
+    #[test]
+    fn a_gateway_whose_own_thread_panics_ends_with_an_error_when_all_have_finished() {
+        let (gateway, _) = gateway();
+        let panicked = gateway.guard("nothing", || panic!("as a test wants it"));
+        assert!(matches!(panicked, Err(GatewayError::Panicked("nothing"))));
+        // Nothing is under way.
+        gateway.run().unwrap();
     }
 }
