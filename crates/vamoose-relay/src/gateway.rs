@@ -154,7 +154,7 @@ impl Gateway {
                     crate::chain(&error)
                 );
             }
-            return Err(error.into());
+            return Err(error);
         }
         *lock(&self.config) = Arc::new(config);
         Ok(())

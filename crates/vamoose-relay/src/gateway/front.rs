@@ -3,6 +3,7 @@
 use std::{
     collections::HashMap,
     io, mem,
+    os::fd::OwnedFd,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -11,7 +12,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::{
+    buffer::spare_capacity,
+    event::{PollFd, PollFlags, Timespec, epoll},
+    io::Errno,
+};
 use tracing::{debug, warn};
 use vamoose_link::{
     Address, Hangup, Listener, Peer, Peers, PollQueue, Socket, SocketError, Stream, lock, peer_of,
@@ -27,11 +32,21 @@ use crate::chain;
 
 /// Listens there.
 pub(super) struct Front {
-    listeners: Mutex<HashMap<Place, Arc<Listener>>>,
+    listening: Mutex<Listening>,
+    /// Of all listeners: there are 64 for each peer, too many to name them whenever they are waited for.
+    epoll: OwnedFd,
     users: Mutex<Peers>,
     /// Listened already when this process was started.
     passed: Mutex<Vec<Listener>>,
     rounds: Arc<Rounds>,
+}
+
+/// Sockets that listen, each by a number of its own, which epoll tells.
+#[derive(Default)]
+struct Listening {
+    listeners: HashMap<Place, (u64, Arc<Listener>)>,
+    places: HashMap<u64, Place>,
+    last: u64,
 }
 
 /// How far whoever accepts has got. A round accepts what has come, and hands on what has begun.
@@ -63,13 +78,20 @@ pub(super) type Begun = (Place, Arc<Stream>, First);
 /// wait in the queues of their sockets. Who floods one place does not hold up the others: each has its share of a round.
 const MOST_FRESH: usize = 1024;
 
+/// No time at all.
+const NOW: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 0,
+};
+
 /// For the system to have file descriptors again.
 const PAUSE: Duration = Duration::from_millis(100);
 
 impl Front {
     pub(super) fn new(config: &GatewayConfig, passed: Vec<Listener>) -> Result<Self, GatewayError> {
         let front = Self {
-            listeners: Mutex::default(),
+            listening: Mutex::default(),
+            epoll: epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io::Error::from)?,
             users: Mutex::new(config.users.clone()),
             passed: Mutex::new(passed),
             rounds: Arc::new(Rounds::new()?),
@@ -83,21 +105,52 @@ impl Front {
     }
 
     /// Listens where `config` says, and nowhere else.
-    pub(super) fn listen(&self, config: &GatewayConfig) -> Result<(), SocketError> {
-        let mut listeners = lock(&self.listeners);
-        let mut next = HashMap::new();
+    pub(super) fn listen(&self, config: &GatewayConfig) -> Result<(), GatewayError> {
+        let mut listening = lock(&self.listening);
+        let mut last = listening.last;
+        let mut next = Listening::default();
         for (at, address) in config.places() {
-            let known = listeners.get(&at).filter(|it| *it.address() == address);
-            let listener = match known {
+            let known = listening.listeners.get(&at);
+            let known = known.filter(|(_, listener)| *listener.address() == address);
+            let (number, listener) = match known {
                 Some(known) => known.clone(),
-                None => Arc::new(self.bind(&address, config)?),
+                None => {
+                    last += 1;
+                    let listener = Arc::new(self.bind(&address, config)?);
+                    let number = epoll::EventData::new_u64(last);
+                    let added = epoll::add(&self.epoll, &*listener, number, epoll::EventFlags::IN);
+                    added.map_err(io::Error::from)?;
+                    (last, listener)
+                }
             };
-            next.insert(at, listener);
+            next.places.insert(number, at.clone());
+            next.listeners.insert(at, (number, listener));
         }
-        *listeners = next;
+        next.last = last;
+        // Those that are not there any more are closed by that, and nobody waits for them then.
+        *listening = next;
         *lock(&self.users) = config.users.clone();
         self.rounds.wake();
         Ok(())
+    }
+
+    /// Where something has come.
+    fn ready(&self) -> io::Result<Vec<(Place, Arc<Listener>)>> {
+        let listening = lock(&self.listening);
+        // Room for all: a round does not leave anybody out.
+        let mut events: Vec<epoll::Event> = Vec::with_capacity(listening.places.len().max(1));
+        match epoll::wait(&self.epoll, spare_capacity(&mut events), Some(&NOW)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let places = events
+            .iter()
+            .filter_map(|event| listening.places.get(&{ event.data }.u64()));
+        let ready = places.filter_map(|at| {
+            let (_, listener) = listening.listeners.get(at)?;
+            Some((at.clone(), listener.clone()))
+        });
+        Ok(ready.collect())
     }
 
     fn bind(&self, address: &Address, config: &GatewayConfig) -> Result<Listener, SocketError> {
@@ -122,45 +175,32 @@ impl Front {
         time: Duration,
     ) -> Result<Vec<Begun>, GatewayError> {
         self.rounds.end(fresh);
-        let listeners: Vec<_> = lock(&self.listeners)
-            .iter()
-            .map(|(at, listener)| (at.clone(), listener.clone()))
-            .collect();
         let room = MOST_FRESH.saturating_sub(fresh.len());
-        let open = if room > 0 {
-            &listeners[..]
-        } else {
-            self.rounds.could_not_accept();
-            &[]
-        };
-        let ready = {
-            let polled = open.iter().map(|(_, it)| PollFd::new(&**it, PollFlags::IN));
-            let mut fds: Vec<_> = polled.collect();
-            fds.push(PollFd::new(&self.rounds.wake, PollFlags::IN));
-            fds.extend(
-                fresh
-                    .iter()
-                    .map(|it| PollFd::new(&it.socket, PollFlags::IN)),
-            );
+        {
+            let mut fds = vec![PollFd::new(&self.rounds.wake, PollFlags::IN)];
+            if room > 0 {
+                fds.push(PollFd::new(&self.epoll, PollFlags::IN));
+            } else {
+                self.rounds.could_not_accept();
+            }
             if !wake.is_hung_up() {
                 fds.push(PollFd::new(wake, PollFlags::IN));
             }
+            let sockets = fresh.iter().map(|it| &it.socket);
+            fds.extend(sockets.map(|socket| PollFd::new(socket, PollFlags::IN)));
             let late = fresh
                 .iter()
                 .map(|it| SILENCE.saturating_sub(it.since.elapsed()));
             wait_for(&mut fds, late.min().unwrap_or(time).min(time))?;
-            let polled = fds.iter().zip(open);
-            let ready = polled.filter(|(fd, _)| !fd.revents().is_empty());
-            ready.map(|(_, place)| place).collect::<Vec<_>>()
-        };
+        }
         self.rounds.wake.pop();
         if room > 0 {
-            self.accept(&ready, room, fresh);
+            self.accept(&self.ready()?, room, fresh);
         }
         Ok(self.take_begun(fresh))
     }
 
-    fn accept(&self, ready: &[&(Place, Arc<Listener>)], room: usize, fresh: &mut Vec<Fresh>) {
+    fn accept(&self, ready: &[(Place, Arc<Listener>)], room: usize, fresh: &mut Vec<Fresh>) {
         let share = (room / ready.len().max(1)).max(1);
         let mut behind = lock(&self.rounds.behind);
         let before = mem::take(&mut *behind);
@@ -306,7 +346,8 @@ mod tests {
     #[test]
     fn only_users_of_this_host_are_welcome() {
         let front = Front {
-            listeners: Mutex::default(),
+            listening: Mutex::default(),
+            epoll: epoll::create(epoll::CreateFlags::CLOEXEC).unwrap(),
             users: Mutex::new(Peers::own_and([4711])),
             passed: Mutex::default(),
             rounds: Arc::new(Rounds::new().unwrap()),
