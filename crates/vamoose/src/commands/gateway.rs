@@ -60,10 +60,6 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    fn load(&self) -> Result<GatewayConfig> {
-        self.interpret(File::read(&self.config)?)
-    }
-
     fn interpret(&self, file: File) -> Result<GatewayConfig> {
         let config = file.into_config(&self.hardware, self.drain_timeout());
         let config = config.with_context(|| self.config.display().to_string())?;
@@ -109,6 +105,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let file = File::read(&options.config)?;
     let metrics = options.metrics(&file)?;
     let config = options.interpret(file)?;
+    let fixed = Fixed::of(&config, metrics.as_ref());
     let passed = systemd::passed_listeners(config.sessions.stall_timeout)?;
     let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
     let counts = Arc::<Counts>::default();
@@ -126,7 +123,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     thread::scope(|scope| {
         let _end = watchable::serve(scope, watchable.as_ref(), || gateway.under_way());
         scope.spawn(|| {
-            let reload = || reload(&gateway, options, &counts);
+            let reload = || reload(&gateway, options, &counts, &fixed);
             obey(
                 &mut signals,
                 &|| gateway.drain(),
@@ -175,17 +172,58 @@ fn obey(signals: &mut Signals, drain: &dyn Fn(), stop: &dyn Fn(), reload: &dyn F
 }
 
 /// What is wrong in the new configuration leaves the old one in force.
-fn reload(gateway: &Gateway, options: &Options, counts: &Counts) {
+fn reload(gateway: &Gateway, options: &Options, counts: &Counts, fixed: &Fixed) {
     let reload = || {
-        let config = options.load()?;
+        let file = File::read(&options.config)?;
+        let metrics = options.metrics(&file)?;
+        let config = options.interpret(file)?;
+        let changed = fixed.changed(&Fixed::of(&config, metrics.as_ref()));
         let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
         gateway.reload(config)?;
         counts.expect(peers.iter().map(String::as_str));
-        anyhow::Ok(())
+        anyhow::Ok(changed)
     };
     match reload() {
-        Ok(()) => info!("the configuration has been read again"),
+        Ok(changed) => {
+            info!("the configuration has been read again");
+            if !changed.is_empty() {
+                let names = changed.join(", ");
+                warn!("only a restart of the gateway carries out what has changed in: {names}");
+            }
+        }
         Err(error) => error!("the configuration before stays in force: {error:#}"),
+    }
+}
+
+/// What a gateway works by from its start to its end, of the keys of its configuration.
+struct Fixed([(&'static str, String); 5]);
+
+impl Fixed {
+    fn of(config: &GatewayConfig, metrics: Option<&Address>) -> Self {
+        let sessions = &config.sessions;
+        Self([
+            ("listen", format!("{:?}", config.listen)),
+            ("metrics", format!("{metrics:?}")),
+            (
+                "reconnect-timeout (of migrations from peers)",
+                format!("{:?}", sessions.reconnect_timeout),
+            ),
+            (
+                "stall-timeout (of migrations from peers)",
+                format!("{:?}", sessions.stall_timeout),
+            ),
+            (
+                "page-cache (of migrations from peers)",
+                sessions.page_cache.to_string(),
+            ),
+        ])
+    }
+
+    /// The keys in which `other` differs.
+    fn changed(&self, other: &Self) -> Vec<&'static str> {
+        let both = self.0.iter().zip(&other.0);
+        let changed = both.filter(|(ours, theirs)| ours != theirs);
+        changed.map(|((key, _), _)| *key).collect()
     }
 }
 

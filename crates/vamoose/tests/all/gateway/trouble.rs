@@ -236,6 +236,24 @@ fn a_configuration_is_read_again_and_a_wrong_one_changes_nothing() -> Result<()>
     hosts.expect_moved(&mut source, &mut destination)
 }
 
+/// They are not ignored without a word.
+#[test]
+fn changes_that_need_a_restart_are_named() -> Result<()> {
+    let hosts = Hosts::start()?;
+    let near = &hosts.near;
+    let [other, ..] = super::addresses();
+    let own = format!("{}:4440", near.own);
+    let text = near.setting.text.replace(&own, &format!("{other}:4440"));
+    near.setting
+        .write(&format!("metrics = \"{other}:4441\"\n{text}"))?;
+    near.gateway.signal(Signal::HUP)?;
+    near.says("only a restart of the gateway carries out what has changed in: listen, metrics")?;
+    near.setting.write(&near.setting.text)?;
+    near.gateway.signal(Signal::HUP)?;
+    near.says("the configuration has been read again")?;
+    Ok(())
+}
+
 #[test]
 fn migrations_that_do_not_finish_in_time_are_ended() -> Result<()> {
     let Some(qemu) = qemu::newest_or_skip()? else {
