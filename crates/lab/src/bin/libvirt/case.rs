@@ -10,6 +10,8 @@ pub(crate) struct Case {
     pub(crate) event: Event,
     /// What both ends must know.
     needs: Needs,
+    /// It is run when it is named: its guest may hang by itself.
+    pub(crate) is_by_name: bool,
 }
 
 /// What happens during a migration.
@@ -21,6 +23,8 @@ pub(crate) enum Event {
     Paused,
     /// The guest continues at the destination before all of its memory is there.
     Postcopy,
+    /// So it does, and the migration breaks then: it is resumed.
+    PostcopyResumed,
     /// The guest has a disk that goes with it.
     Storage,
     /// The guest moves to and fro, ten times in all.
@@ -73,6 +77,7 @@ const fn case(name: &'static str, flags: &'static [&'static str], event: Event) 
         flags,
         event,
         needs: Needs::Nothing,
+        is_by_name: false,
     }
 }
 
@@ -89,6 +94,13 @@ impl Case {
 
     const fn needs(self, needs: Needs) -> Self {
         Self { needs, ..self }
+    }
+
+    const fn by_name(self) -> Self {
+        Self {
+            is_by_name: true,
+            ..self
+        }
     }
 }
 
@@ -126,6 +138,15 @@ pub(crate) const CASES: &[Case] = &[
         &["--postcopy", "--postcopy-bandwidth", "0"],
         Event::Postcopy,
     ),
+    case(
+        "post-copy, resumed",
+        &["--postcopy", "--postcopy-bandwidth", "8"],
+        Event::PostcopyResumed,
+    )
+    .needs(Needs::AllConnections)
+    // Under TCG, QEMU delivers an interrupt with its big lock held. When the guest's stack has not come, it waits so for ever, and its
+    // monitor with it.
+    .by_name(),
     case(
         "parallel, copied storage",
         &["--parallel", "--copy-storage-all"],

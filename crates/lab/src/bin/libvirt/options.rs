@@ -75,6 +75,9 @@ impl Options {
     }
 
     pub(crate) fn wants(&self, case: &Case) -> bool {
-        self.only.is_empty() || self.only.iter().any(|text| case.name.contains(text))
+        match self.only.is_empty() {
+            true => !case.is_by_name,
+            false => self.only.iter().any(|text| case.name.contains(text)),
+        }
     }
 }

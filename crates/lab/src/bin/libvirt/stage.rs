@@ -136,18 +136,45 @@ fn migrate(
             })
         }
         Event::Postcopy => {
-            let virsh = start(hosts, domain, passage, case.flags)?;
-            wait_for(hosts, domain, &virsh, Phase::Setup)?;
-            let host = domain.at().of(hosts);
-            // Refused before there is a migration, and when it has ended.
-            while !virsh.has_ended() {
-                if host.virsh(["migrate-postcopy", GUEST])?.is_success {
-                    break;
-                }
-            }
+            let virsh = start_postcopy(hosts, domain, passage, case.flags)?;
             let ended = has_succeeded(virsh, passage)?;
             domain.has_moved("running")?;
             Ok(found(&ended, domain))
+        }
+        Event::PostcopyResumed => {
+            let virsh = start_postcopy(hosts, domain, passage, case.flags)?;
+            // Before, libvirt ends the destination's QEMU when the connection breaks, and with it the guest.
+            let there = domain.at().other();
+            while domain.state(there)?.as_deref() != Some("running") && !virsh.has_ended() {}
+            wait_for(hosts, domain, &virsh, Phase::FirstRound)?;
+            let host = domain.at().of(hosts);
+            until_done(&virsh, || host.virsh(["domjobabort", GUEST, "--postcopy"]))?;
+            let broken = finish(virsh, passage).context("the migration that is broken")?;
+            ensure!(!broken.is_success, "virsh says that the guest has moved");
+            let flags = [case.flags, &["--postcopy-resume"]].concat();
+            let resumed = start(hosts, domain, passage, &flags)?;
+            let ended = finish(resumed, passage).context("the one that resumes it")?;
+            // libvirt 9.0 says that it has failed when the destination's QEMU has not been reached yet, and it goes on all the same.
+            let start = Instant::now();
+            while domain.state(domain.at())?.is_some() {
+                ensure!(
+                    start.elapsed() < LIMIT,
+                    "it did not go on: {}; {}",
+                    ended.reason(),
+                    passage.said()
+                );
+                thread::sleep(Duration::from_millis(100));
+            }
+            domain.has_moved("running")?;
+            let says = if ended.is_success {
+                "completed"
+            } else {
+                "completed, though virsh says that it failed"
+            };
+            Ok(Found {
+                ended: format!("{says} ({:.1} s)", ended.took.as_secs_f64()),
+                guest: format!("is on {}", domain.at()),
+            })
         }
         Event::Abort(phase) => {
             let virsh = start(hosts, domain, passage, case.flags)?;
@@ -198,6 +225,30 @@ fn moves(
     domain.has_moved(state)?;
     passage.finish()?;
     Ok(found(&ended, domain))
+}
+
+/// Starts a migration, and has the guest continue at the destination before all of its memory is there.
+fn start_postcopy(
+    hosts: &Hosts,
+    domain: &Domain<'_>,
+    passage: &mut Passage<'_>,
+    flags: &[&str],
+) -> Result<Virsh> {
+    let virsh = start(hosts, domain, passage, flags)?;
+    wait_for(hosts, domain, &virsh, Phase::Setup)?;
+    let host = domain.at().of(hosts);
+    until_done(&virsh, || host.virsh(["migrate-postcopy", GUEST]))?;
+    Ok(virsh)
+}
+
+/// Calls until it is done what libvirt refuses before there is a migration, and when it has ended.
+fn until_done(virsh: &Virsh, call: impl Fn() -> Result<Ended>) -> Result<()> {
+    while !virsh.has_ended() {
+        if call()?.is_success {
+            break;
+        }
+    }
+    Ok(())
 }
 
 fn has_failed(
