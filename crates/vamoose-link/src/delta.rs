@@ -43,6 +43,7 @@
 //! A reader that waits holds a packet, as one that waits for its socket does, and no lock. What ends its wait otherwise
 //! is the end of the migration, or that no packet at all came for long, on any channel.
 
+mod caches;
 mod incoming;
 #[cfg(test)]
 mod model;
@@ -55,13 +56,15 @@ mod sent;
 
 use multifd::Layout;
 
-pub(crate) use self::{
-    incoming::{Failure, Incoming, Target},
-    outgoing::Outgoing,
-};
 pub use self::{
+    caches::PageCaches,
     receiver::{DeltaError, DeltaReceiver},
     sender::DeltaSender,
+};
+pub(crate) use self::{
+    caches::Share,
+    incoming::{Failure, Incoming, Target},
+    outgoing::Outgoing,
 };
 
 /// What is kept of a page, and what it takes to find it.

@@ -54,7 +54,7 @@ pub use chain::chain;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub use delta::seam as delta_seam;
-pub use delta::{DeltaError, DeltaReceiver, DeltaSender};
+pub use delta::{DeltaError, DeltaReceiver, DeltaSender, PageCaches};
 pub use dial::dial;
 pub use downtime::{DowntimeParts, millis};
 pub use hangup::{Hangup, HangupGuard};

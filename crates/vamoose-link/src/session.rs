@@ -41,7 +41,7 @@ pub use self::{
     server::{Introduced, Sessions, SessionsError},
 };
 use self::{dialer::Paths, resumable::Carried};
-use crate::{Address, AddressError, Cipher, Security, Stream, lock};
+use crate::{Address, AddressError, Cipher, PageCaches, Security, Stream, delta::Share, lock};
 
 /// Who has sent nothing for this long sends a heartbeat.
 const TICK: Duration = Duration::from_secs(1);
@@ -69,6 +69,8 @@ pub struct SessionConfig {
     pub window: usize,
     /// The most bytes for pages that were sent or received, for differences to them; 0 for none.
     pub page_cache: usize,
+    /// Where they come from: there may be fewer, or none.
+    pub page_caches: PageCaches,
 }
 
 impl SessionConfig {
@@ -86,6 +88,7 @@ impl SessionConfig {
             stall_timeout: Duration::from_secs(30),
             window: 64 << 20,
             page_cache: 256 << 20,
+            page_caches: PageCaches::default(),
         }
     }
 }
@@ -192,7 +195,8 @@ pub struct LinkFaults {
 
 enum Role {
     Client(Box<Paths>),
-    Server,
+    /// With the memory for pages that are received.
+    Server(Share),
 }
 
 impl Session {
@@ -244,6 +248,14 @@ impl Session {
         self.0.config.check.then_some(both)
     }
 
+    /// The memory for versions of pages that are received.
+    pub(crate) fn kept_pages(&self) -> usize {
+        match &self.0.role {
+            Role::Client(_) => self.0.config.page_cache,
+            Role::Server(share) => share.bytes(),
+        }
+    }
+
     /// How it behaves.
     pub fn config(&self) -> &SessionConfig {
         &self.0.config
@@ -253,7 +265,7 @@ impl Session {
     pub fn paths(&self) -> Vec<PathStatus> {
         match &self.0.role {
             Role::Client(paths) => paths.status(&self.0.streams()),
-            Role::Server => Vec::new(),
+            Role::Server(_) => Vec::new(),
         }
     }
 

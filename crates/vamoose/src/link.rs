@@ -1,6 +1,6 @@
 //! Options of the link between two Vamooses.
 
-use std::{net::IpAddr, time::Duration};
+use std::{fs, net::IpAddr, time::Duration};
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
@@ -24,6 +24,23 @@ pub struct LinkOptions {
     /// For each migration, as much of it as is used. What the other end has counts, if it has less.
     #[arg(long, default_value = "256M", value_name = "SIZE")]
     page_cache: Size,
+}
+
+/// Memory for the page caches of all migrations of a process together: `size`, or a quarter of the host's memory, and at most 4 GiB.
+pub fn page_caches(size: Option<Size>) -> usize {
+    const MOST: u64 = 4 << 30;
+    let quarter = || memory_of_host().map_or(MOST, |bytes| (bytes / 4).min(MOST));
+    let bytes = size.map_or_else(quarter, |size| size.0);
+    usize::try_from(bytes).unwrap_or(usize::MAX)
+}
+
+/// `MemTotal:  16303400 kB`
+fn memory_of_host() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let mut lines = text.lines();
+    let total = lines.find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kibibytes: u64 = total.split_whitespace().next()?.parse().ok()?;
+    kibibytes.checked_mul(1024)
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -70,5 +87,18 @@ impl LinkOptions {
             paths: paths.collect(),
             config: self.config(to, stall_timeout)?,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn page_caches_leave_the_host_most_of_its_memory() {
+        assert_eq!(page_caches(Some(Size(5 << 30))), 5 << 30);
+        let bytes = page_caches(None);
+        assert!((1 << 20..=4 << 30).contains(&bytes), "{bytes}");
+        assert!(bytes as u64 <= memory_of_host().unwrap() / 4);
     }
 }

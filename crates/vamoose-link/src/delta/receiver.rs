@@ -88,7 +88,7 @@ impl DeltaReceiver {
         // A connection that is lost may take as long to come back.
         let patience = stream.stall_timeout() + config.reconnect_timeout;
         // Whether packets have the checksums that differences need is for the sender to say.
-        Some(Self::new(config.page_cache, layout, patience))
+        Some(Self::new(session.kept_pages(), layout, patience))
     }
 
     /// Ends every wait: a packet that is waited for will never come.

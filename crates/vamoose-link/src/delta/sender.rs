@@ -11,7 +11,7 @@ use std::{
 use multifd::{Layout, RamHeader};
 use vamoose_codec::delta::{Mark, Touch, difference, table_len};
 
-use super::{outgoing::MOST_CHECKED, sent::Sent, slots};
+use super::{Share, outgoing::MOST_CHECKED, sent::Sent, slots};
 use crate::{Session, lock};
 
 /// The pages that one end of a session has sent and keeps, shared by all channels of a migration.
@@ -23,6 +23,8 @@ pub struct DeltaSender {
     /// By slot.
     contents: OnceLock<Box<[Mutex<Content>]>>,
     kept: AtomicU64,
+    /// Of the memory of all caches.
+    _share: Option<Share>,
 }
 
 /// What is in a slot. Empty until it is used.
@@ -93,20 +95,21 @@ const DENSE: usize = 2;
 impl DeltaSender {
     /// A cache of `bytes`, where the receiver has one that is not smaller.
     pub fn new(bytes: usize, layout: Layout) -> Self {
-        Self::of(Holds::Slots, bytes, layout)
+        Self::of(Holds::Slots, bytes, layout, None)
     }
 
     /// A cache of `bytes` for a receiver that has the pages in the guest's memory.
     pub fn in_place(bytes: usize, layout: Layout) -> Self {
-        Self::of(Holds::Memory, bytes, layout)
+        Self::of(Holds::Memory, bytes, layout, None)
     }
 
     /// For what is sent over `session`, where its server takes differences and both ends keep pages.
     pub fn over(session: &Session, layout: Layout) -> Option<Self> {
-        let bytes = session.page_cache()?;
+        let share = session.config().page_caches.take(session.page_cache()?);
+        let bytes = share.bytes();
         let longest = table_len(layout.page_count()) + layout.packet_bytes();
         let is_of_use = slots(bytes, layout) > 0 && longest <= MOST_CHECKED;
-        is_of_use.then(|| Self::new(bytes, layout))
+        is_of_use.then(|| Self::of(Holds::Slots, bytes, layout, Some(share)))
     }
 
     /// The same for a receiver that has the pages in the guest's memory.
@@ -116,7 +119,7 @@ impl DeltaSender {
         (slots(bytes, layout) > 0).then(|| Self::in_place(bytes, layout))
     }
 
-    fn of(holds: Holds, bytes: usize, layout: Layout) -> Self {
+    fn of(holds: Holds, bytes: usize, layout: Layout, share: Option<Share>) -> Self {
         Self {
             page_size: layout.page_size(),
             limit: slots(bytes, layout),
@@ -124,6 +127,7 @@ impl DeltaSender {
             index: Mutex::default(),
             contents: OnceLock::new(),
             kept: AtomicU64::new(0),
+            _share: share,
         }
     }
 

@@ -38,8 +38,8 @@ use super::{
     resumable::{Carried, Resumable},
 };
 use crate::{
-    Address, Listener, PollQueue, Security, Socket, Stream, TlsError, chain, left, lock,
-    tls::ServerTerms, wait_for, wait_until,
+    Address, Listener, PollQueue, Security, Socket, Stream, TlsError, chain, delta::Share, left,
+    lock, tls::ServerTerms, wait_for, wait_until,
 };
 
 /// Accepts sessions on listeners of its own, until it is dropped. Its file descriptor is readable while a stream waits
@@ -301,7 +301,9 @@ impl Server {
         let mut bytes = [0; HELLO_LEN];
         connection.read_exactly(&mut bytes)?;
         let hello = Hello::decode(&bytes)?;
-        let answer = Answer::to(&hello, nonce()?).with_page_cache(self.page_cache());
+        // Of one that goes on, and of one that is refused, it is given back at the end.
+        let share = self.config.page_caches.take(self.config.page_cache);
+        let answer = Answer::to(&hello, nonce()?).with_page_cache(mebibytes(&share));
         connection.send(&answer.encode())?;
         answer.accepted()?;
         let transcript = Transcript::new(&hello, &answer, connection.binding);
@@ -310,7 +312,7 @@ impl Server {
         let attach = Attach::decode(&bytes)?;
         let peer = connection.peer.clone().unwrap_or_else(|| shown(address));
         let peer = (&*peer, connection.cipher);
-        let found = self.find(&attach, &bytes, &transcript, peer);
+        let found = self.find(&attach, &bytes, &transcript, peer, share);
         let (stream, is_new) = match found {
             Ok(found) => found,
             Err(refusal) => return Err(refuse(connection, &transcript, &bytes, refusal)),
@@ -345,9 +347,10 @@ impl Server {
         bytes: &[u8; ATTACH_LEN],
         transcript: &Transcript,
         peer: (&str, Option<&'static str>),
+        share: Share,
     ) -> Result<(Arc<Carried>, bool), Refusal> {
         let session = match attach.target {
-            Target::New => self.begin(transcript, peer)?,
+            Target::New => self.begin(transcript, peer, share)?,
             Target::Known(id) => {
                 let known = lock(&self.sessions).get(&id).and_then(Weak::upgrade);
                 known.ok_or(Refusal::UnknownSession)?
@@ -402,6 +405,7 @@ impl Server {
         &self,
         transcript: &Transcript,
         (peer, cipher): (&str, Option<&'static str>),
+        share: Share,
     ) -> Result<Arc<Shared>, Refusal> {
         let mut sessions = lock(&self.sessions);
         sessions.retain(|_, known| known.strong_count() > 0);
@@ -422,17 +426,12 @@ impl Server {
             config,
             (peer.to_owned(), identity),
             cipher,
-            (Role::Server, None),
+            (Role::Server(share), None),
         );
         // There is no thread for it.
         let session = session.map_err(|_| Refusal::Busy)?;
         sessions.insert(session.id(), Arc::downgrade(&session));
         Ok(session)
-    }
-
-    /// In MiB.
-    fn page_cache(&self) -> u16 {
-        u16::try_from(self.config.page_cache >> 20).unwrap_or(u16::MAX)
     }
 
     /// Passes a new stream on when its first bytes are there.
@@ -618,6 +617,10 @@ enum TurnedAway {
     Handshake(#[from] HandshakeError),
     #[error("it was told: {0}")]
     Refused(Refusal),
+}
+/// As it is offered.
+fn mebibytes(share: &Share) -> u16 {
+    u16::try_from(share.bytes() >> 20).unwrap_or(u16::MAX)
 }
 
 #[cfg(test)]

@@ -13,8 +13,8 @@ use proptest::{collection::vec, prelude::*};
 use vamoose_codec::{Decoder, Settings, encoder};
 use vamoose_link::{
     Address, ChannelReader, ChannelWriter, DeltaReceiver, DeltaSender, Listener, Packet,
-    PacketEncoder, Path, Received, Security, Session, SessionConfig, Sessions, Snapshot, Stats,
-    Stream,
+    PacketEncoder, PageCaches, Path, Received, Security, Session, SessionConfig, Sessions,
+    Snapshot, Stats, Stream,
 };
 
 use crate::channel::LAYOUT;
@@ -224,6 +224,25 @@ fn a_small_cache_keeps_what_it_can() {
         );
         assert!(sent.delta_pages > 0, "{sent:?}");
         assert!(sent.delta_cache_bytes <= 1 << 20, "{sent:?}");
+    }
+}
+
+/// Those of a host with many migrations, at either end: the next one goes on with less, or without.
+#[test]
+fn all_caches_of_a_host_share_its_limit() {
+    let with = |limit| SessionConfig {
+        page_caches: PageCaches::new(limit),
+        ..config()
+    };
+    for (near, far, most) in [
+        (with(4 << 20), config(), 1 << 20),
+        (config(), with(4 << 20), 1 << 20),
+        (with(0), config(), 0),
+        (config(), with(0), 0),
+    ] {
+        let sent = run(&Ends::new(near, far), || fixed(Method::Lz4), |_| {});
+        assert_eq!(sent.delta_pages > 0, most > 0, "{sent:?}");
+        assert!(sent.delta_cache_bytes <= most, "{sent:?}");
     }
 }
 

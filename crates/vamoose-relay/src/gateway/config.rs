@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use vamoose_link::{Address, Peers, Remote, SessionConfig};
+use vamoose_link::{Address, PageCaches, Peers, Remote, SessionConfig};
 
 use super::place::{Place, Target};
 use crate::Config;
@@ -75,6 +75,16 @@ pub struct GatewayStream {
 }
 
 impl GatewayConfig {
+    /// Has all sessions take the memory of their page caches from `caches`.
+    #[must_use]
+    pub fn sharing(mut self, caches: &PageCaches) -> Self {
+        self.sessions.page_caches = caches.clone();
+        for peer in &mut self.peers {
+            Arc::make_mut(peer).remote.config.page_caches = caches.clone();
+        }
+        self
+    }
+
     /// Where sources of migrations connect, and the addresses.
     pub(super) fn places(&self) -> HashMap<Place, Address> {
         let aliases = self

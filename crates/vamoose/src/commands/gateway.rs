@@ -19,7 +19,7 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{error, info, warn};
-use vamoose_link::{Address, Sessions};
+use vamoose_link::{Address, PageCaches, Sessions};
 use vamoose_relay::{Gateway, GatewayConfig, KubeVirtConfig, Watchable};
 
 use self::config::File;
@@ -104,7 +104,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     raise_descriptors();
     let file = File::read(&options.config)?;
     let metrics = options.metrics(&file)?;
-    let config = options.interpret(file)?;
+    let caches = PageCaches::new(file.page_caches()?);
+    let config = options.interpret(file)?.sharing(&caches);
     let fixed = Fixed::of(&config, metrics.as_ref());
     let passed = systemd::passed_listeners(config.sessions.stall_timeout)?;
     let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
@@ -123,7 +124,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     thread::scope(|scope| {
         let _end = watchable::serve(scope, watchable.as_ref(), || gateway.under_way());
         scope.spawn(|| {
-            let reload = || reload(&gateway, options, &counts, &fixed);
+            let reload = || reload(&gateway, options, &counts, &fixed, &caches);
             obey(
                 &mut signals,
                 &|| gateway.drain(),
@@ -172,14 +173,22 @@ fn obey(signals: &mut Signals, drain: &dyn Fn(), stop: &dyn Fn(), reload: &dyn F
 }
 
 /// What is wrong in the new configuration leaves the old one in force.
-fn reload(gateway: &Gateway, options: &Options, counts: &Counts, fixed: &Fixed) {
+fn reload(
+    gateway: &Gateway,
+    options: &Options,
+    counts: &Counts,
+    fixed: &Fixed,
+    caches: &PageCaches,
+) {
     let reload = || {
         let file = File::read(&options.config)?;
         let metrics = options.metrics(&file)?;
-        let config = options.interpret(file)?;
+        let memory = file.page_caches()?;
+        let config = options.interpret(file)?.sharing(caches);
         let changed = fixed.changed(&Fixed::of(&config, metrics.as_ref()));
         let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
         gateway.reload(config)?;
+        caches.set_limit(memory);
         counts.expect(peers.iter().map(String::as_str));
         anyhow::Ok(changed)
     };

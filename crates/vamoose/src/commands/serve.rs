@@ -10,12 +10,12 @@ use signal_hook::{
 };
 use tracing::info;
 use vamoose_codec::Settings;
-use vamoose_link::{Address, Hangup};
+use vamoose_link::{Address, Hangup, PageCaches, SessionConfig};
 use vamoose_relay::{Server, ServerConfig};
 
-use vamoose::link::LinkOptions;
+use vamoose::link::{LinkOptions, page_caches};
 use vamoose::metrics::{self, Counts, MetricsOption};
-use vamoose::options::{Access, Hardware, PlacementName, StallTimeout, StateDir};
+use vamoose::options::{Access, Hardware, PlacementName, Size, StallTimeout, StateDir};
 use vamoose::watchable;
 
 /// Accept incoming migrations for QEMUs waiting on this host
@@ -56,6 +56,11 @@ pub(crate) struct Options {
     /// How many seconds migrations under way have to finish when the server is told to end
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
     drain_timeout: u64,
+    /// Memory for the page caches of all migrations together [default: a quarter of the host's, and at most 4 GiB]
+    ///
+    /// Where that is used up, migrations go on with smaller caches, or without.
+    #[arg(long, value_name = "SIZE")]
+    page_caches: Option<Size>,
     #[command(flatten)]
     metrics: MetricsOption,
     #[command(flatten)]
@@ -72,7 +77,10 @@ enum Decoder {
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     let stall_timeout = options.stall_timeout.duration();
-    let sessions = options.link.config(&options.listen, stall_timeout)?;
+    let sessions = SessionConfig {
+        page_caches: PageCaches::new(page_caches(options.page_caches)),
+        ..options.link.config(&options.listen, stall_timeout)?
+    };
     if !options.qmp_dir.is_dir() {
         bail!(
             "--qmp-dir: {} is not a directory",

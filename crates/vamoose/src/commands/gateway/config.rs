@@ -21,6 +21,7 @@ use vamoose_link::{
 use vamoose_relay::{Config, GatewayConfig, GatewayPeer, GatewayStream, KubeVirtConfig};
 
 use vamoose::{
+    link::page_caches,
     options::{Hardware, MethodName, Size},
     security::keys_directory,
 };
@@ -49,6 +50,8 @@ pub(super) struct File {
     level: Option<i32>,
     #[serde(default)]
     page_cache: Option<String>,
+    #[serde(default)]
+    page_caches: Option<String>,
     #[serde(default = "half_a_minute")]
     reconnect_timeout: u64,
     #[serde(default = "a_quarter_minute")]
@@ -145,6 +148,13 @@ impl File {
     pub(super) fn metrics(&self) -> Result<Option<Address>> {
         let parsed = self.metrics.as_deref().map(address);
         parsed.transpose().context("metrics")
+    }
+
+    /// The memory for the page caches of all migrations.
+    pub(super) fn page_caches(&self) -> Result<usize> {
+        let size = self.page_caches.as_deref().map(str::parse::<Size>);
+        let size = size.transpose().map_err(Error::msg);
+        Ok(page_caches(size.context("page-caches")?))
     }
 
     /// What the gateway is told, with these devices.

@@ -12,6 +12,7 @@ use vamoose::{
     metrics::{self, Counts},
     watchable,
 };
+use vamoose_link::PageCaches;
 use vamoose_relay::KubeVirt;
 
 use super::{File, Options, obey, raise_descriptors, systemd};
@@ -21,7 +22,10 @@ pub(super) fn run(options: &Options, control: &Path) -> Result<()> {
     let watchable = options.watchable();
     let file = File::read(&options.config)?;
     let metrics = options.metrics(&file)?;
-    let config = options.interpret_kubevirt(file, control)?;
+    let caches = PageCaches::new(file.page_caches()?);
+    let mut config = options.interpret_kubevirt(file, control)?;
+    config.node.remote.config.page_caches = caches.clone();
+    config.template = config.template.sharing(&caches);
     let counts = Arc::<Counts>::default();
     let kubevirt = KubeVirt::bind(config)?.observed_by(counts.clone());
     let _metrics = metrics.map(|at| metrics::serve(&at, &counts)).transpose()?;
