@@ -12,6 +12,7 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -35,7 +36,11 @@ pub fn machine(binary: &Binary, ram: u64, firmware: &Path, seed: u64) -> Builder
 
 /// What the memory of a guest was at its start.
 #[derive(Clone, Debug)]
-pub struct Image(Vec<u8>);
+pub struct Image {
+    start: Vec<u8>,
+    /// What its firmware goes on to use, of what is above the guest's vectors and stack.
+    of_firmware: Vec<Range<usize>>,
+}
 
 impl Image {
     /// Of [`machine`] with the same `ram` and `seed`.
@@ -44,7 +49,19 @@ impl Image {
         ram::write(file.path(), size, &Fill::Mixed, seed)?;
         let bytes = fs::read(file.path()).context("reading the image back")?;
         ensure!(bytes.len() > PAGES.end, "a guest has 1 MiB at least");
-        Ok(Self(bytes))
+        Ok(Self {
+            start: bytes,
+            of_firmware: Vec::new(),
+        })
+    }
+
+    /// Of a guest that has begun to count, whose pages were zeros before.
+    pub(crate) fn of_begun(ram: &Path, of_firmware: Vec<Range<usize>>) -> Result<Self> {
+        let mut start = fs::read(ram).with_context(|| format!("reading {}", ram.display()))?;
+        ensure!(start.len() > PAGES.end, "a guest has 1 MiB at least");
+        start[COUNTER..COUNTER + 4].fill(0);
+        start[PAGES].fill(0);
+        Ok(Self { start, of_firmware })
     }
 
     /// Checks all memory of a paused guest; returns how far it has counted.
@@ -54,34 +71,42 @@ impl Image {
     pub fn check(&self, ram: &Path) -> Result<u32> {
         let memory = fs::read(ram).with_context(|| format!("reading {}", ram.display()))?;
         ensure!(
-            memory.len() == self.0.len(),
+            memory.len() == self.start.len(),
             "the guest has {} bytes of memory",
             memory.len()
         );
         // A guest that has never run has not made its counter zero yet.
-        let begun = memory[..PAGE] != self.0[..PAGE];
+        let begun = memory[..PAGE] != self.start[..PAGE];
         let last = if begun { word(&memory, COUNTER) } else { 0 };
-        for (number, (page, before)) in memory.chunks(PAGE).zip(self.0.chunks(PAGE)).enumerate() {
+        let pages = memory.chunks(PAGE).zip(self.start.chunks(PAGE));
+        for (number, (page, before)) in pages.enumerate() {
             let address = number * PAGE;
-            if address < PAGES.start {
-                // The guest's vectors and stack.
-            } else if PAGES.contains(&address) {
+            if PAGES.contains(&address) {
                 check_page(page, before, (address - PAGES.start) / PAGE, last)
                     .with_context(|| format!("page {number}, and the guest is at {last}"))?;
-            } else if page != before {
+            } else if page != before && !self.changes(address) {
                 bail!("page {number} was changed, but the guest never writes it");
             }
         }
         Ok(last)
     }
+
+    fn changes(&self, address: usize) -> bool {
+        let mut of_firmware = self.of_firmware.iter();
+        address < PAGES.start || of_firmware.any(|range| range.contains(&address))
+    }
 }
 
 /// How far a guest has counted, running or not. Any number before it has begun to.
 pub fn count(ram: &Path) -> Result<u32> {
+    word_at(ram, COUNTER as u64)
+}
+
+/// A word of 32 bits of a guest's memory.
+pub(crate) fn word_at(ram: &Path, address: u64) -> Result<u32> {
     let mut bytes = [0; 4];
-    let read = |bytes: &mut [u8]| -> io::Result<()> {
-        File::open(ram)?.read_exact_at(bytes, COUNTER as u64)
-    };
+    let read =
+        |bytes: &mut [u8]| -> io::Result<()> { File::open(ram)?.read_exact_at(bytes, address) };
     read(&mut bytes).with_context(|| format!("reading {}", ram.display()))?;
     Ok(u32::from_le_bytes(bytes))
 }
@@ -120,7 +145,8 @@ fn word(bytes: &[u8], at: usize) -> u32 {
 }
 
 const COUNTER: usize = 0x500;
-const PAGES: std::ops::Range<usize> = 0x10000..0x90000;
+/// The pages that are counted into.
+pub(crate) const PAGES: Range<usize> = 0x10000..0x90000;
 const SUM: usize = 4;
 const END: usize = 4092;
 

@@ -1,7 +1,8 @@
 //! The laboratory: QEMUs, guests and networks for the tests and the benchmarks. Internal only.
 //!
 //! - [`qemu`] finds and runs QEMUs: bare ones whose RAM is a file, and ones with a Linux guest;
-//! - [`qmp`] talks to them, [`guest`] watches a running guest, [`program`] is one with a real program in it, [`counter`] is the smallest one, [`ram`] makes and compares memory images;
+//! - [`qmp`] talks to them, [`guest`] watches a running guest, [`program`] is one with a real program in it, [`counter`] is the smallest one,
+//!   [`writer`] the smallest one with a disk, [`ram`] makes and compares memory images;
 //! - [`vamoose`] runs the program under test, [`stand_in`] makes the libraries that it finds instead of hardware, [`qatzip`] finds
 //!   the real one;
 //! - [`libvirt`] makes two hosts of libvirt, as administrators have them;
@@ -32,6 +33,7 @@ pub mod sockets;
 pub mod stand_in;
 pub mod vamoose;
 pub mod watched;
+pub mod writer;
 
 use std::io::Write;
 use std::path::PathBuf;

@@ -1,8 +1,8 @@
 //! Finds QEMUs on this machine and runs them.
 //!
-//! Three kinds of machine: a *bare* one, without CPU or firmware, whose whole content is a RAM file (migrates in milliseconds),
-//! one that runs a few bytes of *firmware* (see [`crate::counter`]), and one with a *Linux* guest under TCG (see
-//! [`crate::guest`]). RAM is a file, so that two ends can be compared; or memory of another kind, see [`Backend`].
+//! Four kinds of machine: a *bare* one, without CPU or firmware, whose whole content is a RAM file (migrates in milliseconds),
+//! one that runs a few bytes of *firmware* (see [`crate::counter`]), one whose BIOS boots from a *disk* (see
+//! [`crate::writer`]), and one with a *Linux* guest under TCG (see [`crate::guest`]). RAM is a file, so that two ends can be compared; or memory of another kind, see [`Backend`].
 
 use std::ffi::OsString;
 use std::fmt;
@@ -178,6 +178,7 @@ pub enum Backend {
 enum Machine {
     Bare,
     Firmware(PathBuf),
+    Bios,
     Linux {
         kernel: PathBuf,
         initrd: PathBuf,
@@ -194,6 +195,12 @@ impl Builder {
     /// A machine of type [`MACHINE`] with `ram` bytes and one CPU that runs this firmware and nothing else.
     pub fn firmware(binary: &Binary, ram: u64, firmware: &Path) -> Self {
         Self::new(binary, Machine::Firmware(firmware.to_owned()), ram)
+    }
+
+    /// A machine of type [`MACHINE`] with `ram` bytes and one CPU, whose BIOS boots from a disk that is to be added. What comes
+    /// out of its serial port is in a file, see [`Qemu::printed`].
+    pub fn bios(binary: &Binary, ram: u64) -> Self {
+        Self::new(binary, Machine::Bios, ram)
     }
 
     /// A machine of type [`MACHINE`] with `ram` bytes and two CPUs under TCG that boots a Linux kernel.
@@ -258,8 +265,8 @@ impl Builder {
         self
     }
 
-    /// Runs a firmware machine under KVM instead of TCG. Linux does not boot under a KVM that emulates instruction by
-    /// instruction, as in many a machine that is virtual itself; firmware runs under any.
+    /// Runs a machine with firmware under KVM instead of TCG. Linux does not boot under a KVM that emulates instruction by
+    /// instruction, as in many a machine that is virtual itself; firmware runs under any, though a BIOS takes seconds there.
     pub fn kvm(mut self) -> Self {
         self.kvm = true;
         self
@@ -328,7 +335,7 @@ impl Builder {
         };
         let qmp = Qmp::greet(qemu.accept(&qmp)?, Some(stderr.clone()))?;
         let serial = match self.machine {
-            Machine::Bare | Machine::Firmware(_) => None,
+            Machine::Bare | Machine::Firmware(_) | Machine::Bios => None,
             Machine::Linux { .. } => Some(qemu.accept(&serial)?),
         };
         let ram = match self.backend {
@@ -376,18 +383,22 @@ impl Builder {
         command.args(["-object", &backend, "-m", &megabytes.to_string()]);
         let machine = match &self.machine {
             Machine::Bare => "none",
-            Machine::Firmware(_) | Machine::Linux { .. } => MACHINE,
+            _ => MACHINE,
         };
         command.args(["-machine", &format!("{machine},memory-backend=mem")]);
         command.args(["-no-reboot", "-accel"]);
+        let accelerator = if self.kvm { "kvm" } else { "tcg,tb-size=4" };
         match &self.machine {
             Machine::Bare => {
                 command.arg("tcg");
             }
             Machine::Firmware(path) => {
-                let accelerator = if self.kvm { "kvm" } else { "tcg,tb-size=4" };
                 command.args([accelerator, "-cpu", "qemu64,-apic", "-bios"]);
                 command.arg(path);
+            }
+            Machine::Bios => {
+                command.args([accelerator, "-cpu", "qemu64", "-serial"]);
+                command.arg(format!("file:{dir}/printed"));
             }
             Machine::Linux {
                 kernel,
@@ -453,6 +464,12 @@ impl Qemu {
     /// A path for a socket that goes away with this QEMU; the URI for QEMU is `unix:` and this.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
+    }
+
+    /// What the guest of a [`Builder::bios`] has printed here so far, on its serial port.
+    pub fn printed(&self) -> Result<String> {
+        let path = self.dir.path().join("printed");
+        fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
     }
 
     /// What QEMU has written to stderr so far.
