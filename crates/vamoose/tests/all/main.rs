@@ -10,6 +10,7 @@ mod bench;
 mod commit;
 mod decoder;
 mod delta;
+mod disks;
 mod docs;
 mod engines;
 mod faults;
