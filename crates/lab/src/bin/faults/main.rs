@@ -9,7 +9,10 @@
 //! - the guest runs in exactly one place, and never ran in two, not even one after the other and back;
 //! - it is lost only where the only process that had it was killed;
 //! - its memory is right to the last byte, at the source if it stayed, at the destination if it moved;
-//! - what commands say is so: success if and only if it runs at the destination; in doubt only while something is broken;
+//! - all that a guest of QEMU's has written is on its disk, nothing twice, and nobody has left the image locked, even where
+//!   the guest is lost;
+//! - what commands say is so: success if and only if it runs at the destination; in doubt only while something is broken, and
+//!   only where a commit was sent;
 //! - the next migration works.
 //!
 //! Chance decides everything from the seed and the experiment's number; what depends on the machine's speed is when exactly

@@ -44,6 +44,9 @@ pub(crate) enum Broken {
     Nowhere,
     #[error("wrong memory")]
     Memory,
+    /// Or its image is locked or damaged.
+    #[error("wrong disk")]
+    Disk,
     #[error("a command says what is not true")]
     Untrue,
     #[error("in doubt although everything is repaired")]

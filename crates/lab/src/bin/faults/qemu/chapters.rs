@@ -30,23 +30,23 @@ impl Stage<'_> {
         )
     }
 
-    /// What follows from where the guest is.
-    pub(crate) fn go_on(&mut self, holder: &Holder) -> Result<(), Trouble> {
+    /// What follows from where the guest is. Returns where it is at the end.
+    pub(crate) fn go_on(&mut self, holder: &Holder) -> Result<Holder, Trouble> {
         match holder {
-            Holder::Lost(_) => Ok(()),
+            Holder::Lost(_) => Ok(holder.clone()),
             Holder::Actor(0) => self.migrate_again(),
             Holder::Actor(1) => self.after_success(),
             // At the other host, by a command of its own.
-            Holder::Actor(_) if !self.plan.next.old_command => Ok(()),
+            Holder::Actor(_) if !self.plan.next.old_command => Ok(holder.clone()),
             Holder::Actor(other) => self.old_command(*other),
         }
     }
 
     /// The guest has stayed: the next migration works.
-    fn migrate_again(&mut self) -> Result<(), Trouble> {
+    fn migrate_again(&mut self) -> Result<Holder, Trouble> {
         // A paused guest whose migration failed at its end is one that QEMU itself migrates no more.
         if self.actors[0].state() == State::Still("postmigrate".to_owned()) {
-            return Ok(());
+            return Ok(Holder::Actor(0));
         }
         let next = self.plan.next;
         let host = if next.other_host { OTHER_HOST } else { HOST };
@@ -68,17 +68,17 @@ impl Stage<'_> {
             let what = format!("nothing is broken any more, and the next migration says `{claim}`");
             return broken(Broken::NextFails, what);
         }
-        self.expect(&Holder::Actor(to))?;
+        let holder = self.expect(Holder::Actor(to))?;
         if next.old_command {
             self.old_command(to)
         } else {
-            Ok(())
+            Ok(holder)
         }
     }
 
-    fn after_success(&mut self) -> Result<(), Trouble> {
+    fn after_success(&mut self) -> Result<Holder, Trouble> {
         match self.plan.then {
-            Then::Nothing => Ok(()),
+            Then::Nothing => Ok(Holder::Actor(1)),
             Then::SameCommand => {
                 let errand = self.first_command("the same command after its success");
                 let claim = self.run(errand)?;
@@ -86,7 +86,7 @@ impl Stage<'_> {
                     let what = format!("the guest has moved, and the same command says `{claim}`");
                     return broken(Broken::Untrue, what);
                 }
-                self.expect(&Holder::Actor(1))
+                self.expect(Holder::Actor(1))
             }
             Then::DestinationDies => {
                 self.hands.tell("B is killed");
@@ -100,14 +100,15 @@ impl Stage<'_> {
                     return broken(Broken::Untrue, what);
                 }
                 let lives = self.lives();
-                self.check_lives(&lives)
+                self.check_lives(&lives)?;
+                Ok(Holder::Lost("it was killed after the migration"))
             }
             Then::MovesOn { restart } => self.move_on(restart),
         }
     }
 
     /// From the destination to the other host, by another command; the first one has nothing to say any more.
-    fn move_on(&mut self, restart: bool) -> Result<(), Trouble> {
+    fn move_on(&mut self, restart: bool) -> Result<Holder, Trouble> {
         let name = format!("{}-further", self.plan.name());
         let to = self.add_waiting(OTHER_HOST, self.plan.versions[2], &name, "E")?;
         let server = self.props.address(OTHER_HOST)?;
@@ -117,7 +118,7 @@ impl Stage<'_> {
             let what = format!("nothing is broken any more, and the move on says `{claim}`");
             return broken(Broken::NextFails, what);
         }
-        self.expect(&Holder::Actor(to))?;
+        self.expect(Holder::Actor(to))?;
         if restart {
             self.hands.tell("B's server is started anew");
             self.restart_server()?;
@@ -127,15 +128,15 @@ impl Stage<'_> {
 
     /// The first command once more, when the guest is somewhere else: it must not say that it has moved it, and must
     /// not move it.
-    fn old_command(&mut self, holder: usize) -> Result<(), Trouble> {
+    fn old_command(&mut self, holder: usize) -> Result<Holder, Trouble> {
         self.run(self.first_command("the old command"))?;
-        self.expect(&Holder::Actor(holder))
+        self.expect(Holder::Actor(holder))
     }
 
-    fn expect(&mut self, holder: &Holder) -> Result<(), Trouble> {
+    fn expect(&mut self, holder: Holder) -> Result<Holder, Trouble> {
         let found = self.judge()?;
-        if found == *holder {
-            return Ok(());
+        if found == holder {
+            return Ok(holder);
         }
         broken(
             Broken::Untrue,

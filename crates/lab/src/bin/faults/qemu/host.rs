@@ -10,6 +10,7 @@ use anyhow::{Context, Result};
 use lab::process::Process;
 use lab::qemu::Qemu;
 use lab::vamoose::Vamoose;
+use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::disk::Disk;
@@ -98,6 +99,23 @@ impl Host {
         self.forgets(name);
         let link = self.monitors.path().join(format!("{name}.qmp"));
         std::os::unix::fs::symlink(qemu.qmp_socket(), link).context("linking the monitor")
+    }
+
+    /// Whether an attempt to move the guest of this name away from here has come as far as its commit.
+    pub(crate) fn has_committed(&self, name: &str) -> Result<bool> {
+        for entry in fs::read_dir(self.disk.path()).context("reading a journal")? {
+            let entry = entry.context("reading a journal")?;
+            if !entry.file_name().to_string_lossy().starts_with("source-") {
+                continue;
+            }
+            // It may be replaced or removed just now.
+            let record = fs::read(entry.path()).unwrap_or_default();
+            let record = serde_json::from_slice::<Value>(&record).unwrap_or_default();
+            if record["name"] == name && record["phase"] != "moving" {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     pub(crate) fn forgets(&self, name: &str) {

@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use anyhow::anyhow;
 use lab::counter;
+use lab::writer::Ended;
 
 use super::actor::State;
 use super::stage::{Said, Stage};
@@ -183,6 +185,7 @@ impl Stage<'_> {
             }
             Claim::Lost if matches!(holder, Holder::Actor(_)) => untrue("it is there".to_owned()),
             Claim::InDoubt if said.whole => broken(Broken::InDoubt, format!("{what} is in doubt")),
+            Claim::InDoubt if !said.committed => untrue("no commit had been sent".to_owned()),
             _ => Ok(()),
         }
     }
@@ -203,7 +206,7 @@ impl Stage<'_> {
         let ram = self.actors[holder].qemu.ram();
         let checked = match holder != 0 && self.loses_writes() {
             true => counter::count(ram),
-            false => self.image().check(ram),
+            false => self.image.check(ram),
         };
         let at = match checked {
             Ok(at) => at,
@@ -218,6 +221,36 @@ impl Stage<'_> {
             self.expect_alive(holder, at)?;
         }
         Ok(())
+    }
+
+    /// All that the guest has written is on its disk, once, and nobody has the image locked, although all other QEMUs are still
+    /// there: only the last holder is ended. A guest that was paused goes on before.
+    pub(crate) fn check_disk(&mut self, holder: &Holder) -> Result<(), Trouble> {
+        let checked = match holder {
+            Holder::Actor(holder) => {
+                let actor = &mut self.actors[*holder];
+                if !self.plan.runs {
+                    let at = counter::count(actor.qemu.ram())?;
+                    actor.qemu.qmp.cont()?;
+                    self.expect_alive(*holder, at)?;
+                }
+                let actor = &mut self.actors[*holder];
+                actor.qemu.qmp.stop()?;
+                actor.process.kill();
+                self.disk.check(actor.qemu.ram(), Ended::Stopped)
+            }
+            // It is not known for certain who of them had it last.
+            Holder::Lost(_) => {
+                let dead = self.actors.iter().filter(|it| it.process.has_ended());
+                let checks = dead.map(|it| self.disk.check(it.qemu.ram(), Ended::Running));
+                let found = checks.reduce(Result::or);
+                found.unwrap_or_else(|| Err(anyhow!("it is lost, and nobody has ended")))
+            }
+        };
+        match checked {
+            Ok(_) => Ok(()),
+            Err(error) => broken(Broken::Disk, format!("{holder:?}: {error:#}")),
+        }
     }
 
     /// Whether a source is a QEMU that loses writes of a running guest by itself (docs/qemu.md).

@@ -4,7 +4,7 @@
 //!  host A: QEMU A <── vamoose migrate ──> link ──> vamoose serve ──> QEMU B    host B
 //!                                                  vamoose serve ──> QEMU C    host C
 //! ```
-//! The guest counts in its memory (see [`lab::counter`]).
+//! The guest counts in its memory and on its disk (see [`lab::writer`]), an image that all hosts open.
 
 mod actor;
 mod chapters;
@@ -17,15 +17,14 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use lab::counter::{self, Image};
 use lab::qemu::Binary;
 
 use crate::fault::{Choices, Kind, Role};
 use crate::report::{Ended, Report, Trouble};
 use host::Host;
 use judge::Holder;
-use plan::{CONTENTS, Plan, RAM};
-use stage::{Props, Stage, firmware};
+use plan::Plan;
+use stage::{Props, Stage};
 
 /// What all jobs know.
 pub(crate) struct Setting {
@@ -79,15 +78,10 @@ impl Setting {
     }
 
     fn props(&self) -> Result<Props> {
-        let folder = tempfile::TempDir::new().context("creating a folder for the firmware")?;
-        counter::write_firmware(&firmware(folder.path()))?;
-        let images = (0..CONTENTS).map(|content| Image::new(RAM, content));
         let host = || Host::new(&self.program);
         Ok(Props {
             program: self.program.clone(),
             binaries: self.binaries.clone(),
-            firmware: folder,
-            images: images.collect::<Result<_>>()?,
             hosts: [host()?, host()?, host()?],
             clean: self.clean,
         })
@@ -149,7 +143,8 @@ impl Stage<'_> {
         self.expect_answers()?;
         self.run_until_definite()?;
         let holder = self.judge()?;
-        self.go_on(&holder)?;
+        let last = self.go_on(&holder)?;
+        self.check_disk(&last)?;
         Ok(holder)
     }
 

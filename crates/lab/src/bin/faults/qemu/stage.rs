@@ -1,15 +1,17 @@
 //! One experiment while it goes on: the QEMUs, the link, the commands, and what is done to them.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use lab::counter::{self, Image};
+use lab::counter::Image;
 use lab::process::{Process, now};
-use lab::qemu::{Binary, Builder};
+use lab::qemu::Binary;
+use lab::ram::Fill;
 use lab::vamoose::Vamoose;
+use lab::writer::{self, Disk};
 
 use super::actor::{Actor, State};
 use super::host::{Host, STALL};
@@ -25,8 +27,6 @@ use crate::timeline::Life;
 pub(crate) struct Props {
     pub(crate) program: PathBuf,
     pub(crate) binaries: Vec<Binary>,
-    pub(crate) firmware: tempfile::TempDir,
-    pub(crate) images: Vec<Image>,
     /// The source's, the destination's, and another one.
     pub(crate) hosts: [Host; 3],
     /// What a migration takes without faults.
@@ -40,6 +40,9 @@ pub(crate) const OTHER_HOST: usize = 2;
 pub(crate) struct Stage<'a> {
     pub(crate) plan: &'a Plan,
     pub(crate) props: &'a mut Props,
+    /// The guest's, and its memory at its start.
+    pub(crate) disk: Disk,
+    pub(crate) image: Image,
     /// The source first.
     pub(crate) actors: Vec<Actor>,
     pub(crate) hands: Hands,
@@ -86,8 +89,12 @@ pub(crate) struct Said {
     pub(crate) at: Duration,
     /// Nothing was broken for so long that it has to know.
     pub(crate) whole: bool,
+    /// The source remembers a commit that it has sent or was about to send, or what came of one.
+    pub(crate) committed: bool,
 }
 
+/// A guest begins to write in a second, unless the machine is very busy.
+const BEGINS: Duration = Duration::from_secs(60);
 /// How long a command may take when nothing is broken: the longest of its timeout, many times.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Faults are over by then at the latest.
@@ -104,13 +111,20 @@ impl<'a> Stage<'a> {
             host.start()?;
         }
         let proxy = Proxy::new(props.hosts[HOST].address()?)?;
-        let source = props.machine(plan, plan.versions[0]).paused().start()?;
-        let mut source = Actor::new("A", source);
-        let destination = props.waiting(plan, plan.versions[1], "B")?;
-        props.hosts[HOST].knows(&plan.name(), &destination.qemu)?;
-        if plan.runs {
-            source.qemu.qmp.cont()?;
+        let disk = Disk::new()?;
+        let machine = disk.machine(&props.binaries[plan.versions[0]], RAM);
+        let machine = machine.content(Fill::Mixed, plan.content).paused();
+        let mut source = machine.start()?;
+        source.qmp.cont()?;
+        let image = writer::wait_begun(&source, BEGINS)?;
+        if !plan.runs {
+            source.qmp.stop()?;
+            // From here on it never runs.
+            source.qmp.drain_events();
         }
+        let source = Actor::new("A", source);
+        let destination = props.waiting(plan, &disk, plan.versions[1], "B")?;
+        props.hosts[HOST].knows(&plan.name(), &destination.qemu)?;
         let hands = Hands {
             faults: Arc::new(plan.faults.clone()),
             link: proxy.link().clone(),
@@ -124,6 +138,8 @@ impl<'a> Stage<'a> {
         Ok(Self {
             plan,
             props,
+            disk,
+            image,
             actors: vec![source, destination],
             hands,
             said: Vec::new(),
@@ -202,15 +218,10 @@ impl<'a> Stage<'a> {
         name: &str,
         label: &str,
     ) -> Result<usize> {
-        let actor = self.props.waiting(self.plan, version, label)?;
+        let actor = self.props.waiting(self.plan, &self.disk, version, label)?;
         self.props.hosts[host].knows(name, &actor.qemu)?;
         self.actors.push(actor);
         Ok(self.actors.len() - 1)
-    }
-
-    pub(crate) fn image(&self) -> &Image {
-        let index = usize::try_from(self.plan.content).unwrap_or(0);
-        &self.props.images[index]
     }
 
     /// No QEMU that lives keeps silent.
@@ -350,11 +361,14 @@ impl<'a> Stage<'a> {
             let attempt = hint.and_then(|hint| hint.split_whitespace().next());
             self.confirmed = attempt.map(str::to_owned);
         }
+        let committed =
+            self.props.hosts[command.errand.host].has_committed(&command.errand.name)?;
         self.said.push(Said {
             errand: command.errand,
             claim,
             at,
             whole,
+            committed,
         });
         Ok(())
     }
@@ -405,16 +419,9 @@ impl<'a> Stage<'a> {
 }
 
 impl Props {
-    /// A machine with a guest of the experiment.
-    fn machine(&self, plan: &Plan, version: usize) -> Builder {
-        let firmware = firmware(self.firmware.path());
-        counter::machine(&self.binaries[version], RAM, &firmware, plan.content)
-    }
-
-    /// One that waits for it.
-    fn waiting(&self, plan: &Plan, version: usize, label: &str) -> Result<Actor> {
-        let firmware = firmware(self.firmware.path());
-        let mut machine = Builder::firmware(&self.binaries[version], RAM, &firmware).incoming();
+    /// A machine that waits for the guest with this disk.
+    fn waiting(&self, plan: &Plan, disk: &Disk, version: usize, label: &str) -> Result<Actor> {
+        let mut machine = disk.machine(&self.binaries[version], RAM).incoming();
         if plan.paused {
             machine = machine.paused();
         }
@@ -431,10 +438,6 @@ impl Plan {
     pub(crate) fn name(&self) -> String {
         format!("vm{}", self.number)
     }
-}
-
-pub(crate) fn firmware(dir: &Path) -> PathBuf {
-    dir.join("counter.rom")
 }
 
 fn last_lines(text: &str) -> String {
