@@ -4,11 +4,13 @@
 //! ```text
 //!  cargo build --release -p vamoose -p lab --bin vamoose --bin cuts && target/release/cuts --table full --jobs 4
 //! ```
-//! Experiments are the rows of [`lab::cuts::Table`], each with the next method, QEMU and kind of authentication. The guest
-//! counts ([`lab::counter`]), so that these can be checked behind each of them, or the program ends with an error:
+//! Experiments are the rows of [`lab::cuts::Table`], each with the next method, QEMUs and kind of authentication. The guest
+//! counts in its memory and on a disk ([`lab::writer`]), so that these can be checked behind each of them, or the program ends
+//! with an error:
 //!
 //! - the guest runs at exactly one end: at the destination if and only if the command says so;
 //! - all of its memory is right there, to the last byte, and it goes on counting;
+//! - all that it has written is on its disk, nothing twice, and the other end has not left the image locked;
 //! - a cut that is shorter than the timeouts ends no migration whose connections had been made.
 
 mod options;

@@ -33,7 +33,7 @@ pub(crate) struct Options {
         default_value = "none,zstd,lz4,zlib,auto"
     )]
     method: Vec<String>,
-    /// Versions of QEMU, such as 7.2,10.0, each row has the next one [default: all that are available]
+    /// Versions of QEMU, such as 7.2,10.0, each row has the next two [default: all that are available]
     #[arg(long, value_name = "V", value_delimiter = ',')]
     versions: Vec<String>,
     /// How hosts authenticate each other, each row has the next one
@@ -96,9 +96,9 @@ pub(crate) struct Plan {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Setting {
     pub(crate) method: String,
-    /// Of all QEMUs.
-    pub(crate) qemu: usize,
-    pub(crate) version: Version,
+    /// Of all QEMUs, the source's and the destination's.
+    pub(crate) qemus: [usize; 2],
+    pub(crate) versions: [Version; 2],
     pub(crate) security: Security,
 }
 
@@ -106,7 +106,7 @@ impl Setting {
     /// Whether the guest runs. A source before 8 loses writes of a running one by itself (docs/qemu.md), the more the more
     /// rounds there are.
     pub(crate) fn runs(&self) -> bool {
-        self.version.major >= 8
+        self.versions[0].major >= 8
     }
 }
 
@@ -127,18 +127,20 @@ impl Options {
             // These phases are those of a running guest.
             let of_running = matches!(row.phase, Phase::LaterRound | Phase::Switchover);
             let suits = |at: &&usize| !of_running || binaries[**at].version.major >= 8;
-            let qemus: Vec<_> = qemus.iter().filter(suits).collect();
+            let sources: Vec<_> = qemus.iter().filter(suits).collect();
             // Rows take turns with one path and both: each of them gets everything.
-            let qemu = qemus.get(one_of(qemus.len(), number + number / 4));
-            let qemu = **qemu.context("no such QEMU: run scripts/setup qemu")?;
+            let source = sources.get(one_of(sources.len(), number + number / 4));
+            let source = **source.context("no such QEMU: run scripts/setup qemu")?;
+            // And each source every destination.
+            let destination = qemus[one_of(qemus.len(), number + number / 2)];
             Ok(Plan {
                 number,
                 row,
                 network: self.network,
                 setting: Setting {
                     method: self.method[one_of(self.method.len(), number)].clone(),
-                    qemu,
-                    version: binaries[qemu].version,
+                    qemus: [source, destination],
+                    versions: [source, destination].map(|qemu| binaries[qemu].version),
                     security: self.security[one_of(self.security.len(), number + number / 2)],
                 },
             })

@@ -60,6 +60,7 @@ impl Line {
 impl fmt::Display for Line {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (row, setting) = (&self.plan.row, &self.plan.setting);
+        let [source, destination] = setting.versions;
         let security = match setting.security {
             Security::Insecure => "insecure",
             Security::Keys => "keys",
@@ -70,8 +71,8 @@ impl fmt::Display for Line {
         };
         write!(
             f,
-            "| {} | {}{network} | {} | {}, {}, {security} | ",
-            row.phase, row.kind, row.paths, setting.method, setting.version
+            "| {} | {}{network} | {} | {}, {source} to {destination}, {security} | ",
+            row.phase, row.kind, row.paths, setting.method
         )?;
         let found = match &self.found {
             Ok(found) => found,

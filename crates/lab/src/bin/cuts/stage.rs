@@ -13,12 +13,14 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use lab::{
-    counter::{self, Image},
+    counter::Image,
     cuts::{self, Experiment, Phase},
     middlebox::Middlebox,
     net::{End as WireEnd, Link},
-    qemu::{self, Binary, Builder, Qemu},
+    qemu::{self, Binary, Qemu},
+    ram::Fill,
     vamoose::{Keys, Vamoose, program, state_dir},
+    writer::{self, Disk},
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -29,8 +31,6 @@ use crate::options::{NetworkName, Options, Plan, Security, Setting};
 pub(crate) struct Studio {
     program: PathBuf,
     binaries: Vec<Binary>,
-    firmware: TempDir,
-    image: Image,
     keys: Keys,
     options: [String; 4],
     /// The downtimes of migrations without a cut.
@@ -72,16 +72,12 @@ const LOOK: Duration = Duration::from_millis(2);
 
 impl Studio {
     pub(crate) fn new(options: &Options) -> Result<Self> {
-        let firmware = TempDir::new().context("creating a folder")?;
-        counter::write_firmware(&firmware.path().join("counter.rom"))?;
         let program = program(options.vamoose.as_deref(), "vamoose")?;
         let keys = Keys::make(&program)?;
         let number = |number: std::num::NonZeroUsize| number.to_string();
         Ok(Self {
             program,
             binaries: qemu::available().to_vec(),
-            firmware,
-            image: Image::new(RAM, SEED)?,
             keys,
             options: [
                 "--streams".to_owned(),
@@ -111,7 +107,7 @@ impl Studio {
             stage.migrate(Some((experiment, plan.row.phase)))
         })?;
         let time = begin.elapsed();
-        let end = stage.judge(&self.image, ended?, uncut)?;
+        let end = stage.judge(ended?, uncut)?;
         Ok(Found {
             cut_after: outcome.cut_after,
             time,
@@ -133,7 +129,7 @@ impl Studio {
         let mut stage = Stage::new(self, &plan.setting, &network)?;
         let ended = stage.migrate(None)?;
         let stderr = ended.stderr.clone();
-        let end = stage.judge(&self.image, ended, None)?;
+        let end = stage.judge(ended, None)?;
         let End::Moved { downtime, .. } = end else {
             bail!("a migration without a cut failed: {}", stderr.trim());
         };
@@ -225,6 +221,9 @@ impl Network {
 struct Stage<'a> {
     source: Qemu,
     destination: Qemu,
+    disk: Disk,
+    /// The guest's memory at its start.
+    image: Image,
     command: Command,
     network: &'a Network,
     /// Whether the guest runs at the beginning.
@@ -241,12 +240,12 @@ struct Ended {
 
 impl<'a> Stage<'a> {
     fn new(studio: &Studio, setting: &Setting, network: &'a Network) -> Result<Self> {
-        let (binary, state) = (&studio.binaries[setting.qemu], state_dir()?);
-        let firmware = studio.firmware.path().join("counter.rom");
-        let mut source = counter::machine(binary, RAM, &firmware, SEED).start()?;
-        let destination = Builder::firmware(binary, RAM, &firmware)
-            .incoming()
-            .start()?;
+        let (disk, state) = (Disk::new()?, state_dir()?);
+        let [here, there] = setting.qemus.map(|qemu| &studio.binaries[qemu]);
+        let machine = disk.machine(here, RAM).content(Fill::Mixed, SEED);
+        let mut source = machine.start()?;
+        let destination = disk.machine(there, RAM).incoming().start()?;
+        let image = writer::wait_begun(&source, LIMIT)?;
         source
             .qmp
             .set_parameters(json!({ "max-bandwidth": RATE }))?;
@@ -277,6 +276,8 @@ impl<'a> Stage<'a> {
         Ok(Self {
             source,
             destination,
+            disk,
+            image,
             command,
             network,
             runs: setting.runs(),
@@ -352,7 +353,7 @@ impl<'a> Stage<'a> {
     }
 
     /// Looks where the guest is, and whether it is well there.
-    fn judge(&mut self, image: &Image, ended: Ended, uncut: Option<Duration>) -> Result<End> {
+    fn judge(&mut self, ended: Ended, uncut: Option<Duration>) -> Result<End> {
         let told = format!("{}; serve: {}", ended.stderr, self.network.server.stderr());
         let (here, there) = match ended.has_moved {
             true => (&mut self.destination, &mut self.source),
@@ -374,11 +375,17 @@ impl<'a> Stage<'a> {
             // The server ends what will not be a guest, as soon as it knows.
             _ => drop(there.wait_exit(LIMIT).context(told.clone())?),
         }
-        if self.runs {
-            goes_on(here).context(told)?;
-            here.qmp.stop()?;
+        // What was paused shows now that its disk has moved with it.
+        if !self.runs {
+            here.qmp.cont()?;
         }
-        image.check(here.ram()).context("the guest's memory")?;
+        goes_on(here).context(told)?;
+        here.qmp.stop()?;
+        self.image.check(here.ram()).context("the guest's memory")?;
+        here.kill()?;
+        self.disk
+            .check(here.ram(), writer::Ended::Stopped)
+            .context("the guest's disk")?;
         if !ended.has_moved {
             let why = ended.stderr.lines().last().unwrap_or_default();
             return Ok(End::Stayed {
@@ -400,14 +407,9 @@ impl<'a> Stage<'a> {
     }
 }
 
-/// Waits until the guest has counted on.
+/// Waits until the guest has written on.
 fn goes_on(qemu: &Qemu) -> Result<()> {
-    let (count, begin) = (counter::count(qemu.ram())?, Instant::now());
-    while counter::count(qemu.ram())? < count + 3 {
-        ensure!(begin.elapsed() < LIMIT, "the guest does not go on");
-        thread::sleep(LOOK);
-    }
-    Ok(())
+    writer::wait_written(qemu, 3, LIMIT)
 }
 
 fn ended(migration: Vamoose) -> Result<Ended> {
