@@ -1,9 +1,10 @@
 //! The program that runs in a test guest: fills memory with real file contents, goes on rewriting a part of it, checks all
-//! of it over and over, and shows on the serial port that the guest lives.
+//! of it over and over, writes to a disk, if there is one, and shows on the serial port that the guest lives.
 //!
 //! Output, one line each: `tick N MS` every 100 ms (MS: milliseconds of the guest's CLOCK_MONOTONIC since the program
 //! started), `ready` once memory is filled and the writer runs, `rounds N` whenever all memory was verified once more,
-//! `corrupt ...` when memory does not hold what was written to it, `fatal ...` when the program cannot go on.
+//! `written N` now and then, when the disk has number N, `corrupt ...` when memory does not hold what was written to it,
+//! `fatal ...` when the program cannot go on.
 //!
 //! Parameters, on the kernel's command line: `vamoose.fill=MIB` of memory in all, `vamoose.hot=MIB` of it to rewrite,
 //! `vamoose.rate=PAGES` rewritten a second, `vamoose.change=WORDS` of 8 bytes in each of them, or all where it is not given;
@@ -13,6 +14,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -27,6 +29,11 @@ const CHECKED: usize = 164;
 
 fn main() {
     let ticks = thread::spawn(tick);
+    thread::spawn(|| {
+        if let Err(error) = write_disk() {
+            println!("fatal disk: {error}");
+        }
+    });
     match Parameters::read().and_then(|parameters| Memory::filled(&parameters)) {
         Ok(memory) => {
             println!("ready");
@@ -47,6 +54,44 @@ fn tick() {
         due = (due + TICK).max(start.elapsed());
         thread::sleep(due.saturating_sub(start.elapsed()));
     }
+}
+
+/// Writes one number after another, a hundred a second at most, into the sectors of the disk in turn, as the guest of
+/// `lab::writer` does: each sector has its last number at both ends, the sum of its numbers, and how often it was written.
+fn write_disk() -> io::Result<()> {
+    const SECTOR: usize = 512;
+    const SECTORS: u64 = 1024;
+    const O_DSYNC: i32 = 0o10_000;
+    const O_DIRECT: i32 = 0o40_000;
+    #[repr(align(512))]
+    struct Sector([u8; SECTOR]);
+
+    let mut options = File::options();
+    options.read(true).write(true);
+    let disk = match options.custom_flags(O_DIRECT | O_DSYNC).open("/dev/vda") {
+        Ok(disk) => disk,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    let mut sector = Sector([0; SECTOR]);
+    for number in 1_u32.. {
+        thread::sleep(BURST);
+        let at = (1 + u64::from(number) % SECTORS) * SECTOR as u64;
+        disk.read_exact_at(&mut sector.0, at)?;
+        for (at, added) in [(4, number), (8, 1)] {
+            let word = &mut sector.0[at..at + 4];
+            let before = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+            word.copy_from_slice(&before.wrapping_add(added).to_le_bytes());
+        }
+        for at in [0, SECTOR - 4] {
+            sector.0[at..at + 4].copy_from_slice(&number.to_le_bytes());
+        }
+        disk.write_all_at(&sector.0, at)?;
+        if number % 10 == 0 {
+            println!("written {number}");
+        }
+    }
+    Ok(())
 }
 
 struct Parameters {

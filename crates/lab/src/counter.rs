@@ -138,7 +138,7 @@ fn numbers_of(index: usize, last: u32) -> impl Iterator<Item = u32> + Clone {
     (1..=last).filter(move |number| *number as usize % count == index)
 }
 
-fn word(bytes: &[u8], at: usize) -> u32 {
+pub(crate) fn word(bytes: &[u8], at: usize) -> u32 {
     let mut word = [0; 4];
     word.copy_from_slice(&bytes[at..at + 4]);
     u32::from_le_bytes(word)

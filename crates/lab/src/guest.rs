@@ -284,7 +284,7 @@ fn entries(content: u64) -> Result<Vec<(Entry, Cursor<Vec<u8>>)>> {
     let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
     let mut entries = Vec::new();
     let mut add = |entry: Entry, mode, bytes| entries.push((entry.mode(mode), Cursor::new(bytes)));
-    for name in ["bin", "dev", "fill", "proc", "sys"] {
+    for name in ["bin", "dev", "drivers", "fill", "proc", "sys"] {
         add(Entry::new(name), DIRECTORY, Vec::new());
     }
     let console = Entry::new("dev/console").rdev_major(5).rdev_minor(1);
@@ -294,6 +294,12 @@ fn entries(content: u64) -> Result<Vec<(Entry, Cursor<Vec<u8>>)>> {
     for (name, part) in [("bin/busybox", Part::Busybox), ("ticker", Part::Ticker)] {
         let bytes = read(&part.path()?)?;
         add(Entry::new(name), PROGRAM, bytes);
+    }
+    // Of what is there: a machine with a kernel of its own has none, and its guests no disk.
+    let drivers = fs::read_dir(target_dir().join("guest/drivers"));
+    for driver in drivers.into_iter().flatten().flatten() {
+        let name = format!("drivers/{}", driver.file_name().to_string_lossy());
+        add(Entry::new(&name), FILE, read(&driver.path())?);
     }
     let mut left = usize::try_from(content)?;
     for (number, path) in ram::host_files(content)?.iter().enumerate() {

@@ -3,8 +3,9 @@
 //!
 //! ```text
 //!  host1: virsh ─> libvirtd ─> QEMU ──── 192.0.2.1 ═══ wire ═══ 192.0.2.2 ──── QEMU <─ libvirtd  :host2
-//!                                │ serial port                    │ serial port
-//!                                └────────── the lab: Domain ─────┘
+//!                                │ │ serial port                  │ │ serial port
+//!                                │ └────────── the lab: Domain ───│─┘
+//!                                └───────── one disk image ───────┘
 //! ```
 //! A [`Host`] is the namespaces (mount, PID, UTS, network) of a process 1, `libvirt/host.sh`, which ends with the host, and
 //! everything in it with that. A [`Domain`] is a guest whose life is followed over both hosts, see [`crate::guest`].
@@ -23,11 +24,17 @@ use anyhow::{Context, Result};
 
 pub use self::{
     crowd::{Crowd, Member},
-    domain::{Domain, LIMIT, Where},
+    domain::{Domain, LIMIT, Storage, Where},
     host::{Ended, Host, Virsh},
     way::{Passage, Way, alias},
 };
-use crate::{guest::Image, net, net::Link, skipped, target_dir};
+use crate::{
+    guest::Image,
+    net,
+    net::Link,
+    skipped, target_dir,
+    writer::{self, Disk},
+};
 
 /// The versions of libvirt that `scripts/setup libvirt` fetches, oldest first.
 pub const GENERATIONS: [&str; 2] = ["9.0", "11.3"];
@@ -59,6 +66,9 @@ pub fn available_or_skip() -> Result<Vec<Generation>> {
         skipped(&format!("no hosts of libvirt: {error:#}"))?;
         return Ok(found);
     }
+    if !writer::available_or_skip()? {
+        return Ok(found);
+    }
     for version in GENERATIONS {
         match fs::canonicalize(target_dir().join("libvirt").join(version)) {
             Ok(root) => found.push(Generation { version, root }),
@@ -77,6 +87,8 @@ pub struct Hosts {
     pub generation: Generation,
     /// What is between their QEMUs.
     pub way: Way,
+    /// What both hosts have at the same path.
+    disk: Disk,
     // Behind the hosts, whose processes are in its namespaces.
     link: Link,
 }
@@ -99,13 +111,14 @@ impl Hosts {
         folders: &[&Path],
         rate: u64,
     ) -> Result<Self> {
-        let link = Link::new(Some(rate))?;
+        let (link, disk) = (Link::new(Some(rate))?, Disk::new()?);
+        let folders = [folders, &[disk.folder()]].concat();
         let names = [(&link.source, "host1"), (&link.destination, "host2")];
         let all = names.map(|(network, name)| (network.address(), name));
         let start = |at: Where| {
             let (network, name) = names[at as usize];
             let qemu_conf = way.qemu_conf(at);
-            Host::start(&generation.root, network, name, &all, folders, &qemu_conf)
+            Host::start(&generation.root, network, name, &all, &folders, &qemu_conf)
                 .with_context(|| format!("starting {name} with libvirt {}", generation.version))
         };
         let hosts = [start(Where::First)?, start(Where::Second)?];
@@ -116,6 +129,7 @@ impl Hosts {
             hosts,
             generation: generation.clone(),
             way,
+            disk,
             link,
         })
     }

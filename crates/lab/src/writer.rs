@@ -25,7 +25,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::fs::OFlags;
 use tempfile::TempDir;
 
-use crate::counter::{self, Image, PAGES};
+use crate::counter::{self, Image, PAGES, word};
 use crate::qemu::{Binary, Builder, Qemu};
 use crate::{run, skipped};
 
@@ -82,7 +82,12 @@ impl Disk {
 
     /// The image.
     pub fn path(&self) -> PathBuf {
-        self.folder.path().join("disk.qcow2")
+        self.folder().join("disk.qcow2")
+    }
+
+    /// Where it is, with nothing of others.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
     }
 
     /// Whether QEMU can open it past the host's page cache, as is usual for storage that hosts share.
@@ -116,30 +121,39 @@ impl Disk {
     /// # Errors
     /// Which sector is not as it must be, what is wrong with the image, or that somebody has it locked.
     pub fn check(&self, ram: &Path, ended: Ended) -> Result<u32> {
-        let last = counter::count(ram)?;
         let failures = counter::word_at(ram, FAILURES)?;
         ensure!(
             failures == 0,
-            "{failures} calls have failed up to number {last}, the last one with AX = {:#x}",
+            "{failures} calls have failed, the last one with AX = {:#x}",
             counter::word_at(ram, FAILURES + 4)? & 0xffff
         );
+        let last = counter::count(ram)?;
+        check_sectors(&self.content(ended)?, last)?;
+        Ok(last)
+    }
+
+    /// The same for a guest that has told how far it has come, and may have come further since, by any number of writes that
+    /// follow one another.
+    pub fn check_since(&self, told: u32, ended: Ended) -> Result<u32> {
+        let content = self.content(ended)?;
+        let sectors = content.chunks(SECTOR).skip(1);
+        let last = sectors.map(|sector| word(sector, 0)).max().unwrap_or(0);
+        ensure!(
+            last >= told,
+            "the guest was at {told}, and the disk at {last}"
+        );
+        check_sectors(&content, last)?;
+        Ok(last)
+    }
+
+    /// What is on the disk, if its image is as it must be.
+    fn content(&self, ended: Ended) -> Result<Vec<u8>> {
         self.check_image(ended)?;
-        let content = self.folder.path().join("content");
+        let raw = self.folder.path().join("raw");
         let mut convert = Command::new("qemu-img");
         convert.args(["convert", "-f", "qcow2", "-O", "raw"]);
-        run(convert.arg(self.path()).arg(&content))?;
-        let content = fs::read(&content).context("reading what is on a disk")?;
-        let start = initial();
-        ensure!(content.len() == start.len(), "the disk has another size");
-        ensure!(
-            content[..SECTOR] == start[..SECTOR],
-            "the boot sector was changed"
-        );
-        for (index, sector) in content.chunks(SECTOR).skip(1).enumerate() {
-            check_sector(sector, index, last)
-                .with_context(|| format!("sector {}, and the guest is at {last}", index + 1))?;
-        }
-        Ok(last)
+        run(convert.arg(self.path()).arg(&raw))?;
+        fs::read(&raw).context("reading what is on a disk")
     }
 
     /// What the format demands, and that nobody has the image locked.
@@ -215,16 +229,27 @@ fn can_be_direct(file: &Path) -> bool {
     options.read(true).custom_flags(flags).open(file).is_ok()
 }
 
+fn check_sectors(content: &[u8], last: u32) -> Result<()> {
+    let start = initial();
+    ensure!(content.len() == start.len(), "the disk has another size");
+    ensure!(
+        content[..SECTOR] == start[..SECTOR],
+        "the boot sector was changed"
+    );
+    for (index, sector) in content.chunks(SECTOR).skip(1).enumerate() {
+        check_sector(sector, index, last)
+            .with_context(|| format!("sector {}, and the guest is at {last}", index + 1))?;
+    }
+    Ok(())
+}
+
 /// A write that was under way when the guest was stopped has been done, but the guest does not know yet.
 fn check_sector(sector: &[u8], index: usize, last: u32) -> Result<()> {
     let is_under_way = (last as usize + 1) % SECTORS == index;
     if sector == sector_at(index, last) || is_under_way && sector == sector_at(index, last + 1) {
         return Ok(());
     }
-    let words = |sector: &[u8]| {
-        let word = |at: usize| sector[at..].first_chunk().copied().map(u32::from_le_bytes);
-        [0, SUM, WRITES, END].map(|at| word(at).unwrap_or_default())
-    };
+    let words = |sector: &[u8]| [0, SUM, WRITES, END].map(|at| word(sector, at));
     let ([newest, sum, writes, end], must_be) = (words(sector), words(&sector_at(index, last)));
     let [expected, expected_sum, expected_writes, _] = must_be;
     bail!(

@@ -8,6 +8,7 @@ use super::{Host, Hosts};
 use crate::{
     guest::{Image, Load},
     serial::{self, Log, Serial},
+    writer::Ended,
 };
 
 /// What a guest is called.
@@ -52,10 +53,21 @@ impl fmt::Display for Where {
     }
 }
 
+/// What a guest has for a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Storage {
+    /// An image that both hosts reach, see [`crate::writer`]. The host's file system is not one that libvirt knows to be shared:
+    /// `virsh migrate` needs `--unsafe`.
+    Shared,
+    /// `/var/lib/disk` of its host, to which the guest does not write.
+    Local,
+}
+
 /// A running guest, which ticks and checks its memory. It is gone with its hosts.
 #[derive(Debug)]
 pub struct Domain<'a> {
     hosts: &'a Hosts,
+    storage: Storage,
     at: Where,
     serial: Serial,
     /// What came out of the serial port at the host before.
@@ -63,29 +75,47 @@ pub struct Domain<'a> {
 }
 
 impl<'a> Domain<'a> {
-    /// Starts a guest with this load, and `ram` MiB, on the first host, and waits until it is ready; with a disk in
-    /// `/var/lib/disk`, if it is to have one.
+    /// Starts a guest with this load, and `ram` MiB, on the first host, and waits until it is ready.
     pub fn start(
         hosts: &'a Hosts,
         image: &Image,
         ram: u32,
         load: &Load,
-        disk: bool,
+        storage: Storage,
     ) -> Result<Self> {
         let at = Where::First;
         let host = at.of(hosts);
-        let description = description(image, ram, load, disk);
+        let description = description(image, ram, load, &storage.disk(hosts));
         fs::write(host.path("etc/host/web1.xml"), description).context("describing a guest")?;
         host.virsh(["create", "/etc/host/web1.xml"])?.success()?;
         let serial = host.serial()?;
         let serial = serial.context("the guest's QEMU has not connected its serial port")?;
         serial.wait_ready(LIMIT)?;
-        Ok(Self {
+        let domain = Self {
             hosts,
+            storage,
             at,
             serial,
             before: None,
-        })
+        };
+        domain.writes_on()?;
+        Ok(domain)
+    }
+
+    /// Ends it, and checks that all that it has written is on its disk, once, and that the disk is nobody's any more.
+    pub fn ends_well(self) -> Result<()> {
+        let host = self.at.of(self.hosts);
+        host.virsh(["destroy", NAME])?.success()?;
+        let told = written(&self.serial.finish());
+        match self.storage {
+            Storage::Local => Ok(()),
+            Storage::Shared => self
+                .hosts
+                .disk
+                .check_since(told, Ended::Running)
+                .map(drop)
+                .context("the guest's disk"),
+        }
     }
 
     /// Where it is, as far as has been looked.
@@ -153,20 +183,50 @@ impl<'a> Domain<'a> {
         if let Some(before) = &self.before {
             serial::follow(before, &self.serial.log())?;
         }
-        Ok(())
+        self.writes_on()
+    }
+
+    /// To its disk.
+    fn writes_on(&self) -> Result<()> {
+        if self.storage == Storage::Local {
+            return Ok(());
+        }
+        let before = written(&self.serial.log());
+        let is_further = |log: &Log| written(log) > before;
+        self.serial.wait("a written number", LIMIT, is_further)
     }
 }
 
-fn description(image: &Image, ram: u32, load: &Load, disk: bool) -> String {
+/// How far a guest has told to have come on its disk.
+fn written(log: &Log) -> u32 {
+    let lines = log.lines.iter().rev();
+    let mut numbers = lines.filter_map(|line| line.text.strip_prefix("written ")?.parse().ok());
+    numbers.next().unwrap_or(0)
+}
+
+impl Storage {
+    /// The guest's disk, as libvirt is told. Without a driver for IDE in the guest.
+    fn disk(self, hosts: &Hosts) -> String {
+        let cache = match hosts.disk.is_direct() {
+            true => "none",
+            false => "writethrough",
+        };
+        let (format, path, target) = match self {
+            Self::Shared => ("qcow2", hosts.disk.path(), "dev='vda' bus='virtio'"),
+            Self::Local => ("raw", "/var/lib/disk".into(), "dev='hda' bus='ide'"),
+        };
+        format!(
+            "<disk type='file' device='disk'>\
+             <driver name='qemu' type='{format}' cache='{cache}'/><source file='{}'/><target {target}/>\
+             </disk>",
+            path.display()
+        )
+    }
+}
+
+fn description(image: &Image, ram: u32, load: &Load, disk: &str) -> String {
     let [kernel, initrd] = image.files().map(std::path::Path::display);
     let command_line = load.command_line();
-    let disk = match disk {
-        true => {
-            "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/>\
-             <source file='/var/lib/disk'/><target dev='vda' bus='virtio'/></disk>"
-        }
-        false => "",
-    };
     format!(
         "<domain type='qemu'>
   <name>{NAME}</name>

@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use lab::{
     guest::{Image, Load},
-    libvirt::{self, Domain, Ended, Generation, Hosts, Passage, Way, Where},
+    libvirt::{self, Domain, Ended, Generation, Hosts, Passage, Storage, Way, Where},
     vamoose::{Keys, Vamoose},
 };
 use rustix::process::Signal;
@@ -68,7 +68,7 @@ fn cancelled_and_moved(generation: &Generation, way: Way) -> Result<()> {
     let (image, keys) = (Image::build(8)?, Keys::make(vamoose())?);
     let hosts = Hosts::start(generation, way, &image, 1_000_000_000)?;
     let mut passage = Passage::new(&hosts, vamoose(), &keys)?;
-    let mut domain = Domain::start(&hosts, &image, 192, &LOAD, false)?;
+    let mut domain = Domain::start(&hosts, &image, 192, &LOAD, Storage::Shared)?;
     for _ in 0..2 {
         let arguments = passage.prepare(domain.at())?;
         let ended = cancelled(&hosts, &arguments)?;
@@ -85,6 +85,7 @@ fn cancelled_and_moved(generation: &Generation, way: Way) -> Result<()> {
     moved.with_context(|| passage.said())?;
     domain.has_moved("paused")?;
     domain.resume()?;
+    domain.ends_well()?;
     passage.finish()
 }
 
@@ -101,7 +102,14 @@ fn cancelled(hosts: &Hosts, arguments: &[String]) -> Result<Ended> {
 }
 
 fn migrate(arguments: &[String]) -> Vec<&str> {
-    let command = ["migrate", "--live", "web1", "qemu+tcp://host2/system"];
+    // The file system is not one of those that libvirt knows to be shared.
+    let command = [
+        "migrate",
+        "--live",
+        "--unsafe",
+        "web1",
+        "qemu+tcp://host2/system",
+    ];
     let arguments = arguments.iter().map(String::as_str);
     command.into_iter().chain(arguments).collect()
 }
@@ -110,10 +118,10 @@ fn migrate(arguments: &[String]) -> Vec<&str> {
 fn by_one_command(generation: &Generation) -> Result<()> {
     let image = Image::build(8)?;
     let hosts = Hosts::start(generation, Way::Direct, &image, 1_000_000_000)?;
-    let mut domain = Domain::start(&hosts, &image, 192, &LOAD, false)?;
+    let mut domain = Domain::start(&hosts, &image, 192, &LOAD, Storage::Shared)?;
     let tools = Tools::of(&hosts)?;
     let host = &hosts.hosts[0];
-    let slow = Vamoose::start(tools.migrate(&hosts).args(["--max-bandwidth", "4M"]))?;
+    let slow = Vamoose::start(&mut tools.migrate(&hosts, &["--max-bandwidth", "4M"]))?;
     let start = Instant::now();
     // Nothing tells that it has begun.
     while !host
@@ -133,13 +141,13 @@ fn by_one_command(generation: &Generation) -> Result<()> {
     domain.has_stayed()?;
     // QEMU 7.2 loses writes of a guest that runs.
     host.virsh(["suspend", "web1"])?.success()?;
-    let moved = Vamoose::start(&mut tools.migrate(&hosts))?.finish(LIMIT)?;
+    let moved = Vamoose::start(&mut tools.migrate(&hosts, &[]))?.finish(LIMIT)?;
     moved.success()?;
     domain.has_moved("paused")?;
     domain.resume()?;
-    let absent = Vamoose::start(&mut tools.migrate(&hosts))?.finish(LIMIT)?;
+    let absent = Vamoose::start(&mut tools.migrate(&hosts, &[]))?.finish(LIMIT)?;
     absent.failure("failed to get domain 'web1'")?;
-    Ok(())
+    domain.ends_well()
 }
 
 /// Behind it, qemu.conf alone leads a migration through the gateways.
@@ -183,7 +191,7 @@ fn set_up(generation: &Generation) -> Result<()> {
         host.start_libvirtd()?;
     }
     hosts.way = Way::Gateways;
-    let mut domain = Domain::start(&hosts, &image, 192, &LOAD, false)?;
+    let mut domain = Domain::start(&hosts, &image, 192, &LOAD, Storage::Shared)?;
     hosts.hosts[0].virsh(["suspend", "web1"])?.success()?;
     let mut passage = Passage::new(&hosts, vamoose(), &keys)?;
     let arguments = passage.prepare(domain.at())?;
@@ -192,7 +200,7 @@ fn set_up(generation: &Generation) -> Result<()> {
     domain.has_moved("paused")?;
     domain.resume()?;
     ensure!(passage.said().contains("guest web1"), "{}", passage.said());
-    Ok(())
+    domain.ends_well()
 }
 
 /// Programs that a host of the lab has in other namespaces than `vamoose`.
@@ -218,13 +226,14 @@ impl Tools {
         })
     }
 
-    fn migrate(&self, hosts: &Hosts) -> Command {
+    fn migrate(&self, hosts: &Hosts, options: &[&str]) -> Command {
         let [first, second] = &hosts.hosts;
         let mut command = first.outside(vamoose());
         command.args(["libvirt", "migrate", "web1", second.name]);
         command.args(["--desturi", "qemu+tcp://host2/system", "--ssh", &self.ssh]);
         command.args(["--address", &second.address.to_string()]);
-        command.arg("--remote-vamoose").arg(vamoose());
+        command.arg("--remote-vamoose").arg(vamoose()).args(options);
+        command.args(["--", "--unsafe"]);
         command.env("PATH", &self.path);
         command
     }

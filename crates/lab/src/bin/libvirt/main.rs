@@ -4,10 +4,11 @@
 //! ```text
 //!  scripts/setup libvirt && cargo build --release -p vamoose -p lab --bin vamoose --bin libvirt && target/release/libvirt
 //! ```
-//! The guest ticks and checks its memory ([`lab::guest`]). Behind each migration the program checks, or ends with an error:
+//! The guest ticks, checks its memory ([`lab::guest`]), and writes to a disk that both hosts reach. Behind each migration the program checks, or ends with an error:
 //!
 //! - the guest is on exactly one of the hosts, on the one that the case says;
 //! - it ticks there, without a tick that is missing or doubled, and finds all of its memory as it wrote it;
+//! - all that it has written is on its disk, nothing twice, and neither host has left the image locked;
 //! - `virsh` has ended, and the next migration goes through, where the guest stayed.
 
 mod case;

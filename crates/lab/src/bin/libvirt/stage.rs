@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use lab::{
     guest::{Image, Load},
-    libvirt::{self, Domain, Ended, Generation, Hosts, LIMIT, Passage, Virsh, Way, Where},
+    libvirt::{self, Domain, Ended, Generation, Hosts, LIMIT, Passage, Storage, Virsh, Way, Where},
     ram::{self, Fill},
     vamoose::Keys,
 };
@@ -72,16 +72,20 @@ impl Stage {
         if case.flags.contains(&"--tls") {
             certify(&hosts)?;
         }
-        let has_disk = case.event == Event::Storage;
-        if has_disk {
-            make_disks(&hosts)?;
-        }
+        let storage = match case.event {
+            Event::Storage => {
+                make_disks(&hosts)?;
+                Storage::Local
+            }
+            _ => Storage::Shared,
+        };
         let load = match case.event {
             Event::Abort(_) | Event::Kill(..) => &BUSY,
             _ => &QUIET,
         };
-        let mut domain = Domain::start(&hosts, &self.image, RAM, load, has_disk)?;
+        let mut domain = Domain::start(&hosts, &self.image, RAM, load, storage)?;
         let found = migrate(&hosts, &mut domain, &mut passage, case);
+        let found = found.and_then(|found| domain.ends_well().map(|()| found));
         found.map_err(|error| {
             let said = hosts.hosts.each_ref().map(|host| {
                 let (libvirt, qemu) = (tail(&host.log()), tail(&host.log_of_guest()));
@@ -312,7 +316,8 @@ pub(crate) fn start(
 ) -> Result<Virsh> {
     let to = domain.at().other().of(hosts);
     let uri = format!("qemu+tcp://{}/system", to.name);
-    let own = ["migrate", "--live", GUEST, &uri];
+    // The file system is not one of those that libvirt knows to be shared.
+    let own = ["migrate", "--live", "--unsafe", GUEST, &uri];
     let arguments = passage.prepare(domain.at())?;
     let all = own.into_iter().chain(arguments.iter().map(String::as_str));
     let all = all.chain(flags.iter().copied());

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use lab::{
     guest::{Image, Load},
-    libvirt::{Domain, Hosts, Passage, Way},
+    libvirt::{Domain, Hosts, Passage, Storage, Way},
     median,
     vamoose::Keys,
 };
@@ -90,7 +90,7 @@ fn migrate(
     image: &Image,
     flags: &[&str],
 ) -> Result<Took> {
-    let mut domain = Domain::start(hosts, image, RAM, &LOAD, false)?;
+    let mut domain = Domain::start(hosts, image, RAM, &LOAD, Storage::Shared)?;
     let virsh = stage::start(hosts, &domain, passage, flags)?;
     let ended = stage::has_succeeded(virsh, passage)?;
     domain.has_moved("running")?;
