@@ -242,3 +242,18 @@ fn aborted(scene: &mut Scene, to: &Binary) -> Result<()> {
 fn an_aborted_migration_of_a_running_guest() -> Result<()> {
     each(&[true], aborted)
 }
+
+#[test]
+fn a_paused_guest_of_7_2() -> Result<()> {
+    there_and_back_and_on((7, 2), false)
+}
+
+#[test]
+fn a_paused_guest_of_10_0() -> Result<()> {
+    there_and_back_and_on((10, 0), false)
+}
+
+#[test]
+fn a_paused_guest_of_11_1() -> Result<()> {
+    there_and_back_and_on((11, 1), false)
+}
