@@ -239,8 +239,8 @@ fn aborted(scene: &mut Scene, to: &Binary) -> Result<()> {
 }
 
 #[test]
-fn an_aborted_migration_of_a_running_guest() -> Result<()> {
-    each(&[true], aborted)
+fn an_aborted_migration() -> Result<()> {
+    each(&[true, false], aborted)
 }
 
 #[test]
