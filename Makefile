@@ -4,8 +4,8 @@
 # Rust may have been installed by scripts/setup a moment ago.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
-.PHONY: help setup build demo test model flips load cuts faults bench paths libvirt package package-rpm package-image package-compare \
-	package-test first-migration
+.PHONY: help setup build demo test model flips load databases cuts faults bench paths libvirt package package-rpm package-image \
+	package-compare package-test first-migration
 
 help:          # Show these targets
 	@sed -n 's/^\([a-z-]*\): .*# \(.*\)/\1@\2/p' $(MAKEFILE_LIST) | while IFS=@ read -r target text; do \
@@ -40,6 +40,11 @@ flips: setup   # Flip 10,000 bits on the link between two Vamooses (some minutes
 # LOAD_MIGRATIONS and LOAD_STRANGERS set how many: 64 and 10000. As root, for strangers of another user.
 load: setup    # Many migrations at once through two gateways, among as many strangers as can come (3 GiB of memory)
 	cargo test --release -p vamoose --test all gateway::load -- --ignored --nocapture
+
+# DATABASE_GUESTS and DATABASE_SEED set how many and which.
+databases: setup # Move guests with PostgreSQL on a disk, three times each, with faults in between (a quarter of an hour)
+	scripts/setup workloads
+	cargo test --release -p vamoose --test all database:: -- --ignored --nocapture
 
 cuts: setup    # Cut the link in every phase of migrations (CUTS="--table full --jobs 4")
 	cargo build --release -p vamoose -p lab --bin vamoose --bin cuts

@@ -183,7 +183,7 @@ impl Guest {
             .context("this machine has no serial port")?;
         Ok(Self {
             qemu,
-            serial: Serial::new(serial),
+            serial: Serial::new(serial)?,
         })
     }
 
@@ -200,6 +200,16 @@ impl Guest {
     /// Waits until the guest has verified all its memory `count` more times.
     pub fn wait_rounds(&self, count: usize, within: Duration) -> Result<()> {
         self.explain(self.serial.wait_rounds(count, within))
+    }
+
+    /// Waits until this is so of the output.
+    pub fn wait(&self, what: &str, within: Duration, is_so: impl Fn(&Log) -> bool) -> Result<()> {
+        self.explain(self.serial.wait(what, within, is_so))
+    }
+
+    /// Types a line at the guest's serial port.
+    pub fn say(&self, line: &str) -> Result<()> {
+        self.serial.say(line)
     }
 
     /// The output so far.

@@ -17,6 +17,7 @@
 pub mod counter;
 pub mod cpu;
 pub mod cuts;
+pub mod database;
 pub mod guest;
 pub mod libvirt;
 pub mod middlebox;

@@ -51,6 +51,8 @@ impl Program {
         content.0.push((console.mode(DEVICE), Cursor::default()));
         let script = include_bytes!("../guest/workload");
         content.add("init", PROGRAM, script.to_vec());
+        let part = include_bytes!("../guest/database");
+        content.add("database", PROGRAM, part.to_vec());
         let source = include_bytes!("../guest/compile.c");
         content.add("compile.c", PROGRAM, source.to_vec());
         let busybox = fs::read(Part::Busybox.path()?).context("reading busybox")?;

@@ -1,6 +1,6 @@
 //! The serial port of a guest: every line with the moment of its arrival, and what the ticker says in them.
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -14,6 +14,7 @@ use crate::watched::Watched;
 #[derive(Debug)]
 pub struct Serial {
     log: Arc<Watched<Log>>,
+    port: UnixStream,
     reader: JoinHandle<()>,
 }
 
@@ -170,7 +171,8 @@ pub fn follow(source: &Log, destination: &Log) -> Result<Continuity> {
 
 impl Serial {
     /// Starts to read.
-    pub fn new(mut stream: UnixStream) -> Self {
+    pub fn new(port: UnixStream) -> Result<Self> {
+        let mut stream = port.try_clone().context("sharing a serial port")?;
         let log = Arc::<Watched<Log>>::default();
         let theirs = Arc::clone(&log);
         let reader = thread::spawn(move || {
@@ -181,7 +183,15 @@ impl Serial {
             }
             theirs.update(|log| log.ended = true);
         });
-        Self { log, reader }
+        Ok(Self { log, port, reader })
+    }
+
+    /// Types a line at the port.
+    pub fn say(&self, line: &str) -> Result<()> {
+        let line = format!("{line}\n");
+        (&self.port)
+            .write_all(line.as_bytes())
+            .context("writing to a serial port")
     }
 
     /// A copy of everything so far.
@@ -307,7 +317,7 @@ mod tests {
     #[test]
     fn a_closed_port_ends_the_wait() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let serial = Serial::new(ours);
+        let serial = Serial::new(ours).unwrap();
         drop(theirs);
         let never = serial.wait("nothing", Duration::from_secs(60), |_| false);
         assert!(never.unwrap_err().to_string().contains("gone"));

@@ -8,6 +8,7 @@ mod common;
 mod attempts;
 mod bench;
 mod commit;
+mod database;
 mod decoder;
 mod delta;
 mod disks;
