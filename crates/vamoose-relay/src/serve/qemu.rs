@@ -268,6 +268,9 @@ mod tests {
                     json!([{ "name": "blockdev-set-active", "meta-type": "command" }])
                 }
                 "query-status" => json!({ "status": state }),
+                "query-qmp-schema" => {
+                    json!([{ "name": "blockdev-set-active", "meta-type": "command" }])
+                }
                 "cont" => match after {
                     Some(after) => {
                         state = after;

@@ -205,13 +205,14 @@ fn a_guest_that_ends_when_nobody_follows_it_is_not_in_doubt() -> Result<()> {
     };
     for settled in [true, false] {
         let b = Host::start(&[])?;
-        let mut at_a = Builder::bare(&binary, 4 * MIB)
-            .content(Fill::Mixed, 1)
+        let mut at_a = Builder::bare(&binary, 16 * MIB)
+            .content(Fill::Random, 1)
             .start()?;
         at_a.qmp.cont()?;
-        let at_b = Builder::bare(&binary, 4 * MIB).incoming().start()?;
+        let at_b = Builder::bare(&binary, 16 * MIB).incoming().start()?;
         b.knows("vm", &at_b)?;
-        let mut slow = b.migrate(&at_a, "vm", &["--max-bandwidth", "16k"])?;
+        let slow = ["--max-bandwidth", "16k", "--downtime-limit", "10"];
+        let mut slow = b.migrate(&at_a, "vm", &slow)?;
         slow.wait_for("active", LIMIT)?;
         slow.kill()?;
         at_a.kill()?;

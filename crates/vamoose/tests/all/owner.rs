@@ -32,7 +32,14 @@ const SLOW: [&str; 6] = [
     "1",
 ];
 /// Slow enough for a migration never to end by itself within a test.
-const VERY_SLOW: [&str; 4] = ["--max-bandwidth", "16k", "--downtime-max", "1"];
+const VERY_SLOW: [&str; 6] = [
+    "--max-bandwidth",
+    "16k",
+    "--downtime-limit",
+    "10",
+    "--downtime-max",
+    "1",
+];
 
 fn guest(binary: &Binary) -> Result<Qemu> {
     let mut qemu = Builder::bare(binary, RAM)
