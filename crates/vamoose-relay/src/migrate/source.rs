@@ -244,13 +244,14 @@ impl SourceQemu {
         let expected = "a guest that is its owner's";
         self.qemu.ask_until(expected, SETTLING, |qemu| {
             let state = qemu.state()?;
-            if is_switchover(&state) && qemu.has_sent_its_guest()? {
-                match should_run {
+            match state.as_str() {
+                // It either comes back or gets sent; QEMU takes no `cont` before that is done.
+                "finish-migrate" => return Ok(ControlFlow::Continue(state)),
+                "postmigrate" if qemu.has_sent_its_guest()? => match should_run {
                     true => qemu.execute("cont", json!({}))?,
                     false => qemu.activate_disks()?,
-                }
-            } else if state == "finish-migrate" {
-                return Ok(ControlFlow::Continue(state));
+                },
+                _ => {}
             }
             Ok(ControlFlow::Break(()))
         })
