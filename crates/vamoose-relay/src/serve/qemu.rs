@@ -268,9 +268,6 @@ mod tests {
                     json!([{ "name": "blockdev-set-active", "meta-type": "command" }])
                 }
                 "query-status" => json!({ "status": state }),
-                "query-qmp-schema" => {
-                    json!([{ "name": "blockdev-set-active", "meta-type": "command" }])
-                }
                 "cont" => match after {
                     Some(after) => {
                         state = after;

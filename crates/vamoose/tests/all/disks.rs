@@ -235,7 +235,14 @@ fn aborted(scene: &mut Scene, to: &Binary) -> Result<()> {
     qemu.qmp.wait_migration(&["completed"], LIMIT)?;
     qemu.kill()?;
     gate.release(Fate::Passes);
-    scene.has_stayed(migration)
+    scene.has_stayed(migration)?;
+    if !scene.runs {
+        // QEMU does not send a guest again that has not run since.
+        scene.here.qmp.cont()?;
+        writer::wait_written(&scene.here, SOME, LIMIT)?;
+        scene.here.qmp.stop()?;
+    }
+    Ok(())
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::actor::State;
 use super::judge::Holder;
 use super::plan::Then;
 use super::stage::{HOST, OTHER_HOST, SOURCE_HOST, Said, Stage};
@@ -43,6 +44,10 @@ impl Stage<'_> {
 
     /// The guest has stayed: the next migration works.
     fn migrate_again(&mut self) -> Result<Holder, Trouble> {
+        // A paused guest whose migration failed at its end is one that QEMU itself migrates no more.
+        if self.actors[0].state() == State::Still("postmigrate".to_owned()) {
+            return Ok(Holder::Actor(0));
+        }
         let next = self.plan.next;
         let host = if next.other_host { OTHER_HOST } else { HOST };
         let name = if next.same_name {
