@@ -65,6 +65,12 @@ impl Hangup {
         }
     }
 
+    /// Leaves `stream` out from now on: its owner ends it.
+    pub fn spare(&self, stream: &Arc<Stream>) {
+        let spared = Arc::downgrade(stream);
+        lock(&self.streams).retain(|known| !known.ptr_eq(&spared));
+    }
+
     /// Throws the switch. More than once is as good as once.
     pub fn hang_up(&self) {
         let streams = lock(&self.streams);

@@ -4,12 +4,13 @@
 //!  gather      the source's connections            (module gather)
 //!  dial        main stream and channels, with their first bytes
 //!  move        a thread per channel and direction  (threads); this thread waits for their reports (supervisor)
-//!  tear down   every connection at once, whatever happened
+//!  tear down   every connection at once, whatever happened; after a failure a source QEMU's channels last (ending)
 //! ```
 //!
 //! Whether the guest has arrived is reported by the destination, on the return path. Without one (QEMU's
 //! default, against which the documentation warns) the end of the source's stream has to do.
 
+mod ending;
 mod supervisor;
 mod threads;
 
@@ -21,7 +22,7 @@ use std::{
 };
 
 use multifd::{Initial, MAIN_MAGIC};
-use tracing::{Span, debug, error_span, info, warn};
+use tracing::{Span, error_span, info, warn};
 use vamoose_codec::Framing;
 use vamoose_link::{
     ChannelReader, ChannelWriter, DeltaReceiver, DeltaSender, Hangup, Pacer, Stats, Stream,
@@ -37,6 +38,7 @@ use crate::{
     opaque,
     syncs::Syncs,
 };
+use ending::SourceEnding;
 use supervisor::{Report, Supervisor};
 use threads::Threads;
 
@@ -109,10 +111,17 @@ impl Relay<'_> {
                 uuid,
                 silent,
             } => {
-                let destination = self.dial_all(source.channels.len(), uuid);
-                let destination =
-                    destination.inspect_err(|_| self.let_source_set_up(&source.channels))?;
-                self.relay_pages(start, source, destination, silent)
+                let ending = SourceEnding::new(&source, self.hangup);
+                let relayed = self
+                    .dial_all(source.channels.len(), uuid)
+                    .and_then(|destination| {
+                        self.relay_pages(start, source, destination, silent, &ending)
+                    });
+                if relayed.is_err() {
+                    self.hangup.hang_up();
+                    ending.wait();
+                }
+                relayed
             }
             Arrival::Opaque { why, opened, kind } => {
                 info!("passing the migration through unchanged: {why}");
@@ -161,22 +170,6 @@ impl Relay<'_> {
         let main = dial_main()?;
         let channels = dial_channels()?;
         Ok(Connections { main, channels })
-    }
-
-    /// Takes the source's first SYNC before its connections are closed. A source whose channels break
-    /// while that SYNC goes out waits for it for ever (seen with QEMU 10.0): its guest runs, but
-    /// can never be migrated again.
-    fn let_source_set_up(&self, channels: &[Arc<Stream>]) {
-        let mut sync = vec![0; self.config.layout.ram_header_len()];
-        for channel in channels {
-            // A source that sends none will not wait for one.
-            let taken = channel
-                .set_stall_timeout(SETTING_UP)
-                .and_then(|()| channel.read_full(&mut sync));
-            if let Err(error) = taken {
-                debug!("no first SYNC from the source: {error}");
-            }
-        }
     }
 
     /// Streams of each outgoing channel.
@@ -263,6 +256,7 @@ impl Relay<'_> {
         source: Connections,
         destination: Connections,
         silent: Vec<Opening>,
+        ending: &SourceEnding,
     ) -> Result<Summary, RelayError> {
         let setup_time = start.elapsed();
         let incoming = source.channels.len();
@@ -355,6 +349,11 @@ impl Relay<'_> {
             if let Some(pacer) = &pacer {
                 pacer.close();
             }
+            // The threads that read the source's channels end with these.
+            match outcome {
+                Ok(_) => ending.shut_down(),
+                Err(_) => ending.wait(),
+            }
             outcome
         });
         // The source may have been given the destination's message while something else broke, or was cancelled:
@@ -382,6 +381,3 @@ impl Relay<'_> {
         })
     }
 }
-
-/// How long a source may take to its first SYNC.
-const SETTING_UP: Duration = Duration::from_secs(1);
