@@ -282,6 +282,13 @@ impl Qemu {
         self.version >= Version(9, 0, 0)
     }
 
+    /// Whether a source that is cancelled takes its images back whenever that happens (from 10.0 on). An older one that is
+    /// cancelled while it stops the guest continues the guest without them, and aborts at the guest's next write. When its main
+    /// stream breaks it does take them back.
+    pub(crate) fn cancels_safely(&self) -> bool {
+        self.version >= Version(10, 0, 0)
+    }
+
     /// Refuses a QEMU that could not migrate `with` these settings.
     pub(crate) fn check(&mut self, with: &[&'static str]) -> Result<(), QemuError> {
         for capability in with {

@@ -1,6 +1,7 @@
 //! Follows the source QEMU from its start to the end of its migration, and stops it where that is asked for.
 
 use std::{
+    mem,
     path::Path,
     sync::atomic::Ordering,
     time::{Duration, Instant},
@@ -37,6 +38,8 @@ pub(super) struct Beside<'a> {
 struct Stop {
     cause: Cause,
     since: Instant,
+    /// It takes long, and everything has been tried.
+    is_urged: bool,
 }
 
 impl Migration<'_> {
@@ -69,11 +72,15 @@ impl Migration<'_> {
                     stop(source, cause, relay.hangup)?;
                 }
             }
-            if let Some(Stop { since, .. }) = &stopping
-                && since.elapsed() > CANCELLING
+            if let Some(stop) = &mut stopping
+                && stop.since.elapsed() > CANCELLING
+                && !mem::replace(&mut stop.is_urged, true)
             {
-                // The sockets are its last hold on the guest.
+                // The sockets are its last hold on the guest; of one that has none, the cancel is.
                 relay.hangup.hang_up();
+                if !source.qemu.cancels_safely() {
+                    cancel(source, relay.hangup)?;
+                }
             }
             // A QEMU that neither cancels nor completes has had time enough.
             let overdue = |stop: &mut Stop| stop.since.elapsed() > 4 * CANCELLING;
@@ -146,7 +153,11 @@ impl Migration<'_> {
             return None;
         };
         let since = Instant::now();
-        Some(Stop { cause, since })
+        Some(Stop {
+            cause,
+            since,
+            is_urged: false,
+        })
     }
 
     pub(super) fn is_cancelled(&self) -> bool {
@@ -155,10 +166,19 @@ impl Migration<'_> {
 }
 
 fn stop(source: &mut SourceQemu, cause: &Cause, hangup: &Hangup) -> Result<(), Cause> {
+    if !source.qemu.cancels_safely() {
+        // Its main stream ends, and its channels behind that.
+        hangup.hang_up();
+        return Ok(());
+    }
     if !matches!(cause, Cause::Cancelled) {
         // With the guest stopped, a QEMU whose write of device state blocks does not answer its monitor either.
         hangup.hang_up();
     }
+    cancel(source, hangup)
+}
+
+fn cancel(source: &mut SourceQemu, hangup: &Hangup) -> Result<(), Cause> {
     let cancelled = source.qemu.execute("migrate_cancel", json!({}));
     if cancelled.is_err() {
         hangup.hang_up();
