@@ -114,8 +114,8 @@ pub enum DestinationAction {
         /// Whether it shall run.
         resume: bool,
     },
-    /// Look what became of the guest that ran here, change nothing, and report `Started`, `MovedOn`, `Unclear` or
-    /// `Died`.
+    /// Look what became of the guest, change nothing, and report `Started`, `MovedOn`, `Unclear` or `Died`. While it is still
+    /// [to be started](DestinationState::Starting), one that has not been continued is `Unclear`: only `Run` starts it.
     Check,
     /// End its VMM and report [`DestinationEvent::Died`] when it has ended, or
     /// [`DestinationEvent::NotEnded`].

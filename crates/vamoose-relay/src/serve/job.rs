@@ -319,7 +319,10 @@ impl Inner {
                 // The journal keeps it for commands that come late.
                 DestinationAction::Forget => continue,
                 DestinationAction::Run { resume } => self.qemu.run(resume),
-                DestinationAction::Check => self.qemu.check(),
+                DestinationAction::Check => {
+                    let was_seen = *self.machine.state() == DestinationState::Running;
+                    self.qemu.check(was_seen)
+                }
                 DestinationAction::End => self.qemu.end(),
             };
             actions.extend(self.machine.handle(event));

@@ -24,6 +24,8 @@ pub(super) const LOADING: Duration = Duration::from_secs(30);
 
 /// States of a guest that has not run since it was loaded, and may be continued.
 const WAITING: [&str; 2] = ["paused", "prelaunch"];
+/// State of a guest that is still coming in.
+const COMING_IN: &str = "inmigrate";
 /// States of a guest that runs here; in the last one it may be on its way to another host.
 const RUNS: [&str; 3] = ["running", "suspended", "finish-migrate"];
 /// State of a guest that has been sent on from here.
@@ -75,12 +77,18 @@ impl DestinationQemu {
         }
     }
 
-    /// Looks what became of a guest that was seen to run here. Its monitor may be another client's by now.
-    pub(super) fn check(&mut self) -> DestinationEvent {
+    /// Looks what became of a guest that was seen here, or is still to be started. Its monitor may be another client's by now.
+    pub(super) fn check(&mut self, was_seen: bool) -> DestinationEvent {
         if self.instance.has_ended() {
             return died();
         }
         match self.with_qemu(Qemu::state) {
+            // It may never have been continued: the next commit does that.
+            Ok(state) if !was_seen && (state == COMING_IN || WAITING.contains(&&*state)) => {
+                unclear(format!(
+                    "the guest is `{state}`, and has not been seen to run"
+                ))
+            }
             Ok(state) => {
                 self.let_go();
                 match state.as_str() {
@@ -89,7 +97,9 @@ impl DestinationQemu {
                 }
             }
             // Its process is there, and it has run.
-            Err(error) if self.instance.process.is_some() && !self.instance.has_ended() => {
+            Err(error)
+                if was_seen && self.instance.process.is_some() && !self.instance.has_ended() =>
+            {
                 debug!("{}", chain(&error));
                 let state = "alive".to_owned();
                 DestinationEvent::Started { state }
@@ -178,7 +188,7 @@ impl DestinationQemu {
             qemu.ask_until("a loaded guest", LOADING, |qemu| {
                 let state = qemu.state()?;
                 Ok(match state.as_str() {
-                    "inmigrate" => ControlFlow::Continue(state),
+                    COMING_IN => ControlFlow::Continue(state),
                     _ => ControlFlow::Break(state),
                 })
             })
@@ -316,6 +326,25 @@ mod tests {
                 assert_eq!(guest.run(true), DestinationEvent::Started { state });
             }
         }
+    }
+
+    /// Whoever asks only looks: a later `commit` still continues it.
+    #[test]
+    fn a_guest_that_was_never_continued_is_not_taken_for_one_that_runs() {
+        let (fake, mut guest) = Fake::start(Some("running"));
+        let event = guest.check(false);
+        assert!(
+            matches!(event, DestinationEvent::Unclear { .. }),
+            "{event:?}"
+        );
+        let state = "running".to_owned();
+        assert_eq!(guest.run(true), DestinationEvent::Started { state });
+        drop(guest);
+        assert!(fake.told().contains(&"cont".to_owned()));
+        // Paused since.
+        let (_fake, mut guest) = Fake::start(None);
+        let state = "paused".to_owned();
+        assert_eq!(guest.check(true), DestinationEvent::Started { state });
     }
 
     /// A monitor that closes proves nothing.
