@@ -6,8 +6,8 @@
 use std::{path::PathBuf, time::Duration};
 
 use handover::{
-    AttemptId, Destination, DestinationMessage, DestinationState, GuestLocation, SourceEvent,
-    SourceMessage, SourceState,
+    AttemptId, Destination, DestinationMessage, DestinationState, GuestLocation, Incarnation,
+    SourceEvent, SourceMessage, SourceState,
 };
 use thiserror::Error;
 use tracing::info;
@@ -18,7 +18,7 @@ use crate::{
     control::{Control, ControlError},
     journal::{AtDestination, AtSource, Entry, Record},
     migrate::SourceQemu,
-    qemu::QemuError,
+    qemu::{QemuError, is_switchover},
     serve::{DestinationQemu, Job},
 };
 
@@ -61,8 +61,15 @@ pub enum SettleError {
     Unknown(AttemptId),
     #[error("attempt {0} is over: {1}")]
     Over(AttemptId, GuestLocation),
-    #[error("the destination answers `{0}`: it decides, run the migration's command again")]
+    #[error(
+        "the destination answers `{0}`, and its answer decides: run the migration's command again"
+    )]
     Contradicted(String),
+    /// It may be a destination that knows nothing of the attempt.
+    #[error(
+        "the destination answers `{0}`, which does not prove that the guest has never run there"
+    )]
+    NoProof(String),
     /// It may run the guest.
     #[error("the destination {0} cannot be asked whether it has the guest")]
     NotAsked(String, #[source] ControlError),
@@ -301,14 +308,17 @@ fn take_back(entry: Entry<AtSource>, config: Option<SessionConfig>) -> Result<()
             SETTLING,
         );
         match answer.map_err(|error| SettleError::NotAsked(record.side.to.clone(), error))? {
+            DestinationMessage::Aborted { incarnation, .. }
+                if counts(&record.state, incarnation) =>
+            {
+                info!("the destination confirms that the guest has never run there");
+            }
             answer @ (DestinationMessage::Running { .. }
             | DestinationMessage::MovedOn
-            | DestinationMessage::Ended { .. }
-            | DestinationMessage::Refused { .. }
-            | DestinationMessage::Unclear { .. }) => {
+            | DestinationMessage::Ended { .. }) => {
                 return Err(SettleError::Contradicted(format!("{answer:?}")));
             }
-            answer => info!("the destination answers {answer:?}"),
+            answer => return Err(SettleError::NoProof(format!("{answer:?}"))),
         }
     }
     let mut source =
@@ -327,6 +337,17 @@ fn take_back(entry: Entry<AtSource>, config: Option<SessionConfig>) -> Result<()
     )
 }
 
+/// Whether the word of this destination counts: after a `commit`, only that of the one that has accepted the attempt.
+fn counts(state: &SourceState, answers: Incarnation) -> bool {
+    match state {
+        SourceState::Moving { incarnation: None } | SourceState::Returning { .. } => true,
+        SourceState::Moving { incarnation } | SourceState::Committing { incarnation, .. } => {
+            *incarnation == Some(answers)
+        }
+        SourceState::Over { .. } => false,
+    }
+}
+
 /// The guest is not the source's any more.
 fn give_away(
     entry: Entry<AtSource>,
@@ -334,12 +355,16 @@ fn give_away(
     decision: &str,
 ) -> Result<(), SettleError> {
     let qemu = &entry.record.qemu;
-    // A QEMU that runs the guest itself is proof of the contrary.
-    if let Ok(source) = SourceQemu::connect(&qemu.monitor)
+    // A QEMU that has not sent the guest, or has run it since, is proof of the contrary.
+    if let Ok(mut source) = SourceQemu::connect(&qemu.monitor)
         && source.instance.is_same(qemu)
-        && source.was_running
+        && let Ok(state) = source.qemu.state()
+        && !is_switchover(&state)
     {
-        let reason = format!("the guest runs at {}", qemu.monitor.display());
+        let reason = format!(
+            "the guest is at {}, in the state `{state}`",
+            qemu.monitor.display()
+        );
         return Err(SettleError::Failed(reason));
     }
     settle(entry, guest, decision)
@@ -375,7 +400,9 @@ fn ask(
     control.send(message)?;
     loop {
         match control.receive(within)? {
-            DestinationMessage::Starting | DestinationMessage::Receiving => {}
+            DestinationMessage::Starting
+            | DestinationMessage::Receiving
+            | DestinationMessage::Loaded => {}
             answer => return Ok(answer),
         }
     }

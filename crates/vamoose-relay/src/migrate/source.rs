@@ -21,7 +21,7 @@ use crate::{
 
 /// A QEMU that a guest leaves.
 pub(crate) struct SourceQemu {
-    pub(super) qemu: Qemu,
+    pub(crate) qemu: Qemu,
     pub(crate) instance: Instance,
     pub(super) ram_bytes: u64,
     /// Whether the guest ran when the attempt began.
