@@ -250,6 +250,10 @@ impl Source {
                 vec![SourceAction::Persist]
             }
             SourceEvent::Stopped => self.commit(incarnation, false),
+            SourceEvent::FoundSent if incarnation.is_none() => {
+                let cause = "the source's VMM has sent the guest, and not for this attempt, which had not begun to send";
+                self.over(GuestLocation::Gone, Some(cause.to_owned()), [])
+            }
             SourceEvent::FoundSent => unconfirmed(),
             SourceEvent::GuestDied { last } => self.died(last, incarnation),
             SourceEvent::Failed { cause }
@@ -267,6 +271,8 @@ impl Source {
             LastSeen::Unknown if incarnation.is_some() => {
                 self.end_without_word(GuestLocation::Gone, cause)
             }
+            // Nothing was sent for this attempt, and nobody has seen what became of the guest.
+            LastSeen::Unknown => self.over(GuestLocation::Gone, Some(cause), []),
             _ => {
                 let abort = abort(&cause);
                 let mut actions = self.over(GuestLocation::Lost, Some(cause), []);
@@ -623,9 +629,9 @@ mod tests {
             follow(&mut source.clone(), [(event, actions)]);
         }
         let lost = "send abort, persist, decide lost";
-        for last in [LastSeen::Stopped, LastSeen::Unknown] {
-            follow(&mut Source::new(true), [(died(last), lost)]);
-        }
+        follow(&mut Source::new(true), [(died(LastSeen::Stopped), lost)]);
+        let gone = (died(LastSeen::Unknown), "persist, decide gone");
+        follow(&mut Source::new(true), [gone]);
         for (last, actions) in [
             (LastSeen::Running, lost),
             // Nobody has seen it: what the destination has is not to be ended.
@@ -689,6 +695,13 @@ mod tests {
         follow(
             &mut source,
             [(SourceEvent::Stopped, "persist, send commit")],
+        );
+        // Before a destination has accepted the attempt, nothing is sent for it.
+        let begun = SourceState::Moving { incarnation: None };
+        let mut source = Source::restore(begun, true);
+        follow(
+            &mut source,
+            [(SourceEvent::FoundSent, "persist, decide gone")],
         );
     }
 
