@@ -19,6 +19,7 @@ use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     flag,
 };
+use tracing::warn;
 use vamoose_link::{Address, lock, millis};
 use vamoose_relay::{AttemptId, Cause, Failure, Migration, Role, UnderWay};
 
@@ -67,7 +68,7 @@ pub(crate) struct Options {
     downtime_max: u64,
     /// Finish this attempt although no process has seen its source send the guest: no other tool has moved the guest since
     ///
-    /// Only for an attempt of which an earlier run says that it has to be confirmed.
+    /// Only for an attempt that an earlier run asks to confirm.
     #[arg(long, value_name = "ID")]
     confirm: Option<AttemptId>,
     #[command(flatten)]
@@ -162,9 +163,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         }
     };
     let report = report.of_link(last.session.as_ref());
-    options.json.write(&report.of_timeline(timeline))?;
+    let written = options.json.write(&report.of_timeline(timeline));
+    // Where the guest is counts more than a report that could not be written.
+    if let (Err(_), Err(error)) = (&moved, &written) {
+        warn!("{error:#}");
+    }
     moved?;
-    Ok(())
+    written
 }
 
 /// Whether this command was started with the signal ignored, as by `nohup`.
