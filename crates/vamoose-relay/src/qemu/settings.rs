@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, ops::ControlFlow, time::Duration};
 
 use serde_json::{Map, Value, json};
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 use super::{Qemu, QemuError};
 use crate::{chain, qmp::QmpError};
@@ -89,6 +89,19 @@ impl Settings {
         }
     }
 
+    /// The names, with their values here, of all that is otherwise in `now`.
+    fn differing_from(&self, now: &Self) -> Vec<String> {
+        let capabilities = self.capabilities.iter();
+        let capabilities = capabilities
+            .filter(|(name, on)| now.capabilities.get(*name) != Some(*on))
+            .map(|(name, on)| format!("`{name}` (was {})", if *on { "on" } else { "off" }));
+        let parameters = self.parameters.iter();
+        let parameters = parameters
+            .filter(|(name, value)| now.parameters.get(*name) != Some(*value))
+            .map(|(name, value)| format!("`{name}` (was {value})"));
+        capabilities.chain(parameters).collect()
+    }
+
     fn switched_on(&self) -> impl Iterator<Item = (&str, Meaning)> {
         let on = self.capabilities.iter().filter(|(_, on)| **on);
         on.map(|(name, _)| (name.as_str(), meaning(name)))
@@ -135,8 +148,16 @@ impl Qemu {
     /// refuses, for it may be on its way out, stays as it is.
     pub(crate) fn put_back(&mut self) {
         let before = std::mem::take(&mut self.before);
-        if let Err(error) = self.wait_until_idle().and_then(|()| self.apply(&before)) {
-            debug!("could not put migration settings back: {}", chain(&error));
+        let Err(error) = self.wait_until_idle().and_then(|()| self.apply(&before)) else {
+            return;
+        };
+        let error = chain(&error);
+        match self.settings().map(|now| before.differing_from(&now)) {
+            Ok(left) if !left.is_empty() => warn!(
+                "QEMU keeps these migration settings of the attempt, to be put back by hand: {}: {error}",
+                left.join(", ")
+            ),
+            _ => debug!("could not put migration settings back: {error}"),
         }
     }
 
@@ -237,6 +258,26 @@ mod tests {
                 assert_ne!(meaning(name), UNKNOWN, "{}: {name}", binary.version);
             }
         }
+    }
+
+    #[test]
+    fn settings_that_could_not_be_put_back_are_named() {
+        let mut before = with(
+            &["xbzrle"],
+            json!({ "multifd-channels": 2, "mode": "normal" }),
+        );
+        before.capabilities.insert("multifd".to_owned(), false);
+        let now = with(
+            &["multifd"],
+            json!({ "multifd-channels": 8, "mode": "normal" }),
+        );
+        let left = [
+            "`multifd` (was off)",
+            "`xbzrle` (was on)",
+            "`multifd-channels` (was 2)",
+        ];
+        assert_eq!(before.differing_from(&now), left);
+        assert!(now.differing_from(&now).is_empty());
     }
 
     #[test]
