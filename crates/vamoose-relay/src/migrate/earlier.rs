@@ -34,24 +34,21 @@ impl Migration<'_> {
         let of_this = |record: &&Record<AtSource>| record.qemu.is_same(&source.instance);
         let known: Vec<_> = known.iter().filter(of_this).collect();
         if let Some(unfinished) = known.iter().find(|record| !record.is_over()) {
-            let result = self.go_on(journal, unfinished, Some(source));
-            let now = journal.find::<AtSource>(unfinished.attempt);
-            let is_over = now
-                .map_err(at_source)?
-                .is_some_and(|record| record.is_over());
-            return match result {
-                Err(failure)
-                    if failure.guest == GuestLocation::Source
-                        && is_over
-                        && !self.is_cancelled() =>
-                {
+            return match self.go_on(journal, unfinished, Some(source)) {
+                Err(failure) if failure.guest == GuestLocation::Source && !self.is_cancelled() => {
+                    let now = journal.find::<AtSource>(unfinished.attempt);
+                    if !now.map_err(at_source)?.is_some_and(|now| now.is_over()) {
+                        return Ok(Some(Err(failure)));
+                    }
                     info!("an earlier attempt is over: {}", chain(&failure));
                     Ok(None)
                 }
                 ended => Ok(Some(ended)),
             };
         }
-        if !source.qemu.has_sent_its_guest().map_err(at_source)? {
+        let has_sent = source.qemu.has_sent_its_guest();
+        let last = known.last().copied().filter(|_| !source.was_running);
+        if !has_sent.map_err(|error| by_the_journal(last, error))? {
             return Ok(None);
         }
         match known.last() {
@@ -138,7 +135,8 @@ impl Migration<'_> {
         if *guest != GuestLocation::Destination || !self.is_asked_for(record) {
             return Err(failure(before(cause.clone().unwrap_or_default()), *guest));
         }
-        let entry = journal.claim(record.clone()).map_err(at_source)?;
+        let entry = journal.claim(record.clone());
+        let entry = entry.map_err(|error| failure(error.into(), *guest))?;
         Err(match self.ask_after(&entry.record) {
             Ok(DestinationMessage::Running { state })
                 if record.side.resume && stands_still(&state) =>
@@ -203,7 +201,12 @@ impl Migration<'_> {
         match last.filter(|record| nobody_listens || record.qemu.has_its_place()) {
             Some(record) if !record.is_over() => self.go_on(journal, record, None),
             Some(record) if has_left(record) => self.after(journal, record),
-            _ => Err(at_source(error)),
+            _ => {
+                let of_this = |record: &&Record<AtSource>| {
+                    record.qemu.monitor == self.qmp && record.qemu.has_its_place()
+                };
+                Err(by_the_journal(known.iter().rfind(of_this), error))
+            }
         }
     }
 
@@ -233,7 +236,65 @@ impl Migration<'_> {
     }
 }
 
+/// A source that cannot be asked: its guest is where the last attempt of this QEMU has left it.
+fn by_the_journal(last: Option<&Record<AtSource>>, error: QemuError) -> Failure {
+    match last.filter(|record| record.state.guest() != GuestLocation::Source) {
+        Some(record) => Failure::of(record.attempt, error, record.state.guest()),
+        None => at_source(error),
+    }
+}
+
 /// Whether the guest was handed over, or has ended.
 fn has_left(record: &Record<AtSource>) -> bool {
     record.is_over() && record.state.guest() != GuestLocation::Source
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use handover::AttemptId;
+
+    use super::*;
+    use crate::Instance;
+
+    #[test]
+    fn a_source_that_cannot_be_asked_has_its_guest_where_the_journal_says() {
+        let over = |guest| SourceState::Over { guest, cause: None };
+        let committing = SourceState::Committing {
+            incarnation: None,
+            guest_died: false,
+        };
+        let moving = SourceState::Moving { incarnation: None };
+        for (state, guest) in [
+            (moving, GuestLocation::Source),
+            (over(GuestLocation::Source), GuestLocation::Source),
+            (committing, GuestLocation::InDoubt),
+            (over(GuestLocation::Destination), GuestLocation::Destination),
+            (over(GuestLocation::Gone), GuestLocation::Gone),
+        ] {
+            let record = record(state);
+            let failure = by_the_journal(Some(&record), QemuError::Replaced);
+            assert_eq!(failure.guest, guest);
+            let named = (guest != GuestLocation::Source).then_some(record.attempt);
+            assert_eq!(failure.attempt, named);
+        }
+        let failure = by_the_journal(None, QemuError::Replaced);
+        assert_eq!(failure.guest, GuestLocation::Source);
+    }
+
+    fn record(state: SourceState) -> Record<AtSource> {
+        Record {
+            attempt: AttemptId([1; 16]),
+            began: 0,
+            name: "guest".to_owned(),
+            qemu: Instance::unknown(Path::new("/nowhere")),
+            side: AtSource {
+                to: "host:1".to_owned(),
+                resume: true,
+                confirmed: false,
+            },
+            state,
+        }
+    }
 }
