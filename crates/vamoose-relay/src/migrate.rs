@@ -333,6 +333,9 @@ impl Migration<'_> {
             moved.log(&record.name);
             return Ok(moved);
         }
+        if hand_over.may_run_twice(&decision) {
+            return Err(failure(Cause::RunsHere(decision.cause.unwrap_or_default())));
+        }
         let theirs = hand_over
             .their_cause
             .map(|cause| format!("destination: {cause}"));

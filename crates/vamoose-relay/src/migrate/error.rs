@@ -66,6 +66,9 @@ pub enum Cause {
     /// It was continued at the destination, and something has stopped it since.
     #[error("it was continued there, and something has stopped it since: it is `{0}`")]
     StandsStill(String),
+    /// It was continued at the source although it may have been handed over.
+    #[error("{0}")]
+    RunsHere(String),
     /// It broke under way.
     #[error("{}{}", reports.join("; "), if relay.is_some() { "; the relay reports" } else { "" })]
     Broken {
@@ -91,6 +94,9 @@ fn whereabouts(cause: &Cause, guest: GuestLocation) -> String {
     match cause {
         Cause::MovedBefore { to, .. } if guest == GuestLocation::Destination => {
             format!("the guest has left for {to}")
+        }
+        Cause::RunsHere(_) if guest == GuestLocation::InDoubt => {
+            "the guest runs at the source and may be running at the destination as well".to_owned()
         }
         _ => guest.to_string(),
     }
@@ -132,5 +138,22 @@ pub(super) fn at_source(cause: impl Into<Cause>) -> Failure {
         cause: cause.into(),
         guest: GuestLocation::Source,
         attempt: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_in_doubt_that_runs_here_is_not_called_paused() {
+        let told = |cause| Failure::of(AttemptId([1; 16]), cause, GuestLocation::InDoubt);
+        let runs = told(Cause::RunsHere("no answer".to_owned())).to_string();
+        assert!(runs.contains("the guest runs at the source"), "{runs}");
+        let paused = told(Cause::broken("no answer")).to_string();
+        assert!(
+            paused.contains("the guest is paused at the source"),
+            "{paused}"
+        );
     }
 }

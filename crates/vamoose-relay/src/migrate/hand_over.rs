@@ -34,6 +34,8 @@ pub(super) struct HandOver<'a> {
     /// Since when the destination cannot determine whether the guest runs.
     unclear_since: Option<Instant>,
     last_problem: String,
+    /// It was found running here, although it may have been handed over.
+    runs_here: bool,
     /// When the destination reported that the guest runs.
     pub(super) running_at: Option<Instant>,
     /// And in what state it was then, by the name that the destination's QEMU has for it.
@@ -77,6 +79,7 @@ impl<'a> HandOver<'a> {
             warned: false,
             unclear_since: None,
             last_problem: String::new(),
+            runs_here: false,
             running_at: None,
             their_state: None,
             their_cause: None,
@@ -104,6 +107,8 @@ impl<'a> HandOver<'a> {
         event: SourceEvent,
         source: Option<&mut SourceQemu>,
     ) -> Decision {
+        self.runs_here |= event == SourceEvent::Resumed
+            && matches!(self.machine.state(), SourceState::Committing { .. });
         let actions = self.machine.handle(event);
         self.drive(actions, source)
     }
@@ -125,6 +130,11 @@ impl<'a> HandOver<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Whether the guest runs at the source, and may run at the destination.
+    pub(super) fn may_run_twice(&self, decision: &Decision) -> bool {
+        self.runs_here && decision.guest == GuestLocation::InDoubt
     }
 
     /// The state of a guest that was continued at the destination, if something has stopped it since.
@@ -268,8 +278,12 @@ impl<'a> HandOver<'a> {
 
     fn warn(&mut self) {
         if !std::mem::replace(&mut self.warned, true) {
+            let guest = match self.runs_here {
+                true => "the guest runs at the source and was handed over before",
+                false => "the guest is stopped",
+            };
             warn!(
-                "the guest is stopped; asking the server again until it answers: {}",
+                "{guest}; asking the server again until it answers: {}",
                 self.last_problem
             );
             // A cancel from before cannot have been meant for this.
