@@ -35,10 +35,10 @@ impl fmt::Display for GuestLocation {
             Self::Destination => "the guest is at the destination",
             Self::MovedOn => "the guest has moved on from the destination",
             Self::Gone => {
-                "the guest is not at the source any more: it has ended there, or another tool has moved it"
+                "the guest is no longer at the source: it ended there, or another tool moved it"
             }
             Self::Unconfirmed => {
-                "that no other tool has moved the guest from the source has to be confirmed"
+                "please confirm that no other tool has moved the guest from the source"
             }
             Self::InDoubt => {
                 "the guest is paused at the source and may be running at the destination"

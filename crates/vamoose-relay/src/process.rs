@@ -95,8 +95,7 @@ impl ProcessId {
 pub(crate) enum ProcessError {
     /// No process that can be looked at has the monitor.
     #[error(
-        "cannot tell which process serves the monitor {}: none that this user may look at listens \
-         there; run as root, in QEMU's pid namespace, and name QEMU's own monitor socket",
+        "cannot tell which process serves the monitor {}: no process visible to this user listens there; run as root, in QEMU's pid namespace, and name QEMU's own monitor socket",
         .0.display()
     )]
     NotFound(PathBuf),
@@ -104,8 +103,8 @@ pub(crate) enum ProcessError {
     Several { monitor: PathBuf, pids: Vec<u32> },
     /// Somebody else has put the monitor there.
     #[error(
-        "the monitor {} was put there by user {owner}, while process {pid}, which serves it, is of user {user}: only root, the \
-         user of this program and that of the QEMU may do that",
+        "the monitor {} was put there by user {owner}, while process {pid}, which serves it, belongs to user {user}: only \
+         root, this program's user or the QEMU's user may create it",
         monitor.display()
     )]
     Foreign {

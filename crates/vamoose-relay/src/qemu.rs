@@ -77,13 +77,13 @@ pub enum QemuError {
     Blocked(String),
     /// TLS between the two QEMUs goes past a relay.
     #[error(
-        "the parameter `tls-creds` is set: QEMU would encrypt what the relay has to read; clear it"
+        "the parameter `tls-creds` is set: QEMU would encrypt what the relay has to read; clear the parameter"
     )]
     Tls,
     /// QEMU takes it for sent, and refuses to send it once more.
     #[error(
-        "QEMU has sent this guest before and does not send it again until it has run: if no other tool has moved it since, continue \
-         it (`cont`), and pause it again (`stop`) if it is to be moved paused"
+        "QEMU has already sent this guest and will not send it again until the guest has run: if no other tool has moved the guest \
+         since, continue it (`cont`), then pause it again (`stop`) if it is to be moved paused"
     )]
     SentBefore,
     #[error("the migration capability `{name}` is on: {why}; switch it off")]
@@ -99,10 +99,10 @@ pub enum QemuError {
     Suspended(String),
     #[error("the image of `{0}` cannot be activated: another process probably uses it")]
     Inactive(String),
-    #[error("cannot make a socket")]
+    #[error("cannot create a socket")]
     Listener(#[source] io::Error),
     /// The monitor's path leads to another QEMU than before, or that is not known.
-    #[error("the monitor belongs to another QEMU than before")]
+    #[error("the monitor now belongs to a different QEMU")]
     Replaced,
     #[error("QEMU's answer to `{0}` lacks `{1}`")]
     Answer(&'static str, &'static str),

@@ -12,7 +12,9 @@ pub fn of(error: &Error) -> Option<String> {
     error.chain().find_map(|cause| {
         if let Some(failure) = cause.downcast_ref() {
             of_failure(failure)
-        } else if let Some(SettleError::NotAsked(..)) = cause.downcast_ref() {
+        } else if let Some(SettleError::NotAsked(..) | SettleError::NoProof(_)) =
+            cause.downcast_ref()
+        {
             Some(NOT_ASKED.to_owned())
         } else if let Some(settings) = cause.downcast_ref() {
             of_settings(settings)
@@ -34,7 +36,7 @@ pub fn of(error: &Error) -> Option<String> {
 }
 
 const NOT_ASKED: &str =
-    "make sure that the guest does not run there. If that host is gone for good: --unreachable";
+    "make sure that the guest does not run there. If that host is gone for good, add --unreachable";
 const DISTRUSTED: &str = "a device is broken: use --accel none, or --verify all";
 
 fn of_failure(failure: &Failure) -> Option<String> {
@@ -45,17 +47,17 @@ fn of_failure(failure: &Failure) -> Option<String> {
     match failure.guest {
         GuestLocation::InDoubt => Some(format!(
             "run the same command again to finish the migration, and do not continue the guest by hand on either host \
-             before. If the destination is gone for good, check there whether the guest runs, then: \
+             before. If the destination is gone for good, find out whether the guest ran there, then run: \
              vamoose settle --attempt {attempt} --as running-there|never-ran, \
-             with --keys or what this command had instead, or with --unreachable"
+             with this command's --keys (or equivalent), or with --unreachable if the host cannot be asked"
         )),
         GuestLocation::Unconfirmed => Some(format!(
             "if nobody has migrated the guest with another tool since, run the same command with --confirm {attempt} to finish \
-             the migration. If somebody has: vamoose settle --attempt {attempt} --as moved-elsewhere"
+             the migration. If somebody has, run: vamoose settle --attempt {attempt} --as moved-elsewhere"
         )),
         GuestLocation::Gone => Some(format!(
             "if `vamoose attempts` on the destination's host has the attempt as orphaned, its QEMU holds all of the guest, paused. \
-             If the guest runs nowhere else: vamoose settle --attempt {attempt} --as running-there|never-ran there"
+             If the guest runs nowhere else, run there: vamoose settle --attempt {attempt} --as running-there|never-ran"
         )),
         _ => None,
     }
@@ -76,8 +78,8 @@ fn of_state(state: &str) -> String {
 fn of_settings(error: &SettingsError) -> Option<String> {
     match error {
         SettingsError::EngineAbsent { .. } => Some(
-            "`vamoose probe` shows what this host has and what is missing; --accel auto uses what there is, none only \
-             software"
+            "`vamoose probe` shows what this host has and what is missing; --accel auto uses what is available; \
+             --accel none, software only"
                 .to_owned(),
         ),
         _ => None,
@@ -86,7 +88,7 @@ fn of_settings(error: &SettingsError) -> Option<String> {
 
 fn of_tls(error: &TlsError) -> Option<String> {
     const PEERS_KEY: &str = "`vamoose keys show` on the other host prints its key";
-    const SAME: &str = "use the same of --tls-creds, --keys and --insecure at both ends";
+    const SAME: &str = "use the same one of --tls-creds, --keys and --insecure at both ends";
     let hint = match error {
         TlsError::File { path, fault } => {
             let is_key = path.file_name().is_some_and(|name| name == "key");
@@ -98,8 +100,8 @@ fn of_tls(error: &TlsError) -> Option<String> {
                     "`vamoose keys init` makes a key".to_owned()
                 }
                 FileFault::System(error) if error.kind() == io::ErrorKind::NotFound => {
-                    "--tls-creds takes a directory as QEMU's documentation describes it for TLS; for hosts without an \
-                     authority there is --keys"
+                    "--tls-creds takes a directory as QEMU's documentation describes it for TLS; without a certificate \
+                     authority, use --keys"
                         .to_owned()
                 }
                 FileFault::NobodyTrusted => {

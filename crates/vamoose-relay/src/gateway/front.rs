@@ -263,7 +263,7 @@ impl Front {
                 warn!("{at}: turning away another host: only this one's QEMUs connect here")
             }
             Ok(peer) if lock(&self.users).allow(peer) => return true,
-            Ok(Peer::Uid(uid)) => warn!("{at}: turning away user {uid}, who is none of `users`"),
+            Ok(Peer::Uid(uid)) => warn!("{at}: turning away user {uid}, who is not in `users`"),
             // Mostly one that has been closed already.
             Ok(Peer::Unknown) => debug!("{at}: turning away a connection: nobody has it open"),
             Err(error) => {

@@ -197,10 +197,10 @@ fn reload(
             info!("the configuration has been read again");
             if !changed.is_empty() {
                 let names = changed.join(", ");
-                warn!("only a restart of the gateway carries out what has changed in: {names}");
+                warn!("these changes take effect only when the gateway is restarted: {names}");
             }
         }
-        Err(error) => error!("the configuration before stays in force: {error:#}"),
+        Err(error) => error!("the previous configuration stays in force: {error:#}"),
     }
 }
 

@@ -224,7 +224,7 @@ fn a_guest_that_ends_when_nobody_follows_it_is_not_in_doubt() -> Result<()> {
             "lost"
         } else {
             let again = b.migrate(&at_a, "vm", &[])?.finish(LIMIT)?;
-            again.failure("the guest is not at the source any more")?;
+            again.failure("the guest is no longer at the source")?;
             "gone"
         };
         ensure!(Scene::standing(&state)? == standing);
@@ -261,7 +261,7 @@ fn what_may_be_the_only_copy_is_left_alone() -> Result<()> {
     migration.kill()?;
     gate.release(Fate::CutBefore);
     let again = migrate(&at_a.qmp_socket(), &gate.address, "vm", &[])?.finish(LIMIT)?;
-    let again = again.failure("the guest is not at the source any more")?;
+    let again = again.failure("the guest is no longer at the source")?;
     ensure!(
         again.stderr.contains("--as running-there"),
         "{}",
@@ -315,7 +315,7 @@ fn what_another_tool_has_moved_is_not_committed() -> Result<()> {
         "{states:?}; migrate said:\n{}",
         again.stderr
     );
-    let again = again.failure("has to be confirmed")?;
+    let again = again.failure("please confirm")?;
     ensure!(again.stderr.contains("--confirm"), "{}", again.stderr);
 
     let state = at_a.qmp_socket().with_file_name("state");
@@ -353,7 +353,7 @@ fn a_migration_that_completed_unseen_is_finished_by_a_word() -> Result<()> {
     monitor.wait_until_it_talks()?;
 
     let again = migrate(&monitor.path(), &b.address, "vm", &[])?.finish(LIMIT)?;
-    let again = again.failure("has to be confirmed")?;
+    let again = again.failure("please confirm")?;
     ensure!(at_b.qmp.query_status()? == "paused");
     let state = monitor.path().with_file_name("state");
     let list = attempts(&state)?;

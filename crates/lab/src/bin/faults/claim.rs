@@ -99,8 +99,8 @@ const PHRASES: [(&str, Claim); 11] = [
     ("the guest is at the destination", Claim::Moved),
     ("the guest is paused at the source", Claim::InDoubt),
     ("may be running at the destination", Claim::InDoubt),
-    ("has to be confirmed", Claim::Unconfirmed),
-    ("the guest is not at the source any more", Claim::Lost),
+    ("please confirm", Claim::Unconfirmed),
+    ("the guest is no longer at the source", Claim::Lost),
     ("and the guest with it", Claim::Lost),
     ("the guest has ended", Claim::Lost),
 ];

@@ -36,7 +36,7 @@ const CHANNELS: u8 = 2;
 /// Silent strangers that stay at one place: more than the link lets one address have in its handshake.
 const SILENT: usize = 300;
 
-/// Nobody's, who is none of `users`.
+/// Nobody's, who is not in `users`.
 const STRANGER: u32 = 65_534;
 
 #[test]

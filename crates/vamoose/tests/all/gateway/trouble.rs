@@ -215,7 +215,7 @@ fn a_configuration_is_read_again_and_a_wrong_one_changes_nothing() -> Result<()>
     reload(&hosts.near, "listen = 7")?;
     hosts
         .near
-        .says("the configuration before stays in force: ")?;
+        .says("the previous configuration stays in force: ")?;
     let [door, ..] = super::addresses();
     let text = hosts
         .near
@@ -247,7 +247,7 @@ fn changes_that_need_a_restart_are_named() -> Result<()> {
     near.setting
         .write(&format!("metrics = \"{other}:4441\"\n{text}"))?;
     near.gateway.signal(Signal::HUP)?;
-    near.says("only a restart of the gateway carries out what has changed in: listen, metrics")?;
+    near.says("these changes take effect only when the gateway is restarted: listen, metrics")?;
     near.setting.write(&near.setting.text)?;
     near.gateway.signal(Signal::HUP)?;
     near.says("the configuration has been read again")?;
