@@ -93,6 +93,20 @@ impl Scene {
     }
 }
 
+/// Where the guest is counts more than the report.
+#[test]
+fn a_report_that_cannot_be_written_hides_nothing() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let mut command = Command::new(vamoose());
+    command.args(["migrate", "--insecure", "--to", "tcp:127.0.0.1:1"]);
+    command.args(["--name", "vm", "--json", "/dev/full", "--qmp"]);
+    command.arg(dir.path().join("qmp")).arg("--state-dir");
+    let ended = Vamoose::start(command.arg(dir.path().join("state")))?.finish(LIMIT)?;
+    let ended = ended.failure("the guest stays at the source")?;
+    ensure!(ended.stderr.contains("/dev/full"), "{}", ended.stderr);
+    Ok(())
+}
+
 fn attempts(state: &Path) -> Result<Value> {
     let mut command = Command::new(vamoose());
     command.args(["attempts", "--json", "--state-dir"]);
