@@ -5,15 +5,18 @@
 //!
 //! 1. the oldest connection that has sent nothing, of the network that has the most;
 //! 2. the oldest one of that network, whatever it has sent, if it has more than the newcomer's would have;
-//! 3. the oldest one that has sent nothing, of any network.
+//! 3. the oldest one that has sent nothing, of any network. From a network that has fewer places than the newcomer's would have,
+//!    one that is younger than [`GRACE`] is spared: it may be about to speak.
 //!
-//! So one network alone never keeps the others out, and silent connections keep nobody out, however many hosts they are from.
+//! So one network alone never keeps the others out, and silent connections keep nobody out for longer than that, however many
+//! hosts they are from.
 //! Who has proved his identity keeps his place. What is kept is bounded by the number of places: of those that are turned
 //! away, nothing is.
 
 use std::{
     collections::{BTreeMap, HashMap},
     net::{IpAddr, Ipv6Addr},
+    time::{Duration, Instant},
 };
 
 /// The places, taken by connections of which `T` is kept.
@@ -46,6 +49,7 @@ const NETWORK: u128 = !0 << 64;
 struct Place<T> {
     network: Network,
     kept: T,
+    since: Instant,
     state: State,
 }
 
@@ -56,6 +60,9 @@ enum State {
     HasSpoken,
     IsKnown,
 }
+
+/// The first message of an honest peer takes one round trip to come.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// So many connections at most may have given their places up and not noticed yet: each still has a thread.
 const LEAVING: usize = 64;
@@ -81,19 +88,20 @@ impl<T> Admission<T> {
         }
     }
 
-    /// Lets a connection from `network` in, if there is a place for it or one can be made. `has_spoken` is asked of those that have
-    /// sent nothing, as far as is known here.
+    /// Lets a connection from `network` in, which has come `now`, if there is a place for it or one can be made. `has_spoken` is
+    /// asked of those that have sent nothing, as far as is known here.
     pub(crate) fn admit(
         &mut self,
         network: Network,
         kept: T,
+        now: Instant,
         has_spoken: impl Fn(&T) -> bool,
     ) -> Option<Admitted<T>> {
         let evicted = match self.places.len() < self.limit {
             true => None,
             false if self.is_crowded() => return None,
             false => {
-                let number = self.victim(network, has_spoken)?;
+                let number = self.victim(network, now, has_spoken)?;
                 self.leaving += 1;
                 self.remove(number)
             }
@@ -106,6 +114,7 @@ impl<T> Admission<T> {
         let place = Place {
             network,
             kept,
+            since: now,
             state,
         };
         self.places.insert(number, place);
@@ -145,7 +154,12 @@ impl<T> Admission<T> {
         (self.places.len(), self.networks.len())
     }
 
-    fn victim(&mut self, newcomer: Network, has_spoken: impl Fn(&T) -> bool) -> Option<u64> {
+    fn victim(
+        &mut self,
+        newcomer: Network,
+        now: Instant,
+        has_spoken: impl Fn(&T) -> bool,
+    ) -> Option<u64> {
         let most = self.networks.values().copied().max().unwrap_or_default();
         let count = |network| self.networks.get(&network).copied().unwrap_or_default();
         let is_fair = count(newcomer) + 1 < most;
@@ -161,7 +175,12 @@ impl<T> Admission<T> {
                     if is_of_most {
                         return Some(*number);
                     }
-                    silent = silent.or(Some(*number));
+                    let is_spared = place.network != newcomer
+                        && count(newcomer) >= count(place.network)
+                        && now.saturating_duration_since(place.since) < GRACE;
+                    if !is_spared {
+                        silent = silent.or(Some(*number));
+                    }
                     continue;
                 }
                 place.state = State::HasSpoken;
@@ -221,10 +240,10 @@ mod tests {
     }
 
     /// Connections from these hosts, in this order, and what each has sent: `-` nothing, `+` something, `!` a proof of who it is.
-    fn filled(hosts: &[(u8, char)]) -> Places {
+    fn filled(hosts: &[(u8, char)], began: Instant) -> Places {
         let mut places = Places::new(LIMIT);
         for (number, (from, sent)) in (0..).zip(hosts) {
-            let admitted = places.admit(host(*from), *sent != '-', |sent| *sent);
+            let admitted = places.admit(host(*from), *sent != '-', began, |sent| *sent);
             assert_eq!(admitted.unwrap().number, number);
             if *sent == '!' {
                 places.is_known(number);
@@ -234,9 +253,9 @@ mod tests {
     }
 
     /// Which connection gives its place up.
-    fn evicted_by(places: &mut Places, newcomer: u8) -> Option<u64> {
+    fn evicted_by(places: &mut Places, newcomer: u8, now: Instant) -> Option<u64> {
         let before: Vec<_> = places.places.keys().copied().collect();
-        places.admit(host(newcomer), false, |sent| *sent)?;
+        places.admit(host(newcomer), false, now, |sent| *sent)?;
         before.into_iter().find(|number| places.is_evicted(*number))
     }
 
@@ -283,12 +302,6 @@ mod tests {
                 None,
             ),
             (
-                "another silent one",
-                &[(1, '-'), (2, '+'), (2, '+'), (2, '+'), (3, '-'), (4, '-')],
-                2,
-                Some(0),
-            ),
-            (
                 "one each",
                 &[(1, '+'), (2, '+'), (3, '-'), (4, '-'), (5, '+'), (6, '+')],
                 9,
@@ -314,8 +327,30 @@ mod tests {
             ),
         ];
         for (name, hosts, newcomer, expected) in cases {
-            let mut places = filled(hosts);
-            assert_eq!(evicted_by(&mut places, *newcomer), *expected, "{name}");
+            let now = Instant::now();
+            let mut places = filled(hosts, now);
+            assert_eq!(evicted_by(&mut places, *newcomer, now), *expected, "{name}");
+        }
+    }
+
+    /// Who comes, and who gives his place up: at once, and later.
+    #[test]
+    fn who_has_just_come_may_be_about_to_speak() {
+        let two = [(2, '+'), (2, '+'), (2, '+'), (2, '+'), (2, '+'), (1, '-')];
+        let three = [(1, '-'), (2, '+'), (2, '+'), (2, '+'), (3, '-'), (4, '-')];
+        let own = [(1, '-'), (2, '-'), (3, '+'), (3, '+'), (3, '+'), (2, '+')];
+        for (name, hosts, newcomer, at_once, later) in [
+            ("one network keeps no other out", two, 2, None, Some(5)),
+            ("nor with others there", three, 2, None, Some(0)),
+            ("a modest network has its turn", two, 1, Some(0), Some(0)),
+            ("its own may be taken at once", own, 2, Some(1), Some(0)),
+        ] {
+            let began = Instant::now();
+            for (age, expected) in [(Duration::ZERO, at_once), (GRACE, later)] {
+                let mut places = filled(&hosts, began);
+                let evicted = evicted_by(&mut places, newcomer, began + age);
+                assert_eq!(evicted, expected, "{name}, after {age:?}");
+            }
         }
     }
 
@@ -352,7 +387,8 @@ mod tests {
                         true => host(random.u8(..4)),
                         false => network(Some(Ipv6Addr::from_bits(u128::from(step) << 64).into())),
                     };
-                    let admitted = places.admit(from, random.bool(), |sent| *sent);
+                    let now = Instant::now();
+                    let admitted = places.admit(from, random.bool(), now, |sent| *sent);
                     alive.extend(admitted.map(|it| it.number));
                 }
             }

@@ -94,6 +94,23 @@ impl DialError {
         }
     }
 
+    /// Whether the peer has closed the connection before it said anything of its own: its place may have gone to another one.
+    fn is_closed(&self) -> bool {
+        let is_closed = |error: &io::Error| {
+            matches!(
+                error.kind(),
+                io::ErrorKind::UnexpectedEof
+                    | io::ErrorKind::ConnectionReset
+                    | io::ErrorKind::BrokenPipe
+            )
+        };
+        match self {
+            Self::Io { source, .. } => is_closed(source),
+            Self::Tls { source, .. } => matches!(source, TlsError::Closed { .. }),
+            _ => false,
+        }
+    }
+
     fn refusal(&self) -> Option<Refusal> {
         match self {
             Self::Handshake {
@@ -243,13 +260,13 @@ pub(crate) fn begin(
     let paths = Paths::new(list, &config)?;
     let mut last = DialError::NoPath;
     let order = paths.order(0);
-    let mut has_timed_out = false;
+    let mut may_pass = false;
     let attempts = [ATTEMPT, LAST_ATTEMPT].map(|timeout| (timeout, order.clone()));
     let attempts = attempts
         .into_iter()
         .flat_map(|(timeout, order)| order.into_iter().map(move |path| (timeout, path)));
     for (timeout, path) in attempts {
-        if timeout == LAST_ATTEMPT && !has_timed_out {
+        if timeout == LAST_ATTEMPT && !may_pass {
             break;
         }
         match Greeted::new(&paths, path, timeout) {
@@ -269,7 +286,7 @@ pub(crate) fn begin(
                 debug!("{}", chain(&error));
                 paths.failed(path);
                 // That nobody listens is only certain if it is so on all paths.
-                has_timed_out |= error.is_timeout();
+                may_pass |= error.is_timeout() || error.is_closed();
                 if matches!(last, DialError::NoPath) || last.is_connection_refused() {
                     last = error;
                 }
@@ -539,6 +556,25 @@ mod tests {
     use crate::{Listener, Sessions};
 
     const LIMIT: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn a_connection_that_is_closed_before_its_handshake_is_tried_again() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let path = Path {
+            to: format!("tcp:{}", listener.local_addr().unwrap())
+                .parse()
+                .unwrap(),
+            bind: None,
+        };
+        let closing = thread::spawn(move || {
+            for _ in 0..2 {
+                drop(listener.accept().unwrap());
+            }
+        });
+        let began = begin(vec![path], SessionConfig::new(Security::Insecure));
+        assert!(began.is_err_and(|error| error.is_closed()));
+        closing.join().unwrap();
+    }
 
     /// Where nothing answers, beside an address where a server does.
     #[test]

@@ -114,7 +114,10 @@ impl Strangers {
 
     /// Whether a connection from this address gets in, which has sent something or not. Whose place it gets, leaves at once.
     pub fn admit(&mut self, from: IpAddr, has_sent: bool) -> bool {
-        let admitted = self.0.admit(network(Some(from)), has_sent, |sent| *sent);
+        let now = Instant::now();
+        let admitted = self
+            .0
+            .admit(network(Some(from)), has_sent, now, |sent| *sent);
         let Some(admitted) = admitted else {
             return false;
         };

@@ -548,7 +548,7 @@ impl Stranger {
             .left
             .wait_timeout_while(strangers, LINGER, |it| it.is_crowded());
         let mut strangers = waited.unwrap_or_else(PoisonError::into_inner).0;
-        let admitted = strangers.admit(from, socket.clone(), has_spoken)?;
+        let admitted = strangers.admit(from, socket.clone(), Instant::now(), has_spoken)?;
         drop(strangers);
         if let Some(evicted) = admitted.evicted {
             evicted.shut_down();
