@@ -8,7 +8,7 @@ mod owner;
 use std::{
     collections::BTreeSet,
     io,
-    net::{SocketAddr, TcpStream},
+    net::{SocketAddr, TcpStream, UdpSocket},
     os::fd::AsFd as _,
 };
 
@@ -45,11 +45,7 @@ pub fn peer_of(stream: &Socket) -> io::Result<Peer> {
         // One that has gone again has no peer any more.
         return Ok(Peer::Unknown);
     };
-    Ok(match ends.peer()? {
-        Some(owner) => Peer::Uid(owner.uid),
-        None if ends.are_on_this_host() => Peer::Unknown,
-        None => Peer::Remote,
-    })
+    ends.judge(ends.peer())
 }
 
 /// Which users on this host may connect. Other hosts are not judged here: that is for the address to decide on which
@@ -146,11 +142,28 @@ impl Ends {
         owner(self.far, self.near)
     }
 
+    /// Who that is. Connections of other hosts are taken although the kernel does not tell: no process here has their address.
+    fn judge(&self, owner: io::Result<Option<Owner>>) -> io::Result<Peer> {
+        match owner {
+            Ok(Some(owner)) => Ok(Peer::Uid(owner.uid)),
+            Ok(None) if self.are_on_this_host() => Ok(Peer::Unknown),
+            Err(error) if self.are_on_this_host() || is_of_this_host(self.far) => Err(error),
+            Ok(None) | Err(_) => Ok(Peer::Remote),
+        }
+    }
+
     /// Whether no other host can have them.
     fn are_on_this_host(&self) -> bool {
         let (near, far) = (self.near.ip(), self.far.ip());
         near.is_loopback() || far.is_loopback() || near == far
     }
+}
+
+/// Whether a process of this host can have this address. Where net.ipv4.ip_nonlocal_bind is set, it can have any.
+fn is_of_this_host(mut address: SocketAddr) -> bool {
+    address.set_port(0);
+    let bound = UdpSocket::bind(address);
+    !bound.is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
 }
 
 /// As the kernel knows a connection over IPv4, whichever family its sockets are of (::ffff:127.0.0.1).
@@ -165,7 +178,7 @@ fn canonical(address: SocketAddr) -> SocketAddr {
 mod tests {
     use std::{
         io::Write as _,
-        net::{IpAddr, TcpListener, UdpSocket},
+        net::{IpAddr, TcpListener},
         os::unix::net::{UnixListener, UnixStream},
     };
 
@@ -258,6 +271,32 @@ mod tests {
         let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
         socket.connect("192.0.2.1:9").ok()?;
         Some(socket.local_addr().unwrap().ip())
+    }
+
+    /// Other hosts still reach this one, and its own users do not pass for them.
+    #[test]
+    fn where_the_kernel_does_not_tell_only_other_hosts_are_known() {
+        let port = |ip: IpAddr| SocketAddr::new(ip, 4440);
+        let parsed = |text: &str| text.parse::<IpAddr>().unwrap();
+        let own = own_address();
+        let near = own.unwrap_or_else(|| parsed("198.51.100.1"));
+        let cases = [
+            (near, parsed("192.0.2.1"), true),
+            (near, parsed("2001:db8::1"), true),
+            (near, parsed("127.0.0.1"), false),
+            (parsed("127.0.0.1"), parsed("192.0.2.1"), false),
+            (near, near, false),
+        ];
+        let own = own.map(|own| (parsed("198.51.100.1"), own, false));
+        for (near, far, is_remote) in cases.into_iter().chain(own) {
+            let ends = Ends {
+                near: port(near),
+                far: port(far),
+            };
+            let judged = ends.judge(Err(io::ErrorKind::Unsupported.into()));
+            let expected = is_remote.then_some(Peer::Remote);
+            assert_eq!(judged.ok(), expected, "{near} {far}");
+        }
     }
 
     /// The system lists it as root's.

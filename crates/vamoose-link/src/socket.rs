@@ -12,6 +12,7 @@ use std::{
         },
     },
     path::{Path, PathBuf},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
@@ -491,10 +492,26 @@ impl Listener {
             Ok(peer) if self.peers.allow(peer) => return true,
             Ok(Peer::Uid(uid)) => warn!("turning away user {uid} on {address}"),
             // Mostly one that has been closed already.
-            unknown => debug!("turning away a connection on {address}: {unknown:?}"),
+            Ok(peer) => debug!("turning away a connection on {address}: {peer:?}"),
+            Err(error) if is_time_to_warn() => {
+                warn!("turning away a connection on {address}: cannot tell whose it is: {error}");
+            }
+            Err(error) => debug!("turning away a connection on {address}: {error}"),
         }
         false
     }
+}
+
+/// Whether nothing has been said for a while of a kernel that does not tell whose connections are.
+fn is_time_to_warn() -> bool {
+    const PAUSE: Duration = Duration::from_secs(60);
+    static LAST: Mutex<Option<Instant>> = Mutex::new(None);
+    let mut last = crate::lock(&LAST);
+    let is_time = last.is_none_or(|last| last.elapsed() >= PAUSE);
+    if is_time {
+        *last = Some(Instant::now());
+    }
+    is_time
 }
 
 /// Whether accepting failed for the connection that was waiting, and others may follow. Network errors of a connection

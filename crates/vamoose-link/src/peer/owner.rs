@@ -64,16 +64,26 @@ fn is_available() -> io::Result<()> {
         StateFlags::empty(),
         SocketId::new_v4(),
     )?;
-    match nothing {
-        NetlinkPayload::Error(error) if is_absent(&error.to_io()) => Err(io::Error::new(
-            io::ErrorKind::Unsupported,
-            "the kernel does not tell who has a connection: it needs tcp_diag (CONFIG_INET_DIAG)",
-        )),
-        NetlinkPayload::Error(error) => Err(error.to_io()),
-        _ => {
-            IS_AVAILABLE.get_or_init(|| ());
-            Ok(())
+    judge_dump(&nothing)?;
+    IS_AVAILABLE.get_or_init(|| ());
+    Ok(())
+}
+
+/// A dump that fails may end with its error.
+fn judge_dump(answer: &NetlinkPayload<SockDiagMessage>) -> io::Result<()> {
+    let error = match answer {
+        NetlinkPayload::Error(error) => error.to_io(),
+        NetlinkPayload::Done(done) if done.code != 0 => {
+            io::Error::from_raw_os_error(done.code.saturating_neg())
         }
+        _ => return Ok(()),
+    };
+    match is_absent(&error) {
+        true => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "the kernel does not tell: it needs tcp_diag (CONFIG_INET_TCP_DIAG); `modprobe tcp_diag` loads it",
+        )),
+        false => Err(error),
     }
 }
 
@@ -131,4 +141,31 @@ fn ask(
     let (length, _) = recv(&kernel, &mut answer, RecvFlags::DONTWAIT)?;
     let answer = NetlinkMessage::deserialize(&answer[..length]).map_err(io::Error::other)?;
     Ok(answer.payload)
+}
+
+#[cfg(test)]
+mod tests {
+    use netlink_packet_core::DoneMessage;
+
+    use super::*;
+
+    #[test]
+    fn a_dump_that_fails_is_no_answer() {
+        for (code, expected) in [
+            (0, None),
+            (
+                -Errno::NOENT.raw_os_error(),
+                Some(io::ErrorKind::Unsupported),
+            ),
+            (
+                -Errno::PERM.raw_os_error(),
+                Some(io::ErrorKind::PermissionDenied),
+            ),
+        ] {
+            let mut done = DoneMessage::default();
+            done.code = code;
+            let judged = judge_dump(&NetlinkPayload::Done(done));
+            assert_eq!(judged.err().map(|error| error.kind()), expected, "{code}");
+        }
+    }
 }
