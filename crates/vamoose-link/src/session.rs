@@ -208,6 +208,18 @@ impl Session {
         dialer::begin(paths, config)
     }
 
+    /// Whether sessions that are begun could be authenticated by this.
+    ///
+    /// # Errors
+    /// When certificates or keys cannot be used.
+    pub fn check(config: &SessionConfig) -> Result<(), DialError> {
+        if config.security != Security::Insecure {
+            let terms = config.security.client_terms(config.cipher);
+            terms.map_err(DialError::Security)?;
+        }
+        Ok(())
+    }
+
     /// That a stream is one of.
     pub(crate) fn of(stream: &Resumable) -> Self {
         Self(stream.carried().session().clone())

@@ -114,6 +114,15 @@ impl GatewayConfig {
         peers.filter(move |peer| has_alias && peer.alias.is_some() && overlap(&peer.ports))
     }
 
+    /// Peers to which migrations or connections of this host lead.
+    pub fn dialled(&self) -> impl Iterator<Item = &GatewayPeer> {
+        let peers = self.peers.iter().map(|peer| &**peer);
+        peers.filter(|peer| {
+            let mut streams = self.streams.iter();
+            peer.alias.is_some() || streams.any(|it| it.peer == peer.name && it.listen.is_some())
+        })
+    }
+
     /// The peer that a place leads to.
     pub(super) fn behind(&self, place: &Place) -> Option<&Arc<GatewayPeer>> {
         match place {

@@ -19,7 +19,7 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{error, info, warn};
-use vamoose_link::{Address, PageCaches, Sessions};
+use vamoose_link::{Address, PageCaches, Session, Sessions};
 use vamoose_relay::{Gateway, GatewayConfig, KubeVirtConfig, Watchable};
 
 use self::config::File;
@@ -60,16 +60,32 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    fn interpret(&self, file: File) -> Result<GatewayConfig> {
+    /// What the file says: all that can be found wrong in it without listening is.
+    fn read(&self) -> Result<Setting> {
+        let file = File::read(&self.config)?;
+        let metrics = self.metrics(&file)?;
+        let page_caches = file.page_caches()?;
         let config = file.into_config(&self.hardware, self.drain_timeout());
         let config = config.with_context(|| self.config.display().to_string())?;
+        Sessions::check(&config.sessions)?;
+        for peer in config.dialled() {
+            let name = &peer.name;
+            Session::check(&peer.remote.config).with_context(|| format!("peer {name}"))?;
+        }
+        if config.peers.is_empty() {
+            warn!("there are no peers: nobody is accepted");
+        }
         for peer in config.peers_with_own_ports() {
             let name = &peer.name;
             warn!(
                 "peer {name} has ports of this host: libvirt here finds no free port for a migration to it"
             );
         }
-        Ok(config)
+        Ok(Setting {
+            config,
+            metrics,
+            page_caches,
+        })
     }
 
     fn interpret_kubevirt(&self, file: File, control: &Path) -> Result<KubeVirtConfig> {
@@ -94,18 +110,31 @@ impl Options {
     }
 }
 
+/// What is in the configuration.
+struct Setting {
+    config: GatewayConfig,
+    /// Where to answer with metrics.
+    metrics: Option<Address>,
+    /// The memory for the page caches of all migrations.
+    page_caches: usize,
+}
+
 pub(crate) fn run(options: &Options) -> Result<()> {
     if let Some(control) = &options.kubevirt {
         return kubevirt::run(options, control);
     }
     if options.check {
-        return check(options);
+        // What a gateway that reads the file again would find wrong.
+        return options.read().map(drop);
     }
     raise_descriptors();
-    let file = File::read(&options.config)?;
-    let metrics = options.metrics(&file)?;
-    let caches = PageCaches::new(file.page_caches()?);
-    let config = options.interpret(file)?.sharing(&caches);
+    let Setting {
+        config,
+        metrics,
+        page_caches,
+    } = options.read()?;
+    let caches = PageCaches::new(page_caches);
+    let config = config.sharing(&caches);
     let fixed = Fixed::of(&config, metrics.as_ref());
     let passed = systemd::passed_listeners(config.sessions.stall_timeout)?;
     let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
@@ -138,13 +167,6 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     })?;
     info!("ended");
     Ok(())
-}
-
-/// What a gateway that reads the file again would find wrong.
-fn check(options: &Options) -> Result<()> {
-    let file = File::read(&options.config)?;
-    options.metrics(&file)?;
-    Ok(Sessions::check(&options.interpret(file)?.sessions)?)
 }
 
 /// What a gateway with this file does.
@@ -181,14 +203,12 @@ fn reload(
     caches: &PageCaches,
 ) {
     let reload = || {
-        let file = File::read(&options.config)?;
-        let metrics = options.metrics(&file)?;
-        let memory = file.page_caches()?;
-        let config = options.interpret(file)?.sharing(caches);
-        let changed = fixed.changed(&Fixed::of(&config, metrics.as_ref()));
+        let read = options.read()?;
+        let config = read.config.sharing(caches);
+        let changed = fixed.changed(&Fixed::of(&config, read.metrics.as_ref()));
         let peers: Vec<_> = config.peers.iter().map(|peer| peer.name.clone()).collect();
         gateway.reload(config)?;
-        caches.set_limit(memory);
+        caches.set_limit(read.page_caches);
         counts.expect(peers.iter().map(String::as_str));
         anyhow::Ok(changed)
     };

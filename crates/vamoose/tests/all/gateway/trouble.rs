@@ -192,6 +192,7 @@ fn a_configuration_is_checked() -> Result<()> {
         setting.text.replace("listen", "lissten"),
         setting.text.replace("keys = \"", "keys = \"/nowhere"),
         format!("metrics = \"nowhere\"\n{}", setting.text),
+        format!("page-caches = \"4X\"\n{}", setting.text),
         "listen = [".to_owned(),
     ];
     for text in wrong {
