@@ -127,7 +127,7 @@ impl Link {
             None => Security::Insecure,
             Some(own) => Security::Keys(Keys {
                 directory: own.directory.path().to_owned(),
-                trusted: vec![key.context("the other side has no key")?.parse()?],
+                trusted: Some(vec![key.context("the other side has no key")?.parse()?]),
             }),
         };
         Ok(Some(SessionConfig {

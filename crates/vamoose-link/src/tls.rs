@@ -65,8 +65,8 @@ pub struct Certificates {
     /// Where the files are.
     pub directory: PathBuf,
     /// Patterns, of which one must match a name in the peer's certificate: its common name or a DNS name. `*` stands for any
-    /// characters, `?` for one. Without patterns, any certificate of the authority is accepted.
-    pub allow: Vec<String>,
+    /// characters, `?` for one. `None`: any certificate of the authority is accepted.
+    pub allow: Option<Vec<String>>,
     /// The name that the server's certificate must be for, instead of the host that is dialled.
     pub server_name: Option<String>,
 }
@@ -80,8 +80,8 @@ pub struct Certificates {
 pub struct Keys {
     /// Where the files are.
     pub directory: PathBuf,
-    /// The only keys to trust: with at least one, the file `trusted` does not count.
-    pub trusted: Vec<PublicKey>,
+    /// The only keys to trust, which may be none. `None`: those in the file `trusted`.
+    pub trusted: Option<Vec<PublicKey>>,
 }
 
 /// The cipher that the end which dials prefers. The other end takes what is preferred.

@@ -60,7 +60,7 @@ fn link_of(words: &[&str]) -> Result<Option<SessionConfig>> {
             });
             Security::Keys(Keys {
                 directory: directory.into(),
-                trusted: more.collect::<Result<_>>()?,
+                trusted: Some(more.collect::<Result<_>>()?),
             })
         }
         _ => return Err(USAGE.into()),

@@ -96,7 +96,7 @@
 //! // As `vamoose keys init` does. Each side is told the other's public key.
 //! let (near, far) = (directory.path().join("near"), directory.path().join("far"));
 //! let (near_key, far_key) = (Keys::generate(&near)?, Keys::generate(&far)?);
-//! let security = |directory, key| Security::Keys(Keys { directory, trusted: vec![key] });
+//! let security = |directory, key| Security::Keys(Keys { directory, trusted: Some(vec![key]) });
 //!
 //! // The destination: accepts sessions, and runs the guest when it has arrived.
 //! let mut there = Vm::new()?;

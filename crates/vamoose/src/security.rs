@@ -73,7 +73,7 @@ impl SecurityOptions {
         if let Some(directory) = &self.tls_creds {
             return Ok(Security::Certificates(Certificates {
                 directory: directory.clone(),
-                allow: self.allow.clone(),
+                allow: only(&self.allow),
                 server_name: self.tls_server_name.clone(),
             }));
         }
@@ -85,9 +85,14 @@ impl SecurityOptions {
         }
         Ok(Security::Keys(Keys {
             directory: keys_directory(self.keys.clone().flatten())?,
-            trusted: self.peer_key.clone(),
+            trusted: only(&self.peer_key),
         }))
     }
+}
+
+/// Those that are given, if any are.
+fn only<T: Clone>(given: &[T]) -> Option<Vec<T>> {
+    (!given.is_empty()).then(|| given.to_vec())
 }
 
 /// Where this user's key is, unless `named` is another place.
@@ -137,7 +142,7 @@ mod tests {
         assert_eq!(parse(&["--insecure"]).unwrap(), Security::Insecure);
         let certificates = Certificates {
             directory: "/etc/pki/qemu".into(),
-            allow: vec!["a*".to_owned(), "b".to_owned()],
+            allow: Some(vec!["a*".to_owned(), "b".to_owned()]),
             server_name: Some("host".to_owned()),
         };
         let options = [
@@ -158,12 +163,12 @@ mod tests {
         let default = || keys_directory(None).unwrap();
         let key: PublicKey = KEY.parse().unwrap();
         for (options, expected) in [
-            (&["--keys", "/k"][..], keys("/k".into(), vec![])),
-            (&["--keys"], keys(default(), vec![])),
-            (&["--peer-key", KEY], keys(default(), vec![key])),
+            (&["--keys", "/k"][..], keys("/k".into(), None)),
+            (&["--keys"], keys(default(), None)),
+            (&["--peer-key", KEY], keys(default(), Some(vec![key]))),
             (
                 &["--keys", "/k", "--peer-key", KEY, "--peer-key", KEY],
-                keys("/k".into(), vec![key, key]),
+                keys("/k".into(), Some(vec![key, key])),
             ),
         ] {
             assert_eq!(parse(options).unwrap(), expected, "{options:?}");

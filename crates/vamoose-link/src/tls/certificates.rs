@@ -151,7 +151,7 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
 
 /// Accepts a certificate whose chain is in order, if one of the names in it is allowed.
 pub(super) struct NameVerifier<V: ?Sized> {
-    pub(super) allow: Arc<[String]>,
+    pub(super) allow: Option<Arc<[String]>>,
     pub(super) refusal: RefusalSlot,
     pub(super) chains: Arc<Chains<V>>,
 }
@@ -166,15 +166,11 @@ impl<V: ?Sized> fmt::Debug for NameVerifier<V> {
 
 impl<V: ?Sized> NameVerifier<V> {
     fn verify(&self, certificate: &CertificateDer<'_>) -> Result<(), rustls::Error> {
-        if self.allow.is_empty() {
+        let Some(allow) = &self.allow else {
             return Ok(());
-        }
-        let names = names::of(certificate);
-        let allowed = |name| {
-            self.allow
-                .iter()
-                .any(|pattern| names::matches(pattern, name))
         };
+        let names = names::of(certificate);
+        let allowed = |name| allow.iter().any(|pattern| names::matches(pattern, name));
         if names.iter().any(|name| allowed(name)) {
             return Ok(());
         }

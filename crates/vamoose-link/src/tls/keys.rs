@@ -92,10 +92,10 @@ impl Keys {
         OwnKey::load(&self.directory.join(KEY))
     }
 
-    /// All keys that are trusted: at least one.
+    /// All keys that are trusted: at least one, if they are read.
     pub(super) fn all_trusted(&self) -> Result<Vec<Trusted>, TlsError> {
-        if !self.trusted.is_empty() {
-            return Ok(self.trusted.iter().copied().map(Trusted::from).collect());
+        if let Some(trusted) = &self.trusted {
+            return Ok(trusted.iter().copied().map(Trusted::from).collect());
         }
         let path = Self::trusted_file(&self.directory);
         let trusted = match read_trusted(&path) {
@@ -318,6 +318,9 @@ pub enum TrustedError {
     /// It names hosts, and there is none.
     #[error("hosts= names no host")]
     NoHost,
+    /// It names hosts where that would have no effect.
+    #[error("hosts= belongs directly behind the key, once")]
+    Misplaced,
 }
 
 /// The keys of a list, one a line. Behind it may stand `hosts=` and patterns with commas between them, and then a comment. Empty lines
@@ -335,10 +338,12 @@ pub(super) fn parse_trusted(text: &[u8]) -> Result<Vec<Trusted>, FileFault> {
 fn parse_line(line: &str) -> Result<Trusted, TrustedError> {
     let mut words = line.split_whitespace();
     let key: PublicKey = words.next().unwrap_or_default().parse()?;
-    match words
-        .next()
-        .and_then(|word| Some((word, word.split_once('=')?)))
-    {
+    let option = words.next();
+    // Whoever wrote it did not mean a key that any host may have.
+    if words.any(|word| word.starts_with("hosts=")) {
+        return Err(TrustedError::Misplaced);
+    }
+    match option.and_then(|word| Some((word, word.split_once('=')?))) {
         None => Ok(key.into()),
         Some((_, ("hosts", hosts))) => {
             let hosts: Vec<_> = hosts.split(',').map(str::to_owned).collect();

@@ -55,7 +55,7 @@ pub(crate) struct ServerTerms {
 enum Trust<V: ?Sized> {
     Certificates {
         chains: Arc<Chains<V>>,
-        allow: Arc<[String]>,
+        allow: Option<Arc<[String]>>,
     },
     Keys(Arc<[Trusted]>),
 }
@@ -275,8 +275,8 @@ impl ServerTerms {
     }
 }
 
-fn allow(certificates: &Certificates) -> Arc<[String]> {
-    certificates.allow.clone().into()
+fn allow(certificates: &Certificates) -> Option<Arc<[String]>> {
+    certificates.allow.clone().map(Arc::from)
 }
 
 struct ReadKeys {

@@ -85,7 +85,7 @@ fn transfers(len: usize, meanwhile: impl Fn(&Bench) + Send + Sync) {
     let key = Keys::generate(directory.path()).unwrap();
     let keys = Keys {
         directory: directory.path().to_owned(),
-        trusted: vec![key],
+        trusted: Some(vec![key]),
     };
     transfers_by(&config(Security::Keys(keys)), len, &meanwhile);
 }

@@ -133,7 +133,7 @@ pub(super) struct Hosts {
     pub(super) client: TempDir,
     pub(super) server: TempDir,
     /// Patterns of the server.
-    pub(super) allow: Vec<String>,
+    pub(super) allow: Option<Vec<String>>,
     /// What the client expects.
     pub(super) server_name: Option<String>,
 }
@@ -144,7 +144,7 @@ impl Hosts {
             authority: Authority::new(),
             client: TempDir::new().unwrap(),
             server: TempDir::new().unwrap(),
-            allow: Vec::new(),
+            allow: None,
             server_name: None,
         };
         for (directory, role) in [(&hosts.client, "client"), (&hosts.server, "server")] {
@@ -164,7 +164,7 @@ impl Hosts {
     pub(super) fn client_security(&self) -> Security {
         Security::Certificates(Certificates {
             directory: self.client.path().to_owned(),
-            allow: Vec::new(),
+            allow: None,
             server_name: self.server_name.clone(),
         })
     }

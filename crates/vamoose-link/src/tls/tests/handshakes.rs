@@ -192,7 +192,7 @@ fn without_security_there_are_no_terms() {
 #[test]
 fn a_refusal_arrives_over_tcp() {
     let mut hosts = Hosts::new();
-    hosts.allow = vec!["nobody".to_owned()];
+    hosts.allow = Some(vec!["nobody".to_owned()]);
     for _ in 0..20 {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -221,7 +221,7 @@ fn certificates_and_keys_do_not_meet() {
     let public = Keys::generate(directory.path()).unwrap();
     let keys = Security::Keys(Keys {
         directory: directory.path().to_owned(),
-        trusted: vec![public],
+        trusted: Some(vec![public]),
     });
     let (connected, accepted) = meet(
         &keys.client_terms(Cipher::default()).unwrap(),

@@ -33,9 +33,26 @@ impl Host {
     fn security(&self, trusted: &[PublicKey]) -> Security {
         Security::Keys(Keys {
             directory: self.directory.path().to_owned(),
-            trusted: trusted.to_vec(),
+            trusted: (!trusted.is_empty()).then(|| trusted.to_vec()),
         })
     }
+}
+
+/// As a gateway is, all of whose peers have been taken out of its configuration.
+#[test]
+fn where_nobody_is_trusted_the_list_does_not_count() {
+    let (client, server) = (Host::new(), Host::new());
+    server.knows(client.public);
+    let nobody = Security::Keys(Keys {
+        directory: server.directory.path().to_owned(),
+        trusted: Some(Vec::new()),
+    });
+    let (_, at_server) = try_both(&client.security(&[server.public]), &nobody);
+    let key = client.public;
+    assert_eq!(
+        at_server,
+        format!("refusing the client: its key is not trusted: {key}")
+    );
 }
 
 /// What both ends say.
@@ -325,7 +342,7 @@ fn lists_of_keys() {
     let trusted = parse_trusted(list.as_bytes()).unwrap();
     assert_eq!(trusted, [(); 3].map(|()| Trusted::from(key)));
     assert_eq!(parse_trusted(b"").unwrap(), []);
-    let list = format!("{text} hosts=kvm2,192.0.2.*  a comment\n{text} of hosts=kvm2\n");
+    let list = format!("{text} hosts=kvm2,192.0.2.*  a comment\n{text} of host=kvm2\n");
     let hosts = ["kvm2", "192.0.2.*"].map(str::to_owned).to_vec();
     let named = Trusted { key, hosts };
     assert_eq!(parse_trusted(list.as_bytes()).unwrap(), [named, key.into()]);
@@ -346,6 +363,14 @@ fn lists_of_keys() {
     for (rest, expected) in [
         ("hosts=", "hosts= names no host"),
         ("hosts=a,,b", "hosts= names no host"),
+        (
+            "of kvm2 hosts=kvm2",
+            "hosts= belongs directly behind the key, once",
+        ),
+        (
+            "hosts=kvm2 hosts=kvm3",
+            "hosts= belongs directly behind the key, once",
+        ),
         (
             "host=a",
             "`host=a` is not known: behind a key stands hosts=NAME,NAME... or a comment",

@@ -173,15 +173,20 @@ fn clients_by_name() {
     });
     let none = ("no error".to_owned(), "no error".to_owned());
     for pattern in ["host2", "HOST2", "host?", "*.example.org", "*"] {
-        hosts.allow = vec!["someone".to_owned(), pattern.to_owned()];
+        hosts.allow = Some(vec!["someone".to_owned(), pattern.to_owned()]);
         assert_eq!(refused(&hosts, "127.0.0.1"), none, "{pattern}");
     }
-    hosts.allow = vec!["host1*".to_owned(), "example.org".to_owned()];
-    expect(
-        &hosts,
-        "the server refuses this client: it does not allow the name in CLIENT/client-cert.pem: host2, host2.example.org",
-        "refusing the client: no name of its certificate is allowed: host2, host2.example.org",
-    );
+    for others in [
+        vec!["host1*".to_owned(), "example.org".to_owned()],
+        Vec::new(),
+    ] {
+        hosts.allow = Some(others);
+        expect(
+            &hosts,
+            "the server refuses this client: it does not allow the name in CLIENT/client-cert.pem: host2, host2.example.org",
+            "refusing the client: no name of its certificate is allowed: host2, host2.example.org",
+        );
+    }
 }
 
 /// As libvirt's clients are, whose certificates have nothing but a common name.
@@ -192,7 +197,7 @@ fn a_client_without_alternative_names_is_known_by_its_common_name() {
         alternative: &[],
         ..Leaf::default()
     });
-    hosts.allow = vec!["host2".to_owned()];
+    hosts.allow = Some(vec!["host2".to_owned()]);
     let (connected, accepted) = meet(
         &hosts.client_terms(Cipher::default()),
         &hosts.server_terms(),

@@ -27,7 +27,7 @@ impl Hosts {
         let config = |name, key| {
             SessionConfig::new(Security::Keys(Keys {
                 directory: folder(name),
-                trusted: vec![key],
+                trusted: Some(vec![key]),
             }))
         };
         Self {

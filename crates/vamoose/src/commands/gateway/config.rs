@@ -168,7 +168,6 @@ impl File {
             !self.listen.is_empty(),
             "listen: other gateways need an address"
         );
-        ensure!(!self.peers.is_empty(), "peers: there are none");
         let config = self.common(hardware, drain_timeout)?;
         check(&config)?;
         Ok(config)
@@ -349,10 +348,12 @@ impl File {
             ensure!(self.keys.is_none(), "keys and tls-creds: choose one");
             return Ok(Security::Certificates(Certificates {
                 directory: directory.clone(),
-                allow: peers()
-                    .into_iter()
-                    .map(|(name, peer)| certificate_name(name, peer))
-                    .collect(),
+                allow: Some(
+                    peers()
+                        .into_iter()
+                        .map(|(name, peer)| certificate_name(name, peer))
+                        .collect(),
+                ),
                 server_name: only.map(|(name, peer)| certificate_name(name, peer)),
             }));
         }
@@ -364,7 +365,7 @@ impl File {
         });
         Ok(Security::Keys(Keys {
             directory: keys_directory(self.keys.clone())?,
-            trusted: trusted.collect::<Result<_>>()?,
+            trusted: Some(trusted.collect::<Result<_>>()?),
         }))
     }
 
@@ -548,7 +549,7 @@ mod tests {
         let Security::Keys(keys) = &config.sessions.security else {
             panic!("{:?}", config.sessions.security);
         };
-        assert_eq!(keys.trusted, [KEY.parse().unwrap()]);
+        assert_eq!(keys.trusted, Some(vec![KEY.parse().unwrap()]));
     }
 
     #[test]
@@ -575,6 +576,21 @@ mod tests {
                 .next()
                 .is_none()
         );
+    }
+
+    /// Not those of files: whoever is taken out of the configuration is not trusted any more.
+    #[test]
+    fn without_peers_nobody_is_trusted() {
+        let head = "listen = [\"10.0.0.1:4440\"]\nalias = \"127.77.0.1\"\n";
+        match load(head).unwrap().sessions.security {
+            Security::Keys(keys) => assert_eq!(keys.trusted, Some(Vec::new())),
+            other => panic!("{other:?}"),
+        }
+        let text = format!("{head}tls-creds = \"/pki\"\n");
+        match load(&text).unwrap().sessions.security {
+            Security::Certificates(it) => assert_eq!(it.allow, Some(Vec::new())),
+            other => panic!("{other:?}"),
+        }
     }
 
     /// When its lines are taken into use.
