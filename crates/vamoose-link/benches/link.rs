@@ -165,7 +165,10 @@ fn over_session(cipher: Option<Cipher>, check: bool, packets: usize) -> Cost {
             let directory = directory.path().to_owned();
             let key = Keys::generate(&directory).expect("a key");
             let trusted = vec![key];
-            Security::Keys(Keys { directory, trusted })
+            Security::Keys(Keys {
+                directory,
+                trusted: Some(trusted),
+            })
         }
     };
     let config = SessionConfig {

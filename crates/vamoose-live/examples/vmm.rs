@@ -58,9 +58,10 @@ fn link_of(words: &[&str]) -> Result<Option<SessionConfig>> {
                 ["--peer-key", key] => Ok(key.parse::<PublicKey>()?),
                 _ => Err(USAGE.into()),
             });
+            let trusted = more.collect::<Result<Vec<_>>>()?;
             Security::Keys(Keys {
                 directory: directory.into(),
-                trusted: Some(more.collect::<Result<_>>()?),
+                trusted: (!trusted.is_empty()).then_some(trusted),
             })
         }
         _ => return Err(USAGE.into()),
