@@ -540,7 +540,11 @@ impl Now {
             // Not lost for sure, but no destination of these attempts has it, or will have it.
             GuestLocation::Gone => {
                 self.declared_lost = true;
-                if !matches!(self.source, SourceVmm::Dead { .. }) {
+                // Or another tool has moved it.
+                if !matches!(
+                    self.source,
+                    SourceVmm::Dead { .. } | SourceVmm::Stopped(u8::MAX)
+                ) {
                     self.fail(Wrong::NotAtSource);
                 }
                 if self.attempts.iter().any(|a| a.vmm.has_guest()) {
