@@ -59,9 +59,15 @@ impl Hosts {
     /// Lets another near host connect to this far one, too.
     pub(crate) fn befriend(&mut self, other: &mut Self) {
         let other_key = Keys::public_key(&keys_of(&mut other.near).directory).unwrap();
-        keys_of(&mut self.far).trusted.push(other_key);
+        keys_of(&mut self.far)
+            .trusted
+            .get_or_insert_default()
+            .push(other_key);
         let far_key = Keys::public_key(&keys_of(&mut self.far).directory).unwrap();
-        keys_of(&mut other.near).trusted.push(far_key);
+        keys_of(&mut other.near)
+            .trusted
+            .get_or_insert_default()
+            .push(far_key);
     }
 
     /// The same, which give up after `timeout` without a connection.
