@@ -118,6 +118,8 @@ impl Migration<'_> {
         if let Some(ended) = self.finish_earlier(&journal, &mut source)? {
             return ended;
         }
+        // An earlier attempt that was finished just now may have changed it.
+        source.look().map_err(at_source)?;
         source.check(self.zero_page_detection).map_err(at_source)?;
         self.notify_earlier(&journal).map_err(at_source)?;
         let attempt = AttemptId(control::random().map_err(at_source)?);

@@ -235,13 +235,13 @@ impl Qemu {
 
     /// Whether its guest was sent away, and has not been continued since.
     pub(crate) fn has_sent_its_guest(&mut self) -> Result<bool, QemuError> {
-        let state = self.state()?;
+        // In this order: a migration that completes in between is not overlooked.
         let status = MigrationStatus::of(&self.query_migrate()?);
-        Ok(is_switchover(&state) && status == MigrationStatus::Completed)
+        Ok(status == MigrationStatus::Completed && is_switchover(&self.state()?))
     }
 
     /// Asks, at every event and now and then, until `ask` has found what is waited for; an error with the state that
-    /// it returns otherwise, when that is not as `expected` in time.
+    /// it returns otherwise, when that is not as `expected` in time. The events are still to be taken.
     pub(crate) fn ask_until<T>(
         &mut self,
         expected: &'static str,
@@ -255,7 +255,7 @@ impl Qemu {
                 ControlFlow::Continue(state) if Instant::now() >= deadline => {
                     return Err(QemuError::State { state, expected });
                 }
-                ControlFlow::Continue(_) => drop(self.next_event(ASKING)?),
+                ControlFlow::Continue(_) => self.qmp.wait_for_event(ASKING)?,
             }
         }
     }

@@ -254,18 +254,23 @@ impl Qmp {
 
     /// The next event, if one comes within `timeout`.
     pub(crate) fn next_event(&mut self, timeout: Duration) -> Result<Option<Event>, QmpError> {
-        let deadline = Instant::now() + timeout;
-        loop {
-            if let Some(event) = self.events.pop_front() {
-                return Ok(Some(event));
-            }
-            match self.read_message(deadline)? {
-                None => return Ok(None),
-                Some(message) if message.get("event").is_some() => self.queue_event(message)?,
-                // Late.
-                Some(message) => drop(self.take_answered(&message)?),
-            }
+        if self.events.is_empty() {
+            self.wait_for_event(timeout)?;
         }
+        Ok(self.events.pop_front())
+    }
+
+    /// Waits until one more event has come, for no longer than `timeout`, and leaves it to [`Qmp::next_event`].
+    pub(crate) fn wait_for_event(&mut self, timeout: Duration) -> Result<(), QmpError> {
+        let deadline = Instant::now() + timeout;
+        while let Some(message) = self.read_message(deadline)? {
+            if message.get("event").is_some() {
+                return self.queue_event(message);
+            }
+            // An answer that is late.
+            self.take_answered(&message)?;
+        }
+        Ok(())
     }
 
     /// Breaks the connection, as nothing but a fault would.

@@ -107,10 +107,12 @@ impl Migration<'_> {
                     _ => None,
                 }
             }
-            (SourceState::Committing { .. }, Some(source)) if source.was_running => {
-                Some(SourceEvent::Resumed)
+            (SourceState::Committing { .. }, Some(source)) => {
+                let has_come_back = source.has_come_back();
+                let has_come_back = has_come_back.map_err(|e| unfinished(e.into(), guest))?;
+                has_come_back.then_some(SourceEvent::Resumed)
             }
-            (_, Some(_)) => None,
+            (SourceState::Over { .. }, Some(_)) => None,
         };
         let decision = match event {
             Some(event) => attempt.finish(event, source.as_deref_mut()),

@@ -156,6 +156,14 @@ impl<'a> HandOver<'a> {
                         SourceEvent::NotPersisted { reason }
                     }
                 },
+                Some(SourceAction::Send(SourceMessage::Commit { .. }))
+                    if source.as_deref_mut().is_some_and(has_come_back) =>
+                {
+                    warn!(
+                        "the guest was continued at the source: the destination is to give it up"
+                    );
+                    SourceEvent::Resumed
+                }
                 Some(SourceAction::Send(message)) => {
                     self.send(&message);
                     continue;
@@ -355,6 +363,14 @@ impl<'a> HandOver<'a> {
             }
         }
     }
+}
+
+/// Whether the guest has run here since it was sent. Not if QEMU cannot be asked: it may have ended, which proves nothing.
+fn has_come_back(source: &mut SourceQemu) -> bool {
+    source.has_come_back().unwrap_or_else(|error| {
+        debug!("{}", chain(&error));
+        false
+    })
 }
 
 /// Whether a guest in this state, by QEMU's name, runs no more although it was continued: its disk is full, it has panicked, it

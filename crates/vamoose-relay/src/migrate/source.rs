@@ -30,8 +30,12 @@ pub(crate) struct SourceQemu {
     pub(super) is_wanted: bool,
     /// When the guest was stopped for the switchover.
     pub(super) stopped: Option<Stopped>,
+    /// QEMU has had no time yet to tell why.
+    is_unexplained: bool,
     /// The guest may have run since its migration began to send it.
     has_gone_on: bool,
+    /// No migration of the attempt has sent the guest: one that is found sent all the same was sent by another tool.
+    is_here: bool,
     /// Value for `zero-page-detection`, where QEMU knows it.
     pub(super) zero_pages: Option<String>,
     /// In milliseconds, once it is set up.
@@ -63,21 +67,49 @@ impl SourceQemu {
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let mut qemu = Qemu::connect(path)?;
         let uuid = qemu.uuid()?;
-        let state = qemu.state()?;
-        let was_running = ALIVE.contains(&state.as_str());
-        Ok(Self {
+        let mut source = Self {
             instance: Instance::of(&mut qemu, path, uuid),
             ram_bytes: qemu.ram_bytes()?,
-            was_running,
-            is_wanted: was_running,
+            was_running: false,
+            is_wanted: false,
             stopped: None,
+            is_unexplained: false,
             has_gone_on: false,
+            is_here: false,
             zero_pages: None,
             downtime_limit: None,
-            is_suspended: state == "suspended",
+            is_suspended: false,
             loses_suspended: None,
             qemu,
-        })
+        };
+        source.look()?;
+        Ok(source)
+    }
+
+    /// Finds out how the guest is now, whatever it was before.
+    pub(super) fn look(&mut self) -> Result<(), QemuError> {
+        // Events from before are in the state.
+        while self.qemu.next_event(Duration::ZERO)?.is_some() {}
+        let state = self.qemu.state()?;
+        self.was_running = ALIVE.contains(&state.as_str());
+        self.is_wanted = self.was_running;
+        self.is_suspended = state == "suspended";
+        self.is_here = false;
+        self.forget();
+        Ok(())
+    }
+
+    /// Takes the events from before the migration, of which nothing counts but what the guest's owner wants.
+    pub(super) fn begin(&mut self) -> Result<(), QemuError> {
+        self.take_events(Duration::ZERO)?;
+        self.forget();
+        Ok(())
+    }
+
+    fn forget(&mut self) {
+        self.stopped = None;
+        self.is_unexplained = false;
+        self.has_gone_on = false;
     }
 
     /// Refuses a guest that is suspended, unless both QEMUs carry that along.
@@ -122,18 +154,26 @@ impl SourceQemu {
     /// Waits until a migration that no process drives any more has ended; whether it had completed.
     pub(super) fn wait_until_ended(&mut self) -> Result<bool, QemuError> {
         let expected = "a migration that has ended";
-        self.qemu.ask_until(expected, SETTLING, |qemu| {
-            if qemu.has_sent_its_guest()? {
-                return Ok(ControlFlow::Break(true));
-            }
+        let completed = self.qemu.ask_until(expected, SETTLING, |qemu| {
             let account = qemu.query_migrate()?;
             Ok(match MigrationStatus::of(&account) {
                 MigrationStatus::Busy => {
                     ControlFlow::Continue(format!("migration {}", account["status"]))
                 }
-                _ => ControlFlow::Break(false),
+                MigrationStatus::Completed => ControlFlow::Break(is_switchover(&qemu.state()?)),
+                MigrationStatus::Idle => ControlFlow::Break(false),
             })
-        })
+        })?;
+        self.is_here = !completed;
+        Ok(completed)
+    }
+
+    /// Whether a guest that was sent has run here since, or was reset: QEMU has no other way out of the switchover, so a guest
+    /// that is paused by now has run, too. A QEMU that does not answer has not told that.
+    pub(super) fn has_come_back(&mut self) -> Result<bool, QemuError> {
+        self.take_events(Duration::ZERO)?;
+        let state = self.qemu.state_within(LOOKING)?;
+        Ok(state.is_some_and(|state| !is_switchover(&state)))
     }
 
     /// Takes all events that there are, and waits for a first one; whether one is about the migration.
@@ -149,6 +189,7 @@ impl SourceQemu {
                 "RESUME" => {
                     self.stopped = None;
                     stopped = false;
+                    self.is_unexplained = false;
                     self.is_wanted = true;
                     self.has_gone_on = true;
                 }
@@ -162,7 +203,7 @@ impl SourceQemu {
                 _ => {}
             }
         }
-        if stopped {
+        if stopped || self.is_unexplained {
             self.find_out_why_it_stopped()?;
         }
         Ok(is_news)
@@ -171,7 +212,9 @@ impl SourceQemu {
     /// The switchover is not all that stops a guest: another monitor's `stop` does, and a full disk, or a guest that panics. By
     /// the state that QEMU is in behind the event they can be told apart.
     fn find_out_why_it_stopped(&mut self) -> Result<(), QemuError> {
-        match self.qemu.state_within(LOOKING)? {
+        let state = self.qemu.state_within(LOOKING)?;
+        self.is_unexplained = state.is_none();
+        match state {
             // It goes on already, as an event will tell.
             Some(state) if ALIVE.contains(&state.as_str()) => self.stopped = None,
             Some(state) if !is_switchover(&state) => {
@@ -179,8 +222,10 @@ impl SourceQemu {
                 self.stopped = None;
                 self.is_wanted = false;
             }
-            // QEMU has no time in the switchover only.
-            _ => self.has_gone_on = false,
+            Some(_) => self.has_gone_on = false,
+            // It is busy with the switchover, or writes out what its disks have cached before another pause. The clock of the
+            // downtime runs meanwhile: a switchover that hangs has no other end.
+            None => {}
         }
         Ok(())
     }
@@ -225,10 +270,11 @@ impl SourceQemu {
             self.go_on(should_run)
         });
         match resumed {
-            Ok(()) => {
+            Ok(ControlFlow::Continue(())) => {
                 self.announce();
                 SourceEvent::Resumed
             }
+            Ok(ControlFlow::Break(())) => SourceEvent::FoundSent,
             Err(_) if self.qemu.is_dead(ENDING) => SourceEvent::GuestDied {
                 last: self.last_seen(),
             },
@@ -239,21 +285,25 @@ impl SourceQemu {
     }
 
     /// After a migration that failed QEMU itself continues the guest, which is waited for, or leaves it as its owner has paused
-    /// it. One that was sent away whole stays paused, and without its disks, until these are taken back.
-    fn go_on(&mut self, should_run: bool) -> Result<(), QemuError> {
+    /// it. One that was sent away whole stays paused, and without its disks, until these are taken back. `Break` if that was by
+    /// another tool, to which it belongs.
+    fn go_on(&mut self, should_run: bool) -> Result<ControlFlow<()>, QemuError> {
         let expected = "a guest that is its owner's";
+        let is_here = self.is_here;
         self.qemu.ask_until(expected, SETTLING, |qemu| {
             let state = qemu.state()?;
             match state.as_str() {
                 // It either comes back or gets sent; QEMU takes no `cont` before that is done.
                 "finish-migrate" => return Ok(ControlFlow::Continue(state)),
-                "postmigrate" if qemu.has_sent_its_guest()? => match should_run {
+                "postmigrate" if !qemu.has_sent_its_guest()? => {}
+                "postmigrate" if is_here => return Ok(ControlFlow::Break(ControlFlow::Break(()))),
+                "postmigrate" => match should_run {
                     true => qemu.execute("cont", json!({}))?,
                     false => qemu.activate_disks()?,
                 },
                 _ => {}
             }
-            Ok(ControlFlow::Break(()))
+            Ok(ControlFlow::Break(ControlFlow::Continue(())))
         })
     }
 
@@ -346,3 +396,107 @@ const BANDWIDTH: &str = "avail-switchover-bandwidth";
 
 /// A bandwidth beyond every link, bytes per second.
 const UNLIMITED: u64 = 1 << 40;
+
+#[cfg(test)]
+mod tests {
+    use lab::qemu::{Builder, newest_or_skip};
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// A QEMU whose guest runs, and how it is seen here.
+    fn running() -> Option<(lab::qemu::Qemu, SourceQemu)> {
+        let binary = newest_or_skip().unwrap()?;
+        let mut process = Builder::bare(&binary, 16 * MIB).start().unwrap();
+        process.qmp.cont().unwrap();
+        let source = SourceQemu::connect(&process.qmp_socket()).unwrap();
+        Some((process, source))
+    }
+
+    /// As another tool does.
+    fn send_away(process: &mut lab::qemu::Qemu) {
+        process.qmp.migrate("exec:cat > /dev/null").unwrap();
+        process.qmp.wait_migration(&["completed"], LIMIT).unwrap();
+        process.qmp.wait_status("postmigrate", LIMIT).unwrap();
+    }
+
+    #[test]
+    fn a_guest_that_has_run_since_it_was_sent_has_come_back() {
+        let Some((mut process, mut source)) = running() else {
+            return;
+        };
+        send_away(&mut process);
+        assert!(!source.has_come_back().unwrap());
+        process.qmp.cont().unwrap();
+        assert!(source.has_come_back().unwrap());
+        process.qmp.stop().unwrap();
+        assert!(source.has_come_back().unwrap());
+    }
+
+    #[test]
+    fn a_guest_is_looked_at_anew_when_an_earlier_attempt_is_over() {
+        let Some((mut process, mut source)) = running() else {
+            return;
+        };
+        process.qmp.stop().unwrap();
+        source.look().unwrap();
+        assert_eq!((source.was_running, source.is_wanted), (false, false));
+        process.qmp.cont().unwrap();
+        source.look().unwrap();
+        assert_eq!((source.was_running, source.is_wanted), (true, true));
+        source.begin().unwrap();
+        assert!(!source.has_gone_on && source.stopped.is_none());
+    }
+
+    #[test]
+    fn what_happens_while_qemu_is_asked_is_not_lost() {
+        let Some((mut process, mut source)) = running() else {
+            return;
+        };
+        let mut actions = [lab::qmp::Qmp::stop, lab::qmp::Qmp::cont].into_iter();
+        let asked = source.qemu.ask_until("an end", LIMIT, |_| {
+            Ok(match actions.next() {
+                Some(action) => {
+                    action(&mut process.qmp).unwrap();
+                    ControlFlow::Continue(String::new())
+                }
+                None => ControlFlow::Break(()),
+            })
+        });
+        asked.unwrap();
+        source.take_events(Duration::ZERO).unwrap();
+        assert!(source.has_gone_on);
+    }
+
+    #[test]
+    fn a_guest_that_another_tool_sends_meanwhile_is_not_continued() {
+        let Some((mut process, mut source)) = running() else {
+            return;
+        };
+        assert!(!source.wait_until_ended().unwrap());
+        send_away(&mut process);
+        assert_eq!(source.resume(true), SourceEvent::FoundSent);
+        assert_eq!(process.qmp.query_status().unwrap(), "postmigrate");
+        // Of this attempt.
+        assert!(source.wait_until_ended().unwrap());
+        assert_eq!(source.resume(true), SourceEvent::Resumed);
+        process.qmp.wait_status("running", LIMIT).unwrap();
+        assert!(!source.wait_until_ended().unwrap());
+    }
+
+    #[test]
+    fn why_a_guest_stopped_is_asked_until_qemu_tells() {
+        let Some((mut process, mut source)) = running() else {
+            return;
+        };
+        process.qmp.stop().unwrap();
+        source.look().unwrap();
+        // As after a STOP for which QEMU had no time.
+        source.is_wanted = true;
+        source.is_unexplained = true;
+        source.take_events(Duration::ZERO).unwrap();
+        assert!(!source.is_unexplained && !source.is_wanted);
+    }
+}

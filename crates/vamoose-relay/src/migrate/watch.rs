@@ -54,8 +54,7 @@ impl Migration<'_> {
         if self.is_cancelled() {
             return Err(Cause::Cancelled);
         }
-        // A pause from before is none of the switchover's.
-        source.take_events(Duration::ZERO)?;
+        source.begin()?;
         let uri = format!("unix:{}", relay.socket.display());
         source.qemu.execute("migrate", json!({ "uri": uri }))?;
         let mut stopping = None;
@@ -110,8 +109,16 @@ impl Migration<'_> {
             }
             if status == "completed" {
                 // Among them, when it stopped. The guest is paused: nothing is waited for.
-                source.take_events(Duration::ZERO)?;
+                let has_come_back = source.has_come_back()?;
                 hand_over.note_wish(source.is_wanted)?;
+                if has_come_back {
+                    return Err(Cause::broken(
+                        "the guest was continued at the source QEMU's monitor when it had been sent",
+                    ));
+                }
+                if let Some(error) = source.suspended_in_vain() {
+                    return Err(error.into());
+                }
             }
             observe(&Progress {
                 status: status.to_owned(),
