@@ -413,6 +413,15 @@ mod mutants {
     }
 
     #[test]
+    fn commit_is_repeated_for_a_guest_that_was_continued_meanwhile() {
+        let scene = Scene {
+            bounds: Bounds::these(1, [(Fault::Cut, 1), (Fault::Hand, 1)]),
+            ..QEMU
+        };
+        caught(scene, Mutant::AsksWithoutALook, "I1 never two that run");
+    }
+
+    #[test]
     fn h1_a_paused_guest_does_not_get_its_disks() {
         let scene = Scene {
             resume: false,

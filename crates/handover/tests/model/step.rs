@@ -385,7 +385,7 @@ impl Now {
             {
                 steps.push(Step::MoveByOthers);
             }
-            SourceVmm::Stopped(_) if self.driver.is_none() && self.looks_unused() => {
+            SourceVmm::Stopped(_) if self.looks_unused() => {
                 steps.push(Step::ContinueByHand);
             }
             _ => {}
@@ -413,7 +413,13 @@ impl Now {
             ) && !a.ran
         };
         let is_committing = self.unfinished().is_some();
-        is_committing && self.connections.is_empty() && self.attempts.iter().all(is_unused)
+        // Of a driver that commits, the request may be under way.
+        let is_moving = self
+            .driver
+            .as_ref()
+            .is_some_and(|driver| matches!(driver.machine.state(), SourceState::Moving { .. }));
+        let is_quiet = is_moving || self.connections.is_empty();
+        is_committing && is_quiet && self.attempts.iter().all(is_unused)
     }
 
     pub(crate) fn has_data_path(&self, attempt: usize) -> bool {
@@ -803,6 +809,16 @@ impl Now {
                 if begins && self.source == SourceVmm::Runs {
                     self.source = SourceVmm::Migrating(index(attempt));
                 }
+            }
+            // It looks before it asks.
+            SourceAction::Send(SourceMessage::Commit { .. })
+                if self.source == SourceVmm::Runs
+                    && !matches!(
+                        scene.mutant,
+                        Some(Mutant::AsksWithoutALook | Mutant::CommitsWithoutALook)
+                    ) =>
+            {
+                self.happens(SourceEvent::Resumed);
             }
             SourceAction::Send(message) => self.say(message),
             SourceAction::Dial => {

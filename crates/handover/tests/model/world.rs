@@ -65,6 +65,8 @@ pub(crate) enum Mutant {
     RunsWhatWasSentOn,
     /// A command that is run again sends `commit` without a look at the source's own VMM.
     CommitsWithoutALook,
+    /// A command that asks again sends `commit` without such a look.
+    AsksWithoutALook,
     /// H3: every pause is taken for the switchover, after which the guest runs again or cannot be continued.
     WaitsForRunning,
     /// H4: a VMM that has ended while nobody followed leaves the guest in doubt.
