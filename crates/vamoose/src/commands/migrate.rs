@@ -113,7 +113,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         (SIGTERM, &cancel),
         (SIGHUP, &lost_terminal),
     ] {
-        if !is_ignored(signal) {
+        if signal != SIGHUP || !is_ignored(signal) {
             flag::register(signal, flag.clone()).context("cannot catch signals")?;
         }
     }

@@ -102,16 +102,11 @@ fn cancelled(hosts: &Hosts, arguments: &[String]) -> Result<Ended> {
 }
 
 fn migrate(arguments: &[String]) -> Vec<&str> {
+    let command = ["migrate", "--live", "web1", "qemu+tcp://host2/system"];
     // The file system is not one of those that libvirt knows to be shared.
-    let command = [
-        "migrate",
-        "--live",
-        "--unsafe",
-        "web1",
-        "qemu+tcp://host2/system",
-    ];
+    let command = command.into_iter().chain(["--unsafe"]);
     let arguments = arguments.iter().map(String::as_str);
-    command.into_iter().chain(arguments).collect()
+    command.chain(arguments).collect()
 }
 
 /// Between hosts that nothing has been set up on.

@@ -203,7 +203,9 @@ pub(crate) fn migrate_from(
     name: &str,
     options: &[&str],
 ) -> Result<Vamoose> {
-    let mut command = Command::new(vamoose());
+    // Whoever runs the tests may ignore SIGHUP, as `nohup` does, and vamoose would then, too.
+    let mut command = Command::new("env");
+    command.arg("--default-signal=HUP").arg(vamoose());
     command.args([
         "migrate", "--json", "-", "--to", to, "--name", name, "--qmp",
     ]);
