@@ -292,7 +292,7 @@ fn a_paused_guest_comes_back_with_its_disk() -> Result<()> {
         b.knows("vm", &again_at_b)?;
         b.migrate(&at_a, "vm", &[])?
             .finish(LIMIT)?
-            .failure("does not send it again until it has run")?;
+            .failure("will not send it again until the guest has run")?;
         at_a.qmp.cont()?;
         at_a.qmp.stop()?;
         b.migrate(&at_a, "vm", &[])?
