@@ -26,7 +26,7 @@ demo: setup    # Move a running guest between two QEMUs, pull the cable meanwhil
 # What a machine cannot test is printed as SKIPPED; with VAMOOSE_NO_SKIP=1 it is an error. Tests wait more than they compute
 # (for QEMUs, for timeouts): three for each processor keep it busy.
 test: setup    # Run all tests
-	RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$(($$(nproc) * 3))} cargo test --workspace --no-fail-fast
+	RUST_TEST_THREADS=$${RUST_TEST_THREADS:-$$(($$(nproc) * 2))} cargo test --workspace --no-fail-fast
 
 # What a test run explores in a minute, with more of everything: MODEL_FAULTS, MODEL_COMMANDS, MODEL_ATTEMPTS, MODEL_HOSTS,
 # MODEL_TRACES and MODEL_SEED set how much.
