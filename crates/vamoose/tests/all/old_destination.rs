@@ -41,6 +41,9 @@ impl Scene {
         let (near, address) = Vamoose::relay(vamoose(), &listen, &between, &options)?;
         set_up(&mut source, 2, "none")?;
         source.qmp.migrate(&address)?;
+        // A destination that no connection has reached yet rightly waits on. The source may have sent the first megabytes by then:
+        // the sockets' buffers hold them.
+        destination.qmp.wait_migration(&["active"], LIMIT)?;
         Ok(Self {
             source,
             destination,
