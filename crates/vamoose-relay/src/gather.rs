@@ -107,12 +107,13 @@ pub(crate) fn gather(
             return Ok(gathering.into_opaque("it is TLS", Opaque::Tls));
         }
         let now = Instant::now();
-        if let Some(main) = gathering.complete(now)? {
-            return Ok(gathering.into_multifd(main));
-        }
         if gathering.has_no_channels(now)? {
             let why = "the source uses a single main connection";
             return Ok(gathering.into_opaque(why, Opaque::Single));
+        }
+        // Behind the look for channels, which may have found all of them.
+        if let Some(main) = gathering.complete(now)? {
+            return Ok(gathering.into_multifd(main));
         }
         if gathering.plain_at().is_some_and(|at| now >= at) {
             let why = "no channel has come beside the main connection";
@@ -462,5 +463,96 @@ fn has_ram(main: &Stream) -> Result<bool, RelayError> {
         }
         Err(Errno::AGAIN | Errno::INTR) => Ok(false),
         Err(error) => Err(RelayError::Opening(error.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::Write as _,
+        os::{
+            fd::{AsFd, BorrowedFd},
+            unix::net::UnixStream,
+        },
+        sync::{
+            Mutex,
+            mpsc::{self, RecvTimeoutError},
+        },
+        thread,
+    };
+
+    use vamoose_link::{Socket, SocketError, lock};
+
+    use super::*;
+
+    /// Connections that are all there. What is `held` back of their first bytes comes while the relay asks whether any are left.
+    struct Slow {
+        waiting: Mutex<Vec<Arc<Stream>>>,
+        held: Mutex<Vec<(UnixStream, Vec<u8>)>>,
+        never_readable: UnixStream,
+    }
+
+    impl AsFd for Slow {
+        fn as_fd(&self) -> BorrowedFd<'_> {
+            self.never_readable.as_fd()
+        }
+    }
+
+    impl Accept for Slow {
+        fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
+            Ok(lock(&self.waiting).pop())
+        }
+
+        fn is_settled(&self) -> bool {
+            for (connection, bytes) in &mut *lock(&self.held) {
+                connection.write_all(bytes).unwrap();
+                bytes.clear();
+            }
+            true
+        }
+    }
+
+    #[test]
+    fn channels_are_complete_when_they_come_during_the_last_look() {
+        let pair = || {
+            let (theirs, ours) = UnixStream::pair().unwrap();
+            (theirs, Arc::new(Stream::Socket(Socket::Unix(ours))))
+        };
+        let (mut main, main_stream) = pair();
+        let begins = [&MAIN_MAGIC.to_be_bytes(), RAM_SECTION].concat();
+        main.write_all(&begins).unwrap();
+        let (held, channels): (Vec<_>, Vec<_>) = (0..2)
+            .map(|id| {
+                let (mut channel, stream) = pair();
+                let initial = Initial::new([0; 16], id, 2).unwrap().to_bytes();
+                let (there, held) = initial.split_at(size_of_val(&MAGIC));
+                channel.write_all(there).unwrap();
+                ((channel, held.to_vec()), stream)
+            })
+            .unzip();
+        let (never_readable, _open) = UnixStream::pair().unwrap();
+        let accept = Slow {
+            waiting: Mutex::new([vec![main_stream], channels].concat()),
+            held: Mutex::new(held),
+            never_readable,
+        };
+        let hangup = Arc::new(Hangup::new().unwrap());
+        // Nothing else would wake a relay that waits although it has everything.
+        let (done, is_done) = mpsc::channel::<()>();
+        let alarm = thread::spawn({
+            let hangup = hangup.clone();
+            move || {
+                if is_done.recv_timeout(Duration::from_secs(10)) == Err(RecvTimeoutError::Timeout) {
+                    hangup.hang_up();
+                }
+            }
+        });
+        let arrival = gather(&accept, None, Duration::from_secs(3600), &hangup).unwrap();
+        drop(done);
+        alarm.join().unwrap();
+        let Arrival::Multifd { source, .. } = arrival else {
+            panic!("not taken for a multifd migration");
+        };
+        assert_eq!(source.channels.len(), 2);
     }
 }
