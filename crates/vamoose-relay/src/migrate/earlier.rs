@@ -240,10 +240,15 @@ impl Migration<'_> {
 
 /// A source that cannot be asked: its guest is where the last attempt of this QEMU has left it.
 fn by_the_journal(last: Option<&Record<AtSource>>, error: QemuError) -> Failure {
-    match last.filter(|record| record.state.guest() != GuestLocation::Source) {
-        Some(record) => Failure::of(record.attempt, error, record.state.guest()),
-        None => at_source(error),
-    }
+    let Some(record) = last.filter(|record| record.state.guest() != GuestLocation::Source) else {
+        return at_source(error);
+    };
+    let guest = record.state.guest();
+    let cause = match guest {
+        GuestLocation::Destination => Cause::moved_before(record, chain(&error)),
+        _ => error.into(),
+    };
+    Failure::of(record.attempt, cause, guest)
 }
 
 /// Whether the guest was handed over, or has ended.
@@ -280,6 +285,11 @@ mod tests {
             assert_eq!(failure.guest, guest);
             let named = (guest != GuestLocation::Source).then_some(record.attempt);
             assert_eq!(failure.attempt, named);
+            // It need not be the destination of the command that asks.
+            let names_it = failure
+                .to_string()
+                .contains("the guest has left for host:1");
+            assert_eq!(names_it, guest == GuestLocation::Destination, "{failure}");
         }
         let failure = by_the_journal(None, QemuError::Replaced);
         assert_eq!(failure.guest, GuestLocation::Source);
