@@ -20,7 +20,6 @@ mod door;
 mod first;
 mod front;
 mod guest;
-mod kubevirt;
 mod pipe;
 mod place;
 #[cfg(feature = "fuzzing")]
@@ -52,7 +51,6 @@ pub use config::{GatewayConfig, GatewayPeer, GatewayStream};
 use door::Door;
 use first::First;
 use front::Front;
-pub use kubevirt::{KubeVirt, KubeVirtConfig};
 use place::Place;
 use visit::{Admission, Visit};
 

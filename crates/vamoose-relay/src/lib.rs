@@ -55,8 +55,7 @@ pub use error::{Direction, RelayError};
 #[doc(hidden)]
 pub use gateway::seam as gateway_seam;
 pub use gateway::{
-    AnnounceError, Gateway, GatewayConfig, GatewayError, GatewayPeer, GatewayStream, KubeVirt,
-    KubeVirtConfig,
+    AnnounceError, Gateway, GatewayConfig, GatewayError, GatewayPeer, GatewayStream,
 };
 pub use handover::{AttemptId, GuestLocation};
 pub use instance::Instance;

@@ -1,7 +1,6 @@
 //! `vamoose gateway`: all migrations between this host and others, for whoever drives the QEMUs.
 
 mod config;
-mod kubevirt;
 mod systemd;
 
 use std::{
@@ -20,7 +19,7 @@ use signal_hook::{
 };
 use tracing::{error, info, warn};
 use vamoose_link::{Address, PageCaches, Session, Sessions};
-use vamoose_relay::{Gateway, GatewayConfig, KubeVirtConfig, Watchable};
+use vamoose_relay::{Gateway, GatewayConfig, Watchable};
 
 use self::config::File;
 use vamoose::{
@@ -42,7 +41,7 @@ pub(crate) struct Options {
     #[arg(long, default_value = "/etc/vamoose/gateway.toml", value_name = "FILE")]
     config: PathBuf,
     /// Check the configuration, with its keys or certificates, and exit
-    #[arg(long, conflicts_with = "kubevirt")]
+    #[arg(long)]
     check: bool,
     /// How many seconds migrations under way have to finish after SIGTERM
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
@@ -50,9 +49,6 @@ pub(crate) struct Options {
     /// Directory in which `vamoose attempts --watch` finds this gateway
     #[arg(long, value_name = "DIR")]
     state_dir: Option<PathBuf>,
-    /// Instead of all migrations, take those for which KubeVirt's virt-handler asks on this unix socket: see docs/kubevirt.md
-    #[arg(long, value_name = "SOCKET")]
-    kubevirt: Option<PathBuf>,
     #[command(flatten)]
     metrics: MetricsOption,
     #[command(flatten)]
@@ -88,11 +84,6 @@ impl Options {
         })
     }
 
-    fn interpret_kubevirt(&self, file: File, control: &Path) -> Result<KubeVirtConfig> {
-        let config = file.into_kubevirt(control, &self.hardware, self.drain_timeout());
-        config.with_context(|| self.config.display().to_string())
-    }
-
     /// Where to answer with metrics.
     fn metrics(&self, file: &File) -> Result<Option<Address>> {
         match &self.metrics.metrics {
@@ -120,9 +111,6 @@ struct Setting {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    if let Some(control) = &options.kubevirt {
-        return kubevirt::run(options, control);
-    }
     if options.check {
         // What a gateway that reads the file again would find wrong.
         return options.read().map(drop);
@@ -154,12 +142,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let _end = watchable::serve(scope, watchable.as_ref(), || gateway.under_way());
         scope.spawn(|| {
             let reload = || reload(&gateway, options, &counts, &fixed, &caches);
-            obey(
-                &mut signals,
-                &|| gateway.drain(),
-                &|| gateway.stop(),
-                &reload,
-            );
+            obey(&mut signals, &gateway, &reload);
         });
         let served = gateway.run();
         handle.close();
@@ -175,19 +158,19 @@ pub(crate) fn configuration(file: &Path) -> Result<GatewayConfig> {
     config.with_context(|| file.display().to_string())
 }
 
-fn obey(signals: &mut Signals, drain: &dyn Fn(), stop: &dyn Fn(), reload: &dyn Fn()) {
+fn obey(signals: &mut Signals, gateway: &Gateway, reload: &dyn Fn()) {
     let mut is_draining = false;
     for signal in signals.forever() {
         match signal {
             SIGHUP => reload(),
             _ if is_draining => {
                 info!("ending migrations under way");
-                stop();
+                gateway.stop();
             }
             _ => {
                 is_draining = true;
                 systemd::notify("STOPPING=1");
-                drain();
+                gateway.drain();
                 info!("no further migrations are taken; those under way finish");
             }
         }

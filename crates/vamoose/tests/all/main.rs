@@ -21,7 +21,6 @@ mod host;
 mod hostile;
 mod inspect;
 mod keys;
-mod kubevirt;
 mod libvirt;
 mod link;
 mod methods;

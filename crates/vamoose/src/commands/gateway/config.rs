@@ -18,7 +18,7 @@ use vamoose_link::{
     Address, Certificates, Keys, MethodChoice, Path as LinkPath, Peers, PublicKey, Remote,
     Security, SessionConfig,
 };
-use vamoose_relay::{Config, GatewayConfig, GatewayPeer, GatewayStream, KubeVirtConfig};
+use vamoose_relay::{Config, GatewayConfig, GatewayPeer, GatewayStream};
 
 use vamoose::{
     link::page_caches,
@@ -62,8 +62,6 @@ pub(super) struct File {
     peers: BTreeMap<String, Peer>,
     #[serde(default)]
     streams: BTreeMap<String, Stream>,
-    #[serde(default)]
-    kubevirt: Option<Node>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -82,19 +80,6 @@ struct Peer {
     certificate: Option<String>,
     #[serde(default = "sixteen")]
     migrations: usize,
-    #[serde(default)]
-    max_bandwidth: Option<String>,
-}
-
-/// Of a cluster.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-struct Node {
-    listen: IpAddr,
-    #[serde(default)]
-    key: Option<PublicKeyText>,
-    #[serde(default)]
-    certificate: Option<String>,
     #[serde(default)]
     max_bandwidth: Option<String>,
 }
@@ -163,66 +148,10 @@ impl File {
         hardware: &Hardware,
         drain_timeout: Duration,
     ) -> Result<GatewayConfig> {
-        ensure!(self.kubevirt.is_none(), "kubevirt: only with --kubevirt");
         ensure!(
             !self.listen.is_empty(),
             "listen: other gateways need an address"
         );
-        let config = self.common(hardware, drain_timeout)?;
-        check(&config)?;
-        Ok(config)
-    }
-
-    /// What gateways by key are told. Addresses, sockets and users come with the requests.
-    pub(super) fn into_kubevirt(
-        mut self,
-        control: &Path,
-        hardware: &Hardware,
-        drain_timeout: Duration,
-    ) -> Result<KubeVirtConfig> {
-        let node = self
-            .kubevirt
-            .take()
-            .context("kubevirt: a table is needed")?;
-        ensure!(
-            self.listen.is_empty()
-                && self.alias.is_none()
-                && self.peers.is_empty()
-                && self.streams.is_empty(),
-            "kubevirt: listen, alias, peers and streams have no effect beside it"
-        );
-        ensure!(!self.insecure, "insecure: not with --kubevirt");
-        if self.tls_creds.is_some() {
-            ensure!(
-                node.certificate.is_some(),
-                "kubevirt: the name in the certificates of all nodes is missing: certificate"
-            );
-        }
-        let peer = Peer {
-            alias: None,
-            ports: None,
-            to: Vec::new(),
-            bind: Vec::new(),
-            key: node.key,
-            certificate: node.certificate,
-            migrations: sixteen(),
-            max_bandwidth: node.max_bandwidth,
-        };
-        let name = "the other node";
-        self.peers.insert(name.to_owned(), peer);
-        let template = self.common(hardware, drain_timeout)?;
-        let [node_peer] = &template.peers[..] else {
-            bail!("kubevirt: no other node");
-        };
-        Ok(KubeVirtConfig {
-            control: control.to_owned(),
-            listen: node.listen,
-            node: (**node_peer).clone(),
-            template,
-        })
-    }
-
-    fn common(&self, hardware: &Hardware, drain_timeout: Duration) -> Result<GatewayConfig> {
         let mut outgoing = Config::new(self.method()?.choose(self.level, hardware)?);
         let restores = hardware.engines(Settings::default())?;
         let mut incoming = Config::new(MethodChoice::Fixed(restores));
@@ -243,7 +172,7 @@ impl File {
             let stream = self.stream(name, it);
             stream.with_context(|| format!("stream {name}"))
         });
-        Ok(GatewayConfig {
+        let config = GatewayConfig {
             peers: peers.collect::<Result<_>>()?,
             streams: streams.collect::<Result<_>>()?,
             listen,
@@ -254,7 +183,9 @@ impl File {
             incoming,
             sessions: self.sessions(self.security(None)?)?,
             drain_timeout,
-        })
+        };
+        check(&config)?;
+        Ok(config)
     }
 
     fn method(&self) -> Result<MethodName> {
@@ -673,10 +604,6 @@ mod tests {
                 with("streams.x = { peer = \"kvm2\", to = \"10.0.0.9:1\" }"),
                 "not this host's alone",
             ),
-            (
-                with("kubevirt = { listen = \"10.0.0.1\" }"),
-                "only with --kubevirt",
-            ),
         ] {
             let error = format!("{:#}", load(&text).map(drop).unwrap_err());
             assert!(error.contains(problem), "{text}: {error}");
@@ -695,34 +622,6 @@ mod tests {
         assert_eq!((&*stream.name, &*stream.peer), ("x", "kvm2"));
         assert_eq!(stream.listen, Some("unix:/x".parse().unwrap()));
         assert_eq!(stream.to, None);
-    }
-
-    #[test]
-    fn what_is_missing_for_kubevirt_is_said() {
-        let load = |text: &str| {
-            let file: File = toml::from_str(text)?;
-            file.into_kubevirt(Path::new("/c"), &hardware(), Duration::from_secs(1))
-        };
-        let creds = "tls-creds = \"/pki\"\n";
-        let node = "kubevirt = { listen = \"10.0.0.1\", certificate = \"n\" }\n";
-        let config = load(&format!("{creds}{node}")).unwrap();
-        assert_eq!(config.node.identity.as_deref(), Some("n"));
-        for (text, problem) in [
-            (creds.to_owned(), "a table is needed"),
-            (
-                format!("{creds}kubevirt = {{ listen = \"10.0.0.1\" }}"),
-                "certificate",
-            ),
-            (format!("insecure = true\n{node}"), "not with --kubevirt"),
-            (
-                format!("{creds}{node}{}", short()),
-                "have no effect beside it",
-            ),
-            (node.to_owned(), "its key is missing"),
-        ] {
-            let error = format!("{:#}", load(&text).map(drop).unwrap_err());
-            assert!(error.contains(problem), "{text}: {error}");
-        }
     }
 
     #[test]
