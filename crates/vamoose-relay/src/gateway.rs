@@ -6,10 +6,10 @@
 //!
 //! On every host each peer has an address of the host's own, its *alias*; QEMUs wait at the same ports of it as on the peer.
 //! The gateway listens at all of them, and at the sockets of *streams*, which lead to sockets of the peers.
-//! [`first`] looks at what connects, [`sorting`] decides what a port carries, [`door`]
+//! Module `first_bytes` classifies what connects, [`sorting`] decides what a port carries, [`door`]
 //! is a migration from this host, [`visit`] one to it. Two gateways agree on a migration before any of its bytes are
 //! taken: [`announce`] draws it. Migrations in plain text go through a [`Relay`](crate::Relay) at each end;
-//! everything else (NBD, TLS of QEMU's own) goes as bytes, over the same session ([`pipe`]).
+//! everything else (NBD, TLS of QEMU's own) goes as bytes, over the same session (module `opaque`).
 //!
 //! A thread accepts for this host, another one for the sessions of others, and every migration has its own.
 
@@ -17,10 +17,8 @@ mod account;
 mod announce;
 mod config;
 mod door;
-mod first;
 mod front;
 mod guest;
-mod pipe;
 mod place;
 #[cfg(feature = "fuzzing")]
 pub mod seam;
@@ -49,12 +47,11 @@ use vamoose_link::{
 pub use announce::AnnounceError;
 pub use config::{GatewayConfig, GatewayPeer, GatewayStream};
 use door::Door;
-use first::First;
 use front::Front;
 use place::Place;
 use visit::{Admission, Visit};
 
-use crate::{Observer, UnderWay};
+use crate::{Observer, UnderWay, first_bytes::FirstBytes};
 
 /// Moves migrations between this host and its peers, as many at once as there are.
 pub struct Gateway {
@@ -254,7 +251,7 @@ impl Gateway {
         scope: &'scope Scope<'scope, '_>,
         at: Place,
         stream: Arc<Stream>,
-        first: First,
+        first: FirstBytes,
     ) {
         let mut doors = lock(&self.doors);
         if let Some(door) = doors.get(&at) {

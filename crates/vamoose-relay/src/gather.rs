@@ -21,8 +21,6 @@
 //! is identified by its first bytes, a connection that is neither is closed**, and the relay keeps waiting; one
 //! that sends nothing is closed later, too. But a protocol error of a source that has begun is an error.
 
-pub(crate) mod opening;
-
 use std::{
     collections::BTreeMap,
     mem,
@@ -30,46 +28,34 @@ use std::{
     time::{Duration, Instant},
 };
 
-use multifd::{Initial, MAGIC, MAIN_MAGIC};
-use rustix::{
-    event::{PollFd, PollFlags},
-    io::Errno,
-    net::{RecvFlags, recv},
-};
+use multifd::Initial;
 use tracing::{debug, info, warn};
-use vamoose_link::{Hangup, Peer, Stream, all_has_come, peer_of, wait_until};
+use vamoose_link::{Hangup, Peer, Stream, all_has_come, peer_of};
 
-use crate::{Accept, RelayError, accept::Acceptor, chain};
-use opening::Opening;
+use crate::{
+    Accept, RelayError, chain,
+    first_bytes::{Arrivals, FirstBytes, UnclassifiedConnection, peek},
+    opaque::Opaque,
+};
 
 /// What the source opened.
 pub(crate) enum Arrival {
-    /// A multifd migration: main stream (its first four bytes, [`MAIN_MAGIC`], are read already)
-    /// and the channels by their ids.
+    /// A multifd migration: main stream (its magic has been read) and the channels by their ids.
     Multifd {
         source: Connections,
         uuid: [u8; 16],
         /// Connections that have sent nothing: one may be for post-copy.
-        silent: Vec<Opening>,
+        silent: Vec<UnclassifiedConnection>,
     },
-    /// Something whose bytes can only be passed on.
+    /// A migration whose bytes can only be passed on.
     Opaque {
         why: &'static str,
-        /// Connections in the order in which they came, with the bytes read already.
-        opened: Vec<(Arc<Stream>, Vec<u8>)>,
+        /// The main stream in plain text, whose magic has been read.
+        main: Option<Arc<Stream>>,
+        /// The other connections, in the order in which they came.
+        others: Vec<UnclassifiedConnection>,
         kind: Opaque,
     },
-}
-
-/// What is known of a migration that is passed through.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Opaque {
-    /// Behind TLS, where the client of each connection sends first.
-    Tls,
-    /// It has no channels.
-    Single,
-    /// None has come in time.
-    PerhapsSingle,
 }
 
 /// The connections of a multifd migration to one of its sides.
@@ -88,11 +74,9 @@ pub(crate) fn gather(
     hangup: &Hangup,
 ) -> Result<Arrival, RelayError> {
     let mut gathering = Gathering {
-        acceptor: Acceptor::new(accept),
-        hangup,
+        arrivals: Arrivals::new(accept, hangup, Vec::new()),
         expected,
         timeout,
-        opening: Vec::new(),
         main: None,
         ram_seen: None,
         channels: BTreeMap::new(),
@@ -100,10 +84,11 @@ pub(crate) fn gather(
         began: None,
     };
     loop {
-        gathering.accept_all()?;
+        gathering.arrivals.accept_all()?;
         // Before waiting: streams of a session come with their first bytes.
-        gathering.read_openings()?;
-        if gathering.opening.iter().any(Opening::is_tls) {
+        gathering.read_all()?;
+        let mut firsts = gathering.arrivals.unclassified.iter();
+        if firsts.any(|it| it.first() == Some(FirstBytes::Tls)) {
             return Ok(gathering.into_opaque("it is TLS", Opaque::Tls));
         }
         let now = Instant::now();
@@ -139,11 +124,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(5);
 const RAM_SECTION: &[u8] = b"\x03ram";
 
 struct Gathering<'a> {
-    acceptor: Acceptor<'a>,
-    hangup: &'a Hangup,
+    arrivals: Arrivals<'a>,
     expected: Option<usize>,
     timeout: Duration,
-    opening: Vec<Opening>,
     main: Option<Main>,
     /// Since when the section `ram` is on the main stream.
     ram_seen: Option<Instant>,
@@ -163,14 +146,6 @@ struct Main {
 }
 
 impl Gathering<'_> {
-    fn accept_all(&mut self) -> Result<(), RelayError> {
-        while let Some(stream) = self.acceptor.next()? {
-            self.hangup.register(&stream);
-            self.opening.push(Opening::new(stream));
-        }
-        Ok(())
-    }
-
     /// The main stream, when everything else is there, too.
     fn complete(&mut self, now: Instant) -> Result<Option<Arc<Stream>>, RelayError> {
         if let Some(expected) = self.expected
@@ -200,16 +175,17 @@ impl Gathering<'_> {
     /// Whether no connection can be another channel, now that the section `ram` is on the main stream.
     fn only_silent_ones_are_left(&mut self, now: Instant) -> Result<bool, RelayError> {
         let seen = *self.ram_seen.get_or_insert(now);
-        let has_come = |opening: &Opening| {
-            let socket = opening.stream.socket();
+        let has_come = |connection: &UnclassifiedConnection| {
+            let socket = connection.stream.socket();
             socket.is_some_and(|socket| all_has_come(socket).unwrap_or(false))
         };
-        if now < seen + SILENT_AFTER && !self.opening.iter().all(has_come) {
+        if now < seen + SILENT_AFTER && !self.arrivals.unclassified.iter().all(has_come) {
             return Ok(false);
         }
-        // It may have come since it was last looked.
-        self.read_openings()?;
-        Ok(self.opening.iter().all(|opening| opening.got == 0))
+        // Bytes may have come since they were last read.
+        self.read_all()?;
+        let mut unclassified = self.arrivals.unclassified.iter();
+        Ok(unclassified.all(|connection| connection.bytes().is_empty()))
     }
 
     fn ids_are_contiguous(&self) -> bool {
@@ -235,9 +211,9 @@ impl Gathering<'_> {
     /// Whether `ram` is on the main stream and all connections that came before that have been accepted.
     fn all_have_come(&mut self, main: &Stream) -> Result<bool, RelayError> {
         // In this order: what the main stream shows holds for connections that came before.
-        let have_come = has_ram(main)? && self.acceptor.is_settled();
+        let have_come = has_ram(main) && self.arrivals.is_settled();
         if have_come {
-            self.accept_all()?;
+            self.arrivals.accept_all()?;
         }
         Ok(have_come)
     }
@@ -262,8 +238,8 @@ impl Gathering<'_> {
             return Ok(());
         }
         let timeout = self.timeout;
-        self.opening.retain(|opening| {
-            let stays = now < opening.since + timeout;
+        self.arrivals.unclassified.retain(|connection| {
+            let stays = now < connection.since + timeout;
             if !stays {
                 warn!("turning away a connection that has not introduced itself");
             }
@@ -274,61 +250,57 @@ impl Gathering<'_> {
 
     /// Waits until something happens, or the next deadline.
     fn wait(&self, now: Instant) -> Result<(), RelayError> {
-        let oldest = self.opening.iter().map(|opening| opening.since).min();
+        let unclassified = self.arrivals.unclassified.iter();
+        let oldest = unclassified.map(|connection| connection.since).min();
         let incomplete_at = self.began.or(oldest).map(|since| since + self.timeout);
         // The main stream is readable all the time, so it cannot be polled for more.
         let looks_at_main = self.main.is_some() && self.expected.is_none();
-        // Nor can streams of a session. They are passed on with their first bytes.
-        let is_resumable = |opening: &Opening| opening.stream.socket().is_none();
-        let looks = looks_at_main || self.opening.iter().any(is_resumable);
-        let look_at = looks.then(|| now + LOOK_EVERY);
-        let next = [
-            incomplete_at,
-            self.plain_at(),
-            look_at,
-            self.acceptor.again_at(),
-        ];
-        let mut fds = vec![PollFd::new(self.hangup, PollFlags::IN)];
-        fds.extend(self.acceptor.poll_fd());
-        let streams = self.opening.iter().map(|opening| &*opening.stream);
-        let sockets = streams.filter_map(|stream| stream.socket());
-        fds.extend(sockets.map(|socket| PollFd::new(socket, PollFlags::IN)));
-        let next = next.into_iter().flatten().min();
-        wait_until(&mut fds, next).map_err(RelayError::SetUp)?;
-        if self.hangup.is_hung_up() {
-            return Err(RelayError::Cancelled);
-        }
-        Ok(())
+        let look_at = looks_at_main.then(|| now + LOOK_EVERY);
+        let next = [incomplete_at, self.plain_at(), look_at];
+        self.arrivals.wait(next.into_iter().flatten().min())
     }
 
-    /// Reads what has come on the connections that have not introduced themselves.
-    fn read_openings(&mut self) -> Result<(), RelayError> {
-        for mut opening in mem::take(&mut self.opening) {
-            if !opening.read()? {
-                self.closed(&opening)?;
-            } else if opening.is_complete() {
-                self.classify(opening)?;
-            } else {
-                self.opening.push(opening);
+    /// Reads what has come on unclassified connections.
+    fn read_all(&mut self) -> Result<(), RelayError> {
+        for mut connection in mem::take(&mut self.arrivals.unclassified) {
+            if !connection.read() {
+                self.closed(&connection)?;
+                continue;
+            }
+            match connection.first() {
+                Some(FirstBytes::Main) => self.add_main(connection)?,
+                Some(FirstBytes::Channel) => match connection.initial() {
+                    Some(initial) => {
+                        let initial = Initial::parse(initial)?;
+                        self.add_channel(&initial, connection.stream)?;
+                    }
+                    None => self.arrivals.unclassified.push(connection),
+                },
+                Some(FirstBytes::Other) => {
+                    let magic = connection.magic().unwrap_or_default();
+                    self.turn_away(RelayError::Garbage(magic))?;
+                }
+                Some(FirstBytes::Tls | FirstBytes::Silent) | None => {
+                    self.arrivals.unclassified.push(connection);
+                }
             }
         }
         Ok(())
     }
 
     /// A connection ended before it had introduced itself.
-    fn closed(&self, opening: &Opening) -> Result<(), RelayError> {
-        let closed = RelayError::ClosedEarly {
-            got: opening.got,
-            wanted: opening.wanted(),
-        };
-        if opening.got == 0 {
+    fn closed(&self, connection: &UnclassifiedConnection) -> Result<(), RelayError> {
+        let got = connection.bytes().len();
+        let wanted = connection.wanted();
+        let closed = RelayError::ClosedEarly { got, wanted };
+        if got == 0 {
             info!("a connection was closed before its first byte");
             return Ok(());
         }
-        if opening.is_channel() {
-            return Err(closed);
+        match connection.first() {
+            Some(FirstBytes::Channel) => Err(closed),
+            _ => self.turn_away(closed),
         }
-        self.turn_away(closed)
     }
 
     /// A connection that behaves as no source does is foreign, until a source has begun.
@@ -340,30 +312,24 @@ impl Gathering<'_> {
         Ok(())
     }
 
-    fn classify(&mut self, opening: Opening) -> Result<(), RelayError> {
-        match opening.magic().map(u32::from_be_bytes) {
-            Some(MAIN_MAGIC) if self.main.is_some() => Err(RelayError::ChannelIds(
-                "there are two main streams".to_owned(),
-            )),
-            Some(MAIN_MAGIC) => {
-                debug!("the main stream has come");
-                let now = Instant::now();
-                self.began.get_or_insert(now);
-                self.main = Some(Main {
-                    is_near: is_near(&opening.stream),
-                    stream: opening.stream,
-                    connected: opening.since,
-                    began: now,
-                });
-                Ok(())
-            }
-            Some(MAGIC) => self.add_channel(opening),
-            magic => self.turn_away(RelayError::Garbage(magic.unwrap_or_default().to_be_bytes())),
+    fn add_main(&mut self, connection: UnclassifiedConnection) -> Result<(), RelayError> {
+        if self.main.is_some() {
+            let problem = "there are two main streams".to_owned();
+            return Err(RelayError::ChannelIds(problem));
         }
+        debug!("the main stream has come");
+        let now = Instant::now();
+        self.began.get_or_insert(now);
+        self.main = Some(Main {
+            is_near: is_near(&connection.stream),
+            stream: connection.stream,
+            connected: connection.since,
+            began: now,
+        });
+        Ok(())
     }
 
-    fn add_channel(&mut self, opening: Opening) -> Result<(), RelayError> {
-        let initial = Initial::parse(&opening.bytes)?;
+    fn add_channel(&mut self, initial: &Initial, stream: Arc<Stream>) -> Result<(), RelayError> {
         if *self.uuid.get_or_insert(initial.uuid()) != initial.uuid() {
             let problem = "the channels belong to guests with different uuids";
             return Err(RelayError::ChannelIds(problem.to_owned()));
@@ -374,7 +340,7 @@ impl Gathering<'_> {
         let id = initial.channel();
         debug!("channel {id} has come");
         self.began.get_or_insert_with(Instant::now);
-        match self.channels.insert(id, opening.stream) {
+        match self.channels.insert(id, stream) {
             None => Ok(()),
             Some(_) => Err(RelayError::ChannelIds(format!("id {id} came twice"))),
         }
@@ -394,7 +360,7 @@ impl Gathering<'_> {
                 "is missing"
             },
             ids.join(", "),
-            self.opening.len(),
+            self.arrivals.unclassified.len(),
         );
         RelayError::Incomplete {
             waited: self.timeout,
@@ -410,32 +376,27 @@ impl Gathering<'_> {
                 channels: self.channels.into_values().collect(),
             },
             uuid: self.uuid.unwrap_or_default(),
-            silent: self.opening,
+            silent: self.arrivals.unclassified,
         }
     }
 
-    /// Without silent connections from before a main stream in plain text: what belongs to it comes behind it. Behind
+    /// Without connections from before a main stream in plain text that are silent: what belongs to it comes behind it. Behind
     /// TLS they may be about to send.
     fn into_opaque(self, why: &'static str, kind: Opaque) -> Arrival {
         let connected = self.main.as_ref().map(|main| main.connected);
-        let main = self
-            .main
-            .map(|main| (main.stream, MAIN_MAGIC.to_be_bytes().to_vec()));
-        let opening = self
-            .opening
-            .into_iter()
-            .filter(|opening| {
-                let is_stranger =
-                    opening.got == 0 && connected.is_some_and(|at| opening.since < at);
-                if is_stranger {
-                    warn!("turning away a connection that has not introduced itself");
-                }
-                !is_stranger
-            })
-            .map(|opening| (opening.stream, opening.bytes[..opening.got].to_vec()));
+        let mut others = self.arrivals.unclassified;
+        others.retain(|connection| {
+            let is_stranger =
+                connection.bytes().is_empty() && connected.is_some_and(|at| connection.since < at);
+            if is_stranger {
+                warn!("turning away a connection that has not introduced itself");
+            }
+            !is_stranger
+        });
         Arrival::Opaque {
             why,
-            opened: main.into_iter().chain(opening).collect(),
+            main: self.main.map(|main| main.stream),
+            others,
             kind,
         }
     }
@@ -448,22 +409,17 @@ fn is_near(main: &Stream) -> bool {
 }
 
 /// Whether the source has begun to send its section `ram` on the main stream.
-fn has_ram(main: &Stream) -> Result<bool, RelayError> {
+fn has_ram(main: &Stream) -> bool {
     // The channels of a session are always announced.
     let Some(main) = main.socket() else {
-        return Ok(false);
+        return false;
     };
     // Large enough for the setup of devices that come before it.
     let mut bytes = vec![0; 64 * 1024];
-    let peek = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-    match recv(main, &mut bytes, peek) {
-        Ok((_, length)) => {
-            let mut seen = bytes[..length.min(bytes.len())].windows(RAM_SECTION.len());
-            Ok(seen.any(|window| window == RAM_SECTION))
-        }
-        Err(Errno::AGAIN | Errno::INTR) => Ok(false),
-        Err(error) => Err(RelayError::Opening(error.into())),
-    }
+    // A stream that has ended is found by whoever reads it.
+    let length = peek(main, &mut bytes).unwrap_or(0);
+    let mut seen = bytes[..length].windows(RAM_SECTION.len());
+    seen.any(|window| window == RAM_SECTION)
 }
 
 #[cfg(test)]
@@ -481,6 +437,7 @@ mod tests {
         thread,
     };
 
+    use multifd::{MAGIC, MAIN_MAGIC};
     use vamoose_link::{Socket, SocketError, lock};
 
     use super::*;

@@ -24,6 +24,7 @@ mod control;
 mod downtime;
 mod error;
 mod exchange;
+mod first_bytes;
 mod gateway;
 mod gather;
 mod instance;

@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use tracing::Span;
 use vamoose_link::{Pacer, Stats, Stream, is_stall, lock};
 
 use crate::{Direction, Outcome, RelayError, return_path::ReturnPath};
@@ -174,39 +175,43 @@ impl Pump<'_> {
     }
 }
 
-/// Passes two connections on to each other, as bytes that nobody looks at. If one direction breaks, so does the other.
-pub(crate) fn pass_both_ways(
+/// Passes two connections on to each other. When one direction breaks, so does the other.
+pub(crate) fn forward(
     near: &Arc<Stream>,
     far: &Arc<Stream>,
     stats: &Stats,
     stall_timeout: Duration,
+    there: impl Witness,
+    back: impl Witness + Send,
 ) -> Result<(), RelayError> {
-    let one_way = |direction, from: &Arc<Stream>, to: &Arc<Stream>| {
-        let pump = Pump {
-            direction,
-            from: from.clone(),
-            to: to.clone(),
-            stats,
-            pacer: None,
-            stall_timeout,
-        };
-        let passed = pump.run(Unseen);
+    fn one_way(pump: &Pump<'_>, witness: impl Witness) -> Result<(), RelayError> {
+        let passed = pump.run(witness);
         if passed.is_err() {
-            from.shut_down();
-            to.shut_down();
+            pump.from.shut_down();
+            pump.to.shut_down();
         }
         passed
+    }
+    let pump = |direction, from: &Arc<Stream>, to: &Arc<Stream>| Pump {
+        direction,
+        from: from.clone(),
+        to: to.clone(),
+        stats,
+        pacer: None,
+        stall_timeout,
     };
+    let span = Span::current();
     thread::scope(|scope| {
-        let back = scope.spawn(|| one_way(Direction::Back, far, near));
-        let forward = one_way(Direction::Forward, near, far);
+        let pump_back = pump(Direction::Back, far, near);
+        let back = scope.spawn(move || span.in_scope(|| one_way(&pump_back, back)));
+        let forward = one_way(&pump(Direction::Forward, near, far), there);
         // A thread that panicked has no error to add.
         forward.and(back.join().unwrap_or(Ok(())))
     })
 }
 
 /// Looks at nothing.
-struct Unseen;
+pub(crate) struct Unseen;
 
 impl Witness for Unseen {
     fn received(&mut self, _: &[u8]) {}

@@ -32,7 +32,8 @@ use crate::{
     Accept, Config, Dialer, Placement, RelayError,
     downtime::Switchover,
     exchange::exchange,
-    gather::{Arrival, Connections, gather, opening::Opening},
+    first_bytes::UnclassifiedConnection,
+    gather::{Arrival, Connections, gather},
     late,
     main_stream::MainState,
     opaque,
@@ -123,9 +124,14 @@ impl Relay<'_> {
                 }
                 relayed
             }
-            Arrival::Opaque { why, opened, kind } => {
+            Arrival::Opaque {
+                why,
+                main,
+                others,
+                kind,
+            } => {
                 info!("passing the migration through unchanged: {why}");
-                opaque::pass_through(self, opened, kind, start)
+                opaque::pass_migration(self, main, others, kind, start)
             }
         }?;
         if summary.outcome == Outcome::Unconfirmed {
@@ -140,6 +146,7 @@ impl Relay<'_> {
     pub(crate) fn dial_one(&self, first: &[u8]) -> Result<Arc<Stream>, RelayError> {
         let stream = Arc::new(self.dialer.dial(first, self.config.stall_timeout)?);
         self.hangup.register(&stream);
+        self.stats.add_sent(first.len());
         Ok(stream)
     }
 
@@ -148,17 +155,12 @@ impl Relay<'_> {
     /// migration for one without channels unless one comes soon.
     fn dial_all(&self, incoming: usize, uuid: [u8; 16]) -> Result<Connections, RelayError> {
         let number = self.config.outgoing_channels.unwrap_or(incoming);
-        let dial_main = || {
-            self.stats.add_sent(size_of_val(&MAIN_MAGIC));
-            self.dial_one(&MAIN_MAGIC.to_be_bytes())
-        };
+        let dial_main = || self.dial_one(&MAIN_MAGIC.to_be_bytes());
         let dial_channels = || {
             let channels = (0..number).map(|id| {
                 // An id that does not fit a byte is refused by its number, which does not either.
                 let id = u8::try_from(id).unwrap_or(u8::MAX);
-                let initial = Initial::new(uuid, id, number)?.to_bytes();
-                self.stats.add_sent(initial.len());
-                self.dial_one(&initial)
+                self.dial_one(&Initial::new(uuid, id, number)?.to_bytes())
             });
             channels.collect::<Result<_, RelayError>>()
         };
@@ -255,7 +257,7 @@ impl Relay<'_> {
         start: Instant,
         source: Connections,
         destination: Connections,
-        silent: Vec<Opening>,
+        silent: Vec<UnclassifiedConnection>,
         ending: &SourceEnding,
     ) -> Result<Summary, RelayError> {
         let setup_time = start.elapsed();

@@ -68,21 +68,13 @@ impl Account {
 }
 
 impl Ending {
-    pub(super) fn of_relay(result: Result<Summary, RelayError>) -> Self {
+    pub(super) fn of(result: Result<Summary, RelayError>) -> Self {
         match result {
             Ok(summary) => match summary.outcome {
                 Outcome::Loaded => Self::Loaded(summary.switchover),
                 Outcome::Unconfirmed => Self::Unconfirmed,
                 Outcome::Unseen => Self::Passed,
             },
-            Err(RelayError::Announce(error)) => Self::Refused(chain(&error)),
-            Err(error) => Self::Failed(chain(&error)),
-        }
-    }
-
-    pub(super) fn of_pipes(result: Result<(), RelayError>) -> Self {
-        match result {
-            Ok(()) => Self::Passed,
             Err(RelayError::Announce(error)) => Self::Refused(chain(&error)),
             Err(error) => Self::Failed(chain(&error)),
         }

@@ -15,7 +15,6 @@ use std::{
         Arc, Mutex, OnceLock,
         atomic::{AtomicUsize, Ordering},
     },
-    thread,
     time::{Duration, Instant},
 };
 
@@ -29,16 +28,17 @@ use super::{
     GatewayPeer,
     account::{Account, Ending},
     announce::{AnnounceError, Conversation, MIGRATION, Message, OPAQUE, announce},
-    first::{First, Look, look},
     front::Rounds,
     guest,
-    pipe::{Open, Pipes},
     place::Place,
     slots::{Slot, Slots},
     sorting::{Action, Carries, Event},
 };
 use crate::{
-    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, Way, observer::Observation,
+    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, Way,
+    first_bytes::{FirstBytes, MAGIC_LEN, classify, peek},
+    observer::Observation,
+    opaque::pass_bytes,
 };
 
 /// What connects to one place: a port of a peer's alias, or a stream's socket.
@@ -51,7 +51,7 @@ pub(super) struct Door {
     /// Of those who accept what comes here, and how many were done when it was first asked whether that is all.
     rounds: Arc<Rounds>,
     asked: OnceLock<u64>,
-    came: PollQueue<(Arc<Stream>, First)>,
+    came: PollQueue<(Arc<Stream>, FirstBytes)>,
     /// How many of them there are.
     waiting: AtomicUsize,
     carries: Mutex<Carries>,
@@ -111,7 +111,7 @@ impl Door {
     }
 
     /// A connection has come.
-    pub(super) fn push(&self, stream: Arc<Stream>, first: First) {
+    pub(super) fn push(&self, stream: Arc<Stream>, first: FirstBytes) {
         if self.waiting.fetch_add(1, Ordering::Relaxed) >= MOST_WAITING {
             self.waiting.fetch_sub(1, Ordering::Relaxed);
             return debug!("{MOST_WAITING} connections wait already: one is closed");
@@ -119,7 +119,7 @@ impl Door {
         self.came.push((stream, first));
     }
 
-    fn pop(&self) -> Option<(Arc<Stream>, First)> {
+    fn pop(&self) -> Option<(Arc<Stream>, FirstBytes)> {
         let popped = self.came.pop()?;
         self.waiting.fetch_sub(1, Ordering::Relaxed);
         Some(popped)
@@ -142,10 +142,10 @@ impl Door {
     }
 
     /// Connections that came too late for what the port carried: those of what it carries next, if that has begun.
-    pub(super) fn leftover(&self) -> Vec<(Arc<Stream>, First)> {
+    pub(super) fn leftover(&self) -> Vec<(Arc<Stream>, FirstBytes)> {
         let is_migration = *lock(&self.carries) == Carries::Migration;
         let late = std::iter::from_fn(|| self.pop());
-        late.skip_while(|(_, first)| is_migration && *first != First::Main)
+        late.skip_while(|(_, first)| is_migration && *first != FirstBytes::Main)
             .collect()
     }
 
@@ -157,10 +157,14 @@ impl Door {
             Observation::begin(&self.observer, Way::To, peer, self.began, stats)
         };
         let ended = match sorted {
-            Ok(Carries::Opaque(why)) => Some((begin(), self.pass(why))),
-            Ok(Carries::Migration) => Some((begin(), self.relay())),
+            Ok(Carries::Opaque(why)) => {
+                let (peer, target) = (&self.peer.name, self.at.target());
+                info!("to {peer}, {target}: passing bytes through as they are, encrypted: {why}");
+                Some((begin(), self.pass(OPAQUE)))
+            }
+            Ok(Carries::Migration) => Some((begin(), self.pass(MIGRATION))),
             Ok(Carries::Undecided) => None,
-            Err(error) => Some((begin(), Ending::of_pipes(Err(error)))),
+            Err(error) => Some((begin(), Ending::of(Err(error)))),
         };
         self.hangup.hang_up();
         lock(&self.held).clear();
@@ -211,13 +215,17 @@ impl Door {
         }
         let mut held = lock(&self.held);
         let mut begun = None;
-        held.retain(|stream| match stream.socket().map(|it| look(it, true)) {
-            Some(Look::Gone) => false,
-            Some(Look::Is(first)) if first != First::Silent => {
+        held.retain(|stream| {
+            let mut bytes = [0; MAGIC_LEN];
+            let peeked = stream.socket().map(|socket| peek(socket, &mut bytes));
+            let Some(Some(length)) = peeked else {
+                return false;
+            };
+            let first = classify(&bytes[..length], true);
+            if let Some(first) = first.filter(|it| *it != FirstBytes::Silent) {
                 begun.get_or_insert(Event::Came(first));
-                true
             }
-            _ => true,
+            true
         });
         drop(held);
         if begun.is_some() {
@@ -283,9 +291,10 @@ impl Door {
         Ok(session)
     }
 
-    fn relay(self: &Arc<Self>) -> Ending {
+    /// Moves what the port carries to the peer's gateway, by streams of this kind.
+    fn pass(self: &Arc<Self>, kind: u8) -> Ending {
         let door = self.clone();
-        let dialer = Dialer::announced(Box::new(move || door.announce()), &[MIGRATION]);
+        let dialer = Dialer::announced(Box::new(move || door.announce()), &[kind]);
         let relay = Relay {
             accept: &**self,
             dialer: &dialer,
@@ -294,40 +303,10 @@ impl Door {
             stats: &self.stats,
             on_loaded: &|| (),
         };
-        Ending::of_relay(relay.relay())
-    }
-
-    fn pass(&self, why: &'static str) -> Ending {
-        let (peer, target) = (&self.peer.name, self.at.target());
-        info!("to {peer}, {target}: passing bytes through as they are, encrypted: {why}");
-        let pipes = Pipes {
-            stats: &self.stats,
-            hangup: &self.hangup,
-            config: &self.config,
-        };
-        let passed = thread::scope(|scope| {
-            let mut open = Open::new(scope, pipes);
-            let passed = self.pass_all(&mut open);
-            if passed.is_err() {
-                self.hangup.hang_up();
-            }
-            passed.and_then(|()| open.verdict())
-        });
-        Ending::of_pipes(passed)
-    }
-
-    fn pass_all(&self, open: &mut Open<'_, '_>) -> Result<(), RelayError> {
-        loop {
-            while let Some(stream) = self.try_accept()? {
-                let to = self.announce()?.open()?;
-                to.write_both(&[OPAQUE], &[]).map_err(RelayError::Opening)?;
-                open.add(stream, Arc::new(to));
-            }
-            if open.is_over() {
-                return Ok(());
-            }
-            self.wait(TICK)?;
-        }
+        Ending::of(match kind {
+            MIGRATION => relay.relay(),
+            _ => pass_bytes(&relay, &mut || true),
+        })
     }
 }
 

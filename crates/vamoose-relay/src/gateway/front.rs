@@ -23,12 +23,11 @@ use vamoose_link::{
     wait_for,
 };
 
-use super::{
-    GatewayConfig, GatewayError,
-    first::{First, Look, SILENCE, look},
-    place::Place,
+use super::{GatewayConfig, GatewayError, place::Place};
+use crate::{
+    chain,
+    first_bytes::{FirstBytes, MAGIC_LEN, classify, peek},
 };
-use crate::chain;
 
 /// Listens there.
 pub(super) struct Front {
@@ -72,11 +71,14 @@ pub(super) struct Fresh {
 }
 
 /// A connection, where it came, and what it begins with.
-pub(super) type Begun = (Place, Arc<Stream>, First);
+pub(super) type Begun = (Place, Arc<Stream>, FirstBytes);
 
 /// Most connections of which it is not known yet what they are: more than the migrations of a host begin at once. Further ones
 /// wait in the queues of their sockets. Who floods one place does not hold up the others: each has its share of a round.
 const MOST_FRESH: usize = 1024;
+
+/// How long a connection may be silent before the gateway assumes that the server speaks first.
+const SILENCE: Duration = Duration::from_millis(50);
 
 /// No time at all.
 const NOW: Timespec = Timespec {
@@ -244,13 +246,17 @@ impl Front {
     fn take_begun(&self, fresh: &mut Vec<Fresh>) -> Vec<Begun> {
         let mut begun = Vec::new();
         for it in mem::take(fresh) {
-            match look(&it.socket, it.since.elapsed() >= SILENCE) {
-                Look::Is(first) if self.is_welcome(&it.at, peer_of(&it.socket)) => {
+            let mut bytes = [0; MAGIC_LEN];
+            let Some(length) = peek(&it.socket, &mut bytes) else {
+                debug!("{}: a connection was closed before its first byte", it.at);
+                continue;
+            };
+            match classify(&bytes[..length], it.since.elapsed() >= SILENCE) {
+                Some(first) if self.is_welcome(&it.at, peer_of(&it.socket)) => {
                     begun.push((it.at, Arc::new(it.socket.into()), first));
                 }
-                Look::Is(_) => {}
-                Look::NotYet => fresh.push(it),
-                Look::Gone => debug!("{}: a connection was closed before its first byte", it.at),
+                Some(_) => {}
+                None => fresh.push(it),
             }
         }
         begun

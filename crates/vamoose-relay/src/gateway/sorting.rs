@@ -9,7 +9,7 @@
 //!               TLS, other bytes, the destination spoke
 //! ```
 
-use super::first::First;
+use crate::first_bytes::FirstBytes;
 
 /// What a port carries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,7 +27,7 @@ pub(super) enum Carries {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     /// A connection has come, or one that was silent has begun.
-    Came(First),
+    Came(FirstBytes),
     /// The destination has sent something on a connection on which the source has not.
     DestinationSpoke,
 }
@@ -49,12 +49,13 @@ pub(super) enum Action {
 impl Carries {
     pub(super) fn after(self, event: Event) -> (Self, Action) {
         match (self, event) {
-            (Self::Undecided, Event::Came(First::Silent)) => (self, Action::Hold),
+            (Self::Undecided, Event::Came(FirstBytes::Silent)) => (self, Action::Hold),
             (Self::Undecided, event) => (Self::by(event), Action::Begin),
             // A channel of post-copy is silent until a page is asked for.
-            (Self::Migration, Event::Came(First::Main | First::Channel | First::Silent)) => {
-                (self, Action::Take)
-            }
+            (
+                Self::Migration,
+                Event::Came(FirstBytes::Main | FirstBytes::Channel | FirstBytes::Silent),
+            ) => (self, Action::Take),
             (Self::Migration, Event::Came(_)) => (self, Action::TurnAway),
             (Self::Opaque(_), Event::Came(_)) => (self, Action::Take),
             (_, Event::DestinationSpoke) => (self, Action::Nothing),
@@ -63,10 +64,10 @@ impl Carries {
 
     fn by(event: Event) -> Self {
         match event {
-            Event::Came(First::Silent) => Self::Undecided,
-            Event::Came(First::Main | First::Channel) => Self::Migration,
-            Event::Came(First::Tls) => Self::Opaque("it is TLS"),
-            Event::Came(First::Other) => {
+            Event::Came(FirstBytes::Silent) => Self::Undecided,
+            Event::Came(FirstBytes::Main | FirstBytes::Channel) => Self::Migration,
+            Event::Came(FirstBytes::Tls) => Self::Opaque("it is TLS"),
+            Event::Came(FirstBytes::Other) => {
                 Self::Opaque("its first bytes are none of QEMU's migration")
             }
             Event::DestinationSpoke => Self::Opaque("the destination speaks first"),
@@ -82,7 +83,7 @@ mod tests {
 
     #[test]
     fn what_is_decided_stays() {
-        use {Action as A, Carries as C, Event::Came, First as F};
+        use {Action as A, Carries as C, Event::Came, FirstBytes as F};
         for (before, event, after, action) in [
             (C::Undecided, Came(F::Silent), C::Undecided, A::Hold),
             (C::Undecided, Came(F::Main), C::Migration, A::Begin),

@@ -10,12 +10,11 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
-    thread,
     time::{Duration, Instant},
 };
 
 use rustix::event::{PollFd, PollFlags};
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 use vamoose_link::{
     Address, Hangup, PollQueue, Session, Socket, SocketError, Stats, Stream, dial, lock, wait_for,
 };
@@ -24,14 +23,12 @@ use super::{
     GatewayConfig,
     account::{Account, Ending},
     announce::{Conversation, MIGRATION, Message, OPAQUE, VERSION, shown},
-    first::peek,
-    pipe::{Open, Pipes},
     place::Target,
     slots::{Slot, Slots},
 };
 use crate::{
     Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, Way, chain,
-    observer::Observation,
+    first_bytes::peek, observer::Observation, opaque::pass_bytes,
 };
 
 /// A session of another gateway's.
@@ -227,8 +224,7 @@ impl Visit {
             began,
         });
         let ending = match self.begin(&mut conversation, &admitted.qemu) {
-            Ok(MIGRATION) => self.relay(admitted, config),
-            Ok(_) => self.pass(&mut conversation, admitted, config),
+            Ok(kind) => self.pass(kind, &mut conversation, admitted, config),
             Err(reason) => Ending::Failed(reason),
         };
         self.hangup.hang_up();
@@ -268,7 +264,14 @@ impl Visit {
         }
     }
 
-    fn relay(&self, admitted: Admitted, config: &Config) -> Ending {
+    /// Moves what comes to the QEMU: streams of this kind.
+    fn pass(
+        &self,
+        kind: u8,
+        conversation: &mut Conversation,
+        admitted: Admitted,
+        config: &Config,
+    ) -> Ending {
         let relay = Relay {
             accept: self,
             dialer: &Dialer::dialled(admitted.qemu, admitted.at),
@@ -277,56 +280,13 @@ impl Visit {
             stats: &self.stats,
             on_loaded: &|| (),
         };
-        Ending::of_relay(relay.relay())
-    }
-
-    fn pass(&self, conversation: &mut Conversation, admitted: Admitted, config: &Config) -> Ending {
-        let pipes = Pipes {
-            stats: &self.stats,
-            hangup: &self.hangup,
-            config,
-        };
-        let passed = thread::scope(|scope| {
-            let mut open = Open::new(scope, pipes);
-            let passed = self.pass_all(conversation, admitted, &mut open);
-            if passed.is_err() {
-                self.hangup.hang_up();
-            }
-            passed.and_then(|()| open.verdict())
-        });
-        Ending::of_pipes(passed)
-    }
-
-    fn pass_all(
-        &self,
-        conversation: &mut Conversation,
-        admitted: Admitted,
-        open: &mut Open<'_, '_>,
-    ) -> Result<(), RelayError> {
+        if kind == MIGRATION {
+            return Ending::of(relay.relay());
+        }
         let (from, target) = (&admitted.from, &admitted.target);
         info!("from {from}, {target}: passing bytes through as they are");
-        let mut qemu = Some(admitted.qemu);
-        // Until the other gateway says that there will be no further connection, or has gone.
-        let mut has_ended = false;
-        loop {
-            while let Some(stream) = self.try_accept()? {
-                let to = qemu.take().map_or_else(|| dial(&admitted.at, DIAL), Ok)?;
-                open.add(stream, Arc::new(to.into()));
-            }
-            if open.is_over() && has_ended {
-                return Ok(());
-            }
-            if let Err(error) = conversation.poll() {
-                debug!("{}", chain(&error));
-                has_ended = true;
-            }
-            let mut fds = [self.came.as_fd(), self.hangup.as_fd()]
-                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            wait_for(&mut fds, TICK).map_err(RelayError::SetUp)?;
-            if self.hangup.is_hung_up() {
-                return Err(RelayError::Cancelled);
-            }
-        }
+        // The other gateway says that there will be no further connection, or has gone.
+        Ending::of(pass_bytes(&relay, &mut || conversation.poll().is_err()))
     }
 }
 

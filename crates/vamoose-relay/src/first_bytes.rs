@@ -1,0 +1,218 @@
+//! What a connection is, by its first bytes; and connections of which too few have come.
+
+use std::{
+    os::fd::AsFd,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use multifd::{INITIAL_LEN, MAGIC, MAIN_MAGIC};
+use rustix::{
+    event::{PollFd, PollFlags},
+    io::Errno,
+    net::{RecvFlags, recv},
+};
+use tracing::debug;
+use vamoose_link::{Hangup, SocketError, Stream, wait_until};
+
+use crate::{Accept, RelayError, accept::Acceptor};
+
+/// What a connection begins with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FirstBytes {
+    /// The main stream of a migration.
+    Main,
+    /// One of multifd's channels.
+    Channel,
+    /// QEMU's own TLS.
+    Tls,
+    /// Anything else.
+    Other,
+    /// Nothing has come in time: the server may speak first.
+    Silent,
+}
+
+/// The length of the magic that main streams and channels begin with.
+pub(crate) const MAGIC_LEN: usize = 4;
+
+/// The beginning of a TLS handshake, in all versions in use.
+const TLS: [u8; 2] = [0x16, 3];
+
+/// Classifies the bytes that have come; `None` while they are too few. When it `is_late`, no more are expected.
+pub(crate) fn classify(bytes: &[u8], is_late: bool) -> Option<FirstBytes> {
+    let known = [
+        (&MAIN_MAGIC.to_be_bytes()[..], FirstBytes::Main),
+        (&MAGIC.to_be_bytes(), FirstBytes::Channel),
+        (&TLS, FirstBytes::Tls),
+    ];
+    if bytes.is_empty() {
+        return is_late.then_some(FirstBytes::Silent);
+    }
+    let found = known.iter().find(|(magic, _)| bytes.starts_with(magic));
+    let may_be_known = known.iter().any(|(magic, _)| magic.starts_with(bytes));
+    match found {
+        Some((_, first)) => Some(*first),
+        None if may_be_known && !is_late => None,
+        None => Some(FirstBytes::Other),
+    }
+}
+
+/// Peeks at the bytes that have come, as far as they fit: how many. `None` when the connection has ended.
+pub(crate) fn peek(socket: impl AsFd, bytes: &mut [u8]) -> Option<usize> {
+    match recv(socket, &mut *bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+        Ok((_, 0)) => None,
+        Ok((_, length)) => Some(length.min(bytes.len())),
+        Err(Errno::AGAIN | Errno::INTR) => Some(0),
+        Err(_) => None,
+    }
+}
+
+/// An unclassified connection, and what has been read from it.
+pub(crate) struct UnclassifiedConnection {
+    pub(crate) stream: Arc<Stream>,
+    bytes: [u8; INITIAL_LEN],
+    got: usize,
+    pub(crate) since: Instant,
+}
+
+impl UnclassifiedConnection {
+    fn new(stream: Arc<Stream>) -> Self {
+        Self {
+            stream,
+            bytes: [0; INITIAL_LEN],
+            got: 0,
+            since: Instant::now(),
+        }
+    }
+
+    /// Reads what has come; false when the connection has ended.
+    pub(crate) fn read(&mut self) -> bool {
+        let wanted = self.wanted();
+        let missing = &mut self.bytes[self.got..wanted];
+        if missing.is_empty() {
+            return true;
+        }
+        match self.stream.read_until(missing, Some(Instant::now())) {
+            Ok(Some(0)) => return false,
+            Ok(Some(read)) => self.got += read,
+            Ok(None) => {}
+            Err(error) => {
+                debug!("a connection failed: {error}");
+                return false;
+            }
+        }
+        true
+    }
+
+    /// What has been read.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.got]
+    }
+
+    /// The first four bytes.
+    pub(crate) fn magic(&self) -> Option<[u8; MAGIC_LEN]> {
+        self.bytes().first_chunk().copied()
+    }
+
+    /// What it begins with; `None` while fewer than four bytes have come, except for TLS.
+    pub(crate) fn first(&self) -> Option<FirstBytes> {
+        let first = classify(self.bytes(), false);
+        first.filter(|first| *first == FirstBytes::Tls || self.got >= MAGIC_LEN)
+    }
+
+    /// A channel's first packet, when all of it has come.
+    pub(crate) fn initial(&self) -> Option<&[u8; INITIAL_LEN]> {
+        (self.got == INITIAL_LEN).then_some(&self.bytes)
+    }
+
+    /// How many bytes identify it.
+    pub(crate) fn wanted(&self) -> usize {
+        match self.first() {
+            Some(FirstBytes::Channel) => INITIAL_LEN,
+            _ => MAGIC_LEN,
+        }
+    }
+}
+
+/// Accepts connections and keeps those that are unclassified.
+pub(crate) struct Arrivals<'a> {
+    acceptor: Acceptor<'a>,
+    hangup: &'a Hangup,
+    pub(crate) unclassified: Vec<UnclassifiedConnection>,
+}
+
+/// How often streams of a session are read, which cannot be polled.
+const READ_EVERY: Duration = Duration::from_millis(5);
+
+impl<'a> Arrivals<'a> {
+    pub(crate) fn new(
+        accept: &'a dyn Accept,
+        hangup: &'a Hangup,
+        unclassified: Vec<UnclassifiedConnection>,
+    ) -> Self {
+        Self {
+            acceptor: Acceptor::new(accept),
+            hangup,
+            unclassified,
+        }
+    }
+
+    pub(crate) fn accept_all(&mut self) -> Result<(), SocketError> {
+        while let Some(stream) = self.acceptor.next()? {
+            self.hangup.register(&stream);
+            self.unclassified.push(UnclassifiedConnection::new(stream));
+        }
+        Ok(())
+    }
+
+    /// Whether every connection that had come when this was first asked has been accepted, or is next.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.acceptor.is_settled()
+    }
+
+    /// Waits for a connection or for bytes, until `deadline`.
+    pub(crate) fn wait(&self, deadline: Option<Instant>) -> Result<(), RelayError> {
+        let mut fds = vec![PollFd::new(self.hangup, PollFlags::IN)];
+        fds.extend(self.acceptor.poll_fd());
+        let mut read_at = None;
+        for connection in &self.unclassified {
+            match connection.stream.socket() {
+                Some(socket) => fds.push(PollFd::new(socket, PollFlags::IN)),
+                None => read_at = Some(Instant::now() + READ_EVERY),
+            }
+        }
+        let deadlines = [deadline, read_at, self.acceptor.again_at()];
+        let next = deadlines.into_iter().flatten().min();
+        wait_until(&mut fds, next).map_err(RelayError::SetUp)?;
+        match self.hangup.is_hung_up() {
+            true => Err(RelayError::Cancelled),
+            false => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_bytes_tell_what_a_connection_is() {
+        use FirstBytes::{Channel, Main, Other, Silent, Tls};
+        let (main, channel) = (MAIN_MAGIC.to_be_bytes(), MAGIC.to_be_bytes());
+        for (bytes, early, late) in [
+            (&b""[..], None, Silent),
+            (&main, Some(Main), Main),
+            (&main[..3], None, Other),
+            (&channel, Some(Channel), Channel),
+            (&channel[..1], None, Other),
+            (&[0x16, 3, 1, 2], Some(Tls), Tls),
+            (&[0x16, 3], Some(Tls), Tls),
+            (&[0x16], None, Other),
+            (b"G", Some(Other), Other),
+            (b"GET ", Some(Other), Other),
+        ] {
+            assert_eq!(classify(bytes, false), early, "{bytes:x?}");
+            assert_eq!(classify(bytes, true), Some(late), "{bytes:x?}");
+        }
+    }
+}
