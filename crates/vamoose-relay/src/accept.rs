@@ -21,9 +21,9 @@ pub trait Accept: AsFd + Sync {
     /// When the system refuses.
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError>;
 
-    /// Whether every connection that had come when this was first asked has been given out by `try_accept`, or is next.
-    fn is_settled(&self) -> bool {
-        true
+    /// Whether others than the source connect there as well: they are turned away also when the source has begun.
+    fn is_shared(&self) -> bool {
+        false
     }
 
     /// Waits until the peer has what was sent to it, where the process's end would lose it.
@@ -70,11 +70,6 @@ impl<'a> Acceptor<'a> {
             }
             taken => taken,
         }
-    }
-
-    /// Whether every connection that had come when this was first asked has been given out, or is next.
-    pub(crate) fn is_settled(&self) -> bool {
-        self.accept.is_settled()
     }
 
     /// What to poll for connections, unless it is time to pause.

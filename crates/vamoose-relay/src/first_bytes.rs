@@ -165,11 +165,6 @@ impl<'a> Arrivals<'a> {
         Ok(())
     }
 
-    /// Whether every connection that had come when this was first asked has been accepted, or is next.
-    pub(crate) fn is_settled(&self) -> bool {
-        self.acceptor.is_settled()
-    }
-
     /// Waits for a connection or for bytes, until `deadline`.
     pub(crate) fn wait(&self, deadline: Option<Instant>) -> Result<(), RelayError> {
         let mut fds = vec![PollFd::new(self.hangup, PollFlags::IN)];

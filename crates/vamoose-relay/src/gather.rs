@@ -75,6 +75,7 @@ pub(crate) fn gather(
 ) -> Result<Arrival, RelayError> {
     let mut gathering = Gathering {
         arrivals: Arrivals::new(accept, hangup, Vec::new()),
+        is_shared: accept.is_shared(),
         expected,
         timeout,
         main: None,
@@ -125,6 +126,8 @@ const RAM_SECTION: &[u8] = b"\x03ram";
 
 struct Gathering<'a> {
     arrivals: Arrivals<'a>,
+    /// Whether strangers are turned away also when the source has begun.
+    is_shared: bool,
     expected: Option<usize>,
     timeout: Duration,
     main: Option<Main>,
@@ -211,7 +214,7 @@ impl Gathering<'_> {
     /// Whether `ram` is on the main stream and all connections that came before that have been accepted.
     fn all_have_come(&mut self, main: &Stream) -> Result<bool, RelayError> {
         // In this order: what the main stream shows holds for connections that came before.
-        let have_come = has_ram(main) && self.arrivals.is_settled();
+        let have_come = has_ram(main);
         if have_come {
             self.arrivals.accept_all()?;
         }
@@ -276,11 +279,14 @@ impl Gathering<'_> {
                     }
                     None => self.arrivals.unclassified.push(connection),
                 },
-                Some(FirstBytes::Other) => {
+                Some(FirstBytes::Tls) if !self.is_shared => {
+                    self.arrivals.unclassified.push(connection);
+                }
+                Some(FirstBytes::Tls | FirstBytes::Other) => {
                     let magic = connection.magic().unwrap_or_default();
                     self.turn_away(RelayError::Garbage(magic))?;
                 }
-                Some(FirstBytes::Tls | FirstBytes::Silent) | None => {
+                Some(FirstBytes::Silent) | None => {
                     self.arrivals.unclassified.push(connection);
                 }
             }
@@ -305,7 +311,7 @@ impl Gathering<'_> {
 
     /// A connection that behaves as no source does is foreign, until a source has begun.
     fn turn_away(&self, error: RelayError) -> Result<(), RelayError> {
-        if self.began.is_some() {
+        if self.began.is_some() && !self.is_shared {
             return Err(error);
         }
         warn!("turning away a stranger: {}", chain(&error));
@@ -425,13 +431,14 @@ fn has_ram(main: &Stream) -> bool {
 #[cfg(test)]
 mod tests {
     use std::{
-        io::Write as _,
+        io::{Read as _, Write as _},
         os::{
             fd::{AsFd, BorrowedFd},
             unix::net::UnixStream,
         },
         sync::{
             Mutex,
+            atomic::{AtomicUsize, Ordering},
             mpsc::{self, RecvTimeoutError},
         },
         thread,
@@ -442,8 +449,10 @@ mod tests {
 
     use super::*;
 
-    /// Connections that are all there. What is `held` back of their first bytes comes while the relay asks whether any are left.
+    /// Connections that are all there. What is `held` back of their first bytes comes when the relay looks for further ones for
+    /// the second time, which it does when it has seen `ram`.
     struct Slow {
+        looks: AtomicUsize,
         waiting: Mutex<Vec<Arc<Stream>>>,
         held: Mutex<Vec<(UnixStream, Vec<u8>)>>,
         never_readable: UnixStream,
@@ -457,14 +466,16 @@ mod tests {
 
     impl Accept for Slow {
         fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
-            Ok(lock(&self.waiting).pop())
+            let next = lock(&self.waiting).pop();
+            if next.is_none() && self.looks.fetch_add(1, Ordering::Relaxed) == 1 {
+                for (connection, bytes) in &mut *lock(&self.held) {
+                    connection.write_all(bytes).unwrap();
+                }
+            }
+            Ok(next)
         }
 
-        fn is_settled(&self) -> bool {
-            for (connection, bytes) in &mut *lock(&self.held) {
-                connection.write_all(bytes).unwrap();
-                bytes.clear();
-            }
+        fn is_shared(&self) -> bool {
             true
         }
     }
@@ -487,9 +498,19 @@ mod tests {
                 ((channel, held.to_vec()), stream)
             })
             .unzip();
+        // They come last, when the source has begun.
+        let (ends, strangers): (Vec<_>, Vec<_>) = [&b"GET "[..], &[0x16, 3, 1, 0]]
+            .into_iter()
+            .map(|first| {
+                let (mut stranger, stream) = pair();
+                stranger.write_all(first).unwrap();
+                (stranger, stream)
+            })
+            .unzip();
         let (never_readable, _open) = UnixStream::pair().unwrap();
         let accept = Slow {
-            waiting: Mutex::new([vec![main_stream], channels].concat()),
+            looks: AtomicUsize::new(0),
+            waiting: Mutex::new([strangers, vec![main_stream], channels].concat()),
             held: Mutex::new(held),
             never_readable,
         };
@@ -511,5 +532,9 @@ mod tests {
             panic!("not taken for a multifd migration");
         };
         assert_eq!(source.channels.len(), 2);
+        drop(accept);
+        for mut stranger in ends {
+            assert!(!matches!(stranger.read(&mut [0]), Ok(1..)));
+        }
     }
 }

@@ -6,7 +6,7 @@ use tracing::{info, warn};
 
 use vamoose_link::LinkFaults;
 
-use super::place::Target;
+use super::endpoint::Target;
 use crate::{EndKind, Outcome, RelayError, Summary, Switchover, Way, chain, observer::Observation};
 
 /// A migration, for its line.

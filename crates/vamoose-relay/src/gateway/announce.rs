@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vamoose_link::{DialError, Session, Stream};
 
-use super::{GatewayPeer, place::Target};
+use super::{GatewayPeer, endpoint::Target};
 
 /// What gateways say.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -11,7 +11,7 @@ use std::{
 
 use vamoose_link::{Address, PageCaches, Peers, Remote, SessionConfig};
 
-use super::place::{Place, Target};
+use super::endpoint::{Endpoint, Target};
 use crate::Config;
 
 /// How a gateway works.
@@ -86,21 +86,21 @@ impl GatewayConfig {
     }
 
     /// Where sources of migrations connect, and the addresses.
-    pub(super) fn places(&self) -> HashMap<Place, Address> {
+    pub(super) fn endpoints(&self) -> HashMap<Endpoint, Address> {
         let aliases = self
             .peers
             .iter()
             .filter_map(|peer| Some((peer.alias?, &peer.ports)));
         let ports = aliases.flat_map(|(alias, ports)| {
             ports.clone().map(move |port| {
-                let place = Place::Port(SocketAddr::new(alias, port));
+                let endpoint = Endpoint::Port(SocketAddr::new(alias, port));
                 let host = alias.to_string();
-                (place, Address::Tcp { host, port })
+                (endpoint, Address::Tcp { host, port })
             })
         });
         let streams = self.streams.iter().filter_map(|stream| {
             let listen = stream.listen.clone()?;
-            Some((Place::Stream(stream.name.clone()), listen))
+            Some((Endpoint::Stream(stream.name.clone()), listen))
         });
         ports.chain(streams).collect()
     }
@@ -123,11 +123,11 @@ impl GatewayConfig {
         })
     }
 
-    /// The peer that a place leads to.
-    pub(super) fn behind(&self, place: &Place) -> Option<&Arc<GatewayPeer>> {
-        match place {
-            Place::Port(at) => self.peers.iter().find(|it| it.alias == Some(at.ip())),
-            Place::Stream(name) => {
+    /// The peer that a endpoint leads to.
+    pub(super) fn behind(&self, endpoint: &Endpoint) -> Option<&Arc<GatewayPeer>> {
+        match endpoint {
+            Endpoint::Port(at) => self.peers.iter().find(|it| it.alias == Some(at.ip())),
+            Endpoint::Stream(name) => {
                 let stream = self.streams.iter().find(|it| it.name == *name)?;
                 self.peers.iter().find(|it| it.name == stream.peer)
             }

@@ -7,7 +7,7 @@ use vamoose_link::Stream;
 
 use super::{
     announce::{Conversation, ConversationError, Message, shown},
-    place::Target,
+    endpoint::Target,
 };
 
 /// A message that a gateway has sent.

@@ -23,7 +23,7 @@ use super::{
     GatewayConfig,
     account::{Account, Ending},
     announce::{Conversation, MIGRATION, Message, OPAQUE, VERSION, shown},
-    place::Target,
+    endpoint::Target,
     slots::{Slot, Slots},
 };
 use crate::{
@@ -32,10 +32,9 @@ use crate::{
 };
 
 /// A session of another gateway's.
-pub(super) struct Visit {
+pub(super) struct IncomingMigration {
     session: Session,
-    /// Streams, each with its kind.
-    came: PollQueue<(Arc<Stream>, u8)>,
+    came: PollQueue<Arc<Stream>>,
     /// The first of them, until its kind has been acted upon.
     first: Mutex<Option<Arc<Stream>>>,
     /// For those who watch: who it is from and what it is, once that is known.
@@ -73,6 +72,9 @@ struct Admitted {
 /// How long a gateway may take to its announcement.
 const ANNOUNCEMENT: Duration = Duration::from_secs(10);
 
+/// How long the first byte of a stream may take.
+const KIND: Duration = Duration::from_secs(1);
+
 /// How long a QEMU of this host may take to be connected to.
 const DIAL: Duration = Duration::from_secs(3);
 
@@ -82,7 +84,7 @@ const TICK: Duration = Duration::from_millis(20);
 /// How long the peer may take to acknowledge the last bytes.
 const DRAIN: Duration = Duration::from_secs(5);
 
-impl Visit {
+impl IncomingMigration {
     pub(super) fn new(session: Session, observer: Arc<dyn Observer>) -> io::Result<Self> {
         Ok(Self {
             session,
@@ -110,18 +112,24 @@ impl Visit {
         self.session.is(session)
     }
 
-    /// Takes a stream, whose first byte tells what it is.
+    /// Takes a stream of the session.
     pub(super) fn push(&self, stream: Arc<Stream>) {
-        let mut kind = [0];
-        // It has been introduced, so the byte is there.
-        let read = stream.read_until(&mut kind, Some(Instant::now() + Duration::from_secs(1)));
-        match (read, kind) {
-            (Ok(Some(1)), [MIGRATION | OPAQUE]) => {
-                self.hangup.register(&stream);
-                self.came.push((stream, kind[0]));
+        self.hangup.register(&stream);
+        self.came.push(stream);
+    }
+
+    /// The next stream, and its kind, which is its first byte.
+    fn pop(&self) -> Option<(Arc<Stream>, u8)> {
+        while let Some(stream) = self.came.pop() {
+            let mut kind = [0];
+            // It has been introduced, so the byte is there.
+            let read = stream.read_until(&mut kind, Some(Instant::now() + KIND));
+            match (read, kind) {
+                (Ok(Some(1)), [MIGRATION | OPAQUE]) => return Some((stream, kind[0])),
+                _ => warn!("{}: a stream of an unknown kind", self.session.peer()),
             }
-            _ => warn!("{}: a stream of an unknown kind", self.session.peer()),
         }
+        None
     }
 
     pub(super) fn hang_up(&self) {
@@ -240,7 +248,7 @@ impl Visit {
         conversation.send(&Message::Accepted).map_err(broke)?;
         let mut has_spoken = false;
         loop {
-            if let Some((stream, kind)) = self.came.pop() {
+            if let Some((stream, kind)) = self.pop() {
                 *lock(&self.first) = Some(stream);
                 return Ok(kind);
             }
@@ -291,16 +299,16 @@ impl Visit {
 }
 
 /// The streams of the migration, for a relay.
-impl Accept for Visit {
+impl Accept for IncomingMigration {
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
         if let Some(first) = lock(&self.first).take() {
             return Ok(Some(first));
         }
-        Ok(self.came.pop().map(|(stream, _)| stream))
+        Ok(self.pop().map(|(stream, _)| stream))
     }
 }
 
-impl AsFd for Visit {
+impl AsFd for IncomingMigration {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.came.as_fd()
     }

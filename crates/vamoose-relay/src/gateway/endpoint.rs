@@ -6,7 +6,7 @@ use super::announce::shown;
 
 /// Where sources of migrations connect.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Place {
+pub(super) enum Endpoint {
     /// A port of a peer's alias.
     Port(SocketAddr),
     /// The socket of a stream, by the stream's name.
@@ -22,7 +22,7 @@ pub(super) enum Target {
     Stream(Arc<str>),
 }
 
-impl Place {
+impl Endpoint {
     pub(super) fn target(&self) -> Target {
         match self {
             Self::Port(at) => Target::Port(at.port()),
@@ -49,7 +49,7 @@ impl Target {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Port(at) => at.fmt(f),

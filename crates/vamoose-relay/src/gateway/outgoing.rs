@@ -1,0 +1,430 @@
+//! A migration from this host: what connects to one endpoint, from the first connection to the last one's end.
+//!
+//! ```text
+//!              main stream, or a channel
+//!  undecided ────────────────────────────────> migration   a relay to the peer's gateway; strangers are turned away
+//!   │ silent: the peer's gateway is asked, and may
+//!   │ report that the destination speaks first
+//!   └────────────────────────────────────────> opaque      every connection passes as bytes
+//!               TLS, other bytes, the destination spoke
+//! ```
+//!
+//! This is decided once. Then the peer's gateway is asked, if it has not been: it dials the waiting QEMU, or says why not. At the
+//! end each gateway says how its side ended, and the journal gets a line.
+
+use std::{
+    collections::VecDeque,
+    io, mem,
+    os::fd::{AsFd, BorrowedFd},
+    sync::{Arc, Mutex},
+    thread,
+    time::{Duration, Instant},
+};
+
+use rustix::event::{PollFd, PollFlags};
+use tracing::{debug, info, warn};
+use vamoose_link::{
+    Hangup, LinkFaults, Listener, Peer, Peers, Session, SocketError, Stats, Stream, lock, peer_of,
+    wait_for,
+};
+
+use super::{
+    GatewayConfig, GatewayPeer,
+    account::{Account, Ending},
+    announce::{AnnounceError, Conversation, MIGRATION, Message, OPAQUE, announce},
+    endpoint::Endpoint,
+    guest,
+    slots::{Slot, Slots},
+};
+use crate::{
+    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, Way, chain,
+    first_bytes::{FirstBytes, MAGIC_LEN, classify, peek},
+    observer::Observation,
+    opaque::pass_bytes,
+};
+
+/// What connects to one endpoint.
+pub(super) struct OutgoingMigration {
+    peer: Arc<GatewayPeer>,
+    at: Endpoint,
+    listener: Arc<Listener>,
+    users: Peers,
+    config: Config,
+    slots: Arc<Slots>,
+    observer: Arc<dyn Observer>,
+    carries: Mutex<Carries>,
+    /// Connections that wait for the decision, or for the relay.
+    held: Mutex<VecDeque<Held>>,
+    announced: Mutex<Option<Announced>>,
+    guest: Mutex<Option<String>>,
+    began: Instant,
+    stats: Arc<Stats>,
+    hangup: Hangup,
+}
+
+/// A connection whose first bytes have not been read.
+pub(super) struct Held {
+    stream: Arc<Stream>,
+    since: Instant,
+}
+
+/// What the connections are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Carries {
+    #[default]
+    Undecided,
+    /// A migration in plain text.
+    Migration,
+    /// Something whose bytes can only be passed on, and why.
+    Opaque(&'static str),
+}
+
+/// The peer's gateway expects the migration.
+struct Announced {
+    session: Session,
+    conversation: Conversation,
+    _slot: Slot,
+}
+
+/// How often the conversation with the peer's gateway is looked at while nothing else happens.
+const TICK: Duration = Duration::from_millis(20);
+
+/// How long the peer may take to acknowledge the last bytes.
+const DRAIN: Duration = Duration::from_secs(5);
+
+/// Connections that may wait for the decision: more than a migration has.
+const MOST_HELD: usize = 512;
+
+/// How long a connection may be silent before the server is assumed to speak first.
+const SILENCE: Duration = Duration::from_millis(50);
+
+/// For the system to have file descriptors again.
+const PAUSE: Duration = Duration::from_millis(100);
+
+impl OutgoingMigration {
+    pub(super) fn new(
+        peer: Arc<GatewayPeer>,
+        (at, listener): (Endpoint, Arc<Listener>),
+        gateway: &GatewayConfig,
+        slots: Arc<Slots>,
+        observer: Arc<dyn Observer>,
+        held: VecDeque<Held>,
+    ) -> io::Result<Self> {
+        let mut config = gateway.outgoing.clone();
+        config.max_bandwidth = peer.max_bandwidth.or(config.max_bandwidth);
+        let guest = held.iter().find_map(|held| guest::name_of(&held.stream));
+        Ok(Self {
+            peer,
+            at,
+            listener,
+            users: gateway.users.clone(),
+            config,
+            slots,
+            observer,
+            carries: Mutex::default(),
+            held: Mutex::new(held),
+            announced: Mutex::default(),
+            guest: Mutex::new(guest),
+            began: Instant::now(),
+            stats: Arc::default(),
+            hangup: Hangup::new()?,
+        })
+    }
+
+    pub(super) fn hang_up(&self) {
+        self.hangup.hang_up();
+    }
+
+    pub(super) fn under_way(&self) -> UnderWay {
+        let peer = self.peer.name.clone();
+        let moved = self.stats.snapshot();
+        let carries = *lock(&self.carries);
+        UnderWay {
+            name: lock(&self.guest).clone(),
+            target: Some(self.at.target().to_string()),
+            method: (carries == Carries::Migration).then(|| self.config.method.name().to_owned()),
+            ..UnderWay::new("gateway", Role::Source, peer, self.began, &moved)
+        }
+    }
+
+    /// Connections that came too late for this migration: those of the next one, if that has begun. What is left of this one is
+    /// dropped.
+    pub(super) fn leftover(&self) -> VecDeque<Held> {
+        lock(&self.held).clear();
+        if let Err(error) = self.accept_all() {
+            warn!("{}: {}", self.at, chain(&error));
+        }
+        let is_migration = *lock(&self.carries) == Carries::Migration;
+        let is_next = |held: &Held| {
+            !is_migration || matches!(held.look(), Some(None | Some(FirstBytes::Main)))
+        };
+        let held = mem::take(&mut *lock(&self.held));
+        held.into_iter().skip_while(|held| !is_next(held)).collect()
+    }
+
+    /// Runs to the end of the last connection.
+    pub(super) fn run(self: &Arc<Self>) -> Closing {
+        let decided = self.decide();
+        let begin = || {
+            let (peer, stats) = (&*self.peer.name, self.stats.clone());
+            Observation::begin(&self.observer, Way::To, peer, self.began, stats)
+        };
+        if let Ok(carries) = decided {
+            *lock(&self.carries) = carries;
+        }
+        let ended = match decided {
+            Ok(Carries::Opaque(why)) => {
+                let (peer, target) = (&self.peer.name, self.at.target());
+                info!("to {peer}, {target}: passing bytes through as they are, encrypted: {why}");
+                Some((begin(), self.pass(OPAQUE)))
+            }
+            Ok(Carries::Migration) => Some((begin(), self.pass(MIGRATION))),
+            Ok(Carries::Undecided) => None,
+            Err(error) => Some((begin(), Ending::of(Err(error)))),
+        };
+        self.hangup.hang_up();
+        Closing {
+            announced: lock(&self.announced).take(),
+            ended: ended.map(|(observation, ending)| {
+                let account = Account {
+                    observation,
+                    target: self.at.target(),
+                    guest: lock(&self.guest).take(),
+                };
+                (account, ending)
+            }),
+        }
+    }
+
+    /// Decides what the connections are: undecided when all have ended without a byte.
+    fn decide(&self) -> Result<Carries, RelayError> {
+        loop {
+            self.accept_all()?;
+            let mut firsts = Vec::new();
+            lock(&self.held).retain(|held| {
+                let look = held.look();
+                firsts.extend(look.flatten());
+                look.is_some()
+            });
+            let begun = firsts.iter().find(|it| **it != FirstBytes::Silent);
+            match begun.or(firsts.first()) {
+                Some(FirstBytes::Main | FirstBytes::Channel) => return Ok(Carries::Migration),
+                Some(FirstBytes::Tls) => return Ok(Carries::Opaque("it is TLS")),
+                Some(FirstBytes::Other) => {
+                    let why = "its first bytes are none of QEMU's migration";
+                    return Ok(Carries::Opaque(why));
+                }
+                Some(FirstBytes::Silent) => {
+                    self.announce()?;
+                    if self.has_destination_spoken()? {
+                        return Ok(Carries::Opaque("the destination speaks first"));
+                    }
+                }
+                None if lock(&self.held).is_empty() => return Ok(Carries::Undecided),
+                None => {}
+            }
+            self.wait(TICK)?;
+        }
+    }
+
+    /// Whether the destination has sent something while the source has not.
+    fn has_destination_spoken(&self) -> Result<bool, RelayError> {
+        let mut announced = lock(&self.announced);
+        let Some(announced) = &mut *announced else {
+            return Ok(false);
+        };
+        let polled = announced.conversation.poll();
+        let message = polled.map_err(|source| AnnounceError::Conversation {
+            peer: self.peer.name.clone(),
+            source,
+        })?;
+        Ok(matches!(message, Some(Message::Spoke)))
+    }
+
+    /// Accepts what has come, for the decision.
+    fn accept_all(&self) -> Result<(), RelayError> {
+        loop {
+            match self.accept() {
+                Ok(Some(stream)) => self.hold(stream),
+                Ok(None) => return Ok(()),
+                Err(error) if error.is_exhaustion() => {
+                    warn!("{}; trying again", chain(&error));
+                    thread::sleep(PAUSE);
+                    return Ok(());
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// A connection that has come from somebody who may connect.
+    fn accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
+        while let Some(socket) = self.listener.try_accept()? {
+            if is_welcome(&self.at, &self.users, peer_of(&socket)) {
+                return Ok(Some(Arc::new(socket.into())));
+            }
+        }
+        Ok(None)
+    }
+
+    fn hold(&self, stream: Arc<Stream>) {
+        let mut guest = lock(&self.guest);
+        if guest.is_none() {
+            *guest = guest::name_of(&stream);
+        }
+        drop(guest);
+        let mut held = lock(&self.held);
+        if held.len() >= MOST_HELD {
+            return debug!("{MOST_HELD} connections wait already: one is closed");
+        }
+        let since = Instant::now();
+        held.push_back(Held { stream, since });
+    }
+
+    fn wait(&self, time: Duration) -> Result<(), RelayError> {
+        let held: Vec<_> = lock(&self.held)
+            .iter()
+            .map(|it| it.stream.clone())
+            .collect();
+        let mut fds = vec![
+            PollFd::new(&self.hangup, PollFlags::IN),
+            PollFd::new(&*self.listener, PollFlags::IN),
+        ];
+        let sockets = held.iter().filter_map(|stream| stream.socket());
+        fds.extend(sockets.map(|socket| PollFd::new(socket, PollFlags::IN)));
+        wait_for(&mut fds, time).map_err(RelayError::SetUp)?;
+        match self.hangup.is_hung_up() {
+            true => Err(RelayError::Cancelled),
+            false => Ok(()),
+        }
+    }
+
+    /// Asks the peer's gateway, once.
+    fn announce(&self) -> Result<Session, RelayError> {
+        let mut announced = lock(&self.announced);
+        if let Some(announced) = &*announced {
+            return Ok(announced.session.clone());
+        }
+        let peer = &self.peer;
+        let slot = self.slots.take(Way::To, &peer.name, peer.migrations);
+        let slot = slot.ok_or_else(|| AnnounceError::Busy {
+            peer: peer.name.clone(),
+            most: peer.migrations,
+        })?;
+        let guest = lock(&self.guest).clone();
+        let (session, conversation) = announce(peer, &self.at.target(), guest)?;
+        *announced = Some(Announced {
+            session: session.clone(),
+            conversation,
+            _slot: slot,
+        });
+        Ok(session)
+    }
+
+    /// Moves the connections to the peer's gateway, by streams of this kind.
+    fn pass(self: &Arc<Self>, kind: u8) -> Ending {
+        let migration = self.clone();
+        let dialer = Dialer::announced(Box::new(move || migration.announce()), &[kind]);
+        let relay = Relay {
+            accept: &**self,
+            dialer: &dialer,
+            config: &self.config,
+            hangup: &self.hangup,
+            stats: &self.stats,
+            on_loaded: &|| (),
+        };
+        Ending::of(match kind {
+            MIGRATION => relay.relay(),
+            _ => pass_bytes(&relay, &mut || true),
+        })
+    }
+}
+
+impl Held {
+    /// What it begins with, if that is known; `None` when it has ended.
+    fn look(&self) -> Option<Option<FirstBytes>> {
+        let mut bytes = [0; MAGIC_LEN];
+        let length = peek(self.stream.socket()?, &mut bytes)?;
+        Some(classify(&bytes[..length], self.since.elapsed() >= SILENCE))
+    }
+}
+
+/// Whether a connection comes from this host, and from one of `users`.
+fn is_welcome(at: &Endpoint, users: &Peers, peer: io::Result<Peer>) -> bool {
+    match peer {
+        Ok(Peer::Remote) => {
+            warn!("{at}: turning away another host: only this one's QEMUs connect here")
+        }
+        Ok(peer) if users.allow(peer) => return true,
+        Ok(Peer::Uid(uid)) => warn!("{at}: turning away user {uid}, who is not in `users`"),
+        // Mostly one that has been closed already.
+        Ok(Peer::Unknown) => debug!("{at}: turning away a connection: no process has it open"),
+        Err(error) => {
+            warn!("{at}: turning away a connection: cannot tell whose it is: {error}")
+        }
+    }
+    false
+}
+
+/// The connections of the migration, for a relay.
+impl Accept for OutgoingMigration {
+    fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError> {
+        match lock(&self.held).pop_front() {
+            Some(held) => Ok(Some(held.stream)),
+            None => self.accept(),
+        }
+    }
+
+    fn is_shared(&self) -> bool {
+        true
+    }
+}
+
+impl AsFd for OutgoingMigration {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+}
+
+/// A migration whose connections have ended: what is left to be said.
+pub(super) struct Closing {
+    announced: Option<Announced>,
+    ended: Option<(Account, Ending)>,
+}
+
+impl Closing {
+    /// Exchanges the last words with the peer's gateway, and writes the line in the journal.
+    pub(super) fn finish(self) {
+        let ending = self.ended.as_ref().map(|(_, ending)| ending);
+        let (error, mut faults) = (ending.and_then(Ending::error), LinkFaults::default());
+        let theirs = self.announced.and_then(|mut announced| {
+            let theirs = announced.conversation.end(error);
+            if !announced.session.drain(DRAIN) {
+                warn!("the other gateway has not acknowledged the end");
+            }
+            faults = announced.session.faults();
+            announced.session.shut_down();
+            theirs
+        });
+        if let Some((account, ending)) = self.ended {
+            account.write(&ending.with_peers(theirs), faults);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever address it listens at.
+    #[test]
+    fn only_users_of_this_host_are_welcome() {
+        let at = Endpoint::Port(([127, 0, 0, 2], 1).into());
+        let is_welcome = |peer| is_welcome(&at, &Peers::own_and([4711]), peer);
+        assert!(is_welcome(Ok(Peer::Uid(4711))));
+        assert!(!is_welcome(Ok(Peer::Uid(4712))));
+        assert!(!is_welcome(Ok(Peer::Remote)));
+        assert!(!is_welcome(Ok(Peer::Unknown)));
+        assert!(!is_welcome(Err(io::ErrorKind::Unsupported.into())));
+    }
+}
