@@ -6,7 +6,7 @@ use std::{io::Write as _, os::unix::net::UnixStream, sync::Arc};
 
 use libfuzzer_sys::fuzz_target;
 use vamoose_link::Stream;
-use vamoose_relay::gateway_seam::{self, Heard};
+use vamoose_relay::gateway_fuzzing::{self, Heard};
 
 /// More than the longest text of the journal, with what stands before it.
 const LONGEST: usize = 1_100;
@@ -33,5 +33,5 @@ fn converse(input: &[u8]) -> Vec<Heard> {
     let (mut peer, ours) = UnixStream::pair().expect("there are descriptors");
     peer.write_all(input).expect("there is room for it");
     drop(peer);
-    gateway_seam::hear(Arc::new(Stream::from(ours)))
+    gateway_fuzzing::hear(Arc::new(Stream::from(ours)))
 }

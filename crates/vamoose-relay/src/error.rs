@@ -109,6 +109,6 @@ pub enum RelayError {
     #[error("a multifd channel came after the migration had been taken for one without multifd")]
     LateChannel,
     /// A connection of another migration.
-    #[error("it begins another migration, while one is under way")]
+    #[error("rejected: a migration is already running")]
     Busy,
 }

@@ -1,4 +1,4 @@
-//! A gateway between two hosts: whoever migrates a guest by its QEMU alone (libvirt, for one) gains what two Vamooses have.
+//! A gateway between two hosts: callers that migrate guests by QEMU alone (such as libvirt) gain what two Vamooses offer.
 //!
 //! ```text
 //!  QEMU ── alias of the peer, port P ──> gateway ══ a session for each migration ══> gateway ── own alias, port P ──> QEMU
@@ -17,12 +17,12 @@ mod account;
 mod announce;
 mod config;
 mod endpoint;
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 mod guest;
 mod incoming;
 mod listeners;
 mod outgoing;
-#[cfg(feature = "fuzzing")]
-pub mod seam;
 mod slots;
 
 use std::{
@@ -51,7 +51,7 @@ use outgoing::{Held, OutgoingMigration};
 
 use crate::{Observer, UnderWay};
 
-/// Moves migrations between this host and its peers, as many at once as there are.
+/// Carries all migrations between this host and its peers.
 pub struct Gateway {
     config: Mutex<Arc<GatewayConfig>>,
     sessions: Sessions,
@@ -93,8 +93,8 @@ const MOST_TAKEN: usize = 64;
 const BUG: &str = "a bug of the gateway has ended this migration: its connections are closed";
 
 impl Gateway {
-    /// Listens for other gateways, and at the aliases of the peers. Of `passed`, sockets that listen already, it takes those at
-    /// addresses that it needs.
+    /// Listens for other gateways, and at the aliases of the peers. Uses those of the listening sockets `passed` whose addresses it
+    /// needs.
     ///
     /// # Errors
     /// When an address is taken or not this host's, or certificates or keys cannot be used.
@@ -122,20 +122,19 @@ impl Gateway {
         })
     }
 
-    /// Tells `observer` of its migrations.
+    /// Reports migrations to `observer`.
     #[must_use]
     pub fn observed_by(mut self, observer: Arc<dyn Observer>) -> Self {
         self.observer = observer;
         self
     }
 
-    /// Where other gateways reach it.
+    /// Addresses at which other gateways reach this one.
     pub fn addresses(&self) -> impl Iterator<Item = &Address> {
         self.sessions.addresses()
     }
 
-    /// Works by another configuration from now on. Migrations under way go on as they began; where other gateways reach
-    /// this one stays.
+    /// Replaces the configuration. Migrations under way keep theirs, and the addresses for other gateways stay.
     ///
     /// # Errors
     /// As [`Gateway::bind`]; then nothing changes.
@@ -161,7 +160,7 @@ impl Gateway {
         Ok(())
     }
 
-    /// What is under way, in both directions.
+    /// Migrations under way, in both directions.
     pub fn under_way(&self) -> Vec<UnderWay> {
         let outgoing: Vec<_> = lock(&self.outgoing).values().cloned().collect();
         let incoming = lock(&self.incoming).clone();

@@ -17,9 +17,10 @@
 //! A connection that is silent when `ram` is on the main stream is no channel: a channel has sent its SYNC by then. It may be for
 //! post-copy: sources of machine types before 8.0 open that one at the beginning. Nothing is known of it until a page is asked for.
 //!
-//! Others may connect as well: port scanners, a client with the wrong address. **Until a main stream or a channel
+//! Strangers may connect as well: port scanners, a client with the wrong address. **Until a main stream or a channel
 //! is identified by its first bytes, a connection that is neither is closed**, and the relay keeps waiting; one
-//! that sends nothing is closed later, too. But a protocol error of a source that has begun is an error.
+//! that sends nothing is closed later, too. Once a source has begun, a protocol error ends the migration, except where others
+//! may connect to the same socket ([`Accept::is_shared`]).
 
 use std::{
     collections::BTreeMap,
@@ -422,7 +423,7 @@ fn has_ram(main: &Stream) -> bool {
     };
     // Large enough for the setup of devices that come before it.
     let mut bytes = vec![0; 64 * 1024];
-    // A stream that has ended is found by whoever reads it.
+    // The end of the stream is noticed when it is read.
     let length = peek(main, &mut bytes).unwrap_or(0);
     let mut seen = bytes[..length].windows(RAM_SECTION.len());
     seen.any(|window| window == RAM_SECTION)

@@ -39,9 +39,9 @@ mod placement;
 mod process;
 mod qemu;
 mod qmp;
+mod relay;
 mod return_path;
 mod serve;
-mod session;
 mod settle;
 mod syncs;
 mod under_way;
@@ -54,7 +54,7 @@ pub use downtime::Switchover;
 pub use error::{Direction, RelayError};
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
-pub use gateway::seam as gateway_seam;
+pub use gateway::fuzzing as gateway_fuzzing;
 pub use gateway::{
     AnnounceError, Gateway, GatewayConfig, GatewayError, GatewayPeer, GatewayStream,
 };
@@ -67,8 +67,8 @@ pub use placement::{NotPlaced, PlaceError, Placement, PlacementMode};
 pub use process::ProcessId;
 pub use qemu::{QemuError, Version};
 pub use qmp::QmpError;
+pub use relay::{Outcome, Relay, Summary};
 pub use serve::{ServeError, Server, ServerConfig};
-pub use session::{Outcome, Relay, Summary};
 pub use settle::{SettleError, Settlement, Verdict};
 pub use under_way::{Role, UnderWay, WatchError, Watchable, under_way};
 pub use vamoose_link::{DowntimeParts, chain};

@@ -1,4 +1,4 @@
-//! What a gateway or a server tells of its migrations to whoever keeps account of them.
+//! Reports the migrations of a gateway or a server to an observer, which counts them.
 //!
 //! The counters are those that the data path has anyway: an observer reads them whenever it likes, and nothing waits for it
 //! but the beginning and the end of a migration.
@@ -9,11 +9,11 @@ use vamoose_link::{LinkFaults, Stats};
 
 use crate::{Outcome, RelayError, Summary, Switchover};
 
-/// Hears of every migration. `()` does not listen.
+/// Is told of every migration. `()` ignores them.
 pub trait Observer: Send + Sync {
-    /// One has begun.
+    /// A migration has begun.
     fn begun(&self, migration: &Arc<Observed>);
-    /// One that had begun has ended.
+    /// A migration has ended.
     fn ended(&self, migration: &Arc<Observed>, end: End);
 }
 
@@ -58,9 +58,9 @@ pub enum EndKind {
     Unconfirmed,
     /// Its connections ended in good order; what they were is not known here.
     Passed,
-    /// Before any of its bytes were taken.
+    /// Refused before any of its bytes were taken.
     Refused,
-    /// After that.
+    /// Failed after that.
     Failed,
 }
 
@@ -74,7 +74,7 @@ impl EndKind {
         Self::Failed,
     ];
 
-    /// Its name.
+    /// The outcome's name in metrics and logs.
     pub fn name(self) -> &'static str {
         match self {
             Self::Loaded => "loaded",
@@ -132,7 +132,7 @@ impl Observation {
         }
     }
 
-    /// One that ends where it begins.
+    /// Reports a migration that is refused at once.
     pub(crate) fn refused(observer: &Arc<dyn Observer>, way: Way, peer: impl Into<String>) {
         let observation = Self::begin(observer, way, peer, Instant::now(), Arc::default());
         observation.end(EndKind::Refused, None, LinkFaults::default());

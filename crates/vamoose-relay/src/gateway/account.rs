@@ -1,4 +1,4 @@
-//! The line in the journal that every migration through a gateway ends with.
+//! The journal's line about a migration through a gateway.
 
 use std::{fmt, time::Duration};
 
@@ -9,7 +9,7 @@ use vamoose_link::LinkFaults;
 use super::endpoint::Target;
 use crate::{EndKind, Outcome, RelayError, Summary, Switchover, Way, chain, observer::Observation};
 
-/// A migration, for its line.
+/// A migration, as its line describes it.
 pub(super) struct Account {
     pub(super) observation: Observation,
     pub(super) target: Target,
@@ -17,9 +17,9 @@ pub(super) struct Account {
     pub(super) guest: Option<String>,
 }
 
-/// How it ended.
+/// How a migration ended, with the reason.
 #[derive(Debug)]
-pub(super) enum Ending {
+pub(super) enum MigrationEnd {
     /// The destination has confirmed that it has loaded the guest.
     Loaded(Option<Switchover>),
     /// Everything was delivered, without a confirmation.
@@ -33,23 +33,25 @@ pub(super) enum Ending {
 
 impl Account {
     /// `faults` are those of its session.
-    pub(super) fn write(self, ending: &Ending, faults: LinkFaults) {
+    pub(super) fn write(self, ending: &MigrationEnd, faults: LinkFaults) {
         let line = self.line(ending);
         let (guest, migration) = (self.guest.as_deref(), self.observation.migration.clone());
         let switchover = match ending {
-            Ending::Loaded(switchover) => *switchover,
+            MigrationEnd::Loaded(switchover) => *switchover,
             _ => None,
         };
-        // Who has read the line finds it counted.
+        // A reader of the line finds the migration counted.
         self.observation.end(ending.kind(), switchover, faults);
         let (peer, outcome) = (&*migration.peer, ending.kind().name());
         match ending {
-            Ending::Refused(_) | Ending::Failed(_) => warn!(guest, peer, outcome, "{line}"),
+            MigrationEnd::Refused(_) | MigrationEnd::Failed(_) => {
+                warn!(guest, peer, outcome, "{line}")
+            }
             _ => info!(guest, peer, outcome, "{line}"),
         }
     }
 
-    fn line(&self, ending: &Ending) -> String {
+    fn line(&self, ending: &MigrationEnd) -> String {
         let guest = match &self.guest {
             Some(name) => format!("guest {name}"),
             None => "guest of unknown name".to_owned(),
@@ -67,7 +69,7 @@ impl Account {
     }
 }
 
-impl Ending {
+impl MigrationEnd {
     pub(super) fn of(result: Result<Summary, RelayError>) -> Self {
         match result {
             Ok(summary) => match summary.outcome {
@@ -90,7 +92,7 @@ impl Ending {
         }
     }
 
-    /// What the other gateway is told.
+    /// The error to report to the other gateway.
     pub(super) fn error(&self) -> Option<String> {
         match self {
             Self::Loaded(_) | Self::Unconfirmed | Self::Passed => None,
@@ -98,7 +100,7 @@ impl Ending {
         }
     }
 
-    /// Adds what the other gateway says of its end: the reason is often there.
+    /// Adds the other gateway's error, which is often the reason.
     pub(super) fn with_peers(self, theirs: Option<String>) -> Self {
         match (self, theirs) {
             (Self::Failed(ours), Some(theirs)) => {
@@ -109,7 +111,7 @@ impl Ending {
     }
 }
 
-impl fmt::Display for Ending {
+impl fmt::Display for MigrationEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Loaded(_) => write!(f, "loaded"),
@@ -148,21 +150,21 @@ mod tests {
 
     #[test]
     fn a_line_says_who_where_how_and_how_much() {
-        let (nobody, stats): (Arc<dyn Observer>, _) = (Arc::new(()), Arc::<Stats>::default());
+        let (observer, stats): (Arc<dyn Observer>, _) = (Arc::new(()), Arc::<Stats>::default());
         stats.add_received(3 << 20);
         stats.add_sent(1 << 19);
         let account = Account {
-            observation: Observation::begin(&nobody, Way::To, "kvm2", Instant::now(), stats),
+            observation: Observation::begin(&observer, Way::To, "kvm2", Instant::now(), stats),
             target: Target::Port(49_152),
             guest: Some("web1".to_owned()),
         };
-        let failed = Ending::Failed("cut".to_owned()).with_peers(Some("no QEMU".to_owned()));
+        let failed = MigrationEnd::Failed("cut".to_owned()).with_peers(Some("no QEMU".to_owned()));
         for (ending, text) in [
-            (Ending::Loaded(None), "loaded"),
+            (MigrationEnd::Loaded(None), "loaded"),
             (failed, "failed: cut; the other gateway: no QEMU"),
-            (Ending::Refused("full".to_owned()), "refused: full"),
+            (MigrationEnd::Refused("full".to_owned()), "refused: full"),
             (
-                Ending::Passed.with_peers(Some("x".to_owned())),
+                MigrationEnd::Passed.with_peers(Some("x".to_owned())),
                 "passed through to its end",
             ),
         ] {

@@ -76,7 +76,7 @@ pub enum AnnounceError {
         source: Box<DialError>,
     },
     #[error(
-        "who answers for {peer} has proved to be {shown}: its `to` or its `key` is another host's"
+        "the host that answers for {peer} has proved to be {shown}: `to` or `key` of {peer} belongs to another host"
     )]
     OtherHost { peer: String, shown: String },
     #[error("{peer} refuses: {reason}")]
@@ -106,7 +106,7 @@ pub enum ConversationError {
     Frame(#[from] FrameError),
     #[error("nothing came in {} s", .0.as_secs())]
     Silent(Duration),
-    #[error("it says something else than was asked")]
+    #[error("unexpected message")]
     OutOfTurn,
 }
 

@@ -1,4 +1,4 @@
-//! What a gateway is told.
+//! The configuration of a gateway.
 
 use std::{
     collections::HashMap,
@@ -14,68 +14,67 @@ use vamoose_link::{Address, PageCaches, Peers, Remote, SessionConfig};
 use super::endpoint::{Endpoint, Target};
 use crate::Config;
 
-/// How a gateway works.
+/// The configuration of a gateway.
 #[derive(Clone)]
 pub struct GatewayConfig {
-    /// Where other gateways reach this one.
+    /// Addresses at which other gateways reach this one.
     pub listen: Vec<Address>,
-    /// Where this host's QEMUs wait for migrations, if they do. Besides it, only addresses of streams are dialled for
-    /// another gateway.
+    /// Address at which this host's QEMUs wait for migrations. Only it and the targets of streams are dialled for another gateway.
     pub alias: Option<IpAddr>,
-    /// The ports at which they wait. libvirt takes a port only if nobody listens there, at whichever address of its host: the
-    /// peers' ports have to be others.
+    /// Ports at which they wait. libvirt takes only ports on which nothing listens, at any address of its host: the peers' ports
+    /// have to differ.
     pub ports: RangeInclusive<u16>,
     /// The other hosts.
     pub peers: Vec<Arc<GatewayPeer>>,
     /// Sockets at both ends that are connected by name.
     pub streams: Vec<GatewayStream>,
-    /// Whose connections are taken at the aliases of other hosts.
+    /// Users whose connections are accepted at the aliases of other hosts.
     pub users: Peers,
-    /// What is done with the pages of migrations from this host.
+    /// Relay configuration of migrations from this host.
     pub outgoing: Config,
-    /// What is done with those of migrations to it.
+    /// Relay configuration of migrations to this host.
     pub incoming: Config,
-    /// How sessions with other gateways that they begin behave.
+    /// Configuration of sessions that other gateways begin.
     pub sessions: SessionConfig,
-    /// How long migrations may go on when the gateway is to end.
+    /// How long migrations may continue after [`Gateway::drain`](super::Gateway::drain).
     pub drain_timeout: Duration,
 }
 
-/// Another host, which has a gateway as well.
+/// Another host with a gateway.
 #[derive(Clone, Debug)]
 pub struct GatewayPeer {
-    /// What the operator calls it.
+    /// The operator's name for it.
     pub name: String,
-    /// The address of this host that stands for it: who connects there reaches the QEMU that waits at the same port on the peer.
+    /// Address of this host that stands for the peer: a connection to it reaches the QEMU that waits at the same port there.
     pub alias: Option<IpAddr>,
     /// The ports at which QEMUs wait there.
     pub ports: RangeInclusive<u16>,
     /// Its gateway.
     pub remote: Remote,
-    /// What it has to prove to be: its key, or a name in its certificate. `None` without authentication.
+    /// Identity that it has to prove: its key, or a name in its certificate. `None` without authentication.
     pub identity: Option<String>,
-    /// How many migrations to it there may be at once, and as many from it.
+    /// Most migrations to it at once, and most from it.
     pub migrations: usize,
     /// Bandwidth limit of each migration to it, in bytes per second.
     pub max_bandwidth: Option<NonZeroU64>,
 }
 
-/// A socket here, and one at a peer, for the connections of a program that finds its own way there: who connects to one
-/// reaches what listens on the other. Both hosts know it by its name, and each only its own addresses.
+/// A socket here and one at a peer, joined by a name that both hosts have: a connection to one reaches the listener at the other.
+/// Each host knows only its own addresses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GatewayStream {
     /// The same on both hosts.
     pub name: Arc<str>,
-    /// The peer, by its name: where connections go, and the only one from which they come.
+    /// Name of the peer: connections go to it, and come from it alone.
     pub peer: String,
-    /// Where programs of this host connect, if they do.
+    /// Address at which programs of this host connect.
     pub listen: Option<Address>,
-    /// What is connected to here for the peer, if it may.
+    /// Address of this host that the peer's connections reach.
     pub to: Option<Address>,
 }
 
 impl GatewayConfig {
-    /// Has all sessions take the memory of their page caches from `caches`.
+    /// Lets all sessions take the memory of their page caches from `caches`.
     #[must_use]
     pub fn sharing(mut self, caches: &PageCaches) -> Self {
         self.sessions.page_caches = caches.clone();
@@ -85,7 +84,7 @@ impl GatewayConfig {
         self
     }
 
-    /// Where sources of migrations connect, and the addresses.
+    /// Endpoints for sources of migrations, with their addresses.
     pub(super) fn endpoints(&self) -> HashMap<Endpoint, Address> {
         let aliases = self
             .peers
@@ -105,7 +104,7 @@ impl GatewayConfig {
         ports.chain(streams).collect()
     }
 
-    /// Peers at whose ports QEMUs of this host may wait as well: where libvirt chooses ports, it finds none.
+    /// Peers whose ports overlap this host's: libvirt finds no free port for a migration to them.
     pub fn peers_with_own_ports(&self) -> impl Iterator<Item = &GatewayPeer> {
         let (own, has_alias) = (&self.ports, self.alias.is_some());
         let overlap =
@@ -134,7 +133,7 @@ impl GatewayConfig {
         }
     }
 
-    /// The peer that has proved to be `identity`. Without authentication, whoever comes from its address.
+    /// The peer with this proved identity. Without authentication, the peer with this address.
     pub(super) fn who_is(&self, identity: Option<&str>, shown: &str) -> Option<&Arc<GatewayPeer>> {
         let is_it = |peer: &&Arc<GatewayPeer>| match (&peer.identity, identity) {
             (Some(expected), Some(proved)) => expected == proved,
@@ -147,7 +146,7 @@ impl GatewayConfig {
         self.peers.iter().find(is_it)
     }
 
-    /// What `peer` may be connected to by this target, or why there is nothing.
+    /// The address that `peer` reaches by this target, or the reason why there is none.
     pub(super) fn waiting_at(&self, target: &Target, peer: &str) -> Result<Address, String> {
         match target {
             Target::Port(port) => {

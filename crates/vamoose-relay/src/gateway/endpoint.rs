@@ -1,4 +1,4 @@
-//! Where migrations begin on this host, and what they are to on the other.
+//! Where migrations enter this host's gateway, and what they lead to on the other host.
 
 use std::{fmt, net::SocketAddr, sync::Arc};
 
@@ -13,7 +13,7 @@ pub(super) enum Endpoint {
     Stream(Arc<str>),
 }
 
-/// What a migration is to, by what both hosts call it.
+/// Destination of a migration, in terms that both hosts know.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Target {
     /// The QEMU that waits at this port.

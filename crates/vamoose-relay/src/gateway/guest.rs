@@ -1,7 +1,7 @@
 //! The name of the guest whose QEMU has opened a connection: for the journal, where it can be found.
 //!
-//! A unix socket tells the process that has connected. For TCP, /proc/net/tcp has the socket's number, /proc/PID/fd the process that has it open, and /proc/PID/cmdline the name that
-//! whoever started QEMU has given the guest (`-name guest=NAME`, or `-name NAME`). The files of other users' processes
+//! A unix socket identifies the process that has connected. For TCP, the kernel has the socket's number, and /proc/PID/fd the
+//! process that has it open. /proc/PID/cmdline has the guest's name (`-name guest=NAME`, or `-name NAME`). The files of other users' processes
 //! can only be read with CAP_SYS_PTRACE: without, the guest has no name.
 
 use std::{fs, path::Path};

@@ -1,4 +1,4 @@
-//! A migration to this host: a session that another gateway has begun, from its announcement to its end.
+//! A migration to this host: a session of another gateway, from its announcement to its end.
 //!
 //! The waiting QEMU is dialled before the announcement is accepted, and that connection is the migration's first: QEMU takes
 //! a connection that is closed again for a failed migration.
@@ -21,7 +21,7 @@ use vamoose_link::{
 
 use super::{
     GatewayConfig,
-    account::{Account, Ending},
+    account::{Account, MigrationEnd},
     announce::{Conversation, MIGRATION, Message, OPAQUE, VERSION, shown},
     endpoint::Target,
     slots::{Slot, Slots},
@@ -31,13 +31,13 @@ use crate::{
     first_bytes::peek, observer::Observation, opaque::pass_bytes,
 };
 
-/// A session of another gateway's.
+/// A session that another gateway has begun.
 pub(super) struct IncomingMigration {
     session: Session,
     came: PollQueue<Arc<Stream>>,
     /// The first of them, until its kind has been acted upon.
     first: Mutex<Option<Arc<Stream>>>,
-    /// For those who watch: who it is from and what it is, once that is known.
+    /// What observers see, once it is known.
     watched: Mutex<Option<Watched>>,
     stats: Arc<Stats>,
     hangup: Hangup,
@@ -52,14 +52,14 @@ struct Watched {
     began: Instant,
 }
 
-/// Whether migrations from other hosts are let in.
+/// Decides whether migrations from other hosts are admitted.
 #[derive(Default)]
 pub(super) struct Admission {
     pub(super) slots: Arc<Slots>,
     is_closed: AtomicBool,
 }
 
-/// What was announced, and can be received.
+/// An announced migration that has been admitted.
 struct Admitted {
     from: String,
     target: Target,
@@ -136,7 +136,7 @@ impl IncomingMigration {
         self.hangup.hang_up();
     }
 
-    /// Receives what the first stream announces.
+    /// Receives the migration that the first stream announces.
     pub(super) fn run(&self, first: Arc<Stream>, config: &GatewayConfig, admission: &Admission) {
         let mut conversation = Conversation::new(first);
         let announced = match conversation.receive(ANNOUNCEMENT) {
@@ -153,7 +153,7 @@ impl IncomingMigration {
                 let peer = config.who_is(self.session.identity(), self.session.peer());
                 let peer = peer.map_or("", |peer| &peer.name);
                 Observation::refused(&self.observer, Way::From, peer);
-                // Who asked may have gone.
+                // The peer may have gone.
                 let _ = conversation.send(&Message::Refused { reason });
                 self.session.drain(DRAIN);
                 self.session.shut_down();
@@ -161,7 +161,7 @@ impl IncomingMigration {
         }
     }
 
-    /// Connects to the QEMU, or says why not.
+    /// Connects to the waiting QEMU, or returns the reason for a refusal.
     fn admit(
         &self,
         announced: Message,
@@ -192,7 +192,8 @@ impl IncomingMigration {
             return Err(refused("this gateway is about to end".to_owned()));
         }
         let peer = config.who_is(self.session.identity(), shown_peer);
-        let peer = peer.ok_or_else(|| refused(format!("{shown_peer} is none of its peers")))?;
+        let peer =
+            peer.ok_or_else(|| refused(format!("{shown_peer} is not a peer of this gateway")))?;
         let at = config.waiting_at(&target, &peer.name).map_err(refused)?;
         let slot = admission.slots.take(Way::From, &peer.name, peer.migrations);
         let slot = slot.ok_or_else(|| {
@@ -233,7 +234,7 @@ impl IncomingMigration {
         });
         let ending = match self.begin(&mut conversation, &admitted.qemu) {
             Ok(kind) => self.pass(kind, &mut conversation, admitted, config),
-            Err(reason) => Ending::Failed(reason),
+            Err(reason) => MigrationEnd::Failed(reason),
         };
         self.hangup.hang_up();
         let theirs = conversation.end(ending.error());
@@ -279,7 +280,7 @@ impl IncomingMigration {
         conversation: &mut Conversation,
         admitted: Admitted,
         config: &Config,
-    ) -> Ending {
+    ) -> MigrationEnd {
         let relay = Relay {
             accept: self,
             dialer: &Dialer::dialled(admitted.qemu, admitted.at),
@@ -289,12 +290,12 @@ impl IncomingMigration {
             on_loaded: &|| (),
         };
         if kind == MIGRATION {
-            return Ending::of(relay.relay());
+            return MigrationEnd::of(relay.relay());
         }
         let (from, target) = (&admitted.from, &admitted.target);
         info!("from {from}, {target}: passing bytes through as they are");
         // The other gateway says that there will be no further connection, or has gone.
-        Ending::of(pass_bytes(&relay, &mut || conversation.poll().is_err()))
+        MigrationEnd::of(pass_bytes(&relay, &mut || conversation.poll().is_err()))
     }
 }
 
@@ -315,7 +316,7 @@ impl AsFd for IncomingMigration {
 }
 
 impl Admission {
-    /// Lets nobody in any more.
+    /// Admits no further migrations.
     pub(super) fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
     }

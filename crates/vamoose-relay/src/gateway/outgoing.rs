@@ -30,7 +30,7 @@ use vamoose_link::{
 
 use super::{
     GatewayConfig, GatewayPeer,
-    account::{Account, Ending},
+    account::{Account, MigrationEnd},
     announce::{AnnounceError, Conversation, MIGRATION, Message, OPAQUE, announce},
     endpoint::Endpoint,
     guest,
@@ -180,7 +180,7 @@ impl OutgoingMigration {
             }
             Ok(Carries::Migration) => Some((begin(), self.pass(MIGRATION))),
             Ok(Carries::Undecided) => None,
-            Err(error) => Some((begin(), Ending::of(Err(error)))),
+            Err(error) => Some((begin(), MigrationEnd::of(Err(error)))),
         };
         self.hangup.hang_up();
         Closing {
@@ -322,7 +322,7 @@ impl OutgoingMigration {
     }
 
     /// Moves the connections to the peer's gateway, by streams of this kind.
-    fn pass(self: &Arc<Self>, kind: u8) -> Ending {
+    fn pass(self: &Arc<Self>, kind: u8) -> MigrationEnd {
         let migration = self.clone();
         let dialer = Dialer::announced(Box::new(move || migration.announce()), &[kind]);
         let relay = Relay {
@@ -333,7 +333,7 @@ impl OutgoingMigration {
             stats: &self.stats,
             on_loaded: &|| (),
         };
-        Ending::of(match kind {
+        MigrationEnd::of(match kind {
             MIGRATION => relay.relay(),
             _ => pass_bytes(&relay, &mut || true),
         })
@@ -389,14 +389,14 @@ impl AsFd for OutgoingMigration {
 /// A migration whose connections have ended: what is left to be said.
 pub(super) struct Closing {
     announced: Option<Announced>,
-    ended: Option<(Account, Ending)>,
+    ended: Option<(Account, MigrationEnd)>,
 }
 
 impl Closing {
     /// Exchanges the last words with the peer's gateway, and writes the line in the journal.
     pub(super) fn finish(self) {
         let ending = self.ended.as_ref().map(|(_, ending)| ending);
-        let (error, mut faults) = (ending.and_then(Ending::error), LinkFaults::default());
+        let (error, mut faults) = (ending.and_then(MigrationEnd::error), LinkFaults::default());
         let theirs = self.announced.and_then(|mut announced| {
             let theirs = announced.conversation.end(error);
             if !announced.session.drain(DRAIN) {

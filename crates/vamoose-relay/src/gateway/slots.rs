@@ -1,4 +1,4 @@
-//! How many migrations with a peer there may be.
+//! Limits the number of migrations with each peer.
 
 use std::{
     collections::HashMap,
@@ -9,18 +9,18 @@ use vamoose_link::lock;
 
 use crate::Way;
 
-/// Those that there are: to each peer, and from each.
+/// Counts migrations: to each peer, and from each.
 #[derive(Default)]
 pub(super) struct Slots(Mutex<HashMap<(Way, String), usize>>);
 
-/// One of them. Dropping it makes room.
+/// One migration that counts, until it is dropped.
 pub(super) struct Slot {
     slots: Arc<Slots>,
     key: (Way, String),
 }
 
 impl Slots {
-    /// Takes a place, if there are fewer than `most`.
+    /// Counts a migration, if there are fewer than `most`.
     pub(super) fn take(self: &Arc<Self>, way: Way, peer: &str, most: usize) -> Option<Slot> {
         let key = (way, peer.to_owned());
         let mut taken = lock(&self.0);

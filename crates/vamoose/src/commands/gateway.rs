@@ -1,4 +1,4 @@
-//! `vamoose gateway`: all migrations between this host and others, for whoever drives the QEMUs.
+//! `vamoose gateway`: carries all migrations between this host and others, whatever drives the QEMUs.
 
 mod config;
 mod systemd;
@@ -30,11 +30,11 @@ use vamoose::{
 
 pub(crate) use self::config::{qemu_users, uid};
 
-/// Pass all migrations between this host and others on, compressed and encrypted
+/// Carry all migrations between this host and others, compressed and encrypted
 ///
-/// Runs until it is told to end. Whoever migrates a guest (libvirt, for example) has QEMU connect to an address of this host that
-/// stands for the other one; the gateways of both hosts do the rest. SIGHUP reads the configuration, keys and certificates
-/// again; SIGTERM lets migrations under way finish, a second one ends them.
+/// Runs until a signal ends it. To migrate a guest, libvirt (or another caller) has QEMU connect to an address of this host that
+/// stands for the other host; the gateways of both hosts do the rest. SIGHUP reloads the configuration, keys and certificates.
+/// SIGTERM lets migrations under way finish; a second SIGTERM ends them.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     /// Configuration, in TOML: see docs/gateway.md
@@ -56,7 +56,7 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// What the file says: all that can be found wrong in it without listening is.
+    /// Reads the file, and reports every error in it that can be found without listening.
     fn read(&self) -> Result<Setting> {
         let file = File::read(&self.config)?;
         let metrics = self.metrics(&file)?;
@@ -69,7 +69,7 @@ impl Options {
             Session::check(&peer.remote.config).with_context(|| format!("peer {name}"))?;
         }
         if config.peers.is_empty() {
-            warn!("there are no peers: nobody is accepted");
+            warn!("there are no peers: no host is accepted");
         }
         for peer in config.peers_with_own_ports() {
             let name = &peer.name;
@@ -101,7 +101,7 @@ impl Options {
     }
 }
 
-/// What is in the configuration.
+/// The contents of the configuration.
 struct Setting {
     config: GatewayConfig,
     /// Where to answer with metrics.
@@ -152,7 +152,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// What a gateway with this file does.
+/// The configuration of a gateway with this file.
 pub(crate) fn configuration(file: &Path) -> Result<GatewayConfig> {
     let config = File::read(file)?.into_config(&Hardware::default(), Duration::ZERO);
     config.with_context(|| file.display().to_string())
@@ -177,7 +177,7 @@ fn obey(signals: &mut Signals, gateway: &Gateway, reload: &dyn Fn()) {
     }
 }
 
-/// What is wrong in the new configuration leaves the old one in force.
+/// Reads the configuration again. An error in it leaves the previous one in force.
 fn reload(
     gateway: &Gateway,
     options: &Options,
@@ -207,7 +207,7 @@ fn reload(
     }
 }
 
-/// What a gateway works by from its start to its end, of the keys of its configuration.
+/// Settings that only a restart changes.
 struct Fixed([(&'static str, String); 5]);
 
 impl Fixed {

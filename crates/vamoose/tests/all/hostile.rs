@@ -307,7 +307,7 @@ fn another_migration_while_one_is_under_way() -> Result<()> {
     }
     stage
         .relay
-        .wait_for("begins another migration, while one is under way", LIMIT)?;
+        .wait_for("rejected: a migration is already running", LIMIT)?;
     expect_end(&mut stage.open(b"GET / HTTP/1.1\r\n")?)?;
     stage.relay.wait_for("turning away a stranger", LIMIT)?;
     source.channels[0].write_all(&sync())?;
@@ -330,7 +330,7 @@ fn another_migration_while_one_is_passed_through() -> Result<()> {
     }
     stage
         .relay
-        .wait_for("begins another migration, while one is under way", LIMIT)?;
+        .wait_for("rejected: a migration is already running", LIMIT)?;
     source.write_all(b"more")?;
     destination.read_exact(&mut vec![0; main_stream().len() + 4])?;
     Ok(())

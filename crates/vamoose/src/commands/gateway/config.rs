@@ -26,7 +26,7 @@ use vamoose::{
     security::keys_directory,
 };
 
-/// As it is written; docs/gateway.md explains every key.
+/// The file's keys; docs/gateway.md explains each.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(super) struct File {
@@ -119,7 +119,7 @@ fn sixteen() -> usize {
     16
 }
 
-/// Whom distributions let QEMU run as under libvirt.
+/// Users as which distributions run QEMU under libvirt.
 const USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
 
 impl File {
@@ -142,7 +142,7 @@ impl File {
         Ok(page_caches(size.context("page-caches")?))
     }
 
-    /// What the gateway is told, with these devices.
+    /// The configuration of the gateway, with these devices.
     pub(super) fn into_config(
         self,
         hardware: &Hardware,
@@ -350,7 +350,7 @@ fn ports_of(alias: Option<IpAddr>) -> RangeInclusive<u16> {
     first..=first + (COUNT - 1)
 }
 
-/// Whom QEMU runs as, of those that exist.
+/// Users as which QEMU runs, of those that exist.
 pub(crate) fn qemu_users() -> Result<Vec<u32>> {
     let known = passwd()?;
     Ok(USERS
@@ -369,7 +369,7 @@ fn passwd() -> Result<String> {
     fs::read_to_string("/etc/passwd").context("cannot read /etc/passwd")
 }
 
-/// Whose connections are taken, besides root's and our own user's. Those who are named have to exist.
+/// Users whose connections are accepted, besides root and this process's user. Named users have to exist.
 fn users(named: Option<&[String]>) -> Result<Peers> {
     let Some(named) = named else {
         return Ok(Peers::own_and(qemu_users()?));
@@ -387,7 +387,7 @@ fn uid_in(passwd: &str, name: &str) -> Option<u32> {
     })
 }
 
-/// An alias stands for one host, and so does a key. A host without one is reached by streams alone.
+/// Each alias and each key belongs to one host. A host without an alias is reached by streams alone.
 fn check(config: &GatewayConfig) -> Result<()> {
     check_loopback(config.alias)?;
     for (at, peer) in config.peers.iter().enumerate() {
@@ -425,7 +425,7 @@ fn check(config: &GatewayConfig) -> Result<()> {
     Ok(())
 }
 
-/// Whoever reaches an alias reaches QEMUs that wait for a migration, and take it from anybody.
+/// An alias must not be reachable from other hosts: QEMUs that wait there accept a migration from any client.
 fn check_loopback(alias: Option<IpAddr>) -> Result<()> {
     if let Some(alias) = alias {
         ensure!(
@@ -509,9 +509,9 @@ mod tests {
         );
     }
 
-    /// Not those of files: whoever is taken out of the configuration is not trusted any more.
+    /// Keys in files do not count: a peer that is removed from the configuration is no longer trusted.
     #[test]
-    fn without_peers_nobody_is_trusted() {
+    fn without_peers_no_key_is_trusted() {
         let head = "listen = [\"10.0.0.1:4440\"]\nalias = \"127.77.0.1\"\n";
         match load(head).unwrap().sessions.security {
             Security::Keys(keys) => assert_eq!(keys.trusted, Some(Vec::new())),

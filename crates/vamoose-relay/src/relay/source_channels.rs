@@ -1,4 +1,4 @@
-//! How a source QEMU is let go when its migration fails: its main stream ends first, its channels last.
+//! Closes a source QEMU's connections when its migration fails: the main stream first, the channels last.
 //!
 //! A QEMU handles the end of its main stream well: it takes its images back and continues the guest. It does not handle
 //! channels well that break while it writes to them:
@@ -20,7 +20,7 @@ use crate::gather::Connections;
 
 /// The channels of a source QEMU, which the migration's [`Hangup`] leaves open. Of another relay there are none: what breaks
 /// there is a session's.
-pub(super) struct SourceEnding {
+pub(super) struct SourceChannels {
     channels: Vec<Arc<Stream>>,
 }
 
@@ -29,7 +29,7 @@ const CLOSING: Duration = Duration::from_secs(3);
 /// Bytes that are dropped at once.
 const PIECE: usize = 64 << 10;
 
-impl SourceEnding {
+impl SourceChannels {
     pub(super) fn new(source: &Connections, hangup: &Hangup) -> Self {
         let of_qemu = |channel: &&Arc<Stream>| channel.socket().is_some();
         let channels: Vec<_> = source.channels.iter().filter(of_qemu).cloned().collect();
@@ -98,7 +98,7 @@ mod tests {
         for stream in [&main, &channel] {
             hangup.register(stream);
         }
-        let ending = SourceEnding::new(&source, &hangup);
+        let channels = SourceChannels::new(&source, &hangup);
         let writer = thread::spawn(move || {
             main_of_source.read_exact(&mut [0]).unwrap_err();
             let written = channel_of_source.write_all(&vec![1; 4 << 20]);
@@ -106,9 +106,9 @@ mod tests {
             written
         });
         hangup.hang_up();
-        ending.wait();
+        channels.wait();
         writer.join().unwrap().unwrap();
         // There is nothing left to wait for.
-        ending.wait();
+        channels.wait();
     }
 }

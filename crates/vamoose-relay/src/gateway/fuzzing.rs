@@ -1,4 +1,4 @@
-//! A door to the conversation of two gateways, for the fuzz target alone.
+//! The conversation of two gateways, exposed for the fuzz target alone.
 
 use std::{sync::Arc, time::Duration};
 

@@ -4,13 +4,13 @@
 //!  gather      the source's connections            (module gather)
 //!  dial        main stream and channels, with their first bytes
 //!  move        a thread per channel and direction  (threads); this thread waits for their reports (supervisor)
-//!  tear down   every connection at once, whatever happened; after a failure a source QEMU's channels last (ending)
+//!  tear down   every connection at once, whatever happened; after a failure a source QEMU's channels last (source_channels)
 //! ```
 //!
 //! Whether the guest has arrived is reported by the destination, on the return path. Without one (QEMU's
 //! default, against which the documentation warns) the end of the source's stream has to do.
 
-mod ending;
+mod source_channels;
 mod supervisor;
 mod threads;
 
@@ -39,23 +39,23 @@ use crate::{
     opaque,
     syncs::Syncs,
 };
-use ending::SourceEnding;
+use source_channels::SourceChannels;
 use supervisor::{Report, Supervisor};
 use threads::Threads;
 
 /// One migration.
 pub struct Relay<'a> {
-    /// Where the source's connections come from.
+    /// Source of incoming connections.
     pub accept: &'a dyn Accept,
-    /// How the destination is reached.
+    /// Opens connections towards the destination.
     pub dialer: &'a Dialer,
-    /// What to do with the pages.
+    /// What happens to the pages.
     pub config: &'a Config,
     /// Ends the migration when thrown.
     pub hangup: &'a Hangup,
     /// Counts while it runs.
     pub stats: &'a Arc<Stats>,
-    /// Called once, when the source has been given the destination's message that it has loaded the guest.
+    /// Called once, when the source has received the destination's message that it has loaded the guest.
     pub on_loaded: &'a (dyn Fn() + Sync),
 }
 
@@ -67,7 +67,7 @@ pub enum Outcome {
     /// Everything was delivered without an error, but there is no return path (or it cannot be read) on which
     /// the destination could have confirmed it.
     Unconfirmed,
-    /// All that came was passed on, behind QEMU's TLS: whether it was a guest only the QEMUs know.
+    /// Everything was passed on unread (behind QEMU's TLS, for one): only the QEMUs know whether it was a guest.
     Unseen,
 }
 
@@ -97,7 +97,7 @@ impl Relay<'_> {
         error_span!("migration", role = "relay").in_scope(|| self.relay())
     }
 
-    /// The same as part of a migration whose span has been entered.
+    /// [`run`](Self::run) within the span of a larger migration.
     pub(crate) fn relay(&self) -> Result<Summary, RelayError> {
         let arrival = gather(
             self.accept,
@@ -112,15 +112,15 @@ impl Relay<'_> {
                 uuid,
                 silent,
             } => {
-                let ending = SourceEnding::new(&source, self.hangup);
+                let source_channels = SourceChannels::new(&source, self.hangup);
                 let relayed = self
                     .dial_all(source.channels.len(), uuid)
                     .and_then(|destination| {
-                        self.relay_pages(start, source, destination, silent, &ending)
+                        self.relay_pages(start, source, destination, silent, &source_channels)
                     });
                 if relayed.is_err() {
                     self.hangup.hang_up();
-                    ending.wait();
+                    source_channels.wait();
                 }
                 relayed
             }
@@ -186,7 +186,7 @@ impl Relay<'_> {
         }
     }
 
-    /// What is kept of the pages that are sent, where differences to them are of use.
+    /// The cache of sent pages, if differences to them are sent.
     fn sent_pages(&self) -> Option<Arc<DeltaSender>> {
         if !self.config.delta || !self.config.method.takes_differences() {
             return None;
@@ -258,7 +258,7 @@ impl Relay<'_> {
         source: Connections,
         destination: Connections,
         silent: Vec<UnclassifiedConnection>,
-        ending: &SourceEnding,
+        source_channels: &SourceChannels,
     ) -> Result<Summary, RelayError> {
         let setup_time = start.elapsed();
         let incoming = source.channels.len();
@@ -353,8 +353,8 @@ impl Relay<'_> {
             }
             // The threads that read the source's channels end with these.
             match outcome {
-                Ok(_) => ending.shut_down(),
-                Err(_) => ending.wait(),
+                Ok(_) => source_channels.shut_down(),
+                Err(_) => source_channels.wait(),
             }
             outcome
         });
