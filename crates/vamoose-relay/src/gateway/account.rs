@@ -7,7 +7,7 @@ use tracing::{info, warn};
 use vamoose_link::LinkFaults;
 
 use super::endpoint::Target;
-use crate::{EndKind, Outcome, RelayError, Summary, Switchover, Way, chain, observer::Observation};
+use crate::{EndKind, RelayError, Summary, Switchover, Way, chain, observer::Observation};
 
 /// A migration, as its line describes it.
 pub(super) struct Account {
@@ -17,41 +17,30 @@ pub(super) struct Account {
     pub(super) guest: Option<String>,
 }
 
-/// How a migration ended, with the reason.
+/// How a migration ended.
 #[derive(Debug)]
-pub(super) enum MigrationEnd {
-    /// The destination has confirmed that it has loaded the guest.
-    Loaded(Option<Switchover>),
-    /// Everything was delivered, without a confirmation.
-    Unconfirmed,
-    /// Its connections ended in good order; what they were is not known here.
-    Passed,
-    /// Before any of its bytes were taken.
-    Refused(String),
-    Failed(String),
+pub(super) struct MigrationEnd {
+    kind: EndKind,
+    switchover: Option<Switchover>,
+    /// Why it was refused, or has failed.
+    reason: Option<String>,
 }
 
 impl Account {
     /// `faults` are those of its session.
-    pub(super) fn write(self, ending: &MigrationEnd, faults: LinkFaults) {
-        let line = self.line(ending);
+    pub(super) fn write(self, end: &MigrationEnd, faults: LinkFaults) {
+        let line = self.line(end);
         let (guest, migration) = (self.guest.as_deref(), self.observation.migration.clone());
-        let switchover = match ending {
-            MigrationEnd::Loaded(switchover) => *switchover,
-            _ => None,
-        };
         // A reader of the line finds the migration counted.
-        self.observation.end(ending.kind(), switchover, faults);
-        let (peer, outcome) = (&*migration.peer, ending.kind().name());
-        match ending {
-            MigrationEnd::Refused(_) | MigrationEnd::Failed(_) => {
-                warn!(guest, peer, outcome, "{line}")
-            }
-            _ => info!(guest, peer, outcome, "{line}"),
+        self.observation.end(end.kind, end.switchover, faults);
+        let (peer, outcome) = (&*migration.peer, end.kind.name());
+        match end.reason {
+            Some(_) => warn!(guest, peer, outcome, "{line}"),
+            None => info!(guest, peer, outcome, "{line}"),
         }
     }
 
-    fn line(&self, ending: &MigrationEnd) -> String {
+    fn line(&self, end: &MigrationEnd) -> String {
         let guest = match &self.guest {
             Some(name) => format!("guest {name}"),
             None => "guest of unknown name".to_owned(),
@@ -65,60 +54,51 @@ impl Account {
             Way::To => "to",
             Way::From => "from",
         };
-        format!("{guest} {way} {peer}, {target}: {ending}; {before} as {after} in {took}")
+        format!("{guest} {way} {peer}, {target}: {end}; {before} as {after} in {took}")
     }
 }
 
 impl MigrationEnd {
-    pub(super) fn of(result: Result<Summary, RelayError>) -> Self {
-        match result {
-            Ok(summary) => match summary.outcome {
-                Outcome::Loaded => Self::Loaded(summary.switchover),
-                Outcome::Unconfirmed => Self::Unconfirmed,
-                Outcome::Unseen => Self::Passed,
-            },
-            Err(RelayError::Announce(error)) => Self::Refused(chain(&error)),
-            Err(error) => Self::Failed(chain(&error)),
+    pub(super) fn of(result: &Result<Summary, RelayError>) -> Self {
+        Self {
+            kind: EndKind::of(result),
+            switchover: result.as_ref().ok().and_then(|summary| summary.switchover),
+            reason: result.as_ref().err().map(|error| chain(error)),
         }
     }
 
-    fn kind(&self) -> EndKind {
-        match self {
-            Self::Loaded(_) => EndKind::Loaded,
-            Self::Unconfirmed => EndKind::Unconfirmed,
-            Self::Passed => EndKind::Passed,
-            Self::Refused(_) => EndKind::Refused,
-            Self::Failed(_) => EndKind::Failed,
+    pub(super) fn failed(reason: String) -> Self {
+        Self {
+            kind: EndKind::Failed,
+            switchover: None,
+            reason: Some(reason),
         }
     }
 
     /// The error to report to the other gateway.
     pub(super) fn error(&self) -> Option<String> {
-        match self {
-            Self::Loaded(_) | Self::Unconfirmed | Self::Passed => None,
-            Self::Refused(reason) | Self::Failed(reason) => Some(reason.clone()),
-        }
+        self.reason.clone()
     }
 
     /// Adds the other gateway's error, which is often the reason.
-    pub(super) fn with_peers(self, theirs: Option<String>) -> Self {
-        match (self, theirs) {
-            (Self::Failed(ours), Some(theirs)) => {
-                Self::Failed(format!("{ours}; the other gateway: {theirs}"))
-            }
-            (ending, _) => ending,
+    pub(super) fn with_peers(mut self, theirs: Option<String>) -> Self {
+        if let (EndKind::Failed, Some(ours), Some(theirs)) = (self.kind, &mut self.reason, theirs) {
+            *ours += &format!("; the other gateway: {theirs}");
         }
+        self
     }
 }
 
 impl fmt::Display for MigrationEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Loaded(_) => write!(f, "loaded"),
-            Self::Unconfirmed => write!(f, "delivered, without a confirmation"),
-            Self::Passed => write!(f, "passed through to its end"),
-            Self::Refused(reason) => write!(f, "refused: {reason}"),
-            Self::Failed(reason) => write!(f, "failed: {reason}"),
+        f.write_str(match self.kind {
+            EndKind::Unconfirmed => "delivered, without a confirmation",
+            EndKind::Passed => "passed through to its end",
+            kind => kind.name(),
+        })?;
+        match &self.reason {
+            Some(reason) => write!(f, ": {reason}"),
+            None => Ok(()),
         }
     }
 }
@@ -158,13 +138,18 @@ mod tests {
             target: Target::Port(49_152),
             guest: Some("web1".to_owned()),
         };
-        let failed = MigrationEnd::Failed("cut".to_owned()).with_peers(Some("no QEMU".to_owned()));
+        let end = |kind, reason: Option<&str>| MigrationEnd {
+            kind,
+            switchover: None,
+            reason: reason.map(str::to_owned),
+        };
+        let failed = MigrationEnd::failed("cut".to_owned()).with_peers(Some("no QEMU".to_owned()));
         for (ending, text) in [
-            (MigrationEnd::Loaded(None), "loaded"),
+            (end(EndKind::Loaded, None), "loaded"),
             (failed, "failed: cut; the other gateway: no QEMU"),
-            (MigrationEnd::Refused("full".to_owned()), "refused: full"),
+            (end(EndKind::Refused, Some("full")), "refused: full"),
             (
-                MigrationEnd::Passed.with_peers(Some("x".to_owned())),
+                end(EndKind::Passed, None).with_peers(Some("x".to_owned())),
                 "passed through to its end",
             ),
         ] {

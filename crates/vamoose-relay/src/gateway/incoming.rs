@@ -234,7 +234,7 @@ impl IncomingMigration {
         });
         let ending = match self.begin(&mut conversation, &admitted.qemu) {
             Ok(kind) => self.pass(kind, &mut conversation, admitted, config),
-            Err(reason) => MigrationEnd::Failed(reason),
+            Err(reason) => MigrationEnd::failed(reason),
         };
         self.hangup.hang_up();
         let theirs = conversation.end(ending.error());
@@ -290,12 +290,12 @@ impl IncomingMigration {
             on_loaded: &|| (),
         };
         if kind == MIGRATION {
-            return MigrationEnd::of(relay.relay());
+            return MigrationEnd::of(&relay.relay());
         }
         let (from, target) = (&admitted.from, &admitted.target);
         info!("from {from}, {target}: passing bytes through as they are");
         // The other gateway says that there will be no further connection, or has gone.
-        MigrationEnd::of(pass_bytes(&relay, &mut || conversation.poll().is_err()))
+        MigrationEnd::of(&pass_bytes(&relay, &mut || conversation.poll().is_err()))
     }
 }
 

@@ -180,7 +180,7 @@ impl OutgoingMigration {
             }
             Ok(Carries::Migration) => Some((begin(), self.pass(MIGRATION))),
             Ok(Carries::Undecided) => None,
-            Err(error) => Some((begin(), MigrationEnd::of(Err(error)))),
+            Err(error) => Some((begin(), MigrationEnd::of(&Err(error)))),
         };
         self.hangup.hang_up();
         Closing {
@@ -333,7 +333,7 @@ impl OutgoingMigration {
             stats: &self.stats,
             on_loaded: &|| (),
         };
-        MigrationEnd::of(match kind {
+        MigrationEnd::of(&match kind {
             MIGRATION => relay.relay(),
             _ => pass_bytes(&relay, &mut || true),
         })
