@@ -21,7 +21,7 @@ pub trait Accept: AsFd + Sync {
     /// When the system refuses.
     fn try_accept(&self) -> Result<Option<Arc<Stream>>, SocketError>;
 
-    /// Whether others than the source connect there as well: they are turned away also when the source has begun.
+    /// Whether strangers may connect to the same socket: they are turned away even when the source has begun.
     fn is_shared(&self) -> bool {
         false
     }
@@ -36,13 +36,13 @@ impl Accept for Listener {
     }
 }
 
-/// Takes connections; pauses where the system has no file descriptors left, which may pass.
+/// Accepts connections; pauses while the system has no file descriptors left.
 pub(crate) struct Acceptor<'a> {
     accept: &'a dyn Accept,
     again_at: Option<Instant>,
 }
 
-/// What waits in the listener's queue keeps it readable, so polling would be a busy wait.
+/// A full queue keeps the listener readable, so polling would be a busy wait.
 const PAUSE: Duration = Duration::from_millis(100);
 
 impl<'a> Acceptor<'a> {
@@ -92,7 +92,7 @@ impl Accept for Sessions {
             // It has been introduced, so the byte is there.
             match stream.read_until(&mut kind, Some(Instant::now() + PAUSE)) {
                 Ok(Some(1)) if kind == [RELAYED] => return Ok(Some(Arc::new(stream))),
-                _ => warn!("turning away a stream that no relay of this version has opened"),
+                _ => warn!("turning away a stream that was not opened by a relay of this version"),
             }
         }
         Ok(None)

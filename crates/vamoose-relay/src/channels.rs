@@ -1,4 +1,4 @@
-//! What the threads of the data channels do.
+//! The work of the data channels' threads.
 //!
 //! ```text
 //!  as many out as in:   [ read, decode, encode, write ]                  one thread a channel
@@ -8,10 +8,9 @@
 //!  placement:           [ read, decode into QEMU's memory; SYNCs and the rest: write ]  one thread a channel
 //! ```
 //!
-//! One thread for both sides is cheaper: a packet leaves from the cache that it has come into, no thread is
-//! woken for it, and half as many wait in the relay. It needs no barrier: what is behind a SYNC stays
-//! behind it on its channel, and that every channel has reached its SYNC is for the destination to
-//! wait for, as it does without a relay.
+//! One thread for both sides is cheaper: a packet leaves from the cache, no thread is woken for it, and half as
+//! many packets wait in the relay. No barrier is needed: packets behind a SYNC stay behind it on their channel, and
+//! the destination waits for the SYNCs of all channels, as it does without a relay.
 
 use multifd::{Method, PacketKind};
 use vamoose_link::{ChannelReader, ChannelWriter, Packet, ReadError, Received, Stats, WriteError};
@@ -23,7 +22,7 @@ use crate::{
     syncs::Syncs,
 };
 
-/// A channel to the destination, and what counts what is sent on it.
+/// A channel to the destination, and its counters.
 #[derive(Clone, Copy)]
 pub(crate) struct Out<'a> {
     pub(crate) channel: usize,
@@ -53,8 +52,8 @@ pub(crate) fn pass_on(
     Ok(())
 }
 
-/// As [`pass_on`], of packets that all are encoded by `method`, to a QEMU that decodes them: what they hold is not
-/// looked at. A decoder keeps what came before, so it has to be the same one from the first packet to the last.
+/// Like [`pass_on`], for packets that are all encoded by `method`, to a QEMU that decodes them: payloads are passed on
+/// unread. QEMU's decoder has a state, so it has to decode all packets from the first to the last.
 pub(crate) fn pass_encoded(
     reader: &mut ChannelReader,
     writer: &mut ChannelWriter,
@@ -85,8 +84,8 @@ pub(crate) fn pass_encoded(
     Ok(())
 }
 
-/// Takes one channel's packets to another one, in their order, but those of pages that can be placed to where these belong;
-/// until the source ends the channel. The rules are those of module `placement`.
+/// Passes one channel's packets on in order, and writes pages that can be placed into the destination's memory, until the
+/// source ends the channel. Module `placement` has the rules.
 pub(crate) fn place(
     reader: &mut ChannelReader,
     writer: &mut ChannelWriter,
@@ -116,7 +115,7 @@ pub(crate) fn place(
                 let is_due = || out.syncs.is_marked(syncs);
                 writer.wait_for_reader(packet_num, &is_due).map_err(write)?;
             }
-            // Not by `place`: who closes the placement waits for what is being written, not for the source.
+            // Before `place`: closing the placement waits for writes in progress, and must not wait for the source.
             reader.read_rest(&mut packet).map_err(read)?;
             let others = out.syncs.main_has_pages();
             let placed = placement.place(block, &packet, others);
@@ -205,7 +204,7 @@ pub(crate) fn write(
     Ok(())
 }
 
-/// What a packet that was received asks for.
+/// What to do with a received packet.
 struct Arrived {
     /// Pages or device state, to be sent on.
     has_content: bool,
@@ -225,7 +224,7 @@ fn receive(
     })
 }
 
-/// What a packet asks for that has been received.
+/// What to do with a received packet.
 fn arrived(packet: &mut Packet, zero_pages: ZeroPages) -> Arrived {
     if packet.kind() == PacketKind::DeviceState {
         return Arrived {

@@ -13,19 +13,18 @@ use vamoose_link::{
 
 use crate::{Placement, RelayError};
 
-/// How a relay works on the pages that cross it.
+/// What a relay does with pages.
 #[derive(Clone)]
 pub struct Config {
-    /// Method and level on the outgoing channels, and what encodes and decodes.
+    /// Method and level of outgoing pages, and the engines that encode and decode.
     pub method: MethodChoice,
-    /// Whether pages leave by the method by which the source's QEMU sent them instead, where the relay before this one tells
-    /// it: what libvirt sets at one QEMU, it sets at the other.
+    /// Re-encodes with the source QEMU's method, if the relay before this one reports it: libvirt configures both QEMUs alike.
     pub restore: bool,
     /// Page size of the guest.
     pub layout: Layout,
-    /// How many channels the source opens, where the caller knows.
+    /// Number of channels that the source opens, where the caller knows it.
     pub incoming_channels: Option<usize>,
-    /// How many channels to open towards the destination; as many as the source, if `None`.
+    /// Number of channels to the destination; as many as from the source, if `None`.
     pub outgoing_channels: Option<usize>,
     /// Bandwidth limit towards the destination, in bytes per second.
     pub max_bandwidth: Option<NonZeroU64>,
@@ -68,28 +67,28 @@ impl Config {
     }
 }
 
-/// What a relay does with pages that are all zeros, which a source may send as mere offsets.
+/// What a relay does with pages that are all zeros, which a source may send as offsets without data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ZeroPages {
-    /// Passes them on: right for destinations from QEMU 9.0 on, and for another relay.
+    /// Passes them on: for destinations from QEMU 9.0 on, and for another relay.
     #[default]
     Pass,
-    /// Writes them out as normal pages: for older destinations, which would lose them silently.
+    /// Expands them to normal pages: for older destinations, which would lose them silently.
     Expand,
-    /// Looks for more of them among the normal pages, for a source that does not.
+    /// Detects more of them among the normal pages, for a source that does not.
     Detect,
 }
 
 /// Opens connections towards the destination.
 pub struct Dialer {
     to: To,
-    /// The first bytes of each connection. Empty but towards `serve`.
+    /// The first bytes of each connection; empty towards a QEMU.
     preamble: Vec<u8>,
 }
 
 enum To {
     Socket(Address),
-    /// The first connection has been made already.
+    /// The first connection is open already.
     Dialled(Mutex<Option<Socket>>, Address),
     Remote(Remote, Mutex<Option<Session>>),
     Session(Session),
@@ -99,8 +98,8 @@ enum To {
 /// Begins a session, or says why the peer does not want it.
 type Announce = Box<dyn Fn() -> Result<Session, RelayError> + Send + Sync>;
 
-/// What each stream from relay to relay begins with: a session tells of a stream with its first byte, and a
-/// connection of QEMU's may have none for long.
+/// First byte of each stream from relay to relay: a session announces a stream with its first byte, and a QEMU may
+/// send none for long.
 pub(crate) const RELAYED: u8 = b'r';
 
 impl Dialer {
@@ -125,12 +124,12 @@ impl Dialer {
         }
     }
 
-    /// To a QEMU that a first connection has been made to.
+    /// To a QEMU to which a first connection is open.
     pub(crate) fn dialled(first: Socket, address: Address) -> Self {
         Self::of(To::Dialled(Mutex::new(Some(first)), address))
     }
 
-    /// To another gateway, which `announce` asks before the first connection; each stream begins with `preamble`.
+    /// To another gateway, which `announce` asks before the first stream; each stream begins with `preamble`.
     pub(crate) fn announced(announce: Announce, preamble: &[u8]) -> Self {
         Self {
             preamble: preamble.to_vec(),
@@ -153,7 +152,7 @@ impl Dialer {
         }
     }
 
-    /// Whether the other end is a relay that has to find out what migration it is, over a session.
+    /// Whether the other end is a relay that classifies the migration, over a session.
     pub(crate) fn is_to_relay(&self) -> bool {
         matches!(self.to, To::Remote(..) | To::Announced(..))
     }

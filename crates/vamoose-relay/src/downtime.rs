@@ -1,10 +1,10 @@
-//! What a guest's downtime consisted of, as its relay has seen it.
+//! The parts of a guest's downtime, as its relay saw them.
 
 use std::time::Instant;
 
 use vamoose_link::DowntimeParts;
 
-/// When a relay saw the steps of a switchover done.
+/// When the relay saw each step of a switchover finished.
 #[derive(Clone, Copy, Debug)]
 pub struct Switchover {
     /// The last SYNC was sent on all channels, behind all pages.

@@ -1,4 +1,4 @@
-//! Why a relay ended without a migrated guest: who is at fault, on which connection.
+//! Errors of a relay: which side is at fault, on which connection.
 
 use std::{fmt, io, time::Duration};
 

@@ -76,7 +76,7 @@ pub(crate) enum Work {
     Sync { packet_num: u64 },
 }
 
-/// The threads at the other end have ended, so the migration is over.
+/// The threads at the other end have ended: the migration is over.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Closed;
 
@@ -144,7 +144,7 @@ impl WriterEnd {
 pub(crate) struct Barriers(Vec<Arc<Barrier>>);
 
 impl Barriers {
-    /// Ends every wait, when a thread that is waited for will never come.
+    /// Ends every wait, when a thread will never reach its barrier.
     pub(crate) fn give_up(&self) {
         for barrier in &self.0 {
             barrier.give_up();

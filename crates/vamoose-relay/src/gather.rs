@@ -39,7 +39,7 @@ use crate::{
     opaque::Opaque,
 };
 
-/// What the source opened.
+/// The connections that the source opened.
 pub(crate) enum Arrival {
     /// A multifd migration: main stream (its magic has been read) and the channels by their ids.
     Multifd {
@@ -115,8 +115,8 @@ pub(crate) fn gather(
 /// whether there will be one.
 const PLAIN_AFTER: Duration = Duration::from_secs(1);
 
-/// How long after the section `ram` the first bytes of a channel may still come, where it is not known whether they are under way: the
-/// source sent them long before.
+/// How long after the section `ram` the first bytes of a channel may still come, where it is not known whether they are on the
+/// way: the source sent them long before.
 const SILENT_AFTER: Duration = Duration::from_secs(1);
 
 /// How often the main stream is looked at for its section `ram`, which is milliseconds away.
@@ -176,7 +176,7 @@ impl Gathering<'_> {
         Ok(is_complete.then_some(main))
     }
 
-    /// Whether no connection can be another channel, now that the section `ram` is on the main stream.
+    /// Whether no unclassified connection can be a channel, once the section `ram` is on the main stream.
     fn only_silent_ones_are_left(&mut self, now: Instant) -> Result<bool, RelayError> {
         let seen = *self.ram_seen.get_or_insert(now);
         let has_come = |connection: &UnclassifiedConnection| {

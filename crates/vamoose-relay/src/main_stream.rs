@@ -1,4 +1,4 @@
-//! The main stream: bytes that a relay forwards and does not understand, but for its marks (`syncs`).
+//! The main stream: a relay forwards its bytes without interpreting them, except for its marks (`syncs`).
 
 use std::{
     io::{self, Read, Write},
@@ -15,7 +15,7 @@ use vamoose_link::{Pacer, Stats, Stream, is_stall, lock};
 
 use crate::{Direction, Outcome, RelayError, return_path::ReturnPath};
 
-/// What the bytes of a main stream have shown so far, for who must judge how it ended.
+/// What the bytes of a main stream have shown so far: it tells how the migration ended.
 #[derive(Default)]
 pub(crate) struct MainState {
     return_path: AtomicBool,
@@ -25,17 +25,17 @@ pub(crate) struct MainState {
 }
 
 impl MainState {
-    /// Whether a peer that closes the main stream now breaks the migration off: the destination
-    /// has yet to report how loading went, or the stream is not at its end.
+    /// Whether closing the main stream now breaks the migration off: the destination has yet to report
+    /// how loading went, or the stream is not at its end.
     ///
-    /// The source may already have closed it upon the destination's word while the thread that
-    /// delivered that word has yet to report, so the word counts from its arrival here.
+    /// The source may close it upon the destination's report while the thread that delivered the report
+    /// is still at work, so the report counts from its arrival here.
     pub(crate) fn is_broken_off(&self) -> bool {
         !self.shut_under_way.load(Ordering::Acquire)
             && (self.return_path.load(Ordering::Acquire) || !self.is_at_end())
     }
 
-    /// Notes a piece of the forward direction, whose end shows how that ended.
+    /// Notes a piece of the forward direction, whose last byte shows whether the stream is at its end.
     pub(crate) fn received(&self, piece: &[u8]) {
         if let Some(last) = piece.last() {
             self.last_byte.store(*last, Ordering::Release);
@@ -67,7 +67,7 @@ impl MainState {
     }
 }
 
-/// Sees what goes through a [`Pump`].
+/// Observes what goes through a [`Pump`].
 pub(crate) trait Witness {
     /// A piece that came, before it is passed on.
     fn received(&mut self, piece: &[u8]);
@@ -81,14 +81,14 @@ pub(crate) trait Witness {
     }
     /// The same piece has been passed on.
     fn delivered(&mut self) {}
-    /// Whether the stream's end is passed on.
+    /// Whether to pass the stream's end on.
     fn ends(&self) -> bool {
         true
     }
 }
 
-/// Follows the return path of a main stream; `on_shut` is given the destination's code on loading when the source
-/// has it.
+/// Follows the return path of a main stream; calls `on_shut` with the destination's loading code when the source has
+/// received it.
 pub(crate) struct ReturnWitness<'a, F> {
     path: ReturnPath,
     state: &'a MainState,
@@ -210,7 +210,7 @@ pub(crate) fn forward(
     })
 }
 
-/// Looks at nothing.
+/// Observes nothing.
 pub(crate) struct Unseen;
 
 impl Witness for Unseen {

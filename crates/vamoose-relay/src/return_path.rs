@@ -1,5 +1,4 @@
-//! Listens in on the return path for the one message that decides: has the destination loaded the
-//! guest?
+//! Reads the return path for the one message that decides: whether the destination has loaded the guest.
 //!
 //! ```text
 //! type u16 BE, length u16 BE, then `length` bytes;  type 1 = SHUT: u32 BE, 0 = loaded, else failed
@@ -19,7 +18,7 @@ enum State {
     Shut { bytes: [u8; 4], got: usize },
     /// Skipping the content of another message.
     Skip(usize),
-    /// Not a return path that we know: no more is read into it.
+    /// Not a known return path: the rest is not interpreted.
     Lost,
 }
 
@@ -33,7 +32,7 @@ impl Default for State {
 }
 
 const SHUT: u16 = 1;
-/// Above the highest type that there is (7 in QEMU 10), with room for some more.
+/// Above the highest known type (7 in QEMU 10), with room for more.
 const HIGHEST_TYPE: u16 = 32;
 
 impl ReturnPath {
@@ -46,8 +45,7 @@ impl ReturnPath {
         shut
     }
 
-    /// Whether the destination has ever sent a message: if it has, the return path is on, and a
-    /// SHUT must come.
+    /// Whether the destination has sent a message: then the return path is on, and a SHUT must come.
     pub(crate) fn spoke(&self) -> bool {
         self.spoke
     }

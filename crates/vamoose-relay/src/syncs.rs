@@ -5,8 +5,8 @@
 //! died with them inside, QEMU 7.2 hangs. So **a mark goes out when its SYNCs are out on all channels**,
 //! and whatever breaks then, the destination has all that it waits for, as it does without a relay.
 //!
-//! This delays nothing: the destination would wait there anyway, and needs no mark to take the
-//! SYNCs before it. Marks and SYNCs are counted, so it is of no importance which come first.
+//! This delays nothing: the destination would wait there anyway, and takes the SYNCs before it without
+//! a mark. Marks and SYNCs are counted, so either may come first.
 
 use std::{
     sync::{Condvar, Mutex, PoisonError},
@@ -40,12 +40,12 @@ struct State {
     given_up: bool,
 }
 
-/// How it ended to wait for SYNCs.
+/// How waiting for SYNCs ended.
 #[derive(Debug, PartialEq, Eq)]
 enum Waited {
     /// They are out.
     Out,
-    /// Nothing moved any more.
+    /// Nothing moved within the timeout.
     InVain,
     /// The migration is over.
     GivenUp,
@@ -181,7 +181,7 @@ impl<'a> BehindSyncs<'a> {
             Waited::Out => Ok(()),
             Waited::GivenUp => Err(RelayError::Cancelled),
             Waited::InVain => {
-                // It is no mark, or the destination will wait in vain too.
+                // This was no mark, or the destination will wait in vain, too.
                 warn!(
                     "the source's main stream seems to ask for SYNC {} and no such SYNC comes: \
                      from here on it is passed on at once",
@@ -217,7 +217,7 @@ impl Witness for BehindSyncs<'_> {
         }
         self.syncs.note_pages(&self.marks);
         write(&piece[written..])?;
-        // Where marks cannot be told any more, none is waited for.
+        // Where marks cannot be recognized any more, no SYNC is waited for.
         let marked = if self.marks.are_over() {
             u64::MAX
         } else {
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_a_sync_can_be_released() {
+    fn waiting_for_a_sync_can_be_given_up() {
         let syncs = Syncs::new(1);
         thread::scope(|scope| {
             let waiting = scope.spawn(|| syncs.wait_for(1, LIMIT, || 0));

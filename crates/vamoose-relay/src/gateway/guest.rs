@@ -1,8 +1,8 @@
 //! The name of the guest whose QEMU has opened a connection: for the journal, where it can be found.
 //!
 //! A unix socket identifies the process that has connected. For TCP, the kernel has the socket's number, and /proc/PID/fd the
-//! process that has it open. /proc/PID/cmdline has the guest's name (`-name guest=NAME`, or `-name NAME`). The files of other users' processes
-//! can only be read with CAP_SYS_PTRACE: without, the guest has no name.
+//! process that has it open. /proc/PID/cmdline has the guest's name (`-name guest=NAME`, or `-name NAME`). Reading the files of
+//! other users' processes needs CAP_SYS_PTRACE: without it, the name is unknown.
 
 use std::{fs, path::Path};
 

@@ -1,4 +1,4 @@
-//! Decides how a migration ended, from what its threads report.
+//! Decides the outcome of a migration from its threads' reports.
 //!
 //! ```text
 //!           the destination has loaded the guest, and the source knows
