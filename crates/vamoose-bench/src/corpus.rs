@@ -1,4 +1,4 @@
-//! The data that guests' memory is filled with.
+//! Files that fill the memory of guests.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,16 +10,16 @@ use zstd_safe::get_error_name;
 
 use crate::scenario::Content;
 
-/// The files that guests are filled with.
+/// Files to fill guests with.
 pub(crate) struct Corpus {
-    /// What they are, for the report.
+    /// Description for the report.
     pub(crate) name: String,
-    /// All of them, uncompressed.
+    /// Paths, all uncompressed.
     files: Vec<PathBuf>,
     _unpacked: Option<TempDir>,
 }
 
-/// Of this host's files, where there is no corpus.
+/// Bytes of this host's files, where there is no corpus.
 const SAMPLE: u64 = 256 << 20;
 
 impl Corpus {
@@ -32,7 +32,7 @@ impl Corpus {
             None if silesia.is_dir() => (silesia, "files of the Silesia corpus".to_owned()),
             None => {
                 return Ok(Self {
-                    name: "files of this host, for want of the Silesia corpus".to_owned(),
+                    name: "files of this host, as there is no Silesia corpus".to_owned(),
                     files: ram::host_files(SAMPLE)?,
                     _unpacked: None,
                 });
@@ -46,7 +46,7 @@ impl Corpus {
         })
     }
 
-    /// What a guest's memory is filled with; `None` is nothing.
+    /// What to fill a guest's memory with; `None` for nothing.
     pub(crate) fn fill(&self, content: Content) -> Option<Fill> {
         let files = || Box::new(Fill::Files(self.files.clone()));
         Some(match content {
@@ -58,7 +58,7 @@ impl Corpus {
     }
 }
 
-/// The files in `dir`, those that are compressed as copies in `to`.
+/// The files in `dir`; compressed ones are unpacked into `to`.
 fn unpack(dir: &Path, to: &Path) -> Result<Vec<PathBuf>> {
     let context = || format!("reading {}", dir.display());
     let mut files = Vec::new();
@@ -83,7 +83,7 @@ fn unpack(dir: &Path, to: &Path) -> Result<Vec<PathBuf>> {
 
 fn decompress(packed: &[u8]) -> Result<Vec<u8>> {
     let size = zstd_safe::get_frame_content_size(packed).ok().flatten();
-    let size = size.context("not a zstd file that tells its size")?;
+    let size = size.context("not a zstd file with its size in the header")?;
     let mut content = Vec::with_capacity(usize::try_from(size)?);
     match zstd_safe::decompress(&mut content, packed) {
         Ok(_) => Ok(content),

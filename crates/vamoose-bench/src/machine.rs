@@ -1,4 +1,4 @@
-//! This machine, as the report describes it.
+//! Describes this machine for the report.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::measure::Host;
 use crate::record::Machine;
 
 impl Machine {
-    /// Looks at it.
+    /// Describes this machine.
     pub(crate) fn look(host: &Host) -> Result<Self> {
         let read = |path: &str| fs::read_to_string(path).with_context(|| format!("reading {path}"));
         let processors = read("/proc/cpuinfo")?;
@@ -43,26 +43,19 @@ impl Machine {
         })
     }
 
-    /// Whether results of both can stand in one table.
+    /// Whether results of both machines can be compared: command, date and load may differ.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        let of = |machine: &Self| {
-            let Self {
-                processor,
-                processors,
-                memory,
-                kernel,
-                qemu,
-                vamoose,
-                corpus,
-                ..
-            } = machine.clone();
-            (processor, processors, memory, kernel, qemu, vamoose, corpus)
+        let same_run = Self {
+            command: self.command.clone(),
+            date: self.date.clone(),
+            load: self.load.clone(),
+            ..other.clone()
         };
-        of(self) == of(other)
+        *self == same_run
     }
 }
 
-/// As a user types it: the path of the program is of no interest.
+/// The command as a user types it, without the program's path.
 fn command() -> String {
     let mut arguments = std::env::args();
     let program = arguments.next().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! `vamoose bench`: moves guests by Vamoose and by stock QEMU on this host, side by side, and makes tables and plots of it.
+//! `vamoose bench`: moves guests by Vamoose and by stock QEMU on this host, side by side, and reports tables and plots.
 //!
 //! ```text
 //!  scenarios (TOML) ─> cells ─> plan: rounds, side by side ─> measure ─> results.jsonl ─> report.md, results.csv, report.html
@@ -42,8 +42,8 @@ use scenario::{Contender, Scenario, Size};
 
 /// Measure migrations by Vamoose beside stock QEMU's on this host
 ///
-/// All migrations are real, and a figure is kept only if the guest arrived whole: its RAM is compared, or the guest, which
-/// runs on, has checked it. Results are added to a folder; the same command goes on where an interrupted one was.
+/// All migrations are real. A figure is kept only if the guest arrived intact: its RAM is compared, or the running guest has
+/// verified it. Results are added to a folder; the same command continues an interrupted run.
 #[derive(Parser, Debug)]
 #[command(
     name = "vamoose-bench",
@@ -68,18 +68,18 @@ enum Command {
         #[arg(value_name = "DIR")]
         dir: PathBuf,
     },
-    /// Move a running guest, pull the cable meanwhile, and prove that it lost nothing (two minutes)
+    /// Move a running guest, pull the cable during the move, and prove that nothing was lost (two minutes)
     Demo {
         /// Program to show [default: the one beside this program]
         #[arg(long, value_name = "PROGRAM")]
         vamoose: Option<PathBuf>,
     },
-    /// Stand before a monitor, for the demo
+    /// Proxy of a QEMU's monitor, for the demo
     #[command(hide = true)]
     HoldMonitor { at: PathBuf, monitor: PathBuf },
-    /// Show what went on in a migration (`vamoose report`)
+    /// Show what happened in a migration (`vamoose report`)
     Timeline {
-        /// What `vamoose migrate --json FILE` has written
+        /// Report of `vamoose migrate --json FILE`
         file: PathBuf,
         /// Page to write [default: FILE with the ending .html]
         #[arg(long, value_name = "FILE")]
@@ -89,11 +89,11 @@ enum Command {
 
 #[derive(Args, Debug)]
 struct RunOptions {
-    /// Scenarios: names of `vamoose bench list`, dirty-N for N pages a second, or files NAME.toml [default: idle, silesia,
+    /// Scenarios: names from `vamoose bench list`, dirty-N for N pages a second, or files NAME.toml [default: idle, silesia,
     /// half-zero, zero and links]
     #[arg(value_name = "SCENARIO")]
     scenarios: Vec<String>,
-    /// Measure less: one round, small guests, the first guest and number of channels of each scenario (five minutes on two
+    /// Measure less: one round, small guests, only the first guest and number of channels of each scenario (five minutes on two
     /// processors)
     #[arg(long)]
     quick: bool,
@@ -103,7 +103,7 @@ struct RunOptions {
     /// Number of rounds [default: the scenario's]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     rounds: Option<u32>,
-    /// Most memory of guests that do not run [default: a quarter of what is free]
+    /// Maximum memory of guests that do not run [default: a quarter of the free memory]
     #[arg(long, value_name = "SIZE")]
     ram: Option<Size>,
     /// Only these contenders, such as `qemu zstd` or `migrate auto` (repeatable)
@@ -120,13 +120,13 @@ struct RunOptions {
     vamoose: Option<PathBuf>,
 }
 
-/// Without names.
+/// Scenarios of a command without names.
 const DEFAULT: [&str; 5] = ["idle", "silesia", "half-zero", "zero", "links"];
 
-/// How long a link takes for a guest that does not run and is not compressed, at most.
+/// Most seconds that a link takes for a guest that does not run and is not compressed.
 const SECONDS: u64 = 20;
 
-/// With --quick.
+/// The same with --quick, and the most memory of such a guest.
 const QUICK_SECONDS: u64 = 4;
 const QUICK_RAM: u64 = 256 << 20;
 
@@ -172,7 +172,7 @@ fn run(options: &RunOptions) -> Result<()> {
         for (it, count) in &missing {
             eprintln!("{name}: {}", it.line(*count));
         }
-        plan.add(cells, options.rounds_of(scenario));
+        plan.add(&cells, options.rounds_of(scenario));
     }
     options.keep_scenarios(results.folder())?;
     let stop = Arc::<AtomicBool>::default();
@@ -198,7 +198,7 @@ fn qemu_of(options: &RunOptions) -> Result<qemu::Binary> {
 }
 
 impl RunOptions {
-    /// Those that are asked for, with the names that they have in results.
+    /// The scenarios to measure, with their names in the results.
     fn scenarios(&self) -> Result<Vec<(String, Scenario)>> {
         let names = match &self.scenarios[..] {
             [] => DEFAULT.map(str::to_owned).to_vec(),
@@ -242,7 +242,7 @@ impl RunOptions {
         self.rounds.unwrap_or(usual)
     }
 
-    /// The user's own scenarios, beside their results: the report needs them.
+    /// Copies the user's own scenarios to their results: the report needs them.
     fn keep_scenarios(&self, folder: &Path) -> Result<()> {
         for name in &self.scenarios {
             if let Some((path, stem)) = file_name(name) {
@@ -261,13 +261,12 @@ impl RunOptions {
     }
 }
 
-/// Of a scenario that is a file: its path, and what it is called in results.
+/// Path of a scenario file, and its name in the results.
 fn file_name(name: &str) -> Option<(&Path, &str)> {
     let path = Path::new(name);
     let is_file = path
         .extension()
         .is_some_and(|extension| extension == "toml");
-    is_file
-        .then(|| path.file_stem()?.to_str())?
-        .map(|stem| (path, stem))
+    let stem = is_file.then(|| path.file_stem()?.to_str())?;
+    stem.map(|stem| (path, stem))
 }

@@ -1,4 +1,4 @@
-//! Moves guests and takes the figures.
+//! Moves guests and measures.
 //!
 //! ```text
 //!  qemu      source QEMU ────────────────────────link─────────────────────────> destination QEMU
@@ -6,17 +6,15 @@
 //!  pair      source QEMU ─unix─> vamoose relay ══link══> vamoose relay ──unix─> destination QEMU
 //!  migrate   source QEMU ─unix─> vamoose migrate ═link═> vamoose serve ──unix─> destination QEMU
 //!  live      vamoose-demo, source ═══════════════link══> vamoose-demo, destination
-//!  sockets   iperf3, client ─────────────────────link──> iperf3, server
 //! ```
 //!
-//! `══` is a session with its checksums, without TLS, as stock QEMU uses none here. All processes and the link share the
-//! processors of this host.
+//! `══` is a session with checksums but without TLS, as stock QEMU uses none here. All processes and the link share the processors
+//! of this host.
 
 pub(crate) mod begin;
 mod live;
 pub(crate) mod moving;
 mod running;
-mod sockets;
 mod still;
 mod watch;
 
@@ -32,30 +30,30 @@ use crate::record::{Cell, Record};
 use crate::scenario::{Guest, Rate, Who};
 use running::Running;
 
-/// What all cells of a run share.
+/// What all cells of a run have in common.
 pub(crate) struct Host {
     pub(crate) qemu: Binary,
     pub(crate) vamoose: PathBuf,
     pub(crate) demo: PathBuf,
     pub(crate) corpus: Corpus,
-    /// Whether links can be made; without, there is only loopback.
+    /// Whether links can be made; otherwise there is only loopback.
     pub(crate) has_links: bool,
 }
 
 /// What the migrations of one guest over one link need.
-pub(crate) enum Stage<'a> {
-    /// Each begins with a new guest.
+pub(crate) enum Testbed<'a> {
+    /// Each migration begins with a new guest.
     Still(&'a Host),
-    /// One guest moves on and on.
+    /// One guest moves to and fro.
     Running(Box<Running<'a>>),
 }
 
-/// For everything that takes moments.
+/// Time limit of everything that takes moments.
 const MOMENTS: Duration = Duration::from_secs(60);
 
-impl<'a> Stage<'a> {
-    /// Prepares for `cell`, and others of the same guest and link.
-    pub(crate) fn set(host: &'a Host, cell: &Cell) -> Result<Self> {
+impl<'a> Testbed<'a> {
+    /// Prepares for `cell`, and other cells of the same guest and link.
+    pub(crate) fn new(host: &'a Host, cell: &Cell) -> Result<Self> {
         Ok(match cell.guest {
             Guest::Still(_) => Self::Still(host),
             Guest::Running(workload) => {
@@ -65,23 +63,27 @@ impl<'a> Stage<'a> {
         })
     }
 
-    /// Makes one migration; gives its results, if they are known already.
+    /// Makes one migration; returns its result, unless that is known only at the end.
     pub(crate) fn measure(&mut self, cell: &Cell, round: u32) -> Result<Option<Record>> {
         match self {
             Self::Running(running) => running.migrate(cell, round).map(|()| None),
-            Self::Still(host) => match cell.contender.who {
-                Who::Live => live::measure(host, cell, round).map(Some),
-                Who::Sockets => sockets::measure(host, cell, round).map(Some),
-                _ => still::measure(host, cell, round).map(Some),
-            },
+            Self::Still(host) if cell.contender.who == Who::Live => {
+                live::measure(host, cell, round).map(Some)
+            }
+            Self::Still(host) => still::measure(host, cell, round).map(Some),
         }
     }
 
-    /// Gives the results that are known only in the end: what clients have noticed.
-    pub(crate) fn end(self) -> Result<Vec<Record>> {
+    /// Whether a failed migration has lost the guest.
+    pub(crate) fn is_lost(&self) -> bool {
+        matches!(self, Self::Running(_))
+    }
+
+    /// Returns the results that are known only at the end, with what clients have noticed.
+    pub(crate) fn finish(self) -> Result<Vec<Record>> {
         match self {
             Self::Still(_) => Ok(Vec::new()),
-            Self::Running(running) => running.end(),
+            Self::Running(running) => running.finish(),
         }
     }
 }

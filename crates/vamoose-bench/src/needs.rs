@@ -1,8 +1,7 @@
-//! What a run needs of this host, and the command that installs what is not there.
+//! What a run needs of this host, and the command that installs what is missing.
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::process::{Command, Stdio};
 
 use lab::guest::{Image, Part};
 use lab::{net, proc};
@@ -10,13 +9,12 @@ use lab::{net, proc};
 use crate::record::Cell;
 use crate::scenario::{Guest, Rate, Who};
 
-/// What there is.
+/// What this host has.
 pub(crate) struct Found {
-    /// Why no links can be made, if so.
+    /// The error is why no links can be made.
     links: Result<(), String>,
-    iperf3: bool,
     demo: bool,
-    /// What guests that run lack.
+    /// What running guests lack.
     guest: Option<Part>,
     /// Bytes.
     memory: u64,
@@ -36,15 +34,10 @@ const WORKLOADS: &str = "scripts/setup guest workloads, in Vamoose's sources; a 
     VAMOOSE_TARGET=SOURCES/target";
 
 impl Found {
-    /// Looks.
+    /// Looks at this host; `demo` is the program that `live` needs.
     pub(crate) fn look(demo: &Path) -> Self {
-        let iperf3 = Command::new("iperf3")
-            .arg("--version")
-            .stdout(Stdio::null())
-            .status();
         Self {
             links: net::available().map_err(|error| format!("{error:#}")),
-            iperf3: iperf3.is_ok_and(|status| status.success()),
             demo: demo.is_file(),
             guest: Image::missing(),
             memory: proc::available_memory().unwrap_or(0),
@@ -56,12 +49,12 @@ impl Found {
         self.links.is_ok()
     }
 
-    /// The most memory of a guest that does not run: there are two of them, and the rest of the host wants some.
+    /// The most memory of a guest that does not run. There are two of them, and the host needs some memory itself.
     pub(crate) fn most_ram(&self) -> u64 {
         (self.memory / 4) >> 20 << 20
     }
 
-    /// Splits cells into those that can be measured, and what the others miss, with their number.
+    /// Splits cells into those that can be measured, and what the others lack, with the number of cells.
     pub(crate) fn sort(&self, cells: Vec<Cell>) -> (Vec<Cell>, BTreeMap<Missing, usize>) {
         let mut missing = BTreeMap::new();
         let mut can = cells;
@@ -86,20 +79,12 @@ impl Found {
         if let Err(why) = &self.links
             && (cell.link != Rate::Open || has_clients(cell))
         {
-            return Some(Missing {
-                what: format!("links of given rates ({why})"),
-                remedy: "run it as root, with Debian's package iproute2",
-            });
+            let what = format!("links of given rates ({why})");
+            return missing(&what, "run it as root, with Debian's package iproute2");
         }
-        match cell.contender.who {
-            Who::Sockets if !self.iperf3 => return missing("iperf3", "apt install iperf3"),
-            Who::Live if !self.demo => {
-                return missing(
-                    "vamoose-demo beside this program",
-                    "cargo build --release -p vamoose-demo",
-                );
-            }
-            _ => {}
+        if cell.contender.who == Who::Live && !self.demo {
+            let remedy = "cargo build --release -p vamoose-demo";
+            return missing("vamoose-demo beside this program", remedy);
         }
         if let Guest::Running(workload) = cell.guest {
             match self.guest {
@@ -112,18 +97,14 @@ impl Found {
             if program.is_some_and(|program| !program.is_there()) {
                 return missing("the guests' programs", WORKLOADS);
             }
-            if matches!(cell.contender.who, Who::Live | Who::Sockets) {
-                return missing(
-                    &format!("a way to move {} by `{}`", cell.guest, cell.contender),
-                    "choose another contender: it has no QEMU",
-                );
+            if cell.contender.who == Who::Live {
+                let what = format!("a way to move {} by `{}`", cell.guest, cell.contender);
+                return missing(&what, "choose another contender: it has no QEMU");
             }
         }
         if cell.ram.saturating_mul(2) > self.memory {
-            return Some(Missing {
-                what: format!("memory for two guests of {} MiB", cell.ram >> 20),
-                remedy: "--ram SIZE makes guests that do not run smaller",
-            });
+            let what = format!("memory for two guests of {} MiB", cell.ram >> 20);
+            return missing(&what, "--ram SIZE makes guests that do not run smaller");
         }
         None
     }
@@ -148,7 +129,7 @@ mod tests {
 
     fn cells() -> Vec<Cell> {
         let scenario = "about = ''\nguests = ['zero', 'idle']\nlinks = ['open', '1G']\nram = '64M'\nrounds = 1\n\
-            contenders = ['qemu none', 'sockets']";
+            contenders = ['qemu none', 'live none']";
         Scenario::parse(scenario)
             .unwrap()
             .cells("test", 1 << 30, 20)
@@ -158,8 +139,7 @@ mod tests {
     fn what_is_missing_is_named_once_and_the_rest_is_measured() {
         let found = Found {
             links: Err("no root".to_owned()),
-            iperf3: false,
-            demo: true,
+            demo: false,
             guest: None,
             memory: 1 << 30,
             shared_memory: true,
@@ -171,8 +151,8 @@ mod tests {
         assert_eq!(
             lines,
             [
-                "not here: iperf3; without it 2 cells are left out (apt install iperf3)",
                 "not here: links of given rates (no root); without it 4 cells are left out (run it as root, with Debian's package iproute2)",
+                "not here: vamoose-demo beside this program; without it 2 cells are left out (cargo build --release -p vamoose-demo)",
             ]
         );
     }

@@ -1,20 +1,18 @@
-//! Which migrations are left to be made, in which order, and making them.
+//! Which migrations are still to be made, in which order, and making them.
 //!
-//! Cells of one guest and link are measured side by side: each round makes every one of them once, and begins with another
-//! one, so that a slow period of the machine affects all alike.
+//! Cells of one guest and link are measured side by side: each round measures every one of them once, and begins with another one,
+//! so that a slow period of the machine affects all alike.
 
-use std::io::IsTerminal as _;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context as _, Result, bail};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::measure::{Host, Stage};
+use crate::measure::{Host, Testbed};
 use crate::record::{Cell, Outcome, Record};
 use crate::results::Results;
 
-/// Everything that is to be measured.
+/// Everything to be measured.
 pub(crate) struct Plan {
     groups: Vec<Group>,
 }
@@ -25,7 +23,7 @@ struct Group {
     rounds: u32,
 }
 
-/// Then a contender is not tried with this guest again: it cannot move it.
+/// After this many cancelled migrations, a contender is not tried with this guest again.
 const GIVE_UP: u32 = 2;
 
 impl Plan {
@@ -33,39 +31,43 @@ impl Plan {
         Self { groups: Vec::new() }
     }
 
-    /// Adds cells, those of one guest and link beside one another.
-    pub(crate) fn add(&mut self, cells: Vec<Cell>, rounds: u32) {
-        let is_beside = |a: &Cell, b: &Cell| (a.guest, a.link) == (b.guest, b.link);
-        let groups = cells.chunk_by(is_beside);
+    /// Adds cells, ordered by guest and link.
+    pub(crate) fn add(&mut self, cells: &[Cell], rounds: u32) {
+        let groups = cells.chunk_by(|a, b| (a.guest, a.link) == (b.guest, b.link));
         self.groups.extend(groups.map(|cells| Group {
             cells: cells.to_vec(),
             rounds,
         }));
     }
 
-    /// Makes what is not in the results yet. A cell that fails is said, and the others go on; `stop` ends the run after the
-    /// migration that is under way.
+    /// Measures what is not in the results yet. After a failure the others go on; `stop` ends the run after the current migration.
     pub(crate) fn carry_out(
         &self,
         host: &Host,
         results: &mut Results,
         stop: &AtomicBool,
     ) -> Result<()> {
-        let turns: Vec<Vec<_>> = self.groups.iter().map(|it| it.turns(results)).collect();
-        let mut progress = Progress::new(turns.iter().map(Vec::len).sum());
-        let mut failures = 0_usize;
+        let turns: Vec<Vec<_>> = self
+            .groups
+            .iter()
+            .map(|group| group.turns(results))
+            .collect();
+        let mut progress = Progress {
+            since: Instant::now(),
+            done: 0,
+            left: turns.iter().map(Vec::len).sum(),
+        };
+        let mut failures = 0;
         for turns in turns.into_iter().filter(|turns| !turns.is_empty()) {
-            let ended = group(host, turns, results, &mut progress, stop);
+            let ended = measure(host, turns, results, &mut progress, stop);
             if stop.load(Ordering::Relaxed) {
-                progress.end();
                 bail!("interrupted; the same command goes on where it was");
             }
             failures += ended.unwrap_or_else(|error| {
-                progress.say(&format!("FAILED: {error:#}"));
+                eprintln!("FAILED: {error:#}");
                 1
             });
         }
-        progress.end();
         match failures {
             0 => Ok(()),
             _ => bail!(
@@ -76,7 +78,7 @@ impl Plan {
 }
 
 impl Group {
-    /// What is not in the results, in its order.
+    /// The migrations that are not in the results, in their order.
     fn turns(&self, results: &Results) -> Vec<(Cell, u32)> {
         let order = (0..self.rounds).zip(0_usize..).flat_map(|(round, first)| {
             let (before, from) = self.cells.split_at(first % self.cells.len());
@@ -91,149 +93,84 @@ impl Group {
     }
 }
 
-/// Makes the turns of a group; gives how many have failed.
-fn group(
+/// Makes the migrations of a group; returns how many have failed.
+fn measure(
     host: &Host,
     turns: Vec<(Cell, u32)>,
     results: &mut Results,
     progress: &mut Progress,
     stop: &AtomicBool,
 ) -> Result<usize> {
-    let (mut failures, left) = (0, turns.len());
-    let mut stage = Stage::set(host, &turns[0].0).inspect_err(|_| progress.skip(left))?;
+    let last = progress.left.saturating_sub(turns.len());
+    let mut testbed = Testbed::new(host, &turns[0].0).inspect_err(|_| progress.left = last)?;
+    let mut failures = 0;
     let mut cancelled: Vec<Cell> = Vec::new();
-    for (turn, (cell, round)) in turns.into_iter().enumerate() {
-        let given_up = cancelled.iter().filter(|it| **it == cell).count() >= GIVE_UP as usize;
+    for (cell, round) in turns {
+        let given_up = cancelled.iter().filter(|other| **other == cell).count() >= GIVE_UP as usize;
         if stop.load(Ordering::Relaxed) || given_up {
-            progress.skip(1);
+            progress.left -= 1;
             continue;
         }
-        let what = format!(
-            "{}, {} over {}, {} channels, {}, round {round}",
-            cell.scenario, cell.guest, cell.link, cell.channels, cell.contender
-        );
-        progress.begin(&what);
-        match stage.measure(&cell, round).context(what.clone()) {
+        match testbed
+            .measure(&cell, round)
+            .with_context(|| format!("{cell}, round {round}"))
+        {
             Ok(Some(record)) => {
                 if record.outcome == Outcome::Cancelled {
                     cancelled.push(cell);
                 }
                 results.add(&record)?;
-                progress.done(&what, Some(&record));
+                progress.done(&line(&record));
             }
-            Ok(None) => progress.done(&what, None),
+            Ok(None) => progress.done(&format!("{cell}, round {round}: done")),
+            Err(error) if testbed.is_lost() => {
+                progress.left = last;
+                return Err(error);
+            }
             Err(error) => {
-                progress.done(&what, None);
-                if matches!(stage, Stage::Running(_)) {
-                    // With it goes the guest.
-                    progress.skip(left - turn - 1);
-                    return Err(error);
-                }
                 failures += 1;
                 if !stop.load(Ordering::Relaxed) {
-                    progress.say(&format!("FAILED: {error:#}"));
+                    progress.done(&format!("FAILED: {error:#}"));
                 }
             }
         }
     }
-    for record in stage.end()? {
+    for record in testbed.finish()? {
         results.add(&record)?;
-        progress.say(&line(&record));
+        eprintln!("{}", line(&record));
     }
     Ok(failures)
 }
 
-/// How far the run is: a bar on a terminal, else a line for each migration.
+/// A line for each migration, with the time that is left.
 struct Progress {
-    bar: ProgressBar,
-    is_terminal: bool,
     since: Instant,
-    done: u32,
-    left: u32,
+    done: usize,
+    left: usize,
 }
 
 impl Progress {
-    fn new(turns: usize) -> Self {
-        let is_terminal = std::io::stderr().is_terminal();
-        let bar = ProgressBar::with_draw_target(
-            Some(turns as u64),
-            match is_terminal {
-                true => ProgressDrawTarget::stderr(),
-                false => ProgressDrawTarget::hidden(),
-            },
-        );
-        let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {prefix} {wide_msg}");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        bar.enable_steady_tick(Duration::from_secs(1));
-        Self {
-            bar,
-            is_terminal,
-            since: Instant::now(),
-            done: 0,
-            left: u32::try_from(turns).unwrap_or(u32::MAX),
-        }
-    }
-
-    fn begin(&self, what: &str) {
-        self.bar.set_message(what.to_owned());
-    }
-
-    fn done(&mut self, what: &str, record: Option<&Record>) {
+    fn done(&mut self, text: &str) {
         self.done += 1;
         self.left = self.left.saturating_sub(1);
-        self.bar.inc(1);
-        let left = self.since.elapsed() / self.done * self.left;
-        let left = format!("{} min left", left.as_secs().div_ceil(60));
-        self.bar.set_prefix(left.clone());
-        match record {
-            Some(record) => self.say(&format!("{}; {left}", line(record))),
-            None if !self.is_terminal => self.say(&format!("{what}: done; {left}")),
-            None => {}
-        }
-    }
-
-    fn skip(&mut self, turns: usize) {
-        self.left = self
-            .left
-            .saturating_sub(u32::try_from(turns).unwrap_or(u32::MAX));
-        self.bar.inc(turns as u64);
-    }
-
-    fn say(&self, text: &str) {
-        self.bar.suspend(|| eprintln!("{text}"));
-    }
-
-    fn end(&self) {
-        self.bar.finish_and_clear();
+        let each = self.since.elapsed().as_secs_f64() / self.done as f64;
+        let minutes = (each * self.left as f64 / 60.0).ceil();
+        eprintln!("{text}; {minutes} min left");
     }
 }
 
 fn line(record: &Record) -> String {
-    let Record {
-        cell,
-        round,
-        outcome,
-        figures,
-        ..
-    } = record;
-    let ended = match outcome {
+    let (cell, round, figures) = (&record.cell, record.round, &record.figures);
+    let ended = match record.outcome {
         Outcome::Cancelled => "cancelled after ",
         _ => "",
     };
+    let (seconds, cpu) = (figures.seconds, figures.cpu.total());
     let bytes = figures.link_bytes.or(figures.wire_bytes);
-    let bytes = bytes.map_or_else(String::new, |bytes| format!(", {} MB", bytes / 1_000_000));
+    let bytes = bytes.map_or(String::new(), |bytes| format!(", {} MB", bytes / 1_000_000));
     let downtime = figures.downtime.or(figures.downtime_reported);
-    let downtime = downtime.map_or_else(String::new, |it| format!(", downtime {it:.0} ms"));
-    format!(
-        "{}, {} over {}, {} channels, {}, round {round}: {ended}{:.2} s, {:.2} CPU-s{bytes}{downtime}",
-        cell.scenario,
-        cell.guest,
-        cell.link,
-        cell.channels,
-        cell.contender,
-        figures.seconds,
-        figures.cpu.total()
-    )
+    let downtime = downtime.map_or(String::new(), |millis| format!(", downtime {millis:.0} ms"));
+    format!("{cell}, round {round}: {ended}{seconds:.2} s, {cpu:.2} CPU-s{bytes}{downtime}")
 }
 
 #[cfg(test)]
@@ -269,21 +206,14 @@ mod tests {
     }
 
     fn made(cell: &Cell, outcome: Outcome) -> Record {
-        Record {
-            cell: cell.clone(),
-            round: 1,
-            outcome,
-            figures: Figures::default(),
-            timeline: Vec::new(),
-            service: None,
-        }
+        Record::new(cell, 1, outcome, Figures::default())
     }
 
     #[test]
     fn every_cell_is_the_first_once() {
         let dir = TempDir::new().unwrap();
         let (mut plan, cells) = (Plan::new(), cells());
-        plan.add(cells.clone(), 3);
+        plan.add(&cells, 3);
         let firsts: Vec<_> = plan
             .groups
             .iter()
@@ -300,7 +230,7 @@ mod tests {
         let dir = TempDir::new().unwrap();
         let cells = cells();
         let mut plan = Plan::new();
-        plan.add(cells[..3].to_vec(), 3);
+        plan.add(&cells[..3], 3);
         let mut results = results(&dir);
         for (index, outcome) in [
             (0, Outcome::Equal),

@@ -1,16 +1,17 @@
-//! What was measured: a line of JSON for each migration, in `results.jsonl`, and the machine in `machine.json` beside it.
+//! What was measured: a line of JSON for each migration in `results.jsonl`, and the machine in `machine.json` beside it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 use crate::scenario::{Contender, Guest, Rate};
 
-/// What is compared: everything that a migration's figures depend on, but the round.
+/// Everything that the figures of a migration depend on, except the round.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Cell {
-    /// Of which scenario it is a part.
+    /// Name of the scenario.
     pub(crate) scenario: String,
     pub(crate) guest: Guest,
     pub(crate) link: Rate,
@@ -34,7 +35,7 @@ pub(crate) struct Record {
     pub(crate) round: u32,
     pub(crate) outcome: Outcome,
     pub(crate) figures: Figures,
-    /// What went on meanwhile.
+    /// Samples during the migration.
     #[serde(default)]
     pub(crate) timeline: Vec<Moment>,
     /// What the guest's clients noticed.
@@ -42,34 +43,32 @@ pub(crate) struct Record {
     pub(crate) service: Option<Services>,
 }
 
-/// How it ended. A migration that failed, or whose memory was not what it was, is an error of the whole run instead.
+/// How a migration ended. A failed migration, or one after which the memory differs, is an error of the run instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Outcome {
     /// The whole RAM of both ends was compared, and is equal.
     Equal,
-    /// The guest, which runs on, has checked its memory, and it is right.
+    /// The running guest has verified its memory.
     Checked,
-    /// A real program went on in the guest, and its clients had no wrong answer.
+    /// A real program ran on in the guest, and its clients had no wrong answer.
     Served,
-    /// It was cancelled, as it took too long; the guest runs at the source.
+    /// Cancelled after the timeout; the guest runs at the source.
     Cancelled,
-    /// No migration: bytes that went through sockets.
-    Bytes,
 }
 
-/// What it took. Absent is what cannot be known of this contender.
+/// What a migration took. What cannot be known of a contender is absent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Figures {
     pub(crate) seconds: f64,
-    /// From the guest's stop to its start at the destination, both by one clock, in milliseconds; only of guests that run.
+    /// From the guest's stop to its start at the destination, by one clock, in milliseconds. Running guests only.
     pub(crate) downtime: Option<f64>,
     /// When the guest stopped, in milliseconds since the beginning.
     pub(crate) stopped: Option<f64>,
-    /// What the source QEMU reports, in milliseconds.
+    /// Downtime that the source QEMU reports, in milliseconds.
     pub(crate) downtime_reported: Option<f64>,
-    /// What Vamoose says that it consists of, in milliseconds.
+    /// Parts of the downtime as Vamoose reports them, in milliseconds.
     pub(crate) downtime_parts: BTreeMap<String, f64>,
     /// Rounds over memory.
     pub(crate) rounds: Option<u64>,
@@ -77,20 +76,20 @@ pub(crate) struct Figures {
     pub(crate) wire_bytes: Option<u64>,
     /// Bytes over the link, headers of TCP and IP included.
     pub(crate) link_bytes: Option<u64>,
-    /// Pages that were not zero, and zero pages.
+    /// Pages that were sent as content.
     pub(crate) normal_pages: Option<u64>,
     pub(crate) zero_pages: Option<u64>,
     pub(crate) cpu: Cpu,
-    /// The most memory of Vamoose, in bytes.
+    /// Peak memory of Vamoose at each end, in bytes.
     pub(crate) peak_sender: Option<u64>,
     pub(crate) peak_receiver: Option<u64>,
-    /// The most by which auto-converge throttled the guest, in percent.
+    /// The highest throttle by auto-converge, in percent.
     pub(crate) throttle: Option<u64>,
-    /// MiB of memory that the guest changed in a second, before.
+    /// MiB that the guest changed in a second before the migration.
     pub(crate) dirty_rate: Option<u64>,
 }
 
-/// CPU seconds, user and system, without those of a guest that runs.
+/// CPU seconds, user and system, without those of a running guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Cpu {
@@ -104,36 +103,36 @@ pub(crate) struct Cpu {
     pub(crate) destination: f64,
 }
 
-/// What a look at a migration that is under way has shown.
+/// A sample of a running migration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Moment {
-    /// Since the beginning.
+    /// Since the beginning of the migration.
     pub(crate) milliseconds: u64,
-    /// So far, over the link or, where that is not known, as the sender counts them.
+    /// Bytes so far, over the link or, where that is unknown, as the sender counts them.
     pub(crate) sent_bytes: u64,
-    /// Guest memory that is still to be sent, as the source QEMU sees it.
+    /// Guest memory still to be sent, as the source QEMU counts it.
     pub(crate) remaining_bytes: u64,
     /// Rounds over memory so far.
     pub(crate) rounds: u64,
-    /// Pages a second that the guest changes, as the source QEMU has counted them.
+    /// Pages that the guest changes in a second, as the source QEMU counts them.
     pub(crate) dirty_pages_rate: u64,
 }
 
-/// How the guest served its clients: before the migration, and until shortly after it.
+/// Service of the guest's clients: before the migration, and from its start until shortly after its end.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Services {
-    /// What is counted, such as `requests`.
+    /// Unit of the rates, such as `requests`.
     pub(crate) unit: String,
     pub(crate) before: Service,
     pub(crate) during: Service,
-    /// When they were answered, in milliseconds since the migration began (before it: negative), and the latency.
+    /// Latencies over time.
     #[serde(default)]
     pub(crate) latencies: Vec<Latency>,
 }
 
-/// Over a while.
+/// Service over a span of time.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Service {
@@ -145,7 +144,7 @@ pub(crate) struct Service {
     pub(crate) longest: Option<f64>,
 }
 
-/// Answers within some milliseconds: the longest latency of them.
+/// The longest latency of the answers in a short span; `at` is in milliseconds since the migration began, negative before.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Latency {
@@ -153,7 +152,7 @@ pub(crate) struct Latency {
     pub(crate) milliseconds: f64,
 }
 
-/// What was measured on. Results of another machine, or another program, are not continued.
+/// The machine and the programs. A run does not continue the results of another machine or program.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Machine {
@@ -164,35 +163,55 @@ pub(crate) struct Machine {
     pub(crate) kernel: String,
     pub(crate) qemu: String,
     pub(crate) vamoose: String,
-    /// What fills memory where a scenario says `silesia`.
+    /// Files that fill memory where a scenario says `silesia`.
     pub(crate) corpus: String,
-    /// The command that was given.
+    /// Command of the user.
     pub(crate) command: String,
     /// `YYYY-MM-DD`, of the first migration.
     pub(crate) date: String,
-    /// Load average when it began.
+    /// Load average at the start.
     pub(crate) load: String,
 }
 
 impl Cpu {
-    /// Of the source's host.
-    pub(crate) fn sending(&self) -> f64 {
+    /// CPU seconds of the source's host.
+    pub(crate) fn of_source(&self) -> f64 {
         self.source + self.sender
     }
 
-    /// Of the destination's host.
-    pub(crate) fn receiving(&self) -> f64 {
-        self.receiver + self.destination
-    }
-
     pub(crate) fn total(&self) -> f64 {
-        self.sending() + self.receiving()
+        self.of_source() + self.receiver + self.destination
     }
 }
 
-impl Outcome {
-    /// Whether the guest is at the destination.
-    pub(crate) fn is_moved(self) -> bool {
-        !matches!(self, Self::Cancelled)
+impl Record {
+    /// A record without a timeline, of a guest without clients.
+    pub(crate) fn new(cell: &Cell, round: u32, outcome: Outcome, figures: Figures) -> Self {
+        Self {
+            cell: cell.clone(),
+            round,
+            outcome,
+            figures,
+            timeline: Vec::new(),
+            service: None,
+        }
+    }
+}
+
+/// For progress and errors.
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            scenario,
+            guest,
+            link,
+            channels,
+            contender,
+            ..
+        } = self;
+        write!(
+            f,
+            "{scenario}, {guest} over {link}, {channels} channels, {contender}"
+        )
     }
 }

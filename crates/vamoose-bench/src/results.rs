@@ -9,11 +9,11 @@ use anyhow::{Context, Result, ensure};
 
 use crate::record::{Cell, Machine, Outcome, Record};
 
-/// A folder that results are added to.
+/// A folder to which results are added.
 pub(crate) struct Results {
     folder: PathBuf,
     file: File,
-    /// Of each cell: how many rounds there are, and how many of them were cancelled.
+    /// For each cell, the number of rounds and how many of them were cancelled.
     made: HashMap<Cell, (u32, u32)>,
 }
 
@@ -21,7 +21,7 @@ const LINES: &str = "results.jsonl";
 const MACHINE: &str = "machine.json";
 
 impl Results {
-    /// Opens a folder, a new one or one of an earlier run on the same machine.
+    /// Opens a new folder, or one of an earlier run on the same machine.
     pub(crate) fn open(folder: &Path, machine: &Machine) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
         let path = folder.join(MACHINE);
@@ -44,7 +44,7 @@ impl Results {
                 .open(&path)?;
             let mut text = String::new();
             file.read_to_string(&mut text)?;
-            // What an interruption has left half written would spoil the next line.
+            // A line that an interruption left incomplete would spoil the next one.
             file.set_len(whole(&text) as u64)?;
             io::Result::Ok(file)
         };
@@ -60,27 +60,27 @@ impl Results {
         Ok(results)
     }
 
-    /// Where they are.
+    /// The folder.
     pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Whether there are any.
+    /// Whether there are results.
     pub(crate) fn is_any(&self) -> bool {
         !self.made.is_empty()
     }
 
-    /// Rounds of a cell that are there.
+    /// Number of rounds of a cell.
     pub(crate) fn rounds(&self, cell: &Cell) -> u32 {
         self.made.get(cell).map_or(0, |(rounds, _)| *rounds)
     }
 
-    /// Those of them that took too long.
+    /// Number of cancelled rounds of a cell.
     pub(crate) fn cancelled(&self, cell: &Cell) -> u32 {
         self.made.get(cell).map_or(0, |(_, cancelled)| *cancelled)
     }
 
-    /// Adds one.
+    /// Adds a result.
     pub(crate) fn add(&mut self, record: &Record) -> Result<()> {
         let line = serde_json::to_string(record)? + "\n";
         self.file
@@ -97,14 +97,14 @@ impl Results {
     }
 }
 
-/// All results in a folder. A last line that an interruption has left half written is none.
+/// All results in a folder, without a last line that an interruption left incomplete.
 pub(crate) fn read(folder: &Path) -> Result<Vec<Record>> {
     let text = load(folder, LINES)?;
     let lines = text[..whole(&text)].lines().zip(1..);
     let parse = |(line, number)| {
         serde_json::from_str(line).with_context(|| {
             format!(
-                "{LINES} in {}: line {number} is no result",
+                "{LINES} in {}: line {number} is not a result",
                 folder.display()
             )
         })
@@ -115,8 +115,12 @@ pub(crate) fn read(folder: &Path) -> Result<Vec<Record>> {
 /// The machine of a folder of results.
 pub(crate) fn read_machine(folder: &Path) -> Result<Machine> {
     let text = load(folder, MACHINE)?;
-    serde_json::from_str(&text)
-        .with_context(|| format!("{MACHINE} in {} is not of this program", folder.display()))
+    serde_json::from_str(&text).with_context(|| {
+        format!(
+            "{MACHINE} in {} was not written by this program",
+            folder.display()
+        )
+    })
 }
 
 fn load(folder: &Path, name: &str) -> Result<String> {
@@ -127,7 +131,7 @@ fn load(folder: &Path, name: &str) -> Result<String> {
     })
 }
 
-/// Bytes of whole lines.
+/// Length of the complete lines.
 fn whole(text: &str) -> usize {
     text.rfind('\n').map_or(0, |end| end + 1)
 }
@@ -160,14 +164,7 @@ mod tests {
         let cells = Scenario::parse(scenario)
             .unwrap()
             .cells("test", 1 << 30, 20);
-        Record {
-            cell: cells[0].clone(),
-            round,
-            outcome,
-            figures: Figures::default(),
-            timeline: Vec::new(),
-            service: None,
-        }
+        Record::new(&cells[0], round, outcome, Figures::default())
     }
 
     #[test]

@@ -16,7 +16,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use anyhow::{Context, Error, Result, bail, ensure};
+use anyhow::{Context, Error, Result, anyhow, bail, ensure};
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::record::Cell;
@@ -25,13 +26,13 @@ use crate::record::Cell;
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Scenario {
-    /// What it shows, in a line.
+    /// One line for the list of scenarios and for the report.
     pub(crate) about: String,
     pub(crate) guests: Vec<Guest>,
     pub(crate) links: Vec<Rate>,
     #[serde(default = "two_channels")]
     pub(crate) channels: Vec<u8>,
-    /// Of the guest. A slow link gets a smaller one: see [`Scenario::cells`].
+    /// Memory of the guest. For a slow link it is less: see [`Scenario::cells`].
     pub(crate) ram: Size,
     /// Milliseconds.
     #[serde(default = "downtime_limit")]
@@ -41,51 +42,52 @@ pub(crate) struct Scenario {
     pub(crate) timeout: u64,
     pub(crate) rounds: u32,
     pub(crate) contenders: Vec<Contender>,
-    /// What others have measured.
+    /// Published figures to compare with.
     #[serde(default)]
     pub(crate) published: Option<Published>,
 }
 
-/// Figures of others, on their hardware, for the report.
+/// Figures that others have published, for the report.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct Published {
-    /// Who has measured what, on which hardware.
+    /// Authors, subject and hardware.
     pub(crate) about: String,
     pub(crate) columns: Vec<String>,
     pub(crate) rows: Vec<Vec<String>>,
 }
 
-/// What the guest is, and what it does.
+/// A guest, and what it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub(crate) enum Guest {
-    /// It does not run, and its memory has this in it.
+    /// A guest that does not run, with this content in its memory.
     Still(Content),
-    /// Linux, which runs this.
+    /// Linux with this workload.
     Running(Workload),
 }
 
-/// Content of memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+/// Content of the memory of a guest that does not run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ValueEnum)]
 pub(crate) enum Content {
     /// Files: the Silesia corpus, or others; a tenth of the pages is zero.
     Silesia,
-    /// The same, and half of the pages is zero.
+    /// The same, with half of the pages zero.
     HalfZero,
     /// Zeros that were written.
     Zero,
-    /// Nothing: it was never touched.
+    /// Memory that was never touched.
     Untouched,
     Random,
 }
 
-/// What a guest runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+/// What a running guest does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ValueEnum)]
 pub(crate) enum Workload {
-    /// Nothing besides a sign of life; some of its memory is filled.
+    /// Nothing but a sign of life; some of its memory is filled.
     Idle,
-    /// A program that writes so many pages a second.
+    /// A program that writes this many pages a second.
+    #[value(skip)]
     Dirty(u32),
     /// Redis: SET of random values of 300 bytes.
     RedisRandom,
@@ -97,23 +99,23 @@ pub(crate) enum Workload {
     RedisF,
     /// PostgreSQL: the transactions of pgbench (TPC-B).
     Postgres,
-    /// A compiler, which compiles one file after the other.
+    /// A compiler, which compiles one file after another.
     Compile,
-    /// A program that writes pages three times as fast as the link carries them.
+    /// A program that writes whole pages, three times as fast as the link carries them.
     Writer,
-    /// The same, which changes only the first 40 of the 512 words of a page.
+    /// The same, but only the first 40 of the 512 words of a page.
     Updates,
-    /// The same, which counts: each second word of a page is four small counters, all of which go up.
+    /// The same, but every second word of a page is four small counters, which are incremented.
     Counters,
 }
 
-/// What a link carries.
+/// Rate of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub(crate) enum Rate {
     /// Bits a second.
     Constant(u64),
-    /// What the kernel can.
+    /// As fast as the kernel can.
     Open,
     /// 100 Mbit/s, then 1 Gbit/s for a while, then 100 Mbit/s again.
     Changing,
@@ -124,7 +126,7 @@ pub(crate) enum Rate {
 #[serde(try_from = "String")]
 pub(crate) struct Size(pub(crate) u64);
 
-/// Who moves the guest, by which method.
+/// What moves the guest, and by which method.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub(crate) struct Contender {
@@ -136,54 +138,22 @@ pub(crate) struct Contender {
     pub(crate) far_options: Vec<String>,
 }
 
-/// The ways to attach. `QEMU` is always an unmodified one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+/// Programs that move a guest. QEMU is always unmodified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ValueEnum)]
 pub(crate) enum Who {
-    /// QEMU to QEMU.
+    /// The two QEMUs alone.
     Qemu,
     /// `vamoose relay` beside the source; the destination QEMU decodes.
     Relay,
-    /// Two of them, with a session between.
+    /// Two relays, with a session between them.
     Pair,
     /// `vamoose migrate` and `vamoose serve`.
     Migrate,
-    /// The crate for VMMs: `vamoose-demo`, without a QEMU.
+    /// `vamoose-demo`, a VMM with the crate `vamoose-live`, without a QEMU.
     Live,
-    /// iperf3: as many bytes through as many sockets, which is what the kernel takes for them.
-    Sockets,
 }
 
-const WHO: [(&str, Who); 6] = [
-    ("qemu", Who::Qemu),
-    ("relay", Who::Relay),
-    ("pair", Who::Pair),
-    ("migrate", Who::Migrate),
-    ("live", Who::Live),
-    ("sockets", Who::Sockets),
-];
-
-const CONTENTS: [(&str, Content); 5] = [
-    ("silesia", Content::Silesia),
-    ("half-zero", Content::HalfZero),
-    ("zero", Content::Zero),
-    ("untouched", Content::Untouched),
-    ("random", Content::Random),
-];
-
-const WORKLOADS: [(&str, Workload); 10] = [
-    ("idle", Workload::Idle),
-    ("redis-random", Workload::RedisRandom),
-    ("redis-a", Workload::RedisA),
-    ("redis-b", Workload::RedisB),
-    ("redis-f", Workload::RedisF),
-    ("postgres", Workload::Postgres),
-    ("compile", Workload::Compile),
-    ("writer", Workload::Writer),
-    ("updates", Workload::Updates),
-    ("counters", Workload::Counters),
-];
-
-/// The scenarios that the program brings along.
+/// Built-in scenarios.
 const BUILT_IN: [(&str, &str); 16] = [
     ("idle", include_str!("../scenarios/idle.toml")),
     ("silesia", include_str!("../scenarios/silesia.toml")),
@@ -216,14 +186,14 @@ fn timeout() -> u64 {
 }
 
 impl Scenario {
-    /// The names of those that are built in, and what they show.
+    /// The built-in scenarios with their names.
     pub(crate) fn built_in() -> Result<Vec<(&'static str, Self)>> {
         let all = BUILT_IN.iter();
         all.map(|(name, text)| Ok((*name, Self::parse(text).context(*name)?)))
             .collect()
     }
 
-    /// One that is built in, `dirty-N` for any N among them.
+    /// A built-in scenario, or `dirty-N` for any N.
     pub(crate) fn named(name: &str) -> Result<Self> {
         if let Some((_, text)) = BUILT_IN.iter().find(|(known, _)| *known == name) {
             return Self::parse(text);
@@ -237,7 +207,7 @@ impl Scenario {
         bail!("there is no scenario {name}: {known}, or a file FILE.toml")
     }
 
-    /// Reads a file's text.
+    /// Parses a scenario file.
     pub(crate) fn parse(text: &str) -> Result<Self> {
         let scenario: Self = toml::from_str(text)?;
         ensure!(scenario.rounds > 0, "rounds: must be at least 1");
@@ -255,8 +225,8 @@ impl Scenario {
         Ok(scenario)
     }
 
-    /// Its cells, those of one guest and link beside one another. `ram` is the most that a guest may have that does not run,
-    /// and the link carries it within so many seconds.
+    /// All cells, ordered by guest and link. A guest that does not run has at most `ram` bytes, and no more than the link carries
+    /// in `seconds`.
     pub(crate) fn cells(&self, name: &str, ram: u64, seconds: u64) -> Vec<Cell> {
         let mut cells = Vec::new();
         for guest in &self.guests {
@@ -270,7 +240,7 @@ impl Scenario {
                         contender: contender.clone(),
                         ram: match guest {
                             Guest::Still(_) => self.ram.0.min(ram).min(link.carries(seconds)),
-                            // Its programs need what they need.
+                            // Its programs need this much.
                             Guest::Running(_) => self.ram.0,
                         },
                         downtime_limit: self.downtime_limit,
@@ -284,7 +254,7 @@ impl Scenario {
 }
 
 impl Rate {
-    /// Bytes in so many seconds, in steps of 16 MiB.
+    /// Bytes carried in this many seconds, in steps of 16 MiB.
     fn carries(self, seconds: u64) -> u64 {
         let rate = match self {
             Self::Open => return u64::MAX,
@@ -296,7 +266,7 @@ impl Rate {
             .next_multiple_of(16 << 20)
     }
 
-    /// At the beginning.
+    /// Bits a second at the beginning; `None` without a limit.
     pub(crate) fn first(self) -> Option<u64> {
         match self {
             Self::Constant(rate) => Some(rate),
@@ -339,7 +309,7 @@ impl FromStr for Rate {
                 let rate = number.and_then(|number| number.checked_mul(unit));
                 let rate = rate.filter(|rate| *rate > 0).with_context(|| {
                     format!(
-                        "`{text}` is no link: bits a second as in 100M or 10G, open, or changing"
+                        "`{text}` is not a link: bits a second as in 100M or 10G, open, or changing"
                     )
                 })?;
                 Self::Constant(rate)
@@ -351,11 +321,11 @@ impl FromStr for Rate {
 impl fmt::Display for Guest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = match self {
-            Self::Still(content) => name_of(&CONTENTS, content),
-            Self::Running(Workload::Dirty(pages)) => return write!(f, "dirty-{pages}"),
-            Self::Running(workload) => name_of(&WORKLOADS, workload),
+            Self::Still(content) => name(content),
+            Self::Running(Workload::Dirty(pages)) => format!("dirty-{pages}"),
+            Self::Running(workload) => name(workload),
         };
-        f.write_str(name)
+        f.write_str(&name)
     }
 }
 
@@ -368,19 +338,19 @@ impl FromStr for Guest {
             let pages = pages.with_context(|| format!("`{text}`: how many pages a second?"))?;
             return Ok(Self::Running(Workload::Dirty(pages)));
         }
-        let content = find(&CONTENTS, text).map(Self::Still);
-        let workload = || find(&WORKLOADS, text).map(Self::Running);
-        content.or_else(workload).with_context(|| {
-            let contents = CONTENTS.iter().map(|(name, _)| *name);
-            let workloads = WORKLOADS.iter().map(|(name, _)| *name);
-            let all: Vec<_> = contents.chain(workloads).chain(["dirty-N"]).collect();
-            format!("there is no guest `{text}`: {}", all.join(", "))
+        let content = Content::from_str(text, false).map(Self::Still);
+        let guest = content.or_else(|_| Workload::from_str(text, false).map(Self::Running));
+        guest.map_err(|_| {
+            let known = [names::<Content>(), names::<Workload>()]
+                .concat()
+                .join(", ");
+            anyhow!("there is no guest `{text}`: {known}, dirty-N")
         })
     }
 }
 
 impl Contender {
-    /// Whether its programs run without further options.
+    /// Whether it has no options.
     pub(crate) fn has_defaults(&self) -> bool {
         self.options.is_empty() && self.far_options.is_empty()
     }
@@ -388,10 +358,7 @@ impl Contender {
 
 impl fmt::Display for Contender {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(name_of(&WHO, &self.who))?;
-        if self.who != Who::Sockets {
-            write!(f, " {}", self.method)?;
-        }
+        write!(f, "{} {}", name(&self.who), self.method)?;
         for option in &self.options {
             write!(f, " {option}")?;
         }
@@ -409,17 +376,14 @@ impl FromStr for Contender {
         let (near, far) = text.split_once('|').unwrap_or((text, ""));
         let far_options: Vec<_> = far.split_whitespace().map(str::to_owned).collect();
         let mut words = near.split_whitespace();
-        let who = find(&WHO, words.next().unwrap_or_default());
-        let who = who.with_context(|| {
-            let known = WHO.map(|(name, _)| name).join(", ");
-            format!("`{text}` is no contender: {known}, then a method and options")
+        let who = Who::from_str(words.next().unwrap_or_default(), false);
+        let who = who.map_err(|_| {
+            let known = names::<Who>().join(", ");
+            anyhow!("`{text}` is not a contender: {known}, then a method and options")
         })?;
-        let method = match who {
-            Who::Sockets => "none",
-            _ => words
-                .next()
-                .with_context(|| format!("`{text}`: by which method?"))?,
-        };
+        let method = words
+            .next()
+            .with_context(|| format!("`{text}`: no method"))?;
         let options: Vec<_> = words.map(str::to_owned).collect();
         if who == Who::Qemu {
             let known = ["none", "zlib", "zstd", "xbzrle", "auto-converge"];
@@ -462,18 +426,17 @@ impl FromStr for Size {
     }
 }
 
-fn find<T: Copy>(table: &[(&str, T)], text: &str) -> Option<T> {
-    let row = table.iter().find(|(name, _)| *name == text);
-    row.map(|(_, value)| *value)
+fn name<T: ValueEnum>(value: &T) -> String {
+    let name = value.to_possible_value();
+    name.map_or("?".to_owned(), |name| name.get_name().to_owned())
 }
 
-fn name_of<T: PartialEq>(table: &[(&'static str, T)], value: &T) -> &'static str {
-    let row = table.iter().find(|(_, known)| known == value);
-    row.map_or("?", |(name, _)| name)
+fn names<T: ValueEnum>() -> Vec<String> {
+    T::value_variants().iter().map(name).collect()
 }
 
-/// As text in TOML and JSON.
-macro_rules! as_text {
+/// In TOML and JSON, these are strings.
+macro_rules! from_text {
     ($($type:ty),*) => {
         $(
             impl TryFrom<String> for $type {
@@ -487,7 +450,7 @@ macro_rules! as_text {
     };
 }
 
-as_text!(Guest, Rate, Contender, Size);
+from_text!(Guest, Rate, Contender, Size);
 
 macro_rules! into_text {
     ($($type:ty),*) => {
@@ -534,7 +497,7 @@ mod tests {
             format!("{error:#}")
         };
         assert!(error("silesia", "silesa").contains("there is no guest `silesa`"));
-        assert!(error("open", "10Q").contains("`10Q` is no link"));
+        assert!(error("open", "10Q").contains("`10Q` is not a link"));
         assert!(error("qemu zstd", "qemu lz4").contains("stock QEMU has none, zlib"));
         assert!(error("rounds = 3", "rounds = 0").contains("rounds"));
         assert!(error("1G", "512").contains("append a unit"));
@@ -556,7 +519,6 @@ mod tests {
                 .all(|text| text.parse::<Guest>().unwrap().to_string() == *text)
         );
         let contenders = [
-            "sockets",
             "qemu none",
             "live none --copy dsa",
             "pair none | --placement on",

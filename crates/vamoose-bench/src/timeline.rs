@@ -1,4 +1,4 @@
-//! The timeline of a real migration: what `vamoose migrate --json FILE` has written, as a summary and as a page with plots.
+//! `vamoose report`: shows the report of a real migration (`vamoose migrate --json FILE`) as a summary and as a page with plots.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 
-use crate::report::chart::{Chart, Marks, Series, over_time};
-use crate::report::page::Page;
-use crate::report::plots::{beginnings, rates, seconds};
-use crate::report::svg::Svg;
-use crate::report::table::{PARTS, Table, Tone, short};
+use crate::report::chart::{COLOURS, Curve, Marks, Panel, over_time};
+use crate::report::markdown::Plot;
+use crate::report::page;
+use crate::report::plots::{beginnings, megabits, panel, rates, seconds};
+use crate::report::table::{PARTS, Table, short};
 
-/// The report of a migration, as far as it is shown; each key may be absent.
+/// The keys of the report that are shown; each may be absent.
 #[derive(Debug, Default, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 struct Report {
@@ -60,14 +60,9 @@ struct Sample {
 
 /// Prints a summary of the report in `file`, and writes a page with plots to `page`, or beside `file`.
 pub(crate) fn write(file: &Path, page: Option<&Path>) -> Result<()> {
-    let text =
-        fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-    let what = || {
-        format!(
-            "{} is no report of `vamoose migrate --json`",
-            file.display()
-        )
-    };
+    let name = file.display();
+    let text = fs::read_to_string(file).with_context(|| format!("cannot read {name}"))?;
+    let what = || format!("{name} is not a report of `vamoose migrate --json`");
     let report: Report = serde_json::from_str(&text).with_context(what)?;
     ensure!(
         !report.timeline.is_empty(),
@@ -79,25 +74,33 @@ pub(crate) fn write(file: &Path, page: Option<&Path>) -> Result<()> {
         page != file,
         "the page would replace the report: name another file by --html"
     );
-    for line in &summary(&report).rows {
-        println!("{}", line.cells.join(": "));
+    for cells in summary(&report).rows() {
+        println!("{}", cells.join(": "));
     }
-    fs::write(&page, draw(&report)).with_context(|| format!("cannot write {}", page.display()))?;
+    fs::write(&page, html(&report)?).with_context(|| format!("cannot write {}", page.display()))?;
     println!("plots: {}", page.display());
     Ok(())
+}
+
+fn html(report: &Report) -> Result<String> {
+    const TITLE: &str = "A migration by Vamoose";
+    let plot = plot(report)?;
+    let plots: String = plot.iter().map(Plot::markdown).collect();
+    let markdown = format!("# {TITLE}\n\n{}{plots}", summary(report).markdown());
+    Ok(page::of(TITLE, &markdown, plot.as_slice()))
 }
 
 fn summary(report: &Report) -> Table {
     let mebi = |bytes: u64| short(bytes as f64 / f64::from(1 << 20));
     let part = |name: &str| Some(format!(", {name} {} ms", report.downtime_parts.get(name)?));
     let parts: String = PARTS.into_iter().filter_map(part).collect();
+    let [total, cpu] = [seconds(report.total_time), report.cpu_seconds.total].map(short);
+    let (wire, rate) = (mebi(report.wire_bytes), short(report.ram.mbps));
+    let (pages, zero) = (mebi(report.page_bytes), report.zero_pages);
     let rows = [
         ("status", Some(report.status.clone())),
         ("error", report.error_desc.clone()),
-        (
-            "total time",
-            Some(format!("{} s", short(seconds(report.total_time)))),
-        ),
+        ("total time", Some(format!("{total} s"))),
         (
             "downtime",
             report.downtime.map(|millis| format!("{millis} ms{parts}")),
@@ -108,22 +111,8 @@ fn summary(report: &Report) -> Table {
         ),
         ("method", Some(report.method.clone())),
         ("packets by method", packets(report)),
-        (
-            "on the wire",
-            Some(format!(
-                "{} MiB, {} Mbit/s",
-                mebi(report.wire_bytes),
-                short(report.ram.mbps)
-            )),
-        ),
-        (
-            "pages",
-            Some(format!(
-                "{} MiB, and {} zero pages",
-                mebi(report.page_bytes),
-                report.zero_pages
-            )),
-        ),
+        ("on the wire", Some(format!("{wire} MiB, {rate} Mbit/s"))),
+        ("pages", Some(format!("{pages} MiB, and {zero} zero pages"))),
         (
             "reconnects",
             report
@@ -131,15 +120,12 @@ fn summary(report: &Report) -> Table {
                 .last()
                 .map(|sample| sample.reconnects.to_string()),
         ),
-        (
-            "CPU of vamoose migrate",
-            Some(format!("{} s", short(report.cpu_seconds.total))),
-        ),
+        ("CPU of vamoose migrate", Some(format!("{cpu} s"))),
     ];
-    let mut table = Table::new(["", "the migration"]);
+    let mut table = Table::new(["", "as vamoose migrate reports it"]);
     for (name, value) in rows {
         if let Some(value) = value {
-            table.add(Tone::Plain, [name.to_owned(), value]);
+            table.add(None, [name.to_owned(), value]);
         }
     }
     table
@@ -153,43 +139,28 @@ fn packets(report: &Report) -> Option<String> {
     Some(packets.collect::<Vec<_>>().join(", ")).filter(|text| !text.is_empty())
 }
 
-fn draw(report: &Report) -> String {
-    let mut page = Page::new("A migration by Vamoose");
-    page.table("As vamoose migrate reports it", &summary(report));
-    page.plots(&plots(report));
-    page.finish()
-}
-
-fn plots(report: &Report) -> Vec<Svg> {
+/// `None` where no sample shows anything.
+fn plot(report: &Report) -> Result<Option<Plot>> {
     let samples = &report.timeline;
     let of = |value: fn(&Sample) -> Option<u64>, unit: f64| -> Vec<(f64, f64)> {
-        let points = samples
+        let known = samples
             .iter()
             .filter_map(|sample| Some((sample, value(sample)?)));
-        points
+        known
             .map(|(sample, value)| (seconds(sample.milliseconds), value as f64 / unit))
             .collect()
     };
-    let sent: Vec<_> = samples
-        .iter()
-        .map(|sample| (sample.milliseconds, sample.wire_bytes))
-        .collect();
-    let pages: Vec<_> = samples
-        .iter()
-        .map(|sample| (sample.milliseconds, sample.page_bytes))
-        .collect();
-    let one = |name, points| {
-        chart(
-            name,
-            vec![Series {
-                name: String::new(),
-                colour: 3,
-                points,
-            }],
-        )
+    let so_far = |value: fn(&Sample) -> u64| -> Vec<(u64, u64)> {
+        samples
+            .iter()
+            .map(|sample| (sample.milliseconds, value(sample)))
+            .collect()
     };
-    let charts = [
-        one("sent, Mbit/s", rates(&sent)),
+    let sent = rates(&so_far(|sample| sample.wire_bytes));
+    let ratio = ratios(&rates(&so_far(|sample| sample.page_bytes)), &sent);
+    let one = |name, points| panel(name, COLOURS[3], points);
+    let panels = [
+        one("sent, Mbit/s", megabits(sent)),
         one(
             "left to send, MiB",
             of(|sample| sample.remaining, f64::from(1 << 20)),
@@ -198,15 +169,12 @@ fn plots(report: &Report) -> Vec<Svg> {
             "pages written by the guest, 1/s",
             of(|sample| sample.dirty_pages_rate, 1.0),
         ),
-        one(
-            "ratio: page bytes by bytes sent",
-            ratios(&rates(&pages), &rates(&sent)),
-        ),
-        chart("packets/s by method", by_method(samples)),
+        one("ratio: page bytes to bytes sent", ratio),
+        packets_by_method(samples),
     ];
-    let charts: Vec<_> = charts.into_iter().flatten().collect();
-    if charts.is_empty() {
-        return Vec::new();
+    let panels: Vec<_> = panels.into_iter().flatten().collect();
+    if panels.is_empty() {
+        return Ok(None);
     }
     let counts = samples
         .iter()
@@ -217,55 +185,52 @@ fn plots(report: &Report) -> Vec<Svg> {
         rounds: beginnings(&counts.collect::<Vec<_>>()),
         events: reconnects(samples),
     };
-    let note = "Dotted: a round over memory begins. Shaded: the guest is paused.";
-    let mut svg = over_time("From the beginning to the end", note, &charts, &marks);
-    let told = summary(report)
-        .rows
-        .into_iter()
-        .map(|line| line.cells.join(" "));
-    svg.tell(&told.collect::<Vec<_>>().join("; "));
-    vec![svg]
+    let paused = marks.paused.map_or(String::new(), |(from, to)| {
+        format!(
+            " Shaded: the guest is paused, for {} ms.",
+            short((to - from) * 1e3)
+        )
+    });
+    let note = format!(
+        "Grey lines: a round over memory begins. Red lines: a connection was replaced.{paused}"
+    );
+    Ok(Some(Plot {
+        file: "timeline.svg".to_owned(),
+        title: "From the beginning to the end".to_owned(),
+        note,
+        svg: over_time(&panels, &marks)?,
+    }))
 }
 
-fn chart(name: &'static str, series: Vec<Series>) -> Option<Chart> {
-    let mut points = series.iter().flat_map(|series| &series.points);
-    points.any(|(_, value)| *value > 0.0).then_some(Chart {
-        name,
-        series,
-        is_logarithmic: false,
-    })
-}
-
-/// Where anything was sent; both have the same times.
+/// Ratios of two rates with the same times, where anything was sent.
 fn ratios(pages: &[(f64, f64)], sent: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let both = pages.iter().zip(sent).filter(|(_, (_, sent))| *sent > 0.0);
     both.map(|((at, pages), (_, sent))| (*at, pages / sent))
         .collect()
 }
 
-/// Packets a second by each method, without those that were never used.
-fn by_method(samples: &[Sample]) -> Vec<Series> {
-    let Some(last) = samples.last() else {
-        return Vec::new();
-    };
-    let series = last.packets.keys().zip(1..).map(|(method, colour)| {
+fn packets_by_method(samples: &[Sample]) -> Option<Panel> {
+    let methods = samples.last()?.packets.keys().zip(1..);
+    let curves = methods.map(|(method, colour)| {
         let count = |sample: &Sample| sample.packets.get(method).copied().unwrap_or(0);
         let counts: Vec<_> = samples
             .iter()
             .map(|sample| (sample.milliseconds, count(sample)))
             .collect();
-        let points = rates(&counts).into_iter();
-        Series {
+        Curve {
             name: method.clone(),
-            colour: colour % 6,
-            // Not megabits, but packets.
-            points: points.map(|(at, rate)| (at, rate / 8.0 * 1e6)).collect(),
+            colour: COLOURS[colour % COLOURS.len()],
+            points: rates(&counts),
         }
     });
-    series.collect()
+    let curves: Vec<_> = curves.filter(|curve| !curve.points.is_empty()).collect();
+    (!curves.is_empty()).then_some(Panel {
+        name: "packets/s by method",
+        curves,
+    })
 }
 
-/// From the guest's stop, as far as samples have seen it, to its start.
+/// From the guest's stop, as the samples show it, to its start.
 fn paused(report: &Report) -> Option<(f64, f64)> {
     let began = report.timeline.iter().find_map(|sample| {
         let paused = sample.paused?;
@@ -278,13 +243,11 @@ fn paused(report: &Report) -> Option<(f64, f64)> {
     Some((seconds(began), seconds(ended)))
 }
 
-fn reconnects(samples: &[Sample]) -> Vec<(f64, String)> {
+fn reconnects(samples: &[Sample]) -> Vec<f64> {
     let pairs = samples
         .windows(2)
         .filter(|pair| pair[1].reconnects > pair[0].reconnects);
-    pairs
-        .map(|pair| (seconds(pair[1].milliseconds), "reconnected".to_owned()))
-        .collect()
+    pairs.map(|pair| seconds(pair[1].milliseconds)).collect()
 }
 
 #[cfg(test)]
@@ -319,21 +282,21 @@ mod tests {
         fs::write(&file, migration().to_string())?;
         write(&file, None)?;
         let page = fs::read_to_string(dir.path().join("migration.html"))?;
-        crate::report::example::check(&page);
+        crate::report::tests::check(&page);
         for name in [
             "sent, Mbit/s",
             "left to send",
             "written by the guest",
             "ratio",
             "zstd-frames",
-            "reconnected",
+            "a connection was replaced",
         ] {
             assert!(page.contains(name), "{name}");
         }
         // From 80 ms before the first sample that saw the pause.
         let report: Report = serde_json::from_value(migration())?;
         assert_eq!(paused(&report), Some((4.82, 4.94)));
-        assert!(page.contains("the guest is paused: 120 ms"));
+        assert!(page.contains("the guest is paused, for 120 ms"));
         if let Some(wanted) = std::env::var_os("REPORT_EXAMPLE") {
             fs::write(Path::new(&wanted).join("timeline.html"), page)?;
         }
@@ -348,7 +311,7 @@ mod tests {
             fs::write(&file, text).unwrap();
             format!("{:#}", write(&file, None).unwrap_err())
         };
-        assert!(error("{").contains("is no report of `vamoose migrate --json`"));
+        assert!(error("{").contains("is not a report of `vamoose migrate --json`"));
         assert!(error("{}").contains("it has no timeline"));
         fs::write(&file, migration().to_string())?;
         let own = write(&file, Some(&file)).unwrap_err().to_string();
@@ -359,14 +322,14 @@ mod tests {
     proptest! {
         #[test]
         fn whatever_the_samples_are_the_page_is_well_formed(
-            samples in proptest::collection::vec(any::<(u64, u64, u64, Option<u64>, String)>(), 0..8),
+            samples in proptest::collection::vec((0..1_u64 << 40, 0..1_u64 << 50, 0..1_u64 << 50, proptest::option::of(0..1_u64 << 50), any::<String>()), 0..8),
         ) {
             let samples = samples.into_iter().map(|(milliseconds, wire_bytes, page_bytes, some, name)| Sample {
                 milliseconds, wire_bytes, page_bytes, remaining: some, dirty_sync_count: some, dirty_pages_rate: some,
                 packets: [(name, page_bytes)].into(), reconnects: wire_bytes, paused: some,
             });
-            let report = Report { timeline: samples.collect(), downtime: Some(u64::MAX), ..Report::default() };
-            crate::report::example::check(&draw(&report));
+            let report = Report { timeline: samples.collect(), downtime: Some(1 << 50), ..Report::default() };
+            crate::report::tests::check(&html(&report).unwrap());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! How a migration begins, and what is between its QEMUs.
+//! Starts a migration, and the Vamooses between its QEMUs.
 
 use std::path::Path;
 use std::process::Command;
@@ -15,51 +15,51 @@ use super::MOMENTS;
 use crate::record::Cell;
 use crate::scenario::Who;
 
-/// One migration's two ends.
+/// The two ends of a migration.
 pub(crate) struct Ends<'a> {
     pub(crate) source: &'a mut Qemu,
     pub(crate) destination: &'a mut Qemu,
     pub(crate) here: &'a Namespace,
     pub(crate) there: &'a Namespace,
     pub(crate) vamoose: &'a Path,
-    /// For `migrate`, where there is one already.
+    /// For `migrate`, if it is already running.
     pub(crate) server: Option<Server>,
-    /// Whether the user sees what the one beside the source says.
+    /// Whether the output of the Vamoose at the source is shown.
     pub(crate) is_shown: bool,
 }
 
-/// The Vamooses of one migration.
+/// The Vamooses of a migration.
 #[derive(Default)]
 pub(super) struct Helpers {
-    /// Beside the source; ends with the migration.
+    /// At the source; ends with the migration.
     near: Option<Vamoose>,
-    /// Beside the destination.
+    /// At the destination.
     far: Option<Vamoose>,
     server: Option<Server>,
     peaks: [Option<u64>; 2],
 }
 
-/// What they were in the end.
+/// Figures of Vamooses that have ended.
 pub(super) struct Finished {
-    /// CPU seconds beside the source and beside the destination.
+    /// CPU seconds at the source and at the destination.
     pub(super) cpu: [f64; 2],
-    /// The most memory of both, in bytes.
+    /// Peak memory of both, in bytes.
     pub(super) peaks: [Option<u64>; 2],
-    /// Of the one beside the source.
+    /// Report of the Vamoose at the source.
     pub(super) report: Option<Value>,
 }
 
-/// As large as Vamoose's page cache is by default.
+/// The size of Vamoose's page cache by default.
 const XBZRLE_CACHE: u64 = 256 << 20;
 
 impl Ends<'_> {
-    /// Sets up what there is, and starts to move the guest.
+    /// Sets up both ends, and starts the migration.
     pub(super) fn begin(&mut self, cell: &Cell) -> Result<Helpers> {
         match cell.contender.who {
             Who::Relay => self.relay(cell),
             Who::Pair => self.pair(cell),
             Who::Migrate => self.migrate(cell),
-            Who::Qemu | Who::Live | Who::Sockets => self.stock(cell),
+            Who::Qemu | Who::Live => self.stock(cell),
         }
     }
 
@@ -89,7 +89,7 @@ impl Ends<'_> {
         command.args(["relay", "--insecure", "--session", "listen"]);
         command.args(["--connect", &inside]);
         if !cell.contender.far_options.is_empty() {
-            // Placement needs to know where the guest's memory is.
+            // Placement needs the location of the guest's memory.
             command.arg("--qmp").arg(self.destination.qmp_socket());
             command.args(&cell.contender.far_options);
         }
@@ -128,7 +128,7 @@ impl Ends<'_> {
         })
     }
 
-    /// Lets the destination QEMU listen on the link; gives its address.
+    /// Makes the destination QEMU listen on the link; returns its address.
     fn listen_openly(&mut self) -> Result<String> {
         let address = self.there.address();
         let qmp = &mut self.destination.qmp;
@@ -145,14 +145,14 @@ impl Ends<'_> {
         listening(command.args(session).args(&contender.options))
     }
 
-    /// What `vamoose migrate` does by itself: `methods` are what the QEMUs encode and decode.
+    /// Configures both QEMUs as `vamoose migrate` does by itself. `methods` are the encodings of source and destination.
     fn set_up(&mut self, cell: &Cell, methods: [&str; 2]) -> Result<()> {
         for (qemu, method) in [&mut *self.source, self.destination]
             .into_iter()
             .zip(methods)
         {
             let is_xbzrle = method == "xbzrle";
-            // In one command: QEMU has multifd and XBZRLE only one at a time.
+            // In one command: QEMU has either multifd or XBZRLE.
             qemu.qmp.set_capabilities(&[
                 ("events", true),
                 ("return-path", true),
@@ -179,24 +179,24 @@ impl Ends<'_> {
 }
 
 impl Helpers {
-    /// Looks at their memory: afterwards it is too late.
+    /// Samples their memory; after their end it is too late.
     pub(super) fn look(&mut self) {
         let far = self.far.as_ref();
         let far = far.or(self.server.as_ref().map(Server::process));
         for (peak, vamoose) in self.peaks.iter_mut().zip([self.near.as_ref(), far]) {
-            // None once it has ended.
+            // Unknown once it has ended.
             let memory = vamoose.and_then(|vamoose| vamoose.memory().ok());
             *peak = (*peak).max(memory.map(|memory| memory.peak));
         }
     }
 
-    /// Whether one has ended that should not before the migration has.
+    /// Whether the Vamoose at the source has ended.
     pub(super) fn have_ended(&self) -> Result<bool> {
         let near = self.near.as_ref();
         near.map_or(Ok(false), Vamoose::has_ended)
     }
 
-    /// Waits until they have done everything.
+    /// Waits until they have ended.
     pub(super) fn finish(self) -> Result<Finished> {
         let finish = |vamoose: Option<Vamoose>| {
             let ended = vamoose.map(|vamoose| vamoose.finish(MOMENTS)?.success());
@@ -217,20 +217,20 @@ impl Helpers {
         })
     }
 
-    /// Gives the migration up; the guest runs at the source.
+    /// Cancels the migration; the guest stays at the source.
     pub(super) fn cancel(self, source: &mut Qemu) -> Result<()> {
         match (&self.server, self.near) {
             (Some(_), Some(migrate)) => {
                 migrate.signal(Signal::INT)?;
                 migrate.finish(MOMENTS)?;
             }
-            // Relays end with their connections.
+            // A relay ends with its connections.
             _ => source.qmp.migrate_cancel()?,
         }
         source.qmp.wait_idle(MOMENTS)
     }
 
-    /// For error messages.
+    /// Their standard error, for error messages.
     pub(super) fn said(&self) -> String {
         let server = self.server.as_ref().map(Server::process);
         let all = self.near.iter().chain(&self.far).chain(server);
@@ -239,7 +239,7 @@ impl Helpers {
     }
 }
 
-/// Starts a relay, and waits until it listens; gives its address.
+/// Starts a relay, and waits until it listens; returns its address.
 fn listening(command: &mut Command) -> Result<(Vamoose, String)> {
     let vamoose = Vamoose::start(command)?;
     let address = vamoose.wait_for("listening on ", MOMENTS)?;

@@ -1,4 +1,4 @@
-//! A guest of the crate for VMMs, with the same bytes in its memory, which it hardly writes.
+//! Measures `live`: a guest of `vamoose-demo` with the same content in its memory, which it hardly writes.
 
 use std::ffi::OsStr;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use super::still::SEED;
 use crate::record::{Cell, Cpu, Figures, Outcome, Record};
 use crate::scenario::{Content, Guest};
 
-/// Makes and compares the memory too.
+/// Time limit, which includes making and comparing the memory.
 const MOST: Duration = Duration::from_secs(300);
 
 pub(super) fn measure(host: &Host, cell: &Cell, round: u32) -> Result<Record> {
@@ -35,21 +35,15 @@ pub(super) fn measure(host: &Host, cell: &Cell, round: u32) -> Result<Record> {
     let contender = &cell.contender;
     let mut command = link.source.command(&host.demo);
     command.args(["--guest", "threads", "--rate", "1", "--json", "-"]);
-    command.args([
-        "--method",
-        &contender.method,
-        "--ram",
-        &cell.ram.to_string(),
-    ]);
+    command.args(["--method", &contender.method]);
+    command.args(["--ram", &cell.ram.to_string()]);
     command.args(["--channels", &cell.channels.to_string()]);
     command.args(["--downtime-limit", &cell.downtime_limit.to_string()]);
     command.args(["--timeout", &cell.timeout.to_string()]);
     command.args(["--listen", &format!("tcp:{}:0", link.destination.address())]);
     if host.has_links {
-        command.args([
-            "--via",
-            &format!("ip netns exec {}", link.destination.name()),
-        ]);
+        let via = format!("ip netns exec {}", link.destination.name());
+        command.args(["--via", &via]);
     }
     if !contender.options.iter().any(|option| option == "--plain") {
         command.arg("--insecure");
@@ -64,34 +58,29 @@ pub(super) fn measure(host: &Host, cell: &Cell, round: u32) -> Result<Record> {
     let report: Value = serde_json::from_str(&ended.stdout).context("vamoose-demo's report")?;
     ensure!(
         report["memory-equal"] == true,
-        "the memory is not what it was: {report}"
+        "the memory differs after the migration: {report}"
     );
     let number = |value: &Value| {
         let number = value.as_f64();
         number.with_context(|| format!("missing in {report}"))
     };
-    Ok(Record {
-        cell: cell.clone(),
-        round,
-        outcome: Outcome::Equal,
-        figures: Figures {
-            seconds: number(&report["total-time"])? / 1e3,
-            downtime_reported: report["downtime"].as_f64(),
-            rounds: report["rounds"]
-                .as_array()
-                .map(|rounds| rounds.len() as u64),
-            wire_bytes: report["wire-bytes"].as_u64(),
-            link_bytes: sent,
-            normal_pages: report["ram"]["normal"].as_u64(),
-            zero_pages: report["ram"]["duplicate"].as_u64(),
-            cpu: Cpu {
-                sender: number(&report["cpu-seconds"]["source"])?,
-                receiver: number(&report["cpu-seconds"]["destination"])?,
-                ..Cpu::default()
-            },
-            ..Figures::default()
+    let cpu = &report["cpu-seconds"];
+    let figures = Figures {
+        seconds: number(&report["total-time"])? / 1e3,
+        downtime_reported: report["downtime"].as_f64(),
+        rounds: report["rounds"]
+            .as_array()
+            .map(|rounds| rounds.len() as u64),
+        wire_bytes: report["wire-bytes"].as_u64(),
+        link_bytes: sent,
+        normal_pages: report["ram"]["normal"].as_u64(),
+        zero_pages: report["ram"]["duplicate"].as_u64(),
+        cpu: Cpu {
+            sender: number(&cpu["source"])?,
+            receiver: number(&cpu["destination"])?,
+            ..Cpu::default()
         },
-        timeline: Vec::new(),
-        service: None,
-    })
+        ..Figures::default()
+    };
+    Ok(Record::new(cell, round, Outcome::Equal, figures))
 }

@@ -1,4 +1,4 @@
-//! One migration between two QEMUs, and what it took.
+//! Makes one migration between two QEMUs and measures it.
 
 use std::time::{Duration, Instant};
 
@@ -12,23 +12,23 @@ use super::{MOMENTS, watch};
 use crate::record::{Cell, Cpu, Figures, Moment};
 use crate::scenario::Guest;
 
-/// A migration that has ended as it should.
+/// A completed or cancelled migration.
 pub(crate) struct Moved {
-    /// Whether the guest is at the destination: otherwise it took too long, was cancelled, and is at the source.
+    /// Whether the guest is at the destination. Otherwise the migration took too long and was cancelled.
     pub(crate) is_there: bool,
     pub(crate) figures: Figures,
     pub(crate) timeline: Vec<Moment>,
-    /// When the command was given.
+    /// When the migration was started.
     pub(crate) commanded: Instant,
-    /// From the beginning, to which the times of a record refer, until the guest had arrived, or was given up.
+    /// From the time to which the times of a record refer, until the guest had arrived or the migration was cancelled.
     pub(crate) span: [Instant; 2],
-    /// What Vamoose says of it, if it was there.
+    /// Vamoose's report, if there is one.
     pub(crate) report: Option<Value>,
-    /// CPU seconds of the guest meanwhile, at both ends.
+    /// CPU seconds of the guest during the migration, at both ends.
     pub(crate) guest_cpu: f64,
 }
 
-/// Moves the guest; `meanwhile` is called at each look at the migration.
+/// Moves the guest; `meanwhile` is called at each sample.
 pub(crate) fn migrate(
     mut ends: Ends<'_>,
     cell: &Cell,
@@ -91,7 +91,7 @@ pub(crate) fn migrate(
     Ok(moved)
 }
 
-/// Waits until the guest has arrived; of one that runs, gives when it stopped and when it ran on, by this host's clock.
+/// Waits until the guest has arrived; returns when a running guest stopped and resumed, by this host's clock.
 fn arrival(ends: &mut Ends<'_>, cell: &Cell) -> Result<Option<[Duration; 2]>> {
     let (source, destination) = (&mut ends.source.qmp, &mut ends.destination.qmp);
     if matches!(cell.guest, Guest::Still(_)) {
@@ -99,13 +99,13 @@ fn arrival(ends: &mut Ends<'_>, cell: &Cell) -> Result<Option<[Duration; 2]>> {
         return Ok(None);
     }
     let resumed = destination.wait_event("RESUME", |_| true, MOMENTS)?;
-    // QEMU has said it before it said that the migration is completed.
+    // QEMU sends STOP before it reports the migration as completed.
     let stopped = last_stop(&source.drain_events(), resumed.timestamp)?;
     Ok(Some([stopped, resumed.timestamp]))
 }
 
-/// When the guest stopped for good, of what its source has said. It may have stopped before, and gone on when the end of a
-/// migration was put off: it was not down in between.
+/// When the guest stopped for good, from the events of its source. It may have stopped before and resumed, when the end of the
+/// migration was put off.
 fn last_stop(said: &[Event], resumed: Duration) -> Result<Duration> {
     let stops = said.iter().filter(|event| event.name == "STOP");
     let stop = stops.map(|event| event.timestamp).max();

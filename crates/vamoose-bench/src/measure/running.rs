@@ -1,4 +1,4 @@
-//! A guest that runs, and moves on from contender to contender, to and fro; its clients go on all the time.
+//! Measures a running guest, which each contender moves to the other host; its clients work all the time.
 //!
 //! ```text
 //!                         clients' namespace: Redis clients, pgbench
@@ -28,41 +28,41 @@ use crate::clients::{
 use crate::record::{Cell, Latency, Outcome, Record, Service, Services};
 use crate::scenario::{Rate, Who, Workload};
 
-/// Everything that a guest's migrations need.
+/// A running guest, its clients and networks.
 pub(crate) struct Running<'a> {
     host: &'a Host,
     workload: Workload,
     clients: Option<Box<dyn Clients>>,
-    // Before the networks: what runs in them ends first.
+    // Dropped before the networks in which it runs.
     guest: Option<Guest>,
     machine: Builder,
     is_there: bool,
-    /// What the guest has said on serial ports that it has left.
+    /// Output of the guest on the serial ports it has left.
     logs: Vec<Log>,
-    /// Until it is known what the clients have noticed.
+    /// Records that still lack what the clients have noticed, with the span of the migration.
     records: Vec<(Record, [Instant; 2])>,
     _lan: Option<Lan>,
     link: Link,
     _image: Image,
 }
 
-/// Where a guest has just arrived, QEMU must translate all of its code again, which slows it down.
+/// Time after an arrival in which the guest is slow, as QEMU must translate all of its code again.
 const SETTLE: Duration = Duration::from_secs(2);
 
-/// Then it is left alone so long before it is moved on.
+/// Time after that in which the guest is left alone before it is moved on.
 const REST: Duration = Duration::from_secs(3);
 
-/// How long clients work before they are looked at: PostgreSQL still writes its tables then.
+/// Time before the first measurement: PostgreSQL is still writing its tables.
 const WARM_UP: Duration = Duration::from_secs(5);
 
-/// Part of [`REST`] in which the guest's changes are counted.
+/// Part of [`REST`] in which changed memory is counted.
 const DIRTY_TIME: Duration = Duration::from_secs(1);
 
-/// Latencies are kept for so long before and after a migration, one for each such part.
+/// Latencies are kept for this long before and after a migration, one for each [`PART`].
 const AROUND: Duration = Duration::from_secs(3);
 const PART: Duration = Duration::from_millis(100);
 
-/// To boot.
+/// Time limit of booting.
 const BOOT: Duration = Duration::from_secs(180);
 
 impl<'a> Running<'a> {
@@ -72,10 +72,11 @@ impl<'a> Running<'a> {
         let (image, machine) = workload.machine(&host.qemu, cell.link, cell.ram)?;
         let guest = Guest::start(&machine.clone().namespace(link.source.name()))?;
         guest.wait_ready(BOOT)?;
-        let clients = match &lan {
-            Some(lan) => workload.clients(lan)?,
-            None => None,
-        };
+        let clients = lan
+            .as_ref()
+            .map(|lan| workload.clients(lan))
+            .transpose()?
+            .flatten();
         thread::sleep(WARM_UP);
         Ok(Self {
             host,
@@ -95,7 +96,7 @@ impl<'a> Running<'a> {
     /// Moves the guest to the other host.
     pub(super) fn migrate(&mut self, cell: &Cell, round: u32) -> Result<()> {
         ensure!(
-            !matches!(cell.contender.who, Who::Live | Who::Sockets),
+            cell.contender.who != Who::Live,
             "{} cannot move a guest of QEMU",
             cell.contender
         );
@@ -130,28 +131,24 @@ impl<'a> Running<'a> {
             mem::swap(&mut source, &mut destination);
             self.is_there = !self.is_there;
         }
-        // Now the one that the guest has left, or has not reached.
+        // `destination` is now the QEMU that the guest has left, or has not reached.
         self.logs.push(destination.finish()?);
         if outcome == Outcome::Checked {
-            // It has looked at all its memory.
+            // Until it has verified all of its memory.
             source.wait_rounds(1, MOMENTS)?;
         }
         source.log().check()?;
         self.guest = Some(source);
         let record = Record {
-            cell: cell.clone(),
-            round,
-            outcome,
-            figures: moved.figures,
             timeline: moved.timeline,
-            service: None,
+            ..Record::new(cell, round, outcome, moved.figures)
         };
         self.records.push((record, moved.span));
         Ok(())
     }
 
-    /// Ends the clients and the guest; gives what all have noticed.
-    pub(super) fn end(mut self) -> Result<Vec<Record>> {
+    /// Ends the clients and the guest; returns all records.
+    pub(super) fn finish(mut self) -> Result<Vec<Record>> {
         thread::sleep(REST);
         let of_clients = match self.clients.take() {
             Some(clients) => clients.end()?,
@@ -173,7 +170,7 @@ impl<'a> Running<'a> {
         Ok(self.records.into_iter().map(with_service).collect())
     }
 
-    /// The signs of life on the serial ports: the latency of one is the time since the one before.
+    /// Signs of life on the serial ports. The latency of a sign is the time since the previous one.
     fn signs(&self) -> Vec<Sample> {
         let lines = self.logs.iter().flat_map(|log| &log.lines);
         let signs = lines.filter(|line| self.workload.is_sign(&line.text));
@@ -187,7 +184,7 @@ impl<'a> Running<'a> {
     }
 }
 
-/// What samples tell of the time around a migration.
+/// Service around a migration, from samples.
 fn services(samples: &[Sample], unit: &str, [from, to]: [Instant; 2]) -> Services {
     let mut parts: Vec<Latency> = Vec::new();
     let mut around: Vec<_> = samples
@@ -211,14 +208,14 @@ fn services(samples: &[Sample], unit: &str, [from, to]: [Instant; 2]) -> Service
     Services {
         unit: unit.to_owned(),
         before: Service::of(samples, from - REST, from),
-        // What was asked during the migration may have been answered shortly after.
+        // A request during the migration may be answered shortly after it.
         during: Service::of(samples, from, to + REST / 3),
         latencies: parts,
     }
 }
 
 impl Workload {
-    /// The program that clients use; none is a load that checks its own memory.
+    /// The program that clients use; `None` for a load that checks its own memory.
     pub(crate) fn program(self) -> Option<Program> {
         match self {
             Self::RedisRandom | Self::RedisA | Self::RedisB | Self::RedisF => Some(Program::Redis),
@@ -228,7 +225,7 @@ impl Workload {
         }
     }
 
-    /// What the guest boots from, and the machine.
+    /// Boot image and machine.
     fn machine(self, binary: &Binary, link: Rate, ram: u64) -> Result<(Image, Builder)> {
         if let Some(program) = self.program() {
             let image = program.image()?;
@@ -258,7 +255,7 @@ impl Workload {
         Ok((image, machine))
     }
 
-    /// The clients, at work; `None` where the guest's serial port tells what it does.
+    /// Starts the clients; `None` where signs of life on the serial port replace them.
     fn clients(self, lan: &Lan) -> Result<Option<Box<dyn Clients>>> {
         let network = &lan.clients;
         Ok(Some(match self {
@@ -271,7 +268,7 @@ impl Workload {
         }))
     }
 
-    /// What a sample of the clients is.
+    /// Unit of a sample.
     fn unit(self) -> &'static str {
         match self {
             Self::Postgres => "transactions",
@@ -281,7 +278,7 @@ impl Workload {
         }
     }
 
-    /// Whether a line of the guest's serial port shows that it has done something.
+    /// Whether a line on the serial port is a sign of life.
     fn is_sign(self, line: &str) -> bool {
         match self {
             Self::Compile => line.starts_with("compiled "),

@@ -1,7 +1,7 @@
-//! A guest that does not run: its whole RAM is compared afterwards.
+//! Measures a guest that does not run: its whole RAM is compared afterwards.
 //!
-//! Both QEMUs have touched all their memory before: the source as a guest that has run for a while, the destination as any
-//! that is meant to take a guest fast.
+//! Both QEMUs have touched all of their memory before: the source like a guest that has run for a while, the destination because
+//! it is preallocated.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use crate::scenario::{Content, Guest, Rate};
 /// The same content in all cells.
 pub(super) const SEED: u64 = 1;
 
-/// When a link that changes does so, and to how many bits a second.
+/// When a changing link changes, and to how many bits a second.
 const CHANGES: [(Duration, u64); 2] = [
     (Duration::from_secs(3), 1_000_000_000),
     (Duration::from_millis(4500), 100_000_000),
@@ -53,22 +53,19 @@ pub(super) fn measure(host: &Host, cell: &Cell, round: u32) -> Result<Record> {
     let moved = moving::migrate(ends, cell, |elapsed| changes.at(elapsed))?;
     if moved.is_there {
         ram::compare(source.ram(), destination.ram())
-            .map_err(|mismatch| anyhow!("the memory is not what it was: {mismatch}"))?;
+            .map_err(|mismatch| anyhow!("the memory differs after the migration: {mismatch}"))?;
     }
+    let outcome = match moved.is_there {
+        true => Outcome::Equal,
+        false => Outcome::Cancelled,
+    };
     Ok(Record {
-        cell: cell.clone(),
-        round,
-        outcome: match moved.is_there {
-            true => Outcome::Equal,
-            false => Outcome::Cancelled,
-        },
-        figures: moved.figures,
         timeline: moved.timeline,
-        service: None,
+        ..Record::new(cell, round, outcome, moved.figures)
     })
 }
 
-/// What the link will carry, as time goes by.
+/// Changes of the link's rate that are still to come.
 struct Changes<'a> {
     link: &'a Link,
     left: &'static [(Duration, u64)],

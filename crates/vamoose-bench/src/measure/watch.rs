@@ -1,4 +1,4 @@
-//! Follows a migration to its end.
+//! Watches a migration until its end.
 
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -11,26 +11,26 @@ use serde_json::Value;
 use super::begin::{Finished, Helpers};
 use crate::record::{Cell, Figures, Moment};
 
-/// What was seen.
+/// What was observed.
 pub(super) struct Watched {
-    /// The beginning, to which all times of the record refer.
+    /// The time to which all times of the record refer.
     pub(super) began: Instant,
-    /// The same by the wall clock, which QEMU's events have: since 1970.
+    /// The same by the clock of QEMU's events: since 1970.
     pub(super) began_at: Duration,
-    /// The source QEMU's, of a migration that was completed; `None` where it takes too long.
+    /// The source QEMU's report of a completed migration; `None` if it took too long.
     pub(super) account: Option<Value>,
     pub(super) timeline: Vec<Moment>,
     pub(super) throttle: u64,
     pub(super) seconds: f64,
 }
 
-/// How often it is looked at.
+/// Interval of the samples.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Of a timeline; then every second moment goes.
+/// When a timeline is longer, every second moment is removed.
 const MOST_MOMENTS: usize = 240;
 
-/// Watches until the migration is completed, or has taken too long. `meanwhile` is called at each look.
+/// Watches until the migration is completed, or has taken too long. `meanwhile` is called at each sample.
 pub(super) fn watch(
     source: &mut Qemu,
     helpers: &mut Helpers,
@@ -47,7 +47,7 @@ pub(super) fn watch(
         seconds: 0.0,
     };
     let mut stride = 1;
-    // Until then, QEMU tells of the one before.
+    // Before that, QEMU reports the previous migration.
     let mut has_begun = false;
     for look in 0_u64.. {
         let have_ended = helpers.have_ended()?;
@@ -58,7 +58,7 @@ pub(super) fn watch(
         let throttle = account["cpu-throttle-percentage"].as_u64();
         seen.throttle = seen.throttle.max(throttle.unwrap_or(0));
         let is_over = match account["status"].as_str() {
-            // Without a downtime it is the migration that the guest came with.
+            // Without a downtime, it is the migration by which the guest arrived.
             Some("completed") => account["downtime"].is_u64(),
             Some("failed" | "cancelled") if has_begun => bail!("the migration failed: {account}"),
             Some("active") => {
@@ -107,7 +107,7 @@ fn moment(elapsed: Duration, account: &Value, sent: Option<u64>) -> Moment {
     }
 }
 
-/// What both accounts say: the source QEMU's of a completed migration, and Vamoose's.
+/// Figures from the reports of the source QEMU and of Vamoose.
 pub(super) fn figures(seen: &Watched, finished: &Finished) -> Result<Figures> {
     let account = seen.account.as_ref().context("it was not completed")?;
     let report = finished.report.as_ref();

@@ -1,280 +1,202 @@
-//! Axes, and curves over time.
+//! Draws charts as SVG: bars, and curves over time.
 
-use super::svg::{Anchor, Svg};
+use anyhow::Result;
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+use super::results::Spread;
 use super::table::short;
 
-/// A panel of curves over time in seconds, one under the other with others that have the same axis of time.
-pub(crate) struct Chart {
-    /// What is on the upright axis, with its unit.
-    pub(crate) name: &'static str,
-    pub(crate) series: Vec<Series>,
-    /// Factors of ten are equally far apart.
-    pub(crate) is_logarithmic: bool,
+/// A horizontal bar: the median, and a line from the least to the most value.
+pub(crate) struct Bar {
+    pub(crate) name: String,
+    /// Without a value, the migrations were cancelled.
+    pub(crate) value: Option<Spread>,
+    pub(crate) colour: RGBColor,
 }
 
-/// A curve.
-pub(crate) struct Series {
+/// Curves over time. Panels are drawn below each other, over the same time.
+pub(crate) struct Panel {
+    /// Quantity on the vertical axis, with its unit.
+    pub(crate) name: &'static str,
+    pub(crate) curves: Vec<Curve>,
+}
+
+pub(crate) struct Curve {
     pub(crate) name: String,
-    /// Number of its colour.
-    pub(crate) colour: usize,
+    pub(crate) colour: RGBColor,
     /// Seconds and values.
     pub(crate) points: Vec<(f64, f64)>,
 }
 
-/// What is marked in all panels, in seconds.
-#[derive(Clone, Default)]
+/// Marks in all panels, in seconds.
+#[derive(Default)]
 pub(crate) struct Marks {
-    /// The axis reaches so far at least.
+    /// Least end of the time axis.
     pub(crate) until: f64,
-    /// The guest did not run.
+    /// The guest was paused: shaded.
     pub(crate) paused: Option<(f64, f64)>,
-    /// A round over memory began.
+    /// A round over memory began: grey lines.
     pub(crate) rounds: Vec<f64>,
-    /// Events, with names.
-    pub(crate) events: Vec<(f64, String)>,
+    /// Other events: red lines.
+    pub(crate) events: Vec<f64>,
 }
 
-/// From values to places.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Scale {
-    values: (f64, f64),
-    places: (f64, f64),
-    is_logarithmic: bool,
-}
+/// Colours of contenders and of methods.
+pub(crate) const COLOURS: [RGBColor; 6] = [
+    RGBColor(87, 96, 106),
+    RGBColor(161, 92, 0),
+    RGBColor(5, 80, 174),
+    RGBColor(13, 122, 69),
+    RGBColor(130, 80, 223),
+    RGBColor(207, 34, 46),
+];
+const SHADE: RGBColor = RGBColor(246, 210, 213);
+const GRID: RGBColor = RGBColor(225, 228, 232);
+const ROUND: RGBColor = RGBColor(170, 176, 184);
+const EVENT: RGBColor = RGBColor(180, 35, 24);
 
-pub(super) const WIDTH: f64 = 480.0;
-const LEFT: f64 = 52.0;
-const RIGHT: f64 = WIDTH - 12.0;
-const PANEL: f64 = 96.0;
-/// Above each panel, for its name.
-const HEAD: f64 = 26.0;
-/// Points of a curve: more cannot be seen.
-const POINTS: usize = 480;
+const FONT: &str = "sans-serif";
+const WIDTH: u32 = 520;
+/// The least length of an axis: all values may be zero.
+const LEAST: f64 = 1e-3;
 
-/// Draws panels under each other.
-pub(crate) fn over_time(title: &str, note: &str, charts: &[Chart], marks: &Marks) -> Svg {
-    let count = charts.len() as f64;
-    let mut svg = Svg::new(WIDTH, count * (PANEL + HEAD) + 40.0, title, note);
-    let times = charts
-        .iter()
-        .flat_map(|chart| &chart.series)
-        .flat_map(|series| &series.points);
-    let times = times
-        .map(|(time, _)| *time)
-        .chain(marks.paused.map(|(_, to)| to));
-    let time = Scale::over(times.chain([0.0, marks.until]), (LEFT, RIGHT));
-    for (at, name) in &marks.events {
-        let at = (time.place(*at) + 3.0, HEAD + 11.0);
-        svg.text("soft", Anchor::Start, at, name);
-    }
-    let mut top = HEAD;
-    for chart in charts {
-        panel(&mut svg, chart, marks, time, top);
-        top += PANEL + HEAD;
-    }
-    let bottom = top - HEAD;
-    for tick in time.ticks(6) {
-        svg.text(
-            "soft",
-            Anchor::Middle,
-            (time.place(tick), bottom + 16.0),
-            &label(tick),
-        );
-    }
-    svg.text(
-        "soft",
-        Anchor::Middle,
-        (f64::midpoint(LEFT, RIGHT), bottom + 32.0),
-        "seconds since the migration began",
-    );
-    svg
-}
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-fn panel(svg: &mut Svg, chart: &Chart, marks: &Marks, time: Scale, top: f64) {
-    let bottom = top + PANEL;
-    let values = chart.series.iter().flat_map(|series| &series.points);
-    let values = values.map(|(_, value)| *value);
-    let scale = if chart.is_logarithmic {
-        Scale::logarithmic(values, (bottom, top))
-    } else {
-        Scale::over(values.chain([0.0]), (bottom, top)).with_room(1.08)
-    };
-    svg.text("strong", Anchor::Start, (4.0, top - 10.0), chart.name);
-    legend(svg, chart, top - 10.0);
-    for tick in scale.ticks(3) {
-        let y = scale.place(tick);
-        svg.line("grid", (LEFT, y), (RIGHT, y));
-        svg.text("soft", Anchor::End, (LEFT - 6.0, y + 4.0), &label(tick));
-    }
-    if let Some((from, to)) = marks.paused {
-        let (from, to) = (time.place(from), time.place(to));
-        let tip = format!(
-            "the guest is paused: {} ms",
-            short((time.value(to) - time.value(from)) * 1e3)
-        );
-        svg.rect("shade", (from, top), ((to - from).max(1.5), PANEL), &tip);
-        svg.line("edge", (from, top), (from, bottom));
-    }
-    for round in &marks.rounds {
-        svg.line(
-            "round",
-            (time.place(*round), top),
-            (time.place(*round), bottom),
-        );
-    }
-    for (at, _) in &marks.events {
-        svg.line("edge", (time.place(*at), top), (time.place(*at), bottom));
-    }
-    for series in &chart.series {
-        let points = thinned(&series.points);
-        let places: Vec<_> = points
-            .iter()
-            .map(|(at, value)| (time.place(*at), scale.place(*value)))
-            .collect();
-        svg.polyline(&format!("l{}", series.colour), &places, &series.name);
-    }
-    svg.line("axis", (LEFT, bottom), (RIGHT, bottom));
-}
-
-/// Names of the curves at the right above the panel, if there are several.
-fn legend(svg: &mut Svg, chart: &Chart, y: f64) {
-    if chart.series.len() < 2 {
-        return;
-    }
-    let mut x = RIGHT;
-    for series in chart.series.iter().rev() {
-        svg.text("soft", Anchor::End, (x, y), &series.name);
-        x -= super::svg::text_width(&series.name) + 6.0;
-        svg.polyline(
-            &format!("l{}", series.colour),
-            &[(x - 16.0, y - 4.0), (x, y - 4.0)],
-            "",
-        );
-        x -= 28.0;
-    }
-}
-
-/// At most [`POINTS`]: of neighbours the highest, so that no peak is lost.
-fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
-    let size = points.len().div_ceil(POINTS).max(1);
-    let highest = |chunk: &[(f64, f64)]| {
-        chunk
-            .iter()
-            .copied()
-            .max_by(|one, other| one.1.total_cmp(&other.1))
-    };
-    points.chunks(size).filter_map(highest).collect()
-}
-
-impl Scale {
-    /// From the least to the highest of `values`, up to a round number.
-    pub(super) fn over(values: impl Iterator<Item = f64>, places: (f64, f64)) -> Self {
-        let (mut low, mut high) = bounds(values).unwrap_or((0.0, 1.0));
-        if high - low <= f64::EPSILON * high.abs() {
-            (low, high) = (
-                low.min(0.0),
-                if high > 0.0 { high } else { low.min(0.0) + 1.0 },
-            );
-        }
-        Self {
-            values: (low, high),
-            places,
-            is_logarithmic: false,
-        }
-    }
-
-    /// Factors are equally far apart, those of values that are above 0.
-    pub(super) fn logarithmic(values: impl Iterator<Item = f64>, places: (f64, f64)) -> Self {
-        let (low, high) = bounds(values.filter(|value| *value > 0.0)).unwrap_or((1.0, 10.0));
-        let (low, high) = (low.log10(), high.log10());
-        let room = ((high - low) * 0.08).max(0.1);
-        Self {
-            values: (low - room, high + room),
-            places,
-            is_logarithmic: true,
-        }
-    }
-
-    /// Leaves room above the highest.
-    pub(super) fn with_room(mut self, factor: f64) -> Self {
-        self.values.1 = self.values.0 + (self.values.1 - self.values.0) * factor;
-        self
-    }
-
-    pub(super) fn place(&self, value: f64) -> f64 {
-        let value = if self.is_logarithmic {
-            value.max(f64::MIN_POSITIVE).log10()
-        } else {
-            value
-        };
-        let (low, high) = self.values;
-        let part = ((value - low) / (high - low)).clamp(0.0, 1.0);
-        self.places.0 + part * (self.places.1 - self.places.0)
-    }
-
-    fn value(&self, place: f64) -> f64 {
-        let part = (place - self.places.0) / (self.places.1 - self.places.0);
-        self.values.0 + part * (self.values.1 - self.values.0)
-    }
-
-    /// About `count` round values, in order.
-    pub(super) fn ticks(&self, count: u32) -> Vec<f64> {
-        /// More could not be read, whatever rounding does.
-        const MOST: usize = 24;
-        let (low, high) = self.values;
-        let rough = (high - low) / f64::from(count);
-        if self.is_logarithmic && rough < 1.0 {
-            let factors: &[f64] = if rough < 0.4 {
-                &[1.0, 2.0, 5.0]
-            } else {
-                &[1.0]
+/// Draws the bars, the first one at the top. `unit` is what the axis shows.
+pub(crate) fn bars(unit: &str, bars: &[Bar]) -> Result<String> {
+    const BAR: usize = 20;
+    const AXIS: u32 = 40;
+    let longest = bars.iter().map(|bar| bar.name.chars().count()).max();
+    let names = u32::try_from(longest.unwrap_or(0) * 7 + 8)?;
+    let height = u32::try_from(bars.len() * BAR)? + AXIS + 16;
+    let most = bars.iter().filter_map(|bar| bar.value);
+    let most = most.map(|value| value.most).fold(LEAST, f64::max);
+    drawn(height, |area| {
+        let mut chart = ChartBuilder::on(area)
+            .margin(8)
+            .x_label_area_size(AXIS)
+            .y_label_area_size(names)
+            .build_cartesian_2d(0.0..most * 1.15, bars.len() as f64..0.0)?;
+        let mut mesh = chart.configure_mesh();
+        mesh.disable_y_mesh().disable_y_axis();
+        mesh.x_labels(6).x_desc(unit).light_line_style(WHITE);
+        mesh.bold_line_style(GRID).label_style((FONT, 12)).draw()?;
+        let name = (FONT, 12).into_text_style(area);
+        let name = name.pos(Pos::new(HPos::Right, VPos::Center));
+        let figure = name.pos(Pos::new(HPos::Left, VPos::Center));
+        for (row, bar) in bars.iter().enumerate() {
+            let (top, middle, bottom) = (row as f64 + 0.15, row as f64 + 0.5, row as f64 + 0.85);
+            let label = |x: i32, text: String, style: &TextStyle<'static>| {
+                EmptyElement::at((0.0, middle)) + Text::new(text, (x, 0), style.clone())
             };
-            let powers = (0..MOST).map(|at| 10f64.powf(low.floor() + at as f64));
-            let ticks = powers.flat_map(|power| factors.iter().map(move |factor| factor * power));
-            return ticks
-                .filter(|tick| (low..=high).contains(&tick.log10()))
-                .take(MOST)
-                .collect();
+            chart
+                .plotting_area()
+                .draw(&label(-6, bar.name.clone(), &name))?;
+            let Some(value) = bar.value else {
+                chart
+                    .plotting_area()
+                    .draw(&label(6, "cancelled".to_owned(), &figure))?;
+                continue;
+            };
+            let corners = [(0.0, top), (value.median, bottom)];
+            chart
+                .plotting_area()
+                .draw(&Rectangle::new(corners, bar.colour.filled()))?;
+            let spread = vec![(value.least, middle), (value.most, middle)];
+            chart
+                .plotting_area()
+                .draw(&PathElement::new(spread, BLACK))?;
+            let end = value.median.max(value.most);
+            let text = Text::new(short(value.median), (5, 0), figure.clone());
+            chart
+                .plotting_area()
+                .draw(&(EmptyElement::at((end, middle)) + text))?;
         }
-        let unit = 10f64.powf(rough.log10().floor());
-        let steps = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * unit);
-        let step = steps
-            .into_iter()
-            .find(|step| *step >= rough * 0.999)
-            .unwrap_or(rough);
-        let first = (low / step - 1e-9).ceil();
-        let ticks = (0..MOST).map(|at| (first + at as f64) * step);
-        let ticks = ticks.take_while(|tick| *tick <= high + step * 1e-9);
-        let value = |tick| {
-            if self.is_logarithmic {
-                10f64.powf(tick)
-            } else {
-                tick
-            }
-        };
-        ticks.map(value).filter(|tick| tick.is_finite()).collect()
+        Ok(())
+    })
+}
+
+/// Draws panels of curves below each other.
+pub(crate) fn over_time(panels: &[Panel], marks: &Marks) -> Result<String> {
+    const PANEL: usize = 130;
+    let curves = panels.iter().flat_map(|panel| &panel.curves);
+    let times = curves.flat_map(|curve| curve.points.iter().map(|(time, _)| *time));
+    let ends = times.clone().chain(marks.paused.map(|(_, end)| end));
+    let range = times.fold(0.0, f64::min)..ends.fold(marks.until.max(LEAST), f64::max);
+    drawn(u32::try_from(panels.len() * PANEL)?, |area| {
+        let areas = area.split_evenly((panels.len(), 1));
+        areas
+            .iter()
+            .zip(panels)
+            .try_for_each(|(area, panel)| draw_panel(area, panel, marks, range.clone()))
+    })
+}
+
+fn draw_panel(
+    area: &Area<'_>,
+    panel: &Panel,
+    marks: &Marks,
+    time: std::ops::Range<f64>,
+) -> Result<()> {
+    let values = panel.curves.iter().flat_map(|curve| &curve.points);
+    let top = values.map(|(_, value)| *value).fold(LEAST, f64::max) * 1.08;
+    let mut chart = ChartBuilder::on(area)
+        .margin(4)
+        .margin_right(14)
+        .caption(panel.name, (FONT, 13))
+        .x_label_area_size(22)
+        .y_label_area_size(60)
+        .build_cartesian_2d(time, 0.0..top)?;
+    if let Some((from, to)) = marks.paused {
+        chart.draw_series([Rectangle::new([(from, 0.0), (to, top)], SHADE.filled())])?;
     }
+    let mut mesh = chart.configure_mesh();
+    mesh.disable_x_mesh()
+        .x_labels(8)
+        .y_labels(4)
+        .light_line_style(TRANSPARENT);
+    mesh.x_label_formatter(&|seconds| format!("{seconds} s"));
+    mesh.bold_line_style(GRID).label_style((FONT, 11)).draw()?;
+    let lines = [(&marks.rounds, ROUND), (&marks.events, EVENT)];
+    for (times, colour) in lines {
+        chart.draw_series(
+            times
+                .iter()
+                .map(|at| PathElement::new(vec![(*at, 0.0), (*at, top)], colour)),
+        )?;
+    }
+    for curve in &panel.curves {
+        let colour = curve.colour;
+        let line = chart.draw_series(LineSeries::new(
+            curve.points.iter().copied(),
+            colour.stroke_width(2),
+        ))?;
+        if panel.curves.len() > 1 {
+            line.label(&curve.name);
+            line.legend(move |(x, y)| {
+                PathElement::new(vec![(x, y), (x + 16, y)], colour.stroke_width(2))
+            });
+        }
+    }
+    if panel.curves.len() > 1 {
+        let mut labels = chart.configure_series_labels();
+        labels
+            .position(SeriesLabelPosition::UpperLeft)
+            .label_font((FONT, 11));
+        labels.background_style(WHITE.mix(0.8)).draw()?;
+    }
+    Ok(())
 }
 
-/// The least and the most of what is finite.
-fn bounds(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
-    values
-        .filter(|value| value.is_finite())
-        .fold(None, |bounds, value| {
-            let (low, high) = bounds.unwrap_or((value, value));
-            Some((value.min(low), value.max(high)))
-        })
-}
-
-/// Of a tick: without digits that are always zero.
-pub(super) fn label(value: f64) -> String {
-    let (value, unit) = match value.abs() {
-        size if size >= 1e9 => (value / 1e9, "G"),
-        size if size >= 1e6 => (value / 1e6, "M"),
-        size if size >= 1e4 => (value / 1e3, "k"),
-        _ => (value, ""),
-    };
-    let text = format!("{value:.3}");
-    let text = text.trim_end_matches('0').trim_end_matches('.');
-    format!("{}{unit}", if text == "-0" { "0" } else { text })
+fn drawn(height: u32, draw: impl FnOnce(&Area<'_>) -> Result<()>) -> Result<String> {
+    let mut svg = String::new();
+    {
+        let area = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
+        area.fill(&WHITE)?;
+        draw(&area)?;
+        area.present()?;
+    }
+    Ok(svg)
 }

@@ -1,4 +1,4 @@
-//! What a run has measured, in the order of the report: scenarios, in them groups of cells that can be compared, in them the cells.
+//! The results of a run in the order of the report: scenarios, groups of cells that can be compared, cells.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -24,21 +24,10 @@ pub(super) struct Section {
     pub(super) groups: Vec<Group>,
 }
 
-/// Cells of the same guest and the same link: only these can be compared.
+/// Cells of the same guest, link, size and downtime limit: only these can be compared.
 pub(super) struct Group {
-    pub(super) same: Same,
+    /// At least one.
     pub(super) rows: Vec<Row>,
-}
-
-/// What the cells of a group have in common.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Same {
-    pub(super) guest: Guest,
-    pub(super) link: Rate,
-    /// Bytes.
-    pub(super) ram: u64,
-    /// Milliseconds.
-    pub(super) downtime_limit: u64,
 }
 
 /// A cell, and its migrations.
@@ -47,18 +36,17 @@ pub(super) struct Row {
     pub(super) records: Vec<Record>,
 }
 
-/// Some values.
+/// The median of some values, and their range.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Spread {
-    pub(super) median: f64,
-    pub(super) least: f64,
-    pub(super) most: f64,
+pub(crate) struct Spread {
+    pub(crate) median: f64,
+    pub(crate) least: f64,
+    pub(crate) most: f64,
 }
 
 impl Results {
     pub(super) fn read(dir: &Path) -> Result<Self> {
-        let machine = results::read_machine(dir)?;
-        let records = results::read(dir)?;
+        let (machine, records) = (results::read_machine(dir)?, results::read(dir)?);
         Self::new(machine, records, |name| scenario(dir, name))
     }
 
@@ -68,116 +56,103 @@ impl Results {
         records: Vec<Record>,
         scenario: impl Fn(&str) -> Result<Option<Scenario>>,
     ) -> Result<Self> {
-        // Scenarios in the order in which they were measured.
         let mut names: Vec<String> = Vec::new();
-        let mut groups: BTreeMap<(String, Same), BTreeMap<Cell, Vec<Record>>> = BTreeMap::new();
+        let mut rows: BTreeMap<_, Vec<Record>> = BTreeMap::new();
         for record in records {
             let cell = record.cell.clone();
             if !names.contains(&cell.scenario) {
                 names.push(cell.scenario.clone());
             }
-            let rows = groups.entry((cell.scenario.clone(), Same::of(&cell)));
-            rows.or_default().entry(cell).or_default().push(record);
+            rows.entry((comparable(&cell), cell))
+                .or_default()
+                .push(record);
         }
+        // Scenarios in the order in which they were measured.
         let sections = names.into_iter().map(|name| {
             let definition = scenario(&name)?;
-            let groups = groups.iter().filter(|((scenario, _), _)| *scenario == name);
-            let groups = groups.map(|((_, same), rows)| Group::new(*same, rows));
+            let of_scenario: Vec<_> = rows
+                .iter()
+                .filter(|((_, cell), _)| cell.scenario == name)
+                .collect();
+            let groups = of_scenario.chunk_by(|((one, _), _), ((other, _), _)| one == other);
             Ok(Section {
-                groups: groups.collect(),
+                groups: groups.map(Group::new).collect(),
                 about: definition.as_ref().map(|scenario| scenario.about.clone()),
                 published: definition.and_then(|scenario| scenario.published),
                 name,
             })
         });
-        Ok(Self {
-            machine,
-            scenarios: sections.collect::<Result<_>>()?,
-        })
+        let scenarios = sections.collect::<Result<_>>()?;
+        Ok(Self { machine, scenarios })
+    }
+
+    /// The groups of all scenarios.
+    pub(super) fn groups(&self) -> impl Iterator<Item = &Group> {
+        self.scenarios.iter().flat_map(|section| &section.groups)
     }
 }
 
-impl Results {
-    /// Of all scenarios.
-    pub(super) fn groups(&self) -> Vec<&Group> {
-        let sections = self.scenarios.iter();
-        sections.flat_map(|section| &section.groups).collect()
-    }
+/// What comparable cells have in common.
+type Comparable = (Guest, Rate, u64, u64);
+
+fn comparable(cell: &Cell) -> Comparable {
+    (cell.guest, cell.link, cell.ram, cell.downtime_limit)
 }
 
-/// The definition that the run has left beside its results, or the one that is built in; results outlive both.
+/// The definition beside the results, else the built-in one. Results may outlive both.
 fn scenario(dir: &Path, name: &str) -> Result<Option<Scenario>> {
     let file = dir.join(format!("{name}.toml"));
-    if file.exists() {
-        let scenario = Scenario::parse(&load(&file)?);
-        return scenario
-            .with_context(|| format!("{}", file.display()))
-            .map(Some);
+    if !file.exists() {
+        return Ok(Scenario::named(name).ok());
     }
-    Ok(Scenario::named(name).ok())
-}
-
-fn load(path: &Path) -> Result<String> {
-    fs::read_to_string(path).with_context(|| {
-        format!(
-            "cannot read {}: is this the folder of a run?",
-            path.display()
-        )
-    })
-}
-
-impl Same {
-    pub(super) fn of(cell: &Cell) -> Self {
-        Self {
-            guest: cell.guest,
-            link: cell.link,
-            ram: cell.ram,
-            downtime_limit: cell.downtime_limit,
-        }
-    }
-
-    /// As a heading.
-    pub(super) fn title(&self) -> String {
-        let link = match self.link {
-            Rate::Constant(_) => format!("{}bit/s", self.link).replace("Gbit", " Gbit"),
-            Rate::Open => "an open link".to_owned(),
-            Rate::Changing => "a link that changes".to_owned(),
-        };
-        let link = link.replace("Mbit", " Mbit");
-        let limit = match self.guest {
-            Guest::Running(_) => format!(", downtime limit {} ms", self.downtime_limit),
-            Guest::Still(_) => String::new(),
-        };
-        format!(
-            "{}, {} MiB, over {link}{limit}",
-            self.guest,
-            self.ram.div_ceil(1 << 20)
-        )
-    }
-
-    /// As a part of a file's name.
-    pub(super) fn slug(&self) -> String {
-        let ram = self.ram.div_ceil(1 << 20);
-        format!(
-            "{}-{}-{ram}M-{}ms",
-            self.guest, self.link, self.downtime_limit
-        )
-    }
+    let text =
+        fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+    let scenario = Scenario::parse(&text);
+    scenario
+        .with_context(|| file.display().to_string())
+        .map(Some)
 }
 
 impl Group {
-    fn new(same: Same, rows: &BTreeMap<Cell, Vec<Record>>) -> Self {
-        let rows = rows.iter().map(|(cell, records)| Row {
+    fn new(rows: &[(&(Comparable, Cell), &Vec<Record>)]) -> Self {
+        let row = |((_, cell), records): &(&(Comparable, Cell), &Vec<Record>)| Row {
             cell: cell.clone(),
-            records: records.clone(),
-        });
+            records: (*records).clone(),
+        };
         Self {
-            same,
-            rows: rows.collect(),
+            rows: rows.iter().map(row).collect(),
         }
     }
 
-    /// A row's name: contender, and channels if they differ.
+    /// A heading: guest, size, link.
+    pub(super) fn title(&self) -> String {
+        let cell = &self.rows[0].cell;
+        let link = match cell.link {
+            Rate::Constant(_) => format!("{}bit/s", cell.link)
+                .replace("Gbit", " Gbit")
+                .replace("Mbit", " Mbit"),
+            Rate::Open => "an open link".to_owned(),
+            Rate::Changing => "a changing link".to_owned(),
+        };
+        let limit = match cell.guest {
+            Guest::Running(_) => format!(", downtime limit {} ms", cell.downtime_limit),
+            Guest::Still(_) => String::new(),
+        };
+        let size = cell.ram.div_ceil(1 << 20);
+        format!("{}, {size} MiB, over {link}{limit}", cell.guest)
+    }
+
+    /// Part of a file's name.
+    pub(super) fn slug(&self) -> String {
+        let cell = &self.rows[0].cell;
+        let size = cell.ram.div_ceil(1 << 20);
+        format!(
+            "{}-{}-{size}M-{}ms",
+            cell.guest, cell.link, cell.downtime_limit
+        )
+    }
+
+    /// A row's contender, and its channels if they differ in the group.
     pub(super) fn label(&self, row: &Row) -> String {
         match self.channels().len() {
             1 => row.cell.contender.to_string(),
@@ -200,14 +175,14 @@ impl Row {
         format!("{}, {} ch", self.cell.contender, self.cell.channels)
     }
 
-    /// The migrations that went through.
+    /// The migrations that moved the guest.
     pub(super) fn moved(&self) -> impl Iterator<Item = &Record> {
         self.records
             .iter()
-            .filter(|record| record.outcome.is_moved())
+            .filter(|record| record.outcome != Outcome::Cancelled)
     }
 
-    /// Of the migrations that went through, those of which `value` is known.
+    /// The spread of `value` over the migrations that moved the guest, where it is known.
     pub(super) fn spread(&self, value: impl Fn(&Record) -> Option<f64>) -> Option<Spread> {
         Spread::of(self.moved().filter_map(value))
     }
@@ -216,7 +191,7 @@ impl Row {
         self.spread(|record| Some(record.figures.seconds))
     }
 
-    /// The migration that took the median time, or was nearest to it.
+    /// The migration whose time is nearest to the median.
     pub(super) fn typical(&self) -> Option<&Record> {
         let median = self.seconds()?.median;
         let distance = |record: &&Record| (record.figures.seconds - median).abs();
@@ -229,36 +204,36 @@ impl Row {
         1.0 - self.moved().count() as f64 / self.records.len().max(1) as f64
     }
 
-    /// How the migrations ended: what was compared in them, and how many went through.
+    /// How the migrations ended, and how many of them in each way.
     pub(super) fn proof(&self) -> String {
-        let mut ways: Vec<&str> = self.records.iter().map(|r| proof(r.outcome)).collect();
-        ways.sort_unstable();
-        ways.dedup();
-        let counted = ways.iter().map(|way| {
-            let count = self.records.iter().filter(|r| proof(r.outcome) == *way);
-            format!("{way} {} of {}", count.count(), self.records.len())
+        let names = [
+            ("equal", Outcome::Equal),
+            ("checked", Outcome::Checked),
+            ("served", Outcome::Served),
+            ("cancelled", Outcome::Cancelled),
+        ];
+        let counts = names.map(|(name, outcome)| {
+            let count = self
+                .records
+                .iter()
+                .filter(|record| record.outcome == outcome)
+                .count();
+            (count > 0).then(|| format!("{name} {count} of {}", self.records.len()))
         });
-        counted.collect::<Vec<_>>().join(", ")
-    }
-}
-
-fn proof(outcome: Outcome) -> &'static str {
-    match outcome {
-        Outcome::Equal => "equal",
-        Outcome::Checked => "checked",
-        Outcome::Served => "served",
-        Outcome::Cancelled => "cancelled",
-        Outcome::Bytes => "bytes only",
+        counts.into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 }
 
 impl Spread {
-    /// `None` without a value that is finite.
+    /// `None` without a finite value.
     pub(super) fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
-        let mut values: Vec<f64> = values.into_iter().filter(|v| v.is_finite()).collect();
+        let mut values: Vec<f64> = values
+            .into_iter()
+            .filter(|value| value.is_finite())
+            .collect();
         values.sort_by(f64::total_cmp);
         Some(Self {
-            // The sum of two may be too much.
+            // The sum of two may be infinite.
             median: lab::median(values.iter().copied()).filter(|median| median.is_finite())?,
             least: *values.first()?,
             most: *values.last()?,

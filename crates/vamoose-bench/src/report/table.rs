@@ -1,223 +1,160 @@
-//! Tables: those of a group have a row for each cell, and of the columns those in which something is known. A reader decides by the few
-//! columns of the first; the second has the others.
+//! Tables of the report. The table of a group has a row for each cell, and the columns in which something is known.
 
-use super::results::{Group, Row, Spread};
+use super::markdown::escaped;
+use super::results::{Group, Results, Row, Spread};
 use super::verdict;
 use crate::record::{Record, Service};
 
-/// Texts, to be laid out by the formats.
+/// Columns and rows of text.
 pub(crate) struct Table {
-    pub(crate) columns: Vec<String>,
-    pub(crate) rows: Vec<Line>,
+    columns: Vec<String>,
+    /// With the cell that is bold, if one is.
+    rows: Vec<(Option<usize>, Vec<String>)>,
 }
 
-/// A row of a table, as wide as its columns.
-pub(crate) struct Line {
-    pub(crate) cells: Vec<String>,
-    pub(crate) tone: Tone,
-}
-
-/// How a row stands out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Tone {
-    Plain,
-    /// Vamoose's default.
-    Default,
-    /// A requirement that is not met.
-    Short,
-}
-
-/// A column of the tables of groups.
+/// A column of the table of a group.
 struct Column {
     name: &'static str,
-    /// What the figures are, in a sentence.
     meaning: &'static str,
-    place: Place,
     value: fn(&Row) -> Option<String>,
 }
 
-/// In which of a group's two tables a column is.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
-    /// What tells the rows apart.
-    Both,
-    First,
-    /// In the first where no row of the group has the column before it, which says the same more truly.
-    Instead,
-    Second,
-}
-
-/// What a downtime consists of, in this order.
+/// The parts of a downtime, in their order.
 pub(crate) const PARTS: [&str; 4] = ["last-round", "device-state", "load", "commit"];
 
-/// What is not known.
+/// Stands for an unknown value.
 pub(super) const ABSENT: &str = "–";
 
-/// All that there may be.
-static COLUMNS: [Column; 27] = [
+const fn column(
+    name: &'static str,
+    meaning: &'static str,
+    value: fn(&Row) -> Option<String>,
+) -> Column {
     Column {
-        name: "contender",
-        meaning: "who moved the guest, by which method and with which options",
-        place: Place::Both,
-        value: |row| Some(row.cell.contender.to_string()),
-    },
-    Column {
-        name: "channels",
-        meaning: "data channels (connections)",
-        place: Place::Both,
-        value: |row| Some(row.cell.channels.to_string()),
-    },
-    Column {
-        name: "seconds",
-        meaning: "total time of the migration; one with > was cancelled after that time",
-        place: Place::First,
-        value: seconds,
-    },
-    Column {
-        name: "downtime, ms",
-        meaning: "from the guest's stop to its start at the destination, by one clock",
-        place: Place::First,
-        value: |row| text(row.spread(|record| record.figures.downtime)),
-    },
-    Column {
-        name: "reported, ms",
-        meaning: "the downtime that the source QEMU reports",
-        place: Place::Instead,
-        value: |row| text(row.spread(|record| record.figures.downtime_reported)),
-    },
-    Column {
-        name: "parts, ms",
-        meaning: "what the downtime consists of, as Vamoose reports it: last round + device state + load + commit, a median of each",
-        place: Place::Second,
-        value: parts,
-    },
-    Column {
-        name: "rounds",
-        meaning: "rounds over the guest's memory",
-        place: Place::Second,
-        value: |row| count(row.spread(|record| record.figures.rounds.map(float))),
-    },
-    Column {
-        name: "throttle, %",
-        meaning: "the most by which auto-converge slowed the guest",
-        place: Place::Second,
-        value: |row| count(row.spread(|record| record.figures.throttle.map(float))),
-    },
-    Column {
-        name: "guest writes, MiB/s",
-        meaning: "memory that the guest changed in a second, before the migration",
-        place: Place::Second,
-        value: |row| count(row.spread(|record| record.figures.dirty_rate.map(float))),
-    },
-    Column {
-        name: "wire, MB",
-        meaning: "bytes between the hosts, as the sender counts them, in 10^6",
-        place: Place::First,
-        value: |row| text(row.spread(|record| record.figures.wire_bytes.map(mega))),
-    },
-    Column {
-        name: "link, MB",
-        meaning: "bytes over the link, headers of TCP and IP included, in 10^6",
-        place: Place::Second,
-        value: |row| text(row.spread(|record| record.figures.link_bytes.map(mega))),
-    },
-    Column {
-        name: "guest, MB/s",
-        meaning: "the guest's memory divided by the total time",
-        place: Place::Second,
-        value: |row| middle(row.spread(guest_rate)),
-    },
-    Column {
-        name: "link, Mbit/s",
-        meaning: "bits over the link (where those are not known: on the wire) divided by the total time",
-        place: Place::First,
-        value: |row| middle(row.spread(link_rate)),
-    },
-    Column {
-        name: "pages/s",
-        meaning: "pages, zero pages among them, divided by the total time",
-        place: Place::Second,
-        value: |row| middle(row.spread(pages_rate)),
-    },
-    Column {
-        name: "CPU send, s",
-        meaning: "CPU seconds of the source's host: QEMU and Vamoose",
-        place: Place::Second,
-        value: |row| middle(row.spread(|record| cpu(record, record.figures.cpu.sending()))),
-    },
-    Column {
-        name: "CPU receive, s",
-        meaning: "CPU seconds of the destination's host: QEMU and Vamoose",
-        place: Place::Second,
-        value: |row| middle(row.spread(|record| cpu(record, record.figures.cpu.receiving()))),
-    },
-    Column {
-        name: "CPU total, s",
-        meaning: "both",
-        place: Place::Second,
-        value: |row| text(row.spread(cpu_total)),
-    },
-    Column {
-        name: "CPU, s/GiB",
-        meaning: "CPU seconds of both hosts for each GiB of the guest's memory",
-        place: Place::First,
-        value: |row| middle(row.spread(cpu_by_memory)),
-    },
-    Column {
-        name: "CPU send, %",
-        meaning: "CPU seconds of the source's host divided by the total time: 100 is one core",
-        place: Place::Second,
-        value: |row| middle(row.spread(|record| share(record, record.figures.cpu.sending()))),
-    },
-    Column {
-        name: "CPU receive, %",
-        meaning: "the same of the destination's host",
-        place: Place::Second,
-        value: |row| middle(row.spread(|record| share(record, record.figures.cpu.receiving()))),
-    },
-    Column {
-        name: "peak, MiB",
-        meaning: "the most memory of Vamoose, at the end where it had more",
-        place: Place::First,
-        value: |row| middle(row.spread(|record| peak(record).map(mebi))),
-    },
-    Column {
-        name: "peak send, MiB",
-        meaning: "the most memory of Vamoose at the source",
-        place: Place::Second,
-        value: |row| middle(row.spread(|record| record.figures.peak_sender.map(mebi))),
-    },
-    Column {
-        name: "peak receive, MiB",
-        meaning: "the same at the destination",
-        place: Place::Second,
-        value: |row| middle(row.spread(|record| record.figures.peak_receiver.map(mebi))),
-    },
-    Column {
-        name: "clients, answers/s",
-        meaning: "what the guest's clients got: before the migration → through it",
-        place: Place::Second,
-        value: |row| services(row, |service| Some(service.rate)),
-    },
-    Column {
-        name: "p99, ms",
-        meaning: "latency of the slowest hundredth of the answers: before → through the migration",
-        place: Place::First,
-        value: |row| services(row, |service| service.p99),
-    },
-    Column {
-        name: "longest, ms",
-        meaning: "the longest latency: before → through the migration",
-        place: Place::Second,
-        value: |row| services(row, |service| service.longest),
-    },
-    Column {
-        name: "proof",
-        meaning: "equal: the whole memory of both ends was compared; checked: the guest, which runs on, has verified its memory; \
-                  served: a real program ran on, without a wrong answer; cancelled: took too long, and runs at the source",
-        place: Place::First,
-        value: |row| Some(row.proof()),
-    },
+        name,
+        meaning,
+        value,
+    }
+}
+
+static COLUMNS: [Column; 19] = [
+    column(
+        "contender",
+        "who moved the guest, by which method and with which options",
+        |row| Some(row.cell.contender.to_string()),
+    ),
+    column("channels", "data channels (connections)", |row| {
+        Some(row.cell.channels.to_string())
+    }),
+    column(
+        "seconds",
+        "total time of the migration; > marks one that was cancelled after that time",
+        seconds,
+    ),
+    column(
+        "downtime, ms",
+        "from the guest's stop to its start at the destination, by one clock",
+        |row| row.spread(|record| record.figures.downtime).map(full),
+    ),
+    column(
+        "reported, ms",
+        "downtime that the source QEMU reports",
+        |row| {
+            row.spread(|record| record.figures.downtime_reported)
+                .map(full)
+        },
+    ),
+    column(
+        "parts, ms",
+        "parts of the downtime, as Vamoose reports them: last round + device state + load + commit, a median of each",
+        parts,
+    ),
+    column("rounds", "rounds over the guest's memory", |row| {
+        row.spread(|record| record.figures.rounds.map(float))
+            .map(count)
+    }),
+    column(
+        "throttle, %",
+        "the most by which auto-converge slowed the guest",
+        |row| {
+            row.spread(|record| record.figures.throttle.map(float))
+                .map(count)
+        },
+    ),
+    column(
+        "guest writes, MiB/s",
+        "memory that the guest changed in a second, before the migration",
+        |row| {
+            row.spread(|record| record.figures.dirty_rate.map(float))
+                .map(count)
+        },
+    ),
+    column(
+        "wire, MB",
+        "bytes between the hosts, as the sender counts them, in 10^6",
+        |row| {
+            row.spread(|record| record.figures.wire_bytes.map(mega))
+                .map(full)
+        },
+    ),
+    column(
+        "link, MB",
+        "bytes over the link, headers of TCP and IP included, in 10^6",
+        |row| {
+            row.spread(|record| record.figures.link_bytes.map(mega))
+                .map(full)
+        },
+    ),
+    column(
+        "link, Mbit/s",
+        "bits over the link (where unknown: on the wire) divided by the total time",
+        |row| row.spread(link_rate).map(median),
+    ),
+    column(
+        "CPU, s/GiB",
+        "CPU seconds of both hosts for each GiB of the guest's memory",
+        |row| row.spread(cpu_by_memory).map(median),
+    ),
+    column(
+        "CPU send, %",
+        "CPU seconds of the source's host divided by the total time: 100 is one core",
+        |row| row.spread(cpu_of_source).map(median),
+    ),
+    column(
+        "peak, MiB",
+        "the most memory of Vamoose, at the end that had more",
+        |row| {
+            row.spread(|record| {
+                record
+                    .figures
+                    .peak_sender
+                    .max(record.figures.peak_receiver)
+                    .map(mebi)
+            })
+            .map(median)
+        },
+    ),
+    column(
+        "clients, answers/s",
+        "answers to the guest's clients: before the migration → through it",
+        |row| services(row, |service| Some(service.rate)),
+    ),
+    column(
+        "p99, ms",
+        "latency of the slowest hundredth of the answers: before → through the migration",
+        |row| services(row, |service| service.p99),
+    ),
+    column(
+        "longest, ms",
+        "the longest latency: before → through the migration",
+        |row| services(row, |service| service.longest),
+    ),
+    column(
+        "proof",
+        "equal: the whole memory of both ends was compared; checked: the running guest has verified its memory; served: a real \
+         program ran on without a wrong answer; cancelled: took too long, and runs at the source",
+        |row| Some(row.proof()),
+    ),
 ];
 
 impl Table {
@@ -228,58 +165,65 @@ impl Table {
         }
     }
 
-    pub(crate) fn add(&mut self, tone: Tone, cells: impl IntoIterator<Item = String>) {
-        self.rows.push(Line {
-            cells: cells.into_iter().collect(),
-            tone,
-        });
+    /// Adds a row, whose cell number `bold` stands out.
+    pub(crate) fn add(&mut self, bold: Option<usize>, cells: impl IntoIterator<Item = String>) {
+        self.rows.push((bold, cells.into_iter().collect()));
     }
 
-    /// What a reader decides by.
-    pub(super) fn first(group: &Group) -> Self {
-        Self::with(group, |column, before| match column.place {
-            Place::Both | Place::First => true,
-            Place::Instead => before.is_some_and(|before| !before.is_known(group)),
-            Place::Second => false,
-        })
+    pub(crate) fn is_empty(&self) -> bool {
+        self.rows.is_empty()
     }
 
-    /// The others.
-    pub(super) fn second(group: &Group) -> Self {
-        Self::with(group, |column, before| match column.place {
-            Place::Both | Place::Second => true,
-            Place::Instead => before.is_some_and(|before| before.is_known(group)),
-            Place::First => false,
-        })
+    /// The cells of each row.
+    pub(crate) fn rows(&self) -> impl Iterator<Item = &[String]> {
+        self.rows.iter().map(|(_, cells)| cells.as_slice())
     }
 
-    /// `is_in` is asked of a column and the one before it.
-    fn with(group: &Group, is_in: impl Fn(&Column, Option<&Column>) -> bool) -> Self {
-        let before = [None].into_iter().chain(COLUMNS.iter().map(Some));
-        let columns = COLUMNS.iter().zip(before);
-        let columns = columns.filter(|(column, before)| is_in(column, *before));
-        let columns = columns.map(|(column, _)| column);
-        let columns: Vec<_> = columns.filter(|column| column.is_known(group)).collect();
+    /// The table of a group.
+    pub(super) fn of(group: &Group) -> Self {
+        let columns: Vec<_> = COLUMNS
+            .iter()
+            .filter(|column| column.is_known(group))
+            .collect();
         let mut table = Self::new(columns.iter().map(|column| column.name));
         for row in &group.rows {
-            let is_default = verdict::is_default(&row.cell.contender);
-            let tone = if is_default {
-                Tone::Default
-            } else {
-                Tone::Plain
-            };
+            let bold = verdict::is_default(&row.cell.contender).then_some(0);
             let value = |column: &&Column| (column.value)(row).unwrap_or_else(|| ABSENT.to_owned());
-            table.add(tone, columns.iter().map(value));
+            table.add(bold, columns.iter().map(value));
         }
         table
     }
+
+    pub(crate) fn markdown(&self) -> String {
+        let line = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
+        let mut text = line(self.columns.iter().map(|name| escaped(name)).collect());
+        text += &format!("|{}\n", "---|".repeat(self.columns.len()));
+        for (bold, cells) in &self.rows {
+            let cells = cells.iter().map(|cell| escaped(cell)).enumerate();
+            text += &line(
+                cells
+                    .map(|(at, cell)| {
+                        if *bold == Some(at) {
+                            format!("**{cell}**")
+                        } else {
+                            cell
+                        }
+                    })
+                    .collect(),
+            );
+        }
+        text
+    }
 }
 
-/// What the columns mean that at least one of the groups has.
-pub(super) fn meanings(groups: &[&Group]) -> Vec<(&'static str, &'static str)> {
-    let is_known = |column: &&Column| groups.iter().any(|group| column.is_known(group));
-    let known = COLUMNS.iter().filter(is_known);
-    known.map(|column| (column.name, column.meaning)).collect()
+/// Names and meanings of the columns that a table of the report has.
+pub(super) fn meanings(results: &Results) -> Vec<(&'static str, &'static str)> {
+    let is_known = |column: &&Column| results.groups().any(|group| column.is_known(group));
+    COLUMNS
+        .iter()
+        .filter(is_known)
+        .map(|column| (column.name, column.meaning))
+        .collect()
 }
 
 impl Column {
@@ -288,7 +232,7 @@ impl Column {
     }
 }
 
-/// A number with as many digits as mean something.
+/// A number with three significant digits.
 pub(crate) fn short(value: f64) -> String {
     match value.abs() {
         size if size >= 99.95 || value == 0.0 => format!("{value:.0}"),
@@ -298,122 +242,80 @@ pub(crate) fn short(value: f64) -> String {
     }
 }
 
-/// As short, with the least and the most where they differ.
+/// The median, with the least and the most where they differ.
 pub(super) fn full(spread: Spread) -> String {
     let [median, least, most] = [spread.median, spread.least, spread.most].map(short);
-    if least == most {
-        return median;
+    match least == most {
+        true => median,
+        false => format!("{median} ({least}–{most})"),
     }
-    format!("{median} ({least}–{most})")
 }
 
-/// As short.
-pub(super) fn median(spread: Spread) -> String {
+/// The median of a value derived from other columns, whose spread is theirs.
+fn median(spread: Spread) -> String {
     short(spread.median)
 }
 
-/// Of a running guest by one clock; of others, which notice none, what QEMU reports. In milliseconds.
+/// The same as [`full`] for whole numbers.
+fn count(spread: Spread) -> String {
+    let Spread {
+        median,
+        least,
+        most,
+    } = spread;
+    match least < most {
+        true => format!("{median} ({least}–{most})"),
+        false => median.to_string(),
+    }
+}
+
+/// Downtime of a running guest by one clock; of other guests, the downtime that QEMU reports. In milliseconds.
 pub(super) fn downtime(record: &Record) -> Option<f64> {
-    let figures = &record.figures;
-    figures.downtime.or(figures.downtime_reported)
+    record.figures.downtime.or(record.figures.downtime_reported)
 }
 
-/// CPU seconds of both hosts; `None` where none were counted.
-pub(super) fn cpu_total(record: &Record) -> Option<f64> {
-    cpu(record, record.figures.cpu.total())
+pub(super) fn cpu_by_memory(record: &Record) -> Option<f64> {
+    let total = record.figures.cpu.total();
+    (total > 0.0).then(|| total / (record.cell.ram as f64 / f64::from(1 << 30)))
 }
 
-fn text(spread: Option<Spread>) -> Option<String> {
-    spread.map(full)
+fn cpu_of_source(record: &Record) -> Option<f64> {
+    let seconds = record.figures.cpu.of_source();
+    (record.figures.cpu.total() > 0.0).then_some(seconds * 100.0 / record.figures.seconds)
 }
 
-/// Of what is derived from other columns: its spread is theirs.
-fn middle(spread: Option<Spread>) -> Option<String> {
-    spread.map(median)
-}
-
-/// Of what is counted.
-fn count(spread: Option<Spread>) -> Option<String> {
-    let spread = spread?;
-    let [median, least, most] = [spread.median, spread.least, spread.most];
-    Some(if least < most {
-        format!("{median} ({least}–{most})")
-    } else {
-        median.to_string()
-    })
+fn link_rate(record: &Record) -> Option<f64> {
+    let bytes = record.figures.link_bytes.or(record.figures.wire_bytes)?;
+    Some(mega(bytes) * 8.0 / record.figures.seconds)
 }
 
 fn seconds(row: &Row) -> Option<String> {
+    let moved = row.seconds().map(full);
     let cancelled = row
         .records
         .iter()
-        .filter(|record| !record.outcome.is_moved());
+        .filter(|record| record.outcome == crate::record::Outcome::Cancelled);
     let cancelled = Spread::of(cancelled.map(|record| record.figures.seconds));
     let cancelled = cancelled.map(|spread| format!("> {}", short(spread.most)));
-    let moved = row.seconds().map(full);
     let both: Vec<_> = moved.into_iter().chain(cancelled).collect();
     (!both.is_empty()).then(|| both.join(", "))
 }
 
 fn parts(row: &Row) -> Option<String> {
     let part = |name: &str| row.spread(|record| record.figures.downtime_parts.get(name).copied());
-    let parts = PARTS.map(|name| part(name).map(|part| format!("{:.0}", part.median)));
-    parts.iter().any(Option::is_some).then(|| {
-        parts
-            .map(|part| part.unwrap_or_else(|| ABSENT.to_owned()))
-            .join("\u{a0}+\u{a0}")
-    })
+    let parts = PARTS.map(part);
+    let text =
+        |part: Option<Spread>| part.map_or(ABSENT.to_owned(), |part| format!("{:.0}", part.median));
+    let is_known = parts.iter().any(Option::is_some);
+    is_known.then(|| parts.map(text).join("\u{a0}+\u{a0}"))
 }
 
 fn services(row: &Row, value: impl Fn(&Service) -> Option<f64>) -> Option<String> {
     let before = row.spread(|record| value(&record.service.as_ref()?.before));
     let during = row.spread(|record| value(&record.service.as_ref()?.during));
-    match (before, during) {
-        (None, None) => None,
-        (before, during) => {
-            let text =
-                |spread: Option<Spread>| spread.map_or(ABSENT.to_owned(), |s| short(s.median));
-            Some(format!("{} → {}", text(before), text(during)))
-        }
-    }
-}
-
-fn guest_rate(record: &Record) -> Option<f64> {
-    per_second(record, mega(record.cell.ram))
-}
-
-fn link_rate(record: &Record) -> Option<f64> {
-    let bytes = record.figures.link_bytes.or(record.figures.wire_bytes)?;
-    per_second(record, mega(bytes) * 8.0)
-}
-
-fn pages_rate(record: &Record) -> Option<f64> {
-    let (normal, zero) = (record.figures.normal_pages, record.figures.zero_pages);
-    let pages = normal
-        .or(zero)
-        .map(|_| float(normal.unwrap_or(0)) + float(zero.unwrap_or(0)))?;
-    per_second(record, pages)
-}
-
-fn cpu(record: &Record, seconds: f64) -> Option<f64> {
-    (record.figures.cpu.total() > 0.0).then_some(seconds)
-}
-
-pub(super) fn cpu_by_memory(record: &Record) -> Option<f64> {
-    Some(cpu_total(record)? / (record.cell.ram as f64 / f64::from(1 << 30)))
-}
-
-fn peak(record: &Record) -> Option<u64> {
-    record.figures.peak_sender.max(record.figures.peak_receiver)
-}
-
-fn share(record: &Record, seconds: f64) -> Option<f64> {
-    per_second(record, cpu(record, seconds)? * 100.0)
-}
-
-fn per_second(record: &Record, amount: f64) -> Option<f64> {
-    let seconds = record.figures.seconds;
-    (seconds > 0.0).then(|| amount / seconds)
+    before.or(during)?;
+    let [before, during] = [before, during].map(|spread| spread.map_or(ABSENT.to_owned(), median));
+    Some(format!("{before} → {during}"))
 }
 
 fn float(value: u64) -> f64 {

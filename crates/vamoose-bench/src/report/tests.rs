@@ -1,6 +1,12 @@
-//! A run as it may be, for tests: times of `links` as they were measured once, and two guests that run, with made-up timelines.
+//! Tests the report of an example: times of `links` as they were measured once, and a running guest with a made-up timeline.
 //!
-//! `REPORT_EXAMPLE=DIR cargo test -p vamoose-bench example` leaves its report in DIR, to be looked at.
+//! `REPORT_EXAMPLE=DIR cargo test -p vamoose-bench example` leaves the report in DIR.
+
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "the figures of an example are small"
+)]
 
 use std::collections::BTreeMap;
 use std::f64::consts::PI;
@@ -10,8 +16,11 @@ use roxmltree::{Document, ParsingOptions};
 use tempfile::TempDir;
 
 use super::results::Results;
+use super::table::Table;
 use super::*;
-use crate::record::{Cell, Cpu, Figures, Latency, Moment, Outcome, Record, Service, Services};
+use crate::record::{
+    Cell, Cpu, Figures, Latency, Machine, Moment, Outcome, Record, Service, Services,
+};
 
 /// Contender; then for 100 Mbit/s, 1 Gbit/s, 10 Gbit/s and the open link: median, least, most, CPU seconds, downtime.
 const LINKS: &[(&str, [[f64; 5]; 4])] = &[
@@ -295,7 +304,7 @@ fn parse(text: &str) -> Document<'_> {
     Document::parse_with_options(text, options).unwrap()
 }
 
-/// Of SVG as of HTML: it can be parsed, numbers are numbers, ids are there once, and each plot has a title and a description.
+/// Checks SVG or HTML: it is well-formed, numbers are finite, ids are unique, and nothing is loaded.
 pub(crate) fn check(text: &str) {
     let document = parse(text);
     assert!(!text.contains("NaN") && !text.contains("inf\"") && !text.contains("inf,"));
@@ -307,13 +316,6 @@ pub(crate) fn check(text: &str) {
     ids.sort_unstable();
     ids.dedup();
     assert_eq!(ids.len(), count);
-    for svg in document
-        .descendants()
-        .filter(|node| node.has_tag_name(("http://www.w3.org/2000/svg", "svg")))
-    {
-        let label = svg.attribute("aria-labelledby").unwrap();
-        assert!(label.split(' ').all(|id| ids.binary_search(&id).is_ok()));
-    }
     let is_foreign = |name: &str| ["script", "link", "img", "iframe"].contains(&name);
     assert!(
         !document
@@ -340,10 +342,10 @@ fn the_example_has_all_that_a_report_has() {
             .filter(|node| node.tag_name().name() == name)
             .count()
     };
-    // Machine, overview; five groups with verdicts, of two tables each; published figures.
-    assert_eq!(count("table"), 2 + 5 * 3 + 1);
-    // Time and CPU of each group; timeline and latency of the default and of stock QEMU's best.
-    assert_eq!(count("figure"), 5 * 2 + 2 * 2);
+    // Machine, comparisons, five groups, published figures.
+    assert_eq!(count("table"), 2 + 5 + 1);
+    // Time and CPU of each group; timeline and latency of the default and of stock QEMU's fastest.
+    assert_eq!(count("svg"), 5 * 2 + 2 * 2);
     for plot in fs::read_dir(dir.join("plots")).unwrap() {
         check(&fs::read_to_string(plot.unwrap().path()).unwrap());
     }
@@ -354,33 +356,23 @@ fn the_example_has_all_that_a_report_has() {
     has("### silesia, 1024 MiB, over 1 Gbit/s\n");
     has("| **migrate auto** | 2 | 2.23 (2.18–2.33) |");
     has(
-        "| migrate auto 2.23 (2.18–2.33) | 2 | 3.90 | qemu zstd 2.09 (2.09–2.11) | 3.20 | 1.067 | **falls short: slower** |",
-    );
-    // Stock QEMU's best in time is not its best in CPU.
-    has(
-        "| migrate auto 2.23 (2.18–2.33) | 2 | 3.90 | qemu none 8.10 (8.10–8.11) | 0.60 | 0.275 | none: stock QEMU's least CPU |",
-    );
-    // Without a fixed method of `migrate`, a pair's.
-    has(
-        "| migrate auto 2.23 (2.18–2.33) | 2 | 3.90 | pair zstd 2.11 (2.11–2.12) | 3.70 | 1.057 | holds: within 10 % |",
-    );
-    has(
         "| links | silesia, 1024 MiB, over 1 Gbit/s | 2 | qemu zstd 2.09 (2.09–2.11) | migrate auto 2.23 (2.18–2.33) | 1.067 \
          | 66.0,\u{a0}210 | 3.20,\u{a0}3.90 | **falls short: slower** |",
     );
-    has("\n\n<details>\n<summary>The other columns</summary>\n\n| contender | channels | rounds |");
+    // Without a fixed method of `migrate`, a pair's.
+    has("| pair zstd 2.11 (2.11–2.12) | migrate auto 2.23 (2.18–2.33) | 1.057 |");
+    has("holds: within 10 % |");
     has("| 81\u{a0}+\u{a0}12\u{a0}+\u{a0}25\u{a0}+\u{a0}8 |");
     has("cancelled 3 of 3");
-    let plot = |name: &str| {
-        let file = format!("plots/redis-redis-b-1G-1024M-300ms-timeline-{name}.svg");
-        fs::read_to_string(dir.join(file)).unwrap()
-    };
-    assert!(plot("qemu-zstd-4-ch").contains("drawn at the end"));
-    assert!(plot("migrate-auto-4-ch").contains("(shaded). <"));
     has("zlib \\| QAT");
     has("on their hardware");
+    has("Its beginning is unknown: drawn at the end.");
     has(
         "is not slower than stock QEMU's best method in 3 of 6 comparisons. Where it falls short is marked below.",
+    );
+    assert!(
+        page.contains("falls short: slower</strong>")
+            && page.contains("<strong>migrate auto</strong>")
     );
     let links = text
         .lines()
@@ -393,31 +385,38 @@ fn the_example_has_all_that_a_report_has() {
 
     let csv = fs::read_to_string(dir.join("results.csv")).unwrap();
     assert_eq!(csv.lines().count(), records.len() + 1);
-    let columns = csv.lines().map(|line| line.split(',').count());
-    assert!(columns.into_iter().all(|columns| columns == 40));
+    let first = csv.lines().next().unwrap();
+    for column in [
+        "cell.contender",
+        "figures.seconds",
+        "service.during.p99",
+        "round",
+    ] {
+        assert!(first.split(',').any(|name| name == column), "{first}");
+    }
 }
 
 #[test]
-fn a_column_is_in_one_of_two_tables_and_in_none_without_a_value() {
-    let tables = |records: Vec<Record>| {
+fn a_table_has_only_columns_with_a_value() {
+    let columns = |records: Vec<Record>| {
         let results = Results::new(machine(), records, |_| Ok(None)).unwrap();
-        let group = &results.scenarios[0].groups[0];
-        [Table::first(group), Table::second(group)].map(|table| table.columns.join("|"))
+        let table = Table::of(&results.scenarios[0].groups[0]).markdown();
+        table.lines().next().unwrap().to_owned()
     };
-    let [first, second] = tables(links());
     assert_eq!(
-        first,
-        "contender|channels|seconds|reported, ms|wire, MB|link, Mbit/s|CPU, s/GiB|peak, MiB|proof"
+        columns(links()),
+        "| contender | channels | seconds | reported, ms | rounds | wire, MB | link, MB | link, Mbit/s | CPU, s/GiB | CPU send, % \
+         | peak, MiB | proof |"
     );
-    assert!(second.starts_with("contender|channels|rounds|link, MB|"));
-    assert!(!second.contains("throttle"));
-    // What is measured replaces what is reported.
-    let [first, second] = tables(running());
-    assert_eq!(
-        first,
-        "contender|channels|seconds|downtime, ms|wire, MB|link, Mbit/s|CPU, s/GiB|p99, ms|proof"
-    );
-    assert!(second.starts_with("contender|channels|reported, ms|parts, ms|rounds|throttle, %|"));
+    let running = columns(running());
+    for column in [
+        "| downtime, ms |",
+        "| parts, ms |",
+        "| throttle, % |",
+        "| p99, ms |",
+    ] {
+        assert!(running.contains(column), "{running}");
+    }
 }
 
 #[test]
@@ -428,13 +427,10 @@ fn a_default_that_is_cancelled_falls_short_though_its_other_rounds_are_fast() {
         .filter(|record| record.cell.contender.to_string() == "migrate auto");
     own.next().unwrap().outcome = Outcome::Cancelled;
     let results = Results::new(machine(), records, |_| Ok(None)).unwrap();
-    let verdicts = verdict::table(&results.scenarios[0].groups[0]).unwrap();
-    assert_eq!(
-        verdicts.rows[0].cells[6],
-        "falls short: cancelled more often"
-    );
-    assert_eq!(verdicts.rows[0].tone, Tone::Short);
-    assert_eq!(verdicts.rows[2].cells[6], "holds: not slower");
+    let verdicts = verdict::table(&results).unwrap();
+    let rows: Vec<_> = verdicts.rows().collect();
+    assert_eq!(rows[0][8], "falls short: cancelled more often");
+    assert_eq!(rows[2][8], "holds: not slower");
 }
 
 #[test]
@@ -446,11 +442,11 @@ fn what_cannot_be_read_is_named() {
     let file = dir.path().join("results.jsonl");
     let lines = fs::read_to_string(&file).unwrap();
     fs::write(&file, format!("{}\n{{\n", lines.lines().next().unwrap())).unwrap();
-    assert!(error(dir.path()).contains("line 2 is no result"));
+    assert!(error(dir.path()).contains("line 2 is not a result"));
 }
 
 fn number() -> impl Strategy<Value = f64> {
-    prop_oneof![Just(0.0), 0.0..1e3f64, any::<f64>().prop_map(f64::abs)]
+    prop_oneof![Just(0.0), 0.0..1e3f64, 0.0..1e12f64]
 }
 
 fn any_record() -> impl Strategy<Value = Record> {
@@ -460,7 +456,6 @@ fn any_record() -> impl Strategy<Value = Record> {
         "pair auto",
         "migrate auto",
         "migrate lz4",
-        "sockets",
         "live none --<&\"x",
     ]);
     let outcomes = [
@@ -468,11 +463,17 @@ fn any_record() -> impl Strategy<Value = Record> {
         Outcome::Checked,
         Outcome::Served,
         Outcome::Cancelled,
-        Outcome::Bytes,
     ];
-    let looks =
-        proptest::collection::vec((any::<u32>(), any::<u64>(), any::<u64>(), 0..9u64), 0..6);
-    let latencies = proptest::collection::vec((any::<i64>(), number()), 0..6);
+    let looks = proptest::collection::vec(
+        (
+            0..1_000_000_000_u32,
+            0..1_u64 << 50,
+            0..1_u64 << 50,
+            0..9u64,
+        ),
+        0..6,
+    );
+    let latencies = proptest::collection::vec((-1_000_000_000..1_000_000_000_i64, number()), 0..6);
     let options = (
         contenders,
         1..4u8,
@@ -482,7 +483,7 @@ fn any_record() -> impl Strategy<Value = Record> {
     let figures = (
         number(),
         proptest::option::of(number()),
-        proptest::option::of(any::<u64>()),
+        proptest::option::of(0..1_u64 << 50),
         number(),
         number(),
     );
@@ -541,12 +542,13 @@ proptest! {
     #[test]
     fn whatever_was_measured_the_report_is_well_formed(records in proptest::collection::vec(any_record(), 0..12)) {
         let results = Results::new(machine(), records, |_| Ok(None)).unwrap();
-        let plots = plots::of(&results);
-        check(&html::of(&results, &plots));
-        for plot in plots.values().flatten() {
-            check(&plot.svg.standalone());
+        let plots = plots(&results).unwrap();
+        for plot in plots.iter().flatten() {
+            check(&plot.svg);
         }
         let markdown = markdown::of(&results, &plots);
+        let plots: Vec<_> = plots.into_iter().flatten().collect();
+        check(&page::of("title", &markdown, &plots));
         prop_assert!(!markdown.contains("NaN") && !markdown.contains("| inf"));
     }
 }
