@@ -11,23 +11,23 @@ use crate::{
     memory::{Memory, PAGE},
 };
 
-/// Most vCPUs of a guest: each has 64 of the 512 words of a page then.
+/// Most vCPUs of a guest. Each then has 64 of the 512 words of a page.
 const MAX_VCPUS: u8 = 8;
 
 /// The configuration of a guest.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// What runs it.
+    /// KVM or threads.
     pub kind: Kind,
     /// Its memory. KVM guests have code and page tables in the first pages.
     pub memory: Memory,
-    /// How many vCPUs write, 1 to 8.
+    /// Number of vCPUs, 1 to 8.
     pub vcpus: u8,
-    /// Which pages they write.
+    /// Order in which they write pages.
     pub pattern: Pattern,
-    /// Writes of pages per second that all vCPUs together do not exceed; `None` is as fast as they can.
+    /// Limit of the pages that all vCPUs together write per second; `None` is as fast as they can.
     pub rate: Option<NonZeroU64>,
-    /// The addresses that are written, in whole pages; `None` is everything that the guest does not need itself.
+    /// Addresses that are written, in whole pages; `None` is all memory that the guest does not need itself.
     pub working_set: Option<Range<u64>>,
 }
 
@@ -41,18 +41,14 @@ pub enum Kind {
     Threads,
 }
 
-/// Which pages of the working set are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Order in which the pages of the working set are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 pub enum Pattern {
-    /// One after the other, each vCPU from a start of its own.
+    /// One after another, each vCPU from a start of its own
     Sequential,
-    /// Each time any of them.
+    /// Any page each time
     Random,
-    /// Each time any of the first ones, and never the others.
-    HotSet {
-        /// How many; the whole working set if it has fewer.
-        pages: NonZeroU64,
-    },
 }
 
 /// A configuration that is not valid.
@@ -73,7 +69,7 @@ pub enum ConfigError {
 }
 
 impl Config {
-    /// One vCPU, which writes random pages of all the memory as fast as it can.
+    /// One vCPU, which writes random pages of all memory as fast as it can.
     pub fn new(kind: Kind, memory: Memory) -> Self {
         Self {
             kind,
@@ -85,6 +81,7 @@ impl Config {
         }
     }
 
+    /// Checks the number of vCPUs and the working set.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         if !(1..=MAX_VCPUS).contains(&self.vcpus) {
             return Err(ConfigError::Vcpus { vcpus: self.vcpus });

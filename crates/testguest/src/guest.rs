@@ -147,7 +147,7 @@ impl Guest {
         self.control.written.load(Ordering::Relaxed)
     }
 
-    /// The state of a paused guest, all but its memory: some 100 bytes, and 500 for each vCPU of a KVM guest.
+    /// The state of a paused guest without its memory: less than 3 KiB for each vCPU.
     ///
     /// # Errors
     /// When it is running, waits for its state itself, or a vCPU has failed.
@@ -155,7 +155,7 @@ impl Guest {
         let _changing = lock(&self.changing);
         self.check_at_rest()?;
         let states: Result<Vec<_>, _> = self.vcpus.iter().map(|vcpu| lock(vcpu).save()).collect();
-        Ok(state::encode(&state::describe(&self.config), &states?))
+        Ok(state::encode(state::describe(&self.config), states?))
     }
 
     /// Takes over the `state` of a guest whose memory has been copied into this one's already. After that this one is paused
@@ -169,7 +169,7 @@ impl Guest {
         if !self.waiting.load(Ordering::Relaxed) {
             return Err(LoadError::NotWaiting);
         }
-        let states = state::decode(state, &state::describe(&self.config))?;
+        let states = state::decode(state, state::describe(&self.config))?;
         if states.len() != self.vcpus.len() {
             return Err(LoadError::Damaged);
         }
@@ -179,7 +179,7 @@ impl Guest {
         let mut writes = 0_u64;
         for (index, (vcpu, state)) in (0..).zip(self.vcpus.iter().zip(states)) {
             let mut vcpu = lock(vcpu);
-            vcpu.load(state).map_err(|reason| LoadError::Vcpu {
+            vcpu.load(&state).map_err(|reason| LoadError::Vcpu {
                 vcpu: index,
                 reason,
             })?;

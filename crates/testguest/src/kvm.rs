@@ -488,8 +488,6 @@ fn registers(course: &Course, progress: &Progress) -> kvm_regs {
 
 #[cfg(test)]
 mod tests {
-    use std::num::NonZeroU64;
-
     use kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES;
 
     use super::*;
@@ -518,15 +516,6 @@ mod tests {
         }
     }
 
-    fn patterns() -> [Pattern; 3] {
-        let pages = NonZeroU64::new(7).unwrap();
-        [
-            Pattern::Sequential,
-            Pattern::Random,
-            Pattern::HotSet { pages },
-        ]
-    }
-
     fn progress(config: &Config, index: u8) -> (Course, Progress) {
         config.check().unwrap();
         let course = Course::new(config, index);
@@ -539,7 +528,7 @@ mod tests {
         if !kvm() {
             return;
         }
-        for pattern in patterns() {
+        for pattern in [Pattern::Sequential, Pattern::Random] {
             for vcpus in [1, 3, 8] {
                 // Few pages around the border of the blocks, so that the sequence comes round.
                 let around = |mut config: Config| {

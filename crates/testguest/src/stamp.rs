@@ -52,13 +52,9 @@ impl Course {
     pub(crate) fn new(config: &Config, index: u8) -> Self {
         let words = words_per_vcpu(config);
         let Range { start, end } = config.working_set();
-        let all = (end - start) / PAGE;
         Self {
             first_word: start + u64::from(index) * words * 8,
-            pages: match config.pattern {
-                Pattern::Sequential | Pattern::Random => all,
-                Pattern::HotSet { pages } => pages.get().min(all),
-            },
+            pages: (end - start) / PAGE,
             word_mask: (words - 1) * 8,
             sequential: config.pattern == Pattern::Sequential,
         }

@@ -1,74 +1,56 @@
-//! Digests of guest memory, piece by piece, so that a difference has a place.
+//! Digests of guest memory in pieces, so that the place of a difference is known.
 
-use std::{collections::BTreeMap, io, os::unix::fs::FileExt as _};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    os::unix::fs::FileExt as _,
+};
 
 use anyhow::{Context as _, Result};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 use vamoose_live::{Ram, RamBlock};
 
-/// Digests of all of a guest's memory: of each block, by its name, 128 bits for each piece of 1 MiB. In hexadecimal: JSON
-/// has no numbers of this size.
+/// A digest of each piece of a guest's memory, by the piece's place: `BLOCK+0xOFFSET`. 128 bits in hexadecimal, as JSON has no
+/// numbers of this size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Digest(BTreeMap<String, Vec<String>>);
+pub(crate) struct Digest(BTreeMap<String, String>);
 
 const PIECE: usize = 1 << 20;
 
 impl Digest {
-    /// Reads all of `ram`, which must not be written meanwhile.
+    /// Reads all of `ram`, which must not be written at the same time.
     pub(crate) fn of(ram: &Ram) -> Result<Self> {
         let mut buffer = vec![0; PIECE];
-        let blocks = ram.blocks().iter().map(|block| {
-            let name = block.name().to_string();
-            let pieces = (0..block.len())
-                .step_by(PIECE)
-                .map(|start| {
-                    let piece = &mut buffer[..PIECE.min(block.len() - start)];
-                    read(block, start, piece)?;
-                    Ok(format!("{:032x}", XxHash3_128::oneshot(piece)))
-                })
-                .collect::<io::Result<_>>()
-                .with_context(|| format!("cannot read RAM block `{name}`"))?;
-            Ok((name, pieces))
-        });
-        Ok(Self(blocks.collect::<Result<_>>()?))
-    }
-
-    /// Where the memory `there` is another one, in words; `None` if it is the same.
-    pub(crate) fn difference(&self, there: &Self) -> Option<String> {
-        let blocks = |digest: &Self| -> Vec<_> {
-            let blocks = digest.0.iter();
-            blocks
-                .map(|(name, pieces)| format!("{name}: {} MiB", pieces.len()))
-                .collect()
-        };
-        let (ours, theirs) = (blocks(self), blocks(there));
-        if ours != theirs {
-            return Some(format!("its blocks are {ours:?} here and {theirs:?} there"));
+        let mut pieces = BTreeMap::new();
+        for block in ram.blocks() {
+            for start in (0..block.len()).step_by(PIECE) {
+                let place = format!("{}+{start:#x}", block.name());
+                let piece = &mut buffer[..PIECE.min(block.len() - start)];
+                read(block, start, piece).with_context(|| format!("cannot read RAM at {place}"))?;
+                pieces.insert(place, format!("{:032x}", XxHash3_128::oneshot(piece)));
+            }
         }
-        let both = self.0.iter().zip(there.0.values());
-        let differences: Vec<_> = both
-            .filter_map(|((name, here), there)| difference(name, here, there))
-            .collect();
-        (!differences.is_empty()).then(|| differences.join(", "))
+        Ok(Self(pieces))
+    }
+
+    /// How the memory `there` differs; `None` if it is the same.
+    pub(crate) fn difference(&self, there: &Self) -> Option<String> {
+        let places: BTreeSet<&String> = self.0.keys().chain(there.0.keys()).collect();
+        let count = places.len();
+        let mut differ = places
+            .into_iter()
+            .filter(|place| self.0.get(*place) != there.0.get(*place));
+        let first = differ.next()?;
+        let differ = 1 + differ.count();
+        Some(format!(
+            "{differ} of {count} MiB differ, one of them at {first}"
+        ))
     }
 }
 
-/// Where a block is another one, that has as many pieces.
-fn difference(name: &str, here: &[String], there: &[String]) -> Option<String> {
-    let pairs = here.iter().zip(there).enumerate();
-    let mut differ = pairs.filter(|(_, (here, there))| here != there);
-    let (first, _) = differ.next()?;
-    Some(format!(
-        "{} of {} MiB of `{name}` differ, the first at offset {:#x}",
-        1 + differ.count(),
-        here.len(),
-        first * PIECE
-    ))
-}
-
-/// Reads memory at `start` of the block. A file is read as such: through the mapping, reading
-/// what was never written would allocate it.
+/// Reads memory at `start` of the block. A file is read as a file: through the mapping, reading memory that was never written would
+/// allocate it.
 fn read(block: &RamBlock, start: usize, into: &mut [u8]) -> io::Result<()> {
     match block.file() {
         Some(file) => file.file().read_exact_at(into, file.start() + start as u64),
@@ -116,7 +98,7 @@ mod tests {
         last.copy_from(&[1_u8]);
         assert_eq!(
             before.difference(&Digest::of(&ram).unwrap()).unwrap(),
-            "1 of 9 MiB of `ram.high` differ, the first at offset 0x800000"
+            "1 of 11 MiB differ, one of them at ram.high+0x800000"
         );
     }
 

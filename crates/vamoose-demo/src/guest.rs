@@ -1,4 +1,4 @@
-//! The guest, which both processes make alike: its memory, and what runs in it.
+//! The guest, which both processes make in the same way.
 
 use std::{
     convert::Infallible,
@@ -10,13 +10,12 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
-use testguest::{Backing, Config, Fill, Guest, Kind, Memory, PAGE, Pattern};
+use testguest::{Backing, Config, Fill, Guest, Kind, Memory, Pattern};
 use vamoose::options::{Size, as_text};
 use vamoose_live::{Ram, RamBlock};
 
-/// A guest to be made, at the source and at the destination.
+/// Description of a guest, for the source and the destination.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Shape {
@@ -24,34 +23,25 @@ pub(crate) struct Shape {
     pub(crate) backing: Backing,
     pub(crate) kind: Kind,
     pub(crate) vcpus: u8,
-    pub(crate) pattern: PatternName,
-    /// For the pattern hot-set.
-    pub(crate) hot_set_bytes: u64,
-    /// At the end of the memory; `None` is everything.
+    pub(crate) pattern: Pattern,
+    /// Size of the part that is written, at the end of the memory; `None` is all memory.
     pub(crate) working_set_bytes: Option<u64>,
     #[serde(with = "as_text")]
     pub(crate) rate: Rate,
 }
 
 impl Shape {
-    /// Its memory, untouched.
+    /// Makes its memory, untouched.
     pub(crate) fn memory(&self) -> Result<Memory> {
         Memory::new(self.backing, self.ram_bytes).context("--ram, --backing")
     }
 
-    /// The guest in `memory`.
+    /// The configuration of the guest in `memory`.
     pub(crate) fn config(&self, memory: Memory) -> Result<Config> {
         let all = memory.len();
         let mut config = Config::new(self.kind, memory);
         config.vcpus = self.vcpus;
-        config.pattern = match self.pattern {
-            PatternName::Sequential => Pattern::Sequential,
-            PatternName::Random => Pattern::Random,
-            PatternName::HotSet => Pattern::HotSet {
-                pages: NonZeroU64::new(self.hot_set_bytes / PAGE)
-                    .context("--hot-set: less than a page")?,
-            },
-        };
+        config.pattern = self.pattern;
         config.rate = match self.rate {
             Rate::Idle | Rate::Max => None,
             Rate::PagesPerSecond(rate) => Some(rate),
@@ -93,26 +83,14 @@ pub(crate) fn run_briefly(guest: &Guest, rate: Rate) -> Result<u64> {
     Ok(guest.written().wrapping_sub(before))
 }
 
-/// Which pages it writes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum PatternName {
-    /// One after the other
-    Sequential,
-    /// Any page
-    Random,
-    /// Any of the first ones (--hot-set)
-    HotSet,
-}
-
-/// How fast it writes.
+/// Rate at which the guest writes pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rate {
-    /// Not at all.
+    /// No writes.
     Idle,
-    /// At most so many pages.
+    /// At most this many pages a second.
     PagesPerSecond(NonZeroU64),
-    /// As fast as it can.
+    /// As fast as possible.
     Max,
 }
 
@@ -163,7 +141,7 @@ pub(crate) fn parse_fill(word: &str) -> Result<Fill, Infallible> {
     })
 }
 
-/// What runs the guest: `chosen`, or KVM where this host has it.
+/// The kind of the guest: `chosen`, or KVM where this host has it.
 ///
 /// # Errors
 /// When KVM was chosen and this host does not have it.

@@ -1,4 +1,4 @@
-//! `vamoose-demo`: migrates a small guest between two processes with vamoose-live, and proves that it arrived intact.
+//! `vamoose-demo`: migrates a small guest between two processes with `vamoose-live`, and proves that it arrived intact.
 //!
 //! ```text
 //!  vamoose-demo (source)                          vamoose-demo destination, started by the source
@@ -33,12 +33,11 @@ use std::{
 
 use anyhow::{Context as _, Error, Result, bail};
 use clap::{Args, Parser, Subcommand};
-use multifd::Layout;
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
 };
-use testguest::{Backing, Fill, Guest, Kind, fill};
+use testguest::{Backing, Fill, Guest, Kind, PAGE, Pattern, fill};
 use tracing::info;
 use vamoose::options::{Hardware, JsonReport, MethodName, Size};
 use vamoose_live::{Address, AutoConverge, GuestLocation, Ram, Source, SourceConfig, SourceError};
@@ -47,7 +46,7 @@ use crate::{
     digest::Digest,
     dirty_log::LogName,
     dsa::DsaOptions,
-    guest::{PatternName, Rate, Shape, parse_fill, parse_ram, ram_of, run_briefly},
+    guest::{Rate, Shape, parse_fill, parse_ram, ram_of, run_briefly},
     link::{Link, LinkOptions, Listening},
     messages::{Arrived, Order, Resumed},
     process::Process,
@@ -57,10 +56,10 @@ use crate::{
 
 /// Migrate a small guest between two processes, and prove that it arrived intact
 ///
-/// The guest writes its memory all the time and keeps a checksum of it. At the switchover all of the memory is compared too: the
-/// destination holds the guest back meanwhile, which does not count as downtime. Then it runs for some thousand writes, and is
-/// checked again. CPU time is reported for both sides, without making and comparing the memory. The exit code is 0 if
-/// everything holds. Ctrl-C cancels: the guest resumes at the source.
+/// The guest writes its memory all the time and keeps a checksum of it. At the switchover, all of the memory is compared too. The
+/// destination holds the guest back during the comparison, which does not count as downtime. Then the guest runs for some thousand
+/// writes and is checked again. CPU time is reported for both sides, without making and comparing the memory. The exit code is 0
+/// if all checks pass. Ctrl-C cancels: the guest resumes at the source.
 #[derive(Parser, Debug)]
 #[command(version, max_term_width = 100, args_conflicts_with_subcommands = true)]
 struct Options {
@@ -73,7 +72,7 @@ struct Options {
     /// Address the destination listens on: tcp:HOST:PORT or unix:PATH
     #[arg(long, value_name = "URI", default_value = "tcp:127.0.0.1:0")]
     listen: Address,
-    /// Command that starts the destination elsewhere: `ip netns exec NAME`, `taskset -c 1`, or `ssh HOST` (with this
+    /// Command that starts the destination in another place: `ip netns exec NAME`, `taskset -c 1`, or `ssh HOST` (with this
     /// program at the same path)
     #[arg(long, value_name = "COMMAND")]
     via: Option<String>,
@@ -96,7 +95,7 @@ struct GuestOptions {
     /// Memory of the guest
     #[arg(long, default_value = "256M", value_name = "SIZE", value_parser = parse_ram)]
     ram: Size,
-    /// Initial content of the memory: `mixed` (as of a guest at work), `zero` (zeros that were written), `untouched`, or
+    /// Initial content of the memory: `mixed` (similar to a working guest), `zero` (zeros that were written), `untouched`, or
     /// the bytes of a file
     #[arg(long, default_value = "mixed", value_name = "FILE|zero|untouched|mixed", value_parser = parse_fill)]
     fill: Fill,
@@ -109,13 +108,10 @@ struct GuestOptions {
     /// Pages that all vCPUs together write per second, or `max`
     #[arg(long, default_value = "10000", value_name = "PAGES")]
     rate: Rate,
-    /// Which pages they write
-    #[arg(long, value_enum, default_value_t = PatternName::Random)]
-    pattern: PatternName,
-    /// Size of the hot set, for --pattern hot-set
-    #[arg(long, default_value = "4M", value_name = "SIZE")]
-    hot_set: Size,
-    /// Size of the memory, at its end, that is written at all [default: all of it]
+    /// Order in which they write pages
+    #[arg(long, value_enum, default_value_t = Pattern::Random)]
+    pattern: Pattern,
+    /// Size of the memory, at its end, that is written [default: all memory]
     #[arg(long, value_name = "SIZE")]
     working_set: Option<Size>,
     /// Type of the memory
@@ -146,14 +142,11 @@ struct MigrationOptions {
     /// Send pages without copying them, for method none and plain connections
     #[arg(long, requires = "plain")]
     zero_copy: bool,
-    /// How the source finds what the guest writes [default: kvm for a KVM guest, else userfaultfd]
+    /// How the source finds the pages that the guest writes [default: kvm for a KVM guest, else userfaultfd]
     #[arg(long, value_enum)]
     dirty_log: Option<LogName>,
     #[command(flatten)]
     dsa: DsaOptions,
-    /// Percentage of zero pages to send as normal pages: traffic for benchmarks
-    #[arg(long, default_value_t = 0, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(..=100))]
-    normal_page_ratio: u8,
     /// Bandwidth limit towards the destination, in bytes per second
     #[arg(long, value_name = "RATE")]
     max_bandwidth: Option<Size>,
@@ -183,7 +176,7 @@ fn run(options: &Options) -> Result<()> {
     let (link, own_key) = options.link.link()?;
     let order = options.order(link)?;
     let mut config = options.migration.config()?;
-    // Over one loopback; what a command leads through is not known.
+    // Over loopback; the path through a command is unknown.
     config.direct_link = options.via.is_none();
     let dirty_log = options.migration.dirty_log(order.shape.kind)?;
     let cancel = cancelled_by_signals()?;
@@ -220,7 +213,7 @@ fn run(options: &Options) -> Result<()> {
 }
 
 impl Options {
-    /// What the destination is to do; everything in it has been checked.
+    /// The order for the destination, with all options checked.
     fn order(&self, link: Link) -> Result<Order> {
         let migration = &self.migration;
         migration
@@ -245,7 +238,6 @@ impl GuestOptions {
             kind: guest::kind(self.guest)?,
             vcpus: self.vcpus,
             pattern: self.pattern,
-            hot_set_bytes: self.hot_set.0,
             working_set_bytes: self.working_set.map(|size| size.0),
             rate: self.rate,
         })
@@ -272,7 +264,6 @@ impl MigrationOptions {
         config.packet_bytes = u32::try_from(self.packet_size.0).unwrap_or(u32::MAX);
         config.zero_copy = self.zero_copy;
         config.zero_page_detection = self.dsa.detection(self.pages(), &self.hardware)?;
-        config.normal_page_ratio = self.normal_page_ratio;
         config.max_bandwidth = self.max_bandwidth.map(Size::rate).transpose()?;
         config.downtime_limit = Duration::from_millis(self.downtime_limit);
         config.downtime_max = Duration::from_secs(self.downtime_max);
@@ -290,9 +281,9 @@ impl MigrationOptions {
 
     /// Maximum number of pages in a packet.
     fn pages(&self) -> u32 {
-        /// Of the largest packets, 4 MiB.
+        /// Pages of the largest packets, 4 MiB.
         const MAX: u64 = 1024;
-        let pages = self.packet_size.0 / Layout::X86.page_size() as u64;
+        let pages = self.packet_size.0 / PAGE;
         u32::try_from(pages.clamp(1, MAX)).unwrap_or(1)
     }
 
@@ -308,7 +299,7 @@ impl MigrationOptions {
     }
 }
 
-/// Set by Ctrl-C. A second one ends this process at once, and the destination with it.
+/// A flag that Ctrl-C sets. A second Ctrl-C ends this process at once, and the destination with it.
 fn cancelled_by_signals() -> Result<Arc<AtomicBool>> {
     /// Exit code of a process that Ctrl-C has ended, as shells report it.
     const INTERRUPTED: i32 = 130;
@@ -341,7 +332,7 @@ fn moved(guest: &Guest, ram: &Ram, destination: &mut Process) -> Outcome {
 }
 
 fn prove(guest: &Guest, ram: &Ram, destination: &mut Process, outcome: &mut Outcome) -> Result<()> {
-    // The destination reads its memory meanwhile.
+    // The destination reads its memory at the same time.
     let digest = Digest::of(ram)?;
     let checksum = guest.verify()?;
     let arrived: Arrived = destination.receive()?;
@@ -353,7 +344,7 @@ fn prove(guest: &Guest, ram: &Ram, destination: &mut Process, outcome: &mut Outc
     Ok(())
 }
 
-/// Resumes and verifies the guest at the source, if that is where it is.
+/// Resumes and verifies the guest, if it is at the source.
 fn stayed(error: SourceError, guest: &Guest, rate: Rate, destination: Process) -> Outcome {
     let here = error.guest() == GuestLocation::Source;
     let status = match error {
@@ -392,7 +383,7 @@ fn stayed(error: SourceError, guest: &Guest, rate: Rate, destination: Process) -
     outcome
 }
 
-/// Logs what the migration was and whether the guest is intact.
+/// Logs the figures of the migration, and whether the guest is intact.
 fn summarise(run: &Run, shape: &Shape, outcome: &Outcome) {
     let (status, moved) = (&run.status, run.moved);
     info!(

@@ -149,13 +149,7 @@ fn random_shape(rig: Rig, rng: &mut Rng) -> Shape {
             vec![2 * MIB, 4 * MIB, last],
         ]),
         vcpus: rng.pick(&[1, 2, 4]),
-        pattern: rng.pick(&[
-            Pattern::Sequential,
-            Pattern::Random,
-            Pattern::HotSet {
-                pages: NonZeroU64::new(100).unwrap(),
-            },
-        ]),
+        pattern: rng.pick(&[Pattern::Sequential, Pattern::Random]),
         rate: rng.pick(&[Some(1_000), Some(20_000), Some(200_000)]),
         working_set: rng.chance(30).then_some(working_set),
         fill: rng.pick(&[Fill::Untouched, Fill::Zero, Fill::Mixed, Fill::Mixed]),
