@@ -1,4 +1,4 @@
-//! Clients of the programs in a guest, and what they tell.
+//! Clients of the programs in a guest.
 
 pub(crate) mod pgbench;
 pub(crate) mod redis;
@@ -9,26 +9,26 @@ use anyhow::Result;
 
 use crate::record::Service;
 
-/// Clients at work.
+/// Running clients.
 pub(crate) trait Clients {
-    /// Ends them and gives what they have noticed, in any order.
+    /// Ends them and returns all answered requests, in any order.
     ///
     /// # Errors
     /// When one has failed before: a connection broke, or an answer was wrong.
     fn end(self: Box<Self>) -> Result<Vec<Sample>>;
 }
 
-/// A request that was answered.
+/// An answered request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sample {
-    /// When the answer had come.
+    /// Time of the answer.
     pub(crate) at: Instant,
-    /// How long it took.
+    /// Time from request to answer.
     pub(crate) latency: Duration,
 }
 
 impl Service {
-    /// Of those samples whose answers came in the span.
+    /// The service in a span of time.
     pub(crate) fn of(samples: &[Sample], from: Instant, to: Instant) -> Self {
         let inside = samples.iter().filter(|it| (from..to).contains(&it.at));
         let mut millis: Vec<f64> = inside.map(|it| it.latency.as_secs_f64() * 1e3).collect();

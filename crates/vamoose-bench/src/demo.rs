@@ -17,7 +17,7 @@ mod network;
 mod proof;
 mod run;
 mod screen;
-mod stage;
+mod setup;
 mod witness;
 
 use std::fmt;
@@ -29,11 +29,11 @@ use anyhow::Result;
 use guard::Guard;
 use run::Run;
 use screen::{say, step};
-use stage::Stage;
+use setup::Setup;
 
 /// Who moves the guest, and over what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum Variant {
     /// Vamoose over TLS, and the cable is pulled meanwhile.
     Cut,
     /// Vamoose over TLS.
@@ -47,7 +47,7 @@ enum Way {
 /// How a stock QEMU encodes pages: its best. Vamoose has its default.
 const METHOD: &str = "zstd";
 
-impl Way {
+impl Variant {
     /// As it is told.
     fn security(self) -> &'static str {
         match self {
@@ -57,7 +57,7 @@ impl Way {
     }
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for Variant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Cut => "vamoose, TLS, cut",
@@ -91,13 +91,13 @@ fn story(guard: &Guard, vamoose: Option<&Path>) -> Result<()> {
     say("Vamoose: a running guest moves between two unmodified QEMUs");
 
     step(1, "Set the stage");
-    let stage = Stage::set(guard, vamoose)?;
+    let setup = Setup::new(guard, vamoose)?;
 
     step(
         2,
         "Move a running guest with Vamoose over TLS, and pull the cable in the middle",
     );
-    let cut = stage.run(Way::Cut)?;
+    let cut = setup.run(Variant::Cut)?;
 
     step(3, "Prove that the guest lost nothing");
     proof::show(&cut)?;
@@ -107,21 +107,21 @@ fn story(guard: &Guard, vamoose: Option<&Path>) -> Result<()> {
         "Move the same guest in other ways, freshly booted each time; the cable stays plugged",
     );
     let mut runs = Vec::new();
-    for way in [Way::Tls, Way::Plain, Way::Stock] {
-        let run = stage.run(way)?;
+    for variant in [Variant::Tls, Variant::Plain, Variant::Stock] {
+        let run = setup.run(variant)?;
         proof::check(&run)?;
         runs.push(run);
     }
 
     step(5, "Compare those whose cable stayed plugged");
-    screen::table(&runs, stage.network.describe_measuring());
+    screen::table(&runs, setup.network.describe_measuring());
     runs.push(cut);
     conclude(&runs);
     Ok(())
 }
 
 fn conclude(runs: &[Run]) {
-    let moves = runs.iter().filter(|run| run.way != Way::Stock);
+    let moves = runs.iter().filter(|run| run.variant != Variant::Stock);
     let silence = |run: &Run| run.life.continuity.gap().saturating_sub(run.held);
     let longest = moves.clone().map(silence).max();
     say(format!(

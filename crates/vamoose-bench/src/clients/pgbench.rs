@@ -1,4 +1,4 @@
-//! pgbench, Debian's, which runs in a chroot and writes down each transaction.
+//! Debian's pgbench, which runs in a chroot and logs each transaction.
 
 use std::fs;
 use std::net::Ipv4Addr;
@@ -14,19 +14,19 @@ use tempfile::TempDir;
 
 use crate::clients::{Clients, Sample};
 
-/// A pgbench at work.
+/// A running pgbench.
 pub(crate) struct Pgbench {
     child: Child,
-    /// For its log, in the chroot.
+    /// Folder of its log, in the chroot.
     logs: TempDir,
-    /// Ends its connections.
+    /// Command that ends its connections.
     end: Command,
-    /// The same moment by both clocks.
+    /// The start, by both clocks.
     now: (Instant, SystemTime),
 }
 
 const CLIENTS: &str = "4";
-/// Of the tables: 100,000 accounts each.
+/// Size of the tables, in units of 100,000 accounts.
 const SCALE: &str = "4";
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -46,16 +46,8 @@ impl Pgbench {
         let inside = Path::new("/").join(logs.path().strip_prefix(&root)?);
         let prefix = inside.join("log").display().to_string();
         let mut pgbench = command("pgbench");
-        pgbench.args([
-            "-n",
-            "-c",
-            CLIENTS,
-            "-T",
-            "1000000",
-            "-l",
-            "--log-prefix",
-            &prefix,
-        ]);
+        pgbench.args(["-n", "-c", CLIENTS, "-T", "1000000"]);
+        pgbench.args(["-l", "--log-prefix", &prefix]);
         pgbench.stdout(Stdio::null()).stderr(Stdio::null());
         Ok(Self {
             child: Child::start(pgbench.arg("postgres"))?,
@@ -65,14 +57,14 @@ impl Pgbench {
         })
     }
 
-    /// Where a moment of the log is; the log counts from 1970.
+    /// The moment of a time in the log, which counts from 1970.
     fn at(&self, since_epoch: Duration) -> Option<Instant> {
         let (now, wall) = self.now;
         let moment = SystemTime::UNIX_EPOCH + since_epoch;
         now.checked_add(moment.duration_since(wall).ok()?)
     }
 
-    /// Of a line of the log: client, transaction, microseconds, script, and when it ended, in seconds and microseconds.
+    /// Parses a line of the log: client, transaction, microseconds, script, and when it ended, in seconds and microseconds.
     fn sample(&self, line: &str) -> Option<Sample> {
         let words: Vec<u64> = line
             .split(' ')
@@ -97,7 +89,7 @@ impl Clients for Pgbench {
             "pgbench has ended before"
         );
         lab::run(&mut self.end)?;
-        // It says that its connections were closed.
+        // It fails, as its connections were closed.
         self.child.finish(LIMIT)?;
         let mut samples = Vec::new();
         for entry in fs::read_dir(self.logs.path())? {

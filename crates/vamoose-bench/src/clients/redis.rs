@@ -1,7 +1,7 @@
-//! Clients of a Redis: the mixes of YCSB, and SETs of random values.
+//! Clients of Redis: the workloads of YCSB, and SETs of random values.
 //!
-//! A record of YCSB is a hash of ten fields of 100 characters, and an update sets one field; records are chosen by a Zipf
-//! distribution (exponent 0.99), scattered over all keys. Each client has one connection and one request under way.
+//! A record of YCSB is a hash of ten fields of 100 characters, and an update sets one field. Records are chosen by a Zipf
+//! distribution (exponent 0.99), scattered over all keys. Each client has one connection and one pending request.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
@@ -16,15 +16,15 @@ use lab::net::{Lan, Namespace};
 
 use crate::clients::{Clients, Sample};
 
-/// What clients ask for.
+/// A mix of requests.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mix {
     records: u32,
     /// Plain values of random bytes instead of records of fields.
     is_random: bool,
-    /// Of a hundred requests.
+    /// Reads in a hundred requests.
     reads: u32,
-    /// An update comes after a read of the same record.
+    /// Each update follows a read of the same record.
     reads_first: bool,
 }
 
@@ -44,14 +44,14 @@ impl Mix {
     }
 }
 
-/// Clients at work.
+/// Running clients.
 pub(crate) struct Redis {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<Result<Vec<Sample>>>>,
 }
 
 const CLIENTS: u64 = 4;
-/// A request that takes longer has failed: the guest is lost.
+/// Time limit of a request: the guest is lost.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Redis {
@@ -152,7 +152,7 @@ fn name(key: u32) -> String {
 /// A connection that speaks RESP.
 struct Connection {
     stream: BufReader<TcpStream>,
-    /// Requests that have not been sent.
+    /// Requests that are not sent yet.
     out: Vec<u8>,
 }
 
@@ -203,7 +203,7 @@ impl Connection {
         self.ask(&words);
     }
 
-    /// Notes a request down.
+    /// Adds a request.
     fn ask(&mut self, words: &[&[u8]]) {
         self.out
             .extend_from_slice(format!("*{}\r\n", words.len()).as_bytes());
@@ -215,7 +215,7 @@ impl Connection {
         }
     }
 
-    /// Sends what has been noted, and reads as many answers.
+    /// Sends the requests, and reads this many answers.
     fn exchange(&mut self, answers: u32) -> Result<()> {
         let sent = self.stream.get_mut().write_all(&self.out);
         sent.context("sending to Redis")?;
@@ -228,7 +228,9 @@ impl Connection {
         self.stream
             .read_line(&mut line)
             .context("reading from Redis")?;
-        let (kind, rest) = line.split_at_checked(1).context("Redis has hung up")?;
+        let (kind, rest) = line
+            .split_at_checked(1)
+            .context("Redis has closed the connection")?;
         match kind {
             "+" | ":" => Ok(()),
             "$" => {
@@ -248,50 +250,34 @@ impl Connection {
     }
 }
 
-/// Zipf's distribution by the method of Gray et al. (Quickly generating billion-record synthetic databases, SIGMOD 1994),
-/// as YCSB uses it; ranks are scattered over all keys.
+/// Zipf's distribution over the ranks of all records; ranks are scattered over all keys.
 struct Zipf {
-    count: u32,
-    zeta: f64,
-    eta: f64,
+    /// For each rank, the weight of this rank and all before it.
+    cumulative: Vec<f64>,
 }
-
-const EXPONENT: f64 = 0.99;
 
 impl Zipf {
     fn new(count: u32) -> Self {
-        let zeta = |count: u32| (1..=count).map(|n| f64::from(n).powf(-EXPONENT)).sum();
-        let (zeta, of_two): (f64, f64) = (zeta(count), zeta(2));
-        let share = 1.0 - (2.0 / f64::from(count)).powf(1.0 - EXPONENT);
+        const EXPONENT: f64 = 0.99;
+        let weights = (1..=count).map(|rank| f64::from(rank).powf(-EXPONENT));
+        let cumulative = weights.scan(0.0, |sum, weight| {
+            *sum += weight;
+            Some(*sum)
+        });
         Self {
-            count,
-            zeta,
-            eta: share / (1.0 - of_two / zeta),
+            cumulative: cumulative.collect(),
         }
     }
 
     fn next(&self, random: &mut Rng) -> u32 {
-        let key = u64::from(self.rank(random.f64())) * 2_654_435_761 % u64::from(self.count);
+        let key = self.rank(random.f64()) as u64 * 2_654_435_761 % self.cumulative.len() as u64;
         u32::try_from(key).unwrap_or(0)
     }
 
-    /// From a number between 0 and 1.
-    #[allow(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "it is less than the count"
-    )]
-    fn rank(&self, uniform: f64) -> u32 {
-        let at = uniform * self.zeta;
-        if at < 1.0 {
-            return 0;
-        }
-        if at < 1.0 + 0.5_f64.powf(EXPONENT) {
-            return 1;
-        }
-        let part = (self.eta * uniform - self.eta + 1.0).powf(1.0 / (1.0 - EXPONENT));
-        let rank = (f64::from(self.count) * part) as u32;
-        rank.min(self.count - 1)
+    /// The rank for a number between 0 and 1.
+    fn rank(&self, uniform: f64) -> usize {
+        let weight = uniform * self.cumulative.last().copied().unwrap_or(0.0);
+        self.cumulative.partition_point(|sum| *sum <= weight)
     }
 }
 
@@ -304,13 +290,13 @@ mod tests {
         let zipf = Zipf::new(1000);
         let mut counts = vec![0_u32; 1000];
         for n in 0..1_000_000 {
-            counts[zipf.rank(f64::from(n) / 1e6) as usize] += 1;
+            counts[zipf.rank(f64::from(n) / 1e6)] += 1;
         }
         for rank in [0_u8, 1, 9, 99] {
-            let expected = 1e6 * f64::from(rank + 1).powf(-EXPONENT) / zipf.zeta;
+            let expected = 1e6 * f64::from(rank + 1).powf(-0.99) / zipf.cumulative[999];
             let found = f64::from(counts[usize::from(rank)]);
             assert!(
-                (found / expected - 1.0).abs() < 0.25,
+                (found / expected - 1.0).abs() < 0.01,
                 "{rank}: {found}, not {expected}"
             );
         }

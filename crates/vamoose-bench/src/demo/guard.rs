@@ -1,7 +1,7 @@
 //! Ctrl-C at any moment leaves nothing behind.
 //!
 //! A signal kills the processes that were made known here. Whatever the story waits for is one of them, so its wait fails,
-//! and the story ends as by any other error: on its way out the owners of processes, namespaces and files remove them.
+//! and the story ends as by any other error: on its variant out the owners of processes, namespaces and files remove them.
 //! Ctrl-C in a terminal also hits the commands that do that, so [`Guard::sweep`] does what they may have left undone.
 
 use std::fs;

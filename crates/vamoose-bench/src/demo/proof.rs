@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use lab::serial::{self, Continuity, Log};
 
-use super::Way;
+use super::Variant;
 use super::run::Run;
 use super::screen::note;
-use super::stage::FILLED;
+use super::setup::FILLED;
 
 /// From one tick to the next on a machine with nothing else to do.
 const TICK: Duration = Duration::from_millis(100);
@@ -46,7 +46,7 @@ impl Life {
 
 /// A move by Vamoose whose guest was silent for longer than the downtime explains is an error.
 pub(crate) fn check(run: &Run) -> Result<()> {
-    if run.way == Way::Stock {
+    if run.variant == Variant::Stock {
         return Ok(());
     }
     let allowed = allowed(run);
@@ -57,7 +57,7 @@ pub(crate) fn check(run: &Run) -> Result<()> {
         ensure!(
             silence <= allowed,
             "{}: the guest was silent for {silence:.0?} {place}, the downtime of {:.0?} allows {allowed:.0?}",
-            run.way,
+            run.variant,
             run.downtime,
         );
     }

@@ -12,9 +12,9 @@ use super::hold::Hold;
 use super::network::RATE;
 use super::proof::Life;
 use super::screen::note;
-use super::stage::{LOAD, RAM, Stage};
+use super::setup::{LOAD, RAM, Setup};
 use super::witness::Witness;
-use super::{METHOD, Way};
+use super::{METHOD, Variant};
 use crate::measure::begin::Ends;
 use crate::measure::moving::{self, Moved};
 use crate::record::{Cell, Figures};
@@ -26,7 +26,7 @@ const LIMIT: Duration = Duration::from_secs(180);
 /// A migration that was successful.
 #[derive(Debug)]
 pub(crate) struct Run {
-    pub(crate) way: Way,
+    pub(crate) variant: Variant,
     pub(crate) figures: Figures,
     /// From the command until the guest ran at the destination.
     pub(crate) total: Duration,
@@ -39,23 +39,23 @@ pub(crate) struct Run {
     pub(crate) held: Duration,
 }
 
-impl Stage<'_> {
+impl Setup<'_> {
     /// Boots a guest, moves it and follows it until it has verified all of its memory at its new place.
-    pub(crate) fn run(&self, way: Way) -> Result<Run> {
-        self.try_run(way).with_context(|| way.to_string())
+    pub(crate) fn run(&self, variant: Variant) -> Result<Run> {
+        self.try_run(variant).with_context(|| variant.to_string())
     }
 
-    fn try_run(&self, way: Way) -> Result<Run> {
-        let (mut source, mut destination) = self.boot(way)?;
+    fn try_run(&self, variant: Variant) -> Result<Run> {
+        let (mut source, mut destination) = self.boot(variant)?;
         let witness = Witness::start();
-        let moved = self.migrate(way, &mut source, &mut destination);
+        let moved = self.migrate(variant, &mut source, &mut destination);
         let (moved, held) = moved.with_context(|| fates(&mut source, &mut destination))?;
         ensure!(moved.is_there, "it took longer than {LIMIT:?}");
         let total = moved.span[1] - moved.commanded;
         let downtime = moved.figures.downtime.context("no downtime measured")?;
         let downtime = Duration::from_secs_f64(downtime / 1e3).saturating_sub(held);
         note(format!(
-            "{way}: moved in {:.1} s, downtime {} ms; now the guest verifies its memory",
+            "{variant}: moved in {:.1} s, downtime {} ms; now the guest verifies its memory",
             total.as_secs_f64(),
             downtime.as_millis()
         ));
@@ -64,7 +64,7 @@ impl Stage<'_> {
         // The first round may have begun at the source; the second one is all of memory after the move.
         destination.wait_rounds(2, LIMIT)?;
         Ok(Run {
-            way,
+            variant,
             figures: moved.figures,
             total,
             downtime,
@@ -80,14 +80,14 @@ impl Stage<'_> {
     }
 
     /// A source whose guest is at work and a destination that waits.
-    fn boot(&self, way: Way) -> Result<(Guest, Guest)> {
+    fn boot(&self, variant: Variant) -> Result<(Guest, Guest)> {
         let start = Instant::now();
         let link = &self.network.link;
         let source = Guest::start(&self.machine().namespace(link.source.name()))?;
         self.guard.watch(source.qemu.process())?;
         // Vamoose continues the guest itself, once the source has stopped for good.
-        let waiting = match way {
-            Way::Stock => self.machine().incoming(),
+        let waiting = match variant {
+            Variant::Stock => self.machine().incoming(),
             _ => self.machine().incoming().paused(),
         };
         let waiting = waiting.namespace(link.destination.name());
@@ -96,7 +96,7 @@ impl Stage<'_> {
         source.wait_ready(LIMIT)?;
         source.wait_ticks(5, LIMIT)?;
         note(format!(
-            "{way}: the guest has booted and filled its memory ({:.1} s)",
+            "{variant}: the guest has booted and filled its memory ({:.1} s)",
             start.elapsed().as_secs_f64()
         ));
         Ok((source, destination))
@@ -105,14 +105,14 @@ impl Stage<'_> {
     /// Gives the time for which the guest was held back, too.
     fn migrate(
         &self,
-        way: Way,
+        variant: Variant,
         source: &mut Guest,
         destination: &mut Guest,
     ) -> Result<(Moved, Duration)> {
-        let cell = self.cell(way);
+        let cell = self.cell(variant);
         let link = &self.network.link;
         let monitor = destination.qemu.qmp_socket();
-        let hold = if way == Way::Cut {
+        let hold = if variant == Variant::Cut {
             let at = destination.qemu.socket("held");
             let memory = [&source.qemu, &destination.qemu].map(|qemu| qemu.ram().to_owned());
             Some((Hold::start(self.guard, &at, &monitor, memory)?, at))
@@ -120,17 +120,17 @@ impl Stage<'_> {
             None
         };
         let (mut server, mut cable) = (None, None);
-        if way != Way::Stock {
+        if variant != Variant::Stock {
             let monitor = hold.as_ref().map_or(&monitor, |(_, at)| at);
             let options = &cell.contender.far_options;
             let mut started = Server::start(&self.vamoose, &link.destination, monitor, options)?;
             let to = started.address.clone();
-            if way == Way::Cut {
+            if variant == Variant::Cut {
                 let pulled = self.network.cable(&to)?;
                 started.address = pulled.address(&to);
                 cable = Some(pulled);
             }
-            let security = way.security();
+            let security = variant.security();
             note(format!(
                 "there$ vamoose serve {security} --listen {to} --qmp-dir DIR\n\
                  here$  vamoose migrate --qmp SOCKET {security} --to {} --name guest --channels {} --downtime-limit {}",
@@ -156,13 +156,13 @@ impl Stage<'_> {
         Ok((moved, held))
     }
 
-    fn cell(&self, way: Way) -> Cell {
-        let keys = |folder: &Path| match way {
-            Way::Cut | Way::Tls => vec!["--keys".to_owned(), folder.display().to_string()],
-            Way::Plain | Way::Stock => Vec::new(),
+    fn cell(&self, variant: Variant) -> Cell {
+        let keys = |folder: &Path| match variant {
+            Variant::Cut | Variant::Tls => vec!["--keys".to_owned(), folder.display().to_string()],
+            Variant::Plain | Variant::Stock => Vec::new(),
         };
-        let (who, method) = match way {
-            Way::Stock => (Who::Qemu, METHOD),
+        let (who, method) = match variant {
+            Variant::Stock => (Who::Qemu, METHOD),
             _ => (Who::Migrate, "auto"),
         };
         Cell {

@@ -45,7 +45,7 @@ pub(crate) fn table(runs: &[Run], measuring: &str) {
         let cpu = &figures.cpu;
         say(format!(
             "   {:<14} {:>7.1} {:>9} {:>9} {link:>8} {ratio:>6} {:>8.2} {:>8.2} {:>6.2} {:>6.2} {:>9.2}",
-            run.way.to_string(),
+            run.variant.to_string(),
             run.total.as_secs_f64(),
             run.downtime.as_millis(),
             run.life.continuity.gap().as_millis(),

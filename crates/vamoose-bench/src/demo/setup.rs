@@ -25,7 +25,7 @@ pub(crate) const LOAD: Load = Load {
     rate: 2000,
 };
 
-pub(crate) struct Stage<'a> {
+pub(crate) struct Setup<'a> {
     pub(crate) guard: &'a Guard,
     binary: Binary,
     pub(crate) vamoose: PathBuf,
@@ -34,8 +34,8 @@ pub(crate) struct Stage<'a> {
     pub(crate) network: Network,
 }
 
-impl<'a> Stage<'a> {
-    pub(crate) fn set(guard: &'a Guard, vamoose: Option<&Path>) -> Result<Self> {
+impl<'a> Setup<'a> {
+    pub(crate) fn new(guard: &'a Guard, vamoose: Option<&Path>) -> Result<Self> {
         let vamoose = program(vamoose, "vamoose")?;
         let binary = qemu::available().last().cloned();
         let binary = binary.context("there is no QEMU here: run scripts/setup qemu")?;

@@ -81,7 +81,7 @@ pub(crate) fn bars(unit: &str, bars: &[Bar]) -> Result<String> {
             .build_cartesian_2d(0.0..most * 1.15, bars.len() as f64..0.0)?;
         let mut mesh = chart.configure_mesh();
         mesh.disable_y_mesh().disable_y_axis();
-        mesh.x_labels(6).x_desc(unit).light_line_style(WHITE);
+        mesh.x_labels(6).x_desc(unit).max_light_lines(0);
         mesh.bold_line_style(GRID).label_style((FONT, 12)).draw()?;
         let name = (FONT, 12).into_text_style(area);
         let name = name.pos(Pos::new(HPos::Right, VPos::Center));
@@ -156,7 +156,7 @@ fn draw_panel(
     mesh.disable_x_mesh()
         .x_labels(8)
         .y_labels(4)
-        .light_line_style(TRANSPARENT);
+        .max_light_lines(0);
     mesh.x_label_formatter(&|seconds| format!("{seconds} s"));
     mesh.bold_line_style(GRID).label_style((FONT, 11)).draw()?;
     let lines = [(&marks.rounds, ROUND), (&marks.events, EVENT)];

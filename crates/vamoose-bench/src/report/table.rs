@@ -3,7 +3,7 @@
 use super::markdown::escaped;
 use super::results::{Group, Results, Row, Spread};
 use super::verdict;
-use crate::record::{Record, Service};
+use crate::record::{Figures, Outcome, Record, Service};
 
 /// Columns and rows of text.
 pub(crate) struct Table {
@@ -40,7 +40,7 @@ const fn column(
 static COLUMNS: [Column; 19] = [
     column(
         "contender",
-        "who moved the guest, by which method and with which options",
+        "what moved the guest, by which method and with which options",
         |row| Some(row.cell.contender.to_string()),
     ),
     column("channels", "data channels (connections)", |row| {
@@ -54,15 +54,12 @@ static COLUMNS: [Column; 19] = [
     column(
         "downtime, ms",
         "from the guest's stop to its start at the destination, by one clock",
-        |row| row.spread(|record| record.figures.downtime).map(full),
+        |row| figure(row, full, |of| of.downtime),
     ),
     column(
         "reported, ms",
         "downtime that the source QEMU reports",
-        |row| {
-            row.spread(|record| record.figures.downtime_reported)
-                .map(full)
-        },
+        |row| figure(row, full, |of| of.downtime_reported),
     ),
     column(
         "parts, ms",
@@ -70,45 +67,32 @@ static COLUMNS: [Column; 19] = [
         parts,
     ),
     column("rounds", "rounds over the guest's memory", |row| {
-        row.spread(|record| record.figures.rounds.map(float))
-            .map(count)
+        figure(row, count, |of| of.rounds.map(float))
     }),
     column(
         "throttle, %",
         "the most by which auto-converge slowed the guest",
-        |row| {
-            row.spread(|record| record.figures.throttle.map(float))
-                .map(count)
-        },
+        |row| figure(row, count, |of| of.throttle.map(float)),
     ),
     column(
         "guest writes, MiB/s",
         "memory that the guest changed in a second, before the migration",
-        |row| {
-            row.spread(|record| record.figures.dirty_rate.map(float))
-                .map(count)
-        },
+        |row| figure(row, count, |of| of.dirty_rate.map(float)),
     ),
     column(
         "wire, MB",
         "bytes between the hosts, as the sender counts them, in 10^6",
-        |row| {
-            row.spread(|record| record.figures.wire_bytes.map(mega))
-                .map(full)
-        },
+        |row| figure(row, full, |of| of.wire_bytes.map(mega)),
     ),
     column(
         "link, MB",
         "bytes over the link, headers of TCP and IP included, in 10^6",
-        |row| {
-            row.spread(|record| record.figures.link_bytes.map(mega))
-                .map(full)
-        },
+        |row| figure(row, full, |of| of.link_bytes.map(mega)),
     ),
     column(
         "link, Mbit/s",
         "bits over the link (where unknown: on the wire) divided by the total time",
-        |row| row.spread(link_rate).map(median),
+        |row| figure(row, median, link_rate),
     ),
     column(
         "CPU, s/GiB",
@@ -118,20 +102,15 @@ static COLUMNS: [Column; 19] = [
     column(
         "CPU send, %",
         "CPU seconds of the source's host divided by the total time: 100 is one core",
-        |row| row.spread(cpu_of_source).map(median),
+        |row| figure(row, median, cpu_of_source),
     ),
     column(
         "peak, MiB",
         "the most memory of Vamoose, at the end that had more",
         |row| {
-            row.spread(|record| {
-                record
-                    .figures
-                    .peak_sender
-                    .max(record.figures.peak_receiver)
-                    .map(mebi)
+            figure(row, median, |of| {
+                of.peak_sender.max(of.peak_receiver).map(mebi)
             })
-            .map(median)
         },
     ),
     column(
@@ -151,8 +130,8 @@ static COLUMNS: [Column; 19] = [
     ),
     column(
         "proof",
-        "equal: the whole memory of both ends was compared; checked: the running guest has verified its memory; served: a real \
-         program ran on without a wrong answer; cancelled: took too long, and runs at the source",
+        "equal: the whole memory of both ends was compared; checked: the running guest has verified its memory; \
+         served: a real program ran on without a wrong answer; cancelled: took too long, and runs at the source",
         |row| Some(row.proof()),
     ),
 ];
@@ -279,14 +258,22 @@ pub(super) fn cpu_by_memory(record: &Record) -> Option<f64> {
     (total > 0.0).then(|| total / (record.cell.ram as f64 / f64::from(1 << 30)))
 }
 
-fn cpu_of_source(record: &Record) -> Option<f64> {
-    let seconds = record.figures.cpu.of_source();
-    (record.figures.cpu.total() > 0.0).then_some(seconds * 100.0 / record.figures.seconds)
+/// A figure as text: its spread over the migrations of a row.
+fn figure(
+    row: &Row,
+    text: fn(Spread) -> String,
+    value: fn(&Figures) -> Option<f64>,
+) -> Option<String> {
+    row.spread(|record| value(&record.figures)).map(text)
 }
 
-fn link_rate(record: &Record) -> Option<f64> {
-    let bytes = record.figures.link_bytes.or(record.figures.wire_bytes)?;
-    Some(mega(bytes) * 8.0 / record.figures.seconds)
+fn cpu_of_source(figures: &Figures) -> Option<f64> {
+    (figures.cpu.total() > 0.0).then_some(figures.cpu.of_source() * 100.0 / figures.seconds)
+}
+
+fn link_rate(figures: &Figures) -> Option<f64> {
+    let bytes = figures.link_bytes.or(figures.wire_bytes)?;
+    Some(mega(bytes) * 8.0 / figures.seconds)
 }
 
 fn seconds(row: &Row) -> Option<String> {
@@ -294,7 +281,7 @@ fn seconds(row: &Row) -> Option<String> {
     let cancelled = row
         .records
         .iter()
-        .filter(|record| record.outcome == crate::record::Outcome::Cancelled);
+        .filter(|record| record.outcome == Outcome::Cancelled);
     let cancelled = Spread::of(cancelled.map(|record| record.figures.seconds));
     let cancelled = cancelled.map(|spread| format!("> {}", short(spread.most)));
     let both: Vec<_> = moved.into_iter().chain(cancelled).collect();
