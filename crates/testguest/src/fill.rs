@@ -1,4 +1,4 @@
-//! What is in the memory before a guest writes to it.
+//! Initial content of the memory.
 
 use std::{fs::File, io, ops::Range, os::unix::fs::FileExt, path::PathBuf};
 
@@ -9,24 +9,24 @@ use crate::{
     parallel::{on_all_cpus, pieces},
 };
 
-/// How much is filled at once.
+/// Bytes filled at a time.
 const CHUNK: usize = 1 << 20;
 
-/// What to fill memory with.
+/// Initial content.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fill {
-    /// Nothing: pages that were never touched stay so.
+    /// None: untouched pages stay untouched.
     Untouched,
-    /// Zeros that are written, so that every page is there.
+    /// Zeros that are written, so that every page is present.
     Zero,
-    /// A mixture like in a guest at work. Of 8 pages 2 are zeros, 3 are like text, 2 like a heap with pointers, 1 is
-    /// noise. Always the same for the same address.
+    /// A mixture similar to a working guest. Of 8 pages, 2 are zeros, 3 resemble text, 2 a heap with pointers, and 1 is noise.
+    /// The same address always has the same content.
     Mixed,
-    /// The bytes of a file, again and again from its start.
+    /// The bytes of a file, repeated.
     File(PathBuf),
 }
 
-/// Fills all of `memory`, with as many threads as there are CPUs. This is to be done before there is a guest in it.
+/// Fills all of `memory`, with a thread for each CPU. Call this before a guest is made in the memory.
 ///
 /// # Errors
 /// When the file cannot be read, or is empty.
@@ -55,7 +55,7 @@ pub fn fill(memory: &Memory, fill: &Fill) -> io::Result<()> {
     }
 }
 
-/// Gives every chunk's address and a buffer of zeros for its bytes to `content`, and what it left there to the memory.
+/// Calls `content` with each chunk's address and a buffer of zeros, and copies the buffer into the memory.
 fn in_chunks<F>(memory: &Memory, content: F) -> io::Result<()>
 where
     F: Fn(u64, &mut [u8]) -> io::Result<()> + Sync,
@@ -94,7 +94,7 @@ fn repeat(file: &File, len: u64, start: u64, bytes: &mut [u8]) -> io::Result<()>
     Ok(())
 }
 
-/// `page` is zeros before.
+/// Fills a page of zeros.
 fn mixed_page(number: u64, page: &mut [u8]) {
     const WORDS: [&str; 24] = [
         "the ", "error ", "kernel: ", "return ", "static ", "= ", "0x", "device ", "\n", "lib/",

@@ -1,4 +1,4 @@
-//! A guest, from its first write to the proof.
+//! A guest, from its first write to its proof.
 
 use std::{
     io,
@@ -32,9 +32,9 @@ pub struct Guest {
     vcpus: Vec<Shared>,
     control: Arc<Control>,
     threads: Vec<JoinHandle<()>>,
-    /// Of an [`incoming`](Guest::incoming) guest that has not loaded.
+    /// An [`incoming`](Guest::incoming) guest that has not loaded its state.
     waiting: AtomicBool,
-    /// One change of state at a time.
+    /// Allows one change of state at a time.
     changing: Mutex<()>,
 }
 
@@ -57,7 +57,7 @@ pub enum GuestError {
     Failed { vcpu: u8, reason: String },
 }
 
-/// Memory that a guest did not write like this, or a guest that cannot be verified.
+/// Memory that differs from what the guest wrote, or a guest that cannot be verified.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -74,23 +74,22 @@ pub enum VerifyError {
         memory: u64,
         register: u64,
     },
-    /// vCPUs that wrote less or more than they were let.
-    #[error("the vCPUs count {vcpus} writes, and were let do {host}")]
+    /// vCPUs that wrote less or more than was requested.
+    #[error("the vCPUs count {vcpus} writes, of {host} requested ones")]
     Writes { vcpus: u64, host: u64 },
 }
 
-/// That the memory is what the vCPUs wrote. Equal for a guest that was saved and the one that loaded it, until it
-/// goes on.
+/// Proof that the memory is what the vCPUs wrote. It is equal for a saved guest and the guest that loaded it, until one resumes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Proof {
-    /// Writes of pages since the guest began, wherever it was.
+    /// Writes of pages since the guest began, on any host.
     pub writes: u64,
     /// Each vCPU's sum over its words.
     pub sums: Vec<u64>,
 }
 
 impl Guest {
-    /// A paused guest before its first write. What is in the working set now is what its sums begin with.
+    /// A paused guest before its first write. Its sums begin with the present content of the working set.
     ///
     /// # Errors
     /// When the configuration is wrong, or the host does not have what it needs.
@@ -98,7 +97,7 @@ impl Guest {
         Self::build(config, false)
     }
 
-    /// A guest that waits for the memory and the state of another one. Its memory may be written from here on.
+    /// A guest that waits for the memory and the state of another guest. From now on its memory may be written.
     ///
     /// # Errors
     /// As [`Guest::new`].
@@ -117,32 +116,31 @@ impl Guest {
         Ok(())
     }
 
-    /// Returns when every vCPU is out of guest mode and nothing writes any more: within some milliseconds, or
-    /// at once if it is paused.
+    /// Returns when all vCPUs have left guest mode and nothing writes any more: within milliseconds, or at once if the guest is
+    /// already paused.
     pub fn pause(&self) {
         let _changing = lock(&self.changing);
         self.control.pause();
     }
 
-    /// Whether it is let write: from [`resume`](Self::resume) to [`pause`](Self::pause).
+    /// Whether it may write: from [`resume`](Self::resume) to [`pause`](Self::pause).
     pub fn is_running(&self) -> bool {
         self.control.is_running()
     }
 
-    /// Keeps the vCPUs from running for `percent` of the time, at most 99, in slices of some milliseconds. 0 is
-    /// full speed. It is the host's: a state does not have it.
+    /// Keeps the vCPUs from running for `percent` of the time, at most 99, in slices of milliseconds. 0 is full speed. The throttle
+    /// is not part of a saved state.
     pub fn throttle(&self, percent: u8) {
         let percent = percent.min(99);
         self.control.throttle.store(percent, Ordering::Relaxed);
     }
 
-    /// What [`throttle`](Self::throttle) has set.
+    /// The throttle in percent.
     pub fn throttled(&self) -> u8 {
         self.control.throttle.load(Ordering::Relaxed)
     }
 
-    /// Writes of pages since the guest began, wherever it was: up to date when it is paused, and a batch per vCPU behind
-    /// when it runs.
+    /// Writes of pages since the guest began, on any host: exact while it is paused, up to a batch per vCPU behind while it runs.
     pub fn written(&self) -> u64 {
         self.control.written.load(Ordering::Relaxed)
     }
@@ -158,12 +156,12 @@ impl Guest {
         Ok(state::encode(state::describe(&self.config), states?))
     }
 
-    /// Takes over the `state` of a guest whose memory has been copied into this one's already. After that this one is paused
-    /// where the other one was. After an error it still waits.
+    /// Loads the `state` of a guest whose memory is already in this one's. Then this guest is paused where the other one was. After
+    /// an error it still waits.
     ///
     /// # Errors
-    /// When it does not wait for a state, or `state` is not one of a guest with this configuration (but for rate
-    /// and backing, which may differ), or the memory is not the guest's.
+    /// When it does not wait for a state, when `state` is from a guest of another configuration (rate and backing may differ), or
+    /// when the memory is not that guest's.
     pub fn load(&self, state: &[u8]) -> Result<(), LoadError> {
         let _changing = lock(&self.changing);
         if !self.waiting.load(Ordering::Relaxed) {
@@ -220,7 +218,7 @@ impl Guest {
         Ok(Proof { writes, sums })
     }
 
-    /// What has ended a vCPU, if something has: the others go on until they are paused.
+    /// Why a vCPU has ended, if one has. The others run until they are paused.
     pub fn failure(&self) -> Option<GuestError> {
         let Failure { vcpu, reason } = self.control.failure()?;
         Some(GuestError::Failed { vcpu, reason })
@@ -319,7 +317,7 @@ impl Drop for Guest {
     fn drop(&mut self) {
         self.control.end();
         for thread in self.threads.drain(..) {
-            // A thread that panicked has said so.
+            // A thread that panicked has printed why.
             let _ = thread.join();
         }
     }

@@ -7,13 +7,12 @@
 //!  0x1000  PML4          0x3000  page directories, one for each GiB of memory
 //! ```
 //!
-//! The page tables lay all blocks one after the other (see the [crate](crate#addresses)), in pages of 2 MiB that are marked
-//! as accessed and dirty already: the CPU has nothing to write there. All state of a vCPU is in its registers.
-//! A batch begins behind the HLT that ended the one before, with the number of writes in RCX, and HLT is
-//! the only thing that a vCPU is ever back for; no instruction is left half-done then.
+//! The page tables map all blocks one after another (see the [crate](crate#addresses)), in pages of 2 MiB that are already marked
+//! as accessed and dirty, so that the CPU writes nothing there. All state of a vCPU is in its registers. A batch begins after the
+//! HLT that ended the previous one, with the number of writes in RCX. HLT is a vCPU's only exit, so no instruction is incomplete.
 //!
-//! A KVM without hardware virtualisation behind it (`kvm_pvm`) emulates the code instruction by instruction. It is right
-//! there, too, but a write takes some 50 microseconds of CPU.
+//! A KVM without hardware virtualisation (`kvm_pvm`) emulates the code instruction by instruction, correctly but slowly: a write
+//! takes some 50 microseconds of CPU.
 
 #![allow(
     unsafe_code,
@@ -44,16 +43,16 @@ const PML4: u64 = 0x1000;
 const PDPT: u64 = 0x2000;
 const DIRECTORIES: u64 = 0x3000;
 
-/// What a page directory maps.
+/// Bytes mapped by a page directory.
 const DIRECTORY: u64 = 1 << 30;
 
-/// Where guest physical memory continues above the hole for devices that a PC has.
+/// Where guest physical memory continues above a PC's hole for devices.
 const HIGH: u64 = 4 << 30;
 
 /// Where the hole begins.
 const HOLE: u64 = 3 << 30;
 
-/// Behind the HLT, which has one byte.
+/// The address after the HLT, which has one byte.
 const BATCH_ENTRY: u64 = 1;
 
 // `Course::write` in machine code, and short: there are hosts whose KVM emulates every instruction of it. Registers:
@@ -131,7 +130,7 @@ pub struct Slot {
     pub flags: u32,
 }
 
-/// KVM that is not there or does not do its work, or a vCPU that has left its way.
+/// KVM is missing or failed, or a vCPU has left its code.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -143,7 +142,7 @@ pub enum KvmError {
     },
     #[error("a KVM guest needs a first block of {least:#x} to {HOLE:#x} bytes, not of {len:#x}")]
     Layout { len: u64, least: u64 },
-    /// The guest's code came back for something else than the end of its batch.
+    /// The vCPU exited before the end of its batch.
     #[error(
         "the vCPU is out of its code, with {exit} at {rip:#x}: its memory or registers are damaged"
     )]
@@ -241,7 +240,7 @@ impl Vm {
         &self.slots
     }
 
-    /// The first address at which the image is not what it was made.
+    /// The first address at which the image is damaged.
     pub(crate) fn damaged_image(&self) -> Option<u64> {
         image(&self.memory)
             .into_iter()
@@ -274,7 +273,7 @@ impl Vcpu for KvmVcpu {
             match self.fd.run() {
                 Ok(VcpuExit::Hlt) => break None,
                 Ok(exit) => break Some(format!("{exit:?}")),
-                // A signal for this thread, nothing for the guest.
+                // A signal for this thread.
                 Err(error) if matches!(error.errno(), INTERRUPTED | AGAIN) => {}
                 Err(error) => return Err(KvmError::call("KVM_RUN")(error)),
             }
@@ -306,7 +305,7 @@ impl Vcpu for KvmVcpu {
             .map_err(|_| format!("{} bytes are too few", state.len()))?;
         let sregs = kvm_sregs::read_from_bytes(rest)
             .map_err(|_| format!("{} bytes of system registers", rest.len()))?;
-        // Whatever else is in the registers would be an instruction elsewhere, or writes elsewhere.
+        // Other registers would mean other instructions, or writes in other places.
         let progress = progress(&regs);
         let expected = kvm_regs {
             rax: regs.rax,

@@ -1,5 +1,4 @@
-//! Tiny guests for tests, demo and benchmarks of live migration: they write memory in patterns, and can prove
-//! what they wrote.
+//! Tiny guests for tests, demos and benchmarks of live migration: they write memory in patterns, and can prove what they wrote.
 //!
 //! ```text
 //!   source process                                     destination process
@@ -9,27 +8,25 @@
 //!        │  memory, dirty log: all by the migration ═════════> │      resume ─ … ─ pause ─ verify
 //! ```
 //!
-//! A guest is a number of vCPUs, each of which writes to pages of the working set, page after page in its
-//! [`Pattern`]. With [`Kind::Kvm`] they are vCPUs that run 64-bit code of this crate, and all of
-//! their state is in their registers; with [`Kind::Threads`] they are threads of this process, for hosts without KVM.
+//! A guest has several vCPUs, each of which writes to one page of the working set after another, in a [`Pattern`]. With
+//! [`Kind::Kvm`], vCPUs run 64-bit code of this crate, and all of their state is in their registers; with [`Kind::Threads`], they
+//! are threads of this process, for hosts without KVM.
 //!
 //! # What a guest proves
-//! A page has words of its own for each vCPU, so that no two race for one. A write draws a stamp from the
-//! vCPU's generator, and stores it in one of the vCPU's words of the page, each time in another one. Before
-//! that it reads the word, and adds to a running sum
+//! A page has separate words for each vCPU, so that vCPUs do not race. A write takes a stamp from the vCPU's generator and stores
+//! it in one of the vCPU's words of the page, each time in another one. Before that, it reads the word and adds to a running sum
 //!
 //! ```text
 //! (new - old) × (address + 1)        modulo 2⁶⁴
 //! ```
 //!
-//! So the sum over all words of the vCPU in the working set, each times its address plus one, is at any time what
-//! the register says. A page that a migration lost, brought in an older version, or put into another place makes
-//! the two differ from there on, at whatever later time [`Guest::verify`] compares them.
+//! So at any time the register equals the sum over all words of the vCPU in the working set, each multiplied by its address plus
+//! one. If a migration loses a page, delivers an old version of it, or puts it into another place, the two differ from then on,
+//! whenever [`Guest::verify`] compares them.
 //!
 //! # Addresses
-//! The memory is one or more named blocks. An address in this crate is an offset into them, one block after the
-//! other, which is also the virtual address in a KVM guest. Guest physical addresses have a hole:
-//! the first block is at 0, the others begin at 4 GiB.
+//! The memory consists of named blocks. An address in this crate is an offset into the blocks, one after another, and also the
+//! virtual address in a KVM guest. Guest physical addresses have a hole: the first block is at 0, the others begin at 4 GiB.
 
 #![deny(unsafe_code)]
 

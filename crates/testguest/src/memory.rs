@@ -26,7 +26,7 @@ pub(crate) const PAGE_BYTES: usize = 4096;
 /// Every block but the last is a multiple of this: the guest's page tables have pages of this size.
 pub(crate) const LARGE_PAGE: u64 = 2 << 20;
 
-/// What the memory is made of.
+/// Type of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Backing {
@@ -44,7 +44,7 @@ pub struct Memory {
     blocks: Vec<Block>,
 }
 
-/// A named part of it, under which it is migrated.
+/// A part of the memory, with the name under which it is migrated.
 #[derive(Clone, Debug)]
 pub struct Block {
     name: String,
@@ -53,7 +53,7 @@ pub struct Block {
     start: u64,
 }
 
-/// Memory that cannot be had, or that no guest could use.
+/// Memory that cannot be mapped, or that no guest could use.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -86,7 +86,7 @@ impl Memory {
         Self::from_regions(blocks)
     }
 
-    /// Memory out of mappings of the caller's, in this order.
+    /// Memory made of mappings of the caller, in this order.
     ///
     /// # Errors
     /// When there are none, one is not of whole pages, or one but the last is not a multiple of 2 MiB.
@@ -117,7 +117,7 @@ impl Memory {
         self.blocks.last().map_or(0, |block| block.range().end)
     }
 
-    /// Whether there is no memory in it, which cannot be.
+    /// Always false: memory is never empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -144,8 +144,8 @@ impl Memory {
         slice.store(word, offset, Ordering::Relaxed).ok()
     }
 
-    /// The parts of `range` (whole pages) that may hold anything but zeros: what was never touched is left out
-    /// as far as the host can tell, so that reading does not touch it. No part is in two blocks.
+    /// The parts of `range` (whole pages) that may hold anything but zeros. Pages that were never touched are left out as far as
+    /// the host can tell, so that reading does not touch them. No part spans two blocks.
     pub(crate) fn touched(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         let mut parts = Vec::new();
         for block in &self.blocks {
@@ -153,7 +153,7 @@ impl Memory {
             let end = range.end.min(block.range().end);
             if start < end {
                 let within = start - block.start..end - block.start;
-                // Without the host's answer everything is read, which is as right.
+                // Where the host cannot tell, everything is read.
                 let touched = block.touched(&within).unwrap_or_else(|_| vec![within]);
                 let touched = touched.into_iter();
                 parts.extend(touched.map(|it| it.start + block.start..it.end + block.start));
@@ -162,7 +162,7 @@ impl Memory {
         parts
     }
 
-    /// The block of an address, and where in it that is.
+    /// The block of an address, and the offset in the block.
     #[inline]
     fn block_at(&self, address: u64) -> Option<(&Block, usize)> {
         let mut blocks = self.blocks.iter();
@@ -202,7 +202,7 @@ impl Block {
     }
 }
 
-/// The bytes of `ram.low`: a quarter of the memory, and so little of a large one that it lies below the hole.
+/// Size of `ram.low`: a quarter of the memory, at most 1 GiB, so that it lies below the hole.
 fn low_bytes(bytes: u64) -> u64 {
     const MOST: u64 = 1 << 30;
     if bytes < 4 * LARGE_PAGE {
@@ -249,12 +249,12 @@ fn map_anonymous(bytes: u64) -> io::Result<MmapRegion> {
     Ok(region)
 }
 
-/// As QEMU has its memory, where the host leaves the choice to the process. A kernel without them refuses.
+/// Asks for huge pages, as QEMU does. A kernel without them refuses.
 #[allow(unsafe_code, reason = "madvise(2)")]
 fn advise_huge_pages(region: &MmapRegion) {
     // SAFETY: the range is exactly the mapping, which lives as long as `region`, and the advice changes no content.
     let advised = unsafe { madvise(region.as_ptr().cast(), region.size(), Advice::LinuxHugepage) };
-    // Memory of small pages does as well.
+    // Small pages do as well.
     let _ = advised;
 }
 

@@ -1,23 +1,23 @@
-//! When a vCPU writes next, and how many pages at once: the rate, the throttle, and how soon it can be paused.
+//! When a vCPU writes next, and how many pages: depends on the rate, the throttle, and how soon it must be able to pause.
 //!
-//! A vCPU works in batches, and only between two of them it is paused. There is no clock in here.
+//! A vCPU works in batches and is paused only between two batches. This module has no clock.
 
 use std::time::{Duration, Instant};
 
-/// How long a batch should take: short enough to pause within, long enough to make little of the way in and out.
+/// Duration of a batch: short enough for a pause, long compared with entering and leaving the guest.
 const BATCH: Duration = Duration::from_millis(1);
 
-/// Most pages in a batch. When a dirty log is switched on a page takes some microseconds instead of some
-/// nanoseconds, and the batch that meets it still ends after a few milliseconds.
+/// Most pages in a batch. When a dirty log is switched on, a page takes microseconds instead of nanoseconds, and the current batch
+/// must still end after a few milliseconds.
 const MOST: u32 = 1024;
 
-/// How much of a second's writes a batch has at most, so that a low rate is not kept in lumps.
+/// The longest part of a second whose writes are in one batch, so that a low rate is even.
 const RATE_SLICE: Duration = Duration::from_millis(5);
 
-/// How far behind its rate a vCPU may fall and still catch up: what the scheduler of a busy host takes.
+/// Delay that a vCPU may catch up: what the scheduler of a busy host takes.
 const BURST: Duration = Duration::from_millis(10);
 
-/// The shortest rest that is worth going to sleep for.
+/// The shortest rest for which the vCPU sleeps.
 const SHORTEST_REST: Duration = Duration::from_millis(1);
 
 /// Paces one vCPU.
@@ -30,7 +30,7 @@ pub(crate) struct Pacer {
     due: Option<Instant>,
     /// Until when the throttle keeps it asleep.
     rests_until: Option<Instant>,
-    /// Rest that was too short to be taken so far.
+    /// Rest that has been too short so far.
     owed: Duration,
 }
 
@@ -60,7 +60,7 @@ impl Pacer {
             .filter(|delay| !delay.is_zero())
     }
 
-    /// Takes note of a batch of [`batch`](Self::batch) writes, of a vCPU throttled by `percent` (0 to 99).
+    /// Records a batch of [`batch`](Self::batch) writes, of a vCPU throttled by `percent` (0 to 99).
     pub(crate) fn ran(&mut self, started: Instant, ended: Instant, percent: u8) {
         let took = ended.saturating_duration_since(started);
         if let Some(rate) = self.rate {

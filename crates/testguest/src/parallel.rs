@@ -1,10 +1,10 @@
-//! Work on large memory, on all CPUs.
+//! Distributes work on large memory over all CPUs.
 
 use std::{ops::Range, panic, sync::Mutex, thread};
 
 use crate::vcpu::lock;
 
-/// What `work` gives for each of `items`, in any order.
+/// The results of `work` for all `items`, in any order.
 pub(crate) fn on_all_cpus<T: Send, R: Send>(items: Vec<T>, work: impl Fn(T) -> R + Sync) -> Vec<R> {
     let cpus = thread::available_parallelism().map_or(1, usize::from);
     let threads = cpus.min(items.len());

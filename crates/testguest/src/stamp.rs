@@ -1,4 +1,4 @@
-//! Stamps and their sums: what a vCPU does, in Rust. `kvm.rs` has the same in machine code.
+//! Stamps and their sums: the writes of a vCPU, in Rust. `kvm.rs` has the same in machine code.
 
 use std::ops::Range;
 
@@ -17,23 +17,23 @@ const WORDS: u64 = PAGE / 8;
 pub(crate) const MULTIPLIER: u64 = 6_364_136_223_846_793_005;
 pub(crate) const INCREMENT: u64 = 1_442_695_040_888_963_407;
 
-/// The bits of a stamp that choose the word: the upper ones choose the page, and the lowest are hardly random.
+/// The lowest bit of a stamp that selects the word. Higher bits select the page, and the lowest are hardly random.
 pub(crate) const WORD_SHIFT: u32 = 20;
 
-/// What does not change about a vCPU's writes.
+/// The constants of a vCPU's writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Course {
     /// The address of the vCPU's first word in the first page.
     pub(crate) first_word: u64,
-    /// How many pages it writes to, from there on.
+    /// Number of pages from there on.
     pub(crate) pages: u64,
-    /// Those bits of an offset in bytes that stay within the vCPU's words of a page.
+    /// Mask of a byte offset within the vCPU's words of a page.
     pub(crate) word_mask: u64,
     /// Pages one after the other instead of at random.
     pub(crate) sequential: bool,
 }
 
-/// What does change; its bytes are the state of a vCPU that is a thread.
+/// The progress of a vCPU's writes; its bytes are the saved state of a vCPU that is a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, Immutable, IntoBytes)]
 #[repr(C)]
 pub(crate) struct Progress {
@@ -87,10 +87,10 @@ impl Course {
 }
 
 impl Progress {
-    /// Of vCPU `index` before its first write. `sum` is that of its words in the memory as it is.
+    /// The progress of vCPU `index` before its first write. `sum` is that of its words in the present memory.
     pub(crate) fn new(course: &Course, index: u8, vcpus: u8, sum: u64) -> Self {
         Self {
-            // Far apart in the generator's one sequence.
+            // Far apart in the generator's sequence.
             stamp: (u64::from(index) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
             cursor: course.pages * u64::from(index) / u64::from(vcpus),
             sum,
@@ -101,7 +101,7 @@ impl Progress {
 
 /// The sum of each vCPU's words over the working set as it is now.
 pub(crate) fn sums(config: &Config) -> Vec<u64> {
-    /// Some milliseconds' work.
+    /// Bytes of a few milliseconds of work.
     const SHARE: usize = 16 << 20;
     let parts = config.memory.touched(&config.working_set());
     let shares = parts.into_iter().flat_map(|part| pieces(part, SHARE));

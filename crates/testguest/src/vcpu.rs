@@ -1,4 +1,4 @@
-//! The threads that vCPUs run in, and how they are paused.
+//! The threads of vCPUs, and pausing them.
 
 use std::{
     sync::{
@@ -22,13 +22,13 @@ pub(crate) trait Vcpu: Send {
     /// Writes to `writes` pages, at least 1.
     fn run(&mut self, writes: u32) -> Result<(), KvmError>;
 
-    /// How far it is.
+    /// Its progress.
     fn progress(&self) -> Progress;
 
     /// All of its state.
     fn save(&self) -> Result<Vec<u8>, KvmError>;
 
-    /// Restores what [`save`](Vcpu::save) returned. The error is what is wrong with the state.
+    /// Restores the result of [`save`](Vcpu::save). The error says what is wrong with the state.
     fn load(&mut self, state: &[u8]) -> Result<(), String>;
 }
 
@@ -40,7 +40,7 @@ pub(crate) struct Writer {
     pub(crate) progress: Progress,
 }
 
-/// What the threads and the guest's owner share.
+/// State shared by the threads and the guest's owner.
 #[derive(Debug)]
 pub(crate) struct Control {
     vcpus: u8,
@@ -55,7 +55,7 @@ pub(crate) struct Control {
 #[derive(Debug)]
 struct State {
     wanted: Wanted,
-    /// Threads that do not write: asleep in a pause, or ended.
+    /// Number of threads that do not write: paused or ended.
     parked: u8,
     failure: Option<Failure>,
 }
@@ -122,10 +122,10 @@ impl Control {
     }
 }
 
-/// The thread of vCPU `index`: batches, until the owner wants the end or a batch fails.
+/// The thread of vCPU `index`: runs batches until the owner ends it or a batch fails.
 pub(crate) fn run(index: u8, vcpu: &Mutex<Box<dyn Vcpu>>, control: &Control, mut pacer: Pacer) {
     let mut state = lock(&control.state);
-    // A thread begins as one of the parked ones that `Control::new` counted.
+    // `Control::new` has counted this thread as parked.
     loop {
         while state.wanted == Wanted::Pause {
             state = wait(&control.changed, state);
@@ -181,7 +181,7 @@ fn park(state: &mut State, control: &Control) {
     control.changed.notify_all();
 }
 
-/// A thread that panicked left nothing half-done behind these locks.
+/// Locks a mutex. A thread that panicked left nothing incomplete.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -190,7 +190,7 @@ fn wait<'a>(condvar: &Condvar, state: MutexGuard<'a, State>) -> MutexGuard<'a, S
     condvar.wait(state).unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A vCPU as its thread and the guest's owner have it.
+/// A vCPU, shared by its thread and the guest's owner.
 pub(crate) type Shared = Arc<Mutex<Box<dyn Vcpu>>>;
 
 impl Vcpu for Writer {

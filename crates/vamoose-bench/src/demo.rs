@@ -1,6 +1,6 @@
-//! `vamoose bench demo`, `make demo`: moves a Linux guest that runs and writes memory between two unmodified QEMUs with Vamoose, over a link of
-//! 1 Gbit/s whose cable is pulled in the middle, and proves that the guest lost nothing. Then moves the same guest over
-//! the whole link, with Vamoose and without, and compares these.
+//! `vamoose bench demo`, `make demo`: Vamoose moves a running Linux guest, which writes memory, between two unmodified QEMUs over a
+//! link of 1 Gbit/s. In the middle of the move the cable is pulled; the demo proves that the guest lost nothing. Then the same
+//! guest moves over the intact link, with Vamoose and without, and the demo compares these moves.
 //!
 //! ```text
 //!   namespace A                                    namespace B
@@ -8,7 +8,7 @@
 //!   source QEMU ──────────────────────────TCP────────────────────────> destination QEMU     stock
 //! ```
 //!
-//! Where network namespaces cannot be made (not root, a restricted container) both ends talk over loopback.
+//! Where network namespaces cannot be made (not root, a restricted container), both ends use loopback.
 
 mod cut;
 mod guard;
@@ -31,24 +31,24 @@ use run::Run;
 use screen::{say, step};
 use setup::Setup;
 
-/// Who moves the guest, and over what.
+/// A way to move the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Variant {
-    /// Vamoose over TLS, and the cable is pulled meanwhile.
+    /// Vamoose over TLS; the cable is pulled during the move.
     Cut,
     /// Vamoose over TLS.
     Tls,
-    /// Vamoose with neither authentication nor encryption, as stock QEMU.
+    /// Vamoose with neither authentication nor encryption, like stock QEMU.
     Plain,
     /// QEMU to QEMU over TCP.
     Stock,
 }
 
-/// How a stock QEMU encodes pages: its best. Vamoose has its default.
+/// Stock QEMU's best method. Vamoose uses its default.
 const METHOD: &str = "zstd";
 
 impl Variant {
-    /// As it is told.
+    /// The option of Vamoose for it.
     fn security(self) -> &'static str {
         match self {
             Self::Cut | Self::Tls => "--keys DIR",
@@ -68,29 +68,31 @@ impl fmt::Display for Variant {
     }
 }
 
-/// Tells the story, with this `vamoose` or the one beside this program.
+/// Runs the demo, with this `vamoose` or the one beside this program.
 pub(crate) fn run(vamoose: Option<&Path>) -> ExitCode {
     let guard = match Guard::new() {
         Ok(guard) => guard,
         Err(error) => return lab::exit_code("demo", Err(error)),
     };
-    let told = story(&guard, vamoose);
+    let ended = demonstrate(&guard, vamoose);
     guard.sweep();
-    match told {
+    match ended {
         Err(_) if guard.interrupted() => {
-            say("\nInterrupted. Ended what ran and removed what was made.");
-            // What shells give for a program that SIGINT has ended.
+            say(
+                "\nInterrupted. All processes were ended, and all files and networks were removed.",
+            );
+            // The exit code of a program that SIGINT has ended, as shells report it.
             ExitCode::from(130)
         }
-        told => lab::exit_code("\ndemo", told),
+        ended => lab::exit_code("\ndemo", ended),
     }
 }
 
-/// Everything that the story starts and makes is removed when this returns, however it does.
-fn story(guard: &Guard, vamoose: Option<&Path>) -> Result<()> {
+/// On return, everything that was started or made is removed.
+fn demonstrate(guard: &Guard, vamoose: Option<&Path>) -> Result<()> {
     say("Vamoose: a running guest moves between two unmodified QEMUs");
 
-    step(1, "Set the stage");
+    step(1, "Prepare the hosts and the guest");
     let setup = Setup::new(guard, vamoose)?;
 
     step(
@@ -104,7 +106,7 @@ fn story(guard: &Guard, vamoose: Option<&Path>) -> Result<()> {
 
     step(
         4,
-        "Move the same guest in other ways, freshly booted each time; the cable stays plugged",
+        "Move the same guest in other ways, freshly booted each time; the cable stays plugged in",
     );
     let mut runs = Vec::new();
     for variant in [Variant::Tls, Variant::Plain, Variant::Stock] {
@@ -113,7 +115,7 @@ fn story(guard: &Guard, vamoose: Option<&Path>) -> Result<()> {
         runs.push(run);
     }
 
-    step(5, "Compare those whose cable stayed plugged");
+    step(5, "Compare the moves whose cable stayed plugged in");
     screen::table(&runs, setup.network.describe_measuring());
     runs.push(cut);
     conclude(&runs);
@@ -125,8 +127,8 @@ fn conclude(runs: &[Run]) {
     let silence = |run: &Run| run.life.continuity.gap().saturating_sub(run.held);
     let longest = moves.clone().map(silence).max();
     say(format!(
-        "\nProved: {} times Vamoose moved a running guest between unmodified QEMUs, once with the cable pulled for {} s.\n\
-         No tick was lost or doubled, the longest silence was {} ms, all memory arrived intact, and no source ran on.",
+        "\nProved: Vamoose moved a running guest between unmodified QEMUs {} times, once with the cable pulled for {} s.\n\
+         No tick was lost or repeated, the longest silence was {} ms, all memory arrived intact, and no source kept running.",
         moves.count(),
         cut::LASTS.as_secs(),
         longest.unwrap_or_default().as_millis(),

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use crate::report::chart::{COLOURS, Curve, Marks, Panel, over_time};
 use crate::report::markdown::Plot;
 use crate::report::page;
-use crate::report::plots::{beginnings, megabits, panel, rates, seconds};
+use crate::report::plots::{beginnings, panel, progress, rates, seconds};
 use crate::report::table::{PARTS, Table, short};
 
 /// The keys of the report that are shown; each may be absent.
@@ -156,23 +156,15 @@ fn plot(report: &Report) -> Result<Option<Plot>> {
             .map(|sample| (sample.milliseconds, value(sample)))
             .collect()
     };
-    let sent = rates(&so_far(|sample| sample.wire_bytes));
-    let ratio = ratios(&rates(&so_far(|sample| sample.page_bytes)), &sent);
-    let one = |name, points| panel(name, COLOURS[3], points);
-    let panels = [
-        one("sent, Mbit/s", megabits(sent)),
-        one(
-            "left to send, MiB",
-            of(|sample| sample.remaining, f64::from(1 << 20)),
-        ),
-        one(
-            "pages written by the guest, 1/s",
-            of(|sample| sample.dirty_pages_rate, 1.0),
-        ),
-        one("ratio: page bytes to bytes sent", ratio),
-        packets_by_method(samples),
-    ];
-    let panels: Vec<_> = panels.into_iter().flatten().collect();
+    let sent = so_far(|sample| sample.wire_bytes);
+    let pages = rates(&so_far(|sample| sample.page_bytes));
+    let remaining = of(|sample| sample.remaining, f64::from(1 << 20));
+    let written = of(|sample| sample.dirty_pages_rate, 1.0);
+    let colour = COLOURS[3];
+    let mut panels: Vec<_> = progress(colour, &sent, remaining, written).collect();
+    let ratios = ratios(&pages, &rates(&sent));
+    panels.extend(panel("ratio: page bytes to bytes sent", colour, ratios));
+    panels.extend(packets_by_method(samples));
     if panels.is_empty() {
         return Ok(None);
     }

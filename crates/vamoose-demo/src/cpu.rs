@@ -1,10 +1,10 @@
-//! What a migration costs in CPU time.
+//! The CPU time of a migration.
 
 use std::{fs, time::Duration};
 
 use vamoose::report::process_cpu_time;
 
-/// CPU time, user and system, that this process has used up to a moment.
+/// CPU time of this process so far, user and system.
 #[derive(Clone, Copy)]
 pub(crate) struct CpuTime {
     process: Duration,
@@ -20,13 +20,13 @@ impl CpuTime {
         }
     }
 
-    /// Of all threads but the vCPUs', since `before`.
+    /// Time of all threads but the vCPUs', since `before`.
     pub(crate) fn without_vcpus(self, before: Self) -> Duration {
         let process = self.process.saturating_sub(before.process);
         process.saturating_sub(self.of_vcpus(before).unwrap_or_default())
     }
 
-    /// Of the vCPUs' threads, since `before`; `None` where the kernel does not say.
+    /// Time of the vCPUs' threads, since `before`; `None` where the kernel does not report it.
     pub(crate) fn of_vcpus(self, before: Self) -> Option<Duration> {
         Some(self.vcpus?.saturating_sub(before.vcpus?))
     }
@@ -37,7 +37,7 @@ fn vcpu_time() -> Option<Duration> {
     let mut time = Duration::ZERO;
     for thread in fs::read_dir("/proc/self/task").ok()? {
         let folder = thread.ok()?.path();
-        // A thread may end while we look.
+        // A thread may end in the meantime.
         let Ok(name) = fs::read_to_string(folder.join("comm")) else {
             continue;
         };

@@ -1,7 +1,7 @@
 //! The demo's destination process: receives the guest, and reports what has arrived.
 //!
-//! The engine's `resume` does not let the guest run yet: first its memory is read, as it arrived. So the downtime that the source
-//! reports is the engine's, without the reading, and without waking the vCPUs, which takes microseconds.
+//! The engine's `resume` does not resume the guest yet: first, its memory is read as it arrived. So the downtime that the source
+//! reports excludes this reading, and waking the vCPUs, which takes microseconds.
 
 use std::io::{self, Write as _};
 
@@ -42,8 +42,8 @@ fn receive_guest(order: &Order, own_key: Option<&OwnKey>) -> Result<()> {
     let guest = Guest::incoming(&order.shape.config(memory)?)?;
     let engines = order.hardware.engines(Settings::default())?;
     let mut config = DestinationConfig::new(engines);
-    // It was mapped just now. A KVM guest has its image there, and the source's has the same one in the same place: no page of
-    // it is ever sent as zeros.
+    // It has just been mapped. A KVM guest's image is there, and equals the source's image in the same place: no page of it is ever
+    // sent as zeros.
     config.memory_is_zero = true;
     config.copy = Queues::copy(order.copy.as_ref(), &order.hardware)?;
     let (acceptor, listening) = order

@@ -1,4 +1,4 @@
-//! The dirty log: how the source finds what its guest writes.
+//! The dirty log, by which the source finds the pages that its guest writes.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ pub(crate) enum LogName {
     Userfaultfd,
 }
 
-/// The log `name` of what `guest` writes to `ram`, which is its memory.
+/// Opens the log `name` of the writes of `guest` to its memory `ram`.
 pub(crate) fn open(name: LogName, guest: &Guest, ram: &Ram) -> Result<Arc<dyn DirtyLog>> {
     Ok(match name {
         LogName::Kvm => Arc::new(kvm_log(guest, ram)?),

@@ -48,7 +48,7 @@ enum CopyName {
 }
 
 impl DsaOptions {
-    /// Whether the options go together with a method that decodes pages or receives them in place.
+    /// Checks the options against the method, which decodes pages or receives them in place.
     pub(crate) fn check(&self, pages_are_decoded: bool) -> Result<()> {
         let copies = self.copy == CopyName::Dsa;
         if copies && !pages_are_decoded {
@@ -80,7 +80,7 @@ impl DsaOptions {
         })
     }
 
-    /// The queues that copy packets of up to `pages` pages at the destination, if not the CPU does.
+    /// The queues that copy packets of up to `pages` pages at the destination; `None` for the CPU.
     pub(crate) fn copy(&self, pages: u32) -> Option<Queues> {
         (self.copy == CopyName::Dsa).then(|| self.queues(pages))
     }

@@ -1,6 +1,6 @@
 //! How the demo's two processes connect: over a session, for which each makes a key, or over plain connections.
 //!
-//! Each is told the other's public key through the destination's standard input and output, so that it needs no keys of its user's.
+//! Public keys are exchanged through the destination's standard input and output, so that the user needs no keys.
 
 use std::{fs, io, path::PathBuf, process, thread, time::Duration};
 
@@ -31,12 +31,12 @@ pub(crate) struct LinkOptions {
     reconnect_timeout: u64,
 }
 
-/// What the destination is to expect.
+/// Connections that the destination accepts.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Link {
     Plain,
     Session {
-        /// The source's public key; without one there are none.
+        /// The source's public key; `None` without keys.
         key: Option<String>,
         reconnect_timeout: Duration,
     },
@@ -57,7 +57,7 @@ pub(crate) struct OwnKey {
 }
 
 impl LinkOptions {
-    /// What to tell the destination, and the key that is needed for it.
+    /// The link for the order to the destination, and the source's key.
     pub(crate) fn link(&self) -> Result<(Link, Option<OwnKey>)> {
         if self.plain {
             return Ok((Link::Plain, None));
@@ -72,7 +72,7 @@ impl LinkOptions {
 }
 
 impl Link {
-    /// The way to the destination that listens there.
+    /// The transport to the listening destination.
     pub(crate) fn to(&self, there: &Listening, own: Option<&OwnKey>) -> Result<Transport> {
         let address: Address = there.address.parse()?;
         Ok(match self.session(there.key.as_deref(), own)? {
@@ -115,7 +115,7 @@ impl Link {
         Ok((acceptor, listening))
     }
 
-    /// How sessions with the owner of `key` behave, if there are to be some.
+    /// The configuration of sessions with the owner of `key`; `None` for plain connections.
     fn session(&self, key: Option<&str>, own: Option<&OwnKey>) -> Result<Option<SessionConfig>> {
         let Self::Session {
             reconnect_timeout, ..
@@ -145,11 +145,11 @@ impl OwnKey {
     }
 }
 
-/// Ends this process when the source has ended, in whatever way, and removes its key.
+/// Ends this process and removes its key when the source has ended in any way.
 pub(crate) fn end_with_the_source(own: Option<&OwnKey>) {
     let directory: Option<PathBuf> = own.map(|own| own.directory.path().to_owned());
     thread::spawn(move || {
-        // An error is the end, too.
+        // An error is an end, too.
         let _ = io::copy(&mut io::stdin(), &mut io::sink());
         // It may have been removed.
         let _ = directory.map(fs::remove_dir_all);

@@ -21,15 +21,15 @@ use vamoose_live::OffloadCounters;
 
 use crate::{digest::Digest, dsa::Queues, guest::Shape, link::Link};
 
-/// What the destination is to do.
+/// The order for the destination.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Order {
     pub(crate) shape: Shape,
     /// Whether its memory is populated before the migration.
     pub(crate) prealloc: bool,
-    /// What may help to decode.
+    /// Hardware for decoding.
     pub(crate) hardware: Hardware,
-    /// What copies decoded pages, if not the CPU.
+    /// Queues that copy decoded pages; `None` for the CPU.
     pub(crate) copy: Option<Queues>,
     pub(crate) listen: String,
     pub(crate) link: Link,
@@ -38,22 +38,22 @@ pub(crate) struct Order {
 /// The guest as it arrived, before it has run.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Arrived {
-    /// What the guest proves, or why it cannot.
+    /// The guest's proof, or why it has none.
     pub(crate) checksum: Result<Proof, String>,
     pub(crate) digest: Digest,
-    /// Of the whole process, from before the first connection until the guest was handed over.
+    /// CPU time of the process, from before the first connection until the guest was handed over.
     pub(crate) cpu_seconds: f64,
-    /// The decoders' part of it.
+    /// Part of the decoders.
     pub(crate) decode_seconds: f64,
-    /// What devices have copied.
+    /// Counts of copies by devices.
     pub(crate) copy: Option<OffloadCounters>,
 }
 
 /// The guest after it has run at the destination.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Resumed {
-    /// Pages that it has written there.
+    /// Pages written at the destination.
     pub(crate) writes: u64,
-    /// Why it cannot prove its memory any more.
+    /// Why it can no longer prove its memory.
     pub(crate) failure: Option<String>,
 }

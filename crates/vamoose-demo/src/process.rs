@@ -91,7 +91,7 @@ impl Process {
         }
     }
 
-    /// Ends it; returns the signal that had killed it before.
+    /// Ends it; returns the signal that had already killed it.
     pub(crate) fn end(mut self) -> Option<i32> {
         self.reap()?.signal()
     }
@@ -103,7 +103,7 @@ impl Process {
         }
     }
 
-    /// Waits for its end. End of file on its input is enough for that, but not always for what runs `via`.
+    /// Waits for its end. End of file on its input ends the destination, but not every command of `via`.
     fn reap(&mut self) -> Option<ExitStatus> {
         const TIMEOUT: Duration = Duration::from_secs(5);
         self.input = None;

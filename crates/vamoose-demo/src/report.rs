@@ -1,5 +1,4 @@
-//! The demo's report: the keys of the other commands' reports where they apply, and what only a demo can know. Times are in
-//! milliseconds, as QEMU's.
+//! The report: keys of the other commands' reports where they apply, and the demo's own. Times are in milliseconds, like QEMU's.
 
 use std::time::Duration;
 
@@ -17,17 +16,17 @@ use crate::{
     source::Run,
 };
 
-/// What became of the guest, as far as it is known.
+/// The outcome for the guest, as far as it is known.
 #[derive(Default)]
 pub(crate) struct Outcome {
     pub(crate) status: &'static str,
-    /// For the report.
+    /// Cause, for the report.
     pub(crate) error: Option<String>,
-    /// The same for the user, with what became of the guest.
+    /// Cause and state of the guest, for the user.
     pub(crate) failure: Option<String>,
-    /// Where it runs in the end: `source`, `destination`, or `undecided` if it is paused and that is unknown.
+    /// Where it runs at the end: `source`, `destination`, or `undecided` if that is unknown and it is paused.
     pub(crate) at: &'static str,
-    /// Pages written until the migration was over.
+    /// Pages written until the end of the migration.
     pub(crate) writes: u64,
     /// Pages written after that.
     pub(crate) writes_after: u64,
@@ -40,9 +39,9 @@ pub(crate) struct Outcome {
 pub(crate) struct Verdict {
     /// Whether all of the memory was the same at the switchover; `None` if it could not be compared.
     pub(crate) memory_equal: Option<bool>,
-    /// Whether the guest could prove its memory, at the switchover and after it had resumed, wherever that was.
+    /// Whether the guest could prove its memory, at the switchover and after it had resumed on either side.
     pub(crate) checksum_holds: bool,
-    /// What does not hold.
+    /// The checks that failed.
     pub(crate) wrong: Vec<String>,
 }
 
@@ -78,7 +77,7 @@ impl Verdict {
     }
 }
 
-/// The report of a migration that was set up by `config`, and of its guest.
+/// The report of a migration with `config`, and of its guest.
 pub(crate) fn json(
     config: &SourceConfig,
     shape: &Shape,
@@ -99,7 +98,7 @@ pub(crate) fn json(
             "memory-equal": outcome.verdict.memory_equal,
             "checksum-holds": outcome.verdict.checksum_holds,
             "downtime": status.downtime,
-            // All but the setup: from the first look for written memory to the running guest.
+            // Everything but the setup: from the first search for written memory to the running guest.
             "scan-and-send": status.total_time.saturating_sub(status.setup_time),
             "rounds": run.rounds,
             "channels": config.channels,
@@ -107,7 +106,7 @@ pub(crate) fn json(
             "zero-copy": {
                 "requested": config.zero_copy,
                 "sends": moved.zero_copy_sends,
-                // Sends that the kernel copied all the same.
+                // Sends that the kernel copied.
                 "copied": moved.copied_sends,
                 // Flushes that found nothing but copies: QEMU's dirty-sync-missed-zero-copy.
                 "missed": moved.missed_zero_copy,
@@ -163,7 +162,7 @@ fn name(detection: &ZeroPageDetection) -> &'static str {
     }
 }
 
-/// Sets the keys of `object` that `values` has; null has none.
+/// Copies the keys of `values` into `object`.
 fn set(object: &mut Value, values: Value) {
     if let (Value::Object(object), Value::Object(values)) = (object, values) {
         object.extend(values);

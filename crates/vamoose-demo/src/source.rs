@@ -1,4 +1,4 @@
-//! The demo's migration at the source: watched, cancelled by signals, with statistics of each round.
+//! The migration at the source: shows its progress, cancels it on a signal, and keeps statistics of each round.
 
 use std::{
     sync::{
@@ -21,32 +21,31 @@ use vamoose::progress::{Display, Progress};
 
 /// A migration that has ended, successfully or not.
 pub(crate) struct Run {
-    /// At the end.
+    /// Status at the end.
     pub(crate) status: Status,
     pub(crate) moved: Snapshot,
     pub(crate) rounds: Vec<Round>,
-    /// Of this process without the vCPUs, from before the migration to its end.
+    /// CPU time of this process without the vCPUs, from before the migration to its end.
     pub(crate) cpu_time: Duration,
-    /// Of the vCPUs meanwhile.
+    /// CPU time of the vCPUs during the migration.
     pub(crate) vcpu_time: Option<Duration>,
     pub(crate) session: Option<Session>,
 }
 
-/// A round over the guest's memory, or the last one, of the paused guest.
+/// A round over the guest's memory. In the last one the guest is paused.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Round {
-    /// In milliseconds, with the look at the dirty log behind it. Of the last one, the downtime.
+    /// In milliseconds, including the following read of the dirty log. For the last round, the downtime.
     pub(crate) time: f64,
     /// Pages sent, normal and zero.
     pub(crate) pages: u64,
     pub(crate) wire_bytes: u64,
-    /// Pages that were dirty when it was over.
+    /// Dirty pages at its end.
     pub(crate) dirty_pages: u64,
 }
 
-/// Migrates `guest` to the destination that `to` leads to, until `cancel` is set. A guest that is not `running` does not begin to
-/// run because of it.
+/// Migrates `guest` to the destination at `to`, until `cancel` is set. A paused guest stays paused.
 pub(crate) fn migrate(
     source: Source,
     to: &Transport,
@@ -85,14 +84,14 @@ pub(crate) fn migrate(
     (run, result)
 }
 
-/// Shows where the migration stands, and cancels it, until `ended` says that it is over.
+/// Shows the progress of the migration, and cancels it on request, until `ended` disconnects.
 fn watch(handle: &Handle, cancel: &AtomicBool, ended: &Receiver<()>) {
     const EVERY: Duration = Duration::from_millis(100);
     let mut display = Display::on_stderr();
     loop {
         display.show(&progress(handle));
         if cancel.load(Ordering::Relaxed) {
-            // Too late is no error: the guest has moved.
+            // It may be too late: the guest has moved.
             handle.cancel();
         }
         if ended.recv_timeout(EVERY) != Err(RecvTimeoutError::Timeout) {
@@ -119,14 +118,14 @@ fn progress(handle: &Handle) -> Progress {
 /// The guest as the engine sees it.
 struct Outgoing<'a> {
     guest: &'a Guest,
-    /// Whether it is to run as long as it is here.
+    /// Whether it runs while it is here.
     runs: bool,
     rounds: Vec<Round>,
     last: Mark,
     start: Instant,
 }
 
-/// What had been done at the end of a round.
+/// Totals at the end of a round.
 #[derive(Default)]
 struct Mark {
     time: Duration,

@@ -1,4 +1,4 @@
-//! The cable is pulled in the middle of a migration, and plugged again.
+//! Pulls the cable in the middle of a migration, and plugs it in again.
 
 use std::time::{Duration, Instant};
 
@@ -9,20 +9,20 @@ use serde_json::Value;
 use super::network::Cable;
 use super::screen::note;
 
-/// For how long the cable is pulled. Longer than TCP or QEMU would hide: Vamoose gives connections up that are silent for 4 s.
+/// How long the cable stays pulled: Vamoose gives up connections that are silent for 4 s.
 pub(crate) const LASTS: Duration = Duration::from_secs(5);
 
-/// When so much has gone to the destination; about a third of a migration.
+/// Bytes after which the cable is pulled: about a third of a migration.
 const AFTER: u64 = 128 * MIB;
 const MIB: u64 = 1 << 20;
 
-/// What befalls the cable.
+/// The cut of the cable.
 pub(crate) struct Cut<'a> {
     cable: &'a Cable<'a>,
     state: State,
 }
 
-/// With the bytes that had been sent when it began.
+/// With the bytes sent when the state began.
 enum State {
     Plugged(u64),
     Pulled(u64, Instant),
@@ -35,7 +35,7 @@ impl<'a> Cut<'a> {
         Ok(Self { cable, state })
     }
 
-    /// Pulls or plugs the cable when it is time. To be called again and again while the guest moves.
+    /// Pulls or plugs in the cable when it is time. Called at each sample of the migration.
     pub(crate) fn look(&mut self) -> Result<()> {
         match self.state {
             State::Plugged(before) => {
@@ -44,7 +44,7 @@ impl<'a> Cut<'a> {
                     self.cable.pull().context("pulling the cable")?;
                     self.state = State::Pulled(self.cable.sent()?, Instant::now());
                     note(format!(
-                        "--- {} MiB have gone over the cable, and now it is pulled ---",
+                        "--- {} MiB have gone over the cable, which is pulled now ---",
                         sent / MIB
                     ));
                 }
@@ -59,7 +59,7 @@ impl<'a> Cut<'a> {
                 self.state = State::PluggedAgain([at, Instant::now()]);
                 let lasted = at.elapsed().as_secs_f64();
                 note(format!(
-                    "--- plugged again after {lasted:.1} s: {crossed} bytes crossed meanwhile ---"
+                    "--- plugged in again after {lasted:.1} s, in which {crossed} bytes crossed ---"
                 ));
             }
             State::Pulled(..) | State::PluggedAgain(_) => {}
@@ -67,7 +67,7 @@ impl<'a> Cut<'a> {
         Ok(())
     }
 
-    /// How the guest and the migration took it, by the source's serial port and the report.
+    /// Shows what the guest did in the meantime, from the source's serial port, and how the migration continued, from its report.
     pub(crate) fn show(&self, source: &Log, report: Option<&Value>) -> Result<()> {
         let span = match self.state {
             State::Plugged(_) => bail!("it ended before {} MiB were sent", AFTER / MIB),
@@ -89,9 +89,9 @@ impl<'a> Cut<'a> {
         ensure!(reconnects > 0, "the migration went on without reconnecting");
         ensure!(link["check"] == true, "the pages were not checked");
         note(format!(
-            "while it was pulled the guest ticked {ticks} times at the source\n\
-             the migration went on: {reconnects} times a stream reconnected, and went on from where it had been cut\n\
-             link: {cipher}, peer {peer}; pages and all that was sent were checked by CRC-32C"
+            "while the cable was pulled, the guest ticked {ticks} times at the source\n\
+             the migration continued: streams reconnected {reconnects} times, and resumed where they had been cut\n\
+             link: {cipher}, peer {peer}; pages and all data sent were checked by CRC-32C"
         ));
         Ok(())
     }

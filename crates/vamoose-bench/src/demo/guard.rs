@@ -1,8 +1,8 @@
 //! Ctrl-C at any moment leaves nothing behind.
 //!
-//! A signal kills the processes that were made known here. Whatever the story waits for is one of them, so its wait fails,
-//! and the story ends as by any other error: on its variant out the owners of processes, namespaces and files remove them.
-//! Ctrl-C in a terminal also hits the commands that do that, so [`Guard::sweep`] does what they may have left undone.
+//! A signal kills the processes registered here. The demo only ever waits for one of these, so its wait fails, and the demo ends as
+//! after any other error: the owners of processes, namespaces and files remove them. Ctrl-C in a terminal also reaches the commands
+//! that remove namespaces, so [`Guard::sweep`] removes what is left.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -27,7 +27,7 @@ struct State {
 }
 
 impl Guard {
-    /// From here on the signals that would end this process end the story instead.
+    /// From here on, signals that would end this process end the demo instead.
     pub(crate) fn new() -> Result<Self> {
         let state = Arc::new(Mutex::new(State::default()));
         let mut signals =
@@ -43,7 +43,7 @@ impl Guard {
         Ok(Self { state })
     }
 
-    /// Makes a process known that the story will wait for.
+    /// Registers a process that the demo will wait for.
     pub(crate) fn watch(&self, process: &Process) -> Result<()> {
         let mut state = lock(&self.state);
         state.processes.push(process.clone());
@@ -58,13 +58,12 @@ impl Guard {
         lock(&self.state).interrupted
     }
 
-    /// Removes the network namespaces of this process that are still there, for the end of it.
+    /// At the end, removes the network namespaces of this process that still exist.
     pub(crate) fn sweep(&self) {
         let ours = format!("vm{}-", std::process::id());
         for entry in fs::read_dir("/run/netns").into_iter().flatten().flatten() {
             if entry.file_name().to_string_lossy().starts_with(&ours) {
-                // In a process group of its own the terminal's signals do not reach it. Errors are
-                // ignored.
+                // In a process group of its own, the terminal's signals do not reach it. Errors are ignored.
                 let _ = Command::new("ip")
                     .args(["netns", "delete"])
                     .arg(entry.file_name())

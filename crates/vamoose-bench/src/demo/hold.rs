@@ -1,4 +1,4 @@
-//! Holds the guest back at the destination, at the end of a move, until all of its memory has been compared with the source's.
+//! Holds the guest back at the destination at the end of a move, until all of its memory has been compared with the source's.
 //!
 //! ```text
 //!  vamoose serve ──> Hold, a process of its own ──> monitor of the destination QEMU      `cont` waits in it
@@ -6,8 +6,8 @@
 //!                     └──> the demo ─┘ compares
 //! ```
 //!
-//! `vamoose serve` takes the process that listens on a monitor for the QEMU, and ends it when a migration fails: that must not
-//! be the demo, which would leave its network behind.
+//! `vamoose serve` takes the process that listens on a monitor for the QEMU, and kills it when a migration fails. That must not be
+//! the demo itself, which would leave its network behind.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
@@ -23,17 +23,17 @@ use lab::ram;
 
 use super::guard::Guard;
 
-/// The subcommand with which this program is the process in between.
+/// The subcommand that makes this program the proxy.
 const COMMAND: &str = "hold-monitor";
 
-/// A guest that will be held back. The process in between ends on drop.
+/// A guest that will be held back. The proxy ends on drop.
 pub(crate) struct Hold {
     child: Child,
     comparing: JoinHandle<Result<Duration>>,
 }
 
 impl Hold {
-    /// Stands before a monitor, and listens at `at`. When the guest is to run, compares the two files of memory first.
+    /// Starts a proxy of `monitor` that listens at `at`. Before the guest may run, the two files of memory are compared.
     pub(crate) fn start(
         guard: &Guard,
         at: &Path,
@@ -54,10 +54,10 @@ impl Hold {
         Ok(Self { child, comparing })
     }
 
-    /// For how long the guest was held back by the comparison, at the end of the migration.
+    /// At the end of the migration, returns how long the comparison held the guest back.
     ///
     /// # Errors
-    /// When the memories differ, or the guest was never to run.
+    /// When the memories differ, or the guest was never started.
     pub(crate) fn finish(mut self) -> Result<Duration> {
         self.child.kill()?;
         let compared = self.comparing.join();
@@ -77,8 +77,8 @@ fn compare(
     let start = Instant::now();
     let compared = ram::compare(source, destination);
     let took = start.elapsed();
-    // Whatever was found: without an answer the migration would not end.
-    writeln!(input).context("letting the guest go on")?;
+    // Whatever the result: without an answer the migration would not end.
+    writeln!(input).context("letting the guest run")?;
     compared.context("comparing the memory of both QEMUs")?;
     Ok(took)
 }
@@ -86,11 +86,14 @@ fn compare(
 fn wait_for(output: &mut BufReader<ChildStdout>, word: &str) -> Result<()> {
     let mut line = String::new();
     output.read_line(&mut line)?;
-    ensure!(line.trim_end() == word, "a monitor was never '{word}'");
+    ensure!(
+        line.trim_end() == word,
+        "the proxy of the monitor never said '{word}'"
+    );
     Ok(())
 }
 
-/// The process in between: runs until it is killed.
+/// The proxy: runs until it is killed.
 pub(crate) fn serve(at: &Path, monitor: &Path) -> Result<()> {
     let listener = UnixListener::bind(at).context("listening as a monitor")?;
     say(LISTENING)?;
@@ -100,7 +103,7 @@ pub(crate) fn serve(at: &Path, monitor: &Path) -> Result<()> {
         let back = (far.try_clone()?, near.try_clone()?);
         thread::spawn(move || {
             let (mut from, mut to) = back;
-            // Either end may go at any time.
+            // Either end may close at any time.
             let _ = io::copy(&mut from, &mut to);
             let _ = to.shutdown(Shutdown::Both);
         });
@@ -112,7 +115,7 @@ pub(crate) fn serve(at: &Path, monitor: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Passes commands on, a line each.
+/// Forwards commands, one a line.
 fn forward(near: &UnixStream, mut far: &UnixStream) -> Result<()> {
     let mut near = BufReader::new(near);
     let mut line = Vec::new();

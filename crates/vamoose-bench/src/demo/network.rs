@@ -1,4 +1,4 @@
-//! Between the two hosts: a link of a known rate, or loopback where no link can be made.
+//! The network between the two hosts: a link of a known rate, or loopback where no link can be made.
 
 use anyhow::{Context, Result};
 use lab::middlebox::{Admission, Change, Direction, Flow, Middlebox, Which};
@@ -9,14 +9,14 @@ pub(crate) const RATE: u64 = 1_000_000_000;
 
 pub(crate) struct Network {
     pub(crate) link: Link,
-    /// Why it is this host's loopback, if so.
+    /// Why it is loopback, if it is.
     why_loopback: Option<String>,
 }
 
-/// What can be pulled.
+/// A cable that can be pulled.
 pub(crate) enum Cable<'a> {
     Wire(&'a Wire),
-    /// On loopback: a proxy, which loses everything while it is pulled.
+    /// On loopback: a proxy, which drops everything while it is pulled.
     Proxy(Middlebox),
 }
 
@@ -34,22 +34,24 @@ impl Network {
         match &self.why_loopback {
             None => "two network namespaces, joined by a link of 1 Gbit/s".to_owned(),
             Some(reason) => format!(
-                "LOOPBACK, as fast as the CPU can, as there is no link: {reason}\n\
-                 NOTE: total times say little about a real network, the bytes are those that were reported, and instead of\n\
-                 a cable that is pulled a proxy loses all that is sent and refuses connections"
+                "LOOPBACK, without a limit of its rate, as no link could be made: {reason}\n\
+                 NOTE: total times say little about a real network, bytes are as reported, and in place of a pulled cable\n\
+                 a proxy drops all data and refuses connections"
             ),
         }
     }
 
-    /// What `bytes on the link` means here.
+    /// How bytes on the link are counted.
     pub(crate) fn describe_measuring(&self) -> &'static str {
         match self.why_loopback {
             None => "counted by the source's network device, with all headers",
-            Some(_) => "as reported (loopback cannot tell; before QEMU 9 stock counts whole pages)",
+            Some(_) => {
+                "as reported (loopback has no counter; before QEMU 9, stock QEMU counts whole pages)"
+            }
         }
     }
 
-    /// The cable to a server of the destination's.
+    /// The cable to a server at the destination.
     pub(crate) fn cable(&self, server: &str) -> Result<Cable<'_>> {
         if let Some(wire) = self.link.wires.first() {
             return Ok(Cable::Wire(wire));
@@ -61,7 +63,7 @@ impl Network {
 }
 
 impl Cable<'_> {
-    /// Where the source reaches the server.
+    /// Address at which the source reaches the server.
     pub(crate) fn address(&self, server: &str) -> String {
         match self {
             Self::Wire(_) => server.to_owned(),

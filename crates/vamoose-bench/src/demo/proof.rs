@@ -1,4 +1,4 @@
-//! That the guest lived on: what its ticks tell, and how much silence is allowed.
+//! Proves from the guest's ticks that it kept running, with no more silence than allowed.
 
 use std::time::{Duration, Instant};
 
@@ -10,17 +10,17 @@ use super::run::Run;
 use super::screen::note;
 use super::setup::FILLED;
 
-/// From one tick to the next on a machine with nothing else to do.
+/// Time from one tick to the next on an idle machine.
 const TICK: Duration = Duration::from_millis(100);
-/// For the first steps at a new place on a machine that others use too: emulated code is translated anew there.
+/// Allowance for the first steps at a new place on a shared machine: emulated code is translated anew there.
 const NOISE: Duration = Duration::from_millis(500);
 
-/// The guest's ticks around a migration. Only a guest with every tick, once and in order, and intact memory has one.
+/// The guest's ticks around a migration. It exists only for a guest with intact memory and with every tick once and in order.
 #[derive(Debug)]
 pub(crate) struct Life {
     pub(crate) continuity: Continuity,
-    /// Between two ticks with the noise of this machine: the longest silence at the source while the migration ran, or
-    /// what a sleeping thread suffered meanwhile and later.
+    /// The time between two ticks with the noise of this machine: the longest silence at the source during the migration, or the
+    /// longest delay of a sleeping thread.
     noisy_tick: Duration,
     /// The longest silence at the destination.
     after: Duration,
@@ -44,7 +44,7 @@ impl Life {
     }
 }
 
-/// A move by Vamoose whose guest was silent for longer than the downtime explains is an error.
+/// Fails if a guest moved by Vamoose was silent for longer than the downtime explains.
 pub(crate) fn check(run: &Run) -> Result<()> {
     if run.variant == Variant::Stock {
         return Ok(());
@@ -64,7 +64,7 @@ pub(crate) fn check(run: &Run) -> Result<()> {
     Ok(())
 }
 
-/// Says what was found, and checks it.
+/// Shows and checks the ticks.
 pub(crate) fn show(run: &Run) -> Result<()> {
     let Life {
         continuity,
@@ -73,32 +73,32 @@ pub(crate) fn show(run: &Run) -> Result<()> {
     } = &run.life;
     note("the source QEMU has stopped for good ('postmigrate'), the destination QEMU is 'running'");
     note(
-        "before the guest ran on, all of its memory was compared, in both QEMUs: every byte is equal",
+        "before the guest resumed, all of its memory was compared in both QEMUs: every byte is equal",
     );
     note(format!(
-        "the guest has verified all of its {FILLED} MiB since it moved: nothing is corrupt"
+        "since the move, the guest has verified all of its {FILLED} MiB: nothing is corrupt"
     ));
     note(format!(
-        "{} ticks, numbered without a hole or a repetition; {} was the last here, {} the first over there",
+        "{} ticks, numbered without a gap or a repetition; {} was the last at the source, {} the first at the destination",
         continuity.ticks, continuity.last.number, continuity.first.number,
     ));
     note(format!(
-        "between these two: {} ms, with a downtime of {} ms, both without the {} ms of that comparison",
+        "between these two: {} ms, with a downtime of {} ms, both without the {} ms of the comparison",
         silence(run).as_millis(),
         run.downtime.as_millis(),
         run.held.as_millis(),
     ));
     note(format!(
         "allowed: {} ms = downtime x 1.5 + {} ms (first steps at a new place, on a shared machine)\n\
-         + {} ms (a tick's period and this machine's noise, seen at the source and by a thread that only sleeps)",
+         + {} ms (period of a tick and noise of this machine, measured at the source and by a sleeping thread)",
         allowed(run).as_millis(),
         NOISE.as_millis(),
         noisy_tick.as_millis(),
     ));
-    check(run).context("the guest was away for too long")
+    check(run).context("the guest was silent for too long")
 }
 
-/// From the last tick at the source to the first one at the destination, without the comparison that the demo made between.
+/// Time from the last tick at the source to the first one at the destination, without the demo's own comparison.
 fn silence(run: &Run) -> Duration {
     run.life.continuity.gap().saturating_sub(run.held)
 }

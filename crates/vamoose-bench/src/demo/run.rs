@@ -1,4 +1,4 @@
-//! One migration of a freshly booted guest, and everything that is measured of it.
+//! One migration of a freshly booted guest, with its measurements.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -20,10 +20,10 @@ use crate::measure::moving::{self, Moved};
 use crate::record::{Cell, Figures};
 use crate::scenario::{Contender, Guest as Kind, Rate, Who, Workload};
 
-/// Nothing takes this long unless something hangs.
+/// Time limit of everything: longer means that something hangs.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// A migration that was successful.
+/// A successful migration.
 #[derive(Debug)]
 pub(crate) struct Run {
     pub(crate) variant: Variant,
@@ -35,12 +35,12 @@ pub(crate) struct Run {
     /// CPU seconds of the guest, in both QEMUs.
     pub(crate) guest_cpu: f64,
     pub(crate) life: Life,
-    /// For how long the guest waited at the destination, until all of its memory had been compared.
+    /// How long the guest was held back at the destination, until all of its memory had been compared.
     pub(crate) held: Duration,
 }
 
 impl Setup<'_> {
-    /// Boots a guest, moves it and follows it until it has verified all of its memory at its new place.
+    /// Boots a guest, moves it, and waits until it has verified all of its memory at the destination.
     pub(crate) fn run(&self, variant: Variant) -> Result<Run> {
         self.try_run(variant).with_context(|| variant.to_string())
     }
@@ -61,7 +61,7 @@ impl Setup<'_> {
         ));
         expect_status(&mut source, "postmigrate").context("source")?;
         expect_status(&mut destination, "running").context("destination")?;
-        // The first round may have begun at the source; the second one is all of memory after the move.
+        // The first round may have begun at the source; the second one covers all memory after the move.
         destination.wait_rounds(2, LIMIT)?;
         Ok(Run {
             variant,
@@ -79,13 +79,13 @@ impl Setup<'_> {
         })
     }
 
-    /// A source whose guest is at work and a destination that waits.
+    /// Boots a source with a working guest, and starts a waiting destination.
     fn boot(&self, variant: Variant) -> Result<(Guest, Guest)> {
         let start = Instant::now();
         let link = &self.network.link;
         let source = Guest::start(&self.machine().namespace(link.source.name()))?;
         self.guard.watch(source.qemu.process())?;
-        // Vamoose continues the guest itself, once the source has stopped for good.
+        // Vamoose resumes the guest itself, once the source has stopped for good.
         let waiting = match variant {
             Variant::Stock => self.machine().incoming(),
             _ => self.machine().incoming().paused(),
@@ -102,7 +102,7 @@ impl Setup<'_> {
         Ok((source, destination))
     }
 
-    /// Gives the time for which the guest was held back, too.
+    /// Moves the guest; also returns how long it was held back.
     fn migrate(
         &self,
         variant: Variant,
@@ -189,7 +189,7 @@ fn expect_status(guest: &mut Guest, wanted: &str) -> Result<()> {
     Ok(())
 }
 
-/// What has become of the QEMUs of a migration that failed.
+/// The state of the QEMUs after a failed migration.
 fn fates(source: &mut Guest, destination: &mut Guest) -> String {
     let fate = |guest: &mut Guest| {
         let fate = match guest.qemu.wait_exit(Duration::from_millis(500)) {

@@ -1,4 +1,4 @@
-//! What the demo shows. If standard output is closed it goes on without.
+//! Output of the demo. If standard output is closed, the demo goes on without it.
 
 use std::fmt::Display;
 use std::io::{self, Write as _};
@@ -7,23 +7,23 @@ use std::thread;
 use super::run::Run;
 
 pub(crate) fn say(text: impl Display) {
-    // print macros panic when the reader has gone.
+    // The print macros panic when the reader has gone.
     let _ = writeln!(io::stdout(), "{text}");
 }
 
-/// Begins a part of the story.
+/// Begins a step of the demo.
 pub(crate) fn step(number: u32, title: &str) {
     say(format!("\n{number}. {title}"));
 }
 
-/// A remark within a step; it may have several lines.
+/// Prints a remark within a step; it may have several lines.
 pub(crate) fn note(text: impl Display) {
     for line in text.to_string().lines() {
         say(format!("   {line}"));
     }
 }
 
-/// All runs side by side.
+/// Prints all runs side by side.
 pub(crate) fn table(runs: &[Run], measuring: &str) {
     const MIB: f64 = (1 << 20) as f64;
     say("                    total  downtime  tick gap     link  ratio     CPU seconds");
@@ -60,16 +60,16 @@ pub(crate) fn table(runs: &[Run], measuring: &str) {
     note(format!(
         "total: from the command until the guest runs at the destination.\n\
          downtime: from the guest's stop to its start, by one clock.\n\
-         tick gap: measured, last tick at the source to first at the destination; ticks come every 100 ms.\n\
+         tick gap: from the last tick at the source to the first at the destination; ticks come every 100 ms.\n\
          link: bytes to the destination, {measuring}. ratio: pages sent / link.\n\
-         CPU seconds: of the migration; the guest itself (vCPU threads of both QEMUs) is shown apart.\n\
+         CPU seconds: of the migration; those of the guest (vCPU threads of both QEMUs) are shown separately.\n\
          Stock QEMU: zstd, level 1. vamoose: its default, method auto.\n\
-         All: 2 channels, downtime limit 300 ms, return path, destination memory preallocated.\n\
-         The cable stayed plugged in all of these; the move whose cable was pulled is not among them.\n\
-         vamoose: destination with -S, continued once the source has stopped for good; pages and all that was sent\n\
-         are checked by CRC-32C. TLS: authenticated and encrypted. plain: neither, for a fair comparison with\n\
-         stock: plain TCP; destination without -S, so that the guest goes on as soon as it has arrived.\n\
-         One run each on {}: a picture, not a benchmark.",
+         All: 2 channels, downtime limit 300 ms, return path, destination memory preallocated, cable plugged in.\n\
+         The move whose cable was pulled is not among them.\n\
+         vamoose: destination with -S, resumed once the source has stopped for good; pages and all data sent are\n\
+         checked by CRC-32C. TLS: authenticated and encrypted. plain: neither, for a fair comparison with stock.\n\
+         stock: plain TCP; destination without -S, so that the guest resumes as soon as it has arrived.\n\
+         One run each, on {}: an illustration, not a benchmark.",
         machine()
     ));
 }
@@ -78,5 +78,5 @@ fn machine() -> String {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let load = load.split(' ').next().unwrap_or("?");
-    format!("{cores} cores shared by all, load average {load}")
+    format!("{cores} shared cores, load average {load}")
 }

@@ -1,4 +1,4 @@
-//! What all runs share: the programs, the network, the keys, and the guest's image.
+//! What all runs have in common: programs, network, keys, and the guest's image.
 
 use std::path::{Path, PathBuf};
 
@@ -12,13 +12,13 @@ use super::network::Network;
 use super::screen::note;
 
 const MIB: u64 = 1 << 20;
-/// Of the guest.
+/// Memory of the guest.
 pub(crate) const RAM: u64 = 1024 * MIB;
-/// MiB of files that the guest fills its memory with, over and over.
+/// MiB of files with which the guest fills its memory, repeatedly.
 const CONTENT: u32 = 64;
 /// MiB that the guest fills and verifies.
 pub(crate) const FILLED: u32 = 700;
-/// Writes 8 MiB a second into 64 MiB: enough for several rounds, and slower than the slowest method moves pages.
+/// 8 MiB a second, written into 64 MiB: enough for several rounds, and less than the slowest method moves.
 pub(crate) const LOAD: Load = Load {
     fill: FILLED,
     hot: 64,
@@ -39,16 +39,13 @@ impl<'a> Setup<'a> {
         let vamoose = program(vamoose, "vamoose")?;
         let binary = qemu::available().last().cloned();
         let binary = binary.context("there is no QEMU here: run scripts/setup qemu")?;
-        note(format!(
-            "two QEMUs {}, as their makers built them",
-            binary.version
-        ));
+        note(format!("two unmodified QEMUs {}", binary.version));
         let network = Network::new();
         note(network.describe());
         let image = Image::build(CONTENT)?;
         note(format!(
             "a Linux guest with {} MiB of RAM and 2 vCPUs (emulated): {} MiB filled with this machine's files,\n\
-             {} pages a second rewritten, all of it verified again and again, a tick every 100 ms",
+             {} pages a second rewritten, all of it verified continuously, a tick every 100 ms",
             RAM / MIB,
             LOAD.fill,
             LOAD.rate,
@@ -60,7 +57,9 @@ impl<'a> Setup<'a> {
                 key.trim_end()
             ));
         }
-        note("the source host and the destination host have a key each, and trust each other's");
+        note(
+            "the source host and the destination host have a key each, and trust each other's key",
+        );
         Ok(Self {
             guard,
             binary,
@@ -71,7 +70,7 @@ impl<'a> Setup<'a> {
         })
     }
 
-    /// The guest's machine, the same at both ends.
+    /// The guest's machine, equal at both ends.
     pub(crate) fn machine(&self) -> Builder {
         self.image.machine(&self.binary, RAM, &LOAD)
     }

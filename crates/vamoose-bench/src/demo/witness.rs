@@ -1,12 +1,12 @@
-//! What this machine does to a process that only wants to wake up: the noise that no program is to blame for.
+//! Measures the noise of this machine: by how much a sleeping thread wakes up late.
 
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// A thread that sleeps 10 ms at a time, and notes by how much it overslept at worst. Ends on drop.
+/// A thread that sleeps 10 ms at a time and records its longest delay. Ends on drop.
 pub(crate) struct Witness {
-    /// The thread runs as long as this is there.
+    /// The thread runs as long as this exists.
     wanted: Arc<()>,
     thread: JoinHandle<Duration>,
 }

@@ -1,4 +1,5 @@
-//! The plots of a group: time and CPU of each cell, and a typical migration of Vamoose's default and of stock QEMU's fastest method.
+//! The plots of a group: time and CPU of each cell, and a typical migration of Vamoose's default and of stock QEMU's fastest
+//! method.
 
 use anyhow::Result;
 use plotters::style::RGBColor;
@@ -103,20 +104,9 @@ fn timeline(row: &Row, record: &Record, until: f64) -> Result<Option<String>> {
         .iter()
         .map(|moment| (moment.milliseconds, moment.sent_bytes))
         .collect();
-    let panels: Vec<_> = [
-        ("sent, Mbit/s", megabits(rates(&sent))),
-        (
-            "left to send, MiB",
-            of(|moment| moment.remaining_bytes as f64 / f64::from(1 << 20)),
-        ),
-        (
-            "pages written by the guest, 1/s",
-            of(|moment| moment.dirty_pages_rate as f64),
-        ),
-    ]
-    .into_iter()
-    .filter_map(|(name, points)| panel(name, colour(row), points))
-    .collect();
+    let remaining = of(|moment| moment.remaining_bytes as f64 / f64::from(1 << 20));
+    let written = of(|moment| moment.dirty_pages_rate as f64);
+    let panels: Vec<_> = progress(colour(row), &sent, remaining, written).collect();
     let counts: Vec<_> = moments
         .iter()
         .map(|moment| (moment.milliseconds, moment.rounds))
@@ -144,6 +134,25 @@ fn latencies(row: &Row, record: &Record) -> Result<Option<String>> {
     };
     let panel = panel("longest latency, ms", colour(row), points.collect());
     panel.map(|panel| over_time(&[panel], &marks)).transpose()
+}
+
+/// Panels of the rate, the remaining MiB, and the written pages; `sent` has milliseconds and bytes so far.
+pub(crate) fn progress(
+    colour: RGBColor,
+    sent: &[(u64, u64)],
+    remaining: Vec<(f64, f64)>,
+    written: Vec<(f64, f64)>,
+) -> impl Iterator<Item = Panel> {
+    let rate = rates(sent).into_iter();
+    let megabits = rate.map(|(at, bytes)| (at, bytes * 8.0 / 1e6)).collect();
+    let panels = [
+        ("sent, Mbit/s", megabits),
+        ("left to send, MiB", remaining),
+        ("pages written by the guest, 1/s", written),
+    ];
+    panels
+        .into_iter()
+        .filter_map(move |(name, points)| panel(name, colour, points))
 }
 
 /// A panel with one curve; `None` where there is nothing to see.
@@ -213,14 +222,6 @@ pub(crate) fn rates(amounts: &[(u64, u64)]) -> Vec<(f64, f64)> {
         }
     }
     rates
-}
-
-/// Megabits of bytes.
-pub(crate) fn megabits(bytes: Vec<(f64, f64)>) -> Vec<(f64, f64)> {
-    bytes
-        .into_iter()
-        .map(|(at, bytes)| (at, bytes * 8.0 / 1e6))
-        .collect()
 }
 
 /// When rounds over memory began, in seconds, from milliseconds and rounds so far. The beginning itself is left out.
