@@ -38,16 +38,18 @@
 //!   in whatever state it is by now. A request to run is none.
 //!
 //! # Use
-//! [`Source`] and [`Destination`] take events and return actions, to be carried out in their order. Both are plain
-//! values: the model in `tests/model.rs` explores them with every loss, duplicate, crash and repeated command.
+//! [`Source`] and [`Destination`] take events and return actions. A [`Driver`] carries the actions out through the embedding
+//! program's [`SourceHost`] or [`DestinationHost`]. All of them are plain values: the model in `tests/model.rs` explores
+//! the same drivers with every loss, duplicate, crash and repeated command.
 //!
 //! # Versions
-//! A source offers a range of versions with `prepare`, the destination [chooses](negotiate). Version 1 was the control
-//! protocol before this crate; it had no identity and is refused, in a form that it understands.
+//! A source offers a range of versions with `prepare`, and the destination [chooses](negotiate). Version 1 begins with the first
+//! release.
 
 #![forbid(unsafe_code)]
 
 mod destination;
+mod drive;
 mod frame;
 mod id;
 mod location;
@@ -56,6 +58,9 @@ mod preamble;
 mod source;
 
 pub use destination::{Destination, DestinationAction, DestinationEvent, DestinationState};
+pub use drive::{
+    DestinationDriver, DestinationHost, Driver, FoundGuest, SourceDriver, SourceHost, Step,
+};
 pub use frame::{FrameError, Lines, MAX_LINE, encode};
 pub use id::{AttemptId, IdError, Incarnation};
 pub use location::{Decision, GuestLocation};

@@ -8,10 +8,10 @@ use thiserror::Error;
 use crate::{FrameError, Incarnation};
 
 /// The newest version of the protocol that this crate has.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 1;
 
 /// The oldest one.
-pub const OLDEST_VERSION: u32 = 2;
+pub const OLDEST_VERSION: u32 = 1;
 
 /// What an engine adds to `prepare` and `prepared`: fields of its own, of which this crate knows nothing.
 pub type Details = serde_json::Map<String, serde_json::Value>;
@@ -187,36 +187,33 @@ pub(crate) mod tests {
     #[test]
     fn the_newest_common_version_is_chosen() {
         for (theirs, chosen) in [
-            (2..=2, Some(2)),
-            (1..=2, Some(2)),
-            (2..=9, Some(2)),
-            (1..=1, None),
-            (3..=9, None),
+            (1..=1, Some(1)),
+            (0..=1, Some(1)),
+            (1..=9, Some(1)),
+            (0..=0, None),
+            (2..=9, None),
         ] {
             assert_eq!(negotiate(theirs.clone()).ok(), chosen, "{theirs:?}");
         }
         #[allow(clippy::reversed_empty_ranges, reason = "a peer may send anything")]
-        let nonsense = negotiate(3..=2);
+        let nonsense = negotiate(2..=1);
         assert!(nonsense.is_err());
     }
 
-    /// Version 1 had no range, and reads an answer's reason.
+    /// Later versions find the range where this one writes it.
     #[test]
-    fn the_first_version_is_refused_in_its_words() {
-        let theirs = r#"{"request":"prepare","protocol":1,"name":"vm","uuid":"u","ram-bytes":1,"channels":2,"page-size":4096}"#;
-        let Ok(SourceMessage::Prepare(prepare)) = serde_json::from_str(theirs) else {
-            panic!("not understood")
-        };
-        let reason = prepare.negotiate().unwrap_err().to_string();
-        let refused = serde_json::to_string(&DestinationMessage::Refused { reason }).unwrap();
-        assert!(refused.starts_with(r#"{"answer":"refused","reason":"this side speaks versions"#));
-        // And our prepare carries its version where version 1 looks for it.
+    fn the_range_of_versions_stays_where_it_is() {
         let ours = SourceMessage::Prepare(Prepare::new(Details::new()));
         let ours = serde_json::to_string(&ours).unwrap();
         assert_eq!(
             ours,
-            r#"{"request":"prepare","protocol":2,"oldest-protocol":2}"#
+            r#"{"request":"prepare","protocol":1,"oldest-protocol":1}"#
         );
+        let newer = r#"{"request":"prepare","protocol":3,"oldest-protocol":2,"colour":"blue"}"#;
+        let Ok(SourceMessage::Prepare(newer)) = serde_json::from_str(newer) else {
+            panic!("not understood")
+        };
+        assert_eq!(newer.negotiate().unwrap_err().theirs, 2..=3);
     }
 
     fn details() -> impl Strategy<Value = Details> {

@@ -162,14 +162,8 @@ impl Source {
         }
     }
 
-    /// Goes on from a journal: from its state and [`Source::resume`]. If the state is not over, look at the guest first:
-    /// - It has ended: report [`SourceEvent::GuestDied`]. What it did last is [unknown](LastSeen::Unknown).
-    /// - Moving: report [`SourceEvent::Failed`], or [`SourceEvent::FoundSent`] if its VMM has sent it, or [`SourceEvent::Stopped`] if
-    ///   a person vouches that this was the attempt's own migration.
-    /// - Returning, and its VMM has sent it: report [`SourceEvent::FoundSent`], unless a person vouches likewise.
-    /// - Committing, and it runs, by an earlier process or a person's hand: report [`SourceEvent::Resumed`].
-    ///
-    /// Then, if that gave nothing to do, [`Source::go_on`].
+    /// Goes on from a journal: from its state and [`Source::resume`]. What has become of the guest meanwhile has to be reported first:
+    /// [`SourceDriver::take_up`](crate::SourceDriver::take_up) does.
     pub fn restore(state: SourceState, resume: bool) -> Self {
         Self {
             state,
@@ -199,6 +193,11 @@ impl Source {
     /// Whether the guest shall run, for the journal.
     pub fn resume(&self) -> bool {
         self.resume
+    }
+
+    /// Whether the guest has been seen to run here although `commit` may have been sent.
+    pub fn runs_here(&self) -> bool {
+        self.runs_here
     }
 
     /// What to do after [`Source::restore`].
@@ -249,11 +248,12 @@ impl Source {
                 self.resume = running;
                 vec![SourceAction::Persist]
             }
-            SourceEvent::Stopped => self.commit(incarnation, false),
-            SourceEvent::FoundSent if incarnation.is_none() => {
+            // `Stopped`: a person is mistaken, for the journal knows that no migration of this attempt had begun.
+            SourceEvent::Stopped | SourceEvent::FoundSent if incarnation.is_none() => {
                 let cause = "the source's VMM has sent the guest, and not for this attempt, which had not begun to send";
                 self.over(GuestLocation::Gone, Some(cause.to_owned()), [])
             }
+            SourceEvent::Stopped => self.commit(incarnation, false),
             SourceEvent::FoundSent => unconfirmed(),
             SourceEvent::GuestDied { last } => self.died(last, incarnation),
             SourceEvent::Failed { cause }
@@ -698,11 +698,10 @@ mod tests {
         );
         // Before a destination has accepted the attempt, nothing is sent for it.
         let begun = SourceState::Moving { incarnation: None };
-        let mut source = Source::restore(begun, true);
-        follow(
-            &mut source,
-            [(SourceEvent::FoundSent, "persist, decide gone")],
-        );
+        for event in [SourceEvent::FoundSent, SourceEvent::Stopped] {
+            let mut source = Source::restore(begun.clone(), true);
+            follow(&mut source, [(event, "persist, decide gone")]);
+        }
     }
 
     #[test]
@@ -762,6 +761,7 @@ mod tests {
     #[test]
     fn a_paused_guest_stays_paused() {
         let mut source = Source::new(false);
+        follow(&mut source, [(prepared(), "persist")]);
         let commit = |resume| SourceAction::Send(SourceMessage::Commit { resume });
         assert!(source.handle(SourceEvent::Stopped).contains(&commit(false)));
         // As its owner has it at the end.

@@ -310,11 +310,14 @@ fn describe(now: &Now, step: Step) -> String {
             let action = match side {
                 Side::Source => {
                     let driver = now.driver.as_ref();
-                    format!("{:?}", driver.and_then(|driver| driver.queue.front()))
+                    format!(
+                        "{:?}",
+                        driver.and_then(|driver| driver.machine.pending().next())
+                    )
                 }
                 Side::Destination(attempt) => {
                     let job = now.attempts[attempt].job.as_ref();
-                    format!("{:?}", job.and_then(|job| job.queue.front()))
+                    format!("{:?}", job.and_then(|job| job.machine.pending().next()))
                 }
             };
             format!("{step:?}: {action}")

@@ -1,11 +1,12 @@
 //! What may happen next, and what it does.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, mem};
 
 use handover::{
-    Destination, DestinationAction, DestinationEvent, DestinationMessage, DestinationState,
-    Details, GuestLocation, LastSeen, Prepare, Source, SourceAction, SourceEvent, SourceMessage,
-    SourceState, VERSION,
+    Destination, DestinationAction, DestinationDriver, DestinationEvent, DestinationHost,
+    DestinationMessage, DestinationState, Details, Driver as Driven, FoundGuest, GuestLocation,
+    Incarnation, LastSeen, Prepare, Source, SourceAction, SourceDriver, SourceEvent, SourceHost,
+    SourceMessage, SourceState, VERSION,
 };
 
 use crate::world::{
@@ -185,22 +186,24 @@ impl World {
 /// What may happen next.
 impl Now {
     pub(crate) fn busy(&self) -> Option<Side> {
-        if self.driver.as_ref().is_some_and(|d| !d.queue.is_empty()) {
+        if self.driver.as_ref().is_some_and(|d| is_busy(&d.machine)) {
             return Some(Side::Source);
         }
-        let busy = |a: &Attempt| a.job.as_ref().is_some_and(|job| !job.queue.is_empty());
+        let busy = |a: &Attempt| a.job.as_ref().is_some_and(|job| is_busy(&job.machine));
         self.attempts.iter().position(busy).map(Side::Destination)
     }
 
     fn is_writing(&self, side: Side) -> bool {
         match side {
             Side::Source => {
-                let next = self.driver.as_ref().and_then(|d| d.queue.front());
+                let driver = self.driver.as_ref();
+                let next = driver.and_then(|d| d.machine.pending().next());
                 next == Some(&SourceAction::Persist)
             }
             Side::Destination(attempt) => {
                 let job = self.attempts[attempt].job.as_ref();
-                job.and_then(|job| job.queue.front()) == Some(&DestinationAction::Persist)
+                job.and_then(|job| job.machine.pending().next())
+                    == Some(&DestinationAction::Persist)
             }
         }
     }
@@ -556,9 +559,8 @@ impl Now {
                 let cause = String::new();
                 self.happens(SourceEvent::GaveUp { cause });
             }
-            Step::Carry(Side::Source) => self.carry_source(scene, true),
-            Step::Carry(Side::Destination(attempt)) => self.carry_destination(scene, attempt),
-            Step::NotWritten(side) => self.not_written(scene, side),
+            Step::Carry(side) => self.carry(scene, side, Journal::Writable),
+            Step::NotWritten(side) => self.carry(scene, side, Journal::Full),
             Step::KillDriver => self.kill_driver(scene),
             Step::KillServer { host, complete } => self.kill_server(scene, host, complete),
             Step::StartServer { host, forget } => self.start_server(scene, host, forget),
@@ -655,10 +657,10 @@ impl Now {
 impl Now {
     fn command(&mut self, scene: &Scene, to: u8, confirm: bool) {
         self.to = to;
-        if let Some(machine) = self.kept.take() {
-            let queue = machine.go_on().into();
+        if let Some(mut machine) = self.kept.take() {
+            machine.go_on();
             let attempt = index(self.attempts.len() - 1);
-            self.drive(attempt, *machine, queue);
+            self.drive(attempt, *machine);
             return;
         }
         let Some(attempt) = self.unfinished() else {
@@ -670,50 +672,36 @@ impl Now {
         };
         let assumes = scene.mutant == Some(Mutant::AssumesThatItRan);
         let resume = self.attempts[attempt].resume || assumes;
-        let mut machine = Source::restore(state.clone(), resume);
-        let vouches = confirm || scene.mutant == Some(Mutant::TakesForItsOwn);
-        let seen = match (&state, self.source) {
-            (_, SourceVmm::Dead { .. }) => {
-                let doubts = scene.mutant == Some(Mutant::DoubtsTheDead);
-                if !matches!(state, SourceState::Committing { .. }) {
-                    // A complete copy may be at the destination: it was not observed that the guest had stopped.
-                    self.unknowable |= !self.really_lost();
-                    if doubts {
-                        self.reported(GuestLocation::InDoubt, attempt, false);
-                        return;
-                    }
-                }
-                let last = match scene.mutant {
-                    Some(Mutant::AbortsForTheDead) => LastSeen::Running,
-                    _ => LastSeen::Unknown,
-                };
-                Some(SourceEvent::GuestDied { last })
-            }
-            (SourceState::Moving { .. } | SourceState::Returning { .. }, SourceVmm::Stopped(_))
-                if !vouches =>
-            {
-                Some(SourceEvent::FoundSent)
-            }
-            (SourceState::Moving { .. }, SourceVmm::Stopped(_)) => Some(SourceEvent::Stopped),
-            (SourceState::Moving { .. }, _) => {
-                let cause = String::new();
-                Some(SourceEvent::Failed { cause })
-            }
-            (SourceState::Committing { .. }, SourceVmm::Runs)
-                if scene.mutant != Some(Mutant::CommitsWithoutALook) =>
-            {
-                Some(SourceEvent::Resumed)
-            }
-            _ => None,
+        let confirmed = confirm || scene.mutant == Some(Mutant::TakesForItsOwn);
+        let blind = scene.mutant == Some(Mutant::CommitsWithoutALook);
+        let is_committing = matches!(state, SourceState::Committing { .. });
+        let found = match self.source {
+            SourceVmm::Dead { .. } => FoundGuest::Ended,
+            SourceVmm::Stopped(_) => FoundGuest::Sent { confirmed },
+            _ if is_committing && blind => FoundGuest::Sent { confirmed },
+            _ => FoundGuest::Here,
         };
-        let mut queue: VecDeque<_> = seen
-            .map(|event| machine.handle(event))
-            .unwrap_or_default()
-            .into();
-        if queue.is_empty() {
-            queue.extend(machine.go_on());
+        if found == FoundGuest::Ended && !is_committing {
+            // A complete copy may be at the destination: it was not observed that the guest had stopped.
+            self.unknowable |= !self.really_lost();
+            if scene.mutant == Some(Mutant::DoubtsTheDead) {
+                self.reported(GuestLocation::InDoubt, attempt, false);
+                return;
+            }
         }
-        self.drive(index(attempt), machine, queue);
+        let machine = match (scene.mutant, found) {
+            (Some(Mutant::AbortsForTheDead), FoundGuest::Ended) => {
+                let last = LastSeen::Running;
+                let mut machine = Driven::new(Source::restore(state, resume));
+                machine.handle(SourceEvent::GuestDied { last });
+                if !is_busy(&machine) {
+                    machine.go_on();
+                }
+                machine
+            }
+            _ => SourceDriver::take_up(state, resume, found),
+        };
+        self.drive(index(attempt), machine);
         if scene.mutant == Some(Mutant::AnswersByName)
             && let Some(driver) = &mut self.driver
         {
@@ -721,12 +709,11 @@ impl Now {
         }
     }
 
-    fn drive(&mut self, attempt: u8, machine: Source, queue: VecDeque<SourceAction>) {
+    fn drive(&mut self, attempt: u8, machine: SourceDriver) {
         self.driver = Some(Driver {
             attempt,
             host: self.attempts[usize::from(attempt)].host,
             machine,
-            queue,
             doing: Doing::Nothing,
             continued: false,
         });
@@ -759,7 +746,7 @@ impl Now {
         if trusts || scene.engine == (Engine::Live { direct: true }) {
             machine = machine.direct();
         }
-        self.drive(attempt, machine, VecDeque::new());
+        self.drive(attempt, Driven::new(machine));
         if self.servers[usize::from(to)].is_none() {
             let cause = String::new();
             self.happens(SourceEvent::Failed { cause });
@@ -778,67 +765,46 @@ impl Now {
 
     fn happens(&mut self, event: SourceEvent) {
         if let Some(driver) = &mut self.driver {
-            let actions = driver.machine.handle(event);
-            driver.queue.extend(actions);
+            driver.machine.handle(event);
         }
     }
 
-    fn carry_source(&mut self, scene: &Scene, write: bool) {
+    fn carry(&mut self, scene: &Scene, side: Side, journal: Journal) {
+        match side {
+            Side::Source => self.carry_source(scene, journal),
+            Side::Destination(attempt) => self.carry_destination(scene, attempt, journal),
+        }
+    }
+
+    fn carry_source(&mut self, scene: &Scene, journal: Journal) {
         let Some(driver) = &mut self.driver else {
             return;
         };
-        let (Some(action), attempt) = (driver.queue.pop_front(), usize::from(driver.attempt))
-        else {
-            return;
-        };
-        match action {
-            SourceAction::Persist => {
-                let state = driver.machine.state().clone();
-                let skips = scene.mutant == Some(Mutant::NoRecordOfCommitting)
-                    && matches!(state, SourceState::Committing { .. });
-                if write && !skips && scene.engine == Engine::Qemu {
-                    self.attempts[attempt].record = Some(plain::record(state.clone()));
-                    self.attempts[attempt].resume = driver.machine.resume();
-                }
-                let begins = matches!(
-                    state,
-                    SourceState::Moving {
-                        incarnation: Some(_)
-                    }
-                );
-                if begins && self.source == SourceVmm::Runs {
-                    self.source = SourceVmm::Migrating(index(attempt));
-                }
-            }
-            // It looks before it asks.
-            SourceAction::Send(SourceMessage::Commit { .. })
-                if self.source == SourceVmm::Runs
-                    && !matches!(
-                        scene.mutant,
-                        Some(Mutant::AsksWithoutALook | Mutant::CommitsWithoutALook)
-                    ) =>
-            {
-                self.happens(SourceEvent::Resumed);
-            }
-            SourceAction::Send(message) => self.say(message),
-            SourceAction::Dial => {
-                driver.doing = Doing::Dialing;
-                self.hang_up();
-            }
-            SourceAction::Resume => driver.doing = Doing::Resuming,
-            SourceAction::Decide(decision) => {
-                let machine = driver.machine.clone();
-                self.reported(decision.guest, attempt, machine.state().is_over());
-                self.driver = None;
-                self.hang_up();
-                if !machine.state().is_over() && scene.engine != Engine::Qemu {
-                    self.kept = Some(Box::new(machine));
-                }
+        let attempt = usize::from(driver.attempt);
+        // While the machine is driven, another one stands in its place.
+        let dummy = Driven::new(Source::new(true));
+        let mut machine = mem::replace(&mut driver.machine, dummy);
+        let step = machine.step(&mut AtSource {
+            now: self,
+            scene,
+            attempt,
+            journal,
+        });
+        let is_over = machine.state().is_over();
+        if let Some(driver) = &mut self.driver {
+            driver.machine = machine.clone();
+        }
+        if let handover::Step::Decided(decision) = step {
+            self.reported(decision.guest, attempt, is_over);
+            self.driver = None;
+            self.hang_up();
+            if !is_over && scene.engine != Engine::Qemu {
+                self.kept = Some(Box::new(machine));
             }
         }
     }
 
-    fn say(&mut self, message: SourceMessage) {
+    fn say(&mut self, message: SourceMessage) -> Option<SourceEvent> {
         let message = plain::up(message);
         if matches!(message, SourceMessage::Abort { .. })
             && matches!(self.source, SourceVmm::Dead { .. })
@@ -853,56 +819,15 @@ impl Now {
             if connection.gone.is_none() {
                 connection.up.push_back(message);
             }
-            return;
+            return None;
         }
         let dials = self
             .driver
             .as_ref()
             .is_some_and(|driver| driver.doing == Doing::Dialing);
-        if matches!(message, SourceMessage::Commit { .. }) && !dials {
-            let complete = false;
-            self.happens(SourceEvent::Closed { complete });
-        }
-    }
-
-    fn not_written(&mut self, scene: &Scene, side: Side) {
-        let reason = String::new();
-        let ignores = scene.mutant == Some(Mutant::IgnoresFailedWrites);
-        match side {
-            Side::Source => {
-                if ignores {
-                    self.carry_source(scene, false);
-                    return;
-                }
-                if let Some(driver) = &mut self.driver {
-                    driver.queue.clear();
-                }
-                if matches!(self.source, SourceVmm::Dead { .. }) {
-                    self.unknowable |= !self.really_lost();
-                }
-                self.happens(SourceEvent::NotPersisted { reason });
-            }
-            Side::Destination(index) => {
-                let attempt = &mut self.attempts[index];
-                let Some(job) = &mut attempt.job else { return };
-                job.queue.pop_front();
-                if ignores {
-                    return;
-                }
-                if attempt.accepted_by.is_none() {
-                    // It cannot be accepted.
-                    attempt.job = None;
-                    attempt.vmm = Vmm::Waiting;
-                    let reason = String::new();
-                    self.say_there(scene, index, DestinationMessage::Refused { reason });
-                    return;
-                }
-                job.queue.clear();
-                attempt.unrecorded |=
-                    matches!(job.machine.state(), DestinationState::Aborting { .. });
-                self.happens_there(index, DestinationEvent::NotPersisted { reason });
-            }
-        }
+        let complete = false;
+        let is_commit = matches!(message, SourceMessage::Commit { .. });
+        (is_commit && !dials).then_some(SourceEvent::Closed { complete })
     }
 
     fn kill_driver(&mut self, scene: &Scene) {
@@ -1065,8 +990,7 @@ impl Now {
 impl Now {
     fn happens_there(&mut self, attempt: usize, event: DestinationEvent) {
         if let Some(job) = &mut self.attempts[attempt].job {
-            let actions = job.machine.handle(event);
-            job.queue.extend(actions);
+            job.machine.handle(event);
         }
     }
 
@@ -1086,39 +1010,21 @@ impl Now {
         }
     }
 
-    fn carry_destination(&mut self, scene: &Scene, index: usize) {
-        let attempt = &mut self.attempts[index];
-        let Some(job) = &mut attempt.job else { return };
-        let Some(action) = job.queue.pop_front() else {
+    fn carry_destination(&mut self, scene: &Scene, attempt: usize, journal: Journal) {
+        let Some(job) = &mut self.attempts[attempt].job else {
             return;
         };
-        match action {
-            DestinationAction::Persist => {
-                let state = plain::journal(job.machine.state().clone());
-                let mutant = match state {
-                    DestinationState::Starting { .. } => Some(Mutant::NoRecordOfStarting),
-                    DestinationState::Receiving => Some(Mutant::NoRecordOfReceiving),
-                    DestinationState::Aborting { .. } => Some(Mutant::NoRecordOfAborting),
-                    _ => None,
-                };
-                let skips = mutant.is_some() && scene.mutant == mutant;
-                if scene.engine == Engine::Qemu && !skips {
-                    attempt.journal = Some((job.machine.incarnation(), state));
-                }
-            }
-            DestinationAction::Send(message) => self.say_there(scene, index, message),
-            DestinationAction::Run { resume } => {
-                job.doing = Some(Operation::Run { resume });
-                if resume != self.wanted {
-                    self.fail(Wrong::RunsUnasked);
-                }
-            }
-            DestinationAction::Check => job.doing = Some(Operation::Check),
-            DestinationAction::End => job.doing = Some(Operation::End),
-            DestinationAction::Forget => {
-                attempt.job = None;
-                attempt.journal = None;
-            }
+        // While the machine is driven, another one stands in its place.
+        let dummy = Driven::new(Destination::new(Incarnation([0; 16])));
+        let mut machine = mem::replace(&mut job.machine, dummy);
+        machine.step(&mut AtDestination {
+            now: self,
+            scene,
+            attempt,
+            journal,
+        });
+        if let Some(job) = &mut self.attempts[attempt].job {
+            job.machine = machine;
         }
     }
 
@@ -1242,12 +1148,7 @@ impl Now {
         let attempt = &mut self.attempts[index];
         attempt.vmm = Vmm::Receiving;
         attempt.job = Some(Job {
-            machine: Destination::new(incarnation),
-            queue: [
-                DestinationAction::Persist,
-                DestinationAction::Send(prepared),
-            ]
-            .into(),
+            machine: DestinationDriver::accept(incarnation, prepared),
             doing: None,
             unsure: false,
         });
@@ -1267,9 +1168,9 @@ impl Now {
             attempt.disks = false;
             let starting = job.is_some_and(|job| {
                 matches!(job.machine.state(), DestinationState::Starting { .. })
-                    && !job
-                        .queue
-                        .contains(&DestinationAction::Send(DestinationMessage::Starting))
+                    && !job.machine.pending().any(|action| {
+                        *action == DestinationAction::Send(DestinationMessage::Starting)
+                    })
             });
             unknowable |= committed && (!proves || starting || self.word_lost);
         }
@@ -1309,18 +1210,20 @@ impl Now {
                 DestinationState::Starting { .. } | DestinationState::Running
             );
             let forgets = scene.mutant == Some(Mutant::ForgetsThatItTold);
-            let mut machine = Destination::restore(incarnation, state.clone());
-            let mut queue = VecDeque::from(machine.go_on());
+            let mut machine: DestinationDriver =
+                Driven::new(Destination::restore(incarnation, state.clone()));
             if let DestinationState::Starting { resume } = state
                 && forgets
             {
-                machine = Destination::restore(incarnation, DestinationState::Loaded);
+                let loaded = Destination::restore(incarnation, DestinationState::Loaded);
+                machine = Driven::new(loaded);
                 let commit = SourceMessage::Commit { resume };
-                queue = machine.handle(DestinationEvent::Message(commit)).into();
+                machine.handle(DestinationEvent::Message(commit));
+            } else {
+                machine.go_on();
             }
             attempt.job = Some(Job {
                 machine,
-                queue,
                 doing: None,
                 unsure: told,
             });
@@ -1413,4 +1316,166 @@ impl Now {
 /// Attempts are few.
 fn index(attempt: usize) -> u8 {
     u8::try_from(attempt).unwrap_or(u8::MAX)
+}
+
+/// Whether a driver has actions to carry out.
+fn is_busy<M, A>(driver: &Driven<M, A>) -> bool {
+    driver.pending().next().is_some()
+}
+
+/// What happens to a write of the journal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Journal {
+    Writable,
+    Full,
+}
+
+/// A process beside the source's VMM, or within it.
+struct AtSource<'a> {
+    now: &'a mut Now,
+    scene: &'a Scene,
+    attempt: usize,
+    journal: Journal,
+}
+
+impl SourceHost for AtSource<'_> {
+    fn persist(&mut self, source: &Source) -> Result<(), String> {
+        let (now, mutant) = (&mut *self.now, self.scene.mutant);
+        let is_full = self.journal == Journal::Full;
+        if is_full && mutant != Some(Mutant::IgnoresFailedWrites) {
+            if matches!(now.source, SourceVmm::Dead { .. }) {
+                now.unknowable |= !now.really_lost();
+            }
+            return Err(String::new());
+        }
+        let state = source.state().clone();
+        let skips = mutant == Some(Mutant::NoRecordOfCommitting)
+            && matches!(state, SourceState::Committing { .. });
+        if !is_full && !skips && self.scene.engine == Engine::Qemu {
+            let attempt = &mut now.attempts[self.attempt];
+            attempt.record = Some(plain::record(state.clone()));
+            attempt.resume = source.resume();
+        }
+        let begins = matches!(
+            state,
+            SourceState::Moving {
+                incarnation: Some(_)
+            }
+        );
+        if begins && now.source == SourceVmm::Runs {
+            now.source = SourceVmm::Migrating(index(self.attempt));
+        }
+        Ok(())
+    }
+
+    fn has_come_back(&mut self) -> bool {
+        let blind = [Mutant::AsksWithoutALook, Mutant::CommitsWithoutALook];
+        self.now.source == SourceVmm::Runs
+            && self
+                .scene
+                .mutant
+                .is_none_or(|mutant| !blind.contains(&mutant))
+    }
+
+    fn send(&mut self, message: &SourceMessage) -> Option<SourceEvent> {
+        self.now.say(message.clone())
+    }
+
+    fn dial(&mut self, _: &Source) -> Option<SourceEvent> {
+        self.does(Doing::Dialing);
+        self.now.hang_up();
+        None
+    }
+
+    fn resume(&mut self, _: &Source) -> Option<SourceEvent> {
+        self.does(Doing::Resuming);
+        None
+    }
+}
+
+impl AtSource<'_> {
+    fn does(&mut self, what: Doing) {
+        if let Some(driver) = &mut self.now.driver {
+            driver.doing = what;
+        }
+    }
+}
+
+/// A process beside the destination's VMM, or within it.
+struct AtDestination<'a> {
+    now: &'a mut Now,
+    scene: &'a Scene,
+    attempt: usize,
+    journal: Journal,
+}
+
+impl DestinationHost for AtDestination<'_> {
+    fn persist(&mut self, destination: &Destination) -> Result<(), String> {
+        let (scene, number) = (self.scene, self.attempt);
+        let attempt = &mut self.now.attempts[number];
+        let state = plain::journal(destination.state().clone());
+        if self.journal == Journal::Full {
+            if scene.mutant == Some(Mutant::IgnoresFailedWrites) {
+                return Ok(());
+            }
+            attempt.unrecorded |= matches!(state, DestinationState::Aborting { .. });
+            if attempt.accepted_by.is_none() {
+                // It cannot be accepted.
+                attempt.job = None;
+                attempt.vmm = Vmm::Waiting;
+                let reason = String::new();
+                let refused = DestinationMessage::Refused { reason };
+                self.now.say_there(scene, number, refused);
+            }
+            return Err(String::new());
+        }
+        let mutant = match state {
+            DestinationState::Starting { .. } => Some(Mutant::NoRecordOfStarting),
+            DestinationState::Receiving => Some(Mutant::NoRecordOfReceiving),
+            DestinationState::Aborting { .. } => Some(Mutant::NoRecordOfAborting),
+            _ => None,
+        };
+        let skips = mutant.is_some() && scene.mutant == mutant;
+        if scene.engine == Engine::Qemu && !skips {
+            attempt.journal = Some((destination.incarnation(), state));
+        }
+        Ok(())
+    }
+
+    fn send(&mut self, message: &DestinationMessage) {
+        self.now
+            .say_there(self.scene, self.attempt, message.clone());
+    }
+
+    fn run(&mut self, resume: bool) -> Option<DestinationEvent> {
+        self.does(Operation::Run { resume });
+        if resume != self.now.wanted {
+            self.now.fail(Wrong::RunsUnasked);
+        }
+        None
+    }
+
+    fn check(&mut self, _: bool) -> Option<DestinationEvent> {
+        self.does(Operation::Check);
+        None
+    }
+
+    fn end(&mut self) -> Option<DestinationEvent> {
+        self.does(Operation::End);
+        None
+    }
+
+    fn forget(&mut self) {
+        let attempt = &mut self.now.attempts[self.attempt];
+        attempt.job = None;
+        attempt.journal = None;
+    }
+}
+
+impl AtDestination<'_> {
+    fn does(&mut self, what: Operation) {
+        if let Some(job) = &mut self.now.attempts[self.attempt].job {
+            job.doing = Some(what);
+        }
+    }
 }

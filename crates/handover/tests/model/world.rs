@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 
 use handover::{
-    Destination, DestinationAction, DestinationMessage, DestinationState, GuestLocation,
-    Incarnation, LastSeen, Source, SourceAction, SourceMessage, SourceState,
+    DestinationDriver, DestinationMessage, DestinationState, GuestLocation, Incarnation, LastSeen,
+    SourceDriver, SourceMessage, SourceState,
 };
 
 /// What is explored.
@@ -238,7 +238,7 @@ pub(crate) struct Now {
     pub(crate) wanted: bool,
     pub(crate) driver: Option<Driver>,
     /// What a VMM that migrates itself remembers of an attempt that is not over.
-    pub(crate) kept: Option<Box<Source>>,
+    pub(crate) kept: Option<Box<SourceDriver>>,
     /// Where the last command went.
     pub(crate) to: u8,
     pub(crate) attempts: Vec<Attempt>,
@@ -279,9 +279,7 @@ pub(crate) struct Driver {
     pub(crate) attempt: u8,
     /// Where it dials.
     pub(crate) host: u8,
-    pub(crate) machine: Source,
-    /// Actions to be carried out.
-    pub(crate) queue: VecDeque<SourceAction>,
+    pub(crate) machine: SourceDriver,
     pub(crate) doing: Doing,
     /// The guest may have begun to run again since this driver follows it.
     pub(crate) continued: bool,
@@ -346,9 +344,7 @@ impl Vmm {
 
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Job {
-    pub(crate) machine: Destination,
-    /// Actions to be carried out.
-    pub(crate) queue: VecDeque<DestinationAction>,
+    pub(crate) machine: DestinationDriver,
     pub(crate) doing: Option<Operation>,
     /// A process may have requested the VMM to run and died before it ran.
     pub(crate) unsure: bool,
