@@ -28,6 +28,7 @@ mod adaptive;
 mod address;
 mod backlog;
 mod chain;
+mod conversation;
 mod delta;
 mod dial;
 mod downtime;
@@ -51,6 +52,7 @@ mod zero_copy;
 pub use adaptive::Adaptive;
 pub use address::{Address, AddressError};
 pub use chain::chain;
+pub use conversation::{Conversation, ConversationError, random_id, send_message};
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub use delta::seam as delta_seam;
