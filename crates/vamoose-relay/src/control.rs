@@ -1,19 +1,13 @@
-//! The control connection between `migrate` and `serve`: crate `handover`'s messages over a socket, and what these two
-//! add to `prepare` and `prepared`.
+//! The control connection between `migrate` and `serve`, and what these two add to `prepare` and `prepared`.
 
-use std::{
-    io,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use handover::{
-    AttemptId, ConnectionKind, DestinationMessage, FrameError, Lines, Preamble, SourceMessage,
-    encode,
+    AttemptId, ConnectionKind, DestinationMessage, FrameError, Preamble, SourceMessage,
 };
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use vamoose_link::{DialError, Remote, Session, Stream};
+use vamoose_link::{Conversation, ConversationError, DialError, Remote};
 
 /// What `migrate` asks for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -36,8 +30,7 @@ pub(crate) struct Offer {
     /// The waiting QEMU's version.
     pub(crate) qemu: String,
     pub(crate) knows_zero_pages: bool,
-    /// A suspended guest arrives suspended, and can be woken; false where an older release does not say so.
-    #[serde(default)]
+    /// A suspended guest arrives suspended, and can be woken.
     pub(crate) keeps_suspended: bool,
 }
 
@@ -48,94 +41,42 @@ pub(crate) struct Offer {
 pub enum ControlError {
     #[error(transparent)]
     Dial(#[from] DialError),
-    #[error("the control connection broke")]
-    Broken(#[from] io::Error),
-    #[error("the control connection was closed by the peer")]
-    Closed,
+    #[error(transparent)]
+    Conversation(#[from] ConversationError),
     #[error(transparent)]
     Frame(#[from] FrameError),
-    #[error("no answer from the server in {} s", .0.as_secs())]
-    NoAnswer(Duration),
 }
 
-/// One end of a control connection.
-pub(crate) struct Control {
-    /// The source's session; the destination has it from who accepts.
-    session: Option<Session>,
-    stream: Arc<Stream>,
-    lines: Lines,
+/// Begins a session with the server about an attempt.
+pub(crate) fn connect(to: &Remote, attempt: AttemptId) -> Result<Conversation, ControlError> {
+    let (_, stream) = to.dial()?;
+    let preamble = preamble(ConnectionKind::Control, attempt);
+    stream
+        .write_both(&preamble, &[])
+        .map_err(ConversationError::from)?;
+    Ok(Conversation::new(Arc::new(stream)))
 }
 
-impl Control {
-    /// Begins a session with the server about an attempt.
-    pub(crate) fn connect(to: &Remote, attempt: AttemptId) -> Result<Self, ControlError> {
-        let (session, stream) = to.dial()?;
-        stream.write_both(&preamble(ConnectionKind::Control, attempt), &[])?;
-        Ok(Self {
-            session: Some(session),
-            ..Self::new(Arc::new(stream))
-        })
-    }
-
-    /// Goes on with a connection whose preamble has been read.
-    pub(crate) fn new(stream: Arc<Stream>) -> Self {
-        Self {
-            session: None,
-            stream,
-            lines: Lines::default(),
+/// Sends a message over a new connection, and waits for the answer to it.
+pub(crate) fn ask(
+    to: &Remote,
+    attempt: AttemptId,
+    message: &SourceMessage,
+    within: Duration,
+) -> Result<(DestinationMessage, Conversation), ControlError> {
+    let mut control = connect(to, attempt)?;
+    control.send(message)?;
+    loop {
+        match control.receive_within(within)? {
+            DestinationMessage::Starting
+            | DestinationMessage::Receiving
+            | DestinationMessage::Loaded => {}
+            answer => return Ok((answer, control)),
         }
     }
-
-    /// The session, at the source.
-    pub(crate) fn session(&self) -> Option<&Session> {
-        self.session.as_ref()
-    }
-
-    pub(crate) fn send(&self, message: &SourceMessage) -> Result<(), ControlError> {
-        Ok(self.stream.write_both(&encode(message)?, &[])?)
-    }
-
-    /// Waits for the destination's next message.
-    pub(crate) fn receive(&mut self, within: Duration) -> Result<DestinationMessage, ControlError> {
-        self.next_message(Some(within))
-    }
-
-    /// Waits for the source's next message, as long as it takes.
-    pub(crate) fn next_request(&mut self) -> Result<SourceMessage, ControlError> {
-        self.next_message(None)
-    }
-
-    fn next_message<T: DeserializeOwned>(
-        &mut self,
-        within: Option<Duration>,
-    ) -> Result<T, ControlError> {
-        let deadline = within.map(|within| Instant::now() + within);
-        loop {
-            if let Some(message) = self.lines.next_message()? {
-                return Ok(message);
-            }
-            let mut piece = [0; 4096];
-            match self.stream.read_until(&mut piece, deadline)? {
-                Some(0) => return Err(ControlError::Closed),
-                Some(read) => self.lines.push(&piece[..read]),
-                None => return Err(ControlError::NoAnswer(within.unwrap_or_default())),
-            }
-        }
-    }
-}
-
-pub(crate) fn reply(stream: &Stream, message: &DestinationMessage) -> Result<(), ControlError> {
-    Ok(stream.write_both(&encode(message)?, &[])?)
 }
 
 /// The first bytes of a connection to a server.
 pub(crate) fn preamble(kind: ConnectionKind, attempt: AttemptId) -> [u8; handover::PREAMBLE_LEN] {
     Preamble { kind, attempt }.to_bytes()
-}
-
-/// Bytes that are not used again and cannot be guessed.
-pub(crate) fn random() -> io::Result<[u8; 16]> {
-    let mut bytes = [0; 16];
-    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
-    Ok(bytes)
 }

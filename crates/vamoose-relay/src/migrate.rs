@@ -30,16 +30,16 @@ use handover::{
 };
 use serde_json::{Value, json};
 use tracing::{Span, error_span, info};
-use vamoose_link::{Hangup, Remote, Session, Snapshot, Stats};
+use vamoose_link::{ConversationError, Hangup, Remote, Session, Snapshot, Stats, random_id};
 
 use crate::{
     Config, Dialer, DowntimeParts, Journal, Relay, RelayError, Summary, Switchover, chain,
-    control::{self, Control, ControlError, Offer, Request, preamble},
+    control::{ControlError, Offer, Request, connect, preamble},
     journal::{AtSource, Record, now},
 };
 use error::at_source;
 pub use error::{Cause, Failure};
-use hand_over::{HandOver, Limits};
+use hand_over::{Attempt, HandOver};
 use socket::Socket;
 pub(crate) use source::SourceQemu;
 use watch::Beside;
@@ -122,7 +122,7 @@ impl Migration<'_> {
         source.look().map_err(at_source)?;
         source.check(self.zero_page_detection).map_err(at_source)?;
         self.notify_earlier(&journal).map_err(at_source)?;
-        let attempt = AttemptId(control::random().map_err(at_source)?);
+        let attempt = AttemptId(random_id().map_err(at_source)?);
         span(attempt).in_scope(|| self.attempt(attempt, &journal, source, start, observe))
     }
 
@@ -151,14 +151,15 @@ impl Migration<'_> {
         };
         let entry = journal.claim(record).map_err(at_source)?;
         entry.write().map_err(at_source)?;
-        let mut hand_over = HandOver::new(entry, self.to, self.limits(), self.cancel);
+        let attempt = Attempt::new(entry, self.to, self.downtime_max, self.cancel);
+        let mut hand_over = HandOver::begin(attempt);
         let (decision, ended) = match self.prepare(&mut hand_over, &mut source) {
             Ok(()) => self.move_pages(&mut hand_over, &mut source, observe),
             Err(cause) => (None, Ended::failed(cause)),
         };
         let decision =
             decision.unwrap_or_else(|| hand_over.finish(ended.event(), Some(&mut source)));
-        let session = hand_over.session();
+        let session = hand_over.attempt.session();
         let concluded = self.conclude(hand_over, decision, Some(&mut source), ended, start);
         concluded.inspect(|moved| {
             observe(&Progress {
@@ -172,7 +173,7 @@ impl Migration<'_> {
     }
 
     fn prepare(&self, hand_over: &mut HandOver<'_>, source: &mut SourceQemu) -> Result<(), Cause> {
-        let mut control = Control::connect(self.to, hand_over.attempt())?;
+        let mut control = connect(self.to, hand_over.attempt.id())?;
         let request = Request {
             name: self.name.to_owned(),
             uuid: source.instance.uuid.clone(),
@@ -182,14 +183,18 @@ impl Migration<'_> {
             method: self.config.method.name().to_owned(),
         };
         let prepare = Prepare::new(to_details(&request).map_err(ControlError::from)?);
-        control.send(&SourceMessage::Prepare(prepare))?;
-        let answer = loop {
-            match control.receive(PREPARED_WITHIN)? {
-                DestinationMessage::Preparing => {}
-                answer => break answer,
-            }
-        };
-        hand_over.control = Some(control);
+        let answered = control
+            .send(&SourceMessage::Prepare(prepare))
+            .and_then(|()| {
+                loop {
+                    match control.receive_within(PREPARED_WITHIN)? {
+                        DestinationMessage::Preparing => {}
+                        answer => return Ok(answer),
+                    }
+                }
+            });
+        let answer = answered.map_err(ControlError::from)?;
+        hand_over.attempt.control = Some(control);
         match answer {
             DestinationMessage::Prepared { ref details, .. } => {
                 let offer = from_details(details.clone()).map_err(ControlError::from)?;
@@ -234,10 +239,11 @@ impl Migration<'_> {
             Ok(ready) => ready,
             Err(cause) => return (None, Ended::failed(cause)),
         };
-        let Some(session) = hand_over.session() else {
-            return (None, Ended::failed(ControlError::Closed.into()));
+        let Some(session) = hand_over.attempt.session() else {
+            let closed = ControlError::from(ConversationError::Closed);
+            return (None, Ended::failed(closed.into()));
         };
-        let preamble = preamble(ConnectionKind::Data, hand_over.attempt());
+        let preamble = preamble(ConnectionKind::Data, hand_over.attempt.id());
         let dialer = Dialer::session(session.clone(), &preamble);
         let mut config = self.config.clone();
         config.incoming_channels = Some(self.channels.into());
@@ -302,11 +308,12 @@ impl Migration<'_> {
         ended: Ended,
         start: Instant,
     ) -> Result<Moved, Failure> {
-        let record = &hand_over.entry.record;
+        let attempt = &hand_over.attempt;
+        let record = &attempt.entry.record;
         let failure = |cause| Failure::of(record.attempt, cause, decision.guest);
         let mut downtime = None;
         if let Some(source) = source {
-            let running = hand_over.running_at.filter(|_| record.side.resume);
+            let running = attempt.running_at.filter(|_| record.side.resume);
             downtime = source.stopped.map(|stopped| stopped.at).zip(running);
             source.qemu.put_back();
         }
@@ -338,9 +345,8 @@ impl Migration<'_> {
         if hand_over.may_run_twice(&decision) {
             return Err(failure(Cause::RunsHere(decision.cause.unwrap_or_default())));
         }
-        let theirs = hand_over
-            .their_cause
-            .map(|cause| format!("destination: {cause}"));
+        let theirs = attempt.their_cause.as_ref();
+        let theirs = theirs.map(|cause| format!("destination: {cause}"));
         Err(failure(match (ended.cause, theirs) {
             (Some(Cause::Broken { mut reports, relay }), theirs) => {
                 reports.extend(theirs);
@@ -355,12 +361,6 @@ impl Migration<'_> {
     /// Whether this is the migration that the attempt was to be.
     fn is_asked_for(&self, record: &Record<AtSource>) -> bool {
         record.side.to == self.to.address() && record.name == self.name
-    }
-
-    fn limits(&self) -> Limits {
-        Limits {
-            downtime: self.downtime_max,
-        }
     }
 }
 

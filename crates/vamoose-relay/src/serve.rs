@@ -33,10 +33,11 @@ use thiserror::Error;
 use tracing::{Span, error_span};
 use vamoose_codec::Engines;
 use vamoose_link::{
-    Address, Hangup, Listener, Peers, Security, SessionConfig, Sessions, SessionsError, SocketError,
+    Address, Hangup, Listener, Peers, Security, SessionConfig, Sessions, SessionsError,
+    SocketError, random_id,
 };
 
-use crate::{Journal, JournalError, Observer, PlacementMode, UnderWay, control};
+use crate::{Journal, JournalError, Observer, PlacementMode, UnderWay};
 pub(crate) use job::Job;
 use jobs::Jobs;
 use listener::most_connections;
@@ -121,7 +122,7 @@ impl Server {
             local: Sessions::new(vec![local], SessionConfig::new(Security::Insecure))?,
             config,
             observer: Arc::new(()),
-            incarnation: Incarnation(control::random()?),
+            incarnation: Incarnation(random_id()?),
             connections: AtomicUsize::new(0),
             most_connections: most_connections(),
             draining: OnceLock::new(),

@@ -15,7 +15,7 @@ use vamoose_link::{AddressError, Remote, Security, SessionConfig};
 
 use crate::{
     Journal, JournalError,
-    control::{Control, ControlError},
+    control::{ControlError, ask},
     journal::{AtDestination, AtSource, Entry, Record},
     migrate::SourceQemu,
     qemu::{QemuError, is_switchover},
@@ -255,7 +255,7 @@ impl Side {
             Self::Served(_, server) => {
                 let answer = ask(&server, attempt, &message, SETTLING);
                 let at = |error| SettleError::Server(server.address(), error);
-                let answer = answer.map_err(at)?;
+                let (answer, _) = answer.map_err(at)?;
                 let done = match answer {
                     DestinationMessage::Running { .. } => is_commit,
                     DestinationMessage::Aborted { .. } => !is_commit,
@@ -307,7 +307,9 @@ fn take_back(entry: Entry<AtSource>, config: Option<SessionConfig>) -> Result<()
             &SourceMessage::Abort { cause },
             SETTLING,
         );
-        match answer.map_err(|error| SettleError::NotAsked(record.side.to.clone(), error))? {
+        let (answer, _) =
+            answer.map_err(|error| SettleError::NotAsked(record.side.to.clone(), error))?;
+        match answer {
             DestinationMessage::Aborted { incarnation, .. }
                 if counts(&record.state, incarnation) =>
             {
@@ -388,22 +390,4 @@ fn remote(address: &str, config: SessionConfig) -> Result<Remote, AddressError> 
         config,
     }
     .at(address)
-}
-
-fn ask(
-    server: &Remote,
-    attempt: AttemptId,
-    message: &SourceMessage,
-    within: Duration,
-) -> Result<DestinationMessage, ControlError> {
-    let mut control = Control::connect(server, attempt)?;
-    control.send(message)?;
-    loop {
-        match control.receive(within)? {
-            DestinationMessage::Starting
-            | DestinationMessage::Receiving
-            | DestinationMessage::Loaded => {}
-            answer => return Ok(answer),
-        }
-    }
 }

@@ -3,21 +3,19 @@
 
 use std::time::{Duration, Instant};
 
-use handover::{
-    DestinationMessage, GuestLocation, LastSeen, SourceEvent, SourceMessage, SourceState,
-};
+use handover::{DestinationMessage, FoundGuest, GuestLocation, SourceMessage, SourceState};
 use serde_json::Value;
 use tracing::info;
 use vamoose_link::Snapshot;
 
 use super::{
     Cause, Ended, Failure, Migration, Moved, SourceQemu, at_source,
-    hand_over::{HandOver, confirm_earlier, stands_still},
+    hand_over::{Attempt, HandOver, stands_still},
     span,
 };
 use crate::{
     Journal, JournalError, chain,
-    control::{Control, ControlError},
+    control::{ControlError, ask},
     journal::{AtSource, Record},
     qemu::QemuError,
 };
@@ -84,40 +82,24 @@ impl Migration<'_> {
         let entry = entry.map_err(|error| unfinished(error.into(), guest))?;
         let to = self.to.at(&entry.record.side.to);
         let to = to.map_err(|error| unfinished(Cause::broken(chain(&error)), guest))?;
-        let state = entry.record.state.clone();
-        let mut attempt = HandOver::new(entry, &to, self.limits(), self.cancel);
-        // What has become of the guest meanwhile. A QEMU that has sent it may have done so for another tool, when it had gone on.
-        let is_vouched_for = self.confirm == Some(record.attempt);
-        let event = match (state, source.as_deref_mut()) {
-            (_, None) => Some(SourceEvent::GuestDied {
-                last: LastSeen::Unknown,
-            }),
-            (
-                state @ (SourceState::Moving { .. } | SourceState::Returning { .. }),
-                Some(source),
-            ) => {
-                let completed = source.wait_until_ended();
-                let completed = completed.map_err(|error| unfinished(error.into(), guest))?;
-                match (completed, state) {
-                    (true, _) if !is_vouched_for => Some(SourceEvent::FoundSent),
-                    (true, SourceState::Moving { .. }) => Some(SourceEvent::Stopped),
-                    (false, SourceState::Moving { .. }) => Some(SourceEvent::Failed {
-                        cause: "the process that drove the migration was ended".to_owned(),
-                    }),
-                    _ => None,
+        // A QEMU that has sent the guest may have done so for another tool, after the guest had gone on.
+        let confirmed = self.confirm == Some(record.attempt);
+        let found = match source.as_deref_mut() {
+            None => FoundGuest::Ended,
+            Some(source) => {
+                let is_here = match entry.record.state {
+                    SourceState::Committing { .. } => source.has_come_back(),
+                    _ => source.wait_until_ended().map(|completed| !completed),
+                };
+                match is_here.map_err(|error| unfinished(error.into(), guest))? {
+                    true => FoundGuest::Here,
+                    false => FoundGuest::Sent { confirmed },
                 }
             }
-            (SourceState::Committing { .. }, Some(source)) => {
-                let has_come_back = source.has_come_back();
-                let has_come_back = has_come_back.map_err(|e| unfinished(e.into(), guest))?;
-                has_come_back.then_some(SourceEvent::Resumed)
-            }
-            (SourceState::Over { .. }, Some(_)) => None,
         };
-        let decision = match event {
-            Some(event) => attempt.finish(event, source.as_deref_mut()),
-            None => attempt.go_on(source.as_deref_mut()),
-        };
+        let attempt = Attempt::new(entry, &to, self.downtime_max, self.cancel);
+        let mut attempt = HandOver::take_up(attempt, found);
+        let decision = attempt.drive(source.as_deref_mut());
         self.conclude(attempt, decision, source, Ended::default(), start)
     }
 
@@ -178,12 +160,12 @@ impl Migration<'_> {
 
     /// Asks the destination of an attempt that went through how the guest is.
     fn ask_after(&self, record: &Record<AtSource>) -> Result<DestinationMessage, ControlError> {
-        let resume = record.side.resume;
+        let commit = SourceMessage::Commit {
+            resume: record.side.resume,
+        };
         let timeout = self.config.stall_timeout;
-        let mut control = Control::connect(self.to, record.attempt)?;
-        control.send(&SourceMessage::Commit { resume })?;
-        let answer = control.receive(timeout)?;
-        // That this is not asked again is best effort, as ever.
+        let (answer, control) = ask(self.to, record.attempt, &commit, timeout)?;
+        // Best effort: a destination that does not receive it remembers the attempt for longer.
         let _ = control.send(&SourceMessage::Settled);
         Ok(answer)
     }
@@ -212,26 +194,27 @@ impl Migration<'_> {
         }
     }
 
-    /// A destination that could not be notified of a failure may still hold a guest for an attempt that is over.
+    /// Tells the destination of earlier attempts which failed, and which it may still hold a guest for, as it could not be
+    /// reached then.
     pub(super) fn notify_earlier(&self, journal: &Journal) -> Result<(), JournalError> {
-        let to = self.to.address();
-        let limits = self.limits();
+        let address = self.to.address();
         for record in journal.records::<AtSource>()? {
-            let failed = matches!(
-                record.state,
-                SourceState::Over {
-                    guest: GuestLocation::Source,
-                    ..
-                }
-            );
-            if failed && !record.side.confirmed && record.side.to == to {
-                let Ok(entry) = journal.claim(record) else {
-                    continue;
-                };
-                if !confirm_earlier(entry, self.to, limits, self.cancel) {
+            let is_open = !record.side.confirmed && record.side.to == address;
+            let SourceState::Over {
+                guest: GuestLocation::Source,
+                cause,
+            } = record.state.clone()
+            else {
+                continue;
+            };
+            if let (true, Ok(entry)) = (is_open, journal.claim(record)) {
+                let id = entry.record.attempt;
+                let earlier = Attempt::new(entry, self.to, self.downtime_max, self.cancel);
+                if !earlier.notify(cause.unwrap_or_default()) {
                     // It cannot be reached, which the attempt itself will find out.
                     break;
                 }
+                info!("attempt {id} is known to have failed there");
             }
         }
         Ok(())

@@ -1,44 +1,48 @@
-//! Drives the source's machine of crate `handover`: carries out its actions, and reports what happens.
+//! One attempt from the source's side: crate `handover` decides, and this carries it out.
 
 use std::{
-    collections::VecDeque,
     sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
 };
 
 use handover::{
-    AttemptId, Decision, DestinationMessage, GuestLocation, LastSeen, SourceAction, SourceEvent,
-    SourceMessage, SourceState,
+    AttemptId, Decision, DestinationMessage, FoundGuest, GuestLocation, LastSeen, Source,
+    SourceDriver, SourceEvent, SourceHost, SourceMessage,
 };
-use tracing::{debug, info, warn};
-use vamoose_link::{Remote, Session, left};
+use tracing::{debug, warn};
+use vamoose_link::{Conversation, ConversationError, Remote, Session, left};
 
 use super::{Cause, source::SourceQemu};
 use crate::{
     JournalError, chain,
-    control::{Control, ControlError},
+    control::{ControlError, connect},
     journal::{AtSource, Entry},
 };
 
 /// One attempt, from the source's side.
 pub(super) struct HandOver<'a> {
+    driver: SourceDriver,
+    pub(super) attempt: Attempt<'a>,
+}
+
+/// The journal entry of an attempt, its connection to the server, and what the server has answered.
+pub(super) struct Attempt<'a> {
     pub(super) entry: Entry<AtSource>,
-    machine: handover::Source,
     to: &'a Remote,
-    pub(super) control: Option<Control>,
-    limits: Limits,
+    pub(super) control: Option<Conversation>,
     cancel: &'a AtomicBool,
+    /// The server may be unable for this long to determine whether the guest runs.
+    longest_unclear: Duration,
+    unclear_since: Option<Instant>,
     /// The user knows that the server is being asked again.
     warned: bool,
-    /// Since when the destination cannot determine whether the guest runs.
-    unclear_since: Option<Instant>,
     last_problem: String,
-    /// It was found running here, although it may have been handed over.
-    runs_here: bool,
+    /// Why the journal could not be written.
+    unwritten: Option<JournalError>,
     /// When the destination reported that the guest runs.
     pub(super) running_at: Option<Instant>,
-    /// And in what state it was then, by the name that the destination's QEMU has for it.
+    /// The guest's state at that time, as the destination's QEMU names it.
     their_state: Option<String>,
     /// Why the destination has aborted.
     pub(super) their_cause: Option<String>,
@@ -46,40 +50,110 @@ pub(super) struct HandOver<'a> {
     has_aborted: bool,
 }
 
-/// How long things may take.
-#[derive(Clone, Copy)]
-pub(super) struct Limits {
-    pub(super) downtime: Duration,
-}
-
-/// How long to wait for an answer to `commit`. The guest is paused: a connection that is dead must not be waited
-/// for, and asking again does no harm, should the server only be slow.
+/// How long to wait for an answer to `commit`. The guest is paused, so a dead connection must not be waited for. Asking a slow
+/// server again does no harm.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 /// How long to wait for the answer to `abort`: the guest runs, the destination ends its QEMU.
 const ABORTED_WITHIN: Duration = Duration::from_secs(15);
-/// Between two attempts to get an answer.
+/// Time between two attempts to get an answer.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 impl<'a> HandOver<'a> {
-    /// Goes on with what `entry` remembers, or begins.
+    /// Begins a new attempt.
+    pub(super) fn begin(attempt: Attempt<'a>) -> Self {
+        let resume = attempt.entry.record.side.resume;
+        Self {
+            driver: SourceDriver::new(Source::new(resume)),
+            attempt,
+        }
+    }
+
+    /// Takes up an attempt of an earlier process.
+    pub(super) fn take_up(attempt: Attempt<'a>, guest: FoundGuest) -> Self {
+        let record = &attempt.entry.record;
+        let (state, resume) = (record.state.clone(), record.side.resume);
+        Self {
+            driver: SourceDriver::take_up(state, resume, guest),
+            attempt,
+        }
+    }
+
+    /// Reports an event that leads to the attempt's end, and returns when that is reached.
+    pub(super) fn finish(
+        &mut self,
+        event: SourceEvent,
+        source: Option<&mut SourceQemu>,
+    ) -> Decision {
+        self.driver.handle(event);
+        self.drive(source)
+    }
+
+    /// Carries out what is pending, until it is decided where the guest is.
+    pub(super) fn drive(&mut self, source: Option<&mut SourceQemu>) -> Decision {
+        let attempt = &mut self.attempt;
+        let mut host = Host { attempt, source };
+        let decision = self.driver.drive(&mut host, Host::next_event);
+        let stays = matches!(decision.guest, GuestLocation::Source | GuestLocation::Lost);
+        if stays && self.attempt.has_aborted && !self.attempt.entry.record.side.confirmed {
+            self.attempt.confirm_abort();
+        }
+        decision
+    }
+
+    /// Records that the server has accepted the attempt.
+    pub(super) fn prepared(&mut self, message: DestinationMessage) -> Result<(), Cause> {
+        self.record(SourceEvent::Message(message))
+    }
+
+    /// Records whether the guest is to run, when that has changed.
+    pub(super) fn note_wish(&mut self, running: bool) -> Result<(), Cause> {
+        match self.driver.resume() == running {
+            true => Ok(()),
+            false => self.record(SourceEvent::Wanted { running }),
+        }
+    }
+
+    /// Reports an event that only the journal has to know.
+    fn record(&mut self, event: SourceEvent) -> Result<(), Cause> {
+        self.driver.handle(event);
+        let attempt = &mut self.attempt;
+        let source = None;
+        self.driver.step(&mut Host { attempt, source });
+        match self.attempt.unwritten.take() {
+            Some(error) => Err(error.into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether the guest runs at the source, and may run at the destination.
+    pub(super) fn may_run_twice(&self, decision: &Decision) -> bool {
+        self.driver.runs_here() && decision.guest == GuestLocation::InDoubt
+    }
+
+    /// The state of a guest that was continued at the destination, if something has stopped it since.
+    pub(super) fn stands_still_there(&self) -> Option<String> {
+        let state = self.attempt.their_state.as_deref()?;
+        (self.driver.resume() && stands_still(state)).then(|| state.to_owned())
+    }
+}
+
+impl<'a> Attempt<'a> {
     pub(super) fn new(
         entry: Entry<AtSource>,
         to: &'a Remote,
-        limits: Limits,
+        longest_unclear: Duration,
         cancel: &'a AtomicBool,
     ) -> Self {
-        let record = &entry.record;
         Self {
-            machine: handover::Source::restore(record.state.clone(), record.side.resume),
             entry,
             to,
             control: None,
-            limits,
             cancel,
-            warned: false,
+            longest_unclear,
             unclear_since: None,
+            warned: false,
             last_problem: String::new(),
-            runs_here: false,
+            unwritten: None,
             running_at: None,
             their_state: None,
             their_cause: None,
@@ -87,122 +161,19 @@ impl<'a> HandOver<'a> {
         }
     }
 
-    pub(super) fn session(&self) -> Option<Session> {
-        self.control.as_ref()?.session().cloned()
-    }
-
-    pub(super) fn attempt(&self) -> AttemptId {
+    pub(super) fn id(&self) -> AttemptId {
         self.entry.record.attempt
     }
 
-    /// Goes on with an attempt of an earlier process, to its end.
-    pub(super) fn go_on(&mut self, source: Option<&mut SourceQemu>) -> Decision {
-        let actions = self.machine.go_on();
-        self.drive(actions, source)
-    }
-
-    /// Takes an event that leads to the attempt's end, and returns when that is reached.
-    pub(super) fn finish(
-        &mut self,
-        event: SourceEvent,
-        source: Option<&mut SourceQemu>,
-    ) -> Decision {
-        self.runs_here |= event == SourceEvent::Resumed
-            && matches!(self.machine.state(), SourceState::Committing { .. });
-        let actions = self.machine.handle(event);
-        self.drive(actions, source)
-    }
-
-    pub(super) fn prepared(&mut self, message: DestinationMessage) -> Result<(), Cause> {
-        let actions = self.machine.handle(SourceEvent::Message(message));
-        if actions.contains(&SourceAction::Persist) {
-            self.persist()?;
-        }
-        Ok(())
-    }
-
-    /// Takes down whether the guest is to run, when that has changed.
-    pub(super) fn note_wish(&mut self, running: bool) -> Result<(), Cause> {
-        if self.machine.resume() != running {
-            let actions = self.machine.handle(SourceEvent::Wanted { running });
-            if actions.contains(&SourceAction::Persist) {
-                self.persist()?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether the guest runs at the source, and may run at the destination.
-    pub(super) fn may_run_twice(&self, decision: &Decision) -> bool {
-        self.runs_here && decision.guest == GuestLocation::InDoubt
-    }
-
-    /// The state of a guest that was continued at the destination, if something has stopped it since.
-    pub(super) fn stands_still_there(&self) -> Option<String> {
-        let state = self.their_state.as_deref()?;
-        (self.machine.resume() && stands_still(state)).then(|| state.to_owned())
-    }
-
-    fn drive(&mut self, first: Vec<SourceAction>, mut source: Option<&mut SourceQemu>) -> Decision {
-        let mut actions = VecDeque::from(first);
-        loop {
-            let event = match actions.pop_front() {
-                Some(SourceAction::Persist) => match self.persist() {
-                    Ok(()) => continue,
-                    Err(error) => {
-                        let reason = chain(&error);
-                        warn!("{reason}");
-                        actions.clear();
-                        SourceEvent::NotPersisted { reason }
-                    }
-                },
-                Some(SourceAction::Send(SourceMessage::Commit { .. }))
-                    if source.as_deref_mut().is_some_and(has_come_back) =>
-                {
-                    warn!(
-                        "the guest was continued at the source: the destination is to give it up"
-                    );
-                    SourceEvent::Resumed
-                }
-                Some(SourceAction::Send(message)) => {
-                    self.send(&message);
-                    continue;
-                }
-                Some(SourceAction::Dial) => self.dial(),
-                Some(SourceAction::Resume) => match source.as_deref_mut() {
-                    Some(source) => source.resume(self.machine.resume()),
-                    None => SourceEvent::GuestDied {
-                        last: LastSeen::Stopped,
-                    },
-                },
-                Some(SourceAction::Decide(decision)) => return self.decide(decision),
-                // An answer is waited for.
-                None if matches!(self.machine.state(), SourceState::Committing { .. }) => {
-                    self.next_event()
-                }
-                // Nothing that happens would change anything; another run looks again.
-                None => {
-                    return Decision {
-                        guest: self.machine.state().guest(),
-                        cause: Some(self.last_problem.clone()),
-                    };
-                }
-            };
-            actions.extend(self.machine.handle(event));
-        }
-    }
-
-    fn persist(&mut self) -> Result<(), JournalError> {
-        self.entry.record.state = self.machine.state().clone();
-        self.entry.record.side.resume = self.machine.resume();
-        self.entry.write()
+    pub(super) fn session(&self) -> Option<Session> {
+        self.control.as_ref()?.stream().session()
     }
 
     fn send(&mut self, message: &SourceMessage) {
         if matches!(message, SourceMessage::Abort { .. }) {
             self.has_aborted = true;
             if self.control.is_none() {
-                self.control = Control::connect(self.to, self.attempt()).ok();
+                self.control = connect(self.to, self.id()).ok();
             }
         }
         let sent = self.control.as_ref().map(|control| control.send(message));
@@ -212,55 +183,7 @@ impl<'a> HandOver<'a> {
         }
     }
 
-    /// Opens a connection, as soon as one can be had.
-    fn dial(&mut self) -> SourceEvent {
-        self.control = None;
-        loop {
-            if self.warned {
-                thread::sleep(ASK_AGAIN);
-            }
-            if let Some(event) = self.given_up() {
-                return event;
-            }
-            self.warn();
-            match Control::connect(self.to, self.attempt()) {
-                Ok(control) => {
-                    self.control = Some(control);
-                    return SourceEvent::Connected;
-                }
-                Err(error) => {
-                    let refused = matches!(
-                        &error,
-                        ControlError::Dial(error) if error.is_connection_refused()
-                    );
-                    self.last_problem = chain(&error);
-                    if refused {
-                        return SourceEvent::Refused;
-                    }
-                }
-            }
-        }
-    }
-
-    fn next_event(&mut self) -> SourceEvent {
-        if let Some(event) = self.given_up() {
-            return event;
-        }
-        let Some(control) = &mut self.control else {
-            return SourceEvent::Closed { complete: false };
-        };
-        match control.receive(ANSWER_WITHIN) {
-            Ok(message) => self.answered(message),
-            Err(error) => {
-                self.last_problem = chain(&error);
-                SourceEvent::Closed {
-                    complete: matches!(error, ControlError::Closed),
-                }
-            }
-        }
-    }
-
-    fn answered(&mut self, message: DestinationMessage) -> SourceEvent {
+    fn answered(&mut self, message: DestinationMessage, source: &Source) -> SourceEvent {
         match &message {
             DestinationMessage::Running { state } => {
                 self.running_at = Some(Instant::now());
@@ -271,11 +194,11 @@ impl<'a> HandOver<'a> {
             DestinationMessage::Unclear { reason } | DestinationMessage::Refused { reason } => {
                 self.last_problem.clone_from(reason);
                 let since = *self.unclear_since.get_or_insert_with(Instant::now);
-                if since.elapsed() > self.limits.downtime {
+                if since.elapsed() > self.longest_unclear {
                     let cause = reason.clone();
                     return SourceEvent::GaveUp { cause };
                 }
-                self.warn();
+                self.warn(source);
                 thread::sleep(ASK_AGAIN);
                 return SourceEvent::AskAgain;
             }
@@ -284,9 +207,9 @@ impl<'a> HandOver<'a> {
         SourceEvent::Message(message)
     }
 
-    fn warn(&mut self) {
+    fn warn(&mut self, source: &Source) {
         if !std::mem::replace(&mut self.warned, true) {
-            let guest = match self.runs_here {
+            let guest = match source.runs_here() {
                 true => "the guest runs at the source and was handed over before",
                 false => "the guest is stopped",
             };
@@ -306,21 +229,19 @@ impl<'a> HandOver<'a> {
         })
     }
 
-    fn decide(&mut self, decision: Decision) -> Decision {
-        if self.has_aborted
-            && matches!(decision.guest, GuestLocation::Source | GuestLocation::Lost)
-            && !self.entry.record.side.confirmed
-        {
-            self.confirm_abort();
+    /// Tells the destination of an attempt that is over that it has failed; whether it knows now.
+    pub(super) fn notify(mut self, cause: String) -> bool {
+        self.send(&SourceMessage::Abort { cause });
+        self.wait_for_abort() && {
+            self.entry.record.side.confirmed = true;
+            self.entry.write().is_ok()
         }
-        decision
     }
 
-    /// Waits until the destination confirms that it has given the guest up. If it does not, it will be notified by a
-    /// later command, or by a person there.
+    /// Waits until the destination confirms that it has given the guest up. If it does not, a later command notifies it, or a
+    /// person there.
     fn confirm_abort(&mut self) {
-        let confirmed = self.their_cause.is_some() || self.wait_for_abort();
-        if !confirmed {
+        if self.their_cause.is_none() && !self.wait_for_abort() {
             warn!(
                 "the server has not confirmed that it knows that the migration failed; do not continue the guest \
                  `{}` there",
@@ -329,7 +250,7 @@ impl<'a> HandOver<'a> {
             return;
         }
         self.entry.record.side.confirmed = true;
-        if let Err(error) = self.persist() {
+        if let Err(error) = self.entry.write() {
             debug!("{}", chain(&error));
         }
     }
@@ -340,7 +261,7 @@ impl<'a> HandOver<'a> {
         };
         let deadline = Instant::now() + ABORTED_WITHIN;
         loop {
-            match control.receive(left(deadline)) {
+            match control.receive_within(left(deadline)) {
                 Ok(DestinationMessage::Aborted { cause, .. }) => {
                     self.their_cause = Some(cause);
                     return true;
@@ -365,16 +286,107 @@ impl<'a> HandOver<'a> {
     }
 }
 
-/// Whether the guest has run here since it was sent. Not if QEMU cannot be asked: it may have ended, which proves nothing.
-fn has_come_back(source: &mut SourceQemu) -> bool {
-    source.has_come_back().unwrap_or_else(|error| {
-        debug!("{}", chain(&error));
-        false
-    })
+/// An attempt and its source QEMU, if that has not ended.
+struct Host<'h, 'a> {
+    attempt: &'h mut Attempt<'a>,
+    source: Option<&'h mut SourceQemu>,
 }
 
-/// Whether a guest in this state, by QEMU's name, runs no more although it was continued: its disk is full, it has panicked, it
-/// has powered off. Not if a person has paused it.
+impl SourceHost for Host<'_, '_> {
+    fn persist(&mut self, source: &Source) -> Result<(), String> {
+        let attempt = &mut self.attempt;
+        attempt.entry.record.state = source.state().clone();
+        attempt.entry.record.side.resume = source.resume();
+        attempt.entry.write().map_err(|error| {
+            let reason = chain(&error);
+            warn!("{reason}");
+            attempt.unwritten = Some(error);
+            reason
+        })
+    }
+
+    /// A QEMU that cannot be asked may have ended, which proves nothing.
+    fn has_come_back(&mut self) -> bool {
+        let asked = self.source.as_deref_mut().map(SourceQemu::has_come_back);
+        match asked {
+            Some(Ok(true)) => {
+                warn!("the guest was continued at the source: the destination is to give it up");
+                true
+            }
+            Some(Err(error)) => {
+                debug!("{}", chain(&error));
+                false
+            }
+            Some(Ok(false)) | None => false,
+        }
+    }
+
+    fn send(&mut self, message: &SourceMessage) -> Option<SourceEvent> {
+        self.attempt.send(message);
+        None
+    }
+
+    /// Opens a connection, as soon as one can be had.
+    fn dial(&mut self, source: &Source) -> Option<SourceEvent> {
+        let attempt = &mut self.attempt;
+        attempt.control = None;
+        loop {
+            if attempt.warned {
+                thread::sleep(ASK_AGAIN);
+            }
+            if let Some(event) = attempt.given_up() {
+                return Some(event);
+            }
+            attempt.warn(source);
+            match connect(attempt.to, attempt.id()) {
+                Ok(control) => {
+                    attempt.control = Some(control);
+                    return Some(SourceEvent::Connected);
+                }
+                Err(error) => {
+                    attempt.last_problem = chain(&error);
+                    if matches!(&error, ControlError::Dial(error) if error.is_connection_refused())
+                    {
+                        return Some(SourceEvent::Refused);
+                    }
+                }
+            }
+        }
+    }
+
+    fn resume(&mut self, source: &Source) -> Option<SourceEvent> {
+        Some(match self.source.as_deref_mut() {
+            Some(qemu) => qemu.resume(source.resume()),
+            None => SourceEvent::GuestDied {
+                last: LastSeen::Stopped,
+            },
+        })
+    }
+}
+
+impl Host<'_, '_> {
+    /// Waits for the server's answer.
+    fn next_event(&mut self, source: &Source) -> SourceEvent {
+        let attempt = &mut self.attempt;
+        if let Some(event) = attempt.given_up() {
+            return event;
+        }
+        let Some(control) = &mut attempt.control else {
+            return SourceEvent::Closed { complete: false };
+        };
+        match control.receive_within(ANSWER_WITHIN) {
+            Ok(message) => attempt.answered(message, source),
+            Err(error) => {
+                attempt.last_problem = chain(&error);
+                let complete = matches!(error, ConversationError::Closed);
+                SourceEvent::Closed { complete }
+            }
+        }
+    }
+}
+
+/// Whether a guest in this state, as QEMU names it, has stopped although it was continued: its disk is full, it has panicked, it
+/// has powered off. A person's pause does not count.
 pub(super) fn stands_still(state: &str) -> bool {
     let stopped = [
         "io-error",
@@ -384,36 +396,4 @@ pub(super) fn stands_still(state: &str) -> bool {
         "shutdown",
     ];
     stopped.contains(&state)
-}
-
-/// Notifies the destination of an earlier attempt that has failed, which could not be reached then.
-pub(super) fn confirm_earlier(
-    entry: Entry<AtSource>,
-    to: &Remote,
-    limits: Limits,
-    cancel: &AtomicBool,
-) -> bool {
-    let SourceState::Over {
-        guest: GuestLocation::Source,
-        cause,
-    } = entry.record.state.clone()
-    else {
-        return true;
-    };
-    let Ok(to) = to.at(&entry.record.side.to) else {
-        return true;
-    };
-    let mut earlier = HandOver::new(entry, &to, limits, cancel);
-    earlier.send(&SourceMessage::Abort {
-        cause: cause.unwrap_or_default(),
-    });
-    if earlier.wait_for_abort() {
-        info!(
-            "attempt {} is known to have failed there",
-            earlier.attempt()
-        );
-        earlier.entry.record.side.confirmed = true;
-        return earlier.entry.write().is_ok();
-    }
-    false
 }

@@ -16,9 +16,10 @@ use rustix::fd::AsFd as _;
 use serde::Deserialize;
 use serde_json::json;
 use tracing::debug;
+use vamoose_link::random_id;
 
 use super::{Qemu, QemuError};
-use crate::{chain, control};
+use crate::chain;
 
 impl Qemu {
     /// Makes the images this QEMU's, without running the guest. Those that are already stay as they are.
@@ -73,7 +74,7 @@ const FILE: &str = "vamoose";
 /// A socket at which QEMU can listen, and to which nobody can connect: it has no name any more, and the folder in which it had
 /// one was private.
 fn unreachable_listener() -> io::Result<UnixListener> {
-    let folder = env::temp_dir().join(format!("vamoose-{}", AttemptId(control::random()?)));
+    let folder = env::temp_dir().join(format!("vamoose-{}", AttemptId(random_id()?)));
     fs::DirBuilder::new().mode(0o700).create(&folder)?;
     let listener = UnixListener::bind(folder.join("nobody"));
     fs::remove_dir_all(&folder)?;

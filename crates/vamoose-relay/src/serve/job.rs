@@ -3,22 +3,20 @@
 //! Everything that concerns the guest happens under one lock, to its end: what is being committed cannot be aborted.
 
 use std::{
-    collections::VecDeque,
     sync::{Arc, Condvar, Mutex, PoisonError, Weak},
     time::{Duration, Instant},
 };
 
 use handover::{
-    AttemptId, Destination, DestinationAction, DestinationEvent, DestinationMessage,
-    DestinationState, SourceMessage,
+    AttemptId, Destination, DestinationDriver, DestinationEvent, DestinationHost,
+    DestinationMessage, DestinationState, SourceMessage,
 };
 use tracing::{debug, info, warn};
-use vamoose_link::{Hangup, PollQueue, Session, Stats, Stream, lock};
+use vamoose_link::{Hangup, PollQueue, Session, Stats, Stream, lock, send_message};
 
 use super::qemu::{DestinationQemu, LOADING};
 use crate::{
     Config, Dialer, EndKind, Observer, Outcome, Relay, RelayError, Role, UnderWay, Way, chain,
-    control::reply,
     journal::{AtDestination, Entry},
     observer::Observation,
 };
@@ -43,12 +41,17 @@ pub(crate) struct Transfer {
 }
 
 struct Inner {
-    machine: Destination,
+    driver: DestinationDriver,
+    host: Host,
+    /// When the source's last connection was lost.
+    silent_since: Option<Instant>,
+}
+
+/// What the driver acts upon.
+struct Host {
     entry: Entry<AtDestination>,
     qemu: DestinationQemu,
     controls: Vec<Weak<Stream>>,
-    /// When the source's last connection was lost.
-    silent_since: Option<Instant>,
     /// The journal has an older state: it could not be written.
     unwritten: bool,
 }
@@ -64,12 +67,14 @@ impl Job {
             attempt: entry.record.attempt,
             name: entry.record.name.clone(),
             inner: Mutex::new(Inner {
-                machine,
-                entry,
-                qemu,
-                controls: Vec::new(),
+                driver: DestinationDriver::new(machine),
+                host: Host {
+                    entry,
+                    qemu,
+                    controls: Vec::new(),
+                    unwritten: false,
+                },
                 silent_since: Some(Instant::now()),
-                unwritten: false,
             }),
             changed: Condvar::new(),
             transfer: Mutex::new(transfer.map(Arc::new)),
@@ -78,11 +83,7 @@ impl Job {
 
     /// Goes on with what the journal remembers.
     pub(super) fn go_on(&self) {
-        let mut inner = lock(&self.inner);
-        let before = inner.machine.state().clone();
-        let actions = inner.machine.go_on();
-        inner.carry_out(actions);
-        inner.report(&before);
+        lock(&self.inner).drive(DestinationDriver::go_on);
         self.changed.notify_all();
     }
 
@@ -115,7 +116,7 @@ impl Job {
         let mut inner = lock(&self.inner);
         // Whether a loaded guest is the source's or ours does not depend on its connections.
         if let Some(cause) = cause
-            && *inner.machine.state() == DestinationState::Receiving
+            && *inner.driver.state() == DestinationState::Receiving
         {
             inner.handle(DestinationEvent::Failed { cause });
             self.changed.notify_all();
@@ -134,7 +135,7 @@ impl Job {
     /// Whether a peer may decide about the guest: its source may, and who is on this host.
     pub(super) fn listens_to(&self, session: &Session) -> bool {
         let inner = lock(&self.inner);
-        let source = inner.entry.record.side.source.as_deref();
+        let source = inner.host.entry.record.side.source.as_deref();
         match (source, session.identity()) {
             (Some(source), Some(peer)) => source == peer,
             _ => true,
@@ -143,21 +144,21 @@ impl Job {
 
     pub(super) fn connected(&self, control: &Arc<Stream>) {
         let mut inner = lock(&self.inner);
-        inner.controls.push(Arc::downgrade(control));
+        inner.host.controls.push(Arc::downgrade(control));
         inner.source_is_back();
     }
 
     pub(super) fn disconnected(&self, control: &Arc<Stream>) {
         let mut inner = lock(&self.inner);
         let this = Arc::downgrade(control);
-        inner.controls.retain(|other| !other.ptr_eq(&this));
-        if !inner.controls.is_empty() {
+        inner.host.controls.retain(|other| !other.ptr_eq(&this));
+        if !inner.host.controls.is_empty() {
             return;
         }
         inner.silent_since = Some(Instant::now());
         // What is still coming in cannot be committed without its `migrate`. What has been loaded can: it may ask
         // again over a new connection.
-        if *inner.machine.state() == DestinationState::Receiving {
+        if *inner.driver.state() == DestinationState::Receiving {
             drop(inner);
             self.hang_up();
         }
@@ -177,7 +178,7 @@ impl Job {
             return;
         }
         // The source may know that the guest is loaded before our own relay has reported it.
-        let receiving = |inner: &mut Inner| *inner.machine.state() == DestinationState::Receiving;
+        let receiving = |inner: &mut Inner| *inner.driver.state() == DestinationState::Receiving;
         let (mut inner, _) = self
             .changed
             .wait_timeout_while(lock(&self.inner), LOADING, receiving)
@@ -191,7 +192,7 @@ impl Job {
         let Ok(inner) = self.inner.try_lock() else {
             return true;
         };
-        !inner.controls.is_empty() || self.transfer().is_some()
+        !inner.host.controls.is_empty() || self.transfer().is_some()
     }
 
     /// The memory that comes in, if it does.
@@ -220,15 +221,15 @@ impl Job {
             return;
         };
         let silent = inner.silent_since.map(|since| since.elapsed());
-        let loaded = *inner.machine.state() == DestinationState::Loaded;
+        let loaded = *inner.driver.state() == DestinationState::Loaded;
         if !loaded
-            || inner.entry.record.side.orphaned
+            || inner.host.entry.record.side.orphaned
             || silent.is_none_or(|silent| silent < timeout)
         {
             return;
         }
-        inner.entry.record.side.orphaned = true;
-        inner.persist_or_warn();
+        inner.host.entry.record.side.orphaned = true;
+        inner.write();
         warn!(
             "{}: loaded, and its source has been silent for {} s: attempt {} is an orphan, to be finished by the \
              source or settled by hand",
@@ -246,7 +247,7 @@ impl Job {
             return false;
         };
         inner.notice_end();
-        inner.machine.is_over() || inner.qemu.is_gone()
+        inner.driver.is_over() || inner.host.qemu.is_gone()
     }
 
     /// Whether all that is known of it is in the journal, and nothing is left to be done. What could not be written
@@ -255,16 +256,17 @@ impl Job {
         let Ok(mut inner) = self.inner.try_lock() else {
             return false;
         };
-        if inner.unwritten && inner.machine.is_over() {
+        let Inner { driver, host, .. } = &mut *inner;
+        if host.unwritten && driver.is_over() {
             // Reported when it failed first.
-            let _ = inner.persist();
+            let _ = host.write(driver);
         }
-        inner.machine.is_over() && !inner.unwritten
+        driver.is_over() && !host.unwritten
     }
 
     /// How far it has come.
     pub(crate) fn state(&self) -> DestinationState {
-        lock(&self.inner).machine.state().clone()
+        lock(&self.inner).driver.state().clone()
     }
 
     fn handle(&self, event: DestinationEvent) {
@@ -279,90 +281,48 @@ impl Job {
 
 impl Inner {
     fn handle(&mut self, event: DestinationEvent) {
-        let before = self.machine.state().clone();
-        let actions = self.machine.handle(event);
-        self.carry_out(actions);
+        self.drive(|driver| driver.handle(event));
+    }
+
+    /// Carries out what `change` leads to.
+    fn drive(&mut self, change: impl FnOnce(&mut DestinationDriver)) {
+        let before = self.driver.state().clone();
+        change(&mut self.driver);
+        self.driver.drive(&mut self.host);
+        self.host.qemu.tidy_up();
         self.report(&before);
     }
 
     /// Nothing more can become of the attempt if its QEMU is proven to have ended.
     fn notice_end(&mut self) {
-        if !self.machine.is_over() && self.qemu.has_ended() {
+        if !self.driver.is_over() && self.host.qemu.has_ended() {
             let cause = "its QEMU has ended".to_owned();
             self.handle(DestinationEvent::Died { cause });
         }
     }
 
-    /// Whom an earlier server has told to continue the guest cannot be asked whether it did, once it has ended.
+    /// After a restart of the server, an exited QEMU cannot tell whether it continued the guest.
     fn notice_end_after_start(&mut self) {
-        if matches!(self.machine.state(), DestinationState::Starting { .. }) {
+        if matches!(self.driver.state(), DestinationState::Starting { .. }) {
             self.notice_end();
-        }
-    }
-
-    fn carry_out(&mut self, first: Vec<DestinationAction>) {
-        let mut actions = VecDeque::from(first);
-        while let Some(action) = actions.pop_front() {
-            let event = match action {
-                DestinationAction::Persist => match self.persist() {
-                    Ok(()) => continue,
-                    Err(reason) => {
-                        warn!("{reason}");
-                        actions.clear();
-                        DestinationEvent::NotPersisted { reason }
-                    }
-                },
-                DestinationAction::Send(message) => {
-                    self.send(&message);
-                    continue;
-                }
-                // The journal keeps it for commands that come late.
-                DestinationAction::Forget => continue,
-                DestinationAction::Run { resume } => self.qemu.run(resume),
-                DestinationAction::Check => {
-                    let was_seen = *self.machine.state() == DestinationState::Running;
-                    self.qemu.check(was_seen)
-                }
-                DestinationAction::End => self.qemu.end(),
-            };
-            actions.extend(self.machine.handle(event));
-        }
-        self.qemu.tidy_up();
-    }
-
-    fn persist(&mut self) -> Result<(), String> {
-        self.entry.record.state = self.machine.state().clone();
-        let written = self.entry.write();
-        self.unwritten = written.is_err();
-        written.map_err(|error| chain(&error))
-    }
-
-    fn persist_or_warn(&mut self) {
-        if let Err(reason) = self.persist() {
-            warn!("{reason}");
-        }
-    }
-
-    fn send(&mut self, message: &DestinationMessage) {
-        self.controls.retain(|control| control.strong_count() > 0);
-        for control in self.controls.iter().filter_map(Weak::upgrade) {
-            // Should it not get there, the source asks again.
-            if let Err(error) = reply(&control, message) {
-                debug!("{}", chain(&error));
-            }
         }
     }
 
     fn source_is_back(&mut self) {
         self.silent_since = None;
-        if std::mem::take(&mut self.entry.record.side.orphaned) {
-            self.persist_or_warn();
+        if std::mem::take(&mut self.host.entry.record.side.orphaned) {
+            self.write();
         }
     }
 
+    /// Writes the journal; a failure has been logged.
+    fn write(&mut self) {
+        let _ = self.host.persist(&self.driver);
+    }
+
     fn report(&self, before: &DestinationState) {
-        let name = &self.entry.record.name;
-        match self.machine.state() {
+        let name = &self.host.entry.record.name;
+        match self.driver.state() {
             now if now == before => {}
             DestinationState::Loaded => {
                 info!(
@@ -391,5 +351,46 @@ impl Inner {
             }
             DestinationState::Receiving | DestinationState::Starting { .. } => {}
         }
+    }
+}
+
+impl DestinationHost for Host {
+    fn persist(&mut self, destination: &Destination) -> Result<(), String> {
+        self.write(destination)
+            .inspect_err(|reason| warn!("{reason}"))
+    }
+
+    fn send(&mut self, message: &DestinationMessage) {
+        self.controls.retain(|control| control.strong_count() > 0);
+        for control in self.controls.iter().filter_map(Weak::upgrade) {
+            // Should it not get there, the source asks again.
+            if let Err(error) = send_message(&control, message) {
+                debug!("{}", chain(&error));
+            }
+        }
+    }
+
+    fn run(&mut self, resume: bool) -> Option<DestinationEvent> {
+        Some(self.qemu.run(resume))
+    }
+
+    fn check(&mut self, was_seen: bool) -> Option<DestinationEvent> {
+        Some(self.qemu.check(was_seen))
+    }
+
+    fn end(&mut self) -> Option<DestinationEvent> {
+        Some(self.qemu.end())
+    }
+
+    /// The journal keeps the attempt for commands that come late.
+    fn forget(&mut self) {}
+}
+
+impl Host {
+    fn write(&mut self, destination: &Destination) -> Result<(), String> {
+        self.entry.record.state = destination.state().clone();
+        let written = self.entry.write();
+        self.unwritten = written.is_err();
+        written.map_err(|error| chain(&error))
     }
 }

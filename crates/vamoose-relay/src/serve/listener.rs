@@ -18,18 +18,16 @@ use rustix::{
     process::{Resource, getrlimit},
 };
 use tracing::{Span, debug, warn};
-use vamoose_link::{Hangup, Introduced, Session, Stream, wait_for};
+use vamoose_link::{
+    Conversation, ConversationError, Hangup, Introduced, Session, Stream, send_message, wait_for,
+};
 
 use super::{
     Job, ServeError, Server,
     setup::{PrepareError, Prepared},
     span,
 };
-use crate::{
-    Way, chain,
-    control::{Control, ControlError, reply},
-    observer::Observation,
-};
+use crate::{Way, chain, observer::Observation};
 
 /// Most connections at once; more are closed at once. A migration has one for each channel, and two.
 const MOST_CONNECTIONS: u64 = 4096;
@@ -132,7 +130,7 @@ impl Server {
         stream: &Arc<Stream>,
         session: &Session,
     ) {
-        let mut control = Control::new(stream.clone());
+        let mut control = Conversation::new(stream.clone());
         let mut job = self.jobs.find(attempt);
         if job.as_ref().is_some_and(|job| !job.listens_to(session)) {
             warn!("{} asks about an attempt of another source", session.peer());
@@ -144,7 +142,7 @@ impl Server {
             job.connected(stream);
         }
         loop {
-            let message = match control.next_request() {
+            let message = match control.receive() {
                 Ok(message) => message,
                 Err(error) => {
                     debug!("{}", chain(&error));
@@ -160,7 +158,7 @@ impl Server {
                     job.request(message);
                     Ok(())
                 }
-                (_, None) => reply(stream, &self.unknown()),
+                (_, None) => send_message(stream, &self.unknown()),
             };
             if answered.is_err() {
                 break;
@@ -186,7 +184,7 @@ impl Server {
         prepare: &Prepare,
         (stream, session): (&Arc<Stream>, &Session),
         job: &mut Option<Arc<Job>>,
-    ) -> Result<(), ControlError> {
+    ) -> Result<(), ConversationError> {
         let Prepared {
             answer,
             job: prepared,
@@ -212,7 +210,7 @@ impl Server {
             job.request(SourceMessage::Abort { cause });
             return Ok(());
         }
-        reply(stream, &answer)
+        send_message(stream, &answer)
     }
 }
 
@@ -242,7 +240,7 @@ impl Drop for Slot<'_> {
     }
 }
 
-fn refuse(stream: &Stream, error: &PrepareError) -> Result<(), ControlError> {
+fn refuse(stream: &Stream, error: &PrepareError) -> Result<(), ConversationError> {
     let reason = chain(error);
-    reply(stream, &DestinationMessage::Refused { reason })
+    send_message(stream, &DestinationMessage::Refused { reason })
 }
