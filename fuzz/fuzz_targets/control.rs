@@ -12,8 +12,8 @@ use handover::{
 use libfuzzer_sys::fuzz_target;
 use serde::{Serialize, de::DeserializeOwned};
 use vamoose_fuzz::hear;
-use vamoose_link::Stream;
-use vamoose_live::protocol::{Messages, Opening, PrepareDetails};
+use vamoose_link::{Conversation, Stream};
+use vamoose_live::protocol::{PrepareDetails, Purpose};
 
 fuzz_target!(|input: &[u8]| {
     if let Some(bytes) = input.first_chunk::<PREAMBLE_LEN>()
@@ -65,14 +65,14 @@ fn again<T: Serialize + DeserializeOwned>(message: &T) -> Vec<u8> {
 
 /// As `live` receives it, at the destination, or at a source that has dialled.
 fn receive(stream: &Arc<Stream>, input: &[u8]) {
-    let opened = Opening::read(stream);
-    let mut messages = Messages::new(stream.clone());
+    let mut control = Conversation::new(stream.clone());
+    let purpose = Purpose::read(&mut control);
     if !input.starts_with(b"VAMOOSE") {
-        while let Ok(Some(_)) = messages.receive::<DestinationMessage>() {}
+        while control.receive::<DestinationMessage>().is_ok() {}
         return;
     }
-    while opened.is_ok()
-        && let Ok(Some(message)) = messages.receive::<SourceMessage>()
+    while purpose.is_ok()
+        && let Ok(message) = control.receive::<SourceMessage>()
     {
         if let SourceMessage::Prepare(prepare) = message
             && let Ok(details) = from_details::<PrepareDetails>(prepare.details)

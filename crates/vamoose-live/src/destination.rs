@@ -31,11 +31,11 @@ use handover::{AttemptId, Incarnation, SourceMessage};
 use multifd::Initial;
 use tracing::field;
 use vamoose_codec::Engines;
-use vamoose_link::{Address, Hangup, Session, Snapshot, Stream};
+use vamoose_link::{Address, Hangup, Session, Snapshot, Stream, random_id};
 
 use crate::{
     ChannelError, DestinationError, DestinationGuest, OffloadCounters, PageCopy, Ram,
-    offload::Account, protocol::random_id, spans::in_span,
+    offload::Account, spans::in_span,
 };
 use accept::Connections;
 pub use acceptor::Acceptor;
@@ -201,7 +201,7 @@ impl Destination {
 #[derive(Clone)]
 struct Connection {
     stream: Arc<Stream>,
-    /// That it is a stream of.
+    /// The session that the stream belongs to.
     session: Option<Session>,
 }
 
@@ -218,7 +218,7 @@ enum Event {
     Message(u64, SourceMessage),
     State(u64, Vec<u8>),
     /// A control connection has ended.
-    Disconnected(u64, Option<DestinationError>),
+    Disconnected(u64, DestinationError),
     /// A channel has written all its pages of a round.
     Synced(usize, u64),
     /// A channel has ended.

@@ -7,9 +7,11 @@ use idxd::offload::WrongVerdict;
 use multifd::{InitialError, LayoutError, PacketError};
 use thiserror::Error;
 use vamoose_codec::EncodeError;
-use vamoose_link::{DialError, ReadError, SocketError, WriteError, ZeroCopyError, chain};
+use vamoose_link::{
+    ConversationError, DialError, ReadError, SocketError, WriteError, ZeroCopyError, chain,
+};
 
-use crate::{DirtyLogError, GuestError, ProtocolError};
+use crate::{DirtyLogError, GuestError};
 
 /// A migration that failed at the source. [`SourceError::guest`] returns where the guest is.
 #[derive(Debug, Error)]
@@ -39,7 +41,7 @@ pub enum SourceError {
     #[error("the destination has failed: {cause}")]
     Destination { cause: String },
     #[error(
-        "the destination has closed the control connection without an answer: it has ended, expects a session, or is of an older release (install the same release of vamoose on both hosts)"
+        "the destination has closed the control connection without an answer: it has ended, or expects a session"
     )]
     Unanswered,
     #[error("the destination has chosen a version of the protocol that was not offered")]
@@ -47,9 +49,7 @@ pub enum SourceError {
     #[error("unexpected message from the destination: {message}")]
     OutOfTurn { message: String },
     #[error("control connection to the destination")]
-    Control(#[from] ProtocolError),
-    #[error("the destination has closed the control connection")]
-    ControlEnded,
+    Control(#[from] ConversationError),
     #[error("channel {channel} to the destination")]
     Channel { channel: usize, source: WriteError },
     #[error("cannot build a packet for channel {channel}")]
@@ -134,9 +134,7 @@ pub enum DestinationError {
     #[error("unexpected message from the source: {message}")]
     OutOfTurn { message: String },
     #[error("control connection from the source")]
-    Control(#[from] ProtocolError),
-    #[error("the source has closed the control connection")]
-    ControlEnded,
+    Control(#[from] ConversationError),
     #[error("only {arrived} of {channels} channels connected within {seconds} s")]
     Channels {
         arrived: usize,

@@ -145,6 +145,7 @@ mod spans;
 mod status;
 mod sys;
 #[cfg(test)]
+#[path = "tests/ram.rs"]
 mod test_ram;
 
 pub use destination::{Acceptor, Arrival, Destination, DestinationConfig, DestinationHandle};
@@ -159,13 +160,13 @@ pub use idxd::offload::Devices;
 pub use memory::{Ram, RamBlock, RamError, Region};
 pub use multifd::Method;
 pub use offload::{DsaDetection, OffloadCounters, PageCopy};
-pub use protocol::ProtocolError;
 pub use source::{AutoConverge, CHANNELS, Source, SourceConfig, Transport, ZeroPageDetection};
 pub use status::{Handle, RamStatus, State, Status};
 pub use vamoose_codec::{Accel, Engines, Registry, Settings, Verify};
 pub use vamoose_link::{
-    Address, AddressError, Certificates, Cipher, DowntimeParts, Keys, Listener, MethodChoice, Path,
-    PublicKey, Remote, Security, Session, SessionConfig, Sessions, Snapshot, chain,
+    Address, AddressError, Certificates, Cipher, ConversationError, DowntimeParts, Keys, Listener,
+    MethodChoice, Path, PublicKey, Remote, Security, Session, SessionConfig, Sessions, Snapshot,
+    chain,
 };
 
 /// The causes of errors, from the crates below.

@@ -41,88 +41,75 @@
 //! process could continue.
 //!
 //! # Versions
-//! [`handover`] negotiates them. The control protocol of the first releases began with "VLIV": its sources are refused with
-//! a message that they understand.
+//! [`handover`] negotiates them.
 
-use std::{
-    io::{self, Read as _},
-    sync::Arc,
-    time::Duration,
-};
+use std::time::Duration;
 
-use handover::{
-    AttemptId, ConnectionKind, FrameError, Lines, MAX_LINE, PREAMBLE_LEN, PREAMBLE_MAGIC, Preamble,
-    encode,
-};
+use handover::{AttemptId, ConnectionKind, PREAMBLE_LEN, PREAMBLE_MAGIC, Preamble};
 use multifd::{INITIAL_LEN, Initial, InitialError, Layout, MAGIC};
-use rustix::rand::{GetRandomFlags, getrandom};
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use vamoose_link::{Stream, is_stall, millis};
+use vamoose_link::{Conversation, ConversationError, millis};
 
 use crate::{Ram, SourceConfig, error::Mismatch, source::CHANNELS};
 
 /// Number of the SYNC that is the last packet of a channel.
 pub const LAST_SYNC: u64 = u64::MAX;
 
-/// The first bytes of a connection.
+/// What a connection is for, by its first bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Opening {
+pub enum Purpose {
     /// A control connection of this attempt.
     Control(AttemptId),
     /// A channel; its uuid is the attempt's id.
     Channel(Initial),
-    /// A control connection of a release whose protocol is not supported any more. The rest of it has not been read.
-    Old,
 }
 
-impl Opening {
-    /// Reads the first bytes of a connection.
+impl Purpose {
+    /// Reads the first bytes of a connection, and nothing behind them.
     ///
     /// # Errors
     /// When the connection breaks, or belongs to another protocol.
-    pub fn read(stream: &Stream) -> Result<Self, ProtocolError> {
-        let mut bytes = [0; INITIAL_LEN];
-        let (magic, rest) = bytes.split_at_mut(4);
-        read_exactly(stream, magic)?;
-        let found = u32::from_be_bytes([magic[0], magic[1], magic[2], magic[3]]);
-        if found == MAGIC {
-            read_exactly(stream, rest)?;
-            return Ok(Self::Channel(Initial::parse(&bytes)?));
-        }
-        if magic == OLD_MAGIC {
-            return Ok(Self::Old);
-        }
-        if PREAMBLE_MAGIC.starts_with(magic) {
-            read_exactly(stream, &mut rest[..PREAMBLE_LEN - 4])?;
+    pub fn read(connection: &mut Conversation) -> Result<Self, UnknownConnection> {
+        const MAGIC_LEN: usize = 4;
+        let mut bytes = connection.receive_bytes(MAGIC_LEN)?;
+        let is_channel = bytes == MAGIC.to_be_bytes();
+        let len = match is_channel {
+            true => INITIAL_LEN,
+            false if PREAMBLE_MAGIC.starts_with(&bytes) => PREAMBLE_LEN,
+            false => MAGIC_LEN,
+        };
+        bytes.extend(connection.receive_bytes(len - MAGIC_LEN)?);
+        if let (true, Some(initial)) = (is_channel, bytes.first_chunk()) {
+            return Ok(Self::Channel(Initial::parse(initial)?));
         }
         match bytes.first_chunk().and_then(Preamble::parse) {
             Some(Preamble {
                 kind: ConnectionKind::Control,
                 attempt,
             }) => Ok(Self::Control(attempt)),
-            _ => Err(ProtocolError::Foreign { found }),
+            _ => Err(UnknownConnection::Foreign(bytes)),
         }
-    }
-
-    /// The first bytes of a control connection.
-    pub(crate) fn control(attempt: AttemptId) -> [u8; PREAMBLE_LEN] {
-        let kind = ConnectionKind::Control;
-        Preamble { kind, attempt }.to_bytes()
     }
 }
 
-const OLD_MAGIC: [u8; 4] = *b"VLIV";
+/// A connection that is not one of a live migration.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the messages say it")]
+pub enum UnknownConnection {
+    #[error(transparent)]
+    Conversation(#[from] ConversationError),
+    #[error("it begins with {0:02x?}, which is not a live migration")]
+    Foreign(Vec<u8>),
+    #[error("malformed initial packet of a channel")]
+    Channel(#[from] InitialError),
+}
 
-/// Refuses a source of an old release, with a message of its protocol.
-pub(crate) fn refuse_old(stream: &Stream) -> io::Result<()> {
-    const REFUSED: &[u8] = br#"{"say":"refused","cause":"the destination is of a newer release: install the same release of vamoose on both hosts"}"#;
-    let len = u32::try_from(REFUSED.len()).unwrap_or(u32::MAX);
-    stream.write_both(&len.to_be_bytes(), REFUSED)?;
-    stream.finish();
-    // Read what it has sent: the system would reset the connection otherwise, and the answer might be lost.
-    io::copy(&mut (&mut &*stream).take(MAX_LINE as u64), &mut io::sink())?;
-    Ok(())
+/// The first bytes of a control connection.
+pub(crate) fn control_preamble(attempt: AttemptId) -> [u8; PREAMBLE_LEN] {
+    let kind = ConnectionKind::Control;
+    Preamble { kind, attempt }.to_bytes()
 }
 
 /// What a source adds to `prepare`: its guest, and how it will be sent.
@@ -201,174 +188,25 @@ impl PrepareDetails {
     }
 }
 
-/// A control connection that failed, or on which the peer does not follow the protocol.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-#[allow(missing_docs, reason = "the messages say it")]
-pub enum ProtocolError {
-    #[error("the connection broke")]
-    Io(#[from] io::Error),
-    #[error("the connection ended after {got} of {wanted} bytes")]
-    Truncated { got: usize, wanted: usize },
-    #[error("the connection ended in the middle of a message")]
-    Cut,
-    /// Nothing came for the stall timeout, in the middle of a message.
-    #[error("timed out after {seconds} s in the middle of a message")]
-    Stalled { seconds: u64 },
-    /// Nothing came for the stall timeout.
-    #[error("timed out after {seconds} s waiting for a message")]
-    TimedOut { seconds: u64 },
-    /// A peer of another protocol.
-    #[error("the connection begins with {found:#010x}, which is not a live migration")]
-    Foreign { found: u32 },
-    /// A source of a release whose protocol is not supported any more.
-    #[error("a source of an older release: install the same release of vamoose on both hosts")]
-    Old,
-    /// A channel's first bytes.
-    #[error("malformed initial packet of a channel")]
-    Channel(#[from] InitialError),
-    #[error(transparent)]
-    Frame(#[from] FrameError),
-}
-
-impl ProtocolError {
-    fn stalled(stream: &Stream) -> Self {
-        let seconds = stream.stall_timeout().as_secs();
-        Self::Stalled { seconds }
-    }
-
-    /// Whether the peer's system has reset the connection.
-    pub(crate) fn is_reset(&self) -> bool {
-        let reset = [io::ErrorKind::ConnectionReset, io::ErrorKind::BrokenPipe];
-        matches!(self, Self::Io(error) if reset.contains(&error.kind()))
-    }
-}
-
-pub(crate) fn send(stream: &Stream, message: &impl Serialize) -> Result<(), ProtocolError> {
-    stream.write_both(&encode(message)?, &[])?;
-    Ok(())
-}
-
-/// A control connection, message by message.
-pub struct Messages {
-    stream: Arc<Stream>,
-    lines: Lines,
-}
-
-impl Messages {
-    /// Of a connection whose first bytes have been read or written.
-    pub fn new(stream: Arc<Stream>) -> Self {
-        let lines = Lines::default();
-        Self { stream, lines }
-    }
-
-    pub(crate) fn send(&self, message: &impl Serialize) -> Result<(), ProtocolError> {
-        send(&self.stream, message)
-    }
-
-    pub(crate) fn stream(&self) -> &Arc<Stream> {
-        &self.stream
-    }
-
-    /// Receives a message, however long it takes to arrive; `None` when the connection has ended.
-    ///
-    /// # Errors
-    /// When the connection breaks, or what comes is no message.
-    pub fn receive<T: DeserializeOwned>(&mut self) -> Result<Option<T>, ProtocolError> {
-        loop {
-            match self.receive_soon() {
-                // Between two messages there may be a long round.
-                Err(ProtocolError::TimedOut { .. }) => {}
-                result => return result,
-            }
-        }
-    }
-
-    /// As [`Messages::receive`], but the message has to begin within the stall timeout.
-    pub(crate) fn receive_soon<T: DeserializeOwned>(&mut self) -> Result<Option<T>, ProtocolError> {
-        let mut buffer = [0; 4096];
-        loop {
-            if let Some(message) = self.lines.next_message()? {
-                return Ok(Some(message));
-            }
-            let in_message = self.lines.is_in_message();
-            match (&mut &*self.stream).read(&mut buffer) {
-                Ok(0) if in_message => return Err(ProtocolError::Cut),
-                Ok(0) => return Ok(None),
-                Ok(len) => self.lines.push(&buffer[..len]),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if in_message && is_stall(&error) => {
-                    return Err(ProtocolError::stalled(&self.stream));
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let seconds = self.stream.stall_timeout().as_secs();
-                    return Err(ProtocolError::TimedOut { seconds });
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
-    }
-
-    /// Receives the `len` bytes of device state behind the last message. The length is not trusted: memory grows
-    /// with the bytes received.
-    pub(crate) fn receive_state(&mut self, len: usize) -> Result<Vec<u8>, ProtocolError> {
-        let mut state = self.lines.take_rest(len);
-        while state.len() < len {
-            let start = state.len();
-            state.resize(len.min(start + (1 << 20)), 0);
-            let got = read_some(&self.stream, &mut state[start..])?;
-            if start + got < state.len() {
-                let (got, wanted) = (start + got, len);
-                return Err(ProtocolError::Truncated { got, wanted });
-            }
-        }
-        Ok(state)
-    }
-}
-
-fn read_exactly(stream: &Stream, buffer: &mut [u8]) -> Result<(), ProtocolError> {
-    let (got, wanted) = (read_some(stream, buffer)?, buffer.len());
-    if got < wanted {
-        return Err(ProtocolError::Truncated { got, wanted });
-    }
-    Ok(())
-}
-
-/// Reads until `buffer` is full or the connection ends.
-fn read_some(stream: &Stream, buffer: &mut [u8]) -> Result<usize, ProtocolError> {
-    stream.read_full(buffer).map_err(|error| {
-        if is_stall(&error) {
-            return ProtocolError::stalled(stream);
-        }
-        error.into()
-    })
-}
-
-/// An id that no other attempt or process has, and that cannot be guessed.
-pub(crate) fn random_id() -> io::Result<[u8; 16]> {
-    let mut bytes = [0; 16];
-    getrandom(&mut bytes, GetRandomFlags::empty())?;
-    Ok(bytes)
-}
-
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixStream;
+    use std::{os::unix::net::UnixStream, sync::Arc};
 
-    use handover::{DestinationMessage, Prepare, SourceMessage, from_details, to_details};
+    use handover::{Prepare, SourceMessage, encode, from_details, to_details};
     use proptest::{collection::vec, prelude::*};
+    use vamoose_link::Stream;
 
     use super::*;
 
     /// What a peer that sends `bytes` and closes is understood as.
-    fn received<T>(bytes: &[u8], read: impl FnOnce(Arc<Stream>) -> T) -> T {
+    fn received<T>(bytes: &[u8], read: impl FnOnce(&mut Conversation) -> T) -> T {
         let (ours, theirs) = UnixStream::pair().unwrap();
         Stream::from(theirs).write_both(bytes, &[]).unwrap();
-        read(Arc::new(Stream::from(ours)))
+        read(&mut Conversation::new(Arc::new(Stream::from(ours))))
     }
 
-    fn opening(bytes: &[u8]) -> Result<Opening, ProtocolError> {
-        received(bytes, |stream| Opening::read(&stream))
+    fn purpose(bytes: &[u8]) -> Result<Purpose, UnknownConnection> {
+        received(bytes, Purpose::read)
     }
 
     fn details() -> impl Strategy<Value = PrepareDetails> {
@@ -397,104 +235,36 @@ mod tests {
         fn details_arrive(sent in details()) {
             let prepare = SourceMessage::Prepare(Prepare::new(to_details(&sent).unwrap()));
             let bytes = encode(&prepare).unwrap();
-            let message = received(&bytes, |stream| Messages::new(stream).receive()).unwrap();
-            let Some(SourceMessage::Prepare(prepare)) = message else {
+            let message = received(&bytes, Conversation::receive).unwrap();
+            let SourceMessage::Prepare(prepare) = message else {
                 panic!("not understood");
             };
             prop_assert_eq!(from_details::<PrepareDetails>(prepare.details).unwrap(), sent);
         }
 
         #[test]
-        fn the_state_and_what_follows_arrive(state in vec(any::<u8>(), 0..10_000)) {
-            let len = state.len() as u64;
-            let mut bytes = encode(&SourceMessage::State { len }).unwrap();
-            bytes.extend(&state);
-            bytes.extend(encode(&SourceMessage::Settled).unwrap());
-            received(&bytes, |stream| {
-                let mut messages = Messages::new(stream);
-                let first: Option<SourceMessage> = messages.receive().unwrap();
-                assert_eq!(first, Some(SourceMessage::State { len }));
-                assert_eq!(messages.receive_state(state.len()).unwrap(), state);
-                assert_eq!(messages.receive().unwrap(), Some(SourceMessage::Settled));
-                assert_eq!(messages.receive::<SourceMessage>().unwrap(), None);
-            });
-        }
-
-        #[test]
-        fn any_bytes_are_a_message_or_an_error(bytes in vec(any::<u8>(), 0..200)) {
-            let first = received(&bytes, |stream| Messages::new(stream).receive::<DestinationMessage>());
-            prop_assert_eq!(matches!(first, Ok(None)), bytes.is_empty());
-            let _ = opening(&bytes);
+        fn any_bytes_have_a_purpose_or_none(bytes in vec(any::<u8>(), 0..200)) {
+            let _ = purpose(&bytes);
         }
     }
 
     #[test]
-    fn openings_are_told_apart() {
+    fn connections_are_told_apart() {
         let id = AttemptId([7; 16]);
-        let control = Opening::control(id);
-        assert_eq!(opening(&control).unwrap(), Opening::Control(id));
+        let control = control_preamble(id);
+        assert_eq!(purpose(&control).unwrap(), Purpose::Control(id));
         let initial = Initial::new(id.0, 2, 3).unwrap();
-        let channel = opening(&initial.to_bytes()).unwrap();
-        assert_eq!(channel, Opening::Channel(initial));
+        let channel = purpose(&initial.to_bytes()).unwrap();
+        assert_eq!(channel, Purpose::Channel(initial));
         let data = Preamble {
             kind: ConnectionKind::Data,
             attempt: id,
         };
         for other in [&b"GET / HTTP/1.1\r\n"[..], b"VAMP", &data.to_bytes()] {
-            let foreign = opening(other);
-            assert!(matches!(foreign, Err(ProtocolError::Foreign { .. })));
+            let foreign = purpose(other);
+            assert!(matches!(foreign, Err(UnknownConnection::Foreign(_))));
         }
-        let cut = opening(&control[..20]);
-        assert!(matches!(
-            cut,
-            Err(ProtocolError::Truncated {
-                got: 16,
-                wanted: 20
-            })
-        ));
-    }
-
-    #[test]
-    fn a_source_of_an_old_release_is_refused_in_its_words() {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        let (ours, mut theirs) = (Stream::from(ours), theirs);
-        let hello = b"VLIV\0\0\0\x01some migration's\0\0\0\x0f{\"say\":\"hello\"}";
-        io::Write::write_all(&mut theirs, hello).unwrap();
-        assert_eq!(Opening::read(&ours).unwrap(), Opening::Old);
-        theirs.shutdown(std::net::Shutdown::Write).unwrap();
-        refuse_old(&ours).unwrap();
-        let mut answer = Vec::new();
-        theirs.read_to_end(&mut answer).unwrap_or_default();
-        let (len, json) = answer.split_first_chunk().unwrap();
-        assert_eq!(u32::from_be_bytes(*len) as usize, json.len());
-        let answer: serde_json::Value = serde_json::from_slice(json).unwrap();
-        assert_eq!(answer["say"], "refused");
-        assert!(answer["cause"].as_str().unwrap().contains("newer release"));
-    }
-
-    #[test]
-    fn lengths_are_believed_only_within_bounds() {
-        let long = vec![b' '; MAX_LINE + 1];
-        // More than the socket takes in one go.
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        std::thread::scope(|scope| {
-            scope.spawn(|| Stream::from(theirs).write_both(&long, &[]));
-            let mut messages = Messages::new(Arc::new(Stream::from(ours)));
-            let long = messages.receive::<SourceMessage>();
-            assert!(matches!(
-                long,
-                Err(ProtocolError::Frame(FrameError::TooLong))
-            ));
-        });
-        let state = received(b"short", |stream| {
-            Messages::new(stream).receive_state(1 << 40)
-        });
-        assert!(matches!(
-            state,
-            Err(ProtocolError::Truncated {
-                got: 5,
-                wanted: 0x100_0000_0000
-            })
-        ));
+        let cut = purpose(&control[..20]).unwrap_err();
+        assert_eq!(cut.to_string(), "the connection ended after 16 of 20 bytes");
     }
 }

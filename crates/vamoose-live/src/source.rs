@@ -16,8 +16,6 @@ mod config;
 mod convergence;
 mod hand_over;
 mod link;
-#[cfg(feature = "bench")]
-mod normal_page_ratio;
 mod round;
 mod transport;
 
@@ -27,10 +25,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use handover::{AttemptId, Decision, GuestLocation, SourceEvent, SourceState};
+use handover::{AttemptId, Decision, GuestLocation, SourceDriver, SourceEvent, SourceState};
 use multifd::Layout;
 use tracing::{debug, info, warn};
-use vamoose_link::{ZeroCopyError, check_locked_memory, millis};
+use vamoose_link::{Conversation, ZeroCopyError, check_locked_memory, millis, random_id};
 
 use crate::{
     Bitmap, DirtyLog, GuestError, Handle, Ram, SourceError, SourceGuest, State, Status, chain,
@@ -39,7 +37,6 @@ use crate::{
     offload::Account,
     parallel,
     present::Touched,
-    protocol::{Messages, random_id},
     status::{Shared, Stopwatch},
 };
 pub use config::{CHANNELS, SourceConfig, ZeroPageDetection};
@@ -127,7 +124,6 @@ impl Source {
             let mut attempt = Attempt {
                 source: &self,
                 guest,
-                machine,
                 paused: None,
                 not_resumed: None,
                 logging: false,
@@ -136,7 +132,7 @@ impl Source {
             };
             // Also when the VMM panics: the scope waits for its threads.
             let _hang_up = self.shared.hangup.guard();
-            attempt.run(id, destination, scope)
+            attempt.run(id, destination, SourceDriver::new(machine), scope)
         });
         self.report(result)
     }
@@ -158,7 +154,6 @@ impl Source {
 struct Attempt<'a> {
     source: &'a Source,
     guest: &'a mut dyn SourceGuest,
-    machine: handover::Source,
     convergence: Convergence,
     /// Since the guest was paused: what has to be undone if the migration fails.
     paused: Option<Stopwatch>,
@@ -174,20 +169,21 @@ impl<'a> Attempt<'a> {
         &mut self,
         id: AttemptId,
         destination: &Transport,
+        mut driver: SourceDriver,
         scope: &'scope thread::Scope<'scope, 'a>,
     ) -> Result<(), SourceError> {
         let mut link = Link::connect(self.source, id, destination, scope)
             .map_err(|error| self.or_cancelled(error))?;
-        let failure = self.migrate(&mut link).err();
+        let failure = self.migrate(&mut link, &mut driver).err();
         let failure = failure.map(|error| self.or_cancelled(link.explain(error)));
         link.bound_downtime(None);
-        let event = match &failure {
+        driver.handle(match &failure {
             None => SourceEvent::Stopped,
             Some(error) => SourceEvent::Failed {
                 cause: chain(error),
             },
-        };
-        let (decision, control) = HandOver::new(self, &link).run(event);
+        });
+        let (decision, control) = HandOver::new(self, &link).run(&mut driver);
         let is_there = decision.guest == GuestLocation::Destination;
         if is_there {
             self.completed();
@@ -195,15 +191,18 @@ impl<'a> Attempt<'a> {
             self.end_throttle();
         }
         self.stop_logging();
-        link.finish(control.as_ref().map(Messages::stream), is_there);
-        self.result(decision, failure)
+        link.finish(control.as_ref().map(Conversation::stream), is_there);
+        self.result(decision, driver.state(), failure)
     }
 
     /// Everything until the destination has loaded the guest, which is paused then.
-    fn migrate(&mut self, link: &mut Link<'_, '_>) -> Result<(), SourceError> {
+    fn migrate(
+        &mut self,
+        link: &mut Link<'_, '_>,
+        driver: &mut SourceDriver,
+    ) -> Result<(), SourceError> {
         let prepared = link.prepare()?;
-        // Its only action is to write the journal, and there is none.
-        self.machine.handle(SourceEvent::Message(prepared));
+        driver.handle(SourceEvent::Message(prepared));
         link.open_channels()?;
         let rest = self.precopy(link)?;
         self.switch_over(link, rest)?;
@@ -420,12 +419,11 @@ impl<'a> Attempt<'a> {
     fn result(
         &mut self,
         decision: Decision,
+        state: &SourceState,
         failure: Option<SourceError>,
     ) -> Result<(), SourceError> {
         let cause = decision.cause.unwrap_or_default();
-        if let (Some(error), SourceState::Returning { cause }) =
-            (self.not_resumed.take(), self.machine.state())
-        {
+        if let (Some(error), SourceState::Returning { cause }) = (self.not_resumed.take(), state) {
             let cause = cause.clone();
             let source = Box::new(failure.unwrap_or(SourceError::Destination { cause }));
             return Err(SourceError::NotResumed { source, error });

@@ -15,12 +15,12 @@ use std::{
 use handover::SourceMessage;
 use rustix::event::{PollFd, PollFlags};
 use tracing::warn;
-use vamoose_link::{Hangup, wait_until};
+use vamoose_link::{Conversation, ConversationError, Hangup, wait_until};
 
 use super::{Acceptor, Connection, Event};
 use crate::{
     DestinationError, chain,
-    protocol::{Messages, Opening, ProtocolError, refuse_old},
+    protocol::{Purpose, UnknownConnection},
     spans::in_span,
 };
 
@@ -118,12 +118,12 @@ impl Connections {
         self.unidentified.fetch_sub(1, Ordering::Relaxed);
         match opened {
             Err(error) => warn!("a connection was ignored: {}", chain(&error)),
-            Ok((event, messages)) => {
+            Ok((event, control)) => {
                 // The coordinator is gone when the attempt is over.
                 if self.events.send(event).is_ok()
-                    && let Some(messages) = messages
+                    && let Some(control) = control
                 {
-                    self.receive(number, messages);
+                    self.receive(number, control);
                 }
             }
         }
@@ -134,37 +134,32 @@ impl Connections {
         &self,
         connection: Connection,
         number: u64,
-    ) -> Result<(Event, Option<Messages>), ProtocolError> {
-        let stream = &connection.stream;
-        stream.set_stall_timeout(self.stall_timeout)?;
-        match Opening::read(stream)? {
-            Opening::Channel(initial) => Ok((Event::Channel(initial, connection), None)),
-            Opening::Control(attempt) => {
-                let mut messages = Messages::new(stream.clone());
-                let message = messages.receive_soon()?.ok_or(ProtocolError::Cut)?;
+    ) -> Result<(Event, Option<Conversation>), UnknownConnection> {
+        let stall_timeout = connection.stream.set_stall_timeout(self.stall_timeout);
+        stall_timeout.map_err(ConversationError::from)?;
+        let mut control = Conversation::new(connection.stream.clone());
+        match Purpose::read(&mut control)? {
+            Purpose::Channel(initial) => Ok((Event::Channel(initial, connection), None)),
+            Purpose::Control(attempt) => {
+                let message = control.receive_soon()?;
                 let event = Event::Connected {
                     number,
                     attempt,
                     message,
                     connection,
                 };
-                Ok((event, Some(messages)))
-            }
-            Opening::Old => {
-                refuse_old(stream)?;
-                Err(ProtocolError::Old)
+                Ok((event, Some(control)))
             }
         }
     }
 
     /// Receives a source's messages, until the connection ends.
-    fn receive(&self, number: u64, mut messages: Messages) {
+    fn receive(&self, number: u64, mut control: Conversation) {
         loop {
-            let event = match messages.receive() {
-                Ok(Some(SourceMessage::State { len })) => self.state(number, &mut messages, len),
-                Ok(Some(message)) => Event::Message(number, message),
-                Ok(None) => Event::Disconnected(number, None),
-                Err(error) => Event::Disconnected(number, Some(error.into())),
+            let event = match control.receive() {
+                Ok(SourceMessage::State { len }) => self.state(number, &mut control, len),
+                Ok(message) => Event::Message(number, message),
+                Err(error) => Event::Disconnected(number, error.into()),
             };
             let last = matches!(event, Event::Disconnected(..));
             if self.events.send(event).is_err() || last {
@@ -173,17 +168,17 @@ impl Connections {
         }
     }
 
-    fn state(&self, number: u64, messages: &mut Messages, len: u64) -> Event {
+    fn state(&self, number: u64, control: &mut Conversation, len: u64) -> Event {
         let max = self.max_state;
         let result = match usize::try_from(len) {
-            Ok(wanted) if len <= max => messages
-                .receive_state(wanted)
+            Ok(wanted) if len <= max => control
+                .receive_bytes(wanted)
                 .map_err(DestinationError::from),
             _ => Err(DestinationError::StateLength { len, max }),
         };
         match result {
             Ok(state) => Event::State(number, state),
-            Err(error) => Event::Disconnected(number, Some(error)),
+            Err(error) => Event::Disconnected(number, error),
         }
     }
 }

@@ -1,7 +1,6 @@
 //! The phases of an attempt, from the source's offer to the guest that runs here.
 
 use std::{
-    collections::VecDeque,
     io,
     sync::{Arc, mpsc::SyncSender},
     thread::{self, Scope},
@@ -9,12 +8,12 @@ use std::{
 };
 
 use handover::{
-    AttemptId, DestinationAction, DestinationEvent, DestinationMessage, Details, Prepare,
-    SourceMessage, from_details,
+    AttemptId, Destination, DestinationDriver, DestinationEvent, DestinationHost,
+    DestinationMessage, Details, Prepare, SourceMessage, from_details,
 };
 use multifd::Layout;
 use tracing::{Span, debug, field, info, warn};
-use vamoose_link::{ChannelReader, Stats, Stream};
+use vamoose_link::{ChannelReader, ConversationError, Stats, Stream};
 
 use super::{
     Arrival, DestinationConfig, Event, channel,
@@ -24,10 +23,8 @@ use super::{
     receiving::{Action, Receiving, unexpected},
 };
 use crate::{
-    ChannelError, DestinationError, DestinationGuest, chain,
-    offload::Account,
-    protocol::{PrepareDetails, ProtocolError},
-    spans::in_span,
+    ChannelError, DestinationError, DestinationGuest, chain, offload::Account,
+    protocol::PrepareDetails, spans::in_span,
 };
 
 /// How much longer the destination answers than the source asks: a source whose connections are refused must be
@@ -59,10 +56,15 @@ pub(super) struct Coordinator<'scope, 'env> {
 /// The current attempt.
 struct Attempt {
     id: AttemptId,
-    machine: handover::Destination,
+    driver: DestinationDriver,
     details: PrepareDetails,
     layout: Layout,
     start: Instant,
+    done: Done,
+}
+
+/// What has been done for an attempt.
+struct Done {
     guest: GuestState,
     /// The source will not ask again.
     settled: bool,
@@ -86,13 +88,15 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         let (id, prepare) = self.inbox.wait_for_source()?;
         Span::current().record("attempt", field::display(id));
         let mut attempt = self.prepare(id, prepare)?;
+        self.drive(&mut attempt, guest);
         let committed = self.receive_and_load(&mut attempt, guest);
         let result = match committed {
             Ok(commit) => self.start(&mut attempt, guest, commit),
             Err(error) => Err(self.fail(&mut attempt, guest, error)),
         };
-        if !attempt.settled {
-            self.inbox.past.remember(attempt.id, attempt.machine);
+        if !attempt.done.settled {
+            let machine = Destination::clone(&attempt.driver);
+            self.inbox.past.remember(attempt.id, machine);
         }
         result
     }
@@ -107,26 +111,29 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         };
         let protocol = prepare.negotiate().map_err(|error| refuse(error.into()))?;
         let details: PrepareDetails = from_details(prepare.details)
-            .map_err(|error| refuse(ProtocolError::from(error).into()))?;
+            .map_err(|error| refuse(ConversationError::from(error).into()))?;
         let layout = details
             .check(self.memory.ram)
             .map_err(|error| refuse(error.into()))?;
         self.finish_making_zero();
-        self.inbox.send(&DestinationMessage::Prepared {
+        let incarnation = self.inbox.past.incarnation;
+        let prepared = DestinationMessage::Prepared {
             protocol,
-            incarnation: self.inbox.past.incarnation,
+            incarnation,
             details: Details::new(),
-        });
+        };
         let (blocks, channels) = (details.blocks.len(), details.channels);
         info!("accepted a guest of {blocks} RAM blocks over {channels} channels");
         Ok(Attempt {
             id,
-            machine: handover::Destination::new(self.inbox.past.incarnation),
+            driver: DestinationDriver::accept(incarnation, prepared),
             details,
             layout,
             start,
-            guest: GuestState::NotStarted,
-            settled: false,
+            done: Done {
+                guest: GuestState::NotStarted,
+                settled: false,
+            },
         })
     }
 
@@ -277,7 +284,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         let deadline = Instant::now() + attempt.settle_time() + LINGER;
         self.report(attempt, guest, DestinationEvent::Message(commit));
         let total_time = attempt.start.elapsed();
-        while !attempt.settled
+        while !attempt.done.settled
             && let Ok(Some(event)) = self.inbox.next(attempt.id, Some(deadline))
         {
             match event {
@@ -288,18 +295,18 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                 _ => {}
             }
         }
-        if !attempt.settled {
+        if !attempt.done.settled {
             warn!("the source has not acknowledged where the guest is");
         }
-        let running = matches!(attempt.guest, GuestState::Running);
-        if let GuestState::Failed(error) = attempt.guest.take() {
+        let running = matches!(attempt.done.guest, GuestState::Running);
+        if let GuestState::Failed(error) = attempt.done.guest.take() {
             return Err(error);
         }
         Ok(Arrival {
             moved: self.stats.snapshot(),
             total_time,
             running,
-            settled: attempt.settled,
+            settled: attempt.done.settled,
             copy: self.copied.as_ref().map(Account::read),
         })
     }
@@ -311,57 +318,68 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         guest: &mut dyn DestinationGuest,
         event: DestinationEvent,
     ) {
-        let mut actions = VecDeque::from(attempt.machine.handle(event));
-        while let Some(action) = actions.pop_front() {
-            let event = match action {
-                // There is no journal: this process has the guest, and when it ends so does the guest.
-                DestinationAction::Persist => continue,
-                DestinationAction::Send(message) => {
-                    self.inbox.send(&message);
-                    continue;
-                }
-                DestinationAction::Forget => {
-                    attempt.settled = true;
-                    continue;
-                }
-                DestinationAction::Run { resume } => self.run_guest(attempt, guest, resume),
-                DestinationAction::Check => attempt.guest.started(),
-                // The guest has not run and will not: there is nothing else to end.
-                DestinationAction::End => DestinationEvent::Died {
-                    cause: String::new(),
-                },
-            };
-            actions.extend(attempt.machine.handle(event));
-        }
+        attempt.driver.handle(event);
+        self.drive(attempt, guest);
     }
 
-    fn run_guest(
-        &mut self,
-        attempt: &mut Attempt,
-        guest: &mut dyn DestinationGuest,
-        resume: bool,
-    ) -> DestinationEvent {
+    fn drive(&mut self, attempt: &mut Attempt, guest: &mut dyn DestinationGuest) {
+        attempt.driver.drive(&mut Host {
+            inbox: &self.inbox,
+            arrived: self.arrived,
+            guest,
+            done: &mut attempt.done,
+        });
+    }
+}
+
+/// What the driver acts upon. There is no journal: this process has the guest, which ends with it.
+struct Host<'a, 'env> {
+    inbox: &'a Inbox<'env>,
+    arrived: &'a mut bool,
+    guest: &'a mut dyn DestinationGuest,
+    done: &'a mut Done,
+}
+
+impl DestinationHost for Host<'_, '_> {
+    fn send(&mut self, message: &DestinationMessage) {
+        self.inbox.send(message);
+    }
+
+    fn run(&mut self, resume: bool) -> Option<DestinationEvent> {
+        // Also if the VMM panics.
         *self.arrived = true;
-        let resumed = if resume { guest.resume() } else { Ok(()) };
-        match resumed {
+        let resumed = if resume { self.guest.resume() } else { Ok(()) };
+        Some(match resumed {
             Ok(()) => {
-                attempt.guest = match resume {
+                self.done.guest = match resume {
                     true => GuestState::Running,
                     false => GuestState::Paused,
                 };
-                attempt.guest.started()
+                self.done.guest.started()
             }
             Err(source) => {
                 *self.arrived = false;
-                let error = DestinationError::Guest {
-                    what: "run",
-                    source,
-                };
+                let what = "run";
+                let error = DestinationError::Guest { what, source };
                 let cause = chain(&error);
-                attempt.guest = GuestState::Failed(error);
+                self.done.guest = GuestState::Failed(error);
                 DestinationEvent::NotStarted { cause }
             }
-        }
+        })
+    }
+
+    fn check(&mut self, _: bool) -> Option<DestinationEvent> {
+        Some(self.done.guest.started())
+    }
+
+    /// The guest has not run and will not: there is nothing else to end.
+    fn end(&mut self) -> Option<DestinationEvent> {
+        let cause = String::new();
+        Some(DestinationEvent::Died { cause })
+    }
+
+    fn forget(&mut self) {
+        self.done.settled = true;
     }
 }
 

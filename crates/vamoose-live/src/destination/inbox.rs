@@ -9,10 +9,10 @@ use std::{
 
 use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage};
 use tracing::warn;
-use vamoose_link::{Session, Stream, receive_until};
+use vamoose_link::{Session, Stream, receive_until, send_message};
 
 use super::{Connection, Event, past_attempts::PastAttempts, receiving::refuse_channel};
-use crate::{DestinationError, chain, protocol::send};
+use crate::{DestinationError, chain};
 
 pub(super) struct Inbox<'env> {
     events: Receiver<Event>,
@@ -106,7 +106,7 @@ impl<'env> Inbox<'env> {
     /// Sends `message` on all control connections of the attempt. If it does not arrive, the source asks again.
     pub(super) fn send(&self, message: &DestinationMessage) {
         for Connection { stream, .. } in self.controls.values() {
-            if let Err(error) = send(stream, message) {
+            if let Err(error) = send_message(stream, message) {
                 warn!("cannot send {message:?} to the source: {}", chain(&error));
                 // Its thread reports that it has ended.
                 stream.shut_down();
@@ -150,7 +150,7 @@ impl<'env> Inbox<'env> {
     /// Answers for an attempt that is not the current one, once for each connection.
     fn answer(&mut self, attempt: AttemptId, message: SourceMessage, stream: &Stream) {
         if let Some(answer) = self.past.answer(attempt, message)
-            && let Err(error) = send(stream, &answer)
+            && let Err(error) = send_message(stream, &answer)
         {
             warn!("cannot answer for attempt {attempt}: {}", chain(&error));
         }

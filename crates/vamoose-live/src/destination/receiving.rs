@@ -183,7 +183,7 @@ pub(super) fn unexpected(event: Event) -> Result<(), DestinationError> {
         }
         Event::Synced(_, number) => out_of_turn(format!("SYNC {number}")),
         Event::State(..) => out_of_turn("state".to_owned()),
-        Event::Disconnected(_, why) => Err(why.unwrap_or(DestinationError::ControlEnded)),
+        Event::Disconnected(_, error) => Err(error),
         Event::Cancelled => Err(DestinationError::Cancelled),
         Event::Channel(_, connection) => {
             refuse_channel(&connection.stream);

@@ -15,8 +15,6 @@ use multifd::{Layout, PacketError, RamHeader};
 use vamoose_link::ChannelWriter;
 use vm_memory::VolatileSlice;
 
-#[cfg(feature = "bench")]
-use super::normal_page_ratio::NormalPageRatio;
 use super::{
     Source, SourceConfig, ZeroPageDetection,
     round::{Chunk, Round},
@@ -41,8 +39,6 @@ pub(super) struct Channel<'a> {
     /// The pages of the next packet, whose scan has been started.
     scanned: Batch<'a>,
     packer: Packer,
-    #[cfg(feature = "bench")]
-    normal_page_ratio: NormalPageRatio,
 }
 
 /// Pages of a packet, all of one block. Its vectors are as long as a packet from the beginning.
@@ -66,8 +62,6 @@ impl<'a> Channel<'a> {
             filling: Batch::new(layout),
             scanned: Batch::new(layout),
             packer: Packer::new(layout),
-            #[cfg(feature = "bench")]
-            normal_page_ratio: config.normal_page_ratio.into(),
         }
     }
 
@@ -142,8 +136,6 @@ impl<'a> Channel<'a> {
         if let Some(scan) = &mut self.scan {
             scan.finish(&batch.slices, verdicts)?;
         }
-        #[cfg(feature = "bench")]
-        self.normal_page_ratio.apply(verdicts);
         let header = self
             .packer
             .pack(self.ram, batch, number)

@@ -26,9 +26,6 @@ pub struct SourceConfig {
     pub zero_copy: bool,
     /// What looks for zero pages.
     pub zero_page_detection: ZeroPageDetection,
-    /// Percentage of zero pages to send as normal ones all the same: traffic for benchmarks.
-    #[cfg(feature = "bench")]
-    pub normal_page_ratio: u8,
     /// Bandwidth limit in bytes per second, over all channels.
     pub max_bandwidth: Option<NonZeroU64>,
     /// The guest is paused when the rest is expected to be sent within this time.
@@ -86,8 +83,6 @@ impl SourceConfig {
             packet_bytes: PACKET_BYTES,
             zero_copy: false,
             zero_page_detection: ZeroPageDetection::Cpu,
-            #[cfg(feature = "bench")]
-            normal_page_ratio: 0,
             max_bandwidth: None,
             downtime_limit: Duration::from_millis(300),
             downtime_max: Duration::from_secs(10),
@@ -108,11 +103,6 @@ impl SourceConfig {
         if self.delta && !self.method.takes_differences() {
             let name = self.method.name();
             return refuse(format!("differences: packets of method {name} hold none"));
-        }
-        #[cfg(feature = "bench")]
-        if self.normal_page_ratio > 100 {
-            let ratio = self.normal_page_ratio;
-            return refuse(format!("normal page ratio: {ratio} % is more than 100 %"));
         }
         for (name, time) in [
             ("stall timeout", self.stall_timeout),

@@ -2,20 +2,18 @@
 //! has failed, to the decision where the guest is.
 
 use std::{
-    collections::VecDeque,
     io, mem, thread,
     time::{Duration, Instant},
 };
 
-use handover::{Decision, DestinationMessage, SourceAction, SourceEvent, SourceMessage};
+use handover::{
+    Decision, DestinationMessage, SourceDriver, SourceEvent, SourceHost, SourceMessage,
+};
 use tracing::warn;
-use vamoose_link::{SocketError, left};
+use vamoose_link::{Conversation, ConversationError, SocketError, left};
 
 use super::{Attempt, link::Link};
-use crate::{
-    SourceError, chain,
-    protocol::{Messages, ProtocolError},
-};
+use crate::{SourceError, chain};
 
 /// Timeout for an answer of the destination. The guest is paused meanwhile, and asking again does no harm.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -26,7 +24,7 @@ pub(super) struct HandOver<'l, 'scope, 'a> {
     attempt: &'l mut Attempt<'a>,
     link: &'l Link<'scope, 'a>,
     /// Replaces the link's control connection, once that was lost.
-    redialled: Option<Messages>,
+    redialled: Option<Conversation>,
     dials: u32,
     /// How often `commit` was sent on the connection.
     commits: u32,
@@ -52,35 +50,11 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
         }
     }
 
-    /// Reports `event`, and all that follows from it until it is decided where the guest is. Returns the control connection, too,
-    /// if it is not the link's.
-    pub(super) fn run(mut self, event: SourceEvent) -> (Decision, Option<Messages>) {
-        let mut actions = VecDeque::from(self.attempt.machine.handle(event));
-        loop {
-            let event = match actions.pop_front() {
-                // There is no journal: this process has the guest, which ends with it.
-                Some(SourceAction::Persist) => continue,
-                Some(SourceAction::Send(message)) => {
-                    self.send(&message);
-                    continue;
-                }
-                Some(SourceAction::Dial) => self.dial(),
-                Some(SourceAction::Resume) => self.attempt.resume(),
-                Some(SourceAction::Decide(decision)) => return (decision, self.redialled),
-                None => self.receive(),
-            };
-            actions.extend(self.attempt.machine.handle(event));
-        }
-    }
-
-    /// Ignores errors: only an answer counts.
-    fn send(&mut self, message: &SourceMessage) {
-        self.commits += u32::from(matches!(message, SourceMessage::Commit { .. }));
-        let _ = match (&self.redialled, message) {
-            (Some(messages), _) => messages.send(message).map_err(SourceError::from),
-            (None, SourceMessage::Abort { .. }) => self.link.abort(message),
-            (None, _) => self.link.send(message),
-        };
+    /// Carries out what is pending, until it is decided where the guest is. Returns the control connection, too, if it is not the
+    /// link's.
+    pub(super) fn run(mut self, driver: &mut SourceDriver) -> (Decision, Option<Conversation>) {
+        let decision = driver.drive(&mut self, |host, _| host.receive());
+        (decision, self.redialled)
     }
 
     fn receive(&mut self) -> SourceEvent {
@@ -93,10 +67,7 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
         }
         let received = match &mut self.redialled {
             None => self.link.receive("answered", left.min(ANSWER_TIMEOUT)),
-            Some(messages) => messages
-                .receive_soon()
-                .map_err(SourceError::from)
-                .and_then(|message| message.ok_or(SourceError::ControlEnded)),
+            Some(control) => control.receive_soon().map_err(SourceError::from),
         };
         match received {
             Ok(message) => {
@@ -108,38 +79,6 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
                 let complete = was_closed(&error, self.commits);
                 self.last = chain(&error);
                 SourceEvent::Closed { complete }
-            }
-        }
-    }
-
-    /// Connects again, at once the first time.
-    fn dial(&mut self) -> SourceEvent {
-        let Some(left) = self.time_left() else {
-            return self.gave_up();
-        };
-        if self.dials == 0 {
-            warn!(
-                "the destination has not confirmed that the guest runs ({}): asking again",
-                self.last
-            );
-        } else {
-            thread::sleep(ASK_INTERVAL.min(left));
-        }
-        self.dials += 1;
-        match self.link.dial_again(left.min(ANSWER_TIMEOUT)) {
-            Ok(messages) => {
-                self.redialled = Some(messages);
-                self.commits = 0;
-                SourceEvent::Connected
-            }
-            Err(SourceError::Dial(SocketError { source, .. })) if is_refused(&source) => {
-                self.last = "connection refused".to_owned();
-                SourceEvent::Refused
-            }
-            Err(error) => {
-                self.last = chain(&error);
-                // Nothing was asked on it, so no answer can have been lost.
-                SourceEvent::Closed { complete: true }
             }
         }
     }
@@ -159,6 +98,56 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
     }
 }
 
+/// There is no journal: this process has the guest, which ends with it.
+impl SourceHost for HandOver<'_, '_, '_> {
+    /// Ignores errors: only an answer counts.
+    fn send(&mut self, message: &SourceMessage) -> Option<SourceEvent> {
+        self.commits += u32::from(matches!(message, SourceMessage::Commit { .. }));
+        let _ = match (&self.redialled, message) {
+            (Some(control), _) => control.send(message).map_err(SourceError::from),
+            (None, SourceMessage::Abort { .. }) => self.link.abort(message),
+            (None, _) => self.link.send(message),
+        };
+        None
+    }
+
+    /// Connects again, at once the first time.
+    fn dial(&mut self, _: &handover::Source) -> Option<SourceEvent> {
+        let Some(left) = self.time_left() else {
+            return Some(self.gave_up());
+        };
+        if self.dials == 0 {
+            warn!(
+                "the destination has not confirmed that the guest runs ({}): asking again",
+                self.last
+            );
+        } else {
+            thread::sleep(ASK_INTERVAL.min(left));
+        }
+        self.dials += 1;
+        Some(match self.link.dial_again(left.min(ANSWER_TIMEOUT)) {
+            Ok(control) => {
+                self.redialled = Some(control);
+                self.commits = 0;
+                SourceEvent::Connected
+            }
+            Err(SourceError::Dial(SocketError { source, .. })) if is_refused(&source) => {
+                self.last = "connection refused".to_owned();
+                SourceEvent::Refused
+            }
+            Err(error) => {
+                self.last = chain(&error);
+                // Nothing was asked on it, so no answer can have been lost.
+                SourceEvent::Closed { complete: true }
+            }
+        })
+    }
+
+    fn resume(&mut self, _: &handover::Source) -> Option<SourceEvent> {
+        Some(self.attempt.resume())
+    }
+}
+
 /// Whether the destination's system has closed the connection, behind all messages that the destination had sent on it.
 ///
 /// An end of file comes in its turn. A reset can overtake messages that were lost on the way; but the system resets a
@@ -166,7 +155,7 @@ impl<'l, 'scope, 'a> HandOver<'l, 'scope, 'a> {
 /// answer to it. Without an end or a reset it cannot be known.
 fn was_closed(error: &SourceError, commits: u32) -> bool {
     match error {
-        SourceError::ControlEnded | SourceError::Control(ProtocolError::Cut) => true,
+        SourceError::Control(ConversationError::Closed | ConversationError::Cut) => true,
         SourceError::Control(error) => commits <= 1 && error.is_reset(),
         _ => false,
     }

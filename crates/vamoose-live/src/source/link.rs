@@ -14,12 +14,15 @@ use std::{
 use handover::{AttemptId, DestinationMessage, Prepare, SourceMessage, negotiate, to_details};
 use multifd::Initial;
 use tracing::warn;
-use vamoose_link::{ChannelWriter, DeltaSender, Stream, receive_until};
+use vamoose_link::{
+    ChannelWriter, Conversation, ConversationError, DeltaSender, Stream, receive_until,
+    send_message,
+};
 
 use super::{Source, Transport, channel::Channel, round::Round, transport::Way};
 use crate::{
     SourceError,
-    protocol::{Messages, Opening, PrepareDetails, ProtocolError, send},
+    protocol::{PrepareDetails, control_preamble},
     spans::in_span,
 };
 
@@ -59,7 +62,7 @@ enum Event {
     /// From the destination.
     Message(DestinationMessage),
     /// The control connection has ended.
-    Disconnected(Option<ProtocolError>),
+    Disconnected(ConversationError),
 }
 
 /// How a round ended that did not fail.
@@ -96,8 +99,8 @@ impl<'scope, 'a> Link<'scope, 'a> {
         }
         let control = register(source, control)?;
         control
-            .write_both(&Opening::control(id), &[])
-            .map_err(ProtocolError::from)?;
+            .write_both(&control_preamble(id), &[])
+            .map_err(ConversationError::from)?;
         let (events_in, events) = mpsc::sync_channel(QUEUE);
         let link = Self {
             source,
@@ -112,7 +115,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
             device_state: DeviceState::Unsent,
             resume_at: None,
         };
-        link.spawn(move || receive(Messages::new(control), &events_in))?;
+        link.spawn(move || receive(Conversation::new(control), &events_in))?;
         Ok(link)
     }
 
@@ -125,7 +128,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
             ..
         } = self.source;
         let details = to_details(&PrepareDetails::new(ram, *layout, config));
-        let prepare = Prepare::new(details.map_err(ProtocolError::from)?);
+        let prepare = Prepare::new(details.map_err(ConversationError::from)?);
         let timeout = self.timeout(config.stall_timeout.max(MIN_PREPARE_TIMEOUT));
         let mut answer = self
             .send(&SourceMessage::Prepare(prepare))
@@ -261,7 +264,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
     }
 
     pub(super) fn send(&self, message: &SourceMessage) -> Result<(), SourceError> {
-        Ok(send(&self.control, message)?)
+        Ok(send_message(&self.control, message)?)
     }
 
     /// The destination's next message, within `timeout`: it should report that it has done `what`.
@@ -296,10 +299,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
     pub(super) fn explain(&self, error: SourceError) -> SourceError {
         let of_connection = matches!(
             error,
-            SourceError::Channel { .. }
-                | SourceError::Control(_)
-                | SourceError::ControlEnded
-                | SourceError::Session(_)
+            SourceError::Channel { .. } | SourceError::Control(_) | SourceError::Session(_)
         );
         if !of_connection || self.disconnected.get() || self.source.shared.is_cancelled() {
             return error;
@@ -347,13 +347,13 @@ impl<'scope, 'a> Link<'scope, 'a> {
     }
 
     /// Another control connection of this attempt.
-    pub(super) fn dial_again(&self, timeout: Duration) -> Result<Messages, SourceError> {
+    pub(super) fn dial_again(&self, timeout: Duration) -> Result<Conversation, SourceError> {
         let stream = self.way.open_anew(timeout)?;
         stream.set_stall_timeout(timeout)?;
         stream
-            .write_both(&Opening::control(self.id), &[])
-            .map_err(ProtocolError::from)?;
-        Ok(Messages::new(Arc::new(stream)))
+            .write_both(&control_preamble(self.id), &[])
+            .map_err(ConversationError::from)?;
+        Ok(Conversation::new(Arc::new(stream)))
     }
 
     /// How long to wait for what takes `timeout` at most while the connection is there.
@@ -374,7 +374,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         let stream = register(source, stream)?;
         stream
             .write_both(&opening, &[])
-            .map_err(ProtocolError::from)?;
+            .map_err(ConversationError::from)?;
         let stats = &source.shared.stats;
         let mut writer = ChannelWriter::new(
             stream,
@@ -430,8 +430,7 @@ fn unexpected_event(event: Event) -> Result<(), SourceError> {
         Event::Sent => return Ok(()),
         Event::Failed(error) => error,
         Event::Message(message) => unexpected(message),
-        Event::Disconnected(None) => SourceError::ControlEnded,
-        Event::Disconnected(Some(error)) => error.into(),
+        Event::Disconnected(error) => error.into(),
     })
 }
 
@@ -449,7 +448,7 @@ fn unexpected(message: DestinationMessage) -> SourceError {
 /// What it means that the connection is closed before its first message.
 fn or_unanswered(error: SourceError) -> SourceError {
     match error {
-        SourceError::ControlEnded => SourceError::Unanswered,
+        SourceError::Control(ConversationError::Closed) => SourceError::Unanswered,
         SourceError::Control(error) if error.is_reset() => SourceError::Unanswered,
         error => error,
     }
@@ -471,20 +470,18 @@ fn finish(control: &Stream, timeout: Duration) {
     }
 }
 
-fn send_state(control: &Stream, state: &[u8]) -> Result<(), ProtocolError> {
+fn send_state(control: &Stream, state: &[u8]) -> Result<(), ConversationError> {
     let len = state.len() as u64;
-    send(control, &SourceMessage::State { len })?;
+    send_message(control, &SourceMessage::State { len })?;
     Ok(control.write_both(state, &[])?)
 }
 
 /// Receives the destination's messages, until the connection ends.
-fn receive(mut messages: Messages, events: &SyncSender<Event>) {
+fn receive(mut control: Conversation, events: &SyncSender<Event>) {
     loop {
-        let event = match messages.receive() {
-            Ok(Some(message)) => Event::Message(message),
-            Ok(None) => Event::Disconnected(None),
-            Err(error) => Event::Disconnected(Some(error)),
-        };
+        let event = control
+            .receive()
+            .map_or_else(Event::Disconnected, Event::Message);
         let last = matches!(event, Event::Disconnected(_));
         // The coordinator is gone when the migration is over.
         if events.send(event).is_err() || last {

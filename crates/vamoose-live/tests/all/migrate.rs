@@ -88,7 +88,6 @@ fn any_guest_migrates_with(method: &MethodChoice) {
         config.channels = [1, 2, 8][turn / rigs.len() % 3];
         config.packet_bytes = rng.pick(&[64 << 10, 512 << 10, 4 << 20]);
         config.zero_page_detection = rng.pick(&[ZeroPageDetection::Cpu, ZeroPageDetection::None]);
-        config.normal_page_ratio = rng.pick(&[0, 0, 30, 100]);
         config.downtime_limit = Duration::from_millis(rng.pick(&[1, 30, 300]));
         config.max_bandwidth = rng.chance(20).then(|| NonZeroU64::new(64 * MIB).unwrap());
         let rounds = 1 + rng.below(4);

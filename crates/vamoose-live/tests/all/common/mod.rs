@@ -543,7 +543,6 @@ pub(crate) fn move_in_the_end(stage: &Arc<Stage>, to: &Transport) {
                         error,
                         SourceError::Unanswered
                             | SourceError::Session(_)
-                            | SourceError::ControlEnded
                             | SourceError::Control(_)
                             | SourceError::Channel { .. }
                             | SourceError::Refused { .. }
