@@ -13,7 +13,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DestinationMessage, Incarnation, SourceMessage};
+use crate::{DestinationMessage, GuestLocation, Incarnation, SourceMessage};
 
 /// The destination of one attempt.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -55,12 +55,19 @@ pub enum DestinationState {
 }
 
 impl DestinationState {
-    /// Whether nothing more can become of the guest here.
+    /// Whether nothing is left to do.
     pub fn is_over(&self) -> bool {
-        matches!(
-            self,
-            Self::Running | Self::Ended { .. } | Self::Aborted { .. }
-        )
+        self.outcome().is_some()
+    }
+
+    /// Where the guest is, once nothing is left to do.
+    pub fn outcome(&self) -> Option<GuestLocation> {
+        match self {
+            Self::Running => Some(GuestLocation::Destination),
+            Self::Ended { .. } => Some(GuestLocation::Lost),
+            Self::Aborted { .. } => Some(GuestLocation::Source),
+            _ => None,
+        }
     }
 }
 

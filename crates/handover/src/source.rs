@@ -60,7 +60,15 @@ pub enum SourceState {
 impl SourceState {
     /// Whether nothing is left to do.
     pub fn is_over(&self) -> bool {
-        matches!(self, Self::Over { .. })
+        self.outcome().is_some()
+    }
+
+    /// Where the guest is, once nothing is left to do.
+    pub fn outcome(&self) -> Option<GuestLocation> {
+        match self {
+            Self::Over { guest, .. } => Some(*guest),
+            _ => None,
+        }
     }
 
     /// Where the guest is, as far as this is known: until a `commit` may have been sent, at the source.

@@ -21,7 +21,7 @@ pub struct Attempt {
     /// Its status.
     pub standing: Standing,
     /// The journal's name for how far it has come.
-    pub phase: &'static str,
+    pub phase: String,
     /// What went wrong, if something did.
     pub cause: Option<String>,
     /// When it began, in milliseconds since the epoch.
@@ -61,77 +61,67 @@ pub enum Standing {
 /// # Errors
 /// When the journal cannot be read.
 pub fn attempts(journal: &Journal) -> Result<Vec<Attempt>, JournalError> {
-    let mut all = list(journal, at_source)?;
-    all.extend(list(journal, at_destination)?);
+    let mut all = Vec::new();
+    for record in journal.records::<AtSource>()? {
+        let standing = at_source(&record, journal.is_driven::<AtSource>(record.attempt));
+        let to = record.side.to.clone();
+        all.push(Attempt::new(record, standing, Some(to)));
+    }
+    for record in journal.records::<AtDestination>()? {
+        let is_driven = journal.is_driven::<AtDestination>(record.attempt);
+        let standing = at_destination(&record, is_driven);
+        all.push(Attempt::new(record, standing, None));
+    }
     all.sort_by_key(|attempt| attempt.began);
     Ok(all)
 }
 
-/// A record's phase, status, what went wrong, the destination's address.
-type Described = (&'static str, Standing, Option<String>, Option<String>);
-
-fn list<S: Side>(
-    journal: &Journal,
-    describe: fn(Record<S>, bool) -> Described,
-) -> Result<Vec<Attempt>, JournalError> {
-    let attempt = |record: Record<S>| {
-        let is_driven = journal.is_driven::<S>(record.attempt);
-        let (phase, standing, cause, to) = describe(record.clone(), is_driven);
-        Attempt {
+impl Attempt {
+    fn new<S: Side>(record: Record<S>, standing: Standing, to: Option<String>) -> Self {
+        // As the journal's file has them.
+        let state = serde_json::to_value(&record.state).unwrap_or_default();
+        let text = |name: &str| state[name].as_str().map(str::to_owned);
+        Self {
             attempt: record.attempt,
             role: S::ROLE,
             name: record.name,
             standing,
-            phase,
-            cause,
+            phase: text("phase").unwrap_or_default(),
+            cause: text("cause"),
             began: record.began,
             to,
             qemu: record.qemu,
         }
-    };
-    Ok(journal.records()?.into_iter().map(attempt).collect())
+    }
 }
 
-fn at_source(record: Record<AtSource>, is_driven: bool) -> Described {
-    let (phase, standing, cause) = match record.state {
-        SourceState::Moving { .. } => ("moving", Standing::Unfinished, None),
-        SourceState::Committing { .. } => ("committing", Standing::InDoubt, None),
-        SourceState::Returning { cause } => ("returning", Standing::Unfinished, Some(cause)),
-        SourceState::Over { guest, cause } => ("over", over(guest), cause),
-    };
-    let standing = if is_driven {
-        Standing::Running
-    } else {
-        standing
-    };
-    (phase, standing, cause, Some(record.side.to))
+fn at_source(record: &Record<AtSource>, is_driven: bool) -> Standing {
+    match &record.state {
+        _ if is_driven => Standing::Running,
+        SourceState::Moving { .. } | SourceState::Returning { .. } => Standing::Unfinished,
+        SourceState::Committing { .. } => Standing::InDoubt,
+        SourceState::Over { guest, .. } => Standing::after(*guest),
+    }
 }
 
-fn at_destination(record: Record<AtDestination>, is_driven: bool) -> Described {
-    let is_running = is_driven && !record.side.orphaned && !record.is_over();
-    let (phase, standing, cause) = match record.state {
-        DestinationState::Receiving => ("receiving", Standing::Unfinished, None),
-        DestinationState::Loaded => ("loaded", Standing::Orphaned, None),
-        DestinationState::Starting { .. } => ("starting", Standing::Unfinished, None),
-        DestinationState::Running => ("running", Standing::AtDestination, None),
-        DestinationState::Ended { cause } => ("ended", Standing::Lost, Some(cause)),
-        DestinationState::Aborting { cause } => ("aborting", Standing::Unfinished, Some(cause)),
-        DestinationState::Aborted { cause } => ("aborted", Standing::AtSource, Some(cause)),
-    };
-    let standing = if is_running {
-        Standing::Running
-    } else {
-        standing
-    };
-    (phase, standing, cause, None)
+fn at_destination(record: &Record<AtDestination>, is_driven: bool) -> Standing {
+    match (record.outcome(), &record.state) {
+        (Some(guest), _) => Standing::after(guest),
+        (None, _) if is_driven && !record.side.orphaned => Standing::Running,
+        (None, DestinationState::Loaded) => Standing::Orphaned,
+        (None, _) => Standing::Unfinished,
+    }
 }
 
-fn over(guest: GuestLocation) -> Standing {
-    match guest {
-        GuestLocation::Source => Standing::AtSource,
-        GuestLocation::Destination | GuestLocation::MovedOn => Standing::AtDestination,
-        GuestLocation::InDoubt | GuestLocation::Unconfirmed => Standing::InDoubt,
-        GuestLocation::Lost => Standing::Lost,
-        GuestLocation::Gone => Standing::Gone,
+impl Standing {
+    /// Of an attempt that is over.
+    fn after(guest: GuestLocation) -> Self {
+        match guest {
+            GuestLocation::Source => Self::AtSource,
+            GuestLocation::Destination | GuestLocation::MovedOn => Self::AtDestination,
+            GuestLocation::InDoubt | GuestLocation::Unconfirmed => Self::InDoubt,
+            GuestLocation::Lost => Self::Lost,
+            GuestLocation::Gone => Self::Gone,
+        }
     }
 }

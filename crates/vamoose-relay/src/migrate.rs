@@ -87,7 +87,7 @@ pub struct Progress {
 }
 
 /// A guest that has moved.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Moved {
     /// QEMU's account at the end, with `downtime-parts`; empty when another process had driven the migration.
     pub source: Value,
@@ -118,8 +118,6 @@ impl Migration<'_> {
         if let Some(ended) = self.finish_earlier(&journal, &mut source)? {
             return ended;
         }
-        // An earlier attempt that was finished just now may have changed it.
-        source.look().map_err(at_source)?;
         source.check(self.zero_page_detection).map_err(at_source)?;
         self.notify_earlier(&journal).map_err(at_source)?;
         let attempt = AttemptId(random_id().map_err(at_source)?);

@@ -1,7 +1,7 @@
 //! A person's decision on an attempt that nothing else can decide.
 //!
-//! The person has looked at the destination. It is asked all the same: its answer counts more, and a refusal or silence is
-//! none. Only the person can say that there is nobody left to be asked.
+//! The person has looked at the destination. The destination is asked all the same, and its answer counts more. A refusal or
+//! silence is no answer. Only a person can declare that no destination is left to be asked.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -89,8 +89,8 @@ pub enum SettleError {
 const SETTLING: Duration = Duration::from_secs(60);
 
 impl Settlement {
-    /// Looks what there is to settle. Nothing is done yet. The destination of a guest that is to resume at this host is asked
-    /// as `config` says; not if there is none, for a destination that is gone for good.
+    /// Finds what there is to settle, and changes nothing yet. The destination of a guest that is to resume at this host will be
+    /// asked over a session with `config`. Without `config` it will not be asked: it is gone for good.
     ///
     /// # Errors
     /// When nothing is to be settled, or a process still works at it.
@@ -102,16 +102,8 @@ impl Settlement {
     ) -> Result<Self, SettleError> {
         let source = journal.find::<AtSource>(attempt)?;
         let destination = journal.find::<AtDestination>(attempt)?;
-        let over_at_source = source.as_ref().and_then(|record| match &record.state {
-            SourceState::Over { guest, .. } => Some(*guest),
-            _ => None,
-        });
-        let over_at_destination = destination.as_ref().and_then(|record| match &record.state {
-            DestinationState::Running => Some(GuestLocation::Destination),
-            DestinationState::Ended { .. } => Some(GuestLocation::Lost),
-            DestinationState::Aborted { .. } => Some(GuestLocation::Source),
-            _ => None,
-        });
+        let over_at_source = source.as_ref().and_then(Record::outcome);
+        let over_at_destination = destination.as_ref().and_then(Record::outcome);
         let source = source.filter(|_| over_at_source.is_none());
         let destination = destination.filter(|_| over_at_destination.is_none());
         if source.is_none() && destination.is_none() {
@@ -143,53 +135,40 @@ impl Settlement {
         let destination = self.destination.as_ref().map(Side::record);
         let there = destination.map(|record| record.qemu.monitor.display());
         let mut steps = Vec::new();
-        match self.verdict {
-            Verdict::NeverRan => {
-                if let Some(record) = source.filter(|record| record.qemu.has_ended()) {
-                    let monitor = record.qemu.monitor.display();
+        match (self.verdict, source) {
+            (Verdict::NeverRan, Some(record)) if record.qemu.has_ended() => {
+                let monitor = record.qemu.monitor.display();
+                steps.push(format!(
+                    "record that the guest has ended with the QEMU at {monitor}"
+                ));
+            }
+            (Verdict::NeverRan, Some(record)) => {
+                if self.config.is_some() {
                     steps.push(format!(
-                        "record that the guest has ended with the QEMU at {monitor}"
+                        "tell the destination {} ({}) that the guest stays here; stop if it has run there, or \
+                         does not answer",
+                        record.side.to, record.name
                     ));
-                } else if let Some(record) = source {
-                    if self.config.is_some() {
-                        steps.push(format!(
-                            "tell the destination {} ({}) that the guest stays here; stop if it has run there, or \
-                             does not answer",
-                            record.side.to, record.name
-                        ));
-                    }
-                    let what = if record.side.resume {
-                        "continue the guest"
-                    } else {
-                        "leave the guest, which was paused before,"
-                    };
-                    steps.push(format!("{what} at {}", record.qemu.monitor.display()));
                 }
-                steps.extend(
-                    there.map(|there| format!("end the QEMU at {there}, which holds the guest")),
-                );
+                let what = match record.side.resume {
+                    true => "continue the guest",
+                    false => "leave the guest, which was paused before,",
+                };
+                steps.push(format!("{what} at {}", record.qemu.monitor.display()));
             }
-            Verdict::MovedElsewhere => {
-                steps.extend(source.map(|record| {
-                    let monitor = record.qemu.monitor.display();
-                    format!(
-                        "leave the guest's copy at {monitor} paused for good, to be ended by hand"
-                    )
-                }));
-                steps.extend(
-                    there.map(|there| format!("end the QEMU at {there}, which holds an old copy")),
-                );
+            (Verdict::RunningThere | Verdict::MovedElsewhere, Some(record)) => {
+                let monitor = record.qemu.monitor.display();
+                steps.push(format!(
+                    "leave the guest's copy at {monitor} paused for good, to be ended by hand"
+                ));
             }
-            Verdict::RunningThere => {
-                steps.extend(source.map(|record| {
-                    let monitor = record.qemu.monitor.display();
-                    format!(
-                        "leave the guest's copy at {monitor} paused for good, to be ended by hand"
-                    )
-                }));
-                steps.extend(there.map(|there| format!("continue the guest at {there}")));
-            }
+            (_, None) => {}
         }
+        steps.extend(there.map(|there| match self.verdict {
+            Verdict::NeverRan => format!("end the QEMU at {there}, which holds the guest"),
+            Verdict::MovedElsewhere => format!("end the QEMU at {there}, which holds an old copy"),
+            Verdict::RunningThere => format!("continue the guest at {there}"),
+        }));
         steps
     }
 

@@ -1036,7 +1036,7 @@ impl Now {
                 None
             }
             DestinationMessage::Running { .. } => {
-                let fresh = std::mem::take(&mut attempt.fresh);
+                let fresh = mem::take(&mut attempt.fresh);
                 (!fresh).then_some(Wrong::SaidUnseen)
             }
             DestinationMessage::Aborted { .. } | DestinationMessage::Ended { .. } => {

@@ -2,7 +2,7 @@
 
 use std::fmt::Debug;
 
-use handover::{AttemptId, DestinationState, Incarnation, SourceState};
+use handover::{AttemptId, DestinationState, GuestLocation, Incarnation, SourceState};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::Instance;
@@ -31,14 +31,19 @@ pub(crate) trait Side: Clone + Serialize + DeserializeOwned {
     /// How the names of its files begin.
     const ROLE: &'static str;
 
-    /// Whether an attempt in this state is over.
-    const IS_OVER: fn(&Self::State) -> bool;
+    /// Where the guest is after an attempt in this state, if it is over.
+    const OUTCOME: fn(&Self::State) -> Option<GuestLocation>;
 }
 
 impl<S: Side> Record<S> {
-    /// Whether nothing is left to be decided.
+    /// Whether nothing is left to do.
     pub(crate) fn is_over(&self) -> bool {
-        S::IS_OVER(&self.state)
+        self.outcome().is_some()
+    }
+
+    /// Where the guest is, once nothing is left to do.
+    pub(crate) fn outcome(&self) -> Option<GuestLocation> {
+        S::OUTCOME(&self.state)
     }
 }
 
@@ -58,7 +63,7 @@ impl Side for AtSource {
     type State = SourceState;
 
     const ROLE: &'static str = "source";
-    const IS_OVER: fn(&SourceState) -> bool = SourceState::is_over;
+    const OUTCOME: fn(&SourceState) -> Option<GuestLocation> = SourceState::outcome;
 }
 
 /// What only the destination remembers.
@@ -67,11 +72,11 @@ impl Side for AtSource {
 pub(crate) struct AtDestination {
     /// The server that accepted the attempt.
     pub(crate) incarnation: Incarnation,
-    /// Where that listens.
+    /// Where that server listens.
     pub(crate) server: String,
     /// The guest is loaded, and its source has sent nothing for longer than the orphan timeout.
     pub(crate) orphaned: bool,
-    /// Who the source has proved to be: nobody else decides about its guest. `None` without authentication.
+    /// The authenticated identity of the source, which alone decides about its guest. `None` without authentication.
     #[serde(default)]
     pub(crate) source: Option<String>,
 }
@@ -80,5 +85,5 @@ impl Side for AtDestination {
     type State = DestinationState;
 
     const ROLE: &'static str = "destination";
-    const IS_OVER: fn(&DestinationState) -> bool = DestinationState::is_over;
+    const OUTCOME: fn(&DestinationState) -> Option<GuestLocation> = DestinationState::outcome;
 }

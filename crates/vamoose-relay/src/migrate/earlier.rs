@@ -1,12 +1,9 @@
-//! What earlier attempts of the same QEMU mean for a command: one that is not over is finished first, one that has
-//! taken the guest away is reported.
+//! Earlier attempts of the same QEMU. An unfinished one is finished first. One that has taken the guest away is reported.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use handover::{DestinationMessage, FoundGuest, GuestLocation, SourceMessage, SourceState};
-use serde_json::Value;
 use tracing::info;
-use vamoose_link::Snapshot;
 
 use super::{
     Cause, Ended, Failure, Migration, Moved, SourceQemu, at_source,
@@ -21,8 +18,8 @@ use crate::{
 };
 
 impl Migration<'_> {
-    /// Finishes an attempt of this QEMU that is not over, or reports what became of one whose guest has left. `None` when
-    /// the guest is here and free to go.
+    /// Finishes an unfinished attempt of this QEMU, or reports what became of a guest that has left. `None` when the guest is
+    /// here and a new attempt may begin.
     pub(super) fn finish_earlier(
         &self,
         journal: &Journal,
@@ -31,21 +28,27 @@ impl Migration<'_> {
         let known = journal.records::<AtSource>().map_err(at_source)?;
         let of_this = |record: &&Record<AtSource>| record.qemu.is_same(&source.instance);
         let known: Vec<_> = known.iter().filter(of_this).collect();
-        if let Some(unfinished) = known.iter().find(|record| !record.is_over()) {
-            return match self.go_on(journal, unfinished, Some(source)) {
+        let unfinished = known.iter().find(|record| !record.is_over());
+        if let Some(unfinished) = unfinished {
+            match self.go_on(journal, unfinished, Some(source)) {
                 Err(failure) if failure.guest == GuestLocation::Source && !self.is_cancelled() => {
                     let now = journal.find::<AtSource>(unfinished.attempt);
                     if !now.map_err(at_source)?.is_some_and(|now| now.is_over()) {
                         return Ok(Some(Err(failure)));
                     }
                     info!("an earlier attempt is over: {}", chain(&failure));
-                    Ok(None)
                 }
-                ended => Ok(Some(ended)),
-            };
+                ended => return Ok(Some(ended)),
+            }
+        }
+        // What is known of an attempt that has just been finished is no longer true.
+        let last = known.last().copied().filter(|_| unfinished.is_none());
+        source.look().map_err(|error| by_the_journal(last, error))?;
+        if unfinished.is_some() {
+            return Ok(None);
         }
         let has_sent = source.qemu.has_sent_its_guest();
-        let last = known.last().copied().filter(|_| !source.was_running);
+        let last = last.filter(|_| !source.was_running);
         if !has_sent.map_err(|error| by_the_journal(last, error))? {
             return Ok(None);
         }
@@ -106,56 +109,42 @@ impl Migration<'_> {
     /// What became of a guest that has left this QEMU.
     fn after(&self, journal: &Journal, record: &Record<AtSource>) -> Result<Moved, Failure> {
         let failure = |cause, guest| Failure::of(record.attempt, cause, guest);
-        let SourceState::Over { guest, cause } = &record.state else {
+        let SourceState::Over { guest, cause } = record.state.clone() else {
             return Err(failure(Cause::NotInJournal, GuestLocation::InDoubt));
         };
+        let cause = cause.unwrap_or_default();
         let before = |now: String| Cause::moved_before(record, now);
-        if matches!(guest, GuestLocation::Gone | GuestLocation::Lost) {
-            return Err(failure(
-                Cause::broken(cause.clone().unwrap_or_default()),
-                *guest,
-            ));
-        }
-        if *guest != GuestLocation::Destination || !self.is_asked_for(record) {
-            return Err(failure(before(cause.clone().unwrap_or_default()), *guest));
+        match guest {
+            GuestLocation::Gone | GuestLocation::Lost => {
+                return Err(failure(Cause::broken(cause), guest));
+            }
+            GuestLocation::Destination if self.is_asked_for(record) => {}
+            _ => return Err(failure(before(cause), guest)),
         }
         let entry = journal.claim(record.clone());
-        let entry = entry.map_err(|error| failure(error.into(), *guest))?;
-        Err(match self.ask_after(&entry.record) {
+        let entry = entry.map_err(|error| failure(error.into(), guest))?;
+        let (now, guest) = match self.ask_after(&entry.record) {
             Ok(DestinationMessage::Running { state })
                 if record.side.resume && stands_still(&state) =>
             {
-                failure(Cause::StandsStill(state), *guest)
+                return Err(failure(Cause::StandsStill(state), guest));
             }
             Ok(DestinationMessage::Running { state }) => {
                 info!(
                     "{}: attempt {} has moved the guest to {}, where it is {state}",
                     record.name, record.attempt, record.side.to
                 );
-                return Ok(Moved {
-                    source: Value::Null,
-                    moved: Snapshot::default(),
-                    downtime: None,
-                    downtime_parts: None,
-                    total_time: Duration::ZERO,
-                });
+                return Ok(Moved::default());
             }
-            Ok(DestinationMessage::Ended { cause }) => failure(before(cause), GuestLocation::Lost),
-            Ok(DestinationMessage::MovedOn) => {
-                failure(before(String::new()), GuestLocation::MovedOn)
+            Ok(DestinationMessage::Ended { cause }) => (cause, GuestLocation::Lost),
+            Ok(DestinationMessage::MovedOn) => (String::new(), GuestLocation::MovedOn),
+            Ok(answer) => (format!("the destination answers {answer:?} now"), guest),
+            Err(error) => {
+                let now = format!("the destination cannot be asked now: {}", chain(&error));
+                (now, guest)
             }
-            Ok(answer) => failure(
-                before(format!("the destination answers {answer:?} now")),
-                *guest,
-            ),
-            Err(error) => failure(
-                before(format!(
-                    "the destination cannot be asked now: {}",
-                    chain(&error)
-                )),
-                *guest,
-            ),
-        })
+        };
+        Err(failure(before(now), guest))
     }
 
     /// Asks the destination of an attempt that went through how the guest is.
@@ -170,8 +159,8 @@ impl Migration<'_> {
         Ok(answer)
     }
 
-    /// A QEMU that cannot be reached may have ended in the middle of an attempt, or after it. Not so if another one has its
-    /// place, which the attempts of the first one say nothing about.
+    /// The source QEMU cannot be reached. It may have ended during an attempt, or after one. If another QEMU has taken its place,
+    /// the attempts of the first say nothing about that.
     pub(super) fn without_source(
         &self,
         journal: &Journal,
@@ -221,7 +210,7 @@ impl Migration<'_> {
     }
 }
 
-/// A source that cannot be asked: its guest is where the last attempt of this QEMU has left it.
+/// The source cannot be asked: its guest is where the last attempt of this QEMU has left it.
 fn by_the_journal(last: Option<&Record<AtSource>>, error: QemuError) -> Failure {
     let Some(record) = last.filter(|record| record.state.guest() != GuestLocation::Source) else {
         return at_source(error);

@@ -25,7 +25,7 @@ pub(crate) struct SourceQemu {
     pub(crate) instance: Instance,
     pub(super) ram_bytes: u64,
     /// Whether the guest ran when the attempt began.
-    pub(crate) was_running: bool,
+    pub(super) was_running: bool,
     /// Whether the guest is to run, as its owner has it by now: a pause that is not the switchover's counts, whoever it is by.
     pub(super) is_wanted: bool,
     /// When the guest was stopped for the switchover.
@@ -67,7 +67,7 @@ impl SourceQemu {
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let mut qemu = Qemu::connect(path)?;
         let uuid = qemu.uuid()?;
-        let mut source = Self {
+        Ok(Self {
             instance: Instance::of(&mut qemu, path, uuid),
             ram_bytes: qemu.ram_bytes()?,
             was_running: false,
@@ -81,12 +81,10 @@ impl SourceQemu {
             is_suspended: false,
             loses_suspended: None,
             qemu,
-        };
-        source.look()?;
-        Ok(source)
+        })
     }
 
-    /// Finds out how the guest is now, whatever it was before.
+    /// Reads how the guest is before an attempt of its own begins.
     pub(super) fn look(&mut self) -> Result<(), QemuError> {
         // Events from before are in the state.
         while self.qemu.next_event(Duration::ZERO)?.is_some() {}
