@@ -22,35 +22,35 @@ pub struct Destination {
     state: DestinationState,
     /// A `commit` that came before everything was loaded: whether the guest shall run.
     commit: Option<bool>,
-    /// An earlier action may have requested that the guest run, so that a refusal proves nothing.
+    /// An earlier action may have told the guest to run, so that a refusal proves nothing.
     told: bool,
     /// [`DestinationAction::Run`] or [`DestinationAction::Check`] is being carried out.
     looking: bool,
-    /// What has just been seen, while that it has is being written down.
+    /// The answer that was just observed, while the journal is being written.
     seen: Option<DestinationMessage>,
 }
 
-/// How far an attempt has come; what the destination's journal remembers of it.
+/// How far an attempt has come. The destination's journal holds this.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "phase", rename_all = "kebab-case")]
 #[allow(missing_docs, reason = "a cause and a reason are texts for people")]
 pub enum DestinationState {
-    /// The guest is coming in.
+    /// The guest is being received.
     Receiving,
-    /// All of it is here, and does not run.
+    /// All of the guest is here, and it does not run.
     Loaded,
     /// The guest belongs to the destination, and is being started.
     Starting {
-        /// Whether it shall run; it stays paused otherwise.
+        /// Whether it shall run. Otherwise it stays paused.
         resume: bool,
     },
-    /// It has been seen here: continued, or paused if it was.
+    /// The guest has been observed here: continued, or paused if it was paused at the source.
     Running,
-    /// It was here, or may have been, and its VMM has ended.
+    /// The guest was here, or may have been, and its VMM has ended.
     Ended { cause: String },
-    /// It will never run here. Its VMM is being ended.
+    /// The guest will never run here. Its VMM is being ended.
     Aborting { cause: String },
-    /// It has never run here, and its VMM has ended.
+    /// The guest has never run here, and its VMM has ended.
     Aborted { cause: String },
 }
 
@@ -77,32 +77,32 @@ impl DestinationState {
 pub enum DestinationEvent {
     /// A message of the source, on a connection of this attempt.
     Message(SourceMessage),
-    /// All of the guest is here, loaded and not running.
+    /// All of the guest has been loaded. It does not run.
     Loaded,
-    /// A `commit` has been waiting for [`DestinationEvent::Loaded`] for long enough to be answered.
+    /// A `commit` has waited long enough for [`DestinationEvent::Loaded`] and is to be answered.
     StillReceiving,
-    /// The guest cannot arrive any more, or is not wanted: the connections broke, loading failed, it was cancelled,
-    /// the source has sent nothing for too long.
+    /// The guest can no longer arrive, or is not wanted: the connections broke, loading failed, the migration was cancelled,
+    /// the source was silent for too long.
     Failed { cause: String },
-    /// The guest has been seen here, continued, or paused if it was. What has stopped it since it was continued (a full
-    /// disk, a panic) does not matter: it has run.
+    /// The guest has been observed here, continued, or paused if it was paused at the source. It has run, even if something
+    /// has stopped it since it was continued (a full disk, a panic).
     Started {
         /// The VMM's name for its state.
         state: String,
     },
     /// The guest was here, and has been sent on to another host since.
     MovedOn,
-    /// The guest was not requested to run, or failed in a way that proves it never ran. Also of a VMM that had ended
-    /// before [`DestinationAction::Run`] reached it; that it has died is reported behind this.
+    /// The guest was not told to run, or failed in a way that proves it never ran. Also if the VMM had ended
+    /// before [`DestinationAction::Run`] reached it; [`DestinationEvent::Died`] follows then.
     NotStarted { cause: String },
-    /// The guest was requested to run, or queried, and it is not known whether it runs.
+    /// The guest was told to run, or queried, and it is not known whether it runs.
     Unclear { reason: String },
-    /// Its VMM has ended; its process is gone, which is proven. While [`DestinationAction::Run`] or
-    /// [`DestinationAction::Check`] is being carried out, only that reports what it finds.
+    /// The VMM's process is proven to have ended. While [`DestinationAction::Run`] or
+    /// [`DestinationAction::Check`] is being carried out, only that action reports what it finds.
     Died { cause: String },
     /// Its VMM could not be ended, after [`DestinationAction::End`].
     NotEnded { reason: String },
-    /// The journal could not be written and has what it had before, and nothing that was to follow
+    /// The journal could not be written and is unchanged. Nothing that was to follow
     /// [`DestinationAction::Persist`] has been done.
     NotPersisted { reason: String },
 }
@@ -110,24 +110,24 @@ pub enum DestinationEvent {
 /// What a destination has to do, in this order.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DestinationAction {
-    /// Write [`Destination::state`] to the journal, durably. If that fails, do nothing that follows, and report
+    /// Write [`Destination::state`] to the journal, durably. On failure, skip all pending actions and report
     /// [`DestinationEvent::NotPersisted`].
     Persist,
-    /// Send this on every control connection of this attempt. That it was sent means nothing.
+    /// Send this on every control connection of this attempt. Success proves nothing.
     Send(DestinationMessage),
-    /// Give the guest what belongs to it (its disks) and, if `resume`, continue it, unless that was done. Look at it, and report
+    /// Give the guest what belongs to it (its disks) and, if `resume`, continue it, unless that was done before. Report
     /// [`DestinationEvent::Started`], `MovedOn`, `NotStarted`, `Unclear` or `Died`.
     Run {
         /// Whether it shall run.
         resume: bool,
     },
-    /// Look what became of the guest, change nothing, and report `Started`, `MovedOn`, `Unclear` or `Died`. While it is still
-    /// [to be started](DestinationState::Starting), one that has not been continued is `Unclear`: only `Run` starts it.
+    /// Find out what became of the guest, change nothing, and report `Started`, `MovedOn`, `Unclear` or `Died`. In the state
+    /// [`DestinationState::Starting`], a guest that has not been continued is `Unclear`: only `Run` starts it.
     Check,
     /// End its VMM and report [`DestinationEvent::Died`] when it has ended, or
     /// [`DestinationEvent::NotEnded`].
     End,
-    /// The source will not ask again: the attempt may be forgotten.
+    /// The source will not ask again. The attempt may be forgotten.
     Forget,
 }
 
@@ -156,12 +156,12 @@ impl Destination {
         }
     }
 
-    /// What to do after [`Destination::restore`]. What was coming in came to a process that is gone.
+    /// What to do after [`Destination::restore`]. A guest that was being received went to a process that is gone.
     pub fn go_on(&mut self) -> Vec<DestinationAction> {
         match &self.state {
             DestinationState::Receiving => self.abort("the destination's process was ended".into()),
             DestinationState::Aborting { .. } => vec![DestinationAction::End],
-            // Whether it runs is looked at when the source asks; a guest that was to be started is started now.
+            // A guest that was to be started is started now. Others are looked at when the source asks.
             DestinationState::Starting { resume } => {
                 let resume = *resume;
                 self.looking = true;
@@ -234,7 +234,7 @@ impl Destination {
                 Vec::new()
             }
             DestinationState::Loaded => self.start(resume),
-            // The guest belongs here; what is seen now is the answer.
+            // The guest belongs here. What is observed now is the answer.
             DestinationState::Starting { resume } if !self.looking => {
                 let resume = *resume;
                 self.looking = true;
@@ -245,7 +245,7 @@ impl Destination {
                 self.looking = true;
                 vec![DestinationAction::Check]
             }
-            // Answered when it is known.
+            // Answered once the outcome is known.
             DestinationState::Starting { .. } | DestinationState::Running => Vec::new(),
             DestinationState::Ended { .. } | DestinationState::Aborted { .. } => {
                 vec![self.final_answer()]
@@ -281,7 +281,7 @@ impl Destination {
         }
     }
 
-    /// That it never runs here is written down first: once the VMM has ended, that cannot be found out again.
+    /// The journal records first that the guest never runs here. Once the VMM has ended, that cannot be found out again.
     fn abort(&mut self, cause: String) -> Vec<DestinationAction> {
         self.state = DestinationState::Aborting { cause };
         vec![DestinationAction::Persist, DestinationAction::End]
@@ -347,14 +347,14 @@ impl Destination {
         seen: Option<DestinationMessage>,
     ) -> Vec<DestinationAction> {
         match &self.state {
-            // The guest has not been requested to run: it stays what the journal has.
+            // The guest has not been told to run. The journal's state remains true.
             DestinationState::Starting { .. } if !self.told => {
                 self.state = DestinationState::Loaded;
                 self.looking = false;
                 unclear(format!("the journal cannot be written: {reason}"))
             }
             DestinationState::Aborting { .. } => vec![DestinationAction::End],
-            // These are found out again from what the journal has.
+            // A restarted process finds these out again from the journal's state.
             DestinationState::Loaded => vec![DestinationAction::Send(DestinationMessage::Loaded)],
             DestinationState::Running => seen.map(DestinationAction::Send).into_iter().collect(),
             DestinationState::Ended { .. } | DestinationState::Aborted { .. } => {

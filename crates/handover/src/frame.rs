@@ -1,11 +1,11 @@
 //! Framing of the control connection: a message is a line of JSON.
 //!
-//! Behind the message `state` its bytes follow raw: [`Lines::take_rest`] has those that were read with the line.
+//! Raw bytes follow the message `state`: [`Lines::take_rest`] returns those that were read together with the line.
 
 use serde::{Serialize, de::DeserializeOwned};
 use thiserror::Error;
 
-/// Most bytes of a line: enough for the names and lengths of all RAM blocks that there can be.
+/// Most bytes of a line: enough for the names and lengths of the largest number of RAM blocks.
 pub const MAX_LINE: usize = 1 << 20;
 
 /// Bytes that are not a message.
@@ -33,11 +33,11 @@ pub fn encode(message: &impl Serialize) -> Result<Vec<u8>, FrameError> {
     Ok(line)
 }
 
-/// Cuts what a peer sends into messages, whatever the pieces in which it comes.
+/// Splits received bytes into messages. The bytes may arrive in pieces of any size.
 #[derive(Debug, Default)]
 pub struct Lines {
     received: Vec<u8>,
-    /// So many of them hold no end of a line.
+    /// Length of the prefix that is known to contain no end of a line.
     searched: usize,
 }
 
@@ -50,7 +50,7 @@ impl Lines {
     /// The next message; `None` until all of it has been pushed.
     ///
     /// # Errors
-    /// When the line is too long or no message. Its bytes are gone; the connection is best closed.
+    /// When the line is too long or not a message. Its bytes are dropped; close the connection.
     pub fn next_message<T: DeserializeOwned>(&mut self) -> Result<Option<T>, FrameError> {
         let unseen = &self.received[self.searched..];
         let Some(end) = unseen.iter().position(|byte| *byte == b'\n') else {
@@ -78,7 +78,7 @@ impl Lines {
         !self.received.is_empty()
     }
 
-    /// Takes at most `len` bytes that came behind the last message.
+    /// Takes at most `len` bytes that follow the last message.
     pub fn take_rest(&mut self, len: usize) -> Vec<u8> {
         self.searched = 0;
         let len = len.min(self.received.len());

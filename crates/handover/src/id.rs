@@ -1,15 +1,15 @@
-//! Names of attempts and of destination processes: 128 random bits each, which the caller draws.
+//! Identifiers of attempts and of destinations: 128 random bits each, drawn by the caller.
 
 use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use thiserror::Error;
 
-/// Names one attempt to migrate a guest, on both hosts. Never used again.
+/// Identifies one attempt to migrate a guest, on both hosts. Never reused.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AttemptId(pub [u8; 16]);
 
-/// Names what a destination remembers: one process, and those that continue it from its journal.
+/// Identifies a destination and its memory: one process, and those that continue it from its journal.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Incarnation(pub [u8; 16]);
 

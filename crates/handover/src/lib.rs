@@ -1,7 +1,7 @@
-//! Who has the guest: the hand-over of a live migration as two state machines, without I/O, clocks or threads.
+//! The hand-over of a live migration: which host has the guest. Two state machines without I/O, clocks or threads.
 //!
-//! A migration moves memory, and then ownership. The first may fail at any time and does no harm; the second must
-//! never leave two guests running, or none. This crate is the second part, for every engine that moves the first:
+//! A migration moves memory, and then ownership. Moving memory may fail at any time and does no harm. Moving ownership must
+//! never leave two guests running, or none. This crate moves ownership, for every engine that moves memory. It defines
 //! messages and their framing, the identity of attempts, what a journal has to remember, and what every answer,
 //! lost connection, crash and repeated command means for the guest.
 //!
@@ -25,17 +25,17 @@
 //!   attempts that it knows, by memory or journal, and answers [`unknown`](DestinationMessage::Unknown) otherwise; its
 //!   [`Incarnation`], given with `prepared`, is repeated in `aborted`, so that another process at the same address cannot
 //!   abort in its place.
-//! - **Nothing but a `commit` that was sent puts the guest in doubt.** A guest that somebody pauses, whose VMM ends, or that
-//!   cannot be continued is where it was. What a process has not seen itself (a VMM that has sent its guest by the
-//!   time it is asked) is [for a person to confirm](GuestLocation::Unconfirmed): another tool may have moved it.
-//! - **The guest goes on as its owner has it**, running or paused, at whichever end it is, and with its disks.
-//! - **The absence of an answer is no answer.** A connection that closes, one that is refused and a timeout leave the
+//! - **Only a `commit` that was sent puts the guest in doubt.** A guest that was paused, whose VMM has ended, or that
+//!   cannot be continued stays where it was. A process may find a guest sent that it has not seen being sent. Then [a person has
+//!   to confirm](GuestLocation::Unconfirmed) that no other tool has moved the guest.
+//! - **The guest goes on as its owner left it**, running or paused, on either host, and with its disks.
+//! - **The absence of an answer is no answer.** A closed connection, a refused connection and a timeout leave the
 //!   guest [in doubt](GuestLocation::InDoubt), unless the embedding program declares that the two processes are
 //!   connected [directly](Source::direct).
-//! - **The journal comes first.** [`SourceAction::Persist`] and [`DestinationAction::Persist`] stand before the
+//! - **The journal comes first.** [`SourceAction::Persist`] and [`DestinationAction::Persist`] precede the
 //!   message or the command that depends on them. A restarted process restores its machines and continues.
-//! - **`running` is an observation**, made for each answer: of a guest that has been continued, or was to stay paused, and is here
-//!   in whatever state it is by now. A request to run is none.
+//! - **`running` is an observation**, made anew for each answer: the guest has been continued, or was to stay paused, and is
+//!   here, in whatever state. A request to run is not an observation.
 //!
 //! # Use
 //! [`Source`] and [`Destination`] take events and return actions. A [`Driver`] carries the actions out through the embedding

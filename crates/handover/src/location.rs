@@ -8,23 +8,23 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GuestLocation {
-    /// At the source, as it was before the attempt: it runs if it ran.
+    /// At the source, as before the attempt: running if it ran then.
     Source,
     /// At the destination, and nowhere else.
     Destination,
-    /// It was handed over to the destination, and has been sent on from there since.
+    /// Handed over to the destination, and sent on from there since.
     MovedOn,
-    /// Not at the source any more, and never handed over: its VMM has ended while no process followed it, or another tool has
-    /// moved it. The destination may still hold a paused copy, which nothing but a person's word continues.
+    /// No longer at the source, and never handed over: its VMM ended while no process followed it, or another tool moved it.
+    /// The destination may still hold a paused copy, which only a person can continue.
     Gone,
-    /// Paused at the source, which has sent all of it: in this attempt, and then it may be committed, or for somebody else, who
-    /// has it. Only a person can tell. No `commit` has been sent.
+    /// Paused at the source, which has sent all of it: in this attempt, or for another tool, whose destination has the guest
+    /// then. Only a person can tell. No `commit` has been sent.
     Unconfirmed,
-    /// Paused at the source, and perhaps running at the destination, to which a `commit` has been sent. Only the destination's
+    /// Paused at the source, and perhaps running at the destination: a `commit` has been sent. Only the destination's
     /// answer, or a person who has looked there, can decide.
     InDoubt,
-    /// It has ended: with the source before it was handed over, or with the destination afterwards. The other side may
-    /// still hold a paused copy, of the moment of the hand-over, which nothing but a person's word continues.
+    /// Ended: with the source before the hand-over, or with the destination afterwards. The other side may
+    /// still hold a paused copy from the moment of the hand-over, which only a person can continue.
     Lost,
 }
 

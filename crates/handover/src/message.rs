@@ -13,10 +13,10 @@ pub const VERSION: u32 = 1;
 /// The oldest one.
 pub const OLDEST_VERSION: u32 = 1;
 
-/// What an engine adds to `prepare` and `prepared`: fields of its own, of which this crate knows nothing.
+/// Fields that an engine adds to `prepare` and `prepared`. This crate does not interpret them.
 pub type Details = serde_json::Map<String, serde_json::Value>;
 
-/// `value`, a structure, as the fields that an engine adds to a message.
+/// Writes a structure as the fields that an engine adds to a message.
 ///
 /// # Errors
 /// When it cannot be written as JSON.
@@ -27,7 +27,7 @@ pub fn to_details(value: &impl Serialize) -> Result<Details, FrameError> {
     })
 }
 
-/// A structure from the fields that an engine has added to a message.
+/// Reads a structure from the fields that an engine has added to a message.
 ///
 /// # Errors
 /// When they are not those of the structure.
@@ -41,25 +41,24 @@ pub fn from_details<T: DeserializeOwned>(details: Details) -> Result<T, FrameErr
 #[non_exhaustive]
 #[allow(missing_docs, reason = "a cause and a reason are texts for people")]
 pub enum SourceMessage {
-    /// Asks the destination to get ready.
+    /// Requests the destination to get ready.
     Prepare(Prepare),
     /// The device state follows as raw bytes, behind this line.
     State {
         /// Its length in bytes.
         len: u64,
     },
-    /// The guest is the destination's now. May be repeated, over new connections: the answer is the same.
+    /// The guest belongs to the destination now. May be repeated over new connections: the answer is the same.
     Commit {
         /// Whether it shall run; it was paused at the source otherwise.
         resume: bool,
     },
-    /// The guest stays at the source. Behind a `commit` it asks what became of that: a guest that has not begun to run
-    /// never will.
+    /// The guest stays at the source. After a `commit` it asks for the outcome: a guest that has not begun to run never will.
     Abort {
         #[serde(default)]
         cause: String,
     },
-    /// The source knows how it ended and will not ask again.
+    /// The source knows the outcome and will not ask again.
     Settled,
 }
 
@@ -102,7 +101,7 @@ impl Prepare {
 #[non_exhaustive]
 #[allow(missing_docs, reason = "a cause and a reason are texts for people")]
 pub enum DestinationMessage {
-    /// It is not ready yet. Repeated while that takes.
+    /// The destination is not ready yet. Repeated until it is.
     Preparing,
     /// The source may send.
     Prepared {
@@ -110,11 +109,11 @@ pub enum DestinationMessage {
         protocol: u32,
         /// The destination that accepts the attempt.
         incarnation: Incarnation,
-        /// What the source has to know besides.
+        /// What else the source has to know.
         #[serde(flatten)]
         details: Details,
     },
-    /// It will not take this migration.
+    /// The destination rejects this migration.
     Refused { reason: String },
     /// All pages of a round have been written.
     Synced {
@@ -123,27 +122,27 @@ pub enum DestinationMessage {
     },
     /// The device state has been loaded.
     Loaded,
-    /// An answer to `commit`: not everything has been loaded yet; ask again.
+    /// Answer to `commit`: the guest is still being loaded. Ask again.
     Receiving,
     /// The guest is about to run here.
     Starting,
-    /// The guest has been seen here: continued, or paused if it was.
+    /// The guest has been observed here: continued, or paused if it was paused at the source.
     Running {
-        /// The name that the VMM has for its state.
+        /// The guest's state, as the VMM names it.
         #[serde(default)]
         state: String,
     },
-    /// It has never run here and never will.
+    /// The guest has never run here and never will.
     Aborted {
         /// The destination that accepted the attempt.
         incarnation: Incarnation,
         cause: String,
     },
-    /// It has run here and was sent on to another host.
+    /// The guest has run here and was sent on to another host.
     MovedOn,
-    /// It has run here, or may have, and its VMM has ended: it is not here any more.
+    /// The guest has run here, or may have, and its VMM has ended. It is no longer here.
     Ended { cause: String },
-    /// It was requested to run and has not been observed to run yet, or this is not known; ask again.
+    /// The guest was requested to run, and it is not known whether it runs. Ask again.
     Unclear { reason: String },
     /// This destination does not know the attempt, so it cannot report its outcome.
     Unknown {

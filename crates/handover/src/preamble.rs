@@ -1,4 +1,4 @@
-//! The first bytes of a connection to a destination: what it is for, and which attempt it belongs to.
+//! The first bytes of a connection to a destination: its purpose and its attempt.
 
 use crate::AttemptId;
 
@@ -27,7 +27,7 @@ pub enum ConnectionKind {
 }
 
 impl Preamble {
-    /// As it goes over the wire.
+    /// The bytes on the wire.
     pub fn to_bytes(self) -> [u8; PREAMBLE_LEN] {
         let mut bytes = [0; PREAMBLE_LEN];
         let (magic, rest) = bytes.split_at_mut(PREAMBLE_MAGIC.len());

@@ -8,8 +8,7 @@
 //!    └─> Returning, or Over(Lost)            └─ anything else: still Committing, decided InDoubt
 //! ```
 //!
-//! Only a `commit` that was sent is evidence that the guest may be elsewhere: [`SourceState::guest`] has it in one place, and
-//! nothing but Committing is in doubt.
+//! Only a sent `commit` is evidence that the guest may be elsewhere: see [`SourceState::guest`]. Only Committing is in doubt.
 
 use serde::{Deserialize, Serialize};
 
@@ -23,18 +22,18 @@ pub struct Source {
     direct: bool,
     /// The destination has sent `starting` to this process.
     started: bool,
-    /// A connection on which the destination may have sent that broke in a way that can lose it.
+    /// A connection broke in a way that may have lost a message of the destination.
     message_lost: bool,
     /// The guest has been seen to run here, although `commit` may have been sent.
     runs_here: bool,
 }
 
-/// How far an attempt has come; what the source's journal remembers of it.
+/// How far an attempt has come. The source's journal holds this.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "phase", rename_all = "kebab-case")]
 #[allow(missing_docs, reason = "a cause and a reason are texts for people")]
 pub enum SourceState {
-    /// The guest is the source's, whatever has been sent.
+    /// The guest belongs to the source.
     Moving {
         /// The destination that has accepted the attempt.
         incarnation: Option<Incarnation>,
@@ -43,10 +42,10 @@ pub enum SourceState {
     Committing {
         /// The destination that has accepted the attempt.
         incarnation: Option<Incarnation>,
-        /// The source's VMM has ended: there is nothing to go back to.
+        /// The source's VMM has ended: the guest cannot resume here.
         guest_died: bool,
     },
-    /// The destination has never run the guest: it resumes here.
+    /// The destination has never run the guest. The guest resumes here.
     Returning { cause: String },
     /// Nothing is left to do.
     Over {
@@ -81,13 +80,13 @@ impl SourceState {
     }
 }
 
-/// What a guest did last, of which nothing is left but perhaps the destination's copy.
+/// What a guest did last before its VMM ended. The destination may hold a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LastSeen {
-    /// It ran at the source until it ended: what the destination has is incomplete, or older.
+    /// The guest ran at the source until its VMM ended. The destination's copy is incomplete or older.
     Running,
-    /// It stood still, for the switchover or because its owner had paused it, and has not run since the
-    /// migration began to send it: if the destination has all of it, that is the guest.
+    /// The guest was stopped, for the switchover or by its owner, and had not run since the
+    /// migration began to send it. If the destination's copy is complete, that copy is the guest.
     Stopped,
     /// No process has followed it.
     Unknown,
@@ -110,21 +109,21 @@ pub enum SourceEvent {
     },
     /// The destination's address refuses connections.
     Refused,
-    /// It is time to ask again: no answer came, or one that is none.
+    /// It is time to ask again: no answer came, or an answer that decides nothing.
     AskAgain,
     /// This run of the source stops asking: it was cancelled, or the time is over.
     GaveUp { cause: String },
-    /// The guest's owner, or its VMM, has paused it or let it go on; this is not the switchover. As it is now it shall be at
-    /// the end, here or there.
+    /// The guest's owner, or its VMM, has paused or continued it, apart from the switchover. The guest shall end up in this
+    /// state, here or there.
     Wanted {
         /// Whether it runs.
         running: bool,
     },
-    /// The guest has stopped for good and the destination has got all of it, in the migration of this attempt: a process
-    /// has followed that to its end, or a person vouches for it.
+    /// The guest has stopped for good and the destination has received all of it, in the migration of this attempt: a process
+    /// has followed the migration to its end, or a person vouches for it.
     Stopped,
-    /// By its VMM the guest has stopped for good and has been sent, but no process of this attempt has seen that. It may have
-    /// gone on meanwhile, and have been moved by another tool.
+    /// The VMM reports that the guest has stopped for good and has been sent, but no process of this attempt has seen that. The
+    /// guest may have run meanwhile, and been moved by another tool.
     FoundSent,
     /// The migration has failed or was cancelled before [`SourceEvent::Stopped`].
     Failed { cause: String },
@@ -133,12 +132,12 @@ pub enum SourceEvent {
         /// How it was before.
         last: LastSeen,
     },
-    /// The guest is here as it was, after [`SourceAction::Resume`]: it runs if it ran. Or it runs here, see [`Source::restore`],
+    /// After [`SourceAction::Resume`] the guest is here as before: running if it ran. Or the guest is found running here
     /// without that.
     Resumed,
-    /// It does not, or this is not known.
+    /// The guest could not be resumed, or this is not known.
     NotResumed { reason: String },
-    /// The journal could not be written and has what it had before, and nothing that was to follow
+    /// The journal could not be written and is unchanged. Nothing that was to follow
     /// [`SourceAction::Persist`] has been done.
     NotPersisted { reason: String },
 }
@@ -146,18 +145,18 @@ pub enum SourceEvent {
 /// What a source has to do, in this order.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum SourceAction {
-    /// Write [`Source::state`] to the journal, durably. If that fails, do nothing that follows, and report
+    /// Write [`Source::state`] and [`Source::resume`] to the journal, durably. On failure, skip all pending actions and report
     /// [`SourceEvent::NotPersisted`].
     Persist,
-    /// Send this on the open connection. That it was sent means nothing. Without a connection, report
-    /// [`SourceEvent::Closed`], not complete.
+    /// Send this on the open connection. Success proves nothing. Without a connection, report an incomplete
+    /// [`SourceEvent::Closed`].
     Send(SourceMessage),
     /// Open a new connection of this attempt, after a while, and report it.
     Dial,
-    /// Give the guest back to its owner here, as [`Source::resume`] has it: running with everything that belongs to it, or
-    /// paused with everything that belongs to it. Report the result.
+    /// Give the guest back to its owner here, with everything that belongs to it: running or paused, by
+    /// [`Source::resume`]. Report the result.
     Resume,
-    /// This run is over. [`GuestLocation::InDoubt`] may be asked about again by another run.
+    /// This run is over. After [`GuestLocation::InDoubt`] another run may ask again.
     Decide(Decision),
 }
 
@@ -170,7 +169,7 @@ impl Source {
         }
     }
 
-    /// Goes on from a journal: from its state and [`Source::resume`]. What has become of the guest meanwhile has to be reported first:
+    /// Goes on from a journal: from its state and [`Source::resume`]. Report first what has become of the guest meanwhile, as
     /// [`SourceDriver::take_up`](crate::SourceDriver::take_up) does.
     pub fn restore(state: SourceState, resume: bool) -> Self {
         Self {
@@ -184,9 +183,9 @@ impl Source {
         }
     }
 
-    /// Declares that nothing between the two processes can accept, close or refuse a connection in the
-    /// destination's place: no tunnel, no proxy, no address translation. Then a destination that has closed all its
-    /// connections and does not listen any more is gone.
+    /// Declares that nothing between the two processes can accept, close or refuse a connection on behalf of the
+    /// destination: no tunnel, no proxy, no address translation. Then a destination that has closed all its
+    /// connections and no longer listens has ended.
     #[must_use]
     pub fn direct(mut self) -> Self {
         self.direct = true;
@@ -236,7 +235,7 @@ impl Source {
         }
     }
 
-    /// Until `commit` is sent, the guest is ours.
+    /// Until `commit` is sent, the guest belongs to the source.
     fn moving(
         &mut self,
         event: SourceEvent,
@@ -271,7 +270,7 @@ impl Source {
         }
     }
 
-    /// Nothing runs the guest, and nothing will by itself: the destination has had no `commit`.
+    /// The guest runs nowhere, and will not by itself: no `commit` has been sent.
     fn died(&mut self, last: LastSeen, incarnation: Option<Incarnation>) -> Vec<SourceAction> {
         let cause = "the source's VMM has ended".to_owned();
         match last {
@@ -279,7 +278,7 @@ impl Source {
             LastSeen::Unknown if incarnation.is_some() => {
                 self.end_without_word(GuestLocation::Gone, cause)
             }
-            // Nothing was sent for this attempt, and nobody has seen what became of the guest.
+            // Nothing was sent for this attempt, and it is unknown what became of the guest.
             LastSeen::Unknown => self.over(GuestLocation::Gone, Some(cause), []),
             _ => {
                 let abort = abort(&cause);
@@ -290,8 +289,8 @@ impl Source {
         }
     }
 
-    /// The destination is told nothing: what it has may be all that is left, for a person to decide about. An incomplete
-    /// guest ends there by itself.
+    /// Sends the destination no message: its copy may be all that is left, and a person has to decide. An incomplete
+    /// copy ends there by itself.
     fn end_without_word(&mut self, guest: GuestLocation, cause: String) -> Vec<SourceAction> {
         let cause = format!(
             "{cause}; if it ended in the switchover, the destination has all of the guest and keeps it, paused"
@@ -307,7 +306,7 @@ impl Source {
         vec![SourceAction::Persist, self.ask()]
     }
 
-    /// Requests the guest's state from the destination. One that runs here is not started there.
+    /// Asks the destination for the outcome. A guest that runs here must not be started there.
     fn ask(&self) -> SourceAction {
         if self.runs_here {
             return abort("the guest runs at the source");
@@ -316,7 +315,7 @@ impl Source {
         SourceAction::Send(SourceMessage::Commit { resume })
     }
 
-    /// A guest that may be paused resumes first; notifying the destination can wait.
+    /// The guest, which may be paused, resumes first. Notifying the destination can wait.
     fn fail(&mut self, cause: String) -> Vec<SourceAction> {
         self.state = SourceState::Returning { cause };
         vec![SourceAction::Persist, SourceAction::Resume]
@@ -352,7 +351,7 @@ impl Source {
                 self.message_lost = true;
                 in_doubt(cause)
             }
-            // Of the entry that `commit` depends on: it has not been sent.
+            // The entry that `commit` depends on was not written, so `commit` has not been sent.
             SourceEvent::NotPersisted { reason } if guest_died => {
                 self.end_without_word(GuestLocation::Lost, reason)
             }
@@ -414,7 +413,7 @@ impl Source {
                 self.over(GuestLocation::MovedOn, Some(cause), [SETTLED])
             }
             DestinationMessage::Unknown { reason, .. } => in_doubt(reason),
-            // No answer to the question: it is asked again in a while.
+            // Does not answer the question, which is asked again in a while.
             _ => Vec::new(),
         }
     }
@@ -429,12 +428,12 @@ impl Source {
 
     fn returning(&mut self, event: SourceEvent, cause: String) -> Vec<SourceAction> {
         match event {
-            // A destination without the outcome ends its VMM, one with it drops its entry.
+            // On `abort` a destination that does not know the outcome ends its VMM; on `settled` one that does drops its entry.
             SourceEvent::Resumed => {
                 let abort = abort(&cause);
                 self.over(GuestLocation::Source, Some(cause), [abort, SETTLED])
             }
-            // It is here and nowhere else. Another run tries again.
+            // The guest is here and nowhere else. Another run tries again.
             SourceEvent::NotResumed { reason } => vec![SourceAction::Decide(Decision {
                 guest: GuestLocation::Source,
                 cause: Some(format!(
@@ -450,13 +449,13 @@ impl Source {
                 last: LastSeen::Unknown,
             } => self.over(GuestLocation::Gone, Some(cause), []),
             SourceEvent::GuestDied { .. } => self.over(GuestLocation::Lost, Some(cause), []),
-            // The guest resumes all the same: a run that comes later finds it running.
+            // The guest resumes all the same. A later run finds it running.
             SourceEvent::NotPersisted { .. } => vec![SourceAction::Resume],
             _ => Vec::new(),
         }
     }
 
-    /// Ends the attempt; the messages are sent behind the journal's entry.
+    /// Ends the attempt. The messages are sent after the journal's entry is written.
     fn over<const N: usize>(
         &mut self,
         guest: GuestLocation,

@@ -1,4 +1,4 @@
-//! The destination: receives a guest's memory and state, and runs it when the source has handed it over.
+//! The destination: receives a guest's memory and state, and runs the guest once the source has handed it over.
 //!
 //! ```text
 //!  Destination::run     wait for a source ─> receive ─> load ─> wait for commit ─> run, answer the source
@@ -7,9 +7,9 @@
 //!  channel threads           header, check, pages into guest memory              one for each channel
 //! ```
 //!
-//! The coordinator is the caller's thread: it alone calls the VMM. What happens on channels, on control connections and to
-//! the listener reaches it as an [`Event`]; a call that blocks is ended by hanging up. Where the guest is
-//! [`handover::Destination`] decides, one for each attempt.
+//! The coordinator is the caller's thread, and the only one that calls the VMM. Channels, control connections and
+//! the listener send it an [`Event`] each. Hanging up ends a call that blocks. [`handover::Destination`] decides where the
+//! guest is, one for each attempt.
 
 mod accept;
 mod acceptor;
@@ -52,7 +52,7 @@ pub struct Destination {
     config: DestinationConfig,
     closing: Arc<Hangup>,
     past: PastAttempts,
-    /// A guest runs in this memory.
+    /// A guest has arrived in this memory.
     arrived: bool,
 }
 
@@ -119,10 +119,10 @@ pub struct Arrival {
 const QUEUE: usize = 64;
 
 impl Destination {
-    /// Waits at `acceptor` for a guest whose memory is `ram`.
+    /// Waits at `acceptor` for a guest with the memory `ram`.
     ///
     /// # Errors
-    /// When the system is out of something.
+    /// When the system is out of a resource.
     pub fn new(
         acceptor: Acceptor,
         ram: Ram,
@@ -143,19 +143,18 @@ impl Destination {
         self.acceptor.addresses()
     }
 
-    /// Ends it from another thread.
+    /// A handle that ends this destination from another thread.
     pub fn handle(&self) -> DestinationHandle {
         DestinationHandle(self.closing.clone())
     }
 
-    /// Waits for a source, receives its guest and resumes `guest`. Guest memory is made zero meanwhile: it belongs to the migration
-    /// from here on. Returns when the source has acknowledged that:
-    /// call it on a thread of its own, and keep the process until it returns.
+    /// Waits for a source, receives its guest and resumes `guest`. Guest memory belongs to the migration from here on: it is
+    /// made zero while this waits. Returns when the source has acknowledged that the guest runs. Call this on a separate thread,
+    /// and keep the process until it returns.
     ///
     /// # Errors
     /// After any error the guest has never run here, and the source knows or will find out. Guest memory may
-    /// hold anything. `run` may be called again for another attempt, but not after a guest has arrived: its memory is
-    /// left alone.
+    /// hold anything. `run` may be called again for another attempt, but not after a guest has arrived.
     pub fn run(&mut self, guest: &mut dyn DestinationGuest) -> Result<Arrival, DestinationError> {
         if self.arrived {
             return Err(DestinationError::AlreadyArrived);
@@ -205,7 +204,7 @@ struct Connection {
     session: Option<Session>,
 }
 
-/// What the coordinator waits for. Control connections have numbers.
+/// An event for the coordinator. Control connections have numbers.
 enum Event {
     /// A control connection, and the first message on it.
     Connected {
@@ -219,7 +218,7 @@ enum Event {
     State(u64, Vec<u8>),
     /// A control connection has ended.
     Disconnected(u64, DestinationError),
-    /// A channel has written all its pages of a round.
+    /// A channel has written all its pages of this round.
     Synced(usize, u64),
     /// A channel has ended.
     Ended(usize, Result<(), ChannelError>),

@@ -17,8 +17,9 @@
 //! - [`Transport`] and [`Acceptor`]: how the two reach each other, over sessions or plain connections.
 //! - [`protocol`]: messages and connections. [`GuestLocation`]: where the guest is when something breaks.
 //!
-//! What a VMM needs of the crates below is re-exported: methods and engines ([`MethodChoice`], [`Engines`], [`Registry`],
-//! [`Settings`]), sessions, addresses and statistics ([`Sessions`], [`Address`], [`Snapshot`]), devices ([`Devices`]), and the causes of errors ([`causes`]).
+//! Items that a VMM needs from the crates below are re-exported: methods and engines ([`MethodChoice`], [`Engines`], [`Registry`],
+//! [`Settings`]), sessions, addresses and statistics ([`Sessions`], [`Address`], [`Snapshot`]), devices ([`Devices`]), and the
+//! causes of errors ([`causes`]).
 //!
 //! The log lines of a migration (`tracing`) lie in a span `migration` with the fields `role` and `attempt`.
 //!

@@ -1,9 +1,9 @@
 //! What kind of memory a RAM block is, as the kernel sees it.
 //!
-//! Two things depend on it that go wrong without an error: whether a page without an entry in the page tables holds
-//! zeros, and which advice of madvise(2) makes memory zero. The address and the file that the VMM
-//! names do not determine them: memory may be shared without a file, a file may be mapped privately, pages may be huge, and a userfaultfd
-//! may hold back what a snapshot has in them.
+//! Two things depend on the kind of memory, and go wrong without an error: whether a page without an entry in the page tables
+//! holds zeros, and which advice of madvise(2) makes memory zero. The address and the file that the VMM
+//! names do not determine the kind: memory may be shared without a file, a file may be mapped privately, pages may be huge, and a
+//! userfaultfd may fill pages from a snapshot.
 
 use std::{fs, io, ops::Range};
 

@@ -1,7 +1,7 @@
-//! Memory that was never touched, found without touching it.
+//! Finds untouched memory without touching it.
 //!
-//! Reading an untouched page makes the kernel allocate or map one, so that a scan for zeros costs as much as the
-//! memory that it looks for is not worth. What there is instead depends on the kind of memory:
+//! Reading an untouched page makes the kernel allocate or map one, so a scan for zeros would be expensive. The
+//! alternative depends on the kind of memory:
 //!
 //! | memory | asked | may hold something |
 //! |---|---|---|

@@ -1,6 +1,6 @@
-//! What the live engine adds to [`handover`]'s protocol: how connections begin, and a description of the guest.
+//! The live engine's part of [`handover`]'s protocol: the first bytes of connections, and a description of the guest.
 //!
-//! There is one **control** connection, and one connection for each **channel**, which carries multifd packets. They are streams of
+//! There is one **control** connection, and one connection per **channel**, which carries multifd packets. All are streams of
 //! one session, or plain sockets:
 //!
 //! ```text
@@ -29,15 +29,15 @@
 //!     ── settled ───────────────────────────────────────────────────>  the source will not ask again
 //! ```
 //!
-//! Because the source waits for `synced` before it continues, no page of a round can overtake one of the
-//! round before on another channel.
+//! Because the source waits for `synced` before it continues, no page of a round can overtake a page of the
+//! previous round on another channel.
 //!
 //! # Where the guest is
-//! [`handover::Source`] and [`handover::Destination`] decide that; see its documentation for how, and why two
-//! guests never run. Before `commit`, every failure leaves the guest at the source. After a lost connection behind it the
-//! source dials again with the same attempt's id, until it is answered or the settle time is over. The
-//! destination waits for `commit` for the settle time, and answers for a while longer; about attempts that have failed
-//! it answers as long as it lives. Neither side keeps a journal: the guest ends with its process, so no other
+//! [`handover::Source`] and [`handover::Destination`] decide that; crate `handover` documents how, and why two
+//! guests never run. Before `commit`, every failure leaves the guest at the source. If a connection is lost after `commit`, the
+//! source dials again with the id of the same attempt, until it is answered or the settle time is over. The
+//! destination waits for `commit` for the settle time, and answers for a while longer. It answers for failed attempts
+//! as long as it lives. Neither side keeps a journal: the guest ends with its process, so no other
 //! process could continue.
 //!
 //! # Versions
@@ -53,7 +53,7 @@ use vamoose_link::{Conversation, ConversationError, millis};
 
 use crate::{Ram, SourceConfig, error::Mismatch, source::CHANNELS};
 
-/// Number of the SYNC that is the last packet of a channel.
+/// Number of the SYNC that ends a channel.
 pub const LAST_SYNC: u64 = u64::MAX;
 
 /// What a connection is for, by its first bytes.
@@ -112,7 +112,7 @@ pub(crate) fn control_preamble(attempt: AttemptId) -> [u8; PREAMBLE_LEN] {
     Preamble { kind, attempt }.to_bytes()
 }
 
-/// What a source adds to `prepare`: its guest, and how it will be sent.
+/// A source's fields in `prepare`: its guest, and how the guest will be sent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct PrepareDetails {
@@ -128,7 +128,7 @@ pub struct PrepareDetails {
     pub settle_ms: u64,
 }
 
-/// A RAM block, as both sides must have it.
+/// A RAM block that both sides must have.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockShape {
     /// Its name.

@@ -7,9 +7,9 @@
 //!  channel threads     clear, scan for zeros, read, send ─> SYNC      one for each channel
 //! ```
 //!
-//! The coordinator is the caller's thread: it alone calls the VMM. It waits for events only, from the channel
-//! threads and from the thread that receives from the destination; a call that blocks is ended by hanging up. Where the
-//! guest is in the end [`handover::Source`] decides.
+//! The coordinator is the caller's thread, and the only one that calls the VMM. It waits for events from the channel
+//! threads and from the thread that receives from the destination. Hanging up ends a call that blocks. [`handover::Source`]
+//! decides where the guest is in the end.
 
 mod channel;
 mod config;
@@ -41,7 +41,7 @@ use crate::{
 };
 pub use config::{CHANNELS, SourceConfig, ZeroPageDetection};
 pub use convergence::AutoConverge;
-use convergence::{Convergence, Decision as Next, Sent};
+use convergence::{Convergence, NextStep, Sent};
 use hand_over::HandOver;
 use link::{Link, RoundEnd};
 use round::{Pages, Round};
@@ -59,7 +59,7 @@ pub struct Source {
 }
 
 impl Source {
-    /// A migration of `ram`, whose changes `log` finds.
+    /// A migration of `ram`. `log` finds the pages that the guest writes.
     ///
     /// # Errors
     /// When an option is out of range, or zero-copy send cannot lock the memory that it needs.
@@ -93,8 +93,8 @@ impl Source {
         Handle(self.shared.clone())
     }
 
-    /// Migrates `guest` to the [`Destination`](crate::Destination) that `destination` leads to. When this
-    /// returns a status the guest runs there.
+    /// Migrates `guest` to the [`Destination`](crate::Destination) at `destination`. When this
+    /// returns a status, the guest runs there.
     ///
     /// # Errors
     /// Zero-copy send over a session is refused: see [`SourceConfig::zero_copy`].
@@ -155,9 +155,9 @@ struct Attempt<'a> {
     source: &'a Source,
     guest: &'a mut dyn SourceGuest,
     convergence: Convergence,
-    /// Since the guest was paused: what has to be undone if the migration fails.
+    /// Measures the downtime. `Some` while the guest is paused and has to be resumed on failure.
     paused: Option<Stopwatch>,
-    /// The dirty log is to be stopped.
+    /// The dirty log has been started and has to be stopped.
     logging: bool,
     /// Why the guest could not be resumed.
     not_resumed: Option<GuestError>,
@@ -195,7 +195,7 @@ impl<'a> Attempt<'a> {
         self.result(decision, driver.state(), failure)
     }
 
-    /// Everything until the destination has loaded the guest, which is paused then.
+    /// Moves the guest, until the destination has loaded it. The guest is paused then.
     fn migrate(
         &mut self,
         link: &mut Link<'_, '_>,
@@ -211,7 +211,7 @@ impl<'a> Attempt<'a> {
         committed.then_some(()).ok_or(SourceError::Cancelled)
     }
 
-    /// Rounds until it is time to pause the guest; returns the pages that are dirty then.
+    /// Sends rounds until it is time to pause the guest. Returns the pages that are dirty then.
     fn precopy(&mut self, link: &Link<'_, '_>) -> Result<Vec<Bitmap>, SourceError> {
         let source = self.source;
         // Before the log, which may register the memory with a userfaultfd of its own.
@@ -237,11 +237,11 @@ impl<'a> Attempt<'a> {
             let status = self.update_status(left);
             let wish = self.guest.switchover(&status);
             match self.convergence.decide(left, wish, start.elapsed()) {
-                Next::SwitchOver => return Ok(dirty),
-                Next::GiveUp => return Err(self.timed_out()),
-                Next::NextRound => {}
-                Next::Wait => link.idle(IDLE_ROUND)?,
-                Next::Throttle(percent) => {
+                NextStep::SwitchOver => return Ok(dirty),
+                NextStep::GiveUp => return Err(self.timed_out()),
+                NextStep::NextRound => {}
+                NextStep::Wait => link.idle(IDLE_ROUND)?,
+                NextStep::Throttle(percent) => {
                     info!(
                         percent,
                         "the guest writes too fast: its vCPUs are throttled"
@@ -253,8 +253,8 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// Pauses the guest and sends `rest`, what has become dirty since, and the device state. Returns when
-    /// the destination has loaded it.
+    /// Pauses the guest and sends `rest`, the pages that have become dirty since, and the device state. Returns when
+    /// the destination has loaded the guest.
     fn switch_over(
         &mut self,
         link: &mut Link<'_, '_>,
@@ -266,7 +266,7 @@ impl<'a> Attempt<'a> {
         source.shared.progress().status.status = State::Device;
         let mut paused = Stopwatch::start();
         link.bound_downtime(paused.started.checked_add(source.config.downtime_max));
-        // It has to be resumed also if an error follows.
+        // From here on an error resumes the guest.
         self.paused = Some(paused);
         self.guest
             .pause()
@@ -275,7 +275,7 @@ impl<'a> Attempt<'a> {
         let state = self.guest.save();
         let state = state.map_err(|error| guest_error("save the state of", error))?;
         paused.lap(|parts| &mut parts.device_state);
-        // The guest does not need its processors now.
+        // The paused guest does not need its processors.
         let dirty = self.collect(rest, parallel::processors())?;
         self.send(link, Pages::Last(dirty), None)?;
         link.end_channels();
@@ -320,7 +320,7 @@ impl<'a> Attempt<'a> {
         Ok(end)
     }
 
-    /// Adds to `dirty`, a bitmap for each block, what was written since it was last read, on up to so many threads.
+    /// Adds the pages written since the log was last read to `dirty`, a bitmap per block, on up to `threads` threads.
     fn collect(&self, mut dirty: Vec<Bitmap>, threads: usize) -> Result<Vec<Bitmap>, SourceError> {
         let source = self.source;
         collect(source.log.as_ref(), &mut dirty, threads)?;
@@ -391,7 +391,7 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// Also for a guest that stays paused: an operator who resumes it does not know of the throttle.
+    /// Ends the throttle, also of a guest that stays paused: an operator who resumes it does not know of the throttle.
     fn end_throttle(&mut self) {
         if self.convergence.end_throttle() {
             self.guest.throttle(0);
@@ -429,11 +429,11 @@ impl<'a> Attempt<'a> {
             return Err(SourceError::NotResumed { source, error });
         }
         Err(match decision.guest {
-            // Where the destination has sent it since is the destination's concern.
+            // The guest has arrived. The destination may have sent it on.
             GuestLocation::Destination | GuestLocation::MovedOn => return Ok(()),
             GuestLocation::Source => failure.unwrap_or(SourceError::Destination { cause }),
             GuestLocation::InDoubt => SourceError::InDoubt { cause },
-            // An attempt is never taken up again: what only that can find does not come.
+            // `Gone` and `Unconfirmed` arise only when an attempt is taken up again, which never happens here.
             GuestLocation::Lost | GuestLocation::Gone | GuestLocation::Unconfirmed => {
                 SourceError::Lost { cause }
             }
@@ -441,7 +441,7 @@ impl<'a> Attempt<'a> {
     }
 }
 
-/// How long to wait for the guest to write something before the dirty log is read again.
+/// Time for the guest to write something before the dirty log is read again.
 const IDLE_ROUND: Duration = Duration::from_millis(50);
 
 fn guest_error(what: &'static str, source: GuestError) -> SourceError {

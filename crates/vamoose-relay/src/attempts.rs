@@ -1,4 +1,4 @@
-//! The attempts that this host remembers, and the status of each.
+//! The attempts in this host's journal, and their status.
 
 use handover::{AttemptId, DestinationState, GuestLocation, SourceState};
 use serde::Serialize;
@@ -41,8 +41,8 @@ pub enum Standing {
     Running,
     /// Its process was ended: the same command, or a restarted server, continues it.
     Unfinished,
-    /// A loaded guest at the destination, whose source has sent nothing for the orphan timeout, or that no server
-    /// looks after.
+    /// A loaded guest at the destination whose source has been silent for the orphan timeout, or that no server
+    /// serves.
     Orphaned,
     /// The guest is paused at the source, and may run at the destination.
     InDoubt,

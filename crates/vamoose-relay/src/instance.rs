@@ -1,4 +1,4 @@
-//! Which QEMU an attempt is about, in a form that a journal can keep.
+//! The identity of a QEMU, in a form that a journal can keep.
 
 use std::{
     fs,
@@ -10,17 +10,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::{process::ProcessId, qemu::Qemu};
 
-/// One QEMU, from its start to its end. Another one that is started later on the same monitor's path is another.
+/// One QEMU process, from start to end. A QEMU that is started later with the same monitor path is a different one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Instance {
-    /// Path of its monitor.
+    /// Path of the monitor.
     pub monitor: PathBuf,
-    /// Its process, where that is known: not in another pid namespace.
+    /// The process; `None` if it is unknown, as in another pid namespace.
     pub process: Option<ProcessId>,
-    /// The guest's uuid; all zeros where none was given, which identifies nothing.
+    /// The guest's uuid; all zeros if none was given.
     pub uuid: String,
-    /// The file of the monitor's socket, which QEMU makes anew when it starts.
+    /// The file of the monitor's socket, which QEMU creates at start.
     socket: Option<SocketFile>,
 }
 
@@ -42,7 +42,7 @@ impl Instance {
         }
     }
 
-    /// Whether both are the same QEMU: false if in doubt.
+    /// Whether both are the same QEMU. False if in doubt.
     pub fn is_same(&self, other: &Self) -> bool {
         match (self.process, other.process) {
             (Some(this), Some(other)) => this == other,
@@ -50,14 +50,14 @@ impl Instance {
         }
     }
 
-    /// Whether its process is proven to have ended.
+    /// Whether the process has provably ended.
     pub fn has_ended(&self) -> bool {
         let alive = self.process.map(ProcessId::is_alive);
         matches!(alive, Some(Ok(false)))
     }
 
-    /// Whether it cannot be asked for any more: its process has ended or, where that is not known, its monitor is gone.
-    /// No proof of its end.
+    /// Whether the QEMU can no longer be reached: its process has ended or, if the process is unknown, its monitor is gone. This is
+    /// no proof of its end.
     pub(crate) fn is_gone(&self) -> bool {
         match self.process {
             Some(_) => self.has_ended(),
@@ -65,7 +65,7 @@ impl Instance {
         }
     }
 
-    /// Whether no other process can have taken the place of its monitor: what is there is the socket that it made, or nothing.
+    /// Whether no other process has taken over the monitor's path: it holds the socket that this QEMU created, or nothing.
     pub(crate) fn has_its_place(&self) -> bool {
         SocketFile::at(&self.monitor).is_none_or(|file| self.socket == Some(file))
     }

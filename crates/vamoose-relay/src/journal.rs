@@ -1,4 +1,4 @@
-//! This host's record of attempts to migrate, so that a restarted process can continue them.
+//! This host's record of migration attempts, from which a restarted process continues them.
 //!
 //! ```text
 //!  STATE-DIR/source-ID.json          one attempt of which this host is the source
@@ -6,9 +6,9 @@
 //!  STATE-DIR/*.lock                  held by the process that drives the attempt
 //! ```
 //!
-//! An entry is replaced as a whole and is on disk when [`Entry::write`] returns. The folder belongs to one user and
-//! no other may look into it: who knows an attempt's id can end it. By default it is in /run, which ends with the
-//! guests when the host boots.
+//! An entry is replaced as a whole and is on disk when [`Entry::write`] returns. The folder belongs to one user, and
+//! no other user may look into it: anyone who knows an attempt's id can end the attempt. By default it is in /run, which is
+//! cleared at boot, as the guests are.
 
 mod record;
 
@@ -68,20 +68,19 @@ pub enum JournalError {
 /// An attempt that this process drives.
 #[derive(Debug)]
 pub(crate) struct Entry<S: Side> {
-    /// What is to be remembered; [`Entry::write`] makes it so.
+    /// The record to be written by [`Entry::write`].
     pub(crate) record: Record<S>,
     path: PathBuf,
     dir: PathBuf,
-    /// Held as long as this lives.
+    /// Keeps other processes from driving the attempt.
     _lock: File,
 }
 
-/// For how many milliseconds an attempt that is over is remembered once its QEMU has ended, for commands that come
-/// late: a day.
+/// How long, in milliseconds, a finished attempt is remembered after its QEMU has ended, for late commands: a day.
 const REMEMBERED_MS: u64 = 24 * 3600 * 1000;
 
 impl Journal {
-    /// Uses the folder `dir`, which is made if it is not there.
+    /// Uses the folder `dir`, and creates it if necessary.
     ///
     /// # Errors
     /// When it cannot be used, or is open to other users.
@@ -112,7 +111,7 @@ impl Journal {
         })
     }
 
-    /// All attempts of a role, the oldest first. An error if one cannot be read: it may be the one that matters.
+    /// All attempts of a role, the oldest first. Fails if any cannot be read: it may be the one that matters.
     pub(crate) fn records<S: Side>(&self) -> Result<Vec<Record<S>>, JournalError> {
         let folder = |error| JournalError::Folder(self.dir.clone(), error);
         let mut records = Vec::new();
@@ -130,7 +129,7 @@ impl Journal {
         Ok(records)
     }
 
-    /// The attempt of this id, if it is remembered.
+    /// The attempt with this id, if it is in the journal.
     pub(crate) fn find<S: Side>(
         &self,
         attempt: AttemptId,
@@ -138,8 +137,8 @@ impl Journal {
         read(&self.path::<S>(attempt))
     }
 
-    /// Takes an attempt for this process to drive, a new one or one that is remembered. Nothing is written yet; what
-    /// is remembered of it is read anew, for it may have changed before it was taken.
+    /// Takes an attempt for this process to drive, a new or a recorded one. Nothing is written yet. A recorded attempt is
+    /// read again, as another process may have changed it before.
     pub(crate) fn claim<S: Side>(&self, record: Record<S>) -> Result<Entry<S>, JournalError> {
         let path = self.path::<S>(record.attempt);
         let lock_path = path.with_extension("lock");
@@ -170,7 +169,7 @@ impl Journal {
         })
     }
 
-    /// Forgets what was over a day ago and whose QEMU has ended since.
+    /// Removes attempts that began over a day ago, are over, and whose QEMU has ended.
     pub(crate) fn clean_up<S: Side>(&self) {
         let Ok(records) = self.records::<S>() else {
             return;
@@ -180,7 +179,7 @@ impl Journal {
             if record.is_over() && record.began < long_ago && record.qemu.is_gone() {
                 let path = self.path::<S>(record.attempt);
                 debug!("forgetting attempt {}", record.attempt);
-                // Whatever stays is looked at again the next time.
+                // A failure is retried the next time.
                 let _ = fs::remove_file(&path);
                 let _ = fs::remove_file(path.with_extension("lock"));
             }
@@ -193,8 +192,8 @@ impl Journal {
 }
 
 impl<S: Side> Entry<S> {
-    /// Remembers the record. When this returns it survives a crash of the process and of the host, as far as the
-    /// folder's file system does; if it fails, what was remembered before still is.
+    /// Writes the record. When this returns, the record survives a crash of the process and of the host, as far as the
+    /// folder's file system does. On failure, the earlier record remains.
     pub(crate) fn write(&self) -> Result<(), JournalError> {
         let failed = |error| JournalError::Write(self.path.clone(), error);
         self.replace().map_err(failed)
@@ -203,7 +202,7 @@ impl<S: Side> Entry<S> {
     fn replace(&self) -> io::Result<()> {
         let mut text = serde_json::to_vec_pretty(&self.record)?;
         text.push(b'\n');
-        // Before anything is replaced: there may be no descriptor left for it.
+        // Opened first, as there may be no descriptor left later.
         let folder = File::open(&self.dir)?;
         let new = self.path.with_extension("new");
         let mut options = File::options();

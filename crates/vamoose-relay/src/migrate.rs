@@ -1,12 +1,12 @@
-//! The source's side: drives one QEMU through a migration to a server on another host.
+//! The source side: drives one QEMU through a migration to a server on another host.
 //!
 //! ```text
-//!  look      at the source QEMU, and at what the journal knows of it: an attempt that is not over is finished first
-//!  prepare   the server: is there a QEMU for it, what can that one do
+//!  look      read the source QEMU's state and the journal; finish an unfinished attempt first
+//!  prepare   ask the server whether it has a QEMU for this guest, and what that QEMU can do
 //!  set up    the source QEMU and a relay beside it
 //!  watch     until the source reports completed, failed or cancelled
-//!  hand over completed: the source is paused for good; crate `handover` decides what every answer means.
-//!            Anything else: the guest resumes here, the server ends its QEMU.
+//!  hand over after completed: the source is paused for good; crate `handover` decides what every answer means.
+//!            Otherwise the guest resumes here, and the server ends its QEMU.
 //! ```
 
 mod earlier;
@@ -48,24 +48,24 @@ use watch::Beside;
 pub struct Migration<'a> {
     /// The source QEMU's monitor.
     pub qmp: &'a Path,
-    /// The server.
+    /// The destination's server.
     pub to: &'a Remote,
     /// Where attempts are remembered: see [`Journal`].
     pub state_dir: &'a Path,
     /// The waiting QEMU's name at the server.
     pub name: &'a str,
-    /// Data channels, all the way.
+    /// Number of multifd channels, from QEMU to QEMU.
     pub channels: u8,
     /// What the relay does with the pages.
     pub config: Config,
     /// Longest downtime to aim at; QEMU's own setting if `None`.
     pub downtime_limit: Option<Duration>,
-    /// Longest time for which the guest may be paused before the hand-over: then it resumes here.
+    /// Longest pause of the guest before the hand-over. After that the guest resumes here.
     pub downtime_max: Duration,
     /// How the source finds zero pages (`none`, `legacy`, `multifd`); the best that both QEMUs know
     /// if `None`.
     pub zero_page_detection: Option<&'a str>,
-    /// An attempt of which a person vouches that what the source QEMU has sent was sent for it, and not for another tool.
+    /// An attempt for which a person vouches that the source QEMU sent its guest for this attempt, and not for another tool.
     pub confirm: Option<AttemptId>,
     /// Set to cancel.
     pub cancel: &'a AtomicBool,
@@ -76,7 +76,7 @@ pub struct Migration<'a> {
 pub struct Progress {
     /// QEMU's name for the state: `setup`, `active`, `device`, ...
     pub status: String,
-    /// QEMU's whole account, as `query-migrate` gives it, with `downtime-parts` once the guest runs at the destination.
+    /// QEMU's answer to `query-migrate`, with `downtime-parts` once the guest runs at the destination.
     pub source: Value,
     /// What the relay has moved.
     pub moved: Snapshot,
@@ -89,14 +89,14 @@ pub struct Progress {
 /// A guest that has moved.
 #[derive(Clone, Debug, Default)]
 pub struct Moved {
-    /// QEMU's account at the end, with `downtime-parts`; empty when another process had driven the migration.
+    /// QEMU's last answer to `query-migrate`, with `downtime-parts`. Empty if another process drove the migration.
     pub source: Value,
     /// What the relay has moved.
     pub moved: Snapshot,
     /// From the source's stop to the server's message that the guest runs, by this host's clock.
     /// `None` when it did not run.
     pub downtime: Option<Duration>,
-    /// What that consists of, where this process has seen it.
+    /// Parts of the downtime, as far as this process has observed them.
     pub downtime_parts: Option<DowntimeParts>,
     /// From the first command to the server's last message.
     pub total_time: Duration,
@@ -132,7 +132,7 @@ impl Migration<'_> {
         start: Instant,
         observe: &mut dyn FnMut(&Progress),
     ) -> Result<Moved, Failure> {
-        // The last attempt of a QEMU is the one that counts, also if the clock was set back.
+        // The last attempt of a QEMU counts, so it must sort last even if the clock was set back.
         let known = journal.records::<AtSource>().map_err(at_source)?;
         let last = known.last().map_or(0, |record| record.began);
         let record = Record {
@@ -226,7 +226,7 @@ impl Migration<'_> {
         Ok(Some(wanted.to_owned()))
     }
 
-    /// From the set-up to the source's end and, if it has completed, to what the hand-over decides.
+    /// Sets the source up and lets it migrate. If the migration completes, also hands the guest over.
     fn move_pages(
         &self,
         hand_over: &mut HandOver<'_>,
@@ -266,7 +266,7 @@ impl Migration<'_> {
                 has_ended: &|| relay.is_finished(),
             };
             let (decision, mut ended) = match self.watch(hand_over, source, &beside, observe) {
-                // The guest is paused: nothing comes before the commit, not even the relay's end.
+                // The guest is paused, so the commit comes first, even before the end of the relay.
                 Ok(account) => {
                     let decision = hand_over.finish(SourceEvent::Stopped, Some(source));
                     let ended = Ended {
@@ -285,7 +285,7 @@ impl Migration<'_> {
             if ended.cause.is_some() {
                 hangup.hang_up();
             }
-            // A thread that panicked has no result; the source's status decides.
+            // A thread that panicked has no result. The source's status decides.
             ended.relayed(relay.join().unwrap_or(Err(RelayError::Cancelled)));
             ended.moved = stats.snapshot();
             (decision, ended)
@@ -356,7 +356,7 @@ impl Migration<'_> {
         }))
     }
 
-    /// Whether this is the migration that the attempt was to be.
+    /// Whether the attempt was a migration as asked for now.
     fn is_asked_for(&self, record: &Record<AtSource>) -> bool {
         record.side.to == self.to.address() && record.name == self.name
     }
@@ -379,10 +379,10 @@ impl Moved {
     }
 }
 
-/// How a migration's memory came to its end.
+/// How moving the memory ended.
 #[derive(Default)]
 struct Ended {
-    /// Why it failed, where it did before the hand-over.
+    /// Why it failed before the hand-over.
     cause: Option<Cause>,
     account: Value,
     moved: Snapshot,
@@ -397,7 +397,7 @@ impl Ended {
         }
     }
 
-    /// Takes what the relay has seen.
+    /// Adds the relay's result.
     fn relayed(&mut self, result: Result<Summary, RelayError>) {
         match (result, &mut self.cause) {
             (Ok(summary), _) => self.switchover = summary.switchover,
@@ -419,6 +419,6 @@ fn span(attempt: AttemptId) -> Span {
     error_span!("migration", role = "source", %attempt)
 }
 
-/// How long a server may take to get ready, or to report that it is still at it: a QEMU may be busy, or its monitor
+/// How long a server may take to get ready, or to report that it is still getting ready: a QEMU may be busy, or its monitor
 /// held by another client.
 const PREPARED_WITHIN: Duration = Duration::from_secs(60);

@@ -1,4 +1,4 @@
-//! The destination's side of `migrate`: takes migrations for the QEMUs waiting on this host.
+//! The destination side of `migrate`: accepts migrations for the QEMUs that wait on this host.
 //!
 //! ```text
 //!  prepare ─> check the waiting QEMU, set it up, keep it from starting itself, run a relay to it
@@ -7,10 +7,10 @@
 //!  abort   ─> end the relay and the QEMU, which holds half a guest
 //! ```
 //!
-//! What every message means for the guest is decided by crate `handover`, whose machine is driven in `job`. `listener`
-//! has the connections, `jobs` the attempts that they belong to, `setup` makes a QEMU ready, and `qemu` does what is
-//! decided. A message belongs to an attempt by its id alone; one that is not known here, by memory or journal, is
-//! answered `unknown`.
+//! Crate `handover` decides what every message means for the guest; `job` drives its machine. `listener`
+//! has the connections, `jobs` the attempts that they belong to, `setup` prepares a QEMU, and `qemu` carries out the
+//! decisions. A message belongs to an attempt by its id alone. An attempt that is neither in memory nor in the journal is
+//! answered with `unknown`.
 
 mod job;
 mod jobs;
@@ -43,10 +43,10 @@ use jobs::Jobs;
 use listener::most_connections;
 pub(crate) use qemu::DestinationQemu;
 
-/// Takes migrations, as many at once as come.
+/// Accepts migrations, any number at once.
 pub struct Server {
     sessions: Sessions,
-    /// For this host's commands. Its folder is private.
+    /// Accepts this host's commands, at a socket in a private folder.
     local: Sessions,
     config: ServerConfig,
     incarnation: Incarnation,
@@ -55,28 +55,28 @@ pub struct Server {
     /// Connections that are open, and how many may be.
     connections: AtomicUsize,
     most_connections: usize,
-    /// Until when migrations under way may finish, once no further ones are taken.
+    /// Deadline for migrations under way, once no new ones are accepted.
     draining: OnceLock<Instant>,
 }
 
-/// How.
+/// The options of a [`Server`].
 #[derive(Clone)]
 pub struct ServerConfig {
     /// The QEMUs' monitors are `qmp_dir/NAME.qmp`.
     pub qmp_dir: PathBuf,
     /// Where attempts are remembered: see [`Journal`].
     pub state_dir: PathBuf,
-    /// What decodes; and encodes for the QEMUs, with method none, for these are set up for no other.
+    /// Decodes the pages, and encodes them for the QEMUs, which are set up for method none.
     pub engines: Engines,
     /// Whether pages are written into the memory of the QEMUs.
     pub placement: PlacementMode,
-    /// Whether a QEMU that knows zstd decodes it itself. Checksums of the pages are not compared then.
+    /// Whether a QEMU that supports zstd decodes the pages itself. Their checksums are not compared then.
     pub qemu_decodes: bool,
     /// How sessions with sources behave.
     pub sessions: SessionConfig,
     /// Which users of this host may connect.
     pub peers: Peers,
-    /// After how long without its source a loaded guest is reported as an orphan.
+    /// How long a loaded guest may be without its source before it is reported as an orphan.
     pub orphan_timeout: Duration,
 }
 
@@ -129,7 +129,7 @@ impl Server {
         })
     }
 
-    /// Tells `observer` of its migrations.
+    /// Reports migrations to `observer`.
     #[must_use]
     pub fn observed_by(mut self, observer: Arc<dyn Observer>) -> Self {
         self.observer = observer;
@@ -141,12 +141,12 @@ impl Server {
         self.sessions.addresses()
     }
 
-    /// What comes in.
+    /// The migrations under way.
     pub fn under_way(&self) -> Vec<UnderWay> {
         self.jobs.under_way()
     }
 
-    /// Where this host's commands reach it.
+    /// Address for this host's commands.
     fn local_address(&self) -> String {
         let mut addresses = self.local.addresses();
         addresses
@@ -154,13 +154,13 @@ impl Server {
             .map_or_else(String::new, Address::to_string)
     }
 
-    /// Takes no further migrations. [`Server::run`] returns when those under way have finished, `within` this time.
+    /// Accepts no further migrations. [`Server::run`] returns when those under way have finished, or after `within`.
     pub fn drain(&self, within: Duration) {
         self.draining.get_or_init(|| Instant::now() + within);
     }
 
-    /// Takes migrations until `stop` is thrown, or [`Server::drain`] is called; those that are still coming in at the
-    /// end are ended, and guests that have been loaded wait for the server to be started again.
+    /// Accepts migrations until `stop` is hung up or [`Server::drain`] has finished. Migrations that are still receiving then
+    /// are ended. Loaded guests wait for a restart of the server.
     ///
     /// # Errors
     /// When the journal cannot be read, or the system refuses to wait for connections.
@@ -183,7 +183,7 @@ fn is_shared(dir: &Path) -> io::Result<bool> {
     Ok(mode.intersects(Mode::WGRP | Mode::WOTH) && !mode.contains(Mode::SVTX))
 }
 
-/// Listens in the first place that no other server has taken.
+/// Listens at the first path that no other server uses.
 fn local_listener(state_dir: &Path, stall_timeout: Duration) -> Result<Listener, SocketError> {
     let mut number = 0;
     loop {

@@ -1,5 +1,5 @@
-//! What is under way on this host, for who watches: every process that moves guests answers at a socket of its own, in a folder
-//! that all of them know. A socket whose process has gone answers nobody.
+//! The migrations under way on this host. Every process that moves guests listens on a socket of its own in a common folder, and
+//! reports its migrations there.
 
 use std::{
     fmt::Debug,
@@ -20,21 +20,21 @@ use vamoose_link::{
     wait_until,
 };
 
-/// A migration under way. What a process cannot know is `None`.
+/// A migration under way. `None` is unknown to the process that reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct UnderWay {
-    /// Which command moves it: `migrate`, `serve` or `gateway`.
+    /// The command that moves the guest: `migrate`, `serve` or `gateway`.
     pub by: String,
-    /// Whether the guest leaves this host or comes to it.
+    /// Whether the guest leaves this host or arrives.
     pub role: Role,
     /// The guest's name.
     pub name: Option<String>,
     /// The other host.
     pub peer: String,
-    /// Of a gateway: the port or stream.
+    /// The port or stream, for a gateway.
     pub target: Option<String>,
-    /// QEMU's name for the state.
+    /// The state, as QEMU names it.
     pub status: Option<String>,
     /// Encoding of pages towards the other host.
     pub method: Option<String>,
@@ -46,7 +46,7 @@ pub struct UnderWay {
     pub wire_bytes: u64,
     /// Rounds over the guest's memory.
     pub rounds: Option<u64>,
-    /// Bytes of memory that are not sent yet.
+    /// Bytes of memory still to be sent.
     pub remaining: Option<u64>,
     /// Bytes of all memory.
     pub total: Option<u64>,
@@ -55,7 +55,7 @@ pub struct UnderWay {
 }
 
 impl UnderWay {
-    /// What the counters of a relay say.
+    /// From the counters of a relay.
     pub fn new(by: &str, role: Role, peer: String, began: Instant, moved: &Snapshot) -> Self {
         let (guest_bytes, wire_bytes) = match role {
             Role::Source => (moved.received_bytes, moved.wire_bytes),
@@ -79,7 +79,7 @@ impl UnderWay {
         }
     }
 
-    /// What tells it from others, and orders them.
+    /// Identifies the migration, and orders several.
     pub fn key(&self) -> impl Ord + Debug {
         let it = self;
         (&it.name, &it.by, it.role, &it.peer, &it.target)
@@ -95,13 +95,13 @@ pub enum Role {
     Destination,
 }
 
-/// Where whoever watches finds this process.
+/// The socket at which this process reports its migrations.
 pub struct Watchable {
     listener: Listener,
     end: Hangup,
 }
 
-/// Nobody can watch.
+/// Migrations cannot be watched.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -114,10 +114,10 @@ pub enum WatchError {
     System(#[from] io::Error),
 }
 
-/// How long either side may take for what is a few kilobytes.
+/// How long either side may take for a few kilobytes.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Longest answer that is read: of more migrations than a host has.
+/// Longest answer that is read: room for more migrations than a host has.
 const LONGEST: u64 = 4 << 20;
 
 const PREFIX: &str = "under-way-";
@@ -139,7 +139,7 @@ impl Watchable {
         })
     }
 
-    /// Answers with what `list` says, until the guard of [`ends_with`](Self::ends_with) is dropped.
+    /// Answers with the result of `list`, until the guard of [`ends_with`](Self::ends_with) is dropped.
     pub fn serve(&self, list: &dyn Fn() -> Vec<UnderWay>) {
         loop {
             let mut fds = [
@@ -173,7 +173,7 @@ fn answer(socket: &Socket, list: &[UnderWay]) -> io::Result<()> {
     socket.write_both(&serde_json::to_vec(list)?, &[])
 }
 
-/// All that is under way, of the processes that are found in the folder `dir`; nothing if it is not there.
+/// All migrations under way, of the processes whose sockets are in `dir`. None if there is no such folder.
 ///
 /// # Errors
 /// When the folder cannot be read.
@@ -197,7 +197,7 @@ pub fn under_way(dir: &Path) -> Result<Vec<UnderWay>, WatchError> {
             Ok(list) => all.extend(list),
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 debug!("process {pid} has gone: {error}");
-                // Not of one that is about to listen. Whoever may not remove it leaves it to who may.
+                // A live process may be about to listen. Another user's socket cannot be removed, and stays.
                 if !Path::new("/proc").join(&pid).exists() {
                     let _ = fs::remove_file(&path);
                 }

@@ -1,5 +1,5 @@
-//! Accepts connections, identifies them, and receives the messages of control connections, for as long as an
-//! attempt lasts.
+//! Accepts and identifies connections, and receives the messages of control connections, for the duration of an
+//! attempt.
 
 use std::{
     os::fd::AsFd,
@@ -24,13 +24,13 @@ use crate::{
     spans::in_span,
 };
 
-/// Most connections at once that have not identified themselves.
+/// Most unidentified connections at a time.
 const MAX_UNIDENTIFIED: usize = 256;
 
 /// How long to wait when no connection can be accepted: the system is out of descriptors or memory.
 const BACK_OFF: Duration = Duration::from_millis(100);
 
-/// What every connection's thread needs.
+/// Shared by the threads of all connections.
 #[derive(Clone)]
 pub(super) struct Connections {
     pub(super) events: SyncSender<Event>,
@@ -57,7 +57,7 @@ pub(super) fn run<'scope, 'env: 'scope>(
         if !cancelled {
             fds.push(PollFd::from_borrowed_fd(closing.as_fd(), PollFlags::IN));
         }
-        // A wait that failed is as good as one that timed out.
+        // A failed wait is treated like a timeout.
         let _ = wait_until(&mut fds, backs_off.then(|| Instant::now() + BACK_OFF));
         if hangup.is_hung_up() {
             return;
@@ -65,7 +65,7 @@ pub(super) fn run<'scope, 'env: 'scope>(
         if !cancelled && closing.is_hung_up() {
             cancelled = true;
             let _ = connections.events.send(Event::Cancelled);
-            // The source of a guest that runs here already has to be answered.
+            // If the guest already runs here, its source still has to be answered.
             continue;
         }
         match acceptor.try_accept() {
@@ -77,7 +77,7 @@ pub(super) fn run<'scope, 'env: 'scope>(
                 backs_off = false;
             }
             Ok(None) => backs_off = false,
-            // Those that wait are accepted later: a guest is in doubt until its source is answered.
+            // Waiting connections are accepted later. A guest is in doubt until its source is answered.
             Err(error) => {
                 if !backs_off {
                     warn!("{}: trying again", chain(&error));
@@ -88,7 +88,7 @@ pub(super) fn run<'scope, 'env: 'scope>(
     }
 }
 
-/// Receives from a connection on a thread of its own: an idle peer delays no other.
+/// Receives from a connection on a separate thread, so that an idle peer delays no other.
 fn identify<'scope>(
     connection: Connection,
     number: u64,

@@ -1,20 +1,20 @@
-//! Where a destination's connections come from.
+//! Accepts a destination's connections.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
 use vamoose_link::{Address, Introduced, Listener, Session, Sessions, SocketError, Stream};
 
-/// What accepts the connections of a [`Destination`](crate::Destination). Its sources have to use the same
+/// Accepts the connections of a [`Destination`](crate::Destination). Its sources have to use the same kind of
 /// [`Transport`](crate::Transport).
 pub enum Acceptor {
-    /// Streams of sessions with sources that are trusted.
+    /// Streams of sessions with trusted sources.
     Sessions(Sessions),
-    /// Plain connections, of anyone who can open one.
+    /// Plain connections from anyone.
     Plain(Listener),
 }
 
 impl Acceptor {
-    /// A connection that waits, and the session that it belongs to.
+    /// A waiting connection, and its session.
     pub(super) fn try_accept(&self) -> Result<Option<(Stream, Option<Session>)>, SocketError> {
         Ok(match self {
             Self::Sessions(sessions) => sessions

@@ -1,4 +1,4 @@
-//! The phases of an attempt, from the source's offer to the guest that runs here.
+//! The phases of an attempt, from the source's offer to the running guest.
 
 use std::{
     io,
@@ -27,8 +27,8 @@ use crate::{
     protocol::PrepareDetails, spans::in_span,
 };
 
-/// How much longer the destination answers than the source asks: a source whose connections are refused must be
-/// right to conclude that the guest never ran here.
+/// How much longer the destination answers than the source asks. A source whose connections are refused concludes that the
+/// guest never ran here, which must be true.
 const LINGER: Duration = Duration::from_secs(30);
 
 /// Longest settle time that a source can ask for.
@@ -37,7 +37,7 @@ const MAX_SETTLE_TIME: Duration = Duration::from_secs(3600);
 /// Timeout for reporting a failure to the source.
 const FAILURE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long to wait for the reason from a source whose channels break: its guest may be paused.
+/// How long to wait for the reason when the source's channels break. Its guest may be paused.
 const REASON_TIMEOUT: Duration = Duration::from_millis(100);
 
 pub(super) struct Coordinator<'scope, 'env> {
@@ -63,7 +63,7 @@ struct Attempt {
     done: Done,
 }
 
-/// What has been done for an attempt.
+/// Results of the driver's actions.
 struct Done {
     guest: GuestState,
     /// The source will not ask again.
@@ -101,7 +101,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         result
     }
 
-    /// Accepts the guest that a source offers, or refuses it.
+    /// Checks a source's offer, and accepts or refuses the guest.
     fn prepare(&mut self, id: AttemptId, prepare: Prepare) -> Result<Attempt, DestinationError> {
         let start = Instant::now();
         let refuse = |error: DestinationError| {
@@ -137,15 +137,15 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         })
     }
 
-    /// Waits until all memory reads as zeros, as a source does not send what was never touched. Meanwhile the source is sent
-    /// `preparing` every second.
+    /// Waits until all memory reads as zeros, as a source does not send untouched memory. Sends `preparing` every second
+    /// meanwhile.
     fn finish_making_zero(&mut self) {
         if let Some(make_zero) = self.make_zero.take() {
             make_zero.wait(&|| self.inbox.send(&DestinationMessage::Preparing));
         }
     }
 
-    /// Everything up to the source's `commit`, which is returned.
+    /// Receives and loads the guest. Returns the source's `commit`.
     fn receive_and_load(
         &mut self,
         attempt: &mut Attempt,
@@ -164,7 +164,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         self.wait_for_commit(attempt)
     }
 
-    /// Receives all memory and the device state. When this returns, no page can be written any more.
+    /// Receives all memory and the device state. When this returns, no page is written any more.
     fn receive(&mut self, attempt: &Attempt) -> Result<Vec<u8>, DestinationError> {
         let channels = attempt.details.channels;
         let timeout = self.config.stall_timeout;
@@ -226,7 +226,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
                 Some(Event::Message(_, commit @ SourceMessage::Commit { .. })) => {
                     return Ok(commit);
                 }
-                // The source may have committed: it connects again, or the timeout ends the wait.
+                // The source may have committed. It connects again, or the timeout ends the wait.
                 Some(Event::Disconnected(number, _)) => self.inbox.forget(number),
                 Some(event) => unexpected(event)?,
                 None => {
@@ -237,7 +237,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         }
     }
 
-    /// Ends an attempt that has failed; returns why.
+    /// Ends a failed attempt, and returns the cause.
     fn fail(
         &mut self,
         attempt: &mut Attempt,
@@ -252,7 +252,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
         error
     }
 
-    /// Replaces an error of a connection by the reason that the source sends, if it does.
+    /// Replaces an error of a connection by the source's reason, if the source sends one.
     fn explain(&mut self, attempt: &Attempt, error: DestinationError) -> DestinationError {
         let cut_short = matches!(
             &error,
@@ -332,7 +332,7 @@ impl<'scope, 'env: 'scope> Coordinator<'scope, 'env> {
     }
 }
 
-/// What the driver acts upon. There is no journal: this process has the guest, which ends with it.
+/// Carries out the driver's actions. There is no journal: the guest ends with this process.
 struct Host<'a, 'env> {
     inbox: &'a Inbox<'env>,
     arrived: &'a mut bool,
@@ -394,7 +394,7 @@ impl GuestState {
         std::mem::replace(self, Self::NotStarted)
     }
 
-    /// For a guest that this process has started: no more is needed to know its state.
+    /// The event for a guest that this process has started.
     fn started(&self) -> DestinationEvent {
         let state = match self {
             Self::Running => "running",

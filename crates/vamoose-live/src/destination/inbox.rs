@@ -1,4 +1,4 @@
-//! Events of the current attempt, and its control connections. What belongs to other attempts is answered here.
+//! Events of the current attempt, and its control connections. Messages of other attempts are answered here.
 
 use std::{
     collections::HashMap,
@@ -16,9 +16,9 @@ use crate::{DestinationError, chain};
 
 pub(super) struct Inbox<'env> {
     events: Receiver<Event>,
-    /// The control connections of the current attempt: one, and more if it was lost.
+    /// The control connections of the current attempt: several if one was lost.
     controls: HashMap<u64, Connection>,
-    /// The session of its first one.
+    /// The session of the first control connection.
     session: Option<Session>,
     pub(super) past: &'env mut PastAttempts,
 }
@@ -34,7 +34,7 @@ impl<'env> Inbox<'env> {
         }
     }
 
-    /// The first source that offers its guest.
+    /// Waits for the first source that offers its guest.
     ///
     /// # Errors
     /// When the VMM has cancelled.
@@ -103,31 +103,31 @@ impl<'env> Inbox<'env> {
         }
     }
 
-    /// Sends `message` on all control connections of the attempt. If it does not arrive, the source asks again.
+    /// Sends `message` on all control connections of the attempt. If it is lost, the source asks again.
     pub(super) fn send(&self, message: &DestinationMessage) {
         for Connection { stream, .. } in self.controls.values() {
             if let Err(error) = send_message(stream, message) {
                 warn!("cannot send {message:?} to the source: {}", chain(&error));
-                // Its thread reports that it has ended.
+                // The connection's thread reports the end.
                 stream.shut_down();
             }
         }
     }
 
-    /// How much longer than over plain connections a message of the source may take.
+    /// How much longer a message of the source may take, while a lost connection comes back.
     pub(super) fn reconnect_timeout(&self) -> Duration {
         let session = self.session.as_ref();
         session.map_or(Duration::ZERO, Session::reconnect_timeout)
     }
 
-    /// Whether the connection's peer may decide about the guest: if there is authentication, the peer that offered it may.
+    /// Whether the connection's peer may decide about the guest. With authentication, only the peer that offered it may.
     fn is_of_source(&self, connection: &Connection) -> bool {
         let source = self.session.as_ref().and_then(Session::identity);
         let peer = connection.session.as_ref().and_then(Session::identity);
         source == peer
     }
 
-    /// Whether the connection is of the session in which the guest was offered.
+    /// Whether the connection belongs to the session in which the guest was offered.
     fn is_in_session(&self, connection: &Connection) -> bool {
         match (&self.session, &connection.session) {
             (Some(session), Some(other)) => session.is(other),
@@ -140,7 +140,7 @@ impl<'env> Inbox<'env> {
         self.controls.remove(&number);
     }
 
-    /// What is sent from now on fails after `timeout`.
+    /// Makes further sends fail after `timeout`.
     pub(super) fn limit_sending(&self, timeout: Duration) {
         for Connection { stream, .. } in self.controls.values() {
             let _ = stream.set_stall_timeout(timeout);

@@ -1,4 +1,4 @@
-//! The attempts that have failed at a destination, for sources that ask later.
+//! Failed attempts of a destination, for sources that ask later.
 
 use std::collections::VecDeque;
 
@@ -7,7 +7,7 @@ use handover::{
     SourceMessage,
 };
 
-/// How many are remembered. Sources of older ones get the answer `unknown`.
+/// How many attempts are remembered. Older ones are answered with `unknown`.
 const MAX: usize = 64;
 
 pub(super) struct PastAttempts {
@@ -54,7 +54,7 @@ impl PastAttempts {
         if actions.contains(&DestinationAction::Forget) {
             self.attempts.remove(index);
         }
-        // It is over: nothing else is left to do.
+        // The attempt is over, so an answer is the only action that matters.
         actions.into_iter().find_map(|action| match action {
             DestinationAction::Send(message) => Some(message),
             _ => None,

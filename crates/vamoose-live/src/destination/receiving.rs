@@ -1,4 +1,4 @@
-//! What a destination receives of a guest, in which order.
+//! The order in which a destination receives the parts of a guest.
 //!
 //! ```text
 //!             all connected            every channel has ended
@@ -22,28 +22,28 @@ use crate::{ChannelError, DestinationError};
 
 /// How much of a guest has been received.
 pub(super) enum Receiving {
-    /// Not all channels are connected; nothing is read from any before.
+    /// Not all channels are connected. Nothing is read from any of them yet.
     Connecting(Vec<Option<Arc<Stream>>>),
     /// The channels deliver pages of the round after `complete`.
     Rounds {
         complete: u64,
         channels: Vec<Channel>,
     },
-    /// The device state is here, and no page of a further round may come: the channels have to end.
+    /// The device state is here. No page of a further round may follow, and the channels have to end.
     ChannelsAwaited {
         state: Vec<u8>,
         channels: Vec<Channel>,
     },
     /// All pages are here and every channel has ended.
     StateAwaited,
-    /// All of the guest is here, and no page can be written any more.
+    /// All of the guest is here, and no page is written any more.
     Complete(Vec<u8>),
 }
 
 /// A channel in the current round.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Channel {
-    /// It has delivered all of its pages of the round.
+    /// The channel has delivered all its pages of the round.
     synced: bool,
     ended: bool,
 }
@@ -167,7 +167,7 @@ fn check_ended(channels: &[Channel]) -> Result<(), DestinationError> {
     }
 }
 
-/// What an event means where it is not expected: most end the attempt.
+/// The error for an unexpected event. Only an unexpected channel is harmless.
 pub(super) fn unexpected(event: Event) -> Result<(), DestinationError> {
     let out_of_turn = |message| Err(DestinationError::OutOfTurn { message });
     match event {

@@ -1,5 +1,5 @@
 //! The policy of pre-copy: after each round, whether to send another one, to switch over, to slow the guest down, or to
-//! give up. No clock and no I/O: figures of rounds in, a [`Decision`] out.
+//! give up. No clock and no I/O: figures of rounds in, a [`NextStep`] out.
 //!
 //! A round takes long in proportion to the pages that the guest dirtied during the one before. So the rounds get shorter as
 //! long as pages move faster than the guest dirties them, and the rest fits into the downtime limit at some time. If
@@ -34,7 +34,7 @@ impl Default for AutoConverge {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Decision {
+pub(super) enum NextStep {
     NextRound,
     /// Nothing is dirty, and the VMM does not want to switch over: wait for a moment before the next round.
     Wait,
@@ -112,25 +112,25 @@ impl Convergence {
     }
 
     /// What to do with `dirty` pages left, as the VMM wishes, `elapsed` after the migration's begin.
-    pub(super) fn decide(&mut self, dirty: usize, wish: Switchover, elapsed: Duration) -> Decision {
+    pub(super) fn decide(&mut self, dirty: usize, wish: Switchover, elapsed: Duration) -> NextStep {
         let switch_over = match wish {
             Switchover::Auto => self.fits(dirty),
             Switchover::Force => true,
             Switchover::Forbid => false,
         };
         if switch_over {
-            return Decision::SwitchOver;
+            return NextStep::SwitchOver;
         }
         if self.timeout.is_some_and(|timeout| timeout <= elapsed) {
-            return Decision::GiveUp;
+            return NextStep::GiveUp;
         }
         if let Some(percent) = self.next_throttle(dirty) {
             self.throttle = percent;
-            return Decision::Throttle(percent);
+            return NextStep::Throttle(percent);
         }
         match dirty {
-            0 => Decision::Wait,
-            _ => Decision::NextRound,
+            0 => NextStep::Wait,
+            _ => NextStep::NextRound,
         }
     }
 
@@ -191,7 +191,7 @@ mod tests {
     use vamoose_codec::{Engines, Settings};
 
     use super::*;
-    use Decision::{GiveUp, NextRound, SwitchOver, Throttle, Wait};
+    use NextStep::{GiveUp, NextRound, SwitchOver, Throttle, Wait};
 
     const PAGE: usize = 4096;
     /// 10 MB/s.

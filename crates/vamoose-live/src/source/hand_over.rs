@@ -1,5 +1,5 @@
-//! The hand-over: carries out what [`handover::Source`] decides, from the guest that has stopped, or the migration that
-//! has failed, to the decision where the guest is.
+//! The hand-over: carries out the decisions of [`handover::Source`], from the moment that the guest has stopped or the migration
+//! has failed, until it is decided where the guest is.
 
 use std::{
     io, mem, thread,
@@ -23,15 +23,15 @@ const ASK_INTERVAL: Duration = Duration::from_millis(200);
 pub(super) struct HandOver<'l, 'scope, 'a> {
     attempt: &'l mut Attempt<'a>,
     link: &'l Link<'scope, 'a>,
-    /// Replaces the link's control connection, once that was lost.
+    /// Replaces the link's control connection after that was lost.
     redialled: Option<Conversation>,
     dials: u32,
-    /// How often `commit` was sent on the connection.
+    /// How often `commit` was sent on the current connection.
     commits: u32,
-    /// The destination has answered, but not where the guest is.
+    /// The destination has answered, but has not told where the guest is.
     ask_again: bool,
     deadline: Instant,
-    /// What happened last.
+    /// The last event, for messages.
     last: String,
 }
 
@@ -137,7 +137,7 @@ impl SourceHost for HandOver<'_, '_, '_> {
             }
             Err(error) => {
                 self.last = chain(&error);
-                // Nothing was asked on it, so no answer can have been lost.
+                // Nothing was asked on this connection, so no answer can have been lost.
                 SourceEvent::Closed { complete: true }
             }
         })
@@ -150,8 +150,8 @@ impl SourceHost for HandOver<'_, '_, '_> {
 
 /// Whether the destination's system has closed the connection, behind all messages that the destination had sent on it.
 ///
-/// An end of file comes in its turn. A reset can overtake messages that were lost on the way; but the system resets a
-/// connection on which the destination has left something unread, and if that was the only `commit`, there was no
+/// An end of file arrives in order. A reset can overtake messages that were lost on the way. But the system also resets a
+/// connection on which the destination has left data unread. If that was the only `commit`, there was no
 /// answer to it. Without an end or a reset it cannot be known.
 fn was_closed(error: &SourceError, commits: u32) -> bool {
     match error {

@@ -19,7 +19,7 @@ use vamoose_link::{
     send_message,
 };
 
-use super::{Source, Transport, channel::Channel, round::Round, transport::Way};
+use super::{Source, Transport, channel::Channel, round::Round, transport::Redialer};
 use crate::{
     SourceError,
     protocol::{PrepareDetails, control_preamble},
@@ -29,22 +29,22 @@ use crate::{
 pub(super) struct Link<'scope, 'a> {
     source: &'a Source,
     scope: &'scope Scope<'scope, 'a>,
-    /// To the destination.
-    way: Way,
+    /// Opens further connections to the destination.
+    redialer: Redialer,
     id: AttemptId,
     control: Arc<Stream>,
     events: Receiver<Event>,
     events_in: SyncSender<Event>,
     /// The control connection has ended.
     disconnected: Cell<bool>,
-    /// To each channel's thread; empty when the channels have ended.
+    /// The queue of each channel's thread. Empty once the channels have ended.
     rounds: Vec<SyncSender<Arc<Round>>>,
     device_state: DeviceState,
-    /// When the guest will have been paused for too long.
+    /// When the guest has been paused for too long and has to be resumed.
     resume_at: Option<Instant>,
 }
 
-/// How far the device state has got.
+/// Progress of the device state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DeviceState {
     Unsent,
@@ -53,11 +53,11 @@ enum DeviceState {
     Loaded,
 }
 
-/// What the coordinator waits for.
+/// An event for the coordinator.
 enum Event {
-    /// A channel has sent its share of the round, or all of the state has been sent.
+    /// A channel has sent its share of the round, or the device state has been sent.
     Sent,
-    /// A channel has failed, or the state cannot be sent.
+    /// A channel has failed, or the device state could not be sent.
     Failed(SourceError),
     /// From the destination.
     Message(DestinationMessage),
@@ -65,7 +65,7 @@ enum Event {
     Disconnected(ConversationError),
 }
 
-/// How a round ended that did not fail.
+/// How a round without a failure ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RoundEnd {
     /// All pages are written at the destination.
@@ -74,11 +74,11 @@ pub(super) enum RoundEnd {
     TooLate,
 }
 
-/// Least timeout between two `preparing` of a destination: it begins by looking for the memory that
-/// it has to make zero, which takes up to 15 s per TiB.
+/// Least timeout between two `preparing` of a destination, which first looks for the memory that
+/// it has to make zero. That takes up to 15 s per TiB.
 const MIN_PREPARE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long to wait for the reason from a destination whose connections break, and to report a failure to it.
+/// How long to wait for the reason when the destination's connections break, and to report a failure to it.
 const FAILURE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Events that may wait for the coordinator.
@@ -92,9 +92,9 @@ impl<'scope, 'a> Link<'scope, 'a> {
         destination: &Transport,
         scope: &'scope Scope<'scope, 'a>,
     ) -> Result<Self, SourceError> {
-        let (way, control) = destination.begin(source.config.stall_timeout)?;
-        if let Way::Session(session, _) = &way {
-            // The first and only one.
+        let (redialer, control) = destination.begin(source.config.stall_timeout)?;
+        if let Redialer::Session(session, _) = &redialer {
+            // Set only here.
             let _ = source.shared.session.set(session.clone());
         }
         let control = register(source, control)?;
@@ -105,7 +105,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         let link = Self {
             source,
             scope,
-            way,
+            redialer,
             id,
             control: control.clone(),
             events,
@@ -164,16 +164,16 @@ impl<'scope, 'a> Link<'scope, 'a> {
         Ok(())
     }
 
-    /// What is kept of the pages that are sent, where differences to them are of use.
+    /// The cache of sent pages, if pages may be sent as differences.
     fn sent_pages(&self) -> Option<Arc<DeltaSender>> {
-        let Way::Session(session, _) = &self.way else {
+        let Redialer::Session(session, _) = &self.redialer else {
             return None;
         };
         let cache = DeltaSender::in_place_over(session, self.source.layout);
         cache.filter(|_| self.source.config.delta).map(Arc::new)
     }
 
-    /// From now on no wait lasts beyond `resume_at`; without one, for as long as it takes.
+    /// Limits all further waits to `resume_at`, or lifts that limit.
     pub(super) fn bound_downtime(&mut self, resume_at: Option<Instant>) {
         self.resume_at = resume_at;
     }
@@ -193,7 +193,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
             // A channel that has ended has reported why.
             let _ = channel.send(round.clone());
         }
-        // The destination's message may overtake that of the last channel's thread.
+        // The destination's message may overtake the event of the last channel's thread.
         let (mut sending, mut synced) = (self.rounds.len(), false);
         while sending > 0 {
             match self.next(deadline)? {
@@ -216,7 +216,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         }
     }
 
-    /// Ends the channels: what was sent still arrives.
+    /// Ends the channels. Pages that were sent still arrive.
     pub(super) fn end_channels(&mut self) {
         self.rounds.clear();
     }
@@ -226,7 +226,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         let (control, events) = (self.control.clone(), self.events_in.clone());
         let stats = self.source.shared.stats.clone();
         self.device_state = DeviceState::Sending;
-        // On a thread of its own: a destination that stops reading must not block the coordinator, which alone can
+        // On a separate thread: a destination that stops reading must not block the coordinator, which alone can
         // resume the guest.
         self.spawn(move || {
             let event = match send_state(&control, &state) {
@@ -241,7 +241,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
             match self.next(None)? {
                 None => {}
                 Some(Event::Sent) => self.device_state = DeviceState::Sent,
-                // It has overtaken the thread's event.
+                // The message has overtaken the thread's event.
                 Some(Event::Message(DestinationMessage::Loaded)) => {
                     self.device_state = DeviceState::Loaded;
                 }
@@ -267,7 +267,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         Ok(send_message(&self.control, message)?)
     }
 
-    /// The destination's next message, within `timeout`: it should report that it has done `what`.
+    /// The destination's next message, within `timeout`. The message is expected to report that it has done `what`.
     pub(super) fn receive(
         &self,
         what: &'static str,
@@ -287,7 +287,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         }
     }
 
-    /// Waits, and fails at once if something fails meanwhile.
+    /// Waits for `time`. Fails at once if something fails meanwhile.
     pub(super) fn idle(&self, time: Duration) -> Result<(), SourceError> {
         match self.next(Some(Instant::now() + time))? {
             None | Some(Event::Sent) => Ok(()),
@@ -295,7 +295,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         }
     }
 
-    /// Replaces an error of a connection by the reason that the destination sends, if it does.
+    /// Replaces an error of a connection by the destination's reason, if the destination sends one.
     pub(super) fn explain(&self, error: SourceError) -> SourceError {
         let of_connection = matches!(
             error,
@@ -317,11 +317,11 @@ impl<'scope, 'a> Link<'scope, 'a> {
         error
     }
 
-    /// Sends `abort`: the guest stays here. A destination that does not receive it finds out by itself, but one
-    /// that has loaded the guest only after the settle time.
+    /// Sends `abort`: the guest stays here. A destination that does not receive the message finds out by itself: after the
+    /// settle time if it has loaded the guest, at once otherwise.
     pub(super) fn abort(&self, abort: &SourceMessage) -> Result<(), SourceError> {
         if self.device_state == DeviceState::Sending {
-            // The message would be taken for a part of the state.
+            // The destination would take the message for a part of the state.
             self.control.shut_down();
         }
         // The connection may be what has failed.
@@ -336,9 +336,9 @@ impl<'scope, 'a> Link<'scope, 'a> {
         Ok(())
     }
 
-    /// Waits until the destination has what was sent on `control`, the last control connection, or the link's own.
+    /// Waits until the destination has received everything sent on `control`, or on the link's own control connection.
     pub(super) fn finish(&self, control: Option<&Arc<Stream>>, is_over: bool) {
-        // A destination that has the guest waits for its source's last word.
+        // A destination that has the guest waits for the source's last message.
         let timeout = match is_over {
             true => self.timeout(FAILURE_TIMEOUT),
             false => FAILURE_TIMEOUT,
@@ -348,7 +348,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
 
     /// Another control connection of this attempt.
     pub(super) fn dial_again(&self, timeout: Duration) -> Result<Conversation, SourceError> {
-        let stream = self.way.open_anew(timeout)?;
+        let stream = self.redialer.open_anew(timeout)?;
         stream.set_stall_timeout(timeout)?;
         stream
             .write_both(&control_preamble(self.id), &[])
@@ -356,9 +356,9 @@ impl<'scope, 'a> Link<'scope, 'a> {
         Ok(Conversation::new(Arc::new(stream)))
     }
 
-    /// How long to wait for what takes `timeout` at most while the connection is there.
+    /// `timeout`, and the time in which a lost connection may come back.
     fn timeout(&self, timeout: Duration) -> Duration {
-        timeout.saturating_add(self.way.reconnect_timeout())
+        timeout.saturating_add(self.redialer.reconnect_timeout())
     }
 
     fn spawn(&self, run: impl FnOnce() + Send + 'scope) -> io::Result<()> {
@@ -370,7 +370,7 @@ impl<'scope, 'a> Link<'scope, 'a> {
         let source = self.source;
         let config = &source.config;
         let opening = Initial::new(self.id.0, number, config.channels.into())?.to_bytes();
-        let stream = self.way.open(config.stall_timeout)?;
+        let stream = self.redialer.open(config.stall_timeout)?;
         let stream = register(source, stream)?;
         stream
             .write_both(&opening, &[])
@@ -408,23 +408,23 @@ impl<'scope, 'a> Link<'scope, 'a> {
     }
 }
 
-/// How long the socket buffers may take to drain, where it took `took` until they had taken `sent` bytes.
+/// How long the socket buffers may take to drain, if `sent` bytes took `took` to get into them.
 fn drain_time(channels: usize, sent: u64, took: Duration) -> Duration {
     let in_flight = channels as u64 * MAX_IN_FLIGHT;
     if in_flight >= sent {
-        // Perhaps the link has not been the limit yet: then it is known only that it is slower than memory.
+        // The link may not have been the limit yet, so its speed is unknown.
         return took.max(SLOWEST_DRAIN);
     }
     took.mul_f64(in_flight as f64 / sent as f64)
 }
 
-/// What the sockets of a channel can hold, on both hosts.
+/// Most bytes in the socket buffers of a channel, on both hosts.
 const MAX_IN_FLIGHT: u64 = 10 << 20;
 
 /// For a short round on a link of 10 Mbit/s.
 const SLOWEST_DRAIN: Duration = Duration::from_secs(10);
 
-/// What an event means where it is not expected.
+/// The error for an unexpected event.
 fn unexpected_event(event: Event) -> Result<(), SourceError> {
     Err(match event {
         Event::Sent => return Ok(()),
@@ -434,7 +434,7 @@ fn unexpected_event(event: Event) -> Result<(), SourceError> {
     })
 }
 
-/// What a message means where it is not expected.
+/// The error for an unexpected message.
 fn unexpected(message: DestinationMessage) -> SourceError {
     match message {
         DestinationMessage::Aborted { cause, .. } => SourceError::Destination { cause },
@@ -445,7 +445,7 @@ fn unexpected(message: DestinationMessage) -> SourceError {
     }
 }
 
-/// What it means that the connection is closed before its first message.
+/// The error for a connection that is closed before its first message.
 fn or_unanswered(error: SourceError) -> SourceError {
     match error {
         SourceError::Control(ConversationError::Closed) => SourceError::Unanswered,
@@ -454,7 +454,7 @@ fn or_unanswered(error: SourceError) -> SourceError {
     }
 }
 
-/// Lets the source's options apply to `stream`, and its end end it.
+/// Applies the source's options to `stream`, which ends with the migration.
 fn register(source: &Source, stream: Stream) -> io::Result<Arc<Stream>> {
     stream.set_stall_timeout(source.config.stall_timeout)?;
     let stream = Arc::new(stream);
@@ -462,7 +462,7 @@ fn register(source: &Source, stream: Stream) -> io::Result<Arc<Stream>> {
     Ok(stream)
 }
 
-/// Ends a control connection, and waits until the destination has what was sent on it.
+/// Ends a control connection, and waits until the destination has received everything.
 fn finish(control: &Stream, timeout: Duration) {
     control.finish();
     if !control.drain(timeout) {

@@ -1,4 +1,4 @@
-//! How a source reaches its destination: over a session, or over plain connections.
+//! A source's connections to its destination: over a session, or plain.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -9,39 +9,39 @@ use crate::SourceError;
 /// How a [`Source`](crate::Source) reaches its [`Destination`](crate::Destination), which has to expect the same.
 #[derive(Clone, Debug)]
 pub enum Transport {
-    /// Over a session: authenticated, encrypted and checked as it says, and it survives the loss of its connections.
+    /// Over a session: authenticated, encrypted and checked as the [`Remote`] says. It survives the loss of connections.
     Session(Remote),
-    /// Over plain connections, which nobody authenticates, encrypts or checks, and of which none may be lost. Only they can
-    /// send without copies.
+    /// Over plain connections, without authentication, encryption or checks. The loss of a connection is an error. Only
+    /// plain connections support zero-copy send.
     Plain(Address),
 }
 
 impl Transport {
     /// The first connection to the destination, and how to open others to the same one.
-    pub(super) fn begin(&self, timeout: Duration) -> Result<(Way, Stream), SourceError> {
+    pub(super) fn begin(&self, timeout: Duration) -> Result<(Redialer, Stream), SourceError> {
         match self {
             Self::Session(remote) => {
                 let (session, stream) = remote.dial()?;
-                Ok((Way::Session(session, remote.clone()), stream))
+                Ok((Redialer::Session(session, remote.clone()), stream))
             }
             Self::Plain(address) => {
                 let socket = dial(address, timeout)?;
                 // An error: the connection was closed.
                 let peer = peer_address(&socket, address).map_err(|_| SourceError::Unanswered)?;
-                Ok((Way::Plain(peer), socket.into()))
+                Ok((Redialer::Plain(peer), socket.into()))
             }
         }
     }
 }
 
-/// How to open more connections to a destination that was reached once.
-pub(super) enum Way {
+/// Opens more connections to a destination that was reached before.
+pub(super) enum Redialer {
     Session(Session, Remote),
-    /// The address of the first connection's peer: a name may be resolved to another one the next time.
+    /// The address of the first connection's peer. A host name may resolve to another address the next time.
     Plain(Address),
 }
 
-impl Way {
+impl Redialer {
     /// Another connection.
     pub(super) fn open(&self, timeout: Duration) -> Result<Stream, SourceError> {
         match self {
@@ -50,7 +50,7 @@ impl Way {
         }
     }
 
-    /// Another connection, which is lost after `timeout`: of another session, as this one may be what has failed.
+    /// Another connection, lost after `timeout`. It belongs to another session, as the first session may have failed.
     pub(super) fn open_anew(&self, timeout: Duration) -> Result<Stream, SourceError> {
         let Self::Session(_, remote) = self else {
             return self.open(timeout);
@@ -62,7 +62,7 @@ impl Way {
         Ok(stream)
     }
 
-    /// How much longer an answer may take, as it waits for a connection.
+    /// How much longer an answer may take, while a lost connection comes back.
     pub(super) fn reconnect_timeout(&self) -> Duration {
         match self {
             Self::Session(session, _) => session.reconnect_timeout(),
@@ -71,7 +71,7 @@ impl Way {
     }
 }
 
-/// That of the addresses of `destination` to which `socket` is connected.
+/// The address of `destination` that `socket` is connected to.
 fn peer_address(socket: &Socket, destination: &Address) -> std::io::Result<Address> {
     let Socket::Tcp(stream) = socket else {
         return Ok(destination.clone());

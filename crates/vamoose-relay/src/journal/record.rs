@@ -1,4 +1,4 @@
-//! What a journal remembers of an attempt, on either side.
+//! The journal's record of an attempt, on either side.
 
 use std::fmt::Debug;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::Instance;
 
-/// An attempt, as one of its sides remembers it.
+/// An attempt, as recorded by one of its sides.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", bound = "")]
 pub(crate) struct Record<S: Side> {
@@ -28,7 +28,7 @@ pub(crate) trait Side: Clone + Serialize + DeserializeOwned {
     /// How far an attempt has come.
     type State: Clone + Debug + PartialEq + Serialize + DeserializeOwned;
 
-    /// How the names of its files begin.
+    /// Prefix of the file names.
     const ROLE: &'static str;
 
     /// Where the guest is after an attempt in this state, if it is over.
@@ -47,7 +47,7 @@ impl<S: Side> Record<S> {
     }
 }
 
-/// What only the source remembers.
+/// The source's part of a record.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct AtSource {
@@ -66,7 +66,7 @@ impl Side for AtSource {
     const OUTCOME: fn(&SourceState) -> Option<GuestLocation> = SourceState::outcome;
 }
 
-/// What only the destination remembers.
+/// The destination's part of a record.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct AtDestination {

@@ -63,18 +63,18 @@ pub enum Cause {
     },
     #[error("the source has sent its guest away in a migration that is not in this journal")]
     NotInJournal,
-    /// It was continued at the destination, and something has stopped it since.
+    /// The guest was continued at the destination, and something has stopped it since.
     #[error("it was continued there, and something has stopped it since: it is `{0}`")]
     StandsStill(String),
-    /// It was continued at the source although it may have been handed over.
+    /// The guest was continued at the source although it may have been handed over.
     #[error("{0}")]
     RunsHere(String),
-    /// It broke under way.
+    /// The migration broke.
     #[error("{}{}", reports.join("; "), if relay.is_some() { "; the relay reports" } else { "" })]
     Broken {
         /// What the two sides report.
         reports: Vec<String>,
-        /// What the relay saw, which usually is the cause of what QEMU reports.
+        /// The relay's error, usually the cause of what QEMU reports.
         #[source]
         relay: Option<RelayError>,
     },
@@ -89,7 +89,7 @@ fn what(cause: &Cause) -> &'static str {
     }
 }
 
-/// Where the guest is, which after an earlier attempt need not be the destination that was asked for.
+/// Where the guest is. After an earlier attempt that may be another destination than the one asked for now.
 fn whereabouts(cause: &Cause, guest: GuestLocation) -> String {
     match cause {
         Cause::MovedBefore { to, .. } if guest == GuestLocation::Destination => {
@@ -110,7 +110,7 @@ impl Cause {
         }
     }
 
-    /// Of an attempt that has taken the guest away; `now`: what is known of it now.
+    /// An earlier attempt has taken the guest away. `now` is what is known of the guest now.
     pub(super) fn moved_before(record: &Record<AtSource>, now: impl Into<String>) -> Self {
         Self::MovedBefore {
             attempt: record.attempt,
@@ -122,7 +122,7 @@ impl Cause {
 }
 
 impl Failure {
-    /// Of an attempt that has left the guest there.
+    /// A failure of an attempt that left the guest at `guest`.
     pub(super) fn of(attempt: AttemptId, cause: impl Into<Cause>, guest: GuestLocation) -> Self {
         Self {
             cause: cause.into(),

@@ -24,7 +24,7 @@ use vamoose_link::Snapshot;
 pub(super) struct Remainder {
     limit: Duration,
     page_size: usize,
-    /// Bytes of pages that QEMU and its relay have taken and that are not on the link yet.
+    /// Bytes of pages that QEMU and its relay have taken and not yet put on the link.
     under_way: f64,
     samples: VecDeque<(Instant, Snapshot)>,
     /// Bytes of pages per second, once known.
@@ -35,7 +35,7 @@ pub(super) struct Remainder {
 /// What to tell a QEMU.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Allowed {
-    /// Of the limit.
+    /// Share of the limit that the remainder may take.
     share: f64,
     /// Bytes of pages per second.
     rate: f64,
@@ -54,8 +54,8 @@ const UNSENT: Duration = Duration::from_millis(25);
 /// Device state, loading it, and the commit.
 const ENDING: Duration = Duration::from_millis(25);
 
-/// At least so much of the limit is for the remainder: a guest that writes little has to come to its end also where
-/// all the limit goes into what is under way.
+/// Least share of the limit for the remainder. The migration of a guest that writes little has to end even where data under way
+/// takes the whole limit.
 const LEAST_SHARE: f64 = 0.25;
 
 impl Remainder {

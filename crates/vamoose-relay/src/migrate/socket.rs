@@ -1,4 +1,4 @@
-//! The socket between the source QEMU and its relay.
+//! The Unix socket between the source QEMU and its relay.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -21,7 +21,7 @@ pub(super) struct Socket {
 impl Socket {
     pub(super) fn beside(monitor: &Path, stall_timeout: Duration) -> Result<Self, Cause> {
         let path = path_beside(monitor);
-        // QEMU often runs as another user than we do: the one whose the monitor is.
+        // QEMU often runs as another user than this process: the owner of the monitor.
         let peers = Peers::own_and([fs::metadata(monitor)?.uid()]);
         let listener = Listener::bind_for(&Address::Unix(path.clone()), stall_timeout, peers)?;
         Ok(Self { listener, path })

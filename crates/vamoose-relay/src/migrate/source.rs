@@ -19,43 +19,43 @@ use crate::{
     qmp::{QmpError, Timestamp},
 };
 
-/// A QEMU that a guest leaves.
+/// The QEMU that the guest leaves.
 pub(crate) struct SourceQemu {
     pub(crate) qemu: Qemu,
     pub(crate) instance: Instance,
     pub(super) ram_bytes: u64,
     /// Whether the guest ran when the attempt began.
     pub(super) was_running: bool,
-    /// Whether the guest is to run, as its owner has it by now: a pause that is not the switchover's counts, whoever it is by.
+    /// Whether the guest is to run, as its owner last left it. Every pause counts except that of the switchover.
     pub(super) is_wanted: bool,
     /// When the guest was stopped for the switchover.
     pub(super) stopped: Option<Stopped>,
-    /// QEMU has had no time yet to tell why.
+    /// QEMU has not answered yet why the guest stopped.
     is_unexplained: bool,
     /// The guest may have run since its migration began to send it.
     has_gone_on: bool,
-    /// No migration of the attempt has sent the guest: one that is found sent all the same was sent by another tool.
+    /// The attempt's own migration has not sent the guest. A guest that is found sent was sent by another tool.
     is_here: bool,
     /// Value for `zero-page-detection`, where QEMU knows it.
     pub(super) zero_pages: Option<String>,
     /// In milliseconds, once it is set up.
     downtime_limit: Option<u64>,
     is_suspended: bool,
-    /// The version of a QEMU of this migration that does not carry along that a guest is suspended.
+    /// Version of a QEMU of this migration that does not transfer the state `suspended`.
     loses_suspended: Option<String>,
 }
 
 #[derive(Clone, Copy)]
 pub(super) struct Stopped {
-    /// By QEMU's clock, which may be another than the host's if that was set meanwhile.
+    /// By QEMU's clock, which differs from the host's if that was set meanwhile.
     pub(super) at: Instant,
-    /// When that was noticed here.
+    /// When this process noticed it.
     noticed: Instant,
 }
 
-/// States of a guest that goes on at the destination: one that is suspended waits to be woken, and some clocks of it go on.
+/// States of a guest that shall run at the destination. A suspended guest waits to be woken, and some of its clocks run.
 const ALIVE: [&str; 2] = ["running", "suspended"];
-/// How long QEMU may take to tell why the guest has stopped: in the switchover it may have no time for that.
+/// How long QEMU may take to answer why the guest has stopped. During the switchover it may not answer.
 const LOOKING: Duration = Duration::from_secs(1);
 /// How long a source may take to run again after a failure.
 const SETTLING: Duration = Duration::from_secs(10);
@@ -97,7 +97,7 @@ impl SourceQemu {
         Ok(())
     }
 
-    /// Takes the events from before the migration, of which nothing counts but what the guest's owner wants.
+    /// Takes the events from before the migration. Only the owner's wish counts of them.
     pub(super) fn begin(&mut self) -> Result<(), QemuError> {
         self.take_events(Duration::ZERO)?;
         self.forget();
@@ -110,7 +110,7 @@ impl SourceQemu {
         self.has_gone_on = false;
     }
 
-    /// Refuses a guest that is suspended, unless both QEMUs carry that along.
+    /// Refuses a suspended guest, unless both QEMUs transfer that state.
     pub(super) fn check_suspended(&mut self, offer: &Offer) -> Result<(), QemuError> {
         self.loses_suspended = match (self.qemu.keeps_suspended(), offer.keeps_suspended) {
             (true, true) => None,
@@ -120,7 +120,7 @@ impl SourceQemu {
         self.suspended_in_vain().map_or(Ok(()), Err)
     }
 
-    /// What is wrong with a guest that has suspended itself.
+    /// The error for a guest that has suspended itself, unless both QEMUs transfer that state.
     pub(super) fn suspended_in_vain(&self) -> Option<QemuError> {
         let version = self.loses_suspended.as_ref();
         version
@@ -149,7 +149,7 @@ impl SourceQemu {
         }
     }
 
-    /// Waits until a migration that no process drives any more has ended; whether it had completed.
+    /// Waits for the end of a migration whose driving process is gone. Returns whether it completed.
     pub(super) fn wait_until_ended(&mut self) -> Result<bool, QemuError> {
         let expected = "a migration that has ended";
         let completed = self.qemu.ask_until(expected, SETTLING, |qemu| {
@@ -166,15 +166,15 @@ impl SourceQemu {
         Ok(completed)
     }
 
-    /// Whether a guest that was sent has run here since, or was reset: QEMU has no other way out of the switchover, so a guest
-    /// that is paused by now has run, too. A QEMU that does not answer has not told that.
+    /// Whether a guest that was sent has run here since, or was reset. QEMU has no other way out of the switchover, so a guest
+    /// in any other state has run, even if it is paused now. False if QEMU does not answer in time.
     pub(super) fn has_come_back(&mut self) -> Result<bool, QemuError> {
         self.take_events(Duration::ZERO)?;
         let state = self.qemu.state_within(LOOKING)?;
         Ok(state.is_some_and(|state| !is_switchover(&state)))
     }
 
-    /// Takes all events that there are, and waits for a first one; whether one is about the migration.
+    /// Waits for an event and takes all there are. Returns whether one is about the migration.
     pub(super) fn take_events(&mut self, mut wait: Duration) -> Result<bool, QemuError> {
         let (mut is_news, mut stopped) = (false, false);
         while let Some(event) = self.qemu.next_event(wait)? {
@@ -207,13 +207,13 @@ impl SourceQemu {
         Ok(is_news)
     }
 
-    /// The switchover is not all that stops a guest: another monitor's `stop` does, and a full disk, or a guest that panics. By
-    /// the state that QEMU is in behind the event they can be told apart.
+    /// Besides the switchover, another monitor's `stop`, a full disk or a panic can stop a guest. QEMU's state after the event
+    /// tells which it was.
     fn find_out_why_it_stopped(&mut self) -> Result<(), QemuError> {
         let state = self.qemu.state_within(LOOKING)?;
         self.is_unexplained = state.is_none();
         match state {
-            // It goes on already, as an event will tell.
+            // The guest already runs again. An event will follow.
             Some(state) if ALIVE.contains(&state.as_str()) => self.stopped = None,
             Some(state) if !is_switchover(&state) => {
                 info!("the guest was paused, not by the migration: it is `{state}` and moves so");
@@ -221,14 +221,14 @@ impl SourceQemu {
                 self.is_wanted = false;
             }
             Some(_) => self.has_gone_on = false,
-            // It is busy with the switchover, or writes out what its disks have cached before another pause. The clock of the
-            // downtime runs meanwhile: a switchover that hangs has no other end.
+            // QEMU is busy with the switchover, or flushes its disks before another kind of pause. The time counts as downtime, as
+            // nothing else ends a switchover that hangs.
             None => {}
         }
         Ok(())
     }
 
-    /// What the guest did last, by the events that have come.
+    /// What the guest did last, by the events so far.
     pub(super) fn last_seen(&self) -> LastSeen {
         match (self.is_wanted && self.stopped.is_none(), self.has_gone_on) {
             (true, _) => LastSeen::Running,
@@ -237,13 +237,13 @@ impl SourceQemu {
         }
     }
 
-    /// How long the guest has been standing still for the switchover.
+    /// How long the guest has been paused for the switchover.
     pub(super) fn stopped_for(&self) -> Duration {
         self.stopped
             .map_or(Duration::ZERO, |stopped| stopped.noticed.elapsed())
     }
 
-    /// Whether `error` of its monitor is its end, which is proven then. All events from before have been taken.
+    /// Whether `error` of QEMU's monitor means that QEMU has provably ended. Then all earlier events have been taken.
     pub(super) fn has_ended_by(&mut self, error: &Cause) -> bool {
         let broken = matches!(
             error,
@@ -282,16 +282,16 @@ impl SourceQemu {
         }
     }
 
-    /// After a migration that failed QEMU itself continues the guest, which is waited for, or leaves it as its owner has paused
-    /// it. One that was sent away whole stays paused, and without its disks, until these are taken back. `Break` if that was by
-    /// another tool, to which it belongs.
+    /// After a failed migration QEMU itself continues the guest, or leaves it as its owner had paused it; this is waited for. A
+    /// guest that was sent completely stays paused, and without its disks, until the disks are taken back. `Break` if another
+    /// tool has sent the guest, which belongs to that tool then.
     fn go_on(&mut self, should_run: bool) -> Result<ControlFlow<()>, QemuError> {
         let expected = "a guest that is its owner's";
         let is_here = self.is_here;
         self.qemu.ask_until(expected, SETTLING, |qemu| {
             let state = qemu.state()?;
             match state.as_str() {
-                // It either comes back or gets sent; QEMU takes no `cont` before that is done.
+                // The guest either comes back or gets sent. QEMU accepts no `cont` before that.
                 "finish-migrate" => return Ok(ControlFlow::Continue(state)),
                 "postmigrate" if !qemu.has_sent_its_guest()? => {}
                 "postmigrate" if is_here => return Ok(ControlFlow::Break(ControlFlow::Break(()))),
@@ -305,7 +305,7 @@ impl SourceQemu {
         })
     }
 
-    /// The destination announces a guest that it has loaded to the network: this takes its place back.
+    /// Announces the guest to the network: the destination has announced it when it had loaded it.
     fn announce(&mut self) {
         if self.stopped.take().is_some()
             && let Err(error) = self.qemu.announce()
@@ -326,7 +326,7 @@ impl SourceQemu {
         let mut parameters = json!({
             "multifd-channels": channels,
             "multifd-compression": "none",
-            // The relay paces where pacing is asked for; here a limit would only be in its way.
+            // The relay does the pacing.
             "max-bandwidth": UNLIMITED,
         });
         if let Some(limit) = downtime_limit {
@@ -338,12 +338,12 @@ impl SourceQemu {
         let mandatory = ["multifd", "return-path"];
         let takes_bandwidth = self.qemu.has_parameter(BANDWIDTH);
         if takes_bandwidth {
-            // An earlier attempt may have left its own there, if it was killed.
+            // An earlier attempt that was killed may have left its value there.
             parameters[BANDWIDTH] = 0.into();
         }
         self.qemu.set_up(&mandatory, &["events"], parameters)?;
         let as_it_was = || self.qemu.parameter_before(DOWNTIME_LIMIT);
-        // Where the limit itself is lowered, what is there may be what an earlier attempt has left.
+        // Where the limit itself is lowered, the present value may be a remnant of an earlier attempt.
         let as_it_was = || as_it_was().filter(|_| takes_bandwidth);
         self.downtime_limit = downtime_limit.map(millis).or_else(as_it_was);
         Ok(())
@@ -362,7 +362,7 @@ impl SourceQemu {
         };
         debug!("telling the source {parameters}");
         match self.qemu.execute("migrate-set-parameters", parameters) {
-            // Then it goes by its own estimate, or is busy with the switchover.
+            // Then QEMU uses its own estimate, or is busy with the switchover.
             Err(error) if error.is_refusal() || is_no_answer(&error) => {
                 debug!("{}", chain(&error));
                 Ok(())

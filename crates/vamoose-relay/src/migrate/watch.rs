@@ -1,4 +1,4 @@
-//! Follows the source QEMU from its start to the end of its migration, and stops it where that is asked for.
+//! Follows the source QEMU's migration to its end, and stops the migration on request.
 
 use std::{
     mem,
@@ -26,7 +26,7 @@ const CANCELLING: Duration = Duration::from_secs(5);
 
 /// The relay beside the source.
 pub(super) struct Beside<'a> {
-    /// Where it takes the source's connections.
+    /// Socket for the source's connections.
     pub(super) socket: &'a Path,
     pub(super) stats: &'a Stats,
     pub(super) session: &'a Session,
@@ -38,12 +38,12 @@ pub(super) struct Beside<'a> {
 struct Stop {
     cause: Cause,
     since: Instant,
-    /// It takes long, and everything has been tried.
+    /// Stopping takes long, and the last measures have been taken.
     is_urged: bool,
 }
 
 impl Migration<'_> {
-    /// Has the source migrate to its relay, until it reports how that ended; QEMU's account if it completed.
+    /// Makes the source migrate to its relay, and waits for the end. Returns QEMU's answer to `query-migrate` if it completed.
     pub(super) fn watch(
         &self,
         hand_over: &mut HandOver<'_>,
@@ -75,13 +75,13 @@ impl Migration<'_> {
                 && stop.since.elapsed() > CANCELLING
                 && !mem::replace(&mut stop.is_urged, true)
             {
-                // The sockets are its last hold on the guest; of one that has none, the cancel is.
+                // Without its sockets QEMU has to give up. One whose sockets were closed first gets the cancel now.
                 relay.hangup.hang_up();
                 if !source.qemu.cancels_safely() {
                     cancel(source, relay.hangup)?;
                 }
             }
-            // A QEMU that neither cancels nor completes has had time enough.
+            // A QEMU that neither cancels nor completes is not waited for any longer.
             let overdue = |stop: &mut Stop| stop.since.elapsed() > 4 * CANCELLING;
             if let Some(Stop { cause, .. }) = stopping.take_if(overdue) {
                 return Err(cause);
@@ -108,7 +108,7 @@ impl Migration<'_> {
                 source.allow(allowed)?;
             }
             if status == "completed" {
-                // Among them, when it stopped. The guest is paused: nothing is waited for.
+                // Takes the events, which tell when the guest stopped. The guest is paused, so this does not wait.
                 let has_come_back = source.has_come_back()?;
                 hand_over.note_wish(source.is_wanted)?;
                 if has_come_back {
@@ -134,13 +134,13 @@ impl Migration<'_> {
                     }
                     return Ok(account);
                 }
-                // A source that is cancelled sometimes calls it a failure.
+                // A cancelled source sometimes reports a failure.
                 "cancelled" | "failed" => {
                     return Err(stopping.map_or_else(|| broken(&account), |stop| stop.cause));
                 }
                 _ => {}
             }
-            // A source that waits for a SYNC to be sent does not notice that nobody takes it any more.
+            // A source that waits for a SYNC to be sent does not notice that its relay is gone.
             if (relay.has_ended)() || relay.hangup.is_hung_up() {
                 without_relay.get_or_insert_with(Instant::now);
             }
@@ -174,12 +174,12 @@ impl Migration<'_> {
 
 fn stop(source: &mut SourceQemu, cause: &Cause, hangup: &Hangup) -> Result<(), Cause> {
     if !source.qemu.cancels_safely() {
-        // Its main stream ends, and its channels behind that.
+        // This ends QEMU's main stream first, and then its channels.
         hangup.hang_up();
         return Ok(());
     }
     if !matches!(cause, Cause::Cancelled) {
-        // With the guest stopped, a QEMU whose write of device state blocks does not answer its monitor either.
+        // With the guest stopped, a QEMU that blocks in a write of device state does not answer its monitor.
         hangup.hang_up();
     }
     cancel(source, hangup)
@@ -191,7 +191,7 @@ fn cancel(source: &mut SourceQemu, hangup: &Hangup) -> Result<(), Cause> {
         hangup.hang_up();
     }
     match cancelled {
-        // It may have ended by itself at this moment.
+        // The migration may just have ended by itself.
         Err(error) if error.is_refusal() => Ok(()),
         result => Ok(result?),
     }

@@ -1,6 +1,6 @@
-//! One attempt to migrate a guest to this host: drives the destination's machine of crate `handover`.
+//! One attempt to migrate a guest to this host. Crate `handover` decides, and this carries it out.
 //!
-//! Everything that concerns the guest happens under one lock, to its end: what is being committed cannot be aborted.
+//! One lock is held during everything that concerns the guest: a commit in progress cannot be aborted.
 
 use std::{
     sync::{Arc, Condvar, Mutex, PoisonError, Weak},
@@ -26,7 +26,7 @@ pub(crate) struct Job {
     pub(super) name: String,
     inner: Mutex<Inner>,
     changed: Condvar,
-    /// What moves the guest's memory; gone when it has been moved.
+    /// The relay's connections; `None` once the memory has been moved.
     transfer: Mutex<Option<Arc<Transfer>>>,
 }
 
@@ -34,7 +34,7 @@ pub(crate) struct Job {
 pub(crate) struct Transfer {
     pub(super) hangup: Hangup,
     pub(super) connections: PollQueue<Arc<Stream>>,
-    /// All of them are streams of it.
+    /// The session of all connections.
     pub(super) session: Session,
     pub(super) began: Instant,
     pub(super) stats: Arc<Stats>,
@@ -47,12 +47,12 @@ struct Inner {
     silent_since: Option<Instant>,
 }
 
-/// What the driver acts upon.
+/// Carries out the driver's actions.
 struct Host {
     entry: Entry<AtDestination>,
     qemu: DestinationQemu,
     controls: Vec<Weak<Stream>>,
-    /// The journal has an older state: it could not be written.
+    /// The last write of the journal failed.
     unwritten: bool,
 }
 
@@ -81,7 +81,7 @@ impl Job {
         }
     }
 
-    /// Goes on with what the journal remembers.
+    /// Continues from the journal.
     pub(super) fn go_on(&self) {
         lock(&self.inner).drive(DestinationDriver::go_on);
         self.changed.notify_all();
@@ -114,7 +114,7 @@ impl Job {
         };
         lock(&self.transfer).take();
         let mut inner = lock(&self.inner);
-        // Whether a loaded guest is the source's or ours does not depend on its connections.
+        // The loss of connections does not decide whose a loaded guest is.
         if let Some(cause) = cause
             && *inner.driver.state() == DestinationState::Receiving
         {
@@ -132,7 +132,7 @@ impl Job {
         }
     }
 
-    /// Whether a peer may decide about the guest: its source may, and who is on this host.
+    /// Whether a peer may decide about the guest: the source may, and processes of this host.
     pub(super) fn listens_to(&self, session: &Session) -> bool {
         let inner = lock(&self.inner);
         let source = inner.host.entry.record.side.source.as_deref();
@@ -156,7 +156,7 @@ impl Job {
             return;
         }
         inner.silent_since = Some(Instant::now());
-        // What is still coming in cannot be committed without its `migrate`. What has been loaded can: it may ask
+        // A guest that is still being received cannot be committed without its `migrate`. A loaded guest can: `migrate` may ask
         // again over a new connection.
         if *inner.driver.state() == DestinationState::Receiving {
             drop(inner);
@@ -177,7 +177,7 @@ impl Job {
         if !is_commit {
             return;
         }
-        // The source may know that the guest is loaded before our own relay has reported it.
+        // The source may know that the guest is loaded before the relay here reports it.
         let receiving = |inner: &mut Inner| *inner.driver.state() == DestinationState::Receiving;
         let (mut inner, _) = self
             .changed
@@ -186,16 +186,16 @@ impl Job {
         inner.handle(DestinationEvent::StillReceiving);
     }
 
-    /// Whether memory comes in, or its source has a connection: it closes that when it has all its answers.
+    /// Whether memory is being received, or the source has a connection. The source closes that once it has all answers.
     pub(super) fn is_under_way(&self) -> bool {
-        // Locked means that something is being done with it.
+        // Locked: the attempt is being worked on.
         let Ok(inner) = self.inner.try_lock() else {
             return true;
         };
         !inner.host.controls.is_empty() || self.transfer().is_some()
     }
 
-    /// The memory that comes in, if it does.
+    /// Progress of the memory, while it is being received.
     pub(super) fn under_way(&self) -> Option<UnderWay> {
         let transfer = self.transfer()?;
         let (peer, moved) = (transfer.session.peer(), transfer.stats.snapshot());
@@ -206,17 +206,17 @@ impl Job {
         })
     }
 
-    /// Ends the connections: nothing more comes in.
+    /// Ends the connections: nothing more is received.
     pub(super) fn hang_up(&self) {
         if let Some(transfer) = self.transfer() {
             transfer.hangup.hang_up();
         }
     }
 
-    /// Reports a loaded guest whose source has sent nothing for `timeout`. It is not ended and not run: the
+    /// Reports a loaded guest whose source has been silent for `timeout`. The guest is neither ended nor run: the
     /// source may come back.
     pub(super) fn check_lease(&self, timeout: Duration) {
-        // Locked means that something is being done with it.
+        // Locked: the attempt is being worked on.
         let Ok(mut inner) = self.inner.try_lock() else {
             return;
         };
@@ -239,10 +239,9 @@ impl Job {
         );
     }
 
-    /// Whether its QEMU is free for another attempt: this one is over, also because the QEMU has ended meanwhile, or it is about
-    /// another QEMU, which is not there any more.
+    /// Whether the path of its QEMU is free for another attempt: this attempt is over, or its QEMU is gone.
     pub(super) fn is_out_of_the_way(&self) -> bool {
-        // Locked means that something is being done with it.
+        // Locked: the attempt is being worked on.
         let Ok(mut inner) = self.inner.try_lock() else {
             return false;
         };
@@ -250,8 +249,7 @@ impl Job {
         inner.driver.is_over() || inner.host.qemu.is_gone()
     }
 
-    /// Whether all that is known of it is in the journal, and nothing is left to be done. What could not be written
-    /// before is written now.
+    /// Whether the attempt is over and the journal is up to date. A write that failed before is tried again.
     pub(super) fn is_in_journal(&self) -> bool {
         let Ok(mut inner) = self.inner.try_lock() else {
             return false;
@@ -264,7 +262,7 @@ impl Job {
         driver.is_over() && !host.unwritten
     }
 
-    /// How far it has come.
+    /// How far the attempt has come.
     pub(crate) fn state(&self) -> DestinationState {
         lock(&self.inner).driver.state().clone()
     }
@@ -284,7 +282,7 @@ impl Inner {
         self.drive(|driver| driver.handle(event));
     }
 
-    /// Carries out what `change` leads to.
+    /// Changes the driver, carries out its actions and logs a new state.
     fn drive(&mut self, change: impl FnOnce(&mut DestinationDriver)) {
         let before = self.driver.state().clone();
         change(&mut self.driver);
@@ -363,7 +361,7 @@ impl DestinationHost for Host {
     fn send(&mut self, message: &DestinationMessage) {
         self.controls.retain(|control| control.strong_count() > 0);
         for control in self.controls.iter().filter_map(Weak::upgrade) {
-            // Should it not get there, the source asks again.
+            // If it is lost, the source asks again.
             if let Err(error) = send_message(&control, message) {
                 debug!("{}", chain(&error));
             }

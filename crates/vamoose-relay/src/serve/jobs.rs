@@ -1,4 +1,4 @@
-//! The attempts of a server: those that something is to be done for, by their ids, and what the journal remembers.
+//! The attempts of a server: active ones in memory, by id, and all others in the journal.
 
 use std::{
     collections::HashMap,
@@ -42,7 +42,7 @@ impl Jobs {
             .collect())
     }
 
-    /// Makes a job of what the journal remembers, unless another server has.
+    /// Makes a job of a journal entry, unless another server has taken it.
     fn restore(&self, record: Record<AtDestination>) -> Option<Arc<Job>> {
         let mut active = lock(&self.active);
         if let Some(job) = active.get(&record.attempt) {
@@ -58,18 +58,18 @@ impl Jobs {
         Some(job)
     }
 
-    /// Takes up a new one. The journal grows by it, so what need not be remembered any more is forgotten now.
+    /// Adds a new attempt, and removes old entries from the journal.
     pub(super) fn insert(&self, job: &Arc<Job>) {
         self.journal.clean_up::<AtDestination>();
         lock(&self.active).insert(job.attempt, job.clone());
     }
 
-    /// The attempt, if something is to be done for it.
+    /// The attempt, if it is active.
     pub(super) fn get(&self, attempt: AttemptId) -> Option<Arc<Job>> {
         lock(&self.active).get(&attempt).cloned()
     }
 
-    /// The attempt, by memory or journal.
+    /// The attempt, from memory or journal.
     pub(super) fn find(&self, attempt: AttemptId) -> Option<Arc<Job>> {
         self.get(attempt).or_else(|| {
             let record = self.journal.find::<AtDestination>(attempt);
@@ -77,7 +77,7 @@ impl Jobs {
                 .inspect_err(|error| warn!("{}", chain(error)))
                 .ok()??;
             let job = self.restore(record)?;
-            // One that no server had taken up yet.
+            // No server had taken it up yet.
             job.go_on();
             Some(job)
         })
@@ -94,17 +94,17 @@ impl Jobs {
         Ok(())
     }
 
-    /// Reports orphans, and drops what need not be kept.
+    /// Reports orphans, and drops finished attempts from memory.
     pub(super) fn look_after(&self, orphan_timeout: Duration) {
         let mut active = lock(&self.active);
-        // Over, and used by no connection: a later question is answered from the journal.
+        // An attempt that is over and has no connection is answered for from the journal.
         active.retain(|_, job| Arc::strong_count(job) > 1 || !job.is_in_journal());
         for job in active.values() {
             span(job.attempt).in_scope(|| job.check_lease(orphan_timeout));
         }
     }
 
-    /// Whether any source is at work on its attempt.
+    /// Whether any attempt is under way.
     pub(super) fn are_under_way(&self) -> bool {
         lock(&self.active).values().any(|job| job.is_under_way())
     }

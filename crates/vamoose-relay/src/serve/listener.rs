@@ -1,4 +1,4 @@
-//! The connections of a server: how many there may be, and which attempt each belongs to.
+//! The connections of a server: their number, and the attempt each belongs to.
 
 use std::{
     os::fd::AsFd as _,
@@ -29,11 +29,11 @@ use super::{
 };
 use crate::{Way, chain, observer::Observation};
 
-/// Most connections at once; more are closed at once. A migration has one for each channel, and two.
+/// Most connections at a time. Further ones are closed. A migration has one per channel, and two more.
 const MOST_CONNECTIONS: u64 = 4096;
-/// Descriptors that are kept for other things than connections.
+/// Descriptors that are reserved for other uses than connections.
 const OTHER_DESCRIPTORS: u64 = 64;
-/// How often leases are looked at, and whether a server that drains is done.
+/// How often leases are checked, and whether draining has finished.
 const TICK: Duration = Duration::from_secs(1);
 
 impl Server {
@@ -50,7 +50,7 @@ impl Server {
                 return Ok(());
             }
             if self.has_drained() {
-                // Threads of connections that nobody needs any more wait for their peers.
+                // Threads of leftover connections still wait for their peers.
                 stop.hang_up();
                 return Ok(());
             }
@@ -91,7 +91,7 @@ impl Server {
             self.handle(scope, &stream, &session);
             drop(slot);
         };
-        // One client too many must not end the migrations of the others.
+        // A failure here must not end other migrations.
         if let Err(error) = thread::Builder::new().spawn_scoped(scope, work) {
             warn!("a connection is closed: no thread can be started: {error}");
         }
@@ -134,7 +134,7 @@ impl Server {
         let mut job = self.jobs.find(attempt);
         if job.as_ref().is_some_and(|job| !job.listens_to(session)) {
             warn!("{} asks about an attempt of another source", session.peer());
-            // Its connection may have gone.
+            // The connection may be gone.
             let _ = refuse(stream, &PrepareError::OtherSource);
             return;
         }
@@ -214,7 +214,7 @@ impl Server {
     }
 }
 
-/// How many connections this process can have descriptors for.
+/// How many connections this process has descriptors for.
 pub(super) fn most_connections() -> usize {
     let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let left = descriptors
@@ -223,13 +223,13 @@ pub(super) fn most_connections() -> usize {
     usize::try_from(left.min(MOST_CONNECTIONS)).unwrap_or(usize::MAX)
 }
 
-/// One of the connections that there may be.
+/// One of the permitted connections.
 struct Slot<'a>(&'a AtomicUsize);
 
 impl<'a> Slot<'a> {
     fn take(taken: &'a AtomicUsize, most: usize) -> Option<Self> {
         let slot = Self(taken);
-        // Given back by the drop.
+        // The drop gives the slot back.
         (taken.fetch_add(1, Ordering::Relaxed) < most).then_some(slot)
     }
 }

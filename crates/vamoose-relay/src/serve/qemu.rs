@@ -1,4 +1,4 @@
-//! Carries out on a destination's QEMU what crate `handover` decides, and reports the result.
+//! Carries out the decisions of crate `handover` on a destination's QEMU.
 
 use std::{ops::ControlFlow, time::Duration};
 
@@ -11,22 +11,22 @@ use crate::{
     qemu::{ENDING, KILLED, Qemu, QemuError},
 };
 
-/// A QEMU that takes a guest, connected to or not: its monitor serves one client.
+/// The QEMU that receives the guest. The monitor serves one client, so it is not always connected to.
 pub(crate) struct DestinationQemu {
     instance: Instance,
     qemu: Option<Qemu>,
-    /// It has been observed to run here.
+    /// The guest has been observed here.
     is_here: bool,
 }
 
-/// How long a QEMU may take from its message that it has everything to a guest that can run.
+/// How long a QEMU may take from having received everything to a guest that can run.
 pub(super) const LOADING: Duration = Duration::from_secs(30);
 
-/// States of a guest that has not run since it was loaded, and may be continued.
+/// States of a loaded guest that has not run yet.
 const WAITING: [&str; 2] = ["paused", "prelaunch"];
-/// State of a guest that is still coming in.
+/// State of a guest that is being received.
 const COMING_IN: &str = "inmigrate";
-/// States of a guest that runs here; in the last one it may be on its way to another host.
+/// States of a guest that runs here. In the last one it may be on its way to another host.
 const RUNS: [&str; 3] = ["running", "suspended", "finish-migrate"];
 /// State of a guest that has been sent on from here.
 const SENT_ON: &str = "postmigrate";
@@ -40,17 +40,17 @@ impl DestinationQemu {
         }
     }
 
-    /// Whether its QEMU is proven to have ended.
+    /// Whether QEMU has provably ended.
     pub(super) fn has_ended(&self) -> bool {
         self.instance.has_ended()
     }
 
-    /// Whether another QEMU may use the path of its monitor.
+    /// Whether the path of the monitor is free for another QEMU.
     pub(super) fn is_gone(&self) -> bool {
         self.instance.is_gone()
     }
 
-    /// Continues the loaded guest, unless that was done, or gives it its disks if it is to stay paused; and looks at it.
+    /// Continues the loaded guest unless it has been continued, or activates its disks if it is to stay paused. Returns its state.
     pub(super) fn run(&mut self, resume: bool) -> DestinationEvent {
         let state = match self.wait_until_loaded() {
             Ok(state) => state,
@@ -63,7 +63,7 @@ impl DestinationQemu {
             return self.started(state);
         }
         if !resume || !WAITING.contains(&state.as_str()) {
-            // To stay paused; or it has been continued, and something has stopped it since.
+            // The guest stays paused, or has been continued and something has stopped it since.
             return match self.with_qemu(Qemu::activate_disks) {
                 Ok(()) => self.started(state),
                 Err(error) => self.not_started(&error),
@@ -77,13 +77,13 @@ impl DestinationQemu {
         }
     }
 
-    /// Looks what became of a guest that was seen here, or is still to be started. Its monitor may be another client's by now.
+    /// Finds out what became of the guest without changing it. Another client may hold the monitor by now.
     pub(super) fn check(&mut self, was_seen: bool) -> DestinationEvent {
         if self.instance.has_ended() {
             return died();
         }
         match self.with_qemu(Qemu::state) {
-            // It may never have been continued: the next commit does that.
+            // It may never have been continued. The next commit does that.
             Ok(state) if !was_seen && (state == COMING_IN || WAITING.contains(&&*state)) => {
                 unclear(format!(
                     "the guest is `{state}`, and has not been seen to run"
@@ -96,7 +96,7 @@ impl DestinationQemu {
                     _ => DestinationEvent::Started { state },
                 }
             }
-            // Its process is there, and it has run.
+            // The process lives, and the guest has run.
             Err(error)
                 if was_seen && self.instance.process.is_some() && !self.instance.has_ended() =>
             {
@@ -114,7 +114,7 @@ impl DestinationQemu {
         }
         let ended = match (&self.qemu, self.instance.process) {
             (None, Some(process)) => process.end(KILLED).map_err(|error| chain(&error)),
-            // Which process it is may be told by now.
+            // The process may be identifiable by now.
             _ => match self.with_qemu(|qemu| Ok(qemu.end())) {
                 Ok(ended) => ended.map_err(|error| chain(&error)),
                 Err(error) => Err(chain(&error)),
@@ -129,7 +129,7 @@ impl DestinationQemu {
         }
     }
 
-    /// The state of a guest that has been continued: QEMU has accepted `cont`, so that it has run, whatever has stopped it since.
+    /// The state of a guest that has been continued. QEMU accepted `cont`, so the guest has run even if it has stopped since.
     fn look(&mut self) -> DestinationEvent {
         match self.with_qemu(Qemu::state) {
             Ok(state) if state == SENT_ON => DestinationEvent::MovedOn,
@@ -143,14 +143,14 @@ impl DestinationQemu {
         DestinationEvent::Started { state }
     }
 
-    /// What is still to be done when the source knows that the guest is here: it waits for that.
+    /// Work that can wait until the source has its answer.
     pub(super) fn tidy_up(&mut self) {
         if !std::mem::take(&mut self.is_here) {
             return;
         }
         if let Some(mut qemu) = self.qemu.take() {
             qemu.put_back();
-            // The source's may have answered the announcement that QEMU made when it had loaded the guest.
+            // The source's QEMU may have answered the announcement that this one made after loading.
             if let Err(error) = qemu.announce() {
                 warn!(
                     "the guest is not announced to the network: {}",
@@ -160,25 +160,25 @@ impl DestinationQemu {
         }
     }
 
-    /// Nothing is left to do with its monitor.
+    /// Closes the connection to the monitor.
     fn let_go(&mut self) {
         self.qemu = None;
     }
 
-    /// The guest has not been sent `cont`, or not with success.
+    /// `cont` was not sent, or was refused.
     fn not_started(&mut self, error: &QemuError) -> DestinationEvent {
         DestinationEvent::NotStarted {
             cause: format!("it failed when everything had been sent: {}", chain(error)),
         }
     }
 
-    /// The guest may run or not: only the end of its process decides.
+    /// The guest may run or not. Only the end of the process would be proof.
     fn lost_sight(&mut self, error: &QemuError) -> DestinationEvent {
         let dead = self.qemu.as_ref().is_some_and(|qemu| qemu.is_dead(ENDING));
         if dead || self.instance.has_ended() {
             return died();
         }
-        // The connection is of no use any more; another one may be.
+        // This connection is useless now. A new one may work.
         self.let_go();
         unclear(chain(error))
     }
@@ -195,7 +195,7 @@ impl DestinationQemu {
         })
     }
 
-    /// Uses the connection to its monitor, or a new one, to the very same QEMU.
+    /// Uses the connection to the monitor, or opens one, to the very same QEMU.
     fn with_qemu<T>(
         &mut self,
         work: impl FnOnce(&mut Qemu) -> Result<T, QemuError>,

@@ -1,4 +1,4 @@
-//! Makes a waiting QEMU ready for a guest, if it fits that.
+//! Prepares a waiting QEMU for a guest, if it matches the guest.
 
 use std::{
     io,
@@ -53,7 +53,7 @@ impl Server {
         self.jobs.check_idle(&request.name)?;
         let mut qemu = Qemu::connect(&monitor)?;
         check(&mut qemu, &request)?;
-        // It holds half a guest if the migration fails, and has to be ended then, with proof.
+        // If the migration fails, QEMU holds half a guest and has to be ended, with proof.
         qemu.check_owner().map_err(PrepareError::Unidentified)?;
         let incoming = self
             .config
@@ -98,7 +98,7 @@ impl Server {
         let qemu = DestinationQemu::new(instance, Some(qemu));
         let machine = Destination::new(self.incarnation);
         let job = Arc::new(Job::new(machine, entry, qemu, Some(transfer)));
-        // Its monitor serves one client, so no other attempt has prepared it meanwhile.
+        // The monitor serves one client, so no other attempt has prepared this QEMU meanwhile.
         self.jobs.insert(&job);
         info!("{}: ready for attempt {attempt}", request.name);
         Ok(Prepared {
@@ -113,7 +113,7 @@ impl Server {
         })
     }
 
-    /// Makes the QEMU listen for its relay at `incoming`, and not start by itself.
+    /// Makes the QEMU listen for its relay at `incoming`, and keeps it from starting the guest by itself.
     fn set_up(
         &self,
         qemu: &mut Qemu,
@@ -130,7 +130,7 @@ impl Server {
         // late-block-activate: the disks stay the source's until the commit.
         let optional = ["late-block-activate", "events"];
         qemu.set_up(&["multifd", "return-path"], &optional, parameters)?;
-        // Behind that: it goes by the capabilities with which the migration runs.
+        // After that, as it depends on the capabilities of the migration.
         let placement = match passed {
             None => self.placement(qemu, &request.name, layout),
             Some(_) => {
@@ -187,7 +187,7 @@ impl Server {
     }
 }
 
-/// A migration that has been accepted, and what is to be run for it.
+/// An accepted migration, and what its relay needs.
 pub(super) struct Prepared {
     pub(super) answer: DestinationMessage,
     pub(super) job: Arc<Job>,
@@ -233,14 +233,13 @@ pub(super) enum PrepareError {
     System(#[from] io::Error),
 }
 
-/// How the pages get into a QEMU: they are written there, or decoded by it, or else sent to it as they are.
+/// How pages get into QEMU's memory: written by the relay, decoded by QEMU, or otherwise sent to QEMU decoded.
 struct Pages {
     placement: Option<Arc<Placement>>,
     passed: Option<Method>,
 }
 
-/// The method that the source asks for, if `qemu` is to decode it. Of those that QEMUs know that is zstd alone: of zlib
-/// QEMU's decoder takes twice the time of ours.
+/// The method of the source, if `qemu` is to decode it: zstd only. QEMU's decoder for zlib takes twice as long as the relay's.
 fn decoded_by(qemu: &Qemu, request: &Request) -> Option<Method> {
     let (name, method) = (&request.name, Method::Zstd);
     if request.method != method.name() {
