@@ -323,20 +323,7 @@ impl Migration<'_> {
             if let Some(state) = hand_over.stands_still_there() {
                 return Err(failure(Cause::StandsStill(state)));
             }
-            let parts = downtime.zip(ended.switchover);
-            let parts =
-                parts.map(|((stopped, running), switchover)| switchover.parts(stopped, running));
-            let mut account = ended.account;
-            if let (Value::Object(account), Some(parts)) = (&mut account, &parts) {
-                account.insert("downtime-parts".to_owned(), json!(parts));
-            }
-            let moved = Moved {
-                source: account,
-                moved: ended.moved,
-                downtime: downtime.map(|(stopped, running)| running.duration_since(stopped)),
-                downtime_parts: parts,
-                total_time: start.elapsed(),
-            };
+            let moved = ended.moved(downtime, start);
             moved.log(&record.name);
             return Ok(moved);
         }
@@ -404,6 +391,24 @@ impl Ended {
             (Err(RelayError::Cancelled), _) => {}
             (Err(error), Some(Cause::Broken { relay, .. })) => *relay = Some(error),
             (Err(_), _) => {}
+        }
+    }
+
+    /// The result, if the guest was paused and ran again at these times.
+    fn moved(self, downtime: Option<(Instant, Instant)>, start: Instant) -> Moved {
+        let parts = downtime.zip(self.switchover);
+        let parts =
+            parts.map(|((stopped, running), switchover)| switchover.parts(stopped, running));
+        let mut account = self.account;
+        if let (Value::Object(account), Some(parts)) = (&mut account, &parts) {
+            account.insert("downtime-parts".to_owned(), json!(parts));
+        }
+        Moved {
+            source: account,
+            moved: self.moved,
+            downtime: downtime.map(|(stopped, running)| running.duration_since(stopped)),
+            downtime_parts: parts,
+            total_time: start.elapsed(),
         }
     }
 

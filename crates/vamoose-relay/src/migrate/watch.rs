@@ -34,7 +34,7 @@ pub(super) struct Beside<'a> {
     pub(super) has_ended: &'a dyn Fn() -> bool,
 }
 
-/// Why a migration is being stopped from here.
+/// A migration that is being stopped from here.
 struct Stop {
     cause: Cause,
     since: Instant,
@@ -57,33 +57,20 @@ impl Migration<'_> {
         source.begin()?;
         let uri = format!("unix:{}", relay.socket.display());
         source.qemu.execute("migrate", json!({ "uri": uri }))?;
-        let mut stopping = None;
+        let mut stopping: Option<Stop> = None;
         let mut asked = None;
         let mut without_relay = None;
         let mut remainder = source
             .downtime_limit()
             .map(|limit| Remainder::new(limit, self.channels, self.config.layout));
         loop {
-            if stopping.is_none() {
-                stopping = self.reason_to_stop(source, without_relay);
-                if let Some(Stop { cause, .. }) = &stopping {
-                    info!("{cause}");
-                    stop(source, cause, relay.hangup)?;
-                }
-            }
-            if let Some(stop) = &mut stopping
-                && stop.since.elapsed() > CANCELLING
-                && !mem::replace(&mut stop.is_urged, true)
-            {
-                // Without its sockets QEMU has to give up. One whose sockets were closed first gets the cancel now.
-                relay.hangup.hang_up();
-                if !source.qemu.cancels_safely() {
-                    cancel(source, relay.hangup)?;
-                }
+            if let Some(stop) = &mut stopping {
+                stop.urge(source, relay.hangup)?;
+            } else if let Some(cause) = self.reason_to_stop(source, without_relay) {
+                stopping = Some(Stop::begin(cause, source, relay.hangup)?);
             }
             // A QEMU that neither cancels nor completes is not waited for any longer.
-            let overdue = |stop: &mut Stop| stop.since.elapsed() > 4 * CANCELLING;
-            if let Some(Stop { cause, .. }) = stopping.take_if(overdue) {
+            if let Some(Stop { cause, .. }) = stopping.take_if(|stop| stop.is_overdue()) {
                 return Err(cause);
             }
             let is_news = source.take_events(EVENT_WAIT)?;
@@ -108,17 +95,7 @@ impl Migration<'_> {
                 source.allow(allowed)?;
             }
             if status == "completed" {
-                // Takes the events, which tell when the guest stopped. The guest is paused, so this does not wait.
-                let has_come_back = source.has_come_back()?;
-                hand_over.note_wish(source.is_wanted)?;
-                if has_come_back {
-                    return Err(Cause::broken(
-                        "the guest was continued at the source QEMU's monitor when it had been sent",
-                    ));
-                }
-                if let Some(error) = source.suspended_in_vain() {
-                    return Err(error.into());
-                }
+                check_sent(hand_over, source)?;
             }
             observe(&Progress {
                 status: status.to_owned(),
@@ -147,24 +124,19 @@ impl Migration<'_> {
         }
     }
 
-    fn reason_to_stop(&self, source: &SourceQemu, without_relay: Option<Instant>) -> Option<Stop> {
-        let cause = if self.is_cancelled() {
-            Cause::Cancelled
+    fn reason_to_stop(&self, source: &SourceQemu, without_relay: Option<Instant>) -> Option<Cause> {
+        if self.is_cancelled() {
+            Some(Cause::Cancelled)
         } else if source.stopped_for() > self.downtime_max {
-            Cause::Downtime(self.downtime_max)
+            Some(Cause::Downtime(self.downtime_max))
         } else if let Some(error) = source.suspended_in_vain() {
-            error.into()
+            Some(error.into())
         } else if without_relay.is_some_and(|since| since.elapsed() > CANCELLING) {
-            Cause::broken("the relay has ended, and the source QEMU has not noticed")
+            let reason = "the relay has ended, and the source QEMU has not noticed";
+            Some(Cause::broken(reason))
         } else {
-            return None;
-        };
-        let since = Instant::now();
-        Some(Stop {
-            cause,
-            since,
-            is_urged: false,
-        })
+            None
+        }
     }
 
     pub(super) fn is_cancelled(&self) -> bool {
@@ -172,28 +144,71 @@ impl Migration<'_> {
     }
 }
 
-fn stop(source: &mut SourceQemu, cause: &Cause, hangup: &Hangup) -> Result<(), Cause> {
-    if !source.qemu.cancels_safely() {
-        // This ends QEMU's main stream first, and then its channels.
-        hangup.hang_up();
-        return Ok(());
+impl Stop {
+    fn begin(cause: Cause, source: &mut SourceQemu, hangup: &Hangup) -> Result<Self, Cause> {
+        info!("{cause}");
+        let since = Instant::now();
+        // A QEMU that does not cancel safely loses its main stream first, and then its channels. Another one may block in a write of
+        // device state, and not answer its monitor.
+        let is_safe = source.qemu.cancels_safely();
+        if !is_safe || !matches!(cause, Cause::Cancelled) {
+            hangup.hang_up();
+        }
+        if is_safe {
+            cancel(source, hangup)?;
+        }
+        Ok(Self {
+            cause,
+            since,
+            is_urged: false,
+        })
     }
-    if !matches!(cause, Cause::Cancelled) {
-        // With the guest stopped, a QEMU that blocks in a write of device state does not answer its monitor.
+
+    /// Takes the last measures when stopping takes long: closes the sockets of a QEMU that was cancelled, and cancels one whose
+    /// sockets were closed.
+    fn urge(&mut self, source: &mut SourceQemu, hangup: &Hangup) -> Result<(), Cause> {
+        if self.since.elapsed() <= CANCELLING || mem::replace(&mut self.is_urged, true) {
+            return Ok(());
+        }
         hangup.hang_up();
+        match source.qemu.cancels_safely() {
+            true => Ok(()),
+            false => cancel(source, hangup),
+        }
     }
-    cancel(source, hangup)
+
+    fn is_overdue(&self) -> bool {
+        self.since.elapsed() > 4 * CANCELLING
+    }
+}
+
+/// Checks a guest that has been sent completely: it must not have run since, and may have to be refused. The guest is paused, so
+/// this does not wait.
+fn check_sent(hand_over: &mut HandOver<'_>, source: &mut SourceQemu) -> Result<(), Cause> {
+    // Takes the events, too, which tell when the guest stopped.
+    let has_come_back = source.has_come_back()?;
+    hand_over.note_wish(source.is_wanted)?;
+    if has_come_back {
+        return Err(Cause::broken(
+            "the guest was continued at the source QEMU's monitor when it had been sent",
+        ));
+    }
+    source
+        .suspended_in_vain()
+        .map_or(Ok(()), |error| Err(error.into()))
 }
 
 fn cancel(source: &mut SourceQemu, hangup: &Hangup) -> Result<(), Cause> {
-    let cancelled = source.qemu.execute("migrate_cancel", json!({}));
-    if cancelled.is_err() {
-        hangup.hang_up();
-    }
-    match cancelled {
-        // The migration may just have ended by itself.
-        Err(error) if error.is_refusal() => Ok(()),
-        result => Ok(result?),
+    match source.qemu.execute("migrate_cancel", json!({})) {
+        Ok(()) => Ok(()),
+        Err(error) => {
+            hangup.hang_up();
+            // The migration may just have ended by itself.
+            if error.is_refusal() {
+                return Ok(());
+            }
+            Err(error.into())
+        }
     }
 }
 

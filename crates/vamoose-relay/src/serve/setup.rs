@@ -38,17 +38,7 @@ impl Server {
         }
         let protocol = prepare.negotiate()?;
         let request: Request = from_details(prepare.details.clone())?;
-        let method = request.method.as_str();
-        let mut known = Method::ALL.iter().map(|method| method.name());
-        if method != MethodChoice::ADAPTIVE && known.all(|known| known != method) {
-            return Err(PrepareError::Method {
-                theirs: method.to_owned(),
-            });
-        }
-        let mut config = Config::new(self.config.engines.clone());
-        config.layout = Layout::new(request.page_size)?;
-        config.incoming_channels = Some(request.channels.into());
-        config.stall_timeout = self.config.sessions.stall_timeout;
+        let mut config = self.relay_config(&request)?;
         let monitor = self.monitor(&request.name)?;
         self.jobs.check_idle(&request.name)?;
         let mut qemu = Qemu::connect(&monitor)?;
@@ -111,6 +101,22 @@ impl Server {
             dialer: Dialer::new(Address::Unix(incoming)),
             config,
         })
+    }
+
+    /// The settings of a relay for this migration, but for how pages get into QEMU's memory.
+    fn relay_config(&self, request: &Request) -> Result<Config, PrepareError> {
+        let method = request.method.as_str();
+        let mut known = Method::ALL.iter().map(|method| method.name());
+        if method != MethodChoice::ADAPTIVE && known.all(|known| known != method) {
+            return Err(PrepareError::Method {
+                theirs: method.to_owned(),
+            });
+        }
+        let mut config = Config::new(self.config.engines.clone());
+        config.layout = Layout::new(request.page_size)?;
+        config.incoming_channels = Some(request.channels.into());
+        config.stall_timeout = self.config.sessions.stall_timeout;
+        Ok(config)
     }
 
     /// Makes the QEMU listen for its relay at `incoming`, and keeps it from starting the guest by itself.
