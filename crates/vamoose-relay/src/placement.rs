@@ -1,4 +1,4 @@
-//! Placement: a relay writes pages into the memory of its destination QEMU itself, instead of sending them to it.
+//! Placement: a relay writes pages directly into the memory of its destination QEMU, instead of sending them to QEMU.
 //!
 //! ```text
 //!  source ─> channel ─> relay ──── pages of shared RAM blocks ───> file ══════ memory of QEMU
@@ -6,14 +6,14 @@
 //!                         └─ SYNCs, pages of other blocks, device state ─> QEMU ─┘ main stream
 //! ```
 //!
-//! It needs a RAM block that is a file or memfd mapped shared (`share=on`), as guests with vhost-user devices
-//! have. `find` finds these blocks of a QEMU, `block` is the memory of one; the thread of a channel is in `channels`.
+//! Placement needs RAM blocks that are files or memfds mapped shared (`share=on`), as guests with vhost-user devices
+//! have. `find` finds these blocks of a QEMU, `block` is the memory of one, and `channels` has the threads.
 //!
 //! # Why the memory is right
 //!
 //! QEMU's own rule is: a page that came behind SYNC n of its channel is written when the main thread has passed mark n of
 //! the main stream, and before the channel's SYNC n+1 counts. The main thread passes mark n when SYNC n of every channel has
-//! come. The relay keeps to the same rule, so that whatever QEMU orders is ordered the same way:
+//! come. The relay follows the same rule, so that pages are ordered as in QEMU:
 //!
 //! - **Not before mark n.** Behind a SYNC nothing is placed until QEMU has read something on that channel that was sent
 //!   behind it, an empty packet ([`ChannelWriter::wait_for_reader`](vamoose_link::ChannelWriter::wait_for_reader)): its
@@ -65,29 +65,29 @@ use crate::{process::ProcessId, qemu::Qemu};
 use block::Block;
 pub use find::NotPlaced;
 
-/// Whether pages are placed.
+/// When pages are placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlacementMode {
-    /// Where it is possible.
+    /// Where possible.
     Auto,
-    /// A QEMU whose memory cannot be written is refused.
+    /// Always. A QEMU whose memory cannot be written is refused.
     On,
     /// Never.
     Off,
 }
 
-/// The memory of a QEMU that can be written from here.
+/// Memory of a QEMU that this process can write.
 pub struct Placement {
-    /// Whose memory it is.
+    /// The QEMU's process.
     process: ProcessId,
     blocks: Vec<Block>,
-    /// Without it there is to be no migration.
+    /// The migration must fail without placement.
     pub(crate) is_demanded: bool,
-    /// Locked for reading while pages are being written; true when none may be any more.
+    /// Locked for reading while pages are being written. True once no page may be written any more.
     closed: RwLock<bool>,
 }
 
-/// A packet that was not placed.
+/// Why a packet was not placed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -116,12 +116,12 @@ impl Placement {
     /// Finds the memory of the QEMU whose monitor is at `path`.
     ///
     /// # Errors
-    /// Why its pages are not placed.
+    /// Why pages cannot be placed.
     pub fn of(path: &Path, mode: PlacementMode, layout: Layout) -> Result<Self, NotPlaced> {
         Self::find(&mut Qemu::connect(path)?, mode, layout)
     }
 
-    /// The blocks whose pages are placed, for a message.
+    /// Names of the blocks whose pages are placed, for a message.
     pub fn names(&self) -> String {
         let names = self.blocks.iter().map(|block| block.name.to_string());
         names.collect::<Vec<_>>().join(", ")
@@ -135,7 +135,7 @@ impl Placement {
     /// Whether `stream` is a connection to the QEMU whose memory it is.
     pub(crate) fn is_behind(&self, stream: &Stream) -> bool {
         let peer = stream.socket().and_then(Socket::peer_pid);
-        // Still alive, so that no other process has had its number.
+        // Alive, so no other process has reused its number.
         peer == Some(self.process.pid) && matches!(self.process.is_alive(), Ok(true))
     }
 
@@ -156,7 +156,7 @@ impl Placement {
         block.clear(header.zero_offsets(), main_has_pages)
     }
 
-    /// Ends it: nothing is written any more when this returns.
+    /// Ends placement: nothing is written after this returns.
     pub(crate) fn close(&self) {
         *self.closed.write().unwrap_or_else(PoisonError::into_inner) = true;
     }

@@ -1,10 +1,9 @@
-//! The process behind a monitor: found by what it holds, never by what it is called.
+//! Finds the process behind a monitor by the socket that it holds, never by its name.
 //!
-//! The process that listens on the monitor's socket is QEMU. Its name proves nothing: QEMU changes it on request
-//! (`-name process=`), and is called after its loader or its wrapper elsewhere. Nor do the
-//! credentials of the socket, for these are of the process that called `listen`: a libvirt daemon
-//! does that and hands the socket on. So the process is the one that has the listening socket among
-//! its descriptors:
+//! The process that listens on the monitor's socket is QEMU. A process name proves nothing: QEMU changes its name on request
+//! (`-name process=`), and may run under the name of a loader or wrapper. The credentials of the socket prove nothing either:
+//! they belong to the process that called `listen`, which may be a libvirt daemon that passed the socket on. So the
+//! process is identified by the listening socket among its descriptors:
 //!
 //! ```text
 //!  monitor's path ── O_PATH ─> file ══ is the same file as ══ path of a socket
@@ -12,14 +11,14 @@
 //!  pidfd ── of the same process as ── /proc/PID/fd/N ─> socket:[inode]
 //! ```
 //!
-//! All that is read of a process counts only if the process has not ended by then, by its
-//! pidfd: no other process can have had its number meanwhile.
+//! Data read about a process counts only if its pidfd shows that the process has not ended meanwhile: then no other process
+//! can have reused its number.
 //!
-//! A program that forwards a monitor (`socat`) would be taken for QEMU: give Vamoose the monitor
-//! that QEMU itself opened or was handed.
+//! A program that forwards a monitor (`socat`) would be taken for QEMU. Vamoose needs the monitor
+//! that QEMU itself opened or received.
 //!
-//! Where many users may put monitors into one folder, none of them may lead a guest to the QEMU of another one: the monitor's file
-//! has to belong to root, to the user of this process, or to the one that QEMU runs as, and so has a link that leads to it.
+//! Where several users may create files in the monitors' folder, no user may redirect a guest to another user's QEMU. So the
+//! monitor's file, and a link that leads to it, has to belong to root, to this process's user, or to QEMU's user.
 
 mod lookup;
 mod monitor;
@@ -45,10 +44,10 @@ use vamoose_link::wait_for;
 pub(crate) use monitor::Monitor;
 use monitor::listening;
 
-/// A process as a journal remembers it. A number alone may be another process's tomorrow.
+/// A process, as identified in a journal. Its number alone may be reused by another process.
 ///
-/// It holds until the host boots, for both numbers begin anew then, and within one pid namespace: a
-/// journal that outlives the boot has to remember `/proc/sys/kernel/random/boot_id`, too.
+/// Valid until the host reboots, as both numbers start over then, and within one pid namespace. A
+/// journal that survives a reboot would need `/proc/sys/kernel/random/boot_id` as well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ProcessId {
     /// The process's number.
@@ -64,7 +63,7 @@ impl ProcessId {
         Some(QemuProcess::open(pid).ok()??.id)
     }
 
-    /// A moment soon after its start, by this host's clock as it is set now. Nothing if that cannot be told.
+    /// A time shortly after the process's start, by this host's present clock. `None` if unknown.
     pub(crate) fn started(self) -> Option<SystemTime> {
         let tick = 1000 / rustix::param::clock_ticks_per_second().max(1);
         let start = Duration::from_millis(self.start_time.checked_add(1)?.checked_mul(tick)?);
@@ -73,8 +72,8 @@ impl ProcessId {
         SystemTime::now().checked_sub(now.saturating_sub(start))
     }
 
-    /// Whether this very process has not ended; false is proof that it has, with all its threads. A
-    /// process whose parent has not asked for its exit code (a zombie) has ended. An error proves nothing.
+    /// Whether this very process is alive. False proves that it has ended, with all its threads. A
+    /// zombie has ended. An error proves nothing.
     pub(crate) fn is_alive(self) -> Result<bool, ProcessError> {
         match QemuProcess::open(self.pid)? {
             Some(process) if process.id == self => Ok(!process.has_ended()?),
@@ -82,7 +81,7 @@ impl ProcessId {
         }
     }
 
-    /// Kills this very process, if it has not ended, and waits until it has.
+    /// Kills this very process if it is alive, and waits for its end.
     pub(crate) fn end(self, within: Duration) -> Result<(), ProcessError> {
         match QemuProcess::open(self.pid)? {
             Some(process) if process.id == self => process.end(within),
@@ -93,7 +92,7 @@ impl ProcessId {
 
 #[derive(Debug, Error)]
 pub(crate) enum ProcessError {
-    /// No process that can be looked at has the monitor.
+    /// No visible process serves the monitor.
     #[error(
         "cannot tell which process serves the monitor {}: no process visible to this user listens there; run as root, in QEMU's pid namespace, and name QEMU's own monitor socket",
         .0.display()
@@ -101,7 +100,7 @@ pub(crate) enum ProcessError {
     NotFound(PathBuf),
     #[error("cannot tell which process serves the monitor {}: {pids:?} all listen there", monitor.display())]
     Several { monitor: PathBuf, pids: Vec<u32> },
-    /// Somebody else has put the monitor there.
+    /// An untrusted user created the monitor.
     #[error(
         "the monitor {} was put there by user {owner}, while process {pid}, which serves it, belongs to user {user}: only \
          root, this program's user or the QEMU's user may create it",
@@ -140,13 +139,13 @@ fn unreadable(pid: u32, what: &'static str, source: io::Error) -> ProcessError {
 #[derive(Debug)]
 pub(crate) struct QemuProcess {
     pub(crate) id: ProcessId,
-    /// Whom it runs as.
+    /// The effective user of the process.
     user: u32,
     pidfd: OwnedFd,
 }
 
-/// How long to look again while more than one process has the monitor: a child of QEMU's has all
-/// that QEMU has between its fork and its exec.
+/// How long to search while several processes hold the monitor. A child of QEMU holds all of QEMU's descriptors between its
+/// fork and its exec.
 const LOOKING: Duration = Duration::from_millis(500);
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
@@ -181,7 +180,7 @@ impl QemuProcess {
             if !monitor.is_served_by(pid, &listening) {
                 continue;
             }
-            // Once more, with the certainty that it is still the same process.
+            // Checked again with the pidfd open, so it is the same process.
             if let Some(process) = Self::open(pid)?
                 && monitor.is_served_by(pid, &listening)
                 && !process.has_ended()?
@@ -192,14 +191,14 @@ impl QemuProcess {
         Ok(found)
     }
 
-    /// The process that has this number now, if there is one.
+    /// The process with this number, if there is one.
     fn open(pid: u32) -> Result<Option<Self>, ProcessError> {
         let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
             return Ok(None);
         };
         let pidfd = match pidfd_open(number, PidfdFlags::empty()) {
             Ok(pidfd) => pidfd,
-            // The second and third: the number of a thread now, so of no process.
+            // INVAL and NOENT: the number now belongs to a thread.
             Err(Errno::SRCH | Errno::INVAL | Errno::NOENT) => return Ok(None),
             Err(error) => return Err(unreadable(pid, "pidfd_open", error.into())),
         };
@@ -210,7 +209,7 @@ impl QemuProcess {
             user: 0,
             pidfd,
         };
-        // Read before this question, so it is of the process that the pidfd stands for.
+        // The files were read before this check, so they belong to the pidfd's process.
         if process.has_ended()? {
             return Ok(None);
         }
@@ -223,7 +222,7 @@ impl QemuProcess {
         Ok(Some(process))
     }
 
-    /// Refuses a monitor that somebody else has put there.
+    /// Refuses a monitor created by an untrusted user.
     pub(crate) fn check_owner(&self, monitor: &Monitor) -> Result<(), ProcessError> {
         match monitor.foreign_owner(self.user) {
             None => Ok(()),
@@ -236,18 +235,18 @@ impl QemuProcess {
         }
     }
 
-    /// Whether it has ended, with all its threads.
+    /// Whether the process has ended, with all its threads.
     pub(crate) fn has_ended(&self) -> Result<bool, ProcessError> {
         self.wait_for_end(Duration::ZERO)
     }
 
-    /// Waits for its end; false when it has not ended within `timeout`.
+    /// Waits for the end of the process. False if it has not ended within `timeout`.
     pub(crate) fn wait_for_end(&self, timeout: Duration) -> Result<bool, ProcessError> {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         wait_for(&mut fds, timeout).map_err(|error| unreadable(self.id.pid, "poll", error))
     }
 
-    /// Kills it and waits until it has ended.
+    /// Kills the process and waits for its end.
     pub(crate) fn end(&self, within: Duration) -> Result<(), ProcessError> {
         let pid = self.id.pid;
         match pidfd_send_signal(&self.pidfd, Signal::KILL) {
@@ -262,7 +261,7 @@ impl QemuProcess {
     }
 }
 
-/// All processes there are. One that starts later is not the one that serves us now.
+/// All processes. One that starts later cannot be the one that serves the monitor now.
 fn pids() -> Result<Vec<u32>, ProcessError> {
     let entries = fs::read_dir("/proc").map_err(ProcessError::NoProc)?;
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());

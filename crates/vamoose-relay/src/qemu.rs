@@ -1,4 +1,4 @@
-//! A QEMU as migration sees it: what it is, what it can do, how it is set up and put back.
+//! One QEMU: its identity and abilities, and its settings before, during and after a migration.
 
 mod disks;
 mod ram_blocks;
@@ -25,14 +25,14 @@ pub(crate) use ram_blocks::RamBlock;
 use schema::Schema;
 use settings::Settings;
 
-/// One QEMU and what is known of it.
+/// A connection to one QEMU.
 pub(crate) struct Qemu {
     qmp: Qmp,
-    /// `None` while it is not known for certain.
+    /// `None` while the process is not known for certain.
     process: Option<QemuProcess>,
     pub(crate) version: Version,
     schema: Schema,
-    /// Capabilities and parameters as they were, to be put back.
+    /// Capabilities and parameters before the migration, to be restored.
     before: Settings,
 }
 
@@ -53,7 +53,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// A QEMU that cannot take part in this migration, as it is now.
+/// Why a QEMU cannot take part in this migration.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -75,12 +75,12 @@ pub enum QemuError {
     },
     #[error("QEMU cannot migrate this guest: {0}")]
     Blocked(String),
-    /// TLS between the two QEMUs goes past a relay.
+    /// A relay cannot read what QEMUs encrypt.
     #[error(
         "the parameter `tls-creds` is set: QEMU would encrypt what the relay has to read; clear the parameter"
     )]
     Tls,
-    /// QEMU takes it for sent, and refuses to send it once more.
+    /// QEMU refuses to send a guest again.
     #[error(
         "QEMU has already sent this guest and will not send it again until the guest has run: if no other tool has moved the guest \
          since, continue it (`cont`), then pause it again (`stop`) if it is to be moved paused"
@@ -109,7 +109,7 @@ pub enum QemuError {
 }
 
 impl QemuError {
-    /// Whether QEMU is there and has refused, so that nothing has changed.
+    /// Whether QEMU has refused a command, so that nothing has changed.
     pub(crate) fn is_refusal(&self) -> bool {
         matches!(self, Self::Qmp(QmpError::Refused { .. }))
     }
@@ -121,17 +121,17 @@ impl QemuError {
     }
 }
 
-/// A QEMU that may not have ended. Ending it may be tried again.
+/// QEMU may not have ended. Ending it may be tried again.
 #[derive(Debug, Error)]
 pub(crate) enum EndError {
-    /// It is not known which process it is, so nothing proves its end.
+    /// The process is unknown, so nothing proves its end.
     #[error(
         "it was asked to quit and has {} its monitor, which does not prove that its process has \
          ended", if *.closed { "closed" } else { "not closed" }
     )]
     Unproven {
-        /// Whether its monitor was closed then. QEMU does that on its way out, and a guest does not
-        /// run any more when it does; but a connection may break for other reasons.
+        /// Whether the monitor was closed. QEMU closes it on exit, when the guest no longer runs. But a
+        /// connection may break for other reasons.
         closed: bool,
         source: ProcessError,
     },
@@ -139,19 +139,19 @@ pub(crate) enum EndError {
     Process(#[from] ProcessError),
 }
 
-/// Where a QEMU stands with its last migration, as far as it matters to another one.
+/// Status of a QEMU's last migration, as far as it matters to the next one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MigrationStatus {
-    /// One is under way, or ends, or is in a state that we do not know.
+    /// A migration is under way, is ending, or is in an unknown state.
     Busy,
     /// Everything was sent, or loaded.
     Completed,
-    /// There has been none, or it has failed or was cancelled: the guest has not moved.
+    /// No migration, or one that failed or was cancelled: the guest has not moved.
     Idle,
 }
 
 impl MigrationStatus {
-    /// From QEMU's account, as [`Qemu::query_migrate`] gives it.
+    /// From the answer of [`Qemu::query_migrate`].
     pub(crate) fn of(account: &Value) -> Self {
         match account["status"].as_str() {
             None | Some("none" | "failed" | "cancelled") => Self::Idle,
@@ -163,18 +163,17 @@ impl MigrationStatus {
     }
 }
 
-/// How often a QEMU is asked while no event comes.
+/// Interval for asking a QEMU while no event comes.
 const ASKING: Duration = Duration::from_millis(20);
 /// How long a QEMU may take to end when it is asked to.
 const QUITTING: Duration = Duration::from_secs(3);
-/// How long a QEMU that has closed its monitor may take to end: it frees the guest's memory.
+/// How long a QEMU that has closed its monitor may take to end, as it frees the guest's memory.
 pub(crate) const ENDING: Duration = Duration::from_secs(10);
-/// How long a QEMU may take to end when it is killed: all its memory is freed first, and requests to its
-/// storage come back.
+/// How long a killed QEMU may take to end: its memory is freed and its storage requests complete first.
 pub(crate) const KILLED: Duration = Duration::from_secs(30);
 
 impl Qemu {
-    /// Connects to the monitor at `path` and learns what this QEMU can do.
+    /// Connects to the monitor at `path` and reads QEMU's version and schema.
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let mut qmp = Qmp::connect(path)?;
         let process = qmp.process();
@@ -203,7 +202,7 @@ impl Qemu {
         text(&answer, "query-status", "status")
     }
 
-    /// The same, unless QEMU takes longer than `timeout`, as one that is busy may.
+    /// The guest's run state. `None` if QEMU takes longer than `timeout`, as it may when it is busy.
     pub(crate) fn state_within(&mut self, timeout: Duration) -> Result<Option<String>, QemuError> {
         let usual = self.qmp.set_timeout(timeout);
         let state = self.state();
@@ -228,20 +227,20 @@ impl Qemu {
         Ok(base + answer["plugged-memory"].as_u64().unwrap_or(0))
     }
 
-    /// QEMU's account of the migration, as it is.
+    /// QEMU's answer to `query-migrate`.
     pub(crate) fn query_migrate(&mut self) -> Result<Value, QemuError> {
         Ok(self.qmp.execute("query-migrate", json!({}))?)
     }
 
     /// Whether its guest was sent away, and has not been continued since.
     pub(crate) fn has_sent_its_guest(&mut self) -> Result<bool, QemuError> {
-        // In this order: a migration that completes in between is not overlooked.
+        // In this order, a migration that completes in between is not overlooked.
         let status = MigrationStatus::of(&self.query_migrate()?);
         Ok(status == MigrationStatus::Completed && is_switchover(&self.state()?))
     }
 
-    /// Asks, at every event and now and then, until `ask` has found what is waited for; an error with the state that
-    /// it returns otherwise, when that is not as `expected` in time. The events are still to be taken.
+    /// Calls `ask` at every event and at intervals, until it breaks. Fails with the last state if that does not happen in time.
+    /// The events stay queued.
     pub(crate) fn ask_until<T>(
         &mut self,
         expected: &'static str,
@@ -276,15 +275,15 @@ impl Qemu {
         self.before.parameters.get(name)?.as_u64()
     }
 
-    /// Whether a suspended guest (ACPI S3) stays suspended when it is migrated, and can be woken (from 9.0 on): an older source
-    /// wakes it in the middle of that, and at an older destination its clocks stand still for good.
+    /// Whether a suspended guest (ACPI S3) stays suspended when it is migrated, and can be woken (from 9.0 on). An older source
+    /// wakes the guest during the migration, and at an older destination its clocks stand still for good.
     pub(crate) fn keeps_suspended(&self) -> bool {
         self.version >= Version(9, 0, 0)
     }
 
-    /// Whether a source that is cancelled takes its images back whenever that happens (from 10.0 on). An older one that is
-    /// cancelled while it stops the guest continues the guest without them, and aborts at the guest's next write. When its main
-    /// stream breaks it does take them back.
+    /// Whether a source can be cancelled at any time (from 10.0 on). An older source that is cancelled while it stops the guest
+    /// continues the guest without its images, and aborts at the guest's next write. When its main stream breaks, an older source
+    /// takes the images back.
     pub(crate) fn cancels_safely(&self) -> bool {
         self.version >= Version(10, 0, 0)
     }
@@ -320,19 +319,19 @@ impl Qemu {
         })
     }
 
-    /// Runs a command that has no answer to speak of.
+    /// Runs a command and drops its answer.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<(), QemuError> {
         self.qmp.execute(command, arguments)?;
         Ok(())
     }
 
-    /// The process that this QEMU is, for a journal. An error when it is not certain: it runs in another
-    /// pid namespace, or belongs to a user whose processes cannot be looked at.
+    /// QEMU's process, for a journal. Fails if it is not certain: QEMU runs in another
+    /// pid namespace, or belongs to a user whose processes are not visible.
     pub(crate) fn identity(&mut self) -> Result<ProcessId, ProcessError> {
         Ok(self.process()?.id)
     }
 
-    /// Refuses a QEMU that is not known for certain, and a monitor that somebody else has put there.
+    /// Refuses a QEMU whose process is not certain, and a monitor created by an untrusted user.
     pub(crate) fn check_owner(&mut self) -> Result<(), ProcessError> {
         known(&self.qmp, &mut self.process)?.check_owner(self.qmp.monitor())
     }
@@ -355,18 +354,18 @@ impl Qemu {
         self.execute("announce-self", arguments)
     }
 
-    /// Whether this QEMU is proven to have ended, or to do so within a time: its monitor closes a little
-    /// before. A monitor that is unresponsive or closed proves nothing; nor does false.
+    /// Whether this QEMU provably ends `within` this time. Its monitor closes shortly before its end. An
+    /// unresponsive or closed monitor proves nothing, and false proves nothing.
     pub(crate) fn is_dead(&self, within: Duration) -> bool {
         let process = self.process.as_ref();
         process.is_some_and(|process| matches!(process.wait_for_end(within), Ok(true)))
     }
 
-    /// Ends this QEMU, which holds half a guest. It is asked to quit first; one that does not is killed:
-    /// a destination whose main loop waits for a SYNC that will never come does not react any more.
-    /// Returns when its process is proven to have ended.
+    /// Ends this QEMU, which holds half a guest. QEMU is asked to quit, and then killed:
+    /// a destination whose main loop waits for a SYNC that will never come does not react.
+    /// Returns when the process has provably ended.
     pub(crate) fn end(&mut self) -> Result<(), EndError> {
-        // It may be on its way out by itself, as QEMU is when loading failed.
+        // QEMU may be exiting by itself, as it does when loading failed.
         let quit = self.qmp.send("quit", json!({}));
         match self.process() {
             Ok(process) if process.wait_for_end(QUITTING)? => Ok(()),
@@ -387,13 +386,13 @@ impl Qemu {
     }
 }
 
-/// Whether a guest in this state was stopped to be sent away. In every other state it runs, or its owner, QEMU or the guest itself
-/// has paused it.
+/// Whether a guest in this state was stopped by a switchover. In every other state it runs, or was paused by its owner, QEMU or
+/// itself.
 pub(crate) fn is_switchover(state: &str) -> bool {
     ["finish-migrate", "postmigrate"].contains(&state)
 }
 
-/// The process, which may not have been known before.
+/// The process; looked up if it was not known before.
 fn known<'a>(
     qmp: &Qmp,
     process: &'a mut Option<QemuProcess>,

@@ -6,9 +6,9 @@
 //!  QEMU ── {"event", "data", "timestamp"} ─> client            at any time
 //! ```
 //!
-//! The test crate `lab` has a client of its own, on purpose: tests drive their QEMUs through it, and a fault of this
-//! one must not hide itself there. Nothing that is shipped may depend on `lab`, and this one has what only a migration
-//! needs (whose process it is, monitors that are held, answers that come late).
+//! The test crate `lab` has its own client on purpose: tests drive their QEMUs through it, so that a fault of this
+//! client cannot hide. Nothing that is shipped may depend on `lab`. This client also does what only a migration
+//! needs: it identifies QEMU's process, detects monitors held by other clients, and handles late answers.
 
 use std::{
     collections::{BTreeSet, VecDeque},
@@ -40,12 +40,12 @@ pub(crate) struct Qmp {
     received: Vec<u8>,
     events: VecDeque<Event>,
     next_id: u64,
-    /// Commands whose answers are not waited for any more. They may still come.
+    /// Commands whose answers have not come. They may come late.
     unanswered: BTreeSet<u64>,
     timeout: Duration,
 }
 
-/// Something that QEMU reported on its own.
+/// An event from QEMU.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Event {
     /// QEMU's name for it, such as `STOP`.
@@ -53,7 +53,7 @@ pub(crate) struct Event {
     pub(crate) name: String,
     #[serde(default)]
     pub(crate) data: Value,
-    /// When, by the clock of QEMU's host.
+    /// Time of the event, by the clock of QEMU's host.
     pub(crate) timestamp: Timestamp,
 }
 
@@ -107,7 +107,7 @@ pub enum QmpError {
 }
 
 impl QmpError {
-    /// Whether nothing is known but that no answer came.
+    /// Whether QEMU did not answer, so that the outcome is unknown.
     pub(crate) fn is_no_answer(&self) -> bool {
         matches!(self, Self::NoAnswer { .. })
     }
@@ -134,7 +134,7 @@ impl Qmp {
         let monitor = Monitor::open(path).map_err(failed)?;
         let stream = dial(&Address::Unix(monitor.address()), timeout);
         let stream = stream.map_err(|error| match error.source.kind() {
-            // The queue of clients that wait for QEMU to accept them stays full.
+            // The queue of waiting clients stays full.
             io::ErrorKind::TimedOut => held(),
             _ => failed(error.source),
         })?;
@@ -162,14 +162,14 @@ impl Qmp {
         self.wait_for_answer(id, command)
     }
 
-    /// From now on QEMU has this time for an answer; returns the time that it had.
+    /// Sets the time for an answer, and returns the previous one.
     pub(crate) fn set_timeout(&mut self, timeout: Duration) -> Duration {
         std::mem::replace(&mut self.timeout, timeout)
     }
 
-    /// Hands QEMU a file, which it knows by `name` from then on.
+    /// Passes a file to QEMU under the name `name`.
     pub(crate) fn give(&mut self, name: &str, file: BorrowedFd<'_>) -> Result<(), QmpError> {
-        // The file comes with the byte that is sent with it: QEMU skips space between commands.
+        // The file travels with a byte of data. QEMU skips space between commands.
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let files = [file];
@@ -205,7 +205,7 @@ impl Qmp {
         }
     }
 
-    /// Sends a command; its answer is skipped unless the id that is returned is waited for.
+    /// Sends a command and returns its id. The answer is dropped unless it is waited for.
     pub(crate) fn send(&mut self, command: &str, arguments: Value) -> Result<u64, QmpError> {
         self.next_id += 1;
         let id = self.next_id;
@@ -214,7 +214,7 @@ impl Qmp {
         (&self.stream)
             .write_all(line.as_bytes())
             .map_err(|source| {
-                // Part of the line may be under way, and nothing must continue it.
+                // Part of the line may have been sent, so nothing may follow it.
                 self.stream.shut_down();
                 self.broken(source)
             })?;
@@ -222,7 +222,7 @@ impl Qmp {
         Ok(id)
     }
 
-    /// The id that an answer belongs to, which is answered now.
+    /// The id of an answer's command, which is no longer unanswered.
     fn take_answered(&mut self, answer: &Value) -> Result<u64, QmpError> {
         let id = answer.get("id").and_then(Value::as_u64);
         match id.filter(|id| self.unanswered.remove(id)) {
@@ -231,7 +231,7 @@ impl Qmp {
         }
     }
 
-    /// Waits until the connection is closed, as it is when QEMU ends; false when it is not within
+    /// Waits until QEMU closes the connection, as it does on exit. False if that does not happen within
     /// `timeout`.
     pub(crate) fn wait_for_close(&mut self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
@@ -260,14 +260,14 @@ impl Qmp {
         Ok(self.events.pop_front())
     }
 
-    /// Waits until one more event has come, for no longer than `timeout`, and leaves it to [`Qmp::next_event`].
+    /// Waits for another event, for at most `timeout`, and queues it for [`Qmp::next_event`].
     pub(crate) fn wait_for_event(&mut self, timeout: Duration) -> Result<(), QmpError> {
         let deadline = Instant::now() + timeout;
         while let Some(message) = self.read_message(deadline)? {
             if message.get("event").is_some() {
                 return self.queue_event(message);
             }
-            // An answer that is late.
+            // A late answer.
             self.take_answered(&message)?;
         }
         Ok(())
@@ -285,7 +285,7 @@ impl Qmp {
         Ok(())
     }
 
-    /// The next line; `None` when it has not come by `deadline`.
+    /// The next message. `None` if none has come by `deadline`.
     fn read_message(&mut self, deadline: Instant) -> Result<Option<Value>, QmpError> {
         loop {
             if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {

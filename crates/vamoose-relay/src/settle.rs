@@ -276,32 +276,10 @@ fn take_back(entry: Entry<AtSource>, config: Option<SessionConfig>) -> Result<()
             "it never ran at the destination, and the source's QEMU has ended",
         );
     }
-    let monitor = record.qemu.monitor.clone();
     if let Some(config) = config {
-        let to = remote(&record.side.to, config)?;
-        let cause = "settled by hand: the guest stays at the source".to_owned();
-        let answer = ask(
-            &to,
-            record.attempt,
-            &SourceMessage::Abort { cause },
-            SETTLING,
-        );
-        let (answer, _) =
-            answer.map_err(|error| SettleError::NotAsked(record.side.to.clone(), error))?;
-        match answer {
-            DestinationMessage::Aborted { incarnation, .. }
-                if counts(&record.state, incarnation) =>
-            {
-                info!("the destination confirms that the guest has never run there");
-            }
-            answer @ (DestinationMessage::Running { .. }
-            | DestinationMessage::MovedOn
-            | DestinationMessage::Ended { .. }) => {
-                return Err(SettleError::Contradicted(format!("{answer:?}")));
-            }
-            answer => return Err(SettleError::NoProof(format!("{answer:?}"))),
-        }
+        confirm_that_it_never_ran(record, config)?;
     }
+    let monitor = record.qemu.monitor.clone();
     let mut source =
         SourceQemu::connect(&monitor).map_err(|error| SettleError::Qemu(monitor.clone(), error))?;
     if !source.instance.is_same(&record.qemu) {
@@ -318,7 +296,31 @@ fn take_back(entry: Entry<AtSource>, config: Option<SessionConfig>) -> Result<()
     )
 }
 
-/// Whether the word of this destination counts: after a `commit`, only that of the one that has accepted the attempt.
+/// Tells the destination that the guest stays here, and requires its answer that the guest has never run there.
+fn confirm_that_it_never_ran(
+    record: &Record<AtSource>,
+    config: SessionConfig,
+) -> Result<(), SettleError> {
+    let to = remote(&record.side.to, config)?;
+    let cause = "settled by hand: the guest stays at the source".to_owned();
+    let abort = SourceMessage::Abort { cause };
+    let answer = ask(&to, record.attempt, &abort, SETTLING);
+    let not_asked = |error| SettleError::NotAsked(record.side.to.clone(), error);
+    match answer.map_err(not_asked)?.0 {
+        DestinationMessage::Aborted { incarnation, .. } if counts(&record.state, incarnation) => {
+            info!("the destination confirms that the guest has never run there");
+            Ok(())
+        }
+        answer @ (DestinationMessage::Running { .. }
+        | DestinationMessage::MovedOn
+        | DestinationMessage::Ended { .. }) => {
+            Err(SettleError::Contradicted(format!("{answer:?}")))
+        }
+        answer => Err(SettleError::NoProof(format!("{answer:?}"))),
+    }
+}
+
+/// Whether the answer of this destination counts: after a `commit`, only that of the destination that accepted the attempt.
 fn counts(state: &SourceState, answers: Incarnation) -> bool {
     match state {
         SourceState::Moving { incarnation: None } | SourceState::Returning { .. } => true,

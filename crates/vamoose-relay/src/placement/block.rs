@@ -1,7 +1,7 @@
-//! The memory of a RAM block, as the file that QEMU has it in.
+//! The memory of a RAM block: the file that QEMU has mapped.
 //!
-//! Pages are written to the file by system calls: in memory of 4 KiB pages that costs less than faults of a second mapping
-//! would, and no fault can end this process. Huge pages cannot be written so: they are mapped, and provided before.
+//! Pages are written to the file by system calls. For 4 KiB pages that costs less than the faults of a second mapping,
+//! and no fault can end this process. Huge pages cannot be written by system calls: they are mapped, and populated first.
 
 use std::{
     fs::File,
@@ -24,18 +24,18 @@ use super::PlaceError;
 /// A RAM block of QEMU's.
 pub(crate) struct Block {
     pub(super) name: BlockName,
-    /// What it is in, where it begins there, and its length.
+    /// The file, the block's offset in it, and its length.
     file: File,
     start: u64,
     len: usize,
     page_size: usize,
     /// A mapping of huge pages.
     huge: Option<MmapRegion>,
-    /// Of pages that were never written the file says so. A disk or a server may not know yet what was.
+    /// The file reports its holes reliably. A file system on a disk or a server may not know the latest writes.
     has_holes: bool,
-    /// QEMU has made the file: it was zeros when the migration began.
+    /// QEMU has created the file, which was zeros when the migration began.
     is_fresh: bool,
-    /// Bit by bit the pages that were written as normal pages, and have not become zeros since.
+    /// A bit per page: written as a normal page, and not zeroed since.
     written: Box<[AtomicU64]>,
 }
 
@@ -69,12 +69,12 @@ impl Block {
         })
     }
 
-    /// The same, of a file that QEMU has made.
+    /// Sets whether QEMU has created the file.
     pub(super) fn fresh(self, is_fresh: bool) -> Self {
         Self { is_fresh, ..self }
     }
 
-    /// Whether all of its memory is there. Huge pages are reserved.
+    /// Whether all of the memory is allocated. Huge pages are reserved.
     pub(super) fn is_preallocated(&self) -> io::Result<bool> {
         let metadata = self.file.metadata()?;
         let allocated = metadata.blocks().saturating_mul(512);
@@ -110,8 +110,8 @@ impl Block {
         written.map_err(|error| self.missing(error))
     }
 
-    /// Makes the pages at `offsets` zeros, without touching those that are. Others may have written some if
-    /// `is_shared`.
+    /// Makes the pages at `offsets` zeros, without touching pages that are zero. With `is_shared`, QEMU may have written
+    /// pages, too.
     pub(super) fn clear(&self, offsets: &[u64], is_shared: bool) -> Result<(), PlaceError> {
         let is_fresh = self.is_fresh && !is_shared;
         for run in self.runs(offsets) {
@@ -131,7 +131,7 @@ impl Block {
         Ok(())
     }
 
-    /// Of pages that were not written: they are looked at.
+    /// Reads pages that were not written here, and clears those that are not zeros.
     fn clear_what_is_not_zero(&self, run: &Range<usize>) -> Result<(), PlaceError> {
         let mut buffer = [0; PIECE];
         for piece in pieces(run, PIECE) {
@@ -156,7 +156,7 @@ impl Block {
         pieces.try_for_each(|piece| self.write_run(&piece, is_written, &ZEROS[..piece.len()]))
     }
 
-    /// Whether the file has nothing there, so that it reads as zeros.
+    /// Whether the file has a hole there, which reads as zeros.
     fn is_hole(&self, run: &Range<usize>) -> bool {
         if !self.has_holes {
             return false;
@@ -167,7 +167,7 @@ impl Block {
         }
     }
 
-    /// The pages at `offsets` as runs of bytes that lie together, each with whether its pages were written.
+    /// The pages at `offsets` as contiguous runs of bytes, each with whether its pages were written.
     fn runs<'a>(
         &'a self,
         offsets: &'a [u64],
@@ -193,7 +193,7 @@ impl Block {
         })
     }
 
-    /// The page at `offset`, which a source has named.
+    /// Checks an offset from the source, and returns its page.
     fn page(&self, offset: u64) -> Result<Range<usize>, PlaceError> {
         let start = usize::try_from(offset).ok();
         let page = start.and_then(|start| Some(start..start.checked_add(self.page_size)?));
@@ -210,7 +210,7 @@ impl Block {
         self.written[page / 64].load(Ordering::Relaxed) & (1 << (page % 64)) != 0
     }
 
-    /// Of a page of this block. Orders nothing: there is a SYNC between two packets that name the same page.
+    /// Marks a page. Relaxed ordering suffices: a SYNC separates two packets with the same page.
     fn set_written(&self, offset: u64, is_written: bool) {
         let page = usize::try_from(offset).unwrap_or(usize::MAX) / self.page_size;
         let (word, bit) = (&self.written[page / 64], 1 << (page % 64));
@@ -241,7 +241,7 @@ fn map(file: &File, start: u64, len: usize) -> io::Result<MmapRegion> {
     Ok(memory)
 }
 
-/// Writes to huge pages, whose memory is there when they were written before.
+/// Writes to huge pages, which are populated unless they were written before.
 fn write_huge(
     memory: &MmapRegion,
     run: &Range<usize>,
@@ -257,14 +257,14 @@ fn write_huge(
     Ok(())
 }
 
-/// `run` in pieces of `len` bytes, the last one perhaps shorter.
+/// `run` in pieces of `len` bytes. The last may be shorter.
 fn pieces(run: &Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> + use<> {
     let end = run.end;
     let starts = run.clone().step_by(len);
     starts.map(move |start| start..end.min(start + len))
 }
 
-/// What is looked at, or becomes zeros, at once: little enough for a processor's cache.
+/// Bytes that are read or cleared at a time: they fit into a processor's cache.
 const PIECE: usize = 64 << 10;
 const SMALL_PAGE: usize = 4096;
 static ZEROS: [u8; PIECE] = [0; PIECE];

@@ -6,7 +6,7 @@
 //!  /proc/PID/fd/N ─────────── is the same file as ───┘ ── opened anew
 //! ```
 //!
-//! So nothing is concluded from names, and an `offset=` of the backend is in the mapping.
+//! So names are not relied upon, and the mapping includes a backend's `offset=`.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -29,7 +29,7 @@ use crate::{
     qemu::{Qemu, QemuError, RamBlock},
 };
 
-/// Why the pages of a QEMU are not placed.
+/// Why pages are not placed into a QEMU's memory.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
@@ -74,7 +74,7 @@ impl From<ProcessError> for NotPlaced {
     }
 }
 
-/// Capabilities with which QEMU keeps account of the pages that it has received, or does not take them from channels.
+/// Capabilities with which QEMU tracks received pages, or does not take pages from channels.
 const NOT_WITH: [&str; 4] = ["postcopy-ram", "x-colo", "x-ignore-shared", "mapped-ram"];
 
 impl Placement {
@@ -123,7 +123,7 @@ impl Placement {
 struct Wanted {
     mode: PlacementMode,
     layout: Layout,
-    /// When its process had started.
+    /// Start of QEMU's process.
     since: Option<SystemTime>,
 }
 
@@ -163,7 +163,7 @@ fn find(process: &Path, listed: &[RamBlock], wanted: &Wanted) -> Result<Vec<Bloc
 struct Mapping {
     start: u64,
     end: u64,
-    /// Where in the file it begins.
+    /// Offset in the file.
     offset: u64,
     device: (u32, u32),
     inode: u64,
@@ -191,7 +191,7 @@ impl Mapping {
         (is_shared && inode != 0 && mapping.start < mapping.end).then_some(mapping)
     }
 
-    /// The mapping of the whole block, which may be in several pieces; `None` if it is not of that kind.
+    /// The mapping of the whole block, possibly in several pieces. `None` if the block is not shared as a whole.
     fn of(mappings: &[Self], block: &RamBlock) -> Option<Self> {
         let end = block.address.checked_add(block.total)?;
         if !block.writable || block.used != block.total || block.total == 0 {
@@ -214,7 +214,7 @@ impl Mapping {
         Some(Self { end, ..whole })
     }
 
-    /// What of it begins at `address`, which is in it.
+    /// The part from `address` on.
     fn from(self, address: u64) -> Self {
         Self {
             start: address,
@@ -223,15 +223,15 @@ impl Mapping {
         }
     }
 
-    /// Opens its file through a descriptor of the process.
+    /// Opens the mapped file through a descriptor of the process.
     fn open(self, process: &Path) -> io::Result<File> {
         for entry in fs::read_dir(process.join("fd"))? {
             let flags = OFlags::PATH | OFlags::CLOEXEC;
-            // Closed meanwhile, or of a kind that has no file.
+            // Closed meanwhile, or not a file.
             let Ok(found) = rustix::fs::open(entry?.path(), flags, Mode::empty()) else {
                 continue;
             };
-            // The process may put another file there at any time: what was looked at is opened.
+            // The process may replace the descriptor at any time, so the file that was checked is opened.
             let found = File::from(found);
             let file = found.metadata()?;
             let device = (major(file.dev()), minor(file.dev()));
@@ -247,15 +247,15 @@ impl Mapping {
     }
 }
 
-/// Whether the file was made by the process that began at `since`, so that it was zeros: it has no name (a memfd), or was
-/// made after that.
+/// Whether the process that started at `since` created the file, which was zeros then: the file has no name (a memfd), or is
+/// younger than the process.
 fn is_fresh(file: &File, since: Option<SystemTime>) -> io::Result<bool> {
     let file = file.metadata()?;
     let is_younger = since.is_some_and(|since| file.created().is_ok_and(|made| made > since));
     Ok(file.nlink() == 0 || is_younger)
 }
 
-/// Whether memory that this process provides counts as another group's than QEMU's. If in doubt, yes.
+/// Whether this process is in another control group than QEMU, so that memory counts as this process's. True if in doubt.
 fn is_in_another_group(process: &Path) -> bool {
     let group = |process: &Path| fs::read(process.join("cgroup")).ok();
     let own = group(Path::new("/proc/self"));

@@ -1,7 +1,7 @@
-//! Paths as another process sees them.
+//! Resolves paths as another process does.
 //!
-//! openat2 could do this (`RESOLVE_IN_ROOT`), but systemd's RestrictSUIDSGID= has it refused: the filter of system calls cannot see
-//! the mode that openat2 is called with.
+//! openat2 with `RESOLVE_IN_ROOT` could do this, but systemd's RestrictSUIDSGID= forbids it: a filter of system calls cannot see
+//! the mode passed to openat2.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -15,13 +15,13 @@ use rustix::{
     io::Errno,
 };
 
-/// As many as the kernel follows.
+/// The kernel's limit.
 const MOST_LINKS: usize = 40;
 
-/// The file that an absolute `path` leads to for a process with this `root`: links are followed there, and none leads out of it. The
-/// last part is not followed, for what was bound is not a link itself.
+/// The file that an absolute `path` leads to for a process with this `root`. Links are followed within `root` and never lead
+/// out of it. The last part is not followed, as a bound socket is not a link.
 pub(super) fn in_root(root: BorrowedFd<'_>, path: &Path) -> Result<OwnedFd, Errno> {
-    // The folders from the root on to where the path has led.
+    // The folders from the root to the present position.
     let mut way = Vec::new();
     let mut ahead = Vec::new();
     push_parts(&mut ahead, path);
@@ -50,7 +50,7 @@ pub(super) fn in_root(root: BorrowedFd<'_>, path: &Path) -> Result<OwnedFd, Errn
     way.pop().ok_or(Errno::INVAL)
 }
 
-/// A file of this folder; a link itself, not where it leads.
+/// Opens a file of this folder, without following a link.
 pub(super) fn entry(folder: impl AsFd, name: impl AsRef<Path>) -> Result<OwnedFd, Errno> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     openat(folder, name.as_ref(), flags, Mode::empty())
@@ -62,7 +62,7 @@ enum Part {
     Name(OsString),
 }
 
-/// The first part on top.
+/// Pushes the parts so that the first is on top.
 fn push_parts(ahead: &mut Vec<Part>, path: &Path) {
     ahead.extend(path.components().rev().filter_map(|part| match part {
         Component::RootDir => Some(Part::Root),

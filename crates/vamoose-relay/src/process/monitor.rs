@@ -1,4 +1,4 @@
-//! The file of a monitor's socket, and which process listens on it.
+//! The file of a monitor's socket, and the process that listens on it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,14 +19,14 @@ use super::lookup::{entry, in_root};
 
 const ROOT: u32 = 0;
 
-/// The file of a monitor's socket, whatever its path leads to later.
+/// The file of a monitor's socket, held open: its path may lead elsewhere later.
 #[derive(Debug)]
 pub(crate) struct Monitor {
     pub(super) path: PathBuf,
-    /// Where the path led to: links followed.
+    /// The path with links resolved.
     resolved: PathBuf,
     file: OwnedFd,
-    /// Whose file it is, and whose link leads there, if one does.
+    /// The owners of the file, and of the link that leads to it.
     owners: BTreeSet<u32>,
 }
 
@@ -45,7 +45,7 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// A path that leads to this very file; and a short one, for those of sockets are limited.
+    /// A path to this very file, and a short one, as the paths of sockets are limited.
     pub(crate) fn address(&self) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd()))
     }
@@ -54,16 +54,16 @@ impl Monitor {
         self.resolved.file_name().unwrap_or_default()
     }
 
-    /// Who has put it there, if that is neither root, nor the user of this process, nor `user`, whom its server runs as.
+    /// An owner of the monitor other than root, this process's user and `user`, the user of the server.
     pub(super) fn foreign_owner(&self, user: u32) -> Option<u32> {
         let trusted = [ROOT, geteuid().as_raw(), user];
         let mut owners = self.owners.iter().copied();
         owners.find(|owner| !trusted.contains(owner))
     }
 
-    /// Whether this process has one of the `listening` sockets, and that one is this file.
+    /// Whether process `pid` holds one of the `listening` sockets at this file.
     pub(super) fn is_served_by(&self, pid: u32, listening: &BTreeMap<u64, PathBuf>) -> bool {
-        // A server within this process is no QEMU, and must not be ended as one.
+        // This process is not a QEMU, and must not be killed as one.
         if listening.is_empty() || pid == std::process::id() {
             return false;
         }
@@ -73,8 +73,8 @@ impl Monitor {
         paths.into_iter().any(|path| self.is_at(pid, path))
     }
 
-    /// Whether `path` is this file as the process sees it. Processes may have different roots, in
-    /// which one path leads to different files.
+    /// Whether `path` leads to this file for the process. With different roots, one path may lead to
+    /// different files.
     fn is_at(&self, pid: u32, path: &Path) -> bool {
         let seen = if path.is_absolute() {
             let root = directory(&format!("/proc/{pid}/root"));
@@ -83,7 +83,7 @@ impl Monitor {
             directory(&format!("/proc/{pid}/cwd")).and_then(|here| entry(here, path))
         };
         let seen = match seen {
-            // It may have changed its root after it had opened the monitor.
+            // The process may have changed its root after opening the monitor.
             Err(Errno::NOENT) => entry(CWD, path),
             seen => seen,
         };
@@ -100,13 +100,13 @@ fn directory(path: &str) -> Result<OwnedFd, Errno> {
     open(path, flags, Mode::empty())
 }
 
-/// Sockets that listen on a path with this last part, in the network namespaces of these processes:
-/// inode to path. The path is as it was given when the socket was made.
+/// Sockets that listen on a path with this file name, in the network namespaces of these processes:
+/// inode to path. The path is the one given to `bind`.
 pub(super) fn listening(pids: &[u32], name: &OsStr) -> BTreeMap<u64, PathBuf> {
     let mut namespaces = BTreeSet::new();
     let mut sockets = BTreeMap::new();
     for pid in pids {
-        // Processes that have ended, and those of other users, have no namespace that we can see.
+        // Ended processes, and those of other users, have no visible namespace.
         let Ok(namespace) = fs::read_link(format!("/proc/{pid}/ns/net")) else {
             continue;
         };
@@ -146,7 +146,7 @@ fn parse_listening(line: &[u8]) -> Option<(u64, PathBuf)> {
     (flags & ACCEPTS != 0).then(|| (inode, PathBuf::from(OsStr::from_bytes(path))))
 }
 
-/// Inodes of the sockets that a process has; none of one that cannot be looked at.
+/// Inodes of a process's sockets. Empty if the process cannot be inspected.
 fn sockets(pid: u32) -> Vec<u64> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd"));
     let links = entries

@@ -1,9 +1,9 @@
-//! Who has the images of a guest that does not run.
+//! Activates the disk images of a guest that does not run.
 //!
-//! A source inactivates its images when it has sent its guest. With `late-block-activate` a destination leaves them alone
-//! until `cont`, so that they are active at one end only. A guest that is to stay paused needs them, too: a QEMU before 10.0
-//! aborts when a guest with inactive images is migrated on. From 10.0 on there is a command for that. Older ones activate an
-//! image for whoever exports it; so each image is exported for a moment, read-only, by a server that nobody can reach.
+//! A source inactivates its images when it has sent its guest. With `late-block-activate` a destination leaves the images inactive
+//! until `cont`, so that they are active at one end only. A guest that is to stay paused needs active images, too: QEMU before 10.0
+//! aborts when a guest with inactive images is migrated again. From 10.0 on a command activates images. Older versions
+//! activate an image when it is exported, so each image is exported for a moment, read-only, by an unreachable server.
 
 use std::{
     collections::BTreeSet,
@@ -22,7 +22,7 @@ use super::{Qemu, QemuError};
 use crate::chain;
 
 impl Qemu {
-    /// Makes the images this QEMU's, without running the guest. Those that are already stay as they are.
+    /// Activates all images in this QEMU, without running the guest.
     pub(crate) fn activate_disks(&mut self) -> Result<(), QemuError> {
         if self.schema.has_command("blockdev-set-active") {
             return self.execute("blockdev-set-active", json!({ "active": true }));
@@ -32,7 +32,7 @@ impl Qemu {
             return Ok(());
         }
         self.export_to_nobody(&roots)?;
-        // An image that is locked by another process is exported all the same.
+        // An image that another process has locked is exported, but stays inactive.
         match self.block_graph()?.inactive() {
             Some(disk) => Err(QemuError::Inactive(disk)),
             None => Ok(()),
@@ -53,7 +53,7 @@ impl Qemu {
             let export = json!({ "type": "nbd", "id": id, "node-name": node });
             self.execute("block-export-add", export)
         });
-        // It takes its exports with it.
+        // This removes the exports, too.
         let stopped = self.execute("nbd-server-stop", json!({}));
         exported.and(stopped)
     }
@@ -68,11 +68,10 @@ impl Qemu {
     }
 }
 
-/// What QEMU calls the listener's file.
+/// QEMU's name for the listener's file.
 const FILE: &str = "vamoose";
 
-/// A socket at which QEMU can listen, and to which nobody can connect: it has no name any more, and the folder in which it had
-/// one was private.
+/// A socket at which QEMU can listen, and to which no process can connect: its file has been removed from a private folder.
 fn unreachable_listener() -> io::Result<UnixListener> {
     let folder = env::temp_dir().join(format!("vamoose-{}", AttemptId(random_id()?)));
     fs::DirBuilder::new().mode(0o700).create(&folder)?;
@@ -81,7 +80,7 @@ fn unreachable_listener() -> io::Result<UnixListener> {
     listener
 }
 
-/// QEMU's images and who uses them.
+/// QEMU's images and their users.
 #[derive(Deserialize)]
 struct Graph {
     nodes: Vec<Node>,
@@ -100,7 +99,7 @@ struct Node {
 struct Edge {
     parent: u64,
     child: u64,
-    /// What the parent may do with the child. A device may do nothing with an image that is inactive.
+    /// The parent's permissions on the child. A device has none on an inactive image.
     perm: Vec<String>,
 }
 
@@ -109,7 +108,7 @@ impl Graph {
         self.nodes.iter().filter(move |node| node.kind == kind)
     }
 
-    /// The images that are no part of another one: activating these activates all.
+    /// The images that are not part of another image. Activating these activates all.
     fn roots(&self) -> Vec<String> {
         let images = self.of_kind("block-driver").map(|node| node.id);
         let images = images.collect::<BTreeSet<_>>();

@@ -1,4 +1,4 @@
-//! The RAM blocks of a QEMU, as it lists them.
+//! The RAM blocks of a QEMU, as the QEMU lists them.
 
 use std::path::Path;
 
@@ -10,18 +10,18 @@ use crate::process::ProcessError;
 /// A RAM block of a QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RamBlock {
-    /// As packets name it.
+    /// The name in packets.
     pub(crate) name: String,
-    /// Bytes that are in use, and that can be.
+    /// Bytes in use, and the maximum.
     pub(crate) used: u64,
     pub(crate) total: u64,
-    /// Where QEMU has it mapped.
+    /// Address in QEMU's process.
     pub(crate) address: u64,
     pub(crate) writable: bool,
 }
 
 impl Qemu {
-    /// Its RAM blocks; none where it does not report their addresses (before 8.0).
+    /// The RAM blocks. None if QEMU does not report their addresses (before 8.0).
     pub(crate) fn ram_blocks(&mut self) -> Result<Vec<RamBlock>, QemuError> {
         const COMMAND: &str = "x-query-ramblock";
         const TEXT: &str = "human-readable-text";
@@ -40,7 +40,7 @@ impl Qemu {
         Ok(names.find(|name| capabilities.get(*name) == Some(&true)))
     }
 
-    /// Runs `look` on the folder of its process in /proc. Its result is of this very process.
+    /// Runs `look` on the folder of QEMU's process in /proc. The result belongs to this very process.
     pub(crate) fn look_at_process<T>(
         &mut self,
         look: impl FnOnce(&Path) -> T,

@@ -1,19 +1,19 @@
-//! What a QEMU's schema has: its commands, its capabilities of migration, and the values of its parameters.
+//! A QEMU's schema: commands, migration capabilities and parameters.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-/// What matters of `query-qmp-schema`.
+/// The relevant parts of `query-qmp-schema`.
 pub(super) struct Schema {
     commands: BTreeSet<String>,
     capabilities: Vec<String>,
-    /// Parameters whose values are an enumeration, with the values.
+    /// Migration parameters, with their values if these are an enumeration.
     parameters: BTreeMap<String, Vec<String>>,
 }
 
 impl Schema {
-    /// Follows the schema's type names from the commands on; the names mean nothing themselves.
+    /// Follows the schema's type names, starting from the commands. The type names themselves are arbitrary.
     pub(super) fn new(schema: Value) -> Self {
         let entries = schema.as_array().into_iter().flatten();
         let types = entries

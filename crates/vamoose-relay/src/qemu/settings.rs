@@ -1,4 +1,4 @@
-//! How a QEMU is set up for a migration through a relay, and put back afterwards.
+//! Sets a QEMU up for a migration through a relay, and restores its settings afterwards.
 
 use std::{collections::BTreeMap, ops::ControlFlow, time::Duration};
 
@@ -17,21 +17,20 @@ pub(crate) struct Settings {
 /// How long a QEMU may take to clean up after a migration.
 const CLEANING_UP: Duration = Duration::from_secs(10);
 
-/// What a capability that is on means for a migration through a relay.
+/// The effect of an enabled capability on a migration through a relay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Meaning {
-    /// It does no harm, or is what is asked for.
+    /// Harmless, or required.
     Harmless,
-    /// It does not go together with multifd through a relay, or the guest could not come back: it is switched off, and put
-    /// back afterwards.
+    /// Incompatible with multifd through a relay, or the guest could not come back: switched off for the migration.
     InTheWay,
-    /// Whoever has switched it on wants another migration than this one.
+    /// It asks for a different kind of migration.
     Refused(&'static str),
 }
 
 use Meaning::{Harmless, InTheWay, Refused};
 
-/// All that QEMUs have, from 7.2 to 11.1.
+/// All capabilities of QEMU 7.2 to 11.1.
 const CAPABILITIES: [(&str, Meaning); 24] = [
     ("auto-converge", Harmless),
     ("background-snapshot", InTheWay),
@@ -48,7 +47,7 @@ const CAPABILITIES: [(&str, Meaning); 24] = [
     ("multifd", Harmless),
     ("pause-before-switchover", InTheWay),
     ("postcopy-blocktime", Harmless),
-    // Not without the next one, in the same command.
+    // Only together with the next one, in the same command.
     ("postcopy-preempt", InTheWay),
     ("postcopy-ram", InTheWay),
     ("rdma-pin-all", InTheWay),
@@ -67,11 +66,11 @@ const CAPABILITIES: [(&str, Meaning); 24] = [
     ("zero-copy-send", InTheWay),
 ];
 
-/// Of a capability that is not among these.
+/// The meaning of any other capability.
 const UNKNOWN: Meaning = Refused("this release of Vamoose does not know it");
 
 impl Settings {
-    /// Refuses settings with which a success would not be true.
+    /// Refuses settings with which a reported success could be wrong.
     pub(super) fn check(&self) -> Result<(), QemuError> {
         for (name, meaning) in self.switched_on() {
             if let Refused(why) = meaning {
@@ -89,7 +88,7 @@ impl Settings {
         }
     }
 
-    /// The names, with their values here, of all that is otherwise in `now`.
+    /// The settings that differ in `now`, with their values here.
     fn differing_from(&self, now: &Self) -> Vec<String> {
         let capabilities = self.capabilities.iter();
         let capabilities = capabilities
@@ -114,8 +113,8 @@ fn meaning(capability: &str) -> Meaning {
 }
 
 impl Qemu {
-    /// Sets this QEMU up for multifd through a relay with `parameters`, and remembers how it was.
-    /// Optional capabilities are switched on where they are known.
+    /// Sets this QEMU up for multifd through a relay with `parameters`, and remembers its settings.
+    /// Optional capabilities are switched on if QEMU has them.
     pub(crate) fn set_up(
         &mut self,
         mandatory: &[&str],
@@ -144,8 +143,7 @@ impl Qemu {
         applied
     }
 
-    /// Puts capabilities and parameters back to what they were before [`Qemu::set_up`]. What QEMU
-    /// refuses, for it may be on its way out, stays as it is.
+    /// Restores the capabilities and parameters from before [`Qemu::set_up`]. Best effort: QEMU may be exiting.
     pub(crate) fn put_back(&mut self) {
         let before = std::mem::take(&mut self.before);
         let Err(error) = self.wait_until_idle().and_then(|()| self.apply(&before)) else {
@@ -163,9 +161,9 @@ impl Qemu {
 
     /// Waits until nothing is left of a migration that has ended.
     ///
-    /// QEMU reports *failed* or *cancelled* before it has cleaned up, and cleans up by the capabilities of
-    /// that moment: switching multifd off in between aborts QEMU 10.0, and the guest with it (an
-    /// assertion in its yank code, seen in one run of fifty). Its yank instance is the last thing to go.
+    /// QEMU reports *failed* or *cancelled* before it has cleaned up, and cleans up according to its capabilities at
+    /// that time. Switching multifd off in between aborts QEMU 10.0, and the guest with it (an
+    /// assertion in its yank code, seen in one run of fifty). The yank instance is removed last.
     fn wait_until_idle(&mut self) -> Result<(), QemuError> {
         self.ask_until("no migration", CLEANING_UP, |qemu| {
             let instances = match qemu.qmp.execute("query-yank", json!({})) {
@@ -197,11 +195,11 @@ impl Qemu {
         })
     }
 
-    /// Makes the wanted settings the present ones, touching only what differs.
+    /// Applies the wanted settings that differ from the present ones.
     fn apply(&mut self, wanted: &Settings) -> Result<(), QemuError> {
         let now = self.settings()?;
         let differs = |(name, on): &(&String, &bool)| now.capabilities.get(*name) != Some(*on);
-        // Off before on: two that exclude each other must not be on at once.
+        // Off before on, as some capabilities exclude each other.
         for turn_on in [false, true] {
             let list = wanted
                 .capabilities

@@ -3,6 +3,7 @@
 //! One lock is held during everything that concerns the guest: a commit in progress cannot be aborted.
 
 use std::{
+    io,
     sync::{Arc, Condvar, Mutex, PoisonError, Weak},
     time::{Duration, Instant},
 };
@@ -32,12 +33,12 @@ pub(crate) struct Job {
 
 /// The connections of an attempt.
 pub(crate) struct Transfer {
-    pub(super) hangup: Hangup,
-    pub(super) connections: PollQueue<Arc<Stream>>,
+    hangup: Hangup,
+    connections: PollQueue<Arc<Stream>>,
     /// The session of all connections.
-    pub(super) session: Session,
-    pub(super) began: Instant,
-    pub(super) stats: Arc<Stats>,
+    session: Session,
+    began: Instant,
+    stats: Arc<Stats>,
 }
 
 struct Inner {
@@ -54,6 +55,18 @@ struct Host {
     controls: Vec<Weak<Stream>>,
     /// The last write of the journal failed.
     unwritten: bool,
+}
+
+impl Transfer {
+    pub(super) fn new(session: Session) -> io::Result<Self> {
+        Ok(Self {
+            hangup: Hangup::new()?,
+            connections: PollQueue::new()?,
+            session,
+            began: Instant::now(),
+            stats: Arc::default(),
+        })
+    }
 }
 
 impl Job {

@@ -4,7 +4,6 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Instant,
 };
 
 use handover::{
@@ -15,13 +14,13 @@ use multifd::{Layout, Method};
 use serde_json::json;
 use thiserror::Error;
 use tracing::info;
-use vamoose_link::{Address, Hangup, MethodChoice, PollQueue, Session};
+use vamoose_link::{Address, MethodChoice, Session};
 
 use super::{DestinationQemu, Job, Server, job::Transfer};
 use crate::{
     Config, Dialer, Instance, JournalError, NotPlaced, Placement, PlacementMode, chain,
     control::{Offer, Request},
-    journal::{AtDestination, Record, now},
+    journal::{AtDestination, Entry, Record, now},
     process::ProcessError,
     qemu::{Qemu, QemuError},
 };
@@ -55,27 +54,8 @@ impl Server {
             keeps_suspended: qemu.keeps_suspended(),
         })?;
         let instance = Instance::of(&mut qemu, &monitor, request.uuid.clone());
-        let transfer = Transfer {
-            hangup: Hangup::new()?,
-            connections: PollQueue::new()?,
-            session: session.clone(),
-            began: Instant::now(),
-            stats: Arc::default(),
-        };
-        let mut entry = self.jobs.journal.claim(Record {
-            attempt,
-            began: now(),
-            name: request.name.clone(),
-            qemu: instance.clone(),
-            side: AtDestination {
-                incarnation: self.incarnation,
-                server: self.local_address(),
-                orphaned: false,
-                source: session.identity().map(str::to_owned),
-            },
-            state: DestinationState::Receiving,
-        })?;
-        entry.write()?;
+        let transfer = Transfer::new(session.clone())?;
+        let mut entry = self.record(attempt, &request, instance.clone(), session)?;
         match self.set_up(&mut qemu, &request, config.layout, &incoming) {
             Ok(pages) => (config.placement, config.passed) = (pages.placement, pages.passed),
             Err(error) => {
@@ -101,6 +81,31 @@ impl Server {
             dialer: Dialer::new(Address::Unix(incoming)),
             config,
         })
+    }
+
+    /// Records the attempt in the journal.
+    fn record(
+        &self,
+        attempt: AttemptId,
+        request: &Request,
+        qemu: Instance,
+        session: &Session,
+    ) -> Result<Entry<AtDestination>, PrepareError> {
+        let entry = self.jobs.journal.claim(Record {
+            attempt,
+            began: now(),
+            name: request.name.clone(),
+            qemu,
+            side: AtDestination {
+                incarnation: self.incarnation,
+                server: self.local_address(),
+                orphaned: false,
+                source: session.identity().map(str::to_owned),
+            },
+            state: DestinationState::Receiving,
+        })?;
+        entry.write()?;
+        Ok(entry)
     }
 
     /// The settings of a relay for this migration, but for how pages get into QEMU's memory.
