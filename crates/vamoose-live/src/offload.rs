@@ -1,7 +1,7 @@
 //! What Intel's DSA can do for a migration: look for zero pages at the source, copy pages at the destination.
 //!
-//! A device only ever saves the processor work. What it refuses, gets wrong in a way that it notices, or is late with,
-//! the processor does; without any device the processor does everything.
+//! A device only saves the processor work. The processor does everything that a device refuses, is late with, or gets wrong in a
+//! way that it notices. Without any device the processor does everything.
 
 mod copy;
 mod zero;
@@ -23,26 +23,25 @@ pub(crate) use self::{
 pub struct DsaDetection {
     /// The devices: work queues of DSAs, opened for batches of pages.
     pub devices: Arc<Devices>,
-    /// How many of the pages that a device calls zero are looked at by the processor as well: one in 64 with
-    /// [`Verify::Sample`].
+    /// How many of the pages that a device reports as zero the processor checks: one in 64 with [`Verify::Sample`].
     pub verify: Verify,
 }
 
-/// Who copies pages into guest memory once they are decoded. Pages of method none are read from the socket to where
-/// they belong: there is no copy.
+/// How decoded pages are copied into guest memory. Pages of method none are read from the socket directly into guest memory,
+/// without a copy.
 #[derive(Clone, Debug, Default)]
 pub enum PageCopy {
-    /// The processor.
+    /// By the processor.
     #[default]
     Cpu,
-    /// DSAs and the processor together. It pays with memory that is there already (populated by the VMM, or written
-    /// in an earlier round): a page that was never touched is a fault, then the processor copies it, and a device that
-    /// meets nothing else is left alone for a while.
+    /// By DSAs and the processor together. It pays for memory that is present (populated by the VMM, or written
+    /// in an earlier round). An untouched page causes a fault, and the processor copies it then. A device that
+    /// meets only such pages is not used for a while.
     Dsa(Arc<Devices>),
 }
 
-/// Devices, and what they had done before this migration. If several migrations have the same devices at once, each
-/// counts what they do for all of these.
+/// Devices, and their counters before this migration. If several migrations share devices, each
+/// counts the work for all of them.
 #[derive(Debug)]
 pub(crate) struct Account {
     devices: Arc<Devices>,

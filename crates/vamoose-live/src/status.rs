@@ -18,31 +18,31 @@ use crate::{OffloadCounters, Ram, offload::Account};
 #[derive(Clone)]
 pub struct Handle(pub(crate) Arc<Shared>);
 
-/// A migration at one moment. Times are in milliseconds, as QEMU's.
+/// A snapshot of a migration. Times are in milliseconds, as in QEMU.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Status {
-    /// What it is doing.
+    /// The state.
     pub status: State,
-    /// Since it began.
+    /// Time since the beginning.
     pub total_time: u64,
-    /// How long the guest was paused; once it is known.
+    /// How long the guest was paused, once known.
     pub downtime: Option<u64>,
-    /// What that time was needed for.
+    /// Parts of the downtime.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub downtime_parts: Option<DowntimeParts>,
     /// How long the last round would take if the guest were paused now.
     pub expected_downtime: Option<u64>,
-    /// Until the first page was sent.
+    /// Time until the first page was sent.
     pub setup_time: u64,
-    /// Its memory.
+    /// The guest's memory.
     pub ram: RamStatus,
-    /// What devices do of the search for zero pages, if there are some for that.
+    /// The devices' part of the search for zero pages, if devices are used.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub zero_page_detection: Option<OffloadCounters>,
-    /// How much of the time the vCPUs are kept from running.
+    /// Percentage of time for which the vCPUs are stopped.
     pub cpu_throttle_percentage: u8,
-    /// Why it failed.
+    /// Why the migration failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_desc: Option<String>,
 }
@@ -57,19 +57,19 @@ pub struct RamStatus {
     pub remaining: u64,
     /// Bytes of guest memory.
     pub total: u64,
-    /// Zero pages sent, as an offset alone.
+    /// Zero pages sent, as offsets only.
     pub duplicate: u64,
     /// Normal pages sent.
     pub normal: u64,
-    /// Bytes of guest memory in them.
+    /// Bytes of guest memory in the normal pages.
     pub normal_bytes: u64,
-    /// Pages that the guest dirties a second.
+    /// Pages that the guest dirties per second.
     pub dirty_pages_rate: u64,
-    /// Megabits a second on the wire, in the last round.
+    /// Megabits per second on the wire, in the last round.
     pub mbps: f64,
-    /// Pages a second, normal and zero, in the last round.
+    /// Pages per second, normal and zero, in the last round.
     pub pages_per_second: u64,
-    /// Times that the dirty log was read.
+    /// How often the dirty log was read.
     pub dirty_sync_count: u64,
     /// See [`vamoose_link::Snapshot::missed_zero_copy`].
     pub dirty_sync_missed_zero_copy: u64,
@@ -77,7 +77,7 @@ pub struct RamStatus {
     pub page_size: u64,
 }
 
-/// What a migration is doing: QEMU's `MigrationStatus`.
+/// State of a migration, as QEMU's `MigrationStatus`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum State {
@@ -90,9 +90,9 @@ pub enum State {
     Device,
     /// The guest runs at the destination.
     Completed,
-    /// It runs at the source, or it is not known where, see the error.
+    /// The migration failed. The error tells where the guest is.
     Failed,
-    /// It runs at the source: the migration was cancelled.
+    /// The migration was cancelled. The guest runs at the source.
     Cancelled,
 }
 
@@ -102,48 +102,48 @@ impl Handle {
         self.0.status()
     }
 
-    /// All that was counted.
+    /// The counters.
     pub fn moved(&self) -> Snapshot {
         self.0.stats.snapshot()
     }
 
-    /// The session with the destination, once there is one: who it is, how it is encrypted, how often it was lost.
+    /// The session with the destination, once it is established.
     pub fn session(&self) -> Option<Session> {
         self.0.session.get().cloned()
     }
 
-    /// Cancels: the guest resumes at the source. False if it is too late because the destination was requested
+    /// Cancels the migration: the guest resumes at the source. False if it is too late: the destination was told
     /// to run the guest, or the migration is over.
     pub fn cancel(&self) -> bool {
         self.0.cancel()
     }
 }
 
-/// What a migration's threads and its handles share.
+/// Shared by a migration's threads and handles.
 pub(crate) struct Shared {
     pub(crate) stats: Arc<Stats>,
     pub(crate) pacer: Option<Arc<Pacer>>,
     pub(crate) zero_page_detection: Option<Account>,
     pub(crate) hangup: Hangup,
-    /// Of the first control connection, and all that is sent of the guest.
+    /// The session of the first control connection and the channels.
     pub(crate) session: OnceLock<Session>,
     fate: AtomicU8,
     progress: Mutex<Progress>,
 }
 
-/// What only the coordinator knows.
+/// Progress that only the coordinator updates.
 pub(crate) struct Progress {
     pub(crate) status: Status,
     pub(crate) start: Instant,
     /// Pages that had been sent when `status.ram.remaining` was counted.
     pages_sent: u64,
-    /// Pages of those that are found never to have been touched, and not sent.
+    /// Pages of those that turned out to be untouched, and are not sent.
     pub(crate) untouched: Arc<AtomicU64>,
     over: bool,
 }
 
 impl Progress {
-    /// The migration is over: its time is final.
+    /// Ends the migration's time.
     pub(crate) fn end(&mut self) {
         if !self.over {
             self.over = true;
@@ -196,7 +196,7 @@ impl Shared {
         })
     }
 
-    /// The coordinator's part of the status, to be changed.
+    /// The coordinator's part of the status.
     pub(crate) fn progress(&self) -> MutexGuard<'_, Progress> {
         lock(&self.progress)
     }
@@ -226,7 +226,7 @@ impl Shared {
         self.fate.load(Ordering::Acquire) == CANCELLED
     }
 
-    /// Passes the point of no return; false if the migration was cancelled before.
+    /// Passes the point of no return. False if the migration was cancelled before.
     pub(crate) fn commit(&self) -> bool {
         self.decide(COMMITTED)
     }
@@ -238,7 +238,7 @@ impl Shared {
         let cancelled = self.decide(CANCELLED);
         if cancelled {
             self.hangup.hang_up();
-            // A stream that is being opened is not known to the hangup.
+            // The hangup does not know a stream that is being opened.
             if let Some(session) = self.session.get() {
                 session.shut_down();
             }

@@ -1,4 +1,4 @@
-//! A channel's thread: packets off the socket, pages into guest memory.
+//! A channel's thread: reads packets from the socket into guest memory.
 
 use multifd::{Layout, RamHeader};
 use vamoose_link::{ChannelReader, Received};

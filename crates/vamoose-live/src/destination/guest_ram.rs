@@ -1,4 +1,4 @@
-//! Guest memory at the destination: where pages belong, and which of them were written.
+//! Guest memory at the destination: the place of each page, and which pages were written.
 
 use std::{
     ops::Range,
@@ -18,28 +18,28 @@ use crate::{
     sys::memory::{Punch, is_zero},
 };
 
-/// The memory that all channels write. Every page of it is either zero or marked as written.
+/// The memory that all channels write. Every page is either zero or marked as written.
 pub(super) struct GuestRam<'a> {
     pub(super) ram: &'a Ram,
     blocks: Vec<Block>,
     touched: Touched,
 }
 
-/// What is known of a RAM block.
+/// State of a RAM block.
 struct Block {
-    /// Bit by bit the pages that were written as normal pages.
+    /// A bit per page: written as a normal page.
     written: Box<[AtomicU64]>,
-    /// How memory is given back, if that is allowed.
+    /// How memory is given back to the system, if allowed.
     punch: Option<Punch>,
 }
 
-/// Runs of at least so many bytes that become zero are given back to the system.
+/// Shortest run of bytes that is given back to the system when it becomes zero.
 const MIN_HOLE: usize = 256 << 10;
 
-/// Bytes that a thread looks through at a time.
+/// Bytes that a thread searches at a time.
 const PART: usize = 256 << 20;
 
-/// Pages after which it reports progress: often enough even for memory that is swapped out.
+/// Pages between two reports of progress: often enough even for memory that is swapped out.
 const STEP: usize = 4096;
 
 impl<'a> GuestRam<'a> {
@@ -59,8 +59,8 @@ impl<'a> GuestRam<'a> {
         }
     }
 
-    /// Makes all memory read as zeros, without touching what was never touched, on all processors; until `progress` says
-    /// that it is not needed any more.
+    /// Makes all memory read as zeros, on all processors and without touching untouched memory. Stops when `progress` says
+    /// that this is no longer needed.
     pub(super) fn make_zero(&self, progress: &Progress) {
         let parts: Vec<_> = (0..self.blocks.len())
             .flat_map(|index| self.parts(index).map(move |pages| (index, pages)))
@@ -71,7 +71,7 @@ impl<'a> GuestRam<'a> {
         });
     }
 
-    /// The pages of block `index` in ranges that do not share huge pages, so that these can be given back.
+    /// The pages of block `index` in ranges that do not share huge pages, so that huge pages can be given back.
     fn parts(&self, index: usize) -> impl Iterator<Item = Range<usize>> {
         let (block, page_size) = (&self.ram.blocks()[index], self.page_size());
         let size = self.blocks[index].punch.map_or(0, Punch::unit).max(PART);
@@ -107,7 +107,7 @@ impl<'a> GuestRam<'a> {
         self.clear(index, &run);
     }
 
-    /// Finds the memory of a packet's normal pages, into `pages`, and checks its zero pages; returns the block's index.
+    /// Finds the memory of a packet's normal pages, into `pages`, and checks its zero pages. Returns the block's index.
     ///
     /// # Errors
     /// When there is no such block, or a page is outside of it.

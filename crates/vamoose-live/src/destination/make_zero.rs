@@ -1,11 +1,11 @@
-//! Making all memory read as zeros, since a source does not send what was never touched.
+//! Makes all memory read as zeros, since a source does not send untouched memory.
 //!
 //! ```text
 //!  Destination::run ── start ── wait for a source ── its offer ── wait ── prepared
 //!                        │                                         │ preparing, every second
 //!                        └ threads: find what was touched, look at it, give it back or write zeros
 //! ```
-//! It begins before there is a source, which then does not wait for it.
+//! This begins before there is a source, so that the source does not wait.
 
 use std::{
     sync::{
@@ -20,14 +20,14 @@ use std::{
 use super::guest_ram::GuestRam;
 use crate::spans::in_span;
 
-/// Memory that is being made zero. Dropping it ends that early.
+/// Memory that is being made zero. Dropping this stops the work.
 pub(super) struct MakeZero<'env> {
     memory: &'env GuestRam<'env>,
     progress: Arc<Progress>,
     ended: Receiver<()>,
 }
 
-/// How far the threads are, and whether they are to go on.
+/// Progress of the threads, and whether they are to stop.
 #[derive(Default)]
 pub(super) struct Progress {
     steps: AtomicU64,
@@ -48,7 +48,7 @@ impl<'env> MakeZero<'env> {
         let of_thread = progress.clone();
         let run = in_span(move || {
             memory.make_zero(&of_thread);
-            // The destination has ended if nobody receives it.
+            // Without a receiver the destination has ended.
             let _ = ended_in.send(());
         });
         let builder = thread::Builder::new().name("vamoose-zero".into());
@@ -78,7 +78,7 @@ impl<'env> MakeZero<'env> {
             before = steps;
             match self.ended.recv_timeout(heartbeat) {
                 Ok(()) => return,
-                // There is no such thread.
+                // The thread could not be started.
                 Err(RecvTimeoutError::Disconnected) => {
                     return self.memory.make_zero(&self.progress);
                 }
@@ -95,7 +95,7 @@ impl Drop for MakeZero<'_> {
 }
 
 impl Progress {
-    /// Something has been done. False: the rest is not needed.
+    /// Counts a step. False: the rest is not needed.
     pub(super) fn step(&self) -> bool {
         self.steps.fetch_add(1, Ordering::Relaxed);
         !self.stop.load(Ordering::Relaxed)

@@ -23,7 +23,7 @@ impl Bitmap {
         self.pages
     }
 
-    /// Whether it is a bitmap of no pages; see [`Bitmap::count`] for whether any is set.
+    /// Whether the bitmap has no pages. See [`Bitmap::count`] for whether any is set.
     pub fn is_empty(&self) -> bool {
         self.pages == 0
     }
@@ -33,7 +33,7 @@ impl Bitmap {
         &self.words
     }
 
-    /// Changes the words, as [`collect`](super::DirtyLog::collect) does; bits beyond the last page are ignored.
+    /// Changes the words, as [`collect`](super::DirtyLog::collect) does. Bits beyond the last page are ignored.
     pub fn change<T>(&mut self, change: impl FnOnce(&mut [u64]) -> T) -> T {
         let result = change(&mut self.words);
         self.trim();
@@ -45,14 +45,14 @@ impl Bitmap {
         &mut self.words
     }
 
-    /// Sets `page`, if there is such a page.
+    /// Sets `page`. A page beyond the last is ignored.
     pub fn set(&mut self, page: usize) {
         if page < self.pages {
             self.words[page / 64] |= 1 << (page % 64);
         }
     }
 
-    /// Sets `count` pages from `first` on, as far as there are such pages.
+    /// Sets `count` pages from `first` on. Pages beyond the last are ignored.
     pub fn set_range(&mut self, first: usize, count: usize) {
         let end = first.saturating_add(count).min(self.pages);
         set_pages(&mut self.words, first..end);
@@ -94,16 +94,21 @@ pub(crate) fn ones(words: &[u64]) -> usize {
     words.iter().map(|word| word.count_ones() as usize).sum()
 }
 
-/// Sets the bits of `pages`, as far as there are such bits.
+/// Sets the bits of `pages`. Bits beyond `words` are ignored.
 pub(crate) fn set_pages(words: &mut [u64], pages: Range<usize>) {
-    let end = pages.end.min(words.len() * 64);
-    let mut page = pages.start;
-    while page < end {
-        let until = end.min((page / 64 + 1) * 64);
-        let ones = u64::MAX >> (64 - (until - page));
-        words[page / 64] |= ones << (page % 64);
-        page = until;
-    }
+    let pages = pages.start..pages.end.min(words.len() * 64);
+    masks(pages).for_each(|(word, mask)| words[word] |= mask);
+}
+
+/// The bits of `pages`: the index of each word, and its mask.
+pub(crate) fn masks(pages: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
+    let Range { mut start, end } = pages;
+    std::iter::from_fn(move || {
+        let (word, bit) = (start / 64, start % 64);
+        let count = end.checked_sub(start)?.min(64 - bit);
+        start += count;
+        (count > 0).then(|| (word, (u64::MAX >> (64 - count)) << bit))
+    })
 }
 
 /// The pages that are set in `words`, of which the first bit is page `first_page`.

@@ -1,8 +1,8 @@
-//! KVM's dirty bitmap: what the guest wrote.
+//! KVM's dirty bitmap: the pages that the guest wrote.
 //!
-//! With KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 (Linux 5.1), `collect` reads the bitmap and leaves it as it is, and
+//! With KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 (Linux 5.1), `collect` reads the bitmap without changing it, and
 //! `clear` clears and write-protects the pages that are about to be sent. A page that is written ten times
-//! before its turn comes is sent once and faults once. Without it, KVM reads, clears and protects all at once
+//! before it is sent is sent once and faults once. Without the capability, KVM reads, clears and protects all pages at once
 //! in `collect`.
 //!
 //! With KVM_DIRTY_LOG_INITIALLY_SET (Linux 5.7), `start` protects nothing: in KVM's bitmap every page is dirty, and
@@ -28,39 +28,39 @@ use crate::{
     sys::kvm::{Vm, VmWithSlots},
 };
 
-/// A memory slot of a VM: where a part of a RAM block is in the guest. What the VMM once gave to
+/// A memory slot of a VM, which places a part of a RAM block in the guest. As passed to
 /// `KVM_SET_USER_MEMORY_REGION`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvmSlot {
-    /// Its number, with the address space in the upper 16 bits.
+    /// Number of the slot, with the address space in the upper 16 bits.
     pub slot: u32,
-    /// Its flags, `KVM_MEM_READONLY` or none. The log adds `KVM_MEM_LOG_DIRTY_PAGES` while it runs.
+    /// `KVM_MEM_READONLY` or no flags. The log adds `KVM_MEM_LOG_DIRTY_PAGES` while it runs.
     pub flags: u32,
-    /// Where it begins in the guest's physical memory, in bytes.
+    /// Start in the guest's physical memory, in bytes.
     pub guest_phys_addr: u64,
-    /// The RAM block that it shows, by its index in [`Ram`].
+    /// Index in [`Ram`] of the RAM block.
     pub block: usize,
-    /// Where in the block it begins, in bytes.
+    /// Offset in the block, in bytes.
     pub offset: u64,
-    /// How long it is, in bytes.
+    /// Length in bytes.
     pub len: u64,
 }
 
-/// Logs what a KVM guest writes, in KVM's bitmap.
+/// Logs the pages that a KVM guest writes, by KVM's bitmap.
 ///
-/// It sees what vCPUs write. Not what the VMM's device emulation writes, nor vhost, VFIO and other processes:
-/// the VMM marks that in a [`SharedBitmap`](super::SharedBitmap), and makes one log of both with
+/// It sees the writes of vCPUs, but not those of the VMM's device emulation, vhost, VFIO and other processes.
+/// The VMM marks those in a [`SharedBitmap`](super::SharedBitmap), and combines both logs with
 /// [`Merged`](super::Merged).
 ///
-/// It is in charge of the slots' `KVM_MEM_LOG_DIRTY_PAGES` and of the VM's `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`,
-/// both of which [`stop`](DirtyLog::stop) leaves off. Not for a VM with dirty rings, see
+/// It controls the slots' `KVM_MEM_LOG_DIRTY_PAGES` and the VM's `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
+/// [`stop`](DirtyLog::stop) switches both off. Not for a VM with dirty rings, see
 /// [`KvmDirtyRing`](super::KvmDirtyRing).
 #[derive(Debug)]
 pub struct KvmDirtyLog {
     slots: Slots,
-    /// A bitmap for each slot, to read from KVM and to pass to it.
+    /// A bitmap per slot, as a buffer for KVM.
     bitmaps: Vec<Mutex<Vec<u64>>>,
-    /// What is enabled of KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2; nothing: pages are cleared in `collect`.
+    /// Enabled flags of KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2. With none, pages are cleared in `collect`.
     manual: u32,
 }
 
@@ -97,7 +97,7 @@ impl KvmDirtyLog {
         })
     }
 
-    /// The same, but pages are cleared when they are collected, as where KVM cannot do otherwise.
+    /// The same, but pages are cleared when they are collected, as with KVM before Linux 5.1.
     #[must_use]
     pub fn clearing_in_collect(self) -> Self {
         Self { manual: 0, ..self }

@@ -1,4 +1,4 @@
-//! KVM's dirty rings: what the guest wrote, page by page, in a ring per vCPU.
+//! KVM's dirty rings: the pages that the guest wrote, in a ring per vCPU.
 //!
 //! ```text
 //!        KVM, for the vCPU ──> │ dirty │ dirty │ dirty │       │ <── KVM continues here
@@ -7,8 +7,8 @@
 //!   then:     KVM_RESET_DIRTY_RINGS  protects the pages again, reset -> free
 //! ```
 //!
-//! A page is only handed out when it is protected again, or a write between its reading and the reset would be in no
-//! ring. This is why all of `harvest` and the taking of pages are under one lock.
+//! A page is only reported once it is protected again. Otherwise a write between reading the page and the reset would be in no
+//! ring. So harvesting and taking pages happen under one lock.
 
 use std::{
     ops::Range,
@@ -37,10 +37,10 @@ pub struct KvmRings {
 
 /// Logs what a KVM guest writes, in KVM's rings (Linux 5.11).
 ///
-/// Where KVM's bitmap costs a look at every page of the guest in each round, the rings cost what was written. A
+/// KVM's bitmap costs a scan over every page of the guest in each round. The rings cost time for written pages only. A
 /// vCPU whose ring is full stops until it is [harvested](Self::harvest), which also slows
-/// down a guest that writes faster than it can be sent. What it does not see is what
-/// [`KvmDirtyLog`](super::KvmDirtyLog) does not.
+/// down a guest that writes faster than it can be sent. Sees the same writes as
+/// [`KvmDirtyLog`](super::KvmDirtyLog).
 ///
 /// For x86: elsewhere KVM also writes guest memory for no vCPU in particular (the interrupt tables of arm64),
 /// which is in no ring.

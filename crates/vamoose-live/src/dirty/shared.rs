@@ -1,13 +1,12 @@
-//! A dirty log that the VMM feeds itself, for what neither KVM nor page tables see: writes of device emulation,
-//! of direct I/O, of another process that maps the same memory.
+//! A dirty log that the VMM itself marks, for writes that neither KVM nor page tables see: by device emulation,
+//! direct I/O, or another process that maps the same memory.
 //!
-//! There is no flag for whether a migration runs. A mark is one atomic OR whether or not a migration
-//! runs, and [`start`](DirtyLog::start) throws away what was marked before. With a flag, a device could write, find it
-//! still down and drop the mark, while the migration that just raised it reads the page as it was before. An
-//! OR and a swap of the same word have an order: the swap either comes after the mark, and then
-//! the data is seen by the thread that swapped, or before it, and then the mark stays.
+//! A mark is one atomic OR, whether or not a migration runs, and [`start`](DirtyLog::start) discards earlier marks. There is no
+//! flag for a running migration: a device could write, find the flag unset and drop the mark, while the migration that just set
+//! the flag reads the old page. An OR and a swap of the same word are ordered: either the swap comes after the mark, and
+//! the swapping thread sees the data, or it comes before, and the mark stays.
 
-use super::{COLLECT_BYTES, DirtyLog, DirtyLogError};
+use super::{COLLECT_BYTES, DirtyLog, DirtyLogError, masks};
 use crate::Ram;
 
 #[cfg(feature = "loom")]
@@ -15,7 +14,7 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 #[cfg(not(feature = "loom"))]
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A dirty log that the VMM feeds itself, from any thread at any time.
+/// A dirty log that the VMM itself marks, from any thread at any time.
 #[derive(Debug)]
 pub struct SharedBitmap {
     blocks: Vec<Pages>,
@@ -56,14 +55,10 @@ impl SharedBitmap {
         let end = page(offset.saturating_add(len - 1))
             .saturating_add(1)
             .min(pages.count);
-        let mut from = first;
-        while from < end {
-            let until = end.min((from / 64 + 1) * 64);
-            let ones = (u64::MAX >> (64 - (until - from))) << (from % 64);
+        for (word, mask) in masks(first..end) {
             // Release: the thread that takes the bit sees what was written before. It has to be done even if the bit
             // is set already, because it was set for an earlier write.
-            pages.words[from / 64].fetch_or(ones, Ordering::Release);
-            from = until;
+            pages.words[word].fetch_or(mask, Ordering::Release);
         }
     }
 

@@ -1,4 +1,4 @@
-//! A channel's thread: pages out of guest memory, into packets, onto the socket.
+//! A channel's thread: sends pages of guest memory in packets.
 //!
 //! ```text
 //!   chunks ── collect pages ──> [filling] ── full: start the scan ──> [scanned] ── finish the scan ──> encode, send

@@ -13,24 +13,24 @@ use crate::{DsaDetection, SourceError};
 pub struct SourceConfig {
     /// How pages are encoded.
     pub method: MethodChoice,
-    /// Whether pages that were sent before go as differences where that pays: over a session with checksums, by methods
-    /// [whose packets may hold them](MethodChoice::takes_differences). The source keeps what it has sent in at most the
-    /// session's [page cache](vamoose_link::SessionConfig::page_cache); the destination has it in the guest's memory.
+    /// Whether pages that were sent before are sent as differences where that pays: over a session with checksums, by methods
+    /// [whose packets may hold differences](MethodChoice::takes_differences). The source keeps sent pages in at most the
+    /// session's [page cache](vamoose_link::SessionConfig::page_cache); the destination has them in the guest's memory.
     pub delta: bool,
     /// Channels, 1 to 64.
     pub channels: u8,
     /// Most bytes of pages in a packet: a power of two from 64 KiB to 4 MiB.
     pub packet_bytes: u32,
-    /// Whether pages are sent with MSG_ZEROCOPY, for method none, over plain TCP connections. A session keeps copies of what it
-    /// sends, to send it again: both together are refused ([`ZeroCopyError::Session`](crate::causes::ZeroCopyError::Session)).
+    /// Whether pages are sent with MSG_ZEROCOPY, for method none, over plain TCP connections. A session keeps copies of sent data
+    /// for resending, so both together are refused ([`ZeroCopyError::Session`](crate::causes::ZeroCopyError::Session)).
     pub zero_copy: bool,
-    /// What looks for zero pages.
+    /// How zero pages are found.
     pub zero_page_detection: ZeroPageDetection,
     /// Bandwidth limit in bytes per second, over all channels.
     pub max_bandwidth: Option<NonZeroU64>,
     /// The guest is paused when the rest is expected to be sent within this time.
     pub downtime_limit: Duration,
-    /// Longest downtime, not less than the limit: then the migration fails and the guest resumes here, unless it has been
+    /// Longest downtime, at least the limit. After that the migration fails and the guest resumes here, unless it has been
     /// handed over.
     pub downtime_max: Duration,
     /// When to give up if the guest has not been paused by then.
@@ -39,26 +39,26 @@ pub struct SourceConfig {
     pub auto_converge: Option<AutoConverge>,
     /// Abort after this time without progress from the destination.
     pub stall_timeout: Duration,
-    /// How long to ask where the guest is, if the connection is lost during the hand-over and, over a session, does not come
-    /// back at once.
+    /// How long to ask where the guest is, if the connection is lost during the hand-over. Over a session, only if the
+    /// connection does not come back at once.
     pub settle_time: Duration,
     /// The VMM guarantees that nothing between the two processes can accept, close or refuse a connection in the
     /// destination's name: no tunnel, no proxy, no address translation. Then a destination that has
-    /// closed its connections and refuses new ones has ended: the guest resumes here if it had not begun to run there.
-    /// Otherwise such a guest stays paused and [in doubt](SourceError::InDoubt), for an operator to decide. For plain
-    /// connections only: how those of a session end is not known here.
+    /// closed its connections and refuses new ones has ended, and the guest resumes here if it had not begun to run there.
+    /// Without the guarantee such a guest stays paused and [in doubt](SourceError::InDoubt), for an operator to decide. For plain
+    /// connections only: how a session's connections end is not known here.
     pub direct_link: bool,
 }
 
-/// What looks for zero pages.
+/// How zero pages are found.
 #[derive(Clone, Debug, Default)]
 pub enum ZeroPageDetection {
-    /// Nothing. Memory that was never touched is not sent in any case.
+    /// Not at all. Untouched memory is not sent in any case.
     None,
-    /// The processor.
+    /// By the processor.
     #[default]
     Cpu,
-    /// DSAs, and the processor where they do not.
+    /// By DSAs, and by the processor where they do not.
     Dsa(DsaDetection),
 }
 

@@ -1,9 +1,9 @@
-//! The policy of pre-copy: after each round, whether to send another one, to switch over, to slow the guest down, or to
+//! The policy of pre-copy: after each round, whether to send another round, switch over, slow the guest down, or
 //! give up. No clock and no I/O: figures of rounds in, a [`NextStep`] out.
 //!
-//! A round takes long in proportion to the pages that the guest dirtied during the one before. So the rounds get shorter as
-//! long as pages move faster than the guest dirties them, and the rest fits into the downtime limit at some time. If
-//! they do not, only auto-converge or a longer limit helps.
+//! The duration of a round is proportional to the pages that the guest dirtied during the previous round. So rounds get shorter
+//! as long as pages move faster than the guest dirties them, and eventually the rest fits into the downtime limit. Otherwise
+//! only auto-converge or a longer limit helps.
 
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ pub(super) struct Convergence {
     downtime_limit: Duration,
     timeout: Option<Duration>,
     auto_converge: Option<AutoConverge>,
-    /// Of the guest, in percent.
+    /// The guest's present throttle, in percent.
     pub(super) throttle: u8,
     pub(super) rates: Rates,
 }
@@ -92,8 +92,7 @@ impl Convergence {
         }
     }
 
-    /// Takes note of a round that is at the destination: `sent`, which `took` from the first page to the destination's
-    /// acknowledgement.
+    /// Records a round that has arrived: `sent` took `took`, from the first page to the destination's acknowledgement.
     pub(super) fn round_sent(&mut self, sent: Sent, took: Duration) {
         let seconds = took.as_secs_f64().max(1e-6);
         let rates = &mut self.rates;
@@ -106,12 +105,12 @@ impl Convergence {
         }
     }
 
-    /// Takes note of the pages that the guest has dirtied within a round.
+    /// Records the pages that the guest has dirtied during a round.
     pub(super) fn guest_dirtied(&mut self, pages: usize, within: Duration) {
         self.rates.dirty_pages = pages as f64 / within.as_secs_f64().max(1e-6);
     }
 
-    /// What to do with `dirty` pages left, as the VMM wishes, `elapsed` after the migration's begin.
+    /// The next step with `dirty` pages left and the VMM's wish, `elapsed` after the migration's beginning.
     pub(super) fn decide(&mut self, dirty: usize, wish: Switchover, elapsed: Duration) -> NextStep {
         let switch_over = match wish {
             Switchover::Auto => self.fits(dirty),
@@ -140,7 +139,7 @@ impl Convergence {
         Duration::try_from_secs_f64((dirty * self.page_size) as f64 / bandwidth).ok()
     }
 
-    /// The guest is not to be throttled any more; whether it was.
+    /// Ends the throttle. Returns whether the guest was throttled.
     pub(super) fn end_throttle(&mut self) -> bool {
         std::mem::take(&mut self.throttle) > 0
     }

@@ -26,7 +26,7 @@ use crate::{
     present::Touched,
 };
 
-/// Pages that all channels send together.
+/// The pages that all channels send in a round.
 pub(super) struct Round {
     pub(super) number: u64,
     pages: Pages,
@@ -37,26 +37,26 @@ pub(super) struct Round {
 
 /// The pages of a round.
 pub(super) enum Pages {
-    /// All that were ever touched: the first round. Which these are is found window by window.
+    /// All pages that were ever touched, in the first round. They are found window by window.
     Touched(Touched),
-    /// Those that the log has collected, a bitmap for each block.
+    /// The pages that the log has collected, a bitmap per block.
     Written(Vec<Bitmap>),
-    /// The same of a guest that is paused: as it writes nothing more, the log is left alone.
+    /// The same for a paused guest: it writes no more, so the log is not cleared.
     Last(Vec<Bitmap>),
 }
 
-/// Neighbouring pages of a block for which the log begins anew together.
+/// Contiguous pages of a block for which the log is cleared in one call.
 struct Window {
     block: usize,
     /// The first is a multiple of 64.
     pages: Range<usize>,
-    /// There once it is open: which pages to send, unless that is in the round's bitmap.
+    /// Set once the window is open: the pages to send, unless they are in the round's bitmap.
     opened: OnceLock<Option<Vec<u64>>>,
     /// The first chunk that no channel has taken.
     next: AtomicUsize,
 }
 
-/// Some neighbouring pages of a block, of which those set are to be sent.
+/// Contiguous pages of a block. Those whose bits are set are to be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Chunk<'a> {
     pub(super) block: usize,
@@ -64,7 +64,7 @@ pub(super) struct Chunk<'a> {
     words: &'a [u64],
 }
 
-/// A channel's way through a round.
+/// A channel's share of a round.
 pub(super) struct Share<'a> {
     round: &'a Round,
     ram: &'a Ram,
@@ -76,11 +76,11 @@ pub(super) struct Share<'a> {
 /// Words of a chunk: 4 MiB of memory. Small enough to divide a short round evenly.
 const CHUNK_WORDS: usize = 16;
 
-/// A channel has at least so many windows in a round of as many chunks: what the guest writes between clearing
-/// and reading is then some 2 % of what it writes during the round.
+/// Least windows per channel in a round with enough chunks. Then about 2 % of the guest's writes during the round fall between
+/// clearing and reading.
 const WINDOWS: usize = 32;
 
-/// The longest window, in bytes: KVM spends milliseconds in a call for as much.
+/// The longest window, in bytes: KVM spends milliseconds in a call for this much memory.
 const WINDOW_BYTES: usize = 1 << 30;
 
 impl Round {
