@@ -1418,8 +1418,9 @@ impl DestinationHost for AtDestination<'_> {
             if scene.mutant == Some(Mutant::IgnoresFailedWrites) {
                 return Ok(());
             }
-            attempt.unrecorded |= matches!(state, DestinationState::Aborting { .. });
-            if attempt.accepted_by.is_none() {
+            if attempt.accepted_by.is_some() {
+                attempt.unrecorded |= matches!(state, DestinationState::Aborting { .. });
+            } else {
                 // It cannot be accepted.
                 attempt.job = None;
                 attempt.vmm = Vmm::Waiting;
