@@ -88,11 +88,6 @@ const ELSEWHERE: &[(&str, &str, Where)] = &[
         "systemctl restart virtqemud",
         Where::Nobody("the libvirt of Debian 12 is one daemon"),
     ),
-    (
-        "docs/hundred-guests.md",
-        "cargo run --release",
-        Where::Nobody("it takes minutes; the gate has it with --quick"),
-    ),
     ("docs/install.md", "apt install", FIRST),
     ("docs/install.md", "runuser -u", FIRST),
     ("docs/install.md", "cat >/etc", FIRST),
