@@ -87,12 +87,7 @@ impl DeviceConfig {
             opcode::DRAIN,
             opcode::MEMMOVE,
             opcode::FILL,
-            opcode::COMPARE,
             opcode::COMPARE_PATTERN,
-            opcode::CREATE_DELTA,
-            opcode::APPLY_DELTA,
-            opcode::CRC,
-            opcode::COPY_CRC,
         ];
         Self::typical(Kind::Dsa, 4, NonZeroU32::new(128), &operations)
     }

@@ -24,12 +24,12 @@ use std::{
 use super::{
     Statistics,
     config::{Config, DeviceConfig},
-    dsa::{Outcome, TRANSLATION_FETCH},
+    dsa::Outcome,
     faults::{Faults, InjectedFault, On, Order, Scripted},
     memory::Pages,
     nanoseconds,
     random::Random,
-    validate::{Invalid, status, validate},
+    validate::validate,
 };
 pub(super) use admission::Denied;
 use batch::Batch;
@@ -304,17 +304,11 @@ impl Machine {
         };
         self.trace.note([2, self.clock, unit.sequence]);
         unit.fault = self.fault(&unit);
-        let queue = &self.devices[device].queues[unit.queue];
-        let mut valid = validate(&unit.descriptor, &queue.limits, unit.member.is_some());
-        if queue.loses_writes && unit.descriptor.opcode() == TRANSLATION_FETCH {
-            valid = Err(Invalid {
-                status: status::OPCODE,
-                flags: 0,
-            });
-        }
+        let limits = &self.devices[device].queues[unit.queue].limits;
+        let valid = validate(&unit.descriptor, limits, unit.member.is_some());
         if let Err(invalid) = valid {
             let outcome = Outcome {
-                extra: Some(invalid.flags),
+                flags: invalid.flags,
                 ..Outcome::status(invalid.status)
             };
             self.deliver_at(then, unit, What::Complete(outcome.image()));

@@ -1,13 +1,14 @@
 //! Does a work queue do what this crate expects of it?
 //!
 //! ```text
-//!   a Portal or a model's queue ──> run ──> a Finding for each Check ──> settled: the model's assumptions
+//!   a Portal or a model's queue ──> run ──> a Finding for each Check
 //! ```
 //! The checks ask questions that harm neither the device nor others who use it: operations of a few pages, mistakes
-//! that have a status of their own, pages that are not there. Each reports what it found, the section of the
-//! specification that promises the answer, and which of the model's [assumptions](crate::ASSUMPTIONS) that confirms
-//! or refutes. Against a [model](crate::Model) they test the checks and the model; against hardware, which of the two
-//! is right about it. The list follows the tests of the accel-config project (`dsa_test`, `iaa_test`).
+//! that have a status of their own, pages that are not there. Each reports what it found, and the section of the
+//! specification that promises the answer. An open check asks what no document promises: against hardware it shows
+//! whether the model's assumption is right. Against a [model](crate::Model) the checks test themselves and the model;
+//! against hardware, they test whether the model is right about it. The list follows the tests of the accel-config
+//! project (`dsa_test`, `iaa_test`).
 //!
 //! Sections are those of Intel's Data Streaming Accelerator Architecture Specification, revision 3.0 ("DSA 3.0"), and
 //! In-Memory Analytics Accelerator Architecture Specification, revision 2.1 ("IAA 2.1"). A device may check a
@@ -31,12 +32,10 @@ mod faults;
 mod iaa;
 mod malformed;
 mod queue;
-pub mod random;
 mod rig;
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use crate::{ASSUMPTIONS, Assumption};
 use idxd::{Kind, RecordImage, Submit};
 use rig::Rig;
 
@@ -73,8 +72,6 @@ pub struct Check {
     pub section: Option<&'static str>,
     /// The kind of device that it is for; `None` for both.
     pub kind: Option<Kind>,
-    /// Numbers of the model's assumptions that it confirms or refutes.
-    pub assumptions: &'static [u32],
     /// The expected answer is not promised: another one is no failure.
     pub is_open: bool,
     /// It leaves a trace in the device's register of errors, see [`Options::hazards`].
@@ -160,61 +157,6 @@ pub fn run(submit: Arc<dyn Submit>, options: &Options) -> Vec<Finding> {
         .collect()
 }
 
-/// What findings show about one of the model's assumptions.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Settled {
-    /// The assumption.
-    pub assumption: Assumption,
-    /// Whether it is right.
-    pub state: State,
-    /// Names of the checks that show it.
-    pub by: Vec<&'static str>,
-}
-
-/// Whether an assumption is right.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
-    /// All checks of it that could be done confirm it.
-    Holds,
-    /// One of them contradicts it.
-    Differs,
-    /// No check could decide it.
-    Unproved,
-}
-
-/// The model's assumptions in the light of `findings`.
-pub fn settled(findings: &[Finding]) -> Vec<Settled> {
-    ASSUMPTIONS
-        .iter()
-        .map(|assumption| {
-            let about = findings
-                .iter()
-                .filter(|finding| finding.check.assumptions.contains(&assumption.number));
-            let (mut holding, mut refuting) = (Vec::new(), Vec::new());
-            for Finding { check, verdict, .. } in about {
-                let list = match verdict {
-                    Verdict::Holds => &mut holding,
-                    Verdict::Differs { .. } => &mut refuting,
-                    Verdict::Found(_) | Verdict::Skipped { .. } => continue,
-                };
-                if !list.contains(&check.name) {
-                    list.push(check.name);
-                }
-            }
-            let (state, by) = match (refuting.is_empty(), holding.is_empty()) {
-                (false, _) => (State::Differs, refuting),
-                (true, false) => (State::Holds, holding),
-                (true, true) => (State::Unproved, Vec::new()),
-            };
-            Settled {
-                assumption: *assumption,
-                state,
-                by,
-            }
-        })
-        .collect()
-}
-
 impl Check {
     const fn new(number: u32, name: &'static str, what: &'static str, run: Run) -> Self {
         Self {
@@ -223,7 +165,6 @@ impl Check {
             what,
             section: None,
             kind: None,
-            assumptions: &[],
             is_open: false,
             is_hazard: false,
             needs: &[],
@@ -239,11 +180,6 @@ impl Check {
     /// Where the specification promises the answer.
     const fn by(mut self, section: &'static str) -> Self {
         self.section = Some(section);
-        self
-    }
-
-    const fn settles(mut self, assumptions: &'static [u32]) -> Self {
-        self.assumptions = assumptions;
         self
     }
 
@@ -294,16 +230,6 @@ impl fmt::Display for Verdict {
             Self::Found(what) => write!(f, "found: {what}"),
             Self::Skipped { why } => write!(f, "skipped: {why}"),
         }
-    }
-}
-
-impl fmt::Display for State {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Holds => "holds",
-            Self::Differs => "differs",
-            Self::Unproved => "unproved",
-        })
     }
 }
 

@@ -19,7 +19,7 @@ use std::{
 use idxd::{
     Capabilities, Descriptor, Kind, Limits, Mode, Record, RecordImage, Submit, Submitted, opcode,
 };
-use idxd_model::{ASSUMPTIONS, Config, InjectedFault, Model, On, PortalKind, selftest::*};
+use idxd_model::{Config, InjectedFault, Model, On, PortalKind, selftest::*};
 
 const PORTALS: [PortalKind; 2] = [PortalKind::Enqcmd, PortalKind::Write { unsafe_v1: true }];
 
@@ -58,12 +58,6 @@ fn checks_have_numbers_and_names_of_their_own() {
     for check in checks() {
         // What must be so is promised somewhere.
         assert!(check.is_open || check.section.is_some(), "{check:?}");
-        for number in check.assumptions {
-            assert!(
-                ASSUMPTIONS.iter().any(|known| known.number == *number),
-                "{check:?} settles {number}"
-            );
-        }
     }
 }
 
@@ -127,53 +121,26 @@ fn only_what_the_queue_does_not_have_is_skipped() {
 }
 
 #[test]
-fn the_models_agree_with_what_they_assume() {
-    let mut blocking = Config::dsa();
-    blocking.limits_mut(0, 0).unwrap().block_on_fault = true;
-    let mut findings = Vec::new();
-    for config in [Config::dsa(), blocking, Config::iaa()] {
-        findings.extend(on(&config, PortalKind::Enqcmd, |_| {}));
-    }
-    let settled = settled(&findings);
-    let in_state = |state| -> Vec<u32> {
-        let of = settled.iter().filter(|settled| settled.state == state);
-        of.map(|settled| settled.assumption.number).collect()
-    };
-    assert_eq!(in_state(State::Differs), [0; 0]);
-    assert_eq!(
-        in_state(State::Holds),
-        [1, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 18]
-    );
-}
-
-#[test]
 fn a_wrong_status_is_a_difference_and_what_it_has_nothing_to_do_with_holds() {
-    let of_crc = On::opcode(opcode::CRC);
+    let fills = On::opcode(opcode::FILL);
     let findings = on(&Config::dsa(), PortalKind::Enqcmd, |model| {
-        model.inject(of_crc, 0, u32::MAX, InjectedFault::Status(0x20));
+        model.inject(fills, 0, u32::MAX, InjectedFault::Status(0x20));
     });
-    for finding in &findings {
-        assert_eq!(
-            finding.is_failure(),
-            finding.check.name == "crc",
-            "{finding:?}"
-        );
-    }
-    let Verdict::Differs { expected, found } = verdict(&findings, "crc") else {
+    let failures: Vec<_> = findings
+        .iter()
+        .filter(|finding| finding.is_failure())
+        .map(|finding| finding.check.name)
+        .collect();
+    assert_eq!(failures, ["fill", "fault-read-only"]);
+    let Verdict::Differs { expected, found } = verdict(&findings, "fill") else {
         panic!("{:#?}", text(&findings));
     };
     assert_eq!(
         (expected.as_str(), found.as_str()),
         ("status 0x01", "status 0x20")
     );
-    let crc = findings.iter().find(|finding| finding.check.name == "crc");
-    assert_eq!(crc.unwrap().record.unwrap().status(), 0x20);
-    // The others that settle the same assumption hold, and yet it does not.
-    assert_eq!(verdict(&findings, "copy-crc"), &Verdict::Holds);
-    let settled = settled(&findings);
-    let it = settled.iter().find(|it| it.assumption.number == 18);
-    let it = it.unwrap();
-    assert_eq!((it.state, it.by.as_slice()), (State::Differs, &["crc"][..]));
+    let fill = findings.iter().find(|finding| finding.check.name == "fill");
+    assert_eq!(fill.unwrap().record.unwrap().status(), 0x20);
 }
 
 #[test]
@@ -194,13 +161,13 @@ fn silent_corruption_is_a_difference() {
 #[test]
 fn what_is_never_answered_is_a_difference_and_the_rest_goes_on() {
     let findings = on(&Config::dsa(), PortalKind::Enqcmd, |model| {
-        model.inject(On::opcode(opcode::CRC), 0, u32::MAX, InjectedFault::Stuck);
+        model.inject(On::opcode(opcode::FILL), 0, u32::MAX, InjectedFault::Stuck);
     });
     assert!(
-        matches!(verdict(&findings, "crc"), Verdict::Differs { found, .. } if found == "no answer")
+        matches!(verdict(&findings, "fill"), Verdict::Differs { found, .. } if found == "no answer")
     );
     // A drain would wait for what is stuck, and does not come after it.
-    assert_eq!(verdict(&findings, "delta"), &Verdict::Holds);
+    assert_eq!(verdict(&findings, "fault-on-write"), &Verdict::Holds);
     assert_eq!(verdict(&findings, "batch-of-most"), &Verdict::Holds);
 }
 
@@ -259,28 +226,6 @@ fn everything_that_goes_wrong_at_once_ends_in_time() {
 fn a_seed_says_the_same_twice() {
     let once = || text(&on(&Config::dsa(), PortalKind::Enqcmd, |_| {}));
     assert_eq!(once(), once());
-    for seed in [7, 9] {
-        assert_eq!(random::run(seed, 3), random::run(seed, 3));
-    }
-    assert_ne!(random::run(7, 3), random::run(8, 3));
-}
-
-#[test]
-fn rounds_at_random_are_right() {
-    let rounds = random::run(1, 40);
-    assert_eq!(rounds.wrong, [""; 0]);
-    // All that can happen to a page does.
-    let work = rounds.work;
-    assert!(rounds.pages > 1000, "{rounds:?}");
-    for count in [
-        work.by_device,
-        work.refused,
-        work.failed,
-        work.overtaken,
-        work.checked,
-    ] {
-        assert!(count > 0, "{rounds:?}");
-    }
 }
 
 #[test]
@@ -412,7 +357,6 @@ fn gated(capabilities: u64, opcode: u8, status: u8, name: &str) -> Verdict {
 fn what_a_device_lacks_is_not_demanded_of_it() {
     const OVERLAP: u64 = 1 << 1;
     const CACHE: u64 = 1 << 2;
-    const READBACK: u64 = 1 << 8;
     let first = Capabilities::FIRST_DSA.0;
     let of_moves = |capabilities, status, name| gated(capabilities, opcode::MEMMOVE, status, name);
 
@@ -421,13 +365,11 @@ fn what_a_device_lacks_is_not_demanded_of_it() {
     let done = of_moves(first, 0x16, "memmove-overlap");
     assert!(matches!(done, Verdict::Differs { .. }), "{done}");
 
-    let without = first & !(CACHE | READBACK);
+    let without = first & !CACHE;
     let skipped = of_moves(without, 0x11, "cache-control");
     assert!(matches!(skipped, Verdict::Skipped { .. }), "{skipped}");
-    for with in [CACHE, READBACK] {
-        let refused = of_moves(without | with, 0x11, "cache-control");
-        assert!(matches!(refused, Verdict::Differs { .. }), "{refused}");
-    }
+    let refused = of_moves(first, 0x11, "cache-control");
+    assert!(matches!(refused, Verdict::Differs { .. }), "{refused}");
 
     // A batch of one is to be done where the device takes that.
     let refused = gated(first | 1 << 52, opcode::BATCH, 0x14, "batch-of-one");
@@ -459,7 +401,6 @@ fn a_thousand_seeds() {
                 }
             }
         }
-        assert_eq!(random::run(seed, 3).wrong, [""; 0], "seed {seed}");
     }
 }
 

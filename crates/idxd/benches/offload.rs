@@ -190,14 +190,14 @@ fn device_alone(pages: &[u64]) -> f64 {
     let records: Vec<_> = (0..=BATCH).map(|_| Record::default()).collect();
     let members = pages.iter().zip(&records);
     let list: Vec<_> = members
-        .map(|(page, record)| dsa::compare_pattern(*page, 4096, 0, record.address()).descriptor())
+        .map(|(page, record)| dsa::compare_pattern(*page, 4096, 0, record.address()))
         .collect();
     let batch = dsa::batch(
         list.as_ptr().expose_provenance() as u64,
         128,
         records[BATCH].address(),
     );
-    let batch = [batch.descriptor()];
+    let batch = [batch];
     let start = cpu_time();
     for _ in 0..BATCHES {
         // SAFETY: list and records live, and it is done when this returns.

@@ -51,6 +51,30 @@ const _: () = {
 };
 
 impl Descriptor {
+    /// An operation without operands, which writes a record in any case.
+    pub const fn new(opcode: u8, record: u64) -> Self {
+        let flags = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
+        Self {
+            pasid: 0,
+            control: Self::control_of(opcode, flags),
+            record,
+            address_1: 0,
+            address_2: 0,
+            size: 0,
+            interrupt: 0,
+            operation_flags: 0,
+            operands: [0; 3],
+        }
+    }
+
+    /// This descriptor with further flags. A device rejects a flag that the operation does not define, even a harmless
+    /// one: cache control on a comparison is an error.
+    #[must_use]
+    pub const fn with(mut self, flags: Flags) -> Self {
+        self.control |= flags.0 & Flags::MASK;
+        self
+    }
+
     /// Operation code, byte 7.
     pub const fn opcode(&self) -> u8 {
         (self.control >> 24) as u8
@@ -117,25 +141,12 @@ impl Flags {
     pub const RECORD_VALID: Self = Self(1 << 2);
     /// A record is wanted in any case, not only for an error (RCR).
     pub const RECORD_REQUESTED: Self = Self(1 << 3);
-    /// An interrupt is wanted (RCI). A process has none.
-    pub const INTERRUPT: Self = Self(1 << 4);
     /// The result is compared with an expected one (CR).
     pub const CHECK_RESULT: Self = Self(1 << 7);
     /// What is written goes to the processor's cache rather than to memory (CC).
     pub const CACHE: Self = Self(1 << 8);
-    /// Writes are seen in their order.
-    pub const STRICT_ORDERING: Self = Self(1 << 13);
-    /// The destination is read back before the record is written (Cache Control 2 since DSA 3.0).
-    pub const DESTINATION_READBACK: Self = Self(1 << 14);
     /// IAA: the second source is an AECS.
     pub const READ_AECS: Self = Self(1 << 16);
-    /// IAA: the AECS is written in any case, as far as the operation changes it.
-    pub const WRITE_AECS: Self = Self(1 << 18);
-    /// IAA: CRC-32C in the place of CRC-32.
-    pub const CRC32C: Self = Self(1 << 21);
-    /// IAA: the second of the two AECS is the one that is read, and the first the one that is written, also where only
-    /// one of both is done (IAA 2.1, 3.2).
-    pub const AECS_TOGGLE: Self = Self(1 << 22);
 
     /// These and `other`.
     #[must_use]
@@ -161,18 +172,8 @@ pub mod opcode {
     pub const MEMMOVE: u8 = 0x03;
     /// DSA: fill with a pattern.
     pub const FILL: u8 = 0x04;
-    /// DSA: compare two buffers.
-    pub const COMPARE: u8 = 0x05;
     /// DSA: compare with a pattern.
     pub const COMPARE_PATTERN: u8 = 0x06;
-    /// DSA: the difference of two buffers.
-    pub const CREATE_DELTA: u8 = 0x07;
-    /// DSA: apply a difference.
-    pub const APPLY_DELTA: u8 = 0x08;
-    /// DSA: CRC-32C.
-    pub const CRC: u8 = 0x10;
-    /// DSA: copy with CRC-32C.
-    pub const COPY_CRC: u8 = 0x11;
     /// IAA: inflate.
     pub const DECOMPRESS: u8 = 0x42;
     /// IAA: deflate, or the statistics for it.

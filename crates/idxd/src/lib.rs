@@ -2,15 +2,15 @@
 //! Accelerator (IAA).
 //!
 //! ```text
-//!   offload                     which pages are zero; compress, decompress, copy them: device or processor
+//!   offload                     finds zero pages; compresses, decompresses, copies pages: device or processor
 //!      │
-//!   queue ── shares             one work queue: credits, tries, deadlines, quarantine; fair parts of it
+//!   queue ── shares             one work queue: credits, retries, deadlines, quarantine; its fair division
 //!      │
 //!   submit                      the trait `Submit`: a work queue as a process has it
-//!      ├── portal ── discovery  the host's, over ENQCMD, MOVDIR64B or write(2)
+//!      ├── portal ── discovery  a queue of the host, by ENQCMD, MOVDIR64B or write(2)
 //!      └── crate idxd-model     devices in software that fail on request
 //!
-//!   descriptor, operation, dsa, iaa, rules    what a device is to do        record, status    what it reports
+//!   descriptor, dsa, iaa        what a device is to do             record, status    what it reports
 //! ```
 //! These devices exist for little-endian x86-64 only; on other targets only the model works.
 
@@ -29,11 +29,9 @@ pub mod dsa;
 pub mod iaa;
 mod limits;
 pub mod offload;
-pub mod operation;
 pub mod portal;
 mod queue;
 mod record;
-pub mod rules;
 pub mod shares;
 pub mod status;
 mod submit;

@@ -2,6 +2,8 @@
 
 use std::num::NonZeroU32;
 
+use crate::Flags;
+
 /// The device behind a work queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
@@ -56,10 +58,6 @@ impl Operations {
 }
 
 /// What a device can do besides its operations: the register GENCAP (DSA 3.0, 9.2.2), as sysfs shows it in `gen_cap`.
-///
-/// Bits 10 (fill with 16 bytes), 11 (64-bit CRC) and 15 (batch continuation) stand for flags that no builder of this
-/// crate sets; the [rules](crate::rules) refuse these flags anyway. With bit 12 the record tells which operand faulted,
-/// and may withhold the address (8.2.3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Capabilities(pub u64);
 
@@ -84,30 +82,14 @@ impl Capabilities {
         self.has(2)
     }
 
-    /// Whether a descriptor may ask for writes to durable memory by themselves, from version 3 on.
-    pub const fn durable_writes(self) -> bool {
-        self.has(5)
-    }
-
-    /// Whether a descriptor may ask that its destination is read back.
-    pub const fn destination_readback(self) -> bool {
-        self.has(8)
-    }
-
-    /// Whether a descriptor of DSA that writes to memory may ask for that in order. (Bit 54 says the same of writes to
-    /// other devices.)
-    pub const fn strict_ordering(self) -> bool {
-        !self.has(53)
-    }
-
-    /// Whether a drain may name addresses that are read back.
-    pub const fn drain_readback(self) -> bool {
-        self.has(9)
-    }
-
-    /// Whether a batch may have one descriptor only.
-    pub const fn single_batch(self) -> bool {
-        self.has(52)
+    /// The flag for output to the processor's cache, which is right when the output is read soon; no flag where the
+    /// device lacks that: there the flag is an error (DSA 3.0, 8.1.3.1; IAA 2.1, 6.1.3).
+    pub const fn cache_flag(self) -> Flags {
+        if self.cache_control() {
+            Flags::CACHE
+        } else {
+            Flags(0)
+        }
     }
 }
 

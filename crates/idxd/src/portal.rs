@@ -40,7 +40,7 @@ use thiserror::Error;
 
 use self::fork::Mark;
 use crate::{
-    Descriptor, Flags, Limits, Mode, Record, Refusal, Submit, Submitted,
+    Descriptor, Limits, Mode, Record, Refusal, Submit, Submitted,
     cpu::Features,
     discovery::{self, Problem, QueueName, Root, WorkQueue},
     opcode,
@@ -328,7 +328,7 @@ enum Answer {
 impl Question {
     fn of(opcode: u8) -> Box<Self> {
         let mut question = Box::<Self>::default();
-        question.descriptor = without_operands(opcode, &question.record);
+        question.descriptor = Descriptor::new(opcode, question.record.address());
         question
     }
 
@@ -336,20 +336,11 @@ impl Question {
     fn batch() -> Box<Self> {
         let mut question = Self::of(opcode::BATCH);
         for (member, record) in question.members.iter_mut().zip(&question.records) {
-            *member = without_operands(opcode::NOOP, record);
+            *member = Descriptor::new(opcode::NOOP, record.address());
         }
         question.descriptor.address_1 = question.members.as_ptr().expose_provenance() as u64;
         question.descriptor.size = 2;
         question
-    }
-}
-
-fn without_operands(opcode: u8, record: &Record) -> Descriptor {
-    let flags = Flags::RECORD_VALID.with(Flags::RECORD_REQUESTED);
-    Descriptor {
-        control: Descriptor::control_of(opcode, flags),
-        record: record.address(),
-        ..Descriptor::default()
     }
 }
 

@@ -78,8 +78,8 @@ impl RecordImage {
         (self.words[0] >> 8 & 0xff) as u8
     }
 
-    /// Bytes of an operation that was not completed, or a batch's descriptors: see
-    /// [`DsaOutcome`](crate::status::DsaOutcome::completed) and [`IaaOutcome`](crate::status::IaaOutcome::completed).
+    /// Bytes of an operation that was not completed, or members of a batch that were processed. A comparison that found a
+    /// difference counts the bytes before it, or fewer (DSA 3.0, 8.2.4 and 8.3.7).
     pub const fn completed(&self) -> u32 {
         (self.words[0] >> 32) as u32
     }

@@ -3,7 +3,7 @@
 use idxd::{Descriptor, Flags, opcode};
 use proptest::prelude::*;
 
-use super::{Outcome, TRANSLATION_FETCH, execute};
+use super::{Outcome, execute};
 use crate::{
     config::Work,
     memory::{Pages, View, fake::Fake},
@@ -30,29 +30,6 @@ fn noise(length: usize) -> Vec<u8> {
     (0..length)
         .map(|_| random.next().to_le_bytes()[0])
         .collect()
-}
-
-/// The usual CRC-32C, bit by bit.
-fn crc32c(seed: u32, bytes: &[u8]) -> u32 {
-    let mut sum = !seed;
-    for byte in bytes {
-        sum ^= u32::from(*byte);
-        for _ in 0..8 {
-            sum = sum >> 1 ^ if sum & 1 == 1 { 0x82f6_3b78 } else { 0 };
-        }
-    }
-    !sum
-}
-
-#[test]
-fn crcs_are_castagnoli_s() {
-    assert_eq!(crc32c(0, b"123456789"), 0xe306_9283);
-    let crc = Descriptor {
-        address_1: BASE,
-        size: 9,
-        ..plain(opcode::CRC)
-    };
-    assert_eq!(on(b"123456789".to_vec(), crc).0.extra, Some(0xe306_9283));
 }
 
 #[test]
@@ -102,28 +79,6 @@ fn an_overlapping_move_can_be_taken_up_again_after_a_fault() {
 }
 
 #[test]
-fn a_delta_that_goes_backward_or_beyond_is_refused() {
-    let entry = |word: u16| [&word.to_le_bytes()[..], &[9; 8]].concat();
-    let apply = |words: [u16; 2]| {
-        let mut bytes = vec![0; 4096];
-        let record = [entry(words[0]), entry(words[1])].concat();
-        bytes[..20].copy_from_slice(&record);
-        let apply = Descriptor {
-            address_1: BASE,
-            address_2: BASE + 1024,
-            size: 64,
-            operands: [20, 0, 0],
-            ..plain(opcode::APPLY_DELTA)
-        };
-        on(bytes, apply).0.status
-    };
-    assert_eq!(apply([0, 7]), 1);
-    assert_eq!(apply([3, 3]), 7);
-    assert_eq!(apply([5, 3]), 7);
-    assert_eq!(apply([0, 8]), 8);
-}
-
-#[test]
 fn expected_results_are_checked() {
     let expecting = |expected: u64| {
         let control = Descriptor::control_of(opcode::COMPARE_PATTERN, Flags::CHECK_RESULT);
@@ -139,52 +94,6 @@ fn expected_results_are_checked() {
     assert_eq!((expecting(0), expecting(1)), (1, 2));
     // Only bit 0 counts.
     assert_eq!((expecting(0xfe), expecting(0xff)), (1, 2));
-}
-
-#[test]
-fn a_delta_that_faults_reports_whether_any_of_it_was_written() {
-    // Of the second source, the second page is missing. The delta lies before both.
-    let create = |differs: bool| {
-        let mut bytes = vec![0; 1024 + 2 * 4096];
-        bytes[1024 + 4096] = u8::from(differs);
-        let create = Descriptor {
-            address_1: BASE + 1024,
-            address_2: BASE + 1024 + 4096,
-            size: 8192,
-            operands: [BASE, 80, 0],
-            ..plain(opcode::CREATE_DELTA)
-        };
-        on(bytes, create).0
-    };
-    for differs in [false, true] {
-        let outcome = create(differs);
-        assert_eq!((outcome.status, outcome.completed), (3, Some(4096)));
-        assert_eq!(outcome.result, u8::from(differs));
-        assert_eq!(outcome.extra, Some(if differs { 10 } else { 0 }));
-    }
-}
-
-#[test]
-fn translations_of_missing_pages_cannot_be_fetched() {
-    let fetch = |address_1, size, stride| {
-        let fetch = Descriptor {
-            address_1,
-            size,
-            operands: [0, stride, 0],
-            ..plain(TRANSLATION_FETCH)
-        };
-        let outcome = on(vec![0; 3 * 4096], fetch).0;
-        (outcome.status, outcome.completed)
-    };
-    assert_eq!(fetch(BASE, 3 * 4096, 0), (1, None));
-    assert_eq!(fetch(BASE + 100, 3 * 4096 - 100, 64), (1, None));
-    // Its last byte is on the page behind.
-    assert_eq!(
-        fetch(BASE + 100, 3 * 4096 - 99, 0),
-        (3, Some(3 * 4096 - 100))
-    );
-    // With every second page the missing one is not looked at.
-    assert_eq!(fetch(BASE, 4 * 4096, 2 * 4096), (1, None));
 }
 
 proptest! {
@@ -222,26 +131,6 @@ proptest! {
     }
 
     #[test]
-    fn comparisons_find_the_first_difference(size in 1usize..9000, differs in proptest::option::of(0usize..9000)) {
-        let mut bytes = noise(size);
-        bytes.extend(noise(size));
-        let differs = differs.filter(|at| *at < size);
-        if let Some(at) = differs {
-            bytes[size + at] ^= 1;
-        }
-        let compare = Descriptor {
-            address_1: BASE,
-            address_2: BASE + size as u64,
-            size: u32::try_from(size).unwrap(),
-            ..plain(opcode::COMPARE)
-        };
-        let (outcome, _) = on(bytes, compare);
-        prop_assert_eq!(outcome.status, 1);
-        prop_assert_eq!(outcome.result, u8::from(differs.is_some()));
-        prop_assert_eq!(outcome.completed, Some(u32::try_from(differs.unwrap_or(0)).unwrap()));
-    }
-
-    #[test]
     fn patterns_are_compared_with_every_byte(size in 1usize..9000, pattern: u64, differs in proptest::option::of(0usize..9000)) {
         let mut bytes: Vec<u8> = pattern.to_le_bytes().into_iter().cycle().take(size).collect();
         let differs = differs.filter(|at| *at < size);
@@ -257,58 +146,5 @@ proptest! {
         let (outcome, _) = on(bytes, compare);
         prop_assert_eq!(outcome.result, u8::from(differs.is_some()));
         prop_assert_eq!(outcome.completed, Some(u32::try_from(differs.unwrap_or(0)).unwrap()));
-    }
-
-    #[test]
-    fn deltas_make_one_buffer_the_other(changes in proptest::collection::vec(0usize..1024, 0..40)) {
-        let old = noise(8192);
-        let mut new = old.clone();
-        for word in &changes {
-            new[word * 8] ^= 1;
-        }
-        let bytes = [old.clone(), new.clone(), vec![0; 4000]].concat();
-        let differing = old.chunks(8).zip(new.chunks(8)).filter(|(old, new)| old != new).count();
-        let create = Descriptor {
-            address_1: BASE,
-            address_2: BASE + 8192,
-            size: 8192,
-            operands: [BASE + 16_384, 80, 0],
-            ..plain(opcode::CREATE_DELTA)
-        };
-        let short = on(bytes.clone(), create).0;
-        prop_assert_eq!(short.result, match differing { 0 => 0, 1..=8 => 1, _ => 2 });
-        let create = Descriptor { operands: [BASE + 16_384, 400, 0], ..create };
-        let (outcome, bytes) = on(bytes, create);
-        prop_assert_eq!(outcome.result, u8::from(differing > 0));
-        let size = outcome.extra.unwrap();
-        prop_assert_eq!(size as usize, differing * 10);
-        let apply = Descriptor {
-            address_1: BASE + 16_384,
-            address_2: BASE,
-            size: 8192,
-            operands: [u64::from(size), 0, 0],
-            ..plain(opcode::APPLY_DELTA)
-        };
-        let (outcome, bytes) = on(bytes, apply);
-        prop_assert_eq!(outcome.status, 1);
-        prop_assert!(bytes[..8192] == new[..]);
-    }
-
-    #[test]
-    fn crcs_go_on_where_they_stopped(size in 1usize..9000, seed: u32, missing in 1usize..9000) {
-        let bytes = noise(size);
-        let whole = Descriptor {
-            address_1: BASE,
-            address_2: BASE + 0x10_0000,
-            size: u32::try_from(size).unwrap(),
-            operands: [seed.into(), 0, 0],
-            ..plain(opcode::CRC)
-        };
-        prop_assert_eq!(on(bytes.clone(), whole).0.extra, Some(crc32c(seed, &bytes)));
-        let there = size - missing.min(size);
-        let (outcome, _) = on(bytes[..there].to_vec(), whole);
-        prop_assert_eq!(outcome.status, 3);
-        prop_assert_eq!(outcome.completed, Some(u32::try_from(there).unwrap()));
-        prop_assert_eq!(outcome.extra, Some(crc32c(seed, &bytes[..there])));
     }
 }

@@ -24,15 +24,8 @@ pub(super) trait Tokens {
     fn copy(&mut self, length: usize, distance: usize) -> Result<(), Failure>;
 }
 
-/// Finds symbols for `input`: nothing but literals, or copies too.
-pub(super) fn tokenize(
-    input: &[u8],
-    literals_only: bool,
-    tokens: &mut impl Tokens,
-) -> Result<(), Failure> {
-    if literals_only {
-        return input.iter().try_for_each(|byte| tokens.literal(*byte));
-    }
+/// Finds symbols for `input`.
+pub(super) fn tokenize(input: &[u8], tokens: &mut impl Tokens) -> Result<(), Failure> {
     let mut history = History::new(input);
     let (mut at, mut misses) = (0, 0_u32);
     while at < input.len() {
@@ -241,20 +234,6 @@ impl Code {
     }
 }
 
-/// What comes after the last token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
-    /// Nothing: the block continues.
-    Open,
-    /// The end of the block.
-    Block,
-    /// And an empty stored block, which brings the stream to a byte's boundary.
-    Stored {
-        /// Whether that is the stream's last.
-        last: bool,
-    },
-}
-
 /// Writes tokens as bits.
 pub(super) struct Encoder<'a> {
     codes: &'a Codes,
@@ -263,15 +242,6 @@ pub(super) struct Encoder<'a> {
     /// Bits that are no whole word yet, fewer than 32 between two calls.
     pending: u64,
     count: u32,
-}
-
-/// How a descriptor's bits end.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Tail {
-    /// Valid bits of the output's last byte; zero where they all are.
-    pub(super) last_bits: u8,
-    /// Bits that are left for the next descriptor, and how many.
-    pub(super) left: (u8, u32),
 }
 
 impl<'a> Encoder<'a> {
@@ -295,27 +265,16 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    /// Ends the descriptor's bits. Without `flush` those of an incomplete byte are left over.
-    pub(super) fn finish(&mut self, end: End, flush: bool) -> Result<Tail, Failure> {
-        if end != End::Open {
-            self.symbol(self.codes.literals[END_OF_BLOCK], 0, 0)?;
-        }
-        if let End::Stored { last } = end {
-            self.put(u64::from(last), 3)?;
-            self.put(0, self.count.wrapping_neg() % 8)?;
-            self.put(0xffff_0000, 32)?;
-        }
-        let valid = self.count % 8;
-        let whole = (self.count / 8 + u32::from(flush && valid > 0)) as usize;
+    /// Ends the block, and returns how many bits of the output's last byte are valid; zero for all of them.
+    pub(super) fn finish(&mut self) -> Result<u8, Failure> {
+        self.symbol(self.codes.literals[END_OF_BLOCK], 0, 0)?;
         let bytes = self.pending.to_le_bytes();
+        let whole = self.count.div_ceil(8) as usize;
         self.output.extend_from_slice(&bytes[..whole]);
         if self.output.len() > self.limit {
             return Err(Failure::TooLong);
         }
-        Ok(Tail {
-            last_bits: if flush { (valid & 7) as u8 } else { 0 },
-            left: if flush { (0, 0) } else { (bytes[whole], valid) },
-        })
+        Ok((self.count & 7) as u8)
     }
 
     /// What there is, as far as it fits.

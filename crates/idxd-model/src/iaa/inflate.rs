@@ -2,114 +2,17 @@
 //! wrong with a stream.
 //!
 //! Code lengths are not repeated across the border of the two alphabets, although RFC 1951 allows that (IAA 2.1, 4.4.2,
-//! error codes 4 and 6). What neither says is assumed: an incomplete code is no error until one of its unused words
-//! turns up.
+//! error codes 4 and 6). Assumed, because neither document states it: an incomplete code is no error until one of its
+//! unused words turns up.
 //!
-//! Reading begins and ends with a [`State`], so that it can go on where an output was full or an input had ended:
-//!
-//! ```text
-//!   Header ──► Tokens ──► end of block ──► Header, or Ended where it is to stop
-//!         └──► Stored ──┘
-//! ```
-//!
-//! What runs for every token is `inline(always)`: tests are built with few optimisations, which leave it out.
+//! A library does not do here: none reports the device's error codes, nor rejects matches beyond 4 KiB. What runs for
+//! every token is `inline(always)`: tests are built with few optimisations, which leave it out.
 
-use std::{borrow::Cow, sync::LazyLock};
+use std::sync::LazyLock;
 
 use super::symbols::{
     DISTANCE_RANGES, DISTANCES, END_OF_BLOCK, FIRST_LENGTH, LENGTH_RANGES, LITERALS, WINDOW,
 };
-
-/// What the end of the input means.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Ending {
-    /// Bits at the input's end that are not there.
-    pub(super) ignored_bits: usize,
-    /// Nothing is read beyond the end of a block.
-    pub(super) stop: bool,
-    /// The last that is read must be the end of a block.
-    pub(super) check: bool,
-    /// Only the last block's end is meant.
-    pub(super) last_block: bool,
-}
-
-/// How far a stream has been read.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct State {
-    pub(super) place: Place,
-    /// Lengths of the current block's codes.
-    pub(super) lengths: CodeLengths,
-    /// What is left of a copy that did not fit: its length and distance.
-    pub(super) copy: (usize, usize),
-    /// Bits that were taken from an input and not read.
-    pub(super) bits: Vec<bool>,
-    /// What copies can reach back to.
-    pub(super) history: Vec<u8>,
-}
-
-/// What comes next in a stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Place {
-    /// The header of a block.
-    Header,
-    /// Tokens of a block, which is the `last` or not.
-    Tokens { last: bool },
-    /// Bytes of a stored block, so many.
-    Stored { last: bool, left: u16 },
-    /// The header of another stream: reading was to stop.
-    Ended,
-}
-
-/// Lengths of the codes for literals and lengths, then of those for distances: with the two symbols of each that stand
-/// for nothing, but have words in the fixed codes.
-pub(super) type CodeLengths = [u8; FIRST_DISTANCE + 32];
-
-/// Where distances begin.
-const FIRST_DISTANCE: usize = 288;
-
-impl State {
-    /// Before the first bit.
-    pub(super) const fn new() -> Self {
-        Self {
-            place: Place::Header,
-            lengths: [0; _],
-            copy: (0, 0),
-            bits: Vec::new(),
-            history: Vec::new(),
-        }
-    }
-
-    /// The codes for tokens, if there are any and as many words as they need.
-    fn tables(&self) -> Option<(Table, Table)> {
-        let (literals, distances) = self.lengths.split_at(FIRST_DISTANCE);
-        let any = literals.iter().any(|length| *length != 0);
-        any.then(|| Some((Table::new(literals)?, Table::new(distances)?)))?
-    }
-}
-
-/// What became of a stream.
-pub(super) struct Inflated {
-    /// History and output.
-    bytes: Vec<u8>,
-    history: usize,
-    state: State,
-    /// Bytes of the input that were taken, of which [`State::bits`] may be left.
-    pub(super) consumed: usize,
-    pub(super) result: Result<(), Failure>,
-}
-
-impl Inflated {
-    pub(super) fn output(&self) -> &[u8] {
-        &self.bytes[self.history..]
-    }
-
-    /// Where the stream can be gone on with, if it is not malformed.
-    pub(super) fn into_state(mut self) -> State {
-        let old = self.bytes.len().saturating_sub(WINDOW);
-        self.state.history = self.bytes.split_off(old);
-        self.state
-    }
-}
 
 /// Why there is not all of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,8 +27,6 @@ pub(super) enum Failure {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Malformed {
-    /// The input ends in a block's header, of which more is there than can be kept for later.
-    HeaderTooLong = 1,
     /// A word that the code for code lengths does not have.
     LengthCode = 2,
     /// The first code length repeats one before it, of literals and lengths.
@@ -164,188 +65,61 @@ pub(super) enum Malformed {
     TooManyDistanceCodes = 36,
 }
 
-/// Most bits of an input that can be kept for later: as many as an AECS has place for.
-pub(super) const MOST_BITS: usize = 2048;
-
-/// Goes on from `state` with `input`, into at most `limit` bytes. `None` if the state is none that reading can come to.
-pub(super) fn inflate(
-    mut state: State,
-    input: &[u8],
-    limit: usize,
-    ending: Ending,
-) -> Option<Inflated> {
-    let tables = match state.place {
-        Place::Tokens { .. } => Some(state.tables()?),
-        _ => None,
-    };
-    match state.copy {
-        (0, _) => state.copy = (0, 0),
-        (_, distance) if (1..=state.history.len()).contains(&distance) => {}
-        _ => return None,
-    }
-    let history = state.history.len();
-    let kept = state.bits.len().div_ceil(8);
-    let (input, at) = joined(&std::mem::take(&mut state.bits), input);
+/// Decompresses `input`, up to the end of its last block, into at most `limit` bytes. Returns the output as far as it goes.
+pub(super) fn inflate(input: &[u8], limit: usize) -> (Vec<u8>, Result<(), Failure>) {
     let mut inflater = Inflater {
-        input: &input,
-        at,
-        end: (8 * input.len())
-            .saturating_sub(ending.ignored_bits)
-            .max(at),
-        output: std::mem::take(&mut state.history),
-        limit: limit + history,
-        tables,
-        block_end: None,
-        state,
+        input,
+        at: 0,
+        end: 8 * input.len(),
+        output: Vec::new(),
+        limit,
     };
-    let result = match inflater.blocks(ending) {
-        Ok(()) => Ok(()),
-        Err(Halt::Failed(failure)) => Err(failure),
-        Err(Halt::Cut) if ending.check && !inflater.is_at(ending) => {
-            Err(Failure::Malformed(Malformed::NoEnd))
-        }
-        Err(Halt::Cut) => {
-            inflater.keep(inflater.end);
-            Ok(())
-        }
-    };
-    if matches!(inflater.state.place, Place::Ended) || result == Err(Failure::TooLong) {
-        inflater.keep(
-            inflater
-                .end
-                .min(inflater.at.next_multiple_of(8))
-                .max(8 * kept),
-        );
-    }
-    let taken = inflater.at + inflater.state.bits.len();
-    Some(Inflated {
-        history,
-        consumed: taken.div_ceil(8).saturating_sub(kept),
-        bytes: inflater.output,
-        state: inflater.state,
-        result,
-    })
+    let result = inflater.blocks();
+    (inflater.output, result)
 }
 
-/// `bits` and then `bytes`, as bytes, and at which bit they begin.
-fn joined<'a>(bits: &[bool], bytes: &'a [u8]) -> (Cow<'a, [u8]>, usize) {
-    if bits.is_empty() {
-        return (bytes.into(), 0);
-    }
-    let start = bits.len().next_multiple_of(8) - bits.len();
-    let mut joined = vec![0; bits.len().div_ceil(8)];
-    for (at, bit) in (start..).zip(bits) {
-        joined[at / 8] |= u8::from(*bit) << (at % 8);
-    }
-    joined.extend_from_slice(bytes);
-    (joined.into(), start)
-}
-
-/// Why reading stops before its end.
-enum Halt {
-    /// The input ends.
-    Cut,
-    Failed(Failure),
-}
-
-impl From<Malformed> for Halt {
+impl From<Malformed> for Failure {
     fn from(malformed: Malformed) -> Self {
-        Self::Failed(Failure::Malformed(malformed))
+        Self::Malformed(malformed)
     }
 }
+
+/// Lengths of the codes for literals and lengths, then of those for distances: with the two symbols of each that stand
+/// for nothing, but have words in the fixed codes.
+type CodeLengths = [u8; FIRST_DISTANCE + 32];
+
+/// Where distances begin.
+const FIRST_DISTANCE: usize = 288;
 
 struct Inflater<'a> {
     input: &'a [u8],
     /// Bits that have been read, and how many there are.
     at: usize,
     end: usize,
-    /// History and output, and how long they may get.
     output: Vec<u8>,
     limit: usize,
-    /// Those of the current block, unless they are the fixed ones.
-    tables: Option<(Table, Table)>,
-    /// Whether a block has ended and no other begun; and if so, whether it was the last.
-    block_end: Option<bool>,
-    state: State,
 }
 
 impl Inflater<'_> {
-    fn blocks(&mut self, ending: Ending) -> Result<(), Halt> {
+    fn blocks(&mut self) -> Result<(), Failure> {
         loop {
-            let last = match self.state.place {
-                Place::Header | Place::Ended => {
-                    self.block_header()?;
-                    self.block_end = None;
-                    continue;
+            let header = self.header(3)?;
+            match header >> 1 {
+                0 => self.stored()?,
+                1 => self.coded(&FIXED.0, &FIXED.1)?,
+                2 => {
+                    let (literals, distances) = self.tables()?;
+                    self.coded(&literals, &distances)?;
                 }
-                Place::Tokens { last } => {
-                    match self.tables.take() {
-                        Some((literals, distances)) => self.coded(&literals, &distances)?,
-                        None => self.coded(&FIXED.0, &FIXED.1)?,
-                    }
-                    last
-                }
-                Place::Stored { last, left } => {
-                    self.stored(last, left)?;
-                    last
-                }
-            };
-            self.state.place = Place::Header;
-            self.block_end = Some(last);
-            if ending.stop && self.is_at(ending) {
-                self.state.place = Place::Ended;
+                _ => return Err(Malformed::BlockType.into()),
+            }
+            if header & 1 == 1 {
                 return Ok(());
             }
         }
     }
 
-    /// Whether a block has just ended, and such a one as is meant.
-    fn is_at(&self, ending: Ending) -> bool {
-        self.block_end
-            .is_some_and(|last| last || !ending.last_block)
-    }
-
-    /// Takes the bits up to `end` from the input, to be read later.
-    fn keep(&mut self, end: usize) {
-        let bit = |at: usize| self.input[at / 8] >> (at % 8) & 1 == 1;
-        self.state.bits = (self.at..end).map(bit).collect();
-    }
-
-    /// A header, or nothing of it.
-    fn block_header(&mut self) -> Result<(), Halt> {
-        let start = self.at;
-        let result = self.whole_header();
-        if matches!(result, Err(Halt::Cut)) {
-            self.at = start;
-            if self.end - start > MOST_BITS {
-                return Err(Malformed::HeaderTooLong.into());
-            }
-        }
-        result
-    }
-
-    fn whole_header(&mut self) -> Result<(), Halt> {
-        let header = self.header(3)?;
-        let last = header & 1 == 1;
-        self.state.place = match header >> 1 {
-            0 => {
-                let left = self.stored_header()?;
-                Place::Stored { last, left }
-            }
-            1 => {
-                self.state.lengths = FIXED_LENGTHS;
-                Place::Tokens { last }
-            }
-            2 => {
-                self.tables = Some(self.tables()?);
-                Place::Tokens { last }
-            }
-            _ => return Err(Malformed::BlockType.into()),
-        };
-        Ok(())
-    }
-
-    fn stored_header(&mut self) -> Result<u16, Halt> {
+    fn stored(&mut self) -> Result<(), Failure> {
         while !self.at.is_multiple_of(8) {
             self.header(1)?;
         }
@@ -353,36 +127,30 @@ impl Inflater<'_> {
         if self.header(16)? != length ^ 0xffff {
             return Err(Malformed::StoredLength.into());
         }
-        Ok((length & 0xffff) as u16)
-    }
-
-    fn stored(&mut self, last: bool, left: u16) -> Result<(), Halt> {
-        let from = self.at / 8;
-        let there = (self.end - self.at) / 8;
-        let bytes = &self.input[from..from + there.min(usize::from(left))];
-        let fits = bytes.len().min(self.limit - self.output.len());
-        self.output.extend_from_slice(&bytes[..fits]);
-        self.at += 8 * fits;
-        let is_full = fits < bytes.len();
-        let left = left - u16::try_from(fits).unwrap_or(left);
-        self.state.place = Place::Stored { last, left };
-        match left {
-            0 => Ok(()),
-            _ if is_full => Err(Halt::Failed(Failure::TooLong)),
-            _ => Err(Halt::Cut),
+        let length = length as usize;
+        let ahead = &self.input[self.at / 8..];
+        let there = &ahead[..length.min(ahead.len())];
+        let fits = there.len().min(self.limit - self.output.len());
+        self.output.extend_from_slice(&there[..fits]);
+        if fits < there.len() {
+            return Err(Failure::TooLong);
         }
+        self.at += 8 * fits;
+        if fits < length {
+            return Err(Malformed::NoEnd.into());
+        }
+        Ok(())
     }
 
     /// The tokens of a block.
-    fn coded(&mut self, literals: &Table, distances: &Table) -> Result<(), Halt> {
-        self.copy()?;
+    fn coded(&mut self, literals: &Table, distances: &Table) -> Result<(), Failure> {
         loop {
             let bits = self.peek();
             let (symbol, mut used) = self.decode(literals, bits, 0, Malformed::LiteralCode)?;
             if symbol < 256 {
                 self.has(used)?;
                 if self.output.len() == self.limit {
-                    return Err(Halt::Failed(Failure::TooLong));
+                    return Err(Failure::TooLong);
                 }
                 self.output.push((symbol & 0xff) as u8);
                 self.at += used as usize;
@@ -416,14 +184,12 @@ impl Inflater<'_> {
                 return Err(Malformed::BeforeStart.into());
             }
             self.at += used as usize;
-            self.state.copy = (length, distance);
-            self.copy()?;
+            self.copy(length, distance)?;
         }
     }
 
-    /// What is left of a copy, whose distance is not beyond the start.
-    fn copy(&mut self) -> Result<(), Halt> {
-        let (length, distance) = self.state.copy;
+    /// A copy whose distance is not beyond the start.
+    fn copy(&mut self, length: usize, distance: usize) -> Result<(), Failure> {
         let from = self.output.len() - distance;
         let fits = length.min(self.limit - self.output.len());
         let mut left = fits;
@@ -433,15 +199,14 @@ impl Inflater<'_> {
             self.output.extend_from_within(from..from + part);
             left -= part;
         }
-        self.state.copy.0 -= fits;
         if fits < length {
-            return Err(Halt::Failed(Failure::TooLong));
+            return Err(Failure::TooLong);
         }
         Ok(())
     }
 
     /// The codes that a dynamic block's header describes.
-    fn tables(&mut self) -> Result<(Table, Table), Halt> {
+    fn tables(&mut self) -> Result<(Table, Table), Failure> {
         const ORDER: [usize; 19] = [
             16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15,
         ];
@@ -472,8 +237,7 @@ impl Inflater<'_> {
             &mut of_distances[..distances],
             [Malformed::FirstDistanceRepeats, Malformed::DistanceCount],
         )?;
-        self.state.lengths = all;
-        let (literals, distances) = self.state.lengths.split_at(FIRST_DISTANCE);
+        let (literals, distances) = all.split_at(FIRST_DISTANCE);
         if literals.iter().all(|length| *length == 0) {
             return Err(Malformed::NoLiteralCodes.into());
         }
@@ -490,7 +254,7 @@ impl Inflater<'_> {
         code: &Table,
         lengths: &mut [u8],
         [first, count]: [Malformed; 2],
-    ) -> Result<(), Halt> {
+    ) -> Result<(), Failure> {
         let mut at = 0;
         while at < lengths.len() {
             let (symbol, used) = self.decode(code, self.peek(), 0, Malformed::LengthCode)?;
@@ -515,7 +279,7 @@ impl Inflater<'_> {
     }
 
     /// The next `count` bits (at most 16) of a header.
-    fn header(&mut self, count: u32) -> Result<u32, Halt> {
+    fn header(&mut self, count: u32) -> Result<u32, Failure> {
         self.has(count)?;
         let bits = self.peek() & ((1 << count) - 1);
         self.at += count as usize;
@@ -530,20 +294,20 @@ impl Inflater<'_> {
         bits: u64,
         skipped: u32,
         unknown: Malformed,
-    ) -> Result<(u16, u32), Halt> {
+    ) -> Result<(u16, u32), Failure> {
         match table.decode(bits >> skipped) {
             Some(found) => Ok(found),
             // Perhaps a word whose end is missing.
-            None if self.has(skipped + table.longest()).is_err() => Err(Halt::Cut),
+            None if self.has(skipped + table.longest()).is_err() => Err(Malformed::NoEnd.into()),
             None => Err(unknown.into()),
         }
     }
 
     /// Whether there are `count` bits.
     #[inline(always)]
-    fn has(&self, count: u32) -> Result<(), Halt> {
+    fn has(&self, count: u32) -> Result<(), Failure> {
         if self.end - self.at < count as usize {
-            return Err(Halt::Cut);
+            return Err(Malformed::NoEnd.into());
         }
         Ok(())
     }

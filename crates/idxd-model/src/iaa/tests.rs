@@ -6,10 +6,13 @@ use flate2::{Compression, read::DeflateDecoder, write::DeflateEncoder};
 use proptest::prelude::*;
 
 mod corrections;
-mod decompress_aecs;
 
 use super::{execute, symbols::WINDOW};
-use crate::memory::{Fault, Memory};
+use crate::{
+    Config,
+    memory::{Fault, Memory},
+    validate::validate,
+};
 use idxd::{Descriptor, Flags, RecordImage, opcode};
 
 const SOURCE: u64 = 0x10_0000_0000;
@@ -59,91 +62,16 @@ fn copies_reach_back_4096_bytes_and_no_further() {
 }
 
 #[test]
-fn literals_only_is_what_it_says() {
-    let data = vec![0; 1000];
-    let mut job = Job::compress(&data, 0x16);
-    let record = job.execute();
-    // Of eight bits each, and ten more for header and end.
-    assert_eq!(record.status(), 1);
-    assert_eq!(output_size(&record), 1002);
-    assert_eq!(inflated_by_zlib(&job.output(&record)), data);
-}
-
-#[test]
 fn bits_of_the_last_byte_are_counted() {
     // Three of the header, eight of the literal, seven of the end.
     let record = Job::compress(b"a", WHOLE_BLOCK).execute();
     assert_eq!((output_size(&record), last_bits(&record)), (3, 2));
-    // Nothing at the end: eleven.
-    let record = Job::compress(b"a", 0x02).execute();
-    assert_eq!((output_size(&record), last_bits(&record)), (2, 3));
-}
-
-#[test]
-fn an_empty_stored_block_can_be_the_end() {
-    for (end, tail) in [(2, 0), (3, 1)] {
-        let mut job = Job::compress(b"abcabcabcabc", 0x02 | end << 2);
-        if let Some(aecs) = job.memory.regions.get_mut(&AECS) {
-            // The block with the data is not the last.
-            aecs[32] = 0x02;
-        }
-        let record = job.execute();
-        let mut output = job.output(&record);
-        assert_eq!(record.status(), 1);
-        assert_eq!(last_bits(&record), 0);
-        assert_eq!(output[output.len() - 4..], [0, 0, 0xff, 0xff]);
-        if tail == 0 {
-            output.extend([3, 0]);
-        }
-        assert_eq!(inflated_by_zlib(&output), b"abcabcabcabc");
-    }
-}
-
-#[test]
-fn pieces_go_on_by_the_aecs() {
-    let data = corpus_of("text");
-    let (mut stream, mut aecs, mut toggle) = (Vec::new(), fixed_aecs(), false);
-    let pieces: Vec<_> = data.chunks(3000).collect();
-    for (index, piece) in pieces.iter().enumerate() {
-        let last = index + 1 == pieces.len();
-        let mut job = Job::compress(piece, if last { WHOLE_BLOCK } else { 0 });
-        // Of the other copy only the codes are looked at, later.
-        let mut other = fixed_aecs();
-        other[..64].fill(0xee);
-        let copies = match toggle {
-            false => [&aecs[..], &other].concat(),
-            true => [&other[..], &aecs].concat(),
-        };
-        job.memory.regions.insert(AECS, copies);
-        job.add(Flags::WRITE_AECS);
-        if toggle {
-            job.add(Flags::AECS_TOGGLE);
-        }
-        let record = job.execute();
-        assert_eq!(record.status(), 1);
-        stream.extend(job.output(&record));
-        let copies = &job.memory.regions[&AECS];
-        let (first, second) = copies.split_at(AECS_SIZE as usize);
-        let (read, written) = if toggle {
-            (second, first)
-        } else {
-            (first, second)
-        };
-        assert_eq!(read, aecs);
-        aecs = written.to_vec();
-        toggle = !toggle;
-        if last {
-            assert_eq!(crc_of(&record), crc32_by_zlib(&data));
-            assert_eq!(xor_of(&record), xor_by_definition(&data));
-        }
-    }
-    assert_eq!(inflated_by_zlib(&stream), data);
 }
 
 #[test]
 fn statistics_are_those_of_the_tokens() {
-    let counters = |data: &[u8], flags| {
-        let mut job = Job::compress(data, flags);
+    let counters = |data: &[u8]| {
+        let mut job = Job::statistics(data);
         let record = job.execute();
         assert_eq!((record.status(), output_size(&record)), (1, 1280));
         assert_eq!(crc_of(&record), crc32_by_zlib(data));
@@ -155,14 +83,12 @@ fn statistics_are_those_of_the_tokens() {
     };
     let mut data = vec![b'a'; 260];
     data.push(b'b');
-    let counts = counters(&data, 0x01);
+    let counts = counters(&data);
     assert_eq!(counts.len(), 320);
     // One a, 258 of them and another, one b.
     let at = |symbol: usize| counts[symbol];
     assert_eq!((at(97), at(98), at(256), at(285), at(288)), (2, 1, 1, 1, 1));
     assert_eq!(counts.iter().sum::<u32>(), 6);
-    let counts = counters(&data, 0x11);
-    assert_eq!((counts[97], counts[98], counts[256]), (260, 1, 1));
 }
 
 #[test]
@@ -182,7 +108,7 @@ fn too_small_a_destination_fails() {
         job.limit(limit);
         assert_eq!(job.execute().status(), status);
     }
-    let mut job = Job::compress(&data, 1);
+    let mut job = Job::statistics(&data);
     job.limit(1279);
     assert_eq!(job.execute().result(), 25);
 }
@@ -248,25 +174,10 @@ fn output_that_does_not_fit_overflows() {
             let record = job.execute();
             assert_eq!(record.status(), 0x0b, "{name}");
             assert_eq!(output_size(&record), limit);
-            assert!(record.completed() as usize <= stream.len());
             assert_eq!(job.output(&record), data[..limit as usize]);
             assert!(job.is_untouched_after(limit as usize));
         }
     }
-}
-
-#[test]
-fn suppressed_output_is_only_summed_up() {
-    let data = corpus_of("text");
-    let (_, stream) = compressed(&data);
-    let mut job = Job::decompress(&stream, u32::try_from(data.len()).unwrap());
-    job.descriptor.operation_flags |= 1 << 9;
-    let record = job.execute();
-    assert_eq!(
-        (record.status(), crc_of(&record)),
-        (1, crc32_by_zlib(&data))
-    );
-    assert!(job.is_untouched_after(0));
 }
 
 /// Bits in the order of a stream, lowest first; words of Huffman codes are given reversed.
@@ -300,12 +211,6 @@ fn malformed_streams_have_their_codes() {
     let mut one_and_18 = [0; 18];
     (one_and_18[2], one_and_18[17]) = (1, 1);
     for (name, stream, code) in [
-        // 316 lengths of 7 bits each are announced, but 300 are there: more than are kept for another input.
-        (
-            "header",
-            dynamic(29, 29, &[0, 0, 0, 0, 7], &[(0, 25); 80]),
-            1,
-        ),
         ("length code", dynamic(0, 0, &[0, 0, 0, 1], &[(1, 1)]), 2),
         ("repeat first", dynamic(0, 0, &[1, 0, 0, 1], &[(1, 1)]), 3),
         // 257 zeros, by twice code 18 of 138 and of 119, and one of the distances.
@@ -414,66 +319,21 @@ fn malformed_streams_have_their_codes() {
 }
 
 #[test]
-fn what_stopping_and_checking_mean() {
-    // Two blocks that are not the last, with an a and a b.
-    let block = |letter: u32| {
-        let word = (0x30 + letter).reverse_bits() >> 24;
-        [(0, 1), (1, 2), (word, 8), (0, 7)]
-    };
-    let open: Vec<_> = [block(97), block(98)].concat();
-    let run = |parts: &[(u32, u32)], flags, ignored: u16| {
-        let mut job = Job::decompress(&bits(parts), 16);
-        job.descriptor.operation_flags = flags | ignored << 6;
-        let record = job.execute();
-        (record.status(), record.result(), job.output(&record))
-    };
-    // 36 bits: four of the last byte are not there.
-    assert_eq!(run(&open, 0x0b, 4), (1, 0, b"ab".to_vec()));
-    assert_eq!(run(&open, 0x1b, 4), (0x0a, 15, b"ab".to_vec()));
-    assert_eq!(run(&open, 0x07, 4), (1, 0, b"a".to_vec()));
-    assert_eq!(run(&open, 0x17, 4), (1, 0, b"ab".to_vec()));
-    // In the middle of a block there is no end to be found, which may be as wanted.
-    assert_eq!(run(&open[..3], 0x03, 5), (1, 0, b"a".to_vec()));
-    assert_eq!(run(&open[..3], 0x0b, 5), (0x0a, 15, b"a".to_vec()));
-}
-
-#[test]
 fn crc64_is_computed() {
-    for (flags, crc) in [
-        (0, 0x6c40_df5f_0b49_7347),
-        (1 << 14, 0x62ec_59e3_f1a4_f00a),
-        (3 << 14, 0x995d_c9bb_df19_39fa),
-    ] {
-        let mut job = Job::crc64(b"123456789");
-        job.descriptor.operation_flags = flags;
-        let record = job.execute();
-        assert_eq!(record.status(), 1);
-        assert_eq!(record.words[5], crc);
-    }
-}
-
-#[test]
-fn crc32c_instead_of_crc32() {
-    let mut job = Job::compress(b"123456789", WHOLE_BLOCK);
-    job.add(Flags::CRC32C);
-    assert_eq!(crc_of(&job.execute()), 0xe306_9283);
-}
-
-#[test]
-fn nothing_succeeds_at_nothing() {
-    let mut job = Job::new(opcode::NOOP, Descriptor::default());
-    assert_eq!(job.execute().words, [1, 0, 0, 0, 0, 0, 0, 0]);
+    let record = Job::crc64(b"123456789").execute();
+    assert_eq!(record.status(), 1);
+    assert_eq!(record.words[5], 0x6c40_df5f_0b49_7347);
 }
 
 #[test]
 fn wrong_descriptors_are_refused() {
     type Change = fn(&mut Job);
-    let changes: [(&str, Change, u8); 16] = [
+    let changes: [(&str, Change, u8); 12] = [
         ("opcode", |job| job.descriptor.control |= 0xff << 24, 0x10),
         ("fence", |job| job.add(Flags::FENCE), 0x11),
         ("check result", |job| job.add(Flags::CHECK_RESULT), 0x11),
         ("no source 2", |job| job.add(Flags(3 << 16)), 0x11),
-        ("write 3", |job| job.add(Flags(3 << 18)), 0x11),
+        ("AECS written", |job| job.add(Flags(1 << 18)), 0x11),
         ("bit 23", |job| job.add(Flags(1 << 23)), 0x11),
         ("elements", |job| job.descriptor.operands[2] = 1 << 32, 0x12),
         ("small AECS", |job| job.aecs(AECS, 1536), 0x13),
@@ -483,26 +343,6 @@ fn wrong_descriptors_are_refused() {
         (
             "order",
             |job| job.descriptor.operation_flags |= 1 << 5,
-            0x30,
-        ),
-        (
-            "blocks",
-            |job| job.descriptor.operation_flags |= 1 << 6,
-            0x30,
-        ),
-        (
-            "dictionary",
-            |job| job.descriptor.operation_flags |= 1 << 10,
-            0x30,
-        ),
-        (
-            "header",
-            |job| job.descriptor.operation_flags |= 1 << 12,
-            0x30,
-        ),
-        (
-            "bit 15",
-            |job| job.descriptor.operation_flags |= 1 << 15,
             0x30,
         ),
     ];
@@ -517,14 +357,7 @@ fn wrong_descriptors_are_refused() {
     assert_eq!(job.execute().words[2], 1 << 23 | 1);
 
     let (_, stream) = compressed(b"abc");
-    for wrong in [
-        0x1e,
-        0x3f,
-        0x1f | 1 << 10,
-        0x1f | 1 << 12,
-        0x1f | 1 << 14,
-        0x1f | 1 << 15,
-    ] {
+    for wrong in [0x0f, 0x1e, 0x3f, 0x1f | 1 << 9, 0x1f | 1 << 15] {
         let mut job = Job::decompress(&stream, 16);
         job.descriptor.operation_flags = wrong;
         assert_eq!(job.execute().status(), 0x30);
@@ -544,13 +377,7 @@ fn faults_are_reported_wherever_they_are() {
     let aecs = u64::from(AECS_SIZE);
     let jobs: [(&dyn Fn() -> Job, &[_]); 3] = [
         (
-            &|| {
-                let mut job = Job::compress(&data, WHOLE_BLOCK);
-                let copies = fixed_aecs().repeat(2);
-                job.memory.regions.insert(AECS, copies);
-                job.add(Flags::WRITE_AECS);
-                job
-            },
+            &|| Job::compress(&data, WHOLE_BLOCK),
             &[
                 (SOURCE, false),
                 (SOURCE + 2999, false),
@@ -558,8 +385,6 @@ fn faults_are_reported_wherever_they_are() {
                 (AECS + aecs - 1, false),
                 (DESTINATION, true),
                 (DESTINATION + 1000, true),
-                (AECS + aecs, true),
-                (AECS + aecs + 63, true),
             ],
         ),
         (
@@ -583,7 +408,6 @@ fn faults_are_reported_wherever_they_are() {
             assert_eq!(record.status(), if *write { 0x83 } else { 0x03 });
             let written = match *place {
                 DESTINATION.. if *place < AECS => place - DESTINATION,
-                AECS.. if *write => output_size(&whole).into(),
                 _ => 0,
             };
             assert_eq!(
@@ -661,13 +485,13 @@ proptest! {
         aecs[29..32].fill(0);
         job.memory.regions.insert(AECS, aecs);
         let record = job.execute();
-        prop_assert!(matches!(record.status(), 1 | 0x0a | 0x30));
+        prop_assert!(matches!(record.status(), 1 | 0x0a | 0x11 | 0x30));
     }
 
     #[test]
     fn any_descriptor_has_an_end(
         words: [u32; 16],
-        opcode in prop::sample::select(vec![0x00_u32, 0x42, 0x43, 0x44, 0x99]),
+        opcode in prop::sample::select(vec![0x42_u32, 0x43, 0x44, 0x99]),
     ) {
         let mut job = Job::compress(b"abc", WHOLE_BLOCK);
         job.descriptor = Descriptor {
@@ -694,7 +518,6 @@ fn any_end(stream: &[u8]) {
         (0x0a, code) => assert!((1..=36).contains(&code)),
         other => panic!("{other:?}"),
     }
-    assert!(record.completed() as usize <= stream.len());
     assert_eq!(crc_of(&record), crc32_by_zlib(&job.output(&record)));
     assert!(job.is_untouched_after(size));
 }
@@ -726,6 +549,10 @@ impl Job {
         job.add(Flags::READ_AECS);
         job.aecs(AECS, AECS_SIZE);
         job
+    }
+
+    fn statistics(data: &[u8]) -> Self {
+        Self::with(opcode::COMPRESS, data, 1, 2000)
     }
 
     fn decompress(stream: &[u8], limit: u32) -> Self {
@@ -776,8 +603,26 @@ impl Job {
         self.descriptor.operands[1] |= u64::from(size) << 32;
     }
 
+    /// Checks and executes the descriptor, as an engine does.
     fn execute(&mut self) -> RecordImage {
-        execute(&self.descriptor, &mut self.memory)
+        let mut config = Config::iaa();
+        let limits = config.limits_mut(0, 0).unwrap();
+        limits.max_transfer = u32::MAX.into();
+        match validate(&self.descriptor, limits, false) {
+            Ok(()) => execute(&self.descriptor, &mut self.memory),
+            Err(invalid) => RecordImage {
+                words: [
+                    invalid.status.into(),
+                    0,
+                    invalid.flags.into(),
+                    0,
+                    0,
+                    0,
+                    0,
+                    0,
+                ],
+            },
+        }
     }
 
     fn output(&self, record: &RecordImage) -> Vec<u8> {

@@ -2,7 +2,7 @@
 
 use super::{Machine, NEVER, Unit, batch::Batch};
 use crate::{
-    dsa::{Outcome, TRANSLATION_FETCH},
+    dsa::Outcome,
     faults::InjectedFault,
     memory::{PAGE, View},
     nanoseconds,
@@ -176,8 +176,6 @@ impl Machine {
             }
             return true;
         }
-        // This one is there too (DSA 3.0, 5.4).
-        self.devices[unit.device].latched |= image.status() == status::INTERRUPT_HANDLE;
         let image = self.poisoned(kind, unit, image);
         let bytes = image.words.map(u64::to_le_bytes);
         let length = if kind == Kind::Dsa { 32 } else { 64 };
@@ -221,16 +219,9 @@ impl Machine {
                 if !is_counted(operation, code) {
                     undefined[0] |= 0xffff_ffff_0000_0000;
                 }
-                let is_summed = match operation {
-                    opcode::CREATE_DELTA => true,
-                    opcode::CRC | opcode::COPY_CRC => !fault || image.completed() > 0,
-                    _ => false,
-                };
-                undefined[2] |= match code {
-                    status::FLAGS => 0,
-                    _ if is_summed && (fault || !is_error(code)) => 0xffff_ffff_0000_0000,
-                    _ => u64::MAX,
-                };
+                if code != status::FLAGS {
+                    undefined[2] = u64::MAX;
+                }
                 undefined[3] = u64::MAX;
             }
             // What only filters report: for everything else it is noise.
@@ -253,8 +244,8 @@ impl Machine {
 /// where all was done and where a check failed.
 fn is_counted(operation: u8, code: u8) -> bool {
     match operation {
-        opcode::NOOP | opcode::DRAIN | TRANSLATION_FETCH => is_refused(code),
-        _ => code <= status::DELTA_RANGE || is_refused(code),
+        opcode::NOOP | opcode::DRAIN => is_refused(code),
+        _ => code <= status::BATCH_LIST_FAULT || is_refused(code),
     }
 }
 

@@ -104,7 +104,6 @@ impl Workshop {
             opcode::NOOP => return 0,
             opcode::COMPRESS => (size, self.speeds.compress),
             opcode::DECOMPRESS => (size * 2, self.speeds.decompress),
-            opcode::APPLY_DELTA => (u64::from(descriptor.low(0)), self.speeds.transfer),
             _ => (size, self.speeds.transfer),
         };
         let took = u128::from(bytes) * 1_000_000_000 / u128::from(rate.max(1));
@@ -128,9 +127,7 @@ impl Workshop {
     fn corrupt(&self, job: &Job, image: &RecordImage) {
         let descriptor = &job.unit.descriptor;
         let written = match descriptor.opcode() {
-            opcode::MEMMOVE | opcode::FILL | opcode::COPY_CRC | opcode::APPLY_DELTA => {
-                u64::from(descriptor.size)
-            }
+            opcode::MEMMOVE | opcode::FILL => u64::from(descriptor.size),
             // IAA's size of the output.
             opcode::COMPRESS | opcode::DECOMPRESS => image.words[3] & 0xffff_ffff,
             _ => 0,
@@ -152,7 +149,7 @@ fn place(descriptor: &Descriptor, at: At, write: bool, random: u64) -> Option<(u
     let size = u64::from(descriptor.size);
     let (reads, writes) = match descriptor.opcode() {
         opcode::FILL => (false, true),
-        opcode::COMPARE | opcode::COMPARE_PATTERN | opcode::CRC => (true, false),
+        opcode::COMPARE_PATTERN | opcode::CRC64 => (true, false),
         opcode::NOOP | opcode::DRAIN | opcode::BATCH => return None,
         _ => (true, true),
     };
@@ -161,10 +158,9 @@ fn place(descriptor: &Descriptor, at: At, write: bool, random: u64) -> Option<(u
         At::Byte(byte) => u64::from(byte),
         At::Anywhere => random % size.max(1),
     };
-    let start = match (write, descriptor.opcode()) {
-        (false, _) => descriptor.address_1,
-        (true, opcode::CREATE_DELTA) => descriptor.operands[0],
-        (true, _) => descriptor.address_2,
+    let start = match write {
+        false => descriptor.address_1,
+        true => descriptor.address_2,
     };
     Some((start.wrapping_add(offset), write))
 }

@@ -46,8 +46,7 @@ pub(super) const CHECKS: &[Check] = &[
         "a drain inside of a batch is status 0x10, and a batch is not done there",
         nested,
     )
-    .by("DSA 3.0, 3.8 and 8.3.3")
-    .settles(&[8]),
+    .by("DSA 3.0, 3.8 and 8.3.3"),
     check(
         56,
         "batch-member-fails",
@@ -62,7 +61,6 @@ pub(super) const CHECKS: &[Check] = &[
         predicate_false,
     )
     .by("DSA 3.0, 5.8.1, 8.3.2 and 8.3.6")
-    .settles(&[7])
     .needs(&[opcode::BATCH, opcode::COMPARE_PATTERN]),
     check(
         58,
@@ -78,8 +76,7 @@ pub(super) const CHECKS: &[Check] = &[
         "a fence after a failure abandons that member and all after it, and the batch counts those before",
         fence_abandons,
     )
-    .by("DSA 3.0, 3.9 and 8.1.3")
-    .settles(&[6]),
+    .by("DSA 3.0, 3.9 and 8.1.3"),
     check(
         60,
         "batch-last",
@@ -87,7 +84,6 @@ pub(super) const CHECKS: &[Check] = &[
         last,
     )
     .by("DSA 3.0, 3.8")
-    .settles(&[9])
     .needs(&[opcode::BATCH, opcode::COMPARE_PATTERN]),
     check(
         61,
@@ -95,7 +91,6 @@ pub(super) const CHECKS: &[Check] = &[
         "the list is read as engines become free: a change after submission is seen",
         read_late,
     )
-    .settles(&[16])
     .open()
     .needs(&[opcode::BATCH, opcode::COMPARE_PATTERN]),
     check(
@@ -210,7 +205,7 @@ fn member_fails(rig: &Rig<'_>) -> Result<Verdict, Ended> {
 
 fn predicate_false(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let area = rig.pages(1)?;
-    let zero = dsa::compare_pattern(area.address(0), size(PAGE), 0, 0).descriptor();
+    let zero = dsa::compare_pattern(area.address(0), size(PAGE), 0, 0);
     let differs = Descriptor {
         operands: [1, 0, 0],
         ..flagged(zero, Flags::CHECK_RESULT)
@@ -223,10 +218,8 @@ fn predicate_false(rig: &Rig<'_>) -> Result<Verdict, Ended> {
 fn fence_waits(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let (first, second, third) = (rig.holding(&noise(4 * PAGE))?, rig.pages(4)?, rig.pages(4)?);
     let members = vec![
-        dsa::memmove(first.address(0), second.address(0), size(4 * PAGE), 0).into(),
-        dsa::memmove(second.address(0), third.address(0), size(4 * PAGE), 0)
-            .with_fence()
-            .into(),
+        dsa::memmove(first.address(0), second.address(0), size(4 * PAGE), 0),
+        dsa::memmove(second.address(0), third.address(0), size(4 * PAGE), 0).with(Flags::FENCE),
     ];
     let answer = rig.ask_batch(Batch::of(members))?;
     same("0x01, 2 completed, members 0x01 0x01", summary(&answer)?)?;
@@ -253,7 +246,7 @@ fn fence_abandons(rig: &Rig<'_>) -> Result<Verdict, Ended> {
 
 fn last(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let area = rig.pages(16)?;
-    let compare = dsa::compare_pattern(area.address(0), size(16 * PAGE), 0, 0).descriptor();
+    let compare = dsa::compare_pattern(area.address(0), size(16 * PAGE), 0, 0);
     for _ in 0..16 {
         let count = largest(rig)?.min(16);
         let answer = rig.ask_batch(Batch::of(vec![compare; count]))?;
@@ -264,7 +257,7 @@ fn last(rig: &Rig<'_>) -> Result<Verdict, Ended> {
 
 fn read_late(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let (area, list, count) = (rig.pages(16)?, rig.pages(16)?, largest(rig)?.min(1024));
-    let slow = dsa::compare_pattern(area.address(0), size(16 * PAGE), 0, 0).descriptor();
+    let slow = dsa::compare_pattern(area.address(0), size(16 * PAGE), 0, 0);
     let records = (0..count)
         .map(|_| rig.record())
         .collect::<Result<Vec<_>, _>>()?;

@@ -29,7 +29,6 @@ pub(super) const CHECKS: &[Check] = &[
     )
     .by("DSA 3.0, 5.8.1, 8.2.4 and 8.2.5")
     .of(Kind::Dsa)
-    .settles(&[13])
     .needs(&[opcode::COMPARE_PATTERN]),
     Check::new(
         42,
@@ -57,7 +56,6 @@ pub(super) const CHECKS: &[Check] = &[
     )
     .by("DSA 3.0, 8.3.4")
     .of(Kind::Dsa)
-    .settles(&[15])
     .needs(&[opcode::MEMMOVE]),
     Check::new(
         45,
@@ -67,7 +65,6 @@ pub(super) const CHECKS: &[Check] = &[
     )
     .by("DSA 3.0, 3.13.2 and 5.8.1")
     .of(Kind::Dsa)
-    .settles(&[12])
     .needs(&[opcode::COMPARE_PATTERN, opcode::FILL]),
     Check::new(
         46,
@@ -111,7 +108,7 @@ fn on_read(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     for (offset, length) in [(0, 2 * PAGE), (100, 2 * PAGE - 100), (PAGE - 8, 16)] {
         let area = rig.before_hole(1, Hole::Missing)?;
         let descriptor = dsa::compare_pattern(area.address(offset), size(length), 0, 0);
-        fault(rig, descriptor.into(), &area, 0x03, PAGE - offset)?;
+        fault(rig, descriptor, &area, 0x03, PAGE - offset)?;
     }
     Ok(Verdict::Holds)
 }
@@ -121,7 +118,7 @@ fn at_once(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     for offset in [PAGE, PAGE + 100] {
         let area = rig.before_hole(1, Hole::Missing)?;
         let descriptor = dsa::compare_pattern(area.address(offset), 64, 0, 0);
-        let image = fault(rig, descriptor.into(), &area, 0x03, 0)?;
+        let image = fault(rig, descriptor, &area, 0x03, 0)?;
         is_exact &= area.offset_of(image.fault_address()) == offset as i128;
     }
     Ok(match is_exact {
@@ -140,7 +137,7 @@ fn on_write(rig: &Rig<'_>) -> Result<Verdict, Ended> {
         let area = rig.before_hole(1, hole)?;
         let length = 2 * PAGE - offset;
         let descriptor = dsa::memmove(source.address(0), area.address(offset), size(length), 0);
-        let image = fault(rig, descriptor.into(), &area, 0x83, PAGE - offset)?;
+        let image = fault(rig, descriptor, &area, 0x83, PAGE - offset)?;
         let done = image.completed() as usize;
         let mut written = vec![0; offset + done];
         written[offset..].copy_from_slice(&source.read(0, done));
@@ -152,7 +149,7 @@ fn on_write(rig: &Rig<'_>) -> Result<Verdict, Ended> {
 fn read_only(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let area = rig.before_hole(1, Hole::ReadOnly)?;
     let descriptor = dsa::fill(!0, area.address(0), size(2 * PAGE), 0);
-    let image = fault(rig, descriptor.into(), &area, 0x83, PAGE)?;
+    let image = fault(rig, descriptor, &area, 0x83, PAGE)?;
     holds(&area, &vec![0xff; image.completed() as usize])?;
     Ok(Verdict::Holds)
 }
@@ -171,7 +168,7 @@ fn overlap(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let before = area.read(0, 6 * PAGE);
     let (from, to) = (PAGE - SHIFT, PAGE);
     let descriptor = dsa::memmove(area.address(from), area.address(to), size(LENGTH), 0);
-    let image = rig.ask(descriptor.into())?.image("a page fault")?;
+    let image = rig.ask(descriptor)?.image("a page fault")?;
     let (done, result) = (image.completed() as usize, image.result());
     // From the start not one byte can be read, from the end all but the first ones.
     let most = if result == 0 { 0 } else { LENGTH - SHIFT };
@@ -202,8 +199,8 @@ fn blocked(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let reads = dsa::compare_pattern(area.address(0), size(2 * PAGE), 0, 0);
     let writes = dsa::fill(0, area.address(0), size(2 * PAGE), 0);
     for (descriptor, status) in [
-        (reads.blocking_on_fault(true).descriptor(), 0x04),
-        (writes.blocking_on_fault(true).descriptor(), 0x84),
+        (reads.with(Flags::BLOCK_ON_FAULT), 0x04),
+        (writes.with(Flags::BLOCK_ON_FAULT), 0x84),
     ] {
         fault(rig, descriptor, &area, status, PAGE)?;
     }
@@ -213,18 +210,14 @@ fn blocked(rig: &Rig<'_>) -> Result<Verdict, Ended> {
 fn untouched(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     let area = rig.untouched(1)?;
     let descriptor = dsa::compare_pattern(area.address(0), size(PAGE), 0, 0);
-    found(rig, descriptor.into(), &area)
+    found(rig, descriptor, &area)
 }
 
 fn untouched_blocked(rig: &Rig<'_>) -> Result<Verdict, Ended> {
     blocks(rig)?;
     let area = rig.untouched(1)?;
     let descriptor = dsa::compare_pattern(area.address(0), size(PAGE), 0, 0);
-    found(
-        rig,
-        flagged(descriptor.into(), Flags::BLOCK_ON_FAULT),
-        &area,
-    )
+    found(rig, flagged(descriptor, Flags::BLOCK_ON_FAULT), &area)
 }
 
 fn iaa_on_read(rig: &Rig<'_>) -> Result<Verdict, Ended> {
@@ -262,7 +255,7 @@ fn decompress(from: &Area, offset: usize, length: usize, to: &Area, at: usize) -
         destination: to.address(at),
         destination_size: size(PAGE / 2),
     };
-    iaa::decompress(decompress, 0).descriptor()
+    iaa::decompress(decompress, 0)
 }
 
 fn iaa_fault(

@@ -1,6 +1,9 @@
 //! The model behind the driver's own builders: it executes what they make.
 
-use idxd::iaa::{self, CompressAecs};
+use idxd::{
+    dsa,
+    iaa::{self, CompressAecs},
+};
 
 use super::*;
 
@@ -11,9 +14,8 @@ fn compress(memory: &Memory, out: &Memory, aecs: &CompressAecs, record: &Record)
         destination: out.address(),
         destination_size: 4096,
         aecs: aecs.address(),
-        end: iaa::End::Block,
     };
-    iaa::compress(compress, record.address()).descriptor()
+    iaa::compress(compress, record.address())
 }
 
 fn decompress(from: &Memory, size: u32, to: &Memory, record: &Record) -> Descriptor {
@@ -23,7 +25,7 @@ fn decompress(from: &Memory, size: u32, to: &Memory, record: &Record) -> Descrip
         destination: to.address(),
         destination_size: 4096,
     };
-    iaa::decompress(decompress, record.address()).descriptor()
+    iaa::decompress(decompress, record.address())
 }
 
 #[test]
@@ -47,7 +49,7 @@ fn a_page_goes_through_an_iaa_and_back() {
         assert_eq!(unpacked.bytes(), page.bytes());
         // DRAIN is the scheduler's.
         assert_eq!(
-            run(&queue, &iaa::drain(record.address()).descriptor(), &record).status(),
+            run(&queue, &dsa::drain(record.address()), &record).status(),
             1
         );
     }

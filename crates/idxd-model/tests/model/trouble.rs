@@ -402,15 +402,6 @@ fn a_descriptor_with_a_misaligned_record_is_discarded() {
 }
 
 #[test]
-fn an_interrupt_is_refused_and_known_to_the_device() {
-    let model = Model::deterministic(&Config::dsa());
-    let (queue, record) = (model.queue(0, 0, PortalKind::Enqcmd), Record::default());
-    let interrupting = with(noop(&record), Flags::INTERRUPT);
-    assert_eq!(run(&queue, &interrupting, &record).status(), 0x19);
-    assert!(model.error_latched(0));
-}
-
-#[test]
 fn nothing_is_counted_where_all_is_done_or_nothing() {
     let model = Model::deterministic(&Config::dsa());
     let queue = model.queue(0, 0, PortalKind::Enqcmd);
@@ -422,29 +413,5 @@ fn nothing_is_counted_where_all_is_done_or_nothing() {
             let image = run(&queue, &descriptor, &record);
             assert_eq!((image.status(), image.completed()), (status, 0));
         }
-    }
-}
-
-#[test]
-fn translations_are_fetched_only_where_there_are_any() {
-    const FETCH: u8 = 0x0a;
-    for (ats_disable, status) in [(false, 1), (true, 0x10)] {
-        let mut config = Config::dsa();
-        let queue = config.queue_mut(0, 0).unwrap();
-        queue.ats_disable = ats_disable;
-        queue.limits.version = 0x200;
-        queue.limits.operations = queue.limits.operations.with(FETCH);
-        let model = Model::deterministic(&config);
-        let (queue, memory, record) = (
-            model.queue(0, 0, PortalKind::Enqcmd),
-            Memory::new(1, 0),
-            Record::default(),
-        );
-        let fetch = Descriptor {
-            address_1: memory.address(),
-            size: 4096,
-            ..descriptor(FETCH, &record)
-        };
-        assert_eq!(run(&queue, &fetch, &record).status(), status);
     }
 }

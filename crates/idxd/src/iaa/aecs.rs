@@ -58,12 +58,6 @@ impl CompressAecs {
         Self::with(&codes.header(last), &codes)
     }
 
-    /// For the data of a block without its header: the decoder knows `codes`, and puts the header before it
-    /// ([`Header::prepend`]). The codes have to [cover](Histogram::covering) whatever may come.
-    pub fn canned(codes: &Codes) -> Self {
-        Self::with(&Header::default(), codes)
-    }
-
     /// The address for a descriptor.
     pub fn address(&self) -> u64 {
         std::ptr::from_ref(self) as u64

@@ -129,24 +129,6 @@ impl Header {
         &self.bytes[..usize::from(self.bits.div_ceil(8))]
     }
 
-    /// A stream for any decoder from a canned one, which is the data of a block without its header.
-    pub fn prepend(&self, canned: &[u8]) -> Vec<u8> {
-        let (whole, shift) = (usize::from(self.bits / 8), self.bits % 8);
-        let mut stream = Vec::with_capacity(whole + 1 + canned.len());
-        stream.extend_from_slice(&self.bytes[..whole]);
-        if shift == 0 {
-            stream.extend_from_slice(canned);
-            return stream;
-        }
-        let mut carried = self.bytes[whole];
-        for byte in canned {
-            stream.push(carried | byte << shift);
-            carried = byte >> (8 - shift);
-        }
-        stream.push(carried);
-        stream
-    }
-
     fn push(&mut self, value: u32, bits: u8) {
         for bit in 0..bits {
             if value >> bit & 1 == 1 {

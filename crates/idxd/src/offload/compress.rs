@@ -17,7 +17,7 @@ use super::{Devices, OffloadCounters, devices::Pending};
 use crate::{
     Descriptor, InFlight, Outcome, Slot, Urgency,
     iaa::{self, CompressAecs, Histogram},
-    status::{Fault, IaaOutcome, IaaStatus},
+    status::{IaaOutcome, SUCCESS},
 };
 
 /// Which Huffman codes compression uses.
@@ -134,7 +134,7 @@ impl Compressor {
             let taken = unsafe {
                 self.flights.give(capacity, &mut |slot| {
                     let buffer = slot.buffer_address();
-                    iaa::statistics(source, size, buffer, 0).descriptor()
+                    iaa::statistics(source, size, buffer, 0)
                 })
             };
             if !taken {
@@ -172,11 +172,8 @@ impl Compressor {
                     // What is not shorter goes as it is.
                     destination_size: size.saturating_sub(1),
                     aecs,
-                    end: iaa::End::Block,
                 };
-                iaa::compress(compress, 0)
-                    .with_cache_control(slot.limits().capabilities)
-                    .descriptor()
+                iaa::compress(compress, 0).with(slot.limits().capabilities.cache_flag())
             })
         }
     }
@@ -205,7 +202,7 @@ fn stream(outcome: &Outcome, page_bytes: usize) -> Option<Option<&[u8]>> {
     }
     let len = usize::try_from(answer.output_size).ok()?;
     let plausible = (1..page_bytes).contains(&len);
-    (answer.status == IaaStatus::Success && plausible).then(|| outcome.buffer(0..len).map(Some))?
+    (answer.status == SUCCESS && plausible).then(|| outcome.buffer(0..len).map(Some))?
 }
 
 /// Single operations that devices have, the oldest first.
@@ -304,10 +301,10 @@ impl Flights {
     }
 }
 
-/// Whether the operation has to be submitted again (IAA 2.1, 4.4.2: error 0x25).
+/// Whether the operation has to be submitted again.
 fn is_interrupted(outcome: &Outcome) -> bool {
     let answer = outcome.image(0).as_ref().and_then(IaaOutcome::of);
-    answer.is_some_and(|answer| answer.fault() == Fault::Interruption)
+    answer.is_some_and(|answer| answer.is_interrupted())
 }
 
 pub(super) fn address(bytes: &[u8]) -> u64 {

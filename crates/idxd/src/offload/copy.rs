@@ -137,7 +137,7 @@ unsafe fn give<'a>(devices: &'a Devices, moves: &[Move]) -> Option<Writing<'a>> 
 fn fill(slot: &mut Slot, moves: &[Move]) -> usize {
     let list = slot.descriptors_mut();
     for (descriptor, of) in list.iter_mut().zip(moves.iter().rev()) {
-        *descriptor = dsa::memmove(of.source, of.destination, of.len, 0).descriptor();
+        *descriptor = dsa::memmove(of.source, of.destination, of.len, 0);
     }
     moves.len().min(list.len())
 }

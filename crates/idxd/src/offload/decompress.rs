@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     Outcome, iaa,
-    status::{IaaOutcome, IaaStatus},
+    status::{IaaOutcome, SUCCESS},
 };
 
 /// Decompresses pages, for one thread.
@@ -113,9 +113,7 @@ impl Decompressor {
                     destination: slot.buffer_address(),
                     destination_size,
                 };
-                iaa::decompress(decompress, 0)
-                    .with_cache_control(slot.limits().capabilities)
-                    .descriptor()
+                iaa::decompress(decompress, 0).with(slot.limits().capabilities.cache_flag())
             })
         }
     }
@@ -126,5 +124,5 @@ impl Decompressor {
 fn decoded(outcome: &Outcome, page_bytes: usize) -> Option<&[u8]> {
     let answer = IaaOutcome::of(&outcome.image(0)?)?;
     let is_whole = usize::try_from(answer.output_size) == Ok(page_bytes);
-    (answer.status == IaaStatus::Success && is_whole).then(|| outcome.buffer(0..page_bytes))?
+    (answer.status == SUCCESS && is_whole).then(|| outcome.buffer(0..page_bytes))?
 }

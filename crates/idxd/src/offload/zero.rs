@@ -206,7 +206,7 @@ impl ZeroScanner {
     fn fill(&self, slot: &mut Slot, pages: &[u64]) -> usize {
         let list = slot.descriptors_mut();
         for (descriptor, page) in list.iter_mut().zip(pages.iter().rev()) {
-            *descriptor = dsa::compare_pattern(*page, self.page_bytes, 0, 0).descriptor();
+            *descriptor = dsa::compare_pattern(*page, self.page_bytes, 0, 0);
         }
         pages.len().min(list.len())
     }

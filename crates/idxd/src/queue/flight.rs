@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::Unanswered;
-use crate::{Descriptor, Flags, Record, arena::Arena, opcode, status::SUCCESS};
+use crate::{Descriptor, Flags, Record, arena::Arena, dsa, status::SUCCESS};
 
 /// What of a slot has been submitted, and how much of that is known to be complete.
 ///
@@ -158,14 +158,10 @@ impl Flight {
 
 /// The descriptor of a batch of what is in `list`.
 fn batch(list: &[Descriptor], record: &Record) -> Descriptor {
-    Descriptor {
-        control: Descriptor::control_of(opcode::BATCH, RECORD),
-        record: record.address(),
-        address_1: list.as_ptr().expose_provenance() as u64,
-        // At most as many as the limits, which have 32 bits.
-        size: u32::try_from(list.len()).unwrap_or(u32::MAX),
-        ..Descriptor::default()
-    }
+    // At most as many as the limits, which have 32 bits.
+    let count = u32::try_from(list.len()).unwrap_or(u32::MAX);
+    let list = list.as_ptr().expose_provenance() as u64;
+    dsa::batch(list, count, record.address())
 }
 
 /// Every operation has a record, also if it succeeds.

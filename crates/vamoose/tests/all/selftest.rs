@@ -10,16 +10,14 @@ use serde_json::Value;
 
 #[test]
 fn models_do_what_is_expected_of_them() {
-    let output = selftest(&["--rounds", "3"]);
+    let output = selftest(&[]);
     assert!(output.status.success(), "{output:?}");
     let text = String::from_utf8(output.stdout).unwrap();
     for part in [
         "DSA model, ENQCMD",
         "IAA model, write(2)",
         "compare-pattern-zero       holds",
-        "assumptions of the model",
-        "3 rounds of offloads with every fault on, seed 1",
-        "all right",
+        "no document promises the expected answer",
     ] {
         assert!(text.contains(part), "{part} is missing in {text}");
     }
@@ -28,12 +26,10 @@ fn models_do_what_is_expected_of_them() {
 
 #[test]
 fn the_json_has_its_keys() {
-    let json = json(&["--rounds", "2", "--seed", "5"]);
+    let json = json(&["--seed", "5"]);
     assert_eq!(json["passed"], true);
     assert_eq!(json["hardware"], false);
     assert_eq!(json["seed"], 5);
-    assert_eq!(json["rounds"]["rounds"], 2);
-    assert_eq!(json["rounds"]["wrong"].as_array().unwrap().len(), 0);
     for key in [
         "report-version",
         "program-version",
@@ -51,29 +47,18 @@ fn the_json_has_its_keys() {
         .flat_map(|queue| queue["checks"].as_array().unwrap())
     {
         for key in [
-            "number",
-            "name",
-            "what",
-            "section",
-            "assumptions",
-            "open",
-            "result",
-            "record",
+            "number", "name", "what", "section", "open", "result", "record",
         ] {
             assert!(check.get(key).is_some(), "{key} in {check}");
         }
         let result = check["result"].as_str().unwrap();
         assert!(["holds", "found", "skipped"].contains(&result), "{check}");
     }
-    let assumptions = json["assumptions"].as_array().unwrap();
-    let holding = assumptions.iter().filter(|one| one["state"] == "holds");
-    assert!(holding.count() >= 15, "{assumptions:#?}");
-    assert!(assumptions.iter().all(|one| one["state"] != "differs"));
 }
 
 #[test]
 fn a_seed_says_the_same_again() {
-    let of = |seed| selftest(&["--rounds", "3", "--seed", seed, "--json", "-"]).stdout;
+    let of = |seed| selftest(&["--seed", seed, "--json", "-"]).stdout;
     assert_eq!(of("7"), of("7"));
     assert_ne!(of("7"), of("8"));
 }
@@ -82,7 +67,7 @@ fn a_seed_says_the_same_again() {
 fn the_json_goes_to_a_file_beside_the_text() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("selftest.json");
-    let output = selftest(&["--rounds", "0", "--json", path.to_str().unwrap()]);
+    let output = selftest(&["--json", path.to_str().unwrap()]);
     assert!(output.status.success() && !output.stdout.is_empty());
     let json: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
     assert_eq!(json["passed"], true);

@@ -1,7 +1,7 @@
 //! What the checks found, for people and for programs.
 
 use idxd::{Kind, RecordImage};
-use idxd_model::selftest::{Finding, Settled, State, Verdict, random::Rounds, settled};
+use idxd_model::selftest::{Finding, Verdict};
 use serde::Serialize;
 
 use super::host::{self, Host};
@@ -16,7 +16,6 @@ pub(super) struct Report {
     pub(super) untested: Vec<Untested>,
     /// The same checks against models, where the tested ones are none.
     pub(super) modelled: Vec<Tested>,
-    pub(super) rounds: Option<Rounds>,
     /// The machine whose devices were tested; none for models.
     pub(super) host: Option<Host>,
 }
@@ -56,13 +55,7 @@ impl Report {
         failures.extend(unopened.map(|Untested { queue, why, .. }| {
             format!("work queue {queue} could not be opened: {why}")
         }));
-        failures.extend(self.rounds.iter().flat_map(|rounds| rounds.wrong.clone()));
         failures
-    }
-
-    fn settled(&self) -> Vec<Settled> {
-        let findings = self.tested.iter().flat_map(|tested| &tested.findings);
-        settled(&findings.cloned().collect::<Vec<_>>())
     }
 
     /// Where a real queue returned something that no model of its kind did.
@@ -88,7 +81,6 @@ impl Report {
                     differences.push(Difference {
                         queue: tested.queue.clone(),
                         check: finding.check.name,
-                        assumptions: finding.check.assumptions,
                         hardware: finding.verdict.to_string(),
                         model: model.to_string(),
                     });
@@ -118,31 +110,7 @@ impl Report {
         for Untested { queue, why, .. } in &self.untested {
             text.push_str(&format!("{queue}\n  not tested: {why}\n\n"));
         }
-        text.push_str("? the expected answer is not promised: another one is no failure\n\n");
-        let whose = match self.hardware {
-            true => "",
-            false => ", which is what was tested: --hw asks real devices",
-        };
-        text.push_str(&format!(
-            "assumptions of the model, version {}{whose}\n",
-            idxd_model::VERSION
-        ));
-        for Settled {
-            assumption,
-            state,
-            by,
-        } in self.settled()
-        {
-            let by = match by.is_empty() {
-                true => String::new(),
-                false => format!(" ({})", by.join(", ")),
-            };
-            let state = state.to_string();
-            text.push_str(&format!(
-                "  {:>3}  {state:<9} {}{by}\n",
-                assumption.number, assumption.what
-            ));
-        }
+        text.push_str("? no document promises the expected answer: another one is no failure\n");
         if self.hardware {
             text.push_str("\nwhere the hardware differs from the model\n");
             let differences = self.differences();
@@ -150,41 +118,16 @@ impl Report {
                 text.push_str("  nowhere, as far as the checks go\n");
             }
             for it in differences {
-                let numbers: Vec<_> = it.assumptions.iter().map(ToString::to_string).collect();
-                let about = match numbers.is_empty() {
-                    true => String::new(),
-                    false => format!(" (assumption {})", numbers.join(", ")),
-                };
                 let Difference {
                     queue,
                     check,
                     hardware,
                     model,
-                    ..
                 } = it;
                 text.push_str(&format!(
-                    "  {queue}, {check}{about}: {hardware}; the model: {model}\n"
+                    "  {queue}, {check}: {hardware}; the model: {model}\n"
                 ));
             }
-        }
-        if let Some(rounds) = &self.rounds {
-            let work = rounds.work;
-            text.push_str(&format!(
-                "\n{} rounds of offloads with every fault on, seed {}: {} pages, {} by devices, {} refused, {} failed, \
-                 {} overtaken, {} checked, {}\n",
-                rounds.rounds,
-                self.seed,
-                rounds.pages,
-                work.by_device,
-                work.refused,
-                work.failed,
-                work.overtaken,
-                work.checked,
-                match rounds.wrong.len() {
-                    0 => "all right".to_owned(),
-                    wrong => format!("{wrong} wrong: again with --seed {}", self.seed),
-                }
-            ));
         }
         text
     }
@@ -206,9 +149,7 @@ impl Report {
                 .map(|tested| JsonQueue::of(tested, self.hardware))
                 .collect(),
             untested: &self.untested,
-            assumptions: self.settled().iter().map(JsonAssumption::of).collect(),
             differences: self.differences(),
-            rounds: self.rounds.as_ref().map(JsonRounds::of),
         }
     }
 }
@@ -222,7 +163,6 @@ const REPORT_VERSION: u32 = 1;
 struct Difference {
     queue: String,
     check: &'static str,
-    assumptions: &'static [u32],
     hardware: String,
     model: String,
 }
@@ -240,9 +180,7 @@ struct Json<'a> {
     failures: Vec<String>,
     queues: Vec<JsonQueue>,
     untested: &'a [Untested],
-    assumptions: Vec<JsonAssumption>,
     differences: Vec<Difference>,
-    rounds: Option<JsonRounds>,
 }
 
 #[derive(Serialize)]
@@ -278,7 +216,6 @@ struct JsonCheck {
     name: &'static str,
     what: &'static str,
     section: Option<&'static str>,
-    assumptions: &'static [u32],
     open: bool,
     result: &'static str,
     expected: Option<String>,
@@ -303,7 +240,6 @@ impl JsonCheck {
             name: check.name,
             what: check.what,
             section: check.section,
-            assumptions: check.assumptions,
             open: check.is_open,
             result,
             expected,
@@ -322,61 +258,6 @@ fn bytes(image: RecordImage, kind: Kind) -> String {
     };
     let bytes = words.iter().flat_map(|word| word.to_le_bytes());
     bytes.map(|byte| format!("{byte:02x}")).collect()
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct JsonAssumption {
-    number: u32,
-    what: &'static str,
-    where_used: &'static str,
-    state: &'static str,
-    by: Vec<&'static str>,
-}
-
-impl JsonAssumption {
-    fn of(settled: &Settled) -> Self {
-        Self {
-            number: settled.assumption.number,
-            what: settled.assumption.what,
-            where_used: settled.assumption.where_used,
-            state: match settled.state {
-                State::Holds => "holds",
-                State::Differs => "differs",
-                State::Unproved => "unproved",
-            },
-            by: settled.by.clone(),
-        }
-    }
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct JsonRounds {
-    rounds: u32,
-    pages: u64,
-    by_device: u64,
-    refused: u64,
-    failed: u64,
-    overtaken: u64,
-    checked: u64,
-    wrong: Vec<String>,
-}
-
-impl JsonRounds {
-    fn of(rounds: &Rounds) -> Self {
-        let work = rounds.work;
-        Self {
-            rounds: rounds.rounds,
-            pages: rounds.pages,
-            by_device: work.by_device,
-            refused: work.refused,
-            failed: work.failed,
-            overtaken: work.overtaken,
-            checked: work.checked,
-            wrong: rounds.wrong.clone(),
-        }
-    }
 }
 
 #[cfg(test)]
@@ -455,7 +336,6 @@ pub(super) mod tests {
             ],
             modelled: vec![tested(&Config::dsa(), "DSA model, ENQCMD")],
             untested: Vec::new(),
-            rounds: Some(selftest::random::run(7, 1)),
             host: Some(machine(folder)),
         };
         serde_json::to_string_pretty(&report.json()).unwrap()
@@ -482,8 +362,6 @@ pub(super) mod tests {
             (&json["seed"], &json["hardware"]),
             (&7.into(), &true.into())
         );
-        assert_eq!(json["rounds"]["rounds"], 1);
-        assert_eq!(json["rounds"]["wrong"], serde_json::json!([]));
 
         let host = &json["host"];
         assert_eq!(host["kernel"], "6.12.9-amd64");
@@ -521,17 +399,8 @@ pub(super) mod tests {
                 assert_eq!(
                     keys(check),
                     [
-                        "assumptions",
-                        "expected",
-                        "found",
-                        "name",
-                        "number",
-                        "open",
-                        "record",
-                        "result",
-                        "section",
-                        "what",
-                        "why",
+                        "expected", "found", "name", "number", "open", "record", "result",
+                        "section", "what", "why",
                     ]
                 );
                 if let Some(record) = check["record"].as_str() {

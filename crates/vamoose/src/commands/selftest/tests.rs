@@ -36,7 +36,6 @@ fn options(path: Option<&str>) -> Options {
         out: None,
         hazards: false,
         seed: 1,
-        rounds: 0,
         patience: 200,
         json: None,
     }
