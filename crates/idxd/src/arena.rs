@@ -12,14 +12,12 @@
 //! beginning and stays there: populated, locked where the process may lock, and mapped as long as the device
 //! may write to it.
 //!
-//! A child of `fork` has none of it (`MADV_DONTFORK`): the device works on the memory of the process that opened
-//! the queue, and copy-on-write would take that process's pages away from under it. What a child does have is a
-//! page that the kernel clears for it (`MADV_WIPEONFORK`): by this [`Arena::is_here`] knows where it is.
+//! A child of `fork` has none of it (`MADV_DONTFORK`): the device works on the memory of the process that opened the
+//! queue, and copy-on-write would take that process's pages away from under it. A [`Mark`] tells the two apart.
 
 use std::{
     ptr::{self, NonNull},
     slice,
-    sync::atomic::{AtomicU32, Ordering},
 };
 
 use rustix::{
@@ -28,16 +26,15 @@ use rustix::{
     param::page_size,
 };
 
-use crate::{Descriptor, Record};
+use crate::{Descriptor, Record, fork::Mark};
 
 /// Slots of the same size in one mapping.
 #[derive(Debug)]
 pub(crate) struct Arena {
     memory: Mapping,
-    mark: Mapping,
+    mark: Mark,
     layout: Layout,
     slots: u32,
-    locked: bool,
 }
 
 /// What a slot consists of.
@@ -51,31 +48,26 @@ pub(crate) struct Layout {
     pub(crate) buffer: usize,
 }
 
-/// The value of the mark in the process that made the arena. In a child it is zero.
-const HERE: u32 = 1;
-
 impl Arena {
     /// Maps `slots` slots; everything in them is zero.
     pub(crate) fn new(slots: u32, layout: Layout) -> Result<Self, Errno> {
         let bytes = layout.bytes(slots).ok_or(Errno::NOMEM)?;
-        let memory = Mapping::new(bytes, Advice::LinuxDontFork)?;
-        let mark = Mapping::new(page_size(), Advice::LinuxWipeOnFork)?;
+        let mark = Mark::new()?;
+        let memory = Mapping::new(bytes)?;
+        // Where this fails, the kernel may take pages away, at the price of faults.
         // SAFETY: the range is the mapping's own.
-        let locked = unsafe { mlock(memory.start.as_ptr().cast(), memory.bytes) }.is_ok();
-        let arena = Self {
+        let _ = unsafe { mlock(memory.start.as_ptr().cast(), memory.bytes) };
+        Ok(Self {
             memory,
             mark,
             layout,
             slots,
-            locked,
-        };
-        arena.mark().store(HERE, Ordering::Relaxed);
-        Ok(arena)
+        })
     }
 
     /// Whether this is the process that made the arena. In a child of it the memory is not there.
     pub(crate) fn is_here(&self) -> bool {
-        self.mark().load(Ordering::Relaxed) == HERE
+        !self.mark.is_of_a_parent()
     }
 
     pub(crate) fn layout(&self) -> Layout {
@@ -84,11 +76,6 @@ impl Arena {
 
     pub(crate) fn slots(&self) -> u32 {
         self.slots
-    }
-
-    /// Whether the memory is locked. Where it is not, the kernel may take pages away, at the price of faults.
-    pub(crate) fn is_locked(&self) -> bool {
-        self.locked
     }
 
     /// Records of the heads of `slot`; none in a child.
@@ -170,11 +157,6 @@ impl Arena {
         // SAFETY: offsets come from the layout by which the mapping was sized.
         unsafe { self.memory.start.add(offset) }
     }
-
-    fn mark(&self) -> &AtomicU32 {
-        // SAFETY: a page that stays mapped as long as `self` lives, in a child too, and that holds nothing else.
-        unsafe { AtomicU32::from_ptr(self.mark.start.as_ptr().cast()) }
-    }
 }
 
 impl Drop for Arena {
@@ -183,7 +165,6 @@ impl Drop for Arena {
         if self.is_here() {
             self.memory.unmap();
         }
-        self.mark.unmap();
     }
 }
 
@@ -242,7 +223,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    fn new(bytes: usize, advice: Advice) -> Result<Self, Errno> {
+    fn new(bytes: usize) -> Result<Self, Errno> {
         let flags = MapFlags::PRIVATE | MapFlags::POPULATE;
         // SAFETY: a new mapping at an address that the kernel chooses.
         let start = unsafe {
@@ -258,7 +239,7 @@ impl Mapping {
             bytes,
         };
         // SAFETY: the mapping's own range, to which nothing refers yet.
-        let advised = unsafe { madvise(start, bytes, advice) };
+        let advised = unsafe { madvise(start, bytes, Advice::LinuxDontFork) };
         if let Err(error) = advised {
             mapping.unmap();
             return Err(error);

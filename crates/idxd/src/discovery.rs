@@ -109,12 +109,6 @@ pub struct Device {
     pub state: Option<State>,
     /// The node that is near to it.
     pub numa_node: Option<u32>,
-    /// Groups that there can be.
-    pub max_groups: Option<u32>,
-    /// Engines.
-    pub max_engines: Option<u32>,
-    /// Work queues.
-    pub max_work_queues: Option<u32>,
     /// Entries of all work queues together.
     pub max_work_queues_size: Option<u32>,
     /// Most descriptors of a batch. IAA has none.
@@ -130,22 +124,16 @@ pub struct Device {
     /// Whether it can work in the address space of a process. Linux 5.19 to 6.5 shows the kernel's own address space
     /// here, so that `false` does not mean that it cannot. Only opening a queue is sure.
     pub pasid_enabled: Option<bool>,
-    /// Result of the last command to the device: why it could not be enabled.
-    pub cmd_status: Option<u32>,
     /// Number of its character devices, of which each queue has a minor.
     pub cdev_major: Option<u32>,
     /// Users of its work queues.
     pub clients: Option<u32>,
-    /// Numbers of its groups.
-    pub groups: Vec<u32>,
     /// Numbers of its engines.
     pub engines: Vec<u32>,
     /// Its work queues, by their numbers.
     pub queues: Vec<WorkQueue>,
     /// Why it cannot be understood.
     pub problem: Option<Problem>,
-    /// What is odd about it, but hinders nothing.
-    pub remarks: Vec<Problem>,
 }
 
 /// One work queue. Attributes that this kernel does not have, or that make no sense, are `None`.
@@ -177,8 +165,6 @@ pub struct WorkQueue {
     pub prs_disable: Option<bool>,
     /// Where its character device should be, the usual place first.
     pub nodes: Vec<PathBuf>,
-    /// What is odd about it, but hinders nothing.
-    pub remarks: Vec<Problem>,
     limits: Option<Limits>,
     problem: Option<Problem>,
     /// The kernel has the attribute, whatever its value.
@@ -269,9 +255,6 @@ fn device(root: &Root, path: &Path, name: DeviceName) -> Device {
         version: a.need("version", small),
         state: a.need("state", known),
         numa_node: a.may("numa_node", or_none).flatten(),
-        max_groups: a.may("max_groups", small),
-        max_engines: a.may("max_engines", small),
-        max_work_queues: a.may("max_work_queues", small),
         max_work_queues_size: a.may("max_work_queues_size", small),
         max_batch_size: a.may("max_batch_size", small),
         max_transfer_size: a.may("max_transfer_size", number),
@@ -279,16 +262,13 @@ fn device(root: &Root, path: &Path, name: DeviceName) -> Device {
         gen_cap: a.may("gen_cap", number),
         iaa_cap: a.may("iaa_cap", number),
         pasid_enabled: a.may("pasid_enabled", flag),
-        cmd_status: a.may("cmd_status", small),
         cdev_major: a.may("cdev_major", small),
         clients: a.may("clients", small),
-        groups: parts(path, "group", name),
         engines: parts(path, "engine", name),
         queues: Vec::new(),
         problem: None,
-        remarks: Vec::new(),
     };
-    (device.problem, device.remarks) = (attributes.problem, attributes.remarks);
+    device.problem = attributes.problem;
     let queues = parts(path, "wq", name).into_iter();
     device.queues = queues
         .map(|number| queue(root, path, &device, number))
@@ -302,16 +282,6 @@ fn queue(root: &Root, parent: &Path, device: &Device, number: u32) -> WorkQueue 
     let mut attributes = Attributes::of(&path);
     let a = &mut attributes;
     let minor = a.may("cdev_minor", small);
-    // Fails with ENXIO for a queue without a character device, which is no oddity.
-    a.remarks.retain(|remark| {
-        !matches!(
-            remark,
-            Problem::Unreadable {
-                attribute: "cdev_minor",
-                ..
-            }
-        )
-    });
     let cdev = device.cdev_major.zip(minor);
     let driver_name = a.may("driver_name", text);
     let mut queue = WorkQueue {
@@ -329,7 +299,6 @@ fn queue(root: &Root, parent: &Path, device: &Device, number: u32) -> WorkQueue 
         ats_disable: a.may("ats_disable", flag),
         prs_disable: a.may("prs_disable", flag),
         nodes: nodes(root, device.name.kind, &file_name, cdev),
-        remarks: Vec::new(),
         limits: limits(a, device),
         problem: None,
         number: cdev,
@@ -337,7 +306,6 @@ fn queue(root: &Root, parent: &Path, device: &Device, number: u32) -> WorkQueue 
             .op_cap
             .is_some_and(|operations| !operations.has(opcode::BATCH)),
     };
-    queue.remarks = attributes.remarks;
     queue.problem = match attributes.problem {
         Some(_) if is_gone(&path) => Some(Problem::Gone),
         Some(problem) => Some(problem),

@@ -34,7 +34,7 @@ pub const fn drain(record: u64) -> Descriptor {
     Descriptor::new(opcode::DRAIN, record)
 }
 
-/// Copies. The areas may overlap if the device [supports that](crate::Capabilities::overlapping_copy).
+/// Copies. The areas may overlap if the device supports that (GENCAP bit 1).
 pub const fn memmove(source: u64, destination: u64, size: u32, record: u64) -> Descriptor {
     Descriptor {
         address_1: source,

@@ -26,6 +26,7 @@ pub mod cpu;
 mod descriptor;
 pub mod discovery;
 pub mod dsa;
+mod fork;
 pub mod iaa;
 mod limits;
 pub mod offload;

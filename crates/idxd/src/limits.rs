@@ -72,11 +72,6 @@ impl Capabilities {
         self.0 >> bit & 1 == 1
     }
 
-    /// Whether source and destination of a copy may overlap.
-    pub const fn overlapping_copy(self) -> bool {
-        self.has(1)
-    }
-
     /// Whether a descriptor may ask that its output goes to the processor's cache.
     pub const fn cache_control(self) -> bool {
         self.has(2)

@@ -13,7 +13,6 @@
     allow(dead_code, reason = "no other processor has the devices")
 )]
 
-mod fork;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod instructions;
 #[cfg(target_arch = "x86_64")]
@@ -38,11 +37,11 @@ use rustix::{
 };
 use thiserror::Error;
 
-use self::fork::Mark;
 use crate::{
     Descriptor, Limits, Mode, Record, Refusal, Submit, Submitted,
     cpu::Features,
     discovery::{self, Problem, QueueName, Root, WorkQueue},
+    fork::Mark,
     opcode,
     wait::Waiting,
 };

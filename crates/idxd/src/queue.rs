@@ -269,11 +269,6 @@ impl Queue {
         self.inner.arena.slots() as usize
     }
 
-    /// Whether the queue's memory is locked. If not (`RLIMIT_MEMLOCK`), a record may fault and be lost.
-    pub fn is_locked(&self) -> bool {
-        self.inner.arena.is_locked()
-    }
-
     /// The time that deadlines are in.
     pub fn now(&self) -> Duration {
         self.inner.device.now()

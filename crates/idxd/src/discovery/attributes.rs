@@ -17,8 +17,6 @@ pub(super) struct Attributes<'a> {
     path: &'a Path,
     /// The first reason why what needs these attributes cannot be used.
     pub(super) problem: Option<Problem>,
-    /// Oddities that hinder nothing.
-    pub(super) remarks: Vec<Problem>,
 }
 
 impl<'a> Attributes<'a> {
@@ -26,7 +24,6 @@ impl<'a> Attributes<'a> {
         Self {
             path,
             problem: None,
-            remarks: Vec::new(),
         }
     }
 
@@ -54,16 +51,13 @@ impl<'a> Attributes<'a> {
         })
     }
 
-    /// One that not every kernel has, and that is not required.
+    /// One that not every kernel has, and that is not required: `None` also if it makes no sense.
     pub(super) fn may<T>(
-        &mut self,
+        &self,
         name: &'static str,
         parse: impl Fn(&str) -> Option<T>,
     ) -> Option<T> {
-        self.read_if_there(name, parse).unwrap_or_else(|problem| {
-            self.remarks.push(problem);
-            None
-        })
+        self.read(name, parse).ok().flatten()
     }
 
     fn read_if_there<T>(

@@ -91,7 +91,7 @@ pub(super) fn event_log(root: &Root, device: &Device) -> Option<EventLog> {
 fn open_file(path: &Path, name: &str) -> Option<OpenFile> {
     let file: u32 = name.strip_prefix("file")?.parse().ok()?;
     let path = path.join(name);
-    let mut attributes = Attributes::of(&path);
+    let attributes = Attributes::of(&path);
     Some(OpenFile {
         number: file,
         pid: attributes.may("pid", small),

@@ -89,63 +89,50 @@ pub(crate) fn time_stamp() -> u64 {
     unsafe { std::arch::x86_64::_rdtsc() }
 }
 
+/// What the instructions do, on processors that have them. ENQCMD needs a work queue.
 #[cfg(test)]
 mod tests {
-    use std::{fs::File, os::unix::fs::FileExt};
+    use std::path::Path;
 
     use super::*;
+    use crate::cpu::Features;
 
-    /// Functions of their own, so that there is code to look at. None is ever called.
-    #[inline(never)]
-    unsafe fn enqcmd_alone(portal: *mut u8, descriptor: &Descriptor) -> bool {
-        // SAFETY: never called.
-        unsafe { enqcmd(portal, descriptor) }
-    }
-
-    #[inline(never)]
-    unsafe fn movdir64b_alone(portal: *mut u8, descriptor: &Descriptor) {
-        // SAFETY: never called.
-        unsafe { movdir64b(portal, descriptor) }
-    }
-
-    #[inline(never)]
-    unsafe fn umonitor_alone(record: &Record) {
-        // SAFETY: never called.
-        unsafe { umonitor(record) }
-    }
-
-    #[inline(never)]
-    unsafe fn umwait_alone(deadline: u64) {
-        // SAFETY: never called.
-        unsafe { umwait(deadline) }
-    }
-
-    /// Whether `bytes` are among the first of the function at `address`.
-    fn has(address: usize, bytes: &[u8]) -> bool {
-        let mut code = [0; 48];
-        let read = File::open("/proc/self/mem")
-            .unwrap()
-            .read_at(&mut code, address as u64)
-            .unwrap();
-        code[..read]
-            .windows(bytes.len())
-            .any(|window| window == bytes)
+    fn features() -> Features {
+        Features::of_host(Path::new("/proc/cpuinfo"))
     }
 
     #[test]
-    fn encodings_are_the_manuals() {
-        assert!(has(
-            enqcmd_alone as *const () as usize,
-            &[0xf2, 0x0f, 0x38, 0xf8]
-        ));
-        assert!(has(
-            movdir64b_alone as *const () as usize,
-            &[0x66, 0x0f, 0x38, 0xf8]
-        ));
-        assert!(has(
-            umonitor_alone as *const () as usize,
-            &[0xf3, 0x0f, 0xae]
-        ));
-        assert!(has(umwait_alone as *const () as usize, &[0xf2, 0x0f, 0xae]));
+    fn movdir64b_writes_a_whole_descriptor() {
+        if !features().movdir64b {
+            return;
+        }
+        let descriptor = Descriptor {
+            record: 0x0123_4567_89ab_cdef,
+            operands: [1, 2, u64::MAX],
+            ..Descriptor::default()
+        };
+        let mut place = Descriptor::default();
+        // SAFETY: the processor has the instruction; the place is 64 aligned bytes of ordinary memory.
+        unsafe { movdir64b(std::ptr::from_mut(&mut place).cast(), &descriptor) };
+        sfence();
+        assert_eq!(place, descriptor);
+    }
+
+    #[test]
+    fn umwait_ends_at_its_deadline() {
+        if !features().waitpkg {
+            return;
+        }
+        let record = Record::default();
+        let deadline = time_stamp() + 1000;
+        // It may wake for any reason.
+        while time_stamp() < deadline {
+            // SAFETY: the processor has the instructions.
+            unsafe {
+                umonitor(&record);
+                umwait(deadline);
+            }
+        }
+        assert_eq!(record.status(), 0);
     }
 }

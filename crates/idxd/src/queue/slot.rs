@@ -41,11 +41,6 @@ impl Slot {
         self.lease.queue.device.limits()
     }
 
-    /// Which of the queue's slots it is, from zero.
-    pub fn index(&self) -> usize {
-        self.lease.slot as usize
-    }
-
     /// The list. It holds what the slot's user before has left in it: what does not change need not be
     /// written again. The records are the queue's affair: their addresses and flags are set at submission.
     /// Empty in a forked child.
@@ -227,27 +222,6 @@ impl Outcome {
     /// its record is lost. The processor does it then; but it may have been done.
     pub fn image(&self, index: usize) -> Option<RecordImage> {
         self.records().get(index)?.image()
-    }
-
-    /// What the device has written for the batch that operation `index` was in; `None` if it was in none.
-    pub fn batch(&self, index: usize) -> Option<RecordImage> {
-        let flight = &self.lease.flight;
-        let index = u32::try_from(index)
-            .ok()
-            .filter(|index| *index < flight.members)?;
-        let entry = index / flight.batch;
-        if flight.range(entry).len() == 1 {
-            return None;
-        }
-        let records = self.lease.queue.arena.head_records(self.lease.slot);
-        records.get(entry as usize)?.image()
-    }
-
-    /// The descriptors, as they were submitted.
-    pub fn descriptors(&self) -> &[Descriptor] {
-        // SAFETY: the slot is this one's alone and only read, and no device writes to lists.
-        let list: &[Descriptor] = unsafe { self.lease.queue.arena.list(self.lease.slot) };
-        list.get(..self.len()).unwrap_or_default()
     }
 
     /// Bytes of the slot's buffer. `None` beyond its end, in a forked child, and when a record is lost: then the

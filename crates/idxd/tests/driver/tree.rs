@@ -17,8 +17,6 @@ const DEVICE: &[(&str, &str)] = &[
     ("version", "0x100"),
     ("state", "enabled"),
     ("numa_node", "0"),
-    ("max_groups", "4"),
-    ("max_work_queues", "8"),
     ("max_work_queues_size", "128"),
     ("max_transfer_size", "2147483648"),
     ("max_read_buffers", "96"),
@@ -27,7 +25,6 @@ const DEVICE: &[(&str, &str)] = &[
     ("configurable", "1"),
     ("cdev_major", "1"),
     ("clients", "0"),
-    ("cmd_status", "0x0"),
 ];
 
 /// Attributes of a work queue for processes; of its character device there is /dev/null, 1:3.

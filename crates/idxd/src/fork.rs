@@ -5,19 +5,21 @@
 //! the price of a load; a process id would take a system call, and may be used again.
 
 use std::{
-    io,
     ptr::NonNull,
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::{
+    io::Errno,
+    mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap},
+};
 
 const PAGE: usize = 4096;
 const HERE: u64 = 1;
 
 /// A mark that a forked child does not have.
 #[derive(Debug)]
-pub(super) struct Mark {
+pub(crate) struct Mark {
     page: NonNull<AtomicU64>,
 }
 
@@ -27,14 +29,14 @@ unsafe impl Send for Mark {}
 unsafe impl Sync for Mark {}
 
 impl Mark {
-    pub(super) fn new() -> io::Result<Self> {
+    pub(crate) fn new() -> Result<Self, Errno> {
         // SAFETY: a new mapping, at an address of the kernel's choice.
         let page = unsafe {
             let protection = ProtFlags::READ | ProtFlags::WRITE;
             mmap_anonymous(std::ptr::null_mut(), PAGE, protection, MapFlags::PRIVATE)?
         };
         let mark = Self {
-            page: NonNull::new(page.cast()).ok_or(io::ErrorKind::InvalidData)?,
+            page: NonNull::new(page.cast()).ok_or(Errno::INVAL)?,
         };
         // SAFETY: the mapping is this value's own; the advice changes it in a child only.
         unsafe { madvise(page, PAGE, Advice::LinuxWipeOnFork)? };
@@ -43,7 +45,7 @@ impl Mark {
     }
 
     /// Whether this process was forked from the one that made the mark.
-    pub(super) fn is_of_a_parent(&self) -> bool {
+    pub(crate) fn is_of_a_parent(&self) -> bool {
         self.word().load(Ordering::Relaxed) != HERE
     }
 
@@ -64,7 +66,7 @@ impl Drop for Mark {
 #[cfg(test)]
 impl Mark {
     /// As the kernel does in a child.
-    pub(super) fn wipe(&mut self) {
+    pub(crate) fn wipe(&mut self) {
         self.word().store(0, Ordering::Relaxed);
     }
 }
