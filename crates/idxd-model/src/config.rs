@@ -21,10 +21,6 @@ pub struct Config {
     /// How often the kernel retries a descriptor that comes by `write`, beyond the first time
     /// (`enqcmds_retries` in sysfs; 32 by default).
     pub write_retries: u32,
-    /// Memory that this process has mapped but not touched is a page fault, as it is for hardware; otherwise a device
-    /// finds zeros there. (What was swapped out counts as not touched. Needs `/proc/self/pagemap`, and nothing
-    /// faults where that cannot be read.)
-    pub untouched_faults: bool,
 }
 
 impl Config {
@@ -51,7 +47,6 @@ impl Config {
             seed: 0,
             work: Work::All,
             write_retries: 32,
-            untouched_faults: false,
         }
     }
 
@@ -128,7 +123,6 @@ impl DeviceConfig {
         let queues = vec![QueueConfig {
             limits,
             priority: 10,
-            ats_disable: false,
             prs_disable: false,
         }];
         Self {
@@ -154,9 +148,6 @@ pub struct QueueConfig {
     pub limits: Limits,
     /// 1 to 15: its share of the engines, against the other queues of its group.
     pub priority: u32,
-    /// Addresses are not translated beforehand (`ats_disable` in sysfs): a write that faults is lost and reported as
-    /// done, which DSA 3.0, 3.13.1, allows.
-    pub ats_disable: bool,
     /// Page requests are not made (`prs_disable`): what is missing under a record or a batch's list is not waited
     /// for. Otherwise it is, whatever descriptors ask for (DSA 3.0, 8.1.3).
     pub prs_disable: bool,
@@ -207,8 +198,6 @@ impl Speeds {
 pub enum Work {
     /// All of it.
     All,
-    /// COMPARE_PATTERN looks at the first and the last 64 bytes only.
-    Ends,
     /// COMPARE_PATTERN asks, with address and length, whether the bytes are the pattern.
     Oracle(Arc<dyn Fn(u64, u32) -> bool + Send + Sync>),
 }
@@ -217,7 +206,6 @@ impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::All => "All",
-            Self::Ends => "Ends",
             Self::Oracle(_) => "Oracle",
         })
     }

@@ -1,15 +1,13 @@
-//! Who moves the machine: its callers, in virtual or in real time, or threads.
+//! Drives the machine: by its callers, in virtual or real time, or by threads.
 
 use std::{
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
-
-use rustix::time::{ClockId, clock_gettime};
 
 use super::{
     config::Config,
@@ -39,13 +37,11 @@ pub(super) struct Driver {
     workshop: Arc<Workshop>,
     /// Something was submitted or changed, for workers.
     work: Condvar,
-    /// Something completed, for who pauses or closes.
+    /// Something completed: wakes threads that pause or close.
     done: Condvar,
     time: Time,
     start: Instant,
     over: AtomicBool,
-    /// Nanoseconds.
-    cpu: AtomicU64,
 }
 
 impl Driver {
@@ -58,7 +54,6 @@ impl Driver {
             time,
             start: Instant::now(),
             over: AtomicBool::new(false),
-            cpu: AtomicU64::new(0),
         }
     }
 
@@ -113,10 +108,6 @@ impl Driver {
         self.done.notify_all();
     }
 
-    pub(super) fn cpu_time(&self) -> Duration {
-        Duration::from_nanos(self.cpu.load(Ordering::Relaxed))
-    }
-
     /// Submits until `next` reports that nothing is left, or that something was denied.
     pub(super) fn submit(
         &self,
@@ -134,16 +125,14 @@ impl Driver {
             },
             Time::Real => {
                 self.catch_up(&mut machine);
-                self.accounted(|| {
-                    loop {
-                        let denied = next(&mut machine)?;
-                        if denied.is_some() {
-                            return denied;
-                        }
-                        // Engines that wait have it at once: its entry is free again.
-                        machine.start_all();
+                loop {
+                    let denied = next(&mut machine)?;
+                    if denied.is_some() {
+                        return denied;
                     }
-                })
+                    // Engines that wait have it at once: its entry is free again.
+                    machine.start_all();
+                }
             }
             Time::Threads => {
                 self.catch_up(&mut machine);
@@ -270,28 +259,12 @@ impl Driver {
     /// Does what is due by the real time, which it returns.
     fn catch_up(&self, machine: &mut Machine) -> u64 {
         let now = self.real();
-        if self.time == Time::Real {
-            if machine.next_due().is_some_and(|due| due <= now) {
-                let before = thread_time();
-                machine.advance(now);
-                self.cpu
-                    .fetch_add(thread_time().saturating_sub(before), Ordering::Relaxed);
-            } else {
-                machine.clock = machine.clock.max(now);
-            }
+        if self.time == Time::Real && machine.next_due().is_some_and(|due| due <= now) {
+            machine.advance(now);
         } else {
             machine.clock = machine.clock.max(now);
         }
         now
-    }
-
-    /// Books the processor time of `work` on the model.
-    fn accounted<T>(&self, work: impl FnOnce() -> T) -> T {
-        let before = thread_time();
-        let result = work();
-        self.cpu
-            .fetch_add(thread_time().saturating_sub(before), Ordering::Relaxed);
-        result
     }
 
     fn real(&self) -> u64 {
@@ -319,7 +292,6 @@ pub(super) fn workers(driver: &Arc<Driver>, config: &Config) -> Vec<JoinHandle<(
 
 /// One engine's life.
 fn run(driver: &Driver, device: usize, engine: usize) {
-    let mut used = 0;
     let mut machine = driver.lock();
     while !driver.over.load(Ordering::Relaxed) {
         driver.catch_up(&mut machine);
@@ -340,11 +312,6 @@ fn run(driver: &Driver, device: usize, engine: usize) {
             machine.devices[device].engines[engine].busy = None;
             machine.finish(device, engine, worked);
         } else if !machine.start(device, engine) {
-            let time = thread_time();
-            driver
-                .cpu
-                .fetch_add(time.saturating_sub(used), Ordering::Relaxed);
-            used = time;
             let next = machine.next_delivery().map(|due| due.saturating_sub(now));
             driver.done.notify_all();
             machine = match next {
@@ -393,11 +360,4 @@ fn rest(time: u64) {
     } else {
         thread::yield_now();
     }
-}
-
-/// Processor time of this thread, in nanoseconds.
-fn thread_time() -> u64 {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    let (seconds, rest) = (u64::try_from(time.tv_sec), u64::try_from(time.tv_nsec));
-    seconds.unwrap_or(0) * 1_000_000_000 + rest.unwrap_or(0)
 }

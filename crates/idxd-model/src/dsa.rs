@@ -173,12 +173,7 @@ fn compare_pattern(descriptor: &Descriptor, memory: &mut dyn Memory, work: &Work
     let end = match work {
         Work::Oracle(same) if same(descriptor.address_1, descriptor.size) => None,
         Work::Oracle(_) => Some(compared(Some(0))),
-        Work::Ends if size > 128 => {
-            let last = (size - 57) & !7;
-            look::<64>(descriptor, memory, 0, 64)
-                .or_else(|| look::<64>(descriptor, memory, last, size - last))
-        }
-        Work::Ends | Work::All => {
+        Work::All => {
             pieces(size).find_map(|(at, length)| look::<PIECE>(descriptor, memory, at, length))
         }
     };

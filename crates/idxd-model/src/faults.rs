@@ -1,4 +1,4 @@
-//! What goes wrong: at random, or exactly where a test wants it.
+//! Fault injection: at random, or exactly where a test wants it.
 
 use std::time::Duration;
 

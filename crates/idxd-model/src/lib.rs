@@ -339,12 +339,6 @@ impl Model {
         self.driver.lock().trace.0
     }
 
-    /// Processor time that the model itself has used: its threads' and, of a [`timed`](Self::timed) model, that
-    /// of the callers inside of it (not of their waiting).
-    pub fn cpu_time(&self) -> Duration {
-        self.driver.cpu_time()
-    }
-
     /// The time of the queues' [`Submit::now`].
     pub fn now(&self) -> Duration {
         self.driver.now()

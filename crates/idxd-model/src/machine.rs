@@ -1,4 +1,4 @@
-//! The devices themselves: queues, engines, batches, and what happens when.
+//! The state of the devices: queues, engines, batches, and the order of events.
 //!
 //! ```text
 //!   submit ─> entries of a work queue ──start──> engine ──finish──> deliveries ──deliver──> record, accounts
@@ -7,8 +7,8 @@
 //!                                              ^──────────────────────────────────────────────┘ members done
 //! ```
 //! [`admission`] lets descriptors in, [`batch`] reads lists, [`workshop`] does the work, [`completion`] reports it.
-//! Nothing here waits or knows of threads: time is a number, and one [`Machine::step`] is one action. Who drives it
-//! chooses whether time is real.
+//! Nothing here waits or knows of threads: time is a number, and one [`Machine::step`] is one action. The driver
+//! decides whether time is real.
 
 mod admission;
 mod batch;
@@ -17,7 +17,6 @@ mod workshop;
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
-    fs::File,
     sync::Arc,
 };
 
@@ -86,8 +85,6 @@ pub(super) struct Queue {
     pub(super) full: u32,
     group: usize,
     priority: u32,
-    /// Writes that fault are lost, and nobody is told (ATS is disabled).
-    loses_writes: bool,
     /// What is missing under records and lists is asked for (PRS is not disabled).
     requests_pages: bool,
     entries: VecDeque<Unit>,
@@ -103,7 +100,7 @@ pub(super) struct Engine {
     pub(super) busy: Option<usize>,
 }
 
-/// Who opened a work queue.
+/// A process that opened a work queue.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Client {
     pub(super) device: usize,
@@ -166,10 +163,6 @@ impl Machine {
                 pages: Pages::default(),
                 speeds: config.speeds,
                 work: config.work.clone(),
-                pagemap: config
-                    .untouched_faults
-                    .then(|| File::open("/proc/self/pagemap").ok())
-                    .flatten(),
             }),
         }
     }
@@ -393,7 +386,6 @@ impl Machine {
             kind: device.kind,
             block: queue.limits.block_on_fault
                 && unit.descriptor.flags().has(Flags::BLOCK_ON_FAULT),
-            loses_writes: queue.loses_writes,
             random: self.random.next(),
             now: self.clock,
             unit,
@@ -401,7 +393,7 @@ impl Machine {
         }
     }
 
-    /// Gives a descriptor up of which nothing can come any more. For a queue that is being closed.
+    /// Gives up the client's descriptors that can never complete: its queue is being closed.
     pub(super) fn abandon(&mut self, client: usize) {
         let given = self.remove(|unit| unit.client == client);
         self.statistics.aborted += given;
@@ -658,7 +650,6 @@ impl Device {
             full: 0,
             group,
             priority: queue.priority,
-            loses_writes: queue.ats_disable,
             requests_pages: !queue.prs_disable,
             entries: VecDeque::new(),
             outstanding: BTreeMap::new(),

@@ -7,9 +7,7 @@
 use std::{
     collections::BTreeMap,
     fmt,
-    fs::File,
     ops::Range,
-    os::unix::fs::FileExt,
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -207,13 +205,9 @@ enum Found {
 #[derive(Debug)]
 pub(super) struct View<'a> {
     pub(super) pages: &'a Pages,
-    /// Tells what this process has not touched, which then faults.
-    pub(super) residency: Option<&'a File>,
     pub(super) now: u64,
     /// The operation waits for faults.
     pub(super) block: bool,
-    /// Nobody is told of writes that fault: they are lost, and the operation goes on.
-    pub(super) loses_writes: bool,
     /// A fault that was asked for: from this address on nothing is there, for reads or for writes.
     pub(super) injected: Option<(u64, bool)>,
     /// How long the operation has waited for faults, in nanoseconds.
@@ -230,8 +224,7 @@ impl View<'_> {
         mut access: impl FnMut(u64, Range<usize>) -> bool,
     ) -> Result<(), Fault> {
         let mapped = self.pages.used.load(Ordering::Acquire);
-        let plain = !mapped && self.injected.is_none() && self.residency.is_none();
-        if plain && access(address, 0..length) {
+        if !mapped && self.injected.is_none() && access(address, 0..length) {
             return Ok(());
         }
         let mut done = 0;
@@ -239,10 +232,8 @@ impl View<'_> {
             let at = address.wrapping_add(done as u64);
             let page = usize::try_from(PAGE - at % PAGE).unwrap_or(length);
             let end = length.min(done + page);
-            match self.in_page(at, done..end, write, &mut access) {
-                Err(fault) if !(write && self.loses_writes) => return Err(fault),
-                _ => done = end,
-            }
+            self.in_page(at, done..end, write, &mut access)?;
+            done = end;
         }
         Ok(())
     }
@@ -266,16 +257,6 @@ impl View<'_> {
                 Found::Absent => return Err(fault),
                 Found::After(wait) => self.stalled = self.stalled.saturating_add(wait),
             }
-        }
-        if self
-            .residency
-            .is_some_and(|pagemap| untouched(pagemap, at / PAGE))
-        {
-            if !self.block {
-                return Err(fault);
-            }
-            // The access itself lets the kernel map the page.
-            self.stalled = self.stalled.saturating_add(PAGE_REQUEST);
         }
         if let Some((bad, of_writes)) = self.injected
             && of_writes == write
@@ -321,16 +302,6 @@ impl Memory for View<'_> {
             write_process(&[(at, &bytes[range])])
         })
     }
-}
-
-/// Nanoseconds that a page request takes: of the order in QEMU's documentation of its DSA offload.
-const PAGE_REQUEST: u64 = 9_000;
-
-/// Whether a page is mapped but not present. Its entry has bit 63 if it is (Linux, `admin-guide/mm/pagemap.rst`).
-fn untouched(pagemap: &File, number: u64) -> bool {
-    let mut entry = [0; 8];
-    let read = pagemap.read_exact_at(&mut entry, number.saturating_mul(8));
-    read.is_ok() && u64::from_le_bytes(entry) >> 63 == 0
 }
 
 /// Whether all of `buffer` could be read.

@@ -1,4 +1,4 @@
-//! Numbers that look random and can be had again: SplitMix64.
+//! Reproducible pseudo-random numbers: SplitMix64.
 
 /// One sequence, from one seed.
 #[derive(Clone, Debug)]

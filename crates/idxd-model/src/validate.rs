@@ -3,7 +3,7 @@
 //!
 //! Sources: DSA 3.0, 5.4 and 5.5 (tables 5-3 to 5-5), 5.8.1, 8.1.3 and 8.3; IAA 2.1, 4.1, 4.2 and 6.1. A device checks
 //! in any order (DSA 3.0, 5.4): of a descriptor with two mistakes either may be reported. What the documents leave open
-//! is in the list of assumptions.
+//! is listed at the top of the crate.
 //!
 //! The model has the operations and flags that the driver uses, and rejects all others, even where a device has them:
 //! interrupts, traffic classes, strict ordering, readback, and the continuation of batches among them.
@@ -30,7 +30,6 @@ pub(super) mod status {
     pub(crate) const LIST_ALIGNMENT: u8 = 0x18;
     pub(crate) const RECORD_ALIGNMENT: u8 = 0x1b;
     pub(crate) const ADDRESS_ALIGNMENT: u8 = 0x1c;
-    pub(crate) const HARDWARE_ERROR: u8 = 0x20;
     /// Bit 7: the fault was on a write.
     pub(crate) const ON_WRITE: u8 = 0x80;
 }

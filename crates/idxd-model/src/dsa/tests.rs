@@ -51,10 +51,8 @@ fn an_overlapping_move_can_be_taken_up_again_after_a_fault() {
         let here = |address: u64| start + (address - BASE);
         let mut view = View {
             pages: &pages,
-            residency: None,
             now: 0,
             block: false,
-            loses_writes: false,
             injected: Some((here(bad), write)),
             stalled: 0,
         };

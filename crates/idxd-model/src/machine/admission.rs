@@ -1,4 +1,4 @@
-//! What gets into a work queue: the rules of the instructions, and of the kernel's `write`.
+//! Admits descriptors to a work queue, by the rules of the instructions and of the kernel's `write`.
 
 use super::{Client, Machine, Unit};
 use crate::PortalKind;
@@ -53,7 +53,7 @@ impl Machine {
             (PortalKind::Enqcmd, _) | (PortalKind::Write { .. }, Mode::Shared) if dead => {
                 return Err(Denied::Full);
             }
-            // Assumption 3: the wrong instruction for a queue is never accepted.
+            // The wrong instruction for a queue is never accepted (DSA 3.0, 5.3).
             (PortalKind::Enqcmd, Mode::Dedicated) => return Err(Denied::Full),
             (PortalKind::Enqcmd, Mode::Shared) => {
                 if self.full(device, queue) {

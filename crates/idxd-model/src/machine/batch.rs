@@ -123,7 +123,7 @@ impl Machine {
         Some((unit, then))
     }
 
-    /// Whether a group can begin another batch (assumption 21).
+    /// Whether a group can begin another batch.
     pub(super) fn takes_batch(&self, device: usize, group: usize) -> bool {
         let engines = self.devices[device]
             .engines

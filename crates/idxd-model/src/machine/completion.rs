@@ -1,13 +1,7 @@
-//! What comes after the work: records, late or lost ones too, and who is notified.
+//! Completes descriptors: writes their records, also late or lost ones, and updates the accounts.
 
 use super::{Machine, NEVER, Unit, batch::Batch};
-use crate::{
-    dsa::Outcome,
-    faults::InjectedFault,
-    memory::{PAGE, View},
-    nanoseconds,
-    validate::status,
-};
+use crate::{dsa::Outcome, faults::InjectedFault, memory::PAGE, nanoseconds, validate::status};
 use idxd::{Flags, Kind, Mode, RecordImage, opcode};
 
 /// What happens to a descriptor once its engine is done with it.
@@ -181,10 +175,7 @@ impl Machine {
         let length = if kind == Kind::Dsa { 32 } else { 64 };
         let address = unit.descriptor.record;
         let queue = &self.devices[unit.device].queues[unit.queue];
-        let mut memory = View {
-            loses_writes: queue.loses_writes,
-            ..self.workshop.view(self.clock, queue.requests_pages)
-        };
+        let mut memory = self.workshop.view(self.clock, queue.requests_pages);
         let written = address.is_multiple_of(kind.record_alignment())
             && memory
                 .write_record(address, &bytes.as_flattened()[..length])

@@ -1,7 +1,5 @@
 //! The work of one descriptor, in memory. It needs nothing of the machine, so that threads can do it outside its lock.
 
-use std::fs::File;
-
 use super::{NEVER, Unit};
 use idxd::{Descriptor, Kind, RecordImage, opcode};
 
@@ -20,7 +18,6 @@ pub(crate) struct Workshop {
     pub(crate) pages: Pages,
     pub(super) speeds: Speeds,
     pub(super) work: Work,
-    pub(super) pagemap: Option<File>,
 }
 
 /// Work that can be done without the machine.
@@ -30,7 +27,6 @@ pub(crate) struct Job {
     pub(crate) unit: Unit,
     pub(super) done: Option<RecordImage>,
     pub(super) block: bool,
-    pub(super) loses_writes: bool,
     pub(super) random: u64,
     pub(super) now: u64,
 }
@@ -71,7 +67,6 @@ impl Workshop {
         }
         let mut view = View {
             injected,
-            loses_writes: job.loses_writes,
             ..self.view(job.now, job.block)
         };
         let mut image = match job.kind {
@@ -81,10 +76,6 @@ impl Workshop {
             }
             Kind::Iaa => iaa::execute(descriptor, &mut view),
         };
-        if job.loses_writes && image.status() == status::PAGE_FAULT {
-            // Nor is it told what is missing for a read (DSA 3.0, 5.8.1).
-            image = Outcome::status(status::HARDWARE_ERROR).image();
-        }
         if refused && image.status() & !status::ON_WRITE == status::PAGE_FAULT {
             image.words[0] += u64::from(status::PAGE_REQUEST_REFUSED - status::PAGE_FAULT);
         }
@@ -114,10 +105,8 @@ impl Workshop {
     pub(super) fn view(&self, now: u64, block: bool) -> View<'_> {
         View {
             pages: &self.pages,
-            residency: self.pagemap.as_ref(),
             now,
             block,
-            loses_writes: false,
             injected: None,
             stalled: 0,
         }

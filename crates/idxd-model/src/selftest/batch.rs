@@ -1,4 +1,4 @@
-//! Batches.
+//! Checks of batches.
 
 use super::{
     Check, Ended, Verdict,

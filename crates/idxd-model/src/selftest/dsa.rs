@@ -1,4 +1,4 @@
-//! What DSA's operations compute.
+//! Checks of the results of DSA's operations.
 
 use super::{
     Check, Ended, Verdict, is_so,

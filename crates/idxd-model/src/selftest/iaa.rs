@@ -1,4 +1,4 @@
-//! What IAA's operations compute.
+//! Checks of the results of IAA's operations.
 
 use super::{
     Check, Ended, Verdict,

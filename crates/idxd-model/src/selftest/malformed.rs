@@ -1,4 +1,4 @@
-//! Descriptors that are wrong: each mistake has a status of its own, and nothing is done.
+//! Checks of malformed descriptors: each mistake has a status of its own, and nothing is executed.
 
 use super::{
     Check, Ended, Verdict,

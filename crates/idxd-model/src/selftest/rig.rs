@@ -1,4 +1,4 @@
-//! What checks work with: memory that outlives whatever a device may still do to it, and questions with a deadline.
+//! Tools for checks: memory that outlives whatever a device may still do to it, and questions with a deadline.
 
 use std::{
     cell::{Cell, RefCell},

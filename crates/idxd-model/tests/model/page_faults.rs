@@ -184,26 +184,6 @@ fn what_is_missing_under_a_list_is_waited_for() {
 }
 
 #[test]
-fn without_translations_a_write_that_faults_is_lost_and_reported_as_done() {
-    for (ats_disable, status) in [(false, 0x83), (true, 1)] {
-        let model = changed(|queue| queue.ats_disable = ats_disable);
-        let queue = model.queue(0, 0, PortalKind::Enqcmd);
-        let (from, to, record) = (Memory::new(3, 7), Memory::new(3, 0), Record::default());
-        model.pages().set(to.address() + PAGE, 1, Page::ReadOnly);
-        let copy = copy(from.address(), to.address(), 3 << 12, &record);
-        assert_eq!(run(&queue, &copy, &record).status(), status);
-        let bytes = to.bytes();
-        let done = bytes.iter().filter(|byte| **byte == 7).count();
-        assert_eq!(done, if ats_disable { 8192 } else { 4096 });
-        assert_eq!(bytes[4096..8192], [0; 4096]);
-        // What is read is missed all the same, but not what it is.
-        model.pages().set(from.address(), 1, Page::Absent);
-        let status = if ats_disable { 0x20 } else { 3 };
-        assert_eq!(run(&queue, &copy, &record).status(), status);
-    }
-}
-
-#[test]
 fn a_page_is_there_for_so_many_accesses() {
     let model = Model::deterministic(&Config::dsa());
     let queue = model.queue(0, 0, PortalKind::Enqcmd);
@@ -383,55 +363,4 @@ fn memory_changes_under_the_device() {
         (image.status(), image.result(), image.completed()),
         (1, 1, 8191)
     );
-}
-
-/// A mapping of zeros that was never touched.
-fn untouched(pages: usize) -> (u64, impl Drop) {
-    struct Mapping(*mut std::ffi::c_void, usize);
-    impl Drop for Mapping {
-        fn drop(&mut self) {
-            // SAFETY: mapped below, and nothing else refers to it any more.
-            unsafe { rustix::mm::munmap(self.0, self.1).unwrap() };
-        }
-    }
-    let (protection, flags) = (
-        rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE,
-        rustix::mm::MapFlags::PRIVATE,
-    );
-    let length = pages * 4096;
-    // SAFETY: a new mapping, wherever the kernel wants it.
-    let at = unsafe {
-        rustix::mm::mmap_anonymous(std::ptr::null_mut(), length, protection, flags).unwrap()
-    };
-    (at.expose_provenance() as u64, Mapping(at, length))
-}
-
-#[test]
-fn memory_that_was_never_touched_faults_as_for_hardware() {
-    let mut config = blocking();
-    let (memory, mapping) = untouched(2);
-    // By default it is zeros.
-    let (model, record) = (Model::deterministic(&config), Record::default());
-    let zero = is_zero(memory, 4096, &record);
-    assert_eq!(
-        run(&model.queue(0, 0, PortalKind::Enqcmd), &zero, &record).status(),
-        1
-    );
-    drop(mapping);
-
-    config.untouched_faults = true;
-    let (memory, mapping) = untouched(2);
-    let model = Model::deterministic(&config);
-    let queue = model.queue(0, 0, PortalKind::Enqcmd);
-    let zero = is_zero(memory, 8192, &record);
-    let status = run(&queue, &zero, &record).status();
-    if std::fs::File::open("/proc/self/pagemap").is_ok() {
-        assert_eq!(status, 3);
-    }
-    // Who blocks waits until the kernel has mapped it.
-    assert_eq!(
-        run(&queue, &with(zero, Flags::BLOCK_ON_FAULT), &record).status(),
-        1
-    );
-    drop(mapping);
 }

