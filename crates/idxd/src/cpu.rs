@@ -1,4 +1,4 @@
-//! Which of the instructions this processor and its kernel offer.
+//! Detects the instructions that the processor has and the kernel enables.
 
 use std::{fs, path::Path};
 

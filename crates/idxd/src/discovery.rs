@@ -1,4 +1,4 @@
-//! The devices and work queues of this host, as the idxd driver shows them in sysfs.
+//! Finds the devices and work queues of this host in the idxd driver's sysfs.
 //!
 //! ```text
 //!   /sys/bus/dsa/devices/ ─┬─ dsa0/ ─┬─ version, op_cap …            Device
@@ -7,8 +7,8 @@
 //!                          └─ iax1/ ── …                                │
 //!   /dev/dsa/wq0.0, /dev/iax/wq1.0 ─── may this process open it? ───────┘
 //! ```
-//! Sysfs is never trusted: an attribute that is missing or makes no sense is a [`Problem`] of the one queue or
-//! device that it belongs to, and the scan continues. Source of the attributes: the kernel's
+//! Sysfs is not trusted: a required attribute that is missing or malformed is a [`Problem`] of its queue or device, and
+//! the scan continues. Source of the attributes: the kernel's
 //! `Documentation/ABI/stable/sysfs-driver-dma-idxd`.
 
 mod attributes;
@@ -85,7 +85,7 @@ pub enum State {
     Other(String),
 }
 
-/// Who a work queue is for.
+/// The intended users of a work queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum QueueType {
     /// None: it has not been set up.
@@ -145,7 +145,7 @@ pub struct WorkQueue {
     pub device: DeviceName,
     /// On or off.
     pub state: Option<State>,
-    /// Who it is for.
+    /// Its intended users.
     pub kind: Option<QueueType>,
     /// What its administrator called it.
     pub label: Option<String>,

@@ -1,4 +1,4 @@
-//! Whether this process is the one that opened a work queue, or a fork of it.
+//! Tells the process that opened a work queue from its forked children.
 //!
 //! The device works in the address space of the process that opened the queue, and the kernel gives a forked child
 //! no copy of the portal: it must touch neither. A page that the kernel empties in the child distinguishes the two for

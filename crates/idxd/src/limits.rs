@@ -1,4 +1,4 @@
-//! What a work queue can do, as its driver reports or a test defines.
+//! Capabilities and limits of a work queue, as the kernel reports them or a test defines them.
 
 use std::num::NonZeroU32;
 

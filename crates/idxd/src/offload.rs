@@ -1,4 +1,4 @@
-//! The devices behind simple calls: which of these pages are zero, compress these, decompress these, copy this.
+//! Page operations on devices: find zero pages, compress, decompress, copy.
 //!
 //! ```text
 //!  caller ── start ──> [ZeroScanner] ── a batch from the last page on ──> Devices ── round robin ──> Queue
@@ -6,11 +6,11 @@
 //!    │  previous batch                                                                                 ▼
 //!    └── finish ─────> verdicts <── records, as far as they are there; the processor does the rest <── device
 //! ```
-//! Whatever devices do, every page is done once and right: what is refused, fails, faults or comes too late the
-//! processor does, by a closure of the caller's. No call waits for a device for longer than about what the processor
-//! would take to do the work, but where a device may still write to the caller's memory ([`Copier`]). There is no
-//! thread that polls: the caller that needs a result looks for it, and works meanwhile. A work queue that refuses, or whose
-//! answers come too late, is left alone, and tried now and then.
+//! Whatever the devices do, every page is processed once, and correctly: the processor takes over what a queue rejects,
+//! a device fails to do, or does too late, by calling a closure of the caller. No call waits for a device much longer
+//! than the processor would take for the work, except where a device may still write to the caller's memory
+//! ([`Copier`]). No thread polls: the caller works, and looks for results when it needs them. A work queue that rejects
+//! submissions, or answers too late, is left alone and retried from time to time.
 
 mod backoff;
 mod compress;

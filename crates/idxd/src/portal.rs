@@ -53,7 +53,7 @@ const DRAIN: Duration = Duration::from_millis(100);
 
 /// How descriptors get to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum Access {
     /// Through the mapped portal, without a system call.
     Mapped,
     /// Through write(2).
@@ -71,7 +71,7 @@ pub enum OpenError {
     Unusable {
         /// The queue.
         queue: QueueName,
-        /// What is in the way.
+        /// What is in the access.
         #[source]
         problem: Problem,
     },
@@ -139,7 +139,7 @@ pub fn open(queue: &WorkQueue, root: &Root) -> Result<Portal, OpenError> {
 /// everything is [`Refusal::Forked`], and closing does nothing.
 pub struct Portal {
     limits: Limits,
-    way: Way,
+    access: Access,
     waiting: Waiting,
     mark: Mark,
     drains: bool,
@@ -161,19 +161,19 @@ trait Transport: Send + Sync + fmt::Debug {
 
 impl Portal {
     /// How descriptors get to the device.
-    pub fn way(&self) -> Way {
-        self.way
+    pub fn access(&self) -> Access {
+        self.access
     }
 
     fn new(
         transport: Box<dyn Transport>,
-        way: Way,
+        access: Access,
         limits: Limits,
         features: Features,
     ) -> io::Result<Self> {
         Ok(Self {
             limits,
-            way,
+            access,
             waiting: Waiting::with(features),
             mark: Mark::new()?,
             drains: true,
@@ -296,10 +296,10 @@ impl Drop for Portal {
 
 impl fmt::Debug for Portal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { limits, way, .. } = self;
+        let Self { limits, access, .. } = self;
         f.debug_struct("Portal")
             .field("limits", limits)
-            .field("way", way)
+            .field("access", access)
             .finish_non_exhaustive()
     }
 }
@@ -409,14 +409,19 @@ fn open_with(queue: &WorkQueue, features: Features) -> Result<Portal, OpenError>
             drop(file);
             Portal::new(
                 Box::new(mapped),
-                Way::Mapped,
+                Access::Mapped,
                 queue.limits_mapped(limits),
                 features,
             )
         }
         None => {
             let written = Written::of(file);
-            Portal::new(Box::new(written), Way::Written, limits.written(), features)
+            Portal::new(
+                Box::new(written),
+                Access::Written,
+                limits.written(),
+                features,
+            )
         }
     };
     let mut portal = portal.map_err(system)?;

@@ -1,4 +1,4 @@
-//! One work queue, driven: credits, bounded tries, deadlines, and what a device may still write to.
+//! Drives one work queue: credits, bounded retries, deadlines, and quarantine of memory that a device may still write to.
 //!
 //! ```text
 //!                 ┌──────────────────────────── dropped ───────────────────────────┐
@@ -12,20 +12,21 @@
 //! any time. One descriptor is submitted as it is, several as a batch, and where there are no batches (IAA;
 //! write(2) to the first DSA) one by one in one call. Nothing here allocates once the queue is open.
 //!
-//! **Credits.** A dedicated queue loses what it has no entry for, and reports nothing. A shared one refuses, which
-//! costs bus time of all users, and the process that asks most often gets most. So entries are counted: of a dedicated queue all,
-//! of a shared one this process's share ([`Queue::set_entries`]). A slot holds its entries until it is complete.
+//! **Credits.** A dedicated queue silently drops a descriptor that it has no entry for. A shared queue rejects it, which
+//! costs bus time of all users, and the process that submits most often gets most. So entries are counted: all entries
+//! of a dedicated queue, and this process's share of a shared one ([`Queue::set_entries`]). A slot holds its entries
+//! until it is complete.
 //!
-//! **Tries.** "Full" is also what a disabled queue reports. So the number of tries is bounded, and then the
-//! processor does the work.
+//! **Retries.** A disabled queue also reports that it is full. So the number of retries is bounded; then the processor
+//! does the work.
 //!
-//! **Deadlines.** A disabled device, or a record that it could not write, never completes. Who waits gives up
-//! at a deadline; but the device may still write to the slot. Such a slot is in quarantine until its records are
-//! complete after all, or until the queue is closed. After a few of them the queue is dead: it gives no slots
-//! any more, and does not recover. The owner may open another.
+//! **Deadlines.** An operation of a disabled device, or one whose record could not be written, never completes. The
+//! waiting thread gives up at a deadline, but the device may still write to the slot. Such a slot is in quarantine
+//! until its records are complete after all, or the queue is closed. After a few timeouts the queue is dead: it hands
+//! out no slots any more and does not recover. The owner may open another one.
 //!
-//! **Forks.** A child has neither the portal nor this memory. There the queue is dead, slots are empty, and nothing
-//! is complete.
+//! **Forks.** A forked child has neither the portal nor this memory. In the child the queue is dead, slots are empty,
+//! and nothing completes.
 
 mod credits;
 mod flight;

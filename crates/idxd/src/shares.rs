@@ -1,9 +1,9 @@
-//! Fair use of a work queue by all of its users on a host.
+//! Divides a work queue fairly among its users on a host.
 //!
-//! A shared work queue is first come, first served: the process that submits most gets most, and the others find it full.
-//! Here, users that know of each other divide its entries. Each has a row in a small file that all of them map, and
-//! everyone computes from the rows, without asking others, how many descriptors it may have in flight. For what is
-//! beyond that it uses the CPU rather than wait.
+//! A shared work queue is first come, first served: the process that submits most gets most, and the others find the
+//! queue full. With a table of shares, cooperating processes divide the entries. Each process has a row in a small file
+//! that all of them map, and computes from the rows, without asking the others, how many descriptors it may have in
+//! flight. Beyond that it uses the processor instead of waiting.
 //!
 //! ```text
 //!   DIRECTORY/idxd-shares.wq0.1         4096 bytes of little-endian words
@@ -288,8 +288,7 @@ impl Share {
         }
     }
 
-    /// Declares whether this member has anything to do. While it has not, its share is none and the others have its
-    /// entries. Each change makes all members divide again, so this is for pauses of milliseconds and more.
+    /// Declares whether this member has work. While it has none, its share is zero and the others have its entries. Each change makes all members divide again, so this is for pauses of milliseconds and more.
     pub fn set_active(&self, active: bool) {
         self.update(|word| row_word(Weight(weight_of(word)), active, beat_of(word)));
     }

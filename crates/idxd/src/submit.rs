@@ -1,5 +1,5 @@
-//! The seam between the driver and a device. Below it are the [portals](crate::portal) of real work queues, or a model
-//! of a device; everything above it is the same for both.
+//! The interface between the driver and a device: implemented by the [portals](crate::portal) of real work queues and by
+//! the model. Everything above it is the same for both.
 
 use std::{fmt, io, time::Duration};
 
@@ -57,7 +57,7 @@ pub enum Refusal {
     /// The kernel does not let it through: a batch where there may be none, a misaligned record.
     #[error("the kernel does not take such a descriptor")]
     Invalid,
-    /// The process that opened the queue is another one, of which this one is a fork.
+    /// A process opened the queue that this one was forked from.
     #[error(
         "the work queue was opened by the process that this one was forked from: open it again"
     )]

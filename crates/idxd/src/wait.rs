@@ -1,8 +1,8 @@
-//! Waiting for a completion record: short, and kind to the machine.
+//! Waits briefly for a completion record.
 //!
-//! With WAITPKG the processor watches the record's cache line and sleeps: UMONITOR, a look at the record in case it
-//! was written before, UMWAIT. Without, it spins with PAUSE. Either way a wait that ends without the record lets
-//! other threads run before it returns, and the caller waits again: nothing here takes long.
+//! With WAITPKG, the processor watches the record's cache line and sleeps: UMONITOR, a check of the record in case it
+//! was written before, UMWAIT. Without WAITPKG, it spins with PAUSE. A wait that ends without the record lets other
+//! threads run before it returns, and the caller waits again.
 
 use std::{
     hint,

@@ -1,4 +1,4 @@
-//! Reading sysfs, which may be wrong in every way: another kernel, a container's idea of it, a device on its way out.
+//! Reads attributes from sysfs, which may be wrong: written by another kernel, faked by a container, or just vanishing.
 
 use std::{
     fs::File,

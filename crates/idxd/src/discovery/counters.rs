@@ -1,4 +1,4 @@
-//! What the kernel counts of faults on completion records, which nothing else reports.
+//! The kernel's counters of faults on completion records, which nothing else reports.
 //!
 //! ```text
 //!   dsa0/event_log_size                                       entries of the device's event log

@@ -1,4 +1,4 @@
-//! Why a work queue cannot be used, and what helps.
+//! Reasons why a work queue cannot be used, and remedies.
 
 use std::{io, path::PathBuf};
 

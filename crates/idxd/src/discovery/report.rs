@@ -1,4 +1,4 @@
-//! What there is on this host, what is missing, and what to do about it.
+//! Reports the devices of this host, what is missing, and how to set it up.
 
 use std::{fmt, fs, path::Path};
 

@@ -1,9 +1,9 @@
-//! Exponential backoff from a queue that is of no use.
+//! Exponential backoff from a queue that does not help.
 //!
-//! "Full for ever" looks like a busy queue, and each refused submission costs bus time of all its users. So a queue
-//! that took nothing, or whose answer came too late, is left out once, then twice, four times, and so on; after each
-//! such pause it is tried once. The first useful answer ends that. What is counted are occasions, not time: this needs
-//! no clock, and is the same in virtual time.
+//! A queue that is full forever looks like a busy one, and each rejected submission costs bus time of all users. So a
+//! queue that accepted nothing, or answered too late, is skipped once, then twice, then four times, and so on; after
+//! each pause it is tried once. The first useful answer ends the backoff. It counts occasions instead of time, so it
+//! needs no clock and behaves the same in virtual time.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 

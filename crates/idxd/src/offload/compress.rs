@@ -1,15 +1,15 @@
-//! Pages as streams of raw DEFLATE, each by itself: by IAA, and by the processor where that is late.
+//! Compresses each page to a raw DEFLATE stream: on IAA, and on the processor where IAA is late.
 //!
 //! ```text
 //!   pages   0    1    2    3    4   …                            …   n-2  n-1
 //!           out  out  └── IAA: one operation a page ──>     <── processor ──┘
 //!                       └ the next to go out
 //! ```
-//! Pages go to the devices from the front, as many as their queues take, and out in their order. While the next one
-//! is not there, and has not been for a while, the processor does the last page that has not been begun. What no queue
-//! takes it does at once, and in the end what a device still has not done.
+//! Pages go to the devices from the front, as many as their queues accept, and come out in order. If the next page is
+//! not complete after a short wait, the processor compresses the last page that no device has begun. It also does, at
+//! once, what no queue accepts and, at the end, what a device has not completed.
 //!
-//! A device that is late writes to its slot's buffer, which is not used until it is done.
+//! A late device writes to the buffer of its slot, which is not reused until the device is done.
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
@@ -65,8 +65,8 @@ impl Compressor {
         }
     }
 
-    /// Compresses `pages` and gives out their streams in their order: `None` for a page of which no shorter one was
-    /// found, which is to go out as it is. No more pages than this was made for are looked at.
+    /// Compresses `pages` and emits their streams in order: `None` for a page that did not become shorter and is to be
+    /// sent as it is. Ignores pages beyond the number that this compressor was made for.
     pub fn compress(
         &mut self,
         pages: &[u8],

@@ -1,14 +1,14 @@
-//! Pages from one place to another: by a DSA and the processor together.
+//! Copies pages, with a DSA and the processor in parallel.
 //!
-//! The device gets the last ones, as many as it has done in the past while the processor did the others. A device
-//! that may still write cannot be ignored: it would write old bytes over newer ones. So this waits for it, and if it
-//! does not answer the work queue is closed, which ends all that was submitted; from then on the processor copies.
-//! Others that use the queue lose what they have in flight, and do it with the processor too.
+//! The device gets the last pages, about as many as it completed in the past while the processor copied the others. A
+//! device that may still write cannot be ignored: it would overwrite newer bytes with old ones. So the copier waits for
+//! it, and closes the work queue if the device does not answer, which ends everything that was submitted; from then on
+//! the processor copies. Other users of the queue lose what they have in flight, and do it on the processor too.
 //!
-//! Pages that were never touched are faults. To touch them first would not pay: the kernel's zeros are in the
-//! processor's cache by then, where the processor copies faster than it submits. So a device that met nothing but
-//! faults is left alone for a while: the next pages are likely untouched as well. Nor is a copy continued where a fault
-//! ended it: a move is a page, and so is a fault, hence nothing of it was done.
+//! Pages that were never touched fault. Touching them first does not pay: then the kernel's zeros are in the processor's
+//! cache, where the processor copies faster than it submits. So a device that met only faults is left alone for a
+//! while, because the next pages are likely to be untouched as well. A copy that a fault ended is not continued: a move
+//! is one page, and so is a fault, so that nothing of it was done.
 
 use std::{sync::Arc, time::Duration};
 

@@ -1,11 +1,11 @@
-//! Streams of raw DEFLATE back to pages: by IAA, and by the processor where that is late.
+//! Decompresses raw DEFLATE streams to pages: on IAA, and on the processor where IAA is late.
 //!
-//! The device writes to memory of its own and the page is copied from there: one that is late must not write to
-//! pages that are in use by then. As with [compression](super::Compressor) it begins at the front, and the processor at
+//! The device writes to the buffer of a slot, and the page is copied from there: a late device must not write to a page
+//! that is already in use. As with [compression](super::Compressor), the devices begin at the front and the processor at
 //! the end.
 //!
-//! A stream as long as a page is none, but the page as it is: that no device is asked about, to which it may well look
-//! like a stream. Bytes behind the last block of a stream a device does not notice; the page is right all the same.
+//! A payload as long as a page is the page itself and is not sent to a device, which might take it for a stream. A device
+//! does not notice bytes after the last block of a stream; the page is correct nevertheless.
 
 use std::sync::Arc;
 

@@ -1,17 +1,17 @@
-//! Which pages are zero: asked of a DSA, and answered by the processor where that is faster.
+//! Finds zero pages, with a DSA and the processor in parallel.
 //!
 //! ```text
 //!   pages      0    1    2    3   …                       …   n-2  n-1
 //!              └── processor, from the front ──>    <── device, from the back ──┘
 //!                                            they meet
 //! ```
-//! The device gets the last pages of a batch in reverse order. When the verdicts are wanted, the processor goes
-//! through the pages from the front: takes the device's verdict where there is one, and looks itself where there is
-//! none yet. So a batch never takes longer than without a device, and the less the more the device does. If the
-//! caller had other work meanwhile, all verdicts are there, and the processor looks at no page.
+//! The device gets the last pages of a batch in reverse order. When the caller wants the verdicts, the processor goes
+//! through the pages from the front: it uses the device's verdict where there is one, and checks the page itself where
+//! there is none yet. So a batch never takes longer than without a device. If the caller had other work in the meantime,
+//! all verdicts are there, and the processor checks no page.
 //!
-//! How much the device gets follows from how far it came with the batches before: what the processor had to overtake
-//! was given in vain.
+//! The device's share of a batch follows from how far it came with earlier batches: pages that the processor overtook
+//! were submitted in vain.
 
 use std::{num::NonZeroU32, sync::Arc, time::Duration};
 

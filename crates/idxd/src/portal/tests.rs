@@ -88,7 +88,7 @@ fn portal(fake: &Arc<Fake>) -> Portal {
     let features = Features::default();
     Portal::new(
         Box::new(Handle(fake.clone())),
-        Way::Written,
+        Access::Written,
         limits(),
         features,
     )

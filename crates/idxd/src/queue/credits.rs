@@ -1,4 +1,4 @@
-//! How many entries of a work queue this process may have in use.
+//! Limits how many entries of a work queue this process has in use.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 

@@ -1,4 +1,4 @@
-//! What has been submitted with a slot, and how much of it is complete.
+//! Tracks what was submitted with a slot, and how much of it is complete.
 
 use std::ops::Range;
 

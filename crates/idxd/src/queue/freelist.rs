@@ -1,4 +1,4 @@
-//! Which slots are free.
+//! The free slots of a queue.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 

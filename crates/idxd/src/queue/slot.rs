@@ -1,4 +1,4 @@
-//! A slot on its way: filled in, in flight, answered.
+//! The states of a slot: being filled in, in flight, complete.
 
 use std::{ops::Range, sync::Arc, time::Duration};
 

@@ -1,4 +1,4 @@
-//! What happened on a queue, in numbers.
+//! Counters of a queue.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

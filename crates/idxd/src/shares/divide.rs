@@ -1,4 +1,4 @@
-//! Who gets how many entries: a pure function, so that all who see the same rows come to the same result.
+//! The division of entries: a pure function, so that all processes that see the same rows compute the same result.
 
 /// Divides `entries` among members by their `weights`, into `shares`, which is as long. A weight of zero is no member.
 ///

@@ -18,7 +18,7 @@ use clap::Args;
 use idxd::{
     Submit,
     discovery::{self, QueueName, Root, WorkQueue},
-    portal::{self, OpenError, Way},
+    portal::{self, Access, OpenError},
 };
 use idxd_model::{Config, Model, PortalKind, selftest};
 
@@ -70,8 +70,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let root = Root::default();
     let report = report(options, &root, |queue| {
         let portal = portal::open(queue, &root)?;
-        let way = portal.way();
-        Ok((Arc::new(portal), way))
+        let access = portal.access();
+        Ok((Arc::new(portal), access))
     })?;
     let path = options.out.as_deref().unwrap_or(Path::new(DEFAULT_OUT));
     if options.hw {
@@ -115,7 +115,7 @@ fn report(
 }
 
 /// An open work queue.
-type Opened = (Arc<dyn Submit>, Way);
+type Opened = (Arc<dyn Submit>, Access);
 
 /// Where the report goes unless an option names another file.
 const DEFAULT_OUT: &str = "vamoose-selftest.json";
@@ -240,13 +240,13 @@ fn hardware(
     }
     for queue in chosen {
         match open(queue) {
-            Ok((submit, way)) => {
-                let way = match way {
-                    Way::Mapped => "mapped",
-                    Way::Written => "written",
+            Ok((submit, access)) => {
+                let access = match access {
+                    Access::Mapped => "mapped",
+                    Access::Written => "written",
                 };
-                let name = format!("{}, {way}", queue.name);
-                let tested = tested(name, Some(way), submit, options, options.hazards);
+                let name = format!("{}, {access}", queue.name);
+                let tested = tested(name, Some(access), submit, options, options.hazards);
                 report.tested.push(tested);
             }
             Err(error) => report.untested.push(Untested {

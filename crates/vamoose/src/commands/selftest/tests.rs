@@ -48,7 +48,7 @@ fn all_but(refused: &[u32]) -> impl Fn(&WorkQueue) -> Result<Opened, OpenError> 
             return Err(OpenError::NoAnswer(queue.name));
         }
         let model = Model::deterministic(&Config::dsa());
-        Ok((model.queue(0, 0, PortalKind::Enqcmd), Way::Mapped))
+        Ok((model.queue(0, 0, PortalKind::Enqcmd), Access::Mapped))
     }
 }
 
