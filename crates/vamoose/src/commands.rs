@@ -14,3 +14,4 @@ pub(crate) mod relay;
 pub(crate) mod selftest;
 pub(crate) mod serve;
 pub(crate) mod settle;
+mod virsh;

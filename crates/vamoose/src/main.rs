@@ -43,10 +43,6 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    if let Some(error) = commands::evacuate::shield() {
-        eprintln!("vamoose: cannot run ssh: {error}");
-        return ExitCode::FAILURE;
-    }
     let cli = Cli::parse();
     vamoose::program("vamoose", cli.log_format, || match cli.command {
         Command::Relay(options) => commands::relay::run(&options),

@@ -1,8 +1,8 @@
-//! `vamoose evacuate`: all running guests off a host, by libvirt's own migrations. Where they go through gateways, so do these.
+//! `vamoose evacuate`: moves all running guests off a host by libvirt's own migrations, through gateways if hosts have them.
 //!
 //! ```text
-//!  survey: what there is ──> plan ──> drive: migrations, as the scheduler says ──> summary
-//!     libvirt of all hosts               threads, libvirt of two hosts each          where each guest is
+//!  survey: hosts and guests ──> plan ──> drive: migrations, as the scheduler says ──> summary
+//!     a virsh for each host                a thread and a virsh for each one            where each guest is
 //! ```
 
 mod description;
@@ -23,7 +23,6 @@ use clap::Args;
 use evacuation::{Limits, Plan};
 use tracing::warn;
 
-pub(crate) use self::place::shield;
 use self::{description::Storage, libvirt::Migration, summary::Report, survey::Survey};
 use vamoose::options::{JsonReport, Size};
 
@@ -85,7 +84,6 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    libvirt::load()?;
     let survey = Survey::make(options)?;
     let plan = Plan::new(&survey.fleet);
     let report = Report::of_plan(&survey, &plan);
@@ -164,6 +162,7 @@ impl Options {
             converges: self.auto_converge,
             channels: self.channels,
             rate: None,
+            is_by_host: self.p2p,
         }
     }
 }

@@ -4,7 +4,6 @@ mod migrate;
 mod qemu_conf;
 mod receive;
 mod setup;
-mod virsh;
 
 use anyhow::Result;
 use clap::{Args, Subcommand};

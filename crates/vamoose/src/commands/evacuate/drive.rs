@@ -21,8 +21,8 @@ use tracing::{debug, error, info, warn};
 use super::{
     Options,
     display::Display,
-    libvirt::{Domain, Kind, Migration, State},
-    place::{Lease, Place},
+    libvirt::{self, Connection, Domain, Migration, State},
+    place::Place,
     survey::{Known, SOURCE, Survey},
 };
 
@@ -77,7 +77,6 @@ pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<End
         running: BTreeMap::new(),
         accounts: vec![Account::default(); survey.fleet.guests().len()],
         stop: None,
-        monitor: None,
         display: Display::on_stderr(survey, plan),
     };
     thread::scope(|scope| {
@@ -134,8 +133,6 @@ struct Drive<'a> {
     running: BTreeMap<GuestId, Running>,
     accounts: Vec<Account>,
     stop: Option<Stop>,
-    /// To the source.
-    monitor: Option<Lease<'a>>,
     display: Display,
 }
 
@@ -298,12 +295,9 @@ impl<'a> Drive<'a> {
 
     /// Asks how a migration is, and does what is due to it. Nothing depends on the answer: a guest that is gone has moved.
     fn ask(&mut self, guest: GuestId) -> Option<u64> {
-        if self.monitor.as_ref().is_none_or(|it| !it.is_alive()) {
-            self.monitor = self.survey.places[SOURCE.0].connect().ok();
-        }
+        let source = &self.survey.places[SOURCE.0];
         let uuid = &self.survey.known[guest.0].uuid;
-        let domain = self.monitor.as_ref()?.domain(uuid).ok()??;
-        let job = domain.job().ok()?;
+        let job = source.ask(|it| it.job(uuid)).ok()?;
         let running = self.running.get_mut(&guest)?;
         // Refused as long as there is nothing to cancel, and when it has been; the rate that a migration starts with would replace
         // one that is set before.
@@ -311,14 +305,14 @@ impl<'a> Drive<'a> {
             return None;
         }
         if running.is_cancelled {
-            if let Err(error) = domain.abort() {
-                debug!("{}: {error}", domain.name());
+            if let Err(error) = source.ask(|it| it.abort(uuid)) {
+                debug!("{uuid}: {error:#}");
             }
         } else if job.processed > 0
             && let Some(rate) = running.rate
-            && domain.set_rate(mib(rate)).is_ok()
+            && source.ask(|it| it.set_rate(uuid, mib(rate))).is_ok()
         {
-            debug!("{}: {} MiB/s", domain.name(), mib(rate));
+            debug!("{uuid}: {} MiB/s", mib(rate));
             running.rate = None;
         }
         let account = &mut self.accounts[guest.0];
@@ -353,7 +347,6 @@ struct Job<'a> {
     from: &'a Place,
     to: &'a Place,
     migration: Migration,
-    is_by_host: bool,
 }
 
 impl<'a> Job<'a> {
@@ -375,7 +368,6 @@ impl<'a> Job<'a> {
                 rate: rate.map(mib),
                 ..options.migration()
             },
-            is_by_host: options.p2p,
         }
     }
 
@@ -399,9 +391,12 @@ impl<'a> Job<'a> {
                 };
             }
         };
-        let (at, domain, state) = self.observe();
+        let (at, state) = self.observe();
         let job = match at {
-            At::Destination => domain.and_then(|it| it.completed_job().ok()),
+            At::Destination => {
+                let completed = |it: &mut Connection| it.completed_job(&self.known.uuid);
+                self.to.ask(completed).ok()
+            }
             _ => None,
         };
         // One that has ended meanwhile is in no doubt, and does not come back for another try.
@@ -427,56 +422,48 @@ impl<'a> Job<'a> {
 
     /// Migrates it, and returns what that returned; an error if it did not begin.
     fn begin(&self) -> Result<std::result::Result<(), Failure>> {
-        let (from, to) = (self.from.connect()?, self.to.connect()?);
-        let domain = from.domain(&self.known.uuid)?;
-        let domain = match domain {
-            Some(domain) if domain.state()?.is_active() => domain,
-            _ => {
-                return Ok(Err(Failure {
-                    kind: FailureKind::Permanent,
-                    reason: ENDED.to_owned(),
-                }));
-            }
+        let uuid = &self.known.uuid;
+        if active(self.from, uuid)?.is_none() {
+            return Ok(Err(Failure {
+                kind: FailureKind::Permanent,
+                reason: ENDED.to_owned(),
+            }));
+        }
+        let to = match self.migration.is_by_host {
+            true => self.to.uri.clone(),
+            false => self.to.uri_here(),
         };
-        let migrated = match self.is_by_host {
-            true => domain.migrate_by_host(&self.to.uri, &self.migration),
-            false => domain.migrate(&to, &self.migration),
-        };
+        let migrated = libvirt::migrate(&self.from.uri_here(), uuid, &to, &self.migration);
         Ok(migrated.map_err(|error| Failure {
-            kind: match error.kind() {
-                Kind::Aborted => FailureKind::Cancelled,
-                Kind::Permanent => FailureKind::Permanent,
-                Kind::NoDomain | Kind::Other => FailureKind::Temporary,
-            },
+            kind: error.kind(),
             reason: error.to_string(),
         }))
     }
 
     /// Asks both hosts where the guest is, until both answer and nothing is under way any more.
-    fn observe(&self) -> (At, Option<Domain>, Option<State>) {
+    fn observe(&self) -> (At, Option<State>) {
         let start = Instant::now();
         loop {
             let found = [self.from, self.to].map(|place| active(place, &self.known.uuid));
             let is_last = start.elapsed() >= SETTLE;
-            let is_settled = |of: &Found| !of.state.is_migrating() || is_last;
+            let is_settled = |of: &Domain| !of.state.is_migrating() || is_last;
             match found {
                 [Ok(Some(it)), Ok(None)] if is_settled(&it) => {
-                    return (At::Source, Some(it.domain), Some(it.state));
+                    return (At::Source, Some(it.state));
                 }
                 [Ok(None), Ok(Some(it))] if is_settled(&it) => {
-                    return (At::Destination, Some(it.domain), Some(it.state));
+                    return (At::Destination, Some(it.state));
                 }
-                [Ok(Some(_)), Ok(Some(_))] if is_last => return (At::Both, None, None),
+                [Ok(Some(_)), Ok(Some(_))] if is_last => return (At::Both, None),
                 [Ok(None), Ok(None)] if is_last => {
                     let [from, to] = [self.from, self.to].map(|it| known(it, &self.known.uuid));
                     let [from, to] =
                         [from, to].map(|known| known.ok().flatten().map(|it| it.state));
-                    let (at, state) = ended(from, to);
-                    return (at, None, state);
+                    return ended(from, to);
                 }
                 [Err(error), _] | [_, Err(error)] if is_last => {
                     warn!("{}: {error:#}", self.name);
-                    return (At::Unknown, None, None);
+                    return (At::Unknown, None);
                 }
                 _ => thread::sleep(POLL),
             }
@@ -496,26 +483,13 @@ fn ended(from: Option<State>, to: Option<State>) -> (At, Option<State>) {
     }
 }
 
-/// A guest that a host knows.
-struct Found {
-    domain: Domain,
-    state: State,
-}
-
 /// The guest, if it has a process there.
-fn active(place: &Place, uuid: &str) -> Result<Option<Found>> {
+fn active(place: &Place, uuid: &str) -> Result<Option<Domain>> {
     Ok(known(place, uuid)?.filter(|it| it.state.is_active()))
 }
 
-fn known(place: &Place, uuid: &str) -> Result<Option<Found>> {
-    let Some(domain) = place.connect()?.domain(uuid)? else {
-        return Ok(None);
-    };
-    match domain.state() {
-        Ok(state) => Ok(Some(Found { domain, state })),
-        Err(error) if error.kind() == Kind::NoDomain => Ok(None),
-        Err(error) => Err(error.into()),
-    }
+fn known(place: &Place, uuid: &str) -> Result<Option<Domain>> {
+    place.ask(|it| it.domain(uuid))
 }
 
 #[cfg(test)]

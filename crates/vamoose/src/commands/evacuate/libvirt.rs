@@ -1,491 +1,384 @@
-//! libvirt's client library, as far as an evacuation needs it: connections to hosts, their guests, and migrations.
+//! A host's libvirt, through `virsh`.
 //!
-//! Nothing of it is needed to build or to start this program: [`load`] looks for libvirt.so.0 when it is first asked for. What is
-//! used is there since libvirt 4.5. Where that is not installed, there is no libvirt to talk to either.
-//!
-//! Five rules make the unsafe blocks below sound:
-//! 1. **The interface is that of libvirt.so.0**, which has not changed a function or a structure since it exists. Signatures and
-//!    layouts are written down here once, without C headers.
-//! 2. **The library is never unloaded**, so its functions stay where they are.
-//! 3. **Connections and guests may be used by all threads** at once: libvirt promises that. Errors belong to the thread.
-//! 4. **A guest holds its connection** by libvirt's own counting, so each is freed when it is dropped, in any order.
-//! 5. **What libvirt gives is copied**, and freed as its documentation says, before a function here returns.
+//! A [`Connection`] is a `virsh` in interactive mode, so that a host over ssh is logged in to once, not once per question.
+//! Each migration is a `virsh` of its own ([`migrate`]). Every `virsh` and its ssh are in a process group of their own: Ctrl-C
+//! reaches this process only.
 
 #![allow(
     unsafe_code,
-    reason = "the boundary to a C library, loaded at run time"
+    reason = "Command::pre_exec, called once, in dies_with_this_process"
 )]
 
 use std::{
-    ffi::{CStr, CString, c_char, c_int, c_uint, c_ulong, c_ulonglong, c_void},
-    mem::ManuallyDrop,
-    ptr::{self, NonNull},
-    sync::OnceLock,
-    thread,
+    collections::HashMap,
+    io::{self, BufRead, BufReader, Read as _, Write as _},
+    os::unix::process::CommandExt as _,
+    process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio},
 };
 
-use libloading::os::unix as dl;
+use evacuation::FailureKind;
+use rustix::process::{Signal, set_parent_process_death_signal};
+use tempfile::NamedTempFile;
 use thiserror::Error;
 
-/// What the library is called where it is installed.
-const NAME: &str = "libvirt.so.0";
-
-/// It cannot be loaded.
-#[derive(Clone, Debug, Error)]
-#[error(
-    "libvirt's client library cannot be loaded ({0}): Debian has it in libvirt0, Fedora in libvirt-libs"
-)]
-pub(super) struct Absent(String);
+use crate::commands::virsh;
 
 /// A call of libvirt failed.
-#[derive(Clone, Debug, Error)]
-#[error("{message}")]
-pub(super) struct Error {
-    code: c_int,
-    message: String,
+#[derive(Debug, Error)]
+pub(super) enum Error {
+    /// In `virsh`'s words.
+    #[error("{0}")]
+    Virsh(String),
+    #[error("cannot talk to virsh (Debian has it in libvirt-clients, Fedora in libvirt-client)")]
+    Io(#[from] io::Error),
+    #[error("virsh printed no {0}")]
+    Missing(&'static str),
 }
 
 pub(super) type Result<T> = std::result::Result<T, Error>;
 
-/// What matters of an error to the one who decides what comes next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// There is no such guest.
-    NoDomain,
-    /// The migration was cancelled.
-    Aborted,
-    /// It fails in the same way each time.
-    Permanent,
-    Other,
-}
-
 impl Error {
-    /// By the numbers of libvirt's `virErrorNumber`.
-    pub(super) fn kind(&self) -> Kind {
-        const NO_SUPPORT: c_int = 3;
-        const INVALID_ARG: c_int = 8;
-        const NO_DOMAIN: c_int = 42;
-        const CONFIG_UNSUPPORTED: c_int = 67;
-        const OPERATION_ABORTED: c_int = 78;
-        const MIGRATE_UNSAFE: c_int = 81;
-        match self.code {
-            NO_DOMAIN => Kind::NoDomain,
-            OPERATION_ABORTED => Kind::Aborted,
-            NO_SUPPORT | INVALID_ARG | CONFIG_UNSUPPORTED | MIGRATE_UNSAFE => Kind::Permanent,
-            _ => Kind::Other,
+    /// Whether a failed migration is worth another try. `virsh` does not print error numbers; the texts are libvirt's own, of
+    /// `virErrorNumber`.
+    pub(super) fn kind(&self) -> FailureKind {
+        const PERMANENT: [&str; 4] = [
+            "this function is not supported by the connection driver",
+            "invalid argument",
+            "unsupported configuration",
+            "Unsafe migration",
+        ];
+        let Self::Virsh(text) = self else {
+            return FailureKind::Temporary;
+        };
+        if text.contains("operation aborted") {
+            FailureKind::Cancelled
+        } else if PERMANENT.iter().any(|it| text.contains(it)) {
+            FailureKind::Permanent
+        } else {
+            FailureKind::Temporary
         }
     }
 }
 
-type Raw = *mut c_void;
-
-macro_rules! functions {
-    ($($function:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
-        /// The functions of the library, by their names there.
-        #[allow(non_snake_case, reason = "the library's names")]
-        #[derive(Debug)]
-        struct Library {
-            $($function: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
-        }
-
-        impl Library {
-            /// # Safety
-            /// `library` must be libvirt.so.0.
-            unsafe fn resolve(library: &dl::Library) -> std::result::Result<Self, libloading::Error> {
-                Ok(Self {
-                    $(
-                        // SAFETY: the field's type is that of the function (rule 1).
-                        $function: *unsafe { library.get(stringify!($function).as_bytes()) }?,
-                    )*
-                })
-            }
-        }
-    };
-}
-
-functions! {
-    virInitialize() -> c_int;
-    virSetErrorFunc(Raw, Option<unsafe extern "C" fn(Raw, Raw)>);
-    virGetLastErrorMessage() -> *const c_char;
-    virGetLastErrorCode() -> c_int;
-    virEventRegisterDefaultImpl() -> c_int;
-    virEventRunDefaultImpl() -> c_int;
-    virConnectOpen(*const c_char) -> Raw;
-    virConnectClose(Raw) -> c_int;
-    virConnectIsAlive(Raw) -> c_int;
-    virConnectSetKeepAlive(Raw, c_int, c_uint) -> c_int;
-    virConnectGetCapabilities(Raw) -> *mut c_char;
-    virConnectCompareCPU(Raw, *const c_char, c_uint) -> c_int;
-    virConnectCompareHypervisorCPU(
-        Raw, *const c_char, *const c_char, *const c_char, *const c_char, *const c_char, c_uint
-    ) -> c_int;
-    virConnectListAllDomains(Raw, *mut *mut Raw, c_uint) -> c_int;
-    virNodeGetInfo(Raw, *mut NodeInfo) -> c_int;
-    virNodeGetMemoryStats(Raw, c_int, *mut MemoryStat, *mut c_int, c_uint) -> c_int;
-    virDomainLookupByUUIDString(Raw, *const c_char) -> Raw;
-    virDomainFree(Raw) -> c_int;
-    virDomainGetName(Raw) -> *const c_char;
-    virDomainGetUUIDString(Raw, *mut c_char) -> c_int;
-    virDomainGetState(Raw, *mut c_int, *mut c_int, c_uint) -> c_int;
-    virDomainIsPersistent(Raw) -> c_int;
-    virDomainGetMaxMemory(Raw) -> c_ulong;
-    virDomainGetVcpusFlags(Raw, c_uint) -> c_int;
-    virDomainGetXMLDesc(Raw, c_uint) -> *mut c_char;
-    virDomainGetJobStats(Raw, *mut c_int, *mut Raw, *mut c_int, c_uint) -> c_int;
-    virDomainAbortJob(Raw) -> c_int;
-    virDomainMigrateSetMaxSpeed(Raw, c_ulong, c_uint) -> c_int;
-    virDomainMigrate3(Raw, Raw, Raw, c_uint, c_uint) -> Raw;
-    virDomainMigrateToURI3(Raw, *const c_char, Raw, c_uint, c_uint) -> c_int;
-    virTypedParamsAddInt(*mut Raw, *mut c_int, *mut c_int, *const c_char, c_int) -> c_int;
-    virTypedParamsAddULLong(*mut Raw, *mut c_int, *mut c_int, *const c_char, c_ulonglong) -> c_int;
-    virTypedParamsGetULLong(Raw, c_int, *const c_char, *mut c_ulonglong) -> c_int;
-    virTypedParamsFree(Raw, c_int);
-}
-
-/// `virNodeInfo`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct NodeInfo {
-    model: [c_char; 32],
-    memory: c_ulong,
-    cpus: c_uint,
-    mhz: c_uint,
-    nodes: c_uint,
-    sockets: c_uint,
-    cores: c_uint,
-    threads: c_uint,
-}
-
-/// `virNodeMemoryStats`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct MemoryStat {
-    field: [c_char; 80],
-    value: c_ulonglong,
-}
-
-/// Loads the library, if it is not yet.
-pub(super) fn load() -> std::result::Result<(), Absent> {
-    library().map(drop)
-}
-
-fn library() -> std::result::Result<&'static Library, Absent> {
-    static LIBRARY: OnceLock<std::result::Result<Library, Absent>> = OnceLock::new();
-    LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
-}
-
-fn open() -> std::result::Result<Library, Absent> {
-    let absent = |error: libloading::Error| Absent(error.to_string());
-    // SAFETY: loading runs the library's constructors; rule 1. All is resolved now: what is missing must not end the process in
-    // the middle of a migration.
-    let library = unsafe { dl::Library::open(Some(NAME), dl::RTLD_NOW | dl::RTLD_LOCAL) };
-    // Rule 2.
-    let library = ManuallyDrop::new(library.map_err(absent)?);
-    // SAFETY: it is libvirt.so.0 (rule 1).
-    let library = unsafe { Library::resolve(&library) }.map_err(absent)?;
-    // SAFETY: these take no pointers, but for that of a function that does nothing with what it is given.
-    let is_ready = unsafe {
-        (library.virSetErrorFunc)(ptr::null_mut(), Some(silent));
-        (library.virInitialize)() == 0 && (library.virEventRegisterDefaultImpl)() == 0
-    };
-    if !is_ready {
-        return Err(Absent(library.error().message));
-    }
-    let run = library.virEventRunDefaultImpl;
-    // Keepalives of all connections, as long as the process lives.
-    // SAFETY: the implementation has been registered, and this is the only thread that runs it.
-    let events = move || while unsafe { run() } == 0 {};
-    let thread = thread::Builder::new().name("libvirt events".to_owned());
-    let started = thread.spawn(events);
-    started.map_err(|error| Absent(format!("its events need a thread: {error}")))?;
-    Ok(library)
-}
-
-/// libvirt's own handler prints to standard error what is an [`Error`] here.
-unsafe extern "C" fn silent(_: Raw, _: Raw) {}
-
-impl Library {
-    /// Why the last call of this thread failed.
-    fn error(&self) -> Error {
-        // SAFETY: they take nothing; the text is this thread's, and copied before its next call (rule 5).
-        unsafe {
-            Error {
-                code: (self.virGetLastErrorCode)(),
-                message: text((self.virGetLastErrorMessage)()),
-            }
-        }
-    }
-
-    /// What a call returned that is negative if it failed.
-    fn checked(&self, result: c_int) -> Result<u32> {
-        u32::try_from(result).map_err(|_| self.error())
-    }
-
-    fn pointer(&self, result: Raw) -> Result<NonNull<c_void>> {
-        NonNull::new(result).ok_or_else(|| self.error())
-    }
-
-    /// # Safety
-    /// `result` must be what a call returned that gives a string to be freed, or null.
-    unsafe fn owned_text(&self, result: *mut c_char) -> Result<String> {
-        let result = NonNull::new(result).ok_or_else(|| self.error())?;
-        // SAFETY: by the caller, it is a string that nobody else has, allocated by malloc.
-        unsafe {
-            let copy = text(result.as_ptr());
-            libc::free(result.as_ptr().cast());
-            Ok(copy)
-        }
-    }
-}
-
-/// # Safety
-/// `text` must be null or a string that stays as it is meanwhile.
-unsafe fn text(text: *const c_char) -> String {
-    if text.is_null() {
-        return "no reason was given".to_owned();
-    }
-    // SAFETY: by the caller.
-    unsafe { CStr::from_ptr(text) }
-        .to_string_lossy()
-        .into_owned()
-}
-
-fn c_string(text: &str) -> Result<CString> {
-    CString::new(text).map_err(|_| Error {
-        code: 0,
-        message: format!("{text:?} has a zero byte in it"),
-    })
-}
-
-/// What a host has.
+/// Memory and CPUs of a host.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Node {
     /// Bytes.
     pub(super) memory: u64,
-    /// Bytes that are free, or are made free when they are needed.
+    /// Bytes that are free or can be freed: buffers and caches.
     pub(super) available: u64,
     pub(super) cpus: u32,
 }
 
-/// A guest's CPU, and what makes it.
+/// CPU of a guest.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Cpu {
-    /// The element `cpu` of its description.
+    /// Element `cpu` of the guest's description.
     pub(super) xml: String,
     pub(super) arch: String,
     pub(super) machine: String,
-    /// Such as `kvm`.
+    /// Type of hypervisor, such as `kvm`.
     pub(super) kind: String,
 }
 
-/// A connection to the libvirt of a host. Closed when it is dropped.
-#[derive(Debug)]
-pub(super) struct Connection {
-    library: &'static Library,
-    raw: NonNull<c_void>,
+/// A guest, running or not.
+#[derive(Clone, Debug)]
+pub(super) struct Domain {
+    pub(super) name: String,
+    pub(super) uuid: String,
+    pub(super) state: State,
+    /// The most memory it may have, in bytes.
+    pub(super) memory: u64,
+    pub(super) cpus: u32,
 }
 
-// SAFETY: rule 3.
-unsafe impl Send for Connection {}
-// SAFETY: rule 3.
-unsafe impl Sync for Connection {}
+/// A connection to the libvirt of a host.
+#[derive(Debug)]
+pub(super) struct Connection {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+    stderr: BufReader<ChildStderr>,
+    calls: u64,
+}
 
 impl Connection {
-    pub(super) fn open(uri: &str) -> anyhow::Result<Self> {
-        /// Seconds between keepalives, and how many may remain unanswered.
-        const KEEPALIVE: (c_int, c_uint) = (5, 5);
-        let library = library()?;
-        let uri = c_string(uri)?;
-        // SAFETY: the string is one; libvirt copies it.
-        let raw = library.pointer(unsafe { (library.virConnectOpen)(uri.as_ptr()) })?;
-        // An old libvirt has none: then a host that is cut off is noticed later.
-        // SAFETY: the connection is open.
-        unsafe { (library.virConnectSetKeepAlive)(raw.as_ptr(), KEEPALIVE.0, KEEPALIVE.1) };
-        Ok(Self { library, raw })
+    pub(super) fn open(uri: &str) -> Result<Self> {
+        let mut child = command(uri)
+            // The user's history of commands is not ours to write.
+            .env("XDG_CACHE_HOME", "/dev/null")
+            .env("TERM", "dumb")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()?;
+        let missing = || io::Error::other("no pipe");
+        let mut connection = Self {
+            stdin: child.stdin.take().ok_or_else(missing)?,
+            stdout: BufReader::new(child.stdout.take().ok_or_else(missing)?),
+            stderr: BufReader::new(child.stderr.take().ok_or_else(missing)?),
+            child,
+            calls: 0,
+        };
+        connection.run("uri")?;
+        Ok(connection)
     }
 
-    pub(super) fn is_alive(&self) -> bool {
-        // SAFETY: the connection is open.
-        unsafe { (self.library.virConnectIsAlive)(self.raw.as_ptr()) == 1 }
+    pub(super) fn is_alive(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
     }
 
-    pub(super) fn node(&self) -> Result<Node> {
-        const ALL_CELLS: c_int = -1;
-        const MOST: usize = 32;
-        let mut info = NodeInfo {
-            model: [0; 32],
-            memory: 0,
-            cpus: 0,
-            mhz: 0,
-            nodes: 0,
-            sockets: 0,
-            cores: 0,
-            threads: 0,
-        };
-        let none = MemoryStat {
-            field: [0; 80],
-            value: 0,
-        };
-        let (mut stats, mut count) = ([none; MOST], 0);
-        let stats_of = self.library.virNodeGetMemoryStats;
-        // SAFETY: the connection is open, and both structures have the layout that the library writes (rule 1). Without a place
-        // for statistics, the first of the two calls tells how many there are; the second one writes no more than that, and is
-        // not made if the array is shorter.
-        unsafe {
-            let raw = self.raw.as_ptr();
-            self.library
-                .checked((self.library.virNodeGetInfo)(raw, &mut info))?;
-            let counted = stats_of(raw, ALL_CELLS, ptr::null_mut(), &mut count, 0);
-            self.library.checked(counted)?;
-            if usize::try_from(count).is_ok_and(|count| count > MOST) {
-                return Err(Error {
-                    code: 0,
-                    message: format!("{count} statistics of memory are more than expected"),
-                });
-            }
-            let found = stats_of(raw, ALL_CELLS, stats.as_mut_ptr(), &mut count, 0);
-            self.library.checked(found)?;
-        }
-        let is_available = |stat: &&MemoryStat| {
-            let name: Vec<u8> = stat.field.iter().map(|byte| byte.cast_unsigned()).collect();
-            let name = CStr::from_bytes_until_nul(&name).unwrap_or_default();
-            [c"free", c"buffers", c"cached"].contains(&name)
-        };
-        let available: u64 = stats
-            .iter()
-            .filter(is_available)
-            .map(|stat| stat.value)
-            .sum();
+    pub(super) fn node(&mut self) -> Result<Node> {
+        let info = self.run("nodeinfo")?;
+        let info = Fields::of(&info);
+        let stats = self.run("nodememstats")?;
+        let stats = Fields::of(&stats);
+        let available = ["free", "buffers", "cached"].map(|name| stats.number(name).unwrap_or(0));
         Ok(Node {
-            memory: info.memory.saturating_mul(1024),
-            available: available.saturating_mul(1024),
-            cpus: info.cpus,
+            memory: kib(info.number("Memory size").ok_or(Error::Missing("memory"))?),
+            available: kib(available.iter().sum()),
+            cpus: info.number("CPU(s)").ok_or(Error::Missing("CPUs"))?,
         })
     }
 
     /// The host's description of itself.
-    pub(super) fn capabilities(&self) -> Result<String> {
-        // SAFETY: the connection is open; the string is to be freed.
-        unsafe {
-            let found = (self.library.virConnectGetCapabilities)(self.raw.as_ptr());
-            self.library.owned_text(found)
-        }
+    pub(super) fn capabilities(&mut self) -> Result<String> {
+        self.run("capabilities")
     }
 
-    /// Whether this host has all that a CPU has, which is that of another host, by its capabilities.
-    pub(super) fn has_cpu(&self, xml: &str) -> Result<bool> {
-        let xml = c_string(xml)?;
-        // SAFETY: the connection is open, and the string is one.
-        let found =
-            unsafe { (self.library.virConnectCompareCPU)(self.raw.as_ptr(), xml.as_ptr(), 0) };
-        self.library.checked(found).map(|found| found > 0)
+    /// Whether this host has every feature of another host's CPU.
+    pub(super) fn has_cpu(&mut self, xml: &str) -> Result<bool> {
+        self.compares("cpu-compare", xml)
     }
 
     /// Whether the hypervisor of this host can give a guest this CPU.
-    pub(super) fn can_make_cpu(&self, cpu: &Cpu) -> Result<bool> {
-        let [arch, machine, kind, xml] = [
-            c_string(&cpu.arch)?,
-            c_string(&cpu.machine)?,
-            c_string(&cpu.kind)?,
-            c_string(&cpu.xml)?,
-        ];
-        // SAFETY: the connection is open, and the strings are some; null is for the default emulator.
-        let found = unsafe {
-            (self.library.virConnectCompareHypervisorCPU)(
-                self.raw.as_ptr(),
-                ptr::null(),
-                arch.as_ptr(),
-                machine.as_ptr(),
-                kind.as_ptr(),
-                xml.as_ptr(),
-                0,
-            )
-        };
-        self.library.checked(found).map(|found| found > 0)
+    pub(super) fn can_make_cpu(&mut self, cpu: &Cpu) -> Result<bool> {
+        let mut command = "hypervisor-cpu-compare".to_owned();
+        for (option, value) in [
+            ("arch", &cpu.arch),
+            ("machine", &cpu.machine),
+            ("virttype", &cpu.kind),
+        ] {
+            if !value.is_empty() {
+                command += &format!(" --{option} {}", quoted(value));
+            }
+        }
+        self.compares(&command, &cpu.xml)
+    }
+
+    fn compares(&mut self, command: &str, xml: &str) -> Result<bool> {
+        let mut file = NamedTempFile::new()?;
+        file.write_all(xml.as_bytes())?;
+        let path = quoted(&file.path().to_string_lossy());
+        let said = self.run(&format!("{command} --file {path}"))?;
+        Ok(!said.contains("is incompatible with"))
     }
 
     /// All guests that the host knows, running or not.
-    pub(super) fn domains(&self) -> Result<Vec<Domain>> {
-        let mut list: *mut Raw = ptr::null_mut();
-        // SAFETY: the connection is open; `list` becomes an array of so many guests, which belong to the caller, as the array
-        // does, which was allocated by malloc.
-        unsafe {
-            let found = (self.library.virConnectListAllDomains)(self.raw.as_ptr(), &mut list, 0);
-            let count = self.library.checked(found)? as usize;
-            let domains = (0..count).filter_map(|at| {
-                Some(Domain {
-                    library: self.library,
-                    raw: NonNull::new(*list.add(at))?,
-                })
-            });
-            let domains = domains.collect();
-            libc::free(list.cast());
-            Ok(domains)
-        }
+    ///
+    /// Lists are the only way to tell that a guest is gone: asked for one guest, `virsh` reports a broken connection as
+    /// `failed to get domain`, too.
+    pub(super) fn domains(&mut self) -> Result<Vec<Domain>> {
+        let list = self.run("list --all --uuid --name")?;
+        let lines = list.lines().map(str::trim);
+        let uuids: HashMap<_, _> = lines
+            .filter_map(|line| line.split_once(' '))
+            .map(|(uuid, name)| (name.trim(), uuid))
+            .collect();
+        let stats = self.run("domstats --raw --nowait --state --balloon --vcpu")?;
+        let domains = stats.split("Domain: '").skip(1).filter_map(|stats| {
+            let (name, stats) = stats.split_once("'\n")?;
+            let stats = Fields::of(stats);
+            Some(Domain {
+                name: name.to_owned(),
+                // None: it has appeared since the first command.
+                uuid: (*uuids.get(name)?).to_owned(),
+                state: State {
+                    state: stats.number("state.state")?,
+                    reason: stats.number("state.reason")?,
+                },
+                memory: kib(stats.number("balloon.maximum").unwrap_or(0)),
+                cpus: stats.number("vcpu.current").unwrap_or(0),
+            })
+        });
+        Ok(domains.collect())
     }
 
-    /// The guest of this UUID, if the host knows it.
-    pub(super) fn domain(&self, uuid: &str) -> Result<Option<Domain>> {
-        let uuid = c_string(uuid)?;
-        // SAFETY: the connection is open, and the string is one.
-        let found =
-            unsafe { (self.library.virDomainLookupByUUIDString)(self.raw.as_ptr(), uuid.as_ptr()) };
-        match self.library.pointer(found) {
-            Ok(raw) => Ok(Some(Domain {
-                library: self.library,
-                raw,
-            })),
-            Err(error) if error.kind() == Kind::NoDomain => Ok(None),
-            Err(error) => Err(error),
+    /// The guest with this UUID, if the host knows it.
+    pub(super) fn domain(&mut self, uuid: &str) -> Result<Option<Domain>> {
+        let domains = self.domains()?;
+        Ok(domains.into_iter().find(|domain| domain.uuid == uuid))
+    }
+
+    /// UUIDs of the guests whose descriptions this host keeps.
+    pub(super) fn persistent(&mut self) -> Result<Vec<String>> {
+        let list = self.run("list --all --persistent --uuid")?;
+        Ok(list.split_whitespace().map(str::to_owned).collect())
+    }
+
+    /// A guest's description as it would be migrated, with all features of its CPU.
+    pub(super) fn description(&mut self, uuid: &str) -> Result<String> {
+        self.run(&format!("dumpxml --update-cpu --migratable {uuid}"))
+    }
+
+    /// The job under way.
+    pub(super) fn job(&mut self, uuid: &str) -> Result<Job> {
+        self.job_of(uuid, "")
+    }
+
+    /// The last completed job. At the destination it has the downtime.
+    pub(super) fn completed_job(&mut self, uuid: &str) -> Result<Job> {
+        self.job_of(uuid, "--completed")
+    }
+
+    fn job_of(&mut self, uuid: &str, option: &str) -> Result<Job> {
+        let stats = self.run(&format!("domjobinfo --rawstats {option} {uuid}"))?;
+        let stats = Fields::of(&stats);
+        let kind: u32 = stats
+            .number("Job type")
+            .ok_or(Error::Missing("type of job"))?;
+        let page = stats.number("memory_page_size").unwrap_or(4096);
+        let pages: u64 = stats.number("memory_dirty_rate").unwrap_or(0);
+        Ok(Job {
+            is_active: kind != 0,
+            processed: stats.number("data_processed").unwrap_or(0),
+            remaining: stats.number("data_remaining").unwrap_or(0),
+            dirty_rate: pages.saturating_mul(page),
+            downtime_ms: stats.number("downtime"),
+        })
+    }
+
+    pub(super) fn abort(&mut self, uuid: &str) -> Result<()> {
+        self.run(&format!("domjobabort {uuid}")).map(drop)
+    }
+
+    /// Changes the rate of a migration, in MiB per second.
+    pub(super) fn set_rate(&mut self, uuid: &str, rate: u64) -> Result<()> {
+        self.run(&format!("migrate-setspeed {uuid} {rate}"))
+            .map(drop)
+    }
+
+    /// Runs a command and returns its output. `virsh` also prints prompts, and may repeat its input (readline).
+    ///
+    /// ```text
+    /// stdin            echo 'BEGIN'"-1"; COMMAND        echo 'END'"-1"           echo --err 'END'"-1"
+    /// stdout  virsh # [...]        BEGIN-1 OUTPUT    virsh # [...]  END-1   virsh # [...]
+    /// stderr                               error: REASON                                 error: END-1
+    /// ```
+    ///
+    /// The quotes keep repeated input from looking like a mark. The marks behind a command are lines of their own, as `virsh`
+    /// rejects a whole line with an option that it does not know.
+    fn run(&mut self, command: &str) -> Result<String> {
+        self.calls += 1;
+        let n = self.calls;
+        let (begin, end) = (format!("BEGIN-{n}-"), format!("END-{n}-"));
+        let input = format!(
+            "echo 'BEGIN'\"-{n}-\"; {command}\necho 'END'\"-{n}-\"\necho --err 'END'\"-{n}-\"\n"
+        );
+        // A virsh that cannot connect has ended: its reason is on stderr.
+        let written = self.stdin.write_all(input.as_bytes());
+        let stdout = written.and_then(|()| read_to(&mut self.stdout, &end));
+        let (stdout, stderr) = match stdout {
+            Ok(stdout) => (stdout, read_to(&mut self.stderr, &end)?),
+            Err(error) => {
+                let mut stderr = Vec::new();
+                self.stderr.read_to_end(&mut stderr)?;
+                let reason = complaint(&String::from_utf8_lossy(&stderr));
+                return Err(reason.map_or(Error::Io(error), Error::Virsh));
+            }
+        };
+        if let Some(reason) = complaint(&stderr) {
+            return Err(Error::Virsh(reason));
         }
+        let output = stdout
+            .rsplit_once("virsh ")
+            .map_or("", |(output, _)| output);
+        let output = output.split_once(&begin).map(|(_, output)| output);
+        Ok(output.ok_or(Error::Missing("answer"))?.trim().to_owned())
     }
 }
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // SAFETY: it is open, and this is the last use of it here; guests of it hold it (rule 4).
-        unsafe { (self.library.virConnectClose)(self.raw.as_ptr()) };
+        // It has nothing under way.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
-/// A guest, as one host knows it. It may be gone by now.
-#[derive(Debug)]
-pub(super) struct Domain {
-    library: &'static Library,
-    raw: NonNull<c_void>,
+/// Reads up to `mark`. What follows it is a prompt at most, and is left for the next call.
+fn read_to(from: &mut impl BufRead, mark: &str) -> io::Result<String> {
+    let mut text = Vec::new();
+    let last = *mark.as_bytes().last().unwrap_or(&b'\n');
+    while !text.ends_with(mark.as_bytes()) {
+        if from.read_until(last, &mut text)? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    }
+    Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-// SAFETY: rule 3.
-unsafe impl Send for Domain {}
-// SAFETY: rule 3.
-unsafe impl Sync for Domain {}
+/// The errors that `virsh` printed, on one line. Its other messages, such as one of a missing locale, are none.
+fn complaint(stderr: &str) -> Option<String> {
+    let lines = stderr.lines().filter_map(|it| it.strip_prefix("error: "));
+    let lines: Vec<_> = lines.filter(|line| !line.starts_with("END-")).collect();
+    (!lines.is_empty()).then(|| lines.join("; "))
+}
 
-/// What libvirt says of a guest. Both are libvirt's numbers.
+/// A word for `virsh`, which has no escapes within single quotes.
+fn quoted(word: &str) -> String {
+    format!("'{}'", word.replace(['\'', '\n'], ""))
+}
+
+fn kib(kib: u64) -> u64 {
+    kib.saturating_mul(1024)
+}
+
+/// Lines such as `name: value` and `name=value`.
+struct Fields<'a>(HashMap<&'a str, &'a str>);
+
+impl<'a> Fields<'a> {
+    fn of(text: &'a str) -> Self {
+        let lines = text.lines().filter_map(|line| line.split_once([':', '=']));
+        Self(
+            lines
+                .map(|(name, value)| (name.trim(), value.trim()))
+                .collect(),
+        )
+    }
+
+    /// The number that a value begins with; a unit may follow.
+    fn number<T: std::str::FromStr>(&self, name: &str) -> Option<T> {
+        self.0.get(name)?.split_whitespace().next()?.parse().ok()
+    }
+}
+
+/// State of a guest, in libvirt's numbers (`virDomainState` and the reason for it).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct State {
-    state: c_int,
-    reason: c_int,
+    state: i32,
+    reason: i32,
 }
 
 impl State {
-    const RUNNING: c_int = 1;
-    const BLOCKED: c_int = 2;
-    const PAUSED: c_int = 3;
-    const SHUT_OFF: c_int = 5;
-    const CRASHED: c_int = 6;
-    const SUSPENDED: c_int = 7;
-    /// Of paused ones.
-    const BY_USER: c_int = 1;
-    const MIGRATING: c_int = 2;
-    /// Of those that are shut off.
-    const SHUT_DOWN: c_int = 1;
-    const DESTROYED: c_int = 2;
-    const HAS_CRASHED: c_int = 3;
-    const MIGRATED: c_int = 4;
-    const SAVED: c_int = 5;
+    const RUNNING: i32 = 1;
+    const BLOCKED: i32 = 2;
+    const PAUSED: i32 = 3;
+    const SHUT_OFF: i32 = 5;
+    const CRASHED: i32 = 6;
+    const SUSPENDED: i32 = 7;
+    /// Reasons of `PAUSED`.
+    const BY_USER: i32 = 1;
+    const MIGRATING: i32 = 2;
+    /// Reasons of `SHUT_OFF`.
+    const SHUT_DOWN: i32 = 1;
+    const DESTROYED: i32 = 2;
+    const HAS_CRASHED: i32 = 3;
+    const MIGRATED: i32 = 4;
+    const SAVED: i32 = 5;
 
     #[cfg(test)]
-    pub(super) fn new(state: c_int, reason: c_int) -> Self {
+    pub(super) fn new(state: i32, reason: i32) -> Self {
         Self { state, reason }
     }
 
@@ -498,17 +391,17 @@ impl State {
         matches!(self.state, Self::RUNNING | Self::BLOCKED)
     }
 
-    /// Whether somebody has paused it, and not a failure.
+    /// Whether a user has paused it, as opposed to a failure.
     pub(super) fn is_paused_by_user(self) -> bool {
         (self.state, self.reason) == (Self::PAUSED, Self::BY_USER)
     }
 
-    /// Whether it waits for its memory, or for the end of its migration away.
+    /// Whether it is paused for an incoming or outgoing migration.
     pub(super) fn is_migrating(self) -> bool {
         (self.state, self.reason) == (Self::PAUSED, Self::MIGRATING)
     }
 
-    /// Whether it ran on this host and has ended there.
+    /// Whether it ran on this host and ended there.
     pub(super) fn has_ended(self) -> bool {
         let ends = [
             Self::SHUT_DOWN,
@@ -546,273 +439,74 @@ impl State {
     }
 }
 
-/// What libvirt accounts of a migration.
+/// Progress of a migration.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Job {
-    /// Whether there is one.
+    /// Whether there is a job.
     pub(super) is_active: bool,
     /// Bytes.
     pub(super) processed: u64,
     pub(super) remaining: u64,
-    /// Bytes a second that the guest writes.
+    /// Bytes that the guest writes per second.
     pub(super) dirty_rate: u64,
     pub(super) downtime_ms: Option<u64>,
 }
 
-/// How a guest is to be migrated.
+/// Options of a migration.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Migration {
     pub(super) is_persistent: bool,
     pub(super) copies_storage: bool,
     pub(super) converges: bool,
     pub(super) channels: u8,
-    /// MiB a second; none is without a limit.
+    /// MiB per second; none is no limit.
     pub(super) rate: Option<u64>,
+    /// Whether the source host itself connects to the destination.
+    pub(super) is_by_host: bool,
 }
 
-impl Migration {
-    /// By libvirt's `virDomainMigrateFlags`.
-    fn flags(&self) -> c_uint {
-        const LIVE: c_uint = 1;
-        const PERSIST_DEST: c_uint = 1 << 3;
-        const UNDEFINE_SOURCE: c_uint = 1 << 4;
-        const NON_SHARED_DISK: c_uint = 1 << 6;
-        const AUTO_CONVERGE: c_uint = 1 << 13;
-        const PARALLEL: c_uint = 1 << 17;
-        let all = [
-            (true, LIVE | PARALLEL),
-            (self.is_persistent, PERSIST_DEST | UNDEFINE_SOURCE),
-            (self.copies_storage, NON_SHARED_DISK),
-            (self.converges, AUTO_CONVERGE),
-        ];
-        let set = all.into_iter().filter(|(is_set, _)| *is_set);
-        set.fold(0, |flags, (_, flag)| flags | flag)
-    }
-}
-
-impl Domain {
-    pub(super) fn name(&self) -> String {
-        // SAFETY: the guest is one; its name is copied as long as it is there (rule 5).
-        unsafe { text((self.library.virDomainGetName)(self.raw.as_ptr())) }
-    }
-
-    pub(super) fn uuid(&self) -> Result<String> {
-        const LENGTH: usize = 37;
-        let mut uuid: [c_char; LENGTH] = [0; LENGTH];
-        // SAFETY: the guest is one; a UUID and its end are of this length.
-        unsafe {
-            let found = (self.library.virDomainGetUUIDString)(self.raw.as_ptr(), uuid.as_mut_ptr());
-            self.library.checked(found)?;
-            Ok(text(uuid.as_ptr()))
+/// Migrates a guest, and returns when that has ended. If this process dies meanwhile, `virsh` does, and libvirt cancels the
+/// migration, unless its host carries it out.
+pub(super) fn migrate(from: &str, uuid: &str, to: &str, migration: &Migration) -> Result<()> {
+    let mut command = command(from);
+    command.args(["migrate", "--live", "--parallel"]);
+    let channels = migration.channels.to_string();
+    command.args(["--parallel-connections", &channels]);
+    for (is_set, options) in [
+        (
+            migration.is_persistent,
+            &["--persistent", "--undefinesource"][..],
+        ),
+        (migration.copies_storage, &["--copy-storage-all"]),
+        (migration.converges, &["--auto-converge"]),
+        (migration.is_by_host, &["--p2p"]),
+    ] {
+        if is_set {
+            command.args(options);
         }
     }
-
-    pub(super) fn state(&self) -> Result<State> {
-        let (mut state, mut reason) = (0, 0);
-        // SAFETY: the guest is one, and both are written to.
-        let found = unsafe {
-            (self.library.virDomainGetState)(self.raw.as_ptr(), &mut state, &mut reason, 0)
-        };
-        self.library.checked(found)?;
-        Ok(State { state, reason })
+    if let Some(rate) = migration.rate {
+        command.args(["--bandwidth", &rate.to_string()]);
     }
-
-    pub(super) fn is_persistent(&self) -> Result<bool> {
-        // SAFETY: the guest is one.
-        let found = unsafe { (self.library.virDomainIsPersistent)(self.raw.as_ptr()) };
-        self.library.checked(found).map(|found| found == 1)
+    dies_with_this_process(&mut command);
+    let output = command.args([uuid, to]).output()?;
+    if output.status.success() {
+        return Ok(());
     }
-
-    /// The most that it may have, in bytes.
-    pub(super) fn memory(&self) -> Result<u64> {
-        // SAFETY: the guest is one.
-        let kib = unsafe { (self.library.virDomainGetMaxMemory)(self.raw.as_ptr()) };
-        match kib {
-            0 => Err(self.library.error()),
-            kib => Ok(kib.saturating_mul(1024)),
-        }
-    }
-
-    pub(super) fn cpus(&self) -> Result<u32> {
-        const CURRENT: c_uint = 0;
-        // SAFETY: the guest is one.
-        let found = unsafe { (self.library.virDomainGetVcpusFlags)(self.raw.as_ptr(), CURRENT) };
-        self.library.checked(found)
-    }
-
-    /// Its description, as it would be migrated, with a CPU that has all its features named.
-    pub(super) fn description(&self) -> Result<String> {
-        const UPDATE_CPU: c_uint = 1 << 2;
-        const MIGRATABLE: c_uint = 1 << 3;
-        // SAFETY: the guest is one; the string is to be freed.
-        unsafe {
-            let found =
-                (self.library.virDomainGetXMLDesc)(self.raw.as_ptr(), UPDATE_CPU | MIGRATABLE);
-            self.library.owned_text(found)
-        }
-    }
-
-    /// What is under way.
-    pub(super) fn job(&self) -> Result<Job> {
-        self.job_of(0)
-    }
-
-    /// The last one that has completed. At the destination it has the downtime.
-    pub(super) fn completed_job(&self) -> Result<Job> {
-        const COMPLETED: c_uint = 1;
-        self.job_of(COMPLETED)
-    }
-
-    fn job_of(&self, flags: c_uint) -> Result<Job> {
-        const NONE: c_int = 0;
-        let mut kind = 0;
-        let mut params = Params::new(self.library);
-        // SAFETY: the guest is one; `params` becomes an array that `Params` frees.
-        let found = unsafe {
-            let (list, count) = (&mut params.list, &mut params.count);
-            (self.library.virDomainGetJobStats)(self.raw.as_ptr(), &mut kind, list, count, flags)
-        };
-        self.library.checked(found)?;
-        let page = params.number(c"memory_page_size").unwrap_or(4096);
-        let pages = params.number(c"memory_dirty_rate").unwrap_or(0);
-        Ok(Job {
-            is_active: kind != NONE,
-            processed: params.number(c"data_processed").unwrap_or(0),
-            remaining: params.number(c"data_remaining").unwrap_or(0),
-            dirty_rate: pages.saturating_mul(page),
-            downtime_ms: params.number(c"downtime"),
-        })
-    }
-
-    pub(super) fn abort(&self) -> Result<()> {
-        // SAFETY: the guest is one.
-        let found = unsafe { (self.library.virDomainAbortJob)(self.raw.as_ptr()) };
-        self.library.checked(found).map(drop)
-    }
-
-    /// Changes the rate of its migration, in MiB a second.
-    pub(super) fn set_rate(&self, rate: u64) -> Result<()> {
-        // SAFETY: the guest is one.
-        let found =
-            unsafe { (self.library.virDomainMigrateSetMaxSpeed)(self.raw.as_ptr(), rate, 0) };
-        self.library.checked(found).map(drop)
-    }
-
-    /// Migrates it by this process, which talks to both hosts. Returns when it has ended.
-    pub(super) fn migrate(&self, to: &Connection, migration: &Migration) -> Result<()> {
-        let params = self.params(migration)?;
-        // SAFETY: the guest is one, the connection is open, and so many parameters are in the array.
-        let found = unsafe {
-            (self.library.virDomainMigrate3)(
-                self.raw.as_ptr(),
-                to.raw.as_ptr(),
-                params.list,
-                params.count.cast_unsigned(),
-                migration.flags(),
-            )
-        };
-        // The guest at the destination.
-        let raw = self.library.pointer(found)?;
-        drop(Domain {
-            library: self.library,
-            raw,
-        });
-        Ok(())
-    }
-
-    /// Migrates it by its host, which connects to `uri` itself. Returns when it has ended.
-    pub(super) fn migrate_by_host(&self, uri: &str, migration: &Migration) -> Result<()> {
-        const PEER2PEER: c_uint = 1 << 1;
-        let (params, uri) = (self.params(migration)?, c_string(uri)?);
-        // SAFETY: the guest is one, the string is one, and so many parameters are in the array.
-        let found = unsafe {
-            (self.library.virDomainMigrateToURI3)(
-                self.raw.as_ptr(),
-                uri.as_ptr(),
-                params.list,
-                params.count.cast_unsigned(),
-                migration.flags() | PEER2PEER,
-            )
-        };
-        self.library.checked(found).map(drop)
-    }
-
-    fn params(&self, migration: &Migration) -> Result<Params> {
-        let mut params = Params::new(self.library);
-        params.add_int(c"parallel.connections", migration.channels.into())?;
-        if let Some(rate) = migration.rate {
-            params.add_number(c"bandwidth", rate)?;
-        }
-        Ok(params)
-    }
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    Err(Error::Virsh(
+        complaint(&stderr).unwrap_or_else(|| output.status.to_string()),
+    ))
 }
 
-impl Drop for Domain {
-    fn drop(&mut self) {
-        // SAFETY: the guest is one, and this is the last use of it (rule 4).
-        unsafe { (self.library.virDomainFree)(self.raw.as_ptr()) };
-    }
+fn command(uri: &str) -> Command {
+    let mut command = virsh::command();
+    command.args(["--quiet", "--connect", uri]).process_group(0);
+    command
 }
 
-/// Named values, in an array of libvirt's.
-struct Params {
-    library: &'static Library,
-    list: Raw,
-    count: c_int,
-    capacity: c_int,
-}
-
-impl Params {
-    fn new(library: &'static Library) -> Self {
-        Self {
-            library,
-            list: ptr::null_mut(),
-            count: 0,
-            capacity: 0,
-        }
-    }
-
-    fn add_int(&mut self, name: &CStr, value: c_int) -> Result<()> {
-        let Self {
-            library,
-            list,
-            count,
-            capacity,
-        } = self;
-        // SAFETY: the three describe an array of libvirt's, or none, and the name is copied.
-        let found =
-            unsafe { (library.virTypedParamsAddInt)(list, count, capacity, name.as_ptr(), value) };
-        self.library.checked(found).map(drop)
-    }
-
-    fn add_number(&mut self, name: &CStr, value: u64) -> Result<()> {
-        let Self {
-            library,
-            list,
-            count,
-            capacity,
-        } = self;
-        // SAFETY: as above.
-        let found = unsafe {
-            (library.virTypedParamsAddULLong)(list, count, capacity, name.as_ptr(), value)
-        };
-        self.library.checked(found).map(drop)
-    }
-
-    /// A value of this name and of this kind.
-    fn number(&self, name: &CStr) -> Option<u64> {
-        let mut value = 0;
-        // SAFETY: so many values are in the array, and one is written to.
-        let found = unsafe {
-            (self.library.virTypedParamsGetULLong)(self.list, self.count, name.as_ptr(), &mut value)
-        };
-        (found == 1).then_some(value)
-    }
-}
-
-impl Drop for Params {
-    fn drop(&mut self) {
-        // SAFETY: the array is libvirt's, or none, and this is the last use of it.
-        unsafe { (self.library.virTypedParamsFree)(self.list, self.count) };
-    }
+fn dies_with_this_process(command: &mut Command) {
+    let ask = || Ok(set_parent_process_death_signal(Some(Signal::KILL))?);
+    // SAFETY: the closure is one system call, which may be made between fork and exec.
+    unsafe { command.pre_exec(ask) };
 }

@@ -1,32 +1,24 @@
-//! A host of libvirt, and connections to it.
+//! A host of libvirt, and the connection to it.
 
-use std::{
-    ffi::OsString,
-    io, mem,
-    ops::Deref,
-    os::unix::process::CommandExt as _,
-    process::Command,
-    sync::{Arc, Mutex},
-};
+use std::sync::Mutex;
 
 use anyhow::{Context as _, Result};
 use vamoose_link::lock;
 
-use super::libvirt::Connection;
+use super::libvirt::{self, Connection};
 
-/// A host, as it was named on the command line.
+/// A host, as named on the command line.
 #[derive(Debug)]
 pub(super) struct Place {
     /// For messages.
     pub(super) name: String,
-    /// Where libvirt finds it.
+    /// Libvirt's URI of it.
     pub(super) uri: String,
-    /// Connections that nobody uses.
-    idle: Mutex<Vec<Arc<Connection>>>,
+    connection: Mutex<Option<Connection>>,
 }
 
 impl Place {
-    /// A URI of libvirt, `localhost`, or what ssh knows.
+    /// A URI of libvirt, `localhost`, or a name that ssh knows.
     pub(super) fn new(text: &str) -> Self {
         let (name, uri) = match text {
             _ if text.contains("://") => (host_of(text), text.to_owned()),
@@ -36,32 +28,40 @@ impl Place {
         Self {
             name,
             uri,
-            idle: Mutex::default(),
+            connection: Mutex::default(),
         }
     }
 
-    /// Whether each host finds itself by its URI.
+    /// Whether the URI means another host on each host.
     pub(super) fn is_local(&self) -> bool {
         self.uri.contains(":///")
     }
 
-    /// A connection that nobody else uses: libvirt serves only a few calls of one at once, and migrations are long ones.
-    pub(super) fn connect(&self) -> Result<Lease<'_>> {
-        let idle = mem::take(&mut *lock(&self.idle));
-        let mut alive = idle.into_iter().filter(|connection| connection.is_alive());
-        let first = alive.next();
-        lock(&self.idle).extend(alive);
-        let connection = match first {
-            Some(connection) => connection,
-            None => {
-                let context = || format!("cannot reach libvirt of {} by {}", self.name, self.uri);
-                Arc::new(Connection::open(&shielded(&self.uri)).with_context(context)?)
-            }
-        };
-        Ok(Lease {
-            place: self,
-            connection,
-        })
+    /// Asks the host's libvirt, over one connection that all threads share: only migrations take long, and have their own.
+    pub(super) fn ask<T>(
+        &self,
+        question: impl FnOnce(&mut Connection) -> libvirt::Result<T>,
+    ) -> Result<T> {
+        let mut held = lock(&self.connection);
+        if !held.as_mut().is_some_and(Connection::is_alive) {
+            let context = || format!("cannot reach libvirt of {} by {}", self.name, self.uri);
+            *held = Some(Connection::open(&self.uri_here()).with_context(context)?);
+        }
+        let connection = held.as_mut().context("no connection")?;
+        Ok(question(connection)?)
+    }
+
+    /// The URI for use on this host: `virsh` is in the background, where ssh cannot ask for a password.
+    pub(super) fn uri_here(&self) -> String {
+        let uri = &self.uri;
+        let is_by_ssh = uri
+            .split_once("://")
+            .is_some_and(|(scheme, _)| scheme.ends_with("+ssh"));
+        if !is_by_ssh || uri.contains("no_tty=") {
+            return uri.clone();
+        }
+        let separator = if uri.contains('?') { '&' } else { '?' };
+        format!("{uri}{separator}no_tty=1")
     }
 }
 
@@ -77,53 +77,6 @@ fn host_of(uri: &str) -> String {
     match host {
         "" => "localhost".to_owned(),
         host => host.to_owned(),
-    }
-}
-
-/// This program, as libvirt finds it.
-const SHIELD: &str = "/proc/self/exe";
-
-/// libvirt starts ssh in this process's group, where Ctrl-C would end it and with it all migrations. So libvirt is told to start
-/// this program in the place of ssh, which [`shield`] is for.
-fn shielded(uri: &str) -> String {
-    let is_by_ssh = uri
-        .split_once("://")
-        .is_some_and(|(scheme, _)| scheme.ends_with("+ssh"));
-    if !is_by_ssh || uri.contains("command=") {
-        return uri.to_owned();
-    }
-    let separator = if uri.contains('?') { '&' } else { '?' };
-    format!("{uri}{separator}command={SHIELD}")
-}
-
-/// If this process was started by libvirt in the place of ssh, becomes ssh, which Ctrl-C does not end.
-pub(crate) fn shield() -> Option<io::Error> {
-    let mut arguments = std::env::args_os();
-    if arguments.next() != Some(OsString::from(SHIELD)) {
-        return None;
-    }
-    let mut command = Command::new("sh");
-    command.args(["-c", "trap '' INT; exec ssh \"$@\"", "ssh"]);
-    Some(command.args(arguments).exec())
-}
-
-/// A connection, for a while.
-pub(super) struct Lease<'a> {
-    place: &'a Place,
-    connection: Arc<Connection>,
-}
-
-impl Deref for Lease<'_> {
-    type Target = Connection;
-
-    fn deref(&self) -> &Connection {
-        &self.connection
-    }
-}
-
-impl Drop for Lease<'_> {
-    fn drop(&mut self) {
-        lock(&self.place.idle).push(Arc::clone(&self.connection));
     }
 }
 
@@ -155,23 +108,20 @@ mod tests {
     }
 
     #[test]
-    fn only_ssh_is_shielded() {
-        for (uri, shielded_uri) in [
+    fn ssh_asks_for_no_password() {
+        for (uri, expected) in [
+            ("qemu+ssh://a/system", "qemu+ssh://a/system?no_tty=1"),
             (
-                "qemu+ssh://a/system",
-                "qemu+ssh://a/system?command=/proc/self/exe",
+                "qemu+ssh://a/system?keyfile=/x",
+                "qemu+ssh://a/system?keyfile=/x&no_tty=1",
             ),
             (
-                "qemu+ssh://a/system?no_tty=1",
-                "qemu+ssh://a/system?no_tty=1&command=/proc/self/exe",
-            ),
-            (
-                "qemu+ssh://a/system?command=/x",
-                "qemu+ssh://a/system?command=/x",
+                "qemu+ssh://a/system?no_tty=0",
+                "qemu+ssh://a/system?no_tty=0",
             ),
             ("qemu+tcp://a/system", "qemu+tcp://a/system"),
         ] {
-            assert_eq!(shielded(uri), shielded_uri);
+            assert_eq!(Place::new(uri).uri_here(), expected);
         }
     }
 }

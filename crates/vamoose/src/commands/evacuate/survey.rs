@@ -2,15 +2,15 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use evacuation::{Fleet, Guest, Host, HostId};
 use tracing::{info, warn};
 
 use super::{
     Options,
     description::{self, Description, WantedCpu},
-    libvirt::{self, Domain, Kind},
-    place::{Lease, Place},
+    libvirt::{Connection, Domain},
+    place::Place,
 };
 
 /// The host to be emptied; all others are destinations.
@@ -38,7 +38,7 @@ impl Survey {
     /// Asks all hosts.
     pub(super) fn make(options: &Options) -> Result<Self> {
         let source = Place::new(&options.host);
-        let of_source = source.connect()?.capabilities()?;
+        let of_source = source.ask(Connection::capabilities)?;
         let mut uuids = vec![description::host_uuid(&of_source)];
         let mut places = vec![source];
         let mut others = Vec::new();
@@ -98,7 +98,10 @@ fn expect(
     if found.iter().any(|(guest, _)| guest.name == name) {
         return Ok(());
     }
-    let has = |it: &&Destination| it.guests.iter().any(|it| it.is_active && it.name == name);
+    let has = |it: &&Destination| {
+        let mut guests = it.guests.iter();
+        guests.any(|it| it.state.is_active() && it.name == name)
+    };
     match destinations.iter().find(has) {
         Some(destination) => info!("{name} is on {} already", destination.host.name),
         None => bail!("no guest {name} runs on {}", options.host),
@@ -110,33 +113,16 @@ fn expect(
 struct Destination {
     host: Host,
     capabilities: String,
-    guests: Vec<Resident>,
-}
-
-/// A guest that is there already.
-struct Resident {
-    name: String,
-    uuid: String,
-    is_active: bool,
+    guests: Vec<Domain>,
 }
 
 impl Destination {
     fn ask(place: &Place) -> Result<Self> {
-        let connection = place.connect()?;
-        let node = connection.node()?;
-        let (mut guests, mut promised) = (Vec::new(), 0_u64);
-        for domain in connection.domains()? {
-            let is_active = domain.state()?.is_active();
-            if is_active {
-                promised = promised.saturating_add(domain.memory()?);
-            }
-            guests.push(Resident {
-                name: domain.name(),
-                uuid: domain.uuid()?,
-                is_active,
-            });
-        }
-        // What guests there have not touched yet is free now, but not theirs to lose.
+        let node = place.ask(Connection::node)?;
+        let guests = place.ask(Connection::domains)?;
+        let active = guests.iter().filter(|guest| guest.state.is_active());
+        let promised = active.map(|guest| guest.memory).sum();
+        // Memory that guests there have not touched yet is free, but theirs.
         let memory_free = node.available.min(node.memory.saturating_sub(promised));
         Ok(Self {
             host: Host {
@@ -145,7 +131,7 @@ impl Destination {
                 cpus: node.cpus,
                 bandwidth: None,
             },
-            capabilities: connection.capabilities()?,
+            capabilities: place.ask(Connection::capabilities)?,
             guests,
         })
     }
@@ -155,7 +141,8 @@ impl Destination {
 struct Guests<'a> {
     options: &'a Options,
     source_cpu: Option<String>,
-    destinations: Vec<(&'a Destination, Lease<'a>)>,
+    places: &'a [Place],
+    destinations: &'a [Destination],
     /// Whether a destination, by its index, has a CPU: many guests have the same.
     cpus: HashMap<(usize, WantedCpu), bool>,
     found: Vec<(Guest, Known)>,
@@ -173,48 +160,54 @@ impl<'a> Guests<'a> {
         let mut guests = Self {
             options,
             source_cpu: description::host_cpu(capabilities),
-            destinations: Vec::new(),
+            places,
+            destinations,
             cpus: HashMap::new(),
             found: Vec::new(),
             shut_off: 0,
         };
-        for (place, destination) in places[1..].iter().zip(destinations) {
-            guests.destinations.push((destination, place.connect()?));
-        }
-        for domain in places[SOURCE.0].connect()?.domains()? {
-            match guests.add(&domain) {
-                // It has ended meanwhile.
-                Err(error) if error.kind() == Kind::NoDomain => {}
-                added => added.with_context(|| format!("asking for {}", domain.name()))?,
+        let source = &places[SOURCE.0];
+        let persistent = source.ask(Connection::persistent)?;
+        for domain in source.ask(Connection::domains)? {
+            let is_persistent = persistent.contains(&domain.uuid);
+            if let Err(error) = guests.add(&domain, is_persistent) {
+                // A guest that has ended meanwhile does not matter.
+                let now = source.ask(|it| it.domain(&domain.uuid))?;
+                if now.is_some_and(|now| now.state.is_active()) {
+                    return Err(error.context(format!("asking for {}", domain.name)));
+                }
             }
         }
         Ok((guests.found, guests.shut_off))
     }
 
-    fn add(&mut self, domain: &Domain) -> libvirt::Result<()> {
-        let (name, state) = (domain.name(), domain.state()?);
-        if !self.options.wants(&name) {
+    fn add(&mut self, domain: &Domain, is_persistent: bool) -> Result<()> {
+        let Domain {
+            name, uuid, state, ..
+        } = domain;
+        if !self.options.wants(name) {
             return Ok(());
         }
         if !state.is_active() {
             self.shut_off += 1;
             return Ok(());
         }
+        let source = &self.places[SOURCE.0];
         let mut obstacles = Vec::new();
         if !state.runs() && !state.is_paused_by_user() {
             obstacles.push(format!("it is {}", state.name()));
         }
-        if domain.job()?.is_active {
+        if source.ask(|it| it.job(uuid))?.is_active {
             let job = "libvirt has a job for it under way, such as a migration that somebody else has started";
             obstacles.push(job.to_owned());
         }
-        let uuid = domain.uuid()?;
         let mut barred = BTreeMap::new();
-        match Description::parse(&domain.description()?, self.options.storage()) {
+        let xml = source.ask(|it| it.description(uuid))?;
+        match Description::parse(&xml, self.options.storage()) {
             Ok(mut description) => {
                 obstacles.append(&mut description.obstacles);
                 for at in 0..self.destinations.len() {
-                    if let Some(why) = self.bar(at, &name, &uuid, &description.cpu) {
+                    if let Some(why) = self.bar(at, name, uuid, &description.cpu) {
                         barred.insert(HostId(at + 1), why);
                     }
                 }
@@ -222,18 +215,18 @@ impl<'a> Guests<'a> {
             Err(error) => obstacles.push(format!("its description cannot be read: {error}")),
         }
         let guest = Guest {
-            name,
+            name: name.clone(),
             host: SOURCE,
-            memory: domain.memory()?,
-            cpus: domain.cpus()?,
+            memory: domain.memory,
+            cpus: domain.cpus,
             dirty_rate: None,
             bandwidth: None,
             obstacles,
             barred,
         };
         let known = Known {
-            uuid,
-            is_persistent: domain.is_persistent()?,
+            uuid: uuid.clone(),
+            is_persistent,
         };
         self.found.push((guest, known));
         Ok(())
@@ -241,9 +234,9 @@ impl<'a> Guests<'a> {
 
     /// Why a guest cannot move to this destination.
     fn bar(&mut self, at: usize, name: &str, uuid: &str, cpu: &WantedCpu) -> Option<String> {
-        let (destination, connection) = self.destinations.get(at)?;
+        let (destination, place) = (self.destinations.get(at)?, self.places.get(at + 1)?);
         for other in &destination.guests {
-            if other.uuid == uuid && other.is_active {
+            if other.uuid == uuid && other.state.is_active() {
                 return Some(
                     "the same guest is active there, too: find out which one is right".to_owned(),
                 );
@@ -256,12 +249,14 @@ impl<'a> Guests<'a> {
         let ask = || {
             let found = match cpu {
                 WantedCpu::Any => Ok(true),
-                WantedCpu::OfHost => source_cpu.map_or(Ok(true), |it| connection.has_cpu(it)),
-                WantedCpu::Made(cpu) => connection.can_make_cpu(cpu),
+                WantedCpu::OfHost => {
+                    source_cpu.map_or(Ok(true), |cpu| place.ask(|it| it.has_cpu(cpu)))
+                }
+                WantedCpu::Made(cpu) => place.ask(|it| it.can_make_cpu(cpu)),
             };
             // A libvirt that cannot tell finds out when it is to take the guest.
             found.unwrap_or_else(|error| {
-                warn!("{} cannot compare CPUs: {error}", destination.host.name);
+                warn!("{} cannot compare CPUs: {error:#}", destination.host.name);
                 true
             })
         };

@@ -28,11 +28,8 @@ use tracing::info;
 use vamoose_link::{Address, Hangup, Listener, OneTimeKey, Remote, Security, SessionConfig};
 use vamoose_relay::{Config, Dialer, Relay, RelayError, Summary};
 
-use super::{
-    receive::{MARK, Ready, Request, at},
-    virsh,
-};
-use crate::commands::gateway;
+use super::receive::{MARK, Ready, Request, at};
+use crate::commands::{gateway, virsh};
 use vamoose::options::{Access, Encoding, MethodName};
 
 /// Migrate a running guest to another host of libvirt, which needs nothing but ssh and this program

@@ -14,11 +14,8 @@ use clap::Args;
 use vamoose_link::Peer;
 use vamoose_relay::GatewayConfig;
 
-use super::{
-    qemu_conf::{self, QemuConf, Value, Wanted},
-    virsh,
-};
-use crate::commands::gateway;
+use super::qemu_conf::{self, QemuConf, Value, Wanted};
+use crate::commands::{gateway, virsh};
 
 /// Show, or write, what qemu.conf has to say for migrations through this host's gateway, and check what else they need
 ///

@@ -8,14 +8,14 @@ use std::{
 use anyhow::{Context as _, Error, Result, ensure};
 
 /// A `virsh` whose words can be relied on.
-pub(super) fn command() -> Command {
+pub(crate) fn command() -> Command {
     let mut command = Command::new("virsh");
     command.env("LC_ALL", "C").stdin(Stdio::null());
     command
 }
 
 /// What it prints, or what it complains of.
-pub(super) fn output<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Result<String> {
+pub(crate) fn output<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Result<String> {
     let output = command().args(arguments).output().map_err(cannot_run)?;
     let complaint = String::from_utf8_lossy(&output.stderr);
     let complaint = complaint.trim().replace('\n', "; ");
@@ -24,11 +24,11 @@ pub(super) fn output<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Result
 }
 
 /// `running`, `paused`, ...
-pub(super) fn state(domain: &str) -> Result<String> {
+pub(crate) fn state(domain: &str) -> Result<String> {
     Ok(output(["domstate", "--domain", domain])?.trim().to_owned())
 }
 
-pub(super) fn cannot_run(error: io::Error) -> Error {
+pub(crate) fn cannot_run(error: io::Error) -> Error {
     let is_missing = error.kind() == io::ErrorKind::NotFound;
     Error::new(error).context(match is_missing {
         true => "virsh is missing on this host: install libvirt-clients",
