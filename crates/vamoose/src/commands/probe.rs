@@ -1,19 +1,19 @@
-//! `vamoose probe`: this host's hardware and software for migrations, and the method to use.
+//! `vamoose probe`: this host's hardware and software for migrations, and the speed of each method.
 //!
 //! The system's files are read below a [`Root`], which tests replace. Something absent is not an error: the output states why.
 
-mod advice;
 mod cpu;
 mod engines;
 mod offload;
 mod pci;
 mod qemu;
+mod sample;
+mod speeds;
 mod system;
 
 use std::{
     fs,
     io::{self, Write as _},
-    num::NonZeroUsize,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -24,16 +24,16 @@ use serde::Serialize;
 use vamoose_codec::Registry;
 
 use self::{
-    advice::Advice,
     cpu::Cpu,
     engines::Engine,
     offload::Offload,
     pci::Device,
     qemu::Qemu,
+    speeds::Speeds,
     system::{Memlock, Node, Presence, Userfaultfd},
 };
 
-/// Show this host's hardware and software for migrations, and advise a method for each link
+/// Show this host's hardware and software for migrations, and the speed of each method
 ///
 /// Encoders and decoders are measured for about two seconds.
 #[derive(Args, Debug)]
@@ -41,13 +41,10 @@ pub(crate) struct Options {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Number of cores a migration may use [default: those available to this process]
-    #[arg(long, value_name = "N")]
-    cores: Option<NonZeroUsize>,
 }
 
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let probe = Probe::new(&Root::system(), options.cores);
+    let probe = Probe::new(&Root::system());
     let text = if options.json {
         serde_json::to_string_pretty(&probe).context("cannot write the result as JSON")? + "\n"
     } else {
@@ -73,20 +70,19 @@ struct Probe {
     zero_copy: Presence,
     kernel_tls: Presence,
     devices: Vec<Device>,
-    /// Why there are none.
+    /// Reason if there are none.
     devices_reason: Option<&'static str>,
     offload: Offload,
     engines: Vec<Engine>,
     qemus: Vec<Qemu>,
-    advice: Advice,
+    speeds: Speeds,
 }
 
 impl Probe {
-    fn new(root: &Root, cores: Option<NonZeroUsize>) -> Self {
+    fn new(root: &Root) -> Self {
         let cpu = Cpu::probe(root);
         let registry = Arc::new(Registry::new());
         let devices = pci::devices(root);
-        let cores = cores.map_or(cpu.usable_cores, NonZeroUsize::get);
         Self {
             kernel: system::kernel(root),
             numa_nodes: system::nodes(root),
@@ -97,7 +93,7 @@ impl Probe {
             kernel_tls: system::kernel_tls(root),
             engines: engines::engines(&registry, &devices),
             qemus: qemu::on_path(std::env::var_os("PATH").as_deref()),
-            advice: Advice::measure(&registry, cores),
+            speeds: Speeds::measure(&registry),
             cpu,
             devices_reason: devices.is_empty().then_some(NO_DEVICES),
             devices,
@@ -133,15 +129,15 @@ impl Probe {
         for qemu in &self.qemus {
             lines.put("qemu", qemu);
         }
-        self.advice.describe(&mut lines);
+        self.speeds.describe(&mut lines);
         lines.0
     }
 }
 
-/// What is said where the bus has no accelerator.
+/// Reason if the bus has no accelerator.
 const NO_DEVICES: &str = "no QAT, DSA or IAA on PCI";
 
-/// Lines of `name  value`, aligned; of several with one name only the first has it.
+/// Lines of `name  value`, aligned. A name that repeats is printed once.
 #[derive(Default)]
 struct Lines(String, String);
 
@@ -153,7 +149,7 @@ impl Lines {
     }
 }
 
-/// Where the system's files begin: `/`, or a folder with the like in tests.
+/// Root of the system's files: `/`, or a folder of fake files in tests.
 struct Root(PathBuf);
 
 impl Root {
@@ -166,7 +162,7 @@ impl Root {
         self.0.join(file)
     }
 
-    /// The same for idxd.
+    /// The same root for idxd.
     fn of_idxd(&self) -> idxd::discovery::Root {
         idxd::discovery::Root::under(&self.0)
     }
@@ -225,7 +221,7 @@ mod tests {
     #[test]
     fn a_system_without_anything_is_described_too() {
         let (_folder, root) = fake::root(&[]);
-        let probe = Probe::new(&root, NonZeroUsize::new(1));
+        let probe = Probe::new(&root);
         assert_eq!(probe.kernel, None);
         assert!(!probe.kvm.present && !probe.userfaultfd.kernel && !probe.zero_copy.present);
         assert!(probe.devices.is_empty() && probe.numa_nodes.is_empty());

@@ -1,14 +1,11 @@
-//! Answers HTTP requests for the metrics: nothing else is there, and nobody who asks can hurt a migration.
+//! HTTP responder for the metrics, whose clients cannot slow a migration down.
 //!
-//! A thread for each connection, of which there are few at once; a request has to be short and to come soon, and there is
-//! one answer to a connection.
+//! One thread and one answer per connection. Connections, and the length and time of a request, are limited. `tiny_http` has no
+//! such limits: a client that sends nothing would keep one of its threads for ever.
 
 use std::{
     fmt,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -18,28 +15,28 @@ use rustix::event::{PollFd, PollFlags};
 use tracing::{debug, warn};
 use vamoose_link::{Address, Hangup, Listener, Socket, chain, wait_for};
 
-/// Answers until it is dropped.
+/// Answers until dropped.
 pub struct Responder {
     address: Address,
     stop: Arc<Hangup>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Most connections at once; more are closed. A Prometheus needs one.
+/// Open connections; further ones are closed. Prometheus needs one.
 const MOST: usize = 8;
 /// Most bytes of a request.
 const LONGEST: usize = 8 << 10;
-/// How long a request may take to come, and an answer to be taken.
+/// Time for a request to arrive, and for its answer to be read.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// For the system to have file descriptors again.
+/// Wait before another accept, so that file descriptors become free.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// How metrics are written.
+/// Text format of metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
-    /// OpenMetrics, for those who accept it.
+    /// OpenMetrics, for clients that accept it.
     Open,
-    /// Prometheus' own.
+    /// Prometheus' text format.
     Classic,
 }
 
@@ -83,7 +80,7 @@ impl Drop for Responder {
     fn drop(&mut self) {
         self.stop.hang_up();
         if let Some(thread) = self.thread.take() {
-            // What went wrong in it has been reported.
+            // The thread has reported its errors.
             let _ = thread.join();
         }
     }
@@ -93,7 +90,8 @@ fn accept<M>(listener: &Listener, stop: &Hangup, metrics: &Arc<M>)
 where
     M: Fn(Format) -> Result<String, fmt::Error> + Send + Sync + 'static,
 {
-    let open = Arc::new(AtomicUsize::new(0));
+    // One reference for each open connection, besides this one.
+    let open = Arc::new(());
     while !stop.is_hung_up() {
         let mut fds = [
             PollFd::new(listener, PollFlags::IN),
@@ -111,35 +109,17 @@ where
                 continue;
             }
         };
-        let place = Place::take(&open);
-        if place.is_none() {
+        if Arc::strong_count(&open) > MOST {
             continue;
         }
-        let metrics = metrics.clone();
+        let (metrics, counted) = (metrics.clone(), open.clone());
         let work = move || {
             answer(&socket, &*metrics);
-            drop(place);
+            drop(counted);
         };
         if let Err(error) = thread::Builder::new().spawn(work) {
             debug!("a request for metrics is not answered: {error}");
         }
-    }
-}
-
-/// One of the connections that there may be.
-struct Place(Arc<AtomicUsize>);
-
-impl Place {
-    fn take(open: &Arc<AtomicUsize>) -> Option<Self> {
-        // Given back by the drop.
-        let place = Self(open.clone());
-        (open.fetch_add(1, Ordering::Relaxed) < MOST).then_some(place)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -160,10 +140,10 @@ fn answer(socket: &Socket, metrics: impl Fn(Format) -> Result<String, fmt::Error
     let head = format!(
         "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
     );
-    // Who asked may have gone.
+    // The client may have gone.
     let _ = socket.write_both(head.as_bytes(), body.as_bytes());
     socket.finish();
-    // What it still sends must not turn the end into a reset before it has read the answer.
+    // Closing with unread input would reset the connection before the client has read the answer.
     let deadline = Instant::now() + PATIENCE;
     while matches!(
         socket.read_until(&mut [0; 512], Some(deadline)),
@@ -171,7 +151,7 @@ fn answer(socket: &Socket, metrics: impl Fn(Format) -> Result<String, fmt::Error
     ) {}
 }
 
-/// The head of a request; `None` if it does not come whole in time, or is too long.
+/// The head of a request; `None` if it is late, incomplete or too long.
 fn read(socket: &Socket) -> Option<Vec<u8>> {
     let deadline = Instant::now() + PATIENCE;
     let mut request = Vec::new();

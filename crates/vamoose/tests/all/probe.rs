@@ -8,36 +8,15 @@ use serde_json::Value;
 use vamoose_codec::{Registry, Settings};
 
 #[test]
-fn the_advice_follows_from_its_numbers() {
-    for cores in [1.0, 16.0] {
-        let probe = json(&["--cores", &cores.to_string()]);
-        has_its_keys(&probe);
-        let advice = &probe["advice"];
-        assert_eq!(number(advice, "cores"), cores);
-        let links = list(advice, "links");
-        let gbits: Vec<_> = links
-            .iter()
-            .map(|link| number(link, "gbit-per-second"))
-            .collect();
-        assert_eq!(gbits, [1.0, 10.0, 25.0, 100.0]);
-        for link in links {
-            times_follow_the_rule(link, advice, cores);
-            let all = list(link, "candidates");
-            let any_qemu = ["none", "zlib", "zstd"];
-            let stock = all
-                .iter()
-                .filter(|one| any_qemu.contains(&text(one, "method")));
-            is_best(link, all.iter());
-            is_best(&link["stock"], stock);
-        }
-    }
+fn everything_is_in_the_json() {
+    has_its_keys(&json());
 }
 
 #[test]
 fn the_text_says_what_the_json_says() {
-    let output = probe(&["--cores", "2"]);
+    let output = probe(&[]);
     let shown = String::from_utf8(output.stdout).unwrap();
-    let json = json(&["--cores", "2"]);
+    let json = json();
     assert!(shown.contains("synthetic"), "{shown}");
 
     let engines = block(&shown, "engine");
@@ -54,15 +33,12 @@ fn the_text_says_what_the_json_says() {
     assert_eq!(engines.len(), list(&json, "engines").len(), "{shown}");
 
     // Two runs measure two speeds, but the same methods.
-    let methods = list(&json["advice"], "methods");
-    for name in ["one core", "s per GiB"] {
-        let lines = block(&shown, name);
-        assert_eq!(lines.len(), 1 + methods.len(), "{shown}");
-        for (line, method) in lines[1..].iter().zip(methods) {
-            assert!(line.starts_with(&label(method)), "{line}: {method}");
-        }
+    let methods = list(&json["speeds"], "methods");
+    let lines = block(&shown, "one core");
+    assert_eq!(lines.len(), 1 + methods.len(), "{shown}");
+    for (line, method) in lines[1..].iter().zip(methods) {
+        assert!(line.starts_with(&label(method)), "{line}: {method}");
     }
-    the_text_follows_from_its_numbers(&shown);
 }
 
 /// With the real libqatzip, and most likely without a device.
@@ -128,13 +104,13 @@ fn has_its_keys(probe: &Value) {
         "offload",
         "engines",
         "qemus",
-        "advice",
+        "speeds",
     ] {
         assert!(probe.get(key).is_some(), "{key} is missing in {probe:#}");
     }
     assert!(probe["cpu"]["usable-cores"].as_u64().unwrap() > 0);
     every_engine_is_listed(probe);
-    every_method_is_measured(&probe["advice"]);
+    every_method_is_measured(&probe["speeds"]);
 }
 
 fn every_engine_is_listed(probe: &Value) {
@@ -164,10 +140,10 @@ fn every_engine_is_listed(probe: &Value) {
     assert_eq!(says_none, !has_qat);
 }
 
-fn every_method_is_measured(advice: &Value) {
-    assert!(text(advice, "sample").contains("synthetic"));
-    assert_eq!(list(advice, "unmeasured").len(), 0, "{advice:#}");
-    let methods = list(advice, "methods");
+fn every_method_is_measured(speeds: &Value) {
+    assert!(text(speeds, "sample").contains("synthetic"));
+    assert_eq!(list(speeds, "unmeasured").len(), 0, "{speeds:#}");
+    let methods = list(speeds, "methods");
     for method in Method::ALL {
         let found = methods.iter().any(|one| one["method"] == method.name());
         assert_eq!(found, Settings::new(method, None).is_ok(), "{method}");
@@ -181,62 +157,6 @@ fn every_method_is_measured(advice: &Value) {
         assert!(number(method, "bytes-per-second") > 1e6, "{method}");
         assert!(number(method, "decoded-bytes-per-second") > 1e6, "{method}");
     }
-}
-
-/// time = max(bytes / ratio / link, CPU time / cores), CPU time = QEMU to vamoose + encoding + sending / ratio
-fn times_follow_the_rule(link: &Value, advice: &Value, cores: f64) {
-    let methods = list(advice, "methods");
-    let candidates = list(link, "candidates");
-    assert_eq!(candidates.len(), methods.len());
-    for one in candidates {
-        let of = methods.iter().find(|of| label(of) == label(one)).unwrap();
-        let bytes_on_link = GIB / number(of, "ratio");
-        let on_link = bytes_on_link / (number(link, "gbit-per-second") * 125e6);
-        let hops = number(&advice["hops"], "from-qemu")
-            + number(&advice["hops"], "sending") / number(of, "ratio");
-        let on_cores = (hops + GIB / number(of, "bytes-per-second")) / cores;
-        assert!(near(number(one, "seconds-on-link"), on_link), "{one}");
-        assert!(near(number(one, "seconds-on-cores"), on_cores), "{one}");
-        let time = number(one, "seconds-per-gib");
-        assert!(near(time, on_link.max(on_cores)), "{one}");
-        let limit = match on_link >= on_cores {
-            true => "link",
-            false => "cores",
-        };
-        assert_eq!(one["limited-by"], limit, "{one}");
-    }
-    let times = candidates.iter().map(|one| number(one, "seconds-per-gib"));
-    assert!(times.is_sorted(), "{link:#}");
-}
-
-/// Among those within 15 % of the soonest it is the one with least work.
-fn is_best<'a>(chosen: &Value, candidates: impl Iterator<Item = &'a Value> + Clone) {
-    let times = candidates.clone().map(|one| number(one, "seconds-per-gib"));
-    let soonest = times.reduce(f64::min).unwrap();
-    let ties = candidates.filter(|one| number(one, "seconds-per-gib") <= 1.15 * soonest);
-    let work = ties.map(|one| number(one, "seconds-on-cores"));
-    assert!(number(chosen, "seconds-per-gib") <= 1.15 * soonest);
-    assert_eq!(
-        number(chosen, "seconds-on-cores"),
-        work.reduce(f64::min).unwrap()
-    );
-}
-
-/// Each line of advice repeats the two times of the method's row and of the link's column.
-fn the_text_follows_from_its_numbers(shown: &str) {
-    let rows = block(shown, "s per GiB");
-    let advised = block(shown, "advises");
-    let links = advised.iter().filter(|line| line.contains(" Gbit/s: "));
-    for (column, line) in links.enumerate() {
-        let (_, advice) = line.split_once(": ").unwrap();
-        let method = advice[..12].trim();
-        let row = rows.iter().find(|row| row[..12].trim() == method).unwrap();
-        let times: Vec<_> = row[12..].split_ascii_whitespace().collect();
-        let (on_cores, on_link) = (times[0], times[1 + column]);
-        let both = format!("(link {on_link} s, cores {on_cores} s)");
-        assert!(advice.contains(&both), "{both} is not in {advice}");
-    }
-    assert!(advised.len() >= 4, "a link is without advice:\n{shown}");
 }
 
 /// The values of the lines called `name`.
@@ -271,15 +191,8 @@ fn number(value: &Value, key: &str) -> f64 {
     value[key].as_f64().unwrap()
 }
 
-fn near(a: f64, b: f64) -> bool {
-    (a - b).abs() <= 1e-9 * a.abs().max(b.abs())
-}
-
-const GIB: f64 = (1u64 << 30) as f64;
-
-fn json(arguments: &[&str]) -> Value {
-    let output = probe(&[&["--json"], arguments].concat());
-    serde_json::from_slice(&output.stdout).unwrap()
+fn json() -> Value {
+    serde_json::from_slice(&probe(&["--json"]).stdout).unwrap()
 }
 
 fn probe(arguments: &[&str]) -> Output {

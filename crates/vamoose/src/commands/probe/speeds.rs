@@ -1,7 +1,7 @@
-//! What one core does by each method, in both directions, in this build and on this host.
+//! How fast one core encodes and decodes by each method, in this build and on this host.
 //!
-//! Work in software is timed by the processor time that it takes, so that a busy host distorts it
-//! little. A device works while its thread waits: the clock on the wall times that.
+//! Software is timed in processor time, which a busy host distorts little. A device works while its thread waits, so it is timed
+//! in wall-clock time.
 
 use std::{fmt, hint::black_box, sync::Arc, time::Duration};
 
@@ -11,50 +11,117 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use vamoose_codec::{Accel, DecodedBy, Engines, Health, Registry, Settings, Verify, info};
 
-use super::sample;
+use super::{Lines, sample};
 
-/// What one core does by a method, and with which engine.
-#[derive(Clone, Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub(super) struct Measured {
-    pub(super) method: &'static str,
-    pub(super) level: Option<i32>,
-    /// The engine that encodes: a library, or the device that takes its place.
-    pub(super) engine: &'static str,
-    /// Packets that software did although there is a device.
-    pub(super) fallbacks: u64,
-    /// Page bytes encoded per second of a core.
-    pub(super) bytes_per_second: f64,
-    /// Page bytes decoded per second of a core.
-    pub(super) decoded_bytes_per_second: f64,
-    /// Page bytes per byte of payload.
-    pub(super) ratio: f64,
-    pub(super) understood_by: FarSide,
-}
-
-/// A method that the engines of this host did not get through.
+/// Speed of every method.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Unmeasured {
-    pub(super) method: &'static str,
-    pub(super) level: Option<i32>,
-    pub(super) reason: String,
+pub(super) struct Speeds {
+    /// What the pages were.
+    sample: &'static str,
+    methods: Vec<Measured>,
+    unmeasured: Vec<Unmeasured>,
 }
 
-/// Who understands a method.
+/// Speed of one core with a method and its engine.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Measured {
+    method: &'static str,
+    level: Option<i32>,
+    /// The engine that encodes: a library, or the device that takes its place.
+    engine: &'static str,
+    /// Packets that software encoded although there is a device.
+    fallbacks: u64,
+    /// Page bytes encoded per second of a core.
+    bytes_per_second: f64,
+    /// Page bytes decoded per second of a core.
+    decoded_bytes_per_second: f64,
+    /// Page bytes per byte of payload.
+    ratio: f64,
+    understood_by: FarSide,
+}
+
+/// A method that an engine of this host failed at.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Unmeasured {
+    method: &'static str,
+    level: Option<i32>,
+    reason: String,
+}
+
+/// Destinations that can decode a method.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum FarSide {
-    /// The QEMUs that distributions build.
+enum FarSide {
+    /// QEMU as distributions build it.
     AnyQemu,
-    /// QEMUs that were built with its library, which distributions' are not.
+    /// QEMU built with the method's library, which distributions leave out.
     SomeQemu,
     /// Another vamoose only.
     Vamoose,
 }
 
+impl Speeds {
+    pub(super) fn measure(registry: &Arc<Registry>) -> Self {
+        let (methods, unmeasured) = measure_all(registry);
+        Self {
+            sample: sample::DESCRIPTION,
+            methods,
+            unmeasured,
+        }
+    }
+
+    pub(super) fn describe(&self, lines: &mut Lines) {
+        const NAME: &str = "one core";
+        lines.put("sample", self.sample);
+        lines.put(
+            NAME,
+            format_args!(
+                "{:<12}{:<11}{:>12}{:>12}{:>7}  {}",
+                "method", "engine", "encodes", "decodes", "ratio", "destination"
+            ),
+        );
+        for measured in &self.methods {
+            lines.put(NAME, measured);
+        }
+        for unmeasured in &self.unmeasured {
+            let label = label(unmeasured.method, unmeasured.level);
+            let reason = &unmeasured.reason;
+            lines.put(NAME, format_args!("{label:<12}not measured: {reason}"));
+        }
+    }
+}
+
+impl fmt::Display for Measured {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:<12}{:<11}{:>7.0} MB/s{:>7.0} MB/s{:>7.2}  {}",
+            label(self.method, self.level),
+            self.engine,
+            self.bytes_per_second / 1e6,
+            self.decoded_bytes_per_second / 1e6,
+            self.ratio,
+            self.understood_by,
+        )?;
+        match self.fallbacks {
+            0 => Ok(()),
+            packets => write!(f, ", {packets} packets encoded in software"),
+        }
+    }
+}
+
+fn label(method: &str, level: Option<i32>) -> String {
+    match level {
+        Some(level) => format!("{method} {level}"),
+        None => method.to_owned(),
+    }
+}
+
 /// Measures every method that this build can encode.
-pub(super) fn measure_all(registry: &Arc<Registry>) -> (Vec<Measured>, Vec<Unmeasured>) {
+fn measure_all(registry: &Arc<Registry>) -> (Vec<Measured>, Vec<Unmeasured>) {
     let all: Vec<Engines> = Method::ALL
         .into_iter()
         .flat_map(|method| {
@@ -84,12 +151,12 @@ pub(super) fn measure_all(registry: &Arc<Registry>) -> (Vec<Measured>, Vec<Unmea
     (measured, unmeasured)
 }
 
-/// With the making of the sample two seconds.
+/// Two seconds, together with making the sample.
 const CPU_TIME: Duration = Duration::from_millis(1700);
 
 const LAYOUT: Layout = Layout::X86;
 
-/// The levels worth a choice: nothing stands for the method's default.
+/// Levels worth choosing; `None` is the method's default.
 fn levels(method: Method) -> &'static [Option<i32>] {
     match method {
         Method::Zstd => &[Some(1), Some(-5)],
@@ -112,7 +179,7 @@ fn measure(engines: &Engines, packets: &[Vec<u8>], share: Duration) -> Result<Me
         clock,
         health: Arc::default(),
     };
-    // Encoding is what the advice depends on.
+    // Encoding is usually the bottleneck.
     let encoded = bench.encode(share.mul_f64(2.0 / 3.0))?;
     let decoded = bench.decode(&encoded.payloads, share.mul_f64(1.0 / 3.0))?;
     let tally = bench.health.tally();
@@ -280,6 +347,26 @@ mod tests {
             assert!(speeds.iter().all(|speed| *speed > 1e6), "{one:?}");
             assert_eq!(one.ratio > 1.2, one.method != "none", "{one:?}");
         }
+    }
+
+    #[test]
+    fn a_method_that_failed_is_listed_with_its_reason() {
+        let mut lines = Lines::default();
+        let speeds = Speeds {
+            sample: "",
+            methods: Vec::new(),
+            unmeasured: vec![Unmeasured {
+                method: "qatzip",
+                level: Some(1),
+                reason: "it lies".to_owned(),
+            }],
+        };
+        speeds.describe(&mut lines);
+        assert!(
+            lines.0.contains("qatzip 1    not measured: it lies"),
+            "{}",
+            lines.0
+        );
     }
 
     #[test]
