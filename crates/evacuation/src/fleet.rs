@@ -1,4 +1,4 @@
-//! What there is: hosts, and the guests that are to move.
+//! Hosts, and the guests that are to move.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ pub struct GuestId(pub usize);
 pub struct Host {
     /// What it is called in messages.
     pub name: String,
-    /// Bytes that guests can still have.
+    /// Bytes of memory free for guests.
     pub memory_free: u64,
     /// A guest with more CPUs does not move here.
     pub cpus: u32,
@@ -40,13 +40,13 @@ pub struct Guest {
     pub dirty_rate: Option<u64>,
     /// Bytes a second that its migration may use.
     pub bandwidth: Option<u64>,
-    /// Why it cannot move at all.
+    /// Reasons why the guest cannot move at all.
     pub obstacles: Vec<String>,
-    /// Why it cannot move to a host.
+    /// Reasons why the guest cannot move to a host.
     pub barred: BTreeMap<HostId, String>,
 }
 
-/// Hosts, guests and the hosts that take them. What refers to each other in it exists.
+/// Hosts, guests and destinations. All indices in it are valid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fleet {
     hosts: Vec<Host>,
@@ -81,7 +81,7 @@ pub enum FleetError {
 }
 
 impl Fleet {
-    /// Checks that everything that is referred to exists.
+    /// Checks that all referenced hosts exist.
     pub fn new(
         hosts: Vec<Host>,
         guests: Vec<Guest>,

@@ -1,4 +1,4 @@
-//! Moves all guests off hosts: which guest goes where, in which order, how many at once and how fast, without I/O, clocks or
+//! Plans and schedules the evacuation of hosts: destinations of guests, order, concurrency and rates. No I/O, clocks or
 //! threads.
 //!
 //! ```text
@@ -12,13 +12,13 @@
 //!
 //! # Rules
 //! - **Capacity**: what is reserved at a destination never exceeds what was free there.
-//! - **Slots**: a host has at most so many migrations at once as a source, and as a destination.
+//! - **Slots**: the number of concurrent migrations is limited per source and per destination.
 //! - **Bandwidth**: rates are max-min fair within the limits of all migrations together, of each host and of each guest. After
 //!   each single action their sum is within the limits: decreases come before starts, and those before increases.
-//! - **One outcome**: each guest ends as moved, as one that stays, or as in doubt. One in doubt is never tried again: a second
-//!   migration could make two of it.
-//! - **Observation**: where a guest is when a migration has ended is an observation of both hosts. It counts, whatever the
-//!   migration itself returned. So a process that is started anew plans from what it observes, and needs no record of its own.
+//! - **One outcome**: each guest ends as moved, as one that stays, or as in doubt. A guest in doubt is never tried again: a second
+//!   migration could leave two copies running.
+//! - **Observation**: after a migration, both hosts are asked where the guest is. The answer counts, not the migration's own
+//!   result. A restarted process therefore plans from what it observes, and needs no record of its own.
 
 #![forbid(unsafe_code)]
 

@@ -13,7 +13,7 @@ pub struct Plan {
     pub moves: Vec<Move>,
     /// The guests that cannot move.
     pub stays: Vec<(GuestId, Hindrance)>,
-    /// Bytes that are free on each host behind all moves.
+    /// Bytes free on each host after all moves.
     free: Vec<u64>,
 }
 
@@ -29,10 +29,10 @@ pub struct Move {
 /// Why a guest cannot move.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum Hindrance {
-    /// Because of what it is.
+    /// The guest itself prevents it.
     #[error("{}", .0.join("; "))]
     Obstacles(Vec<String>),
-    /// Because no destination takes it.
+    /// No destination takes the guest.
     #[error("no destination takes it: {}", list(.0))]
     NoDestination(Vec<Refused>),
 }
@@ -78,7 +78,7 @@ impl Plan {
         if spread.left_over(fleet) == 0 {
             return spread;
         }
-        // What is spread evenly leaves no room for the last large ones.
+        // An even spread may leave no room for large guests.
         let tight = Self::placed(fleet, Preference::Tight);
         match tight.left_over(fleet) < spread.left_over(fleet) {
             true => tight,
@@ -180,7 +180,7 @@ pub(crate) fn refusal(fleet: &Fleet, guest: &Guest, host: HostId, free: u64) -> 
     }
 }
 
-/// The first of them: there may be a thousand.
+/// The first few refusals: there may be a thousand.
 fn list(refused: &[Refused]) -> String {
     const SHOWN: usize = 3;
     let shown = refused.iter().take(SHOWN).map(Refused::to_string);

@@ -1,4 +1,4 @@
-//! When each migration begins, how fast it may be, and what becomes of those that fail.
+//! Scheduler: starts migrations, sets their rates, and retries those that fail.
 
 mod task;
 
@@ -13,7 +13,7 @@ use self::task::{Cancelled, Running, State, Task};
 pub use self::task::{Outcome, Stay};
 use crate::{Fleet, GuestId, HostId, Plan, plan, shares};
 
-/// What migrations together may use.
+/// Limits of all migrations together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Migrations at once from a host.
@@ -24,9 +24,9 @@ pub struct Limits {
     pub bandwidth: Option<u64>,
     /// Rates are multiples of this.
     pub rate_unit: NonZeroU64,
-    /// Bytes a second that migrations have at least, but for one that runs alone: what runs slower is not worth a slot.
+    /// Least rate of a migration beside others, in bytes a second: a slower one is not worth a slot.
     pub least_rate: u64,
-    /// Further tries of a guest behind the first one.
+    /// Further tries after the first.
     pub retries: u32,
     /// How long a guest waits before its second try; twice as long before each further one.
     pub backoff: Duration,
@@ -48,7 +48,7 @@ pub struct LimitsError {
     pub unit: u64,
 }
 
-/// What the caller has to do, in the order in which it gets them.
+/// An action for the caller, to be carried out in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Start a migration.
@@ -77,16 +77,16 @@ pub enum Action {
 /// What has happened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Nothing but time.
+    /// Time has passed.
     Tick,
-    /// A migration tells how fast its guest writes.
+    /// A migration reports its guest's dirty rate.
     DirtyRate {
         /// The guest.
         guest: GuestId,
         /// Bytes a second.
         rate: u64,
     },
-    /// A migration is over, in whatever way.
+    /// A migration has ended.
     Ended(End),
     /// No more migrations are wanted.
     Stop(Stop),
@@ -131,7 +131,7 @@ pub struct Failure {
 /// Whether another try makes sense.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FailureKind {
-    /// Somebody has cancelled it.
+    /// The migration was cancelled.
     Cancelled,
     /// It may succeed later, or elsewhere.
     Temporary,
@@ -139,10 +139,10 @@ pub enum FailureKind {
     Permanent,
 }
 
-/// What becomes of migrations that are under way when no more are wanted.
+/// What happens to migrations under way when the evacuation is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stop {
-    /// They end as they do.
+    /// They continue to their end.
     Finish,
     /// They are cancelled.
     Cancel,
@@ -207,7 +207,7 @@ impl<'a> Scheduler<'a> {
         })
     }
 
-    /// What is to be done now that `event` has happened. `now` never goes back.
+    /// Actions after `event`. `now` never decreases.
     pub fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
         match event {
             Event::Tick => {}
@@ -229,7 +229,7 @@ impl<'a> Scheduler<'a> {
         actions
     }
 
-    /// When something is to be done without an event before: a tick is wanted then.
+    /// Time of the next tick that may produce actions, unless an event comes earlier.
     pub fn wake(&self, now: Duration) -> Option<Duration> {
         let times = self.open.iter().filter_map(|guest| {
             match &self.tasks[guest.0].state {
@@ -361,7 +361,7 @@ impl<'a> Scheduler<'a> {
         }
     }
 
-    /// Starts whatever can be started: in order, except for those that have to wait for a slot or for bandwidth.
+    /// Starts migrations in order, skipping those that wait for a slot or for bandwidth.
     fn admit(&mut self, now: Duration) -> Vec<GuestId> {
         let mut started = Vec::new();
         // Between the same hosts, a later one finds no more than an earlier one.
@@ -395,7 +395,7 @@ impl<'a> Scheduler<'a> {
         started
     }
 
-    /// Whether everyone still has what it needs if this one runs, too. A migration that runs alone has what there is.
+    /// Whether all migrations still get the rate they need if this one starts. One that runs alone needs no least rate.
     fn has_bandwidth_for(&self, guest: GuestId, to: HostId) -> bool {
         let mut running: Vec<_> = self.running().collect();
         if running.is_empty() {

@@ -1,7 +1,7 @@
 //! How migrations share bandwidth: max-min fair, in whole units.
 //!
-//! All rates rise together until a limit is reached; those that it limits stay there, the others go on. What cannot be divided
-//! goes to the first ones, a unit each, so that nothing of a limit is wasted.
+//! All rates rise together until a limit is reached; flows under that limit stop, the others go on. A remainder goes to the
+//! first flows, one unit each, so that limits are used up.
 
 /// A migration: the limits that it is subject to, as indices.
 pub(crate) type Flow = Vec<usize>;
@@ -28,7 +28,7 @@ pub(crate) fn fair(limits: &[u64], flows: &[Flow]) -> Vec<Option<u64>> {
             .min();
         let step = step.unwrap_or(0);
         rising.retain(|&flow| {
-            // Below the limits by the choice of the step; a step of 0 is for those whom a last unit is left for.
+            // The step keeps all limits; at a step of 0, single units are left for some flows.
             let step = step.max(1);
             let can_rise = flows[flow].iter().all(|&limit| left[limit] >= step);
             if can_rise {

@@ -47,7 +47,7 @@ pub struct Touch {
 /// The highest number of a slot.
 pub const MAX_SLOT: u32 = u32::MAX / 2 - 2;
 
-/// Bytes of the table of a packet with so many normal pages.
+/// Bytes of the table of a packet with `pages` normal pages.
 pub const fn table_len(pages: usize) -> usize {
     HEAD + pages * MARK
 }
@@ -80,7 +80,7 @@ pub fn write_table(
 /// pages, and their payload.
 ///
 /// # Errors
-/// When it is no table of so many pages.
+/// If the payload does not start with a table for this number of pages.
 pub fn read_table<'a>(
     payload: &'a [u8],
     marks: &mut [Mark],

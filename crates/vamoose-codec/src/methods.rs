@@ -105,8 +105,7 @@ pub fn info(method: Method) -> Option<MethodInfo> {
             uses_isal: true,
             decoding: Decoding::Packets(|layout| Ok(Box::new(qpl::Unpacker::new(layout)))),
         },
-        // Neither is a way to encode pages by itself: nobody has the one's library, and the other is around another
-        // method, see `delta`.
+        // No host here has UADK's library; delta wraps another method, see `delta`.
         Method::Uadk | Method::Delta => return None,
         Method::Qatzip => MethodInfo {
             packets: "gzip members of 64 KiB, as Intel's QAT does it",

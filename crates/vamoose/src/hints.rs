@@ -1,4 +1,4 @@
-//! What a user can do about an error, in terms of the programs' options, which the crates below do not know.
+//! Hints: remedies for errors in terms of the program's options, which the crates below do not know.
 
 use std::io;
 
@@ -63,7 +63,7 @@ fn of_failure(failure: &Failure) -> Option<String> {
     }
 }
 
-/// What a guest needs that was continued at the destination and has been stopped there, by QEMU's name for its state.
+/// Remedy for a guest that stopped at the destination after it had resumed there, by QEMU's name for its state.
 fn of_state(state: &str) -> String {
     let remedy = match state {
         "io-error" => {

@@ -27,7 +27,7 @@ use tracing_subscriber::{
     util::SubscriberInitExt as _,
 };
 
-/// Where it goes, and how.
+/// Destination and format of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
     /// Lines on standard error
@@ -38,10 +38,10 @@ pub enum LogFormat {
     Journald,
 }
 
-/// Before all names of fields in the journal.
+/// Prefix of field names in the journal.
 const PREFIX: &str = "VAMOOSE";
 
-/// Fields that are in the text of their lines as well.
+/// Fields that the text of a line repeats.
 const IN_TEXT: [&str; 3] = ["guest", "peer", "outcome"];
 
 /// Begins the log. `VAMOOSE_LOG` filters it.
@@ -74,7 +74,7 @@ where
     W: for<'w> MakeWriter<'w> + Send + Sync + 'static,
 {
     let lines = layer().with_writer(writer).with_ansi(is_terminal);
-    // They would be written where nothing can be written, which panics.
+    // Errors of the log would go to the same closed standard error, and panic.
     let lines = lines.log_internal_errors(false);
     lines.with_target(false).fmt_fields(Plain).boxed()
 }
@@ -101,7 +101,7 @@ fn journald() -> io::Result<Log> {
     Ok(records.with_priority_mappings(priorities).boxed())
 }
 
-/// Whether systemd has made the journal our standard error, and nobody has redirected it since.
+/// Whether standard error is still the journal that systemd connected it to.
 fn is_journal() -> bool {
     let Ok(told) = env::var("JOURNAL_STREAM") else {
         return false;
@@ -109,7 +109,7 @@ fn is_journal() -> bool {
     fstat(io::stderr()).is_ok_and(|file| told == format!("{}:{}", file.st_dev, file.st_ino))
 }
 
-/// Fields as they are by default, without those that are in the text.
+/// Default formatting, without the fields in [`IN_TEXT`].
 struct Plain;
 
 impl<'w> FormatFields<'w> for Plain {

@@ -1,7 +1,7 @@
 //! Metrics of a gateway or a server, for Prometheus. docs/metrics.md describes them for operators.
 //!
-//! Nothing is counted here that the migrations do not count anyway. [`Counts`] hears of their beginnings and ends; when somebody
-//! asks (`responder`), the counters of those under way are read and added to what the others have left.
+//! The migrations themselves count. [`Counts`] is told when they begin and end; for each request (`responder`) the counters of
+//! migrations under way are added to the totals of those that have ended.
 
 mod classic;
 mod process;

@@ -31,7 +31,7 @@ pub struct Encoding {
     method: Option<MethodName>,
     #[arg(long, allow_negative_numbers = true, value_name = "N", help = level_help())]
     pub level: Option<i32>,
-    /// Pages that were sent before as the difference to that, where it is smaller [default: on with method auto]
+    /// Send a page that was sent before as a difference, if that is smaller [default: on with method auto]
     ///
     /// Over a session, by methods auto, lz4 and zstd-frames. See --page-cache.
     #[arg(long, value_enum)]
@@ -133,7 +133,7 @@ fn independent_methods() -> String {
 /// Each stream has a thread, and buffers of 1.5 MiB.
 const MAX_STREAMS: usize = 64;
 
-/// When a peer is given up.
+/// Time after which a peer is given up.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct StallTimeout {
     /// Abort after this many seconds without progress from a peer
@@ -148,7 +148,7 @@ impl StallTimeout {
     }
 }
 
-/// Who may connect where a command listens.
+/// Users who may connect to a listening command.
 #[derive(Args, Clone, Debug)]
 pub struct Access {
     /// User who may connect, besides root and the user of this process (repeatable)
@@ -161,12 +161,12 @@ pub struct Access {
 }
 
 impl Access {
-    /// Who may connect.
+    /// The users who may connect.
     pub fn peers(&self) -> Peers {
         self.peers_besides([])
     }
 
-    /// Who may connect, with others that are allowed to anyway.
+    /// The users who may connect, and `others`.
     pub fn peers_besides(&self, others: impl IntoIterator<Item = u32>) -> Peers {
         Peers::own_and(self.peer_uid.iter().copied().chain(others))
     }
@@ -183,7 +183,7 @@ pub fn refuse_open_address(listen: &Address, insecure: bool) -> Result<()> {
     Ok(())
 }
 
-/// Where a report goes.
+/// Destination of a report.
 #[derive(Args, Clone, Debug)]
 pub struct JsonReport {
     /// Write a report as JSON to a file, or to standard output with -
@@ -201,7 +201,7 @@ impl JsonReport {
     }
 }
 
-/// What is used of this host's hardware, and how far it is trusted.
+/// Use of this host's accelerators, and checks of their results.
 #[derive(Args, Clone, Debug, Serialize, Deserialize)]
 pub struct Hardware {
     /// Hardware for encoding and decoding
@@ -223,7 +223,7 @@ pub struct Hardware {
     pub verify: Verify,
 }
 
-/// How many migrations divide work queues of DSAs and IAAs among them.
+/// How migrations share the work queues of DSAs and IAAs.
 #[derive(Args, Clone, Debug, Serialize, Deserialize)]
 pub struct DeviceShares {
     /// Directory through which migrations of this host share DSA and IAA work queues fairly
@@ -283,7 +283,7 @@ impl Hardware {
     }
 }
 
-/// What the engine for tests does wrong, in builds that have one.
+/// Faults of the test engine, in builds with feature `fault-injection`.
 const FAULTS: &str = "VAMOOSE_FAULTS";
 
 /// Method qpl's pages.
@@ -495,7 +495,7 @@ pub struct StateDir {
 }
 
 impl StateDir {
-    /// The folder, which need not be there yet.
+    /// The folder, which may not exist yet.
     pub fn path(&self) -> Result<PathBuf> {
         if let Some(dir) = &self.state_dir {
             return Ok(dir.clone());
@@ -509,7 +509,7 @@ impl StateDir {
         Ok(dir.join("vamoose"))
     }
 
-    /// The folder, and where the package has the gateway be found.
+    /// The folder, and the one of the package's gateway.
     pub fn watched(&self) -> Result<Vec<PathBuf>> {
         let mut dirs = vec![self.path()?];
         if self.state_dir.is_none() {

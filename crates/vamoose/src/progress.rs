@@ -1,4 +1,4 @@
-//! How a migration is shown while it runs: a bar on a terminal, a line a second elsewhere.
+//! Progress of a migration: a bar on a terminal, otherwise one line per second.
 
 use std::{
     io::IsTerminal as _,
@@ -35,7 +35,7 @@ impl Display {
         }
     }
 
-    /// Shows where the migration stands.
+    /// Shows the progress.
     pub fn show(&mut self, progress: &Progress) {
         self.rate.update(progress.moved.wire_bytes);
         let state = State::of(progress);
@@ -55,7 +55,7 @@ impl Display {
         }
     }
 
-    /// Leaves the terminal to others.
+    /// Clears the bar.
     pub fn end(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -63,13 +63,13 @@ impl Display {
     }
 }
 
-/// Bytes that the source has still to send: from 11.1 on all of them, devices included; before, those of guest memory.
+/// Bytes left to send: from QEMU 11.1 on including devices, before only guest memory.
 pub fn remaining(source: &Value) -> Option<u64> {
     let all = source["remaining"].as_u64();
     all.or_else(|| source["ram"]["remaining"].as_u64())
 }
 
-/// What is worth showing.
+/// The values shown.
 struct State<'a> {
     status: &'a str,
     total: u64,

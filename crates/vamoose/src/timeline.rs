@@ -1,6 +1,6 @@
-//! What went on in a migration: a sample of its progress a few times a second, for the report.
+//! Timeline of a migration for its report: samples of its progress.
 //!
-//! A migration may take hours. When there are a thousand samples, every other is given up, and from then on half as many are kept.
+//! A migration may take hours: at a thousand samples every other one is dropped, and the interval doubles.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -14,13 +14,13 @@ use crate::progress::{Progress, remaining};
 #[derive(Debug, Default)]
 pub struct Timeline {
     samples: Vec<Sample>,
-    /// The newest, where it came too soon after the last that was kept.
+    /// The newest sample, if it came too soon to be kept.
     newest: Option<Sample>,
-    /// Milliseconds between those that are kept, at least.
+    /// Least milliseconds between kept samples.
     interval: u64,
 }
 
-/// How far a migration was. Numbers are those since its beginning; absent is what the source QEMU had not reported.
+/// Progress at one moment. Counters are totals; `None` was not yet reported by the source QEMU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Sample {
@@ -39,7 +39,7 @@ pub struct Sample {
     /// Packets with pages, by the method that each was sent with.
     pub packets: BTreeMap<&'static str, u64>,
     pub reconnects: u64,
-    /// For how many milliseconds the guest has been paused for the switchover.
+    /// Milliseconds since the guest was paused for the switchover.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub paused: Option<u64>,
 }
@@ -49,12 +49,12 @@ const MOST: usize = 1000;
 const INTERVAL: u64 = 100;
 
 impl Timeline {
-    /// Adds how far it is `since` the beginning.
+    /// Adds the progress at `since` after the start.
     pub fn add(&mut self, since: Duration, progress: &Progress) {
         self.push(Sample::of(millis(since), progress));
     }
 
-    /// All that is kept, the newest among it.
+    /// All kept samples, and the newest.
     pub fn into_samples(self) -> Vec<Sample> {
         self.samples.into_iter().chain(self.newest).collect()
     }

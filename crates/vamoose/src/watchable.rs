@@ -6,7 +6,7 @@ use tracing::warn;
 use vamoose_link::HangupGuard;
 use vamoose_relay::{UnderWay, WatchError, Watchable, chain};
 
-/// Where it is found, in this folder. No migration fails because nobody can watch it.
+/// Makes this command visible in `dir`. A failure is only logged: it must not end a migration.
 pub fn bind(dir: &Path) -> Option<Watchable> {
     let refused = |error: &WatchError| {
         warn!(

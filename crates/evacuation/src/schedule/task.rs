@@ -43,7 +43,7 @@ pub(super) enum Cancelled {
     TimedOut,
 }
 
-/// What became of a guest.
+/// Outcome of a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// It runs at its destination.
@@ -53,7 +53,7 @@ pub enum Outcome {
     },
     /// It is where it was.
     Stays(Stay),
-    /// Nobody knows where it runs, or it runs twice. An operator has to look.
+    /// The guest's location is unknown, or it runs twice. An operator has to look.
     InDoubt {
         /// Where it was to go.
         to: HostId,

@@ -1,24 +1,18 @@
 //! QAT hardware, through Intel's libqatzip if the machine has that.
 //!
-//! Nothing of it is needed to build or to start this program: [`Library::open`] looks for the
-//! library when it is first asked for, [`hardware`] finds out whether there is a device behind it, and a
-//! [`Session`] compresses and decompresses packets on that. A library, symbol or device that is
-//! missing is [`Absent`], which is no error as long as our own software for the format serves.
-//! The library's own software path is never used: every session is opened without it, and a result
-//! that did not come from hardware is a [`Failure`]. Only tests of this crate allow it (`Provider`).
+//! The program builds and starts without the library: [`Library::open`] loads it on first use, [`hardware`] reports whether it has
+//! a device, and a [`Session`] compresses and decompresses packets on that. A missing library, symbol or device is [`Absent`], which
+//! is no error as long as software serves. The library's own software is never used: every session is opened without it, and a
+//! result that did not come from hardware is a [`Failure`]. Only tests of this crate allow it (`Provider`).
 //!
 //! Four rules make the unsafe blocks below sound:
-//! 1. **The interface is that of libqatzip.so.3.** Signatures and layouts are written down here
-//!    once, without C headers. The user who names another file vouches for it, as for any program.
-//! 2. **The library is never unloaded**, so its functions stay where they are. It leaves
-//!    thread-local data with destructors behind, which would otherwise be called in memory that is
-//!    gone.
-//! 3. **What belongs to a session is used by one thread**, the one that opened it. From any other
-//!    thread calls are refused and drops leave everything as it is.
-//! 4. **The library works in memory of its own**: pages and payloads are copied in and out, to and
-//!    from buffers whose sizes we know, so it gets no pointer to ours, and the
-//!    lengths that it returns are checked before it is used. The copy is no waste: a device needs memory that it can
-//!    reach, and pages of a running guest change under its hands.
+//! 1. **The interface is that of libqatzip.so.3.** Signatures and layouts are written down here once, without C headers.
+//! 2. **The library is never unloaded**, so its functions stay where they are. Its thread-local data has destructors, which would
+//!    otherwise be called in memory that is gone.
+//! 3. **A session is used only by the thread that opened it.** From any other thread calls are refused, and drops leak.
+//! 4. **The library works in memory of its own**: pages and payloads are copied to and from buffers of known sizes, so it never gets
+//!    a pointer to ours, and the lengths that it returns are checked. The copy is needed anyway: a device can reach only special
+//!    memory, and a running guest changes its pages meanwhile.
 
 #[cfg(test)]
 pub(crate) mod real;

@@ -28,8 +28,8 @@ use vamoose::options::{JsonReport, Size};
 
 /// Move all running guests off a host of libvirt
 ///
-/// Guests that cannot move are named, with the reasons, before anything starts; the others move. Ctrl-C: no further guests start,
-/// and those under way end first; a second time cancels them. The same command continues with the guests that are still on the host.
+/// Guests that cannot move are listed, with reasons, before anything starts; the others move. Ctrl-C starts no further guests and
+/// waits for those under way; a second one cancels them. The same command continues with the guests that are still on the host.
 #[derive(Args, Debug)]
 #[command(override_usage = "vamoose evacuate [OPTIONS] <HOST> --to <HOST>...")]
 pub(crate) struct Options {
@@ -50,13 +50,13 @@ pub(crate) struct Options {
     /// Bandwidth limit of all migrations together, in bytes per second, as QEMU sends them
     #[arg(long, value_name = "RATE")]
     bandwidth: Option<Size>,
-    /// Further tries of a guest whose migration failed, on other destinations if there are
+    /// Further tries for a guest whose migration failed, on other destinations if possible
     #[arg(long, default_value_t = 2, value_name = "N")]
     retries: u32,
     /// Seconds before a failed guest's second try; twice as long before each further one
     #[arg(long, default_value_t = 5, value_name = "SECONDS")]
     backoff: u64,
-    /// Cancel a migration that has not ended after so many seconds
+    /// Cancel a migration after this many seconds
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
     timeout: Option<u64>,
     /// Number of data channels of each migration
@@ -68,7 +68,7 @@ pub(crate) struct Options {
     /// Copy disks that are files or block devices; the destinations need images of the same size
     #[arg(long, conflicts_with = "shared_storage")]
     copy_storage: bool,
-    /// Slow guests down that write faster than they are sent
+    /// Throttle guests that write faster than their memory is sent
     #[arg(long)]
     auto_converge: bool,
     /// Let the host itself connect to the destinations, by the same URIs
@@ -76,7 +76,7 @@ pub(crate) struct Options {
     /// Its migrations then do not depend on this process.
     #[arg(long)]
     p2p: bool,
-    /// Print what would be done
+    /// Print the plan only
     #[arg(long)]
     dry_run: bool,
     #[command(flatten)]
@@ -125,7 +125,7 @@ fn say_shut_off(survey: &Survey) {
 /// libvirt's unit of rates, MiB a second.
 const RATE_UNIT: NonZeroU64 = NonZeroU64::MIN.saturating_add((1 << 20) - 1);
 
-/// A QEMU of today sends a packet of 512 KiB at least, ten times a second, whatever its limit.
+/// QEMU sends at least one packet of 512 KiB ten times a second, whatever its limit.
 const LEAST_RATE: u64 = 5 << 20;
 
 impl Options {

@@ -1,4 +1,4 @@
-//! `vamoose keys`: the key by which other hosts know this one.
+//! `vamoose keys`: the key that identifies this host to its peers.
 
 use std::path::PathBuf;
 
@@ -10,8 +10,8 @@ use vamoose::security::keys_directory;
 
 /// Make or show the key of this host, for TLS without certificates
 ///
-/// Each of two hosts has a key, and trusts the other's: its public half, as `show` prints it, is a line of the other's file
-/// `trusted`, where hosts=NAME,NAME... may stand behind it, or given with --peer-key, which counts alone.
+/// Each host has a key and trusts the public keys of its peers, as `show` prints them there. A trusted key is a line of the file
+/// `trusted`, optionally followed by hosts=NAME,NAME..., or is given with --peer-key, which replaces the file.
 #[derive(Args, Debug)]
 pub(crate) struct Options {
     #[command(subcommand)]

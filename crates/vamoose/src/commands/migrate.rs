@@ -180,7 +180,7 @@ fn is_ignored(signal: c_int) -> bool {
     mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
-/// For those who watch.
+/// What `vamoose attempts --watch` shows.
 struct Watched {
     under_way: UnderWay,
     began: Instant,

@@ -67,8 +67,6 @@ struct Probe {
     memlock: Memlock,
     kvm: Presence,
     userfaultfd: Userfaultfd,
-    zero_copy: Presence,
-    kernel_tls: Presence,
     devices: Vec<Device>,
     /// Reason if there are none.
     devices_reason: Option<&'static str>,
@@ -89,8 +87,6 @@ impl Probe {
             memlock: Memlock::probe(),
             kvm: system::kvm(root),
             userfaultfd: Userfaultfd::probe(root),
-            zero_copy: system::zero_copy(root),
-            kernel_tls: system::kernel_tls(root),
             engines: engines::engines(&registry, &devices),
             qemus: qemu::on_path(std::env::var_os("PATH").as_deref()),
             speeds: Speeds::measure(&registry),
@@ -111,8 +107,6 @@ impl Probe {
         lines.put("memlock", &self.memlock);
         lines.put("kvm", &self.kvm);
         lines.put("userfaultfd", &self.userfaultfd);
-        lines.put("zero-copy send", &self.zero_copy);
-        lines.put("kernel TLS", &self.kernel_tls);
         if let Some(reason) = self.devices_reason {
             lines.put("accelerators", reason);
         }
@@ -223,7 +217,7 @@ mod tests {
         let (_folder, root) = fake::root(&[]);
         let probe = Probe::new(&root);
         assert_eq!(probe.kernel, None);
-        assert!(!probe.kvm.present && !probe.userfaultfd.kernel && !probe.zero_copy.present);
+        assert!(!probe.kvm.present && !probe.userfaultfd.kernel);
         assert!(probe.devices.is_empty() && probe.numa_nodes.is_empty());
         let text = probe.text();
         for line in ["kernel          unknown", "no QAT, DSA or IAA on PCI"] {

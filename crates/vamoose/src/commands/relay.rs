@@ -86,9 +86,9 @@ pub(crate) struct Options {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Side {
-    /// Who connects to --listen is `vamoose relay --session connect`
+    /// Accept `vamoose relay --session connect` at --listen
     Listen,
-    /// At --connect is `vamoose relay --session listen`
+    /// Connect to `vamoose relay --session listen` at --connect
     Connect,
 }
 
@@ -109,7 +109,7 @@ enum ZeroPageDetection {
 }
 
 impl Options {
-    /// The best that whoever is at the other end is sure to understand.
+    /// The best method that the other end can decode for certain.
     fn default_method(&self) -> MethodName {
         match self.session {
             Some(Side::Connect) => MethodName::Auto,

@@ -47,13 +47,13 @@ pub(crate) struct Options {
     orphan_timeout: u64,
     /// Write pages straight into the memory of QEMUs
     ///
-    /// Of guests whose memory is shared (share=on of memory-backend-memfd or memory-backend-file), in QEMU 8.0 and later.
+    /// For guests with shared memory (share=on of memory-backend-memfd or memory-backend-file), in QEMU 8.0 and later.
     #[arg(long, value_enum, default_value_t = PlacementName::Off, value_name = "MODE")]
     placement: PlacementName,
-    /// Who decodes pages of method zstd, where the QEMU knows it and --placement is not on
+    /// Decoder of pages of method zstd, if the QEMU supports it and --placement is not on
     #[arg(long, value_enum, default_value_t = Decoder::Vamoose, value_name = "DECODER")]
     decoder: Decoder,
-    /// How many seconds migrations under way have to finish when the server is told to end
+    /// Seconds for migrations under way to finish after SIGTERM
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
     drain_timeout: u64,
     /// Memory for the page caches of all migrations together [default: a quarter of the host's, and at most 4 GiB]

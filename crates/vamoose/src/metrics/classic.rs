@@ -1,5 +1,5 @@
-//! Prometheus' own text format, for those who do not ask for OpenMetrics: the same lines, but counters are described under the
-//! names of their samples, and there are neither units nor an end.
+//! Prometheus' text format, for clients that do not accept OpenMetrics: the same lines, but counters are described under the
+//! names of their samples, and there are no units and no end mark.
 
 /// The same metrics as this text of OpenMetrics.
 pub(super) fn classic(open: &str) -> String {

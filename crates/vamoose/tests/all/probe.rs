@@ -98,8 +98,6 @@ fn has_its_keys(probe: &Value) {
         "memlock",
         "kvm",
         "userfaultfd",
-        "zero-copy",
-        "kernel-tls",
         "devices",
         "offload",
         "engines",

@@ -34,7 +34,7 @@ pub(super) fn run(dirs: &[PathBuf], json: bool) -> Result<()> {
             None => print(&all),
         };
         match printed {
-            // Whoever read it has seen enough.
+            // The reader has gone.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
             printed => printed?,
         }

@@ -1,24 +1,24 @@
-//! What a guest's description says of its migration: what is in the way, and what CPU the destination has to have.
+//! Obstacles to a guest's migration and the CPU it needs, from its description.
 
 use roxmltree::{Document, Node};
 
 use super::libvirt::Cpu;
 
-/// What matters of a guest's description.
+/// The parts of a guest's description that matter to a migration.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Description {
-    /// What is in the way of any migration.
+    /// Reasons against any migration.
     pub(super) obstacles: Vec<String>,
     pub(super) cpu: WantedCpu,
 }
 
-/// What CPU a destination has to have.
+/// CPU that a destination must have.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) enum WantedCpu {
     Any,
-    /// All of the host's.
+    /// All features of the source's CPU.
     OfHost,
-    /// One that its hypervisor can make.
+    /// A model that the hypervisor can provide.
     Made(Cpu),
 }
 
@@ -44,7 +44,7 @@ impl Description {
     }
 }
 
-/// The host's own CPU, of its capabilities.
+/// The host's CPU, from its capabilities.
 pub(super) fn host_cpu(capabilities: &str) -> Option<String> {
     let document = Document::parse(capabilities).ok()?;
     let host = child(document.root_element(), "host")?;
@@ -52,7 +52,7 @@ pub(super) fn host_cpu(capabilities: &str) -> Option<String> {
     Some(capabilities[cpu.range()].to_owned())
 }
 
-/// What tells hosts apart, of their capabilities.
+/// The host's UUID, from its capabilities.
 pub(super) fn host_uuid(capabilities: &str) -> Option<String> {
     let document = Document::parse(capabilities).ok()?;
     let uuid = child(child(document.root_element(), "host")?, "uuid")?;
@@ -113,7 +113,7 @@ fn local_disk(disk: Node<'_, '_>) -> Option<String> {
     ))
 }
 
-/// A device that can be taken away for the migration, as another one stands in for it, is none in the way.
+/// A device with a stand-in (`teaming`) can be unplugged for the migration, and is no obstacle.
 fn passed_through(device: Node<'_, '_>) -> Option<String> {
     let teaming = child(device, "teaming").and_then(|it| it.attribute("type"));
     if teaming == Some("transient") {

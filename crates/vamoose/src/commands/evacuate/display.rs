@@ -59,7 +59,7 @@ impl Display {
         self.moved.1 += 1;
     }
 
-    /// Shows where it stands, with so many bytes of those guests moved that are under way.
+    /// Shows progress; `done` is the memory already sent of guests under way.
     pub(super) fn show(&mut self, done: u64, under_way: usize) {
         let position = (self.moved.0 + done).min(self.total);
         let text = format!(

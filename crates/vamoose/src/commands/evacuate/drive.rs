@@ -1,4 +1,4 @@
-//! Carries the plan out: a thread for each migration, and one that asks how they are and does what the scheduler says.
+//! Carries out the plan: one thread for each migration, and one that polls them and follows the scheduler.
 
 use std::{
     collections::BTreeMap,
@@ -29,10 +29,10 @@ use super::{
 /// How often migrations are asked how they are.
 const POLL: Duration = Duration::from_millis(250);
 
-/// How long both hosts have to agree where a guest is, behind the end of its migration.
+/// Time for both hosts to agree on a guest's location after its migration.
 const SETTLE: Duration = Duration::from_secs(30);
 
-/// What became of the guests.
+/// Result of an evacuation.
 pub(super) struct Ended {
     /// By guest.
     pub(super) guests: Vec<Moved>,
@@ -40,7 +40,7 @@ pub(super) struct Ended {
     pub(super) took: Duration,
 }
 
-/// What became of a guest, and what that took.
+/// Result for one guest.
 #[derive(Clone, Debug)]
 pub(super) struct Moved {
     pub(super) outcome: Outcome,
@@ -48,7 +48,7 @@ pub(super) struct Moved {
     pub(super) account: Account,
 }
 
-/// What is accounted of a guest.
+/// Statistics of one guest.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Account {
     began: Option<Instant>,
@@ -57,7 +57,7 @@ pub(super) struct Account {
     /// Of the last try.
     pub(super) bytes: u64,
     pub(super) downtime_ms: Option<u64>,
-    /// What the host says of it that has it.
+    /// State on the host that has the guest.
     pub(super) state: Option<&'static str>,
     /// How much of the memory is at the destination, of the last try.
     pub(super) done: u64,
@@ -82,7 +82,7 @@ pub(super) fn run(options: &Options, survey: &Survey, plan: &Plan) -> Result<End
     thread::scope(|scope| {
         let signalled = send.clone();
         scope.spawn(move || {
-            // Nobody listens any more behind the end.
+            // After the end, the receiver is gone.
             signals
                 .forever()
                 .for_each(|_| drop(signalled.send(Message::Signal)));
@@ -140,7 +140,7 @@ struct Drive<'a> {
 #[derive(Clone, Copy)]
 struct Running {
     to: HostId,
-    /// Bytes a second that it is to have, if that is not what it has.
+    /// New limit in bytes per second, until libvirt has taken it.
     rate: Option<u64>,
     is_cancelled: bool,
 }
@@ -177,7 +177,9 @@ impl<'a> Drive<'a> {
                     }
                     Event::Tick
                 }
-                Err(RecvTimeoutError::Disconnected) => bail!("nobody carries the migrations out"),
+                Err(RecvTimeoutError::Disconnected) => {
+                    bail!("all threads of migrations have ended")
+                }
             };
         }
     }
@@ -229,7 +231,7 @@ impl<'a> Drive<'a> {
         }
     }
 
-    /// No new ones at the first signal, none at all from the second one on.
+    /// The first signal stops new migrations, the second one cancels those under way.
     fn signalled(&mut self) -> Event {
         let stop = match self.stop {
             None => Stop::Finish,
@@ -293,14 +295,13 @@ impl<'a> Drive<'a> {
         rates.into_iter().flatten().collect()
     }
 
-    /// Asks how a migration is, and does what is due to it. Nothing depends on the answer: a guest that is gone has moved.
+    /// Polls a migration, and passes a new rate or a cancellation on. Errors are ignored: a guest that is gone has moved.
     fn ask(&mut self, guest: GuestId) -> Option<u64> {
         let source = &self.survey.places[SOURCE.0];
         let uuid = &self.survey.known[guest.0].uuid;
         let job = source.ask(|it| it.job(uuid)).ok()?;
         let running = self.running.get_mut(&guest)?;
-        // Refused as long as there is nothing to cancel, and when it has been; the rate that a migration starts with would replace
-        // one that is set before.
+        // Without a job there is nothing to cancel, and a rate set before the start would be replaced by the initial one.
         if !job.is_active {
             return None;
         }
@@ -399,7 +400,7 @@ impl<'a> Job<'a> {
             }
             _ => None,
         };
-        // One that has ended meanwhile is in no doubt, and does not come back for another try.
+        // A guest that ended meanwhile is not in doubt, and is not tried again.
         let at = match (&result, at) {
             (Err(failure), At::Neither) if failure.reason == ENDED => At::Source,
             _ => at,
@@ -440,7 +441,7 @@ impl<'a> Job<'a> {
         }))
     }
 
-    /// Asks both hosts where the guest is, until both answer and nothing is under way any more.
+    /// Asks both hosts where the guest is, until both answer and no migration is under way.
     fn observe(&self) -> (At, Option<State>) {
         let start = Instant::now();
         loop {
@@ -471,10 +472,10 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Why the migration of a guest that was shut off meanwhile does not begin.
+/// Reason for a guest that was shut off before its migration began.
 const ENDED: &str = "it does not run any more";
 
-/// Where a guest that runs nowhere has ended, by what libvirt remembers of it on both hosts: it does of persistent ones.
+/// Location of a guest that runs nowhere, from the last state that both hosts keep of a persistent guest.
 fn ended(from: Option<State>, to: Option<State>) -> (At, Option<State>) {
     match (from, to) {
         (Some(here), _) if here.has_ended() => (At::Source, from),

@@ -1,4 +1,4 @@
-//! What is said of the plan and of its outcome, to people and as JSON.
+//! The report of a plan and of its outcome, as text and as JSON.
 
 use std::time::Duration;
 
@@ -32,12 +32,12 @@ pub(super) struct GuestReport {
     pub(super) memory: u64,
     /// `planned`, `moved`, `stays` or `in-doubt`.
     pub(super) outcome: &'static str,
-    /// The host that runs it, by what both hosts say; none if that is in doubt.
+    /// The host that has the guest, as both hosts report; `None` if in doubt.
     pub(super) at: Option<String>,
-    /// Where it is to move.
+    /// Destination.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) to: Option<String>,
-    /// What libvirt says of it there.
+    /// State there, as libvirt reports it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) state: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]

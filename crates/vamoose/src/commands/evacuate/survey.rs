@@ -1,4 +1,4 @@
-//! What there is: the guests of the host, the hosts that are to take them, and what is in the way.
+//! Survey before an evacuation: guests of the source, destinations, and reasons why a guest cannot move.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -16,18 +16,18 @@ use super::{
 /// The host to be emptied; all others are destinations.
 pub(super) const SOURCE: HostId = HostId(0);
 
-/// What was found.
+/// Result of the survey.
 pub(super) struct Survey {
     /// By host of the fleet.
     pub(super) places: Vec<Place>,
     pub(super) fleet: Fleet,
     /// By guest of the fleet.
     pub(super) known: Vec<Known>,
-    /// Guests that do not run, and so are not moved.
+    /// Number of guests that are shut off, and are not moved.
     pub(super) shut_off: usize,
 }
 
-/// What else there is to know of a guest.
+/// Properties of a guest that the plan does not need.
 #[derive(Clone, Debug)]
 pub(super) struct Known {
     pub(super) uuid: String,
@@ -88,7 +88,7 @@ impl Survey {
     }
 }
 
-/// A guest that was named is on the host, or has moved before.
+/// Checks that a guest named on the command line is on the source, or has already moved.
 fn expect(
     name: &str,
     options: &Options,
@@ -198,7 +198,7 @@ impl<'a> Guests<'a> {
             obstacles.push(format!("it is {}", state.name()));
         }
         if source.ask(|it| it.job(uuid))?.is_active {
-            let job = "libvirt has a job for it under way, such as a migration that somebody else has started";
+            let job = "libvirt has a job for it under way, such as another migration";
             obstacles.push(job.to_owned());
         }
         let mut barred = BTreeMap::new();
@@ -254,7 +254,7 @@ impl<'a> Guests<'a> {
                 }
                 WantedCpu::Made(cpu) => place.ask(|it| it.can_make_cpu(cpu)),
             };
-            // A libvirt that cannot tell finds out when it is to take the guest.
+            // If libvirt cannot tell in advance, the migration will.
             found.unwrap_or_else(|error| {
                 warn!("{} cannot compare CPUs: {error:#}", destination.host.name);
                 true

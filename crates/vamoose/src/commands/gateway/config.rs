@@ -32,31 +32,21 @@ use vamoose::{
 pub(super) struct File {
     #[serde(default)]
     listen: Vec<String>,
-    #[serde(default)]
     alias: Option<IpAddr>,
-    #[serde(default)]
     ports: Option<String>,
-    #[serde(default)]
     users: Option<Vec<String>>,
-    #[serde(default)]
     keys: Option<PathBuf>,
-    #[serde(default)]
     tls_creds: Option<PathBuf>,
     #[serde(default)]
     insecure: bool,
-    #[serde(default)]
     method: Option<String>,
-    #[serde(default)]
     level: Option<i32>,
-    #[serde(default)]
     page_cache: Option<String>,
-    #[serde(default)]
     page_caches: Option<String>,
     #[serde(default = "half_a_minute")]
     reconnect_timeout: u64,
     #[serde(default = "a_quarter_minute")]
     stall_timeout: u64,
-    #[serde(default)]
     metrics: Option<String>,
     #[serde(default)]
     peers: BTreeMap<String, Peer>,
@@ -67,20 +57,15 @@ pub(super) struct File {
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Peer {
-    #[serde(default)]
     alias: Option<IpAddr>,
-    #[serde(default)]
     ports: Option<String>,
     to: Vec<String>,
     #[serde(default)]
     bind: Vec<IpAddr>,
-    #[serde(default)]
     key: Option<PublicKeyText>,
-    #[serde(default)]
     certificate: Option<String>,
     #[serde(default = "sixteen")]
     migrations: usize,
-    #[serde(default)]
     max_bandwidth: Option<String>,
 }
 
@@ -88,9 +73,7 @@ struct Peer {
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 struct Stream {
     peer: String,
-    #[serde(default)]
     listen: Option<String>,
-    #[serde(default)]
     to: Option<String>,
 }
 
@@ -258,7 +241,7 @@ impl File {
         }
     }
 
-    /// How one peer is authenticated, or who dials.
+    /// Authentication of one peer, or of all peers that dial this host.
     fn security(&self, only: Option<(&str, &Peer)>) -> Result<Security> {
         let peers = || match only {
             Some(it) => vec![it],

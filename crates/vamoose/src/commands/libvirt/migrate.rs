@@ -176,7 +176,7 @@ fn relayed(
         let (send, events) = mpsc::channel();
         scope.spawn({
             let send = send.clone();
-            // Nobody listens any more behind virsh's end.
+            // After virsh has ended, the receiver is gone.
             move || {
                 signals
                     .forever()
@@ -232,7 +232,9 @@ fn wait(events: &Receiver<Event>, domain: &str) -> Result<(ExitStatus, bool)> {
             }
             Ok(Event::Signal) => is_cancelled = true,
             Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => bail!("nobody waits for virsh"),
+            Err(RecvTimeoutError::Disconnected) => {
+                bail!("the thread that waits for virsh has ended")
+            }
         }
         // Refused as long as there is nothing to cancel, and when it has been.
         let _ = virsh::output(["domjobabort", "--domain", domain]);

@@ -112,7 +112,7 @@ pub(super) fn run() -> Result<()> {
                 // The other thread reads on until the other end has ended, too.
                 process::exit(0);
             }
-            // Whoever has hung up knows.
+            // The thread that hung up reports the reason.
             Err(_) if hangup.is_hung_up() => Ok(()),
             Err(error) => {
                 eprintln!("vamoose: {:#}", Error::from(error));
@@ -130,7 +130,7 @@ pub(super) fn at(port: u16) -> Address {
     }
 }
 
-/// Everywhere: who may connect is a matter of keys.
+/// Listens on all addresses: keys decide which peers may connect.
 fn listen(port: u16, stall_timeout: Duration) -> Result<Listener> {
     let bind = |host: &str| {
         let host = host.to_owned();

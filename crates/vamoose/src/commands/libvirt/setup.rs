@@ -83,7 +83,7 @@ pub(super) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// QEMUs of this host wait at its alias, and whoever migrates to it is told to connect there.
+/// QEMUs of this host wait at its alias, and libvirt tells sources to connect there.
 fn wanted(config: &GatewayConfig) -> Result<[Wanted; 4]> {
     let Some(alias) = config.alias else {
         bail!(
@@ -140,7 +140,7 @@ fn replace(path: &Path, text: &str) -> Result<()> {
     written.with_context(context)
 }
 
-/// Nobody else may read it before it has its owner and mode: it may hold passwords.
+/// Only root may read the file until its owner and mode are set: it may hold passwords.
 fn create(path: &Path) -> io::Result<File> {
     let mut options = File::options();
     options.write(true).create_new(true).mode(0o600).open(path)
@@ -234,7 +234,7 @@ fn of_qemu_conf(
                 .to_owned(),
         ));
     }
-    // Without it libvirt takes its distribution's, whom the gateway lets in by default.
+    // The default is the distribution's user, whom the gateway accepts.
     if let Some(Value::Text(user)) = conf.get("user") {
         findings.push(match gateway::uid(user.trim_start_matches('+')) {
             None => Finding::Problem(format!("user {user} of qemu.conf is not in /etc/passwd")),

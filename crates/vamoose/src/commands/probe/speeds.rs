@@ -214,7 +214,7 @@ struct Encoded {
     payloads: Vec<(Method, Vec<u8>)>,
 }
 
-/// Fast methods are known well enough after so many times the sample.
+/// Passes over the sample that suffice for fast methods.
 const MOST_PASSES: usize = 4;
 
 impl Bench<'_> {

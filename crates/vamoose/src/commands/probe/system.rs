@@ -1,4 +1,4 @@
-//! What the kernel offers: KVM, userfaultfd, zero-copy send, locked memory, NUMA.
+//! Kernel features: KVM, userfaultfd, locked memory, NUMA.
 
 use std::{
     fmt, fs, io,
@@ -40,7 +40,7 @@ pub(super) fn kvm(root: &Root) -> Presence {
     }
 }
 
-/// userfaultfd, and who may use it.
+/// userfaultfd, and whether this process may use it.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Userfaultfd {
@@ -96,41 +96,6 @@ impl fmt::Display for Userfaultfd {
             },
             if self.privileged { "yes" } else { "no" },
         )
-    }
-}
-
-/// MSG_ZEROCOPY on TCP sockets, by the kernel's age: the socket option that would show it needs unsafe
-/// code, which this crate forbids.
-pub(super) fn zero_copy(root: &Root) -> Presence {
-    let release = kernel(root);
-    let version = release.as_deref().and_then(version);
-    let present = version.is_some_and(|version| version >= ZERO_COPY_SINCE);
-    let (major, minor) = ZERO_COPY_SINCE;
-    Presence {
-        present,
-        usable: present,
-        reason: match &release {
-            Some(release) => format!(
-                "kernel {release}, MSG_ZEROCOPY exists since {major}.{minor} (not tried on a socket)"
-            ),
-            None => "kernel version unknown".to_owned(),
-        },
-    }
-}
-
-/// TLS in the kernel, as far as it is loaded. It is never needed: sessions seal their records themselves.
-pub(super) fn kernel_tls(root: &Root) -> Presence {
-    const FILE: &str = "proc/sys/net/ipv4/tcp_available_ulp";
-    let present = root
-        .read(FILE)
-        .is_some_and(|list| list.split_ascii_whitespace().any(|name| name == "tls"));
-    Presence {
-        present,
-        usable: present,
-        reason: format!(
-            "{} in /{FILE}; not needed: sessions seal their records themselves",
-            if present { "listed" } else { "not listed" }
-        ),
     }
 }
 
@@ -217,7 +182,6 @@ impl fmt::Display for Presence {
 
 /// Its number among the capabilities.
 const CAP_SYS_PTRACE: u32 = 19;
-const ZERO_COPY_SINCE: (u32, u32) = (4, 14);
 
 fn openable(path: &Path) -> io::Result<()> {
     fs::File::options()
@@ -238,12 +202,6 @@ fn has_capability(root: &Root, number: u32) -> bool {
         .is_some_and(|set| set & (1 << number) != 0)
 }
 
-/// Major and minor of a release like `6.1.0-13-amd64`.
-fn version(release: &str) -> Option<(u32, u32)> {
-    let mut numbers = release.split(|letter: char| !letter.is_ascii_digit());
-    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
-}
-
 /// `Node 0 MemTotal:  16303400 kB`
 fn memory(node: &Path) -> Option<u64> {
     let path: PathBuf = node.join("meminfo");
@@ -256,33 +214,6 @@ fn memory(node: &Path) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::{super::fake, *};
-
-    #[test]
-    fn kernels_before_zero_copy_are_told_from_later_ones() {
-        for (release, present) in [
-            ("4.9.0-19-amd64", false),
-            ("4.14.1", true),
-            ("6.1.0-13-amd64\n", true),
-            ("what", false),
-        ] {
-            let (_folder, root) = fake::root(&[("proc/sys/kernel/osrelease", release)]);
-            let zero_copy = zero_copy(&root);
-            assert_eq!(zero_copy.present, present, "{release}: {zero_copy}");
-        }
-    }
-
-    #[test]
-    fn tls_in_the_kernel_is_seen_where_it_is_loaded() {
-        let file = "proc/sys/net/ipv4/tcp_available_ulp";
-        for (list, present) in [
-            ("espintcp mptcp tls\n", true),
-            ("mptcp\n", false),
-            ("", false),
-        ] {
-            let (_folder, root) = fake::root(&[(file, list)]);
-            assert_eq!(kernel_tls(&root).present, present, "{list:?}");
-        }
-    }
 
     #[test]
     fn userfaultfd_is_usable_by_sysctl_capability_or_device() {
