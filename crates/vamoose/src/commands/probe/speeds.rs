@@ -79,7 +79,7 @@ impl Speeds {
         lines.put(
             NAME,
             format_args!(
-                "{:<12}{:<11}{:>12}{:>12}{:>7}  {}",
+                "{:<14}{:<11}{:>12}{:>12}{:>7}  {}",
                 "method", "engine", "encodes", "decodes", "ratio", "destination"
             ),
         );
@@ -89,7 +89,7 @@ impl Speeds {
         for unmeasured in &self.unmeasured {
             let label = label(unmeasured.method, unmeasured.level);
             let reason = &unmeasured.reason;
-            lines.put(NAME, format_args!("{label:<12}not measured: {reason}"));
+            lines.put(NAME, format_args!("{label:<14}not measured: {reason}"));
         }
     }
 }
@@ -98,7 +98,7 @@ impl fmt::Display for Measured {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{:<12}{:<11}{:>7.0} MB/s{:>7.0} MB/s{:>7.2}  {}",
+            "{:<14}{:<11}{:>7.0} MB/s{:>7.0} MB/s{:>7.2}  {}",
             label(self.method, self.level),
             self.engine,
             self.bytes_per_second / 1e6,
@@ -363,7 +363,7 @@ mod tests {
         };
         speeds.describe(&mut lines);
         assert!(
-            lines.0.contains("qatzip 1    not measured: it lies"),
+            lines.0.contains("qatzip 1      not measured: it lies"),
             "{}",
             lines.0
         );
