@@ -32,8 +32,9 @@ impl<T> PollQueue<T> {
 
     /// Adds an item.
     pub fn push(&self, item: T) {
-        lock(&self.waiting).push_back(item);
-        // Fails only when the counter is full, and then it is readable anyway.
+        let mut waiting = lock(&self.waiting);
+        waiting.push_back(item);
+        // Under the lock: an event that is written after its item was taken would wake the reader for nothing. Fails only when the counter is full, and then it is readable anyway.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 
@@ -52,5 +53,49 @@ impl<T> PollQueue<T> {
 impl<T> AsFd for PollQueue<T> {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::atomic::{AtomicUsize, Ordering::SeqCst},
+        thread,
+        time::Duration,
+    };
+
+    use rustix::event::{PollFd, PollFlags};
+
+    use super::*;
+    use crate::wait_for;
+
+    #[test]
+    fn queue_whose_items_are_taken_is_not_readable() {
+        const ITEMS: usize = 1_000;
+        let queue = PollQueue::new().unwrap();
+        let (pushed, taken) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for item in 1..=ITEMS {
+                    queue.push(item);
+                    pushed.store(item, SeqCst);
+                    while taken.load(SeqCst) < item {
+                        thread::yield_now();
+                    }
+                }
+            });
+            let mut readable = 0;
+            for item in 1..=ITEMS {
+                // Taken as soon as it is there, which may be before the call that pushes it returns.
+                while queue.pop().is_none() {}
+                while pushed.load(SeqCst) < item {
+                    thread::yield_now();
+                }
+                let mut fds = [PollFd::new(&queue, PollFlags::IN)];
+                readable += usize::from(wait_for(&mut fds, Duration::ZERO).unwrap());
+                taken.store(item, SeqCst);
+            }
+            assert_eq!(readable, 0);
+        });
     }
 }
