@@ -323,7 +323,10 @@ impl Session {
         let began = Instant::now();
         let streams = self.0.streams();
         let left = || timeout.saturating_sub(began.elapsed());
-        streams.iter().all(|stream| stream.drain(left()))
+        // A stream that has ended meanwhile has nothing left to wait for.
+        streams
+            .iter()
+            .all(|stream| stream.drain(left()) || stream.is_closed())
     }
 }
 

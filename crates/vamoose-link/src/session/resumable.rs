@@ -58,6 +58,8 @@ pub(crate) struct Carried {
     told: AtomicU64,
     stall_timeout: AtomicU64,
     is_dropped: AtomicBool,
+    /// The server has passed the stream on, or is about to.
+    is_introduced: AtomicBool,
 }
 
 struct Outgoing {
@@ -178,6 +180,7 @@ impl Carried {
             told: AtomicU64::new(0),
             stall_timeout: AtomicU64::new(millis(stall_timeout)),
             is_dropped: AtomicBool::new(false),
+            is_introduced: AtomicBool::new(false),
         }
     }
 
@@ -862,13 +865,19 @@ impl Carried {
         }
     }
 
-    /// Waits until the peer has all that was written, or the stream has ended; false if that takes too long.
+    /// Claims the introduction of a new stream: true for the first caller.
+    pub(crate) fn claim_introduction(&self) -> bool {
+        !self.is_introduced.swap(true, Ordering::AcqRel)
+    }
+
+    /// Waits until the peer has all that was written; false if that takes too long, or the stream ends before.
     pub(crate) fn drain(self: &Arc<Self>, timeout: Duration) -> bool {
         let began = Instant::now();
-        while !self.is_closed() && !self.is_done() {
+        while !self.is_done() {
             let left = timeout.saturating_sub(began.elapsed());
-            if left.is_zero() {
-                return false;
+            if left.is_zero() || self.is_closed() {
+                // The last acknowledgement may have come just before the end.
+                return self.is_done();
             }
             // Another thread reads it, or it has no connection.
             if !self.collect(left.min(super::LOOK)) {

@@ -313,7 +313,7 @@ impl Server {
         let peer = connection.peer.clone().unwrap_or_else(|| shown(address));
         let peer = (&*peer, connection.cipher);
         let found = self.find(&attach, &bytes, &transcript, peer, share);
-        let (stream, is_new) = match found {
+        let stream = match found {
             Ok(found) => found,
             Err(refusal) => return Err(refuse(connection, &transcript, &bytes, refusal)),
         };
@@ -333,6 +333,8 @@ impl Server {
         connection.send(&welcome)?;
         let name = format!("a connection of {}", session.peer);
         let (receiver, sender) = connection.split(0, name)?;
+        // The connection that opened the stream may have been lost before its client was welcomed.
+        let is_new = stream.claim_introduction();
         if !is_new {
             session.reconnects.fetch_add(1, Ordering::Relaxed);
         }
@@ -340,7 +342,7 @@ impl Server {
         Ok(is_new.then_some(stream))
     }
 
-    /// The stream that a connection is for, and whether it is new.
+    /// The stream that a connection is for.
     fn find(
         &self,
         attach: &Attach,
@@ -348,7 +350,7 @@ impl Server {
         transcript: &Transcript,
         peer: (&str, Option<&'static str>),
         share: Share,
-    ) -> Result<(Arc<Carried>, bool), Refusal> {
+    ) -> Result<Arc<Carried>, Refusal> {
         let session = match attach.target {
             Target::New => self.begin(transcript, peer, share)?,
             Target::Known(id) => {
@@ -365,7 +367,7 @@ impl Server {
         }
         let _turn = lock(&session.opening);
         match (session.find(attach.stream), attach.intent) {
-            (Some(stream), Intent::Open | Intent::Resume) => Ok((stream, false)),
+            (Some(stream), Intent::Open | Intent::Resume) => Ok(stream),
             (Some(stream), Intent::Abort) => {
                 stream.close(StreamError::Aborted);
                 Err(Refusal::Ended)
@@ -378,7 +380,7 @@ impl Server {
                 }
                 let stream = self.add(&session, attach.stream)?;
                 session.next.store(attach.stream + 1, Ordering::Relaxed);
-                Ok((stream, true))
+                Ok(stream)
             }
             (None, _) => Err(Refusal::Ended),
         }
@@ -625,7 +627,13 @@ fn mebibytes(share: &Share) -> u16 {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write as _;
+    use std::{
+        io::{Read as _, Write as _},
+        net::Shutdown,
+        os::unix::net::UnixStream,
+    };
+
+    use vamoose_session::frame::{Header, Kind};
 
     use super::*;
     use crate::{DialError, session::Path};
@@ -698,5 +706,94 @@ mod tests {
         // Others still have some, each.
         assert_eq!(opened(2).unwrap(), 2);
         assert_eq!(opened(3).unwrap(), 1);
+    }
+
+    /// The client takes no answer on the connection that opens its stream, and opens it again on the next one.
+    #[test]
+    fn stream_whose_first_connection_is_lost_in_the_handshake_is_introduced() {
+        let directory = std::env::temp_dir();
+        let path = directory.join(format!("vamoose-introduced-{}", std::process::id()));
+        let address: Address = format!("unix:{}", path.display()).parse().unwrap();
+        let listener = Listener::bind(&address, LIMIT).unwrap();
+        let config = SessionConfig::new(Security::Insecure);
+        let sessions = Sessions::new(vec![listener], config).unwrap();
+
+        let connect = || UnixStream::connect(&path).unwrap();
+        let first = connect();
+        let transcript = greet(&first);
+        let secret = transcript.secret();
+        let attach = |transcript: &Transcript, target, stream| {
+            let attach = Attach {
+                target,
+                stream,
+                intent: Intent::Open,
+                received: 0,
+            };
+            attach.encode(transcript, &secret)
+        };
+        let sent = attach(&transcript, Target::New, 0);
+        (&first).write_all(&sent).unwrap();
+        (&first).read_exact(&mut [0; ATTACH_LEN]).unwrap();
+
+        let known = Target::Known(secret.id());
+        let lost = connect();
+        let transcript = greet(&lost);
+        // From here on the server cannot send.
+        lost.shutdown(Shutdown::Read).unwrap();
+        (&lost).write_all(&attach(&transcript, known, 1)).unwrap();
+        // Unless the server has found the stream, this connection would be the one that opens it.
+        let session = lock(&sessions.server.sessions)
+            .get(&secret.id())
+            .and_then(Weak::upgrade);
+        let session = session.unwrap();
+        while session.find(1).is_none() {
+            thread::yield_now();
+        }
+
+        let second = connect();
+        let transcript = greet(&second);
+        (&second).write_all(&attach(&transcript, known, 1)).unwrap();
+        (&second).read_exact(&mut [0; ATTACH_LEN]).unwrap();
+        let header = Header {
+            len: 1,
+            ..Header::empty(Kind::Data, 0, 0)
+        };
+        (&second).write_all(&header.encode()).unwrap();
+        (&second).write_all(b"x").unwrap();
+        let introduced = sessions.next(Duration::from_secs(20));
+        let _ = std::fs::remove_file(&path);
+        let mut byte = [0; 1];
+        (&introduced.expect("the stream").stream)
+            .read_exact(&mut byte)
+            .unwrap();
+        assert_eq!(&byte, b"x");
+    }
+
+    /// The first two messages of a connection.
+    fn greet(mut socket: &UnixStream) -> Transcript {
+        let hello = Hello::new([1; 32]);
+        socket.write_all(&hello.encode()).unwrap();
+        let mut answer = [0; HELLO_LEN];
+        socket.read_exact(&mut answer).unwrap();
+        Transcript::new(&hello, &Answer::decode(&answer).unwrap(), [0; 32])
+    }
+
+    #[test]
+    fn drain_of_a_lost_stream_fails() {
+        let config = SessionConfig {
+            reconnect_timeout: Duration::ZERO,
+            ..SessionConfig::new(Security::Insecure)
+        };
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), LIMIT).unwrap();
+        let to = listener.address().clone();
+        let sessions = Sessions::new(vec![listener], config.clone()).unwrap();
+        let (_session, stream) = Session::dial(vec![to.into()], config).unwrap();
+        // Nobody reads it, so that it is not acknowledged.
+        stream.write_both(b"here", &[]).unwrap();
+        let there = sessions.next(LIMIT).unwrap();
+        stream.write_both(b"more", &[]).unwrap();
+        stream.finish();
+        there.stream.shut_down();
+        assert!(!stream.drain(Duration::from_secs(20)));
     }
 }
