@@ -33,7 +33,7 @@ pub(crate) enum FirstBytes {
 }
 
 /// The length of the magic that main streams and channels begin with.
-pub(crate) const MAGIC_LEN: usize = 4;
+const MAGIC_LEN: usize = 4;
 
 /// The beginning of a TLS handshake, in all versions in use.
 const TLS: [u8; 2] = [0x16, 3];
@@ -67,6 +67,18 @@ pub(crate) fn peek(socket: impl AsFd, bytes: &mut [u8]) -> Option<usize> {
     }
 }
 
+/// How long a connection may be silent before the server is assumed to speak first.
+const SILENCE: Duration = Duration::from_millis(50);
+
+/// Peeks at what a socket's connection, accepted at `since`, begins with, if that is known, and at its first bytes; `None` when it
+/// has ended.
+pub(crate) fn look(stream: &Stream, since: Instant) -> Option<(Option<FirstBytes>, Vec<u8>)> {
+    let mut bytes = [0; MAGIC_LEN];
+    let length = peek(stream.socket()?, &mut bytes)?;
+    let bytes = bytes[..length].to_vec();
+    Some((classify(&bytes, since.elapsed() >= SILENCE), bytes))
+}
+
 /// An unclassified connection, and what has been read from it.
 pub(crate) struct UnclassifiedConnection {
     pub(crate) stream: Arc<Stream>,
@@ -76,7 +88,7 @@ pub(crate) struct UnclassifiedConnection {
 }
 
 impl UnclassifiedConnection {
-    fn new(stream: Arc<Stream>) -> Self {
+    pub(crate) fn new(stream: Arc<Stream>) -> Self {
         Self {
             stream,
             bytes: [0; INITIAL_LEN],
@@ -163,6 +175,11 @@ impl<'a> Arrivals<'a> {
             self.unclassified.push(UnclassifiedConnection::new(stream));
         }
         Ok(())
+    }
+
+    /// Whether connections may wait that could not be accepted.
+    pub(crate) fn is_pausing(&self) -> bool {
+        self.acceptor.again_at().is_some()
     }
 
     /// Waits for a connection or for bytes, until `deadline`.

@@ -86,6 +86,9 @@ pub enum GatewayError {
 /// How often to look whether all migrations have ended.
 const TICK: Duration = Duration::from_millis(200);
 
+/// For the system to have file descriptors again.
+const PAUSE: Duration = Duration::from_millis(100);
+
 /// Sessions that are taken before local connections are looked at again.
 const MOST_TAKEN: usize = 64;
 
@@ -141,6 +144,8 @@ impl Gateway {
     pub fn reload(&self, config: GatewayConfig) -> Result<(), GatewayError> {
         self.sessions
             .set_security(config.sessions.security.clone())?;
+        // No migration begins at a new endpoint before the configuration has it.
+        let _outgoing = lock(&self.outgoing);
         let before = lock(&self.config).clone();
         let listening = match self.is_draining() {
             true => Ok(()),
@@ -294,8 +299,11 @@ impl Gateway {
         match started {
             Ok(migration) => drop(outgoing.insert(at, migration)),
             Err(error) => {
+                drop(outgoing);
                 warn!("{at}: its connections are closed: {error}");
                 while let Ok(Some(_)) = listener.try_accept() {}
+                // Without file descriptors nothing could be accepted: that may pass.
+                thread::sleep(PAUSE);
                 self.listeners.resume(&at);
             }
         }

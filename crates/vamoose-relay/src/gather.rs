@@ -215,11 +215,12 @@ impl Gathering<'_> {
     /// Whether `ram` is on the main stream and all connections that came before that have been accepted.
     fn all_have_come(&mut self, main: &Stream) -> Result<bool, RelayError> {
         // In this order: what the main stream shows holds for connections that came before.
-        let have_come = has_ram(main);
-        if have_come {
-            self.arrivals.accept_all()?;
+        if !has_ram(main) {
+            return Ok(false);
         }
-        Ok(have_come)
+        self.arrivals.accept_all()?;
+        // Without file descriptors some may still wait.
+        Ok(!self.arrivals.is_pausing())
     }
 
     /// When it is a migration without multifd, unless a channel comes before.

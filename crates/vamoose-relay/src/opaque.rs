@@ -21,7 +21,7 @@ use vamoose_link::Stream;
 
 use crate::{
     Outcome, Relay, RelayError, Summary, chain,
-    first_bytes::{Arrivals, FirstBytes, UnclassifiedConnection, classify},
+    first_bytes::{Arrivals, FirstBytes, UnclassifiedConnection, classify, look},
     main_stream::{MainState, ReturnWitness, Unseen, Witness, forward},
 };
 
@@ -106,7 +106,10 @@ fn pass(
             loop {
                 arrivals.accept_all()?;
                 for mut connection in mem::take(&mut arrivals.unclassified) {
-                    match client_begins(&mut connection, kind) {
+                    if relay.hangup.is_hung_up() {
+                        return Err(RelayError::Cancelled);
+                    }
+                    match client_begins(&mut connection, kind, relay.accept.is_shared()) {
                         Some(true) => {
                             open += 1;
                             let first = connection.bytes().to_vec();
@@ -166,9 +169,22 @@ fn pass(
     })
 }
 
-/// Whether a connection is passed through; `None` while that is not known. Behind TLS it has to begin with a handshake.
-fn client_begins(connection: &mut UnclassifiedConnection, kind: Opaque) -> Option<bool> {
-    if kind != Opaque::Tls || connection.first() == Some(FirstBytes::Tls) {
+/// Whether a connection is passed through; `None` while that is not known. Behind TLS it has to begin with a handshake. At a socket
+/// that is shared with others, one that ends at once is not, nor one that is no channel for post-copy beside a main stream.
+fn client_begins(
+    connection: &mut UnclassifiedConnection,
+    kind: Opaque,
+    is_shared: bool,
+) -> Option<bool> {
+    if kind != Opaque::Tls {
+        let is_known = !is_shared || !connection.bytes().is_empty();
+        return if is_known {
+            Some(true)
+        } else {
+            belongs(connection, kind)
+        };
+    }
+    if connection.first() == Some(FirstBytes::Tls) {
         return Some(true);
     }
     if !connection.read() {
@@ -182,6 +198,25 @@ fn client_begins(connection: &mut UnclassifiedConnection, kind: Opaque) -> Optio
             Some(false)
         }
     }
+}
+
+/// As [`client_begins`], at a socket that is shared with others.
+fn belongs(connection: &UnclassifiedConnection, kind: Opaque) -> Option<bool> {
+    let Some((first, bytes)) = look(&connection.stream, connection.since) else {
+        debug!("a connection was closed before its first bytes");
+        return Some(false);
+    };
+    let is_foreign = match first? {
+        _ if kind == Opaque::Bytes => false,
+        FirstBytes::Tls => true,
+        // Post-copy's begins with the offset of a page, whose highest two bytes are zero.
+        FirstBytes::Other => bytes.iter().take(2).any(|byte| *byte != 0),
+        FirstBytes::Main | FirstBytes::Channel | FirstBytes::Silent => false,
+    };
+    if is_foreign {
+        warn!("turning away a stranger: its first bytes are {bytes:02x?}");
+    }
+    Some(!is_foreign)
 }
 
 struct Connection<'a> {
@@ -276,5 +311,46 @@ impl Witness for Opened<'_> {
             }
         }
         write(piece)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{io::Write as _, os::unix::net::UnixStream};
+
+    use vamoose_link::Socket;
+
+    use super::*;
+
+    /// What becomes of a connection on which these bytes have come, so long ago; `None`: it has ended.
+    fn begins(bytes: Option<&[u8]>, ago: Duration, kind: Opaque, is_shared: bool) -> Option<bool> {
+        let (mut theirs, ours) = UnixStream::pair().unwrap();
+        let stream = Arc::new(Stream::Socket(Socket::Unix(ours)));
+        let mut connection = UnclassifiedConnection::new(stream);
+        connection.since -= ago;
+        match bytes {
+            Some(bytes) => theirs.write_all(bytes).unwrap(),
+            None => theirs.shutdown(std::net::Shutdown::Both).unwrap(),
+        }
+        client_begins(&mut connection, kind, is_shared)
+    }
+
+    #[test]
+    fn strangers_at_a_shared_socket_are_not_dialled() {
+        use Opaque::{Bytes, PerhapsSingle, Single};
+        let (now, ago) = (Duration::ZERO, Duration::from_secs(1));
+        for kind in [Single, PerhapsSingle, Bytes] {
+            // A port scanner, and a connection of which nothing is known yet, or whose server speaks first.
+            assert_eq!(begins(None, now, kind, true), Some(false));
+            assert_eq!(begins(Some(b""), now, kind, true), None);
+            assert_eq!(begins(Some(b""), ago, kind, true), Some(true));
+            assert_eq!(begins(Some(&[0, 0, 1, 0]), now, kind, true), Some(true));
+            for stranger in [&b"GET / HTTP/1.1"[..], &[0x16, 3, 1]] {
+                let begun = begins(Some(stranger), now, kind, true);
+                assert_eq!(begun, Some(kind == Bytes), "{kind:?} {stranger:?}");
+            }
+            // A socket of the migration alone: the first to come is the first to be dialled.
+            assert_eq!(begins(Some(b""), now, kind, false), Some(true));
+        }
     }
 }

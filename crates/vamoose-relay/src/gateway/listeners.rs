@@ -31,7 +31,7 @@ pub(super) struct Listeners {
     /// Listened already when this process was started.
     passed: Mutex<Vec<Listener>>,
     /// Removed from the configuration, perhaps while a migration still accepts there.
-    retired: Mutex<Vec<Weak<Listener>>>,
+    retired: Mutex<Vec<(Endpoint, Weak<Listener>)>>,
 }
 
 /// No time at all.
@@ -69,7 +69,7 @@ impl Listeners {
                 Some((number, listener)) => (*number, (*listener).clone()),
                 None => {
                     let number = self.last.fetch_add(1, Ordering::Relaxed);
-                    let listener = self.bind(&address, config)?;
+                    let listener = self.bind(&at, &address, config)?;
                     let data = epoll::EventData::new_u64(number);
                     let added = epoll::add(&self.epoll, &*listener, data, ONCE);
                     added.map_err(io::Error::from)?;
@@ -81,9 +81,9 @@ impl Listeners {
         let gone = listening
             .iter()
             .filter(|(number, _)| !next.contains_key(number));
-        let gone = gone.map(|(_, (_, listener))| Arc::downgrade(listener));
+        let gone = gone.map(|(_, (at, listener))| (at.clone(), Arc::downgrade(listener)));
         let mut retired = lock(&self.retired);
-        retired.retain(|listener| listener.strong_count() > 0);
+        retired.retain(|(_, listener)| listener.strong_count() > 0);
         retired.extend(gone);
         *listening = next;
         Ok(())
@@ -91,12 +91,15 @@ impl Listeners {
 
     fn bind(
         &self,
+        endpoint: &Endpoint,
         address: &Address,
         config: &GatewayConfig,
     ) -> Result<Arc<Listener>, SocketError> {
-        let mut in_use = lock(&self.retired).clone().into_iter();
+        // Another endpoint cannot have the socket: its connections would go where the first one's go.
+        let retired = lock(&self.retired).clone();
+        let mut in_use = retired.iter().filter(|(at, _)| at == endpoint);
         let is_it = |listener: Arc<Listener>| (listener.address() == address).then_some(listener);
-        if let Some(listener) = in_use.find_map(|it| it.upgrade().and_then(is_it)) {
+        if let Some(listener) = in_use.find_map(|(_, it)| it.upgrade().and_then(is_it)) {
             // Its number was another one.
             let _ = epoll::delete(&self.epoll, &*listener);
             return Ok(listener);

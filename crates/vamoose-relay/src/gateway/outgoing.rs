@@ -38,7 +38,7 @@ use super::{
 };
 use crate::{
     Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, Way, chain,
-    first_bytes::{FirstBytes, MAGIC_LEN, classify, peek},
+    first_bytes::{FirstBytes, look},
     observer::Observation,
     opaque::pass_bytes,
 };
@@ -94,9 +94,6 @@ const DRAIN: Duration = Duration::from_secs(5);
 
 /// Connections that may wait for the decision: more than a migration has.
 const MOST_HELD: usize = 512;
-
-/// How long a connection may be silent before the server is assumed to speak first.
-const SILENCE: Duration = Duration::from_millis(50);
 
 /// For the system to have file descriptors again.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -335,7 +332,10 @@ impl OutgoingMigration {
         };
         MigrationEnd::of(&match kind {
             MIGRATION => relay.relay(),
-            _ => pass_bytes(&relay, &mut || true),
+            // Asked before any connection is dialled: a peer that does not answer is waited for once.
+            _ => self
+                .announce()
+                .and_then(|_| pass_bytes(&relay, &mut || true)),
         })
     }
 }
@@ -343,9 +343,7 @@ impl OutgoingMigration {
 impl Held {
     /// What it begins with, if that is known; `None` when it has ended.
     fn look(&self) -> Option<Option<FirstBytes>> {
-        let mut bytes = [0; MAGIC_LEN];
-        let length = peek(self.stream.socket()?, &mut bytes)?;
-        Some(classify(&bytes[..length], self.since.elapsed() >= SILENCE))
+        look(&self.stream, self.since).map(|(first, _)| first)
     }
 }
 
