@@ -100,7 +100,8 @@ impl Disk {
             let (now, before) = (&content[at..at + PAGE], &since[at..at + PAGE]);
             now != before && is_page(now) && is_page(before)
         });
-        for at in places.step_by(2).collect::<Vec<_>>() {
+        let places = places.step_by(2).collect::<Vec<_>>();
+        for at in places {
             content[at..at + PAGE].copy_from_slice(&since[at..at + PAGE]);
         }
         fs::write(&self.0, content).with_context(|| format!("writing {}", self.0.display()))
@@ -239,7 +240,7 @@ fn empty_qcow2(size: u64) -> Vec<u8> {
 /// Of an image, in bytes.
 const CLUSTER: usize = 1 << 16;
 /// Of the file system.
-const BLOCK: usize = 4096;
+const BLOCK: usize = 1024;
 /// Of PostgreSQL.
 const PAGE: usize = 8192;
 /// Where a page of PostgreSQL's tables and indexes has its size and its version.
