@@ -144,7 +144,8 @@ fn pass(
                 if relay.hangup.is_hung_up() {
                     return Err(RelayError::Cancelled);
                 }
-                if open == 0 && no_more() {
+                let is_undecided = kind != Opaque::Tls && !arrivals.unclassified.is_empty();
+                if open == 0 && !is_undecided && no_more() {
                     return match kind {
                         _ if loaded => Ok(Outcome::Loaded),
                         Opaque::Bytes => failed.take().map_or(Ok(Outcome::Unseen), Err),
