@@ -45,11 +45,10 @@ impl Port {
 
     /// Refuses connections from now on: the kernel answers with RST. Those that were not accepted are reset.
     pub fn refuse(&self) -> io::Result<()> {
-        match shutdown(&self.listener, Shutdown::Read) {
-            // It refuses already.
-            Ok(()) | Err(rustix::io::Errno::NOTCONN) => Ok(()),
-            Err(error) => Err(error.into()),
+        if sockopt::socket_acceptconn(&self.listener)? {
+            shutdown(&self.listener, Shutdown::Read)?;
         }
+        Ok(())
     }
 
     /// A connection that has come, without waiting for one.
@@ -108,6 +107,21 @@ mod tests {
             let error = waiting.read(&mut [0]).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
         }
+    }
+
+    /// A listener that is shut down while it does not listen hands its shutdown on to connections that it accepts later.
+    #[test]
+    fn a_port_that_was_told_twice_to_refuse_takes_connections_that_work() {
+        let port = Port::new().unwrap();
+        port.listen().unwrap();
+        port.refuse().unwrap();
+        port.refuse().unwrap();
+        port.listen().unwrap();
+        let _near = TcpStream::connect(port.address()).unwrap();
+        let mut far = port.accept().unwrap();
+        far.set_nonblocking(true).unwrap();
+        let nothing_yet = far.read(&mut [0]).unwrap_err();
+        assert_eq!(nothing_yet.kind(), io::ErrorKind::WouldBlock);
     }
 
     #[test]
