@@ -42,8 +42,8 @@ pub(crate) struct Acceptor<'a> {
     again_at: Option<Instant>,
 }
 
-/// A full queue keeps the listener readable, so polling would be a busy wait.
-const PAUSE: Duration = Duration::from_millis(100);
+/// How long to wait for the system to have file descriptors again. A full queue keeps the listener readable, so polling would be a busy wait.
+pub(crate) const PAUSE: Duration = Duration::from_millis(100);
 
 impl<'a> Acceptor<'a> {
     pub(crate) fn new(accept: &'a dyn Accept) -> Self {

@@ -49,7 +49,7 @@ use incoming::{Admission, IncomingMigration};
 use listeners::Listeners;
 use outgoing::{Held, OutgoingMigration};
 
-use crate::{Observer, UnderWay};
+use crate::{Observer, UnderWay, accept::PAUSE};
 
 /// Carries all migrations between this host and its peers.
 pub struct Gateway {
@@ -85,9 +85,6 @@ pub enum GatewayError {
 
 /// How often to look whether all migrations have ended.
 const TICK: Duration = Duration::from_millis(200);
-
-/// For the system to have file descriptors again.
-const PAUSE: Duration = Duration::from_millis(100);
 
 /// Sessions that are taken before local connections are looked at again.
 const MOST_TAKEN: usize = 64;

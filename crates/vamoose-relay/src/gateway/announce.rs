@@ -12,12 +12,10 @@
 //! Messages are lines of JSON, as on the control connections of crate `handover`. Fields that are not known are ignored.
 
 use std::{
-    io,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use handover::{FrameError, Lines, encode};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vamoose_link::{DialError, Session, Stream};
@@ -64,6 +62,12 @@ const ANSWER: Duration = Duration::from_secs(10);
 /// How long the peer may take to say how its side ended.
 const GOODBYE: Duration = Duration::from_secs(3);
 
+/// How often the conversation is looked at while nothing else happens.
+pub(super) const TICK: Duration = Duration::from_millis(20);
+
+/// How long the peer may take to acknowledge the last bytes.
+pub(super) const DRAIN: Duration = Duration::from_secs(5);
+
 /// No migration may begin.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -96,18 +100,12 @@ pub enum AnnounceError {
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the messages say it")]
 pub enum ConversationError {
-    #[error("the stream broke")]
-    Broken(#[from] io::Error),
-    #[error("it has closed the stream")]
-    Closed,
     #[error("it has ended the migration: {}", .0.as_deref().unwrap_or("without an error"))]
     Ended(Option<String>),
-    #[error(transparent)]
-    Frame(#[from] FrameError),
-    #[error("nothing came in {} s", .0.as_secs())]
-    Silent(Duration),
     #[error("unexpected message")]
     OutOfTurn,
+    #[error(transparent)]
+    Failed(#[from] vamoose_link::ConversationError),
 }
 
 /// Asks a peer's gateway for a migration.
@@ -152,65 +150,56 @@ pub(super) fn announce(
 
 /// One end of the stream.
 pub(super) struct Conversation {
-    stream: Arc<Stream>,
-    lines: Lines,
+    peer: vamoose_link::Conversation,
     /// How the peer's side ended, when it has said so.
     theirs: Option<Option<String>>,
 }
 
 impl Conversation {
     pub(super) fn new(stream: Arc<Stream>) -> Self {
-        Self {
-            stream,
-            lines: Lines::default(),
-            theirs: None,
-        }
+        let peer = vamoose_link::Conversation::new(stream);
+        Self { peer, theirs: None }
     }
 
     pub(super) fn send(&self, message: &Message) -> Result<(), ConversationError> {
-        Ok(self.stream.write_both(&encode(message)?, &[])?)
+        Ok(self.peer.send(message)?)
     }
 
     /// Waits for the next message. That the peer's side has ended is an error.
     pub(super) fn receive(&mut self, within: Duration) -> Result<Message, ConversationError> {
-        let received = self.receive_until(Instant::now() + within)?;
-        received.ok_or(ConversationError::Silent(within))
+        let message = self.peer.receive_within(within)?;
+        self.heard(message)
     }
 
     /// The next message, if one has come.
     pub(super) fn poll(&mut self) -> Result<Option<Message>, ConversationError> {
-        self.receive_until(Instant::now())
+        let message = self.peer.receive_until(Instant::now())?;
+        message.map(|message| self.heard(message)).transpose()
     }
 
     /// Says how it ended here, and waits for what the peer says of its end: an error, if there was one.
     pub(super) fn end(&mut self, error: Option<String>) -> Option<String> {
-        // Who has gone does not need to know.
+        // A peer that has gone does not need to know.
         if self.send(&Message::Ended { error }).is_ok() {
-            self.stream.finish();
+            self.peer.stream().finish();
         }
         let deadline = Instant::now() + GOODBYE;
-        while self.theirs.is_none() && matches!(self.receive_until(deadline), Ok(Some(_))) {}
+        while self.theirs.is_none()
+            && let Ok(Some(message)) = self.peer.receive_until(deadline)
+        {
+            // Its end is noted; nothing else matters any more.
+            let _ = self.heard(message);
+        }
         self.theirs.take().flatten()
     }
 
-    fn receive_until(&mut self, deadline: Instant) -> Result<Option<Message>, ConversationError> {
-        loop {
-            match self.lines.next_message()? {
-                Some(Message::Ended { error }) => {
-                    let error = error.as_deref().map(shown);
-                    self.theirs = Some(error.clone());
-                    return Err(ConversationError::Ended(error));
-                }
-                Some(message) => return Ok(Some(message)),
-                None => {}
-            }
-            let mut piece = [0; 4096];
-            match self.stream.read_until(&mut piece, Some(deadline))? {
-                Some(0) => return Err(ConversationError::Closed),
-                Some(read) => self.lines.push(&piece[..read]),
-                None => return Ok(None),
-            }
-        }
+    fn heard(&mut self, message: Message) -> Result<Message, ConversationError> {
+        let Message::Ended { error } = message else {
+            return Ok(message);
+        };
+        let error = error.as_deref().map(shown);
+        self.theirs = Some(error.clone());
+        Err(ConversationError::Ended(error))
     }
 }
 
@@ -228,6 +217,7 @@ const MOST_CHARACTERS: usize = 1000;
 mod tests {
     use std::{os::unix::net::UnixStream, thread};
 
+    use handover::{Lines, encode};
     use proptest::{collection::vec, option, prelude::*};
 
     use super::*;

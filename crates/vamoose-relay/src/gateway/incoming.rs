@@ -22,7 +22,7 @@ use vamoose_link::{
 use super::{
     GatewayConfig,
     account::{Account, MigrationEnd},
-    announce::{Conversation, MIGRATION, Message, OPAQUE, VERSION, shown},
+    announce::{Conversation, DRAIN, MIGRATION, Message, OPAQUE, TICK, VERSION, shown},
     endpoint::Target,
     slots::{Slot, Slots},
 };
@@ -77,12 +77,6 @@ const KIND: Duration = Duration::from_secs(1);
 
 /// How long a QEMU of this host may take to be connected to.
 const DIAL: Duration = Duration::from_secs(3);
-
-/// How often the conversation with the other gateway is looked at while nothing else happens.
-const TICK: Duration = Duration::from_millis(20);
-
-/// How long the peer may take to acknowledge the last bytes.
-const DRAIN: Duration = Duration::from_secs(5);
 
 impl IncomingMigration {
     pub(super) fn new(session: Session, observer: Arc<dyn Observer>) -> io::Result<Self> {

@@ -31,13 +31,15 @@ use vamoose_link::{
 use super::{
     GatewayConfig, GatewayPeer,
     account::{Account, MigrationEnd},
-    announce::{AnnounceError, Conversation, MIGRATION, Message, OPAQUE, announce},
+    announce::{AnnounceError, Conversation, DRAIN, MIGRATION, Message, OPAQUE, TICK, announce},
     endpoint::Endpoint,
     guest,
     slots::{Slot, Slots},
 };
 use crate::{
-    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, Way, chain,
+    Accept, Config, Dialer, Observer, Relay, RelayError, Role, UnderWay, Way,
+    accept::PAUSE,
+    chain,
     first_bytes::{FirstBytes, look},
     observer::Observation,
     opaque::pass_bytes,
@@ -86,17 +88,8 @@ struct Announced {
     _slot: Slot,
 }
 
-/// How often the conversation with the peer's gateway is looked at while nothing else happens.
-const TICK: Duration = Duration::from_millis(20);
-
-/// How long the peer may take to acknowledge the last bytes.
-const DRAIN: Duration = Duration::from_secs(5);
-
 /// Connections that may wait for the decision: more than a migration has.
 const MOST_HELD: usize = 512;
-
-/// For the system to have file descriptors again.
-const PAUSE: Duration = Duration::from_millis(100);
 
 impl OutgoingMigration {
     pub(super) fn new(
