@@ -163,7 +163,7 @@ pub(crate) fn word(bytes: &[u8], at: usize) -> u32 {
 const COUNTER: usize = 0x500;
 /// The pages that are counted into.
 pub(crate) const PAGES: Range<usize> = 0x10000..0x90000;
-const COUNT: usize = (0x90000 - 0x10000) / PAGE;
+const COUNT: usize = (PAGES.end - PAGES.start) / PAGE;
 const SUM: usize = 4;
 const END: usize = 4092;
 

@@ -26,6 +26,7 @@ pub mod proc;
 pub mod process;
 pub mod program;
 pub mod qatzip;
+pub mod qcow2;
 pub mod qemu;
 pub mod qmp;
 pub mod ram;

@@ -58,6 +58,11 @@ impl Version {
             micro: next().unwrap_or(0),
         })
     }
+
+    /// Whether a source of this version loses writes of a guest that runs, by itself (docs/qemu.md).
+    pub fn loses_writes(&self) -> bool {
+        self.major < 8
+    }
 }
 
 impl fmt::Display for Version {

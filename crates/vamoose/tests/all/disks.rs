@@ -86,7 +86,7 @@ impl Scene {
         let mut source = std::mem::replace(&mut self.here, qemu);
         source.qmp.wait_status("postmigrate", LIMIT)?;
         if self.runs {
-            self.memory_is_whole &= source.version.major >= 8;
+            self.memory_is_whole &= !source.version.loses_writes();
         } else {
             ensure!(self.here.qmp.query_status()? == "paused");
             ram::compare(source.ram(), self.here.ram())?;

@@ -4,7 +4,7 @@ use std::{fs, thread};
 
 use anyhow::{Context as _, Result, ensure};
 use lab::{
-    counter,
+    counter, qcow2,
     qemu::{self, Binary, Builder, Qemu},
 };
 use tempfile::TempDir;
@@ -26,7 +26,7 @@ impl Disk {
             folder: TempDir::new()?,
         };
         counter::write_firmware(&disk.folder.path().join("firmware"))?;
-        fs::write(disk.folder.path().join("image"), empty_qcow2())?;
+        fs::write(disk.folder.path().join("image"), qcow2::empty(MIB))?;
         Ok(disk)
     }
 
@@ -49,36 +49,6 @@ impl Disk {
     fn waiting(&self, binary: &Binary) -> Result<Qemu> {
         self.machine(binary).incoming().start()
     }
-}
-
-/// An image of 1 MiB in which nothing has been written: its header, the references to its own four clusters, the first table.
-fn empty_qcow2() -> Vec<u8> {
-    const CLUSTER: usize = 64 << 10;
-    let mut image = vec![0; 4 * CLUSTER];
-    let [references, block, table] = [1, 2, 3].map(|cluster| cluster * CLUSTER);
-    let header = [
-        &b"QFI\xfb"[..],
-        &2_u32.to_be_bytes(),
-        // No image below it.
-        &[0; 12],
-        &CLUSTER.ilog2().to_be_bytes(),
-        &MIB.to_be_bytes(),
-        // Not encrypted.
-        &[0; 4],
-        &1_u32.to_be_bytes(),
-        &(table as u64).to_be_bytes(),
-        &(references as u64).to_be_bytes(),
-        &1_u32.to_be_bytes(),
-        // No snapshots.
-        &[0; 12],
-    ];
-    let mut put = |at: usize, bytes: &[u8]| {
-        image[at..at + bytes.len()].copy_from_slice(bytes);
-    };
-    put(0, &header.concat());
-    put(references, &(block as u64).to_be_bytes());
-    put(block, &[0, 1, 0, 1, 0, 1, 0, 1]);
-    image
 }
 
 /// Every QEMU to every other one, and from there on to a third one of the first kind.

@@ -103,10 +103,9 @@ pub(crate) struct Setting {
 }
 
 impl Setting {
-    /// Whether the guest runs. A source before 8 loses writes of a running one by itself (docs/qemu.md), the more the more
-    /// rounds there are.
+    /// Whether the guest runs.
     pub(crate) fn runs(&self) -> bool {
-        self.versions[0].major >= 8
+        !self.versions[0].loses_writes()
     }
 }
 
@@ -126,7 +125,7 @@ impl Options {
         rows.map(|(number, row)| {
             // These phases are those of a running guest.
             let of_running = matches!(row.phase, Phase::LaterRound | Phase::Switchover);
-            let suits = |at: &&usize| !of_running || binaries[**at].version.major >= 8;
+            let suits = |at: &&usize| !of_running || !binaries[**at].version.loses_writes();
             let sources: Vec<_> = qemus.iter().filter(suits).collect();
             // Rows take turns with one path and both: each of them gets everything.
             let source = sources.get(one_of(sources.len(), number + number / 4));

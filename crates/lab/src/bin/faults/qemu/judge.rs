@@ -256,7 +256,8 @@ impl Stage<'_> {
     /// Whether a source is a QEMU that loses writes of a running guest by itself (docs/qemu.md).
     fn loses_writes(&self) -> bool {
         let mut sources = self.plan.versions[..2].iter();
-        self.plan.runs && sources.any(|version| self.props.binaries[*version].version.major < 8)
+        self.plan.runs
+            && sources.any(|version| self.props.binaries[*version].version.loses_writes())
     }
 
     /// A guest that runs counts on.
