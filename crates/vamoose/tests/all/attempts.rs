@@ -252,24 +252,52 @@ fn a_guest_that_ends_when_nobody_follows_it_is_not_in_doubt() -> Result<()> {
     Ok(())
 }
 
+/// A guest that B has loaded, and `migrate` does not know it yet.
+struct Loaded {
+    b: Host,
+    gate: Gate,
+    at_a: Qemu,
+    at_b: Qemu,
+    migration: Vamoose,
+}
+
+impl Loaded {
+    fn start(binary: &Binary) -> Result<Self> {
+        let b = Host::start(&[])?;
+        let gate = Gate::start(&b.address)?;
+        let mut at_a = Builder::bare(binary, 4 * MIB)
+            .content(Fill::Mixed, 1)
+            .start()?;
+        at_a.qmp.cont()?;
+        let at_b = Builder::bare(binary, 4 * MIB).incoming().start()?;
+        b.knows("vm", &at_b)?;
+        gate.rule(Message::Loaded, Fate::Held);
+        let migration = migrate(&at_a.qmp_socket(), &gate.address, "vm", &[])?;
+        gate.wait_until_held()?;
+        b.server.wait_for("loaded", LIMIT)?;
+        Ok(Self {
+            b,
+            gate,
+            at_a,
+            at_b,
+            migration,
+        })
+    }
+}
+
 /// As before, but the destination has all of it: that is left for a person, who continues it.
 #[test]
 fn what_may_be_the_only_copy_is_left_alone() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    let b = Host::start(&[])?;
-    let gate = Gate::start(&b.address)?;
-    let mut at_a = Builder::bare(&binary, 4 * MIB)
-        .content(Fill::Mixed, 1)
-        .start()?;
-    at_a.qmp.cont()?;
-    let mut at_b = Builder::bare(&binary, 4 * MIB).incoming().start()?;
-    b.knows("vm", &at_b)?;
-    gate.rule(Message::Loaded, Fate::Held);
-    let mut migration = migrate(&at_a.qmp_socket(), &gate.address, "vm", &[])?;
-    gate.wait_until_held()?;
-    b.server.wait_for("loaded", LIMIT)?;
+    let Loaded {
+        b,
+        gate,
+        mut at_a,
+        mut at_b,
+        mut migration,
+    } = Loaded::start(&binary)?;
     migration.signal(Signal::STOP)?;
     at_a.kill()?;
     migration.kill()?;
@@ -295,18 +323,13 @@ fn what_another_tool_has_moved_is_not_committed() -> Result<()> {
     let Some(binary) = qemu::newest_or_skip()? else {
         return Ok(());
     };
-    let b = Host::start(&[])?;
-    let gate = Gate::start(&b.address)?;
-    let mut at_a = Builder::bare(&binary, 4 * MIB)
-        .content(Fill::Mixed, 1)
-        .start()?;
-    at_a.qmp.cont()?;
-    let mut at_b = Builder::bare(&binary, 4 * MIB).incoming().start()?;
-    b.knows("vm", &at_b)?;
-    gate.rule(Message::Loaded, Fate::Held);
-    let mut migration = migrate(&at_a.qmp_socket(), &gate.address, "vm", &[])?;
-    gate.wait_until_held()?;
-    b.server.wait_for("loaded", LIMIT)?;
+    let Loaded {
+        b,
+        gate,
+        mut at_a,
+        mut at_b,
+        mut migration,
+    } = Loaded::start(&binary)?;
     migration.kill()?;
     gate.release(Fate::CutBefore);
     // QEMU notices, and goes on.
