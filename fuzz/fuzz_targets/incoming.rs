@@ -10,7 +10,7 @@ use vamoose_link::{
     Socket,
     session_seam::{Came, Receiving, Wanted},
 };
-use vamoose_session::frame::{HEADER_LEN, Header, Kind};
+use vamoose_session::frame::{FrameError, HEADER_LEN, Header, Kind};
 use vm_memory::VolatileSlice;
 
 fuzz_target!(|input: &[u8]| {
@@ -26,10 +26,12 @@ fuzz_target!(|input: &[u8]| {
     let mut sizes = script.to_vec().into_iter().cycle();
     let (mut expected, mut read) = (Vec::new(), Vec::new());
     let mut has_ended = false;
+    // Where a frame was corrupt last: the second time ends the stream.
+    let mut corrupt_at = None;
     while let Some((reads, rest)) = script.split_first() {
         let start = receiving.received().0;
-        let wire = connection(rest, &mut script, start);
-        let meant = Meant::of(&wire, start, has_ended);
+        let wire = connection(rest, &mut script, first, start);
+        let meant = Meant::of(&wire, first, start, has_ended);
         receiving.attach(socket(&wire)).expect("a socket");
         let is_cut = reads % 4 == 0;
         let reads = if is_cut {
@@ -48,10 +50,16 @@ fuzz_target!(|input: &[u8]| {
         assert_eq!(expected.len(), read.len() + waiting);
         if let Some(came) = fails {
             assert_eq!(Some(&received), meant.ends.last());
-            assert_eq!(came == Ok(Came::Abort), meant.is_aborted, "{came:?}");
-            assert_eq!(receiving.peer_has(), meant.peer_has);
+            let is_aborted = meant.fault == Some(Fault::Abort);
+            assert_eq!(came == Ok(Came::Abort), is_aborted, "{came:?}");
+            let is_closed = match meant.fault {
+                Some(Fault::Corrupt(at)) => corrupt_at.replace(at) == Some(at),
+                Some(Fault::Abort | Fault::Violation) => true,
+                None => false,
+            };
+            assert_eq!(receiving.is_closed(), is_closed, "{came:?}");
         }
-        if meant.is_aborted {
+        if receiving.is_closed() {
             return;
         }
     }
@@ -83,14 +91,16 @@ fn step(
 }
 
 /// What one connection brings: frames by `script`, of which the rest is left for the next one.
-fn connection<'a>(mut script: &'a [u8], left: &mut &'a [u8], start: u64) -> Vec<u8> {
+fn connection<'a>(mut script: &'a [u8], left: &mut &'a [u8], first: u64, start: u64) -> Vec<u8> {
     let (mut wire, mut next) = (Vec::new(), start);
     while let Some(([what, number], rest)) = script.split_first_chunk() {
         script = rest;
         let len = usize::from(*number);
         let mut frame = |kind, offset: u64, len: usize| {
             let bytes: Vec<u8> = (0..len).map(|at| number.wrapping_add(at as u8)).collect();
-            let mut header = Header::empty(kind, offset, u64::from(*what) * 11);
+            // Nothing was sent to the peer: most of the time it says so.
+            let received = first.wrapping_add(u64::from(what & 0x70 == 0x70));
+            let mut header = Header::empty(kind, offset, received);
             header.len = len;
             if kind == Kind::Data {
                 header.check = Some(crc32c::crc32c(&bytes));
@@ -164,44 +174,62 @@ struct Meant {
     /// The offsets up to which all may have been received, in their order.
     ends: Vec<u64>,
     ended_at: Option<u64>,
-    is_aborted: bool,
-    peer_has: u64,
+    /// What comes behind that.
+    fault: Option<Fault>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    Abort,
+    /// With what had been received, and acknowledged by the peer.
+    Corrupt((u64, u64)),
+    Violation,
 }
 
 impl Meant {
-    fn of(mut wire: &[u8], start: u64, had_ended: bool) -> Self {
+    /// `first` is what a peer that was sent nothing has received.
+    fn of(mut wire: &[u8], first: u64, start: u64, had_ended: bool) -> Self {
         let mut meant = Self {
             ends: vec![start],
             ended_at: had_ended.then_some(start),
             ..Self::default()
         };
+        let mut next = start;
         while let Some((header, rest)) = wire.split_first_chunk::<HEADER_LEN>() {
-            let Ok(header) = Header::decode(header) else {
-                break;
-            };
-            meant.peer_has = header.received;
-            let is_next = Some(&header.offset) == meant.ends.last() && meant.ended_at.is_none();
-            match header.kind {
-                Kind::Acknowledge => {}
-                Kind::Abort => {
-                    meant.is_aborted = true;
+            let header = match Header::decode(header) {
+                Ok(header) => header,
+                Err(FrameError::Header { .. }) => {
+                    meant.fault = Some(Fault::Corrupt((next, first)));
                     break;
                 }
-                Kind::End if is_next => {
-                    meant.ends.push(header.end());
-                    meant.ended_at = Some(header.end());
+                Err(_) => {
+                    meant.fault = Some(Fault::Violation);
+                    break;
                 }
-                Kind::Data if is_next && rest.len() >= header.len => {
-                    let bytes = &rest[..header.len];
-                    if header.check.is_some_and(|it| it != crc32c::crc32c(bytes)) {
-                        break;
-                    }
-                    meant.bytes.extend_from_slice(bytes);
-                    meant.ends.push(header.end());
-                }
-                Kind::End | Kind::Data => break,
+            };
+            if header.kind == Kind::Abort {
+                meant.fault = Some(Fault::Abort);
+                break;
             }
-            wire = &rest[header.len..];
+            let is_next = header.offset == next && meant.ended_at.is_none();
+            if header.received != first || !(is_next || header.kind == Kind::Acknowledge) {
+                meant.fault = Some(Fault::Violation);
+                break;
+            }
+            let Some((bytes, behind)) = rest.split_at_checked(header.len) else {
+                break;
+            };
+            if header.check.is_some_and(|it| it != crc32c::crc32c(bytes)) {
+                meant.fault = Some(Fault::Corrupt((next, 0)));
+                break;
+            }
+            if header.kind != Kind::Acknowledge {
+                next = header.end();
+                meant.bytes.extend_from_slice(bytes);
+                meant.ends.push(next);
+                meant.ended_at = (header.kind == Kind::End).then_some(next);
+            }
+            wire = behind;
         }
         meant
     }

@@ -1,18 +1,24 @@
-//! Both ends of a stream over connections that are cut behind any byte, and whose bits flip: each end reads what the
-//! other one wrote, once and in order, and after the last cut all of it.
+//! Both ends of a stream, as [`StreamState`] has them, over connections that are cut behind any byte, and whose bits flip: each end
+//! reads what the other one wrote, once and in order, and after the last cut all of it.
 
 #![no_main]
 
-use std::collections::VecDeque;
+use std::{
+    collections::VecDeque,
+    time::{Duration, Instant},
+};
 
 use libfuzzer_sys::fuzz_target;
 use vamoose_session::{
-    frame::{HEADER_LEN, Header, Kind},
-    window::{Buffer, Frame, Sums, Window},
+    frame::HEADER_LEN,
+    stream::{Came, ConnectionId, Link, StreamError, StreamState, Timeouts, Transmit},
+    window::{Buffer, Sums},
 };
 
 fuzz_target!(|input: &[u8]| {
-    let mut ends = [End::new(), End::new()];
+    let now = Instant::now();
+    let mut ends = [End::new(now), End::new(now)];
+    connect(&mut ends, now);
     for step in input.chunks_exact(2) {
         let (what, number) = (step[0], usize::from(step[1]));
         let at = usize::from(what & 1);
@@ -20,96 +26,125 @@ fuzz_target!(|input: &[u8]| {
         match what / 2 % 8 {
             0 => near.write(number, false),
             1 => near.write(number, true),
-            2 => near.tell(),
+            2 => near.hold(),
             3 => near.finish(),
             4 => near.flip(number * 37),
-            5 => drop(far.take(&mut near.wire, number * 3)),
-            6 => drop(far.take(&mut near.wire, number)),
-            _ => connect(&mut ends),
+            5 => far.take(&mut near.wire, number * 3, now),
+            6 => far.take(&mut near.wire, number, now),
+            _ => connect(&mut ends, now),
         }
-        if ends.iter().any(|end| end.is_corrupt) {
-            connect(&mut ends);
+        // A system call that has begun is over in the next step.
+        if what / 2 % 8 != 2 {
+            ends.iter_mut().for_each(End::send);
+        }
+        // A frame that is corrupt twice ends the stream.
+        if ends.iter().any(End::is_corrupt) {
+            return;
+        }
+        if ends
+            .iter()
+            .any(|end| matches!(end.state.link(), Link::Down { .. }))
+        {
+            connect(&mut ends, now);
         }
     }
     for end in &mut ends {
         end.finish();
     }
     // What is on its way may be wrong, what comes instead is not.
-    connect(&mut ends);
-    for _ in 0..2 {
+    connect(&mut ends, now);
+    for _ in 0..3 {
         for at in 0..2 {
             let (near, far) = pair(&mut ends, at);
-            far.take(&mut near.wire, usize::MAX).expect("it is right");
-            far.tell();
+            near.send();
+            far.take(&mut near.wire, usize::MAX, now);
+            far.send();
         }
     }
     for at in 0..2 {
         let (near, far) = pair(&mut ends, at);
-        assert!(far.has_ended && near.window.is_empty());
+        assert!(matches!(near.state.link(), Link::Up(_)));
+        assert!(far.state.has_peer_ended() && near.state.is_done());
         assert_eq!(far.read, near.written);
     }
 });
 
 /// One end, and what it has sent that has not arrived.
 struct End {
-    window: Window,
+    state: StreamState,
+    connection: Option<ConnectionId>,
+    /// Frames in a system call.
+    lent: Option<Transmit>,
     written: usize,
     wire: VecDeque<u8>,
-    /// What has come of a frame.
+    /// What has come of a header, or of the bytes behind one.
     partial: Vec<u8>,
     /// How many bytes have been read: they are what they should be.
     read: usize,
-    received: u64,
-    has_ended: bool,
-    is_corrupt: bool,
 }
 
 impl End {
-    fn new() -> Self {
+    fn new(now: Instant) -> Self {
+        let timeouts = Timeouts {
+            reconnect: Duration::MAX,
+            stall: Duration::MAX,
+        };
         Self {
-            window: Window::new(0),
+            state: StreamState::new(0, timeouts, now),
+            connection: None,
+            lent: None,
             written: 0,
             wire: VecDeque::new(),
             partial: Vec::new(),
             read: 0,
-            received: 0,
-            has_ended: false,
-            is_corrupt: false,
         }
+    }
+
+    fn is_corrupt(&self) -> bool {
+        matches!(self.state.link(), Link::Closed(StreamError::Corrupt { .. }))
     }
 
     fn write(&mut self, len: usize, is_packet: bool) {
         let bytes: Vec<u8> = (self.written..self.written + len).map(byte).collect();
         let sums = Sums::of(&bytes, true);
-        let pushed = match is_packet {
+        let written = match is_packet {
             true => {
                 let mut buffer: Buffer = [&bytes[..], &[0; 16]].concat().into();
-                self.window.push_buffer(&mut buffer, len, sums)
+                self.state.write_buffer(&mut buffer, len, sums)
             }
-            false => self.window.push_copy(&bytes, sums),
+            false => self.state.write_copy(&bytes, sums),
         };
-        assert_eq!(pushed.is_ok(), len > 0 && !self.window.has_ended());
-        if pushed.is_ok() {
+        if written.is_ok() {
             self.written += len;
-            self.send_last();
         }
     }
 
     fn finish(&mut self) {
-        if self.window.push_end().is_ok() {
-            self.send_last();
+        let _ = self.state.finish();
+    }
+
+    /// A system call has begun, and is not over.
+    fn hold(&mut self) {
+        if let Some(connection) = self.connection
+            && self.lent.is_none()
+        {
+            self.lent = self.state.poll_transmit(connection);
+            put(&mut self.wire, self.lent.as_ref());
         }
     }
 
-    fn send_last(&mut self) {
-        let frame = self.window.last(1).next().expect("it was pushed");
-        send(&mut self.wire, frame, self.received);
-    }
-
-    /// Sends what it has received.
-    fn tell(&mut self) {
-        let header = Header::empty(Kind::Acknowledge, self.window.next(), self.received);
-        self.wire.extend(header.encode());
+    /// It is over, and all that is left is sent.
+    fn send(&mut self) {
+        let Some(connection) = self.connection else {
+            return;
+        };
+        if let Some(lent) = self.lent.take() {
+            self.state.on_transmitted(lent, true);
+        }
+        while let Some(transmit) = self.state.poll_transmit(connection) {
+            put(&mut self.wire, Some(&transmit));
+            self.state.on_transmitted(transmit, true);
+        }
     }
 
     /// Flips a bit of what is on its way.
@@ -119,62 +154,66 @@ impl End {
         }
     }
 
-    /// Takes bytes of a wire, up to the first frame that is wrong; `None` if there is one.
-    fn take(&mut self, wire: &mut VecDeque<u8>, most: usize) -> Option<()> {
+    /// Takes bytes of a wire.
+    fn take(&mut self, wire: &mut VecDeque<u8>, most: usize, now: Instant) {
         let len = most.min(wire.len());
         self.partial.extend(wire.drain(..len));
-        while let Some((header, rest)) = self.partial.split_first_chunk::<HEADER_LEN>() {
-            let Ok(header) = Header::decode(header) else {
-                self.is_corrupt = true;
-                return None;
-            };
-            if rest.len() < header.len {
-                break;
-            }
-            let bytes = &rest[..header.len];
-            let is_right = |check| check == crc32c::crc32c(bytes);
-            if !header.check.is_none_or(is_right) {
-                self.is_corrupt = true;
-                return None;
-            }
-            if matches!(header.kind, Kind::Data | Kind::End) {
-                assert_eq!(header.offset, self.received, "once and in order");
-                assert!(!self.has_ended);
-                for found in bytes {
-                    assert_eq!(*found, byte(self.read));
-                    self.read += 1;
+        let Some(connection) = self.connection else {
+            return;
+        };
+        while self.state.is_carried_by(connection) {
+            if let Some(header) = self.state.announced() {
+                if self.partial.len() < header.len {
+                    return;
                 }
-                self.received = header.end();
-                self.has_ended = header.kind == Kind::End;
+                let bytes: Vec<u8> = self.partial.drain(..header.len).collect();
+                let sum = crc32c::crc32c(&bytes);
+                if self.state.on_data(connection, sum, "a path", now) {
+                    for found in bytes {
+                        assert_eq!(found, byte(self.read), "once and in order");
+                        self.read += 1;
+                    }
+                }
+                continue;
             }
-            let acknowledged = self.window.acknowledge(header.received);
-            acknowledged.expect("a right peer acknowledges what it has");
-            self.partial.drain(..HEADER_LEN + header.len);
+            let Some((header, _)) = self.partial.split_first_chunk::<HEADER_LEN>() else {
+                return;
+            };
+            let header = *header;
+            self.partial.drain(..HEADER_LEN);
+            match self.state.on_header(connection, &header, "a path", now) {
+                // A right peer sends no other header that is of no use.
+                Came::Nothing => assert!(!self.state.is_closed() || self.is_corrupt()),
+                Came::Data(_) | Came::Acknowledgement | Came::End => {}
+            }
         }
-        Some(())
     }
 }
 
 /// The next connection: each tells what it has, and sends again what the other one has not.
-fn connect(ends: &mut [End; 2]) {
+fn connect(ends: &mut [End; 2], now: Instant) {
+    for end in ends.iter_mut() {
+        if let Some(lent) = end.lent.take() {
+            end.state.on_transmitted(lent, false);
+        }
+        end.wire.clear();
+        end.partial.clear();
+        assert!(end.state.begin_attach(now));
+    }
     for at in 0..2 {
         let (near, far) = pair(ends, at);
-        near.wire.clear();
-        near.partial.clear();
-        near.is_corrupt = false;
-        let accepted = near.window.acknowledge(far.received);
+        let accepted = near.state.accepts(far.state.received());
         accepted.expect("a right peer has what it says");
-        for frame in near.window.frames() {
-            send(&mut near.wire, frame, near.received);
-        }
+        near.connection = near.state.on_connection();
+        near.state.end_attach();
     }
 }
 
-fn send(wire: &mut VecDeque<u8>, frame: &Frame, received: u64) {
-    let mut header = frame.header;
-    header.received = received;
-    wire.extend(header.encode());
-    wire.extend(frame.bytes());
+fn put(wire: &mut VecDeque<u8>, transmit: Option<&Transmit>) {
+    for (header, bytes) in transmit.into_iter().flat_map(Transmit::frames) {
+        wire.extend(header);
+        wire.extend(bytes);
+    }
 }
 
 fn pair(ends: &mut [End; 2], at: usize) -> (&mut End, &mut End) {

@@ -34,7 +34,8 @@ impl<T> PollQueue<T> {
     pub fn push(&self, item: T) {
         let mut waiting = lock(&self.waiting);
         waiting.push_back(item);
-        // Under the lock: an event that is written after its item was taken would wake the reader for nothing. Fails only when the counter is full, and then it is readable anyway.
+        // Under the lock: an event that is written after its item was taken would wake the reader for nothing. It fails only when the
+        // counter is full, and then it is readable anyway.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 

@@ -27,29 +27,30 @@ use std::{
     ptr,
     sync::{
         Arc, Mutex, Weak,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
 };
 
-use vamoose_session::handshake::{Secret, SessionId};
+use vamoose_session::{
+    handshake::{Secret, SessionId},
+    stream::Bounds,
+};
+
+pub use vamoose_session::stream::StreamError;
 
 pub use self::{
     dialer::DialError,
-    resumable::{Resumable, StreamError},
+    resumable::Resumable,
     server::{Introduced, Sessions, SessionsError},
 };
-use self::{dialer::Paths, resumable::Carried};
+use self::{dialer::Paths, resumable::ResumableStream};
+use tracing::warn;
+
 use crate::{Address, AddressError, Cipher, PageCaches, Security, Stream, delta::Share, lock};
 
-/// Who has sent nothing for this long sends a heartbeat.
-const TICK: Duration = Duration::from_secs(1);
-
-/// A connection on which nothing came for this long is given up.
-const SILENCE: Duration = Duration::from_secs(4);
-
-/// How often whoever waits for a connection looks around.
+/// How often a thread that waits looks around.
 const LOOK: Duration = Duration::from_millis(500);
 
 /// How sessions behave.
@@ -175,12 +176,14 @@ pub(crate) struct Shared {
     cipher: Option<&'static str>,
     /// The server's memory for versions of pages, at the client; `None` where it takes no differences to them.
     offered: Option<usize>,
-    streams: Mutex<HashMap<u32, Arc<Carried>>>,
+    streams: Mutex<HashMap<u32, Arc<ResumableStream>>>,
     next: AtomicU32,
     /// Held while a stream is opened: their numbers go up.
     opening: Mutex<()>,
     reconnects: AtomicU64,
     corrupt_frames: AtomicU64,
+    /// A finished stream was lost before the peer had all of it.
+    is_undelivered: AtomicBool,
     role: Role,
 }
 
@@ -222,7 +225,7 @@ impl Session {
 
     /// That a stream is one of.
     pub(crate) fn of(stream: &Resumable) -> Self {
-        Self(stream.carried().session().clone())
+        Self(stream.stream().session().clone())
     }
 
     /// Opens another stream; the server learns of it with its first bytes.
@@ -318,15 +321,15 @@ impl Session {
         }
     }
 
-    /// Waits until the peer has all that was written on streams that were finished; false if that takes too long.
+    /// Waits until the peer has all that was written on streams that were finished; false if that takes too long, or such a
+    /// stream was lost.
     pub fn drain(&self, timeout: Duration) -> bool {
         let began = Instant::now();
         let streams = self.0.streams();
         let left = || timeout.saturating_sub(began.elapsed());
-        // A stream that has ended meanwhile has nothing left to wait for.
-        streams
-            .iter()
-            .all(|stream| stream.drain(left()) || stream.is_closed())
+        // A stream that has ended meanwhile has nothing left to wait for, but may have been lost with bytes.
+        let is_drained = |stream: &Arc<ResumableStream>| stream.drain(left()) || stream.is_closed();
+        streams.iter().all(is_drained) && !self.0.is_undelivered.load(Ordering::Acquire)
     }
 }
 
@@ -356,6 +359,7 @@ impl Shared {
             opening: Mutex::default(),
             reconnects: AtomicU64::new(0),
             corrupt_frames: AtomicU64::new(0),
+            is_undelivered: AtomicBool::new(false),
             role,
         });
         let watched = Arc::downgrade(&shared);
@@ -373,8 +377,8 @@ impl Shared {
         self.secret.id()
     }
 
-    fn add(self: &Arc<Self>, number: u32) -> Arc<Carried> {
-        let stream = Arc::new(Carried::new(
+    fn add(self: &Arc<Self>, number: u32) -> Arc<ResumableStream> {
+        let stream = Arc::new(ResumableStream::new(
             number,
             self.clone(),
             self.config.stall_timeout,
@@ -383,11 +387,15 @@ impl Shared {
         stream
     }
 
-    fn find(&self, number: u32) -> Option<Arc<Carried>> {
+    fn find(&self, number: u32) -> Option<Arc<ResumableStream>> {
         lock(&self.streams).get(&number).cloned()
     }
 
-    fn forget(&self, stream: &Carried) {
+    /// A stream has ended; `is_undelivered` if it was lost before the peer had all that was finished.
+    fn ended(&self, stream: &ResumableStream, is_undelivered: bool) {
+        if is_undelivered {
+            self.is_undelivered.store(true, Ordering::Release);
+        }
         let mut streams = lock(&self.streams);
         let found = streams.get(&stream.number);
         if found.is_some_and(|found| ptr::eq(&**found, stream)) {
@@ -395,13 +403,17 @@ impl Shared {
         }
     }
 
-    fn streams(&self) -> Vec<Arc<Carried>> {
+    fn streams(&self) -> Vec<Arc<ResumableStream>> {
         lock(&self.streams).values().cloned().collect()
     }
 
-    /// The most bytes that one stream may have unacknowledged.
-    fn stream_window(&self) -> usize {
-        self.config.window / lock(&self.streams).len().max(FEW_STREAMS)
+    /// The most bytes that one stream may have unacknowledged: those of all streams are the window at most.
+    fn bounds(&self) -> Bounds {
+        let streams = lock(&self.streams).len();
+        Bounds {
+            usual: self.config.window / streams.max(FEW_STREAMS),
+            most: self.config.window / streams.max(1),
+        }
     }
 
     /// The peer has received so many bytes more, by a path.
@@ -411,7 +423,7 @@ impl Shared {
         }
     }
 
-    fn lost(&self, stream: &Arc<Carried>, path: usize) {
+    fn lost(&self, stream: &Arc<ResumableStream>, path: usize) {
         if let Role::Client(paths) = &self.role {
             paths.failed(path);
             let lost = stream.clone();
@@ -425,7 +437,7 @@ impl Shared {
     }
 }
 
-/// With fewer streams than these, each still has no more than its part of the window.
+/// With fewer streams than these, each has no more than its part of the window, unless its link is fast and long.
 const FEW_STREAMS: usize = 16;
 
 /// Until the session is gone.
@@ -437,6 +449,13 @@ fn look_after(session: &Weak<Shared>) {
         };
         for stream in session.streams() {
             stream.look_after();
+            if matches!(session.role, Role::Client(_)) && stream.wants_replacement() {
+                let worn = stream.clone();
+                if let Err(error) = thread::Builder::new().spawn(move || dialer::replace(&worn)) {
+                    warn!("stream {}: no thread: {error}", stream.number);
+                    stream.replaced();
+                }
+            }
         }
     }
 }

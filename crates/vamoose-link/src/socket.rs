@@ -140,6 +140,13 @@ impl Socket {
         self.shut(net::Shutdown::Write);
     }
 
+    /// Ends the direction from the peer, where that can be done without telling it: else nothing happens.
+    pub(crate) fn stop_reading(&self) {
+        if let Self::Tcp(_) = self {
+            self.shut(net::Shutdown::Read);
+        }
+    }
+
     /// Reads until `buffer` is full, or the peer has closed the connection. Returns the bytes read.
     ///
     /// # Errors

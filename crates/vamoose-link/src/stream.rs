@@ -26,7 +26,7 @@ impl Stream {
     pub(crate) fn queued(&self) -> Option<usize> {
         match self {
             Self::Socket(socket) => socket.queued(),
-            Self::Resumable(stream) => stream.carried().queued(),
+            Self::Resumable(stream) => stream.stream().queued(),
         }
     }
 
@@ -34,7 +34,7 @@ impl Stream {
     pub fn shut_down(&self) {
         match self {
             Self::Socket(socket) => socket.shut_down(),
-            Self::Resumable(stream) => stream.carried().close(StreamError::ShutDown),
+            Self::Resumable(stream) => stream.stream().close(StreamError::ShutDown),
         }
     }
 
@@ -42,7 +42,7 @@ impl Stream {
     pub fn finish(&self) {
         match self {
             Self::Socket(socket) => socket.finish(),
-            Self::Resumable(stream) => stream.carried().finish(),
+            Self::Resumable(stream) => stream.stream().finish(),
         }
     }
 
@@ -51,7 +51,7 @@ impl Stream {
     pub fn drain(&self, timeout: Duration) -> bool {
         match self {
             Self::Socket(_) => true,
-            Self::Resumable(stream) => stream.carried().drain(timeout),
+            Self::Resumable(stream) => stream.stream().drain(timeout),
         }
     }
 
@@ -62,7 +62,7 @@ impl Stream {
     pub fn read_full(&self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Socket(socket) => socket.read_full(buffer),
-            Self::Resumable(stream) => stream.carried().read_full(buffer),
+            Self::Resumable(stream) => stream.stream().read_full(buffer),
         }
     }
 
@@ -78,7 +78,7 @@ impl Stream {
     ) -> io::Result<Option<usize>> {
         match self {
             Self::Socket(socket) => socket.read_until(out, deadline),
-            Self::Resumable(stream) => stream.carried().read_until(out, deadline),
+            Self::Resumable(stream) => stream.stream().read_until(out, deadline),
         }
     }
 
@@ -89,7 +89,7 @@ impl Stream {
     pub fn write_both(&self, head: &[u8], tail: &[u8]) -> io::Result<()> {
         match self {
             Self::Socket(socket) => socket.write_both(head, tail),
-            Self::Resumable(stream) => stream.carried().write_both(head, tail),
+            Self::Resumable(stream) => stream.stream().write_both(head, tail),
         }
     }
 
@@ -108,7 +108,7 @@ impl Stream {
     ) -> io::Result<()> {
         match self {
             Self::Socket(socket) => socket.write_both(head, &payload[..len]),
-            Self::Resumable(stream) => stream.carried().write_packet(head, payload, len, pages),
+            Self::Resumable(stream) => stream.stream().write_packet(head, payload, len, pages),
         }
     }
 
@@ -116,7 +116,7 @@ impl Stream {
     pub(crate) fn checks_pages(&self) -> bool {
         match self {
             Self::Socket(_) => false,
-            Self::Resumable(stream) => stream.carried().is_checked(),
+            Self::Resumable(stream) => stream.stream().is_checked(),
         }
     }
 
@@ -124,7 +124,7 @@ impl Stream {
     pub(crate) fn pages_sum(&self) -> Option<u32> {
         match self {
             Self::Socket(_) => None,
-            Self::Resumable(stream) => stream.carried().pages(),
+            Self::Resumable(stream) => stream.stream().pages(),
         }
     }
 
@@ -132,7 +132,7 @@ impl Stream {
     pub(crate) fn carrier(&self) -> String {
         match self {
             Self::Socket(_) => "a connection".to_owned(),
-            Self::Resumable(stream) => stream.carried().carrier(),
+            Self::Resumable(stream) => stream.stream().carrier(),
         }
     }
 
@@ -144,7 +144,7 @@ impl Stream {
     pub fn send_memory(&self, header: &[u8], pages: &[VolatileSlice<'_>]) -> io::Result<()> {
         match self {
             Self::Socket(socket) => socket.send_memory(header, pages),
-            Self::Resumable(stream) => stream.carried().send_memory(header, pages),
+            Self::Resumable(stream) => stream.stream().send_memory(header, pages),
         }
     }
 
@@ -156,7 +156,7 @@ impl Stream {
     pub fn receive_memory(&self, pages: &[VolatileSlice<'_>]) -> io::Result<usize> {
         match self {
             Self::Socket(socket) => socket.receive_memory(pages),
-            Self::Resumable(stream) => stream.carried().receive_memory(pages),
+            Self::Resumable(stream) => stream.stream().receive_memory(pages),
         }
     }
 
@@ -168,7 +168,7 @@ impl Stream {
         match self {
             Self::Socket(socket) => socket.set_stall_timeout(timeout),
             Self::Resumable(stream) => {
-                stream.carried().set_stall_timeout(timeout);
+                stream.stream().set_stall_timeout(timeout);
                 Ok(())
             }
         }
@@ -178,7 +178,7 @@ impl Stream {
     pub fn stall_timeout(&self) -> Duration {
         match self {
             Self::Socket(socket) => socket.stall_timeout(),
-            Self::Resumable(stream) => stream.carried().stall_timeout(),
+            Self::Resumable(stream) => stream.stream().stall_timeout(),
         }
     }
 
@@ -221,7 +221,7 @@ impl Read for &Stream {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
             Stream::Socket(socket) => (&mut &*socket).read(buffer),
-            Stream::Resumable(stream) => stream.carried().read(buffer),
+            Stream::Resumable(stream) => stream.stream().read(buffer),
         }
     }
 }
@@ -231,7 +231,7 @@ impl Write for &Stream {
         match self {
             Stream::Socket(socket) => (&mut &*socket).write(buffer),
             Stream::Resumable(stream) => {
-                stream.carried().write_both(buffer, &[])?;
+                stream.stream().write_both(buffer, &[])?;
                 Ok(buffer.len())
             }
         }

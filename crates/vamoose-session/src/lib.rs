@@ -15,6 +15,7 @@
 //! - [`handshake`]: the four messages that begin every connection.
 //! - [`frame`]: what follows them, each header and all bytes with a checksum.
 //! - [`window`]: what was sent and not acknowledged, to be sent again.
+//! - [`stream`]: one end of a stream as a state machine: events in, effects out.
 //!
 //! A frame is the unit of everything: it is right as a whole or comes again, and only its end is acknowledged. So
 //! what is encoded once is sent as often as it takes, and a reader never sees a byte that was changed on its way.
@@ -34,7 +35,7 @@
 //!   [`Abort`](frame::Kind::Abort) says that nothing more is wanted; where no connection is left to say it on,
 //!   [`Intent::Abort`](handshake::Intent::Abort) does, or the next attempt to resume is refused.
 //! - **Acknowledging.** With every frame, and on its own for each 256 KiB received: the sender's buffers come back while
-//!   they are in a cache.
+//!   they are in a cache. After 4 KiB, too, if nothing more has come: the sender's window may be as small.
 //!
 //! # Trust
 //! All that is decoded here is a peer's. Every decoder takes a fixed number of bytes, allocates nothing and refuses
@@ -46,4 +47,5 @@
 mod fields;
 pub mod frame;
 pub mod handshake;
+pub mod stream;
 pub mod window;

@@ -17,6 +17,8 @@ pub struct Window {
     frames: VecDeque<Frame>,
     /// Where the first frame begins: the peer has all before.
     acknowledged: u64,
+    /// Where the first frame begins that has not been lent for the current connection.
+    unsent: u64,
     /// Where the next frame will begin.
     next: u64,
     /// Whether the stream has ended.
@@ -39,6 +41,22 @@ enum Bytes {
     /// The first bytes of a packet's buffer.
     Packet(Buffer),
     None,
+    /// A sender has them.
+    Lent,
+}
+
+/// Frames on their way to the system, so that nothing is locked while they are sent. They go back by
+/// [`Window::give_back`].
+#[derive(Debug, Default)]
+pub struct Loan {
+    frames: [Option<Frame>; 2],
+}
+
+impl Loan {
+    /// The frames, in their order.
+    pub fn frames(&self) -> impl Iterator<Item = &Frame> {
+        self.frames.iter().flatten()
+    }
 }
 
 /// Bytes that cannot be written.
@@ -70,6 +88,7 @@ impl Window {
         Self {
             frames: VecDeque::new(),
             acknowledged: first,
+            unsent: first,
             next: first,
             has_ended: false,
             free: Vec::new(),
@@ -97,9 +116,59 @@ impl Window {
         self.has_ended
     }
 
-    /// The last `count` frames.
-    pub fn last(&self, count: usize) -> impl Iterator<Item = &Frame> {
-        self.frames.range(self.frames.len().saturating_sub(count)..)
+    /// All before this offset has been acknowledged.
+    pub fn acknowledged(&self) -> u64 {
+        self.acknowledged
+    }
+
+    /// Where the first frame begins that has not been lent for the current connection.
+    pub fn unsent(&self) -> u64 {
+        self.unsent
+    }
+
+    /// A new connection: all that is not acknowledged is to be sent on it.
+    pub fn rewind(&mut self) {
+        self.unsent = self.acknowledged;
+    }
+
+    /// The next frames that have not been sent on the current connection, two at most; `None` if there are none, or a sender still
+    /// has the next one.
+    pub fn lend(&mut self) -> Option<Loan> {
+        if self.unsent == self.next {
+            return None;
+        }
+        let unsent = self.unsent;
+        let first = self
+            .frames
+            .partition_point(|frame| frame.header.offset < unsent);
+        let mut loan = Loan::default();
+        let next = self.frames.range_mut(first..);
+        let here = next.take_while(|frame| !matches!(frame.bytes, Bytes::Lent));
+        for (lent, frame) in loan.frames.iter_mut().zip(here) {
+            self.unsent = frame.header.end();
+            *lent = Some(Frame {
+                header: frame.header,
+                bytes: mem::replace(&mut frame.bytes, Bytes::Lent),
+            });
+        }
+        loan.frames().next()?;
+        Some(loan)
+    }
+
+    /// Takes frames back that were lent. They may have been acknowledged meanwhile.
+    pub fn give_back(&mut self, loan: Loan) {
+        for lent in loan.frames.into_iter().flatten() {
+            let offset = lent.header.offset;
+            let found = (self.frames).binary_search_by_key(&offset, |frame| frame.header.offset);
+            match (
+                found.ok().and_then(|at| self.frames.get_mut(at)),
+                lent.bytes,
+            ) {
+                (Some(frame), bytes) => frame.bytes = bytes,
+                (None, Bytes::Packet(buffer)) => self.free.push(buffer),
+                (None, _) => {}
+            }
+        }
     }
 
     /// All frames.
@@ -172,6 +241,7 @@ impl Window {
             }
         }
         self.acknowledged = received;
+        self.unsent = self.unsent.max(received);
         Ok(true)
     }
 
@@ -231,7 +301,7 @@ impl Frame {
         match &self.bytes {
             Bytes::Small(bytes) => bytes,
             Bytes::Packet(buffer) => &buffer[..self.header.len.min(buffer.len())],
-            Bytes::None => &[],
+            Bytes::None | Bytes::Lent => &[],
         }
     }
 }
@@ -327,6 +397,46 @@ mod tests {
     }
 
     #[test]
+    fn lent_frames_come_back_into_their_places() {
+        let mut window = Window::new(0);
+        let mut buffer: Buffer = vec![1; 8].into();
+        let packet = buffer.as_ptr();
+        window.push_copy(&[1; 4], Sums::default()).unwrap();
+        window.push_buffer(&mut buffer, 8, Sums::default()).unwrap();
+        window.push_copy(&[3; 2], Sums::default()).unwrap();
+        let (first, second) = (window.lend().unwrap(), window.lend().unwrap());
+        assert_eq!(first.frames().map(|it| it.header.len).sum::<usize>(), 12);
+        assert_eq!(second.frames().count(), 1);
+        assert!(window.lend().is_none());
+        // The peer is faster than the system call.
+        window.acknowledge(12).unwrap();
+        window.give_back(first);
+        window.give_back(second);
+        window.rewind();
+        let again = window.lend().unwrap();
+        assert_eq!(again.frames().next().unwrap().bytes(), [3; 2]);
+        window.give_back(again);
+        // Its buffer is free again.
+        window.push_buffer(&mut buffer, 8, Sums::default()).unwrap();
+        assert_eq!(buffer.as_ptr(), packet);
+    }
+
+    /// A new connection must not carry a frame without its bytes.
+    #[test]
+    fn frames_that_a_sender_has_are_not_lent_again() {
+        let mut window = Window::new(0);
+        window.push_copy(&[1; 4], Sums::default()).unwrap();
+        let away = window.lend().unwrap();
+        window.push_copy(&[2; 4], Sums::default()).unwrap();
+        window.rewind();
+        assert!(window.lend().is_none());
+        window.give_back(away);
+        let both = window.lend().unwrap();
+        let bytes: Vec<_> = both.frames().map(Frame::bytes).collect();
+        assert_eq!(bytes, [[1; 4], [2; 4]]);
+    }
+
+    #[test]
     fn what_was_acknowledged_is_not_taken_back() {
         let mut window = Window::new(0);
         window.push_copy(&[1; 4], Sums::default()).unwrap();
@@ -400,6 +510,5 @@ mod tests {
             (Some(1), Some(2))
         );
         assert_eq!(frames[1].bytes(), b"1234");
-        assert_eq!(window.last(1).count(), 1);
     }
 }

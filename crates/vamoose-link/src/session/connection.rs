@@ -5,14 +5,18 @@ use std::{
     os::fd::AsFd as _,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use rustix::event::{PollFd, PollFlags};
 
-use vamoose_session::{frame::HEADER_LEN, handshake::Binding, window::Frame};
+use vamoose_session::{
+    frame::HEADER_LEN,
+    handshake::Binding,
+    stream::{ConnectionId, SILENCE, Seen, Transmit},
+};
 
 use crate::{
     Socket,
@@ -36,6 +40,8 @@ pub(crate) struct Connection {
     /// When something came last and went last, in milliseconds from `since`.
     heard: AtomicU64,
     sent: AtomicU64,
+    /// A key has protected most of the records that it may.
+    is_worn: AtomicBool,
 }
 
 /// A connection on which the session's handshake is under way.
@@ -83,6 +89,7 @@ impl Connection {
             since: Instant::now(),
             heard: AtomicU64::new(0),
             sent: AtomicU64::new(0),
+            is_worn: AtomicBool::new(false),
         })
     }
 
@@ -96,14 +103,25 @@ impl Connection {
         self.socket.round_trip()
     }
 
-    /// How long nothing has come.
-    pub(crate) fn silent_for(&self) -> Duration {
-        self.passed_since(&self.heard)
+    /// Ends the direction from the peer, without telling it.
+    pub(crate) fn stop_reading(&self) {
+        self.socket.stop_reading();
     }
 
-    /// How long nothing has been sent.
-    pub(crate) fn idle_for(&self) -> Duration {
-        self.passed_since(&self.sent)
+    /// What it has seen so far, as the stream's connection of this number.
+    pub(crate) fn seen(&self, connection: ConnectionId) -> Seen {
+        let silent_for = self.passed_since(&self.heard);
+        Seen {
+            connection,
+            silent_for,
+            idle_for: self.passed_since(&self.sent),
+            has_unread: silent_for > SILENCE && self.is_readable(Duration::ZERO),
+        }
+    }
+
+    /// Whether it should be replaced before its keys are used up.
+    pub(crate) fn is_worn(&self) -> bool {
+        self.is_worn.load(Ordering::Relaxed)
     }
 
     /// Whether the kernel has bytes of the peer within `timeout`.
@@ -220,19 +238,16 @@ impl Sender {
 
     /// Sends one or two frames in as few system calls as it takes. `stalled` is asked each time that the kernel takes
     /// nothing for a while.
-    pub(crate) fn send<'a>(
+    pub(crate) fn send(
         &mut self,
-        frames: impl Iterator<Item = &'a Frame>,
-        received: u64,
+        transmit: &Transmit,
         stalled: &mut dyn FnMut() -> io::Result<()>,
     ) -> io::Result<()> {
         let (mut headers, mut bytes) = ([[0; HEADER_LEN]; 2], [[].as_slice(); 2]);
         let mut count = 0;
-        for frame in frames.take(2) {
-            let mut header = frame.header;
-            header.received = received;
-            headers[count] = header.encode();
-            bytes[count] = frame.bytes();
+        for (header, behind) in transmit.frames().take(2) {
+            headers[count] = header;
+            bytes[count] = behind;
             count += 1;
         }
         let pieces = [&headers[0], bytes[0], &headers[1], bytes[1]];
@@ -258,6 +273,14 @@ impl Sender {
         Ok(())
     }
 
+    /// Lets the key protect fewer records than it may.
+    #[cfg(test)]
+    pub(crate) fn limit_records(&mut self, max_records: u64) {
+        if let Some(sealer) = &mut self.sealer {
+            sealer.limit_records(max_records);
+        }
+    }
+
     fn send_pieces(
         &mut self,
         pieces: &[&[u8]],
@@ -266,7 +289,12 @@ impl Sender {
         let socket = &*self.connection.socket;
         self.backlog.bound(socket);
         match &mut self.sealer {
-            Some(sealer) => sealer.send(socket, pieces, stalled)?,
+            Some(sealer) => {
+                sealer.send(socket, pieces, stalled)?;
+                if sealer.is_worn() {
+                    self.connection.is_worn.store(true, Ordering::Relaxed);
+                }
+            }
             None => {
                 let mut slices = [IoSlice::new(&[]); 4];
                 for (slice, piece) in slices.iter_mut().zip(pieces) {
@@ -338,7 +366,13 @@ impl Receiver {
 
 fn read(connection: &Connection, opener: Option<&mut Opener>, out: &mut [u8]) -> io::Result<usize> {
     let read = match opener {
-        Some(opener) => opener.read(&connection.socket, out),
+        Some(opener) => {
+            let read = opener.read(&connection.socket, out);
+            if opener.is_worn() {
+                connection.is_worn.store(true, Ordering::Relaxed);
+            }
+            read
+        }
         None => (&*connection.socket).read(out),
     }?;
     connection.note(&connection.heard);

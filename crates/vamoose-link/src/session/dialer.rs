@@ -12,17 +12,20 @@ use std::{
 
 use thiserror::Error;
 use tracing::{debug, info};
-use vamoose_session::handshake::{
-    ATTACH_LEN, Answer, Attach, HELLO_LEN, HandshakeError, Hello, Intent, Refusal, Secret, Target,
-    Transcript, Welcome,
+use vamoose_session::{
+    handshake::{
+        ATTACH_LEN, Answer, Attach, HELLO_LEN, HandshakeError, Hello, Intent, Refusal, Secret,
+        Target, Transcript, Welcome,
+    },
+    stream::StreamError,
+    window::AcknowledgeError,
 };
-use vamoose_session::window::AcknowledgeError;
 
 use super::{
     Path, PathStatus, Role, Session, SessionConfig, Shared,
     connection::NewConnection,
     keeper,
-    resumable::{Carried, Resumable, StreamError},
+    resumable::{Old, Resumable, ResumableStream},
 };
 use crate::{
     Address, Security, SocketError, Stream, TlsError, chain, dial::Destination, left, lock,
@@ -175,7 +178,7 @@ impl Paths {
         })
     }
 
-    pub(crate) fn status(&self, streams: &[Arc<Carried>]) -> Vec<PathStatus> {
+    pub(crate) fn status(&self, streams: &[Arc<ResumableStream>]) -> Vec<PathStatus> {
         let mut status: Vec<_> = self
             .list
             .iter()
@@ -278,7 +281,7 @@ pub(crate) fn begin(
                 let session =
                     Shared::new(secret, config, peer, cipher, role).map_err(DialError::System)?;
                 let stream = session.add(0);
-                greeted.attach(&stream, Intent::Open, Target::New)?;
+                greeted.attach(&stream, Intent::Open, Target::New, Old::IsLost)?;
                 session.next.store(1, Ordering::Relaxed);
                 return Ok((Session(session), Stream::Resumable(Resumable::new(stream))));
             }
@@ -310,7 +313,7 @@ pub(crate) fn open(session: &Arc<Shared>) -> Result<Stream, DialError> {
 }
 
 /// Finds another connection for a stream that lost its own, or ends it.
-pub(crate) fn resume(stream: &Arc<Carried>) {
+pub(crate) fn resume(stream: &Arc<ResumableStream>) {
     let Some((cause, _)) = stream.trouble() else {
         return;
     };
@@ -332,7 +335,7 @@ pub(crate) fn resume(stream: &Arc<Carried>) {
 }
 
 /// Tells the peer that a stream was given up which has no connection on which it could be told: once on each path.
-fn give_up(stream: &Carried) {
+fn give_up(stream: &ResumableStream) {
     let session = stream.session();
     let Role::Client(paths) = &session.role else {
         return;
@@ -346,34 +349,44 @@ fn give_up(stream: &Carried) {
     }
 }
 
-/// Lets another path carry a stream that has a connection. If the path does not lead to the peer, nothing changes.
-pub(super) fn move_to(stream: &Arc<Carried>, path: usize) {
+/// Replaces the connection of a stream by one over this path. If the path does not lead to the peer, nothing changes.
+pub(super) fn move_to(stream: &Arc<ResumableStream>, path: usize) -> bool {
     let session = stream.session();
     let Role::Client(paths) = &session.role else {
-        return;
+        return false;
     };
     let greeted = match Greeted::new(paths, path, ATTEMPT) {
         Ok(greeted) => greeted,
         Err(error) => {
             debug!("stream {}: {}", stream.number, chain(&error));
             paths.failed(path);
-            return;
+            return false;
         }
     };
     // One that has lost its connection is being dialled.
     if stream.path().is_none() {
-        return;
+        return false;
     }
     let target = Target::Known(session.id());
-    if let Err(error) = greeted.attach(stream, Intent::Resume, target) {
+    if let Err(error) = greeted.attach(stream, Intent::Resume, target, Old::Works) {
         debug!("stream {}: {}", stream.number, chain(&error));
         paths.failed(path);
         resume(stream);
     }
+    true
+}
+
+/// Replaces the connection of a stream whose keys are nearly used up, over any path.
+pub(super) fn replace(stream: &Arc<ResumableStream>) {
+    if let Role::Client(paths) = &stream.session().role {
+        let mut order = paths.order(stream.number).into_iter();
+        order.any(|path| move_to(stream, path));
+    }
+    stream.replaced();
 }
 
 /// Tries all paths again and again, for as long as the stream may be without a connection.
-fn connect(stream: &Arc<Carried>, intent: Intent) -> Result<(), DialError> {
+fn connect(stream: &Arc<ResumableStream>, intent: Intent) -> Result<(), DialError> {
     let session = stream.session();
     let Role::Client(paths) = &session.role else {
         return Err(DialError::NoPath);
@@ -390,7 +403,7 @@ fn connect(stream: &Arc<Carried>, intent: Intent) -> Result<(), DialError> {
             }
             let target = Target::Known(session.id());
             let attached = Greeted::new(paths, path, ATTEMPT)
-                .and_then(|greeted| greeted.attach(stream, intent, target));
+                .and_then(|greeted| greeted.attach(stream, intent, target, Old::IsLost));
             match attached {
                 Ok(()) => return Ok(()),
                 Err(error) if error.refusal().is_some_and(|refusal| !refusal.may_pass()) => {
@@ -477,7 +490,7 @@ impl Greeted {
     }
 
     /// Says on it that `stream` was given up. The answer is a refusal either way.
-    fn abort(mut self, stream: &Carried) -> Result<(), DialError> {
+    fn abort(mut self, stream: &ResumableStream) -> Result<(), DialError> {
         let session = stream.session();
         let attach = Attach {
             target: Target::Known(session.id()),
@@ -495,13 +508,14 @@ impl Greeted {
     /// Makes it the connection of `stream`.
     fn attach(
         mut self,
-        stream: &Arc<Carried>,
+        stream: &Arc<ResumableStream>,
         intent: Intent,
         target: Target,
+        old: Old,
     ) -> Result<(), DialError> {
         let address = self.address;
         let secret: &Secret = &stream.session().secret;
-        let attaching = stream.attach().ok_or(DialError::Ended)?;
+        let attaching = stream.attach(old).ok_or(DialError::Ended)?;
         let attach = Attach {
             target,
             stream: stream.number,

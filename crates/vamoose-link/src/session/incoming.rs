@@ -1,32 +1,30 @@
-//! One direction of a stream, as it comes in: frames to bytes. No byte is given to a reader before its frame's
-//! checksum fits; what a broken connection leaves of a frame is forgotten, and comes again.
+//! Frames from a connection to a reader. What they mean is decided by [`StreamState`](vamoose_session::stream::StreamState); here are
+//! their bytes. No byte is given to a reader before its frame's checksum fits; what a broken connection leaves of a frame is
+//! forgotten, and comes again.
 //!
 //! A frame that fits into the reader's buffer is received there; another one in a buffer of its own first.
 
-use std::{io, time::Duration};
+use std::{io, sync::Arc, time::Duration};
 
-use vamoose_session::frame::{FrameError, HEADER_LEN, Header, Kind};
+use vamoose_session::{
+    frame::{HEADER_LEN, Header},
+    stream::ConnectionId,
+};
 
-use super::connection::Receiver;
+use super::connection::{Connection, Receiver};
 use crate::memory::Left;
 
-/// The receiving state of a stream.
+/// The bytes of a stream that come in.
+#[derive(Default)]
 pub(crate) struct Incoming {
     /// `None` while there is no connection.
-    pub(crate) receiver: Option<Receiver>,
-    /// All bytes before this offset have come, and were right.
-    received: u64,
+    receiver: Option<(ConnectionId, Receiver)>,
     header: PartialHeader,
-    /// A frame of data whose header has come, and whose bytes nobody has asked for yet.
-    announced: Option<Header>,
     /// Bytes of a frame that was right, to be read from `at` on.
     whole: Vec<u8>,
     at: usize,
     /// The checksum of pages that came with the last frame of data.
     pages: Option<u32>,
-    /// What the peer has received, by the last header.
-    peer_has: u64,
-    has_ended: bool,
 }
 
 /// Where a reader wants bytes.
@@ -36,17 +34,11 @@ pub(crate) enum Target<'a, 'b> {
     Guest(&'a mut Left<'b>),
 }
 
-/// What came.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Event {
-    /// So many bytes are in the reader's buffer.
-    Bytes(usize),
-    /// A header: of a frame without bytes, or of one whose bytes are next.
-    Header,
-    /// The stream's end.
-    End,
-    /// The peer has given the stream up.
-    Abort,
+/// Bytes of a frame that have come, and are not judged yet.
+pub(crate) struct Unjudged {
+    pub(crate) sum: u32,
+    /// Whether they are in the reader's buffer already.
+    is_direct: bool,
 }
 
 /// Why nothing came.
@@ -54,43 +46,10 @@ pub(crate) enum Event {
 pub(crate) enum Failure {
     /// The connection is of no use any more.
     Connection(io::Error),
-    /// A frame was changed on its way.
-    Corrupt(Corruption),
-    /// The peer breaks the protocol.
-    Protocol(Violation),
     /// There is no connection.
     Absent,
     /// Nothing came for a while.
     Stalled,
-}
-
-/// A frame that was changed on its way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
-pub enum Corruption {
-    #[error("{0}")]
-    Header(FrameError),
-    #[error(
-        "{len} bytes at offset {offset} were changed on their way: their checksum is {found:#010x}, not {expected:#010x}"
-    )]
-    Bytes {
-        offset: u64,
-        len: usize,
-        found: u32,
-        expected: u32,
-    },
-}
-
-/// What a correct peer does not send.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "the messages say it")]
-pub enum Violation {
-    #[error("{0}")]
-    Frame(FrameError),
-    #[error("a frame at offset {found} where {expected} comes next")]
-    Gap { found: u64, expected: u64 },
-    #[error("data behind the end of the stream")]
-    BehindEnd,
 }
 
 #[derive(Default)]
@@ -99,43 +58,15 @@ struct PartialHeader {
 }
 
 impl Incoming {
-    /// A stream that begins at offset `first`.
-    pub(crate) fn new(first: u64) -> Self {
-        Self {
-            receiver: None,
-            received: first,
-            header: PartialHeader::default(),
-            announced: None,
-            whole: Vec::new(),
-            at: 0,
-            pages: None,
-            peer_has: 0,
-            has_ended: false,
-        }
-    }
-
-    /// All before this offset has come.
-    pub(crate) fn received(&self) -> u64 {
-        self.received
-    }
-
-    /// The peer has received all before this offset, by what it has said last.
-    pub(crate) fn peer_has(&self) -> u64 {
-        self.peer_has
-    }
-
-    pub(crate) fn has_ended(&self) -> bool {
-        self.has_ended
-    }
-
     /// The checksum of pages that came with the frame which was read last.
     pub(crate) fn pages(&self) -> Option<u32> {
         self.pages
     }
 
-    /// Whether a frame of data waits for a reader: nothing behind it can be seen before it is read.
-    pub(crate) fn is_announced(&self) -> bool {
-        self.announced.is_some()
+    /// The connection that bytes come from.
+    pub(crate) fn connection(&self) -> Option<(ConnectionId, Arc<Connection>)> {
+        let (id, receiver) = self.receiver.as_ref()?;
+        Some((*id, receiver.connection().clone()))
     }
 
     /// Whole bytes that wait for a reader.
@@ -144,18 +75,16 @@ impl Incoming {
     }
 
     /// Puts another connection in the place of the last, if there is one. What has come of a frame is forgotten.
-    pub(crate) fn replace(&mut self, receiver: Option<Receiver>) {
+    pub(crate) fn replace(&mut self, receiver: Option<(ConnectionId, Receiver)>) {
         self.receiver = receiver;
         self.header.bytes.clear();
-        self.announced = None;
-        self.peer_has = 0;
     }
 
     /// Whether something comes within `timeout`, as far as can be told without reading.
     pub(crate) fn has_bytes(&self, timeout: Duration) -> bool {
         self.receiver
             .as_ref()
-            .is_some_and(|receiver| receiver.has_bytes(timeout))
+            .is_some_and(|(_, receiver)| receiver.has_bytes(timeout))
     }
 
     /// Bytes that have come already.
@@ -181,52 +110,23 @@ impl Incoming {
         taken
     }
 
-    /// Receives the next header, or the bytes that the last one has announced, if a `target` is given for them.
-    /// `stalled` is asked whenever nothing has come for a while; its failure ends the wait.
-    pub(crate) fn receive(
+    /// Reads the next header. `stalled` is asked whenever nothing has come for a while; its failure ends the wait.
+    pub(crate) fn read_header(
         &mut self,
-        target: Option<&mut Target<'_, '_>>,
         stalled: &mut dyn FnMut() -> Result<(), Failure>,
-    ) -> Result<Event, Failure> {
-        if let Some(header) = self.announced {
-            return match target {
-                Some(target) => self.receive_data(header, target, stalled).map(Event::Bytes),
-                None => Ok(Event::Header),
-            };
-        }
-        let receiver = self.receiver.as_mut().ok_or(Failure::Absent)?;
-        let header = self.header.read(receiver, stalled)?;
-        self.peer_has = header.received;
-        match header.kind {
-            Kind::Data | Kind::End if self.has_ended => {
-                Err(Failure::Protocol(Violation::BehindEnd))
-            }
-            Kind::Data | Kind::End if header.offset != self.received => {
-                let (found, expected) = (header.offset, self.received);
-                Err(Failure::Protocol(Violation::Gap { found, expected }))
-            }
-            Kind::Data => {
-                self.announced = Some(header);
-                Ok(Event::Header)
-            }
-            Kind::Acknowledge => Ok(Event::Header),
-            Kind::End => {
-                self.has_ended = true;
-                self.received = header.end();
-                Ok(Event::End)
-            }
-            Kind::Abort => Ok(Event::Abort),
-        }
+    ) -> Result<[u8; HEADER_LEN], Failure> {
+        let (_, receiver) = self.receiver.as_mut().ok_or(Failure::Absent)?;
+        self.header.read(receiver, stalled)
     }
 
-    /// Receives the bytes behind `header`, which has come, and gives them to the reader if they are right.
-    fn receive_data(
+    /// Reads the bytes behind `header`, to the target if they fit there. They must be judged, and then accepted or discarded.
+    pub(crate) fn read_data(
         &mut self,
-        header: Header,
+        header: &Header,
         target: &mut Target<'_, '_>,
         stalled: &mut dyn FnMut() -> Result<(), Failure>,
-    ) -> Result<usize, Failure> {
-        let receiver = self.receiver.as_mut().ok_or(Failure::Absent)?;
+    ) -> Result<Unjudged, Failure> {
+        let (_, receiver) = self.receiver.as_mut().ok_or(Failure::Absent)?;
         let is_checked = header.check.is_some();
         let mut sum = 0;
         let is_direct = match target {
@@ -268,27 +168,29 @@ impl Incoming {
                 false
             }
         };
-        if let Some(expected) = header.check
-            && sum != expected
-        {
-            self.whole.clear();
-            return Err(Failure::Corrupt(Corruption::Bytes {
-                offset: header.offset,
-                len: header.len,
-                found: sum,
-                expected,
-            }));
-        }
-        self.announced = None;
+        Ok(Unjudged { sum, is_direct })
+    }
+
+    /// The bytes that were read are right: the reader gets them.
+    pub(crate) fn accept(
+        &mut self,
+        header: &Header,
+        unjudged: &Unjudged,
+        target: &mut Target<'_, '_>,
+    ) -> usize {
         self.pages = header.pages;
-        self.received = header.end();
-        if !is_direct {
-            return Ok(self.deliver(target));
+        if !unjudged.is_direct {
+            return self.deliver(target);
         }
         if let Target::Guest(left) = target {
             left.advance(header.len);
         }
-        Ok(header.len)
+        header.len
+    }
+
+    /// The bytes that were read are wrong.
+    pub(crate) fn discard(&mut self) {
+        self.whole.clear();
     }
 }
 
@@ -300,7 +202,7 @@ impl PartialHeader {
         &mut self,
         receiver: &mut Receiver,
         stalled: &mut dyn FnMut() -> Result<(), Failure>,
-    ) -> Result<Header, Failure> {
+    ) -> Result<[u8; HEADER_LEN], Failure> {
         while self.bytes.len() < HEADER_LEN {
             let mut piece = [0; HEADER_LEN];
             let wanted = HEADER_LEN - self.bytes.len();
@@ -310,10 +212,7 @@ impl PartialHeader {
         let mut bytes = [0; HEADER_LEN];
         bytes.copy_from_slice(&self.bytes);
         self.bytes.clear();
-        Header::decode(&bytes).map_err(|error| match error {
-            FrameError::Header { .. } => Failure::Corrupt(Corruption::Header(error)),
-            error => Failure::Protocol(Violation::Frame(error)),
-        })
+        Ok(bytes)
     }
 }
 

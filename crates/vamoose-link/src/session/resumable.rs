@@ -1,142 +1,94 @@
 //! A stream of a session: bytes in both directions that go on over the next connection when one breaks.
 //!
+//! What happens is decided by [`StreamState`]; this is its driver. Threads that read and write do the work:
+//!
 //! ```text
-//!           lost                                     attached
-//!  Up ──────────────> Down (the client dials, the server waits) ──────> Up
-//!   │                   │ no progress for the reconnect timeout
-//!   └─ shut down,       v
-//!      aborted ────> Closed: every call fails with the reason
+//!  reader ── incoming (lock) ── read ──> on_header, on_data ─┐                     ┌─> effects: shut down, dial, wake
+//!                                                            ├─ core (lock, short) ┤
+//!  writer ── write_packet ── outgoing (lock) ── send <───────┘                     └─> frames that are lent
 //! ```
 //!
-//! Two locks, one a direction, are held while bytes go; a third, never held for long, is for the state above. The
-//! order is `attaching`, `incoming`, `outgoing`, `link`. Whoever waits for room reads acknowledgements itself, unless a reader does.
+//! `incoming` and `outgoing` are held while bytes go; `core` never is. The order is `attaching`, `incoming`, `outgoing`,
+//! `core`; with `core` held, `incoming` is only tried. A writer that waits for room reads acknowledgements itself, unless a reader does.
 
 use std::{
     fmt, io,
+    ops::{Deref, DerefMut},
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, TryLockError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError,
+        atomic::{AtomicBool, Ordering},
     },
-    thread,
     time::{Duration, Instant},
 };
 
-use thiserror::Error;
 use tracing::{debug, info, warn};
 use vamoose_session::{
-    frame::{Header, Kind, MAX_LEN},
-    handshake::Refusal,
-    window::{AcknowledgeError, Buffer, Sums, Window},
+    frame::MAX_LEN,
+    stream::{Came, ConnectionId, Link, Seen, StreamError, StreamState, Timeouts},
+    window::{AcknowledgeError, Buffer, PushError, Sums},
 };
 use vm_memory::VolatileSlice;
 
 use super::{
-    Shared as Session,
+    LOOK, Shared as Session,
     connection::{Connection, Receiver, Sender},
-    incoming::{Corruption, Event, Failure, Incoming, Target, Violation},
+    incoming::{Failure, Incoming, Target},
 };
 use crate::{chain, left, lock, memory::Left};
 
 /// What a user of a stream holds. Dropping it ends the stream: what was written before
-/// [`finish`](crate::Stream::finish) still arrives, without that the peer learns that the stream was given up.
-pub struct Resumable(Arc<Carried>);
+/// [`finish`](crate::Stream::finish) still arrives, and the peer does not take the stream for given up.
+pub struct Resumable(Arc<ResumableStream>);
 
 /// A stream, whoever uses it.
-pub(crate) struct Carried {
+pub(crate) struct ResumableStream {
     pub(crate) number: u32,
     session: Arc<Session>,
     attaching: Mutex<()>,
     incoming: Mutex<Incoming>,
-    outgoing: Mutex<Outgoing>,
-    link: Mutex<Link>,
-    changed: Condvar,
-    /// What the peer has received, by the last frame, to be applied to the window by who has its lock next.
-    acknowledged: AtomicU64,
-    /// What we have received.
-    received: AtomicU64,
-    /// What of it the peer has been told.
-    told: AtomicU64,
-    stall_timeout: AtomicU64,
-    is_dropped: AtomicBool,
-    /// The server has passed the stream on, or is about to.
-    is_introduced: AtomicBool,
-}
-
-struct Outgoing {
     /// `None` while there is no connection.
-    sender: Option<Sender>,
-    window: Window,
+    outgoing: Mutex<Option<(ConnectionId, Sender)>>,
+    core: Mutex<Core>,
+    changed: Condvar,
+    /// A server has passed it on to its user, or is about to.
+    is_introduced: AtomicBool,
+    /// A worn connection is being replaced.
+    is_replacing: AtomicBool,
 }
 
-struct Link {
-    state: State,
-    /// Since when there was no progress; `None` while all is well.
-    troubled: Option<Instant>,
-    /// Where a frame was corrupt last: what had been received, and acknowledged by the peer.
-    corrupt_at: Option<(u64, u64)>,
-    /// It has had a connection.
-    was_up: bool,
-    /// Another connection is taking the place of the last.
-    is_attaching: bool,
+/// The state, and what goes with it.
+struct Core {
+    state: StreamState,
+    /// The one that carries the stream.
+    connection: Option<(ConnectionId, Arc<Connection>)>,
+    /// Threads that wait for the peer.
+    waiting: usize,
+    /// How often a reader has let go of the incoming half.
+    turns: u64,
+    /// On which connection an acknowledgement could not be sent, and why.
+    broken: Option<(ConnectionId, io::Error)>,
 }
 
-enum State {
-    Up(Arc<Connection>),
-    Down { cause: Arc<str> },
-    Closed(StreamError),
-}
-
-/// Why a stream of a session is of no use any more.
-#[derive(Clone, Debug, Error)]
-#[allow(missing_docs, reason = "the messages say it")]
-#[non_exhaustive]
-pub enum StreamError {
-    #[error("the stream was shut down here")]
-    ShutDown,
-    #[error("the peer has given the stream up")]
-    Aborted,
-    #[error("the connection was lost, and there is no thread to make another one: {error}")]
-    NoThread { error: io::ErrorKind },
-    #[error("the connection was lost ({cause}) and not back after {seconds} s")]
-    Lost { cause: Arc<str>, seconds: u64 },
-    #[error("the connection was lost ({cause}), and the peer refuses to go on: {refusal}")]
-    Refused { cause: Arc<str>, refusal: Refusal },
-    #[error(
-        "twice in a row on {path}: {corruption}; this path, or the memory of a host, changes what it carries"
-    )]
-    Corrupt {
-        path: String,
-        corruption: Corruption,
-    },
-    #[error("the peer breaks the protocol: {0}")]
-    Violation(Violation),
-    #[error("the peer breaks the protocol: {0}")]
-    Acknowledge(AcknowledgeError),
-    #[error("timed out after {seconds} s: the peer has stopped reading")]
-    Stalled { seconds: u64 },
-}
-
-impl StreamError {
-    fn to_io(&self) -> io::Error {
-        let kind = match self {
-            Self::ShutDown => io::ErrorKind::NotConnected,
-            Self::Aborted | Self::Refused { .. } => io::ErrorKind::ConnectionReset,
-            Self::Lost { .. } | Self::NoThread { .. } => io::ErrorKind::ConnectionAborted,
-            Self::Corrupt { .. } | Self::Violation(_) | Self::Acknowledge(_) => {
-                io::ErrorKind::InvalidData
-            }
-            Self::Stalled { .. } => io::ErrorKind::TimedOut,
-        };
-        io::Error::new(kind, self.clone())
-    }
+/// What a stream's failure is to those who read and write it.
+fn to_io(error: &StreamError) -> io::Error {
+    let kind = match error {
+        StreamError::ShutDown => io::ErrorKind::NotConnected,
+        StreamError::Aborted | StreamError::Refused { .. } => io::ErrorKind::ConnectionReset,
+        StreamError::Corrupt { .. } | StreamError::Violation(_) | StreamError::Acknowledge(_) => {
+            io::ErrorKind::InvalidData
+        }
+        StreamError::Stalled { .. } => io::ErrorKind::TimedOut,
+        _ => io::ErrorKind::ConnectionAborted,
+    };
+    io::Error::new(kind, error.clone())
 }
 
 impl Resumable {
-    pub(crate) fn new(carried: Arc<Carried>) -> Self {
-        Self(carried)
+    pub(crate) fn new(stream: Arc<ResumableStream>) -> Self {
+        Self(stream)
     }
 
-    pub(crate) fn carried(&self) -> &Arc<Carried> {
+    pub(crate) fn stream(&self) -> &Arc<ResumableStream> {
         &self.0
     }
 }
@@ -149,38 +101,33 @@ impl fmt::Debug for Resumable {
 
 impl Drop for Resumable {
     fn drop(&mut self) {
-        self.0.abandon();
+        self.0.update(StreamState::abandon);
     }
 }
 
-impl Carried {
+impl ResumableStream {
     /// A stream without a connection, which is about to get one.
     pub(crate) fn new(number: u32, session: Arc<Session>, stall_timeout: Duration) -> Self {
+        let timeouts = Timeouts {
+            reconnect: session.config.reconnect_timeout,
+            stall: stall_timeout,
+        };
         Self {
             number,
             session,
             attaching: Mutex::default(),
-            incoming: Mutex::new(Incoming::new(0)),
-            outgoing: Mutex::new(Outgoing {
-                sender: None,
-                window: Window::new(0),
-            }),
-            link: Mutex::new(Link {
-                state: State::Down {
-                    cause: "it was never there".into(),
-                },
-                troubled: Some(Instant::now()),
-                corrupt_at: None,
-                was_up: false,
-                is_attaching: false,
+            incoming: Mutex::default(),
+            outgoing: Mutex::default(),
+            core: Mutex::new(Core {
+                state: StreamState::new(0, timeouts, Instant::now()),
+                connection: None,
+                waiting: 0,
+                turns: 0,
+                broken: None,
             }),
             changed: Condvar::new(),
-            acknowledged: AtomicU64::new(0),
-            received: AtomicU64::new(0),
-            told: AtomicU64::new(0),
-            stall_timeout: AtomicU64::new(millis(stall_timeout)),
-            is_dropped: AtomicBool::new(false),
             is_introduced: AtomicBool::new(false),
+            is_replacing: AtomicBool::new(false),
         }
     }
 
@@ -250,24 +197,24 @@ impl Carried {
         patience: Patience,
     ) -> io::Result<usize> {
         loop {
-            let Some(connection) = self.wait_up(patience)? else {
+            if !self.wait_up(patience)? {
                 return Err(io::ErrorKind::WouldBlock.into());
-            };
+            }
             let patience = match patience {
                 Patience::Stall(_) => {
                     Patience::Stall(Instant::now().checked_add(self.stall_timeout()))
                 }
                 until => until,
             };
-            let mut incoming = lock(&self.incoming);
-            let failure = match self.receive_from(&mut incoming, target, patience) {
-                Ok(read) => return Ok(read),
-                Err(failure) => failure,
-            };
+            let mut incoming = self.incoming(true);
+            let carrier = incoming.connection();
+            let result = self.receive_from(&mut incoming, target, patience);
             drop(incoming);
-            match failure {
-                Failure::Stalled => return Err(io::ErrorKind::WouldBlock.into()),
-                failure => self.failed(&connection, failure),
+            match (result, carrier) {
+                (Ok(read), _) => return Ok(read),
+                (Err(Failure::Stalled), _) => return Err(io::ErrorKind::WouldBlock.into()),
+                (Err(Failure::Connection(error)), Some((id, _))) => self.lost(id, &error),
+                (Err(_), _) => {}
             }
         }
     }
@@ -282,114 +229,175 @@ impl Carried {
             if !incoming.waiting().is_empty() {
                 return Ok(incoming.deliver(target));
             }
-            if incoming.has_ended() {
+            let core = lock(&self.core);
+            let (has_ended, announced) = (core.state.has_peer_ended(), core.state.announced());
+            let tells_if_idle = announced.is_none() && core.state.tells_if_idle();
+            drop(core);
+            if has_ended {
                 return Ok(0);
             }
-            let connection = incoming
-                .receiver
-                .as_ref()
-                .ok_or(Failure::Absent)?
-                .connection()
-                .clone();
-            let is_announced = incoming.is_announced();
+            if tells_if_idle && !incoming.has_bytes(Duration::ZERO) {
+                lock(&self.core).state.on_idle();
+                self.acknowledge();
+            }
+            let (id, connection) = incoming.connection().ok_or(Failure::Absent)?;
             let mut stalled = || {
-                if connection.silent_for() > super::SILENCE {
+                if connection.seen(id).is_silent() {
                     return Err(Failure::Connection(io::ErrorKind::TimedOut.into()));
                 }
+                // A Unix socket cannot be closed for reads without the peer's notice.
+                if !lock(&self.core).state.is_carried_by(id) {
+                    return Err(Failure::Absent);
+                }
                 // In the middle of a frame the peer's own patience decides.
-                match patience.has_ended() && !is_announced {
+                match patience.has_ended() && announced.is_none() {
                     true => Err(Failure::Stalled),
                     false => Ok(()),
                 }
             };
             // Reads of the socket come back at long intervals only.
             if let Patience::Until(_) = patience
-                && !incoming.has_bytes(match is_announced {
-                    true => super::LOOK,
-                    false => patience.left().min(super::LOOK),
+                && !incoming.has_bytes(match announced {
+                    Some(_) => LOOK,
+                    None => patience.left().min(LOOK),
                 })
             {
                 stalled()?;
                 continue;
             }
-            match incoming.receive(Some(target), &mut stalled)? {
-                Event::Bytes(read) => {
-                    self.progress(incoming, false);
-                    return Ok(read);
+            if let Some(header) = announced {
+                let unjudged = incoming.read_data(&header, target, &mut stalled)?;
+                if self.on_data(id, &connection, unjudged.sum) {
+                    return Ok(incoming.accept(&header, &unjudged, target));
                 }
-                Event::Header => self.heard(incoming),
-                Event::End => {
-                    self.heard(incoming);
-                    self.progress(incoming, true);
-                    return Ok(0);
-                }
-                Event::Abort => {
-                    self.close(StreamError::Aborted);
-                    return Err(Failure::Absent);
-                }
+                incoming.discard();
+                return Err(Failure::Absent);
+            }
+            let header = incoming.read_header(&mut stalled)?;
+            match self.on_header(id, &connection, &header) {
+                Came::Data(_) | Came::Acknowledgement => {}
+                Came::End => return Ok(0),
+                Came::Nothing => return Err(Failure::Absent),
             }
         }
     }
 
-    /// Publishes what has been received, and tells the peer when it is time.
-    fn progress(&self, incoming: &Incoming, at_once: bool) {
-        let received = incoming.received();
-        self.received.store(received, Ordering::Release);
-        let untold = received.saturating_sub(self.told.load(Ordering::Relaxed));
-        if at_once || untold >= TELL_EVERY {
-            self.tell();
+    fn on_header(
+        self: &Arc<Self>,
+        id: ConnectionId,
+        connection: &Connection,
+        header: &[u8; vamoose_session::frame::HEADER_LEN],
+    ) -> Came {
+        let mut core = lock(&self.core);
+        let before = core.state.acknowledged();
+        let came = (core.state).on_header(id, header, &connection.name, Instant::now());
+        let delivered = core.state.acknowledged().saturating_sub(before);
+        let is_due = core.state.wants_to_acknowledge();
+        self.carry_out(core);
+        if delivered > 0 {
+            self.session.delivered(connection.path, delivered);
         }
+        if is_due {
+            self.acknowledge();
+        }
+        came
     }
 
-    /// Takes what a header says of our own direction.
-    fn heard(&self, incoming: &Incoming) {
-        let peer_has = incoming.peer_has();
-        let mut link = lock(&self.link);
-        link.troubled = None;
-        let before = self.acknowledged.swap(peer_has, Ordering::AcqRel);
-        if before != peer_has {
-            self.changed.notify_all();
-            if let Some(receiver) = &incoming.receiver {
-                let path = receiver.connection().path;
-                self.session
-                    .delivered(path, peer_has.saturating_sub(before));
-            }
+    fn on_data(self: &Arc<Self>, id: ConnectionId, connection: &Connection, sum: u32) -> bool {
+        let mut core = lock(&self.core);
+        let is_right = (core.state).on_data(id, sum, &connection.name, Instant::now());
+        let is_due = core.state.wants_to_acknowledge();
+        self.carry_out(core);
+        if is_due {
+            self.acknowledge();
         }
+        is_right
     }
 
-    /// Sends what has been received as a frame of its own, if that needs no wait.
-    pub(crate) fn tell(&self) {
-        let Ok(mut outgoing) = self.outgoing.try_lock() else {
-            // Whoever has the lock sends frames, which tell it too.
-            return;
+    /// The incoming half, for a reader or for one that only collects acknowledgements.
+    fn incoming(&self, is_reader: bool) -> IncomingGuard<'_> {
+        self.guarded(lock(&self.incoming), is_reader)
+    }
+
+    fn try_incoming(&self) -> Option<IncomingGuard<'_>> {
+        let incoming = match self.incoming.try_lock() {
+            Ok(incoming) => incoming,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
         };
-        let received = self.received.load(Ordering::Acquire);
-        let next = outgoing.window.next();
-        let Some(sender) = &mut outgoing.sender else {
-            return;
+        Some(self.guarded(incoming, false))
+    }
+
+    fn guarded<'a>(
+        &'a self,
+        incoming: MutexGuard<'a, Incoming>,
+        is_reader: bool,
+    ) -> IncomingGuard<'a> {
+        let turn = Turn {
+            stream: self,
+            is_reader,
         };
-        if !sender.connection().is_writable() {
-            return;
-        }
-        let header = Header::empty(Kind::Acknowledge, next, received);
-        let result =
-            sender.send_header(
-                &header.encode(),
-                &mut || Err(io::ErrorKind::TimedOut.into()),
-            );
-        match result {
-            Ok(()) => self.told.store(received, Ordering::Relaxed),
-            Err(error) => {
-                let connection = sender.connection();
-                debug!("{}: {error}", connection.name);
-                // Nothing may follow a part of a frame. Whoever reads learns of it.
-                connection.shut_down();
-            }
+        IncomingGuard {
+            incoming,
+            _turn: turn,
         }
     }
 
-    pub(crate) fn session(&self) -> &Arc<Session> {
-        &self.session
+    /// Reads what has come of acknowledgements, unless a reader does; waits for one if nothing is there. False if only a reader
+    /// can go on.
+    fn collect(self: &Arc<Self>, timeout: Duration) -> bool {
+        let incoming = self.try_incoming();
+        incoming.is_some_and(|mut incoming| self.collect_from(&mut incoming, timeout))
+    }
+
+    fn collect_from(self: &Arc<Self>, incoming: &mut Incoming, timeout: Duration) -> bool {
+        let Some((id, connection)) = incoming.connection() else {
+            return false;
+        };
+        let mut wait = timeout;
+        loop {
+            let core = lock(&self.core);
+            let (announced, has_ended) = (core.state.announced(), core.state.has_peer_ended());
+            let is_dropped = core.state.is_abandoned();
+            drop(core);
+            let waits = announced.is_some() || !incoming.waiting().is_empty();
+            if waits && !is_dropped {
+                return false;
+            }
+            if !incoming.has_bytes(wait) {
+                return !(has_ended && waits);
+            }
+            wait = Duration::ZERO;
+            // What has come of a frame that nobody reads is not kept: it comes again.
+            let mut stalled = || match is_dropped {
+                true => Err(Failure::Connection(io::ErrorKind::TimedOut.into())),
+                false => Err(Failure::Stalled),
+            };
+            let result = match announced {
+                // Nobody reads any more: what still comes is dropped.
+                Some(header) => {
+                    let mut nowhere = [0; 4096];
+                    let mut target = Target::Own(&mut nowhere);
+                    let read = incoming.read_data(&header, &mut target, &mut stalled);
+                    read.map(|unjudged| {
+                        let is_right = self.on_data(id, &connection, unjudged.sum);
+                        incoming.discard();
+                        is_right
+                    })
+                }
+                None => incoming
+                    .read_header(&mut stalled)
+                    .map(|header| self.on_header(id, &connection, &header) != Came::Nothing),
+            };
+            match result {
+                Ok(true) => {}
+                Ok(false) | Err(Failure::Stalled | Failure::Absent) => return true,
+                Err(Failure::Connection(error)) => {
+                    self.lost(id, &error);
+                    return true;
+                }
+            }
+        }
     }
 
     // Writing.
@@ -412,51 +420,21 @@ impl Carried {
     /// Writes `head` and then `tail`, as copies.
     pub(crate) fn write_both(self: &Arc<Self>, head: &[u8], tail: &[u8]) -> io::Result<()> {
         let check = self.session.config.check;
+        let write = |bytes: &[u8]| {
+            let sums = Sums::of(bytes, check);
+            self.write(bytes.len(), |state| state.write_copy(bytes, sums))
+        };
         if head.len() + tail.len() <= SMALL {
             let both = [head, tail].concat();
-            if both.is_empty() {
-                return Ok(());
-            }
-            let mut outgoing = self.room(both.len())?;
-            outgoing
-                .window
-                .push_copy(&both, Sums::of(&both, check))
-                .map_err(io::Error::other)?;
-            return self.send(outgoing, 1);
+            return match both.is_empty() {
+                true => Ok(()),
+                false => write(&both),
+            };
         }
-        for piece in [head, tail]
-            .into_iter()
+        let pieces = [head, tail].into_iter();
+        pieces
             .flat_map(|bytes| bytes.chunks(PIECE))
-        {
-            let mut outgoing = self.room(piece.len())?;
-            outgoing
-                .window
-                .push_copy(piece, Sums::of(piece, check))
-                .map_err(io::Error::other)?;
-            self.send(outgoing, 1)?;
-        }
-        Ok(())
-    }
-
-    /// Whether packets go with a checksum of their pages.
-    pub(crate) fn is_checked(&self) -> bool {
-        self.session.config.check
-    }
-
-    /// What carries the stream now, or carried it last, for messages.
-    pub(crate) fn carrier(&self) -> String {
-        match &lock(&self.link).state {
-            State::Up(connection) => connection.name.clone(),
-            State::Down { .. } | State::Closed(_) => self.session.peer.clone(),
-        }
-    }
-
-    /// The round trip of the connection that carries the stream now.
-    pub(crate) fn round_trip(&self) -> Option<Duration> {
-        match &lock(&self.link).state {
-            State::Up(connection) => connection.round_trip(),
-            State::Down { .. } | State::Closed(_) => None,
-        }
+            .try_for_each(write)
     }
 
     /// Writes a packet: `head`, and the first `len` bytes of `payload`, which may be exchanged for another buffer of the same
@@ -477,197 +455,480 @@ impl Carried {
             check: check.then(|| crc32c::crc32c(&payload[..len])),
             pages: pages.filter(|_| check),
         };
-        let mut outgoing = self.room(head.len() + len)?;
-        outgoing
-            .window
-            .push_copy(head, Sums::of(head, check))
-            .map_err(io::Error::other)?;
-        // A buffer is kept as a whole, so that a small payload would take more room than the window counts: twice at most.
-        let pushed = match len >= SWAP && len >= payload.len() / 2 {
-            true => outgoing.window.push_buffer(payload, len, sums),
-            false => outgoing.window.push_copy(&payload[..len], sums),
-        };
-        pushed.map_err(io::Error::other)?;
-        self.send(outgoing, 2)
+        let head_sums = Sums::of(head, check);
+        self.write(head.len() + len, |state| {
+            state.write_copy(head, head_sums)?;
+            // A buffer is kept as a whole, so that a small payload would take more room than the window counts: twice at most.
+            match len >= SWAP && len >= payload.len() / 2 {
+                true => state.write_buffer(payload, len, sums),
+                false => state.write_copy(&payload[..len], sums),
+            }
+        })
     }
 
-    /// Writes the end of our direction.
+    /// Writes the end of our direction. If it cannot be sent now, it is sent on the next connection.
     pub(crate) fn finish(self: &Arc<Self>) {
-        let Ok(mut outgoing) = self.room(0) else {
-            return;
-        };
-        if outgoing.window.push_end().is_ok() {
-            // If it cannot be sent now, it is sent on the next connection.
-            let _ = self.send(outgoing, 1);
-        }
+        let _ = self.write(0, StreamState::finish);
+    }
+
+    /// Puts frames of `len` bytes together into the window, once there is room, and sends them.
+    fn write(
+        self: &Arc<Self>,
+        len: usize,
+        push: impl FnOnce(&mut StreamState) -> Result<(), PushError>,
+    ) -> io::Result<()> {
+        let mut core = self.room(len)?;
+        push(&mut core.state).map_err(io::Error::other)?;
+        drop(core);
+        self.send();
+        Ok(())
     }
 
     /// Bytes that the peer has not acknowledged.
     pub(crate) fn queued(&self) -> Option<usize> {
-        Some(self.outgoing.try_lock().ok()?.window.unacknowledged())
+        Some(lock(&self.core).state.unacknowledged())
     }
 
-    /// The outgoing half, once there is room for `len` bytes.
-    fn room(self: &Arc<Self>, len: usize) -> io::Result<MutexGuard<'_, Outgoing>> {
-        let limit = self.session.stream_window();
-        let mut mark = self.mark();
+    /// The state, once there is room for `len` bytes.
+    fn room(self: &Arc<Self>, len: usize) -> io::Result<MutexGuard<'_, Core>> {
+        let bounds = self.session.bounds();
+        // Buffers should come back while they are in a cache.
+        if lock(&self.core).state.unacknowledged() >= COLLECT {
+            self.collect(Duration::ZERO);
+        }
+        let (mut progress, mut seen_turn) = (None, None);
         loop {
-            if let State::Closed(error) = &lock(&self.link).state {
-                return Err(error.to_io());
+            let mut core = lock(&self.core);
+            if let Link::Closed(error) = core.state.link() {
+                return Err(to_io(error));
             }
-            let mut outgoing = lock(&self.outgoing);
-            let unacknowledged = outgoing.window.unacknowledged();
-            // Buffers should come back while they are in a cache.
-            if unacknowledged >= COLLECT {
-                drop(outgoing);
-                self.collect(Duration::ZERO);
-                outgoing = lock(&self.outgoing);
+            if core.state.has_room(len, bounds) {
+                return Ok(core);
             }
-            let acknowledged = self.acknowledged.load(Ordering::Acquire);
-            if let Err(error) = outgoing.window.acknowledge(acknowledged) {
-                drop(outgoing);
-                self.close(StreamError::Acknowledge(error));
-                continue;
+            let now = Instant::now();
+            let progress = progress.get_or_insert_with(|| core.state.progress(now));
+            match core.state.is_stalled(progress, now) {
+                true => self.carry_out(core),
+                false => self.wait_for_peer(core, &mut seen_turn, LOOK),
             }
-            let unacknowledged = outgoing.window.unacknowledged();
-            if unacknowledged == 0 || unacknowledged + len <= limit {
-                return Ok(outgoing);
-            }
-            drop(outgoing);
-            if acknowledged != mark.0 || !self.is_up() {
-                mark = (acknowledged, Instant::now());
-            }
-            let patience = self.stall_timeout();
-            if mark.1.elapsed() > patience {
-                let seconds = patience.as_secs();
-                self.close(StreamError::Stalled { seconds });
-                continue;
-            }
-            self.wait_for_acknowledgement();
         }
     }
 
-    /// Sends the last `count` frames of the window, which keeps them: a failure costs the connection and no more.
-    fn send(
-        self: &Arc<Self>,
-        mut outgoing: MutexGuard<'_, Outgoing>,
-        count: usize,
-    ) -> io::Result<()> {
-        let received = self.received.load(Ordering::Acquire);
-        let Outgoing { sender, window } = &mut *outgoing;
-        let Some(sender) = sender else {
-            return Ok(());
-        };
-        let connection = sender.connection().clone();
-        let mut mark = self.mark();
-        let result = sender.send(window.last(count), received, &mut || {
-            self.blocked(&connection, &mut mark)
-        });
-        // Nothing may follow a part of a frame.
-        if result.is_err() {
-            connection.shut_down();
+    /// Waits until the state may have changed: reads acknowledgements, unless a reader does. `seen_turn` is at which of the
+    /// readers' turns only a reader could go on.
+    fn wait_for_peer<'a>(
+        self: &'a Arc<Self>,
+        mut core: MutexGuard<'a, Core>,
+        seen_turn: &mut Option<u64>,
+        timeout: Duration,
+    ) {
+        let turn = core.turns;
+        // A reader that lets go later than this finds `waiting` counted.
+        if core.connection.is_some()
+            && *seen_turn != Some(turn)
+            && let Some(mut incoming) = self.try_incoming()
+        {
+            drop(core);
+            let can_go_on = self.collect_from(&mut incoming, timeout);
+            *seen_turn = (!can_go_on).then_some(turn);
+            return;
         }
+        core.waiting += 1;
+        let waited = self.changed.wait_timeout(core, timeout);
+        waited.unwrap_or_else(PoisonError::into_inner).0.waiting -= 1;
+    }
+
+    /// Sends all that is to be sent. A failure costs the connection and no more.
+    fn send(self: &Arc<Self>) {
+        let mut outgoing = lock(&self.outgoing);
+        self.send_on(&mut outgoing);
         drop(outgoing);
-        match result {
-            Ok(()) => self.told.store(received, Ordering::Relaxed),
-            Err(error) => self.failed(&connection, Failure::Connection(error)),
+        self.acknowledge();
+    }
+
+    fn send_on(self: &Arc<Self>, outgoing: &mut Option<(ConnectionId, Sender)>) {
+        while let Some((id, sender)) = outgoing {
+            let mut core = lock(&self.core);
+            let Some(transmit) = core.state.poll_transmit(*id) else {
+                return;
+            };
+            drop(core);
+            let (id, connection) = (*id, sender.connection().clone());
+            let mut progress = None;
+            let result = sender.send(&transmit, &mut || {
+                self.blocked(id, &connection, &mut progress)
+            });
+            (lock(&self.core).state).on_transmitted(transmit, result.is_ok());
+            if let Err(error) = result {
+                // Nothing may follow a part of a frame.
+                *outgoing = None;
+                self.lost(id, &error);
+            }
         }
-        Ok(())
     }
 
-    /// What the peer has, and now.
-    fn mark(&self) -> (u64, Instant) {
-        (self.acknowledged.load(Ordering::Acquire), Instant::now())
-    }
-
-    /// The kernel has taken nothing for a while: whether to go on. `mark` is when the peer had something new last.
+    /// The kernel has taken nothing for a while: whether to go on.
     fn blocked(
         self: &Arc<Self>,
-        connection: &Arc<Connection>,
-        mark: &mut (u64, Instant),
+        id: ConnectionId,
+        connection: &Connection,
+        progress: &mut Option<vamoose_session::stream::Progress>,
     ) -> io::Result<()> {
-        if !self.is_carried_by(connection) {
+        self.collect(Duration::ZERO);
+        let now = Instant::now();
+        let mut core = lock(&self.core);
+        if !core.state.is_carried_by(id) {
             return Err(io::ErrorKind::NotConnected.into());
         }
-        self.collect(Duration::ZERO);
-        let (now, patience) = (self.mark(), self.stall_timeout());
-        if now.0 != mark.0 {
-            *mark = now;
-        } else if mark.1.elapsed() > patience {
-            let seconds = patience.as_secs();
-            self.close(StreamError::Stalled { seconds });
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        match connection.silent_for() > super::SILENCE && !connection.is_readable(Duration::ZERO) {
+        let progress = progress.get_or_insert_with(|| core.state.progress(now));
+        let is_stalled = core.state.is_stalled(progress, now);
+        self.carry_out(core);
+        match is_stalled || connection.seen(id).is_silent() {
             true => Err(io::ErrorKind::TimedOut.into()),
             false => Ok(()),
         }
     }
 
-    /// Reads what has come of acknowledgements, unless a reader does; waits for one if nothing is there.
-    pub(crate) fn collect(self: &Arc<Self>, timeout: Duration) -> bool {
-        let mut incoming = match self.incoming.try_lock() {
-            Ok(incoming) => incoming,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return false,
-        };
-        let is_dropped = self.is_dropped.load(Ordering::Acquire);
-        let Some(connection) = incoming.receiver.as_ref().map(|it| it.connection().clone()) else {
-            return false;
-        };
-        let mut wait = timeout;
-        loop {
-            let waits = incoming.is_announced() || !incoming.waiting().is_empty();
-            if (waits && !is_dropped)
-                || incoming.has_ended() && !incoming.is_announced() && !incoming.has_bytes(wait)
-            {
-                return !waits;
-            }
-            if !incoming.has_bytes(wait) {
-                return true;
-            }
-            wait = Duration::ZERO;
-            // What has come of a frame that nobody reads is not kept: it comes again.
-            let mut stalled = || match is_dropped {
-                true => Err(Failure::Connection(io::ErrorKind::TimedOut.into())),
-                false => Err(Failure::Stalled),
+    /// Sends an acknowledgement that is due, if that needs no wait. One that holds `outgoing` looks for it when it lets go.
+    fn acknowledge(self: &Arc<Self>) {
+        while lock(&self.core).state.wants_to_acknowledge() {
+            let mut outgoing = match self.outgoing.try_lock() {
+                Ok(outgoing) => outgoing,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => return,
             };
-            let mut nowhere = [0; 4096];
-            let mut target = Target::Own(&mut nowhere);
-            // Nobody reads any more: what still comes is dropped.
-            let target = is_dropped.then_some(&mut target);
-            match incoming.receive(target, &mut stalled) {
-                Ok(Event::Bytes(_)) => self.progress(&incoming, false),
-                Ok(Event::Header) => self.heard(&incoming),
-                Ok(Event::End) => {
-                    self.heard(&incoming);
-                    self.progress(&incoming, true);
-                }
-                Ok(Event::Abort) => {
-                    drop(incoming);
-                    self.close(StreamError::Aborted);
-                    return true;
-                }
-                Err(Failure::Stalled) => return true,
-                Err(failure) => {
-                    drop(incoming);
-                    self.failed(&connection, failure);
-                    return true;
-                }
+            let Some((id, sender)) = &mut *outgoing else {
+                return;
+            };
+            if !sender.connection().is_writable() {
+                return;
+            }
+            let Some(transmit) = lock(&self.core).state.poll_acknowledgement(*id) else {
+                return;
+            };
+            let result = sender.send(&transmit, &mut || Err(io::ErrorKind::TimedOut.into()));
+            (lock(&self.core).state).on_transmitted(transmit, result.is_ok());
+            if let Err(error) = result {
+                // Nothing may follow a part of a frame. A reader finds the reason, if the peer has given one; else it is this.
+                sender.connection().shut_down();
+                lock(&self.core).broken = Some((*id, error));
+                *outgoing = None;
+                return;
             }
         }
     }
 
-    fn wait_for_acknowledgement(self: &Arc<Self>) {
-        if self.is_up() && self.collect(super::LOOK) {
-            return;
+    // What becomes of the stream.
+
+    /// Lets something happen to the state, and carries out what follows.
+    fn update<T>(self: &Arc<Self>, event: impl FnOnce(&mut StreamState) -> T) -> T {
+        let mut core = lock(&self.core);
+        let result = event(&mut core.state);
+        self.carry_out(core);
+        result
+    }
+
+    fn carry_out(self: &Arc<Self>, mut core: MutexGuard<'_, Core>) {
+        let effects = core.state.take_effects();
+        let gone = match effects.disconnect {
+            true => core.connection.take(),
+            false => None,
+        };
+        let link = match effects.disconnect || effects.ended {
+            true => Some(core.state.link().clone()),
+            false => None,
+        };
+        let is_undelivered = effects.ended && core.state.is_undelivered();
+        drop(core);
+        if effects.changed {
+            self.changed.notify_all();
         }
-        let link = lock(&self.link);
-        if matches!(link.state, State::Closed(_)) {
-            return;
+        if effects.corrupt {
+            self.session.corrupt_frames.fetch_add(1, Ordering::Relaxed);
         }
-        // Short: a reader may have seen the acknowledgement between the check and this wait.
-        let _ = self.changed.wait_timeout(link, RECHECK);
+        let number = self.number;
+        match (&link, &gone) {
+            (Some(Link::Down { cause }), Some((_, connection))) => {
+                let name = &connection.name;
+                match effects.corrupt {
+                    true => warn!("{name}: {cause}; asking for it again"),
+                    false => info!("stream {number}: {name} was lost: {cause}"),
+                }
+            }
+            (Some(Link::Closed(reason)), _) => debug!("stream {number}: {reason}"),
+            _ => {}
+        }
+        if let Some((id, connection)) = &gone {
+            if effects.abort {
+                self.abort(*id);
+            }
+            connection.shut_down();
+            if effects.reconnect {
+                self.session.lost(self, connection.path);
+            }
+        }
+        if effects.ended {
+            self.session.ended(self, is_undelivered);
+        }
+    }
+
+    fn lost(self: &Arc<Self>, id: ConnectionId, error: &io::Error) {
+        let cause = chain(error).to_string();
+        self.update(|state| state.on_connection_lost(id, &cause, Instant::now()));
+    }
+
+    /// Ends the stream for good. The first reason stays.
+    pub(crate) fn close(self: &Arc<Self>, reason: StreamError) {
+        self.update(|state| state.close(reason));
+    }
+
+    /// Tells the peer that the stream was given up, if that takes no wait: else it finds out when it dials.
+    fn abort(&self, id: ConnectionId) {
+        let Ok(mut outgoing) = self.outgoing.try_lock() else {
+            return;
+        };
+        let Some((_, sender)) = outgoing.as_mut().filter(|(current, _)| *current == id) else {
+            return;
+        };
+        let header = lock(&self.core).state.abort();
+        let mut stalled = || Err(io::ErrorKind::TimedOut.into());
+        let told =
+            sender.connection().is_writable() && sender.send_header(&header, &mut stalled).is_ok();
+        if told {
+            let _ = sender.finish();
+        }
+    }
+
+    /// Waits for a connection while there is none. False when it has not come while the reader would wait.
+    fn wait_up(self: &Arc<Self>, patience: Patience) -> io::Result<bool> {
+        let mut core = lock(&self.core);
+        loop {
+            match core.state.link() {
+                Link::Up(_) => return Ok(true),
+                Link::Closed(error) => return Err(to_io(error)),
+                Link::Down { .. } => {}
+            }
+            let now = Instant::now();
+            core.state.on_timeout(now, None);
+            if core.state.is_closed() {
+                self.carry_out(core);
+                core = lock(&self.core);
+                continue;
+            }
+            let left = core.state.next_timeout(now);
+            let left = left.map_or(LOOK, |end| end.saturating_duration_since(now));
+            let left = match patience {
+                Patience::Stall(_) => left,
+                Patience::Until(_) if patience.has_ended() => return Ok(false),
+                Patience::Until(_) => left.min(patience.left()),
+            };
+            let waited = self.changed.wait_timeout(core, left);
+            core = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Waits until the peer has all that was written; false if that takes too long, or the stream ends before.
+    pub(crate) fn drain(self: &Arc<Self>, timeout: Duration) -> bool {
+        let began = Instant::now();
+        let mut seen_turn = None;
+        loop {
+            let core = lock(&self.core);
+            let left = timeout.saturating_sub(began.elapsed());
+            if core.state.is_done() || core.state.is_closed() || left.is_zero() {
+                return core.state.is_done();
+            }
+            self.wait_for_peer(core, &mut seen_turn, left.min(LOOK));
+        }
+    }
+
+    /// Regular work: heartbeats, acknowledgements that nobody reads, silence, and the end of what was dropped.
+    pub(crate) fn look_after(self: &Arc<Self>) {
+        let carrier = lock(&self.core).connection.clone();
+        let seen = carrier.as_ref().map(|(id, connection)| Seen {
+            has_unread: !self.collect(Duration::ZERO) && connection.is_readable(Duration::ZERO),
+            ..connection.seen(*id)
+        });
+        let broken = lock(&self.core).broken.take();
+        if let Some((id, error)) = broken {
+            self.lost(id, &error);
+        }
+        let trip = carrier.and_then(|(_, connection)| connection.round_trip());
+        self.update(|state| {
+            let now = Instant::now();
+            state.on_timeout(now, seen);
+            if let Some(trip) = trip {
+                state.on_round_trip(trip, now);
+            }
+        });
+        self.acknowledge();
+    }
+
+    pub(crate) fn session(&self) -> &Arc<Session> {
+        &self.session
+    }
+
+    /// Whether packets go with a checksum of their pages.
+    pub(crate) fn is_checked(&self) -> bool {
+        self.session.config.check
+    }
+
+    /// The connection that carries the stream.
+    fn connection(&self) -> Option<Arc<Connection>> {
+        let core = lock(&self.core);
+        Some(core.connection.as_ref()?.1.clone())
+    }
+
+    /// What carries the stream now, for messages.
+    pub(crate) fn carrier(&self) -> String {
+        self.connection()
+            .map_or_else(|| self.session.peer.clone(), |it| it.name.clone())
+    }
+
+    /// The round trip of the connection that carries the stream now.
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        self.connection()?.round_trip()
+    }
+
+    /// The path that carries it, if one does.
+    pub(crate) fn path(&self) -> Option<usize> {
+        Some(self.connection()?.path)
+    }
+
+    /// Bytes that the peer has received.
+    pub(crate) fn delivered(&self) -> u64 {
+        lock(&self.core).state.acknowledged()
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        lock(&self.core).state.is_closed()
+    }
+
+    /// Why the stream has no connection, and since when.
+    pub(crate) fn trouble(&self) -> Option<(Arc<str>, Instant)> {
+        lock(&self.core).state.trouble(Instant::now())
+    }
+
+    pub(crate) fn stall_timeout(&self) -> Duration {
+        lock(&self.core).state.stall_timeout()
+    }
+
+    pub(crate) fn set_stall_timeout(&self, timeout: Duration) {
+        lock(&self.core).state.set_stall_timeout(timeout);
+    }
+
+    /// Claims the introduction of a new stream: true for the first caller.
+    pub(crate) fn claim_introduction(&self) -> bool {
+        !self.is_introduced.swap(true, Ordering::AcqRel)
+    }
+
+    /// Whether its connection should be replaced soon, and nobody does it yet. Then the caller must, and say so by
+    /// [`replaced`](Self::replaced).
+    pub(crate) fn wants_replacement(&self) -> bool {
+        let is_worn = self.connection().is_some_and(|it| it.is_worn());
+        is_worn && !self.is_replacing.swap(true, Ordering::AcqRel)
+    }
+
+    pub(crate) fn replaced(&self) {
+        self.is_replacing.store(false, Ordering::Release);
+    }
+
+    /// Begins to put another connection in the place of the one there is, if there is one: from here on nothing more is
+    /// received, so that what the peer is told stays true. The old one is ended before, or, if it works, when the new one
+    /// is there: its end would look like a failure to the peer. `None` if the stream has ended.
+    pub(crate) fn attach(self: &Arc<Self>, old: Old) -> Option<Attaching<'_>> {
+        // Before the turn: a thread that still sends again on the old one would keep it until it is found silent. And the state knows
+        // before the connection ends, so that its end is no loss.
+        let mut core = lock(&self.core);
+        if !core.state.begin_attach(Instant::now()) {
+            return None;
+        }
+        let replaced = self.detach(core);
+        if let Some(connection) = &replaced {
+            old.end(connection);
+        }
+        let turn = lock(&self.attaching);
+        // Another attempt may have been faster.
+        if let Some(connection) = self.detach(lock(&self.core)) {
+            connection.shut_down();
+        }
+        let attaching = Attaching {
+            stream: self,
+            received: {
+                let mut incoming = self.incoming(true);
+                incoming.replace(None);
+                lock(&self.core).state.received()
+            },
+            replaced,
+            _turn: turn,
+        };
+        *lock(&self.outgoing) = None;
+        (!self.is_closed()).then_some(attaching)
+    }
+
+    /// Takes the connection off that carries the stream, if one does.
+    fn detach(&self, mut core: MutexGuard<'_, Core>) -> Option<Arc<Connection>> {
+        core.state.detach(Instant::now());
+        // They are carried out here.
+        core.state.take_effects();
+        let connection = core.connection.take();
+        drop(core);
+        self.changed.notify_all();
+        connection.map(|(_, connection)| connection)
+    }
+}
+
+/// The connection that is replaced by another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Old {
+    /// It is lost, or seems so to the peer.
+    IsLost,
+    /// It works until then.
+    Works,
+}
+
+impl Old {
+    fn end(self, connection: &Connection) {
+        match self {
+            Self::IsLost => connection.shut_down(),
+            Self::Works => connection.stop_reading(),
+        }
+    }
+}
+
+/// The incoming half while it is in use.
+struct IncomingGuard<'a> {
+    // First: a thread that is woken must get it.
+    incoming: MutexGuard<'a, Incoming>,
+    _turn: Turn<'a>,
+}
+
+impl Deref for IncomingGuard<'_> {
+    type Target = Incoming;
+
+    fn deref(&self) -> &Incoming {
+        &self.incoming
+    }
+}
+
+impl DerefMut for IncomingGuard<'_> {
+    fn deref_mut(&mut self) -> &mut Incoming {
+        &mut self.incoming
+    }
+}
+
+/// Threads that wait for the peer hear when the incoming half is let go.
+struct Turn<'a> {
+    stream: &'a ResumableStream,
+    is_reader: bool,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut core = lock(&self.stream.core);
+        core.turns += u64::from(self.is_reader);
+        if core.waiting > 0 {
+            self.stream.changed.notify_all();
+        }
     }
 }
 
@@ -691,9 +952,6 @@ impl Patience {
     }
 }
 
-/// Received bytes after which the peer is told.
-const TELL_EVERY: u64 = 256 << 10;
-
 /// Unacknowledged bytes from which on a writer looks for acknowledgements.
 const COLLECT: usize = 256 << 10;
 
@@ -706,358 +964,210 @@ const SWAP: usize = 128 << 10;
 /// What longer writes are cut into.
 const PIECE: usize = 512 << 10;
 
-const RECHECK: Duration = Duration::from_millis(20);
-
-/// How long the first connection of a stream may take at least.
-const OPENING: Duration = Duration::from_secs(10);
-
-fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
-}
-
-/// What becomes of the stream.
-impl Carried {
-    /// The connection that carries the stream; waits for one while there is none. `None` when it has not come while
-    /// the reader would wait.
-    fn wait_up(&self, patience: Patience) -> io::Result<Option<Arc<Connection>>> {
-        let mut link = lock(&self.link);
-        loop {
-            let Link {
-                state,
-                troubled,
-                was_up,
-                is_attaching,
-                ..
-            } = &mut *link;
-            match state {
-                State::Up(connection) => return Ok(Some(connection.clone())),
-                State::Closed(error) => return Err(error.to_io()),
-                State::Down { cause } => {
-                    let limit = self.session.config.reconnect_timeout;
-                    let limit = if *was_up && !*is_attaching {
-                        limit
-                    } else {
-                        limit.max(OPENING)
-                    };
-                    let since = *troubled.get_or_insert_with(Instant::now);
-                    let left = limit.saturating_sub(since.elapsed());
-                    if left.is_zero() {
-                        let error = StreamError::Lost {
-                            cause: cause.clone(),
-                            seconds: limit.as_secs(),
-                        };
-                        *state = State::Closed(error);
-                        continue;
-                    }
-                    let left = match patience {
-                        Patience::Stall(_) => left,
-                        Patience::Until(_) if patience.has_ended() => return Ok(None),
-                        Patience::Until(_) => left.min(patience.left()),
-                    };
-                    let waited = self.changed.wait_timeout(link, left);
-                    link = waited.map_or_else(|poisoned| poisoned.into_inner().0, |(link, _)| link);
-                }
-            }
-        }
-    }
-
-    /// What a failure on `connection` means for the stream.
-    fn failed(self: &Arc<Self>, connection: &Arc<Connection>, failure: Failure) {
-        match failure {
-            Failure::Absent | Failure::Stalled => {}
-            Failure::Connection(error) => self.lost(connection, chain(&error).to_string()),
-            Failure::Protocol(violation) => self.close(StreamError::Violation(violation)),
-            Failure::Corrupt(corruption) => {
-                let frames = &self.session().corrupt_frames;
-                frames.fetch_add(1, Ordering::Relaxed);
-                // A peer that only acknowledges stays at its offset: then these tell whether it is the same frame again.
-                let acknowledged = match corruption {
-                    Corruption::Header(_) => self.acknowledged.load(Ordering::Acquire),
-                    Corruption::Bytes { .. } => 0,
-                };
-                let at = (self.received.load(Ordering::Acquire), acknowledged);
-                let was_at = lock(&self.link).corrupt_at.replace(at);
-                if was_at == Some(at) {
-                    let path = connection.name.clone();
-                    self.close(StreamError::Corrupt { path, corruption });
-                    return;
-                }
-                warn!("{}: {corruption}; asking for it again", connection.name);
-                self.lost(connection, corruption.to_string());
-            }
-        }
-    }
-
-    /// `connection` is of no use any more. The client dials another one.
-    fn lost(self: &Arc<Self>, connection: &Arc<Connection>, cause: String) {
-        connection.shut_down();
-        let mut link = lock(&self.link);
-        if !matches!(&link.state, State::Up(current) if Arc::ptr_eq(current, connection)) {
-            return;
-        }
-        let limit = self.session.config.reconnect_timeout;
-        if limit.is_zero() {
-            drop(link);
-            let cause = cause.into();
-            self.close(StreamError::Lost { cause, seconds: 0 });
-            return;
-        }
-        link.troubled.get_or_insert_with(Instant::now);
-        info!(
-            "stream {}: {} was lost: {cause}",
-            self.number, connection.name
-        );
-        link.state = State::Down {
-            cause: cause.as_str().into(),
-        };
-        drop(link);
-        self.changed.notify_all();
-        self.session.lost(self, connection.path);
-    }
-
-    /// Ends the stream for good. The first reason stays.
-    pub(crate) fn close(&self, reason: StreamError) {
-        let mut link = lock(&self.link);
-        let connection = match &link.state {
-            State::Closed(_) => return,
-            State::Up(connection) => Some(connection.clone()),
-            State::Down { .. } => None,
-        };
-        debug!("stream {}: {reason}", self.number);
-        let is_ours = matches!(reason, StreamError::ShutDown);
-        link.state = State::Closed(reason);
-        drop(link);
-        self.changed.notify_all();
-        if let Some(connection) = &connection {
-            if is_ours {
-                self.abort();
-            }
-            connection.shut_down();
-        }
-        self.session.forget(self);
-    }
-
-    /// Tells the peer that the stream was given up, if that takes no wait: else it finds out when it dials.
-    fn abort(&self) {
-        let Ok(mut outgoing) = self.outgoing.try_lock() else {
-            return;
-        };
-        let header = Header::empty(Kind::Abort, outgoing.window.next(), 0);
-        let Some(sender) = &mut outgoing.sender else {
-            return;
-        };
-        let mut stalled = || Err(io::ErrorKind::TimedOut.into());
-        let told = sender.connection().is_writable()
-            && sender.send_header(&header.encode(), &mut stalled).is_ok();
-        if told {
-            let _ = sender.finish();
-        }
-    }
-
-    /// Nobody uses the stream any more: it stays until the peer has what was finished, else it is given up.
-    fn abandon(&self) {
-        self.is_dropped.store(true, Ordering::Release);
-        let outgoing = lock(&self.outgoing);
-        let is_finished = outgoing.window.has_ended();
-        drop(outgoing);
-        if !is_finished || self.is_done() {
-            self.close(StreamError::ShutDown);
-        }
-    }
-
-    /// Claims the introduction of a new stream: true for the first caller.
-    pub(crate) fn claim_introduction(&self) -> bool {
-        !self.is_introduced.swap(true, Ordering::AcqRel)
-    }
-
-    /// Waits until the peer has all that was written; false if that takes too long, or the stream ends before.
-    pub(crate) fn drain(self: &Arc<Self>, timeout: Duration) -> bool {
-        let began = Instant::now();
-        while !self.is_done() {
-            let left = timeout.saturating_sub(began.elapsed());
-            if left.is_zero() || self.is_closed() {
-                // The last acknowledgement may have come just before the end.
-                return self.is_done();
-            }
-            // Another thread reads it, or it has no connection.
-            if !self.collect(left.min(super::LOOK)) {
-                thread::sleep(Duration::from_millis(5));
-            }
-        }
-        true
-    }
-
-    /// Whether the peer has all that was written.
-    fn is_done(&self) -> bool {
-        let mut outgoing = lock(&self.outgoing);
-        let acknowledged = self.acknowledged.load(Ordering::Acquire);
-        let _ = outgoing.window.acknowledge(acknowledged);
-        outgoing.window.is_empty()
-    }
-
-    /// Regular work: heartbeats, acknowledgements that nobody reads, silence, and the end of what was dropped.
-    pub(crate) fn look_after(self: &Arc<Self>) {
-        // Nobody may be waiting for it; a stream that is lost must be forgotten all the same.
-        let connection = match self.wait_up(Patience::Until(Some(Instant::now()))) {
-            Ok(Some(connection)) => connection,
-            Ok(None) => return,
-            Err(_) => return self.session.forget(self),
-        };
-        let unread = !self.collect(Duration::ZERO) && connection.is_readable(Duration::ZERO);
-        if connection.silent_for() > super::SILENCE && !unread {
-            self.lost(
-                &connection,
-                format!("nothing came for {} s", super::SILENCE.as_secs()),
-            );
-            return;
-        }
-        if connection.idle_for() >= super::TICK {
-            self.tell();
-        }
-        if self.is_dropped.load(Ordering::Acquire) && self.is_done() {
-            self.close(StreamError::ShutDown);
-        }
-    }
-
-    /// Bytes that the peer has received.
-    pub(crate) fn delivered(&self) -> u64 {
-        self.acknowledged.load(Ordering::Relaxed)
-    }
-
-    /// The path that carries it, if one does.
-    pub(crate) fn path(&self) -> Option<usize> {
-        match &lock(&self.link).state {
-            State::Up(connection) => Some(connection.path),
-            State::Down { .. } | State::Closed(_) => None,
-        }
-    }
-
-    fn is_up(&self) -> bool {
-        matches!(lock(&self.link).state, State::Up(_))
-    }
-
-    fn is_carried_by(&self, connection: &Arc<Connection>) -> bool {
-        matches!(&lock(&self.link).state, State::Up(current) if Arc::ptr_eq(current, connection))
-    }
-
-    pub(crate) fn is_closed(&self) -> bool {
-        matches!(lock(&self.link).state, State::Closed(_))
-    }
-
-    /// Why the stream has no connection, and since when.
-    pub(crate) fn trouble(&self) -> Option<(Arc<str>, Instant)> {
-        let link = lock(&self.link);
-        match (&link.state, link.troubled) {
-            (State::Down { cause }, since) => {
-                Some((cause.clone(), since.unwrap_or_else(Instant::now)))
-            }
-            _ => None,
-        }
-    }
-
-    pub(crate) fn stall_timeout(&self) -> Duration {
-        Duration::from_millis(self.stall_timeout.load(Ordering::Relaxed))
-    }
-
-    pub(crate) fn set_stall_timeout(&self, timeout: Duration) {
-        self.stall_timeout.store(millis(timeout), Ordering::Relaxed);
-    }
-
-    /// Begins to put another connection in the place of the one there is, if there is one: from here on nothing more is
-    /// received, so that what the peer is told stays true. `None` if the stream has ended.
-    pub(crate) fn attach(self: &Arc<Self>) -> Option<Attaching<'_>> {
-        // Whoever still sends again on the old one would keep its turn until it is found silent.
-        if let State::Up(old) = &lock(&self.link).state {
-            old.shut_down();
-        }
-        let turn = lock(&self.attaching);
-        let mut link = lock(&self.link);
-        match &link.state {
-            State::Closed(_) => return None,
-            State::Up(old) => {
-                old.shut_down();
-                link.troubled.get_or_insert_with(Instant::now);
-                link.state = State::Down {
-                    cause: "another connection takes its place".into(),
-                };
-            }
-            State::Down { .. } => {}
-        }
-        link.is_attaching = true;
-        drop(link);
-        let mut incoming = lock(&self.incoming);
-        incoming.replace(None);
-        let received = incoming.received();
-        drop(incoming);
-        lock(&self.outgoing).sender = None;
-        Some(Attaching {
-            carried: self,
-            received,
-            _turn: turn,
-        })
-    }
-}
-
 /// A stream that is between two connections.
 pub(crate) struct Attaching<'a> {
-    carried: &'a Arc<Carried>,
+    stream: &'a Arc<ResumableStream>,
     pub(crate) received: u64,
+    /// Kept until the peer knows the new one.
+    replaced: Option<Arc<Connection>>,
     _turn: MutexGuard<'a, ()>,
 }
 
 impl Drop for Attaching<'_> {
     fn drop(&mut self) {
-        lock(&self.carried.link).is_attaching = false;
+        if let Some(replaced) = &self.replaced {
+            replaced.shut_down();
+        }
+        lock(&self.stream.core).state.end_attach();
     }
 }
 
 impl Attaching<'_> {
     /// Whether the stream can go on with a peer that has received this much.
     pub(crate) fn accepts(&self, peer_has: u64) -> Result<(), AcknowledgeError> {
-        lock(&self.carried.outgoing).window.acknowledge(peer_has)?;
-        self.carried.acknowledged.store(peer_has, Ordering::Release);
-        Ok(())
+        self.stream.update(|state| state.accepts(peer_has))
     }
 
     /// Goes on over a new connection, and sends again what the peer does not have.
-    pub(crate) fn go_on(self, receiver: Receiver, mut sender: Sender) {
-        let carried = self.carried;
+    pub(crate) fn go_on(mut self, receiver: Receiver, sender: Sender) {
+        let stream = self.stream;
         let connection = sender.connection().clone();
-        lock(&carried.incoming).replace(Some(receiver));
-        let mut outgoing = lock(&carried.outgoing);
-        let mut link = lock(&carried.link);
-        if matches!(link.state, State::Closed(_)) {
+        let mut incoming = stream.incoming(true);
+        let mut outgoing = lock(&stream.outgoing);
+        let mut core = lock(&stream.core);
+        let Some(id) = core.state.on_connection() else {
+            drop(core);
             connection.shut_down();
             return;
-        }
-        link.state = State::Up(connection.clone());
-        link.was_up = true;
-        drop(link);
-        carried.changed.notify_all();
+        };
+        incoming.replace(Some((id, receiver)));
+        *outgoing = Some((id, sender));
+        core.connection = Some((id, connection));
+        stream.carry_out(core);
         // Readers go on meanwhile, so that two ends that both send again do not wait for each other.
-        let mut frames = outgoing.window.frames();
-        let mut mark = carried.mark();
-        let mut result = Ok(());
-        while result.is_ok() {
-            let mut next = frames.by_ref().take(1).peekable();
-            if next.peek().is_none() {
-                break;
-            }
-            let received = carried.received.load(Ordering::Acquire);
-            result = sender.send(next, received, &mut || {
-                carried.blocked(&connection, &mut mark)
+        drop(incoming);
+        if let Some(replaced) = self.replaced.take() {
+            replaced.shut_down();
+        }
+        stream.send_on(&mut outgoing);
+        drop(outgoing);
+        stream.acknowledge();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{Read as _, Write as _},
+        thread,
+    };
+
+    use super::*;
+    use crate::{Address, Keys, Listener, Security, Session, SessionConfig, Sessions, Stream};
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn pair(
+        address: &str,
+        near: SessionConfig,
+        far: SessionConfig,
+    ) -> (Sessions, Session, Stream, Stream) {
+        let listener = Listener::bind(&address.parse().unwrap(), LIMIT).unwrap();
+        let to: Address = listener.address().clone();
+        let sessions = Sessions::new(vec![listener], far).unwrap();
+        let (session, near) = Session::dial(vec![to.into()], near).unwrap();
+        (&near).write_all(b"here").unwrap();
+        let far = sessions.next(LIMIT).unwrap().stream;
+        (&far).read_exact(&mut [0; 4]).unwrap();
+        (sessions, session, near, far)
+    }
+
+    fn resumable(stream: &Stream) -> &Arc<ResumableStream> {
+        match stream {
+            Stream::Resumable(stream) => stream.stream(),
+            Stream::Socket(_) => panic!("a socket"),
+        }
+    }
+
+    fn wait_until(mut is_so: impl FnMut() -> bool) {
+        let end = Instant::now() + LIMIT;
+        while !is_so() {
+            assert!(Instant::now() < end, "timed out");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// A key protects so many records and no more: where a loss ends a stream, too, the connection is replaced before.
+    #[test]
+    fn connection_is_replaced_before_its_key_is_used_up() {
+        const RECORDS: u64 = 400;
+        let directory = tempfile::tempdir().unwrap();
+        let key = Keys::generate(directory.path()).unwrap();
+        let config = SessionConfig {
+            reconnect_timeout: Duration::ZERO,
+            ..SessionConfig::new(Security::Keys(Keys {
+                directory: directory.path().to_owned(),
+                trusted: Some(vec![key]),
+            }))
+        };
+        let unix = format!("unix:{}", directory.path().join("socket").display());
+        for address in ["tcp:127.0.0.1:0", &unix] {
+            let (_sessions, _session, near, far) = pair(address, config.clone(), config.clone());
+            thread::scope(|scope| {
+                // It waits on the old connection while that is replaced.
+                let reader = scope.spawn(|| (&near).read_exact(&mut [0; 1]));
+                let stream = resumable(&near);
+                let first = stream.connection().unwrap();
+                let mut outgoing = lock(&stream.outgoing);
+                outgoing.as_mut().unwrap().1.limit_records(RECORDS);
+                drop(outgoing);
+                let write = |records: u64| {
+                    for _ in 0..records {
+                        (&near).write_all(b"x").unwrap();
+                        (&far).read_exact(&mut [0; 1]).unwrap();
+                    }
+                };
+                write(RECORDS / 4 * 3 + 1);
+                wait_until(|| {
+                    let now = stream.connection();
+                    now.is_some_and(|now| !Arc::ptr_eq(&now, &first))
+                });
+                write(RECORDS);
+                (&far).write_all(b"y").unwrap();
+                reader.join().unwrap().unwrap();
             });
         }
-        drop(frames);
-        if result.is_err() {
-            connection.shut_down();
-        }
-        outgoing.sender = Some(sender);
+    }
+
+    /// The peer's window is much smaller than this end's: it waits for no heartbeat.
+    #[test]
+    fn writer_whose_window_is_small_gets_on() {
+        const LEN: usize = 8 << 20;
+        let far = SessionConfig::new(Security::Insecure);
+        let near = SessionConfig {
+            window: 256 << 10,
+            ..far.clone()
+        };
+        let (_sessions, session, near, far) = pair("tcp:127.0.0.1:0", near, far);
+        let began = Instant::now();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for piece in vec![7; LEN].chunks(5000) {
+                    (&near).write_all(piece).unwrap();
+                }
+                near.finish();
+            });
+            // A reader has the acknowledgements for the writer.
+            let reader = scope.spawn(|| (&near).read_exact(&mut [0; 1]));
+            let mut read = Vec::new();
+            (&far).read_to_end(&mut read).unwrap();
+            assert_eq!(read.len(), LEN);
+            (&far).write_all(b"y").unwrap();
+            reader.join().unwrap().unwrap();
+        });
+        assert!(near.drain(LIMIT) && session.drain(LIMIT));
+        // By heartbeats alone it would take minutes.
+        assert!(began.elapsed() < LIMIT);
+    }
+
+    #[test]
+    fn session_remembers_a_stream_that_was_lost() {
+        let config = SessionConfig {
+            reconnect_timeout: Duration::ZERO,
+            ..SessionConfig::new(Security::Insecure)
+        };
+        let (_sessions, session, near, _far) = pair("tcp:127.0.0.1:0", config.clone(), config);
+        // Nobody reads it there.
+        (&near).write_all(b"more").unwrap();
+        near.finish();
+        let stream = resumable(&near);
+        stream.connection().unwrap().shut_down();
+        wait_until(|| stream.is_closed());
+        assert!(!session.drain(LIMIT));
+    }
+
+    /// An acknowledgement could not be sent, and the reader does not read on: the connection is replaced all the same.
+    #[test]
+    fn connection_that_cannot_be_written_is_lost_without_a_reader() {
+        let config = SessionConfig::new(Security::Insecure);
+        let (_sessions, session, near, far) = pair("tcp:127.0.0.1:0", config.clone(), config);
+        // A frame that nobody here takes.
+        (&far).write_all(b"bytes").unwrap();
+        let stream = resumable(&near);
+        wait_until(|| {
+            let mut incoming = stream.incoming(true);
+            let (id, connection) = incoming.connection().unwrap();
+            let header = incoming.read_header(&mut || Ok(())).unwrap();
+            !matches!(
+                stream.on_header(id, &connection, &header),
+                Came::Acknowledgement
+            )
+        });
+        let mut outgoing = lock(&stream.outgoing);
+        outgoing.as_mut().unwrap().1.finish().unwrap();
         drop(outgoing);
-        match result {
-            // Where nothing was to be sent again, too, the peer sees that the connection works.
-            Ok(()) => carried.tell(),
-            Err(error) => carried.failed(&connection, Failure::Connection(error)),
-        }
+        let before = session.reconnects();
+        wait_until(|| session.reconnects() > before);
+        (&near).read_exact(&mut [0; 5]).unwrap();
     }
 }

@@ -6,17 +6,21 @@ use std::{
     time::{Duration, Instant},
 };
 
+use vamoose_session::stream::{self, Link, StreamError, StreamState, Timeouts};
 use vm_memory::VolatileSlice;
 
 use super::{
     admission::{Admission, network},
     connection::NewConnection,
-    incoming::{Event, Failure, Incoming, Target},
+    incoming::{Failure, Incoming, Target},
 };
 use crate::{Socket, memory::Left};
 
 /// One direction of a stream, without the other one.
-pub struct Receiving(Incoming);
+pub struct Receiving {
+    incoming: Incoming,
+    state: StreamState,
+}
 
 /// What came.
 #[derive(Debug, PartialEq, Eq)]
@@ -42,7 +46,14 @@ pub enum Wanted<'a, 'b> {
 impl Receiving {
     /// A stream that begins at offset `first`, without a connection.
     pub fn new(first: u64) -> Self {
-        Self(Incoming::new(first))
+        let timeouts = Timeouts {
+            reconnect: Duration::MAX,
+            stall: Duration::MAX,
+        };
+        Self {
+            incoming: Incoming::default(),
+            state: StreamState::new(first, timeouts, Instant::now()),
+        }
     }
 
     /// Puts another connection in the place of the last. What it carries must end: nothing here notices silence.
@@ -53,7 +64,10 @@ impl Receiving {
         let no_handshake = Instant::now() + Duration::from_secs(1);
         let connection = NewConnection::new(socket, None, no_handshake);
         let (receiver, _) = connection.split(0, String::new())?;
-        self.0.replace(Some(receiver));
+        self.state.begin_attach(Instant::now());
+        let id = self.state.on_connection();
+        self.state.end_attach();
+        self.incoming.replace(id.map(|id| (id, receiver)));
         Ok(())
     }
 
@@ -70,34 +84,51 @@ impl Receiving {
                 Target::Guest(&mut left)
             }
         };
-        if !self.0.waiting().is_empty() {
-            return Ok(Came::Bytes(self.0.deliver(&mut target)));
+        if !self.incoming.waiting().is_empty() {
+            return Ok(Came::Bytes(self.incoming.deliver(&mut target)));
         }
-        let came = self.0.receive(Some(&mut target), &mut || Ok(()));
-        match came.map_err(describe)? {
-            Event::Bytes(read) => Ok(Came::Bytes(read)),
-            Event::Header => Ok(Came::Header),
-            Event::End => Ok(Came::End),
-            Event::Abort => Ok(Came::Abort),
+        let Some((id, _)) = self.incoming.connection() else {
+            return Err("no connection".to_owned());
+        };
+        let mut stalled = || Ok(());
+        if let Some(header) = self.state.announced() {
+            let unjudged = self.incoming.read_data(&header, &mut target, &mut stalled);
+            let unjudged = unjudged.map_err(describe)?;
+            if self.state.on_data(id, unjudged.sum, "", Instant::now()) {
+                return Ok(Came::Bytes(self.incoming.accept(
+                    &header,
+                    &unjudged,
+                    &mut target,
+                )));
+            }
+            self.incoming.discard();
+            return Err(format!("{:?}", self.state.link()));
         }
+        let header = self.incoming.read_header(&mut stalled).map_err(describe)?;
+        match self.state.on_header(id, &header, "", Instant::now()) {
+            stream::Came::Data(_) | stream::Came::Acknowledgement => Ok(Came::Header),
+            stream::Came::End => Ok(Came::End),
+            stream::Came::Nothing => match self.state.link() {
+                Link::Closed(StreamError::Aborted) => Ok(Came::Abort),
+                link => Err(format!("{link:?}")),
+            },
+        }
+    }
+
+    /// Whether the stream has ended for good.
+    pub fn is_closed(&self) -> bool {
+        self.state.is_closed()
     }
 
     /// All before this offset has come, and what of it waits for a reader.
     pub fn received(&self) -> (u64, usize) {
-        (self.0.received(), self.0.waiting().len())
-    }
-
-    /// What the peer has received, by the last header.
-    pub fn peer_has(&self) -> u64 {
-        self.0.peer_has()
+        (self.state.received(), self.incoming.waiting().len())
     }
 }
 
 fn describe(failure: Failure) -> String {
     match failure {
         Failure::Connection(error) => error.to_string(),
-        Failure::Corrupt(corruption) => corruption.to_string(),
-        Failure::Protocol(violation) => violation.to_string(),
         Failure::Absent => "no connection".to_owned(),
         Failure::Stalled => "nothing came".to_owned(),
     }

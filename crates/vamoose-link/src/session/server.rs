@@ -25,17 +25,20 @@ use rustix::{
 };
 use thiserror::Error;
 use tracing::{debug, info, warn};
-use vamoose_session::handshake::{
-    ATTACH_LEN, Answer, Attach, HELLO_LEN, HandshakeError, Hello, Intent, Refusal, SessionId,
-    Target, Transcript, Welcome,
+use vamoose_session::{
+    handshake::{
+        ATTACH_LEN, Answer, Attach, HELLO_LEN, HandshakeError, Hello, Intent, Refusal, SessionId,
+        Target, Transcript, Welcome,
+    },
+    stream::StreamError,
 };
 
 use super::{
-    Role, Session, SessionConfig, Shared, StreamError,
+    Role, Session, SessionConfig, Shared,
     admission::{Admission, network},
     connection::NewConnection,
     dialer::nonce,
-    resumable::{Carried, Resumable},
+    resumable::{Old, Resumable, ResumableStream},
 };
 use crate::{
     Address, Listener, PollQueue, Security, Socket, Stream, TlsError, chain, delta::Share, left,
@@ -281,7 +284,7 @@ impl Server {
         &self,
         stranger: &Stranger,
         socket: Arc<Socket>,
-    ) -> Result<Option<Arc<Carried>>, TurnedAway> {
+    ) -> Result<Option<Arc<ResumableStream>>, TurnedAway> {
         let deadline = Instant::now() + HANDSHAKE;
         let address = socket.peer_ip();
         wait_for_client(&socket, deadline)?;
@@ -319,7 +322,7 @@ impl Server {
         };
         stranger.is_known();
         let session = stream.session().clone();
-        let attaching = stream.attach();
+        let attaching = stream.attach(Old::IsLost);
         let fits = match &attaching {
             None => Err(Refusal::Ended),
             Some(it) => it.accepts(attach.received).map_err(|_| Refusal::Offset),
@@ -350,7 +353,7 @@ impl Server {
         transcript: &Transcript,
         peer: (&str, Option<&'static str>),
         share: Share,
-    ) -> Result<Arc<Carried>, Refusal> {
+    ) -> Result<Arc<ResumableStream>, Refusal> {
         let session = match attach.target {
             Target::New => self.begin(transcript, peer, share)?,
             Target::Known(id) => {
@@ -387,7 +390,7 @@ impl Server {
     }
 
     /// Adds a stream to `session`, if its peer may have another one.
-    fn add(&self, session: &Arc<Shared>, number: u32) -> Result<Arc<Carried>, Refusal> {
+    fn add(&self, session: &Arc<Shared>, number: u32) -> Result<Arc<ResumableStream>, Refusal> {
         let sessions = lock(&self.sessions);
         let (mut all, mut of_peer) = (0, 0);
         for other in sessions.values().filter_map(Weak::upgrade) {
@@ -437,7 +440,7 @@ impl Server {
     }
 
     /// Passes a new stream on when its first bytes are there.
-    fn introduce(&self, stream: Arc<Carried>) {
+    fn introduce(&self, stream: Arc<ResumableStream>) {
         let session = Session(stream.session().clone());
         stream.set_stall_timeout(HANDSHAKE);
         match stream.wait_for_first() {

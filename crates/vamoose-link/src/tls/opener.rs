@@ -22,6 +22,7 @@ use super::record::{
     ALERT, CLOSE_NOTIFY, DATA, HANDSHAKE, HEADER_LEN, MAX_BODY, MAX_CONTENT, RecordKey, TAG_LEN,
     authenticated,
 };
+use super::sealer::{MAX_RECORDS, worn};
 use crate::Socket;
 
 /// The receiving direction of a connection.
@@ -61,6 +62,11 @@ impl Opener {
             empty: 0,
             state: State::Open,
         }
+    }
+
+    /// Whether the peer's key has sealed most of the records that it may.
+    pub(crate) fn is_worn(&self) -> bool {
+        self.key.sequence() >= worn(MAX_RECORDS)
     }
 
     /// Reads into `out`: at least one byte, or none when the peer has said that nothing follows. What is behind the bytes

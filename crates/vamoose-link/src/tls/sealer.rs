@@ -10,9 +10,8 @@
 //! Guest memory may change while it is read. It is therefore copied, once, before it is sealed: a cipher that
 //! read it twice would authenticate other bytes than it encrypts.
 //!
-//! A key seals at most [`MAX_RECORDS`]: then [`Sealer::send`] fails, and the connection has to be
-//! replaced by a new one, which a session does by itself. That is 128 GiB, so that one of many handshakes
-//! costs less than a change of keys within the connection would cost in code.
+//! A key seals at most [`MAX_RECORDS`], which are 128 GiB: then [`Sealer::send`] fails. A session replaces the connection
+//! before that ([`Sealer::is_worn`]), so that a change of keys within a connection is not needed.
 
 use std::{
     fmt,
@@ -40,6 +39,11 @@ pub(crate) struct Sealer {
 /// Full records of AES-GCM under one key: 2^24.5 keep the margin of RFC 8446 (5.5), and this is well below. Others could have
 /// more.
 pub(super) const MAX_RECORDS: u64 = 1 << 23;
+
+/// From so many records on a key is worn. What is left is enough for the seconds in which the connection is replaced.
+pub(super) fn worn(max_records: u64) -> u64 {
+    max_records / 4 * 3
+}
 
 /// A batch has so many full records: enough to make the system call cheap, few enough for the second-level cache.
 const RECORDS: usize = 8;
@@ -103,6 +107,11 @@ impl Sealer {
         })?;
         self.is_broken = true;
         Ok(())
+    }
+
+    /// Whether the key has sealed most of the records that it may: then its connection should be replaced.
+    pub(crate) fn is_worn(&self) -> bool {
+        self.key.sequence() >= worn(self.max_records)
     }
 
     fn unless_broken(&mut self, work: impl FnOnce(&mut Self) -> io::Result<()>) -> io::Result<()> {
@@ -239,7 +248,7 @@ impl Sealer {
 
     /// Lets the key have fewer records than it may.
     #[cfg(test)]
-    pub(super) fn limit_records(&mut self, max_records: u64) {
+    pub(crate) fn limit_records(&mut self, max_records: u64) {
         self.max_records = max_records;
     }
 }
