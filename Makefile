@@ -46,9 +46,9 @@ databases: setup # Move guests with PostgreSQL on a disk, three times each, with
 	scripts/setup workloads
 	cargo test --release -p vamoose --test all database:: -- --ignored --nocapture
 
-cuts: setup    # Cut the link in every phase of migrations (CUTS="--table full --jobs 4")
-	cargo build --release -p vamoose -p lab --bin vamoose --bin cuts
-	"$${CARGO_TARGET_DIR:-target}/release/cuts" $(CUTS)
+cuts: setup    # Cut the link in every phase of migrations, in every way (CUTS="--table full --jobs 4")
+	cargo build --release -p vamoose -p lab --bin vamoose --bin faults
+	"$${CARGO_TARGET_DIR:-target}/release/faults" $(or $(CUTS),--table quick) --keep-going
 
 faults: setup  # Break migrations in every way, at random moments, until one goes wrong (FAULTS="--faults 2000 --seed 1")
 	cargo build --release -p vamoose -p lab -p vamoose-live --bin vamoose --bin faults --example vmm
@@ -58,14 +58,14 @@ bench: setup   # Measure Vamoose beside stock QEMU on this host (minutes; BENCH=
 	cargo build --release -p vamoose -p vamoose-demo -p vamoose-bench
 	"$${CARGO_TARGET_DIR:-target}/release/vamoose" bench $(or $(BENCH),--quick)
 
-paths: setup   # Measure what a second path brings
-	cargo build --release -p vamoose -p lab --bin vamoose --bin paths
-	"$${CARGO_TARGET_DIR:-target}/release/paths" $(PATHS)
+# As root. PATHS_RAM and PATHS_RUNS set the guest's memory in MiB and how often each case runs.
+paths: setup   # Measure what a second path gains
+	cargo test --release -p vamoose --test all paths:: -- --ignored --nocapture
 
-libvirt: setup   # Move guests between two hosts with virsh, in every way (half an hour; LIBVIRT="--way relays --only abort", or "--evacuate 100")
+# As root. LIBVIRT_CASES, LIBVIRT_WAYS and LIBVIRT_VERSIONS choose cases, LIBVIRT_ROUNDS and LIBVIRT_GUESTS set how many.
+libvirt: setup   # Move guests between two hosts with virsh, in every way (half an hour; LIBVIRT=cases, times or evacuation)
 	scripts/setup libvirt
-	cargo build --release -p vamoose -p lab --bin vamoose --bin libvirt
-	"$${CARGO_TARGET_DIR:-target}/release/libvirt" $(LIBVIRT)
+	cargo test --release -p vamoose --test all libvirt::matrix::$(or $(LIBVIRT),cases) -- --ignored --nocapture
 
 book:          # Build the handbook, docs/, into target/book
 	scripts/setup build

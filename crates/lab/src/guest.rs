@@ -118,7 +118,7 @@ impl Image {
     }
 
     /// A machine with `ram` bytes that boots this image, with these parameters for what is in it.
-    pub(crate) fn boot(&self, binary: &Binary, ram: u64, parameters: &str) -> Builder {
+    pub fn boot(&self, binary: &Binary, ram: u64, parameters: &str) -> Builder {
         let command_line = command_line(parameters);
         Builder::linux(binary, ram, &self.kernel, &self.initrd, &command_line)
     }

@@ -5,9 +5,8 @@
 //!   [`writer`] the smallest one with a disk, [`ram`] makes and compares memory images;
 //! - [`vamoose`] runs the program under test, [`stand_in`] makes the libraries that it finds instead of hardware, [`qatzip`] finds
 //!   the real one;
-//! - [`libvirt`] makes two hosts of libvirt, as administrators have them;
-//! - [`net`] makes links of given rates that can be pulled, [`middlebox`] breaks connections, [`sockets`] ports and single ones,
-//!   [`cuts`] is the table of experiments with both;
+//! - [`net`] makes links of given rates that can be pulled, [`middlebox`] breaks connections, [`sockets`] ports and single
+//!   ones;
 //! - [`process`] runs and ends processes, [`proc`] and [`cpu`] read what they cost;
 //! - [`watched`] is how threads here wait for one another.
 //!
@@ -16,17 +15,13 @@
 
 pub mod counter;
 pub mod cpu;
-pub mod cuts;
-pub mod database;
 pub mod guest;
-pub mod libvirt;
 pub mod middlebox;
 pub mod net;
 pub mod proc;
 pub mod process;
 pub mod program;
 pub mod qatzip;
-pub mod qcow2;
 pub mod qemu;
 pub mod qmp;
 pub mod ram;

@@ -35,7 +35,9 @@ mod state;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
 use std::net::SocketAddr;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -51,8 +53,27 @@ use state::State;
 /// A proxy on 127.0.0.1, between a dialler and a listener. Dropping it resets its connections and ends its threads.
 #[derive(Debug)]
 pub struct Middlebox {
-    shared: Arc<Shared>,
+    handle: Handle,
     acceptor: Option<JoinHandle<()>>,
+}
+
+/// Controls a [`Middlebox`] from any thread, and does not keep it alive.
+#[derive(Clone, Debug)]
+pub struct Handle(Arc<Shared>);
+
+/// Sees what passes through a middlebox, in pieces that it chooses. No lock is held during a call, so the observer may change
+/// connections; meanwhile nothing passes through this one.
+pub trait Observer: Send + Sync {
+    /// How many of `bytes` pass next, in one piece: bytes of one direction that have arrived and have not passed. Called when bytes
+    /// have arrived, and again when a piece has passed, then possibly without bytes. 0 waits for more bytes; what is left when the
+    /// sender has ended passes.
+    fn piece(
+        &self,
+        middlebox: &Handle,
+        connection: usize,
+        direction: Direction,
+        bytes: &[u8],
+    ) -> usize;
 }
 
 /// What happens to connections to come.
@@ -106,6 +127,8 @@ pub enum Flow {
     Pass,
     /// So many of them pass in a second.
     Slow(u64),
+    /// They pass this much later.
+    Late(Duration),
     /// They wait, and so does the sender's end: a wire that is mended before a time-out.
     Hold,
     /// They are dropped, and the sender's end is hidden: a NAT that has lost its table. A direction that has lost bytes never passes
@@ -173,100 +196,136 @@ pub struct Flipped {
 }
 
 impl Middlebox {
-    /// A proxy to whoever listens at `listener`, also if nobody does yet. Everything passes.
+    /// A proxy to `listener`, which need not be open yet. Everything passes.
     pub fn new(listener: SocketAddr) -> Result<Self> {
+        Self::start(listener, None)
+    }
+
+    /// A proxy whose bytes pass as `observer` says.
+    pub fn observed(listener: SocketAddr, observer: Arc<dyn Observer>) -> Result<Self> {
+        Self::start(listener, Some(observer))
+    }
+
+    fn start(listener: SocketAddr, observer: Option<Arc<dyn Observer>>) -> Result<Self> {
         let port = Port::new().context("a port for the middlebox")?;
         port.listen().context("listening for the middlebox")?;
-        let shared = Arc::new(Shared {
-            listener,
+        let handle = Handle(Arc::new(Shared {
             port,
+            observer,
             wake: eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
                 .context("waking the middlebox")?,
-            state: Watched::default(),
-        });
+            state: Watched::new(State::new(listener)),
+        }));
         let acceptor = thread::spawn({
-            let shared = shared.clone();
-            move || shared.accept()
+            let handle = handle.clone();
+            move || handle.accept()
         });
         Ok(Self {
-            shared,
+            handle,
             acceptor: Some(acceptor),
         })
     }
+}
 
+impl Deref for Middlebox {
+    type Target = Handle;
+
+    fn deref(&self) -> &Handle {
+        &self.handle
+    }
+}
+
+impl Handle {
     /// Where diallers connect to.
     pub fn address(&self) -> SocketAddr {
-        self.shared.port.address()
+        self.0.port.address()
+    }
+
+    /// Where connections are joined to.
+    pub fn listener(&self) -> SocketAddr {
+        self.0.state.lock().listener
+    }
+
+    /// Joins connections to come to another listener.
+    pub fn lead_to(&self, listener: SocketAddr) {
+        self.0.state.lock().listener = listener;
     }
 
     /// Decides what happens to connections to come.
     pub fn admit(&self, admission: Admission) -> Result<()> {
-        let mut state = self.shared.state.lock();
+        let mut state = self.0.state.lock();
         state.admission = admission;
-        let port = &self.shared.port;
+        let port = &self.0.port;
         match admission {
             Admission::Refuse => port.refuse().context("refusing connections")?,
             Admission::Pass | Admission::Silence => port.listen().context("listening again")?,
         }
         drop(state);
-        connection::wake(&self.shared.wake);
+        connection::wake(&self.0.wake);
         Ok(())
     }
 
     /// Changes connections now. Returns how many there were to change.
     pub fn apply(&self, which: Which, change: Change) -> usize {
-        self.shared.state.update(|state| state.apply(which, change))
+        self.0.state.update(|state| state.apply(which, change))
     }
 
     /// Changes connections at a mark: at once, if that has been passed.
     pub fn apply_at(&self, mark: Mark, which: Which, change: Change) {
-        self.shared.state.update(|state| {
+        self.0.state.update(|state| {
             state.planned.push((mark, which, change));
             state.apply_planned(mark.connection);
+        });
+    }
+
+    /// Changes a direction of all connections, also of those to come.
+    pub fn set_flow(&self, direction: Direction, flow: Flow) {
+        self.0.state.update(|state| {
+            state.flows[direction as usize] = flow;
+            state.apply(Which::All, Change::OneWay(direction, flow));
         });
     }
 
     /// Flips a bit (0 to 7, the lowest first) of one of the bytes to come in a direction of a connection: byte 0 is the next one.
     pub fn flip(&self, connection: usize, direction: Direction, byte: u64, bit: u8) -> Result<()> {
         let flip = |state: &mut State| state.flip(connection, direction, byte, bit);
-        let found = self.shared.state.update(flip);
+        let found = self.0.state.update(flip);
         found.with_context(|| format!("there is no connection {connection}"))
     }
 
     /// Flips a bit of the byte behind a mark, if that has not been passed.
     pub fn flip_at(&self, mark: Mark, bit: u8) {
-        self.shared.state.update(|state| state.flip_at(mark, bit));
+        self.0.state.update(|state| state.flip_at(mark, bit));
     }
 
     /// Flips a random bit in one of `every` bytes to come, on average, of all connections in a direction, also those to come. The same
     /// seed flips the same bits of the same connection.
     pub fn flip_one_in(&self, direction: Direction, every: u64, seed: u64) {
-        let shared = &self.shared;
-        shared
+        self.0
             .state
             .update(|state| state.flip_one_in(direction, every, seed));
     }
 
     /// The bits that have been flipped so far.
     pub fn flips(&self) -> Vec<Flipped> {
-        self.shared.state.lock().flipped.clone()
+        self.0.state.lock().flipped.clone()
     }
 
     /// Keeps what passes from now on.
     pub fn record(&self) {
-        self.shared.state.update(|state| state.records = true);
+        self.0.state.update(|state| state.records = true);
     }
 
     /// What has passed in a direction of a connection while it was kept, as its sender wrote it: before bits were flipped.
     pub fn recorded(&self, connection: usize, direction: Direction) -> Vec<u8> {
-        let state = self.shared.state.lock();
+        let state = self.0.state.lock();
         let entry = state.entries.get(connection);
         entry.map_or_else(Vec::new, |entry| entry.lane_of(direction).record.clone())
     }
 
     /// The connections that have arrived, in this order.
     pub fn connections(&self) -> Vec<Connection> {
-        self.shared.state.lock().connections()
+        self.0.state.lock().connections()
     }
 
     /// Waits until so many connections have arrived since the beginning, and bytes can pass.
@@ -294,15 +353,15 @@ impl Middlebox {
         self.wait(within, |state| is_so(&state.connections()))
     }
 
-    /// Waits until everything of [`Middlebox::apply_at`] has been done.
+    /// Waits until everything of [`Handle::apply_at`] has been done.
     pub fn wait_for_changes(&self, within: Duration) -> Result<()> {
         self.wait(within, |state| state.planned.is_empty())
     }
 
     fn wait(&self, within: Duration, is_so: impl Fn(&State) -> bool) -> Result<()> {
         let found = |state: &State| is_so(state).then_some(());
-        if self.shared.state.wait(within, found).is_none() {
-            let state = self.shared.state.lock();
+        if self.0.state.wait(within, found).is_none() {
+            let state = self.0.state.lock();
             let (connections, planned) = (state.connections(), &state.planned);
             bail!("waited {within:?} in vain: {connections:?}, to be done: {planned:?}");
         }
@@ -312,8 +371,8 @@ impl Middlebox {
 
 impl Drop for Middlebox {
     fn drop(&mut self) {
-        self.shared.state.update(State::end);
-        connection::wake(&self.shared.wake);
+        self.handle.0.state.update(State::end);
+        connection::wake(&self.handle.0.wake);
         // It ends after its connections.
         let _ = self.acceptor.take().map(JoinHandle::join);
     }
@@ -342,23 +401,28 @@ impl Connection {
     }
 }
 
-/// What the threads share. Everything is done under the one lock, so that changes are complete when their calls return.
-#[derive(Debug)]
+/// What the threads share. Every change is made under the one lock, so that it is complete when its call returns.
 struct Shared {
-    listener: SocketAddr,
     port: Port,
+    observer: Option<Arc<dyn Observer>>,
     /// Wakes the acceptor.
     wake: OwnedFd,
     state: Watched<State>,
 }
 
-impl Shared {
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Shared").field(&self.state).finish()
+    }
+}
+
+impl Handle {
     /// Accepts connections until the middlebox is dropped.
     fn accept(&self) {
         thread::scope(|scope| {
             while let Some(refuses) = self.next() {
-                let wake = PollFd::new(&self.wake, PollFlags::IN);
-                let port = PollFd::new(&self.port, PollFlags::IN);
+                let wake = PollFd::new(&self.0.wake, PollFlags::IN);
+                let port = PollFd::new(&self.0.port, PollFlags::IN);
                 // A port that refuses is always ready.
                 let mut files = if refuses {
                     vec![wake]
@@ -367,7 +431,7 @@ impl Shared {
                 };
                 // What is ready shows below, and an interruption is as good.
                 let _ = poll(&mut files, None);
-                connection::settle(&self.wake);
+                connection::settle(&self.0.wake);
                 if let Some(number) = self.accept_one() {
                     scope.spawn(move || connection::serve(self, number));
                 }
@@ -377,17 +441,17 @@ impl Shared {
 
     /// Whether connections are refused, or `None` at the end.
     fn next(&self) -> Option<bool> {
-        let state = self.state.lock();
+        let state = self.0.state.lock();
         (!state.is_ending()).then_some(state.admission == Admission::Refuse)
     }
 
     /// Accepts a connection, if there is one and it is to be accepted.
     fn accept_one(&self) -> Option<usize> {
-        self.state.update(|state| {
+        self.0.state.update(|state| {
             if state.is_ending() || state.admission == Admission::Refuse {
                 return None;
             }
-            let near = self.port.accept().ok()?;
+            let near = self.0.port.accept().ok()?;
             let added = state.add(near);
             added.inspect_err(reset).ok()
         })

@@ -10,22 +10,31 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
 
 use super::state::{Entry, State};
-use super::{Change, Direction, Flow, Shared, Status};
+use super::{Change, Direction, Flow, Handle, Status};
 use crate::sockets::reset;
+use crate::watched::Watched;
 
 /// Joins a connection to the listener, and passes its bytes until it ends.
-pub(super) fn serve(shared: &Shared, number: usize) {
-    if is_dialling(&shared.state.lock().entries[number]) {
-        join(shared, number);
+pub(super) fn serve(middlebox: &Handle, number: usize) {
+    let state = &middlebox.0.state;
+    if is_dialling(&state.lock().entries[number]) {
+        join(state, number);
     }
-    shared.state.update(|state| state.apply_planned(number));
-    let mut pumps = Direction::BOTH.map(Pump::new);
+    state.update(|state| state.apply_planned(number));
+    let is_observed = middlebox.0.observer.is_some();
+    let mut pumps = Direction::BOTH.map(|direction| Pump::new(direction, is_observed));
     loop {
+        for pump in &mut pumps {
+            pump.read(&mut state.lock().entries[number]);
+            pump.ask(middlebox, number);
+        }
         let step = |state: &mut State| step(state, number, &mut pumps);
-        let Some(wait) = shared.state.update(step) else {
+        let Some(wait) = state.update(step) else {
             return;
         };
-        wait.wait();
+        if pumps.iter().all(|pump| !pump.has_news) {
+            wait.wait();
+        }
     }
 }
 
@@ -46,6 +55,11 @@ struct Pump {
     direction: Direction,
     buffer: Vec<u8>,
     waiting: Range<usize>,
+    /// How many of them may pass before the observer is asked: all without one.
+    piece: usize,
+    is_observed: bool,
+    /// Bytes or the sender's end have arrived, or a piece has passed, and the observer has not been asked since.
+    has_news: bool,
     /// How the sender has ended, if it has.
     end: Option<End>,
     /// The receiver has been told the end.
@@ -83,14 +97,15 @@ fn is_dialling(entry: &Entry) -> bool {
 }
 
 /// Connects to the listener. A dialler whose listener is not there is reset, the closest thing to a refusal.
-fn join(shared: &Shared, number: usize) {
-    let dialled = TcpStream::connect_timeout(&shared.listener, DIALLING);
+fn join(state: &Watched<State>, number: usize) {
+    let listener = state.lock().listener;
+    let dialled = TcpStream::connect_timeout(&listener, DIALLING);
     let far = dialled.and_then(|far| {
         far.set_nonblocking(true)?;
         far.set_nodelay(true)?;
         Ok(far)
     });
-    shared.state.update(|state| {
+    state.update(|state| {
         let entry = &mut state.entries[number];
         match far {
             Ok(far) if is_dialling(entry) => {
@@ -110,7 +125,6 @@ fn join(shared: &Shared, number: usize) {
 /// Passes on what can be, and says what to wait for next, if the connection has not ended.
 fn step(state: &mut State, number: usize, pumps: &mut [Pump; 2]) -> Option<Wait> {
     for pump in &mut *pumps {
-        pump.read(&state.entries[number]);
         pump.write(state, number);
     }
     let entry = &mut state.entries[number];
@@ -136,33 +150,69 @@ fn step(state: &mut State, number: usize, pumps: &mut [Pump; 2]) -> Option<Wait>
 }
 
 impl Pump {
-    fn new(direction: Direction) -> Self {
+    fn new(direction: Direction, is_observed: bool) -> Self {
         Self {
             direction,
             buffer: vec![0; BUFFER],
             waiting: 0..0,
+            piece: if is_observed { 0 } else { usize::MAX },
+            is_observed,
+            has_news: false,
             end: None,
             is_done: false,
             is_blocked: false,
         }
     }
 
-    /// Reads, if nothing waits.
-    fn read(&mut self, entry: &Entry) {
+    /// Whether what waits is not a whole piece yet.
+    fn needs_more(&self) -> bool {
+        self.piece == 0 && !self.has_news
+    }
+
+    /// Reads, if nothing waits or more is needed.
+    fn read(&mut self, entry: &mut Entry) {
         let Some(from) = self.readable_end(entry) else {
             return;
         };
-        match (&*from).read(&mut self.buffer) {
+        let waiting = self.waiting.len();
+        self.buffer.copy_within(self.waiting.clone(), 0);
+        if waiting == self.buffer.len() {
+            self.buffer.resize(2 * waiting, 0);
+        }
+        match (&*from).read(&mut self.buffer[waiting..]) {
             Ok(0) => self.end = Some(End::Finished),
-            Ok(count) => self.waiting = 0..count,
-            Err(error) if is_temporary(&error) => {}
+            Ok(count) => {
+                self.waiting = 0..waiting + count;
+                entry.lane(self.direction).delay();
+            }
+            Err(error) if is_temporary(&error) => {
+                self.waiting = 0..waiting;
+                return;
+            }
             Err(_) => self.end = Some(End::Broken),
         }
+        if self.end.is_some() {
+            self.waiting = 0..waiting;
+        }
+        self.has_news = self.is_observed;
+    }
+
+    /// Asks the observer, if there is news, how much passes next.
+    fn ask(&mut self, middlebox: &Handle, number: usize) {
+        let Some(observer) = middlebox.0.observer.as_ref().filter(|_| self.has_news) else {
+            return;
+        };
+        self.has_news = false;
+        let bytes = &self.buffer[self.waiting.clone()];
+        self.piece = match observer.piece(middlebox, number, self.direction, bytes) {
+            0 if self.end.is_some() => bytes.len(),
+            piece => piece.min(bytes.len()),
+        };
     }
 
     /// Where to read from now.
     fn readable_end(&self, entry: &Entry) -> Option<Arc<TcpStream>> {
-        let is_wanted = self.waiting.is_empty()
+        let is_wanted = (self.waiting.is_empty() || self.needs_more())
             && self.end.is_none()
             && entry.flow(self.direction) != Flow::Hold;
         entry.sender(self.direction).filter(|_| is_wanted)
@@ -179,7 +229,8 @@ impl Pump {
                 entry.lane(self.direction).drop_bytes(waiting.len());
                 return;
             };
-            let most = state.most(number, self.direction, self.waiting.len());
+            let piece = self.piece.min(self.waiting.len());
+            let most = state.most(number, self.direction, piece);
             if most == 0 {
                 return;
             }
@@ -192,6 +243,10 @@ impl Pump {
                 Ok(count) => {
                     state.record(number, self.direction, &head[..count]);
                     self.waiting.start += count;
+                    if self.is_observed {
+                        self.piece -= count;
+                        self.has_news = self.piece == 0;
+                    }
                     state.count_passed(number, self.direction, count);
                 }
                 Err(error) if is_temporary(&error) => return,
@@ -213,7 +268,7 @@ impl Pump {
     /// Tells the receiver how the sender has ended, if everything has passed before.
     fn pass_end(&mut self, entry: &mut Entry) {
         let passes = match entry.flow(self.direction) {
-            Flow::Pass | Flow::Slow(_) => self.waiting.is_empty(),
+            Flow::Pass | Flow::Slow(_) | Flow::Late(_) => self.waiting.is_empty(),
             Flow::Hold | Flow::Drop => false,
         };
         match self.end {
@@ -235,13 +290,13 @@ impl Pump {
     }
 
     fn awaited(&self, entry: &Entry) -> Option<Awaited> {
-        if self.waiting.is_empty() {
+        if self.waiting.is_empty() || self.needs_more() {
             let from = self.readable_end(entry)?;
             return Some(Awaited::Socket(from, PollFlags::IN));
         }
         match entry.flow(self.direction) {
             Flow::Hold => None,
-            Flow::Pass | Flow::Slow(_) | Flow::Drop => {
+            Flow::Pass | Flow::Slow(_) | Flow::Late(_) | Flow::Drop => {
                 let to = entry.receiver(self.direction)?;
                 let ready_at = entry.lane_of(self.direction).ready_at;
                 let later = ready_at.filter(|at| *at > Instant::now());

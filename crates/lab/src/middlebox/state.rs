@@ -1,6 +1,6 @@
 //! What is known of all connections, and the changes to them.
 
-use std::net::{Shutdown, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,9 +14,12 @@ use super::{
 };
 use crate::sockets::reset;
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct State {
+    pub(super) listener: SocketAddr,
     pub(super) admission: Admission,
+    /// Of connections to come, by direction.
+    pub(super) flows: [Flow; 2],
     /// The middlebox is being dropped.
     ending: bool,
     pub(super) entries: Vec<Entry>,
@@ -53,7 +56,7 @@ pub(super) struct Lane {
     traffic: Traffic,
     /// What has passed since it is kept.
     pub(super) record: Vec<u8>,
-    /// When the next byte may pass, if they are slow.
+    /// When the next byte may pass, if they are slow or late.
     pub(super) ready_at: Option<Instant>,
     /// Byte and bit.
     flips: Vec<(u64, u8)>,
@@ -68,6 +71,21 @@ struct RandomFlips {
 }
 
 impl State {
+    pub(super) fn new(listener: SocketAddr) -> Self {
+        Self {
+            listener,
+            admission: Admission::Pass,
+            flows: [Flow::Pass; 2],
+            ending: false,
+            entries: Vec::new(),
+            planned: Vec::new(),
+            flipped: Vec::new(),
+            flips: Vec::new(),
+            records: false,
+            random: [None; 2],
+        }
+    }
+
     pub(super) fn connections(&self) -> Vec<Connection> {
         let connection = |entry: &Entry| Connection {
             status: entry.status,
@@ -105,6 +123,7 @@ impl State {
         let lanes = Direction::BOTH.map(|direction| {
             let random = self.random[direction as usize];
             Lane {
+                flow: self.flows[direction as usize],
                 lost: self.admission == Admission::Silence,
                 random: random.map(|(every, seed)| RandomFlips::new(every, seed, number, 0)),
                 ..Lane::default()
@@ -197,7 +216,12 @@ impl State {
         let passed = lane.traffic.passed;
         let slice = match entry.flow(direction) {
             Flow::Pass => None,
-            Flow::Slow(_) if lane.ready_at.is_some_and(|at| at > Instant::now()) => Some(0),
+            Flow::Slow(_) | Flow::Late(_)
+                if lane.ready_at.is_some_and(|at| at > Instant::now()) =>
+            {
+                Some(0)
+            }
+            Flow::Late(_) => None,
             Flow::Slow(rate) => Some((rate / SLICES).max(1)),
             Flow::Hold | Flow::Drop => Some(0),
         };
@@ -342,6 +366,13 @@ impl Lane {
     pub(super) fn drop_bytes(&mut self, count: usize) {
         self.traffic.dropped += count as u64;
         self.lost = true;
+    }
+
+    /// Delays bytes that have arrived, where they are to be late.
+    pub(super) fn delay(&mut self) {
+        if let Flow::Late(delay) = self.flow {
+            self.ready_at = Some(Instant::now() + delay);
+        }
     }
 
     /// Counts bytes that have passed, and gives the bits that were flipped in the first of them.

@@ -4,13 +4,13 @@
 use std::{net::SocketAddr, num::NonZeroU64, thread, time::Duration};
 
 use crate::common::{
-    Here, MIB, Shape, Stage, Step, There, Watchdog, address_of, in_parallel, listen, loopback,
-    migrate_over, nothing_to_migrate, plain, sessions::Hosts, source_config, until_one_arrives,
+    Here, MIB, Shape, Stage, Step, There, Watchdog, address_of,
+    cuts::{Cut, Phase, run},
+    in_parallel, listen, loopback, migrate_over, nothing_to_migrate, plain,
+    sessions::Hosts,
+    source_config, until_one_arrives,
 };
-use lab::{
-    cuts::{Kind, Paths, Phase, Row, Table, run},
-    middlebox::{Admission, Change, Direction, Middlebox, Which},
-};
+use lab::middlebox::{Admission, Change, Direction, Middlebox, Which};
 use multifd::Method;
 use vamoose_live::{
     Address, Destination, DestinationError, GuestLocation, SourceConfig, SourceError, Status,
@@ -47,28 +47,20 @@ fn every_way_to_cut_a_link_is_survived() {
         return;
     }
     let hosts = [Hosts::new(), Hosts::insecure(true)];
-    let second = Duration::from_secs(1);
-    let is_brief =
-        |row: &Row| row.paths == Paths::One && row.kind.lasts().is_none_or(|lasts| lasts == second);
-    // A first connection that cannot be made ends a migration: nobody is known there.
-    let rows = Table::Full.rows().filter(is_brief);
-    let rows: Vec<_> = rows
-        .filter(|row| row.phase != Phase::FirstConnection && !matches!(row.kind, Kind::Pulled(_)))
-        .collect();
-    assert_eq!(rows.len(), 4 * 8);
-    in_parallel(32, |run| {
+    let cuts = Cut::all();
+    in_parallel(u64::try_from(cuts.len()).unwrap(), |run| {
         let number = usize::try_from(run).unwrap();
-        let _watchdog = Watchdog::new(rows[number].to_string());
-        survive(&hosts[number % 3 % 2], rows[number]);
+        let _watchdog = Watchdog::new(cuts[number].to_string());
+        survive(&hosts[number % 3 % 2], cuts[number]);
     });
 }
 
-/// A migration through a middlebox that is cut as `row` says, if it can be.
-fn survive(hosts: &Hosts, row: Row) {
+/// A migration through a middlebox whose connections are cut.
+fn survive(hosts: &Hosts, cut: Cut) {
     let stage = Stage::new(&shape());
     let mut destination = stage.destination_at(hosts.acceptor(), |_| {});
     let (middlebox, address) = middlebox(&destination);
-    let done = run(row, &[&middlebox], |experiment| {
+    let (reconnects, was_cut) = run(cut, &middlebox, |experiment| {
         let source = stage.source(slow());
         let handle = source.handle();
         let mut here = Here::new(&stage)
@@ -96,10 +88,9 @@ fn survive(hosts: &Hosts, row: Row) {
         outcome.expect_done();
         handle.session().unwrap().reconnects()
     });
-    let (reconnects, outcome) = done.unwrap();
-    assert!(outcome.cut_after.is_some(), "{row} was never made");
+    assert!(was_cut, "{cut} was never made");
     // Behind the hand-over the guest may have been over before.
-    assert!(reconnects > 0 || row.phase == Phase::HandOver, "{row}");
+    assert!(reconnects > 0 || cut.phase == Phase::HandOver, "{cut}");
     stage.expect_there();
 }
 

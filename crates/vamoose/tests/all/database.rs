@@ -3,12 +3,13 @@
 //!
 //! A move is one command that meets a fault, and, if the guest has stayed, another command, which has to work.
 
+mod guest;
+
 use std::{env, fmt, time::Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use fastrand::Rng;
 use lab::{
-    database::{self, Committed, Disk, Found, System},
     guest::Guest,
     qemu::{self, Binary},
     vamoose::{Ended, Vamoose},
@@ -16,6 +17,7 @@ use lab::{
 use rustix::process::Signal;
 use tempfile::TempDir;
 
+use self::guest::{self as database, Committed, Disk, Found, System};
 use crate::common::{
     Host, LIMIT, MIB,
     gate::{Fate, Gate, Message},

@@ -2,6 +2,8 @@
 //! does more. And what sets libvirt up for it.
 
 mod evacuate;
+mod hosts;
+mod matrix;
 
 use std::{
     env, fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, time::Instant,
@@ -10,12 +12,12 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use lab::{
     guest::{Image, Load},
-    libvirt::{self, Domain, Ended, Generation, Hosts, Passage, Storage, Way, Where},
     vamoose::{Keys, Vamoose},
 };
 use rustix::process::Signal;
 use tempfile::TempDir;
 
+use self::hosts::{Domain, Ended, Generation, Hosts, Passage, Storage, Way, Where};
 use crate::common::{LIMIT, vamoose};
 
 /// Never more than can be sent meanwhile.
@@ -56,7 +58,7 @@ fn in_all_generations(test: impl Fn(&Generation) -> Result<()>) -> Result<()> {
     if Image::build_or_skip(1)?.is_none() {
         return Ok(());
     }
-    for generation in libvirt::available_or_skip()? {
+    for generation in hosts::available_or_skip()? {
         let context = || format!("libvirt {}", generation.version);
         test(&generation).with_context(context)?;
     }
@@ -67,7 +69,7 @@ fn in_all_generations(test: impl Fn(&Generation) -> Result<()>) -> Result<()> {
 fn cancelled_and_moved(generation: &Generation, way: Way) -> Result<()> {
     let (image, keys) = (Image::build(8)?, Keys::make(vamoose())?);
     let hosts = Hosts::start(generation, way, &image, 1_000_000_000)?;
-    let mut passage = Passage::new(&hosts, vamoose(), &keys)?;
+    let mut passage = Passage::new(&hosts, &keys)?;
     let mut domain = Domain::start(&hosts, &image, 192, &LOAD, Storage::Shared)?;
     for _ in 0..2 {
         let arguments = passage.prepare(domain.at())?;
@@ -157,8 +159,8 @@ fn set_up(generation: &Generation) -> Result<()> {
             "listen = [\"{}:4440\"]\nalias = \"{}\"\ninsecure = true\n\
              peers.localhost = {{ alias = \"{}\", to = [\"{}:4440\"] }}\n",
             host.address,
-            libvirt::alias(at),
-            libvirt::alias(other),
+            hosts::alias(at),
+            hosts::alias(other),
             other.of(&hosts).address
         );
         fs::write(&config, text)?;
@@ -188,7 +190,7 @@ fn set_up(generation: &Generation) -> Result<()> {
     hosts.way = Way::Gateways;
     let mut domain = Domain::start(&hosts, &image, 192, &LOAD, Storage::Shared)?;
     hosts.hosts[0].virsh(["suspend", "web1"])?.success()?;
-    let mut passage = Passage::new(&hosts, vamoose(), &keys)?;
+    let mut passage = Passage::new(&hosts, &keys)?;
     let arguments = passage.prepare(domain.at())?;
     let arguments = [migrate(&arguments), vec!["--parallel"]].concat();
     hosts.hosts[0].virsh(arguments)?.success()?;

@@ -27,6 +27,7 @@ mod methods;
 mod migrate;
 mod old_destination;
 mod owner;
+mod paths;
 mod paused;
 mod placement;
 mod probe;

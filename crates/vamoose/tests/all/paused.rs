@@ -4,7 +4,7 @@ use std::{fs, thread};
 
 use anyhow::{Context as _, Result, ensure};
 use lab::{
-    counter, qcow2,
+    counter,
     qemu::{self, Binary, Builder, Qemu},
 };
 use tempfile::TempDir;
@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use crate::common::{
     Host, LIMIT, MIB,
     gate::{Fate, Gate, Message},
-    migrate,
+    migrate, qcow2,
 };
 
 /// A machine with a disk that every host reaches.

@@ -18,7 +18,8 @@ use crate::options::{Engine, Options};
 use crate::qemu;
 use crate::report::{Report, Trouble};
 use crate::sandbox;
-use crate::table::Tally;
+use crate::table::Row;
+use crate::tally::Tally;
 
 /// Everything that the jobs share.
 struct Campaign<'a> {
@@ -62,13 +63,17 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 
 impl<'a> Campaign<'a> {
     fn new(options: &'a Options) -> Result<Self> {
-        println!("seed {}", options.seed);
+        match options.table {
+            Some(_) => println!("{TABLE_HEAD}"),
+            None => println!("seed {}", options.seed),
+        }
         let qemu = match options.engine {
             Engine::Live => None,
             Engine::Qemu | Engine::Both => qemu_setting(options)?,
         };
         let live = match options.engine {
             Engine::Qemu => None,
+            _ if options.table.is_some() => None,
             Engine::Live | Engine::Both => live_setting(options)?,
         };
         ensure!(
@@ -122,7 +127,11 @@ impl<'a> Campaign<'a> {
                 let mut state = self.lock();
                 state.tally.add(&report);
                 self.show_progress(state.tally.experiments);
-                if self.options.experiment.is_some() {
+                if self.options.table.is_some() {
+                    let downtime = report.downtime.unwrap_or_default().as_millis();
+                    let seconds = report.took.as_secs_f64();
+                    println!("| {plan} | {} | {seconds:.1} | {downtime} |", report.ended);
+                } else if self.options.experiment.is_some() {
                     println!("{number}: {plan}\n{report:?}");
                 }
             }
@@ -154,6 +163,11 @@ impl<'a> Campaign<'a> {
             || self.stop.load(Ordering::SeqCst)
             || self.interrupted.load(Ordering::SeqCst);
         let number = self.next.fetch_add(1, Ordering::SeqCst);
+        let table = self
+            .qemu
+            .as_ref()
+            .and_then(|setting| setting.table.as_ref());
+        let enough = enough || table.is_some_and(|rows| number >= rows.len() as u64);
         let only = self.options.experiment.is_none_or(|only| only == number);
         (!enough && only).then_some(number)
     }
@@ -172,7 +186,10 @@ impl<'a> Campaign<'a> {
         let options = self.options;
         let engine = options.engine.to_possible_value();
         let engine = engine.as_ref().map_or("", PossibleValue::get_name);
-        let mut command = format!("faults --seed {} --engine {engine}", options.seed);
+        let mut command = match options.table.and_then(|table| table.to_possible_value()) {
+            Some(table) => format!("faults --table {}", table.get_name()),
+            None => format!("faults --seed {} --engine {engine}", options.seed),
+        };
         for only in &options.only {
             command += &format!(" --only '{only}'");
         }
@@ -212,10 +229,21 @@ impl<'a> Campaign<'a> {
     }
 }
 
+const TABLE_HEAD: &str =
+    "| phase | cut | paths | options | ended | s | downtime, ms |\n|---|---|---|---|---|---:|---:|";
+
 /// What the engine needs, if there is a fault to draw from.
 fn qemu_setting(options: &Options) -> Result<Option<qemu::Setting>> {
     let kinds = wanted(options, &qemu::KINDS);
-    if kinds.is_empty() {
+    let is_wanted = |row: &Row| {
+        let name = row.to_string();
+        options.only.is_empty() || options.only.iter().any(|only| name.contains(only))
+    };
+    let table = options.table.map(|table| {
+        let rows = table.rows().into_iter().filter(is_wanted);
+        rows.collect::<Vec<_>>()
+    });
+    if table.as_ref().map_or(kinds.is_empty(), Vec::is_empty) {
         return Ok(None);
     }
     let mut binaries = lab::qemu::available().to_vec();
@@ -233,7 +261,7 @@ fn qemu_setting(options: &Options) -> Result<Option<qemu::Setting>> {
         .map(|binary| binary.version.to_string())
         .collect();
     println!("QEMU {}", versions.join(", "));
-    qemu::Setting::new(options.vamoose()?, binaries, kinds, options.short).map(Some)
+    qemu::Setting::new(options.vamoose()?, binaries, kinds, options.short, table).map(Some)
 }
 
 fn live_setting(options: &Options) -> Result<Option<live::Setting>> {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::proxy::Point;
+use crate::link::Point;
 use crate::random::Random;
 
 /// A fault of one kind.
@@ -15,8 +15,13 @@ pub(crate) enum Kind {
     Interrupt,
     Cut,
     Reset,
+    /// All connections, every [`RESET_EVERY`](crate::hands::RESET_EVERY).
+    ResetAgain,
     Silence,
+    /// Bytes of one direction vanish; the connections are reset at the end.
     BlackHole,
+    /// As a NAT that has lost its table: connections that exist lose bytes and never pass any again, new ones pass at the end.
+    DeadConnections,
     Refuse,
     Delay,
     Duplicate,
@@ -46,8 +51,10 @@ impl Kind {
             self,
             Self::Cut
                 | Self::Reset
+                | Self::ResetAgain
                 | Self::Silence
                 | Self::BlackHole
+                | Self::DeadConnections
                 | Self::Refuse
                 | Self::Delay
                 | Self::Duplicate
@@ -60,7 +67,7 @@ impl Kind {
     }
 
     /// Whether it is over as soon as it is done, so that there is nothing to repair.
-    fn is_instant(self) -> bool {
+    pub(crate) fn is_instant(self) -> bool {
         matches!(
             self,
             Self::Kill(Role::Source | Role::Destination | Role::Migrate)
@@ -86,6 +93,8 @@ impl fmt::Display for Kind {
             Self::Interrupt => "cancel".to_owned(),
             Self::Cut => "cut (FIN)".to_owned(),
             Self::Reset => "cut (RST)".to_owned(),
+            Self::ResetAgain => "repeated cuts (RST)".to_owned(),
+            Self::DeadConnections => "dead connections".to_owned(),
             Self::Silence => "silence".to_owned(),
             Self::BlackHole => "black hole".to_owned(),
             Self::Refuse => "refuse".to_owned(),
@@ -118,6 +127,10 @@ pub(crate) enum Moment {
     Time(u64),
     /// When this passes the link.
     At(Point),
+    /// When the source's QEMU begins this round.
+    Round(u64),
+    /// When the source's QEMU has paused the guest.
+    Paused,
 }
 
 impl fmt::Display for Moment {
@@ -125,6 +138,8 @@ impl fmt::Display for Moment {
         match self {
             Self::Time(part) => write!(f, "after {}.{} % of the time", part / 10, part % 10),
             Self::At(Point::Bytes(bytes)) => write!(f, "after {bytes} bytes of pages"),
+            Self::Round(round) => write!(f, "in round {round}"),
+            Self::Paused => f.write_str("when the guest is paused"),
             Self::At(Point::Before(word)) => write!(f, "before `{word}`"),
             Self::At(Point::After(word)) => write!(f, "after `{word}`"),
         }
@@ -140,6 +155,8 @@ pub(crate) struct Fault {
     pub(crate) lasts: Option<Duration>,
     /// What else has to be decided: which connection, which direction, how many.
     pub(crate) detail: u64,
+    /// A fault of the link is one of its first path only.
+    pub(crate) one_path: bool,
 }
 
 impl fmt::Display for Fault {
@@ -227,6 +244,7 @@ impl Choices {
             moment,
             lasts: (!kind.is_instant()).then_some(lasts),
             detail: random.below(1 << 16),
+            one_path: false,
         }
     }
 }

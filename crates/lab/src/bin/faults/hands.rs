@@ -3,19 +3,22 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use lab::middlebox::{Change, Direction, Flow};
 use lab::process::{Process, now};
 use lab::watched::Watched;
 use rustix::process::{Rlimit, Signal};
 
 use crate::disk::Disk;
 use crate::fault::{Fault, Kind, Moment, Role};
-use crate::proxy::{Cut, Link, Way, Which};
+use crate::link::{Control, Which};
 use crate::timeline::clock;
 
 /// What is left to do about the fault of this number.
 #[derive(Clone, Copy, Debug)]
 enum Deed {
     Strike(usize),
+    /// Once more.
+    Again(usize),
     Repair(usize),
     /// To be done by the stage: a further command.
     Command(usize),
@@ -28,7 +31,7 @@ pub(crate) type Cancel = Arc<dyn Fn() + Send + Sync>;
 #[derive(Clone)]
 pub(crate) struct Hands {
     pub(crate) faults: Arc<Vec<Fault>>,
-    pub(crate) link: Link,
+    pub(crate) link: Control,
     pub(crate) source: Process,
     pub(crate) destination: Process,
     /// The source's and the destination's.
@@ -57,6 +60,9 @@ pub(crate) struct State {
     story: Vec<(Duration, String)>,
 }
 
+/// How often connections are reset by [`Kind::ResetAgain`].
+pub(crate) const RESET_EVERY: Duration = Duration::from_millis(300);
+
 /// A strike takes some seconds at most: those in which a process that was killed dies.
 const STRIKING: Duration = Duration::from_secs(60);
 
@@ -77,10 +83,20 @@ impl Hands {
                     let at = start + clean.mul_f64(part as f64 / 1000.0);
                     self.state.lock().deeds.push((at, Deed::Strike(index)));
                 }
+                Moment::Round(_) | Moment::Paused => {}
                 Moment::At(point) => {
                     let hands = self.clone();
                     self.link.arm(point, Box::new(move || hands.strike(index)));
                 }
+            }
+        }
+    }
+
+    /// Has the faults strike whose moments the source's QEMU has told.
+    pub(crate) fn strike_at(&self, has_come: impl Fn(Moment) -> bool) {
+        for (index, fault) in self.faults.iter().enumerate() {
+            if has_come(fault.moment) {
+                self.strike(index);
             }
         }
     }
@@ -109,7 +125,11 @@ impl Hands {
     }
 
     fn harm(&self, index: usize, fault: &Fault) {
-        let (link, detail) = (&self.link, fault.detail);
+        let detail = fault.detail;
+        let link = match fault.one_path {
+            true => self.link.first_path(),
+            false => self.link.clone(),
+        };
         match fault.kind {
             Kind::Kill(role) => drop(self.process(role).inspect(Process::kill)),
             Kind::RestartDestination => self.destination.kill(),
@@ -118,13 +138,23 @@ impl Hands {
                 Some(cancel) => cancel(),
                 None => self.signal(Role::Migrate, Signal::INT),
             },
-            Kind::Cut => link.cut(which(detail), Cut::Finished),
-            Kind::Reset => link.cut(which(detail), Cut::Reset),
-            Kind::Silence => link.silence(detail % 3 != 1, detail % 3 != 2),
-            Kind::BlackHole if detail % 2 == 0 => link.swallow(Way::There),
-            Kind::BlackHole => link.swallow(Way::Back),
+            Kind::Cut => link.cut(which(detail), Change::Close),
+            Kind::Reset => link.cut(which(detail), Change::Reset),
+            Kind::ResetAgain => {
+                link.cut(Which::All, Change::Reset);
+                let again = (Instant::now() + RESET_EVERY, Deed::Again(index));
+                self.state.lock().deeds.push(again);
+            }
+            Kind::Silence => link.set_flow(directions(detail), Flow::Hold),
+            Kind::BlackHole => {
+                link.set_flow(&[Direction::BOTH[usize::from(detail % 2 == 1)]], Flow::Drop)
+            }
+            Kind::DeadConnections => link.deaden(directions(detail)),
             Kind::Refuse => link.refuse(),
-            Kind::Delay => link.delay(Duration::from_millis(1 + detail % 40)),
+            Kind::Delay => {
+                let late = Duration::from_millis(1 + detail % 40);
+                link.set_flow(&Direction::BOTH, Flow::Late(late));
+            }
             Kind::Duplicate => link.duplicate(which(detail)),
             Kind::Flip => link.flip(detail),
             Kind::Files(role) => self.limit(role, detail % 4),
@@ -134,6 +164,12 @@ impl Hands {
                 let deed = (Instant::now(), Deed::Command(index));
                 self.state.lock().deeds.push(deed);
             }
+        }
+    }
+
+    fn harm_again(&self, index: usize) {
+        if self.state.lock().active.contains(&index) {
+            self.harm(index, &self.faults[index]);
         }
     }
 
@@ -185,6 +221,10 @@ impl Hands {
         match kind {
             Kind::Freeze(role) => self.signal(role, Signal::CONT),
             Kind::DiskFull(_) => self.disks.iter().flatten().for_each(Disk::free),
+            Kind::BlackHole => {
+                self.link.repair();
+                self.link.cut(Which::All, Change::Reset);
+            }
             kind if kind.is_of_link() => self.link.repair(),
             _ => {}
         }
@@ -215,6 +255,7 @@ impl Hands {
         for deed in due {
             match deed {
                 Deed::Strike(index) => self.strike(index),
+                Deed::Again(index) => self.harm_again(index),
                 Deed::Repair(index) => {
                     self.repair(index);
                     rest.push(index);
@@ -271,6 +312,15 @@ impl Hands {
         story.sort();
         let line = |(at, what): &(Duration, String)| format!("{} {what}", clock(*at));
         story.iter().map(line).collect()
+    }
+}
+
+/// In which directions nothing passes.
+fn directions(detail: u64) -> &'static [Direction] {
+    match detail % 3 {
+        0 => &Direction::BOTH,
+        1 => &[Direction::ToDialler],
+        _ => &[Direction::ToListener],
     }
 }
 

@@ -23,14 +23,15 @@ mod claim;
 mod disk;
 mod fault;
 mod hands;
+mod link;
 mod live;
 mod options;
-mod proxy;
 mod qemu;
 mod random;
 mod report;
 mod sandbox;
 mod table;
+mod tally;
 mod timeline;
 
 use std::process::ExitCode;

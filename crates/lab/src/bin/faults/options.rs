@@ -6,6 +6,8 @@ use anyhow::Result;
 use clap::{Parser, ValueEnum};
 use lab::{process::now, vamoose::program};
 
+use crate::table::Table;
+
 /// Break migrations at random moments until an invariant does not hold
 #[derive(Parser, Debug)]
 #[command(name = "faults", max_term_width = 100)]
@@ -22,6 +24,9 @@ pub(crate) struct Options {
     /// What is broken
     #[arg(long, value_enum, default_value = "both")]
     pub(crate) engine: Engine,
+    /// Make the cuts of this table with QEMUs instead of random faults: two paths, a fixed plan
+    #[arg(long, value_enum, conflicts_with_all = ["faults", "engine"])]
+    pub(crate) table: Option<Table>,
     /// Versions of QEMU, such as 7.2,10.0 [default: all that are available]
     #[arg(long, value_name = "V", value_delimiter = ',')]
     pub(crate) versions: Option<Vec<String>>,
@@ -62,7 +67,7 @@ pub(crate) enum Engine {
 impl Options {
     /// How many faults are enough.
     pub(crate) fn faults(&self) -> u64 {
-        let default = if self.minutes.is_some() {
+        let default = if self.minutes.is_some() || self.table.is_some() {
             u64::MAX
         } else {
             200

@@ -1,5 +1,6 @@
 //! What an experiment has shown.
 
+use std::fmt;
 use std::time::Duration;
 
 use thiserror::Error;
@@ -20,6 +21,8 @@ pub(crate) struct Report {
     /// Whether the guest has stayed and its destination was not ended, so that it waits for nothing.
     pub(crate) left_over: bool,
     pub(crate) took: Duration,
+    /// From the guest's pause at the source until it ran at the destination.
+    pub(crate) downtime: Option<Duration>,
 }
 
 /// Where a guest ended.
@@ -27,10 +30,24 @@ pub(crate) struct Report {
 pub(crate) enum Ended {
     Source,
     Destination,
-    /// With whom: its only copy was killed.
+    /// Its only copy was killed: whose.
     Lost(&'static str),
+    /// The source's QEMU has aborted by itself, see docs/qemu.md.
+    Documented,
     /// Unknown, and need not be known.
     InDoubt,
+}
+
+impl fmt::Display for Ended {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Source => "at the source",
+            Self::Destination => "moved",
+            Self::Lost(why) => why,
+            Self::Documented => "documented",
+            Self::InDoubt => "in doubt",
+        })
+    }
 }
 
 /// The invariants, by what is said when they do not hold.
@@ -57,6 +74,8 @@ pub(crate) enum Broken {
     NextFails,
     #[error("a paused guest was let run")]
     Started,
+    #[error("a short cut ended the migration")]
+    Stayed,
     #[error("a process ended by itself")]
     Crash,
     /// Which was not stopped.

@@ -1,122 +1,207 @@
-//! Counts what experiments have shown, and prints it.
+//! The table of cuts: faults of the link in every phase of a migration, in every way, for several lengths.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use crate::fault::{Fault, Kind};
-use crate::report::{Broken, Ended, Report};
+use clap::ValueEnum;
 
-/// All experiments so far.
-#[derive(Debug, Default)]
-pub(crate) struct Tally {
-    rows: BTreeMap<Kind, Row>,
-    total: Row,
-    reasons: BTreeMap<&'static str, u64>,
-    violations: BTreeMap<Broken, Vec<u64>>,
-    missed: usize,
-    left_over: u64,
-    pub(crate) experiments: u64,
+use crate::fault::{Fault, Kind, Moment};
+use crate::link::Point;
+
+/// How many rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Table {
+    /// Every phase and every kind of cut, none for longer than a second
+    Quick,
+    /// Every phase with every kind, length and number of paths
+    Full,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
-struct Row {
-    tried: u64,
-    source: u64,
-    destination: u64,
-    in_doubt: u64,
-    lost: u64,
-    broken: u64,
-    time: Duration,
+/// One cut. Its name is what it displays.
+#[derive(Clone, Debug)]
+pub(crate) struct Row {
+    phase: Phase,
+    pub(crate) fault: Fault,
 }
 
-impl Tally {
-    pub(crate) fn add(&mut self, report: &Report) {
-        self.experiments += 1;
-        self.missed += report.missed;
-        self.left_over += u64::from(report.left_over);
-        if let Ended::Lost(why) = report.ended {
-            *self.reasons.entry(why).or_default() += 1;
-        }
-        self.total.add(report);
-        for kind in &report.struck {
-            self.rows.entry(*kind).or_default().add(report);
-        }
-    }
+/// When the link is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Phase {
+    FirstConnection,
+    FirstRound,
+    LaterRound,
+    Switchover,
+    HandOver,
+}
 
-    pub(crate) fn add_violation(&mut self, faults: &[Fault], broken: Broken, experiment: u64) {
-        self.experiments += 1;
-        for fault in faults {
-            let row = self.rows.entry(fault.kind).or_default();
-            row.tried += 1;
-            row.broken += 1;
-        }
-        self.total.tried += 1;
-        self.total.broken += 1;
-        self.violations.entry(broken).or_default().push(experiment);
-    }
+/// How long cuts last: below what a heartbeat notices, about what it takes, what a user notices, and near the limit of a reconnect.
+const LENGTHS: [Duration; 4] = [
+    Duration::from_millis(100),
+    QUICK,
+    Duration::from_secs(5),
+    Duration::from_secs(25),
+];
+const QUICK: Duration = Duration::from_secs(1);
+/// Longer than any timeout.
+const MINUTE: Duration = Duration::from_secs(60);
 
-    pub(crate) fn has_violations(&self) -> bool {
-        !self.violations.is_empty()
+impl Table {
+    /// The cuts, always in this order.
+    pub(crate) fn rows(self) -> Vec<Row> {
+        match self {
+            Self::Full => Phase::ALL.into_iter().flat_map(all_of).collect(),
+            Self::Quick => {
+                let each = Phase::ALL.map(|phase| Row::new(phase, RESET, false));
+                let quick = cuts(&[QUICK]).into_iter().filter(|cut| *cut != RESET);
+                let phases = Phase::ALL.into_iter().cycle();
+                let others = quick.zip(phases).enumerate();
+                let others =
+                    others.map(|(number, (cut, phase))| Row::new(phase, cut, number % 2 == 0));
+                each.into_iter().chain(others).collect()
+            }
+        }
     }
+}
+
+/// A kind with its detail and length.
+type Cut = (Kind, u64, Option<Duration>);
+
+/// All connections, once.
+const RESET: Cut = (Kind::Reset, 0, None);
+
+fn cuts(lengths: &[Duration]) -> Vec<Cut> {
+    let one_of_data = 3;
+    let instant = [
+        RESET,
+        (Kind::Reset, one_of_data, None),
+        (Kind::Cut, 0, None),
+    ];
+    let lasting = [
+        (Kind::ResetAgain, 0),
+        (Kind::Refuse, 0),
+        (Kind::Silence, 0),
+        (Kind::DeadConnections, 0),
+        (Kind::DeadConnections, 1),
+        (Kind::DeadConnections, 2),
+    ];
+    let lasting = lengths
+        .iter()
+        .flat_map(|length| lasting.map(|(kind, detail)| (kind, detail, Some(*length))));
+    instant.into_iter().chain(lasting).collect()
+}
+
+fn all_of(phase: Phase) -> impl Iterator<Item = Row> {
+    let cuts = [cuts(&LENGTHS), vec![(Kind::ResetAgain, 0, Some(MINUTE))]].concat();
+    cuts.into_iter()
+        .flat_map(move |cut| [true, false].map(|one_path| Row::new(phase, cut, one_path)))
 }
 
 impl Row {
-    fn add(&mut self, report: &Report) {
-        self.tried += 1;
-        match report.ended {
-            Ended::Source => self.source += 1,
-            Ended::Destination => self.destination += 1,
-            Ended::Lost(_) => self.lost += 1,
-            Ended::InDoubt => {}
-        }
-        self.in_doubt += u64::from(report.in_doubt);
-        self.time += report.took;
+    fn new(phase: Phase, (kind, detail, lasts): Cut, one_path: bool) -> Self {
+        let moment = match phase {
+            Phase::FirstConnection => Moment::Time(0),
+            Phase::FirstRound => Moment::At(Point::Bytes(1 << 20)),
+            Phase::LaterRound => Moment::Round(2),
+            Phase::Switchover => Moment::Paused,
+            Phase::HandOver => Moment::At(Point::Before("request:commit")),
+        };
+        let fault = Fault {
+            kind,
+            moment,
+            lasts,
+            detail,
+            one_path,
+        };
+        Self { phase, fault }
     }
+
+    /// Whether the migration stays in its round until the cut is over.
+    pub(crate) fn holds_round(&self) -> bool {
+        matches!(self.phase, Phase::FirstRound | Phase::LaterRound)
+    }
+
+    /// Whether the guest has to move: the cut is shorter than the timeouts, of 30 s for the link and 10 s of downtime. The source of a
+    /// small guest may have sent everything during a cut and have paused the guest.
+    pub(crate) fn must_move(&self) -> bool {
+        let lasts = self.fault.lasts.unwrap_or_default();
+        match self.phase {
+            // Each path is dialled once.
+            Phase::FirstConnection => false,
+            Phase::FirstRound | Phase::LaterRound => lasts <= Duration::from_secs(10),
+            Phase::Switchover | Phase::HandOver => lasts <= QUICK,
+        }
+    }
+}
+
+impl Phase {
+    const ALL: [Self; 5] = [
+        Self::FirstConnection,
+        Self::FirstRound,
+        Self::LaterRound,
+        Self::Switchover,
+        Self::HandOver,
+    ];
 }
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let done = (self.tried - self.broken).max(1);
-        let seconds = self.time.as_secs_f64() / done as f64;
-        write!(
-            f,
-            "{:>7} {:>9} {:>14} {:>10} {:>6} {:>7} {seconds:>8.2}",
-            self.tried, self.source, self.destination, self.in_doubt, self.lost, self.broken
-        )
+        let phase = match self.phase {
+            Phase::FirstConnection => "first connection",
+            Phase::FirstRound => "first round",
+            Phase::LaterRound => "later round",
+            Phase::Switchover => "switchover",
+            Phase::HandOver => "hand-over",
+        };
+        let scope = match (self.fault.kind, self.fault.detail) {
+            (Kind::Reset, 3) => ", one connection",
+            (Kind::DeadConnections, 1) => ", back",
+            (Kind::DeadConnections, 2) => ", there",
+            _ => "",
+        };
+        write!(f, "{phase} | {}{scope}", self.fault.kind)?;
+        if let Some(lasts) = self.fault.lasts {
+            write!(f, " for {} s", lasts.as_secs_f64())?;
+        }
+        let paths = if self.fault.one_path {
+            "one path"
+        } else {
+            "both paths"
+        };
+        write!(f, " | {paths}")
     }
 }
 
-const HEAD: &str = "\
-fault                    tried at source at destination  in doubt*   lost  broken  seconds";
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
 
-impl fmt::Display for Tally {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{HEAD}")?;
-        for (kind, row) in &self.rows {
-            writeln!(f, "{kind:<22} {row}")?;
+    use super::*;
+
+    #[test]
+    fn full_table_is_complete_with_unique_names() {
+        let rows = Table::Full.rows();
+        assert_eq!(rows.len(), 5 * (3 + 4 * 6 + 1) * 2);
+        let names: BTreeSet<_> = rows.iter().map(Row::to_string).collect();
+        assert_eq!(names.len(), rows.len());
+        assert!(names.contains("switchover | silence for 0.1 s | one path"));
+        assert!(names.contains("hand-over | cut (RST) | both paths"));
+    }
+
+    #[test]
+    fn quick_table_has_every_phase_and_kind() {
+        let rows = Table::Quick.rows();
+        assert_eq!(rows.len(), 5 + 8);
+        for phase in Phase::ALL {
+            assert!(rows.iter().any(|row| row.phase == phase));
         }
-        writeln!(f, "{:<22} {}", "experiments", self.total)?;
-        writeln!(
-            f,
-            "* for a while: by a command that ended when something was still broken"
-        )?;
-        writeln!(f, "faults whose moment never came: {}", self.missed)?;
-        writeln!(
-            f,
-            "destinations that waited on when the guest stayed: {}",
-            self.left_over
-        )?;
-        for (why, count) in &self.reasons {
-            writeln!(f, "lost {count} times: {why}")?;
-        }
-        for (broken, experiments) in &self.violations {
-            writeln!(
-                f,
-                "BROKEN {} times: {broken}, in {experiments:?}",
-                experiments.len()
-            )?;
-        }
-        Ok(())
+        let kinds: BTreeSet<_> = rows
+            .iter()
+            .map(|row| (row.fault.kind, row.fault.detail))
+            .collect();
+        assert_eq!(kinds.len(), 9);
+        assert!(
+            rows.iter()
+                .all(|row| row.fault.lasts.is_none_or(|lasts| lasts <= QUICK))
+        );
     }
 }

@@ -13,6 +13,7 @@
     reason = "each test program uses another part of what they share"
 )]
 
+pub(crate) mod cuts;
 pub(crate) mod proxy;
 pub(crate) mod sessions;
 pub(crate) mod snapshot;

@@ -2,6 +2,7 @@
 
 pub(crate) mod gate;
 pub(crate) mod monitor;
+pub(crate) mod qcow2;
 
 use std::{
     fs::DirBuilder,

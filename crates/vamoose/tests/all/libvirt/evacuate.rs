@@ -9,15 +9,15 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use lab::{
-    libvirt::{Crowd, Generation, Member, Passage, Way, Where},
-    vamoose::{Ended, Keys, Vamoose},
-};
+use lab::vamoose::{Ended, Keys, Vamoose};
 use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::in_all_generations;
+use super::{
+    hosts::{Crowd, Generation, Member, Passage, Way, Where},
+    in_all_generations,
+};
 use crate::common::{LIMIT, MIB, vamoose};
 
 /// Bytes in a guest's memory that have to be sent.
@@ -41,8 +41,8 @@ fn a_host_is_emptied_through_gateways_whatever_comes_between() -> Result<()> {
 
 fn emptied(generation: &Generation) -> Result<()> {
     let keys = Keys::make(vamoose())?;
-    let crowd = Crowd::hosts(generation, Way::Gateways, vamoose(), CONTENT, 1_000_000_000)?;
-    let mut passage = Passage::new(&crowd.hosts, vamoose(), &keys)?;
+    let crowd = Crowd::hosts(generation, Way::Gateways, CONTENT, 1_000_000_000)?;
+    let mut passage = Passage::new(&crowd.hosts, &keys)?;
     passage.prepare(Where::First)?;
     let evacuation = Evacuation::of(&crowd)?;
     evacuation.is_planned()?;

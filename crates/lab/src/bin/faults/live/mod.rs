@@ -61,6 +61,7 @@ impl Setting {
             in_doubt: stage.in_doubt,
             left_over: false,
             took: begin.elapsed(),
+            downtime: None,
         })
     }
 

@@ -10,7 +10,7 @@ use super::plan::Plan;
 use super::vmm::{Vmm, Word};
 use crate::fault::{Kind, Role};
 use crate::hands::Hands;
-use crate::proxy::Proxy;
+use crate::link::Link;
 use crate::report::{Broken, Ended, Trouble, broken};
 use crate::timeline::doubled;
 
@@ -22,7 +22,7 @@ pub(crate) struct Stage<'a> {
     /// Those that wait or waited for the guest, the first one first.
     destinations: Vec<Vmm>,
     hands: Hands,
-    proxy: Proxy,
+    link: Link,
     pub(crate) in_doubt: bool,
 }
 
@@ -45,10 +45,10 @@ impl<'a> Stage<'a> {
         source
             .wait_for(&["runs"], 0, SOON)
             .context("the source does not start")?;
-        let proxy = Proxy::new(address(&destination)?.parse()?)?;
+        let link = Link::new(address(&destination)?.parse()?, 1)?;
         let hands = Hands {
             faults: Arc::new(plan.faults.clone()),
-            link: proxy.link().clone(),
+            link: link.control().clone(),
             source: source.process().clone(),
             destination: destination.process().clone(),
             disks: None,
@@ -62,7 +62,7 @@ impl<'a> Stage<'a> {
             source,
             destinations: vec![destination],
             hands,
-            proxy,
+            link,
             in_doubt: false,
         })
     }
@@ -86,15 +86,14 @@ impl<'a> Stage<'a> {
 
     /// The messages of the control connections.
     pub(crate) fn words(&self) -> Vec<String> {
-        let heard = self.proxy.link().heard();
-        heard.into_iter().map(|heard| heard.word).collect()
+        self.link.control().words()
     }
 
     /// Migrates with all faults, until everything is repaired; what the source says in the end, unless it was killed.
     fn migrate_with_faults(&mut self) -> Result<Option<Word>, Trouble> {
         self.hands.arm(self.clean);
-        self.source
-            .tell(&format!("migrate {}", self.proxy.address()));
+        let to = self.link.addresses().concat();
+        self.source.tell(&format!("migrate {to}"));
         let begin = Instant::now();
         let over = loop {
             for kind in self.hands.work() {
@@ -144,7 +143,7 @@ impl<'a> Stage<'a> {
     fn do_rest(&mut self, kind: Kind) -> Result<()> {
         if kind == Kind::RestartDestination {
             let address = self.start_destination("C")?;
-            self.proxy.link().lead_to(address.parse()?);
+            self.link.control().lead_to(address.parse()?);
         }
         Ok(())
     }

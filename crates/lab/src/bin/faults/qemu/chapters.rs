@@ -33,7 +33,7 @@ impl Stage<'_> {
     /// What follows from where the guest is. Returns where it is at the end.
     pub(crate) fn go_on(&mut self, holder: &Holder) -> Result<Holder, Trouble> {
         match holder {
-            Holder::Lost(_) => Ok(holder.clone()),
+            Holder::Lost(_) | Holder::Documented => Ok(holder.clone()),
             Holder::Actor(0) => self.migrate_again(),
             Holder::Actor(1) => self.after_success(),
             // At the other host, by a command of its own.

@@ -19,6 +19,8 @@ pub(crate) struct Host {
     program: PathBuf,
     monitors: TempDir,
     disk: Disk,
+    /// The server has its default timeouts.
+    is_patient: bool,
     /// And where it listens.
     server: Option<(Vamoose, SocketAddr)>,
 }
@@ -34,8 +36,9 @@ const START: Duration = Duration::from_secs(30);
 
 impl Host {
     /// A host whose server has not been started.
-    pub(crate) fn new(program: &Path) -> Result<Self> {
+    pub(crate) fn new(program: &Path, is_patient: bool) -> Result<Self> {
         Ok(Self {
+            is_patient,
             program: program.to_owned(),
             monitors: TempDir::new().context("creating a folder for monitors")?,
             disk: Disk::new()?,
@@ -50,9 +53,11 @@ impl Host {
         }
         let mut command = Command::new(&self.program);
         command.args(["serve", "--listen", "tcp:127.0.0.1:0", "--insecure"]);
-        command.args(["--reconnect-timeout", RECONNECT]);
-        command.args(["--stall-timeout", STALL, "--qmp-dir"]);
-        command.arg(self.monitors.path());
+        if !self.is_patient {
+            command.args(["--reconnect-timeout", RECONNECT]);
+            command.args(["--stall-timeout", STALL]);
+        }
+        command.arg("--qmp-dir").arg(self.monitors.path());
         command.arg("--state-dir").arg(self.disk.path());
         let vamoose = Vamoose::start(&mut command)?;
         let address = vamoose.wait_for("taking migrations on ", START)?;

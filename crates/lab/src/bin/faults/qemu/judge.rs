@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
 use lab::counter;
+use lab::qemu::Version;
 use lab::writer::Ended;
 
 use super::actor::State;
@@ -18,8 +19,10 @@ use crate::timeline::{Life, doubled};
 pub(crate) enum Holder {
     /// The actor of this number.
     Actor(usize),
-    /// Neither, because it was killed.
+    /// Nobody: its only copy was killed.
     Lost(&'static str),
+    /// Nobody: the source has aborted by itself, which docs/qemu.md documents.
+    Documented,
 }
 
 /// How long things may take to become as they will be, by themselves.
@@ -46,9 +49,9 @@ impl Stage<'_> {
     }
 
     /// The source's QEMU ends only if it is killed; the others may be ended by servers.
-    fn expect_source(&self) -> Result<(), Trouble> {
+    fn expect_source(&mut self) -> Result<(), Trouble> {
         let killed = self.hands.struck().contains(&Kind::Kill(Role::Source));
-        if killed || !self.actors[0].process.has_ended() {
+        if killed || !self.actors[0].process.has_ended() || self.has_aborted_as_documented() {
             return Ok(());
         }
         broken(
@@ -72,8 +75,8 @@ impl Stage<'_> {
                 }
                 (None, _) => {}
             }
-            if let Some(why) = self.may_be_lost() {
-                return Ok(Holder::Lost(why));
+            if let Some(lost) = self.may_be_lost() {
+                return Ok(lost);
             }
             if begin.elapsed() > SETTLING {
                 let what =
@@ -98,7 +101,7 @@ impl Stage<'_> {
                 format!("{} runs", self.actors[holder].name),
             ),
             state => match self.may_be_lost() {
-                Some(why) => Ok(Holder::Lost(why)),
+                Some(lost) => Ok(lost),
                 None => broken(
                     Broken::Nowhere,
                     format!("{} is {state:?}", self.actors[holder].name),
@@ -107,13 +110,16 @@ impl Stage<'_> {
         }
     }
 
-    /// Whether it was killed with its only copy, and with whom.
-    fn may_be_lost(&mut self) -> Option<&'static str> {
+    /// Why nobody may have it: its only copy was killed, or has aborted as documented.
+    fn may_be_lost(&mut self) -> Option<Holder> {
+        if self.actors[0].process.has_ended() && self.has_aborted_as_documented() {
+            return Some(Holder::Documented);
+        }
         let struck = self.hands.struck();
         // After a second fault it may be unknown that it had stopped.
         let known = struck == [Kind::Kill(Role::Source)] && self.was_whole_at_destination();
         if struck.contains(&Kind::Kill(Role::Source)) && !known {
-            return Some("its source was killed");
+            return Some(Holder::Lost("its source was killed"));
         }
         let committed = self.heard("request:commit");
         let died = self.actors[1].process.ended_at();
@@ -121,7 +127,7 @@ impl Stage<'_> {
             && struck.contains(&Kind::Kill(Role::Destination))
             && died + IN_FLIGHT > committed
         {
-            return Some("its destination was killed");
+            return Some(Holder::Lost("its destination was killed"));
         }
         None
     }
@@ -137,6 +143,15 @@ impl Stage<'_> {
             .is_some_and(|end| end < died);
         let before = |at: Duration| at < died;
         stopped && self.actors[1].loaded_at().is_some_and(before)
+    }
+
+    /// Whether the source's QEMU may have aborted by itself.
+    fn has_aborted_as_documented(&mut self) -> bool {
+        let version = self.props.binaries[self.plan.versions[0]].version;
+        let killed = self.hands.struck_at(Kind::Kill(Role::Migrate));
+        let mut events = self.actors[0].events().iter().rev();
+        let stopped = events.find(|event| event.name == "STOP");
+        may_abort(version, stopped.map(|event| event.timestamp), killed)
     }
 
     pub(super) fn check_lives(&self, lives: &[Life]) -> Result<(), Trouble> {
@@ -239,8 +254,8 @@ impl Stage<'_> {
                 actor.process.kill();
                 self.disk.check(actor.qemu.ram(), Ended::Stopped)
             }
-            // It is not known for certain who of them had it last.
-            Holder::Lost(_) => {
+            // It is not known for certain which of them had it last.
+            Holder::Lost(_) | Holder::Documented => {
                 let dead = self.actors.iter().filter(|it| it.process.has_ended());
                 let checks = dead.map(|it| self.disk.check(it.qemu.ram(), Ended::Running));
                 let found = checks.reduce(Result::or);
@@ -274,7 +289,36 @@ impl Stage<'_> {
     }
 }
 
+/// Whether a source's QEMU may abort: one before 8 may, when `migrate` is killed in the last round, after the guest was paused
+/// (docs/qemu.md).
+fn may_abort(source: Version, stopped: Option<Duration>, migrate_killed: Option<Duration>) -> bool {
+    let in_last_round =
+        stopped.is_some_and(|stopped| migrate_killed.is_some_and(|it| it > stopped));
+    source.major < 8 && in_last_round
+}
+
 /// What was said before may be on its way for so long.
 const IN_FLIGHT: Duration = Duration::from_millis(100);
 /// Two clocks that are read one after the other, on a busy machine.
 const SURE: Duration = Duration::from_millis(300);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_old_source_in_its_last_round_may_abort() {
+        let version = |major| Version {
+            major,
+            minor: 2,
+            micro: 0,
+        };
+        let at = |seconds| Some(Duration::from_secs(seconds));
+        assert!(may_abort(version(7), at(1), at(2)));
+        assert!(!may_abort(version(8), at(1), at(2)));
+        // Before the last round, in a migration that was not stopped, and without a kill.
+        assert!(!may_abort(version(7), at(2), at(1)));
+        assert!(!may_abort(version(7), None, at(2)));
+        assert!(!may_abort(version(7), at(1), None));
+    }
+}

@@ -16,11 +16,12 @@ mod stage;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use lab::qemu::Binary;
 
 use crate::fault::{Choices, Kind, Role};
-use crate::report::{Ended, Report, Trouble};
+use crate::report::{Broken, Ended, Report, Trouble, broken};
+use crate::table::Row;
 use host::Host;
 use judge::Holder;
 use plan::Plan;
@@ -32,6 +33,8 @@ pub(crate) struct Setting {
     binaries: Vec<Binary>,
     choices: Choices,
     short: bool,
+    /// The table of cuts, instead of faults that are drawn.
+    pub(crate) table: Option<Vec<Row>>,
     clean: Duration,
 }
 
@@ -48,6 +51,7 @@ impl Setting {
         binaries: Vec<Binary>,
         kinds: Vec<(u64, Kind)>,
         short: bool,
+        table: Option<Vec<Row>>,
     ) -> Result<Self> {
         let mut setting = Self {
             program,
@@ -55,8 +59,16 @@ impl Setting {
             // Of 1024 pages one in five is zero, and the others hardly compress.
             choices: Choices::new(kinds, 2 << 20, 25),
             short,
+            table,
             clean: Duration::ZERO,
         };
+        if setting.table.is_some() {
+            ensure!(
+                !setting.sources().is_empty(),
+                "the table needs a QEMU of version 8 or later"
+            );
+            return Ok(setting);
+        }
         let rehearsed = setting.without_faults();
         let (words, clean) = rehearsed.context("a migration without faults")?;
         setting.choices.keep(&words);
@@ -77,8 +89,15 @@ impl Setting {
         Ok((stage.words(), begin.elapsed()))
     }
 
+    /// The QEMUs that lose no writes of a running guest.
+    fn sources(&self) -> Vec<usize> {
+        let all = self.binaries.iter().enumerate();
+        let sources = all.filter(|(_, binary)| !binary.version.loses_writes());
+        sources.map(|(index, _)| index).collect()
+    }
+
     fn props(&self) -> Result<Props> {
-        let host = || Host::new(&self.program);
+        let host = || Host::new(&self.program, self.table.is_some());
         Ok(Props {
             program: self.program.clone(),
             binaries: self.binaries.clone(),
@@ -101,8 +120,15 @@ impl<'a> Bench<'a> {
             binaries,
             choices,
             short,
+            table,
             ..
         } = self.setting;
+        let row = table
+            .as_ref()
+            .and_then(|rows| rows.get(usize::try_from(number).ok()?));
+        if let Some(row) = row {
+            return Plan::of_row(number, row, &self.setting.sources(), binaries.len());
+        }
         Plan::draw(seed, number, choices, binaries.len(), *short)
     }
 
@@ -114,7 +140,11 @@ impl<'a> Bench<'a> {
         };
         let report = Stage::new(plan, &mut props)?.play()?;
         self.props = Some(props);
-        Ok(report)
+        let must_move = plan.row.as_ref().is_some_and(Row::must_move);
+        match report.ended {
+            Ended::Source if must_move => broken(Broken::Stayed, plan.to_string()),
+            _ => Ok(report),
+        }
     }
 }
 
@@ -131,11 +161,21 @@ impl Stage<'_> {
                 Holder::Actor(0) => Ended::Source,
                 Holder::Actor(_) => Ended::Destination,
                 Holder::Lost(why) => Ended::Lost(why),
+                Holder::Documented => Ended::Documented,
             },
+            downtime: self.downtime(),
             in_doubt: self.was_in_doubt(),
             left_over: self.left_over,
             took: begin.elapsed(),
         })
+    }
+
+    /// From the last time that A paused the guest until B ran it.
+    fn downtime(&mut self) -> Option<Duration> {
+        let [source, destination] = [0, 1].map(|index| self.actors[index].life());
+        let (_, stopped) = *source.runs.last()?;
+        let (resumed, _) = *destination.runs.first()?;
+        resumed.checked_sub(stopped?)
     }
 
     fn try_play(&mut self) -> Result<Holder, Trouble> {

@@ -5,6 +5,7 @@ use std::fmt;
 use super::host::RECONNECT;
 use crate::fault::{Choices, Fault, list};
 use crate::random::Random;
+use crate::table::Row;
 
 /// One experiment.
 #[derive(Clone, Debug)]
@@ -21,6 +22,8 @@ pub(crate) struct Plan {
     pub(crate) faults: Vec<Fault>,
     pub(crate) then: Then,
     pub(crate) next: Next,
+    /// The row of the table of cuts that this is.
+    pub(crate) row: Option<Row>,
 }
 
 /// What comes after a migration that succeeded.
@@ -79,6 +82,7 @@ impl Plan {
                 same_name: random.percent(50),
                 old_command: random.percent(30),
             },
+            row: None,
         };
         if short {
             plan.then = Then::Nothing;
@@ -103,12 +107,44 @@ impl Plan {
                 same_name: false,
                 old_command: false,
             },
+            row: None,
         }
+    }
+
+    /// A row of the table of cuts. Each one has the next method and, of these QEMUs, the next two.
+    pub(crate) fn of_row(number: u64, row: &Row, sources: &[usize], versions: usize) -> Self {
+        let turn = |number: u64, count: usize| usize::try_from(number).unwrap_or(0) % count.max(1);
+        let method = TABLE_METHODS[turn(number, TABLE_METHODS.len())];
+        let options = ["--method", method, "--channels", "4"].map(str::to_owned);
+        // Rows alternate between one path and both, which both get each QEMU, and each source gets each destination.
+        let source = sources[turn(number + number / 4, sources.len())];
+        let destination = turn(number + number / 2, versions);
+        Self {
+            number,
+            versions: [source, destination, source],
+            options: options.to_vec(),
+            faults: vec![row.fault.clone()],
+            row: Some(row.clone()),
+            ..Self::without_faults()
+        }
+    }
+
+    /// Bytes of the guest's memory.
+    pub(crate) fn ram(&self) -> u64 {
+        if self.row.is_some() { TABLE_RAM } else { RAM }
+    }
+
+    /// The paths of the link.
+    pub(crate) fn paths(&self) -> usize {
+        if self.row.is_some() { 2 } else { 1 }
     }
 }
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(row) = &self.row {
+            return write!(f, "{row} | {}", self.options.join(" "));
+        }
         let guest = if self.runs { "runs" } else { "is paused" };
         let waits = if self.paused { "with -S" } else { "without -S" };
         write!(
@@ -125,7 +161,10 @@ impl fmt::Display for Plan {
 /// How many different contents guests have at the start.
 pub(crate) const CONTENTS: u64 = 4;
 /// Of a guest. Less than one second's traffic at any bandwidth below.
-pub(crate) const RAM: u64 = 4 << 20;
+const RAM: u64 = 4 << 20;
+/// More than the relays keep, so that the first round lasts.
+const TABLE_RAM: u64 = 24 << 20;
+const TABLE_METHODS: [&str; 5] = ["none", "zstd", "lz4", "zlib", "auto"];
 
 fn draw_options(random: &mut Random) -> Vec<String> {
     let mut options = Vec::new();

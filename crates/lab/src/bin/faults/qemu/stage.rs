@@ -9,18 +9,21 @@ use anyhow::{Context, Result};
 use lab::counter::Image;
 use lab::process::{Process, now};
 use lab::qemu::Binary;
+use lab::qmp::Event;
 use lab::ram::Fill;
 use lab::vamoose::Vamoose;
 use lab::writer::{self, Disk};
+use serde_json::json;
 
 use super::actor::{Actor, State};
 use super::host::{Host, STALL};
-use super::plan::{Plan, RAM};
+use super::plan::Plan;
 use crate::claim::Claim;
-use crate::fault::{Kind, Role};
+use crate::fault::{Kind, Moment, Role};
 use crate::hands::Hands;
-use crate::proxy::Proxy;
+use crate::link::Link;
 use crate::report::{Broken, Trouble, broken};
+use crate::table::Row;
 use crate::timeline::Life;
 
 /// What a job keeps over its experiments.
@@ -51,9 +54,11 @@ pub(crate) struct Stage<'a> {
     confirmed: Option<String>,
     /// The guest has stayed, and its destination has not been ended.
     pub(crate) left_over: bool,
-    /// Before the commands' proxies: they use them.
+    /// Before the link, which they use.
     commands: Vec<Running>,
-    proxy: Proxy,
+    link: Link,
+    /// What the source may send in a second, and its downtime limit in milliseconds, for a row of the table.
+    pace: (u64, u64),
     outputs: Vec<String>,
 }
 
@@ -67,8 +72,8 @@ pub(crate) struct Errand {
     pub(crate) to: usize,
     /// Where it runs.
     host: usize,
-    /// Where the destination's server listens.
-    server: String,
+    /// Where the destination's server listens, for each path.
+    server: Vec<String>,
     /// Of the guest, at that server.
     name: String,
 }
@@ -101,6 +106,12 @@ const LIMIT: Duration = Duration::from_secs(60);
 const REPAIRED: Duration = Duration::from_secs(25);
 /// After the last fault a command knows where the guest is within this time: it asks again every few seconds.
 const KNOWS: Duration = Duration::from_secs(8);
+/// A first round of the table takes some seconds at this rate.
+const RATE: u64 = 8 << 20;
+/// The guest writes faster, so a round does not end.
+const SLOW_RATE: u64 = 256 << 10;
+/// Milliseconds, for a migration of the table that is to end.
+const DOWNTIME: u64 = 500;
 /// How often the stage looks what is to be done.
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -110,9 +121,9 @@ impl<'a> Stage<'a> {
         for host in &mut props.hosts[HOST..] {
             host.start()?;
         }
-        let proxy = Proxy::new(props.hosts[HOST].address()?)?;
+        let link = Link::new(props.hosts[HOST].address()?, plan.paths())?;
         let disk = Disk::new()?;
-        let machine = disk.machine(&props.binaries[plan.versions[0]], RAM);
+        let machine = disk.machine(&props.binaries[plan.versions[0]], plan.ram());
         let machine = machine.content(Fill::Mixed, plan.content).paused();
         let mut source = machine.start()?;
         source.qmp.cont()?;
@@ -122,12 +133,19 @@ impl<'a> Stage<'a> {
             // From here on it never runs.
             source.qmp.drain_events();
         }
+        let holds = plan.row.as_ref().is_some_and(Row::holds_round);
+        let pace = (RATE, if holds { 1 } else { DOWNTIME });
+        if plan.row.is_some() {
+            source
+                .qmp
+                .set_parameters(json!({ "max-bandwidth": RATE }))?;
+        }
         let source = Actor::new("A", source);
         let destination = props.waiting(plan, &disk, plan.versions[1], "B")?;
         props.hosts[HOST].knows(&plan.name(), &destination.qemu)?;
         let hands = Hands {
             faults: Arc::new(plan.faults.clone()),
-            link: proxy.link().clone(),
+            link: link.control().clone(),
             source: source.process.clone(),
             destination: destination.process.clone(),
             disks: Some([SOURCE_HOST, HOST].map(|host| props.hosts[host].disk().clone())),
@@ -146,7 +164,8 @@ impl<'a> Stage<'a> {
             confirmed: None,
             left_over: false,
             commands: Vec::new(),
-            proxy,
+            link,
+            pace,
             outputs: Vec::new(),
         })
     }
@@ -157,19 +176,63 @@ impl<'a> Stage<'a> {
         let first = self.start(self.first_command("the first command"), false)?;
         self.hands
             .reaches(Some(first), self.props.hosts[HOST].process()?);
+        let repaired = match &self.plan.row {
+            Some(row) => row.fault.lasts.unwrap_or_default() + REPAIRED,
+            None => REPAIRED,
+        };
         let begin = Instant::now();
         while !self.commands.is_empty() {
+            self.strike_as_told();
+            self.keep_pace()?;
             for kind in self.hands.work() {
                 self.do_rest(kind)?;
             }
             self.collect_ended()?;
-            if begin.elapsed() > REPAIRED && !self.hands.is_whole() {
+            if begin.elapsed() > repaired && !self.hands.is_whole() {
                 self.repair_all()?;
             }
             self.expect_end(begin.elapsed().min(self.hands.whole_for()))?;
         }
         self.expect_servers()?;
         self.repair_all()?;
+        Ok(())
+    }
+
+    /// Strikes with the faults whose moments the source's QEMU has told.
+    fn strike_as_told(&mut self) {
+        let events = self.actors[0].events();
+        let has = |name: &str, is_it: &dyn Fn(&Event) -> bool| {
+            events
+                .iter()
+                .any(|event| event.name == name && is_it(event))
+        };
+        self.hands.strike_at(|moment| match moment {
+            Moment::Round(round) => has("MIGRATION_PASS", &|event| {
+                event.data["pass"].as_u64() >= Some(round)
+            }),
+            Moment::Paused => has("STOP", &|_| true),
+            Moment::Time(_) | Moment::At(_) => false,
+        });
+    }
+
+    /// Keeps a migration of the table in its round until the cut is over: the guest writes more than is sent meanwhile.
+    fn keep_pace(&mut self) -> Result<()> {
+        let Some(row) = self.plan.row.as_ref().filter(|row| row.holds_round()) else {
+            return Ok(());
+        };
+        let has_struck = !self.hands.struck().is_empty();
+        let pace = match has_struck && self.hands.is_whole() {
+            true => (RATE, DOWNTIME),
+            false if has_struck => (SLOW_RATE, 1),
+            false => self.pace,
+        };
+        if pace != self.pace {
+            let (rate, downtime) = pace;
+            let parameters = json!({ "max-bandwidth": rate, "downtime-limit": downtime });
+            let set = self.actors[0].qemu.qmp.set_parameters(parameters);
+            set.with_context(|| format!("setting the pace for {row}"))?;
+            self.pace = pace;
+        }
         Ok(())
     }
 
@@ -187,7 +250,7 @@ impl<'a> Stage<'a> {
 
     /// The command that moves the guest from the source to the first destination.
     pub(crate) fn first_command(&self, what: &'static str) -> Errand {
-        let to = self.proxy.address();
+        let to = self.link.addresses();
         self.errand(what, [0, 1], SOURCE_HOST, to, &self.plan.name())
     }
 
@@ -197,7 +260,7 @@ impl<'a> Stage<'a> {
         what: &'static str,
         [from, to]: [usize; 2],
         host: usize,
-        server: String,
+        server: Vec<String>,
         name: &str,
     ) -> Errand {
         Errand {
@@ -243,14 +306,13 @@ impl<'a> Stage<'a> {
 
     /// When the link first saw this message.
     pub(crate) fn heard(&self, word: &str) -> Option<Duration> {
-        let mut heard = self.proxy.link().heard().into_iter();
+        let mut heard = self.link.control().heard().into_iter();
         heard.find(|heard| heard.word == word).map(|heard| heard.at)
     }
 
     /// The messages of the control connections.
     pub(crate) fn words(&self) -> Vec<String> {
-        let heard = self.proxy.link().heard();
-        heard.into_iter().map(|heard| heard.word).collect()
+        self.link.control().words()
     }
 
     /// Whether a command did not know where the guest was.
@@ -260,16 +322,24 @@ impl<'a> Stage<'a> {
 
     fn start(&mut self, errand: Errand, whole: bool) -> Result<Process> {
         let mut command = Command::new(&self.props.program);
-        command.args(["migrate", "--json", "-", "--stall-timeout", STALL, "--qmp"]);
+        command.args(["migrate", "--json", "-", "--qmp"]);
         command.arg(self.actors[errand.from].qemu.qmp_socket());
-        command.args(["--to", &errand.server, "--name", &errand.name]);
-        // The proxy reads what goes over the link.
+        command.args(["--name", &errand.name]);
+        for address in &errand.server {
+            command.args(["--to", address]);
+        }
+        // The link's messages are read.
         command.arg("--insecure");
+        if self.plan.row.is_none() {
+            command.args(["--stall-timeout", STALL, "--downtime-max", "5"]);
+        } else {
+            command.args(["--downtime-limit", &self.pace.1.to_string()]);
+        }
         command.args(&self.plan.options);
         if let Some(attempt) = &self.confirmed {
             command.args(["--confirm", attempt]);
         }
-        command.args(["--downtime-max", "5", "--state-dir"]);
+        command.arg("--state-dir");
         command.arg(self.props.hosts[errand.host].disk().path());
         let vamoose = Vamoose::start(&mut command)?;
         let process = vamoose.process().clone();
@@ -313,7 +383,7 @@ impl<'a> Stage<'a> {
     pub(crate) fn restart_server(&mut self) -> Result<()> {
         let host = &mut self.props.hosts[HOST];
         host.restart()?;
-        self.proxy.link().lead_to(host.address()?);
+        self.link.control().lead_to(host.address()?);
         Ok(())
     }
 
@@ -421,15 +491,15 @@ impl<'a> Stage<'a> {
 impl Props {
     /// A machine that waits for the guest with this disk.
     fn waiting(&self, plan: &Plan, disk: &Disk, version: usize, label: &str) -> Result<Actor> {
-        let mut machine = disk.machine(&self.binaries[version], RAM).incoming();
+        let mut machine = disk.machine(&self.binaries[version], plan.ram()).incoming();
         if plan.paused {
             machine = machine.paused();
         }
         Ok(Actor::new(label, machine.start()?))
     }
 
-    pub(crate) fn address(&self, host: usize) -> Result<String> {
-        Ok(format!("tcp:{}", self.hosts[host].address()?))
+    pub(crate) fn address(&self, host: usize) -> Result<Vec<String>> {
+        Ok(vec![format!("tcp:{}", self.hosts[host].address()?)])
     }
 }
 

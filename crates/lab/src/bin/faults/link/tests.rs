@@ -1,4 +1,4 @@
-use std::io::{Read, Write};
+use std::io;
 use std::net::TcpListener;
 use std::sync::mpsc;
 
@@ -13,18 +13,18 @@ fn commit() -> Vec<u8> {
     frame(24, b"{\"request\":\"commit\"}\n")
 }
 
-/// A proxy, a connection through it, and the server's end of that.
-fn connected(stream: u32) -> (Proxy, TcpStream, TcpStream, TcpListener) {
+/// A link, a connection through it, and the server's end of that.
+fn connected(stream: u32) -> (Link, TcpStream, TcpStream, TcpListener) {
     let server = TcpListener::bind("127.0.0.1:0").unwrap();
-    let proxy = Proxy::new(server.local_addr().unwrap()).unwrap();
-    let near = connect(&proxy, &opening(stream)).unwrap();
+    let link = Link::new(server.local_addr().unwrap(), 1).unwrap();
+    let near = connect(&link, &opening(stream)).unwrap();
     let mut far = server.accept().unwrap().0;
     expect(&mut far, &opening(stream));
-    (proxy, near, far, server)
+    (link, near, far, server)
 }
 
-fn connect(proxy: &Proxy, opening: &[u8]) -> io::Result<TcpStream> {
-    let address = proxy.address();
+fn connect(link: &Link, opening: &[u8]) -> io::Result<TcpStream> {
+    let address = link.addresses().concat();
     let mut near = TcpStream::connect(address.trim_start_matches("tcp:"))?;
     near.write_all(opening)?;
     Ok(near)
@@ -48,15 +48,14 @@ fn expect_nothing(stream: &mut TcpStream) {
 
 #[test]
 fn a_strike_comes_before_its_message_and_another_behind_it() {
-    let (proxy, mut near, mut far, _server) = connected(CONTROL);
+    let (link, mut near, mut far, _server) = connected(CONTROL);
     let (send, struck) = mpsc::channel();
     for (point, name) in [
         (Point::After("request:commit"), "after"),
         (Point::Before("request:commit"), "before"),
     ] {
         let send = send.clone();
-        proxy
-            .link()
+        link.control()
             .arm(point, Box::new(move || send.send(name).unwrap()));
     }
     near.write_all(&commit()).unwrap();
@@ -70,8 +69,8 @@ fn a_strike_comes_before_its_message_and_another_behind_it() {
     let answer = [&[0; 112][..], &answer].concat();
     far.write_all(&answer).unwrap();
     expect(&mut near, &answer);
-    let words: Vec<_> = proxy
-        .link()
+    let words: Vec<_> = link
+        .control()
         .heard()
         .into_iter()
         .map(|heard| heard.word)
@@ -81,14 +80,14 @@ fn a_strike_comes_before_its_message_and_another_behind_it() {
 
 #[test]
 fn a_strike_at_a_byte_comes_there() {
-    let (proxy, mut near, mut far, _server) = connected(PAGES);
+    let (link, mut near, mut far, _server) = connected(PAGES);
     let (send, struck) = mpsc::channel();
-    let link = proxy.link().clone();
+    let control = link.control().clone();
     let strike = move || {
-        send.send(link.bytes()).unwrap();
-        link.cut(Which::Data, Cut::Reset);
+        send.send(control.watch.lock().bytes).unwrap();
+        control.cut(Which::Data, Change::Reset);
     };
-    proxy.link().arm(Point::Bytes(2), Box::new(strike));
+    link.control().arm(Point::Bytes(2), Box::new(strike));
     let _ = near.write_all(b"more of them");
     assert_eq!(struck.recv().unwrap(), 2);
     let mut rest = Vec::new();
@@ -99,19 +98,24 @@ fn a_strike_at_a_byte_comes_there() {
 
 #[test]
 fn silence_holds_bytes_back_and_a_hole_swallows_them() {
-    let (proxy, mut near, mut far, _server) = connected(CONTROL);
-    proxy.link().silence(true, false);
+    let (link, mut near, mut far, _server) = connected(CONTROL);
+    link.control()
+        .set_flow(&[Direction::ToListener], Flow::Hold);
     near.write_all(&commit()).unwrap();
     expect_nothing(&mut far);
     far.write_all(&[0; 112]).unwrap();
     expect(&mut near, &[0; 112]);
-    proxy.link().repair();
+    link.control().repair();
     expect(&mut far, &commit());
-    proxy.link().swallow(Way::There);
+    link.control()
+        .set_flow(&[Direction::ToListener], Flow::Drop);
     near.write_all(&commit()).unwrap();
     expect_nothing(&mut far);
-    proxy.link().repair();
-    // What is missing cannot be made good.
+    link.control().repair();
+    near.write_all(&commit()).unwrap();
+    // A direction that has lost bytes stays silent.
+    expect_nothing(&mut far);
+    link.control().cut(Which::All, Change::Reset);
     assert_eq!(
         far.read(&mut [0]).unwrap_err().kind(),
         io::ErrorKind::ConnectionReset
@@ -120,16 +124,16 @@ fn silence_holds_bytes_back_and_a_hole_swallows_them() {
 
 #[test]
 fn cuts_of_both_kinds_reach_both_ends() {
-    let (proxy, mut near, mut far, _server) = connected(CONTROL);
-    proxy.link().cut(Which::Data, Cut::Reset);
+    let (link, mut near, mut far, _server) = connected(CONTROL);
+    link.control().cut(Which::Data, Change::Reset);
     expect_nothing(&mut far);
-    proxy.link().cut(Which::Control, Cut::Finished);
+    link.control().cut(Which::Control, Change::Close);
     assert_eq!(
         (near.read(&mut [0]).unwrap(), far.read(&mut [0]).unwrap()),
         (0, 0)
     );
-    let (proxy, mut near, mut far, _server) = connected(CONTROL);
-    proxy.link().cut(Which::All, Cut::Reset);
+    let (link, mut near, mut far, _server) = connected(CONTROL);
+    link.control().cut(Which::All, Change::Reset);
     for end in [&mut near, &mut far] {
         assert_eq!(
             end.read(&mut [0]).unwrap_err().kind(),
@@ -140,19 +144,19 @@ fn cuts_of_both_kinds_reach_both_ends() {
 
 #[test]
 fn refused_connections_and_then_others() {
-    let (proxy, _near, _far, server) = connected(CONTROL);
-    proxy.link().refuse();
+    let (link, _near, _far, server) = connected(CONTROL);
+    link.control().refuse();
     let limit = std::time::Instant::now() + Duration::from_secs(10);
     let refused = loop {
-        match connect(&proxy, b"") {
+        match connect(&link, b"") {
             Err(error) => break error,
             Ok(_) => assert!(std::time::Instant::now() < limit, "never refused"),
         }
     };
     assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
-    proxy.link().repair();
+    link.control().repair();
     let mut near = loop {
-        if let Ok(near) = connect(&proxy, &opening(CONTROL)) {
+        if let Ok(near) = connect(&link, &opening(CONTROL)) {
             break near;
         }
         assert!(std::time::Instant::now() < limit, "still refused");
@@ -165,10 +169,10 @@ fn refused_connections_and_then_others() {
 
 #[test]
 fn what_was_said_is_said_again() {
-    let (proxy, mut near, mut far, server) = connected(CONTROL);
+    let (link, mut near, mut far, server) = connected(CONTROL);
     near.write_all(&commit()).unwrap();
     expect(&mut far, &commit());
-    proxy.link().duplicate(Which::Control);
+    link.control().duplicate(Which::Control);
     let mut again = server.accept().unwrap().0;
     expect(&mut again, &opening(CONTROL));
     expect(&mut again, &commit());
@@ -176,10 +180,10 @@ fn what_was_said_is_said_again() {
 
 #[test]
 fn the_end_of_one_end_is_told_to_the_other() {
-    let (_proxy, mut near, far, _server) = connected(CONTROL);
+    let (_link, mut near, far, _server) = connected(CONTROL);
     drop(far);
     assert_eq!(near.read(&mut [0]).unwrap(), 0);
-    let (_proxy, mut near, far, _server) = connected(CONTROL);
+    let (_link, mut near, far, _server) = connected(CONTROL);
     rustix::net::connect_unspec(&far).unwrap();
     assert_eq!(
         near.read(&mut [0]).unwrap_err().kind(),
@@ -189,10 +193,59 @@ fn the_end_of_one_end_is_told_to_the_other() {
 
 #[test]
 fn one_bit_is_another() {
-    let (proxy, mut near, mut far, _server) = connected(PAGES);
-    proxy.link().flip(9);
+    let (link, mut near, mut far, _server) = connected(PAGES);
+    link.control().flip(9);
     near.write_all(b"abc").unwrap();
     expect(&mut far, b"a`c");
     near.write_all(b"abc").unwrap();
     expect(&mut far, b"abc");
+}
+
+#[test]
+fn late_bytes_arrive_late_also_on_new_connections() {
+    let (link, _near, _far, server) = connected(CONTROL);
+    let late = Duration::from_millis(200);
+    link.control().set_flow(&Direction::BOTH, Flow::Late(late));
+    let start = std::time::Instant::now();
+    let _near = connect(&link, &opening(PAGES)).unwrap();
+    let mut far = server.accept().unwrap().0;
+    expect(&mut far, &opening(PAGES));
+    assert!(start.elapsed() >= late);
+}
+
+#[test]
+fn one_of_two_paths_is_broken_and_both_go_to_new_server() {
+    let [first, second] = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+    let link = Link::new(first.local_addr().unwrap(), 2).unwrap();
+    let connect_all = |server: &TcpListener| {
+        let addresses = link.addresses().into_iter();
+        let pairs = addresses.map(|address| {
+            let mut near = TcpStream::connect(address.trim_start_matches("tcp:")).unwrap();
+            near.write_all(&opening(PAGES)).unwrap();
+            let mut far = server.accept().unwrap().0;
+            expect(&mut far, &opening(PAGES));
+            (near, far)
+        });
+        pairs.collect::<Vec<_>>()
+    };
+    let mut pairs = connect_all(&first);
+    link.control().first_path().cut(Which::All, Change::Close);
+    assert_eq!(pairs[0].1.read(&mut [0]).unwrap(), 0);
+    pairs[1].0.write_all(b"passes").unwrap();
+    expect(&mut pairs[1].1, b"passes");
+    link.control().lead_to(second.local_addr().unwrap());
+    connect_all(&second);
+}
+
+#[test]
+fn dead_connections_stay_dead_and_new_ones_pass_after_repair() {
+    let (link, mut near, mut far, server) = connected(CONTROL);
+    link.control().deaden(&[Direction::ToListener]);
+    near.write_all(&commit()).unwrap();
+    expect_nothing(&mut far);
+    link.control().repair();
+    near.write_all(&commit()).unwrap();
+    expect_nothing(&mut far);
+    let _near = connect(&link, &opening(PAGES)).unwrap();
+    expect(&mut server.accept().unwrap().0, &opening(PAGES));
 }

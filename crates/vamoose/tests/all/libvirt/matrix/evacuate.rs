@@ -1,16 +1,19 @@
 //! `vamoose evacuate` of a host with many guests, through gateways, over a link of 1 Gbit/s.
 
-use std::{collections::BTreeSet, fs, path::Path, time::Duration};
+use std::{collections::BTreeSet, fs, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use lab::{
-    libvirt::{Crowd, Generation, Member, Passage, Way, Where},
     median,
     vamoose::{Keys, Vamoose},
 };
 use serde_json::Value;
 
-use crate::{options::Options, stage::RATE};
+use super::{RATE, generations, number};
+use crate::{
+    common::vamoose,
+    libvirt::hosts::{Crowd, Generation, Member, Passage, Way, Where},
+};
 
 /// Bytes of each guest's memory that do not compress.
 const CONTENT: u64 = 16 << 20;
@@ -20,23 +23,26 @@ const PARALLEL: &str = "4";
 
 const LIMIT: Duration = Duration::from_secs(1800);
 
-pub(crate) fn run(options: &Options, guests: u32) -> Result<()> {
-    let vamoose = options.program()?;
-    let keys = Keys::make(&vamoose)?;
+/// LIBVIRT_GUESTS is how many.
+#[test]
+#[ignore = "minutes, as root"]
+fn evacuation() -> Result<()> {
+    let guests = number("LIBVIRT_GUESTS", 100)?;
+    let keys = Keys::make(vamoose())?;
     println!(
         "| libvirt | guests | took, s | each migration, s | downtime, ms | tries |\n|---|---|---|---|---|---|"
     );
-    for generation in options.generations()? {
+    for generation in generations()? {
         let context = || format!("libvirt {}", generation.version);
-        let line = evacuate(&generation, &vamoose, &keys, guests).with_context(context)?;
+        let line = evacuate(&generation, &keys, guests).with_context(context)?;
         println!("| {} | {guests} | {line} |", generation.version);
     }
     Ok(())
 }
 
-fn evacuate(generation: &Generation, vamoose: &Path, keys: &Keys, guests: u32) -> Result<String> {
-    let crowd = Crowd::hosts(generation, Way::Gateways, vamoose, CONTENT, RATE)?;
-    let mut passage = Passage::new(&crowd.hosts, vamoose, keys)?;
+fn evacuate(generation: &Generation, keys: &Keys, guests: u32) -> Result<String> {
+    let crowd = Crowd::hosts(generation, Way::Gateways, CONTENT, RATE)?;
+    let mut passage = Passage::new(&crowd.hosts, keys)?;
     passage.prepare(Where::First)?;
     let mut names = BTreeSet::new();
     for number in 0..guests {
@@ -49,7 +55,7 @@ fn evacuate(generation: &Generation, vamoose: &Path, keys: &Keys, guests: u32) -
     }
     crowd.expect(Where::First, &names)?;
     let host = Where::First.of(&crowd.hosts);
-    let program = vamoose.to_str().context("the name of a folder")?;
+    let program = vamoose().to_str().context("the name of a folder")?;
     let mut command = host.command(program);
     command.args(["evacuate", "localhost", "--to", "qemu+tcp://host2/system"]);
     command.args(["--parallel", PARALLEL, "--json", "/etc/host/report"]);

@@ -3,26 +3,26 @@
 use std::{fmt, fs, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
-
-use super::{Host, Hosts};
-use crate::{
+use lab::{
     guest::{Image, Load},
     serial::{self, Log, Serial},
     writer::Ended,
 };
 
+use super::{Host, Hosts};
+
 /// What a guest is called.
-pub(super) const NAME: &str = "web1";
+pub(crate) const NAME: &str = "web1";
 
 /// Longer than anything may take on a machine that is very busy.
-pub const LIMIT: Duration = Duration::from_secs(120);
+pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 
 /// What virsh says of a guest that a host does not know: already when it looks, or not until it asks.
 const GONE: [&str; 2] = ["failed to get domain", "Domain not found"];
 
 /// On which of two hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Where {
+pub(crate) enum Where {
     /// The first one.
     First,
     /// The other one.
@@ -31,7 +31,7 @@ pub enum Where {
 
 impl Where {
     /// The other one.
-    pub fn other(self) -> Self {
+    pub(crate) fn other(self) -> Self {
         match self {
             Self::First => Self::Second,
             Self::Second => Self::First,
@@ -39,7 +39,7 @@ impl Where {
     }
 
     /// The host of these two.
-    pub fn of(self, hosts: &Hosts) -> &Host {
+    pub(crate) fn of(self, hosts: &Hosts) -> &Host {
         &hosts.hosts[self as usize]
     }
 }
@@ -55,8 +55,8 @@ impl fmt::Display for Where {
 
 /// What a guest has for a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Storage {
-    /// An image that both hosts reach, see [`crate::writer`]. The host's file system is not one that libvirt knows to be shared:
+pub(crate) enum Storage {
+    /// An image that both hosts reach, see [`lab::writer`]. The host's file system is not one that libvirt knows to be shared:
     /// `virsh migrate` needs `--unsafe`.
     Shared,
     /// `/var/lib/disk` of its host, to which the guest does not write.
@@ -65,7 +65,7 @@ pub enum Storage {
 
 /// A running guest, which ticks and checks its memory. It is gone with its hosts.
 #[derive(Debug)]
-pub struct Domain<'a> {
+pub(crate) struct Domain<'a> {
     hosts: &'a Hosts,
     storage: Storage,
     at: Where,
@@ -76,7 +76,7 @@ pub struct Domain<'a> {
 
 impl<'a> Domain<'a> {
     /// Starts a guest with this load, and `ram` MiB, on the first host, and waits until it is ready.
-    pub fn start(
+    pub(crate) fn start(
         hosts: &'a Hosts,
         image: &Image,
         ram: u32,
@@ -103,7 +103,7 @@ impl<'a> Domain<'a> {
     }
 
     /// Ends it, and checks that all that it has written is on its disk, once, and that the disk is nobody's any more.
-    pub fn ends_well(self) -> Result<()> {
+    pub(crate) fn ends_well(self) -> Result<()> {
         let host = self.at.of(self.hosts);
         host.virsh(["destroy", NAME])?.success()?;
         let told = written(&self.serial.finish());
@@ -119,12 +119,12 @@ impl<'a> Domain<'a> {
     }
 
     /// Where it is, as far as has been looked.
-    pub fn at(&self) -> Where {
+    pub(crate) fn at(&self) -> Where {
         self.at
     }
 
     /// What libvirt says of it on a host: `running`, `paused`, ...; none where it is not known.
-    pub fn state(&self, at: Where) -> Result<Option<String>> {
+    pub(crate) fn state(&self, at: Where) -> Result<Option<String>> {
         let ended = at.of(self.hosts).virsh(["domstate", NAME])?;
         match ended.is_success {
             true => Ok(Some(ended.stdout.trim().to_owned())),
@@ -135,7 +135,7 @@ impl<'a> Domain<'a> {
 
     /// Checks that it has moved to the other host: that it is there in this state and nowhere else, and that it goes on if
     /// that is *running*.
-    pub fn has_moved(&mut self, state: &str) -> Result<()> {
+    pub(crate) fn has_moved(&mut self, state: &str) -> Result<()> {
         let to = self.at.other();
         self.is_only(to, state)?;
         let serial = to.of(self.hosts).serial()?;
@@ -151,14 +151,14 @@ impl<'a> Domain<'a> {
     }
 
     /// Lets it go on after it has moved as a paused one, and checks that not a tick is missing.
-    pub fn resume(&mut self) -> Result<()> {
+    pub(crate) fn resume(&mut self) -> Result<()> {
         let host = self.at.of(self.hosts);
         host.virsh(["resume", NAME])?.success()?;
         self.goes_on()
     }
 
     /// Checks that it has stayed, that it is nowhere else, and that it goes on.
-    pub fn has_stayed(&mut self) -> Result<()> {
+    pub(crate) fn has_stayed(&mut self) -> Result<()> {
         self.is_only(self.at, "running")?;
         // What was to become the guest has gone.
         self.at.other().of(self.hosts).serial()?;
@@ -249,6 +249,6 @@ fn description(image: &Image, ram: u32, load: &Load, disk: &str) -> String {
   </devices>
 </domain>
 ",
-        machine = crate::qemu::MACHINE,
+        machine = lab::qemu::MACHINE,
     )
 }

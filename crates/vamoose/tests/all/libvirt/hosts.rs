@@ -7,8 +7,8 @@
 //!                                │ └────────── the lab: Domain ───│─┘
 //!                                └───────── one disk image ───────┘
 //! ```
-//! A [`Host`] is the namespaces (mount, PID, UTS, network) of a process 1, `libvirt/host.sh`, which ends with the host, and
-//! everything in it with that. A [`Domain`] is a guest whose life is followed over both hosts, see [`crate::guest`].
+//! A [`Host`] is the namespaces (mount, PID, UTS, network) of a process 1, `hosts/host.sh`, which ends with the host, and
+//! everything in it with that. A [`Domain`] is a guest whose life is followed over both hosts, see [`lab::guest`].
 
 mod crowd;
 mod domain;
@@ -21,14 +21,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-
-pub use self::{
-    crowd::{Crowd, Member},
-    domain::{Domain, LIMIT, Storage, Where},
-    host::{Ended, Host, Virsh},
-    way::{Passage, Way, alias},
-};
-use crate::{
+use lab::{
     guest::Image,
     net,
     net::Link,
@@ -36,31 +29,38 @@ use crate::{
     writer::{self, Disk},
 };
 
+pub(crate) use self::{
+    crowd::{Crowd, Member},
+    domain::{Domain, LIMIT, Storage, Where},
+    host::{Ended, Host, Virsh},
+    way::{Passage, Way, alias},
+};
+
 /// The versions of libvirt that `scripts/setup libvirt` fetches, oldest first.
-pub const GENERATIONS: [&str; 2] = ["9.0", "11.3"];
+pub(crate) const GENERATIONS: [&str; 2] = ["9.0", "11.3"];
 
 /// A libvirt that was fetched, with its QEMU: the root of a host.
 #[derive(Clone, Debug)]
-pub struct Generation {
+pub(crate) struct Generation {
     /// Its version, one of [`GENERATIONS`].
-    pub version: &'static str,
+    pub(crate) version: &'static str,
     root: PathBuf,
 }
 
 impl Generation {
     /// Whether its QEMU compresses on multifd's channels by itself, so that a destination decodes it.
-    pub fn has_compression(&self) -> bool {
+    pub(crate) fn has_compression(&self) -> bool {
         self.version != GENERATIONS[0]
     }
 
     /// Whether its QEMU, as a source, loses writes of a guest that runs, see docs/qemu.md.
-    pub fn loses_writes(&self) -> bool {
+    pub(crate) fn loses_writes(&self) -> bool {
         self.version == GENERATIONS[0]
     }
 }
 
 /// All that were fetched. Says loudly which are missing.
-pub fn available_or_skip() -> Result<Vec<Generation>> {
+pub(crate) fn available_or_skip() -> Result<Vec<Generation>> {
     let mut found = Vec::new();
     if let Err(error) = net::available() {
         skipped(&format!("no hosts of libvirt: {error:#}"))?;
@@ -80,22 +80,27 @@ pub fn available_or_skip() -> Result<Vec<Generation>> {
 
 /// Two hosts of the same generation. Dropping them ends all that runs there.
 #[derive(Debug)]
-pub struct Hosts {
+pub(crate) struct Hosts {
     /// Where guests start, and the other one.
-    pub hosts: [Host; 2],
+    pub(crate) hosts: [Host; 2],
     /// What their libvirts are.
-    pub generation: Generation,
+    pub(crate) generation: Generation,
     /// What is between their QEMUs.
-    pub way: Way,
+    pub(crate) way: Way,
     /// What both hosts have at the same path.
     disk: Disk,
     // Behind the hosts, whose processes are in its namespaces.
-    link: Link,
+    _link: Link,
 }
 
 impl Hosts {
     /// Starts both, set up for `way`, with what guests of `image` need and a wire of `rate` bits a second between.
-    pub fn start(generation: &Generation, way: Way, image: &Image, rate: u64) -> Result<Self> {
+    pub(crate) fn start(
+        generation: &Generation,
+        way: Way,
+        image: &Image,
+        rate: u64,
+    ) -> Result<Self> {
         let folders = image.files().map(|file| file.parent());
         let folders = folders
             .into_iter()
@@ -105,7 +110,7 @@ impl Hosts {
     }
 
     /// The same with these folders, which are at the same path there as here.
-    pub fn with_folders(
+    pub(crate) fn with_folders(
         generation: &Generation,
         way: Way,
         folders: &[&Path],
@@ -130,12 +135,7 @@ impl Hosts {
             generation: generation.clone(),
             way,
             disk,
-            link,
+            _link: link,
         })
-    }
-
-    /// The wire.
-    pub fn link(&self) -> &Link {
-        &self.link
     }
 }

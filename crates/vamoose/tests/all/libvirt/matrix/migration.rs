@@ -2,7 +2,6 @@
 
 use std::{
     fs::{self, File},
-    path::PathBuf,
     process::Command,
     thread,
     time::{Duration, Instant},
@@ -11,31 +10,23 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use lab::{
     guest::{Image, Load},
-    libvirt::{self, Domain, Ended, Generation, Hosts, LIMIT, Passage, Storage, Virsh, Way, Where},
     ram::{self, Fill},
     vamoose::Keys,
 };
 
-use crate::{
+use super::{
+    RATE,
     case::{Case, Event, Phase, Victim},
-    options::Options,
+};
+use crate::libvirt::hosts::{
+    self, Domain, Ended, Generation, Hosts, LIMIT, Passage, Storage, Virsh, Way, Where,
 };
 
-/// What all cases need.
-pub(crate) struct Stage {
-    vamoose: PathBuf,
-    keys: Keys,
-    image: Image,
-}
-
 /// How a case went, in words.
-pub(crate) struct Found {
-    pub(crate) ended: String,
-    pub(crate) guest: String,
+pub(super) struct Found {
+    pub(super) ended: String,
+    pub(super) guest: String,
 }
-
-/// Bits a second between the hosts.
-pub(crate) const RATE: u64 = 1_000_000_000;
 
 const RAM: u32 = 256;
 
@@ -55,45 +46,40 @@ const BUSY: Load = Load {
 
 const DISK: u64 = 64 << 20;
 
-impl Stage {
-    pub(crate) fn new(options: &Options) -> Result<Self> {
-        let vamoose = options.program()?;
-        Ok(Self {
-            keys: Keys::make(&vamoose)?,
-            image: Image::build(16)?,
-            vamoose,
-        })
+/// Runs a case on hosts of its own.
+pub(super) fn run(
+    generation: &Generation,
+    way: Way,
+    case: &Case,
+    image: &Image,
+    keys: &Keys,
+) -> Result<Found> {
+    let hosts = Hosts::start(generation, way, image, RATE)?;
+    let mut passage = Passage::new(&hosts, keys)?;
+    if case.flags.contains(&"--tls") {
+        certify(&hosts)?;
     }
-
-    /// Runs a case on hosts of its own.
-    pub(crate) fn run(&self, generation: &Generation, way: Way, case: &Case) -> Result<Found> {
-        let hosts = Hosts::start(generation, way, &self.image, RATE)?;
-        let mut passage = Passage::new(&hosts, &self.vamoose, &self.keys)?;
-        if case.flags.contains(&"--tls") {
-            certify(&hosts)?;
+    let storage = match case.event {
+        Event::Storage => {
+            make_disks(&hosts)?;
+            Storage::Local
         }
-        let storage = match case.event {
-            Event::Storage => {
-                make_disks(&hosts)?;
-                Storage::Local
-            }
-            _ => Storage::Shared,
-        };
-        let load = match case.event {
-            Event::Abort(_) | Event::Kill(..) => &BUSY,
-            _ => &QUIET,
-        };
-        let mut domain = Domain::start(&hosts, &self.image, RAM, load, storage)?;
-        let found = migrate(&hosts, &mut domain, &mut passage, case);
-        let found = found.and_then(|found| domain.ends_well().map(|()| found));
-        found.map_err(|error| {
-            let said = hosts.hosts.each_ref().map(|host| {
-                let (libvirt, qemu) = (tail(&host.log()), tail(&host.log_of_guest()));
-                format!("{}: {libvirt}; its QEMU: {qemu}", host.name)
-            });
-            error.context(format!("libvirt says: {}", said.join(" ")))
-        })
-    }
+        _ => Storage::Shared,
+    };
+    let load = match case.event {
+        Event::Abort(_) | Event::Kill(..) => &BUSY,
+        _ => &QUIET,
+    };
+    let mut domain = Domain::start(&hosts, image, RAM, load, storage)?;
+    let found = migrate(&hosts, &mut domain, &mut passage, case);
+    let found = found.and_then(|found| domain.ends_well().map(|()| found));
+    found.map_err(|error| {
+        let said = hosts.hosts.each_ref().map(|host| {
+            let (libvirt, qemu) = (tail(&host.log()), tail(&host.log_of_guest()));
+            format!("{}: {libvirt}; its QEMU: {qemu}", host.name)
+        });
+        error.context(format!("libvirt says: {}", said.join(" ")))
+    })
 }
 
 /// The end of a log, on one line.
@@ -303,12 +289,12 @@ fn moves_later(hosts: &Hosts, domain: &mut Domain<'_>, passage: &mut Passage<'_>
     Ok(())
 }
 
-pub(crate) const GUEST: &str = "web1";
+pub(super) const GUEST: &str = "web1";
 
 const DISK_PATH: &str = "var/lib/disk";
 
 /// Starts `virsh migrate` to the other host.
-pub(crate) fn start(
+pub(super) fn start(
     hosts: &Hosts,
     domain: &Domain<'_>,
     passage: &mut Passage<'_>,
@@ -329,7 +315,7 @@ fn finish(virsh: Virsh, passage: &Passage<'_>) -> Result<Ended> {
     virsh.finish(LIMIT).with_context(|| passage.said())
 }
 
-pub(crate) fn has_succeeded(virsh: Virsh, passage: &Passage<'_>) -> Result<Ended> {
+pub(super) fn has_succeeded(virsh: Virsh, passage: &Passage<'_>) -> Result<Ended> {
     let ended = finish(virsh, passage)?;
     ensure!(
         ended.is_success,
@@ -364,7 +350,7 @@ fn wait_for(hosts: &Hosts, domain: &Domain<'_>, virsh: &Virsh, phase: Phase) -> 
 }
 
 /// A number that `virsh domjobinfo` has printed, without its unit.
-pub(crate) fn number_in(info: &str, name: &str) -> Option<f64> {
+pub(super) fn number_in(info: &str, name: &str) -> Option<f64> {
     value_in(info, name)?.split(' ').next()?.parse().ok()
 }
 
@@ -432,7 +418,7 @@ fn certify(hosts: &Hosts) -> Result<()> {
              tls_www_server\ntls_www_client\nsigning_key\nencryption_key\nexpiration_days = 2\n",
             name = host.name,
             at = host.address,
-            alias = libvirt::alias(at),
+            alias = hosts::alias(at),
         );
         template("host", &text)?;
         let (own_key, own) = ("/etc/host/key.pem", "/etc/host/cert.pem");

@@ -11,31 +11,34 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::guest::{Guest, Image};
-use crate::program::Program;
-use crate::qcow2;
-use crate::qemu::{AWKWARD, Binary, Builder};
-use crate::serial::Log;
-use crate::skipped;
+use lab::{
+    guest::{Guest, Image},
+    program::Program,
+    qemu::{self, AWKWARD, Binary, Builder},
+    serial::Log,
+    skipped,
+};
+
+use crate::common::qcow2;
 
 /// Of the guest, in bytes.
 const RAM: u64 = (320 << 20) + AWKWARD;
 /// Of the disk, in bytes; what is not used of it takes no room.
 const DISK: u64 = 192 << 20;
 /// For what takes a minute on a machine that is very busy.
-pub const LIMIT: Duration = Duration::from_secs(600);
+pub(crate) const LIMIT: Duration = Duration::from_secs(600);
 
 /// What all guests with a database boot from.
 #[derive(Debug)]
-pub struct System(Image);
+pub(crate) struct System(Image);
 
 /// The disk of one guest: an image that all hosts reach.
 #[derive(Clone, Debug)]
-pub struct Disk(PathBuf);
+pub(crate) struct Disk(PathBuf);
 
 /// What a guest has said that is done, in all QEMUs that it has been in.
 #[derive(Clone, Debug, Default)]
-pub struct Committed {
+pub(crate) struct Committed {
     rows: u64,
     /// A line whose end may come from the next QEMU.
     tail: String,
@@ -43,16 +46,16 @@ pub struct Committed {
 
 /// What was found on a disk that is in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Found {
+pub(crate) struct Found {
     /// The rows, which have the numbers from 1 on.
-    pub rows: u64,
+    pub(crate) rows: u64,
     /// What pgbench has done.
-    pub transactions: u64,
+    pub(crate) transactions: u64,
 }
 
 impl System {
     /// Where `scripts/setup guest workloads` has not run, says loudly that the test is skipped and gives `None`.
-    pub fn build_or_skip() -> Result<Option<Self>> {
+    pub(crate) fn build_or_skip() -> Result<Option<Self>> {
         if !Program::Postgres.is_there() {
             skipped("no PostgreSQL for guests, run scripts/setup guest workloads")?;
             return Ok(None);
@@ -61,7 +64,7 @@ impl System {
     }
 
     /// A machine with this disk, on which it makes the database first if the disk is empty.
-    pub fn machine(&self, binary: &Binary, disk: &Disk) -> Builder {
+    pub(crate) fn machine(&self, binary: &Binary, disk: &Disk) -> Builder {
         self.boot(binary, disk, "database")
     }
 
@@ -81,19 +84,19 @@ impl System {
 
 impl Disk {
     /// An empty one, in this file.
-    pub fn new(path: &Path) -> Result<Self> {
+    pub(crate) fn new(path: &Path) -> Result<Self> {
         fs::write(path, qcow2::empty(DISK))
             .with_context(|| format!("writing {}", path.display()))?;
         Ok(Self(path.to_owned()))
     }
 
     /// What has been written to it so far.
-    pub fn content(&self) -> Result<Vec<u8>> {
+    pub(crate) fn content(&self) -> Result<Vec<u8>> {
         fs::read(&self.0).with_context(|| format!("reading {}", self.0.display()))
     }
 
     /// Takes every second page of a table that has changed since then back to what it was: each is whole, and an old one.
-    pub fn lose_writes(&self, since: &[u8]) -> Result<()> {
+    pub(crate) fn lose_writes(&self, since: &[u8]) -> Result<()> {
         let mut content = self.content()?;
         let is_page = |bytes: &[u8]| bytes[PAGE_FORMAT] == [4, 0x20];
         let last = since.len().min(content.len()).saturating_sub(PAGE);
@@ -110,13 +113,13 @@ impl Disk {
 }
 
 /// Waits until the guest has said that so many rows more are done.
-pub fn wait_rows(guest: &Guest, more: usize) -> Result<()> {
+pub(crate) fn wait_rows(guest: &Guest, more: usize) -> Result<()> {
     let wanted = rows(&guest.log()) + more;
     guest.wait("rows", LIMIT, |log| rows(log) >= wanted)
 }
 
 /// Has a guest end its server and its file system as an administrator does, and turn itself off.
-pub fn stop(guest: &mut Guest) -> Result<()> {
+pub(crate) fn stop(guest: &mut Guest) -> Result<()> {
     guest.say("stop")?;
     let stopped = |log: &Log| log.lines.iter().any(|line| line.text == "stopped");
     guest.wait("'stopped'", LIMIT, stopped)?;
@@ -124,7 +127,7 @@ pub fn stop(guest: &mut Guest) -> Result<()> {
 }
 
 /// Looks at a disk that no QEMU has, in a guest of its own. Everything that was said to be committed has to be there.
-pub fn check(
+pub(crate) fn check(
     system: &System,
     binary: &Binary,
     disk: &Disk,
@@ -166,7 +169,7 @@ impl Committed {
     ///
     /// # Errors
     /// When the guest is not in order, or a number is missing or comes again.
-    pub fn add(&mut self, log: &Log) -> Result<()> {
+    pub(crate) fn add(&mut self, log: &Log) -> Result<()> {
         log.check()?;
         for line in &log.lines {
             let text = std::mem::take(&mut self.tail) + &line.text;
@@ -183,7 +186,7 @@ impl Committed {
     }
 
     /// How many rows.
-    pub fn rows(&self) -> u64 {
+    pub(crate) fn rows(&self) -> u64 {
         self.rows
     }
 }
@@ -206,10 +209,36 @@ const PAGE: usize = 8192;
 /// Where a page of PostgreSQL's tables and indexes has its size and its version.
 const PAGE_FORMAT: std::ops::Range<usize> = 18..20;
 
-#[cfg(test)]
+/// Enough for every table to have changed.
+const ROWS: usize = 100;
+
+#[test]
+fn lost_writes_are_found() -> Result<()> {
+    let (Some(binary), Some(system)) = (qemu::newest_or_skip()?, System::build_or_skip()?) else {
+        return Ok(());
+    };
+    let folder = tempfile::tempdir()?;
+    let disk = Disk::new(&folder.path().join("disk"))?;
+    let mut guest = Guest::start(&system.machine(&binary, &disk))?;
+    guest.wait_ready(LIMIT)?;
+    wait_rows(&guest, ROWS)?;
+    let before = disk.content()?;
+    wait_rows(&guest, ROWS)?;
+    stop(&mut guest)?;
+    let mut committed = Committed::default();
+    committed.add(&guest.finish()?)?;
+    let found = check(&system, &binary, &disk, &committed)?;
+    ensure!(found.rows >= 2 * ROWS as u64, "{found:?}");
+
+    disk.lose_writes(&before)?;
+    let found = check(&system, &binary, &disk, &committed);
+    ensure!(found.is_err(), "writes are missing: {found:?}");
+    Ok(())
+}
+
 mod tests {
     use super::*;
-    use crate::serial::Line;
+    use lab::serial::Line;
     use std::time::Instant;
 
     fn log(lines: &[&str], tail: &str) -> Log {

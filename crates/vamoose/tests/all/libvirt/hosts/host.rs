@@ -12,18 +12,18 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
+use lab::{net::Namespace, process::Child, serial::Serial};
 use tempfile::TempDir;
 
 use super::LIMIT;
-use crate::{net::Namespace, process::Child, serial::Serial};
 
 /// One of two hosts. Dropping it ends all that runs there.
 #[derive(Debug)]
-pub struct Host {
+pub(crate) struct Host {
     /// What it is called, for libvirt too.
-    pub name: &'static str,
+    pub(crate) name: &'static str,
     /// Where the other host reaches it.
-    pub address: Ipv4Addr,
+    pub(crate) address: Ipv4Addr,
     /// What `unshare` is called from outside: with it goes process 1 of the host, and all others with that.
     _all: Child,
     /// Process 1 of the host, as it is called from outside.
@@ -33,7 +33,10 @@ pub struct Host {
     folder: TempDir,
 }
 
-const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/libvirt/host.sh");
+const SCRIPT: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/tests/all/libvirt/hosts/host.sh"
+);
 
 /// What runs on a host. Libvirt is the one of Debian 12 with everything in one daemon, and its newer versions still have it.
 const START: &str = "export PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C
@@ -71,7 +74,7 @@ const SOCKET: &str = "run/libvirt/libvirt-sock";
 impl Host {
     /// Starts a host in `network`, which knows the names of `all`; `libraries` are there as they are here. `qemu_conf` is added to
     /// that file.
-    pub(super) fn start(
+    pub(crate) fn start(
         root: &Path,
         network: &Namespace,
         name: &'static str,
@@ -111,7 +114,7 @@ impl Host {
     }
 
     /// Waits until libvirt answers.
-    pub(super) fn wait_ready(&self) -> Result<()> {
+    pub(crate) fn wait_ready(&self) -> Result<()> {
         let socket = self.path(SOCKET);
         let start = Instant::now();
         // The daemon makes it itself; from then on it answers, when it is ready.
@@ -129,7 +132,7 @@ impl Host {
     }
 
     /// A program in the host's network with the file system of the lab.
-    pub fn outside(&self, program: &Path) -> Command {
+    pub(crate) fn outside(&self, program: &Path) -> Command {
         let mut command = Command::new("ip");
         command
             .args(["netns", "exec", &self.network])
@@ -139,7 +142,7 @@ impl Host {
     }
 
     /// A program of the host's file system, in its network. Its process is the program itself.
-    pub fn command(&self, program: &str) -> Command {
+    pub(crate) fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
         command.args(["--target", &self.init.to_string()]);
         command.args(["--mount", "--uts", "--net", "--root", "--wd=/", program]);
@@ -148,12 +151,15 @@ impl Host {
     }
 
     /// Runs `virsh` to its end, for [`LIMIT`] at most.
-    pub fn virsh<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Result<Ended> {
+    pub(crate) fn virsh<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Result<Ended> {
         self.start_virsh(arguments)?.finish(LIMIT)
     }
 
     /// Starts `virsh`.
-    pub fn start_virsh<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Result<Virsh> {
+    pub(crate) fn start_virsh<'a>(
+        &self,
+        arguments: impl IntoIterator<Item = &'a str>,
+    ) -> Result<Virsh> {
         let mut command = self.command("virsh");
         command.args(arguments);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -164,43 +170,43 @@ impl Host {
     }
 
     /// Kills the process that a file in `/run` names, as a crash would.
-    pub fn kill(&self, pid_file: &str) -> Result<()> {
+    pub(crate) fn kill(&self, pid_file: &str) -> Result<()> {
         let kill = format!("kill -9 $(busybox cat /run/{pid_file})");
         let mut command = Command::new("nsenter");
         command.args(["--target", &self.init.to_string(), "--mount", "--pid"]);
         command.args(["--root", "--wd=/", "/bin/busybox", "sh", "-c", &kill]);
-        crate::run(&mut command).map(drop)
+        lab::run(&mut command).map(drop)
     }
 
     /// Starts libvirtd after [`Host::kill`], and waits until it answers.
-    pub fn start_libvirtd(&self) -> Result<()> {
+    pub(crate) fn start_libvirtd(&self) -> Result<()> {
         fs::remove_file(self.path(SOCKET)).context("removing the socket of who was killed")?;
         let mut command = Command::new("nsenter");
         command.args(["--target", &self.init.to_string(), "--mount", "--uts"]);
         command.args(["--net", "--pid", "--root", "--wd=/"]);
         command.args(["libvirtd", "--listen", "-d"]);
-        crate::run(&mut command)?;
+        lab::run(&mut command)?;
         self.wait_ready()
     }
 
     /// The file that the host has at `/path`, of those that are its own: in `/etc`, `/run` and `/var`.
-    pub fn path(&self, path: &str) -> PathBuf {
+    pub(crate) fn path(&self, path: &str) -> PathBuf {
         self.folder.path().join(path)
     }
 
     /// What libvirt has logged.
-    pub fn log(&self) -> String {
+    pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.path("var/log/libvirtd.log")).unwrap_or_default()
     }
 
     /// What the guest's QEMU has said, and how it ended, in the words of libvirt.
-    pub fn log_of_guest(&self) -> String {
+    pub(crate) fn log_of_guest(&self) -> String {
         let path = format!("var/log/libvirt/qemu/{}.log", super::domain::NAME);
         fs::read_to_string(self.path(&path)).unwrap_or_default()
     }
 
     /// The serial port of the QEMU that was started last, if one was since the last call.
-    pub(super) fn serial(&self) -> Result<Option<Serial>> {
+    pub(crate) fn serial(&self) -> Result<Option<Serial>> {
         let mut last = None;
         loop {
             match self.serial.accept() {
@@ -247,19 +253,19 @@ fn furnish(folder: &Path, name: &str, all: &[(Ipv4Addr, &str)], qemu_conf: &str)
 
 /// A running `virsh`. Killed and reaped on drop.
 #[derive(Debug)]
-pub struct Virsh {
+pub(crate) struct Virsh {
     start: Instant,
     child: Child,
 }
 
 impl Virsh {
     /// Whether it has ended.
-    pub fn has_ended(&self) -> bool {
+    pub(crate) fn has_ended(&self) -> bool {
         self.child.process().has_ended()
     }
 
     /// Waits for its end.
-    pub fn finish(mut self, within: Duration) -> Result<Ended> {
+    pub(crate) fn finish(mut self, within: Duration) -> Result<Ended> {
         let Some(status) = self.child.wait(within)? else {
             bail!("virsh hangs: it still runs after {within:?}");
         };
@@ -282,26 +288,26 @@ impl Virsh {
 
 /// A `virsh` that has ended.
 #[derive(Clone, Debug)]
-pub struct Ended {
+pub(crate) struct Ended {
     /// Whether it did what it was asked to.
-    pub is_success: bool,
+    pub(crate) is_success: bool,
     /// How long it ran.
-    pub took: Duration,
+    pub(crate) took: Duration,
     /// What it printed.
-    pub stdout: String,
+    pub(crate) stdout: String,
     /// What it complained of.
-    pub stderr: String,
+    pub(crate) stderr: String,
 }
 
 impl Ended {
     /// Passes only what ended with success, and gives what it printed.
-    pub fn success(self) -> Result<String> {
+    pub(crate) fn success(self) -> Result<String> {
         ensure!(self.is_success, "virsh failed: {}", self.reason());
         Ok(self.stdout)
     }
 
     /// What it complained of, on one line.
-    pub fn reason(&self) -> String {
+    pub(crate) fn reason(&self) -> String {
         let lines = self.stderr.lines().map(str::trim);
         let lines = lines.filter(|line| !line.is_empty());
         lines.collect::<Vec<_>>().join("; ")

@@ -1,22 +1,22 @@
 //! The rows of the matrix.
 
-use lab::libvirt::{Generation, Way};
+use crate::libvirt::hosts::{Generation, Way};
 
 /// One way to call `virsh migrate`, and what happens meanwhile.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Case {
-    pub(crate) name: &'static str,
-    pub(crate) flags: &'static [&'static str],
-    pub(crate) event: Event,
+pub(super) struct Case {
+    pub(super) name: &'static str,
+    pub(super) flags: &'static [&'static str],
+    pub(super) event: Event,
     /// What both ends must know.
     needs: Needs,
     /// It is run when it is named: its guest may hang by itself.
-    pub(crate) is_by_name: bool,
+    pub(super) is_by_name: bool,
 }
 
 /// What happens during a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Event {
+pub(super) enum Event {
     /// Nothing.
     None,
     /// The guest was paused before.
@@ -37,7 +37,7 @@ pub(crate) enum Event {
 
 /// When it happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub(super) enum Phase {
     /// As soon as libvirt knows of the migration.
     Setup,
     /// Some of the memory has been sent for the first time.
@@ -48,7 +48,7 @@ pub(crate) enum Phase {
 
 /// Who dies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Victim {
+pub(super) enum Victim {
     NearProgram,
     FarProgram,
     DestinationQemu,
@@ -83,7 +83,7 @@ const fn case(name: &'static str, flags: &'static [&'static str], event: Event) 
 
 impl Case {
     /// Whether it can be tried.
-    pub(crate) fn suits(&self, generation: &Generation, way: Way) -> bool {
+    pub(super) fn suits(&self, generation: &Generation, way: Way) -> bool {
         match self.needs {
             Needs::Nothing => true,
             Needs::Compression => generation.has_compression(),
@@ -104,7 +104,7 @@ impl Case {
     }
 }
 
-pub(crate) const CASES: &[Case] = &[
+pub(super) const CASES: &[Case] = &[
     case("plain", &[], Event::None),
     case("parallel", PARALLEL, Event::None),
     case("p2p", &["--p2p"], Event::None),

@@ -3,14 +3,18 @@
 use anyhow::{Context, Result};
 use lab::{
     guest::{Image, Load},
-    libvirt::{Domain, Hosts, Passage, Storage, Way},
     median,
     vamoose::Keys,
 };
 
+use super::{
+    RATE, generations,
+    migration::{self, GUEST},
+    number,
+};
 use crate::{
-    options::Options,
-    stage::{self, GUEST, RATE},
+    common::vamoose,
+    libvirt::hosts::{Domain, Hosts, Passage, Storage, Way},
 };
 
 struct Contender {
@@ -57,19 +61,22 @@ struct Took {
     downtime: f64,
 }
 
-pub(crate) fn run(options: &Options, rounds: u32) -> Result<()> {
-    let vamoose = options.program()?;
-    let (keys, image) = (Keys::make(&vamoose)?, Image::build(16)?);
+/// LIBVIRT_ROUNDS is how often each one is measured, in turn.
+#[test]
+#[ignore = "half an hour, as root"]
+fn times() -> Result<()> {
+    let rounds: usize = number("LIBVIRT_ROUNDS", 3)?;
+    let (keys, image) = (Keys::make(vamoose())?, Image::build(16)?);
     println!("| libvirt | | virsh, s | downtime, ms |\n|---|---|---|---|");
-    for generation in options.generations()? {
+    for generation in generations()? {
         let can = |it: &&Contender| !it.compresses || generation.has_compression();
         let contenders: Vec<_> = CONTENDERS.iter().filter(can).collect();
         let mut took: Vec<Vec<Took>> = contenders.iter().map(|_| Vec::new()).collect();
-        for round in 0..rounds as usize {
+        for round in 0..rounds {
             for turn in 0..contenders.len() {
                 let at = (round + turn) % contenders.len();
                 let hosts = Hosts::start(&generation, contenders[at].way, &image, RATE)?;
-                let mut passage = Passage::new(&hosts, &vamoose, &keys)?;
+                let mut passage = Passage::new(&hosts, &keys)?;
                 let found = migrate(&hosts, &mut passage, &image, contenders[at].flags);
                 took[at].push(found.with_context(|| contenders[at].name)?);
             }
@@ -91,12 +98,12 @@ fn migrate(
     flags: &[&str],
 ) -> Result<Took> {
     let mut domain = Domain::start(hosts, image, RAM, &LOAD, Storage::Shared)?;
-    let virsh = stage::start(hosts, &domain, passage, flags)?;
-    let ended = stage::has_succeeded(virsh, passage)?;
+    let virsh = migration::start(hosts, &domain, passage, flags)?;
+    let ended = migration::has_succeeded(virsh, passage)?;
     domain.has_moved("running")?;
     let at = domain.at().of(hosts);
     let info = at.virsh(["domjobinfo", GUEST, "--completed"])?.success()?;
-    let downtime = stage::number_in(&info, "Total downtime").context("no downtime")?;
+    let downtime = migration::number_in(&info, "Total downtime").context("no downtime")?;
     Ok(Took {
         seconds: ended.took.as_secs_f64(),
         downtime,

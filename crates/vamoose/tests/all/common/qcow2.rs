@@ -2,7 +2,7 @@
 
 /// An image of `size` bytes, in which nothing has been written: its header, the table and a block of reference counts, and the
 /// table of second-level tables, in a cluster each.
-pub fn empty(size: u64) -> Vec<u8> {
+pub(crate) fn empty(size: u64) -> Vec<u8> {
     let cluster = CLUSTER as u64;
     let tables = size.div_ceil(cluster * cluster / 8);
     let no_features = [0; 24];

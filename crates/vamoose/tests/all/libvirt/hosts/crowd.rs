@@ -1,25 +1,22 @@
 //! Many small guests, which do nothing but have memory that has to be sent.
 
-use std::{
-    collections::BTreeSet,
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeSet, fs, path::PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use lab::ram::{self, Fill};
 use tempfile::TempDir;
 
 use super::{Generation, Hosts, Way, Where};
-use crate::ram::{self, Fill};
+use crate::common::vamoose;
 
 /// Memory of a guest of the crowd, in MiB.
 const RAM: u32 = 64;
 
 /// Two hosts of guests whose firmware finds nothing to boot, on the first one to begin with.
 #[derive(Debug)]
-pub struct Crowd {
+pub(crate) struct Crowd {
     /// The hosts.
-    pub hosts: Hosts,
+    pub(crate) hosts: Hosts,
     /// What is in the guests' memory.
     content: PathBuf,
     _folder: TempDir,
@@ -27,20 +24,20 @@ pub struct Crowd {
 
 /// A guest of a crowd.
 #[derive(Clone, Copy, Debug)]
-pub struct Member<'a> {
+pub(crate) struct Member<'a> {
     /// What it is called.
-    pub name: &'a str,
+    pub(crate) name: &'a str,
     /// Whether libvirt keeps it when it is shut off.
-    pub is_persistent: bool,
+    pub(crate) is_persistent: bool,
     /// A file of its host, if it has a disk.
-    pub disk: Option<&'a str>,
+    pub(crate) disk: Option<&'a str>,
     /// A file of its host with what is in its memory, instead of what all have there.
-    pub content: Option<&'a str>,
+    pub(crate) content: Option<&'a str>,
 }
 
 impl<'a> Member<'a> {
     /// One like all others.
-    pub fn plain(name: &'a str) -> Self {
+    pub(crate) fn plain(name: &'a str) -> Self {
         Self {
             name,
             is_persistent: false,
@@ -51,11 +48,10 @@ impl<'a> Member<'a> {
 }
 
 impl Crowd {
-    /// Starts the hosts, on which `program` can run, for guests with `content` bytes that do not compress.
-    pub fn hosts(
+    /// Starts the hosts, on which `vamoose` can run, for guests with `content` bytes that do not compress.
+    pub(crate) fn hosts(
         generation: &Generation,
         way: Way,
-        program: &Path,
         content: u64,
         rate: u64,
     ) -> Result<Self> {
@@ -64,7 +60,7 @@ impl Crowd {
         ram::write(&path, content, &Fill::Random, 1)?;
         let folders = [
             folder.path(),
-            program.parent().context("a program without a folder")?,
+            vamoose().parent().context("a program without a folder")?,
         ];
         Ok(Self {
             hosts: Hosts::with_folders(generation, way, &folders, rate)?,
@@ -74,7 +70,7 @@ impl Crowd {
     }
 
     /// Starts a guest on the first host.
-    pub fn start(&self, member: &Member<'_>) -> Result<()> {
+    pub(crate) fn start(&self, member: &Member<'_>) -> Result<()> {
         let host = Where::First.of(&self.hosts);
         let file = format!("/etc/host/{}.xml", member.name);
         let description = self.description(member)?;
@@ -89,7 +85,7 @@ impl Crowd {
     }
 
     /// Checks that these guests run there, and that libvirt knows no others.
-    pub fn expect(&self, at: Where, names: &BTreeSet<String>) -> Result<()> {
+    pub(crate) fn expect(&self, at: Where, names: &BTreeSet<String>) -> Result<()> {
         for state in ["--state-running", "--all"] {
             let found = at.of(&self.hosts).virsh(["list", "--name", state])?;
             let found = found.success()?;
@@ -136,7 +132,7 @@ impl Crowd {
   </qemu:commandline>
 </domain>
 ",
-            machine = crate::qemu::MACHINE,
+            machine = lab::qemu::MACHINE,
         ))
     }
 }

@@ -3,14 +3,15 @@
 use std::{fmt, fs, net::Ipv4Addr, path::Path, time::Duration};
 
 use anyhow::{Context, Result};
+use lab::vamoose::{Keys, Vamoose};
 use tempfile::TempDir;
 
 use super::{Hosts, Where};
-use crate::vamoose::{Keys, Vamoose};
+use crate::common::vamoose;
 
 /// What is between the two QEMUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub(crate) enum Way {
     /// Nothing.
     Direct,
     /// Two relays with a session, started for each migration. libvirt makes the destination's QEMU listen at an address of
@@ -22,7 +23,7 @@ pub enum Way {
 
 impl Way {
     /// What qemu.conf says of it, on this host.
-    pub(super) fn qemu_conf(self, host: Where) -> String {
+    pub(crate) fn qemu_conf(self, host: Where) -> String {
         match self {
             Self::Direct | Self::Relays => String::new(),
             Self::Gateways => {
@@ -48,7 +49,7 @@ impl fmt::Display for Way {
 }
 
 /// What stands for a host behind gateways.
-pub fn alias(host: Where) -> Ipv4Addr {
+pub(crate) fn alias(host: Where) -> Ipv4Addr {
     match host {
         Where::First => Ipv4Addr::new(127, 77, 0, 1),
         Where::Second => Ipv4Addr::new(127, 77, 0, 2),
@@ -56,9 +57,8 @@ pub fn alias(host: Where) -> Ipv4Addr {
 }
 
 /// The programs between the QEMUs of two hosts, for one migration after the other. Those that run end when it is dropped.
-pub struct Passage<'a> {
+pub(crate) struct Passage<'a> {
     hosts: &'a Hosts,
-    program: &'a Path,
     keys: &'a Keys,
     /// By host. What was killed stays, for what it has said.
     running: [Option<Vamoose>; 2],
@@ -74,11 +74,10 @@ const GATEWAY: u16 = 4440;
 const LIMIT: Duration = Duration::from_secs(60);
 
 impl<'a> Passage<'a> {
-    /// `program` is a `vamoose`, and `keys` are those of the two hosts.
-    pub fn new(hosts: &'a Hosts, program: &'a Path, keys: &'a Keys) -> Result<Self> {
+    /// `keys` are those of the two hosts.
+    pub(crate) fn new(hosts: &'a Hosts, keys: &'a Keys) -> Result<Self> {
         Ok(Self {
             hosts,
-            program,
             keys,
             running: [None, None],
             configuration: TempDir::new().context("creating a folder for configurations")?,
@@ -86,7 +85,7 @@ impl<'a> Passage<'a> {
     }
 
     /// Makes it ready for a migration from a host: what `virsh migrate` has to be told.
-    pub fn prepare(&mut self, from: Where) -> Result<Vec<String>> {
+    pub(crate) fn prepare(&mut self, from: Where) -> Result<Vec<String>> {
         match self.hosts.way {
             Way::Direct => Ok(Vec::new()),
             Way::Relays => self.start_relays(from),
@@ -100,13 +99,13 @@ impl<'a> Passage<'a> {
     }
 
     /// Kills the program of a host, as a crash would.
-    pub fn kill(&mut self, host: Where) -> Result<()> {
+    pub(crate) fn kill(&mut self, host: Where) -> Result<()> {
         let program = self.running[host as usize].as_mut();
         program.context("nothing is between the QEMUs")?.kill()
     }
 
     /// What ends with a migration has to end, with success: its guest has moved.
-    pub fn finish(&mut self) -> Result<()> {
+    pub(crate) fn finish(&mut self) -> Result<()> {
         if self.hosts.way != Way::Relays {
             return Ok(());
         }
@@ -117,14 +116,14 @@ impl<'a> Passage<'a> {
     }
 
     /// What ends with a migration is ended: it failed, and may not have reached them.
-    pub fn end(&mut self) {
+    pub(crate) fn end(&mut self) {
         if self.hosts.way == Way::Relays {
             self.running = [None, None];
         }
     }
 
     /// What its programs have said.
-    pub fn said(&self) -> String {
+    pub(crate) fn said(&self) -> String {
         let running = self.running.iter().flatten();
         let said = running.map(Vamoose::stderr).collect::<Vec<_>>();
         format!("{}: {}", self.hosts.way, said.join(" -- "))
@@ -133,12 +132,12 @@ impl<'a> Passage<'a> {
     fn start_relays(&mut self, from: Where) -> Result<Vec<String>> {
         let (near, far) = (from.of(self.hosts), from.other().of(self.hosts));
         let local = format!("tcp:127.0.0.1:{PORT}");
-        let mut command = far.outside(self.program);
+        let mut command = far.outside(vamoose());
         command.args(["relay", "--session", "listen", "--connect", &local]);
         command.args(["--listen", &format!("tcp:{}:0", far.address), "--keys"]);
         let far = Vamoose::start(command.arg(self.keys_of(from.other())))?;
         let between = far.wait_for("listening on ", LIMIT)?;
-        let mut command = near.outside(self.program);
+        let mut command = near.outside(vamoose());
         command.args(["relay", "--session", "connect", "--listen", &local]);
         command.args(["--connect", &between, "--keys"]);
         let near = Vamoose::start(command.arg(self.keys_of(from)))?;
@@ -176,7 +175,7 @@ impl<'a> Passage<'a> {
         );
         let file = self.configuration.path().join(own.name);
         fs::write(&file, text).context("configuring a gateway")?;
-        let mut command = own.outside(self.program);
+        let mut command = own.outside(vamoose());
         let gateway = Vamoose::start(command.args(["gateway", "--config"]).arg(file))?;
         gateway.wait_for("ready for migrations", LIMIT)?;
         self.running[host as usize] = Some(gateway);

@@ -1,0 +1,368 @@
+//! The link between two hosts: a middlebox on each path, whose connections are observed and broken.
+//!
+//! ```text
+//!  migrate ──> Link ──> serve     sessions without TLS: the control stream passes message by message
+//!               │
+//!               └ a Strike at a Point: done while the bytes at that point wait
+//! ```
+
+mod message;
+
+use std::collections::HashMap;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::Result;
+use lab::middlebox::{
+    Admission, Change, Direction, Flow, Handle, Mark, Middlebox, Observer, Status,
+    Which as Connections,
+};
+use lab::process::now;
+
+use message::{Kind, Splitter};
+
+/// A link. Dropping it resets its connections.
+pub(crate) struct Link {
+    paths: Vec<Middlebox>,
+    control: Control,
+}
+
+/// Breaks and repairs a link from any thread.
+#[derive(Clone)]
+pub(crate) struct Control {
+    /// The middlebox of each path.
+    paths: Vec<Handle>,
+    watch: Arc<Watch>,
+}
+
+/// Where in what passes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Point {
+    /// So many bytes of pages towards the destination.
+    Bytes(u64),
+    /// A message has arrived, and has not been passed on.
+    Before(&'static str),
+    /// A message has been passed on.
+    After(&'static str),
+}
+
+/// What is done at a point. The connection waits meanwhile.
+pub(crate) type Strike = Box<dyn FnOnce() + Send>;
+
+/// Which connections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Which {
+    All,
+    Control,
+    /// All but those of the control stream.
+    Data,
+    /// One of the data connections, by a random number.
+    OneOfData(usize),
+}
+
+/// A message of the control stream.
+#[derive(Clone, Debug)]
+pub(crate) struct Heard {
+    /// Since 1970.
+    pub(crate) at: Duration,
+    pub(crate) word: String,
+}
+
+/// What has passed, and what is to be done at points to come.
+#[derive(Default)]
+struct Watch(Mutex<Seen>);
+
+#[derive(Default)]
+struct Seen {
+    /// By the port of the middlebox and the connection's number there.
+    connections: HashMap<(u16, usize), Conversation>,
+    heard: Vec<Heard>,
+    bytes: u64,
+    strikes: Vec<(Point, Strike)>,
+}
+
+struct Conversation {
+    /// Known after the handshake.
+    stream: Option<u32>,
+    splitters: [Splitter; 2],
+    /// The messages that are just passing, by direction.
+    passing: [Vec<String>; 2],
+}
+
+/// The control stream begins a session.
+const CONTROL: u32 = 0;
+
+/// Bits of this many bytes are flipped.
+const FLIPPED: u64 = 4096;
+
+impl Link {
+    /// A link of so many paths to the server at `server`.
+    pub(crate) fn new(server: SocketAddr, paths: usize) -> Result<Self> {
+        let watch = Arc::<Watch>::default();
+        let path = |_| {
+            let middlebox = Middlebox::observed(server, watch.clone())?;
+            middlebox.record();
+            Ok(middlebox)
+        };
+        let paths = (0..paths).map(path).collect::<Result<Vec<_>>>()?;
+        let handles = paths.iter().map(|path| Handle::clone(path)).collect();
+        Ok(Self {
+            paths,
+            control: Control {
+                paths: handles,
+                watch,
+            },
+        })
+    }
+
+    /// Where the source connects to, for each path.
+    pub(crate) fn addresses(&self) -> Vec<String> {
+        let address = |path: &Middlebox| format!("tcp:{}", path.address());
+        self.paths.iter().map(address).collect()
+    }
+
+    pub(crate) fn control(&self) -> &Control {
+        &self.control
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // They may own what owns them.
+        self.control.watch.lock().strikes.clear();
+    }
+}
+
+impl Control {
+    /// The same link, of which only the first path is broken.
+    pub(crate) fn first_path(&self) -> Self {
+        Self {
+            paths: self.paths[..1].to_vec(),
+            watch: self.watch.clone(),
+        }
+    }
+
+    /// Leads connections to come to another server.
+    pub(crate) fn lead_to(&self, server: SocketAddr) {
+        self.paths.iter().for_each(|path| path.lead_to(server));
+    }
+
+    /// Strikes when `point` is reached for the first time from now on.
+    pub(crate) fn arm(&self, point: Point, strike: Strike) {
+        self.watch.lock().strikes.push((point, strike));
+    }
+
+    /// Resets connections, or closes them.
+    pub(crate) fn cut(&self, which: Which, how: Change) {
+        for (path, connection) in self.connections(which) {
+            path.apply(Connections::One(connection), how);
+        }
+    }
+
+    /// Changes what happens to bytes in these directions, also on connections to come.
+    pub(crate) fn set_flow(&self, directions: &[Direction], flow: Flow) {
+        for path in &self.paths {
+            directions.iter().for_each(|it| path.set_flow(*it, flow));
+        }
+    }
+
+    /// Bytes in these directions vanish for good on connections that exist, and new ones get no answer.
+    pub(crate) fn deaden(&self, directions: &[Direction]) {
+        for path in &self.paths {
+            // It only fails for a port that cannot listen.
+            let _ = path.admit(Admission::Silence);
+            for direction in directions {
+                path.apply(Connections::All, Change::OneWay(*direction, Flow::Drop));
+            }
+        }
+    }
+
+    /// Resets everything, and refuses connections.
+    pub(crate) fn refuse(&self) {
+        for path in &self.paths {
+            // It only fails for a port that cannot be shut down.
+            let _ = path.admit(Admission::Refuse);
+            path.apply(Connections::All, Change::Reset);
+        }
+    }
+
+    /// Sends what the source has sent once more, over connections of its own.
+    pub(crate) fn duplicate(&self, which: Which) {
+        for (path, connection) in self.connections(which) {
+            let sent = path.recorded(connection, Direction::ToListener);
+            let server = path.listener();
+            thread::spawn(move || {
+                let Ok(mut again) = TcpStream::connect(server) else {
+                    return;
+                };
+                // The answers are not passed on, whatever they are.
+                let _ = again.set_read_timeout(Some(Duration::from_secs(1)));
+                let _ = again.write_all(&sent);
+                let mut answers = [0; 4096];
+                while let Ok(1..) = again.read(&mut answers) {}
+            });
+        }
+    }
+
+    /// Flips a bit of the next bytes of pages towards the destination.
+    pub(crate) fn flip(&self, bit: u64) {
+        let data = self.connections(Which::OneOfData(0));
+        let (byte, bit) = (bit / 8 % FLIPPED, u8::try_from(bit % 8).unwrap_or(0));
+        for (path, connection) in data {
+            let passed = path.connections()[connection].to_listener.passed;
+            let mark = Mark {
+                connection,
+                direction: Direction::ToListener,
+                bytes: passed + byte,
+            };
+            path.flip_at(mark, bit);
+        }
+    }
+
+    /// Everything passes again, except on connections that have lost bytes.
+    pub(crate) fn repair(&self) {
+        self.set_flow(&Direction::BOTH, Flow::Pass);
+        for path in &self.paths {
+            // It only fails for a port that cannot listen.
+            let _ = path.admit(Admission::Pass);
+        }
+    }
+
+    /// The messages so far, oldest first.
+    pub(crate) fn heard(&self) -> Vec<Heard> {
+        self.watch.lock().heard.clone()
+    }
+
+    /// The messages so far, without their times.
+    pub(crate) fn words(&self) -> Vec<String> {
+        let heard = self.heard().into_iter();
+        heard.map(|heard| heard.word).collect()
+    }
+
+    /// The open connections, by their path and number, those of the control stream first.
+    fn connections(&self, which: Which) -> Vec<(&Handle, usize)> {
+        let seen = self.watch.lock();
+        let open = self.paths.iter().flat_map(|path| {
+            let all = path.connections().into_iter().enumerate();
+            let open = all.filter(|(_, it)| matches!(it.status, Status::Dialling | Status::Open));
+            open.map(move |(number, _)| (path, number))
+        });
+        let is_control = |(path, number): &(&Handle, usize)| {
+            let conversation = seen.connections.get(&(path.address().port(), *number));
+            conversation.is_some_and(Conversation::is_control)
+        };
+        let (control, data): (Vec<_>, Vec<_>) = open.partition(is_control);
+        match which {
+            Which::All => [control, data].concat(),
+            Which::Control => control,
+            Which::Data => data,
+            Which::OneOfData(number) => {
+                let index = number.checked_rem(data.len());
+                index.map(|index| data[index]).into_iter().collect()
+            }
+        }
+    }
+}
+
+impl Watch {
+    fn lock(&self) -> MutexGuard<'_, Seen> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does what is to be done at a point.
+    fn reach(&self, reached: impl Fn(&Point) -> bool) {
+        let mut seen = self.lock();
+        let strikes = seen.strikes.extract_if(.., |(point, _)| reached(point));
+        let strikes: Vec<_> = strikes.collect();
+        drop(seen);
+        for (_, strike) in strikes {
+            strike();
+        }
+    }
+}
+
+impl Observer for Watch {
+    fn piece(
+        &self,
+        middlebox: &Handle,
+        connection: usize,
+        direction: Direction,
+        bytes: &[u8],
+    ) -> usize {
+        let key = (middlebox.address().port(), connection);
+        let mut seen = self.lock();
+        let conversation = seen.connections.entry(key).or_default();
+        let passed = std::mem::take(&mut conversation.passing[direction as usize]);
+        drop(seen);
+        for word in passed {
+            self.reach(|point| matches!(point, Point::After(after) if *after == word));
+        }
+        let mut seen = self.lock();
+        let conversation = seen.connections.entry(key).or_default();
+        let is_control = conversation.is_control();
+        let Some((len, kind)) = conversation.splitters[direction as usize].split(bytes, is_control)
+        else {
+            return 0;
+        };
+        match kind {
+            Kind::Handshake => {}
+            Kind::Attach(stream) => conversation.stream = Some(stream),
+            Kind::Messages(words) => {
+                conversation.passing[direction as usize].clone_from(&words);
+                let heard = words.iter().map(|word| Heard {
+                    at: now(),
+                    word: word.clone(),
+                });
+                seen.heard.extend(heard);
+                drop(seen);
+                for word in words {
+                    self.reach(|point| matches!(point, Point::Before(before) if *before == word));
+                }
+            }
+            Kind::Bytes if direction == Direction::ToListener && !is_control => {
+                let passed = seen.bytes;
+                drop(seen);
+                self.reach(|point| matches!(point, Point::Bytes(at) if *at <= passed));
+                return self.lock().count_to_next_point(len);
+            }
+            Kind::Bytes => {}
+        }
+        len
+    }
+}
+
+impl Seen {
+    /// Counts bytes of pages up to the next point among them; says how many these are.
+    fn count_to_next_point(&mut self, len: usize) -> usize {
+        let points = self.strikes.iter().filter_map(|(point, _)| match point {
+            Point::Bytes(at) => at.checked_sub(self.bytes).filter(|left| *left > 0),
+            _ => None,
+        });
+        let next = points.min().and_then(|left| usize::try_from(left).ok());
+        let len = next.map_or(len, |next| next.min(len));
+        self.bytes += len as u64;
+        len
+    }
+}
+
+impl Conversation {
+    fn is_control(&self) -> bool {
+        self.stream == Some(CONTROL)
+    }
+}
+
+impl Default for Conversation {
+    fn default() -> Self {
+        Self {
+            stream: None,
+            splitters: Direction::BOTH.map(Splitter::new),
+            passing: Default::default(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
