@@ -120,6 +120,10 @@ impl Row {
         matches!(self.phase, Phase::FirstRound | Phase::LaterRound)
     }
 
+    pub(crate) fn is_in_later_round(&self) -> bool {
+        self.phase == Phase::LaterRound
+    }
+
     /// Whether the guest has to move: the cut is shorter than the timeouts, of 30 s for the link and 10 s of downtime. The source of a
     /// small guest may have sent everything during a cut and have paused the guest.
     pub(crate) fn must_move(&self) -> bool {

@@ -1,25 +1,26 @@
-//! A network of the test's own between `migrate` and `serve`: it holds a message back, cuts the connection before or after
+//! A middlebox between `migrate` and `serve` that waits for a message: it holds the message, cuts the connection before or after
 //! it, or loses its answer.
 
 use std::{
-    io::{ErrorKind, Read as _, Write as _},
-    net::{Shutdown, TcpListener, TcpStream},
-    sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread,
+    collections::{HashMap, HashSet},
+    net::SocketAddr,
+    sync::Arc,
 };
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
+use lab::{
+    middlebox::{Admission, Change, Direction, Handle, Middlebox, Observer, Which},
+    watched::Watched,
+};
 
 use super::LIMIT;
 
-/// Leads every connection to its server, see [`Gate::rule`] for those that it does not lead through. Its address stays when
-/// the server's changes.
+/// Leads every connection to the server; [`Gate::rule`] says what becomes of a message. The gate's address stays when the server's
+/// changes.
 pub(crate) struct Gate {
     pub(crate) address: String,
-    shared: Arc<Shared>,
+    middlebox: Middlebox,
+    rules: Arc<Rules>,
 }
 
 /// What is looked for in everything that passes.
@@ -36,8 +37,9 @@ pub(crate) enum Message {
 }
 
 /// What becomes of a message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Fate {
+    #[default]
     Passes,
     /// It waits for [`Gate::release`].
     Held,
@@ -49,109 +51,93 @@ pub(crate) enum Fate {
     AnswerLost,
 }
 
-struct Shared {
-    state: Mutex<State>,
-    changed: Condvar,
-}
+#[derive(Default)]
+struct Rules(Watched<State>);
 
+#[derive(Default)]
 struct State {
-    server: String,
-    open: bool,
     rule: Option<(Message, Fate)>,
     held: usize,
     /// How many releases there have been, and what the last one decided.
     released: (u64, Fate),
-    connections: Vec<Weak<Connection>>,
-}
-
-struct Connection {
-    near: TcpStream,
-    far: TcpStream,
-    /// The next bytes from the server do not arrive.
-    loses_answer: AtomicBool,
+    /// What becomes of a connection when the message has passed, by its number and the message's direction.
+    passing: HashMap<(usize, usize), Fate>,
+    /// Connections whose next bytes from the server do not arrive.
+    lose_answer: HashSet<usize>,
 }
 
 impl Gate {
     pub(crate) fn start(server: &str) -> Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0")?;
-        let address = format!("tcp:{}", listener.local_addr()?);
-        let shared = Arc::new(Shared {
-            state: Mutex::new(State {
-                server: host_and_port(server),
-                open: true,
-                rule: None,
-                held: 0,
-                released: (0, Fate::Passes),
-                connections: Vec::new(),
-            }),
-            changed: Condvar::new(),
-        });
-        thread::spawn({
-            let shared = shared.clone();
-            // Ends with the test's process.
-            move || {
-                for near in listener.incoming().flatten() {
-                    let shared = shared.clone();
-                    thread::spawn(move || shared.lead(near));
-                }
-            }
-        });
-        Ok(Self { address, shared })
+        let rules = Arc::<Rules>::default();
+        let middlebox = Middlebox::observed(socket_address(server)?, rules.clone())?;
+        Ok(Self {
+            address: format!("tcp:{}", middlebox.address()),
+            middlebox,
+            rules,
+        })
     }
 
     /// Every such message meets this fate from now on; all others pass.
     pub(crate) fn rule(&self, message: Message, fate: Fate) {
-        self.shared.state().rule = Some((message, fate));
+        self.rules.0.lock().rule = Some((message, fate));
     }
 
     /// Waits until a message is held.
     pub(crate) fn wait_until_held(&self) -> Result<()> {
-        let state = self.shared.state();
-        let (state, _) = self
-            .shared
-            .changed
-            .wait_timeout_while(state, LIMIT, |state| state.held == 0)
-            .unwrap_or_else(PoisonError::into_inner);
-        ensure!(state.held > 0, "nothing came for the rule {:?}", state.rule);
+        let held = |state: &State| (state.held > 0).then_some(());
+        let is_held = self.rules.0.wait(LIMIT, held).is_some();
+        ensure!(
+            is_held,
+            "no message came for the rule {:?}",
+            self.rules.0.lock().rule
+        );
         Ok(())
     }
 
-    /// What is held meets this fate now, and what comes later passes.
+    /// Held messages meet this fate now, and later ones pass.
     pub(crate) fn release(&self, fate: Fate) {
-        let mut state = self.shared.state();
-        state.rule = None;
-        state.released = (state.released.0 + 1, fate);
-        self.shared.changed.notify_all();
+        self.rules.0.update(|state| {
+            state.rule = None;
+            state.released = (state.released.0 + 1, fate);
+        });
     }
 
     /// Leads to another server from now on.
     pub(crate) fn lead_to(&self, server: &str) {
-        self.shared.state().server = host_and_port(server);
+        self.middlebox.lead_to(socket_address(server).unwrap());
     }
 
-    /// Cuts all connections, held messages with them, and lets none through any more.
+    /// Cuts all connections, and those of held messages, and refuses others.
     pub(crate) fn close(&self) {
-        self.shared.state().open = false;
+        self.middlebox.admit(Admission::Refuse).unwrap();
+        self.middlebox.apply(Which::All, Change::Close);
         self.release(Fate::CutBefore);
-        let connections = std::mem::take(&mut self.shared.state().connections);
-        for connection in connections.iter().filter_map(Weak::upgrade) {
-            connection.cut();
-        }
     }
 
-    /// Lets connections through again.
+    /// Takes connections again.
     pub(crate) fn open(&self) {
-        self.shared.state().open = true;
+        self.middlebox.admit(Admission::Pass).unwrap();
     }
 }
 
-fn host_and_port(address: &str) -> String {
-    address.trim_start_matches("tcp:").to_owned()
+impl Drop for Gate {
+    fn drop(&mut self) {
+        // The middlebox waits for threads that hold a message.
+        self.release(Fate::CutBefore);
+    }
+}
+
+fn socket_address(server: &str) -> Result<SocketAddr> {
+    let address = server.trim_start_matches("tcp:").parse();
+    address.with_context(|| format!("not an address: {server}"))
 }
 
 impl Message {
-    fn is_from_server(self) -> bool {
-        matches!(self, Self::Answer(_) | Self::Loaded)
+    fn direction(self) -> Direction {
+        match self {
+            Self::Request(_) | Self::MainStream => Direction::ToListener,
+            Self::Answer(_) | Self::Loaded => Direction::ToDialler,
+        }
     }
 
     /// How it is known among other bytes. All of them are short and written at once, so that they come in one piece.
@@ -165,100 +151,71 @@ impl Message {
         }
     }
 
-    fn is_in(self, piece: &[u8], from_server: bool) -> bool {
+    fn is_in(self, piece: &[u8], direction: Direction) -> bool {
         let bytes = self.bytes();
         let mut windows = piece.windows(bytes.len());
-        self.is_from_server() == from_server && windows.any(|window| window == bytes)
+        self.direction() == direction && windows.any(|window| window == bytes)
     }
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lead(&self, near: TcpStream) {
-        let server = self.state().server.clone();
-        let Ok(far) = TcpStream::connect(server) else {
-            return;
-        };
-        let connection = Arc::new(Connection {
-            near,
-            far,
-            loses_answer: AtomicBool::new(false),
-        });
-        {
-            let mut state = self.state();
-            if !state.open {
-                return;
-            }
-            state.connections.retain(|known| known.strong_count() > 0);
-            state.connections.push(Arc::downgrade(&connection));
+impl Observer for Rules {
+    fn piece(
+        &self,
+        middlebox: &Handle,
+        connection: usize,
+        direction: Direction,
+        bytes: &[u8],
+    ) -> usize {
+        let key = (connection, direction as usize);
+        let mut state = self.0.lock();
+        let passed = state.passing.remove(&key);
+        if passed == Some(Fate::AnswerLost) {
+            state.lose_answer.insert(connection);
         }
-        thread::scope(|scope| {
-            scope.spawn(|| self.copy(&connection, false));
-            self.copy(&connection, true);
-        });
-    }
-
-    fn copy(&self, connection: &Connection, from_server: bool) {
-        let (mut from, mut to) = if from_server {
-            (&connection.far, &connection.near)
-        } else {
-            (&connection.near, &connection.far)
+        let is_answer = direction == Direction::ToDialler && !bytes.is_empty();
+        let is_lost = is_answer && state.lose_answer.contains(&connection);
+        drop(state);
+        let fate = match passed {
+            Some(Fate::CutAfter) => Fate::CutBefore,
+            _ if is_lost => Fate::CutBefore,
+            _ => self.fate(bytes, direction),
         };
-        let mut buffer = [0; 64 * 1024];
-        loop {
-            let piece = match from.read(&mut buffer) {
-                // The other direction may still have something to send.
-                Ok(0) if to.shutdown(Shutdown::Write).is_ok() => return,
-                Ok(0) => break,
-                Ok(read) => &buffer[..read],
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(_) => break,
-            };
-            let fate = if from_server && connection.loses_answer.load(Ordering::Acquire) {
-                Fate::CutBefore
-            } else {
-                self.fate(piece, from_server)
-            };
-            if fate == Fate::AnswerLost {
-                connection.loses_answer.store(true, Ordering::Release);
+        match fate {
+            Fate::Passes | Fate::Held => {}
+            Fate::CutBefore => {
+                middlebox.apply(Which::One(connection), Change::Close);
+                return 0;
             }
-            if fate == Fate::CutBefore || to.write_all(piece).is_err() || fate == Fate::CutAfter {
-                break;
+            Fate::CutAfter | Fate::AnswerLost => {
+                self.0.lock().passing.insert(key, fate);
             }
         }
-        connection.cut();
+        bytes.len()
     }
+}
 
+impl Rules {
     /// What becomes of these bytes, when it has been decided.
-    fn fate(&self, piece: &[u8], from_server: bool) -> Fate {
-        let mut state = self.state();
-        let fate = match state.rule {
-            Some((message, fate)) if message.is_in(piece, from_server) => fate,
-            _ => Fate::Passes,
+    fn fate(&self, bytes: &[u8], direction: Direction) -> Fate {
+        let number = match *self.0.lock() {
+            State {
+                rule: Some((message, fate)),
+                released,
+                ..
+            } if message.is_in(bytes, direction) => match fate {
+                Fate::Held => released.0,
+                fate => return fate,
+            },
+            _ => return Fate::Passes,
         };
-        if fate != Fate::Held {
-            return fate;
-        }
-        let (number, _) = state.released;
-        state.held += 1;
-        self.changed.notify_all();
-        state = self
-            .changed
-            .wait_while(state, |state| state.released.0 == number)
-            .unwrap_or_else(PoisonError::into_inner);
-        state.held -= 1;
-        state.released.1
-    }
-}
-
-impl Connection {
-    /// Both ends see it, whatever the other direction does.
-    fn cut(&self) {
-        // An end that is gone already has nothing to see.
-        let _ = self.near.shutdown(Shutdown::Both);
-        let _ = self.far.shutdown(Shutdown::Both);
+        self.0.update(|state| state.held += 1);
+        let decided = |state: &State| (state.released.0 != number).then_some(state.released.1);
+        let fate = loop {
+            if let Some(fate) = self.0.wait(LIMIT, decided) {
+                break fate;
+            }
+        };
+        self.0.update(|state| state.held -= 1);
+        fate
     }
 }

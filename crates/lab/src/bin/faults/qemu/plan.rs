@@ -115,14 +115,22 @@ impl Plan {
     pub(crate) fn of_row(number: u64, row: &Row, sources: &[usize], versions: usize) -> Self {
         let turn = |number: u64, count: usize| usize::try_from(number).unwrap_or(0) % count.max(1);
         let method = TABLE_METHODS[turn(number, TABLE_METHODS.len())];
-        let options = ["--method", method, "--channels", "4"].map(str::to_owned);
+        // A first round takes some seconds at this rate.
+        let options = [
+            "--method",
+            method,
+            "--channels",
+            "4",
+            "--max-bandwidth",
+            "8M",
+        ];
         // Rows alternate between one path and both, which both get each QEMU, and each source gets each destination.
         let source = sources[turn(number + number / 4, sources.len())];
         let destination = turn(number + number / 2, versions);
         Self {
             number,
             versions: [source, destination, source],
-            options: options.to_vec(),
+            options: options.map(str::to_owned).to_vec(),
             faults: vec![row.fault.clone()],
             row: Some(row.clone()),
             ..Self::without_faults()

@@ -13,7 +13,7 @@ use lab::qmp::Event;
 use lab::ram::Fill;
 use lab::vamoose::Vamoose;
 use lab::writer::{self, Disk};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::actor::{Actor, State};
 use super::host::{Host, STALL};
@@ -106,8 +106,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 const REPAIRED: Duration = Duration::from_secs(25);
 /// After the last fault a command knows where the guest is within this time: it asks again every few seconds.
 const KNOWS: Duration = Duration::from_secs(8);
-/// A first round of the table takes some seconds at this rate.
-const RATE: u64 = 8 << 20;
+/// What a source may send in a second, when nothing keeps it in its round.
+const RATE: u64 = 1 << 30;
 /// The guest writes faster, so a round does not end.
 const SLOW_RATE: u64 = 256 << 10;
 /// Milliseconds, for a migration of the table that is to end.
@@ -135,11 +135,6 @@ impl<'a> Stage<'a> {
         }
         let holds = plan.row.as_ref().is_some_and(Row::holds_round);
         let pace = (RATE, if holds { 1 } else { DOWNTIME });
-        if plan.row.is_some() {
-            source
-                .qmp
-                .set_parameters(json!({ "max-bandwidth": RATE }))?;
-        }
         let source = Actor::new("A", source);
         let destination = props.waiting(plan, &disk, plan.versions[1], "B")?;
         props.hosts[HOST].knows(&plan.name(), &destination.qemu)?;
@@ -220,16 +215,21 @@ impl<'a> Stage<'a> {
         let Some(row) = self.plan.row.as_ref().filter(|row| row.holds_round()) else {
             return Ok(());
         };
-        let has_struck = !self.hands.struck().is_empty();
-        let pace = match has_struck && self.hands.is_whole() {
-            true => (RATE, DOWNTIME),
-            false if has_struck => (SLOW_RATE, 1),
-            false => self.pace,
+        let qmp = &mut self.actors[0].qemu.qmp;
+        let pace = if self.hands.struck().is_empty() {
+            // From here on the guest writes more than is sent, so the next round does not end.
+            let ends = |ram: &Value| ram["remaining"].as_u64().is_some_and(|it| it < 512 << 10);
+            let slow = row.is_in_later_round() && ends(&qmp.query_migrate()?["ram"]);
+            if slow { (SLOW_RATE, 1) } else { self.pace }
+        } else if self.hands.is_whole() {
+            (RATE, DOWNTIME)
+        } else {
+            (SLOW_RATE, 1)
         };
         if pace != self.pace {
             let (rate, downtime) = pace;
             let parameters = json!({ "max-bandwidth": rate, "downtime-limit": downtime });
-            let set = self.actors[0].qemu.qmp.set_parameters(parameters);
+            let set = qmp.set_parameters(parameters);
             set.with_context(|| format!("setting the pace for {row}"))?;
             self.pace = pace;
         }
