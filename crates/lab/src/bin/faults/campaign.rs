@@ -96,13 +96,13 @@ impl<'a> Campaign<'a> {
     /// One job: one experiment after the other.
     fn work(&self) {
         let seed = self.options.seed;
-        let mut bench = self.qemu.as_ref().map(qemu::Bench::new);
+        let mut worker = self.qemu.as_ref().map(qemu::Worker::new);
         while let Some(number) = self.next_experiment() {
-            match (&mut bench, &self.live) {
+            match (&mut worker, &self.live) {
                 // With both engines each has its turn.
-                (Some(bench), live) if live.is_none() || number % 2 == 0 => {
-                    let plan = bench.plan(seed, number);
-                    self.experiment(number, &plan, &plan.faults, || bench.experiment(&plan));
+                (Some(worker), live) if live.is_none() || number % 2 == 0 => {
+                    let plan = worker.plan(seed, number);
+                    self.experiment(number, &plan, &plan.faults, || worker.experiment(&plan));
                 }
                 (_, Some(live)) => {
                     let plan = live.plan(seed, number);

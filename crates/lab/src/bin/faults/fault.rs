@@ -15,7 +15,7 @@ pub(crate) enum Kind {
     Interrupt,
     Cut,
     Reset,
-    /// All connections, every [`RESET_EVERY`](crate::hands::RESET_EVERY).
+    /// All connections, every [`RESET_EVERY`](crate::injector::RESET_EVERY).
     ResetAgain,
     Silence,
     /// Bytes of one direction vanish; the connections are reset at the end.
@@ -183,7 +183,7 @@ pub(crate) struct Choices {
 }
 
 /// Messages at which faults strike, if a migration has them.
-const WORDS: [&str; 14] = [
+const MESSAGES: [&str; 14] = [
     "request:hello",
     "request:prepare",
     "request:state",
@@ -206,7 +206,7 @@ impl Choices {
     /// With all messages that a migration may have.
     pub(crate) fn new(kinds: Vec<(u64, Kind)>, bytes: u64, two: u64) -> Self {
         Self {
-            words: WORDS.to_vec(),
+            words: MESSAGES.to_vec(),
             kinds,
             bytes,
             two,

@@ -27,12 +27,12 @@ use message::{Kind, Splitter};
 /// A link. Dropping it resets its connections.
 pub(crate) struct Link {
     paths: Vec<Middlebox>,
-    control: Control,
+    handle: LinkHandle,
 }
 
 /// Breaks and repairs a link from any thread.
 #[derive(Clone)]
-pub(crate) struct Control {
+pub(crate) struct LinkHandle {
     /// The middlebox of each path.
     paths: Vec<Handle>,
     watch: Arc<Watch>,
@@ -65,10 +65,10 @@ pub(crate) enum Which {
 
 /// A message of the control stream.
 #[derive(Clone, Debug)]
-pub(crate) struct Heard {
+pub(crate) struct Message {
     /// Since 1970.
     pub(crate) at: Duration,
-    pub(crate) word: String,
+    pub(crate) name: String,
 }
 
 /// What has passed, and what is to be done at points to come.
@@ -79,7 +79,7 @@ struct Watch(Mutex<Seen>);
 struct Seen {
     /// By the port of the middlebox and the connection's number there.
     connections: HashMap<(u16, usize), Conversation>,
-    heard: Vec<Heard>,
+    messages: Vec<Message>,
     bytes: u64,
     strikes: Vec<(Point, Strike)>,
 }
@@ -93,7 +93,7 @@ struct Conversation {
 }
 
 /// The control stream begins a session.
-const CONTROL: u32 = 0;
+const CONTROL_STREAM: u32 = 0;
 
 /// Bits of this many bytes are flipped.
 const FLIPPED: u64 = 4096;
@@ -111,7 +111,7 @@ impl Link {
         let handles = paths.iter().map(|path| Handle::clone(path)).collect();
         Ok(Self {
             paths,
-            control: Control {
+            handle: LinkHandle {
                 paths: handles,
                 watch,
             },
@@ -124,19 +124,19 @@ impl Link {
         self.paths.iter().map(address).collect()
     }
 
-    pub(crate) fn control(&self) -> &Control {
-        &self.control
+    pub(crate) fn handle(&self) -> &LinkHandle {
+        &self.handle
     }
 }
 
 impl Drop for Link {
     fn drop(&mut self) {
         // They may own what owns them.
-        self.control.watch.lock().strikes.clear();
+        self.handle.watch.lock().strikes.clear();
     }
 }
 
-impl Control {
+impl LinkHandle {
     /// The same link, of which only the first path is broken.
     pub(crate) fn first_path(&self) -> Self {
         Self {
@@ -232,14 +232,14 @@ impl Control {
     }
 
     /// The messages so far, oldest first.
-    pub(crate) fn heard(&self) -> Vec<Heard> {
-        self.watch.lock().heard.clone()
+    pub(crate) fn messages(&self) -> Vec<Message> {
+        self.watch.lock().messages.clone()
     }
 
     /// The messages so far, without their times.
-    pub(crate) fn words(&self) -> Vec<String> {
-        let heard = self.heard().into_iter();
-        heard.map(|heard| heard.word).collect()
+    pub(crate) fn message_names(&self) -> Vec<String> {
+        let messages = self.messages().into_iter();
+        messages.map(|message| message.name).collect()
     }
 
     /// The open connections, by their path and number, those of the control stream first.
@@ -297,8 +297,8 @@ impl Observer for Watch {
         let conversation = seen.connections.entry(key).or_default();
         let passed = std::mem::take(&mut conversation.passing[direction as usize]);
         drop(seen);
-        for word in passed {
-            self.reach(|point| matches!(point, Point::After(after) if *after == word));
+        for name in passed {
+            self.reach(|point| matches!(point, Point::After(after) if *after == name));
         }
         let mut seen = self.lock();
         let conversation = seen.connections.entry(key).or_default();
@@ -310,16 +310,16 @@ impl Observer for Watch {
         match kind {
             Kind::Handshake => {}
             Kind::Attach(stream) => conversation.stream = Some(stream),
-            Kind::Messages(words) => {
-                conversation.passing[direction as usize].clone_from(&words);
-                let heard = words.iter().map(|word| Heard {
+            Kind::Messages(names) => {
+                conversation.passing[direction as usize].clone_from(&names);
+                let messages = names.iter().map(|name| Message {
                     at: now(),
-                    word: word.clone(),
+                    name: name.clone(),
                 });
-                seen.heard.extend(heard);
+                seen.messages.extend(messages);
                 drop(seen);
-                for word in words {
-                    self.reach(|point| matches!(point, Point::Before(before) if *before == word));
+                for name in names {
+                    self.reach(|point| matches!(point, Point::Before(before) if *before == name));
                 }
             }
             Kind::Bytes if direction == Direction::ToListener && !is_control => {
@@ -350,7 +350,7 @@ impl Seen {
 
 impl Conversation {
     fn is_control(&self) -> bool {
-        self.stream == Some(CONTROL)
+        self.stream == Some(CONTROL_STREAM)
     }
 }
 

@@ -22,7 +22,7 @@ mod campaign;
 mod claim;
 mod disk;
 mod fault;
-mod hands;
+mod injector;
 mod link;
 mod live;
 mod options;

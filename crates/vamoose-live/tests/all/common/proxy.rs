@@ -1,24 +1,25 @@
-//! A TCP proxy between a source and a destination that breaks, at a point that the test names.
+//! A middlebox between a source and a destination that breaks the link at a point that the test names.
 //!
 //! ```text
-//!  source ──> Proxy ──> destination      every connection, those that the source opens after a cut too
+//!  source ──> Proxy ──> destination      every connection, also those that the source opens after a cut
 //!              │
 //!              └ at a Point (a number of bytes, a message of the control connection): one Action
 //! ```
-//! It never refuses a connection, which would mean that none listens, unless it is to vanish.
 
 use std::{
-    io::{self, BufRead as _, BufReader, Read, Write as _},
-    net::{Shutdown, TcpListener, TcpStream},
-    sync::{
-        Arc, Condvar, Mutex,
-        atomic::{AtomicBool, AtomicU64, Ordering},
-    },
-    thread::{self, JoinHandle},
-    time::{Duration, Instant},
+    collections::HashMap,
+    io::{self, Read, Write as _},
+    net::{SocketAddr, TcpStream},
+    sync::{Arc, Mutex},
+    thread,
+    time::Duration,
 };
 
-use vamoose_link::Address;
+use lab::{
+    middlebox::{Admission, Change, Direction, Flow, Handle, Middlebox, Observer, Status, Which},
+    sockets::Port,
+};
+use vamoose_live::Address;
 
 use super::{lock, socket_address};
 
@@ -53,85 +54,75 @@ pub(crate) enum Action {
 }
 
 pub(crate) struct Proxy {
-    shared: Arc<Shared>,
+    middlebox: Middlebox,
     address: Address,
-    acceptor: Option<JoinHandle<()>>,
+    watch: Arc<Watch>,
 }
 
-struct Shared {
-    destination: (String, u16),
+struct Watch {
     point: Point,
     action: Action,
     /// How often it may still be done.
     times: Mutex<u32>,
-    passed: AtomicU64,
-    connections: Mutex<Vec<Arc<Connection>>>,
-    flow: Mutex<Flow>,
-    /// Held while a message passes.
-    turn: Mutex<()>,
-    changed: Condvar,
-    closing: AtomicBool,
-    port: u16,
-    /// What the messages of the control connections were, in their order.
-    said: Mutex<Vec<String>>,
-    id: Mutex<Option<[u8; 16]>>,
+    seen: Mutex<Seen>,
+    /// Refuses connections.
+    nobody: Port,
 }
 
 #[derive(Default)]
-struct Flow {
-    stalled_until: Option<Instant>,
-    frozen: bool,
-    dead: bool,
-    vanished: bool,
+struct Seen {
+    connections: HashMap<usize, Connection>,
+    passed: u64,
+    /// The names of the messages of the control connections, in their order.
+    said: Vec<String>,
+    id: Option<[u8; 16]>,
 }
 
+#[derive(Default)]
 struct Connection {
-    source: TcpStream,
-    destination: TcpStream,
-    is_control: bool,
+    /// Known from its first bytes.
+    is_control: Option<bool>,
+    lanes: [Lane; 2],
+}
+
+/// One direction of a connection.
+#[derive(Default)]
+struct Lane {
+    /// How much of the current piece is still to come.
+    left: usize,
+    /// The message that is just passing.
+    message: Option<String>,
+    /// Bytes that follow the message and are none.
+    state: usize,
 }
 
 impl Proxy {
-    /// To `destination`; does `action` at `point`, once.
+    /// A proxy to `destination` that does `action` at `point`, once.
     pub(crate) fn new(destination: &Address, point: Point, action: Action) -> Self {
         Self::repeated(destination, point, action, 1)
     }
 
-    /// Does it again when it comes to the same point again, `times` times in all.
+    /// Does `action` again when the same point comes again, `times` times in all.
     pub(crate) fn repeated(
         destination: &Address,
         point: Point,
         action: Action,
         times: u32,
     ) -> Self {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let shared = Arc::new(Shared {
-            destination: socket_address(destination),
+        let (host, port) = socket_address(destination);
+        let destination = SocketAddr::new(host.parse().unwrap(), port);
+        let watch = Arc::new(Watch {
             point,
             action,
             times: Mutex::new(times),
-            passed: AtomicU64::new(0),
-            connections: Mutex::default(),
-            flow: Mutex::default(),
-            turn: Mutex::default(),
-            changed: Condvar::new(),
-            closing: AtomicBool::new(false),
-            port,
-            said: Mutex::default(),
-            id: Mutex::default(),
+            seen: Mutex::default(),
+            nobody: Port::new().unwrap(),
         });
-        let acceptor = thread::spawn({
-            let shared = shared.clone();
-            move || accept(listener, &shared)
-        });
+        let middlebox = Middlebox::observed(destination, watch.clone()).unwrap();
         Self {
-            shared,
-            address: Address::Tcp {
-                host: "127.0.0.1".to_owned(),
-                port,
-            },
-            acceptor: Some(acceptor),
+            address: format!("tcp:{}", middlebox.address()).parse().unwrap(),
+            middlebox,
+            watch,
         }
     }
 
@@ -140,27 +131,27 @@ impl Proxy {
     }
 
     pub(crate) fn point(&self) -> Point {
-        self.shared.point
+        self.watch.point
     }
 
     /// For [`Point::Asked`].
     pub(crate) fn act(&self) {
-        self.shared.act();
+        self.watch.act(&self.middlebox);
     }
 
-    /// Whether all has been done that was to be done.
+    /// Whether the action has been done as often as it was to be done.
     pub(crate) fn has_acted(&self) -> bool {
-        *lock(&self.shared.times) == 0
+        *lock(&self.watch.times) == 0
     }
 
     /// The messages of the control connections, both ways, whether they were passed on or not.
     pub(crate) fn said(&self) -> Vec<String> {
-        lock(&self.shared.said).clone()
+        lock(&self.watch.seen).said.clone()
     }
 
     /// The migration's id.
     pub(crate) fn id(&self) -> [u8; 16] {
-        lock(&self.shared.id).expect("no source has come")
+        lock(&self.watch.seen).id.expect("no source has come")
     }
 }
 
@@ -214,221 +205,157 @@ pub(crate) fn name_of(json: &[u8]) -> String {
     names.map(|name| name.as_str().unwrap_or_default()).concat()
 }
 
-impl Drop for Proxy {
-    fn drop(&mut self) {
-        self.shared.closing.store(true, Ordering::SeqCst);
-        self.shared.cut(|_| true);
-        self.shared.changed.notify_all();
-        if let Address::Tcp { host, port } = &self.address {
-            let _ = TcpStream::connect((host.as_str(), *port));
-        }
-        let _ = self.acceptor.take().map(JoinHandle::join);
-    }
-}
-
-impl Shared {
-    fn act(&self) {
+impl Watch {
+    fn act(&self, middlebox: &Handle) {
         let mut times = lock(&self.times);
         if *times == 0 {
             return;
         }
         *times -= 1;
         drop(times);
-        let mut flow = lock(&self.flow);
-        match self.action {
-            Action::Stall(time) => flow.stalled_until = Some(Instant::now() + time),
-            Action::Freeze => flow.frozen = true,
-            Action::Die => flow.dead = true,
-            Action::Vanish => (flow.dead, flow.vanished) = (true, true),
-            Action::CutAll | Action::CutControl | Action::CutChannel(_) => {}
-        }
-        drop(flow);
-        match self.action {
-            Action::CutControl => self.cut(|connection| connection.is_control),
-            Action::CutAll | Action::Die => self.cut(|_| true),
-            Action::Vanish => {
-                self.cut(|_| true);
-                // For the acceptor to look.
-                let _ = TcpStream::connect(("127.0.0.1", self.port));
+        let set_flow = |middlebox: &Handle, flow| {
+            for direction in Direction::BOTH {
+                middlebox.set_flow(direction, flow);
             }
-            Action::CutChannel(number) => {
-                let connections = lock(&self.connections);
-                let channels = connections
-                    .iter()
-                    .filter(|connection| !connection.is_control);
-                let channels: Vec<_> = channels.collect();
-                if let Some(index) = number.checked_rem(channels.len()) {
-                    channels[index].cut();
+        };
+        match self.action {
+            Action::Stall(time) => {
+                set_flow(middlebox, Flow::Hold);
+                let middlebox = middlebox.clone();
+                thread::spawn(move || {
+                    thread::sleep(time);
+                    set_flow(&middlebox, Flow::Pass);
+                });
+            }
+            Action::Freeze => set_flow(middlebox, Flow::Hold),
+            Action::CutAll => drop(middlebox.apply(Which::All, Change::Close)),
+            Action::Die => {
+                middlebox.lead_to(self.nobody.address());
+                middlebox.apply(Which::All, Change::Close);
+            }
+            Action::Vanish => {
+                middlebox.admit(Admission::Refuse).unwrap();
+                middlebox.apply(Which::All, Change::Close);
+            }
+            Action::CutControl => {
+                for connection in self.open(middlebox, true) {
+                    middlebox.apply(Which::One(connection), Change::Close);
                 }
             }
-            Action::Stall(_) | Action::Freeze => {}
-        }
-    }
-
-    fn cut(&self, which: impl Fn(&Connection) -> bool) {
-        let connections = lock(&self.connections);
-        for connection in connections.iter().filter(|connection| which(connection)) {
-            connection.cut();
-        }
-    }
-
-    /// Passes `bytes` on.
-    fn pass(&self, mut bytes: &[u8], mut to: &TcpStream) -> io::Result<()> {
-        self.wait_for_flow()?;
-        let len = bytes.len() as u64;
-        let before = self.passed.fetch_add(len, Ordering::SeqCst);
-        if let Point::Bytes(point) = self.point
-            && (before..before + len).contains(&point)
-        {
-            let (head, tail) = bytes.split_at(usize::try_from(point - before).unwrap());
-            to.write_all(head)?;
-            self.act();
-            self.wait_for_flow()?;
-            bytes = tail;
-        }
-        to.write_all(bytes)
-    }
-
-    fn wait_for_flow(&self) -> io::Result<()> {
-        let mut flow = lock(&self.flow);
-        loop {
-            if self.closing.load(Ordering::SeqCst) || flow.dead {
-                return Err(io::ErrorKind::BrokenPipe.into());
+            Action::CutChannel(number) => {
+                let channels = self.open(middlebox, false);
+                if let Some(index) = number.checked_rem(channels.len()) {
+                    middlebox.apply(Which::One(channels[index]), Change::Close);
+                }
             }
-            let now = Instant::now();
-            let wait = match flow.stalled_until {
-                _ if flow.frozen => Duration::from_millis(50),
-                Some(until) if until > now => until - now,
-                _ => return Ok(()),
+        }
+    }
+
+    /// The control connections that are open, or the channels.
+    fn open(&self, middlebox: &Handle, control: bool) -> Vec<usize> {
+        let seen = lock(&self.seen);
+        let is_one = |number: &usize| {
+            let known = seen.connections.get(number);
+            known.is_some_and(|known| known.is_control == Some(control))
+        };
+        let all = middlebox.connections();
+        let open = (0..all.len()).filter(|number| all[*number].status == Status::Open);
+        open.filter(is_one).collect()
+    }
+}
+
+impl Observer for Watch {
+    fn piece(
+        &self,
+        middlebox: &Handle,
+        connection: usize,
+        direction: Direction,
+        bytes: &[u8],
+    ) -> usize {
+        let mut seen = lock(&self.seen);
+        if let Some(passed) = seen.lane(connection, direction).take_passed() {
+            drop(seen);
+            if matches!(self.point, Point::After(point) if point == passed) {
+                self.act(middlebox);
+            }
+            seen = lock(&self.seen);
+        }
+        if seen.lane(connection, direction).left == 0 {
+            let Some(message) = seen.begin(connection, direction, bytes) else {
+                return 0;
             };
-            let waited = self.changed.wait_timeout(flow, wait);
-            flow = waited.unwrap().0;
+            drop(seen);
+            if matches!((self.point, message), (Point::Before(point), Some(it)) if point == it) {
+                self.act(middlebox);
+            }
+            seen = lock(&self.seen);
         }
-    }
-
-    fn is_dead(&self) -> bool {
-        lock(&self.flow).dead
+        let mut len = seen.lane(connection, direction).left.min(bytes.len());
+        if let Point::Bytes(point) = self.point
+            && len > 0
+        {
+            if seen.passed == point {
+                drop(seen);
+                self.act(middlebox);
+                seen = lock(&self.seen);
+            } else if let Some(left) = point.checked_sub(seen.passed) {
+                len = len.min(usize::try_from(left).unwrap());
+            }
+        }
+        seen.passed += len as u64;
+        seen.lane(connection, direction).left -= len;
+        len
     }
 }
 
-impl Connection {
-    fn cut(&self) {
-        let _ = self.source.shutdown(Shutdown::Both);
-        let _ = self.destination.shutdown(Shutdown::Both);
+impl Seen {
+    fn lane(&mut self, connection: usize, direction: Direction) -> &mut Lane {
+        let connection = self.connections.entry(connection).or_default();
+        &mut connection.lanes[direction as usize]
+    }
+
+    /// Begins the next piece, if it is complete: the message that it is, if it is one.
+    fn begin(
+        &mut self,
+        number: usize,
+        direction: Direction,
+        bytes: &[u8],
+    ) -> Option<Option<String>> {
+        const OPENING: usize = 24;
+        let connection = self.connections.entry(number).or_default();
+        let lane = &mut connection.lanes[direction as usize];
+        match connection.is_control {
+            None if direction == Direction::ToListener => {
+                let opening = bytes.get(..OPENING)?;
+                let is_control = opening.starts_with(b"VAMOOSEC");
+                connection.is_control = Some(is_control);
+                if is_control {
+                    self.id = Some(opening[8..].try_into().unwrap());
+                }
+                lane.left = OPENING;
+            }
+            Some(true) if lane.state > 0 => lane.left = std::mem::take(&mut lane.state),
+            Some(true) => {
+                lane.left = 1 + bytes.iter().position(|byte| *byte == b'\n')?;
+                let message = &bytes[..lane.left];
+                let name = name_of(message);
+                if name == "state" {
+                    let value: serde_json::Value = serde_json::from_slice(message).unwrap();
+                    lane.state = usize::try_from(value["len"].as_u64().unwrap()).unwrap();
+                }
+                lane.message = Some(name.clone());
+                self.said.push(name.clone());
+                return Some(Some(name));
+            }
+            None | Some(false) => lane.left = bytes.len(),
+        }
+        Some(None)
     }
 }
 
-fn accept(listener: TcpListener, shared: &Arc<Shared>) {
-    let mut workers = Vec::new();
-    for source in listener.incoming() {
-        if shared.closing.load(Ordering::SeqCst) || lock(&shared.flow).vanished {
-            break;
-        }
-        let (source, shared) = (source.unwrap(), shared.clone());
-        if shared.is_dead() {
-            continue;
-        }
-        workers.push(thread::spawn(move || {
-            // The end of a connection is what the peers make of it.
-            let _ = serve(source, &shared);
-        }));
+impl Lane {
+    /// The message that has just passed.
+    fn take_passed(&mut self) -> Option<String> {
+        self.message.take_if(|_| self.left == 0)
     }
-    drop(listener);
-    for worker in workers {
-        worker.join().unwrap();
-    }
-}
-
-fn serve(mut source: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
-    let mut opening = vec![0; 24];
-    source.read_exact(&mut opening)?;
-    let is_control = opening.starts_with(b"VAMOOSEC");
-    if is_control {
-        *lock(&shared.id) = Some(opening[8..].try_into().unwrap());
-    }
-    let (host, port) = &shared.destination;
-    let destination = TcpStream::connect((host.as_str(), *port))?;
-    source.set_nodelay(true)?;
-    destination.set_nodelay(true)?;
-    let connection = Arc::new(Connection {
-        source,
-        destination,
-        is_control,
-    });
-    lock(&shared.connections).push(connection.clone());
-    if shared.is_dead() || shared.closing.load(Ordering::SeqCst) {
-        connection.cut();
-    }
-    let down = thread::spawn({
-        let (shared, connection) = (shared.clone(), connection.clone());
-        move || {
-            let (from, to) = (&connection.destination, &connection.source);
-            let _ = carry(from, to, is_control, &shared);
-            // The end of one direction is passed on; the other may continue.
-            let _ = to.shutdown(Shutdown::Write);
-        }
-    });
-    let (from, to) = (&connection.source, &connection.destination);
-    let up = shared
-        .pass(&opening, to)
-        .and_then(|()| carry(from, to, is_control, shared));
-    let _ = to.shutdown(Shutdown::Write);
-    down.join().unwrap();
-    up
-}
-
-fn carry(from: &TcpStream, to: &TcpStream, is_control: bool, shared: &Shared) -> io::Result<()> {
-    if is_control {
-        return carry_messages(from, to, shared);
-    }
-    carry_bytes(from, to, u64::MAX, shared)
-}
-
-fn carry_messages(from: &TcpStream, to: &TcpStream, shared: &Shared) -> io::Result<()> {
-    let mut from = BufReader::new(from);
-    loop {
-        let mut message = Vec::new();
-        from.read_until(b'\n', &mut message)?;
-        if message.last() != Some(&b'\n') {
-            return Ok(());
-        }
-        let name = name_of(&message);
-        // An answer does not overtake what is done after its question.
-        let turn = lock(&shared.turn);
-        lock(&shared.said).push(name.clone());
-        if matches!(shared.point, Point::Before(point) if point == name) {
-            shared.act();
-        }
-        shared.pass(&message, to)?;
-        if matches!(shared.point, Point::After(point) if point == name) {
-            shared.act();
-        }
-        drop(turn);
-        if name == "state" {
-            let value: serde_json::Value = serde_json::from_slice(&message).unwrap();
-            let len = value["len"].as_u64().unwrap();
-            carry_bytes(&mut from, to, len, shared)?;
-        }
-    }
-}
-
-fn carry_bytes(
-    mut from: impl Read,
-    to: &TcpStream,
-    mut left: u64,
-    shared: &Shared,
-) -> io::Result<()> {
-    let mut buffer = vec![0; 64 << 10];
-    while left > 0 {
-        let most = buffer
-            .len()
-            .min(usize::try_from(left).unwrap_or(usize::MAX));
-        let len = from.read(&mut buffer[..most])?;
-        if len == 0 {
-            return Ok(());
-        }
-        shared.pass(&buffer[..len], to)?;
-        left -= len as u64;
-    }
-    Ok(())
 }

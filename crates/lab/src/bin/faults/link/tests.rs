@@ -55,7 +55,7 @@ fn a_strike_comes_before_its_message_and_another_behind_it() {
         (Point::Before("request:commit"), "before"),
     ] {
         let send = send.clone();
-        link.control()
+        link.handle()
             .arm(point, Box::new(move || send.send(name).unwrap()));
     }
     near.write_all(&commit()).unwrap();
@@ -69,25 +69,25 @@ fn a_strike_comes_before_its_message_and_another_behind_it() {
     let answer = [&[0; 112][..], &answer].concat();
     far.write_all(&answer).unwrap();
     expect(&mut near, &answer);
-    let words: Vec<_> = link
-        .control()
-        .heard()
+    let names: Vec<_> = link
+        .handle()
+        .messages()
         .into_iter()
-        .map(|heard| heard.word)
+        .map(|message| message.name)
         .collect();
-    assert_eq!(words, ["request:commit", "answer:running"]);
+    assert_eq!(names, ["request:commit", "answer:running"]);
 }
 
 #[test]
 fn a_strike_at_a_byte_comes_there() {
     let (link, mut near, mut far, _server) = connected(PAGES);
     let (send, struck) = mpsc::channel();
-    let control = link.control().clone();
+    let control = link.handle().clone();
     let strike = move || {
         send.send(control.watch.lock().bytes).unwrap();
         control.cut(Which::Data, Change::Reset);
     };
-    link.control().arm(Point::Bytes(2), Box::new(strike));
+    link.handle().arm(Point::Bytes(2), Box::new(strike));
     let _ = near.write_all(b"more of them");
     assert_eq!(struck.recv().unwrap(), 2);
     let mut rest = Vec::new();
@@ -99,23 +99,21 @@ fn a_strike_at_a_byte_comes_there() {
 #[test]
 fn silence_holds_bytes_back_and_a_hole_swallows_them() {
     let (link, mut near, mut far, _server) = connected(CONTROL);
-    link.control()
-        .set_flow(&[Direction::ToListener], Flow::Hold);
+    link.handle().set_flow(&[Direction::ToListener], Flow::Hold);
     near.write_all(&commit()).unwrap();
     expect_nothing(&mut far);
     far.write_all(&[0; 112]).unwrap();
     expect(&mut near, &[0; 112]);
-    link.control().repair();
+    link.handle().repair();
     expect(&mut far, &commit());
-    link.control()
-        .set_flow(&[Direction::ToListener], Flow::Drop);
+    link.handle().set_flow(&[Direction::ToListener], Flow::Drop);
     near.write_all(&commit()).unwrap();
     expect_nothing(&mut far);
-    link.control().repair();
+    link.handle().repair();
     near.write_all(&commit()).unwrap();
     // A direction that has lost bytes stays silent.
     expect_nothing(&mut far);
-    link.control().cut(Which::All, Change::Reset);
+    link.handle().cut(Which::All, Change::Reset);
     assert_eq!(
         far.read(&mut [0]).unwrap_err().kind(),
         io::ErrorKind::ConnectionReset
@@ -125,15 +123,15 @@ fn silence_holds_bytes_back_and_a_hole_swallows_them() {
 #[test]
 fn cuts_of_both_kinds_reach_both_ends() {
     let (link, mut near, mut far, _server) = connected(CONTROL);
-    link.control().cut(Which::Data, Change::Reset);
+    link.handle().cut(Which::Data, Change::Reset);
     expect_nothing(&mut far);
-    link.control().cut(Which::Control, Change::Close);
+    link.handle().cut(Which::Control, Change::Close);
     assert_eq!(
         (near.read(&mut [0]).unwrap(), far.read(&mut [0]).unwrap()),
         (0, 0)
     );
     let (link, mut near, mut far, _server) = connected(CONTROL);
-    link.control().cut(Which::All, Change::Reset);
+    link.handle().cut(Which::All, Change::Reset);
     for end in [&mut near, &mut far] {
         assert_eq!(
             end.read(&mut [0]).unwrap_err().kind(),
@@ -145,7 +143,7 @@ fn cuts_of_both_kinds_reach_both_ends() {
 #[test]
 fn refused_connections_and_then_others() {
     let (link, _near, _far, server) = connected(CONTROL);
-    link.control().refuse();
+    link.handle().refuse();
     let limit = std::time::Instant::now() + Duration::from_secs(10);
     let refused = loop {
         match connect(&link, b"") {
@@ -154,7 +152,7 @@ fn refused_connections_and_then_others() {
         }
     };
     assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
-    link.control().repair();
+    link.handle().repair();
     let mut near = loop {
         if let Ok(near) = connect(&link, &opening(CONTROL)) {
             break near;
@@ -172,7 +170,7 @@ fn what_was_said_is_said_again() {
     let (link, mut near, mut far, server) = connected(CONTROL);
     near.write_all(&commit()).unwrap();
     expect(&mut far, &commit());
-    link.control().duplicate(Which::Control);
+    link.handle().duplicate(Which::Control);
     let mut again = server.accept().unwrap().0;
     expect(&mut again, &opening(CONTROL));
     expect(&mut again, &commit());
@@ -194,7 +192,7 @@ fn the_end_of_one_end_is_told_to_the_other() {
 #[test]
 fn one_bit_is_another() {
     let (link, mut near, mut far, _server) = connected(PAGES);
-    link.control().flip(9);
+    link.handle().flip(9);
     near.write_all(b"abc").unwrap();
     expect(&mut far, b"a`c");
     near.write_all(b"abc").unwrap();
@@ -205,7 +203,7 @@ fn one_bit_is_another() {
 fn late_bytes_arrive_late_also_on_new_connections() {
     let (link, _near, _far, server) = connected(CONTROL);
     let late = Duration::from_millis(200);
-    link.control().set_flow(&Direction::BOTH, Flow::Late(late));
+    link.handle().set_flow(&Direction::BOTH, Flow::Late(late));
     let start = std::time::Instant::now();
     let _near = connect(&link, &opening(PAGES)).unwrap();
     let mut far = server.accept().unwrap().0;
@@ -229,21 +227,21 @@ fn one_of_two_paths_is_broken_and_both_go_to_new_server() {
         pairs.collect::<Vec<_>>()
     };
     let mut pairs = connect_all(&first);
-    link.control().first_path().cut(Which::All, Change::Close);
+    link.handle().first_path().cut(Which::All, Change::Close);
     assert_eq!(pairs[0].1.read(&mut [0]).unwrap(), 0);
     pairs[1].0.write_all(b"passes").unwrap();
     expect(&mut pairs[1].1, b"passes");
-    link.control().lead_to(second.local_addr().unwrap());
+    link.handle().lead_to(second.local_addr().unwrap());
     connect_all(&second);
 }
 
 #[test]
 fn dead_connections_stay_dead_and_new_ones_pass_after_repair() {
     let (link, mut near, mut far, server) = connected(CONTROL);
-    link.control().deaden(&[Direction::ToListener]);
+    link.handle().deaden(&[Direction::ToListener]);
     near.write_all(&commit()).unwrap();
     expect_nothing(&mut far);
-    link.control().repair();
+    link.handle().repair();
     near.write_all(&commit()).unwrap();
     expect_nothing(&mut far);
     let _near = connect(&link, &opening(PAGES)).unwrap();

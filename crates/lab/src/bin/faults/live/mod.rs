@@ -6,7 +6,7 @@
 //! The guests are threads that write memory and keep sums of it (see the crate `testguest`).
 
 mod plan;
-mod stage;
+mod scene;
 mod vmm;
 
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use anyhow::{Context, Result, bail};
 use crate::fault::{Choices, Kind, Role};
 use crate::report::{Ended, Report, Trouble};
 use plan::Plan;
-use stage::Stage;
+use scene::Scene;
 
 /// What all jobs know.
 pub(crate) struct Setting {
@@ -49,16 +49,16 @@ impl Setting {
     /// Makes an experiment.
     pub(crate) fn experiment(&self, plan: &Plan) -> Result<Report, Trouble> {
         let begin = Instant::now();
-        let mut stage = Stage::new(plan, &self.program, self.clean)?;
-        let ended = stage
+        let mut scene = Scene::new(plan, &self.program, self.clean)?;
+        let ended = scene
             .play()
-            .map_err(|trouble| trouble.with_story(stage.story()))?;
-        let struck = stage.struck();
+            .map_err(|trouble| trouble.with_story(scene.story()))?;
+        let struck = scene.struck();
         Ok(Report {
             missed: plan.faults.len() - struck.len(),
             struck,
             ended,
-            in_doubt: stage.in_doubt,
+            in_doubt: scene.in_doubt,
             left_over: false,
             took: begin.elapsed(),
             downtime: None,
@@ -70,12 +70,12 @@ impl Setting {
         let mut last = None;
         // The first one finds nothing in caches.
         for _ in 0..2 {
-            let mut stage = Stage::new(&plan, &self.program, Duration::ZERO)?;
+            let mut scene = Scene::new(&plan, &self.program, Duration::ZERO)?;
             let begin = Instant::now();
-            match stage.play() {
-                Ok(Ended::Destination) => last = Some((stage.words(), begin.elapsed())),
+            match scene.play() {
+                Ok(Ended::Destination) => last = Some((scene.message_names(), begin.elapsed())),
                 Ok(other) => bail!("the guest ended {other:?}"),
-                Err(trouble) => bail!("{trouble:?}\n{}", stage.story().join("\n")),
+                Err(trouble) => bail!("{trouble:?}\n{}", scene.story().join("\n")),
             }
         }
         last.context("no migration")

@@ -24,17 +24,17 @@ pub(crate) struct Vmm {
 
 #[derive(Default)]
 struct Said {
-    words: Vec<Word>,
+    events: Vec<Event>,
     /// Nothing more will come.
     ended: bool,
 }
 
 /// Something that a VMM has said.
 #[derive(Clone, Debug)]
-pub(crate) struct Word {
+pub(crate) struct Event {
     /// Since 1970.
     pub(crate) at: Duration,
-    pub(crate) word: String,
+    pub(crate) name: String,
     pub(crate) message: Value,
 }
 
@@ -84,11 +84,11 @@ impl Vmm {
     }
 
     /// The first of these words that it says behind the first `from` of all; `None` if none comes in time.
-    pub(crate) fn wait_for(&self, words: &[&str], from: usize, within: Duration) -> Option<Word> {
+    pub(crate) fn wait_for(&self, words: &[&str], from: usize, within: Duration) -> Option<Event> {
         let found = |said: &Said| {
-            let mut new = said.words.iter().skip(from);
+            let mut new = said.events.iter().skip(from);
             let found = new
-                .find(|word| words.contains(&word.word.as_str()))
+                .find(|word| words.contains(&word.name.as_str()))
                 .cloned();
             (found.is_some() || said.ended).then_some(found)
         };
@@ -103,19 +103,19 @@ impl Vmm {
         self.wait_for(&["what?"], before, within);
     }
 
-    pub(crate) fn said(&self) -> Vec<Word> {
-        self.said.lock().words.clone()
+    pub(crate) fn said(&self) -> Vec<Event> {
+        self.said.lock().events.clone()
     }
 
     /// The last time that it said this.
-    pub(crate) fn last(&self, word: &str) -> Option<Word> {
-        self.said().into_iter().rev().find(|said| said.word == word)
+    pub(crate) fn last(&self, word: &str) -> Option<Event> {
+        self.said().into_iter().rev().find(|said| said.name == word)
     }
 
     /// When its guest ran.
     pub(crate) fn life(&self) -> Life {
         let said = self.said.lock();
-        let told = said.words.iter().map(|said| (said.word.as_str(), said.at));
+        let told = said.events.iter().map(|said| (said.name.as_str(), said.at));
         Life::of(&self.name, told, self.process().ended_at())
     }
 }
@@ -123,9 +123,9 @@ impl Vmm {
 fn listen(output: impl BufRead, said: &Watched<Said>) {
     for line in output.lines().map_while(Result::ok) {
         let message = serde_json::from_str::<Value>(&line).unwrap_or_default();
-        let word = message["say"].as_str().unwrap_or("?").to_owned();
+        let name = message["say"].as_str().unwrap_or("?").to_owned();
         let at = Duration::from_micros(message["at"].as_u64().unwrap_or(0));
-        said.update(|said| said.words.push(Word { at, word, message }));
+        said.update(|said| said.events.push(Event { at, name, message }));
     }
     said.update(|said| said.ended = true);
 }

@@ -7,8 +7,8 @@ use lab::counter;
 use lab::qemu::Version;
 use lab::writer::Ended;
 
-use super::actor::State;
-use super::stage::{Said, Stage};
+use super::instance::State;
+use super::scene::{Outcome, Scene};
 use crate::claim::Claim;
 use crate::fault::{Kind, Role};
 use crate::report::{Broken, Trouble, broken};
@@ -17,8 +17,8 @@ use crate::timeline::{Life, doubled};
 /// Who has the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
-    /// The actor of this number.
-    Actor(usize),
+    /// The instance of this number.
+    Instance(usize),
     /// Nobody: its only copy was killed.
     Lost(&'static str),
     /// Nobody: the source has aborted by itself, which docs/qemu.md documents.
@@ -28,7 +28,7 @@ pub(crate) enum Holder {
 /// How long things may take to become as they will be, by themselves.
 const SETTLING: Duration = Duration::from_secs(5);
 
-impl Stage<'_> {
+impl Scene<'_> {
     /// Finds who has the guest. All that has happened so far must have been right.
     pub(crate) fn judge(&mut self) -> Result<Holder, Trouble> {
         self.expect_source()?;
@@ -39,10 +39,10 @@ impl Stage<'_> {
         };
         let lives = self.lives();
         self.check_lives(&lives)?;
-        for said in self.said.clone() {
-            self.check_claim(&said, &holder, &lives)?;
+        for outcome in self.outcomes.clone() {
+            self.check_claim(&outcome, &holder, &lives)?;
         }
-        if let Holder::Actor(holder) = holder {
+        if let Holder::Instance(holder) = holder {
             self.check_memory(holder)?;
         }
         Ok(holder)
@@ -50,8 +50,8 @@ impl Stage<'_> {
 
     /// The source's QEMU ends only if it is killed; the others may be ended by servers.
     fn expect_source(&mut self) -> Result<(), Trouble> {
-        let killed = self.hands.struck().contains(&Kind::Kill(Role::Source));
-        if killed || !self.actors[0].process.has_ended() || self.has_aborted_as_documented() {
+        let killed = self.injector.struck().contains(&Kind::Kill(Role::Source));
+        if killed || !self.instances[0].process.has_ended() || self.has_aborted_as_documented() {
             return Ok(());
         }
         broken(
@@ -64,12 +64,16 @@ impl Stage<'_> {
     fn who_runs(&mut self) -> Result<Holder, Trouble> {
         let begin = Instant::now();
         loop {
-            let states: Vec<_> = self.actors.iter_mut().map(|actor| actor.state()).collect();
+            let states: Vec<_> = self
+                .instances
+                .iter_mut()
+                .map(|instance| instance.state())
+                .collect();
             let mut running = (0..states.len()).filter(|index| states[*index] == State::Running);
             match (running.next(), running.next()) {
-                (Some(one), None) => return Ok(Holder::Actor(one)),
+                (Some(one), None) => return Ok(Holder::Instance(one)),
                 (Some(one), Some(other)) => {
-                    let name = |index: usize| self.actors[index].name.clone();
+                    let name = |index: usize| self.instances[index].name.clone();
                     let what = format!("{} and {} run", name(one), name(other));
                     return broken(Broken::Doubled, what);
                 }
@@ -89,22 +93,22 @@ impl Stage<'_> {
 
     /// The one that has a guest that is paused: by what the commands say, and what the QEMUs do not contradict.
     fn who_holds(&mut self) -> Result<Holder, Trouble> {
-        let follow = |holder, said: &Said| match said.claim {
-            Claim::Moved if said.errand.from == holder => said.errand.to,
+        let follow = |holder, outcome: &Outcome| match outcome.claim {
+            Claim::Moved if outcome.migration.from == holder => outcome.migration.to,
             _ => holder,
         };
-        let holder = self.said.iter().fold(0, follow);
-        match self.actors[holder].state() {
-            State::Still(state) if state != "inmigrate" => Ok(Holder::Actor(holder)),
+        let holder = self.outcomes.iter().fold(0, follow);
+        match self.instances[holder].state() {
+            State::Still(state) if state != "inmigrate" => Ok(Holder::Instance(holder)),
             State::Running => broken(
                 Broken::Started,
-                format!("{} runs", self.actors[holder].name),
+                format!("{} runs", self.instances[holder].name),
             ),
             state => match self.may_be_lost() {
                 Some(lost) => Ok(lost),
                 None => broken(
                     Broken::Nowhere,
-                    format!("{} is {state:?}", self.actors[holder].name),
+                    format!("{} is {state:?}", self.instances[holder].name),
                 ),
             },
         }
@@ -112,17 +116,17 @@ impl Stage<'_> {
 
     /// Why nobody may have it: its only copy was killed, or has aborted as documented.
     fn may_be_lost(&mut self) -> Option<Holder> {
-        if self.actors[0].process.has_ended() && self.has_aborted_as_documented() {
+        if self.instances[0].process.has_ended() && self.has_aborted_as_documented() {
             return Some(Holder::Documented);
         }
-        let struck = self.hands.struck();
+        let struck = self.injector.struck();
         // After a second fault it may be unknown that it had stopped.
         let known = struck == [Kind::Kill(Role::Source)] && self.was_whole_at_destination();
         if struck.contains(&Kind::Kill(Role::Source)) && !known {
             return Some(Holder::Lost("its source was killed"));
         }
-        let committed = self.heard("request:commit");
-        let died = self.actors[1].process.ended_at();
+        let committed = self.message_at("request:commit");
+        let died = self.instances[1].process.ended_at();
         if let (Some(committed), Some(died)) = (committed, died)
             && struck.contains(&Kind::Kill(Role::Destination))
             && died + IN_FLIGHT > committed
@@ -134,22 +138,22 @@ impl Stage<'_> {
 
     /// The source was killed when the destination had all of the guest, and the source had stopped for that.
     fn was_whole_at_destination(&mut self) -> bool {
-        let Some(died) = self.hands.struck_at(Kind::Kill(Role::Source)) else {
+        let Some(died) = self.injector.struck_at(Kind::Kill(Role::Source)) else {
             return false;
         };
-        let ran_last = self.actors[0].life().runs.last().copied();
+        let ran_last = self.instances[0].life().runs.last().copied();
         let stopped = ran_last
             .and_then(|(_, end)| end)
             .is_some_and(|end| end < died);
         let before = |at: Duration| at < died;
-        stopped && self.actors[1].loaded_at().is_some_and(before)
+        stopped && self.instances[1].loaded_at().is_some_and(before)
     }
 
     /// Whether the source's QEMU may have aborted by itself.
     fn has_aborted_as_documented(&mut self) -> bool {
-        let version = self.props.binaries[self.plan.versions[0]].version;
-        let killed = self.hands.struck_at(Kind::Kill(Role::Migrate));
-        let mut events = self.actors[0].events().iter().rev();
+        let version = self.fixture.binaries[self.plan.versions[0]].version;
+        let killed = self.injector.struck_at(Kind::Kill(Role::Migrate));
+        let mut events = self.instances[0].events().iter().rev();
         let stopped = events.find(|event| event.name == "STOP");
         may_abort(version, stopped.map(|event| event.timestamp), killed)
     }
@@ -169,28 +173,37 @@ impl Stage<'_> {
     }
 
     /// Compares what a command has said with what is so, or was at that time.
-    fn check_claim(&self, said: &Said, holder: &Holder, lives: &[Life]) -> Result<(), Trouble> {
-        let (what, claim) = (said.errand.what, said.claim);
+    fn check_claim(
+        &self,
+        outcome: &Outcome,
+        holder: &Holder,
+        lives: &[Life],
+    ) -> Result<(), Trouble> {
+        let (what, claim) = (outcome.migration.what, outcome.claim);
         let untrue =
             |why: String| broken(Broken::Untrue, format!("{what} says `{claim}`, and {why}"));
         let elsewhere = lives
             .iter()
             .enumerate()
-            .find(|(index, life)| *index != said.errand.from && life.has_run_by(said.at));
+            .find(|(index, life)| *index != outcome.migration.from && life.has_run_by(outcome.at));
         match claim {
             Claim::Moved
-                if self.plan.runs && !lives[said.errand.to].runs_at(said.at, IN_FLIGHT) =>
+                if self.plan.runs
+                    && !lives[outcome.migration.to].runs_at(outcome.at, IN_FLIGHT) =>
             {
-                let died = self.actors[said.errand.to].process.ended_at();
+                let died = self.instances[outcome.migration.to].process.ended_at();
                 if died.is_some_and(|died| self.was_told_before(died)) {
                     return Ok(());
                 }
-                untrue(format!("{} does not run", lives[said.errand.to].name))
+                untrue(format!("{} does not run", lives[outcome.migration.to].name))
             }
             Claim::Moved => Ok(()),
-            Claim::Source => match (elsewhere, self.actors[said.errand.from].process.ended_at()) {
+            Claim::Source => match (
+                elsewhere,
+                self.instances[outcome.migration.from].process.ended_at(),
+            ) {
                 (Some((_, life)), _) => untrue(format!("{} had run by then", life.name)),
-                (None, Some(died)) if died + SURE < said.at => {
+                (None, Some(died)) if died + SURE < outcome.at => {
                     untrue("the source had ended".to_owned())
                 }
                 _ => Ok(()),
@@ -198,27 +211,31 @@ impl Stage<'_> {
             Claim::Elsewhere if self.plan.runs && elsewhere.is_none() => {
                 untrue("it has run nowhere else".to_owned())
             }
-            Claim::Lost if matches!(holder, Holder::Actor(_)) => untrue("it is there".to_owned()),
-            Claim::InDoubt if said.whole => broken(Broken::InDoubt, format!("{what} is in doubt")),
-            Claim::InDoubt if !said.committed => untrue("no commit had been sent".to_owned()),
+            Claim::Lost if matches!(holder, Holder::Instance(_)) => {
+                untrue("it is there".to_owned())
+            }
+            Claim::InDoubt if outcome.whole => {
+                broken(Broken::InDoubt, format!("{what} is in doubt"))
+            }
+            Claim::InDoubt if !outcome.committed => untrue("no commit had been sent".to_owned()),
             _ => Ok(()),
         }
     }
 
     /// The destination has said that the guest runs before it died, or at most just afterwards.
     fn was_told_before(&self, died: Duration) -> bool {
-        let told = self.heard("answer:running");
+        let told = self.message_at("answer:running");
         told.is_some_and(|told| told < died + IN_FLIGHT)
     }
 
     /// All memory of the holder is what its counter says, and that has not gone backwards.
     fn check_memory(&mut self, holder: usize) -> Result<(), Trouble> {
-        let before = counter::count(self.actors[0].qemu.ram())?;
+        let before = counter::count(self.instances[0].qemu.ram())?;
         if self.plan.runs {
-            self.actors[holder].qemu.qmp.stop()?;
+            self.instances[holder].qemu.qmp.stop()?;
         }
-        let name = &self.actors[holder].name;
-        let ram = self.actors[holder].qemu.ram();
+        let name = &self.instances[holder].name;
+        let ram = self.instances[holder].qemu.ram();
         let checked = match holder != 0 && self.loses_writes() {
             true => counter::count(ram),
             false => self.image.check(ram),
@@ -232,7 +249,7 @@ impl Stage<'_> {
             return broken(Broken::Memory, what);
         }
         if self.plan.runs {
-            self.actors[holder].qemu.qmp.cont()?;
+            self.instances[holder].qemu.qmp.cont()?;
             self.expect_alive(holder, at)?;
         }
         Ok(())
@@ -242,21 +259,21 @@ impl Stage<'_> {
     /// there: only the last holder is ended. A guest that was paused goes on before.
     pub(crate) fn check_disk(&mut self, holder: &Holder) -> Result<(), Trouble> {
         let checked = match holder {
-            Holder::Actor(holder) => {
-                let actor = &mut self.actors[*holder];
+            Holder::Instance(holder) => {
+                let instance = &mut self.instances[*holder];
                 if !self.plan.runs {
-                    let at = counter::count(actor.qemu.ram())?;
-                    actor.qemu.qmp.cont()?;
+                    let at = counter::count(instance.qemu.ram())?;
+                    instance.qemu.qmp.cont()?;
                     self.expect_alive(*holder, at)?;
                 }
-                let actor = &mut self.actors[*holder];
-                actor.qemu.qmp.stop()?;
-                actor.process.kill();
-                self.disk.check(actor.qemu.ram(), Ended::Stopped)
+                let instance = &mut self.instances[*holder];
+                instance.qemu.qmp.stop()?;
+                instance.process.kill();
+                self.disk.check(instance.qemu.ram(), Ended::Stopped)
             }
             // It is not known for certain which of them had it last.
             Holder::Lost(_) | Holder::Documented => {
-                let dead = self.actors.iter().filter(|it| it.process.has_ended());
+                let dead = self.instances.iter().filter(|it| it.process.has_ended());
                 let checks = dead.map(|it| self.disk.check(it.qemu.ram(), Ended::Running));
                 let found = checks.reduce(Result::or);
                 found.unwrap_or_else(|| Err(anyhow!("it is lost, and nobody has ended")))
@@ -272,15 +289,15 @@ impl Stage<'_> {
     fn loses_writes(&self) -> bool {
         let mut sources = self.plan.versions[..2].iter();
         self.plan.runs
-            && sources.any(|version| self.props.binaries[*version].version.loses_writes())
+            && sources.any(|version| self.fixture.binaries[*version].version.loses_writes())
     }
 
     /// A guest that runs counts on.
     fn expect_alive(&mut self, holder: usize, at: u32) -> Result<(), Trouble> {
         let begin = Instant::now();
-        while counter::count(self.actors[holder].qemu.ram())? <= at {
+        while counter::count(self.instances[holder].qemu.ram())? <= at {
             if begin.elapsed() > SETTLING {
-                let what = format!("{} runs and does not count", self.actors[holder].name);
+                let what = format!("{} runs and does not count", self.instances[holder].name);
                 return broken(Broken::Nowhere, what);
             }
             std::thread::sleep(Duration::from_millis(2));

@@ -6,12 +6,12 @@
 //! ```
 //! The guest counts in its memory and on its disk (see [`lab::writer`]), an image that all hosts open.
 
-mod actor;
-mod chapters;
+mod aftermath;
 mod host;
+mod instance;
 mod judge;
 mod plan;
-mod stage;
+mod scene;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -25,7 +25,7 @@ use crate::table::Row;
 use host::Host;
 use judge::Holder;
 use plan::Plan;
-use stage::{Props, Stage};
+use scene::{Fixture, Scene};
 
 /// What all jobs know.
 pub(crate) struct Setting {
@@ -39,9 +39,9 @@ pub(crate) struct Setting {
 }
 
 /// One job's hosts, for one experiment after the other.
-pub(crate) struct Bench<'a> {
+pub(crate) struct Worker<'a> {
     setting: &'a Setting,
-    props: Option<Props>,
+    fixture: Option<Fixture>,
 }
 
 impl Setting {
@@ -77,16 +77,16 @@ impl Setting {
     }
 
     fn without_faults(&self) -> Result<(Vec<String>, Duration)> {
-        let mut props = self.props()?;
+        let mut fixture = self.fixture()?;
         let plan = Plan::without_faults();
         // The first one finds nothing in caches.
         for _ in 0..2 {
-            Stage::new(&plan, &mut props)?.rehearse()?;
+            Scene::new(&plan, &mut fixture)?.rehearse()?;
         }
-        let mut stage = Stage::new(&plan, &mut props)?;
+        let mut scene = Scene::new(&plan, &mut fixture)?;
         let begin = Instant::now();
-        stage.rehearse()?;
-        Ok((stage.words(), begin.elapsed()))
+        scene.rehearse()?;
+        Ok((scene.message_names(), begin.elapsed()))
     }
 
     /// The QEMUs that lose no writes of a running guest.
@@ -96,9 +96,9 @@ impl Setting {
         sources.map(|(index, _)| index).collect()
     }
 
-    fn props(&self) -> Result<Props> {
+    fn fixture(&self) -> Result<Fixture> {
         let host = || Host::new(&self.program, self.table.is_some());
-        Ok(Props {
+        Ok(Fixture {
             program: self.program.clone(),
             binaries: self.binaries.clone(),
             hosts: [host()?, host()?, host()?],
@@ -107,11 +107,11 @@ impl Setting {
     }
 }
 
-impl<'a> Bench<'a> {
+impl<'a> Worker<'a> {
     pub(crate) fn new(setting: &'a Setting) -> Self {
         Self {
             setting,
-            props: None,
+            fixture: None,
         }
     }
 
@@ -134,12 +134,12 @@ impl<'a> Bench<'a> {
 
     /// Makes an experiment. After one that went wrong the next one has hosts of its own.
     pub(crate) fn experiment(&mut self, plan: &Plan) -> Result<Report, Trouble> {
-        let mut props = match self.props.take() {
-            Some(props) => props,
-            None => self.setting.props()?,
+        let mut fixture = match self.fixture.take() {
+            Some(fixture) => fixture,
+            None => self.setting.fixture()?,
         };
-        let report = Stage::new(plan, &mut props)?.play()?;
-        self.props = Some(props);
+        let report = Scene::new(plan, &mut fixture)?.play()?;
+        self.fixture = Some(fixture);
         let must_move = plan.row.as_ref().is_some_and(Row::must_move);
         match report.ended {
             Ended::Source if must_move => broken(Broken::Stayed, plan.to_string()),
@@ -148,18 +148,18 @@ impl<'a> Bench<'a> {
     }
 }
 
-impl Stage<'_> {
+impl Scene<'_> {
     fn play(mut self) -> Result<Report, Trouble> {
         let begin = Instant::now();
         let played = self.try_play();
         let holder = played.map_err(|trouble| trouble.with_story(self.story()))?;
-        let struck = self.hands.struck();
+        let struck = self.injector.struck();
         Ok(Report {
             missed: self.plan.faults.len() - struck.len(),
             struck,
             ended: match holder {
-                Holder::Actor(0) => Ended::Source,
-                Holder::Actor(_) => Ended::Destination,
+                Holder::Instance(0) => Ended::Source,
+                Holder::Instance(_) => Ended::Destination,
                 Holder::Lost(why) => Ended::Lost(why),
                 Holder::Documented => Ended::Documented,
             },
@@ -172,7 +172,7 @@ impl Stage<'_> {
 
     /// From the last time that A paused the guest until B ran it.
     fn downtime(&mut self) -> Option<Duration> {
-        let [source, destination] = [0, 1].map(|index| self.actors[index].life());
+        let [source, destination] = [0, 1].map(|index| self.instances[index].life());
         let (_, stopped) = *source.runs.last()?;
         let (resumed, _) = *destination.runs.first()?;
         resumed.checked_sub(stopped?)
@@ -191,7 +191,7 @@ impl Stage<'_> {
     /// A migration without faults.
     fn rehearse(&mut self) -> Result<()> {
         match self.try_play() {
-            Ok(Holder::Actor(1)) => Ok(()),
+            Ok(Holder::Instance(1)) => Ok(()),
             Ok(other) => bail!("the guest is at {other:?}"),
             Err(Trouble::Experiment(error)) => Err(error),
             Err(Trouble::Violation { kind, what, .. }) => {

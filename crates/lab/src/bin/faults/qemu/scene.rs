@@ -15,19 +15,19 @@ use lab::vamoose::Vamoose;
 use lab::writer::{self, Disk};
 use serde_json::{Value, json};
 
-use super::actor::{Actor, State};
 use super::host::{Host, STALL};
+use super::instance::{Instance, State};
 use super::plan::Plan;
 use crate::claim::Claim;
 use crate::fault::{Kind, Moment, Role};
-use crate::hands::Hands;
+use crate::injector::Injector;
 use crate::link::Link;
 use crate::report::{Broken, Trouble, broken};
 use crate::table::Row;
 use crate::timeline::Life;
 
 /// What a job keeps over its experiments.
-pub(crate) struct Props {
+pub(crate) struct Fixture {
     pub(crate) program: PathBuf,
     pub(crate) binaries: Vec<Binary>,
     /// The source's, the destination's, and another one.
@@ -40,16 +40,16 @@ pub(crate) const SOURCE_HOST: usize = 0;
 pub(crate) const HOST: usize = 1;
 pub(crate) const OTHER_HOST: usize = 2;
 
-pub(crate) struct Stage<'a> {
+pub(crate) struct Scene<'a> {
     pub(crate) plan: &'a Plan,
-    pub(crate) props: &'a mut Props,
+    pub(crate) fixture: &'a mut Fixture,
     /// The guest's, and its memory at its start.
     pub(crate) disk: Disk,
     pub(crate) image: Image,
     /// The source first.
-    pub(crate) actors: Vec<Actor>,
-    pub(crate) hands: Hands,
-    pub(crate) said: Vec<Said>,
+    pub(crate) instances: Vec<Instance>,
+    pub(crate) injector: Injector,
+    pub(crate) outcomes: Vec<Outcome>,
     /// The attempt of which a command wants a word that nobody else has moved the guest.
     confirmed: Option<String>,
     /// The guest has stayed, and its destination has not been ended.
@@ -64,10 +64,10 @@ pub(crate) struct Stage<'a> {
 
 /// A command to be run.
 #[derive(Clone, Debug)]
-pub(crate) struct Errand {
+pub(crate) struct Migration {
     /// In words.
     pub(crate) what: &'static str,
-    /// The actors between which it is to move the guest.
+    /// The instances between which it is to move the guest.
     pub(crate) from: usize,
     pub(crate) to: usize,
     /// Where it runs.
@@ -81,15 +81,15 @@ pub(crate) struct Errand {
 /// A command that runs.
 struct Running {
     vamoose: Vamoose,
-    errand: Errand,
+    migration: Migration,
     /// Nothing was broken at its start.
     whole: bool,
 }
 
 /// What a command has said at its end.
 #[derive(Clone, Debug)]
-pub(crate) struct Said {
-    pub(crate) errand: Errand,
+pub(crate) struct Outcome {
+    pub(crate) migration: Migration,
     pub(crate) claim: Claim,
     pub(crate) at: Duration,
     /// Nothing was broken for so long that it has to know.
@@ -112,18 +112,18 @@ const RATE: u64 = 1 << 30;
 const SLOW_RATE: u64 = 256 << 10;
 /// Milliseconds, for a migration of the table that is to end.
 const DOWNTIME: u64 = 500;
-/// How often the stage looks what is to be done.
+/// How often the scene looks what is to be done.
 const LOOK: Duration = Duration::from_millis(10);
 
-impl<'a> Stage<'a> {
+impl<'a> Scene<'a> {
     /// Sets everything up; nothing moves yet.
-    pub(crate) fn new(plan: &'a Plan, props: &'a mut Props) -> Result<Self> {
-        for host in &mut props.hosts[HOST..] {
+    pub(crate) fn new(plan: &'a Plan, fixture: &'a mut Fixture) -> Result<Self> {
+        for host in &mut fixture.hosts[HOST..] {
             host.start()?;
         }
-        let link = Link::new(props.hosts[HOST].address()?, plan.paths())?;
+        let link = Link::new(fixture.hosts[HOST].address()?, plan.paths())?;
         let disk = Disk::new()?;
-        let machine = disk.machine(&props.binaries[plan.versions[0]], plan.ram());
+        let machine = disk.machine(&fixture.binaries[plan.versions[0]], plan.ram());
         let machine = machine.content(Fill::Mixed, plan.content).paused();
         let mut source = machine.start()?;
         source.qmp.cont()?;
@@ -135,27 +135,27 @@ impl<'a> Stage<'a> {
         }
         let holds = plan.row.as_ref().is_some_and(Row::holds_round);
         let pace = (RATE, if holds { 1 } else { DOWNTIME });
-        let source = Actor::new("A", source);
-        let destination = props.waiting(plan, &disk, plan.versions[1], "B")?;
-        props.hosts[HOST].knows(&plan.name(), &destination.qemu)?;
-        let hands = Hands {
+        let source = Instance::new("A", source);
+        let destination = fixture.waiting(plan, &disk, plan.versions[1], "B")?;
+        fixture.hosts[HOST].knows(&plan.name(), &destination.qemu)?;
+        let injector = Injector {
             faults: Arc::new(plan.faults.clone()),
-            link: link.control().clone(),
+            link: link.handle().clone(),
             source: source.process.clone(),
             destination: destination.process.clone(),
-            disks: Some([SOURCE_HOST, HOST].map(|host| props.hosts[host].disk().clone())),
+            disks: Some([SOURCE_HOST, HOST].map(|host| fixture.hosts[host].disk().clone())),
             cancel: None,
             state: Arc::default(),
         };
-        hands.reaches(None, props.hosts[HOST].process()?);
+        injector.reaches(None, fixture.hosts[HOST].process()?);
         Ok(Self {
             plan,
-            props,
+            fixture,
             disk,
             image,
-            actors: vec![source, destination],
-            hands,
-            said: Vec::new(),
+            instances: vec![source, destination],
+            injector,
+            outcomes: Vec::new(),
             confirmed: None,
             left_over: false,
             commands: Vec::new(),
@@ -167,10 +167,10 @@ impl<'a> Stage<'a> {
 
     /// Runs the first command with all faults, until everything is repaired and all commands have ended.
     pub(crate) fn run_with_faults(&mut self) -> Result<(), Trouble> {
-        self.hands.arm(self.props.clean);
+        self.injector.arm(self.fixture.clean);
         let first = self.start(self.first_command("the first command"), false)?;
-        self.hands
-            .reaches(Some(first), self.props.hosts[HOST].process()?);
+        self.injector
+            .reaches(Some(first), self.fixture.hosts[HOST].process()?);
         let repaired = match &self.plan.row {
             Some(row) => row.fault.lasts.unwrap_or_default() + REPAIRED,
             None => REPAIRED,
@@ -179,14 +179,14 @@ impl<'a> Stage<'a> {
         while !self.commands.is_empty() {
             self.strike_as_told();
             self.keep_pace()?;
-            for kind in self.hands.work() {
+            for kind in self.injector.work() {
                 self.do_rest(kind)?;
             }
             self.collect_ended()?;
-            if begin.elapsed() > repaired && !self.hands.is_whole() {
+            if begin.elapsed() > repaired && !self.injector.is_whole() {
                 self.repair_all()?;
             }
-            self.expect_end(begin.elapsed().min(self.hands.whole_for()))?;
+            self.expect_end(begin.elapsed().min(self.injector.whole_for()))?;
         }
         self.expect_servers()?;
         self.repair_all()?;
@@ -195,13 +195,13 @@ impl<'a> Stage<'a> {
 
     /// Strikes with the faults whose moments the source's QEMU has told.
     fn strike_as_told(&mut self) {
-        let events = self.actors[0].events();
+        let events = self.instances[0].events();
         let has = |name: &str, is_it: &dyn Fn(&Event) -> bool| {
             events
                 .iter()
                 .any(|event| event.name == name && is_it(event))
         };
-        self.hands.strike_at(|moment| match moment {
+        self.injector.strike_at(|moment| match moment {
             Moment::Round(round) => has("MIGRATION_PASS", &|event| {
                 event.data["pass"].as_u64() >= Some(round)
             }),
@@ -215,13 +215,13 @@ impl<'a> Stage<'a> {
         let Some(row) = self.plan.row.as_ref().filter(|row| row.holds_round()) else {
             return Ok(());
         };
-        let qmp = &mut self.actors[0].qemu.qmp;
-        let pace = if self.hands.struck().is_empty() {
+        let qmp = &mut self.instances[0].qemu.qmp;
+        let pace = if self.injector.struck().is_empty() {
             // From here on the guest writes more than is sent, so the next round does not end.
             let ends = |ram: &Value| ram["remaining"].as_u64().is_some_and(|it| it < 512 << 10);
             let slow = row.is_in_later_round() && ends(&qmp.query_migrate()?["ram"]);
             if slow { (SLOW_RATE, 1) } else { self.pace }
-        } else if self.hands.is_whole() {
+        } else if self.injector.is_whole() {
             (RATE, DOWNTIME)
         } else {
             (SLOW_RATE, 1)
@@ -237,33 +237,36 @@ impl<'a> Stage<'a> {
     }
 
     /// Runs a command with nothing broken, to its end.
-    pub(crate) fn run(&mut self, errand: Errand) -> Result<Claim, Trouble> {
-        self.start(errand, true)?;
+    pub(crate) fn run(&mut self, migration: Migration) -> Result<Claim, Trouble> {
+        self.start(migration, true)?;
         let begin = Instant::now();
         while !self.commands.is_empty() {
             self.collect_ended()?;
             self.expect_end(begin.elapsed())?;
         }
-        let said = self.said.last().context("a command that said nothing")?;
-        Ok(said.claim)
+        let outcome = self
+            .outcomes
+            .last()
+            .context("a command without an outcome")?;
+        Ok(outcome.claim)
     }
 
     /// The command that moves the guest from the source to the first destination.
-    pub(crate) fn first_command(&self, what: &'static str) -> Errand {
+    pub(crate) fn first_command(&self, what: &'static str) -> Migration {
         let to = self.link.addresses();
-        self.errand(what, [0, 1], SOURCE_HOST, to, &self.plan.name())
+        self.migration(what, [0, 1], SOURCE_HOST, to, &self.plan.name())
     }
 
     /// A command from one QEMU on a host to another one, which `name` names at the server `to`.
-    pub(crate) fn errand(
+    pub(crate) fn migration(
         &self,
         what: &'static str,
         [from, to]: [usize; 2],
         host: usize,
         server: Vec<String>,
         name: &str,
-    ) -> Errand {
-        Errand {
+    ) -> Migration {
+        Migration {
             what,
             from,
             to,
@@ -281,19 +284,24 @@ impl<'a> Stage<'a> {
         name: &str,
         label: &str,
     ) -> Result<usize> {
-        let actor = self.props.waiting(self.plan, &self.disk, version, label)?;
-        self.props.hosts[host].knows(name, &actor.qemu)?;
-        self.actors.push(actor);
-        Ok(self.actors.len() - 1)
+        let instance = self
+            .fixture
+            .waiting(self.plan, &self.disk, version, label)?;
+        self.fixture.hosts[host].knows(name, &instance.qemu)?;
+        self.instances.push(instance);
+        Ok(self.instances.len() - 1)
     }
 
     /// No QEMU that lives keeps silent.
     pub(crate) fn expect_answers(&mut self) -> Result<(), Trouble> {
-        for actor in &mut self.actors {
-            if actor.state() == State::Mute {
+        for instance in &mut self.instances {
+            if instance.state() == State::Mute {
                 // Hangs, or has had no processor?
-                let threads = lab::proc::threads(actor.qemu.pid());
-                let what = format!("{} (QEMU {}; {threads})", actor.name, actor.qemu.version);
+                let threads = lab::proc::threads(instance.qemu.pid());
+                let what = format!(
+                    "{} (QEMU {}; {threads})",
+                    instance.name, instance.qemu.version
+                );
                 return broken(Broken::Mute, what);
             }
         }
@@ -301,31 +309,35 @@ impl<'a> Stage<'a> {
     }
 
     pub(crate) fn lives(&mut self) -> Vec<Life> {
-        self.actors.iter_mut().map(Actor::life).collect()
+        self.instances.iter_mut().map(Instance::life).collect()
     }
 
     /// When the link first saw this message.
-    pub(crate) fn heard(&self, word: &str) -> Option<Duration> {
-        let mut heard = self.link.control().heard().into_iter();
-        heard.find(|heard| heard.word == word).map(|heard| heard.at)
+    pub(crate) fn message_at(&self, name: &str) -> Option<Duration> {
+        let mut messages = self.link.handle().messages().into_iter();
+        messages
+            .find(|message| message.name == name)
+            .map(|message| message.at)
     }
 
     /// The messages of the control connections.
-    pub(crate) fn words(&self) -> Vec<String> {
-        self.link.control().words()
+    pub(crate) fn message_names(&self) -> Vec<String> {
+        self.link.handle().message_names()
     }
 
     /// Whether a command did not know where the guest was.
     pub(crate) fn was_in_doubt(&self) -> bool {
-        self.said.iter().any(|said| said.claim == Claim::InDoubt)
+        self.outcomes
+            .iter()
+            .any(|outcome| outcome.claim == Claim::InDoubt)
     }
 
-    fn start(&mut self, errand: Errand, whole: bool) -> Result<Process> {
-        let mut command = Command::new(&self.props.program);
+    fn start(&mut self, migration: Migration, whole: bool) -> Result<Process> {
+        let mut command = Command::new(&self.fixture.program);
         command.args(["migrate", "--json", "-", "--qmp"]);
-        command.arg(self.actors[errand.from].qemu.qmp_socket());
-        command.args(["--name", &errand.name]);
-        for address in &errand.server {
+        command.arg(self.instances[migration.from].qemu.qmp_socket());
+        command.args(["--name", &migration.name]);
+        for address in &migration.server {
             command.args(["--to", address]);
         }
         // The link's messages are read.
@@ -340,34 +352,35 @@ impl<'a> Stage<'a> {
             command.args(["--confirm", attempt]);
         }
         command.arg("--state-dir");
-        command.arg(self.props.hosts[errand.host].disk().path());
+        command.arg(self.fixture.hosts[migration.host].disk().path());
         let vamoose = Vamoose::start(&mut command)?;
         let process = vamoose.process().clone();
-        let to = &self.actors[errand.to].name;
-        self.hands.tell(&format!("{} starts, to {to}", errand.what));
+        let to = &self.instances[migration.to].name;
+        self.injector
+            .tell(&format!("{} starts, to {to}", migration.what));
         self.commands.push(Running {
             vamoose,
-            errand,
+            migration,
             whole,
         });
         Ok(process)
     }
 
-    /// What only the stage can do about a fault: at its end, or when it strikes.
+    /// What only the scene can do about a fault: at its end, or when it strikes.
     fn do_rest(&mut self, kind: Kind) -> Result<()> {
         match kind {
             Kind::Kill(Role::Serve) => self.restart_server()?,
             Kind::SameAgain => {
-                let errand = self.first_command("the same command meanwhile");
-                self.start(errand, false)?;
+                let migration = self.first_command("the same command meanwhile");
+                self.start(migration, false)?;
             }
             Kind::OtherHost => {
                 let name = self.plan.name();
                 let to = self.add_waiting(OTHER_HOST, self.plan.versions[2], &name, "C")?;
-                let address = self.props.address(OTHER_HOST)?;
+                let address = self.fixture.address(OTHER_HOST)?;
                 let what = "the command to another host";
-                let errand = self.errand(what, [0, to], SOURCE_HOST, address, &name);
-                self.start(errand, false)?;
+                let migration = self.migration(what, [0, to], SOURCE_HOST, address, &name);
+                self.start(migration, false)?;
             }
             _ => {}
         }
@@ -375,24 +388,24 @@ impl<'a> Stage<'a> {
     }
 
     fn repair_all(&mut self) -> Result<()> {
-        let repaired = self.hands.finish();
+        let repaired = self.injector.finish();
         repaired.into_iter().try_for_each(|kind| self.do_rest(kind))
     }
 
     /// Ends the destination's server, if that has not been done, and starts it anew.
     pub(crate) fn restart_server(&mut self) -> Result<()> {
-        let host = &mut self.props.hosts[HOST];
+        let host = &mut self.fixture.hosts[HOST];
         host.restart()?;
-        self.link.control().lead_to(host.address()?);
+        self.link.handle().lead_to(host.address()?);
         Ok(())
     }
 
     /// A server that was not killed runs.
     fn expect_servers(&self) -> Result<(), Trouble> {
-        let killed = self.hands.struck().contains(&Kind::Kill(Role::Serve));
+        let killed = self.injector.struck().contains(&Kind::Kill(Role::Serve));
         for host in [HOST, OTHER_HOST] {
             let may_be_dead = host == HOST && killed;
-            if !may_be_dead && !self.props.hosts[host].is_up() {
+            if !may_be_dead && !self.fixture.hosts[host].is_up() {
                 return broken(Broken::Crash, "a server has ended, but was not killed");
             }
         }
@@ -413,8 +426,8 @@ impl<'a> Stage<'a> {
 
     fn collect(&mut self, command: Running) -> Result<(), Trouble> {
         let at = now();
-        let whole = command.whole || self.hands.whole_for() > KNOWS;
-        let what = command.errand.what;
+        let whole = command.whole || self.injector.whole_for() > KNOWS;
+        let what = command.migration.what;
         let ended = command.vamoose.finish(LIMIT)?;
         self.outputs
             .push(format!("{what}, {}:\n{}", ended.status, ended.stderr));
@@ -424,7 +437,7 @@ impl<'a> Stage<'a> {
                 return broken(Broken::Untrue, format!("{what}: {contradiction}"));
             }
         };
-        self.hands.tell(&format!("{what} ends: {claim}"));
+        self.injector.tell(&format!("{what} ends: {claim}"));
         if claim == Claim::Unconfirmed {
             // Nobody uses another tool here.
             let hint = ended.stderr.split("--confirm ").nth(1);
@@ -432,9 +445,9 @@ impl<'a> Stage<'a> {
             self.confirmed = attempt.map(str::to_owned);
         }
         let committed =
-            self.props.hosts[command.errand.host].has_committed(&command.errand.name)?;
-        self.said.push(Said {
-            errand: command.errand,
+            self.fixture.hosts[command.migration.host].has_committed(&command.migration.name)?;
+        self.outcomes.push(Outcome {
+            migration: command.migration,
             claim,
             at,
             whole,
@@ -448,7 +461,7 @@ impl<'a> Stage<'a> {
         let Some(command) = self.commands.first().filter(|_| whole_for > LIMIT) else {
             return Ok(());
         };
-        let (what, said) = (command.errand.what, command.vamoose.stderr());
+        let (what, said) = (command.migration.what, command.vamoose.stderr());
         self.outputs.push(format!("{what}, which runs on:\n{said}"));
         self.expect_answers()?;
         broken(
@@ -460,42 +473,42 @@ impl<'a> Stage<'a> {
     /// Everything that happened, in its order.
     pub(crate) fn story(&mut self) -> Vec<String> {
         let mut story = Vec::new();
-        for actor in &mut self.actors {
-            let name = actor.name.clone();
-            if let Some(at) = actor.process.ended_at() {
-                let how = actor.qemu.wait_exit(Duration::ZERO);
+        for instance in &mut self.instances {
+            let name = instance.name.clone();
+            if let Some(at) = instance.process.ended_at() {
+                let how = instance.qemu.wait_exit(Duration::ZERO);
                 let how = how.map_or_else(|error| error.to_string(), |how| how.to_string());
-                let what = format!("{name} has ended ({how}; {})", actor.qemu.stderr());
+                let what = format!("{name} has ended ({how}; {})", instance.qemu.stderr());
                 story.push((at, what));
             }
-            for event in actor.events() {
+            for event in instance.events() {
                 let status = event.data["status"].as_str().unwrap_or_default();
                 let what = format!("{name}: {} {status}", event.name);
                 story.push((event.timestamp, what.trim_end().to_owned()));
             }
         }
-        let mut lines = self.hands.story(story);
-        for actor in &mut self.actors {
-            let (state, version) = (actor.state(), actor.qemu.version);
-            lines.push(format!("{} (QEMU {version}): {state:?}", actor.name));
+        let mut lines = self.injector.story(story);
+        for instance in &mut self.instances {
+            let (state, version) = (instance.state(), instance.qemu.version);
+            lines.push(format!("{} (QEMU {version}): {state:?}", instance.name));
         }
         lines.append(&mut self.outputs);
         for (host, name) in [(HOST, "its server"), (OTHER_HOST, "the other server")] {
-            let said = self.props.hosts[host].said();
+            let said = self.fixture.hosts[host].said();
             lines.push(format!("{name}:\n{}", last_lines(&said)));
         }
         lines
     }
 }
 
-impl Props {
+impl Fixture {
     /// A machine that waits for the guest with this disk.
-    fn waiting(&self, plan: &Plan, disk: &Disk, version: usize, label: &str) -> Result<Actor> {
+    fn waiting(&self, plan: &Plan, disk: &Disk, version: usize, label: &str) -> Result<Instance> {
         let mut machine = disk.machine(&self.binaries[version], plan.ram()).incoming();
         if plan.paused {
             machine = machine.paused();
         }
-        Ok(Actor::new(label, machine.start()?))
+        Ok(Instance::new(label, machine.start()?))
     }
 
     pub(crate) fn address(&self, host: usize) -> Result<Vec<String>> {

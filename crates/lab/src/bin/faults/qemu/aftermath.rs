@@ -2,23 +2,28 @@
 
 use std::time::Duration;
 
-use super::actor::State;
+use super::instance::State;
 use super::judge::Holder;
 use super::plan::Then;
-use super::stage::{HOST, OTHER_HOST, SOURCE_HOST, Said, Stage};
+use super::scene::{HOST, OTHER_HOST, Outcome, SOURCE_HOST, Scene};
 use crate::claim::Claim;
 use crate::report::{Broken, Trouble, broken};
 
-impl Stage<'_> {
+impl Scene<'_> {
     /// The same command again, until it says something definite.
     pub(crate) fn run_until_definite(&mut self) -> Result<(), Trouble> {
         const MOST: usize = 4;
         for _ in 0..MOST {
-            let last = self.said.iter().rev().find(|said| said.errand.to == 1);
+            let last = self
+                .outcomes
+                .iter()
+                .rev()
+                .find(|outcome| outcome.migration.to == 1);
             // There is nothing to be said about a QEMU that is not there.
-            let gone = self.actors[0].process.has_ended();
-            let known =
-                |said: &Said| said.claim.is_definite() || gone && said.claim == Claim::Silent;
+            let gone = self.instances[0].process.has_ended();
+            let known = |outcome: &Outcome| {
+                outcome.claim.is_definite() || gone && outcome.claim == Claim::Silent
+            };
             if last.is_some_and(known) {
                 return Ok(());
             }
@@ -34,19 +39,19 @@ impl Stage<'_> {
     pub(crate) fn go_on(&mut self, holder: &Holder) -> Result<Holder, Trouble> {
         match holder {
             Holder::Lost(_) | Holder::Documented => Ok(holder.clone()),
-            Holder::Actor(0) => self.migrate_again(),
-            Holder::Actor(1) => self.after_success(),
+            Holder::Instance(0) => self.migrate_again(),
+            Holder::Instance(1) => self.after_success(),
             // At the other host, by a command of its own.
-            Holder::Actor(_) if !self.plan.next.old_command => Ok(holder.clone()),
-            Holder::Actor(other) => self.old_command(*other),
+            Holder::Instance(_) if !self.plan.next.old_command => Ok(holder.clone()),
+            Holder::Instance(other) => self.old_command(*other),
         }
     }
 
     /// The guest has stayed: the next migration works.
     fn migrate_again(&mut self) -> Result<Holder, Trouble> {
         // A paused guest whose migration failed at its end is one that QEMU itself migrates no more.
-        if self.actors[0].state() == State::Still("postmigrate".to_owned()) {
-            return Ok(Holder::Actor(0));
+        if self.instances[0].state() == State::Still("postmigrate".to_owned()) {
+            return Ok(Holder::Instance(0));
         }
         let next = self.plan.next;
         let host = if next.other_host { OTHER_HOST } else { HOST };
@@ -55,20 +60,20 @@ impl Stage<'_> {
         } else {
             format!("{}-next", self.plan.name())
         };
-        self.left_over = !self.actors[1].process.wait(ENDED_BY_THEN);
+        self.left_over = !self.instances[1].process.wait(ENDED_BY_THEN);
         // Another QEMU of this name is started only after the one before has ended.
-        for actor in &self.actors[1..] {
-            actor.process.kill();
+        for instance in &self.instances[1..] {
+            instance.process.kill();
         }
         let to = self.add_waiting(host, self.plan.versions[2], &name, "D")?;
-        let server = self.props.address(host)?;
-        let errand = self.errand("the next migration", [0, to], SOURCE_HOST, server, &name);
-        let claim = self.run(errand)?;
+        let server = self.fixture.address(host)?;
+        let migration = self.migration("the next migration", [0, to], SOURCE_HOST, server, &name);
+        let claim = self.run(migration)?;
         if claim != Claim::Moved {
             let what = format!("nothing is broken any more, and the next migration says `{claim}`");
             return broken(Broken::NextFails, what);
         }
-        let holder = self.expect(Holder::Actor(to))?;
+        let holder = self.expect(Holder::Instance(to))?;
         if next.old_command {
             self.old_command(to)
         } else {
@@ -78,19 +83,19 @@ impl Stage<'_> {
 
     fn after_success(&mut self) -> Result<Holder, Trouble> {
         match self.plan.then {
-            Then::Nothing => Ok(Holder::Actor(1)),
+            Then::Nothing => Ok(Holder::Instance(1)),
             Then::SameCommand => {
-                let errand = self.first_command("the same command after its success");
-                let claim = self.run(errand)?;
+                let migration = self.first_command("the same command after its success");
+                let claim = self.run(migration)?;
                 if claim != Claim::Moved {
                     let what = format!("the guest has moved, and the same command says `{claim}`");
                     return broken(Broken::Untrue, what);
                 }
-                self.expect(Holder::Actor(1))
+                self.expect(Holder::Instance(1))
             }
             Then::DestinationDies => {
-                self.hands.tell("B is killed");
-                self.actors[1].process.kill();
+                self.injector.tell("B is killed");
+                self.instances[1].process.kill();
                 std::thread::sleep(DEAD_FOR_CERTAIN);
                 let what = "the same command after the destination's death";
                 let claim = self.run(self.first_command(what))?;
@@ -111,16 +116,16 @@ impl Stage<'_> {
     fn move_on(&mut self, restart: bool) -> Result<Holder, Trouble> {
         let name = format!("{}-further", self.plan.name());
         let to = self.add_waiting(OTHER_HOST, self.plan.versions[2], &name, "E")?;
-        let server = self.props.address(OTHER_HOST)?;
-        let errand = self.errand("the move to another host", [1, to], HOST, server, &name);
-        let claim = self.run(errand)?;
+        let server = self.fixture.address(OTHER_HOST)?;
+        let migration = self.migration("the move to another host", [1, to], HOST, server, &name);
+        let claim = self.run(migration)?;
         if claim != Claim::Moved {
             let what = format!("nothing is broken any more, and the move on says `{claim}`");
             return broken(Broken::NextFails, what);
         }
-        self.expect(Holder::Actor(to))?;
+        self.expect(Holder::Instance(to))?;
         if restart {
-            self.hands.tell("B's server is started anew");
+            self.injector.tell("B's server is started anew");
             self.restart_server()?;
         }
         self.old_command(to)
@@ -130,7 +135,7 @@ impl Stage<'_> {
     /// not move it.
     fn old_command(&mut self, holder: usize) -> Result<Holder, Trouble> {
         self.run(self.first_command("the old command"))?;
-        self.expect(Holder::Actor(holder))
+        self.expect(Holder::Instance(holder))
     }
 
     fn expect(&mut self, holder: Holder) -> Result<Holder, Trouble> {

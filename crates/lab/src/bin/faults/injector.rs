@@ -1,4 +1,4 @@
-//! Does the harm, and undoes it: from the threads of the link at a message, or from the stage at a moment.
+//! Does the harm, and undoes it: from the threads of the link at a message, or from the scene at a moment.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use rustix::process::{Rlimit, Signal};
 
 use crate::disk::Disk;
 use crate::fault::{Fault, Kind, Moment, Role};
-use crate::link::{Control, Which};
+use crate::link::{LinkHandle, Which};
 use crate::timeline::clock;
 
 /// What is left to do about the fault of this number.
@@ -20,7 +20,7 @@ enum Deed {
     /// Once more.
     Again(usize),
     Repair(usize),
-    /// To be done by the stage: a further command.
+    /// To be done by the scene: a further command.
     Command(usize),
 }
 
@@ -29,9 +29,9 @@ pub(crate) type Cancel = Arc<dyn Fn() + Send + Sync>;
 
 /// Everything that can be harmed. All copies are the same.
 #[derive(Clone)]
-pub(crate) struct Hands {
+pub(crate) struct Injector {
     pub(crate) faults: Arc<Vec<Fault>>,
-    pub(crate) link: Control,
+    pub(crate) link: LinkHandle,
     pub(crate) source: Process,
     pub(crate) destination: Process,
     /// The source's and the destination's.
@@ -66,7 +66,7 @@ pub(crate) const RESET_EVERY: Duration = Duration::from_millis(300);
 /// A strike takes some seconds at most: those in which a process that was killed dies.
 const STRIKING: Duration = Duration::from_secs(60);
 
-impl Hands {
+impl Injector {
     /// Makes the commands known, as they are started.
     pub(crate) fn reaches(&self, migrate: Option<Process>, serve: Process) {
         let mut state = self.state.lock();
@@ -85,8 +85,9 @@ impl Hands {
                 }
                 Moment::Round(_) | Moment::Paused => {}
                 Moment::At(point) => {
-                    let hands = self.clone();
-                    self.link.arm(point, Box::new(move || hands.strike(index)));
+                    let injector = self.clone();
+                    self.link
+                        .arm(point, Box::new(move || injector.strike(index)));
                 }
             }
         }
@@ -231,7 +232,7 @@ impl Hands {
     }
 
     /// Repairs everything; no fault strikes from now on, and none is just striking. Returns the kinds of faults about
-    /// which the stage has to do the rest.
+    /// which the scene has to do the rest.
     pub(crate) fn finish(&self) -> Vec<Kind> {
         self.state.lock().over = true;
         self.state
@@ -244,7 +245,7 @@ impl Hands {
         self.kinds(active.iter())
     }
 
-    /// Does what is to be done by now. Returns the kinds of faults about which the stage has to do the rest.
+    /// Does what is to be done by now. Returns the kinds of faults about which the scene has to do the rest.
     pub(crate) fn work(&self) -> Vec<Kind> {
         let mut state = self.state.lock();
         let now = Instant::now();
@@ -306,8 +307,8 @@ impl Hands {
     /// The story in the order of time, with the link's messages and what else has happened, a line each.
     pub(crate) fn story(&self, more: Vec<(Duration, String)>) -> Vec<String> {
         let mut story = [self.state.lock().story.clone(), more].concat();
-        let heard = self.link.heard().into_iter();
-        story.extend(heard.map(|heard| (heard.at, format!("link: {}", heard.word))));
+        let messages = self.link.messages().into_iter();
+        story.extend(messages.map(|message| (message.at, format!("link: {}", message.name))));
         story.push((now(), "(now)".to_owned()));
         story.sort();
         let line = |(at, what): &(Duration, String)| format!("{} {what}", clock(*at));

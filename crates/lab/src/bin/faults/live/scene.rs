@@ -7,21 +7,21 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 use super::plan::Plan;
-use super::vmm::{Vmm, Word};
+use super::vmm::{Event, Vmm};
 use crate::fault::{Kind, Role};
-use crate::hands::Hands;
+use crate::injector::Injector;
 use crate::link::Link;
 use crate::report::{Broken, Ended, Trouble, broken};
 use crate::timeline::doubled;
 
-pub(crate) struct Stage<'a> {
+pub(crate) struct Scene<'a> {
     plan: &'a Plan,
     program: &'a Path,
     clean: Duration,
     source: Vmm,
     /// Those that wait or waited for the guest, the first one first.
     destinations: Vec<Vmm>,
-    hands: Hands,
+    injector: Injector,
     link: Link,
     pub(crate) in_doubt: bool,
 }
@@ -34,10 +34,10 @@ const LIMIT: Duration = Duration::from_secs(60);
 const REPAIRED: Duration = Duration::from_secs(25);
 /// After the last fault a source knows where the guest is within this time.
 const KNOWS: Duration = Duration::from_secs(4);
-/// How often the stage looks what is to be done.
+/// How often the scene looks what is to be done.
 const LOOK: Duration = Duration::from_millis(5);
 
-impl<'a> Stage<'a> {
+impl<'a> Scene<'a> {
     /// Starts both VMMs; nothing moves yet.
     pub(crate) fn new(plan: &'a Plan, program: &'a Path, clean: Duration) -> Result<Self> {
         let source = Vmm::start(program, "A", "source", &plan.options)?;
@@ -46,9 +46,9 @@ impl<'a> Stage<'a> {
             .wait_for(&["runs"], 0, SOON)
             .context("the source does not start")?;
         let link = Link::new(address(&destination)?.parse()?, 1)?;
-        let hands = Hands {
+        let injector = Injector {
             faults: Arc::new(plan.faults.clone()),
-            link: link.control().clone(),
+            link: link.handle().clone(),
             source: source.process().clone(),
             destination: destination.process().clone(),
             disks: None,
@@ -61,7 +61,7 @@ impl<'a> Stage<'a> {
             clean,
             source,
             destinations: vec![destination],
-            hands,
+            injector,
             link,
             in_doubt: false,
         })
@@ -81,22 +81,22 @@ impl<'a> Stage<'a> {
     }
 
     pub(crate) fn struck(&self) -> Vec<Kind> {
-        self.hands.struck()
+        self.injector.struck()
     }
 
     /// The messages of the control connections.
-    pub(crate) fn words(&self) -> Vec<String> {
-        self.link.control().words()
+    pub(crate) fn message_names(&self) -> Vec<String> {
+        self.link.handle().message_names()
     }
 
     /// Migrates with all faults, until everything is repaired; what the source says in the end, unless it was killed.
-    fn migrate_with_faults(&mut self) -> Result<Option<Word>, Trouble> {
-        self.hands.arm(self.clean);
+    fn migrate_with_faults(&mut self) -> Result<Option<Event>, Trouble> {
+        self.injector.arm(self.clean);
         let to = self.link.addresses().concat();
         self.source.tell(&format!("migrate {to}"));
         let begin = Instant::now();
         let over = loop {
-            for kind in self.hands.work() {
+            for kind in self.injector.work() {
                 self.do_rest(kind)?;
             }
             if let Some(over) = self.source.wait_for(&["over"], 0, LOOK) {
@@ -105,10 +105,10 @@ impl<'a> Stage<'a> {
             if self.source.process().has_ended() {
                 break None;
             }
-            if begin.elapsed() > REPAIRED && !self.hands.is_whole() {
+            if begin.elapsed() > REPAIRED && !self.injector.is_whole() {
                 self.repair_all()?;
             }
-            if begin.elapsed().min(self.hands.whole_for()) > LIMIT {
+            if begin.elapsed().min(self.injector.whole_for()) > LIMIT {
                 let what = format!("the migration runs on after {LIMIT:?} without a fault");
                 return broken(Broken::Hangs, what);
             }
@@ -116,7 +116,7 @@ impl<'a> Stage<'a> {
         self.in_doubt = over
             .as_ref()
             .is_some_and(|over| over.message["guest"] == "in-doubt");
-        let knows = self.in_doubt && self.hands.whole_for() > KNOWS;
+        let knows = self.in_doubt && self.injector.whole_for() > KNOWS;
         let killed = [Kind::Kill(Role::Destination), Kind::RestartDestination];
         if knows && !self.struck().iter().any(|kind| killed.contains(kind)) {
             return broken(Broken::InDoubt, "the source is in doubt");
@@ -135,15 +135,15 @@ impl<'a> Stage<'a> {
     }
 
     fn repair_all(&mut self) -> Result<()> {
-        let repaired = self.hands.finish();
+        let repaired = self.injector.finish();
         repaired.into_iter().try_for_each(|kind| self.do_rest(kind))
     }
 
-    /// What only the stage can do at the end of a fault.
+    /// What only the scene can do at the end of a fault.
     fn do_rest(&mut self, kind: Kind) -> Result<()> {
         if kind == Kind::RestartDestination {
             let address = self.start_destination("C")?;
-            self.link.control().lead_to(address.parse()?);
+            self.link.handle().lead_to(address.parse()?);
         }
         Ok(())
     }
@@ -174,7 +174,7 @@ impl<'a> Stage<'a> {
     }
 
     /// Compares what the source says with what is so.
-    fn judge(&self, over: &Word) -> Result<Ended, Trouble> {
+    fn judge(&self, over: &Event) -> Result<Ended, Trouble> {
         self.expect_one()?;
         let said = over.message["guest"].as_str().unwrap_or("?");
         let runs_there = self.destinations.iter().find(|vmm| vmm.life().runs_now());
@@ -271,7 +271,7 @@ impl<'a> Stage<'a> {
 
     /// All memory came as it was sent.
     fn compare(&self, there: &Vmm) -> Result<(), Trouble> {
-        let memory = |word: Option<Word>| word.map(|word| word.message["memory"].clone());
+        let memory = |word: Option<Event>| word.map(|word| word.message["memory"].clone());
         let (sent, came) = (memory(self.source.last("sent")), memory(there.last("came")));
         if sent.is_some() && sent == came {
             return Ok(());
@@ -296,7 +296,7 @@ impl<'a> Stage<'a> {
                 .for_each(|vmm| vmm.process().kill());
             self.start_destination("D")?
         };
-        self.hands.tell("the next migration");
+        self.injector.tell("the next migration");
         // A process that was the destination before may be busy with that for a while.
         let deadline = Instant::now() + if same { SOON } else { Duration::ZERO };
         while let Err(cause) = self.migrate_to(&address)? {
@@ -337,7 +337,7 @@ impl<'a> Stage<'a> {
                 story.push((said.at, format!("{}: {}", vmm.name, said.message)));
             }
         }
-        self.hands.story(story)
+        self.injector.story(story)
     }
 }
 

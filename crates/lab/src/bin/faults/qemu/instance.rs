@@ -8,7 +8,7 @@ use lab::qmp::Event;
 
 use crate::timeline::Life;
 
-pub(crate) struct Actor {
+pub(crate) struct Instance {
     pub(crate) name: String,
     pub(crate) qemu: Qemu,
     pub(crate) process: Process,
@@ -33,7 +33,7 @@ const ANSWER: Duration = Duration::from_secs(10);
 /// How long a process may take to die.
 const DYING: Duration = Duration::from_secs(1);
 
-impl Actor {
+impl Instance {
     pub(crate) fn new(name: &str, mut qemu: Qemu) -> Self {
         qemu.qmp.set_timeout(ANSWER);
         Self {
